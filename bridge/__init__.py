@@ -1,0 +1,1 @@
+"""gguf-bridge: GPTQ and AWQ checkpoints become GGUF files without quantizing twice."""

@@ -1,0 +1,78 @@
+"""What all GGUF block types share: the fields of a block, and the record that describes a type.
+
+A block holds `size` consecutive weights of one row. It is split into sub-blocks of `sub` weights,
+each with its own scale code (and min code); the block's f16 `d` (and `dmin`) turn those into reals:
+
+    affine types   w = d * sc * q - dmin * mn         q in 0..levels-1     (Q2_K, Q4_K, Q5_K)
+    scaled types   w = d * sc * (q - zero)                                 (Q3_K, Q6_K)
+    plain types    w = d * (q - zero)                                      (Q4_0, Q5_0, Q8_0)
+                   w = d * q + dmin                                        (Q4_1, Q5_1)
+
+Each type's module defines `pack` and `unpack` for one block in plain Python that numba can compile
+as it stands: they are at once the readable reference and the source of every fast kernel.
+
+    pack(q, sc, mn, d, dmin, out)
+        q    uint8 [size]        codes, 0..levels-1
+        sc   int8  [size/sub]    sub-block scale codes; ignored by plain types
+        mn   uint8 [size/sub]    sub-block min codes; ignored by types without them
+        d, dmin  uint16          IEEE half bit patterns; dmin ignored where the type has none
+        out  uint8 [nbytes]      the block
+
+    unpack(raw, q, sc, mn)       the inverse for q, sc, mn; d and dmin are the little-endian halves
+                                 at byte offsets `d_at` and `dmin_at`
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class BlockType:
+    """One GGUF block type: what its fields may hold and how they lie in memory."""
+
+    name: str  # as gguf.GGMLQuantizationType spells it
+    size: int  # weights in a block
+    sub: int  # weights in a sub-block
+    nbytes: int  # bytes in a block
+    levels: int  # number of codes
+    zero: int  # the code that stands for 0; affine types have none: 0
+    scale_lo: int  # range of sub-block scale codes; 1..1 where there are none
+    scale_hi: int
+    min_hi: int  # min codes run 0..min_hi; 0 where there are none
+    d_at: int  # byte offset of d in the block
+    dmin_at: int  # byte offset of dmin (Q4_1, Q5_1: m); -1 where there is none
+    pack: Callable[..., None]
+    unpack: Callable[..., None]
+
+    @property
+    def bpw(self) -> float:
+        """Bits per weight."""
+        return 8 * self.nbytes / self.size
+
+    @property
+    def subs(self) -> int:
+        """Sub-blocks in a block."""
+        return self.size // self.sub
+
+    @property
+    def is_k(self) -> bool:
+        """Whether this is a K-quant: scales of sub-blocks are themselves quantized."""
+        return self.size == 256
+
+    @property
+    def has_min(self) -> bool:
+        """Whether the type has a term besides scale times code."""
+        return self.dmin_at >= 0
+
+    @property
+    def ggml(self) -> Any:
+        """The type as a `gguf.GGMLQuantizationType`."""
+        from gguf import GGMLQuantizationType
+
+        return GGMLQuantizationType[self.name]
+
+    def __str__(self) -> str:
+        return self.name

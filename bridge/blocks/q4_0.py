@@ -1,0 +1,24 @@
+"""Q4_0: w = d * (q - 8), q 0..15; 32 weights in 18 bytes, 4.5 bits per weight.
+
+    bytes  0..1   d, f16
+           2..17  qs[16]   low nibble q[l], high nibble q[l + 16]
+"""
+
+from bridge.blocks.base import BlockType
+
+
+def pack(q, sc, mn, d, dmin, out):
+    out[0] = d & 255
+    out[1] = d >> 8
+    for i in range(16):
+        out[2 + i] = q[i] | (q[i + 16] << 4)
+
+
+def unpack(raw, q, sc, mn):
+    for i in range(16):
+        q[i] = raw[2 + i] & 15
+        q[i + 16] = raw[2 + i] >> 4
+
+
+Q4_0 = BlockType("Q4_0", 32, 32, 18, 16, 8, 1, 1, 0, 0, -1, pack, unpack)
+assert Q4_0.nbytes == 2 + 16

@@ -1,0 +1,27 @@
+"""Q4_1: w = d * q + m, q 0..15; 32 weights in 20 bytes, 5 bits per weight.
+
+    bytes  0..1   d, f16
+           2..3   m, f16
+           4..19  qs[16]   low nibble q[l], high nibble q[l + 16]
+"""
+
+from bridge.blocks.base import BlockType
+
+
+def pack(q, sc, mn, d, dmin, out):
+    out[0] = d & 255
+    out[1] = d >> 8
+    out[2] = dmin & 255
+    out[3] = dmin >> 8
+    for i in range(16):
+        out[4 + i] = q[i] | (q[i + 16] << 4)
+
+
+def unpack(raw, q, sc, mn):
+    for i in range(16):
+        q[i] = raw[4 + i] & 15
+        q[i + 16] = raw[4 + i] >> 4
+
+
+Q4_1 = BlockType("Q4_1", 32, 32, 20, 16, 0, 1, 1, 0, 0, 2, pack, unpack)
+assert Q4_1.nbytes == 2 + 2 + 16

@@ -1,0 +1,57 @@
+"""Q4_K: w = d * sc * q - dmin * mn, q 0..15, sc and mn 0..63; 8 sub-blocks of 32; 4.5 bpw.
+
+    bytes  0..1    d, f16
+           2..3    dmin, f16
+           4..15   scales[12], six bits each:
+
+                   byte j (0..3)      7 6        | 5 4 3 2 1 0
+                                      sc[j+4] hi | sc[j]
+                   byte 4 + j         7 6        | 5 4 3 2 1 0
+                                      mn[j+4] hi | mn[j]
+                   byte 8 + j         7 6 5 4    | 3 2 1 0
+                                      mn[j+4] lo | sc[j+4] lo
+
+          16..143  qs[128]   byte 32c + l: low nibble q[64c + l], high nibble q[64c + 32 + l]
+"""
+
+from bridge.blocks.base import BlockType
+
+
+def pack_scales(sc, mn, out):
+    """Write the 12 bytes of six-bit scales, shared by Q4_K and Q5_K, to bytes 4..15 of `out`."""
+    for j in range(4):
+        out[4 + j] = sc[j] | ((sc[j + 4] >> 4) << 6)
+        out[8 + j] = mn[j] | ((mn[j + 4] >> 4) << 6)
+        out[12 + j] = (sc[j + 4] & 15) | ((mn[j + 4] & 15) << 4)
+
+
+def unpack_scales(raw, sc, mn):
+    """The inverse of `pack_scales`."""
+    for j in range(4):
+        sc[j] = raw[4 + j] & 63
+        mn[j] = raw[8 + j] & 63
+        sc[j + 4] = (raw[12 + j] & 15) | ((raw[4 + j] >> 6) << 4)
+        mn[j + 4] = (raw[12 + j] >> 4) | ((raw[8 + j] >> 6) << 4)
+
+
+def pack(q, sc, mn, d, dmin, out):
+    out[0] = d & 255
+    out[1] = d >> 8
+    out[2] = dmin & 255
+    out[3] = dmin >> 8
+    pack_scales(sc, mn, out)
+    for c in range(4):
+        for i in range(32):
+            out[16 + 32 * c + i] = q[64 * c + i] | (q[64 * c + 32 + i] << 4)
+
+
+def unpack(raw, q, sc, mn):
+    unpack_scales(raw, sc, mn)
+    for c in range(4):
+        for i in range(32):
+            q[64 * c + i] = raw[16 + 32 * c + i] & 15
+            q[64 * c + 32 + i] = raw[16 + 32 * c + i] >> 4
+
+
+Q4_K = BlockType("Q4_K", 256, 32, 144, 16, 0, 0, 63, 63, 0, 2, pack, unpack)
+assert Q4_K.nbytes == 2 + 2 + 12 + 128

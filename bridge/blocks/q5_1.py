@@ -1,0 +1,33 @@
+"""Q5_1: w = d * q + m, q 0..31; 32 weights in 24 bytes, 6 bits per weight.
+
+    bytes  0..1   d, f16
+           2..3   m, f16
+           4..7   qh[4]    bit l of the little-endian word is bit 4 of q[l]
+           8..23  qs[16]   low nibble q[l] & 15, high nibble q[l + 16] & 15
+"""
+
+from bridge.blocks.base import BlockType
+
+
+def pack(q, sc, mn, d, dmin, out):
+    out[0] = d & 255
+    out[1] = d >> 8
+    out[2] = dmin & 255
+    out[3] = dmin >> 8
+    for i in range(4):
+        high = 0
+        for j in range(8):
+            high |= (q[8 * i + j] >> 4) << j
+        out[4 + i] = high
+    for i in range(16):
+        out[8 + i] = (q[i] & 15) | ((q[i + 16] & 15) << 4)
+
+
+def unpack(raw, q, sc, mn):
+    for i in range(16):
+        q[i] = (raw[8 + i] & 15) | (((raw[4 + (i >> 3)] >> (i & 7)) & 1) << 4)
+        q[i + 16] = (raw[8 + i] >> 4) | (((raw[6 + (i >> 3)] >> (i & 7)) & 1) << 4)
+
+
+Q5_1 = BlockType("Q5_1", 32, 32, 24, 32, 0, 1, 1, 0, 0, 2, pack, unpack)
+assert Q5_1.nbytes == 2 + 2 + 4 + 16

@@ -1,0 +1,23 @@
+"""Q8_0: w = d * (q - 128), q 0..255; 32 weights in 34 bytes, 8.5 bits per weight.
+
+    bytes  0..1   d, f16
+           2..33  qs[32]   q - 128 as int8, that is q with its top bit flipped
+"""
+
+from bridge.blocks.base import BlockType
+
+
+def pack(q, sc, mn, d, dmin, out):
+    out[0] = d & 255
+    out[1] = d >> 8
+    for i in range(32):
+        out[2 + i] = q[i] ^ 128
+
+
+def unpack(raw, q, sc, mn):
+    for i in range(32):
+        q[i] = raw[2 + i] ^ 128
+
+
+Q8_0 = BlockType("Q8_0", 32, 32, 34, 256, 128, 1, 1, 0, 0, -1, pack, unpack)
+assert Q8_0.nbytes == 2 + 32

@@ -1,0 +1,102 @@
+"""The one in-memory form of a group-quantized linear layer: every reader ends here.
+
+    W[o, k] = scales[o, g] * (codes[o, k] - zeros[o, g]),   g = group_of_column[k]
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from bridge.errors import BridgeError
+
+
+@dataclass(frozen=True)
+class GroupedTensor:
+    """A linear layer's weight as integer codes with one scale and zero point per row and group.
+
+    codes            uint8 [out, in]
+    scales           float32 [out, G], exactly the stored values
+    zeros            float32 [out, G], true zero points (integers for GPTQ and AWQ)
+    group_size       columns in a group; the last group may be short. Ignored where
+                     `group_of_column` is given
+    group_of_column  int32 [in], or None where column k is in group k // group_size
+    bits             of a code
+    name             the module's name in the checkpoint, for messages
+    bias             float32 [out] or None
+    """
+
+    name: str
+    bits: int
+    codes: np.ndarray
+    scales: np.ndarray
+    zeros: np.ndarray
+    group_size: int
+    group_of_column: np.ndarray | None = None
+    bias: np.ndarray | None = None
+    notes: tuple[str, ...] = field(default=())  # what the reader found and did, for the report
+
+    def __post_init__(self) -> None:
+        out, columns = self.codes.shape
+        groups = self.scales.shape[1]
+        if self.scales.shape != (out, groups) or self.zeros.shape != (out, groups):
+            raise BridgeError(
+                f"{self.name}: scales {list(self.scales.shape)} and zero points {list(self.zeros.shape)} "
+                f"do not fit {out} rows; the checkpoint is damaged"
+            )
+        if self.group_of_column is None and groups != -(-columns // self.group_size):
+            raise BridgeError(
+                f"{self.name}: {groups} groups of {self.group_size} do not cover {columns} columns; "
+                "the group size in the config or the scales are wrong"
+            )
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(out, in)."""
+        return self.codes.shape  # type: ignore[return-value]
+
+    @property
+    def sequential(self) -> bool:
+        """Whether groups are runs of consecutive columns, that is, no act-order."""
+        return self.group_of_column is None
+
+    def groups(self) -> np.ndarray:
+        """int32 [in]: the group of each column."""
+        if self.group_of_column is not None:
+            return self.group_of_column
+        return (np.arange(self.codes.shape[1], dtype=np.int32) // self.group_size).astype(np.int32)
+
+    def dequantize(self) -> np.ndarray:
+        """float32 [out, in]: the weights; what fidelity is measured against."""
+        group = self.groups()
+        return self.scales[:, group] * (self.codes.astype(np.float32) - self.zeros[:, group])
+
+    def take_rows(self, order: np.ndarray) -> GroupedTensor:
+        """Permute the rows (output features): codes, scales, zero points and bias alike."""
+        return replace(
+            self,
+            codes=self.codes[order],
+            scales=self.scales[order],
+            zeros=self.zeros[order],
+            bias=None if self.bias is None else self.bias[order],
+        )
+
+    def take_columns(self, order: np.ndarray) -> GroupedTensor:
+        """Permute the columns (input features); groups that become sequential are seen as such."""
+        group = self.groups()[order]
+        size = column_group_size(group)
+        return replace(
+            self,
+            codes=np.ascontiguousarray(self.codes[:, order]),
+            group_size=size or self.group_size,
+            group_of_column=None if size else group,
+        )
+
+
+def column_group_size(group: np.ndarray) -> int | None:
+    """The group size if `group` (int [in]) is 0,0,..,1,1,.. in equal runs (the last may be short), else None."""
+    size = int(np.searchsorted(group, 1)) if group[0] == 0 else 0
+    if size and np.array_equal(group, np.arange(len(group)) // size):
+        return size
+    return None

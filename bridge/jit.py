@@ -1,0 +1,71 @@
+"""Numba, as this project uses it: compiled once per machine, cached, never holding the GIL.
+
+Imported only by modules that hold kernels; `import bridge` and `--help` never come here, since
+numba alone takes most of a second to import.
+
+The compile cache lives in a folder named after a digest of our own sources, because numba's cache
+does not notice edits in a file that a kernel merely calls into. NUMBA_CACHE_DIR, where set, wins.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import sys
+import types
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numba
+
+_KEPT_CACHES = 3  # digests of other checkouts or versions that stay beside ours
+
+
+def _cache_dir() -> Path:
+    """The compile cache of exactly these sources, under the user's cache folder."""
+    digest = hashlib.sha256()
+    here = Path(__file__).parent
+    for folder in (here, here.parent / "cuda"):
+        for source in sorted(folder.rglob("*.py")):
+            status = source.stat()
+            digest.update(f"{source}:{status.st_mtime_ns}:{status.st_size}\n".encode())
+    base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "gguf-bridge" / "numba"
+    return base / digest.hexdigest()[:16]
+
+
+def _prune(keep: Path) -> None:
+    """Drop compile caches of sources that have not been used for longest."""
+    others = sorted((p for p in keep.parent.iterdir() if p != keep), key=lambda p: p.stat().st_mtime)
+    for old in others[:-_KEPT_CACHES]:
+        shutil.rmtree(old, ignore_errors=True)
+
+
+if not os.environ.get("NUMBA_CACHE_DIR"):
+    try:
+        _dir = _cache_dir()
+        if not _dir.exists():
+            _dir.mkdir(parents=True)
+            _prune(_dir)
+        numba.config.CACHE_DIR = str(_dir)
+    except OSError as problem:  # a read-only home: numba then tries beside the sources
+        print(f"compile cache: {problem}; kernels may be compiled anew", file=sys.stderr)
+
+
+def kernel(function: Callable[..., Any]) -> Any:
+    """Compile for speed: cached on disk, GIL released, division by zero as in IEEE 754."""
+    return numba.njit(cache=True, nogil=True, error_model="numpy")(function)
+
+
+def from_plain(function: types.FunctionType) -> Any:
+    """Compile a plain function of `bridge.blocks`, and the plain functions it calls."""
+    scope = dict(function.__globals__)
+    for name in function.__code__.co_names:
+        callee = scope.get(name)
+        if isinstance(callee, types.FunctionType):
+            scope[name] = from_plain(callee)
+    clone = types.FunctionType(function.__code__, scope, function.__name__, function.__defaults__)
+    clone.__module__ = function.__module__
+    clone.__qualname__ = function.__qualname__
+    return kernel(clone)
