@@ -58,14 +58,21 @@ def kernel(function: Callable[..., Any]) -> Any:
     return numba.njit(cache=True, nogil=True, error_model="numpy")(function)
 
 
+def specialize(function: types.FunctionType, suffix: str, **scope: Any) -> Any:
+    """Compile `function` with some of its globals set to constants or compiled functions.
+
+    The copy is named `function_suffix`, and so is its cache entry. (A closure would be compiled
+    anew in every process: compiled functions in closure cells do not hash alike.)
+    """
+    name = f"{function.__name__}_{suffix}"
+    clone = types.FunctionType(function.__code__, {**function.__globals__, **scope}, name, function.__defaults__)
+    clone.__module__ = function.__module__
+    clone.__qualname__ = name
+    return kernel(clone)
+
+
 def from_plain(function: types.FunctionType) -> Any:
     """Compile a plain function of `bridge.blocks`, and the plain functions it calls."""
-    scope = dict(function.__globals__)
-    for name in function.__code__.co_names:
-        callee = scope.get(name)
-        if isinstance(callee, types.FunctionType):
-            scope[name] = from_plain(callee)
-    clone = types.FunctionType(function.__code__, scope, function.__name__, function.__defaults__)
-    clone.__module__ = function.__module__
-    clone.__qualname__ = function.__qualname__
-    return kernel(clone)
+    callees = {name: function.__globals__.get(name) for name in function.__code__.co_names}
+    compiled = {name: from_plain(f) for name, f in callees.items() if isinstance(f, types.FunctionType)}
+    return specialize(function, "compiled", **compiled)

@@ -1,0 +1,54 @@
+"""From the fields of blocks to their bytes: `bridge.blocks`' own pack functions, compiled, row by row.
+
+Fields of `rows` rows of `n` blocks each:
+
+    q          uint8  [rows, n * size]        codes
+    sc         int8   [rows, n * size/sub]    scale codes; any array for plain types
+    mn         uint8  [rows, n * size/sub]    min codes; any array for types without them
+    d, dmin    float32 [rows, n]              exact halves; dmin any array for types without it
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from bridge.blocks import BLOCKS, BlockType
+from bridge.jit import from_plain, specialize
+from bridge.mapping.half import half_bits
+
+if TYPE_CHECKING:  # set per type by `specialize`
+    pack: Any
+    size: int
+    subs: int
+    nbytes: int
+
+
+def _pack_rows(q, sc, mn, d, dmin, out):
+    for row in range(out.shape[0]):
+        for b in range(d.shape[1]):
+            pack(
+                q[row, b * size : (b + 1) * size],
+                sc[row, b * subs : (b + 1) * subs],
+                mn[row, b * subs : (b + 1) * subs],
+                half_bits(d[row, b]),
+                half_bits(dmin[row, b]),
+                out[row, b * nbytes : (b + 1) * nbytes],
+            )
+
+
+@cache
+def packer(name: str) -> Callable[..., None]:
+    """The compiled `pack_rows(q, sc, mn, d, dmin, out)` of a type; out is uint8 [rows, n * nbytes]."""
+    block = BLOCKS[name]
+    return specialize(
+        _pack_rows, name, pack=from_plain(block.pack), size=block.size, subs=block.subs, nbytes=block.nbytes
+    )
+
+
+def row_bytes(block: BlockType, columns: int) -> int:
+    """Bytes of one row of `columns` weights; `columns` is a multiple of the block's size."""
+    return columns // block.size * block.nbytes
