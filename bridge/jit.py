@@ -48,7 +48,7 @@ if not os.environ.get("NUMBA_CACHE_DIR"):
         if not _dir.exists():
             _dir.mkdir(parents=True)
             _prune(_dir)
-        numba.config.CACHE_DIR = str(_dir)
+        numba.config.CACHE_DIR = str(_dir)  # type: ignore[attr-defined]
     except OSError as problem:  # a read-only home: numba then tries beside the sources
         print(f"compile cache: {problem}; kernels may be compiled anew", file=sys.stderr)
 
@@ -58,12 +58,13 @@ def kernel(function: Callable[..., Any]) -> Any:
     return numba.njit(cache=True, nogil=True, error_model="numpy")(function)
 
 
-def specialize(function: types.FunctionType, suffix: str, **scope: Any) -> Any:
+def specialize(function: Callable[..., Any], suffix: str, **scope: Any) -> Any:
     """Compile `function` with some of its globals set to constants or compiled functions.
 
     The copy is named `function_suffix`, and so is its cache entry. (A closure would be compiled
     anew in every process: compiled functions in closure cells do not hash alike.)
     """
+    assert isinstance(function, types.FunctionType)
     name = f"{function.__name__}_{suffix}"
     clone = types.FunctionType(function.__code__, {**function.__globals__, **scope}, name, function.__defaults__)
     clone.__module__ = function.__module__
@@ -71,8 +72,9 @@ def specialize(function: types.FunctionType, suffix: str, **scope: Any) -> Any:
     return kernel(clone)
 
 
-def from_plain(function: types.FunctionType) -> Any:
+def from_plain(function: Callable[..., Any]) -> Any:
     """Compile a plain function of `bridge.blocks`, and the plain functions it calls."""
+    assert isinstance(function, types.FunctionType)
     callees = {name: function.__globals__.get(name) for name in function.__code__.co_names}
     compiled = {name: from_plain(f) for name, f in callees.items() if isinstance(f, types.FunctionType)}
     return specialize(function, "compiled", **compiled)

@@ -19,4 +19,4 @@ BLOCKS: dict[str, BlockType] = {
     block.name: block for block in (Q2_K, Q3_K, Q4_K, Q4_0, Q4_1, Q5_K, Q5_0, Q5_1, Q6_K, Q8_0)
 }
 
-__all__ = ["BLOCKS", "BlockType", "Q2_K", "Q3_K", "Q4_0", "Q4_1", "Q4_K", "Q5_0", "Q5_1", "Q5_K", "Q6_K", "Q8_0"]
+__all__ = ["BLOCKS", "Q2_K", "Q3_K", "Q4_0", "Q4_1", "Q4_K", "Q5_0", "Q5_1", "Q5_K", "Q6_K", "Q8_0", "BlockType"]

@@ -1,9 +1,9 @@
 """Q2_K: w = d * sc * q - dmin * mn, q 0..3, sc and mn 0..15; 16 sub-blocks of 16; 2.625 bpw.
 
-    bytes  0..15  scales[16]  low nibble sc[j], high nibble mn[j]
-          16..79  qs[64]      byte 32h + l: bits 2j, 2j+1 hold q[128h + 32j + l], j 0..3
-          80..81  d, f16
-          82..83  dmin, f16
+bytes  0..15  scales[16]  low nibble sc[j], high nibble mn[j]
+      16..79  qs[64]      byte 32h + l: bits 2j, 2j+1 hold q[128h + 32j + l], j 0..3
+      80..81  d, f16
+      82..83  dmin, f16
 """
 
 from bridge.blocks.base import BlockType

@@ -1,14 +1,14 @@
 """Q3_K: w = d * sc * (q - 4), q 0..7, sc -32..31; 16 sub-blocks of 16; 3.4375 bpw.
 
-    bytes  0..31   hmask[32]   byte l: bit 4h + j is bit 2 of q[128h + 32j + l]
-          32..95   qs[64]      byte 32h + l: bits 2j, 2j+1 are bits 0, 1 of q[128h + 32j + l]
-          96..107  scales[12]  u[j] = sc[j] + 32, six bits each:
+bytes  0..31   hmask[32]   byte l: bit 4h + j is bit 2 of q[128h + 32j + l]
+      32..95   qs[64]      byte 32h + l: bits 2j, 2j+1 are bits 0, 1 of q[128h + 32j + l]
+      96..107  scales[12]  u[j] = sc[j] + 32, six bits each:
 
-                   byte j (0..7):      7 6 5 4 | 3 2 1 0      byte 8 + i (0..3):  76 | 54 | 32 | 10
-                                       u[j+8]  |  u[j]        bits 5..4 of:   u[i+12] u[i+8] u[i+4] u[i]
-                                       bits 3..0 of each
+               byte j (0..7):      7 6 5 4 | 3 2 1 0      byte 8 + i (0..3):  76 | 54 | 32 | 10
+                                   u[j+8]  |  u[j]        bits 5..4 of:   u[i+12] u[i+8] u[i+4] u[i]
+                                   bits 3..0 of each
 
-         108..109  d, f16
+     108..109  d, f16
 """
 
 from bridge.blocks.base import BlockType
@@ -23,9 +23,7 @@ def pack(q, sc, mn, d, dmin, out):
     for h in range(2):
         for i in range(32):
             k = 128 * h + i
-            out[32 + 32 * h + i] = (
-                (q[k] & 3) | ((q[k + 32] & 3) << 2) | ((q[k + 64] & 3) << 4) | ((q[k + 96] & 3) << 6)
-            )
+            out[32 + 32 * h + i] = (q[k] & 3) | ((q[k + 32] & 3) << 2) | ((q[k + 64] & 3) << 4) | ((q[k + 96] & 3) << 6)
     for j in range(8):
         out[96 + j] = ((sc[j] + 32) & 15) | (((sc[j + 8] + 32) & 15) << 4)
     for i in range(4):

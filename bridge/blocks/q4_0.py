@@ -1,7 +1,7 @@
 """Q4_0: w = d * (q - 8), q 0..15; 32 weights in 18 bytes, 4.5 bits per weight.
 
-    bytes  0..1   d, f16
-           2..17  qs[16]   low nibble q[l], high nibble q[l + 16]
+bytes  0..1   d, f16
+       2..17  qs[16]   low nibble q[l], high nibble q[l + 16]
 """
 
 from bridge.blocks.base import BlockType

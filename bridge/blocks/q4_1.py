@@ -1,8 +1,8 @@
 """Q4_1: w = d * q + m, q 0..15; 32 weights in 20 bytes, 5 bits per weight.
 
-    bytes  0..1   d, f16
-           2..3   m, f16
-           4..19  qs[16]   low nibble q[l], high nibble q[l + 16]
+bytes  0..1   d, f16
+       2..3   m, f16
+       4..19  qs[16]   low nibble q[l], high nibble q[l + 16]
 """
 
 from bridge.blocks.base import BlockType

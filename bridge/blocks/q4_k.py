@@ -1,17 +1,17 @@
 """Q4_K: w = d * sc * q - dmin * mn, q 0..15, sc and mn 0..63; 8 sub-blocks of 32; 4.5 bpw.
 
-    bytes  0..1    d, f16
-           2..3    dmin, f16
-           4..15   scales[12], six bits each:
+bytes  0..1    d, f16
+       2..3    dmin, f16
+       4..15   scales[12], six bits each:
 
-                   byte j (0..3)      7 6        | 5 4 3 2 1 0
-                                      sc[j+4] hi | sc[j]
-                   byte 4 + j         7 6        | 5 4 3 2 1 0
-                                      mn[j+4] hi | mn[j]
-                   byte 8 + j         7 6 5 4    | 3 2 1 0
-                                      mn[j+4] lo | sc[j+4] lo
+               byte j (0..3)      7 6        | 5 4 3 2 1 0
+                                  sc[j+4] hi | sc[j]
+               byte 4 + j         7 6        | 5 4 3 2 1 0
+                                  mn[j+4] hi | mn[j]
+               byte 8 + j         7 6 5 4    | 3 2 1 0
+                                  mn[j+4] lo | sc[j+4] lo
 
-          16..143  qs[128]   byte 32c + l: low nibble q[64c + l], high nibble q[64c + 32 + l]
+      16..143  qs[128]   byte 32c + l: low nibble q[64c + l], high nibble q[64c + 32 + l]
 """
 
 from bridge.blocks.base import BlockType

@@ -1,8 +1,8 @@
 """Q5_0: w = d * (q - 16), q 0..31; 32 weights in 22 bytes, 5.5 bits per weight.
 
-    bytes  0..1   d, f16
-           2..5   qh[4]    bit l of the little-endian word is bit 4 of q[l]
-           6..21  qs[16]   low nibble q[l] & 15, high nibble q[l + 16] & 15
+bytes  0..1   d, f16
+       2..5   qh[4]    bit l of the little-endian word is bit 4 of q[l]
+       6..21  qs[16]   low nibble q[l] & 15, high nibble q[l + 16] & 15
 """
 
 from bridge.blocks.base import BlockType

@@ -1,9 +1,9 @@
 """Q5_1: w = d * q + m, q 0..31; 32 weights in 24 bytes, 6 bits per weight.
 
-    bytes  0..1   d, f16
-           2..3   m, f16
-           4..7   qh[4]    bit l of the little-endian word is bit 4 of q[l]
-           8..23  qs[16]   low nibble q[l] & 15, high nibble q[l + 16] & 15
+bytes  0..1   d, f16
+       2..3   m, f16
+       4..7   qh[4]    bit l of the little-endian word is bit 4 of q[l]
+       8..23  qs[16]   low nibble q[l] & 15, high nibble q[l + 16] & 15
 """
 
 from bridge.blocks.base import BlockType

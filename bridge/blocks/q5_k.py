@@ -1,10 +1,10 @@
 """Q5_K: w = d * sc * q - dmin * mn, q 0..31, sc and mn 0..63; 8 sub-blocks of 32; 5.5 bpw.
 
-    bytes  0..1    d, f16
-           2..3    dmin, f16
-           4..15   scales[12]  as in Q4_K
-          16..47   qh[32]      byte l: bit 2c is bit 4 of q[64c + l], bit 2c + 1 that of q[64c + 32 + l]
-          48..175  qs[128]     byte 32c + l: low nibble q[64c + l] & 15, high nibble q[64c + 32 + l] & 15
+bytes  0..1    d, f16
+       2..3    dmin, f16
+       4..15   scales[12]  as in Q4_K
+      16..47   qh[32]      byte l: bit 2c is bit 4 of q[64c + l], bit 2c + 1 that of q[64c + 32 + l]
+      48..175  qs[128]     byte 32c + l: low nibble q[64c + l] & 15, high nibble q[64c + 32 + l] & 15
 """
 
 from bridge.blocks.base import BlockType

@@ -1,11 +1,11 @@
 """Q6_K: w = d * sc * (q - 32), q 0..63, sc -128..127; 16 sub-blocks of 16; 6.5625 bpw.
 
-    bytes   0..127  ql[128]    byte 64h + l:      low nibble q[128h + l], high nibble q[128h + 64 + l]
-                               byte 64h + 32 + l: low nibble q[128h + 32 + l], high nibble q[128h + 96 + l]
-                               (bits 3..0 of each code)
-          128..191  qh[64]     byte 32h + l: bits 2j, 2j+1 are bits 4, 5 of q[128h + 32j + l]
-          192..207  scales[16] int8
-          208..209  d, f16
+bytes   0..127  ql[128]    byte 64h + l:      low nibble q[128h + l], high nibble q[128h + 64 + l]
+                           byte 64h + 32 + l: low nibble q[128h + 32 + l], high nibble q[128h + 96 + l]
+                           (bits 3..0 of each code)
+      128..191  qh[64]     byte 32h + l: bits 2j, 2j+1 are bits 4, 5 of q[128h + 32j + l]
+      192..207  scales[16] int8
+      208..209  d, f16
 """
 
 from bridge.blocks.base import BlockType

@@ -1,7 +1,7 @@
 """Q8_0: w = d * (q - 128), q 0..255; 32 weights in 34 bytes, 8.5 bits per weight.
 
-    bytes  0..1   d, f16
-           2..33  qs[32]   q - 128 as int8, that is q with its top bit flipped
+bytes  0..1   d, f16
+       2..33  qs[32]   q - 128 as int8, that is q with its top bit flipped
 """
 
 from bridge.blocks.base import BlockType

@@ -1,6 +1,6 @@
 """The one in-memory form of a group-quantized linear layer: every reader ends here.
 
-    W[o, k] = scales[o, g] * (codes[o, k] - zeros[o, g]),   g = group_of_column[k]
+W[o, k] = scales[o, g] * (codes[o, k] - zeros[o, g]),   g = group_of_column[k]
 """
 
 from __future__ import annotations

@@ -12,19 +12,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
-from typing import TYPE_CHECKING, Any
-
-import numpy as np
+from typing import Any
 
 from bridge.blocks import BLOCKS, BlockType
 from bridge.jit import from_plain, specialize
 from bridge.mapping.half import half_bits
 
-if TYPE_CHECKING:  # set per type by `specialize`
-    pack: Any
-    size: int
-    subs: int
-    nbytes: int
+# set per type by `specialize`
+pack: Any = None
+size = subs = nbytes = 0
 
 
 def _pack_rows(q, sc, mn, d, dmin, out):
