@@ -1,4 +1,4 @@
-"""llama.cpp through its C API, by ctypes over the shared library inside the `xllamacpp` wheel.
+"""llama.cpp through its C API, by ctypes over the same shared library as `ggml.py`.
 
 The wheel's Python layer serves requests; the tests need logits at every position, so they call the
 C functions under it. Two parameter structs travel by value and grow with every llama.cpp release.
@@ -11,13 +11,14 @@ their places; a release that moves them is noticed, not guessed at.
 from __future__ import annotations
 
 import ctypes
-import importlib.util
 from ctypes import POINTER, c_bool, c_char_p, c_float, c_int8, c_int32, c_size_t, c_uint32, c_void_p
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+from tests.support import ggml
 
 _GGML_TYPE_F32 = 0
 _NO_FLASH_ATTENTION = 0
@@ -92,11 +93,8 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
 
 @cache
 def _library() -> Any:
-    """The shared library with typed functions; its log goes to a list instead of the terminal."""
-    spec = importlib.util.find_spec("xllamacpp")
-    if spec is None or spec.origin is None:
-        raise ImportError("xllamacpp is not installed: pip install 'gguf-bridge[test]'")
-    lib = ctypes.CDLL(str(next(Path(spec.origin).parent.glob("xllamacpp*.so"))))
+    """The library with llama.cpp's functions typed; its log goes to a list instead of the terminal."""
+    lib = ggml.library()
     for name, (result, arguments) in _SIGNATURES.items():
         function = getattr(lib, name)
         function.restype, function.argtypes = result, arguments

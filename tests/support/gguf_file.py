@@ -1,0 +1,93 @@
+"""A GGUF seen as the Hugging Face model it came from: its weights in that model's names and order."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import gguf
+import numpy as np
+
+from tests.support.reference import Weights
+
+
+def gguf_weights(path: str | Path) -> dict[str, np.ndarray]:
+    """A GGUF's tensors dequantized, by their Hugging Face names, q and k rows in Hugging Face's order."""
+    reader = gguf.GGUFReader(str(path))
+    arch = reader.get_field("general.architecture").contents()
+    names = _hugging_face_names(arch, reader.get_field(f"{arch}.block_count").contents())
+    heads = _permuted_heads(reader, arch)
+    weights = {}
+    for tensor in reader.tensors:
+        base, _, kind = tensor.name.rpartition(".")
+        if base not in names:
+            continue  # rope_freqs: not a weight
+        values = gguf.quants.dequantize(tensor.data, tensor.tensor_type).astype(np.float32)
+        name = names[base]
+        if (count := heads.get(name.rpartition(".")[2])) is not None:
+            values = unpermute(values, count)
+        weights[f"{name}.{kind}"] = values
+    return weights
+
+
+def permute(rows: np.ndarray, heads: int) -> np.ndarray:
+    """Rows of a llama q or k projection as llama.cpp wants them: a head's two halves interleaved."""
+    return rows.reshape(heads, 2, -1, *rows.shape[1:]).swapaxes(1, 2).reshape(rows.shape)
+
+
+def unpermute(rows: np.ndarray, heads: int) -> np.ndarray:
+    """The inverse of `permute`."""
+    return rows.reshape(heads, -1, 2, *rows.shape[1:]).swapaxes(1, 2).reshape(rows.shape)
+
+
+def _permuted_heads(reader: gguf.GGUFReader, arch: str) -> dict[str, int]:
+    """The projections whose rows llama.cpp wants permuted, and their number of heads."""
+    if arch != "llama":
+        return {}
+    count = {"q_proj": "head_count", "k_proj": "head_count_kv"}
+    return {name: reader.get_field(f"{arch}.attention.{key}").contents() for name, key in count.items()}
+
+
+def _hugging_face_names(arch: str, layers: int) -> dict[str, str]:
+    """GGUF base name -> the name that a transformers Llama or Qwen gives the same tensor."""
+    kind = {name: key for key, name in gguf.MODEL_ARCH_NAMES.items()}[arch]
+    mapping = gguf.get_tensor_name_map(kind, layers)
+    parts = (
+        *(f"self_attn.{part}" for part in ("q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm")),
+        *(f"mlp.{part}" for part in ("gate_proj", "up_proj", "down_proj")),
+        "input_layernorm",
+        "post_attention_layernorm",
+    )
+    names = ["model.embed_tokens", "model.norm", "lm_head"]
+    names += [f"model.layers.{layer}.{part}" for layer in range(layers) for part in parts]
+    return {base: name for name in names if (base := mapping.get_name(name)) is not None}
+
+
+def write_float_twin(source: str | Path, out: str | Path, dtype: type, weights: Weights | None = None) -> None:
+    """Write `source` again with its block types dequantized: the same model without integer kernels.
+
+    dtype    np.float16 or np.float32, for every tensor that has more than one dimension
+    weights  Hugging Face names; taken in place of the file's own where given
+    """
+    reader = gguf.GGUFReader(str(source))
+    arch = reader.get_field("general.architecture").contents()
+    layers, heads = reader.get_field(f"{arch}.block_count").contents(), _permuted_heads(reader, arch)
+    names = _hugging_face_names(arch, layers)
+    writer = gguf.GGUFWriter(str(out), arch)
+    for field in reader.fields.values():
+        if not field.name.startswith("GGUF.") and field.name != "general.architecture":
+            item = field.types[-1] if field.types[0] == gguf.GGUFValueType.ARRAY else None
+            writer.add_key_value(field.name, field.contents(), field.types[0], item)
+    for tensor in reader.tensors:
+        base, _, kind = tensor.name.rpartition(".")
+        name = names.get(base, base)
+        if weights is not None and f"{name}.{kind}" in weights:
+            values = weights[f"{name}.{kind}"]
+            if (count := heads.get(name.rpartition(".")[2])) is not None:
+                values = permute(values, count)
+        else:
+            values = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
+        writer.add_tensor(tensor.name, np.ascontiguousarray(values, dtype if values.ndim > 1 else np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()

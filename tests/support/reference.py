@@ -1,0 +1,105 @@
+"""A checkpoint as float weights, and float weights run in `transformers`: what fidelity is measured with.
+
+The measure is the mean Kullback-Leibler divergence per token between two models that share code,
+config and float32 arithmetic and differ in their weights alone.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors import safe_open
+
+Weights = Mapping[str, np.ndarray]  # Hugging Face tensor name -> float32
+
+
+def checkpoint_weights(checkpoint: Any) -> dict[str, np.ndarray]:
+    """Every tensor of an opened checkpoint, the quantized ones dequantized, by its Hugging Face name."""
+    weights = {}
+    for name in checkpoint.modules:
+        tensor = checkpoint.read_module(name)
+        weights[f"{name}.weight"] = tensor.dequantize()
+        if tensor.bias is not None:
+            weights[f"{name}.bias"] = tensor.bias
+    for name in checkpoint.tensors:
+        if name.rpartition(".")[0] not in checkpoint.modules:
+            weights[name] = checkpoint.read_float(name)
+    return weights
+
+
+def float_weights(folder: Path) -> dict[str, np.ndarray]:
+    """The tensors of an unquantized model's safetensors, as float32."""
+    weights = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        with safe_open(file, "pt") as tensors:
+            weights.update({name: tensors.get_tensor(name).float().numpy() for name in tensors.keys()})  # noqa: SIM118
+    return weights
+
+
+def linears(weights: Weights) -> list[str]:
+    """The names of the decoder's linear layers: what GPTQ and AWQ quantize."""
+    return [name for name in weights if name.endswith("_proj.weight")]
+
+
+def hf_model(folder: Path, weights: Weights) -> torch.nn.Module:
+    """The model of `folder`'s config.json in float32, with these weights and no others."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    fields = json.loads((folder / "config.json").read_text())
+    fields.pop("quantization_config", None)
+    config = AutoConfig.for_model(**fields)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    state = {name: torch.from_numpy(np.ascontiguousarray(values, np.float32)) for name, values in weights.items()}
+    if config.tie_word_embeddings:
+        state["lm_head.weight"] = state["model.embed_tokens.weight"]
+    model.load_state_dict(state, strict=True)
+    return model.eval()
+
+
+def windows(tokenizer: Any, text: str, n: int = 24, length: int = 256) -> np.ndarray:
+    """int64 [n, length]: the first n windows of `length` tokens of a text, no special tokens."""
+    while True:
+        piece = text[: n * length * 8]  # enough for any text of under 8 characters a token
+        ids = tokenizer(piece, add_special_tokens=False)["input_ids"]
+        if len(ids) > n * length or len(piece) == len(text):
+            break
+        raise ValueError("over 8 characters a token: tokenize more of the text")
+    if len(ids) < n * length:
+        raise ValueError(f"the text has {len(ids)} tokens, {n * length} wanted")
+    return np.array(ids[: n * length], np.int64).reshape(n, length)
+
+
+@torch.no_grad()
+def logits(model: torch.nn.Module, tokens: np.ndarray) -> np.ndarray:
+    """float32 [windows, length, vocab]: what follows each position, each window from an empty context."""
+    return torch.stack([model(torch.from_numpy(window[None])).logits[0] for window in tokens]).numpy()
+
+
+def mean_kl(p: np.ndarray, q: np.ndarray) -> float:
+    """Mean over positions of KL(p || q) in nats; p and q are logits [..., vocab].
+
+    The softmax is taken in float64: in float32 its rounding alone would show as 1e-7.
+    """
+    p, q = (logits.reshape(-1, logits.shape[-1]) for logits in (p, q))
+    total = 0.0
+    for start in range(0, len(p), 256):
+        log_p, log_q = (log_softmax(logits[start : start + 256]) for logits in (p, q))
+        total += float((np.exp(log_p) * (log_p - log_q)).sum())
+    return total / len(p)
+
+
+def log_softmax(logits: np.ndarray) -> np.ndarray:
+    """float64 log-probabilities of logits [..., vocab]."""
+    shifted = logits.astype(np.float64) - logits.max(-1, keepdims=True)
+    return shifted - np.log(np.exp(shifted).sum(-1, keepdims=True))
+
+
+def nmse(values: np.ndarray, reference: np.ndarray) -> float:
+    """Mean squared error over mean square of the reference, in float64."""
+    reference = reference.astype(np.float64)
+    return float(np.square(values - reference).sum() / np.square(reference).sum())
