@@ -1,0 +1,295 @@
+"""Carrying a checkpoint's integer codes onto GGUF blocks: only scales and zero points are re-encoded.
+
+Three families (see `bridge.blocks.base`):
+
+    affine   codes as they are; d, sc, dmin, mn are fitted           Q2_K, Q4_K, Q5_K
+    scaled   codes shifted by zero - z; d, sc are fitted             Q3_K, Q6_K
+    plain    codes shifted by zero - z, d = s                        Q4_0, Q5_0, Q8_0
+             codes as they are, d = s, m = -s * z                    Q4_1, Q5_1
+
+A type can carry a tensor when its sub-blocks do not straddle groups, its codes are wide enough and the
+shifted codes fit. Q8_0 alone makes do where a few blocks do not fit (8-bit asymmetric): those are rounded
+anew to 127 steps and counted.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from bridge.blocks import BlockType
+from bridge.checkpoint.grouped import GroupedTensor
+from bridge.errors import BridgeError
+from bridge.jit import kernel
+from bridge.mapping.fit import CANDIDATES, fit_affine, fit_scaled
+from bridge.mapping.half import round_half
+from bridge.mapping.pack import packer, row_bytes
+
+_CHUNK_WEIGHTS = 1 << 20  # rows are taken in chunks that stay in cache
+
+
+class CannotCarryError(BridgeError):
+    """The type cannot hold the tensor's codes; the message says why."""
+
+
+@dataclass(frozen=True)
+class Fidelity:
+    """How far a GGUF tensor is from the checkpoint's. Sums over all weights."""
+
+    weights: int
+    error: float  # sum (w' - w)^2
+    signal: float  # sum w^2, w the checkpoint's dequantized weights
+    noise: float  # sum s^2 / 12: what the checkpoint's own rounding is expected to cost
+    kept: int  # weights whose integer code is the checkpoint's
+
+    @property
+    def nmse(self) -> float:
+        """Squared error over squared weights."""
+        return self.error / self.signal if self.signal else float(self.error > 0)
+
+    @property
+    def share(self) -> float:
+        """Squared error over the checkpoint's own expected quantization noise."""
+        return self.error / self.noise if self.noise else (float("inf") if self.error else 0.0)
+
+    def __add__(self, other: Fidelity) -> Fidelity:
+        return Fidelity(
+            self.weights + other.weights,
+            self.error + other.error,
+            self.signal + other.signal,
+            self.noise + other.noise,
+            self.kept + other.kept,
+        )
+
+
+@dataclass(frozen=True)
+class Mapped:
+    """A tensor as GGUF blocks: `data` uint8 [out, row bytes]."""
+
+    block: BlockType
+    data: np.ndarray
+    fidelity: Fidelity
+
+
+@kernel
+def _sums(run):
+    """sum q and sum q^2 of a run of codes, uint8 [n]; 32-bit unsigned arithmetic, so that it vectorizes."""
+    total = np.uint32(0)
+    squares = np.uint32(0)
+    for k in range(run.shape[0]):
+        q = np.uint32(run[k])
+        total = np.uint32(total + q)
+        squares = np.uint32(squares + np.uint32(q * q))
+    return float(total), float(squares)
+
+
+@kernel
+def _carry_k(codes, scales, zeros, group, sub, subs, lo, hi, min_hi, sc_out, mn_out, d_out, dmin_out, sums):
+    """Fit every superblock of some rows. `group` int32 [in / sub]; min_hi 0: a scaled type.
+
+    sums float64 [3], added to: error, signal, noise.
+    """
+    s = np.empty(subs, np.float32)
+    z = np.empty(subs, np.float32)
+    n = np.empty(subs, np.float32)
+    a = np.empty(subs, np.float32)
+    b = np.empty(subs, np.float32)
+    sc = np.zeros(subs, np.int32)
+    mn = np.zeros(subs, np.int32)
+    first = np.empty(subs + 1, np.int32)  # of each unit, its first sub-block in the superblock
+    codes_work = np.zeros((2, subs), np.int32)
+    work = np.empty((8, CANDIDATES), np.float32)
+    for row in range(codes.shape[0]):
+        for block in range(d_out.shape[1]):
+            units = 0
+            for j in range(subs):
+                if j == 0 or group[block * subs + j] != group[block * subs + j - 1]:
+                    first[units] = j
+                    units += 1
+            first[units] = subs
+            sign = np.float32(1.0)
+            top = np.float32(0.0)
+            for u in range(units):
+                g = group[block * subs + first[u]]
+                s[u] = scales[row, g]
+                z[u] = zeros[row, g]
+                if abs(s[u]) > abs(top):
+                    top = s[u]
+                start = (block * subs + first[u]) * sub
+                stop = (block * subs + first[u + 1]) * sub
+                total, squares = _sums(codes[row, start:stop])
+                n[u] = stop - start
+                shift = float(zeros[row, g])
+                spread = squares - 2.0 * shift * total + shift * shift * (stop - start)
+                a[u] = spread
+                b[u] = total - shift * (stop - start)
+                square = float(s[u]) * float(s[u])
+                sums[1] += square * spread
+                sums[2] += square * (stop - start) / 12.0
+            if min_hi > 0:
+                if top < 0:
+                    sign = np.float32(-1.0)
+                    for u in range(units):
+                        s[u] = -s[u]
+                d, dmin, e = fit_affine(units, s, z, n, a, b, hi, min_hi, sc, mn, work, codes_work)
+                d_out[row, block] = sign * d
+                dmin_out[row, block] = sign * dmin
+            else:
+                d, e = fit_scaled(units, s, a, lo, hi, sc, work)
+                d_out[row, block] = d
+            for u in range(units):
+                for j in range(first[u], first[u + 1]):
+                    sc_out[row, block * subs + j] = sc[u]
+                    mn_out[row, block * subs + j] = mn[u]
+            # the error again, in float64: what is reported must not carry the search's rounding
+            for u in range(units):
+                alpha = float(d) * sc[u] - float(s[u])
+                gamma = float(dmin) * mn[u] - float(d) * sc[u] * z[u] if min_hi > 0 else 0.0
+                sums[0] += alpha * alpha * a[u] - 2.0 * alpha * gamma * b[u] + gamma * gamma * n[u]
+
+
+@kernel
+def _carry_plain(codes, scales, zeros, group, with_min, d_out, dmin_out, sums):
+    """d (and m) of every block of 32 of some rows; sums as in `_carry_k`."""
+    for row in range(codes.shape[0]):
+        for block in range(d_out.shape[1]):
+            g = group[block]
+            s = scales[row, g]
+            z = float(zeros[row, g])
+            d = round_half(s)
+            d_out[row, block] = d
+            total, squares = _sums(codes[row, 32 * block : 32 * block + 32])
+            alpha = float(d) - float(s)
+            spread = squares - 2.0 * z * total + z * z * 32
+            gamma = 0.0
+            if with_min:
+                m = round_half(np.float32(-float(s) * z))
+                dmin_out[row, block] = m
+                gamma = -float(m) - float(d) * z
+            sums[0] += alpha * alpha * spread - 2.0 * alpha * gamma * (total - 32 * z) + gamma * gamma * 32
+            sums[1] += float(s) * float(s) * spread
+            sums[2] += float(s) * float(s) * 32 / 12.0
+
+
+@kernel
+def _shift_codes(codes, zeros, group, sub, zero, levels, out):
+    """out = codes - z + zero; returns how many sub-blocks do not fit in 0..levels-1."""
+    bad = 0
+    for row in range(codes.shape[0]):
+        for j in range(group.shape[0]):
+            shift = np.int32(zero) - np.int32(zeros[row, group[j]])
+            low = np.int32(levels)
+            high = np.int32(-1)
+            for k in range(j * sub, (j + 1) * sub):
+                q = np.int32(np.int32(codes[row, k]) + shift)
+                low = min(low, q)
+                high = max(high, q)
+                out[row, k] = np.uint8(q)
+            if low < 0 or high >= levels:
+                bad += 1
+    return bad
+
+
+@kernel
+def _reround_q8_0(codes, scales, zeros, group, out, d_out, sums):
+    """The blocks whose q - z leaves -128..127: d = the largest / 127 and codes rounded anew; returns how many."""
+    changed = 0
+    for row in range(codes.shape[0]):
+        for block in range(group.shape[0]):
+            z = np.int32(zeros[row, group[block]])
+            low = np.int32(0)
+            high = np.int32(0)
+            for k in range(32 * block, 32 * block + 32):
+                p = np.int32(np.int32(codes[row, k]) - z)
+                low = min(low, p)
+                high = max(high, p)
+            if low >= -128 and high <= 127:
+                continue
+            changed += 1
+            s = scales[row, group[block]]
+            d = round_half(s * np.float32(max(high, -low)) / np.float32(127.0))
+            old = float(d_out[row, block]) - float(s)
+            d_out[row, block] = d
+            for k in range(32 * block, 32 * block + 32):
+                p = np.float32(np.int32(codes[row, k]) - z)
+                q = min(max(np.rint(s * p / d), np.float32(-128.0)), np.float32(127.0)) if d != 0 else np.float32(0.0)
+                out[row, k] = np.uint8(np.int32(q) + 128)
+                miss = float(d) * q - float(s) * p
+                sums[0] += miss * miss - old * old * p * p
+    return changed
+
+
+def sub_block_groups(t: GroupedTensor, sub: int) -> np.ndarray | None:
+    """int32 [in / sub]: the group of each run of `sub` columns, or None where a run straddles groups."""
+    columns = t.shape[1]
+    if columns % sub:
+        return None
+    runs = t.groups().reshape(-1, sub)
+    return np.ascontiguousarray(runs[:, 0]) if (runs == runs[:, :1]).all() else None
+
+
+def why_not(t: GroupedTensor, block: BlockType) -> str | None:
+    """Why `block` cannot carry the codes of `t`, as far as shapes tell; None where nothing speaks against it."""
+    out, columns = t.shape
+    if columns % block.size:
+        return f"rows of {columns} are not a multiple of {block.name}'s {block.size}"
+    if sub_block_groups(t, block.sub) is None:
+        if not t.sequential:
+            return "act-order groups are scattered over the columns"
+        return f"groups of {t.group_size} do not hold whole sub-blocks of {block.sub}"
+    if block.zero == 0 and 2**t.bits > block.levels:
+        return f"{t.bits}-bit codes do not fit in {block.name}'s 0..{block.levels - 1}"
+    if block.zero:
+        low, high = float(t.zeros.min()), float(t.zeros.max())
+        if not np.array_equal(t.zeros, np.rint(t.zeros)):
+            return f"fractional zero points cannot be shifted into {block.name}'s codes"
+        if block.name != "Q8_0" and (high - low > block.levels or 2**t.bits > block.levels):
+            return f"{t.bits}-bit codes less their zero points do not fit in {block.name}'s {block.levels} codes"
+    return None
+
+
+def carry(t: GroupedTensor, block: BlockType, rows: slice = slice(None)) -> Mapped:
+    """Put the codes of `t` (or of some of its rows) into blocks of a type.
+
+    Raises CannotCarryError where the type cannot hold them.
+    """
+    reason = why_not(t, block)
+    if reason:
+        raise CannotCarryError(f"{t.name}: {reason}")
+    group = sub_block_groups(t, block.sub)
+    codes, scales, zeros = t.codes[rows], t.scales[rows], t.zeros[rows]
+    out, columns = codes.shape
+    n = columns // block.size
+    data = np.empty((out, row_bytes(block, columns)), np.uint8)
+    sums = np.zeros(3)
+    lost = 0
+    step = max(1, _CHUNK_WEIGHTS // columns)
+    shifted = np.empty((min(step, out), columns), np.uint8) if block.zero else codes
+    sc = np.zeros((min(step, out), n * block.subs), np.int8)
+    mn = np.zeros((min(step, out), n * block.subs), np.uint8)
+    d = np.zeros((min(step, out), n), np.float32)
+    dmin = np.zeros((min(step, out), n), np.float32)
+    pack = packer(block.name)
+    for start in range(0, out, step):
+        stop = min(start + step, out)
+        m = stop - start
+        part = (codes[start:stop], scales[start:stop], zeros[start:stop], group)
+        if block.is_k:
+            limits = (block.scale_lo, block.scale_hi, block.min_hi)
+            _carry_k(*part, block.sub, block.subs, *limits, sc[:m], mn[:m], d[:m], dmin[:m], sums)
+        else:
+            _carry_plain(*part, block.has_min, d[:m], dmin[:m], sums)
+        q = codes[start:stop]
+        if block.zero and not (zeros[start:stop] == block.zero).all():
+            q = shifted[:m]
+            bad = _shift_codes(part[0], part[2], group, block.sub, block.zero, block.levels, q)
+            if bad and block.name == "Q8_0":
+                lost += 32 * _reround_q8_0(*part, q, d[:m], sums)
+            elif bad:
+                raise CannotCarryError(
+                    f"{t.name}: codes less their zero points do not fit in {block.name}'s {block.levels} codes"
+                )
+        pack(q, sc[:m], mn[:m], d[:m], dmin[:m], data[start:stop])
+    fidelity = Fidelity(out * columns, max(float(sums[0]), 0.0), float(sums[1]), float(sums[2]), out * columns - lost)
+    return Mapped(block, data, fidelity)
