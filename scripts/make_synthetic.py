@@ -1,0 +1,230 @@
+"""Write a synthetic GPTQ checkpoint: a Llama of any size, for measuring speed and memory.
+
+    python scripts/make_synthetic.py OUT_DIR --vocab 4096        # 1.0B parameters, 0.54 GB
+
+Its codes are distributed as those of rounded Gaussian weights, its scales vary by 20% around 0.01:
+what a converter does with them costs what it would on a real checkpoint, and the text the model
+produces is noise. The layout is GPTQ v1 (zero points stored minus one), as GPTQModel writes it, in
+shards of a few layers, so that memory stays at some 300 MB however large the model.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+from itertools import chain, islice, product
+from pathlib import Path
+from string import ascii_lowercase
+
+import numpy as np
+from safetensors.numpy import save_file
+
+LAYERS_PER_SHARD = 4
+LLAMA3_SPLIT = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}|"
+    r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
+
+def main() -> None:
+    options = parse()
+    make(options)
+    size = sum(file.stat().st_size for file in options.out.glob("*.safetensors"))
+    print(f"{options.out}: {size / 1e9:.2f} GB of tensors")
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
+    parser.add_argument("out", type=Path, metavar="OUT_DIR")
+    for name, default in (
+        ("layers", 22),
+        ("hidden", 2048),
+        ("intermediate", 5632),
+        ("heads", 32),
+        ("kv-heads", 4),
+        ("vocab", 32000),
+        ("group-size", 128),
+        ("seed", 0),
+    ):
+        parser.add_argument(f"--{name}", type=int, default=default, help="default: %(default)s")
+    parser.add_argument("--bits", type=int, default=4, choices=(2, 3, 4, 8), help="default: %(default)s")
+    parser.add_argument("--asym", action="store_true", help="zero points that differ from group to group")
+    parser.add_argument("--act-order", action="store_true", help="columns in groups in no particular order")
+    return parser.parse_args()
+
+
+def make(options: argparse.Namespace) -> None:
+    """Write the checkpoint that `options` describes into `options.out`."""
+    options.out.mkdir(parents=True, exist_ok=True)
+    rng = np.random.default_rng(options.seed)
+    head_dim = options.hidden // options.heads
+    shapes = {  # module -> rows, columns; modules that share an input share an act-order
+        "self_attn.q_proj": (options.hidden, options.hidden),
+        "self_attn.k_proj": (options.kv_heads * head_dim, options.hidden),
+        "self_attn.v_proj": (options.kv_heads * head_dim, options.hidden),
+        "self_attn.o_proj": (options.hidden, options.hidden),
+        "mlp.gate_proj": (options.intermediate, options.hidden),
+        "mlp.up_proj": (options.intermediate, options.hidden),
+        "mlp.down_proj": (options.hidden, options.intermediate),
+    }
+
+    def layer(index: int) -> dict[str, np.ndarray]:
+        prefix = f"model.layers.{index}"
+        ones = np.ones(options.hidden, np.float16)
+        tensors = {f"{prefix}.input_layernorm.weight": ones, f"{prefix}.post_attention_layernorm.weight": ones.copy()}
+        orders: dict[str, np.ndarray] = {}
+        for module, (rows, columns) in shapes.items():
+            own = module.rpartition(".")[2]
+            shared = {"k_proj": "q_proj", "v_proj": "q_proj", "up_proj": "gate_proj"}.get(own, own)
+            size = columns if options.group_size == -1 else options.group_size
+            group = np.arange(columns, dtype=np.int32) // size
+            if options.act_order:
+                group = orders.setdefault(shared, rng.permutation(group))
+            for part, values in linear(rng, rows, group, options.bits, options.asym).items():
+                tensors[f"{prefix}.{module}.{part}"] = values
+        return tensors
+
+    def ends() -> dict[str, np.ndarray]:
+        shape = options.vocab, options.hidden
+        half = {f"{name}.weight": gaussian(rng, shape) for name in ("model.embed_tokens", "lm_head")}
+        return half | {"model.norm.weight": np.ones(options.hidden, np.float16)}
+
+    starts = range(0, options.layers, LAYERS_PER_SHARD)
+    index: dict[str, str] = {}
+    for number in range(len(starts) + 1):
+        file = f"model-{number + 1:05}-of-{len(starts) + 1:05}.safetensors"
+        if number < len(starts):
+            chosen = range(starts[number], min(starts[number] + LAYERS_PER_SHARD, options.layers))
+            tensors = {name: values for i in chosen for name, values in layer(i).items()}
+        else:
+            tensors = ends()
+        save_file(tensors, options.out / file, {"format": "pt"})
+        index |= dict.fromkeys(tensors, file)
+    write_json(options.out / "model.safetensors.index.json", {"metadata": {}, "weight_map": index})
+    write_config(options, head_dim)
+    write_tokenizer(options.out, options.vocab)
+
+
+def gaussian(rng: np.random.Generator, shape: tuple[int, int]) -> np.ndarray:
+    """float16 [rows, columns] of standard deviation 0.02."""
+    values = np.empty(shape, np.float16)
+    for start in range(0, shape[0], 1024):
+        rows = values[start : start + 1024]
+        rows[:] = rng.standard_normal(rows.shape, np.float32) * np.float32(0.02)
+    return values
+
+
+def linear(rng: np.random.Generator, rows: int, group: np.ndarray, bits: int, asym: bool) -> dict[str, np.ndarray]:
+    """One module's tensors. group: int32 [columns], the group of each column."""
+    groups, top, half = int(group.max()) + 1, 2**bits - 1, 2 ** (bits - 1)
+    # P(code) of a Gaussian rounded to 2^bits levels whose outermost lie at 2.75 standard deviations
+    edges = (np.arange(1, top + 1) - half) / (top / 2 / 2.75)
+    below = np.array([0.5 * (1 + math.erf(edge / math.sqrt(2))) for edge in edges])
+    code_of = np.searchsorted(below, (np.arange(1 << 16) + 0.5) / (1 << 16)).astype(np.uint32)
+    spread = max(1, half // 4) if asym else 0
+    zeros = rng.integers(half - spread, half + spread + 1, (groups, rows), np.uint32)
+    scales = rng.uniform(0.008, 0.012, (groups, rows)).astype(np.float16)
+    qweight = np.empty((len(group) * bits // 32, rows), np.int32)
+    for start in range(0, len(group), 512):
+        part = slice(start * bits // 32, (start + 512) * bits // 32)
+        draws = rng.integers(0, 1 << 16, (min(512, len(group) - start), rows), np.uint16)
+        qweight[part] = pack(code_of[draws], bits)
+    qzeros = np.ascontiguousarray(pack((zeros - 1).T, bits).T)
+    return {"qweight": qweight, "qzeros": qzeros, "scales": scales, "g_idx": group.astype(np.int32)}
+
+
+def pack(codes: np.ndarray, bits: int) -> np.ndarray:
+    """uint32 codes [n, m] -> int32 words [n * bits / 32, m]: along the first axis, lowest bits first."""
+    values = 32 // math.gcd(bits, 32)  # codes in the smallest run that ends on a word's end
+    runs = codes.reshape(-1, values, codes.shape[1])
+    words = np.zeros((len(runs), values * bits // 32, codes.shape[1]), np.uint32)
+    for i in range(values):
+        word, shift = divmod(i * bits, 32)
+        words[:, word] |= runs[:, i] << np.uint32(shift)
+        if shift + bits > 32:
+            words[:, word + 1] |= runs[:, i] >> np.uint32(32 - shift)
+    return words.reshape(-1, codes.shape[1]).view(np.int32)
+
+
+def write_config(options: argparse.Namespace, head_dim: int) -> None:
+    quantization = {
+        "quant_method": "gptq",
+        "bits": options.bits,
+        "group_size": options.group_size,
+        "sym": not options.asym,
+        "desc_act": options.act_order,
+        "lm_head": False,
+        "checkpoint_format": "gptq",
+        "pack_dtype": "int32",
+        "meta": {"quantizer": ["gptqmodel:7.6.0"]},  # whose 3-bit packing this is
+    }
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "vocab_size": options.vocab,
+        "hidden_size": options.hidden,
+        "intermediate_size": options.intermediate,
+        "num_hidden_layers": options.layers,
+        "num_attention_heads": options.heads,
+        "num_key_value_heads": options.kv_heads,
+        "head_dim": head_dim,
+        "hidden_act": "silu",
+        "max_position_embeddings": 2048,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 10000.0,
+        "tie_word_embeddings": False,
+        "bos_token_id": options.vocab - 2,
+        "eos_token_id": options.vocab - 1,
+        "torch_dtype": "float16",
+        "quantization_config": quantization,
+    }
+    write_json(options.out / "config.json", config)
+    write_json(options.out / "quantize_config.json", quantization)
+
+
+def write_tokenizer(folder: Path, vocab: int) -> None:
+    """A byte-level BPE whose merges make two letters of one, then four of two, until `vocab` is full."""
+    printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
+    others = [byte for byte in range(256) if byte not in printable]
+    single = [chr(byte if byte in printable else 256 + others.index(byte)) for byte in range(256)]
+    twos = list(product(("Ġ", *ascii_lowercase), ascii_lowercase))
+    fours = product((a + b for a, b in twos), (a + b for a, b in twos if a != "Ġ"))
+    special = ["<|begin_of_text|>", "<|end_of_text|>"]
+    wanted = vocab - len(single) - len(special)
+    merges = list(islice(chain(twos, fours), wanted)) if wanted >= 0 else []
+    tokens = single + [a + b for a, b in merges]
+    if len(tokens) + len(special) != vocab:
+        raise SystemExit(
+            f"--vocab {vocab}: between 258 and {258 + len(twos) * (1 + len(ascii_lowercase) ** 2)} is possible"
+        )
+    first = len(tokens)
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+    split = {"type": "Split", "pattern": {"Regex": LLAMA3_SPLIT}, "behavior": "Isolated", "invert": False}
+    tokenizer = {
+        "version": "1.0",
+        "added_tokens": [
+            {"id": first + i, "content": text, "special": True, **flags} for i, text in enumerate(special)
+        ],
+        "normalizer": None,
+        "pre_tokenizer": {"type": "Sequence", "pretokenizers": [split, byte_level]},
+        "post_processor": None,
+        "decoder": {**byte_level, "use_regex": True},
+        "model": {
+            "type": "BPE",
+            "vocab": {token: i for i, token in enumerate(tokens)},
+            "merges": [f"{a} {b}" for a, b in merges],
+        },
+    }
+    write_json(folder / "tokenizer.json", tokenizer)
+    names = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": special[0], "eos_token": special[1]}
+    write_json(folder / "tokenizer_config.json", names)
+
+
+def write_json(path: Path, value: object) -> None:
+    path.write_text(json.dumps(value, indent=1, ensure_ascii=False), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
