@@ -67,10 +67,15 @@ class GroupedTensor:
             return self.group_of_column
         return (np.arange(self.codes.shape[1], dtype=np.int32) // self.group_size).astype(np.int32)
 
-    def dequantize(self) -> np.ndarray:
-        """float32 [out, in]: the weights; what fidelity is measured against."""
+    def dequantize(self, rows: slice = slice(None)) -> np.ndarray:
+        """float32 [out, in], or some of its rows: the weights; what fidelity is measured against."""
         group = self.groups()
-        return self.scales[:, group] * (self.codes.astype(np.float32) - self.zeros[:, group])
+        return self.scales[rows][:, group] * (self.codes[rows].astype(np.float32) - self.zeros[rows][:, group])
+
+    def noise(self) -> float:
+        """The checkpoint's own expected quantization noise: sum of s^2 / 12 over all weights."""
+        columns = np.bincount(self.groups(), minlength=self.scales.shape[1])
+        return float((np.square(self.scales, dtype=np.float64) @ columns).sum() / 12)
 
     def take_rows(self, order: np.ndarray) -> GroupedTensor:
         """Permute the rows (output features): codes, scales, zero points and bias alike."""
