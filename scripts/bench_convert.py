@@ -1,0 +1,209 @@
+"""Measure speed and memory of a conversion, and print a markdown table with the machine's name.
+
+    python scripts/bench_convert.py                    # a synthetic 1B checkpoint, made and removed
+    python scripts/bench_convert.py --checkpoint DIR   # one of yours
+
+Every run is a process of its own, so that what a process pays once (imports, loading compiled
+kernels) is in every figure. The page cache is warm: the checkpoint has just been read; the output
+is written and fsynced. Peak memory is the largest resident set (ru_maxrss), which counts every page
+of a mapped checkpoint file that is in use just then, less the same figure of a process that imports
+the same modules and stops; what compiled kernels occupy is therefore in it. Its anonymous part,
+which no file backs, is sampled every 20 ms.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+DOOR = ROOT / "scripts" / "gptq2gguf.py"
+
+CONVERT = """
+import json, resource, sys, time
+import bridge
+start = time.perf_counter()
+bridge.convert(sys.argv[1], sys.argv[2])
+seconds = time.perf_counter() - start
+peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+with open(sys.argv[3], "w") as file:
+    json.dump({"seconds": seconds, "peak": peak, "modules": list(sys.modules)}, file)
+"""
+
+IMPORT_ONLY = """
+import importlib, json, resource, sys
+for name in json.load(open(sys.argv[1]))["modules"]:
+    try:
+        importlib.import_module(name)
+    except Exception:  # names that a package made up while it was imported
+        pass
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
+"""
+
+IMPORT_TIME = "import time; start = time.perf_counter(); import bridge; print(time.perf_counter() - start)"
+
+
+@dataclass
+class Run:
+    """One child process."""
+
+    seconds: float
+    anonymous_mib: float | None  # its largest RssAnon, None where the system does not tell
+    output: str
+
+
+def main() -> None:
+    options = parse()
+    with tempfile.TemporaryDirectory(prefix="gguf-bridge-bench-") as scratch:
+        checkpoint = options.checkpoint
+        if checkpoint is None:
+            checkpoint = Path(scratch) / "synthetic-1b"
+            python(str(ROOT / "scripts" / "make_synthetic.py"), str(checkpoint), "--vocab", "4096")
+        rows = measure(checkpoint, Path(scratch), options.runs)
+    print_table(rows)
+    if options.json:
+        options.json.write_text(json.dumps(rows, indent=1) + "\n")
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
+    parser.add_argument("--checkpoint", type=Path, metavar="DIR", help="default: a synthetic 1B GPTQ 4-bit g128")
+    parser.add_argument("--runs", type=int, default=5, metavar="N", help="the median of N; default: %(default)s")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there too")
+    return parser.parse_args()
+
+
+def measure(checkpoint: Path, scratch: Path, runs: int) -> dict:
+    """Every figure of the table, by name; times in seconds, memory in MiB."""
+    files = [file for file in checkpoint.iterdir() if file.suffix in (".safetensors", ".bin", ".pt")]
+    size = sum(map(read_through, files))
+    out, record = scratch / "out.gguf", scratch / "record.json"
+
+    def convert_inside(environment: dict | None = None) -> tuple[Run, dict]:
+        out.unlink(missing_ok=True)
+        run = python("-c", CONVERT, str(checkpoint), str(out), str(record), environment=environment)
+        return run, json.loads(record.read_text())
+
+    def convert_by_script(environment: dict | None = None) -> Run:
+        return python(str(DOOR), str(checkpoint), str(out), "--force", environment=environment)
+
+    convert_by_script()  # compile what is not compiled yet
+    whole = median([convert_by_script().seconds for _ in range(runs)])
+    inside = [convert_inside() for _ in range(runs)]
+    imports = [int(python("-c", IMPORT_ONLY, str(record)).output) for _ in range(3)]
+    unit = 1 << 20 if sys.platform == "darwin" else 1 << 10  # ru_maxrss: bytes there, KiB elsewhere
+    with tempfile.TemporaryDirectory() as empty:
+        fresh = {name: value for name, value in os.environ.items() if name != "NUMBA_CACHE_DIR"}
+        cold = convert_by_script(fresh | {"XDG_CACHE_HOME": empty}).seconds
+    seconds = median([found["seconds"] for _, found in inside])
+    anonymous = [run.anonymous_mib for run, _ in inside if run.anonymous_mib is not None]
+    return {
+        "machine": machine(),
+        "checkpoint": checkpoint.name,
+        "checkpoint_gb": size / 1e9,
+        "gguf_gb": out.stat().st_size / 1e9,
+        "runs": runs,
+        "convert_seconds": seconds,
+        "convert_gb_per_second": size / 1e9 / seconds,
+        "process_seconds": whole,
+        "process_gb_per_second": size / 1e9 / whole,
+        "peak_mib": max(found["peak"] for _, found in inside) / unit,
+        "imports_mib": median(imports) / unit,
+        "anonymous_mib": max(anonymous, default=None),
+        "cold_seconds": cold,
+        "import_seconds": median([float(python("-c", IMPORT_TIME).output) for _ in range(runs)]),
+        "help_seconds": median([python("-m", "bridge.cli", "--help").seconds for _ in range(runs)]),
+    }
+
+
+def read_through(file: Path) -> int:
+    """Bytes in a file, which is then in the page cache.
+
+    In small pieces: Linux counts the peak of the process that starts a child towards the child's.
+    """
+    with file.open("rb") as stream:
+        return sum(map(len, iter(lambda: stream.read(1 << 20), b"")))
+
+
+def python(*arguments: str, environment: dict | None = None) -> Run:
+    """Run this Python from the checkout's root to its end; raises if it fails."""
+    start = time.perf_counter()
+    child = subprocess.Popen(
+        [sys.executable, *arguments], cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    status, largest = Path(f"/proc/{child.pid}/status"), None
+    while True:
+        try:
+            output, complaint = child.communicate(timeout=0.02)
+            break
+        except subprocess.TimeoutExpired:
+            try:
+                lines = [line for line in status.read_text().splitlines() if line.startswith("RssAnon:")]
+            except OSError:
+                continue
+            largest = max([largest or 0, *(int(line.split()[1]) / 1024 for line in lines)]) if lines else largest
+    seconds = time.perf_counter() - start
+    if child.returncode:
+        raise SystemExit(f"{' '.join(arguments[:2])}: exit code {child.returncode}\n{complaint.decode()}")
+    return Run(seconds, largest, output.decode())
+
+
+def machine() -> str:
+    """CPU, cores, system and versions, in one line."""
+    cpu = platform.processor() or platform.machine()
+    info = Path("/proc/cpuinfo")
+    if info.exists():
+        named = [line.partition(":")[2].strip() for line in info.read_text().splitlines() if "model name" in line]
+        cpu = named[0] if named else cpu
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    parts = [cpu, f"{cores} cores", f"{platform.system()} {platform.release()}", f"Python {platform.python_version()}"]
+    return ", ".join(parts + [f"{name} {version(name)}" for name in ("numba", "numpy", "gguf")])
+
+
+def median(values: list) -> float:
+    return statistics.median(values)
+
+
+def print_table(rows: dict) -> None:
+    print(f"Machine: {rows['machine']}.\n")
+    print(
+        f"Checkpoint: {rows['checkpoint']}, {rows['checkpoint_gb']:.2f} GB of tensors; its GGUF: "
+        f"{rows['gguf_gb']:.2f} GB. Median of {rows['runs']} processes, page cache and compile caches warm.\n"
+    )
+    memory = f"{rows['peak_mib']:.0f} MiB in all, {rows['imports_mib']:.0f} MiB with the imports alone"
+    if rows["anonymous_mib"] is not None:
+        memory += f"; never more than {rows['anonymous_mib']:.0f} MiB anonymous"
+    table = {
+        "conversion, `bridge.convert` alone": (
+            f"{rows['convert_gb_per_second']:.2f} GB of checkpoint a second",
+            f"{rows['convert_seconds']:.2f} s",
+        ),
+        "conversion, whole process": (
+            f"{rows['process_gb_per_second']:.2f} GB of checkpoint a second",
+            f"{rows['process_seconds']:.2f} s",
+        ),
+        "peak memory over the imports": (f"{rows['peak_mib'] - rows['imports_mib']:.0f} MiB", memory),
+        "first run, compile caches cold": (
+            f"{rows['cold_seconds'] - rows['process_seconds']:.1f} s more than a warm one",
+            f"{rows['cold_seconds']:.1f} s",
+        ),
+        "`import bridge`": (f"{rows['import_seconds']:.3f} s", "in a started interpreter"),
+        "`gguf-bridge --help`": (f"{rows['help_seconds']:.2f} s", "whole process"),
+    }
+    print("| what | measured | in detail |\n|---|---|---|")
+    for what, (measured, detail) in table.items():
+        print(f"| {what} | {measured} | {detail} |")
+
+
+if __name__ == "__main__":
+    main()
