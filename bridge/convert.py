@@ -1,0 +1,356 @@
+"""Checkpoint in, GGUF out: reads, maps and writes tensor by tensor.
+
+Worker threads read and map (the kernels hold no GIL); the calling thread writes the results in order. Only
+a few tensors are in flight, so memory follows the largest tensor, not the model.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+from gguf import GGMLQuantizationType, LlamaFileType
+
+from bridge.checkpoint import Checkpoint, open_checkpoint
+from bridge.errors import BridgeError
+from bridge.hub import resolve
+from bridge.models import ModelSpec, TensorSpec, describe_model
+from bridge.output import GGUFOutput
+from bridge.recipe import PRESETS, Recipe, TensorPlace, block_type
+from bridge.report import AS_IS, CARRIED, FLOAT, ROUNDED, Report, TensorReport
+
+if TYPE_CHECKING:
+    from bridge.checkpoint.grouped import GroupedTensor
+    from bridge.mapping.carry import Mapped
+
+_CHUNK_WEIGHTS = 1 << 22  # float rows quantized at a time
+_FLOAT_DTYPES = {"F32": np.float32, "F16": np.float16, "BF16": np.uint16}
+
+Progress = Callable[[int, int, str], None]  # (bytes of checkpoint done, of all, tensor just written)
+
+
+def convert(
+    checkpoint: str | Path,
+    out: str | Path | None = None,
+    *,
+    type: str = "auto",
+    output_type: str | None = None,
+    token_embd_type: str | None = None,
+    actorder_type: str | None = None,
+    tensor_types: Sequence[tuple[str, str]] = (),
+    imatrix: str | Path | None = None,
+    pre: str | None = None,
+    split_max_size: int | None = None,
+    modelfile: bool = False,
+    force: bool = False,
+    threads: int | None = None,
+    progress: Progress | None = None,
+) -> Report:
+    """Convert a GPTQ or AWQ checkpoint to a GGUF file, keeping its integer codes.
+
+    checkpoint      a folder in Hugging Face layout, or a Hub id (org/name) to download
+    out             the GGUF to write; default: the checkpoint's name and the type, in the current folder
+    type            "auto", "exact", a block type ("Q4_K") or a llama.cpp preset ("Q4_K_M"); see bridge.recipe
+    output_type, token_embd_type, actorder_type, tensor_types
+                    types for the head, the embeddings, act-order tensors, and (regex, type) pairs by GGUF name
+    imatrix         llama.cpp's GGUF importance matrix, for tensors that are quantized from floats
+    pre             tokenizer.ggml.pre, where it cannot be recognised
+    split_max_size  bytes in a shard
+    modelfile       also write an Ollama Modelfile beside the GGUF
+    force           replace existing files
+    threads         worker threads; default: the CPUs this process may use
+    progress        called after each tensor
+
+    Returns the Report; raises BridgeError for anything wrong with the input. Nothing appears under the
+    final name before the whole file is on disk.
+    """
+    started = time.perf_counter()
+    recipe = Recipe(type, output_type, token_embd_type, actorder_type, tuple(tensor_types))
+    folder = resolve(checkpoint)
+    with open_checkpoint(folder) as ckpt:
+        names = list(ckpt.tensors) + [f"{module}.weight" for module in ckpt.modules]
+        spec = describe_model(ckpt.config, ckpt.path, names, pre)
+        importance = _read_importance(imatrix)
+        work = Conversion(ckpt, spec, recipe, importance)
+        path = Path(out) if out is not None else Path(default_name(str(checkpoint), recipe))
+        shapes = [(t.name, t.shape) for t in spec.tensors]
+        with GGUFOutput(path, spec.arch, spec.add_metadata, shapes, force, split_max_size) as output:
+            done = 0
+            total = sum(work.source_bytes(t) for t in spec.tensors)
+            results = []
+            for tensor, result in zip(spec.tensors, work.results(threads), strict=True):
+                output.write(tensor.name, GGMLQuantizationType[result.report.type], result.data)
+                results.append(result.report)
+                done += work.source_bytes(tensor)
+                if progress:
+                    progress(done, total, tensor.name)
+            files = output.finish(_file_type(recipe, results))
+        if modelfile:
+            _write_modelfile(spec, files[0], force)
+    notes = [*ckpt.notes, *work.notes, *(note for t in results for note in t.notes)]
+    seconds = time.perf_counter() - started
+    return Report(str(checkpoint), ckpt.format, files, results, ckpt.nbytes, seconds, notes)
+
+
+def default_name(checkpoint: str, recipe: Recipe) -> str:
+    """`<checkpoint>-<TYPE>.gguf`, or `<checkpoint>.gguf` for auto."""
+    stem = Path(checkpoint).resolve().name if Path(checkpoint).exists() else checkpoint.rsplit("/", 1)[-1]
+    return f"{stem}.gguf" if recipe.type == "auto" else f"{stem}-{recipe.type}.gguf"
+
+
+@dataclass
+class Result:
+    """One tensor, ready to be written."""
+
+    data: np.ndarray
+    report: TensorReport
+
+
+@dataclass
+class Conversion:
+    """What it takes to make any one tensor of the GGUF; `results` makes them all."""
+
+    ckpt: Checkpoint
+    spec: ModelSpec
+    recipe: Recipe
+    importance: dict[str, np.ndarray] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._row_orders: dict[str, np.ndarray] = {}  # by module
+        self._column_orders: dict[str, np.ndarray] = {}
+        self._tied = not any(t.kind == "output" for t in self.spec.tensors)
+        for fold in self.spec.folds:
+            group = self.ckpt.group_order(fold.consumer) if fold.consumer in self.ckpt.modules else None
+            if group is not None:
+                order = np.argsort(group, kind="stable")
+                self._column_orders[fold.consumer] = order
+                for producer in fold.producers:
+                    self._row_orders[producer] = order
+        unused = set(self.importance) - {t.name for t in self.spec.tensors}
+        if self.importance and len(unused) == len(self.importance):
+            raise BridgeError("the imatrix names no tensor of this model; it was made for another one")
+
+    def results(self, threads: int | None = None) -> Iterator[Result]:
+        """All tensors in order, made by worker threads a few ahead of the consumer."""
+        workers = threads or len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        pending: deque[Future[Result]] = deque()
+        todo = iter(self.spec.tensors)
+        with ThreadPoolExecutor(max_workers=workers, thread_name_prefix="convert") as pool:
+            try:
+                for tensor in todo:
+                    pending.append(pool.submit(self.make, tensor))
+                    if len(pending) > workers + 1:
+                        yield pending.popleft().result()
+                while pending:
+                    yield pending.popleft().result()
+            finally:
+                for future in pending:
+                    future.cancel()
+
+    def make(self, tensor: TensorSpec) -> Result:
+        """Read and map one tensor."""
+        if tensor.source is None:
+            assert tensor.data is not None
+            data = np.ascontiguousarray(tensor.data, np.float32)
+            return Result(data, TensorReport(tensor.name, None, tensor.kind, "F32", tensor.shape, data.nbytes, AS_IS))
+        module = tensor.source.removesuffix(".weight")
+        if module in self.ckpt.modules and tensor.source != module:
+            return self._from_codes(tensor, module)
+        return self._from_floats(tensor)
+
+    def source_bytes(self, tensor: TensorSpec) -> int:
+        """Bytes of the tensor in the checkpoint."""
+        if tensor.source is None:
+            return 0
+        module = tensor.source.removesuffix(".weight")
+        if module in self.ckpt.modules and tensor.source != module:
+            return self.ckpt.modules[module].nbytes
+        return self.ckpt.tensors[tensor.source].nbytes
+
+    def grouped(self, tensor: TensorSpec, module: str) -> GroupedTensor:
+        """The tensor's codes with rows and columns as the GGUF has them."""
+        t = self.ckpt.read_module(module)
+        out, columns = tensor.shape
+        if t.shape != (out, columns):
+            t = t.crop(out, columns)
+        if module in self._column_orders:
+            t = t.take_columns(self._column_orders[module])
+        order = self._order(tensor, module)
+        return t if order is None else t.take_rows(order)
+
+    def floats(self, tensor: TensorSpec) -> Iterator[np.ndarray]:
+        """A float tensor's rows as the GGUF has them, in chunks of float32."""
+        assert tensor.source is not None
+        order = self._order(tensor, tensor.source.rpartition(".")[0])
+        columns = self._column_orders.get(tensor.source.removesuffix(".weight"))
+        if len(tensor.shape) == 1 or order is not None:
+            whole = self._cropped(self.ckpt.read_float(tensor.source), tensor)
+            yield whole if order is None else whole[order]
+            return
+        assert columns is None  # only codes have act-order
+        step = max(1, _CHUNK_WEIGHTS // tensor.shape[1])
+        for start in range(0, tensor.shape[0], step):
+            rows = (start, min(start + step, tensor.shape[0]))
+            yield self._cropped(self.ckpt.read_float(tensor.source, rows), tensor)
+
+    def _cropped(self, x: np.ndarray, tensor: TensorSpec) -> np.ndarray:
+        """Drop zero padding beyond the model's true shape; refuse anything else."""
+        stored = self.ckpt.tensors[str(tensor.source)].shape
+        if len(stored) != len(tensor.shape) or any(a < b for a, b in zip(stored, tensor.shape, strict=True)):
+            raise BridgeError(
+                f"{tensor.source}: shape {list(stored)} where config.json makes it {list(tensor.shape)}; "
+                "config and weights are not of the same model"
+            )
+        return np.ascontiguousarray(x[: tensor.shape[0]] if x.ndim == 1 else x[:, : tensor.shape[1]])
+
+    def _order(self, tensor: TensorSpec, module: str) -> np.ndarray | None:
+        """GGUF row i is checkpoint row order[i]: the fold's permutation, then the architecture's."""
+        fold, arch = self._row_orders.get(module), tensor.row_order
+        if fold is None or arch is None:
+            return arch if fold is None else fold
+        return fold[arch]
+
+    def _place(self, tensor: TensorSpec) -> TensorPlace:
+        spec = self.spec
+        gqa = spec.n_heads // spec.n_kv_heads
+        tied = tensor.kind == "token_embd" and self._tied
+        return TensorPlace(tensor.name, tensor.kind, tensor.layer, spec.n_layers, gqa, tensor.shape[-1], tied)
+
+    def _column_importance(self, tensor: TensorSpec) -> np.ndarray | None:
+        importance = self.importance.get(tensor.name)
+        if importance is None:
+            return None
+        importance = importance.reshape(-1)
+        if len(importance) != tensor.shape[1]:
+            raise BridgeError(
+                f"{tensor.name}: the imatrix has {len(importance)} columns, the tensor {tensor.shape[1]}; "
+                "it was made for another model"
+            )
+        order = self._column_orders.get(str(tensor.source).removesuffix(".weight"))
+        return importance if order is None else importance[order]
+
+    def _from_codes(self, tensor: TensorSpec, module: str) -> Result:
+        from bridge.mapping import choose
+
+        t = self.grouped(tensor, module)
+        importance = self._column_importance(tensor)
+        wanted = self.recipe.wanted(self._place(tensor), as_codes=True, act_order=not t.sequential)
+        notes = list(t.notes)
+        mapped: Mapped | None = None
+        if wanted.mode == "forced":
+            block = block_type(str(wanted.type))
+            if block is None:
+                return self._dequantized(tensor, t, str(wanted.type), notes)
+            mapped = choose.map_to(t, block, importance)
+        elif wanted.mode == "exact":
+            mapped = choose.carry_exact(t)
+            if mapped is None:
+                notes.append(f"{tensor.name}: no type holds it bit for bit; the type is auto's")
+        if mapped is None:
+            mapped = choose.map_auto(t, importance)
+            limit = block_type(str(wanted.type)) if wanted.mode == "at_most" else None
+            if limit and mapped.block.bpw > limit.bpw:
+                mapped = choose.map_to(t, limit, importance)
+        free = choose.exact_type(t) if mapped.fidelity.error else None
+        if free and free.bpw > mapped.block.bpw:
+            free = None
+        how = CARRIED if mapped.fidelity.kept else ROUNDED
+        report = TensorReport(
+            tensor.name, tensor.source, tensor.kind, mapped.block.name, tensor.shape, mapped.data.nbytes, how,
+            mapped.fidelity, free.name if free else None, notes,
+        )  # fmt: skip
+        return Result(mapped.data, report)
+
+    def _dequantized(self, tensor: TensorSpec, t: GroupedTensor, name: str, notes: list[str]) -> Result:
+        """Codes that are to be stored as floats."""
+        from bridge.mapping.carry import Fidelity
+
+        exact = t.dequantize()
+        data = _as_float(exact, name)
+        error = float(np.square(_float_value(data, name) - exact, dtype=np.float64).sum())
+        signal = float(np.square(exact, dtype=np.float64).sum())
+        fidelity = Fidelity(exact.size, error, signal, t.noise(), 0)
+        report = TensorReport(
+            tensor.name, tensor.source, tensor.kind, name, tensor.shape, data.nbytes, ROUNDED, fidelity, None, notes
+        )
+        return Result(data, report)
+
+    def _from_floats(self, tensor: TensorSpec) -> Result:
+        name = "F32"
+        if tensor.quantizable:
+            name = str(self.recipe.wanted(self._place(tensor), as_codes=False).type)
+        block = block_type(name)
+        if block is None:
+            data = np.concatenate([_as_float(x, name) for x in self.floats(tensor)])
+            report = TensorReport(tensor.name, tensor.source, tensor.kind, name, tensor.shape, data.nbytes, AS_IS)
+            return Result(data, report)
+        from bridge.mapping.carry import Fidelity
+        from bridge.mapping.floats import quantize_rows
+        from bridge.mapping.pack import row_bytes
+
+        importance = self._column_importance(tensor)
+        data = np.empty((tensor.shape[0], row_bytes(block, tensor.shape[1])), np.uint8)
+        done, error, signal = 0, 0.0, 0.0
+        for x in self.floats(tensor):
+            part = quantize_rows(x, block, importance)
+            data[done : done + len(x)] = part.data
+            done += len(x)
+            error += part.error
+            signal += part.signal
+        fidelity = Fidelity(tensor.shape[0] * tensor.shape[1], error, signal, 0.0, 0)
+        report = TensorReport(tensor.name, tensor.source, tensor.kind, name, tensor.shape, data.nbytes, FLOAT, fidelity)
+        return Result(data, report)
+
+
+def _as_float(x: np.ndarray, name: str) -> np.ndarray:
+    """float32 as F32, F16 or BF16 (uint16 bits, rounded to nearest even)."""
+    if name != "BF16":
+        with np.errstate(over="ignore"):
+            return x.astype(_FLOAT_DTYPES[name])
+    bits = x.view(np.uint32)
+    return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
+
+
+def _float_value(data: np.ndarray, name: str) -> np.ndarray:
+    """The inverse of `_as_float`."""
+    return (data.astype(np.uint32) << 16).view(np.float32) if name == "BF16" else data.astype(np.float32)
+
+
+def _read_importance(path: str | Path | None) -> dict[str, np.ndarray]:
+    if path is None:
+        return {}
+    from bridge.mapping.imatrix import read_imatrix
+
+    return read_imatrix(Path(path))
+
+
+def _file_type(recipe: Recipe, tensors: Sequence[TensorReport]) -> int:
+    """general.file_type: the preset, or the type that most weights have."""
+    name = recipe.type
+    if name not in PRESETS:
+        weights: dict[str, int] = {}
+        for t in tensors:
+            if len(t.shape) > 1 and t.kind not in ("token_embd", "output"):
+                weights[t.type] = weights.get(t.type, 0) + t.weights
+        name = max(weights, key=lambda k: weights[k]) if weights else "F32"
+    for candidate in (name, f"{name}_M", f"{name}_S"):
+        if f"MOSTLY_{candidate}" in LlamaFileType.__members__:
+            return int(LlamaFileType[f"MOSTLY_{candidate}"])
+    return int(LlamaFileType.ALL_F32)
+
+
+def _write_modelfile(spec: ModelSpec, gguf_path: Path, force: bool) -> None:
+    from bridge.models.modelfile import modelfile
+
+    path = gguf_path.parent / "Modelfile"
+    if path.exists() and not force:
+        raise BridgeError(f"{path}: exists; --force replaces it ({gguf_path.name} is written)")
+    path.write_text(modelfile(spec, gguf_path.name), encoding="utf-8")

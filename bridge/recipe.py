@@ -1,0 +1,161 @@
+"""What the user asked for: which type each tensor of the GGUF should have.
+
+`--type` is `auto`, `exact`, a block type, or one of llama.cpp's presets. A preset fixes the types of tensors
+that arrive as floats by llama.cpp's mixture, and is an upper bound for tensors that arrive as codes: it never
+spends bits on codes that already fit a smaller type. A block type is taken literally.
+
+Explicit options for single tensors win over `--type`, the most specific first: `--tensor-type REGEX=TYPE`
+(searched in the GGUF name, last match wins), then `--output-type`, `--token-embd-type`, `--actorder-type`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from bridge.blocks import BLOCKS, BlockType
+from bridge.errors import BridgeError
+
+FLOAT_TYPES = ("F32", "F16", "BF16")
+# preset -> base type of its mixture; Q2_K, Q6_K and Q8_0 are block types too
+PRESETS = {
+    "Q2_K": "Q2_K",
+    "Q3_K_S": "Q3_K",
+    "Q3_K_M": "Q3_K",
+    "Q3_K_L": "Q3_K",
+    "Q4_K_S": "Q4_K",
+    "Q4_K_M": "Q4_K",
+    "Q5_K_S": "Q5_K",
+    "Q5_K_M": "Q5_K",
+    "Q6_K": "Q6_K",
+    "Q8_0": "Q8_0",
+}
+# llama.cpp's substitutes for rows that are not a multiple of 256
+_SHORT_ROWS = {"Q2_K": "Q4_0", "Q3_K": "Q4_0", "Q4_K": "Q5_0", "Q5_K": "Q5_1", "Q6_K": "Q8_0"}
+
+Mode = Literal["auto", "exact", "forced", "at_most"]
+
+
+@dataclass(frozen=True)
+class TensorPlace:
+    """Where a tensor stands in the model: what mixtures and options go by."""
+
+    name: str  # in the GGUF
+    kind: str  # "attn_q", "ffn_down", "token_embd", "output", ...
+    layer: int | None
+    n_layers: int
+    gqa: int  # query heads per key-value head
+    columns: int
+    tied: bool = False  # token_embd that serves as the output head too
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """The type asked for: `type` is None for auto and exact, else a block or float type's name."""
+
+    mode: Mode
+    type: str | None = None
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """The options of a conversion that decide on types. Names are checked and spelled as ggml does."""
+
+    type: str = "auto"
+    output_type: str | None = None
+    token_embd_type: str | None = None
+    actorder_type: str | None = None
+    tensor_types: Sequence[tuple[str, str]] = field(default=())
+
+    def __post_init__(self) -> None:
+        base = {"AUTO": "auto", "EXACT": "exact"}.get(self.type.upper(), self.type.upper())
+        if base not in ("auto", "exact", *BLOCKS, *PRESETS):
+            known = ", ".join(["auto", "exact", *BLOCKS, *(p for p in PRESETS if p not in BLOCKS)])
+            raise BridgeError(f"unknown type {self.type!r}; known: {known}")
+        object.__setattr__(self, "type", base)
+        for option in ("output_type", "token_embd_type", "actorder_type"):
+            if getattr(self, option):
+                object.__setattr__(self, option, _tensor_type(getattr(self, option)))
+        if self.actorder_type in FLOAT_TYPES:
+            raise BridgeError(f"--actorder-type {self.actorder_type} is not a block type; known: {', '.join(BLOCKS)}")
+        checked = []
+        for pattern, name in self.tensor_types:
+            try:
+                re.compile(pattern)
+            except re.error as problem:
+                raise BridgeError(f"--tensor-type {pattern}={name}: not a regular expression: {problem}") from None
+            checked.append((pattern, _tensor_type(name)))
+        object.__setattr__(self, "tensor_types", tuple(checked))
+
+    def wanted(self, place: TensorPlace, as_codes: bool, act_order: bool = False) -> Wanted:
+        """The type for a 2-D tensor that arrives as codes or as floats; `act_order`: codes that cannot be carried."""
+        explicit = self._explicit(place)
+        if explicit is None and act_order:
+            explicit = self.actorder_type
+        if explicit is not None:
+            return Wanted("forced", for_rows(explicit, place.columns))
+        if self.type in ("auto", "exact"):
+            return Wanted(self.type) if as_codes else Wanted("forced", for_rows("Q8_0", place.columns))  # type: ignore[arg-type]
+        if as_codes and self.type in BLOCKS:
+            return Wanted("forced", for_rows(self.type, place.columns))
+        name = _mixture(self.type, place) if self.type in PRESETS else self.type
+        return Wanted("at_most" if as_codes else "forced", for_rows(name, place.columns))
+
+    def _explicit(self, place: TensorPlace) -> str | None:
+        for pattern, name in reversed(self.tensor_types):
+            if re.search(pattern, place.name):
+                return name
+        if place.kind == "output":
+            return self.output_type
+        return self.token_embd_type if place.kind == "token_embd" else None
+
+
+def for_rows(name: str, columns: int) -> str:
+    """The type itself, or what llama.cpp puts in its place for rows that do not hold whole blocks."""
+    if name in BLOCKS and columns % BLOCKS[name].size:
+        name = _SHORT_ROWS.get(name, name)
+        if columns % BLOCKS[name].size:
+            return "F16"
+    return name
+
+
+def block_type(name: str) -> BlockType | None:
+    """The block type of that name; None for F32, F16, BF16."""
+    return BLOCKS.get(name)
+
+
+def _tensor_type(name: str) -> str:
+    upper = name.upper()
+    if upper not in BLOCKS and upper not in FLOAT_TYPES:
+        raise BridgeError(f"unknown tensor type {name!r}; known: {', '.join((*BLOCKS, *FLOAT_TYPES))}")
+    return upper
+
+
+def _mixture(preset: str, place: TensorPlace) -> str:
+    """llama.cpp's type for a tensor of an unquantized model under a preset (llama_tensor_get_type)."""
+    base = PRESETS[preset]
+    kind, i, n = place.kind, place.layer or 0, place.n_layers
+    if kind == "output" or place.tied:
+        if base == "Q8_0" or place.columns % 256:
+            return "Q8_0"
+        return "Q6_K"
+    more_bits = i < n // 8 or i >= 7 * n // 8 or (i - n // 8) % 3 == 2
+    if preset in ("Q4_K_M", "Q5_K_M") and kind in ("attn_v", "ffn_down"):
+        return "Q6_K" if more_bits else base
+    if preset == "Q4_K_S" and ((kind == "attn_v" and i < 4) or (kind == "ffn_down" and i < n // 8)):
+        return "Q5_K"
+    if preset == "Q3_K_L" and kind in ("attn_v", "ffn_down", "attn_output"):
+        return "Q5_K"
+    if preset == "Q3_K_M":
+        if kind == "attn_v":
+            return "Q5_K" if i < 2 else "Q4_K"
+        if kind == "ffn_down":
+            return "Q5_K" if i < n // 16 else "Q4_K"
+        return "Q4_K" if kind == "attn_output" else base
+    if preset == "Q2_K":
+        if kind == "attn_v":
+            return "Q4_K" if place.gqa >= 4 else "Q3_K"
+        return "Q3_K" if kind in ("ffn_down", "attn_output") else base
+    return base

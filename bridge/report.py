@@ -1,0 +1,167 @@
+"""What a conversion or a verification found, per tensor, and the table that says it to a person."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from bridge.mapping.carry import Fidelity
+
+CARRIED = "codes carried"
+ROUNDED = "rounded anew"
+FLOAT = "from float"
+AS_IS = "kept float"
+
+
+@dataclass
+class TensorReport:
+    """One tensor of the GGUF. Fidelity is None for tensors stored as they were."""
+
+    name: str
+    source: str | None  # name in the checkpoint; None for generated tensors
+    kind: str
+    type: str
+    shape: tuple[int, ...]
+    nbytes: int
+    how: str  # one of CARRIED, ROUNDED, FLOAT, AS_IS
+    fidelity: Fidelity | None = None
+    exact_for_free: str | None = None  # a bit-exact type that is no larger, where `type` is not exact
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def weights(self) -> int:
+        return math.prod(self.shape)
+
+    def as_dict(self) -> dict[str, object]:
+        """For JSON: the fields, with what the fidelity's sums amount to."""
+        row: dict[str, object] = {**asdict(self), "bpw": 8 * self.nbytes / self.weights}
+        if self.fidelity:
+            row["fidelity"] = {
+                "nmse": self.fidelity.nmse,
+                "share_of_noise": self.fidelity.share if self.fidelity.noise else None,
+                "codes_kept": self.fidelity.kept / self.fidelity.weights if self.has_codes else None,
+                **asdict(self.fidelity),
+            }
+        return row
+
+    @property
+    def has_codes(self) -> bool:
+        """Whether the tensor arrived as codes."""
+        return self.how in (CARRIED, ROUNDED)
+
+
+@dataclass
+class Report:
+    """The whole file."""
+
+    checkpoint: str
+    checkpoint_format: str
+    outputs: list[Path]
+    tensors: list[TensorReport]
+    source_bytes: int
+    seconds: float
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def output_bytes(self) -> int:
+        """Size of the GGUF's files on disk."""
+        return sum(p.stat().st_size for p in self.outputs)
+
+    def total(self, hows: Iterable[str] = (CARRIED, ROUNDED)) -> Fidelity | None:
+        """The sums over all tensors that were handled in one of these ways."""
+        total = None
+        for t in self.tensors:
+            if t.how in hows and t.fidelity:
+                total = t.fidelity if total is None else total + t.fidelity
+        return total
+
+    def bpw(self, hows: Iterable[str] = (CARRIED, ROUNDED)) -> float:
+        """Bits per weight over the tensors that were handled in one of these ways."""
+        chosen = [t for t in self.tensors if t.how in hows]
+        weights = sum(t.weights for t in chosen)
+        return 8 * sum(t.nbytes for t in chosen) / weights if weights else 0.0
+
+    def save(self, path: Path) -> None:
+        """Write everything as JSON."""
+        record = {
+            "checkpoint": self.checkpoint,
+            "format": self.checkpoint_format,
+            "outputs": [str(p) for p in self.outputs],
+            "source_bytes": self.source_bytes,
+            "output_bytes": self.output_bytes,
+            "seconds": round(self.seconds, 3),
+            "notes": self.notes,
+            "tensors": [t.as_dict() for t in self.tensors],
+        }
+        path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+
+    def table(self) -> str:
+        """The closing table: a row per kind of tensor, then sizes, time and notes."""
+        rows = [("tensors", "", "type", "bpw", "codes kept", "NMSE", "of source noise")]
+        groups: dict[tuple[str, str], list[TensorReport]] = {}
+        for t in self.tensors:
+            kind = t.kind if t.fidelity else "norms, biases and other floats"
+            groups.setdefault((kind, t.how), []).append(t)
+        for (kind, _), members in groups.items():
+            rows.append(_row(kind, members))
+        coded = [t for t in self.tensors if t.has_codes]
+        if len({t.kind for t in coded}) > 1:
+            rows.append(_row("all that came as codes", coded))
+        lines = _align(rows)
+        lines.insert(1, "-" * max(map(len, lines)))
+        lines += ["", *self._closing()]
+        return "\n".join(lines)
+
+    def _closing(self) -> list[str]:
+        lines = []
+        free = Counter(t.exact_for_free for t in self.tensors if t.exact_for_free)
+        for name, count in free.items():
+            lines.append(f"{count} of these tensors would be bit-exact at no extra size as {name}: --type exact")
+        rounded = sum(t.how == ROUNDED for t in self.tensors)
+        if rounded:
+            lines.append(
+                f"{rounded} tensors could not keep their codes and were rounded anew (--report says which, why)"
+            )
+        lines += self.notes
+        size_in, size_out = self.source_bytes, self.output_bytes
+        rate = size_in / max(self.seconds, 1e-9) / 1e9
+        lines.append(
+            f"{_size(size_in)} {self.checkpoint_format} -> {_size(size_out)} GGUF in {self.seconds:.1f} s ({rate:.2f} GB/s)"
+        )
+        lines += [f"wrote {path}" for path in self.outputs]
+        return lines
+
+
+def _row(kind: str, members: list[TensorReport]) -> tuple[str, ...]:
+    types = "+".join(sorted({t.type for t in members}))
+    bpw = 8 * sum(t.nbytes for t in members) / sum(t.weights for t in members)
+    fidelities = [t.fidelity for t in members if t.fidelity]
+    head = (kind, str(len(members)), types, f"{bpw:.2f}")
+    if not fidelities:
+        return (*head, "", "as they were", "")
+    total = fidelities[0]
+    for f in fidelities[1:]:
+        total = total + f
+    kept = f"{100 * total.kept / total.weights:.4g}%" if members[0].has_codes else "came as floats"
+    error = "exact" if total.error == 0 else f"{total.nmse:.1e}"
+    share = f"{100 * total.share:.2g}%" if total.noise else ""
+    return (*head, kept, error, share)
+
+
+def _align(rows: list[tuple[str, ...]]) -> list[str]:
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    left = (True, False, True, False, False, False, False)
+    return [
+        "  ".join(c.ljust(w) if a else c.rjust(w) for c, w, a in zip(row, widths, left, strict=True)).rstrip()
+        for row in rows
+    ]
+
+
+def _size(n: float) -> str:
+    return f"{n / 1e9:.2f} GB" if n >= 1e9 else f"{n / 1e6:.1f} MB"
