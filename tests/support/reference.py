@@ -97,9 +97,3 @@ def log_softmax(logits: np.ndarray) -> np.ndarray:
     """float64 log-probabilities of logits [..., vocab]."""
     shifted = logits.astype(np.float64) - logits.max(-1, keepdims=True)
     return shifted - np.log(np.exp(shifted).sum(-1, keepdims=True))
-
-
-def nmse(values: np.ndarray, reference: np.ndarray) -> float:
-    """Mean squared error over mean square of the reference, in float64."""
-    reference = reference.astype(np.float64)
-    return float(np.square(values - reference).sum() / np.square(reference).sum())

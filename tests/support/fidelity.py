@@ -1,0 +1,109 @@
+"""How far a GGUF is from the checkpoint it was made of, from the file on disk.
+
+Nothing of the converter takes part: the GGUF is dequantized by `gguf`, mapped back to Hugging Face's
+names and row order by `gguf_file`, and both models run in `transformers`. Only the checkpoint is read
+by the project's readers, which have tests of their own.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+
+from tests.support import reference
+from tests.support.gguf_file import gguf_weights
+from tests.support.reference import Weights
+
+
+class Reference:
+    """A checkpoint in float, and what it predicts on the first windows of a text.
+
+    folder      the checkpoint's
+    checkpoint  as `bridge.open_checkpoint` returns it
+    text        at least n * length tokens of it
+
+    act_order   weight -> int32 [in], the group of each column, where groups are not sequential
+    """
+
+    def __init__(self, folder: Path, checkpoint: Any, text: str, n: int = 24, length: int = 256) -> None:
+        from transformers import AutoTokenizer
+
+        self.folder = folder
+        self.weights = reference.checkpoint_weights(checkpoint)
+        self.tokenizer = AutoTokenizer.from_pretrained(folder)
+        self.tokens = reference.windows(self.tokenizer, text, n, length)
+        self.linears = [f"{name}.weight" for name in checkpoint.modules]
+        groups = {f"{name}.weight": checkpoint.group_order(name) for name in checkpoint.modules}
+        self.act_order = {name: group for name, group in groups.items() if group is not None}
+
+    @cached_property
+    def logits(self) -> np.ndarray:
+        """float32 [n, length, vocab]"""
+        return reference.logits(reference.hf_model(self.folder, self.weights), self.tokens)
+
+    def kl(self, weights: Weights) -> float:
+        """Mean KL divergence, in nats a token, of the same model with other weights."""
+        return reference.mean_kl(self.logits, reference.logits(reference.hf_model(self.folder, weights), self.tokens))
+
+    def kl_from(self, weights: Weights) -> float:
+        """The other direction: of the checkpoint from the same model with these weights."""
+        return reference.mean_kl(reference.logits(reference.hf_model(self.folder, weights), self.tokens), self.logits)
+
+    def linears_of(self, other: Weights) -> dict[str, np.ndarray]:
+        """The checkpoint's weights with the quantized linears of `other`."""
+        return self.weights | {name: other[name] for name in self.linears}
+
+    def unfold(self, weights: Weights) -> dict[str, np.ndarray]:
+        """Undo what makes an act-order down_proj sequential: its columns, and gate's and up's rows, by group."""
+        unfolded = dict(weights)
+        for name, group in self.act_order.items():
+            if not name.endswith("mlp.down_proj.weight"):
+                continue
+            back = np.argsort(np.argsort(group, kind="stable"), kind="stable")
+            unfolded[name] = weights[name][:, back]
+            for producer in ("gate_proj", "up_proj"):
+                rows = name.replace("down_proj", producer)
+                unfolded[rows] = weights[rows][back]
+        return unfolded
+
+
+@dataclass
+class Measured:
+    """A GGUF against its checkpoint. NMSE: squared error over the square of the checkpoint's weights, summed
+    over all tensors; divergences in nats a token."""
+
+    types: Counter  # block type -> number of linears
+    bpw: float  # bits per weight over the linears
+    nmse: float  # of the linears
+    nmse_of: dict[str, float]  # the same for each of them
+    kl_linears: float  # only the linears are the GGUF's
+    kl_file: float  # all tensors are
+
+
+def measure(path: Path, against: Reference) -> Measured:
+    """Measure the GGUF at `path`."""
+    stored = {tensor.name: tensor for tensor in gguf.GGUFReader(str(path)).tensors}
+    blocks = [
+        t for name, t in stored.items() if name.startswith("blk.") and name.endswith(".weight") and len(t.shape) == 2
+    ]
+    weights = against.unfold(gguf_weights(path))
+    error = {name: _square(weights[name] - against.weights[name]) for name in against.linears}
+    power = {name: _square(against.weights[name]) for name in against.linears}
+    return Measured(
+        types=Counter(tensor.tensor_type.name for tensor in blocks),
+        bpw=8 * sum(int(t.n_bytes) for t in blocks) / sum(int(t.n_elements) for t in blocks),
+        nmse=sum(error.values()) / sum(power.values()),
+        nmse_of={name: error[name] / power[name] for name in error},
+        kl_linears=against.kl(against.linears_of(weights)),
+        kl_file=against.kl(weights),
+    )
+
+
+def _square(values: np.ndarray) -> float:
+    return float(np.square(values, dtype=np.float64).sum())
