@@ -1,0 +1,107 @@
+"""From a Hugging Face directory (config, tokenizer, tensor names) to GGUF names and metadata.
+
+    spec = describe_model(config, folder, names)
+    spec.tensors              what to write, from which tensor, with rows in which order
+    spec.add_metadata(writer) every key-value pair but the file type
+
+One module per family (llama, mistral, qwen2, qwen3) over one decoder; tokenizer, bpe, sentencepiece
+and pretokenizer for the vocabulary; modelfile for Ollama.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any
+
+import gguf
+
+from bridge.errors import BridgeError
+from bridge.models.config import Config, read_json
+from bridge.models.decoder import Family, add_decoder_metadata, build_tensors
+from bridge.models.llama import LLAMA
+from bridge.models.mistral import MISTRAL
+from bridge.models.provenance import read_provenance
+from bridge.models.qwen2 import QWEN2
+from bridge.models.qwen3 import QWEN3
+from bridge.models.spec import Fold, ModelSpec, TensorSpec
+from bridge.models.tokenizer import read_tokenizer
+
+__all__ = ["FAMILIES", "Fold", "ModelSpec", "TensorSpec", "describe_model"]
+
+FAMILIES: dict[str, Family] = {
+    "LlamaForCausalLM": LLAMA,
+    "MistralForCausalLM": MISTRAL,
+    "Qwen2ForCausalLM": QWEN2,
+    "Qwen3ForCausalLM": QWEN3,
+}
+_BY_MODEL_TYPE = {"llama": LLAMA, "mistral": MISTRAL, "qwen2": QWEN2, "qwen3": QWEN3}
+
+
+def describe_model(config: dict[str, Any], folder: Path, names: Collection[str], pre: str | None = None) -> ModelSpec:
+    """What a checkpoint becomes in GGUF.
+
+    config  the parsed config.json
+    folder  the Hugging Face directory, for tokenizer, generation config and model card
+    names   every tensor as a float checkpoint names it, "<module>.weight" and "<module>.bias";
+            a quantized module is listed by its weight too
+    pre     overrides the recognition of tokenizer.ggml.pre
+
+    Raises:
+        BridgeError: an architecture, a rule of the config or a tokenizer that is unknown here; a key
+            or a tensor that is missing; a tensor that nobody knows.
+    """
+    folder = Path(folder)
+    values = Config(config, folder / "config.json")
+    family = _family(values)
+    args = family.read(values)
+    tensors, folds, unused, zero_only = build_tensors(family, args, names)
+    generation = read_json(folder / "generation_config.json")
+    tokenizer = read_tokenizer(values, folder, generation, pre)
+    spec = ModelSpec(
+        arch=family.arch,
+        n_layers=args.n_layers,
+        n_heads=args.n_heads,
+        n_kv_heads=args.n_kv_heads,
+        head_dim=args.head_dim,
+        hidden=args.hidden,
+        intermediate=args.intermediate,
+        vocab=args.vocab,
+        context=args.context,
+        tied=args.tied,
+        tensors=tensors,
+        folds=folds,
+        unused=unused,
+        zero_only=zero_only,
+        notes=[*args.rope.notes, *family.notes(args), *tokenizer.notes],
+        tokenizer=tokenizer,
+        generation=generation,
+    )
+    provenance, notes = read_provenance(values, folder, spec.n_parameters)
+    spec.notes += notes
+
+    def general(writer: gguf.GGUFWriter) -> None:
+        writer.add_type(gguf.GGUFType.MODEL)
+        provenance.set_gguf_meta_model(writer)
+
+    spec.hparams = [
+        general,
+        lambda writer: add_decoder_metadata(args, writer),
+        lambda writer: family.add_metadata(args, writer),
+    ]
+    return spec
+
+
+def _family(config: Config) -> Family:
+    architectures = config.get("architectures") or []
+    for name in architectures:
+        if name in FAMILIES:
+            return FAMILIES[name]
+    if not architectures and config.get("model_type") in _BY_MODEL_TYPE:
+        return _BY_MODEL_TYPE[config.get("model_type")]
+    if not architectures and config.get("model_type") is None:
+        raise BridgeError(
+            f"{config.path}: the keys 'architectures' and 'model_type' are missing; one of them must be there"
+        )
+    named = ", ".join(architectures) or config.get("model_type")
+    raise BridgeError(f"{config.path}: the architecture is {named}; {', '.join(FAMILIES)} are known")

@@ -1,0 +1,52 @@
+"""general.*: what a model is called, where it came from, and under which license.
+
+From the model card (README.md front matter), generation_config.json (sampling defaults), config.json
+and the folder's name, by the rules of gguf's own `Metadata`; the checkpoint's repository is its source.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from pathlib import Path
+
+import gguf
+
+from bridge.models.config import Config
+
+_REPOSITORY = re.compile(r"[\w.-]+/[\w.-]+$")
+_CACHE = re.compile(r"models--([\w.-]+?)--([\w.-]+)$")  # huggingface_hub's folder of a repository
+
+
+def read_provenance(config: Config, folder: Path, n_parameters: int) -> tuple[gguf.Metadata, list[str]]:
+    """gguf's metadata of a checkpoint, and notes."""
+    notes: list[str] = []
+    logging.getLogger("gguf.metadata").setLevel(logging.ERROR)
+    try:
+        metadata = gguf.Metadata.load(model_path=folder, total_params=n_parameters)
+    except Exception as error:  # a model card is written by hand and may hold anything
+        notes.append(f"README.md is left out of the metadata: {str(error).splitlines()[0]}")
+        metadata = gguf.Metadata()
+    repository = _repository(config, folder)
+    if repository is not None:
+        metadata.name = metadata.name if _card_has_name(folder) else repository.partition("/")[2]
+        metadata.source_url = metadata.source_repo_url = f"https://huggingface.co/{repository}"
+    metadata.name = metadata.name or folder.resolve().name
+    metadata.basename = metadata.basename or (repository or folder.resolve().name).rpartition("/")[2]
+    if metadata.size_label is None:
+        metadata.size_label = gguf.size_label(n_parameters, 0, 0, 0)
+    return metadata, notes
+
+
+def _repository(config: Config, folder: Path) -> str | None:
+    """ "owner/name" on the Hub, from the cache's folder names or config.json's _name_or_path."""
+    for part in reversed(folder.resolve().parts):
+        if match := _CACHE.match(part):
+            return f"{match[1]}/{match[2]}"
+    name = config.get("_name_or_path", "")
+    return name if isinstance(name, str) and _REPOSITORY.match(name) else None
+
+
+def _card_has_name(folder: Path) -> bool:
+    card = folder / "README.md"
+    return card.is_file() and re.search(r"^(model_)?name:", card.read_text("utf-8", "replace"), re.M) is not None

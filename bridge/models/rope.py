@@ -1,0 +1,124 @@
+"""Rotary position embedding: the config's scaling rules, as llama.cpp applies them.
+
+    transformers          GGUF
+    default               rope.freq_base alone
+    linear                rope.scaling.type linear, factor: angles divided by the factor
+    llama3                a tensor rope_freqs.weight [head_dim / 2]: each frequency's own divisor
+    yarn                  rope.scaling.type yarn, factor, original context, betas, attention factor
+    dynamic               nothing: up to the original context it is the default rule, and beyond it
+                          depends on the length of the prompt, which llama.cpp cannot express
+
+Older configs say rope_theta and rope_scaling, transformers 5 says rope_parameters for both.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+import gguf
+import numpy as np
+
+from bridge.errors import BridgeError
+from bridge.models.config import Config
+
+
+@dataclass(frozen=True, eq=False)
+class Rope:
+    """base: theta of the frequencies theta**(-2i / head_dim); factors: float32 divisors of them."""
+
+    base: float
+    type: str = "default"
+    factor: float = 1.0
+    original_context: int | None = None
+    attention_factor: float | None = None  # yarn: relative to its own 1 + 0.1 ln(factor)
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    factors: np.ndarray | None = None
+    notes: tuple[str, ...] = field(default=())
+
+    def add_metadata(self, writer: gguf.GGUFWriter) -> None:
+        writer.add_rope_freq_base(self.base)
+        if self.type == "linear":
+            writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
+            writer.add_rope_scaling_factor(self.factor)
+        elif self.type == "yarn":
+            writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+            writer.add_rope_scaling_factor(self.factor)
+            assert self.original_context is not None
+            writer.add_rope_scaling_orig_ctx_len(self.original_context)
+            if self.attention_factor is not None:
+                writer.add_rope_scaling_attn_factors(self.attention_factor)
+
+
+def read_rope(config: Config, head_dim: int, default_base: float = 10000.0) -> Rope:
+    """The rope of a config; `BridgeError` for rules that llama.cpp has no counterpart of."""
+    rules = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    if isinstance(rules.get("full_attention"), dict):
+        rules = rules["full_attention"]
+    base = float(rules.get("rope_theta") or config.get("rope_theta") or default_base)
+    kind = rules.get("rope_type") or rules.get("type") or "default"
+    partial = rules.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0
+    if partial != 1.0:
+        raise BridgeError(f"{config.path}: partial_rotary_factor is {partial}; llama.cpp rotates whole heads here")
+    if kind == "default":
+        return Rope(base)
+    if kind == "linear":
+        return Rope(base, kind, factor=_number(config, rules, "factor"))
+    if kind == "llama3":
+        return Rope(base, kind, factors=_llama3_factors(config, rules, base, head_dim))
+    if kind == "yarn":
+        return _yarn(config, rules, base)
+    if kind == "dynamic":
+        context = config.integer("max_position_embeddings")
+        note = f"dynamic rope scaling is left out: the model is as trained up to {context} tokens, and not beyond"
+        return Rope(base, kind, notes=(note,))
+    raise BridgeError(
+        f"{config.path}: rope type {kind!r} is unknown here; default, linear, llama3, yarn and dynamic are known"
+    )
+
+
+def _number(config: Config, rules: dict[str, Any], key: str, default: float | None = None) -> float:
+    value = rules.get(key, default)
+    if value is None:
+        value = default
+    if not isinstance(value, (int, float)) or isinstance(value, bool) or value <= 0:
+        raise BridgeError(f"{config.path}: the rope parameters' {key} is {value!r}, a positive number is expected")
+    return float(value)
+
+
+def _llama3_factors(config: Config, rules: dict[str, Any], base: float, head_dim: int) -> np.ndarray:
+    """float32 [head_dim / 2]: 1 for short wavelengths, `factor` for long ones, smooth between."""
+    factor = _number(config, rules, "factor")
+    low, high = _number(config, rules, "low_freq_factor"), _number(config, rules, "high_freq_factor")
+    context = _number(config, rules, "original_max_position_embeddings", config.get("original_max_position_embeddings"))
+    wavelength = 2 * math.pi * base ** (np.arange(0, head_dim, 2) / head_dim)
+    # how far a frequency keeps its trained speed: 0 beyond context / low, 1 below context / high
+    kept = np.clip((context / wavelength - low) / (high - low), 0.0, 1.0)
+    return (1.0 / ((1.0 - kept) / factor + kept)).astype(np.float32)
+
+
+def _yarn(config: Config, rules: dict[str, Any], base: float) -> Rope:
+    factor = _number(config, rules, "factor")
+    original = rules.get("original_max_position_embeddings") or config.get("original_max_position_embeddings")
+    if original is None:
+        original = config.integer("max_position_embeddings")
+    fast, slow = _number(config, rules, "beta_fast", 32.0), _number(config, rules, "beta_slow", 1.0)
+    if (fast, slow) != (32.0, 1.0):
+        # llama.cpp reads the two keys for a few other architectures only
+        raise BridgeError(
+            f"{config.path}: yarn with beta_fast {fast:g} and beta_slow {slow:g}; llama.cpp runs this architecture "
+            "with 32 and 1 alone"
+        )
+    if rules.get("truncate") is False:
+        raise BridgeError(f"{config.path}: yarn with truncate false; llama.cpp rounds the ramp's ends to dimensions")
+
+    def mscale(weight: float) -> float:
+        return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+    wanted = rules.get("attention_factor")
+    if wanted is None and rules.get("mscale") and rules.get("mscale_all_dim"):
+        wanted = mscale(float(rules["mscale"])) / mscale(float(rules["mscale_all_dim"]))
+    relative = None if wanted is None else float(wanted) / mscale(1.0)
+    return Rope(base, "yarn", factor=factor, original_context=int(original), attention_factor=relative)
