@@ -1,1 +1,39 @@
-"""gguf-bridge: GPTQ and AWQ checkpoints become GGUF files without quantizing twice."""
+"""gguf-bridge: GPTQ and AWQ checkpoints become GGUF files without quantizing twice.
+
+    bridge.convert("org/model-gptq", "model.gguf")        checkpoint -> GGUF; see bridge.convert
+    bridge.open_checkpoint("folder")                      what is in a checkpoint, module by module
+    bridge.verify("model.gguf", "folder")                 how close a GGUF on disk is to its checkpoint
+
+Everything is imported when first used, so `import bridge` costs nothing.
+"""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+from typing import Any
+
+__version__ = "0.1.0"
+
+_LAZY = {
+    "BridgeError": "bridge.errors",
+    "convert": "bridge.convert",
+    "open_checkpoint": "bridge.checkpoint",
+    "verify": "bridge.verify",
+}
+
+# In a checkout, cuda/ stands beside bridge/ and is imported as bridge.cuda
+if (Path(__file__).parent.parent / "cuda").is_dir():
+    __path__.append(str(Path(__file__).parent.parent))
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LAZY:
+        raise AttributeError(f"module 'bridge' has no attribute {name!r}")
+    value = getattr(importlib.import_module(_LAZY[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_LAZY])

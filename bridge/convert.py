@@ -22,6 +22,7 @@ from bridge.checkpoint import Checkpoint, open_checkpoint
 from bridge.errors import BridgeError
 from bridge.hub import resolve
 from bridge.models import ModelSpec, TensorSpec, describe_model
+from bridge.models.modelfile import modelfile as modelfile_text
 from bridge.output import GGUFOutput
 from bridge.recipe import PRESETS, Recipe, TensorPlace, block_type
 from bridge.report import AS_IS, CARRIED, FLOAT, ROUNDED, Report, TensorReport
@@ -80,6 +81,8 @@ def convert(
         importance = _read_importance(imatrix)
         work = Conversion(ckpt, spec, recipe, importance)
         path = Path(out) if out is not None else Path(default_name(str(checkpoint), recipe))
+        if modelfile and (path.parent / "Modelfile").exists() and not force:
+            raise BridgeError(f"{path.parent / 'Modelfile'}: exists; --force replaces it")
         shapes = [(t.name, t.shape) for t in spec.tensors]
         with GGUFOutput(path, spec.arch, spec.add_metadata, shapes, force, split_max_size) as output:
             done = 0
@@ -93,10 +96,15 @@ def convert(
                     progress(done, total, tensor.name)
             files = output.finish(_file_type(recipe, results))
         if modelfile:
-            _write_modelfile(spec, files[0], force)
+            (files[0].parent / "Modelfile").write_text(modelfile_text(spec, files[0].name), encoding="utf-8")
     notes = [*ckpt.notes, *work.notes, *(note for t in results for note in t.notes)]
     seconds = time.perf_counter() - started
     return Report(str(checkpoint), ckpt.format, files, results, ckpt.nbytes, seconds, notes)
+
+
+def usable_cpus() -> int:
+    """The CPUs this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def default_name(checkpoint: str, recipe: Recipe) -> str:
@@ -140,7 +148,7 @@ class Conversion:
 
     def results(self, threads: int | None = None) -> Iterator[Result]:
         """All tensors in order, made by worker threads a few ahead of the consumer."""
-        workers = threads or len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        workers = threads or usable_cpus()
         pending: deque[Future[Result]] = deque()
         todo = iter(self.spec.tensors)
         with ThreadPoolExecutor(max_workers=workers, thread_name_prefix="convert") as pool:
@@ -218,7 +226,8 @@ class Conversion:
             return arch if fold is None else fold
         return fold[arch]
 
-    def _place(self, tensor: TensorSpec) -> TensorPlace:
+    def place(self, tensor: TensorSpec) -> TensorPlace:
+        """Where a tensor stands in the model, for the recipe."""
         spec = self.spec
         gqa = spec.n_heads // spec.n_kv_heads
         tied = tensor.kind == "token_embd" and self._tied
@@ -242,7 +251,7 @@ class Conversion:
 
         t = self.grouped(tensor, module)
         importance = self._column_importance(tensor)
-        wanted = self.recipe.wanted(self._place(tensor), as_codes=True, act_order=not t.sequential)
+        wanted = self.recipe.wanted(self.place(tensor), as_codes=True, act_order=not t.sequential)
         notes = list(t.notes)
         mapped: Mapped | None = None
         if wanted.mode == "forced":
@@ -274,7 +283,7 @@ class Conversion:
         from bridge.mapping.carry import Fidelity
 
         exact = t.dequantize()
-        data = _as_float(exact, name)
+        data = _as_float(exact, name, tensor.name)
         error = float(np.square(_float_value(data, name) - exact, dtype=np.float64).sum())
         signal = float(np.square(exact, dtype=np.float64).sum())
         fidelity = Fidelity(exact.size, error, signal, t.noise(), 0)
@@ -286,10 +295,10 @@ class Conversion:
     def _from_floats(self, tensor: TensorSpec) -> Result:
         name = "F32"
         if tensor.quantizable:
-            name = str(self.recipe.wanted(self._place(tensor), as_codes=False).type)
+            name = str(self.recipe.wanted(self.place(tensor), as_codes=False).type)
         block = block_type(name)
         if block is None:
-            data = np.concatenate([_as_float(x, name) for x in self.floats(tensor)])
+            data = np.concatenate([_as_float(x, name, tensor.name) for x in self.floats(tensor)])
             report = TensorReport(tensor.name, tensor.source, tensor.kind, name, tensor.shape, data.nbytes, AS_IS)
             return Result(data, report)
         from bridge.mapping.carry import Fidelity
@@ -310,11 +319,14 @@ class Conversion:
         return Result(data, report)
 
 
-def _as_float(x: np.ndarray, name: str) -> np.ndarray:
+def _as_float(x: np.ndarray, name: str, tensor: str) -> np.ndarray:
     """float32 as F32, F16 or BF16 (uint16 bits, rounded to nearest even)."""
     if name != "BF16":
         with np.errstate(over="ignore"):
-            return x.astype(_FLOAT_DTYPES[name])
+            data = x.astype(_FLOAT_DTYPES[name])
+        if name == "F16" and not np.isfinite(data).all():
+            raise BridgeError(f"{tensor}: has values beyond half precision's 65504; choose BF16 or F32 for it")
+        return data
     bits = x.view(np.uint32)
     return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
 
@@ -345,12 +357,3 @@ def _file_type(recipe: Recipe, tensors: Sequence[TensorReport]) -> int:
         if f"MOSTLY_{candidate}" in LlamaFileType.__members__:
             return int(LlamaFileType[f"MOSTLY_{candidate}"])
     return int(LlamaFileType.ALL_F32)
-
-
-def _write_modelfile(spec: ModelSpec, gguf_path: Path, force: bool) -> None:
-    from bridge.models.modelfile import modelfile
-
-    path = gguf_path.parent / "Modelfile"
-    if path.exists() and not force:
-        raise BridgeError(f"{path}: exists; --force replaces it ({gguf_path.name} is written)")
-    path.write_text(modelfile(spec, gguf_path.name), encoding="utf-8")

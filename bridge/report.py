@@ -101,7 +101,7 @@ class Report:
         }
         path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
 
-    def table(self) -> str:
+    def table(self, done: str = "wrote") -> str:
         """The closing table: a row per kind of tensor, then sizes, time and notes."""
         rows = [("tensors", "", "type", "bpw", "codes kept", "NMSE", "of source noise")]
         groups: dict[tuple[str, str], list[TensorReport]] = {}
@@ -113,12 +113,12 @@ class Report:
         coded = [t for t in self.tensors if t.has_codes]
         if len({t.kind for t in coded}) > 1:
             rows.append(_row("all that came as codes", coded))
-        lines = _align(rows)
+        lines = align(rows, (True, False, True, False, False, False, False))
         lines.insert(1, "-" * max(map(len, lines)))
-        lines += ["", *self._closing()]
+        lines += ["", *self._closing(done)]
         return "\n".join(lines)
 
-    def _closing(self) -> list[str]:
+    def _closing(self, done: str) -> list[str]:
         lines = []
         free = Counter(t.exact_for_free for t in self.tensors if t.exact_for_free)
         for name, count in free.items():
@@ -131,10 +131,9 @@ class Report:
         lines += self.notes
         size_in, size_out = self.source_bytes, self.output_bytes
         rate = size_in / max(self.seconds, 1e-9) / 1e9
-        lines.append(
-            f"{_size(size_in)} {self.checkpoint_format} -> {_size(size_out)} GGUF in {self.seconds:.1f} s ({rate:.2f} GB/s)"
-        )
-        lines += [f"wrote {path}" for path in self.outputs]
+        sizes = f"{size_text(size_in)} {self.checkpoint_format} -> {size_text(size_out)} GGUF"
+        lines.append(f"{sizes} in {self.seconds:.1f} s ({rate:.2f} GB/s)")
+        lines += [f"{done} {path}" for path in self.outputs]
         return lines
 
 
@@ -154,14 +153,15 @@ def _row(kind: str, members: list[TensorReport]) -> tuple[str, ...]:
     return (*head, kept, error, share)
 
 
-def _align(rows: list[tuple[str, ...]]) -> list[str]:
+def align(rows: list[tuple[str, ...]], left: tuple[bool, ...]) -> list[str]:
+    """The lines of a table; `left` says which columns are aligned to the left."""
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    left = (True, False, True, False, False, False, False)
     return [
         "  ".join(c.ljust(w) if a else c.rjust(w) for c, w, a in zip(row, widths, left, strict=True)).rstrip()
         for row in rows
     ]
 
 
-def _size(n: float) -> str:
+def size_text(n: float) -> str:
+    """Bytes as MB or GB (powers of ten)."""
     return f"{n / 1e9:.2f} GB" if n >= 1e9 else f"{n / 1e6:.1f} MB"

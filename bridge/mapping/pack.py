@@ -14,12 +14,15 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any
 
+import numpy as np
+
 from bridge.blocks import BLOCKS, BlockType
 from bridge.jit import from_plain, specialize
 from bridge.mapping.half import half_bits
 
 # set per type by `specialize`
 pack: Any = None
+unpack: Any = None
 size = subs = nbytes = 0
 
 
@@ -43,6 +46,29 @@ def packer(name: str) -> Callable[..., None]:
     return specialize(
         _pack_rows, name, pack=from_plain(block.pack), size=block.size, subs=block.subs, nbytes=block.nbytes
     )
+
+
+def _unpack_rows(raw, q):
+    sc = np.empty(subs, np.int8)
+    mn = np.empty(subs, np.uint8)
+    for row in range(q.shape[0]):
+        for b in range(q.shape[1] // size):
+            unpack(raw[row, b * nbytes : (b + 1) * nbytes], q[row, b * size : (b + 1) * size], sc, mn)
+
+
+@cache
+def _unpacker(name: str) -> Callable[..., None]:
+    block = BLOCKS[name]
+    return specialize(
+        _unpack_rows, name, unpack=from_plain(block.unpack), size=block.size, subs=block.subs, nbytes=block.nbytes
+    )
+
+
+def unpack_codes(block: BlockType, raw: np.ndarray) -> np.ndarray:
+    """The codes uint8 [rows, in] in blocks uint8 [rows, row bytes]."""
+    q = np.empty((raw.shape[0], raw.shape[1] // block.nbytes * block.size), np.uint8)
+    _unpacker(block.name)(raw, q)
+    return q
 
 
 def row_bytes(block: BlockType, columns: int) -> int:

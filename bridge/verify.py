@@ -1,0 +1,193 @@
+"""Measures a GGUF on disk against the checkpoint it was made from, with the `gguf` package's dequantization.
+
+Nothing of the conversion's own arithmetic is used but the mapping of names, rows and columns: what is
+reported is what the file holds.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import gguf
+import numpy as np
+
+from bridge.checkpoint import open_checkpoint
+from bridge.convert import Conversion, Progress
+from bridge.errors import BridgeError
+from bridge.hub import resolve
+from bridge.models import TensorSpec, describe_model
+from bridge.recipe import Recipe, block_type
+from bridge.report import AS_IS, CARRIED, FLOAT, ROUNDED, Report, TensorReport
+
+if TYPE_CHECKING:
+    from bridge.checkpoint.grouped import GroupedTensor
+
+MAX_SHARE = 0.15  # of the checkpoint's own noise: the most that `--type auto` ever adds
+MAX_NMSE = 1e-4  # for tensors that came as floats; Q8_0 is at 3e-5
+_CHUNK_WEIGHTS = 1 << 22
+
+
+def verify(
+    gguf_path: str | Path, checkpoint: str | Path, *, pre: str | None = None, progress: Progress | None = None
+) -> Report:
+    """Compare every tensor of a GGUF (its first shard, if split) with the checkpoint's.
+
+    Returns a Report with the same figures as `convert`'s, measured from the file; `failures` judges it.
+    Raises BridgeError where the two do not hold the same tensors.
+    """
+    started = time.perf_counter()
+    files = shards(Path(gguf_path))
+    stored: dict[str, Any] = {}
+    for file in files:
+        stored.update((t.name, t) for t in read_gguf(file).tensors)
+    with open_checkpoint(resolve(checkpoint)) as ckpt:
+        names = list(ckpt.tensors) + [f"{module}.weight" for module in ckpt.modules]
+        # the pre-tokenizer does not matter here: any will do where it cannot be recognised
+        spec = describe_model(ckpt.config, ckpt.path, names, pre or "default")
+        work = Conversion(ckpt, spec, Recipe())
+        _same_names(str(gguf_path), str(checkpoint), {t.name for t in spec.tensors}, set(stored))
+        reports = []
+        done, total = 0, sum(work.source_bytes(t) for t in spec.tensors)
+        for tensor in spec.tensors:
+            reports.append(_compare(work, tensor, stored[tensor.name]))
+            done += work.source_bytes(tensor)
+            if progress:
+                progress(done, total, tensor.name)
+    notes = [note for t in reports for note in t.notes]
+    return Report(str(checkpoint), ckpt.format, files, reports, ckpt.nbytes, time.perf_counter() - started, notes)
+
+
+def failures(report: Report, max_share: float = MAX_SHARE, max_nmse: float = MAX_NMSE) -> list[str]:
+    """A line for each tensor that is further from the checkpoint than allowed.
+
+    max_share  of the checkpoint's own quantization noise, for tensors that came as codes
+    max_nmse   squared error over squared weights, for tensors that came as floats
+    """
+    lines = []
+    for t in report.tensors:
+        f = t.fidelity
+        if f is None:
+            continue
+        if t.has_codes and not f.share <= max_share:
+            lines.append(
+                f"{t.name}: adds {100 * f.share:.2g}% of the checkpoint's noise; allowed {100 * max_share:.2g}%"
+            )
+        elif not t.has_codes and not f.nmse <= max_nmse:
+            lines.append(f"{t.name}: NMSE {f.nmse:.2g} against the checkpoint's floats; allowed {max_nmse:.2g}")
+    return lines
+
+
+def read_gguf(path: Path) -> gguf.GGUFReader:
+    """Open a GGUF; BridgeError where it is not one or is damaged."""
+    if not path.is_file():
+        raise BridgeError(f"{path}: no such file")
+    try:
+        return gguf.GGUFReader(path)
+    except (ValueError, IndexError, KeyError, OverflowError, OSError, UnicodeDecodeError) as problem:
+        raise BridgeError(f"{path}: not a readable GGUF file ({problem}); convert or download it again") from problem
+
+
+def shards(path: Path) -> list[Path]:
+    """The files of a GGUF of which `path` is the only one or any shard; BridgeError where one is missing."""
+    match = re.fullmatch(r"(.*)-\d{5}-of-(\d{5})\.gguf", path.name)
+    if not match:
+        return [path]
+    count = int(match[2])
+    files = [path.with_name(f"{match[1]}-{i:05d}-of-{count:05d}.gguf") for i in range(1, count + 1)]
+    for file in files:
+        if not file.is_file():
+            raise BridgeError(f"{file}: this shard is missing; all {count} must be in one folder")
+    return files
+
+
+def _same_names(path: str, checkpoint: str, expected: set[str], stored: set[str]) -> None:
+    if expected - stored:
+        name = min(expected - stored)
+        raise BridgeError(f"{path}: {name} is missing ({len(expected - stored)} in all); not made from {checkpoint}")
+    if stored - expected:
+        name = min(stored - expected)
+        raise BridgeError(f"{path}: {name} is not in {checkpoint} ({len(stored - expected)} in all)")
+
+
+def _compare(work: Conversion, tensor: TensorSpec, stored: Any) -> TensorReport:
+    """One tensor of the file against the checkpoint's."""
+    from bridge.mapping.carry import Fidelity
+
+    shape = tuple(int(n) for n in reversed(stored.shape))
+    if shape != tensor.shape:
+        raise BridgeError(f"{tensor.name}: shape {list(shape)} in the GGUF, {list(tensor.shape)} in the checkpoint")
+    name = stored.tensor_type.name
+    nbytes = int(stored.n_bytes)
+    report = TensorReport(tensor.name, tensor.source, tensor.kind, name, tensor.shape, nbytes, AS_IS)
+    if tensor.source is None:
+        assert tensor.data is not None
+        pairs: Iterator[tuple[np.ndarray, np.ndarray]] = iter([(tensor.data.reshape(shape), _values(stored, 0, None))])
+    else:
+        module = tensor.source.removesuffix(".weight")
+        if module in work.ckpt.modules and tensor.source != module:
+            t = work.grouped(tensor, module)
+            report.notes = list(t.notes)
+            kept = _codes_kept(t, stored)
+            report.how = CARRIED if kept else ROUNDED
+            error, signal = _sums(_grouped_pairs(t, stored))
+            report.fidelity = Fidelity(t.codes.size, error, signal, t.noise(), kept)
+            return report
+        pairs = _float_pairs(work, tensor, stored)
+    error, signal = _sums(pairs)
+    if error or block_type(name):
+        report.how = FLOAT
+        report.fidelity = Fidelity(int(np.prod(shape)), error, signal, 0.0, 0)
+    return report
+
+
+def _values(stored: Any, start: int, stop: int | None) -> np.ndarray:
+    """float32 rows of a GGUF tensor, by the gguf package."""
+    data = stored.data[start:stop]
+    if stored.tensor_type.name in ("F32", "F16"):
+        return data.astype(np.float32)
+    return gguf.quants.dequantize(data, stored.tensor_type)
+
+
+def _grouped_pairs(t: GroupedTensor, stored: Any) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    step = max(1, _CHUNK_WEIGHTS // t.shape[1])
+    for start in range(0, t.shape[0], step):
+        yield t.dequantize(slice(start, start + step)), _values(stored, start, start + step)
+
+
+def _float_pairs(work: Conversion, tensor: TensorSpec, stored: Any) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    start = 0
+    for x in work.floats(tensor):
+        yield x, _values(stored, start, start + len(x))
+        start += len(x)
+
+
+def _sums(pairs: Iterator[tuple[np.ndarray, np.ndarray]]) -> tuple[float, float]:
+    """Squared error and squared signal over (reference, stored) pairs."""
+    error = signal = 0.0
+    for reference, value in pairs:
+        error += float(np.square(value.astype(np.float64) - reference).sum())
+        signal += float(np.square(reference, dtype=np.float64).sum())
+    return error, signal
+
+
+def _codes_kept(t: GroupedTensor, stored: Any) -> int:
+    """How many integer codes in the file are the checkpoint's (shifted by the zero point, where the type does so)."""
+    from bridge.mapping.carry import why_not
+    from bridge.mapping.pack import unpack_codes
+
+    block = block_type(stored.tensor_type.name)
+    if block is None or why_not(t, block):
+        return 0
+    kept = 0
+    step = max(1, _CHUNK_WEIGHTS // t.shape[1])
+    for start in range(0, t.shape[0], step):
+        rows = slice(start, start + step)
+        expected = t.codes[rows].astype(np.int16)
+        if block.zero:
+            expected += block.zero - t.zeros[rows][:, t.groups()].astype(np.int16)
+        kept += int((unpack_codes(block, stored.data[rows]) == expected).sum())
+    return kept
