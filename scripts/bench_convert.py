@@ -69,7 +69,7 @@ def main() -> None:
         if checkpoint is None:
             checkpoint = Path(scratch) / "synthetic-1b"
             python(str(ROOT / "scripts" / "make_synthetic.py"), str(checkpoint), "--vocab", "4096")
-        rows = measure(checkpoint, Path(scratch), options.runs)
+        rows = measure(checkpoint, Path(scratch), options.runs, not options.no_cold)
     print_table(rows)
     if options.json:
         options.json.write_text(json.dumps(rows, indent=1) + "\n")
@@ -79,11 +79,12 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("--checkpoint", type=Path, metavar="DIR", help="default: a synthetic 1B GPTQ 4-bit g128")
     parser.add_argument("--runs", type=int, default=5, metavar="N", help="the median of N; default: %(default)s")
+    parser.add_argument("--no-cold", action="store_true", help="leave out the run that compiles everything anew")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there too")
     return parser.parse_args()
 
 
-def measure(checkpoint: Path, scratch: Path, runs: int) -> dict:
+def measure(checkpoint: Path, scratch: Path, runs: int, with_cold: bool) -> dict:
     """Every figure of the table, by name; times in seconds, memory in MiB."""
     files = [file for file in checkpoint.iterdir() if file.suffix in (".safetensors", ".bin", ".pt")]
     size = sum(map(read_through, files))
@@ -102,9 +103,11 @@ def measure(checkpoint: Path, scratch: Path, runs: int) -> dict:
     inside = [convert_inside() for _ in range(runs)]
     imports = [int(python("-c", IMPORT_ONLY, str(record)).output) for _ in range(3)]
     unit = 1 << 20 if sys.platform == "darwin" else 1 << 10  # ru_maxrss: bytes there, KiB elsewhere
-    with tempfile.TemporaryDirectory() as empty:
+    cold = None
+    if with_cold:
         fresh = {name: value for name, value in os.environ.items() if name != "NUMBA_CACHE_DIR"}
-        cold = convert_by_script(fresh | {"XDG_CACHE_HOME": empty}).seconds
+        with tempfile.TemporaryDirectory() as empty:
+            cold = convert_by_script(fresh | {"XDG_CACHE_HOME": empty}).seconds
     seconds = median([found["seconds"] for _, found in inside])
     anonymous = [run.anonymous_mib for run, _ in inside if run.anonymous_mib is not None]
     return {
@@ -193,13 +196,12 @@ def print_table(rows: dict) -> None:
             f"{rows['process_seconds']:.2f} s",
         ),
         "peak memory over the imports": (f"{rows['peak_mib'] - rows['imports_mib']:.0f} MiB", memory),
-        "first run, compile caches cold": (
-            f"{rows['cold_seconds'] - rows['process_seconds']:.1f} s more than a warm one",
-            f"{rows['cold_seconds']:.1f} s",
-        ),
         "`import bridge`": (f"{rows['import_seconds']:.3f} s", "in a started interpreter"),
         "`gguf-bridge --help`": (f"{rows['help_seconds']:.2f} s", "whole process"),
     }
+    if rows["cold_seconds"] is not None:
+        extra = rows["cold_seconds"] - rows["process_seconds"]
+        table["first run, compile caches cold"] = f"{extra:.1f} s more than a warm one", f"{rows['cold_seconds']:.1f} s"
     print("| what | measured | in detail |\n|---|---|---|")
     for what, (measured, detail) in table.items():
         print(f"| {what} | {measured} | {detail} |")

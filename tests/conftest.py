@@ -7,9 +7,18 @@ BRIDGE_SHARED names the folder that holds them (`checkpoints/`, `models/`, `text
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
+from functools import cache, lru_cache
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
+
+import bridge
+
+if TYPE_CHECKING:
+    from bridge.report import Report
+    from tests.support.fidelity import Reference
 
 ROOT = Path(__file__).resolve().parent.parent
 SHARED = Path(os.environ.get("BRIDGE_SHARED", ROOT.parent / "shared"))
@@ -32,3 +41,31 @@ def checkpoint_names() -> list[str]:
 def wiki_text() -> str:
     """The text that fidelity is measured on."""
     return shared("text/wiki_test.txt").read_text(encoding="utf-8")
+
+
+@pytest.fixture(scope="session")
+def converted(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., tuple[Path, Report]]:
+    """converted(name, type="auto", **options): a shared checkpoint's GGUF and its report, made once."""
+
+    @cache
+    def convert(name: str, type: str = "auto", **options: str) -> tuple[Path, Report]:
+        folder = shared(f"checkpoints/{name}")
+        path = tmp_path_factory.mktemp("gguf") / f"{name}.gguf"
+        return path, bridge.convert(folder, path, type=type, **options)
+
+    return convert
+
+
+@pytest.fixture(scope="session")
+def reference_of(wiki_text: str) -> Callable[[str], Reference]:
+    """reference_of(name): a shared checkpoint in float, and its predictions on 24 windows of 256 tokens."""
+
+    @lru_cache(maxsize=2)  # 100 MB of logits each
+    def open_reference(name: str) -> Reference:
+        from tests.support.fidelity import Reference  # takes seconds: torch
+
+        folder = shared(f"checkpoints/{name}")
+        with bridge.open_checkpoint(folder) as checkpoint:
+            return Reference(folder, checkpoint, wiki_text)
+
+    return open_reference

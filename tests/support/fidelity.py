@@ -7,7 +7,9 @@ by the project's readers, which have tests of their own.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -45,7 +47,11 @@ class Reference:
     @cached_property
     def logits(self) -> np.ndarray:
         """float32 [n, length, vocab]"""
-        return reference.logits(reference.hf_model(self.folder, self.weights), self.tokens)
+        return self.predict(self.tokens)
+
+    def predict(self, tokens: np.ndarray) -> np.ndarray:
+        """float32 [n, length, vocab]: the checkpoint's logits after each of these tokens."""
+        return reference.logits(reference.hf_model(self.folder, self.weights), tokens)
 
     def kl(self, weights: Weights) -> float:
         """Mean KL divergence, in nats a token, of the same model with other weights."""
@@ -75,34 +81,44 @@ class Reference:
 
 @dataclass
 class Measured:
-    """A GGUF against its checkpoint. NMSE: squared error over the square of the checkpoint's weights, summed
-    over all tensors; divergences in nats a token."""
+    """A GGUF against its checkpoint; divergences in nats a token, NaN where they were not asked for."""
 
     types: Counter  # block type -> number of linears
     bpw: float  # bits per weight over the linears
-    nmse: float  # of the linears
-    nmse_of: dict[str, float]  # the same for each of them
-    kl_linears: float  # only the linears are the GGUF's
-    kl_file: float  # all tensors are
+    error: dict[str, float]  # of each linear: sum (w' - w)^2
+    power: dict[str, float]  # sum w^2, w the checkpoint's
+    kl_linears: float = math.nan  # only the linears are the GGUF's
+    kl_file: float = math.nan  # all tensors are
+
+    @property
+    def nmse(self) -> float:
+        """Squared error over squared weights, of all linears together."""
+        return self.nmse_of(self.error)
+
+    def nmse_of(self, names: Iterable[str]) -> float:
+        """The same of some of them."""
+        chosen = list(names)
+        return sum(self.error[name] for name in chosen) / sum(self.power[name] for name in chosen)
 
 
-def measure(path: Path, against: Reference) -> Measured:
-    """Measure the GGUF at `path`."""
-    stored = {tensor.name: tensor for tensor in gguf.GGUFReader(str(path)).tensors}
+def measure(path: Path, against: Reference, predictions: bool = True) -> Measured:
+    """Measure the GGUF at `path`: its weights, and with `predictions` what it predicts."""
     blocks = [
-        t for name, t in stored.items() if name.startswith("blk.") and name.endswith(".weight") and len(t.shape) == 2
+        tensor
+        for tensor in gguf.GGUFReader(str(path)).tensors
+        if tensor.name.startswith("blk.") and tensor.name.endswith(".weight") and len(tensor.shape) == 2
     ]
     weights = against.unfold(gguf_weights(path))
-    error = {name: _square(weights[name] - against.weights[name]) for name in against.linears}
-    power = {name: _square(against.weights[name]) for name in against.linears}
-    return Measured(
+    found = Measured(
         types=Counter(tensor.tensor_type.name for tensor in blocks),
         bpw=8 * sum(int(t.n_bytes) for t in blocks) / sum(int(t.n_elements) for t in blocks),
-        nmse=sum(error.values()) / sum(power.values()),
-        nmse_of={name: error[name] / power[name] for name in error},
-        kl_linears=against.kl(against.linears_of(weights)),
-        kl_file=against.kl(weights),
+        error={name: _square(weights[name] - against.weights[name]) for name in against.linears},
+        power={name: _square(against.weights[name]) for name in against.linears},
     )
+    if predictions:
+        found.kl_linears = against.kl(against.linears_of(weights))
+        found.kl_file = against.kl(weights)
+    return found
 
 
 def _square(values: np.ndarray) -> float:

@@ -7,8 +7,6 @@ from pathlib import Path
 import gguf
 import numpy as np
 
-from tests.support.reference import Weights
-
 
 def gguf_weights(path: str | Path) -> dict[str, np.ndarray]:
     """A GGUF's tensors dequantized, by their Hugging Face names, q and k rows in Hugging Face's order."""
@@ -29,13 +27,8 @@ def gguf_weights(path: str | Path) -> dict[str, np.ndarray]:
     return weights
 
 
-def permute(rows: np.ndarray, heads: int) -> np.ndarray:
-    """Rows of a llama q or k projection as llama.cpp wants them: a head's two halves interleaved."""
-    return rows.reshape(heads, 2, -1, *rows.shape[1:]).swapaxes(1, 2).reshape(rows.shape)
-
-
 def unpermute(rows: np.ndarray, heads: int) -> np.ndarray:
-    """The inverse of `permute`."""
+    """Rows of a llama q or k projection in Hugging Face's order: GGUF interleaves a head's two halves."""
     return rows.reshape(heads, -1, 2, *rows.shape[1:]).swapaxes(1, 2).reshape(rows.shape)
 
 
@@ -60,34 +53,3 @@ def _hugging_face_names(arch: str, layers: int) -> dict[str, str]:
     names = ["model.embed_tokens", "model.norm", "lm_head"]
     names += [f"model.layers.{layer}.{part}" for layer in range(layers) for part in parts]
     return {base: name for name in names if (base := mapping.get_name(name)) is not None}
-
-
-def write_float_twin(source: str | Path, out: str | Path, dtype: type, weights: Weights | None = None) -> None:
-    """Write `source` again with its block types dequantized: the same model without integer kernels.
-
-    dtype    np.float16 or np.float32, for every tensor that has more than one dimension
-    weights  Hugging Face names; taken in place of the file's own where given
-    """
-    reader = gguf.GGUFReader(str(source))
-    arch = reader.get_field("general.architecture").contents()
-    layers, heads = reader.get_field(f"{arch}.block_count").contents(), _permuted_heads(reader, arch)
-    names = _hugging_face_names(arch, layers)
-    writer = gguf.GGUFWriter(str(out), arch)
-    for field in reader.fields.values():
-        if not field.name.startswith("GGUF.") and field.name != "general.architecture":
-            item = field.types[-1] if field.types[0] == gguf.GGUFValueType.ARRAY else None
-            writer.add_key_value(field.name, field.contents(), field.types[0], item)
-    for tensor in reader.tensors:
-        base, _, kind = tensor.name.rpartition(".")
-        name = names.get(base, base)
-        if weights is not None and f"{name}.{kind}" in weights:
-            values = weights[f"{name}.{kind}"]
-            if (count := heads.get(name.rpartition(".")[2])) is not None:
-                values = permute(values, count)
-        else:
-            values = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
-        writer.add_tensor(tensor.name, np.ascontiguousarray(values, dtype if values.ndim > 1 else np.float32))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
