@@ -1,0 +1,165 @@
+"""A jinja chat template, understood by rendering it.
+
+Marked messages are rendered and what stands between the marks is read off:
+
+    opening                              what a conversation without a system message begins with
+    before_system S after_system         a system message, in a block of its own ("block")
+    before_user U after_user             a turn of the user
+    before_reply A after_reply           a turn of the assistant; before_reply is also the prompt for the next
+
+or, where a system message is put inside the first user's turn ("inside"), before_system and
+after_system stand between before_user and U. A template is only taken as understood when these
+parts, put together again, give what jinja gives for several conversations.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+_SYSTEM, _USERS, _REPLIES = "Systemprobe0", ("Userprobe1", "Userprobe2", "Userprobe3"), ("Replyprobe1", "Replyprobe2")
+_GENERATION = re.compile(r"\{%-?\s*(end)?generation\s*-?%\}")  # a mark for training, not part of jinja
+
+Messages = Sequence[tuple[str, str]]  # (role, content)
+
+
+class NotUnderstood(Exception):
+    """The reason for which a chat template cannot be taken apart."""
+
+
+@dataclass(frozen=True)
+class ChatParts:
+    """The texts around messages; `bos` is the text that the runtime puts before everything by itself."""
+
+    layout: str  # "block", "inside" or "none": where a system message goes
+    opening: str
+    before_system: str
+    after_system: str
+    before_user: str
+    after_user: str
+    before_reply: str
+    after_reply: str
+    between_turns: str = ""  # after a reply, before the next turn: a BOS for each turn
+
+    def render(self, messages: Messages, prompt: bool = True) -> str:
+        """The text of a conversation; with `prompt`, up to where the next reply begins."""
+        text, system = "", None
+        if messages[0][0] != "system" or self.layout != "block":
+            text = self.opening
+        for i, (role, content) in enumerate(messages):
+            if role == "system" and self.layout == "block":
+                text += self.before_system + content + self.after_system
+            elif role == "system":
+                system = content
+            elif role == "user":
+                inner = "" if system is None else self.before_system + system + self.after_system
+                text, system = text + self.before_user + inner + content + self.after_user, None
+            else:
+                text += self.before_reply + content + self.after_reply
+                text += self.between_turns if i + 1 < len(messages) else ""
+        return text + self.before_reply if prompt and messages[-1][0] != "assistant" else text
+
+
+def take_apart(template: str, bos: str, eos: str, strip_bos: bool) -> ChatParts:
+    """The parts of a chat template.
+
+    template   jinja
+    bos, eos   texts of the tokens, which templates refer to
+    strip_bos  leave out the BOS with which the text begins: the runtime adds it
+
+    Raises:
+        NotUnderstood: the template fails, or is more than these parts.
+    """
+    render = _renderer(template, bos, eos)
+    bos = bos if strip_bos else ""
+    parts = _read_parts(render, bos)
+    user, reply = _USERS, _REPLIES
+    turns = [("user", user[0]), ("assistant", reply[0]), ("user", user[1]), ("assistant", reply[1]), ("user", user[2])]
+    conversations: list[Messages] = [turns[:1], turns[:3], turns]
+    if parts.layout != "none":
+        conversations += [[("system", _SYSTEM), *turns[:n]] for n in (1, 3, 5)]
+    for messages in conversations:
+        if bos + parts.render(messages) != _with_bos(render(messages, True), bos):
+            raise NotUnderstood(f"a conversation of {len(messages)} messages is not the sum of its turns")
+    return parts
+
+
+def _read_parts(render: Any, bos: str) -> ChatParts:
+    user, reply = _USERS, _REPLIES
+    one, two = [("user", user[0])], [("user", user[0]), ("assistant", reply[0]), ("user", user[1])]
+    head, after_first = _cut(_without(render(one, True), bos), user[:1])
+    after_user = _cut(_without(render(one, False), bos), user[:1])[1]
+    start, _, between, tail = _cut(_without(render(two, True), bos), (user[0], reply[0], user[1]))
+    ended = _cut(_without(render(two[:2], False), bos), (user[0], reply[0]))[2]
+    if not after_first.startswith(after_user) or tail != after_first or start != head:
+        raise NotUnderstood("the prompt for a reply depends on what was said before")
+    if not between.startswith(ended):
+        raise NotUnderstood("a reply ends differently when another message follows")
+    before_reply, before_user = after_first[len(after_user) :], between[len(ended) :]
+    turn_bos = ""
+    if bos and not head.startswith(bos) and before_user.startswith(bos):
+        turn_bos, before_user = bos, before_user[len(bos) :]  # every turn begins with a BOS
+    if not head.endswith(before_user):
+        raise NotUnderstood("the first message of a user is introduced differently from the others")
+    opening = head[: len(head) - len(before_user)]
+    common = (before_user, after_user, before_reply, ended, turn_bos)
+    try:
+        before, after, _ = _cut(_without(render([("system", _SYSTEM), *one], True), bos), (_SYSTEM, user[0]))
+    except NotUnderstood:
+        return ChatParts("none", opening, "", "", *common)
+    if after.endswith(before_user):
+        return ChatParts("block", opening, before, after[: len(after) - len(before_user)], *common)
+    if before.startswith(head):
+        return ChatParts("inside", opening, before[len(head) :], after, *common)
+    raise NotUnderstood("a system message stands neither before nor inside the first message of the user")
+
+
+def _cut(text: str, marks: Sequence[str]) -> list[str]:
+    """What stands before, between and after marks, each of which must occur once, in this order."""
+    pieces = []
+    for mark in marks:
+        if text.count(mark) != 1:
+            raise NotUnderstood(f"a message of the conversation appears {text.count(mark)} times, or out of order")
+        piece, _, text = text.partition(mark)
+        pieces.append(piece)
+    return [*pieces, text]
+
+
+def _without(text: str, bos: str) -> str:
+    return text.removeprefix(bos) if bos else text
+
+
+def _with_bos(text: str, bos: str) -> str:
+    return text if text.startswith(bos) else bos + text
+
+
+def _renderer(template: str, bos: str, eos: str) -> Any:
+    """(messages, prompt for a reply) -> text, in the environment that transformers gives its templates."""
+    import jinja2
+    from jinja2.ext import loopcontrols
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    def refuse(message: str) -> None:
+        raise jinja2.TemplateError(message)
+
+    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
+    environment.filters["tojson"] = lambda value, indent=None: json.dumps(value, ensure_ascii=False, indent=indent)
+    environment.globals["raise_exception"] = refuse
+    try:
+        compiled = environment.from_string(_GENERATION.sub("", template))
+    except jinja2.TemplateError as error:
+        raise NotUnderstood(f"jinja cannot read it: {error}") from error
+
+    def render(messages: Messages, prompt: bool) -> str:
+        entries = [{"role": role, "content": content} for role, content in messages]
+        try:
+            return compiled.render(
+                messages=entries, add_generation_prompt=prompt, bos_token=bos, eos_token=eos, tools=None, documents=None
+            )
+        except Exception as error:  # whatever a template's code may raise
+            raise NotUnderstood(f"it fails with: {str(error).splitlines()[0] if str(error) else error!r}") from error
+
+    return render

@@ -1,0 +1,142 @@
+"""An Ollama Modelfile for a converted model.
+
+Ollama's templates are Go's: literal text with {{ actions }}. From the parts of a chat template
+(`bridge.models.chat`) one of two forms is written:
+
+    block, none   {{ range .Messages }}: each message between the texts of its role
+    inside        {{ .System }}, {{ .Prompt }}, {{ .Response }}: Ollama renders it once a turn, and for
+                  the last turn stops at {{ .Response }}
+
+No line break or space stands between actions: in a template it would be part of the prompt.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from bridge.models.chat import ChatParts, NotUnderstood, take_apart
+from bridge.models.spec import ModelSpec
+
+# generation_config.json -> Ollama
+_SAMPLING = {
+    "temperature": "temperature",
+    "top_k": "top_k",
+    "top_p": "top_p",
+    "min_p": "min_p",
+    "repetition_penalty": "repeat_penalty",
+}
+
+
+def modelfile(spec: ModelSpec, gguf_name: str) -> str:
+    """The text of a Modelfile that stands beside the GGUF `gguf_name`."""
+    lines = [f"FROM ./{gguf_name}", ""]
+    lines += _template_lines(spec)
+    for text in spec.stop:
+        lines.append(f"PARAMETER stop {_quote(text)}")
+    sampled = spec.generation.get("do_sample") is not False
+    for key, parameter in _SAMPLING.items():
+        value: Any = spec.generation.get(key)
+        if sampled and isinstance(value, (int, float)) and not isinstance(value, bool):
+            lines.append(f"PARAMETER {parameter} {value}")
+    return "\n".join(lines) + "\n"
+
+
+def _template_lines(spec: ModelSpec) -> list[str]:
+    if spec.chat_template is None:
+        return ["# The checkpoint has no chat template: Ollama completes text.", ""]
+    tokenizer = spec.tokenizer
+    try:
+        parts = take_apart(spec.chat_template, tokenizer.text("bos"), tokenizer.text("eos"), tokenizer.add_bos)
+    except NotUnderstood as reason:
+        return [
+            f"# No TEMPLATE: the checkpoint's chat template could not be put into Go: {_one_line(str(reason))}.",
+            "# Ollama uses the template inside the GGUF where it recognizes it.",
+            "",
+        ]
+    lines = ["# From the checkpoint's chat template; calls of tools are not translated."]
+    if parts.layout == "none":
+        lines.append("# The checkpoint's chat template has no place for a system message.")
+    return [*lines, f"TEMPLATE {_quote(go_template(parts))}", ""]
+
+
+def go_template(parts: ChatParts) -> str:
+    """The Go template that renders what `parts.render` does."""
+    return _turn_template(parts) if parts.layout == "inside" else _messages_template(parts)
+
+
+def _messages_template(parts: ChatParts) -> str:
+    t = _literal
+    opening = t(parts.opening)
+    if opening and parts.layout == "block":
+        opening = '{{ if ne (index .Messages 0).Role "system" }}' + opening + "{{ end }}"
+    system = ""
+    if parts.layout == "block":
+        system = (
+            '{{ if eq .Role "system" }}'
+            + t(parts.before_system)
+            + "{{ .Content }}"
+            + t(parts.after_system)
+            + "{{ end }}"
+        )
+    user = '{{ if eq .Role "user" }}' + t(parts.before_user) + "{{ .Content }}" + t(parts.after_user) + "{{ end }}"
+    # a reply that comes last is one to be continued: it is not ended
+    reply = (
+        '{{ if eq .Role "assistant" }}' + t(parts.before_reply) + "{{ .Content }}"
+        "{{ if not $last }}" + t(parts.after_reply + parts.between_turns) + "{{ end }}{{ end }}"
+    )
+    prompt = '{{ if and $last (ne .Role "assistant") }}' + t(parts.before_reply) + "{{ end }}"
+    loop = "{{ range $i, $_ := .Messages }}{{ $last := eq (len (slice $.Messages $i)) 1 }}"
+    return opening + loop + system + user + reply + prompt + "{{ end }}"
+
+
+def _turn_template(parts: ChatParts) -> str:
+    t = _literal
+    system = "{{ if .System }}" + t(parts.before_system) + "{{ .System }}" + t(parts.after_system) + "{{ end }}"
+    user = t(parts.opening + parts.before_user) + system + "{{ .Prompt }}" + t(parts.after_user + parts.before_reply)
+    return user + "{{ .Response }}" + t(parts.after_reply + parts.between_turns)
+
+
+def _literal(text: str) -> str:
+    """Text that a Go template gives back: what its syntax or the Modelfile's would change, as an action."""
+    out = []
+    for piece in _pieces(text):
+        plain = all(c.isprintable() or c == "\n" for c in piece) and "{{" not in piece and '"""' not in piece
+        out.append(piece if plain else "{{ " + _go_string(piece) + " }}")
+    return "".join(out)
+
+
+def _pieces(text: str) -> list[str]:
+    """Runs of characters, those that need quoting by themselves."""
+    pieces: list[str] = []
+    odd_before: bool | None = None
+    for c in text:
+        odd = c in '{}"' or not (c.isprintable() or c == "\n")
+        if odd == odd_before:
+            pieces[-1] += c
+        else:
+            pieces.append(c)
+        odd_before = odd
+    return pieces
+
+
+def _go_string(text: str) -> str:
+    """A Go string literal, in ASCII."""
+    escapes = {"\\": "\\\\", '"': '\\"', "\n": "\\n", "\t": "\\t", "\r": "\\r"}
+    out = []
+    for c in text:
+        if c in escapes:
+            out.append(escapes[c])
+        elif c.isascii() and c.isprintable():
+            out.append(c)
+        else:
+            out.append(f"\\u{ord(c):04x}" if ord(c) < 0x10000 else f"\\U{ord(c):08x}")
+    return '"' + "".join(out) + '"'
+
+
+def _quote(text: str) -> str:
+    """A value of a Modelfile; its strings have no escapes, so one with quotes or line breaks takes three."""
+    return f'"""{text}"""' if '"' in text or "\n" in text or "{{" in text else f'"{text}"'
+
+
+def _one_line(text: str) -> str:
+    return " ".join(text.split())

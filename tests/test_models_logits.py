@@ -1,0 +1,206 @@
+"""Float GGUFs made from a spec, in llama.cpp: the logits must be those of transformers."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.conftest import shared
+from tests.support.float_gguf import spec_of, write_gguf
+from tests.support.llama_cpp import LlamaCpp
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+
+LENGTH = 96  # positions compared; over the original contexts of the scaled models below
+
+COMMON = {
+    "vocab_size": 300,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "tie_word_embeddings": False,
+}
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 500000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+MODELS = {
+    "llama": ("LlamaConfig", {}),
+    "llama, tied embeddings": ("LlamaConfig", {"tie_word_embeddings": True}),
+    "llama, attention and MLP biases": ("LlamaConfig", {"attention_bias": True, "mlp_bias": True}),
+    "llama, head_dim of its own": ("LlamaConfig", {"head_dim": 32}),
+    "llama, as many kv heads": ("LlamaConfig", {"num_key_value_heads": 4}),
+    "llama, llama3 rope": ("LlamaConfig", {"rope_parameters": LLAMA3_ROPE}),
+    "llama, linear rope": (
+        "LlamaConfig",
+        {"rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}},
+    ),
+    "llama, yarn": (
+        "LlamaConfig",
+        {
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 10000.0,
+                "factor": 4.0,
+                "original_max_position_embeddings": 64,
+            }
+        },
+    ),
+    "llama, yarn with its own attention factor": (
+        "LlamaConfig",
+        {
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 10000.0,
+                "factor": 4.0,
+                "original_max_position_embeddings": 64,
+                "attention_factor": 1.3,
+            }
+        },
+    ),
+    "mistral": ("MistralConfig", {"sliding_window": None, "head_dim": 32}),
+    "qwen2": ("Qwen2Config", {"rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0}}),
+    "qwen2, yarn, tied": (
+        "Qwen2Config",
+        {
+            "tie_word_embeddings": True,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 1000000.0,
+                "factor": 4.0,
+                "original_max_position_embeddings": 64,
+            },
+        },
+    ),
+    "qwen3": ("Qwen3Config", {"head_dim": 32}),
+    "qwen3, tied, one head_dim for all": ("Qwen3Config", {"head_dim": 16, "tie_word_embeddings": True}),
+}
+
+
+def random_model(config_class: str, fields: dict, folder: Path):
+    """A transformers model with random weights, biases and norms, its config.json and a tokenizer in `folder`."""
+    torch.manual_seed(7)
+    config = getattr(transformers, config_class)(**(COMMON | fields))
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            spread = 0.3 if "norm" in name else 0.15
+            parameter.copy_((1.0 if "norm" in name else 0.0) + spread * torch.randn_like(parameter))
+    folder.mkdir(parents=True, exist_ok=True)
+    config.architectures = [type(model).__name__]
+    config.save_pretrained(folder)
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copyfile(shared("models/tiny-qwen3") / file, folder / file)
+    tied = config.tie_word_embeddings
+    return model, {n: p.detach().numpy() for n, p in model.state_dict().items() if not (tied and n == "lm_head.weight")}
+
+
+def divergence(reference: np.ndarray, logits: np.ndarray) -> float:
+    """Mean KL divergence in nats over the positions."""
+
+    def log_softmax(x: np.ndarray) -> np.ndarray:
+        x = x.astype(np.float64) - x.max(-1, keepdims=True)
+        return x - np.log(np.exp(x).sum(-1, keepdims=True))
+
+    p, q = log_softmax(reference), log_softmax(logits)
+    return float((np.exp(p) * (p - q)).sum(-1).mean())
+
+
+def reference_logits(model, tokens: list[int]) -> np.ndarray:
+    with torch.no_grad():
+        return model(torch.tensor([tokens])).logits[0].float().numpy()
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_llama_cpp_gives_the_logits_of_transformers(name: str, tmp_path: Path) -> None:
+    model, weights = random_model(*MODELS[name], tmp_path)
+    spec = spec_of(tmp_path, set(weights))
+    path = write_gguf(spec, weights, tmp_path / "model.gguf")
+    tokens = np.random.default_rng(1).integers(0, COMMON["vocab_size"], LENGTH).tolist()
+    with LlamaCpp(path, n_ctx=256) as loaded:
+        logits = loaded.logits(tokens)
+    reference = reference_logits(model, tokens)
+    assert divergence(reference, logits) < 1e-6
+    assert np.abs(reference - logits).max() < 1e-2 * np.abs(reference).max()
+
+
+@pytest.mark.parametrize("keys", ["old", "new"])
+def test_old_and_new_config_keys_give_the_same_file(keys: str, tmp_path: Path) -> None:
+    model, weights = random_model("LlamaConfig", {"rope_parameters": LLAMA3_ROPE}, tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    if keys == "old":
+        rope = config.pop("rope_parameters")
+        config["rope_theta"] = rope.pop("rope_theta")
+        config["rope_scaling"] = rope
+        config["torch_dtype"] = config.pop("dtype", "float32")
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    tokens = list(range(3, 3 + LENGTH))
+    with LlamaCpp(write_gguf(spec_of(tmp_path, set(weights)), weights, tmp_path / "m.gguf"), n_ctx=256) as loaded:
+        assert divergence(reference_logits(model, tokens), loaded.logits(tokens)) < 1e-6
+
+
+def test_a_missing_rope_factor_tensor_would_be_noticed(tmp_path: Path) -> None:
+    """The comparison above has teeth: without its factors the same model is another."""
+    model, weights = random_model("LlamaConfig", {"rope_parameters": LLAMA3_ROPE}, tmp_path)
+    spec = spec_of(tmp_path, set(weights))
+    spec.tensors = [tensor for tensor in spec.tensors if tensor.kind != "rope_freqs"]
+    tokens = list(range(3, 3 + LENGTH))
+    with LlamaCpp(write_gguf(spec, weights, tmp_path / "m.gguf"), n_ctx=256) as loaded:
+        assert divergence(reference_logits(model, tokens), loaded.logits(tokens)) > 1e-4
+
+
+def test_dynamic_rope_is_the_default_rope_within_the_context_and_says_so(tmp_path: Path) -> None:
+    rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
+    model, weights = random_model("LlamaConfig", {"rope_parameters": rope}, tmp_path)
+    spec = spec_of(tmp_path, set(weights))
+    assert any("dynamic" in note for note in spec.notes)
+    tokens = list(range(3, 3 + LENGTH))
+    with LlamaCpp(write_gguf(spec, weights, tmp_path / "m.gguf"), n_ctx=256) as loaded:
+        assert divergence(reference_logits(model, tokens), loaded.logits(tokens)) < 1e-6
+
+
+def test_mistral_within_its_window_agrees_and_the_window_is_reported(tmp_path: Path) -> None:
+    model, weights = random_model("MistralConfig", {"sliding_window": 128}, tmp_path)
+    spec = spec_of(tmp_path, set(weights))
+    assert any("sliding window of 128" in note for note in spec.notes)
+    tokens = list(range(3, 3 + LENGTH))
+    with LlamaCpp(write_gguf(spec, weights, tmp_path / "m.gguf"), n_ctx=256) as loaded:
+        assert divergence(reference_logits(model, tokens), loaded.logits(tokens)) < 1e-6
+        assert loaded.meta()["llama.attention.sliding_window"] == "128"
+
+
+def test_llama_cpp_attends_beyond_the_window_of_mistral_as_the_note_says(tmp_path: Path) -> None:
+    model, weights = random_model("MistralConfig", {"sliding_window": 16}, tmp_path)
+    tokens = list(range(3, 3 + LENGTH))
+    with LlamaCpp(write_gguf(spec_of(tmp_path, set(weights)), weights, tmp_path / "m.gguf"), n_ctx=256) as loaded:
+        logits = loaded.logits(tokens)
+    reference = reference_logits(model, tokens)
+    assert divergence(reference[:16], logits[:16]) < 1e-6
+    assert divergence(reference[32:], logits[32:]) > 1e-4
+
+
+@pytest.mark.parametrize("name", ["tiny-llama", "tiny-qwen3"])
+@pytest.mark.parametrize("dtype", [np.float32, np.float16])
+def test_a_trained_model_has_its_own_logits_in_llama_cpp(name: str, dtype: type, tmp_path: Path) -> None:
+    folder = shared(f"models/{name}")
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    weights = {n: p.numpy() for n, p in model.state_dict().items()}
+    spec = spec_of(folder, set(weights))
+    path = write_gguf(spec, weights, tmp_path / "m.gguf", dtype)
+    text = "When the sun rose over the harbour, the ships had already gone. " * 4
+    with LlamaCpp(path) as loaded:
+        tokens = loaded.tokenize(text)
+        kl = divergence(reference_logits(model, tokens), loaded.logits(tokens))
+    assert kl < (1e-6 if dtype is np.float32 else 1e-4)  # llama.cpp rounds activations to float16 for F16 weights
