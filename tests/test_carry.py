@@ -1,0 +1,263 @@
+"""Carrying codes onto blocks: exactness, error bounds on Gaussian weights, and what is refused."""
+
+import gguf
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from bridge.blocks import BLOCKS, Q2_K, Q3_K, Q4_0, Q4_1, Q4_K, Q5_0, Q5_K, Q6_K, Q8_0
+from bridge.checkpoint.grouped import GroupedTensor
+from bridge.mapping.carry import CannotCarryError, carry
+from bridge.mapping.choose import carry_auto, carry_exact, exact_type, map_auto, map_to, round_auto
+from bridge.mapping.half import half_bits, half_value, round_half
+from bridge.mapping.pack import unpack_codes
+
+
+def grouped(bits, group_size, sym, shape=(64, 1024), seed=0, scale=0.02) -> GroupedTensor:
+    """Gaussian weights rounded to nearest, as a GPTQ tool would without its error feedback."""
+    out, columns = shape
+    rng = np.random.default_rng(seed)
+    groups = columns // group_size
+    x = (rng.standard_normal(shape) * scale).astype(np.float32).reshape(out, groups, group_size)
+    top = 2**bits - 1
+    if sym:
+        s = np.abs(x).max(-1) * 2 / top
+        z = np.full(s.shape, 2.0 ** (bits - 1))
+    else:
+        low, high = np.minimum(x.min(-1), 0), np.maximum(x.max(-1), 0)
+        s = (high - low) / top
+        z = np.rint(-low / s)
+    s = s.astype(np.float16).astype(np.float32)
+    q = np.clip(np.rint(x / s[..., None]) + z[..., None], 0, top).astype(np.uint8)
+    return GroupedTensor("t", bits, q.reshape(shape), s, z.astype(np.float32), group_size)
+
+
+def stored(mapped) -> np.ndarray:
+    return gguf.quants.dequantize(mapped.data, mapped.block.ggml)
+
+
+def nmse(mapped, t) -> float:
+    w = t.dequantize().astype(np.float64)
+    return float(((stored(mapped) - w) ** 2).sum() / (w**2).sum())
+
+
+# source, type, bound: the issue's bars, or what the prototype reached on Gaussian weights where it is lower
+BOUNDS = [
+    (4, 128, True, Q4_K, 4.7e-7),
+    (4, 128, False, Q4_K, 4e-6),
+    (4, 64, False, Q4_K, 4e-5),
+    (4, 32, False, Q4_K, 1.2e-4),
+    (4, 32, True, Q4_K, 1.6e-5),
+    (3, 128, True, Q3_K, 3.4e-6),
+    (2, 128, False, Q2_K, 1.1e-4),
+    (2, 64, False, Q2_K, 1.3e-3),
+    (5, 128, True, Q5_K, 5e-7),
+    (4, 32, False, Q6_K, 1e-5),
+    (4, 16, False, Q6_K, 1e-5),
+    (4, 128, False, Q4_1, 1e-6),
+]
+
+
+@pytest.mark.parametrize(("bits", "group_size", "sym", "block", "bound"), BOUNDS)
+def test_a_carried_tensor_keeps_its_codes_and_hardly_moves(bits, group_size, sym, block, bound):
+    t = grouped(bits, group_size, sym, (128, 2048))
+    mapped = carry(t, block)
+    assert nmse(mapped, t) <= bound
+    assert mapped.fidelity.kept == t.codes.size
+    shift = block.zero - t.zeros[:, t.groups()] if block.zero else 0
+    np.testing.assert_array_equal(unpack_codes(block, mapped.data), t.codes + shift)
+
+
+EXACT = [
+    (4, 128, True, Q4_0),
+    (4, 32, True, Q4_0),
+    (8, 128, True, Q8_0),
+    (8, 32, True, Q8_0),
+    (4, 256, True, Q4_K),
+    (4, 256, False, Q4_K),
+    (4, 1024, False, Q4_K),
+    (4, 128, False, Q5_0),
+    (3, 128, False, Q4_0),
+    (2, 256, False, Q2_K),
+    (3, 256, True, Q3_K),
+    (5, 128, True, Q5_0),
+    (5, 512, False, Q5_K),
+    (6, 256, True, Q6_K),
+]
+
+
+@pytest.mark.parametrize(("bits", "group_size", "sym", "block"), EXACT)
+def test_types_that_can_hold_a_tensor_exactly_do(bits, group_size, sym, block):
+    t = grouped(bits, group_size, sym)
+    mapped = carry(t, block)
+    np.testing.assert_array_equal(stored(mapped), t.dequantize())
+    assert mapped.fidelity.error == 0
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.sampled_from([(2, Q2_K), (3, Q4_K), (4, Q4_K), (5, Q5_K), (4, Q4_1), (3, Q3_K), (6, Q6_K), (8, Q8_0)]),
+    st.sampled_from([32, 64, 128, 256]),
+    st.booleans(),
+    st.floats(1e-6, 1e3),
+    st.integers(0, 2**20),
+)
+def test_reported_fidelity_is_what_gguf_reads(kind, group_size, sym, scale, seed):
+    bits, block = kind
+    t = grouped(bits, group_size, sym or block in (Q3_K, Q6_K, Q8_0), (4, 512), seed, scale)
+    mapped = carry(t, block)
+    w = t.dequantize().astype(np.float64)
+    error = ((stored(mapped) - w) ** 2).sum()
+    assert mapped.fidelity.signal == pytest.approx((w**2).sum(), rel=1e-5)
+    assert mapped.fidelity.noise == pytest.approx(t.noise(), rel=1e-5)
+    # float32 dequantization itself is good to about 1e-14 of the signal
+    assert mapped.fidelity.error == pytest.approx(error, rel=1e-3, abs=1e-12 * mapped.fidelity.signal)
+
+
+def test_scales_of_every_size_avoid_subnormal_d():
+    for scale in (1e-5, 1e-4, 1e-3, 1.0, 100.0):
+        t = grouped(4, 128, True, (32, 1024), scale=scale)
+        assert nmse(carry(t, Q4_K), t) < (2e-4 if scale == 1e-5 else 2e-6)
+
+
+def test_dead_rows_stay_zero():
+    t = grouped(4, 128, False, (8, 512))
+    t.scales[3] = 0
+    for block in (Q4_K, Q4_1, Q5_0):
+        assert (stored(carry(t, block))[3] == 0).all()
+
+
+def test_symmetric_zero_weights_stay_exactly_zero():
+    t = grouped(4, 32, True)
+    assert (stored(carry(t, Q4_K))[t.codes == 8] == 0).all()
+
+
+def test_a_short_last_group_is_carried():
+    t = grouped(4, 64, False, (16, 512))
+    short = GroupedTensor("t", 4, t.codes[:, :288].copy(), t.scales[:, :5].copy(), t.zeros[:, :5].copy(), 64)
+    mapped = carry(short, Q5_0)
+    np.testing.assert_array_equal(stored(mapped), short.dequantize())
+
+
+def test_groups_permuted_as_wholes_are_carried():
+    t = grouped(4, 128, True)
+    order = np.array([3, 1, 0, 2, 7, 6, 5, 4])[np.arange(1024) // 128].astype(np.int32)
+    shuffled = GroupedTensor("t", 4, t.codes, t.scales, t.zeros, 128, order)
+    mapped = carry(shuffled, Q4_0)
+    np.testing.assert_array_equal(stored(mapped), shuffled.dequantize())
+
+
+def test_what_a_type_cannot_hold_is_refused_with_the_reason():
+    t = grouped(4, 128, False, (8, 512))
+    for tensor, block, reason in [
+        (t, Q3_K, "4-bit"),
+        (t, Q2_K, "0..3"),
+        (t, Q4_0, "do not fit"),
+        (grouped(4, 16, True, (8, 512)), Q4_K, "sub-blocks of 32"),
+        (grouped(8, 128, True, (8, 512)), Q6_K, "8-bit"),
+        (grouped(4, 32, True, (8, 288)), Q4_K, "multiple"),
+    ]:
+        with pytest.raises(CannotCarryError, match=reason):
+            carry(tensor, block)
+
+
+def test_eight_bit_asymmetric_blocks_that_overflow_are_counted():
+    t = grouped(8, 128, False, (16, 512))
+    mapped = carry(t, Q8_0)
+    assert 0 < mapped.fidelity.kept < t.codes.size
+    assert nmse(mapped, t) < 2e-5
+    assert mapped.fidelity.error == pytest.approx(nmse(mapped, t) * mapped.fidelity.signal, rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("bits", "group_size", "sym", "name"),
+    [
+        (4, 128, True, "Q4_K"),
+        (4, 128, False, "Q4_K"),
+        (4, 32, False, "Q4_K"),
+        (2, 64, False, "Q2_K"),
+        (2, 128, True, "Q2_K"),
+        (3, 128, True, "Q3_K"),
+        (3, 128, False, "Q4_K"),
+        (5, 128, True, "Q5_K"),
+        (6, 128, True, "Q6_K"),
+        (7, 128, True, "Q8_0"),
+        (8, 128, True, "Q8_0"),
+        (4, 16, False, "Q6_K"),
+    ],
+)
+def test_auto_takes_the_smallest_k_quant_within_one_percent_of_the_noise(bits, group_size, sym, name):
+    mapped = carry_auto(grouped(bits, group_size, sym))
+    assert mapped.block.name == name
+    assert mapped.fidelity.share <= 0.01
+
+
+def test_auto_takes_a_plain_type_where_rows_do_not_hold_superblocks():
+    assert carry_auto(grouped(4, 32, True, (8, 288))).block is Q4_0
+    assert carry_auto(grouped(4, 32, False, (8, 288))).block is Q4_1
+
+
+def test_exact_takes_the_smallest_type_without_error():
+    assert carry_exact(grouped(4, 128, True)).block is Q4_0
+    assert carry_exact(grouped(4, 128, False)).block is Q5_0
+    assert carry_exact(grouped(4, 512, False)).block is Q4_K
+    assert carry_exact(grouped(8, 128, False)) is None
+    assert exact_type(grouped(4, 128, True)) is Q4_0
+    assert exact_type(grouped(4, 128, False)) is Q5_0
+
+
+def act_order(t: GroupedTensor, seed=5) -> GroupedTensor:
+    order = np.random.default_rng(seed).permutation(t.shape[1])
+    return t.take_columns(order)
+
+
+def test_act_order_is_rounded_anew_within_fifteen_percent_of_the_noise():
+    t = act_order(grouped(4, 128, False, (32, 1024)))
+    assert not t.sequential
+    assert carry_auto(t) is None
+    mapped = map_auto(t)
+    assert mapped.block is Q5_K
+    assert mapped.fidelity.share <= 0.15
+    assert mapped.fidelity.kept == 0
+    w = t.dequantize().astype(np.float64)
+    assert mapped.fidelity.error == pytest.approx(((stored(mapped) - w) ** 2).sum(), rel=1e-4)
+
+
+def test_act_order_columns_put_in_group_order_are_carried():
+    t = act_order(grouped(4, 128, True))
+    back = t.take_columns(np.argsort(t.groups(), kind="stable"))
+    assert back.sequential
+    assert carry_auto(back).block is Q4_K
+
+
+def test_a_forced_type_that_cannot_hold_the_codes_rounds_anew():
+    t = grouped(4, 128, False, (16, 512))
+    assert map_to(t, Q3_K).fidelity.kept == 0
+    assert map_to(t, Q6_K).fidelity.kept in (0, t.codes.size)
+    assert map_to(t, Q4_K).fidelity.kept == t.codes.size
+
+
+def test_rows_of_odd_length_are_rounded_to_plain_types():
+    t = act_order(grouped(4, 32, True, (16, 288)))
+    assert not round_auto(t).block.is_k
+
+
+def test_halves_round_as_numpy_rounds_them():
+    rng = np.random.default_rng(0)
+    x = (rng.standard_normal(20000) * 10.0 ** rng.uniform(-9, 4.5, 20000)).astype(np.float32)
+    x = x[np.abs(x) < 65504]
+    with np.errstate(over="ignore"):
+        expected = x.astype(np.float16)
+    for value, half in zip(x, expected, strict=True):
+        rounded = round_half(value)
+        assert rounded == np.float32(half)
+        assert half_bits(rounded) == half.view(np.uint16)
+        assert half_value(half.view(np.uint16)) == np.float32(half)
+
+
+def test_every_type_has_a_float_route():
+    t = grouped(4, 128, False, (8, 512))
+    for block in BLOCKS.values():
+        mapped = map_to(t, block)
+        assert mapped.data.shape == (8, 512 // block.size * block.nbytes)
