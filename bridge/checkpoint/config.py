@@ -1,0 +1,196 @@
+"""What a checkpoint says about its own quantization: one dataclass from four kinds of file.
+
+quantize_config.json   GPTQModel, AutoGPTQ (no quant_method: gptq)
+quant_config.json      AutoAWQ, llm-awq (w_bit, q_group_size)
+config.json            quantization_config, written by all of them today
+
+The first that exists counts, completed from config.json. It is a claim: readers trust the tensors
+over it, and note where the two disagree.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from bridge.checkpoint.store import read_json
+from bridge.errors import BridgeError
+
+# quant_method -> the module of its reader; auto-round packs as one or the other
+METHODS = {"gptq": "bridge.checkpoint.gptq", "awq": "bridge.checkpoint.awq"}
+NAMES = (*METHODS, "auto-round")
+
+
+@dataclass(frozen=True)
+class QuantConfig:
+    """How the checkpoint says it was quantized.
+
+    method             "gptq", "awq", or None for a checkpoint of plain floats
+    bits, group_size   defaults; group_size -1 is one group per row
+    sym                whether zero points are all 2**(bits-1)
+    desc_act           act-order was asked for; g_idx says whether it happened
+    checkpoint_format  GPTQ's label: gptq (v1), gptq_v2, gptq_p, marlin, ...
+    version            AWQ's label: gemm, gemv, gemv_fast, llm-awq, ...
+    dynamic            GPTQModel's per-module overrides: {regex: False or {bits: ..}}
+    quantizer          who wrote it, e.g. ("gptqmodel:7.6.0",)
+    """
+
+    method: str | None = None
+    bits: int = 4
+    group_size: int = 128
+    sym: bool = True
+    desc_act: bool = False
+    checkpoint_format: str = "gptq"
+    version: str = "gemm"
+    dynamic: dict[str, Any] = field(default_factory=dict)
+    quantizer: tuple[str, ...] = ()
+    raw: dict[str, Any] = field(default_factory=dict)
+    source: Path | None = None
+
+    def for_module(self, name: str) -> QuantConfig | None:
+        """The config with the dynamic overrides for one module; None where it is to stay unquantized.
+
+        Negative patterns (-:) first, then the first that matches from the name's start.
+        """
+        ordered = sorted(self.dynamic.items(), key=lambda item: not item[0].startswith("-:"))
+        for pattern, change in ordered:
+            if not re.match(pattern[2:] if pattern[:2] in ("-:", "+:") else pattern, name):
+                continue
+            if pattern.startswith("-:") or change is False:
+                return None
+            known = {k: change[k] for k in ("bits", "group_size", "sym", "desc_act") if k in change}
+            return replace(self, **known)
+        return self
+
+    @property
+    def gptqmodel(self) -> tuple[int, ...] | None:
+        """GPTQModel's version as numbers, or None where something else wrote the checkpoint."""
+        for writer in self.quantizer:
+            name, _, version = writer.partition(":")
+            if name.strip().lower() == "gptqmodel":
+                return tuple(int(n) for n in re.findall(r"\d+", version)[:3])
+        return None
+
+
+def read_quant_config(folder: Path, config: dict[str, Any]) -> QuantConfig:
+    """The quantization of the checkpoint in `folder`, `config` being its config.json.
+
+    Raises BridgeError for methods and layouts that no reader knows.
+    """
+    inner = config.get("quantization_config")
+    raw: dict[str, Any] = dict(inner) if isinstance(inner, dict) else {}
+    source = folder / "config.json"
+    for name, method in (("quantize_config.json", "gptq"), ("quant_config.json", "awq")):
+        if (folder / name).exists():
+            source = folder / name
+            raw = {**raw, **{k: v for k, v in read_json(source).items() if v is not None}}
+            raw.setdefault("quant_method", raw.get("method", method))
+            break
+    if not raw:
+        return QuantConfig(source=None)
+    method = str(raw.get("quant_method") or raw.get("method") or "(none)").lower()
+    label = str(raw.get("checkpoint_format") or raw.get("format") or "").lower()
+    if method in ("auto-round", "auto_round", "intel/auto-round"):
+        method, label = _auto_round(source, str(raw.get("packing_format") or raw.get("backend") or "auto_round"))
+    if method not in METHODS:
+        raise BridgeError(
+            f"{source}: quantization method {method!r} is not supported (supported: {', '.join(sorted(NAMES))}); "
+            "convert the unquantized model instead"
+        )
+    if raw.get("is_marlin_format") or str(raw.get("version", "")).lower() == "marlin":
+        label = "marlin"
+    if label in ("marlin", "bitblas", "qqq", "ipex") and not (method == "awq" and label == "ipex"):
+        raise BridgeError(
+            f"{source}: the {label} layout is made for one GPU kernel and is not supported; "
+            f"take the checkpoint that it was made from, in the {'gemm' if method == 'awq' else 'gptq'} layout"
+        )
+    if raw.get("rotation"):
+        raise BridgeError(
+            f"{source}: rotation {raw['rotation']!r} needs a Hadamard transform at run time, which GGUF lacks; "
+            "take a checkpoint quantized without rotation"
+        )
+    meta = raw.get("meta")
+    quantizer = meta.get("quantizer") if isinstance(meta, dict) else None
+    dynamic = raw.get("dynamic")
+    result = QuantConfig(
+        method=method,
+        bits=_number(source, raw, ("bits", "w_bit"), 4),
+        group_size=_number(source, raw, ("group_size", "q_group_size"), 128),
+        sym=bool(raw.get("sym", not raw.get("zero_point", method == "awq"))),
+        desc_act=bool(raw.get("desc_act", False)),
+        checkpoint_format=(label or "gptq") if method == "gptq" else "",
+        version=_awq_version(source, raw, label) if method == "awq" else "",
+        dynamic=dynamic if isinstance(dynamic, dict) else {},
+        quantizer=tuple(map(str, [quantizer] if isinstance(quantizer, str) else quantizer or ())),
+        raw=raw,
+        source=source,
+    )
+    if method == "gptq" and result.checkpoint_format not in ("gptq", "gptq_v2", "gptq_p"):
+        raise BridgeError(
+            f"{source}: checkpoint_format {label!r} is not known (known: gptq, gptq_v2, gptq_p); "
+            "save the checkpoint again as gptq"
+        )
+    _check_patterns(result)
+    return result
+
+
+def _number(source: Path, raw: dict[str, Any], keys: tuple[str, ...], default: int) -> int:
+    for key in keys:
+        value = raw.get(key)
+        if value is not None:
+            if isinstance(value, bool) or not isinstance(value, int):
+                raise BridgeError(f"{source}: {key} is {value!r}, not a whole number; mend the file")
+            return value
+    return default
+
+
+def _auto_round(source: Path, packing: str) -> tuple[str, str]:
+    """(method, label) of auto-round's packing_format.
+
+    auto_round:auto_gptq stores z - 1; auto_round and auto_round:gptqmodel store z itself.
+    """
+    _, _, kind = packing.lower().partition(":")
+    if "awq" in kind:
+        return "awq", "gemm"
+    if kind in ("auto_gptq", "gptq"):
+        return "gptq", "gptq"
+    if kind in ("", "gptqmodel", "exllamav2", "tritonv2", "triton", "torch"):
+        return "gptq", "gptq_v2"
+    raise BridgeError(
+        f"{source}: auto-round's packing_format {packing!r} is not supported (supported: auto_round, "
+        "auto_round:auto_gptq, auto_round:gptqmodel, auto_round:auto_awq); export it as one of these"
+    )
+
+
+_AWQ_VERSIONS = {
+    "gemm": "gemm",
+    "exllama": "gemm",  # kernels that read gemm's layout
+    "exllamav2": "gemm",
+    "ipex": "gemm",
+    "gemv": "gemv",
+    "gemv_fast": "gemv_fast",
+    "gemvfast": "gemv_fast",
+    "llm-awq": "gemv_fast",  # the same layout; qzeros are named scaled_zeros
+}
+
+
+def _awq_version(source: Path, raw: dict[str, Any], label: str) -> str:
+    found = str(raw.get("version") or label or ("llm-awq" if raw.get("backend") == "llm-awq" else "gemm")).lower()
+    if found not in _AWQ_VERSIONS:
+        raise BridgeError(
+            f"{source}: AWQ version {found!r} is not known (known: {', '.join(sorted(_AWQ_VERSIONS))}); "
+            "save the checkpoint again as gemm"
+        )
+    return _AWQ_VERSIONS[found]
+
+
+def _check_patterns(quant: QuantConfig) -> None:
+    for pattern, change in quant.dynamic.items():
+        try:
+            re.compile(pattern[2:] if pattern[:2] in ("-:", "+:") else pattern)
+        except re.error as problem:
+            raise BridgeError(f"{quant.source}: dynamic has the bad pattern {pattern!r} ({problem}); mend it") from None
+        if not pattern.startswith("-:") and change is not False and not isinstance(change, dict):
+            raise BridgeError(f"{quant.source}: dynamic {pattern!r} is {change!r}, not a table; mend the file")

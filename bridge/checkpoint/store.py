@@ -1,0 +1,311 @@
+"""Where tensors lie in a checkpoint's files, and their bytes.
+
+safetensors: 8 bytes n (little-endian), n bytes of JSON {name: {dtype, shape, data_offsets: [a, b]}},
+then the data that the offsets count in. The header is parsed here because the library has no bf16
+without torch, and because every offset is checked against the file before anything is read. Reads go
+into buffers of our own: a memory map would count towards the peak of resident memory.
+
+pytorch_model.bin: a zip of a pickle; only torch reads it, with weights_only, never running its code.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath, PureWindowsPath
+from typing import Any
+
+import numpy as np
+
+from bridge.errors import BridgeError
+
+_MAX_HEADER = 100_000_000  # bytes; the safetensors library's own limit
+
+# numpy has no bf16: its bits are read as uint16
+_NUMPY = {
+    "BOOL": np.dtype("bool"),
+    "U8": np.dtype("u1"),
+    "I8": np.dtype("i1"),
+    "U16": np.dtype("<u2"),
+    "I16": np.dtype("<i2"),
+    "U32": np.dtype("<u4"),
+    "I32": np.dtype("<i4"),
+    "U64": np.dtype("<u8"),
+    "I64": np.dtype("<i8"),
+    "F16": np.dtype("<f2"),
+    "BF16": np.dtype("<u2"),
+    "F32": np.dtype("<f4"),
+    "F64": np.dtype("<f8"),
+}
+_OTHER_BITS = {"F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8, "C64": 64}  # sized, never read
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """A stored tensor: its dtype as safetensors names it (F16, BF16, I32, ...), shape and place."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    nbytes: int
+    file: Path
+    offset: int = 0  # of the first byte in the file; meaningless for .bin
+
+    @property
+    def floating(self) -> bool:
+        return self.dtype.startswith(("F", "BF"))
+
+
+class Store:
+    """The tensors of one or several safetensors files."""
+
+    def __init__(self, files: Iterable[Path]) -> None:
+        self.files = list(files)
+        self.tensors: dict[str, TensorInfo] = {}
+        for file in self.files:
+            self._add(read_header(file))
+
+    def _add(self, tensors: dict[str, TensorInfo]) -> None:
+        for name, info in tensors.items():
+            if name in self.tensors:
+                raise BridgeError(
+                    f"{name} is both in {self.tensors[name].file.name} and in {info.file.name}; "
+                    "remove the file that is not part of the checkpoint"
+                )
+            self.tensors[name] = info
+
+    def read(self, name: str, rows: tuple[int, int] | None = None) -> np.ndarray:
+        """The stored elements (bf16 as uint16 bits), or those of rows start..stop alone. Thread-safe.
+
+        Raises BridgeError for a dtype that is not read, or a file cut short since it was opened.
+        """
+        info = self.tensors[name]
+        dtype = _NUMPY.get(info.dtype)
+        if dtype is None:
+            raise BridgeError(
+                f"{info.file}: {name} has dtype {info.dtype}, which is not supported; save it as F16, BF16 or F32"
+            )
+        shape = info.shape
+        first, stop = rows or (0, shape[0] if shape else 1)
+        if rows is not None:
+            if not 0 <= first <= stop <= shape[0]:
+                raise ValueError(f"rows {rows} of {name} {list(shape)}")
+            shape = (stop - first, *shape[1:])
+        return self._fetch(info, dtype, shape, first, stop)
+
+    def _fetch(
+        self, info: TensorInfo, dtype: np.dtype, shape: tuple[int, ...], first: int, stop: int
+    ) -> np.ndarray:
+        out = np.empty(shape, dtype)
+        view = memoryview(out.reshape(-1).view(np.uint8))
+        start = info.offset + first * math.prod(info.shape[1:]) * dtype.itemsize
+        try:
+            with open(info.file, "rb", buffering=0) as file:
+                file.seek(start)
+                done = 0
+                while done < len(view):
+                    count = file.readinto(view[done:])
+                    if not count:
+                        raise BridgeError(f"{info.file}: ends within {info.name}; download the file again")
+                    done += count
+        except OSError as problem:
+            raise BridgeError(f"{info.file}: cannot be read ({problem.strerror}); check the disk") from problem
+        return out
+
+    def read_float(self, name: str, rows: tuple[int, int] | None = None) -> np.ndarray:
+        """float32 of a floating-point tensor, exact but for F64. Thread-safe."""
+        info = self.tensors[name]
+        if not info.floating:
+            raise BridgeError(f"{info.file}: {name} has dtype {info.dtype} where floats are expected")
+        raw = self.read(name, rows)
+        if info.dtype != "BF16":
+            return raw.astype(np.float32, copy=False)
+        out = np.zeros(raw.shape, np.float32)
+        out.reshape(-1).view(np.uint16)[1::2] = raw.reshape(-1)  # bf16 is the upper half of float32
+        return out
+
+    def close(self) -> None:
+        """Let go of whatever is held open."""
+
+
+def read_header(file: Path) -> dict[str, TensorInfo]:
+    """The tensors of one safetensors file; BridgeError unless each lies within it and fits its shape."""
+
+    def damaged(why: str) -> BridgeError:
+        return BridgeError(f"{file}: {why}; the file is damaged, download it again")
+
+    try:
+        size = file.stat().st_size
+        with open(file, "rb") as stream:
+            length = int.from_bytes(stream.read(8), "little")
+            if size < 8 or length > min(_MAX_HEADER, size - 8):
+                raise damaged("not a complete safetensors file (its header does not fit)")
+            text = stream.read(length)
+    except OSError as problem:
+        raise BridgeError(f"{file}: cannot be read ({problem.strerror}); is the download complete?") from problem
+    try:
+        header = json.loads(text)
+    except (ValueError, RecursionError):
+        raise damaged("its header is not JSON") from None
+    if not isinstance(header, dict):
+        raise damaged("its header is not a table of tensors")
+    tensors = {}
+    for name, entry in header.items():
+        if name == "__metadata__":
+            continue
+        try:
+            dtype, shape, (start, stop) = str(entry["dtype"]), tuple(entry["shape"]), entry["data_offsets"]
+            whole = all(type(n) is int and n >= 0 for n in (*shape, start, stop))
+        except (TypeError, KeyError, ValueError):
+            whole = False
+        if not whole:
+            raise damaged(f"the entry of {name} is malformed")
+        if not start <= stop <= size - 8 - length:
+            raise damaged(f"{name} ends at byte {8 + length + stop} of {size}")
+        bits = _NUMPY[dtype].itemsize * 8 if dtype in _NUMPY else _OTHER_BITS.get(dtype)
+        if bits is not None and math.prod(shape) * bits != (stop - start) * 8:
+            raise damaged(f"{name} has {stop - start} bytes, which do not make {dtype} {list(shape)}")
+        tensors[name] = TensorInfo(name, dtype, shape, stop - start, file, 8 + length + start)
+    return tensors
+
+
+class TorchStore(Store):
+    """The tensors of pytorch_model.bin files, through torch."""
+
+    def __init__(self, files: Iterable[Path]) -> None:
+        self.files = list(files)
+        self.tensors = {}
+        self._data: dict[str, Any] = {}
+        try:
+            import torch
+        except ImportError:
+            raise BridgeError(
+                f"{self.files[0]}: .bin files need torch; pip install gguf-bridge[torch], or convert to safetensors"
+            ) from None
+        self._bf16 = torch.bfloat16
+        self._int16 = torch.int16
+        names = {
+            torch.bool: "BOOL", torch.uint8: "U8", torch.int8: "I8", torch.int16: "I16", torch.int32: "I32",
+            torch.int64: "I64", torch.float16: "F16", torch.bfloat16: "BF16", torch.float32: "F32",
+            torch.float64: "F64",
+        }  # fmt: skip
+        for file in self.files:
+            state = _load_bin(torch, file)
+            found = {}
+            for name, tensor in state.items():
+                if isinstance(tensor, torch.Tensor):
+                    dtype = names.get(tensor.dtype, str(tensor.dtype).removeprefix("torch."))
+                    found[str(name)] = TensorInfo(str(name), dtype, tuple(tensor.shape), tensor.nbytes, file)
+                    self._data[str(name)] = tensor
+            self._add(found)
+
+    def _fetch(
+        self, info: TensorInfo, dtype: np.dtype, shape: tuple[int, ...], first: int, stop: int
+    ) -> np.ndarray:
+        tensor = self._data[info.name].detach()
+        if info.shape:
+            tensor = tensor[first:stop]
+        if tensor.dtype == self._bf16:
+            tensor = tensor.contiguous().view(self._int16)
+        return np.array(tensor.numpy(), order="C").view(dtype)  # a copy: the file stays mapped
+
+    def close(self) -> None:
+        self._data.clear()
+
+
+def _load_bin(torch: Any, file: Path) -> dict[str, Any]:
+    """The state dict of one .bin file, memory-mapped where its layout allows."""
+    import pickle
+
+    try:
+        try:
+            state = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+        except RuntimeError:  # torch's layout before 1.6 cannot be mapped
+            state = torch.load(file, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError:
+        raise BridgeError(
+            f"{file}: holds pickled objects other than tensors, which could run code; "
+            "ask for the model as safetensors"
+        ) from None
+    except OSError as problem:
+        raise BridgeError(f"{file}: cannot be read ({problem.strerror}); is the download complete?") from problem
+    except (RuntimeError, EOFError, ValueError, KeyError):
+        raise BridgeError(f"{file}: not a file that torch can read; it is damaged, download it again") from None
+    if not isinstance(state, dict):
+        raise BridgeError(f"{file}: holds no table of tensors; ask for the model as safetensors")
+    return state
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    """A JSON object; BridgeError if the file is missing or is something else."""
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise BridgeError(f"{file}: not found; is this the folder of a whole checkpoint?") from None
+    except OSError as problem:
+        raise BridgeError(f"{file}: cannot be read ({problem.strerror})") from problem
+    except (ValueError, RecursionError) as problem:
+        raise BridgeError(f"{file}: not JSON ({problem}); download it again") from None
+    if not isinstance(content, dict):
+        raise BridgeError(f"{file}: not a JSON object; download it again")
+    return content
+
+
+def open_store(folder: Path, stem: str | None = None) -> Store:
+    """The weights of a checkpoint folder: safetensors before .bin, an index before single files.
+
+    `stem` is the file's name without its ending where the config gives one (AutoGPTQ's
+    model_file_base_name). Raises BridgeError where files are missing, damaged or lie elsewhere.
+    """
+    for kind, name, ending in ((Store, "model", "safetensors"), (TorchStore, "pytorch_model", "bin")):
+        stems = [s for s in (stem, name) if s]
+        indexes = [folder / f"{s}.{ending}.index.json" for s in stems]
+        found = [f for f in indexes if f.exists()] or sorted(folder.glob(f"*.{ending}.index.json"))
+        if found:
+            return _indexed(kind, folder, found[0])
+        files = [f for s in stems if (f := folder / f"{s}.{ending}").exists()][:1]
+        if not files:
+            files = [f for f in sorted(folder.glob(f"*.{ending}")) if f.name not in _NOT_WEIGHTS]
+        # consolidated.* is Mistral's own copy of the same weights
+        files = [f for f in files if not f.name.startswith("consolidated")] or files
+        if files:
+            _check_run(files)
+            return kind(files)
+    raise BridgeError(f"{folder}: holds neither *.safetensors nor pytorch_model.bin; is the download complete?")
+
+
+_NOT_WEIGHTS = {"training_args.bin", "optimizer.bin", "scheduler.bin", "sentencepiece.bpe.bin"}
+
+
+def _indexed(kind: type[Store], folder: Path, index: Path) -> Store:
+    """The shards that an index names, each within the folder, each with what the index says it holds."""
+    weight_map = read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not all(isinstance(v, str) for v in weight_map.values()):
+        raise BridgeError(f"{index}: has no weight_map; download it again")
+    shards = sorted(set(weight_map.values()))
+    for shard in shards:
+        path, windows = PurePosixPath(shard), PureWindowsPath(shard)
+        if windows.anchor or path.is_absolute() or ".." in windows.parts or not shard:
+            raise BridgeError(f"{index}: names the shard {shard!r} outside its folder; do not trust this checkpoint")
+        if not (folder / shard).is_file():
+            raise BridgeError(f"{folder / shard}: named by {index.name} but missing; is the download complete?")
+    store = kind(folder / shard for shard in shards)
+    for name, shard in weight_map.items():
+        if name not in store.tensors:
+            raise BridgeError(f"{folder / shard}: lacks {name}, which {index.name} says it holds; download it again")
+    return store
+
+
+def _check_run(files: list[Path]) -> None:
+    """Shards without an index must at least be all there: name-00002-of-00003."""
+    for file in files:
+        match = re.fullmatch(r"(.*)-(\d{5})-of-(\d{5})(\..*)", file.name)
+        if match:
+            for i in range(1, min(int(match[3]), 100_000) + 1):
+                shard = file.with_name(f"{match[1]}-{i:05}-of-{match[3]}{match[4]}")
+                if not os.path.exists(shard):
+                    raise BridgeError(f"{shard}: missing beside {file.name}; is the download complete?")
