@@ -5,7 +5,8 @@ Marked messages are rendered and what stands between the marks is read off:
     opening                              what a conversation without a system message begins with
     before_system S after_system         a system message, in a block of its own ("block")
     before_user U after_user             a turn of the user
-    before_reply A after_reply           a turn of the assistant; before_reply is also the prompt for the next
+    before_reply A after_reply           a turn of the assistant
+    prompt                               after the last turn of the user: where the next reply begins
 
 or, where a system message is put inside the first user's turn ("inside"), before_system and
 after_system stand between before_user and U. A template is only taken as understood when these
@@ -42,6 +43,7 @@ class ChatParts:
     after_user: str
     before_reply: str
     after_reply: str
+    prompt: str
     between_turns: str = ""  # after a reply, before the next turn: a BOS for each turn
 
     def render(self, messages: Messages, prompt: bool = True) -> str:
@@ -60,7 +62,7 @@ class ChatParts:
             else:
                 text += self.before_reply + content + self.after_reply
                 text += self.between_turns if i + 1 < len(messages) else ""
-        return text + self.before_reply if prompt and messages[-1][0] != "assistant" else text
+        return text + self.prompt if prompt and messages[-1][0] != "assistant" else text
 
 
 def take_apart(template: str, bos: str, eos: str, strip_bos: bool) -> ChatParts:
@@ -92,20 +94,24 @@ def _read_parts(render: Any, bos: str) -> ChatParts:
     one, two = [("user", user[0])], [("user", user[0]), ("assistant", reply[0]), ("user", user[1])]
     head, after_first = _cut(_without(render(one, True), bos), user[:1])
     after_user = _cut(_without(render(one, False), bos), user[:1])[1]
-    start, _, between, tail = _cut(_without(render(two, True), bos), (user[0], reply[0], user[1]))
+    start, to_reply, between, tail = _cut(_without(render(two, True), bos), (user[0], reply[0], user[1]))
     ended = _cut(_without(render(two[:2], False), bos), (user[0], reply[0]))[2]
-    if not after_first.startswith(after_user) or tail != after_first or start != head:
+    if (
+        not (after_first.startswith(after_user) and to_reply.startswith(after_user))
+        or tail != after_first
+        or start != head
+    ):
         raise NotUnderstood("the prompt for a reply depends on what was said before")
     if not between.startswith(ended):
         raise NotUnderstood("a reply ends differently when another message follows")
-    before_reply, before_user = after_first[len(after_user) :], between[len(ended) :]
+    before_reply, before_user = to_reply[len(after_user) :], between[len(ended) :]
     turn_bos = ""
     if bos and not head.startswith(bos) and before_user.startswith(bos):
         turn_bos, before_user = bos, before_user[len(bos) :]  # every turn begins with a BOS
     if not head.endswith(before_user):
         raise NotUnderstood("the first message of a user is introduced differently from the others")
     opening = head[: len(head) - len(before_user)]
-    common = (before_user, after_user, before_reply, ended, turn_bos)
+    common = (before_user, after_user, before_reply, ended, after_first[len(after_user) :], turn_bos)
     try:
         before, after, _ = _cut(_without(render([("system", _SYSTEM), *one], True), bos), (_SYSTEM, user[0]))
     except NotUnderstood:

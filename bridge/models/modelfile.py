@@ -1,13 +1,8 @@
 """An Ollama Modelfile for a converted model.
 
 Ollama's templates are Go's: literal text with {{ actions }}. From the parts of a chat template
-(`bridge.models.chat`) one of two forms is written:
-
-    block, none   {{ range .Messages }}: each message between the texts of its role
-    inside        {{ .System }}, {{ .Prompt }}, {{ .Response }}: Ollama renders it once a turn, and for
-                  the last turn stops at {{ .Response }}
-
-No line break or space stands between actions: in a template it would be part of the prompt.
+(`bridge.models.chat`) one is written that ranges over .Messages and puts each between the texts of
+its role. No line break or space stands between actions: it would be part of the prompt.
 """
 
 from __future__ import annotations
@@ -60,40 +55,28 @@ def _template_lines(spec: ModelSpec) -> list[str]:
 
 
 def go_template(parts: ChatParts) -> str:
-    """The Go template that renders what `parts.render` does."""
-    return _turn_template(parts) if parts.layout == "inside" else _messages_template(parts)
-
-
-def _messages_template(parts: ChatParts) -> str:
-    t = _literal
-    opening = t(parts.opening)
+    """The Go template that renders what `parts.render` does; its actions end where the next begins."""
+    opening, loop = _literal(parts.opening), "{{ range $i, $_ := .Messages }}"
     if opening and parts.layout == "block":
-        opening = '{{ if ne (index .Messages 0).Role "system" }}' + opening + "{{ end }}"
-    system = ""
+        opening = _if('ne (index .Messages 0).Role "system"', opening)
+    last = "{{ $last := eq (len (slice $.Messages $i)) 1 }}"
+    before_system, after_system = _literal(parts.before_system), _literal(parts.after_system)
+    system = inner = ""
     if parts.layout == "block":
-        system = (
-            '{{ if eq .Role "system" }}'
-            + t(parts.before_system)
-            + "{{ .Content }}"
-            + t(parts.after_system)
-            + "{{ end }}"
-        )
-    user = '{{ if eq .Role "user" }}' + t(parts.before_user) + "{{ .Content }}" + t(parts.after_user) + "{{ end }}"
+        system = _if('eq .Role "system"', before_system + "{{ .Content }}" + after_system)
+    elif parts.layout == "inside":  # Ollama gathers the system messages in $.System
+        inner = _if("and $.System (le $i 1)", before_system + "{{ $.System }}" + after_system)
+    user = _literal(parts.before_user) + inner + "{{ .Content }}" + _literal(parts.after_user)
     # a reply that comes last is one to be continued: it is not ended
-    reply = (
-        '{{ if eq .Role "assistant" }}' + t(parts.before_reply) + "{{ .Content }}"
-        "{{ if not $last }}" + t(parts.after_reply + parts.between_turns) + "{{ end }}{{ end }}"
-    )
-    prompt = '{{ if and $last (ne .Role "assistant") }}' + t(parts.before_reply) + "{{ end }}"
-    loop = "{{ range $i, $_ := .Messages }}{{ $last := eq (len (slice $.Messages $i)) 1 }}"
-    return opening + loop + system + user + reply + prompt + "{{ end }}"
+    ended = _if("not $last", _literal(parts.after_reply + parts.between_turns))
+    reply = _literal(parts.before_reply) + "{{ .Content }}" + ended
+    prompt = _if('and $last (ne .Role "assistant")', _literal(parts.prompt))
+    turns = system + _if('eq .Role "user"', user) + _if('eq .Role "assistant"', reply) + prompt
+    return opening + loop + last + turns + "{{ end }}"
 
 
-def _turn_template(parts: ChatParts) -> str:
-    t = _literal
-    system = "{{ if .System }}" + t(parts.before_system) + "{{ .System }}" + t(parts.after_system) + "{{ end }}"
-    user = t(parts.opening + parts.before_user) + system + "{{ .Prompt }}" + t(parts.after_user + parts.before_reply)
-    return user + "{{ .Response }}" + t(parts.after_reply + parts.between_turns)
+def _if(condition: str, body: str) -> str:
+    return "{{ if " + condition + " }}" + body + "{{ end }}" if body else ""
 
 
 def _literal(text: str) -> str:
