@@ -1,0 +1,140 @@
+"""Writing a GGUF: types known late, nothing under the final name before it is whole, shards as llama.cpp has them."""
+
+import gguf
+import numpy as np
+import pytest
+from gguf import GGMLQuantizationType as Type
+
+from bridge.errors import BridgeError
+from bridge.output import GGUFOutput
+
+TENSORS = [("a.weight", (4, 256)), ("b.weight", (8, 256)), ("norm.weight", (256,))]
+
+
+def add_metadata(writer):
+    writer.add_name("test")
+    writer.add_array("tokenizer.ggml.tokens", [f"token{i}" for i in range(100)])
+
+
+def data(rng):
+    return {
+        "a.weight": (Type.Q4_K, rng.integers(0, 255, (4, 144)).astype(np.uint8)),
+        "b.weight": (Type.Q8_0, rng.integers(0, 255, (8, 8 * 34)).astype(np.uint8)),
+        "norm.weight": (Type.F32, rng.standard_normal(256).astype(np.float32)),
+    }
+
+
+def write(path, payload, **options):
+    with GGUFOutput(path, "llama", add_metadata, TENSORS, **options) as output:
+        for name, (qtype, array) in payload.items():
+            output.write(name, qtype, array)
+        return output.finish(15)
+
+
+def read_all(files):
+    tensors = {}
+    for file in files:
+        tensors.update((t.name, t) for t in gguf.GGUFReader(file).tensors)
+    return tensors
+
+
+def test_types_that_are_known_only_while_writing_end_up_in_the_header(tmp_path):
+    payload = data(np.random.default_rng(0))
+    files = write(tmp_path / "m.gguf", payload)
+    assert files == [tmp_path / "m.gguf"]
+    reader = gguf.GGUFReader(files[0])
+    assert reader.fields["general.file_type"].contents() == 15
+    assert reader.fields["general.quantization_version"].contents() == gguf.GGML_QUANT_VERSION
+    assert len(reader.fields["tokenizer.ggml.tokens"].contents()) == 100
+    for tensor in reader.tensors:
+        qtype, array = payload[tensor.name]
+        assert tensor.tensor_type == qtype
+        np.testing.assert_array_equal(np.asarray(tensor.data).view(np.uint8).ravel(), array.view(np.uint8).ravel())
+    assert [p.name for p in tmp_path.iterdir()] == ["m.gguf"]
+
+
+def test_an_existing_file_is_kept_without_force_and_replaced_with_it(tmp_path):
+    path = tmp_path / "m.gguf"
+    path.write_bytes(b"old")
+    payload = data(np.random.default_rng(0))
+    with pytest.raises(BridgeError, match=r"m\.gguf: exists; --force"):
+        write(path, payload)
+    assert path.read_bytes() == b"old"
+    write(path, payload, force=True)
+    assert path.read_bytes()[:4] == b"GGUF"
+
+
+@pytest.mark.parametrize("split", [None, 2000])
+@pytest.mark.parametrize("failure", [KeyboardInterrupt, ValueError])
+def test_a_failure_half_way_leaves_the_old_file_and_nothing_else(tmp_path, split, failure):
+    path = tmp_path / "m.gguf"
+    path.write_bytes(b"old")
+    payload = data(np.random.default_rng(0))
+
+    def fail():
+        with GGUFOutput(path, "llama", add_metadata, TENSORS, force=True, split_max_size=split) as output:
+            output.write("a.weight", *payload["a.weight"])
+            raise failure
+
+    with pytest.raises(failure):
+        fail()
+    assert path.read_bytes() == b"old"
+    assert [p.name for p in tmp_path.iterdir()] == ["m.gguf"]
+
+
+def test_a_write_that_fails_names_the_file_and_the_tensor(tmp_path):
+    class FullDisk(np.ndarray):
+        def tofile(self, *_):
+            raise OSError(28, "No space left on device")
+
+    path = tmp_path / "m.gguf"
+    qtype, array = data(np.random.default_rng(0))["a.weight"]
+    with (
+        pytest.raises(BridgeError, match=r"m\.gguf: writing a\.weight failed \(No space left"),
+        GGUFOutput(path, "llama", add_metadata, TENSORS) as output,
+    ):
+        output.write("a.weight", qtype, array.view(FullDisk))
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_missing_tensor_is_noticed_before_the_file_appears(tmp_path):
+    payload = data(np.random.default_rng(0))
+    del payload["norm.weight"]
+    with pytest.raises(BridgeError, match="2 of 3 tensors"):
+        write(tmp_path / "m.gguf", payload)
+    assert not list(tmp_path.iterdir())
+
+
+def test_shards_have_llama_cpps_names_and_metadata(tmp_path):
+    payload = data(np.random.default_rng(0))
+    files = write(tmp_path / "m.gguf", payload, split_max_size=3300)
+    assert [f.name for f in files] == ["m-00001-of-00002.gguf", "m-00002-of-00002.gguf"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == [f.name for f in files]
+    for i, file in enumerate(files):
+        fields = gguf.GGUFReader(file).fields
+        assert fields["split.no"].contents() == i
+        assert fields["split.count"].contents() == 2
+        assert fields["split.tensors.count"].contents() == 3
+    tensors = read_all(files)
+    assert set(tensors) == set(payload)
+    assert tensors["a.weight"].tensor_type == Type.Q4_K
+
+
+def test_shards_are_not_written_over_without_force(tmp_path):
+    (tmp_path / "m-00001-of-00002.gguf").write_bytes(b"old")
+    with pytest.raises(BridgeError, match="exists; --force"):
+        write(tmp_path / "m.gguf", data(np.random.default_rng(0)), split_max_size=3300)
+    assert (tmp_path / "m-00001-of-00002.gguf").read_bytes() == b"old"
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+def test_a_model_smaller_than_a_shard_is_one_file(tmp_path):
+    files = write(tmp_path / "m.gguf", data(np.random.default_rng(0)), split_max_size=10**9)
+    assert [f.name for f in files] == ["m.gguf"]
+
+
+def test_an_output_that_cannot_be_made_is_refused_at_once(tmp_path):
+    with pytest.raises(BridgeError, match="no such folder"):
+        GGUFOutput(tmp_path / "none" / "m.gguf", "llama", add_metadata, TENSORS)
+    with pytest.raises(BridgeError, match="is a folder"):
+        GGUFOutput(tmp_path, "llama", add_metadata, TENSORS)
