@@ -72,7 +72,7 @@ DEEPSEEK_LETTERS = (
 DEEPSEEK_LLM = (
     split("[\r\n]"),
     split(DEEPSEEK_LETTERS),
-    split("\\s?[!-/:-~！-／：-～‘-‟　-。]+"),
+    split("\\s?[!-/:-~\uff01-\uff0f\uff1a-\uff5e\u2018-\u201f\u3000-\u3002]+"),
     split("\\s+$"),
     split(CJK),
     DIGITS,

@@ -1,0 +1,367 @@
+"""Vocabularies: token ids in llama.cpp must be those of the Hugging Face tokenizer."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from gguf import GGUFReader, TokenType
+
+from bridge.errors import BridgeError
+from tests.conftest import shared
+from tests.support.llama_cpp import LlamaCpp
+from tests.support.tiny_vocab import vocab_gguf
+
+transformers = pytest.importorskip("transformers")
+tokenizers = pytest.importorskip("tokenizers")
+
+TEXTS = [
+    "Hello world, it's 1234567 o'clock; don't you'll WE'LL",
+    "  two  spaces\n\n\nthree lines\t\ttabs \r\n end  ",
+    "def f(x):\n    return x[0] + 'a' if x != {} else None\n",
+    "Ünïcödé naïve café, Ελληνικά, кириллица",
+    "日本語のテキスト、中文文本 한국어 ไทย العربية",
+    "🙂 emoji 👍🏽 and — dashes… “quotes” \u200b\u00a0",
+    "The tower is 324 metres tall, about the same height as an 81-storey building (1889).",
+    "",
+    " ",
+    "a",
+]
+
+
+def copy_tokenizer(model: str, folder: Path) -> dict[str, Any]:
+    """A shared model's tokenizer files in `folder`; returns tokenizer.json."""
+    source = shared(f"models/{model}")
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copyfile(source / file, folder / file)
+    return json.loads((folder / "tokenizer.json").read_text())
+
+
+def save(folder: Path, data: dict[str, Any], **settings: Any) -> None:
+    (folder / "tokenizer.json").write_text(json.dumps(data))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"} | settings))
+
+
+def spm_texts() -> list[str]:
+    return [text.replace("\r", "") for text in TEXTS if text]
+
+
+@pytest.mark.parametrize(("model", "special"), [("tiny-llama", "<|end_of_text|>"), ("tiny-qwen3", "<|endoftext|>")])
+def test_byte_level_tokens_are_those_of_the_tokenizer(model: str, special: str, tmp_path: Path) -> None:
+    data = copy_tokenizer(model, tmp_path)
+    _, path = vocab_gguf(tmp_path, len(data["model"]["vocab"]))
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    with LlamaCpp(path) as loaded:
+        for text in [*TEXTS, f"one{special}two {special}\n", special]:
+            assert loaded.tokenize(text, add_special=True) == tokenizer(text)["input_ids"], text
+
+
+def test_both_spellings_of_merges_give_the_same_file(tmp_path: Path) -> None:
+    data = copy_tokenizer("tiny-qwen3", tmp_path)
+    pairs, _ = vocab_gguf(tmp_path, 2048)
+    data["model"]["merges"] = [" ".join(pair) for pair in data["model"]["merges"]]
+    save(tmp_path, data)
+    strings, _ = vocab_gguf(tmp_path, 2048)
+    assert pairs.tokenizer.merges == strings.tokenizer.merges
+    assert pairs.tokenizer.merges is not None
+    assert pairs.tokenizer.merges[0] == "Ġ t"
+
+
+def test_added_tokens_and_padding_fill_the_embedding(tmp_path: Path) -> None:
+    data = copy_tokenizer("tiny-qwen3", tmp_path)
+    added = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
+    data["added_tokens"] += [
+        {"id": 2048, "content": "<|im_end|>", "special": True, **added},
+        {"id": 2049, "content": "<tool_call>", "special": False, **added},
+    ]
+    save(tmp_path, data, eos_token={"content": "<|im_end|>", "special": True})
+    spec, path = vocab_gguf(tmp_path, 2052)
+    tokenizer = spec.tokenizer
+    assert tokenizer.tokens[2048:] == ["<|im_end|>", "<tool_call>", "[PAD2050]", "[PAD2051]"]
+    assert tokenizer.types[0] == tokenizer.types[2048] == TokenType.CONTROL
+    assert tokenizer.types[2049] == TokenType.USER_DEFINED
+    assert tokenizer.types[2050] == tokenizer.types[2051] == TokenType.UNUSED
+    assert spec.stop == ["<|im_end|>"]
+    reference = tokenizers.Tokenizer.from_str(json.dumps(data))
+    with LlamaCpp(path) as loaded:
+        for text in ("a<|im_end|>b", "call <tool_call>{} x"):
+            assert loaded.tokenize(text) == reference.encode(text).ids
+        assert loaded.eos == 2048
+
+
+def test_tokens_beyond_the_embedding_are_left_out_and_reported(tmp_path: Path) -> None:
+    copy_tokenizer("tiny-qwen3", tmp_path)
+    spec, _ = vocab_gguf(tmp_path, 2040)
+    assert len(spec.tokenizer.tokens) == 2040
+    assert any("8 tokens have no row in the embedding of 2040 rows" in note for note in spec.notes)
+
+
+def test_tokens_of_tokenizer_config_alone_are_added(tmp_path: Path) -> None:
+    data = copy_tokenizer("tiny-qwen3", tmp_path)
+    save(tmp_path, data, added_tokens_decoder={"2048": {"content": "<|im_start|>", "special": True}})
+    spec, _ = vocab_gguf(tmp_path, 2049)
+    assert spec.tokenizer.tokens[2048] == "<|im_start|>"
+
+
+TEMPLATE = {
+    "type": "TemplateProcessing",
+    "single": [{"SpecialToken": {"id": "<|begin_of_text|>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}],
+    "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 1}}],
+    "special_tokens": {
+        "<|begin_of_text|>": {"id": "<|begin_of_text|>", "ids": [0], "tokens": ["<|begin_of_text|>"]},
+        "<|end_of_text|>": {"id": "<|end_of_text|>", "ids": [1], "tokens": ["<|end_of_text|>"]},
+    },
+}
+END = {"SpecialToken": {"id": "<|end_of_text|>", "type_id": 0}}
+
+
+@pytest.mark.parametrize("nested", [False, True])
+@pytest.mark.parametrize("eos", [False, True])
+def test_bos_and_eos_are_added_where_the_post_processor_adds_them(nested: bool, eos: bool, tmp_path: Path) -> None:
+    data = copy_tokenizer("tiny-llama", tmp_path)
+    processor = TEMPLATE | {"single": [*TEMPLATE["single"], END] if eos else TEMPLATE["single"]}
+    bytes_too = {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": False, "use_regex": True}
+    data["post_processor"] = {"type": "Sequence", "processors": [bytes_too, processor]} if nested else processor
+    save(tmp_path, data, bos_token="<|begin_of_text|>", eos_token="<|end_of_text|>")
+    spec, path = vocab_gguf(tmp_path, 4096)
+    assert (spec.tokenizer.add_bos, spec.tokenizer.add_eos) == (True, eos)
+    reference = tokenizers.Tokenizer.from_str(json.dumps(data))
+    with LlamaCpp(path) as loaded:
+        assert loaded.tokenize("Hello world", add_special=True) == reference.encode("Hello world").ids
+
+
+def test_explicit_settings_overrule_the_post_processor(tmp_path: Path) -> None:
+    data = copy_tokenizer("tiny-llama", tmp_path)
+    data["post_processor"] = TEMPLATE
+    save(tmp_path, data, bos_token="<|begin_of_text|>", eos_token="<|end_of_text|>", add_bos_token=False)
+    spec, _ = vocab_gguf(tmp_path, 4096)
+    assert not spec.tokenizer.add_bos
+
+
+def test_a_bos_that_does_not_exist_is_not_added(tmp_path: Path) -> None:
+    data = copy_tokenizer("tiny-qwen3", tmp_path)
+    save(tmp_path, data, add_bos_token=True)
+    spec, path = vocab_gguf(tmp_path, 2048)
+    assert not spec.tokenizer.add_bos
+    LlamaCpp(path).close()  # llama.cpp refuses a file that asks for a BOS it does not name
+
+
+def test_every_end_token_of_the_generation_config_stops_a_reply(tmp_path: Path) -> None:
+    data = copy_tokenizer("tiny-llama", tmp_path)
+    more = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
+    data["added_tokens"] += [
+        {"id": 4096, "content": "<|turn_over|>", **more},
+        {"id": 4097, "content": "<|eom_id|>", **more},
+    ]
+    save(tmp_path, data, eos_token="<|end_of_text|>")
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [1, 4096, 4097]}))
+    spec, path = vocab_gguf(tmp_path, 4098, eos_token_id=1)
+    assert spec.stop == ["<|end_of_text|>", "<|turn_over|>", "<|eom_id|>"]
+    assert (spec.tokenizer.ids["eot"], spec.tokenizer.ids["eom"]) == (4096, 4097)
+    with LlamaCpp(path) as loaded:
+        assert loaded.meta()["tokenizer.ggml.eot_token_id"] == "4096"
+
+
+# --- chat templates ---
+
+
+def field(path: Path, key: str) -> Any:
+    found = GGUFReader(str(path)).get_field(key)
+    return found.contents() if found else None
+
+
+def test_chat_templates_are_found_wherever_transformers_puts_them(tmp_path: Path) -> None:
+    data = copy_tokenizer("tiny-qwen3", tmp_path)
+    save(tmp_path, data, chat_template="{{ one }}")
+    spec, path = vocab_gguf(tmp_path, 2048)
+    assert spec.chat_template == field(path, "tokenizer.chat_template") == "{{ one }}"
+    named = [{"name": "tool_use", "template": "{{ tool }}"}, {"name": "default", "template": "{{ two }}"}]
+    save(tmp_path, data, chat_template=named)
+    spec, path = vocab_gguf(tmp_path, 2048)
+    assert spec.chat_template == field(path, "tokenizer.chat_template") == "{{ two }}"
+    assert field(path, "tokenizer.chat_template.tool_use") == "{{ tool }}"
+    (tmp_path / "chat_template.jinja").write_text("{{ file }}")
+    assert vocab_gguf(tmp_path, 2048)[0].chat_template == "{{ file }}"
+
+
+def test_a_model_without_chat_template_has_none(tmp_path: Path) -> None:
+    copy_tokenizer("tiny-qwen3", tmp_path)
+    spec, path = vocab_gguf(tmp_path, 2048)
+    assert spec.chat_template is None
+    assert field(path, "tokenizer.chat_template") is None
+
+
+# --- SentencePiece ---
+
+
+@pytest.fixture(scope="module")
+def sentencepiece_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tokenizer.model of BPE with byte fallback, like Llama 2's, trained on the test text."""
+    sentencepiece = pytest.importorskip("sentencepiece")
+    folder = tmp_path_factory.mktemp("spm")
+    text = folder / "text.txt"
+    text.write_text("\n".join(spm_texts() * 4) + shared("text/wiki_test.txt").read_text()[:60000])
+    sentencepiece.SentencePieceTrainer.train(
+        input=str(text),
+        model_prefix=str(folder / "tokenizer"),
+        vocab_size=1000,
+        model_type="bpe",
+        byte_fallback=True,
+        character_coverage=0.995,
+        normalization_rule_name="identity",
+        remove_extra_whitespaces=False,
+        split_digits=True,
+        allow_whitespace_only_pieces=True,
+        minloglevel=2,
+    )
+    return folder / "tokenizer.model"
+
+
+SPM_SETTINGS = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "tokenizer_class": "LlamaTokenizer"}
+
+
+def spm_tokenizer_json(model: Path, kind: str) -> dict[str, Any]:
+    """What transformers makes of Llama's tokenizer.model: all pairs of pieces that join to a piece, by score."""
+    import sentencepiece
+
+    processor = sentencepiece.SentencePieceProcessor(model_file=str(model))
+    pieces = [processor.id_to_piece(i) for i in range(processor.get_piece_size())]
+    vocab = {piece: i for i, piece in enumerate(pieces)}
+    merges = []
+    for i, piece in enumerate(pieces):
+        splits = [(piece[:n], piece[n:]) for n in range(1, len(piece))] if not piece.startswith("<") else []
+        known = [(left, right) for left, right in splits if left in vocab and right in vocab]
+        merges += [(processor.get_score(i), *pair) for pair in sorted(known, key=lambda p: (vocab[p[0]], vocab[p[1]]))]
+    merges.sort(key=lambda merge: -merge[0])
+    prepend = [{"type": "Prepend", "prepend": "▁"}, {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}]
+    metaspace = {"type": "Metaspace", "replacement": "▁", "prepend_scheme": "first", "split": False}
+    special = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
+    return {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": [{"id": i, "content": pieces[i], **special} for i in range(3)],
+        "normalizer": {"type": "Sequence", "normalizers": prepend} if kind == "normalizer" else None,
+        "pre_tokenizer": metaspace if kind == "metaspace" else None,
+        "post_processor": {
+            "type": "TemplateProcessing",
+            "single": [{"SpecialToken": {"id": "<s>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}],
+            "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 1}}],
+            "special_tokens": {"<s>": {"id": "<s>", "ids": [1], "tokens": ["<s>"]}},
+        },
+        "decoder": {"type": "ByteFallback"},
+        "model": {
+            "type": "BPE", "dropout": None, "unk_token": "<unk>", "continuing_subword_prefix": None,
+            "end_of_word_suffix": None, "fuse_unk": True, "byte_fallback": True, "vocab": vocab,
+            "merges": [f"{left} {right}" for _, left, right in merges],
+        },
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ["normalizer", "metaspace"])
+def test_sentencepiece_from_tokenizer_json_gives_the_tokenizers_ids(
+    kind: str, sentencepiece_model: Path, tmp_path: Path
+) -> None:
+    data = spm_tokenizer_json(sentencepiece_model, kind)
+    save(tmp_path, data, **SPM_SETTINGS)
+    spec, path = vocab_gguf(tmp_path, 1000)
+    assert spec.tokenizer.model == "llama"
+    assert spec.tokenizer.add_space_prefix is True
+    reference = tokenizers.Tokenizer.from_str(json.dumps(data))
+    with LlamaCpp(path) as loaded:
+        for text in spm_texts():
+            if kind == "metaspace" and text.startswith(" "):
+                continue  # the one rule of Metaspace that llama.cpp has not
+            assert loaded.tokenize(text, add_special=True) == reference.encode(text).ids, text
+
+
+def test_sentencepiece_from_tokenizer_model_gives_the_models_ids(sentencepiece_model: Path, tmp_path: Path) -> None:
+    import sentencepiece
+
+    shutil.copyfile(sentencepiece_model, tmp_path / "tokenizer.model")
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(SPM_SETTINGS))
+    (tmp_path / "added_tokens.json").write_text(json.dumps({"<extra>": 1000}))
+    spec, path = vocab_gguf(tmp_path, 1001)
+    assert spec.tokenizer.ids == {"bos": 1, "eos": 2, "unk": 0}
+    assert spec.tokenizer.types[:4] == [TokenType.UNKNOWN, TokenType.CONTROL, TokenType.CONTROL, TokenType.BYTE]
+    processor = sentencepiece.SentencePieceProcessor(model_file=str(sentencepiece_model))
+    with LlamaCpp(path) as loaded:
+        for text in spm_texts():
+            assert loaded.tokenize(text, add_special=True) == [1, *processor.encode(text)], text
+        assert loaded.tokenize("<extra>") == [1000]
+
+
+def test_both_routes_to_sentencepiece_agree_on_the_order_of_joining(sentencepiece_model: Path, tmp_path: Path) -> None:
+    shutil.copyfile(sentencepiece_model, tmp_path / "tokenizer.model")
+    from_model, _ = vocab_gguf(tmp_path, 1000)
+    save(tmp_path, spm_tokenizer_json(sentencepiece_model, "normalizer"), **SPM_SETTINGS)
+    from_json, _ = vocab_gguf(tmp_path, 1000)
+    assert from_model.tokenizer.tokens == from_json.tokenizer.tokens
+    assert from_model.tokenizer.types == from_json.tokenizer.types
+
+    def order(scores: list[float] | None, tokens: list[str]) -> list[str]:
+        assert scores is not None
+        joined = [i for i in range(len(tokens)) if len(tokens[i]) > 1 and not tokens[i].startswith("<")]
+        return [tokens[i] for i in sorted(joined, key=lambda i: -scores[i])]
+
+    assert order(from_model.tokenizer.scores, from_model.tokenizer.tokens) == order(
+        from_json.tokenizer.scores, from_json.tokenizer.tokens
+    )
+
+
+def test_a_tokenizer_without_space_prefix_says_so_to_llama_cpp(sentencepiece_model: Path, tmp_path: Path) -> None:
+    data = spm_tokenizer_json(sentencepiece_model, "metaspace")
+    data["pre_tokenizer"]["prepend_scheme"] = "never"
+    save(tmp_path, data, **SPM_SETTINGS)
+    spec, path = vocab_gguf(tmp_path, 1000)
+    assert spec.tokenizer.add_space_prefix is False
+    reference = tokenizers.Tokenizer.from_str(json.dumps(data))
+    with LlamaCpp(path) as loaded:
+        assert loaded.tokenize("Hello you", add_special=True) == reference.encode("Hello you").ids
+
+
+# --- what cannot be converted ---
+
+
+def refused(folder: Path, match: str, size: int = 64) -> None:
+    with pytest.raises(BridgeError, match=match):
+        vocab_gguf(folder, size)
+
+
+def test_a_folder_without_tokenizer_is_refused_with_the_way_out(tmp_path: Path) -> None:
+    refused(tmp_path, r"neither tokenizer.json nor tokenizer.model; .*save_pretrained")
+
+
+def test_a_unigram_tokenizer_is_refused(tmp_path: Path) -> None:
+    save(tmp_path, {"model": {"type": "Unigram", "vocab": []}})
+    refused(tmp_path, "the tokenizer is a Unigram")
+
+
+def test_a_bpe_of_characters_is_refused(tmp_path: Path) -> None:
+    save(tmp_path, {"model": {"type": "BPE", "vocab": {"a": 0}, "merges": ["a a"]}})
+    refused(tmp_path, "neither byte-level nor has byte_fallback")
+
+
+def test_a_damaged_tokenizer_json_is_refused_by_name(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_text('{"model": ')
+    refused(tmp_path, r"tokenizer.json: cannot be read as JSON")
+
+
+def test_a_damaged_merge_is_shown(tmp_path: Path) -> None:
+    data = {"model": {"type": "BPE", "byte_fallback": True, "vocab": {"a": 0}, "merges": ["aa"]}}
+    save(tmp_path, data)
+    refused(tmp_path, "the merge 'aa' is no pair of tokens")
+
+
+def test_a_tokenizer_model_of_another_format_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.model").write_bytes(b"IQ== 0\nIg== 1\nIw== 2\n")  # tiktoken's
+    refused(tmp_path, "not a SentencePiece model")
+
+
+def test_a_unigram_tokenizer_model_is_refused(tmp_path: Path) -> None:
+    piece = b"\x0a\x01a\x15\x00\x00\x00\x00"
+    (tmp_path / "tokenizer.model").write_bytes(b"\x0a" + bytes([len(piece)]) + piece + b"\x12\x02\x18\x01")
+    refused(tmp_path, "type 1; llama.cpp joins by score")
