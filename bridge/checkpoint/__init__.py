@@ -1,0 +1,108 @@
+"""Checkpoints on disk: whatever the format, modules come out as GroupedTensor, the rest as float32.
+
+    with open_checkpoint("Qwen2.5-7B-GPTQ") as checkpoint:
+        for name in checkpoint.modules:
+            tensor = checkpoint.read_module(name)
+
+Opening reads configs and headers only. Reading is thread-safe, into memory of its own.
+"""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+
+from bridge.checkpoint.config import METHODS, QuantConfig, read_quant_config
+from bridge.checkpoint.grouped import GroupedTensor
+from bridge.checkpoint.reader import ModuleInfo, Reader
+from bridge.checkpoint.store import Store, TensorInfo, open_store, read_json
+from bridge.errors import BridgeError
+
+__all__ = ["Checkpoint", "GroupedTensor", "ModuleInfo", "QuantConfig", "TensorInfo", "open_checkpoint"]
+
+
+class Checkpoint:
+    """An opened checkpoint.
+
+    path      its folder
+    config    config.json
+    quant     what it says about its quantization
+    format    gptq, gptq_v2, gptq_p, awq-gemm, awq-gemv, awq-gemv_fast, or float
+    modules   the quantized linear layers by Hugging Face name, without ".weight"
+    tensors   the floating-point tensors by full name, biases of quantized modules too
+    files     the files that hold them
+    nbytes    of all tensors
+    notes     what was found contrary to the labels and concerns the whole checkpoint
+    """
+
+    def __init__(self, path: Path, config: dict[str, Any], quant: QuantConfig, store: Store) -> None:
+        self.path = path
+        self.config = config
+        self.quant = quant
+        self.notes: list[str] = []
+        self._store = store
+        self._reader: Reader | None = None
+        if quant.method is not None:
+            reader = importlib.import_module(METHODS[quant.method])
+            self._reader = getattr(reader, f"{quant.method.capitalize()}Reader")(store, quant)
+        self.modules: dict[str, ModuleInfo] = self._reader.modules if self._reader else {}
+        self.format = self._reader.format if self._reader else "float"
+        self.files = store.files
+        self.nbytes = sum(info.nbytes for info in store.tensors.values())
+        self.tensors: dict[str, TensorInfo] = {}
+        for name, info in store.tensors.items():
+            module, _, part = name.rpartition(".")
+            owned = module in self.modules and part in self.modules[module].tensors and part != "bias"
+            if info.floating and not owned:
+                self.tensors[name] = info
+            elif part == "qweight" and not self.modules:
+                raise BridgeError(
+                    f"{info.file}: {name} is quantized, but {path / 'config.json'} has no quantization_config "
+                    "and there is no quantize_config.json; add the one that came with the model"
+                )
+
+    def read_module(self, name: str) -> GroupedTensor:
+        """A quantized linear layer. Thread-safe.
+
+        Raises KeyError for a name that is not in `modules`, BridgeError for damaged data.
+        """
+        assert self._reader is not None or name not in self.modules
+        self.modules[name]
+        return self._reader.read(name)  # type: ignore[union-attr]
+
+    def read_float(self, name: str, rows: tuple[int, int] | None = None) -> np.ndarray:
+        """float32 of a tensor, or of its rows start..stop alone, which are all that is read. Thread-safe."""
+        return self._store.read_float(name, rows)
+
+    def group_order(self, name: str) -> np.ndarray | None:
+        """int32 [in]: the group of each column, or None where groups are consecutive. Reads g_idx alone."""
+        return self._reader.group_order(name) if self._reader else None
+
+    def close(self) -> None:
+        """Let go of the files."""
+        self._store.close()
+
+    def __enter__(self) -> Checkpoint:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+
+def open_checkpoint(path: str | Path) -> Checkpoint:
+    """Open a local checkpoint folder.
+
+    Raises BridgeError if it is incomplete, damaged, or quantized in a way that is not supported.
+    """
+    folder = Path(path)
+    if not folder.is_dir():
+        raise BridgeError(f"{folder}: not a folder; give the folder that holds config.json and the weights")
+    config = read_json(folder / "config.json")
+    quant = read_quant_config(folder, config)
+    stem = quant.raw.get("model_file_base_name")
+    store = open_store(folder, stem if isinstance(stem, str) and "/" not in stem and "\\" not in stem else None)
+    return Checkpoint(folder, config, quant, store)

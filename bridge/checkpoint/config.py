@@ -60,9 +60,12 @@ class QuantConfig:
                 continue
             if pattern.startswith("-:") or change is False:
                 return None
-            known = {k: change[k] for k in ("bits", "group_size", "sym", "desc_act") if k in change}
-            return replace(self, **known)
-        return self
+            return self._with(change)
+        extra = self.raw.get("extra_config")  # auto-round's, by exact name
+        return self._with(extra[name]) if isinstance(extra, dict) and isinstance(extra.get(name), dict) else self
+
+    def _with(self, change: dict[str, Any]) -> QuantConfig:
+        return replace(self, **{k: change[k] for k in ("bits", "group_size", "sym", "desc_act") if k in change})
 
     @property
     def gptqmodel(self) -> tuple[int, ...] | None:

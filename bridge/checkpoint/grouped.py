@@ -98,6 +98,29 @@ class GroupedTensor:
             group_of_column=None if size else group,
         )
 
+    def crop(self, out: int, columns: int) -> GroupedTensor:
+        """The first `out` rows and `columns` columns: what is left when zero padding is dropped.
+
+        Raises BridgeError where the tensor is smaller than that.
+        """
+        if self.shape == (out, columns):
+            return self
+        if self.shape[0] < out or self.shape[1] < columns:
+            raise BridgeError(
+                f"{self.name}: is {list(self.shape)} but the config asks for {[out, columns]}; "
+                "config.json belongs to another model"
+            )
+        order = self.group_of_column
+        groups = self.scales.shape[1] if order is not None else -(-columns // self.group_size)
+        return replace(
+            self,
+            codes=np.ascontiguousarray(self.codes[:out, :columns]),
+            scales=np.ascontiguousarray(self.scales[:out, :groups]),
+            zeros=np.ascontiguousarray(self.zeros[:out, :groups]),
+            group_of_column=None if order is None else order[:columns],
+            bias=None if self.bias is None else self.bias[:out],
+        )
+
 
 def column_group_size(group: np.ndarray) -> int | None:
     """The group size if `group` (int [in]) is 0,0,..,1,1,.. in equal runs (the last may be short), else None."""

@@ -97,9 +97,7 @@ class Store:
             shape = (stop - first, *shape[1:])
         return self._fetch(info, dtype, shape, first, stop)
 
-    def _fetch(
-        self, info: TensorInfo, dtype: np.dtype, shape: tuple[int, ...], first: int, stop: int
-    ) -> np.ndarray:
+    def _fetch(self, info: TensorInfo, dtype: np.dtype, shape: tuple[int, ...], first: int, stop: int) -> np.ndarray:
         out = np.empty(shape, dtype)
         view = memoryview(out.reshape(-1).view(np.uint8))
         start = info.offset + first * math.prod(info.shape[1:]) * dtype.itemsize
@@ -203,9 +201,7 @@ class TorchStore(Store):
                     self._data[str(name)] = tensor
             self._add(found)
 
-    def _fetch(
-        self, info: TensorInfo, dtype: np.dtype, shape: tuple[int, ...], first: int, stop: int
-    ) -> np.ndarray:
+    def _fetch(self, info: TensorInfo, dtype: np.dtype, shape: tuple[int, ...], first: int, stop: int) -> np.ndarray:
         tensor = self._data[info.name].detach()
         if info.shape:
             tensor = tensor[first:stop]
@@ -228,8 +224,7 @@ def _load_bin(torch: Any, file: Path) -> dict[str, Any]:
             state = torch.load(file, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError:
         raise BridgeError(
-            f"{file}: holds pickled objects other than tensors, which could run code; "
-            "ask for the model as safetensors"
+            f"{file}: holds pickled objects other than tensors, which could run code; ask for the model as safetensors"
         ) from None
     except OSError as problem:
         raise BridgeError(f"{file}: cannot be read ({problem.strerror}); is the download complete?") from problem

@@ -1,0 +1,128 @@
+"""AWQ, always 4 bits, zero points as they are. Three layouts, told apart by the tensors' shapes.
+
+    gemm       qweight int32 [in, out/8]    qzeros int32 [G, out/8]    scales [G, out]
+    gemv       qweight int32 [out, in/8]    qzeros int32 [out, zw]     scales [out, zw*8]
+    gemv_fast  qweight int16 [out/4, in]    qzeros fp16 [zw*8, out]    scales [zw*8, out]
+
+gemm interleaves eight output features in a word (see `bits`), gemv has them in natural order.
+gemv_fast (llm-awq's own layout, where qzeros are named scaled_zeros) stores -s*z and shuffles codes
+for its kernel's loads. zw*8 is G rounded up for that kernel: the rest is padding.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import numpy as np
+
+from bridge.checkpoint.config import QuantConfig
+from bridge.checkpoint.grouped import GroupedTensor
+from bridge.checkpoint.reader import ModuleInfo, Reader, contradiction, fit_group_size
+from bridge.checkpoint.store import Store, TensorInfo
+
+# gemv_fast: of each 32 input features, which stands where in the stored order
+_FAST_ORDER = np.arange(32).reshape(4, 2, 4).transpose(0, 2, 1).reshape(4, 4, 2).transpose(1, 0, 2).reshape(-1)
+
+
+class AwqReader(Reader):
+    """Reads gemm, gemv and gemv_fast checkpoints."""
+
+    parts: ClassVar = ("qweight", "qzeros", "scaled_zeros", "scales", "bias")
+    required: ClassVar = ("qweight", "scales")
+
+    def __init__(self, store: Store, quant: QuantConfig) -> None:
+        self._layouts: dict[str, str] = {}
+        super().__init__(store, quant)
+        self.format = f"awq-{next(iter(self._layouts.values()))}"
+
+    def describe(self, name: str, tensors: dict[str, TensorInfo]) -> ModuleInfo:
+        weight, scales = tensors["qweight"], tensors["scales"]
+        zeros = tensors.get("qzeros") or tensors.get("scaled_zeros")
+        if zeros is None or any(len(t.shape) != 2 or 0 in t.shape for t in (weight, scales, zeros)):
+            raise contradiction(name, tensors)
+        rows, words = weight.shape
+        claimed = self.quant.group_size
+        if weight.dtype == "I16":
+            layout, out, columns = "gemv_fast", rows * 4, words
+            size = _padded_group_size(columns, scales.shape[0], claimed)
+            fits = scales.shape[1] == out and zeros.shape == scales.shape and zeros.floating and columns % 64 == 0
+        elif weight.dtype == "I32" and scales.shape[1] == words * 8:
+            layout, out, columns = "gemm", words * 8, rows
+            size = fit_group_size(columns, scales.shape[0], claimed)
+            fits = zeros.dtype == "I32" and zeros.shape == (scales.shape[0], words)
+        else:
+            layout, out, columns = "gemv", rows, words * 8
+            size = _padded_group_size(columns, scales.shape[1], claimed)
+            fits = weight.dtype == zeros.dtype == "I32" and scales.shape == (rows, zeros.shape[1] * 8)
+            fits = fits and zeros.shape[0] == rows
+        if not fits or size is None or ("bias" in tensors and tensors["bias"].shape != (out,)):
+            raise contradiction(name, tensors)
+        self._layouts[name] = layout
+        return ModuleInfo(name, 4, size, (out, columns), sum(t.nbytes for t in tensors.values()), tensors)
+
+    def read(self, name: str) -> GroupedTensor:
+        from bridge.checkpoint.bits import unpack_gemm, unpack_rows
+
+        info = self.modules[name]
+        layout = self._layouts[name]
+        out, columns = info.shape
+        groups = -(-columns // info.group_size)
+        scales = self.scales(name)
+        words = self.part(name, "qweight")
+        if layout == "gemm":
+            codes = unpack_gemm(words)
+            zeros = unpack_gemm(self.part(name, "qzeros")).astype(np.float32)
+            scales = np.ascontiguousarray(scales.T)
+        elif layout == "gemv":
+            codes = unpack_rows(words, 4, columns)
+            zeros = unpack_rows(self.part(name, "qzeros"), 4, groups).astype(np.float32)
+            scales = np.ascontiguousarray(scales[:, :groups])
+        else:
+            stream = unpack_rows(words, 4, columns * 4).reshape(out // 4, columns // 32 // 2, 4, 2, 32)
+            codes = stream[..., _FAST_ORDER].transpose(0, 2, 1, 3, 4).reshape(out, columns)
+            part = "qzeros" if "qzeros" in info.tensors else "scaled_zeros"
+            scales = np.ascontiguousarray(scales[:groups].T)
+            zeros = _unscaled(scales, self.scales(name, part)[:groups].T)
+        notes = []
+        if layout != self.quant.version:
+            notes.append(
+                f"{name}: stored in the {layout} layout but version says {self.quant.version}; read as {layout}"
+            )
+        if self.quant.group_size > 0 and info.group_size not in (self.quant.group_size, columns):
+            notes.append(
+                f"{name}: scales are for groups of {info.group_size} but group_size says {self.quant.group_size}; "
+                f"read as {info.group_size}"
+            )
+        return GroupedTensor(
+            name=name,
+            bits=4,
+            codes=codes,
+            scales=scales,
+            zeros=zeros,
+            group_size=info.group_size,
+            bias=self.bias(name),
+            notes=tuple(notes),
+        )
+
+
+def _unscaled(scales: np.ndarray, negated: np.ndarray) -> np.ndarray:
+    """Zero points from -s*z, which fp16 has rounded; integers wherever they are near one."""
+    zeros = np.divide(-negated, scales, out=np.zeros_like(scales), where=scales != 0)
+    whole = np.rint(zeros)
+    return np.ascontiguousarray(np.where(np.abs(zeros - whole) < 0.1, whole, zeros), dtype=np.float32)
+
+
+def _padded_group_size(columns: int, stored: int, claimed: int) -> int | None:
+    """The group size for which the kernel's layout has `stored` groups: the claimed one if it fits."""
+    for size in (claimed, columns, 128, 64, 32):
+        size = columns if size <= 0 else min(size, columns)
+        if padded_groups(columns, size) == stored:
+            return size
+    return None
+
+
+def padded_groups(columns: int, size: int) -> int:
+    """zw*8: groups as gemv and gemv_fast store them, padded to whole words of their kernel."""
+    multiple = 1 if size >= 128 else 2 if size >= 64 else 4
+    groups = -(-columns // size)
+    return -(-groups // (8 * multiple)) * multiple * 8

@@ -1,0 +1,124 @@
+"""What the readers of all formats share: which tensors make a module, and checks on shapes and scales."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+
+from bridge.checkpoint.config import QuantConfig
+from bridge.checkpoint.grouped import GroupedTensor
+from bridge.checkpoint.store import Store, TensorInfo
+from bridge.errors import BridgeError
+
+
+@dataclass(frozen=True)
+class ModuleInfo:
+    """A quantized linear layer as its tensors' shapes tell; nothing of it has been read yet.
+
+    group_size   the config's where the shapes agree with it; with act-order, the average
+    shape        (out, in)
+    nbytes       of all its tensors
+    tensors      by their last name: qweight, qzeros, scales, g_idx, bias
+    """
+
+    name: str
+    bits: int
+    group_size: int
+    shape: tuple[int, int]
+    nbytes: int
+    tensors: dict[str, TensorInfo]
+
+    @property
+    def stores_g_idx(self) -> bool:
+        return "g_idx" in self.tensors
+
+
+class Reader:
+    """The quantized modules of one checkpoint."""
+
+    parts: ClassVar[tuple[str, ...]] = ()  # last names of the tensors that belong to a module
+    required: ClassVar[tuple[str, ...]] = ()
+
+    def __init__(self, store: Store, quant: QuantConfig) -> None:
+        self.store = store
+        self.quant = quant
+        self.format = ""
+        self.modules: dict[str, ModuleInfo] = {}
+        found: dict[str, dict[str, TensorInfo]] = {}
+        for name, info in store.tensors.items():
+            module, _, part = name.rpartition(".")
+            if part in self.parts:
+                found.setdefault(module, {})[part] = info
+            elif part == "B" and info.dtype == "I32":
+                raise BridgeError(
+                    f"{info.file}: {name} is in the marlin layout, made for one GPU kernel and not supported; "
+                    "take the checkpoint that it was made from"
+                )
+        for module, tensors in found.items():
+            if set(tensors) <= {"bias", "scales"}:  # a plain layer, or AWQ's `act.scales`
+                continue
+            for part in self.required:
+                if part not in tensors:
+                    some = next(iter(tensors.values()))
+                    raise BridgeError(
+                        f"{some.file}: {module} has {', '.join(sorted(tensors))} but no {part}; "
+                        "is the checkpoint complete?"
+                    )
+            self.modules[module] = self.describe(module, tensors)
+        if not self.modules:
+            raise BridgeError(
+                f"{quant.source}: says {quant.method}, but no tensor of the checkpoint ends in .qweight; "
+                "is this the folder of the quantized model?"
+            )
+
+    def describe(self, name: str, tensors: dict[str, TensorInfo]) -> ModuleInfo:
+        """What the shapes tell; BridgeError where they contradict each other."""
+        raise NotImplementedError
+
+    def read(self, name: str) -> GroupedTensor:
+        """One module. Thread-safe."""
+        raise NotImplementedError
+
+    def group_order(self, name: str) -> np.ndarray | None:
+        """int32 [in]: the group of each column under act-order, else None."""
+        return None
+
+    def part(self, name: str, part: str) -> np.ndarray:
+        """A module's tensor as it is stored."""
+        return self.store.read(f"{name}.{part}")
+
+    def bias(self, name: str) -> np.ndarray | None:
+        return self.store.read_float(f"{name}.bias") if "bias" in self.modules[name].tensors else None
+
+    def scales(self, name: str, part: str = "scales") -> np.ndarray:
+        """float32, as laid out in the file; BridgeError where one is infinite or no number."""
+        scales = self.store.read_float(f"{name}.{part}")
+        if not np.isfinite(scales).all():
+            bad = np.count_nonzero(~np.isfinite(scales))
+            raise BridgeError(
+                f"{self.store.tensors[f'{name}.{part}'].file}: {bad} of {scales.size} values of {name}.{part} "
+                "are NaN or infinite; quantize the model again"
+            )
+        return scales
+
+
+def contradiction(name: str, tensors: dict[str, TensorInfo]) -> BridgeError:
+    """The shapes of a module's tensors do not fit together."""
+    shapes = ", ".join(f"{part} {i.dtype} {list(i.shape)}" for part, i in sorted(tensors.items()))
+    file = tensors["qweight"].file
+    return BridgeError(f"{file}: {name}: the shapes contradict each other ({shapes}); the checkpoint is damaged")
+
+
+def fit_group_size(columns: int, groups: int, claimed: int) -> int | None:
+    """The group size that makes `groups` of `columns`: the claimed one, else an even split, else None."""
+    for size in (claimed, columns if groups == 1 else 0, *_powers(), columns // groups if columns % groups == 0 else 0):
+        if size > 0 and -(-columns // size) == groups:
+            return min(size, columns)
+    return None
+
+
+def _powers() -> Iterable[int]:
+    return (1 << n for n in range(3, 15))

@@ -1,0 +1,114 @@
+"""GPTQ's zero points: who stored them how, and how to tell from the words themselves.
+
+`qzeros` holds z (v2) or z - 1 (v1), and v1 was written in more than one way:
+
+    AutoGPTQ      subtracts 1 per code, then ORs the codes into the word unmasked: a z of 0 fills its
+                  lane and all higher lanes of the word with ones, for good
+    GPTQModel     subtracts a constant from the whole packed word (0x11111111 for 4 bits): a z of 0
+                  borrows from the next lane, and adding the same constant undoes all of it exactly.
+                  The constant is that of the checkpoint's default bits, even in a module that has others
+    GPTQModel, 3 bits
+                  before 7.0.0 the three words' constants stood in the wrong order; since then 1 is
+                  subtracted per code, modulo 8
+
+Each way is a `Dialect`. Symmetric zero points are 2**(bits-1) everywhere, so their words name the
+dialect, whatever the label says; 4 bits: 0x77777777 is v1, 0x88888888 v2. Asymmetric ones follow
+the weights: codes scatter about their zero point, so the right dialect has the least mean square of
+q - z, and one that is off by one misses it by 1 - 2 * mean(q - z), which is near 1.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+# GPTQModel < 7 subtracted these from the three words of 32 codes; 49249249 92492492 24924924 is right
+_OLD_3BIT = np.array([0x24924924, 0x92492492, 0x49249249], np.uint32)
+
+# the top bits that AutoGPTQ sets when the lane below the topmost (or any lower) had a zero of 0
+_LOST = {2: (0xF0000000,), 3: (0xF8000000, 0xF0000000, 0xFC000000), 4: (0xFF000000,), 8: (0xFFFF0000,)}
+
+
+@dataclass(frozen=True)
+class Dialect:
+    """How zero points are stored: `undo` is the bits whose constant of ones was subtracted, 0 for v2."""
+
+    undo: int = 0
+    old: bool = False
+    planar: bool = False
+
+    def __str__(self) -> str:
+        if self.planar:
+            return "planar (gptq_p)"
+        return ("v1 of GPTQModel < 7.0.0" if self.old else "v1") if self.undo else "v2"
+
+
+def dialects(bits: int, default_bits: int, label: str, version: tuple[int, ...] | None) -> list[Dialect]:
+    """All that may be, what the label says first. `version` is GPTQModel's, None for another writer."""
+    if bits in (5, 6, 7):
+        return [Dialect(planar=True)]
+    old = version is not None and version < (7,)
+    constant = default_bits if version is not None and default_bits in _LOST else bits
+    v1 = Dialect(constant, old=old and constant == 3)
+    first = {"gptq_v2": Dialect(), "gptq_p": Dialect(planar=bits == 3)}.get(label, v1)
+    others = [Dialect(), Dialect(bits), v1]
+    if bits == 3:
+        others += [Dialect(3, old=True), Dialect(planar=True)]
+    return list(dict.fromkeys([first, *others]))
+
+
+def decode(words: np.ndarray, bits: int, out: int, dialect: Dialect) -> np.ndarray:
+    """qzeros, integers [G, m] -> true zero points uint8 [G, out]."""
+    from bridge.checkpoint.bits import unpack_rows
+
+    unsigned = words.view(f"u{words.dtype.itemsize}")
+    if dialect.undo == 3:
+        unsigned = _undo_3bit(unsigned, dialect.old)
+    elif dialect.undo:
+        width = words.dtype.itemsize * 8
+        ones = sum(1 << i for i in range(0, width, dialect.undo))
+        unsigned = unsigned + unsigned.dtype.type(ones)  # wraps, as the subtraction did
+    return unpack_rows(unsigned, bits, out, dialect.planar)
+
+
+def _undo_3bit(words: np.ndarray, old: bool) -> np.ndarray:
+    if old and words.dtype.itemsize == 4:
+        return words + _OLD_3BIT[np.arange(words.shape[1]) % 3]
+    data = np.ascontiguousarray(words).view(np.uint8)
+    padded = np.pad(data, ((0, 0), (0, -data.shape[1] % 3))).reshape(len(data), -1, 3)
+    lanes = padded[..., 0] | padded[..., 1].astype(np.uint32) << 8 | padded[..., 2].astype(np.uint32) << 16
+    lanes = ((lanes & 0o33333333) + 0o11111111) ^ (lanes & 0o44444444)  # + 1 modulo 8 in each lane
+    padded = np.stack([lanes & 255, lanes >> 8 & 255, lanes >> 16], axis=-1).astype(np.uint8)
+    return np.ascontiguousarray(padded.reshape(len(data), -1)[:, : data.shape[1]]).view(words.dtype)
+
+
+def symmetric_dialect(words: np.ndarray, bits: int, out: int, choices: list[Dialect]) -> Dialect | None:
+    """The dialect in which every zero point is 2**(bits-1), or None if the zero points vary."""
+    middle = 1 << (bits - 1)
+    for dialect in choices:
+        if (decode(words[:1], bits, out, dialect) == middle).all() and (
+            decode(words, bits, out, dialect) == middle
+        ).all():
+            return dialect
+    return None
+
+
+def lost_words(words: np.ndarray, bits: int) -> int:
+    """How many words AutoGPTQ filled with ones from a zero point of 0 upwards: their zeros are gone.
+
+    A lane of ones never is a v1 zero point but 0 - 1; in the topmost lane alone it is still known.
+    """
+    if words.dtype.itemsize != 4 or bits not in _LOST:
+        return 0
+    masks = np.resize(np.array(_LOST[bits], np.uint32), words.shape[1])
+    return int(np.count_nonzero((words.view(np.uint32) & masks) == masks))
+
+
+def misfits(codes: np.ndarray, group: np.ndarray, zeros: list[np.ndarray]) -> np.ndarray:
+    """Mean square of q - z for each decoding of the zero points.
+
+    codes uint8 [out, k]; group [k] of each column; zeros: uint8 [G, out] each.
+    """
+    q = codes.T.astype(np.float32)
+    return np.array([np.square(q - z[group]).mean() for z in zeros])
