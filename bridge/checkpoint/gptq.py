@@ -156,7 +156,7 @@ class GptqReader(Reader):
         found = self._by_evidence(info.bits)
         if found != choices[0]:
             notes.append(
-                f"{name}: the codes lie about zero points that are {found} but checkpoint_format says {label}; "
+                f"{name}: the codes centre on {found} zero points but checkpoint_format says {label}; "
                 f"read as {found}"
             )
         return found

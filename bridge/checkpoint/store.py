@@ -99,7 +99,7 @@ class Store:
 
     def _fetch(self, info: TensorInfo, dtype: np.dtype, shape: tuple[int, ...], first: int, stop: int) -> np.ndarray:
         out = np.empty(shape, dtype)
-        view = memoryview(out.reshape(-1).view(np.uint8))
+        view = memoryview(out.reshape(-1).view(np.uint8))  # type: ignore[arg-type]
         start = info.offset + first * math.prod(info.shape[1:]) * dtype.itemsize
         try:
             with open(info.file, "rb", buffering=0) as file:
