@@ -294,6 +294,25 @@ def test_sentencepiece_from_tokenizer_model_gives_the_models_ids(sentencepiece_m
         assert loaded.tokenize("<extra>") == [1000]
 
 
+def test_the_tokenizer_json_that_transformers_makes_of_a_tokenizer_model_gives_its_ids(
+    sentencepiece_model: Path, tmp_path: Path
+) -> None:
+    source = tmp_path / "source"
+    source.mkdir()
+    shutil.copyfile(sentencepiece_model, source / "tokenizer.model")
+    (source / "tokenizer_config.json").write_text(json.dumps(SPM_SETTINGS | {"add_bos_token": True}))
+    (source / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    tokenizer = transformers.AutoTokenizer.from_pretrained(source)
+    tokenizer.save_pretrained(tmp_path)
+    spec, path = vocab_gguf(tmp_path, 1000)
+    assert spec.tokenizer.add_bos
+    assert spec.tokenizer.types[:3] == [TokenType.UNKNOWN, TokenType.CONTROL, TokenType.CONTROL]
+    with LlamaCpp(path) as loaded:
+        for text in spm_texts():
+            if not text.startswith(" "):
+                assert loaded.tokenize(text, add_special=True) == tokenizer(text)["input_ids"], text
+
+
 def test_both_routes_to_sentencepiece_agree_on_the_order_of_joining(sentencepiece_model: Path, tmp_path: Path) -> None:
     shutil.copyfile(sentencepiece_model, tmp_path / "tokenizer.model")
     from_model, _ = vocab_gguf(tmp_path, 1000)

@@ -166,6 +166,6 @@ def _renderer(template: str, bos: str, eos: str) -> Any:
                 messages=entries, add_generation_prompt=prompt, bos_token=bos, eos_token=eos, tools=None, documents=None
             )
         except Exception as error:  # whatever a template's code may raise
-            raise NotUnderstood(f"it fails with: {str(error).splitlines()[0] if str(error) else error!r}") from error
+            raise NotUnderstood(f"it fails with: {str(error) or type(error).__name__}") from error
 
     return render

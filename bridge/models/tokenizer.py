@@ -214,7 +214,9 @@ def _add_special_tokens(
             token = index.get(unk)
         if token is not None:
             tokenizer.ids[role] = token
-            if role != "unk" and tokenizer.types[token] in (TokenType.NORMAL, TokenType.USER_DEFINED):
+            if role == "unk" and tokenizer.model == "llama":
+                tokenizer.types[token] = int(TokenType.UNKNOWN)
+            elif role != "unk" and tokenizer.types[token] in (TokenType.NORMAL, TokenType.USER_DEFINED):
                 tokenizer.types[token] = int(TokenType.CONTROL)
     stops = [tokenizer.ids["eos"]] if "eos" in tokenizer.ids else []
     for token in _id_list(generation.get("eos_token_id")) + _id_list(config.get("eos_token_id")):
