@@ -23,10 +23,12 @@ _ONE = np.float32(1)
 _LEAST = np.float32(2.0**-24)  # the least positive half
 _INFINITY = np.float32(np.inf)
 
-_D_TRIES, _D_STEP = 24, np.float32(0.0175)  # the largest scale gets code 1.005 * scale_lo, and 1.75% less each try
-_GRIDS = 3  # grids that are searched exactly
+# d: the largest scale gets code 1.5 * scale_lo, and so is clipped, and 2.25% less each try, with either sign
+_D_TRIES, _D_MOST, _D_STEP = 48, np.float32(1.5), np.float32(0.015)
+_GRIDS = 4  # grids that are searched exactly
+_GRID_ROUNDS = 2  # rounds on each of them, and on the best
 _NEAR = 1  # how far a sweep looks, in steps of sc
-_ROUNDS = 6  # refits of d at most
+_ROUNDS = 6
 _ENOUGH = 0.999  # a round that gains less is the last
 
 # Starts of the scale search: w's largest magnitude at code low + first + step * k, k < count; and the widest sweep
@@ -86,16 +88,23 @@ def _scale(x, w, scales, j):
 
 
 def _grids(scales, tries):
-    """The most promising d, best first, into `tries` float32 [_GRIDS, 2]: d, expected error."""
+    """The most promising d, best first, into `tries` float32 [_GRIDS, 2]: d, expected error.
+
+    The last is always the d that gives the largest scale the code scale_lo: where the other scales
+    are small beside it, their quadratics say little.
+    """
     largest = _ZERO
+    signed = _ZERO
     for j in range(subs):
         better = 0 if scales[0, _ERROR, j] < scales[1, _ERROR, j] else 1
-        largest = max(largest, abs(scales[better, _SCALE, j]))
+        if abs(scales[better, _SCALE, j]) > largest:
+            signed = scales[better, _SCALE, j]
+            largest = abs(signed)
     for p in range(_GRIDS):
         tries[p, 0] = _ZERO
         tries[p, 1] = _INFINITY
     for k in range(2 * _D_TRIES):
-        d = round_half(largest / (np.float32(-1.005 * scale_lo) * (_ONE - _D_STEP * np.float32(k >> 1))))
+        d = round_half(largest / (_D_MOST * np.float32(-scale_lo) * (_ONE - _D_STEP * np.float32(k >> 1))))
         if d == _ZERO and largest > _ZERO:
             d = _LEAST
         if k & 1:
@@ -117,6 +126,7 @@ def _grids(scales, tries):
                 tries[p + 1, 0], tries[p + 1, 1] = tries[p, 0], tries[p, 1]
         if p < _GRIDS:
             tries[p, 0], tries[p, 1] = d, e
+    tries[_GRIDS - 1, 0] = round_half(signed / np.float32(scale_lo))
 
 
 def _sweep(x, w, d, scales, sc, reach):
@@ -177,13 +187,13 @@ def _block(x, w, scales, tries, trial, sc):
         for j in range(subs):
             trial[j] = sc[j] if final else 0
         reached = np.inf
-        for round_ in range(_ROUNDS if final else 1):
+        for round_ in range(_ROUNDS if final else _GRID_ROUNDS):
             total = sweep(x, w, d, scales, trial, wide if final and round_ == 0 else _NEAR)
             if total < best:
                 best, best_d = total, d
                 for j in range(subs):
                     sc[j] = trial[j]
-            if not final or not total < reached * _ENOUGH:
+            if not total < reached * _ENOUGH:
                 break
             reached = total
             new_d = refit(x, w, d, trial)
