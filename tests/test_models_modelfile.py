@@ -85,11 +85,22 @@ def test_a_bos_that_nobody_adds_stays_in_the_template() -> None:
 
 def test_a_system_message_inside_the_first_turn_is_put_there() -> None:
     parts = take_apart(LLAMA2, "<s>", "</s>", True)
-    assert parts.layout == "inside"
+    assert parts.layout == "first"
     assert go_template(parts) == LLAMA2_GO
     assert parts.render([("system", "S"), ("user", "U"), ("assistant", "A"), ("user", "V")]) == (
         "[INST] <<SYS>>\nS\n<</SYS>>\n\nU [/INST] A </s><s>[INST] V [/INST]"
     )
+
+
+def test_a_system_message_inside_the_last_turn_is_put_there() -> None:
+    template = (
+        "{% set s = messages[0] if messages[0].role == 'system' %}{{ bos_token }}{% for m in messages %}"
+        "{% if m.role == 'user' %}{{ '[INST] ' + (s.content + '\n\n' if s and loop.last else '') + m.content }}[/INST]"
+        "{% elif m.role == 'assistant' %}{{ ' ' + m.content + eos_token }}{% endif %}{% endfor %}"
+    )
+    parts = take_apart(template, "<s>", "</s>", True)
+    assert parts.layout == "last"
+    assert "[INST] {{ if and $.System $last }}{{ $.System }}\n\n{{ end }}{{ .Content }}[/INST]" in go_template(parts)
 
 
 def test_a_template_that_refuses_system_messages_has_no_place_for_them() -> None:

@@ -180,6 +180,17 @@ def test_a_local_path_in_the_config_is_no_repository(folder: Path, tmp_path: Pat
     assert not any("somebody" in str(value) for value in written.values())
 
 
+def test_sampling_defaults_are_written_as_numbers_unless_the_model_is_greedy(folder: Path, tmp_path: Path) -> None:
+    defaults = {"temperature": 1, "top_k": 40.0, "top_p": "high"}
+    (folder / "generation_config.json").write_text(json.dumps(defaults))
+    written = keys(describe(folder), tmp_path)
+    assert written["general.sampling.temp"] == 1.0
+    assert written["general.sampling.top_k"] == 40
+    assert "general.sampling.top_p" not in written
+    (folder / "generation_config.json").write_text(json.dumps(defaults | {"do_sample": False}))
+    assert "general.sampling.temp" not in keys(describe(folder), tmp_path)
+
+
 def test_a_broken_model_card_is_reported_and_left_out(folder: Path, tmp_path: Path) -> None:
     (folder / "README.md").write_text("---\nlicense: [unclosed\nbase_model: {a: b\n---\n")
     spec = describe(folder)

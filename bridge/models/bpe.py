@@ -38,6 +38,10 @@ def read(data: Mapping[str, Any], added: Sequence[Added], pre: str | None) -> Vo
     entries: dict[int, tuple[str, int]] = {token: (text, TokenType.NORMAL) for text, token in vocab.items()}
     for token in added:
         entries[token.id] = (token.content, TokenType.CONTROL if token.special else TokenType.USER_DEFINED)
+    normalizer = data.get("normalizer") or {}
+    for part in normalizer.get("normalizers", [normalizer]):
+        if part.get("type") not in (None, "NFC"):  # text is nearly always in NFC already
+            notes.append(f"the tokenizer's normalizer {part['type']} is left out: llama.cpp takes text as it is")
     if any(model.get(key) for key in ("continuing_subword_prefix", "end_of_word_suffix")):
         notes.append("the tokenizer marks parts of words, which llama.cpp's byte-level BPE does not")
     return Vocabulary("gpt2", pre, entries, merges=merge_strings(model), unk=model.get("unk_token"), notes=notes)

@@ -8,8 +8,8 @@ Marked messages are rendered and what stands between the marks is read off:
     before_reply A after_reply           a turn of the assistant
     prompt                               after the last turn of the user: where the next reply begins
 
-or, where a system message is put inside the first user's turn ("inside"), before_system and
-after_system stand between before_user and U. A template is only taken as understood when these
+or, where a system message is put inside the user's first turn ("first") or last ("last"), before_system
+and after_system stand between before_user and U. A template is only taken as understood when these
 parts, put together again, give what jinja gives for several conversations.
 """
 
@@ -18,7 +18,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 _SYSTEM, _USERS, _REPLIES = "Systemprobe0", ("Userprobe1", "Userprobe2", "Userprobe3"), ("Replyprobe1", "Replyprobe2")
@@ -35,7 +35,7 @@ class NotUnderstood(Exception):
 class ChatParts:
     """The texts around messages; `bos` is the text that the runtime puts before everything by itself."""
 
-    layout: str  # "block", "inside" or "none": where a system message goes
+    layout: str  # "block", "first", "last" or "none": where a system message goes
     opening: str
     before_system: str
     after_system: str
@@ -51,15 +51,17 @@ class ChatParts:
         text, system = "", None
         if messages[0][0] != "system" or self.layout != "block":
             text = self.opening
+        turns = [i for i, (role, _) in enumerate(messages) if role == "user"]
+        bearer = {"first": turns[0], "last": turns[-1]}.get(self.layout)
         for i, (role, content) in enumerate(messages):
             if role == "system" and self.layout == "block":
                 text += self.before_system + content + self.after_system
             elif role == "system":
                 system = content
             elif role == "user":
-                inner = "" if system is None else self.before_system + system + self.after_system
-                text, system = text + self.before_user + inner + content + self.after_user, None
-            else:
+                inner = self.before_system + system + self.after_system if i == bearer and system is not None else ""
+                text += self.before_user + inner + content + self.after_user
+            elif role == "assistant":
                 text += self.before_reply + content + self.after_reply
                 text += self.between_turns if i + 1 < len(messages) else ""
         return text + self.prompt if prompt and messages[-1][0] != "assistant" else text
@@ -78,6 +80,18 @@ def take_apart(template: str, bos: str, eos: str, strip_bos: bool) -> ChatParts:
     render = _renderer(template, bos, eos)
     bos = bos if strip_bos else ""
     parts = _read_parts(render, bos)
+    try:
+        _verify(parts, render, bos)
+    except NotUnderstood:
+        if parts.layout != "first":
+            raise
+        parts = replace(parts, layout="last")
+        _verify(parts, render, bos)
+    return parts
+
+
+def _verify(parts: ChatParts, render: Any, bos: str) -> None:
+    """`NotUnderstood` unless the parts give what jinja gives, for conversations of up to three turns."""
     user, reply = _USERS, _REPLIES
     turns = [("user", user[0]), ("assistant", reply[0]), ("user", user[1]), ("assistant", reply[1]), ("user", user[2])]
     conversations: list[Messages] = [turns[:1], turns[:3], turns]
@@ -86,7 +100,6 @@ def take_apart(template: str, bos: str, eos: str, strip_bos: bool) -> ChatParts:
     for messages in conversations:
         if bos + parts.render(messages) != _with_bos(render(messages, True), bos):
             raise NotUnderstood(f"a conversation of {len(messages)} messages is not the sum of its turns")
-    return parts
 
 
 def _read_parts(render: Any, bos: str) -> ChatParts:
@@ -119,7 +132,7 @@ def _read_parts(render: Any, bos: str) -> ChatParts:
     if after.endswith(before_user):
         return ChatParts("block", opening, before, after[: len(after) - len(before_user)], *common)
     if before.startswith(head):
-        return ChatParts("inside", opening, before[len(head) :], after, *common)
+        return ChatParts("first", opening, before[len(head) :], after, *common)
     raise NotUnderstood("a system message stands neither before nor inside the first message of the user")
 
 

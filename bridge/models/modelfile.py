@@ -64,8 +64,9 @@ def go_template(parts: ChatParts) -> str:
     system = inner = ""
     if parts.layout == "block":
         system = _if('eq .Role "system"', before_system + "{{ .Content }}" + after_system)
-    elif parts.layout == "inside":  # Ollama gathers the system messages in $.System
-        inner = _if("and $.System (le $i 1)", before_system + "{{ $.System }}" + after_system)
+    elif parts.layout != "none":  # Ollama gathers the system messages in $.System
+        turn = "(le $i 1)" if parts.layout == "first" else "$last"
+        inner = _if(f"and $.System {turn}", before_system + "{{ $.System }}" + after_system)
     user = _literal(parts.before_user) + inner + "{{ .Content }}" + _literal(parts.after_user)
     # a reply that comes last is one to be continued: it is not ended
     ended = _if("not $last", _literal(parts.after_reply + parts.between_turns))

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import gguf
 
-from bridge.models.config import Config
+from bridge.models.config import Config, read_json
 
 _REPOSITORY = re.compile(r"[\w.-]+/[\w.-]+$")
 _CACHE = re.compile(r"models--([\w.-]+?)--([\w.-]+)$")  # huggingface_hub's folder of a repository
@@ -21,12 +21,16 @@ _CACHE = re.compile(r"models--([\w.-]+?)--([\w.-]+)$")  # huggingface_hub's fold
 def read_provenance(config: Config, folder: Path, n_parameters: int) -> tuple[gguf.Metadata, list[str]]:
     """gguf's metadata of a checkpoint, and notes."""
     notes: list[str] = []
-    logging.getLogger("gguf.metadata").setLevel(logging.ERROR)
+    log = logging.getLogger("metadata")  # gguf's; it tells of every guess
+    level, log.level = log.level, logging.ERROR
     try:
         metadata = gguf.Metadata.load(model_path=folder, total_params=n_parameters)
     except Exception as error:  # a model card is written by hand and may hold anything
         notes.append(f"README.md is left out of the metadata: {str(error).splitlines()[0]}")
         metadata = gguf.Metadata()
+    finally:
+        log.setLevel(level)
+    _mend_sampling(metadata, folder)
     repository = _repository(config, folder)
     if repository is not None:
         metadata.name = metadata.name if _card_has_name(folder) else repository.partition("/")[2]
@@ -36,6 +40,16 @@ def read_provenance(config: Config, folder: Path, n_parameters: int) -> tuple[gg
     if metadata.size_label is None:
         metadata.size_label = gguf.size_label(n_parameters, 0, 0, 0)
     return metadata, notes
+
+
+def _mend_sampling(metadata: gguf.Metadata, folder: Path) -> None:
+    """Sampling defaults as the numbers that GGUF wants, and none where the model is to be run greedily."""
+    greedy = read_json(folder / "generation_config.json").get("do_sample") is False
+    for name, value in vars(metadata).items():
+        if name.startswith("sampling_") and value is not None:
+            number = isinstance(value, (int, float)) and not isinstance(value, bool) and not greedy
+            whole = name in ("sampling_top_k", "sampling_penalty_last_n", "sampling_mirostat")
+            setattr(metadata, name, (int(value) if whole else float(value)) if number else None)
 
 
 def _repository(config: Config, folder: Path) -> str | None:
