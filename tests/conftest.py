@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+from hypothesis import settings
 
 import bridge
 
@@ -21,6 +22,9 @@ if TYPE_CHECKING:
     from tests.support.fidelity import Reference
 
 ROOT = Path(__file__).resolve().parent.parent
+settings.register_profile("bridge", deadline=None)  # the first call of a kernel compiles it
+settings.load_profile("bridge")
+
 SHARED = Path(os.environ.get("BRIDGE_SHARED", ROOT.parent / "shared"))
 
 
@@ -69,3 +73,9 @@ def reference_of(wiki_text: str) -> Callable[[str], Reference]:
             return Reference(folder, checkpoint, wiki_text)
 
     return open_reference
+
+
+@pytest.fixture(scope="session")
+def checkpoints() -> Path:
+    """The folder of checkpoints written by the real tools."""
+    return shared("checkpoints")

@@ -73,11 +73,11 @@ def _spread(x, w):
     """Eight fields of w bits -> eight bytes."""
     one = np.uint64(1)
     m = (one << np.uint64(4 * w)) - one
-    x = (x | x << np.uint64(32 - 4 * w)) & (m | m << np.uint64(32))
-    m = (one << np.uint64(2 * w)) - one
-    x = (x | x << np.uint64(16 - 2 * w)) & (m * np.uint64(0x0001000100010001))
-    m = (one << np.uint64(w)) - one
-    return (x | x << np.uint64(8 - w)) & (m * np.uint64(0x0101010101010101))
+    x = (x & m) | (x << np.uint64(32 - 4 * w) & m << np.uint64(32))
+    m = ((one << np.uint64(2 * w)) - one) * np.uint64(0x0000000100000001)
+    x = (x & m) | (x << np.uint64(16 - 2 * w) & m << np.uint64(16))
+    m = ((one << np.uint64(w)) - one) * np.uint64(0x0001000100010001)
+    return (x & m) | (x << np.uint64(8 - w) & m << np.uint64(8))
 
 
 @kernel
