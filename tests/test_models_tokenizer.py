@@ -152,17 +152,27 @@ def test_a_bos_that_does_not_exist_is_not_added(tmp_path: Path) -> None:
 def test_every_end_token_of_the_generation_config_stops_a_reply(tmp_path: Path) -> None:
     data = copy_tokenizer("tiny-llama", tmp_path)
     more = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
-    data["added_tokens"] += [
-        {"id": 4096, "content": "<|turn_over|>", **more},
-        {"id": 4097, "content": "<|eom_id|>", **more},
-    ]
+    texts = ["<|turn_over|>", "<|eot_id|>", "<|call_over|>", "<|show_over|>"]
+    data["added_tokens"] += [{"id": 4096 + i, "content": text, **more} for i, text in enumerate(texts)]
     save(tmp_path, data, eos_token="<|end_of_text|>")
-    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [1, 4096, 4097]}))
-    spec, path = vocab_gguf(tmp_path, 4098, eos_token_id=1)
-    assert spec.stop == ["<|end_of_text|>", "<|turn_over|>", "<|eom_id|>"]
-    assert (spec.tokenizer.ids["eot"], spec.tokenizer.ids["eom"]) == (4096, 4097)
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [1, 4096, 4097, 4098, 4099]}))
+    spec, path = vocab_gguf(tmp_path, 4100, eos_token_id=1)
+    assert spec.stop == ["<|end_of_text|>", *texts]
+    assert any("'<|show_over|>' ends a reply" in note for note in spec.notes)
     with LlamaCpp(path) as loaded:
-        assert loaded.meta()["tokenizer.ggml.eot_token_id"] == "4096"
+        assert [
+            bool(loaded._lib.llama_vocab_is_eog(loaded._vocab, token)) for token in (1, 4096, 4097, 4098, 4099, 5)
+        ] == [True] * 4 + [False, False]
+
+
+def test_an_ordinary_token_that_serves_as_padding_stays_ordinary(tmp_path: Path) -> None:
+    data = copy_tokenizer("tiny-llama", tmp_path)
+    save(tmp_path, data)
+    spec, path = vocab_gguf(tmp_path, 4096, pad_token_id=2)
+    assert spec.tokenizer.tokens[spec.tokenizer.ids["pad"]] == "!"
+    with LlamaCpp(path) as loaded:
+        assert loaded.tokenize("Oh!", parse_special=False)[-1] == 2
+        assert loaded.detokenize(loaded.tokenize("Oh!"), special=False) == "Oh!"
 
 
 # --- chat templates ---

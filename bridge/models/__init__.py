@@ -4,8 +4,8 @@
     spec.tensors              what to write, from which tensor, with rows in which order
     spec.add_metadata(writer) every key-value pair but the file type
 
-One module per family (llama, mistral, qwen2, qwen3) over one decoder; tokenizer, bpe, sentencepiece
-and pretokenizer for the vocabulary; modelfile for Ollama.
+One module per family (llama, mistral, qwen2, qwen3) over one decoder; tokenizer, bpe, sentencepiece,
+pretokenizer and special for the vocabulary; chat and modelfile for Ollama.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from gguf import TokenType
 
 from bridge.errors import BridgeError
 from bridge.models.pretokenizer import recognize
-from bridge.models.tokenizer import Added, Vocabulary
+from bridge.models.vocabulary import Added, Vocabulary
 
 
 def is_byte_level(data: Mapping[str, Any]) -> bool:

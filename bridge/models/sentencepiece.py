@@ -27,7 +27,7 @@ from gguf import TokenType
 
 from bridge.errors import BridgeError
 from bridge.models.bpe import merge_pairs
-from bridge.models.tokenizer import Added, Vocabulary
+from bridge.models.vocabulary import Added, Vocabulary
 
 SPACE = "\u2581"  # how SentencePiece writes a space
 _BYTE = re.compile(r"<0x[0-9A-Fa-f]{2}>$")

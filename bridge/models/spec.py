@@ -12,7 +12,7 @@ from typing import Any
 import gguf
 import numpy as np
 
-from bridge.models.tokenizer import Tokenizer
+from bridge.models.vocabulary import Tokenizer
 
 
 @dataclass(frozen=True, eq=False)

@@ -7,106 +7,17 @@ out which it is and adds what both have: special tokens, added tokens, chat temp
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import gguf
 from gguf import TokenType
 
 from bridge.errors import BridgeError
+from bridge.models import bpe, sentencepiece
 from bridge.models.config import Config, read_json
-
-_ROLES = ("bos", "eos", "unk", "pad", "sep", "mask")
-_END_OF_MESSAGE = ("<|eom_id|>",)
-
-
-@dataclass
-class Tokenizer:
-    """tokens, types, scores: one per row of the embedding; merges: "a b", by rank; ids: by role."""
-
-    model: str  # tokenizer.ggml.model: "gpt2" or "llama"
-    pre: str  # tokenizer.ggml.pre
-    tokens: list[str]
-    types: list[int]
-    scores: list[float] | None = None
-    merges: list[str] | None = None
-    ids: dict[str, int] = field(default_factory=dict)
-    stop_ids: list[int] = field(default_factory=list)
-    add_bos: bool = False
-    add_eos: bool = False
-    add_space_prefix: bool | None = None
-    chat_templates: dict[str, str] = field(default_factory=dict)
-    notes: list[str] = field(default_factory=list)
-
-    @property
-    def chat_template(self) -> str | None:
-        return self.chat_templates.get("default") or next(iter(self.chat_templates.values()), None)
-
-    def text(self, role: str) -> str:
-        """The text of a special token, "" where there is none."""
-        return self.tokens[self.ids[role]] if role in self.ids else ""
-
-    def add_metadata(self, writer: gguf.GGUFWriter) -> None:
-        writer.add_tokenizer_model(self.model)
-        writer.add_tokenizer_pre(self.pre)
-        writer.add_token_list(self.tokens)
-        if self.scores is not None:
-            writer.add_token_scores(self.scores)
-        writer.add_token_types(self.types)
-        if self.merges is not None:
-            writer.add_token_merges(self.merges)
-        for role, token in self.ids.items():
-            writer.add_uint32(_ID_KEYS[role], token)
-        writer.add_add_bos_token(self.add_bos)
-        writer.add_add_eos_token(self.add_eos)
-        if self.add_space_prefix is not None:
-            writer.add_add_space_prefix(self.add_space_prefix)
-        if set(self.chat_templates) == {"default"}:
-            writer.add_chat_template(self.chat_templates["default"])
-        elif self.chat_templates:
-            writer.add_chat_template([{"name": n, "template": t} for n, t in self.chat_templates.items()])
-
-
-_ID_KEYS = {
-    "bos": gguf.Keys.Tokenizer.BOS_ID,
-    "eos": gguf.Keys.Tokenizer.EOS_ID,
-    "eot": gguf.Keys.Tokenizer.EOT_ID,
-    "eom": gguf.Keys.Tokenizer.EOM_ID,
-    "unk": gguf.Keys.Tokenizer.UNK_ID,
-    "pad": gguf.Keys.Tokenizer.PAD_ID,
-    "sep": gguf.Keys.Tokenizer.SEP_ID,
-    "mask": gguf.Keys.Tokenizer.MASK_ID,
-}
-
-
-@dataclass(frozen=True)
-class Added:
-    """A token outside the merges; `normalized`: it is looked for after the normalizer has run."""
-
-    id: int
-    content: str
-    special: bool
-    normalized: bool
-
-
-@dataclass
-class Vocabulary:
-    """What the two kinds of tokenizer yield before special tokens and padding are seen to.
-
-    entries  id -> (text, type)
-    scores   id -> score, or None
-    """
-
-    model: str
-    pre: str
-    entries: dict[int, tuple[str, int]]
-    scores: dict[int, float] | None = None
-    merges: list[str] | None = None
-    unk: str | None = None
-    add_space_prefix: bool | None = None
-    notes: list[str] = field(default_factory=list)
+from bridge.models.special import add_bos_and_eos, add_special_tokens
+from bridge.models.vocabulary import Added, Tokenizer, Vocabulary
 
 
 def read_tokenizer(config: Config, folder: Path, generation: Mapping[str, Any], pre: str | None) -> Tokenizer:
@@ -117,8 +28,6 @@ def read_tokenizer(config: Config, folder: Path, generation: Mapping[str, Any], 
     Raises:
         BridgeError: no tokenizer, or one that GGUF cannot express.
     """
-    from bridge.models import bpe, sentencepiece
-
     settings = read_json(folder / "tokenizer_config.json")
     data = read_json(folder / "tokenizer.json")
     added = _added_tokens(folder, settings, data)
@@ -146,8 +55,8 @@ def read_tokenizer(config: Config, folder: Path, generation: Mapping[str, Any], 
         add_space_prefix=vocabulary.add_space_prefix, chat_templates=read_chat_templates(folder, settings),
         notes=vocabulary.notes + notes,
     )  # fmt: skip
-    _add_special_tokens(tokenizer, config, folder, settings, generation, vocabulary.unk)
-    _add_bos_and_eos(tokenizer, data, settings)
+    add_special_tokens(tokenizer, config, folder, settings, generation, vocabulary.unk)
+    add_bos_and_eos(tokenizer, data, settings)
     return tokenizer
 
 
@@ -189,84 +98,6 @@ def _rows(vocabulary: Vocabulary, size: int) -> tuple[list[str], list[int], list
     scores = vocabulary.scores
     rows = None if scores is None else [scores.get(token, -10000.0) for token in range(size)]
     return tokens, types, rows, notes
-
-
-def _content(value: Any) -> str | None:
-    """The text of a special token: a string, or an object with `content`."""
-    value = value.get("content") if isinstance(value, dict) else value
-    return value if isinstance(value, str) else None
-
-
-def _add_special_tokens(
-    tokenizer: Tokenizer, config: Config, folder: Path, settings: Mapping[str, Any],
-    generation: Mapping[str, Any], unk: str | None,
-) -> None:  # fmt: skip
-    """Ids by role: from the tokenizer's files, else config.json's; and all the tokens that end a reply."""
-    index = {text: i for i, text in enumerate(tokenizer.tokens)}
-    special_map = read_json(folder / "special_tokens_map.json")
-    for role in _ROLES:
-        text = _content(settings.get(f"{role}_token")) or _content(special_map.get(f"{role}_token"))
-        token = index.get(text) if text else None
-        if token is None:
-            ids = _id_list(config.get(f"{role}_token_id"))
-            token = next((i for i in ids if i < len(tokenizer.tokens)), None)
-        if token is None and role == "unk" and unk is not None:
-            token = index.get(unk)
-        if token is not None:
-            tokenizer.ids[role] = token
-            if role == "unk" and tokenizer.model == "llama":
-                tokenizer.types[token] = int(TokenType.UNKNOWN)
-            elif role != "unk" and tokenizer.types[token] in (TokenType.NORMAL, TokenType.USER_DEFINED):
-                tokenizer.types[token] = int(TokenType.CONTROL)
-    stops = [tokenizer.ids["eos"]] if "eos" in tokenizer.ids else []
-    for token in _id_list(generation.get("eos_token_id")) + _id_list(config.get("eos_token_id")):
-        if token < len(tokenizer.tokens) and token not in stops:
-            stops.append(token)
-    tokenizer.stop_ids = stops
-    # llama.cpp knows the usual names by itself; what generation_config.json adds may have others
-    for token in stops[1:]:
-        role = "eom" if tokenizer.tokens[token] in _END_OF_MESSAGE else "eot"
-        tokenizer.ids.setdefault(role, token)
-
-
-def _id_list(value: Any) -> list[int]:
-    values = value if isinstance(value, list) else [value]
-    return [v for v in values if isinstance(v, int) and not isinstance(v, bool) and v >= 0]
-
-
-def _add_bos_and_eos(tokenizer: Tokenizer, data: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
-    """Whether a prompt is given BOS and EOS: the post-processor's template, overruled by explicit settings."""
-    template = _template(data.get("post_processor"))
-    # transformers' Llama classes prepend BOS unless told otherwise
-    add_bos = template is None and str(settings.get("tokenizer_class", "")).startswith(("LlamaTok", "CodeLlamaTok"))
-    add_eos = False
-    if template is not None:
-        sequence = next((i for i, part in enumerate(template) if "Sequence" in part), 0)
-        before, after = _names(template[:sequence]), _names(template[sequence + 1 :])
-        add_bos, add_eos = tokenizer.text("bos") in before, tokenizer.text("eos") in after
-        if len(before) > int(add_bos) or len(after) > int(add_eos):
-            tokenizer.notes.append(
-                f"the tokenizer puts {' '.join(before)} before and {' '.join(after)} after a text; "
-                "llama.cpp puts no more than BOS and EOS there"
-            )
-    if isinstance(settings.get("add_bos_token"), bool):
-        add_bos = settings["add_bos_token"]
-    if isinstance(settings.get("add_eos_token"), bool):
-        add_eos = settings["add_eos_token"]
-    tokenizer.add_bos = add_bos and "bos" in tokenizer.ids
-    tokenizer.add_eos = add_eos and "eos" in tokenizer.ids
-
-
-def _template(processor: Mapping[str, Any] | None) -> Sequence[Mapping[str, Any]] | None:
-    """The `single` template of a post-processor, None where it has none."""
-    for part in (processor or {}).get("processors", [processor or {}]):
-        if part.get("type") == "TemplateProcessing":
-            return part.get("single") or []
-    return None
-
-
-def _names(parts: Sequence[Mapping[str, Any]]) -> list[str]:
-    return [part["SpecialToken"]["id"] for part in parts if "SpecialToken" in part]
 
 
 def read_chat_templates(folder: Path, settings: Mapping[str, Any]) -> dict[str, str]:

@@ -1,0 +1,93 @@
+"""A vocabulary on its way: `Vocabulary` as a tokenizer file holds it, `Tokenizer` as GGUF does."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import gguf
+
+_ID_KEYS = {
+    "bos": gguf.Keys.Tokenizer.BOS_ID,
+    "eos": gguf.Keys.Tokenizer.EOS_ID,
+    "eot": gguf.Keys.Tokenizer.EOT_ID,
+    "eom": gguf.Keys.Tokenizer.EOM_ID,
+    "unk": gguf.Keys.Tokenizer.UNK_ID,
+    "pad": gguf.Keys.Tokenizer.PAD_ID,
+    "sep": gguf.Keys.Tokenizer.SEP_ID,
+    "mask": gguf.Keys.Tokenizer.MASK_ID,
+}
+
+
+@dataclass(frozen=True)
+class Added:
+    """A token outside the merges; `normalized`: it is looked for after the normalizer has run."""
+
+    id: int
+    content: str
+    special: bool
+    normalized: bool
+
+
+@dataclass
+class Vocabulary:
+    """What the two kinds of tokenizer yield before special tokens and padding are seen to.
+
+    entries  id -> (text, type)
+    scores   id -> score, or None
+    """
+
+    model: str
+    pre: str
+    entries: dict[int, tuple[str, int]]
+    scores: dict[int, float] | None = None
+    merges: list[str] | None = None
+    unk: str | None = None
+    add_space_prefix: bool | None = None
+    notes: list[str] = field(default_factory=list)
+
+
+@dataclass
+class Tokenizer:
+    """tokens, types, scores: one per row of the embedding; merges: "a b", by rank; ids: by role."""
+
+    model: str  # tokenizer.ggml.model: "gpt2" or "llama"
+    pre: str  # tokenizer.ggml.pre
+    tokens: list[str]
+    types: list[int]
+    scores: list[float] | None = None
+    merges: list[str] | None = None
+    ids: dict[str, int] = field(default_factory=dict)
+    stop_ids: list[int] = field(default_factory=list)
+    add_bos: bool = False
+    add_eos: bool = False
+    add_space_prefix: bool | None = None
+    chat_templates: dict[str, str] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def chat_template(self) -> str | None:
+        return self.chat_templates.get("default") or next(iter(self.chat_templates.values()), None)
+
+    def text(self, role: str) -> str:
+        """The text of a special token, "" where there is none."""
+        return self.tokens[self.ids[role]] if role in self.ids else ""
+
+    def add_metadata(self, writer: gguf.GGUFWriter) -> None:
+        writer.add_tokenizer_model(self.model)
+        writer.add_tokenizer_pre(self.pre)
+        writer.add_token_list(self.tokens)
+        if self.scores is not None:
+            writer.add_token_scores(self.scores)
+        writer.add_token_types(self.types)
+        if self.merges is not None:
+            writer.add_token_merges(self.merges)
+        for role, token in self.ids.items():
+            writer.add_uint32(_ID_KEYS[role], token)
+        writer.add_add_bos_token(self.add_bos)
+        writer.add_add_eos_token(self.add_eos)
+        if self.add_space_prefix is not None:
+            writer.add_add_space_prefix(self.add_space_prefix)
+        if set(self.chat_templates) == {"default"}:
+            writer.add_chat_template(self.chat_templates["default"])
+        elif self.chat_templates:
+            writer.add_chat_template([{"name": n, "template": t} for n, t in self.chat_templates.items()])
