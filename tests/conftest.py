@@ -21,6 +21,9 @@ if TYPE_CHECKING:
     from bridge.report import Report
     from tests.support.fidelity import Reference
 
+if "PYTEST_XDIST_WORKER" in os.environ:
+    os.environ["OMP_NUM_THREADS"] = "1"  # torch's threads; each worker has a core, and spinning for two costs both
+
 ROOT = Path(__file__).resolve().parent.parent
 settings.register_profile("bridge", deadline=None)  # the first call of a kernel compiles it
 settings.load_profile("bridge")
@@ -79,3 +82,9 @@ def reference_of(wiki_text: str) -> Callable[[str], Reference]:
 def checkpoints() -> Path:
     """The folder of checkpoints written by the real tools."""
     return shared("checkpoints")
+
+
+@pytest.fixture(scope="session")
+def model_folder() -> Path:
+    """The smaller of the shared float models."""
+    return shared("models/tiny-qwen3")

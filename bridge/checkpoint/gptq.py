@@ -21,7 +21,7 @@ from bridge.checkpoint.config import QuantConfig
 from bridge.checkpoint.grouped import GroupedTensor, column_group_size
 from bridge.checkpoint.reader import ModuleInfo, Reader, contradiction, fit_group_size
 from bridge.checkpoint.store import Store, TensorInfo
-from bridge.checkpoint.zeros import Dialect, decode, dialects, lost_words, misfits, symmetric_dialect
+from bridge.checkpoint.zeros import Dialect, code_means, decode, dialects, lost_words, symmetric_dialect
 from bridge.errors import BridgeError
 
 _WORD_BITS = {"I8": 8, "U8": 8, "I16": 16, "U16": 16, "I32": 32, "U32": 32, "I64": 64, "U64": 64}
@@ -156,8 +156,7 @@ class GptqReader(Reader):
         found = self._by_evidence(info.bits)
         if found != choices[0]:
             notes.append(
-                f"{name}: the codes centre on {found} zero points but checkpoint_format says {label}; "
-                f"read as {found}"
+                f"{name}: the codes centre on {found} zero points but checkpoint_format says {label}; read as {found}"
             )
         return found
 
@@ -174,17 +173,21 @@ class GptqReader(Reader):
             return choices[0]
         names = [n for n, info in self.modules.items() if info.bits == bits]
         some = names[:: -(-len(names) // _SAMPLED_MODULES)]
-        sampled = [m for n in some if (m := self._misfits(n, choices)) is not None]
+        sampled = [gain for n in some if (gain := self._gains(n, choices)) is not None]
         if not sampled:
             return choices[0]
-        misfit = np.mean(sampled, axis=0)
-        best = int(np.argmin(misfit))
+        gain = np.median(sampled, axis=0)
+        best = int(np.argmax(gain))
         # 8-bit codes scatter by dozens of steps, and their mean by some: only a gross error shows
         clear = 0.5 if bits <= 4 else 128.0
-        return choices[best] if misfit[0] - misfit[best] > clear else choices[0]
+        return choices[best] if gain[best] > clear else choices[0]
 
-    def _misfits(self, name: str, choices: list[Dialect]) -> np.ndarray | None:
-        """`misfits` of a corner of the module, or None where it is symmetric or too small to tell."""
+    def _gains(self, name: str, choices: list[Dialect]) -> np.ndarray | None:
+        """How much nearer to the mean code the zero points of each dialect are than those of the first.
+
+        Squared steps, in the median group of a corner of the module. None where the module is symmetric
+        or too small to tell.
+        """
         from bridge.checkpoint.bits import unpack_columns
 
         info = self.modules[name]
@@ -199,17 +202,16 @@ class GptqReader(Reader):
         corner = self.store.read(weight.name, (0, min(rows, weight.shape[0])))[:, :out]
         size, order = self._groups(name, [])
         group = (order if order is not None else np.arange(info.shape[1]) // size)[:columns]
-        flat, planes = (
-            unpack_columns(corner, info.bits, columns, planar) if planar in {c.planar for c in choices} else None
-            for planar in (False, True)
-        )
-        found = []
-        for choice in choices:
-            zeros = decode(words, info.bits, info.shape[0], choice)[:, :out]
-            codes = planes if choice.planar else flat
-            assert codes is not None
-            found.append(misfits(codes, group, [zeros])[0])
-        return np.array(found)
+        distances = []
+        for planar in (False, True):
+            if planar in {choice.planar for choice in choices}:
+                means, present = code_means(unpack_columns(corner, info.bits, columns, planar), group)
+            for choice in choices:
+                if choice.planar == planar:
+                    zeros = decode(words, info.bits, info.shape[0], choice)[present, :out]
+                    distances.append((choice, np.square(means - zeros.T)))
+        by_choice = dict(distances)
+        return np.array([np.median(by_choice[choices[0]] - by_choice[choice]) for choice in choices])
 
 
 def _infer_bits(claimed: int, total: int, columns: int | None, zeros: TensorInfo, out: int) -> int | None:

@@ -13,8 +13,9 @@
 
 Each way is a `Dialect`. Symmetric zero points are 2**(bits-1) everywhere, so their words name the
 dialect, whatever the label says; 4 bits: 0x77777777 is v1, 0x88888888 v2. Asymmetric ones follow
-the weights: codes scatter about their zero point, so the right dialect has the least mean square of
-q - z, and one that is off by one misses it by 1 - 2 * mean(q - z), which is near 1.
+the weights: codes scatter about their zero point, so in the right dialect a group's mean code is near
+it, and a dialect that is off by one has (mean - z)**2 greater by 1 - 2 * (mean - z), which is near 1 in
+the median group.
 """
 
 from __future__ import annotations
@@ -105,10 +106,8 @@ def lost_words(words: np.ndarray, bits: int) -> int:
     return int(np.count_nonzero((words.view(np.uint32) & masks) == masks))
 
 
-def misfits(codes: np.ndarray, group: np.ndarray, zeros: list[np.ndarray]) -> np.ndarray:
-    """Mean square of q - z for each decoding of the zero points.
-
-    codes uint8 [out, k]; group [k] of each column; zeros: uint8 [G, out] each.
-    """
-    q = codes.T.astype(np.float32)
-    return np.array([np.square(q - z[group]).mean() for z in zeros])
+def code_means(codes: np.ndarray, group: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """(mean code float32 [out, g], the g groups that occur) of codes uint8 [out, k] in groups [k]."""
+    order = np.argsort(group, kind="stable")
+    present, first, count = np.unique(group[order], return_index=True, return_counts=True)
+    return np.add.reduceat(codes[:, order], first, axis=1, dtype=np.float32) / count, present

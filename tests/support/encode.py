@@ -233,6 +233,16 @@ def save_sharded(folder: Path, tensors: dict[str, np.ndarray], shards: int = 1) 
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
 
 
+def write_folder(
+    folder: Path, tensors: dict[str, np.ndarray], quantization: dict[str, Any] | None, shards: int = 1
+) -> Path:
+    """A folder of just these tensors, with a config.json of just this quantization_config."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps({"quantization_config": quantization} if quantization else {}))
+    save_sharded(folder, tensors, shards)
+    return folder
+
+
 def write_gptq(
     folder: Path,
     model_folder: Path,
