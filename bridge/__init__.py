@@ -2,6 +2,7 @@
 
     bridge.convert("org/model-gptq", "model.gguf")        checkpoint -> GGUF; see bridge.convert
     bridge.open_checkpoint("folder")                      what is in a checkpoint, module by module
+    bridge.open_gguf("model.gguf")                        a GGUF's tensors, ready to multiply
     bridge.verify("model.gguf", "folder")                 how close a GGUF on disk is to its checkpoint
 
 Everything is imported when first used, so `import bridge` costs nothing.
@@ -19,6 +20,7 @@ _LAZY = {
     "BridgeError": "bridge.errors",
     "convert": "bridge.convert",
     "open_checkpoint": "bridge.checkpoint",
+    "open_gguf": "bridge.runtime",
     "verify": "bridge.verify",
 }
 

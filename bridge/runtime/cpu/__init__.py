@@ -1,0 +1,10 @@
+"""Products of quantized tensors with vectors on the CPU, compiled by numba.
+
+rowmajor.py       straight from the file's blocks: portable, needs no preparation
+layout.py         the repacked form: 16 (8, 4) rows interleaved, codes and scales as dense bit-planes
+activations.py    x rounded to int8 blocks, as ggml does it
+superblock.py     the arithmetic of one block of the repacked form, written once for all targets
+vectors.py        vector code for numba through llvmlite; intrinsics_*.py: what a target adds
+q4_k.py ...       one module a type
+pool.py           threads that take chunks of rows
+"""

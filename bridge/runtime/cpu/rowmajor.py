@@ -1,0 +1,139 @@
+"""Kernels that read the file's blocks as they are: any CPU, no preparation, no second copy of the weights.
+
+A block is unpacked with `bridge.blocks`' own function into codes, scales and mins, then multiplied in
+int32 (LLVM vectorizes the plain loops) or in float32. This is what `BRIDGE_CPU=portable` runs, and what a
+matvec costs before `prepare()`: some 3 to 6 GB/s of weights a thread.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import numpy as np
+
+from bridge.blocks import BLOCKS, BlockType
+from bridge.jit import from_plain, kernel, specialize
+from bridge.runtime.cpu.activations import record_of
+
+# set per type by `specialize`
+unpack: Any = None
+size = subs = sub = nbytes = zero = record = d_at = dmin_at = 0
+mins = is_k = False
+
+
+@kernel
+def half(raw, at):
+    """The little-endian half at byte `at` -> float32; infinities and NaN included."""
+    bits = np.int32(raw[at]) | np.int32(raw[at + 1]) << np.int32(8)
+    exponent = (bits >> 10) & 31
+    mantissa = bits & 1023
+    if exponent == 31:
+        magnitude = np.float32(np.inf) if mantissa == 0 else np.float32(np.nan)
+    elif exponent == 0:
+        magnitude = np.float32(mantissa * 2.0**-24)
+    else:
+        magnitude = np.int32(((exponent + 112) << 23) | (mantissa << 13)).view(np.float32)
+    return -magnitude if bits & 0x8000 else magnitude
+
+
+def _dot(raw, records, tokens, y):
+    """raw uint8 [rows, row bytes], integer records of `tokens` tokens -> y float32 [tokens, rows].
+
+    Returns the first row whose d or dmin is not finite, or -1.
+    """
+    signed = records.view(np.int8)
+    ints = records.view(np.int32)
+    floats = records.view(np.float32)
+    blocks = raw.shape[1] // nbytes
+    q = np.empty(size, np.uint8)
+    sc = np.empty(subs, np.int8)
+    mn = np.empty(subs, np.uint8)
+    bad = -1
+    for row in range(raw.shape[0]):
+        for t in range(tokens):
+            y[t, row] = 0
+        for b in range(blocks):
+            block = raw[row, b * nbytes : (b + 1) * nbytes]
+            unpack(block, q, sc, mn)
+            d = half(block, d_at)
+            dmin = half(block, dmin_at) if mins else np.float32(0)
+            if not (abs(d) <= np.float32(65504) and abs(dmin) <= np.float32(65504)) and bad < 0:
+                bad = row
+            for t in range(tokens):
+                at = (t * blocks + b) * record
+                x = signed[at : at + size]
+                scale = floats[(at + record) // 4 - 1]
+                total = np.int32(0)
+                low = np.int32(0)
+                for j in range(subs):
+                    part = np.int32(0)
+                    for i in range(sub):
+                        part += np.int32(np.int32(q[j * sub + i]) * np.int32(x[j * sub + i]))
+                    if not mins:
+                        part += ints[(at + size) // 4 + j]
+                    if is_k:
+                        part = np.int32(part * np.int32(sc[j]))
+                    total += part
+                    if mins and is_k:
+                        s = np.int32(signed[at + size + j]) * np.int32(64) + np.int32(signed[at + size + subs + j])
+                        low += np.int32(np.int32(mn[j]) * np.int32(s))
+                value = d * scale * np.float32(total)
+                if mins and is_k:
+                    value -= dmin * scale * np.float32(low)
+                elif mins:
+                    value += dmin * floats[(at + size) // 4]
+                y[t, row] += value
+    return bad
+
+
+def _dequantize(raw, y):
+    """raw uint8 [rows, row bytes] -> y float32 [rows, in], rounded as gguf.quants.dequantize rounds."""
+    blocks = raw.shape[1] // nbytes
+    q = np.empty(size, np.uint8)
+    sc = np.empty(subs, np.int8)
+    mn = np.empty(subs, np.uint8)
+    for row in range(raw.shape[0]):
+        for b in range(blocks):
+            block = raw[row, b * nbytes : (b + 1) * nbytes]
+            unpack(block, q, sc, mn)
+            d = half(block, d_at)
+            dmin = half(block, dmin_at) if mins else np.float32(0)
+            out = y[row, b * size : (b + 1) * size]
+            for j in range(subs):
+                scale = d
+                low = dmin
+                if is_k:
+                    scale = np.float32(d * np.float32(sc[j]))
+                    low = -np.float32(dmin * np.float32(mn[j]))
+                for i in range(sub):
+                    value = np.float32(scale * np.float32(np.int32(q[j * sub + i]) - zero))
+                    out[j * sub + i] = value + low if mins else value
+
+
+def _scope(block: BlockType) -> dict[str, Any]:
+    return {
+        "unpack": from_plain(block.unpack),
+        "size": block.size,
+        "sub": block.sub,
+        "subs": block.subs,
+        "nbytes": block.nbytes,
+        "zero": np.int32(block.zero),
+        "record": record_of(block).nbytes,
+        "d_at": block.d_at,
+        "dmin_at": block.dmin_at,
+        "mins": block.has_min,
+        "is_k": block.is_k,
+    }
+
+
+@cache
+def dot(name: str) -> Any:
+    """The compiled `dot(raw, records, tokens, y)` of a type."""
+    return specialize(_dot, name, **_scope(BLOCKS[name]))
+
+
+@cache
+def dequantize(name: str) -> Any:
+    """The compiled `dequantize(raw, y)` of a type."""
+    return specialize(_dequantize, name, **_scope(BLOCKS[name]))

@@ -1,0 +1,39 @@
+"""Blocks to float32 for any GGUF type: compiled for ours, float types by themselves, the rest through gguf."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from bridge.blocks import BLOCKS
+from bridge.errors import BridgeError
+
+FLOATS = ("F32", "F16", "BF16", "F64")
+
+
+def rows(type: str, raw: np.ndarray) -> np.ndarray:
+    """raw uint8 [rows, row bytes] of a type -> float32 [rows, in]. Equals gguf.quants.dequantize bit for bit."""
+    raw = np.ascontiguousarray(raw)
+    if type in BLOCKS:
+        from bridge.runtime.cpu import rowmajor
+
+        block = BLOCKS[type]
+        out = np.empty((raw.shape[0], raw.shape[1] // block.nbytes * block.size), np.float32)
+        rowmajor.dequantize(type)(raw, out)
+        return out
+    if type == "BF16":
+        return (raw.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
+    if type in FLOATS:
+        return raw.view({"F32": np.float32, "F16": np.float16, "F64": np.float64}[type]).astype(np.float32)
+    import gguf
+
+    kind = gguf.GGMLQuantizationType[type]
+    try:
+        return np.asarray(gguf.quants.dequantize(raw, kind), np.float32)
+    except NotImplementedError:
+        raise BridgeError(f"type {type}: neither this program nor gguf {_gguf_version()} can dequantize it") from None
+
+
+def _gguf_version() -> str:
+    from importlib.metadata import version
+
+    return version("gguf")

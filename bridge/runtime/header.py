@@ -1,0 +1,255 @@
+"""The header of a GGUF file, read with suspicion: every count and length is checked against the file's size.
+
+    "GGUF"  version u32  tensors u64  pairs u64
+    pairs   times  (key, value type u32, value)
+    tensors times  (name, dimensions u32, each u64, type u32, offset u64 from the start of the data)
+    padding to general.alignment (32), then the data
+
+A string is a u64 length and UTF-8; an array is the type u32 of its items, a u64 count, and the items.
+
+`gguf.GGUFReader` is not used: it trusts what it reads (a hostile count makes it run out of memory) and
+builds two numpy arrays per string, two seconds for a vocabulary of 150,000. Here a value is only skipped
+over, and decoded when it is asked for.
+"""
+
+from __future__ import annotations
+
+import math
+import mmap
+import struct
+from collections.abc import Iterator, Mapping
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from bridge.errors import BridgeError
+
+_STRING, _ARRAY = 8, 9
+_SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+_LEAST_PAIR = 8 + 4 + 1  # bytes: an empty key, a type, a bool
+_LEAST_TENSOR = 8 + 4 + 8 + 4 + 8
+_MAX_DIMENSIONS = 4
+_MAX_NESTING = 4
+_MAX_WEIGHTS = 1 << 60  # of one tensor, so that its size in bytes stays far from overflowing
+
+
+class TensorInfo(NamedTuple):
+    """Where a tensor lies in its file."""
+
+    name: str
+    type: str  # as gguf.GGMLQuantizationType spells it
+    shape: tuple[int, ...]  # slowest first, [out, in]: the reverse of the file's order
+    start: int  # byte in the file
+    nbytes: int
+
+
+class _Where(NamedTuple):
+    start: int
+    kind: int
+
+
+class Metadata(Mapping[str, Any]):
+    """The key-value pairs as Python values (numbers, str, bool, lists of them), decoded when asked for."""
+
+    def __init__(self, header: _Cursor, places: dict[str, _Where]):
+        self._cursor = header
+        self._places = places
+        self._values: dict[str, Any] = {}
+
+    def __getitem__(self, key: str) -> Any:
+        if key not in self._values:
+            place = self._places[key]
+            self._values[key] = self._cursor.value(place.start, place.kind)
+        return self._values[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._places)
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def __contains__(self, key: object) -> bool:  # Mapping's own would decode
+        return key in self._places
+
+    def __repr__(self) -> str:
+        return f"Metadata({', '.join(self._places)})"
+
+    def load(self) -> None:
+        """Decode everything that is left, so that the file may be closed."""
+        for key in self:
+            self[key]
+
+
+class _Cursor:
+    """Bounds-checked reads from a mapped file."""
+
+    def __init__(self, data: mmap.mmap | bytes, path: Path):
+        self.data = data
+        self.size = len(data)
+        self.path = path
+
+    def fail(self, fact: str) -> BridgeError:
+        return BridgeError(f"{self.path}: {fact}; convert or download it again")
+
+    def need(self, at: int, count: int) -> None:
+        if count > self.size - at:
+            raise self.fail(f"damaged or truncated: {count} bytes wanted at {at}, the file has {self.size}")
+
+    def scalar(self, at: int, code: str) -> Any:
+        size = struct.calcsize("<" + code)
+        self.need(at, size)
+        return struct.unpack_from("<" + code, self.data, at)[0]
+
+    def string(self, at: int) -> tuple[str, int]:
+        """The string at `at` and where it ends."""
+        length = self.scalar(at, "Q")
+        self.need(at + 8, length)
+        raw = self.data[at + 8 : at + 8 + length]
+        try:
+            return raw.decode("utf-8"), at + 8 + length
+        except UnicodeDecodeError:
+            raise self.fail(f"damaged: the string at byte {at} is not UTF-8") from None
+
+    def skip(self, at: int, kind: int, depth: int = 0) -> int:
+        """Where the value at `at` ends."""
+        if kind in _SCALARS:
+            size = struct.calcsize("<" + _SCALARS[kind])
+            self.need(at, size)
+            return at + size
+        if kind == _STRING:
+            length = self.scalar(at, "Q")
+            self.need(at + 8, length)
+            return at + 8 + length
+        if kind != _ARRAY or depth > _MAX_NESTING:
+            raise self.fail(f"damaged: unknown value type {kind} at byte {at}")
+        item, count = self.scalar(at, "I"), self.scalar(at + 4, "Q")
+        at += 12
+        if item in _SCALARS:
+            size = struct.calcsize("<" + _SCALARS[item]) * count
+            self.need(at, size)
+            return at + size
+        self.need(at, 8 * count)
+        if item == _STRING:
+            return self._skip_strings(at, count)
+        for _ in range(count):
+            at = self.skip(at, item, depth + 1)
+        return at
+
+    def _skip_strings(self, at: int, count: int) -> int:
+        length_at, data, size = struct.Struct("<Q").unpack_from, self.data, self.size
+        try:
+            for _ in range(count):
+                at += 8 + length_at(data, at)[0]
+        except struct.error:
+            at = size + 1
+        self.need(min(at, size), at - min(at, size))
+        return at
+
+    def value(self, at: int, kind: int) -> Any:
+        """The value at `at`; its extent was checked by `skip`."""
+        if kind in _SCALARS:
+            return self.scalar(at, _SCALARS[kind])
+        if kind == _STRING:
+            return self.string(at)[0]
+        item, count = self.scalar(at, "I"), self.scalar(at + 4, "Q")
+        at += 12
+        if item in _SCALARS:
+            code = np.dtype(_SCALARS[item]).newbyteorder("<")
+            return np.frombuffer(self.data, code, count, at).tolist()
+        values = []
+        for _ in range(count):
+            if item == _STRING:
+                text, at = self.string(at)
+                values.append(text)
+            else:
+                values.append(self.value(at, item))
+                at = self.skip(at, item)
+        return values
+
+
+def read_header(data: mmap.mmap | bytes, path: Path) -> tuple[Metadata, list[TensorInfo]]:
+    """The metadata and the tensors of a mapped GGUF file. Raises BridgeError where anything is amiss."""
+    cursor = _Cursor(data, path)
+    if data[:4] != b"GGUF":
+        raise BridgeError(f"{path}: not a GGUF file (it starts with {bytes(data[:4])!r})")
+    cursor.need(0, 24)
+    version, n_tensors, n_pairs = struct.unpack_from("<IQQ", data, 4)
+    if version not in (2, 3):
+        swapped = version & 0xFFFF == 0
+        fact = "big-endian" if swapped else f"version {version}"
+        raise BridgeError(f"{path}: this GGUF is {fact}; versions 2 and 3, little-endian, can be read")
+    at = 24
+    if n_tensors * _LEAST_TENSOR + n_pairs * _LEAST_PAIR > cursor.size - at:
+        raise cursor.fail(
+            f"damaged or truncated: {n_tensors} tensors and {n_pairs} keys do not fit in {cursor.size} bytes"
+        )
+    places: dict[str, _Where] = {}
+    for _ in range(n_pairs):
+        key, at = cursor.string(at)
+        kind = cursor.scalar(at, "I")
+        if key in places:
+            raise cursor.fail(f"damaged: key {key!r} occurs twice")
+        places[key] = _Where(at + 4, kind)
+        at = cursor.skip(at + 4, kind)
+    metadata = Metadata(cursor, places)
+    alignment = metadata.get("general.alignment", 32)
+    if not isinstance(alignment, int) or alignment < 1 or alignment & (alignment - 1):
+        raise cursor.fail(f"general.alignment is {alignment}, not a power of two")
+    return metadata, _tensors(cursor, at, n_tensors, alignment)
+
+
+def _tensors(cursor: _Cursor, at: int, count: int, alignment: int) -> list[TensorInfo]:
+    raw = []
+    for _ in range(count):
+        name, at = cursor.string(at)
+        dimensions = cursor.scalar(at, "I")
+        if not 1 <= dimensions <= _MAX_DIMENSIONS:
+            raise cursor.fail(f"{name}: {dimensions} dimensions, 1 to {_MAX_DIMENSIONS} are possible")
+        cursor.need(at + 4, 8 * dimensions)
+        shape = struct.unpack_from(f"<{dimensions}Q", cursor.data, at + 4)
+        at += 4 + 8 * dimensions
+        kind, offset = cursor.scalar(at, "I"), cursor.scalar(at + 4, "Q")
+        at += 12
+        raw.append((name, shape[::-1], kind, offset))
+    data_start = -(-at // alignment) * alignment
+    tensors = [_tensor(cursor, data_start, alignment, *entry) for entry in raw]
+    if len({t.name for t in tensors}) < count:
+        raise cursor.fail("damaged: two tensors have the same name")
+    ordered = sorted(tensors, key=lambda t: t.start)
+    for first, second in pairwise(ordered):
+        if first.start + first.nbytes > second.start:
+            raise cursor.fail(
+                f"damaged: {first.name} ({first.type} {list(first.shape)}) needs {first.nbytes} bytes, "
+                f"{second.name} starts after {second.start - first.start}"
+            )
+    return tensors
+
+
+def _tensor(
+    cursor: _Cursor, data_start: int, alignment: int, name: str, shape: tuple[int, ...], kind: int, offset: int
+) -> TensorInfo:
+    from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+
+    try:
+        type_ = GGMLQuantizationType(kind)
+    except ValueError:
+        raise BridgeError(
+            f"{cursor.path}: {name} has type {kind}, unknown here; a newer gguf package may know it"
+        ) from None
+    if 0 in shape or math.prod(shape) > _MAX_WEIGHTS:
+        raise cursor.fail(f"{name}: impossible shape {list(shape)}")
+    size, nbytes = GGML_QUANT_SIZES[type_]
+    if shape[-1] % size:
+        raise cursor.fail(f"{name}: rows of {shape[-1]} are no whole blocks of {type_.name}, which hold {size} weights")
+    nbytes *= math.prod(shape) // size
+    start = data_start + offset
+    if offset % alignment:
+        raise cursor.fail(f"{name}: offset {offset} is not a multiple of {alignment}")
+    if start + nbytes > cursor.size:
+        raise cursor.fail(
+            f"damaged or truncated: {name} ({type_.name} {list(shape)}) ends at byte {start + nbytes}, "
+            f"the file at {cursor.size}"
+        )
+    return TensorInfo(name, type_.name, shape, start, nbytes)

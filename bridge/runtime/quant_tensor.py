@@ -1,0 +1,226 @@
+"""A tensor of a GGUF: bytes in the mapped file, and what can be done with them without unpacking it all.
+
+Before `prepare()` a product reads the file's own blocks with a portable kernel; after it, a repacked copy
+of the same size with this machine's fastest. Nothing is copied unasked.
+"""
+
+from __future__ import annotations
+
+import mmap
+import warnings
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from bridge.errors import BridgeError
+
+if TYPE_CHECKING:
+    from bridge.runtime.cpu.engine import Engine
+
+_PRECISIONS = ("int8", "f32")
+_TILE = 1 << 22  # weights dequantized at a time
+
+
+class QuantTensor:
+    """One tensor: `name`, `type` as gguf spells it, `shape` slowest first ([out, in]), `raw` uint8 bytes."""
+
+    def __init__(self, name: str, type: str, shape: tuple[int, ...], raw: np.ndarray):
+        from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+
+        size, nbytes = GGML_QUANT_SIZES[GGMLQuantizationType[type]]
+        weights = 1
+        for n in shape:
+            weights *= n
+        if not shape or shape[-1] % size or raw.dtype != np.uint8 or raw.size != weights // size * nbytes:
+            raise BridgeError(f"{name}: {raw.size} bytes are not {type} of shape {list(shape)}")
+        self.name = name
+        self.type = type
+        self.shape = tuple(shape)
+        self.raw = raw.reshape(-1)
+        self._engine: Engine | None = None
+        self._prepared = False
+
+    @property
+    def bpw(self) -> float:
+        """Bits per weight."""
+        return 8 * self.nbytes / max(1, int(np.prod(self.shape, dtype=np.int64)))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in the file."""
+        return self.raw.size
+
+    @property
+    def kernel(self) -> str:
+        """The kernel that the next product runs, for instance "avx512/q4_k, 16 rows interleaved"."""
+        return self._get_engine().name
+
+    @property
+    def prepared(self) -> bool:
+        """Whether products run on the repacked copy."""
+        return self._prepared
+
+    def __repr__(self) -> str:
+        return f"QuantTensor({self.name!r}, {self.type}, {list(self.shape)}{', prepared' * self._prepared})"
+
+    def __getitem__(self, index: int) -> QuantTensor:
+        """One matrix of a 3-D tensor (the experts of a layer), not copied."""
+        if len(self.shape) < 3 or not 0 <= index < self.shape[0]:
+            raise BridgeError(f"{self.name}: no matrix {index} in shape {list(self.shape)}")
+        part = self.raw.reshape(self.shape[0], -1)[index]
+        return QuantTensor(f"{self.name}[{index}]", self.type, self.shape[1:], part)
+
+    # products
+
+    def matvec(self, x: Any, out: Any = None, precision: str = "int8") -> Any:
+        """y = W x for x [in], numpy or torch, float32 (float16, bfloat16 and float64 are converted); y float32 [out].
+
+        "int8" rounds x to 8 bits in blocks of 32 or 256, as ggml does; "f32" does not. `out`, where given, is a
+        contiguous float32 [out] of x's kind. Raises BridgeError where x does not fit or a scale is not finite.
+        """
+        return self._product(x, out, precision, 1)
+
+    def matmul(self, x: Any, out: Any = None, precision: str = "int8") -> Any:
+        """Y = X W^T for X [tokens, in]: Y float32 [tokens, out]. Otherwise as `matvec`."""
+        return self._product(x, out, precision, 2)
+
+    def _product(self, x: Any, out: Any, precision: str, dimensions: int) -> Any:
+        if len(self.shape) != 2:
+            raise BridgeError(f"{self.name}: no matrix, its shape is {list(self.shape)}")
+        if precision not in _PRECISIONS:
+            raise BridgeError(f"precision {precision!r}: int8 and f32 are known")
+        values = self._input(x, dimensions)
+        rows = self.shape[0]
+        shape = (rows,) if dimensions == 1 else (values.shape[0], rows)
+        engine = self._engine or self._get_engine()
+        if type(x) is np.ndarray:
+            y = np.empty(shape, np.float32) if out is None else self._checked_out(out, shape, x)
+            engine.run(values.reshape(-1, self.shape[1]), y.reshape(-1, rows), precision == "int8")
+            return y
+        import torch
+
+        result = torch.empty(shape, dtype=torch.float32) if out is None else out
+        y = self._checked_out(out, shape, x) if out is not None else result.numpy()
+        engine.run(values.reshape(-1, self.shape[1]), y.reshape(-1, rows), precision == "int8")
+        return result
+
+    def _input(self, x: Any, dimensions: int) -> np.ndarray:
+        """x as a contiguous float32 array of the right shape."""
+        if type(x) is np.ndarray:
+            values = x
+            if x.dtype.kind != "f" and x.dtype.name != "bfloat16":
+                raise BridgeError(f"{self.name}: x has dtype {x.dtype}; float32 is wanted")
+        elif type(x).__module__.partition(".")[0] == "torch" and hasattr(x, "detach"):
+            if x.device.type != "cpu":
+                raise BridgeError(f"{self.name}: x is on {x.device}, the tensor on the CPU")
+            if not x.dtype.is_floating_point:
+                raise BridgeError(f"{self.name}: x has dtype {x.dtype}; float32 is wanted")
+            values = x.detach().float().numpy()
+        else:
+            raise BridgeError(f"{self.name}: x is a {type(x).__name__}; a numpy array or a torch tensor is wanted")
+        if values.ndim != dimensions or values.shape[-1] != self.shape[1]:
+            wanted = f"[{self.shape[1]}]" if dimensions == 1 else f"[tokens, {self.shape[1]}]"
+            raise BridgeError(f"{self.name}: x has shape {list(values.shape)}; {wanted} is wanted")
+        if values.dtype != np.float32 or not values.flags.c_contiguous:
+            values = np.ascontiguousarray(values, np.float32)
+        return values
+
+    def _checked_out(self, out: Any, shape: tuple[int, ...], x: Any) -> np.ndarray:
+        if type(out) is not type(x) and not isinstance(out, type(x)):
+            raise BridgeError(f"{self.name}: out is a {type(out).__name__}, x a {type(x).__name__}")
+        array = out if isinstance(out, np.ndarray) else out.detach().numpy()
+        if (
+            array.dtype != np.float32
+            or array.shape != shape
+            or not array.flags.c_contiguous
+            or not array.flags.writeable
+        ):
+            raise BridgeError(
+                f"{self.name}: out is {array.dtype} {list(array.shape)}; contiguous float32 {list(shape)} is wanted"
+            )
+        return array
+
+    # weights
+
+    def dequantize(self, dtype: Any = np.float32) -> np.ndarray:
+        """The weights as floats, of the tensor's shape."""
+        from bridge.runtime import dequantize
+
+        out = np.empty(self.shape, dtype)
+        flat = out.reshape(-1, self.shape[-1])
+        raw = self.raw.reshape(flat.shape[0], -1)
+        step = max(1, _TILE // self.shape[-1])
+        for start in range(0, flat.shape[0], step):
+            flat[start : start + step] = dequantize.rows(self.type, raw[start : start + step])
+        return out
+
+    def rows(self, indices: Any) -> np.ndarray:
+        """Rows of a matrix (an embedding look-up) for integer indices [n]: float32 [n, in]."""
+        from bridge.runtime import dequantize
+
+        if len(self.shape) != 2:
+            raise BridgeError(f"{self.name}: no matrix, its shape is {list(self.shape)}")
+        chosen = np.atleast_1d(np.asarray(indices))
+        if chosen.ndim != 1 or (chosen.size and chosen.dtype.kind not in "iu"):
+            raise BridgeError(
+                f"{self.name}: row indices are {chosen.dtype} {list(chosen.shape)}; integers [n] are wanted"
+            )
+        if chosen.size and not 0 <= chosen.min() <= chosen.max() < self.shape[0]:
+            raise BridgeError(
+                f"{self.name}: row {chosen.max() if chosen.min() >= 0 else chosen.min()} of {self.shape[0]}"
+            )
+        return dequantize.rows(self.type, self.raw.reshape(self.shape[0], -1)[chosen.astype(np.int64)])
+
+    # placement
+
+    def prepare(self) -> QuantTensor:
+        """Repack a copy for the fastest kernel of this machine, once; returns self.
+
+        Takes as many bytes again as the file's; the mapped ones are not touched any more except by `rows` and
+        `dequantize`, and `release_raw` lets go of their pages. Raises BridgeError where a scale is not finite.
+        """
+        if not self._prepared:
+            from bridge.runtime.cpu import engine
+
+            if len(self.shape) != 2:
+                raise BridgeError(f"{self.name}: no matrix, its shape is {list(self.shape)}")
+            self._engine = engine.prepare(self)
+            self._prepared = True
+        return self
+
+    def release_raw(self) -> None:
+        """Tell the system that the mapped pages are not needed; they are read again from the file if they are."""
+        base = self.raw
+        while isinstance(base, np.ndarray) and base.base is not None:
+            base = base.base
+        mapped = base.obj if isinstance(base, memoryview) else base
+        if not isinstance(mapped, mmap.mmap) or not hasattr(mmap, "MADV_DONTNEED"):
+            return
+        origin = np.frombuffer(mapped, np.uint8, 1).ctypes.data
+        first = -(-(self.raw.ctypes.data - origin) // mmap.PAGESIZE) * mmap.PAGESIZE
+        end = (self.raw.ctypes.data - origin + self.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
+        if end > first:
+            mapped.madvise(mmap.MADV_DONTNEED, first, end - first)
+
+    def to(self, device: str) -> QuantTensor:
+        """The tensor on another device; "cpu" is where it is."""
+        if device == "cpu":
+            return self
+        raise BridgeError(f"{self.name}: device {device!r} is not supported yet; cpu is")
+
+    def _get_engine(self) -> Engine:
+        if self._engine is None:
+            from bridge.runtime.cpu import engine
+
+            self._engine = engine.unprepared(self)
+        return self._engine
+
+
+def warn_once(message: str) -> None:
+    """A note that appears once a process, whatever the warning filters make of repetitions."""
+    if message not in _WARNED:
+        _WARNED.add(message)
+        warnings.warn(message, stacklevel=4)
+
+
+_WARNED: set[str] = set()
