@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -113,12 +112,8 @@ def contradiction(name: str, tensors: dict[str, TensorInfo]) -> BridgeError:
 
 
 def fit_group_size(columns: int, groups: int, claimed: int) -> int | None:
-    """The group size that makes `groups` of `columns`: the claimed one, else an even split, else None."""
-    for size in (claimed, columns if groups == 1 else 0, *_powers(), columns // groups if columns % groups == 0 else 0):
+    """The group size that makes `groups` of `columns`: the claimed one, else a power of two, else None."""
+    for size in (claimed, columns if groups == 1 else 0, *(1 << n for n in range(3, 15))):
         if size > 0 and -(-columns // size) == groups:
             return min(size, columns)
     return None
-
-
-def _powers() -> Iterable[int]:
-    return (1 << n for n in range(3, 15))

@@ -1,0 +1,117 @@
+"""AWQ checkpoints in all three layouts come back as what was stored."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from bridge.checkpoint import open_checkpoint
+from tests.support.encode import awq_tensors, pack_stream, quantize, write_awq, write_folder
+
+NAME = "model.layers.0.self_attn.q_proj"
+VERSIONS = ["gemm", "gemv", "gemv_fast", "llm-awq"]
+
+
+def weights(out: int = 64, columns: int = 256) -> np.ndarray:
+    return np.random.default_rng(0).normal(0, 0.05, (out, columns)).astype(np.float32)
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+@pytest.mark.parametrize("group_size", [32, 64, 128, -1])
+def test_what_was_stored_comes_back(tmp_path, version, group_size):
+    q = quantize(weights(), 4, group_size, sym=False)
+    q.zeros[:5, 0] = 0
+    q.zeros[5:9, 0] = 15
+    quant = {"quant_method": "awq", "bits": 4, "group_size": group_size, "version": version}
+    with open_checkpoint(write_folder(tmp_path, awq_tensors(NAME, q, group_size, version), quant)) as checkpoint:
+        assert checkpoint.format == "awq-" + version.replace("llm-awq", "gemv_fast")
+        assert checkpoint.modules[NAME].shape == (64, 256)
+        tensor = checkpoint.read_module(NAME)
+        assert checkpoint.group_order(NAME) is None
+    assert np.array_equal(tensor.codes, q.codes)
+    assert np.array_equal(tensor.zeros, q.zeros)
+    assert np.array_equal(tensor.dequantize(), q.dequantize())
+    assert tensor.codes.flags.c_contiguous
+    assert tensor.scales.flags.c_contiguous
+    assert tensor.zeros.flags.c_contiguous
+    assert tensor.notes == ()
+
+
+def test_gemv_fast_codes_are_unshuffled_as_the_formula_says(tmp_path):
+    out, columns = 8, 128
+    words = np.random.default_rng(1).integers(0, 2**16, (out // 4, columns), dtype=np.uint16).view(np.int16)
+    ones = np.ones((8, out), np.float16)
+    tensors = {f"{NAME}.qweight": words, f"{NAME}.scales": ones, f"{NAME}.qzeros": -ones}
+    quant = {"quant_method": "awq", "bits": 4, "group_size": 128, "version": "gemv_fast"}
+    with open_checkpoint(write_folder(tmp_path, tensors, quant)) as checkpoint:
+        tensor = checkpoint.read_module(NAME)
+    nibbles = np.stack([words.view(np.uint16) >> 4 * i & 15 for i in range(4)], -1)
+    codes = nibbles.reshape(out // 4, columns // 64, 4, 64).transpose(0, 2, 1, 3).reshape(out, columns)
+    codes = codes.reshape(out, columns // 32, 4, 2, 4).transpose(0, 1, 2, 4, 3)
+    codes = codes.reshape(out, columns // 32, 4, 4, 2).transpose(0, 1, 3, 2, 4).reshape(out, columns)
+    assert np.array_equal(tensor.codes, codes)
+    assert (tensor.zeros == 1).all()
+
+
+@pytest.mark.parametrize("stored", ["gemm", "gemv", "gemv_fast"])
+def test_the_layout_is_seen_in_the_tensors_whatever_the_version_says(tmp_path, stored):
+    q = quantize(weights(), 4, 64, sym=False)
+    claimed = "gemv" if stored == "gemm" else "gemm"
+    quant = {"quant_method": "awq", "bits": 4, "group_size": 64, "version": claimed}
+    with open_checkpoint(write_folder(tmp_path, awq_tensors(NAME, q, 64, stored), quant)) as checkpoint:
+        tensor = checkpoint.read_module(NAME)
+    assert np.array_equal(tensor.dequantize(), q.dequantize())
+    assert f"stored in the {stored} layout but version says {claimed}" in tensor.notes[0]
+
+
+def test_an_old_quant_config_is_understood(tmp_path):
+    q = quantize(weights(), 4, 64, sym=False)
+    write_folder(tmp_path, awq_tensors(NAME, q, 64), None)
+    (tmp_path / "quant_config.json").write_text(
+        '{"w_bit": 4, "q_group_size": 64, "zero_point": true, "version": "GEMM"}'
+    )
+    with open_checkpoint(tmp_path) as checkpoint:
+        assert checkpoint.quant.method == "awq"
+        assert checkpoint.quant.group_size == 64
+        assert np.array_equal(checkpoint.read_module(NAME).codes, q.codes)
+
+
+def test_a_group_size_that_the_scales_contradict_is_overruled(tmp_path):
+    q = quantize(weights(), 4, 64, sym=False)
+    quant = {"quant_method": "awq", "bits": 4, "group_size": 128, "version": "gemm"}
+    with open_checkpoint(write_folder(tmp_path, awq_tensors(NAME, q, 64), quant)) as checkpoint:
+        tensor = checkpoint.read_module(NAME)
+    assert tensor.group_size == 64
+    assert "groups of 64 but group_size says 128" in tensor.notes[0]
+
+
+def test_scales_of_an_activation_are_no_quantized_layer(tmp_path):
+    q = quantize(weights(), 4, 64, sym=False)
+    tensors = {**awq_tensors(NAME, q, 64), "transformer.h.0.mlp.act.scales": np.ones(256, np.float16)}
+    quant = {"quant_method": "awq", "bits": 4, "group_size": 64, "version": "gemm"}
+    with open_checkpoint(write_folder(tmp_path, tensors, quant)) as checkpoint:
+        assert list(checkpoint.modules) == [NAME]
+        assert list(checkpoint.tensors) == ["transformer.h.0.mlp.act.scales"]
+
+
+@pytest.mark.parametrize("version", ["gemm", "gemv", "gemv_fast"])
+def test_a_whole_model_comes_back_with_its_skipped_layers_plain(tmp_path, model_folder, version):
+    stored = write_awq(tmp_path, model_folder, version, 64, skip=("down_proj",), shards=2)
+    with open_checkpoint(tmp_path) as checkpoint:
+        assert set(checkpoint.modules) == set(stored)
+        assert "model.layers.0.mlp.down_proj.weight" in checkpoint.tensors
+        for name, q in stored.items():
+            assert np.array_equal(checkpoint.read_module(name).dequantize(), q.dequantize())
+
+
+def test_gemv_words_are_in_natural_order(tmp_path):
+    codes = np.arange(64 * 16, dtype=np.uint8).reshape(16, 64) % 16
+    scales = np.ones((16, 32), np.float16)
+    tensors = {
+        f"{NAME}.qweight": pack_stream(codes, 4),
+        f"{NAME}.qzeros": np.zeros((16, 4), np.int32),
+        f"{NAME}.scales": scales,
+    }
+    quant = {"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemv"}
+    with open_checkpoint(write_folder(tmp_path, tensors, quant)) as checkpoint:
+        assert np.array_equal(checkpoint.read_module(NAME).dequantize(), codes)
