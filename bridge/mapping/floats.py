@@ -50,7 +50,9 @@ def quantize_rows(x: np.ndarray, block: BlockType, importance: np.ndarray | None
     """
     rows, columns = x.shape
     if columns % block.size:
-        raise BridgeError(f"rows of {columns} weights do not fill {block.name} blocks of {block.size}; use another type")
+        raise BridgeError(
+            f"rows of {columns} weights do not fill {block.name} blocks of {block.size}; use another type"
+        )
     weights = _weights(importance, columns)
     x = np.ascontiguousarray(x, np.float32).reshape(rows, columns // block.sub, block.sub)
     scaled = weights.reshape(-1, block.sub)
@@ -71,7 +73,9 @@ def quantize_rows(x: np.ndarray, block: BlockType, importance: np.ndarray | None
         pack(q[:n].reshape(n, columns), sc[:n], mn[:n], d[:n], dmin[:n], data[at : at + n])
     if not np.isfinite(sums).all():
         row = int(np.argmax(~np.isfinite(sums).all(axis=1)))
-        raise BridgeError(f"row {row} of the weights holds NaN, infinity or values beyond 1e18; the checkpoint is damaged")
+        raise BridgeError(
+            f"row {row} of the weights holds NaN, infinity or values beyond 1e18; the checkpoint is damaged"
+        )
     return QuantizedRows(data, sums[:, 0].copy(), float(sums[:, 1].sum()), float(sums[:, 2].sum()) * _mean(importance))
 
 
@@ -86,7 +90,9 @@ def _weights(importance: np.ndarray | None, columns: int) -> np.ndarray:
     if importance is None:
         return np.ones(columns, np.float32)
     if importance.shape != (columns,):
-        raise BridgeError(f"importance of {list(importance.shape)} columns for rows of {columns}; it is another tensor's")
+        raise BridgeError(
+            f"importance of {list(importance.shape)} columns for rows of {columns}; it is another tensor's"
+        )
     if not (np.isfinite(importance).all() and (importance >= 0).all()):
         raise BridgeError("the importance of columns holds NaN, infinity or negative values; use another imatrix")
     return np.maximum(importance / _mean(importance), _FLOOR).astype(np.float32)

@@ -31,15 +31,19 @@ _ONE = np.float32(1)
 _LEAST = np.float32(2.0**-24)  # the least positive half
 _INFINITY = np.float32(np.inf)
 
-_D_TRIES, _D_STEP = 24, np.float32(0.0175)  # d: the largest scale gets code 1.005 * scale_hi, and 1.75% less each try
-_M_TRIES, _M_STEP = 12, np.float32(0.025)
+# tries of d and dmin: the largest scale (min) gets code hi, and d_step (m_step) less at each further try
+_D_TRIES, _M_TRIES = 24, 12
 _GRIDS = 3  # grids that are searched exactly
 _NEAR, _WIDE = 1, 8  # how far a sweep looks, in steps of sc and mn
 _ROUNDS = 6  # refits of d and dmin at most
 _ENOUGH = 0.999  # a round that gains less is the last
 
-# starts of the line search: the range of w spread over levels - 1 + first + step * k codes, k < count
-_STARTS = {"Q2_K": (-0.6, 0.2, 12), "Q4_K": (-1.0, 0.3, 10), "Q5_K": (-1.0, 0.3, 10)}
+# first, step, starts: of the line search, the range of w spread over levels - 1 + first + step * k codes, k < starts
+_SETTINGS = {
+    "Q2_K": {"first": -0.6, "step": 0.2, "starts": 12, "d_step": 0.5, "m_step": 0.5},
+    "Q4_K": {"first": -1.0, "step": 0.3, "starts": 10, "d_step": 1.0, "m_step": 2.0},
+    "Q5_K": {"first": -1.0, "step": 0.3, "starts": 10, "d_step": 1.0, "m_step": 2.0},
+}
 
 # rows of the array `lines` [5, subs], float32: the line of each sub-block and the error's quadratic around it
 _A, _B = 0, 1  # the line a * q - b
@@ -49,7 +53,7 @@ _WEIGHT = 4  # d2 error / db2 / 2: sum w
 
 # set per type by `specialize`
 sub = subs = scale_hi = min_hi = starts = 0
-high = first = step = _ZERO
+high = first = step = d_step = m_step = _ZERO
 line: Any = None
 dmin_for: Any = None
 grids: Any = None
@@ -83,10 +87,16 @@ def _line(x, w, lines, j):
             e, f_q, f_qq, f_r, f_rq = affine_fit(x, w, a, b)
             sq, sqq, sr, srq = np.float64(f_q), np.float64(f_qq), np.float64(f_r), np.float64(f_rq)
             det = sqq * sw - sq * sq
-            if not det > 1e-6 * sqq * sw:
+            if det > 1e-6 * sqq * sw:
+                da = (sw * srq - sq * sr) / det
+                db = (sq * srq - sqq * sr) / det
+            elif sqq > 0:  # all codes are equal, so either will do
+                da = srq / sqq
+                db = 0.0
+                det = sqq * sw
+                sq = 0.0
+            else:
                 break
-            da = (sw * srq - sq * sr) / det
-            db = (sq * srq - sqq * sr) / det
             if b + db < 0:
                 db = -np.float64(b)
                 da = (srq - b * sq) / sqq
@@ -114,7 +124,7 @@ def _dmin_for(lines, follow):
     best = _INFINITY
     best_dmin = _ZERO
     for k in range(_M_TRIES):
-        dmin = round_half(b_max / (np.float32(1.005 * min_hi) * (_ONE - _M_STEP * np.float32(k))))
+        dmin = round_half(b_max / (np.float32(min_hi) - m_step * np.float32(k)))
         if dmin == _ZERO and b_max > _ZERO:
             dmin = _LEAST
         inverse = _ONE / dmin if dmin > _ZERO else _ZERO
@@ -138,7 +148,7 @@ def _grids(lines, follow, pairs):
         pairs[p, 0] = pairs[p, 1] = _ZERO
         pairs[p, 2] = _INFINITY
     for k in range(_D_TRIES):
-        d = round_half(a_max / (np.float32(1.005 * scale_hi) * (_ONE - _D_STEP * np.float32(k))))
+        d = round_half(a_max / (np.float32(scale_hi) - d_step * np.float32(k)))
         if d == _ZERO and a_max > _ZERO:
             d = _LEAST
         inverse = _ONE / d if d > _ZERO else _ZERO
@@ -296,9 +306,8 @@ def _rows(x, w, q, sc, mn, d, dmin, sums):
 @cache
 def affine_k(name: str) -> Callable[..., None]:
     """The compiled `_rows` of Q2_K, Q4_K or Q5_K."""
-    lowest, by, count = _STARTS[name]
     scope = rounding(BLOCKS[name], affine_errors, affine_fit, affine_write)
-    scope |= {"first": np.float32(lowest), "step": np.float32(by), "starts": count}
+    scope |= {key: np.float32(value) if type(value) is float else value for key, value in _SETTINGS[name].items()}
     for function in (_line, _dmin_for, _grids, _sweep, _refit, _block):
         scope[function.__name__[1:]] = specialize(function, name, **scope)
     return specialize(_rows, name, **scope)

@@ -33,7 +33,8 @@ _STEP = np.float32(0.75 * 2.0**-10)  # of a half to its neighbour, relative
 _LEAST = np.float32(2.0**-24)  # the least positive half
 
 # Starts of the search: the widest weight at code  last code + first + step * k,  k < count
-_STARTS = {"Q4_0": (-1.0, 0.15, 16), "Q5_0": (-1.2, 0.2, 14), "Q4_1": (-1.0, 0.2, 12), "Q5_1": (-1.2, 0.3, 12)}
+_STARTS = {"Q4_0": (-1.0, 0.15, 16), "Q5_0": (-1.2, 0.12, 24), "Q4_1": (-1.0, 0.2, 12), "Q5_1": (-1.2, 0.3, 12)}
+_WINDOW = 4
 _SHIFTS, _SHIFT = 3, np.float32(0.35)  # starts of m, in steps of d
 # Q8_0: 128 is the code of the widest weight with d negated; fewer codes cost 1.6% each, but each d
 # rounds the block anew, and the best of six is a fifth below the average
@@ -121,9 +122,21 @@ def _affine(x, w):
                 break
             new_b = round_half(b + (sq * srq - sqq * sr) / det)
             new_a = round_half(a + (srq + sq * (np.float64(new_b) - b)) / sqq)  # given the m that is stored
-            if new_a == a and new_b == b or not new_a > 0:
+            if (new_a == a and new_b == b) or not new_a > 0:
                 break
             a, b = new_a, new_b
+    # a window around the best, as the error has many local minima: half a code at the far end, an eighth at the near
+    d, m = best_d, best_m
+    for i in range(-_WINDOW, _WINDOW + 1):
+        a = round_half(d * (_ONE + np.float32(i) * np.float32(0.5) / high))
+        for k in range(-_WINDOW, _WINDOW + 1, 2):
+            m1 = round_half(m + np.float32(k) * np.float32(0.125) * d)
+            m2 = round_half(m + np.float32(k + 1) * np.float32(0.125) * d)
+            e1, e2 = affine_errors(x, w, a, -m1, a, -m2)
+            if e1 < best:
+                best, best_d, best_m = e1, a, m1
+            if e2 < best:
+                best, best_d, best_m = e2, a, m2
     for _ in range(4):  # neighbouring halves
         d, m = best_d, best_m
         reach_d = max(abs(d) * _STEP, _LEAST)
@@ -131,12 +144,9 @@ def _affine(x, w):
         for dm in range(-1, 2):
             m1 = round_half(m + np.float32(dm) * reach_m)
             # the d that best goes with this m, and with this m and the codes of either end
-            a = d
-            _, _, f_qq, _, f_rq = affine_fit(x, w, a, -m1)
-            if f_qq > _ZERO:
-                a = round_half(max(a + f_rq / f_qq, _ZERO))
-            else:
-                a = round_half(max((hi - m1) / high, _ZERO))
+            _, _, f_qq, _, f_rq = affine_fit(x, w, d, -m1)
+            a = d + f_rq / f_qq if f_qq > _ZERO else (hi - m1) / high
+            a = round_half(max(a, _ZERO))
             e1, e2 = affine_errors(x, w, a, -m1, round_half(a + reach_d), -m1)
             if e1 < best:
                 best, best_d, best_m = e1, a, m1
@@ -184,7 +194,7 @@ def _q8_0(x, w):
 
 
 def _scaled_rows(x, w, q, sc, mn, d, dmin, sums):
-    """x [rows, n, 32], w [n, 32] -> fields as `mapping.pack` wants them; sums float64 [rows, 3] as in `floats_affine`."""
+    """x [rows, n, 32], w [n, 32] -> fields as `mapping.pack` wants them; sums as in `floats_affine`."""
     for row in range(x.shape[0]):
         for n in range(d.shape[1]):
             best = search(x[row, n], w[n])

@@ -23,23 +23,29 @@ _ONE = np.float32(1)
 _LEAST = np.float32(2.0**-24)  # the least positive half
 _INFINITY = np.float32(np.inf)
 
-# d: the largest scale gets code 1.5 * scale_lo, and so is clipped, and 2.25% less each try, with either sign
-_D_TRIES, _D_MOST, _D_STEP = 48, np.float32(1.5), np.float32(0.015)
+# d: the largest scale gets code 1.5 * scale_lo, so is clipped, and scale_lo / 64 less at each further try; either sign
+_TRIES, _D_MOST, _D_STEP = 96, np.float32(1.5), np.float32(1 / 64)
 _GRIDS = 4  # grids that are searched exactly
 _GRID_ROUNDS = 2  # rounds on each of them, and on the best
+_SHAKE = np.float32(1 / 80)  # how far off the best d is tried again
 _NEAR = 1  # how far a sweep looks, in steps of sc
 _ROUNDS = 6
 _ENOUGH = 0.999  # a round that gains less is the last
 
-# Starts of the scale search: w's largest magnitude at code low + first + step * k, k < count; and the widest sweep
-_SETTINGS = {"Q3_K": (-0.4, 0.16, 12, 64), "Q6_K": (-0.6, 0.3, 8, 8)}
+# first, step, starts: of the scale search, w's largest magnitude at code low + first + step * k, k < starts
+# grid_wide, wide: how far the first sweep of a grid, and of the best grid, looks
+# coarse: a scale this many times smaller than the largest is small
+_SETTINGS = {
+    "Q3_K": {"first": -0.4, "step": 0.16, "starts": 12, "grid_wide": 1, "wide": 64, "shakes": 6, "coarse": 8.0},
+    "Q6_K": {"first": -0.6, "step": 0.3, "starts": 8, "grid_wide": 1, "wide": 8, "shakes": 0, "coarse": 32.0},
+}
 
 # rows of the array `scales` [2, 3, subs], float32, for either sign: the scale, its error, and sum w q^2
 _SCALE, _ERROR, _CURVE = 0, 1, 2
 
 # set per type by `specialize`
-sub = subs = scale_lo = scale_hi = starts = wide = 0
-low = high = first = step = _ZERO
+sub = subs = scale_lo = scale_hi = starts = wide = grid_wide = shakes = 0
+low = high = first = step = coarse = _ZERO
 scale: Any = None
 grids: Any = None
 sweep: Any = None
@@ -88,10 +94,10 @@ def _scale(x, w, scales, j):
 
 
 def _grids(scales, tries):
-    """The most promising d, best first, into `tries` float32 [_GRIDS, 2]: d, expected error.
+    """Candidates for d and their expected errors into `tries` float32 [_TRIES, 2]; how many of them to search.
 
-    The last is always the d that gives the largest scale the code scale_lo: where the other scales
-    are small beside it, their quadratics say little.
+    Usually the few of least expected error. But where most scales are small beside the largest, the
+    grid is coarse for them and their quadratics say little: then all are searched.
     """
     largest = _ZERO
     signed = _ZERO
@@ -100,11 +106,12 @@ def _grids(scales, tries):
         if abs(scales[better, _SCALE, j]) > largest:
             signed = scales[better, _SCALE, j]
             largest = abs(signed)
-    for p in range(_GRIDS):
-        tries[p, 0] = _ZERO
-        tries[p, 1] = _INFINITY
-    for k in range(2 * _D_TRIES):
-        d = round_half(largest / (_D_MOST * np.float32(-scale_lo) * (_ONE - _D_STEP * np.float32(k >> 1))))
+    small = 0
+    for j in range(subs):
+        better = 0 if scales[0, _ERROR, j] < scales[1, _ERROR, j] else 1
+        small += 1 if abs(scales[better, _SCALE, j]) * coarse < largest else 0
+    for k in range(_TRIES):
+        d = round_half(signed / (np.float32(scale_lo) * (_D_MOST - _D_STEP * np.float32(k >> 1))))
         if d == _ZERO and largest > _ZERO:
             d = _LEAST
         if k & 1:
@@ -119,14 +126,19 @@ def _grids(scales, tries):
             off = d * min(max(np.rint(a * inverse), np.float32(scale_lo)), np.float32(scale_hi)) - a
             e1 = scales[1, _ERROR, j] + scales[1, _CURVE, j] * off * off
             e = add(e, e0 if e0 < e1 else e1)
-        p = _GRIDS
-        while p > 0 and e < tries[p - 1, 1]:
-            p -= 1
-            if p + 1 < _GRIDS:
-                tries[p + 1, 0], tries[p + 1, 1] = tries[p, 0], tries[p, 1]
-        if p < _GRIDS:
-            tries[p, 0], tries[p, 1] = d, e
-    tries[_GRIDS - 1, 0] = round_half(signed / np.float32(scale_lo))
+        tries[k, 0], tries[k, 1] = d, e
+    if 2 * small > subs:
+        return _TRIES
+    for p in range(_GRIDS):  # the least to the front
+        least = p
+        for k in range(p, _TRIES):
+            if tries[k, 1] < tries[least, 1]:
+                least = k
+        d, e = tries[least, 0], tries[least, 1]
+        tries[least, 0], tries[least, 1] = tries[p, 0], tries[p, 1]
+        tries[p, 0], tries[p, 1] = d, e
+    tries[_GRIDS - 1, 0] = round_half(signed / np.float32(scale_lo))  # the plain choice, never left out
+    return _GRIDS
 
 
 def _sweep(x, w, d, scales, sc, reach):
@@ -178,17 +190,20 @@ def _block(x, w, scales, tries, trial, sc):
     for j in range(subs):
         scale(x[j], w[j], scales, j)
         sc[j] = 0
-    grids(scales, tries)
+    count = grids(scales, tries)
     best = np.inf
     best_d = _ZERO
-    for p in range(_GRIDS + 1):
-        final = p == _GRIDS
+    for p in range(count + 1 + shakes):
+        final = p >= count
         d = best_d if final else tries[p, 0]
+        if p > count:  # a little off the best d, by +1, -1, +2, -2, .. parts
+            parts = (p - count + 1) // 2
+            d = round_half(d * (_ONE + _SHAKE * np.float32(parts if (p - count) & 1 else -parts)))
         for j in range(subs):
             trial[j] = sc[j] if final else 0
         reached = np.inf
-        for round_ in range(_ROUNDS if final else _GRID_ROUNDS):
-            total = sweep(x, w, d, scales, trial, wide if final and round_ == 0 else _NEAR)
+        for round_ in range(_ROUNDS if final else (_GRID_ROUNDS if count == _GRIDS else 1)):
+            total = sweep(x, w, d, scales, trial, _NEAR if round_ or p > count else (wide if final else grid_wide))
             if total < best:
                 best, best_d = total, d
                 for j in range(subs):
@@ -209,7 +224,7 @@ def _rows(x, w, q, sc, mn, d, dmin, sums):
     sums float64 [rows, 3]: error, signal, error weighted with w.
     """
     scales = np.zeros((2, 3, subs), np.float32)
-    tries = np.zeros((_GRIDS, 2), np.float32)
+    tries = np.zeros((_TRIES, 2), np.float32)
     trial = np.zeros(subs, np.int32)
     best_sc = np.zeros(subs, np.int32)
     for row in range(x.shape[0]):
@@ -229,9 +244,8 @@ def _rows(x, w, q, sc, mn, d, dmin, sums):
 @cache
 def scaled_k(name: str) -> Callable[..., None]:
     """The compiled `_rows` of Q3_K or Q6_K."""
-    lowest, by, count, widest = _SETTINGS[name]
     scope = rounding(BLOCKS[name], scaled_errors, scaled_fit, scaled_write)
-    scope |= {"first": np.float32(lowest), "step": np.float32(by), "starts": count, "wide": widest}
+    scope |= {key: np.float32(value) if type(value) is float else value for key, value in _SETTINGS[name].items()}
     for function in (_scale, _grids, _sweep, _refit, _block):
         scope[function.__name__[1:]] = specialize(function, name, **scope)
     return specialize(_rows, name, **scope)

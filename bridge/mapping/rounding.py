@@ -29,8 +29,7 @@ sub = 0
 low = high = _ZERO
 
 
-@intrinsic
-def add(typingctx, total, term):
+def _add(typingctx, total, term):
     """total + term, float32, in any order with the other terms of the same sum, so that sums become vector adds.
 
     (Numba's `fastmath` would allow it for a whole function, with roundings that must stay as written.)
@@ -40,6 +39,9 @@ def add(typingctx, total, term):
         return builder.fadd(*arguments, flags=("reassoc", "nsz"))
 
     return types.float32(types.float32, types.float32), codegen
+
+
+add: Any = intrinsic(_add)
 
 
 def affine_errors(x, w, a1, b1, a2, b2):
