@@ -253,7 +253,6 @@ def bin_folder(folder: Path, stored: dict[str, np.ndarray], shards: int = 1, **o
 
 @pytest.mark.parametrize("options", [{}, {"shards": 2}, {"_use_new_zipfile_serialization": False}])
 def test_bin_files_read_as_safetensors_do(tmp_path, options):
-    torch = pytest.importorskip("torch")
     stored = {**tensors(), "norm.weight": np.arange(6, dtype=np.float32).reshape(2, 3)}
     (tmp_path / "a").mkdir()
     bin_folder(tmp_path / "a", stored, **options)
@@ -262,7 +261,6 @@ def test_bin_files_read_as_safetensors_do(tmp_path, options):
         assert np.array_equal(a.read_module(NAME).dequantize(), b.read_module(NAME).dequantize())
         assert a.read_float("norm.weight", (1, 2)).tolist() == [[3, 4, 5]]
         assert a.nbytes == b.nbytes
-    del torch
 
 
 def test_bf16_in_a_bin_file_is_read_exactly(tmp_path):

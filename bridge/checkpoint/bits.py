@@ -1,8 +1,9 @@
 """From packed words to one byte per code, at the speed of memory.
 
 Everything that is stored is, once a row's words stand one after the other, a little-endian stream of
-b-bit codes, least significant bit first, whatever the width of a word. Eight codes are b bytes, and
-three shift-and-mask steps spread them over the eight bytes of a uint64:
+b-bit codes, least significant bit first, whatever the width of a word. 2, 4 and 8 bits lie within
+bytes. Of the others eight codes are b bytes, and three shift-and-mask steps spread them over the eight
+bytes of a uint64:
 
     hgfedcba (b bits each)  ->  ....hgfe ....dcba  ->  ..hg ..fe ..dc ..ba  ->  h g f e d c b a
 
@@ -26,30 +27,27 @@ _TILE = 64  # blocks of 32 codes: with 16 rows, at most 64 KiB
 @kernel
 def _expand(source, widths, bits, n, out):
     """The first n codes of a row: source uint8, out uint8, both one-dimensional."""
-    full = n // 8
-    for group in range(full):
-        at = (group >> 2) * 4 * bits
-        g = group & 3
-        shift = 0
-        value = np.uint64(0)
-        for p in range(len(widths)):
-            w = widths[p]
-            first = at + g * w
-            if w == 4:
-                x = _load4(source, first)
-            elif w == 8:
-                x = _load4(source, first) | _load4(source, first + 4) << np.uint64(32)
-            else:
-                x = np.uint64(0)
-                for i in range(w):
-                    x |= np.uint64(source[first + i]) << np.uint64(8 * i)
-            value |= _spread(x, w) << np.uint64(shift)
-            shift += w
-            at += 4 * w
-        k = group * 8
-        for i in range(8):
-            out[k + i] = np.uint8(value >> np.uint64(8 * i))
-    for k in range(full * 8, n):  # plain streams only: planar ones come in 32s
+    if bits == 8:
+        for i in range(n):
+            out[i] = source[i]
+        return
+    done = 0
+    if bits == 4:  # lanes that do not cross bytes: LLVM makes vectors of this
+        done = n // 2 * 2
+        for i in range(n // 2):
+            out[2 * i] = source[i] & 15
+            out[2 * i + 1] = source[i] >> 4
+    elif bits == 2:
+        done = n // 4 * 4
+        for i in range(n // 4):
+            out[4 * i] = source[i] & 3
+            out[4 * i + 1] = source[i] >> 2 & 3
+            out[4 * i + 2] = source[i] >> 4 & 3
+            out[4 * i + 3] = source[i] >> 6
+    else:
+        done = n // 8 * 8
+        _expand_odd(source, widths, bits, done, out)
+    for k in range(done, n):  # plain streams only: planar ones come in 32s
         at = k * bits
         x = np.uint64(source[at >> 3])
         if (at & 7) + bits > 8:
@@ -58,14 +56,25 @@ def _expand(source, widths, bits, n, out):
 
 
 @kernel
-def _load4(source, at):
-    """Four bytes as one little-endian load, which LLVM makes of it."""
-    return (
-        np.uint64(source[at])
-        | np.uint64(source[at + 1]) << np.uint64(8)
-        | np.uint64(source[at + 2]) << np.uint64(16)
-        | np.uint64(source[at + 3]) << np.uint64(24)
-    )
+def _expand_odd(source, widths, bits, n, out):
+    """Codes that cross bytes, or come in planes: eight at a time, n a multiple of 8."""
+    for group in range(n // 8):
+        at = (group >> 2) * 4 * bits
+        g = group & 3
+        shift = 0
+        value = np.uint64(0)
+        for p in range(len(widths)):
+            w = widths[p]
+            first = at + g * w
+            x = np.uint64(0)
+            for i in range(w):
+                x |= np.uint64(source[first + i]) << np.uint64(8 * i)
+            value |= _spread(x, w) << np.uint64(shift)
+            shift += w
+            at += 4 * w
+        k = group * 8
+        for i in range(8):
+            out[k + i] = np.uint8(value >> np.uint64(8 * i))
 
 
 @kernel
