@@ -76,8 +76,7 @@ def convert(
     recipe = Recipe(type, output_type, token_embd_type, actorder_type, tuple(tensor_types))
     folder = resolve(checkpoint)
     with open_checkpoint(folder) as ckpt:
-        names = list(ckpt.tensors) + [f"{module}.weight" for module in ckpt.modules]
-        spec = describe_model(ckpt.config, ckpt.path, names, pre)
+        spec = model_of(ckpt, pre)
         importance = _read_importance(imatrix)
         work = Conversion(ckpt, spec, recipe, importance)
         path = Path(out) if out is not None else Path(default_name(str(checkpoint), recipe))
@@ -97,9 +96,26 @@ def convert(
             files = output.finish(_file_type(recipe, results))
         if modelfile:
             (files[0].parent / "Modelfile").write_text(modelfile_text(spec, files[0].name), encoding="utf-8")
-    notes = [*ckpt.notes, *work.notes, *(note for t in results for note in t.notes)]
+    notes = [*ckpt.notes, *spec.notes, *(note for t in results for note in t.notes)]
+    if spec.unused:
+        notes.append(f"not needed in GGUF and left out: {', '.join(spec.unused)}")
     seconds = time.perf_counter() - started
     return Report(str(checkpoint), ckpt.format, files, results, ckpt.nbytes, seconds, notes)
+
+
+def model_of(ckpt: Checkpoint, pre: str | None = None) -> ModelSpec:
+    """What the checkpoint becomes in GGUF; `pre` overrides the recognition of its pre-tokenizer.
+
+    Raises BridgeError also where the checkpoint holds a bias that llama.cpp has no place for.
+    """
+    names = list(ckpt.tensors) + [f"{module}.weight" for module in ckpt.modules]
+    spec = describe_model(ckpt.config, ckpt.path, names, pre)
+    for name in spec.zero_only:
+        if ckpt.read_float(name).any():
+            raise BridgeError(
+                f"{name}: llama.cpp's {spec.arch} has no such tensor, and it is not zero; it cannot be kept"
+            )
+    return spec
 
 
 def usable_cpus() -> int:
@@ -129,12 +145,10 @@ class Conversion:
     spec: ModelSpec
     recipe: Recipe
     importance: dict[str, np.ndarray] = field(default_factory=dict)
-    notes: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self._row_orders: dict[str, np.ndarray] = {}  # by module
         self._column_orders: dict[str, np.ndarray] = {}
-        self._tied = not any(t.kind == "output" for t in self.spec.tensors)
         for fold in self.spec.folds:
             group = self.ckpt.group_order(fold.consumer) if fold.consumer in self.ckpt.modules else None
             if group is not None:
@@ -230,7 +244,7 @@ class Conversion:
         """Where a tensor stands in the model, for the recipe."""
         spec = self.spec
         gqa = spec.n_heads // spec.n_kv_heads
-        tied = tensor.kind == "token_embd" and self._tied
+        tied = tensor.kind == "token_embd" and spec.tied
         return TensorPlace(tensor.name, tensor.kind, tensor.layer, spec.n_layers, gqa, tensor.shape[-1], tied)
 
     def _column_importance(self, tensor: TensorSpec) -> np.ndarray | None:

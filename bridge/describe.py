@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 
 from bridge.checkpoint import Checkpoint, open_checkpoint
-from bridge.convert import Conversion
+from bridge.convert import Conversion, model_of
 from bridge.errors import BridgeError
 from bridge.hub import resolve
-from bridge.models import ModelSpec, TensorSpec, describe_model
+from bridge.models import ModelSpec, TensorSpec
 from bridge.recipe import Recipe
 from bridge.report import align, size_text
 from bridge.verify import read_gguf, shards
@@ -43,7 +43,7 @@ def _describe_checkpoint(ckpt: Checkpoint) -> list[str]:
         ("checkpoint_format", quant.checkpoint_format),
         ("version", quant.version),
     ):
-        if value is not None:
+        if value not in (None, ""):
             label.append(f"{name} {value}")
     lines = [
         f"{ckpt.path}: {size_text(ckpt.nbytes)} in {len(ckpt.files)} file{'s' * (len(ckpt.files) != 1)}",
@@ -51,8 +51,7 @@ def _describe_checkpoint(ckpt: Checkpoint) -> list[str]:
         f"the data says   {ckpt.format}, {_data_says(ckpt)}",
     ]
     try:
-        names = list(ckpt.tensors) + [f"{module}.weight" for module in ckpt.modules]
-        spec = describe_model(ckpt.config, ckpt.path, names)
+        spec = model_of(ckpt)
     except BridgeError as problem:
         return [*lines, *ckpt.notes, f"convert would stop: {problem}"]
     table, notes = _prediction(ckpt, spec)
@@ -81,13 +80,12 @@ def _prediction(ckpt: Checkpoint, spec: ModelSpec) -> tuple[list[str], list[str]
     for tensor in spec.tensors:
         if len(tensor.shape) == 2:
             kinds.setdefault(tensor.kind, []).append(tensor)
-    rows = [("tensors", "", "shape", "arrives as", "zero points", "convert makes it", "")]
+    rows: list[tuple[str, ...]] = [("tensors", "", "shape", "arrives as", "zero points", "convert makes it", "")]
     notes: list[str] = []
     for kind, members in kinds.items():
         ends = members if len(members) < 2 else [members[0], members[-1]]
         seen = [_one(work, tensor, notes) for tensor in ends]
-        merged = [" / ".join(dict.fromkeys(column)) for column in zip(*seen, strict=True)]
-        rows.append((kind, str(len(members)), *merged))  # type: ignore[arg-type]
+        rows.append((kind, str(len(members)), *(" / ".join(dict.fromkeys(cell)) for cell in zip(*seen, strict=True))))
     return align(rows, left=(True, False, True, True, True, True, True)), notes
 
 
@@ -108,7 +106,7 @@ def _one(work: Conversion, tensor: TensorSpec, notes: list[str]) -> tuple[str, s
     step = max(1, t.shape[0] // _SAMPLE_ROWS)
     mapped = choose.map_auto(t.take_rows(np.arange(0, t.shape[0], step)))
     how = "codes carried" if mapped.fidelity.kept else "rounded anew"
-    return shape, arrives, zeros, mapped.block.name, f"{how}, adds {100 * mapped.fidelity.share:.2g}% of its noise"
+    return shape, arrives, zeros, mapped.block.name, how
 
 
 def _describe_gguf(path: Path) -> str:
@@ -132,7 +130,7 @@ def _describe_gguf(path: Path) -> str:
         f"weights         {weights / 1e6:.1f} M in {len(tensors)} tensors, {8 * nbytes / max(weights, 1):.2f} bpw",
         "",
     ]
-    rows = [("type", "tensors", "weights (M)", "bytes (MB)", "bpw")]
+    rows: list[tuple[str, ...]] = [("type", "tensors", "weights (M)", "bytes (MB)", "bpw")]
     types: dict[str, list[Any]] = {}
     for t in tensors:
         types.setdefault(t.tensor_type.name, []).append(t)

@@ -103,7 +103,7 @@ class Report:
 
     def table(self, done: str = "wrote") -> str:
         """The closing table: a row per kind of tensor, then sizes, time and notes."""
-        rows = [("tensors", "", "type", "bpw", "codes kept", "NMSE", "of source noise")]
+        rows: list[tuple[str, ...]] = [("tensors", "", "type", "bpw", "codes kept", "NMSE", "of source noise")]
         groups: dict[tuple[str, str], list[TensorReport]] = {}
         for t in self.tensors:
             kind = t.kind if t.fidelity else "norms, biases and other floats"

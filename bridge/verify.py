@@ -16,10 +16,10 @@ import gguf
 import numpy as np
 
 from bridge.checkpoint import open_checkpoint
-from bridge.convert import Conversion, Progress
+from bridge.convert import Conversion, Progress, model_of
 from bridge.errors import BridgeError
 from bridge.hub import resolve
-from bridge.models import TensorSpec, describe_model
+from bridge.models import TensorSpec
 from bridge.recipe import Recipe, block_type
 from bridge.report import AS_IS, CARRIED, FLOAT, ROUNDED, Report, TensorReport
 
@@ -31,9 +31,7 @@ MAX_NMSE = 1e-4  # for tensors that came as floats; Q8_0 is at 3e-5
 _CHUNK_WEIGHTS = 1 << 22
 
 
-def verify(
-    gguf_path: str | Path, checkpoint: str | Path, *, pre: str | None = None, progress: Progress | None = None
-) -> Report:
+def verify(gguf_path: str | Path, checkpoint: str | Path, *, progress: Progress | None = None) -> Report:
     """Compare every tensor of a GGUF (its first shard, if split) with the checkpoint's.
 
     Returns a Report with the same figures as `convert`'s, measured from the file; `failures` judges it.
@@ -45,9 +43,7 @@ def verify(
     for file in files:
         stored.update((t.name, t) for t in read_gguf(file).tensors)
     with open_checkpoint(resolve(checkpoint)) as ckpt:
-        names = list(ckpt.tensors) + [f"{module}.weight" for module in ckpt.modules]
-        # the pre-tokenizer does not matter here: any will do where it cannot be recognised
-        spec = describe_model(ckpt.config, ckpt.path, names, pre or "default")
+        spec = model_of(ckpt, pre="default")  # tensors alone are compared: any pre-tokenizer will do
         work = Conversion(ckpt, spec, Recipe())
         _same_names(str(gguf_path), str(checkpoint), {t.name for t in spec.tensors}, set(stored))
         reports = []

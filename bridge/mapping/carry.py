@@ -213,9 +213,11 @@ def _reround_q8_0(codes, scales, zeros, group, out, d_out, sums):
             d_out[row, block] = d
             for k in range(32 * block, 32 * block + 32):
                 p = np.float32(np.int32(codes[row, k]) - z)
-                q = min(max(np.rint(s * p / d), np.float32(-128.0)), np.float32(127.0)) if d != 0 else np.float32(0.0)
-                out[row, k] = np.uint8(np.int32(q) + 128)
-                miss = float(d) * q - float(s) * p
+                code = (
+                    min(max(np.rint(s * p / d), np.float32(-128.0)), np.float32(127.0)) if d != 0 else np.float32(0.0)
+                )
+                out[row, k] = np.uint8(np.int32(code) + 128)
+                miss = float(d) * code - float(s) * p
                 sums[0] += miss * miss - old * old * p * p
     return changed
 
