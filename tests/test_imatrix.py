@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import gguf
 import numpy as np
 import pytest
@@ -10,7 +12,7 @@ from bridge.errors import BridgeError
 from bridge.mapping.imatrix import for_tensor, read_imatrix
 
 
-def write(path, tensors: dict[str, np.ndarray], kind: str = "imatrix"):
+def write(path, tensors: dict[str, Any], kind: str = "imatrix"):
     writer = gguf.GGUFWriter(path, arch="llama")
     writer.add_type(kind)
     for name, value in tensors.items():

@@ -136,7 +136,7 @@ def _carry_k(codes, scales, zeros, group, sub, subs, lo, hi, min_hi, sc_out, mn_
                 d_out[row, block] = sign * d
                 dmin_out[row, block] = sign * dmin
             else:
-                d, e = fit_scaled(units, s, a, lo, hi, sc, work)
+                d, _ = fit_scaled(units, s, a, lo, hi, sc, work)
                 d_out[row, block] = d
             for u in range(units):
                 for j in range(first[u], first[u + 1]):
@@ -212,13 +212,13 @@ def _reround_q8_0(codes, scales, zeros, group, out, d_out, sums):
             old = float(d_out[row, block]) - float(s)
             d_out[row, block] = d
             for k in range(32 * block, 32 * block + 32):
-                p = np.float32(np.int32(codes[row, k]) - z)
+                w = np.float32(np.int32(codes[row, k]) - z)
                 code = (
-                    min(max(np.rint(s * p / d), np.float32(-128.0)), np.float32(127.0)) if d != 0 else np.float32(0.0)
+                    min(max(np.rint(s * w / d), np.float32(-128.0)), np.float32(127.0)) if d != 0 else np.float32(0.0)
                 )
                 out[row, k] = np.uint8(np.int32(code) + 128)
-                miss = float(d) * code - float(s) * p
-                sums[0] += miss * miss - old * old * p * p
+                miss = float(d) * code - float(s) * w
+                sums[0] += miss * miss - old * old * w * w
     return changed
 
 
@@ -233,7 +233,7 @@ def sub_block_groups(t: GroupedTensor, sub: int) -> np.ndarray | None:
 
 def why_not(t: GroupedTensor, block: BlockType) -> str | None:
     """Why `block` cannot carry the codes of `t`, as far as shapes tell; None where nothing speaks against it."""
-    out, columns = t.shape
+    columns = t.shape[1]
     if columns % block.size:
         return f"rows of {columns} are not a multiple of {block.name}'s {block.size}"
     if sub_block_groups(t, block.sub) is None:

@@ -92,9 +92,9 @@ def _line(x, w, lines, j):
                 db = (sq * srq - sqq * sr) / det
             elif sqq > 0:  # all codes are equal, so either will do
                 da = srq / sqq
-                db = 0.0
+                db = np.float64(0)
                 det = sqq * sw
-                sq = 0.0
+                sq = np.float64(0)
             else:
                 break
             if b + db < 0:

@@ -125,13 +125,13 @@ def _affine(x, w):
             if (new_a == a and new_b == b) or not new_a > 0:
                 break
             a, b = new_a, new_b
-    # a window around the best, as the error has many local minima: half a code at the far end, an eighth at the near
+    # a window around the best, as the error has many local minima: half a code at the far end, a quarter at the near
     d, m = best_d, best_m
     for i in range(-_WINDOW, _WINDOW + 1):
         a = round_half(d * (_ONE + np.float32(i) * np.float32(0.5) / high))
         for k in range(-_WINDOW, _WINDOW + 1, 2):
-            m1 = round_half(m + np.float32(k) * np.float32(0.125) * d)
-            m2 = round_half(m + np.float32(k + 1) * np.float32(0.125) * d)
+            m1 = round_half(m + np.float32(k) * np.float32(0.25) * d)
+            m2 = round_half(m + np.float32(k + 1) * np.float32(0.25) * d)
             e1, e2 = affine_errors(x, w, a, -m1, a, -m2)
             if e1 < best:
                 best, best_d, best_m = e1, a, m1

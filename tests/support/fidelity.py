@@ -47,19 +47,19 @@ class Reference:
     @cached_property
     def logits(self) -> np.ndarray:
         """float32 [n, length, vocab]"""
-        return self.predict(self.tokens)
+        return self.predict(self.weights)
 
-    def predict(self, tokens: np.ndarray) -> np.ndarray:
-        """float32 [n, length, vocab]: the checkpoint's logits after each of these tokens."""
-        return reference.logits(reference.hf_model(self.folder, self.weights), tokens)
+    def predict(self, weights: Weights, tokens: np.ndarray | None = None) -> np.ndarray:
+        """float32 [n, length, vocab]: logits of the same model with these weights, after each token."""
+        return reference.logits(reference.hf_model(self.folder, weights), self.tokens if tokens is None else tokens)
 
     def kl(self, weights: Weights) -> float:
         """Mean KL divergence, in nats a token, of the same model with other weights."""
-        return reference.mean_kl(self.logits, reference.logits(reference.hf_model(self.folder, weights), self.tokens))
+        return reference.mean_kl(self.logits, self.predict(weights))
 
     def kl_from(self, weights: Weights) -> float:
         """The other direction: of the checkpoint from the same model with these weights."""
-        return reference.mean_kl(reference.logits(reference.hf_model(self.folder, weights), self.tokens), self.logits)
+        return reference.mean_kl(self.predict(weights), self.logits)
 
     def linears_of(self, other: Weights) -> dict[str, np.ndarray]:
         """The checkpoint's weights with the quantized linears of `other`."""

@@ -87,7 +87,7 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "llama_vocab_eos": (c_int32, [c_void_p]),
     "llama_vocab_is_eog": (c_bool, [c_void_p, c_int32]),
     "llama_tokenize": (c_int32, [c_void_p, c_char_p, c_int32, POINTER(c_int32), c_int32, c_bool, c_bool]),
-    "llama_detokenize": (c_int32, [c_void_p, POINTER(c_int32), c_int32, c_char_p, c_int32, c_bool, c_bool]),
+    "llama_token_to_piece": (c_int32, [c_void_p, c_int32, c_char_p, c_int32, c_int32, c_bool]),
 }
 
 
@@ -113,7 +113,7 @@ class LlamaCpp:
                 remains of a difference to a float model lies in the weights and the activations
     """
 
-    def __init__(self, path: str | Path, n_ctx: int = 512, n_threads: int = 2, float_kv: bool = True) -> None:
+    def __init__(self, path: str | Path, n_ctx: int = 512, n_threads: int = 1, float_kv: bool = True) -> None:
         self._lib = lib = _library()
         self._model = self._context = None
         _log_tail.clear()
@@ -166,15 +166,18 @@ class LlamaCpp:
         return list(room[:count])
 
     def detokenize(self, tokens: list[int], special: bool = True) -> str:
-        """The text of token ids; with `special`, control tokens are written out."""
-        ids = (c_int32 * len(tokens))(*tokens)
-        size = 16 + 8 * len(tokens)
-        while True:
-            room = ctypes.create_string_buffer(size)
-            count = self._lib.llama_detokenize(self._vocab, ids, len(tokens), room, size, False, special)
-            if count >= 0:
-                return room.raw[:count].decode("utf-8", "replace")
-            size = -count
+        """The text of token ids, piece by piece as llama.cpp streams it; with `special`, control tokens too.
+
+        (llama_detokenize would also drop spaces before punctuation for some tokenizers.)
+        """
+        pieces = []
+        for token in tokens:
+            room = ctypes.create_string_buffer(256)
+            count = self._lib.llama_token_to_piece(self._vocab, token, room, len(room), 0, special)
+            if count < 0:
+                raise RuntimeError(f"token {token} is {-count} bytes long")
+            pieces.append(room.raw[:count])
+        return b"".join(pieces).decode("utf-8", "replace")
 
     def logits(self, tokens: list[int]) -> np.ndarray:
         """float32 [len(tokens), vocab]: what follows each position, from an empty context."""

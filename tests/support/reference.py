@@ -20,16 +20,8 @@ Weights = Mapping[str, np.ndarray]  # Hugging Face tensor name -> float32
 
 def checkpoint_weights(checkpoint: Any) -> dict[str, np.ndarray]:
     """Every tensor of an opened checkpoint, the quantized ones dequantized, by its Hugging Face name."""
-    weights = {}
-    for name in checkpoint.modules:
-        tensor = checkpoint.read_module(name)
-        weights[f"{name}.weight"] = tensor.dequantize()
-        if tensor.bias is not None:
-            weights[f"{name}.bias"] = tensor.bias
-    for name in checkpoint.tensors:
-        if name.rpartition(".")[0] not in checkpoint.modules:
-            weights[name] = checkpoint.read_float(name)
-    return weights
+    weights = {f"{name}.weight": checkpoint.read_module(name).dequantize() for name in checkpoint.modules}
+    return weights | {name: checkpoint.read_float(name) for name in checkpoint.tensors}
 
 
 def float_weights(folder: Path) -> dict[str, np.ndarray]:
