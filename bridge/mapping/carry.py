@@ -132,7 +132,7 @@ def _carry_k(codes, scales, zeros, group, sub, subs, lo, hi, min_hi, sc_out, mn_
                     sign = np.float32(-1.0)
                     for u in range(units):
                         s[u] = -s[u]
-                d, dmin, e = fit_affine(units, s, z, n, a, b, hi, min_hi, sc, mn, work, codes_work)
+                d, dmin, _ = fit_affine(units, s, z, n, a, b, hi, min_hi, sc, mn, work, codes_work)
                 d_out[row, block] = sign * d
                 dmin_out[row, block] = sign * dmin
             else:

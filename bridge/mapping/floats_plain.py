@@ -125,18 +125,24 @@ def _affine(x, w):
             if (new_a == a and new_b == b) or not new_a > 0:
                 break
             a, b = new_a, new_b
-    # a window around the best, as the error has many local minima: half a code at the far end, a quarter at the near
+    # around the best, in steps of half a code at the far end and a quarter at the near: codes, least squares, codes
     d, m = best_d, best_m
     for i in range(-_WINDOW, _WINDOW + 1):
-        a = round_half(d * (_ONE + np.float32(i) * np.float32(0.5) / high))
-        for k in range(-_WINDOW, _WINDOW + 1, 2):
-            m1 = round_half(m + np.float32(k) * np.float32(0.25) * d)
-            m2 = round_half(m + np.float32(k + 1) * np.float32(0.25) * d)
-            e1, e2 = affine_errors(x, w, a, -m1, a, -m2)
-            if e1 < best:
-                best, best_d, best_m = e1, a, m1
-            if e2 < best:
-                best, best_d, best_m = e2, a, m2
+        a = d * (_ONE + np.float32(i) * np.float32(0.5) / high)
+        for k in range(-_WINDOW, _WINDOW + 1):
+            b = np.float32(k) * np.float32(0.25) * d - m
+            _, sq, sqq, sr, srq = affine_fit(x, w, a, b)
+            det = sqq * weight - sq * sq
+            if not det > np.float32(1e-4) * sqq * weight:
+                continue
+            b1 = round_half(b + (sq * srq - sqq * sr) / det)
+            a1 = round_half(a + (srq + sq * (b1 - b)) / sqq)
+            if a1 > _ZERO:
+                e1, e2 = affine_errors(x, w, a1, b1, a1, -m)
+                if e1 < best:
+                    best, best_d, best_m = e1, a1, -b1
+                if e2 < best:
+                    best, best_d, best_m = e2, a1, m
     for _ in range(4):  # neighbouring halves
         d, m = best_d, best_m
         reach_d = max(abs(d) * _STEP, _LEAST)
