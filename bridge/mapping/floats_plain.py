@@ -34,8 +34,9 @@ _LEAST = np.float32(2.0**-24)  # the least positive half
 
 # Starts of the search: the widest weight at code  last code + first + step * k,  k < count
 _STARTS = {"Q4_0": (-1.0, 0.15, 16), "Q5_0": (-1.2, 0.12, 24), "Q4_1": (-1.0, 0.2, 12), "Q5_1": (-1.2, 0.3, 12)}
-_WINDOW = 4
 _SHIFTS, _SHIFT = 3, np.float32(0.35)  # starts of m, in steps of d
+_HOPELESS = np.float32(1.5)  # a start this much above the best is given up
+_WINDOW = 2  # steps to either side of the best line that are tried again
 # Q8_0: 128 is the code of the widest weight with d negated; fewer codes cost 1.6% each, but each d
 # rounds the block anew, and the best of six is a fifth below the average
 _Q8_0_CODES = np.array([127, -128, 126, -127.4, 125, 124], np.float32)
@@ -113,7 +114,7 @@ def _affine(x, w):
             e, f_q, f_qq, f_r, f_rq = affine_fit(x, w, a, b)
             if e < best:
                 best, best_d, best_m = e, a, -b
-            if not e < last or (last < _INFINITY and e > best * np.float32(1.1)):
+            if not e < last or (last < _INFINITY and e > best * _HOPELESS):
                 break
             last = e
             sq, sqq, sr, srq = np.float64(f_q), np.float64(f_qq), np.float64(f_r), np.float64(f_rq)
