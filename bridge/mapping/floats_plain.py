@@ -20,6 +20,8 @@ from bridge.mapping.rounding import (
     affine_errors,
     affine_fit,
     affine_write,
+    greater,
+    lesser,
     rounding,
     scaled_errors,
     scaled_fit,
@@ -52,8 +54,8 @@ def _scaled(x, w):
     bottom = _ZERO
     peak = _ZERO
     for i in range(sub):
-        bottom = min(bottom, x[i])
-        peak = max(peak, x[i])
+        bottom = lesser(bottom, x[i])
+        peak = greater(peak, x[i])
     best = _INFINITY
     best_d = _ZERO
     if not peak > bottom:
@@ -99,8 +101,8 @@ def _affine(x, w):
     hi = x[0]
     weight = _ZERO
     for i in range(sub):
-        lo = min(lo, x[i])
-        hi = max(hi, x[i])
+        lo = lesser(lo, x[i])
+        hi = greater(hi, x[i])
         weight = add(weight, w[i])
     sw = np.float64(weight)
     best = _INFINITY
@@ -174,8 +176,8 @@ def _q8_0(x, w):
     bottom = _ZERO
     peak = _ZERO
     for i in range(sub):
-        bottom = min(bottom, x[i])
-        peak = max(peak, x[i])
+        bottom = lesser(bottom, x[i])
+        peak = greater(peak, x[i])
     widest = peak if peak > -bottom else bottom
     best = _INFINITY
     best_d = _ZERO

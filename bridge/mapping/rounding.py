@@ -41,7 +41,23 @@ def _add(typingctx, total, term):
     return types.float32(types.float32, types.float32), codegen
 
 
+def _extreme(name):
+    """The lesser or greater of two float32, in any order with others. NaN yields anything."""
+
+    def extreme(typingctx, a, b):
+        def codegen(context, builder: ir.IRBuilder, signature, arguments):
+            f32 = ir.FloatType()
+            function = builder.module.declare_intrinsic(f"llvm.{name}", [f32], ir.FunctionType(f32, [f32, f32]))
+            return builder.call(function, arguments, fastmath=("nnan", "nsz"))
+
+        return types.float32(types.float32, types.float32), codegen
+
+    return intrinsic(extreme)
+
+
 add: Any = intrinsic(_add)
+lesser: Any = _extreme("minnum")
+greater: Any = _extreme("maxnum")
 
 
 def affine_errors(x, w, a1, b1, a2, b2):
