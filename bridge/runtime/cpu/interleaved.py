@@ -1,0 +1,102 @@
+"""Kernels on the repacked form: the loop over row groups and blocks that superblock.py's arithmetic sits in.
+
+A kernel is a C function of nine int64:
+
+    weights   address of the repacked tensor
+    x         address of the records, [tokens/columns, blocks, columns, record]
+    y         address of float32 [tokens, padded rows]
+    blocks    blocks in a row
+    stride    bytes of a row group
+    tokens    groups of `columns` tokens
+    y_stride  bytes between tokens in y
+    first, last   row groups to do
+
+Weights are streamed once for all tokens of a column group; a chunk of row groups (some 100 KB) stays in the
+second-level cache while the next tokens pass. Prefetching reaches `ahead` bytes beyond the block at work: the
+hardware's own prefetchers stop at page ends and leave a fifth of the bandwidth unused.
+"""
+
+from __future__ import annotations
+
+import types as python_types
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import numba
+from numba.core import types
+
+from bridge.blocks import BLOCKS
+from bridge.runtime.cpu import superblock, targets, vectors
+from bridge.runtime.cpu.activations import float_record, record_of
+from bridge.runtime.cpu.layout import Layout
+
+# set per kernel by `_scope`
+zeros: Any = None
+accumulate: Any = None
+store: Any = None
+columns = lanes = record = block_bytes = halves_bytes = 0
+
+AHEAD = 4096  # bytes
+_SIGNATURE = types.void(*[types.int64] * 9)
+
+
+def _rows(weights, x, y, blocks, stride, tokens, y_stride, first, last):
+    codes_from = (blocks * halves_bytes + 63) // 64 * 64
+    for t in range(tokens):
+        for group in range(first, last):
+            halves = weights + group * stride
+            codes = halves + codes_from
+            values = x + t * blocks * columns * record
+            totals = zeros()
+            for _ in range(blocks):
+                totals = accumulate(totals, codes, halves, values)
+                codes += block_bytes
+                halves += halves_bytes
+                values += columns * record
+            store(totals, y + t * columns * y_stride + group * lanes * 4, y_stride)
+
+
+def _scope(name: str, target: str, width: int, integer: bool, ahead: int) -> tuple[dict[str, Any], Any]:
+    block = BLOCKS[name]
+    module = targets.module(target)
+    layout = Layout(block, module.LANES)
+    arithmetic = superblock.float_block if not integer else superblock.k_block if block.is_k else superblock.plain_block
+
+    def body(v: Any, totals: list[Any], weights: Any, halves: Any, x: Any) -> list[Any]:
+        if width == 1:
+            for line in range(0, layout.block_bytes + layout.halves_bytes, 64):
+                v.prefetch(weights, ahead + line)
+        return arithmetic(v, layout, totals, weights, halves, x)
+
+    sizes = {
+        "columns": width,
+        "lanes": module.LANES,
+        "record": record_of(block).nbytes if integer else float_record(block),
+        "block_bytes": layout.block_bytes,
+        "halves_bytes": layout.halves_bytes,
+    }
+    return sizes, (module, width, body)
+
+
+def _copy(scope: dict[str, Any], name: str) -> Any:
+    """`_rows` with its globals set; see bridge.jit.specialize."""
+    clone = python_types.FunctionType(_rows.__code__, {**_rows.__globals__, **scope}, name)
+    clone.__module__ = _rows.__module__
+    clone.__qualname__ = name
+    return clone
+
+
+@cache
+def kernel(name: str, target: str, width: int, integer: bool, ahead: int = AHEAD) -> Any:
+    """The compiled kernel of a type for `width` columns: a numba CFunc, whose `.address` is callable."""
+    sizes, made_of = _scope(name, target, width, integer, ahead)
+    suffix = f"{name}_{target}_{width}_{'int8' if integer else 'f32'}_{ahead}"
+    clone = _copy({**sizes, **vectors.intrinsics(*made_of)}, f"rows_{suffix}")
+    return numba.cfunc(_SIGNATURE, cache=True, error_model="numpy")(clone)
+
+
+def twin(name: str, target: str, width: int, integer: bool) -> Callable[..., None]:
+    """The same kernel as plain Python over numpy: it runs, slowly, where the target does not."""
+    sizes, made_of = _scope(name, target, width, integer, 0)
+    return _copy({**sizes, **vectors.twins(*made_of)}, f"twin_{name}")

@@ -1,0 +1,57 @@
+"""AVX2: pmaddubsw multiplies unsigned codes with int8 values and adds pairs, saturating, into int16.
+
+A pair reaches 2 * 128 * (2^bits - 1), so some words are added as int16 before pmaddwd widens them: 8 of 4
+bits, 4 of 5, 2 of 6. Codes of 8 bits would saturate: their high and low nibbles are multiplied apart.
+"""
+
+import numpy as np
+from llvmlite import ir
+
+NAME = "avx2"
+LANES = 8
+FEATURES = ("avx2", "f16c", "fma")
+SIGNED_DOTS = False
+
+_I16 = ir.VectorType(ir.IntType(16), 2 * LANES)
+
+
+def emit_dots(v, parts, words, x, places, bits):
+    if bits == 8:
+        zeros = [v.zero() for _ in parts]
+        high = emit_dots(v, zeros, [v.mask(v.shift(w, 4), 0x0F0F0F0F) for w in words], x, places, 4)
+        low = emit_dots(v, parts, [v.mask(w, 0x0F0F0F0F) for w in words], x, places, 4)
+        return [v.add(a, v.shift(b, -4)) for a, b in zip(low, high, strict=True)]
+    parts = list(parts)
+    ones = ir.Constant(_I16, [1] * (2 * LANES))
+    together = _together(bits)
+    for start in range(0, len(words), together):
+        pairs = [None] * len(parts)
+        for k, word in enumerate(words[start : start + together], start):
+            codes = v.builder.bitcast(word, v.bytes)
+            for c in range(len(parts)):
+                values = v.builder.bitcast(v.broadcast(x, places[c][k]), v.bytes)
+                pair = v.call("llvm.x86.avx2.pmadd.ub.sw", _I16, codes, values)
+                pairs[c] = pair if pairs[c] is None else v.builder.add(pairs[c], pair)
+        for c in range(len(parts)):
+            parts[c] = v.add(parts[c], v.call("llvm.x86.avx2.pmadd.wd", v.ints, pairs[c], ones))
+    return parts
+
+
+def _together(bits):
+    """Words whose pairs of products can be added in int16."""
+    return 32768 // (2 * 128 * ((1 << bits) - 1))
+
+
+def twin_dots(part, codes, quads, bits):
+    if bits == 8:
+        high = twin_dots(part * 0, [code >> 4 for code in codes], quads, 4)
+        return twin_dots(part, [code & 15 for code in codes], quads, 4) + (high << 4)
+    total = part.astype(np.int32)
+    together = _together(bits)
+    for start in range(0, len(codes), together):
+        pairs = np.zeros((LANES, 2), np.int16)
+        for code, quad in list(zip(codes, quads, strict=True))[start : start + together]:
+            products = (code.astype(np.int32) * quad).reshape(LANES, 2, 2).sum(2)
+            pairs += np.clip(products, -32768, 32767).astype(np.int16)
+        total += pairs.astype(np.int32).sum(1)
+    return total

@@ -1,0 +1,16 @@
+"""AVX2 with AVX-VNNI (Alder Lake and later, Zen 5): vpdpbusd on 8 lanes."""
+
+from bridge.runtime.cpu.intrinsics_avx512 import twin_dots, vpdpbusd
+
+NAME = "avxvnni"
+LANES = 8
+FEATURES = ("avx2", "avxvnni", "f16c", "fma")
+SIGNED_DOTS = False
+
+__all__ = ["FEATURES", "LANES", "NAME", "SIGNED_DOTS", "emit_dots", "twin_dots"]
+
+_INSTRUCTION = "llvm.x86.avx512.vpdpbusd.256"
+
+
+def emit_dots(v, parts, words, x, places, bits):
+    return vpdpbusd(v, _INSTRUCTION, parts, words, x, places)

@@ -1,0 +1,152 @@
+"""The arithmetic of one block of the repacked form (see layout.py), written once.
+
+The functions here do not compute: called with an `Emitter` they write the LLVM code of one block, unrolled,
+for a target's vector width and a number of columns of x (tokens); called with `vectors.Twin` the same lines
+run on numpy arrays, which is how a target is tested where it cannot run. `v` is either of them.
+
+Vectors are of int32 or float32, one lane a row. `totals` is one float vector per column.
+
+    affine  w = d*sc*q - dmin*mn         sum = d*dx * sum_j sc_j (q_j . x_j)  -  dmin*dx * sum_j mn_j s_j
+    scaled  w = d*sc*(q - zero)          sum = d*dx * sum_j sc_j (q_j . x_j - zero*s_j)
+    plain   w = d*(q - zero)             sum = d*dx * (q . x - zero*s)
+            w = d*q + dmin               sum = d*dx * (q . x)  +  dmin * (dx*s)
+
+x_j are the int8 values of sub-block j, s_j their sum, dx their scale: see activations.py. All sums over a block
+are exact in int32 (at most 256 * 63 * 127 * 128); the float32 roundings are those of d*dx and of one FMA a block.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from bridge.runtime.cpu.activations import record_of
+from bridge.runtime.cpu.layout import GROUP, PLANES, Layout
+
+
+def words(v: Any, base: Any, at: int, bits: int, count: int) -> list[Any]:
+    """`count` words of `bits` bits a code from the planes at base + at."""
+    result: list[Any] = [None] * count
+    low = 0
+    for width in PLANES[bits]:
+        n = count * width // 8
+        mask = 0x01010101 * ((1 << width) - 1)
+        vectors = [v.load(base, at + 4 * v.lanes * i) for i in range(n)]
+        for i in range(count):
+            part = vectors[i % n]
+            if width < 8:
+                part = v.mask(v.shift(part, width * (i // n) - low), mask << low)
+            result[i] = part if result[i] is None else v.either(result[i], part)
+        at += 4 * v.lanes * n
+        low += width
+    return result
+
+
+def _code(v: Any, scales: list[Any], j: int, bits: int, signed: bool) -> Any:
+    """Scale code j as int32."""
+    word = scales[j // 4]
+    place = 8 * (j % 4)
+    if signed:
+        return v.shift_signed(v.shift(word, bits + place - 32), 32 - bits)
+    return v.mask(v.shift(word, place), (1 << bits) - 1)
+
+
+def k_block(v: Any, layout: Layout, totals: list[Any], weights: Any, halves: Any, x: Any) -> list[Any]:
+    """totals + one superblock of 256 columns times as many values of each column of x."""
+    block = layout.block
+    record = record_of(block)
+    columns = range(len(totals))
+    signed = block.scale_lo < 0
+    scales = words(v, weights, 0, layout.scale_bits, layout.scale_words)
+    per_group = 32 // block.sub
+    sums: list[Any] = [None for _ in columns]
+    for group in range(block.size // 32):
+        codes = words(v, weights, layout.codes_at + group * layout.group_bytes, layout.code_bits, GROUP)
+        for i in range(per_group):
+            j = group * per_group + i
+            quads = codes[i * block.sub // 4 : (i + 1) * block.sub // 4]
+            places = [[record.nbytes * c + block.sub * j + 4 * k for k in range(len(quads))] for c in columns]
+            if block.zero:
+                parts = [v.broadcast(x, record.nbytes * c + record.sums_at + 4 * j) for c in columns]
+            else:
+                parts = [v.zero() for _ in columns]
+            parts = v.dots(parts, quads, x, places, layout.code_bits)
+            scale = _code(v, scales, j, layout.scale_bits, signed)
+            for c in columns:
+                product = v.multiply(parts[c], scale)
+                sums[c] = product if sums[c] is None else v.add(sums[c], product)
+    d = v.half(halves, 0)
+    dx = [v.broadcast_float(x, record.nbytes * c + record.d_at) for c in columns]
+    totals = [v.fma(v.to_float(sums[c]), v.multiply_float(d, dx[c]), totals[c]) for c in columns]
+    if block.has_min:
+        mins = scales[block.subs // 4 :]
+        dmin = v.negative(v.half(halves, 2 * v.lanes))
+        for c in columns:
+            at = record.nbytes * c + record.sums_at
+            places = [at + 4 * k for k in range(len(mins))]
+            (high,) = v.dots([v.zero()], mins, x, [places], layout.scale_bits)
+            (low,) = v.dots([v.zero()], mins, x, [[p + block.subs for p in places]], layout.scale_bits)
+            low = v.add(low, v.shift(high, -6))
+            totals[c] = v.fma(v.to_float(low), v.multiply_float(dmin, dx[c]), totals[c])
+    return totals
+
+
+def plain_block(v: Any, layout: Layout, totals: list[Any], weights: Any, halves: Any, x: Any) -> list[Any]:
+    """totals + one block of 32 columns times as many values of each column of x."""
+    block = layout.block
+    record = record_of(block)
+    columns = range(len(totals))
+    codes = words(v, weights, 0, layout.code_bits, GROUP)
+    if layout.code_bits == 8 and v.signed_dots:  # the target multiplies q - 128 by itself
+        parts = [v.zero() for _ in columns]
+    elif block.zero:
+        parts = [v.broadcast(x, record.nbytes * c + record.sums_at) for c in columns]
+    else:
+        parts = [v.zero() for _ in columns]
+    places = [[record.nbytes * c + 4 * k for k in range(GROUP)] for c in columns]
+    parts = v.dots(parts, codes, x, places, layout.code_bits)
+    d = v.half(halves, 0)
+    for c in columns:
+        dx = v.broadcast_float(x, record.nbytes * c + record.d_at)
+        totals[c] = v.fma(v.to_float(parts[c]), v.multiply_float(d, dx), totals[c])
+        if block.has_min:
+            s = v.broadcast_float(x, record.nbytes * c + record.sums_at)
+            totals[c] = v.fma(v.half(halves, 2 * v.lanes), s, totals[c])
+    return totals
+
+
+def float_block(v: Any, layout: Layout, totals: list[Any], weights: Any, halves: Any, x: Any) -> list[Any]:
+    """As above with x in float32: codes become floats, nothing is rounded to integers."""
+    block = layout.block
+    columns = range(len(totals))
+    record = 4 * (block.size + block.subs)
+    scales = words(v, weights, 0, layout.scale_bits, layout.scale_words) if block.is_k else []
+    per_group = 32 // block.sub
+    d = v.half(halves, 0)
+    dmin = v.half(halves, 2 * v.lanes) if block.has_min else None
+    for group in range(block.size // 32):
+        codes = words(v, weights, layout.codes_at + group * layout.group_bytes, layout.code_bits, GROUP)
+        for i in range(per_group):
+            j = group * per_group + i
+            parts = [v.zero_float() for _ in columns]
+            for k in range(block.sub // 4):
+                for byte in range(4):
+                    code = v.mask(v.shift(codes[i * block.sub // 4 + k], 8 * byte), 255)
+                    value = v.to_float(v.add(code, v.splat(-block.zero)) if block.zero else code)
+                    for c in columns:
+                        at = record * c + 4 * (block.sub * j + 4 * k + byte)
+                        parts[c] = v.fma(value, v.broadcast_float(x, at), parts[c])
+            scale = d
+            if block.is_k:
+                scale = v.multiply_float(
+                    d, v.to_float(_code(v, scales, j, layout.scale_bits, signed=block.scale_lo < 0))
+                )
+            totals = [v.fma(parts[c], scale, totals[c]) for c in columns]
+            if dmin is not None:
+                low = dmin
+                if block.is_k:
+                    mn = _code(v, scales, block.subs + j, layout.scale_bits, signed=False)
+                    low = v.negative(v.multiply_float(dmin, v.to_float(mn)))
+                for c in columns:
+                    s = v.broadcast_float(x, record * c + 4 * (block.size + j))
+                    totals[c] = v.fma(low, s, totals[c])
+    return totals

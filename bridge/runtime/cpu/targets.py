@@ -1,0 +1,53 @@
+"""Which instruction set the kernels use: chosen when the program runs, from what the CPU says it has.
+
+BRIDGE_CPU=avx512, avxvnni, avx2, neon or portable overrides the choice, downwards only: an instruction that
+the CPU lacks ends the process, so asking for one is an error. NUMBA_CPU_NAME and NUMBA_CPU_FEATURES count as
+the CPU's description where they are set, since numba compiles for them.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+from functools import cache
+from types import ModuleType
+
+from bridge.errors import BridgeError
+
+_ORDER = ("avx512", "avxvnni", "avx2", "neon")
+PORTABLE = "portable"
+
+
+def module(name: str) -> ModuleType:
+    """The intrinsics of a target, whether or not they run here."""
+    return importlib.import_module(f"bridge.runtime.cpu.intrinsics_{name}")
+
+
+@cache
+def host_features() -> frozenset[str]:
+    """The CPU features that compiled code may use, as LLVM names them."""
+    import llvmlite.binding as llvm
+
+    features = {name for name, present in llvm.get_host_cpu_features().items() if present}
+    wanted = os.environ.get("NUMBA_CPU_FEATURES")
+    if wanted is not None or os.environ.get("NUMBA_CPU_NAME"):
+        # nothing is assumed of a named CPU: what is usable must be listed, and be here too
+        features &= {f[1:] for f in (wanted or "").split(",") if f.startswith("+")}
+    return frozenset(features)
+
+
+def available() -> list[str]:
+    """The targets that run here, fastest first; "portable" is always the last."""
+    have = host_features()
+    return [name for name in _ORDER if have.issuperset(module(name).FEATURES)] + [PORTABLE]
+
+
+def chosen() -> str:
+    """The target for new kernels. Raises BridgeError where BRIDGE_CPU asks for one that does not run here."""
+    names = available()
+    wanted = os.environ.get("BRIDGE_CPU", "").lower()
+    if not wanted:
+        return names[0]
+    if wanted not in names:
+        raise BridgeError(f"BRIDGE_CPU={wanted}: this machine runs {', '.join(names)}")
+    return wanted

@@ -1,0 +1,266 @@
+"""Vector code for numba: an `Emitter` of LLVM instructions, its numpy `Twin`, and the intrinsics made of them.
+
+Numba has no vector types. Here a kernel holds its running sums in a `Totals`, an LLVM array of vectors, and
+three intrinsics work on it: `zeros()`, `accumulate(totals, weights, halves, x)`, which is a function of
+superblock.py written out, and `store(totals, y, stride)`. Addresses are plain int64.
+
+What differs between targets is the dot product: see the intrinsics_*.py modules.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+from llvmlite import ir
+from numba.core import types
+from numba.extending import intrinsic, models, register_model
+
+_I8, _I16, _I32, _I64 = (ir.IntType(n) for n in (8, 16, 32, 64))
+_F32 = ir.FloatType()
+_LINE = 64
+
+
+class Totals(types.Type):
+    """`columns` float vectors of `lanes`."""
+
+    def __init__(self, columns: int, lanes: int):
+        self.columns = columns
+        self.lanes = lanes
+        super().__init__(name=f"Totals({columns}, {lanes})")
+
+
+@register_model(Totals)
+class _TotalsModel(models.PrimitiveModel):
+    def __init__(self, dmm, fe_type):
+        vector = ir.VectorType(_F32, fe_type.lanes)
+        super().__init__(dmm, fe_type, ir.ArrayType(vector, fe_type.columns))
+
+
+class Emitter:
+    """Writes vector instructions with an llvmlite builder."""
+
+    def __init__(self, builder: ir.IRBuilder, target: ModuleType):
+        self.builder = builder
+        self.target = target
+        self.lanes: int = target.LANES
+        self.signed_dots: bool = target.SIGNED_DOTS
+        self.ints = ir.VectorType(_I32, self.lanes)
+        self.floats = ir.VectorType(_F32, self.lanes)
+        self.bytes = ir.VectorType(_I8, 4 * self.lanes)
+
+    def call(self, name: str, result: ir.Type, *arguments: ir.Value) -> ir.Value:
+        """Call an LLVM intrinsic."""
+        kind = ir.FunctionType(result, [a.type for a in arguments])
+        return self.builder.call(self.builder.module.declare_intrinsic(name, fnty=kind), arguments)
+
+    def pointer(self, base: ir.Value, at: int, kind: ir.Type) -> ir.Value:
+        address = self.builder.add(base, ir.Constant(_I64, at)) if at else base
+        return self.builder.inttoptr(address, kind.as_pointer())
+
+    # memory
+
+    def load(self, base: ir.Value, at: int) -> ir.Value:
+        return self.builder.load(self.pointer(base, at, self.ints), align=4 * self.lanes)
+
+    def broadcast(self, base: ir.Value, at: int) -> ir.Value:
+        return self._spread(self.builder.load(self.pointer(base, at, _I32), align=4), self.ints)
+
+    def broadcast_float(self, base: ir.Value, at: int) -> ir.Value:
+        return self._spread(self.builder.load(self.pointer(base, at, _F32), align=4), self.floats)
+
+    def half(self, base: ir.Value, at: int) -> ir.Value:
+        halves = ir.VectorType(ir.HalfType(), self.lanes)
+        return self.builder.fpext(self.builder.load(self.pointer(base, at, halves), align=2 * self.lanes), self.floats)
+
+    def store(self, value: ir.Value, base: ir.Value) -> None:
+        self.builder.store(value, self.pointer(base, 0, self.floats), align=4)
+
+    def prefetch(self, base: ir.Value, at: int) -> None:
+        flags = (ir.Constant(_I32, 0), ir.Constant(_I32, 3), ir.Constant(_I32, 1))  # to read, to keep, data
+        self.call("llvm.prefetch.p0", ir.VoidType(), self.pointer(base, at, _I8), *flags)
+
+    # int32 lanes
+
+    def zero(self) -> ir.Value:
+        return ir.Constant(self.ints, [0] * self.lanes)
+
+    def splat(self, value: int) -> ir.Value:
+        return ir.Constant(self.ints, [ir.Constant(_I32, value)] * self.lanes)
+
+    def mask(self, value: ir.Value, bits: int) -> ir.Value:
+        return self.builder.and_(value, self.splat(bits))
+
+    def shift(self, value: ir.Value, right: int) -> ir.Value:
+        """To the right, zeros in; to the left where `right` is negative."""
+        if right == 0:
+            return value
+        return self.builder.lshr(value, self.splat(right)) if right > 0 else self.builder.shl(value, self.splat(-right))
+
+    def shift_signed(self, value: ir.Value, right: int) -> ir.Value:
+        return self.builder.ashr(value, self.splat(right))
+
+    def either(self, a: ir.Value, b: ir.Value) -> ir.Value:
+        return self.builder.or_(a, b)
+
+    def add(self, a: ir.Value, b: ir.Value) -> ir.Value:
+        return self.builder.add(a, b)
+
+    def multiply(self, a: ir.Value, b: ir.Value) -> ir.Value:
+        return self.builder.mul(a, b)
+
+    def dots(self, parts: list, words: list, x: ir.Value, places: list[list[int]], bits: int) -> list:
+        """parts[c] + sum over k of words[k] . the 4 int8 at x + places[c][k], in every lane; codes of `bits` bits."""
+        return self.target.emit_dots(self, parts, words, x, places, bits)
+
+    # float32 lanes
+
+    def zero_float(self) -> ir.Value:
+        return ir.Constant(self.floats, [0.0] * self.lanes)
+
+    def to_float(self, value: ir.Value) -> ir.Value:
+        return self.builder.sitofp(value, self.floats)
+
+    def multiply_float(self, a: ir.Value, b: ir.Value) -> ir.Value:
+        return self.builder.fmul(a, b)
+
+    def negative(self, a: ir.Value) -> ir.Value:
+        return self.builder.fneg(a)
+
+    def fma(self, a: ir.Value, b: ir.Value, c: ir.Value) -> ir.Value:
+        return self.call(f"llvm.fma.v{self.lanes}f32", self.floats, a, b, c)
+
+    def _spread(self, scalar: ir.Value, kind: ir.VectorType) -> ir.Value:
+        first = self.builder.insert_element(ir.Constant(kind, ir.Undefined), scalar, ir.Constant(_I32, 0))
+        zeros = ir.Constant(ir.VectorType(_I32, self.lanes), [0] * self.lanes)
+        return self.builder.shuffle_vector(first, ir.Constant(kind, ir.Undefined), zeros)
+
+
+class Twin:
+    """The Emitter's methods on numpy arrays, bit for bit but for the FMA, which rounds twice here."""
+
+    def __init__(self, target: ModuleType):
+        self.target = target
+        self.lanes: int = target.LANES
+        self.signed_dots: bool = target.SIGNED_DOTS
+
+    def read(self, address: int, dtype: Any, count: int) -> np.ndarray:
+        return np.frombuffer(ctypes.string_at(address, np.dtype(dtype).itemsize * count), dtype)
+
+    def load(self, base: int, at: int) -> np.ndarray:
+        return self.read(base + at, np.int32, self.lanes)
+
+    def broadcast(self, base: int, at: int) -> np.ndarray:
+        return np.repeat(self.read(base + at, np.int32, 1), self.lanes)
+
+    def broadcast_float(self, base: int, at: int) -> np.ndarray:
+        return np.repeat(self.read(base + at, np.float32, 1), self.lanes)
+
+    def half(self, base: int, at: int) -> np.ndarray:
+        return self.read(base + at, np.float16, self.lanes).astype(np.float32)
+
+    def prefetch(self, base: int, at: int) -> None:
+        pass
+
+    def zero(self) -> np.ndarray:
+        return np.zeros(self.lanes, np.int32)
+
+    def splat(self, value: int) -> np.ndarray:
+        return np.full(self.lanes, value, np.int64).astype(np.int32)
+
+    def mask(self, value: np.ndarray, bits: int) -> np.ndarray:
+        return value & self.splat(bits)
+
+    def shift(self, value: np.ndarray, right: int) -> np.ndarray:
+        unsigned = value.view(np.uint32)
+        return (unsigned >> np.uint32(right) if right >= 0 else unsigned << np.uint32(-right)).view(np.int32)
+
+    def shift_signed(self, value: np.ndarray, right: int) -> np.ndarray:
+        return value >> np.int32(right)
+
+    def either(self, a: np.ndarray, b: np.ndarray) -> np.ndarray:
+        return a | b
+
+    def add(self, a: np.ndarray, b: np.ndarray) -> np.ndarray:
+        return a + b
+
+    def multiply(self, a: np.ndarray, b: np.ndarray) -> np.ndarray:
+        return a * b
+
+    def dots(self, parts: list, words: list, x: int, places: list[list[int]], bits: int) -> list:
+        quads = [[self.read(x + place, np.int8, 4) for place in row] for row in places]
+        codes = [np.ascontiguousarray(word).view(np.uint8).reshape(-1, 4) for word in words]
+        return [self.target.twin_dots(part, codes, row, bits) for part, row in zip(parts, quads, strict=True)]
+
+    def zero_float(self) -> np.ndarray:
+        return np.zeros(self.lanes, np.float32)
+
+    def to_float(self, value: np.ndarray) -> np.ndarray:
+        return value.astype(np.float32)
+
+    def multiply_float(self, a: np.ndarray, b: np.ndarray) -> np.ndarray:
+        return a * b
+
+    def negative(self, a: np.ndarray) -> np.ndarray:
+        return -a
+
+    def fma(self, a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
+        return (a.astype(np.float64) * b + c).astype(np.float32)
+
+
+Body = Callable[[Any, list[Any], Any, Any, Any], list[Any]]
+
+
+def intrinsics(target: ModuleType, columns: int, body: Body) -> dict[str, Any]:
+    """zeros(), accumulate(totals, weights, halves, x), store(totals, y, stride) and prefetch(address, bytes)."""
+    kind = Totals(columns, target.LANES)
+
+    @intrinsic
+    def zeros(typingctx):
+        def emit(context, builder, signature, arguments):
+            return context.get_constant_null(kind)
+
+        return kind(), emit
+
+    @intrinsic
+    def accumulate(typingctx, totals, weights, halves, x):
+        def emit(context, builder, signature, arguments):
+            packed, *addresses = arguments
+            vectors = [builder.extract_value(packed, c) for c in range(columns)]
+            for c, vector in enumerate(body(Emitter(builder, target), vectors, *addresses)):
+                packed = builder.insert_value(packed, vector, c)
+            return packed
+
+        return kind(kind, types.int64, types.int64, types.int64), emit
+
+    @intrinsic
+    def store(typingctx, totals, y, stride):
+        def emit(context, builder, signature, arguments):
+            packed, address, step = arguments
+            for c in range(columns):
+                Emitter(builder, target).store(builder.extract_value(packed, c), address)
+                address = builder.add(address, step)
+            return context.get_dummy_value()
+
+        return types.void(kind, types.int64, types.int64), emit
+
+    return {"zeros": zeros, "accumulate": accumulate, "store": store}
+
+
+def twins(target: ModuleType, columns: int, body: Body) -> dict[str, Any]:
+    """The same functions in numpy."""
+
+    def zeros():
+        return np.zeros((columns, target.LANES), np.float32)
+
+    def accumulate(totals, weights, halves, x):
+        return np.array(body(Twin(target), list(totals), weights, halves, x), np.float32)
+
+    def store(totals, y, stride):
+        for c in range(columns):
+            ctypes.memmove(y + c * stride, totals[c].tobytes(), 4 * target.LANES)
+
+    return {"zeros": zeros, "accumulate": accumulate, "store": store}
