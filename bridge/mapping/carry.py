@@ -22,7 +22,7 @@ from bridge.blocks import BlockType
 from bridge.checkpoint.grouped import GroupedTensor
 from bridge.errors import BridgeError
 from bridge.jit import kernel
-from bridge.mapping.fit import CANDIDATES, fit_affine, fit_scaled
+from bridge.mapping.fit import CANDIDATES, fit_affine, fit_scaled, tied_zero
 from bridge.mapping.half import round_half
 from bridge.mapping.pack import packer, row_bytes
 
@@ -127,25 +127,32 @@ def _carry_k(codes, scales, zeros, group, sub, subs, lo, hi, min_hi, sc_out, mn_
                 square = float(s[u]) * float(s[u])
                 sums[1] += square * spread
                 sums[2] += square * (stop - start) / 12.0
-            if min_hi > 0:
+            if min_hi == 0:
+                d_out[row, block] = fit_scaled(units, s, a, lo, hi, sc, work)
+            else:
                 if top < 0:
                     sign = np.float32(-1.0)
                     for u in range(units):
                         s[u] = -s[u]
-                d, dmin, _ = fit_affine(units, s, z, n, a, b, hi, min_hi, sc, mn, work, codes_work)
+                if tied_zero(units, z, hi, min_hi):
+                    d = fit_scaled(units, s, a, lo, hi, sc, work)
+                    dmin = d * z[0]
+                    for u in range(units):
+                        mn[u] = sc[u] if z[0] != 0 else 0
+                else:
+                    d, dmin = fit_affine(units, s, z, n, a, b, hi, min_hi, sc, mn, work, codes_work)
                 d_out[row, block] = sign * d
                 dmin_out[row, block] = sign * dmin
-            else:
-                d, _ = fit_scaled(units, s, a, lo, hi, sc, work)
-                d_out[row, block] = d
             for u in range(units):
                 for j in range(first[u], first[u + 1]):
                     sc_out[row, block * subs + j] = sc[u]
                     mn_out[row, block * subs + j] = mn[u]
             # the error again, in float64: what is reported must not carry the search's rounding
+            d64 = float(sign * d_out[row, block])
+            dmin64 = float(sign * dmin_out[row, block])
             for u in range(units):
-                alpha = float(d) * sc[u] - float(s[u])
-                gamma = float(dmin) * mn[u] - float(d) * sc[u] * z[u] if min_hi > 0 else 0.0
+                alpha = d64 * sc[u] - float(s[u])
+                gamma = dmin64 * mn[u] - d64 * sc[u] * z[u] if min_hi > 0 else 0.0
                 sums[0] += alpha * alpha * a[u] - 2.0 * alpha * gamma * b[u] + gamma * gamma * n[u]
 
 

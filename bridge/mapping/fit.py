@@ -34,16 +34,19 @@ from bridge.jit import kernel
 from bridge.mapping.half import round_half
 
 CANDIDATES = 128  # room for one candidate per scale code
+LANES = 16  # float32 in the widest vectors there are
+_TOP_CODES = np.arange(1, CANDIDATES + 1, dtype=np.float32)  # the code of the largest scale, by candidate
 
 
 @kernel
-def _round_half_normal(x):
-    """`round_half` without branches, for x at least 2^-24 and below 65504: vectorizes."""
+def _round_half_branchless(x):
+    """`round_half` without branches, so that it vectorizes."""
     split = np.float32(8193.0) * x
     normal = np.float32(split - np.float32(split - x))
     grid = np.float32(0.75)
     subnormal = np.float32((x + grid) - grid)
-    return subnormal if x < np.float32(6.103515625e-05) else normal
+    rounded = subnormal if abs(x) < np.float32(6.103515625e-05) else normal
+    return rounded if abs(rounded) < np.float32(65504.0) else np.float32(np.copysign(np.float32(65504.0), x))
 
 
 @kernel
@@ -56,6 +59,9 @@ def scale_candidates(units, s, weight, lo, hi, cand_d, cand_e, num, den):
     cand_d, cand_e   float32 [CANDIDATES], out: d and sum weight * (d * sc - s)^2
     num, den  float32 [CANDIDATES], scratch
     returns   how many candidates there are (0 where all scales are zero)
+
+    The codes are those that the unrounded d gives: the nearest ones. Loops run over a multiple of
+    LANES, so that no remainder is left to scalar code; candidates beyond the count get an infinite error.
     """
     top = np.float32(0.0)
     for u in range(units):
@@ -63,43 +69,33 @@ def scale_candidates(units, s, weight, lo, hi, cand_d, cand_e, num, den):
             top = s[u]
     if top == 0:
         return 0
-    count = hi
-    for c in range(hi):
-        cand_d[c] = abs(top) / np.float32(c + 1)
-    if lo < -hi:  # the one code more on the negative side, with a negative d
-        cand_d[count] = abs(top) / np.float32(-lo)
-        count += 1
-    for c in range(count):
+    count = hi + 1 if lo < -hi else hi  # one code more on the negative side, with a negative d
+    padded = (count + LANES - 1) // LANES * LANES
+    for c in range(padded):
         num[c] = np.float32(0.0)
         den[c] = np.float32(0.0)
-    for u in range(units):
-        size = abs(s[u])
-        w = weight[u]
-        for c in range(count):
-            code = np.rint(size / cand_d[c])
-            num[c] += w * size * code
-            den[c] += w * code * code
-    for c in range(count):
-        refined = num[c] / max(den[c], np.float32(1e-30)) if den[c] > 0 else cand_d[c]
-        cand_d[c] = _round_half_normal(min(refined, np.float32(65504.0)))
         cand_e[c] = np.float32(0.0)
-    sign = np.float32(1.0) if top > 0 else np.float32(-1.0)
     for u in range(units):
-        size = s[u] * sign
+        ratio = s[u] / top if lo < 0 or s[u] * top > 0 else np.float32(0.0)
         w = weight[u]
-        for c in range(count):
-            high = np.float32(hi) if c < hi else np.float32(-lo)
-            low = np.float32(lo) if c < hi else np.float32(-hi)
-            d = max(cand_d[c], np.float32(5.9604645e-08))
-            code = min(max(np.rint(size / d), low), high)
-            miss = d * code - size
-            cand_e[c] += w * miss * miss
-    for c in range(count):
-        if cand_d[c] == 0:
-            cand_e[c] = np.float32(np.inf)
-        negative = (top > 0) == (c >= hi)
-        if negative:
-            cand_d[c] = -cand_d[c]
+        ws = w * s[u]
+        for c in range(padded):
+            code = np.rint(ratio * _TOP_CODES[c])
+            num[c] += ws * code
+            den[c] += w * (code * code)
+    for c in range(padded):
+        cand_d[c] = _round_half_branchless(num[c] / den[c])
+    for u in range(units):
+        scale = s[u]
+        ratio = scale / top if lo < 0 or scale * top > 0 else np.float32(0.0)
+        w = weight[u]
+        for c in range(padded):
+            miss = cand_d[c] * np.rint(ratio * _TOP_CODES[c]) - scale
+            cand_e[c] += w * (miss * miss)
+    if count > hi:
+        cand_d[hi] = -cand_d[hi]
+    for c in range(count, padded):
+        cand_e[c] = np.float32(np.inf)
     return count
 
 
@@ -132,31 +128,31 @@ def _min_candidates(units, target, n, hi, cand_d, cand_e, num, den):
         top = max(top, target[u])
     if top <= 0:
         return 0
-    for c in range(hi):
-        cand_d[c] = top / np.float32(c + 1)
+    padded = (hi + LANES - 1) // LANES * LANES
+    for c in range(padded):
         num[c] = np.float32(0.0)
         den[c] = np.float32(0.0)
         cand_e[c] = np.float32(0.0)
     for u in range(units):
         t = max(target[u], np.float32(0.0))
+        ratio = t / top
         w = n[u]
-        for c in range(hi):
-            code = np.rint(t / cand_d[c])
-            num[c] += w * t * code
-            den[c] += w * code * code
-    for c in range(hi):
-        cand_d[c] = _round_half_normal(min(num[c] / max(den[c], np.float32(1e-30)), np.float32(65504.0)))
+        wt = w * t
+        for c in range(padded):
+            code = np.rint(ratio * _TOP_CODES[c])
+            num[c] += wt * code
+            den[c] += w * (code * code)
+    for c in range(padded):
+        cand_d[c] = _round_half_branchless(num[c] / (den[c] + np.float32(1e-30)))
     for u in range(units):
         t = target[u]
+        ratio = max(t, np.float32(0.0)) / top
         w = n[u]
-        for c in range(hi):
-            d = max(cand_d[c], np.float32(5.9604645e-08))
-            code = min(max(np.rint(t / d), np.float32(0.0)), np.float32(hi))
-            miss = d * code - t
-            cand_e[c] += w * miss * miss
-    for c in range(hi):
-        if cand_d[c] == 0:
-            cand_e[c] = np.float32(np.inf)
+        for c in range(padded):
+            miss = cand_d[c] * np.rint(ratio * _TOP_CODES[c]) - t
+            cand_e[c] += w * (miss * miss)
+    for c in range(hi, padded):
+        cand_e[c] = np.float32(np.inf)
     return hi
 
 
@@ -244,7 +240,7 @@ def fit_affine(units, s, z, n, a, b, hi, min_hi, sc, mn, work, codes):
     sc, mn          int32 [units], out
     work            float32 [8, CANDIDATES], scratch
     codes           int32 [2, units at most], scratch
-    returns         d, dmin (float32, exact halves), E
+    returns         d, dmin (float32, exact halves)
     """
     cand_d = work[0]
     cand_e = work[1]
@@ -258,31 +254,22 @@ def fit_affine(units, s, z, n, a, b, hi, min_hi, sc, mn, work, codes):
     for u in range(1, units):
         if z[u] != z[0]:
             constant = False
-    count = scale_candidates(units, s, a if constant else work[4], 0, hi, cand_d, cand_e, work[2], work[3])
+    count = scale_candidates(units, s, work[4], 0, hi, cand_d, cand_e, work[2], work[3])
     if count == 0:
-        return zero, zero, zero
+        return zero, zero
 
     best = np.float32(np.inf)
     best_d = zero
     best_dmin = zero
-    if constant:
-        # one zero point: mn = sc and dmin = d * z keep it, exactly where d * z is a half
+    if constant:  # mn = sc and dmin = d * z keep the one zero point, if not exactly; try that first
         c = best_candidate(cand_e, count)
-        dmin = round_half(cand_d[c] * z[0])
         scale_codes(units, s, cand_d[c], 0, hi, codes[0])
-        exact_zero = dmin == cand_d[c] * z[0] and hi <= min_hi
-        if z[0] == 0 or hi <= min_hi:
-            for u in range(units):
-                sc[u] = codes[0, u]
-                mn[u] = 0 if z[0] == 0 else codes[0, u]
-            best_d = cand_d[c]
-            best_dmin = zero if z[0] == 0 else dmin
-            best = affine_error(units, s, z, n, a, b, best_d, best_dmin, sc, mn)
-            if exact_zero or z[0] == 0:
-                return best_d, best_dmin, best
+        best_d = cand_d[c]
+        best_dmin = round_half(best_d * z[0])
         for u in range(units):
-            work[4, u] = max(a[u] - b[u] * b[u] / n[u], np.float32(1e-6) * n[u])
-        count = scale_candidates(units, s, work[4], 0, hi, cand_d, cand_e, work[2], work[3])
+            sc[u] = codes[0, u]
+            mn[u] = min(codes[0, u], min_hi)
+        best = affine_error(units, s, z, n, a, b, best_d, best_dmin, sc, mn)
 
     target = work[5]
     kept_d = work[6]
@@ -347,20 +334,31 @@ def fit_affine(units, s, z, n, a, b, hi, min_hi, sc, mn, work, codes):
                 for u in range(units):
                     sc[u] = codes[0, u]
                     mn[u] = codes[1, u]
-    return best_d, best_dmin, best
+    return best_d, best_dmin
+
+
+@kernel
+def tied_zero(units, z, hi, min_hi):
+    """Whether mn = sc and dmin = d * z hold the zero points exactly: one power of two for all units, or 0."""
+    if hi > min_hi:
+        return False
+    for u in range(units):
+        if z[u] != z[0]:
+            return False
+    return z[0] == 0 or (z[0] > 0 and np.log2(z[0]) == np.rint(np.log2(z[0])))
 
 
 @kernel
 def fit_scaled(units, s, a, lo, hi, sc, work):
-    """Fit d and sc of one superblock of a type without mins; zero points are exact, so E = sum alpha^2 A.
+    """Fit d and sc of one superblock where zero points are kept exactly, so that E = sum alpha^2 A.
 
-    s, a float32 [units]; sc int32 [units], out; work float32 [6, CANDIDATES], scratch. Returns d, E.
+    s, a float32 [units]; sc int32 [units], out; work float32 [8, CANDIDATES], scratch. Returns d.
     """
     count = scale_candidates(units, s, a, lo, hi, work[0], work[1], work[2], work[3])
     if count == 0:
         for u in range(units):
             sc[u] = 0
-        return np.float32(0.0), np.float32(0.0)
+        return np.float32(0.0)
     c = best_candidate(work[1], count)
     scale_codes(units, s, work[0, c], lo, hi, sc)
-    return work[0, c], work[1, c]
+    return work[0, c]
