@@ -77,4 +77,12 @@ def unprepared(tensor: QuantTensor) -> Engine:
 
 def prepare(tensor: QuantTensor) -> Engine:
     """The fastest engine of this machine, with its own copy of the weights."""
+    if tensor.type in BLOCKS:
+        from bridge.runtime.cpu import targets
+
+        target = targets.chosen()
+        if target != targets.PORTABLE:
+            from bridge.runtime.cpu.prepared import Prepared
+
+            return Prepared(tensor, target)
     return unprepared(tensor)

@@ -9,6 +9,7 @@ from llvmlite import ir
 
 NAME = "avx2"
 LANES = 8
+WIDTHS = (1, 4)  # columns of x at once, as the registers allow
 FEATURES = ("avx2", "f16c", "fma")
 SIGNED_DOTS = False
 

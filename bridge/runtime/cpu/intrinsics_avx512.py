@@ -5,6 +5,7 @@ from llvmlite import ir
 
 NAME = "avx512"
 LANES = 16
+WIDTHS = (1, 4, 8)  # columns of x at once, as the registers allow
 FEATURES = ("avx512f", "avx512bw", "avx512vl", "avx512vnni", "f16c", "fma")
 SIGNED_DOTS = False  # 8-bit codes are multiplied unsigned; the record's sums take the zero point off
 

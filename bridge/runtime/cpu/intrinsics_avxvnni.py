@@ -4,10 +4,11 @@ from bridge.runtime.cpu.intrinsics_avx512 import twin_dots, vpdpbusd
 
 NAME = "avxvnni"
 LANES = 8
+WIDTHS = (1, 4)  # columns of x at once, as the registers allow
 FEATURES = ("avx2", "avxvnni", "f16c", "fma")
 SIGNED_DOTS = False
 
-__all__ = ["FEATURES", "LANES", "NAME", "SIGNED_DOTS", "emit_dots", "twin_dots"]
+__all__ = ["FEATURES", "LANES", "NAME", "SIGNED_DOTS", "WIDTHS", "emit_dots", "twin_dots"]
 
 _INSTRUCTION = "llvm.x86.avx512.vpdpbusd.256"
 

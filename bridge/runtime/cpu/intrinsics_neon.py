@@ -9,6 +9,7 @@ from llvmlite import ir
 
 NAME = "neon"
 LANES = 4
+WIDTHS = (1, 4)  # columns of x at once, as the registers allow
 FEATURES = ("neon", "dotprod")
 SIGNED_DOTS = True
 

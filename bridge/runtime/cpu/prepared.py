@@ -1,0 +1,149 @@
+"""A repacked tensor and its products: x becomes records, the pool runs a kernel, y is cut to size.
+
+All of it happens in one compiled call, because from Python every step would cost a microsecond or more.
+"""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from bridge.blocks import BLOCKS
+from bridge.errors import BridgeError
+from bridge.jit import specialize
+from bridge.runtime.cpu import interleaved, pool, targets
+from bridge.runtime.cpu.activations import copier, float_record, quantizer, record_of
+from bridge.runtime.cpu.engine import Dequantizing
+from bridge.runtime.cpu.layout import Layout, repacker
+from bridge.runtime.cpu.pool import run
+
+if TYPE_CHECKING:
+    from bridge.runtime.quant_tensor import QuantTensor
+
+_ALONE = 1 << 17  # bytes of weights below which waking others costs more than it saves
+_HUGE = 1 << 21  # a huge page
+
+# set by `specialize`
+fill: Any = None
+
+
+def _product(x, y, columns, record, blocks, lanes, state, threads, function, weights, stride):
+    """y[tokens, rows] = x W^T with a kernel of `columns` columns; y may have less rows than the row groups have."""
+    tokens, rows = y.shape
+    groups = -(-rows // lanes)
+    turns = -(-tokens // columns)
+    records = np.empty(turns * columns * blocks * record, np.uint8)
+    if turns * columns != tokens:
+        records[:] = 0
+    fill(x, columns, records)
+    if groups * lanes == rows and turns * columns == tokens:
+        address = y.ctypes.data
+        run(state, threads, function, weights, records.ctypes.data, address, blocks, stride, turns, 4 * rows, groups)
+        return
+    padded = np.empty((turns * columns, groups * lanes), np.float32)
+    address = padded.ctypes.data
+    width = 4 * groups * lanes
+    run(state, threads, function, weights, records.ctypes.data, address, blocks, stride, turns, width, groups)
+    y[:] = padded[:tokens, :rows]
+
+
+@cache
+def _compiled(name: str, integer: bool) -> Any:
+    block = BLOCKS[name]
+    kind = f"{'int8' if integer else 'f32'}_{block.size}_{block.sub}_{block.zero}_{int(block.has_min)}"
+    return specialize(_product, kind, fill=(quantizer if integer else copier)(name))
+
+
+def _aligned(nbytes: int) -> np.ndarray:
+    """Memory on cache lines; on huge pages where it is large (numpy asks the system for them)."""
+    step = _HUGE if nbytes >= 2 * _HUGE else 64
+    memory = np.empty(nbytes + step, np.uint8)
+    start = -memory.ctypes.data % step
+    return memory[start : start + nbytes]
+
+
+class Prepared:
+    """The engine of a prepared tensor."""
+
+    def __init__(self, tensor: QuantTensor, target: str):
+        block = BLOCKS[tensor.type]
+        module = targets.module(target)
+        self.tensor = tensor
+        self.block = block
+        self.target = target
+        self.widths: tuple[int, ...] = module.WIDTHS
+        self.lanes: int = module.LANES
+        self.name = f"{target}/{tensor.type.lower()}, {self.lanes} rows interleaved"
+        layout = Layout(block, self.lanes)
+        rows, columns = tensor.shape
+        self.blocks = columns // block.size
+        self.groups = -(-rows // self.lanes)
+        self.stride = layout.stride(self.blocks)
+        self.memory = _aligned(self.groups * self.stride)
+        self._repack(layout)
+        self.address = self.memory.ctypes.data
+        self.float_fallback = Dequantizing(tensor)
+        self._plans: dict[tuple[int, bool], tuple[Any, ...]] = {}
+
+    def _repack(self, layout: Layout) -> None:
+        raw = self.tensor.raw.reshape(self.tensor.shape[0], -1)
+        repack = repacker(self.block.name, self.lanes)
+        codes_from = layout.codes_from(self.blocks)
+        threads = pool.get_num_threads()
+        step = max(-(-self.groups // (4 * threads)), _ALONE // self.stride + 1)
+        starts = range(0, self.groups, step)
+
+        def part(first: int) -> int:
+            return repack(raw, first, min(first + step, self.groups), self.stride, codes_from, self.memory)
+
+        if len(starts) < 2 or threads < 2:
+            bad = [part(first) for first in starts]
+        else:
+            with ThreadPoolExecutor(threads) as executor:
+                bad = list(executor.map(part, starts))
+        if max(bad, default=-1) >= 0:
+            row = min(b for b in bad if b >= 0)
+            raise BridgeError(f"{self.tensor.name}: the scales of row {row} are not finite; the file is damaged")
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the repacked copy."""
+        return self.memory.nbytes
+
+    def run(self, x: np.ndarray, y: np.ndarray, integer: bool) -> None:
+        tokens = x.shape[0]
+        if tokens == 1:
+            self._part(x, y, 1, integer)
+        elif not integer:
+            self.float_fallback.run(x, y, False)
+        else:
+            widest = self.widths[-1]
+            whole = tokens // widest * widest
+            if whole:
+                self._part(x[:whole], y[:whole], widest, True)
+            if whole < tokens:
+                width = next(w for w in self.widths if w >= tokens - whole)
+                self._part(x[whole:], y[whole:], width, True)
+
+    def _part(self, x: np.ndarray, y: np.ndarray, columns: int, integer: bool) -> None:
+        plan = self._plans.get((columns, integer))
+        if plan is None:
+            record = record_of(self.block).nbytes if integer else float_record(self.block)
+            kernel = interleaved.kernel(self.block.name, self.target, columns, integer)
+            plan = (_compiled(self.block.name, integer), record, kernel.address)
+            self._plans[columns, integer] = plan
+        product, record, function = plan
+        threads = pool.get_pool() if self.groups * self.stride * x.shape[0] >= _ALONE else None
+        if threads is not None and threads.state and threads.lock.acquire(blocking=False):
+            try:
+                product(
+                    x, y, columns, record, self.blocks, self.lanes, threads.state, threads.threads, function,
+                    self.address, self.stride,
+                )  # fmt: skip
+            finally:
+                threads.lock.release()
+        else:  # a small tensor, one thread, or another caller has the threads
+            product(x, y, columns, record, self.blocks, self.lanes, 0, 1, function, self.address, self.stride)
