@@ -1,0 +1,69 @@
+"""The measuring scripts run, and the synthetic checkpoint is a checkpoint."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import bridge
+from tests.conftest import ROOT
+from tests.support.llama_cpp import LlamaCpp
+
+SMALL = ["--layers=5", "--hidden=256", "--intermediate=512", "--heads=4", "--kv-heads=2", "--vocab=600"]
+
+
+def run(script: str, *arguments: str) -> str:
+    command = [sys.executable, str(ROOT / "scripts" / script), *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize(
+    "options", ["", "--bits 3", "--bits 2 --asym", "--bits 8 --group-size -1", "--asym --act-order"]
+)
+def test_a_synthetic_checkpoint_reads_as_what_it_was_asked_to_be(options: str, tmp_path: Path) -> None:
+    run("make_synthetic.py", str(tmp_path), *SMALL, *options.split())
+    with bridge.open_checkpoint(tmp_path) as checkpoint:
+        assert len(checkpoint.modules) == 5 * 7
+        tensor = checkpoint.read_module("model.layers.4.mlp.down_proj")
+        embeddings = checkpoint.read_float("model.embed_tokens.weight")
+    bits = int(options.split()[1]) if "--bits" in options else 4
+    assert tensor.bits == bits
+    assert tensor.shape == (256, 512)
+    assert tensor.sequential == ("act-order" not in options)
+    assert len(np.unique(tensor.codes)) > 2**bits * 0.8
+    assert (len(np.unique(tensor.zeros)) > 1) == ("asym" in options)
+    assert abs(tensor.dequantize().mean()) < 0.01  # a scale
+    assert embeddings.std() == pytest.approx(0.02, rel=0.02)
+
+
+def test_a_synthetic_checkpoint_converts_and_its_tokens_are_llama_cpps(tmp_path: Path) -> None:
+    from transformers import AutoTokenizer
+
+    run("make_synthetic.py", str(tmp_path / "model"), *SMALL)
+    bridge.convert(tmp_path / "model", tmp_path / "model.gguf")
+    text = "the time is 12345 now, Größe"
+    with LlamaCpp(tmp_path / "model.gguf") as model:
+        assert model.tokenize(text) == AutoTokenizer.from_pretrained(tmp_path / "model")(text)["input_ids"]
+        assert np.isfinite(model.logits(model.tokenize(text))).all()
+
+
+def test_the_benchmark_prints_its_table_for_any_checkpoint(tmp_path: Path) -> None:
+    run("make_synthetic.py", str(tmp_path / "model"), *SMALL)
+    printed = run(
+        "bench_convert.py",
+        "--checkpoint",
+        str(tmp_path / "model"),
+        "--runs",
+        "1",
+        "--no-cold",
+        "--json",
+        str(tmp_path / "x"),
+    )
+    assert "| conversion, whole process |" in printed
+    assert '"convert_gb_per_second"' in (tmp_path / "x").read_text()
