@@ -98,8 +98,16 @@ def _carry_k(codes, scales, zeros, group, sub, subs, lo, hi, min_hi, sc_out, mn_
     sc = np.zeros(subs, np.int32)
     mn = np.zeros(subs, np.int32)
     first = np.empty(subs + 1, np.int32)  # of each unit, its first sub-block in the superblock
-    codes_work = np.zeros((2, subs), np.int32)
-    work = np.empty((8, CANDIDATES), np.float32)
+    cand_d = np.empty(CANDIDATES, np.float32)
+    cand_e = np.empty(CANDIDATES, np.float32)
+    num = np.empty(CANDIDATES, np.float32)
+    den = np.empty(CANDIDATES, np.float32)
+    spread = np.empty(subs, np.float32)
+    target = np.empty(subs, np.float32)
+    kept_d = np.empty(CANDIDATES, np.float32)
+    kept_e = np.empty(CANDIDATES, np.float32)
+    try_sc = np.empty(subs, np.int32)
+    try_mn = np.empty(subs, np.int32)
     for row in range(codes.shape[0]):
         for block in range(d_out.shape[1]):
             units = 0
@@ -121,26 +129,29 @@ def _carry_k(codes, scales, zeros, group, sub, subs, lo, hi, min_hi, sc_out, mn_
                 total, squares = _sums(codes[row, start:stop])
                 n[u] = stop - start
                 shift = float(zeros[row, g])
-                spread = squares - 2.0 * shift * total + shift * shift * (stop - start)
-                a[u] = spread
+                deviation = squares - 2.0 * shift * total + shift * shift * (stop - start)
+                a[u] = deviation
                 b[u] = total - shift * (stop - start)
                 square = float(s[u]) * float(s[u])
-                sums[1] += square * spread
+                sums[1] += square * deviation
                 sums[2] += square * (stop - start) / 12.0
             if min_hi == 0:
-                d_out[row, block] = fit_scaled(units, s, a, lo, hi, sc, work)
+                d_out[row, block] = fit_scaled(units, s, a, lo, hi, sc, cand_d, cand_e, num, den)
             else:
                 if top < 0:
                     sign = np.float32(-1.0)
                     for u in range(units):
                         s[u] = -s[u]
                 if tied_zero(units, z, hi, min_hi):
-                    d = fit_scaled(units, s, a, lo, hi, sc, work)
+                    d = fit_scaled(units, s, a, lo, hi, sc, cand_d, cand_e, num, den)
                     dmin = d * z[0]
                     for u in range(units):
                         mn[u] = sc[u] if z[0] != 0 else 0
                 else:
-                    d, dmin = fit_affine(units, s, z, n, a, b, hi, min_hi, sc, mn, work, codes_work)
+                    d, dmin = fit_affine(
+                        units, s, z, n, a, b, hi, min_hi, sc, mn,
+                        cand_d, cand_e, num, den, spread, target, kept_d, kept_e, try_sc, try_mn,
+                    )  # fmt: skip
                 d_out[row, block] = sign * d
                 dmin_out[row, block] = sign * dmin
             for u in range(units):
