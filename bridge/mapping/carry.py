@@ -73,12 +73,16 @@ class Mapped:
 
 
 @kernel
-def _sums(run):
-    """sum q and sum q^2 of a run of codes, uint8 [n]; 32-bit unsigned arithmetic, so that it vectorizes."""
+def _sums(codes, row, start, stop):
+    """sum q and sum q^2 of a run of codes of one row.
+
+    32-bit unsigned arithmetic and indices, and no view of the row: so that it vectorizes and touches no
+    reference count.
+    """
     total = np.uint32(0)
     squares = np.uint32(0)
-    for k in range(run.shape[0]):
-        q = np.uint32(run[k])
+    for k in range(np.uintp(start), np.uintp(stop)):
+        q = np.uint32(codes[np.uintp(row), k])
         total = np.uint32(total + q)
         squares = np.uint32(squares + np.uint32(q * q))
     return float(total), float(squares)
@@ -126,7 +130,7 @@ def _carry_k(codes, scales, zeros, group, sub, subs, lo, hi, min_hi, sc_out, mn_
                     top = s[u]
                 start = (block * subs + first[u]) * sub
                 stop = (block * subs + first[u + 1]) * sub
-                total, squares = _sums(codes[row, start:stop])
+                total, squares = _sums(codes, row, start, stop)
                 n[u] = stop - start
                 shift = float(zeros[row, g])
                 deviation = squares - 2.0 * shift * total + shift * shift * (stop - start)
@@ -177,7 +181,7 @@ def _carry_plain(codes, scales, zeros, group, with_min, d_out, dmin_out, sums):
             z = float(zeros[row, g])
             d = round_half(s)
             d_out[row, block] = d
-            total, squares = _sums(codes[row, 32 * block : 32 * block + 32])
+            total, squares = _sums(codes, row, 32 * block, 32 * block + 32)
             alpha = float(d) - float(s)
             spread = squares - 2.0 * z * total + z * z * 32
             gamma = 0.0

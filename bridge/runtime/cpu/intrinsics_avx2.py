@@ -4,6 +4,8 @@ A pair reaches 2 * 128 * (2^bits - 1), so some words are added as int16 before p
 bits, 4 of 5, 2 of 6. Codes of 8 bits would saturate: their high and low nibbles are multiplied apart.
 """
 
+from functools import partial
+
 import numpy as np
 from llvmlite import ir
 
@@ -19,8 +21,8 @@ _I16 = ir.VectorType(ir.IntType(16), 2 * LANES)
 def emit_dots(v, parts, words, x, places, bits):
     if bits == 8:
         zeros = [v.zero() for _ in parts]
-        high = emit_dots(v, zeros, [v.mask(v.shift(w, 4), 0x0F0F0F0F) for w in words], x, places, 4)
-        low = emit_dots(v, parts, [v.mask(w, 0x0F0F0F0F) for w in words], x, places, 4)
+        high = emit_dots(v, zeros, [partial(_nibble, v, w, 4) for w in words], x, places, 4)
+        low = emit_dots(v, parts, [partial(_nibble, v, w, 0) for w in words], x, places, 4)
         return [v.add(a, v.shift(b, -4)) for a, b in zip(low, high, strict=True)]
     parts = list(parts)
     ones = ir.Constant(_I16, [1] * (2 * LANES))
@@ -28,7 +30,7 @@ def emit_dots(v, parts, words, x, places, bits):
     for start in range(0, len(words), together):
         pairs = [None] * len(parts)
         for k, word in enumerate(words[start : start + together], start):
-            codes = v.builder.bitcast(word, v.bytes)
+            codes = v.builder.bitcast(word(), v.bytes)
             for c in range(len(parts)):
                 values = v.builder.bitcast(v.broadcast(x, places[c][k]), v.bytes)
                 pair = v.call("llvm.x86.avx2.pmadd.ub.sw", _I16, codes, values)
@@ -36,6 +38,10 @@ def emit_dots(v, parts, words, x, places, bits):
         for c in range(len(parts)):
             parts[c] = v.add(parts[c], v.call("llvm.x86.avx2.pmadd.wd", v.ints, pairs[c], ones))
     return parts
+
+
+def _nibble(v, word, right):
+    return v.mask(v.shift(word(), right), 0x0F0F0F0F)
 
 
 def _together(bits):

@@ -20,8 +20,9 @@ def vpdpbusd(v, instruction, parts, words, x, places) -> list[ir.Value]:
     """Word by word, so that a word's vector is used by all columns while it is in a register."""
     parts = list(parts)
     for k, word in enumerate(words):
+        code = word()
         for c in range(len(parts)):
-            parts[c] = v.call(instruction, v.ints, parts[c], word, v.broadcast(x, places[c][k]))
+            parts[c] = v.call(instruction, v.ints, parts[c], code, v.broadcast(x, places[c][k]))
     return parts
 
 

@@ -19,9 +19,8 @@ _I8 = ir.VectorType(ir.IntType(8), 4 * LANES)
 def emit_dots(v, parts, words, x, places, bits):
     parts = list(parts)
     for k, word in enumerate(words):
-        if bits == 8:
-            word = v.builder.xor(word, v.splat(-0x7F7F7F80))  # 0x80808080
-        codes = v.builder.bitcast(word, _I8)
+        code = word() if bits < 8 else v.builder.xor(word(), v.splat(-0x7F7F7F80))  # 0x80808080
+        codes = v.builder.bitcast(code, _I8)
         for c in range(len(parts)):
             values = v.builder.bitcast(v.broadcast(x, places[c][k]), _I8)
             parts[c] = v.call("llvm.aarch64.neon.sdot.v4i32.v16i8", v.ints, parts[c], codes, values)

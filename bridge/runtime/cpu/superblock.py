@@ -17,33 +17,45 @@ are exact in int32 (at most 256 * 63 * 127 * 128); the float32 roundings are tho
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from bridge.runtime.cpu.activations import record_of
 from bridge.runtime.cpu.layout import GROUP, PLANES, Layout
 
 
-def words(v: Any, base: Any, at: int, bits: int, count: int) -> list[Any]:
-    """`count` words of `bits` bits a code from the planes at base + at."""
-    result: list[Any] = [None] * count
-    low = 0
-    for width in PLANES[bits]:
-        n = count * width // 8
-        mask = 0x01010101 * ((1 << width) - 1)
-        vectors = [v.load(base, at + 4 * v.lanes * i) for i in range(n)]
-        for i in range(count):
-            part = vectors[i % n]
+def words(v: Any, base: Any, at: int, bits: int, count: int) -> list[Callable[[], Any]]:
+    """`count` words of `bits` bits a code from the planes at base + at, each a function that emits its code.
+
+    Called where a word is used: what is computed early waits in a register, and registers are short.
+    """
+
+    def word(i: int) -> Any:
+        result, place, low = None, at, 0
+        for width in PLANES[bits]:
+            n = count * width // 8
+            part = v.load(base, place + 4 * v.lanes * (i % n))
             if width < 8:
+                mask = 0x01010101 * ((1 << width) - 1)
                 part = v.mask(v.shift(part, width * (i // n) - low), mask << low)
-            result[i] = part if result[i] is None else v.either(result[i], part)
-        at += 4 * v.lanes * n
-        low += width
-    return result
+            result = part if result is None else v.either(result, part)
+            place += 4 * v.lanes * n
+            low += width
+        return result
+
+    return [partial(word, i) for i in range(count)]
+
+
+def _paired(bits: int, count: int) -> list[int]:
+    """The order of words in which those that share a vector of the lowest plane follow one another."""
+    n = GROUP * PLANES[bits][0] // 8
+    return sorted(range(count), key=lambda i: (i % n, i))
 
 
 def _code(v: Any, scales: list[Any], j: int, bits: int, signed: bool) -> Any:
     """Scale code j as int32."""
-    word = scales[j // 4]
+    word = scales[j // 4]()
     place = 8 * (j % 4)
     if signed:
         return v.shift_signed(v.shift(word, bits + place - 32), 32 - bits)
@@ -60,11 +72,13 @@ def k_block(v: Any, layout: Layout, totals: list[Any], weights: Any, halves: Any
     per_group = 32 // block.sub
     sums: list[Any] = [None for _ in columns]
     for group in range(block.size // 32):
+        v.barrier()
         codes = words(v, weights, layout.codes_at + group * layout.group_bytes, layout.code_bits, GROUP)
         for i in range(per_group):
             j = group * per_group + i
-            quads = codes[i * block.sub // 4 : (i + 1) * block.sub // 4]
-            places = [[record.nbytes * c + block.sub * j + 4 * k for k in range(len(quads))] for c in columns]
+            order = _paired(layout.code_bits, block.sub // 4)
+            quads = [codes[i * block.sub // 4 + k] for k in order]
+            places = [[record.nbytes * c + block.sub * j + 4 * k for k in order] for c in columns]
             if block.zero:
                 parts = [v.broadcast(x, record.nbytes * c + record.sums_at + 4 * j) for c in columns]
             else:
@@ -102,8 +116,9 @@ def plain_block(v: Any, layout: Layout, totals: list[Any], weights: Any, halves:
         parts = [v.broadcast(x, record.nbytes * c + record.sums_at) for c in columns]
     else:
         parts = [v.zero() for _ in columns]
-    places = [[record.nbytes * c + 4 * k for k in range(GROUP)] for c in columns]
-    parts = v.dots(parts, codes, x, places, layout.code_bits)
+    order = _paired(layout.code_bits, GROUP)
+    places = [[record.nbytes * c + 4 * k for k in order] for c in columns]
+    parts = v.dots(parts, [codes[k] for k in order], x, places, layout.code_bits)
     d = v.half(halves, 0)
     for c in columns:
         dx = v.broadcast_float(x, record.nbytes * c + record.d_at)
@@ -130,7 +145,7 @@ def float_block(v: Any, layout: Layout, totals: list[Any], weights: Any, halves:
             parts = [v.zero_float() for _ in columns]
             for k in range(block.sub // 4):
                 for byte in range(4):
-                    code = v.mask(v.shift(codes[i * block.sub // 4 + k], 8 * byte), 255)
+                    code = v.mask(v.shift(codes[i * block.sub // 4 + k](), 8 * byte), 255)
                     value = v.to_float(v.add(code, v.splat(-block.zero)) if block.zero else code)
                     for c in columns:
                         at = record * c + 4 * (block.sub * j + 4 * k + byte)

@@ -83,6 +83,10 @@ class Emitter:
         flags = (ir.Constant(_I32, 0), ir.Constant(_I32, 3), ir.Constant(_I32, 1))  # to read, to keep, data
         self.call("llvm.prefetch.p0", ir.VoidType(), self.pointer(base, at, _I8), *flags)
 
+    def barrier(self) -> None:
+        """Keep LLVM from moving loads across: its scheduler, given a whole superblock, spills most registers."""
+        self.builder.fence("seq_cst", targetscope="singlethread")
+
     # int32 lanes
 
     def zero(self) -> ir.Value:
@@ -113,7 +117,10 @@ class Emitter:
         return self.builder.mul(a, b)
 
     def dots(self, parts: list, words: list, x: ir.Value, places: list[list[int]], bits: int) -> list:
-        """parts[c] + sum over k of words[k] . the 4 int8 at x + places[c][k], in every lane; codes of `bits` bits."""
+        """parts[c] + sum over k of words[k] . the 4 int8 at x + places[c][k], in every lane; codes of `bits` bits.
+
+        A word is a function that emits it.
+        """
         return self.target.emit_dots(self, parts, words, x, places, bits)
 
     # float32 lanes
@@ -165,6 +172,9 @@ class Twin:
     def prefetch(self, base: int, at: int) -> None:
         pass
 
+    def barrier(self) -> None:
+        pass
+
     def zero(self) -> np.ndarray:
         return np.zeros(self.lanes, np.int32)
 
@@ -192,7 +202,7 @@ class Twin:
 
     def dots(self, parts: list, words: list, x: int, places: list[list[int]], bits: int) -> list:
         quads = [[self.read(x + place, np.int8, 4) for place in row] for row in places]
-        codes = [np.ascontiguousarray(word).view(np.uint8).reshape(-1, 4) for word in words]
+        codes = [np.ascontiguousarray(word()).view(np.uint8).reshape(-1, 4) for word in words]
         return [self.target.twin_dots(part, codes, row, bits) for part, row in zip(parts, quads, strict=True)]
 
     def zero_float(self) -> np.ndarray:
