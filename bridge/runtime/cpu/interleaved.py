@@ -11,8 +11,7 @@ A kernel is a C function of nine int64:
     y_stride  bytes between tokens in y
     first, last   row groups to do
 
-Weights are streamed once for all tokens of a column group; a chunk of row groups (some 100 KB) stays in the
-second-level cache while the next tokens pass. Prefetching reaches `ahead` bytes beyond the block at work: the
+Of many tokens, all pass over a tile of row groups while it is in the second-level cache. Prefetching reaches `ahead` bytes beyond the block at work: the
 hardware's own prefetchers stop at page ends and leave a fifth of the bandwidth unused.
 """
 
@@ -38,23 +37,26 @@ store: Any = None
 columns = lanes = record = block_bytes = halves_bytes = 0
 
 AHEAD = 4096  # bytes
+_TILE = 1 << 18  # bytes
 _SIGNATURE = types.void(*[types.int64] * 9)
 
 
 def _rows(weights, x, y, blocks, stride, tokens, y_stride, first, last):
     codes_from = (blocks * halves_bytes + 63) // 64 * 64
-    for t in range(tokens):
-        for group in range(first, last):
-            halves = weights + group * stride
-            codes = halves + codes_from
-            values = x + t * blocks * columns * record
-            totals = zeros()
-            for _ in range(blocks):
-                totals = accumulate(totals, codes, halves, values)
-                codes += block_bytes
-                halves += halves_bytes
-                values += columns * record
-            store(totals, y + t * columns * y_stride + group * lanes * 4, y_stride)
+    tile = max(1, _TILE // stride)
+    for start in range(first, last, tile):
+        for t in range(tokens):
+            for group in range(start, min(start + tile, last)):
+                halves = weights + group * stride
+                codes = halves + codes_from
+                values = x + t * blocks * columns * record
+                totals = zeros()
+                for _ in range(blocks):
+                    totals = accumulate(totals, codes, halves, values)
+                    codes += block_bytes
+                    halves += halves_bytes
+                    values += columns * record
+                store(totals, y + t * columns * y_stride + group * lanes * 4, y_stride)
 
 
 def _scope(name: str, target: str, width: int, integer: bool, ahead: int) -> tuple[dict[str, Any], Any]:
@@ -64,9 +66,8 @@ def _scope(name: str, target: str, width: int, integer: bool, ahead: int) -> tup
     arithmetic = superblock.float_block if not integer else superblock.k_block if block.is_k else superblock.plain_block
 
     def body(v: Any, totals: list[Any], weights: Any, halves: Any, x: Any) -> list[Any]:
-        if width == 1:
-            for line in range(0, layout.block_bytes + layout.halves_bytes, 64):
-                v.prefetch(weights, ahead + line)
+        for line in range(0, layout.block_bytes + layout.halves_bytes, 64):
+            v.prefetch(weights, ahead + line)
         return arithmetic(v, layout, totals, weights, halves, x)
 
     sizes = {

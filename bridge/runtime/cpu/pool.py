@@ -25,6 +25,7 @@ from numba.extending import intrinsic
 
 from bridge.jit import kernel
 
+_intrinsic: Any = intrinsic  # typed as a function of its typing context, it would not pass mypy
 _I32, _I64 = ir.IntType(32), ir.IntType(64)
 _NOTHING = ir.FunctionType(ir.VoidType(), [])
 
@@ -38,8 +39,7 @@ _WORDS = 80
 _LEFT = (1 << 20) - 1
 _SPINS = 1500  # pauses, of some 30 ns, before a worker sleeps
 _POLITE = 20000  # pauses before a waiting caller starts to yield its core
-"""Row groups are handed out in at most this many chunks per thread."""
-_PER_THREAD = 12
+_PER_THREAD = 12  # chunks: few enough to stream, enough to make up for a thread that is held up
 
 _lock_of = types.ExternalFunction("pthread_mutex_lock", types.int32(types.intp))
 _unlock = types.ExternalFunction("pthread_mutex_unlock", types.int32(types.intp))
@@ -54,7 +54,7 @@ def _word(builder: ir.IRBuilder, address: ir.Value, index: ir.Value) -> ir.Value
     return builder.gep(builder.inttoptr(address, _I64.as_pointer()), [index])
 
 
-@intrinsic
+@_intrinsic
 def read(typingctx, state, index):
     """Word `index` of the state, after everything that was written before it."""
 
@@ -64,7 +64,7 @@ def read(typingctx, state, index):
     return types.int64(types.int64, types.int64), emit
 
 
-@intrinsic
+@_intrinsic
 def write(typingctx, state, index, value):
     def emit(context, builder, signature, arguments):
         builder.store_atomic(arguments[2], _word(builder, *arguments[:2]), "seq_cst", 8)
@@ -73,7 +73,7 @@ def write(typingctx, state, index, value):
     return types.void(types.int64, types.int64, types.int64), emit
 
 
-@intrinsic
+@_intrinsic
 def add(typingctx, state, index, value):
     """Add to a word; returns what it was."""
 
@@ -83,7 +83,7 @@ def add(typingctx, state, index, value):
     return types.int64(types.int64, types.int64, types.int64), emit
 
 
-@intrinsic
+@_intrinsic
 def swap(typingctx, state, index, old, new):
     """Replace a word that is still `old`; returns whether it was."""
 
@@ -94,7 +94,7 @@ def swap(typingctx, state, index, old, new):
     return types.boolean(types.int64, types.int64, types.int64, types.int64), emit
 
 
-@intrinsic
+@_intrinsic
 def pause(typingctx):
     """Tell the core that this is a waiting loop."""
 
@@ -109,7 +109,7 @@ def pause(typingctx):
     return types.void(), emit
 
 
-@intrinsic
+@_intrinsic
 def call(typingctx, function, a, b, c, d, e, f, g, first, last):
     """Call the compiled kernel at an address."""
     integers = [types.int64] * (ARGUMENTS + 3)

@@ -16,11 +16,12 @@ from numba.extending import intrinsic
 
 from bridge.runtime.cpu import pool
 
+_intrinsic: Any = intrinsic
 _WIDE = ir.VectorType(ir.IntType(32), 16)
 _UNROLLED = 8  # vectors
 
 
-@intrinsic
+@_intrinsic
 def _sum_lines(typingctx, address):
     """Add up 8 lines; returns a number that depends on all of them."""
 

@@ -77,13 +77,13 @@ def k_block(v: Any, layout: Layout, totals: list[Any], weights: Any, halves: Any
         for i in range(per_group):
             j = group * per_group + i
             order = _paired(layout.code_bits, block.sub // 4)
-            quads = [codes[i * block.sub // 4 + k] for k in order]
+            chosen = [codes[i * block.sub // 4 + k] for k in order]
             places = [[record.nbytes * c + block.sub * j + 4 * k for k in order] for c in columns]
             if block.zero:
                 parts = [v.broadcast(x, record.nbytes * c + record.sums_at + 4 * j) for c in columns]
             else:
                 parts = [v.zero() for _ in columns]
-            parts = v.dots(parts, quads, x, places, layout.code_bits)
+            parts = v.dots(parts, chosen, x, places, layout.code_bits)
             scale = _code(v, scales, j, layout.scale_bits, signed)
             for c in columns:
                 product = v.multiply(parts[c], scale)
@@ -96,9 +96,9 @@ def k_block(v: Any, layout: Layout, totals: list[Any], weights: Any, halves: Any
         dmin = v.negative(v.half(halves, 2 * v.lanes))
         for c in columns:
             at = record.nbytes * c + record.sums_at
-            places = [at + 4 * k for k in range(len(mins))]
-            (high,) = v.dots([v.zero()], mins, x, [places], layout.scale_bits)
-            (low,) = v.dots([v.zero()], mins, x, [[p + block.subs for p in places]], layout.scale_bits)
+            quads = [at + 4 * k for k in range(len(mins))]
+            (high,) = v.dots([v.zero()], mins, x, [quads], layout.scale_bits)
+            (low,) = v.dots([v.zero()], mins, x, [[q + block.subs for q in quads]], layout.scale_bits)
             low = v.add(low, v.shift(high, -6))
             totals[c] = v.fma(v.to_float(low), v.multiply_float(dmin, dx[c]), totals[c])
     return totals
