@@ -3,47 +3,74 @@
 from __future__ import annotations
 
 import argparse
+import os
 import re
 import signal
 import sys
+import traceback
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
 from bridge.blocks import BLOCKS
 from bridge.errors import BridgeError
 
+_DESCRIPTION = """\
+GPTQ and AWQ checkpoints become GGUF files for llama.cpp without quantizing twice.
+
+  gguf-bridge inspect Qwen2.5-7B-GPTQ              what it holds, and what convert would make of it
+  gguf-bridge convert Qwen2.5-7B-GPTQ              writes Qwen2.5-7B-GPTQ.gguf
+  gguf-bridge verify  Qwen2.5-7B-GPTQ.gguf Qwen2.5-7B-GPTQ
+"""
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the program; returns the exit code: 0, 1 (verify found a tensor beyond its threshold) or 2 (error)."""
-    arguments = _parser().parse_args(argv)
-    signal.signal(signal.SIGTERM, _interrupt)
+    argv = sys.argv[1:] if argv is None else argv
+    for name in ("SIGTERM", "SIGHUP"):  # what is half-written goes away as with Ctrl-C
+        if hasattr(signal, name):
+            signal.signal(getattr(signal, name), _interrupt)
     try:
+        arguments = _parser().parse_args(argv or ["--help"])
         return arguments.run(arguments)
+    except BrokenPipeError:  # `gguf-bridge inspect ... | head`
+        with suppress(OSError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
     except BridgeError as problem:
-        if arguments.debug:
-            raise
-        print(f"error: {problem}", file=sys.stderr)
-        return 2
+        message = str(problem)
     except KeyboardInterrupt:
-        if arguments.debug:
-            raise
-        print("error: interrupted; no file was changed", file=sys.stderr)
-        return 2
+        message = "interrupted; nothing half-written was left behind"
+    except OSError as problem:
+        message = f"{problem.filename}: {problem.strerror}" if problem.filename else str(problem)
+    except MemoryError:
+        message = "out of memory; --threads 1 needs the least"
+    except Exception as problem:
+        message = f"unexpected {type(problem).__name__} ({problem}); please report it with what --debug prints"
+    if "--debug" in argv:
+        traceback.print_exc()
+    print("error:", re.sub(r"\s*\n\s*", " ", message), file=sys.stderr)
+    return 2
 
 
 def _interrupt(*_: object) -> NoReturn:
     raise KeyboardInterrupt
 
 
+class _Parser(argparse.ArgumentParser):
+    """argparse whose errors are one line like all others."""
+
+    def error(self, message: str) -> NoReturn:
+        raise BridgeError(f"{message}; see {self.prog} --help")
+
+
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="gguf-bridge", description="GPTQ and AWQ checkpoints become GGUF files without quantizing twice."
-    )
     from bridge import __version__
 
-    parser.add_argument("--version", action="version", version=__version__)
-    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    parser = _Parser(prog="gguf-bridge", description=_DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND", title="commands")
     _add_convert(commands)
     _add_verify(commands)
     _add_inspect(commands)
@@ -53,77 +80,101 @@ def _parser() -> argparse.ArgumentParser:
 def _command(commands: Any, name: str, help: str, run: Any) -> argparse.ArgumentParser:
     parser = commands.add_parser(name, help=help, description=help[0].upper() + help[1:] + ".")
     parser.set_defaults(run=run)
-    parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
+    parser.add_argument("--debug", action="store_true", help="show where an error comes from (traceback)")
     return parser
 
 
 def _add_convert(commands: Any) -> None:
     p = _command(commands, "convert", "write a checkpoint as a GGUF file, keeping its integer codes", _convert)
-    p.add_argument("checkpoint", help="folder with config.json and weights, or a Hub id (org/name)")
-    p.add_argument("out", nargs="?", help="the GGUF to write (default: the checkpoint's name, here)")
-    p.add_argument(
+    p.add_argument("checkpoint", help="folder with config.json and weights, or a Hub id (org/name) to download")
+    p.add_argument("out", nargs="?", help="the GGUF to write (default: the checkpoint's name, in the current folder)")
+
+    types = p.add_argument_group("types")
+    types.add_argument(
         "--type",
         default="auto",
         metavar="TYPE",
-        help="auto (default): the smallest K-quant that adds under 1%% of the checkpoint's own noise; "
-        f"a block type ({', '.join(BLOCKS)}); or a llama.cpp preset (Q4_K_M, Q3_K_L, ...): its mixture for "
-        "tensors that arrive as floats, never more bits than the codes need for the others",
+        help="auto (default): the smallest K-quant (Q8_0 for 8 bits) that adds under 1%% of the checkpoint's own "
+        f"quantization noise; a block type ({', '.join(BLOCKS)}); or a llama.cpp preset (Q4_K_M, Q3_K_L, ...): its "
+        "mixture for tensors that arrive as floats, and an upper bound for those that arrive as codes",
     )
-    p.add_argument(
-        "--exact", action="store_true", help="the smallest bit-exact type of each tensor, where there is one"
+    types.add_argument(
+        "--exact", action="store_true", help="the smallest bit-exact type of each tensor, auto's where there is none"
     )
-    p.add_argument("--output-type", metavar="TYPE", help="for the output head (Q8_0 if it arrives as floats)")
-    p.add_argument("--token-embd-type", metavar="TYPE", help="for the embeddings (likewise)")
-    p.add_argument(
+    types.add_argument(
+        "--output-type", metavar="TYPE", help="of the output head: a block type, F16, BF16 or F32 (default: by --type)"
+    )
+    types.add_argument("--token-embd-type", metavar="TYPE", help="of the token embeddings, likewise")
+    types.add_argument(
         "--tensor-type",
         action="append",
         default=[],
         metavar="REGEX=TYPE",
         type=_pair,
-        help="for tensors whose GGUF name matches; may be repeated, the last match wins",
+        help="of tensors whose GGUF name matches, e.g. 'ffn_down=Q6_K'; may be repeated, the last match wins",
     )
-    p.add_argument("--actorder-type", metavar="TYPE", help="for act-order tensors, whose codes GGUF cannot hold")
-    p.add_argument("--imatrix", metavar="FILE", type=Path, help="llama.cpp's GGUF imatrix, for what is quantized anew")
-    p.add_argument("--pre", metavar="NAME", help="tokenizer.ggml.pre, where the pre-tokenizer is not recognised")
-    p.add_argument("--split-max-size", metavar="SIZE", type=_size, help="write shards of at most this, e.g. 4G or 500M")
-    p.add_argument("--modelfile", action="store_true", help="write an Ollama Modelfile beside the GGUF")
-    p.add_argument("--report", metavar="FILE.json", type=Path, help="write the fidelity of each tensor as JSON")
-    p.add_argument("--threads", type=int, metavar="N", help="worker threads (default: the CPUs)")
-    p.add_argument("--force", action="store_true", help="replace files that exist")
+    types.add_argument(
+        "--actorder-type",
+        metavar="TYPE",
+        help="of act-order tensors, whose codes GGUF cannot hold (default: the smallest that adds under 15%% of "
+        "the noise)",
+    )
+    types.add_argument(
+        "--imatrix",
+        metavar="FILE",
+        type=Path,
+        help="llama.cpp's importance matrix (GGUF), for tensors that are quantized anew",
+    )
+
+    output = p.add_argument_group("output")
+    output.add_argument("--force", action="store_true", help="replace files that exist")
+    output.add_argument(
+        "--split-max-size", metavar="SIZE", type=_size, help="write shards of at most this size, e.g. 4G or 500M"
+    )
+    output.add_argument("--modelfile", action="store_true", help="write an Ollama Modelfile beside the GGUF")
+    output.add_argument("--report", metavar="FILE.json", type=Path, help="write the fidelity of each tensor as JSON")
+    output.add_argument(
+        "--pre", metavar="NAME", help="tokenizer.ggml.pre, where the pre-tokenizer is not recognised (e.g. qwen2)"
+    )
+    output.add_argument("--threads", type=_positive, metavar="N", help="worker threads (default: one per CPU)")
 
 
 def _add_verify(commands: Any) -> None:
     p = _command(commands, "verify", "measure a GGUF on disk against the checkpoint it was made from", _verify)
     p.add_argument("gguf", type=Path, help="the GGUF, or its first shard")
-    p.add_argument("checkpoint", help="folder or Hub id")
+    p.add_argument("checkpoint", help="folder with config.json and weights, or a Hub id (org/name)")
     p.add_argument(
         "--max-share",
         type=float,
         default=0.15,
         metavar="X",
         help="fail (exit code 1) where a tensor that came as codes adds more than this share of the "
-        "checkpoint's own noise (default 0.15)",
+        "checkpoint's own quantization noise (default: 0.15)",
     )
     p.add_argument(
         "--max-nmse",
         type=float,
         default=1e-4,
         metavar="X",
-        help="fail where a tensor that came as floats is further off than this (default 1e-4)",
+        help="fail where a tensor that came as floats has a squared error beyond this share of its squared "
+        "weights (default: 1e-4, which Q8_0 meets)",
     )
     p.add_argument("--report", metavar="FILE.json", type=Path, help="write the fidelity of each tensor as JSON")
 
 
 def _add_inspect(commands: Any) -> None:
     p = _command(commands, "inspect", "describe a checkpoint or a GGUF, and what convert would do", _inspect)
-    p.add_argument("path", help="folder, Hub id or GGUF file")
+    p.add_argument("path", help="checkpoint folder, Hub id (org/name) or GGUF file")
 
 
 def _convert(a: argparse.Namespace) -> int:
     from bridge.convert import convert
+    from bridge.output import check_target
 
     if a.exact and a.type != "auto":
         raise BridgeError("--exact and --type ask for different things; give one")
+    if a.report:
+        check_target(a.report, force=True)
     with _Bar("converting") as bar:
         report = convert(
             a.checkpoint,
@@ -148,8 +199,11 @@ def _convert(a: argparse.Namespace) -> int:
 
 
 def _verify(a: argparse.Namespace) -> int:
+    from bridge.output import check_target
     from bridge.verify import failures, verify
 
+    if a.report:
+        check_target(a.report, force=True)
     with _Bar("verifying") as bar:
         report = verify(a.gguf, a.checkpoint, progress=bar)
     print(report.table("read"))
@@ -201,6 +255,12 @@ def _pair(text: str) -> tuple[str, str]:
     if not sign:
         raise argparse.ArgumentTypeError(f"{text!r} is not REGEX=TYPE")
     return pattern, name
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or not int(text):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of threads")
+    return int(text)
 
 
 def _size(text: str) -> int:

@@ -7,6 +7,7 @@ a few tensors are in flight, so memory follows the largest tensor, not the model
 from __future__ import annotations
 
 import os
+import re
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -23,7 +24,7 @@ from bridge.errors import BridgeError
 from bridge.hub import resolve
 from bridge.models import ModelSpec, TensorSpec, describe_model
 from bridge.models.modelfile import modelfile as modelfile_text
-from bridge.output import GGUFOutput
+from bridge.output import GGUFOutput, check_target, write_text
 from bridge.recipe import PRESETS, Recipe, TensorPlace, block_type
 from bridge.report import AS_IS, CARRIED, FLOAT, ROUNDED, Report, TensorReport
 
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
 _CHUNK_WEIGHTS = 1 << 22  # float rows quantized at a time
 _FLOAT_DTYPES = {"F32": np.float32, "F16": np.float16, "BF16": np.uint16}
 
-Progress = Callable[[int, int, str], None]  # (bytes of checkpoint done, of all, tensor just written)
+Progress = Callable[[int, int, str], None]  # (bytes of checkpoint done, of all, tensor just written: at first none)
 
 
 def convert(
@@ -80,13 +81,15 @@ def convert(
         importance = _read_importance(imatrix)
         work = Conversion(ckpt, spec, recipe, importance)
         path = Path(out) if out is not None else Path(default_name(str(checkpoint), recipe))
-        if modelfile and (path.parent / "Modelfile").exists() and not force:
-            raise BridgeError(f"{path.parent / 'Modelfile'}: exists; --force replaces it")
+        if modelfile:
+            check_target(path.parent / "Modelfile", force)
         shapes = [(t.name, t.shape) for t in spec.tensors]
         with GGUFOutput(path, spec.arch, spec.add_metadata, shapes, force, split_max_size) as output:
             done = 0
             total = sum(work.source_bytes(t) for t in spec.tensors)
             results = []
+            if progress:
+                progress(0, total, "")
             for tensor, result in zip(spec.tensors, work.results(threads), strict=True):
                 output.write(tensor.name, GGMLQuantizationType[result.report.type], result.data)
                 results.append(result.report)
@@ -95,7 +98,7 @@ def convert(
                     progress(done, total, tensor.name)
             files = output.finish(_file_type(recipe, results))
         if modelfile:
-            (files[0].parent / "Modelfile").write_text(modelfile_text(spec, files[0].name), encoding="utf-8")
+            write_text(path.parent / "Modelfile", modelfile_text(spec, files[0].name))
     notes = [*ckpt.notes, *spec.notes, *(note for t in results for note in t.notes)]
     if spec.unused:
         notes.append(f"not needed in GGUF and left out: {', '.join(spec.unused)}")
@@ -156,9 +159,18 @@ class Conversion:
                 self._column_orders[fold.consumer] = order
                 for producer in fold.producers:
                     self._row_orders[producer] = order
+        for tensor in self.spec.tensors:
+            self._check_shape(tensor)
         unused = set(self.importance) - {t.name for t in self.spec.tensors}
         if self.importance and len(unused) == len(self.importance):
             raise BridgeError("the imatrix names no tensor of this model; it was made for another one")
+        names = [t.name for t in self.spec.tensors if t.quantizable]
+        for pattern, name in self.recipe.tensor_types:
+            if not any(re.search(pattern, n) for n in names):
+                raise BridgeError(
+                    f"--tensor-type {pattern}={name}: matches no tensor that can be quantized; "
+                    f"they are named as {names[0]}"
+                )
 
     def results(self, threads: int | None = None) -> Iterator[Result]:
         """All tensors in order, made by worker threads a few ahead of the consumer."""
@@ -202,6 +214,9 @@ class Conversion:
         t = self.ckpt.read_module(module)
         out, columns = tensor.shape
         if t.shape != (out, columns):
+            weights = t.dequantize()
+            if weights[out:].any() or weights[:, columns:].any():  # more than padding with zeros
+                raise self._other_shape(tensor)
             t = t.crop(out, columns)
         if module in self._column_orders:
             t = t.take_columns(self._column_orders[module])
@@ -218,20 +233,43 @@ class Conversion:
             yield whole if order is None else whole[order]
             return
         assert columns is None  # only codes have act-order
-        step = max(1, _CHUNK_WEIGHTS // tensor.shape[1])
-        for start in range(0, tensor.shape[0], step):
-            rows = (start, min(start + step, tensor.shape[0]))
-            yield self._cropped(self.ckpt.read_float(tensor.source, rows), tensor)
+        stored, step = self.ckpt.tensors[tensor.source].shape[0], max(1, _CHUNK_WEIGHTS // tensor.shape[1])
+        for start in range(0, stored, step):
+            rows = (start, min(start + step, stored))
+            part = self._cropped(self.ckpt.read_float(tensor.source, rows), tensor, start)
+            if len(part):
+                yield part
 
-    def _cropped(self, x: np.ndarray, tensor: TensorSpec) -> np.ndarray:
-        """Drop zero padding beyond the model's true shape; refuse anything else."""
-        stored = self.ckpt.tensors[str(tensor.source)].shape
-        if len(stored) != len(tensor.shape) or any(a < b for a, b in zip(stored, tensor.shape, strict=True)):
-            raise BridgeError(
-                f"{tensor.source}: shape {list(stored)} where config.json makes it {list(tensor.shape)}; "
-                "config and weights are not of the same model"
-            )
-        return np.ascontiguousarray(x[: tensor.shape[0]] if x.ndim == 1 else x[:, : tensor.shape[1]])
+    def _cropped(self, x: np.ndarray, tensor: TensorSpec, start: int = 0) -> np.ndarray:
+        """Rows of a float tensor from `start` on, without the zero padding beyond the model's true shape."""
+        inner = tuple(slice(size) for size in (max(0, tensor.shape[0] - start), *tensor.shape[1:]))
+        kept = np.ascontiguousarray(x[inner])
+        if kept.shape != x.shape and np.count_nonzero(x) > np.count_nonzero(kept):
+            raise self._other_shape(tensor)
+        return kept
+
+    def _stored(self, tensor: TensorSpec) -> tuple[tuple[int, ...], Path]:
+        """Shape in the checkpoint, and the file."""
+        module = str(tensor.source).removesuffix(".weight")
+        if module in self.ckpt.modules and tensor.source != module:
+            info = self.ckpt.modules[module]
+            return info.shape, info.tensors["qweight"].file
+        plain = self.ckpt.tensors[str(tensor.source)]
+        return plain.shape, plain.file
+
+    def _check_shape(self, tensor: TensorSpec) -> None:
+        """Refuse a tensor that is smaller than the config makes it. A larger one may be padded with zeros."""
+        if tensor.source is not None:
+            shape, _ = self._stored(tensor)
+            if len(shape) != len(tensor.shape) or any(a < b for a, b in zip(shape, tensor.shape, strict=True)):
+                raise self._other_shape(tensor)
+
+    def _other_shape(self, tensor: TensorSpec) -> BridgeError:
+        shape, file = self._stored(tensor)
+        return BridgeError(
+            f"{file}: {tensor.source} has shape {list(shape)} where config.json makes it {list(tensor.shape)}; "
+            "config and weights are not of the same model"
+        )
 
     def _order(self, tensor: TensorSpec, module: str) -> np.ndarray | None:
         """GGUF row i is checkpoint row order[i]: the fold's permutation, then the architecture's."""

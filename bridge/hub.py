@@ -8,7 +8,8 @@ from pathlib import Path
 from bridge.errors import BridgeError
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
-_SMALL_FILES = ["*.json", "*.txt", "*.jinja", "*.model", "README.md"]
+_FILES = {".gguf", ".safetensors", ".bin", ".json"}  # endings of a mistyped file rather than of a model's name
+_TIMEOUT = 20.0  # seconds to wait for the Hub's first answer
 
 
 def resolve(checkpoint: str | Path) -> Path:
@@ -22,6 +23,8 @@ def resolve(checkpoint: str | Path) -> Path:
     if path.exists():
         raise BridgeError(f"{checkpoint}: is a file; give the folder that holds config.json and the weights")
     name = str(checkpoint)
+    if path.suffix in _FILES:
+        raise BridgeError(f"{checkpoint}: no such file")
     if isinstance(checkpoint, Path) or not _HUB_ID.fullmatch(name):
         raise BridgeError(f"{checkpoint}: no such folder, and not a Hub id (org/name)")
     return _download(name)
@@ -29,36 +32,45 @@ def resolve(checkpoint: str | Path) -> Path:
 
 def _download(name: str) -> Path:
     from huggingface_hub import HfApi, snapshot_download
-    from huggingface_hub.errors import (
-        EntryNotFoundError,
-        GatedRepoError,
-        HfHubHTTPError,
-        LocalEntryNotFoundError,
-        OfflineModeIsEnabled,
-        RepositoryNotFoundError,
-    )
+    from huggingface_hub.errors import GatedRepoError, HFValidationError, RepositoryNotFoundError
 
     try:
-        files = HfApi().list_repo_files(name)
-        weights = "*.safetensors" if any(f.endswith(".safetensors") for f in files) else "*.bin"
-        return Path(snapshot_download(name, allow_patterns=[*_SMALL_FILES, weights]))
-    except GatedRepoError:
-        reason = f"is gated; accept its terms at https://huggingface.co/{name} and log in with `hf auth login`"
-    except RepositoryNotFoundError:
-        reason = "no such folder here and no such model on the Hub (or it is private: `hf auth login`)"
-    except (OfflineModeIsEnabled, LocalEntryNotFoundError, HfHubHTTPError, EntryNotFoundError, OSError) as problem:
+        # one request without the retries that the listing of files has: no network is known at once
+        repository = HfApi().model_info(name, timeout=_TIMEOUT)
+    except HFValidationError:
+        raise BridgeError(f"{name}: no such folder, and not a Hub id (org/name)") from None
+    except GatedRepoError as problem:
+        raise BridgeError(
+            f"{name}: is gated; accept its terms at https://huggingface.co/{name} and log in with `hf auth login`"
+        ) from problem
+    except RepositoryNotFoundError as problem:
+        raise BridgeError(
+            f"{name}: no such folder here, and no such model on the Hub (or it is private: `hf auth login`)"
+        ) from problem
+    except Exception as problem:  # the HTTP client's own errors: it has been requests, httpx and httpx2
         cached = _cached(name)
         if cached:
             return cached
-        reason = f"no such folder here, and the Hub cannot be reached ({_first_line(problem)}); download it elsewhere"
-    except Exception as problem:  # the HTTP client's own errors, whichever client it is
-        if not type(problem).__module__.startswith(("httpx", "httpcore", "requests", "urllib3")):
-            raise
-        cached = _cached(name)
-        if cached:
-            return cached
-        reason = f"no such folder here, and the Hub cannot be reached ({_first_line(problem)}); download it elsewhere"
-    raise BridgeError(f"{name}: {reason}")
+        raise BridgeError(
+            f"{name}: no such folder here, and the Hub cannot be reached ({_reason(problem)}); "
+            "mend the network, or download the model elsewhere and give its folder"
+        ) from problem
+    files = needed([file.rfilename for file in repository.siblings or []])
+    if not any(file.endswith((".safetensors", ".bin")) for file in files):
+        raise BridgeError(f"{name}: this model on the Hub has neither *.safetensors nor *.bin; choose another one")
+    try:
+        return Path(snapshot_download(name, allow_patterns=files))
+    except Exception as problem:
+        raise BridgeError(f"{name}: the download broke off ({_reason(problem)}); run it again to resume") from problem
+
+
+def needed(files: list[str]) -> list[str]:
+    """The files of a repository that make its checkpoint: weights once, and what the tokenizer needs."""
+    top = [f for f in files if "/" not in f or f.startswith("additional_chat_templates/")]
+    # consolidated.* is Mistral's own copy of the same weights
+    weights = [f for f in top if f.endswith(".safetensors") and not f.startswith("consolidated")]
+    weights = weights or [f for f in top if f.endswith((".safetensors", ".bin"))]
+    return weights + [f for f in top if f.endswith((".json", ".txt", ".jinja", ".model")) or f == "README.md"]
 
 
 def _cached(name: str) -> Path | None:
@@ -71,5 +83,9 @@ def _cached(name: str) -> Path | None:
         return None
 
 
-def _first_line(problem: BaseException) -> str:
+def _reason(problem: BaseException) -> str:
+    from huggingface_hub.errors import OfflineModeIsEnabled
+
+    if isinstance(problem, OfflineModeIsEnabled):
+        return "its offline mode is on: HF_HUB_OFFLINE"
     return (str(problem).strip().splitlines() or [type(problem).__name__])[0].rstrip(".")

@@ -11,12 +11,14 @@ Everything happens under temporary names in the target's folder; `finish` syncs 
 
 from __future__ import annotations
 
+import glob
 import os
 import shutil
 import tempfile
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import BinaryIO
 
 import gguf
 import numpy as np
@@ -25,6 +27,33 @@ from gguf.gguf_writer import WriterState
 from bridge.errors import BridgeError
 
 _HEAD_TYPE = np.dtype(np.float32)  # stands in the tensor table until a tensor's type is known
+
+
+def check_target(path: Path, force: bool) -> None:
+    """BridgeError unless a file of that name can be made (or, with `force`, replaced)."""
+    if path.is_dir():
+        raise BridgeError(f"{path}: is a folder; give the name of the file to write")
+    if not path.parent.is_dir():
+        raise BridgeError(f"{path.parent}: no such folder; make it or give another output")
+    if path.exists() and not force:
+        raise BridgeError(f"{path}: exists; --force replaces it")
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a small file whole or not at all; BridgeError where that fails."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        with open(temporary, "x", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except OSError as problem:
+        raise BridgeError(
+            f"{path}: cannot be written ({problem.strerror}); make room or give another name"
+        ) from problem
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 class GGUFOutput:
@@ -54,34 +83,41 @@ class GGUFOutput:
         self._force = force
         self._split = split_max_size
         self._written: list[tuple[str, gguf.GGMLQuantizationType, int]] = []
-        if path.is_dir():
-            raise BridgeError(f"{path}: is a folder; give the name of the GGUF to write")
-        if not path.parent.is_dir():
-            raise BridgeError(f"{path.parent}: no such folder; make it or give another output")
-        self._refuse_existing([path])
+        self._open: list[BinaryIO | gguf.GGUFWriter] = []
+        check_target(path, force)
+        if split_max_size:
+            shards = path.parent.glob(f"{glob.escape(path.stem)}-[0-9]*-of-[0-9]*.gguf")
+            self._refuse_existing(sorted(shards))
         try:
             self._folder = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent))
         except OSError as problem:
             raise BridgeError(f"{path.parent}: cannot write there: {problem.strerror}") from None
         self._temporary = self._folder / path.name
-        if split_max_size:
-            self._spool = open(self._folder / "spool", "w+b")  # noqa: SIM115 - closed in __exit__
-        else:
-            self._writer = self._new_writer(self._temporary, file_type=0)
-            for name, shape in tensors:
-                self._writer.add_tensor_info(name, shape, _HEAD_TYPE, 0, gguf.GGMLQuantizationType.F32)
-            self._infos = dict(self._writer.tensors[0])
-            self._guard(self._write_head, "metadata")
+        try:
+            if split_max_size:
+                self._spool = open(self._folder / "spool", "w+b")  # noqa: SIM115 - closed in _discard
+                self._open.append(self._spool)
+            else:
+                self._writer = self._new_writer(self._temporary, file_type=0)
+                for name, shape in tensors:
+                    self._writer.add_tensor_info(name, shape, _HEAD_TYPE, 0, gguf.GGMLQuantizationType.F32)
+                self._infos = dict(self._writer.tensors[0])
+                self._guard(self._write_head, "metadata")
+        except BaseException:
+            self._discard()
+            raise
 
     def __enter__(self) -> GGUFOutput:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._split:
-            self._spool.close()
-        else:
+        self._discard()
+
+    def _discard(self) -> None:
+        """Close and remove what is temporary. Closing writes what is buffered, which a full disk refuses again."""
+        for file in self._open:
             with suppress(OSError):
-                self._writer.close()
+                file.close()
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def write(self, name: str, qtype: gguf.GGMLQuantizationType, data: np.ndarray) -> None:
@@ -118,6 +154,7 @@ class GGUFOutput:
 
     def _new_writer(self, path: Path, file_type: int) -> gguf.GGUFWriter:
         writer = gguf.GGUFWriter(path, self._arch, split_max_size=self._split or 0)
+        self._open.append(writer)
         self._add_metadata(writer)
         writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
         writer.add_file_type(file_type)
@@ -159,10 +196,10 @@ class GGUFOutput:
             action()
         except OSError as problem:
             free = shutil.disk_usage(self.path.parent).free
-            reason = problem.strerror or str(problem)
+            reason = problem.strerror or "the disk took only a part of it"  # numpy's tofile does not say why
             raise BridgeError(
-                f"{self.path}: writing {what} failed ({reason}), {free / 1e9:.2f} GB free there; "
-                "make room or give another output. Nothing was left under that name that was not there before"
+                f"{self.path}: writing {what} failed ({reason}; {free / 1e9:.2f} GB free there); make room or give "
+                "another output. Nothing half-written was left behind"
             ) from problem
 
 

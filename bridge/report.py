@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
@@ -88,7 +89,9 @@ class Report:
         return 8 * sum(t.nbytes for t in chosen) / weights if weights else 0.0
 
     def save(self, path: Path) -> None:
-        """Write everything as JSON."""
+        """Write everything as JSON. Raises BridgeError where that fails."""
+        from bridge.output import write_text
+
         record = {
             "checkpoint": self.checkpoint,
             "format": self.checkpoint_format,
@@ -99,7 +102,7 @@ class Report:
             "notes": self.notes,
             "tensors": [t.as_dict() for t in self.tensors],
         }
-        path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+        write_text(path, json.dumps(record, indent=1) + "\n")
 
     def table(self, done: str = "wrote") -> str:
         """The closing table: a row per kind of tensor, then sizes, time and notes."""
@@ -122,17 +125,17 @@ class Report:
         lines = []
         free = Counter(t.exact_for_free for t in self.tensors if t.exact_for_free)
         for name, count in free.items():
-            lines.append(f"{count} of these tensors would be bit-exact at no extra size as {name}: --type exact")
+            lines.append(f"{count} of these tensors would be bit-exact at no extra size as {name}: use --exact")
         rounded = sum(t.how == ROUNDED for t in self.tensors)
         if rounded:
             lines.append(
                 f"{rounded} tensors could not keep their codes and were rounded anew (--report says which, why)"
             )
-        lines += self.notes
+        lines += [f"note: {note}" for note in fold_notes(self.notes)]
         size_in, size_out = self.source_bytes, self.output_bytes
-        rate = size_in / max(self.seconds, 1e-9) / 1e9
+        rate = size_text(size_in / max(self.seconds, 1e-9))
         sizes = f"{size_text(size_in)} {self.checkpoint_format} -> {size_text(size_out)} GGUF"
-        lines.append(f"{sizes} in {self.seconds:.1f} s ({rate:.2f} GB/s)")
+        lines.append(f"{sizes} in {self.seconds:.1f} s ({rate}/s)")
         lines += [f"{done} {path}" for path in self.outputs]
         return lines
 
@@ -151,6 +154,21 @@ def _row(kind: str, members: list[TensorReport]) -> tuple[str, ...]:
     error = "exact" if total.error == 0 else f"{total.nmse:.1e}"
     share = f"{100 * total.share:.2g}%" if total.noise else ""
     return (*head, kept, error, share)
+
+
+def fold_notes(notes: Iterable[str]) -> list[str]:
+    """For people: what is said of many modules ("<module>: ...", numbers aside) becomes one line with their count."""
+    alike: dict[str, list[str]] = {}
+    for note in notes:
+        name, colon, text = note.partition(": ")
+        of_module = colon and re.fullmatch(r"[\w.]+\.[\w.]+", name)
+        alike.setdefault(re.sub(r"\d+", "#", text) if of_module else note, []).append(note)
+    lines = []
+    for members in alike.values():
+        first, more = members[0], len(members) - 1
+        name, _, text = first.partition(": ")
+        lines.append(f"{name} and {more} more: {text}" if more and text else first)
+    return lines
 
 
 def align(rows: list[tuple[str, ...]], left: tuple[bool, ...]) -> list[str]:
