@@ -7,6 +7,7 @@ the first and the last tensor of each kind, with the mapping that `convert` itse
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from bridge.errors import BridgeError
 from bridge.hub import resolve
 from bridge.models import ModelSpec, TensorSpec
 from bridge.recipe import Recipe
-from bridge.report import align, size_text
+from bridge.report import align, fold_notes, size_text
 from bridge.verify import read_gguf, shards
 
 _SAMPLE_ROWS = 64
@@ -27,50 +28,77 @@ _SAMPLE_ROWS = 64
 def describe(path: str | Path) -> str:
     """A few lines about a checkpoint folder, a Hub id or a GGUF file. Raises BridgeError."""
     if Path(path).is_file():
+        if Path(path).suffix in (".safetensors", ".bin", ".json"):
+            raise BridgeError(f"{path}: is one file of a checkpoint; give the folder that it is in")
         return _describe_gguf(Path(path))
     with open_checkpoint(resolve(path)) as ckpt:
         return "\n".join(_describe_checkpoint(ckpt))
 
 
 def _describe_checkpoint(ckpt: Checkpoint) -> list[str]:
-    quant = ckpt.quant
-    label = [f"{quant.method or 'none'}"]
-    for name, value in (
-        ("bits", quant.bits),
-        ("group size", quant.group_size),
-        ("sym", quant.sym),
-        ("desc_act", quant.desc_act),
-        ("checkpoint_format", quant.checkpoint_format),
-        ("version", quant.version),
-    ):
-        if value not in (None, ""):
-            label.append(f"{name} {value}")
+    scattered = sum(ckpt.group_order(name) is not None for name in ckpt.modules)
     lines = [
         f"{ckpt.path}: {size_text(ckpt.nbytes)} in {len(ckpt.files)} file{'s' * (len(ckpt.files) != 1)}",
-        f"the label says  {', '.join(label)}",
-        f"the data says   {ckpt.format}, {_data_says(ckpt)}",
+        f"the label says  {_label_says(ckpt)}",
+        f"the data says   {_data_says(ckpt, scattered)}",
     ]
     try:
         spec = model_of(ckpt)
+        table, notes = _prediction(ckpt, spec)
     except BridgeError as problem:
-        return [*lines, *ckpt.notes, f"convert would stop: {problem}"]
-    table, notes = _prediction(ckpt, spec)
-    return [*lines, f"architecture    {spec.arch}, {spec.n_layers} layers", *ckpt.notes, *notes, "", *table]
+        return [*lines, *(f"note: {note}" for note in ckpt.notes), f"convert would stop: {problem}"]
+    if ckpt.modules:
+        contrary = fold_notes([*_claims(ckpt, scattered), *notes])
+        lines += [f"they differ     {note}" for note in contrary] or ["they agree      in all that was looked at"]
+    lines.append(f"architecture    {spec.arch}, {spec.n_layers} layers")
+    lines += [f"note: {note}" for note in fold_notes([*ckpt.notes, *spec.notes])]
+    return [*lines, "", *table]
 
 
-def _data_says(ckpt: Checkpoint) -> str:
-    if not ckpt.modules:
-        return "no quantized module"
-    bits = Counter(m.bits for m in ckpt.modules.values())
-    sizes = Counter(m.group_size for m in ckpt.modules.values())
-    scattered = sum(ckpt.group_order(name) is not None for name in ckpt.modules)
+def _label_says(ckpt: Checkpoint) -> str:
+    quant = ckpt.quant
+    if quant.method is None:
+        return "nothing about quantization"
     parts = [
-        "bits " + ", ".join(f"{b} ({n} modules)" for b, n in sorted(bits.items())),
-        "group size " + ", ".join(str(s) for s in sorted(sizes)),
-        f"act-order in {scattered} modules" if scattered else "no act-order",
-        f"{len(ckpt.tensors)} float tensors",
+        f"AWQ version {quant.version}" if quant.version else f"GPTQ, checkpoint_format {quant.checkpoint_format}",
+        f"{quant.bits} bits",
+        "one group a row" if quant.group_size <= 0 else f"groups of {quant.group_size}",
+        "symmetric" if quant.sym else "asymmetric",
+        "act-order" if quant.desc_act else "no act-order",
     ]
-    return ", ".join(parts)
+    overrides = len(quant.dynamic)
+    return ", ".join(parts) + (f", {overrides} rules for single modules" if overrides else "")
+
+
+def _data_says(ckpt: Checkpoint, scattered: int) -> str:
+    if not ckpt.modules:
+        return f"no quantized module, {len(ckpt.tensors)} float tensors"
+    modules = ckpt.modules.values()
+    rows = sum(m.group_size >= m.shape[1] for m in modules)
+    sizes = _counted(f"groups of {m.group_size}" for m in modules if m.group_size < m.shape[1])
+    return ", ".join([
+        f"{len(modules)} quantized modules",
+        _counted(f"{m.bits} bits" for m in modules),
+        *([sizes] if sizes else []),
+        *([f"one group a row ({rows})" if sizes else "one group a row"] if rows else []),
+        f"act-order in {scattered}" if scattered else "no act-order",
+        f"{len(ckpt.tensors)} float tensors",
+    ])  # fmt: skip
+
+
+def _counted(words: Iterable[str]) -> str:
+    """What there is; with counts where there are several."""
+    found = Counter(words)
+    return ", ".join(word if len(found) == 1 else f"{word} ({count})" for word, count in sorted(found.items()))
+
+
+def _claims(ckpt: Checkpoint, scattered: int) -> list[str]:
+    """Where the label is wrong about act-order; the readers' notes have everything else."""
+    if ckpt.quant.desc_act and not scattered:
+        return ["the label says act-order, but all groups are consecutive"]
+    if scattered and not ckpt.quant.desc_act:
+        return [f"the label says no act-order, but {scattered} modules have it"]
+    return []
 
 
 def _prediction(ckpt: Checkpoint, spec: ModelSpec) -> tuple[list[str], list[str]]:
@@ -99,14 +127,16 @@ def _one(work: Conversion, tensor: TensorSpec, notes: list[str]) -> tuple[str, s
     from bridge.mapping import choose
 
     t = work.grouped(tensor, module)
-    notes += [note for note in t.notes if note not in notes]
-    arrives = f"{t.bits} bits, " + (f"groups of {t.group_size}" if t.sequential else "act-order")
+    notes += t.notes
+    groups = f"groups of {t.group_size}" if t.sequential else "act-order"
+    if t.sequential and work.ckpt.group_order(module) is not None:
+        groups = f"act-order that folds into {groups}"
     low, high = t.zeros.min(), t.zeros.max()
     zeros = f"{low:g}" + ("" if low == high else f"..{high:g}")
     step = max(1, t.shape[0] // _SAMPLE_ROWS)
     mapped = choose.map_auto(t.take_rows(np.arange(0, t.shape[0], step)))
     how = "codes carried" if mapped.fidelity.kept else "rounded anew"
-    return shape, arrives, zeros, mapped.block.name, how
+    return shape, f"{t.bits} bits, {groups}", zeros, mapped.block.name, how
 
 
 def _describe_gguf(path: Path) -> str:
