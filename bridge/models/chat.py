@@ -15,14 +15,13 @@ parts, put together again, give what jinja gives for several conversations.
 
 from __future__ import annotations
 
-import json
-import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from bridge.chat_template import TemplateFailed, compile_template
+
 _SYSTEM, _USERS, _REPLIES = "Systemprobe0", ("Userprobe1", "Userprobe2", "Userprobe3"), ("Replyprobe1", "Replyprobe2")
-_GENERATION = re.compile(r"\{%-?\s*(end)?generation\s*-?%\}")  # a mark for training, not part of jinja
 
 Messages = Sequence[tuple[str, str]]  # (role, content)
 
@@ -155,30 +154,18 @@ def _with_bos(text: str, bos: str) -> str:
     return text if text.startswith(bos) else bos + text
 
 
-def _renderer(template: str, bos: str, eos: str) -> Any:
-    """(messages, prompt for a reply) -> text, in the environment that transformers gives its templates."""
-    import jinja2
-    from jinja2.ext import loopcontrols
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
-
-    def refuse(message: str) -> None:
-        raise jinja2.TemplateError(message)
-
-    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
-    environment.filters["tojson"] = lambda value, indent=None: json.dumps(value, ensure_ascii=False, indent=indent)
-    environment.globals["raise_exception"] = refuse
-    try:
-        compiled = environment.from_string(_GENERATION.sub("", template))
-    except jinja2.TemplateError as error:
-        raise NotUnderstood(f"jinja cannot read it: {error}") from error
+def _renderer(template: str, bos: str, eos: str) -> Callable[[Messages, bool], str]:
+    """(messages, prompt for a reply) -> text; NotUnderstood where the template fails."""
 
     def render(messages: Messages, prompt: bool) -> str:
         entries = [{"role": role, "content": content} for role, content in messages]
         try:
-            return compiled.render(
-                messages=entries, add_generation_prompt=prompt, bos_token=bos, eos_token=eos, tools=None, documents=None
-            )
-        except Exception as error:  # whatever a template's code may raise
-            raise NotUnderstood(f"it fails with: {str(error) or type(error).__name__}") from error
+            return compiled(entries, prompt)
+        except TemplateFailed as error:
+            raise NotUnderstood(str(error)) from error
 
+    try:
+        compiled = compile_template(template, bos, eos)
+    except TemplateFailed as error:
+        raise NotUnderstood(str(error)) from error
     return render

@@ -13,13 +13,9 @@ from gguf import TokenType
 
 from bridge.models.config import Config, read_json
 from bridge.models.vocabulary import Tokenizer
+from bridge.vocab_rules import KNOWN_ENDS
 
 _ROLES = ("bos", "eos", "unk", "pad", "sep", "mask")
-# texts that llama.cpp takes for the end of a reply by themselves
-_KNOWN_ENDS = {
-    "<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "</s>", "<|eom_id|>", "<EOT>", "_<EOT>",
-    "<|end_of_text|>", "<end_of_utterance>", "<\uff5cend\u2581of\u2581sentence\uff5c>",
-}  # fmt: skip
 
 
 def _content(value: Any) -> str | None:
@@ -59,7 +55,7 @@ def add_special_tokens(
     tokenizer.stop_ids = stops
     # two more ids fit the metadata; the usual texts need none
     for token in stops[1:]:
-        if tokenizer.tokens[token] not in _KNOWN_ENDS:
+        if tokenizer.tokens[token] not in KNOWN_ENDS:
             free = next((role for role in ("eot", "eom") if role not in tokenizer.ids), None)
             if free is None:
                 tokenizer.notes.append(f"llama.cpp is not told that {tokenizer.tokens[token]!r} ends a reply")

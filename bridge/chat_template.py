@@ -1,0 +1,54 @@
+"""Jinja chat templates, rendered in the environment that transformers gives its own: sandboxed and immutable."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+_GENERATION = re.compile(r"\{%-?\s*(end)?generation\s*-?%\}")  # a mark for training, not part of jinja
+
+Render = Callable[[Sequence[Mapping[str, Any]], bool], str]
+
+
+class TemplateFailed(Exception):
+    """The template cannot be read, or does not accept the conversation."""
+
+
+def compile_template(template: str, bos: str, eos: str) -> Render:
+    """(messages as {"role", "content"}, whether to prompt for a reply) -> text.
+
+    bos, eos  texts of the tokens, which templates refer to
+
+    Raises TemplateFailed; so does what is returned.
+    """
+    import jinja2
+    from jinja2.ext import loopcontrols
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    def refuse(message: str) -> None:
+        raise jinja2.TemplateError(message)
+
+    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
+    environment.filters["tojson"] = lambda value, indent=None: json.dumps(value, ensure_ascii=False, indent=indent)
+    environment.globals["raise_exception"] = refuse
+    try:
+        compiled = environment.from_string(_GENERATION.sub("", template))
+    except jinja2.TemplateError as error:
+        raise TemplateFailed(f"jinja cannot read it: {error}") from error
+
+    def render(messages: Sequence[Mapping[str, Any]], prompt: bool) -> str:
+        try:
+            return compiled.render(
+                messages=[dict(message) for message in messages],
+                add_generation_prompt=prompt,
+                bos_token=bos,
+                eos_token=eos,
+                tools=None,
+                documents=None,
+            )
+        except Exception as error:  # whatever a template's code may raise
+            raise TemplateFailed(f"it fails with: {str(error) or type(error).__name__}") from error
+
+    return render

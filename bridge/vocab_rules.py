@@ -1,0 +1,91 @@
+"""What llama.cpp's names of tokenizers stand for: rules that the converter and the runtime share.
+
+A byte-level BPE first cuts a text into words, and merges only within them. tokenizer.ggml.pre names the
+cutting rules, which llama.cpp has compiled in; here they are in the notation of `tokenizers`:
+
+    split       Split(regex, Isolated)
+    digits      Digits: one by one, or as a run
+    bytes       ByteLevel; "regex" applies GPT-2's own regex too
+    punctuation Punctuation(Contiguous)
+
+Several names stand for the same cutting rule and differ in ignore_merges: whether a word that is a
+token is taken whole before any merge is tried.
+"""
+
+from __future__ import annotations
+
+Step = tuple[str, str]
+
+# texts that llama.cpp takes for the end of a reply by themselves
+KNOWN_ENDS = {
+    "<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "</s>", "<|eom_id|>", "<EOT>", "_<EOT>",
+    "<|end_of_text|>", "<end_of_utterance>", "<\uff5cend\u2581of\u2581sentence\uff5c>",
+}  # fmt: skip
+
+# the parts that the regexes of this field are made of
+_CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_PUNCTUATION = r" ?[^\s\p{L}\p{N}]+[\r\n]*"
+_SPACES = r"\s*[\r\n]+|\s+(?!\S)|\s+"
+_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_CJK, _KANA = "\u4e00-\u9fa5", "\u3040-\u309f\u30a0-\u30ff"
+_DEEPSEEK_CJK = "[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]+"
+
+
+def _cl100k(digits: str) -> str:
+    return rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|{digits}|{_PUNCTUATION}|{_SPACES}"
+
+
+def _o200k(contractions: str, digits: str) -> str:
+    words = (rf"{_UPPER}*{_LOWER}+", rf"{_UPPER}+{_LOWER}*")
+    cased = "|".join(rf"[^\r\n\p{{L}}\p{{N}}]?{word}{contractions}" for word in words)
+    return rf"{cased}|{digits}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_SPACES}"
+
+
+_QWEN35 = (
+    rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?[\p{{L}}\p{{M}}]+|\p{{N}}"
+    rf"| ?[^\s\p{{L}}\p{{M}}\p{{N}}]+[\r\n]*|{_SPACES}"
+)
+_DEEPSEEK_V3 = (
+    r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"""
+    rf"| ?[\p{{P}}\p{{S}}]+[\r\n]*|{_SPACES}"
+)
+_SEED_CODER = rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{{1}}| ?[^\s\p{{L}}\p{{N}}\r\n]+|{_SPACES}"
+_BAILING = r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]++[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+"
+
+BYTES = ("bytes", "plain")
+GPT2_BYTES = ("bytes", "regex")
+ONE_DIGIT, DIGIT_RUN = ("digits", "one"), ("digits", "run")
+
+
+def _split(regex: str) -> Step:
+    return ("split", regex)
+
+
+# rules -> (name where ignore_merges is false, name where it is true); None: llama.cpp has no such pair
+NAMES: dict[tuple[Step, ...], tuple[str | None, str | None]] = {
+    (_split(_cl100k(r"\p{N}{1,3}")), BYTES): ("smaug-bpe", "llama-bpe"),
+    (_split(_cl100k(r"\p{N}")), BYTES): ("qwen2", None),
+    (_split(_QWEN35), BYTES): ("qwen35", None),
+    (_split(_o200k("", r"\p{N}")), BYTES): (None, "tekken"),
+    (_split(_o200k(f"{_CONTRACTIONS}?", r"\p{N}{1,3}")), BYTES): ("gpt-4o", None),
+    (_split(_SEED_CODER), BYTES): ("seed-coder", None),
+    (_split(_BAILING), BYTES): ("bailingmoe", None),
+    (_split(r"\p{N}{1,3}"), _split(f"[{_CJK}{_KANA}]+"), _split(_DEEPSEEK_V3), BYTES): ("deepseek-v3", None),
+    (_split(r"\p{N}{1,3}"), _split(_cl100k(r"\p{N}+")), BYTES): (None, "minicpm5"),
+    (_split(r"[\r\n]"), _split(r"\s?\p{L}+"), _split(r"\s?\p{P}+"), _split(_DEEPSEEK_CJK), ONE_DIGIT, BYTES): (
+        "deepseek-coder",
+        None,
+    ),
+    (GPT2_BYTES,): ("gpt-2", None),
+    (ONE_DIGIT, GPT2_BYTES): ("smollm", None),
+    (("punctuation", "contiguous"), GPT2_BYTES, DIGIT_RUN, _split("[0-9][0-9][0-9]")): ("falcon", None),
+}
+
+# DeepSeek's second rule spells out a table of letters; its ends, and what surrounds it, are telling enough
+DEEPSEEK_LLM = (
+    _split(r"[\r\n]"),
+    ("split", "letters"),
+    _split("\\s?[!-/:-~\uff01-\uff0f\uff1a-\uff5e\u2018-\u201f\u3000-\u3002]+"),
+    _split(r"\s+$"),
+    _split(_DEEPSEEK_CJK),
+)
