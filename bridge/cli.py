@@ -8,6 +8,7 @@ import re
 import signal
 import sys
 import traceback
+import warnings
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -28,30 +29,37 @@ GPTQ and AWQ checkpoints become GGUF files for llama.cpp without quantizing twic
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the program; returns the exit code: 0, 1 (verify found a tensor beyond its threshold) or 2 (error)."""
     argv = sys.argv[1:] if argv is None else argv
+    debug = "--debug" in argv
     for name in ("SIGTERM", "SIGHUP"):  # what is half-written goes away as with Ctrl-C
         if hasattr(signal, name):
             signal.signal(getattr(signal, name), _interrupt)
     try:
-        arguments = _parser().parse_args(argv or ["--help"])
-        return arguments.run(arguments)
+        with warnings.catch_warnings():
+            if not debug:
+                warnings.simplefilter("ignore")  # the libraries' own, such as torch's on odd pickles
+            arguments = _parser().parse_args(argv or ["--help"])
+            return arguments.run(arguments)
     except BrokenPipeError:  # `gguf-bridge inspect ... | head`
         with suppress(OSError):
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
-    except BridgeError as problem:
-        message = str(problem)
-    except KeyboardInterrupt:
-        message = "interrupted; nothing half-written was left behind"
-    except OSError as problem:
-        message = f"{problem.filename}: {problem.strerror}" if problem.filename else str(problem)
-    except MemoryError:
-        message = "out of memory; --threads 1 needs the least"
-    except Exception as problem:
-        message = f"unexpected {type(problem).__name__} ({problem}); please report it with what --debug prints"
-    if "--debug" in argv:
-        traceback.print_exc()
-    print("error:", re.sub(r"\s*\n\s*", " ", message), file=sys.stderr)
-    return 2
+    except (Exception, KeyboardInterrupt) as problem:
+        if debug:
+            traceback.print_exception(problem)
+        print("error:", re.sub(r"\s*\n\s*", " ", _message(problem)), file=sys.stderr)
+        return 2
+
+
+def _message(problem: BaseException) -> str:
+    if isinstance(problem, BridgeError):
+        return str(problem)
+    if isinstance(problem, KeyboardInterrupt):
+        return "interrupted; nothing half-written was left behind"
+    if isinstance(problem, OSError):
+        return f"{problem.filename}: {problem.strerror}" if problem.filename else str(problem)
+    if isinstance(problem, MemoryError):
+        return "out of memory; --threads 1 needs the least"
+    return f"unexpected {type(problem).__name__} ({problem}); please report it with what --debug prints"
 
 
 def _interrupt(*_: object) -> NoReturn:

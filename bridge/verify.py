@@ -79,6 +79,8 @@ def failures(report: Report, max_share: float = MAX_SHARE, max_nmse: float = MAX
 
 def read_gguf(path: Path) -> gguf.GGUFReader:
     """Open a GGUF; BridgeError where it is not one or is damaged."""
+    if path.is_dir():
+        raise BridgeError(f"{path}: is a folder; give the GGUF first, then the checkpoint")
     if not path.is_file():
         raise BridgeError(f"{path}: no such file")
     try:
