@@ -89,3 +89,32 @@ DEEPSEEK_LLM = (
     _split(r"\s+$"),
     _split(_DEEPSEEK_CJK),
 )
+
+# what deepseek-llm's spelled-out table amounts to: letters that have a case
+_CASED = r"\s?[\p{Lu}\p{Ll}\p{Lt}]+"
+
+# other names under which llama.cpp knows the same rules
+_ALIASES = {
+    "llama-bpe": ("llama3", "llama-v3", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2", "jina-v5-nano"),
+    "gpt-2": ("phi-2", "jina-es", "jina-de", "jina-v2-es", "jina-v2-de", "gigachat", "a.x-4.0", "mellum",
+              "modern-bert", "roberta-bpe", "exaone4", "mpt", "olmo", "jais", "trillion", "granite-docling"),
+    "smollm": ("codeshell", "starcoder", "refact", "command-r", "exaone", "minerva-7b"),
+    "qwen2": ("deepseek-r1-qwen", "kormo", "stablelm2", "megrez"),
+    "gpt-4o": ("llama4", "kanana2"),
+    "deepseek-v3": ("hunyuan-dense", "joyai-llm"),
+    "bailingmoe": ("bailingmoe2", "llada-moe"),
+}  # fmt: skip
+# names whose rules imply a BOS where tokenizer.ggml.add_bos_token does not say
+_WITH_BOS = {"llama-bpe", "tekken"}
+
+
+def rules_of(pre: str) -> tuple[tuple[Step, ...], bool, bool] | None:
+    """What a tokenizer.ggml.pre means: cutting rules, ignore_merges, whether a BOS is the default. None: unknown."""
+    name = next((own for own, others in _ALIASES.items() if pre in others), pre)
+    if name == "deepseek-llm":
+        steps = tuple(("split", _CASED) if rule[1] == "letters" else rule for rule in DEEPSEEK_LLM)
+        return (*steps, DIGIT_RUN, BYTES), False, False
+    for steps, (plain, whole) in NAMES.items():
+        if name in (plain, whole):
+            return steps, name == whole, name in _WITH_BOS
+    return None

@@ -1,0 +1,69 @@
+"""Byte-level BPE through the `tokenizers` library, set up from tokenizer.ggml.pre and the merges."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import cache
+from typing import Any
+
+from bridge.errors import BridgeError
+from bridge.vocab_rules import BYTES, DIGIT_RUN, GPT2_BYTES, ONE_DIGIT, Step, rules_of
+
+
+@cache
+def byte_of() -> dict[str, int]:
+    """GPT-2's 256 printable characters -> the bytes that they stand for."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(b): b for b in printable} | {chr(256 + i): b for i, b in enumerate(others)}
+
+
+class ByteLevel:
+    """A Cutter (see tokenizer.py) for tokenizer.ggml.model gpt2."""
+
+    add_eos = False
+
+    def __init__(self, tokens: Sequence[str], metadata: Mapping[str, Any]):
+        from tokenizers import Tokenizer, models, pre_tokenizers
+
+        pre = metadata.get("tokenizer.ggml.pre")
+        rules = rules_of(pre) if isinstance(pre, str) else None
+        if rules is None:
+            raise BridgeError(
+                f"tokenizer.ggml.pre is {pre!r}, whose rules for cutting words are unknown here; the tokens of a text "
+                "cannot be told, logits() of token ids can be computed"
+            )
+        steps, ignore_merges, self.add_bos = rules
+        vocab = {text: token for token, text in enumerate(tokens)}
+        merges = []
+        for merge in metadata.get("tokenizer.ggml.merges") or []:
+            at = merge.find(" ", 1)
+            pair = merge[:at], merge[at + 1 :]
+            if at > 0 and pair[0] in vocab and pair[1] in vocab and pair[0] + pair[1] in vocab:
+                merges.append(pair)
+        if not merges:
+            raise BridgeError("tokenizer.ggml.merges is missing from the GGUF or empty; convert the model again")
+        self._tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges, ignore_merges=ignore_merges))
+        self._tokenizer.pre_tokenizer = pre_tokenizers.Sequence([_pre_tokenizer(step) for step in steps])
+
+    def encode(self, text: str, after_special: bool) -> list[int]:
+        return self._tokenizer.encode(text, add_special_tokens=False).ids
+
+    def piece(self, text: str) -> bytes:
+        table = byte_of()
+        if all(c in table for c in text):
+            return bytes(table[c] for c in text)
+        return text.encode("utf-8")
+
+
+def _pre_tokenizer(step: Step) -> Any:
+    from tokenizers import Regex, pre_tokenizers
+
+    if step in (BYTES, GPT2_BYTES):
+        return pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=step == GPT2_BYTES)
+    if step in (ONE_DIGIT, DIGIT_RUN):
+        return pre_tokenizers.Digits(individual_digits=step == ONE_DIGIT)
+    if step[0] == "punctuation":
+        return pre_tokenizers.Punctuation(step[1])
+    assert step[0] == "split", step
+    return pre_tokenizers.Split(Regex(step[1]), "isolated")

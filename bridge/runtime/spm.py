@@ -1,0 +1,101 @@
+"""SentencePiece's BPE as llama.cpp does it: of all neighbours that join to a token, those of the highest score first.
+
+Spaces become U+2581, and one is put before a text where the file asks for it. Characters that are no token
+become their bytes' tokens. A heap of candidate pairs makes a text of n characters cost n log n; it is cut
+into words before, and words are remembered, where no token has a space after its first other character.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from heapq import heapify, heappop, heappush
+from typing import Any
+
+SPACE = "\u2581"
+_REMEMBERED = 1 << 16  # words
+_UNKNOWN, _BYTE = 2, 6
+
+
+class SentencePiece:
+    """A Cutter (see tokenizer.py) for tokenizer.ggml.model llama."""
+
+    add_bos, add_eos = True, False
+
+    def __init__(self, tokens: Sequence[str], types: Sequence[int], metadata: Mapping[str, Any]):
+        scores = metadata.get("tokenizer.ggml.scores") or [0.0] * len(tokens)
+        self._tokens = {text: token for token, text in enumerate(tokens)}
+        self._scores = {text: scores[token] for text, token in self._tokens.items()}
+        self._bytes = {int(text[3:5], 16): i for i, text in enumerate(tokens) if types[i] == _BYTE}
+        unknown = metadata.get("tokenizer.ggml.unknown_token_id")
+        self._unknown = unknown if unknown is not None else next((i for i, t in enumerate(types) if t == _UNKNOWN), 0)
+        self._prefix = bool(metadata.get("tokenizer.ggml.add_space_prefix", True))
+        crossing = re.compile(f"[^{SPACE}]{SPACE}")
+        self._words = not any(crossing.search(text) for text in tokens)
+        self._known: dict[str, list[int]] = {}
+
+    def encode(self, text: str, after_special: bool) -> list[int]:
+        text = text.replace(" ", SPACE)
+        if self._prefix and after_special:
+            text = SPACE + text
+        if not self._words:
+            return self._join(text)
+        ids: list[int] = []
+        for word in _words(text):
+            found = self._known.get(word)
+            if found is None:
+                found = self._join(word)
+                if len(self._known) < _REMEMBERED:
+                    self._known[word] = found
+            ids += found
+        return ids
+
+    def piece(self, text: str) -> bytes:
+        return text.replace(SPACE, " ").encode("utf-8")
+
+    def _join(self, text: str) -> list[int]:
+        """ids of a text: symbols are linked both ways; a candidate is dead when a side of it has changed."""
+        symbols = list(text)
+        n = len(symbols)
+        after = [*range(1, n), -1]
+        before = list(range(-1, n - 1))
+        scores = self._scores
+        heap: list[tuple[float, int, int, int]] = []
+
+        def candidate(left: int, right: int) -> Iterator[tuple[float, int, int, int]]:
+            score = scores.get(symbols[left] + symbols[right])
+            if score is not None:
+                yield -score, left, right, len(symbols[left]) + len(symbols[right])
+
+        for left in range(n - 1):
+            heap.extend(candidate(left, left + 1))
+        heapify(heap)
+        while heap:
+            _, left, right, size = heappop(heap)
+            if not symbols[left] or not symbols[right] or len(symbols[left]) + len(symbols[right]) != size:
+                continue
+            symbols[left] += symbols[right]
+            symbols[right] = ""
+            after[left] = after[right]
+            if after[left] >= 0:
+                before[after[left]] = left
+                for entry in candidate(left, after[left]):
+                    heappush(heap, entry)
+            if before[left] >= 0:
+                for entry in candidate(before[left], left):
+                    heappush(heap, entry)
+        ids: list[int] = []
+        for symbol in symbols:
+            if symbol:
+                ids += self._ids_of(symbol)
+        return ids
+
+    def _ids_of(self, symbol: str) -> list[int]:
+        if symbol in self._tokens:
+            return [self._tokens[symbol]]
+        return [self._bytes.get(byte, self._unknown) for byte in symbol.encode("utf-8")]
+
+
+def _words(text: str) -> Iterator[str]:
+    """A text cut before every run of spaces."""
+    return (match[0] for match in re.finditer(f"{SPACE}+[^{SPACE}]*|[^{SPACE}]+", text))

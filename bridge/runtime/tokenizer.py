@@ -1,0 +1,141 @@
+"""Text to token ids and back, from a GGUF's metadata alone, as llama.cpp does it.
+
+    tokenizer.ggml.model  "gpt2": byte-level BPE (`bpe.py`); "llama": SentencePiece's joining by score (`spm.py`)
+
+Both are wrapped in the same way: control and user-defined tokens are matched in the raw text first, the
+longest at each place, and only what lies between them is cut and merged; BOS and EOS go around a text where
+the file asks for them.
+"""
+
+from __future__ import annotations
+
+import codecs
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, Protocol
+
+from bridge.errors import BridgeError
+from bridge.vocab_rules import KNOWN_ENDS
+
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)  # tokenizer.ggml.token_type
+
+
+class Cutter(Protocol):
+    """The part that differs: ordinary text to ids, an ordinary token to bytes."""
+
+    add_bos: bool  # where the file does not say
+    add_eos: bool
+
+    def encode(self, text: str, after_special: bool) -> list[int]:
+        """ids of text without special tokens; `after_special`: it stands first, or after one."""
+
+    def piece(self, text: str) -> bytes:
+        """The bytes of a normal token."""
+
+
+class Tokenizer:
+    """`tokens` and `types` by id; ids by role (None where there is none); `stops`: the ids that end a reply."""
+
+    def __init__(self, metadata: Mapping[str, Any]):
+        self.tokens: list[str] = _required(metadata, "tokens", list)
+        self.types: list[int] = metadata.get("tokenizer.ggml.token_type") or [NORMAL] * len(self.tokens)
+        if len(self.types) != len(self.tokens):
+            raise BridgeError(f"the GGUF has {len(self.tokens)} tokens and {len(self.types)} token types")
+        self.model: str = _required(metadata, "model", str)
+        self._cut = self._cutter(metadata)
+        self.bos = self._role(metadata, "bos")
+        self.eos = self._role(metadata, "eos")
+        add_bos = metadata.get("tokenizer.ggml.add_bos_token", self._cut.add_bos)
+        self.add_bos = bool(add_bos) and self.bos is not None
+        self.add_eos = bool(metadata.get("tokenizer.ggml.add_eos_token", False)) and self.eos is not None
+        named = {self._role(metadata, role) for role in ("eos", "eot", "eom")}
+        self.stops = frozenset(t for t in named if t is not None) | {
+            i for i, text in enumerate(self.tokens) if text in KNOWN_ENDS
+        }
+        self._special = {True: self._matcher({CONTROL, UNKNOWN, USER_DEFINED}), False: self._matcher({USER_DEFINED})}
+        self._pieces: dict[int, bytes] = {}
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def text(self, token: int | None) -> str:
+        """A token as the vocabulary spells it, "" for None."""
+        return "" if token is None else self.tokens[token]
+
+    def encode(self, text: str, add_special: bool = True, parse_special: bool = True) -> list[int]:
+        """Token ids of a text.
+
+        add_special    BOS before and EOS after it, where the file asks for them
+        parse_special  control tokens spelled out in the text become those tokens
+        """
+        ids = [self.bos] if add_special and self.add_bos and self.bos is not None else []
+        pattern, index = self._special[parse_special]
+        after_special = True
+        for part in pattern.split(text) if pattern else [text]:
+            if part in index:
+                ids.append(index[part])
+                after_special = True
+            elif part:
+                ids += self._cut.encode(part, after_special)
+                after_special = False
+        if add_special and self.add_eos and self.eos is not None:
+            ids.append(self.eos)
+        return ids
+
+    def piece(self, token: int, special: bool = False) -> bytes:
+        """The bytes that a token adds to a text; those of control tokens only with `special`."""
+        if not 0 <= token < len(self.tokens):
+            raise BridgeError(f"token {token}: the vocabulary has {len(self.tokens)}")
+        kind = self.types[token]
+        if kind in (CONTROL, UNKNOWN) and not special:
+            return b""
+        if token not in self._pieces:
+            self._pieces[token] = self._piece(token, kind)
+        return self._pieces[token]
+
+    def decode(self, tokens: Iterable[int], special: bool = False) -> str:
+        """The text of token ids; bytes that are no UTF-8 become U+FFFD."""
+        return b"".join(self.piece(token, special) for token in tokens).decode("utf-8", "replace")
+
+    def stream(self, tokens: Iterable[int], special: bool = False) -> Iterator[str]:
+        """The text of token ids as they come, whole characters only: one string, perhaps empty, for each token."""
+        decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        for token in tokens:
+            yield decoder.decode(self.piece(token, special))
+        if rest := decoder.decode(b"", True):
+            yield rest
+
+    def _piece(self, token: int, kind: int) -> bytes:
+        text = self.tokens[token]
+        if kind in (CONTROL, UNKNOWN, USER_DEFINED):
+            return text.encode("utf-8")
+        if kind == BYTE:
+            return bytes([int(text[3:5], 16)]) if re.fullmatch(r"<0x[0-9A-Fa-f]{2}>", text) else text.encode("utf-8")
+        return self._cut.piece(text) if kind == NORMAL else b""
+
+    def _cutter(self, metadata: Mapping[str, Any]) -> Cutter:
+        if self.model == "gpt2":
+            from bridge.runtime.bpe import ByteLevel
+
+            return ByteLevel(self.tokens, metadata)
+        if self.model == "llama":
+            from bridge.runtime.spm import SentencePiece
+
+            return SentencePiece(self.tokens, self.types, metadata)
+        raise BridgeError(f"tokenizer.ggml.model is {self.model!r}; gpt2 (byte-level BPE) and llama are known here")
+
+    def _role(self, metadata: Mapping[str, Any], role: str) -> int | None:
+        token = metadata.get(f"tokenizer.ggml.{role}_token_id")
+        return token if isinstance(token, int) and 0 <= token < len(self.tokens) else None
+
+    def _matcher(self, kinds: set[int]) -> tuple[re.Pattern[str] | None, dict[str, int]]:
+        index = {self.tokens[i]: i for i, kind in enumerate(self.types) if kind in kinds and self.tokens[i]}
+        longest_first: Sequence[str] = sorted(index, key=len, reverse=True)
+        return (re.compile(f"({'|'.join(map(re.escape, longest_first))})") if index else None), index
+
+
+def _required(metadata: Mapping[str, Any], key: str, kind: type) -> Any:
+    value = metadata.get(f"tokenizer.ggml.{key}")
+    if not isinstance(value, kind) or not value:
+        raise BridgeError(f"tokenizer.ggml.{key} is missing from the GGUF; it has no tokenizer that can be used")
+    return value
