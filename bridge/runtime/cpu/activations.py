@@ -2,15 +2,17 @@
 
 The integer record of a block of `size` columns (256 for K-quants, 32 otherwise), little-endian:
 
-    bytes 0..size-1    q int8: x rounded to multiples of d
-          size..       what the type needs of the sums s_j of q over its sub-blocks:
-                         zero point   int32 [subs]        -zero * s_j, where sums of products start
-                         mins, K      int8  [subs], [subs]  s_j >> 6 and s_j & 63, to be multiplied as int8
-                         mins, plain  float32             d * s
-          then         d float32
+    bytes 0..size-1   q int8: x in multiples of d, one d for 32 columns
+          size..      what the type needs of the sums s_j of q over its sub-blocks:
+                        zero point   int32 [subs]        -zero * s_j, where sums of products start
+                        mins, K      int8  [2 * subs]    t_j >> 7, then t_j & 127, to be multiplied as int8
+                        mins, plain  float32             d * s
+          then        d float32 [size/32]
+          then        with mins, K: float32 e, where d * s_j is e * t_j but for 2^-14 of the largest
 
-d maps the value of largest magnitude onto -128, whatever its sign; values of the other sign stop at 127.
-ggml maps it onto +-127, so its steps are 0.8% coarser; and it keeps d of 32-blocks as a half.
+ggml's K-quants have one d for 256 columns; with eight the rounding error is a quarter less, and the kernels do
+one operation more for each 32. d maps the value of largest magnitude onto -128, whatever its sign; values of
+the other sign stop at 127. (ggml maps it onto +-127, in steps 0.8% coarser, and rounds d of 32-blocks to a half.)
 
 The float record holds x itself, then the float32 sums over sub-blocks.
 
@@ -23,15 +25,23 @@ from functools import cache
 from typing import Any, NamedTuple
 
 import numpy as np
+from llvmlite import ir
+from numba.core import types
+from numba.extending import intrinsic
 
 from bridge.blocks import BLOCKS, BlockType
 from bridge.jit import specialize
+from bridge.runtime.cpu.vectors import Emitter
 
 # set per type by `specialize`
-size = subs = sub = zero = record = 0
+size = subs = sub = record = sums_at = d_at = 0
 mins = False
+round32: Any = None
 
-_INFINITE = np.uint32(0x7F800000)
+_GROUP = 32  # columns that share a d
+_TINY = 0x03800000  # bits of 2^-120: 128 over it is still finite
+_I32, _I64, _F32 = ir.IntType(32), ir.IntType(64), ir.FloatType()
+_LOW = np.float32(8128)  # the largest t: 63 * 128 + 64, so that t >> 7 stays a small int8
 
 
 class Record(NamedTuple):
@@ -39,13 +49,16 @@ class Record(NamedTuple):
 
     sums_at: int
     d_at: int
+    low_at: int  # of e; meaningless where there is none
     nbytes: int
 
 
 def record_of(block: BlockType) -> Record:
     """The integer record of a type."""
     sums = 4 if not block.is_k else 2 * block.subs if block.has_min else 4 * block.subs
-    return Record(block.size, block.size + sums, block.size + sums + 4)
+    d_at = block.size + sums
+    low_at = d_at + 4 * (block.size // _GROUP)
+    return Record(block.size, d_at, low_at, low_at + 4 * (block.is_k and block.has_min))
 
 
 def float_record(block: BlockType) -> int:
@@ -53,55 +66,107 @@ def float_record(block: BlockType) -> int:
     return 4 * (block.size + block.subs)
 
 
+def _round32(v: Any, sub: int, factor: int | None, x: Any, q: Any, d_at: Any, sums_at: Any) -> None:
+    """Write the code that rounds 32 values at x to int8 at q, their step to d_at, their sums to sums_at.
+
+    `factor` times the sums of `sub` values each, as int32; with factor None, d times the sums, as float32.
+    Floats as integers are ordered by magnitude, NaN above infinity: a block with either gets d = NaN.
+    """
+    b = v.builder
+    integers = ir.VectorType(_I32, _GROUP)
+    floats = ir.VectorType(_F32, _GROUP)
+
+    def splat(scalar: ir.Value, kind: ir.VectorType) -> ir.Value:
+        first = b.insert_element(ir.Constant(kind, ir.Undefined), scalar, ir.Constant(_I32, 0))
+        return b.shuffle_vector(first, ir.Constant(kind, ir.Undefined), ir.Constant(integers, [0] * _GROUP))
+
+    def same(value: int) -> ir.Constant:
+        return ir.Constant(integers, [value] * _GROUP)
+
+    values = b.load(b.inttoptr(x, floats.as_pointer()), align=4)
+    bits = b.bitcast(values, integers)
+    largest = v.call("llvm.vector.reduce.umax.v32i32", _I32, b.and_(bits, same(0x7FFFFFFF)))
+    top = v.call("llvm.vector.reduce.smax.v32i32", _I32, bits)
+    size = b.bitcast(largest, _F32)
+    sign = b.select(b.icmp_signed("==", top, largest), ir.Constant(_F32, -1.0), ir.Constant(_F32, 1.0))
+    step = b.fmul(b.fmul(size, ir.Constant(_F32, 1 / 128)), sign)
+    inverse = b.fdiv(b.fmul(ir.Constant(_F32, 128.0), sign), size)
+    # zeros, or so small that the inverse overflows: such a block counts as zero
+    tiny = b.icmp_unsigned("<", largest, ir.Constant(_I32, _TINY))
+    infinite = b.icmp_unsigned(">=", largest, ir.Constant(_I32, 0x7F800000))
+    zero = ir.Constant(_F32, 0.0)
+    step = b.select(infinite, ir.Constant(_F32, float("nan")), b.select(tiny, zero, step))
+    inverse = b.select(b.or_(infinite, tiny), zero, inverse)
+    rounded = v.call("llvm.rint.v32f32", floats, b.fmul(values, splat(inverse, floats)))
+    rounded = v.call("llvm.minnum.v32f32", floats, rounded, ir.Constant(floats, [127.0] * _GROUP))
+    codes = b.fptosi(rounded, integers)
+    byte_vector = ir.VectorType(ir.IntType(8), _GROUP)
+    b.store(b.trunc(codes, byte_vector), b.inttoptr(q, byte_vector.as_pointer()), align=4)
+    b.store(step, b.inttoptr(d_at, _F32.as_pointer()))
+    for j in range(_GROUP // sub):
+        lanes = ir.Constant(ir.VectorType(_I32, sub), [ir.Constant(_I32, sub * j + i) for i in range(sub)])
+        part = b.shuffle_vector(codes, ir.Constant(integers, ir.Undefined), lanes)
+        total = v.call(f"llvm.vector.reduce.add.v{sub}i32", _I32, part)
+        place = b.add(sums_at, ir.Constant(_I64, 4 * j))
+        if factor is None:
+            b.store(b.fmul(b.sitofp(total, _F32), step), b.inttoptr(place, _F32.as_pointer()))
+        else:
+            b.store(b.mul(total, ir.Constant(_I32, factor)), b.inttoptr(place, _I32.as_pointer()))
+
+
+def round32_twin(x: np.ndarray, sub: int) -> tuple[np.ndarray, np.float32, np.ndarray]:
+    """q int8 [32], d and the sums int32 [32/sub] for x float32 [32], as the compiled code has them."""
+    if not np.isfinite(x).all():
+        return np.zeros(32, np.int8), np.float32(np.nan), np.zeros(32 // sub, np.int32)
+    largest = np.abs(x).max()
+    if largest.view(np.uint32) < _TINY:
+        return np.zeros(32, np.int8), np.float32(0), np.zeros(32 // sub, np.int32)
+    sign = np.float32(-1 if largest in x else 1)
+    q = np.minimum(np.rint(x * (np.float32(128) * sign / largest)), 127).astype(np.int8)
+    return q, largest / np.float32(128) * sign, q.reshape(-1, sub).sum(1, dtype=np.int32)
+
+
+def _round32_intrinsic(sub: int, factor: int | None) -> Any:
+    @intrinsic
+    def round32(typingctx, x, q, d_at, sums_at):
+        def emit(context, builder, signature, arguments):
+            _round32(Emitter(builder, None), sub, factor, *arguments)
+            return context.get_dummy_value()
+
+        return types.void(types.int64, types.int64, types.int64, types.int64), emit
+
+    return round32
+
+
 def _quantize(x, columns, out):
-    """x float32 [tokens, in] -> integer records in out uint8 [nbytes]."""
-    tokens = x.shape[0]
+    """x float32 [tokens, in], contiguous -> integer records in out uint8 [nbytes]."""
     blocks = x.shape[1] // size
+    source = x.ctypes.data
+    target = out.ctypes.data
     signed = out.view(np.int8)
-    ints = out.view(np.int32)
     floats = out.view(np.float32)
-    for t in range(tokens):
+    scaled = np.empty(subs, np.float32)
+    per_group = max(1, _GROUP // sub)
+    for t in range(x.shape[0]):
         for b in range(blocks):
             at = ((t // columns * blocks + b) * columns + t % columns) * record
-            v = x[t, b * size : (b + 1) * size]
-            bits = v.view(np.int32)
-            top = np.int32(0)  # as integers, positive floats are ordered, NaN above infinity
-            bottom = np.uint32(0x80000000)
-            for i in range(size):
-                top = max(top, bits[i])
-            for i in range(size):
-                bottom = max(bottom, np.uint32(bits[i]))
-            size_bits = max(np.uint32(top), bottom & np.uint32(0x7FFFFFFF))
-            positive = np.uint32(top) == size_bits
-            d = np.float32(0)
-            inverse = np.float32(0)
-            if size_bits >= _INFINITE:
-                d = np.float32(np.nan)
-            elif size_bits > 0:
-                largest = np.uint32(size_bits).view(np.float32)
-                d = largest / np.float32(-128 if positive else 128)
-                inverse = np.float32(1) / d
-                if not abs(inverse) <= np.float32(3.0e38):  # a subnormal d: such a block counts as zero
-                    d = np.float32(0)
-                    inverse = np.float32(0)
-            q = signed[at : at + size]
-            if inverse != 0:
-                for i in range(size):
-                    q[i] = np.int8(min(np.float32(np.rint(v[i] * inverse)), np.float32(127)))
-            else:
-                q[:] = 0
-            for j in range(subs):
-                total = np.int32(0)
-                for i in range(sub):
-                    total += np.int32(q[j * sub + i])
-                if not mins:
-                    ints[(at + size) // 4 + j] = -zero * total
-                elif subs > 1:
-                    signed[at + size + j] = total >> 6
-                    signed[at + size + subs + j] = total & 63
-                else:
-                    floats[(at + size) // 4] = d * np.float32(total)
-            floats[(at + record) // 4 - 1] = d
+            for g in range(size // _GROUP):
+                sums = target + at + sums_at
+                if mins and subs > 1:
+                    sums = scaled.ctypes.data
+                round32(source, target + at + g * _GROUP, target + at + d_at + 4 * g, sums + 4 * g * per_group)
+                source += 4 * _GROUP
+            if mins and subs > 1:
+                largest = np.float32(0)
+                for j in range(subs):
+                    largest = max(largest, abs(scaled[j]))
+                e = largest / _LOW
+                inverse = _LOW / largest if largest > np.float32(1e-30) else np.float32(0)
+                floats[(at + record) // 4 - 1] = e
+                for j in range(subs):
+                    whole = np.int32(np.rint(scaled[j] * inverse))
+                    signed[at + sums_at + j] = whole >> 7
+                    signed[at + sums_at + subs + j] = whole & 127
 
 
 def _copy(x, columns, out):
@@ -132,8 +197,10 @@ def quantizer(name: str) -> Any:
         size=block.size,
         sub=block.sub,
         subs=block.subs,
-        zero=np.int32(block.zero),
+        round32=_round32_intrinsic(block.sub, None if block.has_min else -block.zero),
         record=record_of(block).nbytes,
+        sums_at=record_of(block).sums_at,
+        d_at=record_of(block).d_at,
         mins=block.has_min,
     )
 

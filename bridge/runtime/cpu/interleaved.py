@@ -11,8 +11,9 @@ A kernel is a C function of nine int64:
     y_stride  bytes between tokens in y
     first, last   row groups to do
 
-Of many tokens, all pass over a tile of row groups while it is in the second-level cache. Prefetching reaches `ahead` bytes beyond the block at work: the
-hardware's own prefetchers stop at page ends and leave a fifth of the bandwidth unused.
+Of many tokens, all pass over a tile of row groups while it is in the second-level cache. Prefetching reaches
+`ahead` bytes beyond the block at work: the hardware's own prefetchers stop at page ends and leave a fifth of
+the bandwidth unused.
 """
 
 from __future__ import annotations

@@ -26,6 +26,7 @@ from numba.extending import intrinsic
 from bridge.jit import kernel
 
 _intrinsic: Any = intrinsic  # typed as a function of its typing context, it would not pass mypy
+_function: Any = types.ExternalFunction
 _I32, _I64 = ir.IntType(32), ir.IntType(64)
 _NOTHING = ir.FunctionType(ir.VoidType(), [])
 
@@ -41,13 +42,14 @@ _SPINS = 1500  # pauses, of some 30 ns, before a worker sleeps
 _POLITE = 20000  # pauses before a waiting caller starts to yield its core
 _PER_THREAD = 12  # chunks: few enough to stream, enough to make up for a thread that is held up
 
-_lock_of = types.ExternalFunction("pthread_mutex_lock", types.int32(types.intp))
-_unlock = types.ExternalFunction("pthread_mutex_unlock", types.int32(types.intp))
-_wait = types.ExternalFunction("pthread_cond_wait", types.int32(types.intp, types.intp))
-_wake = types.ExternalFunction("pthread_cond_broadcast", types.int32(types.intp))
-_mutex_init = types.ExternalFunction("pthread_mutex_init", types.int32(types.intp, types.intp))
-_condition_init = types.ExternalFunction("pthread_cond_init", types.int32(types.intp, types.intp))
-_yield = types.ExternalFunction("sched_yield", types.int32())
+_int32: Any = types.int32
+_lock_of = _function("pthread_mutex_lock", _int32(types.intp))
+_unlock = _function("pthread_mutex_unlock", _int32(types.intp))
+_wait = _function("pthread_cond_wait", _int32(types.intp, types.intp))
+_wake = _function("pthread_cond_broadcast", _int32(types.intp))
+_mutex_init = _function("pthread_mutex_init", _int32(types.intp, types.intp))
+_condition_init = _function("pthread_cond_init", _int32(types.intp, types.intp))
+_yield = _function("sched_yield", _int32())
 
 
 def _word(builder: ir.IRBuilder, address: ir.Value, index: ir.Value) -> ir.Value:

@@ -37,7 +37,8 @@ def _product(x, y, columns, record, blocks, lanes, state, threads, function, wei
     turns = -(-tokens // columns)
     records = np.empty(turns * columns * blocks * record, np.uint8)
     if turns * columns != tokens:
-        records[:] = 0
+        for i in range(tokens // columns * columns * blocks * record, records.size):
+            records[i] = 0
     fill(x, columns, records)
     if groups * lanes == rows and turns * columns == tokens:
         address = y.ctypes.data
@@ -47,7 +48,9 @@ def _product(x, y, columns, record, blocks, lanes, state, threads, function, wei
     address = padded.ctypes.data
     width = 4 * groups * lanes
     run(state, threads, function, weights, records.ctypes.data, address, blocks, stride, turns, width, groups)
-    y[:] = padded[:tokens, :rows]
+    for t in range(tokens):  # a slice assignment would take seconds to compile
+        for row in range(rows):
+            y[t, row] = padded[t, row]
 
 
 @cache

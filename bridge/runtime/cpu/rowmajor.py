@@ -18,7 +18,7 @@ from bridge.runtime.cpu.activations import record_of
 
 # set per type by `specialize`
 unpack: Any = None
-size = subs = sub = nbytes = zero = record = d_at = dmin_at = 0
+size = subs = sub = nbytes = zero = record = d_at = dmin_at = sums_at = x_at = 0
 mins = is_k = False
 
 
@@ -63,26 +63,27 @@ def _dot(raw, records, tokens, y):
             for t in range(tokens):
                 at = (t * blocks + b) * record
                 x = signed[at : at + size]
-                scale = floats[(at + record) // 4 - 1]
-                total = np.int32(0)
-                low = np.int32(0)
+                value = np.float32(0)
                 for j in range(subs):
                     part = np.int32(0)
                     for i in range(sub):
                         part += np.int32(np.int32(q[j * sub + i]) * np.int32(x[j * sub + i]))
                     if not mins:
-                        part += ints[(at + size) // 4 + j]
+                        part += ints[(at + sums_at) // 4 + j]
                     if is_k:
                         part = np.int32(part * np.int32(sc[j]))
-                    total += part
-                    if mins and is_k:
-                        s = np.int32(signed[at + size + j]) * np.int32(64) + np.int32(signed[at + size + subs + j])
-                        low += np.int32(np.int32(mn[j]) * np.int32(s))
-                value = d * scale * np.float32(total)
+                    value += np.float32(part) * floats[(at + x_at) // 4 + j * sub // 32]
+                value *= d
                 if mins and is_k:
-                    value -= dmin * scale * np.float32(low)
+                    low = np.int32(0)
+                    for j in range(subs):
+                        t_j = np.int32(signed[at + sums_at + j]) * np.int32(128) + np.int32(
+                            signed[at + sums_at + subs + j]
+                        )
+                        low += np.int32(np.int32(mn[j]) * np.int32(t_j))
+                    value -= dmin * floats[(at + record) // 4 - 1] * np.float32(low)
                 elif mins:
-                    value += dmin * floats[(at + size) // 4]
+                    value += dmin * floats[(at + sums_at) // 4]
                 y[t, row] += value
     return bad
 
@@ -120,6 +121,8 @@ def _scope(block: BlockType) -> dict[str, Any]:
         "nbytes": block.nbytes,
         "zero": np.int32(block.zero),
         "record": record_of(block).nbytes,
+        "sums_at": record_of(block).sums_at,
+        "x_at": record_of(block).d_at,
         "d_at": block.d_at,
         "dmin_at": block.dmin_at,
         "mins": block.has_min,

@@ -6,13 +6,13 @@ run on numpy arrays, which is how a target is tested where it cannot run. `v` is
 
 Vectors are of int32 or float32, one lane a row. `totals` is one float vector per column.
 
-    affine  w = d*sc*q - dmin*mn         sum = d*dx * sum_j sc_j (q_j . x_j)  -  dmin*dx * sum_j mn_j s_j
-    scaled  w = d*sc*(q - zero)          sum = d*dx * sum_j sc_j (q_j . x_j - zero*s_j)
+    affine  w = d*sc*q - dmin*mn         sum = d * sum_g dx_g sum_j sc_j (q_j . x_j)  -  dmin*e * sum_j mn_j t_j
+    scaled  w = d*sc*(q - zero)          sum = d * sum_g dx_g sum_j sc_j (q_j . x_j - zero*s_j)
     plain   w = d*(q - zero)             sum = d*dx * (q . x - zero*s)
             w = d*q + dmin               sum = d*dx * (q . x)  +  dmin * (dx*s)
 
-x_j are the int8 values of sub-block j, s_j their sum, dx their scale: see activations.py. All sums over a block
-are exact in int32 (at most 256 * 63 * 127 * 128); the float32 roundings are those of d*dx and of one FMA a block.
+x_j are the int8 values of sub-block j, s_j their sum, dx_g the scale of x for 32 columns, e*t_j is dx_g*s_j: see
+activations.py. Sums over 32 columns are exact in int32; above them float32 rounds once for every 32 columns.
 """
 
 from __future__ import annotations
@@ -47,6 +47,10 @@ def words(v: Any, base: Any, at: int, bits: int, count: int) -> list[Callable[[]
     return [partial(word, i) for i in range(count)]
 
 
+def _itself(value: Any) -> Any:
+    return value
+
+
 def _paired(bits: int, count: int) -> list[int]:
     """The order of words in which those that share a vector of the lowest plane follow one another."""
     n = GROUP * PLANES[bits][0] // 8
@@ -69,11 +73,15 @@ def k_block(v: Any, layout: Layout, totals: list[Any], weights: Any, halves: Any
     columns = range(len(totals))
     signed = block.scale_lo < 0
     scales = words(v, weights, 0, layout.scale_bits, layout.scale_words)
+    if len(totals) == 1:  # registers to spare
+        scales = [partial(_itself, word()) for word in scales]
     per_group = 32 // block.sub
     sums: list[Any] = [None for _ in columns]
     for group in range(block.size // 32):
-        v.barrier()
+        if len(totals) > 1:
+            v.barrier()
         codes = words(v, weights, layout.codes_at + group * layout.group_bytes, layout.code_bits, GROUP)
+        inner: list[Any] = [None for _ in columns]
         for i in range(per_group):
             j = group * per_group + i
             order = _paired(layout.code_bits, block.sub // 4)
@@ -87,10 +95,13 @@ def k_block(v: Any, layout: Layout, totals: list[Any], weights: Any, halves: Any
             scale = _code(v, scales, j, layout.scale_bits, signed)
             for c in columns:
                 product = v.multiply(parts[c], scale)
-                sums[c] = product if sums[c] is None else v.add(sums[c], product)
+                inner[c] = product if inner[c] is None else v.add(inner[c], product)
+        for c in columns:
+            dx = v.broadcast_float(x, record.nbytes * c + record.d_at + 4 * group)
+            value = v.to_float(inner[c])
+            sums[c] = v.multiply_float(value, dx) if sums[c] is None else v.fma(value, dx, sums[c])
     d = v.half(halves, 0)
-    dx = [v.broadcast_float(x, record.nbytes * c + record.d_at) for c in columns]
-    totals = [v.fma(v.to_float(sums[c]), v.multiply_float(d, dx[c]), totals[c]) for c in columns]
+    totals = [v.fma(sums[c], d, totals[c]) for c in columns]
     if block.has_min:
         mins = scales[block.subs // 4 :]
         dmin = v.negative(v.half(halves, 2 * v.lanes))
@@ -99,8 +110,9 @@ def k_block(v: Any, layout: Layout, totals: list[Any], weights: Any, halves: Any
             quads = [at + 4 * k for k in range(len(mins))]
             (high,) = v.dots([v.zero()], mins, x, [quads], layout.scale_bits)
             (low,) = v.dots([v.zero()], mins, x, [[q + block.subs for q in quads]], layout.scale_bits)
-            low = v.add(low, v.shift(high, -6))
-            totals[c] = v.fma(v.to_float(low), v.multiply_float(dmin, dx[c]), totals[c])
+            low = v.add(low, v.shift(high, -7))
+            e = v.broadcast_float(x, record.nbytes * c + record.low_at)
+            totals[c] = v.fma(v.to_float(low), v.multiply_float(dmin, e), totals[c])
     return totals
 
 

@@ -43,8 +43,10 @@ class _TotalsModel(models.PrimitiveModel):
 class Emitter:
     """Writes vector instructions with an llvmlite builder."""
 
-    def __init__(self, builder: ir.IRBuilder, target: ModuleType):
+    def __init__(self, builder: ir.IRBuilder, target: ModuleType | None):
         self.builder = builder
+        if target is None:  # code that is the same for all
+            return
         self.target = target
         self.lanes: int = target.LANES
         self.signed_dots: bool = target.SIGNED_DOTS

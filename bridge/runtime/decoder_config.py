@@ -1,0 +1,123 @@
+"""What a decoder's GGUF metadata says: its shape, its rotary embedding, which pairs it rotates."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from bridge.errors import BridgeError
+
+# architecture -> whether rotary pairs are neighbours (2i, 2i + 1) rather than halves (i, i + n/2)
+ARCHITECTURES = {"llama": True, "qwen2": False, "qwen3": False}
+
+
+@dataclass(frozen=True)
+class DecoderConfig:
+    """A pre-norm decoder with grouped-query attention and SwiGLU."""
+
+    arch: str
+    layers: int
+    hidden: int
+    inner: int  # of the MLP
+    heads: int
+    kv_heads: int
+    head_dim: int
+    rotated: int  # elements of a head that are rotated, the first ones
+    context: int  # tokens it was trained for
+    norm_eps: float
+    attention_scale: float
+    neighbours: bool
+    rope_base: float
+    rope_scaling: str  # "none", "linear" or "yarn"
+    rope_factor: float
+    rope_original_context: int
+    rope_attention_factor: float
+
+    def angles(self, context: int, factors: np.ndarray | None) -> tuple[np.ndarray, np.ndarray]:
+        """cos and sin of the rotary angles, each float32 [context, rotated / 2], times yarn's attention factor.
+
+        factors  rope_freqs.weight: what each frequency is divided by, or None
+
+        Yarn as llama.cpp computes it (Peng et al. 2023, arXiv:2309.00071): frequencies that turn over 32 times
+        within the original context stay, those that turn less than once are divided by the factor, between them
+        a ramp over whole dimensions; cos and sin grow by 1 + 0.1 ln(factor).
+        """
+        half = self.rotated // 2
+        frequencies = self.rope_base ** (-2.0 * np.arange(half) / self.rotated)
+        if factors is not None:
+            frequencies = frequencies / factors.astype(np.float64)
+        size = 1.0
+        if self.rope_scaling == "linear":
+            frequencies = frequencies / self.rope_factor
+        elif self.rope_scaling == "yarn":
+
+            def dimension(turns: float) -> float:
+                span = self.rope_original_context / (turns * 2 * np.pi)
+                return self.rotated * np.log(span) / (2 * np.log(self.rope_base))
+
+            low = max(0.0, np.floor(dimension(32.0)))
+            high = min(self.rotated - 1.0, np.ceil(dimension(1.0)))
+            kept = 1 - np.clip((np.arange(half) - low) / max(0.001, high - low), 0, 1)
+            frequencies = frequencies * (kept + (1 - kept) / self.rope_factor)
+            size = self.rope_attention_factor * (1 + 0.1 * np.log(max(self.rope_factor, 1.0)))
+        angles = np.arange(context)[:, None] * frequencies
+        return (size * np.cos(angles)).astype(np.float32), (size * np.sin(angles)).astype(np.float32)
+
+
+def read_config(metadata: Mapping[str, Any], path: Path) -> DecoderConfig:
+    """The decoder of a GGUF; BridgeError where a key is missing, of the wrong kind, or a rule unknown."""
+    arch = metadata.get("general.architecture")
+    if arch not in ARCHITECTURES:
+        raise BridgeError(f"{path}: architecture {arch!r} cannot be run here; {', '.join(ARCHITECTURES)} can")
+
+    def get(key: str, kind: type, default: Any = None) -> Any:
+        value = metadata.get(f"{arch}.{key}", default)
+        if value is None:
+            raise BridgeError(f"{path}: {arch}.{key} is missing; convert the model again")
+        numbers = (int, float) if kind is float else kind
+        if not isinstance(value, numbers) or isinstance(value, bool) or (kind is not str and value <= 0):
+            raise BridgeError(f"{path}: {arch}.{key} is {value!r}, which makes no sense; convert the model again")
+        return kind(value)
+
+    if metadata.get(f"{arch}.expert_count"):
+        raise BridgeError(f"{path}: a mixture of experts cannot be run here; dense models can")
+    heads, hidden = get("attention.head_count", int), get("embedding_length", int)
+    kv_heads = get("attention.head_count_kv", int, heads)
+    head_dim = get("attention.key_length", int, max(1, hidden // heads))
+    rotated = get("rope.dimension_count", int, head_dim)
+    if heads % kv_heads:
+        raise BridgeError(f"{path}: {heads} heads cannot share {kv_heads} key-value heads; convert the model again")
+    if get("attention.value_length", int, head_dim) != head_dim or head_dim % 2 or rotated % 2 or rotated > head_dim:
+        raise BridgeError(
+            f"{path}: heads of {head_dim} for keys, {metadata.get(f'{arch}.attention.value_length')} for values with "
+            f"{rotated} rotated cannot be run here; keys and values of one even size can"
+        )
+    scaling, factor = get("rope.scaling.type", str, "none"), get("rope.scaling.factor", float, 1.0)
+    if scaling == "none" and f"{arch}.rope.scale_linear" in metadata:
+        scaling, factor = "linear", get("rope.scale_linear", float)
+    if scaling not in ("none", "linear", "yarn"):
+        raise BridgeError(f"{path}: rope scaling {scaling!r} is unknown here; none, linear and yarn are known")
+    context = get("context_length", int)
+    return DecoderConfig(
+        arch=arch,
+        layers=get("block_count", int),
+        hidden=hidden,
+        inner=get("feed_forward_length", int),
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        rotated=rotated,
+        context=context,
+        norm_eps=get("attention.layer_norm_rms_epsilon", float),
+        attention_scale=get("attention.scale", float, head_dim**-0.5),
+        neighbours=ARCHITECTURES[arch],
+        rope_base=get("rope.freq_base", float, 10000.0),
+        rope_scaling=scaling,
+        rope_factor=factor,
+        rope_original_context=get("rope.scaling.original_context_length", int, context),
+        rope_attention_factor=get("rope.scaling.attn_factor", float, 1.0),
+    )
