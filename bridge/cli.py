@@ -18,11 +18,15 @@ from bridge.blocks import BLOCKS
 from bridge.errors import BridgeError
 
 _DESCRIPTION = """\
-GPTQ and AWQ checkpoints become GGUF files for llama.cpp without quantizing twice.
-
-  gguf-bridge inspect Qwen2.5-7B-GPTQ              what it holds, and what convert would make of it
-  gguf-bridge convert Qwen2.5-7B-GPTQ              writes Qwen2.5-7B-GPTQ.gguf
-  gguf-bridge verify  Qwen2.5-7B-GPTQ.gguf Qwen2.5-7B-GPTQ
+GPTQ and AWQ checkpoints become GGUF files for llama.cpp without quantizing
+twice: the integer codes are carried over wherever GGUF can hold them.
+"""
+_EXAMPLES = """\
+examples:
+  gguf-bridge inspect Qwen2.5-7B-GPTQ       what is in it, and what becomes of it
+  gguf-bridge convert Qwen2.5-7B-GPTQ       writes Qwen2.5-7B-GPTQ.gguf
+  gguf-bridge convert org/name out.gguf     downloads from the Hub first
+  gguf-bridge verify out.gguf Qwen2.5-7B-GPTQ
 """
 
 
@@ -38,7 +42,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             if not debug:
                 warnings.simplefilter("ignore")  # the libraries' own, such as torch's on odd pickles
             arguments = _parser().parse_args(argv or ["--help"])
-            return arguments.run(arguments)
+            code = arguments.run(arguments)
+        sys.stdout.flush()
+        return code
     except BrokenPipeError:  # `gguf-bridge inspect ... | head`
         with suppress(OSError):
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -76,7 +82,12 @@ class _Parser(argparse.ArgumentParser):
 def _parser() -> argparse.ArgumentParser:
     from bridge import __version__
 
-    parser = _Parser(prog="gguf-bridge", description=_DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = _Parser(
+        prog="gguf-bridge",
+        description=_DESCRIPTION,
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND", title="commands")
     _add_convert(commands)

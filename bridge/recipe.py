@@ -107,7 +107,7 @@ class Recipe:
         for pattern, name in reversed(self.tensor_types):
             if re.search(pattern, place.name):
                 return name
-        if place.kind == "output":
+        if place.kind == "output" or (place.tied and self.output_type):  # as llama.cpp: the head's type comes first
             return self.output_type
         return self.token_embd_type if place.kind == "token_embd" else None
 

@@ -1,0 +1,444 @@
+"""The command line on good checkpoints: what it writes, prints and returns."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import pty
+import shutil
+import struct
+import subprocess
+import sys
+import termios
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+import bridge
+from bridge.cli import main
+from tests.conftest import CHECKPOINT, ROOT
+from tests.support.encode import write_gptq
+from tests.support.llama_cpp import LlamaCpp
+
+KINDS = ["attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate", "ffn_up", "ffn_down"]
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """run(*arguments, code=0): what the program prints; nothing may go to standard error."""
+
+    def call(*arguments: object, code: int = 0) -> str:
+        assert main([str(a) for a in arguments]) == code
+        out, error = capsys.readouterr()
+        assert error == ""
+        return out
+
+    return call
+
+
+@pytest.fixture(scope="module")
+def auto(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The checkpoint converted without any option."""
+    path = tmp_path_factory.mktemp("auto") / "auto.gguf"
+    bridge.convert(CHECKPOINT, path)
+    return path
+
+
+def rows(table: str) -> dict[str, list[str]]:
+    """The closing table's cells by the kind of tensor: count, type, bpw, codes kept, NMSE, share of noise."""
+    cells = {}
+    for line in table.split("\n\n")[0].splitlines()[2:]:
+        for kind in ("token_embd", "output", "all that came as codes", "norms, biases and other floats", *KINDS):
+            if line.startswith(f"{kind} "):
+                cells[kind] = line.removeprefix(kind).split()
+    return cells
+
+
+def types(path: Path) -> dict[str, str]:
+    return {t.name: t.tensor_type.name for t in gguf.GGUFReader(path).tensors}
+
+
+# convert
+
+
+def test_the_table_says_what_became_of_each_kind_of_tensor(run, tmp_path):
+    out = run("convert", CHECKPOINT, tmp_path / "out.gguf")
+    assert out.split("\n")[0].split() == ["tensors", "type", "bpw", "codes", "kept", "NMSE", "of", "source", "noise"]
+    table = rows(out)
+    assert set(table) == {*KINDS, "token_embd", "norms, biases and other floats", "all that came as codes"}
+    for kind in KINDS:
+        count, name, bpw, kept, nmse, share = table[kind]
+        assert (count, name, bpw, kept) == ("4", "Q4_K", "4.50", "100%")
+        assert 0 < float(nmse) < 1e-6
+        assert 0 < float(share.removesuffix("%")) < 1
+    assert table["token_embd"][:3] == ["1", "Q8_0", "8.50"]
+    assert "28 of these tensors would be bit-exact at no extra size as Q4_0: use --exact" in out
+    assert f"wrote {tmp_path / 'out.gguf'}" in out
+    assert "2.7 MB gptq -> 2.4 MB GGUF in " in out
+
+
+def test_exact_is_bit_exact(run, tmp_path):
+    out = run("convert", CHECKPOINT, tmp_path / "out.gguf", "--exact")
+    assert rows(out)["all that came as codes"] == ["28", "Q4_0", "4.50", "100%", "exact", "0%"]
+    assert "--exact" not in out
+    run("verify", tmp_path / "out.gguf", CHECKPOINT, "--max-share", "0")
+
+
+def test_the_report_has_every_tensor_and_the_figures_that_verify_finds_in_the_file(run, tmp_path):
+    run("convert", CHECKPOINT, tmp_path / "out.gguf", "--report", tmp_path / "made.json")
+    run("verify", tmp_path / "out.gguf", CHECKPOINT, "--report", tmp_path / "read.json")
+    made, read = (json.loads((tmp_path / f"{name}.json").read_text()) for name in ("made", "read"))
+    assert made["outputs"] == [str(tmp_path / "out.gguf")]
+    assert made["output_bytes"] == (tmp_path / "out.gguf").stat().st_size
+    assert len(made["tensors"]) == 46
+    for a, b in zip(made["tensors"], read["tensors"], strict=True):
+        assert (a["name"], a["type"], a["how"], a["nbytes"]) == (b["name"], b["type"], b["how"], b["nbytes"])
+        assert (a["fidelity"] is None) == (b["fidelity"] is None)
+        if a["fidelity"]:
+            assert a["fidelity"]["codes_kept"] == b["fidelity"]["codes_kept"]
+            assert a["fidelity"]["nmse"] == pytest.approx(b["fidelity"]["nmse"], rel=1e-3)
+            assert a["fidelity"]["noise"] == pytest.approx(b["fidelity"]["noise"])
+
+
+@pytest.mark.parametrize("name", ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K"])
+def test_a_block_type_is_taken_literally_and_keeps_the_codes(run, tmp_path, name):
+    out = run("convert", CHECKPOINT, tmp_path / "out.gguf", "--type", name.lower())
+    assert rows(out)["all that came as codes"][1] == name
+    assert rows(out)["all that came as codes"][3] == "100%"
+    run("verify", tmp_path / "out.gguf", CHECKPOINT, "--max-nmse", "0.01")
+
+
+def test_a_preset_mixes_types_for_floats_and_bounds_them_for_codes(run, tmp_path):
+    table = rows(run("convert", CHECKPOINT, tmp_path / "out.gguf", "--type", "Q4_K_M"))
+    assert table["token_embd"][1] == "Q6_K"  # the head too: the embeddings are tied
+    assert {table[kind][1] for kind in KINDS} == {"Q4_K"}
+    assert gguf.GGUFReader(tmp_path / "out.gguf").fields["general.file_type"].contents() == 15  # MOSTLY_Q4_K_M
+
+
+def test_single_tensors_have_the_types_asked_for(run, tmp_path):
+    path = tmp_path / "out.gguf"
+    some = ["--tensor-type", "ffn_down=Q6_K", "--tensor-type", r"blk\.0\.ffn_down=F16", "--tensor-type", "attn_q=BF16"]
+    run("convert", CHECKPOINT, path, *some, "--token-embd-type", "F16")
+    found = types(path)
+    assert found["token_embd.weight"] == "F16"
+    assert found["blk.0.ffn_down.weight"] == "F16"
+    assert found["blk.1.ffn_down.weight"] == "Q6_K"
+    assert found["blk.3.attn_q.weight"] == "BF16"
+    assert found["blk.3.attn_k.weight"] == "Q4_K"
+    run("convert", CHECKPOINT, path, "--force", "--output-type", "F32", "--token-embd-type", "Q8_0")
+    assert types(path)["token_embd.weight"] == "F32"  # tied: the head's type comes first
+    run("verify", path, CHECKPOINT, "--max-nmse", "0")
+
+
+def test_shards_are_loaded_by_llama_cpp_and_by_verify(run, tmp_path, auto):
+    out = run("convert", CHECKPOINT, tmp_path / "out.gguf", "--split-max-size", "800K")
+    shards = sorted(tmp_path.glob("*.gguf"))
+    assert [p.name for p in shards] == [f"out-{i + 1:05}-of-{len(shards):05}.gguf" for i in range(len(shards))]
+    assert len(shards) > 2
+    assert all(f"wrote {path}" in out for path in shards)
+    tokens = list(range(5, 25))
+    with LlamaCpp(shards[0], n_ctx=32) as split, LlamaCpp(auto, n_ctx=32) as whole:
+        np.testing.assert_array_equal(split.logits(tokens), whole.logits(tokens))
+    assert "all within threshold" in run("verify", shards[0], CHECKPOINT)
+    assert f"in {len(shards)} files" in run("inspect", shards[0])
+
+
+def test_the_modelfile_names_the_gguf_beside_it(run, tmp_path):
+    run("convert", CHECKPOINT, tmp_path / "out.gguf", "--modelfile")
+    assert (tmp_path / "Modelfile").read_text().startswith("FROM ./out.gguf\n")
+
+
+def test_the_output_is_named_after_the_checkpoint(run, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    run("convert", CHECKPOINT)
+    run("convert", f"{CHECKPOINT}/", "--type", "q4_k_m")
+    assert sorted(p.name for p in tmp_path.iterdir()) == [
+        "qwen3-gptq-4bit-g128-sym-Q4_K_M.gguf",
+        "qwen3-gptq-4bit-g128-sym.gguf",
+    ]
+
+
+def test_an_imatrix_weighs_what_is_quantized_anew(run, tmp_path):
+    writer = gguf.GGUFWriter(tmp_path / "imatrix.gguf", "x")
+    writer.add_type("imatrix")
+    sums = (10 ** np.random.default_rng(0).uniform(0, 4, (1, 256))).astype(np.float32)
+    writer.add_tensor("blk.0.attn_q.weight.in_sum2", sums)
+    writer.add_tensor("blk.0.attn_q.weight.counts", np.ones((1, 1), np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    error = {}
+    with bridge.open_checkpoint(CHECKPOINT) as checkpoint:
+        weights = checkpoint.read_module("model.layers.0.self_attn.q_proj").dequantize()
+    for name, options in (("plain", []), ("weighted", ["--imatrix", tmp_path / "imatrix.gguf"])):
+        path = tmp_path / f"{name}.gguf"
+        run("convert", CHECKPOINT, path, "--tensor-type", "attn_q=Q3_K", *options)
+        tensor = next(t for t in gguf.GGUFReader(path).tensors if t.name == "blk.0.attn_q.weight")
+        values = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
+        error[name] = float((np.square(values - weights) * sums).sum())
+    assert error["weighted"] < 0.9 * error["plain"]
+
+
+def test_the_same_conversion_gives_the_same_bytes_whatever_the_threads(tmp_path, auto):
+    expected = auto.read_bytes()
+    for threads in (1, 2, 2):
+        bridge.convert(CHECKPOINT, tmp_path / "auto.gguf", threads=threads, force=True)
+        assert (tmp_path / "auto.gguf").read_bytes() == expected
+
+
+def test_convert_from_python_reports_what_the_command_line_prints(tmp_path):
+    calls: list[tuple[int, int, str]] = []
+    report = bridge.convert(CHECKPOINT, tmp_path / "out.gguf", progress=lambda *call: calls.append(call))
+    assert report.outputs == [tmp_path / "out.gguf"]
+    total = report.total()
+    assert total is not None
+    assert total.kept == total.weights
+    assert calls[0][0] == 0
+    assert calls[-1][0] == calls[-1][1]
+    assert len(calls) == 1 + len(report.tensors)
+
+
+# labels that the data contradicts
+
+
+@pytest.fixture
+def mislabelled(tmp_path: Path) -> Path:
+    """The checkpoint, labelled as GPTQ v2 with act-order, neither of which it has."""
+    folder = Path(shutil.copytree(CHECKPOINT, tmp_path / "mislabelled"))
+    changes = {"checkpoint_format": "gptq_v2", "desc_act": True}
+    file = folder / "quantize_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+    return folder
+
+
+def test_a_wrong_label_is_overruled_and_said_in_one_line(run, tmp_path, mislabelled, auto):
+    out = run("convert", mislabelled, tmp_path / "out.gguf", "--report", tmp_path / "report.json")
+    notes = [line for line in out.splitlines() if line.startswith("note: ")]
+    assert len(notes) == 1
+    assert "and 27 more: qzeros are symmetric v1 (0x77777777) but checkpoint_format says gptq_v2" in notes[0]
+    said = json.loads((tmp_path / "report.json").read_text())["notes"]
+    assert sum("qzeros are symmetric v1" in note for note in said) == 28
+    run("verify", tmp_path / "out.gguf", CHECKPOINT)
+
+
+def test_inspect_sets_the_label_beside_the_data(run, mislabelled):
+    out = run("inspect", mislabelled)
+    assert "the label says  GPTQ, checkpoint_format gptq_v2, 4 bits, groups of 128, symmetric, act-order" in out
+    assert "the data says   28 quantized modules, 4 bits, groups of 128, no act-order, 18 float tensors" in out
+    assert "they differ     the label says act-order, but all groups are consecutive" in out
+    assert "more: qzeros are symmetric v1 (0x77777777) but checkpoint_format says gptq_v2; read as v1" in out
+    assert "they agree" in run("inspect", CHECKPOINT)
+
+
+# act-order
+
+
+@pytest.fixture(scope="module")
+def act_order(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The checkpoint's weights quantized again with act-order."""
+    folder = tmp_path_factory.mktemp("act-order")
+    floats = Path(shutil.copytree(CHECKPOINT, folder / "floats"))
+    with bridge.open_checkpoint(CHECKPOINT) as checkpoint:
+        weights = {f"{name}.weight": checkpoint.read_module(name).dequantize() for name in checkpoint.modules}
+        weights |= {name: checkpoint.read_float(name) for name in checkpoint.tensors}
+    save_file(weights, floats / "model.safetensors")
+    write_gptq(folder / "model", floats, sym=False, desc_act=True)
+    return folder / "model"
+
+
+def test_act_order_is_folded_into_gate_and_up_and_the_codes_of_down_are_kept(run, tmp_path, act_order):
+    table = rows(run("convert", act_order, tmp_path / "out.gguf"))
+    assert table["ffn_down"][1] == "Q4_K"
+    assert table["ffn_down"][3] == "100%"
+    for kind in set(KINDS) - {"ffn_down"}:
+        assert table[kind][3] == "0%"
+        assert float(table[kind][5].removesuffix("%")) < 15
+    run("verify", tmp_path / "out.gguf", act_order)
+
+
+def test_inspect_tells_which_act_order_folds(run, act_order):
+    out = run("inspect", act_order)
+    assert "act-order in 28" in out
+    lines = {line.split()[0]: line for line in out.splitlines() if line}
+    assert "act-order that folds into groups of 128" in lines["ffn_down"]
+    assert "codes carried" in lines["ffn_down"]
+    assert "rounded anew" in lines["attn_q"]
+
+
+def test_act_order_tensors_have_the_type_asked_for(run, tmp_path, act_order):
+    run("convert", act_order, tmp_path / "out.gguf", "--actorder-type", "Q6_K")
+    found = types(tmp_path / "out.gguf")
+    assert found["blk.0.attn_q.weight"] == "Q6_K"
+    assert found["blk.0.ffn_down.weight"] == "Q4_K"
+
+
+# verify
+
+
+def test_verify_prints_the_table_that_convert_printed(run, tmp_path):
+    made = run("convert", CHECKPOINT, tmp_path / "out.gguf")
+    read = run("verify", tmp_path / "out.gguf", CHECKPOINT)
+    assert read.split("\n\n")[0] == made.split("\n\n")[0]
+    assert read.endswith("all within threshold\n")
+
+
+def test_verify_fails_where_a_tensor_is_damaged(run, tmp_path, auto):
+    path = Path(shutil.copy(auto, tmp_path / "bad.gguf"))
+    tensors = {t.name: t for t in gguf.GGUFReader(path).tensors}
+    with path.open("r+b") as file:
+        for name in ("blk.1.ffn_up.weight", "token_embd.weight"):
+            file.seek(int(tensors[name].data_offset) + 20)
+            file.write(bytes(100))
+    out = run("verify", path, CHECKPOINT, code=1)
+    failed = [line.split(":")[0] for line in out.splitlines() if line.startswith("FAILED ")]
+    assert failed == ["FAILED token_embd.weight", "FAILED blk.1.ffn_up.weight"]
+    assert out.endswith("2 of 46 tensors are beyond their threshold\n")
+
+
+def test_verify_fails_where_a_threshold_is_tight(run, auto):
+    out = run("verify", auto, CHECKPOINT, "--max-share", "1e-9", code=1)
+    assert out.count("FAILED ") == 28
+    out = run("verify", auto, CHECKPOINT, "--max-nmse", "1e-9", code=1)
+    assert out.count("FAILED ") == 1
+
+
+# inspect
+
+
+def test_inspect_tells_what_convert_would_do(run, auto):
+    out = run("inspect", CHECKPOINT)
+    assert "2.7 MB in 1 file" in out
+    assert "architecture    qwen3, 4 layers" in out
+    lines = {line.split()[0]: line for line in out.splitlines() if line}
+    for name, found in types(auto).items():
+        if name.startswith("blk.0.") and (kind := name.split(".")[2]) in KINDS:
+            assert f" {found} " in lines[kind]
+            assert "4 bits, groups of 128" in lines[kind]
+    assert lines["token_embd"].split()[-1] == "Q8_0"
+
+
+def test_inspect_describes_a_gguf(run, auto):
+    out = run("inspect", auto)
+    assert "architecture    qwen3, 4 layers, context 1024" in out
+    assert "tokenizer       gpt2, pre qwen2, 2048 tokens" in out
+    assert "weights         3.7 M in 46 tensors" in out
+    assert [line.split()[:2] for line in out.splitlines()[-3:]] == [["Q4_K", "28"], ["Q8_0", "1"], ["F32", "17"]]
+
+
+# the Hub
+
+
+@pytest.mark.parametrize(
+    "extra", [[], ["pytorch_model.bin", "consolidated.safetensors", "onnx/model.onnx", "x/a.json"]]
+)
+def test_a_hub_id_is_downloaded_weights_once(run, tmp_path, monkeypatch, extra):
+    files = [p.name for p in CHECKPOINT.iterdir()]
+    asked: list[Any] = []
+
+    def model_info(_api: object, name: str, **_: object) -> SimpleNamespace:
+        assert name == "org/name"
+        return SimpleNamespace(siblings=[SimpleNamespace(rfilename=f) for f in [*files, *extra]])
+
+    def snapshot_download(name: str, allow_patterns: list[str]) -> str:
+        asked.extend(allow_patterns)
+        return str(CHECKPOINT)
+
+    monkeypatch.setattr("huggingface_hub.HfApi.model_info", model_info)
+    monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)
+    monkeypatch.chdir(tmp_path)
+    run("convert", "org/name")
+    assert sorted(asked) == sorted(files)
+    assert [p.name for p in tmp_path.iterdir()] == ["name.gguf"]
+
+
+def test_bin_files_are_downloaded_where_there_is_nothing_else():
+    from bridge.hub import needed
+
+    assert needed(["pytorch_model.bin", "config.json", "model.onnx"]) == ["pytorch_model.bin", "config.json"]
+
+
+def test_a_downloaded_model_is_found_without_a_network(run, tmp_path, monkeypatch):
+    def unreachable(*_: object, **__: object) -> None:
+        raise ConnectionError("no route to host")
+
+    def snapshot_download(name: str, local_files_only: bool) -> str:
+        return str(CHECKPOINT)
+
+    monkeypatch.setattr("huggingface_hub.HfApi.model_info", unreachable)
+    monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)
+    assert "qwen3, 4 layers" in run("inspect", "org/name")
+
+
+# the process
+
+
+def python(*arguments: object, **options: Any) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False, **options)
+
+
+@pytest.mark.parametrize(
+    ("code", "heavy"),
+    [
+        ("import bridge", {"numpy", "gguf", "numba", "torch", "transformers"}),
+        (
+            "from bridge.cli import main\ntry: main(['--help'])\nexcept SystemExit: pass",
+            {"numba", "torch", "transformers"},
+        ),
+        ("from bridge.cli import main; main(['inspect', '.'])", {"numba", "torch", "transformers"}),
+    ],
+)
+def test_nothing_heavy_is_imported_before_it_is_used(code, heavy):
+    done = python("-c", f"{code}\nimport sys; sys.stderr.write(' '.join({heavy} & set(sys.modules)))")
+    assert done.stderr.replace("error: config.json: not found; is this the folder of a whole checkpoint?\n", "") == ""
+
+
+def test_functions_of_the_package_are_functions_whatever_was_imported_before():
+    code = "import bridge.convert, bridge.verify, bridge; assert callable(bridge.convert) and callable(bridge.verify)"
+    assert python("-c", code).stderr == ""
+    assert python("-c", "import bridge; bridge.verify; assert callable(bridge.convert)").stderr == ""
+
+
+@pytest.mark.parametrize("command", ["", "convert", "verify", "inspect"])
+def test_help_fits_a_terminal(command, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    with pytest.raises(SystemExit) as done:
+        main([*([command] if command else []), "--help"])
+    assert done.value.code == 0
+    assert max(map(len, capsys.readouterr().out.splitlines())) <= 80
+
+
+def test_a_reader_that_goes_away_is_no_error():
+    process = subprocess.Popen(
+        [sys.executable, "-m", "bridge.cli", "inspect", str(CHECKPOINT)],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+    assert process.stdout
+    assert process.stderr
+    process.stdout.close()
+    assert process.stderr.read() == b""
+    assert process.wait() == 0
+
+
+def test_a_progress_bar_shows_on_a_terminal_and_nowhere_else(tmp_path):
+    command = [sys.executable, "-m", "bridge.cli", "convert", str(CHECKPOINT), str(tmp_path / "a.gguf"), "--force"]
+    ours, theirs = pty.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 25, 80, 0, 0))
+    done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=theirs, check=False)
+    os.close(theirs)
+    shown = os.read(ours, 100_000).decode()
+    os.close(ours)
+    assert done.returncode == 0
+    assert "converting:" in shown
+    assert "100%" in shown or "%|" in shown
+    assert subprocess.run(command, cwd=ROOT, capture_output=True, check=False).stderr == b""
