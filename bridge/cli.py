@@ -23,7 +23,7 @@ twice: the integer codes are carried over wherever GGUF can hold them.
 """
 _EXAMPLES = """\
 examples:
-  gguf-bridge inspect Qwen2.5-7B-GPTQ       what is in it, and what becomes of it
+  gguf-bridge inspect Qwen2.5-7B-GPTQ       what it holds, what becomes of it
   gguf-bridge convert Qwen2.5-7B-GPTQ       writes Qwen2.5-7B-GPTQ.gguf
   gguf-bridge convert org/name out.gguf     downloads from the Hub first
   gguf-bridge verify out.gguf Qwen2.5-7B-GPTQ

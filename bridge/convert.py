@@ -241,11 +241,16 @@ class Conversion:
                 yield part
 
     def _cropped(self, x: np.ndarray, tensor: TensorSpec, start: int = 0) -> np.ndarray:
-        """Rows of a float tensor from `start` on, without the zero padding beyond the model's true shape."""
+        """Finite rows of a float tensor from `start` on, without zero padding beyond the model's true shape."""
         inner = tuple(slice(size) for size in (max(0, tensor.shape[0] - start), *tensor.shape[1:]))
         kept = np.ascontiguousarray(x[inner])
         if kept.shape != x.shape and np.count_nonzero(x) > np.count_nonzero(kept):
             raise self._other_shape(tensor)
+        if not np.isfinite(kept).all():
+            _, file = self._stored(tensor)
+            raise BridgeError(
+                f"{file}: {tensor.source} holds NaN or infinite values; the checkpoint is damaged, download it again"
+            )
         return kept
 
     def _stored(self, tensor: TensorSpec) -> tuple[tuple[int, ...], Path]:

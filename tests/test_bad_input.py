@@ -193,6 +193,16 @@ def test_scales_that_are_no_numbers(model, convert, value):
     assert "NaN or infinite" in error
 
 
+@pytest.mark.parametrize("name", ["model.embed_tokens.weight", "model.layers.1.input_layernorm.weight"])
+def test_floats_that_are_no_numbers(model, convert, name):
+    def spoil(tensors: Raw) -> None:
+        entry, data = tensors[name]
+        tensors[name] = entry, b"\xc0\x7f" + data[2:]  # NaN in bf16
+
+    edit_raw(model / "model.safetensors", spoil)
+    assert f"model.safetensors: {name} holds NaN or infinite values" in convert()
+
+
 def test_a_tensor_that_is_not_there(model, convert):
     edit_raw(model / "model.safetensors", lambda tensors: tensors.pop("model.layers.1.input_layernorm.weight"))
     assert "model.layers.1.input_layernorm.weight" in convert()
