@@ -1,0 +1,207 @@
+"""CPU kernels against a slow numpy reference, and against ggml itself."""
+
+from __future__ import annotations
+
+import gguf
+import numpy as np
+import pytest
+
+from bridge.blocks import BLOCKS, BlockType
+from bridge.errors import BridgeError
+from bridge.runtime import QuantTensor
+from bridge.runtime.cpu import activations, interleaved, layout, pool, targets
+from bridge.runtime.cpu.prepared import Prepared
+from tests.support import ggml_matvec
+
+ALL = pytest.mark.parametrize("block", BLOCKS.values(), ids=str)
+HERE = [name for name in targets.available() if name != targets.PORTABLE]
+# every way a kernel can differ: affine, scaled, plain with and without zero point, 8 bits
+KINDS = [BLOCKS[name] for name in ("Q4_K", "Q6_K", "Q4_1", "Q5_0", "Q8_0")]
+
+
+def random_matrix(block: BlockType, rows: int, columns: int, seed: int = 0) -> tuple[QuantTensor, np.ndarray]:
+    """Blocks of random bits, so that all codes and scales occur, and what they mean, float64."""
+    rng = np.random.default_rng(seed)
+    raw = rng.integers(0, 256, (rows, columns // block.size, block.nbytes)).astype(np.uint8)
+    for at in (block.d_at, block.dmin_at):
+        if at >= 0:
+            halves = (rng.standard_normal(raw.shape[:2]) * 0.01).astype(np.float16)
+            raw[:, :, at : at + 2] = halves[..., None].view(np.uint8)
+    raw = raw.reshape(rows, -1)
+    weights = gguf.quants.dequantize(raw, block.ggml).astype(np.float64)
+    return QuantTensor("w", block.name, (rows, columns), raw.reshape(-1)), weights
+
+
+def rounded(x: np.ndarray) -> np.ndarray:
+    """What the int8 path makes of x, in float64: multiples of a 128th of each 32 columns' largest magnitude."""
+    out = []
+    for part in x.reshape(-1, 32):
+        largest = part[np.abs(part).argmax()]
+        d = largest / np.float32(-128)
+        out.append(np.minimum(np.rint(part * (np.float32(1) / d)), 127).astype(np.float64) * d if d else part * 0.0)
+    return np.array(out).reshape(x.shape)
+
+
+def close(y: np.ndarray, x: np.ndarray, weights: np.ndarray, block: BlockType, integer: bool = True) -> None:
+    """Within float32 rounding of the sum, whose terms may cancel; with K mins, the 14 bits of sums of x."""
+    tolerance = 3e-6 if not integer else 5e-4 if block.is_k and block.has_min else 3e-5
+    scale = np.sqrt((x.astype(np.float64) ** 2) @ (weights.T**2))
+    assert np.abs((y - x @ weights.T) / scale).max() < tolerance
+
+
+def run(engine, x: np.ndarray, rows: int, integer: bool = True) -> np.ndarray:
+    y = np.full((x.shape[0], rows), np.nan, np.float32)
+    engine.run(x, y, integer)
+    return y
+
+
+@ALL
+def test_unprepared_and_prepared_products_are_those_of_the_rounded_x(block):
+    rows = 35  # two row groups and a bit
+    tensor, weights = random_matrix(block, rows, 512)
+    x = np.random.default_rng(1).standard_normal((11, 512)).astype(np.float32)
+    expected = rounded(x)
+    close(tensor.matmul(x), expected, weights, block)
+    tensor.prepare()
+    close(tensor.matmul(x), expected, weights, block)
+    close(tensor.matvec(x[0])[None], expected[:1], weights, block)
+
+
+@ALL
+def test_float_precision_rounds_nothing(block):
+    tensor, weights = random_matrix(block, 17, 512)
+    x = np.random.default_rng(2).standard_normal((3, 512)).astype(np.float32)
+    close(tensor.matmul(x, precision="f32"), x, weights, block, integer=False)
+    close(tensor.prepare().matvec(x[0], precision="f32")[None], x[:1], weights, block, integer=False)
+
+
+@pytest.mark.parametrize("target", HERE)
+@pytest.mark.parametrize("rows", [1, 16, 33])
+@pytest.mark.parametrize("block", KINDS, ids=str)
+def test_every_target_of_this_machine(block, rows, target):
+    columns = block.size * (3 if block.is_k else 5)
+    tensor, weights = random_matrix(block, rows, columns)
+    x = np.random.default_rng(3).standard_normal((3, columns)).astype(np.float32)
+    engine = Prepared(tensor, target)
+    assert engine.name.startswith(target)
+    close(run(engine, x, rows), rounded(x), weights, block)
+    close(run(engine, x[:1], rows), rounded(x[:1]), weights, block)
+
+
+@pytest.mark.parametrize("target", ["avx512", "avxvnni", "avx2", "neon"])
+@ALL
+def test_every_target_in_python(block, target):
+    """The twin runs the kernel's own lines on numpy arrays, also where the target does not exist."""
+    module = targets.module(target)
+    lanes, columns = module.LANES, block.size * 2
+    tensor, weights = random_matrix(block, lanes, columns)
+    form = layout.Layout(block, lanes)
+    blocks = columns // block.size
+    stride = form.stride(blocks)
+    memory = np.zeros(stride, np.uint8)
+    raw = tensor.raw.reshape(lanes, -1)
+    assert layout.repacker(block.name, lanes)(raw, 0, 1, stride, form.codes_from(blocks), memory) == -1
+    x = np.random.default_rng(4).standard_normal((2, columns)).astype(np.float32)
+    records = activations.records(x, block, columns=2)
+    y = np.zeros((2, lanes), np.float32)
+    kernel = interleaved.twin(block.name, target, 2, True)
+    kernel(memory.ctypes.data, records.ctypes.data, y.ctypes.data, blocks, stride, 1, 4 * lanes, 0, 1)
+    close(y, rounded(x), weights, block)
+
+
+@pytest.mark.parametrize("lanes", [4, 8, 16])
+@ALL
+def test_the_repacked_form_has_the_bytes_of_the_file(block, lanes):
+    form = layout.Layout(block, lanes)
+    assert form.block_bytes + form.halves_bytes == lanes * block.nbytes
+
+
+@ALL
+def test_the_int8_path_errs_no_more_than_ggml(block):
+    columns, rows, tokens = 2048, 128, 64
+    rng = np.random.default_rng(5)
+    tensor, weights = random_matrix(block, rows, columns)
+    peer = ggml_matvec.Matrix(ggml_matvec.wheel(), block.name, tensor.raw.reshape(rows, -1), columns, tokens)
+    for x in (rng.standard_normal((tokens, columns)), rng.standard_t(3, (tokens, columns))):
+        x = x.astype(np.float32)
+        exact = x.astype(np.float64) @ weights.T
+        ours, theirs = (np.sqrt(np.mean((y - exact) ** 2)) for y in (tensor.matmul(x), peer.matmul(x)))
+        # plain types: the same 32-blocks; the two roundings are as good as independent, their errors are 1% noise
+        assert ours < theirs * (0.85 if block.is_k else 1.005)
+    peer.close()
+
+
+@ALL
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_scales_that_are_not_finite_are_refused(block, bad):
+    tensor, _ = random_matrix(block, 20, 512)
+    raw = tensor.raw.reshape(20, -1).copy()
+    raw[18, block.d_at : block.d_at + 2] = np.array([bad], np.float16).view(np.uint8)
+    damaged = QuantTensor("blk.0.w", block.name, (20, 512), raw.reshape(-1))
+    x = np.ones(512, np.float32)
+    with pytest.raises(BridgeError, match=r"blk\.0\.w: the scales of row 18 are not finite"):
+        damaged.matvec(x)
+    with pytest.raises(BridgeError, match="row 18"):
+        damaged.prepare()
+
+
+@pytest.mark.parametrize("block", KINDS, ids=str)
+def test_odd_values_of_x(block):
+    tensor, weights = random_matrix(block, 16, 512)
+    tensor.prepare()
+    zero = np.zeros(512, np.float32)
+    assert not tensor.matvec(zero).any()
+    for value in (np.nan, np.inf, -np.inf):
+        x = zero.copy()
+        x[300] = value
+        assert np.isnan(tensor.matvec(x)).all()
+    tiny = np.full(512, 1e-42, np.float32)
+    assert np.isfinite(tensor.matvec(tiny)).all()
+    large = np.random.default_rng(6).standard_normal(512).astype(np.float32) * np.float32(1e30)
+    close(tensor.matvec(large)[None], rounded(large[None]), weights, block)
+
+
+@pytest.mark.parametrize("sub", [16, 32])
+def test_rounding_32_values_is_its_twin(sub):
+    block = BLOCKS["Q6_K" if sub == 16 else "Q4_0"]
+    rng = np.random.default_rng(7)
+    x = (rng.standard_normal((1, 2560)) * 10.0 ** rng.integers(-30, 30, (1, 2560))).astype(np.float32)
+    x[0, 32:64], x[0, 70], x[0, 100] = 0, np.nan, np.inf
+    record = activations.record_of(block)
+    records = activations.records(x, block).reshape(-1, record.nbytes)
+    q = records[:, : block.size].view(np.int8).reshape(-1, 32)
+    d = records[:, record.d_at : record.d_at + 4 * (block.size // 32)].copy().view(np.float32).reshape(-1)
+    sums = records[:, record.sums_at : record.d_at].copy().view(np.int32).reshape(-1, 32 // sub)
+    for i, part in enumerate(x.reshape(-1, 32)):
+        wanted_q, wanted_d, wanted_sums = activations.round32_twin(part, sub)
+        np.testing.assert_array_equal(d[i], wanted_d)
+        if wanted_d == wanted_d:
+            np.testing.assert_array_equal(q[i], wanted_q)
+            np.testing.assert_array_equal(sums[i], -block.zero * wanted_sums)
+
+
+def test_threads_agree_with_one_thread():
+    tensor, _ = random_matrix(BLOCKS["Q4_K"], 3000, 512)
+    tensor.prepare()
+    x = np.random.default_rng(8).standard_normal((5, 512)).astype(np.float32)
+    before = pool.get_num_threads()
+    try:
+        pool.set_num_threads(1)
+        alone = tensor.matmul(x)
+        pool.set_num_threads(3)
+        for _ in range(200):
+            np.testing.assert_array_equal(tensor.matmul(x), alone)
+    finally:
+        pool.set_num_threads(before)
+
+
+def test_many_python_threads_may_multiply_at_once():
+    from concurrent.futures import ThreadPoolExecutor
+
+    tensor, _ = random_matrix(BLOCKS["Q4_K"], 3000, 512)
+    tensor.prepare()
+    x = np.random.default_rng(9).standard_normal((40, 512)).astype(np.float32)
+    expected = [tensor.matvec(row) for row in x]
+    with ThreadPoolExecutor(4) as executor:
+        for y, wanted in zip(executor.map(tensor.matvec, x), expected, strict=True):
+            np.testing.assert_array_equal(y, wanted)
