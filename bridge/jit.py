@@ -58,6 +58,12 @@ def kernel(function: Callable[..., Any]) -> Any:
     return numba.njit(cache=True, nogil=True, error_model="numpy")(function)
 
 
+def inner(function: Callable[..., Any]) -> Any:
+    """Compile a function that only kernels call: no entry from Python, no cache entry of its own."""
+    options = {"no_cpython_wrapper": True, "no_cfunc_wrapper": True}
+    return numba.njit(nogil=True, error_model="numpy", **options)(function)
+
+
 def specialize(function: Callable[..., Any], suffix: str, **scope: Any) -> Any:
     """Compile `function` with some of its globals set to constants or compiled functions.
 

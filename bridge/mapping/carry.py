@@ -114,7 +114,7 @@ def _carry_k(codes, scales, zeros, group, sub, subs, lo, hi, min_hi, sc_out, mn_
     try_mn = np.empty(subs, np.int32)
     for row in range(codes.shape[0]):
         for block in range(d_out.shape[1]):
-            units = 0
+            units = np.int64(0)  # not a literal: numba would compile what it is passed to once more
             for j in range(subs):
                 if j == 0 or group[block * subs + j] != group[block * subs + j - 1]:
                     first[units] = j
@@ -282,7 +282,8 @@ def carry(t: GroupedTensor, block: BlockType, rows: slice = slice(None)) -> Mapp
     if reason:
         raise CannotCarryError(f"{t.name}: {reason}")
     group = sub_block_groups(t, block.sub)
-    codes, scales, zeros = t.codes[rows], t.scales[rows], t.zeros[rows]
+    # contiguous, so that kernels are compiled for one layout only
+    codes, scales, zeros = (np.ascontiguousarray(x[rows]) for x in (t.codes, t.scales, t.zeros))
     out, columns = codes.shape
     n = columns // block.size
     data = np.empty((out, row_bytes(block, columns)), np.uint8)

@@ -32,7 +32,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from bridge.jit import kernel
+from bridge.jit import inner
 from bridge.mapping.half import round_half
 
 CANDIDATES = 128  # room for one candidate per scale code
@@ -40,7 +40,7 @@ LANES = 16  # float32 in the widest vectors there are
 _TOP_CODES = np.arange(1, CANDIDATES + 1, dtype=np.float32)  # the code of the largest scale, by candidate
 
 
-@kernel
+@inner
 def _round_half_branchless(x):
     """`round_half` without branches, so that it vectorizes."""
     split = np.float32(8193.0) * x
@@ -51,7 +51,7 @@ def _round_half_branchless(x):
     return rounded if abs(rounded) < np.float32(65504.0) else np.float32(np.copysign(np.float32(65504.0), x))
 
 
-@kernel
+@inner
 def _candidates_of_two(s0, s1, w0, w1, r0, r1, count, padded, cand_d, cand_e):
     """The loops of `scale_candidates` for two units (groups of 128) in one pass: three times as fast."""
     for c in range(padded):
@@ -67,7 +67,7 @@ def _candidates_of_two(s0, s1, w0, w1, r0, r1, count, padded, cand_d, cand_e):
         cand_e[c] = error if c < count else np.float32(np.inf)
 
 
-@kernel
+@inner
 def scale_candidates(units, s, weight, lo, hi, cand_d, cand_e, num, den):
     """For each candidate code of the largest scale: d (a half) and the weighted scale error.
 
@@ -125,7 +125,7 @@ def scale_candidates(units, s, weight, lo, hi, cand_d, cand_e, num, den):
     return padded
 
 
-@kernel
+@inner
 def best_candidate(errors, count):
     """The index of the smallest of `count` errors >= 0, near enough: ties within 1e-5 go to the first.
 
@@ -139,14 +139,14 @@ def best_candidate(errors, count):
     return best & np.int32(CANDIDATES - 1)
 
 
-@kernel
+@inner
 def scale_codes(units, s, d, lo, hi, sc):
     """Round each scale to its nearest code given d: sc int32 [units], out."""
     for u in range(units):
         sc[u] = np.int32(min(max(np.rint(s[u] / d), np.float32(lo)), np.float32(hi))) if d != 0 else np.int32(0)
 
 
-@kernel
+@inner
 def _min_candidates(units, target, n, hi, cand_d, cand_e, num, den):
     """Like `scale_candidates` for mins: targets >= 0 (others clip to code 0), weights n."""
     top = np.float32(0.0)
@@ -182,7 +182,7 @@ def _min_candidates(units, target, n, hi, cand_d, cand_e, num, den):
     return padded
 
 
-@kernel
+@inner
 def affine_error(units, s, z, n, a, b, d, dmin, sc, mn):
     """sum of E over the units (see the module's head), float32."""
     total = np.float32(0.0)
@@ -193,7 +193,7 @@ def affine_error(units, s, z, n, a, b, d, dmin, sc, mn):
     return total
 
 
-@kernel
+@inner
 def _best_codes(units, s, z, n, a, b, d, dmin, hi, min_hi, sc, mn):
     """Given d and dmin, the best pair of codes of each unit: the nearest scale code or a neighbour, with the
     min code that suits it. Returns the error."""
@@ -219,7 +219,7 @@ def _best_codes(units, s, z, n, a, b, d, dmin, hi, min_hi, sc, mn):
     return total
 
 
-@kernel
+@inner
 def _refit(units, s, z, n, a, b, sc, mn):
     """The d and dmin of least squared error for given codes (float64; dmin 0 where all mins are 0)."""
     s11 = 0.0
@@ -248,7 +248,7 @@ def _refit(units, s, z, n, a, b, sc, mn):
     return (r1 * s22 - r2 * s12) / det, (s11 * r2 - s12 * r1) / det
 
 
-@kernel
+@inner
 def _neighbour(x, up):
     """The half next to a positive half, upward or downward, staying positive."""
     step = np.float32(5.9604645e-08)
@@ -257,7 +257,7 @@ def _neighbour(x, up):
     return round_half(x + step if up else max(x - step, np.float32(5.9604645e-08)))
 
 
-@kernel
+@inner
 def fit_affine(
     units, s, z, n, a, b, hi, min_hi, sc, mn, cand_d, cand_e, num, den, spread, target, kept_d, kept_e, try_sc, try_mn
 ):
@@ -279,7 +279,7 @@ def fit_affine(
     for u in range(1, units):
         if z[u] != z[0]:
             constant = False
-    count = scale_candidates(units, s, spread, 0, hi, cand_d, cand_e, num, den)
+    count = scale_candidates(units, s, spread, np.int64(0), hi, cand_d, cand_e, num, den)
     if count == 0:
         return zero, zero
 
@@ -288,7 +288,7 @@ def fit_affine(
     best_dmin = zero
     if constant:  # mn = sc and dmin = d * z keep the one zero point, if not exactly; try that first
         c = best_candidate(cand_e, count)
-        scale_codes(units, s, cand_d[c], 0, hi, try_sc)
+        scale_codes(units, s, cand_d[c], np.int64(0), hi, try_sc)
         best_d = cand_d[c]
         best_dmin = round_half(best_d * z[0])
         for u in range(units):
@@ -306,7 +306,7 @@ def fit_affine(
             break
         d = kept_d[c]
         kept_e[c] = np.float32(np.inf)
-        scale_codes(units, s, d, 0, hi, try_sc)
+        scale_codes(units, s, d, np.int64(0), hi, try_sc)
         for u in range(units):
             scaled = d * np.float32(try_sc[u])
             target[u] = scaled * z[u] + (scaled - s[u]) * b[u] / n[u]
@@ -359,7 +359,7 @@ def fit_affine(
     return best_d, best_dmin
 
 
-@kernel
+@inner
 def tied_zero(units, z, hi, min_hi):
     """Whether mn = sc and dmin = d * z hold the zero points exactly: one power of two for all units, or 0."""
     if hi > min_hi:
@@ -370,7 +370,7 @@ def tied_zero(units, z, hi, min_hi):
     return z[0] == 0 or (z[0] > 0 and np.log2(z[0]) == np.rint(np.log2(z[0])))
 
 
-@kernel
+@inner
 def fit_scaled(units, s, a, lo, hi, sc, cand_d, cand_e, num, den):
     """Fit d and sc of one superblock where zero points are kept exactly, so that E = sum alpha^2 A.
 
