@@ -1,0 +1,234 @@
+"""Attention over a cache of keys and values: rotation, storing, and the weighted sum.
+
+A layer's cache is laid out so that both products read it as rows of 16 values, the form of `memory.panel`:
+
+    keys    [kv_heads, context / 16, head_dim, 16]     16 positions side by side
+    values  [kv_heads, head_dim / 16, context, 16]     16 elements side by side
+
+in halves, float32, or int8 with a half scale for 32 elements (q8_0): keys' scales [kv_heads, context / 16,
+head_dim / 32, 16], values' [kv_heads, context, head_dim / 32]. The heads that share keys, and several tokens
+of a prompt, are rows of one product, 8 at a time: each row group reads the cache once.
+
+Both functions take the address of one block of int64 words, named below, and a range: of tokens, or of row
+groups (of all key-value heads).
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import numba
+import numpy as np
+
+from bridge.jit import kernel, specialize
+from bridge.runtime.cpu.decoder_ops import exp, square_sum
+from bridge.runtime.cpu.memory import c_function, floats, from_half, panel, pointer, to_half
+
+# words of a layer's block; addresses first. Biases and head norms may be 0
+(Q, K, V, Q_BIAS, K_BIAS, V_BIAS, Q_NORM, K_NORM, COS, SIN, KEYS, VALUES, KEY_SCALES, VALUE_SCALES, START, OUT,
+ HEADS, KV_HEADS, HEAD_DIM, ROTATED, NEIGHBOURS, CONTEXT, TOKENS, EPS, SCALE, WORDS) = range(26)  # fmt: skip
+
+LANES = 16
+ROWS = 8
+BLOCK = 32  # elements that share a scale in q8_0
+
+# set by `function`
+halves = quantized = False
+_panel: Any = None
+panel_1: Any = None
+panel_2: Any = None
+panel_4: Any = None
+panel_8: Any = None
+
+
+@kernel
+def _turn(x, bias, norm, cos, sin, head_dim, rotated, neighbours, eps):
+    """One head, in place: bias, normalization of the head, rotation."""
+    if bias:
+        b = floats(bias, head_dim)
+        for i in range(head_dim):
+            x[i] += b[i]
+    if norm:
+        w = floats(norm, head_dim)
+        scale = np.float32(1.0 / np.sqrt(square_sum(x) / head_dim + eps))
+        for i in range(head_dim):
+            x[i] = x[i] * scale * w[i]
+    half = rotated // 2
+    step = 2 if neighbours else 1
+    other = 1 if neighbours else half
+    for i in range(half):
+        a = x[step * i]
+        b = x[step * i + other]
+        x[step * i] = a * cos[i] - b * sin[i]
+        x[step * i + other] = a * sin[i] + b * cos[i]
+
+
+@kernel
+def _largest(x):
+    top = np.float32(0.0)
+    for i in range(x.size):
+        top = max(top, abs(x[i]))
+    return top
+
+
+def _store(block, _0, _1, _2, _3, _4, _5, first, last):
+    """Turn q in place; turn k and store it with v, for tokens first..last of the batch."""
+    p = numba.carray(pointer(block), (WORDS,), np.int64)
+    heads, kv_heads, d, context = p[HEADS], p[KV_HEADS], p[HEAD_DIM], p[CONTEXT]
+    half = p[ROTATED] // 2
+    eps = numba.carray(pointer(block), (WORDS,), np.float64)[EPS]
+    start = numba.carray(pointer(p[START]), (1,), np.int64)[0]
+    chunks = (d + LANES - 1) // LANES
+    scales = (d + BLOCK - 1) // BLOCK
+    for t in range(first, last):
+        at = start + t
+        cos = floats(p[COS] + 4 * half * at, half)
+        sin = floats(p[SIN] + 4 * half * at, half)
+        for h in range(heads):
+            q = floats(p[Q] + 4 * d * (t * heads + h), d)
+            bias = p[Q_BIAS] + 4 * d * h if p[Q_BIAS] else 0
+            _turn(q, bias, p[Q_NORM], cos, sin, d, p[ROTATED], p[NEIGHBOURS], eps)
+        for h in range(kv_heads):
+            k = floats(p[K] + 4 * d * (t * kv_heads + h), d)
+            v = floats(p[V] + 4 * d * (t * kv_heads + h), d)
+            bias = p[K_BIAS] + 4 * d * h if p[K_BIAS] else 0
+            _turn(k, bias, p[K_NORM], cos, sin, d, p[ROTATED], p[NEIGHBOURS], eps)
+            if p[V_BIAS]:
+                b = floats(p[V_BIAS] + 4 * d * h, d)
+                for i in range(d):
+                    v[i] += b[i]
+            key = (h * (context // LANES) + at // LANES) * d * LANES + at % LANES
+            value = (h * chunks * context + at) * LANES
+            if quantized:
+                keys8 = numba.carray(pointer(p[KEYS]), (kv_heads * context * d,), np.int8)
+                values8 = numba.carray(pointer(p[VALUES]), (kv_heads * context * chunks * LANES,), np.int8)
+                key_scales = numba.carray(pointer(p[KEY_SCALES]), (kv_heads * context * scales,), np.uint16)
+                value_scales = numba.carray(pointer(p[VALUE_SCALES]), (kv_heads * context * scales,), np.uint16)
+                for j in range(scales):
+                    part = slice(j * BLOCK, min(d, (j + 1) * BLOCK))
+                    step_k = _largest(k[part]) / np.float32(127)
+                    step_v = _largest(v[part]) / np.float32(127)
+                    place = ((h * (context // LANES) + at // LANES) * scales + j) * LANES + at % LANES
+                    key_scales[place] = to_half(step_k)
+                    value_scales[(h * context + at) * scales + j] = to_half(step_v)
+                    to_k = np.float32(1) / step_k if step_k > 0 else np.float32(0)
+                    to_v = np.float32(1) / step_v if step_v > 0 else np.float32(0)
+                    for i in range(j * BLOCK, min(d, (j + 1) * BLOCK)):
+                        keys8[key + i * LANES] = np.int8(np.rint(k[i] * to_k))
+                        values8[value + i // LANES * context * LANES + i % LANES] = np.int8(np.rint(v[i] * to_v))
+            elif halves:
+                keys16 = numba.carray(pointer(p[KEYS]), (kv_heads * context * d,), np.uint16)
+                values16 = numba.carray(pointer(p[VALUES]), (kv_heads * context * chunks * LANES,), np.uint16)
+                for i in range(d):
+                    keys16[key + i * LANES] = to_half(k[i])
+                    values16[value + i // LANES * context * LANES + i % LANES] = to_half(v[i])
+            else:
+                keys32 = floats(p[KEYS], kv_heads * context * d)
+                values32 = floats(p[VALUES], kv_heads * context * chunks * LANES)
+                for i in range(d):
+                    keys32[key + i * LANES] = k[i]
+                    values32[value + i // LANES * context * LANES + i % LANES] = v[i]
+
+
+@kernel
+def _softmax(scores, visible):
+    """exp(s - max) over the visible scores, zero over the others; returns the sum."""
+    top = scores[0]
+    for i in range(1, visible):
+        top = max(top, scores[i])
+    for i in range(visible):
+        scores[i] = exp(scores[i] - top)
+    total = 0.0
+    for i in range(visible):
+        total += scores[i]
+    scores[visible:] = 0
+    return total
+
+
+def _attend(block, _0, _1, _2, _3, _4, _5, first, last):
+    """out = softmax(scale q k^T) v for row groups first..last."""
+    p = numba.carray(pointer(block), (WORDS,), np.int64)
+    heads, kv_heads, d, context, tokens = p[HEADS], p[KV_HEADS], p[HEAD_DIM], p[CONTEXT], p[TOKENS]
+    start = numba.carray(pointer(p[START]), (1,), np.int64)[0]
+    scale = np.float32(numba.carray(pointer(block), (WORDS,), np.float64)[SCALE])
+    shared = heads // kv_heads
+    per_head = (tokens * shared + ROWS - 1) // ROWS
+    chunks = (d + LANES - 1) // LANES
+    scales = (d + BLOCK - 1) // BLOCK
+    width = (start + tokens + LANES - 1) // LANES * LANES
+    q = np.zeros((ROWS, d), np.float32)
+    scores = np.empty((ROWS, width), np.float32)
+    sums = np.empty(ROWS, np.float64)
+    part = np.empty((ROWS, LANES), np.float32)
+    unpacked = np.empty((max(d, width) if quantized else 1, LANES), np.float32)
+    a, s, c, u = q.ctypes.data, scores.ctypes.data, part.ctypes.data, unpacked.ctypes.data
+    for item in range(first, last):
+        h = item // per_head
+        row0 = item % per_head * ROWS
+        rows = min(ROWS, tokens * shared - row0)
+        for r in range(rows):
+            t = (row0 + r) // shared
+            source = floats(p[Q] + 4 * d * (t * heads + h * shared + (row0 + r) % shared), d)
+            for i in range(d):
+                q[r, i] = source[i] * scale
+        visible = start + (row0 + rows - 1) // shared + 1
+        groups = (visible + LANES - 1) // LANES
+        for g in range(groups):
+            at = (h * (context // LANES) + g) * d * LANES
+            if quantized:
+                keys8 = numba.carray(pointer(p[KEYS] + at), (d, LANES), np.int8)
+                place = p[KEY_SCALES] + 2 * (h * (context // LANES) + g) * scales * LANES
+                key_scales = numba.carray(pointer(place), (scales, LANES), np.uint16)
+                for i in range(d):
+                    for lane in range(LANES):
+                        unpacked[i, lane] = np.float32(keys8[i, lane]) * from_half(key_scales[i // BLOCK, lane])
+                b = u
+            else:
+                b = p[KEYS] + at * (2 if halves else 4)
+            _panel(rows, a, 4 * d, b, d, s + 4 * LANES * g, 4 * width)
+        for r in range(rows):
+            sums[r] = _softmax(scores[r, : groups * LANES], start + (row0 + r) // shared + 1)
+        for j in range(chunks):
+            at = (h * chunks + j) * context * LANES
+            if quantized:
+                values8 = numba.carray(pointer(p[VALUES] + at), (context, LANES), np.int8)
+                place = p[VALUE_SCALES] + 2 * h * context * scales
+                value_scales = numba.carray(pointer(place), (context, scales), np.uint16)
+                for i in range(visible):
+                    step = from_half(value_scales[i, j * LANES // BLOCK])
+                    for lane in range(LANES):
+                        unpacked[i, lane] = np.float32(values8[i, lane]) * step
+                b = u
+            else:
+                b = p[VALUES] + at * (2 if halves else 4)
+            _panel(rows, s, 4 * width, b, visible, c, 4 * LANES)
+            for r in range(rows):
+                t = (row0 + r) // shared
+                out = floats(p[OUT] + 4 * d * (t * heads + h * shared + (row0 + r) % shared), d)
+                inverse = np.float32(1.0 / sums[r])
+                for i in range(j * LANES, min(d, (j + 1) * LANES)):
+                    out[i] = part[r, i - j * LANES] * inverse
+
+
+def _panel_of_rows(rows, a, a_stride, b, count, c, c_stride):
+    """The narrowest of the compiled products that has `rows` rows; those beyond are computed and not used."""
+    stride = 2 * LANES if halves and not quantized else 4 * LANES
+    if rows > 4:
+        panel_8(a, a_stride, b, stride, count, c, c_stride)
+    elif rows > 2:
+        panel_4(a, a_stride, b, stride, count, c, c_stride)
+    elif rows > 1:
+        panel_2(a, a_stride, b, stride, count, c, c_stride)
+    else:
+        panel_1(a, a_stride, b, stride, count, c, c_stride)
+
+
+@cache
+def function(name: str, kind: str) -> Any:
+    """ "store" or "attend" for a kind of cache (f16, q8_0, f32), as a numba CFunc."""
+    scope: dict[str, Any] = {"halves": kind == "f16", "quantized": kind == "q8_0"}
+    if name == "store":
+        return c_function(_store, kind, **scope)
+    products = {f"panel_{rows}": panel(rows, kind == "f16") for rows in (1, 2, 4, 8)}
+    return c_function(_attend, kind, _panel=specialize(_panel_of_rows, kind, **products, **scope), **scope)

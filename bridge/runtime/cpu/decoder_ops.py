@@ -1,0 +1,118 @@
+"""What a decoder does between its matrix products: normalize, SwiGLU, round activations to int8 records.
+
+Each is a C function of nine int64, as the products are: seven of its own and a range, here of tokens. Hence
+a token's whole computation is a table of calls (see program.py), and a batch's may be shared among threads.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import numba
+import numpy as np
+
+from bridge.blocks import BLOCKS
+from bridge.runtime.cpu.activations import copier, float_record, quantizer, record_of
+from bridge.runtime.cpu.memory import c_function, floats, pointer
+
+# set by `quantize_function`
+fill: Any = None
+size = record = 0
+
+
+@numba.njit(cache=True, nogil=True, error_model="numpy", fastmath={"reassoc", "contract"})
+def square_sum(x):
+    """Sum of squares, in float64."""
+    total = 0.0
+    for i in range(x.size):
+        total += np.float64(x[i]) * np.float64(x[i])
+    return total
+
+
+@numba.njit(cache=True, nogil=True, error_model="numpy", fastmath={"contract"})
+def exp(x):
+    """exp of a float32 within 1e-7, of instructions that vectorize (Cephes' expf)."""
+    x = min(max(x, np.float32(-87.0)), np.float32(88.0))
+    n = np.float32(np.rint(x * np.float32(1.44269504)))
+    r = x - n * np.float32(0.693359375) + n * np.float32(2.12194440e-4)
+    p = np.float32(1.9875691500e-4)
+    p = p * r + np.float32(1.3981999507e-3)
+    p = p * r + np.float32(8.3334519073e-3)
+    p = p * r + np.float32(4.1665795894e-2)
+    p = p * r + np.float32(1.6666665459e-1)
+    p = p * r + np.float32(5.0000001201e-1)
+    power = np.int32(np.int32(np.int32(n) + np.int32(127)) << np.int32(23)).view(np.float32)
+    return (p * r * r + r + np.float32(1.0)) * power
+
+
+def _norm(x, delta, weight, out, hidden, eps, _0, first, last):
+    """x[t] += delta[t] where delta is not 0; out[t] = x[t] / rms(x[t]) * weight. eps: the bits of a float64."""
+    w = floats(weight, hidden)
+    e = np.int64(eps).view(np.float64)
+    for t in range(first, last):
+        values = floats(x + 4 * hidden * t, hidden)
+        y = floats(out + 4 * hidden * t, hidden)
+        if delta:
+            d = floats(delta + 4 * hidden * t, hidden)
+            for i in range(hidden):
+                values[i] += d[i]
+        scale = np.float32(1.0 / np.sqrt(square_sum(values) / hidden + e))
+        for i in range(hidden):
+            y[i] = values[i] * scale * w[i]
+
+
+def _swiglu(gate, up, out, inner, _0, _1, _2, first, last):
+    """out = silu(gate) * up, all float32 [tokens, inner]; out may be gate."""
+    for t in range(first, last):
+        g = floats(gate + 4 * inner * t, inner)
+        u = floats(up + 4 * inner * t, inner)
+        y = floats(out + 4 * inner * t, inner)
+        for i in range(inner):
+            y[i] = g[i] * u[i] / (np.float32(1.0) + exp(-g[i]))
+
+
+def _add(x, delta, count, _0, _1, _2, _3, first, last):
+    """x += delta, float32 [tokens, count]; delta [count] is the same for all tokens."""
+    d = floats(delta, count)
+    for t in range(first, last):
+        values = floats(x + 4 * count * t, count)
+        for i in range(count):
+            values[i] += d[i]
+
+
+def _quantize(x, out, count, _0, _1, _2, _3, first, last):
+    """The records of one token, x float32 [count]."""
+    values = numba.carray(pointer(x), (1, count), np.float32)
+    fill(values, 1, numba.carray(pointer(out), (count // size * record,), np.uint8))
+
+
+@cache
+def function(name: str) -> Any:
+    """norm, swiglu or add as a numba CFunc, whose `.address` is callable."""
+    return c_function({"norm": _norm, "swiglu": _swiglu, "add": _add}[name])
+
+
+def record_kind(type: str, integer: bool) -> tuple[Any, ...]:
+    """What tells records apart: tensors with the same kind share them."""
+    block = BLOCKS[type]
+    return block.size, block.sub, block.zero, block.has_min, integer
+
+
+def record_bytes(type: str, columns: int, integer: bool) -> int:
+    """Bytes of the records of `columns` values."""
+    block = BLOCKS[type]
+    return columns // block.size * (record_of(block).nbytes if integer else float_record(block))
+
+
+@cache
+def quantize_function(type: str, integer: bool) -> Any:
+    """The CFunc that makes the records of one token for a type."""
+    block = BLOCKS[type]
+    return c_function(
+        _quantize,
+        "_".join(str(int(part)) for part in record_kind(type, integer)),
+        fill=(quantizer if integer else copier)(type),
+        size=block.size,
+        record=record_of(block).nbytes if integer else float_record(block),
+    )

@@ -1,0 +1,343 @@
+"""A decoder's layers run on a GGUF's tensors: tokens in, hidden states out, the cache filled.
+
+    x  = embedding rows
+    for each layer:
+        q, k, v = W x^        x^ = norm(x)
+        a = attention(q, cache of k, v)                     see cpu/attention.py
+        x = x + W_o a
+        x = x + W_down (silu(W_gate x^) * W_up x^)          x^ = norm(x)
+    logits = W_output norm(x)
+
+A single token whose matrices are all prepared runs as one table of calls (`cpu/program.py`), in which
+matrices that multiply the same vector share its int8 records. Everything else, prompts above all, goes
+matrix by matrix through `QuantTensor.matmul`, with the same functions in between.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from bridge.errors import BridgeError
+from bridge.runtime.cpu import attention as attn
+from bridge.runtime.cpu import decoder_ops as ops
+from bridge.runtime.cpu.program import Program
+from bridge.runtime.decoder_config import DecoderConfig
+from bridge.runtime.kv_cache import KVCache
+from bridge.runtime.quant_tensor import QuantTensor
+from bridge.runtime.reader import GGUFFile
+
+BATCH = 512  # tokens that pass through the layers together
+
+
+@dataclass
+class Layer:
+    """One layer's matrices, and its vectors as float32 (None where the model has none)."""
+
+    attn_norm: np.ndarray
+    q: QuantTensor
+    k: QuantTensor
+    v: QuantTensor
+    o: QuantTensor
+    ffn_norm: np.ndarray
+    gate: QuantTensor
+    up: QuantTensor
+    down: QuantTensor
+    q_bias: np.ndarray | None
+    k_bias: np.ndarray | None
+    v_bias: np.ndarray | None
+    o_bias: np.ndarray | None
+    gate_bias: np.ndarray | None
+    up_bias: np.ndarray | None
+    down_bias: np.ndarray | None
+    q_norm: np.ndarray | None
+    k_norm: np.ndarray | None
+
+    @property
+    def matrices(self) -> tuple[QuantTensor, ...]:
+        return self.q, self.k, self.v, self.o, self.gate, self.up, self.down
+
+
+class Decoder:
+    """The layers of a GGUF with a cache of keys and values."""
+
+    def __init__(self, file: GGUFFile, config: DecoderConfig, cache: KVCache, precision: str):
+        self.config, self.cache, self.precision = config, cache, precision
+        self._file = file
+        c = config
+        self.embedding = file["token_embd.weight"]
+        self.vocab = self.embedding.shape[0]
+        _expect(self.embedding, self.vocab, c.hidden)
+        self.output = file["output.weight"] if "output.weight" in file else self.embedding
+        _expect(self.output, self.vocab, c.hidden)
+        self.output_norm = self._vector("output_norm.weight", c.hidden, True)
+        self.layers = [self._layer(i) for i in range(c.layers)]
+        factors = self._vector("rope_freqs.weight", c.rotated // 2)
+        self.cos, self.sin = c.angles(cache.rows, factors)
+        self._start = np.zeros(1, np.int64)
+        self._eps = int(np.array(c.norm_eps, np.float64).view(np.int64))
+        self._work: dict[int, _Work] = {}
+        self._token: Program | None = None
+
+    def prepare(self, progress: Any = None) -> None:
+        """Repack every matrix for this machine, and let go of the file's own pages."""
+        matrices = [m for layer in self.layers for m in layer.matrices] + [self.output]
+        for done, matrix in enumerate(matrices):
+            if not matrix.prepared:
+                matrix.prepare()
+                matrix.release_raw()
+            if progress:
+                progress(done + 1, len(matrices))
+
+    def run(self, tokens: Sequence[int], keep: int = 1) -> np.ndarray:
+        """Append tokens to the cache; the last `keep` of their normalized hidden states, float32 [keep, hidden].
+
+        The tokens must fit the cache, `Model` sees to that.
+        """
+        kept = []
+        for at in range(0, len(tokens), BATCH):
+            batch = tokens[at : at + BATCH]
+            hidden = self._batch(batch)
+            first = max(0, len(tokens) - keep - at)
+            if first < len(batch):
+                kept.append(hidden[first:].copy())
+        return np.concatenate(kept)
+
+    def logits(self, hidden: np.ndarray) -> np.ndarray:
+        """float32 [n, vocab] of hidden states [n, hidden]."""
+        if len(hidden) == 1:
+            return self.output.matvec(hidden[0], precision=self.precision)[None]
+        return self.output.matmul(hidden, precision=self.precision)
+
+    def _batch(self, tokens: Sequence[int]) -> np.ndarray:
+        n = len(tokens)
+        self._start[0] = self.cache.length
+        work = self._workspace(n)
+        work.x[:] = self.embedding.rows(tokens)
+        if n == 1 and (program := self._token_program(work)) is not None:
+            program.run()
+        else:
+            self._layer_by_layer(work)
+        self.cache.length += n
+        return work.xn
+
+    def _layer_by_layer(self, work: _Work) -> None:
+        for layer, (before, middle, after, end) in zip(self.layers, work.programs, strict=True):
+            before.run()
+            for matrix, y in ((layer.q, work.q), (layer.k, work.k), (layer.v, work.v)):
+                self._multiply(matrix, work.xn, y)
+            middle.run()
+            self._multiply(layer.o, work.attended, work.delta)
+            after.run()
+            self._multiply(layer.gate, work.xn, work.gate)
+            self._multiply(layer.up, work.xn, work.up)
+            end.run()
+            self._multiply(layer.down, work.gate, work.delta)
+        work.last.run()
+
+    def _multiply(self, matrix: QuantTensor, x: np.ndarray, y: np.ndarray) -> None:
+        if len(x) == 1:
+            matrix.matvec(x[0], y[0], self.precision)
+        else:
+            matrix.matmul(x, y, self.precision)
+
+    # tables of calls
+
+    def _workspace(self, n: int) -> _Work:
+        """Buffers and programs for batches of n tokens; besides those of one token, only the last size is kept."""
+        if n not in self._work:
+            self._work = {size: work for size, work in self._work.items() if size == 1}
+            work = self._work[n] = _Work(self.config, n)
+            work.block = self._blocks(work)
+            for i, layer in enumerate(self.layers):
+                parts = tuple(Program() for _ in range(4))
+                self._before(parts[0], work, i)
+                self._middle(parts[1], work, i)
+                self._after(parts[2], work, layer)
+                self._end(parts[3], work, layer)
+                work.programs.append(parts)
+            self._last(work.last, work)
+        return self._work[n]
+
+    def _token_program(self, work: _Work) -> Program | None:
+        """One token through all layers, if every matrix is prepared for it."""
+        if self._token is None:
+            from bridge.runtime.cpu.prepared import Prepared
+
+            if not all(isinstance(m._get_engine(), Prepared) for layer in self.layers for m in layer.matrices):
+                return None
+            program = Program()
+            for i, layer in enumerate(self.layers):
+                self._before(program, work, i)
+                self._products(program, work.xn, [(layer.q, work.q), (layer.k, work.k), (layer.v, work.v)])
+                self._middle(program, work, i)
+                self._products(program, work.attended, [(layer.o, work.delta)])
+                self._after(program, work, layer)
+                self._products(program, work.xn, [(layer.gate, work.gate), (layer.up, work.up)])
+                self._end(program, work, layer)
+                self._products(program, work.gate, [(layer.down, work.delta)])
+            self._last(program, work)
+            self._token = program
+        return self._token
+
+    def _before(self, program: Program, work: _Work, index: int) -> None:
+        """The last layer's result is added, x normalized."""
+        delta = work.delta if index else None
+        if index:
+            self._bias(program, self.layers[index - 1].down_bias, work.delta)
+        self._norm(program, work, delta, self.layers[index].attn_norm)
+
+    def _middle(self, program: Program, work: _Work, index: int) -> None:
+        """Rotation, storing, attention."""
+        block = work.block[index].ctypes.data
+        kind = self.cache.kind
+        groups = -(-work.n * (self.config.heads // self.config.kv_heads) // attn.ROWS) * self.config.kv_heads
+        program.add(attn.function("store", kind), block, items=work.n, shared=work.n > 1)
+        program.add(attn.function("attend", kind), block, items=groups, shared=True)
+
+    def _after(self, program: Program, work: _Work, layer: Layer) -> None:
+        self._bias(program, layer.o_bias, work.delta)
+        self._norm(program, work, work.delta, layer.ffn_norm)
+
+    def _end(self, program: Program, work: _Work, layer: Layer) -> None:
+        self._bias(program, layer.gate_bias, work.gate)
+        self._bias(program, layer.up_bias, work.up)
+        arguments = _address(work.gate), _address(work.up), _address(work.gate), self.config.inner
+        program.add(ops.function("swiglu"), *arguments, items=work.n, shared=work.n > 1)
+
+    def _last(self, program: Program, work: _Work) -> None:
+        self._bias(program, self.layers[-1].down_bias, work.delta)
+        self._norm(program, work, work.delta, self.output_norm)
+
+    def _norm(self, program: Program, work: _Work, delta: np.ndarray | None, weight: np.ndarray) -> None:
+        arguments = _address(work.x), _address(delta), _address(weight), _address(work.xn), self.config.hidden
+        program.add(ops.function("norm"), *arguments, self._eps, items=work.n, shared=work.n > 1)
+
+    def _bias(self, program: Program, bias: np.ndarray | None, y: np.ndarray) -> None:
+        if bias is not None:
+            arguments = _address(y), _address(bias), bias.size
+            program.add(ops.function("add"), *arguments, items=len(y), shared=len(y) > 1)
+
+    def _products(self, program: Program, x: np.ndarray, products: list[tuple[QuantTensor, np.ndarray]]) -> None:
+        """y = W x for each pair; x becomes records once for all types that read the same ones."""
+        from bridge.runtime.cpu import interleaved
+
+        integer = self.precision == "int8"
+        records: dict[tuple[Any, ...], np.ndarray] = {}
+        for matrix, y in products:
+            kind = ops.record_kind(matrix.type, integer)
+            if kind not in records:
+                records[kind] = np.empty(ops.record_bytes(matrix.type, x.size, integer), np.uint8)
+                function = ops.quantize_function(matrix.type, integer)
+                program.add(function, _address(x), _address(records[kind]), x.size, items=1)
+                program.keep(records[kind])
+            engine: Any = matrix._get_engine()
+            if y.base is None or engine.groups * engine.lanes > y.base.size:
+                raise AssertionError(f"{matrix.name}: rows beyond the buffer")
+            product = interleaved.kernel(matrix.type, engine.target, 1, integer)
+            arguments = engine.address, _address(records[kind]), _address(y), engine.blocks, engine.stride, 1, 0
+            program.add(product, *arguments, items=engine.groups, shared=engine.groups * engine.stride >= _ALONE)
+
+    def _blocks(self, work: _Work) -> np.ndarray:
+        """attention.py's block of every layer."""
+        c, cache = self.config, self.cache
+        blocks = np.zeros((c.layers, attn.WORDS), np.int64)
+        for i, (layer, block) in enumerate(zip(self.layers, blocks, strict=True)):
+            arrays = {
+                attn.Q: work.q, attn.K: work.k, attn.V: work.v, attn.OUT: work.attended,
+                attn.Q_BIAS: layer.q_bias, attn.K_BIAS: layer.k_bias, attn.V_BIAS: layer.v_bias,
+                attn.Q_NORM: layer.q_norm, attn.K_NORM: layer.k_norm, attn.COS: self.cos, attn.SIN: self.sin,
+                attn.KEYS: cache.keys[i], attn.VALUES: cache.values[i], attn.START: self._start,
+                attn.KEY_SCALES: cache.key_scales[i], attn.VALUE_SCALES: cache.value_scales[i],
+            }  # fmt: skip
+            for word, array in arrays.items():
+                block[word] = _address(array)
+            block[attn.HEADS], block[attn.KV_HEADS], block[attn.HEAD_DIM] = c.heads, c.kv_heads, c.head_dim
+            block[attn.ROTATED], block[attn.NEIGHBOURS] = c.rotated, int(c.neighbours)
+            block[attn.CONTEXT], block[attn.TOKENS], block[attn.EPS] = cache.rows, work.n, self._eps
+            block[attn.SCALE] = np.array(c.attention_scale, np.float64).view(np.int64)
+        return blocks
+
+    # the file's tensors
+
+    def _layer(self, i: int) -> Layer:
+        c = self.config
+        q, kv = c.heads * c.head_dim, c.kv_heads * c.head_dim
+
+        def matrix(part: str, rows: int, columns: int) -> QuantTensor:
+            return _expect(self._file[f"blk.{i}.{part}.weight"], rows, columns)
+
+        def vector(part: str, size: int, needed: bool = False) -> Any:
+            return self._vector(f"blk.{i}.{part}", size, needed)
+
+        normed = c.arch == "qwen3"
+        return Layer(
+            attn_norm=vector("attn_norm.weight", c.hidden, True),
+            q=matrix("attn_q", q, c.hidden),
+            k=matrix("attn_k", kv, c.hidden),
+            v=matrix("attn_v", kv, c.hidden),
+            o=matrix("attn_output", c.hidden, q),
+            ffn_norm=vector("ffn_norm.weight", c.hidden, True),
+            gate=matrix("ffn_gate", c.inner, c.hidden),
+            up=matrix("ffn_up", c.inner, c.hidden),
+            down=matrix("ffn_down", c.hidden, c.inner),
+            q_bias=vector("attn_q.bias", q),
+            k_bias=vector("attn_k.bias", kv),
+            v_bias=vector("attn_v.bias", kv),
+            o_bias=vector("attn_output.bias", c.hidden),
+            gate_bias=vector("ffn_gate.bias", c.inner),
+            up_bias=vector("ffn_up.bias", c.inner),
+            down_bias=vector("ffn_down.bias", c.hidden),
+            q_norm=vector("attn_q_norm.weight", c.head_dim, normed),
+            k_norm=vector("attn_k_norm.weight", c.head_dim, normed),
+        )
+
+    def _vector(self, name: str, size: int, needed: bool = False) -> Any:
+        if name not in self._file and not needed:
+            return None
+        tensor = self._file[name]
+        if tensor.shape != (size,):
+            raise BridgeError(f"{name}: shape {list(tensor.shape)}, [{size}] is wanted; convert the model again")
+        return np.ascontiguousarray(tensor.dequantize())
+
+
+_ALONE = 1 << 17  # bytes of weights below which threads are not worth waking
+
+
+class _Work:
+    """Buffers for n tokens, and the calls that stand between the products."""
+
+    def __init__(self, c: DecoderConfig, n: int):
+        self.n = n
+        self.x = _buffer(n, c.hidden)
+        self.xn = _buffer(n, c.hidden)
+        self.delta = _buffer(n, c.hidden)
+        self.q = _buffer(n, c.heads * c.head_dim)
+        self.k = _buffer(n, c.kv_heads * c.head_dim)
+        self.v = _buffer(n, c.kv_heads * c.head_dim)
+        self.attended = _buffer(n, c.heads * c.head_dim)
+        self.gate = _buffer(n, c.inner)
+        self.up = _buffer(n, c.inner)
+        self.block = np.empty(0)
+        self.programs: list[tuple[Program, ...]] = []
+        self.last = Program()
+
+
+def _buffer(n: int, columns: int) -> np.ndarray:
+    """float32 [n, columns], with room behind it for a last row group that reaches beyond the rows."""
+    return np.zeros(n * columns + 16, np.float32)[: n * columns].reshape(n, columns)
+
+
+def _address(array: np.ndarray | None) -> int:
+    return 0 if array is None else array.ctypes.data
+
+
+def _expect(tensor: QuantTensor, rows: int, columns: int) -> QuantTensor:
+    if tensor.shape != (rows, columns):
+        raise BridgeError(
+            f"{tensor.name}: shape {list(tensor.shape)}, the metadata says [{rows}, {columns}]; convert the model again"
+        )
+    return tensor

@@ -1,0 +1,39 @@
+"""Keys and values of the tokens so far, one layer after another; see cpu/attention.py for the layout.
+
+Memory is reserved for the whole context and taken as it fills: an untouched page costs nothing.
+Bytes a token and layer: 2 * kv_heads * head_dim, times 2 (f16), 4 (f32) or 1.06 (q8_0).
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from bridge.errors import BridgeError
+from bridge.runtime.decoder_config import DecoderConfig
+
+KINDS = {"f16": np.uint16, "q8_0": np.int8, "f32": np.float32}
+_LANES, _BLOCK = 16, 32
+
+
+class KVCache:
+    """`length` tokens of at most `context` are stored."""
+
+    def __init__(self, config: DecoderConfig, context: int, kind: str = "f16"):
+        if kind not in KINDS:
+            raise BridgeError(f"kv {kind!r}: {', '.join(KINDS)} are known")
+        self.kind = kind
+        self.context = context
+        self.rows = -(-context // _LANES) * _LANES
+        self.length = 0
+        layers, heads, d = config.layers, config.kv_heads, config.head_dim
+        padded = -(-d // _LANES) * _LANES
+        self.keys = np.zeros((layers, heads, self.rows // _LANES, d, _LANES), KINDS[kind])
+        self.values = np.zeros((layers, heads, padded // _LANES, self.rows, _LANES), KINDS[kind])
+        scales = -(-d // _BLOCK) * self.rows if kind == "q8_0" else 0
+        self.key_scales = np.zeros((layers, heads, scales), np.uint16)
+        self.value_scales = np.zeros((layers, heads, scales), np.uint16)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes when it is full."""
+        return sum(a.nbytes for a in (self.keys, self.values, self.key_scales, self.value_scales))
