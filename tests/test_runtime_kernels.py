@@ -100,7 +100,7 @@ def test_every_target_in_python(block, target):
     stride = form.stride(blocks)
     memory = np.zeros(stride, np.uint8)
     raw = tensor.raw.reshape(lanes, -1)
-    assert layout.repacker(block.name, lanes)(raw, 0, 1, stride, form.codes_from(blocks), memory) == -1
+    assert layout.repacker(block.name)(raw, 0, 1, lanes, stride, form.codes_from(blocks), memory) == -1
     x = np.random.default_rng(4).standard_normal((2, columns)).astype(np.float32)
     records = activations.records(x, block, columns=2)
     y = np.zeros((2, lanes), np.float32)

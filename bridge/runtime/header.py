@@ -91,6 +91,7 @@ class _Cursor:
         self.path = path
 
     def fail(self, fact: str) -> BridgeError:
+        fact = fact.replace("\n", "\\n")  # names are the file's
         return BridgeError(f"{self.path}: {fact}; convert or download it again")
 
     def need(self, at: int, count: int) -> None:
@@ -142,9 +143,10 @@ class _Cursor:
         try:
             for _ in range(count):
                 at += 8 + length_at(data, at)[0]
-        except struct.error:
+        except (struct.error, OverflowError):
             at = size + 1
-        self.need(min(at, size), at - min(at, size))
+        if at > size:
+            raise self.fail("damaged or truncated: an array of strings does not end in the file")
         return at
 
     def value(self, at: int, kind: int) -> Any:

@@ -98,8 +98,8 @@ class Layout:
 
 # set per type and lanes by `specialize`
 unpack: Any = None
-size = subs = nbytes = lanes = d_at = dmin_at = codes_at = group_bytes = block_bytes = halves_bytes = 0
-scale_bits = code_bits = scale_words = low_width = high_width = scale_low_width = scale_high_width = 0
+size = subs = nbytes = d_at = dmin_at = scale_bytes = group_bytes = 0
+scale_words = low_width = high_width = scale_low_width = scale_high_width = 0
 mins = is_k = False
 
 
@@ -115,13 +115,15 @@ def _put_plane(words, first, count, width, shift, lanes, lane, out, at):
         out[at + v * lanes + lane] = value
 
 
-def _repack(raw, first, last, stride, codes_from, out):
+def _repack(raw, first, last, lanes, stride, codes_from, out):
     """Row groups first..last-1 of raw uint8 [rows, row bytes] -> out uint8 [groups * stride].
 
     Returns the first row whose d or dmin is not finite, or -1.
     """
     rows = raw.shape[0]
     blocks = raw.shape[1] // nbytes
+    halves_bytes = (4 if mins else 2) * lanes
+    block_bytes = (scale_bytes + size // 32 * group_bytes) * lanes
     out32 = out.view(np.uint32)
     out16 = out.view(np.uint16)
     q = np.empty(size, np.uint8)
@@ -163,7 +165,7 @@ def _repack(raw, first, last, stride, codes_from, out):
                             scales, 0, scale_words, scale_high_width, scale_low_width, lanes, lane, out32, high_at
                         )
                 for g in range(size // 32):
-                    place = at + (codes_at + g * group_bytes) // 4
+                    place = at + (scale_bytes + g * group_bytes) // 4 * lanes
                     _put_plane(words, 8 * g, 8, low_width, 0, lanes, lane, out32, place)
                     if high_width:
                         _put_plane(
@@ -173,28 +175,25 @@ def _repack(raw, first, last, stride, codes_from, out):
 
 
 @cache
-def repacker(name: str, lanes: int) -> Any:
-    """The compiled `repack(raw, first, last, stride, codes_from, out)` of a type."""
-    layout = Layout(BLOCKS[name], lanes)
+def repacker(name: str) -> Any:
+    """The compiled `repack(raw, first, last, lanes, stride, codes_from, out)` of a type."""
+    layout = Layout(BLOCKS[name], 1)
     block = layout.block
     low, *high = PLANES[layout.code_bits]
     scale_low, *scale_high = PLANES[layout.scale_bits] if block.is_k else (0,)
     return specialize(
         _repack,
-        f"{name}_{lanes}",
+        name,
         unpack=from_plain(block.unpack),
         size=block.size,
         subs=block.subs,
         nbytes=block.nbytes,
-        lanes=lanes,
         d_at=block.d_at,
         dmin_at=block.dmin_at,
         mins=block.has_min,
         is_k=block.is_k,
-        codes_at=layout.codes_at,
+        scale_bytes=layout.codes_at,
         group_bytes=layout.group_bytes,
-        block_bytes=layout.block_bytes,
-        halves_bytes=layout.halves_bytes,
         scale_words=layout.scale_words,
         low_width=low,
         high_width=sum(high),

@@ -93,14 +93,15 @@ class Prepared:
 
     def _repack(self, layout: Layout) -> None:
         raw = self.tensor.raw.reshape(self.tensor.shape[0], -1)
-        repack = repacker(self.block.name, self.lanes)
+        repack = repacker(self.block.name)
         codes_from = layout.codes_from(self.blocks)
         threads = pool.get_num_threads()
         step = max(-(-self.groups // (4 * threads)), _ALONE // self.stride + 1)
         starts = range(0, self.groups, step)
 
         def part(first: int) -> int:
-            return repack(raw, first, min(first + step, self.groups), self.stride, codes_from, self.memory)
+            last = min(first + step, self.groups)
+            return repack(raw, first, last, self.lanes, self.stride, codes_from, self.memory)
 
         if len(starts) < 2 or threads < 2:
             bad = [part(first) for first in starts]
