@@ -1,0 +1,130 @@
+"""Timing products beside the machine's own limit: how fast memory can be read with the same threads.
+
+Contenders take turns within one run and are compared by the median of their ratios, because the clock and
+the neighbours of a machine change between runs. Bytes are those of the GGUF tensor, whatever a kernel reads.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from bridge.blocks import BLOCKS
+from bridge.errors import BridgeError
+from bridge.runtime.quant_tensor import QuantTensor
+from bridge.runtime.reader import open_gguf
+
+LARGE = (40960, 4096)  # from memory
+SMALL = (2048, 4096)  # from the cache
+_ROUNDS = 15
+_DISTINCT = 512  # rows that are drawn; the others repeat them
+
+
+@dataclass
+class Timing:
+    """One tensor, one number of threads."""
+
+    type: str
+    shape: tuple[int, ...]
+    kernel: str
+    threads: int
+    nbytes: int
+    seconds: dict[str, list[float]] = field(default_factory=dict)  # per contender and round
+
+    def speed(self, name: str) -> float:
+        """GB/s of GGUF bytes, median."""
+        return self.nbytes / statistics.median(self.seconds[name]) / 1e9
+
+    def ratio(self, name: str) -> float:
+        """How many times as fast as a contender the product is: the median over rounds."""
+        pairs = zip(self.seconds["matvec"], self.seconds[name], strict=True)
+        return statistics.median(other / ours for ours, other in pairs)
+
+
+def random_tensor(type: str, rows: int, columns: int) -> QuantTensor:
+    """A tensor of random codes, with halves around 0.01."""
+    if type not in BLOCKS:
+        raise BridgeError(f"type {type}: {', '.join(BLOCKS)} can be timed")
+    block = BLOCKS[type]
+    if columns % block.size:
+        raise BridgeError(f"{type}: {columns} columns are no whole blocks of {block.size}")
+    rng = np.random.default_rng(0)
+    raw = rng.integers(0, 256, (min(rows, _DISTINCT), columns // block.size, block.nbytes), np.uint8)
+    for at in (block.d_at, block.dmin_at):
+        if at >= 0:
+            halves = rng.uniform(0.005, 0.01, raw.shape[:2]).astype(np.float16)
+            raw[:, :, at : at + 2] = halves[..., None].view(np.uint8)
+    raw = raw.reshape(raw.shape[0], -1)
+    return QuantTensor(type, type, (rows, columns), np.resize(raw, (rows, raw.shape[1])).reshape(-1))
+
+
+def measure(
+    tensor: QuantTensor,
+    threads: int,
+    others: dict[str, Callable[[], object]] | None = None,
+    rounds: int = _ROUNDS,
+) -> Timing:
+    """Time tensor.matvec, reading as many bytes ("read"), and `others`, taking turns. Prepares the tensor."""
+    from bridge.runtime.cpu import pool
+    from bridge.runtime.cpu.readbw import Reader
+
+    before = pool.get_num_threads()
+    pool.set_num_threads(threads)
+    try:
+        tensor.prepare()
+        rows, columns = tensor.shape
+        x = np.random.default_rng(1).standard_normal(columns).astype(np.float32)
+        y = np.empty(rows, np.float32)
+        contenders: dict[str, Callable[[], object]] = {
+            "matvec": lambda: tensor.matvec(x, out=y),
+            "read": Reader(tensor.nbytes).run,
+            **(others or {}),
+        }
+        timing = Timing(tensor.type, tensor.shape, tensor.kernel, threads, tensor.nbytes)
+        timing.seconds = {name: [] for name in contenders}
+        for turn in range(rounds + 1):
+            for name, run in contenders.items():
+                run()  # its data are what the caches hold now, as far as they can
+                start = time.perf_counter()
+                run()
+                if turn:
+                    timing.seconds[name].append(time.perf_counter() - start)
+        return timing
+    finally:
+        pool.set_num_threads(before)
+
+
+def bench(what: str | Path, threads: int | None = None, shape: tuple[int, int] | None = None) -> list[str]:
+    """Lines to print: GB/s and the share of the read bandwidth, for a type of block or the matrices of a GGUF.
+
+    `what` is a type (then `shape` may be given) or the path of a GGUF, whose largest tensor of each type is timed.
+    """
+    from bridge.runtime.cpu.pool import get_num_threads
+
+    count = threads or get_num_threads()
+    name = str(what).upper()
+    if name in BLOCKS:
+        tensors = [random_tensor(name, *size) for size in ([shape] if shape else [LARGE, SMALL])]
+    else:
+        largest: dict[str, QuantTensor] = {}
+        for tensor in open_gguf(what).tensors.values():
+            known = largest.get(tensor.type)
+            if len(tensor.shape) == 2 and (known is None or tensor.nbytes > known.nbytes):
+                largest[tensor.type] = tensor
+        tensors = [t for t in largest.values() if t.type in BLOCKS]
+        if not tensors:
+            raise BridgeError(f"{what}: no matrix of a type that has a kernel ({', '.join(BLOCKS)})")
+    lines = []
+    for tensor in tensors:
+        timing = measure(tensor, count)
+        lines.append(
+            f"{tensor.type:<5} {'x'.join(map(str, tensor.shape)):<12} {count} thread{'s' * (count != 1)}  "
+            f"{timing.speed('matvec'):6.1f} GB/s, {100 * timing.ratio('read'):3.0f}% of reading "
+            f"({timing.speed('read'):.1f} GB/s)  {timing.kernel}"
+        )
+    return lines

@@ -1,0 +1,157 @@
+"""Matrix times vector: GB/s of GGUF bytes, the share of this machine's read bandwidth, and the ratio to ggml.
+
+    python scripts/bench_matvec.py                        all types, 1 and 2 threads
+    python scripts/bench_matvec.py Q4_K Q6_K --json x.json
+
+The peer is ggml, one mul_mat on its own threads through llama-cpp-python built natively (pip install
+--no-binary llama-cpp-python gguf-bridge[peers]); without it its columns stay empty. PEER_GGML may name the
+folder of its libggml*.so. All contenders take turns in one run; ratios are medians over rounds. A product from
+memory is on 40960 x 4096, one in the cache on 2048 x 4096. First calls are timed in processes of their own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import numpy as np
+
+from bridge.blocks import BLOCKS
+from bridge.runtime import bench
+from tests.support import ggml_matvec
+
+FIRST = """
+import sys, time
+import numpy as np
+from bridge.runtime.bench import random_tensor
+w = random_tensor(sys.argv[1], 256, 4096)
+x = np.ones(4096, np.float32)
+start = time.perf_counter()
+w.prepare().matvec(x)
+print(time.perf_counter() - start)
+"""
+
+
+def peer_library() -> ggml_matvec.Library | None:
+    """ggml beside llama-cpp-python, where it is installed."""
+    folder = os.environ.get("PEER_GGML")
+    if folder is None:
+        found = importlib.util.find_spec("llama_cpp")
+        if found is None or found.origin is None:
+            return None
+        folder = str(Path(found.origin).parent / "lib")
+    return ggml_matvec.native(Path(folder))
+
+
+def product(type: str, shape: tuple[int, int], threads: int, library: ggml_matvec.Library | None, rounds: int) -> dict:
+    tensor = bench.random_tensor(type, *shape)
+    others: dict[str, Any] = {}
+    matrix = None
+    if library is not None:
+        matrix = ggml_matvec.Matrix(library, type, tensor.raw.reshape(shape[0], -1), shape[1], threads=threads)
+        matrix.x[:] = 1
+        others["ggml"] = matrix.run
+    timing = bench.measure(tensor, threads, others, rounds)
+    if matrix is not None:
+        matrix.close()
+    row = {
+        "type": type,
+        "shape": list(shape),
+        "threads": threads,
+        "kernel": timing.kernel,
+        "gbs": timing.speed("matvec"),
+        "read_gbs": timing.speed("read"),
+        "of_read": timing.ratio("read"),
+    }
+    if library is not None:
+        row |= {"ggml_gbs": timing.speed("ggml"), "over_ggml": timing.ratio("ggml")}
+    return row
+
+
+def call_cost(type: str) -> float:
+    """Microseconds of one call on a 256 x 256 tensor: the best of many rounds."""
+    w = bench.random_tensor(type, 256, 256).prepare()
+    x = np.ones(256, np.float32)
+    w.matvec(x)
+    best = float("inf")
+    for _ in range(50):
+        start = time.perf_counter()
+        for _ in range(200):
+            w.matvec(x)
+        best = min(best, (time.perf_counter() - start) / 200)
+    return 1e6 * best
+
+
+def first_calls(type: str) -> tuple[float, float]:
+    """Seconds of prepare and matvec in a new process: nothing compiled before, then all of it."""
+    with tempfile.TemporaryDirectory() as cache:
+        environment = {**os.environ, "NUMBA_CACHE_DIR": cache}
+        run = [sys.executable, "-c", FIRST, type]
+        times = []
+        for _ in range(2):
+            done = subprocess.run(run, env=environment, check=True, capture_output=True, text=True)
+            times.append(float(done.stdout))
+    return times[0], times[1]
+
+
+def machine() -> str:
+    name = platform.processor() or platform.machine()
+    if Path("/proc/cpuinfo").exists():
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+        if models:
+            name = f"{models[0]}, {len(models)} cores"
+    from bridge.runtime.cpu import targets
+
+    return f"{name}, {targets.chosen()}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("types", nargs="*", default=list(BLOCKS), metavar="TYPE", help="all by default")
+    parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--no-first", action="store_true", help="leave out the timing of first calls")
+    parser.add_argument("--json", type=Path, help="write all figures here")
+    arguments = parser.parse_args()
+    library = peer_library()
+    print(f"{machine()}; peer: {'ggml' if library else 'none (llama-cpp-python is not installed)'}\n")
+    print("| type | shape | threads | GB/s | of read | read GB/s | ggml GB/s | times ggml |")
+    print("|---|---|---|---|---|---|---|---|")
+    rows = []
+    for type in arguments.types:
+        for shape in (bench.LARGE, bench.SMALL):
+            for threads in arguments.threads:
+                row = product(type, shape, threads, library, arguments.rounds)
+                rows.append(row)
+                peer = f"{row['ggml_gbs']:.1f} | {row['over_ggml']:.2f}" if library else " | "
+                print(
+                    f"| {type} | {shape[0]} x {shape[1]} | {threads} | {row['gbs']:.1f} | {row['of_read']:.0%} "
+                    f"| {row['read_gbs']:.1f} | {peer} |",
+                    flush=True,
+                )
+    result: dict[str, Any] = {"machine": machine(), "products": rows, "calls": []}
+    print("\n| type | call on 256 x 256 (us) | first call, cold (s) | first call, compiled (s) |\n|---|---|---|---|")
+    for type in arguments.types:
+        cold, warm = (None, None) if arguments.no_first else first_calls(type)
+        cost = call_cost(type)
+        result["calls"].append({"type": type, "call_us": cost, "cold_s": cold, "warm_s": warm})
+        shown = " | " if cold is None else f"{cold:.1f} | {warm:.2f}"
+        print(f"| {type} | {cost:.1f} | {shown} |", flush=True)
+    if arguments.json:
+        arguments.json.write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
