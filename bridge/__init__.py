@@ -3,6 +3,7 @@
     bridge.convert("org/model-gptq", "model.gguf")        checkpoint -> GGUF; see bridge.convert
     bridge.open_checkpoint("folder")                      what is in a checkpoint, module by module
     bridge.open_gguf("model.gguf")                        a GGUF's tensors, ready to multiply
+    bridge.Model.load("model.gguf")                       a language model, ready to generate text
     bridge.verify("model.gguf", "folder")                 how close a GGUF on disk is to its checkpoint
 
 Everything is imported when first used, so `import bridge` costs nothing.
@@ -23,6 +24,7 @@ _LAZY = {
     "convert": "bridge.convert",
     "open_checkpoint": "bridge.checkpoint",
     "open_gguf": "bridge.runtime",
+    "Model": "bridge.runtime.model",
     "verify": "bridge.verify",
 }
 

@@ -71,7 +71,8 @@ class Decoder:
         self.embedding = file["token_embd.weight"]
         self.vocab = self.embedding.shape[0]
         _expect(self.embedding, self.vocab, c.hidden)
-        self.output = file["output.weight"] if "output.weight" in file else self.embedding
+        tied = "output.weight" not in file
+        self.output = self.embedding if tied else file["output.weight"]
         _expect(self.output, self.vocab, c.hidden)
         self.output_norm = self._vector("output_norm.weight", c.hidden, True)
         self.layers = [self._layer(i) for i in range(c.layers)]

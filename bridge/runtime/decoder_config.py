@@ -75,10 +75,10 @@ def read_config(metadata: Mapping[str, Any], path: Path) -> DecoderConfig:
         raise BridgeError(f"{path}: architecture {arch!r} cannot be run here; {', '.join(ARCHITECTURES)} can")
 
     def get(key: str, kind: type, default: Any = None) -> Any:
-        value = metadata.get(f"{arch}.{key}", default)
+        value: Any = metadata.get(f"{arch}.{key}", default)
         if value is None:
             raise BridgeError(f"{path}: {arch}.{key} is missing; convert the model again")
-        numbers = (int, float) if kind is float else kind
+        numbers: Any = (int, float) if kind is float else kind
         if not isinstance(value, numbers) or isinstance(value, bool) or (kind is not str and value <= 0):
             raise BridgeError(f"{path}: {arch}.{key} is {value!r}, which makes no sense; convert the model again")
         return kind(value)

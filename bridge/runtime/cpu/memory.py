@@ -25,13 +25,39 @@ _F32, _F16, _I16, _I64 = ir.FloatType(), ir.HalfType(), ir.IntType(16), ir.IntTy
 
 
 @intrinsic
-def pointer(typingctx, address):
+def _pointer(typingctx, address):
     """An address as what `numba.carray` takes."""
 
     def emit(context, builder, signature, arguments):
         return builder.inttoptr(arguments[0], ir.IntType(8).as_pointer())
 
     return types.voidptr(types.int64), emit
+
+
+@intrinsic
+def _to_half(typingctx, value):
+    """float32 -> the bits of the nearest half."""
+
+    def emit(context, builder, signature, arguments):
+        return builder.bitcast(builder.fptrunc(arguments[0], _F16), _I16)
+
+    return types.uint16(types.float32), emit
+
+
+@intrinsic
+def _from_half(typingctx, bits):
+    """The bits of a half -> float32."""
+
+    def emit(context, builder, signature, arguments):
+        return builder.fpext(builder.bitcast(arguments[0], _F16), _F32)
+
+    return types.float32(types.uint16), emit
+
+
+# mypy takes intrinsics for functions of a typing context
+pointer: Any = _pointer
+to_half: Any = _to_half
+from_half: Any = _from_half
 
 
 @kernel
@@ -43,26 +69,6 @@ def floats(address, count):
 def c_function(function: Callable[..., Any], suffix: str = "c", **scope: Any) -> Any:
     """`function` of nine int64, some of its globals set, as a numba CFunc: its `.address` is callable."""
     return numba.cfunc(SIGNATURE, cache=True, error_model="numpy")(specialize(function, suffix, **scope).py_func)
-
-
-@intrinsic
-def to_half(typingctx, value):
-    """float32 -> the bits of the nearest half."""
-
-    def emit(context, builder, signature, arguments):
-        return builder.bitcast(builder.fptrunc(arguments[0], _F16), _I16)
-
-    return types.uint16(types.float32), emit
-
-
-@intrinsic
-def from_half(typingctx, bits):
-    """The bits of a half -> float32."""
-
-    def emit(context, builder, signature, arguments):
-        return builder.fpext(builder.bitcast(arguments[0], _F16), _F32)
-
-    return types.float32(types.uint16), emit
 
 
 @cache

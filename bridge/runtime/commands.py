@@ -1,0 +1,112 @@
+"""`gguf-bridge run` and `gguf-bridge perplexity`."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+from bridge.errors import BridgeError
+
+
+def add_parsers(commands: Any) -> None:
+    """Add the two commands to argparse's sub-parsers."""
+    p = _parser(commands, "run", "continue a text, or answer a question, with a GGUF", run)
+    p.add_argument("-p", "--prompt", required=True, metavar="TEXT", help="the text; - reads it from standard input")
+    p.add_argument("--chat", action="store_true", help="the text is a user's message, for the model's chat template")
+    p.add_argument("--system", metavar="TEXT", help="with --chat: the system message")
+    p.add_argument("-n", "--max-tokens", type=int, default=256, metavar="N", help="tokens at most (default 256)")
+    p.add_argument("--temp", type=float, default=0.8, metavar="T", help="temperature (default 0.8); 0 is greedy")
+    p.add_argument("--top-k", type=int, default=40, metavar="K", help="of the K most likely tokens (default 40)")
+    p.add_argument("--top-p", type=float, default=0.95, metavar="P", help="of those that sum to P (default 0.95)")
+    p.add_argument("--min-p", type=float, default=0.05, metavar="P", help="P times as likely as the first (0.05)")
+    p.add_argument("--seed", type=int, metavar="N", help="the same seed gives the same text")
+    p = _parser(commands, "perplexity", "measure how well a GGUF predicts a text", perplexity)
+    p.add_argument("-f", "--file", required=True, type=Path, metavar="TEXT.txt", help="the text, UTF-8")
+    p.add_argument("--reference", type=Path, metavar="OTHER.gguf", help="print divergences from this model too")
+    p.add_argument("--windows", type=int, metavar="N", help="the first N windows (default: the whole text)")
+    p.add_argument("--length", type=int, default=256, metavar="N", help="tokens of a window (default 256)")
+
+
+def _parser(commands: Any, name: str, help: str, handler: Any) -> argparse.ArgumentParser:
+    parser = commands.add_parser(name, help=help, description=help[0].upper() + help[1:] + ".")
+    parser.set_defaults(run=handler)
+    parser.add_argument("gguf", type=Path, help="the GGUF, or its first shard")
+    parser.add_argument("--threads", type=int, metavar="N", help="CPU threads (default: the cores)")
+    parser.add_argument("--context", type=int, metavar="N", help="tokens (default: the model's, at most 4096)")
+    parser.add_argument("--kv", default="f16", choices=("f16", "q8_0", "f32"), help="type of keys and values")
+    parser.add_argument(
+        "--precision", default="int8", choices=("int8", "f32"), help="of activations (default int8, as in llama.cpp)"
+    )
+    parser.add_argument("--device", default="cpu", help="cpu (default)")
+    parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
+    return parser
+
+
+def _load(a: argparse.Namespace, path: Path, context: int | None) -> Any:
+    from bridge.runtime.model import Model
+
+    return Model.load(path, a.threads, a.kv, context, a.precision, a.device)
+
+
+def run(a: argparse.Namespace) -> int:
+    """Stream a continuation to standard output; the speeds go to standard error."""
+    text = sys.stdin.read() if a.prompt == "-" else a.prompt
+    if a.system is not None and not a.chat:
+        raise BridgeError("--system is part of a conversation; give --chat too")
+    model = _load(a, a.gguf, a.context)
+    prompt = text
+    if a.chat:
+        system = [{"role": "system", "content": a.system}] if a.system is not None else []
+        prompt = model.chat_tokens([*system, {"role": "user", "content": text}])
+    else:
+        print(text, end="", flush=True)
+    try:
+        for piece in model.generate(prompt, a.max_tokens, a.temp, a.top_k, a.top_p, a.min_p, a.seed):
+            print(piece, end="", flush=True)
+    finally:
+        print(flush=True)
+    t = model.timing
+    print(
+        f"prompt: {t.prompt_tokens} tokens, {_speed(t.prompt_tokens, t.prompt_seconds)}; "
+        f"generation: {t.tokens} tokens, {_speed(t.tokens, t.seconds)}",
+        file=sys.stderr,
+    )
+    return 0
+
+
+def perplexity(a: argparse.Namespace) -> int:
+    """Print perplexity, and with a reference the divergences from it."""
+    from tqdm import tqdm
+
+    from bridge.runtime import perplexity as measure
+
+    try:
+        text = a.file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as problem:
+        raise BridgeError(f"{a.file}: {getattr(problem, 'strerror', None) or 'not UTF-8'}") from problem
+    context = a.context or a.length
+    model = _load(a, a.gguf, context)
+    reference = _load(a, a.reference, context) if a.reference else None
+    with tqdm(total=0, unit="window", disable=None, leave=False) as bar:
+
+        def progress(done: int, total: int, value: float) -> None:
+            bar.total = total
+            bar.set_postfix_str(f"perplexity {value:.4f}", refresh=False)
+            bar.update(done - bar.n)
+
+        found = measure.perplexity(model, text, a.length, a.windows, reference, progress)
+    print(f"perplexity {found.perplexity:.4f} +- {found.error:.4f} ({found.windows} windows of {found.window} tokens)")
+    if (d := found.divergence) is not None:
+        ratio = found.perplexity / d.reference_perplexity
+        print(f"the reference's perplexity {d.reference_perplexity:.4f}; ratio {ratio:.6f}")
+        print(f"KL divergence: mean {d.mean:.6f} +- {d.mean_error:.6f}, median {d.median:.6f}, 99% {d.p99:.6f}, "
+              f"maximum {d.maximum:.6f}")  # fmt: skip
+        print(f"same top token: {d.same_top:.3%}")
+        print(f"delta p: mean {d.delta_p:+.4%}, RMS {d.delta_p_rms:.4%}")
+    return 0
+
+
+def _speed(tokens: int, seconds: float) -> str:
+    return f"{tokens / seconds:.1f} tokens/s" if tokens and seconds else "no time measured"

@@ -1,0 +1,236 @@
+"""A language model from a GGUF alone: text in, text out.
+
+    model = bridge.Model.load("model.gguf")
+    for piece in model.generate("Once upon a time", max_tokens=100):
+        print(piece, end="", flush=True)
+    model.logits(model.tokenizer.encode("Once"))          float32 [tokens, vocab]
+
+Loading reads the header; the weights are repacked for this machine when they are first needed. Every call of
+`generate`, `chat` or `logits` begins with an empty context. A model serves one caller at a time.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from bridge.errors import BridgeError
+from bridge.runtime.decoder import Decoder
+from bridge.runtime.decoder_config import DecoderConfig, read_config
+from bridge.runtime.kv_cache import KVCache
+from bridge.runtime.reader import GGUFFile, open_gguf
+from bridge.runtime.sampling import Sampler, Sampling
+from bridge.runtime.tokenizer import Tokenizer
+
+DEFAULT_CONTEXT = 4096  # tokens, where the model was trained for more
+
+
+@dataclass
+class Timing:
+    """Of the last generation: the first token belongs to the prompt, which is where its cost lies."""
+
+    prompt_tokens: int = 0
+    prompt_seconds: float = 0.0
+    tokens: int = 0
+    seconds: float = 0.0
+
+
+class Model:
+    """A GGUF ready to run; `Model.load` makes one."""
+
+    path: Path
+    config: DecoderConfig
+    context: int  # tokens that prompt and reply may have together
+    tokenizer: Tokenizer
+
+    def __init__(self, file: GGUFFile, kv: str, context: int | None, precision: str):
+        self.path = file.path
+        self.config = read_config(file.metadata, file.path)
+        self.context = context or min(self.config.context, DEFAULT_CONTEXT)
+        self.tokenizer = Tokenizer(file.metadata)
+        self.timing = Timing()
+        self._file = file
+        self._decoder = Decoder(file, self.config, KVCache(self.config, self.context, kv), precision)
+        if len(self.tokenizer) > self._decoder.vocab:
+            raise BridgeError(
+                f"{self.path}: {len(self.tokenizer)} tokens, but token_embd.weight has {self._decoder.vocab} rows; "
+                "convert the model again"
+            )
+
+    @classmethod
+    def load(
+        cls,
+        path: str | Path,
+        threads: int | None = None,
+        kv: str = "f16",
+        context: int | None = None,
+        precision: str = "int8",
+        device: str = "cpu",
+    ) -> Model:
+        """Open a GGUF of a Llama, Mistral, Qwen2 or Qwen3.
+
+        threads    of the CPU, for the whole process (default: BRIDGE_THREADS, else its cores)
+        kv         how keys and values are kept: "f16", "q8_0" or "f32"
+        context    tokens that prompt and reply may have together (default: the model's own, at most 4096)
+        precision  "int8" rounds activations to 8 bits in blocks, as ggml does; "f32" does not
+
+        Raises:
+            BridgeError: no such file, a damaged one, an architecture or a tokenizer that is unknown here.
+        """
+        if device != "cpu":
+            raise BridgeError(f"device {device!r}: models run on cpu only, for now")
+        if precision not in ("int8", "f32"):
+            raise BridgeError(f"precision {precision!r}: int8 and f32 are known")
+        if (context is not None and context < 1) or (threads is not None and threads < 1):
+            raise BridgeError(f"context {context}, threads {threads}: at least 1 of each is needed")
+        if threads is not None:
+            from bridge.runtime.cpu import pool
+
+            pool.set_num_threads(threads)
+        return cls(open_gguf(path), kv, context, precision)
+
+    def __enter__(self) -> Model:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"Model({str(self.path)!r}, {self.config.arch}, {self.config.layers} layers, context {self.context})"
+
+    def close(self) -> None:
+        """Let go of the file and the memory; the model is of no use afterwards."""
+        self._file.close()
+        del self._decoder
+
+    @property
+    def chat_template(self) -> str | None:
+        """The file's own chat template, in jinja."""
+        template = self._file.metadata.get("tokenizer.chat_template")
+        return template if isinstance(template, str) else None
+
+    def prepare(self) -> Model:
+        """Repack the weights now rather than with the first token; returns self."""
+        self._decoder.prepare()
+        return self
+
+    def logits(self, tokens: Sequence[int], last: int | None = None) -> np.ndarray:
+        """float32 [tokens, vocab]: what follows each position (of the `last` ones only), from an empty context."""
+        ids = self._checked(tokens)
+        return self._decoder.logits(self._start(ids, len(ids) if last is None else min(last, len(ids))))
+
+    def generate(
+        self,
+        prompt: str | Sequence[int],
+        max_tokens: int = 256,
+        temperature: float = 0.0,
+        top_k: int = 40,
+        top_p: float = 0.95,
+        min_p: float = 0.05,
+        seed: int | None = None,
+        stop: str | Sequence[str] = (),
+    ) -> Iterator[str]:
+        """Continue a text, piece by piece as tokens come; pieces are whole characters.
+
+        prompt       a text (BOS is added where the file asks for it) or token ids
+        temperature  0: always the most likely token; see bridge.runtime.sampling for the others
+        stop         texts that end the reply and are not part of it, besides the model's own end tokens
+
+        Raises BridgeError, before anything is computed, where the prompt does not fit.
+        """
+        ids = self._checked(self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt)
+        sampler = Sampler(Sampling(temperature, top_k, top_p, min_p, seed))
+        stops = [stop] if isinstance(stop, str) else list(stop)
+        pieces = self.tokenizer.stream(self._tokens(ids, max_tokens, sampler))
+        return _until(pieces, [text for text in stops if text])
+
+    def generate_tokens(self, prompt: str | Sequence[int], max_tokens: int = 256, **sampling: Any) -> Iterator[int]:
+        """As `generate`, in token ids; without the end token."""
+        ids = self._checked(self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt)
+        return self._tokens(ids, max_tokens, Sampler(Sampling(**sampling)))
+
+    def chat(self, messages: Sequence[Mapping[str, Any]], max_tokens: int = 256, **options: Any) -> Iterator[str]:
+        """The model's reply to [{"role": "user", "content": ...}, ...], by the file's own chat template."""
+        return self.generate(self.chat_tokens(messages), max_tokens, **options)
+
+    def chat_tokens(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+        """A conversation as token ids, up to where the reply begins."""
+        from bridge.chat_template import TemplateFailed, compile_template
+
+        if self.chat_template is None:
+            raise BridgeError(f"{self.path}: no chat template in the file; use generate, with the text as it should be")
+        bos = self.tokenizer.text(self.tokenizer.bos)
+        try:
+            render = compile_template(self.chat_template, bos, self.tokenizer.text(self.tokenizer.eos))
+            text = render(messages, True)
+        except TemplateFailed as problem:
+            raise BridgeError(f"{self.path}: the chat template cannot be used: {problem}") from problem
+        return self.tokenizer.encode(text, add_special=not (bos and text.startswith(bos)))
+
+    def _checked(self, tokens: Sequence[int]) -> list[int]:
+        ids = [int(token) for token in tokens]
+        if not ids and self.tokenizer.bos is not None:
+            ids = [self.tokenizer.bos]
+        if not ids:
+            raise BridgeError("the prompt is empty; give at least one token")
+        if len(ids) > self.context:
+            raise BridgeError(
+                f"the prompt has {len(ids)} tokens, the context holds {self.context}; shorten it, or load the model "
+                "with a larger context"
+            )
+        bad = next((token for token in ids if not 0 <= token < self._decoder.vocab), None)
+        if bad is not None:
+            raise BridgeError(f"token {bad}: the vocabulary has {self._decoder.vocab}")
+        return ids
+
+    def _start(self, ids: list[int], keep: int) -> np.ndarray:
+        self._decoder.prepare()
+        self._decoder.cache.length = 0
+        return self._decoder.run(ids, keep)
+
+    def _tokens(self, ids: list[int], max_tokens: int, sampler: Sampler) -> Iterator[int]:
+        timing = self.timing = Timing(prompt_tokens=len(ids))
+        begun = time.perf_counter()
+        decoder = self._decoder
+        hidden = self._start(ids, 1)
+        for made in range(max_tokens):
+            token = sampler(decoder.logits(hidden)[0])
+            now = time.perf_counter()
+            if made == 0:
+                timing.prompt_seconds, begun = now - begun, now
+            else:
+                timing.tokens, timing.seconds = made, now - begun
+            if token in self.tokenizer.stops:
+                return
+            yield token
+            if decoder.cache.length == self.context or made + 1 == max_tokens:
+                return
+            hidden = decoder.run([token])
+
+
+def _until(pieces: Iterator[str], stops: list[str]) -> Iterator[str]:
+    """Pieces up to the first of the stops; what may be the beginning of one is held back."""
+    held = ""
+    for piece in pieces:
+        held += piece
+        found = [at for at in (held.find(stop) for stop in stops) if at >= 0]
+        if found:
+            if held[: min(found)]:
+                yield held[: min(found)]
+            return
+        keep = max((_overlap(held, stop) for stop in stops), default=0)
+        if len(held) > keep:
+            yield held[: len(held) - keep]
+            held = held[len(held) - keep :]
+    if held:
+        yield held
+
+
+def _overlap(text: str, stop: str) -> int:
+    """Characters at the end of a text with which `stop` begins."""
+    return next((n for n in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:n])), 0)

@@ -1,0 +1,134 @@
+"""Perplexity of a text, and how far a model is from a reference, as llama.cpp's perplexity tool measures them.
+
+The text's tokens (BOS before them, where the file asks for it) are cut into windows; each is read from an
+empty context, its first token replaced by BOS where the file asks for one. Only the second half of a window
+counts: positions n/2 .. n-2 predict tokens n/2+1 .. n-1, so that every prediction has at least n/2 tokens
+before it. perplexity = exp(mean of -ln p); its error is that of the mean, times the perplexity.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from bridge.errors import BridgeError
+from bridge.runtime.model import Model
+
+Progress = Callable[[int, int, float], None]  # windows done, of how many, perplexity so far
+
+
+@dataclass(frozen=True)
+class Divergence:
+    """A model beside its reference; Δp is the probability of the text's own token, model less reference."""
+
+    mean: float  # Kullback-Leibler divergence, nats a token
+    mean_error: float
+    median: float
+    p99: float
+    maximum: float
+    same_top: float  # share of positions where both hold the same token for the most likely
+    delta_p: float
+    delta_p_rms: float
+    reference_perplexity: float
+
+
+@dataclass(frozen=True)
+class Perplexity:
+    """`error` is one standard error; `tokens` predictions in `windows` windows of `window` tokens."""
+
+    perplexity: float
+    error: float
+    tokens: int
+    windows: int
+    window: int
+    divergence: Divergence | None = None
+
+
+def perplexity(
+    model: Model,
+    text: str,
+    window: int = 256,
+    n_windows: int | None = None,
+    reference: Model | None = None,
+    progress: Progress | None = None,
+) -> Perplexity:
+    """Measure a model on a text, on its first `n_windows` windows (default: all that are whole).
+
+    Raises BridgeError where the text is too short, the window beyond the context, or the reference cuts text
+    into other tokens.
+    """
+    windows = _windows(model, text, window, n_windows)
+    if reference is not None and _windows(reference, text, window, n_windows) != windows:
+        raise BridgeError(f"{reference.path}: its tokens are others than those of {model.path}; no reference for it")
+    losses: list[np.ndarray] = []
+    compared: list[tuple[np.ndarray, ...]] = []
+    for done, tokens in enumerate(windows):
+        targets = np.array(tokens[window // 2 + 1 :])
+        scores = _log_probabilities(model, tokens)
+        own = scores[np.arange(len(targets)), targets]
+        losses.append(-own)
+        if reference is not None:
+            base = _log_probabilities(reference, tokens)
+            expected = base[np.arange(len(targets)), targets]
+            divergence = (np.exp(base) * (base - scores)).sum(-1)
+            compared.append(
+                (divergence, scores.argmax(-1) == base.argmax(-1), np.exp(own) - np.exp(expected), -expected)
+            )
+        if progress:
+            progress(done + 1, len(windows), math.exp(np.concatenate(losses).mean()))
+    loss = np.concatenate(losses)
+    value = math.exp(loss.mean())
+    result = Perplexity(value, value * _error(loss), len(loss), len(windows), window)
+    if reference is None:
+        return result
+    columns = [np.concatenate(column) for column in zip(*compared, strict=True)]
+    return Perplexity(result.perplexity, result.error, len(loss), len(windows), window, _divergence(*columns))
+
+
+def _divergence(kl: np.ndarray, same: np.ndarray, delta: np.ndarray, base_loss: np.ndarray) -> Divergence:
+    return Divergence(
+        mean=float(kl.mean()),
+        mean_error=_error(kl),
+        median=float(np.median(kl)),
+        p99=float(np.quantile(kl, 0.99)),
+        maximum=float(kl.max()),
+        same_top=float(same.mean()),
+        delta_p=float(delta.mean()),
+        delta_p_rms=float(np.sqrt(np.square(delta).mean())),
+        reference_perplexity=math.exp(base_loss.mean()),
+    )
+
+
+def _windows(model: Model, text: str, window: int, count: int | None) -> list[list[int]]:
+    if window < 4 or window > model.context:
+        raise BridgeError(f"windows of {window} tokens: 4 to {model.context}, the context, are possible")
+    tokenizer = model.tokenizer
+    tokens = tokenizer.encode(text)
+    if tokenizer.add_eos and tokens:
+        tokens.pop()
+    whole = len(tokens) // window
+    if (count is not None and count < 1) or whole < (count or 1):
+        raise BridgeError(f"the text has {len(tokens)} tokens, {whole} windows of {window}; {count or 1} are wanted")
+    return list(_cut(tokens, window, count or whole, tokenizer.bos if tokenizer.add_bos else None))
+
+
+def _cut(tokens: list[int], window: int, count: int, bos: int | None) -> Iterator[list[int]]:
+    for i in range(count):
+        part = tokens[i * window : (i + 1) * window]
+        yield part if bos is None else [bos, *part[1:]]
+
+
+def _log_probabilities(model: Model, tokens: list[int]) -> np.ndarray:
+    """float64 [n - 1 - n/2, vocab] of the second half's positions but the last, which has nothing to predict."""
+    logits = model.logits(tokens, last=len(tokens) - len(tokens) // 2)[:-1].astype(np.float64)
+    logits -= logits.max(-1, keepdims=True)
+    logits -= np.log(np.exp(logits).sum(-1, keepdims=True))
+    return logits
+
+
+def _error(values: np.ndarray) -> float:
+    """Standard error of a mean."""
+    return float(values.std() / math.sqrt(max(1, len(values) - 1)))
