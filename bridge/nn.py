@@ -1,0 +1,173 @@
+"""A GGUF's tensors under a `transformers` model: same code, same config, the file's quantized weights.
+
+    model = AutoModelForCausalLM.from_config(config)      or from_pretrained: its weights are replaced
+    bridge.nn.replace_linears(model, "model.gguf")
+
+For inference on the CPU; nothing here has gradients. Weights stay quantized, a second copy of what was
+replaced is given up.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from bridge.errors import BridgeError
+from bridge.runtime import GGUFFile, QuantTensor, open_gguf
+from bridge.runtime.decoder_config import DecoderConfig, read_config
+
+_LINEARS = {
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+}
+_NORMS = {
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+}
+
+
+class QuantLinear(nn.Module):
+    """y = W x + bias with W [out, in] a QuantTensor.
+
+    order      int64 [out]: output i is row order[i] of the tensor, None for the tensor's own order
+    precision  "f32", or "int8" to round x to 8 bits in blocks, as ggml does
+    """
+
+    def __init__(
+        self,
+        tensor: QuantTensor,
+        bias: torch.Tensor | None = None,
+        order: np.ndarray | None = None,
+        precision: str = "int8",
+    ):
+        super().__init__()
+        self.tensor = tensor
+        self.out_features, self.in_features = tensor.shape
+        self.precision = precision
+        self.register_buffer("bias", bias, persistent=False)
+        self.register_buffer("order", None if order is None else torch.from_numpy(order), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x [..., in] of any float type on the CPU -> [..., out] of the same type."""
+        flat = x.detach().reshape(-1, self.in_features)
+        if len(flat) == 1:
+            y = self.tensor.matvec(flat[0], precision=self.precision)[None]
+        else:
+            y = self.tensor.matmul(flat, precision=self.precision)
+        if self.order is not None:
+            y = y[:, self.order]
+        if self.bias is not None:
+            y = y + self.bias
+        return y.reshape(*x.shape[:-1], self.out_features).to(x.dtype)
+
+    def extra_repr(self) -> str:
+        return f"in_features={self.in_features}, out_features={self.out_features}, type={self.tensor.type}"
+
+
+class QuantEmbedding(nn.Module):
+    """Rows of a QuantTensor [vocab, hidden], dequantized when they are looked up."""
+
+    def __init__(self, tensor: QuantTensor, dtype: torch.dtype = torch.float32):
+        super().__init__()
+        self.tensor = tensor
+        self.num_embeddings, self.embedding_dim = tensor.shape
+        self.dtype = dtype
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        """ids [...] -> [..., hidden]"""
+        rows = self.tensor.rows(ids.reshape(-1).numpy())
+        return torch.from_numpy(rows).reshape(*ids.shape, self.embedding_dim).to(self.dtype)
+
+    def extra_repr(self) -> str:
+        return f"{self.num_embeddings}, {self.embedding_dim}, type={self.tensor.type}"
+
+
+def replace_linears(
+    model: nn.Module, gguf: str | Path | GGUFFile, precision: str = "int8", prepare: bool = True
+) -> nn.Module:
+    """Put a GGUF's linears, embeddings and norms into a transformers Llama, Mistral, Qwen2 or Qwen3; returns it.
+
+    GGUF's llama keeps the rows of q and k in another order, which is undone on the products.
+
+    precision  see QuantLinear
+    prepare    repack the weights for this machine now (as much memory again as the file, and many times the speed)
+
+    Raises:
+        BridgeError: the file holds another architecture, or shapes that the model has not.
+    """
+    file = gguf if isinstance(gguf, GGUFFile) else open_gguf(gguf)
+    config = read_config(file.metadata, file.path)
+    for i in range(config.layers):
+        for path, part in _LINEARS.items():
+            heads = {"attn_q": config.heads, "attn_k": config.kv_heads}.get(part)
+            order = _hugging_face_order(config, heads) if heads and config.neighbours else None
+            _replace_linear(model, f"model.layers.{i}.{path}", file, f"blk.{i}.{part}", order, precision, prepare)
+        for path, part in _NORMS.items():
+            if f"blk.{i}.{part}.weight" in file:
+                _replace_norm(model, f"model.layers.{i}.{path}", file[f"blk.{i}.{part}.weight"])
+    _replace_norm(model, "model.norm", file["output_norm.weight"])
+    head = "output" if "output.weight" in file else "token_embd"
+    _replace_linear(model, "lm_head", file, head, None, precision, prepare)
+    embedding = _module(model, "model.embed_tokens")
+    _expect("model.embed_tokens", tuple(embedding.weight.shape), file["token_embd.weight"])
+    _set(model, "model.embed_tokens", QuantEmbedding(file["token_embd.weight"], embedding.weight.dtype))
+    return model
+
+
+def _replace_linear(
+    model: nn.Module, path: str, file: GGUFFile, name: str, order: np.ndarray | None, precision: str, prepare: bool
+) -> None:
+    tensor = file[f"{name}.weight"]
+    old = _module(model, path)
+    _expect(path, (old.out_features, old.in_features), tensor)
+    bias = None
+    if f"{name}.bias" in file:
+        values = file[f"{name}.bias"].dequantize()
+        bias = torch.from_numpy(values if order is None else values[order])
+    if prepare:
+        tensor.prepare()
+    _set(model, path, QuantLinear(tensor, bias, order, precision))
+
+
+def _replace_norm(model: nn.Module, path: str, tensor: QuantTensor) -> None:
+    module = _module(model, path)
+    _expect(path, tuple(module.weight.shape), tensor)
+    values = torch.from_numpy(tensor.dequantize()).to(module.weight.dtype)
+    module.weight = nn.Parameter(values, requires_grad=False)
+
+
+def _hugging_face_order(config: DecoderConfig, heads: int) -> np.ndarray:
+    """int64 [heads * head_dim]: the GGUF row of each Hugging Face row of q or k.
+
+    Row s * head_dim/2 + j of a head is GGUF's row 2j + s.
+    """
+    rows = np.arange(heads * config.head_dim, dtype=np.int64).reshape(heads, config.head_dim // 2, 2)
+    return rows.swapaxes(1, 2).reshape(-1)
+
+
+def _module(model: nn.Module, path: str) -> Any:
+    try:
+        return model.get_submodule(path)
+    except AttributeError:
+        raise BridgeError(f"{type(model).__name__} has no {path}; the GGUF is of another architecture") from None
+
+
+def _set(model: nn.Module, path: str, module: nn.Module) -> None:
+    parent, _, name = path.rpartition(".")
+    setattr(model.get_submodule(parent), name, module)
+
+
+def _expect(path: str, shape: tuple[int, ...], tensor: QuantTensor) -> None:
+    if shape != tensor.shape:
+        raise BridgeError(f"{path}: shape {list(shape)}, {tensor.name} of the GGUF has {list(tensor.shape)}")
