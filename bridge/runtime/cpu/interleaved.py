@@ -11,9 +11,10 @@ A kernel is a C function of nine int64:
     y_stride  bytes between tokens in y
     first, last   row groups to do
 
-Of many tokens, all pass over a tile of row groups while it is in the second-level cache. Prefetching reaches
-`ahead` bytes beyond the block at work: the hardware's own prefetchers stop at page ends and leave a fifth of
-the bandwidth unused.
+Of many tokens, all pass over a tile of row groups while it is in the second-level cache.
+
+With every line of weights, those 2 and 8 KB further on are prefetched. Measured on Zen 5 from memory, one
+thread, as a share of plain reading: without prefetch 0.5, one distance of 4 KB 0.7 to 0.8, both 0.85 to 1.0.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ accumulate: Any = None
 store: Any = None
 columns = lanes = record = block_bytes = halves_bytes = 0
 
-AHEAD = 4096  # bytes
+_AHEAD = (2048, 8192)  # bytes
 _TILE = 1 << 18  # bytes
 _SIGNATURE = types.void(*[types.int64] * 9)
 
@@ -60,15 +61,13 @@ def _rows(weights, x, y, blocks, stride, tokens, y_stride, first, last):
                 store(totals, y + t * columns * y_stride + group * lanes * 4, y_stride)
 
 
-def _scope(name: str, target: str, width: int, integer: bool, ahead: int) -> tuple[dict[str, Any], Any]:
+def _scope(name: str, target: str, width: int, integer: bool) -> tuple[dict[str, Any], Any]:
     block = BLOCKS[name]
     module = targets.module(target)
     layout = Layout(block, module.LANES)
     arithmetic = superblock.float_block if not integer else superblock.k_block if block.is_k else superblock.plain_block
 
     def body(v: Any, totals: list[Any], weights: Any, halves: Any, x: Any) -> list[Any]:
-        for line in range(0, layout.block_bytes + layout.halves_bytes, 64):
-            v.prefetch(weights, ahead + line)
         return arithmetic(v, layout, totals, weights, halves, x)
 
     sizes = {
@@ -90,15 +89,15 @@ def _copy(scope: dict[str, Any], name: str) -> Any:
 
 
 @cache
-def kernel(name: str, target: str, width: int, integer: bool, ahead: int = AHEAD) -> Any:
+def kernel(name: str, target: str, width: int, integer: bool) -> Any:
     """The compiled kernel of a type for `width` columns: a numba CFunc, whose `.address` is callable."""
-    sizes, made_of = _scope(name, target, width, integer, ahead)
-    suffix = f"{name}_{target}_{width}_{'int8' if integer else 'f32'}_{ahead}"
-    clone = _copy({**sizes, **vectors.intrinsics(*made_of)}, f"rows_{suffix}")
+    sizes, made_of = _scope(name, target, width, integer)
+    suffix = f"{name}_{target}_{width}_{'int8' if integer else 'f32'}"
+    clone = _copy({**sizes, **vectors.intrinsics(*made_of, _AHEAD)}, f"rows_{suffix}")
     return numba.cfunc(_SIGNATURE, cache=True, error_model="numpy")(clone)
 
 
 def twin(name: str, target: str, width: int, integer: bool) -> Callable[..., None]:
     """The same kernel as plain Python over numpy: it runs, slowly, where the target does not."""
-    sizes, made_of = _scope(name, target, width, integer, 0)
+    sizes, made_of = _scope(name, target, width, integer)
     return _copy({**sizes, **vectors.twins(*made_of)}, f"twin_{name}")

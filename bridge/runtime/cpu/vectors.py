@@ -43,8 +43,10 @@ class _TotalsModel(models.PrimitiveModel):
 class Emitter:
     """Writes vector instructions with an llvmlite builder."""
 
-    def __init__(self, builder: ir.IRBuilder, target: ModuleType | None):
+    def __init__(self, builder: ir.IRBuilder, target: ModuleType | None, ahead: tuple[int, ...] = ()):
         self.builder = builder
+        self.ahead = ahead
+        self._fetched: set[int] = set()
         if target is None:  # code that is the same for all
             return
         self.target = target
@@ -66,6 +68,12 @@ class Emitter:
     # memory
 
     def load(self, base: ir.Value, at: int) -> ir.Value:
+        """A vector of weights; lines further on are fetched, some with each load rather than all in a burst."""
+        line = at // _LINE
+        if self.ahead and line not in self._fetched:
+            self._fetched.add(line)
+            for distance in self.ahead:
+                self.prefetch(base, line * _LINE + distance)
         return self.builder.load(self.pointer(base, at, self.ints), align=4 * self.lanes)
 
     def broadcast(self, base: ir.Value, at: int) -> ir.Value:
@@ -171,9 +179,6 @@ class Twin:
     def half(self, base: int, at: int) -> np.ndarray:
         return self.read(base + at, np.float16, self.lanes).astype(np.float32)
 
-    def prefetch(self, base: int, at: int) -> None:
-        pass
-
     def barrier(self) -> None:
         pass
 
@@ -226,8 +231,8 @@ class Twin:
 Body = Callable[[Any, list[Any], Any, Any, Any], list[Any]]
 
 
-def intrinsics(target: ModuleType, columns: int, body: Body) -> dict[str, Any]:
-    """zeros(), accumulate(totals, weights, halves, x), store(totals, y, stride) and prefetch(address, bytes)."""
+def intrinsics(target: ModuleType, columns: int, body: Body, ahead: tuple[int, ...] = ()) -> dict[str, Any]:
+    """zeros(), accumulate(totals, weights, halves, x), store(totals, y, stride)."""
     kind = Totals(columns, target.LANES)
 
     @intrinsic
@@ -242,7 +247,7 @@ def intrinsics(target: ModuleType, columns: int, body: Body) -> dict[str, Any]:
         def emit(context, builder, signature, arguments):
             packed, *addresses = arguments
             vectors = [builder.extract_value(packed, c) for c in range(columns)]
-            for c, vector in enumerate(body(Emitter(builder, target), vectors, *addresses)):
+            for c, vector in enumerate(body(Emitter(builder, target, ahead), vectors, *addresses)):
                 packed = builder.insert_value(packed, vector, c)
             return packed
 
