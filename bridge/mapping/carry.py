@@ -21,7 +21,7 @@ import numpy as np
 from bridge.blocks import BlockType
 from bridge.checkpoint.grouped import GroupedTensor
 from bridge.errors import BridgeError
-from bridge.jit import kernel
+from bridge.jit import inlined, inner, kernel
 from bridge.mapping.fit import CANDIDATES, fit_affine, fit_scaled, tied_zero
 from bridge.mapping.half import round_half
 from bridge.mapping.pack import packer, row_bytes
@@ -72,7 +72,7 @@ class Mapped:
     fidelity: Fidelity
 
 
-@kernel
+@inlined
 def _sums(codes, row, start, stop):
     """sum q and sum q^2 of a run of codes of one row.
 
@@ -88,6 +88,20 @@ def _sums(codes, row, start, stop):
     return float(total), float(squares)
 
 
+@inner
+def _units(group, subs, blocks):
+    """Of each superblock of a row: how many units it has, and the first sub-block of each (and the end)."""
+    count = np.zeros(blocks, np.int64)
+    first = np.zeros((blocks, subs + 1), np.int64)
+    for block in range(blocks):
+        for j in range(subs):
+            if j == 0 or group[block * subs + j] != group[block * subs + j - 1]:
+                first[block, count[block]] = j
+                count[block] += 1
+        first[block, count[block]] = subs
+    return count, first
+
+
 @kernel
 def _carry_k(codes, scales, zeros, group, sub, subs, lo, hi, min_hi, sc_out, mn_out, d_out, dmin_out, sums):
     """Fit every superblock of some rows. `group` int32 [in / sub]; min_hi 0: a scaled type.
@@ -101,7 +115,6 @@ def _carry_k(codes, scales, zeros, group, sub, subs, lo, hi, min_hi, sc_out, mn_
     b = np.empty(subs, np.float32)
     sc = np.zeros(subs, np.int32)
     mn = np.zeros(subs, np.int32)
-    first = np.empty(subs + 1, np.int32)  # of each unit, its first sub-block in the superblock
     cand_d = np.empty(CANDIDATES, np.float32)
     cand_e = np.empty(CANDIDATES, np.float32)
     num = np.empty(CANDIDATES, np.float32)
@@ -112,24 +125,21 @@ def _carry_k(codes, scales, zeros, group, sub, subs, lo, hi, min_hi, sc_out, mn_
     kept_e = np.empty(CANDIDATES, np.float32)
     try_sc = np.empty(subs, np.int32)
     try_mn = np.empty(subs, np.int32)
+    blocks = d_out.shape[1]
+    count, first = _units(group, subs, blocks)
     for row in range(codes.shape[0]):
-        for block in range(d_out.shape[1]):
-            units = np.int64(0)  # not a literal: numba would compile what it is passed to once more
-            for j in range(subs):
-                if j == 0 or group[block * subs + j] != group[block * subs + j - 1]:
-                    first[units] = j
-                    units += 1
-            first[units] = subs
+        for block in range(blocks):
+            units = count[block]
             sign = np.float32(1.0)
             top = np.float32(0.0)
             for u in range(units):
-                g = group[block * subs + first[u]]
+                g = group[block * subs + first[block, u]]
                 s[u] = scales[row, g]
                 z[u] = zeros[row, g]
                 if abs(s[u]) > abs(top):
                     top = s[u]
-                start = (block * subs + first[u]) * sub
-                stop = (block * subs + first[u + 1]) * sub
+                start = (block * subs + first[block, u]) * sub
+                stop = (block * subs + first[block, u + 1]) * sub
                 total, squares = _sums(codes, row, start, stop)
                 n[u] = stop - start
                 shift = float(zeros[row, g])
@@ -159,7 +169,7 @@ def _carry_k(codes, scales, zeros, group, sub, subs, lo, hi, min_hi, sc_out, mn_
                 d_out[row, block] = sign * d
                 dmin_out[row, block] = sign * dmin
             for u in range(units):
-                for j in range(first[u], first[u + 1]):
+                for j in range(first[block, u], first[block, u + 1]):
                     sc_out[row, block * subs + j] = sc[u]
                     mn_out[row, block * subs + j] = mn[u]
             # the error again, in float64: what is reported must not carry the search's rounding

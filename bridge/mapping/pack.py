@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from bridge.blocks import BLOCKS, BlockType
-from bridge.jit import from_plain, specialize
+from bridge.jit import from_plain, inlined, specialize
 from bridge.mapping.half import half_bits
 
 # set per type by `specialize`
@@ -44,7 +44,7 @@ def packer(name: str) -> Callable[..., None]:
     """The compiled `pack_rows(q, sc, mn, d, dmin, out)` of a type; out is uint8 [rows, n * nbytes]."""
     block = BLOCKS[name]
     return specialize(
-        _pack_rows, name, pack=from_plain(block.pack), size=block.size, subs=block.subs, nbytes=block.nbytes
+        _pack_rows, name, pack=from_plain(block.pack, inlined), size=block.size, subs=block.subs, nbytes=block.nbytes
     )
 
 
@@ -60,7 +60,12 @@ def _unpack_rows(raw, q):
 def _unpacker(name: str) -> Callable[..., None]:
     block = BLOCKS[name]
     return specialize(
-        _unpack_rows, name, unpack=from_plain(block.unpack), size=block.size, subs=block.subs, nbytes=block.nbytes
+        _unpack_rows,
+        name,
+        unpack=from_plain(block.unpack, inlined),
+        size=block.size,
+        subs=block.subs,
+        nbytes=block.nbytes,
     )
 
 
