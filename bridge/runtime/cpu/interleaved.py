@@ -19,16 +19,16 @@ thread, as a share of plain reading: without prefetch 0.5, one distance of 4 KB 
 
 from __future__ import annotations
 
-import types as python_types
+import importlib
 from collections.abc import Callable
 from functools import cache
+from types import FunctionType, ModuleType
 from typing import Any
 
 import numba
 from numba.core import types
 
-from bridge.blocks import BLOCKS
-from bridge.runtime.cpu import superblock, targets, vectors
+from bridge.runtime.cpu import targets, vectors
 from bridge.runtime.cpu.activations import float_record, record_of
 from bridge.runtime.cpu.layout import Layout
 
@@ -61,11 +61,14 @@ def _rows(weights, x, y, blocks, stride, tokens, y_stride, first, last):
                 store(totals, y + t * columns * y_stride + group * lanes * 4, y_stride)
 
 
-def _scope(name: str, target: str, width: int, integer: bool) -> tuple[dict[str, Any], Any]:
-    block = BLOCKS[name]
+def _scope(
+    name: str, target: str, width: int, integer: bool
+) -> tuple[dict[str, int], tuple[ModuleType, int, vectors.Body]]:
+    block_module = importlib.import_module(f"bridge.runtime.cpu.{name.lower()}")
+    block = block_module.BLOCK
     module = targets.module(target)
     layout = Layout(block, module.LANES)
-    arithmetic = superblock.float_block if not integer else superblock.k_block if block.is_k else superblock.plain_block
+    arithmetic = block_module.integer if integer else block_module.exact
 
     def body(v: Any, totals: list[Any], weights: Any, halves: Any, x: Any) -> list[Any]:
         return arithmetic(v, layout, totals, weights, halves, x)
@@ -82,7 +85,7 @@ def _scope(name: str, target: str, width: int, integer: bool) -> tuple[dict[str,
 
 def _copy(scope: dict[str, Any], name: str) -> Any:
     """`_rows` with its globals set; see bridge.jit.specialize."""
-    clone = python_types.FunctionType(_rows.__code__, {**_rows.__globals__, **scope}, name)
+    clone = FunctionType(_rows.__code__, {**_rows.__globals__, **scope}, name)
     clone.__module__ = _rows.__module__
     clone.__qualname__ = name
     return clone
@@ -93,7 +96,7 @@ def kernel(name: str, target: str, width: int, integer: bool) -> Any:
     """The compiled kernel of a type for `width` columns: a numba CFunc, whose `.address` is callable."""
     sizes, made_of = _scope(name, target, width, integer)
     suffix = f"{name}_{target}_{width}_{'int8' if integer else 'f32'}"
-    clone = _copy({**sizes, **vectors.intrinsics(*made_of, _AHEAD)}, f"rows_{suffix}")
+    clone = _copy({**sizes, **vectors.intrinsics(*made_of, ahead=_AHEAD)}, f"rows_{suffix}")
     return numba.cfunc(_SIGNATURE, cache=True, error_model="numpy")(clone)
 
 

@@ -1,0 +1,14 @@
+"""Q8_0 repacked: w = d * (q - 128); what follows is a row's share of a block, see layout.py.
+
+halves   d, f16: 2 bytes
+bytes    0..31     q[0..31]: bytes
+
+Together the 34 bytes of the file's block.
+"""
+
+from bridge.blocks import Q8_0 as BLOCK
+from bridge.runtime.cpu.superblock import float_block, plain_block
+
+integer, exact = plain_block, float_block
+
+__all__ = ["BLOCK", "exact", "integer"]
