@@ -1,0 +1,126 @@
+"""Models beside transformers and llama.cpp: the same weights must give the same predictions."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import bridge
+from bridge.errors import BridgeError
+from bridge.runtime.perplexity import perplexity
+from tests.conftest import ROOT, checkpoint_names, shared
+from tests.support.float_gguf import spec_of, write_gguf
+from tests.support.gguf_file import gguf_weights
+from tests.support.llama_cpp import LlamaCpp
+from tests.support.reference import hf_model, log_softmax, logits, mean_kl
+from tests.test_models_logits import COMMON, LENGTH, MODELS, random_model, reference_logits
+
+torch = pytest.importorskip("torch")
+
+WINDOWS, WINDOW = 3, 256
+CHECKPOINTS = [name for name in checkpoint_names() if "-ct-" not in name]
+SOME = [name for name in CHECKPOINTS if name.endswith(("gptq-4bit-g128-sym", "3bit-g128-sym", "g64-asym-v2"))]
+
+
+def second_halves(windows: np.ndarray, predict: Callable[[list[int]], np.ndarray]) -> float:
+    """Perplexity over positions n/2 .. n-2 of each window."""
+    losses = []
+    for window in windows.tolist():
+        scores = log_softmax(predict(window)[WINDOW // 2 : -1])
+        losses.append(-scores[np.arange(len(scores)), window[WINDOW // 2 + 1 :]])
+    return math.exp(np.concatenate(losses).mean())
+
+
+@pytest.mark.parametrize("name", SOME)
+def test_perplexity_is_that_of_llama_cpp_and_of_transformers(name: str, converted, wiki_text: str) -> None:
+    path, _ = converted(name)
+    folder = shared(f"checkpoints/{name}")
+    model = bridge.Model.load(path, context=WINDOW)
+    tokens = model.tokenizer.encode(wiki_text[:20000])
+    windows = np.array(tokens[: WINDOWS * WINDOW]).reshape(WINDOWS, WINDOW)
+    own = perplexity(model, wiki_text[:20000], WINDOW, WINDOWS).perplexity
+    exact = perplexity(bridge.Model.load(path, precision="f32"), wiki_text[:20000], WINDOW, WINDOWS).perplexity
+    with LlamaCpp(path, n_ctx=WINDOW) as other:
+        peer = second_halves(windows, other.logits)
+    reference = hf_model(folder, gguf_weights(path))
+    floats = second_halves(windows, lambda window: logits(reference, np.array([window]))[0])
+    print(f"{name}: {own:.4f}, llama.cpp {peer:.4f}; f32 {exact:.4f}, transformers {floats:.4f}")
+    assert own == pytest.approx(peer, rel=4e-3)  # 0.2% over 64 windows; these are 3
+    assert exact == pytest.approx(floats, rel=1e-4)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_every_variant_of_the_decoder_gives_the_logits_of_transformers(name: str, tmp_path: Path) -> None:
+    reference, weights = random_model(*MODELS[name], tmp_path)
+    path = write_gguf(spec_of(tmp_path, set(weights)), weights, tmp_path / "model.gguf")
+    tokens = np.random.default_rng(1).integers(0, COMMON["vocab_size"], LENGTH).tolist()
+    model = bridge.Model.load(path, precision="f32", kv="f32")
+    expected = reference_logits(reference, tokens)
+    assert mean_kl(expected, model.logits(tokens)) < 1e-9
+    decoder = model._decoder
+    decoder.cache.length = 0
+    single = [decoder.logits(decoder.run([token]))[0] for token in tokens[:8]]
+    assert mean_kl(expected[:8], np.array(single)) < 1e-9
+
+
+@pytest.mark.parametrize("name", CHECKPOINTS[:1] + CHECKPOINTS[-1:])
+def test_a_models_tokens_are_those_of_llama_cpp(name: str, converted, wiki_text: str) -> None:
+    path, _ = converted(name)
+    tokenizer = bridge.Model.load(path).tokenizer
+    with LlamaCpp(path) as other:
+        for text in (wiki_text[:40000], "  two\n\n\tthree<|endoftext|><|end_of_text|> 日本語 🙂", "", " "):
+            for special in (False, True):
+                for parse in (False, True):
+                    assert tokenizer.encode(text, special, parse) == other.tokenize(text, special, parse)
+            assert tokenizer.decode(tokenizer.encode(text), special=True) == text
+        assert {t for t in range(len(tokenizer)) if other._lib.llama_vocab_is_eog(other._vocab, t)} == tokenizer.stops
+
+
+@pytest.mark.parametrize("arch", ["llama", "qwen3"])
+def test_a_gguf_under_a_transformers_model_predicts_what_its_weights_do(arch: str, converted) -> None:
+    import bridge.nn
+
+    name = f"{arch}-gptq-4bit-g128-sym"
+    path, _ = converted(name)
+    weights = gguf_weights(path)
+    reference = hf_model(shared(f"checkpoints/{name}"), weights)
+    zeros = {key: np.zeros_like(values) for key, values in weights.items()}
+    replaced = bridge.nn.replace_linears(hf_model(shared(f"checkpoints/{name}"), zeros), path, precision="f32")
+    tokens = torch.randint(0, 2000, (2, 24), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        expected = reference(tokens).logits.numpy()
+        assert mean_kl(expected, replaced(tokens).logits.numpy()) < 1e-9
+        integer = bridge.nn.replace_linears(hf_model(shared(f"checkpoints/{name}"), zeros), path)
+        assert mean_kl(expected, integer(tokens).logits.numpy()) < 1e-3
+    made = [m.generate(tokens[:1], max_new_tokens=6, do_sample=False).tolist() for m in (reference, replaced)]
+    assert made[0] == made[1]
+
+
+def test_a_quantized_linear_is_a_linear(tmp_path: Path) -> None:
+    import bridge.nn
+
+    bridge.convert(ROOT / "tests/data/qwen3-gptq-4bit-g128-sym", tmp_path / "m.gguf")
+    tensor = bridge.open_gguf(tmp_path / "m.gguf")["blk.0.ffn_up.weight"]
+    bias = torch.randn(tensor.shape[0])
+    order = np.random.default_rng(0).permutation(tensor.shape[0])
+    layer = bridge.nn.QuantLinear(tensor, bias, order, precision="f32")
+    x = torch.randn(2, 3, tensor.shape[1])
+    expected = torch.nn.functional.linear(x, torch.from_numpy(tensor.dequantize()[order]), bias)
+    torch.testing.assert_close(layer(x), expected, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(layer(x[0, 0]), expected[0, 0], rtol=1e-4, atol=1e-4)
+    assert layer(x.half()).dtype == torch.float16
+
+
+def test_a_gguf_of_another_model_is_refused(tmp_path: Path) -> None:
+    import transformers
+
+    import bridge.nn
+
+    bridge.convert(ROOT / "tests/data/qwen3-gptq-4bit-g128-sym", tmp_path / "m.gguf")
+    config = transformers.Qwen3Config(**(COMMON | {"num_hidden_layers": 4}))
+    with pytest.raises(BridgeError, match=r"model.layers.0.self_attn.q_proj: shape .*, blk.0.attn_q.weight of the"):
+        bridge.nn.replace_linears(transformers.AutoModelForCausalLM.from_config(config), tmp_path / "m.gguf")
