@@ -21,6 +21,7 @@ Records of `columns` tokens lie side by side for each block: [tokens/columns, bl
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -30,7 +31,7 @@ from numba.core import types
 from numba.extending import intrinsic
 
 from bridge.blocks import BLOCKS, BlockType
-from bridge.jit import specialize
+from bridge.jit import kernel, specialize
 from bridge.runtime.cpu.vectors import Emitter
 
 # set per type by `specialize`
@@ -187,13 +188,14 @@ def _copy(x, columns, out):
 
 
 @cache
-def quantizer(name: str) -> Any:
+def quantizer(name: str, compile: Callable[..., Any] = kernel) -> Any:
     """The compiled `quantize(x, columns, out)` of a type. Shared by types whose records are alike."""
     block = BLOCKS[name]
     kind = f"{block.size}_{block.sub}_{block.zero}_{int(block.has_min)}"
     return specialize(
         _quantize,
         kind,
+        compile,
         size=block.size,
         sub=block.sub,
         subs=block.subs,
@@ -206,10 +208,10 @@ def quantizer(name: str) -> Any:
 
 
 @cache
-def copier(name: str) -> Any:
+def copier(name: str, compile: Callable[..., Any] = kernel) -> Any:
     """The compiled `copy(x, columns, out)` of a type."""
     block = BLOCKS[name]
-    return specialize(_copy, f"{block.size}_{block.sub}", size=block.size, sub=block.sub, subs=block.subs)
+    return specialize(_copy, f"{block.size}_{block.sub}", compile, size=block.size, sub=block.sub, subs=block.subs)
 
 
 def records(x: np.ndarray, block: BlockType, columns: int = 1, integer: bool = True) -> np.ndarray:

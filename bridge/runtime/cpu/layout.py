@@ -35,7 +35,7 @@ from typing import Any
 import numpy as np
 
 from bridge.blocks import BLOCKS, BlockType
-from bridge.jit import from_plain, kernel, specialize
+from bridge.jit import from_plain, inlined, specialize
 
 PLANES = {2: (2,), 3: (2, 1), 4: (4,), 5: (4, 1), 6: (4, 2), 8: (8,)}
 GROUP = 8  # words, that is 32 columns
@@ -103,7 +103,7 @@ scale_words = low_width = high_width = scale_low_width = scale_high_width = 0
 mins = is_k = False
 
 
-@kernel
+@inlined
 def _put_plane(words, first, count, width, shift, lanes, lane, out, at):
     """OR plane `width` bits wide at bit `shift` of words[first:first + count] into uint32 vectors from out[at]."""
     n = count * width // 8
@@ -184,7 +184,7 @@ def repacker(name: str) -> Any:
     return specialize(
         _repack,
         name,
-        unpack=from_plain(block.unpack),
+        unpack=from_plain(block.unpack, inlined),
         size=block.size,
         subs=block.subs,
         nbytes=block.nbytes,

@@ -23,7 +23,7 @@ from llvmlite import ir
 from numba.core import types
 from numba.extending import intrinsic
 
-from bridge.jit import kernel
+from bridge.jit import inner, kernel
 
 _intrinsic: Any = intrinsic  # typed as a function of its typing context, it would not pass mypy
 _function: Any = types.ExternalFunction
@@ -130,7 +130,7 @@ def _init(state):
     _condition_init(state + 8 * _CONDITION, 0)
 
 
-@kernel
+@inner
 def _take(state):
     """Run chunks until there are none."""
     while True:
@@ -179,7 +179,7 @@ def _serve(state):
         spins = 0
 
 
-@kernel
+@inner
 def _wake_all(state):
     if read(state, _SLEEPERS) > 0:
         _lock_of(state + 8 * _MUTEX)

@@ -13,7 +13,7 @@ import numpy as np
 
 from bridge.blocks import BLOCKS
 from bridge.errors import BridgeError
-from bridge.jit import specialize
+from bridge.jit import inner, specialize
 from bridge.runtime.cpu import interleaved, pool, targets
 from bridge.runtime.cpu.activations import copier, float_record, quantizer, record_of
 from bridge.runtime.cpu.engine import Dequantizing
@@ -57,7 +57,7 @@ def _product(x, y, columns, record, blocks, lanes, state, threads, function, wei
 def _compiled(name: str, integer: bool) -> Any:
     block = BLOCKS[name]
     kind = f"{'int8' if integer else 'f32'}_{block.size}_{block.sub}_{block.zero}_{int(block.has_min)}"
-    return specialize(_product, kind, fill=(quantizer if integer else copier)(name))
+    return specialize(_product, kind, fill=(quantizer if integer else copier)(name, inner))
 
 
 def _aligned(nbytes: int) -> np.ndarray:

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from bridge.blocks import BLOCKS, BlockType
-from bridge.jit import from_plain, kernel, specialize
+from bridge.jit import from_plain, inlined, specialize
 from bridge.runtime.cpu.activations import record_of
 
 # set per type by `specialize`
@@ -22,7 +22,7 @@ size = subs = sub = nbytes = zero = record = d_at = dmin_at = sums_at = x_at = 0
 mins = is_k = False
 
 
-@kernel
+@inlined
 def half(raw, at):
     """The little-endian half at byte `at` -> float32; infinities and NaN included."""
     bits = np.int32(raw[at]) | np.int32(raw[at + 1]) << np.int32(8)
@@ -114,7 +114,7 @@ def _dequantize(raw, y):
 
 def _scope(block: BlockType) -> dict[str, Any]:
     return {
-        "unpack": from_plain(block.unpack),
+        "unpack": from_plain(block.unpack, inlined),
         "size": block.size,
         "sub": block.sub,
         "subs": block.subs,
