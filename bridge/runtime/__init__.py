@@ -10,4 +10,18 @@
 from bridge.runtime.quant_tensor import QuantTensor
 from bridge.runtime.reader import GGUFFile, open_gguf
 
-__all__ = ["GGUFFile", "QuantTensor", "open_gguf"]
+__all__ = ["GGUFFile", "QuantTensor", "get_num_threads", "open_gguf", "set_num_threads"]
+
+
+def get_num_threads() -> int:
+    """Threads that a product uses: as set, else BRIDGE_THREADS, else the cores this process may use."""
+    from bridge.runtime.cpu import pool
+
+    return pool.get_num_threads()
+
+
+def set_num_threads(threads: int) -> None:
+    """Use that many threads from the next product on."""
+    from bridge.runtime.cpu import pool
+
+    pool.set_num_threads(threads)
