@@ -206,7 +206,7 @@ class Decoder:
     def _end(self, program: Program, work: _Work, layer: Layer) -> None:
         self._bias(program, layer.gate_bias, work.gate)
         self._bias(program, layer.up_bias, work.up)
-        arguments = _address(work.gate), _address(work.up), _address(work.gate), self.config.inner
+        arguments = _address(work.gate), _address(work.up), self.config.inner
         program.add(ops.function("swiglu"), *arguments, items=work.n, shared=work.n > 1)
 
     def _last(self, program: Program, work: _Work) -> None:

@@ -60,8 +60,8 @@ def perplexity(
     Raises BridgeError where the text is too short, the window beyond the context, or the reference cuts text
     into other tokens.
     """
-    windows = _windows(model, text, window, n_windows)
-    if reference is not None and _windows(reference, text, window, n_windows) != windows:
+    windows = cut_windows(model, text, window, n_windows)
+    if reference is not None and cut_windows(reference, text, window, n_windows) != windows:
         raise BridgeError(f"{reference.path}: its tokens are others than those of {model.path}; no reference for it")
     losses: list[np.ndarray] = []
     compared: list[tuple[np.ndarray, ...]] = []
@@ -102,7 +102,8 @@ def _divergence(kl: np.ndarray, same: np.ndarray, delta: np.ndarray, base_loss: 
     )
 
 
-def _windows(model: Model, text: str, window: int, count: int | None) -> list[list[int]]:
+def cut_windows(model: Model, text: str, window: int, count: int | None) -> list[list[int]]:
+    """The first `count` windows of a text in tokens, or all whole ones; see `perplexity` for what is refused."""
     if window < 4 or window > model.context:
         raise BridgeError(f"windows of {window} tokens: 4 to {model.context}, the context, are possible")
     tokenizer = model.tokenizer

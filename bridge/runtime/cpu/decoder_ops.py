@@ -62,14 +62,13 @@ def _norm(x, delta, weight, out, hidden, eps, _0, first, last):
             y[i] = values[i] * scale * w[i]
 
 
-def _swiglu(gate, up, out, inner, _0, _1, _2, first, last):
-    """out = silu(gate) * up, all float32 [tokens, inner]; out may be gate."""
+def _swiglu(gate, up, inner, _0, _1, _2, _3, first, last):
+    """gate = silu(gate) * up, float32 [tokens, inner]. In place, and only so: a check for overlap would fail."""
     for t in range(first, last):
         g = floats(gate + 4 * inner * t, inner)
         u = floats(up + 4 * inner * t, inner)
-        y = floats(out + 4 * inner * t, inner)
         for i in range(inner):
-            y[i] = g[i] * u[i] / (np.float32(1.0) + exp(-g[i]))
+            g[i] = g[i] * u[i] / (np.float32(1.0) + exp(-g[i]))
 
 
 def _add(x, delta, count, _0, _1, _2, _3, first, last):

@@ -1,0 +1,233 @@
+"""Measure whole models beside llama.cpp, and print markdown tables with the machine's name.
+
+    python scripts/bench_model.py                            a synthetic 1B Q4_K, made and removed
+    python scripts/bench_model.py --gguf model.gguf
+    python scripts/bench_model.py --perplexity CHECKPOINT... --text wiki.txt
+
+The peer is llama-cpp-python (the `peers` extra, built natively); --peer-python names an interpreter that has
+it, by default this one. Ours and theirs take turns, a process a turn, at the same number of threads: what
+another tenant of the machine does meets both. Every process loads the file (page cache and compile caches
+warm), reads 8 tokens and yields one (start to first token, from the start of the interpreter), then reads
+512 tokens from an empty context, then makes 64 one by one after 8. The median of the turns is shown.
+
+--perplexity converts checkpoints and shows, for windows of 256 tokens of which the second halves count, our
+perplexity beside llama.cpp's (float32 keys and values; the xllamacpp wheel of the tests) and, with precision
+f32, beside transformers' on the dequantized weights.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from bench_convert import ROOT, machine
+
+OURS = """
+import json, os, sys, time
+import bridge
+path, threads = sys.argv[1], int(sys.argv[2])
+model = bridge.Model.load(path, threads=threads, context=2048)
+model.tokenizer.stops = frozenset()
+next(model.generate_tokens(range(5, 13), 1))
+first = time.time()
+tokens = [(i * 7919) % 4000 for i in range(512)]
+def prompt():
+    start = time.perf_counter()
+    model.logits(tokens, last=1)
+    return 512 / (time.perf_counter() - start)
+prompt()
+read = prompt()
+list(model.generate_tokens(range(5, 13), 65))
+made = model.timing.tokens / model.timing.seconds
+"""
+THEIRS = """
+import json, os, sys, time
+import llama_cpp
+path, threads = sys.argv[1], int(sys.argv[2])
+model = llama_cpp.Llama(path, n_ctx=2048, n_batch=512, n_ubatch=512, n_threads=threads, n_threads_batch=threads,
+                        verbose=False)
+def token():
+    return int(model.scores[model.n_tokens - 1].argmax())
+model.eval(list(range(5, 13)))
+token()
+first = time.time()
+tokens = [(i * 7919) % 4000 for i in range(512)]
+def prompt():
+    model.reset()
+    start = time.perf_counter()
+    model.eval(tokens)
+    return 512 / (time.perf_counter() - start)
+prompt()
+read = prompt()
+model.reset()
+model.eval(list(range(5, 13)))
+start = time.perf_counter()
+for _ in range(64):
+    model.eval([token()])
+made = 64 / (time.perf_counter() - start)
+"""
+REPORT = """
+peak = None
+if os.path.exists("/proc/self/status"):
+    peak = next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmHWM:")) * 1024
+print("RESULT" + json.dumps({"first": first, "prompt": read, "decode": made, "peak": peak}))
+"""
+
+
+def main() -> None:
+    options = parse()
+    print(f"Machine: {machine()}.\n")
+    with tempfile.TemporaryDirectory(prefix="gguf-bridge-bench-") as scratch:
+        if options.perplexity:
+            print_perplexity(options.perplexity, options.text, options.windows, Path(scratch))
+            return
+        path = options.gguf or synthetic(Path(scratch))
+        print_speed(path, options.peer_python, options.threads, options.turns)
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
+    parser.add_argument("--gguf", type=Path, metavar="FILE", help="default: a synthetic 1B GPTQ 4-bit g128, converted")
+    parser.add_argument("--peer-python", default=sys.executable, metavar="PYTHON", help="one that has llama_cpp")
+    parser.add_argument("--threads", type=int, nargs="+", default=[1, 2], metavar="N", help="default: 1 2")
+    parser.add_argument("--turns", type=int, default=3, metavar="N", help="of each; default: %(default)s")
+    parser.add_argument("--perplexity", type=Path, nargs="+", metavar="DIR", help="checkpoints to measure instead")
+    parser.add_argument("--text", type=Path, metavar="FILE", help="for --perplexity")
+    parser.add_argument("--windows", type=int, default=64, metavar="N", help="for --perplexity; default: %(default)s")
+    options = parser.parse_args()
+    if options.perplexity and not options.text:
+        parser.error("--perplexity needs --text")
+    return options
+
+
+def synthetic(scratch: Path) -> Path:
+    """The GGUF of a synthetic 1B checkpoint."""
+    import bridge
+
+    command = [sys.executable, str(ROOT / "scripts" / "make_synthetic.py"), str(scratch / "1b"), "--vocab", "4096"]
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+    bridge.convert(scratch / "1b", scratch / "1b.gguf")
+    return scratch / "1b.gguf"
+
+
+# --- speed, memory, start ---
+
+
+def print_speed(path: Path, peer: str, threads: list[int], turns: int) -> None:
+    has_peer = subprocess.run([peer, "-c", "import llama_cpp"], capture_output=True).returncode == 0
+    if not has_peer:
+        print(f"({peer} has no llama_cpp: nothing to compare with)\n", file=sys.stderr)
+    sides = {"ours": (sys.executable, OURS)} | ({"theirs": (peer, THEIRS)} if has_peer else {})
+    turn("ours", *sides["ours"], path, threads[0])  # compile what is not compiled yet; fill the page cache
+    print("| what | threads | gguf-bridge | llama.cpp | ratio |\n|---|---|---|---|---|")
+    peak = 0
+    for count in threads:
+        found: dict[str, list[dict[str, float]]] = {name: [] for name in sides}
+        for _ in range(turns):
+            for name, side in sides.items():
+                found[name].append(turn(name, *side, path, count))
+        peak = max([peak, *(int(r["peak"] or 0) for r in found["ours"])])
+        for what, key, unit in (
+            ("decode, 64 tokens", "decode", "tokens/s"),
+            ("prompt, 512 tokens", "prompt", "tokens/s"),
+            ("start to first token", "start", "s"),
+        ):
+            own, other = (
+                statistics.median(r[key] for r in found[s]) if s in found else None for s in ("ours", "theirs")
+            )
+            beside = "" if other is None else f"{other:.2f} {unit}"
+            ratio = "" if other is None else f"{own / other:.2f}"
+            print(f"| {what} | {count} | {own:.2f} {unit} | {beside} | {ratio} |", flush=True)
+    print_memory(path, peak)
+
+
+def turn(name: str, python: str, code: str, path: Path, threads: int) -> dict[str, float]:
+    """One process to its end."""
+    variables = {key: value for key, value in os.environ.items() if key != "BRIDGE_THREADS"}
+    begun = time.time()
+    done = subprocess.run(
+        [python, "-c", code + REPORT, str(path), str(threads)], cwd=ROOT, env=variables, capture_output=True, text=True
+    )
+    if done.returncode:
+        raise SystemExit(f"{name}: exit code {done.returncode}\n{done.stderr[-2000:]}")
+    found = json.loads(done.stdout.partition("RESULT")[2])
+    return found | {"start": found["first"] - begun}
+
+
+def print_memory(path: Path, peak: int) -> None:
+    """The peak of our processes beside what it may be: file, keys and values of 2048 tokens, and 300 MB."""
+    if not peak:
+        return
+    import bridge
+    from bridge.runtime.decoder_config import read_config
+    from bridge.runtime.kv_cache import KVCache
+
+    with bridge.open_gguf(path) as file:
+        cache = KVCache(read_config(file.metadata, path), 2048).nbytes
+    size = path.stat().st_size
+    print(f"\nPeak memory {peak / 1e6:.0f} MB: the file's {size / 1e6:.0f} MB, {cache / 1e6:.0f} MB of keys and values "
+          f"for 2048 tokens, and {(peak - size - cache) / 1e6:.0f} MB (numpy and numba among them).")  # fmt: skip
+
+
+# --- perplexity ---
+
+
+def print_perplexity(checkpoints: list[Path], text_file: Path, count: int, scratch: Path) -> None:
+    sys.path.insert(0, str(ROOT))
+    import bridge
+    from bridge.runtime.perplexity import perplexity
+
+    text = text_file.read_text(encoding="utf-8")
+    print(f"{count} windows of 256 tokens of {text_file.name}.\n")
+    print("| checkpoint | int8 | llama.cpp | difference | f32 | transformers | difference |\n|" + "---|" * 7)
+    for folder in checkpoints:
+        path = scratch / f"{folder.name}.gguf"
+        bridge.convert(folder, path)
+        with bridge.Model.load(path) as model:
+            own = perplexity(model, text, n_windows=count).perplexity
+        with bridge.Model.load(path, precision="f32") as model:
+            exact = perplexity(model, text, n_windows=count).perplexity
+            peer, floats = peers_perplexity(path, folder, model, text, count)
+        print(
+            f"| {folder.name} | {own:.4f} | {peer:.4f} | {own / peer - 1:+.3%} | {exact:.4f} | {floats:.4f} | "
+            f"{exact / floats - 1:+.4%} |",
+            flush=True,
+        )
+        path.unlink()
+
+
+def peers_perplexity(path: Path, folder: Path, model: Any, text: str, count: int) -> tuple[float, float]:
+    """llama.cpp's and transformers' on the same windows."""
+    import numpy as np
+
+    from bridge.runtime.perplexity import cut_windows
+    from tests.support.gguf_file import gguf_weights
+    from tests.support.llama_cpp import LlamaCpp
+    from tests.support.reference import hf_model, log_softmax, logits
+
+    windows = cut_windows(model, text, 256, count)
+    hugging_face = hf_model(folder, gguf_weights(path))
+
+    def measure(predict: Any) -> float:
+        losses = []
+        for window in windows:
+            scores = log_softmax(predict(window)[128:255])
+            losses.append(-scores[np.arange(127), window[129:]])
+        return math.exp(np.concatenate(losses).mean())
+
+    with LlamaCpp(path, n_ctx=256, n_threads=os.cpu_count() or 1) as other:
+        theirs = measure(other.logits)
+    return theirs, measure(lambda window: logits(hugging_face, np.array([window]))[0])
+
+
+if __name__ == "__main__":
+    main()
