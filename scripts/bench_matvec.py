@@ -62,7 +62,7 @@ def product(type: str, shape: tuple[int, int], threads: int, library: ggml_matve
         matrix = ggml_matvec.Matrix(library, type, tensor.raw.reshape(shape[0], -1), shape[1], threads=threads)
         matrix.x[:] = 1
         others["ggml"] = matrix.run
-    timing = bench.measure(tensor, threads, others, rounds)
+    timing = bench.measure(tensor, threads, others, rounds, matrix.rest if matrix else None)
     if matrix is not None:
         matrix.close()
     row = {

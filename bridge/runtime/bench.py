@@ -68,8 +68,12 @@ def measure(
     threads: int,
     others: dict[str, Callable[[], object]] | None = None,
     rounds: int = _ROUNDS,
+    rest: Callable[[], object] | None = None,
 ) -> Timing:
-    """Time tensor.matvec, reading as many bytes ("read"), and `others`, taking turns. Prepares the tensor."""
+    """Time tensor.matvec, reading as many bytes ("read"), and `others`, taking turns. Prepares the tensor.
+
+    `rest` is called after each of the others: to stop threads that would go on spinning into the next turn.
+    """
     from bridge.runtime.cpu import pool
     from bridge.runtime.cpu.readbw import Reader
 
@@ -94,6 +98,8 @@ def measure(
                 run()
                 if turn:
                     timing.seconds[name].append(time.perf_counter() - start)
+                if rest and name in (others or {}):
+                    rest()
         return timing
     finally:
         pool.set_num_threads(before)

@@ -47,6 +47,8 @@ class Library:
             ("ggml_graph_compute", ctypes.c_int, [ctypes.c_void_p, ctypes.c_void_p]),
             ("ggml_threadpool_params_init", None, [ctypes.c_void_p, ctypes.c_int]),
             ("ggml_threadpool_new", ctypes.c_void_p, [ctypes.c_void_p]),
+            ("ggml_threadpool_pause", None, [ctypes.c_void_p]),
+            ("ggml_threadpool_resume", None, [ctypes.c_void_p]),
             ("ggml_threadpool_free", None, [ctypes.c_void_p]),
         )
         for name, result, arguments in declare:
@@ -84,6 +86,7 @@ class Matrix:
         self.lib.threadpool_params_init(parameters, threads)
         self.pool = self.lib.threadpool_new(parameters)
         self.plan = self.lib.graph_plan(self.graph, threads, self.pool)
+        self.resting = False
         self.work = ctypes.create_string_buffer(max(64, self.plan.work_size))
         self.plan.work_data = ctypes.addressof(self.work)
 
@@ -93,8 +96,16 @@ class Matrix:
 
     def run(self) -> None:
         """y = W x for the x that was put into `self.x`."""
+        if self.resting:
+            self.lib.threadpool_resume(self.pool)
+            self.resting = False
         status = self.lib.graph_compute(self.graph, ctypes.byref(self.plan))
         assert status == 0
+
+    def rest(self) -> None:
+        """Let the threads sleep until the next run: they spin for a tenth of a second, on others' cores."""
+        self.lib.threadpool_pause(self.pool)
+        self.resting = True
 
     def matmul(self, x: np.ndarray) -> np.ndarray:
         self.x[:] = x
@@ -102,6 +113,8 @@ class Matrix:
         return self.y.copy()
 
     def close(self) -> None:
+        if self.resting:
+            self.lib.threadpool_resume(self.pool)
         self.lib.threadpool_free(self.pool)
         self.lib.free(self.context)
 
