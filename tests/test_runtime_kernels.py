@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import gguf
+import llvmlite.binding as llvm
 import numpy as np
 import pytest
+from llvmlite import ir
 
 from bridge.blocks import BLOCKS, BlockType
 from bridge.errors import BridgeError
 from bridge.runtime import QuantTensor
-from bridge.runtime.cpu import activations, interleaved, layout, pool, targets
+from bridge.runtime.cpu import activations, interleaved, layout, pool, superblock, targets, vectors
 from bridge.runtime.cpu.prepared import Prepared
 from tests.support import ggml_matvec
 
@@ -108,6 +110,43 @@ def test_every_target_in_python(block, target):
     kernel = interleaved.twin(block.name, target, 2, True)
     kernel(memory.ctypes.data, records.ctypes.data, y.ctypes.data, blocks, stride, 1, 4 * lanes, 0, 1)
     close(y, rounded(x), weights, block)
+
+
+@pytest.mark.parametrize(
+    ("target", "triple", "features", "instruction"),
+    [
+        ("neon", "aarch64-linux-gnu", "+neon,+dotprod", "sdot"),
+        ("avx2", "x86_64-linux-gnu", "+avx2,+fma,+f16c", "vpmaddubsw"),
+        ("avxvnni", "x86_64-linux-gnu", "+avx2,+fma,+f16c,+avxvnni", "vpdpbusd"),
+        ("avx512", "x86_64-linux-gnu", "+avx512f,+avx512bw,+avx512vl,+avx512vnni,+f16c,+fma", "vpdpbusd"),
+    ],
+)
+@ALL
+def test_every_target_compiles_to_its_instruction(block, target, triple, features, instruction):
+    """LLVM compiles for machines that this one is not."""
+    llvm.initialize_all_targets()
+    llvm.initialize_all_asmprinters()
+    try:
+        processor = llvm.Target.from_triple(triple)
+    except RuntimeError:
+        pytest.skip(f"this llvmlite does not know {triple}")
+    module = targets.module(target)
+    words = ir.IntType(64)
+    code = ir.Module()
+    code.triple = triple
+    function = ir.Function(code, ir.FunctionType(ir.VoidType(), [words] * 4), "block")
+    emitter = vectors.Emitter(ir.IRBuilder(function.append_basic_block()), module, ahead=(2048,))
+    body = superblock.k_block if block.is_k else superblock.plain_block
+    form = layout.Layout(block, module.LANES)
+    weights, halves, x, y = function.args
+    (total,) = body(emitter, form, [emitter.zero_float()], weights, halves, x)
+    emitter.store(total, y)
+    emitter.builder.ret_void()
+    assembly = processor.create_target_machine(features=features).emit_assembly(llvm.parse_assembly(str(code)))
+    assert instruction in assembly
+    assert "prefetch" in assembly or "prfm" in assembly
+    assert "\tcall" not in assembly  # of a library, for what the target lacks
+    assert "\tbl\t" not in assembly
 
 
 @pytest.mark.parametrize("lanes", [4, 8, 16])
