@@ -16,6 +16,7 @@ from typing import Any, NoReturn
 
 from bridge.blocks import BLOCKS
 from bridge.errors import BridgeError
+from bridge.runtime.commands import add_parsers
 
 _DESCRIPTION = """\
 GPTQ and AWQ checkpoints become GGUF files for llama.cpp without quantizing
@@ -27,6 +28,7 @@ examples:
   gguf-bridge convert Qwen2.5-7B-GPTQ       writes Qwen2.5-7B-GPTQ.gguf
   gguf-bridge convert org/name out.gguf     downloads from the Hub first
   gguf-bridge verify out.gguf Qwen2.5-7B-GPTQ
+  gguf-bridge run out.gguf -p "Once upon a time"
 """
 
 
@@ -93,6 +95,8 @@ def _parser() -> argparse.ArgumentParser:
     _add_convert(commands)
     _add_verify(commands)
     _add_inspect(commands)
+    add_parsers(commands)
+    _add_bench(commands)
     return parser
 
 
@@ -186,6 +190,12 @@ def _add_inspect(commands: Any) -> None:
     p.add_argument("path", help="checkpoint folder, Hub id (org/name) or GGUF file")
 
 
+def _add_bench(commands: Any) -> None:
+    p = _command(commands, "bench", "time products with quantized weights beside the memory's own speed", _bench)
+    p.add_argument("what", help=f"a GGUF, whose largest tensor of each type is timed, or a type ({', '.join(BLOCKS)})")
+    p.add_argument("--threads", type=_positive, metavar="N", help="CPU threads (default: all)")
+
+
 def _convert(a: argparse.Namespace) -> int:
     from bridge.convert import convert
     from bridge.output import check_target
@@ -243,6 +253,14 @@ def _inspect(a: argparse.Namespace) -> int:
     from bridge.describe import describe
 
     print(describe(a.path))
+    return 0
+
+
+def _bench(a: argparse.Namespace) -> int:
+    from bridge.runtime.bench import bench
+
+    for line in bench(a.what, a.threads):
+        print(line, flush=True)
     return 0
 
 

@@ -60,13 +60,13 @@ def kernel(function: Callable[..., Any]) -> Any:
 
 def inner(function: Callable[..., Any]) -> Any:
     """Compile a function that only kernels call: no entry from Python, no cache entry of its own."""
-    options = {"no_cpython_wrapper": True, "no_cfunc_wrapper": True}
+    options: Any = {"no_cpython_wrapper": True, "no_cfunc_wrapper": True}
     return numba.njit(nogil=True, error_model="numpy", **options)(function)
 
 
 def inlined(function: Callable[..., Any]) -> Any:
     """Like `inner`, for what sits in the innermost loops: a call with ten arrays costs 50 ns otherwise."""
-    options = {"no_cpython_wrapper": True, "no_cfunc_wrapper": True, "forceinline": True}
+    options: Any = {"no_cpython_wrapper": True, "no_cfunc_wrapper": True, "forceinline": True}
     return numba.njit(nogil=True, error_model="numpy", **options)(function)
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from bridge.cli import main
+from bridge.cli import main  # noqa: E402
 
 CHECKPOINT = ROOT / "tests" / "data" / "qwen3-gptq-4bit-g128-sym"
 LINE = "GREMIO:\nGood morrow, neighbour Baptista.\n\nBAPTISTA:\n"

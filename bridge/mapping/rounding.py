@@ -182,7 +182,7 @@ def scaled_write(x, w, a, codes):
 
 def rounding(kind: BlockType, *functions: Any) -> dict[str, Any]:
     """What the kernels of a type need as globals: its constants, and these functions compiled for them."""
-    constants = {
+    constants: dict[str, Any] = {
         "sub": kind.sub,
         "subs": kind.subs,
         "scale_lo": kind.scale_lo,
