@@ -14,12 +14,13 @@ from typing import Any
 import numpy as np
 
 from bridge.checkpoint import Checkpoint, open_checkpoint
-from bridge.convert import Conversion, model_of
+from bridge.convert import model_of
 from bridge.errors import BridgeError
 from bridge.hub import resolve
 from bridge.models import ModelSpec, TensorSpec
 from bridge.recipe import Recipe
 from bridge.report import align, fold_notes, size_text
+from bridge.tensors import Conversion
 from bridge.verify import read_gguf, shards
 
 _SAMPLE_ROWS = 64

@@ -16,12 +16,13 @@ import gguf
 import numpy as np
 
 from bridge.checkpoint import open_checkpoint
-from bridge.convert import Conversion, Progress, model_of
+from bridge.convert import Progress, model_of
 from bridge.errors import BridgeError
 from bridge.hub import resolve
 from bridge.models import TensorSpec
 from bridge.recipe import Recipe, block_type
 from bridge.report import AS_IS, CARRIED, FLOAT, ROUNDED, Report, TensorReport
+from bridge.tensors import Conversion
 
 if TYPE_CHECKING:
     from bridge.checkpoint.grouped import GroupedTensor

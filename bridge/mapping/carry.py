@@ -22,7 +22,8 @@ from bridge.blocks import BlockType
 from bridge.checkpoint.grouped import GroupedTensor
 from bridge.errors import BridgeError
 from bridge.jit import inlined, inner, kernel
-from bridge.mapping.fit import CANDIDATES, fit_affine, fit_scaled, tied_zero
+from bridge.mapping.candidates import CANDIDATES, fit_scaled, tied_zero
+from bridge.mapping.fit import fit_affine
 from bridge.mapping.half import round_half
 from bridge.mapping.pack import packer, row_bytes
 
