@@ -29,7 +29,8 @@ def grouped(bits, group_size, sym, shape=(64, 1024), seed=0, scale=0.02) -> Grou
         s = (high - low) / top
         z = np.rint(-low / s)
     s = s.astype(np.float16).astype(np.float32)
-    q = np.clip(np.rint(x / s[..., None]) + z[..., None], 0, top).astype(np.uint8)
+    step = np.where(s == 0, 1, s)[..., None]  # scales below the smallest half are 0
+    q = np.clip(np.rint(x / step) + z[..., None], 0, top).astype(np.uint8)
     return GroupedTensor("t", bits, q.reshape(shape), s, z.astype(np.float32), group_size)
 
 

@@ -91,9 +91,12 @@ class GroupedTensor:
         """Permute the columns (input features); groups that become sequential are seen as such."""
         group = self.groups()[order]
         size = column_group_size(group)
+        used = int(group[-1]) + 1 if size else self.scales.shape[1]  # cropping may have emptied the last groups
         return replace(
             self,
             codes=np.ascontiguousarray(self.codes[:, order]),
+            scales=np.ascontiguousarray(self.scales[:, :used]),
+            zeros=np.ascontiguousarray(self.zeros[:, :used]),
             group_size=size or self.group_size,
             group_of_column=None if size else group,
         )
