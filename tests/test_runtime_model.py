@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -320,3 +322,11 @@ def test_perplexity_prints_it_with_its_error_and_the_divergences(path: Path, tmp
     assert "KL divergence: mean 0.000000" in lines[2]
     with pytest.raises(BridgeError, match="No such file"):
         call("perplexity", str(path), "-f", str(tmp_path / "none.txt"))
+
+
+def test_generating_text_needs_no_torch(path: Path) -> None:
+    code = (
+        "import sys, bridge; model = bridge.Model.load(sys.argv[1]); print(len(list(model.generate('The', 3))));"
+        "assert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code, str(path)], check=True, cwd=ROOT, capture_output=True)

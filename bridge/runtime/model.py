@@ -32,7 +32,7 @@ DEFAULT_CONTEXT = 4096  # tokens, where the model was trained for more
 
 @dataclass
 class Timing:
-    """Of the last generation: the first token belongs to the prompt, which is where its cost lies."""
+    """Of the last generation, without repacking: the first token belongs to the prompt, where its cost lies."""
 
     prompt_tokens: int = 0
     prompt_seconds: float = 0.0
@@ -195,8 +195,9 @@ class Model:
 
     def _tokens(self, ids: list[int], max_tokens: int, sampler: Sampler) -> Iterator[int]:
         timing = self.timing = Timing(prompt_tokens=len(ids))
-        begun = time.perf_counter()
         decoder = self._decoder
+        decoder.prepare()
+        begun = time.perf_counter()
         hidden = self._start(ids, 1)
         for made in range(max_tokens):
             token = sampler(decoder.logits(hidden)[0])
