@@ -330,3 +330,11 @@ def test_generating_text_needs_no_torch(path: Path) -> None:
         "assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code, str(path)], check=True, cwd=ROOT, capture_output=True)
+
+
+def test_a_cpu_without_halves_keeps_floats(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("platform.machine", lambda: "x86_64")
+    monkeypatch.setattr("bridge.runtime.cpu.targets.host_features", lambda: frozenset())
+    assert bridge.Model.load(path, context=16)._decoder.cache.kind == "f32"
+    monkeypatch.setattr("bridge.runtime.cpu.targets.host_features", lambda: frozenset({"f16c"}))
+    assert bridge.Model.load(path, context=16)._decoder.cache.kind == "f16"

@@ -1,10 +1,13 @@
 """Keys and values of the tokens so far, one layer after another; see cpu/attention.py for the layout.
 
 Memory is reserved for the whole context and taken as it fills: an untouched page costs nothing.
-Bytes a token and layer: 2 * kv_heads * head_dim, times 2 (f16), 4 (f32) or 1.06 (q8_0).
+Bytes a token and layer: 2 * kv_heads * head_dim, times 2 (f16), 4 (f32) or 1.06 (q8_0). An x86 CPU of before
+2012 has no instructions for halves: float32 is kept there, whatever was asked for.
 """
 
 from __future__ import annotations
+
+import platform
 
 import numpy as np
 
@@ -21,7 +24,7 @@ class KVCache:
     def __init__(self, config: DecoderConfig, context: int, kind: str = "f16"):
         if kind not in KINDS:
             raise BridgeError(f"kv {kind!r}: {', '.join(KINDS)} are known")
-        self.kind = kind
+        self.kind = kind = kind if _has_halves() else "f32"
         self.context = context
         self.rows = -(-context // _LANES) * _LANES
         self.length = 0
@@ -37,3 +40,10 @@ class KVCache:
     def nbytes(self) -> int:
         """Bytes when it is full."""
         return sum(a.nbytes for a in (self.keys, self.values, self.key_scales, self.value_scales))
+
+
+def _has_halves() -> bool:
+    """Whether compiled code converts halves by itself; LLVM would call a function that may not be there."""
+    from bridge.runtime.cpu import targets
+
+    return platform.machine() not in ("x86_64", "AMD64") or "f16c" in targets.host_features()
