@@ -24,7 +24,7 @@ import numpy as np
 from bridge.errors import BridgeError
 from bridge.runtime.cpu import attention as attn
 from bridge.runtime.cpu import decoder_ops as ops
-from bridge.runtime.cpu.program import Program
+from bridge.runtime.cpu.program import Product, Program, add_products
 from bridge.runtime.decoder_config import DecoderConfig
 from bridge.runtime.kv_cache import KVCache
 from bridge.runtime.quant_tensor import QuantTensor
@@ -228,6 +228,7 @@ class Decoder:
 
         integer = self.precision == "int8"
         records: dict[tuple[Any, ...], np.ndarray] = {}
+        parts = []
         for matrix, y in products:
             kind = ops.record_kind(matrix.type, integer)
             if kind not in records:
@@ -239,8 +240,13 @@ class Decoder:
             if y.base is None or engine.groups * engine.lanes > y.base.size:
                 raise AssertionError(f"{matrix.name}: rows beyond the buffer")
             product = interleaved.kernel(matrix.type, engine.target, 1, integer)
-            arguments = engine.address, _address(records[kind]), _address(y), engine.blocks, engine.stride, 1, 0
-            program.add(product, *arguments, items=engine.groups, shared=engine.groups * engine.stride >= _ALONE)
+            program.keep(product, engine)
+            part = Product(
+                product.address, engine.address, _address(records[kind]), _address(y), engine.blocks, engine.stride,
+                engine.groups,
+            )  # fmt: skip
+            parts.append(part)
+        add_products(program, parts)
 
     def _blocks(self, work: _Work) -> np.ndarray:
         """attention.py's block of every layer."""
@@ -303,9 +309,6 @@ class Decoder:
         if tensor.shape != (size,):
             raise BridgeError(f"{name}: shape {list(tensor.shape)}, [{size}] is wanted; convert the model again")
         return np.ascontiguousarray(tensor.dequantize())
-
-
-_ALONE = 1 << 17  # bytes of weights below which threads are not worth waking
 
 
 class _Work:
