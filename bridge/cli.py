@@ -282,7 +282,12 @@ class _Bar:
         if self.bar is None:
             from tqdm import tqdm
 
-            self.bar = tqdm(total=total, unit="B", unit_scale=True, desc=self.verb, disable=None, leave=False)
+            verb = self.verb
+            if sys.stderr.isatty():
+                from bridge import jit
+
+                verb += " (first run: compiling kernels)" if jit.first_run else ""
+            self.bar = tqdm(total=total, unit="B", unit_scale=True, desc=verb, disable=None, leave=False)
         self.bar.set_postfix_str(name, refresh=False)
         self.bar.update(done - self.bar.n)
 

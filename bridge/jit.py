@@ -42,10 +42,12 @@ def _prune(keep: Path) -> None:
         shutil.rmtree(old, ignore_errors=True)
 
 
+first_run = False  # whether nothing has been compiled on this machine yet, as far as the cache's folder tells
 if not os.environ.get("NUMBA_CACHE_DIR"):
     try:
         _dir = _cache_dir()
         if not _dir.exists():
+            first_run = True
             _dir.mkdir(parents=True)
             _prune(_dir)
         numba.config.CACHE_DIR = str(_dir)  # type: ignore[attr-defined]
