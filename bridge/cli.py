@@ -286,7 +286,7 @@ class _Bar:
             if sys.stderr.isatty():
                 from bridge import jit
 
-                verb += " (first run: compiling kernels)" if jit.first_run else ""
+                verb += " (first run: compiling)" if jit.first_run else ""
             self.bar = tqdm(total=total, unit="B", unit_scale=True, desc=verb, disable=None, leave=False)
         self.bar.set_postfix_str(name, refresh=False)
         self.bar.update(done - self.bar.n)
