@@ -153,6 +153,20 @@ def test_dead_rows_stay_zero():
         assert (stored(carry(t, block))[3] == 0).all()
 
 
+@pytest.mark.parametrize("group_size", [32, 64, 128, 256, 1024])
+@pytest.mark.parametrize(("bits", "block"), [(4, Q4_K), (3, Q3_K), (6, Q6_K), (2, Q2_K)])
+def test_rows_of_zeros_with_scales_stay_zero(bits, block, group_size):
+    t = grouped(bits, group_size, True, (8, 1024))
+    t.codes[3] = 2 ** (bits - 1)
+    t.codes[5, :256] = 2 ** (bits - 1)
+    mapped = carry(t, block)
+    weights = stored(mapped)
+    assert (weights[3] == 0).all()
+    assert (weights[5, :256] == 0).all()
+    assert np.isfinite(weights).all()
+    assert np.isfinite(mapped.fidelity.error)
+
+
 def test_symmetric_zero_weights_stay_exactly_zero():
     t = grouped(4, 32, True)
     assert (stored(carry(t, Q4_K))[t.codes == 8] == 0).all()

@@ -74,7 +74,7 @@ def scale_candidates(units, s, weight, lo, hi, cand_d, cand_e, num, den):
             num[c] += ws * code
             den[c] += w * (code * code)
     for c in range(padded):
-        cand_d[c] = _round_half_branchless(num[c] / den[c])
+        cand_d[c] = _round_half_branchless(num[c] / (den[c] + np.float32(1e-30)))
     for u in range(units):
         scale = s[u]
         ratio = scale / top if lo < 0 or scale * top > 0 else np.float32(0.0)
