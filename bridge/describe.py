@@ -20,8 +20,9 @@ from bridge.hub import resolve
 from bridge.models import ModelSpec, TensorSpec
 from bridge.recipe import Recipe
 from bridge.report import align, fold_notes, size_text
+from bridge.runtime.reader import shards
 from bridge.tensors import Conversion
-from bridge.verify import read_gguf, shards
+from bridge.verify import read_gguf
 
 _SAMPLE_ROWS = 64
 

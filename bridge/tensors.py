@@ -192,15 +192,13 @@ class Conversion:
         return TensorPlace(tensor.name, tensor.kind, tensor.layer, spec.n_layers, gqa, tensor.shape[-1], tied)
 
     def _column_importance(self, tensor: TensorSpec) -> np.ndarray | None:
-        importance = self.importance.get(tensor.name)
+        if not self.importance:
+            return None
+        from bridge.mapping.imatrix import for_tensor
+
+        importance = for_tensor(self.importance, tensor.name, tensor.shape[1])
         if importance is None:
             return None
-        importance = importance.reshape(-1)
-        if len(importance) != tensor.shape[1]:
-            raise BridgeError(
-                f"{tensor.name}: the imatrix has {len(importance)} columns, the tensor {tensor.shape[1]}; "
-                "it was made for another model"
-            )
         order = self._column_orders.get(str(tensor.source).removesuffix(".weight"))
         return importance if order is None else importance[order]
 

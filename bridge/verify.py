@@ -6,7 +6,6 @@ reported is what the file holds.
 
 from __future__ import annotations
 
-import re
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,6 +21,7 @@ from bridge.hub import resolve
 from bridge.models import TensorSpec
 from bridge.recipe import Recipe, block_type
 from bridge.report import AS_IS, CARRIED, FLOAT, ROUNDED, Report, TensorReport
+from bridge.runtime.reader import shards
 from bridge.tensors import Conversion
 
 if TYPE_CHECKING:
@@ -88,19 +88,6 @@ def read_gguf(path: Path) -> gguf.GGUFReader:
         return gguf.GGUFReader(path)
     except (ValueError, IndexError, KeyError, OverflowError, OSError, UnicodeDecodeError) as problem:
         raise BridgeError(f"{path}: not a readable GGUF file ({problem}); convert or download it again") from problem
-
-
-def shards(path: Path) -> list[Path]:
-    """The files of a GGUF of which `path` is the only one or any shard; BridgeError where one is missing."""
-    match = re.fullmatch(r"(.*)-\d{5}-of-(\d{5})\.gguf", path.name)
-    if not match:
-        return [path]
-    count = int(match[2])
-    files = [path.with_name(f"{match[1]}-{i:05d}-of-{count:05d}.gguf") for i in range(1, count + 1)]
-    for file in files:
-        if not file.is_file():
-            raise BridgeError(f"{file}: this shard is missing; all {count} must be in one folder")
-    return files
 
 
 def _same_names(path: str, checkpoint: str, expected: set[str], stored: set[str]) -> None:

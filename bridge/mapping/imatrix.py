@@ -68,9 +68,8 @@ def for_tensor(imatrix: dict[str, np.ndarray], name: str, columns: int, experts:
         return None
     expected = (experts, columns) if experts > 1 else (columns,)
     if found.shape != expected:
-        raise BridgeError(
-            f"{name}: the imatrix has {list(found.shape)} columns, the tensor {list(expected)}; it is of another model"
-        )
+        have, need = ("x".join(map(str, shape)) for shape in (found.shape, expected))
+        raise BridgeError(f"{name}: the imatrix has {have} columns, the tensor {need}; it is of another model")
     return found
 
 

@@ -28,7 +28,7 @@ class GGUFFile:
     def __init__(self, path: str | Path):
         self.path = Path(path)
         self.tensors = {}
-        files = _shards(self.path)
+        files = shards(self.path)
         for number, file in enumerate(files):
             data = _map(file)
             metadata, tensors = read_header(data, file)
@@ -105,8 +105,8 @@ def _tensor(data: mmap.mmap, info: TensorInfo) -> QuantTensor:
     return QuantTensor(info.name, info.type, info.shape, raw)
 
 
-def _shards(path: Path) -> list[Path]:
-    """The files of a GGUF of which `path` is the only one or any shard, in order."""
+def shards(path: Path) -> list[Path]:
+    """The files of a GGUF of which `path` is the only one or any shard, in order; BridgeError where one is missing."""
     match = re.fullmatch(r"(.*)-\d{5}-of-(\d{5})\.gguf", path.name)
     if not match:
         return [path]
