@@ -41,7 +41,7 @@ def _describe_checkpoint(ckpt: Checkpoint) -> list[str]:
     scattered = sum(ckpt.group_order(name) is not None for name in ckpt.modules)
     lines = [
         f"{ckpt.path}: {size_text(ckpt.nbytes)} in {len(ckpt.files)} file{'s' * (len(ckpt.files) != 1)}",
-        f"the label says  {_label_says(ckpt)}",
+        f"the label says  {ckpt.quant.describe()}",
         f"the data says   {_data_says(ckpt, scattered)}",
     ]
     try:
@@ -55,21 +55,6 @@ def _describe_checkpoint(ckpt: Checkpoint) -> list[str]:
     lines.append(f"architecture    {spec.arch}, {spec.n_layers} layers")
     lines += [f"note: {note}" for note in fold_notes([*ckpt.notes, *spec.notes])]
     return [*lines, "", *table]
-
-
-def _label_says(ckpt: Checkpoint) -> str:
-    quant = ckpt.quant
-    if quant.method is None:
-        return "nothing about quantization"
-    parts = [
-        f"AWQ version {quant.version}" if quant.version else f"GPTQ, checkpoint_format {quant.checkpoint_format}",
-        f"{quant.bits} bits",
-        "one group a row" if quant.group_size <= 0 else f"groups of {quant.group_size}",
-        "symmetric" if quant.sym else "asymmetric",
-        "act-order" if quant.desc_act else "no act-order",
-    ]
-    overrides = len(quant.dynamic)
-    return ", ".join(parts) + (f", {overrides} rules for single modules" if overrides else "")
 
 
 def _data_says(ckpt: Checkpoint, scattered: int) -> str:

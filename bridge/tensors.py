@@ -159,7 +159,7 @@ class Conversion:
         module = str(tensor.source).removesuffix(".weight")
         if module in self.ckpt.modules and tensor.source != module:
             info = self.ckpt.modules[module]
-            return info.shape, info.tensors["qweight"].file
+            return info.shape, info.file
         plain = self.ckpt.tensors[str(tensor.source)]
         return plain.shape, plain.file
 

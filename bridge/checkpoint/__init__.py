@@ -9,14 +9,13 @@ Opening reads configs and headers only. Reading is thread-safe, into memory of i
 
 from __future__ import annotations
 
-import importlib
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 import numpy as np
 
-from bridge.checkpoint.config import METHODS, QuantConfig, read_quant_config
+from bridge.checkpoint.config import QuantConfig, read_quant_config, reader_class
 from bridge.checkpoint.grouped import GroupedTensor
 from bridge.checkpoint.reader import ModuleInfo, Reader
 from bridge.checkpoint.store import Store, TensorInfo, open_store, read_json
@@ -47,8 +46,7 @@ class Checkpoint:
         self._store = store
         self._reader: Reader | None = None
         if quant.method is not None:
-            reader = importlib.import_module(METHODS[quant.method])
-            self._reader = getattr(reader, f"{quant.method.capitalize()}Reader")(store, quant)
+            self._reader = reader_class(quant.method)(store, quant)
         self.modules: dict[str, ModuleInfo] = self._reader.modules if self._reader else {}
         self.format = self._reader.format if self._reader else "float"
         self.files = store.files

@@ -11,6 +11,7 @@ for its kernel's loads. zw*8 is G rounded up for that kernel: the rest is paddin
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import ClassVar
 
 import numpy as np
@@ -19,9 +20,22 @@ from bridge.checkpoint.config import QuantConfig
 from bridge.checkpoint.grouped import GroupedTensor
 from bridge.checkpoint.reader import ModuleInfo, Reader, contradiction, fit_group_size
 from bridge.checkpoint.store import Store, TensorInfo
+from bridge.errors import BridgeError
 
 # gemv_fast: of each 32 input features, which stands where in the stored order
 _FAST_ORDER = np.arange(32).reshape(4, 2, 4).transpose(0, 2, 1).reshape(4, 4, 2).transpose(1, 0, 2).reshape(-1)
+
+
+_VERSIONS = {
+    "gemm": "gemm",
+    "exllama": "gemm",  # kernels that read gemm's layout
+    "exllamav2": "gemm",
+    "ipex": "gemm",
+    "gemv": "gemv",
+    "gemv_fast": "gemv_fast",
+    "gemvfast": "gemv_fast",
+    "llm-awq": "gemv_fast",  # the same layout; qzeros are named scaled_zeros
+}
 
 
 class AwqReader(Reader):
@@ -29,6 +43,19 @@ class AwqReader(Reader):
 
     parts: ClassVar = ("qweight", "qzeros", "scaled_zeros", "scales", "bias")
     required: ClassVar = ("qweight", "scales")
+
+    @classmethod
+    def complete(cls, quant: QuantConfig, label: str) -> QuantConfig:
+        raw = quant.raw
+        version = raw.get("version") or label or ("llm-awq" if raw.get("backend") == "llm-awq" else "gemm")
+        version = str(version).lower()
+        if version not in _VERSIONS:
+            raise BridgeError(
+                f"{quant.source}: AWQ version {version!r} is not known (known: {', '.join(sorted(_VERSIONS))}); "
+                "save the checkpoint again as gemm"
+            )
+        version = _VERSIONS[version]
+        return replace(quant, version=version, title=f"AWQ version {version}")
 
     def __init__(self, store: Store, quant: QuantConfig) -> None:
         self._layouts: dict[str, str] = {}

@@ -10,16 +10,23 @@ over it, and note where the two disagree.
 
 from __future__ import annotations
 
+import importlib
 import re
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from bridge.checkpoint.store import read_json
 from bridge.errors import BridgeError
 
-# quant_method -> the module of its reader; auto-round packs as one or the other
-METHODS = {"gptq": "bridge.checkpoint.gptq", "awq": "bridge.checkpoint.awq"}
+if TYPE_CHECKING:
+    from bridge.checkpoint.reader import Reader
+
+# quant_method -> its reader; auto-round packs as one or the other
+METHODS = {
+    "gptq": "bridge.checkpoint.gptq.GptqReader",
+    "awq": "bridge.checkpoint.awq.AwqReader",
+}
 NAMES = (*METHODS, "auto-round")
 
 
@@ -27,7 +34,8 @@ NAMES = (*METHODS, "auto-round")
 class QuantConfig:
     """How the checkpoint says it was quantized.
 
-    method             "gptq", "awq", or None for a checkpoint of plain floats
+    method             a key of METHODS, or None for a checkpoint of plain floats
+    title              the format's name for people: "AWQ version gemm"
     bits, group_size   defaults; group_size -1 is one group per row
     sym                whether zero points are all 2**(bits-1)
     desc_act           act-order was asked for; g_idx says whether it happened
@@ -38,12 +46,13 @@ class QuantConfig:
     """
 
     method: str | None = None
+    title: str = ""
     bits: int = 4
     group_size: int = 128
     sym: bool = True
     desc_act: bool = False
-    checkpoint_format: str = "gptq"
-    version: str = "gemm"
+    checkpoint_format: str = ""
+    version: str = ""
     dynamic: dict[str, Any] = field(default_factory=dict)
     quantizer: tuple[str, ...] = ()
     raw: dict[str, Any] = field(default_factory=dict)
@@ -66,6 +75,19 @@ class QuantConfig:
 
     def _with(self, change: dict[str, Any]) -> QuantConfig:
         return replace(self, **{k: change[k] for k in ("bits", "group_size", "sym", "desc_act") if k in change})
+
+    def describe(self) -> str:
+        """For people: the format and what it says about itself."""
+        if self.method is None:
+            return "nothing about quantization"
+        overrides = f", {len(self.dynamic)} rules for single modules" if self.dynamic else ""
+        return ", ".join([
+            self.title,
+            f"{self.bits} bits",
+            "one group a row" if self.group_size <= 0 else f"groups of {self.group_size}",
+            "symmetric" if self.sym else "asymmetric",
+            "act-order" if self.desc_act else "no act-order",
+        ]) + overrides  # fmt: skip
 
     @property
     def gptqmodel(self) -> tuple[int, ...] | None:
@@ -123,20 +145,19 @@ def read_quant_config(folder: Path, config: dict[str, Any]) -> QuantConfig:
         group_size=_number(source, raw, ("group_size", "q_group_size"), 128),
         sym=bool(raw.get("sym", not raw.get("zero_point", method == "awq"))),
         desc_act=bool(raw.get("desc_act", False)),
-        checkpoint_format=(label or "gptq") if method == "gptq" else "",
-        version=_awq_version(source, raw, label) if method == "awq" else "",
         dynamic=dynamic if isinstance(dynamic, dict) else {},
         quantizer=tuple(map(str, [quantizer] if isinstance(quantizer, str) else quantizer or ())),
         raw=raw,
         source=source,
     )
-    if method == "gptq" and result.checkpoint_format not in ("gptq", "gptq_v2", "gptq_p"):
-        raise BridgeError(
-            f"{source}: checkpoint_format {label!r} is not known (known: gptq, gptq_v2, gptq_p); "
-            "save the checkpoint again as gptq"
-        )
     _check_patterns(result)
-    return result
+    return reader_class(method).complete(result, label)
+
+
+def reader_class(method: str) -> type[Reader]:
+    """What reads the checkpoints of a key of METHODS."""
+    module, _, name = METHODS[method].rpartition(".")
+    return getattr(importlib.import_module(module), name)  # type: ignore[no-any-return]
 
 
 def _number(source: Path, raw: dict[str, Any], keys: tuple[str, ...], default: int) -> int:
@@ -165,28 +186,6 @@ def _auto_round(source: Path, packing: str) -> tuple[str, str]:
         f"{source}: auto-round's packing_format {packing!r} is not supported (supported: auto_round, "
         "auto_round:auto_gptq, auto_round:gptqmodel, auto_round:auto_awq); export it as one of these"
     )
-
-
-_AWQ_VERSIONS = {
-    "gemm": "gemm",
-    "exllama": "gemm",  # kernels that read gemm's layout
-    "exllamav2": "gemm",
-    "ipex": "gemm",
-    "gemv": "gemv",
-    "gemv_fast": "gemv_fast",
-    "gemvfast": "gemv_fast",
-    "llm-awq": "gemv_fast",  # the same layout; qzeros are named scaled_zeros
-}
-
-
-def _awq_version(source: Path, raw: dict[str, Any], label: str) -> str:
-    found = str(raw.get("version") or label or ("llm-awq" if raw.get("backend") == "llm-awq" else "gemm")).lower()
-    if found not in _AWQ_VERSIONS:
-        raise BridgeError(
-            f"{source}: AWQ version {found!r} is not known (known: {', '.join(sorted(_AWQ_VERSIONS))}); "
-            "save the checkpoint again as gemm"
-        )
-    return _AWQ_VERSIONS[found]
 
 
 def _check_patterns(quant: QuantConfig) -> None:

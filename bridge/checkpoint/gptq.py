@@ -13,6 +13,7 @@ what breaks a tie.
 from __future__ import annotations
 
 import threading
+from dataclasses import replace
 from typing import ClassVar
 
 import numpy as np
@@ -37,6 +38,16 @@ class GptqReader(Reader):
 
     parts: ClassVar = ("qweight", "qzeros", "scales", "g_idx", "bias")
     required: ClassVar = ("qweight", "qzeros", "scales")
+
+    @classmethod
+    def complete(cls, quant: QuantConfig, label: str) -> QuantConfig:
+        label = label or "gptq"
+        if label not in ("gptq", "gptq_v2", "gptq_p"):
+            raise BridgeError(
+                f"{quant.source}: checkpoint_format {label!r} is not known (known: gptq, gptq_v2, gptq_p); "
+                "save the checkpoint again as gptq"
+            )
+        return replace(quant, checkpoint_format=label, title=f"GPTQ, checkpoint_format {label}")
 
     def __init__(self, store: Store, quant: QuantConfig) -> None:
         super().__init__(store, quant)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import ClassVar
 
 import numpy as np
@@ -20,7 +21,7 @@ class ModuleInfo:
     group_size   the config's where the shapes agree with it; with act-order, the average
     shape        (out, in)
     nbytes       of all its tensors
-    tensors      by their last name: qweight, qzeros, scales, g_idx, bias
+    tensors      by their last name, a Reader's `parts`
     """
 
     name: str
@@ -34,12 +35,18 @@ class ModuleInfo:
     def stores_g_idx(self) -> bool:
         return "g_idx" in self.tensors
 
+    @property
+    def file(self) -> Path:
+        """That of its codes, for messages."""
+        return next(iter(self.tensors.values())).file
+
 
 class Reader:
     """The quantized modules of one checkpoint."""
 
     parts: ClassVar[tuple[str, ...]] = ()  # last names of the tensors that belong to a module
     required: ClassVar[tuple[str, ...]] = ()
+    plain: ClassVar[frozenset[str]] = frozenset({"bias", "scales"})  # what other layers have too (AWQ: act.scales)
 
     def __init__(self, store: Store, quant: QuantConfig) -> None:
         self.store = store
@@ -57,7 +64,7 @@ class Reader:
                     "take the checkpoint that it was made from"
                 )
         for module, tensors in found.items():
-            if set(tensors) <= {"bias", "scales"}:  # a plain layer, or AWQ's `act.scales`
+            if self.plain.issuperset(tensors):
                 continue
             for part in self.required:
                 if part not in tensors:
@@ -69,9 +76,17 @@ class Reader:
             self.modules[module] = self.describe(module, tensors)
         if not self.modules:
             raise BridgeError(
-                f"{quant.source}: says {quant.method}, but no tensor of the checkpoint ends in .qweight; "
+                f"{quant.source}: says {quant.method}, but no tensor of the checkpoint ends in .{self.required[0]}; "
                 "is this the folder of the quantized model?"
             )
+
+    @classmethod
+    def complete(cls, quant: QuantConfig, label: str) -> QuantConfig:
+        """The config with what is the format's own; `label` is its checkpoint_format or format, in lower case.
+
+        Raises BridgeError for what cannot be read.
+        """
+        return quant
 
     def describe(self, name: str, tensors: dict[str, TensorInfo]) -> ModuleInfo:
         """What the shapes tell; BridgeError where they contradict each other."""
@@ -107,7 +122,7 @@ class Reader:
 def contradiction(name: str, tensors: dict[str, TensorInfo]) -> BridgeError:
     """The shapes of a module's tensors do not fit together."""
     shapes = ", ".join(f"{part} {i.dtype} {list(i.shape)}" for part, i in sorted(tensors.items()))
-    file = tensors["qweight"].file
+    file = next(iter(tensors.values())).file
     return BridgeError(f"{file}: {name}: the shapes contradict each other ({shapes}); the checkpoint is damaged")
 
 
