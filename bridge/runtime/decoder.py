@@ -15,13 +15,11 @@ matrix by matrix through `QuantTensor.matmul`, with the same functions in betwee
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
-from bridge.errors import BridgeError
 from bridge.runtime.cpu import attention as attn
 from bridge.runtime.cpu import decoder_ops as ops
 from bridge.runtime.cpu.program import Product, Program, add_products
@@ -29,36 +27,10 @@ from bridge.runtime.decoder_config import DecoderConfig
 from bridge.runtime.kv_cache import KVCache
 from bridge.runtime.quant_tensor import QuantTensor
 from bridge.runtime.reader import GGUFFile
+from bridge.runtime.sampling import Sampler
+from bridge.runtime.weights import Layer, read_weights
 
 BATCH = 512  # tokens that pass through the layers together
-
-
-@dataclass
-class Layer:
-    """One layer's matrices, and its vectors as float32 (None where the model has none)."""
-
-    attn_norm: np.ndarray
-    q: QuantTensor
-    k: QuantTensor
-    v: QuantTensor
-    o: QuantTensor
-    ffn_norm: np.ndarray
-    gate: QuantTensor
-    up: QuantTensor
-    down: QuantTensor
-    q_bias: np.ndarray | None
-    k_bias: np.ndarray | None
-    v_bias: np.ndarray | None
-    o_bias: np.ndarray | None
-    gate_bias: np.ndarray | None
-    up_bias: np.ndarray | None
-    down_bias: np.ndarray | None
-    q_norm: np.ndarray | None
-    k_norm: np.ndarray | None
-
-    @property
-    def matrices(self) -> tuple[QuantTensor, ...]:
-        return self.q, self.k, self.v, self.o, self.gate, self.up, self.down
 
 
 class Decoder:
@@ -66,20 +38,13 @@ class Decoder:
 
     def __init__(self, file: GGUFFile, config: DecoderConfig, cache: KVCache, precision: str):
         self.config, self.cache, self.precision = config, cache, precision
-        self._file = file
-        c = config
-        self.embedding = file["token_embd.weight"]
+        weights = read_weights(file, config)
+        self.embedding, self.output = weights.embedding, weights.output
         self.vocab = self.embedding.shape[0]
-        _expect(self.embedding, self.vocab, c.hidden)
-        tied = "output.weight" not in file
-        self.output = self.embedding if tied else file["output.weight"]
-        _expect(self.output, self.vocab, c.hidden)
-        self.output_norm = self._vector("output_norm.weight", c.hidden, True)
-        self.layers = [self._layer(i) for i in range(c.layers)]
-        factors = self._vector("rope_freqs.weight", c.rotated // 2)
-        self.cos, self.sin = c.angles(cache.rows, factors)
+        self.output_norm, self.layers = weights.output_norm, weights.layers
+        self.cos, self.sin = config.angles(cache.rows, weights.rope_factors)
         self._start = np.zeros(1, np.int64)
-        self._eps = int(np.array(c.norm_eps, np.float64).view(np.int64))
+        self._eps = int(np.array(config.norm_eps, np.float64).view(np.int64))
         self._work: dict[int, _Work] = {}
         self._token: Program | None = None
 
@@ -112,6 +77,21 @@ class Decoder:
         if len(hidden) == 1:
             return self.output.matvec(hidden[0], precision=self.precision)[None]
         return self.output.matmul(hidden, precision=self.precision)
+
+    def scores(self, tokens: Sequence[int], keep: int) -> np.ndarray:
+        """float32 [keep, vocab] of the last `keep` tokens, from an empty context."""
+        self.cache.length = 0
+        return self.logits(self.run(tokens, keep))
+
+    def draw(self, tokens: Sequence[int], sampler: Sampler) -> Iterator[int]:
+        """What follows the tokens, drawn one by one, until the context is full."""
+        row = self.scores(tokens, 1)[0]
+        while True:
+            token = sampler(row)
+            yield token
+            if self.cache.length == self.cache.context:
+                return
+            row = self.logits(self.run([token]))[0]
 
     def _batch(self, tokens: Sequence[int]) -> np.ndarray:
         n = len(tokens)
@@ -268,48 +248,6 @@ class Decoder:
             block[attn.SCALE] = np.array(c.attention_scale, np.float64).view(np.int64)
         return blocks
 
-    # the file's tensors
-
-    def _layer(self, i: int) -> Layer:
-        c = self.config
-        q, kv = c.heads * c.head_dim, c.kv_heads * c.head_dim
-
-        def matrix(part: str, rows: int, columns: int) -> QuantTensor:
-            return _expect(self._file[f"blk.{i}.{part}.weight"], rows, columns)
-
-        def vector(part: str, size: int, needed: bool = False) -> Any:
-            return self._vector(f"blk.{i}.{part}", size, needed)
-
-        normed = c.arch == "qwen3"
-        return Layer(
-            attn_norm=vector("attn_norm.weight", c.hidden, True),
-            q=matrix("attn_q", q, c.hidden),
-            k=matrix("attn_k", kv, c.hidden),
-            v=matrix("attn_v", kv, c.hidden),
-            o=matrix("attn_output", c.hidden, q),
-            ffn_norm=vector("ffn_norm.weight", c.hidden, True),
-            gate=matrix("ffn_gate", c.inner, c.hidden),
-            up=matrix("ffn_up", c.inner, c.hidden),
-            down=matrix("ffn_down", c.hidden, c.inner),
-            q_bias=vector("attn_q.bias", q),
-            k_bias=vector("attn_k.bias", kv),
-            v_bias=vector("attn_v.bias", kv),
-            o_bias=vector("attn_output.bias", c.hidden),
-            gate_bias=vector("ffn_gate.bias", c.inner),
-            up_bias=vector("ffn_up.bias", c.inner),
-            down_bias=vector("ffn_down.bias", c.hidden),
-            q_norm=vector("attn_q_norm.weight", c.head_dim, normed),
-            k_norm=vector("attn_k_norm.weight", c.head_dim, normed),
-        )
-
-    def _vector(self, name: str, size: int, needed: bool = False) -> Any:
-        if name not in self._file and not needed:
-            return None
-        tensor = self._file[name]
-        if tensor.shape != (size,):
-            raise BridgeError(f"{name}: shape {list(tensor.shape)}, [{size}] is wanted; convert the model again")
-        return np.ascontiguousarray(tensor.dequantize())
-
 
 class _Work:
     """Buffers for n tokens, and the calls that stand between the products."""
@@ -337,11 +275,3 @@ def _buffer(n: int, columns: int) -> np.ndarray:
 
 def _address(array: np.ndarray | None) -> int:
     return 0 if array is None else array.ctypes.data
-
-
-def _expect(tensor: QuantTensor, rows: int, columns: int) -> QuantTensor:
-    if tensor.shape != (rows, columns):
-        raise BridgeError(
-            f"{tensor.name}: shape {list(tensor.shape)}, the metadata says [{rows}, {columns}]; convert the model again"
-        )
-    return tensor

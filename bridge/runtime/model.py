@@ -14,6 +14,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -122,7 +123,8 @@ class Model:
     def logits(self, tokens: Sequence[int], last: int | None = None) -> np.ndarray:
         """float32 [tokens, vocab]: what follows each position (of the `last` ones only), from an empty context."""
         ids = self._checked(tokens)
-        return self._decoder.logits(self._start(ids, len(ids) if last is None else min(last, len(ids))))
+        self._decoder.prepare()
+        return self._decoder.scores(ids, len(ids) if last is None else min(last, len(ids)))
 
     def generate(
         self,
@@ -188,19 +190,11 @@ class Model:
             raise BridgeError(f"token {bad}: the vocabulary has {self._decoder.vocab}")
         return ids
 
-    def _start(self, ids: list[int], keep: int) -> np.ndarray:
-        self._decoder.prepare()
-        self._decoder.cache.length = 0
-        return self._decoder.run(ids, keep)
-
     def _tokens(self, ids: list[int], max_tokens: int, sampler: Sampler) -> Iterator[int]:
         timing = self.timing = Timing(prompt_tokens=len(ids))
-        decoder = self._decoder
-        decoder.prepare()
+        self._decoder.prepare()
         begun = time.perf_counter()
-        hidden = self._start(ids, 1)
-        for made in range(max_tokens):
-            token = sampler(decoder.logits(hidden)[0])
+        for made, token in enumerate(islice(self._decoder.draw(ids, sampler), max_tokens)):
             now = time.perf_counter()
             if made == 0:
                 timing.prompt_seconds, begun = now - begun, now
@@ -209,9 +203,6 @@ class Model:
             if token in self.tokenizer.stops:
                 return
             yield token
-            if decoder.cache.length == self.context or made + 1 == max_tokens:
-                return
-            hidden = decoder.run([token])
 
 
 def _until(pieces: Iterator[str], stops: list[str]) -> Iterator[str]:

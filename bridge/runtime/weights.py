@@ -1,0 +1,117 @@
+"""The tensors that a decoder runs on, found in a GGUF and held against its metadata. Matrices stay in the file."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from bridge.errors import BridgeError
+from bridge.runtime.decoder_config import DecoderConfig
+from bridge.runtime.quant_tensor import QuantTensor
+from bridge.runtime.reader import GGUFFile
+
+
+@dataclass
+class Layer:
+    """One layer's matrices, and its vectors as float32 (None where the model has none)."""
+
+    attn_norm: np.ndarray
+    q: QuantTensor
+    k: QuantTensor
+    v: QuantTensor
+    o: QuantTensor
+    ffn_norm: np.ndarray
+    gate: QuantTensor
+    up: QuantTensor
+    down: QuantTensor
+    q_bias: np.ndarray | None
+    k_bias: np.ndarray | None
+    v_bias: np.ndarray | None
+    o_bias: np.ndarray | None
+    gate_bias: np.ndarray | None
+    up_bias: np.ndarray | None
+    down_bias: np.ndarray | None
+    q_norm: np.ndarray | None
+    k_norm: np.ndarray | None
+
+    @property
+    def matrices(self) -> tuple[QuantTensor, ...]:
+        return self.q, self.k, self.v, self.o, self.gate, self.up, self.down
+
+
+@dataclass
+class Weights:
+    """A whole decoder; `output` is `embedding` where the two are tied."""
+
+    embedding: QuantTensor
+    layers: list[Layer]
+    output_norm: np.ndarray
+    output: QuantTensor
+    rope_factors: np.ndarray | None
+
+
+def read_weights(file: GGUFFile, config: DecoderConfig) -> Weights:
+    """Find every tensor; BridgeError where one is missing or of another shape than the metadata says."""
+    embedding = file["token_embd.weight"]
+    vocab = embedding.shape[0]
+    _expect(embedding, vocab, config.hidden)
+    output = file.tensors.get("output.weight", embedding)
+    _expect(output, vocab, config.hidden)
+    return Weights(
+        embedding=embedding,
+        layers=[_layer(file, config, i) for i in range(config.layers)],
+        output_norm=_vector(file, "output_norm.weight", config.hidden, True),
+        output=output,
+        rope_factors=_vector(file, "rope_freqs.weight", config.rotated // 2),
+    )
+
+
+def _layer(file: GGUFFile, c: DecoderConfig, i: int) -> Layer:
+    q, kv = c.heads * c.head_dim, c.kv_heads * c.head_dim
+
+    def matrix(part: str, rows: int, columns: int) -> QuantTensor:
+        return _expect(file[f"blk.{i}.{part}.weight"], rows, columns)
+
+    def vector(part: str, size: int, needed: bool = False) -> Any:
+        return _vector(file, f"blk.{i}.{part}", size, needed)
+
+    normed = c.arch == "qwen3"
+    return Layer(
+        attn_norm=vector("attn_norm.weight", c.hidden, True),
+        q=matrix("attn_q", q, c.hidden),
+        k=matrix("attn_k", kv, c.hidden),
+        v=matrix("attn_v", kv, c.hidden),
+        o=matrix("attn_output", c.hidden, q),
+        ffn_norm=vector("ffn_norm.weight", c.hidden, True),
+        gate=matrix("ffn_gate", c.inner, c.hidden),
+        up=matrix("ffn_up", c.inner, c.hidden),
+        down=matrix("ffn_down", c.hidden, c.inner),
+        q_bias=vector("attn_q.bias", q),
+        k_bias=vector("attn_k.bias", kv),
+        v_bias=vector("attn_v.bias", kv),
+        o_bias=vector("attn_output.bias", c.hidden),
+        gate_bias=vector("ffn_gate.bias", c.inner),
+        up_bias=vector("ffn_up.bias", c.inner),
+        down_bias=vector("ffn_down.bias", c.hidden),
+        q_norm=vector("attn_q_norm.weight", c.head_dim, normed),
+        k_norm=vector("attn_k_norm.weight", c.head_dim, normed),
+    )
+
+
+def _vector(file: GGUFFile, name: str, size: int, needed: bool = False) -> Any:
+    if name not in file and not needed:
+        return None
+    tensor = file[name]
+    if tensor.shape != (size,):
+        raise BridgeError(f"{name}: shape {list(tensor.shape)}, [{size}] is wanted; convert the model again")
+    return np.ascontiguousarray(tensor.dequantize())
+
+
+def _expect(tensor: QuantTensor, rows: int, columns: int) -> QuantTensor:
+    if tensor.shape != (rows, columns):
+        raise BridgeError(
+            f"{tensor.name}: shape {list(tensor.shape)}, the metadata says [{rows}, {columns}]; convert the model again"
+        )
+    return tensor
