@@ -93,7 +93,7 @@ def _prediction(ckpt: Checkpoint, spec: ModelSpec) -> tuple[list[str], list[str]
     work = Conversion(ckpt, spec, Recipe())
     kinds: dict[str, list[TensorSpec]] = {}
     for tensor in spec.tensors:
-        if len(tensor.shape) == 2:
+        if len(tensor.shape) > 1:
             kinds.setdefault(tensor.kind, []).append(tensor)
     rows: list[tuple[str, ...]] = [("tensors", "", "shape", "arrives as", "zero points", "convert makes it", "")]
     notes: list[str] = []
@@ -106,14 +106,15 @@ def _prediction(ckpt: Checkpoint, spec: ModelSpec) -> tuple[list[str], list[str]
 
 def _one(work: Conversion, tensor: TensorSpec, notes: list[str]) -> tuple[str, str, str, str, str]:
     shape = "x".join(map(str, tensor.shape))
-    module = str(tensor.source).removesuffix(".weight")
-    if module not in work.ckpt.modules:
-        dtype = work.ckpt.tensors[str(tensor.source)].dtype
-        wanted = work.recipe.wanted(work.place(tensor), as_codes=False)
-        return shape, dtype, "", str(wanted.type), ""
+    leaf = next((leaf for leaf in tensor.leaves if work.module_of(leaf)), tensor.leaves[0])  # of experts, the first
+    module = work.module_of(leaf)
+    if module is None or not tensor.quantizable:
+        dtype = "codes" if module else work.ckpt.tensors[str(leaf.source)].dtype
+        wanted = work.recipe.wanted(work.place(tensor), as_codes=False).type if tensor.quantizable else "F32"
+        return shape, dtype, "", str(wanted), ""
     from bridge.mapping import choose
 
-    t = work.grouped(tensor, module)
+    t = work.grouped(leaf, module)
     notes += t.notes
     groups = f"groups of {t.group_size}" if t.sequential else "act-order"
     if t.sequential and work.ckpt.group_order(module) is not None:

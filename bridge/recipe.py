@@ -49,6 +49,7 @@ class TensorPlace:
     gqa: int  # query heads per key-value head
     columns: int
     tied: bool = False  # token_embd that serves as the output head too
+    experts: int = 0  # in a layer; 0 for a dense model
 
 
 @dataclass(frozen=True)
@@ -137,10 +138,16 @@ def _mixture(preset: str, place: TensorPlace) -> str:
     """llama.cpp's type for a tensor of an unquantized model under a preset (llama_tensor_get_type)."""
     base = PRESETS[preset]
     kind, i, n = place.kind, place.layer or 0, place.n_layers
+    kind = {"ffn_down_exps": "ffn_down", "ffn_down_shexp": "ffn_down", "attn_qkv": "attn_v"}.get(kind, kind)
     if kind == "output" or place.tied:
         if base == "Q8_0" or place.columns % 256:
             return "Q8_0"
         return "Q6_K"
+    if place.experts == 8:  # Mixtral: these are small beside the experts
+        if kind in ("attn_k", "attn_v"):
+            return "Q8_0"
+        if kind == "attn_output":
+            return "Q5_K" if preset in ("Q2_K", "Q3_K_S", "Q3_K_M", "Q4_K_S", "Q4_K_M") else base
     more_bits = i < n // 8 or i >= 7 * n // 8 or (i - n // 8) % 3 == 2
     if preset in ("Q4_K_M", "Q5_K_M") and kind in ("attn_v", "ffn_down"):
         return "Q6_K" if more_bits else base

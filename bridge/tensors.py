@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from bridge.mapping.carry import Mapped
 
 _CHUNK_WEIGHTS = 1 << 22  # float rows quantized at a time
+_IN_FLIGHT = 1 << 29  # bytes of the checkpoint that are worked on at a time; one tensor may be larger
 _FLOAT_DTYPES = {"F32": np.float32, "F16": np.float16, "BF16": np.uint16}
 
 
@@ -51,7 +52,8 @@ class Conversion:
     def __post_init__(self) -> None:
         self._row_orders: dict[str, np.ndarray] = {}  # by module
         self._column_orders: dict[str, np.ndarray] = {}
-        widths = {str(t.source).removesuffix(".weight"): t.shape[-1] for t in self.spec.tensors}
+        leaves = [leaf for t in self.spec.tensors for leaf in t.leaves]
+        widths = {str(leaf.source).removesuffix(".weight"): leaf.shape[-1] for leaf in leaves}
         for fold in self.spec.folds:
             group = self.ckpt.group_order(fold.consumer) if fold.consumer in self.ckpt.modules else None
             if group is not None:
@@ -60,8 +62,8 @@ class Conversion:
                 self._column_orders[fold.consumer] = order
                 for producer in fold.producers:
                     self._row_orders[producer] = order
-        for tensor in self.spec.tensors:
-            self._check_shape(tensor)
+        for leaf in leaves:
+            self._check_shape(leaf)
         unused = set(self.importance) - {t.name for t in self.spec.tensors}
         if self.importance and len(unused) == len(self.importance):
             raise BridgeError("the imatrix names no tensor of this model; it was made for another one")
@@ -74,46 +76,60 @@ class Conversion:
                 )
 
     def results(self, threads: int | None = None) -> Iterator[Result]:
-        """All tensors in order, made by worker threads a few ahead of the consumer."""
+        """All tensors in order, made by worker threads a few ahead of the consumer, fewer where they are large."""
         workers = threads or usable_cpus()
-        pending: deque[Future[Result]] = deque()
-        todo = iter(self.spec.tensors)
+        pending: deque[tuple[Future[Result], int]] = deque()
         with ThreadPoolExecutor(max_workers=workers, thread_name_prefix="convert") as pool:
             try:
-                for tensor in todo:
-                    pending.append(pool.submit(self.make, tensor))
+                for tensor in self.spec.tensors:
+                    nbytes = self.source_bytes(tensor)
+                    while pending and sum(n for _, n in pending) + nbytes > _IN_FLIGHT:
+                        yield pending.popleft()[0].result()
+                    pending.append((pool.submit(self.make, tensor), nbytes))
                     if len(pending) > workers + 1:
-                        yield pending.popleft().result()
+                        yield pending.popleft()[0].result()
                 while pending:
-                    yield pending.popleft().result()
+                    yield pending.popleft()[0].result()
             finally:
-                for future in pending:
+                for future, _ in pending:
                     future.cancel()
 
     def make(self, tensor: TensorSpec) -> Result:
         """Read and map one tensor."""
-        if tensor.source is None:
-            assert tensor.data is not None
+        if tensor.data is not None:
             data = np.ascontiguousarray(tensor.data, np.float32)
             return Result(data, TensorReport(tensor.name, None, tensor.kind, "F32", tensor.shape, data.nbytes, AS_IS))
+        modules = [self.module_of(leaf) for leaf in tensor.leaves]
+        if not any(modules):
+            return self._from_floats(tensor)
+        if tensor.parts:
+            from bridge.stacks import make_stack
+
+            return make_stack(self, tensor)
+        return self._from_codes(tensor, str(modules[0]))
+
+    def module_of(self, tensor: TensorSpec) -> str | None:
+        """The quantized module that a tensor without parts is; None where the checkpoint has it as floats."""
+        if tensor.source is None:
+            return None
         module = tensor.source.removesuffix(".weight")
-        if module in self.ckpt.modules and tensor.source != module:
-            return self._from_codes(tensor, module)
-        return self._from_floats(tensor)
+        return module if module in self.ckpt.modules and tensor.source != module else None
 
     def source_bytes(self, tensor: TensorSpec) -> int:
         """Bytes of the tensor in the checkpoint."""
-        if tensor.source is None:
-            return 0
-        module = tensor.source.removesuffix(".weight")
-        if module in self.ckpt.modules and tensor.source != module:
-            return self.ckpt.modules[module].nbytes
-        return self.ckpt.tensors[tensor.source].nbytes
+        total = 0
+        for leaf in tensor.leaves:
+            if (module := self.module_of(leaf)) is not None:
+                total += self.ckpt.modules[module].nbytes
+            elif leaf.source is not None:
+                info = self.ckpt.tensors[leaf.source]
+                total += info.nbytes if leaf.matrix is None else info.nbytes // info.shape[0]
+        return total
 
     def grouped(self, tensor: TensorSpec, module: str) -> GroupedTensor:
         """The tensor's codes with rows and columns as the GGUF has them."""
         t = self.ckpt.read_module(module)
-        out, columns = tensor.shape
+        out, columns = tensor.stored or tensor.shape
         if t.shape != (out, columns):
             weights = t.dequantize()
             if weights[out:].any() or weights[:, columns:].any():  # more than padding with zeros
@@ -128,12 +144,10 @@ class Conversion:
         """A float tensor's rows as the GGUF has them, in chunks of float32."""
         assert tensor.source is not None
         order = self._order(tensor, tensor.source.rpartition(".")[0])
-        columns = self._column_orders.get(tensor.source.removesuffix(".weight"))
-        if len(tensor.shape) == 1 or order is not None:
-            whole = self._cropped(self.ckpt.read_float(tensor.source), tensor)
+        if tensor.matrix is not None or len(tensor.shape) == 1 or order is not None:
+            whole = self._cropped(self._read_whole(tensor), tensor)
             yield whole if order is None else whole[order]
             return
-        assert columns is None  # only codes have act-order
         stored, step = self.ckpt.tensors[tensor.source].shape[0], max(1, _CHUNK_WEIGHTS // tensor.shape[1])
         for start in range(0, stored, step):
             rows = (start, min(start + step, stored))
@@ -141,9 +155,16 @@ class Conversion:
             if len(part):
                 yield part
 
+    def _read_whole(self, tensor: TensorSpec) -> np.ndarray:
+        """float32 of a tensor without parts as it is stored, of as many dimensions as it is to have."""
+        rows = None if tensor.matrix is None else (tensor.matrix, tensor.matrix + 1)
+        stored = self.ckpt.read_float(str(tensor.source), rows)
+        return stored.reshape(stored.shape[stored.ndim - len(tensor.shape) :])
+
     def _cropped(self, x: np.ndarray, tensor: TensorSpec, start: int = 0) -> np.ndarray:
         """Finite rows of a float tensor from `start` on, without zero padding beyond the model's true shape."""
-        inner = tuple(slice(size) for size in (max(0, tensor.shape[0] - start), *tensor.shape[1:]))
+        rows, *columns = tensor.stored or tensor.shape
+        inner = tuple(slice(size) for size in (max(0, rows - start), *columns))
         kept = np.ascontiguousarray(x[inner])
         if kept.shape != x.shape and np.count_nonzero(x) > np.count_nonzero(kept):
             raise self._other_shape(tensor)
@@ -155,19 +176,20 @@ class Conversion:
         return kept
 
     def _stored(self, tensor: TensorSpec) -> tuple[tuple[int, ...], Path]:
-        """Shape in the checkpoint, and the file."""
-        module = str(tensor.source).removesuffix(".weight")
-        if module in self.ckpt.modules and tensor.source != module:
+        """Shape in the checkpoint, and the file. A vector may be stored as a matrix of one row."""
+        if (module := self.module_of(tensor)) is not None:
             info = self.ckpt.modules[module]
             return info.shape, info.file
         plain = self.ckpt.tensors[str(tensor.source)]
-        return plain.shape, plain.file
+        shape = plain.shape if tensor.matrix is None else plain.shape[1:]
+        return shape[1:] if len(tensor.shape) == 1 and shape[:1] == (1,) and len(shape) == 2 else shape, plain.file
 
     def _check_shape(self, tensor: TensorSpec) -> None:
         """Refuse a tensor that is smaller than the config makes it. A larger one may be padded with zeros."""
         if tensor.source is not None:
             shape, _ = self._stored(tensor)
-            if len(shape) != len(tensor.shape) or any(a < b for a, b in zip(shape, tensor.shape, strict=True)):
+            expected = tensor.stored or tensor.shape
+            if len(shape) != len(expected) or any(a < b for a, b in zip(shape, expected, strict=True)):
                 raise self._other_shape(tensor)
 
     def _other_shape(self, tensor: TensorSpec) -> BridgeError:
@@ -189,24 +211,35 @@ class Conversion:
         spec = self.spec
         gqa = spec.n_heads // spec.n_kv_heads
         tied = tensor.kind == "token_embd" and spec.tied
-        return TensorPlace(tensor.name, tensor.kind, tensor.layer, spec.n_layers, gqa, tensor.shape[-1], tied)
+        columns = tensor.shape[-1]
+        return TensorPlace(tensor.name, tensor.kind, tensor.layer, spec.n_layers, gqa, columns, tied, spec.experts)
 
-    def _column_importance(self, tensor: TensorSpec) -> np.ndarray | None:
+    def column_importance(self, tensor: TensorSpec, part: int = 0) -> np.ndarray | None:
+        """float32 [in] of a tensor, or of one of its parts, in the GGUF's order; None where there is no imatrix."""
         if not self.importance:
             return None
         from bridge.mapping.imatrix import for_tensor
 
-        importance = for_tensor(self.importance, tensor.name, tensor.shape[1])
+        experts = tensor.shape[0] if len(tensor.shape) == 3 else 1
+        importance = for_tensor(self.importance, tensor.name, tensor.shape[-1], experts)
         if importance is None:
             return None
-        order = self._column_orders.get(str(tensor.source).removesuffix(".weight"))
+        if experts > 1:
+            importance = importance[part * experts // len(tensor.leaves)]
+        order = self._column_orders.get(str(tensor.leaves[part].source).removesuffix(".weight"))
         return importance if order is None else importance[order]
+
+    def carries(self, module: str) -> bool:
+        """Whether a module's codes can be kept at all: no act-order, or one that is folded into other layers."""
+        return module in self._column_orders or self.ckpt.group_order(module) is None
 
     def _from_codes(self, tensor: TensorSpec, module: str) -> Result:
         from bridge.mapping import choose
 
         t = self.grouped(tensor, module)
-        importance = self._column_importance(tensor)
+        if not tensor.quantizable:
+            return self._dequantized(tensor, t, "F32", list(t.notes))
+        importance = self.column_importance(tensor)
         wanted = self.recipe.wanted(self.place(tensor), as_codes=True, act_order=not t.sequential)
         notes = list(t.notes)
         mapped: Mapped | None = None
@@ -239,8 +272,8 @@ class Conversion:
         from bridge.mapping.carry import Fidelity
 
         exact = t.dequantize()
-        data = _as_float(exact, name, tensor.name)
-        error = float(np.square(_float_value(data, name) - exact, dtype=np.float64).sum())
+        data = as_float(exact, name, tensor.name)
+        error = float(np.square(float_value(data, name) - exact, dtype=np.float64).sum())
         signal = float(np.square(exact, dtype=np.float64).sum())
         fidelity = Fidelity(exact.size, error, signal, t.noise(), 0)
         report = TensorReport(
@@ -253,29 +286,39 @@ class Conversion:
         if tensor.quantizable:
             name = str(self.recipe.wanted(self.place(tensor), as_codes=False).type)
         block = block_type(name)
+        report = TensorReport(tensor.name, source_name(tensor), tensor.kind, name, tensor.shape, 0, AS_IS)
         if block is None:
-            data = np.concatenate([_as_float(x, name, tensor.name) for x in self.floats(tensor)])
-            report = TensorReport(tensor.name, tensor.source, tensor.kind, name, tensor.shape, data.nbytes, AS_IS)
+            chunks = (x for leaf in tensor.leaves for x in self.floats(leaf))
+            data = np.concatenate([as_float(x, name, tensor.name) for x in chunks])
+            report.nbytes = data.nbytes
             return Result(data, report)
         from bridge.mapping.carry import Fidelity
         from bridge.mapping.floats import quantize_rows
         from bridge.mapping.pack import row_bytes
 
-        importance = self._column_importance(tensor)
-        data = np.empty((tensor.shape[0], row_bytes(block, tensor.shape[1])), np.uint8)
+        rows = int(np.prod(tensor.shape[:-1]))
+        data = np.empty((rows, row_bytes(block, tensor.shape[-1])), np.uint8)
         done, error, signal = 0, 0.0, 0.0
-        for x in self.floats(tensor):
-            part = quantize_rows(x, block, importance)
-            data[done : done + len(x)] = part.data
-            done += len(x)
-            error += part.error
-            signal += part.signal
-        fidelity = Fidelity(tensor.shape[0] * tensor.shape[1], error, signal, 0.0, 0)
-        report = TensorReport(tensor.name, tensor.source, tensor.kind, name, tensor.shape, data.nbytes, FLOAT, fidelity)
+        for number, leaf in enumerate(tensor.leaves):
+            importance = self.column_importance(tensor, number)
+            for x in self.floats(leaf):
+                part = quantize_rows(x, block, importance)
+                data[done : done + len(x)] = part.data
+                done += len(x)
+                error += part.error
+                signal += part.signal
+        report.nbytes, report.how = data.nbytes, FLOAT
+        report.fidelity = Fidelity(rows * tensor.shape[-1], error, signal, 0.0, 0)
         return Result(data, report)
 
 
-def _as_float(x: np.ndarray, name: str, tensor: str) -> np.ndarray:
+def source_name(tensor: TensorSpec) -> str:
+    """The tensor's name in the checkpoint; of experts, with * for their number."""
+    names = [str(leaf.source) for leaf in tensor.leaves]
+    return names[0] if len(names) == 1 else re.sub(r"\bexperts\.\d+", "experts.*", names[0])
+
+
+def as_float(x: np.ndarray, name: str, tensor: str) -> np.ndarray:
     """float32 as F32, F16 or BF16 (uint16 bits, rounded to nearest even)."""
     if name != "BF16":
         with np.errstate(over="ignore"):
@@ -287,8 +330,8 @@ def _as_float(x: np.ndarray, name: str, tensor: str) -> np.ndarray:
     return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
 
 
-def _float_value(data: np.ndarray, name: str) -> np.ndarray:
-    """The inverse of `_as_float`."""
+def float_value(data: np.ndarray, name: str) -> np.ndarray:
+    """The inverse of `as_float`."""
     return (data.astype(np.uint32) << 16).view(np.float32) if name == "BF16" else data.astype(np.float32)
 
 

@@ -22,7 +22,7 @@ from bridge.models import TensorSpec
 from bridge.recipe import Recipe, block_type
 from bridge.report import AS_IS, CARRIED, FLOAT, ROUNDED, Report, TensorReport
 from bridge.runtime.reader import shards
-from bridge.tensors import Conversion
+from bridge.tensors import Conversion, source_name
 
 if TYPE_CHECKING:
     from bridge.checkpoint.grouped import GroupedTensor
@@ -108,20 +108,13 @@ def _compare(work: Conversion, tensor: TensorSpec, stored: Any) -> TensorReport:
         raise BridgeError(f"{tensor.name}: shape {list(shape)} in the GGUF, {list(tensor.shape)} in the checkpoint")
     name = stored.tensor_type.name
     nbytes = int(stored.n_bytes)
-    report = TensorReport(tensor.name, tensor.source, tensor.kind, name, tensor.shape, nbytes, AS_IS)
-    if tensor.source is None:
-        assert tensor.data is not None
+    source = None if tensor.data is not None else source_name(tensor)
+    report = TensorReport(tensor.name, source, tensor.kind, name, tensor.shape, nbytes, AS_IS)
+    if any(work.module_of(leaf) for leaf in tensor.leaves):
+        return _compare_codes(work, tensor, stored, report)
+    if tensor.data is not None:
         pairs: Iterator[tuple[np.ndarray, np.ndarray]] = iter([(tensor.data.reshape(shape), _values(stored, 0, None))])
     else:
-        module = tensor.source.removesuffix(".weight")
-        if module in work.ckpt.modules and tensor.source != module:
-            t = work.grouped(tensor, module)
-            report.notes = list(t.notes)
-            kept = _codes_kept(t, stored)
-            report.how = CARRIED if kept else ROUNDED
-            error, signal = _sums(_grouped_pairs(t, stored))
-            report.fidelity = Fidelity(t.codes.size, error, signal, t.noise(), kept)
-            return report
         pairs = _float_pairs(work, tensor, stored)
     error, signal = _sums(pairs)
     if error or block_type(name):
@@ -130,25 +123,51 @@ def _compare(work: Conversion, tensor: TensorSpec, stored: Any) -> TensorReport:
     return report
 
 
+def _compare_codes(work: Conversion, tensor: TensorSpec, stored: Any, report: TensorReport) -> TensorReport:
+    """A tensor that came as codes, all of it or most parts. Parts that came as floats are not in its fidelity."""
+    from bridge.mapping.carry import Fidelity
+
+    at = 0
+    for leaf in tensor.leaves:
+        module = work.module_of(leaf)
+        if module is not None:
+            t = work.grouped(leaf, module)
+            report.notes += t.notes
+            error, signal = _sums(_grouped_pairs(t, stored, at))
+            part = Fidelity(t.codes.size, error, signal, t.noise(), _codes_kept(t, stored, at))
+            report.fidelity = part if report.fidelity is None else report.fidelity + part
+        at += leaf.shape[0]
+    report.how = CARRIED if report.fidelity and report.fidelity.kept else ROUNDED
+    return report
+
+
+def _rows(stored: Any) -> np.ndarray:
+    """The stored bytes or floats of a GGUF tensor by row; those of experts one after another."""
+    return stored.data.reshape(-1, stored.data.shape[-1]) if stored.data.ndim > 2 else stored.data
+
+
 def _values(stored: Any, start: int, stop: int | None) -> np.ndarray:
     """float32 rows of a GGUF tensor, by the gguf package."""
-    data = stored.data[start:stop]
+    data = _rows(stored)[start:stop]
     if stored.tensor_type.name in ("F32", "F16"):
         return data.astype(np.float32)
     return gguf.quants.dequantize(data, stored.tensor_type)
 
 
-def _grouped_pairs(t: GroupedTensor, stored: Any) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+def _grouped_pairs(t: GroupedTensor, stored: Any, at: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Rows of the checkpoint's and the file's weights, whose first row is `at`."""
     step = max(1, _CHUNK_WEIGHTS // t.shape[1])
     for start in range(0, t.shape[0], step):
-        yield t.dequantize(slice(start, start + step)), _values(stored, start, start + step)
+        stop = min(start + step, t.shape[0])
+        yield t.dequantize(slice(start, stop)), _values(stored, at + start, at + stop)
 
 
 def _float_pairs(work: Conversion, tensor: TensorSpec, stored: Any) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     start = 0
-    for x in work.floats(tensor):
-        yield x, _values(stored, start, start + len(x))
-        start += len(x)
+    for leaf in tensor.leaves:
+        for x in work.floats(leaf):
+            yield x, _values(stored, start, start + len(x))
+            start += len(x)
 
 
 def _sums(pairs: Iterator[tuple[np.ndarray, np.ndarray]]) -> tuple[float, float]:
@@ -160,7 +179,7 @@ def _sums(pairs: Iterator[tuple[np.ndarray, np.ndarray]]) -> tuple[float, float]
     return error, signal
 
 
-def _codes_kept(t: GroupedTensor, stored: Any) -> int:
+def _codes_kept(t: GroupedTensor, stored: Any, at: int) -> int:
     """How many integer codes in the file are the checkpoint's (shifted by the zero point, where the type does so)."""
     from bridge.mapping.carry import why_not
     from bridge.mapping.pack import unpack_codes
@@ -171,9 +190,9 @@ def _codes_kept(t: GroupedTensor, stored: Any) -> int:
     kept = 0
     step = max(1, _CHUNK_WEIGHTS // t.shape[1])
     for start in range(0, t.shape[0], step):
-        rows = slice(start, start + step)
-        expected = t.codes[rows].astype(np.int16)
+        stop = min(start + step, t.shape[0])
+        expected = t.codes[start:stop].astype(np.int16)
         if block.zero:
-            expected += block.zero - t.zeros[rows][:, t.groups()].astype(np.int16)
-        kept += int((unpack_codes(block, stored.data[rows]) == expected).sum())
+            expected += block.zero - t.zeros[start:stop][:, t.groups()].astype(np.int16)
+        kept += int((unpack_codes(block, _rows(stored)[at + start : at + stop]) == expected).sum())
     return kept

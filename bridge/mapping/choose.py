@@ -11,6 +11,8 @@ the smallest type that adds under 15% of the checkpoint's noise.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+
 import numpy as np
 
 from bridge.blocks import BLOCKS, Q8_0, BlockType
@@ -20,14 +22,23 @@ from bridge.mapping.floats import actorder_importance, quantize_rows
 
 CARRIED_LIMIT = 0.01  # of the checkpoint's noise: what auto lets carried tensors add
 ROUNDED_LIMIT = 0.15  # and tensors that must be rounded anew
-_SAMPLE_ROWS = 64
-_CLEARLY_ABOVE = 1.5  # a sample this far above the limit rules a type out
+SAMPLE_ROWS = 64
+CLEARLY_ABOVE = 1.5  # a sample this far above the limit rules a type out
 _CHUNK_WEIGHTS = 1 << 22  # rows dequantized at a time
 
 
 def carry_auto(t: GroupedTensor) -> Mapped | None:
     """The smallest type that carries the codes within `CARRIED_LIMIT`, or None."""
-    wide = t.bits >= 7
+    for block in carriers([t]):
+        mapped = _within(t, block, CARRIED_LIMIT)
+        if mapped:
+            return mapped
+    return None
+
+
+def carriers(tensors: Sequence[GroupedTensor]) -> Iterator[BlockType]:
+    """The types that `auto` tries for codes, in its order, as far as shapes tell that they can hold all of these."""
+    wide = any(t.bits >= 7 for t in tensors)
     preferred = [b for b in BLOCKS.values() if b is Q8_0 or (b.is_k and not wide)]
     if not wide:
         preferred.remove(Q8_0)
@@ -35,20 +46,24 @@ def carry_auto(t: GroupedTensor) -> Mapped | None:
     tried: set[tuple[int, ...]] = set()
     for block in preferred + others:
         grid = (block.sub, block.zero, block.scale_hi, block.min_hi, block.dmin_at)
-        if (block.is_k and grid in tried) or why_not(t, block):
+        if (block.is_k and grid in tried) or any(why_not(t, block) for t in tensors):
             continue  # the same grid of scales with wider codes gains nothing
         tried.add(grid)
-        mapped = _within(t, block, CARRIED_LIMIT)
-        if mapped:
-            return mapped
-    return None
+        yield block
+
+
+def rounders(columns: int) -> list[BlockType]:
+    """The types that weights are rounded anew to, the smallest first, Q8_0 last."""
+    k_quants = columns % 256 == 0
+    fitting = [b for b in BLOCKS.values() if b is not Q8_0 and columns % b.size == 0 and b.is_k == k_quants]
+    return [*fitting, Q8_0]
 
 
 def _within(t: GroupedTensor, block: BlockType, limit: float) -> Mapped | None:
     """The carried tensor if it adds at most `limit` of the noise, else None; a sample of rows is looked at first."""
     try:
-        step = t.shape[0] // _SAMPLE_ROWS
-        if step > 1 and carry(t, block, slice(None, None, step)).fidelity.share > _CLEARLY_ABOVE * limit:
+        step = t.shape[0] // SAMPLE_ROWS
+        if step > 1 and carry(t, block, slice(None, None, step)).fidelity.share > CLEARLY_ABOVE * limit:
             return None
         mapped = carry(t, block)
     except CannotCarryError:
@@ -100,13 +115,9 @@ def round_anew(t: GroupedTensor, block: BlockType, importance: np.ndarray | None
 
 def round_auto(t: GroupedTensor, importance: np.ndarray | None = None) -> Mapped:
     """The smallest K-quant (or Q8_0) that adds at most `ROUNDED_LIMIT` of the checkpoint's noise; at worst Q8_0."""
-    columns = t.shape[1]
-    k_quants = columns % 256 == 0
-    step = max(1, t.shape[0] // _SAMPLE_ROWS)
+    step = max(1, t.shape[0] // SAMPLE_ROWS)
     sample = t.take_rows(np.arange(0, t.shape[0], step))
-    for block in BLOCKS.values():
-        if block is Q8_0 or columns % block.size or block.is_k != k_quants:
-            continue
+    for block in rounders(t.shape[1])[:-1]:
         if step > 1 and round_anew(sample, block, importance).fidelity.share > ROUNDED_LIMIT:
             continue
         mapped = round_anew(t, block, importance)

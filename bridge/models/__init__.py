@@ -4,7 +4,8 @@
     spec.tensors              what to write, from which tensor, with rows in which order
     spec.add_metadata(writer) every key-value pair but the file type
 
-One module per family (llama, mistral, qwen2, qwen3) over one decoder; tokenizer, bpe, sentencepiece,
+One module per family (llama, mistral, mixtral, qwen2, qwen2_moe, qwen3, qwen3_moe) over one decoder, with
+the experts of mixtures in moe; tokenizer, bpe, sentencepiece,
 pretokenizer and special for the vocabulary; chat and modelfile for Ollama.
 """
 
@@ -21,9 +22,12 @@ from bridge.models.config import Config, read_json
 from bridge.models.decoder import Family, add_decoder_metadata, build_tensors
 from bridge.models.llama import LLAMA
 from bridge.models.mistral import MISTRAL
+from bridge.models.mixtral import MIXTRAL
 from bridge.models.provenance import read_provenance
 from bridge.models.qwen2 import QWEN2
+from bridge.models.qwen2_moe import QWEN2_MOE
 from bridge.models.qwen3 import QWEN3
+from bridge.models.qwen3_moe import QWEN3_MOE
 from bridge.models.spec import Fold, ModelSpec, TensorSpec
 from bridge.models.tokenizer import read_tokenizer
 
@@ -32,10 +36,21 @@ __all__ = ["FAMILIES", "Fold", "ModelSpec", "TensorSpec", "describe_model"]
 FAMILIES: dict[str, Family] = {
     "LlamaForCausalLM": LLAMA,
     "MistralForCausalLM": MISTRAL,
+    "MixtralForCausalLM": MIXTRAL,
     "Qwen2ForCausalLM": QWEN2,
+    "Qwen2MoeForCausalLM": QWEN2_MOE,
     "Qwen3ForCausalLM": QWEN3,
+    "Qwen3MoeForCausalLM": QWEN3_MOE,
 }
-_BY_MODEL_TYPE = {"llama": LLAMA, "mistral": MISTRAL, "qwen2": QWEN2, "qwen3": QWEN3}
+_BY_MODEL_TYPE = {
+    "llama": LLAMA,
+    "mistral": MISTRAL,
+    "mixtral": MIXTRAL,
+    "qwen2": QWEN2,
+    "qwen2_moe": QWEN2_MOE,
+    "qwen3": QWEN3,
+    "qwen3_moe": QWEN3_MOE,
+}
 
 
 def describe_model(config: dict[str, Any], folder: Path, names: Collection[str], pre: str | None = None) -> ModelSpec:
@@ -76,6 +91,7 @@ def describe_model(config: dict[str, Any], folder: Path, names: Collection[str],
         notes=[*args.rope.notes, *family.notes(args), *tokenizer.notes],
         tokenizer=tokenizer,
         generation=generation,
+        experts=args.experts.count if hasattr(args, "experts") else 0,
     )
     provenance, notes = read_provenance(values, folder, spec.n_parameters)
     spec.notes += notes

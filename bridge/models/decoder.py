@@ -5,6 +5,8 @@
             ffn_norm, ffn_gate, ffn_up, ffn_down
     output_norm [, output where the embeddings are not tied] [, rope_freqs]
 
+Mixtures of experts have other tensors in the place of ffn_gate, ffn_up, ffn_down: see `bridge.models.moe`.
+
 GGUF's llama rotates neighbouring rows of a head (2j, 2j + 1), Hugging Face rows j and j + head_dim/2:
 the rows of q and k are reordered for it, biases with them. Qwen's GGUF architectures rotate halves
 as Hugging Face does, and keep their order.
@@ -14,7 +16,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import gguf
 import numpy as np
@@ -59,6 +61,8 @@ class Family:
     qk_norm       whether heads of q and k are normalized
     biases        layers for which llama.cpp's graph has a bias
     needs_bias    the arguments' layers that must have one
+    feed_forward  adds a layer's feed-forward tensors and returns their folds
+    head_of_own   whether llama.cpp's graph wants an output tensor even where the embeddings are tied
     add_metadata  keys beyond those of every decoder
     notes         what is lost, for the report
     """
@@ -69,6 +73,8 @@ class Family:
     biases: Collection[str]
     interleaved: bool = False
     qk_norm: bool = False
+    feed_forward: Callable[[Builder, int], list[Fold]] = lambda build, layer: build.dense(layer)
+    head_of_own: bool = False
     add_metadata: Callable[[DecoderArgs, gguf.GGUFWriter], None] = lambda _args, _writer: None
     notes: Callable[[DecoderArgs], list[str]] = lambda _args: []
 
@@ -117,6 +123,11 @@ def add_decoder_metadata(args: DecoderArgs, writer: gguf.GGUFWriter) -> None:
     args.rope.add_metadata(writer)
 
 
+def gated_fold(mlp: str) -> Fold:
+    """The fold of a gated feed-forward network whose module is `mlp`."""
+    return Fold(f"{mlp}.down_proj", (f"{mlp}.gate_proj", f"{mlp}.up_proj"))
+
+
 def interleaved_rows(heads: int, head_dim: int) -> np.ndarray:
     """int64 [heads * head_dim]: the Hugging Face row of each GGUF row of q or k.
 
@@ -126,8 +137,12 @@ def interleaved_rows(heads: int, head_dim: int) -> np.ndarray:
     return rows.swapaxes(1, 2).reshape(-1)
 
 
-class _Builder:
-    """Collects tensor specs, and which names of the checkpoint they use."""
+class Builder:
+    """Collects tensor specs, and which names of the checkpoint they use.
+
+    names   every tensor that the checkpoint has
+    linears modules whose bias may be there and be zero
+    """
 
     def __init__(self, family: Family, args: DecoderArgs, names: Collection[str]) -> None:
         self.args, self.family, self.names = args, family, frozenset(names)
@@ -135,20 +150,48 @@ class _Builder:
         self.map = gguf.get_tensor_name_map(arch, args.n_layers)
         self.tensors: list[TensorSpec] = []
         self.used: set[str] = set()
+        self.linears: set[str] = set()
 
     def add(self, source: str, shape: tuple[int, ...], layer: int | None = None, rows: np.ndarray | None = None,
-            known_as: str | None = None) -> None:  # fmt: skip
+            known_as: str | None = None, quantizable: bool = True) -> None:  # fmt: skip
         """One tensor; `known_as`: the name that GGUF's map knows, where the checkpoint uses another."""
+        self.use(source)
+        name, kind = self.gguf_name(known_as or source, layer)
+        self.tensors.append(TensorSpec(name, source, shape, kind, layer, quantizable and len(shape) == 2, rows))
+
+    def stack(self, known_as: str, experts: list[TensorSpec], layer: int) -> None:
+        """A tensor [experts, out, in] of the experts' matrices; their names are made here."""
+        name, kind = self.gguf_name(known_as, layer)
+        parts = tuple(replace(expert, name=f"{name}[{i}]", kind=kind, layer=layer) for i, expert in enumerate(experts))
+        for part in parts:
+            self.use(str(part.source))
+        self.tensors.append(
+            TensorSpec(name, None, (len(parts), *parts[0].shape), kind, layer, quantizable=True, parts=parts)
+        )
+
+    def gguf_name(self, known_as: str, layer: int | None) -> tuple[str, str]:
+        """The GGUF's name of a tensor, and its kind."""
+        name = self.map.get_name(known_as, try_suffixes=(".weight", ".bias"))
+        assert name is not None, known_as
+        return name, name.removeprefix(f"blk.{layer}.").rsplit(".", 1)[0]
+
+    def use(self, source: str) -> None:
+        """Note that a tensor of the checkpoint is needed; BridgeError where it is not there."""
         if source not in self.names:
             raise BridgeError(f"{source} is missing from the checkpoint; a shard may not have been downloaded")
-        name = self.map.get_name(known_as or source, try_suffixes=(".weight", ".bias"))
-        assert name is not None, source
-        kind = name.removeprefix(f"blk.{layer}.").rsplit(".", 1)[0]
         self.used.add(source)
-        self.tensors.append(TensorSpec(name, source, shape, kind, layer, len(shape) == 2, rows))
+
+    def dense(self, layer: int) -> list[Fold]:
+        """The plain feed-forward network of a layer."""
+        hidden, inner = self.args.hidden, self.args.intermediate
+        self.linear(layer, "mlp.gate_proj", (inner, hidden))
+        self.linear(layer, "mlp.up_proj", (inner, hidden))
+        self.linear(layer, "mlp.down_proj", (hidden, inner))
+        return [gated_fold(f"model.layers.{layer}.mlp")]
 
     def linear(self, layer: int, part: str, shape: tuple[int, int], rows: np.ndarray | None = None) -> None:
         module = f"model.layers.{layer}.{part}"
+        self.linears.add(module)
         self.add(f"{module}.weight", shape, layer, rows)
         present = f"{module}.bias" in self.names and part in self.family.biases
         if present or part in self.family.needs_bias(self.args):
@@ -163,8 +206,9 @@ def build_tensors(
     Raises:
         BridgeError: a tensor is missing, or one is there that nothing here knows.
     """
-    build = _Builder(family, args, names)
-    hidden, inner = args.hidden, args.intermediate
+    build = Builder(family, args, names)
+    folds: list[Fold] = []
+    hidden = args.hidden
     q, kv = args.n_heads * args.head_dim, args.n_kv_heads * args.head_dim
     q_rows = interleaved_rows(args.n_heads, args.head_dim) if family.interleaved else None
     k_rows = interleaved_rows(args.n_kv_heads, args.head_dim) if family.interleaved else None
@@ -185,31 +229,23 @@ def build_tensors(
             build.add(f"{prefix}.self_attn.k_norm.weight", (args.head_dim,), layer)
         build.linear(layer, "self_attn.o_proj", (hidden, q))
         build.add(f"{prefix}.post_attention_layernorm.weight", (hidden,), layer)
-        build.linear(layer, "mlp.gate_proj", (inner, hidden))
-        build.linear(layer, "mlp.up_proj", (inner, hidden))
-        build.linear(layer, "mlp.down_proj", (hidden, inner))
+        folds += family.feed_forward(build, layer)
     build.add("model.norm.weight", (hidden,))
     if not args.tied:
         build.add("lm_head.weight", (args.vocab, hidden))
+    elif family.head_of_own:
+        build.add(str(build.tensors[0].source), (args.vocab, hidden), known_as="lm_head.weight")
     if (factors := args.rope.factors) is not None:
         build.tensors.append(
             TensorSpec("rope_freqs.weight", None, factors.shape, "rope_freqs", None, False, data=factors)
         )
     unused, zero_only = _leftovers(build)
-    folds = [
-        Fold(f"model.layers.{i}.mlp.down_proj", (f"model.layers.{i}.mlp.gate_proj", f"model.layers.{i}.mlp.up_proj"))
-        for i in range(args.n_layers)
-    ]
     return build.tensors, folds, unused, zero_only
 
 
-def _leftovers(build: _Builder) -> tuple[list[str], list[str]]:
+def _leftovers(build: Builder) -> tuple[list[str], list[str]]:
     """What is in the checkpoint and not in the GGUF: names to report, and biases to be zero."""
-    biases = {
-        f"model.layers.{layer}.{part}.bias"
-        for layer in range(build.args.n_layers)
-        for part in (*ATTENTION, *MLP)
-    } | {"lm_head.bias"}  # fmt: skip
+    biases = {f"{module}.bias" for module in (*build.linears, "lm_head")}
     unused, zero_only = [], []
     for name in sorted(build.names - build.used):
         if name in biases:

@@ -28,6 +28,10 @@ class TensorSpec:
     quantizable  a matrix of a linear layer or an embedding; norms and biases stay floats
     row_order    int64 [out] or None: row i of the GGUF is row row_order[i] of the checkpoint
     data         float32, for a tensor that no checkpoint stores
+    parts        tensors whose rows, one after another, are this one's, which has no source then: the
+                 experts of a 3-D tensor, or q, k and v of a fused matrix
+    matrix       which matrix of a 3-D source this is
+    stored       the source's shape where row_order picks from more rows than it returns
     """
 
     name: str
@@ -38,6 +42,14 @@ class TensorSpec:
     quantizable: bool
     row_order: np.ndarray | None = None
     data: np.ndarray | None = None
+    parts: tuple[TensorSpec, ...] = ()
+    matrix: int | None = None
+    stored: tuple[int, ...] | None = None
+
+    @property
+    def leaves(self) -> tuple[TensorSpec, ...]:
+        """The tensors that this one is read from, one after another: its parts, or itself."""
+        return self.parts or (self,)
 
 
 @dataclass(frozen=True)
@@ -61,6 +73,7 @@ class ModelSpec:
     zero_only  tensors that llama.cpp's graph has no place for: the caller must see that they are
                all zeros (old GPTQ tools write such biases) or refuse the model
     notes      what the reader of the report should know
+    experts    in a layer, 0 for a dense model
     """
 
     arch: str
@@ -80,6 +93,7 @@ class ModelSpec:
     notes: list[str]
     tokenizer: Tokenizer
     generation: dict[str, Any]  # generation_config.json
+    experts: int = 0
     hparams: list[Callable[[gguf.GGUFWriter], None]] = field(repr=False, default_factory=list)
 
     @property
@@ -95,7 +109,7 @@ class ModelSpec:
     @property
     def n_parameters(self) -> int:
         """Of the checkpoint's tensors that are written."""
-        return sum(int(np.prod(tensor.shape)) for tensor in self.tensors if tensor.source is not None)
+        return sum(int(np.prod(tensor.shape)) for tensor in self.tensors if tensor.data is None)
 
     def add_metadata(self, writer: gguf.GGUFWriter) -> None:
         """Write every key but general.file_type and general.quantization_version."""

@@ -1,0 +1,37 @@
+"""Mixtral: Mistral's decoder with experts; in GGUF it is `llama` with an expert_count.
+
+The weights of the chosen experts are normalized to a sum of one, in transformers and in llama.cpp alike.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import gguf
+
+from bridge.models import mistral
+from bridge.models.config import Config
+from bridge.models.decoder import ATTENTION, DecoderArgs, Family
+from bridge.models.mistral import MistralArgs
+from bridge.models.moe import Experts, add_expert_metadata, add_experts, expert_args, read_experts
+
+
+@dataclass(frozen=True)
+class MixtralArgs(MistralArgs):
+    experts: Experts
+
+
+def read(config: Config) -> MixtralArgs:
+    return MixtralArgs(**vars(mistral.read(config)), experts=read_experts(config, "intermediate_size"))
+
+
+def add_metadata(args: DecoderArgs, writer: gguf.GGUFWriter) -> None:
+    mistral.add_metadata(args, writer)
+    add_expert_metadata(expert_args(args), writer, own_length=False)
+
+
+MIXTRAL = Family(
+    "llama", read, lambda _args: (), biases=ATTENTION, interleaved=True,
+    feed_forward=lambda build, layer: add_experts(build, layer, expert_args(build.args)),
+    add_metadata=add_metadata, notes=mistral.notes,
+)  # fmt: skip

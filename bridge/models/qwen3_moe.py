@@ -1,0 +1,53 @@
+"""Qwen3-MoE: Qwen3's attention with experts, none of them shared.
+
+llama.cpp normalizes the weights of the chosen experts to a sum of one: norm_topk_prob must be true.
+transformers takes it as false where config.json does not say.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import gguf
+
+from bridge.errors import BridgeError
+from bridge.models import qwen3
+from bridge.models.config import Config
+from bridge.models.decoder import QKV, DecoderArgs, Family
+from bridge.models.moe import (
+    Experts,
+    add_expert_metadata,
+    add_experts,
+    expect_sparse_layers,
+    expert_args,
+    read_experts,
+)
+from bridge.models.qwen3 import Qwen3Args
+
+
+@dataclass(frozen=True)
+class Qwen3MoeArgs(Qwen3Args):
+    experts: Experts
+
+
+def read(config: Config) -> Qwen3MoeArgs:
+    expect_sparse_layers(config)
+    if not config.get("norm_topk_prob", False):
+        raise BridgeError(
+            f"{config.path}: norm_topk_prob is not true; llama.cpp normalizes this architecture's expert weights, and "
+            "the model would not be the same"
+        )
+    experts = read_experts(config, "moe_intermediate_size")
+    values = {"intermediate_size": experts.inner, **config.values}  # the dense width is of no use here
+    return Qwen3MoeArgs(**vars(qwen3.read(Config(values, config.path))), experts=experts)
+
+
+def add_metadata(args: DecoderArgs, writer: gguf.GGUFWriter) -> None:
+    add_expert_metadata(expert_args(args), writer, own_length=True)
+
+
+QWEN3_MOE = Family(
+    "qwen3moe", read, qwen3.needs_bias, biases=QKV, qk_norm=True,
+    feed_forward=lambda build, layer: add_experts(build, layer, expert_args(build.args)),
+    add_metadata=add_metadata, notes=qwen3.notes,
+)  # fmt: skip
