@@ -27,8 +27,8 @@ def unpack(raw, q, sc, mn):
         sc[j] = raw[j] & 15
         mn[j] = raw[j] >> 4
     for h in range(2):
-        for j in range(4):
-            for i in range(32):
+        for i in range(32):
+            for j in range(4):
                 q[128 * h + 32 * j + i] = (raw[16 + 32 * h + i] >> (2 * j)) & 3
 
 

@@ -37,8 +37,8 @@ def pack(q, sc, mn, d, dmin, out):
 
 def unpack(raw, q, sc, mn):
     for h in range(2):
-        for j in range(4):
-            for i in range(32):
+        for i in range(32):
+            for j in range(4):
                 low = (raw[32 + 32 * h + i] >> (2 * j)) & 3
                 high = (raw[i] >> (4 * h + j)) & 1
                 q[128 * h + 32 * j + i] = low | (high << 2)

@@ -40,15 +40,15 @@ def pack(q, sc, mn, d, dmin, out):
     out[2] = dmin & 255
     out[3] = dmin >> 8
     pack_scales(sc, mn, out)
-    for c in range(4):
-        for i in range(32):
+    for i in range(32):  # this way round LLVM makes vectors of it
+        for c in range(4):
             out[16 + 32 * c + i] = q[64 * c + i] | (q[64 * c + 32 + i] << 4)
 
 
 def unpack(raw, q, sc, mn):
     unpack_scales(raw, sc, mn)
-    for c in range(4):
-        for i in range(32):
+    for i in range(32):
+        for c in range(4):
             q[64 * c + i] = raw[16 + 32 * c + i] & 15
             q[64 * c + 32 + i] = raw[16 + 32 * c + i] >> 4
 
