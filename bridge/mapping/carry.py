@@ -128,6 +128,9 @@ def _carry_k(codes, scales, zeros, group, sub, subs, lo, hi, min_hi, sc_out, mn_
     try_mn = np.empty(subs, np.int32)
     blocks = d_out.shape[1]
     count, first = _units(group, subs, blocks)
+    error = 0.0
+    signal = 0.0
+    noise = 0.0
     for row in range(codes.shape[0]):
         for block in range(blocks):
             units = count[block]
@@ -148,8 +151,8 @@ def _carry_k(codes, scales, zeros, group, sub, subs, lo, hi, min_hi, sc_out, mn_
                 a[u] = deviation
                 b[u] = total - shift * (stop - start)
                 square = float(s[u]) * float(s[u])
-                sums[1] += square * deviation
-                sums[2] += square * (stop - start) / 12.0
+                signal += square * deviation
+                noise += square * (stop - start)
             if min_hi == 0:
                 d_out[row, block] = fit_scaled(units, s, a, lo, hi, sc, cand_d, cand_e, num, den)
             else:
@@ -179,7 +182,10 @@ def _carry_k(codes, scales, zeros, group, sub, subs, lo, hi, min_hi, sc_out, mn_
             for u in range(units):
                 alpha = d64 * sc[u] - float(s[u])
                 gamma = dmin64 * mn[u] - d64 * sc[u] * z[u] if min_hi > 0 else 0.0
-                sums[0] += alpha * alpha * a[u] - 2.0 * alpha * gamma * b[u] + gamma * gamma * n[u]
+                error += alpha * alpha * a[u] - 2.0 * alpha * gamma * b[u] + gamma * gamma * n[u]
+    sums[0] += error
+    sums[1] += signal
+    sums[2] += noise / 12.0
 
 
 @kernel
