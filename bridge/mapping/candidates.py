@@ -14,6 +14,7 @@ from bridge.jit import inlined, inner
 
 CANDIDATES = 128  # room for one candidate per scale code
 LANES = 16  # float32 in the widest vectors there are
+BATCH = 128  # superblocks that `fit_scaled` takes at once
 _TOP_CODES = np.arange(1, 2 * CANDIDATES + 1, dtype=np.float32)  # the code of the largest scale, by candidate
 
 
@@ -149,78 +150,65 @@ def min_candidates(units, target, n, hi, cand_d, cand_e, num, den):
     return padded
 
 
-@inlined
-def tied_zero(units, z, hi, min_hi):
-    """Whether mn = sc and dmin = d * z hold the zero points exactly: one power of two for all units, or 0."""
-    if hi > min_hi:
-        return False
-    for u in range(units):
-        if z[u] != z[0]:
-            return False
-    whole = np.int64(z[0])
-    return whole == z[0] and whole >= 0 and whole & (whole - 1) == 0
+@inner
+def fit_scaled(units, s, weight, lo, hi, d, code, ratio, num, den, skipped, best, error):
+    """Fit BATCH superblocks at once where zero points are kept exactly, so that E = sum alpha^2 A.
 
+    units        how many units the longest of them has
+    s, weight    float32 [units, BATCH]: scales and A; 0 where a superblock has fewer units
+    lo, hi       range of scale codes
+    d            float32 [BATCH], out: halves; 0 where all scales are 0
+    code         float32 [units, BATCH], out: scale codes
+    ratio        float32 [units, BATCH], scratch; num .. error float32 [BATCH], scratch
 
-@inlined
-def _least_squares_of_two(s0, s1, w0, w1, code0, code1):
-    """The half d of least w0 (d code0 - s0)^2 + w1 (d code1 - s1)^2."""
-    num = w0 * s0 * code0 + w1 * s1 * code1
-    den = w0 * (code0 * code0) + w1 * (code1 * code1)
-    return _round_half_branchless(num / (den + np.float32(1e-30)))
-
-
-@inlined
-def _error_of_two(s0, s1, w0, w1, code0, code1):
-    d = _least_squares_of_two(s0, s1, w0, w1, code0, code1)
-    miss0 = d * code0 - s0
-    miss1 = d * code1 - s1
-    return np.float32(w0 * (miss0 * miss0) + w1 * (miss1 * miss1))
-
-
-@inlined
-def _fit_two(s0, s1, w0, w1, lo, hi, sc, errors):
-    """`fit_scaled` for two units, groups of 128: the most common case, in one pass over the candidates."""
-    top = s0 if abs(s0) > abs(s1) else s1
-    if top == 0:
-        sc[0] = 0
-        sc[1] = 0
-        return np.float32(0.0)
-    skipped = _skipped(top, hi)
-    count = hi - skipped + (1 if lo < -hi else 0)
-    codes = _TOP_CODES[skipped:]
-    r0 = s0 / top if lo < 0 or s0 * top > 0 else np.float32(0.0)
-    r1 = s1 / top if lo < 0 or s1 * top > 0 else np.float32(0.0)
-    padded = (count + LANES - 1) // LANES * LANES
-    for c in range(padded):
-        error = _error_of_two(s0, s1, w0, w1, np.rint(r0 * codes[c]), np.rint(r1 * codes[c]))
-        errors[c] = error if c < count else np.float32(np.inf)
-    c = best_candidate(errors, padded)
-    code0 = np.rint(r0 * codes[c])
-    code1 = np.rint(r1 * codes[c])
-    d = _least_squares_of_two(s0, s1, w0, w1, code0, code1)
-    if codes[c] > hi:
-        d = -d
-        code0 = -code0
-        code1 = -code1
-    sc[0] = np.int32(min(code0, np.float32(hi)))
-    sc[1] = np.int32(min(code1, np.float32(hi)))
-    return d
-
-
-@inlined
-def fit_scaled(units, s, a, lo, hi, sc, cand_d, cand_e, num, den):
-    """Fit d and sc of one superblock where zero points are kept exactly, so that E = sum alpha^2 A.
-
-    s, a float32 [units]; sc int32 [units], out; cand_d .. den float32 [CANDIDATES],
-    scratch. Returns d.
+    The candidates are those of `scale_candidates`; here the superblocks are innermost: a vector holds one
+    candidate of sixteen of them, and no minimum is taken across its lanes.
     """
-    if units == 2:
-        return _fit_two(s[0], s[1], a[0], a[1], lo, hi, sc, cand_e)
-    count = scale_candidates(units, s, a, lo, hi, cand_d, cand_e, num, den)
-    if count == 0:
+    top = best  # the largest scales, until the codes begin
+    for i in range(BATCH):
+        top[i] = s[0, i]
+    for u in range(1, units):
+        for i in range(BATCH):
+            top[i] = s[u, i] if abs(s[u, i]) > abs(top[i]) else top[i]
+    first = np.int64(hi)
+    for i in range(BATCH):
+        skip = _skipped(top[i], hi)
+        first = min(first, skip) if top[i] != 0 else first
+        skipped[i] = np.float32(skip)
+    for u in range(units):
+        for i in range(BATCH):
+            usable = top[i] != 0 and (lo < 0 or s[u, i] * top[i] > 0)
+            ratio[u, i] = s[u, i] / top[i] if usable else np.float32(0.0)
+    for i in range(BATCH):
+        d[i] = np.float32(0.0)
+        best[i] = np.float32(0.0)
+        error[i] = np.float32(np.inf)
+    for c in range(first + 1, hi + (2 if lo < -hi else 1)):  # the code beyond hi stands for -(hi + 1), with -d
+        largest = np.float32(c)
+        for i in range(BATCH):
+            num[i] = np.float32(0.0)
+            den[i] = np.float32(1e-30)
         for u in range(units):
-            sc[u] = 0
-        return np.float32(0.0)
-    c = best_candidate(cand_e, count)
-    scale_codes(units, s, cand_d[c], lo, hi, sc)
-    return cand_d[c]
+            for i in range(BATCH):
+                q = np.rint(ratio[u, i] * largest)
+                num[i] += weight[u, i] * s[u, i] * q
+                den[i] += weight[u, i] * (q * q)
+        for i in range(BATCH):
+            num[i] = _round_half_branchless(num[i] / den[i])
+            den[i] = np.float32(0.0)
+        for u in range(units):
+            for i in range(BATCH):
+                miss = num[i] * np.rint(ratio[u, i] * largest) - s[u, i]
+                den[i] += weight[u, i] * (miss * miss)
+        for i in range(BATCH):
+            better = den[i] < error[i] and largest > skipped[i]
+            error[i] = den[i] if better else error[i]
+            d[i] = num[i] if better else d[i]
+            best[i] = largest if better else best[i]
+    for i in range(BATCH):
+        flip = np.float32(-1.0) if best[i] > hi else np.float32(1.0)
+        d[i] *= flip
+        best[i] *= flip
+    for u in range(units):
+        for i in range(BATCH):
+            code[u, i] = min(np.rint(ratio[u, i] * best[i]), np.float32(hi))

@@ -22,7 +22,7 @@ from bridge.blocks import BlockType
 from bridge.checkpoint.grouped import GroupedTensor
 from bridge.errors import BridgeError
 from bridge.jit import inlined, inner, kernel
-from bridge.mapping.candidates import CANDIDATES, fit_scaled, tied_zero
+from bridge.mapping.candidates import BATCH, CANDIDATES, fit_scaled
 from bridge.mapping.fit import fit_affine
 from bridge.mapping.half import round_half
 from bridge.mapping.pack import packer, row_bytes
@@ -91,24 +91,104 @@ def _sums(codes, row, start, stop):
 
 @inner
 def _units(group, subs, blocks):
-    """Of each superblock of a row: how many units it has, and the first sub-block of each (and the end)."""
+    """Of each superblock of a row: how many units it has, the first sub-block of each (and the end), and the
+    unit of each sub-block."""
     count = np.zeros(blocks, np.int64)
     first = np.zeros((blocks, subs + 1), np.int64)
+    unit = np.zeros((blocks, subs), np.int64)
     for block in range(blocks):
         for j in range(subs):
             if j == 0 or group[block * subs + j] != group[block * subs + j - 1]:
                 first[block, count[block]] = j
                 count[block] += 1
+            unit[block, j] = count[block] - 1
         first[block, count[block]] = subs
-    return count, first
+    return count, first, unit
+
+
+@inlined
+def _next(row, block, blocks):
+    """The superblock after (row, block)."""
+    return (row, block + 1) if block + 1 < blocks else (row + 1, 0)
+
+
+@inlined
+def _moments(codes, row, start, stop, zero):
+    """sum (q - z)^2 and sum (q - z) of a run of codes of one row, float64."""
+    total, squares = _sums(codes, row, start, stop)
+    z = float(zero)
+    n = float(stop - start)
+    return squares - 2.0 * z * total + z * z * n, total - z * n
 
 
 @kernel
-def _carry_k(codes, scales, zeros, group, sub, subs, lo, hi, min_hi, sc_out, mn_out, d_out, dmin_out, sums):
-    """Fit every superblock of some rows. `group` int32 [in / sub]; min_hi 0: a scaled type.
+def _carry_scaled(codes, scales, zeros, group, sub, subs, lo, hi, min_hi, sc_out, mn_out, d_out, dmin_out, sums):
+    """Fit every superblock of some rows whose zero points keep by themselves.
 
-    sums float64 [3], added to: error, signal, noise.
+    That is, of a scaled type (min_hi 0), or of an affine one whose zero points are all one power of two, or 0:
+    then mn = sc and dmin = d * z hold them exactly. `group` int32 [in / sub]. sums float64 [3], added to:
+    error, signal, noise.
     """
+    blocks = d_out.shape[1]
+    count, first, unit = _units(group, subs, blocks)
+    most = count.max()
+    s = np.zeros((most, BATCH), np.float32)  # 0 beyond a superblock's last unit
+    a = np.zeros((most, BATCH), np.float32)
+    d = np.empty(BATCH, np.float32)
+    code = np.empty((most, BATCH), np.float32)
+    ratio = np.empty((most, BATCH), np.float32)
+    num = np.empty(BATCH, np.float32)
+    den = np.empty(BATCH, np.float32)
+    skipped = np.empty(BATCH, np.float32)
+    best = np.empty(BATCH, np.float32)
+    least = np.empty(BATCH, np.float32)
+    error = 0.0
+    signal = 0.0
+    noise = 0.0
+    z = np.float32(0.0) if min_hi == 0 else zeros[0, 0]
+    row, block = 0, 0
+    while row < d_out.shape[0]:
+        size = min(BATCH, (d_out.shape[0] - row) * blocks - block)
+        begin = row, block
+        for i in range(size):
+            for u in range(most):
+                s[u, i] = np.float32(0.0)
+                a[u, i] = np.float32(0.0)
+            for u in range(count[block]):
+                start = (block * subs + first[block, u]) * sub
+                stop = (block * subs + first[block, u + 1]) * sub
+                g = group[block * subs + first[block, u]]
+                spread, _ = _moments(codes, row, start, stop, zeros[row, g])
+                s[u, i] = scales[row, g]
+                a[u, i] = spread
+                square = float(scales[row, g]) * float(scales[row, g])
+                signal += square * spread
+                noise += square * float(stop - start)
+            row, block = _next(row, block, blocks)
+        for i in range(size, BATCH):
+            s[0, i] = np.float32(0.0)
+        fit_scaled(most, s, a, lo, hi, d, code, ratio, num, den, skipped, best, least)
+        row, block = begin
+        for i in range(size):
+            d_out[row, block] = d[i]
+            dmin_out[row, block] = d[i] * z
+            for j in range(subs):
+                q = np.int32(code[unit[block, j], i])
+                sc_out[row, block * subs + j] = q
+                mn_out[row, block * subs + j] = q if z != 0 else 0
+            for u in range(count[block]):
+                # the error again, in float64: what is reported must not carry the search's rounding
+                alpha = float(d[i]) * float(code[u, i]) - float(s[u, i])
+                error += alpha * alpha * float(a[u, i])
+            row, block = _next(row, block, blocks)
+    sums[0] += error
+    sums[1] += signal
+    sums[2] += noise / 12.0
+
+
+@kernel
+def _carry_affine(codes, scales, zeros, group, sub, subs, lo, hi, min_hi, sc_out, mn_out, d_out, dmin_out, sums):
+    """As `_carry_scaled`, for affine types and zero points of any kind."""
     s = np.empty(subs, np.float32)
     z = np.empty(subs, np.float32)
     n = np.empty(subs, np.float32)
@@ -127,14 +207,13 @@ def _carry_k(codes, scales, zeros, group, sub, subs, lo, hi, min_hi, sc_out, mn_
     try_sc = np.empty(subs, np.int32)
     try_mn = np.empty(subs, np.int32)
     blocks = d_out.shape[1]
-    count, first = _units(group, subs, blocks)
+    count, first, unit = _units(group, subs, blocks)
     error = 0.0
     signal = 0.0
     noise = 0.0
     for row in range(codes.shape[0]):
         for block in range(blocks):
             units = count[block]
-            sign = np.float32(1.0)
             top = np.float32(0.0)
             for u in range(units):
                 g = group[block * subs + first[block, u]]
@@ -144,44 +223,29 @@ def _carry_k(codes, scales, zeros, group, sub, subs, lo, hi, min_hi, sc_out, mn_
                     top = s[u]
                 start = (block * subs + first[block, u]) * sub
                 stop = (block * subs + first[block, u + 1]) * sub
-                total, squares = _sums(codes, row, start, stop)
+                deviation, balance = _moments(codes, row, start, stop, zeros[row, g])
                 n[u] = stop - start
-                shift = float(zeros[row, g])
-                deviation = squares - 2.0 * shift * total + shift * shift * (stop - start)
                 a[u] = deviation
-                b[u] = total - shift * (stop - start)
+                b[u] = balance
                 square = float(s[u]) * float(s[u])
                 signal += square * deviation
-                noise += square * (stop - start)
-            if min_hi == 0:
-                d_out[row, block] = fit_scaled(units, s, a, lo, hi, sc, cand_d, cand_e, num, den)
-            else:
-                if top < 0:
-                    sign = np.float32(-1.0)
-                    for u in range(units):
-                        s[u] = -s[u]
-                if tied_zero(units, z, hi, min_hi):
-                    d = fit_scaled(units, s, a, lo, hi, sc, cand_d, cand_e, num, den)
-                    dmin = d * z[0]
-                    for u in range(units):
-                        mn[u] = sc[u] if z[0] != 0 else 0
-                else:
-                    d, dmin = fit_affine(
-                        units, s, z, n, a, b, hi, min_hi, sc, mn,
-                        cand_d, cand_e, num, den, spread, target, kept_d, kept_e, try_sc, try_mn,
-                    )  # fmt: skip
-                d_out[row, block] = sign * d
-                dmin_out[row, block] = sign * dmin
+                noise += square * float(stop - start)
+            sign = np.float32(-1.0) if top < 0 else np.float32(1.0)
             for u in range(units):
-                for j in range(first[block, u], first[block, u + 1]):
-                    sc_out[row, block * subs + j] = sc[u]
-                    mn_out[row, block * subs + j] = mn[u]
-            # the error again, in float64: what is reported must not carry the search's rounding
-            d64 = float(sign * d_out[row, block])
-            dmin64 = float(sign * dmin_out[row, block])
+                s[u] *= sign
+            d, dmin = fit_affine(
+                units, s, z, n, a, b, hi, min_hi, sc, mn,
+                cand_d, cand_e, num, den, spread, target, kept_d, kept_e, try_sc, try_mn,
+            )  # fmt: skip
+            d_out[row, block] = sign * d
+            dmin_out[row, block] = sign * dmin
+            for j in range(subs):
+                sc_out[row, block * subs + j] = sc[unit[block, j]]
+                mn_out[row, block * subs + j] = mn[unit[block, j]]
             for u in range(units):
-                alpha = d64 * sc[u] - float(s[u])
-                gamma = dmin64 * mn[u] - d64 * sc[u] * z[u] if min_hi > 0 else 0.0
+                # the error again, in float64: what is reported must not carry the search's rounding
+                alpha = float(d) * sc[u] - float(s[u])
+                gamma = float(dmin) * mn[u] - float(d) * sc[u] * z[u]
                 error += alpha * alpha * a[u] - 2.0 * alpha * gamma * b[u] + gamma * gamma * n[u]
     sums[0] += error
     sums[1] += signal
@@ -190,7 +254,7 @@ def _carry_k(codes, scales, zeros, group, sub, subs, lo, hi, min_hi, sc_out, mn_
 
 @kernel
 def _carry_plain(codes, scales, zeros, group, with_min, d_out, dmin_out, sums):
-    """d (and m) of every block of 32 of some rows; sums as in `_carry_k`."""
+    """d (and m) of every block of 32 of some rows; sums as in `_carry_scaled`."""
     for row in range(codes.shape[0]):
         for block in range(d_out.shape[1]):
             g = group[block]
@@ -290,6 +354,12 @@ def why_not(t: GroupedTensor, block: BlockType) -> str | None:
     return None
 
 
+def _one_power_of_two(zeros: np.ndarray, block: BlockType) -> bool:
+    """Whether mn = sc and dmin = d * z hold all zero points exactly: a z that no half is rounded by."""
+    z = float(zeros.flat[0])
+    return block.scale_hi <= block.min_hi and z in (0, 1, 2, 4, 8, 16, 32, 64, 128) and bool((zeros == z).all())
+
+
 def carry(t: GroupedTensor, block: BlockType, rows: slice = slice(None)) -> Mapped:
     """Put the codes of `t` (or of some of its rows) into blocks of a type.
 
@@ -313,13 +383,14 @@ def carry(t: GroupedTensor, block: BlockType, rows: slice = slice(None)) -> Mapp
     d = np.zeros((min(step, out), n), np.float32)
     dmin = np.zeros((min(step, out), n), np.float32)
     pack = packer(block.name)
+    fit = _carry_scaled if not block.has_min or _one_power_of_two(t.zeros, block) else _carry_affine
     for start in range(0, out, step):
         stop = min(start + step, out)
         m = stop - start
         part = (codes[start:stop], scales[start:stop], zeros[start:stop], group)
         if block.is_k:
             limits = (block.scale_lo, block.scale_hi, block.min_hi)
-            _carry_k(*part, block.sub, block.subs, *limits, sc[:m], mn[:m], d[:m], dmin[:m], sums)
+            fit(*part, block.sub, block.subs, *limits, sc[:m], mn[:m], d[:m], dmin[:m], sums)
         else:
             _carry_plain(*part, block.has_min, d[:m], dmin[:m], sums)
         q = codes[start:stop]
