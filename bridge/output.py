@@ -6,7 +6,8 @@ data as it comes, then the head once more: names and shapes, and so all lengths,
 Shards (`--split-max-size`): what fits in a shard depends on types that are only known at the end, so the
 data is spooled to a nameless file in the same folder and written by GGUFWriter's own splitting.
 
-Everything happens under temporary names in the target's folder; `finish` syncs and renames.
+Everything happens under temporary names in the target's folder; `finish` syncs and renames. What has been
+written goes to disk meanwhile, on a thread of its own, so that little is left to wait for.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO
@@ -26,6 +28,7 @@ from gguf.gguf_writer import WriterState
 
 from bridge.errors import BridgeError
 
+_SYNC_BYTES = 64 << 20  # written between two requests to bring them to disk
 _HEAD_TYPE = np.dtype(np.float32)  # stands in the tensor table until a tensor's type is known
 
 
@@ -84,6 +87,9 @@ class GGUFOutput:
         self._split = split_max_size
         self._written: list[tuple[str, gguf.GGMLQuantizationType, int]] = []
         self._open: list[BinaryIO | gguf.GGUFWriter] = []
+        self._background = ThreadPoolExecutor(max_workers=1, thread_name_prefix="sync")
+        self._syncing: Future[None] | None = None
+        self._unsynced = 0
         check_target(path, force)
         if split_max_size:
             shards = path.parent.glob(f"{glob.escape(path.stem)}-[0-9]*-of-[0-9]*.gguf")
@@ -115,6 +121,7 @@ class GGUFOutput:
 
     def _discard(self) -> None:
         """Close and remove what is temporary. Closing writes what is buffered, which a full disk refuses again."""
+        self._background.shutdown()
         for file in self._open:
             with suppress(OSError):
                 file.close()
@@ -128,8 +135,18 @@ class GGUFOutput:
             info = self._infos[name]
             info.dtype = qtype
             info.nbytes = data.nbytes
-            self._guard(lambda: self._writer.write_tensor_data(data), name)
+            self._guard(lambda: self._write_tensor(data), name)
         self._written.append((name, qtype, data.nbytes))
+
+    def _write_tensor(self, data: np.ndarray) -> None:
+        assert self._writer.fout is not None
+        self._writer.write_tensor_data(data)
+        self._unsynced += data.nbytes
+        if self._unsynced >= _SYNC_BYTES and (self._syncing is None or self._syncing.done()):
+            if self._syncing is not None:
+                self._syncing.result()  # raises what the system said of the last one
+            self._syncing = self._background.submit(_sync_data, self._writer.fout[0].fileno())
+            self._unsynced = 0
 
     def finish(self, file_type: int) -> list[Path]:
         """Write the final head, sync, and rename into place. Returns the files."""
@@ -138,6 +155,8 @@ class GGUFOutput:
         if self._split:
             self._guard(lambda: self._write_shards(file_type), "shards")
         else:
+            if self._syncing is not None:
+                self._guard(self._syncing.result, "tensors")
             self._writer.tensors[0] = self._infos
             self._writer.kv_data[0][gguf.Keys.General.FILE_TYPE].value = file_type
             self._guard(self._rewrite_head, "metadata")
@@ -201,6 +220,11 @@ class GGUFOutput:
                 f"{self.path}: writing {what} failed ({reason}; {free / 1e9:.2f} GB free there); make room or give "
                 "another output. Nothing half-written was left behind"
             ) from problem
+
+
+def _sync_data(file: int) -> None:
+    """Bring a file's contents to disk; releases the GIL meanwhile."""
+    getattr(os, "fdatasync", os.fsync)(file)
 
 
 def _sync_folder(folder: Path) -> None:

@@ -1,10 +1,13 @@
 """Writing a GGUF: types known late, nothing under the final name before it is whole, shards as llama.cpp has them."""
 
+import errno
+
 import gguf
 import numpy as np
 import pytest
 from gguf import GGMLQuantizationType as Type
 
+from bridge import output
 from bridge.errors import BridgeError
 from bridge.output import GGUFOutput
 
@@ -95,6 +98,20 @@ def test_a_write_that_fails_names_the_file_and_the_tensor(tmp_path):
     ):
         output.write("a.weight", qtype, array.view(FullDisk))
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("at", [0, 2])
+def test_what_the_disk_refuses_behind_our_back_is_an_error_and_leaves_nothing(tmp_path, monkeypatch, at):
+    def refuse(_file):
+        raise OSError(errno.EIO, "Input/output error")
+
+    payload = data(np.random.default_rng(0))
+    largest = sum(array.nbytes for _, array in payload.values())
+    monkeypatch.setattr(output, "_SYNC_BYTES", 1 if at == 0 else largest)  # the first sync after that many bytes
+    monkeypatch.setattr(output, "_sync_data", refuse)
+    with pytest.raises(BridgeError, match=r"m\.gguf: writing .* failed \(Input/output error"):
+        write(tmp_path / "m.gguf", payload)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_missing_tensor_is_noticed_before_the_file_appears(tmp_path):
