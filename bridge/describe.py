@@ -109,9 +109,9 @@ def _one(work: Conversion, tensor: TensorSpec, notes: list[str]) -> tuple[str, s
     leaf = next((leaf for leaf in tensor.leaves if work.module_of(leaf)), tensor.leaves[0])  # of experts, the first
     module = work.module_of(leaf)
     if module is None or not tensor.quantizable:
-        dtype = "codes" if module else work.ckpt.tensors[str(leaf.source)].dtype
+        stored = "codes" if module else work.ckpt.stored_as(str(leaf.source))
         wanted = work.recipe.wanted(work.place(tensor), as_codes=False).type if tensor.quantizable else "F32"
-        return shape, dtype, "", str(wanted), ""
+        return shape, stored, "", str(wanted), ""
     from bridge.mapping import choose
 
     t = work.grouped(leaf, module)

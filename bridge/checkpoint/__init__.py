@@ -16,8 +16,9 @@ from typing import Any
 import numpy as np
 
 from bridge.checkpoint.config import QuantConfig, read_quant_config, reader_class
+from bridge.checkpoint.fp8 import FLOAT8
 from bridge.checkpoint.grouped import GroupedTensor
-from bridge.checkpoint.reader import ModuleInfo, Reader
+from bridge.checkpoint.reader import ACTIVATIONS, ModuleInfo, Reader
 from bridge.checkpoint.store import Store, TensorInfo, open_store, read_json
 from bridge.errors import BridgeError
 
@@ -30,9 +31,9 @@ class Checkpoint:
     path      its folder
     config    config.json
     quant     what it says about its quantization
-    format    gptq, gptq_v2, gptq_p, awq-gemm, awq-gemv, awq-gemv_fast, or float
-    modules   the quantized linear layers by Hugging Face name, without ".weight"
-    tensors   the floating-point tensors by full name, biases of quantized modules too
+    format    gptq, gptq_v2, gptq_p, awq-gemm, awq-gemv, awq-gemv_fast, compressed-tensors ..., fp8, or float
+    modules   the linear layers that come as codes, by Hugging Face name, without ".weight"
+    tensors   the floating-point tensors by full name, biases of quantized modules and weights of 8-bit floats too
     files     the files that hold them
     nbytes    of all tensors
     notes     what was found contrary to the labels and concerns the whole checkpoint
@@ -42,26 +43,38 @@ class Checkpoint:
         self.path = path
         self.config = config
         self.quant = quant
-        self.notes: list[str] = []
         self._store = store
         self._reader: Reader | None = None
         if quant.method is not None:
             self._reader = reader_class(quant.method)(store, quant)
         self.modules: dict[str, ModuleInfo] = self._reader.modules if self._reader else {}
+        self._floats = self._reader.floats if self._reader else {}
         self.format = self._reader.format if self._reader else "float"
         self.files = store.files
         self.nbytes = sum(info.nbytes for info in store.tensors.values())
         self.tensors: dict[str, TensorInfo] = {}
+        owned = self._reader.owned() if self._reader else set()
+        left_out = set()
         for name, info in store.tensors.items():
-            module, _, part = name.rpartition(".")
-            owned = module in self.modules and part in self.modules[module].tensors and part != "bias"
-            if info.floating and not owned:
+            part = name.rpartition(".")[2]
+            if self._reader and part in ACTIVATIONS:
+                left_out.add(part)
+            elif info.floating and name not in owned:
                 self.tensors[name] = info
-            elif part == "qweight" and not self.modules:
-                raise BridgeError(
-                    f"{info.file}: {name} is quantized, but {path / 'config.json'} has no quantization_config "
-                    "and there is no quantize_config.json; add the one that came with the model"
-                )
+            if (part == "qweight" and not self.modules) or (info.dtype in FLOAT8 and name not in self._floats):
+                raise self._unlabelled(info)
+        self.notes = [*self._reader.notes] if self._reader else []
+        if left_out:
+            parts = ", ".join(sorted(left_out))
+            self.notes.append(f"scales of activations and of the key-value cache are not needed: {parts} left out")
+
+    def _unlabelled(self, info: TensorInfo) -> BridgeError:
+        if self._reader:
+            return BridgeError(f"{info.file}: {info.name} is {info.dtype} without a scale; is the checkpoint complete?")
+        return BridgeError(
+            f"{info.file}: {info.name} is quantized, but {self.path / 'config.json'} has no quantization_config "
+            "and there is no quantize_config.json; add the one that came with the model"
+        )
 
     def read_module(self, name: str) -> GroupedTensor:
         """A quantized linear layer. Thread-safe.
@@ -73,8 +86,16 @@ class Checkpoint:
         return self._reader.read(name)  # type: ignore[union-attr]
 
     def read_float(self, name: str, rows: tuple[int, int] | None = None) -> np.ndarray:
-        """float32 of a tensor, or of its rows start..stop alone, which are all that is read. Thread-safe."""
-        return self._store.read_float(name, rows)
+        """float32 of a tensor, or of its rows start..stop alone, which are all that is read. Thread-safe.
+
+        8-bit floats come with their scales applied.
+        """
+        scaled = self._floats.get(name)
+        return scaled.read(self._store, rows) if scaled else self._store.read_float(name, rows)
+
+    def stored_as(self, name: str) -> str:
+        """For people: the dtype of a tensor, and how its scales lie where it has any."""
+        return str(self._floats.get(name, self.tensors[name].dtype))
 
     def group_order(self, name: str) -> np.ndarray | None:
         """int32 [in]: the group of each column, or None where groups are consecutive. Reads g_idx alone."""

@@ -184,6 +184,16 @@ def unpack_rows(words: np.ndarray, bits: int, n: int, planar: bool = False) -> n
     return out
 
 
+def unpack_words(words: np.ndarray, bits: int, n: int) -> np.ndarray:
+    """Codes of which none crosses a word, 32 // bits to each: words, int32 [rows, m] -> uint8 [rows, n]."""
+    lanes = 32 // bits
+    unsigned = words.view(np.uint32)
+    out = np.empty((len(words), words.shape[1] * lanes), np.uint8)
+    for lane in range(lanes):
+        out[:, lane::lanes] = unsigned >> np.uint32(bits * lane) & np.uint32((1 << bits) - 1)
+    return np.ascontiguousarray(out[:, :n])
+
+
 def unpack_columns(words: np.ndarray, bits: int, n: int, planar: bool = False) -> np.ndarray:
     """Codes down the columns, as GPTQ stores them: words, integers [m, out] of any width -> uint8 [out, n]."""
     if words.dtype.itemsize != 4:

@@ -26,6 +26,10 @@ if TYPE_CHECKING:
 METHODS = {
     "gptq": "bridge.checkpoint.gptq.GptqReader",
     "awq": "bridge.checkpoint.awq.AwqReader",
+    "compressed-tensors": "bridge.checkpoint.compressed.CompressedReader",
+    "fp8": "bridge.checkpoint.fp8.Fp8Reader",
+    "fbgemm_fp8": "bridge.checkpoint.fp8.Fp8Reader",
+    "modelopt": "bridge.checkpoint.fp8.Fp8Reader",
 }
 NAMES = (*METHODS, "auto-round")
 
@@ -36,6 +40,7 @@ class QuantConfig:
 
     method             a key of METHODS, or None for a checkpoint of plain floats
     title              the format's name for people: "AWQ version gemm"
+    claims             what it says of itself, for people, where bits, group_size and sym do not tell
     bits, group_size   defaults; group_size -1 is one group per row
     sym                whether zero points are all 2**(bits-1)
     desc_act           act-order was asked for; g_idx says whether it happened
@@ -47,6 +52,7 @@ class QuantConfig:
 
     method: str | None = None
     title: str = ""
+    claims: tuple[str, ...] = ()
     bits: int = 4
     group_size: int = 128
     sym: bool = True
@@ -80,6 +86,8 @@ class QuantConfig:
         """For people: the format and what it says about itself."""
         if self.method is None:
             return "nothing about quantization"
+        if self.claims:
+            return ", ".join([self.title, *self.claims])
         overrides = f", {len(self.dynamic)} rules for single modules" if self.dynamic else ""
         return ", ".join([
             self.title,

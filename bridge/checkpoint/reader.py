@@ -1,10 +1,13 @@
-"""What the readers of all formats share: which tensors make a module, and checks on shapes and scales."""
+"""What the readers of all formats share: which tensors make a module, and checks on shapes and scales.
+
+A module is codes (ModuleInfo, read as GroupedTensor) or 8-bit floats with scales (`floats`, read as float32).
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 
@@ -12,6 +15,16 @@ from bridge.checkpoint.config import QuantConfig
 from bridge.checkpoint.grouped import GroupedTensor
 from bridge.checkpoint.store import Store, TensorInfo
 from bridge.errors import BridgeError
+
+if TYPE_CHECKING:
+    from bridge.checkpoint.fp8 import ScaledFloats
+
+# scales and zero points of activations and of the key-value cache: a GGUF has no use for them
+ACTIVATIONS = frozenset(
+    f"{what}_{part}"
+    for what in ("input", "output", "q", "k", "v", "prob")
+    for part in ("scale", "zero_point", "global_scale", "scale_ub")
+)
 
 
 @dataclass(frozen=True)
@@ -33,7 +46,7 @@ class ModuleInfo:
 
     @property
     def stores_g_idx(self) -> bool:
-        return "g_idx" in self.tensors
+        return "g_idx" in self.tensors or "weight_g_idx" in self.tensors
 
     @property
     def file(self) -> Path:
@@ -51,8 +64,10 @@ class Reader:
     def __init__(self, store: Store, quant: QuantConfig) -> None:
         self.store = store
         self.quant = quant
-        self.format = ""
+        self.format = quant.title
         self.modules: dict[str, ModuleInfo] = {}
+        self.floats: dict[str, ScaledFloats] = {}  # by the weight's full name
+        self.notes: list[str] = []  # on the whole checkpoint
         found: dict[str, dict[str, TensorInfo]] = {}
         for name, info in store.tensors.items():
             module, _, part = name.rpartition(".")
@@ -66,19 +81,28 @@ class Reader:
         for module, tensors in found.items():
             if self.plain.issuperset(tensors):
                 continue
-            for part in self.required:
+            for part in self.needs(tensors):
                 if part not in tensors:
                     some = next(iter(tensors.values()))
                     raise BridgeError(
                         f"{some.file}: {module} has {', '.join(sorted(tensors))} but no {part}; "
                         "is the checkpoint complete?"
                     )
-            self.modules[module] = self.describe(module, tensors)
-        if not self.modules:
+            described = self.describe(module, tensors)
+            if isinstance(described, ModuleInfo):
+                self.modules[module] = described
+            else:
+                self.floats[described.weight.name] = described
+        if not self.modules and not self.floats and self.expected():
             raise BridgeError(
-                f"{quant.source}: says {quant.method}, but no tensor of the checkpoint ends in .{self.required[0]}; "
-                "is this the folder of the quantized model?"
+                f"{quant.source}: says {quant.method}, but no tensor of the checkpoint ends in "
+                f".{self.needs({})[-1]}; is this the folder of the quantized model?"
             )
+
+    def owned(self) -> set[str]:
+        """The tensors that modules are made of, by full name: codes, scales and the like, but no bias."""
+        codes = {t.name for m in self.modules.values() for part, t in m.tensors.items() if part != "bias"}
+        return codes | {f.scale.name for f in self.floats.values()}
 
     @classmethod
     def complete(cls, quant: QuantConfig, label: str) -> QuantConfig:
@@ -88,7 +112,15 @@ class Reader:
         """
         return quant
 
-    def describe(self, name: str, tensors: dict[str, TensorInfo]) -> ModuleInfo:
+    def expected(self) -> bool:
+        """Whether the config says that there are quantized modules at all."""
+        return True
+
+    def needs(self, tensors: dict[str, TensorInfo]) -> tuple[str, ...]:
+        """The parts without which a module that has `tensors` is incomplete."""
+        return self.required
+
+    def describe(self, name: str, tensors: dict[str, TensorInfo]) -> ModuleInfo | ScaledFloats:
         """What the shapes tell; BridgeError where they contradict each other."""
         raise NotImplementedError
 
@@ -109,14 +141,19 @@ class Reader:
 
     def scales(self, name: str, part: str = "scales") -> np.ndarray:
         """float32, as laid out in the file; BridgeError where one is infinite or no number."""
-        scales = self.store.read_float(f"{name}.{part}")
-        if not np.isfinite(scales).all():
-            bad = np.count_nonzero(~np.isfinite(scales))
-            raise BridgeError(
-                f"{self.store.tensors[f'{name}.{part}'].file}: {bad} of {scales.size} values of {name}.{part} "
-                "are NaN or infinite; quantize the model again"
-            )
-        return scales
+        return finite_scales(self.store, f"{name}.{part}")
+
+
+def finite_scales(store: Store, name: str) -> np.ndarray:
+    """float32 as it is stored; BridgeError where a value is infinite or no number."""
+    scales = store.read_float(name)
+    if not np.isfinite(scales).all():
+        bad = np.count_nonzero(~np.isfinite(scales))
+        raise BridgeError(
+            f"{store.tensors[name].file}: {bad} of {scales.size} values of {name} are NaN or infinite; "
+            "quantize the model again"
+        )
+    return scales
 
 
 def contradiction(name: str, tensors: dict[str, TensorInfo]) -> BridgeError:

@@ -21,27 +21,10 @@ from typing import Any
 
 import numpy as np
 
+from bridge.checkpoint.dtypes import NUMPY, OTHER_BITS, as_float32
 from bridge.errors import BridgeError
 
 _MAX_HEADER = 100_000_000  # bytes; the safetensors library's own limit
-
-# numpy has no bf16: its bits are read as uint16
-_NUMPY = {
-    "BOOL": np.dtype("bool"),
-    "U8": np.dtype("u1"),
-    "I8": np.dtype("i1"),
-    "U16": np.dtype("<u2"),
-    "I16": np.dtype("<i2"),
-    "U32": np.dtype("<u4"),
-    "I32": np.dtype("<i4"),
-    "U64": np.dtype("<u8"),
-    "I64": np.dtype("<i8"),
-    "F16": np.dtype("<f2"),
-    "BF16": np.dtype("<u2"),
-    "F32": np.dtype("<f4"),
-    "F64": np.dtype("<f8"),
-}
-_OTHER_BITS = {"F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8, "C64": 64}  # sized, never read
 
 
 @dataclass(frozen=True)
@@ -79,12 +62,12 @@ class Store:
             self.tensors[name] = info
 
     def read(self, name: str, rows: tuple[int, int] | None = None) -> np.ndarray:
-        """The stored elements (bf16 as uint16 bits), or those of rows start..stop alone. Thread-safe.
+        """The stored elements, or those of rows start..stop alone; bf16 and 8-bit floats as their bits. Thread-safe.
 
         Raises BridgeError for a dtype that is not read, or a file cut short since it was opened.
         """
         info = self.tensors[name]
-        dtype = _NUMPY.get(info.dtype)
+        dtype = NUMPY.get(info.dtype)
         if dtype is None:
             raise BridgeError(
                 f"{info.file}: {name} has dtype {info.dtype}, which is not supported; save it as F16, BF16 or F32"
@@ -119,12 +102,7 @@ class Store:
         info = self.tensors[name]
         if not info.floating:
             raise BridgeError(f"{info.file}: {name} has dtype {info.dtype} where floats are expected")
-        raw = self.read(name, rows)
-        if info.dtype != "BF16":
-            return raw.astype(np.float32, copy=False)
-        out = np.zeros(raw.shape, np.float32)
-        out.reshape(-1).view(np.uint16)[1::2] = raw.reshape(-1)  # bf16 is the upper half of float32
-        return out
+        return as_float32(self.read(name, rows), info.dtype)
 
     def close(self) -> None:
         """Let go of whatever is held open."""
@@ -164,7 +142,7 @@ def read_header(file: Path) -> dict[str, TensorInfo]:
             raise damaged(f"the entry of {name} is malformed")
         if not start <= stop <= size - 8 - length:
             raise damaged(f"{name} ends at byte {8 + length + stop} of {size}")
-        bits = _NUMPY[dtype].itemsize * 8 if dtype in _NUMPY else _OTHER_BITS.get(dtype)
+        bits = NUMPY[dtype].itemsize * 8 if dtype in NUMPY else OTHER_BITS.get(dtype)
         if bits is not None and math.prod(shape) * bits != (stop - start) * 8:
             raise damaged(f"{name} has {stop - start} bytes, which do not make {dtype} {list(shape)}")
         tensors[name] = TensorInfo(name, dtype, shape, stop - start, file, 8 + length + start)
@@ -184,12 +162,11 @@ class TorchStore(Store):
             raise BridgeError(
                 f"{self.files[0]}: .bin files need torch; pip install gguf-bridge[torch], or convert to safetensors"
             ) from None
-        self._bf16 = torch.bfloat16
-        self._int16 = torch.int16
+        self._as_bits = {torch.bfloat16: torch.int16, torch.float8_e4m3fn: torch.uint8, torch.float8_e5m2: torch.uint8}
         names = {
             torch.bool: "BOOL", torch.uint8: "U8", torch.int8: "I8", torch.int16: "I16", torch.int32: "I32",
             torch.int64: "I64", torch.float16: "F16", torch.bfloat16: "BF16", torch.float32: "F32",
-            torch.float64: "F64",
+            torch.float64: "F64", torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
         }  # fmt: skip
         for file in self.files:
             state = _load_bin(torch, file)
@@ -205,8 +182,8 @@ class TorchStore(Store):
         tensor = self._data[info.name].detach()
         if info.shape:
             tensor = tensor[first:stop]
-        if tensor.dtype == self._bf16:
-            tensor = tensor.contiguous().view(self._int16)
+        if tensor.dtype in self._as_bits:
+            tensor = tensor.contiguous().view(self._as_bits[tensor.dtype])
         return np.array(tensor.numpy(), order="C").view(dtype)  # a copy: the file stays mapped
 
     def close(self) -> None:

@@ -192,7 +192,7 @@ def awq_tensors(name: str, q: Quantized, group_size: int, version: str = "gemm")
 # whole checkpoints
 
 
-def _write(
+def write_model(
     folder: Path,
     model_folder: Path,
     quantized: Callable[[str, np.ndarray], dict[str, np.ndarray] | None],
@@ -301,7 +301,7 @@ def write_gptq(
     }
     if quantizer:
         config["meta"] = {"quantizer": [quantizer]}
-    _write(folder, model_folder, quantized, config, "quantize_config.json", shards)
+    write_model(folder, model_folder, quantized, config, "quantize_config.json", shards)
     return stored
 
 
@@ -331,5 +331,5 @@ def write_awq(
         "version": version,
         "modules_to_not_convert": list(skip) or None,
     }
-    _write(folder, model_folder, quantized, config, None, shards)
+    write_model(folder, model_folder, quantized, config, None, shards)
     return stored

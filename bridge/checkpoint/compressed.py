@@ -1,0 +1,235 @@
+"""compressed-tensors, which llm-compressor writes. What a module's tensors are tells how it is stored:
+
+weight_packed      int32 [out, w]    codes + 2**(b-1), along the rows of the weight: a dense stream of b bits
+                                     (w = ceil(in*b / 32)) or, of 3, 5, 6, 7 bits before May 2026,
+                                     32 // b to a word (w = ceil(in / (32 // b)))
+weight_shape       int [2]           out, in; beside weight_packed only
+weight             int8 [out, in]    codes from -2**(b-1) on (int-quantized, naive-quantized)
+                   F8_E4M3           8-bit floats, which are no codes: see `fp8`
+weight_scale       float [1], [out, 1], [out, G], or one a block of rows and columns
+weight_zero_point  int8, shaped as the scale; of packed weights int32 [packed out, G] since April 2025
+weight_g_idx       int32 [in]        group of each input feature (act-order); -1 everywhere means none
+bias               float [out]       optional
+
+W[o, k] = scale * (code - zero point), both signed; here both get 2**(b-1) more
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import ClassVar
+
+import numpy as np
+
+from bridge.checkpoint.config import QuantConfig
+from bridge.checkpoint.fp8 import BLOCK, FLOAT8, ScaledFloats, block_of, scaled_floats, spread
+from bridge.checkpoint.grouped import GroupedTensor, column_group_size
+from bridge.checkpoint.reader import ModuleInfo, Reader, contradiction
+from bridge.checkpoint.schemes import Scheme, ignored, matches, read_schemes, scheme_of
+from bridge.checkpoint.store import Store, TensorInfo
+from bridge.errors import BridgeError
+
+
+class CompressedReader(Reader):
+    """Reads pack-quantized, int-quantized, naive-quantized and float-quantized checkpoints."""
+
+    parts: ClassVar = (
+        "weight_packed", "weight", "weight_scale", "weight_zero_point", "weight_shape", "weight_g_idx", "bias",
+    )  # fmt: skip
+    plain: ClassVar = frozenset({"weight", "bias"})
+
+    @classmethod
+    def complete(cls, quant: QuantConfig, label: str) -> QuantConfig:
+        schemes = read_schemes(quant)
+        formats = list(dict.fromkeys(s.format for s in schemes)) or [label or "dense"]
+        several = len(schemes) > 1
+        first = next((s for s in schemes if not s.floats), None)
+        return replace(
+            quant,
+            title=f"compressed-tensors {' and '.join(formats)}",
+            claims=tuple(f"({s} for {', '.join(s.targets)})" if several else str(s) for s in schemes)
+            or ("no weights",),
+            bits=first.bits if first else 8,
+            group_size=(first.block[1] or -1) if first else -1,
+            sym=all(s.sym for s in schemes),
+            desc_act=any(s.act_order for s in schemes),
+        )
+
+    def __init__(self, store: Store, quant: QuantConfig) -> None:
+        self._schemes = read_schemes(quant)
+        self._ignored = ignored(quant)
+        self._blocks: dict[str, tuple[int, int]] = {}
+        super().__init__(store, quant)
+        if any(s.activations for s in self._schemes):
+            self.notes.append("activations were to be quantized too; llama.cpp does as its kernels do")
+
+    def expected(self) -> bool:
+        return bool(self._schemes)
+
+    def needs(self, tensors: dict[str, TensorInfo]) -> tuple[str, ...]:
+        return ("weight", "weight_scale") if "weight" in tensors else ("weight_packed", "weight_shape", "weight_scale")
+
+    def describe(self, name: str, tensors: dict[str, TensorInfo]) -> ModuleInfo | ScaledFloats:
+        scheme = scheme_of(name, self._schemes)
+        weight, scale = tensors.get("weight_packed") or tensors["weight"], tensors["weight_scale"]
+        if scheme is None:
+            raise BridgeError(
+                f"{weight.file}: {name} is quantized, but no target in {self.quant.source} is for it; "
+                "take config.json from the model again"
+            )
+        if weight.dtype in FLOAT8:
+            if "weight_zero_point" in tensors:
+                raise BridgeError(f"{weight.file}: {name} has 8-bit floats with zero points, which is not supported")
+            return scaled_floats(name, tensors, "weight_scale", _claimed(scheme))
+        if weight.dtype != ("I32" if "weight_packed" in tensors else "I8") or len(weight.shape) != 2:
+            if weight.floating:
+                raise BridgeError(
+                    f"{weight.file}: {name} has a weight_scale, but its weight is {weight.dtype}: it was saved before "
+                    "it was compressed; save it with save_compressed=True"
+                )
+            raise contradiction(name, tensors)
+        shape = self._shape(name, tensors, scheme.bits)
+        block = block_of(shape, scale.shape, _claimed(scheme)) if scale.floating else None
+        if block is None and "weight_g_idx" in tensors and len(scale.shape) == 2 and scale.shape[0] == shape[0]:
+            block = 1, -(-shape[1] // max(1, scale.shape[1]))  # as many groups as there are; g_idx deals the columns
+        if block is None or not self._rest_fits(tensors, shape, scheme):
+            raise contradiction(name, tensors)
+        if not scheme.sym and "weight_zero_point" not in tensors:
+            raise BridgeError(
+                f"{weight.file}: {name} has no weight_zero_point, but the config says asymmetric; "
+                "is the checkpoint complete?"
+            )
+        self._blocks[name] = block
+        return ModuleInfo(name, scheme.bits, block[1], shape, sum(t.nbytes for t in tensors.values()), tensors)
+
+    def _shape(self, name: str, tensors: dict[str, TensorInfo], bits: int) -> tuple[int, int]:
+        """(out, in), which weight_packed alone does not tell."""
+        if "weight" in tensors:
+            return tensors["weight"].shape  # type: ignore[return-value]
+        words, told = tensors["weight_packed"], tensors["weight_shape"]
+        shape = self.part(name, "weight_shape").tolist() if told.dtype in ("I64", "I32") and told.shape == (2,) else []
+        if not shape or min(shape) < 1 or shape[0] != words.shape[0] or words.shape[1] not in _lengths(shape[1], bits):
+            raise BridgeError(
+                f"{words.file}: {name}: weight_shape {shape} does not fit weight_packed {list(words.shape)} of "
+                f"{bits} bits; the checkpoint is damaged, or config.json is that of another"
+            )
+        return shape[0], shape[1]
+
+    def _rest_fits(self, tensors: dict[str, TensorInfo], shape: tuple[int, int], scheme: Scheme) -> bool:
+        """Whether zero points, g_idx and bias have the shapes that the weight and its scale ask for."""
+        scale, zeros = tensors["weight_scale"].shape, tensors.get("weight_zero_point")
+        if zeros is not None and zeros.dtype == "I32":
+            words = _length(shape[0], scheme.bits, _by_words(tensors, shape, scheme.bits))
+            if "weight_packed" not in tensors or zeros.shape != (words, *scale[1:]) or scale[:1] != shape[:1]:
+                return False
+        elif zeros is not None and (zeros.dtype != "I8" or zeros.shape != scale):
+            return False
+        g_idx = tensors.get("weight_g_idx")
+        if g_idx is not None and (g_idx.dtype not in ("I32", "I64") or g_idx.shape != shape[1:]):
+            return False
+        return "bias" not in tensors or tensors["bias"].shape == shape[:1]
+
+    def read(self, name: str) -> GroupedTensor:
+        info, scheme = self.modules[name], self._scheme(name)
+        size, order = self._groups(name)
+        rows = self._blocks[name][0]
+        zeros = self._zeros(name, scheme.bits)
+        notes = []
+        if matches(name, self._ignored):
+            notes.append(f"{name}: ignore says it is not quantized, but it is; read as it is stored")
+        if scheme.strategy == "group" and order is None and size not in (scheme.block[1], info.shape[1]):
+            notes.append(f"{name}: groups of {size} but the config says {scheme.block[1]}; read as {size}")
+        if scheme.sym and (zeros != 1 << (scheme.bits - 1)).any():
+            notes.append(f"{name}: has zero points but the config says symmetric; read as asymmetric")
+        return GroupedTensor(
+            name=name,
+            bits=scheme.bits,
+            codes=self._codes(name, scheme.bits),
+            scales=spread(self.scales(name, "weight_scale"), info.shape[0], rows),
+            zeros=spread(zeros, info.shape[0], rows),
+            group_size=size,
+            group_of_column=order,
+            bias=self.bias(name),
+            notes=tuple(notes),
+        )
+
+    def group_order(self, name: str) -> np.ndarray | None:
+        return self._groups(name)[1] if self.modules[name].stores_g_idx else None
+
+    def _scheme(self, name: str) -> Scheme:
+        scheme = scheme_of(name, self._schemes)
+        assert scheme is not None  # describe saw to it
+        return scheme
+
+    def _groups(self, name: str) -> tuple[int, np.ndarray | None]:
+        """(group size, None) where groups are consecutive, else (average size, int32 [in])."""
+        info = self.modules[name]
+        if not info.stores_g_idx:
+            return info.group_size, None
+        group = self.part(name, "weight_g_idx").astype(np.int64)
+        if (group == -1).all():  # allocated, never filled
+            return info.group_size, None
+        groups = math.prod(info.tensors["weight_scale"].shape[1:])
+        if group.min() < 0 or group.max() >= groups:
+            raise BridgeError(
+                f"{info.tensors['weight_g_idx'].file}: {name}.weight_g_idx names a group beyond the {groups} there "
+                "are scales for; the checkpoint is damaged"
+            )
+        size = column_group_size(group)
+        if size and -(-info.shape[1] // size) == groups:
+            return size, None
+        return info.group_size, group.astype(np.int32)
+
+    def _codes(self, name: str, bits: int) -> np.ndarray:
+        """uint8 [out, in]."""
+        info = self.modules[name]
+        if "weight_packed" in info.tensors:
+            by_words = _by_words(info.tensors, info.shape, bits)
+            return _unpack(self.part(name, "weight_packed"), bits, info.shape[1], by_words)
+        signed, half = self.part(name, "weight"), 1 << (bits - 1)
+        if bits < 8 and (signed.min() < -half or signed.max() >= half):
+            raise BridgeError(
+                f"{info.file}: {name}.weight has codes beyond {-half}..{half - 1}, but the config says {bits} bits; "
+                "the checkpoint is damaged, or config.json is that of another"
+            )
+        return signed.view(np.uint8) + np.uint8(half)
+
+    def _zeros(self, name: str, bits: int) -> np.ndarray:
+        """True zero points as float32, laid out as the scale."""
+        info, half = self.modules[name], 1 << (bits - 1)
+        stored = info.tensors.get("weight_zero_point")
+        if stored is None:
+            return np.full(info.tensors["weight_scale"].shape, half, np.float32)
+        zeros = self.part(name, "weight_zero_point")
+        if stored.dtype == "I8":
+            return zeros.astype(np.float32) + np.float32(half)
+        by_words = _by_words(info.tensors, info.shape, bits)
+        return np.ascontiguousarray(_unpack(zeros.T, bits, info.shape[0], by_words).T).astype(np.float32)
+
+
+def _claimed(scheme: Scheme) -> tuple[int, int]:
+    """The block that the config claims, as `block_of` takes it."""
+    return scheme.block[0] or BLOCK[0], scheme.block[1] or BLOCK[1]
+
+
+def _length(n: int, bits: int, by_words: bool) -> int:
+    """Words of n packed codes."""
+    return -(-n // (32 // bits)) if by_words else -(-n * bits // 32)
+
+
+def _lengths(n: int, bits: int) -> tuple[int, int]:
+    return _length(n, bits, False), _length(n, bits, True)
+
+
+def _by_words(tensors: dict[str, TensorInfo], shape: tuple[int, int], bits: int) -> bool:
+    """Whether no code crosses a word: what compressed-tensors did before May 2026. The weight's width tells."""
+    words = tensors.get("weight_packed")
+    return words is not None and words.shape[1] != _length(shape[1], bits, False)
+
+
+def _unpack(words: np.ndarray, bits: int, n: int, by_words: bool) -> np.ndarray:
+    """int32 [rows, w] -> uint8 [rows, n]."""
+    from bridge.checkpoint.bits import unpack_rows, unpack_words
+
+    return unpack_words(words, bits, n) if by_words else unpack_rows(words, bits, n)

@@ -1,0 +1,62 @@
+"""The dtypes of safetensors: their numpy twins, and float32 from what numpy has no name for.
+
+BF16      the upper half of a float32
+F8_E4M3   seeeemmm, bias 7; no infinities, s1111111 is NaN (torch's float8_e4m3fn)
+F8_E5M2   seeeeemm, bias 15, as IEEE 754 would have it
+F8_E8M0   eeeeeeee, a power of two: 2**(e - 127), 255 is NaN; scales only
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import numpy as np
+
+# bf16 is read as its bits, 8-bit floats as their byte
+NUMPY = {
+    "BOOL": np.dtype("bool"),
+    "U8": np.dtype("u1"),
+    "I8": np.dtype("i1"),
+    "U16": np.dtype("<u2"),
+    "I16": np.dtype("<i2"),
+    "U32": np.dtype("<u4"),
+    "I32": np.dtype("<i4"),
+    "U64": np.dtype("<u8"),
+    "I64": np.dtype("<i8"),
+    "F8_E4M3": np.dtype("u1"),
+    "F8_E5M2": np.dtype("u1"),
+    "F8_E8M0": np.dtype("u1"),
+    "F16": np.dtype("<f2"),
+    "BF16": np.dtype("<u2"),
+    "F32": np.dtype("<f4"),
+    "F64": np.dtype("<f8"),
+}
+OTHER_BITS = {"C64": 64}  # sized, never read
+
+
+def as_float32(raw: np.ndarray, dtype: str) -> np.ndarray:
+    """The float32 values of elements as they are stored, exact but for F64."""
+    if dtype.startswith("F8"):
+        return _float8(dtype)[raw]
+    if dtype != "BF16":
+        return raw.astype(np.float32, copy=False)
+    out = np.zeros(raw.shape, np.float32)
+    out.reshape(-1).view(np.uint16)[1::2] = raw.reshape(-1)
+    return out
+
+
+@cache
+def _float8(dtype: str) -> np.ndarray:
+    """float32 [256]: the value of each byte."""
+    byte = np.arange(256)
+    if dtype == "F8_E8M0":
+        return np.where(byte == 255, np.nan, np.ldexp(1.0, byte - 127)).astype(np.float32)
+    bits, bias = {"F8_E4M3": (3, 7), "F8_E5M2": (2, 15)}[dtype]  # of the mantissa
+    exponent, mantissa = byte >> bits & (127 >> bits), byte & (1 << bits) - 1
+    normal = np.ldexp(1 + mantissa / (1 << bits), exponent - bias)
+    value = np.where(exponent == 0, np.ldexp(mantissa / (1 << bits), 1 - bias), normal)
+    if dtype == "F8_E4M3":
+        value[byte & 127 == 127] = np.nan
+    else:
+        value[exponent == 31] = np.where(mantissa[exponent == 31] == 0, np.inf, np.nan)
+    return np.where(byte < 128, value, -value).astype(np.float32)

@@ -1,0 +1,184 @@
+"""compressed-tensors and FP8 checkpoints for tests, written in plain numpy: the formats from the other side.
+
+`quantize` of `encode` makes the codes; here they are laid out as llm-compressor has laid them out over the years.
+8-bit floats are rounded by torch.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from tests.support.encode import LINEAR, Quantized, pack_stream, quantize, write_model
+from tests.support.raw import Raw, edit_raw
+
+Arrays = dict[str, np.ndarray]
+
+
+def pack_words(codes: np.ndarray, bits: int) -> np.ndarray:
+    """[rows, n] -> int32 [rows, n / (32 // bits)]: no code crosses a word (before May 2026)."""
+    lanes = 32 // bits
+    padded = np.pad(codes, ((0, 0), (0, -codes.shape[1] % lanes))).astype(np.uint32).reshape(len(codes), -1, lanes)
+    return (padded << np.arange(lanes, dtype=np.uint32) * np.uint32(bits)).sum(-1, dtype=np.uint32).view(np.int32)
+
+
+def packed_tensors(
+    name: str, q: Quantized, bits: int, zeros: str | None = "packed", by_words: bool = False, g_idx: bool = False
+) -> Arrays:
+    """A pack-quantized module's tensors; zeros: None (symmetric), "packed" along the rows, or "int8" (before 2025-04)."""
+    pack = pack_words if by_words else pack_stream
+    tensors = {
+        f"{name}.weight_packed": pack(q.codes, bits),
+        f"{name}.weight_scale": q.scales,
+        f"{name}.weight_shape": np.array(q.codes.shape, np.int64),
+    }
+    if zeros == "packed":
+        tensors[f"{name}.weight_zero_point"] = np.ascontiguousarray(pack(q.zeros.T, bits).T)
+    elif zeros == "int8":
+        tensors[f"{name}.weight_zero_point"] = (q.zeros - 2 ** (bits - 1)).astype(np.int8)
+    if g_idx:
+        tensors[f"{name}.weight_g_idx"] = q.group.astype(np.int32)
+    return tensors
+
+
+def int_tensors(name: str, q: Quantized, bits: int, zeros: bool = False) -> Arrays:
+    """An int-quantized (naive-quantized) module's tensors: signed bytes."""
+    half = 2 ** (bits - 1)
+    tensors = {
+        f"{name}.weight": (q.codes.astype(np.int16) - half).astype(np.int8),
+        f"{name}.weight_scale": q.scales,
+    }
+    if zeros:
+        tensors[f"{name}.weight_zero_point"] = (q.zeros - half).astype(np.int8)
+    return tensors
+
+
+def float8_tensors(
+    name: str, weight: np.ndarray, block: tuple[int, int], scale: str = "weight_scale"
+) -> tuple[Arrays, np.ndarray]:
+    """The bytes of F8_E4M3 with a scale a block (`save_float8` gives them their dtype), and the values they mean."""
+    out, columns = weight.shape
+    rows, width = min(block[0], out), min(block[1], columns)
+    padded = np.pad(weight, ((0, -out % rows), (0, -columns % width)))
+    blocks = padded.reshape(len(padded) // rows, rows, -1, width)
+    scales = (np.abs(blocks).max((1, 3)) / 448).astype(np.float32)
+    each = scales.repeat(rows, 0).repeat(width, 1)[:out, :columns]
+    stored = torch.from_numpy(weight / each).to(torch.float8_e4m3fn)
+    tensors = {f"{name}.weight": stored.view(torch.uint8).numpy(), f"{name}.{scale}": scales}
+    return tensors, stored.float().numpy() * each
+
+
+def save_float8(folder: Path) -> None:
+    """Bytes in the folder's model.safetensors become F8_E4M3, a dtype that numpy lacks."""
+
+    def relabel(tensors: Raw) -> None:
+        for entry, _ in tensors.values():
+            entry["dtype"] = entry["dtype"].replace("U8", "F8_E4M3")
+
+    edit_raw(folder / "model.safetensors", relabel)
+
+
+# configs
+
+
+def scheme(
+    bits: int = 4, strategy: str = "group", group_size: int | None = 128, targets: tuple[str, ...] = ("Linear",), **more: Any
+) -> dict[str, Any]:
+    """One of config_groups; `more` goes to its weights, but `format` and `input_activations`."""
+    group: dict[str, Any] = {k: more.pop(k) for k in ("format", "input_activations") if k in more}
+    weights = {"num_bits": bits, "type": "int", "symmetric": True, "strategy": strategy, "group_size": group_size}
+    return {"targets": list(targets), "weights": weights | more, **group}
+
+
+def config(*schemes: dict[str, Any], form: str = "pack-quantized", **more: Any) -> dict[str, Any]:
+    """A quantization_config."""
+    return {
+        "quant_method": "compressed-tensors",
+        "format": form,
+        "config_groups": {f"group_{i}": s for i, s in enumerate(schemes)},
+        "ignore": ["lm_head"],
+        "quantization_status": "compressed",
+        "transform_config": {},
+        "sparsity_config": {},
+        **more,
+    }
+
+
+# whole checkpoints
+
+
+def write_compressed(
+    folder: Path, model_folder: Path, quantization: dict[str, Any], module: Callable[[str, np.ndarray], Arrays]
+) -> None:
+    """The model in `model_folder` with its linears as `module` lays them out (name, weight)."""
+
+    def quantized(name: str, weight: np.ndarray) -> Arrays | None:
+        return module(name, weight) if LINEAR.match(name) else None
+
+    write_model(folder, model_folder, quantized, quantization, None, 1)
+
+
+def write_packed(
+    folder: Path, model_folder: Path, bits: int, group_size: int = 128, sym: bool = True, by_words: bool = False
+) -> None:
+    """A pack-quantized model: groups or, at group_size -1, channels."""
+
+    def module(name: str, weight: np.ndarray) -> Arrays:
+        q = quantize(weight, bits, group_size, sym)
+        return packed_tensors(name, q, bits, None if sym else "packed", by_words)
+
+    strategy = "channel" if group_size == -1 else "group"
+    write_compressed(folder, model_folder, config(scheme(bits, strategy, group_size, symmetric=sym)), module)
+
+
+def write_int8(folder: Path, model_folder: Path) -> None:
+    """W8A8: signed bytes, a scale a row."""
+    acts = {"num_bits": 8, "type": "int", "strategy": "token", "dynamic": True}
+    said = config(scheme(8, "channel", None, input_activations=acts), form="int-quantized")
+    write_compressed(folder, model_folder, said, lambda name, weight: int_tensors(name, quantize(weight, 8, -1, True), 8))
+
+
+def write_mixed(folder: Path, model_folder: Path) -> None:
+    """4-bit groups, but down_proj as signed bytes: two groups, each with its own format."""
+
+    def module(name: str, weight: np.ndarray) -> Arrays:
+        if name.endswith("down_proj"):
+            return int_tensors(name, quantize(weight, 8, -1, True), 8)
+        return packed_tensors(name, quantize(weight, 4, 128, False), 4)
+
+    groups = (
+        scheme(4, format="pack-quantized", symmetric=False),
+        scheme(8, "channel", None, ("re:.*down_proj",), format="int-quantized"),
+    )
+    write_compressed(folder, model_folder, config(*groups, form="mixed-precision"), module)
+
+
+def write_float8(folder: Path, model_folder: Path, block: tuple[int, int], method: str = "compressed-tensors") -> Arrays:
+    """An FP8 model by compressed-tensors or, with method "fp8", as DeepSeek and Qwen have it; its weights by name."""
+    meant: Arrays = {}
+    plain = method == "fp8"
+
+    def module(name: str, weight: np.ndarray) -> Arrays:
+        scale = "weight_scale_inv" if plain else "weight_scale"
+        tensors, meant[f"{name}.weight"] = float8_tensors(name, weight, block, scale)
+        if name.endswith("k_proj"):  # a quantized key-value cache and static activations
+            one = np.ones(1, np.float32)
+            tensors |= {f"{name.removesuffix('k_proj')[:-1]}.k_scale": one, f"{name}.input_scale": one}
+        return tensors
+
+    said = config(scheme(8, "block", None, type="float", block_structure=list(block)), form="float-quantized")
+    if plain:
+        said = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": list(block)}
+    write_compressed(folder, model_folder, said, module)
+    save_float8(folder)
+    return meant
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """The folder's quantization_config."""
+    return json.loads((folder / "config.json").read_text())["quantization_config"]  # type: ignore[no-any-return]
