@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from bridge.checkpoint import Checkpoint, open_checkpoint
+from bridge.checkpoint.fp8 import FLOAT8
 from bridge.convert import model_of
 from bridge.errors import BridgeError
 from bridge.hub import resolve
@@ -58,8 +59,11 @@ def _describe_checkpoint(ckpt: Checkpoint) -> list[str]:
 
 
 def _data_says(ckpt: Checkpoint, scattered: int) -> str:
+    floats = f"{len(ckpt.tensors)} float tensors"
+    if small := [ckpt.stored_as(name) for name, info in ckpt.tensors.items() if info.dtype in FLOAT8]:
+        floats += f", {len(small)} of 8-bit floats ({_counted(small)})"
     if not ckpt.modules:
-        return f"no quantized module, {len(ckpt.tensors)} float tensors"
+        return f"no quantized module, {floats}"
     modules = ckpt.modules.values()
     rows = sum(m.group_size >= m.shape[1] for m in modules)
     sizes = _counted(f"groups of {m.group_size}" for m in modules if m.group_size < m.shape[1])
@@ -69,7 +73,7 @@ def _data_says(ckpt: Checkpoint, scattered: int) -> str:
         *([sizes] if sizes else []),
         *([f"one group a row ({rows})" if sizes else "one group a row"] if rows else []),
         f"act-order in {scattered}" if scattered else "no act-order",
-        f"{len(ckpt.tensors)} float tensors",
+        floats,
     ])  # fmt: skip
 
 

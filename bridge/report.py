@@ -34,6 +34,7 @@ class TensorReport:
     fidelity: Fidelity | None = None
     exact_for_free: str | None = None  # a bit-exact type that is no larger, where `type` is not exact
     notes: list[str] = field(default_factory=list)
+    stored: str | None = None  # how a tensor of floats lies in the checkpoint: "BF16"
 
     @property
     def weights(self) -> int:
@@ -150,7 +151,8 @@ def _row(kind: str, members: list[TensorReport]) -> tuple[str, ...]:
     total = fidelities[0]
     for f in fidelities[1:]:
         total = total + f
-    kept = f"{100 * total.kept / total.weights:.4g}%" if members[0].has_codes else "came as floats"
+    came = "8-bit floats" if str(members[0].stored).startswith("F8") else "floats"
+    kept = f"{100 * total.kept / total.weights:.4g}%" if members[0].has_codes else f"came as {came}"
     error = "exact" if total.error == 0 else f"{total.nmse:.1e}"
     share = f"{100 * total.share:.2g}%" if total.noise else ""
     return (*head, kept, error, share)

@@ -287,6 +287,7 @@ class Conversion:
             name = str(self.recipe.wanted(self.place(tensor), as_codes=False).type)
         block = block_type(name)
         report = TensorReport(tensor.name, source_name(tensor), tensor.kind, name, tensor.shape, 0, AS_IS)
+        report.stored = self.ckpt.stored_as(str(tensor.leaves[0].source))
         if block is None:
             chunks = (x for leaf in tensor.leaves for x in self.floats(leaf))
             data = np.concatenate([as_float(x, name, tensor.name) for x in chunks])

@@ -1,4 +1,4 @@
-"""Checkpoints by GPTQModel and AutoAWQ themselves, against a plain reading and the model they came from."""
+"""Checkpoints by GPTQModel, AutoAWQ and llm-compressor, against a plain reading and the model they came from."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from bridge.checkpoint import open_checkpoint
 from tests.conftest import checkpoint_names, shared
 from tests.support.encode import PLANES, load_floats
 
-NAMES = [n for n in checkpoint_names() if "-ct-" not in n]
+NAMES = checkpoint_names()
 NOISE = {2: 0.4, 3: 0.12, 4: 0.03, 5: 0.006, 8: 1e-4}  # NMSE of a plain quantization, generously
 
 
 def raw_tensors(folder: Path) -> dict[str, np.ndarray]:
     data = (folder / "model.safetensors").read_bytes()
     start = 8 + int.from_bytes(data[:8], "little")
-    kinds = {"I32": np.uint32, "F16": np.float16, "BF16": np.uint16, "F32": np.float32}
+    kinds = {"I32": np.uint32, "I64": np.int64, "F16": np.float16, "BF16": np.uint16, "F32": np.float32}
     found = {}
     for name, entry in json.loads(data[8:start]).items():
         if name != "__metadata__":
@@ -66,6 +66,16 @@ def plain_awq(raw: dict[str, np.ndarray], name: str, version: str) -> np.ndarray
     return scales[:, group] * (codes - zeros[:, group]).astype(np.float32)
 
 
+def plain_compressed(raw: dict[str, np.ndarray], name: str) -> np.ndarray:
+    codes = stream(raw[f"{name}.weight_packed"], 4)
+    out, columns = raw[f"{name}.weight_shape"]
+    assert codes.shape == (out, columns)
+    words = raw.get(f"{name}.weight_zero_point")
+    zeros = stream(words.T, 4).T if words is not None else np.full((out, columns // 128), 8)
+    group = np.arange(columns) // 128
+    return raw[f"{name}.weight_scale"][:, group] * (codes - zeros[:, group]).astype(np.float32)
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_every_layer_is_near_the_model_it_came_from_and_nothing_is_noted(name):
     folder = shared(f"checkpoints/{name}")
@@ -93,7 +103,9 @@ def test_layers_equal_a_plain_reading_bit_for_bit(name):
     with open_checkpoint(folder) as checkpoint:
         for module in ("model.layers.1.self_attn.k_proj", "model.layers.3.mlp.down_proj"):
             tensor = checkpoint.read_module(module)
-            if checkpoint.quant.method == "awq":
+            if checkpoint.quant.method == "compressed-tensors":
+                expected = plain_compressed(raw, module)
+            elif checkpoint.quant.method == "awq":
                 expected = plain_awq(raw, module, checkpoint.quant.version)
             else:
                 expected = plain_gptq(raw, module, checkpoint.quant.bits, checkpoint.format)

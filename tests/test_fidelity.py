@@ -10,7 +10,7 @@ from tests.support.fidelity import measure
 
 LLAMA = "llama-gptq-4bit-g128-sym"
 ACT_ORDER = "llama-gptq-4bit-g128-asym-actorder"
-CHECKPOINTS = [name for name in checkpoint_names() if "-ct-" not in name]
+CHECKPOINTS = checkpoint_names()
 
 # mean KL divergence of the linears alone with --type auto, nats a token, at most
 KL_LINEARS = {
@@ -22,11 +22,13 @@ KL_LINEARS = {
 KL_LINEARS_ELSEWHERE = 5e-5
 
 # NMSE of the tensors whose codes are carried, at most. Symmetric groups of 128 are at the optimum, which
-# test_carry.py proves by trying every d: no encoding that keeps the codes gets below these three.
+# test_carry.py proves by trying every d: no encoding that keeps the codes gets below these four.
 NMSE = {
     (LLAMA, "Q4_K"): 4.32e-7,
     ("qwen3-gptq-4bit-g128-sym", "Q4_K"): 4.61e-7,
+    ("qwen3-ct-w4a16-sym", "Q4_K"): 4.53e-7,
     ("qwen3-gptq-3bit-g128-sym", "Q3_K"): 3.12e-6,
+    ("qwen3-ct-w4a16-asym", "Q4_K"): 4e-6,
     ("qwen3-gptq-4bit-g128-asym-v2", "Q4_K"): 4e-6,
     ("qwen3-awq-4bit-g128-gemm", "Q4_K"): 4e-6,
     ("qwen3-awq-4bit-g128-gemv", "Q4_K"): 4e-6,

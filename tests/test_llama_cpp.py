@@ -13,9 +13,7 @@ from tests.support.gguf_file import gguf_weights
 from tests.support.llama_cpp import LlamaCpp
 from tests.support.reference import log_softmax, mean_kl
 
-CHECKPOINTS = [
-    pytest.param(name, marks=pytest.mark.xdist_group(name)) for name in checkpoint_names() if "-ct-" not in name
-]
+CHECKPOINTS = [pytest.param(name, marks=pytest.mark.xdist_group(name)) for name in checkpoint_names()]
 WINDOWS = 6  # of 256 tokens
 TOP = 10
 MAX_ROUNDING = 1e-3  # KL divergence that 8-bit activations may cost; 2e-4 to 6e-4 measured

@@ -68,7 +68,7 @@ class CompressedReader(Reader):
         return bool(self._schemes)
 
     def needs(self, tensors: dict[str, TensorInfo]) -> tuple[str, ...]:
-        return ("weight", "weight_scale") if "weight" in tensors else ("weight_packed", "weight_shape", "weight_scale")
+        return ("weight_scale", "weight") if "weight" in tensors else ("weight_scale", "weight_packed", "weight_shape")
 
     def describe(self, name: str, tensors: dict[str, TensorInfo]) -> ModuleInfo | ScaledFloats:
         scheme = scheme_of(name, self._schemes)
@@ -80,7 +80,10 @@ class CompressedReader(Reader):
             )
         if weight.dtype in FLOAT8:
             if "weight_zero_point" in tensors:
-                raise BridgeError(f"{weight.file}: {name} has 8-bit floats with zero points, which is not supported")
+                raise BridgeError(
+                    f"{weight.file}: {name} has 8-bit floats with zero points, which is not supported; "
+                    "convert the unquantized model instead"
+                )
             return scaled_floats(name, tensors, "weight_scale", _claimed(scheme))
         if weight.dtype != ("I32" if "weight_packed" in tensors else "I8") or len(weight.shape) != 2:
             if weight.floating:
@@ -223,7 +226,7 @@ def _lengths(n: int, bits: int) -> tuple[int, int]:
 
 
 def _by_words(tensors: dict[str, TensorInfo], shape: tuple[int, int], bits: int) -> bool:
-    """Whether no code crosses a word: what compressed-tensors did before May 2026. The weight's width tells."""
+    """Whether no code crosses a word. The weight's width tells, unless its rows are short and end within a word."""
     words = tensors.get("weight_packed")
     return words is not None and words.shape[1] != _length(shape[1], bits, False)
 

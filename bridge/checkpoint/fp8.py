@@ -121,7 +121,7 @@ class Fp8Reader(Reader):
         )
 
     def needs(self, tensors: dict[str, TensorInfo]) -> tuple[str, ...]:
-        return "weight", "weight_scale_inv" if "weight_scale_inv" in tensors else "weight_scale"
+        return "weight_scale_inv" if "weight_scale_inv" in tensors else "weight_scale", "weight"
 
     def describe(self, name: str, tensors: dict[str, TensorInfo]) -> ModuleInfo | ScaledFloats:
         weight = tensors["weight"]
@@ -131,4 +131,4 @@ class Fp8Reader(Reader):
                 "the checkpoint is not of the format that its config names"
             )
         block = read_block(self.quant.raw.get("weight_block_size"))
-        return scaled_floats(name, tensors, self.needs(tensors)[1], block or BLOCK)
+        return scaled_floats(name, tensors, self.needs(tensors)[0], block or BLOCK)

@@ -96,7 +96,7 @@ class Reader:
         if not self.modules and not self.floats and self.expected():
             raise BridgeError(
                 f"{quant.source}: says {quant.method}, but no tensor of the checkpoint ends in "
-                f".{self.needs({})[-1]}; is this the folder of the quantized model?"
+                f".{self.needs({})[0]}; is this the folder of the quantized model?"
             )
 
     def owned(self) -> set[str]:
@@ -117,7 +117,7 @@ class Reader:
         return True
 
     def needs(self, tensors: dict[str, TensorInfo]) -> tuple[str, ...]:
-        """The parts without which a module that has `tensors` is incomplete."""
+        """The parts without which a module that has `tensors` is incomplete; first the one that marks modules."""
         return self.required
 
     def describe(self, name: str, tensors: dict[str, TensorInfo]) -> ModuleInfo | ScaledFloats:

@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -30,7 +29,7 @@ def pack_words(codes: np.ndarray, bits: int) -> np.ndarray:
 def packed_tensors(
     name: str, q: Quantized, bits: int, zeros: str | None = "packed", by_words: bool = False, g_idx: bool = False
 ) -> Arrays:
-    """A pack-quantized module's tensors; zeros: None (symmetric), "packed" along the rows, or "int8" (before 2025-04)."""
+    """A pack-quantized module's tensors; zeros: None (symmetric), "packed" along the rows, or "int8" as of old."""
     pack = pack_words if by_words else pack_stream
     tensors = {
         f"{name}.weight_packed": pack(q.codes, bits),
@@ -87,7 +86,11 @@ def save_float8(folder: Path) -> None:
 
 
 def scheme(
-    bits: int = 4, strategy: str = "group", group_size: int | None = 128, targets: tuple[str, ...] = ("Linear",), **more: Any
+    bits: int = 4,
+    strategy: str = "group",
+    group_size: int | None = 128,
+    targets: tuple[str, ...] = ("Linear",),
+    **more: Any,
 ) -> dict[str, Any]:
     """One of config_groups; `more` goes to its weights, but `format` and `input_activations`."""
     group: dict[str, Any] = {k: more.pop(k) for k in ("format", "input_activations") if k in more}
@@ -140,7 +143,9 @@ def write_int8(folder: Path, model_folder: Path) -> None:
     """W8A8: signed bytes, a scale a row."""
     acts = {"num_bits": 8, "type": "int", "strategy": "token", "dynamic": True}
     said = config(scheme(8, "channel", None, input_activations=acts), form="int-quantized")
-    write_compressed(folder, model_folder, said, lambda name, weight: int_tensors(name, quantize(weight, 8, -1, True), 8))
+    write_compressed(
+        folder, model_folder, said, lambda name, weight: int_tensors(name, quantize(weight, 8, -1, True), 8)
+    )
 
 
 def write_mixed(folder: Path, model_folder: Path) -> None:
@@ -158,7 +163,9 @@ def write_mixed(folder: Path, model_folder: Path) -> None:
     write_compressed(folder, model_folder, config(*groups, form="mixed-precision"), module)
 
 
-def write_float8(folder: Path, model_folder: Path, block: tuple[int, int], method: str = "compressed-tensors") -> Arrays:
+def write_float8(
+    folder: Path, model_folder: Path, block: tuple[int, int], method: str = "compressed-tensors"
+) -> Arrays:
     """An FP8 model by compressed-tensors or, with method "fp8", as DeepSeek and Qwen have it; its weights by name."""
     meant: Arrays = {}
     plain = method == "fp8"
@@ -177,8 +184,3 @@ def write_float8(folder: Path, model_folder: Path, block: tuple[int, int], metho
     write_compressed(folder, model_folder, said, module)
     save_float8(folder)
     return meant
-
-
-def read_config(folder: Path) -> dict[str, Any]:
-    """The folder's quantization_config."""
-    return json.loads((folder / "config.json").read_text())["quantization_config"]  # type: ignore[no-any-return]
