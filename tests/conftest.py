@@ -89,3 +89,24 @@ def checkpoints() -> Path:
 def model_folder() -> Path:
     """The smaller of the shared float models."""
     return shared("models/tiny-qwen3")
+
+
+@pytest.fixture(scope="session")
+def small_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The project's own checkpoint as a float model: a folder with its weights dequantized, in fp16."""
+    import json
+    import shutil
+
+    import numpy as np
+    from safetensors.numpy import save_file
+
+    folder = tmp_path_factory.mktemp("small") / "model"
+    shutil.copytree(CHECKPOINT, folder, ignore=shutil.ignore_patterns("*.safetensors", "quantize_config.json"))
+    config = json.loads((CHECKPOINT / "config.json").read_text())
+    del config["quantization_config"]
+    (folder / "config.json").write_text(json.dumps(config))
+    with bridge.open_checkpoint(CHECKPOINT) as checkpoint:
+        weights = {f"{name}.weight": checkpoint.read_module(name).dequantize() for name in checkpoint.modules}
+        weights |= {name: checkpoint.read_float(name) for name in checkpoint.tensors}
+    save_file({name: w.astype(np.float16) for name, w in weights.items()}, folder / "model.safetensors")
+    return folder

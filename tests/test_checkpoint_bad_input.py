@@ -63,15 +63,19 @@ def test_an_unknown_method_is_named_beside_the_known(tmp_path, method):
 @pytest.mark.parametrize(
     ("quant", "said"),
     [
-        ({**GPTQ, "checkpoint_format": "marlin"}, "marlin"),
-        ({**GPTQ, "is_marlin_format": True}, "marlin"),
+        ({**GPTQ, "checkpoint_format": "marlin"}, "has qzeros"),
+        ({**GPTQ, "checkpoint_format": "bitblas"}, "bitblas"),
         ({**GPTQ, "checkpoint_format": "gptq_v9"}, "gptq_v9"),
         ({**GPTQ, "bits": "four"}, "bits is 'four'"),
         ({**GPTQ, "rotation": "hadamard"}, "hadamard"),
         ({**GPTQ, "dynamic": {"+:(": {"bits": 8}}}, "bad pattern '+:('"),
-        ({**AWQ, "version": "marlin"}, "marlin"),
+        ({**AWQ, "version": "marlin"}, "has qzeros"),
         ({**AWQ, "version": "gemm9"}, "gemm9"),
         ({**GPTQ, "quant_method": "auto-round", "packing_format": "auto_round:fp8"}, "auto_round:fp8"),
+        ({**GPTQ, "quant_method": "auto-round", "data_type": "mx_fp"}, "data_type 'mx_fp'"),
+        ({**GPTQ, "quant_method": "auto-round", "rotation_config": {"hadamard": 64}}, "hadamard"),
+        ({**GPTQ, "quant_method": "auto-round", "extra_config": {"(": {"bits": 8}}}, "bad pattern '('"),
+        ({**GPTQ, "quant_method": "auto-round", "extra_config": {"lm_head": 8}}, "not a table"),
     ],
 )
 def test_layouts_and_settings_that_cannot_be_read(tmp_path, quant, said):
@@ -80,7 +84,7 @@ def test_layouts_and_settings_that_cannot_be_read(tmp_path, quant, said):
 
 def test_marlin_words_under_an_innocent_label(tmp_path):
     message = refusal(write_folder(tmp_path, {f"{NAME}.B": np.zeros((16, 128), np.int32)}, GPTQ))
-    assert "marlin" in message
+    assert "set checkpoint_format to marlin" in message
     assert f"{NAME}.B" in message
 
 

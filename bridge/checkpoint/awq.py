@@ -68,7 +68,7 @@ class AwqReader(Reader):
         if zeros is None or any(len(t.shape) != 2 or 0 in t.shape for t in (weight, scales, zeros)):
             raise contradiction(name, tensors)
         rows, words = weight.shape
-        claimed = self.quant.group_size
+        claimed = (self.quant.for_module(name) or self.quant).group_size
         if weight.dtype == "I16":
             layout, out, columns = "gemv_fast", rows * 4, words
             size = _padded_group_size(columns, scales.shape[0], claimed)
@@ -115,9 +115,10 @@ class AwqReader(Reader):
             notes.append(
                 f"{name}: stored in the {layout} layout but version says {self.quant.version}; read as {layout}"
             )
-        if self.quant.group_size > 0 and info.group_size not in (self.quant.group_size, columns):
+        claimed = (self.quant.for_module(name) or self.quant).group_size
+        if claimed > 0 and info.group_size not in (claimed, columns):
             notes.append(
-                f"{name}: scales are for groups of {info.group_size} but group_size says {self.quant.group_size}; "
+                f"{name}: scales are for groups of {info.group_size} but group_size says {claimed}; "
                 f"read as {info.group_size}"
             )
         return GroupedTensor(

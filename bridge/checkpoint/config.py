@@ -30,6 +30,9 @@ METHODS = {
     "fp8": "bridge.checkpoint.fp8.Fp8Reader",
     "fbgemm_fp8": "bridge.checkpoint.fp8.Fp8Reader",
     "modelopt": "bridge.checkpoint.fp8.Fp8Reader",
+    "mlx": "bridge.checkpoint.mlx.MlxReader",
+    "hqq": "bridge.checkpoint.hqq.HqqReader",
+    "marlin": "bridge.checkpoint.marlin.MarlinReader",
 }
 NAMES = (*METHODS, "auto-round")
 
@@ -76,11 +79,25 @@ class QuantConfig:
             if pattern.startswith("-:") or change is False:
                 return None
             return self._with(change)
-        extra = self.raw.get("extra_config")  # auto-round's, by exact name
-        return self._with(extra[name]) if isinstance(extra, dict) and isinstance(extra.get(name), dict) else self
+        extra = self.extra
+        if name in extra:
+            return self._with(extra[name])
+        for pattern, change in extra.items():
+            if change and re.search(pattern, name):
+                return self._with(change)
+        return self
 
-    def _with(self, change: dict[str, Any]) -> QuantConfig:
-        return replace(self, **{k: change[k] for k in ("bits", "group_size", "sym", "desc_act") if k in change})
+    @property
+    def extra(self) -> dict[str, Any]:
+        """auto-round's settings of single modules: by name, else by the first regex found in the name."""
+        extra = self.raw.get("extra_config")
+        return extra if isinstance(extra, dict) else {}
+
+    def _with(self, change: dict[str, Any]) -> QuantConfig | None:
+        if isinstance(change.get("bits"), int) and change["bits"] >= 16:
+            return None
+        known = {k: change[k] for k in ("bits", "group_size", "sym", "desc_act") if change.get(k) is not None}
+        return replace(self, **known)
 
     def describe(self) -> str:
         """For people: the format and what it says about itself."""
@@ -88,7 +105,8 @@ class QuantConfig:
             return "nothing about quantization"
         if self.claims:
             return ", ".join([self.title, *self.claims])
-        overrides = f", {len(self.dynamic)} rules for single modules" if self.dynamic else ""
+        rules = len(self.dynamic) + len(self.extra)
+        overrides = f", {rules} rules for single modules" if rules else ""
         return ", ".join([
             self.title,
             f"{self.bits} bits",
@@ -121,27 +139,34 @@ def read_quant_config(folder: Path, config: dict[str, Any]) -> QuantConfig:
             raw = {**raw, **{k: v for k, v in read_json(source).items() if v is not None}}
             raw.setdefault("quant_method", raw.get("method", method))
             break
+    own = config.get("quantization")  # mlx-lm's; its quantization_config is a copy
+    if not raw.keys() & {"quant_method", "method"} or str(raw.get("packing_format")).endswith("mlx"):
+        own = own if isinstance(own, dict) else raw
+        if {"bits", "group_size"} <= own.keys():
+            raw = {**own, "quant_method": "mlx"}
     if not raw:
         return QuantConfig(source=None)
     method = str(raw.get("quant_method") or raw.get("method") or "(none)").lower()
     label = str(raw.get("checkpoint_format") or raw.get("format") or "").lower()
-    if method in ("auto-round", "auto_round", "intel/auto-round"):
-        method, label = _auto_round(source, str(raw.get("packing_format") or raw.get("backend") or "auto_round"))
+    auto_round = method in ("auto-round", "auto_round", "intel/auto-round")
+    if auto_round:
+        method, label = _auto_round(source, raw)
     if method not in METHODS:
         raise BridgeError(
             f"{source}: quantization method {method!r} is not supported (supported: {', '.join(sorted(NAMES))}); "
             "convert the unquantized model instead"
         )
-    if raw.get("is_marlin_format") or str(raw.get("version", "")).lower() == "marlin":
-        label = "marlin"
-    if label in ("marlin", "bitblas", "qqq", "ipex") and not (method == "awq" and label == "ipex"):
+    if raw.get("is_marlin_format") or "marlin" in (label, str(raw.get("version", "")).lower()):
+        method = "marlin"
+    if label in ("bitblas", "qqq", "ipex") and not (method == "awq" and label == "ipex"):
         raise BridgeError(
             f"{source}: the {label} layout is made for one GPU kernel and is not supported; "
             f"take the checkpoint that it was made from, in the {'gemm' if method == 'awq' else 'gptq'} layout"
         )
-    if raw.get("rotation"):
+    rotation = raw.get("rotation") or raw.get("rotation_config")  # GPTQModel's, auto-round's
+    if rotation:
         raise BridgeError(
-            f"{source}: rotation {raw['rotation']!r} needs a Hadamard transform at run time, which GGUF lacks; "
+            f"{source}: rotation {rotation!r} needs a Hadamard transform at run time, which GGUF lacks; "
             "take a checkpoint quantized without rotation"
         )
     meta = raw.get("meta")
@@ -159,7 +184,8 @@ def read_quant_config(folder: Path, config: dict[str, Any]) -> QuantConfig:
         source=source,
     )
     _check_patterns(result)
-    return reader_class(method).complete(result, label)
+    result = reader_class(method).complete(result, label)
+    return replace(result, title=f"auto-round, packed as {result.title}") if auto_round else result
 
 
 def reader_class(method: str) -> type[Reader]:
@@ -178,21 +204,24 @@ def _number(source: Path, raw: dict[str, Any], keys: tuple[str, ...], default: i
     return default
 
 
-def _auto_round(source: Path, packing: str) -> tuple[str, str]:
-    """(method, label) of auto-round's packing_format.
+def _auto_round(source: Path, raw: dict[str, Any]) -> tuple[str, str]:
+    """(method, label) of auto-round's packing_format, or backend as it was called before.
 
     auto_round:auto_gptq stores z - 1; auto_round and auto_round:gptqmodel store z itself.
     """
-    _, _, kind = packing.lower().partition(":")
-    if "awq" in kind:
+    packing = str(raw.get("packing_format") or raw.get("backend") or "auto_round").lower()
+    words = set(packing.removeprefix("auto_round").removeprefix("autoround").split(":")) - {""}
+    kind = "fp" if str(raw.get("data_type") or "int") not in ("int", "int_sym", "int_asym") else ""
+    if words & {"awq", "auto_awq"} and not kind:
         return "awq", "gemm"
-    if kind in ("auto_gptq", "gptq"):
+    if words & {"gptq", "auto_gptq"} and not kind:
         return "gptq", "gptq"
-    if kind in ("", "gptqmodel", "exllamav2", "tritonv2", "triton", "torch"):
+    if words <= {"gptqmodel", "exllamav2", "tritonv2", "triton", "torch"} and not kind:
         return "gptq", "gptq_v2"
     raise BridgeError(
-        f"{source}: auto-round's packing_format {packing!r} is not supported (supported: auto_round, "
-        "auto_round:auto_gptq, auto_round:gptqmodel, auto_round:auto_awq); export it as one of these"
+        f"{source}: auto-round's packing_format {packing!r} with data_type {raw.get('data_type', 'int')!r} is not "
+        "supported (supported: int as auto_round, auto_round:auto_gptq, auto_round:gptqmodel, auto_round:auto_awq, "
+        "auto_round:mlx); export it as one of these"
     )
 
 
@@ -204,3 +233,12 @@ def _check_patterns(quant: QuantConfig) -> None:
             raise BridgeError(f"{quant.source}: dynamic has the bad pattern {pattern!r} ({problem}); mend it") from None
         if not pattern.startswith("-:") and change is not False and not isinstance(change, dict):
             raise BridgeError(f"{quant.source}: dynamic {pattern!r} is {change!r}, not a table; mend the file")
+    for pattern, change in quant.extra.items():
+        try:
+            re.compile(pattern)
+        except re.error as problem:
+            raise BridgeError(
+                f"{quant.source}: extra_config has the bad pattern {pattern!r} ({problem}); mend it"
+            ) from None
+        if not isinstance(change, dict):
+            raise BridgeError(f"{quant.source}: extra_config {pattern!r} is {change!r}, not a table; mend the file")

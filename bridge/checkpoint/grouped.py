@@ -1,6 +1,8 @@
 """The one in-memory form of a group-quantized linear layer: every reader ends here.
 
 W[o, k] = scales[o, g] * (codes[o, k] - zeros[o, g]),   g = group_of_column[k]
+
+Scales may be negative (MLX, auto-round), zero points fractional (MLX, HQQ).
 """
 
 from __future__ import annotations
@@ -76,6 +78,20 @@ class GroupedTensor:
         """The checkpoint's own expected quantization noise: sum of s^2 / 12 over all weights."""
         columns = np.bincount(self.groups(), minlength=self.scales.shape[1])
         return float((np.square(self.scales, dtype=np.float64) @ columns).sum() / 12)
+
+    def mirrored(self) -> GroupedTensor:
+        """The same weights without a negative scale: in groups that have one, q and z become 2^bits - 1 less them."""
+        negative = self.scales < 0
+        if not negative.any():
+            return self
+        top = 2**self.bits - 1  # all ones, so that top - q is q ^ top
+        flip = np.where(negative, np.uint8(top), np.uint8(0))
+        return replace(
+            self,
+            codes=self.codes ^ flip[:, self.groups()],
+            scales=np.abs(self.scales),
+            zeros=np.where(negative, top - self.zeros, self.zeros),
+        )
 
     def take_rows(self, order: np.ndarray) -> GroupedTensor:
         """Permute the rows (output features): codes, scales, zero points and bias alike."""

@@ -75,11 +75,11 @@ class Reader:
                 found.setdefault(module, {})[part] = info
             elif part == "B" and info.dtype == "I32":
                 raise BridgeError(
-                    f"{info.file}: {name} is in the marlin layout, made for one GPU kernel and not supported; "
-                    "take the checkpoint that it was made from"
+                    f"{info.file}: {name} is in the marlin layout but {quant.source} says {quant.method}; "
+                    "set checkpoint_format to marlin there"
                 )
         for module, tensors in found.items():
-            if self.plain.issuperset(tensors):
+            if self.is_plain(tensors):
                 continue
             for part in self.needs(tensors):
                 if part not in tensors:
@@ -115,6 +115,10 @@ class Reader:
     def expected(self) -> bool:
         """Whether the config says that there are quantized modules at all."""
         return True
+
+    def is_plain(self, tensors: dict[str, TensorInfo]) -> bool:
+        """Whether these are the parts of a layer that is not quantized."""
+        return self.plain.issuperset(tensors)
 
     def needs(self, tensors: dict[str, TensorInfo]) -> tuple[str, ...]:
         """The parts without which a module that has `tensors` is incomplete; first the one that marks modules."""

@@ -10,6 +10,8 @@
     GPTQModel, 3 bits
                   before 7.0.0 the three words' constants stood in the wrong order; since then 1 is
                   subtracted per code, modulo 8
+    auto-round, 5 to 7 bits
+                  1 is subtracted per code, modulo 2^bits
 
 Each way is a `Dialect`. Symmetric zero points are 2**(bits-1) everywhere, so their words name the
 dialect, whatever the label says; 4 bits: 0x77777777 is v1, 0x88888888 v2. Asymmetric ones follow
@@ -47,8 +49,11 @@ class Dialect:
 
 def dialects(bits: int, default_bits: int, label: str, version: tuple[int, ...] | None) -> list[Dialect]:
     """All that may be, what the label says first. `version` is GPTQModel's, None for another writer."""
-    if bits in (5, 6, 7):
-        return [Dialect(planar=True)]
+    if bits in (5, 6, 7):  # GPTQModel's are planar, auto-round's a plain stream
+        choices = [Dialect(planar=True), Dialect(), Dialect(bits)]
+        if version is None and label in ("gptq", "gptq_v2"):
+            choices = choices[::-1] if label == "gptq" else [choices[1], choices[2], choices[0]]
+        return choices
     old = version is not None and version < (7,)
     constant = default_bits if version is not None and default_bits in _LOST else bits
     v1 = Dialect(constant, old=old and constant == 3)
@@ -64,6 +69,8 @@ def decode(words: np.ndarray, bits: int, out: int, dialect: Dialect) -> np.ndarr
     from bridge.checkpoint.bits import unpack_rows
 
     unsigned = words.view(f"u{words.dtype.itemsize}")
+    if dialect.undo in (5, 6, 7):
+        return (unpack_rows(unsigned, bits, out) + np.uint8(1)) & np.uint8(2**bits - 1)
     if dialect.undo == 3:
         unsigned = _undo_3bit(unsigned, dialect.old)
     elif dialect.undo:

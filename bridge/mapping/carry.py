@@ -7,6 +7,10 @@ Three families (see `bridge.blocks.base`):
     plain    codes shifted by zero - z, d = s                        Q4_0, Q5_0, Q8_0
              codes as they are, d = s, m = -s * z                    Q4_1, Q5_1
 
+Where codes are shifted, a fractional zero point is rounded, and what that costs is counted. The affine types'
+scale codes have no sign: where scales of both signs meet in a superblock, groups of negative ones are mirrored
+first (q -> 2^bits - 1 - q), which changes no weight.
+
 A type can carry a tensor when its sub-blocks do not straddle groups, its codes are wide enough and the
 shifted codes fit. Q8_0 alone makes do where a few blocks do not fit (8-bit asymmetric): those are rounded
 anew to 127 steps and counted.
@@ -28,6 +32,8 @@ from bridge.mapping.half import round_half
 from bridge.mapping.pack import packer, row_bytes
 
 _CHUNK_WEIGHTS = 1 << 20  # rows are taken in chunks that stay in cache
+_FLOAT32_STEP = 2.0**-23
+_MAX_SHIFT = 1 << 15  # of codes by zero points
 
 
 class CannotCarryError(BridgeError):
@@ -270,6 +276,8 @@ def _carry_plain(codes, scales, zeros, group, with_min, d_out, dmin_out, sums):
                 m = round_half(np.float32(-float(s) * z))
                 dmin_out[row, block] = m
                 gamma = -float(m) - float(d) * z
+                if abs(gamma) < _FLOAT32_STEP * abs(m):
+                    gamma = 0.0  # m is the very offset that z was divided out of
             sums[0] += alpha * alpha * spread - 2.0 * alpha * gamma * (total - 32 * z) + gamma * gamma * 32
             sums[1] += float(s) * float(s) * spread
             sums[2] += float(s) * float(s) * 32 / 12.0
@@ -281,7 +289,7 @@ def _shift_codes(codes, zeros, group, sub, zero, levels, out):
     bad = 0
     for row in range(codes.shape[0]):
         for j in range(group.shape[0]):
-            shift = np.int32(zero) - np.int32(zeros[row, group[j]])
+            shift = np.int32(zero) - np.int32(np.rint(zeros[row, group[j]]))
             low = np.int32(levels)
             high = np.int32(-1)
             for k in range(j * sub, (j + 1) * sub):
@@ -295,16 +303,36 @@ def _shift_codes(codes, zeros, group, sub, zero, levels, out):
 
 
 @kernel
+def _add_shift_error(codes, scales, zeros, group, sub, sc, d, sums):
+    """What rounding the zero points of a type without a min adds: to sums[0], in place.
+
+    sc int8 [rows, in / sub], or [rows, 0] for plain types; d float32 [rows, blocks].
+    """
+    per_block = group.shape[0] // d.shape[1]
+    for row in range(codes.shape[0]):
+        for j in range(group.shape[0]):
+            z = zeros[row, group[j]]
+            scale = float(d[row, j // per_block])
+            if sc.shape[1]:
+                scale *= sc[row, j]
+            alpha = scale - float(scales[row, group[j]])
+            gamma = scale * (float(np.rint(z)) - float(z))
+            _, balance = _moments(codes, row, j * sub, (j + 1) * sub, z)
+            sums[0] += gamma * gamma * sub - 2.0 * alpha * gamma * balance
+
+
+@kernel
 def _reround_q8_0(codes, scales, zeros, group, out, d_out, sums):
     """The blocks whose q - z leaves -128..127: d = the largest / 127 and codes rounded anew; returns how many."""
     changed = 0
     for row in range(codes.shape[0]):
         for block in range(group.shape[0]):
-            z = np.int32(zeros[row, group[block]])
+            z = zeros[row, group[block]]
+            whole = np.int32(np.rint(z))
             low = np.int32(0)
             high = np.int32(0)
             for k in range(32 * block, 32 * block + 32):
-                p = np.int32(np.int32(codes[row, k]) - z)
+                p = np.int32(np.int32(codes[row, k]) - whole)
                 low = min(low, p)
                 high = max(high, p)
             if low >= -128 and high <= 127:
@@ -312,16 +340,18 @@ def _reround_q8_0(codes, scales, zeros, group, out, d_out, sums):
             changed += 1
             s = scales[row, group[block]]
             d = round_half(s * np.float32(max(high, -low)) / np.float32(127.0))
-            old = float(d_out[row, block]) - float(s)
+            alpha = float(d_out[row, block]) - float(s)
+            gamma = float(d_out[row, block]) * (float(whole) - float(z))
             d_out[row, block] = d
             for k in range(32 * block, 32 * block + 32):
-                w = np.float32(np.int32(codes[row, k]) - z)
+                w = np.float32(codes[row, k]) - z
                 code = (
                     min(max(np.rint(s * w / d), np.float32(-128.0)), np.float32(127.0)) if d != 0 else np.float32(0.0)
                 )
                 out[row, k] = np.uint8(np.int32(code) + 128)
                 miss = float(d) * code - float(s) * w
-                sums[0] += miss * miss - old * old * w * w
+                old = alpha * w - gamma
+                sums[0] += miss * miss - old * old
     return changed
 
 
@@ -346,18 +376,34 @@ def why_not(t: GroupedTensor, block: BlockType) -> str | None:
     if block.zero == 0 and 2**t.bits > block.levels:
         return f"{t.bits}-bit codes do not fit in {block.name}'s 0..{block.levels - 1}"
     if block.zero:
-        low, high = float(t.zeros.min()), float(t.zeros.max())
-        if not np.array_equal(t.zeros, np.rint(t.zeros)):
-            return f"fractional zero points cannot be shifted into {block.name}'s codes"
+        low, high = float(np.rint(t.zeros.min())), float(np.rint(t.zeros.max()))
+        if max(-low, high) > _MAX_SHIFT:
+            return f"zero points of {low:g} to {high:g} cannot be shifted into {block.name}'s codes"
         if block.name != "Q8_0" and (high - low > block.levels or 2**t.bits > block.levels):
             return f"{t.bits}-bit codes less their zero points do not fit in {block.name}'s {block.levels} codes"
     return None
+
+
+def fractional(zeros: np.ndarray) -> bool:
+    """Whether a zero point is no integer."""
+    return not np.array_equal(zeros, np.rint(zeros))
 
 
 def _one_power_of_two(zeros: np.ndarray, block: BlockType) -> bool:
     """Whether mn = sc and dmin = d * z hold all zero points exactly: a z that no half is rounded by."""
     z = float(zeros.flat[0])
     return block.scale_hi <= block.min_hi and z in (0, 1, 2, 4, 8, 16, 32, 64, 128) and bool((zeros == z).all())
+
+
+def as_stored(t: GroupedTensor, block: BlockType) -> GroupedTensor:
+    """The tensor whose codes, or codes less zero points, are those in the blocks: `t`, mirrored where it must be."""
+    if not (block.is_k and block.has_min) or not (t.scales < 0).any():
+        return t
+    group = sub_block_groups(t, block.sub)
+    if group is None or t.shape[1] % block.size:
+        return t
+    negative = (t.scales < 0)[:, group].reshape(-1, block.subs)
+    return t.mirrored() if (negative != negative[:, :1]).any() else t
 
 
 def carry(t: GroupedTensor, block: BlockType, rows: slice = slice(None)) -> Mapped:
@@ -368,6 +414,7 @@ def carry(t: GroupedTensor, block: BlockType, rows: slice = slice(None)) -> Mapp
     reason = why_not(t, block)
     if reason:
         raise CannotCarryError(f"{t.name}: {reason}")
+    t = as_stored(t, block)
     group = sub_block_groups(t, block.sub)
     # contiguous, so that kernels are compiled for one layout only
     codes, scales, zeros = (np.ascontiguousarray(x[rows]) for x in (t.codes, t.scales, t.zeros))
@@ -393,6 +440,8 @@ def carry(t: GroupedTensor, block: BlockType, rows: slice = slice(None)) -> Mapp
             fit(*part, block.sub, block.subs, *limits, sc[:m], mn[:m], d[:m], dmin[:m], sums)
         else:
             _carry_plain(*part, block.has_min, d[:m], dmin[:m], sums)
+        if block.zero and fractional(zeros[start:stop]):
+            _add_shift_error(*part, block.sub, sc[:m] if block.is_k else sc[:m, :0], d[:m], sums)
         q = codes[start:stop]
         if block.zero and not (zeros[start:stop] == block.zero).all():
             q = shifted[:m]

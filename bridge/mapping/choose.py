@@ -17,7 +17,7 @@ import numpy as np
 
 from bridge.blocks import BLOCKS, Q8_0, BlockType
 from bridge.checkpoint.grouped import GroupedTensor
-from bridge.mapping.carry import CannotCarryError, Fidelity, Mapped, carry, why_not
+from bridge.mapping.carry import CannotCarryError, Fidelity, Mapped, carry, fractional, why_not
 from bridge.mapping.floats import actorder_importance, quantize_rows
 
 CARRIED_LIMIT = 0.01  # of the checkpoint's noise: what auto lets carried tensors add
@@ -83,7 +83,7 @@ def carry_exact(t: GroupedTensor) -> Mapped | None:
 
 def exact_type(t: GroupedTensor) -> BlockType | None:
     """The smallest plain type that holds the tensor bit for bit, judged from its scales and zero points alone."""
-    if not np.array_equal(t.scales, t.scales.astype(np.float16)):
+    if not np.array_equal(t.scales, t.scales.astype(np.float16)) or fractional(t.zeros):
         return None
     low, high = t.zeros.min(), t.zeros.max()
     for block in BLOCKS.values():
@@ -118,12 +118,14 @@ def round_auto(t: GroupedTensor, importance: np.ndarray | None = None) -> Mapped
     step = max(1, t.shape[0] // SAMPLE_ROWS)
     sample = t.take_rows(np.arange(0, t.shape[0], step))
     for block in rounders(t.shape[1])[:-1]:
+        if 4 * block.levels <= 2**t.bits:  # it would add 16 times the noise: no need to compile its kernels
+            continue
         if step > 1 and round_anew(sample, block, importance).fidelity.share > ROUNDED_LIMIT:
             continue
         mapped = round_anew(t, block, importance)
         if mapped.fidelity.share <= ROUNDED_LIMIT:
             return mapped
-    return round_anew(t, Q8_0, importance)
+    return map_to(t, Q8_0, importance)
 
 
 def map_auto(t: GroupedTensor, importance: np.ndarray | None = None) -> Mapped:
@@ -132,10 +134,18 @@ def map_auto(t: GroupedTensor, importance: np.ndarray | None = None) -> Mapped:
 
 
 def map_to(t: GroupedTensor, block: BlockType, importance: np.ndarray | None = None) -> Mapped:
-    """A given type: codes carried where it can hold them, else rounded anew."""
+    """A given type: codes carried where it can hold them, else rounded anew.
+
+    Codes that are shifted by fractional zero points are carried where that is closer.
+    """
     if why_not(t, block) is None:
         try:
-            return carry(t, block)
+            mapped = carry(t, block)
         except CannotCarryError:
             pass
+        else:
+            if not block.zero or not fractional(t.zeros):
+                return mapped
+            anew = round_anew(t, block, importance)
+            return mapped if mapped.fidelity.error <= anew.fidelity.error else anew
     return round_anew(t, block, importance)

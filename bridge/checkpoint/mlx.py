@@ -1,0 +1,122 @@
+"""MLX: what Apple's mlx-lm writes, 2 to 8 bits; embeddings and head may be quantized too.
+
+    weight   uint32 [out, in*b/32]   codes, a stream of b bits along the row
+    scales   float  [out, G]         may be negative
+    biases   float  [out, G]         W = s * q + b
+    bias     float  [out]            the layer's own, optional
+
+config.json: quantization {group_size, bits, mode}, in the same table by module: false, or {group_size, bits}.
+The zero point is -b/s. mlx chooses b as s times an integer, then rounds both: it comes out near that integer.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, ClassVar
+
+import numpy as np
+
+from bridge.checkpoint.config import QuantConfig
+from bridge.checkpoint.grouped import GroupedTensor
+from bridge.checkpoint.reader import ModuleInfo, Reader, contradiction
+from bridge.checkpoint.store import TensorInfo
+from bridge.errors import BridgeError
+
+_FAR = 1 << 12  # a zero point so many steps away is that of a constant group: mlx's smallest scale is 1e-7
+
+
+class MlxReader(Reader):
+    """Reads mlx-lm's affine mode."""
+
+    parts: ClassVar = ("weight", "scales", "biases", "bias")
+    required: ClassVar = ("weight", "scales", "biases")
+
+    @classmethod
+    def complete(cls, quant: QuantConfig, label: str) -> QuantConfig:
+        for module, own in [("", quant.raw), *quant.raw.items()]:
+            if isinstance(own, dict) and own.get("mode", "affine") != "affine":
+                raise BridgeError(
+                    f"{quant.source}: {module + ': ' if module else ''}MLX's mode {own['mode']!r} is not supported, "
+                    "only affine is; quantize the model again with --q-mode affine"
+                )
+        return replace(quant, sym=False, title="MLX, affine")
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.format = "mlx"
+
+    def is_plain(self, tensors: dict[str, TensorInfo]) -> bool:
+        return tensors.keys() <= {"weight", "bias"} and not ("weight" in tensors and tensors["weight"].dtype == "U32")
+
+    def describe(self, name: str, tensors: dict[str, TensorInfo]) -> ModuleInfo:
+        weight, scales, biases = (tensors[part] for part in self.required)
+        if any(len(t.shape) != 2 or 0 in t.shape for t in (weight, scales, biases)) or not (
+            weight.dtype == "U32" and scales.floating and biases.floating
+        ):
+            raise contradiction(name, tensors)
+        (out, words), groups = weight.shape, scales.shape[1]
+        bits, size = self._claims(name)
+        if scales.shape != (out, groups) or biases.shape != scales.shape:
+            raise contradiction(name, tensors)
+        if words * 32 != groups * size * bits or not 2 <= bits <= 8:
+            raise BridgeError(
+                f"{weight.file}: {name} has {words} words and {groups} groups a row, which are not {bits} bits in "
+                f"groups of {size} as {self.quant.source} says; take config and weights of the same model"
+            )
+        if "bias" in tensors and tensors["bias"].shape != (out,):
+            raise contradiction(name, tensors)
+        nbytes = sum(t.nbytes for t in tensors.values())
+        return ModuleInfo(name, bits, size, (out, groups * size), nbytes, tensors)
+
+    def _claims(self, name: str) -> tuple[int, int]:
+        """(bits, group size) of a module, which shapes alone do not tell: 4 bits by 64 look like 8 by 32."""
+        own = self.quant.raw.get(name)
+        own = own if isinstance(own, dict) else {}
+        bits, size = own.get("bits", self.quant.bits), own.get("group_size", self.quant.group_size)
+        if not all(type(n) is int for n in (bits, size)):
+            raise BridgeError(f"{self.quant.source}: {name} has bits {bits!r}, group_size {size!r}; mend the file")
+        return bits, size
+
+    def read(self, name: str) -> GroupedTensor:
+        from bridge.checkpoint.bits import unpack_rows
+
+        info = self.modules[name]
+        scales = self.scales(name)
+        offsets = self.scales(name, "biases")
+        codes = unpack_rows(self.part(name, "weight"), info.bits, info.shape[1])
+        notes = []
+        if self.quant.raw.get(name) is False:
+            notes.append(f"{name}: quantization says it is not quantized, but it is; read as it is stored")
+        scales, zeros = affine_zeros(codes, scales, offsets, info.group_size)
+        return GroupedTensor(
+            name=name,
+            bits=info.bits,
+            codes=codes,
+            scales=scales,
+            zeros=zeros,
+            group_size=info.group_size,
+            bias=self.bias(name),
+            notes=tuple(notes),
+        )
+
+
+def affine_zeros(
+    codes: np.ndarray, scales: np.ndarray, offsets: np.ndarray, group_size: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """(scales, zero points) float32 [out, G] of W = s * q + offset; groups are runs of `group_size` columns.
+
+    Groups of one value have a scale of nothing and so no zero point, or one out of all proportion. Their codes,
+    which say nothing, are overwritten: 1, with the value for scale and 0 for zero point. In place.
+    """
+    zeros = np.divide(-offsets, scales, out=np.zeros_like(scales), where=scales != 0)
+    far = (np.abs(zeros) > _FAR) | ((scales == 0) & (offsets != 0))
+    if not far.any():
+        return scales, zeros
+    scales = scales.copy()
+    for row, group in zip(*np.nonzero(far), strict=True):
+        run = codes[row, group * group_size : (group + 1) * group_size]
+        if (run == run[0]).all() or scales[row, group] == 0:
+            scales[row, group] = scales[row, group] * run[0] + offsets[row, group]
+            zeros[row, group] = 0
+            run[:] = 1
+    return scales, zeros

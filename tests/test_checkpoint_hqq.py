@@ -1,0 +1,110 @@
+"""HQQ checkpoints: as hqq itself reads them, and what is refused."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from bridge.checkpoint import open_checkpoint
+from bridge.errors import BridgeError
+from tests.conftest import ROOT
+from tests.support.encode import write_folder
+from tests.support.encode_formats import hqq_config, hqq_tensors
+
+NAME = "model.layers.0.mlp.up_proj"
+FOLDER = ROOT / "tests" / "data" / "hqq"  # written by hqq 0.2.8: tests/support/make_hqq.py
+
+
+def tensors(bits: int = 4, group_size: int = 64):
+    weight = np.random.default_rng(0).normal(0.01, 0.05, (24, 256)).astype(np.float32)
+    return hqq_tensors(NAME, weight, bits, group_size)
+
+
+def test_weights_are_those_that_hqq_computes():
+    expected = np.load(FOLDER / "expected.npz")
+    with open_checkpoint(FOLDER) as checkpoint:
+        assert checkpoint.format == "hqq"
+        assert set(checkpoint.modules) == {name for name in expected if not name.endswith("None")}
+        biases = {f"bits4.group{size}.bias" for size in (32, 64)}
+        assert set(checkpoint.tensors) == {"norm.weight", *biases}
+        for name in checkpoint.modules:
+            tensor = checkpoint.read_module(name)
+            assert np.array_equal(tensor.dequantize(), expected[name]), name
+            assert name.startswith(f"bits{1 if tensor.bits == 2 and 'point' in name else tensor.bits}")
+            assert (tensor.bias is not None) == name.startswith("bits4")
+            assert not np.array_equal(tensor.zeros, np.rint(tensor.zeros))
+
+
+@pytest.mark.parametrize("bits", [8, 6, 5, 4, 3, 2, 1])
+@pytest.mark.parametrize("group_size", [32, 64, 256])
+def test_what_was_stored_comes_back(tmp_path, bits, group_size):
+    stored, values = tensors(bits, group_size)
+    with open_checkpoint(write_folder(tmp_path, stored, hqq_config(bits, group_size))) as checkpoint:
+        assert checkpoint.quant.describe().startswith(f"HQQ, {bits} bits, groups of {group_size}")
+        tensor = checkpoint.read_module(NAME)
+        assert checkpoint.tensors == {}
+    assert tensor.bits == bits
+    assert np.array_equal(tensor.dequantize(), values)
+
+
+def test_packed_words_viewed_as_floats_are_the_same_words(tmp_path):
+    stored, values = tensors()
+    stored[f"{NAME}.W_q"] = stored[f"{NAME}.W_q"].view(np.float16)
+    stored[f"{NAME}.view_as_float"] = np.array(1, np.uint8)
+    with open_checkpoint(write_folder(tmp_path, stored, hqq_config())) as checkpoint:
+        assert checkpoint.tensors == {}
+        assert np.array_equal(checkpoint.read_module(NAME).dequantize(), values)
+
+
+def test_a_config_of_one_table_for_each_kind_of_layer_is_understood(tmp_path):
+    stored, values = tensors(3, 64)
+    config = hqq_config(3)
+    config["quant_config"] = {"mlp.up_proj": config["quant_config"], "mlp.down_proj": hqq_config(2)["quant_config"]}
+    with open_checkpoint(write_folder(tmp_path, stored, config)) as checkpoint:
+        assert np.array_equal(checkpoint.read_module(NAME).dequantize(), values)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda t: t.update({f"{NAME}.axis": np.array(0, np.int32)}), "axis 0"),
+        (lambda t: t.update({f"{NAME}.group_size": np.array(160, np.int32)}), "run over the ends of rows"),
+        (lambda t: t.update({f"{NAME}.shape": np.array([24, 128])}), "contradict"),
+        (lambda t: t.update({f"{NAME}.shape": np.array([24, -256])}), "run over the ends of rows"),
+        (lambda t: t.update({f"{NAME}.shape": np.array([24, 256, 1])}), "contradict"),
+        (lambda t: t.update({f"{NAME}.nbits": np.array(8, np.int32)}), "packed as '4bit_u8' with nbits 8"),
+        (lambda t: t.update({f"{NAME}.nbits": np.array([4, 4], np.int32)}), "nbits is no number"),
+        (lambda t: t.update({f"{NAME}.packing": np.frombuffer(b"9bit", np.uint8)}), "packed as '9bit'"),
+        (lambda t: t.update({f"{NAME}.packing": np.frombuffer(b"8bit_u8", np.uint8)}), "contradict"),
+        (lambda t: t.update({f"{NAME}.W_q": t[f"{NAME}.W_q"][:-1]}), "contradict"),
+        (lambda t: t.update({f"{NAME}.zero": t[f"{NAME}.zero"][:-1]}), "contradict"),
+        (lambda t: t.pop(f"{NAME}.zero"), "contradict"),
+        (lambda t: t.pop(f"{NAME}.shape"), "but no shape"),
+        (lambda t: t.pop(f"{NAME}.W_q"), "but no W_q"),
+        (lambda t: t.update({f"{NAME}.scale_q": t.pop(f"{NAME}.scale")}), "scale_q"),
+        (lambda t: t.update({f"{NAME}.bias": np.zeros(7, np.float16)}), "contradict"),
+        (lambda t: t[f"{NAME}.scale"].__setitem__(3, np.nan), "1 of 96 values"),
+        (lambda t: t[f"{NAME}.zero"].__setitem__(3, -np.inf), "1 of 96 values"),
+    ],
+)
+def test_damage_is_named_in_one_line(tmp_path, change, said):
+    stored, _ = tensors()
+    change(stored)
+    with (
+        pytest.raises(BridgeError) as caught,
+        open_checkpoint(write_folder(tmp_path, stored, hqq_config())) as checkpoint,
+    ):
+        checkpoint.read_module(NAME)
+    message = str(caught.value)
+    assert said in message
+    assert NAME in message
+    assert "\n" not in message
+    assert ";" in message or "?" in message
+
+
+def test_codes_beyond_their_bits_are_damage(tmp_path):
+    stored, _ = tensors(5)
+    stored[f"{NAME}.W_q"][3, 3] = 32
+    folder = write_folder(tmp_path, stored, hqq_config(5))
+    with pytest.raises(BridgeError, match="has the code 32, beyond nbits 5"), open_checkpoint(folder) as checkpoint:
+        checkpoint.read_module(NAME)

@@ -1,0 +1,100 @@
+"""Every format but GPTQ and AWQ, from a whole checkpoint to llama.cpp: codes kept, weights near, text the same."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import gguf
+import numpy as np
+import pytest
+
+import bridge
+from bridge.checkpoint import open_checkpoint
+from bridge.describe import describe
+from bridge.report import CARRIED
+from bridge.verify import failures, verify
+from tests.support import encode_formats as write
+from tests.support import reference
+from tests.support.gguf_file import gguf_weights
+from tests.support.llama_cpp import LlamaCpp
+
+# format -> how to write it; the type of its linears; NMSE at most; what inspect calls it
+FORMATS: dict[str, tuple[Callable[[Path, Path], dict[str, np.ndarray]], str, float, str]] = {
+    "mlx-4bit-g64": (lambda to, model: write.write_mlx(to, model, 4, 64), "Q4_K", 3e-5, "MLX, affine, 4 bits"),
+    "mlx-mixed": (
+        lambda to, model: write.write_mlx(
+            to, model, 3, 128, {f"model.layers.{i}.mlp.down_proj": {"bits": 6, "group_size": 64} for i in range(4)}
+        ),
+        "Q4_K",
+        1e-5,
+        "MLX, affine, 3 bits",
+    ),
+    "hqq-4bit-g64": (lambda to, model: write.write_hqq(to, model, 4, 64), "Q4_K", 4e-5, "HQQ, 4 bits"),
+    "hqq-3bit-g64": (lambda to, model: write.write_hqq(to, model, 3, 64), "Q4_K", 4e-5, "HQQ, 3 bits"),
+    "marlin": (lambda to, model: write.write_marlin(to, model), "Q4_K", 5e-7, "Marlin, 4 bits"),
+    "marlin-awq-channel": (lambda to, model: write.write_marlin(to, model, 4, -1, awq=True), "Q4_K", 0, "Marlin, 4"),
+    "marlin-8bit": (lambda to, model: write.write_marlin(to, model, 8, 128), "Q8_0", 0, "Marlin, 8 bits"),
+    "auto-round-5bit": (
+        lambda to, model: write.write_auto_round(to, model, "auto_round:auto_gptq", 5, 128),
+        "Q5_K",
+        5e-7,
+        "auto-round, packed as GPTQ, checkpoint_format gptq, 5 bits",
+    ),
+    "auto-round-awq": (
+        lambda to, model: write.write_auto_round(to, model, "auto_round:auto_awq", 4, 128, False),
+        "Q4_K",
+        4e-6,
+        "auto-round, packed as AWQ version gemm, 4 bits",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_codes_are_kept_and_llama_cpp_says_what_the_checkpoint_says(name, tmp_path, small_model):
+    writer, kind, bound, title = FORMATS[name]
+    stored = writer(tmp_path / name, small_model)
+    path = tmp_path / "model.gguf"
+    report = bridge.convert(tmp_path / name, path)
+    quantized = [t for t in report.tensors if t.has_codes]
+    assert {str(t.source).removesuffix(".weight") for t in quantized} == set(stored)
+    assert all(t.fidelity.kept == t.weights for t in quantized)
+
+    # what is on disk, against what was stored: neither through our readers nor through our report
+    found = gguf_weights(path)
+    types = {t.name: t.tensor_type.name for t in gguf.GGUFReader(str(path)).tensors}
+    error = sum(np.square(found[f"{n}.weight"] - w, dtype=np.float64).sum() for n, w in stored.items())
+    power = sum(np.square(w, dtype=np.float64).sum() for w in stored.values())
+    assert error <= bound * power, error / power
+    assert report.total().nmse == pytest.approx(error / power, rel=1e-3, abs=1e-13)
+    assert types["blk.0.ffn_up.weight"] == kind
+    assert failures(verify(path, tmp_path / name)) == []
+    assert f"the label says  {title}" in describe(tmp_path / name)
+
+    with open_checkpoint(tmp_path / name) as checkpoint:
+        weights = reference.checkpoint_weights(checkpoint)
+    with LlamaCpp(path, n_ctx=64) as model:
+        start = model.tokenize("ROMEO:\nWhat light through yonder")
+        made = model.generate_greedy(start, 12)
+    predicted = reference.logits(reference.hf_model(tmp_path / name, weights), np.array([start + made]))[0]
+    scores = reference.log_softmax(predicted)[len(start) - 1 : -1]
+    assert len(made) == 12
+    assert (scores.max(-1) - scores[np.arange(12), made]).max() < 0.5
+
+
+def test_mlx_embeddings_keep_their_codes_and_serve_as_the_head(tmp_path, small_model):
+    write.write_mlx(tmp_path / "mlx", small_model)
+    report = bridge.convert(tmp_path / "mlx", tmp_path / "model.gguf", type="Q4_K_M")
+    embedding = next(t for t in report.tensors if t.kind == "token_embd")
+    assert (embedding.type, embedding.how) == ("Q4_K", CARRIED)
+    assert embedding.fidelity.kept == embedding.weights
+
+
+def test_mlx_in_half_precision_is_exact_where_the_type_has_an_offset(tmp_path, small_model):
+    stored = write.write_mlx(tmp_path / "mlx", small_model)
+    report = bridge.convert(tmp_path / "mlx", tmp_path / "model.gguf", type="exact")
+    assert {t.type for t in report.tensors if t.has_codes} == {"Q4_1"}
+    assert report.total().error == 0
+    found = gguf_weights(tmp_path / "model.gguf")
+    for name, values in stored.items():
+        assert np.array_equal(found[f"{name}.weight"], values), name
