@@ -107,10 +107,21 @@ def _command(commands: Any, name: str, help: str, run: Any) -> argparse.Argument
     return parser
 
 
+def _add_config(p: argparse.ArgumentParser) -> None:
+    p.add_argument(
+        "--config",
+        metavar="DIR",
+        type=Path,
+        help="folder with config.json and tokenizer, for a bare .pt or .safetensors that came without them: that of "
+        "the model it was made from",
+    )
+
+
 def _add_convert(commands: Any) -> None:
     p = _command(commands, "convert", "write a checkpoint as a GGUF file, keeping its integer codes", _convert)
-    p.add_argument("checkpoint", help="folder with config.json and weights, or a Hub id (org/name) to download")
+    p.add_argument("checkpoint", help="folder with config.json and weights, a Hub id (org/name) to download, or a .pt")
     p.add_argument("out", nargs="?", help="the GGUF to write (default: the checkpoint's name, in the current folder)")
+    _add_config(p)
 
     types = p.add_argument_group("types")
     types.add_argument(
@@ -165,7 +176,8 @@ def _add_convert(commands: Any) -> None:
 def _add_verify(commands: Any) -> None:
     p = _command(commands, "verify", "measure a GGUF on disk against the checkpoint it was made from", _verify)
     p.add_argument("gguf", type=Path, help="the GGUF, or its first shard")
-    p.add_argument("checkpoint", help="folder with config.json and weights, or a Hub id (org/name)")
+    p.add_argument("checkpoint", help="folder with config.json and weights, a Hub id (org/name), or a .pt file")
+    _add_config(p)
     p.add_argument(
         "--max-share",
         type=float,
@@ -187,7 +199,8 @@ def _add_verify(commands: Any) -> None:
 
 def _add_inspect(commands: Any) -> None:
     p = _command(commands, "inspect", "describe a checkpoint or a GGUF, and what convert would do", _inspect)
-    p.add_argument("path", help="checkpoint folder, Hub id (org/name) or GGUF file")
+    p.add_argument("path", help="checkpoint folder, Hub id (org/name), .pt or GGUF file")
+    _add_config(p)
 
 
 def _add_bench(commands: Any) -> None:
@@ -208,6 +221,7 @@ def _convert(a: argparse.Namespace) -> int:
         report = convert(
             a.checkpoint,
             a.out,
+            config=a.config,
             type="exact" if a.exact else a.type,
             output_type=a.output_type,
             token_embd_type=a.token_embd_type,
@@ -234,7 +248,7 @@ def _verify(a: argparse.Namespace) -> int:
     if a.report:
         check_target(a.report, force=True)
     with _Bar("verifying") as bar:
-        report = verify(a.gguf, a.checkpoint, progress=bar)
+        report = verify(a.gguf, a.checkpoint, config=a.config, progress=bar)
     print(report.table("read"))
     if a.report:
         report.save(a.report)
@@ -252,7 +266,7 @@ def _verify(a: argparse.Namespace) -> int:
 def _inspect(a: argparse.Namespace) -> int:
     from bridge.describe import describe
 
-    print(describe(a.path))
+    print(describe(a.path, a.config))
     return 0
 
 

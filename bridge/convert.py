@@ -30,6 +30,7 @@ def convert(
     checkpoint: str | Path,
     out: str | Path | None = None,
     *,
+    config: str | Path | None = None,
     type: str = "auto",
     output_type: str | None = None,
     token_embd_type: str | None = None,
@@ -45,7 +46,8 @@ def convert(
 ) -> Report:
     """Convert a GPTQ or AWQ checkpoint to a GGUF file, keeping its integer codes.
 
-    checkpoint      a folder in Hugging Face layout, or a Hub id (org/name) to download
+    checkpoint      a folder in Hugging Face layout, a Hub id (org/name) to download, or a .pt file
+    config          folder with config.json and tokenizer, where the checkpoint has none of its own
     out             the GGUF to write; default: the checkpoint's name and the type, in the current folder
     type            "auto", "exact", a block type ("Q4_K") or a llama.cpp preset ("Q4_K_M"); see bridge.recipe
     output_type, token_embd_type, actorder_type, tensor_types
@@ -63,8 +65,7 @@ def convert(
     """
     started = time.perf_counter()
     recipe = Recipe(type, output_type, token_embd_type, actorder_type, tuple(tensor_types))
-    folder = resolve(checkpoint)
-    with open_checkpoint(folder) as ckpt:
+    with open_checkpoint(resolve(checkpoint, config), config) as ckpt:
         spec = model_of(ckpt, pre)
         importance = _read_importance(imatrix)
         work = Conversion(ckpt, spec, recipe, importance)
@@ -100,7 +101,7 @@ def model_of(ckpt: Checkpoint, pre: str | None = None) -> ModelSpec:
     Raises BridgeError also where the checkpoint holds a bias that llama.cpp has no place for.
     """
     names = list(ckpt.tensors) + [f"{module}.weight" for module in ckpt.modules]
-    spec = describe_model(ckpt.config, ckpt.path, names, pre)
+    spec = describe_model(ckpt.config, ckpt.home, names, pre)
     for name in spec.zero_only:
         if ckpt.read_float(name).any():
             raise BridgeError(
@@ -111,7 +112,8 @@ def model_of(ckpt: Checkpoint, pre: str | None = None) -> ModelSpec:
 
 def default_name(checkpoint: str, recipe: Recipe) -> str:
     """`<checkpoint>-<TYPE>.gguf`, or `<checkpoint>.gguf` for auto."""
-    stem = Path(checkpoint).resolve().name if Path(checkpoint).exists() else checkpoint.rsplit("/", 1)[-1]
+    path = Path(checkpoint).resolve()
+    stem = (path.name if path.is_dir() else path.stem) if path.exists() else checkpoint.rsplit("/", 1)[-1]
     return f"{stem}.gguf" if recipe.type == "auto" else f"{stem}-{recipe.type}.gguf"
 
 

@@ -15,6 +15,7 @@ import numpy as np
 
 from bridge.checkpoint import Checkpoint, open_checkpoint
 from bridge.checkpoint.fp8 import FLOAT8
+from bridge.checkpoint.store import WEIGHTS
 from bridge.convert import model_of
 from bridge.errors import BridgeError
 from bridge.hub import resolve
@@ -28,13 +29,17 @@ from bridge.verify import read_gguf
 _SAMPLE_ROWS = 64
 
 
-def describe(path: str | Path) -> str:
-    """A few lines about a checkpoint folder, a Hub id or a GGUF file. Raises BridgeError."""
-    if Path(path).is_file():
-        if Path(path).suffix in (".safetensors", ".bin", ".json"):
+def describe(path: str | Path, config: str | Path | None = None) -> str:
+    """A few lines about a checkpoint folder, a Hub id, a .pt or a GGUF file; `config` as for `convert`.
+
+    Raises BridgeError.
+    """
+    suffix = Path(path).suffix
+    if Path(path).is_file() and suffix != ".pt" and (config is None or suffix not in WEIGHTS):
+        if suffix == ".json" or suffix in WEIGHTS:
             raise BridgeError(f"{path}: is one file of a checkpoint; give the folder that it is in")
         return _describe_gguf(Path(path))
-    with open_checkpoint(resolve(path)) as ckpt:
+    with open_checkpoint(resolve(path, config), config) as ckpt:
         return "\n".join(_describe_checkpoint(ckpt))
 
 
@@ -85,6 +90,8 @@ def _counted(words: Iterable[str]) -> str:
 
 def _claims(ckpt: Checkpoint, scattered: int) -> list[str]:
     """Where the label is wrong about act-order; the readers' notes have everything else."""
+    if not ckpt.quant.labelled:
+        return []
     if ckpt.quant.desc_act and not scattered:
         return ["the label says act-order, but all groups are consecutive"]
     if scattered and not ckpt.quant.desc_act:

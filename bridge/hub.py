@@ -5,20 +5,26 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from bridge.checkpoint.store import WEIGHTS
 from bridge.errors import BridgeError
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
-_FILES = {".gguf", ".safetensors", ".bin", ".json"}  # endings of a mistyped file rather than of a model's name
+_FILES = {".gguf", ".json", *WEIGHTS}  # endings of a mistyped file rather than of a model's name
 _TIMEOUT = 20.0  # seconds to wait for the Hub's first answer
 
 
-def resolve(checkpoint: str | Path) -> Path:
+def resolve(checkpoint: str | Path, config: str | Path | None = None) -> Path:
     """The folder of a checkpoint; `org/name` is downloaded where no such folder exists.
 
-    Raises BridgeError for a missing folder, an unknown or gated repository, or no network.
+    A .pt file is taken by itself, and so is any other file of weights if `config` is the folder that has
+    its config.json. Raises BridgeError for a missing folder, an unknown or gated repository, or no network.
     """
     path = Path(checkpoint).expanduser()
+    if config is not None and not Path(config).expanduser().is_dir():
+        raise BridgeError(f"{config}: no such folder; --config takes one with config.json and tokenizer")
     if path.is_dir():
+        return path
+    if path.is_file() and path.suffix in (WEIGHTS if config is not None else (".pt",)):
         return path
     if path.exists():
         raise BridgeError(f"{checkpoint}: is a file; give the folder that holds config.json and the weights")
@@ -56,8 +62,8 @@ def _download(name: str) -> Path:
             "mend the network, or download the model elsewhere and give its folder"
         ) from problem
     files = needed([file.rfilename for file in repository.siblings or []])
-    if not any(file.endswith((".safetensors", ".bin")) for file in files):
-        raise BridgeError(f"{name}: this model on the Hub has neither *.safetensors nor *.bin; choose another one")
+    if not any(file.endswith(WEIGHTS) for file in files):
+        raise BridgeError(f"{name}: this model on the Hub has no *.safetensors, *.bin or *.pt; choose another one")
     try:
         return Path(snapshot_download(name, allow_patterns=files))
     except Exception as problem:
@@ -70,6 +76,7 @@ def needed(files: list[str]) -> list[str]:
     # consolidated.* is Mistral's own copy of the same weights
     weights = [f for f in top if f.endswith(".safetensors") and not f.startswith("consolidated")]
     weights = weights or [f for f in top if f.endswith((".safetensors", ".bin"))]
+    weights = weights or [f for f in top if f.endswith(".pt")]
     return weights + [f for f in top if f.endswith((".json", ".txt", ".jinja", ".model")) or f == "README.md"]
 
 

@@ -32,8 +32,14 @@ MAX_NMSE = 1e-4  # for tensors that came as floats; Q8_0 is at 3e-5
 _CHUNK_WEIGHTS = 1 << 22
 
 
-def verify(gguf_path: str | Path, checkpoint: str | Path, *, progress: Progress | None = None) -> Report:
-    """Compare every tensor of a GGUF (its first shard, if split) with the checkpoint's.
+def verify(
+    gguf_path: str | Path,
+    checkpoint: str | Path,
+    *,
+    config: str | Path | None = None,
+    progress: Progress | None = None,
+) -> Report:
+    """Compare every tensor of a GGUF (its first shard, if split) with the checkpoint's; `config` as for `convert`.
 
     Returns a Report with the same figures as `convert`'s, measured from the file; `failures` judges it.
     Raises BridgeError where the two do not hold the same tensors.
@@ -43,7 +49,7 @@ def verify(gguf_path: str | Path, checkpoint: str | Path, *, progress: Progress 
     stored: dict[str, Any] = {}
     for file in files:
         stored.update((t.name, t) for t in read_gguf(file).tensors)
-    with open_checkpoint(resolve(checkpoint)) as ckpt:
+    with open_checkpoint(resolve(checkpoint, config), config) as ckpt:
         spec = model_of(ckpt, pre="default")  # tensors alone are compared: any pre-tokenizer will do
         work = Conversion(ckpt, spec, Recipe())
         _same_names(str(gguf_path), str(checkpoint), {t.name for t in spec.tensors}, set(stored))

@@ -433,7 +433,7 @@ def test_debug_shows_where_an_error_comes_from(tmp_path, capsys):
 
 
 def test_a_mistake_of_our_own_is_one_line_too(model, refused, monkeypatch):
-    monkeypatch.setattr("bridge.describe.describe", lambda path: 1 // 0)
+    monkeypatch.setattr("bridge.describe.describe", lambda path, config: 1 // 0)
     assert "unexpected ZeroDivisionError" in refused("inspect", model)
 
 

@@ -6,6 +6,7 @@ import fcntl
 import json
 import os
 import pty
+import re
 import shutil
 import struct
 import subprocess
@@ -398,7 +399,7 @@ def python(*arguments: object, **options: Any) -> subprocess.CompletedProcess[st
 )
 def test_nothing_heavy_is_imported_before_it_is_used(code, heavy):
     done = python("-c", f"{code}\nimport sys; sys.stderr.write(' '.join({heavy} & set(sys.modules)))")
-    assert done.stderr.replace("error: config.json: not found; is this the folder of a whole checkpoint?\n", "") == ""
+    assert re.sub(r"error: config.json: not found; .*\n", "", done.stderr) == ""
 
 
 def test_functions_of_the_package_are_functions_whatever_was_imported_before():

@@ -18,6 +18,7 @@ import numpy as np
 from bridge.checkpoint.config import QuantConfig, read_quant_config, reader_class
 from bridge.checkpoint.fp8 import FLOAT8
 from bridge.checkpoint.grouped import GroupedTensor
+from bridge.checkpoint.legacy import recognise
 from bridge.checkpoint.reader import ACTIVATIONS, ModuleInfo, Reader
 from bridge.checkpoint.store import Store, TensorInfo, open_store, read_json
 from bridge.errors import BridgeError
@@ -28,7 +29,8 @@ __all__ = ["Checkpoint", "GroupedTensor", "ModuleInfo", "QuantConfig", "TensorIn
 class Checkpoint:
     """An opened checkpoint.
 
-    path      its folder
+    path      its folder, or its one file
+    home      the folder with config.json and tokenizer
     config    config.json
     quant     what it says about its quantization
     format    gptq, gptq_v2, gptq_p, awq-gemm, awq-gemv, awq-gemv_fast, compressed-tensors ..., fp8, or float
@@ -39,8 +41,11 @@ class Checkpoint:
     notes     what was found contrary to the labels and concerns the whole checkpoint
     """
 
-    def __init__(self, path: Path, config: dict[str, Any], quant: QuantConfig, store: Store) -> None:
+    def __init__(
+        self, path: Path, config: dict[str, Any], quant: QuantConfig, store: Store, home: Path | None = None
+    ) -> None:
         self.path = path
+        self.home = home or path
         self.config = config
         self.quant = quant
         self._store = store
@@ -64,6 +69,11 @@ class Checkpoint:
             if (part == "qweight" and not self.modules) or (info.dtype in FLOAT8 and name not in self._floats):
                 raise self._unlabelled(info)
         self.notes = [*self._reader.notes] if self._reader else []
+        if quant.method is not None and not quant.labelled:
+            groups = "one group a row" if quant.group_size <= 0 else f"groups of {quant.group_size}"
+            self.notes.append(
+                f"no config speaks of quantization; the tensors do: {quant.title}, {quant.bits} bits, {groups}"
+            )
         if left_out:
             parts = ", ".join(sorted(left_out))
             self.notes.append(f"scales of activations and of the key-value cache are not needed: {parts} left out")
@@ -72,7 +82,7 @@ class Checkpoint:
         if self._reader:
             return BridgeError(f"{info.file}: {info.name} is {info.dtype} without a scale; is the checkpoint complete?")
         return BridgeError(
-            f"{info.file}: {info.name} is quantized, but {self.path / 'config.json'} has no quantization_config "
+            f"{info.file}: {info.name} is quantized, but {self.home / 'config.json'} has no quantization_config "
             "and there is no quantize_config.json; add the one that came with the model"
         )
 
@@ -112,16 +122,29 @@ class Checkpoint:
         self.close()
 
 
-def open_checkpoint(path: str | Path) -> Checkpoint:
-    """Open a local checkpoint folder.
+def open_checkpoint(path: str | Path, config: str | Path | None = None) -> Checkpoint:
+    """Open a local checkpoint: a folder, or one file of weights (.pt of the first GPTQ tools).
+
+    config  the folder with config.json and tokenizer, where `path` has none
 
     Raises BridgeError if it is incomplete, damaged, or quantized in a way that is not supported.
     """
-    folder = Path(path)
-    if not folder.is_dir():
-        raise BridgeError(f"{folder}: not a folder; give the folder that holds config.json and the weights")
-    config = read_json(folder / "config.json")
-    quant = read_quant_config(folder, config)
+    path = Path(path)
+    if not path.exists():
+        raise BridgeError(f"{path}: not a folder; give the folder that holds config.json and the weights")
+    home = Path(config).expanduser() if config is not None else path if path.is_dir() else path.parent
+    if not (home / "config.json").exists():
+        raise BridgeError(
+            f"{home / 'config.json'}: not found; is this the folder of a whole checkpoint? "
+            "--config takes config.json and tokenizer from another folder"
+        )
+    values = read_json(home / "config.json")
+    quant = QuantConfig()
+    if home != path and path.is_dir():
+        own = path / "config.json"
+        quant = read_quant_config(path, read_json(own) if own.exists() else {})
+    if quant.method is None:
+        quant = read_quant_config(home, values)
     stem = quant.raw.get("model_file_base_name")
-    store = open_store(folder, stem if isinstance(stem, str) and "/" not in stem and "\\" not in stem else None)
-    return Checkpoint(folder, config, quant, store)
+    store = open_store(path, stem if isinstance(stem, str) and "/" not in stem and "\\" not in stem else None)
+    return Checkpoint(path, values, recognise(store, quant, values), store, home)

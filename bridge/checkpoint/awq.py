@@ -20,6 +20,7 @@ from bridge.checkpoint.config import QuantConfig
 from bridge.checkpoint.grouped import GroupedTensor
 from bridge.checkpoint.reader import ModuleInfo, Reader, contradiction, fit_group_size
 from bridge.checkpoint.store import Store, TensorInfo
+from bridge.checkpoint.zeros import unscaled
 from bridge.errors import BridgeError
 
 # gemv_fast: of each 32 input features, which stands where in the stored order
@@ -109,7 +110,7 @@ class AwqReader(Reader):
             codes = stream[..., _FAST_ORDER].transpose(0, 2, 1, 3, 4).reshape(out, columns)
             part = "qzeros" if "qzeros" in info.tensors else "scaled_zeros"
             scales = np.ascontiguousarray(scales[:groups].T)
-            zeros = _unscaled(scales, self.scales(name, part)[:groups].T)
+            zeros = unscaled(scales, -self.scales(name, part)[:groups].T)
         notes = []
         if layout != self.quant.version:
             notes.append(
@@ -131,13 +132,6 @@ class AwqReader(Reader):
             bias=self.bias(name),
             notes=tuple(notes),
         )
-
-
-def _unscaled(scales: np.ndarray, negated: np.ndarray) -> np.ndarray:
-    """Zero points from -s*z, which fp16 has rounded; integers wherever they are near one."""
-    zeros = np.divide(-negated, scales, out=np.zeros_like(scales), where=scales != 0)
-    whole = np.rint(zeros)
-    return np.ascontiguousarray(np.where(np.abs(zeros - whole) < 0.1, whole, zeros), dtype=np.float32)
 
 
 def _padded_group_size(columns: int, stored: int, claimed: int) -> int | None:

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 # quant_method -> its reader; auto-round packs as one or the other
 METHODS = {
     "gptq": "bridge.checkpoint.gptq.GptqReader",
+    "gptq-float-zeros": "bridge.checkpoint.legacy.FloatZerosReader",  # told by its tensors, never by a config
     "awq": "bridge.checkpoint.awq.AwqReader",
     "compressed-tensors": "bridge.checkpoint.compressed.CompressedReader",
     "fp8": "bridge.checkpoint.fp8.Fp8Reader",
@@ -34,7 +35,7 @@ METHODS = {
     "hqq": "bridge.checkpoint.hqq.HqqReader",
     "marlin": "bridge.checkpoint.marlin.MarlinReader",
 }
-NAMES = (*METHODS, "auto-round")
+NAMES = tuple(sorted({*METHODS, "auto-round"} - {"gptq-float-zeros"}))
 
 
 @dataclass(frozen=True)
@@ -101,7 +102,7 @@ class QuantConfig:
 
     def describe(self) -> str:
         """For people: the format and what it says about itself."""
-        if self.method is None:
+        if not self.labelled:
             return "nothing about quantization"
         if self.claims:
             return ", ".join([self.title, *self.claims])
@@ -114,6 +115,11 @@ class QuantConfig:
             "symmetric" if self.sym else "asymmetric",
             "act-order" if self.desc_act else "no act-order",
         ]) + overrides  # fmt: skip
+
+    @property
+    def labelled(self) -> bool:
+        """Whether a config says this, and not the tensors' shapes alone."""
+        return bool(self.raw)
 
     @property
     def gptqmodel(self) -> tuple[int, ...] | None:
@@ -151,9 +157,9 @@ def read_quant_config(folder: Path, config: dict[str, Any]) -> QuantConfig:
     auto_round = method in ("auto-round", "auto_round", "intel/auto-round")
     if auto_round:
         method, label = _auto_round(source, raw)
-    if method not in METHODS:
+    if method not in NAMES:
         raise BridgeError(
-            f"{source}: quantization method {method!r} is not supported (supported: {', '.join(sorted(NAMES))}); "
+            f"{source}: quantization method {method!r} is not supported (supported: {', '.join(NAMES)}); "
             "convert the unquantized model instead"
         )
     if raw.get("is_marlin_format") or "marlin" in (label, str(raw.get("version", "")).lower()):

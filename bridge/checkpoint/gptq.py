@@ -115,6 +115,8 @@ class GptqReader(Reader):
     def _note_claims(self, name: str, size: int, sequential: bool, notes: list[str]) -> None:
         """Where bits and group size differ from the config's."""
         info, quant = self.modules[name], self.quant.for_module(name)
+        if not self.quant.labelled:
+            return
         if quant is None:
             notes.append(f"{name}: dynamic says it is not quantized, but it is; read as it is stored")
             return
@@ -127,7 +129,7 @@ class GptqReader(Reader):
     def _groups(self, name: str, notes: list[str]) -> tuple[int, np.ndarray | None]:
         """(group size, None) where groups are consecutive, else (average size, int32 [in])."""
         info = self.modules[name]
-        groups = info.tensors["scales"].shape[0]
+        groups = self._stored_groups(name)
         if not info.stores_g_idx:
             return info.group_size, None
         group = self.part(name, "g_idx").astype(np.int64)
@@ -146,6 +148,9 @@ class GptqReader(Reader):
         size = column_group_size(group)
         return (size, None) if size else (info.group_size, group.astype(np.int32))
 
+    def _stored_groups(self, name: str) -> int:
+        return self.modules[name].tensors["scales"].shape[0]
+
     def _choices(self, bits: int) -> list[Dialect]:
         return dialects(bits, self.quant.bits, self.quant.checkpoint_format, self.quant.gptqmodel)
 
@@ -160,16 +165,15 @@ class GptqReader(Reader):
             if found != choices[0]:
                 word = f"0x{int(words.view(f'u{words.dtype.itemsize}')[0, 0]):0{words.dtype.itemsize * 2}X}"
                 told = label if str(found) != str(choices[0]) else f"{label} of {self.quant.bits} bits"
-                notes.append(
-                    f"{name}: qzeros are symmetric {found} ({word}) but checkpoint_format says {told}; read as {found}"
-                )
+                notes.append(f"{name}: qzeros are symmetric {found} ({word}) but {self._says(told)}; read as {found}")
             return found
         found = self._by_evidence(info.bits)
         if found != choices[0]:
-            notes.append(
-                f"{name}: the codes centre on {found} zero points but checkpoint_format says {label}; read as {found}"
-            )
+            notes.append(f"{name}: the codes centre on {found} zero points but {self._says(label)}; read as {found}")
         return found
+
+    def _says(self, label: str) -> str:
+        return f"checkpoint_format says {label}" if self.quant.labelled else "no config says so"
 
     def _by_evidence(self, bits: int) -> Dialect:
         """The dialect of asymmetric zero points of `bits`: the label's, unless the codes speak clearly against it."""

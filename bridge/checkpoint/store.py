@@ -5,7 +5,7 @@ then the data that the offsets count in. The header is parsed here because the l
 without torch, and because every offset is checked against the file before anything is read. Reads go
 into buffers of our own: a memory map would count towards the peak of resident memory.
 
-pytorch_model.bin: a zip of a pickle; only torch reads it, with weights_only, never running its code.
+.bin and .pt files are read by `torch_store`.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Store:
             if name in self.tensors:
                 raise BridgeError(
                     f"{name} is both in {self.tensors[name].file.name} and in {info.file.name}; "
-                    "remove the file that is not part of the checkpoint"
+                    "remove the file that is not part of the checkpoint, or give the one file that is"
                 )
             self.tensors[name] = info
 
@@ -149,69 +149,6 @@ def read_header(file: Path) -> dict[str, TensorInfo]:
     return tensors
 
 
-class TorchStore(Store):
-    """The tensors of pytorch_model.bin files, through torch."""
-
-    def __init__(self, files: Iterable[Path]) -> None:
-        self.files = list(files)
-        self.tensors = {}
-        self._data: dict[str, Any] = {}
-        try:
-            import torch
-        except ImportError:
-            raise BridgeError(
-                f"{self.files[0]}: .bin files need torch; pip install gguf-bridge[torch], or convert to safetensors"
-            ) from None
-        self._as_bits = {torch.bfloat16: torch.int16, torch.float8_e4m3fn: torch.uint8, torch.float8_e5m2: torch.uint8}
-        names = {
-            torch.bool: "BOOL", torch.uint8: "U8", torch.int8: "I8", torch.int16: "I16", torch.int32: "I32",
-            torch.int64: "I64", torch.float16: "F16", torch.bfloat16: "BF16", torch.float32: "F32",
-            torch.float64: "F64", torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
-        }  # fmt: skip
-        for file in self.files:
-            state = _load_bin(torch, file)
-            found = {}
-            for name, tensor in state.items():
-                if isinstance(tensor, torch.Tensor):
-                    dtype = names.get(tensor.dtype, str(tensor.dtype).removeprefix("torch."))
-                    found[str(name)] = TensorInfo(str(name), dtype, tuple(tensor.shape), tensor.nbytes, file)
-                    self._data[str(name)] = tensor
-            self._add(found)
-
-    def _fetch(self, info: TensorInfo, dtype: np.dtype, shape: tuple[int, ...], first: int, stop: int) -> np.ndarray:
-        tensor = self._data[info.name].detach()
-        if info.shape:
-            tensor = tensor[first:stop]
-        if tensor.dtype in self._as_bits:
-            tensor = tensor.contiguous().view(self._as_bits[tensor.dtype])
-        return np.array(tensor.numpy(), order="C").view(dtype)  # a copy: the file stays mapped
-
-    def close(self) -> None:
-        self._data.clear()
-
-
-def _load_bin(torch: Any, file: Path) -> dict[str, Any]:
-    """The state dict of one .bin file, memory-mapped where its layout allows."""
-    import pickle
-
-    try:
-        try:
-            state = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
-        except RuntimeError:  # torch's layout before 1.6 cannot be mapped
-            state = torch.load(file, map_location="cpu", weights_only=True)
-    except pickle.UnpicklingError:
-        raise BridgeError(
-            f"{file}: holds pickled objects other than tensors, which could run code; ask for the model as safetensors"
-        ) from None
-    except OSError as problem:
-        raise BridgeError(f"{file}: cannot be read ({problem.strerror}); is the download complete?") from problem
-    except (RuntimeError, EOFError, ValueError, KeyError):
-        raise BridgeError(f"{file}: not a file that torch can read; it is damaged, download it again") from None
-    if not isinstance(state, dict):
-        raise BridgeError(f"{file}: holds no table of tensors; ask for the model as safetensors")
-    return state
-
-
 def read_json(file: Path) -> dict[str, Any]:
     """A JSON object; BridgeError if the file is missing or is something else."""
     try:
@@ -227,33 +164,50 @@ def read_json(file: Path) -> dict[str, Any]:
     return content
 
 
-def open_store(folder: Path, stem: str | None = None) -> Store:
-    """The weights of a checkpoint folder: safetensors before .bin, an index before single files.
+def open_store(path: Path, stem: str | None = None) -> Store:
+    """The weights of a checkpoint folder: safetensors before .bin before .pt, an index before single files.
 
-    `stem` is the file's name without its ending where the config gives one (AutoGPTQ's
-    model_file_base_name). Raises BridgeError where files are missing, damaged or lie elsewhere.
+    `path` may also be the one file that holds them all. `stem` is the file's name without its ending where
+    the config gives one (AutoGPTQ's model_file_base_name). Raises BridgeError where files are missing,
+    damaged or lie elsewhere.
     """
-    for kind, name, ending in ((Store, "model", "safetensors"), (TorchStore, "pytorch_model", "bin")):
+    if path.is_file():
+        if _RUN.fullmatch(path.name):
+            raise BridgeError(f"{path}: is one file of several; give the folder that it is in")
+        return _open([path])
+    for name, ending in (("model", "safetensors"), ("pytorch_model", "bin"), ("model", "pt")):
         stems = [s for s in (stem, name) if s]
-        indexes = [folder / f"{s}.{ending}.index.json" for s in stems]
-        found = [f for f in indexes if f.exists()] or sorted(folder.glob(f"*.{ending}.index.json"))
+        indexes = [path / f"{s}.{ending}.index.json" for s in stems]
+        found = [f for f in indexes if f.exists()] or sorted(path.glob(f"*.{ending}.index.json"))
         if found:
-            return _indexed(kind, folder, found[0])
-        files = [f for s in stems if (f := folder / f"{s}.{ending}").exists()][:1]
+            return _indexed(path, found[0])
+        files = [f for s in stems if (f := path / f"{s}.{ending}").exists()][:1]
         if not files:
-            files = [f for f in sorted(folder.glob(f"*.{ending}")) if f.name not in _NOT_WEIGHTS]
+            files = [f for f in sorted(path.glob(f"*.{ending}")) if f.name not in _NOT_WEIGHTS]
         # consolidated.* is Mistral's own copy of the same weights
         files = [f for f in files if not f.name.startswith("consolidated")] or files
         if files:
             _check_run(files)
-            return kind(files)
-    raise BridgeError(f"{folder}: holds neither *.safetensors nor pytorch_model.bin; is the download complete?")
+            return _open(files)
+    raise BridgeError(f"{path}: holds neither *.safetensors nor pytorch_model.bin nor *.pt; is the download complete?")
 
 
-_NOT_WEIGHTS = {"training_args.bin", "optimizer.bin", "scheduler.bin", "sentencepiece.bpe.bin"}
+WEIGHTS = (".safetensors", ".bin", ".pt")  # endings of files with weights
+_NOT_WEIGHTS = {"training_args.bin", "optimizer.bin", "scheduler.bin", "sentencepiece.bpe.bin", "optimizer.pt",
+                "scheduler.pt"}  # fmt: skip
+_RUN = re.compile(r"(.*)-(\d{5})-of-(\d{5})(\..*)")  # the name of one of several files
 
 
-def _indexed(kind: type[Store], folder: Path, index: Path) -> Store:
+def _open(files: Iterable[Path]) -> Store:
+    files = list(files)
+    if files[0].suffix == ".safetensors":
+        return Store(files)
+    from bridge.checkpoint.torch_store import TorchStore
+
+    return TorchStore(files)
+
+
+def _indexed(folder: Path, index: Path) -> Store:
     """The shards that an index names, each within the folder, each with what the index says it holds."""
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(v, str) for v in weight_map.values()):
@@ -265,7 +219,7 @@ def _indexed(kind: type[Store], folder: Path, index: Path) -> Store:
             raise BridgeError(f"{index}: names the shard {shard!r} outside its folder; do not trust this checkpoint")
         if not (folder / shard).is_file():
             raise BridgeError(f"{folder / shard}: named by {index.name} but missing; is the download complete?")
-    store = kind(folder / shard for shard in shards)
+    store = _open(folder / shard for shard in shards)
     for name, shard in weight_map.items():
         if name not in store.tensors:
             raise BridgeError(f"{folder / shard}: lacks {name}, which {index.name} says it holds; download it again")
@@ -275,7 +229,7 @@ def _indexed(kind: type[Store], folder: Path, index: Path) -> Store:
 def _check_run(files: list[Path]) -> None:
     """Shards without an index must at least be all there: name-00002-of-00003."""
     for file in files:
-        match = re.fullmatch(r"(.*)-(\d{5})-of-(\d{5})(\..*)", file.name)
+        match = _RUN.fullmatch(file.name)
         if match:
             for i in range(1, min(int(match[3]), 100_000) + 1):
                 shard = file.with_name(f"{match[1]}-{i:05}-of-{match[3]}{match[4]}")

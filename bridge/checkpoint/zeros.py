@@ -6,7 +6,8 @@
                   lane and all higher lanes of the word with ones, for good
     GPTQModel     subtracts a constant from the whole packed word (0x11111111 for 4 bits): a z of 0
                   borrows from the next lane, and adding the same constant undoes all of it exactly.
-                  The constant is that of the checkpoint's default bits, even in a module that has others
+                  Before 7.3.2 the constant is that of the checkpoint's default bits, even in a module
+                  that has others; since then each module's own
     GPTQModel, 3 bits
                   before 7.0.0 the three words' constants stood in the wrong order; since then 1 is
                   subtracted per code, modulo 8
@@ -28,6 +29,8 @@ import numpy as np
 
 # GPTQModel < 7 subtracted these from the three words of 32 codes; 49249249 92492492 24924924 is right
 _OLD_3BIT = np.array([0x24924924, 0x92492492, 0x49249249], np.uint32)
+
+OWN_BITS_SINCE = (7, 3, 2)  # GPTQModel: from here on, v1's constant is that of a module's own bits
 
 # the top bits that AutoGPTQ sets when the lane below the topmost (or any lower) had a zero of 0
 _LOST = {2: (0xF0000000,), 3: (0xF8000000, 0xF0000000, 0xFC000000), 4: (0xFF000000,), 8: (0xFFFF0000,)}
@@ -55,10 +58,11 @@ def dialects(bits: int, default_bits: int, label: str, version: tuple[int, ...] 
             choices = choices[::-1] if label == "gptq" else [choices[1], choices[2], choices[0]]
         return choices
     old = version is not None and version < (7,)
-    constant = default_bits if version is not None and default_bits in _LOST else bits
+    default = default_bits if default_bits in _LOST else bits
+    constant = default if version is not None and version < OWN_BITS_SINCE else bits
     v1 = Dialect(constant, old=old and constant == 3)
     first = {"gptq_v2": Dialect(), "gptq_p": Dialect(planar=bits == 3)}.get(label, v1)
-    others = [Dialect(), Dialect(bits), v1]
+    others = [Dialect(), Dialect(bits), v1, Dialect(default)]
     if bits == 3:
         others += [Dialect(3, old=True), Dialect(planar=True)]
     return list(dict.fromkeys([first, *others]))
@@ -89,6 +93,13 @@ def _undo_3bit(words: np.ndarray, old: bool) -> np.ndarray:
     lanes = ((lanes & 0o33333333) + 0o11111111) ^ (lanes & 0o44444444)  # + 1 modulo 8 in each lane
     padded = np.stack([lanes & 255, lanes >> 8 & 255, lanes >> 16], axis=-1).astype(np.uint8)
     return np.ascontiguousarray(padded.reshape(len(data), -1)[:, : data.shape[1]]).view(words.dtype)
+
+
+def unscaled(scales: np.ndarray, products: np.ndarray) -> np.ndarray:
+    """Zero points float32 from products s*z, which fp16 may have rounded; integers wherever they are near one."""
+    zeros = np.divide(products, scales, out=np.zeros_like(scales), where=scales != 0)
+    whole = np.rint(zeros)
+    return np.ascontiguousarray(np.where(np.abs(zeros - whole) < 0.1, whole, zeros), dtype=np.float32)
 
 
 def symmetric_dialect(words: np.ndarray, bits: int, out: int, choices: list[Dialect]) -> Dialect | None:

@@ -272,6 +272,8 @@ def write_gptq(
         checkpoint_format = "gptq_p"
     stored: dict[str, Quantized] = {}
     dynamic: dict[str, Any] = {}
+    # GPTQModel before 7.3.2 subtracted the constant of the default bits whatever a module's own
+    default_constant = quantizer is not None and tuple(map(int, quantizer.split(":")[1].split("."))) < (7, 3, 2)
 
     def quantized(name: str, weight: np.ndarray) -> dict[str, np.ndarray] | None:
         if not LINEAR.match(name) and not (lm_head and name == "lm_head"):
@@ -284,7 +286,7 @@ def write_gptq(
             dynamic[f"+:{re.escape(name)}"] = {"bits": own}
         q = stored[name] = quantize(weight, own, group_size, sym, desc_act)
         zeros = None
-        if checkpoint_format == "gptq" and quantizer is not None:  # GPTQModel: the constant of the default bits
+        if checkpoint_format == "gptq" and default_constant:
             zeros = pack_zeros_v1(q.zeros.T, own, pack_dtype, bits)
         return gptq_tensors(name, q, own, checkpoint_format, pack_dtype, planar, zeros, g_idx)
 
