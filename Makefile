@@ -2,6 +2,7 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN = $(VENV)/bin
+EXTRAS ?= test
 PIP = $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
 .PHONY: demo test lint bench clean
@@ -9,15 +10,15 @@ PIP = $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constr
 demo: $(VENV)/.demo
 	$(BIN)/python scripts/demo.py
 
-test: $(VENV)/.test lint
+test: $(VENV)/.$(EXTRAS) lint
 	$(BIN)/python -m pytest -n auto --dist loadgroup
 
-lint: $(VENV)/.test
+lint: $(VENV)/.$(EXTRAS)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-bench: $(VENV)/.test
+bench: $(VENV)/.$(EXTRAS)
 	$(BIN)/python scripts/bench_convert.py
 
 $(VENV)/.venv:
@@ -28,8 +29,8 @@ $(VENV)/.demo: $(VENV)/.venv pyproject.toml constraints.txt
 	$(PIP) -e .[demo]
 	touch $@
 
-$(VENV)/.test: $(VENV)/.venv pyproject.toml constraints.txt
-	$(PIP) -e .[test]
+$(VENV)/.$(EXTRAS): $(VENV)/.venv pyproject.toml constraints.txt
+	$(PIP) -e .[$(EXTRAS)]
 	touch $@
 
 clean:

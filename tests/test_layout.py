@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -23,11 +24,17 @@ def imported(module: Path) -> set[str]:
     """The dotted names of ours that a module imports, wherever in it."""
     names = set()
     for node in ast.walk(ast.parse(module.read_text(encoding="utf-8"))):
-        if isinstance(node, ast.Import):
-            names |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom) and node.module:
-            names |= {f"{node.module}.{alias.name}" for alias in node.names}
+        names |= imported_by(node)
     return {name for name in names if name.startswith("bridge.")}
+
+
+def imported_by(node: ast.AST) -> set[str]:
+    """The dotted names that a statement imports."""
+    if isinstance(node, ast.Import):
+        return {alias.name for alias in node.names}
+    if isinstance(node, ast.ImportFrom) and node.module:
+        return {f"{node.module}.{alias.name}" for alias in node.names}
+    return set()
 
 
 @pytest.mark.parametrize("part", ALLOWED)
@@ -40,13 +47,29 @@ def test_arrows_never_run_upward(part):
                 assert other == "blocks", f"{module.name} imports {name}"
 
 
+def test_what_runs_on_a_gpu_knows_neither_checkpoints_nor_models():
+    for module in sorted((ROOT / "cuda").rglob("*.py")):
+        for name in imported(module):
+            assert name.split(".")[1] not in {"checkpoint", "mapping", "models", "convert"}, f"{module.name}: {name}"
+
+
+def test_nothing_before_the_gpu_is_asked_for_imports_what_runs_on_it():
+    """At the top of a module, that is: numba-cuda is an extra."""
+    for module in sorted((ROOT / "bridge").rglob("*.py")):
+        for node in ast.parse(module.read_text(encoding="utf-8")).body:
+            if isinstance(node, ast.Import | ast.ImportFrom):
+                assert not {name for name in imported_by(node) if name.startswith("bridge.cuda")}, module.name
+
+
 def test_nothing_in_cuda_shadows_nvidias_namespace():
     folder = ROOT / "cuda"
     shadowing = ["__init__.py", "core.py", "core", "pathfinder.py", "pathfinder", "bindings.py", "bindings"]
+    assert (folder / "matvec.py").exists()
     assert not [name for name in shadowing if (folder / name).exists()]
 
 
 def test_every_package_is_installed():
-    listed = (ROOT / "pyproject.toml").read_text(encoding="utf-8").split("packages = [")[1].split("]")[0]
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["setuptools"]
     packages = {str(p.parent.relative_to(ROOT)).replace("/", ".") for p in (ROOT / "bridge").rglob("__init__.py")}
-    assert {name.strip().strip('"') for name in listed.split(",") if name.strip()} >= packages
+    assert set(settings["packages"]) == packages | {"bridge.cuda"}
+    assert settings["package-dir"]["bridge.cuda"] == "cuda"

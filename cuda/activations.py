@@ -1,0 +1,153 @@
+"""Activations on the device: x rounded to int8 in blocks of 32 columns, as ggml's q8_1, or kept as float32.
+
+Both forms come in tiles of 32 blocks, so that a warp whose lanes hold blocks one after the other reads 512 bytes in a
+row. A tile has room for 8 columns of x (tokens), each of
+
+    int8       0..511    q[0..15] of 32 blocks          float32   0..4095     x[4k..4k+3] of 32 blocks, k 0..7
+             512..1023   q[16..31]                               4096..4351   the sums of x[0..15] and x[16..31]
+            1024..1279   step d, float32; the sums of
+                         q[0..15] and of q[16..31], int16
+
+so that the kernels find every column at a constant distance. x = d * q: d maps the value of largest magnitude onto
+-128, whatever its sign, and values of the other sign stop at 127, as bridge/runtime/cpu/activations.py has it. A
+block with NaN or infinity gets d = NaN. A product of one column reads 40 bytes for 32 columns, from the L1 cache.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import numpy as np
+from bridge.cuda.intrinsics import (
+    bits,
+    bits_float,
+    either,
+    float_bits,
+    half_warp_sum,
+    low_half,
+    other_half,
+    round_even,
+    shifted,
+    store_1,
+    store_4,
+    warp_any,
+    warp_max,
+)
+from bridge.cuda.unroll import expand
+from numba import cuda
+
+from bridge.errors import BridgeError
+
+COLUMNS = 8  # that a tile has room for
+RECORD = 1280  # bytes of a column in a tile of int8 records
+FLOAT_RECORD = 4352  # and of float32 ones
+TILE = COLUMNS * RECORD
+FLOAT_TILE = COLUMNS * FLOAT_RECORD
+_TINY = np.float32(2.0**-120)  # 128 over it is still finite
+_WARPS = 4  # that a block of `quantize` has
+
+float32 = np.float32
+int32 = np.int32
+KIND = "f32"
+EXACT = False
+
+
+def _store(value, group, column, records):
+    """Blocks of 32 values, one a lane -> the int8 record of block `group` of `column`, written by the whole warp."""
+    lane = cuda.threadIdx.x & 31
+    largest = warp_max(abs(value))
+    positive = warp_any(value == largest)
+    bad = warp_any(not (abs(value) <= float32(3.4028235e38)))
+    sign = float32(-1) if positive else float32(1)
+    step = largest * float32(0.0078125) * sign
+    inverse = float32(128) * sign / largest if largest >= _TINY and not bad else float32(0)
+    if largest < _TINY:
+        step = float32(0)
+    if bad:
+        step = float32(np.nan)
+        code = int32(0)
+    else:
+        code = round_even(min(value * inverse, float32(127)))
+    total = half_warp_sum(code)
+    last = other_half(total)
+    at = (group >> 5) * TILE + column * RECORD + (lane >> 4) * 512 + (group & 31) * 16 + (lane & 15)
+    store_1(records, at, code)
+    if lane == 0:
+        at = ((group >> 5) * TILE + column * RECORD + 1024 + (group & 31) * 8) // 4
+        store_4(records, at, float_bits(step))
+        store_4(records, at + 1, either(bits(total, 0, 0xFFFF), shifted(last, 16)))
+
+
+def _store_exact(value, group, column, records):
+    """The same for the float32 record."""
+    lane = cuda.threadIdx.x & 31
+    total = half_warp_sum(value)
+    last = other_half(total)
+    base = (group >> 5) * FLOAT_TILE + column * FLOAT_RECORD
+    store_4(records, (base + (lane >> 2) * 512 + (group & 31) * 16) // 4 + (lane & 3), float_bits(value))
+    if lane == 0:
+        at = (base + 4096 + (group & 31) * 8) // 4
+        store_4(records, at, float_bits(total))
+        store_4(records, at + 1, float_bits(last))
+
+
+store = cuda.jit(device=True)(_store)
+store_exact = cuda.jit(device=True)(_store_exact)
+put: Any = None
+
+
+def _quantize(x, groups, tokens, records):
+    """x [tokens, 32 * groups] -> records; a warp a block of 32 and token; f16 and bf16 come as their bits, int16."""
+    lane = cuda.threadIdx.x
+    number = cuda.blockIdx.x * _WARPS + cuda.threadIdx.y
+    token = number // groups
+    group = number % groups
+    inside = token < tokens
+    if not inside:  # the warp stays, for the others' sake: in the simulator all threads exchange values
+        token = tokens - 1
+    if KIND == "f32":
+        value = x[token, group * 32 + lane]
+    elif KIND == "bf16":
+        value = bits_float(shifted(x[token, group * 32 + lane], 16))
+    else:
+        value = low_half(x[token, group * 32 + lane])
+    put(value, group, token, records)
+
+
+@cache
+def quantizer(kind: str, exact: bool) -> Any:
+    """The kernel `quantize(x, groups, tokens, records)` for x of "f32", "f16" or "bf16"."""
+    from bridge.cuda.launch import Kernel
+
+    expanded = expand(_quantize, f"{kind}_{'f32' if exact else 'int8'}", KIND=kind, put=store_exact if exact else store)
+    element = "float32" if kind == "f32" else "int16"
+    return Kernel(expanded, f"void({element}[:,::1], int64, int64, uint8[::1])")
+
+
+class Records:
+    """Device memory for the records of up to `max_n` tokens of `columns` values, and how it is filled."""
+
+    def __init__(self, columns: int, max_n: int, device: Any = None, precision: str = "int8"):
+        if columns % 32 or not 1 <= max_n <= COLUMNS:
+            raise BridgeError(f"records of {max_n} times {columns} values; 1 to {COLUMNS} times a multiple of 32")
+        from bridge.cuda import device as devices
+
+        self.columns = columns
+        self.max_n = max_n
+        self.exact = precision == "f32"
+        self.device = devices.require(device)
+        tiles = -(-columns // 1024)
+        self.buffer = self.device.empty(tiles * (FLOAT_TILE if self.exact else TILE))
+
+    def quantize(self, x: Any, n: int, stream: Any = 0) -> Records:
+        """Fill from x [>= n, columns], float32, float16 or bfloat16, contiguous, on the device; returns self."""
+        from bridge.cuda import device as devices
+
+        array, kind = devices.view(x), devices.kind(x)
+        if kind is None:
+            raise BridgeError(f"x has dtype {x.dtype}; float32, float16 or bfloat16 is wanted")
+        groups = self.columns // 32
+        grid = (-(-n * groups // _WARPS), 1)
+        quantizer(kind, self.exact).launch(grid, (32, _WARPS), stream, array, groups, n, self.buffer)
+        return self

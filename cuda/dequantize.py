@@ -1,0 +1,124 @@
+"""Weights of a matrix on the device as floats: tiles for torch's matrix product, rows for an embedding.
+
+A thread takes a unit of a row and stores 16 bytes at a time. Values are those of gguf's dequantization but for one
+rounding of float32: d * sc * q and dmin * mn are subtracted in one step.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import numpy as np
+from bridge.cuda import device as devices
+from bridge.cuda.intrinsics import bits, either, float_bits, multiply_add, shifted, store_16, to_half
+from bridge.cuda.matrix import DeviceMatrix
+from bridge.cuda.superblock import functions
+from bridge.cuda.unroll import expand, gathered, registers, unroll
+from numba import cuda
+
+from bridge.errors import BridgeError
+
+# set per kernel by `expand`
+GROUPS = 0
+CHOSEN = False
+KIND = "f32"
+load: Any = None
+unpack: Any = ()
+floats: Any = None
+int32 = np.int32
+
+_THREADS = 128
+_ELEMENT = {"f32": "float32", "f16": "int16", "bf16": "int16"}
+
+
+def _packed(one, other):
+    """Two float32 as halves in a word, rounded to nearest, ties to even; `one` is the lower."""
+    if KIND == "f16":
+        return either(to_half(one), shifted(to_half(other), 16))
+    low = float_bits(one)
+    high = float_bits(other)
+    low = multiply_add(bits(low, 16, 1), 1, multiply_add(low, 1, 0x7FFF))
+    high = multiply_add(bits(high, 16, 1), 1, multiply_add(high, 1, 0x7FFF))
+    return either(bits(low, 16, 0xFFFF), bits(high, 0, -65536))
+
+
+packed: Any = None
+
+
+def _dequantize(weights, sixteenth, first, chosen, out, count, units):
+    """Rows first.. of a matrix, or those in int32 `chosen`, to out [count, columns]."""
+    number = cuda.grid(1)
+    if number < count * units:
+        place = int32(number // units)
+        unit = int32(number - place * units)
+        row = int32(chosen[place] if CHOSEN else first + place)
+        held = load(weights, sixteenth, multiply_add(row, int32(units), unit))
+        word = registers()
+        for g in unroll(GROUPS):
+            group = unpack[g](held, unit)
+            for i in unroll(8):
+                quad = floats[i](group)
+                if KIND == "f32":
+                    for k in unroll(4):
+                        word[k] = float_bits(quad[k])
+                    store_16(out, (number * GROUPS + g) * 8 + i, gathered(word, 4))
+                else:
+                    word[i % 2 * 2] = packed(quad[0], quad[1])
+                    word[i % 2 * 2 + 1] = packed(quad[2], quad[3])
+                    if i % 2 == 1:
+                        store_16(out, (number * GROUPS + g) * 4 + i // 2, gathered(word, 4))
+
+
+@cache
+def kernel(type: str, kind: str, chosen: bool) -> Any:
+    """The kernel of a type that writes "f32", "f16" or "bf16"."""
+    from bridge.cuda.launch import Kernel
+    from bridge.cuda.superblock import device_function
+
+    own = functions(type)
+    expanded = expand(
+        _dequantize,
+        f"{type}_{kind}{'_rows' * chosen}",
+        GROUPS=own.layout.groups,
+        CHOSEN=chosen,
+        KIND=kind,
+        load=own.load,
+        unpack=own.unpack,
+        floats=own.floats,
+        packed=device_function(expand(_packed, kind, KIND=kind)),
+    )
+    element = _ELEMENT[kind]
+    return Kernel(expanded, f"void(uint8[::1], int64, int64, int32[::1], {element}[:,::1], int64, int64)")
+
+
+def tile(matrix: DeviceMatrix, first: int, count: int, out: Any, stream: Any) -> None:
+    """Queue rows first .. first + count to `out`, contiguous float16, bfloat16 or float32 [count, columns]."""
+    if not 0 <= first <= first + count <= matrix.rows:
+        raise BridgeError(f"{matrix.name}: rows {first} to {first + count} of {matrix.rows}")
+    _launch(matrix, first, None, count, out, stream)
+
+
+def rows(matrix: DeviceMatrix, ids: Any, out: Any, n: int, stream: Any) -> None:
+    """Queue the rows that the first n of int32 `ids` on the device name to `out` [n, columns]; ids go unchecked."""
+    _launch(matrix, 0, ids, n, out, stream)
+
+
+def _launch(matrix: DeviceMatrix, first: int, ids: Any, count: int, out: Any, stream: Any) -> None:
+    kind = devices.kind(out)
+    if kind is None or tuple(out.shape) < (count, matrix.columns) or out.shape[1] != matrix.columns:
+        raise BridgeError(f"{matrix.name}: out is {out.dtype} {list(out.shape)}; [{count}, {matrix.columns}] is wanted")
+    if not count:
+        return
+    kernel(matrix.type, kind, ids is not None).launch(
+        -(-count * matrix.units // _THREADS),
+        _THREADS,
+        stream,
+        matrix.buffer,
+        matrix.spaced // 16,
+        first,
+        matrix.device.nothing().view(np.int32) if ids is None else devices.view(ids),
+        devices.view(out),
+        count,
+        matrix.units,
+    )

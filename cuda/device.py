@@ -1,0 +1,270 @@
+"""What there is to run on: whether CUDA can be used and why not, a device's memory, torch's stream.
+
+Nothing here is imported before a device is asked for, and numba-cuda is imported only inside the functions: a
+machine without it, or without a GPU, gets a sentence instead of a traceback.
+
+In the simulator (NUMBA_ENABLE_CUDASIM=1) there is one device, its memory is the host's, and streams mean nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import sys
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import numpy as np
+
+from bridge.errors import BridgeError
+
+_OLDEST = (7, 5)  # compute capability: what CUDA 13 still compiles for
+
+
+def _simulated() -> bool:
+    from numba import config
+
+    return bool(config.ENABLE_CUDASIM)  # type: ignore[attr-defined]
+
+
+def _missing() -> str | None:
+    """What is not installed."""
+    if importlib.util.find_spec("numba_cuda") is None:
+        return "numba-cuda is not installed; pip install gguf-bridge[cuda]"
+    return None
+
+
+def _driver() -> Any:
+    """numba-cuda's driver, initialized."""
+    from numba.cuda.cudadrv.driver import driver
+
+    driver.ensure_initialized()
+    if driver.initialization_error:
+        raise RuntimeError(driver.initialization_error)
+    return driver
+
+
+def _toolkit() -> tuple[int, int]:
+    """The version of the CUDA compiler that numba-cuda found."""
+    from numba.cuda.cudadrv.runtime import get_version
+
+    return tuple(get_version())[:2]  # type: ignore[return-value]
+
+
+def available() -> str | None:
+    """Why CUDA cannot be used, in a line; None if it can. Never raises."""
+    reason = _missing()
+    if reason or _simulated():
+        return reason
+    try:
+        driver = _driver()
+    except Exception as problem:
+        words = " ".join(str(problem).split()).removesuffix(":").strip()
+        return f"no NVIDIA driver can be used ({words or type(problem).__name__}); install one, or use the CPU"
+    try:
+        toolkit = _toolkit()
+    except Exception as problem:
+        words = " ".join(str(problem).split())
+        return f"no CUDA compiler was found ({words}); pip install gguf-bridge[cu12] or gguf-bridge[cu13]"
+    version = tuple(driver.get_version())[:2]
+    if version[0] < toolkit[0]:
+        return (
+            f"the NVIDIA driver knows CUDA {version[0]}.{version[1]}, older than the toolkit, "
+            f"{toolkit[0]}.{toolkit[1]}; update the driver, or pip install gguf-bridge[cu{version[0]}]"
+        )
+    if driver.get_device_count() == 0:
+        return "the NVIDIA driver sees no GPU"
+    return None
+
+
+@dataclass(frozen=True)
+class Device:
+    """One GPU."""
+
+    index: int
+    name: str
+    capability: tuple[int, int]
+    multiprocessors: int
+
+    def __str__(self) -> str:
+        return f"cuda:{self.index}"
+
+    def active(self) -> Any:
+        """A context in which it is the current device of this thread."""
+        from numba import cuda
+
+        if _simulated() or cuda.get_current_device().id == self.index:
+            return contextlib.nullcontext()
+        return cuda.gpus[self.index]
+
+    def free(self) -> int:
+        """Bytes of memory that nobody has taken; torch keeps some for itself that count as taken."""
+        from numba import cuda
+
+        if _simulated():
+            return 1 << 40
+        with self.active():
+            return int(cuda.current_context().get_memory_info()[0])
+
+    def check_memory(self, needed: int, what: str) -> None:
+        """Raises BridgeError, with what is needed and free, where `needed` bytes are not free."""
+        if needed > self.free():
+            raise self.too_little(needed, what)
+
+    def too_little(self, needed: int, what: str) -> BridgeError:
+        return BridgeError(
+            f"{self}: {what} needs {_size(needed)}, {_size(self.free())} are free; close what else uses the GPU, or "
+            f"take a smaller model"
+        )
+
+    def empty(self, nbytes: int, what: str = "a buffer") -> Any:
+        """uint8 [nbytes] of device memory. Raises BridgeError, with what is needed and free, where it is too much."""
+        from numba import cuda
+
+        if _simulated():
+            return cuda.to_device(np.zeros(nbytes, np.uint8))
+        self.check_memory(nbytes, what)
+        with self.active():
+            try:
+                return cuda.device_array(nbytes, np.uint8)
+            except Exception as problem:
+                if "OUT_OF_MEMORY" not in str(problem) and not isinstance(problem, MemoryError):
+                    raise
+        raise self.too_little(nbytes, what)
+
+    def upload(self, host: np.ndarray, what: str = "a buffer") -> Any:
+        """A copy of uint8 [nbytes] in device memory."""
+        from numba import cuda
+
+        if _simulated():
+            return cuda.to_device(host)
+        memory = self.empty(host.nbytes, what)
+        with self.active():
+            memory.copy_to_device(host)
+        return memory
+
+    def nothing(self) -> Any:
+        """float32 [1], for an argument that a kernel does not look at."""
+        return _nothing(self)
+
+    def stream(self) -> Any:
+        """torch's current stream, as numba knows streams; the default one where torch is not in use."""
+        from numba import cuda
+
+        if _simulated():
+            return 0
+        torch = sys.modules.get("torch")
+        if torch is None or not torch.cuda.is_initialized():
+            return cuda.default_stream()
+        return _wrapped(torch.cuda.current_stream(self.index).cuda_stream)
+
+
+@cache
+def _nothing(device: Device) -> Any:
+    return device.empty(4).view(np.float32)
+
+
+@cache
+def _wrapped(handle: int) -> Any:
+    from numba import cuda
+
+    return cuda.external_stream(handle) if handle else cuda.default_stream()
+
+
+def _size(nbytes: int) -> str:
+    for unit, name in ((1 << 30, "GiB"), (1 << 20, "MiB")):
+        if nbytes >= unit:
+            return f"{nbytes / unit:.1f} {name}"
+    return f"{nbytes / 1024:.1f} KiB"
+
+
+def require(device: Any = None) -> Device:
+    """The device meant by "cuda", "cuda:1", 1, a torch.device, a Device; None is torch's current one, or the first.
+
+    Raises BridgeError with the reason where it cannot be used.
+    """
+    if isinstance(device, Device):
+        return device
+    text = "cuda" if device is None else str(device)
+    kind, _, number = text.partition(":")
+    if text.isdigit():
+        kind, number = "cuda", text
+    if kind != "cuda" or (number and not number.isdigit()):
+        raise BridgeError(f"device {text!r}: cuda, cuda:0, cuda:1 ... are known")
+    reason = available()
+    if reason:
+        raise BridgeError(f"device {text!r}: {reason}")
+    torch = sys.modules.get("torch")
+    if number:
+        index = int(number)
+    elif torch is not None and not _simulated() and torch.cuda.is_initialized():
+        index = torch.cuda.current_device()
+    else:
+        index = 0
+    return _opened(index)
+
+
+@cache
+def _opened(index: int) -> Device:
+    if _simulated():
+        if index:
+            raise BridgeError(f"device 'cuda:{index}': the simulator has one device")
+        return Device(0, "simulator", (9, 0), 1)
+    from numba import cuda
+
+    count = _driver().get_device_count()
+    if index >= count:
+        raise BridgeError(f"device 'cuda:{index}': there {'is' if count == 1 else 'are'} {count}, from cuda:0 on")
+    with cuda.gpus[index]:
+        gpu = cuda.get_current_device()
+        capability = tuple(gpu.compute_capability)[:2]
+        name = gpu.name.decode() if isinstance(gpu.name, bytes) else gpu.name
+        found = Device(index, name, capability, gpu.MULTIPROCESSOR_COUNT)  # type: ignore[arg-type]
+    if capability < _OLDEST:
+        raise BridgeError(
+            f"device 'cuda:{index}': {name} has compute capability {capability[0]}.{capability[1]}; "
+            f"{_OLDEST[0]}.{_OLDEST[1]} or newer is wanted"
+        )
+    return found
+
+
+def torch_device(device: Device) -> str:
+    """The device as torch names it: in the simulator, torch's tensors are on the CPU."""
+    return "cpu" if _simulated() else str(device)
+
+
+def capturing(stream: Any) -> bool:
+    """Whether a CUDA graph is being captured on the stream."""
+    if _simulated():
+        return False
+    from cuda.bindings import driver as binding
+
+    handle = getattr(stream, "handle", 0)
+    error, status = binding.cuStreamIsCapturing(binding.CUstream(int(getattr(handle, "value", handle) or 0)))
+    return int(error) == 0 and int(status) != 0
+
+
+def kind(x: Any) -> str | None:
+    """ "f32", "f16" or "bf16", the type of an array's or tensor's elements; None for any other."""
+    name = str(getattr(x, "dtype", "")).removeprefix("torch.")
+    return {"float32": "f32", "float16": "f16", "bfloat16": "bf16"}.get(name)
+
+
+def view(x: Any) -> Any:
+    """What a kernel takes for a tensor or an array on the device, not copied; halves come as int16 with their bits."""
+    if type(x).__module__.partition(".")[0] == "torch":
+        x = x.detach()
+        if kind(x) in ("f16", "bf16"):
+            import torch
+
+            x = x.view(torch.int16)
+        if _simulated():
+            return x.numpy()
+    elif kind(x) == "f16":
+        x = x.view(np.int16)
+    if _simulated():
+        return x
+    from numba import cuda
+
+    return cuda.as_cuda_array(x, sync=False)

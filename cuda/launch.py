@@ -1,0 +1,53 @@
+"""Kernels, compiled when they are first needed and launched without waiting.
+
+Compiling takes a second, allocates and talks to the driver, none of which may happen while a stream is being
+captured into a CUDA graph: `warm` does it beforehand. In the simulator a kernel runs as it stands.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from bridge.cuda import device as devices
+from bridge.cuda.intrinsics import SIMULATED
+from numba import cuda
+
+from bridge.errors import BridgeError
+
+MAX_REGISTERS = 64  # so that 32 warps find room on a multiprocessor
+
+
+class Kernel:
+    """A kernel of one signature."""
+
+    def __init__(self, function: Callable[..., None], signature: str):
+        self.function = function
+        self.signature = signature
+        self.name = function.__name__
+        self._compiled: Any = None
+        self._loaded: set[int] = set()
+
+    def warm(self, stream: Any = 0) -> Any:
+        """Compile for the current device, or take it from the cache, and load it. Raises BridgeError in a capture."""
+        if SIMULATED:
+            self._compiled = self._compiled or cuda.jit(self.function)
+            return self._compiled
+        number = cuda.get_current_device().id
+        if number not in self._loaded:
+            if devices.capturing(stream):
+                raise BridgeError(
+                    f"{self.name} is not compiled yet and the stream is being captured; run the product once before"
+                )
+            if self._compiled is None:
+                # without link-time optimization: then what ptxas says of the PTX is what runs
+                options = {"max_registers": MAX_REGISTERS, "lto": False, "cache": True}
+                self._compiled = cuda.jit(self.signature, **options)(self.function)
+            for overload in self._compiled.overloads.values():
+                overload.bind()
+            self._loaded.add(number)
+        return self._compiled
+
+    def launch(self, grid: Any, block: Any, stream: Any, *arguments: Any) -> None:
+        """Queue it on a stream."""
+        self.warm(stream)[grid, block, stream](*arguments)

@@ -1,0 +1,213 @@
+"""The form of a tensor on the device: every field of the blocks in an array of its own, GGUF bytes to the byte.
+
+A *unit* is what a lane takes at a time: 32 columns of a row, or 64 where scales belong to 16 columns. Unit u of row
+r has the number r * units + u; there is no padding between rows, and the arrays are indexed by that number:
+
+    codes    planes of bits as in bridge/runtime/cpu/layout.py, for the span/4 words of a unit instead of 8, cut
+             into pieces of up to 16 bytes; each piece is an array, so that a warp reads 512 bytes in a row
+    scales   K only: 16 bytes a superblock, packed as scales.py says
+    halves   d, or d and dmin, of a block, where the 16 bytes have no room for them
+
+    type        span  pieces of codes  scales  halves  bits per weight
+    Q2_K          64  16                   16       4   2.625
+    Q3_K          64  16, 8                16       -   3.5     (GGUF 3.4375: 2 bytes pad the 16)
+    Q4_K          32  16                   16       -   4.5
+    Q4_0          32  16                    -       2   4.5
+    Q4_1          32  16                    -       4   5
+    Q5_K          32  16, 4                16       -   5.5
+    Q5_0, Q5_1    32  16, 4                 -    2, 4   5.5, 6
+    Q6_K          64  16, 16, 16           16       2   6.5625
+    Q8_0          32  16, 16                -       2   8.5     (codes as int8)
+
+All arrays lie in one buffer, one after the other, each as long as if there were `spaced` units: their number
+rounded up to 128, so that every array begins on 128 bytes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import numpy as np
+from bridge.cuda import scales
+
+from bridge.blocks import BLOCKS, BlockType
+from bridge.jit import from_plain, inlined, specialize
+from bridge.runtime.cpu.layout import PLANES
+
+_EVEN = 128  # units
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Sizes and places of a type's arrays; bytes are those of a unit."""
+
+    block: BlockType
+
+    @property
+    def span(self) -> int:
+        """Columns of a unit."""
+        return 64 if self.block.sub == 16 else 32
+
+    @property
+    def units_per_block(self) -> int:
+        return self.block.size // self.span
+
+    @property
+    def groups(self) -> int:
+        """Groups of 32 columns in a unit: what shares a step of the activations."""
+        return self.span // 32
+
+    @property
+    def code_bits(self) -> int:
+        return (self.block.levels - 1).bit_length()
+
+    @property
+    def planes(self) -> list[tuple[int, int]]:
+        """(width in bits, words in a unit) of each plane, lowest bits first."""
+        return [(width, self.span // 4 * width // 8) for width in PLANES[self.code_bits]]
+
+    @property
+    def pieces(self) -> list[int]:
+        """Words of a unit in each piece."""
+        return [min(4, words - start) for _, words in self.planes for start in range(0, words, 4)]
+
+    @property
+    def pieces_at(self) -> list[int]:
+        """Where the array of each piece begins, in bytes for each of the `spaced` units."""
+        return [4 * sum(self.pieces[:i]) for i in range(len(self.pieces))]
+
+    @property
+    def scales_at(self) -> int:
+        return 4 * sum(self.pieces)
+
+    @property
+    def scale_bytes(self) -> int:
+        """Bytes of packed scales in a block."""
+        return 16 if self.block.is_k else 0
+
+    @property
+    def half_bytes(self) -> int:
+        """Bytes of d (and dmin) of a block outside of its packed scales."""
+        if self.block.is_k and scales.FORMS[self.block.name].holds_halves:
+            return 0
+        return 4 if self.block.has_min else 2
+
+    def halves_at(self, spaced: int) -> int:
+        """Where the halves begin, in bytes."""
+        return spaced * self.scales_at + spaced // self.units_per_block * self.scale_bytes
+
+    def spaced(self, rows: int, columns: int) -> int:
+        """Units that each array has room for."""
+        return -(-rows * (columns // self.span) // _EVEN) * _EVEN
+
+    def nbytes(self, rows: int, columns: int) -> int:
+        """Bytes of the buffer."""
+        spaced = self.spaced(rows, columns)
+        return self.halves_at(spaced) + spaced // self.units_per_block * self.half_bytes
+
+    @property
+    def bpw(self) -> float:
+        """Bits that a product reads for a weight."""
+        return 8 * self.nbytes(_EVEN, 256) / (_EVEN * 256)
+
+
+# set per type by `specialize`
+unpack: Any = None
+pack_scales: Any = None
+size = subs = nbytes = d_at = dmin_at = span = flip = 0
+low_width = high_width = low_words = scales_at = scale_bytes = half_bytes = 0
+
+
+@inlined
+def _put_plane(words, first, count, width, shift, out, at, spaced, unit):
+    """Bits shift.. of words[first : first + count], `width` of each byte -> pieces of the plane at out[at]."""
+    n = count * width // 8
+    mask = np.uint32(0x01010101) * np.uint32((1 << width) - 1)
+    for v in range(n):
+        value = np.uint32(0)
+        for i in range(8 // width):
+            value |= ((words[first + v + i * n] >> np.uint32(shift)) & mask) << np.uint32(width * i)
+        piece = v // 4
+        wide = min(4, n - 4 * piece)
+        out[at + 4 * piece * spaced + unit * wide + v % 4] = value
+
+
+def _repack(raw, first, step, out, spaced):
+    """Blocks of raw uint8 [rows, row bytes], whose rows become rows first, first + step ... of the matrix in out.
+
+    Returns the first row of raw whose d or dmin is not finite, or -1.
+    """
+    out32 = out.view(np.uint32)
+    out16 = out.view(np.uint16)
+    blocks = raw.shape[1] // nbytes
+    per_block = size // span
+    scale_base = spaced * scales_at
+    half_base = scale_base + spaced // per_block * scale_bytes
+    q = np.empty(size, np.uint8)
+    words = q.view(np.uint32)
+    sc = np.zeros(subs, np.int8)
+    mn = np.zeros(subs, np.uint8)
+    bad = -1
+    for row in range(raw.shape[0]):
+        for b in range(blocks):
+            block = raw[row, b * nbytes : (b + 1) * nbytes]
+            number = (first + row * step) * blocks + b
+            unpack(block, q, sc, mn)
+            d = np.uint16(block[d_at]) | np.uint16(block[d_at + 1]) << np.uint16(8)
+            dmin = np.uint16(0)
+            if dmin_at >= 0:
+                dmin = np.uint16(block[dmin_at]) | np.uint16(block[dmin_at + 1]) << np.uint16(8)
+            if (d & 0x7C00 == 0x7C00 or dmin & 0x7C00 == 0x7C00) and bad < 0:
+                bad = row
+            if flip:
+                for i in range(size):
+                    q[i] ^= np.uint8(128)
+            for u in range(per_block):
+                unit = number * per_block + u
+                _put_plane(words, span // 4 * u, span // 4, low_width, 0, out32, 0, spaced, unit)
+                if high_width:
+                    _put_plane(
+                        words, span // 4 * u, span // 4, high_width, low_width, out32, low_words * spaced, spaced, unit
+                    )
+            if scale_bytes:
+                at = (scale_base + number * scale_bytes) // 4
+                pack_scales(sc, mn, d, dmin, out32[at : at + 4])
+            if half_bytes:
+                at = (half_base + number * half_bytes) // 2
+                out16[at] = d
+                if half_bytes == 4:
+                    out16[at + 1] = dmin
+    return bad
+
+
+def _no_scales(sc, mn, d, dmin, out):
+    pass
+
+
+@cache
+def repacker(name: str) -> Any:
+    """The compiled `repack(raw, first, step, out, spaced)` of a type."""
+    layout = Layout(BLOCKS[name])
+    block = layout.block
+    (low, low_words), *high = layout.planes
+    return specialize(
+        _repack,
+        f"{name}_cuda",
+        unpack=from_plain(block.unpack, inlined),
+        pack_scales=from_plain(scales.FORMS[name].pack if block.is_k else _no_scales, inlined),
+        size=block.size,
+        subs=block.subs,
+        nbytes=block.nbytes,
+        d_at=block.d_at,
+        dmin_at=block.dmin_at,
+        span=layout.span,
+        flip=int(layout.code_bits == 8),
+        low_width=low,
+        low_words=low_words,
+        high_width=sum(width for width, _ in high),
+        scales_at=layout.scales_at,
+        scale_bytes=layout.scale_bytes,
+        half_bytes=layout.half_bytes,
+    )

@@ -1,0 +1,113 @@
+"""A quantized matrix in device memory, in the form of layout.py; several tensors can share one.
+
+Uploading repacks on the CPU, all cores at once, and copies once. What arrives is checked: a scale that is not finite
+is refused with its tensor and row.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from bridge.cuda import device as devices
+from bridge.cuda.layout import Layout, repacker
+
+from bridge.blocks import BLOCKS
+from bridge.errors import BridgeError
+
+if TYPE_CHECKING:
+    from bridge.runtime.quant_tensor import QuantTensor
+
+_PART = 1 << 22  # bytes repacked at a time by one thread
+
+
+class DeviceMatrix:
+    """`type`, `rows`, `columns`, the `buffer` uint8 [nbytes] in device memory, `names` of the tensors it came from."""
+
+    def __init__(self, names: list[str], type: str, rows: int, columns: int, buffer: Any, device: devices.Device):
+        self.names = names
+        self.type = type
+        self.rows = rows
+        self.columns = columns
+        self.buffer = buffer
+        self.device = device
+        self.layout = Layout(BLOCKS[type])
+        self.units = columns // self.layout.span
+        self.spaced = self.layout.spaced(rows, columns)
+
+    @classmethod
+    def upload(
+        cls, tensors: QuantTensor | Sequence[QuantTensor], device: Any = None, interleave: bool = False
+    ) -> DeviceMatrix:
+        """The tensors as one matrix: their rows one after the other, or in turn (0, 0', 1, 1', ...) with `interleave`.
+
+        Raises BridgeError where they are not matrices of one type and width (of equal height, to be interleaved),
+        where the type has no kernel, where a scale is not finite, and where memory does not suffice.
+        """
+        from bridge.runtime.quant_tensor import QuantTensor
+
+        tensors = [tensors] if isinstance(tensors, QuantTensor) else list(tensors)
+        found = devices.require(device)
+        first = tensors[0]
+        for tensor in tensors:
+            if len(tensor.shape) != 2:
+                raise BridgeError(f"{tensor.name}: no matrix, its shape is {list(tensor.shape)}")
+            if tensor.type not in BLOCKS:
+                raise BridgeError(
+                    f"{tensor.name}: no CUDA kernel for {tensor.type}; there is one for {', '.join(BLOCKS)}"
+                )
+            if (tensor.type, tensor.shape[1]) != (first.type, first.shape[1]):
+                raise BridgeError(
+                    f"{tensor.name}: {tensor.type} of {tensor.shape[1]} columns cannot stand beside {first.name}, "
+                    f"{first.type} of {first.shape[1]}"
+                )
+            if interleave and tensor.shape[0] != first.shape[0]:
+                raise BridgeError(f"{tensor.name}: {tensor.shape[0]} rows cannot alternate with {first.shape[0]}")
+        rows, columns = sum(tensor.shape[0] for tensor in tensors), first.shape[1]
+        layout = Layout(BLOCKS[first.type])
+        spaced = layout.spaced(rows, columns)
+        if spaced >= 1 << 31:
+            raise BridgeError(f"{first.name}: {rows} rows of {columns} are too many for one matrix on a GPU")
+        what = " + ".join(tensor.name for tensor in tensors)
+        host = np.zeros(layout.nbytes(rows, columns), np.uint8)
+        start = 0
+        for number, tensor in enumerate(tensors):
+            if interleave:
+                _repack(tensor, host, spaced, number, len(tensors))
+            else:
+                _repack(tensor, host, spaced, start, 1)
+            start += tensor.shape[0]
+        names = [tensor.name for tensor in tensors]
+        return cls(names, first.type, rows, columns, found.upload(host, what), found)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in device memory."""
+        return self.layout.nbytes(self.rows, self.columns)
+
+    @property
+    def name(self) -> str:
+        return " + ".join(self.names)
+
+    def __repr__(self) -> str:
+        return f"DeviceMatrix({self.name!r}, {self.type}, {[self.rows, self.columns]}, {self.device})"
+
+
+def _repack(tensor: QuantTensor, host: np.ndarray, spaced: int, first: int, step: int) -> None:
+    """Rows of the tensor become rows first, first + step, ... of the matrix."""
+    raw = tensor.raw.reshape(tensor.shape[0], -1)
+    repack = repacker(tensor.type)
+    height = max(1, _PART // raw.shape[1])
+
+    def part(start: int) -> int:
+        bad = repack(raw[start : start + height], first + start * step, step, host, spaced)
+        return bad if bad < 0 else start + bad
+
+    threads = min(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1, 16)
+    with ThreadPoolExecutor(threads) as executor:
+        bad = [row for row in executor.map(part, range(0, raw.shape[0], height)) if row >= 0]
+    if bad:
+        raise BridgeError(f"{tensor.name}: the scales of row {min(bad)} are not finite; the file is damaged")
