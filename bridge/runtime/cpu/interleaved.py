@@ -13,8 +13,12 @@ A kernel is a C function of nine int64:
 
 Of many tokens, all pass over a tile of row groups while it is in the second-level cache.
 
-With every line of weights, those 2 and 8 KB further on are prefetched. Measured on Zen 5 from memory, one
-thread, as a share of plain reading: without prefetch 0.5, one distance of 4 KB 0.7 to 0.8, both 0.85 to 1.0.
+With every line of weights, others further on are prefetched; how far and how near to the core, see `_AHEAD`.
+Measured from memory, one thread, as a share of plain reading. Zen 5, Q4_K, to the first-level cache: without
+prefetch 0.5, one distance of 4 KB 0.7 to 0.8, 2 and 8 KB 0.85 to 1.0. Zen 4, Q4_K and Q6_K: so it is 0.37, for
+the first level has few misses in flight there; to the second level 2 and 8 KB 0.65, 2, 4 and 8 KB 0.83 to 0.9
+(a prefetch that finds no room is dropped, and the next distance makes up for it). Four distances gain nothing
+from memory and cost a sixth in the cache.
 """
 
 from __future__ import annotations
@@ -26,6 +30,7 @@ from types import FunctionType, ModuleType
 from typing import Any
 
 import numba
+from llvmlite.binding import get_host_cpu_name
 from numba.core import types
 
 from bridge.runtime.cpu import targets, vectors
@@ -38,7 +43,9 @@ accumulate: Any = None
 store: Any = None
 columns = lanes = record = block_bytes = halves_bytes = 0
 
-_AHEAD = (2048, 8192)  # bytes
+# by LLVM's name of the host: bytes ahead, and the level of cache that lines are brought to
+_AHEAD = {"znver5": ((2048, 8192), 1)}
+_AHEAD_ELSEWHERE = ((2048, 4096, 8192), 2)
 _TILE = 1 << 18  # bytes
 _SIGNATURE = types.void(*[types.int64] * 9)
 
@@ -96,7 +103,8 @@ def kernel(name: str, target: str, width: int, integer: bool) -> Any:
     """The compiled kernel of a type for `width` columns: a numba CFunc, whose `.address` is callable."""
     sizes, made_of = _scope(name, target, width, integer)
     suffix = f"{name}_{target}_{width}_{'int8' if integer else 'f32'}"
-    clone = _copy({**sizes, **vectors.intrinsics(*made_of, ahead=_AHEAD)}, f"rows_{suffix}")
+    ahead, level = _AHEAD.get(get_host_cpu_name(), _AHEAD_ELSEWHERE)
+    clone = _copy({**sizes, **vectors.intrinsics(*made_of, ahead, level)}, f"rows_{suffix}")
     return numba.cfunc(_SIGNATURE, cache=True, error_model="numpy")(clone)
 
 

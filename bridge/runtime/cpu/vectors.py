@@ -41,11 +41,16 @@ class _TotalsModel(models.PrimitiveModel):
 
 
 class Emitter:
-    """Writes vector instructions with an llvmlite builder."""
+    """Writes vector instructions with an llvmlite builder.
 
-    def __init__(self, builder: ir.IRBuilder, target: ModuleType | None, ahead: tuple[int, ...] = ()):
+    ahead   bytes ahead of a load of weights at which lines are prefetched
+    level   of cache that they are brought to: 1 or 2
+    """
+
+    def __init__(self, builder: ir.IRBuilder, target: ModuleType | None, ahead: tuple[int, ...] = (), level: int = 1):
         self.builder = builder
         self.ahead = ahead
+        self.level = level
         self._fetched: set[int] = set()
         if target is None:  # code that is the same for all
             return
@@ -90,7 +95,7 @@ class Emitter:
         self.builder.store(value, self.pointer(base, 0, self.floats), align=4)
 
     def prefetch(self, base: ir.Value, at: int) -> None:
-        flags = (ir.Constant(_I32, 0), ir.Constant(_I32, 3), ir.Constant(_I32, 1))  # to read, to keep, data
+        flags = (ir.Constant(_I32, 0), ir.Constant(_I32, 4 - self.level), ir.Constant(_I32, 1))  # to read, data
         self.call("llvm.prefetch.p0", ir.VoidType(), self.pointer(base, at, _I8), *flags)
 
     def barrier(self) -> None:
@@ -231,7 +236,9 @@ class Twin:
 Body = Callable[[Any, list[Any], Any, Any, Any], list[Any]]
 
 
-def intrinsics(target: ModuleType, columns: int, body: Body, ahead: tuple[int, ...] = ()) -> dict[str, Any]:
+def intrinsics(
+    target: ModuleType, columns: int, body: Body, ahead: tuple[int, ...] = (), level: int = 1
+) -> dict[str, Any]:
     """zeros(), accumulate(totals, weights, halves, x), store(totals, y, stride)."""
     kind = Totals(columns, target.LANES)
 
@@ -247,7 +254,7 @@ def intrinsics(target: ModuleType, columns: int, body: Body, ahead: tuple[int, .
         def emit(context, builder, signature, arguments):
             packed, *addresses = arguments
             vectors = [builder.extract_value(packed, c) for c in range(columns)]
-            for c, vector in enumerate(body(Emitter(builder, target, ahead), vectors, *addresses)):
+            for c, vector in enumerate(body(Emitter(builder, target, ahead, level), vectors, *addresses)):
                 packed = builder.insert_value(packed, vector, c)
             return packed
 
