@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import numpy as np
 import pytest
 
@@ -145,6 +147,15 @@ def test_quantized_embeddings_have_their_own_class(tmp_path):
     assert_same(read(tmp_path, packed_tensors(name, q, 8, None), config(*both), name), q)
 
 
+def test_the_config_under_the_name_that_it_had_at_first(tmp_path):
+    q = quantize(weights(), 4, 64, sym=False)
+    write_folder(tmp_path, packed_tensors(NAME, q, 4, "int8"), None)
+    said = config(scheme(4, group_size=64, symmetric=False))
+    (tmp_path / "config.json").write_text(json.dumps({"compression_config": said}))
+    with open_checkpoint(tmp_path) as checkpoint:
+        assert_same(checkpoint.read_module(NAME), q)
+
+
 def test_each_group_may_have_a_format_of_its_own(tmp_path):
     a, b = quantize(weights(), 4, 64, sym=False), quantize(weights(), 8, -1, sym=True)
     both = (
@@ -263,12 +274,13 @@ ASYM = config(scheme(4, group_size=64, symmetric=False))
         ("weight_zero_point", np.zeros((9, 3), np.int32), "the shapes contradict each other"),
         ("weight_zero_point", np.zeros((72, 3), np.int8), "the shapes contradict each other"),
         ("weight_zero_point", np.zeros((72, 4), np.float32), "the shapes contradict each other"),
+        ("weight", np.zeros((72, 256), np.int8), "the shapes contradict each other"),
         ("bias", np.zeros(71, np.float32), "the shapes contradict each other"),
     ],
 )  # fmt: skip
 def test_parts_that_do_not_fit_are_refusal(tmp_path, part, value, said):
     tensors = good() | {f"{NAME}.bias": np.zeros(72, np.float32)}
-    tensors.pop(f"{NAME}.{part}")
+    tensors.pop(f"{NAME}.{part}", None)
     if value is not None:
         tensors[f"{NAME}.{part}"] = value
     message = refusal(write_folder(tmp_path, tensors, ASYM))

@@ -85,12 +85,13 @@ class CompressedReader(Reader):
                     "convert the unquantized model instead"
                 )
             return scaled_floats(name, tensors, "weight_scale", _claimed(scheme))
-        if weight.dtype != ("I32" if "weight_packed" in tensors else "I8") or len(weight.shape) != 2:
-            if weight.floating:
-                raise BridgeError(
-                    f"{weight.file}: {name} has a weight_scale, but its weight is {weight.dtype}: it was saved before "
-                    "it was compressed; save it with save_compressed=True"
-                )
+        if weight.floating:
+            raise BridgeError(
+                f"{weight.file}: {name} has a weight_scale, but its weight is {weight.dtype}: it was saved before "
+                "it was compressed; save it with save_compressed=True"
+            )
+        packed = "weight_packed" in tensors
+        if weight.dtype != ("I32" if packed else "I8") or len(weight.shape) != 2 or (packed and "weight" in tensors):
             raise contradiction(name, tensors)
         shape = self._shape(name, tensors, scheme.bits)
         block = block_of(shape, scale.shape, _claimed(scheme)) if scale.floating else None
@@ -124,7 +125,9 @@ class CompressedReader(Reader):
         scale, zeros = tensors["weight_scale"].shape, tensors.get("weight_zero_point")
         if zeros is not None and zeros.dtype == "I32":
             words = _length(shape[0], scheme.bits, _by_words(tensors, shape, scheme.bits))
-            if "weight_packed" not in tensors or zeros.shape != (words, *scale[1:]) or scale[:1] != shape[:1]:
+            if "weight_packed" not in tensors or len(scale) != 2 or scale[0] != shape[0]:
+                return False
+            if zeros.shape != (words, scale[1]):
                 return False
         elif zeros is not None and (zeros.dtype != "I8" or zeros.shape != scale):
             return False

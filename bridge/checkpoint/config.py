@@ -138,6 +138,8 @@ def read_quant_config(folder: Path, config: dict[str, Any]) -> QuantConfig:
     """
     inner = config.get("quantization_config")
     raw: dict[str, Any] = dict(inner) if isinstance(inner, dict) else {}
+    if not raw and isinstance(old := config.get("compression_config"), dict) and old:  # its name in 2024
+        raw = {"quant_method": "compressed-tensors", **old}
     source = folder / "config.json"
     for name, method in (("quantize_config.json", "gptq"), ("quant_config.json", "awq")):
         if (folder / name).exists():

@@ -95,8 +95,8 @@ def read_schemes(quant: QuantConfig) -> list[Scheme]:
     sparse = str(sparsity.get("format") or "dense") if isinstance(sparsity, dict) else "dense"
     if sparse != "dense":
         raise BridgeError(
-            f"{source}: sparsity format {sparse!r} is not supported; load the model with "
-            "AutoModelForCausalLM and save it with save_compressed=False and without sparsity, or take another one"
+            f"{source}: sparsity format {sparse!r} is not supported; save the model again without sparse compression "
+            "(save_pretrained(..., disable_sparse_compression=True) in llm-compressor), or take another one"
         )
     groups = raw.get("config_groups") or {}
     if not isinstance(groups, dict) or not all(isinstance(g, dict) for g in groups.values()):
@@ -150,9 +150,9 @@ def _scheme(quant: QuantConfig, key: str, group: dict[str, Any], weights: dict[s
             "take config.json from the model again"
         )
     blocks = {"tensor": (0, 0), "channel": (1, 0), "group": (1, size or 0), "block": block or (0, 0)}
-    targets = group.get("targets") or []
+    targets = group.get("targets")
     return Scheme(
-        targets=tuple(map(str, [targets] if isinstance(targets, str) else targets)),
+        targets=tuple(map(str, targets)) if isinstance(targets, list) else (str(targets),) if targets else (),
         format=form,
         bits=bits,
         floats=kind == "float",
@@ -176,14 +176,16 @@ def _format(quant: QuantConfig, value: object) -> str:
 
 def _check_transforms(quant: QuantConfig) -> None:
     """Refuse rotations of activations: they need a Hadamard transform at run time, which GGUF lacks."""
-    transforms = quant.raw.get("transform_config") or {}
-    groups = transforms.get("config_groups") or {} if isinstance(transforms, dict) else {"": transforms}
-    for key, scheme in groups.items() if isinstance(groups, dict) else [("", groups)]:
-        applied = scheme.get("apply") if isinstance(scheme, dict) else None
-        places = (
-            [a.get("location") if isinstance(a, dict) else a for a in applied] if isinstance(applied, list) else [None]
-        )
-        online = [str(place) for place in places if place not in _FOLDED]
+    transforms = quant.raw.get("transform_config")
+    if not transforms:
+        return
+    groups = transforms.get("config_groups") if isinstance(transforms, dict) else None
+    for key, group in groups.items() if isinstance(groups, dict) else [("", {})]:
+        try:
+            places = [str(step["location"]) for step in group["apply"]]
+        except (TypeError, KeyError):
+            places = ["in an unknown place"]
+        online = [place for place in places if place not in _FOLDED]
         if online:
             raise BridgeError(
                 f"{quant.source}: transform_config {key} rotates activations ({', '.join(online)}) at run time, which "

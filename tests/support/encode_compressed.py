@@ -127,16 +127,23 @@ def write_compressed(
 
 
 def write_packed(
-    folder: Path, model_folder: Path, bits: int, group_size: int = 128, sym: bool = True, by_words: bool = False
+    folder: Path,
+    model_folder: Path,
+    bits: int,
+    group_size: int = 128,
+    sym: bool = True,
+    by_words: bool = False,
+    act_order: bool = False,
 ) -> None:
     """A pack-quantized model: groups or, at group_size -1, channels."""
 
     def module(name: str, weight: np.ndarray) -> Arrays:
-        q = quantize(weight, bits, group_size, sym)
-        return packed_tensors(name, q, bits, None if sym else "packed", by_words)
+        q = quantize(weight, bits, group_size, sym, act_order)
+        return packed_tensors(name, q, bits, None if sym else "packed", by_words, act_order)
 
-    strategy = "channel" if group_size == -1 else "group"
-    write_compressed(folder, model_folder, config(scheme(bits, strategy, group_size, symmetric=sym)), module)
+    said = scheme(bits, "channel" if group_size == -1 else "group", group_size, symmetric=sym)
+    said["weights"]["actorder"] = "group" if act_order else None
+    write_compressed(folder, model_folder, config(said), module)
 
 
 def write_int8(folder: Path, model_folder: Path) -> None:
