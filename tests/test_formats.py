@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import gguf
@@ -14,6 +15,7 @@ from bridge.checkpoint import open_checkpoint
 from bridge.describe import describe
 from bridge.report import CARRIED
 from bridge.verify import failures, verify
+from tests.support import encode_compressed as compressed
 from tests.support import encode_formats as write
 from tests.support import reference
 from tests.support.gguf_file import gguf_weights
@@ -21,6 +23,38 @@ from tests.support.llama_cpp import LlamaCpp
 
 # format -> how to write it; the type of its linears; NMSE at most; what inspect calls it
 FORMATS: dict[str, tuple[Callable[[Path, Path], dict[str, np.ndarray]], str, float, str]] = {
+    "ct-2bit-g64-asym": (
+        partial(compressed.write_packed, bits=2, group_size=64, sym=False),
+        "Q2_K",
+        4e-4,
+        "compressed-tensors pack-quantized, 2 bits, groups of 64, asymmetric",
+    ),
+    "ct-3bit": (
+        partial(compressed.write_packed, bits=3, by_words=True),
+        "Q3_K",
+        3.5e-6,
+        "compressed-tensors pack-quantized, 3 bits, groups of 128, symmetric",
+    ),
+    "ct-4bit-channel": (
+        partial(compressed.write_packed, bits=4, group_size=-1),
+        "Q4_K",
+        0,
+        "compressed-tensors pack-quantized, 4 bits, one group a row",
+    ),
+    "ct-5bit-asym": (
+        partial(compressed.write_packed, bits=5, sym=False),
+        "Q5_K",
+        4e-6,
+        "compressed-tensors pack-quantized, 5 bits",
+    ),
+    "ct-6bit": (
+        partial(compressed.write_packed, bits=6, by_words=True),
+        "Q6_K",
+        1e-5,
+        "compressed-tensors pack-quantized, 6 bits",
+    ),
+    "ct-int8": (compressed.write_int8, "Q8_0", 0, "compressed-tensors int-quantized, 8 bits, one group a row"),
+    "ct-mixed": (compressed.write_mixed, "Q4_K", 4e-6, "compressed-tensors pack-quantized and int-quantized, (4 bits"),
     "mlx-4bit-g64": (lambda to, model: write.write_mlx(to, model, 4, 64), "Q4_K", 3e-5, "MLX, affine, 4 bits"),
     "mlx-mixed": (
         lambda to, model: write.write_mlx(
@@ -71,12 +105,40 @@ def test_codes_are_kept_and_llama_cpp_says_what_the_checkpoint_says(name, tmp_pa
     assert failures(verify(path, tmp_path / name)) == []
     assert f"the label says  {title}" in describe(tmp_path / name)
 
-    with open_checkpoint(tmp_path / name) as checkpoint:
+    assert_llama_cpp_says_the_same(path, tmp_path / name)
+
+
+# the same for what has no codes to keep, or cannot keep them: how to write it; the types of its linears
+WITHOUT_CODES: dict[str, tuple[Callable[[Path, Path], object], set[str]]] = {
+    "ct-4bit-g64-act-order": (
+        partial(compressed.write_packed, bits=4, group_size=64, act_order=True),
+        {"Q4_K", "Q5_K"},  # down_proj keeps them
+    ),
+    "ct-fp8-channel": (partial(compressed.write_float8, block=(1, 1 << 20)), {"Q8_0"}),
+    "fp8-blocks": (partial(compressed.write_float8, block=(128, 128), method="fp8"), {"Q8_0"}),
+}
+
+
+@pytest.mark.parametrize("name", WITHOUT_CODES)
+def test_what_cannot_keep_its_codes_is_near_and_llama_cpp_says_what_the_checkpoint_says(name, tmp_path, small_model):
+    writer, types = WITHOUT_CODES[name]
+    writer(tmp_path / name, small_model)
+    path = tmp_path / "model.gguf"
+    report = bridge.convert(tmp_path / name, path)
+    linears = [t for t in report.tensors if t.kind.startswith(("attn_", "ffn_")) and len(t.shape) == 2]
+    assert {t.type for t in linears} == types
+    assert failures(verify(path, tmp_path / name)) == []
+    assert_llama_cpp_says_the_same(path, tmp_path / name)
+
+
+def assert_llama_cpp_says_the_same(path: Path, folder: Path) -> None:
+    """What llama.cpp makes of a GGUF, greedily, is the first choice of the checkpoint in float, or as good."""
+    with open_checkpoint(folder) as checkpoint:
         weights = reference.checkpoint_weights(checkpoint)
     with LlamaCpp(path, n_ctx=64) as model:
         start = model.tokenize("ROMEO:\nWhat light through yonder")
         made = model.generate_greedy(start, 12)
-    predicted = reference.logits(reference.hf_model(tmp_path / name, weights), np.array([start + made]))[0]
+    predicted = reference.logits(reference.hf_model(folder, weights), np.array([start + made]))[0]
     scores = reference.log_softmax(predicted)[len(start) - 1 : -1]
     assert len(made) == 12
     assert (scores.max(-1) - scores[np.arange(12), made]).max() < 0.5

@@ -112,18 +112,26 @@ def config(*schemes: dict[str, Any], form: str = "pack-quantized", **more: Any) 
     }
 
 
-# whole checkpoints
+# whole checkpoints: each `write_...` returns the weights that it stored, float32 by module
 
 
-def write_compressed(
-    folder: Path, model_folder: Path, quantization: dict[str, Any], module: Callable[[str, np.ndarray], Arrays]
-) -> None:
-    """The model in `model_folder` with its linears as `module` lays them out (name, weight)."""
+def _write(
+    folder: Path,
+    model_folder: Path,
+    quantization: dict[str, Any],
+    module: Callable[[str, np.ndarray], tuple[Arrays, np.ndarray]],
+) -> Arrays:
+    """The model in `model_folder` with its linears as `module` lays them out: tensors and values of (name, weight)."""
+    stored: Arrays = {}
 
     def quantized(name: str, weight: np.ndarray) -> Arrays | None:
-        return module(name, weight) if LINEAR.match(name) else None
+        if not LINEAR.match(name):
+            return None
+        tensors, stored[name] = module(name, weight)
+        return tensors
 
     write_model(folder, model_folder, quantized, quantization, None, 1)
+    return stored
 
 
 def write_packed(
@@ -134,60 +142,62 @@ def write_packed(
     sym: bool = True,
     by_words: bool = False,
     act_order: bool = False,
-) -> None:
+) -> Arrays:
     """A pack-quantized model: groups or, at group_size -1, channels."""
 
-    def module(name: str, weight: np.ndarray) -> Arrays:
+    def module(name: str, weight: np.ndarray) -> tuple[Arrays, np.ndarray]:
         q = quantize(weight, bits, group_size, sym, act_order)
-        return packed_tensors(name, q, bits, None if sym else "packed", by_words, act_order)
+        return packed_tensors(name, q, bits, None if sym else "packed", by_words, act_order), q.dequantize()
 
     said = scheme(bits, "channel" if group_size == -1 else "group", group_size, symmetric=sym)
     said["weights"]["actorder"] = "group" if act_order else None
-    write_compressed(folder, model_folder, config(said), module)
+    return _write(folder, model_folder, config(said), module)
 
 
-def write_int8(folder: Path, model_folder: Path) -> None:
+def _int8(name: str, weight: np.ndarray) -> tuple[Arrays, np.ndarray]:
+    q = quantize(weight, 8, -1, True)
+    return int_tensors(name, q, 8), q.dequantize()
+
+
+def write_int8(folder: Path, model_folder: Path) -> Arrays:
     """W8A8: signed bytes, a scale a row."""
     acts = {"num_bits": 8, "type": "int", "strategy": "token", "dynamic": True}
     said = config(scheme(8, "channel", None, input_activations=acts), form="int-quantized")
-    write_compressed(
-        folder, model_folder, said, lambda name, weight: int_tensors(name, quantize(weight, 8, -1, True), 8)
-    )
+    return _write(folder, model_folder, said, _int8)
 
 
-def write_mixed(folder: Path, model_folder: Path) -> None:
+def write_mixed(folder: Path, model_folder: Path) -> Arrays:
     """4-bit groups, but down_proj as signed bytes: two groups, each with its own format."""
 
-    def module(name: str, weight: np.ndarray) -> Arrays:
+    def module(name: str, weight: np.ndarray) -> tuple[Arrays, np.ndarray]:
         if name.endswith("down_proj"):
-            return int_tensors(name, quantize(weight, 8, -1, True), 8)
-        return packed_tensors(name, quantize(weight, 4, 128, False), 4)
+            return _int8(name, weight)
+        q = quantize(weight, 4, 128, False)
+        return packed_tensors(name, q, 4), q.dequantize()
 
     groups = (
         scheme(4, format="pack-quantized", symmetric=False),
         scheme(8, "channel", None, ("re:.*down_proj",), format="int-quantized"),
     )
-    write_compressed(folder, model_folder, config(*groups, form="mixed-precision"), module)
+    return _write(folder, model_folder, config(*groups, form="mixed-precision"), module)
 
 
 def write_float8(
     folder: Path, model_folder: Path, block: tuple[int, int], method: str = "compressed-tensors"
 ) -> Arrays:
-    """An FP8 model by compressed-tensors or, with method "fp8", as DeepSeek and Qwen have it; its weights by name."""
-    meant: Arrays = {}
+    """An FP8 model by compressed-tensors or, with method "fp8", as DeepSeek and Qwen have it."""
     plain = method == "fp8"
 
-    def module(name: str, weight: np.ndarray) -> Arrays:
-        scale = "weight_scale_inv" if plain else "weight_scale"
-        tensors, meant[f"{name}.weight"] = float8_tensors(name, weight, block, scale)
-        if name.endswith("k_proj"):  # a quantized key-value cache and static activations
+    def module(name: str, weight: np.ndarray) -> tuple[Arrays, np.ndarray]:
+        tensors, meant = float8_tensors(name, weight, block, "weight_scale_inv" if plain else "weight_scale")
+        if name.endswith(".k_proj"):  # a quantized key-value cache and static activations
             one = np.ones(1, np.float32)
-            tensors |= {f"{name.removesuffix('k_proj')[:-1]}.k_scale": one, f"{name}.input_scale": one}
-        return tensors
+            tensors |= {f"{name.removesuffix('.k_proj')}.k_scale": one, f"{name}.input_scale": one}
+        return tensors, meant
 
     said = config(scheme(8, "block", None, type="float", block_structure=list(block)), form="float-quantized")
     if plain:
         said = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": list(block)}
-    write_compressed(folder, model_folder, said, module)
+    stored = _write(folder, model_folder, said, module)
     save_float8(folder)
-    return meant
+    return stored
