@@ -35,31 +35,29 @@ def _skipped(top, hi):
     return (hi - 1) // 2 if abs(top) > np.float32(6.2e-05) * np.float32(hi + 1) else 0
 
 
-@inlined
-def scale_candidates(units, s, weight, lo, hi, cand_d, cand_e, num, den):
-    """For each candidate code of the largest scale: d (a half) and the weighted scale error.
+@inner
+def candidates(units, value, weight, hi, cand_d, cand_e, num, den):
+    """For each candidate code of the largest value: d (a half) and the weighted error of all values.
 
     units     how many units
-    s, weight float32 [units]: scales; weights of the squared scale errors
-    lo, hi    range of scale codes
-    cand_d, cand_e   float32 [CANDIDATES], out: d and sum weight * (d * sc - s)^2
+    value, weight   float32 [units]: scales or mins, which negative ones get the code 0; weights of squared errors
+    hi        the largest code
+    cand_d, cand_e   float32 [CANDIDATES], out: d and sum weight * (d * code - value)^2
     num, den  float32 [CANDIDATES], scratch
-    returns   how many of cand_d, cand_e are filled (0 where all scales are zero)
+    returns   how many of cand_d, cand_e are filled (0 where no value is positive)
 
     The codes are those that the unrounded d gives: the nearest ones. Only the upper half of the codes is
-    tried: twice the codes with half the d are the same scales, unless d falls among the subnormals. Loops
+    tried: twice the codes with half the d are the same values, unless d falls among the subnormals. Loops
     run over a multiple of LANES, so that no remainder is left to scalar code; candidates beyond the count
     get an infinite error.
     """
     top = np.float32(0.0)
     for u in range(units):
-        if abs(s[u]) > abs(top):
-            top = s[u]
-    if top == 0:
+        top = max(top, value[u])
+    if top <= 0:
         return 0
     skipped = _skipped(top, hi)
-    usual = hi - skipped
-    count = usual + 1 if lo < -hi else usual  # one code more on the negative side, with a negative d
+    count = hi - skipped
     padded = (count + LANES - 1) // LANES * LANES
     codes = _TOP_CODES[skipped:]
     for c in range(padded):
@@ -67,24 +65,22 @@ def scale_candidates(units, s, weight, lo, hi, cand_d, cand_e, num, den):
         den[c] = np.float32(0.0)
         cand_e[c] = np.float32(0.0)
     for u in range(units):
-        ratio = s[u] / top if lo < 0 or s[u] * top > 0 else np.float32(0.0)
+        v = max(value[u], np.float32(0.0))
+        ratio = v / top
         w = weight[u]
-        ws = w * s[u]
         for c in range(padded):
             code = np.rint(ratio * codes[c])
-            num[c] += ws * code
+            num[c] += w * v * code
             den[c] += w * (code * code)
     for c in range(padded):
         cand_d[c] = _round_half_branchless(num[c] / (den[c] + np.float32(1e-30)))
     for u in range(units):
-        scale = s[u]
-        ratio = scale / top if lo < 0 or scale * top > 0 else np.float32(0.0)
+        v = value[u]
+        ratio = max(v, np.float32(0.0)) / top
         w = weight[u]
         for c in range(padded):
-            miss = cand_d[c] * np.rint(ratio * codes[c]) - scale
+            miss = cand_d[c] * np.rint(ratio * codes[c]) - v
             cand_e[c] += w * (miss * miss)
-    if count > usual:
-        cand_d[usual] = -cand_d[usual]
     for c in range(padded):
         cand_e[c] = cand_e[c] if c < count else np.float32(np.inf)
     return padded
@@ -105,49 +101,10 @@ def best_candidate(errors, count):
 
 
 @inlined
-def scale_codes(units, s, d, lo, hi, sc):
+def scale_codes(units, s, d, hi, sc):
     """Round each scale to its nearest code given d: sc int32 [units], out."""
     for u in range(units):
-        sc[u] = np.int32(min(max(np.rint(s[u] / d), np.float32(lo)), np.float32(hi))) if d != 0 else np.int32(0)
-
-
-@inner
-def min_candidates(units, target, n, hi, cand_d, cand_e, num, den):
-    """Like `scale_candidates` for mins: targets >= 0 (others clip to code 0), weights n."""
-    top = np.float32(0.0)
-    for u in range(units):
-        top = max(top, target[u])
-    if top <= 0:
-        return 0
-    skipped = _skipped(top, hi)
-    count = hi - skipped
-    padded = (count + LANES - 1) // LANES * LANES
-    codes = _TOP_CODES[skipped:]
-    for c in range(padded):
-        num[c] = np.float32(0.0)
-        den[c] = np.float32(0.0)
-        cand_e[c] = np.float32(0.0)
-    for u in range(units):
-        t = max(target[u], np.float32(0.0))
-        ratio = t / top
-        w = n[u]
-        wt = w * t
-        for c in range(padded):
-            code = np.rint(ratio * codes[c])
-            num[c] += wt * code
-            den[c] += w * (code * code)
-    for c in range(padded):
-        cand_d[c] = _round_half_branchless(num[c] / (den[c] + np.float32(1e-30)))
-    for u in range(units):
-        t = target[u]
-        ratio = max(t, np.float32(0.0)) / top
-        w = n[u]
-        for c in range(padded):
-            miss = cand_d[c] * np.rint(ratio * codes[c]) - t
-            cand_e[c] += w * (miss * miss)
-    for c in range(padded):
-        cand_e[c] = cand_e[c] if c < count else np.float32(np.inf)
-    return padded
+        sc[u] = np.int32(min(max(np.rint(s[u] / d), np.float32(0.0)), np.float32(hi))) if d != 0 else np.int32(0)
 
 
 @inner
@@ -161,7 +118,7 @@ def fit_scaled(units, s, weight, lo, hi, d, code, ratio, num, den, skipped, best
     code         float32 [units, BATCH], out: scale codes
     ratio        float32 [units, BATCH], scratch; num .. error float32 [BATCH], scratch
 
-    The candidates are those of `scale_candidates`; here the superblocks are innermost: a vector holds one
+    The candidates are those of `candidates`; here the superblocks are innermost: a vector holds one
     candidate of sixteen of them, and no minimum is taken across its lanes.
     """
     top = best  # the largest scales, until the codes begin

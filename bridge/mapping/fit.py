@@ -30,7 +30,7 @@ from __future__ import annotations
 import numpy as np
 
 from bridge.jit import inlined, inner
-from bridge.mapping.candidates import best_candidate, min_candidates, scale_candidates, scale_codes
+from bridge.mapping.candidates import best_candidate, candidates, scale_codes
 from bridge.mapping.half import round_half
 
 
@@ -139,7 +139,7 @@ def fit_affine(
     for u in range(1, units):
         if z[u] != z[0]:
             constant = False
-    count = scale_candidates(units, s, spread, np.int64(0), hi, cand_d, cand_e, num, den)
+    count = candidates(units, s, spread, hi, cand_d, cand_e, num, den)
     if count == 0:
         return zero, zero
 
@@ -148,7 +148,7 @@ def fit_affine(
     best_dmin = zero
     if constant:  # mn = sc and dmin = d * z keep the one zero point, if not exactly; try that first
         c = best_candidate(cand_e, count)
-        scale_codes(units, s, cand_d[c], np.int64(0), hi, try_sc)
+        scale_codes(units, s, cand_d[c], hi, try_sc)
         best_d = cand_d[c]
         best_dmin = round_half(best_d * z[0])
         for u in range(units):
@@ -166,11 +166,11 @@ def fit_affine(
             break
         d = kept_d[c]
         kept_e[c] = np.float32(np.inf)
-        scale_codes(units, s, d, np.int64(0), hi, try_sc)
+        scale_codes(units, s, d, hi, try_sc)
         for u in range(units):
             scaled = d * np.float32(try_sc[u])
             target[u] = scaled * z[u] + (scaled - s[u]) * b[u] / n[u]
-        mins = min_candidates(units, target, n, min_hi, cand_d, cand_e, num, den)
+        mins = candidates(units, target, n, min_hi, cand_d, cand_e, num, den)
         for _ in range(min(effort, max(mins, 1))):
             dmin = zero
             if mins > 0:
