@@ -141,6 +141,21 @@ def test_float_tensors_multiply(type, weights, x):
     np.testing.assert_allclose(tensor.prepare().matmul(x[None])[0], values @ x, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("type", ["F32", "F16", "BF16"])
+@pytest.mark.parametrize("shape", [(1, 1), (3, 15), (5, 64), (9, 81), (300, 1000)], ids=str)
+def test_float_rows_of_any_length_multiply_one_token_or_few(type, shape):
+    rng = np.random.default_rng(1)
+    kind = gguf.GGMLQuantizationType[type]
+    raw = gguf.quants.quantize(rng.standard_normal(shape).astype(np.float32), kind).view(np.uint8).reshape(-1)
+    tensor = QuantTensor("w", type, shape, raw)
+    exact = tensor.dequantize().astype(np.float64)
+    for tokens in (1, 2, 4, 5):
+        x = rng.standard_normal((tokens, shape[1])).astype(np.float32)
+        y = np.full((tokens, shape[0]), np.nan, np.float32)
+        tensor.matmul(x, out=y)
+        np.testing.assert_allclose(y, x @ exact.T, rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize("type", ["IQ4_NL", "IQ4_XS", "MXFP4", "TQ1_0"])
 def test_types_without_a_kernel_work_and_say_so(type, weights, x):
     raw = ggml.quantize(weights, type)

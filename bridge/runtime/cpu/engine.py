@@ -68,6 +68,10 @@ def unprepared(tensor: QuantTensor) -> Engine:
     """The engine that needs no copy of the weights."""
     if tensor.type in BLOCKS:
         return RowMajor(tensor)
+    if tensor.type in ("F32", "F16", "BF16"):
+        from bridge.runtime.cpu.floats import FloatRows
+
+        return FloatRows(tensor)
     if tensor.type not in dequantize.FLOATS:
         from bridge.runtime.quant_tensor import warn_once
 

@@ -1,0 +1,137 @@
+"""F32, F16 and BF16 matrices: the file's own rows, widened in registers and multiplied with float32.
+
+A row is `count` numbers of 4 or 2 bytes, as they stand in the file; there is nothing to repack. The kernel is a
+C function as those of interleaved.py are; its "row groups" are single rows, `blocks` is the row's length and
+`stride` its bytes. From memory it runs at the speed of reading; several tokens at once go through a dense
+product of dequantized tiles where that is less work than passing over the weights again.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from llvmlite import ir
+from numba.core import cgutils, types
+from numba.extending import intrinsic
+
+from bridge.jit import kernel
+from bridge.runtime.cpu import pool
+from bridge.runtime.cpu.engine import Dequantizing
+from bridge.runtime.cpu.memory import LANES, c_function, floats
+from bridge.runtime.cpu.pool import run
+
+if TYPE_CHECKING:
+    from bridge.runtime.quant_tensor import QuantTensor
+
+SIZES = {"F32": 4, "F16": 2, "BF16": 2}  # bytes of a number
+_ALONE = 1 << 17  # bytes of weights below which waking others costs more than it saves
+_FEW = 4  # tokens up to which rows are multiplied one token after the other
+_PARTS = 4  # sums that run beside each other, to hide the latency of additions
+
+_F32, _F16, _I16, _I32, _I64 = ir.FloatType(), ir.HalfType(), ir.IntType(16), ir.IntType(32), ir.IntType(64)
+
+# set per type by `c_function`
+dot: Any = None
+
+
+def _widened(builder: ir.IRBuilder, kind: str, address: ir.Value, lanes: int) -> ir.Value:
+    """`lanes` numbers of a type at an address, as float32."""
+
+    def wide(element: ir.Type) -> ir.Type:
+        return ir.VectorType(element, lanes) if lanes > 1 else element
+
+    stored = {"F32": _F32, "F16": _F16, "BF16": _I16}[kind]
+    values = builder.load(builder.inttoptr(address, wide(stored).as_pointer()), align=SIZES[kind])
+    if kind == "F16":
+        return builder.fpext(values, wide(_F32))
+    if kind == "BF16":
+        sixteen = ir.Constant(wide(_I32), [16] * lanes if lanes > 1 else 16)
+        return builder.bitcast(builder.shl(builder.zext(values, wide(_I32)), sixteen), wide(_F32))
+    return values
+
+
+@cache
+def _dot(kind: str) -> Any:
+    """dot(weights, x, count): the sum of products of `count` numbers of a type and float32, at two addresses."""
+    vector = ir.VectorType(_F32, LANES)
+
+    @intrinsic
+    def multiply(typingctx, weights, x, count):
+        def emit(context, builder, signature, arguments):
+            weights, x, count = arguments
+            fma = builder.module.declare_intrinsic(f"llvm.fma.v{LANES}f32", fnty=ir.FunctionType(vector, [vector] * 3))
+            sums = [cgutils.alloca_once_value(builder, ir.Constant(vector, [0.0] * LANES)) for _ in range(_PARTS)]
+            rest = cgutils.alloca_once_value(builder, ir.Constant(_F32, 0.0))
+
+            def pair(index, lanes):
+                at = builder.add(weights, builder.mul(index, _I64(SIZES[kind])))
+                value = builder.inttoptr(
+                    builder.add(x, builder.mul(index, _I64(4))),
+                    (vector if lanes > 1 else _F32).as_pointer(),
+                )
+                return _widened(builder, kind, at, lanes), builder.load(value, align=4)
+
+            step = LANES * _PARTS
+            whole = builder.udiv(count, _I64(step))
+            with cgutils.for_range(builder, whole) as loop:
+                first = builder.mul(loop.index, _I64(step))
+                for p, total in enumerate(sums):
+                    a, b = pair(builder.add(first, _I64(p * LANES)), LANES)
+                    builder.store(builder.call(fma, [a, b, builder.load(total)]), total)
+            with cgutils.for_range_slice(builder, builder.mul(whole, _I64(step)), count, _I64(1), inc=True) as (i, _):
+                a, b = pair(i, 1)
+                builder.store(builder.fadd(builder.load(rest), builder.fmul(a, b)), rest)
+            total = builder.load(sums[0])
+            for other in sums[1:]:
+                total = builder.fadd(total, builder.load(other))
+            reduce = builder.module.declare_intrinsic(
+                f"llvm.vector.reduce.fadd.v{LANES}f32", fnty=ir.FunctionType(_F32, [_F32, vector])
+            )
+            return builder.call(reduce, [builder.load(rest), total], fastmath=("reassoc",))
+
+        return types.float32(types.int64, types.int64, types.int64), emit
+
+    return multiply
+
+
+def _rows(weights, x, y, blocks, stride, tokens, y_stride, first, last):
+    for t in range(tokens):
+        out = floats(y + t * y_stride, last)
+        for row in range(first, last):
+            out[row] = dot(weights + row * stride, x + t * blocks * 4, blocks)
+
+
+@cache
+def _kernel(kind: str) -> Any:
+    return c_function(_rows, f"rows_{kind}", dot=_dot(kind))
+
+
+@kernel
+def _product(x, y, state, threads, function, weights, stride):
+    """y float32 [tokens, rows] = x W^T, x float32 [tokens, in]."""
+    tokens, rows = y.shape
+    run(state, threads, function, weights, x.ctypes.data, y.ctypes.data, x.shape[1], stride, tokens, 4 * rows, rows)
+
+
+class FloatRows(Dequantizing):
+    """The engine of a float matrix."""
+
+    def __init__(self, tensor: QuantTensor):
+        super().__init__(tensor)
+        self.name = f"vector/{tensor.type.lower()} rows"
+
+    def run(self, x: np.ndarray, y: np.ndarray, integer: bool) -> None:
+        if x.shape[0] > _FEW:
+            return super().run(x, y, integer)
+        threads = pool.get_pool() if self.raw.nbytes >= _ALONE else None
+        function, stride = _kernel(self.type).address, self.raw.shape[1]
+        if threads is not None and threads.state and threads.lock.acquire(blocking=False):
+            try:
+                _product(x, y, threads.state, threads.threads, function, self.raw.ctypes.data, stride)
+            finally:
+                threads.lock.release()
+        else:  # a small tensor, one thread, or another caller has the threads
+            _product(x, y, 0, 1, function, self.raw.ctypes.data, stride)
+        return None
