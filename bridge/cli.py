@@ -181,10 +181,9 @@ def _add_verify(commands: Any) -> None:
     p.add_argument(
         "--max-share",
         type=float,
-        default=0.15,
         metavar="X",
         help="fail (exit code 1) where a tensor that came as codes adds more than this share of the "
-        "checkpoint's own quantization noise (default: 0.15)",
+        "checkpoint's own quantization noise (default: 0.15; Q8_0 may instead meet --max-nmse)",
     )
     p.add_argument(
         "--max-nmse",

@@ -60,15 +60,22 @@ def test_what_was_stored_comes_back(tmp_path, bits, group_size):
 
 def test_settings_of_single_modules_count_before_the_defaults(tmp_path):
     tensors: dict[str, np.ndarray] = {}
-    for name, bits, size in (("a", 4, 64), ("b", 8, 32), ("c", 2, 128)):  # shapes alone do not tell them apart
+    # the first three look alike
+    for name, bits, size in (("a", 4, 64), ("b", 8, 32), ("c", 2, 128), ("e", 3, 64), ("f", 4, 32)):
         tensors |= mlx_tensors(name, weights(), bits, size)[0]
     tensors["d.weight"] = weights()
     quantization = {
-        "bits": 4, "group_size": 64, "b": {"bits": 8, "group_size": 32}, "c": {"bits": 2, "group_size": 128}, "d": False
-    }  # fmt: skip
+        "bits": 4,
+        "group_size": 64,
+        "b": {"bits": 8, "group_size": 32},
+        "c": {"bits": 2, "group_size": 128},
+        "d": False,
+        "e": {"bits": 3, "group_size": None, "mode": "affine"},  # mlx-lm writes null with its own mixtures
+        "f": {"group_size": 32},
+    }
     with open_checkpoint(folder_of(tmp_path, tensors, quantization)) as checkpoint:
         assert {n: (m.bits, m.group_size) for n, m in checkpoint.modules.items()} == {
-            "a": (4, 64), "b": (8, 32), "c": (2, 128)
+            "a": (4, 64), "b": (8, 32), "c": (2, 128), "e": (3, 64), "f": (4, 32)
         }  # fmt: skip
         assert set(checkpoint.tensors) == {"d.weight"}
 

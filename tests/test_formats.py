@@ -160,3 +160,15 @@ def test_mlx_in_half_precision_is_exact_where_the_type_has_an_offset(tmp_path, s
     found = gguf_weights(tmp_path / "model.gguf")
     for name, values in stored.items():
         assert np.array_equal(found[f"{name}.weight"], values), name
+
+
+def test_eight_bit_mlx_keeps_what_eight_signed_bits_can_hold_and_passes_verify(tmp_path, small_model):
+    write.write_mlx(tmp_path / "mlx", small_model, 8)
+    report = bridge.convert(tmp_path / "mlx", tmp_path / "model.gguf")
+    assert {t.type for t in report.tensors if t.has_codes} == {"Q8_0"}
+    assert 0 < report.total().kept < report.total().weights
+    found = verify(tmp_path / "model.gguf", tmp_path / "mlx")
+    assert found.total().nmse == pytest.approx(report.total().nmse, rel=1e-4)
+    assert found.total().nmse < 3e-5
+    assert failures(found) == []
+    assert len(failures(found, max_share=0.15)) == len([t for t in report.tensors if t.has_codes])

@@ -5,7 +5,8 @@
     biases   float  [out, G]         W = s * q + b
     bias     float  [out]            the layer's own, optional
 
-config.json: quantization {group_size, bits, mode}, in the same table by module: false, or {group_size, bits}.
+config.json: quantization {group_size, bits, mode}, in the same table by module: false, or {group_size, bits},
+where null stands for mlx's own defaults, 64 and 4.
 The zero point is -b/s. mlx chooses b as s times an integer, then rounds both: it comes out near that integer.
 """
 
@@ -39,7 +40,8 @@ class MlxReader(Reader):
                     f"{quant.source}: {module + ': ' if module else ''}MLX's mode {own['mode']!r} is not supported, "
                     "only affine is; quantize the model again with --q-mode affine"
                 )
-        return replace(quant, sym=False, title="MLX, affine")
+        default = 64 if quant.raw.get("group_size") is None else quant.group_size
+        return replace(quant, sym=False, group_size=default, title="MLX, affine")
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
@@ -71,8 +73,8 @@ class MlxReader(Reader):
     def _claims(self, name: str) -> tuple[int, int]:
         """(bits, group size) of a module, which shapes alone do not tell: 4 bits by 64 look like 8 by 32."""
         own = self.quant.raw.get(name)
-        own = own if isinstance(own, dict) else {}
-        bits, size = own.get("bits", self.quant.bits), own.get("group_size", self.quant.group_size)
+        own = own if isinstance(own, dict) else {"bits": self.quant.bits, "group_size": self.quant.group_size}
+        bits, size = (default if own.get(k) is None else own[k] for k, default in (("bits", 4), ("group_size", 64)))
         if not all(type(n) is int for n in (bits, size)):
             raise BridgeError(f"{self.quant.source}: {name} has bits {bits!r}, group_size {size!r}; mend the file")
         return bits, size
