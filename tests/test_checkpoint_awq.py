@@ -115,3 +115,18 @@ def test_gemv_words_are_in_natural_order(tmp_path):
     quant = {"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemv"}
     with open_checkpoint(write_folder(tmp_path, tensors, quant)) as checkpoint:
         assert np.array_equal(checkpoint.read_module(NAME).dequantize(), codes)
+
+
+@pytest.mark.parametrize("group_size", [32, 64, 128])
+def test_a_pt_file_of_llm_awq_needs_no_label(tmp_path, group_size):
+    torch = pytest.importorskip("torch")
+    q = quantize(weights(), 4, group_size, sym=False)
+    stored = {name: torch.from_numpy(part) for name, part in awq_tensors(NAME, q, group_size, "llm-awq").items()}
+    torch.save(stored, tmp_path / "model-w4-awq-v2.pt")
+    (tmp_path / "config.json").write_text("{}")
+    for path in (tmp_path, tmp_path / "model-w4-awq-v2.pt"):
+        with open_checkpoint(path) as checkpoint:
+            assert checkpoint.format == "awq-gemv_fast"
+            tensor = checkpoint.read_module(NAME)
+        assert np.array_equal(tensor.dequantize(), q.dequantize())
+        assert tensor.notes == ()

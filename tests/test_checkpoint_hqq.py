@@ -20,13 +20,14 @@ def tensors(bits: int = 4, group_size: int = 64):
     return hqq_tensors(NAME, weight, bits, group_size)
 
 
-def test_weights_are_those_that_hqq_computes():
+@pytest.mark.parametrize("folder", [FOLDER, FOLDER / "pt"])
+def test_weights_are_those_that_hqq_computes(folder):
     expected = np.load(FOLDER / "expected.npz")
-    with open_checkpoint(FOLDER) as checkpoint:
+    sizes = ("32", "64", "None") if folder.name == "pt" else ("32", "64")  # None, a row: only a .pt can say so
+    with open_checkpoint(folder) as checkpoint:
         assert checkpoint.format == "hqq"
-        assert set(checkpoint.modules) == {name for name in expected if not name.endswith("None")}
-        biases = {f"bits4.group{size}.bias" for size in (32, 64)}
-        assert set(checkpoint.tensors) == {"norm.weight", *biases}
+        assert set(checkpoint.modules) == {name for name in expected if name.endswith(sizes)}
+        assert set(checkpoint.tensors) == {"norm.weight", *(f"bits4.group{size}.bias" for size in sizes)}
         for name in checkpoint.modules:
             tensor = checkpoint.read_module(name)
             assert np.array_equal(tensor.dequantize(), expected[name]), name
@@ -68,9 +69,10 @@ def test_a_config_of_one_table_for_each_kind_of_layer_is_understood(tmp_path):
     ("change", "said"),
     [
         (lambda t: t.update({f"{NAME}.axis": np.array(0, np.int32)}), "axis 0"),
-        (lambda t: t.update({f"{NAME}.group_size": np.array(160, np.int32)}), "run over the ends of rows"),
+        (lambda t: t.update({f"{NAME}.group_size": np.array(160, np.int32)}), "contradict"),
+        (lambda t: t.update({f"{NAME}.shape": np.array([64, 96])}), "run over the ends of rows"),
         (lambda t: t.update({f"{NAME}.shape": np.array([24, 128])}), "contradict"),
-        (lambda t: t.update({f"{NAME}.shape": np.array([24, -256])}), "run over the ends of rows"),
+        (lambda t: t.update({f"{NAME}.shape": np.array([24, -256])}), "contradict"),
         (lambda t: t.update({f"{NAME}.shape": np.array([24, 256, 1])}), "contradict"),
         (lambda t: t.update({f"{NAME}.nbits": np.array(8, np.int32)}), "packed as '4bit_u8' with nbits 8"),
         (lambda t: t.update({f"{NAME}.nbits": np.array([4, 4], np.int32)}), "nbits is no number"),
@@ -108,3 +110,15 @@ def test_codes_beyond_their_bits_are_damage(tmp_path):
     folder = write_folder(tmp_path, stored, hqq_config(5))
     with pytest.raises(BridgeError, match="has the code 32, beyond nbits 5"), open_checkpoint(folder) as checkpoint:
         checkpoint.read_module(NAME)
+
+
+def test_tables_within_tables_are_read_as_hqq_once_wrote_them(tmp_path):
+    torch = pytest.importorskip("torch")
+    stored, values = tensors()
+    parts = {name.rpartition(".")[2]: torch.tensor(part) for name, part in stored.items()}
+    meta = {"scale": parts["scale"], "zero": parts["zero"], "shape": torch.Size(values.shape), "nbits": 4}
+    meta |= {"group_size": 64, "axis": 1, "packing": "4bit_u8", "view_as_float": False, "compute_dtype": torch.float16}
+    torch.save({NAME: {"W_q": parts["W_q"], "bias": None, "meta": meta}}, tmp_path / "qmodel.pt")
+    (tmp_path / "config.json").write_text("{}")
+    with open_checkpoint(tmp_path) as checkpoint:
+        assert np.array_equal(checkpoint.read_module(NAME).dequantize(), values)

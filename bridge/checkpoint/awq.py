@@ -117,7 +117,7 @@ class AwqReader(Reader):
                 f"{name}: stored in the {layout} layout but version says {self.quant.version}; read as {layout}"
             )
         claimed = (self.quant.for_module(name) or self.quant).group_size
-        if claimed > 0 and info.group_size not in (claimed, columns):
+        if self.quant.labelled and claimed > 0 and info.group_size not in (claimed, columns):
             notes.append(
                 f"{name}: scales are for groups of {info.group_size} but group_size says {claimed}; "
                 f"read as {info.group_size}"

@@ -1,4 +1,4 @@
-"""HQQ: fractional zero points, W = (q - zero) * scale, as transformers and hqq itself save it.
+"""HQQ: fractional zero points, W = (q - zero) * scale; as transformers saves it, or hqq itself (qmodel.pt).
 
     W_q         uint8 or int32   codes of the matrix cut into groups, [G * out, group size], packed down the rows
     scale,zero  float [G * out, 1]
@@ -42,7 +42,7 @@ _PACKING_OF = {8: "8bit_u8", 6: "8bit_u8", 5: "8bit_u8", 4: "4bit_u8", 3: "3bit_
 class HqqReader(Reader):
     """Reads HQQ checkpoints of axis 1."""
 
-    # "meta." is how hqq < 0.1.8 nests them; the last three are those of quantized scales and zero points
+    # the last three are those of quantized scales and zero points
     parts: ClassVar = (
         "W_q", "scale", "zero", "shape", "nbits", "group_size", "axis", "packing", "view_as_float", "bias",
         "scale_q", "zero_q", "zero_scale",
@@ -84,15 +84,18 @@ class HqqReader(Reader):
             )
         out, columns = (int(n) for n in self.store.read(tensors["shape"].name))
         bits = math.ceil(self._number(tensors, "nbits", self.quant.bits))
-        size = int(self._number(tensors, "group_size", self.quant.group_size))
-        size = columns if size <= 0 else size
         _, lanes, word = _PACKINGS[self._packing(tensors, bits)]
-        if out <= 0 or columns <= 0 or columns % size:
+        runs = math.prod(tensors["scale"].shape)
+        if min(out, columns, runs) <= 0 or out * columns % runs:
+            raise contradiction(name, tensors)
+        size = out * columns // runs
+        if self._number(tensors, "group_size", size) != size:
+            raise contradiction(name, tensors)
+        if columns % size:
             raise BridgeError(
                 f"{weight.file}: {name}: groups of {size} run over the ends of rows of {columns}, which no GGUF type "
                 "can hold; quantize the model again with a group_size that divides them"
             )
-        runs = out * (columns // size)
         fits = weight.nbytes == -(-runs // lanes) * size * word.itemsize and (lanes == 10 or runs % lanes == 0)
         fits = fits and all(tensors[p].floating and math.prod(tensors[p].shape) == runs for p in ("scale", "zero"))
         if not fits or ("bias" in tensors and tensors["bias"].shape != (out,)):

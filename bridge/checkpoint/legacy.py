@@ -19,7 +19,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from bridge.checkpoint.config import QuantConfig
+from bridge.checkpoint.config import QuantConfig, reader_class
 from bridge.checkpoint.gptq import GptqReader
 from bridge.checkpoint.grouped import GroupedTensor
 from bridge.checkpoint.reader import ModuleInfo, contradiction, fit_group_size
@@ -95,10 +95,17 @@ class FloatZerosReader(GptqReader):
 
 
 def recognise(store: Store, quant: QuantConfig, config: dict[str, Any]) -> QuantConfig:
-    """`quant`, or what the tensors say where it says nothing: float zero points, or GPTQ without a config.
+    """`quant`, or what the tensors say where it says nothing: HQQ, llm-awq, float zero points or GPTQ.
 
     `config` is config.json. Raises BridgeError where tensors speak for two formats at once.
     """
+    if quant.method is None:
+        parts = {name.rpartition(".")[2] for name in store.tensors}
+        for mark, method in (("W_q", "hqq"), ("scaled_zeros", "awq")):
+            if mark in parts:
+                return reader_class(method).complete(
+                    replace(quant, method=method), "llm-awq" if method == "awq" else ""
+                )
     modules = [name.removesuffix(".qweight") for name in store.tensors if name.endswith(".qweight")]
     if quant.method not in (None, "gptq") or not modules:
         return quant

@@ -37,7 +37,7 @@ class TorchStore(Store):
             torch.float64: "F64", torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
         }  # fmt: skip
         for file in self.files:
-            state = _load(torch, file)
+            state = _flat(torch, _load(torch, file))
             found = {}
             for name, tensor in state.items():
                 if isinstance(tensor, torch.Tensor):
@@ -79,3 +79,25 @@ def _load(torch: Any, file: Path) -> dict[str, Any]:
         raise BridgeError(f"{file}: holds no table of tensors; ask for the model as safetensors")
     inner = [state[key] for key in ("model", "state_dict", "module") if isinstance(state.get(key), dict)]
     return inner[0] if len(inner) == 1 else state  # training scripts save their own table around the model's
+
+
+def _flat(torch: Any, state: dict[str, Any]) -> dict[str, Any]:
+    """Tensors by full name, where modules have tables of their own, as hqq saves them.
+
+    Numbers, texts and shapes in such a table become tensors too: they are how the module is stored.
+    """
+    flat = {}
+    for name, value in state.items():
+        if not isinstance(value, dict):
+            flat[str(name)] = value
+            continue
+        table = dict(value)
+        if isinstance(table.get("meta"), dict):  # hqq before 0.1.8
+            table |= table.pop("meta")
+        for part, content in _flat(torch, table).items():
+            if isinstance(content, str):
+                content = list(content.encode())
+            if isinstance(content, (int, float, list, tuple)) and content != []:
+                content = torch.tensor(content)
+            flat[f"{name}.{part}"] = content
+    return flat
