@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from bridge.checkpoint import open_checkpoint
+from bridge.errors import BridgeError
 from tests.support.encode import awq_tensors, pack_stream, quantize, write_awq, write_folder
 
 NAME = "model.layers.0.self_attn.q_proj"
@@ -85,13 +86,54 @@ def test_a_group_size_that_the_scales_contradict_is_overruled(tmp_path):
     assert "groups of 64 but group_size says 128" in tensor.notes[0]
 
 
-def test_scales_of_an_activation_are_no_quantized_layer(tmp_path):
+def scaled_activation(name: str = "transformer.h.0.mlp", act: str = "act") -> tuple[dict[str, np.ndarray], np.ndarray]:
+    """A layer fed by a scaled activation, as Falcon has it; and what the two amount to."""
     q = quantize(weights(), 4, 64, sym=False)
-    tensors = {**awq_tensors(NAME, q, 64), "transformer.h.0.mlp.act.scales": np.ones(256, np.float16)}
+    scales = np.random.default_rng(2).uniform(0.5, 2, 256).astype(np.float16)
+    tensors = awq_tensors(f"{name}.dense_4h_to_h", q, 64) | {f"{name}.{act}.scales": scales}
+    tensors[f"{name}.dense_4h_to_h.bias"] = np.ones(64, np.float16)
+    return tensors | awq_tensors(NAME, q, 64), q.dequantize().astype(np.float32) / scales.astype(np.float32)
+
+
+@pytest.mark.parametrize("act", ["act", "gelu_impl"])
+def test_a_layer_fed_by_a_scaled_activation_comes_as_floats_with_its_columns_divided(tmp_path, act):
+    tensors, expected = scaled_activation(act=act)
     quant = {"quant_method": "awq", "bits": 4, "group_size": 64, "version": "gemm"}
+    name = "transformer.h.0.mlp.dense_4h_to_h"
     with open_checkpoint(write_folder(tmp_path, tensors, quant)) as checkpoint:
         assert list(checkpoint.modules) == [NAME]
-        assert list(checkpoint.tensors) == ["transformer.h.0.mlp.act.scales"]
+        assert set(checkpoint.tensors) == {f"{name}.weight", f"{name}.bias"}
+        assert checkpoint.tensors[f"{name}.weight"].shape == (64, 256)
+        assert np.array_equal(checkpoint.read_float(f"{name}.weight"), expected)
+        assert np.array_equal(checkpoint.read_float(f"{name}.weight", (8, 24)), expected[8:24])
+        assert f"{name}: its input is divided by transformer.h.0.mlp.{act}.scales" in checkpoint.notes[0]
+
+
+def test_a_float_layer_fed_by_a_scaled_activation_is_divided_too(tmp_path):
+    tensors, _ = scaled_activation()
+    name = "transformer.h.0.mlp.dense_4h_to_h"
+    tensors = {n: t for n, t in tensors.items() if not n.startswith(name)} | {f"{name}.weight": weights()}
+    quant = {"quant_method": "awq", "bits": 4, "group_size": 64, "version": "gemm"}
+    expected = weights() / tensors["transformer.h.0.mlp.act.scales"].astype(np.float32)
+    with open_checkpoint(write_folder(tmp_path, tensors, quant)) as checkpoint:
+        assert np.array_equal(checkpoint.read_float(f"{name}.weight"), expected)
+
+
+@pytest.mark.parametrize("change", ["narrow", "two", "zero"])
+def test_scales_of_an_activation_that_feeds_no_known_layer_are_refused(tmp_path, change):
+    tensors, _ = scaled_activation()
+    scales = tensors["transformer.h.0.mlp.act.scales"]
+    if change == "narrow":
+        tensors["transformer.h.0.mlp.act.scales"] = scales[:128].copy()
+    elif change == "two":
+        tensors["transformer.h.0.mlp.other.weight"] = weights()
+    else:
+        scales[3] = 0
+    quant = {"quant_method": "awq", "bits": 4, "group_size": 64, "version": "gemm"}
+    folder = write_folder(tmp_path, tensors, quant)
+    with pytest.raises(BridgeError, match=r"mlp\.act\.scales") as caught, open_checkpoint(folder) as checkpoint:
+        checkpoint.read_float("transformer.h.0.mlp.dense_4h_to_h.weight")
+    assert "quantize the model again" in str(caught.value)
 
 
 @pytest.mark.parametrize("version", ["gemm", "gemv", "gemv_fast"])

@@ -68,6 +68,7 @@ class Checkpoint:
                 self.tensors[name] = info
             if (part == "qweight" and not self.modules) or (info.dtype in FLOAT8 and name not in self._floats):
                 raise self._unlabelled(info)
+        self.tensors |= {name: scaled.weight for name, scaled in self._floats.items()}
         self.notes = [*self._reader.notes] if self._reader else []
         if quant.method is not None and not quant.labelled:
             groups = "one group a row" if quant.group_size <= 0 else f"groups of {quant.group_size}"

@@ -12,11 +12,13 @@ for its kernel's loads. zw*8 is G rounded up for that kernel: the rest is paddin
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import ClassVar
 
 import numpy as np
 
 from bridge.checkpoint.config import QuantConfig
+from bridge.checkpoint.divided import Divided, fed_by
 from bridge.checkpoint.grouped import GroupedTensor
 from bridge.checkpoint.reader import ModuleInfo, Reader, contradiction, fit_group_size
 from bridge.checkpoint.store import Store, TensorInfo
@@ -60,8 +62,29 @@ class AwqReader(Reader):
 
     def __init__(self, store: Store, quant: QuantConfig) -> None:
         self._layouts: dict[str, str] = {}
+        self._divided: set[str] = set()  # tensors of modules that are read as floats
         super().__init__(store, quant)
         self.format = f"awq-{next(iter(self._layouts.values()))}"
+        scales = [t for name, t in store.tensors.items() if name.endswith(".scales") and t.floating]
+        for info in [t for t in scales if t.name.removesuffix(".scales") not in self.modules]:
+            self._divide(info)
+
+    def _divide(self, scales: TensorInfo) -> None:
+        """Hand out as floats the layer whose input is divided by an activation's scales."""
+        name, shape = fed_by(self.store, self.modules, scales)
+        info = self.modules.pop(name, None)
+        weight = self.store.tensors.get(f"{name}.weight")
+        codes = None
+        if info is not None:
+            self._divided |= {t.name for part, t in info.tensors.items() if part != "bias"}
+            weight = replace(info.tensors["qweight"], name=f"{name}.weight", shape=shape, nbytes=info.nbytes)
+            codes = partial(self._read, info)
+        assert weight is not None
+        self.floats[weight.name] = Divided(weight, scales, shape, codes)
+        self.notes.append(f"{name}: its input is divided by {scales.name}, which codes cannot be; read as floats")
+
+    def owned(self) -> set[str]:
+        return super().owned() | self._divided
 
     def describe(self, name: str, tensors: dict[str, TensorInfo]) -> ModuleInfo:
         weight, scales = tensors["qweight"], tensors["scales"]
@@ -89,9 +112,12 @@ class AwqReader(Reader):
         return ModuleInfo(name, 4, size, (out, columns), sum(t.nbytes for t in tensors.values()), tensors)
 
     def read(self, name: str) -> GroupedTensor:
+        return self._read(self.modules[name])
+
+    def _read(self, info: ModuleInfo) -> GroupedTensor:
         from bridge.checkpoint.bits import unpack_gemm, unpack_rows
 
-        info = self.modules[name]
+        name = info.name
         layout = self._layouts[name]
         out, columns = info.shape
         groups = -(-columns // info.group_size)
@@ -129,7 +155,7 @@ class AwqReader(Reader):
             scales=scales,
             zeros=zeros,
             group_size=info.group_size,
-            bias=self.bias(name),
+            bias=self.store.read_float(f"{name}.bias") if "bias" in info.tensors else None,
             notes=tuple(notes),
         )
 
