@@ -5,6 +5,7 @@
     bridge.open_gguf("model.gguf")                        a GGUF's tensors, ready to multiply
     bridge.Model.load("model.gguf")                       a language model, ready to generate text
     bridge.verify("model.gguf", "folder")                 how close a GGUF on disk is to its checkpoint
+    bridge.repack("model-gptq", "model-v2", "gptq_v2")    GPTQ v1 <-> v2, labels mended
 
 Everything is imported when first used, so `import bridge` costs nothing.
 """
@@ -23,6 +24,7 @@ _LAZY = {
     "BridgeError": "bridge.errors",
     "convert": "bridge.convert",
     "open_checkpoint": "bridge.checkpoint",
+    "repack": "bridge.repacking",
     "open_gguf": "bridge.runtime",
     "Model": "bridge.runtime.model",
     "verify": "bridge.verify",

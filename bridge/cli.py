@@ -16,6 +16,8 @@ from typing import Any, NoReturn
 
 from bridge.blocks import BLOCKS
 from bridge.errors import BridgeError
+from bridge.progress import Bar
+from bridge.repacking.command import add_parser as add_repack
 from bridge.runtime.commands import add_parsers
 
 _DESCRIPTION = """\
@@ -28,6 +30,7 @@ examples:
   gguf-bridge convert Qwen2.5-7B-GPTQ       writes Qwen2.5-7B-GPTQ.gguf
   gguf-bridge convert org/name out.gguf     downloads from the Hub first
   gguf-bridge verify out.gguf Qwen2.5-7B-GPTQ
+  gguf-bridge repack old-gptq new --checkpoint-format gptq_v2
   gguf-bridge run out.gguf -p "Once upon a time"
 """
 
@@ -95,6 +98,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_convert(commands)
     _add_verify(commands)
     _add_inspect(commands)
+    add_repack(commands)
     add_parsers(commands)
     _add_bench(commands)
     return parser
@@ -216,7 +220,7 @@ def _convert(a: argparse.Namespace) -> int:
         raise BridgeError("--exact and --type ask for different things; give one")
     if a.report:
         check_target(a.report, force=True)
-    with _Bar("converting") as bar:
+    with Bar("converting") as bar:
         report = convert(
             a.checkpoint,
             a.out,
@@ -246,7 +250,7 @@ def _verify(a: argparse.Namespace) -> int:
 
     if a.report:
         check_target(a.report, force=True)
-    with _Bar("verifying") as bar:
+    with Bar("verifying") as bar:
         report = verify(a.gguf, a.checkpoint, config=a.config, progress=bar)
     print(report.table("read"))
     if a.report:
@@ -275,34 +279,6 @@ def _bench(a: argparse.Namespace) -> int:
     for line in bench(a.what, a.threads):
         print(line, flush=True)
     return 0
-
-
-class _Bar:
-    """A progress bar on standard error, where that is a terminal."""
-
-    def __init__(self, verb: str) -> None:
-        self.verb = verb
-        self.bar: Any = None
-
-    def __enter__(self) -> _Bar:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self.bar:
-            self.bar.close()
-
-    def __call__(self, done: int, total: int, name: str) -> None:
-        if self.bar is None:
-            from tqdm import tqdm
-
-            verb = self.verb
-            if sys.stderr.isatty():
-                from bridge import jit
-
-                verb += " (first run: compiling)" if jit.first_run else ""
-            self.bar = tqdm(total=total, unit="B", unit_scale=True, desc=verb, disable=None, leave=False)
-        self.bar.set_postfix_str(name, refresh=False)
-        self.bar.update(done - self.bar.n)
 
 
 def _pair(text: str) -> tuple[str, str]:

@@ -168,7 +168,7 @@ class GGUFOutput:
                 self._guard(lambda file=file: os.fsync(file.fileno()), source.name)  # type: ignore[misc]
         for source, target in zip(names, targets, strict=True):
             os.replace(source, target)
-        _sync_folder(self.path.parent)
+        sync_folder(self.path.parent)
         return targets
 
     def _new_writer(self, path: Path, file_type: int) -> gguf.GGUFWriter:
@@ -227,7 +227,7 @@ def _sync_data(file: int) -> None:
     getattr(os, "fdatasync", os.fsync)(file)
 
 
-def _sync_folder(folder: Path) -> None:
+def sync_folder(folder: Path) -> None:
     """Make renames last through a crash, where the system lets folders be synced."""
     with suppress(OSError):
         handle = os.open(folder, os.O_RDONLY)

@@ -112,6 +112,16 @@ class Checkpoint:
         """int32 [in]: the group of each column, or None where groups are consecutive. Reads g_idx alone."""
         return self._reader.group_order(name) if self._reader else None
 
+    @property
+    def reader(self) -> Reader | None:
+        """What reads the modules; None where all tensors are floats."""
+        return self._reader
+
+    @property
+    def store(self) -> Store:
+        """The tensors as they are stored."""
+        return self._store
+
     def close(self) -> None:
         """Let go of the files."""
         self._store.close()

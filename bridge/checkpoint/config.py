@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bridge.checkpoint.store import read_json
+from bridge.checkpoint.zeros import OWN_BITS_SINCE
 from bridge.errors import BridgeError
 
 if TYPE_CHECKING:
@@ -52,6 +53,7 @@ class QuantConfig:
     version            AWQ's label: gemm, gemv, gemv_fast, llm-awq, ...
     dynamic            GPTQModel's per-module overrides: {regex: False or {bits: ..}}
     quantizer          who wrote it, e.g. ("gptqmodel:7.6.0",)
+    packer             who rewrote its zero points, e.g. ("gguf-bridge:0.1.0",); see bridge.repack
     """
 
     method: str | None = None
@@ -65,6 +67,7 @@ class QuantConfig:
     version: str = ""
     dynamic: dict[str, Any] = field(default_factory=dict)
     quantizer: tuple[str, ...] = ()
+    packer: tuple[str, ...] = ()
     raw: dict[str, Any] = field(default_factory=dict)
     source: Path | None = None
 
@@ -123,7 +126,12 @@ class QuantConfig:
 
     @property
     def gptqmodel(self) -> tuple[int, ...] | None:
-        """GPTQModel's version as numbers, or None where something else wrote the checkpoint."""
+        """GPTQModel's version as numbers, or None where something else wrote the checkpoint.
+
+        Of a checkpoint that `repack` has rewritten it is the first version that writes zero points likewise.
+        """
+        if any(writer.startswith("gguf-bridge:") for writer in self.packer):
+            return OWN_BITS_SINCE
         for writer in self.quantizer:
             name, _, version = writer.partition(":")
             if name.strip().lower() == "gptqmodel":
@@ -178,7 +186,8 @@ def read_quant_config(folder: Path, config: dict[str, Any]) -> QuantConfig:
             "take a checkpoint quantized without rotation"
         )
     meta = raw.get("meta")
-    quantizer = meta.get("quantizer") if isinstance(meta, dict) else None
+    writers = [meta.get(key) if isinstance(meta, dict) else None for key in ("quantizer", "packer")]
+    quantizer, packer = (tuple(map(str, [w] if isinstance(w, str) else w or ())) for w in writers)
     dynamic = raw.get("dynamic")
     result = QuantConfig(
         method=method,
@@ -187,7 +196,8 @@ def read_quant_config(folder: Path, config: dict[str, Any]) -> QuantConfig:
         sym=bool(raw.get("sym", not raw.get("zero_point", method == "awq"))),
         desc_act=bool(raw.get("desc_act", False)),
         dynamic=dynamic if isinstance(dynamic, dict) else {},
-        quantizer=tuple(map(str, [quantizer] if isinstance(quantizer, str) else quantizer or ())),
+        quantizer=quantizer,
+        packer=packer,
         raw=raw,
         source=source,
     )

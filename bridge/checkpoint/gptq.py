@@ -86,14 +86,7 @@ class GptqReader(Reader):
         notes: list[str] = []
         size, order = self._groups(name, notes)
         words = self.part(name, "qzeros")
-        dialect = self._dialect(name, words, notes)
-        if dialect.undo and self.quant.gptqmodel is None:
-            lost = lost_words(words, info.bits)
-            if lost:
-                notes.append(
-                    f"{name}: {lost} words of qzeros were overwritten with ones by AutoGPTQ, which cannot store "
-                    "a zero point of 0; the rows they belong to are wrong in every program that reads this file"
-                )
+        dialect = self.dialect(name, words, notes)
         self._note_claims(name, size, order is None, notes)
         groups = words.shape[0] if order is not None else -(-columns // size)
         zeros = decode(words, info.bits, out, dialect)[:groups]
@@ -154,8 +147,21 @@ class GptqReader(Reader):
     def _choices(self, bits: int) -> list[Dialect]:
         return dialects(bits, self.quant.bits, self.quant.checkpoint_format, self.quant.gptqmodel)
 
+    def dialect(self, name: str, words: np.ndarray, notes: list[str]) -> Dialect:
+        """How a module's qzeros are stored, from the data where it can tell; see `zeros`.
+
+        What is contrary to the label, or wrong for good, is added to `notes`.
+        """
+        found = self._dialect(name, words, notes)
+        lost = lost_words(words, self.modules[name].bits) if found.undo and self.quant.gptqmodel is None else 0
+        if lost:
+            notes.append(
+                f"{name}: {lost} words of qzeros were overwritten with ones by AutoGPTQ, which cannot store "
+                "a zero point of 0; the rows they belong to are wrong in every program that reads this file"
+            )
+        return found
+
     def _dialect(self, name: str, words: np.ndarray, notes: list[str]) -> Dialect:
-        """How this module's zero points are stored, from the data where it can tell; see `zeros`."""
         info = self.modules[name]
         choices = self._choices(info.bits)
         quant = self.quant.for_module(name) or self.quant

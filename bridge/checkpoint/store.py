@@ -183,7 +183,7 @@ def open_store(path: Path, stem: str | None = None) -> Store:
             return _indexed(path, found[0])
         files = [f for s in stems if (f := path / f"{s}.{ending}").exists()][:1]
         if not files:
-            files = [f for f in sorted(path.glob(f"*.{ending}")) if f.name not in _NOT_WEIGHTS]
+            files = [f for f in sorted(path.glob(f"*.{ending}")) if f.name not in NOT_WEIGHTS]
         # consolidated.* is Mistral's own copy of the same weights
         files = [f for f in files if not f.name.startswith("consolidated")] or files
         if files:
@@ -193,7 +193,7 @@ def open_store(path: Path, stem: str | None = None) -> Store:
 
 
 WEIGHTS = (".safetensors", ".bin", ".pt")  # endings of files with weights
-_NOT_WEIGHTS = {"training_args.bin", "optimizer.bin", "scheduler.bin", "sentencepiece.bpe.bin", "optimizer.pt",
+NOT_WEIGHTS = {"training_args.bin", "optimizer.bin", "scheduler.bin", "sentencepiece.bpe.bin", "optimizer.pt",
                 "scheduler.pt"}  # fmt: skip
 _RUN = re.compile(r"(.*)-(\d{5})-of-(\d{5})(\..*)")  # the name of one of several files
 

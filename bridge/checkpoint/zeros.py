@@ -72,25 +72,64 @@ def decode(words: np.ndarray, bits: int, out: int, dialect: Dialect) -> np.ndarr
     """qzeros, integers [G, m] -> true zero points uint8 [G, out]."""
     from bridge.checkpoint.bits import unpack_rows
 
-    unsigned = words.view(f"u{words.dtype.itemsize}")
     if dialect.undo in (5, 6, 7):
-        return (unpack_rows(unsigned, bits, out) + np.uint8(1)) & np.uint8(2**bits - 1)
+        return (unpack_rows(words, bits, out) + np.uint8(1)) & np.uint8(2**bits - 1)
+    return unpack_rows(_restore(words, dialect), bits, out, dialect.planar)
+
+
+def recode(
+    words: np.ndarray, bits: int, source: Dialect, target: Dialect, raised: np.ndarray | None = None
+) -> np.ndarray:
+    """qzeros of one dialect in another: the same shape and dtype, padding carried along.
+
+    raised  bool [G, out]: zero points of 0 to make 1, which v1 needs: a v1 that holds a 0 is read rightly
+            by GPTQModel alone, and a v1 without is the same for all who read it
+
+    For 2, 3, 4 and 8 bits and dialects that are not planar. v1 is written with the module's own bits.
+    """
+    assert bits in (2, 3, 4, 8)
+    assert not source.planar
+    assert target in (Dialect(), Dialect(bits))
+    true = _restore(words, source)
+    if raised is not None:
+        true = true | _lanes(raised, bits, words)
+    if target.undo == 3:
+        true = _add_3bit(true, 7)
+    elif target.undo:
+        true = true - _ones(true.dtype, target.undo)
+    return np.ascontiguousarray(true).view(words.dtype)
+
+
+def _restore(words: np.ndarray, dialect: Dialect) -> np.ndarray:
+    """The words as v2 has them, unsigned."""
+    unsigned = words.view(f"u{words.dtype.itemsize}")
     if dialect.undo == 3:
-        unsigned = _undo_3bit(unsigned, dialect.old)
-    elif dialect.undo:
-        width = words.dtype.itemsize * 8
-        ones = sum(1 << i for i in range(0, width, dialect.undo))
-        unsigned = unsigned + unsigned.dtype.type(ones)  # wraps, as the subtraction did
-    return unpack_rows(unsigned, bits, out, dialect.planar)
+        if dialect.old and words.dtype.itemsize == 4:
+            return unsigned + _OLD_3BIT[np.arange(words.shape[1]) % 3]
+        return _add_3bit(unsigned, 1)
+    if dialect.undo:
+        return unsigned + _ones(unsigned.dtype, dialect.undo)  # wraps, as the subtraction did
+    return unsigned
 
 
-def _undo_3bit(words: np.ndarray, old: bool) -> np.ndarray:
-    if old and words.dtype.itemsize == 4:
-        return words + _OLD_3BIT[np.arange(words.shape[1]) % 3]
+def _ones(dtype: np.dtype, bits: int) -> np.unsignedinteger:
+    return dtype.type(sum(1 << i for i in range(0, dtype.itemsize * 8, bits)))  # type: ignore[no-any-return]
+
+
+def _lanes(chosen: np.ndarray, bits: int, words: np.ndarray) -> np.ndarray:
+    """Words like `words` with a 1 in the lanes that are chosen, bool [G, out]."""
+    stream = np.zeros((len(words), words.shape[1] * words.dtype.itemsize * 8), bool)
+    stream[: len(chosen), : chosen.shape[1] * bits : bits] = chosen
+    return np.packbits(stream, axis=1, bitorder="little").view(f"u{words.dtype.itemsize}")
+
+
+def _add_3bit(words: np.ndarray, amount: int) -> np.ndarray:
+    """Each 3-bit lane of the stream plus `amount`, modulo 8."""
+    low, high = 0o11111111 * (amount & 3), 0o11111111 * (amount & 4)
     data = np.ascontiguousarray(words).view(np.uint8)
     padded = np.pad(data, ((0, 0), (0, -data.shape[1] % 3))).reshape(len(data), -1, 3)
     lanes = padded[..., 0] | padded[..., 1].astype(np.uint32) << 8 | padded[..., 2].astype(np.uint32) << 16
-    lanes = ((lanes & 0o33333333) + 0o11111111) ^ (lanes & 0o44444444)  # + 1 modulo 8 in each lane
+    lanes = ((lanes & 0o33333333) + low) ^ (lanes & 0o44444444) ^ high
     padded = np.stack([lanes & 255, lanes >> 8 & 255, lanes >> 16], axis=-1).astype(np.uint8)
     return np.ascontiguousarray(padded.reshape(len(data), -1)[:, : data.shape[1]]).view(words.dtype)
 
