@@ -90,6 +90,15 @@ DEEPSEEK_LLM = (
     _split(_DEEPSEEK_CJK),
 )
 
+# what llama.cpp does where a file names no rules (as files of 2023 do not), or "default"
+_DEFAULT = (
+    _split(r"[\p{P}\$\+<=>\^~\|]+"),
+    _split(r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"),
+    DIGIT_RUN,
+    _split("[0-9][0-9][0-9]"),
+    BYTES,
+)
+
 # what deepseek-llm's spelled-out table amounts to: letters that have a case
 _CASED = r"\s?[\p{Lu}\p{Ll}\p{Lt}]+"
 
@@ -111,6 +120,8 @@ _WITH_BOS = {"llama-bpe", "tekken"}
 def rules_of(pre: str) -> tuple[tuple[Step, ...], bool, bool] | None:
     """What a tokenizer.ggml.pre means: cutting rules, ignore_merges, whether a BOS is the default. None: unknown."""
     name = next((own for own, others in _ALIASES.items() if pre in others), pre)
+    if name == "default":
+        return _DEFAULT, False, False
     if name == "deepseek-llm":
         steps = tuple(("split", _CASED) if rule[1] == "letters" else rule for rule in DEEPSEEK_LLM)
         return (*steps, DIGIT_RUN, BYTES), False, False

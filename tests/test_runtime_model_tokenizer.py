@@ -47,6 +47,17 @@ def test_words_are_cut_as_in_llama_cpp(name: str, tmp_path: Path) -> None:
     same_as_llama_cpp(path, [*CUT_TEXTS, "a<|endoftext|>b <|endoftext|>\n"])
 
 
+def test_a_file_that_names_no_rules_is_cut_by_llama_cpps_default_ones(tmp_path: Path) -> None:
+    data = tokenizer_json(*RULES["gpt-2"])
+    (tmp_path / "tokenizer.json").write_text(json.dumps(data))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|endoftext|>"}))
+    _, path = vocab_gguf(tmp_path, len(data["model"]["vocab"]), pre="default")
+    tokenizer = same_as_llama_cpp(path, CUT_TEXTS)
+    metadata = dict(bridge.open_gguf(path).metadata)
+    assert metadata.pop("tokenizer.ggml.pre") == "default"
+    assert all(Tokenizer(metadata).encode(text) == tokenizer.encode(text) for text in CUT_TEXTS)
+
+
 def test_added_tokens_are_found_in_the_text(tmp_path: Path) -> None:
     data = copy_tokenizer("tiny-qwen3", tmp_path)
     added = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
@@ -99,7 +110,7 @@ def test_damaged_vocabularies_are_refused() -> None:
         ({"tokenizer.ggml.token_type": [1]}, "3 tokens and 1 token types"),
         ({"tokenizer.ggml.merges": []}, "merges is missing"),
         ({"tokenizer.ggml.tokens": "abc"}, "tokens is missing"),
-        ({"tokenizer.ggml.pre": None}, "tokenizer.ggml.pre is None"),
+        ({"tokenizer.ggml.pre": "klingon"}, "tokenizer.ggml.pre is 'klingon'"),
     ):
         with pytest.raises(BridgeError, match=message):
             Tokenizer(good | change)

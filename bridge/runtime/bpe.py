@@ -26,7 +26,7 @@ class ByteLevel:
     def __init__(self, tokens: Sequence[str], metadata: Mapping[str, Any]):
         from tokenizers import Tokenizer, models, pre_tokenizers
 
-        pre = metadata.get("tokenizer.ggml.pre")
+        pre = metadata.get("tokenizer.ggml.pre", "default")
         rules = rules_of(pre) if isinstance(pre, str) else None
         if rules is None:
             raise BridgeError(
