@@ -164,6 +164,14 @@ def _add_convert(commands: Any) -> None:
         help="llama.cpp's importance matrix (GGUF), for tensors that are quantized anew",
     )
 
+    p.add_argument(
+        "--template",
+        metavar="MODEL.gguf",
+        type=Path,
+        help="a GGUF that llama.cpp's converter made of the same model, in any type: for architectures that are not "
+        "known here. Names, metadata and tokenizer are taken from it, and tensors that are not in the checkpoint",
+    )
+
     output = p.add_argument_group("output")
     output.add_argument("--force", action="store_true", help="replace files that exist")
     output.add_argument(
@@ -182,6 +190,7 @@ def _add_verify(commands: Any) -> None:
     p.add_argument("gguf", type=Path, help="the GGUF, or its first shard")
     p.add_argument("checkpoint", help="folder with config.json and weights, a Hub id (org/name), or a .pt file")
     _add_config(p)
+    p.add_argument("--template", metavar="MODEL.gguf", type=Path, help="the template that it was made with, if any")
     p.add_argument(
         "--max-share",
         type=float,
@@ -232,6 +241,7 @@ def _convert(a: argparse.Namespace) -> int:
             tensor_types=a.tensor_type,
             imatrix=a.imatrix,
             pre=a.pre,
+            template=a.template,
             split_max_size=a.split_max_size,
             modelfile=a.modelfile,
             force=a.force,
@@ -251,7 +261,7 @@ def _verify(a: argparse.Namespace) -> int:
     if a.report:
         check_target(a.report, force=True)
     with Bar("verifying") as bar:
-        report = verify(a.gguf, a.checkpoint, config=a.config, progress=bar)
+        report = verify(a.gguf, a.checkpoint, config=a.config, template=a.template, progress=bar)
     print(report.table("read"))
     if a.report:
         report.save(a.report)

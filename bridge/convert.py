@@ -38,6 +38,7 @@ def convert(
     tensor_types: Sequence[tuple[str, str]] = (),
     imatrix: str | Path | None = None,
     pre: str | None = None,
+    template: str | Path | None = None,
     split_max_size: int | None = None,
     modelfile: bool = False,
     force: bool = False,
@@ -54,6 +55,8 @@ def convert(
                     types for the head, the embeddings, act-order tensors, and (regex, type) pairs by GGUF name
     imatrix         llama.cpp's GGUF importance matrix, for tensors that are quantized from floats
     pre             tokenizer.ggml.pre, where it cannot be recognised
+    template        a GGUF that llama.cpp's converter made of the same model, for any architecture: names, metadata
+                    and tokenizer are taken from it, and tensors that are not in the checkpoint
     split_max_size  bytes in a shard
     modelfile       also write an Ollama Modelfile beside the GGUF
     force           replace existing files
@@ -64,9 +67,11 @@ def convert(
     final name before the whole file is on disk.
     """
     started = time.perf_counter()
+    if template is not None and pre is not None:
+        raise BridgeError("--pre and --template: the tokenizer is the template's; give one of the two")
     recipe = Recipe(type, output_type, token_embd_type, actorder_type, tuple(tensor_types))
-    with open_checkpoint(resolve(checkpoint, config), config) as ckpt:
-        spec = model_of(ckpt, pre)
+    with open_checkpoint(resolve(checkpoint, config), config, needs_config=template is None) as ckpt:
+        spec = model_of(ckpt, pre, template)
         importance = _read_importance(imatrix)
         work = Conversion(ckpt, spec, recipe, importance)
         path = Path(out) if out is not None else Path(default_name(str(checkpoint), recipe))
@@ -95,13 +100,18 @@ def convert(
     return Report(str(checkpoint), ckpt.format, files, results, ckpt.nbytes, seconds, notes)
 
 
-def model_of(ckpt: Checkpoint, pre: str | None = None) -> ModelSpec:
+def model_of(ckpt: Checkpoint, pre: str | None = None, template: str | Path | None = None) -> ModelSpec:
     """What the checkpoint becomes in GGUF; `pre` overrides the recognition of its pre-tokenizer.
 
     Raises BridgeError also where the checkpoint holds a bias that llama.cpp has no place for.
     """
-    names = list(ckpt.tensors) + [f"{module}.weight" for module in ckpt.modules]
-    spec = describe_model(ckpt.config, ckpt.home, names, pre)
+    if template is not None:
+        from bridge.template import describe_template
+
+        spec: ModelSpec = describe_template(ckpt, Path(template))
+    else:
+        names = list(ckpt.tensors) + [f"{module}.weight" for module in ckpt.modules]
+        spec = describe_model(ckpt.config, ckpt.home, names, pre)
     for name in spec.zero_only:
         if ckpt.read_float(name).any():
             raise BridgeError(

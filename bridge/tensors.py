@@ -96,6 +96,12 @@ class Conversion:
 
     def make(self, tensor: TensorSpec) -> Result:
         """Read and map one tensor."""
+        if tensor.type is not None:
+            assert tensor.data is not None
+            kept = TensorReport(
+                tensor.name, None, tensor.kind, tensor.type, tensor.shape, tensor.data.nbytes, AS_IS
+            )  # fmt: skip
+            return Result(tensor.data, kept)
         if tensor.data is not None:
             data = np.ascontiguousarray(tensor.data, np.float32)
             return Result(data, TensorReport(tensor.name, None, tensor.kind, "F32", tensor.shape, data.nbytes, AS_IS))

@@ -37,9 +37,12 @@ def verify(
     checkpoint: str | Path,
     *,
     config: str | Path | None = None,
+    template: str | Path | None = None,
     progress: Progress | None = None,
 ) -> Report:
     """Compare every tensor of a GGUF (its first shard, if split) with the checkpoint's; `config` as for `convert`.
+
+    template  the one that the GGUF was made with, if it was
 
     Returns a Report with the same figures as `convert`'s, measured from the file; `failures` judges it.
     Raises BridgeError where the two do not hold the same tensors.
@@ -49,8 +52,8 @@ def verify(
     stored: dict[str, Any] = {}
     for file in files:
         stored.update((t.name, t) for t in read_gguf(file).tensors)
-    with open_checkpoint(resolve(checkpoint, config), config) as ckpt:
-        spec = model_of(ckpt, pre="default")  # tensors alone are compared: any pre-tokenizer will do
+    with open_checkpoint(resolve(checkpoint, config), config, needs_config=template is None) as ckpt:
+        spec = model_of(ckpt, "default", template)  # tensors alone are compared: any pre-tokenizer will do
         work = Conversion(ckpt, spec, Recipe())
         _same_names(str(gguf_path), str(checkpoint), {t.name for t in spec.tensors}, set(stored))
         reports = []
@@ -119,6 +122,11 @@ def _compare(work: Conversion, tensor: TensorSpec, stored: Any) -> TensorReport:
     report = TensorReport(tensor.name, source, tensor.kind, name, tensor.shape, nbytes, AS_IS)
     if any(work.module_of(leaf) for leaf in tensor.leaves):
         return _compare_codes(work, tensor, stored, report)
+    if tensor.type is not None:
+        assert tensor.data is not None
+        if name != tensor.type or not np.array_equal(stored.data.reshape(-1).view(np.uint8), tensor.data):
+            raise BridgeError(f"{tensor.name}: is not the template's, from which it should have been kept")
+        return report
     if tensor.data is not None:
         pairs: Iterator[tuple[np.ndarray, np.ndarray]] = iter([(tensor.data.reshape(shape), _values(stored, 0, None))])
     else:

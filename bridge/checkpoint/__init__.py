@@ -133,10 +133,11 @@ class Checkpoint:
         self.close()
 
 
-def open_checkpoint(path: str | Path, config: str | Path | None = None) -> Checkpoint:
+def open_checkpoint(path: str | Path, config: str | Path | None = None, *, needs_config: bool = True) -> Checkpoint:
     """Open a local checkpoint: a folder, or one file of weights (.pt of the first GPTQ tools).
 
-    config  the folder with config.json and tokenizer, where `path` has none
+    config        the folder with config.json and tokenizer, where `path` has none
+    needs_config  whether a config.json must be there; without one, the quantization must be described elsewhere
 
     Raises BridgeError if it is incomplete, damaged, or quantized in a way that is not supported.
     """
@@ -144,12 +145,13 @@ def open_checkpoint(path: str | Path, config: str | Path | None = None) -> Check
     if not path.exists():
         raise BridgeError(f"{path}: not a folder; give the folder that holds config.json and the weights")
     home = Path(config).expanduser() if config is not None else path if path.is_dir() else path.parent
-    if not (home / "config.json").exists():
+    found = (home / "config.json").exists()
+    if needs_config and not found:
         raise BridgeError(
             f"{home / 'config.json'}: not found; is this the folder of a whole checkpoint? "
             "--config takes config.json and tokenizer from another folder"
         )
-    values = read_json(home / "config.json")
+    values = read_json(home / "config.json") if found else {}
     quant = QuantConfig()
     if home != path and path.is_dir():
         own = path / "config.json"

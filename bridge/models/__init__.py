@@ -120,4 +120,7 @@ def _family(config: Config) -> Family:
             f"{config.path}: the keys 'architectures' and 'model_type' are missing; one of them must be there"
         )
     named = ", ".join(architectures) or config.get("model_type")
-    raise BridgeError(f"{config.path}: the architecture is {named}; {', '.join(FAMILIES)} are known")
+    raise BridgeError(
+        f"{config.path}: the architecture is {named}; {', '.join(FAMILIES)} are known, any other needs --template: "
+        "a GGUF that llama.cpp's converter made of the same model"
+    )

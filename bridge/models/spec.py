@@ -27,7 +27,7 @@ class TensorSpec:
     layer        0-based; None outside the blocks
     quantizable  a matrix of a linear layer or an embedding; norms and biases stay floats
     row_order    int64 [out] or None: row i of the GGUF is row row_order[i] of the checkpoint
-    data         float32, for a tensor that no checkpoint stores
+    data         float32, for a tensor that no checkpoint stores; with `type` the bytes of that GGUF type
     parts        tensors whose rows, one after another, are this one's, which has no source then: the
                  experts of a 3-D tensor, or q, k and v of a fused matrix
     matrix       which matrix of a 3-D source this is
@@ -42,6 +42,7 @@ class TensorSpec:
     quantizable: bool
     row_order: np.ndarray | None = None
     data: np.ndarray | None = None
+    type: str | None = None
     parts: tuple[TensorSpec, ...] = ()
     matrix: int | None = None
     stored: tuple[int, ...] | None = None

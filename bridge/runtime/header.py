@@ -64,6 +64,11 @@ class Metadata(Mapping[str, Any]):
             self._values[key] = self._cursor.value(place.start, place.kind)
         return self._values[key]
 
+    def kind(self, key: str) -> tuple[int, int | None]:
+        """The GGUF value type of a key, and that of its items where it is an array."""
+        place = self._places[key]
+        return place.kind, self._cursor.scalar(place.start, "I") if place.kind == _ARRAY else None
+
     def __iter__(self) -> Iterator[str]:
         return iter(self._places)
 

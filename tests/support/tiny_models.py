@@ -58,7 +58,11 @@ def dequantized(folder: Path, model_folder: Path, stored: dict[str, Quantized]) 
     shutil.copytree(model_folder, folder)
     weights = {name: values.astype(np.float16).astype(np.float32) for name, values in load_floats(folder).items()}
     weights |= {f"{name}.weight": q.dequantize() for name, q in stored.items()}
-    save_file({n: np.ascontiguousarray(w) for n, w in weights.items()}, folder / "model.safetensors", {"format": "pt"})
+    save_file(
+        {n: np.ascontiguousarray(w, np.float32) for n, w in weights.items()},
+        folder / "model.safetensors",
+        {"format": "pt"},
+    )
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "dtype": "float32"}))
     return folder

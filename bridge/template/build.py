@@ -1,0 +1,160 @@
+"""Of what the new file's tensors are made: the template's, with what was found of them in the checkpoint."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+import numpy as np
+
+from bridge.checkpoint import Checkpoint
+from bridge.models.spec import Fold, TensorSpec
+from bridge.runtime.quant_tensor import QuantTensor
+from bridge.runtime.reader import GGUFFile
+from bridge.template.matrices import BLOCK, Matrices, Run
+from bridge.template.names import Candidate
+from bridge.template.vectors import Found, Vectors
+
+
+class Builder:
+    """The outcome of matching a template with a checkpoint. Raises BridgeError where they are not of one model.
+
+    notes  a line for every tensor that is kept from the template
+    """
+
+    def __init__(self, ckpt: Checkpoint, file: GGUFFile) -> None:
+        self.ckpt, self.file = ckpt, file
+        self._matrices = Matrices(ckpt, file)
+        self._matrices.find()
+        vectors = Vectors(self._matrices)
+        vectors.find()
+        self._runs, self._vectors = self._matrices.runs, vectors.found
+        self._all, self._used = self._matrices.all, self._matrices.used
+        self.notes: list[str] = []
+
+    def specs(self) -> list[TensorSpec]:
+        """The new file's tensors in the template's order; every one that is kept from the template gets a note."""
+        made = []
+        for name, tensor in self.file.tensors.items():
+            if name in self._runs:
+                made.append(self._matrix(tensor, self._runs[name]))
+            elif name in self._vectors:
+                made.append(self._vector(tensor, self._vectors[name]))
+            else:
+                made.append(self._spec(tensor, data=tensor.raw, type=tensor.type))
+                reason = self._matrices.reasons.get(name, "no tensor of the checkpoint is this one")
+                self.notes.append(f"{name}: kept from the template as {tensor.type}, {reason}")
+        return made
+
+    def _spec(self, tensor: QuantTensor, **fields: object) -> TensorSpec:
+        block = BLOCK.match(tensor.name)
+        kind = tensor.name.removeprefix(block[0] if block else "").rpartition(".")[0] or tensor.name
+        values = {"source": None, "shape": tensor.shape, **fields}
+        return TensorSpec(
+            name=tensor.name, kind=kind, layer=int(block[1]) if block else None, quantizable=_quantizable(tensor),
+            **values,  # type: ignore[arg-type]
+        )  # fmt: skip
+
+    def _matrix(self, tensor: QuantTensor, runs: list[Run]) -> TensorSpec:
+        columns = tensor.shape[-1]
+        parts = []
+        for number_, run in enumerate(runs):
+            stored = (run.owner.shape[0], columns)
+            order = _order(run.rows, stored)
+            if "stored" in order and self._rest_is_zero(run, columns):
+                order = {}
+            name = tensor.name if len(runs) == 1 else f"{tensor.name}[{number_}]"
+            part = self._spec(tensor, source=run.owner.source, shape=(len(run.rows), columns), **order)
+            parts.append(replace(part, name=name))
+        return parts[0] if len(tensor.shape) == 2 and len(parts) == 1 else self._spec(tensor, parts=tuple(parts))
+
+    def _vector(self, tensor: QuantTensor, found: Found) -> TensorSpec:
+        if found.offset:
+            stored = self.ckpt.read_float(found.parts[0][0].source) + np.float32(found.offset)
+            return self._spec(tensor, data=stored.reshape(tensor.shape))
+        if len(found.parts) == 1 and "row_order" not in _order(found.parts[0][1], _length(found.parts[0][0])):
+            return self._spec(tensor, source=found.parts[0][0].source)
+        parts = [
+            self._spec(tensor, source=owner.source, shape=rows.shape, **_order(rows, _length(owner)))
+            for owner, rows in found.parts
+        ]
+        return parts[0] if len(parts) == 1 else self._spec(tensor, parts=tuple(parts))
+
+    def _rest_is_zero(self, run: Run, columns: int) -> bool:
+        """Whether the rows are the first in order, and what follows them is padding."""
+        n = len(run.rows)
+        if not np.array_equal(run.rows, np.arange(n)):
+            return False
+        matrix = self._matrices.of_checkpoint(run.owner, columns)
+        return not any(matrix.read(max(a, n), b).any() for a, b in matrix.chunks() if b > n)
+
+    def folds(self) -> list[Fold]:
+        """Where act-order of ffn_down can be undone by the rows of what comes before it."""
+        found = []
+        for name, downs in self._runs.items():
+            block = BLOCK.match(name)
+            kind = name.removeprefix(block[0]) if block else ""
+            if block is None or kind not in ("ffn_down.weight", "ffn_down_exps.weight", "ffn_down_shexp.weight"):
+                continue
+            before = [f"{block[0]}{kind.replace('ffn_down', part)}" for part in ("ffn_gate", "ffn_up")]
+            before = [other for other in before if other in self.file]
+            if not self._foldable(name, before):
+                continue
+            for i, down in enumerate(downs):
+                producers = [self._runs[other][i].owner for other in before]
+                if down.owner.module and all(p.module or len(p.shape) == 2 for p in producers):
+                    names = tuple(p.source.removesuffix(".weight") for p in producers)
+                    found.append(Fold(down.owner.module, names))
+        return found
+
+    def _foldable(self, down: str, before: list[str]) -> bool:
+        """Whether nothing but the rows of `before`, and their biases, goes by ffn_down's columns."""
+        inner, downs = self.file[down].shape[-1], self._runs[down]
+        for other in before:
+            runs = self._runs.get(other, [])
+            in_order = all(np.array_equal(run.rows, np.arange(inner)) for run in runs)
+            bias = other.removesuffix(".weight") + ".bias"
+            if len(runs) != len(downs) or not in_order or (bias in self.file and bias not in self._vectors):
+                return False
+            if any(run.owner.shape[0] != inner for run in runs):
+                return False
+        prefix = down.rpartition("ffn_down")[0] + "ffn_"
+        known = {f"{prefix}{n}" for n in ("norm.weight", "norm.bias", "gate_inp.weight", "gate_inp_shexp.weight")}
+        known |= {other.removesuffix("weight") + "bias" for other in (*before, down)}
+        vectors = {n for n, t in self.file.tensors.items() if n.startswith(prefix) and len(t.shape) < 2}
+        return bool(before) and vectors <= known
+
+    def unused(self) -> list[str]:
+        """The checkpoint's tensors that the new file is not made of."""
+        zeros = self.biases_without_place()
+        return sorted(c.source for c in self._all if c not in self._used and c.source not in zeros)
+
+    def biases_without_place(self) -> list[str]:
+        """Biases whose matrix is in the template, and they are not: they must be zero."""
+        return [
+            c.source for c in self._all
+            if c not in self._used and c.source.endswith(".bias") and c.name is not None
+            and c.name not in self.file and c.name.removesuffix("bias") + "weight" in self.file
+        ]  # fmt: skip
+
+
+def _length(vector: Candidate) -> tuple[int]:
+    return (int(np.prod(vector.shape)),)
+
+
+def _order(rows: np.ndarray, stored: tuple[int, ...]) -> dict[str, object]:
+    """TensorSpec's fields for these rows of a tensor of that shape; none where they are all of them in order."""
+    if np.array_equal(rows, np.arange(stored[0])):
+        return {}
+    fields: dict[str, object] = {"row_order": rows}
+    return fields if len(rows) == stored[0] else {**fields, "stored": stored}
+
+
+def _quantizable(tensor: QuantTensor) -> bool:
+    """As llama.cpp's quantizer and its converter see it: what the converter left in F32 has its reason."""
+    kind = tensor.name.rpartition("blk.")[2]
+    linear = re.search(r"(^|\.)(token_embd|output|attn_|ffn_)", kind) is not None
+    return (
+        len(tensor.shape) in (2, 3) and tensor.shape[0] > 1 and tensor.name.endswith(".weight")
+        and "_norm" not in kind and "ffn_gate_inp" not in kind and (linear or tensor.type != "F32")
+    )  # fmt: skip

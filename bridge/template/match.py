@@ -1,0 +1,187 @@
+"""Whether a matrix of the checkpoint is one of the template, and which of its rows stand where.
+
+Two templates serve: one made of this very checkpoint, which differs by the rounding of its own type alone, and
+one made of the unquantized model, which differs by the checkpoint's quantization too. That is expected to be
+sum(s^2 / 12), and error-compensating quantizers cost a few times that; another model's weights are off by more
+than all of their squared sum.
+
+A permutation is looked for where the rows do not stand in order: llama's interleaving first, then the nearest
+row by cosine over some columns. AWQ multiplies columns by what it divides the layer before by; for such
+checkpoints one factor per row and column is fitted before the comparison.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from bridge.models.decoder import interleaved_rows
+
+# squared error over squared weights that a template's type accounts for, with room to spare
+ROUNDING = {"F64": 1e-6, "F32": 1e-6, "F16": 1e-6, "BF16": 1e-5, "Q8_0": 5e-4, "Q6_K": 5e-3}
+_COARSE = {"Q5": 2e-2, "Q4": 6e-2, "IQ4": 6e-2, "MXFP4": 6e-2, "Q3": 0.15, "IQ3": 0.15}
+_NOISES = 16  # how many times its expected noise a checkpoint may be off
+_LARGEST = 0.4  # of the squared weights: no noise excuses more
+_CHUNK_WEIGHTS = 1 << 22
+_SAMPLE_ROWS = 64
+_SEARCH_COLUMNS = 256
+_SEARCH_ROWS = 1 << 15  # more are not permuted by anyone, and searching grows with their square
+_SIMILAR = 0.7  # cosine of a row and its quantized self; 0.9 for 2 bits
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """Rows of float32, read when they are asked for.
+
+    read      (start, stop) -> float32 [stop - start, columns]
+    noise     expected squared error of one weight from quantization
+    rounding  squared error over squared weights from the type it is stored in
+    """
+
+    shape: tuple[int, int]
+    read: Callable[[int, int], np.ndarray]
+    noise: float = 0.0
+    rounding: float = 1e-6
+
+    def chunks(self) -> Iterator[tuple[int, int]]:
+        step = max(1, _CHUNK_WEIGHTS // max(1, self.shape[1]))
+        for start in range(0, self.shape[0], step):
+            yield start, min(start + step, self.shape[0])
+
+    def take(self, rows: np.ndarray) -> np.ndarray:
+        """float32 [n, columns] of rows in any order."""
+        if rows.size and np.array_equal(rows, np.arange(rows[0], rows[0] + rows.size)):
+            return self.read(int(rows[0]), int(rows[0]) + rows.size)
+        out = np.empty((rows.size, self.shape[1]), np.float32)
+        for start, stop in self.chunks():
+            inside = (rows >= start) & (rows < stop)
+            if inside.any():
+                out[inside] = self.read(start, stop)[rows[inside] - start]
+        return out
+
+
+def rounding_of(type_: str) -> float:
+    """What a GGUF type accounts for."""
+    if type_ in ROUNDING:
+        return ROUNDING[type_]
+    return next((share for start, share in _COARSE.items() if type_.startswith(start)), 0.3)
+
+
+def close(template: Matrix, checkpoint: Matrix, t: np.ndarray, w: np.ndarray) -> bool:
+    """Whether rows of the two are the same but for rounding and noise."""
+    error = float(np.square(t - w, dtype=np.float64).sum())
+    signal = float(np.square(t, dtype=np.float64).sum())
+    return error <= allowed(template, checkpoint, signal, t.size)
+
+
+def allowed(template: Matrix, checkpoint: Matrix, signal: float, weights: int) -> float:
+    """The largest squared error of so many weights that is no difference."""
+    rounding = (template.rounding + checkpoint.rounding) * signal
+    return min(rounding + _NOISES * checkpoint.noise * weights, max(rounding, _LARGEST * signal))
+
+
+@dataclass(frozen=True)
+class Found:
+    """Where a matrix's rows are: int64 [rows] of the checkpoint's, and whether factors stand between the two."""
+
+    order: np.ndarray
+    scaled: bool = False
+
+
+def find_rows(template: Matrix, checkpoint: Matrix, heads: Sequence[int] = ()) -> Found | None:
+    """The checkpoint's row of each of the template's; None where the two are different matrices.
+
+    heads  numbers of heads that the rows of q and k may be interleaved by
+    """
+    rows = template.shape[0]
+    if rows > checkpoint.shape[0] or template.shape[1] != checkpoint.shape[1]:
+        return None
+    orders = [np.arange(rows)]
+    orders += [interleaved_rows(n, rows // n) for n in dict.fromkeys(heads) if n and rows % (2 * n) == 0]
+    sample = np.unique(np.linspace(0, rows - 1, _SAMPLE_ROWS).astype(np.int64))
+    t = template.take(sample)
+    samples = [checkpoint.take(order[sample]) for order in orders]
+    for scaled in (False, True):
+        for order, w in zip(orders, samples, strict=True):
+            alike = close(template, checkpoint, t, _fitted(t, w) if scaled else w)
+            if alike and same(template, checkpoint, order, scaled):
+                return Found(order, scaled)
+    searched = _search(template, [checkpoint])
+    if searched is None or np.unique(searched).size < rows:
+        return None
+    return next((Found(searched, s) for s in (False, True) if same(template, checkpoint, searched, s)), None)
+
+
+def same(template: Matrix, checkpoint: Matrix, order: np.ndarray, scaled: bool = False) -> bool:
+    """Whether all rows are the same, the checkpoint's taken in `order`; `scaled`: but for factors."""
+    error = signal = 0.0
+    for start, stop in template.chunks():
+        t, w = template.read(start, stop), checkpoint.take(order[start:stop])
+        w = _fitted(t, w) if scaled else w
+        error += float(np.square(t - w, dtype=np.float64).sum())
+        signal += float(np.square(t, dtype=np.float64).sum())
+    return error <= allowed(template, checkpoint, signal, template.shape[0] * template.shape[1])
+
+
+def find_in_several(template: Matrix, pool: Sequence[Matrix]) -> list[tuple[int, np.ndarray]] | None:
+    """The template's rows as runs of rows of several matrices: (which, int64 rows) one after another, or None."""
+    order = _search(template, pool)
+    if order is None or np.unique(order).size < template.shape[0]:
+        return None
+    starts = np.cumsum([0, *(m.shape[0] for m in pool)])
+    which = np.searchsorted(starts, order, side="right") - 1
+    cuts = np.flatnonzero(np.diff(which)) + 1
+    runs = []
+    for start, stop in zip([0, *cuts], [*cuts, len(order)], strict=True):
+        owner = int(which[start])
+        rows = order[start:stop] - starts[owner]
+        part = Matrix(
+            (stop - start, template.shape[1]), lambda a, b, at=start: template.read(at + a, at + b),  # type: ignore[misc]
+            rounding=template.rounding,
+        )  # fmt: skip
+        if not same(part, pool[owner], rows):
+            return None
+        runs.append((owner, rows))
+    return runs
+
+
+def _search(template: Matrix, pool: Sequence[Matrix]) -> np.ndarray | None:
+    """int64 [rows]: the most similar row of the pool's, counted through; None where some row has none."""
+    rows = template.shape[0]
+    total = sum(m.shape[0] for m in pool)
+    if max(rows, total) > _SEARCH_ROWS or rows > total:
+        return None
+    columns = np.unique(np.linspace(0, template.shape[1] - 1, _SEARCH_COLUMNS).astype(np.int64))
+    wanted = _unit(template, columns)
+    offered = np.concatenate([_unit(m, columns) for m in pool])
+    order = np.empty(rows, np.int64)
+    for start in range(0, rows, 1024):
+        similar = wanted[start : start + 1024] @ offered.T
+        order[start : start + 1024] = similar.argmax(1)
+        if similar.max(1).min() < _SIMILAR:
+            return None
+    return order
+
+
+def _unit(matrix: Matrix, columns: np.ndarray) -> np.ndarray:
+    """Some columns of all rows, each row of length 1."""
+    out = np.concatenate([matrix.read(start, stop)[:, columns] for start, stop in matrix.chunks()])
+    return out / np.maximum(np.linalg.norm(out, axis=1, keepdims=True), 1e-30)
+
+
+def fit_factors(t: np.ndarray, w: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """float64 [rows] and [columns]: the factors of w's rows and columns that bring it closest to t, by turns."""
+    w = w.astype(np.float64)
+    r, c = np.ones(len(w)), np.ones(w.shape[1])
+    for _ in range(4):
+        c = np.einsum("ij,ij,i->j", t, w, r) / np.maximum(np.einsum("ij,ij,i->j", w, w, r * r), 1e-30)
+        r = np.einsum("ij,ij,j->i", t, w, c) / np.maximum(np.einsum("ij,ij,j->i", w, w, c * c), 1e-30)
+    return r, c
+
+
+def _fitted(t: np.ndarray, w: np.ndarray) -> np.ndarray:
+    """w times those factors; w itself where one is not positive, which no quantizer's is."""
+    r, c = fit_factors(t, w)
+    return (w * r[:, None] * c).astype(np.float32) if (r > 0).all() and (c > 0).all() else w

@@ -1,0 +1,499 @@
+"""--template: any architecture, with the names, metadata and row order of a GGUF that llama.cpp's converter made."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+import bridge
+from bridge.cli import main
+from bridge.errors import BridgeError
+from bridge.models.decoder import interleaved_rows
+from bridge.template.match import Matrix, find_in_several, find_rows
+from bridge.verify import failures, verify
+from tests.conftest import CHECKPOINT, shared
+from tests.support.encode import load_floats, write_awq, write_gptq
+from tests.support.llama_cpp import LlamaCpp
+from tests.support.reference import mean_kl
+from tests.support.template import write_template
+
+pytest.importorskip("transformers")
+from tests.support.tiny_models import dequantized, predict, save_model
+
+TOKENS = np.random.default_rng(1).integers(0, 320, 48).tolist()
+FLOAT32 = [(".*", "F32")]
+LLAMA = {
+    "attention__layer_norm_rms_epsilon": 1e-6,
+    "rope__dimension_count": 64,
+    "rope__freq_base": 10000.0,
+    "vocab_size": 320,
+}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """model(config class, **fields): a float model of random weights."""
+
+    @cache
+    def make(config_class: str, **fields: Any) -> Path:
+        return save_model(tmp_path_factory.mktemp(config_class) / "float", config_class, **fields)
+
+    return make
+
+
+def tensors(path: Path) -> dict[str, Any]:
+    return {tensor.name: tensor for tensor in gguf.GGUFReader(path).tensors}
+
+
+def values_of(path: Path, name: str) -> np.ndarray:
+    tensor = tensors(path)[name]
+    return gguf.quants.dequantize(tensor.data, tensor.tensor_type)
+
+
+def interleave(heads: int, kv_heads: int) -> Callable[[str, np.ndarray], dict[str, np.ndarray]]:
+    """What the converter does to q and k of a llama."""
+
+    def change(name: str, values: np.ndarray) -> dict[str, np.ndarray]:
+        for part, n in (("attn_q.", heads), ("attn_k.", kv_heads)):
+            if part in name:
+                return {name: values[interleaved_rows(n, len(values) // n)]}
+        return {name: values}
+
+    return change
+
+
+def rewritten(source: Path, folder: Path, change: Callable[[dict[str, np.ndarray]], dict[str, np.ndarray]]) -> Path:
+    """A copy of a float model with its tensors changed."""
+    shutil.copytree(source, folder)
+    made = {name: np.ascontiguousarray(v, np.float32) for name, v in change(load_floats(source)).items()}
+    save_file(made, folder / "model.safetensors", {"format": "pt"})
+    return folder
+
+
+# --- what is known natively comes out the same ---
+
+
+@pytest.mark.parametrize(
+    ("name", "type_"),
+    [
+        ("llama-gptq-4bit-g128-asym-actorder", "F16"),
+        ("qwen3-awq-4bit-g128-gemm", "Q8_0"),
+        ("qwen3-awq-4bit-g128-gemm", "Q4_K"),
+        ("qwen3-gptq-2bit-g64-asym-v2", "BF16"),
+    ],
+)
+def test_real_checkpoints_become_the_same_tensors_as_without_a_template(name, type_, tmp_path):
+    """The template is of the unquantized model, in whatever type; AWQ's norms differ from it, and are found."""
+    template = tmp_path / "template.gguf"
+    bridge.convert(shared(f"models/tiny-{name.partition('-')[0]}"), template, tensor_types=[(".*", type_)])
+    bridge.convert(shared(f"checkpoints/{name}"), tmp_path / "native.gguf")
+    report = bridge.convert(shared(f"checkpoints/{name}"), tmp_path / "m.gguf", template=template)
+    assert not [note for note in report.notes if "kept from the template" in note]
+    native, made = tensors(tmp_path / "native.gguf"), tensors(tmp_path / "m.gguf")
+    assert list(made) == list(native)
+    assert [n for n in native if not np.array_equal(made[n].data, native[n].data)] == []
+    assert failures(verify(tmp_path / "m.gguf", shared(f"checkpoints/{name}"), template=template)) == []
+
+
+@pytest.mark.parametrize("act_order", [False, True])
+@pytest.mark.parametrize("kind", ["mixtral", "qwen2moe"])
+def test_experts_are_stacked_as_without_a_template(kind, act_order, model, tmp_path):
+    fields: dict[str, Any] = {"num_experts_per_tok": 2}
+    if kind == "mixtral":
+        floats = model("MixtralConfig", num_local_experts=4, sliding_window=None, **fields)
+    else:
+        sizes = {"moe_intermediate_size": 256, "shared_expert_intermediate_size": 512}
+        floats = model("Qwen2MoeConfig", num_experts=4, **sizes, **fields)
+    write_gptq(tmp_path / "gptq", floats, desc_act=act_order)
+    bridge.convert(floats, tmp_path / "template.gguf", tensor_types=[(".*", "F16")])
+    bridge.convert(tmp_path / "gptq", tmp_path / "native.gguf")
+    bridge.convert(tmp_path / "gptq", tmp_path / "m.gguf", template=tmp_path / "template.gguf")
+    native, made = tensors(tmp_path / "native.gguf"), tensors(tmp_path / "m.gguf")
+    assert list(made) == list(native)
+    assert [n for n in native if not np.array_equal(made[n].data, native[n].data)] == []
+
+
+def test_metadata_and_tokenizer_are_the_templates_to_the_type_of_each_value(model, tmp_path):
+    floats = model("LlamaConfig")
+    template = write_template(tmp_path / "t.gguf", floats, "llama", interleave(4, 2), **LLAMA)
+    write_gptq(tmp_path / "gptq", floats)
+    bridge.convert(tmp_path / "gptq", tmp_path / "m.gguf", template=template)
+    wanted, found = gguf.GGUFReader(template).fields, gguf.GGUFReader(tmp_path / "m.gguf").fields
+    own = {"general.file_type", "GGUF.kv_count", "GGUF.tensor_count", "GGUF.version"}
+    assert set(found) == set(wanted)
+    for key in set(wanted) - own:
+        assert found[key].types == wanted[key].types, key
+        assert found[key].contents() == wanted[key].contents(), key
+    assert found["general.name"].contents() == "The template's own name"
+    assert found["general.file_type"].contents() == gguf.LlamaFileType.MOSTLY_Q4_K_M
+
+
+def test_the_checkpoint_needs_neither_config_nor_tokenizer(model, tmp_path, capsys):
+    floats = model("LlamaConfig")
+    template = write_template(tmp_path / "t.gguf", floats, "llama", interleave(4, 2), **LLAMA)
+    write_gptq(tmp_path / "gptq", floats)
+    whole = bridge.convert(tmp_path / "gptq", tmp_path / "whole.gguf", template=template)
+    for file in ("config.json", "tokenizer.json", "tokenizer_config.json", "generation_config.json"):
+        (tmp_path / "gptq" / file).unlink()
+    with pytest.raises(BridgeError, match=r"config.json: not found"):
+        bridge.convert(tmp_path / "gptq", tmp_path / "m.gguf")
+    assert main(["convert", str(tmp_path / "gptq"), str(tmp_path / "m.gguf"), "--template", str(template)]) == 0
+    assert "codes kept" in capsys.readouterr().out
+    assert (tmp_path / "m.gguf").read_bytes() == whole.outputs[0].read_bytes()
+    arguments = ["verify", str(tmp_path / "m.gguf"), str(tmp_path / "gptq"), "--template", str(template)]
+    assert main(arguments) == 0
+    with LlamaCpp(tmp_path / "m.gguf") as loaded:
+        assert len(loaded.generate_greedy(TOKENS[:8], 8)) == 8
+
+
+def test_a_template_in_shards_is_read_whole(model, tmp_path):
+    floats = model("LlamaConfig")
+    write_gptq(tmp_path / "gptq", floats)
+    for split, name in ((0, "one"), (700_000, "several")):
+        write_template(tmp_path / f"{name}.gguf", floats, "llama", interleave(4, 2), split=split, **LLAMA)
+    shard = min(tmp_path.glob("several-00001-of-*.gguf"))
+    assert len(list(tmp_path.glob("several-*.gguf"))) > 2
+    bridge.convert(tmp_path / "gptq", tmp_path / "a.gguf", template=tmp_path / "one.gguf")
+    bridge.convert(tmp_path / "gptq", tmp_path / "b.gguf", template=shard)
+    one, other = tensors(tmp_path / "a.gguf"), tensors(tmp_path / "b.gguf")
+    assert all(np.array_equal(one[name].data, other[name].data) for name in one)
+    assert not [key for key in gguf.GGUFReader(tmp_path / "b.gguf").fields if key.startswith("split.")]
+
+
+def test_a_modelfile_can_be_made_from_the_templates_tokenizer(model, tmp_path):
+    floats = model("LlamaConfig")
+    template = write_template(tmp_path / "t.gguf", floats, "llama", interleave(4, 2), **LLAMA)
+    write_gptq(tmp_path / "gptq", floats)
+    bridge.convert(tmp_path / "gptq", tmp_path / "m.gguf", template=template, modelfile=True)
+    assert (tmp_path / "Modelfile").read_text().startswith("FROM ./m.gguf\n")
+
+
+# --- architectures that are not known natively ---
+
+
+def phi3(floats: Path, path: Path) -> Path:
+    return write_template(path, floats, "phi3", **{k: v for k, v in LLAMA.items() if k != "vocab_size"})
+
+
+def gemma(floats: Path, path: Path) -> Path:
+    def change(name: str, values: np.ndarray) -> dict[str, np.ndarray]:
+        return {name: values + 1 if "norm" in name else values}
+
+    sizes = {"attention__key_length": 64, "attention__value_length": 64}
+    return write_template(path, floats, "gemma", change, attention__layer_norm_rms_epsilon=1e-6, **sizes)
+
+
+def gpt2(floats: Path, path: Path) -> Path:
+    return write_template(path, floats, "gpt2", attention__layer_norm_epsilon=1e-5)
+
+
+def transposed(weights: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """GPT-2's Conv1D weights as the linear layers that GPTQ tools store them as."""
+    return {n: v.T if ".c_" in n and n.endswith("weight") else v for n, v in weights.items()}
+
+
+ARCHITECTURES: dict[str, tuple[str, dict[str, Any], Callable[[Path, Path], Path]]] = {
+    "phi3": ("Phi3Config", {"rms_norm_eps": 1e-6, "sliding_window": None}, phi3),
+    "gemma": ("GemmaConfig", {"head_dim": 64, "tie_word_embeddings": True}, gemma),
+    "gpt2": (
+        "GPT2Config",
+        {
+            "n_embd": 256,
+            "n_layer": 2,
+            "n_head": 4,
+            "num_key_value_heads": 4,
+            "n_inner": 512,
+            "n_positions": 256,
+            "tie_word_embeddings": True,
+        },
+        gpt2,
+    ),
+}
+
+
+@pytest.mark.parametrize("act_order", [False, True])
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_an_unknown_architecture_keeps_its_codes_and_its_logits(arch, act_order, model, tmp_path):
+    config_class, fields, make_template = ARCHITECTURES[arch]
+    floats = model(config_class, **fields)
+    linear = rewritten(floats, tmp_path / "linear", transposed if arch == "gpt2" else dict)
+    stored = write_gptq(tmp_path / "gptq", linear, desc_act=act_order)
+    template = make_template(linear, tmp_path / "template.gguf")
+
+    report = bridge.convert(tmp_path / "gptq", tmp_path / "m.gguf", template=template)
+    made = {t.source: t for t in report.tensors}
+    for name in stored:
+        down = name.endswith(("down_proj", "mlp.c_proj"))
+        foldable = down and arch != "phi3"  # its gate and up are one matrix
+        expected = "codes carried" if foldable or not act_order else "rounded anew"
+        assert made[f"{name}.weight"].how == expected, name
+    kept = [note for note in report.notes if "kept from the template" in note]
+    assert {note.partition(":")[0].rpartition(".")[0].rpartition(".")[2] for note in kept} == (
+        {"attn_norm", "ffn_norm", "output_norm"} if arch == "gemma" else set()
+    )
+
+    bridge.convert(tmp_path / "gptq", tmp_path / "f32.gguf", template=template, tensor_types=FLOAT32)
+    reference = dequantized(tmp_path / "reference", linear, stored)
+    if arch == "gpt2":
+        reference = rewritten(reference, tmp_path / "conv1d", transposed)
+    expected_logits = predict(reference, TOKENS)
+    with LlamaCpp(tmp_path / "f32.gguf") as loaded:
+        assert mean_kl(expected_logits, loaded.logits(TOKENS)) < 1e-5
+    with LlamaCpp(tmp_path / "m.gguf") as loaded:
+        limit = 0.15 if act_order else 0.05  # weights rounded anew, and 8-bit activations
+        assert mean_kl(expected_logits, loaded.logits(TOKENS)) < limit
+        assert loaded.generate_greedy(TOKENS[:8], 4)
+
+
+def split_phi3(weights: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Phi-3 with q, k, v, gate and up as modules of their own, as its Llama-like copies have them."""
+    made = {}
+    for name, v in weights.items():
+        if "qkv_proj" in name:
+            for part, rows in zip("qkv", np.split(v, [256, 384]), strict=True):
+                made[name.replace("qkv_proj", f"{part}_proj")] = rows
+        elif "gate_up_proj" in name:
+            for part, rows in zip(("gate", "up"), np.split(v, 2), strict=True):
+                made[name.replace("gate_up_proj", f"{part}_proj")] = rows
+        else:
+            made[name] = v
+    return made
+
+
+def test_modules_that_the_template_has_fused_are_put_together(model, tmp_path):
+    floats = model("Phi3Config", rms_norm_eps=1e-6, sliding_window=None)
+    template = phi3(floats, tmp_path / "template.gguf")
+    separate = rewritten(floats, tmp_path / "separate", split_phi3)
+    stored = write_gptq(tmp_path / "gptq", separate)
+    report = bridge.convert(tmp_path / "gptq", tmp_path / "m.gguf", template=template)
+    kinds = {t.kind: t for t in report.tensors}
+    assert kinds["attn_qkv"].how == kinds["ffn_up"].how == "codes carried"
+    assert kinds["attn_qkv"].shape == (512, 256)
+    for layer in range(2):
+        prefix = f"model.layers.{layer}"
+        qkv = np.concatenate([stored[f"{prefix}.self_attn.{part}_proj"].dequantize() for part in "qkv"])
+        assert np.abs(values_of(tmp_path / "m.gguf", f"blk.{layer}.attn_qkv.weight") - qkv).max() < 1e-3
+        up = np.concatenate([stored[f"{prefix}.mlp.{part}_proj"].dequantize() for part in ("gate", "up")])
+        assert np.abs(values_of(tmp_path / "m.gguf", f"blk.{layer}.ffn_up.weight") - up).max() < 1e-3
+    assert failures(verify(tmp_path / "m.gguf", tmp_path / "gptq", template=template)) == []
+    with LlamaCpp(tmp_path / "m.gguf") as loaded:
+        assert loaded.generate_greedy(TOKENS[:8], 4)
+
+
+def test_a_module_that_the_template_has_in_parts_is_taken_apart(model, tmp_path):
+    """A Llama whose tool fused q, k, v: the template has them apart, q and k interleaved."""
+    floats = model("LlamaConfig")
+    template = write_template(tmp_path / "t.gguf", floats, "llama", interleave(4, 2), **LLAMA)
+
+    def fuse(weights: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+        made = {n: v for n, v in weights.items() if "self_attn" not in n or "o_proj" in n}
+        for layer in range(2):
+            prefix = f"model.layers.{layer}.self_attn"
+            made[f"{prefix}.qkv_proj.weight"] = np.concatenate([weights[f"{prefix}.{p}_proj.weight"] for p in "qkv"])
+        return made
+
+    stored = write_gptq(tmp_path / "gptq", rewritten(floats, tmp_path / "fused", fuse))
+    report = bridge.convert(tmp_path / "gptq", tmp_path / "m.gguf", template=template)
+    assert {t.how for t in report.tensors if t.kind in ("attn_q", "attn_k", "attn_v")} == {"codes carried"}
+    q, k, v = np.split(stored["model.layers.1.self_attn.qkv_proj"].dequantize(), [256, 384])
+    for name, rows in (("q", q[interleaved_rows(4, 64)]), ("k", k[interleaved_rows(2, 64)]), ("v", v)):
+        assert np.abs(values_of(tmp_path / "m.gguf", f"blk.1.attn_{name}.weight") - rows).max() < 1e-3
+
+
+def test_awqs_norms_are_the_checkpoints_even_where_the_converter_adds_one(model, tmp_path):
+    """Gemma quantized by AWQ: columns multiplied, norms (1 + w) divided by the same."""
+    floats = model("GemmaConfig", head_dim=64, tie_word_embeddings=True)
+    template = gemma(floats, tmp_path / "template.gguf")
+    factors = np.exp(0.4 * np.random.default_rng(5).standard_normal(256)).astype(np.float32)
+
+    def scale(weights: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+        made = dict(weights)
+        for name, v in weights.items():
+            if name.endswith(("q_proj.weight", "k_proj.weight", "v_proj.weight")):
+                made[name] = v * factors
+            elif name.endswith("input_layernorm.weight"):
+                made[name] = (1 + v) / factors - 1
+        return made
+
+    scaled = rewritten(floats, tmp_path / "scaled", scale)
+    write_awq(tmp_path / "awq", scaled)
+    report = bridge.convert(tmp_path / "awq", tmp_path / "m.gguf", template=template)
+    with bridge.open_checkpoint(tmp_path / "awq") as opened:
+        wanted = 1 + opened.read_float("model.layers.1.input_layernorm.weight")
+    np.testing.assert_array_equal(values_of(tmp_path / "m.gguf", "blk.1.attn_norm.weight"), wanted)
+    assert {t.how for t in report.tensors if t.kind == "attn_q"} == {"codes carried"}
+    kept = " ".join(note for note in report.notes if "kept" in note)
+    assert "ffn_norm" in kept
+    assert "attn_norm" not in kept
+    lost = rewritten(scaled, tmp_path / "lost", lambda w: w | {"model.layers.0.input_layernorm.weight": -factors})
+    write_awq(tmp_path / "wrong", lost)
+    with pytest.raises(BridgeError, match=r"blk.0.attn_norm.weight is not .*, and the matrices after it differ by"):
+        bridge.convert(tmp_path / "wrong", tmp_path / "w.gguf", template=template)
+
+
+# --- what cannot be matched ---
+
+
+def test_what_cannot_be_matched_is_kept_and_reported_one_by_one(model, tmp_path):
+    floats = model("LlamaConfig")
+    rng = np.random.default_rng(0)
+
+    def change(name: str, values: np.ndarray) -> dict[str, np.ndarray]:
+        if name in ("blk.0.ffn_up.weight", "blk.1.attn_norm.weight"):
+            values = rng.standard_normal(values.shape)
+        extra = {"rope_freqs.weight": np.ones(32)} if name == "output_norm.weight" else {}
+        return interleave(4, 2)(name, values) | extra
+
+    template = write_template(tmp_path / "t.gguf", floats, "llama", change, **LLAMA)
+    write_gptq(tmp_path / "gptq", floats, desc_act=True)
+    report = bridge.convert(tmp_path / "gptq", tmp_path / "m.gguf", template=template)
+    kept = {n.partition(":")[0]: n for n in report.notes if "kept from the template" in n}
+    assert set(kept) == {"blk.0.ffn_up.weight", "blk.1.attn_norm.weight", "rope_freqs.weight"}
+    assert "as F16, its values are not those of model.layers.0.mlp.up_proj.weight (NMSE" in kept["blk.0.ffn_up.weight"]
+    assert "no tensor of the checkpoint is this one" in kept["rope_freqs.weight"]
+    for name in kept:
+        assert np.array_equal(tensors(tmp_path / "m.gguf")[name].data, tensors(template)[name].data)
+    # without ffn_up's rows ffn_down's columns cannot be put in order
+    downs = {t.name: t.how for t in report.tensors if t.kind == "ffn_down"}
+    assert downs == {"blk.0.ffn_down.weight": "rounded anew", "blk.1.ffn_down.weight": "codes carried"}
+    assert any("left out: model.layers.0.mlp.up_proj.weight" in note for note in report.notes)
+    verify(tmp_path / "m.gguf", tmp_path / "gptq", template=template)
+    other = write_template(tmp_path / "other.gguf", floats, "llama", change, **LLAMA)  # draws other random numbers
+    with pytest.raises(BridgeError, match=r"blk.0.ffn_up.weight: is not the template's"):
+        verify(tmp_path / "m.gguf", tmp_path / "gptq", template=other)
+
+
+def test_another_models_template_is_refused(model, tmp_path):
+    floats = model("LlamaConfig")
+    other = model("LlamaConfig", seed=8)
+    template = write_template(tmp_path / "t.gguf", other, "llama", interleave(4, 2), **LLAMA)
+    write_gptq(tmp_path / "gptq", floats)
+    with pytest.raises(BridgeError, match=r"14 of 14 matrices of .* are not in this template .* of another model$"):
+        bridge.convert(tmp_path / "gptq", tmp_path / "m.gguf", template=template)
+    assert not (tmp_path / "m.gguf").exists()
+
+
+def test_another_vocabulary_is_refused(model, tmp_path):
+    template = write_template(tmp_path / "t.gguf", model("LlamaConfig", vocab_size=352), "llama", **LLAMA)
+    write_gptq(tmp_path / "gptq", model("LlamaConfig"))
+    with pytest.raises(BridgeError, match=r"token_embd.weight is \[352, 256\], but model.embed_tokens.weight \[320"):
+        bridge.convert(tmp_path / "gptq", tmp_path / "m.gguf", template=template)
+
+
+def test_a_tensor_that_the_template_lacks_is_named(model, tmp_path):
+    def change(name: str, values: np.ndarray) -> dict[str, np.ndarray]:
+        return {} if name == "blk.1.ffn_down.weight" else interleave(4, 2)(name, values)
+
+    template = write_template(tmp_path / "t.gguf", model("LlamaConfig"), "llama", change, **LLAMA)
+    write_gptq(tmp_path / "gptq", model("LlamaConfig"))
+    with pytest.raises(BridgeError, match=r"blk.1.ffn_down.weight is missing, which model.layers.1.mlp.down_proj"):
+        bridge.convert(tmp_path / "gptq", tmp_path / "m.gguf", template=template)
+
+
+def test_a_bias_that_the_template_has_no_place_for_must_be_zero(model, tmp_path):
+    template = write_template(tmp_path / "t.gguf", model("LlamaConfig"), "llama", interleave(4, 2), **LLAMA)
+    write_gptq(tmp_path / "gptq", model("LlamaConfig"))
+    weights = load_file(tmp_path / "gptq" / "model.safetensors")
+    for bias in (0, 1):
+        weights["model.layers.0.mlp.up_proj.bias"] = np.full(256, bias, np.float16)
+        save_file(weights, tmp_path / "gptq" / "model.safetensors", {"format": "pt"})
+        if not bias:
+            bridge.convert(tmp_path / "gptq", tmp_path / "m.gguf", template=template)
+    with pytest.raises(BridgeError, match=r"up_proj.bias: llama.cpp's llama has no such tensor, and it is not zero"):
+        bridge.convert(tmp_path / "gptq", tmp_path / "n.gguf", template=template)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, "no such file"),
+        (b"not a GGUF at all, but long enough", "not a GGUF file"),
+        ("cut", "damaged or truncated"),
+        ("imatrix", "a GGUF of type 'imatrix' is no template"),
+        ("empty", "a GGUF without token_embd.weight is no template"),
+    ],
+)
+def test_a_file_that_is_no_template_is_refused_in_one_line(content, message, model, tmp_path):
+    path = tmp_path / "t.gguf"
+    if isinstance(content, bytes):
+        path.write_bytes(content)
+    elif content == "cut":
+        write_template(path, model("LlamaConfig"), "llama", **LLAMA)
+        path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+    elif content:
+        writer = gguf.GGUFWriter(path, "llama")
+        writer.add_string("general.type", "imatrix" if content == "imatrix" else "model")
+        writer.add_tensor("x", np.zeros(32, np.float32))
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+    with pytest.raises(BridgeError, match=message) as refusal:
+        bridge.convert(CHECKPOINT, tmp_path / "m.gguf", template=path)
+    assert "\n" not in str(refusal.value)
+
+
+def test_pre_and_template_exclude_each_other(tmp_path):
+    with pytest.raises(BridgeError, match="--pre and --template"):
+        bridge.convert(CHECKPOINT, tmp_path / "m.gguf", template=tmp_path / "t.gguf", pre="qwen2")
+
+
+def test_an_unknown_architecture_is_told_of_the_template(tmp_path):
+    shutil.copytree(CHECKPOINT, tmp_path / "model")
+    config = json.loads((tmp_path / "model" / "config.json").read_text())
+    (tmp_path / "model" / "config.json").write_text(json.dumps(config | {"architectures": ["OlmoForCausalLM"]}))
+    with pytest.raises(BridgeError, match=r"the architecture is OlmoForCausalLM; .* any other needs --template"):
+        bridge.convert(tmp_path / "model", tmp_path / "m.gguf")
+
+
+# --- rows ---
+
+
+def matrix(values: np.ndarray, noise: float = 0.0) -> Matrix:
+    return Matrix((len(values), values.shape[1]), lambda a, b: values[a:b], noise)
+
+
+def test_any_permutation_of_rows_is_found_through_quantization_noise():
+    rng = np.random.default_rng(2)
+    weights = rng.standard_normal((300, 64)).astype(np.float32)
+    order = rng.permutation(300)
+    noisy = weights + 0.3 * rng.standard_normal(weights.shape).astype(np.float32)  # about 2 bits' worth
+    found = find_rows(matrix(weights[order]), matrix(noisy, 0.09))
+    assert found is not None
+    assert np.array_equal(found.order, order)
+    assert not found.scaled
+    assert find_rows(matrix(rng.standard_normal((300, 64)).astype(np.float32)), matrix(noisy, 0.09)) is None
+    assert find_rows(matrix(weights), matrix(noisy)) is None  # no quantization that could explain the noise
+
+
+def test_one_wrong_row_in_many_is_noticed():
+    weights = np.random.default_rng(2).standard_normal((256, 64)).astype(np.float32)
+    wrong = weights.copy()
+    wrong[17] *= -1
+    assert find_rows(matrix(wrong), matrix(weights)) is None
+
+
+def test_a_row_that_would_serve_twice_is_no_permutation():
+    weights = np.random.default_rng(2).standard_normal((64, 64)).astype(np.float32)
+    assert find_rows(matrix(weights[[0, 0, *range(2, 64)]]), matrix(weights)) is None
+
+
+def test_rows_dealt_from_several_matrices_are_found_in_runs():
+    """GPT-NeoX-like: the heads of q, k and v by turns."""
+    rng = np.random.default_rng(4)
+    q, k, v = (rng.standard_normal((64, 96)).astype(np.float32) for _ in range(3))
+    fused = np.concatenate([part[head * 16 : head * 16 + 16] for head in range(4) for part in (q, k, v)])
+    runs = find_in_several(matrix(fused), [matrix(k), matrix(v), matrix(q)])
+    assert runs is not None
+    assert [which for which, _ in runs] == [2, 0, 1] * 4
+    assert [rows[0] for _, rows in runs] == [0, 0, 0, 16, 16, 16, 32, 32, 32, 48, 48, 48]
+    assert find_in_several(matrix(fused), [matrix(k), matrix(v)]) is None
