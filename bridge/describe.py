@@ -55,9 +55,10 @@ def _describe_checkpoint(ckpt: Checkpoint) -> list[str]:
         table, notes = _prediction(ckpt, spec)
     except BridgeError as problem:
         return [*lines, *(f"note: {note}" for note in ckpt.notes), f"convert would stop: {problem}"]
-    if ckpt.modules:
-        contrary = fold_notes([*_claims(ckpt, scattered), *notes])
-        lines += [f"they differ     {note}" for note in contrary] or ["they agree      in all that was looked at"]
+    contrary = fold_notes([*_claims(ckpt, scattered), *notes])
+    lines += [f"they differ     {note}" for note in contrary]
+    if ckpt.modules and ckpt.quant.labelled and not contrary:
+        lines.append("they agree      in all that was looked at")
     lines.append(f"architecture    {spec.arch}, {spec.n_layers} layers")
     lines += [f"note: {note}" for note in fold_notes([*ckpt.notes, *spec.notes])]
     return [*lines, "", *table]

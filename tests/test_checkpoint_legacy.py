@@ -180,6 +180,7 @@ def test_inspect_names_what_it_is(tmp_path, model_weights, capsys):
     assert "the label says  nothing about quantization" in out
     assert "the tensors do: GPTQ with float zero points, 4 bits, one group a row" in out
     assert "28 quantized modules, 4 bits, one group a row" in out
+    assert "they agree" not in out
 
 
 def test_the_name_of_a_file_is_that_of_its_gguf(tmp_path, model_weights, monkeypatch):

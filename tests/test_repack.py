@@ -408,6 +408,7 @@ def test_bin_files_become_safetensors(tmp_path, shards):
     done = bridge.repack(source, tmp_path / "b", "gptq_v2")
     assert not list((tmp_path / "b").glob("*.bin*"))
     assert done.left_out == []
+    assert "the rest    the same tensors, as safetensors" in done.summary()
     with open_checkpoint(source) as a, open_checkpoint(tmp_path / "b") as b:
         assert len(b.files) == shards
         assert all(file.suffix == ".safetensors" for file in b.files)
@@ -510,6 +511,7 @@ def test_targets_that_are_no_place_for_it(tmp_path, refused):
     assert "is a link" in refused(source, tmp_path / "link")
     assert "no such folder" in refused(source, tmp_path / "no" / "b")
     assert "invalid choice" in refused(source, tmp_path / "b", "--checkpoint-format", "v3")
+    assert "leave it out" in refused(source, tmp_path / "b", "--checkpoint-format", "gptq_v2", "--clamp")
     with pytest.raises(BridgeError, match="not known"):
         bridge.repack(source, tmp_path / "b", "v3")
 
@@ -538,6 +540,7 @@ def test_the_summary_says_what_changed_and_what_did_not(tmp_path, capsys):
     assert error == ""
     assert "28 of 28 modules rewritten as v2: 28 from v1" in out
     assert "checkpoint_format gptq -> gptq_v2 (config.json, quantize_config.json)" in out
+    assert "the rest    as it was, byte for byte" in out
     assert f"wrote {tmp_path / 'b'}" in out
     assert main(["repack", str(tmp_path / "b"), str(tmp_path / "c")]) == 0
     out, _ = capsys.readouterr()

@@ -172,7 +172,8 @@ def open_store(path: Path, stem: str | None = None) -> Store:
     damaged or lie elsewhere.
     """
     if path.is_file():
-        if _RUN.fullmatch(path.name):
+        shard = _RUN.fullmatch(path.name)
+        if shard and int(shard[3]) > 1:
             raise BridgeError(f"{path}: is one file of several; give the folder that it is in")
         return _open([path])
     for name, ending in (("model", "safetensors"), ("pytorch_model", "bin"), ("model", "pt")):

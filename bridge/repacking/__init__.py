@@ -45,6 +45,7 @@ class Repacked:
     clamped     what --clamp changed, or None
     labels      what changed in the configs
     left_out    weights beside the checkpoint's that were not taken along
+    pickled     whether the source was .bin or .pt
     notes       what else there is to say
     nbytes      of the tensors
     """
@@ -57,6 +58,7 @@ class Repacked:
     clamped: Clamped | None
     labels: list[str]
     left_out: list[str]
+    pickled: bool
     nbytes: int
     seconds: float
     notes: list[str] = field(default_factory=list)
@@ -68,7 +70,9 @@ class Repacked:
         lines = [f"qzeros      {changed} of {self.modules} modules rewritten as {new}" + (f": {how}" if how else "")]
         lines += [f"clamped     {self.clamped}"] if self.clamped else []
         lines += [f"labels      {change}" for change in self.labels or ["right as they were"]]
-        lines.append("the rest    as it was, byte for byte")
+        lines.append(
+            f"the rest    {'the same tensors, as safetensors' if self.pickled else 'as it was, byte for byte'}"
+        )
         if self.left_out:
             lines.append(f"left out    {', '.join(self.left_out)}: no part of the checkpoint that was read")
         lines += [f"note: {note}" for note in fold_notes(self.notes)]
@@ -101,6 +105,8 @@ def repack(
     started = time.perf_counter()
     if checkpoint_format not in (None, *FORMATS):
         raise BridgeError(f"--checkpoint-format {checkpoint_format}: not known (known: {', '.join(FORMATS)})")
+    if clamp and checkpoint_format == "gptq_v2":
+        raise BridgeError("--clamp changes what v1 cannot hold, and gptq_v2 holds every zero point; leave it out")
     with open_checkpoint(resolve(source, config), config) as ckpt:
         reader = _reader(ckpt)
         with FolderOutput(ckpt, Path(out).expanduser(), force) as output:
@@ -109,9 +115,19 @@ def repack(
             output.write(plan.changes, labels.files, progress)
             output.finish()
     return Repacked(
-        str(source), output.path, plan.format, len(reader.modules), plan.rewritten, plan.clamped, labels.changes,
-        output.left_out, ckpt.nbytes, time.perf_counter() - started, [*ckpt.notes, *plan.notes],
-    )  # fmt: skip
+        source=str(source),
+        out=output.path,
+        format=plan.format,
+        modules=len(reader.modules),
+        rewritten=plan.rewritten,
+        clamped=plan.clamped,
+        labels=labels.changes,
+        left_out=output.left_out,
+        pickled=ckpt.files[0].suffix != ".safetensors",
+        nbytes=ckpt.nbytes,
+        seconds=time.perf_counter() - started,
+        notes=[*ckpt.notes, *plan.notes],
+    )
 
 
 def _reader(ckpt: Checkpoint) -> GptqReader:

@@ -26,7 +26,7 @@ def add_parser(commands: Any) -> None:
     p.add_argument(
         "--checkpoint-format",
         choices=("gptq", "gptq_v2"),
-        help="gptq is v1, gptq_v2 v2 (default: what the data is, and only labels are mended)",
+        help="gptq is v1, gptq_v2 v2 (default: what the data is; labels and old 3-bit files are mended)",
     )
     p.add_argument(
         "--clamp",
