@@ -7,6 +7,8 @@ import pytest
 
 from bridge.checkpoint import open_checkpoint
 from bridge.checkpoint.config import QuantConfig
+from tests.support.encode import write_folder
+from tests.support.encode_compressed import float8_tensors, save_float8
 from tests.support.encode_formats import write_auto_round
 
 UP, DOWN = "model.layers.0.mlp.up_proj", "model.layers.1.mlp.down_proj"
@@ -78,3 +80,14 @@ def test_settings_go_by_name_then_by_the_first_pattern_that_is_found():
     assert [q.bits if q else None for q in found] == [8, 2, 3, 4, None]
     assert found[0] is not None
     assert found[0].group_size == 128
+
+
+def test_8_bit_floats_are_read_as_such(tmp_path):
+    weight = np.random.default_rng(0).normal(0, 0.05, (64, 256)).astype(np.float32)
+    tensors, meant = float8_tensors(UP, weight, (1, 256), "weight_scale")
+    quant = {"quant_method": "auto-round", "packing_format": "auto_round:fp8_static", "data_type": "fp", "bits": 8}
+    write_folder(tmp_path, tensors, quant)
+    save_float8(tmp_path)
+    with open_checkpoint(tmp_path) as checkpoint:
+        assert checkpoint.quant.describe().startswith("auto-round, packed as FP8")
+        assert np.array_equal(checkpoint.read_float(f"{UP}.weight"), meant)

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 from bridge.checkpoint import open_checkpoint
-from bridge.errors import BridgeError
 from tests.conftest import ROOT
 from tests.support.encode import write_folder
 from tests.support.encode_formats import hqq_config, hqq_tensors
+from tests.support.refusal import refusal
 
 NAME = "model.layers.0.mlp.up_proj"
 FOLDER = ROOT / "tests" / "data" / "hqq"  # written by hqq 0.2.8: tests/support/make_hqq.py
@@ -92,24 +92,15 @@ def test_a_config_of_one_table_for_each_kind_of_layer_is_understood(tmp_path):
 def test_damage_is_named_in_one_line(tmp_path, change, said):
     stored, _ = tensors()
     change(stored)
-    with (
-        pytest.raises(BridgeError) as caught,
-        open_checkpoint(write_folder(tmp_path, stored, hqq_config())) as checkpoint,
-    ):
-        checkpoint.read_module(NAME)
-    message = str(caught.value)
+    message = refusal(write_folder(tmp_path, stored, hqq_config()))
     assert said in message
     assert NAME in message
-    assert "\n" not in message
-    assert ";" in message or "?" in message
 
 
 def test_codes_beyond_their_bits_are_damage(tmp_path):
     stored, _ = tensors(5)
     stored[f"{NAME}.W_q"][3, 3] = 32
-    folder = write_folder(tmp_path, stored, hqq_config(5))
-    with pytest.raises(BridgeError, match="has the code 32, beyond nbits 5"), open_checkpoint(folder) as checkpoint:
-        checkpoint.read_module(NAME)
+    assert "has the code 32, beyond nbits 5" in refusal(write_folder(tmp_path, stored, hqq_config(5)))
 
 
 def test_tables_within_tables_are_read_as_hqq_once_wrote_them(tmp_path):

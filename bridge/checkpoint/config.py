@@ -229,17 +229,20 @@ def _auto_round(source: Path, raw: dict[str, Any]) -> tuple[str, str]:
     """
     packing = str(raw.get("packing_format") or raw.get("backend") or "auto_round").lower()
     words = set(packing.removeprefix("auto_round").removeprefix("autoround").split(":")) - {""}
-    kind = "fp" if str(raw.get("data_type") or "int") not in ("int", "int_sym", "int_asym") else ""
-    if words & {"awq", "auto_awq"} and not kind:
-        return "awq", "gemm"
-    if words & {"gptq", "auto_gptq"} and not kind:
-        return "gptq", "gptq"
-    if words <= {"gptqmodel", "exllamav2", "tritonv2", "triton", "torch"} and not kind:
-        return "gptq", "gptq_v2"
+    kind = str(raw.get("data_type") or "int").lower()
+    if kind in ("int", "int_sym", "int_asym"):
+        if words & {"awq", "auto_awq"}:
+            return "awq", "gemm"
+        if words & {"gptq", "auto_gptq"}:
+            return "gptq", "gptq"
+        if words <= {"gptqmodel", "exllamav2", "tritonv2", "triton", "torch"}:
+            return "gptq", "gptq_v2"
+    if kind.startswith("fp") and raw.get("bits") == 8 and words <= {"fp8", "fp8_static"}:
+        return "fp8", ""
     raise BridgeError(
-        f"{source}: auto-round's packing_format {packing!r} with data_type {raw.get('data_type', 'int')!r} is not "
-        "supported (supported: int as auto_round, auto_round:auto_gptq, auto_round:gptqmodel, auto_round:auto_awq, "
-        "auto_round:mlx); export it as one of these"
+        f"{source}: auto-round's packing_format {packing!r} with data_type {kind!r} is not supported (supported: "
+        "int as auto_round, auto_round:auto_gptq, auto_round:gptqmodel, auto_round:auto_awq, auto_round:mlx; 8-bit fp "
+        "as auto_round:fp8, auto_round:fp8_static); export it as one of these"
     )
 
 
