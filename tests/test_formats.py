@@ -9,15 +9,17 @@ from pathlib import Path
 import gguf
 import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 
 import bridge
 from bridge.checkpoint import open_checkpoint
 from bridge.describe import describe
-from bridge.report import CARRIED
+from bridge.report import CARRIED, FLOAT
 from bridge.verify import failures, verify
 from tests.support import encode_compressed as compressed
 from tests.support import encode_formats as write
 from tests.support import reference
+from tests.support.encode import write_awq
 from tests.support.gguf_file import gguf_weights
 from tests.support.llama_cpp import LlamaCpp
 
@@ -172,3 +174,20 @@ def test_eight_bit_mlx_keeps_what_eight_signed_bits_can_hold_and_passes_verify(t
     assert found.total().nmse < 3e-5
     assert failures(found) == []
     assert len(failures(found, max_share=0.15)) == len([t for t in report.tensors if t.has_codes])
+
+
+def test_a_layer_after_a_scaled_activation_is_quantized_from_what_it_amounts_to(tmp_path, small_model):
+    stored = write_awq(tmp_path / "awq", small_model)
+    name = "model.layers.0.mlp.down_proj"
+    tensors = load_file(tmp_path / "awq" / "model.safetensors")
+    scales = np.random.default_rng(0).uniform(0.5, 2, 768).astype(np.float16)
+    save_file({**tensors, "model.layers.0.mlp.act.scales": scales}, tmp_path / "awq" / "model.safetensors")
+    report = bridge.convert(tmp_path / "awq", tmp_path / "model.gguf")
+    found = next(t for t in report.tensors if t.source == f"{name}.weight")
+    assert (found.how, found.type) == (FLOAT, "Q8_0")
+    assert any(f"{name}: its input is divided by" in note for note in report.notes)
+    meant = stored[name].dequantize() / scales.astype(np.float32)
+    error = gguf_weights(tmp_path / "model.gguf")[f"{name}.weight"] - meant
+    assert np.square(error).sum() < 1e-4 * np.square(meant).sum()
+    assert failures(verify(tmp_path / "model.gguf", tmp_path / "awq")) == []
+    assert "codes over activation scales" in describe(tmp_path / "awq")
