@@ -360,10 +360,11 @@ def test_a_hub_id_is_downloaded_weights_once(run, tmp_path, monkeypatch, extra):
     assert [p.name for p in tmp_path.iterdir()] == ["name.gguf"]
 
 
-def test_bin_files_are_downloaded_where_there_is_nothing_else():
+def test_bin_files_are_downloaded_where_there_is_nothing_else_and_pt_files_last():
     from bridge.hub import needed
 
-    assert needed(["pytorch_model.bin", "config.json", "model.onnx"]) == ["pytorch_model.bin", "config.json"]
+    assert needed(["pytorch_model.bin", "config.json", "model.onnx", "a.pt"]) == ["pytorch_model.bin", "config.json"]
+    assert needed(["llama-7b-4bit.pt", "config.json", "model.onnx"]) == ["llama-7b-4bit.pt", "config.json"]
 
 
 def test_a_downloaded_model_is_found_without_a_network(run, tmp_path, monkeypatch):
