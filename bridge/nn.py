@@ -108,6 +108,8 @@ def replace_linears(
     """
     file = gguf if isinstance(gguf, GGUFFile) else open_gguf(gguf)
     config = read_config(file.metadata, file.path)
+    if config.experts:
+        raise BridgeError(f"{file.path}: a mixture of experts cannot be put under a transformers model; Model runs it")
     for i in range(config.layers):
         for path, part in _LINEARS.items():
             heads = {"attn_q": config.heads, "attn_k": config.kv_heads}.get(part)

@@ -17,11 +17,15 @@ from bridge.describe import describe
 from bridge.errors import BridgeError
 from bridge.mapping.floats import quantize_rows
 from bridge.recipe import BLOCKS, Recipe, TensorPlace
+from bridge.runtime.decoder_config import read_config
+from bridge.runtime.experts import route
+from bridge.runtime.weights import read_weights
 from bridge.verify import failures, verify
 from tests.support.encode import Quantized, write_gptq
 from tests.support.llama_cpp import LlamaCpp
 from tests.support.reference import mean_kl
 
+pytest.importorskip("torch")
 pytest.importorskip("transformers")
 from tests.support.tiny_models import dequantized, predict, save_model
 
@@ -317,3 +321,54 @@ def test_what_llama_cpp_cannot_express_or_the_checkpoint_lacks_is_refused(kind, 
     with pytest.raises(BridgeError, match=message):
         bridge.convert(folder, tmp_path / "m.gguf")
     assert not (tmp_path / "m.gguf").exists()
+
+
+# --- the Python runtime ---
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_the_runtime_predicts_what_transformers_and_llama_cpp_do(kind, checkpoint, tmp_path):
+    folder, floats, stored = checkpoint(kind, desc_act=False, sym=True)
+    path = tmp_path / "m.gguf"
+    bridge.convert(folder, tmp_path / "f32.gguf", tensor_types=[(".*", "F32")])
+    bridge.convert(folder, path)
+    expected = predict(dequantized(tmp_path / "reference", floats, stored), TOKENS)
+    exact = bridge.Model.load(tmp_path / "f32.gguf", precision="f32", kv="f32")
+    assert mean_kl(expected, exact.logits(TOKENS)) < 1e-9
+    decoder = exact._decoder
+    decoder.cache.length = 0
+    single = [decoder.logits(decoder.run([token]))[0] for token in TOKENS[:8]]
+    assert mean_kl(expected[:8], np.array(single)) < 1e-9
+
+    model = bridge.Model.load(path)
+    with LlamaCpp(path) as loaded:
+        assert mean_kl(loaded.logits(TOKENS), model.logits(TOKENS)) < 0.02
+    assert mean_kl(expected, bridge.Model.load(path, precision="f32").logits(TOKENS)) < 1e-3
+    assert "".join(model.generate(TOKENS[:8], 4))
+
+
+def test_a_router_takes_the_largest_probabilities_as_they_are_or_their_shares():
+    logits = np.log(np.array([[0.1, 0.4, 0.2, 0.3], [0.7, 0.1, 0.1, 0.1]], np.float32))
+    chosen, weights = route(logits, 2, normalized=False)
+    assert chosen.tolist() == [[1, 3], [0, 1]]
+    np.testing.assert_allclose(weights, [[0.4, 0.3], [0.7, 0.1]], rtol=1e-6)
+    np.testing.assert_allclose(route(logits, 2, normalized=True)[1], [[4 / 7, 3 / 7], [7 / 8, 1 / 8]], rtol=1e-6)
+
+
+def test_experts_run_on_the_cpu_alone_and_what_does_not_says_so(checkpoint, tmp_path):
+    import torch
+
+    from bridge.nn import replace_linears
+
+    bridge.convert(checkpoint("qwen3moe", desc_act=False, sym=True)[0], tmp_path / "m.gguf")
+    file = bridge.open_gguf(tmp_path / "m.gguf")
+    with pytest.raises(BridgeError, match=r"m.gguf: a mixture of experts runs on the CPU alone"):
+        read_weights(file, read_config(file.metadata, file.path))
+    with pytest.raises(BridgeError, match=r"m.gguf: a mixture of experts cannot be put under a transformers model"):
+        replace_linears(torch.nn.Linear(1, 1), file)
+    keys = {**file.metadata, "qwen3moe.expert_used_count": 9}
+    with pytest.raises(BridgeError, match=r"m.gguf: 9 of 5 experts are used"):
+        read_config(keys, file.path)
+    keys = {**file.metadata, "qwen3moe.expert_count": 6}
+    with pytest.raises(BridgeError, match=r"ffn_gate_exps.weight: shape \[5, 256, 256\], the metadata says \[6, 256"):
+        read_weights(file, read_config(keys, file.path), experts=True)

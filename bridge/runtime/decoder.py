@@ -5,7 +5,7 @@
         q, k, v = W x^        x^ = norm(x)
         a = attention(q, cache of k, v)                     see cpu/attention.py
         x = x + W_o a
-        x = x + W_down (silu(W_gate x^) * W_up x^)          x^ = norm(x)
+        x = x + W_down (silu(W_gate x^) * W_up x^)          x^ = norm(x); of experts see experts.py
     logits = W_output norm(x)
 
 A single token whose matrices are all prepared runs as one table of calls (`cpu/program.py`), in which
@@ -24,6 +24,7 @@ from bridge.runtime.cpu import attention as attn
 from bridge.runtime.cpu import decoder_ops as ops
 from bridge.runtime.cpu.program import Product, Program, add_products
 from bridge.runtime.decoder_config import DecoderConfig
+from bridge.runtime.experts import mix
 from bridge.runtime.kv_cache import KVCache
 from bridge.runtime.quant_tensor import QuantTensor
 from bridge.runtime.reader import GGUFFile
@@ -38,7 +39,7 @@ class Decoder:
 
     def __init__(self, file: GGUFFile, config: DecoderConfig, cache: KVCache, precision: str):
         self.config, self.cache, self.precision = config, cache, precision
-        weights = read_weights(file, config)
+        weights = read_weights(file, config, experts=True)
         self.embedding, self.output = weights.embedding, weights.output
         self.vocab = self.embedding.shape[0]
         self.output_norm, self.layers = weights.output_norm, weights.layers
@@ -113,6 +114,9 @@ class Decoder:
             middle.run()
             self._multiply(layer.o, work.attended, work.delta)
             after.run()
+            if layer.experts is not None:
+                work.delta[:] = mix(layer.experts, work.xn, self.config, self.precision)
+                continue
             self._multiply(layer.gate, work.xn, work.gate)
             self._multiply(layer.up, work.xn, work.up)
             end.run()
@@ -144,8 +148,8 @@ class Decoder:
         return self._work[n]
 
     def _token_program(self, work: _Work) -> Program | None:
-        """One token through all layers, if every matrix is prepared for it."""
-        if self._token is None:
+        """One token through all layers, if every matrix is prepared for it and there are no experts to choose from."""
+        if self._token is None and not self.config.experts:
             from bridge.runtime.cpu.prepared import Prepared
 
             if not all(isinstance(m._get_engine(), Prepared) for layer in self.layers for m in layer.matrices):

@@ -12,12 +12,13 @@ import numpy as np
 from bridge.errors import BridgeError
 
 # architecture -> whether rotary pairs are neighbours (2i, 2i + 1) rather than halves (i, i + n/2)
-ARCHITECTURES = {"llama": True, "qwen2": False, "qwen3": False}
+ARCHITECTURES = {"llama": True, "qwen2": False, "qwen2moe": False, "qwen3": False, "qwen3moe": False}
+_UNNORMALIZED = {"qwen2moe"}  # the chosen experts' weights are the router's probabilities, not their shares of them
 
 
 @dataclass(frozen=True)
 class DecoderConfig:
-    """A pre-norm decoder with grouped-query attention and SwiGLU."""
+    """A pre-norm decoder with grouped-query attention and SwiGLU, of one network a layer or of experts."""
 
     arch: str
     layers: int
@@ -36,6 +37,11 @@ class DecoderConfig:
     rope_factor: float
     rope_original_context: int
     rope_attention_factor: float
+    experts: int = 0  # in a layer; 0 for a dense model
+    experts_used: int = 0  # by a token
+    expert_inner: int = 0
+    shared_inner: int = 0  # of the expert that all tokens pass through; 0 where there is none
+    normalized: bool = True  # whether the weights of the experts used sum to one
 
     def angles(self, context: int, factors: np.ndarray | None) -> tuple[np.ndarray, np.ndarray]:
         """cos and sin of the rotary angles, each float32 [context, rotated / 2], times yarn's attention factor.
@@ -83,8 +89,10 @@ def read_config(metadata: Mapping[str, Any], path: Path) -> DecoderConfig:
             raise BridgeError(f"{path}: {arch}.{key} is {value!r}, which makes no sense; convert the model again")
         return kind(value)
 
-    if metadata.get(f"{arch}.expert_count"):
-        raise BridgeError(f"{path}: a mixture of experts cannot be run here; dense models can")
+    experts = get("expert_count", int) if metadata.get(f"{arch}.expert_count") else 0
+    experts_used = get("expert_used_count", int) if experts else 0
+    if experts_used > experts:
+        raise BridgeError(f"{path}: {experts_used} of {experts} experts are used; convert the model again")
     heads, hidden = get("attention.head_count", int), get("embedding_length", int)
     kv_heads = get("attention.head_count_kv", int, heads)
     head_dim = get("attention.key_length", int, max(1, hidden // heads))
@@ -120,4 +128,9 @@ def read_config(metadata: Mapping[str, Any], path: Path) -> DecoderConfig:
         rope_factor=factor,
         rope_original_context=get("rope.scaling.original_context_length", int, context),
         rope_attention_factor=get("rope.scaling.attn_factor", float, 1.0),
+        experts=experts,
+        experts_used=experts_used,
+        expert_inner=get("expert_feed_forward_length", int, get("feed_forward_length", int)) if experts else 0,
+        shared_inner=get("expert_shared_feed_forward_length", int) if arch == "qwen2moe" else 0,
+        normalized=arch not in _UNNORMALIZED,
     )

@@ -73,7 +73,7 @@ class Model:
         precision: str = "int8",
         device: str = "cpu",
     ) -> Model:
-        """Open a GGUF of a Llama, Mistral, Qwen2 or Qwen3.
+        """Open a GGUF of a Llama, Mistral, Mixtral, Qwen2 or Qwen3, experts included.
 
         threads    of the CPU, for the whole process (default: BRIDGE_THREADS, else its cores)
         kv         how keys and values are kept: "f16", "q8_0" or "f32"

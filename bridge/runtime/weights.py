@@ -14,8 +14,25 @@ from bridge.runtime.reader import GGUFFile
 
 
 @dataclass
+class Experts:
+    """A layer's experts: the router float32 [experts, hidden], and gate, up and down of each.
+
+    shared       gate, up and down of the expert that all tokens pass through, and
+    shared_gate  float32 [hidden], whose sigmoid weighs it; None where there is none
+    """
+
+    router: np.ndarray
+    networks: list[tuple[QuantTensor, QuantTensor, QuantTensor]]
+    shared: tuple[QuantTensor, QuantTensor, QuantTensor] | None = None
+    shared_gate: np.ndarray | None = None
+
+
+@dataclass
 class Layer:
-    """One layer's matrices, and its vectors as float32 (None where the model has none)."""
+    """One layer's matrices, and its vectors as float32 (None where the model has none).
+
+    With experts, gate, up and down are the stacks [experts, out, in] of all of theirs.
+    """
 
     attn_norm: np.ndarray
     q: QuantTensor
@@ -35,10 +52,16 @@ class Layer:
     down_bias: np.ndarray | None
     q_norm: np.ndarray | None
     k_norm: np.ndarray | None
+    experts: Experts | None = None
 
     @property
     def matrices(self) -> tuple[QuantTensor, ...]:
-        return self.q, self.k, self.v, self.o, self.gate, self.up, self.down
+        """All of them, of experts each one's."""
+        attention = self.q, self.k, self.v, self.o
+        if self.experts is None:
+            return *attention, self.gate, self.up, self.down
+        each = (matrix for network in self.experts.networks for matrix in network)
+        return *attention, *each, *(self.experts.shared or ())
 
 
 @dataclass
@@ -52,8 +75,13 @@ class Weights:
     rope_factors: np.ndarray | None
 
 
-def read_weights(file: GGUFFile, config: DecoderConfig) -> Weights:
-    """Find every tensor; BridgeError where one is missing or of another shape than the metadata says."""
+def read_weights(file: GGUFFile, config: DecoderConfig, experts: bool = False) -> Weights:
+    """Find every tensor; `experts`: whether the caller can run mixtures of them.
+
+    Raises BridgeError where a tensor is missing or of another shape than the metadata says, or for experts.
+    """
+    if config.experts and not experts:
+        raise BridgeError(f"{file.path}: a mixture of experts runs on the CPU alone (device cpu)")
     embedding = file["token_embd.weight"]
     vocab = embedding.shape[0]
     _expect(embedding, vocab, config.hidden)
@@ -77,17 +105,23 @@ def _layer(file: GGUFFile, c: DecoderConfig, i: int) -> Layer:
     def vector(part: str, size: int, needed: bool = False) -> Any:
         return _vector(file, f"blk.{i}.{part}", size, needed)
 
-    normed = c.arch == "qwen3"
-    return Layer(
+    def stack(part: str, rows: int, columns: int) -> QuantTensor:
+        if not c.experts:
+            return matrix(part, rows, columns)
+        return _expect(file[f"blk.{i}.{part}_exps.weight"], c.experts, rows, columns)
+
+    inner = c.expert_inner if c.experts else c.inner
+    normed = c.arch in ("qwen3", "qwen3moe")
+    layer = Layer(
         attn_norm=vector("attn_norm.weight", c.hidden, True),
         q=matrix("attn_q", q, c.hidden),
         k=matrix("attn_k", kv, c.hidden),
         v=matrix("attn_v", kv, c.hidden),
         o=matrix("attn_output", c.hidden, q),
         ffn_norm=vector("ffn_norm.weight", c.hidden, True),
-        gate=matrix("ffn_gate", c.inner, c.hidden),
-        up=matrix("ffn_up", c.inner, c.hidden),
-        down=matrix("ffn_down", c.hidden, c.inner),
+        gate=stack("ffn_gate", inner, c.hidden),
+        up=stack("ffn_up", inner, c.hidden),
+        down=stack("ffn_down", c.hidden, inner),
         q_bias=vector("attn_q.bias", q),
         k_bias=vector("attn_k.bias", kv),
         v_bias=vector("attn_v.bias", kv),
@@ -98,6 +132,18 @@ def _layer(file: GGUFFile, c: DecoderConfig, i: int) -> Layer:
         q_norm=vector("attn_q_norm.weight", c.head_dim, normed),
         k_norm=vector("attn_k_norm.weight", c.head_dim, normed),
     )
+    if c.experts:
+        router = matrix("ffn_gate_inp", c.experts, c.hidden).dequantize()
+        networks = [(layer.gate[e], layer.up[e], layer.down[e]) for e in range(c.experts)]
+        layer.experts = Experts(router, networks)
+        if c.shared_inner:
+            layer.experts.shared = (
+                matrix("ffn_gate_shexp", c.shared_inner, c.hidden),
+                matrix("ffn_up_shexp", c.shared_inner, c.hidden),
+                matrix("ffn_down_shexp", c.hidden, c.shared_inner),
+            )
+            layer.experts.shared_gate = vector("ffn_gate_inp_shexp.weight", c.hidden, True)
+    return layer
 
 
 def _vector(file: GGUFFile, name: str, size: int, needed: bool = False) -> Any:
@@ -109,9 +155,9 @@ def _vector(file: GGUFFile, name: str, size: int, needed: bool = False) -> Any:
     return np.ascontiguousarray(tensor.dequantize())
 
 
-def _expect(tensor: QuantTensor, rows: int, columns: int) -> QuantTensor:
-    if tensor.shape != (rows, columns):
+def _expect(tensor: QuantTensor, *shape: int) -> QuantTensor:
+    if tensor.shape != shape:
         raise BridgeError(
-            f"{tensor.name}: shape {list(tensor.shape)}, the metadata says [{rows}, {columns}]; convert the model again"
+            f"{tensor.name}: shape {list(tensor.shape)}, the metadata says {list(shape)}; convert the model again"
         )
     return tensor
