@@ -219,6 +219,7 @@ def _add_bench(commands: Any) -> None:
     p = _command(commands, "bench", "time products with quantized weights beside the memory's own speed", _bench)
     p.add_argument("what", help=f"a GGUF, whose largest tensor of each type is timed, or a type ({', '.join(BLOCKS)})")
     p.add_argument("--threads", type=_positive, metavar="N", help="CPU threads (default: all)")
+    p.add_argument("--device", default="cpu", help="cpu (default), cuda, cuda:1 ..., or auto: cuda if it can be")
 
 
 def _convert(a: argparse.Namespace) -> int:
@@ -286,7 +287,7 @@ def _inspect(a: argparse.Namespace) -> int:
 def _bench(a: argparse.Namespace) -> int:
     from bridge.runtime.bench import bench
 
-    for line in bench(a.what, a.threads):
+    for line in bench(a.what, a.threads, device=a.device):
         print(line, flush=True)
     return 0
 

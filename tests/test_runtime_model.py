@@ -250,7 +250,7 @@ def test_a_prompt_that_does_not_fit_is_refused_before_anything_is_computed(path:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"device": "cuda"}, "device 'cuda'"),
+        ({"device": "tpu"}, "device 'tpu': cpu, cuda, cuda:1 and so on, and auto are known"),
         ({"precision": "int4"}, "precision 'int4': int8 and f32 are known"),
         ({"kv": "q4_0"}, "kv 'q4_0': f16, q8_0, f32 are known"),
         ({"context": 0}, "context 0"),

@@ -105,13 +105,24 @@ def measure(
         pool.set_num_threads(before)
 
 
-def bench(what: str | Path, threads: int | None = None, shape: tuple[int, int] | None = None) -> list[str]:
+def bench(
+    what: str | Path, threads: int | None = None, shape: tuple[int, int] | None = None, device: str = "cpu"
+) -> list[str]:
     """Lines to print: GB/s and the share of the read bandwidth, for a type of block or the matrices of a GGUF.
 
     `what` is a type (then `shape` may be given) or the path of a GGUF, whose largest tensor of each type is timed.
     """
     from bridge.runtime.cpu.pool import get_num_threads
 
+    if device != "cpu":
+        from bridge.runtime.devices import choose
+
+        device, note = choose(device)
+        if device != "cpu":
+            from bridge.cuda import bench as on_cuda
+
+            return on_cuda.bench(str(what), device)
+        return [note or "", *bench(what, threads, shape)]
     count = threads or get_num_threads()
     name = str(what).upper()
     if name in BLOCKS:

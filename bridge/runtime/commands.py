@@ -39,7 +39,7 @@ def _parser(commands: Any, name: str, help: str, handler: Any) -> argparse.Argum
     parser.add_argument(
         "--precision", default="int8", choices=("int8", "f32"), help="of activations (default int8, as in llama.cpp)"
     )
-    parser.add_argument("--device", default="cpu", help="cpu (default)")
+    parser.add_argument("--device", default="cpu", help="cpu (default), cuda, cuda:1 ..., or auto: cuda if it can be")
     parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
     return parser
 
@@ -47,7 +47,10 @@ def _parser(commands: Any, name: str, help: str, handler: Any) -> argparse.Argum
 def _load(a: argparse.Namespace, path: Path, context: int | None) -> Any:
     from bridge.runtime.model import Model
 
-    return Model.load(path, a.threads, a.kv, context, a.precision, a.device)
+    model = Model.load(path, a.threads, a.kv, context, a.precision, a.device)
+    if model.note:
+        print(model.note, file=sys.stderr)
+    return model
 
 
 def run(a: argparse.Namespace) -> int:

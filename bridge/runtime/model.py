@@ -23,6 +23,7 @@ import numpy as np
 from bridge.errors import BridgeError
 from bridge.runtime.decoder import Decoder
 from bridge.runtime.decoder_config import DecoderConfig, read_config
+from bridge.runtime.devices import choose, on_cpu
 from bridge.runtime.kv_cache import KVCache
 from bridge.runtime.reader import GGUFFile, open_gguf
 from bridge.runtime.sampling import Sampler, Sampling
@@ -48,15 +49,16 @@ class Model:
     config: DecoderConfig
     context: int  # tokens that prompt and reply may have together
     tokenizer: Tokenizer
+    note: str | None  # why device "auto" is the CPU
 
-    def __init__(self, file: GGUFFile, kv: str, context: int | None, precision: str):
+    def __init__(self, file: GGUFFile, kv: str, context: int | None, precision: str, device: str = "cpu"):
         self.path = file.path
         self.config = read_config(file.metadata, file.path)
         self.context = context or min(self.config.context, DEFAULT_CONTEXT)
         self.tokenizer = Tokenizer(file.metadata)
         self.timing = Timing()
         self._file = file
-        self._decoder = Decoder(file, self.config, KVCache(self.config, self.context, kv), precision)
+        self._decoder = self._on(device, file, kv, precision)
         if len(self.tokenizer) > self._decoder.vocab:
             raise BridgeError(
                 f"{self.path}: {len(self.tokenizer)} tokens, but token_embd.weight has {self._decoder.vocab} rows; "
@@ -79,12 +81,12 @@ class Model:
         kv         how keys and values are kept: "f16", "q8_0" or "f32"
         context    tokens that prompt and reply may have together (default: the model's own, at most 4096)
         precision  "int8" rounds activations to 8 bits in blocks, as ggml does; "f32" does not
+        device     "cpu", "cuda", "cuda:1" ..., or "auto": CUDA where it can be used; else `note` says why not
 
         Raises:
-            BridgeError: no such file, a damaged one, an architecture or a tokenizer that is unknown here.
+            BridgeError: no such file, a damaged one, an architecture or a tokenizer that is unknown here; a device
+                that is missing or has too little memory.
         """
-        if device != "cpu":
-            raise BridgeError(f"device {device!r}: models run on cpu only, for now")
         if precision not in ("int8", "f32"):
             raise BridgeError(f"precision {precision!r}: int8 and f32 are known")
         if (context is not None and context < 1) or (threads is not None and threads < 1):
@@ -93,7 +95,26 @@ class Model:
             from bridge.runtime.cpu import pool
 
             pool.set_num_threads(threads)
-        return cls(open_gguf(path), kv, context, precision)
+        return cls(open_gguf(path), kv, context, precision, device)
+
+    def _on(self, device: str, file: GGUFFile, kv: str, precision: str) -> Any:
+        """The decoder on a device; "auto" leaves a note where it is the CPU."""
+        chosen, self.note = choose(device)
+        if chosen != "cpu":
+            from bridge.cuda import decoder as on_cuda
+
+            try:
+                return on_cuda.Decoder(file, self.config, self.context, kv, precision, chosen)
+            except BridgeError as problem:
+                if device != "auto":
+                    raise
+                self.note = on_cpu(problem)
+        return Decoder(file, self.config, KVCache(self.config, self.context, kv), precision)
+
+    @property
+    def device(self) -> str:
+        """Where it runs: "cpu" or, for instance, "cuda:0"."""
+        return "cpu" if isinstance(self._decoder, Decoder) else str(self._decoder.device)
 
     def __enter__(self) -> Model:
         return self
@@ -193,8 +214,9 @@ class Model:
     def _tokens(self, ids: list[int], max_tokens: int, sampler: Sampler) -> Iterator[int]:
         timing = self.timing = Timing(prompt_tokens=len(ids))
         self._decoder.prepare()
+        drawn = self._decoder.draw(ids, sampler)
         begun = time.perf_counter()
-        for made, token in enumerate(islice(self._decoder.draw(ids, sampler), max_tokens)):
+        for made, token in enumerate(islice(drawn, max_tokens)):
             now = time.perf_counter()
             if made == 0:
                 timing.prompt_seconds, begun = now - begun, now

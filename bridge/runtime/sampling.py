@@ -47,6 +47,10 @@ class Sampler:
         drawn = self._random.random() * weights[-1]
         return int(tokens[min(np.searchsorted(weights, drawn, "right"), len(tokens) - 1)])
 
+    def uniform(self, count: int) -> np.ndarray:
+        """float64 [count]: the numbers in [0, 1) that as many draws would use, for a device that draws by itself."""
+        return self._random.random(count)
+
     def _likely(self, logits: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """The tokens that remain, most likely first, and their logits."""
         k = self.how.top_k

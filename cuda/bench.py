@@ -1,0 +1,219 @@
+"""Timing products on a GPU beside what its memory can be read with, as replays of CUDA graphs.
+
+A graph holds LAUNCHES launches, and what they read is rotated among copies that together are several times the L2
+cache, so that every one reads from memory. The time of a launch is that of a replay over LAUNCHES, gaps between
+launches included; of ROUNDS replays the median counts. Bytes of a product are those of its matrix on the device.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import numpy as np
+from bridge.cuda import matvec
+from bridge.cuda.activations import Records
+from bridge.cuda.buffers import check_torch, zeros
+from bridge.cuda.device import Device, require, view
+from bridge.cuda.intrinsics import differing, stream_16
+from bridge.cuda.launch import Kernel
+from bridge.cuda.matrix import DeviceMatrix
+from bridge.cuda.unroll import expand, registers, unroll
+from numba import cuda
+
+from bridge.blocks import BLOCKS
+from bridge.errors import BridgeError
+from bridge.runtime.bench import random_tensor
+from bridge.runtime.quant_tensor import QuantTensor
+from bridge.runtime.reader import open_gguf
+
+LAUNCHES = 16
+ROUNDS = 11
+LARGE = (8192, 28672)
+SMALL = (4096, 14336)
+_CACHES = 4  # times the L2 cache that rotation covers
+_READ = 1 << 30  # bytes of the read that bandwidth is measured by
+
+# set by `expand`
+LOADS = 8
+
+int32 = np.int32
+
+
+def seconds(launches: Sequence[Callable[[], None]], rounds: int = ROUNDS) -> float:
+    """Of one launch: `launches` are captured in a graph, one after the other, and replayed."""
+    import torch
+
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        for launch in launches:
+            launch()
+    stream.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+        for launch in launches:
+            launch()
+    times = []
+    for _ in range(rounds + 2):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(begin.elapsed_time(end) / 1000 / len(launches))
+    return statistics.median(times[2:])
+
+
+def rotated(make: Callable[[int], Callable[[], None]], nbytes: int, launches: int = LAUNCHES) -> float:
+    """Seconds of a launch that reads `nbytes`: make(i) is the launch on copy i."""
+    import torch
+
+    cache = getattr(torch.cuda.get_device_properties(torch.cuda.current_device()), "L2_cache_size", 64 << 20)
+    copies = max(2, -(-_CACHES * cache // nbytes))
+    own = [make(i) for i in range(copies)]
+    return seconds([own[i % copies] for i in range(max(launches, copies))])
+
+
+# reading
+
+
+def _read(source, count, out):
+    """Read `count` times 16 bytes; what they come to is stored only if it is -1, so that nothing is left out."""
+    start = cuda.grid(1)
+    step = cuda.gridsize(1)
+    total = int32(0)
+    held = registers()
+    for at in range(start, count - (LOADS - 1) * step, LOADS * step):
+        for k in unroll(LOADS):
+            held[k] = stream_16(source, at + k * step)
+        for k in unroll(LOADS):
+            for word in unroll(4):
+                total = differing(total, held[k][word])
+    if total == int32(-1):
+        out[start] = total
+
+
+@cache
+def _reader() -> Kernel:
+    return Kernel(expand(_read, "16"), "void(uint8[::1], int64, int32[::1])")
+
+
+def read_bandwidth(device: Device) -> float:
+    """Bytes a second, the best of several grids: what memory gives to a kernel that does nothing but read."""
+    import torch
+
+    block = 512
+    buffers = [torch.randint(0, 256, (_READ,), dtype=torch.uint8, device=str(device)) for _ in range(2)]
+    sources = [view(buffer) for buffer in buffers]
+    best = 0.0
+    for per in (2, 4, 8, 16):
+        grid = per * device.multiprocessors
+        out = view(zeros(device, grid * block, torch.int32))
+        steps = _READ // 16 // (LOADS * grid * block)
+        count = steps * LOADS * grid * block  # what is read: whole rounds of all threads
+
+        def launch(i: int, grid: int = grid, count: int = count, out: Any = out) -> Callable[[], None]:
+            return lambda: _reader().launch(grid, block, device.stream(), sources[i % 2], count, out)
+
+        best = max(best, 16 * count / seconds([launch(i) for i in range(6)]))
+    return best
+
+
+# products
+
+
+class Bench:
+    """One matrix with as many copies as rotation needs."""
+
+    def __init__(self, tensor: QuantTensor, device: Device):
+        import torch
+
+        self.device = device
+        self.matrix = DeviceMatrix.upload(tensor, device)
+        self._source = torch.as_tensor(self.matrix.buffer, device=str(device))
+        self._copies = [self.matrix]
+
+    def copy(self, number: int) -> DeviceMatrix:
+        """The matrix for the first, then copies of it."""
+        while len(self._copies) <= number:
+            m = self.matrix
+            buffer = view(self._source.clone())
+            self._copies.append(DeviceMatrix(m.names, m.type, m.rows, m.columns, buffer, m.device))
+        return self._copies[number]
+
+    def product(self, n: int = 1, precision: str = "int8", shape: Any = None) -> float:
+        """Seconds of a product with n columns; `shape`: another matvec.Configuration than the table's."""
+        import torch
+
+        m = self.matrix
+        x = torch.randn((n, m.columns), device=str(self.device))
+        records = Records(m.columns, n, self.device, precision).quantize(x, n, self.device.stream())
+        torch.cuda.synchronize()
+        y = view(zeros(self.device, (n, m.rows)))
+
+        def make(number: int) -> Callable[[], None]:
+            copy = self.copy(number)
+            return lambda: matvec.launch(copy, records, y, n, self.device.stream(), shape=shape)
+
+        return rotated(make, m.nbytes)
+
+
+def torch_product(shape: tuple[int, int], device: Device) -> float:
+    """Seconds of torch's f16 product with one vector."""
+    import torch
+
+    rows, columns = shape
+    weights: list[Any] = []
+    x = torch.randn((1, columns), dtype=torch.float16, device=str(device))
+    y = torch.empty((1, rows), dtype=torch.float16, device=str(device))
+
+    def make(number: int) -> Callable[[], None]:
+        while len(weights) <= number:
+            weights.append(torch.randn((rows, columns), dtype=torch.float16, device=str(device)))
+        return lambda: torch.mm(x, weights[number].T, out=y)
+
+    return rotated(make, 2 * rows * columns)
+
+
+@dataclass
+class Line:
+    """One product beside the read bandwidth of the run."""
+
+    tensor: QuantTensor
+    seconds: float
+    nbytes: int
+    bandwidth: float
+
+    def __str__(self) -> str:
+        speed = self.nbytes / self.seconds
+        shape = "x".join(map(str, self.tensor.shape))
+        return (
+            f"{self.tensor.type:<5} {shape:<12} {1e6 * self.seconds:7.1f} us  {speed / 1e9:7.1f} GB/s, "
+            f"{100 * speed / self.bandwidth:3.0f}% of reading ({self.bandwidth / 1e9:.0f} GB/s)"
+        )
+
+
+def bench(what: str, device_name: str) -> list[str]:
+    """Lines to print for a type of block, or for the largest matrix of each type in a GGUF; see runtime.bench."""
+    device = require(device_name)
+    check_torch(device)
+    import torch
+
+    name = what.upper()
+    if name in BLOCKS:
+        tensors = [random_tensor(name, *shape) for shape in (LARGE, SMALL)]
+    else:
+        matrices = [t for t in open_gguf(what).tensors.values() if len(t.shape) == 2 and t.type in BLOCKS]
+        tensors = list({t.type: t for t in sorted(matrices, key=lambda t: t.nbytes)}.values())
+        if not tensors:
+            raise BridgeError(f"{what}: no matrix of a type that has a kernel ({', '.join(BLOCKS)})")
+    with device.active(), torch.cuda.device(device.index):
+        bandwidth = read_bandwidth(device)
+        lines = [f"{device.name}, {device}"]
+        for tensor in tensors:
+            own = Bench(tensor, device)
+            lines.append(str(Line(tensor, own.product(), own.matrix.nbytes, bandwidth)))
+    return lines

@@ -1,0 +1,26 @@
+"""Device memory for the decoder's own arrays, which torch keeps: it reuses what prompts leave behind."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from bridge.cuda.device import Device, torch_device
+
+from bridge.errors import BridgeError
+
+
+def check_torch(device: Device) -> None:
+    """Raises BridgeError where torch is missing, or cannot use the device."""
+    try:
+        import torch
+    except ImportError:
+        raise BridgeError(f"device {device}: models need torch; pip install torch") from None
+    if torch_device(device) != "cpu" and not torch.cuda.is_available():
+        raise BridgeError(f"device {device}: torch {torch.__version__} has no CUDA; install a build of it that has")
+
+
+def zeros(device: Device, shape: int | tuple[int, ...], dtype: Any = None) -> Any:
+    """A torch tensor of zeros, float32 unless another type is named."""
+    import torch
+
+    return torch.zeros(shape, dtype=dtype or torch.float32, device=torch_device(device))

@@ -1,0 +1,94 @@
+"""What stands between a decoder's products besides attention: RMS normalization and SwiGLU, each with records.
+
+    norm      y = x / sqrt(mean(x^2) + eps) * weight        one block of threads
+    silu      y = gate / (1 + exp(-gate)) * up              a warp for 32 values
+
+for one token. Both write y as floats and as records of 32 values (activations.py): the product that follows
+reads those, and no launch of its own has to make them.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import cache
+from typing import Any
+
+import numpy as np
+from bridge.cuda.activations import store, store_exact
+from bridge.cuda.intrinsics import warp_sum
+from bridge.cuda.launch import Kernel
+from bridge.cuda.unroll import expand, unroll
+from numba import cuda
+
+# set per kernel by `expand`
+HIDDEN = BLOCK = WARPS = ROUNDS = 0
+put: Any = None
+
+float32 = np.float32
+int32 = np.int32
+_SILU_WARPS = 4  # of a block
+
+
+def norm_threads(hidden: int) -> int:
+    """Threads of norm's block: a value each as far as 1024 go."""
+    return min(1024, -(-hidden // 32) * 32)
+
+
+def _norm(x, weight, y, records, eps):
+    thread = int32(cuda.threadIdx.x)
+    warp = thread >> 5
+    lane = thread & 31
+    part = cuda.shared.array(32, float32)
+    squares = float32(0)
+    for r in unroll(ROUNDS):
+        i = r * BLOCK + thread
+        if i < HIDDEN:
+            squares += x[i] * x[i]
+    squares = warp_sum(squares)
+    if lane == 0:
+        part[warp] = squares
+    cuda.syncthreads()
+    squares = warp_sum(part[lane] if lane < WARPS else float32(0))
+    inverse = float32(1) / math.sqrt(squares / float32(HIDDEN) + eps)
+    for r in range(ROUNDS):
+        i = min(r * BLOCK + warp * 32, HIDDEN - 32) + lane  # warps beyond the end do the last block again
+        value = x[i] * inverse * weight[i]
+        y[i] = value
+        put(value, i >> 5, 0, records)
+
+
+def _silu(gate_up, y, records, inner):
+    thread = int32(cuda.threadIdx.x)
+    i = min(int32(cuda.blockIdx.x) * BLOCK + (thread & -32), inner - 32) + (thread & 31)
+    gate = gate_up[i]
+    value = gate / (float32(1) + math.exp(min(-gate, float32(80)))) * gate_up[inner + i]
+    y[i] = value
+    put(value, i >> 5, 0, records)
+
+
+@cache
+def norm_kernel(hidden: int, exact: bool) -> Kernel:
+    """norm(x, weight, y, records, eps): x f32 [hidden] -> y and its records. One block; hidden a multiple of 32."""
+    block = norm_threads(hidden)
+    function = expand(
+        _norm,
+        f"{hidden}_{int(exact)}",
+        HIDDEN=hidden,
+        BLOCK=block,
+        WARPS=block // 32,
+        ROUNDS=-(-hidden // block),
+        put=store_exact if exact else store,
+    )
+    return Kernel(function, "void(float32[::1], float32[::1], float32[::1], uint8[::1], float32)")
+
+
+@cache
+def silu_kernel(exact: bool) -> Kernel:
+    """silu(gate_up, y, records, inner): f32 [2 * inner], gate first -> y and its records; inner a multiple of 32."""
+    function = expand(_silu, str(int(exact)), BLOCK=32 * _SILU_WARPS, put=store_exact if exact else store)
+    return Kernel(function, "void(float32[::1], float32[::1], uint8[::1], int32)")
+
+
+def silu_grid(inner: int) -> tuple[int, int]:
+    """Blocks and threads of silu."""
+    return -(-inner // (32 * _SILU_WARPS)), 32 * _SILU_WARPS

@@ -1,0 +1,179 @@
+"""The next token on the device: greedily, or drawn as bridge/runtime/sampling.py draws, from the same numbers.
+
+    greedy   the largest logit, the first of equals                      one launch over the whole vocabulary
+    draw     the sorted logits and their tokens -> one token             one block; torch sorts before it
+
+Both end a decode step: the token becomes state[TOKEN], which the next step's embedding reads, and goes to
+`made`, where the host finds it; position and step move on by one.
+
+`draw` works on scores in descending order (all of them, or the top_k): each thread holds a stretch of them, and
+sums over stretches say in which one a bound lies. Weights and sums are float64, as on the CPU, and the uniform
+numbers come from the host's generator, so that equal logits and seeds give equal tokens.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import cache
+
+import numpy as np
+from bridge.cuda.attention import POSITION, STEP, TOKEN
+from bridge.cuda.launch import Kernel
+from bridge.cuda.unroll import expand
+from numba import cuda
+
+TEMPERATURE, TOP_P, MIN_P = 0, 1, 2  # words of `how`, float64
+GREEDY_THREADS = 256
+GREEDY_BLOCKS = 128  # at most
+DRAW_THREADS = 256
+
+
+# set per kernel by `expand`
+THREADS = 0
+
+float32 = np.float32
+float64 = np.float64
+int32 = np.int32
+
+
+def _finish(token, state, made):
+    """One thread ends the step."""
+    state[TOKEN] = token
+    made[state[STEP]] = token
+    state[STEP] += int32(1)
+    state[POSITION] += int32(1)
+
+
+def _reduce(top, place, thread, threads):
+    """The largest of `top` and its place to word 0; of equals the one that comes first. Threads: a power of two."""
+    width = threads >> 1
+    while width > 0:
+        if thread < width:
+            other = top[thread + width]
+            if other > top[thread] or (other == top[thread] and place[thread + width] < place[thread]):
+                top[thread] = other
+                place[thread] = place[thread + width]
+        cuda.syncthreads()
+        width >>= 1
+
+
+finish = cuda.jit(device=True)(_finish)
+reduce = cuda.jit(device=True)(_reduce)
+
+
+def _greedy(logits, vocab, tops, places, counter, state, made):
+    top = cuda.shared.array(THREADS, float32)
+    place = cuda.shared.array(THREADS, int32)
+    flag = cuda.shared.array(1, int32)
+    thread = int32(cuda.threadIdx.x)
+    blocks = int32(cuda.gridDim.x)
+    best = float32(-np.inf)
+    at = int32(0)
+    for i in range(int32(cuda.blockIdx.x) * THREADS + thread, vocab, blocks * THREADS):
+        if logits[i] > best:
+            best = logits[i]
+            at = int32(i)
+    top[thread] = best
+    place[thread] = at
+    cuda.syncthreads()
+    reduce(top, place, thread, THREADS)
+    if thread == 0:
+        tops[cuda.blockIdx.x] = top[0]
+        places[cuda.blockIdx.x] = place[0]
+        cuda.threadfence()
+        flag[0] = int32(cuda.atomic.add(counter, 0, int32(1)) == blocks - 1)
+    cuda.syncthreads()
+    if flag[0] == 0:
+        return
+    cuda.threadfence()
+    top[thread] = tops[thread] if thread < blocks else float32(-np.inf)
+    place[thread] = places[thread] if thread < blocks else int32(0)
+    cuda.syncthreads()
+    reduce(top, place, thread, THREADS)
+    if thread == 0:
+        counter[0] = int32(0)
+        finish(place[0], state, made)
+
+
+def _draw(scores, tokens, count, how, uniform, state, made):
+    sums = cuda.shared.array(THREADS, float64)
+    found = cuda.shared.array(1, int32)
+    thread = int32(cuda.threadIdx.x)
+    span = (count + THREADS - 1) // THREADS
+    first = min(thread * span, count)
+    last = min(first + span, count)
+    high = float64(scores[0])
+
+    # top_p: up to where the sum of weights reaches its share; min_p: up to where weights, which descend, pass it
+    if thread == 0:
+        found[0] = int32(count)
+    part = float64(0)
+    for i in range(first, last):
+        part += math.exp(float64(scores[i]) - high)
+    sums[thread] = part
+    cuda.syncthreads()
+    below = float64(0)
+    total = float64(0)
+    for i in range(THREADS):
+        if i < thread:
+            below += sums[i]
+        total += sums[i]
+    bound = how[TOP_P] * total
+    kept = int32(count)
+    for i in range(first, last):
+        weight = math.exp(float64(scores[i]) - high)
+        below += weight
+        if weight < how[MIN_P]:
+            kept = min(kept, int32(i))
+        elif how[TOP_P] < 1.0 and below >= bound:
+            kept = min(kept, int32(i + 1))
+    cuda.atomic.min(found, 0, kept)
+    cuda.syncthreads()
+    kept = max(found[0], int32(1))
+    cuda.syncthreads()
+
+    # the draw, among what is left: the first place where the sum of weights passes a share of it
+    if thread == 0:
+        found[0] = kept - int32(1)
+    part = float64(0)
+    for i in range(first, min(last, kept)):
+        part += math.exp((float64(scores[i]) - high) / how[TEMPERATURE])
+    sums[thread] = part
+    cuda.syncthreads()
+    below = float64(0)
+    total = float64(0)
+    for i in range(THREADS):
+        if i < thread:
+            below += sums[i]
+        total += sums[i]
+    bound = uniform[state[STEP]] * total
+    drawn = kept - int32(1)
+    for i in range(first, min(last, kept)):
+        below += math.exp((float64(scores[i]) - high) / how[TEMPERATURE])
+        if below > bound:
+            drawn = min(drawn, int32(i))
+    cuda.atomic.min(found, 0, drawn)
+    cuda.syncthreads()
+    if thread == 0:
+        finish(int32(tokens[found[0]]), state, made)
+
+
+def greedy_blocks(vocab: int) -> int:
+    """Blocks of the greedy kernel."""
+    return min(GREEDY_BLOCKS, -(-vocab // (4 * GREEDY_THREADS)))
+
+
+@cache
+def greedy_kernel(threads: int) -> Kernel:
+    """greedy(logits f32 [vocab], vocab, tops f32 and places int32, a word per block, counter int32 [1], 0 before and
+    after, state, made)."""
+    words = "int32[::1]"
+    signature = f"void(float32[::1], int32, float32[::1], {words}, {words}, {words}, {words})"
+    return Kernel(expand(_greedy, str(threads), THREADS=threads), signature)
+
+
+@cache
+def draw_kernel(threads: int) -> Kernel:
+    """draw(scores f32 [count], descending, tokens int64, count, how f64 [3], uniform f64 [steps], state, made)."""
+    signature = "void(float32[::1], int64[::1], int32, float64[::1], float64[::1], int32[::1], int32[::1])"
+    return Kernel(expand(_draw, str(threads), THREADS=threads), signature)

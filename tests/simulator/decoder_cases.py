@@ -1,0 +1,255 @@
+"""The model's kernels in the CUDA simulator, against NumPy and the CPU runtime; test_cuda_decoder.py runs this file.
+
+Threads are Python threads here, so shapes are tiny, and a context is cut into spans much sooner than on a GPU.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from bridge.cuda import attention, sampling
+from bridge.cuda.activations import Records
+from bridge.cuda.decoder import Decoder
+from bridge.cuda.norm import norm_kernel, norm_threads, silu_grid, silu_kernel
+
+from bridge.errors import BridgeError
+from bridge.runtime.decoder import Decoder as CpuDecoder
+from bridge.runtime.decoder_config import read_config
+from bridge.runtime.kv_cache import KVCache
+from bridge.runtime.reader import open_gguf
+from bridge.runtime.sampling import Sampler, Sampling
+from tests.support.tiny_gguf import write_decoder
+
+attention.SPLITS, attention.SPAN = 4, 16
+attention.tile = lambda group: 32
+sampling.GREEDY_THREADS = sampling.DRAW_THREADS = 32
+EPS = 1e-5
+
+
+# --- kernels ---
+
+
+def attention_reference(
+    qkv: np.ndarray, keys: np.ndarray, values: np.ndarray, position: int, heads: int, rotated: int, neighbours: bool,
+    norms: tuple[np.ndarray, np.ndarray] | None, cos: np.ndarray, sin: np.ndarray,
+) -> np.ndarray:  # fmt: skip
+    """The result f64 [heads * head_dim]; stores the new key and value in keys and values f16 [kv, rows, head_dim]."""
+    kv, _, d = keys.shape
+    q, k, v = np.split(qkv.astype(np.float64).reshape(-1, d), [heads, heads + kv])
+    if norms:
+        q, k = (x / np.sqrt((x * x).mean(-1, keepdims=True) + EPS) * w for x, w in zip((q, k), norms, strict=True))
+
+    def turned(x: np.ndarray) -> np.ndarray:
+        first = np.arange(rotated // 2) * (2 if neighbours else 1)
+        second = first + (1 if neighbours else rotated // 2)
+        y = x.copy()
+        y[:, first] = x[:, first] * cos[position] - x[:, second] * sin[position]
+        y[:, second] = x[:, first] * sin[position] + x[:, second] * cos[position]
+        return y
+
+    q = turned(q)
+    keys[:, position], values[:, position] = turned(k), v
+    out = np.empty((heads, d))
+    for h in range(heads):
+        own = h // (heads // kv)
+        scores = keys[own, : position + 1].astype(np.float64) @ q[h] / np.sqrt(d)
+        weights = np.exp(scores - scores.max())
+        out[h] = weights / weights.sum() @ values[own, : position + 1].astype(np.float64)
+    return out.reshape(-1)
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv", "head_dim", "rotated", "neighbours", "normed", "position"),
+    [
+        (2, 1, 32, 32, True, False, 0),
+        (4, 2, 32, 16, False, True, 55),
+        (5, 1, 40, 40, True, True, 20),
+        (1, 1, 64, 64, False, False, 63),
+    ],
+)
+def test_attention_rotates_stores_and_sums(
+    heads: int, kv: int, head_dim: int, rotated: int, neighbours: bool, normed: bool, position: int
+) -> None:
+    rng = np.random.default_rng(position)
+    rows, group = 64, heads // kv
+    keys, values = (rng.normal(size=(kv, rows, head_dim)).astype(np.float16) for _ in range(2))
+    qkv = rng.normal(size=(heads + 2 * kv) * head_dim).astype(np.float32)
+    q_norm, k_norm = (rng.uniform(0.5, 1.5, head_dim).astype(np.float32) for _ in range(2))
+    angles = rng.uniform(0, 6, (rows, rotated // 2))
+    cos, sin = np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
+    own_keys, own_values = (x.reshape(-1).copy() for x in (keys, values))
+    norms = (q_norm, k_norm) if normed else None
+    expected = attention_reference(qkv, keys, values, position, heads, rotated, neighbours, norms, cos, sin)
+    parts = np.full(heads * attention.SPLITS * head_dim, np.nan, np.float32)
+    sums = np.full(kv * attention.SPLITS * 64, np.nan, np.float32)
+    counters, state = np.zeros(kv, np.int32), np.array([position, 0, 0, 0], np.int32)
+    out = np.full(heads * head_dim, np.nan, np.float32)
+    records = Records(-(-out.size // 32) * 32, 1)
+    kernel = attention.kernel(head_dim, group, rotated, neighbours, normed, False)
+    arguments = [
+        qkv, q_norm, k_norm, cos.reshape(-1), sin.reshape(-1), own_keys.view(np.int32), own_values.view(np.int32),
+        state, parts, sums, counters, out, records.buffer, rows, np.float32(EPS), np.float32(head_dim**-0.5),
+    ]  # fmt: skip
+    kernel.launch((kv, attention.SPLITS), attention.threads(group), 0, *arguments)
+    np.testing.assert_allclose(out, expected, rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(own_keys.astype(np.float32), keys.reshape(-1).astype(np.float32), rtol=1e-3, atol=1e-6)
+    assert np.array_equal(own_values, values.reshape(-1))
+    assert not counters.any()
+    if attention.recorded(head_dim):
+        assert_records(records, out)
+
+
+def assert_records(records: Records, values: np.ndarray) -> None:
+    """They are those that a launch of their own makes."""
+    precision = "f32" if records.exact else "int8"
+    again = Records(records.columns, 1, precision=precision).quantize(values.reshape(1, -1), 1)
+    assert records.buffer.copy_to_host().any()
+    assert np.array_equal(records.buffer.copy_to_host(), again.buffer.copy_to_host())
+
+
+@pytest.mark.parametrize("precision", ["int8", "f32"])
+@pytest.mark.parametrize("hidden", [32, 96, 1088])
+def test_norm_divides_by_the_root_of_the_mean_square(hidden: int, precision: str) -> None:
+    rng = np.random.default_rng(hidden)
+    x, weight = rng.normal(3, 2, hidden).astype(np.float32), rng.uniform(0.5, 1.5, hidden).astype(np.float32)
+    y = np.full(hidden, np.nan, np.float32)
+    records = Records(hidden, 1, precision=precision)
+    norm_kernel(hidden, precision == "f32").launch(
+        1, norm_threads(hidden), 0, x, weight, y, records.buffer, np.float32(EPS)
+    )
+    expected = x / np.sqrt((x.astype(np.float64) ** 2).mean() + EPS) * weight
+    np.testing.assert_allclose(y, expected, rtol=1e-5)
+    assert_records(records, y)
+
+
+def test_silu_gates_and_neither_overflows_nor_loses_small_gates() -> None:
+    inner = 160
+    rng = np.random.default_rng(0)
+    both = rng.normal(0, 4, 2 * inner).astype(np.float32)
+    both[:4] = -1000, 1000, -88, 0
+    y = np.full(inner, np.nan, np.float32)
+    records = Records(inner, 1)
+    silu_kernel(False).launch(*silu_grid(inner), 0, both, y, records.buffer, inner)
+    gate = both[:inner].astype(np.float64)
+    expected = gate / (1 + np.exp(np.minimum(-gate, 80))) * both[inner:]
+    np.testing.assert_allclose(y, expected, rtol=1e-5, atol=1e-30)
+    assert_records(records, y)
+
+
+def greedy(logits: np.ndarray, blocks: int) -> tuple[int, np.ndarray]:
+    state, made = np.array([7, 0, 2, 0], np.int32), np.full(4, -1, np.int32)
+    tops, places, counter = np.full(blocks, np.nan, np.float32), np.full(blocks, -1, np.int32), np.zeros(1, np.int32)
+    kernel = sampling.greedy_kernel(32)
+    kernel.launch(blocks, 32, 0, logits, logits.size, tops, places, counter, state, made)
+    assert counter[0] == 0
+    assert list(state) == [8, made[2], 3, 0]
+    return int(made[2]), made
+
+
+@pytest.mark.parametrize("blocks", [1, 3])
+def test_greedy_takes_the_largest_logit_and_the_first_of_equals(blocks: int) -> None:
+    rng = np.random.default_rng(blocks)
+    logits = rng.normal(size=301).astype(np.float32)
+    assert greedy(logits, blocks)[0] == logits.argmax()
+    logits[[40, 110, 300]] = 9
+    assert greedy(logits, blocks)[0] == 40
+    logits[:] = -np.inf
+    logits[299] = -1e30
+    assert greedy(logits, blocks)[0] == 299
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        {"temperature": 1.0, "top_p": 1.0, "min_p": 0.0},
+        {"temperature": 0.5, "top_p": 0.8, "min_p": 0.0},
+        {"temperature": 1.5, "top_p": 1.0, "min_p": 0.1},
+        {"temperature": 1.0, "top_p": 0.9, "min_p": 0.2},
+        {"temperature": 1.0, "top_p": 0.01, "min_p": 1.0},
+    ],
+)
+def test_draws_are_those_of_the_cpu(how: dict[str, float]) -> None:
+    """From the same uniform numbers, so that their distribution is the CPU's too."""
+    logits = np.random.default_rng(3).normal(0, 2, 70).astype(np.float32)
+    sampler = Sampler(Sampling(top_k=0, seed=11, **how))
+    expected = [sampler(logits) for _ in range(12)]
+    order = np.argsort(-logits, kind="stable")
+    uniform = Sampler(Sampling(seed=11)).uniform(12)
+    state, made = np.zeros(4, np.int32), np.full(12, -1, np.int32)
+    settings = np.array([how["temperature"], how["top_p"], how["min_p"]])
+    for _ in range(12):
+        arguments = (logits[order], order.astype(np.int64), logits.size, settings, uniform, state, made)
+        sampling.draw_kernel(32).launch(1, 32, 0, *arguments)
+    assert list(made) == expected
+    assert list(state) == [12, made[-1], 12, 0]
+
+
+# --- the decoder ---
+
+DECODERS: dict[str, dict[str, Any]] = {
+    "llama": {"types": {"attn_v": "Q4_1", "ffn_up": "Q5_0"}},
+    "qwen2": {"arch": "qwen2", "biases": ("attn_q", "attn_k", "attn_v", "ffn_gate", "attn_output"), "tied": True},
+    "qwen3": {"arch": "qwen3", "types": {"": "Q8_0", "attn_k": "F16", "output": "BF16", "token_embd": "F16"}},
+}
+
+
+def pair(path: Path, precision: str, context: int = 24, kv: str = "f16", **options: Any) -> tuple[CpuDecoder, Decoder]:
+    file = open_gguf(write_decoder(path / "tiny.gguf", **options))
+    config = read_config(file.metadata, file.path)
+    device = Decoder(file, config, context, kv, precision, "cuda")
+    device.prepare()
+    return CpuDecoder(file, config, KVCache(config, context, "f16"), precision), device
+
+
+@pytest.mark.parametrize("name", DECODERS)
+def test_a_prompt_and_tokens_after_it_score_as_on_the_cpu(name: str, tmp_path: Path) -> None:
+    cpu, device = pair(tmp_path, "f32", **DECODERS[name])
+    prompt = [3, 7, 11, 2, 9, 30, 12, 14, 5, 6]  # more than 8: as a matrix
+    np.testing.assert_allclose(device.scores(prompt, 4), cpu.scores(prompt, 4), rtol=1e-3, atol=1e-3)
+    for token in (8, 21)[: 1 + (name == "llama")]:
+        expected = cpu.logits(cpu.run([token]))[0]
+        np.testing.assert_allclose(device.next_scores(token), expected, rtol=1e-3, atol=1e-3)
+
+
+def test_int8_records_cost_what_they_cost_on_the_cpu(tmp_path: Path) -> None:
+    cpu, device = pair(tmp_path, "int8")
+    for scores in (device.scores([3, 7], 2) - cpu.scores([3, 7], 2), device.next_scores(5) - cpu.logits(cpu.run([5]))):
+        assert np.abs(scores).max() < 0.06  # logits have a standard deviation of 0.9
+
+
+def test_a_long_prompt_goes_through_in_batches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cpu, device = pair(tmp_path, "f32")
+    monkeypatch.setattr("bridge.cuda.decoder.BATCH", 9)
+    prompt = list(range(20))
+    np.testing.assert_allclose(device.scores(prompt, 13), cpu.scores(prompt, 13), rtol=1e-3, atol=1e-3)
+
+
+def test_what_is_drawn_is_what_the_cpu_draws_until_the_context_is_full(tmp_path: Path) -> None:
+    cpu, device = pair(tmp_path, "f32", context=10)
+    prompt = list(range(9))
+    for how in (Sampling(), Sampling(1.0, 5, 0.9, 0.05, seed=7), Sampling(0.9, 0, 0.8, 0.0, seed=3)):
+        made = list(device.draw(prompt, Sampler(how)))
+        assert made == list(cpu.draw(prompt, Sampler(how)))
+        assert len(made) == 2  # the last one need not be read
+
+
+def test_what_the_kernels_are_not_made_for_is_refused(tmp_path: Path) -> None:
+    file = open_gguf(write_decoder(tmp_path / "odd.gguf", head_dim=36, heads=8, types={"": "F16"}))
+    config = read_config(file.metadata, file.path)
+    with pytest.raises(
+        BridgeError, match=r"8 heads of 36 over 1, .* cannot be run on CUDA here; take the CPU"
+    ) as error:
+        Decoder(file, config, 16, "f16", "int8", "cuda")
+    assert "\n" not in str(error.value)
+    with pytest.raises(BridgeError, match=r"kv 'q8_0': on CUDA keys and values are f16"):
+        pair(tmp_path, "int8", kv="q8_0")
+
+
+def test_memory_is_counted_before_anything_is_uploaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("bridge.cuda.device.Device.free", lambda self: 1 << 20)
+    file = open_gguf(write_decoder(tmp_path / "tiny.gguf"))
+    with pytest.raises(BridgeError, match=r"tiny.gguf with a context of 16 needs 4\d\d.\d MiB, 1.0 MiB are free"):
+        Decoder(file, read_config(file.metadata, file.path), 16, "f16", "int8", "cuda")

@@ -1,0 +1,83 @@
+"""Models on CUDA, as far as a machine without a GPU can tell: the simulator, and what is said without a driver."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from bridge.cuda.device import available
+
+import bridge
+from bridge.cli import main
+from bridge.errors import BridgeError
+from tests.conftest import ROOT
+
+pytest.importorskip("numba_cuda")
+
+
+def test_its_kernels_and_decoder_hold_in_the_simulator() -> None:
+    cases = ROOT / "tests" / "simulator" / "decoder_cases.py"
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-x", "-p", "no:cacheprovider", str(cases)],
+        cwd=ROOT,
+        env=os.environ | {"NUMBA_ENABLE_CUDASIM": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout[-5000:]
+    assert " passed" in done.stdout
+    assert " skipped" not in done.stdout
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("cuda") / "model.gguf"
+    bridge.convert(ROOT / "tests" / "data" / "qwen3-gptq-4bit-g128-sym", out)
+    return out
+
+
+@pytest.fixture
+def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("bridge.cuda.device.available", lambda: "no NVIDIA driver can be used; install one")
+
+
+@pytest.mark.usefixtures("no_gpu")
+@pytest.mark.parametrize("command", ["run {} -p hello", "perplexity {} -f {}", "bench {}", "bench Q4_K"])
+def test_a_command_without_a_gpu_says_so_in_one_line(command: str, model: Path, capsys: Any) -> None:
+    arguments = command.replace("{} -f {}", f"{{}} -f {ROOT / 'README.md'}").format(model).split()
+    assert main([*arguments, "--device", "cuda"]) == 2
+    found = capsys.readouterr()
+    assert found.err == "error: device 'cuda': no NVIDIA driver can be used; install one\n"
+    assert found.out == ""
+
+
+@pytest.mark.usefixtures("no_gpu")
+def test_auto_is_the_cpu_where_cuda_cannot_be_used_and_says_why(model: Path, capsys: Any) -> None:
+    assert main(["run", str(model), "-p", "The", "-n", "2", "--temp", "0", "--device", "auto"]) == 0
+    found = capsys.readouterr()
+    assert found.err.startswith("running on the CPU: no NVIDIA driver can be used; install one\n")
+    own = bridge.Model.load(model, device="auto")
+    assert own.device == "cpu"
+    assert found.out == "The" + "".join(own.generate("The", 2)) + "\n"
+    assert bridge.Model.load(model).note is None
+
+
+def test_without_numba_cuda_the_extra_is_named(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("bridge.cuda.device._missing", lambda: "numba-cuda is not installed; pip install x")
+    with pytest.raises(BridgeError, match="numba-cuda is not installed; pip install x"):
+        bridge.Model.load(model, device="cuda")
+
+
+def test_the_check_for_gpus_says_what_is_missing_in_one_line() -> None:
+    if available() is None:
+        pytest.skip("there is a GPU here")
+    script = ROOT / "scripts" / "gpu_check.py"
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert re.fullmatch(r"no check: .+\n", done.stderr)
