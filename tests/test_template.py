@@ -22,6 +22,7 @@ from bridge.template.match import Matrix, find_in_several, find_rows
 from bridge.verify import failures, verify
 from tests.conftest import CHECKPOINT, shared
 from tests.support.encode import load_floats, write_awq, write_gptq
+from tests.support.encode_compressed import write_float8
 from tests.support.llama_cpp import LlamaCpp
 from tests.support.reference import mean_kl
 from tests.support.template import write_template
@@ -153,6 +154,17 @@ def test_the_checkpoint_needs_neither_config_nor_tokenizer(model, tmp_path, caps
     assert main(arguments) == 0
     with LlamaCpp(tmp_path / "m.gguf") as loaded:
         assert len(loaded.generate_greedy(TOKENS[:8], 8)) == 8
+
+
+def test_8_bit_floats_are_known_again_in_a_template_of_the_model_before_them(model, tmp_path):
+    floats = model("LlamaConfig")
+    template = write_template(tmp_path / "t.gguf", floats, "llama", interleave(4, 2), **LLAMA)
+    write_float8(tmp_path / "fp8", floats, (128, 128))
+    report = bridge.convert(tmp_path / "fp8", tmp_path / "m.gguf", template=template)
+    assert not [note for note in report.notes if "kept from the template" in note]
+    bridge.convert(tmp_path / "fp8", tmp_path / "native.gguf")
+    native, made = tensors(tmp_path / "native.gguf"), tensors(tmp_path / "m.gguf")
+    assert [n for n in native if not np.array_equal(made[n].data, native[n].data)] == []
 
 
 def test_a_template_in_shards_is_read_whole(model, tmp_path):
@@ -307,6 +319,33 @@ def test_a_module_that_the_template_has_in_parts_is_taken_apart(model, tmp_path)
     q, k, v = np.split(stored["model.layers.1.self_attn.qkv_proj"].dequantize(), [256, 384])
     for name, rows in (("q", q[interleaved_rows(4, 64)]), ("k", k[interleaved_rows(2, 64)]), ("v", v)):
         assert np.abs(values_of(tmp_path / "m.gguf", f"blk.1.attn_{name}.weight") - rows).max() < 1e-3
+
+
+def test_experts_whose_gate_and_up_the_template_has_in_one_tensor_are_stacked_so(model, tmp_path):
+    """As newer converters can write them: of each expert gate's rows, then up's."""
+    floats = model("MixtralConfig", num_local_experts=4, num_experts_per_tok=2, sliding_window=None)
+    gates: dict[str, np.ndarray] = {}
+
+    def fuse(name: str, values: np.ndarray) -> dict[str, np.ndarray]:
+        if "ffn_gate_exps" in name:
+            gates[name] = values
+            return {}
+        if "ffn_up_exps" in name:
+            gate = gates[name.replace("_up_", "_gate_")]
+            return {name.replace("_up_", "_gate_up_"): np.concatenate([gate, values], axis=1)}
+        return interleave(4, 2)(name, values)
+
+    template = write_template(tmp_path / "t.gguf", floats, "llama", fuse, expert_count=4, **LLAMA)
+    stored = write_gptq(tmp_path / "gptq", floats)
+    report = bridge.convert(tmp_path / "gptq", tmp_path / "m.gguf", template=template)
+    (fused,) = [t for t in report.tensors if t.name == "blk.1.ffn_gate_up_exps.weight"]
+    assert (fused.how, fused.shape, fused.type) == ("codes carried", (4, 512, 256), "Q4_K")
+    found = values_of(tmp_path / "m.gguf", fused.name)
+    for expert in range(4):
+        module = f"model.layers.1.block_sparse_moe.experts.{expert}"
+        rows = np.concatenate([stored[f"{module}.{part}"].dequantize() for part in ("w1", "w3")])
+        assert np.abs(found[expert] - rows).max() < 1e-3
+    assert failures(verify(tmp_path / "m.gguf", tmp_path / "gptq", template=template)) == []
 
 
 def test_awqs_norms_are_the_checkpoints_even_where_the_converter_adds_one(model, tmp_path):

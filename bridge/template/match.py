@@ -172,16 +172,16 @@ def _unit(matrix: Matrix, columns: np.ndarray) -> np.ndarray:
 
 
 def fit_factors(t: np.ndarray, w: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """float64 [rows] and [columns]: the factors of w's rows and columns that bring it closest to t, by turns."""
-    w = w.astype(np.float64)
-    r, c = np.ones(len(w)), np.ones(w.shape[1])
+    """[rows] and [columns]: the factors of w's rows and columns that bring it closest to t, by turns."""
+    products, powers = t * w, np.square(w)
+    r, c = np.ones(len(w), w.dtype), np.ones(w.shape[1], w.dtype)
     for _ in range(4):
-        c = np.einsum("ij,ij,i->j", t, w, r) / np.maximum(np.einsum("ij,ij,i->j", w, w, r * r), 1e-30)
-        r = np.einsum("ij,ij,j->i", t, w, c) / np.maximum(np.einsum("ij,ij,j->i", w, w, c * c), 1e-30)
+        c = (r @ products) / np.maximum(np.square(r) @ powers, 1e-30)
+        r = (products @ c) / np.maximum(powers @ np.square(c), 1e-30)
     return r, c
 
 
 def _fitted(t: np.ndarray, w: np.ndarray) -> np.ndarray:
     """w times those factors; w itself where one is not positive, which no quantizer's is."""
     r, c = fit_factors(t, w)
-    return (w * r[:, None] * c).astype(np.float32) if (r > 0).all() and (c > 0).all() else w
+    return w * r[:, None] * c if (r > 0).all() and (c > 0).all() else w

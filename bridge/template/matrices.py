@@ -24,7 +24,8 @@ from bridge.template.source import number
 from bridge.tensors import usable_cpus
 
 BLOCK = re.compile(r"blk\.(\d+)\.")
-_FLOAT_ROUNDING = {"F32": 1e-6, "F16": 1e-6, "BF16": 1e-5}  # of the checkpoint's own floats
+# of the checkpoint's own floats
+_FLOAT_ROUNDING = {"F32": 1e-6, "F16": 1e-6, "BF16": 1e-5, "F8_E4M3": 5e-3, "F8_E5M2": 2e-2}
 
 
 @dataclass(frozen=True)
