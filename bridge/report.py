@@ -127,7 +127,7 @@ class Report:
         free = Counter(t.exact_for_free for t in self.tensors if t.exact_for_free)
         for name, count in free.items():
             lines.append(f"{count} of these tensors would be bit-exact at no extra size as {name}: use --exact")
-        rounded = sum(t.how == ROUNDED for t in self.tensors)
+        rounded = sum(t.how == ROUNDED and t.fidelity is not None and t.fidelity.error > 0 for t in self.tensors)
         if rounded:
             lines.append(
                 f"{rounded} tensors could not keep their codes and were rounded anew (--report says which, why)"

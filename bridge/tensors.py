@@ -135,7 +135,8 @@ class Conversion:
     def grouped(self, tensor: TensorSpec, module: str) -> GroupedTensor:
         """The tensor's codes with rows and columns as the GGUF has them."""
         t = self.ckpt.read_module(module)
-        out, columns = tensor.stored or tensor.shape
+        shape = tensor.stored or tensor.shape
+        out, columns = shape if len(shape) == 2 else (1, *shape)
         if t.shape != (out, columns):
             weights = t.dequantize()
             if weights[out:].any() or weights[:, columns:].any():  # more than padding with zeros
@@ -183,12 +184,13 @@ class Conversion:
 
     def _stored(self, tensor: TensorSpec) -> tuple[tuple[int, ...], Path]:
         """Shape in the checkpoint, and the file. A vector may be stored as a matrix of one row."""
+        shape: tuple[int, ...]
         if (module := self.module_of(tensor)) is not None:
-            info = self.ckpt.modules[module]
-            return info.shape, info.file
-        plain = self.ckpt.tensors[str(tensor.source)]
-        shape = plain.shape if tensor.matrix is None else plain.shape[1:]
-        return shape[1:] if len(tensor.shape) == 1 and shape[:1] == (1,) and len(shape) == 2 else shape, plain.file
+            shape, file = self.ckpt.modules[module].shape, self.ckpt.modules[module].file
+        else:
+            plain = self.ckpt.tensors[str(tensor.source)]
+            shape, file = plain.shape if tensor.matrix is None else plain.shape[1:], plain.file
+        return shape[1:] if len(tensor.shape) == 1 and shape[:1] == (1,) and len(shape) == 2 else shape, file
 
     def _check_shape(self, tensor: TensorSpec) -> None:
         """Refuse a tensor that is smaller than the config makes it. A larger one may be padded with zeros."""
@@ -278,8 +280,8 @@ class Conversion:
         from bridge.mapping.carry import Fidelity
 
         exact = t.dequantize()
-        data = as_float(exact, name, tensor.name)
-        error = float(np.square(float_value(data, name) - exact, dtype=np.float64).sum())
+        data = as_float(exact, name, tensor.name).reshape(tensor.shape)
+        error = float(np.square(float_value(data, name) - exact.reshape(data.shape), dtype=np.float64).sum())
         signal = float(np.square(exact, dtype=np.float64).sum())
         fidelity = Fidelity(exact.size, error, signal, t.noise(), 0)
         report = TensorReport(

@@ -171,6 +171,9 @@ def _values(stored: Any, start: int, stop: int | None) -> np.ndarray:
 
 def _grouped_pairs(t: GroupedTensor, stored: Any, at: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """Rows of the checkpoint's and the file's weights, whose first row is `at`."""
+    if stored.data.ndim == 1:  # a matrix of one row that the GGUF has as a vector
+        yield t.dequantize(), _values(stored, 0, None).reshape(t.shape)
+        return
     step = max(1, _CHUNK_WEIGHTS // t.shape[1])
     for start in range(0, t.shape[0], step):
         stop = min(start + step, t.shape[0])

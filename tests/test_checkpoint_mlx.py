@@ -16,6 +16,7 @@ from tests.support.encode_formats import mlx_tensors
 from tests.support.refusal import refusal
 
 NAME = "model.layers.0.mlp.up_proj"
+PARTS = ("weight", "scales", "biases")
 FOLDER = ROOT / "tests" / "data" / "mlx"  # written by mlx 0.32.4: tests/support/make_mlx.py
 
 
@@ -130,6 +131,8 @@ def damaged(change):
         (lambda t, q: t.update({f"{NAME}.scales": t[f"{NAME}.scales"].ravel()}), "contradict each other"),
         (lambda t, q: t.update({f"{NAME}.weight": t[f"{NAME}.weight"].view(np.int32)}), "contradict each other"),
         (lambda t, q: t.update({f"{NAME}.weight": t[f"{NAME}.weight"][:, :-1].copy()}), "are not 4 bits in groups"),
+        (lambda t, q: t.update({f"{NAME}.scales": t[f"{NAME}.scales"][None]}), "contradict each other"),
+        (lambda t, q: t.update({f"a.switch_mlp.b.{p}": t[f"{NAME}.{p}"] for p in PARTS}), "contradict each other"),
         (lambda t, q: t.update({f"{NAME}.bias": np.zeros(7, np.float16)}), "contradict each other"),
         (lambda t, q: t[f"{NAME}.scales"].__setitem__((1, 1), np.nan), "1 of 32 values of model.layers.0.mlp.up_proj"),
         (lambda t, q: t[f"{NAME}.biases"].__setitem__((1, 1), np.inf), ".biases are NaN or infinite"),

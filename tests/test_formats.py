@@ -22,6 +22,7 @@ from tests.support import reference
 from tests.support.encode import write_awq
 from tests.support.gguf_file import gguf_weights
 from tests.support.llama_cpp import LlamaCpp
+from tests.support.tiny_models import save_model
 
 # format -> how to write it; the type of its linears; NMSE at most; what inspect calls it
 FORMATS: dict[str, tuple[Callable[[Path, Path], dict[str, np.ndarray]], str, float, str]] = {
@@ -191,3 +192,37 @@ def test_a_layer_after_a_scaled_activation_is_quantized_from_what_it_amounts_to(
     assert np.square(error).sum() < 1e-4 * np.square(meant).sum()
     assert failures(verify(tmp_path / "model.gguf", tmp_path / "awq")) == []
     assert "codes over activation scales" in describe(tmp_path / "awq")
+
+
+def test_mlx_experts_in_one_tensor_are_taken_apart_and_routers_become_floats(tmp_path):
+    model = save_model(
+        tmp_path / "model", "Qwen2MoeConfig", num_experts=4, num_experts_per_tok=2, moe_intermediate_size=256,
+        shared_expert_intermediate_size=256,
+    )  # fmt: skip
+    folder = tmp_path / "mlx"
+    stored = write.write_mlx(folder, model)
+    tensors = load_file(folder / "model.safetensors")
+    for name in [n for n in tensors if ".experts.0." in n]:
+        parts = [tensors.pop(name.replace(".experts.0.", f".experts.{i}.")) for i in range(4)]
+        tensors[name.replace(".experts.0.", ".switch_mlp.")] = np.stack(parts)
+    save_file(tensors, folder / "model.safetensors")
+    with open_checkpoint(folder) as checkpoint:
+        for name in checkpoint.modules:
+            assert np.allclose(checkpoint.read_module(name).dequantize(), stored[name], rtol=0, atol=1e-6), name
+
+    path = tmp_path / "model.gguf"
+    report = bridge.convert(folder, path)
+    types = {t.kind: t.type for t in report.tensors}
+    assert types["ffn_gate_exps"] == types["ffn_down_exps"] == types["ffn_up_shexp"] == "Q4_K"
+    assert types["ffn_gate_inp"] == types["ffn_gate_inp_shexp"] == "F32"
+    assert all(t.fidelity.kept == t.weights for t in report.tensors if t.has_codes and t.type != "F32")
+    assert "rounded anew" not in report.table()
+    assert failures(verify(path, folder)) == []
+    on_disk = {t.name: t for t in gguf.GGUFReader(str(path)).tensors}
+    gate = np.ravel(on_disk["blk.1.ffn_gate_inp_shexp.weight"].data)
+    assert np.allclose(gate, stored["model.layers.1.mlp.shared_expert_gate"][0], rtol=0, atol=1e-6)
+    ups = gguf.quants.dequantize(on_disk["blk.1.ffn_up_exps.weight"].data, gguf.GGMLQuantizationType.Q4_K)
+    meant = np.stack([stored[f"model.layers.1.mlp.experts.{i}.up_proj"] for i in range(4)])
+    assert np.square(ups - meant).sum() < 3e-5 * np.square(meant).sum()
+    with LlamaCpp(path, n_ctx=64) as loaded:
+        assert len(loaded.generate_greedy([5, 6, 7, 8], 8)) == 8

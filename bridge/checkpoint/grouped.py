@@ -86,9 +86,11 @@ class GroupedTensor:
             return self
         top = 2**self.bits - 1  # all ones, so that top - q is q ^ top
         flip = np.where(negative, np.uint8(top), np.uint8(0))
+        columns = self.codes.shape[1]
+        spread = np.repeat(flip, self.group_size, 1)[:, :columns] if self.sequential else flip[:, self.groups()]
         return replace(
             self,
-            codes=self.codes ^ flip[:, self.groups()],
+            codes=self.codes ^ spread,
             scales=np.abs(self.scales),
             zeros=np.where(negative, top - self.zeros, self.zeros),
         )

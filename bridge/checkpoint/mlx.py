@@ -5,6 +5,9 @@
     biases   float  [out, G]         W = s * q + b
     bias     float  [out]            the layer's own, optional
 
+A mixture's experts are stacked, switch_mlp.gate_proj.weight [experts, out, in*b/32] and so on: they become modules
+of their own, experts.E.gate_proj.
+
 config.json: quantization {group_size, bits, mode}, in the same table by module: false, or {group_size, bits},
 where null stands for mlx's own defaults, 64 and 4.
 The zero point is -b/s. mlx chooses b as s times an integer, then rounds both: it comes out near that integer.
@@ -13,13 +16,14 @@ The zero point is -b/s. mlx chooses b as s times an integer, then rounds both: i
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any, ClassVar
 
 import numpy as np
 
 from bridge.checkpoint.config import QuantConfig
 from bridge.checkpoint.grouped import GroupedTensor
-from bridge.checkpoint.reader import ModuleInfo, Reader, contradiction
+from bridge.checkpoint.reader import ModuleInfo, Reader, contradiction, finite_scales
 from bridge.checkpoint.store import TensorInfo
 from bridge.errors import BridgeError
 
@@ -44,28 +48,39 @@ class MlxReader(Reader):
         return replace(quant, sym=False, group_size=default, title="MLX, affine")
 
     def __init__(self, *args: Any) -> None:
+        self._expert: dict[str, tuple[str, int]] = {}  # module -> the stack that it is in, and where
         super().__init__(*args)
         self.format = "mlx"
+        for stack, info in list(self.modules.items()):
+            count = info.tensors["weight"].shape[0]
+            if len(info.tensors["weight"].shape) == 3:
+                del self.modules[stack]
+                for i in range(count):
+                    name = stack.replace(".switch_mlp.", f".experts.{i}.")
+                    self._expert[name] = stack, i
+                    self.modules[name] = replace(info, name=name, nbytes=info.nbytes // count)
 
     def is_plain(self, tensors: dict[str, TensorInfo]) -> bool:
         return tensors.keys() <= {"weight", "bias"} and not ("weight" in tensors and tensors["weight"].dtype == "U32")
 
     def describe(self, name: str, tensors: dict[str, TensorInfo]) -> ModuleInfo:
         weight, scales, biases = (tensors[part] for part in self.required)
-        if any(len(t.shape) != 2 or 0 in t.shape for t in (weight, scales, biases)) or not (
+        dimensions = 3 if ".switch_mlp." in name else 2
+        if any(len(t.shape) != dimensions or 0 in t.shape for t in (weight, scales, biases)) or not (
             weight.dtype == "U32" and scales.floating and biases.floating
         ):
             raise contradiction(name, tensors)
-        (out, words), groups = weight.shape, scales.shape[1]
+        (*rows, words), groups = weight.shape, scales.shape[-1]
+        out = rows[-1]
         bits, size = self._claims(name)
-        if scales.shape != (out, groups) or biases.shape != scales.shape:
+        if scales.shape != (*rows, groups) or biases.shape != scales.shape:
             raise contradiction(name, tensors)
         if words * 32 != groups * size * bits or not 2 <= bits <= 8:
             raise BridgeError(
                 f"{weight.file}: {name} has {words} words and {groups} groups a row, which are not {bits} bits in "
                 f"groups of {size} as {self.quant.source} says; take config and weights of the same model"
             )
-        if "bias" in tensors and tensors["bias"].shape != (out,):
+        if "bias" in tensors and tensors["bias"].shape != tuple(rows):
             raise contradiction(name, tensors)
         nbytes = sum(t.nbytes for t in tensors.values())
         return ModuleInfo(name, bits, size, (out, groups * size), nbytes, tensors)
@@ -83,11 +98,16 @@ class MlxReader(Reader):
         from bridge.checkpoint.bits import unpack_rows
 
         info = self.modules[name]
-        scales = self.scales(name)
-        offsets = self.scales(name, "biases")
-        codes = unpack_rows(self.part(name, "weight"), info.bits, info.shape[1])
+        stack, at = self._expert.get(name, (name, None))
+        rows = None if at is None else (at, at + 1)
+        scales_of = partial(finite_scales, self.store)
+        words, scales, offsets = (
+            read(f"{stack}.{part}", rows).reshape(-1, info.tensors[part].shape[-1])
+            for read, part in ((self.store.read, "weight"), (scales_of, "scales"), (scales_of, "biases"))
+        )
+        codes = unpack_rows(words, info.bits, info.shape[1])
         notes = []
-        if self.quant.raw.get(name) is False:
+        if self.quant.raw.get(stack) is False:
             notes.append(f"{name}: quantization says it is not quantized, but it is; read as it is stored")
         scales, zeros = affine_zeros(codes, scales, offsets, info.group_size)
         return GroupedTensor(
@@ -97,7 +117,7 @@ class MlxReader(Reader):
             scales=scales,
             zeros=zeros,
             group_size=info.group_size,
-            bias=self.bias(name),
+            bias=self.store.read_float(f"{stack}.bias", rows).reshape(-1) if "bias" in info.tensors else None,
             notes=tuple(notes),
         )
 

@@ -148,9 +148,9 @@ class Reader:
         return finite_scales(self.store, f"{name}.{part}")
 
 
-def finite_scales(store: Store, name: str) -> np.ndarray:
-    """float32 as it is stored; BridgeError where a value is infinite or no number."""
-    scales = store.read_float(name)
+def finite_scales(store: Store, name: str, rows: tuple[int, int] | None = None) -> np.ndarray:
+    """float32 as it is stored, or its rows start..stop; BridgeError where a value is infinite or no number."""
+    scales = store.read_float(name, rows)
     if not np.isfinite(scales).all():
         bad = np.count_nonzero(~np.isfinite(scales))
         raise BridgeError(

@@ -18,7 +18,7 @@ anew to 127 steps and counted.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -397,13 +397,15 @@ def _one_power_of_two(zeros: np.ndarray, block: BlockType) -> bool:
 
 def as_stored(t: GroupedTensor, block: BlockType) -> GroupedTensor:
     """The tensor whose codes, or codes less zero points, are those in the blocks: `t`, mirrored where it must be."""
-    if not (block.is_k and block.has_min) or not (t.scales < 0).any():
-        return t
-    group = sub_block_groups(t, block.sub)
-    if group is None or t.shape[1] % block.size:
-        return t
-    negative = (t.scales < 0)[:, group].reshape(-1, block.subs)
-    return t.mirrored() if (negative != negative[:, :1]).any() else t
+    return t.mirrored() if _mixes_signs(t, block) else t
+
+
+def _mixes_signs(t: GroupedTensor, block: BlockType) -> bool:
+    """Whether scales of both signs meet in a superblock of an affine K-quant."""
+    if not (block.is_k and block.has_min) or not (t.scales < 0).any() or why_not(t, block):
+        return False
+    negative = (t.scales < 0)[:, sub_block_groups(t, block.sub)].reshape(-1, block.subs)
+    return bool((negative != negative[:, :1]).any())
 
 
 def carry(t: GroupedTensor, block: BlockType, rows: slice = slice(None)) -> Mapped:
@@ -414,8 +416,8 @@ def carry(t: GroupedTensor, block: BlockType, rows: slice = slice(None)) -> Mapp
     reason = why_not(t, block)
     if reason:
         raise CannotCarryError(f"{t.name}: {reason}")
-    t = as_stored(t, block)
     group = sub_block_groups(t, block.sub)
+    mirror = _mixes_signs(t, block)
     # contiguous, so that kernels are compiled for one layout only
     codes, scales, zeros = (np.ascontiguousarray(x[rows]) for x in (t.codes, t.scales, t.zeros))
     out, columns = codes.shape
@@ -430,11 +432,15 @@ def carry(t: GroupedTensor, block: BlockType, rows: slice = slice(None)) -> Mapp
     d = np.zeros((min(step, out), n), np.float32)
     dmin = np.zeros((min(step, out), n), np.float32)
     pack = packer(block.name)
-    fit = _carry_scaled if not block.has_min or _one_power_of_two(t.zeros, block) else _carry_affine
+    keeps_zeros = not block.has_min or (_one_power_of_two(t.zeros, block) and not mirror)
+    fit = _carry_scaled if keeps_zeros else _carry_affine
     for start in range(0, out, step):
         stop = min(start + step, out)
         m = stop - start
         part = (codes[start:stop], scales[start:stop], zeros[start:stop], group)
+        if mirror:  # here, where the rows stay in cache
+            turned = replace(t, codes=part[0], scales=part[1], zeros=part[2]).mirrored()
+            part = (turned.codes, turned.scales, turned.zeros, group)
         if block.is_k:
             limits = (block.scale_lo, block.scale_hi, block.min_hi)
             fit(*part, block.sub, block.subs, *limits, sc[:m], mn[:m], d[:m], dmin[:m], sums)
@@ -442,7 +448,7 @@ def carry(t: GroupedTensor, block: BlockType, rows: slice = slice(None)) -> Mapp
             _carry_plain(*part, block.has_min, d[:m], dmin[:m], sums)
         if block.zero and fractional(zeros[start:stop]):
             _add_shift_error(*part, block.sub, sc[:m] if block.is_k else sc[:m, :0], d[:m], sums)
-        q = codes[start:stop]
+        q = part[0]
         if block.zero and not (zeros[start:stop] == block.zero).all():
             q = shifted[:m]
             bad = _shift_codes(part[0], part[2], group, block.sub, block.zero, block.levels, q)
