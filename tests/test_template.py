@@ -498,7 +498,7 @@ def test_an_unknown_architecture_is_told_of_the_template(tmp_path):
 
 
 def matrix(values: np.ndarray, noise: float = 0.0) -> Matrix:
-    return Matrix((len(values), values.shape[1]), lambda a, b: values[a:b], noise)
+    return Matrix((len(values), values.shape[1]), lambda a, b: values[a:b], noise=noise)
 
 
 def test_any_permutation_of_rows_is_found_through_quantization_noise():

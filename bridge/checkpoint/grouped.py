@@ -71,6 +71,12 @@ class GroupedTensor:
 
     def dequantize(self, rows: slice = slice(None)) -> np.ndarray:
         """float32 [out, in], or some of its rows: the weights; what fidelity is measured against."""
+        out, columns = self.codes[rows].shape
+        if self.sequential and columns == self.scales.shape[1] * self.group_size:  # the same products, group by group
+            weights = self.codes[rows].astype(np.float32).reshape(out, -1, self.group_size)
+            weights -= self.zeros[rows][:, :, None]
+            weights *= self.scales[rows][:, :, None]
+            return weights.reshape(out, columns)
         group = self.groups()
         return self.scales[rows][:, group] * (self.codes[rows].astype(np.float32) - self.zeros[rows][:, group])
 

@@ -36,12 +36,14 @@ class Matrix:
     """Rows of float32, read when they are asked for.
 
     read      (start, stop) -> float32 [stop - start, columns]
+    pick      int64 [n] -> float32 [n, columns]: rows in any order; None: they are picked out of what `read` returns
     noise     expected squared error of one weight from quantization
     rounding  squared error over squared weights from the type it is stored in
     """
 
     shape: tuple[int, int]
     read: Callable[[int, int], np.ndarray]
+    pick: Callable[[np.ndarray], np.ndarray] | None = None
     noise: float = 0.0
     rounding: float = 1e-6
 
@@ -54,6 +56,8 @@ class Matrix:
         """float32 [n, columns] of rows in any order."""
         if rows.size and np.array_equal(rows, np.arange(rows[0], rows[0] + rows.size)):
             return self.read(int(rows[0]), int(rows[0]) + rows.size)
+        if self.pick is not None:
+            return self.pick(rows)
         out = np.empty((rows.size, self.shape[1]), np.float32)
         for start, stop in self.chunks():
             inside = (rows >= start) & (rows < stop)
@@ -71,9 +75,7 @@ def rounding_of(type_: str) -> float:
 
 def close(template: Matrix, checkpoint: Matrix, t: np.ndarray, w: np.ndarray) -> bool:
     """Whether rows of the two are the same but for rounding and noise."""
-    error = float(np.square(t - w, dtype=np.float64).sum())
-    signal = float(np.square(t, dtype=np.float64).sum())
-    return error <= allowed(template, checkpoint, signal, t.size)
+    return _power(t - w) <= allowed(template, checkpoint, _power(t), t.size)
 
 
 def allowed(template: Matrix, checkpoint: Matrix, signal: float, weights: int) -> float:
@@ -102,9 +104,9 @@ def find_rows(template: Matrix, checkpoint: Matrix, heads: Sequence[int] = ()) -
     orders += [interleaved_rows(n, rows // n) for n in dict.fromkeys(heads) if n and rows % (2 * n) == 0]
     sample = np.unique(np.linspace(0, rows - 1, _SAMPLE_ROWS).astype(np.int64))
     t = template.take(sample)
-    samples = [checkpoint.take(order[sample]) for order in orders]
     for scaled in (False, True):
-        for order, w in zip(orders, samples, strict=True):
+        for order in orders:
+            w = checkpoint.take(order[sample])
             alike = close(template, checkpoint, t, _fitted(t, w) if scaled else w)
             if alike and same(template, checkpoint, order, scaled):
                 return Found(order, scaled)
@@ -120,8 +122,8 @@ def same(template: Matrix, checkpoint: Matrix, order: np.ndarray, scaled: bool =
     for start, stop in template.chunks():
         t, w = template.read(start, stop), checkpoint.take(order[start:stop])
         w = _fitted(t, w) if scaled else w
-        error += float(np.square(t - w, dtype=np.float64).sum())
-        signal += float(np.square(t, dtype=np.float64).sum())
+        error += _power(t - w)
+        signal += _power(t)
     return error <= allowed(template, checkpoint, signal, template.shape[0] * template.shape[1])
 
 
@@ -169,6 +171,12 @@ def _unit(matrix: Matrix, columns: np.ndarray) -> np.ndarray:
     """Some columns of all rows, each row of length 1."""
     out = np.concatenate([matrix.read(start, stop)[:, columns] for start, stop in matrix.chunks()])
     return out / np.maximum(np.linalg.norm(out, axis=1, keepdims=True), 1e-30)
+
+
+def _power(x: np.ndarray) -> float:
+    """Sum of squares."""
+    flat = x.reshape(-1)
+    return float(np.dot(flat, flat))
 
 
 def fit_factors(t: np.ndarray, w: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -16,6 +16,7 @@ import numpy as np
 
 from bridge.checkpoint import Checkpoint
 from bridge.errors import BridgeError
+from bridge.runtime import dequantize
 from bridge.runtime.quant_tensor import QuantTensor
 from bridge.runtime.reader import GGUFFile
 from bridge.template.match import Matrix, find_in_several, find_rows, rounding_of
@@ -142,8 +143,12 @@ class Matrices:
         rows = candidate.shape[0]
         if candidate.module is not None:
             t = self.ckpt.read_module(candidate.module)
-            noise = t.noise() / t.codes.size
-            return Matrix((rows, columns), lambda a, b: t.dequantize(slice(a, b))[:, :columns], noise)
+            return Matrix(
+                (rows, columns),
+                lambda a, b: t.dequantize(slice(a, b))[:, :columns],
+                lambda order: t.take_rows(order).dequantize()[:, :columns],
+                noise=t.noise() / t.codes.size,
+            )
         rounding = _FLOAT_ROUNDING.get(self.ckpt.tensors[candidate.source].dtype, 1e-6)
         return Matrix(
             (rows, columns), lambda a, b: self.ckpt.read_float(candidate.source, (a, b))[:, :columns], rounding=rounding
@@ -199,5 +204,9 @@ def is_matrix(tensor: QuantTensor) -> bool:
 
 
 def _of_template(tensor: QuantTensor) -> Matrix:
+    raw = tensor.raw.reshape(tensor.shape[0], -1)
     rows, columns = tensor.shape
-    return Matrix((rows, columns), lambda a, b: tensor.rows(np.arange(a, b)), rounding=rounding_of(tensor.type))
+    return Matrix(
+        (rows, columns), lambda a, b: dequantize.rows(tensor.type, raw[a:b]), tensor.rows,
+        rounding=rounding_of(tensor.type),
+    )  # fmt: skip
