@@ -58,12 +58,12 @@ class Builder:
     def _matrix(self, tensor: QuantTensor, runs: list[Run]) -> TensorSpec:
         columns = tensor.shape[-1]
         parts = []
-        for number_, run in enumerate(runs):
+        for i, run in enumerate(runs):
             stored = (run.owner.shape[0], columns)
             order = _order(run.rows, stored)
             if "stored" in order and self._rest_is_zero(run, columns):
                 order = {}
-            name = tensor.name if len(runs) == 1 else f"{tensor.name}[{number_}]"
+            name = tensor.name if len(runs) == 1 else f"{tensor.name}[{i}]"
             part = self._spec(tensor, source=run.owner.source, shape=(len(run.rows), columns), **order)
             parts.append(replace(part, name=name))
         return parts[0] if len(tensor.shape) == 2 and len(parts) == 1 else self._spec(tensor, parts=tuple(parts))
@@ -151,7 +151,10 @@ def _order(rows: np.ndarray, stored: tuple[int, ...]) -> dict[str, object]:
 
 
 def _quantizable(tensor: QuantTensor) -> bool:
-    """As llama.cpp's quantizer and its converter see it: what the converter left in F32 has its reason."""
+    """As llama.cpp's quantizer and its converter see it: what the converter left in F32 has its reason.
+
+    llama_tensor_get_type's list of what stays as it is; an all-F32 template leaves the usual matrices to be named.
+    """
     kind = tensor.name.rpartition("blk.")[2]
     linear = re.search(r"(^|\.)(token_embd|output|attn_|ffn_)", kind) is not None
     return (

@@ -39,9 +39,10 @@ def candidates(ckpt: Checkpoint, arch: str, n_layers: int) -> list[Candidate]:
     """Every tensor of the checkpoint. Of an architecture that gguf does not know no names are known."""
     known = {name: key for key, name in gguf.MODEL_ARCH_NAMES.items()}.get(arch)
     names = None if known is None else gguf.get_tensor_name_map(known, n_layers)
-    found = [(f"{m}.weight", m, info.shape) for m, info in ckpt.modules.items()]
-    shapes: list[tuple[str, str | None, tuple[int, ...]]] = [*found]
-    shapes += [(name, None, info.shape) for name, info in ckpt.tensors.items()]
+    shapes: list[tuple[str, str | None, tuple[int, ...]]] = [
+        *((f"{module}.weight", module, info.shape) for module, info in ckpt.modules.items()),
+        *((name, None, info.shape) for name, info in ckpt.tensors.items()),
+    ]
     listed = []
     for source, module, shape in shapes:
         expert, layer = _EXPERT.search(source), _LAYER.search(source)
