@@ -136,6 +136,8 @@ def damaged(change):
         (lambda t, q: t.update({f"{NAME}.bias": np.zeros(7, np.float16)}), "contradict each other"),
         (lambda t, q: t[f"{NAME}.scales"].__setitem__((1, 1), np.nan), "1 of 32 values of model.layers.0.mlp.up_proj"),
         (lambda t, q: t[f"{NAME}.biases"].__setitem__((1, 1), np.inf), ".biases are NaN or infinite"),
+        (lambda t, q: t.update({f"{NAME}.scales": np.full((8, 4), 1e-44, np.float32)}), "out of all proportion"),
+        (lambda t, q: q.update(desc_act=False), "method '(none)' is not supported"),
     ],
 )
 def test_damage_is_named_in_one_line(tmp_path, change, said):

@@ -33,7 +33,8 @@ class Checkpoint:
     home      the folder with config.json and tokenizer
     config    config.json
     quant     what it says about its quantization
-    format    gptq, gptq_v2, gptq_p, awq-gemm, awq-gemv, awq-gemv_fast, compressed-tensors ..., FP8, or float
+    format    gptq, gptq_v2, gptq_p, awq-gemm, awq-gemv, awq-gemv_fast, marlin, mlx, hqq,
+              compressed-tensors ..., FP8, or float
     modules   the linear layers that come as codes, by Hugging Face name, without ".weight"
     tensors   the floating-point tensors by full name, biases of quantized modules and weights of 8-bit floats too
     files     the files that hold them

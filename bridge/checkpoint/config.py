@@ -158,7 +158,7 @@ def read_quant_config(folder: Path, config: dict[str, Any]) -> QuantConfig:
     own = config.get("quantization")  # mlx-lm's; its quantization_config is a copy
     if not raw.keys() & {"quant_method", "method"} or str(raw.get("packing_format")).endswith("mlx"):
         own = own if isinstance(own, dict) else raw
-        if {"bits", "group_size"} <= own.keys():
+        if {"bits", "group_size"} <= own.keys() and not own.keys() & {"desc_act", "sym", "zero_point"}:
             raw = {**own, "quant_method": "mlx"}
     if not raw:
         return QuantConfig(source=None)

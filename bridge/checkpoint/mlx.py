@@ -110,6 +110,10 @@ class MlxReader(Reader):
         if self.quant.raw.get(stack) is False:
             notes.append(f"{name}: quantization says it is not quantized, but it is; read as it is stored")
         scales, zeros = affine_zeros(codes, scales, offsets, info.group_size)
+        if not np.isfinite(zeros).all():
+            raise BridgeError(
+                f"{info.file}: {name} has biases out of all proportion to its scales; the checkpoint is damaged"
+            )
         return GroupedTensor(
             name=name,
             bits=info.bits,
