@@ -21,8 +21,9 @@ from bridge.repacking.command import add_parser as add_repack
 from bridge.runtime.commands import add_parsers
 
 _DESCRIPTION = """\
-GPTQ and AWQ checkpoints become GGUF files for llama.cpp without quantizing
-twice: the integer codes are carried over wherever GGUF can hold them.
+GPTQ, AWQ, compressed-tensors, MLX, HQQ and other quantized checkpoints become
+GGUF files for llama.cpp without quantizing twice: the integer codes are carried
+over wherever GGUF can hold them.
 """
 _EXAMPLES = """\
 examples:
