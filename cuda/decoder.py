@@ -365,7 +365,7 @@ class Decoder:
         try:
             with self.device.active(), torch.cuda.device(self.device.index):
                 yield
-        except torch.OutOfMemoryError as problem:
+        except torch.cuda.OutOfMemoryError as problem:
             raise self.device.too_little(self.nbytes + _WORK, "the model") from problem
 
 

@@ -13,6 +13,7 @@ its result leaves the range of halves. With precision "f32" records, tiles and p
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cache
 from itertools import groupby
 from typing import Any
 
@@ -180,6 +181,12 @@ class Gated:
         return torch.nn.functional.silu(gate) * up
 
 
+@cache
+def _records(columns: int, device: Device, precision: str) -> Records:
+    """Of the few tokens that pass through a product at once; the stream keeps those of different ones apart."""
+    return Records(columns, COLUMNS, device, precision)
+
+
 def _multiply_into(matrix: Any, x: Any, y: Any, device: Device, precision: str) -> None:
     """y [n, rows] = x W^T for any number of tokens."""
     import torch
@@ -189,7 +196,7 @@ def _multiply_into(matrix: Any, x: Any, y: Any, device: Device, precision: str) 
         y.copy_(matrix.multiply(x))
         return
     if n <= COLUMNS:
-        records = Records(matrix.columns, n, device, precision)
+        records = _records(matrix.columns, device, precision)
         out = torch.empty((n, matrix.rows), dtype=torch.float32, device=x.device)
         stream = device.stream()
         matvec.launch(matrix, records.quantize(x.contiguous(), n, stream), view(out), n, stream)

@@ -16,6 +16,7 @@ import bridge
 from bridge.cli import main
 from bridge.errors import BridgeError
 from tests.conftest import ROOT
+from tests.support.ptx import compiled, unavailable
 
 pytest.importorskip("numba_cuda")
 
@@ -81,3 +82,46 @@ def test_the_check_for_gpus_says_what_is_missing_in_one_line() -> None:
     assert done.returncode == 2
     assert done.stdout == ""
     assert re.fullmatch(r"no check: .+\n", done.stderr)
+
+
+# --- machine code ---
+
+
+def kernels() -> dict[str, Any]:
+    """The model's own, for the shapes of known models: Llama 3 8B, Llama 2 7B, Qwen2.5 7B, Qwen3 8B, a head of 80."""
+    from bridge.cuda import attention, bench, norm, sampling
+
+    return {
+        "llama 3": attention.kernel(128, 4, 128, True, False, False),
+        "llama 2": attention.kernel(128, 1, 128, True, False, False),
+        "qwen2": attention.kernel(128, 7, 128, False, False, True),
+        "qwen3": attention.kernel(128, 4, 128, False, True, False),
+        "heads of 64": attention.kernel(64, 8, 64, True, False, False),
+        "heads of 80": attention.kernel(80, 5, 40, False, False, False),
+        "norm": norm.norm_kernel(4096, False),
+        "norm, floats": norm.norm_kernel(5120, True),
+        "silu": norm.silu_kernel(False),
+        "greedy": sampling.greedy_kernel(sampling.GREEDY_THREADS),
+        "draw": sampling.draw_kernel(sampling.DRAW_THREADS),
+        "read": bench._reader(),
+    }
+
+
+@pytest.mark.parametrize("capability", [(7, 5), (9, 0)], ids=["7.5", "9.0"])
+def test_machine_code_keeps_everything_in_registers(capability: tuple[int, int]) -> None:
+    if (reason := unavailable()) is not None:
+        pytest.skip(reason)
+    for name, kernel in kernels().items():
+        made = compiled(kernel, capability)
+        assert (made.stack, made.spills) == (0, 0), name
+        assert ".local" not in made.ptx, name
+        assert made.registers <= 64, name
+
+
+def test_keys_are_loaded_sixteen_bytes_at_a_time_and_not_past_what_the_step_has_stored() -> None:
+    if (reason := unavailable()) is not None:
+        pytest.skip(reason)
+    ptx = compiled(kernels()["llama 3"], (9, 0)).ptx
+    assert len(re.findall(r"ld\.global\.v4\.u32", ptx)) >= 4
+    assert "ld.global.nc" not in ptx
+    assert len(re.findall(r"membar|fence", ptx)) == 2  # before and after the count of finished spans

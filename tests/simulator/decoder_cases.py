@@ -191,7 +191,7 @@ def test_draws_are_those_of_the_cpu(how: dict[str, float]) -> None:
 
 DECODERS: dict[str, dict[str, Any]] = {
     "llama": {"types": {"attn_v": "Q4_1", "ffn_up": "Q5_0"}},
-    "qwen2": {"arch": "qwen2", "biases": ("attn_q", "attn_k", "attn_v", "ffn_gate", "attn_output"), "tied": True},
+    "qwen2": {"arch": "qwen2", "biases": ("attn_q", "attn_v", "ffn_gate", "attn_output"), "tied": True},
     "qwen3": {"arch": "qwen3", "types": {"": "Q8_0", "attn_k": "F16", "output": "BF16", "token_embd": "F16"}},
 }
 
@@ -209,31 +209,30 @@ def test_a_prompt_and_tokens_after_it_score_as_on_the_cpu(name: str, tmp_path: P
     cpu, device = pair(tmp_path, "f32", **DECODERS[name])
     prompt = [3, 7, 11, 2, 9, 30, 12, 14, 5, 6]  # more than 8: as a matrix
     np.testing.assert_allclose(device.scores(prompt, 4), cpu.scores(prompt, 4), rtol=1e-3, atol=1e-3)
-    for token in (8, 21)[: 1 + (name == "llama")]:
-        expected = cpu.logits(cpu.run([token]))[0]
-        np.testing.assert_allclose(device.next_scores(token), expected, rtol=1e-3, atol=1e-3)
+    expected = cpu.logits(cpu.run([21]))[0]
+    np.testing.assert_allclose(device.next_scores(21), expected, rtol=1e-3, atol=1e-3)
 
 
 def test_int8_records_cost_what_they_cost_on_the_cpu(tmp_path: Path) -> None:
-    cpu, device = pair(tmp_path, "int8")
+    cpu, device = pair(tmp_path, "int8", types={"": "F16", "attn_output": "Q4_0", "ffn_down": "Q4_0", "output": "Q8_0"})
     for scores in (device.scores([3, 7], 2) - cpu.scores([3, 7], 2), device.next_scores(5) - cpu.logits(cpu.run([5]))):
         assert np.abs(scores).max() < 0.06  # logits have a standard deviation of 0.9
 
 
 def test_a_long_prompt_goes_through_in_batches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    cpu, device = pair(tmp_path, "f32")
+    cpu, device = pair(tmp_path, "f32", types={"": "F16", "attn_output": "Q4_1"})
     monkeypatch.setattr("bridge.cuda.decoder.BATCH", 9)
     prompt = list(range(20))
     np.testing.assert_allclose(device.scores(prompt, 13), cpu.scores(prompt, 13), rtol=1e-3, atol=1e-3)
 
 
 def test_what_is_drawn_is_what_the_cpu_draws_until_the_context_is_full(tmp_path: Path) -> None:
-    cpu, device = pair(tmp_path, "f32", context=10)
+    cpu, device = pair(tmp_path, "f32", context=11, types={"": "F16"})
     prompt = list(range(9))
     for how in (Sampling(), Sampling(1.0, 5, 0.9, 0.05, seed=7), Sampling(0.9, 0, 0.8, 0.0, seed=3)):
         made = list(device.draw(prompt, Sampler(how)))
         assert made == list(cpu.draw(prompt, Sampler(how)))
-        assert len(made) == 2  # the last one need not be read
+        assert len(made) == 3  # the last one need not be read
 
 
 def test_what_the_kernels_are_not_made_for_is_refused(tmp_path: Path) -> None:

@@ -1,0 +1,68 @@
+"""Kernels compiled as for a GPU, without one: PTX by libNVVM, machine code and what it needs by nvJitLink."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from functools import cache
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from bridge.cuda.launch import Kernel
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """A kernel for one compute capability; stack and spills are bytes."""
+
+    ptx: str
+    registers: int
+    stack: int
+    spills: int
+
+
+@cache
+def unavailable() -> str | None:
+    """Why nothing can be compiled here; None if it can."""
+    try:
+        from numba.cuda.cudadrv.nvvm import NVVM
+
+        NVVM()
+        from cuda.bindings import nvjitlink
+
+        nvjitlink.version()
+    except Exception as problem:
+        return f"no CUDA compiler (the cu13 extra brings it): {type(problem).__name__}"
+    return None
+
+
+def compiled(kernel: Kernel, capability: tuple[int, int]) -> Compiled:
+    """Compile a kernel as `Kernel.warm` does, for a capability, for instance (9, 0)."""
+    import numba.cuda.dispatcher
+    from bridge.cuda.launch import MAX_REGISTERS
+    from cuda.core import Linker, LinkerOptions, ObjectCode
+    from numba import cuda
+
+    before: Any = numba.cuda.dispatcher.get_current_device
+    # device functions are compiled for the current device: there is none
+    numba.cuda.dispatcher.get_current_device = lambda: SimpleNamespace(compute_capability=capability)
+    try:
+        ptx, _ = cuda.compile(kernel.function, kernel.signature, device=False, abi="numba", cc=capability, output="ptx")
+    finally:
+        numba.cuda.dispatcher.get_current_device = before
+    text = ptx if isinstance(ptx, str) else ptx.decode()
+    options = LinkerOptions(
+        arch=f"sm_{capability[0]}{capability[1]}", max_register_count=MAX_REGISTERS, ptxas_options=["-v"]
+    )
+    linker = Linker(ObjectCode.from_ptx(text.encode()), options=options)
+    linker.link("cubin")
+    log = str(linker.get_info_log()) + str(linker.get_error_log())
+
+    def total(pattern: str) -> int:
+        found = re.findall(pattern, log)
+        assert found, log
+        return sum(map(int, found))
+
+    spills = total(r"(\d+) bytes spill stores") + total(r"(\d+) bytes spill loads")
+    return Compiled(text, total(r"Used (\d+) registers"), total(r"(\d+) bytes stack frame"), spills)
