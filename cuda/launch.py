@@ -13,12 +13,11 @@ from typing import Any
 from bridge.cuda import device as devices
 from bridge.cuda.intrinsics import SIMULATED
 from numba import cuda
-from numba.core.errors import NumbaPerformanceWarning
 
 from bridge.errors import BridgeError
 
 # a decoder's small kernels are meant to be small: a block or a few
-warnings.filterwarnings("ignore", message="Grid size .* under-utilization", category=NumbaPerformanceWarning)
+warnings.filterwarnings("ignore", message="Grid size .* under-utilization")
 
 MAX_REGISTERS = 64  # so that 32 warps find room on a multiprocessor
 
