@@ -4,13 +4,15 @@ Both forms come in tiles of 32 blocks, so that a warp whose lanes hold blocks on
 row. A tile has room for 8 columns of x (tokens), each of
 
     int8       0..511    q[0..15] of 32 blocks          float32   0..4095     x[4k..4k+3] of 32 blocks, k 0..7
-             512..1023   q[16..31]                               4096..4351   the sums of x[0..15] and x[16..31]
+             512..1023   q[16..31]
             1024..1279   step d, float32; the sums of
                          q[0..15] and of q[16..31], int16
 
 so that the kernels find every column at a constant distance. x = d * q: d maps the value of largest magnitude onto
 -128, whatever its sign, and values of the other sign stop at 127, as bridge/runtime/cpu/activations.py has it. A
 block with NaN or infinity gets d = NaN. A product of one column reads 40 bytes for 32 columns, from the L1 cache.
+
+What lies beyond the last block, and some tiles more, is zero and stays so: products read on into it.
 """
 
 from __future__ import annotations
@@ -41,9 +43,10 @@ from bridge.errors import BridgeError
 
 COLUMNS = 8  # that a tile has room for
 RECORD = 1280  # bytes of a column in a tile of int8 records
-FLOAT_RECORD = 4352  # and of float32 ones
+FLOAT_RECORD = 4096  # and of float32 ones
 TILE = COLUMNS * RECORD
 FLOAT_TILE = COLUMNS * FLOAT_RECORD
+BEYOND = 3  # tiles of zeros behind the last
 _TINY = np.float32(2.0**-120)  # 128 over it is still finite
 _WARPS = 4  # that a block of `quantize` has
 
@@ -82,14 +85,8 @@ def _store(value, group, column, records):
 def _store_exact(value, group, column, records):
     """The same for the float32 record."""
     lane = cuda.threadIdx.x & 31
-    total = half_warp_sum(value)
-    last = other_half(total)
     base = (group >> 5) * FLOAT_TILE + column * FLOAT_RECORD
     store_4(records, (base + (lane >> 2) * 512 + (group & 31) * 16) // 4 + (lane & 3), float_bits(value))
-    if lane == 0:
-        at = (base + 4096 + (group & 31) * 8) // 4
-        store_4(records, at, float_bits(total))
-        store_4(records, at + 1, float_bits(last))
 
 
 store = cuda.jit(device=True)(_store)
@@ -137,8 +134,8 @@ class Records:
         self.max_n = max_n
         self.exact = precision == "f32"
         self.device = devices.require(device)
-        tiles = -(-columns // 1024)
-        self.buffer = self.device.empty(tiles * (FLOAT_TILE if self.exact else TILE))
+        tiles = -(-columns // 1024) + BEYOND
+        self.buffer = self.device.upload(np.zeros(tiles * (FLOAT_TILE if self.exact else TILE), np.uint8))
 
     def quantize(self, x: Any, n: int, stream: Any = 0) -> Records:
         """Fill from x [>= n, columns], float32, float16 or bfloat16, contiguous, on the device; returns self."""

@@ -20,12 +20,11 @@ from numba import cuda
 from bridge.errors import BridgeError
 
 # set per kernel by `expand`
-GROUPS = 0
 CHOSEN = False
 KIND = "f32"
 load: Any = None
-unpack: Any = ()
-floats: Any = None
+unpack: Any = None
+floats: Any = ()
 int32 = np.int32
 
 _THREADS = 128
@@ -55,19 +54,18 @@ def _dequantize(weights, sixteenth, first, chosen, out, count, units):
         row = int32(chosen[place] if CHOSEN else first + place)
         held = load(weights, sixteenth, multiply_add(row, int32(units), unit))
         word = registers()
-        for g in unroll(GROUPS):
-            group = unpack[g](held, unit)
-            for i in unroll(8):
-                quad = floats[i](group)
-                if KIND == "f32":
-                    for k in unroll(4):
-                        word[k] = float_bits(quad[k])
-                    store_16(out, (number * GROUPS + g) * 8 + i, gathered(word, 4))
-                else:
-                    word[i % 2 * 2] = packed(quad[0], quad[1])
-                    word[i % 2 * 2 + 1] = packed(quad[2], quad[3])
-                    if i % 2 == 1:
-                        store_16(out, (number * GROUPS + g) * 4 + i // 2, gathered(word, 4))
+        group = unpack(held, unit)
+        for i in unroll(8):
+            quad = floats[i](group)
+            if KIND == "f32":
+                for k in unroll(4):
+                    word[k] = float_bits(quad[k])
+                store_16(out, number * 8 + i, gathered(word, 4))
+            else:
+                word[i % 2 * 2] = packed(quad[0], quad[1])
+                word[i % 2 * 2 + 1] = packed(quad[2], quad[3])
+                if i % 2 == 1:
+                    store_16(out, number * 4 + i // 2, gathered(word, 4))
 
 
 @cache
@@ -80,7 +78,6 @@ def kernel(type: str, kind: str, chosen: bool) -> Any:
     expanded = expand(
         _dequantize,
         f"{type}_{kind}{'_rows' * chosen}",
-        GROUPS=own.layout.groups,
         CHOSEN=chosen,
         KIND=kind,
         load=own.load,

@@ -7,10 +7,13 @@ with `bits`, `multiply_add` and the like instead of operators.
 
 Loads take an array of any element type, and an index in units of what they load; the arrays of this folder begin
 on 256 bytes. `stream_` reads memory that nobody writes meanwhile and passes the L1 cache by (weights: every byte
-once); `cached_` keeps it there (activations: every row reads them); `load_` may read what the same launch writes.
+once); `ahead_` does so and lets the L2 cache fetch 256 bytes around (scales, of which a warp takes little at a time);
+`cached_` keeps it in L1 (activations: every row reads them); `load_` may read what the same launch writes.
 
-All 32 lanes of a warp must take part in `warp_sum`, `warp_max` and `warp_any`; in the simulator all threads of a
-block must, the same number of times.
+`fence` keeps the compiler from doing everything at once, for which registers would not suffice.
+
+All 32 lanes of a warp must take part in `fence`, `warp_sum`, `warp_max` and `warp_any`; in the simulator all threads
+of a block must, the same number of times.
 """
 
 from __future__ import annotations
@@ -57,6 +60,18 @@ if not SIMULATED:
             return builder.call(ir.InlineAsm(kinds, code, constraints, side_effect=False), values)
 
         return _emit(result, arguments, build)
+
+    def _register(name: str) -> Any:
+        """An intrinsic that reads a special register; what is made of it is not kept, but made again."""
+
+        def typed(typingctx):
+            def lower(context, builder, signature, values):
+                kinds = ir.FunctionType(_INT, [])
+                return builder.call(ir.InlineAsm(kinds, f"mov.u32 $0, %{name};", "=r", side_effect=True), [])
+
+            return types.int32(), lower
+
+        return intrinsic(typed)
 
     def _load(code: str, count: int, element: Any, changing: bool = False) -> Any:
         """An intrinsic (array, index) -> `count` elements: a scalar for one, otherwise a tuple."""
@@ -120,13 +135,27 @@ if not SIMULATED:
 
         return types.void(array, types.int64, types.UniTuple(types.int32, 4)), lower
 
+    @intrinsic
+    def fence(typingctx):
+        def lower(context, builder, signature, values):
+            kinds = ir.FunctionType(ir.VoidType(), [])
+            code = "bar.warp.sync 0xffffffff;"
+            builder.call(ir.InlineAsm(kinds, code, "~{memory}", side_effect=True), [])
+            return context.get_dummy_value()
+
+        return types.void(), lower
+
+    thread_x = _register("tid.x")
+    thread_y = _register("tid.y")
+    block_x = _register("ctaid.x")
+
     _i, _f = types.int32, types.float32
 
     dp4a = _asm(_i, (_i, _i, _i), "dp4a.s32.s32 $0, $1, $2, $3;", "=r,r,r,r")
-    dp2a_low = _asm(_i, (_i, _i, _i), "dp2a.lo.s32.s32 $0, $1, $2, $3;", "=r,r,r,r")
-    dp2a_high = _asm(_i, (_i, _i, _i), "dp2a.hi.s32.s32 $0, $1, $2, $3;", "=r,r,r,r")
+    dp2a = _asm(_i, (_i, _i, _i), "dp2a.lo.s32.s32 $0, $1, $2, $3;", "=r,r,r,r")
     bits = _emit(_i, (_i, _i, _i), lambda b, word, shift, mask: b.and_(b.lshr(word, shift), mask))
     shifted = _emit(_i, (_i, _i), lambda b, word, left: b.shl(word, left))
+    rotated = _asm(_i, (_i, _i), "shf.r.wrap.b32 $0, $1, $1, $2;", "=r,r,r")
     either = _emit(_i, (_i, _i), lambda b, one, other: b.or_(one, other))
     differing = _emit(_i, (_i, _i), lambda b, one, other: b.xor(one, other))
     minus = _emit(_i, (_i, _i), lambda b, one, other: b.sub(one, other))
@@ -152,7 +181,9 @@ if not SIMULATED:
     stream_16 = _load("ld.global.nc.L1::no_allocate.v4.u32", 4, _i)
     stream_8 = _load("ld.global.nc.L1::no_allocate.v2.u32", 2, _i)
     stream_4 = _load("ld.global.nc.L1::no_allocate.u32", 1, _i)
-    stream_2 = _load("ld.global.nc.L1::no_allocate.u16", 1, _i)
+    ahead_16 = _load("ld.global.nc.L1::no_allocate.L2::256B.v4.u32", 4, _i)
+    ahead_4 = _load("ld.global.nc.L1::no_allocate.L2::256B.u32", 1, _i)
+    ahead_2 = _load("ld.global.nc.L1::no_allocate.L2::256B.u16", 1, _i)
     cached_16 = _load("ld.global.nc.v4.u32", 4, _i)
     cached_8 = _load("ld.global.nc.v2.u32", 2, _i)
     cached_16f = _load("ld.global.nc.v4.f32", 4, _f)
@@ -203,6 +234,10 @@ if not SIMULATED:
 
 else:
 
+    def _thread() -> Any:
+        """The simulator's, which knows its place in block and grid."""
+        return threading.current_thread()
+
     def _int(value: int) -> np.int32:
         """The low 32 bits, as two's complement."""
         return np.uint32(int(value) & 0xFFFFFFFF).view(np.int32)
@@ -241,23 +276,35 @@ else:
             raise IndexError(f"store at {index}")
         _as(array, np.int32)[4 * int(index) : 4 * int(index) + 4] = [int(word) for word in words]
 
+    def fence():
+        pass
+
+    def thread_x():
+        return np.int32(_thread().threadIdx.x)
+
+    def thread_y():
+        return np.int32(_thread().threadIdx.y)
+
+    def block_x():
+        return np.int32(_thread().blockIdx.x)
+
     def dp4a(a, b, c):
         return _int(sum(x * y for x, y in zip(_bytes(a), _bytes(b), strict=True)) + int(c))
 
     def _halves(word: Any) -> list[int]:
         return [int(h) for h in np.array([_unsigned(word)], np.uint32).view(np.int16)]
 
-    def dp2a_low(a, b, c):
+    def dp2a(a, b, c):
         return _int(sum(x * y for x, y in zip(_halves(a), _bytes(b)[:2], strict=True)) + int(c))
-
-    def dp2a_high(a, b, c):
-        return _int(sum(x * y for x, y in zip(_halves(a), _bytes(b)[2:], strict=True)) + int(c))
 
     def bits(word, shift, mask):
         return _int((_unsigned(word) >> int(shift)) & _unsigned(mask))
 
     def shifted(word, left):
         return _int(_unsigned(word) << int(left))
+
+    def rotated(word, right):
+        return _int((_unsigned(word) * 0x100000001) >> (int(right) & 31))
 
     def either(one, other):
         return _int(_unsigned(one) | _unsigned(other))
@@ -292,10 +339,10 @@ else:
     def round_even(value):
         return np.int32(0 if np.isnan(value) else np.rint(value))
 
-    stream_16 = cached_16 = load_16 = _loader(np.int32, 4)
+    stream_16 = ahead_16 = cached_16 = load_16 = _loader(np.int32, 4)
     stream_8 = cached_8 = _loader(np.int32, 2)
-    stream_4 = _loader(np.int32, 1)
-    stream_2 = _loader(np.uint16, 1)
+    stream_4 = ahead_4 = _loader(np.int32, 1)
+    ahead_2 = _loader(np.uint16, 1)
     cached_16f = _loader(np.float32, 4)
     cached_8f = _loader(np.float32, 2)
     store_4 = _storer(np.uint32, 0xFFFFFFFF)
@@ -304,7 +351,7 @@ else:
 
     def _exchange(value: Any) -> tuple[int, list[Any]]:
         """This thread's lane, and what all lanes of its warp gave."""
-        thread: Any = threading.current_thread()
+        thread = _thread()
         given = thread._manager.__dict__.setdefault("given", {})
         given[thread.thread_id] = value
         thread.syncthreads()
@@ -316,18 +363,19 @@ else:
     def _butterfly(value: Any, masks: tuple[int, ...], combine: Callable[..., Any]) -> Any:
         """Combined in the order of the shuffles, so that rounding is theirs."""
         lane, warp = _exchange(value)
+        values = np.array(warp)
         for mask in masks:
-            warp = [combine(warp[i], warp[i ^ mask]) for i in range(32)]
-        return warp[lane]
+            values = combine(values, values[np.arange(32) ^ mask])
+        return values[lane]
 
     def warp_sum(value):
-        return _butterfly(value, (16, 8, 4, 2, 1), lambda a, b: a + b)
+        return _butterfly(value, (16, 8, 4, 2, 1), np.add)
 
     def half_warp_sum(value):
-        return _butterfly(value, (8, 4, 2, 1), lambda a, b: a + b)
+        return _butterfly(value, (8, 4, 2, 1), np.add)
 
     def warp_max(value):
-        return _butterfly(value, (16, 8, 4, 2, 1), max)
+        return _butterfly(value, (16, 8, 4, 2, 1), np.fmax)
 
     def warp_any(condition):
         return any(_exchange(condition)[1])

@@ -1,26 +1,27 @@
 """The form of a tensor on the device: every field of the blocks in an array of its own, GGUF bytes to the byte.
 
-A *unit* is what a lane takes at a time: 32 columns of a row, or 64 where scales belong to 16 columns. Unit u of row
-r has the number r * units + u; there is no padding between rows, and the arrays are indexed by that number:
+A *unit* is what a lane takes at a time: 32 columns of a row. Unit u of row r has the number r * units + u; there is
+no padding between rows, and the arrays are indexed by that number:
 
-    codes    planes of bits as in bridge/runtime/cpu/layout.py, for the span/4 words of a unit instead of 8, cut
-             into pieces of up to 16 bytes; each piece is an array, so that a warp reads 512 bytes in a row
+    codes    planes of bits as in bridge/runtime/cpu/layout.py, for the 8 words of a unit (word i: columns 4i to
+             4i + 3, a byte each), cut into pieces of up to 16 bytes; each piece is an array, so that a warp reads
+             up to 512 bytes in a row. The third bits of Q3_K are placed so that they fall above their lower two:
+             word 2f + v has bit 2f + 2 - v for f 0..2, bits 7 and 0 for f = 3
     scales   K only: 16 bytes a superblock, packed as scales.py says
     halves   d, or d and dmin, of a block, where the 16 bytes have no room for them
 
-    type        span  pieces of codes  scales  halves  bits per weight
-    Q2_K          64  16                   16       4   2.625
-    Q3_K          64  16, 8                16       -   3.5     (GGUF 3.4375: 2 bytes pad the 16)
-    Q4_K          32  16                   16       -   4.5
-    Q4_0          32  16                    -       2   4.5
-    Q4_1          32  16                    -       4   5
-    Q5_K          32  16, 4                16       -   5.5
-    Q5_0, Q5_1    32  16, 4                 -    2, 4   5.5, 6
-    Q6_K          64  16, 16, 16           16       2   6.5625
-    Q8_0          32  16, 16                -       2   8.5     (codes as int8)
+    type          pieces of codes  scales  halves  bits per weight
+    Q2_K          8                    16       4   2.625
+    Q3_K          8, 4                 16       -   3.5     (GGUF 3.4375: 2 bytes pad the 16)
+    Q4_K          16                   16       -   4.5
+    Q4_0, Q4_1    16                    -    2, 4   4.5, 5
+    Q5_K          16, 4                16       -   5.5
+    Q5_0, Q5_1    16, 4                 -    2, 4   5.5, 6
+    Q6_K          16, 8                16       2   6.5625
+    Q8_0          16, 16                -       2   8.5     (codes as int8)
 
-All arrays lie in one buffer, one after the other, each as long as if there were `spaced` units: their number
-rounded up to 128, so that every array begins on 128 bytes.
+All arrays lie in one buffer, one after the other, each as long as if there were `spaced` units: 128 more than there
+are, rounded up to 128. So every array begins on 128 bytes, and a warp may read on beyond the end of the last row.
 """
 
 from __future__ import annotations
@@ -36,7 +37,9 @@ from bridge.blocks import BLOCKS, BlockType
 from bridge.jit import from_plain, inlined, specialize
 from bridge.runtime.cpu.layout import PLANES
 
+UNIT = 32  # columns
 _EVEN = 128  # units
+_THIRD = np.array([2, 1, 4, 3, 6, 5, 7, 0], np.uint32)  # the bit of each word in the plane of third bits
 
 
 @dataclass(frozen=True)
@@ -46,18 +49,8 @@ class Layout:
     block: BlockType
 
     @property
-    def span(self) -> int:
-        """Columns of a unit."""
-        return 64 if self.block.sub == 16 else 32
-
-    @property
     def units_per_block(self) -> int:
-        return self.block.size // self.span
-
-    @property
-    def groups(self) -> int:
-        """Groups of 32 columns in a unit: what shares a step of the activations."""
-        return self.span // 32
+        return self.block.size // UNIT
 
     @property
     def code_bits(self) -> int:
@@ -65,8 +58,8 @@ class Layout:
 
     @property
     def planes(self) -> list[tuple[int, int]]:
-        """(width in bits, words in a unit) of each plane, lowest bits first."""
-        return [(width, self.span // 4 * width // 8) for width in PLANES[self.code_bits]]
+        """(width in bits, words in a unit) of each plane, lowest bits first: 8 words of codes make `width` words."""
+        return [(width, width) for width in PLANES[self.code_bits]]
 
     @property
     def pieces(self) -> list[int]:
@@ -100,7 +93,7 @@ class Layout:
 
     def spaced(self, rows: int, columns: int) -> int:
         """Units that each array has room for."""
-        return -(-rows * (columns // self.span) // _EVEN) * _EVEN
+        return (rows * (columns // UNIT) // _EVEN + 2) * _EVEN
 
     def nbytes(self, rows: int, columns: int) -> int:
         """Bytes of the buffer."""
@@ -110,27 +103,29 @@ class Layout:
     @property
     def bpw(self) -> float:
         """Bits that a product reads for a weight."""
-        return 8 * self.nbytes(_EVEN, 256) / (_EVEN * 256)
+        per_block = self.units_per_block * self.scales_at + self.scale_bytes + self.half_bytes
+        return 8 * per_block / self.block.size
 
 
 # set per type by `specialize`
 unpack: Any = None
 pack_scales: Any = None
-size = subs = nbytes = d_at = dmin_at = span = flip = 0
-low_width = high_width = low_words = scales_at = scale_bytes = half_bytes = 0
+size = subs = nbytes = d_at = dmin_at = flip = 0
+thirds = False
+low_width = high_width = scales_at = scale_bytes = half_bytes = 0
 
 
 @inlined
-def _put_plane(words, first, count, width, shift, out, at, spaced, unit):
-    """Bits shift.. of words[first : first + count], `width` of each byte -> pieces of the plane at out[at]."""
-    n = count * width // 8
+def _put_plane(words, first, width, shift, thirds, out, at, spaced, unit):
+    """Bits shift.. of words[first : first + 8], `width` of each byte -> pieces of the plane at out[at]; see above."""
     mask = np.uint32(0x01010101) * np.uint32((1 << width) - 1)
-    for v in range(n):
+    for v in range(width):
         value = np.uint32(0)
         for i in range(8 // width):
-            value |= ((words[first + v + i * n] >> np.uint32(shift)) & mask) << np.uint32(width * i)
+            place = _THIRD[i] if thirds else np.uint32(width * i)
+            value |= ((words[first + v + i * width] >> np.uint32(shift)) & mask) << place
         piece = v // 4
-        wide = min(4, n - 4 * piece)
+        wide = min(4, width - 4 * piece)
         out[at + 4 * piece * spaced + unit * wide + v % 4] = value
 
 
@@ -142,7 +137,7 @@ def _repack(raw, first, step, out, spaced):
     out32 = out.view(np.uint32)
     out16 = out.view(np.uint16)
     blocks = raw.shape[1] // nbytes
-    per_block = size // span
+    per_block = size // UNIT
     scale_base = spaced * scales_at
     half_base = scale_base + spaced // per_block * scale_bytes
     q = np.empty(size, np.uint8)
@@ -166,11 +161,9 @@ def _repack(raw, first, step, out, spaced):
                     q[i] ^= np.uint8(128)
             for u in range(per_block):
                 unit = number * per_block + u
-                _put_plane(words, span // 4 * u, span // 4, low_width, 0, out32, 0, spaced, unit)
+                _put_plane(words, 8 * u, low_width, 0, False, out32, 0, spaced, unit)
                 if high_width:
-                    _put_plane(
-                        words, span // 4 * u, span // 4, high_width, low_width, out32, low_words * spaced, spaced, unit
-                    )
+                    _put_plane(words, 8 * u, high_width, low_width, thirds, out32, low_width * spaced, spaced, unit)
             if scale_bytes:
                 at = (scale_base + number * scale_bytes) // 4
                 pack_scales(sc, mn, d, dmin, out32[at : at + 4])
@@ -191,7 +184,7 @@ def repacker(name: str) -> Any:
     """The compiled `repack(raw, first, step, out, spaced)` of a type."""
     layout = Layout(BLOCKS[name])
     block = layout.block
-    (low, low_words), *high = layout.planes
+    (low, _), *high = layout.planes
     return specialize(
         _repack,
         f"{name}_cuda",
@@ -202,10 +195,9 @@ def repacker(name: str) -> Any:
         nbytes=block.nbytes,
         d_at=block.d_at,
         dmin_at=block.dmin_at,
-        span=layout.span,
+        thirds=layout.code_bits == 3,
         flip=int(layout.code_bits == 8),
         low_width=low,
-        low_words=low_words,
         high_width=sum(width for width, _ in high),
         scales_at=layout.scales_at,
         scale_bytes=layout.scale_bytes,

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from bridge.cuda import device as devices
-from bridge.cuda.layout import Layout, repacker
+from bridge.cuda.layout import UNIT, Layout, repacker
 
 from bridge.blocks import BLOCKS
 from bridge.errors import BridgeError
@@ -35,7 +35,7 @@ class DeviceMatrix:
         self.buffer = buffer
         self.device = device
         self.layout = Layout(BLOCKS[type])
-        self.units = columns // self.layout.span
+        self.units = columns // UNIT
         self.spaced = self.layout.spaced(rows, columns)
 
     @classmethod

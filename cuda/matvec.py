@@ -1,8 +1,24 @@
-"""Products of a quantized matrix with up to eight columns of activations, one launch, every weight read once.
+"""Products of a quantized matrix with up to eight columns of activations: one launch, every weight read once.
 
-A warp takes `rows` rows (x is loaded once for them) and walks along them, each lane a unit of 32 or 64 columns at a
-time; `split` warps may share these rows, each with its part of the columns. First come the loads of `units` units
-of all rows, then the arithmetic, then shuffles add up the lanes.
+A warp takes `rows` rows (x is loaded once for them) and walks along them, each lane a unit of 32 columns at a time;
+`split` warps may share these rows, each with its part of the columns. First come the loads of `units` units of all
+rows, then the arithmetic, then shuffles add up the lanes.
+
+The floor is bytes over bandwidth: 8192 x 28672 in Q4_K are 132 MB, 30 us at the 4.4 TB/s that an H200 reads. To come
+near it:
+
+    bytes in flight   Little's law: 4.4 TB/s times 0.8 us under load are 3.5 MB, 27 KB for each of 132
+                      multiprocessors, 40 with room. 32 warps (64 registers) that wait for 2 rows x 1 unit of Q4_K,
+                      1152 bytes, make 37 KB; x 2 units 74 KB. So two units where a row has at least four times that
+    warps             what fits at once is one wave: 4224 warps. With fewer, rows are split: 2048 pairs of rows of
+                      4096 x 14336 become 4096 warps of half a row
+    instructions      At 4.4 TB/s and 1.75 GHz a multiprocessor reads 19 bytes a clock, in which it issues 4
+                      instructions of a warp. Of these 2 x 1024 weights take 113 of 242 in Q4_K, 148 of 353 in Q6_K,
+                      160 of 296 in Q5_K, 120 of 141 in Q2_K and 154 of 188 in Q3_K: the last two are the tight ones
+    x                 1.25 bytes a weight and column, from L1; two rows halve it. For four columns and two rows 40
+                      wavefronts of 128 bytes a 2048 weights, of the 60 clocks that these take in Q4_K
+
+This is reasoning, no measurement: scripts/gpu_check.py times `configurations` where there is a GPU.
 """
 
 from __future__ import annotations
@@ -16,29 +32,36 @@ from bridge.cuda.activations import FLOAT_RECORD, FLOAT_TILE, RECORD, TILE, Reco
 from bridge.cuda.intrinsics import (
     bits,
     bits_float,
+    block_x,
     cached_8,
-    cached_8f,
     cached_16,
     cached_16f,
+    fence,
     multiply_add,
+    thread_x,
+    thread_y,
     warp_sum,
 )
 from bridge.cuda.matrix import DeviceMatrix
 from bridge.cuda.superblock import functions
-from bridge.cuda.unroll import expand, gathered, registers, unroll
+from bridge.cuda.unroll import expand, registers, unroll
 from numba import cuda
 
 from bridge.errors import BridgeError
 
 # set per kernel by `expand`
-ROWS = UNITS = SPLIT = WARPS = TOKENS = GROUPS = 0
+ROWS = UNITS = SPLIT = SPLIT_LOG = WARPS = TOKENS = 0
 EXACT = ACCUMULATE = BIAS = SILU = False
 load: Any = None
-unpack: Any = ()
+unpack: Any = None
 integer: Any = None
-exact: Any = None
+floats: Any = ()
 int32 = np.int32
 float32 = np.float32
+
+
+_EXACT_COLUMNS = 4  # of float32 x at a time
+_WARPS_AT_ONCE = 32  # a multiprocessor's, with 64 registers
 
 
 class Configuration(NamedTuple):
@@ -51,59 +74,60 @@ class Configuration(NamedTuple):
 
 
 def _product(weights, sixteenth, x, y, bias, rows, units):
-    lane = int32(cuda.threadIdx.x)
-    warp = int32(cuda.threadIdx.y)
-    first = int32((cuda.blockIdx.x * (WARPS // SPLIT) + warp // SPLIT) * ROWS)
+    lane = thread_x()
+    warp = thread_y()
+    start = multiply_add(block_x(), WARPS // SPLIT * ROWS, multiply_add(bits(warp, SPLIT_LOG, 31), ROWS, 0))
     end = int32(units)
     base = registers()
     total = registers()
     for r in unroll(ROWS):
         # a row too many is computed and not stored
-        base[r] = multiply_add(min(int32(first + r), int32(rows - 1)), end, 0)
+        base[r] = multiply_add(min(int32(start + r), int32(rows - 1)), end, lane)
         for c in unroll(TOKENS):
             total[r, c] = float32(0)
     held = registers()
-    group = registers()
     unit = registers()
-    begin = int32(warp % SPLIT * (32 * UNITS))
+    weight = registers()
+    begin = multiply_add(bits(warp, 0, SPLIT - 1), 32 * UNITS, 0)
     while begin < end:
         for u in unroll(UNITS):
-            # beyond the end the last unit is taken again, and counts nothing
-            unit[u] = min(int32(begin + lane + 32 * u), int32(end - 1))
             for r in unroll(ROWS):
-                held[u, r] = load(weights, sixteenth, int32(base[r] + unit[u]))
+                held[u, r] = load(weights, sixteenth, int32(base[r] + begin + 32 * u))
         for u in unroll(UNITS):
-            inside = int32(begin + lane + 32 * u) < end
-            for g in unroll(GROUPS):
-                for r in unroll(ROWS):
-                    group[r] = unpack[g](held[u, r], unit[u])
-                block = multiply_add(unit[u], GROUPS, g)
-                tile = bits(block, 5, 0x07FFFFFF)
-                place = bits(block, 0, 31)
+            # beyond the end of the row stands the next one, or zeros; the records of x hold zeros there
+            tile = int32(bits(begin, 5, 0x07FFFFFF) + u)
+            for r in unroll(ROWS):
+                unit[r] = unpack(held[u, r], lane)
+            if EXACT:
+                at = multiply_add(tile, FLOAT_TILE // 16, lane)
+                for k in unroll(8):
+                    for r in unroll(ROWS):
+                        weight[r] = floats[k](unit[r])
+                    for c in unroll(TOKENS):
+                        quad = cached_16f(x, at + (c * (FLOAT_RECORD // 16) + 32 * k))
+                        for r in unroll(ROWS):
+                            for j in unroll(4):
+                                total[r, c] += weight[r][j] * quad[j]
+            else:
                 for c in unroll(TOKENS):
-                    if EXACT:
-                        at = multiply_add(tile, FLOAT_TILE // 16, place)
-                        quad = registers()
-                        for k in unroll(8):
-                            quad[k] = cached_16f(x, at + (c * (FLOAT_RECORD // 16) + 32 * k))
-                        at = multiply_add(tile, FLOAT_TILE // 8, place)
-                        sums = cached_8f(x, at + (c * (FLOAT_RECORD // 8) + 512))
-                        for r in unroll(ROWS):
-                            value = exact(group[r], gathered(quad, 8), sums[0], sums[1])
-                            total[r, c] += value if inside else float32(0)
-                    else:
-                        at = multiply_add(tile, TILE // 16, place)
-                        low = cached_16(x, at + c * (RECORD // 16))
-                        high = cached_16(x, at + (c * (RECORD // 16) + 32))
-                        at = multiply_add(tile, TILE // 8, place)
-                        scale = cached_8(x, at + (c * (RECORD // 8) + 128))
-                        step = bits_float(scale[0]) if inside else float32(0)
-                        for r in unroll(ROWS):
-                            total[r, c] += integer(group[r], low, high, step, scale[1])
+                    if c % 4 == 0 and TOKENS > 3:
+                        fence()
+                    at = multiply_add(tile, TILE // 16, lane)
+                    low = cached_16(x, at + c * (RECORD // 16))
+                    high = cached_16(x, at + (c * (RECORD // 16) + 32))
+                    at = multiply_add(tile, TILE // 8, lane)
+                    scale = cached_8(x, at + (c * (RECORD // 8) + 128))
+                    for r in unroll(ROWS):
+                        total[r, c] += integer(unit[r], low, high, bits_float(scale[0]), scale[1])
         begin = int32(begin + 32 * UNITS * SPLIT)
     for r in unroll(ROWS):
         for c in unroll(TOKENS):
             total[r, c] = warp_sum(total[r, c])
+    # made anew, so that no registers are kept for it along the row
+    lane = thread_x()
+    warp = thread_y()
+    team = bits(warp, SPLIT_LOG, 31)
+    start = multiply_add(block_x(), WARPS // SPLIT * ROWS, multiply_add(team, ROWS, 0))
     if SPLIT > 1:
         shared = cuda.shared.array((WARPS, ROWS * TOKENS), np.float32)
         if lane == 0:
@@ -113,29 +137,48 @@ def _product(weights, sixteenth, x, y, bias, rows, units):
         cuda.syncthreads()
         for r in unroll(ROWS):
             for c in unroll(TOKENS):
-                total[r, c] = shared[warp // SPLIT * SPLIT, r * TOKENS + c]
+                total[r, c] = shared[team * SPLIT, r * TOKENS + c]
                 for s in unroll(1, SPLIT):
-                    total[r, c] += shared[warp // SPLIT * SPLIT + s, r * TOKENS + c]
-    if lane == 0 and warp % SPLIT == 0:
+                    total[r, c] += shared[team * SPLIT + s, r * TOKENS + c]
+    if lane == 0 and bits(warp, 0, SPLIT - 1) == 0:
         for r in unroll(ROWS):
-            if first + r < rows:
+            if int32(start + r) < int32(rows):
                 for c in unroll(TOKENS):
                     value = total[r, c]
                     if SILU:
                         if r % 2 == 1:
                             gate = total[r - 1, c]
-                            y[c, (first + r) >> 1] = gate / (float32(1) + math.exp(-gate)) * value
+                            y[c, (start + r) >> 1] = gate / (float32(1) + math.exp(-gate)) * value
                     else:
                         if BIAS:
-                            value += bias[first + r]
+                            value += bias[start + r]
                         if ACCUMULATE:
-                            value += y[c, first + r]
-                        y[c, first + r] = value
+                            value += y[c, start + r]
+                        y[c, start + r] = value
 
 
 def configuration(matrix: DeviceMatrix, n: int, exact: bool = False) -> Configuration:
-    """The one that is used for n columns; `silu` products need an even number of rows a warp, as it always has."""
-    return Configuration(2, 1, 1, 4)
+    """The one that products of n columns use; see above."""
+    rows = 2 if n <= (2 if exact else 4) else 1
+    units = 2 if n == 1 and not exact and matrix.units % 64 == 0 and matrix.units >= 256 else 1
+    wanted = _WARPS_AT_ONCE * matrix.device.multiprocessors
+    split = 1
+    while split < 4 and matrix.rows // rows * split < wanted * 3 // 4 and matrix.units >= 64 * units * split:
+        split *= 2
+    return Configuration(rows, units, split, 4)
+
+
+def configurations(matrix: DeviceMatrix, n: int, exact: bool = False) -> list[Configuration]:
+    """All that may be tried for n columns, the one in use first: `launch(..., shape=)` takes them, to be timed."""
+    chosen = configuration(matrix, n, exact)
+    tried = [
+        Configuration(rows, units, split, warps)
+        for rows in ((2, 1, 4) if n == 1 else (2, 1) if n <= 4 else (1,))
+        for units in ((1, 2, 4) if n == 1 else (1,))
+        for split, warps in ((1, 4), (2, 4), (4, 4), (1, 8), (1, 2))
+        if rows * units <= 4 and 32 * units * split <= max(32, matrix.units)
+    ]
+    return [chosen, *(shape for shape in tried if shape != chosen)]
 
 
 @cache
@@ -152,8 +195,8 @@ def kernel(type: str, n: int, shape: Configuration, exact: bool, epilogue: str) 
         ROWS=shape.rows,
         UNITS=shape.units,
         SPLIT=shape.split,
+        SPLIT_LOG=shape.split.bit_length() - 1,
         WARPS=shape.warps,
-        GROUPS=own.layout.groups,
         EXACT=exact,
         ACCUMULATE="accumulate" in epilogue,
         BIAS="bias" in epilogue,
@@ -161,7 +204,7 @@ def kernel(type: str, n: int, shape: Configuration, exact: bool, epilogue: str) 
         load=own.load,
         unpack=own.unpack,
         integer=own.integer,
-        exact=own.exact,
+        floats=own.floats,
     )
     return Kernel(expanded, "void(uint8[::1], int64, uint8[::1], float32[:,::1], float32[::1], int64, int64)")
 
@@ -197,16 +240,25 @@ def _launch(matrix, records, y, n, stream, bias, epilogue, shape) -> None:
             f"{matrix.name}: {n} columns of {records.columns} values; 1 to {records.max_n} of {matrix.columns} are "
             f"wanted"
         )
-    shape = shape or configuration(matrix, n, records.exact)
+    shape = shape or configuration(matrix, min(n, _EXACT_COLUMNS) if records.exact else n, records.exact)
+    values = records.buffer
+    if records.exact and n > _EXACT_COLUMNS:  # more do not fit into registers: the weights are read twice
+        _run(matrix, values, y, _EXACT_COLUMNS, stream, bias, epilogue, shape, True)
+        values = values[_EXACT_COLUMNS * FLOAT_RECORD :]
+        y, n = y[_EXACT_COLUMNS:], n - _EXACT_COLUMNS
+    _run(matrix, values, y, n, stream, bias, epilogue, shape, records.exact)
+
+
+def _run(matrix, values, y, n, stream, bias, epilogue, shape, exact) -> None:
     sets = -(-matrix.rows // shape.rows)
     grid = -(-sets * shape.split // shape.warps)
-    kernel(matrix.type, n, shape, records.exact, epilogue).launch(
+    kernel(matrix.type, n, shape, exact, epilogue).launch(
         grid,
         (32, shape.warps),
         stream,
         matrix.buffer,
         matrix.spaced // 16,
-        records.buffer,
+        values,
         y,
         matrix.device.nothing() if bias is None else bias,
         matrix.rows,

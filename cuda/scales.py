@@ -1,17 +1,20 @@
 """The 16 bytes that hold a superblock's scales on the device: how they are packed, and how a lane reads them.
 
     Q4_K, Q5_K   word 0       d, dmin
-                 word 1, 2    nibble j: low bits of sc[j]; of mn[j]
-                 word 3       nibble j: high bits of sc[j] in 0..1, of mn[j] in 2..3
+                 word 1, 2    nibble u: low bits of sc[u]; of mn[u]
+                 word 3       nibble u: high bits of sc[u] in 0..1, of mn[u] in 2..3
     Q3_K         word 0       d
-                 word 1       byte u: low nibbles of sc[4u] + 32 and of sc[4u+1] + 32 (unit u of 64 columns)
-                 word 2       the same of sc[4u+2] and sc[4u+3]
-                 word 3       byte u: bits 2j, 2j+1 are bits 4, 5 of sc[4u+j] + 32
-    Q2_K         word u       byte j: sc[4u+j] in the low nibble, mn[4u+j] in the high one
-    Q6_K         word u       byte j: sc[4u+j]
+                 word 1 + i   half h, byte j: low bits of sc + 32 of sub-block 2u + j, u = 4i + 2h in the low nibble,
+                              u = 4i + 2h + 1 in the high one
+                 word 3       half h, byte j: bits 2n, 2n + 1 are bits 4, 5 of sc + 32 of sub-block 2u + j, u = 4h + n
+    Q2_K         half u       byte j: sc[2u + j] in the low nibble, mn[2u + j] in the high one
+    Q6_K         half u       byte j: sc[2u + j]
 
-A lane reads all 16 bytes of the first two, its own word of the last two. `group` of a unit is 0 or 1: which half of
-its four sub-blocks of 16.
+u is the unit, 32 columns, of a superblock. A lane reads all 16 bytes of the first three, its own half word of the
+last two. What it makes of them for its unit, whose number in the superblock is that of the lane, modulo 8:
+
+    Q4_K, Q5_K   the scale of its sub-block; its min in bytes 0 and 1 (to be multiplied with the two sums of x)
+    others       the scales of its two sub-blocks in bytes 0 and 1, and their mins likewise
 """
 
 from __future__ import annotations
@@ -20,14 +23,14 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
-from bridge.cuda.intrinsics import bits, either, minus, multiply_add, shifted, signed_byte
+from bridge.cuda.intrinsics import bits, differing, either, minus, multiply_add, rotated, shifted
 
 
 class Form(NamedTuple):
     """How a type's scales are packed."""
 
     pack: Callable[..., None]  # (sc, mn, d, dmin, out uint32 [4])
-    read: Callable[..., Any]  # see below
+    read: Callable[..., Any]  # (words, lane) -> what is said above
     holds_halves: bool  # whether d and dmin are in there
     whole: bool  # whether a lane reads all of it
 
@@ -52,61 +55,49 @@ def _pack_q3(sc, mn, d, dmin, out):
     out[0] = np.uint32(d)
     for i in range(1, 4):
         out[i] = np.uint32(0)
-    for u in range(4):
-        for j in range(4):
-            s = np.uint32(sc[4 * u + j] + 32)
-            out[1 + j // 2] |= (s & np.uint32(15)) << np.uint32(8 * u + 4 * (j % 2))
-            out[3] |= (s >> np.uint32(4)) << np.uint32(8 * u + 2 * j)
+    for u in range(8):
+        for j in range(2):
+            s = np.uint32(sc[2 * u + j] + 32)
+            out[1 + u // 4] |= (s & np.uint32(15)) << np.uint32(16 * (u // 2 % 2) + 8 * j + 4 * (u % 2))
+            out[3] |= (s >> np.uint32(4)) << np.uint32(16 * (u // 4) + 8 * j + 2 * (u % 4))
 
 
 def _pack_q2(sc, mn, d, dmin, out):
-    for u in range(4):
-        out[u] = np.uint32(0)
+    for i in range(4):
+        out[i] = np.uint32(0)
         for j in range(4):
-            out[u] |= (np.uint32(sc[4 * u + j]) | np.uint32(mn[4 * u + j]) << np.uint32(4)) << np.uint32(8 * j)
+            out[i] |= (np.uint32(sc[4 * i + j]) | np.uint32(mn[4 * i + j]) << np.uint32(4)) << np.uint32(8 * j)
 
 
 def _pack_q6(sc, mn, d, dmin, out):
-    for u in range(4):
-        out[u] = np.uint32(0)
+    for i in range(4):
+        out[i] = np.uint32(0)
         for j in range(4):
-            out[u] |= np.uint32(np.uint8(sc[4 * u + j])) << np.uint32(8 * j)
+            out[i] |= np.uint32(np.uint8(sc[4 * i + j])) << np.uint32(8 * j)
 
 
-group = 0  # set by `expand`
-
-# Reading: (words, unit) -> scale of the group's first 16 columns, of its last 16, min twice in bytes 0 and 1
-
-
-def read_32(words, unit):
-    """Of sub-blocks of 32: the same scale twice."""
-    at = shifted(bits(unit, 0, 7), 2)
-    high = bits(words[3], at, 15)
-    scale = either(bits(words[1], at, 15), bits(shifted(high, 4), 0, 0x30))
-    least = either(bits(words[2], at, 15), bits(shifted(high, 2), 0, 0x30))
-    return scale, scale, multiply_add(least, 257, 0)
+def read_32(words, lane):
+    at = shifted(bits(lane, 0, 7), 2)
+    scale = either(bits(words[1], at, 15), bits(rotated(words[3], minus(at, 4)), 0, 0x30))
+    least = either(bits(words[2], at, 15), bits(rotated(words[3], minus(at, 2)), 0, 0x30))
+    return scale, multiply_add(least, 257, 0)
 
 
-def read_q3(words, unit):
-    at = shifted(bits(unit, 0, 3), 3)
-    low = bits(words[2] if group else words[1], at, 255)
-    high = bits(bits(words[3], at, 255), 4 * group, 15)
-    first = either(bits(low, 0, 15), bits(shifted(high, 4), 0, 0x30))
-    last = either(bits(low, 4, 15), bits(shifted(high, 2), 0, 0x30))
-    return minus(first, 32), minus(last, 32), 0
+def read_q3(words, lane):
+    at = either(shifted(bits(lane, 1, 1), 4), shifted(bits(lane, 0, 1), 2))
+    low = bits(words[2] if bits(lane, 2, 1) else words[1], at, 0x0F0F)
+    at = either(shifted(bits(lane, 2, 1), 4), shifted(bits(lane, 0, 3), 1))
+    scale = either(low, bits(rotated(words[3], minus(at, 4)), 0, 0x3030))
+    # less 32 in each byte: with the top bits set nothing is borrowed, and then they are what the sign bits are not
+    return differing(minus(either(scale, 0x8080), 0x2020), 0x8080), 0
 
 
-def read_q2(words, unit):
-    word = words[0]
-    return (
-        bits(word, 16 * group, 15),
-        bits(word, 16 * group + 8, 15),
-        bits(word, 16 * group + 4, 0x0F0F),
-    )
+def read_q2(words, lane):
+    return bits(words[0], 0, 0x0F0F), bits(words[0], 4, 0x0F0F)
 
 
-def read_q6(words, unit):
-    return signed_byte(words[0], 16 * group), signed_byte(words[0], 16 * group + 8), 0
+def read_q6(words, lane):
+    return words[0], 0
 
 
 FORMS = {

@@ -1,4 +1,4 @@
-"""The arithmetic of a group of 32 columns, written once for all types; `expand` makes a type's functions of it.
+"""The arithmetic of a unit, 32 columns, written once for all types; `expand` makes a type's functions of it.
 
     affine  w = d*sc*q - dmin*mn         sum += dx * (d * sum_j sc_j (q_j . x_j)  -  dmin * sum_j mn_j s_j)
     scaled  w = d*sc*(q - zero)          sum += dx *  d * sum_j sc_j (q_j . x_j - zero * s_j)
@@ -19,9 +19,12 @@ import numpy as np
 from bridge.cuda import scales
 from bridge.cuda.intrinsics import (
     SIMULATED,
+    ahead_2,
+    ahead_4,
+    ahead_16,
     bits,
     differing,
-    dp2a_low,
+    dp2a,
     dp4a,
     either,
     high_half,
@@ -30,7 +33,6 @@ from bridge.cuda.intrinsics import (
     multiply_add,
     shifted,
     signed_byte,
-    stream_2,
     stream_4,
     stream_8,
     stream_16,
@@ -44,12 +46,13 @@ from bridge.blocks import BLOCKS
 SIGN_BITS = -0x7F7F7F80  # 0x80808080 as int32
 
 # set per type by `expand`; tuples have one entry a piece or plane
-PIECES = PLANES = CODE_WORDS = HELD = BLOCK_LOG = GROUP = 0
+PIECES = PLANES = CODE_WORDS = HELD = BLOCK_LOG = WORD = 0
 PIECE_WORDS = PIECE_AT = PIECE_FIRST = WIDTH = COUNT = FIRST = LOW = MASK = ()
-SCALES_AT = SCALE_WORDS = HALVES_AT = HALF_BYTES = ZERO = ZEROS = ZERO_BYTES = WORD = 0
-K = MINS = WIDE = WHOLE = HALVES_INSIDE = False
+SCALES_AT = SCALE_WORDS = HALVES_AT = HALF_BYTES = ZERO = ZEROS = ZERO_BYTES = 0
+K = MINS = WIDE = WHOLE = HALVES_INSIDE = IN_PLACE = False
 float32 = np.float32
 read_scales: Any = None
+signed: Any = None
 
 
 def _load(weights, sixteenth, at):
@@ -67,114 +70,109 @@ def _load(weights, sixteenth, at):
         else:
             word[PIECE_FIRST[p]] = stream_4(weights, 4 * PIECE_AT[p] * sixteenth + at)
     if WHOLE:
-        quad = stream_16(weights, SCALES_AT * sixteenth + bits(at, BLOCK_LOG, 0x7FFFFFFF))
+        quad = ahead_16(weights, SCALES_AT * sixteenth + bits(at, BLOCK_LOG, 0x7FFFFFFF))
         for i in unroll(4):
             word[CODE_WORDS + i] = quad[i]
     elif K:
-        word[CODE_WORDS] = stream_4(weights, 4 * SCALES_AT * sixteenth + at)
+        word[CODE_WORDS] = ahead_2(weights, 8 * SCALES_AT * sixteenth + at)
     if HALF_BYTES == 4:
-        word[CODE_WORDS + SCALE_WORDS] = stream_4(weights, HALVES_AT * sixteenth // 4 + bits(at, BLOCK_LOG, 0x7FFFFFFF))
+        word[CODE_WORDS + SCALE_WORDS] = ahead_4(weights, HALVES_AT * sixteenth // 4 + bits(at, BLOCK_LOG, 0x7FFFFFFF))
     elif HALF_BYTES == 2:
-        word[CODE_WORDS + SCALE_WORDS] = stream_2(weights, HALVES_AT * sixteenth // 2 + bits(at, BLOCK_LOG, 0x7FFFFFFF))
+        word[CODE_WORDS + SCALE_WORDS] = ahead_2(weights, HALVES_AT * sixteenth // 2 + bits(at, BLOCK_LOG, 0x7FFFFFFF))
     return gathered(word, HELD)
 
 
-def _unpack(held, unit):
-    """Group GROUP of a unit: 8 words of codes, scale of the first and of the last 16, mins, d, dmin."""
+def _unpack(held, lane):
+    """A unit: 8 words of codes, scales and mins as scales.py reads them, d, dmin.
+
+    Codes of 2 and 3 bits stay where they are in their bytes: words 0 and 1 at bit 0, 2 and 3 at 2, the others at 4.
+    """
     word = registers()
     for i in unroll(8):
-        for p in unroll(PLANES):
-            if WIDTH[p] == 8:
-                part = held[FIRST[p] + 8 * GROUP + i]
-            elif WIDTH[p] * ((8 * GROUP + i) // COUNT[p]) >= LOW[p]:
-                part = bits(
-                    held[FIRST[p] + (8 * GROUP + i) % COUNT[p]],
-                    WIDTH[p] * ((8 * GROUP + i) // COUNT[p]) - LOW[p],
-                    MASK[p],
-                )
+        if IN_PLACE:
+            if i < 6:
+                word[i] = bits(held[i % 2], 0, 0x03030303 << (i // 2 * 2))
             else:
-                part = bits(
-                    shifted(
-                        held[FIRST[p] + (8 * GROUP + i) % COUNT[p]],
-                        LOW[p] - WIDTH[p] * ((8 * GROUP + i) // COUNT[p]),
-                    ),
-                    0,
-                    MASK[p],
-                )
-            word[i] = part if p == 0 else either(word[i], part)
-    first = 1
-    last = 1
+                word[i] = bits(held[i % 2], 2, 0x30303030)
+            if PLANES == 2:
+                if i == 6:
+                    word[i] = either(word[i], bits(held[2], 1, 0x40404040))
+                elif i == 7:
+                    word[i] = either(word[i], bits(shifted(held[2], 6), 0, 0x40404040))
+                else:
+                    word[i] = either(word[i], bits(shifted(held[2], i % 2), 0, 0x04040404 << (i // 2 * 2)))
+        else:
+            for p in unroll(PLANES):
+                if WIDTH[p] == 8:
+                    part = held[FIRST[p] + i]
+                elif WIDTH[p] * (i // COUNT[p]) >= LOW[p]:
+                    part = bits(held[FIRST[p] + i % COUNT[p]], WIDTH[p] * (i // COUNT[p]) - LOW[p], MASK[p])
+                else:
+                    part = shifted(held[FIRST[p] + i % COUNT[p]], LOW[p] - WIDTH[p] * (i // COUNT[p]))
+                    part = bits(part, 0, MASK[p])
+                word[i] = part if p == 0 else either(word[i], part)
+    scale = 1
     least = 0x0101
     if K:
-        first, last, least = read_scales(held[CODE_WORDS:], unit)
+        scale, least = read_scales(held[CODE_WORDS:], lane)
     halves = held[CODE_WORDS] if HALVES_INSIDE else held[CODE_WORDS + SCALE_WORDS]
-    return gathered(word, 8), first, last, least, low_half(halves), high_half(halves)
+    return gathered(word, 8), scale, least, low_half(halves), high_half(halves)
 
 
 def _integer(weights, low, high, step, sums):
-    """The group times int8 values of x: `low` and `high` 16 each, in four words; `sums` of each 16 as two int16."""
-    codes, first, last, least, d, dmin = weights
-    if ZERO and WIDE:
-        total = dp2a_low(sums, ZEROS, 0)
-    elif ZERO:
-        total = dp2a_low(sums, ZEROS % 256, 0)
-    else:
-        total = 0
-    for i in unroll(4):
-        total = dp4a(codes[i], low[i], total)
+    """The unit times int8 values of x: `low` and `high` 16 each, in four words; `sums` of each 16 as two int16."""
+    codes, scale, least, d, dmin = weights
     if WIDE:
+        total = dp2a(sums, ZEROS, 0) if ZERO else 0
+        for i in unroll(4):
+            total = dp4a(codes[i], low[i], total)
         for i in unroll(4):
             total = dp4a(codes[4 + i], high[i], total)
         if K:
-            total = multiply_add(total, first, 0)
+            total = multiply_add(total, scale, 0)
     else:
-        other = dp2a_low(sums, ZEROS - ZEROS % 256, 0) if ZERO else 0
+        total = 0
+        other = 0
         for i in unroll(4):
+            if IN_PLACE and i == 2:
+                total = shifted(total, 2)
+            total = dp4a(codes[i], low[i], total)
             other = dp4a(codes[4 + i], high[i], other)
-        total = multiply_add(other, last, multiply_add(total, first, 0))
+        if IN_PLACE:
+            total = shifted(total, 2)
+        total = multiply_add(total, signed_byte(scale, 0), 0)
+        total = multiply_add(other, signed_byte(scale, 8), total)
+        if ZERO:
+            total = multiply_add(dp2a(sums, scale, 0), -16 * ZERO if IN_PLACE else -ZERO, total)
+        if IN_PLACE:
+            d *= float32(0.0625)
     value = d * float32(total)
     if MINS:
-        value += (-dmin if K else dmin) * float32(dp2a_low(sums, least, 0))
+        value += (-dmin if K else dmin) * float32(dp2a(sums, least, 0))
     return step * value
 
 
+def _signed(code):
+    """Word WORD of codes less the zero point, as int8: with the top bits set nothing is borrowed across bytes."""
+    if IN_PLACE:
+        code = bits(code, 4 if WORD > 3 else WORD // 2 * 2, 0x07070707)
+    return differing(minus(either(code, SIGN_BITS), ZERO_BYTES), SIGN_BITS) if ZERO else code
+
+
 def _floats(weights):
-    """The four weights of word WORD of a group."""
-    codes, first, last, least, d, dmin = weights
-    code = codes[WORD]
-    if ZERO:
-        code = differing(minus(either(code, SIGN_BITS), ZERO_BYTES), SIGN_BITS)
-    scale = d * float32(first if WORD < 4 else last) if K else d
+    """The four weights of word WORD of a unit."""
+    codes, scale, least, d, dmin = weights
+    code = signed(codes[WORD])
+    if K:
+        d *= float32(scale if WIDE else signed_byte(scale, WORD // 4 * 8))
+    if K and MINS:
+        dmin *= -float32(bits(least, 0 if WIDE else WORD // 4 * 8, 255))
     value = registers()
     for j in unroll(4):
-        value[j] = scale * float32(signed_byte(code, 8 * j))
-        if MINS and K:
-            value[j] -= dmin * float32(bits(least, 0 if WORD < 4 else 8, 255))
-        elif MINS:
+        value[j] = d * float32(signed_byte(code, 8 * j))
+        if MINS:
             value[j] += dmin
     return gathered(value, 4)
-
-
-def _exact(weights, x, first_sum, last_sum):
-    """The group times float32 x, eight words of four, whose first and last 16 sum up to what is given."""
-    codes, first, last, least, d, dmin = weights
-    total = float32(0)
-    other = float32(0)
-    for i in unroll(8):
-        code = codes[i]
-        if ZERO:  # four bytes at once: their top bits are free, so nothing is borrowed across bytes
-            code = differing(minus(either(code, SIGN_BITS), ZERO_BYTES), SIGN_BITS)
-        for j in unroll(4):
-            if i < 4:
-                total += float32(signed_byte(code, 8 * j)) * x[i][j]
-            else:
-                other += float32(signed_byte(code, 8 * j)) * x[i][j]
-    value = d * (float32(first) * total + float32(last) * other if K else total + other)
-    if MINS and K:
-        value -= dmin * (float32(bits(least, 0, 255)) * first_sum + float32(bits(least, 8, 255)) * last_sum)
-    elif MINS:
-        value += dmin * (first_sum + last_sum)
-    return value
 
 
 def _constants(layout: Layout) -> dict[str, Any]:
@@ -210,11 +208,12 @@ def _constants(layout: Layout) -> dict[str, Any]:
         "HALF_BYTES": layout.half_bytes,
         "K": block.is_k,
         "MINS": block.has_min,
-        "WIDE": layout.span == 32,
+        "WIDE": block.sub == 32,
         "WHOLE": bool(form and form.whole),
         "HALVES_INSIDE": layout.half_bytes == 0,
         "ZERO": zero,
         "ZEROS": (-zero & 255) * 257,
+        "IN_PLACE": layout.code_bits < 4,
         "ZERO_BYTES": zero * 0x01010101,
     }
 
@@ -226,14 +225,12 @@ def device_function(function: Any) -> Any:
 
 @dataclass(frozen=True)
 class Functions:
-    """A type's functions on the device; `unpack` has one for each group of 32 columns in a unit,
-    `floats` one for each word of such a group."""
+    """A type's functions on the device; `floats` has one for each word of a unit."""
 
     layout: Layout
     load: Any
-    unpack: tuple[Any, ...]
+    unpack: Any
     integer: Any
-    exact: Any
     floats: tuple[Any, ...]
 
 
@@ -242,17 +239,17 @@ def functions(name: str) -> Functions:
     """The functions of a type, made from those above."""
     layout = Layout(BLOCKS[name])
     constants = _constants(layout)
-    unpack = []
-    for group in range(layout.groups):
-        scope = constants | {"GROUP": group}
-        if layout.block.is_k:
-            scope["read_scales"] = device_function(expand(scales.FORMS[name].read, f"{name}_{group}", group=group))
-        unpack.append(device_function(expand(_unpack, f"{name}_{group}", **scope)))
+
+    def make(function: Any, suffix: str = "", **scope: Any) -> Any:
+        return device_function(expand(function, f"{name}{suffix}", **constants | scope))
+
+    if layout.block.is_k:
+        constants["read_scales"] = make(scales.FORMS[name].read)
+    words = [(f"_{i}", {"WORD": i, "signed": make(_signed, f"_{i}", WORD=i)}) for i in range(8)]
     return Functions(
         layout,
-        device_function(expand(_load, name, **constants)),
-        tuple(unpack),
-        device_function(expand(_integer, name, **constants)),
-        device_function(expand(_exact, name, **constants)),
-        tuple(device_function(expand(_floats, f"{name}_{i}", WORD=i, **constants)) for i in range(8)),
+        make(_load),
+        make(_unpack),
+        make(_integer),
+        tuple(make(_floats, suffix, **scope) for suffix, scope in words),
     )

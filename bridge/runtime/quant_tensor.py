@@ -202,11 +202,18 @@ class QuantTensor:
         if end > first:
             mapped.madvise(mmap.MADV_DONTNEED, first, end - first)
 
-    def to(self, device: str) -> QuantTensor:
-        """The tensor on another device; "cpu" is where it is."""
+    def to(self, device: str) -> Any:
+        """The tensor on another device: "cpu" is where it is, "cuda" or "cuda:1" makes a CudaTensor."""
         if device == "cpu":
             return self
-        raise BridgeError(f"{self.name}: device {device!r} is not supported yet; cpu is")
+        if str(device).partition(":")[0] != "cuda":
+            raise BridgeError(f"{self.name}: device {device!r}: cpu, cuda, cuda:0, cuda:1 ... are known")
+        from bridge.cuda.device import require
+
+        found = require(device)
+        from bridge.cuda.tensor import CudaTensor
+
+        return CudaTensor(self, found)
 
     def _get_engine(self) -> Engine:
         if self._engine is None:

@@ -1,0 +1,192 @@
+"""A tensor of a GGUF on a GPU: what QuantTensor.to("cuda") gives, with QuantTensor's methods.
+
+    w = f["blk.0.ffn_down.weight"].to("cuda")
+    y = w.matvec(x)                                 x a torch tensor on the device, y too, nothing is copied
+
+Products are queued on torch's current stream and can be captured in a CUDA graph, once they have run before. Up to 8
+columns of x the weights stay quantized; for more, rows become f16 or bf16 tiles for torch's matrix product. A tensor
+has one place for the rounded x: multiply with it on one stream at a time.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from bridge.cuda import dequantize, matvec
+from bridge.cuda import device as devices
+from bridge.cuda.activations import COLUMNS, Records
+from bridge.cuda.matrix import DeviceMatrix
+
+from bridge.errors import BridgeError
+
+if TYPE_CHECKING:
+    from bridge.runtime.quant_tensor import QuantTensor
+
+_PRECISIONS = ("int8", "f32")
+_TILE = 1 << 25  # weights dequantized at a time
+
+
+class CudaTensor:
+    """One matrix on a GPU: `name`, `type` as gguf spells it, `shape` [out, in], `device`."""
+
+    def __init__(self, tensor: QuantTensor, device: Any = None):
+        import torch  # noqa: F401  # tensors go in and come out
+
+        self.name = tensor.name
+        self.type = tensor.type
+        self.shape = tensor.shape
+        self.matrix = DeviceMatrix.upload(tensor, device)
+        self._records: dict[str, Records] = {}
+        self._source = tensor
+
+    @property
+    def device(self) -> str:
+        """Where it is, for instance "cuda:0"."""
+        return str(self.matrix.device)
+
+    @property
+    def bpw(self) -> float:
+        """Bits per weight that a product reads."""
+        return self.matrix.layout.bpw
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes on the device."""
+        return self.matrix.nbytes
+
+    @property
+    def kernel(self) -> str:
+        """The kernel of a product with one vector, for instance "cuda/q4_k, 2 rows a warp"."""
+        shape = matvec.configuration(self.matrix, 1)
+        shared = f", {shape.split} warps a row" if shape.split > 1 else ""
+        return f"cuda/{self.type.lower()}, {shape.rows} rows a warp{shared}"
+
+    def __repr__(self) -> str:
+        return f"CudaTensor({self.name!r}, {self.type}, {list(self.shape)}, {self.device})"
+
+    def to(self, device: Any) -> Any:
+        """The tensor on another device; "cpu" gives the QuantTensor it came from."""
+        if str(device) == "cpu":
+            return self._source
+        found = devices.require(device)
+        return self if found == self.matrix.device else CudaTensor(self._source, found)
+
+    # products
+
+    def matvec(self, x: Any, out: Any = None, precision: str = "int8") -> Any:
+        """y = W x for x [in], float32, float16 or bfloat16 on this device; y float32 [out].
+
+        "int8" rounds x to 8 bits in blocks of 32, "f32" does not. `out`, where given, is a contiguous float32 [out] on
+        this device. Raises BridgeError where x or out does not fit, is elsewhere, or while a graph is captured before
+        the product has ever run.
+        """
+        return self._product(x, out, precision, 1)
+
+    def matmul(self, x: Any, out: Any = None, precision: str = "int8") -> Any:
+        """Y = X W^T for X [tokens, in]: Y float32 [tokens, out]. Otherwise as `matvec`.
+
+        Beyond 8 tokens weights are rounded to x's type (to float16 for float32 x, or not at all with "f32") and x is
+        not rounded to 8 bits.
+        """
+        return self._product(x, out, precision, 2)
+
+    def _product(self, x: Any, out: Any, precision: str, dimensions: int) -> Any:
+        import torch
+
+        if precision not in _PRECISIONS:
+            raise BridgeError(f"precision {precision!r}: int8 and f32 are known")
+        values = self._input(x, dimensions)
+        tokens, rows = values.shape[0], self.shape[0]
+        shape = (rows,) if dimensions == 1 else (tokens, rows)
+        if out is None:
+            result = torch.empty(shape, dtype=torch.float32, device=values.device)
+        else:
+            result = self._checked_out(out, shape)
+        with self.matrix.device.active():
+            if 0 < tokens <= COLUMNS:
+                stream = self.matrix.device.stream()
+                records = self._get_records(precision).quantize(values, tokens, stream)
+                matvec.launch(self.matrix, records, devices.view(result.view(tokens, rows)), tokens, stream)
+            elif tokens:
+                self._through_torch(values, result, precision)
+        return result
+
+    def _through_torch(self, values: Any, result: Any, precision: str) -> None:
+        import torch
+
+        kind = torch.float32 if precision == "f32" else torch.float16
+        if values.dtype == torch.bfloat16 and precision != "f32":
+            kind = torch.bfloat16
+        x = values.to(kind)
+        step = max(1, min(self.shape[0], _TILE // self.shape[1]))
+        tile = torch.empty((step, self.shape[1]), dtype=kind, device=values.device)
+        stream = self.matrix.device.stream()
+        for start in range(0, self.shape[0], step):
+            count = min(step, self.shape[0] - start)
+            dequantize.tile(self.matrix, start, count, tile[:count], stream)
+            result[:, start : start + count] = x @ tile[:count].T
+
+    def _get_records(self, precision: str) -> Records:
+        if precision not in self._records:
+            if devices.capturing(self.matrix.device.stream()):
+                raise BridgeError(f"{self.name}: the stream is being captured; run the product once before")
+            self._records[precision] = Records(self.shape[1], COLUMNS, self.matrix.device, precision)
+        return self._records[precision]
+
+    def _check_place(self, what: str, tensor: Any) -> None:
+        if type(tensor).__module__.partition(".")[0] != "torch" or not hasattr(tensor, "detach"):
+            raise BridgeError(f"{self.name}: {what} is a {type(tensor).__name__}; a torch tensor is wanted")
+        wanted = devices.torch_device(self.matrix.device)
+        if str(tensor.device) != wanted:
+            raise BridgeError(f"{self.name}: {what} is on {tensor.device}, the tensor on {wanted}")
+
+    def _input(self, x: Any, dimensions: int) -> Any:
+        """x as a contiguous tensor [tokens, in] of one of the three types."""
+        self._check_place("x", x)
+        if devices.kind(x) is None:
+            raise BridgeError(f"{self.name}: x has dtype {x.dtype}; float32, float16 or bfloat16 is wanted")
+        if x.ndim != dimensions or x.shape[-1] != self.shape[1]:
+            wanted = f"[{self.shape[1]}]" if dimensions == 1 else f"[tokens, {self.shape[1]}]"
+            raise BridgeError(f"{self.name}: x has shape {list(x.shape)}; {wanted} is wanted")
+        return x.detach().contiguous().view(-1, self.shape[1])
+
+    def _checked_out(self, out: Any, shape: tuple[int, ...]) -> Any:
+        self._check_place("out", out)
+        if devices.kind(out) != "f32" or tuple(out.shape) != shape or not out.is_contiguous():
+            raise BridgeError(
+                f"{self.name}: out is {out.dtype} {list(out.shape)}; contiguous float32 {list(shape)} is wanted"
+            )
+        return out.detach()
+
+    # weights
+
+    def dequantize(self, dtype: Any = None) -> Any:
+        """The weights as a torch tensor [out, in] on the device: float32, float16 or bfloat16."""
+        import torch
+
+        kind = dtype or torch.float32
+        out = torch.empty(self.shape, dtype=kind, device=devices.torch_device(self.matrix.device))
+        if devices.kind(out) is None:
+            raise BridgeError(f"{self.name}: dtype {kind}; float32, float16 or bfloat16 is wanted")
+        with self.matrix.device.active():
+            dequantize.tile(self.matrix, 0, self.shape[0], out, self.matrix.device.stream())
+        return out
+
+    def rows(self, indices: Any) -> Any:
+        """Rows of the matrix (an embedding look-up) for integer indices [n]: float32 [n, in] on the device."""
+        import torch
+
+        place = devices.torch_device(self.matrix.device)
+        chosen = torch.as_tensor(indices)
+        if chosen.ndim != 1 or chosen.dtype.is_floating_point or chosen.dtype == torch.bool:
+            raise BridgeError(
+                f"{self.name}: row indices are {chosen.dtype} {list(chosen.shape)}; integers [n] are wanted"
+            )
+        if chosen.numel() and not 0 <= int(chosen.min()) <= int(chosen.max()) < self.shape[0]:
+            wrong = int(chosen.min()) if int(chosen.min()) < 0 else int(chosen.max())
+            raise BridgeError(f"{self.name}: row {wrong} of {self.shape[0]}")
+        chosen = chosen.to(place, torch.int32).contiguous()
+        out = torch.empty((len(chosen), self.shape[1]), device=place)
+        with self.matrix.device.active():
+            dequantize.rows(self.matrix, chosen, out, len(chosen), self.matrix.device.stream())
+        return out
