@@ -7,7 +7,7 @@ with `bits`, `multiply_add` and the like instead of operators.
 
 Loads take an array of any element type, and an index in units of what they load; the arrays of this folder begin
 on 256 bytes. `stream_` reads memory that nobody writes meanwhile and passes the L1 cache by (weights: every byte
-once); `ahead_` does so and lets the L2 cache fetch 256 bytes around (scales, of which a warp takes little at a time);
+once); `ahead_` does so and lets the L2 cache fetch 128 bytes around (scales, of which a warp takes little at a time);
 `cached_` keeps it in L1 (activations: every row reads them); `load_` may read what the same launch writes.
 
 `fence` keeps the compiler from doing everything at once, for which registers would not suffice.
@@ -181,9 +181,9 @@ if not SIMULATED:
     stream_16 = _load("ld.global.nc.L1::no_allocate.v4.u32", 4, _i)
     stream_8 = _load("ld.global.nc.L1::no_allocate.v2.u32", 2, _i)
     stream_4 = _load("ld.global.nc.L1::no_allocate.u32", 1, _i)
-    ahead_16 = _load("ld.global.nc.L1::no_allocate.L2::256B.v4.u32", 4, _i)
-    ahead_4 = _load("ld.global.nc.L1::no_allocate.L2::256B.u32", 1, _i)
-    ahead_2 = _load("ld.global.nc.L1::no_allocate.L2::256B.u16", 1, _i)
+    ahead_16 = _load("ld.global.nc.L1::no_allocate.L2::128B.v4.u32", 4, _i)
+    ahead_4 = _load("ld.global.nc.L1::no_allocate.L2::128B.u32", 1, _i)
+    ahead_2 = _load("ld.global.nc.L1::no_allocate.L2::128B.u16", 1, _i)
     cached_16 = _load("ld.global.nc.v4.u32", 4, _i)
     cached_8 = _load("ld.global.nc.v2.u32", 2, _i)
     cached_16f = _load("ld.global.nc.v4.f32", 4, _f)

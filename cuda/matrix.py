@@ -69,7 +69,7 @@ class DeviceMatrix:
         rows, columns = sum(tensor.shape[0] for tensor in tensors), first.shape[1]
         layout = Layout(BLOCKS[first.type])
         spaced = layout.spaced(rows, columns)
-        if spaced >= 1 << 31:
+        if layout.nbytes(rows, columns) >= 1 << 32:  # the kernels count in int32, 2 bytes at least
             raise BridgeError(f"{first.name}: {rows} rows of {columns} are too many for one matrix on a GPU")
         what = " + ".join(tensor.name for tensor in tensors)
         host = np.zeros(layout.nbytes(rows, columns), np.uint8)

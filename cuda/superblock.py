@@ -60,25 +60,29 @@ def _load(weights, sixteenth, at):
     word = registers()
     for p in unroll(PIECES):
         if PIECE_WORDS[p] == 4:
-            quad = stream_16(weights, PIECE_AT[p] * sixteenth + at)
+            quad = stream_16(weights, multiply_add(sixteenth, PIECE_AT[p], at))
             for i in unroll(4):
                 word[PIECE_FIRST[p] + i] = quad[i]
         elif PIECE_WORDS[p] == 2:
-            pair = stream_8(weights, 2 * PIECE_AT[p] * sixteenth + at)
+            pair = stream_8(weights, multiply_add(sixteenth, 2 * PIECE_AT[p], at))
             for i in unroll(2):
                 word[PIECE_FIRST[p] + i] = pair[i]
         else:
-            word[PIECE_FIRST[p]] = stream_4(weights, 4 * PIECE_AT[p] * sixteenth + at)
+            word[PIECE_FIRST[p]] = stream_4(weights, multiply_add(sixteenth, 4 * PIECE_AT[p], at))
     if WHOLE:
-        quad = ahead_16(weights, SCALES_AT * sixteenth + bits(at, BLOCK_LOG, 0x7FFFFFFF))
+        quad = ahead_16(weights, multiply_add(sixteenth, SCALES_AT, bits(at, BLOCK_LOG, 0x7FFFFFFF)))
         for i in unroll(4):
             word[CODE_WORDS + i] = quad[i]
     elif K:
-        word[CODE_WORDS] = ahead_2(weights, 8 * SCALES_AT * sixteenth + at)
+        word[CODE_WORDS] = ahead_2(weights, multiply_add(sixteenth, 8 * SCALES_AT, at))
     if HALF_BYTES == 4:
-        word[CODE_WORDS + SCALE_WORDS] = ahead_4(weights, HALVES_AT * sixteenth // 4 + bits(at, BLOCK_LOG, 0x7FFFFFFF))
+        word[CODE_WORDS + SCALE_WORDS] = ahead_4(
+            weights, multiply_add(sixteenth, HALVES_AT // 4, bits(at, BLOCK_LOG, 0x7FFFFFFF))
+        )
     elif HALF_BYTES == 2:
-        word[CODE_WORDS + SCALE_WORDS] = ahead_2(weights, HALVES_AT * sixteenth // 2 + bits(at, BLOCK_LOG, 0x7FFFFFFF))
+        word[CODE_WORDS + SCALE_WORDS] = ahead_2(
+            weights, multiply_add(sixteenth, HALVES_AT // 2, bits(at, BLOCK_LOG, 0x7FFFFFFF))
+        )
     return gathered(word, HELD)
 
 

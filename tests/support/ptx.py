@@ -39,9 +39,12 @@ def unavailable() -> str | None:
 
 def compiled(kernel: Kernel, capability: tuple[int, int]) -> Compiled:
     """Compile a kernel as `Kernel.warm` does, for a capability, for instance (9, 0)."""
+    return assembled(ptx_of(kernel, capability), capability)
+
+
+def ptx_of(kernel: Kernel, capability: tuple[int, int]) -> str:
+    """A kernel as PTX."""
     import numba.cuda.dispatcher
-    from bridge.cuda.launch import MAX_REGISTERS
-    from cuda.core import Linker, LinkerOptions, ObjectCode
     from numba import cuda
 
     before: Any = numba.cuda.dispatcher.get_current_device
@@ -51,11 +54,18 @@ def compiled(kernel: Kernel, capability: tuple[int, int]) -> Compiled:
         ptx, _ = cuda.compile(kernel.function, kernel.signature, device=False, abi="numba", cc=capability, output="ptx")
     finally:
         numba.cuda.dispatcher.get_current_device = before
-    text = ptx if isinstance(ptx, str) else ptx.decode()
+    return ptx if isinstance(ptx, str) else ptx.decode()
+
+
+def assembled(ptx: str, capability: tuple[int, int]) -> Compiled:
+    """PTX, for this capability or an older one, as machine code."""
+    from bridge.cuda.launch import MAX_REGISTERS
+    from cuda.core import Linker, LinkerOptions, ObjectCode
+
     options = LinkerOptions(
         arch=f"sm_{capability[0]}{capability[1]}", max_register_count=MAX_REGISTERS, ptxas_options=["-v"]
     )
-    linker = Linker(ObjectCode.from_ptx(text.encode()), options=options)
+    linker = Linker(ObjectCode.from_ptx(ptx.encode()), options=options)
     linker.link("cubin")
     log = str(linker.get_info_log()) + str(linker.get_error_log())
 
@@ -65,4 +75,4 @@ def compiled(kernel: Kernel, capability: tuple[int, int]) -> Compiled:
         return sum(map(int, found))
 
     spills = total(r"(\d+) bytes spill stores") + total(r"(\d+) bytes spill loads")
-    return Compiled(text, total(r"Used (\d+) registers"), total(r"(\d+) bytes stack frame"), spills)
+    return Compiled(ptx, total(r"Used (\d+) registers"), total(r"(\d+) bytes stack frame"), spills)

@@ -1,0 +1,199 @@
+"""Products on CUDA in the simulator, against float64; test_cuda_products.py runs this file."""
+
+from __future__ import annotations
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from bridge.cuda import activations, dequantize, intrinsics, matvec
+from bridge.cuda.activations import Records
+from bridge.cuda.matrix import DeviceMatrix
+from bridge.cuda.matvec import Configuration
+
+from bridge.blocks import BLOCKS, BlockType
+from bridge.errors import BridgeError
+from bridge.runtime import QuantTensor
+from bridge.runtime.cpu.activations import round32_twin
+
+ALL = pytest.mark.parametrize("block", BLOCKS.values(), ids=str)
+SMALL = Configuration(2, 1, 1, 1)
+
+
+def random_tensor(block: BlockType, rows: int, columns: int, seed: int = 0) -> tuple[QuantTensor, np.ndarray]:
+    """Blocks of random bits, so that all codes and scales occur, and what they mean, float64."""
+    rng = np.random.default_rng(seed)
+    raw = rng.integers(0, 256, (rows, columns // block.size, block.nbytes)).astype(np.uint8)
+    for at in (block.d_at, block.dmin_at):
+        if at >= 0:
+            halves = (rng.standard_normal(raw.shape[:2]) * 0.01).astype(np.float16)
+            raw[:, :, at : at + 2] = halves[..., None].view(np.uint8)
+    raw = raw.reshape(rows, -1)
+    weights = gguf.quants.dequantize(raw, block.ggml).astype(np.float64)
+    return QuantTensor(f"w{seed}", block.name, (rows, columns), raw.reshape(-1)), weights
+
+
+def rounded(x: np.ndarray) -> np.ndarray:
+    """What the int8 records make of x, as the CPU runtime defines it, in float64."""
+    parts = [round32_twin(part, 32) for part in x.astype(np.float32).reshape(-1, 32)]
+    return np.array([q * np.float64(d) for q, d, _ in parts]).reshape(x.shape)
+
+
+def close(y: np.ndarray, x: np.ndarray, weights: np.ndarray) -> None:
+    """Within float32 rounding of the sum, whose terms may cancel."""
+    scale = np.sqrt((x.astype(np.float64) ** 2) @ (weights.T**2))
+    assert np.abs((y - x @ weights.T) / scale).max() < 2e-6
+
+
+def product(matrix: DeviceMatrix, x: np.ndarray, precision: str = "int8", **options) -> np.ndarray:
+    y = np.full((len(x), matrix.rows), np.nan, np.float32)
+    records = Records(matrix.columns, len(x), "cuda", precision).quantize(x, len(x))
+    matvec.launch(matrix, records, y, len(x), 0, **{"shape": SMALL} | options)
+    return y
+
+
+@ALL
+@pytest.mark.parametrize("precision", ["int8", "f32"])
+def test_products_of_every_type_equal_float64(block, precision):
+    """3 rows and pairs of them, 2 superblocks: 16 of 32 lanes."""
+    tensor, weights = random_tensor(block, 3, 512)
+    x = np.random.default_rng(1).standard_normal((1, 512)).astype(np.float32)
+    y = product(DeviceMatrix.upload(tensor, "cuda"), x, precision)
+    close(y, rounded(x) if precision == "int8" else x, weights)
+
+
+@pytest.mark.parametrize(
+    ("rows", "columns", "shape"),
+    [
+        (1, 256, Configuration(2, 1, 1, 1)),  # one row, one superblock
+        (5, 256, Configuration(4, 1, 1, 2)),  # rows that do not fill the last warps
+        (1, 2304, Configuration(1, 2, 2, 2)),  # columns that do not fill the last units, shared by two warps
+        (2, 512, Configuration(2, 4, 1, 1)),  # more units at a time than there are
+    ],
+)
+def test_odd_shapes(rows, columns, shape):
+    for name in ("Q4_K", "Q8_0") if columns < 512 else ("Q4_K",):
+        tensor, weights = random_tensor(BLOCKS[name], rows, columns)
+        x = np.random.default_rng(2).standard_normal((1, columns)).astype(np.float32)
+        close(product(DeviceMatrix.upload(tensor, "cuda"), x, shape=shape), rounded(x), weights)
+
+
+@pytest.mark.parametrize("precision", ["int8", "f32"])
+def test_eight_columns(precision):
+    tensor, weights = random_tensor(BLOCKS["Q5_K"], 1, 256)
+    x = np.random.default_rng(3).standard_normal((8, 256)).astype(np.float32)
+    y = product(DeviceMatrix.upload(tensor, "cuda"), x, precision)
+    close(y, rounded(x) if precision == "int8" else x, weights)
+
+
+def test_bias_accumulation_and_silu_of_alternating_rows():
+    gate, gate_weights = random_tensor(BLOCKS["Q4_0"], 3, 96, seed=0)
+    up, up_weights = random_tensor(BLOCKS["Q4_0"], 3, 96, seed=1)
+    x = np.random.default_rng(4).standard_normal((1, 96)).astype(np.float32)
+    records = Records(96, 1, "cuda").quantize(x, 1)
+    one, other = (rounded(x) @ weights.T for weights in (gate_weights, up_weights))
+    y = np.zeros((1, 3), np.float32)
+    matvec.launch_silu(DeviceMatrix.upload([gate, up], "cuda", interleave=True), records, y, 1, 0, SMALL)
+    np.testing.assert_allclose(y, one / (1 + np.exp(-one)) * other, rtol=1e-4, atol=1e-6)
+    both = DeviceMatrix.upload([gate, up], "cuda")
+    y = np.ones((1, 6), np.float32)
+    bias = np.arange(6, dtype=np.float32)
+    matvec.launch(both, records, y, 1, 0, accumulate=True, bias=bias, shape=SMALL)
+    np.testing.assert_allclose(y, np.concatenate([one, other], 1) + 1 + bias, rtol=1e-5, atol=1e-5)
+
+
+@ALL
+def test_dequantized_tiles_and_rows_are_gguf_s(block):
+    tensor, _ = random_tensor(block, 4, 256)
+    matrix = DeviceMatrix.upload(tensor, "cuda")
+    expected = torch.from_numpy(tensor.dequantize())
+    for kind in (torch.float32, torch.float16, torch.bfloat16):
+        out = torch.zeros(2, 256, dtype=kind)
+        dequantize.tile(matrix, 1, 2, out, 0)
+        torch.testing.assert_close(out, expected[1:3].to(kind), rtol=0, atol=0)
+    out = torch.zeros(3, 256)
+    dequantize.rows(matrix, torch.tensor([3, 0, 3], dtype=torch.int32), out, 3, 0)
+    torch.testing.assert_close(out, expected[[3, 0, 3]], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("kind", [torch.float32, torch.float16, torch.bfloat16])
+def test_records_of_x_are_the_cpu_runtime_s(kind):
+    x = torch.randn(2, 96, generator=torch.Generator().manual_seed(5)) * 1e-3
+    x[0, 32:64] = 0
+    x[1, 5] = 30
+    x = x.to(kind)
+    if kind == torch.float32:
+        x[1, 40], x[1, 70], x[0, 64:] = float("nan"), float("inf"), 1e-38
+    buffer = np.asarray(Records(96, 2, "cuda").quantize(x, 2).buffer.copy_to_host())
+    for token in range(2):
+        record = buffer[token * activations.RECORD :]
+        for group in range(3):
+            low, high = (record[at + 16 * group :][:16].view(np.int8) for at in (0, 512))
+            step = record[1024 + 8 * group :][:4].view(np.float32)[0]
+            sums = record[1028 + 8 * group :][:4].view(np.int16)
+            q, d, wanted = round32_twin(x[token].float().numpy()[32 * group : 32 * group + 32], 16)
+            np.testing.assert_array_equal(step, d)
+            np.testing.assert_array_equal(np.concatenate([low, high]), q)
+            np.testing.assert_array_equal(sums, wanted)
+
+
+@pytest.mark.parametrize("tokens", [1, 9])
+def test_a_tensor_on_the_device_multiplies_as_its_twin_does(tokens):
+    tensor, weights = random_tensor(BLOCKS["Q6_K"], 4, 256)
+    moved = tensor.to("cuda")
+    assert (moved.shape, moved.type, moved.device, moved.name) == ((4, 256), "Q6_K", "cuda:0", tensor.name)
+    assert moved.bpw == tensor.bpw
+    assert moved.kernel.startswith("cuda/q6_k")
+    x = torch.randn(tokens, 256, generator=torch.Generator().manual_seed(6))
+    y = moved.matmul(x)
+    error = np.abs(y.numpy() - x.numpy() @ weights.T).max()
+    assert error < (0.05 if tokens == 1 else 0.02) * np.abs(weights).max() * np.sqrt(256)
+    out = torch.empty(4)
+    assert moved.matvec(x[0].half(), out=out).data_ptr() == out.data_ptr()
+    close(moved.matvec(x[0], precision="f32").numpy()[None], x[:1].numpy(), weights)
+    torch.testing.assert_close(moved.dequantize(), torch.from_numpy(tensor.dequantize()), rtol=0, atol=0)
+    torch.testing.assert_close(moved.rows([2, 0]), torch.from_numpy(tensor.rows([2, 0])), rtol=0, atol=0)
+    assert moved.to("cpu") is tensor
+    assert moved.to("cuda") is moved
+
+
+def test_what_a_tensor_on_the_device_refuses():
+    moved = random_tensor(BLOCKS["Q4_0"], 4, 96)[0].to("cuda")
+    x = torch.zeros(96)
+    for wrong, message in (
+        (x.numpy(), "w0: x is a ndarray; a torch tensor is wanted"),
+        (x.to("meta"), "w0: x is on meta, the tensor on cpu"),
+        (x.double(), "w0: x has dtype torch.float64; float32, float16 or bfloat16 is wanted"),
+        (x[:64], r"w0: x has shape \[64\]; \[96\] is wanted"),
+    ):
+        with pytest.raises(BridgeError, match=message):
+            moved.matvec(wrong)
+    with pytest.raises(BridgeError, match=r"out is torch.float16 \[4\]; contiguous float32 \[4\] is wanted"):
+        moved.matvec(x, out=torch.empty(4, dtype=torch.float16))
+    with pytest.raises(BridgeError, match="w0: row 4 of 4"):
+        moved.rows([4])
+    with pytest.raises(BridgeError, match="precision 'f64'"):
+        moved.matvec(x, precision="f64")
+    with pytest.raises(BridgeError, match="the simulator has one device"):
+        moved.to("cuda:1")
+
+
+def test_matrices_that_cannot_be_uploaded_are_refused():
+    tensor = random_tensor(BLOCKS["Q4_K"], 4, 256)[0]
+    raw = tensor.raw.copy()
+    raw[144 * 2 : 144 * 2 + 2] = np.array([np.inf], np.float16).view(np.uint8)
+    with pytest.raises(BridgeError, match="bad: the scales of row 2 are not finite"):
+        DeviceMatrix.upload(QuantTensor("bad", "Q4_K", (4, 256), raw), "cuda")
+    with pytest.raises(BridgeError, match="float: no CUDA kernel for F32"):
+        DeviceMatrix.upload(QuantTensor("float", "F32", (1, 4), np.zeros(16, np.uint8)), "cuda")
+    with pytest.raises(BridgeError, match="cannot stand beside"):
+        DeviceMatrix.upload([tensor, random_tensor(BLOCKS["Q5_K"], 4, 256)[0]], "cuda")
+    with pytest.raises(BridgeError, match="5 rows cannot alternate with 4"):
+        DeviceMatrix.upload([tensor, random_tensor(BLOCKS["Q4_K"], 5, 256)[0]], "cuda", interleave=True)
+
+
+def test_integers_of_the_twins_wrap_as_the_gpu_s_do():
+    assert intrinsics.dp4a(np.int32(-1), np.int32(0x01010101), np.int32(3)) == -1
+    assert intrinsics.multiply_add(1 << 20, 1 << 12, 5) == 5
+    assert intrinsics.rotated(np.int32(1), -4) == 16
+    assert intrinsics.bits(np.int32(-1), 28, 15) == 15

@@ -1,0 +1,247 @@
+"""Products on CUDA, as far as a machine without a GPU can tell: simulator, machine code, bytes, what is refused."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from functools import cache
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from bridge.blocks import BLOCKS
+from bridge.errors import BridgeError
+from bridge.runtime import QuantTensor
+from tests.conftest import ROOT
+from tests.support import ptx
+
+pytest.importorskip("numba_cuda", reason="numba-cuda is not installed")
+
+from bridge.cuda import activations, dequantize, launch, layout, matvec, tensor
+from bridge.cuda import device as devices
+from bridge.cuda.matvec import Configuration
+
+ALL = pytest.mark.parametrize("block", BLOCKS.values(), ids=str)
+CAPABILITIES = [(7, 5), (8, 0), (8, 6), (8, 9), (9, 0)]
+compiler = pytest.mark.skipif(ptx.unavailable() is not None, reason=str(ptx.unavailable()))
+
+
+def test_products_hold_in_the_simulator():
+    cases = ROOT / "tests" / "simulator" / "product_cases.py"
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-x", "-p", "no:cacheprovider", str(cases)],
+        cwd=ROOT,
+        env=os.environ | {"NUMBA_ENABLE_CUDASIM": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout[-5000:]
+    assert " passed" in done.stdout
+    assert " skipped" not in done.stdout
+
+
+@cache
+def ptx_of(type: str, n: int, shape: Configuration, exact: bool, epilogue: str = "") -> str:
+    return ptx.ptx_of(matvec.kernel(type, n, shape, exact, epilogue), (7, 5))
+
+
+def inner_loop(code: str) -> str:
+    """The lines between a label and the last jump back to it."""
+    lines = code.splitlines()
+    labels = {line.rstrip(":"): i for i, line in enumerate(lines) if line.startswith("$L")}
+    jumps = [
+        (labels.get(m[1], i), i) for i, line in enumerate(lines) if (m := re.search(r"bra(?:\.uni)?\s+(\$L\w+)", line))
+    ]
+    first, last = max(jumps, key=lambda jump: jump[1] - jump[0])
+    assert last > first
+    return "\n".join(lines[first:last])
+
+
+@compiler
+@ALL
+def test_the_inner_loop_has_wide_loads_and_byte_products_and_no_long_multiplications(block):
+    for n, shape in ((1, Configuration(2, 1, 1, 4)), (4, Configuration(2, 1, 2, 4))):
+        loop = inner_loop(ptx_of(block.name, n, shape, False))
+        assert loop.count("dp4a.s32.s32") == 8 * shape.rows * n
+        weights = re.findall(r"ld\.global\.nc\.L1::no_allocate\S*\.(v4|v2)\.u32", loop)
+        pieces = layout.Layout(block).pieces + ([4] if block.name in ("Q3_K", "Q4_K", "Q5_K") else [])
+        wanted = [f"v{words}" for words in pieces if words > 1] * shape.rows
+        assert sorted(weights) == sorted(wanted)
+        assert len(re.findall(r"ld\.global\.nc\.v4\.u32", loop)) == 2 * n  # x
+        assert not re.search(r"mul\.lo\.[su]64|mad\.lo\.[su]64|div\.|rem\.", loop)
+        assert "local" not in loop
+
+
+@compiler
+@ALL
+def test_no_kernel_spills_or_needs_more_than_64_registers(block):
+    kinds = [(1, Configuration(2, 1, 1, 4), False, ""), (1, Configuration(2, 2, 2, 4), False, "")]
+    kinds += [(4, Configuration(2, 1, 2, 4), False, "bias_accumulate"), (8, Configuration(1, 1, 2, 4), False, "")]
+    kinds += [(1, Configuration(2, 1, 1, 4), True, ""), (4, Configuration(1, 1, 2, 4), True, "")]
+    for kind in kinds:
+        code = ptx_of(block.name, *kind)
+        for capability in CAPABILITIES if kind[0] == 1 else CAPABILITIES[-1:]:
+            made = ptx.assembled(code, capability)
+            assert (made.stack, made.spills) == (0, 0), f"{block}, {kind}, {capability}: {made.stack}, {made.spills}"
+            assert made.registers <= launch.MAX_REGISTERS
+
+
+@compiler
+def test_what_surrounds_products_compiles_as_well():
+    kernels = [activations.quantizer(kind, exact) for kind, exact in (("f32", False), ("bf16", False), ("f16", True))]
+    kernels += [dequantize.kernel("Q6_K", "f16", False), dequantize.kernel("Q3_K", "bf16", False)]
+    kernels += [
+        dequantize.kernel("Q4_K", "f32", True),
+        matvec.kernel("Q4_K", 1, Configuration(2, 2, 1, 4), False, "silu"),
+    ]
+    for kernel in kernels:
+        code = ptx.ptx_of(kernel, (7, 5))
+        for capability in CAPABILITIES:
+            made = ptx.assembled(code, capability)
+            assert (made.stack, made.spills) == (0, 0), kernel.name
+            assert made.registers <= launch.MAX_REGISTERS
+
+
+@ALL
+def test_a_product_reads_hardly_more_bytes_than_the_file_has(block):
+    form = layout.Layout(block)
+    assert block.bpw <= form.bpw <= 1.03 * block.bpw
+    rows, columns = 4096, 14336
+    assert form.nbytes(rows, columns) * 8 <= 1.03 * block.bpw * rows * columns
+
+
+def test_bytes_of_the_layout_are_those_that_kernels_load():
+    """What a lane loads for its unit, from the code itself; 16 bytes of scales serve a superblock."""
+    for block in BLOCKS.values():
+        form = layout.Layout(block)
+        words = sum(form.pieces)
+        per_block = 4 * words * form.units_per_block + form.scale_bytes + form.half_bytes
+        assert per_block == pytest.approx(form.bpw * block.size / 8)
+        assert per_block - block.nbytes in (0, 2)
+
+
+@pytest.mark.parametrize("block", [BLOCKS["Q4_K"]], ids=str)
+def test_rows_are_shared_where_there_are_few_and_units_doubled_where_there_are_many(block):
+    gpu = devices.Device(0, "NVIDIA H200", (9, 0), 132)
+
+    def shape(rows: int, columns: int, n: int = 1) -> Configuration:
+        matrix: Any = SimpleNamespace(rows=rows, units=columns // 32, device=gpu)
+        chosen = matvec.configuration(matrix, n)
+        assert matvec.configurations(matrix, n)[0] == chosen
+        assert len(set(matvec.configurations(matrix, n))) == len(matvec.configurations(matrix, n))
+        return chosen
+
+    assert shape(8192, 28672) == Configuration(2, 2, 1, 4)
+    assert shape(4096, 14336).split == 2
+    assert shape(1024, 4096).split == 4
+    assert shape(4096, 4096, 8).rows == 1
+
+
+# what is refused
+
+
+class FakeDriver:
+    """As much of numba-cuda's driver as is asked of it."""
+
+    initialization_error = None
+
+    def __init__(self, version: tuple[int, int] = (13, 0), devices: int = 1):
+        self.version, self.devices = version, devices
+
+    def get_version(self) -> tuple[int, int]:
+        return self.version
+
+    def get_device_count(self) -> int:
+        return self.devices
+
+
+@pytest.fixture
+def small() -> QuantTensor:
+    return QuantTensor("blk.0.w", "Q4_0", (1, 32), np.zeros(18, np.uint8))
+
+
+def test_no_driver_is_said_in_one_line(small, monkeypatch):
+    def missing():
+        raise ImportError("CUDA driver library cannot be found.\nEnsure that one is installed\n:")
+
+    monkeypatch.setattr(devices, "_driver", missing)
+    with pytest.raises(BridgeError, match=r"device 'cuda': no NVIDIA driver .*\(CUDA driver library cannot be") as e:
+        small.to("cuda")
+    assert "\n" not in str(e.value)
+
+
+def test_a_driver_older_than_the_toolkit_is_said(small, monkeypatch):
+    monkeypatch.setattr(devices, "_driver", lambda: FakeDriver((12, 8)))
+    monkeypatch.setattr(devices, "_toolkit", lambda: (13, 4))
+    with pytest.raises(BridgeError, match=r"knows CUDA 12.8, older than the toolkit, 13.4; .*gguf-bridge\[cu12\]"):
+        small.to("cuda")
+
+
+def test_missing_gpus_devices_and_packages_are_said(small, monkeypatch):
+    monkeypatch.setattr(devices, "_toolkit", lambda: (13, 4))
+    monkeypatch.setattr(devices, "_driver", lambda: FakeDriver(devices=0))
+    with pytest.raises(BridgeError, match="the NVIDIA driver sees no GPU"):
+        small.to("cuda")
+    monkeypatch.setattr(devices, "_driver", FakeDriver)
+    with pytest.raises(BridgeError, match="'cuda:7': there is 1, from cuda:0 on"):
+        small.to("cuda:7")
+    monkeypatch.setattr(devices.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(BridgeError, match=r"numba-cuda is not installed; pip install gguf-bridge\[cuda\]"):
+        small.to("cuda")
+    for wrong in ("cuda:x", "gpu"):
+        with pytest.raises(BridgeError, match=r"cuda, cuda:0, cuda:1 \.\.\. are known"):
+            small.to(wrong)
+
+
+def test_too_little_memory_says_how_much_is_needed_and_free(monkeypatch):
+    gpu = devices.Device(0, "NVIDIA H200", (9, 0), 132)
+    monkeypatch.setattr(devices.Device, "free", lambda self: 3 << 29)
+    with pytest.raises(BridgeError, match=r"cuda:0: blk.0.w needs 2.0 GiB, 1.5 GiB are free"):
+        gpu.empty(1 << 31, "blk.0.w")
+
+
+def test_a_first_compilation_while_a_graph_is_captured_is_refused(monkeypatch):
+    from numba import cuda
+
+    monkeypatch.setattr(cuda, "get_current_device", lambda: SimpleNamespace(id=0))
+    monkeypatch.setattr(devices, "capturing", lambda stream: True)
+    kernel = matvec.kernel("Q4_0", 1, Configuration(1, 1, 1, 1), False, "")
+    with pytest.raises(BridgeError, match="is not compiled yet and the stream is being captured; run the product once"):
+        kernel.warm()
+
+
+def test_a_tensor_on_another_device_is_refused():
+    gpu = devices.Device(1, "NVIDIA H200", (9, 0), 132)
+    moved = object.__new__(tensor.CudaTensor)
+    moved.name, moved.matrix = "blk.0.w", SimpleNamespace(device=gpu)  # type: ignore[assignment]
+
+    class Tensor:
+        device = "cuda:0"
+
+        def detach(self) -> None: ...
+
+    Tensor.__module__ = "torch"
+    with pytest.raises(BridgeError, match=r"blk\.0\.w: x is on cuda:0, the tensor on cuda:1"):
+        moved.matvec(Tensor())
+
+
+def test_the_package_and_its_gpu_part_import_from_anywhere(tmp_path):
+    """bridge itself without numba; bridge.cuda.device without numba-cuda or a GPU."""
+    code = (
+        "import sys, bridge; assert 'numba' not in sys.modules\n"
+        "import bridge.runtime, bridge.cuda.device as d; assert 'numba.cuda' not in sys.modules\n"
+        "print(d.__file__)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout.strip() == str(ROOT / "cuda" / "device.py")
