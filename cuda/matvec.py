@@ -13,8 +13,9 @@ near it:
     warps             what fits at once is one wave: 4224 warps. With fewer, rows are split: 2048 pairs of rows of
                       4096 x 14336 become 4096 warps of half a row
     instructions      At 4.4 TB/s and 1.75 GHz a multiprocessor reads 19 bytes a clock, in which it issues 4
-                      instructions of a warp. Of these 2 x 1024 weights take 113 of 242 in Q4_K, 148 of 353 in Q6_K,
-                      160 of 296 in Q5_K, 120 of 141 in Q2_K and 154 of 188 in Q3_K: the last two are the tight ones
+                      instructions of a warp. 2 x 1024 weights (two rows, two units at a time) take, of those there is
+                      time for: Q4_K 100 of 242, Q6_K 129 of 353, Q5_K 138 of 296, Q2_K 101 of 141, Q3_K 138 of 188
+                      (counted in the machine code for 9.0): the last two are the tight ones
     x                 1.25 bytes a weight and column, from L1; two rows halve it. For four columns and two rows 40
                       wavefronts of 128 bytes a 2048 weights, of the 60 clocks that these take in Q4_K
 
