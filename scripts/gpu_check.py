@@ -31,6 +31,9 @@ BUDGET = 440  # seconds, after which nothing new is begun but the table
 PROCESSES = max(1, min(12, (os.cpu_count() or 2) - 2))
 ALL = ("Q4_K", "Q6_K", "Q8_0", "Q4_0", "Q2_K", "Q3_K", "Q5_K", "Q4_1", "Q5_0", "Q5_1")
 BARS = {"Q4_K": 85, "Q6_K": 85, "Q8_0": 85, "Q4_0": 85, "Q2_K": 75, "Q3_K": 75, "Q5_K": 75, "Q4_1": 75}  # % of reading
+TRIED = {
+    type: (1, 4) if type in ("Q4_K", "Q6_K", "Q8_0") else (1,) for type in BARS
+}  # columns, with other configurations
 DECODED = 96  # tokens
 
 
@@ -90,7 +93,8 @@ def machine() -> str:
 
 def correctness() -> dict[str, Any]:
     """Every job in a process of its own; what a process prints when it fails is what is wrong."""
-    jobs = ["model", *(f"{type}/{part}" for part in ("int8", "f32", "alternatives") for type in ALL)]
+    jobs = ["model", *(f"{type}/alternatives" for type in TRIED)]  # the longest first
+    jobs += [f"{type}/{precision}" for precision in ("int8", "f32") for type in ALL]
     with ThreadPoolExecutor(PROCESSES) as pool:
         results = dict(zip(jobs, pool.map(_in_process, jobs), strict=True))
     for job, result in results.items():
@@ -200,32 +204,26 @@ def check_alternatives(type: str) -> dict[str, Any]:
     import torch
     from bridge.cuda import matvec
     from bridge.cuda.activations import Records
+    from bridge.cuda.bench import LARGE
     from bridge.cuda.device import require, view
     from bridge.cuda.matrix import DeviceMatrix
 
     from bridge.runtime.bench import random_tensor
 
     device = require("cuda")
-    matrix = DeviceMatrix.upload(random_tensor(type, 250, 4096), device)
+    rows, columns = 71, LARGE[1]
+    matrix = DeviceMatrix.upload(random_tensor(type, rows, columns), device)
     wrong = []
-    for n in (1, 4):
-        records = Records(4096, n, device).quantize(torch.randn((n, 4096), device="cuda"), n, device.stream())
+    for n in TRIED[type]:
+        records = Records(columns, n, device).quantize(torch.randn((n, columns), device="cuda"), n, device.stream())
         results = []
-        for shape in (None, *candidates()):
-            y = torch.full((n, 250), float("nan"), device="cuda")
+        for shape in matvec.configurations(matrix, n):
+            y = torch.full((n, rows), float("nan"), device="cuda")
             matvec.launch(matrix, records, view(y), n, device.stream(), shape=shape)
             results.append(y.cpu().numpy())
             if not (error := difference(results[-1], results[0])) < 1e-5:
                 wrong.append(f"{type}, {n} columns, {shape}: {error:.1e}")
     return {"wrong": wrong}
-
-
-def candidates() -> list[Any]:
-    from bridge.cuda.matvec import Configuration
-
-    tried = [(1, 1, 1, 4), (2, 1, 1, 4), (4, 1, 1, 4), (1, 2, 1, 4), (2, 2, 1, 4), (2, 1, 1, 8), (2, 1, 2, 4),
-             (1, 1, 4, 4), (1, 2, 4, 4), (2, 2, 4, 8)]  # fmt: skip
-    return [Configuration(*numbers) for numbers in tried]
 
 
 def rounded(x: Any) -> Any:
@@ -352,16 +350,16 @@ def time_products(device: Any, found: dict[str, Any]) -> None:
 def time_alternatives(device: Any, found: dict[str, Any]) -> None:
     """Other ways to share the work, for the table in matvec.py: the time of each, the table's own among them."""
     from bridge.cuda.bench import LARGE, SMALL, Bench
-    from bridge.cuda.matvec import configuration
+    from bridge.cuda.matvec import configurations
 
     from bridge.runtime.bench import random_tensor
 
     found["alternatives"] = []
-    for type in ALL:
+    for type, columns in TRIED.items():
         for shape in (LARGE, SMALL):
             own = Bench(random_tensor(type, *shape), device)
-            for n in (1, 4):
-                for choice in dict.fromkeys([configuration(own.matrix, n, False), *candidates()]):
+            for n in columns:
+                for choice in configurations(own.matrix, n):
                     if time.monotonic() - BEGUN > BUDGET:
                         return
                     line = {"type": type, "shape": "x".join(map(str, shape)), "n": n, "configuration": list(choice)}
