@@ -62,11 +62,11 @@ class Reader:
     _STRIDE = 1 << 15
 
     def __init__(self, nbytes: int):
-        from bridge.runtime.cpu.prepared import _aligned
+        from bridge.runtime.cpu.prepared import on_huge_pages
 
         self.groups = max(1, nbytes // self._STRIDE)
         self.nbytes = self.groups * self._STRIDE
-        self.memory = _aligned(self.nbytes)
+        self.memory = on_huge_pages(self.nbytes)
         self.memory[:] = 1
         self.sums = np.zeros(1, np.int64)
 
