@@ -16,9 +16,9 @@ Of many tokens, all pass over a tile of row groups while it is in the second-lev
 With every line of weights, others further on are prefetched; how far and how near to the core, see `_AHEAD`.
 Measured from memory, one thread, as a share of plain reading. Zen 5, Q4_K, to the first-level cache: without
 prefetch 0.5, one distance of 4 KB 0.7 to 0.8, 2 and 8 KB 0.85 to 1.0. Zen 4, Q4_K and Q6_K: so it is 0.37, for
-the first level has few misses in flight there; to the second level 2 and 8 KB 0.65, 2, 4 and 8 KB 0.83 to 0.9
-(a prefetch that finds no room is dropped, and the next distance makes up for it). Four distances gain nothing
-from memory and cost a sixth in the cache.
+the first level has few misses in flight there; to the second level 2 and 8 KB 0.65, 2, 4 and 8 KB 0.83 to 0.9, 4, 8
+and 16 KB 0.95 to 1.0, with two threads too (a prefetch that finds no room is dropped, and the next distance makes up
+for it). Four distances gain nothing from memory and cost a sixth in the cache.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ columns = lanes = record = block_bytes = halves_bytes = 0
 
 # by LLVM's name of the host: bytes ahead, and the level of cache that lines are brought to
 _AHEAD = {"znver5": ((2048, 8192), 1)}
-_AHEAD_ELSEWHERE = ((2048, 4096, 8192), 2)
+_AHEAD_ELSEWHERE = ((4096, 8192, 16384), 2)
 _TILE = 1 << 18  # bytes
 _SIGNATURE = types.void(*[types.int64] * 9)
 
