@@ -174,7 +174,8 @@ def machine() -> str:
         named = [line.partition(":")[2].strip() for line in info.read_text().splitlines() if "model name" in line]
         cpu = named[0] if named else cpu
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    parts = [cpu, f"{cores} cores", f"{platform.system()} {platform.release()}", f"Python {platform.python_version()}"]
+    kernel = ".".join(platform.release().split(".")[:2])
+    parts = [cpu, f"{cores} cores", f"{platform.system()} {kernel}", f"Python {platform.python_version()}"]
     return ", ".join(parts + [f"{name} {version(name)}" for name in ("numba", "numpy", "gguf")])
 
 
