@@ -57,8 +57,22 @@ def _reduce(top, place, thread, threads):
         width >>= 1
 
 
+def _shared_sums(part, sums, thread, threads):
+    """Every thread's `part` into `sums`: the sum over the threads before this one, and over all, in their order."""
+    sums[thread] = part
+    cuda.syncthreads()
+    below = float64(0)
+    total = float64(0)
+    for i in range(threads):
+        if i < thread:
+            below += sums[i]
+        total += sums[i]
+    return below, total
+
+
 finish = cuda.jit(device=True)(_finish)
 reduce = cuda.jit(device=True)(_reduce)
+shared_sums = cuda.jit(device=True)(_shared_sums)
 
 
 def _greedy(logits, vocab, tops, places, counter, state, made):
@@ -110,14 +124,7 @@ def _draw(scores, tokens, count, how, uniform, state, made):
     part = float64(0)
     for i in range(first, last):
         part += math.exp(float64(scores[i]) - high)
-    sums[thread] = part
-    cuda.syncthreads()
-    below = float64(0)
-    total = float64(0)
-    for i in range(THREADS):
-        if i < thread:
-            below += sums[i]
-        total += sums[i]
+    below, total = shared_sums(part, sums, thread, THREADS)
     bound = how[TOP_P] * total
     kept = int32(count)
     for i in range(first, last):
@@ -138,14 +145,7 @@ def _draw(scores, tokens, count, how, uniform, state, made):
     part = float64(0)
     for i in range(first, min(last, kept)):
         part += math.exp((float64(scores[i]) - high) / how[TEMPERATURE])
-    sums[thread] = part
-    cuda.syncthreads()
-    below = float64(0)
-    total = float64(0)
-    for i in range(THREADS):
-        if i < thread:
-            below += sums[i]
-        total += sums[i]
+    below, total = shared_sums(part, sums, thread, THREADS)
     bound = uniform[state[STEP]] * total
     drawn = kept - int32(1)
     for i in range(first, min(last, kept)):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import subprocess
 import sys
@@ -17,22 +16,13 @@ from bridge.cli import main
 from bridge.errors import BridgeError
 from tests.conftest import ROOT
 from tests.support.ptx import compiled, unavailable
+from tests.support.simulator import run_cases
 
 pytest.importorskip("numba_cuda")
 
 
 def test_its_kernels_and_decoder_hold_in_the_simulator() -> None:
-    cases = ROOT / "tests" / "simulator" / "decoder_cases.py"
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-x", "-p", "no:cacheprovider", str(cases)],
-        cwd=ROOT,
-        env=os.environ | {"NUMBA_ENABLE_CUDASIM": "1"},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stdout[-5000:]
-    assert " passed" in done.stdout
-    assert " skipped" not in done.stdout
+    run_cases("decoder_cases.py")
 
 
 @pytest.fixture(scope="module")

@@ -18,6 +18,7 @@ from bridge.errors import BridgeError
 from bridge.runtime import QuantTensor
 from tests.conftest import ROOT
 from tests.support import ptx
+from tests.support.simulator import run_cases
 
 pytest.importorskip("numba_cuda", reason="numba-cuda is not installed")
 
@@ -31,17 +32,7 @@ compiler = pytest.mark.skipif(ptx.unavailable() is not None, reason=str(ptx.unav
 
 
 def test_products_hold_in_the_simulator():
-    cases = ROOT / "tests" / "simulator" / "product_cases.py"
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-x", "-p", "no:cacheprovider", str(cases)],
-        cwd=ROOT,
-        env=os.environ | {"NUMBA_ENABLE_CUDASIM": "1"},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stdout[-5000:]
-    assert " passed" in done.stdout
-    assert " skipped" not in done.stdout
+    run_cases("product_cases.py")
 
 
 @cache

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gguf
 import llvmlite.binding as llvm
 import numpy as np
 import pytest
@@ -14,24 +13,12 @@ from bridge.runtime import QuantTensor
 from bridge.runtime.cpu import activations, interleaved, layout, pool, superblock, targets, vectors
 from bridge.runtime.cpu.prepared import Prepared
 from tests.support import ggml_matvec
+from tests.support.random_blocks import random_matrix
 
 ALL = pytest.mark.parametrize("block", BLOCKS.values(), ids=str)
 HERE = [name for name in targets.available() if name != targets.PORTABLE]
 # every way a kernel can differ: affine, scaled, plain with and without zero point, 8 bits
 KINDS = [BLOCKS[name] for name in ("Q4_K", "Q6_K", "Q4_1", "Q5_0", "Q8_0")]
-
-
-def random_matrix(block: BlockType, rows: int, columns: int, seed: int = 0) -> tuple[QuantTensor, np.ndarray]:
-    """Blocks of random bits, so that all codes and scales occur, and what they mean, float64."""
-    rng = np.random.default_rng(seed)
-    raw = rng.integers(0, 256, (rows, columns // block.size, block.nbytes)).astype(np.uint8)
-    for at in (block.d_at, block.dmin_at):
-        if at >= 0:
-            halves = (rng.standard_normal(raw.shape[:2]) * 0.01).astype(np.float16)
-            raw[:, :, at : at + 2] = halves[..., None].view(np.uint8)
-    raw = raw.reshape(rows, -1)
-    weights = gguf.quants.dequantize(raw, block.ggml).astype(np.float64)
-    return QuantTensor("w", block.name, (rows, columns), raw.reshape(-1)), weights
 
 
 def rounded(x: np.ndarray) -> np.ndarray:

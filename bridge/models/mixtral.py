@@ -13,7 +13,7 @@ from bridge.models import mistral
 from bridge.models.config import Config
 from bridge.models.decoder import ATTENTION, DecoderArgs, Family
 from bridge.models.mistral import MistralArgs
-from bridge.models.moe import Experts, add_expert_metadata, add_experts, expert_args, read_experts
+from bridge.models.moe import Experts, add_expert_counts, add_experts, read_experts
 
 
 @dataclass(frozen=True)
@@ -27,11 +27,10 @@ def read(config: Config) -> MixtralArgs:
 
 def add_metadata(args: DecoderArgs, writer: gguf.GGUFWriter) -> None:
     mistral.add_metadata(args, writer)
-    add_expert_metadata(expert_args(args), writer, own_length=False)
+    add_expert_counts(args, writer)
 
 
 MIXTRAL = Family(
     "llama", read, lambda _args: (), biases=ATTENTION, interleaved=True,
-    feed_forward=lambda build, layer: add_experts(build, layer, expert_args(build.args)),
-    add_metadata=add_metadata, notes=mistral.notes,
+    feed_forward=add_experts, add_metadata=add_metadata, notes=mistral.notes,
 )  # fmt: skip

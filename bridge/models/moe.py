@@ -64,18 +64,25 @@ def expect_sparse_layers(config: Config) -> None:
         )
 
 
-def add_expert_metadata(experts: Experts, writer: gguf.GGUFWriter, own_length: bool) -> None:
-    """own_length: whether the experts' width is not the feed_forward_length of every decoder."""
+def add_expert_counts(args: DecoderArgs, writer: gguf.GGUFWriter) -> None:
+    """Metadata of a mixture whose experts are as wide as feed_forward_length says."""
+    experts = _experts(args)
     writer.add_expert_count(experts.count)
     writer.add_expert_used_count(experts.used)
-    if own_length:
-        writer.add_expert_feed_forward_length(experts.inner)
+
+
+def add_expert_metadata(args: DecoderArgs, writer: gguf.GGUFWriter) -> None:
+    """Metadata of a mixture whose experts have widths of their own."""
+    add_expert_counts(args, writer)
+    experts = _experts(args)
+    writer.add_expert_feed_forward_length(experts.inner)
     if experts.shared_inner:
         writer.add_expert_shared_feed_forward_length(experts.shared_inner)
 
 
-def add_experts(build: Builder, layer: int, experts: Experts) -> list[Fold]:
-    """The tensors of one layer's experts, and their folds."""
+def add_experts(build: Builder, layer: int) -> list[Fold]:
+    """The tensors of one layer's experts, and their folds: a mixture's `Family.feed_forward`."""
+    experts = _experts(build.args)
     prefix = f"model.layers.{layer}"
     block = next(
         (b for b in ("mlp", "block_sparse_moe") if any(n.startswith(f"{prefix}.{b}.") for n in build.names)), "mlp"
@@ -131,7 +138,7 @@ def _shared(build: Builder, layer: int, inner: int) -> Fold:
     return gated_fold(module)
 
 
-def expert_args(args: DecoderArgs) -> Experts:
+def _experts(args: DecoderArgs) -> Experts:
     """The experts of a mixture's arguments."""
     experts = getattr(args, "experts", None)
     assert isinstance(experts, Experts)

@@ -7,19 +7,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import gguf
-
 from bridge.models import qwen2
 from bridge.models.config import Config
-from bridge.models.decoder import QKV, DecoderArgs, Family
-from bridge.models.moe import (
-    Experts,
-    add_expert_metadata,
-    add_experts,
-    expect_sparse_layers,
-    expert_args,
-    read_experts,
-)
+from bridge.models.decoder import QKV, Family
+from bridge.models.moe import Experts, add_expert_metadata, add_experts, expect_sparse_layers, read_experts
 from bridge.models.qwen2 import Qwen2Args
 
 
@@ -38,12 +29,7 @@ def read(config: Config) -> Qwen2MoeArgs:
     return Qwen2MoeArgs(**vars(qwen2.read(Config(values, config.path))), experts=experts)
 
 
-def add_metadata(args: DecoderArgs, writer: gguf.GGUFWriter) -> None:
-    add_expert_metadata(expert_args(args), writer, own_length=True)
-
-
 QWEN2_MOE = Family(
     "qwen2moe", read, lambda _args: QKV, biases=QKV, head_of_own=True,
-    feed_forward=lambda build, layer: add_experts(build, layer, expert_args(build.args)),
-    add_metadata=add_metadata, notes=qwen2.notes,
+    feed_forward=add_experts, add_metadata=add_expert_metadata, notes=qwen2.notes,
 )  # fmt: skip

@@ -8,20 +8,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import gguf
-
 from bridge.errors import BridgeError
 from bridge.models import qwen3
 from bridge.models.config import Config
-from bridge.models.decoder import QKV, DecoderArgs, Family
-from bridge.models.moe import (
-    Experts,
-    add_expert_metadata,
-    add_experts,
-    expect_sparse_layers,
-    expert_args,
-    read_experts,
-)
+from bridge.models.decoder import QKV, Family
+from bridge.models.moe import Experts, add_expert_metadata, add_experts, expect_sparse_layers, read_experts
 from bridge.models.qwen3 import Qwen3Args
 
 
@@ -42,12 +33,7 @@ def read(config: Config) -> Qwen3MoeArgs:
     return Qwen3MoeArgs(**vars(qwen3.read(Config(values, config.path))), experts=experts)
 
 
-def add_metadata(args: DecoderArgs, writer: gguf.GGUFWriter) -> None:
-    add_expert_metadata(expert_args(args), writer, own_length=True)
-
-
 QWEN3_MOE = Family(
     "qwen3moe", read, qwen3.needs_bias, biases=QKV, qk_norm=True,
-    feed_forward=lambda build, layer: add_experts(build, layer, expert_args(build.args)),
-    add_metadata=add_metadata, notes=qwen3.notes,
+    feed_forward=add_experts, add_metadata=add_expert_metadata, notes=qwen3.notes,
 )  # fmt: skip

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gguf
 import numpy as np
 import pytest
 import torch
@@ -11,26 +10,14 @@ from bridge.cuda.activations import Records
 from bridge.cuda.matrix import DeviceMatrix
 from bridge.cuda.matvec import Configuration
 
-from bridge.blocks import BLOCKS, BlockType
+from bridge.blocks import BLOCKS
 from bridge.errors import BridgeError
 from bridge.runtime import QuantTensor
 from bridge.runtime.cpu.activations import round32_twin
+from tests.support.random_blocks import random_matrix
 
 ALL = pytest.mark.parametrize("block", BLOCKS.values(), ids=str)
 SMALL = Configuration(2, 1, 1, 1)
-
-
-def random_tensor(block: BlockType, rows: int, columns: int, seed: int = 0) -> tuple[QuantTensor, np.ndarray]:
-    """Blocks of random bits, so that all codes and scales occur, and what they mean, float64."""
-    rng = np.random.default_rng(seed)
-    raw = rng.integers(0, 256, (rows, columns // block.size, block.nbytes)).astype(np.uint8)
-    for at in (block.d_at, block.dmin_at):
-        if at >= 0:
-            halves = (rng.standard_normal(raw.shape[:2]) * 0.01).astype(np.float16)
-            raw[:, :, at : at + 2] = halves[..., None].view(np.uint8)
-    raw = raw.reshape(rows, -1)
-    weights = gguf.quants.dequantize(raw, block.ggml).astype(np.float64)
-    return QuantTensor(f"w{seed}", block.name, (rows, columns), raw.reshape(-1)), weights
 
 
 def rounded(x: np.ndarray) -> np.ndarray:
@@ -56,7 +43,7 @@ def product(matrix: DeviceMatrix, x: np.ndarray, precision: str = "int8", **opti
 @pytest.mark.parametrize("precision", ["int8", "f32"])
 def test_products_of_every_type_equal_float64(block, precision):
     """3 rows and pairs of them, 2 superblocks: 16 of 32 lanes."""
-    tensor, weights = random_tensor(block, 3, 512)
+    tensor, weights = random_matrix(block, 3, 512)
     x = np.random.default_rng(1).standard_normal((1, 512)).astype(np.float32)
     y = product(DeviceMatrix.upload(tensor, "cuda"), x, precision)
     close(y, rounded(x) if precision == "int8" else x, weights)
@@ -73,22 +60,22 @@ def test_products_of_every_type_equal_float64(block, precision):
 )
 def test_odd_shapes(rows, columns, shape):
     for name in ("Q4_K", "Q8_0") if columns < 512 else ("Q4_K",):
-        tensor, weights = random_tensor(BLOCKS[name], rows, columns)
+        tensor, weights = random_matrix(BLOCKS[name], rows, columns)
         x = np.random.default_rng(2).standard_normal((1, columns)).astype(np.float32)
         close(product(DeviceMatrix.upload(tensor, "cuda"), x, shape=shape), rounded(x), weights)
 
 
 @pytest.mark.parametrize("precision", ["int8", "f32"])
 def test_eight_columns(precision):
-    tensor, weights = random_tensor(BLOCKS["Q5_K"], 1, 256)
+    tensor, weights = random_matrix(BLOCKS["Q5_K"], 1, 256)
     x = np.random.default_rng(3).standard_normal((8, 256)).astype(np.float32)
     y = product(DeviceMatrix.upload(tensor, "cuda"), x, precision)
     close(y, rounded(x) if precision == "int8" else x, weights)
 
 
 def test_bias_accumulation_and_silu_of_alternating_rows():
-    gate, gate_weights = random_tensor(BLOCKS["Q4_0"], 3, 96, seed=0)
-    up, up_weights = random_tensor(BLOCKS["Q4_0"], 3, 96, seed=1)
+    gate, gate_weights = random_matrix(BLOCKS["Q4_0"], 3, 96, seed=0)
+    up, up_weights = random_matrix(BLOCKS["Q4_0"], 3, 96, seed=1)
     x = np.random.default_rng(4).standard_normal((1, 96)).astype(np.float32)
     records = Records(96, 1, "cuda").quantize(x, 1)
     one, other = (rounded(x) @ weights.T for weights in (gate_weights, up_weights))
@@ -104,7 +91,7 @@ def test_bias_accumulation_and_silu_of_alternating_rows():
 
 @ALL
 def test_dequantized_tiles_and_rows_are_gguf_s(block):
-    tensor, _ = random_tensor(block, 4, 256)
+    tensor, _ = random_matrix(block, 4, 256)
     matrix = DeviceMatrix.upload(tensor, "cuda")
     expected = torch.from_numpy(tensor.dequantize())
     for kind in (torch.float32, torch.float16, torch.bfloat16):
@@ -139,7 +126,7 @@ def test_records_of_x_are_the_cpu_runtime_s(kind):
 
 @pytest.mark.parametrize("tokens", [1, 9])
 def test_a_tensor_on_the_device_multiplies_as_its_twin_does(tokens):
-    tensor, weights = random_tensor(BLOCKS["Q6_K"], 4, 256)
+    tensor, weights = random_matrix(BLOCKS["Q6_K"], 4, 256)
     moved = tensor.to("cuda")
     assert (moved.shape, moved.type, moved.device, moved.name) == ((4, 256), "Q6_K", "cuda:0", tensor.name)
     assert moved.bpw == tensor.bpw
@@ -158,7 +145,7 @@ def test_a_tensor_on_the_device_multiplies_as_its_twin_does(tokens):
 
 
 def test_what_a_tensor_on_the_device_refuses():
-    moved = random_tensor(BLOCKS["Q4_0"], 4, 96)[0].to("cuda")
+    moved = random_matrix(BLOCKS["Q4_0"], 4, 96)[0].to("cuda")
     x = torch.zeros(96)
     for wrong, message in (
         (x.numpy(), "w0: x is a ndarray; a torch tensor is wanted"),
@@ -179,7 +166,7 @@ def test_what_a_tensor_on_the_device_refuses():
 
 
 def test_matrices_that_cannot_be_uploaded_are_refused():
-    tensor = random_tensor(BLOCKS["Q4_K"], 4, 256)[0]
+    tensor = random_matrix(BLOCKS["Q4_K"], 4, 256)[0]
     raw = tensor.raw.copy()
     raw[144 * 2 : 144 * 2 + 2] = np.array([np.inf], np.float16).view(np.uint8)
     with pytest.raises(BridgeError, match="bad: the scales of row 2 are not finite"):
@@ -187,9 +174,9 @@ def test_matrices_that_cannot_be_uploaded_are_refused():
     with pytest.raises(BridgeError, match="float: no CUDA kernel for F32"):
         DeviceMatrix.upload(QuantTensor("float", "F32", (1, 4), np.zeros(16, np.uint8)), "cuda")
     with pytest.raises(BridgeError, match="cannot stand beside"):
-        DeviceMatrix.upload([tensor, random_tensor(BLOCKS["Q5_K"], 4, 256)[0]], "cuda")
+        DeviceMatrix.upload([tensor, random_matrix(BLOCKS["Q5_K"], 4, 256)[0]], "cuda")
     with pytest.raises(BridgeError, match="5 rows cannot alternate with 4"):
-        DeviceMatrix.upload([tensor, random_tensor(BLOCKS["Q4_K"], 5, 256)[0]], "cuda", interleave=True)
+        DeviceMatrix.upload([tensor, random_matrix(BLOCKS["Q4_K"], 5, 256)[0]], "cuda", interleave=True)
 
 
 def test_integers_of_the_twins_wrap_as_the_gpu_s_do():
