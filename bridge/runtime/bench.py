@@ -22,6 +22,7 @@ from bridge.runtime.reader import open_gguf
 LARGE = (40960, 4096)  # from memory
 SMALL = (2048, 4096)  # from the cache
 _ROUNDS = 15
+_WARM = 0.02  # seconds of a contender's own runs before the timed one: what the last one left is then gone
 _DISTINCT = 512  # rows that are drawn; the others repeat them
 
 
@@ -72,7 +73,9 @@ def measure(
 ) -> Timing:
     """Time tensor.matvec, reading as many bytes ("read"), and `others`, taking turns. Prepares the tensor.
 
-    `rest` is called after each of the others: to stop threads that would go on spinning into the next turn.
+    Before its timed run each contender runs alone until its data are what the caches hold, as far as they can, and
+    until the threads of the one before have ceased to spin for work: libgomp's do so for some 5 ms, on a core that
+    the next one needs. `rest` is called after each of the others, to stop threads that would spin for longer.
     """
     from bridge.runtime.cpu import pool
     from bridge.runtime.cpu.readbw import Reader
@@ -93,7 +96,9 @@ def measure(
         timing.seconds = {name: [] for name in contenders}
         for turn in range(rounds + 1):
             for name, run in contenders.items():
-                run()  # its data are what the caches hold now, as far as they can
+                warmed = time.perf_counter() + _WARM
+                while time.perf_counter() < warmed:
+                    run()
                 start = time.perf_counter()
                 run()
                 if turn:

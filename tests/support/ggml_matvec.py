@@ -103,7 +103,10 @@ class Matrix:
         assert status == 0
 
     def rest(self) -> None:
-        """Let the threads sleep until the next run: they spin for a tenth of a second, on others' cores."""
+        """Let ggml's own threads sleep until the next run: they spin for a tenth of a second, on others' cores.
+
+        Those of a build with OpenMP do not heed it; they spin for some 5 ms.
+        """
         self.lib.threadpool_pause(self.pool)
         self.resting = True
 
