@@ -81,6 +81,7 @@ class Decoder:
         with self._active():
             self.device.check_memory(self.nbytes + _WORK, f"{file.path} with a context of {context}")
         self.graphs = devices.torch_device(self.device) != "cpu"  # False: every launch by itself
+        self.preparing = 0.0  # seconds of repacking between tokens: none
         self._captured: dict[int | None, Graph] = {}
         self._samplers: dict[int | None, list[Launch]] = {}
 
@@ -89,6 +90,10 @@ class Decoder:
         w = self._weights
         matrices = {id(t): t for t in (w.embedding, w.output, *(m for layer in w.layers for m in layer.matrices))}
         return sum(device_bytes(tensor, self.precision) for tensor in matrices.values()) + self.cache.nbytes
+
+    def begin(self) -> None:
+        """Be ready for tokens."""
+        self.prepare()
 
     def prepare(self, progress: Any = None) -> None:
         """Upload everything and compile, once."""

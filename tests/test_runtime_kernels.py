@@ -10,7 +10,8 @@ from llvmlite import ir
 from bridge.blocks import BLOCKS, BlockType
 from bridge.errors import BridgeError
 from bridge.runtime import QuantTensor
-from bridge.runtime.cpu import activations, interleaved, layout, pool, superblock, targets, vectors
+from bridge.runtime.cpu import activations, interleaved, layout, pool, repack, superblock, targets, vectors
+from bridge.runtime.cpu.engine import RowMajor
 from bridge.runtime.cpu.prepared import Prepared
 from tests.support import ggml_matvec
 from tests.support.random_blocks import random_matrix
@@ -57,6 +58,45 @@ def test_unprepared_and_prepared_products_are_those_of_the_rounded_x(block):
 
 
 @ALL
+def test_the_portable_kernel_multiplies_the_files_own_blocks(block):
+    tensor, weights = random_matrix(block, 19, 512)
+    x = np.random.default_rng(12).standard_normal((3, 512)).astype(np.float32)
+    close(run(RowMajor(tensor), x, 19), rounded(x), weights, block)
+
+
+@ALL
+def test_a_product_is_the_same_with_weights_from_the_cache(block):
+    tensor, _ = random_matrix(block, 40, 512)
+    tensor.prepare()
+    x = np.random.default_rng(13).standard_normal(512).astype(np.float32)
+    first = tensor.matvec(x)
+    np.testing.assert_array_equal(tensor.matvec(x), first)
+    assert {near for _, _, near in tensor._engine._plans} == {False, True}
+
+
+@pytest.mark.parametrize("target", HERE)
+@ALL
+def test_repacked_words_are_those_of_the_layout(block, target):
+    lanes = targets.module(target).LANES
+    form = layout.Layout(block, lanes)
+    rows, blocks = lanes + 3, 2  # a second row group with three rows
+    raw = np.random.default_rng(14).integers(0, 256, (rows, blocks * block.nbytes), np.uint8)
+    raw.reshape(-1, block.nbytes)[:, [at + 1 for at in (block.d_at, block.dmin_at) if at >= 0]] &= 0x3F  # finite
+    stride = form.stride(blocks)
+    memory = np.zeros(2 * stride + 64, np.uint8)
+    memory = memory[-memory.ctypes.data % 64 :][: 2 * stride]
+    assert repack.repacker(block.name, lanes)(raw, 0, 2, stride, form.codes_from(blocks), memory) == -1
+    for row in range(rows):
+        group = memory[row // lanes * stride :][:stride]
+        codes = group[form.codes_from(blocks) :].view(np.uint32).reshape(blocks, -1, lanes)
+        halves = group[: blocks * form.halves_bytes].view(np.uint16).reshape(blocks, -1, lanes)
+        for b, part in enumerate(raw[row].reshape(blocks, -1)):
+            np.testing.assert_array_equal(codes[b, :, row % lanes], form.words(part))
+            assert halves[b, 0, row % lanes] == part[block.d_at : block.d_at + 2].view(np.uint16)[0]
+    assert not halves[:, :, 3:].any()
+
+
+@ALL
 def test_float_precision_rounds_nothing(block):
     tensor, weights = random_matrix(block, 17, 512)
     x = np.random.default_rng(2).standard_normal((3, 512)).astype(np.float32)
@@ -90,7 +130,7 @@ def test_every_target_in_python(block, target):
     stride = form.stride(blocks)
     memory = np.zeros(stride, np.uint8)
     raw = tensor.raw.reshape(lanes, -1)
-    assert layout.repacker(block.name)(raw, 0, 1, lanes, stride, form.codes_from(blocks), memory) == -1
+    assert repack.repacker(block.name, lanes)(raw, 0, 1, stride, form.codes_from(blocks), memory) == -1
     x = np.random.default_rng(4).standard_normal((2, columns)).astype(np.float32)
     records = activations.records(x, block, columns=2)
     y = np.zeros((2, lanes), np.float32)
@@ -168,8 +208,11 @@ def test_scales_that_are_not_finite_are_refused(block, bad):
     raw[18, block.d_at : block.d_at + 2] = np.array([bad], np.float16).view(np.uint8)
     damaged = QuantTensor("blk.0.w", block.name, (20, 512), raw.reshape(-1))
     x = np.ones(512, np.float32)
-    with pytest.raises(BridgeError, match=r"blk\.0\.w: the scales of row 18 are not finite"):
-        damaged.matvec(x)
+    for _ in range(2):
+        with pytest.raises(BridgeError, match=r"blk\.0\.w: the scales of row 18 are not finite"):
+            damaged.matvec(x)
+    with pytest.raises(BridgeError, match="row 18"):
+        run(RowMajor(damaged), x[None], 20)
     with pytest.raises(BridgeError, match="row 18"):
         damaged.prepare()
 

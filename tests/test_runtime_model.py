@@ -100,6 +100,16 @@ def test_a_table_of_calls_computes_what_matrix_by_matrix_does(path: Path) -> Non
     np.testing.assert_allclose(rows[0], rows[1], rtol=1e-3, atol=1e-3)
 
 
+def test_weights_are_repacked_while_tokens_come(path: Path) -> None:
+    model = bridge.Model.load(path, context=64)
+    matrices = model._decoder._matrices
+    model.logits(model.tokenizer.encode(TEXT)[:20])
+    assert not any(matrix.prepared for matrix in matrices)
+    counts = [sum(m.prepared for m in matrices) for _ in model.generate_tokens(PROMPT, 10)]
+    assert 0 < counts[0] < len(matrices) == counts[-1]
+    assert counts == sorted(counts)
+
+
 def test_q8_0_keys_and_values_cost_little(path: Path) -> None:
     tokens = bridge.Model.load(path).tokenizer.encode(TEXT)[:200]
     exact, halves, bytes_ = (

@@ -11,10 +11,15 @@
 A single token whose matrices are all prepared runs as one table of calls (`cpu/program.py`), in which
 matrices that multiply the same vector share its int8 records. Everything else, prompts above all, goes
 matrix by matrix through `QuantTensor.matmul`, with the same functions in between.
+
+The first batch runs on the file's own blocks. Every later one has an eighth of the matrices repacked before it,
+until all are: the first token comes at once, the next few a little slower, and who reads one prompt and no more
+never pays for a copy.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -32,6 +37,7 @@ from bridge.runtime.sampling import Sampler
 from bridge.runtime.weights import Layer, read_weights
 
 BATCH = 512  # tokens that pass through the layers together
+_PARTS = 8  # of the weights, one repacked before each batch
 
 
 class Decoder:
@@ -48,16 +54,29 @@ class Decoder:
         self._eps = int(np.array(config.norm_eps, np.float64).view(np.int64))
         self._work: dict[int, _Work] = {}
         self._token: Program | None = None
+        self._matrices = [m for layer in self.layers for m in layer.matrices] + [self.output]
+        self._prepared = 0  # of them
+        self._begun = False
+        self.preparing = 0.0  # seconds that repacking has taken so far
 
-    def prepare(self, progress: Any = None) -> None:
+    def begin(self) -> None:
+        """Be ready for tokens: as it is."""
+
+    def prepare(self) -> None:
         """Repack every matrix for this machine, and let go of the file's own pages."""
-        matrices = [m for layer in self.layers for m in layer.matrices] + [self.output]
-        for done, matrix in enumerate(matrices):
+        self._prepare(sum(m.nbytes for m in self._matrices))
+
+    def _prepare(self, nbytes: int) -> None:
+        """Repack matrices of so many bytes, at least one."""
+        start = time.perf_counter()
+        while nbytes > 0 and self._prepared < len(self._matrices):
+            matrix = self._matrices[self._prepared]
             if not matrix.prepared:
                 matrix.prepare()
                 matrix.release_raw()
-            if progress:
-                progress(done + 1, len(matrices))
+            nbytes -= matrix.nbytes
+            self._prepared += 1
+        self.preparing += time.perf_counter() - start
 
     def run(self, tokens: Sequence[int], keep: int = 1) -> np.ndarray:
         """Append tokens to the cache; the last `keep` of their normalized hidden states, float32 [keep, hidden].
@@ -96,6 +115,9 @@ class Decoder:
 
     def _batch(self, tokens: Sequence[int]) -> np.ndarray:
         n = len(tokens)
+        if self._begun and self._prepared < len(self._matrices):
+            self._prepare(sum(m.nbytes for m in self._matrices) // _PARTS)
+        self._begun = True
         self._start[0] = self.cache.length
         work = self._workspace(n)
         work.x[:] = self.embedding.rows(tokens)
@@ -152,6 +174,8 @@ class Decoder:
         if self._token is None and not self.config.experts:
             from bridge.runtime.cpu.prepared import Prepared
 
+            if self._prepared < len(self._matrices):
+                return None
             if not all(isinstance(m._get_engine(), Prepared) for layer in self.layers for m in layer.matrices):
                 return None
             program = Program()

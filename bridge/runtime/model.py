@@ -5,7 +5,8 @@
         print(piece, end="", flush=True)
     model.logits(model.tokenizer.encode("Once"))          float32 [tokens, vocab]
 
-Loading reads the header; the weights are repacked for this machine when they are first needed. Every call of
+Loading reads the header; the weights are repacked for this machine while the first tokens are computed, or by
+`prepare`. Every call of
 `generate`, `chat` or `logits` begins with an empty context. A model serves one caller at a time.
 """
 
@@ -144,7 +145,7 @@ class Model:
     def logits(self, tokens: Sequence[int], last: int | None = None) -> np.ndarray:
         """float32 [tokens, vocab]: what follows each position (of the `last` ones only), from an empty context."""
         ids = self._checked(tokens)
-        self._decoder.prepare()
+        self._decoder.begin()
         return self._decoder.scores(ids, len(ids) if last is None else min(last, len(ids)))
 
     def generate(
@@ -213,11 +214,12 @@ class Model:
 
     def _tokens(self, ids: list[int], max_tokens: int, sampler: Sampler) -> Iterator[int]:
         timing = self.timing = Timing(prompt_tokens=len(ids))
-        self._decoder.prepare()
-        drawn = self._decoder.draw(ids, sampler)
-        begun = time.perf_counter()
+        decoder = self._decoder
+        decoder.begin()
+        drawn = decoder.draw(ids, sampler)
+        begun = time.perf_counter() - decoder.preparing
         for made, token in enumerate(islice(drawn, max_tokens)):
-            now = time.perf_counter()
+            now = time.perf_counter() - decoder.preparing
             if made == 0:
                 timing.prompt_seconds, begun = now - begun, now
             else:

@@ -13,6 +13,7 @@ import numpy as np
 from bridge.blocks import BLOCKS
 from bridge.errors import BridgeError
 from bridge.runtime import dequantize
+from bridge.runtime.cpu import targets
 
 if TYPE_CHECKING:
     from bridge.runtime.quant_tensor import QuantTensor
@@ -67,7 +68,12 @@ class RowMajor(Dequantizing):
 def unprepared(tensor: QuantTensor) -> Engine:
     """The engine that needs no copy of the weights."""
     if tensor.type in BLOCKS:
-        return RowMajor(tensor)
+        target = targets.chosen()
+        if target == targets.PORTABLE:
+            return RowMajor(tensor)
+        from bridge.runtime.cpu.tiled import Tiled
+
+        return Tiled(tensor, target)
     if tensor.type in ("F32", "F16", "BF16"):
         from bridge.runtime.cpu.floats import FloatRows
 
@@ -81,12 +87,8 @@ def unprepared(tensor: QuantTensor) -> Engine:
 
 def prepare(tensor: QuantTensor) -> Engine:
     """The fastest engine of this machine, with its own copy of the weights."""
-    if tensor.type in BLOCKS:
-        from bridge.runtime.cpu import targets
+    if tensor.type in BLOCKS and (target := targets.chosen()) != targets.PORTABLE:
+        from bridge.runtime.cpu.prepared import Prepared
 
-        target = targets.chosen()
-        if target != targets.PORTABLE:
-            from bridge.runtime.cpu.prepared import Prepared
-
-            return Prepared(tensor, target)
+        return Prepared(tensor, target)
     return unprepared(tensor)

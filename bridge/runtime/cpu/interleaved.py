@@ -18,7 +18,8 @@ Measured from memory, one thread, as a share of plain reading. Zen 5, Q4_K, to t
 prefetch 0.5, one distance of 4 KB 0.7 to 0.8, 2 and 8 KB 0.85 to 1.0. Zen 4, Q4_K and Q6_K: so it is 0.37, for
 the first level has few misses in flight there; to the second level 2 and 8 KB 0.65, 2, 4 and 8 KB 0.83 to 0.9, 4, 8
 and 16 KB 0.95 to 1.0, with two threads too (a prefetch that finds no room is dropped, and the next distance makes up
-for it). Four distances gain nothing from memory and cost a sixth in the cache.
+for it). Four distances gain nothing from memory. In the cache three cost a quarter to a third, so that there are
+kernels without any (`near`), for weights that are known to be there.
 """
 
 from __future__ import annotations
@@ -99,11 +100,14 @@ def _copy(scope: dict[str, Any], name: str) -> Any:
 
 
 @cache
-def kernel(name: str, target: str, width: int, integer: bool) -> Any:
-    """The compiled kernel of a type for `width` columns: a numba CFunc, whose `.address` is callable."""
+def kernel(name: str, target: str, width: int, integer: bool, near: bool = False) -> Any:
+    """The compiled kernel of a type for `width` columns: a numba CFunc, whose `.address` is callable.
+
+    `near`: for weights that are in the cache; nothing is prefetched.
+    """
     sizes, made_of = _scope(name, target, width, integer)
-    suffix = f"{name}_{target}_{width}_{'int8' if integer else 'f32'}"
-    ahead, level = _AHEAD.get(get_host_cpu_name(), _AHEAD_ELSEWHERE)
+    suffix = f"{name}_{target}_{width}_{'int8' if integer else 'f32'}{'_near' * near}"
+    ahead, level = ((), 1) if near else _AHEAD.get(get_host_cpu_name(), _AHEAD_ELSEWHERE)
     clone = _copy({**sizes, **vectors.intrinsics(*made_of, ahead, level)}, f"rows_{suffix}")
     return numba.cfunc(_SIGNATURE, cache=True, error_model="numpy")(clone)
 

@@ -29,13 +29,10 @@ Rows are padded with zeros to a multiple of `lanes`. The bytes of the file's ten
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache
-from typing import Any
 
 import numpy as np
 
-from bridge.blocks import BLOCKS, BlockType
-from bridge.jit import from_plain, inlined, specialize
+from bridge.blocks import BlockType
 
 PLANES = {2: (2,), 3: (2, 1), 4: (4,), 5: (4, 1), 6: (4, 2), 8: (8,)}
 GROUP = 8  # words, that is 32 columns
@@ -95,108 +92,34 @@ class Layout:
         """Bytes of a row group."""
         return self.codes_from(blocks) + blocks * self.block_bytes
 
+    def words(self, raw: np.ndarray) -> np.ndarray:
+        """One row's words of a block, in order: uint32 [block_bytes/4/lanes] of the file's block, uint8 [nbytes].
 
-# set per type and lanes by `specialize`
-unpack: Any = None
-size = subs = nbytes = d_at = dmin_at = scale_bytes = group_bytes = 0
-scale_words = low_width = high_width = scale_low_width = scale_high_width = 0
-mins = is_k = False
-
-
-@inlined
-def _put_plane(words, first, count, width, shift, lanes, lane, out, at):
-    """OR plane `width` bits wide at bit `shift` of words[first:first + count] into uint32 vectors from out[at]."""
-    n = count * width // 8
-    mask = np.uint32(0x01010101) * np.uint32((1 << width) - 1)
-    for v in range(n):
-        value = np.uint32(0)
-        for i in range(8 // width):
-            value |= ((words[first + v + i * n] >> np.uint32(shift)) & mask) << np.uint32(width * i)
-        out[at + v * lanes + lane] = value
+        Slow and plain: what the compiled repacker is derived from.
+        """
+        block = self.block
+        q, sc, mn = [0] * block.size, [0] * block.subs, [0] * block.subs
+        block.unpack(raw.tolist(), q, sc, mn)
+        codes, scales = (
+            np.array(numbers).astype(np.uint8).view(np.uint32) for numbers in (q, [*sc, *mn] if block.is_k else [0] * 4)
+        )
+        parts = [_planes(words, self.code_bits) for words in codes.reshape(-1, GROUP)]
+        if block.is_k:
+            parts.insert(0, _planes(scales[: self.scale_words], self.scale_bits))
+        return np.concatenate(parts)
 
 
-def _repack(raw, first, last, lanes, stride, codes_from, out):
-    """Row groups first..last-1 of raw uint8 [rows, row bytes] -> out uint8 [groups * stride].
-
-    Returns the first row whose d or dmin is not finite, or -1.
-    """
-    rows = raw.shape[0]
-    blocks = raw.shape[1] // nbytes
-    halves_bytes = (4 if mins else 2) * lanes
-    block_bytes = (scale_bytes + size // 32 * group_bytes) * lanes
-    out32 = out.view(np.uint32)
-    out16 = out.view(np.uint16)
-    q = np.empty(size, np.uint8)
-    fields = np.zeros(2 * subs + 4, np.uint8)
-    sc = fields[:subs].view(np.int8)
-    mn = fields[subs : 2 * subs]
-    words = q.view(np.uint32)
-    scales = fields[: 2 * subs // 4 * 4].view(np.uint32)
-    bad = -1
-    for group in range(first, last):
-        for lane in range(lanes):
-            row = group * lanes + lane
-            for b in range(blocks):
-                halves = group * stride + b * halves_bytes
-                at = (group * stride + codes_from + b * block_bytes) // 4
-                if row >= rows:
-                    out16[halves // 2 + lane] = 0
-                    if mins:
-                        out16[halves // 2 + lanes + lane] = 0
-                    for i in range(block_bytes // 4 // lanes):
-                        out32[at + i * lanes + lane] = 0
-                    continue
-                block = raw[row, b * nbytes : (b + 1) * nbytes]
-                unpack(block, q, sc, mn)
-                d = np.uint16(block[d_at]) | np.uint16(block[d_at + 1]) << np.uint16(8)
-                infinite = d & 0x7C00 == 0x7C00
-                out16[halves // 2 + lane] = d
-                if mins:
-                    dmin = np.uint16(block[dmin_at]) | np.uint16(block[dmin_at + 1]) << np.uint16(8)
-                    infinite |= dmin & 0x7C00 == 0x7C00
-                    out16[halves // 2 + lanes + lane] = dmin
-                if infinite and bad < 0:
-                    bad = row
-                if is_k:
-                    _put_plane(scales, 0, scale_words, scale_low_width, 0, lanes, lane, out32, at)
-                    if scale_high_width:
-                        high_at = at + scale_words * scale_low_width // 8 * lanes
-                        _put_plane(
-                            scales, 0, scale_words, scale_high_width, scale_low_width, lanes, lane, out32, high_at
-                        )
-                for g in range(size // 32):
-                    place = at + (scale_bytes + g * group_bytes) // 4 * lanes
-                    _put_plane(words, 8 * g, 8, low_width, 0, lanes, lane, out32, place)
-                    if high_width:
-                        _put_plane(
-                            words, 8 * g, 8, high_width, low_width, lanes, lane, out32, place + low_width * lanes
-                        )
-    return bad
+def _fours(numbers: list[int]) -> np.ndarray:
+    """Numbers of 8 bits, signed or not -> uint32, four in each."""
+    return np.array(numbers).astype(np.uint8).view(np.uint32)
 
 
-@cache
-def repacker(name: str) -> Any:
-    """The compiled `repack(raw, first, last, lanes, stride, codes_from, out)` of a type."""
-    layout = Layout(BLOCKS[name], 1)
-    block = layout.block
-    low, *high = PLANES[layout.code_bits]
-    scale_low, *scale_high = PLANES[layout.scale_bits] if block.is_k else (0,)
-    return specialize(
-        _repack,
-        name,
-        unpack=from_plain(block.unpack, inlined),
-        size=block.size,
-        subs=block.subs,
-        nbytes=block.nbytes,
-        d_at=block.d_at,
-        dmin_at=block.dmin_at,
-        mins=block.has_min,
-        is_k=block.is_k,
-        scale_bytes=layout.codes_at,
-        group_bytes=layout.group_bytes,
-        scale_words=layout.scale_words,
-        low_width=low,
-        high_width=sum(high),
-        scale_low_width=scale_low,
-        scale_high_width=sum(scale_high),
-    )
+def _planes(words: np.ndarray, bits: int) -> np.ndarray:
+    """uint32 [count] of four codes each -> their planes, uint32 [count * bits / 8]."""
+    planes, shift = [], 0
+    for width in PLANES[bits]:
+        mask = np.uint32(0x01010101 * ((1 << width) - 1))
+        parts = (words >> np.uint32(shift) & mask).reshape(8 // width, -1)
+        planes.append(np.bitwise_or.reduce(parts << np.uint32(width) * np.arange(8 // width, dtype=np.uint32)[:, None]))
+        shift += width
+    return np.concatenate(planes)

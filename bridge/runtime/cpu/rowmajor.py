@@ -1,8 +1,8 @@
 """Kernels that read the file's blocks as they are: any CPU, no preparation, no second copy of the weights.
 
 A block is unpacked with `bridge.blocks`' own function into codes, scales and mins, then multiplied in
-int32 (LLVM vectorizes the plain loops) or in float32. This is what `BRIDGE_CPU=portable` runs, and what a
-matvec costs before `prepare()`: some 3 to 6 GB/s of weights a thread.
+int32 (LLVM vectorizes the plain loops) or in float32. This is what `BRIDGE_CPU=portable` runs: some 0.5 to 2 GB/s
+of weights, on one thread.
 """
 
 from __future__ import annotations
