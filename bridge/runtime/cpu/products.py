@@ -113,7 +113,7 @@ class Interleaved:
 
     def _pass(self, x: np.ndarray, y: np.ndarray, columns: int, integer: bool) -> None:
         global _last
-        near = _last == self._number and self.groups * self.stride <= _NEAR
+        near = columns == 1 and _last == self._number and self.groups * self.stride <= _NEAR
         _last = self._number
         plan = self._plans.get((columns, integer, near))
         if plan is None:
