@@ -172,19 +172,20 @@ def _attend(qkv, q_norm, k_norm, cos, sin, keys, values, state, parts, part_sums
             score = (dot0 + dot1) * scale
         weight[g * TILE + p] = score
         cuda.syncthreads()
-        # softmax so far: a warp for each head
-        here = min(warp, HEADS - 1)
+        # softmax so far: a warp for each head; warps to spare look at nothing that others store
         high = _LOW
-        for i in range(SCORE_ROUNDS):
-            high = max(high, weight[here * TILE + i * 32 + lane])
-        before = top[here]
+        before = _LOW
+        if warp < HEADS:
+            before = top[warp]
+            for i in range(SCORE_ROUNDS):
+                high = max(high, weight[warp * TILE + i * 32 + lane])
         high = max(before, warp_max(high))
         part = float32(0)
-        for i in range(SCORE_ROUNDS):
-            w = math.exp(weight[here * TILE + i * 32 + lane] - high)
-            if warp < HEADS:
-                weight[here * TILE + i * 32 + lane] = w
-            part += w
+        if warp < HEADS:
+            for i in range(SCORE_ROUNDS):
+                w = math.exp(weight[warp * TILE + i * 32 + lane] - high)
+                weight[warp * TILE + i * 32 + lane] = w
+                part += w
         part = warp_sum(part)
         if warp < HEADS and lane == 0:
             shrunk = math.exp(before - high)

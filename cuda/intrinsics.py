@@ -337,7 +337,7 @@ else:
         return _int(word).view(np.float32)
 
     def round_even(value):
-        return np.int32(0 if np.isnan(value) else np.rint(value))
+        return np.int32(0 if np.isnan(value) else np.clip(np.rint(np.float64(value)), -(2.0**31), 2.0**31 - 1))
 
     stream_16 = ahead_16 = cached_16 = load_16 = _loader(np.int32, 4)
     stream_8 = cached_8 = _loader(np.int32, 2)

@@ -6,7 +6,6 @@ import os
 import re
 import subprocess
 import sys
-from functools import cache
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,15 +17,18 @@ from bridge.errors import BridgeError
 from bridge.runtime import QuantTensor
 from tests.conftest import ROOT
 from tests.support import ptx
+from tests.support.gpu.device import pretended_gpu
+from tests.support.random_blocks import ALL, assert_product, random_matrix, rounded
 from tests.support.simulator import run_cases
 
 pytest.importorskip("numba_cuda", reason="numba-cuda is not installed")
 
 from bridge.cuda import activations, dequantize, launch, layout, matvec, tensor
 from bridge.cuda import device as devices
+from bridge.cuda.activations import Records
+from bridge.cuda.matrix import DeviceMatrix
 from bridge.cuda.matvec import Configuration
 
-ALL = pytest.mark.parametrize("block", BLOCKS.values(), ids=str)
 CAPABILITIES = [(7, 5), (8, 0), (8, 6), (8, 9), (9, 0)]
 compiler = pytest.mark.skipif(ptx.unavailable() is not None, reason=str(ptx.unavailable()))
 
@@ -35,7 +37,6 @@ def test_products_hold_in_the_simulator():
     run_cases("product_cases.py")
 
 
-@cache
 def ptx_of(type: str, n: int, shape: Configuration, exact: bool, epilogue: str = "") -> str:
     return ptx.ptx_of(matvec.kernel(type, n, shape, exact, epilogue), (7, 5))
 
@@ -67,18 +68,55 @@ def test_the_inner_loop_has_wide_loads_and_byte_products_and_no_long_multiplicat
         assert "local" not in loop
 
 
+# (columns, configuration, float32 activations, epilogue): compiled and run for all types
+KINDS = [(1, Configuration(2, 1, 1, 4), False, ""), (1, Configuration(2, 2, 2, 4), False, "")]
+KINDS += [(4, Configuration(2, 1, 2, 4), False, "bias_accumulate"), (8, Configuration(1, 1, 2, 4), False, "")]
+KINDS += [(1, Configuration(2, 1, 1, 4), True, ""), (4, Configuration(1, 1, 2, 4), True, "")]
+
+
 @compiler
 @ALL
 def test_no_kernel_spills_or_needs_more_than_64_registers(block):
-    kinds = [(1, Configuration(2, 1, 1, 4), False, ""), (1, Configuration(2, 2, 2, 4), False, "")]
-    kinds += [(4, Configuration(2, 1, 2, 4), False, "bias_accumulate"), (8, Configuration(1, 1, 2, 4), False, "")]
-    kinds += [(1, Configuration(2, 1, 1, 4), True, ""), (4, Configuration(1, 1, 2, 4), True, "")]
-    for kind in kinds:
+    for kind in KINDS:
         code = ptx_of(block.name, *kind)
         for capability in CAPABILITIES if kind[0] == 1 else CAPABILITIES[-1:]:
             made = ptx.assembled(code, capability)
             assert (made.stack, made.spills) == (0, 0), f"{block}, {kind}, {capability}: {made.stack}, {made.spills}"
             assert made.registers <= launch.MAX_REGISTERS
+
+
+@compiler
+@ALL
+def test_compiled_kernels_multiply_as_float64_does_and_stay_inside_their_arrays(block):
+    """On the machine of tests/support/gpu: rows that fill no block, columns that fill no round of a warp."""
+    with pretended_gpu() as gpu:
+        for rows, columns in ((1, 256), (21, 1280)):
+            tensor, weights = random_matrix(block, rows, columns)
+            matrix = DeviceMatrix.upload(tensor, "cuda")
+            for n, shape, exact, epilogue in KINDS:
+                x = np.random.default_rng(n).standard_normal((n, columns)).astype(np.float32)
+                records = Records(columns, n, "cuda", "f32" if exact else "int8").quantize(x, n)
+                more = "accumulate" in epilogue
+                bias = np.arange(rows, dtype=np.float32) if more else None
+                y = np.full((n, rows), 3 if more else np.nan, np.float32)
+                matvec.launch(matrix, records, y, n, 0, more, bias, shape)
+                assert_product(y - (3 + bias if more else 0), x if exact else rounded(x), weights)
+            assert gpu.memory is not None
+
+
+@compiler
+@pytest.mark.parametrize("name", ["Q4_K", "Q6_K", "Q8_0", "Q4_0"])
+def test_each_byte_of_the_weights_is_fetched_once_for_all_columns(name):
+    with pretended_gpu() as gpu:
+        tensor, _ = random_matrix(BLOCKS[name], 32, 4096)
+        matrix = DeviceMatrix.upload(tensor, "cuda")
+        fetched = []
+        for n, shape, exact, _ in KINDS:
+            records = Records(4096, n, "cuda", "f32" if exact else "int8")
+            matvec.launch(matrix, records, np.zeros((n, 32), np.float32), n, 0, shape=shape)
+            fetched.append(gpu.memory.regions[0].fetched)
+        # a sector more where 2 bytes a superblock are not 32 together
+        assert max(fetched) <= 1.05 * 32 * 4096 * matrix.layout.bpw / 8, fetched
 
 
 @compiler

@@ -13,6 +13,7 @@ import pytest
 from bridge.cuda import attention, sampling
 from bridge.cuda.activations import Records
 from bridge.cuda.decoder import Decoder
+from bridge.cuda.intrinsics import SIMULATED
 from bridge.cuda.norm import norm_kernel, norm_threads, silu_grid, silu_kernel
 
 from bridge.errors import BridgeError
@@ -21,11 +22,13 @@ from bridge.runtime.decoder_config import read_config
 from bridge.runtime.kv_cache import KVCache
 from bridge.runtime.reader import open_gguf
 from bridge.runtime.sampling import Sampler, Sampling
+from tests.support.simulator import on_host
 from tests.support.tiny_gguf import write_decoder
 
-attention.SPLITS, attention.SPAN = 4, 16
-attention.tile = lambda group: 32
-sampling.GREEDY_THREADS = sampling.DRAW_THREADS = 32
+if SIMULATED:  # a thread of Python for each of a block
+    attention.SPLITS, attention.SPAN = 4, 16
+    attention.tile = lambda group: 32
+    sampling.GREEDY_THREADS = sampling.DRAW_THREADS = 32
 EPS = 1e-5
 
 
@@ -68,13 +71,14 @@ def attention_reference(
         (4, 2, 32, 16, False, True, 55),
         (5, 1, 40, 40, True, True, 20),
         (1, 1, 64, 64, False, False, 63),
+        *([] if SIMULATED else [(8, 2, 128, 128, True, False, 1100)]),  # 16 spans, as on a GPU
     ],
 )
 def test_attention_rotates_stores_and_sums(
     heads: int, kv: int, head_dim: int, rotated: int, neighbours: bool, normed: bool, position: int
 ) -> None:
     rng = np.random.default_rng(position)
-    rows, group = 64, heads // kv
+    rows, group = (position // 64 + 1) * 64, heads // kv
     keys, values = (rng.normal(size=(kv, rows, head_dim)).astype(np.float16) for _ in range(2))
     qkv = rng.normal(size=(heads + 2 * kv) * head_dim).astype(np.float32)
     q_norm, k_norm = (rng.uniform(0.5, 1.5, head_dim).astype(np.float32) for _ in range(2))
@@ -91,7 +95,7 @@ def test_attention_rotates_stores_and_sums(
     kernel = attention.kernel(head_dim, group, rotated, neighbours, normed, False)
     arguments = [
         qkv, q_norm, k_norm, cos.reshape(-1), sin.reshape(-1), own_keys.view(np.int32), own_values.view(np.int32),
-        state, parts, sums, counters, out, records.buffer, rows, np.float32(EPS), np.float32(head_dim**-0.5),
+        state, parts, sums, counters, out, records.buffer, np.int32(rows), np.float32(EPS), np.float32(head_dim**-0.5),
     ]  # fmt: skip
     kernel.launch((kv, attention.SPLITS), attention.threads(group), 0, *arguments)
     np.testing.assert_allclose(out, expected, rtol=1e-4, atol=1e-5)
@@ -106,8 +110,8 @@ def assert_records(records: Records, values: np.ndarray) -> None:
     """They are those that a launch of their own makes."""
     precision = "f32" if records.exact else "int8"
     again = Records(records.columns, 1, precision=precision).quantize(values.reshape(1, -1), 1)
-    assert records.buffer.copy_to_host().any()
-    assert np.array_equal(records.buffer.copy_to_host(), again.buffer.copy_to_host())
+    assert on_host(records.buffer).any()
+    assert np.array_equal(on_host(records.buffer), on_host(again.buffer))
 
 
 @pytest.mark.parametrize("precision", ["int8", "f32"])
@@ -132,7 +136,7 @@ def test_silu_gates_and_neither_overflows_nor_loses_small_gates() -> None:
     both[:4] = -1000, 1000, -88, 0
     y = np.full(inner, np.nan, np.float32)
     records = Records(inner, 1)
-    silu_kernel(False).launch(*silu_grid(inner), 0, both, y, records.buffer, inner)
+    silu_kernel(False).launch(*silu_grid(inner), 0, both, y, records.buffer, np.int32(inner))
     gate = both[:inner].astype(np.float64)
     expected = gate / (1 + np.exp(np.minimum(-gate, 80))) * both[inner:]
     np.testing.assert_allclose(y, expected, rtol=1e-5, atol=1e-30)
@@ -142,8 +146,9 @@ def test_silu_gates_and_neither_overflows_nor_loses_small_gates() -> None:
 def greedy(logits: np.ndarray, blocks: int) -> tuple[int, np.ndarray]:
     state, made = np.array([7, 0, 2, 0], np.int32), np.full(4, -1, np.int32)
     tops, places, counter = np.full(blocks, np.nan, np.float32), np.full(blocks, -1, np.int32), np.zeros(1, np.int32)
-    kernel = sampling.greedy_kernel(32)
-    kernel.launch(blocks, 32, 0, logits, logits.size, tops, places, counter, state, made)
+    threads = sampling.GREEDY_THREADS
+    kernel = sampling.greedy_kernel(threads)
+    kernel.launch(blocks, threads, 0, logits, np.int32(logits.size), tops, places, counter, state, made)
     assert counter[0] == 0
     assert list(state) == [8, made[2], 3, 0]
     return int(made[2]), made
@@ -181,8 +186,8 @@ def test_draws_are_those_of_the_cpu(how: dict[str, float]) -> None:
     state, made = np.zeros(4, np.int32), np.full(12, -1, np.int32)
     settings = np.array([how["temperature"], how["top_p"], how["min_p"]])
     for _ in range(12):
-        arguments = (logits[order], order.astype(np.int64), logits.size, settings, uniform, state, made)
-        sampling.draw_kernel(32).launch(1, 32, 0, *arguments)
+        arguments = (logits[order], order.astype(np.int64), np.int32(logits.size), settings, uniform, state, made)
+        sampling.draw_kernel(sampling.DRAW_THREADS).launch(1, sampling.DRAW_THREADS, 0, *arguments)
     assert list(made) == expected
     assert list(state) == [12, made[-1], 12, 0]
 

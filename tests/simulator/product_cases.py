@@ -5,8 +5,29 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from bridge.cuda import activations, dequantize, intrinsics, matvec
+from bridge.cuda import activations, bench, dequantize, matvec
 from bridge.cuda.activations import Records
+from bridge.cuda.intrinsics import (
+    SIMULATED,
+    bits,
+    bits_float,
+    differing,
+    dp2a,
+    dp4a,
+    either,
+    float_bits,
+    high_half,
+    low_half,
+    minus,
+    multiply_add,
+    rotated,
+    round_even,
+    shifted,
+    signed_byte,
+    thread_x,
+    to_half,
+)
+from bridge.cuda.launch import Kernel
 from bridge.cuda.matrix import DeviceMatrix
 from bridge.cuda.matvec import Configuration
 
@@ -14,22 +35,10 @@ from bridge.blocks import BLOCKS
 from bridge.errors import BridgeError
 from bridge.runtime import QuantTensor
 from bridge.runtime.cpu.activations import round32_twin
-from tests.support.random_blocks import random_matrix
+from tests.support.random_blocks import ALL, assert_product, random_matrix, rounded
+from tests.support.simulator import on_host
 
-ALL = pytest.mark.parametrize("block", BLOCKS.values(), ids=str)
-SMALL = Configuration(2, 1, 1, 1)
-
-
-def rounded(x: np.ndarray) -> np.ndarray:
-    """What the int8 records make of x, as the CPU runtime defines it, in float64."""
-    parts = [round32_twin(part, 32) for part in x.astype(np.float32).reshape(-1, 32)]
-    return np.array([q * np.float64(d) for q, d, _ in parts]).reshape(x.shape)
-
-
-def close(y: np.ndarray, x: np.ndarray, weights: np.ndarray) -> None:
-    """Within float32 rounding of the sum, whose terms may cancel."""
-    scale = np.sqrt((x.astype(np.float64) ** 2) @ (weights.T**2))
-    assert np.abs((y - x @ weights.T) / scale).max() < 2e-6
+SMALL = Configuration(2, 1, 1, 1 if SIMULATED else 4)  # a thread of Python for each of a block
 
 
 def product(matrix: DeviceMatrix, x: np.ndarray, precision: str = "int8", **options) -> np.ndarray:
@@ -46,7 +55,7 @@ def test_products_of_every_type_equal_float64(block, precision):
     tensor, weights = random_matrix(block, 3, 512)
     x = np.random.default_rng(1).standard_normal((1, 512)).astype(np.float32)
     y = product(DeviceMatrix.upload(tensor, "cuda"), x, precision)
-    close(y, rounded(x) if precision == "int8" else x, weights)
+    assert_product(y, rounded(x) if precision == "int8" else x, weights)
 
 
 @pytest.mark.parametrize(
@@ -62,7 +71,7 @@ def test_odd_shapes(rows, columns, shape):
     for name in ("Q4_K", "Q8_0") if columns < 512 else ("Q4_K",):
         tensor, weights = random_matrix(BLOCKS[name], rows, columns)
         x = np.random.default_rng(2).standard_normal((1, columns)).astype(np.float32)
-        close(product(DeviceMatrix.upload(tensor, "cuda"), x, shape=shape), rounded(x), weights)
+        assert_product(product(DeviceMatrix.upload(tensor, "cuda"), x, shape=shape), rounded(x), weights)
 
 
 @pytest.mark.parametrize("precision", ["int8", "f32"])
@@ -70,7 +79,7 @@ def test_eight_columns(precision):
     tensor, weights = random_matrix(BLOCKS["Q5_K"], 1, 256)
     x = np.random.default_rng(3).standard_normal((8, 256)).astype(np.float32)
     y = product(DeviceMatrix.upload(tensor, "cuda"), x, precision)
-    close(y, rounded(x) if precision == "int8" else x, weights)
+    assert_product(y, rounded(x) if precision == "int8" else x, weights)
 
 
 def test_bias_accumulation_and_silu_of_alternating_rows():
@@ -111,7 +120,7 @@ def test_records_of_x_are_the_cpu_runtime_s(kind):
     x = x.to(kind)
     if kind == torch.float32:
         x[1, 40], x[1, 70], x[0, 64:] = float("nan"), float("inf"), 1e-38
-    buffer = np.asarray(Records(96, 2, "cuda").quantize(x, 2).buffer.copy_to_host())
+    buffer = on_host(Records(96, 2, "cuda").quantize(x, 2).buffer)
     for token in range(2):
         record = buffer[token * activations.RECORD :]
         for group in range(3):
@@ -137,7 +146,7 @@ def test_a_tensor_on_the_device_multiplies_as_its_twin_does(tokens):
     assert error < (0.05 if tokens == 1 else 0.02) * np.abs(weights).max() * np.sqrt(256)
     out = torch.empty(4)
     assert moved.matvec(x[0].half(), out=out).data_ptr() == out.data_ptr()
-    close(moved.matvec(x[0], precision="f32").numpy()[None], x[:1].numpy(), weights)
+    assert_product(moved.matvec(x[0], precision="f32").numpy()[None], x[:1].numpy(), weights)
     torch.testing.assert_close(moved.dequantize(), torch.from_numpy(tensor.dequantize()), rtol=0, atol=0)
     torch.testing.assert_close(moved.rows([2, 0]), torch.from_numpy(tensor.rows([2, 0])), rtol=0, atol=0)
     assert moved.to("cpu") is tensor
@@ -179,8 +188,67 @@ def test_matrices_that_cannot_be_uploaded_are_refused():
         DeviceMatrix.upload([tensor, random_matrix(BLOCKS["Q4_K"], 5, 256)[0]], "cuda", interleave=True)
 
 
-def test_integers_of_the_twins_wrap_as_the_gpu_s_do():
-    assert intrinsics.dp4a(np.int32(-1), np.int32(0x01010101), np.int32(3)) == -1
-    assert intrinsics.multiply_add(1 << 20, 1 << 12, 5) == 5
-    assert intrinsics.rotated(np.int32(1), -4) == 16
-    assert intrinsics.bits(np.int32(-1), 28, 15) == 15
+def test_what_measures_bandwidth_reads_every_byte_once(gpu):
+    block, grid = 32, 3
+    count = 2 * bench.LOADS * grid * block
+    source = np.full(16 * count, -1, np.int32).view(np.uint8)[: 16 * count]
+    out = np.zeros(grid * block, np.int32)
+    bench._reader().launch(grid, block, 0, source, count, out)
+    assert not out.any()  # an even number of -1 cancels
+    if gpu is not None:
+        assert gpu.memory.regions[0].frozen.all()
+        assert gpu.memory.regions[0].fetched == 16 * count
+
+
+def _integers(a, b, c, out):
+    i = thread_x()
+    out[0, i] = dp4a(a[i], b[i], c[i])
+    out[1, i] = dp2a(a[i], b[i], c[i])
+    out[2, i] = bits(a[i], b[i] & 31, c[i])
+    out[3, i] = shifted(a[i], b[i] & 31)
+    out[4, i] = rotated(a[i], b[i])
+    out[5, i] = either(a[i], b[i])
+    out[6, i] = differing(a[i], b[i])
+    out[7, i] = minus(a[i], b[i])
+    out[8, i] = multiply_add(a[i], b[i], c[i])
+    out[9, i] = signed_byte(a[i], b[i] & 24)
+    out[10, i] = float_bits(low_half(a[i]))
+    out[11, i] = float_bits(high_half(a[i]))
+    out[12, i] = to_half(bits_float(c[i]))
+    out[13, i] = round_even(bits_float(c[i]))
+
+
+def test_integers_and_halves_wrap_and_round_as_the_hardware_does():
+    rng = np.random.default_rng(8)
+    a, b = rng.integers(-(1 << 31), 1 << 31, (2, 64)).astype(np.int32)
+    c = (rng.standard_normal(64) * 10.0 ** rng.integers(-8, 6, 64)).astype(np.float32).view(np.int32)
+    a[:2] = -1, 0x7FFF7FFF
+    a[2:6] = 0x00013C00, 0x7C00FC00, 0x03FF0001, -0x7FFF8000  # halves: tiny, infinite, subnormal, both zeros
+    c[:6] = np.array([2.5, -3.5, np.nan, 65519.9, 65520, 3e9], np.float32).view(np.int32)
+    out = np.zeros((14, 64), np.int32)
+    Kernel(_integers, "void(int32[::1], int32[::1], int32[::1], int32[:,::1])").launch(1, 64, 0, a, b, c, out)
+    bytes_a, bytes_b = (v.view(np.int8).reshape(64, 4).astype(np.int64) for v in (a, b))
+    halves = a.view(np.int16).reshape(64, 2).astype(np.int64)
+    unsigned, long = a.view(np.uint32).astype(np.uint64), [v.astype(np.int64) for v in (a, b, c)]
+    by = b & 31
+    floats = c.view(np.float32).astype(np.float64)
+    rounded = np.clip(np.nan_to_num(np.rint(floats)), -(1 << 31), (1 << 31) - 1)
+    expected = [
+        (bytes_a * bytes_b).sum(1) + long[2],
+        (halves * bytes_b[:, :2]).sum(1) + long[2],
+        (unsigned >> by.astype(np.uint64)).astype(np.int64) & long[2],
+        (unsigned << by.astype(np.uint64)).astype(np.int64),
+        (unsigned * 0x100000001 >> by.astype(np.uint64)).astype(np.int64),
+        a | b,
+        a ^ b,
+        long[0] - long[1],
+        long[0] * long[1] + long[2],
+        bytes_a[np.arange(64), (b & 24) // 8],
+        a.view(np.float16)[::2].astype(np.float32).view(np.int32),
+        a.view(np.float16)[1::2].astype(np.float32).view(np.int32),
+        np.clip(floats, -65536, 65536).astype(np.float16).view(np.uint16),  # infinite from 65520 on
+        rounded,
+    ]
+    for row, (found, wanted) in enumerate(zip(out, expected, strict=True)):
+        same = found == np.asarray(wanted).astype(np.int64).astype(np.int32)
+        assert (same | (np.isnan(floats) & (row == 12))).all(), row

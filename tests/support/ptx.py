@@ -42,6 +42,7 @@ def compiled(kernel: Kernel, capability: tuple[int, int]) -> Compiled:
     return assembled(ptx_of(kernel, capability), capability)
 
 
+@cache
 def ptx_of(kernel: Kernel, capability: tuple[int, int]) -> str:
     """A kernel as PTX."""
     import numba.cuda.dispatcher

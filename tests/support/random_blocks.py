@@ -1,12 +1,19 @@
-"""Matrices of random blocks, whatever a quantizer would make of real weights."""
+"""Matrices of random blocks, whatever a quantizer would make of real weights, and what their products must be."""
 
 from __future__ import annotations
 
 import gguf
 import numpy as np
+import pytest
 
-from bridge.blocks import BlockType
+from bridge.blocks import BLOCKS, BlockType
 from bridge.runtime import QuantTensor
+from bridge.runtime.cpu.activations import round32_twin
+
+# tests of one type go to one worker, which compiles its kernels once
+ALL = pytest.mark.parametrize(
+    "block", [pytest.param(block, id=name, marks=pytest.mark.xdist_group(name)) for name, block in BLOCKS.items()]
+)
 
 
 def random_matrix(block: BlockType, rows: int, columns: int, seed: int = 0) -> tuple[QuantTensor, np.ndarray]:
@@ -20,3 +27,15 @@ def random_matrix(block: BlockType, rows: int, columns: int, seed: int = 0) -> t
     raw = raw.reshape(rows, -1)
     weights = gguf.quants.dequantize(raw, block.ggml).astype(np.float64)
     return QuantTensor(f"w{seed}", block.name, (rows, columns), raw.reshape(-1)), weights
+
+
+def rounded(x: np.ndarray) -> np.ndarray:
+    """What int8 records of blocks of 32 make of x, as the CPU runtime defines it, in float64."""
+    parts = [round32_twin(part, 32) for part in x.astype(np.float32).reshape(-1, 32)]
+    return np.array([q * np.float64(d) for q, d, _ in parts]).reshape(x.shape)
+
+
+def assert_product(y: np.ndarray, x: np.ndarray, weights: np.ndarray) -> None:
+    """y [n, rows] is x times weights, within float32 rounding of the sum, whose terms may cancel."""
+    scale = np.sqrt((x.astype(np.float64) ** 2) @ (weights.T**2))
+    assert np.abs((y - x @ weights.T) / scale).max() < 2e-6

@@ -5,6 +5,9 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from typing import Any
+
+import numpy as np
 
 from tests.conftest import ROOT
 
@@ -21,3 +24,8 @@ def run_cases(name: str) -> None:
     assert done.returncode == 0, done.stdout[-5000:]
     assert " passed" in done.stdout
     assert " skipped" not in done.stdout
+
+
+def on_host(memory: Any) -> np.ndarray:
+    """What stands in device memory, as a plain array: the simulator wraps its arrays."""
+    return np.asarray(memory.copy_to_host() if hasattr(memory, "copy_to_host") else memory)

@@ -1,0 +1,26 @@
+"""The cases of this folder run twice: on compiled PTX (a plain `pytest`), and in Numba's simulator (run_cases)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+
+@pytest.fixture(autouse=True)
+def gpu() -> Iterator[Any]:
+    """What stands for the GPU; tells of launches where that is the machine of tests/support/gpu, else None."""
+    pytest.importorskip("numba_cuda", reason="numba-cuda is not installed")
+    from bridge.cuda.intrinsics import SIMULATED
+
+    if SIMULATED:
+        yield None
+        return
+    from tests.support.gpu.device import pretended_gpu
+    from tests.support.ptx import unavailable
+
+    if (reason := unavailable()) is not None:
+        pytest.skip(reason)
+    with pretended_gpu() as launches:
+        yield launches

@@ -1,0 +1,89 @@
+"""`bridge.cuda` on the machine: its memory is the host's, its kernels are compiled PTX, its one device a stand-in.
+
+with pretended_gpu(): ...           # device="cuda" works; torch tensors on the device are those of the CPU
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import numpy as np
+
+from bridge.errors import BridgeError
+from tests.support.gpu.machine import program
+from tests.support.gpu.memory import GpuError, Memory
+from tests.support.ptx import ptx_of
+
+CAPABILITY = (7, 5)  # the oldest: what is compiled for it runs everywhere
+_NUMBERS = {"int32": np.int32, "float32": np.float32, "int64": int, "float64": float}
+
+
+class Launches:
+    """What has been launched: names of kernels, and the memory of the last."""
+
+    def __init__(self) -> None:
+        self.names: list[str] = []
+        self.memory: Memory | None = None
+
+    def run(self, kernel: Any, grid: Any, block: Any, arguments: Any) -> None:
+        """Run a kernel as compiled for a GPU."""
+        arguments = [_checked(kernel, *pair) for pair in zip(_types(kernel.signature), arguments, strict=True)]
+        self.names.append(kernel.name)
+        try:
+            self.memory = program(ptx_of(kernel, CAPABILITY)).launch(grid, block, arguments)
+        except GpuError as problem:
+            raise GpuError(f"{kernel.name}: {problem}") from problem
+
+
+def _types(signature: str) -> list[str]:
+    """The types of a signature, void(float32[:,::1], int64, ...)."""
+    inside = signature[signature.index("(") + 1 : signature.rindex(")")]
+    return [part.strip() for part in re.split(r",(?![^\[]*\])", inside)]
+
+
+def _checked(kernel: Any, wanted: str, given: Any) -> Any:
+    """An argument, as numba would take it: it converts nothing here."""
+    element, _, dimensions = wanted.partition("[")
+    if not dimensions:
+        if type(given) is not _NUMBERS[element]:
+            raise GpuError(f"{kernel.name}: {given!r} for {wanted}")
+        return given
+    if not isinstance(given, np.ndarray) or (given.dtype, given.ndim) != (np.dtype(element), dimensions.count(":") - 1):
+        raise GpuError(f"{kernel.name}: {type(given).__name__} for {wanted}")
+    return given
+
+
+@contextmanager
+def pretended_gpu(multiprocessors: int = 132) -> Iterator[Launches]:
+    """A GPU of that size stands behind bridge.cuda."""
+    from bridge.cuda import device as devices
+    from bridge.cuda import launch, products
+
+    launches = Launches()
+
+    def forget() -> None:
+        devices._nothing.cache_clear()
+        products._records.cache_clear()
+
+    def launched(self: Any, grid: Any, block: Any, stream: Any, *arguments: Any) -> None:
+        launches.run(self, grid, block, arguments)
+
+    def opened(index: int) -> Any:
+        if index:
+            raise BridgeError(f"device 'cuda:{index}': the simulator has one device")
+        return devices.Device(0, "pretended", (9, 0), multiprocessors)
+
+    forget()
+    with (
+        mock.patch.object(devices, "_simulated", return_value=True),
+        mock.patch.object(devices, "_opened", opened),
+        mock.patch.object(devices.Device, "empty", lambda self, nbytes, what="": np.zeros(nbytes, np.uint8)),
+        mock.patch.object(devices.Device, "upload", lambda self, host, what="": host.copy()),
+        mock.patch.object(launch.Kernel, "launch", launched),
+    ):
+        yield launches
+    forget()

@@ -1,0 +1,203 @@
+"""What lanes load and store: arrays given to a launch, and each block's shared memory.
+
+Every access must lie inside one array and be aligned to its width, as a GPU demands (it stops with an error
+otherwise, or reads what is not ours). Beyond that it is refused
+
+    in a block        that two threads touch a byte, one of them storing another value, with no barrier between:
+                      bar.sync, or for threads of one warp any instruction that waits for the whole warp
+    in a launch       that threads of two blocks store different values at one place, other than by atomics
+                      that `ld.global.nc`, which may come from a cache nobody invalidates, reads what is stored
+    in shared memory  that something is read before anything was stored
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+REGION = 40  # bits of an address that say where in an array it is
+SECTOR = 32  # bytes that memory gives at a time
+_NOBODY = np.iinfo(np.int32).max
+
+
+class GpuError(Exception):
+    """What a GPU would not have forgiven, or might not."""
+
+
+@dataclass
+class Access:
+    """Who loads or stores, int32, one entry a lane; `per_block` threads make a block."""
+
+    thread: np.ndarray  # number in the grid
+    barriers: np.ndarray  # that its block has passed
+    meetings: np.ndarray  # that its warp has passed
+    per_block: int
+    text: str
+
+
+class Region:
+    """Bytes, with a record of who touched them."""
+
+    def __init__(self, name: str, data: np.ndarray, first: int):
+        self.name, self.data, self.first = name, data, first
+        self.fetched = 0  # bytes of the sectors that warps have asked for, each access by itself
+        n = len(data)
+        self.frozen = np.zeros(n, bool)  # read by ld.global.nc
+        self.stored = np.zeros(n, bool)
+        self.writer = np.full(n, -1, np.int32)
+        self.readers = np.full((2, n), -1, np.int32)  # the least and the greatest since the last barrier
+        self.readers[0] = _NOBODY
+        self.when = np.full((4, n), -1, np.int32)  # barriers and meetings when it was stored; when it was read
+
+    def places(self, address: np.ndarray, width: int, text: str) -> np.ndarray:
+        """int64 [lanes, width]: indices of the bytes."""
+        at = address.astype(np.int64) - self.first
+        if at.min() < 0 or at.max() + width > len(self.data):
+            wrong = at[(at < 0) | (at + width > len(self.data))][0]
+            raise GpuError(f"{text}: byte {wrong} of {self.name}, which has {len(self.data)}")
+        if (address % np.uint64(width)).any():
+            raise GpuError(f"{text}: an address in {self.name} is not a multiple of {width}")
+        return at[:, None] + np.arange(width)
+
+    def read(self, at: np.ndarray, who: Access, frozen: bool = False) -> np.ndarray:
+        """uint8 [lanes, width]; `frozen`: past the caches that stores reach."""
+        sectors = np.unique((who.thread >> 5).astype(np.int64) << REGION | at[:, 0] // SECTOR)
+        self.fetched += SECTOR * len(sectors)
+        if frozen:
+            self.frozen[at] = True
+            if self.stored[at].any():
+                raise GpuError(f"{who.text}: reads past the coherent cache what this launch stores in {self.name}")
+            return self.data[at]
+        writer = self.writer[at]
+        self._meet(at, who, writer, writer, self.when[:2, at], "stored")
+        before = at[self.when[2][at] != who.barriers[:, None]]
+        self.readers[0][before], self.readers[1][before] = _NOBODY, -1
+        thread = np.broadcast_to(who.thread[:, None], at.shape)
+        np.minimum.at(self.readers[0], at, thread)
+        np.maximum.at(self.readers[1], at, thread)
+        self.when[2][at], self.when[3][at] = who.barriers[:, None], who.meetings[:, None]
+        return self.data[at]
+
+    def write(self, at: np.ndarray, values: np.ndarray, who: Access) -> None:
+        """Store uint8 [lanes, width]."""
+        if self.frozen[at].any():
+            raise GpuError(f"{who.text}: stores in {self.name} what was read past the coherent cache")
+        new = self.data[at] != values
+        writer = self.writer[at]
+        self._meet(at, who, *self.readers[:, at], self.when[2:, at], "read", new)
+        self._meet(at, who, writer, writer, self.when[:2, at], "stored", new)
+        apart = (writer >= 0) & (writer // who.per_block != who.thread[:, None] // who.per_block)
+        self.data[at] = values
+        if (apart & new).any() or (self.data[at] != values).any():
+            raise GpuError(f"{who.text}: threads store different values at one place in {self.name}")
+        self.stored[at] = True
+        self.writer[at] = who.thread[:, None]
+        self.when[0][at], self.when[1][at] = who.barriers[:, None], who.meetings[:, None]
+
+    def exchange(self, at: np.ndarray, values: np.ndarray) -> None:
+        """What an atomic operation stores: it meets nobody."""
+        self.data[at] = values
+        self.stored[at] = True
+        self.writer[at] = -1
+
+    def _meet(
+        self, at: np.ndarray, who: Access, least: Any, most: Any, when: Any, did: str, concerned: Any = True
+    ) -> None:
+        """Refuse that threads of this block from `least` to `most` did it with nothing between then and now."""
+        thread = who.thread[:, None]
+        others = (most >= 0) & ((least != thread) | (most != thread)) & concerned
+        here = (most // who.per_block == thread // who.per_block) & (when[0] == who.barriers[:, None])
+        own = (least >> 5 == thread >> 5) & (most >> 5 == thread >> 5) & (when[1] < who.meetings[:, None])
+        if (wrong := others & here & ~own).any():
+            lane, byte = np.argwhere(wrong)[0]
+            raise GpuError(
+                f"{who.text}: no barrier stands between thread {who.thread[lane]} and what thread "
+                f"{most[lane, byte]} {did} at byte {at[lane, byte]} of {self.name}"
+            )
+
+
+class Memory:
+    """All arrays of a launch, and the shared memory of `blocks` blocks."""
+
+    def __init__(self, shared: list[tuple[str, int, int]], blocks: int):
+        self.regions: list[Region] = []
+        self.symbols: dict[str, int] = {}
+        size = 256
+        for name, nbytes, align in shared:
+            size = -(-size // align) * align
+            self.symbols[name] = size
+            size += nbytes + 256  # so that what runs over meets nothing
+        self._size = size
+        self._reserved = np.zeros(size, bool)
+        for name, nbytes, _ in shared:
+            self._reserved[self.symbols[name] : self.symbols[name] + nbytes] = True
+        self.shared = Region("shared memory", np.full(size * blocks, 0xA5, np.uint8), 0)
+
+    def add(self, name: str, data: np.ndarray) -> int:
+        """The address of a contiguous array, which is aligned as the array itself is."""
+        first = (len(self.regions) + 1 << REGION) + data.ctypes.data % 64
+        self.regions.append(Region(name, data.reshape(-1).view(np.uint8), first))
+        return first
+
+    def load(self, space: str, address: np.ndarray, width: int, who: Access, frozen: bool) -> np.ndarray:
+        """uint8 [lanes, width]."""
+        if space == "shared":
+            at = self._shared(address, width, who)
+            if not self.shared.stored[at].all():
+                raise GpuError(f"{who.text}: reads shared memory that nobody has stored to")
+            return self.shared.read(at, who)
+        result = np.empty((len(address), width), np.uint8)
+        for region, lanes in self._split(address, who.text):
+            at = region.places(address[lanes], width, who.text)
+            result[lanes] = region.read(at, _some(who, lanes), frozen)
+        return result
+
+    def store(self, space: str, address: np.ndarray, values: np.ndarray, who: Access) -> None:
+        """Values uint8 [lanes, width]."""
+        if space == "shared":
+            self.shared.write(self._shared(address, values.shape[1], who), values, who)
+            return
+        for region, lanes in self._split(address, who.text):
+            at = region.places(address[lanes], values.shape[1], who.text)
+            region.write(at, values[lanes], _some(who, lanes))
+
+    def atomic(self, space: str, address: np.ndarray, operands: np.ndarray, combine: Any, who: Access) -> np.ndarray:
+        """What was there; one lane after the other replaces it by combine(it, operand)."""
+        old = np.empty_like(operands)
+        for lane in range(len(address)):
+            if space == "shared":
+                region, at = self.shared, self._shared(address[lane : lane + 1], operands.itemsize, who, lane)
+            else:
+                ((region, _),) = self._split(address[lane : lane + 1], who.text)
+                at = region.places(address[lane : lane + 1], operands.itemsize, who.text)
+            old[lane] = region.data[at].view(operands.dtype)[0, 0]
+            new = np.asarray(combine(old[lane], operands[lane]), operands.dtype)
+            region.exchange(at, new.reshape(1, 1).view(np.uint8))
+        return old
+
+    def _shared(self, address: np.ndarray, width: int, who: Access, lane: int | None = None) -> np.ndarray:
+        thread = who.thread if lane is None else who.thread[lane : lane + 1]
+        inside = address <= np.uint64(self._size - width)
+        if not inside.all() or (address % np.uint64(width)).any():
+            raise GpuError(f"{who.text}: {width} bytes at {address.max()} of shared memory")
+        at = address.astype(np.int64)[:, None] + np.arange(width)
+        if not self._reserved[at].all():
+            raise GpuError(f"{who.text}: shared memory beyond an array")
+        return at + (thread // who.per_block * self._size)[:, None]
+
+    def _split(self, address: np.ndarray, text: str) -> list[tuple[Region, Any]]:
+        """The regions that lanes' addresses lie in."""
+        number = (address >> np.uint64(REGION)).astype(np.int64) - 1
+        if (number < 0).any() or (number >= len(self.regions)).any():
+            raise GpuError(f"{text}: address {int(address[(number < 0) | (number >= len(self.regions))][0]):#x}")
+        if (number == number[0]).all():
+            return [(self.regions[number[0]], slice(None))]
+        return [(self.regions[k], number == k) for k in np.unique(number)]
+
+
+def _some(who: Access, lanes: Any) -> Access:
+    if isinstance(lanes, slice):
+        return who
+    return Access(who.thread[lanes], who.barriers[lanes], who.meetings[lanes], who.per_block, who.text)
