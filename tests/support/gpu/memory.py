@@ -137,7 +137,7 @@ class Memory:
 
     def add(self, name: str, data: np.ndarray) -> int:
         """The address of a contiguous array, which is aligned as the array itself is."""
-        first = (len(self.regions) + 1 << REGION) + data.ctypes.data % 64
+        first = (len(self.regions) + 1 << REGION) + 4096 + data.ctypes.data % 64
         self.regions.append(Region(name, data.reshape(-1).view(np.uint8), first))
         return first
 
