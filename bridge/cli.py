@@ -70,7 +70,7 @@ def _message(problem: BaseException) -> str:
     if isinstance(problem, OSError):
         return f"{problem.filename}: {problem.strerror}" if problem.filename else str(problem)
     if isinstance(problem, MemoryError):
-        return "out of memory; --threads 1 needs the least"
+        return "out of memory; convert needs least with --threads 1, run and perplexity with a small --context"
     return f"unexpected {type(problem).__name__} ({problem}); please report it with what --debug prints"
 
 
@@ -271,7 +271,7 @@ def _verify(a: argparse.Namespace) -> int:
     for line in failed:
         print(f"FAILED {line}")
     print(
-        f"{len(failed)} of {len(report.tensors)} tensors are beyond their threshold"
+        f"{len(failed)} of {len(report.tensors)} tensors are beyond their threshold (--max-share, --max-nmse)"
         if failed
         else "all within threshold"
     )

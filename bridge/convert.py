@@ -15,12 +15,12 @@ from gguf import GGMLQuantizationType, LlamaFileType
 
 from bridge.checkpoint import Checkpoint, open_checkpoint
 from bridge.errors import BridgeError
-from bridge.hub import resolve
+from bridge.hub import model_name, resolve
 from bridge.models import ModelSpec, describe_model
 from bridge.models.modelfile import modelfile as modelfile_text
 from bridge.output import GGUFOutput, check_target, write_text
 from bridge.recipe import PRESETS, Recipe
-from bridge.report import Report, TensorReport
+from bridge.report import Report, TensorReport, beyond_auto
 from bridge.tensors import Conversion
 
 Progress = Callable[[int, int, str], None]  # (bytes of checkpoint done, of all, tensor just written: at first none)
@@ -94,6 +94,8 @@ def convert(
         if modelfile:
             write_text(path.parent / "Modelfile", modelfile_text(spec, files[0].name))
     notes = [*ckpt.notes, *spec.notes, *(note for t in results for note in t.notes)]
+    if recipe.promises_closeness:
+        notes += [note for t in results if (note := beyond_auto(t))]
     if spec.unused:
         notes.append(f"not needed in GGUF and left out: {', '.join(spec.unused)}")
     seconds = time.perf_counter() - started
@@ -122,8 +124,7 @@ def model_of(ckpt: Checkpoint, pre: str | None = None, template: str | Path | No
 
 def default_name(checkpoint: str, recipe: Recipe) -> str:
     """`<checkpoint>-<TYPE>.gguf`, or `<checkpoint>.gguf` for auto."""
-    path = Path(checkpoint).resolve()
-    stem = (path.name if path.is_dir() else path.stem) if path.exists() else checkpoint.rsplit("/", 1)[-1]
+    stem = model_name(checkpoint)
     return f"{stem}.gguf" if recipe.type == "auto" else f"{stem}-{recipe.type}.gguf"
 
 

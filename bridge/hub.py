@@ -7,8 +7,10 @@ from pathlib import Path
 
 from bridge.checkpoint.store import WEIGHTS
 from bridge.errors import BridgeError
+from bridge.files import missing
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+_SNAPSHOT = re.compile(r"models--[\w.-]+?--([\w.-]+)/snapshots/[0-9a-f]+$")  # in huggingface_hub's cache
 _FILES = {".gguf", ".json", *WEIGHTS}  # endings of a mistyped file rather than of a model's name
 _TIMEOUT = 20.0  # seconds to wait for the Hub's first answer
 
@@ -26,14 +28,26 @@ def resolve(checkpoint: str | Path, config: str | Path | None = None) -> Path:
         return path
     if path.is_file() and path.suffix in (WEIGHTS if config is not None else (".pt",)):
         return path
+    if path.suffix == ".gguf" and path.is_file():
+        raise BridgeError(f"{checkpoint}: is a GGUF already; `gguf-bridge run` runs it, `inspect` says what it holds")
     if path.exists():
         raise BridgeError(f"{checkpoint}: is a file; give the folder that holds config.json and the weights")
     name = str(checkpoint)
     if path.suffix in _FILES:
-        raise BridgeError(f"{checkpoint}: no such file")
+        raise missing(path)
     if isinstance(checkpoint, Path) or not _HUB_ID.fullmatch(name):
         raise BridgeError(f"{checkpoint}: no such folder, and not a Hub id (org/name)")
     return _download(name)
+
+
+def model_name(checkpoint: str) -> str:
+    """What to call the model: the folder's or the file's name, of the Hub's repository where it is one."""
+    path = Path(checkpoint).expanduser().resolve()
+    if not path.exists():
+        return checkpoint.rsplit("/", 1)[-1]
+    if match := _SNAPSHOT.search(path.as_posix()):
+        return match[1]
+    return path.name if path.is_dir() else path.stem
 
 
 def _download(name: str) -> Path:

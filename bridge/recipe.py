@@ -90,6 +90,12 @@ class Recipe:
             checked.append((pattern, _tensor_type(name)))
         object.__setattr__(self, "tensor_types", tuple(checked))
 
+    @property
+    def promises_closeness(self) -> bool:
+        """Whether every type is chosen here, by what it adds, and none by the user."""
+        given = self.output_type or self.token_embd_type or self.actorder_type or self.tensor_types
+        return self.type in ("auto", "exact") and not given
+
     def wanted(self, place: TensorPlace, as_codes: bool, act_order: bool = False) -> Wanted:
         """The type for a 2-D tensor that arrives as codes or as floats; `act_order`: codes that cannot be carried."""
         explicit = self._explicit(place)

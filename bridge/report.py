@@ -19,6 +19,9 @@ ROUNDED = "rounded anew"
 FLOAT = "from float"
 AS_IS = "kept float"
 
+MAX_SHARE = 0.15  # of the checkpoint's own noise: the most that `--type auto` adds, but for Q8_0
+MAX_NMSE = 1e-4  # for tensors that came as floats; Q8_0 is at 3e-5
+
 
 @dataclass
 class TensorReport:
@@ -56,6 +59,17 @@ class TensorReport:
     def has_codes(self) -> bool:
         """Whether the tensor arrived as codes."""
         return self.how in (CARRIED, ROUNDED)
+
+
+def beyond_auto(report: TensorReport) -> str | None:
+    """What to say of a tensor that no type holds as well as `--type auto` promises; None where one does."""
+    f = report.fidelity
+    if f is None or f.nmse <= MAX_NMSE or (report.has_codes and f.share <= MAX_SHARE):
+        return None
+    return (
+        f"{report.name}: is far off (NMSE {f.nmse:.2g}): its values are beyond what {report.type}'s half-precision "
+        "scales reach; if the checkpoint is sound, keep it as floats with --tensor-type REGEX=BF16"
+    )
 
 
 @dataclass

@@ -17,18 +17,17 @@ import numpy as np
 from bridge.checkpoint import open_checkpoint
 from bridge.convert import Progress, model_of
 from bridge.errors import BridgeError
+from bridge.files import missing
 from bridge.hub import resolve
 from bridge.models import TensorSpec
 from bridge.recipe import Recipe, block_type
-from bridge.report import AS_IS, CARRIED, FLOAT, ROUNDED, Report, TensorReport
+from bridge.report import AS_IS, CARRIED, FLOAT, MAX_NMSE, MAX_SHARE, ROUNDED, Report, TensorReport
 from bridge.runtime.reader import shards
 from bridge.tensors import Conversion, source_name
 
 if TYPE_CHECKING:
     from bridge.checkpoint.grouped import GroupedTensor
 
-MAX_SHARE = 0.15  # of the checkpoint's own noise: the most that `--type auto` adds, but for Q8_0
-MAX_NMSE = 1e-4  # for tensors that came as floats; Q8_0 is at 3e-5
 _CHUNK_WEIGHTS = 1 << 22
 
 
@@ -93,9 +92,11 @@ def read_gguf(path: Path) -> gguf.GGUFReader:
     if path.is_dir():
         raise BridgeError(f"{path}: is a folder; give the GGUF first, then the checkpoint")
     if not path.is_file():
-        raise BridgeError(f"{path}: no such file")
+        raise missing(path)
     try:
         return gguf.GGUFReader(path)
+    except PermissionError:
+        raise BridgeError(f"{path}: may not be read; mend its permissions") from None
     except (ValueError, IndexError, KeyError, OverflowError, OSError, UnicodeDecodeError) as problem:
         raise BridgeError(f"{path}: not a readable GGUF file ({problem}); convert or download it again") from problem
 

@@ -141,6 +141,59 @@ def test_a_file_that_is_not_json_is_named(model, convert, name, text):
     assert str(model / name) in convert()
 
 
+POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:0123\nsize 2728\n"
+
+
+@pytest.mark.parametrize(
+    ("name", "other"),
+    [
+        ("config.json", None),
+        ("quantize_config.json", None),
+        ("tokenizer.json", None),
+        ("tokenizer.model", "tokenizer.json"),
+        ("model.safetensors", None),
+        ("pytorch_model.bin", "model.safetensors"),
+    ],
+)
+def test_a_clone_without_git_lfs_is_told_how_to_get_the_files(model, convert, name, other):
+    if other:
+        (model / other).unlink()
+    (model / name).write_text(POINTER)
+    assert f"{model / name}: is a Git LFS pointer, not the file itself; run `git lfs pull`" in convert()
+
+
+def test_a_byte_order_mark_before_json_does_no_harm(model, tmp_path):
+    for name in ("config.json", "quantize_config.json", "tokenizer.json"):
+        (model / name).write_text((model / name).read_text(), encoding="utf-8-sig")
+    assert main(["convert", str(model), str(tmp_path / "out.gguf")]) == 0
+
+
+def change_tokenizer(model: Path, changes: dict[str, Any]) -> None:
+    """Set keys of tokenizer.json's model."""
+    data = json.loads((model / "tokenizer.json").read_text())
+    data["model"] |= changes
+    (model / "tokenizer.json").write_text(json.dumps(data))
+
+
+@pytest.mark.parametrize("vocab", [None, {}, [], {"a": "one"}])
+def test_a_vocabulary_that_is_none(model, convert, vocab):
+    change_tokenizer(model, {"vocab": vocab})
+    assert "tokenizer.json" in convert()
+
+
+@pytest.mark.parametrize("changes", [{"added_tokens_decoder": ["a"]}, {"added_tokens_decoder": {"0": "a"}}])
+def test_settings_of_a_tokenizer_that_are_not_as_they_should_be(model, convert, changes):
+    edit_json(model / "tokenizer_config.json", **changes)
+    assert "tokenizer_config.json or a file beside them is not as" in convert()
+
+
+def test_a_tokenizer_that_is_too_small_for_the_embedding_is_reported(model, tmp_path, capsys):
+    vocab = json.loads((model / "tokenizer.json").read_text())["model"]["vocab"]
+    change_tokenizer(model, {"vocab": {token: i for token, i in vocab.items() if i < 1000}})
+    assert main(["convert", str(model), str(tmp_path / "out.gguf")]) == 0
+    assert "tokens for an embedding of 2048 rows; is it this model's?" in capsys.readouterr().out
+
+
 # what the tensors hold
 
 
@@ -203,9 +256,34 @@ def test_floats_that_are_no_numbers(model, convert, name):
     assert f"model.safetensors: {name} holds NaN or infinite values" in convert()
 
 
+def test_values_that_no_block_type_reaches_are_said_to_be_lost(model, tmp_path, capsys):
+    def scale(tensors: Raw) -> None:
+        entry, data = tensors[f"{GATE}.scales"]
+        tiny = np.frombuffer(data, np.float16).astype(np.float32) * np.float32(1e-6)
+        tensors[f"{GATE}.scales"] = entry | {"dtype": "F32"}, tiny.tobytes()
+
+    edit_raw(model / "model.safetensors", scale)
+    command = ["convert", str(model), str(tmp_path / "out.gguf")]
+    assert main(command) == 0
+    assert "note: blk.2.ffn_gate.weight: is far off (NMSE " in capsys.readouterr().out
+    assert main([*command, "--force", "--tensor-type", "blk.2.ffn_gate=BF16"]) == 0
+    assert "far off" not in capsys.readouterr().out
+    assert main(["verify", str(tmp_path / "out.gguf"), str(model)]) == 0
+
+
 def test_a_tensor_that_is_not_there(model, convert):
     edit_raw(model / "model.safetensors", lambda tensors: tensors.pop("model.layers.1.input_layernorm.weight"))
     assert "model.layers.1.input_layernorm.weight" in convert()
+
+
+@pytest.mark.parametrize("prefix", ["language_model.", "base_model.model."])
+def test_tensors_of_a_larger_model_are_named(model, convert, prefix):
+    def rename(tensors: Raw) -> None:
+        for name in list(tensors):
+            tensors[prefix + name] = tensors.pop(name)
+
+    edit_raw(model / "model.safetensors", rename)
+    assert f"which has {prefix}model.embed_tokens.weight" in convert()
 
 
 # what the config says
@@ -224,6 +302,7 @@ def test_an_unknown_architecture_and_the_known_ones_are_named(model, convert):
     edit_json(model / "config.json", architectures=["GPT9ForCausalLM"])
     error = convert()
     assert "GPT9ForCausalLM" in error
+    assert "--template MODEL.gguf" in error
     assert "Qwen3ForCausalLM" in error
     assert "LlamaForCausalLM" in error
 
@@ -298,11 +377,19 @@ def test_a_checkpoint_that_is_a_file_or_not_there(model, refused, tmp_path):
     assert "no such folder" in refused("convert", tmp_path / "nowhere", out)
     assert "give the folder" in refused("inspect", model / "model.safetensors")
     assert "no such file" in refused("inspect", "some/model.gguf")
+    (tmp_path / "have.gguf").write_bytes(b"GGUF")
+    assert "is a GGUF already" in refused("convert", tmp_path / "have.gguf", out)
+    (model / "model.safetensors").rename(model / "model.gguf")
+    assert "model.gguf, which is a GGUF already" in refused("convert", model, out)
+    (model / "config.json").rename(model / "adapter_config.json")
+    assert "is an adapter (LoRA)" in refused("convert", model, out)
 
 
 def test_a_gguf_that_is_none_or_cut_short(model, refused, tmp_path):
     assert "no such file" in refused("verify", tmp_path / "nowhere.gguf", model)
     assert "is a folder" in refused("verify", model, tmp_path / "nowhere.gguf")
+    assert "is a folder" in refused("run", model, "-p", "x")
+    assert "neither a GGUF file nor a type (Q2_K" in refused("bench", "Q9_K")
     whole = tmp_path / "whole.gguf"
     bridge.convert(model, whole)
     size = whole.stat().st_size
@@ -311,6 +398,14 @@ def test_a_gguf_that_is_none_or_cut_short(model, refused, tmp_path):
         cut.write_bytes(whole.read_bytes()[:length])
         assert "cut.gguf: not a readable GGUF" in refused("verify", cut, model)
         assert "cut.gguf: not a readable GGUF" in refused("inspect", cut)
+
+
+@pytest.mark.parametrize("command", [("run", "-p", "x"), ("inspect",)])
+def test_the_name_of_a_gguf_that_was_split_leads_to_its_shards(model, refused, tmp_path, command):
+    bridge.convert(model, tmp_path / "out.gguf", split_max_size=1_000_000)
+    error = refused(command[0], tmp_path / "out.gguf", *command[1:])
+    assert "out.gguf: no such file; it was split: give " in error
+    assert "out-00001-of-0000" in error
 
 
 def test_a_gguf_of_another_model(model, refused, tmp_path):

@@ -190,14 +190,15 @@ def test_layers_that_stayed_floats_and_biases_are_floats(tmp_path):
 def test_scales_of_activations_and_of_the_cache_are_left_out_and_said_once(tmp_path):
     q = quantize(weights(), 8, -1, sym=True)
     tensors = int_tensors(NAME, q, 8)
-    for part in ("mlp.up_proj.input_scale", "mlp.up_proj.input_zero_point", "self_attn.k_scale", "self_attn.v_scale"):
+    parts = ("mlp.up_proj.input_scale", "mlp.up_proj.input_zero_point")
+    for part in (*parts, "self_attn.k_scale", "self_attn.v_scale", "self_attn.kv_scale"):
         tensors[f"model.layers.0.{part}"] = np.ones(1, np.float32)
     said = config(scheme(8, "channel", None, input_activations={"num_bits": 8}), form="int-quantized")
     with open_checkpoint(write_folder(tmp_path, tensors, said)) as checkpoint:
         assert not checkpoint.tensors
         assert len(checkpoint.notes) == 2
         assert "activations were to be quantized too" in checkpoint.notes[0]
-        assert "input_scale, input_zero_point, k_scale, v_scale left out" in checkpoint.notes[1]
+        assert "input_scale, input_zero_point, k_scale, kv_scale, v_scale left out" in checkpoint.notes[1]
 
 
 def test_a_label_that_the_tensors_contradict_is_overruled_and_noted(tmp_path):

@@ -166,6 +166,25 @@ def test_the_output_is_named_after_the_checkpoint(run, tmp_path, monkeypatch):
     ]
 
 
+def test_a_snapshot_in_the_hubs_cache_gives_the_output_the_repositorys_name(run, tmp_path, monkeypatch):
+    repository = tmp_path / "models--org--tiny-GPTQ"
+    snapshot = repository / "snapshots" / "0123456789abcdef0123456789abcdef01234567"
+    (repository / "blobs").mkdir(parents=True)
+    snapshot.mkdir(parents=True)
+    for number, file in enumerate(CHECKPOINT.iterdir()):
+        shutil.copyfile(file, repository / "blobs" / str(number))
+        (snapshot / file.name).symlink_to(f"../../blobs/{number}")
+    monkeypatch.chdir(tmp_path)
+    run("convert", snapshot)
+    assert [p.name for p in tmp_path.glob("*.gguf")] == ["tiny-GPTQ.gguf"]
+
+
+def test_a_name_for_pre_that_is_unknown_here_is_taken_and_reported(run, tmp_path):
+    assert "note: --pre klingon: a name unknown here" in run(
+        "convert", CHECKPOINT, tmp_path / "out.gguf", "--pre", "klingon"
+    )
+
+
 def test_an_imatrix_weighs_what_is_quantized_anew(run, tmp_path):
     writer = gguf.GGUFWriter(tmp_path / "imatrix.gguf", "x")
     writer.add_type("imatrix")
@@ -301,7 +320,7 @@ def test_verify_fails_where_a_tensor_is_damaged(run, tmp_path, auto):
     out = run("verify", path, CHECKPOINT, code=1)
     failed = [line.split(":")[0] for line in out.splitlines() if line.startswith("FAILED ")]
     assert failed == ["FAILED token_embd.weight", "FAILED blk.1.ffn_up.weight"]
-    assert out.endswith("2 of 46 tensors are beyond their threshold\n")
+    assert out.endswith("2 of 46 tensors are beyond their threshold (--max-share, --max-nmse)\n")
 
 
 def test_verify_fails_where_a_threshold_is_tight(run, auto):

@@ -223,7 +223,9 @@ def test_a_broken_model_card_is_reported_and_left_out(folder: Path, tmp_path: Pa
         ({"num_key_value_heads": 3}, r"2 heads cannot share 3 key-value heads"),
         ({"head_dim": 7}, r"head_dim 7 is odd"),
         ({"partial_rotary_factor": 0.5}, r"partial_rotary_factor is 0.5"),
-        ({"rope_scaling": {"type": "longrope"}}, r"rope type 'longrope' is unknown here"),
+        ({"rope_scaling": {"type": "longrope"}}, r"rope type 'longrope' is unknown here.* --template"),
+        ({"rope_scaling": "linear"}, r"the rope scaling is 'linear', an object is expected"),
+        ({"architectures": "GPT2LMHeadModel"}, r"the architecture is GPT2LMHeadModel; "),
         ({"rope_scaling": {"type": "linear"}}, r"the rope parameters' factor is None"),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 8}}, r"the rope parameters' low_freq_factor is None"),
         ({"rope_scaling": {"type": "yarn", "factor": 4, "beta_fast": 64}}, r"yarn with beta_fast 64"),
@@ -260,5 +262,5 @@ def test_a_tensor_that_nobody_knows_is_named(folder: Path) -> None:
 
 def test_a_damaged_generation_config_is_named(folder: Path) -> None:
     (folder / "generation_config.json").write_text(json.dumps([1]))
-    with pytest.raises(BridgeError, match=r"generation_config.json: holds a JSON list"):
+    with pytest.raises(BridgeError, match=r"generation_config.json: not a JSON object but a list"):
         describe(folder)

@@ -376,7 +376,7 @@ def test_a_bpe_of_characters_is_refused(tmp_path: Path) -> None:
 
 def test_a_damaged_tokenizer_json_is_refused_by_name(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text('{"model": ')
-    refused(tmp_path, r"tokenizer.json: cannot be read as JSON")
+    refused(tmp_path, r"tokenizer.json: not JSON")
 
 
 def test_a_damaged_merge_is_shown(tmp_path: Path) -> None:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import io
 import shutil
 import subprocess
 import sys
+import threading
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -265,6 +268,7 @@ def test_a_prompt_that_does_not_fit_is_refused_before_anything_is_computed(path:
         ({"kv": "q4_0"}, "kv 'q4_0': f16, q8_0, f32 are known"),
         ({"context": 0}, "context 0"),
         ({"threads": 0}, "threads 0"),
+        ({"threads": 100_000}, "100000 threads: 1 to 1024 are possible"),
     ],
 )
 def test_options_that_mean_nothing_are_refused(options: dict[str, Any], message: str, path: Path) -> None:
@@ -302,6 +306,74 @@ def test_a_truncated_file_is_refused(path: Path, tmp_path: Path) -> None:
         bridge.Model.load(tmp_path / "cut.gguf")
 
 
+# --- several callers ---
+
+
+def test_a_later_call_takes_the_context_and_the_earlier_one_says_so(model: Model) -> None:
+    alone = "".join(model.generate(PROMPT, 8))
+    earlier = model.generate("KING", 8)
+    next(earlier)
+    later = model.generate(PROMPT, 8)
+    first = next(later)
+    with pytest.raises(BridgeError, match="another call on this model has begun and taken its context"):
+        list(earlier)
+    assert first + "".join(later) == alone
+    earlier = model.generate("KING", 8)
+    next(earlier)
+    model.logits([1, 2, 3])
+    with pytest.raises(BridgeError, match="another call"):
+        list(earlier)
+
+
+def test_a_generation_goes_on_where_it_was_left(model: Model) -> None:
+    pieces = model.generate(PROMPT, 8)
+    assert next(pieces) + "".join(pieces) == "".join(model.generate(PROMPT, 8))
+
+
+def test_threads_that_share_a_model_get_the_right_text_or_an_error(model: Model, path: Path) -> None:
+    prompts = ["KING", "ROMEO:", PROMPT]
+    alone = {prompt: "".join(model.generate(prompt, 12)) for prompt in prompts}
+    other = bridge.Model.load(path)
+    wrong: list[str] = []
+    finished: list[str] = []
+
+    def work(chosen: Model, prompt: str) -> None:
+        for _ in range(5):
+            with contextlib.suppress(BridgeError):
+                text = "".join(chosen.generate(prompt, 12))
+                finished.append(prompt)
+                if text != alone[prompt]:
+                    wrong.append(text)
+
+    threads = [threading.Thread(target=work, args=(m, p)) for m, p in zip([model, model, other], prompts, strict=True)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+    assert finished.count(PROMPT) == 5  # nobody disturbs the other model
+
+
+def test_a_closed_model_says_that_it_is(path: Path) -> None:
+    model = bridge.Model.load(path)
+    model.close()
+    with pytest.raises(BridgeError, match="this model was closed"):
+        model.logits([1])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"max_tokens": -1}, "-1 tokens at most"),
+        ({"seed": -1}, "seed -1"),
+        ({"prompt": "caf\udce9"}, "not UTF-8 at character 3"),
+    ],
+)
+def test_a_prompt_or_an_option_that_makes_no_sense_is_refused_at_once(model: Model, options, message: str) -> None:
+    with pytest.raises(BridgeError, match=message):
+        model.generate(**({"prompt": PROMPT} | options))
+
+
 # --- command line ---
 
 
@@ -320,6 +392,20 @@ def test_run_streams_the_text_and_ends_with_the_speeds(path: Path, model: Model,
     assert found.err.count("tokens/s") == 2
     with pytest.raises(BridgeError, match="--system"):
         call("run", str(path), "-p", PROMPT, "--system", "be brief")
+
+
+def test_a_prompt_on_standard_input_must_be_utf_8(path: Path, capsys, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO("Où est ".encode())))
+    assert call("run", str(path), "-p", "-", "-n", "1") == 0
+    assert capsys.readouterr().out.startswith("Où est ")
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO("Où".encode("latin-1"))))
+    with pytest.raises(BridgeError, match=r"standard input is not UTF-8 \(byte 1\)"):
+        call("run", str(path), "-p", "-")
+
+
+def test_a_context_beyond_the_models_is_reported(path: Path, capsys) -> None:
+    assert call("run", str(path), "-p", "KING", "-n", "1", "--context", "2000") == 0
+    assert "trained for 1024 tokens" in capsys.readouterr().err
 
 
 def test_perplexity_prints_it_with_its_error_and_the_divergences(path: Path, tmp_path: Path, capsys) -> None:

@@ -20,8 +20,9 @@ from bridge.checkpoint.fp8 import FLOAT8
 from bridge.checkpoint.grouped import GroupedTensor
 from bridge.checkpoint.legacy import recognise
 from bridge.checkpoint.reader import ACTIVATIONS, ModuleInfo, Reader
-from bridge.checkpoint.store import Store, TensorInfo, open_store, read_json
+from bridge.checkpoint.store import Store, TensorInfo, open_store
 from bridge.errors import BridgeError
+from bridge.files import read_json
 
 __all__ = ["Checkpoint", "GroupedTensor", "ModuleInfo", "QuantConfig", "TensorInfo", "open_checkpoint"]
 
@@ -147,6 +148,10 @@ def open_checkpoint(path: str | Path, config: str | Path | None = None, *, needs
         raise BridgeError(f"{path}: not a folder; give the folder that holds config.json and the weights")
     home = Path(config).expanduser() if config is not None else path if path.is_dir() else path.parent
     found = (home / "config.json").exists()
+    if needs_config and not found and (home / "adapter_config.json").exists():
+        raise BridgeError(
+            f"{home}: is an adapter (LoRA), not a whole model; merge it into the model that it was trained on"
+        )
     if needs_config and not found:
         raise BridgeError(
             f"{home / 'config.json'}: not found; is this the folder of a whole checkpoint? "

@@ -16,9 +16,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from bridge.checkpoint.store import read_json
 from bridge.checkpoint.zeros import OWN_BITS_SINCE
 from bridge.errors import BridgeError
+from bridge.files import read_json
 
 if TYPE_CHECKING:
     from bridge.checkpoint.reader import Reader
@@ -110,7 +110,7 @@ class QuantConfig:
         if self.claims:
             return ", ".join([self.title, *self.claims])
         rules = len(self.dynamic) + len(self.extra)
-        overrides = f", {rules} rules for single modules" if rules else ""
+        overrides = f", {rules} rule{'s' * (rules != 1)} for single modules" if rules else ""
         return ", ".join([
             self.title,
             f"{self.bits} bits",

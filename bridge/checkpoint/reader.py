@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 # scales and zero points of activations and of the key-value cache: a GGUF has no use for them
 ACTIVATIONS = frozenset(
     f"{what}_{part}"
-    for what in ("input", "output", "q", "k", "v", "prob")
+    for what in ("input", "output", "q", "k", "v", "kv", "prob")
     for part in ("scale", "zero_point", "global_scale", "scale_ub")
 )
 
@@ -164,7 +164,10 @@ def contradiction(name: str, tensors: dict[str, TensorInfo]) -> BridgeError:
     """The shapes of a module's tensors do not fit together."""
     shapes = ", ".join(f"{part} {i.dtype} {list(i.shape)}" for part, i in sorted(tensors.items()))
     file = next(iter(tensors.values())).file
-    return BridgeError(f"{file}: {name}: the shapes contradict each other ({shapes}); the checkpoint is damaged")
+    return BridgeError(
+        f"{file}: {name}: the shapes contradict each other ({shapes}); the checkpoint is damaged, or its config names "
+        "another method than it was quantized with"
+    )
 
 
 def fit_group_size(columns: int, groups: int, claimed: int) -> int | None:

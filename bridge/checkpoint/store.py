@@ -17,12 +17,12 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath, PureWindowsPath
-from typing import Any
 
 import numpy as np
 
 from bridge.checkpoint.dtypes import NUMPY, OTHER_BITS, as_float32
 from bridge.errors import BridgeError
+from bridge.files import read_json, refuse_pointer
 
 _MAX_HEADER = 100_000_000  # bytes; the safetensors library's own limit
 
@@ -116,6 +116,7 @@ def read_header(file: Path) -> dict[str, TensorInfo]:
 
     try:
         size = file.stat().st_size
+        refuse_pointer(file)
         with open(file, "rb") as stream:
             length = int.from_bytes(stream.read(8), "little")
             if size < 8 or length > min(_MAX_HEADER, size - 8):
@@ -149,21 +150,6 @@ def read_header(file: Path) -> dict[str, TensorInfo]:
     return tensors
 
 
-def read_json(file: Path) -> dict[str, Any]:
-    """A JSON object; BridgeError if the file is missing or is something else."""
-    try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise BridgeError(f"{file}: not found; is this the folder of a whole checkpoint?") from None
-    except OSError as problem:
-        raise BridgeError(f"{file}: cannot be read ({problem.strerror})") from problem
-    except (ValueError, RecursionError) as problem:
-        raise BridgeError(f"{file}: not JSON ({problem}); download it again") from None
-    if not isinstance(content, dict):
-        raise BridgeError(f"{file}: not a JSON object; download it again")
-    return content
-
-
 def open_store(path: Path, stem: str | None = None) -> Store:
     """The weights of a checkpoint folder: safetensors before .bin before .pt, an index before single files.
 
@@ -190,7 +176,9 @@ def open_store(path: Path, stem: str | None = None) -> Store:
         if files:
             _check_run(files)
             return _open(files)
-    raise BridgeError(f"{path}: holds neither *.safetensors nor pytorch_model.bin nor *.pt; is the download complete?")
+    already = next(path.glob("*.gguf"), None)
+    hint = "is the download complete?" if already is None else f"but {already.name}, which is a GGUF already"
+    raise BridgeError(f"{path}: holds neither *.safetensors nor pytorch_model.bin nor *.pt; {hint}")
 
 
 WEIGHTS = (".safetensors", ".bin", ".pt")  # endings of files with weights

@@ -14,6 +14,7 @@ import numpy as np
 
 from bridge.checkpoint.store import Store, TensorInfo
 from bridge.errors import BridgeError
+from bridge.files import refuse_pointer
 
 
 class TorchStore(Store):
@@ -63,6 +64,7 @@ def _load(torch: Any, file: Path) -> dict[str, Any]:
     import pickle
 
     try:
+        refuse_pointer(file)
         try:
             state = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
         except RuntimeError:  # torch's layout before 1.6 cannot be mapped

@@ -18,7 +18,8 @@ from typing import Any
 import gguf
 
 from bridge.errors import BridgeError
-from bridge.models.config import Config, read_json
+from bridge.files import read_json
+from bridge.models.config import Config
 from bridge.models.decoder import Family, add_decoder_metadata, build_tensors
 from bridge.models.llama import LLAMA
 from bridge.models.mistral import MISTRAL
@@ -71,7 +72,7 @@ def describe_model(config: dict[str, Any], folder: Path, names: Collection[str],
     family = _family(values)
     args = family.read(values)
     tensors, folds, unused, zero_only = build_tensors(family, args, names)
-    generation = read_json(folder / "generation_config.json")
+    generation = read_json(folder / "generation_config.json", optional=True)
     tokenizer = read_tokenizer(values, folder, generation, pre)
     spec = ModelSpec(
         arch=family.arch,
@@ -110,6 +111,7 @@ def describe_model(config: dict[str, Any], folder: Path, names: Collection[str],
 
 def _family(config: Config) -> Family:
     architectures = config.get("architectures") or []
+    architectures = [architectures] if isinstance(architectures, str) else architectures
     for name in architectures:
         if name in FAMILIES:
             return FAMILIES[name]
@@ -121,6 +123,7 @@ def _family(config: Config) -> Family:
         )
     named = ", ".join(architectures) or config.get("model_type")
     raise BridgeError(
-        f"{config.path}: the architecture is {named}; {', '.join(FAMILIES)} are known, any other needs --template: "
-        "a GGUF that llama.cpp's converter made of the same model"
+        f"{config.path}: the architecture is {named}; {', '.join(FAMILIES)} are known; for any other give "
+        "--template MODEL.gguf, a GGUF of the same model in any type: from the Hub, or made by llama.cpp's "
+        "convert_hf_to_gguf.py from the unquantized model"
     )

@@ -31,7 +31,7 @@ def is_byte_level(data: Mapping[str, Any]) -> bool:
 def read(data: Mapping[str, Any], added: Sequence[Added], pre: str | None) -> Vocabulary:
     """The vocabulary of a byte-level tokenizer.json; `pre` overrides the recognition of its rules."""
     model = data["model"]
-    vocab: Mapping[str, int] = model.get("vocab") or {}
+    vocab: Mapping[str, int] = model["vocab"]
     notes: list[str] = []
     if pre is None:
         pre, notes = recognize(data.get("pre_tokenizer"), bool(model.get("ignore_merges")), vocab)

@@ -2,24 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 from bridge.errors import BridgeError
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """An object from a JSON file; {} if there is no such file, `BridgeError` if it is damaged."""
-    if not path.is_file():
-        return {}
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, OSError) as error:
-        raise BridgeError(f"{path}: cannot be read as JSON ({error}); download it again") from error
-    if not isinstance(value, dict):
-        raise BridgeError(f"{path}: holds a JSON {type(value).__name__}, an object is expected")
-    return value
 
 
 class Config:
@@ -60,4 +46,4 @@ class Config:
         """`BridgeError` unless the key is absent, null or the one value that can be expressed."""
         value = self.get(key, supported)
         if value != supported:
-            raise BridgeError(f"{self.path}: {key} is {value!r}; {why}, only {supported!r} can be converted")
+            raise BridgeError(f"{self.path}: {key} is {value!r}; {why}: only {supported!r} can be converted")

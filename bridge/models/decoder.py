@@ -81,7 +81,7 @@ class Family:
 
 def common_args(config: Config, tied: bool = False, norm_eps: float = 1e-6, context: int | None = None) -> DecoderArgs:
     """The arguments that every family reads alike; `tied`, `norm_eps`, `context`: the family's defaults."""
-    config.expect("hidden_act", "silu", "llama.cpp's graph for this architecture")
+    config.expect("hidden_act", "silu", "llama.cpp's graph for this architecture has no other")
     hidden, heads = config.integer("hidden_size"), config.integer("num_attention_heads")
     kv_heads = config.integer("num_key_value_heads", heads)
     if config.get("head_dim") is None and hidden % heads:
@@ -178,6 +178,12 @@ class Builder:
     def use(self, source: str) -> None:
         """Note that a tensor of the checkpoint is needed; BridgeError where it is not there."""
         if source not in self.names:
+            alike = next((name for name in sorted(self.names) if name.endswith(source.removeprefix("model."))), None)
+            if alike is not None:
+                raise BridgeError(
+                    f"{source} is missing from the checkpoint, which has {alike}; it is another kind of model than its "
+                    "config.json says, or a part of one: take the checkpoint of the language model alone"
+                )
             raise BridgeError(f"{source} is missing from the checkpoint; a shard may not have been downloaded")
         self.used.add(source)
 

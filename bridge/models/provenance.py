@@ -12,7 +12,8 @@ from pathlib import Path
 
 import gguf
 
-from bridge.models.config import Config, read_json
+from bridge.files import read_json
+from bridge.models.config import Config
 
 _REPOSITORY = re.compile(r"[\w.-]+/[\w.-]+$")
 _CACHE = re.compile(r"models--([\w.-]+?)--([\w.-]+)$")  # huggingface_hub's folder of a repository
@@ -44,7 +45,7 @@ def read_provenance(config: Config, folder: Path, n_parameters: int) -> tuple[gg
 
 def _mend_sampling(metadata: gguf.Metadata, folder: Path) -> None:
     """Sampling defaults as the numbers that GGUF wants, and none where the model is to be run greedily."""
-    greedy = read_json(folder / "generation_config.json").get("do_sample") is False
+    greedy = read_json(folder / "generation_config.json", optional=True).get("do_sample") is False
     for name, value in vars(metadata).items():
         if name.startswith("sampling_") and value is not None:
             number = isinstance(value, (int, float)) and not isinstance(value, bool) and not greedy

@@ -13,8 +13,14 @@ class Qwen2Args(DecoderArgs):
     sliding_window: int | None  # tokens; used by the upper layers where use_sliding_window is set
 
 
+def read_window(config: Config) -> int | None:
+    """The sliding window in tokens, None where none is used."""
+    used = config.get("use_sliding_window", False) and config.get("sliding_window") is not None
+    return config.integer("sliding_window") if used else None
+
+
 def read(config: Config) -> Qwen2Args:
-    window = config.integer("sliding_window") if config.get("use_sliding_window", False) else None
+    window = read_window(config)
     return Qwen2Args(**vars(common_args(config, context=32768)), sliding_window=window)
 
 

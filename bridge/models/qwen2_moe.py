@@ -22,7 +22,7 @@ class Qwen2MoeArgs(Qwen2Args):
 def read(config: Config) -> Qwen2MoeArgs:
     expect_sparse_layers(config)
     config.expect("norm_topk_prob", False, "llama.cpp does not normalize this architecture's expert weights")
-    config.expect("qkv_bias", True, "llama.cpp's graph for this architecture")
+    config.expect("qkv_bias", True, "llama.cpp's graph for this architecture has no other")
     experts = read_experts(config, "moe_intermediate_size", "shared_expert_intermediate_size")
     # the dense width is of no use where every layer has experts, and some configs leave it out
     values = {"intermediate_size": experts.shared_inner, **config.values}

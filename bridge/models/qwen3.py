@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from bridge.models.config import Config
 from bridge.models.decoder import QKV, DecoderArgs, Family, common_args
-from bridge.models.qwen2 import notes
+from bridge.models.qwen2 import notes, read_window
 
 
 @dataclass(frozen=True)
@@ -16,7 +16,7 @@ class Qwen3Args(DecoderArgs):
 
 
 def read(config: Config) -> Qwen3Args:
-    window = config.integer("sliding_window") if config.get("use_sliding_window", False) else None
+    window = read_window(config)
     common = common_args(config, context=32768)
     # 128 is transformers' default, whatever hidden_size / num_attention_heads is
     common = common if config.get("head_dim") else common_args(_with_head_dim(config), context=32768)

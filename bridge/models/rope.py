@@ -55,6 +55,8 @@ class Rope:
 def read_rope(config: Config, head_dim: int, default_base: float = 10000.0) -> Rope:
     """The rope of a config; `BridgeError` for rules that llama.cpp has no counterpart of."""
     rules = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    if not isinstance(rules, dict):
+        raise BridgeError(f"{config.path}: the rope scaling is {rules!r}, an object is expected")
     if isinstance(rules.get("full_attention"), dict):
         rules = rules["full_attention"]
     base = float(rules.get("rope_theta") or config.get("rope_theta") or default_base)
@@ -75,7 +77,8 @@ def read_rope(config: Config, head_dim: int, default_base: float = 10000.0) -> R
         note = f"dynamic rope scaling is left out: the model is as trained up to {context} tokens, and not beyond"
         return Rope(base, kind, notes=(note,))
     raise BridgeError(
-        f"{config.path}: rope type {kind!r} is unknown here; default, linear, llama3, yarn and dynamic are known"
+        f"{config.path}: rope type {kind!r} is unknown here; default, linear, llama3, yarn and dynamic are known, "
+        "any other needs --template"
     )
 
 

@@ -26,6 +26,7 @@ from typing import Any
 from gguf import TokenType
 
 from bridge.errors import BridgeError
+from bridge.files import refuse_pointer
 from bridge.models.bpe import merge_pairs
 from bridge.models.vocabulary import Added, Vocabulary
 
@@ -84,6 +85,7 @@ def read_model(path: Path, added: Sequence[Added]) -> Vocabulary:
     entries: dict[int, tuple[str, int]] = {}
     scores: dict[int, float] = {}
     kind, prefix, unk = _UNIGRAM, True, None
+    refuse_pointer(path)
     try:
         for number, value in _fields(path.read_bytes()):
             if number == 1:

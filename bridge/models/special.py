@@ -11,7 +11,8 @@ from typing import Any
 
 from gguf import TokenType
 
-from bridge.models.config import Config, read_json
+from bridge.files import read_json
+from bridge.models.config import Config
 from bridge.models.vocabulary import Tokenizer
 from bridge.vocab_rules import KNOWN_ENDS
 
@@ -30,7 +31,7 @@ def add_special_tokens(
 ) -> None:  # fmt: skip
     """Ids by role: from the tokenizer's files, else config.json's; and all the tokens that end a reply."""
     index = {text: i for i, text in enumerate(tokenizer.tokens)}
-    special_map = read_json(folder / "special_tokens_map.json")
+    special_map = read_json(folder / "special_tokens_map.json", optional=True)
     for role in _ROLES:
         text = _content(settings.get(f"{role}_token")) or _content(special_map.get(f"{role}_token"))
         token = index.get(text) if text else None

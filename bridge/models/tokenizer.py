@@ -14,10 +14,14 @@ from typing import Any
 from gguf import TokenType
 
 from bridge.errors import BridgeError
+from bridge.files import read_json
 from bridge.models import bpe, sentencepiece
-from bridge.models.config import Config, read_json
+from bridge.models.config import Config
 from bridge.models.special import add_bos_and_eos, add_special_tokens
 from bridge.models.vocabulary import Added, Tokenizer, Vocabulary
+from bridge.vocab_rules import rules_of
+
+_LEAST_SHARE = 0.9  # of the embedding's rows: padding is at most some thousand of a hundred thousand
 
 
 def read_tokenizer(config: Config, folder: Path, generation: Mapping[str, Any], pre: str | None) -> Tokenizer:
@@ -26,17 +30,30 @@ def read_tokenizer(config: Config, folder: Path, generation: Mapping[str, Any], 
     pre  overrides the recognition of the pre-tokenizer
 
     Raises:
-        BridgeError: no tokenizer, or one that GGUF cannot express.
+        BridgeError: no tokenizer, a damaged one, or one that GGUF cannot express.
     """
-    settings = read_json(folder / "tokenizer_config.json")
-    data = read_json(folder / "tokenizer.json")
+    try:
+        return _read(config, folder, generation, pre)
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as problem:
+        raise BridgeError(
+            f"{folder}: tokenizer.json, tokenizer_config.json or a file beside them is not as tokenizers and "
+            f"transformers write it ({type(problem).__name__}: {problem}); take them from the original model"
+        ) from problem
+
+
+def _read(config: Config, folder: Path, generation: Mapping[str, Any], pre: str | None) -> Tokenizer:
+    settings = read_json(folder / "tokenizer_config.json", optional=True)
+    data = read_json(folder / "tokenizer.json", optional=True)
     added = _added_tokens(folder, settings, data)
     if data:
         model = data.get("model") or {}
         if model.get("type", "BPE" if "merges" in model else None) != "BPE":
             raise BridgeError(
-                f"{folder / 'tokenizer.json'}: the tokenizer is a {model.get('type')}, BPE alone can be converted"
+                f"{folder / 'tokenizer.json'}: the tokenizer is a {model.get('type')}, BPE alone can be converted; "
+                "--template takes the tokenizer of another GGUF of this model"
             )
+        if not model.get("vocab"):
+            raise BridgeError(f"{folder / 'tokenizer.json'}: has no vocabulary; it is damaged, download it again")
         vocabulary = bpe.read(data, added, pre) if bpe.is_byte_level(data) else sentencepiece.read_json(data, added)
     elif (folder / "tokenizer.model").is_file():
         vocabulary = sentencepiece.read_model(folder / "tokenizer.model", added)
@@ -47,6 +64,8 @@ def read_tokenizer(config: Config, folder: Path, generation: Mapping[str, Any], 
         )
     if pre is not None:
         vocabulary.pre = pre
+        if rules_of(pre) is None:
+            vocabulary.notes.append(f"--pre {pre}: a name unknown here; llama.cpp will not load the file if it is none")
     if vocabulary.model == "llama" and isinstance(settings.get("add_prefix_space"), bool):
         vocabulary.add_space_prefix = settings["add_prefix_space"]
     tokens, types, scores, notes = _rows(vocabulary, config.integer("vocab_size"))
@@ -74,7 +93,7 @@ def _added_tokens(folder: Path, settings: Mapping[str, Any], data: Mapping[str, 
     for token, entry in (settings.get("added_tokens_decoder") or {}).items():
         note(token, entry.get("content"), entry)
     known = {token.content for token in found.values()}
-    for content, token in read_json(folder / "added_tokens.json").items():
+    for content, token in read_json(folder / "added_tokens.json", optional=True).items():
         if content not in known:
             note(token, content, {})
     return sorted(found.values(), key=lambda token: token.id)
@@ -86,6 +105,8 @@ def _rows(vocabulary: Vocabulary, size: int) -> tuple[list[str], list[int], list
     if beyond := sorted(token for token in entries if token >= size):
         shown = ", ".join(entries[token][0] for token in beyond[:3])
         notes.append(f"{len(beyond)} tokens have no row in the embedding of {size} rows and are left out: {shown}")
+    elif len(entries) < _LEAST_SHARE * size:
+        notes.append(f"the tokenizer has {len(entries)} tokens for an embedding of {size} rows; is it this model's?")
     tokens, types = [], []
     taken: set[str] = set()
     for token in range(size):
@@ -105,7 +126,7 @@ def read_chat_templates(folder: Path, settings: Mapping[str, Any]) -> dict[str, 
     templates: dict[str, str] = {}
     value = settings.get("chat_template")
     if value is None:
-        value = read_json(folder / "chat_template.json").get("chat_template")
+        value = read_json(folder / "chat_template.json", optional=True).get("chat_template")
     if isinstance(value, str):
         templates["default"] = value
     elif isinstance(value, dict):

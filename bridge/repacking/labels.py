@@ -9,7 +9,7 @@ from typing import Any
 
 import bridge
 from bridge.checkpoint import Checkpoint
-from bridge.checkpoint.store import read_json
+from bridge.files import read_json
 from bridge.repacking.plan import Plan
 
 _PACKING = {"gptq": "auto_round:auto_gptq", "gptq_v2": "auto_round:gptqmodel"}  # auto-round's own names

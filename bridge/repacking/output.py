@@ -18,8 +18,9 @@ from typing import BinaryIO, Protocol
 import numpy as np
 
 from bridge.checkpoint import Checkpoint
-from bridge.checkpoint.store import NOT_WEIGHTS, WEIGHTS, TensorInfo, read_json
+from bridge.checkpoint.store import NOT_WEIGHTS, WEIGHTS, TensorInfo
 from bridge.errors import BridgeError
+from bridge.files import read_json
 from bridge.output import sync_folder
 
 Progress = Callable[[int, int, str], None]

@@ -132,6 +132,8 @@ def bench(
     name = str(what).upper()
     if name in BLOCKS:
         tensors = [random_tensor(name, *size) for size in ([shape] if shape else [LARGE, SMALL])]
+    elif not Path(what).exists() and Path(what).suffix != ".gguf":
+        raise BridgeError(f"{what}: neither a GGUF file nor a type ({', '.join(BLOCKS)})")
     else:
         largest: dict[str, QuantTensor] = {}
         for tensor in open_gguf(what).tensors.values():

@@ -50,12 +50,14 @@ def _load(a: argparse.Namespace, path: Path, context: int | None) -> Any:
     model = Model.load(path, a.threads, a.kv, context, a.precision, a.device)
     if model.note:
         print(model.note, file=sys.stderr)
+    if model.context > model.config.context:
+        print(f"{path}: trained for {model.config.context} tokens, fewer than the context asked for", file=sys.stderr)
     return model
 
 
 def run(a: argparse.Namespace) -> int:
     """Stream a continuation to standard output; the speeds go to standard error."""
-    text = sys.stdin.read() if a.prompt == "-" else a.prompt
+    text = _standard_input() if a.prompt == "-" else a.prompt
     if a.system is not None and not a.chat:
         raise BridgeError("--system is part of a conversation; give --chat too")
     model = _load(a, a.gguf, a.context)
@@ -63,10 +65,11 @@ def run(a: argparse.Namespace) -> int:
     if a.chat:
         system = [{"role": "system", "content": a.system}] if a.system is not None else []
         prompt = model.chat_tokens([*system, {"role": "user", "content": text}])
-    else:
-        print(text, end="", flush=True)
+    pieces = model.generate(prompt, a.max_tokens, a.temp, a.top_k, a.top_p, a.min_p, a.seed)
     try:
-        for piece in model.generate(prompt, a.max_tokens, a.temp, a.top_k, a.top_p, a.min_p, a.seed):
+        if not a.chat:
+            print(text, end="", flush=True)
+        for piece in pieces:
             print(piece, end="", flush=True)
     finally:
         print(flush=True)
@@ -77,6 +80,14 @@ def run(a: argparse.Namespace) -> int:
         file=sys.stderr,
     )
     return 0
+
+
+def _standard_input() -> str:
+    """The text on standard input; BridgeError where it is not UTF-8."""
+    try:
+        return sys.stdin.buffer.read().decode("utf-8")
+    except UnicodeDecodeError as problem:
+        raise BridgeError(f"standard input is not UTF-8 (byte {problem.start}); convert it first") from None
 
 
 def perplexity(a: argparse.Namespace) -> int:

@@ -6,12 +6,14 @@
     model.logits(model.tokenizer.encode("Once"))          float32 [tokens, vocab]
 
 Loading reads the header; the weights are repacked for this machine while the first tokens are computed, or by
-`prepare`. Every call of
-`generate`, `chat` or `logits` begins with an empty context. A model serves one caller at a time.
+`prepare`. Every call of `generate`, `chat` or `logits` begins with an empty context, and takes it from the call before:
+a generation that is not at its end then raises BridgeError when it is asked for more. So a model serves one caller at a
+time; two models may run at once, each in a thread of its own.
 """
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -59,6 +61,8 @@ class Model:
         self.tokenizer = Tokenizer(file.metadata)
         self.timing = Timing()
         self._file = file
+        self._lock = threading.Lock()  # held while something is computed
+        self._turn = 0  # of the call that has the context
         self._decoder = self._on(device, file, kv, precision)
         if len(self.tokenizer) > self._decoder.vocab:
             raise BridgeError(
@@ -128,8 +132,10 @@ class Model:
 
     def close(self) -> None:
         """Let go of the file and the memory; the model is of no use afterwards."""
-        self._file.close()
-        del self._decoder
+        with self._lock:
+            self._turn += 1
+            self._file.close()
+            self._decoder = _Closed(self.path)
 
     @property
     def chat_template(self) -> str | None:
@@ -139,14 +145,17 @@ class Model:
 
     def prepare(self) -> Model:
         """Repack the weights now rather than with the first token; returns self."""
-        self._decoder.prepare()
+        with self._lock:
+            self._decoder.prepare()
         return self
 
     def logits(self, tokens: Sequence[int], last: int | None = None) -> np.ndarray:
         """float32 [tokens, vocab]: what follows each position (of the `last` ones only), from an empty context."""
         ids = self._checked(tokens)
-        self._decoder.begin()
-        return self._decoder.scores(ids, len(ids) if last is None else min(last, len(ids)))
+        with self._lock:
+            self._turn += 1
+            self._decoder.begin()
+            return self._decoder.scores(ids, len(ids) if last is None else min(last, len(ids)))
 
     def generate(
         self,
@@ -167,7 +176,7 @@ class Model:
 
         Raises BridgeError, before anything is computed, where the prompt does not fit.
         """
-        ids = self._checked(self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt)
+        ids = self._checked(self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt, max_tokens)
         sampler = Sampler(Sampling(temperature, top_k, top_p, min_p, seed))
         stops = [stop] if isinstance(stop, str) else list(stop)
         pieces = self.tokenizer.stream(self._tokens(ids, max_tokens, sampler))
@@ -175,7 +184,7 @@ class Model:
 
     def generate_tokens(self, prompt: str | Sequence[int], max_tokens: int = 256, **sampling: Any) -> Iterator[int]:
         """As `generate`, in token ids; without the end token."""
-        ids = self._checked(self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt)
+        ids = self._checked(self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt, max_tokens)
         return self._tokens(ids, max_tokens, Sampler(Sampling(**sampling)))
 
     def chat(self, messages: Sequence[Mapping[str, Any]], max_tokens: int = 256, **options: Any) -> Iterator[str]:
@@ -187,7 +196,9 @@ class Model:
         from bridge.chat_template import TemplateFailed, compile_template
 
         if self.chat_template is None:
-            raise BridgeError(f"{self.path}: no chat template in the file; use generate, with the text as it should be")
+            raise BridgeError(
+                f"{self.path}: no chat template in the file; give the whole prompt as a text (no --chat; generate)"
+            )
         bos = self.tokenizer.text(self.tokenizer.bos)
         try:
             render = compile_template(self.chat_template, bos, self.tokenizer.text(self.tokenizer.eos))
@@ -196,7 +207,9 @@ class Model:
             raise BridgeError(f"{self.path}: the chat template cannot be used: {problem}") from problem
         return self.tokenizer.encode(text, add_special=not (bos and text.startswith(bos)))
 
-    def _checked(self, tokens: Sequence[int]) -> list[int]:
+    def _checked(self, tokens: Sequence[int], max_tokens: int = 0) -> list[int]:
+        if max_tokens < 0:
+            raise BridgeError(f"{max_tokens} tokens at most: 0 or more are possible")
         ids = [int(token) for token in tokens]
         if not ids and self.tokenizer.bos is not None:
             ids = [self.tokenizer.bos]
@@ -214,11 +227,14 @@ class Model:
 
     def _tokens(self, ids: list[int], max_tokens: int, sampler: Sampler) -> Iterator[int]:
         timing = self.timing = Timing(prompt_tokens=len(ids))
-        decoder = self._decoder
-        decoder.begin()
-        drawn = decoder.draw(ids, sampler)
+        with self._lock:
+            self._turn += 1
+            turn = self._turn
+            decoder = self._decoder
+            decoder.begin()
+            drawn = decoder.draw(ids, sampler)
         begun = time.perf_counter() - decoder.preparing
-        for made, token in enumerate(islice(drawn, max_tokens)):
+        for made, token in enumerate(islice(self._in_turn(drawn, turn), max_tokens)):
             now = time.perf_counter() - decoder.preparing
             if made == 0:
                 timing.prompt_seconds, begun = now - begun, now
@@ -227,6 +243,30 @@ class Model:
             if token in self.tokenizer.stops:
                 return
             yield token
+
+    def _in_turn(self, drawn: Iterator[int], turn: int) -> Iterator[int]:
+        """The tokens drawn, while no later call has taken the context."""
+        while True:
+            with self._lock:
+                if self._turn != turn:
+                    raise BridgeError(
+                        f"{self.path}: another call on this model has begun and taken its context; finish one before "
+                        "the next, or load the model once for each"
+                    )
+                token = next(drawn, None)
+            if token is None:
+                return
+            yield token
+
+
+class _Closed:
+    """What a closed model has in the place of a decoder."""
+
+    def __init__(self, path: Path):
+        self._path = path
+
+    def __getattr__(self, name: str) -> Any:
+        raise BridgeError(f"{self._path}: this model was closed; load it again")
 
 
 def _until(pieces: Iterator[str], stops: list[str]) -> Iterator[str]:

@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from bridge.errors import BridgeError
+from bridge.files import missing
 from bridge.runtime.header import Metadata, TensorInfo, read_header
 from bridge.runtime.quant_tensor import QuantTensor
 
@@ -95,7 +96,11 @@ def _map(path: Path) -> mmap.mmap:
                 raise BridgeError(f"{path}: not a GGUF file (shorter than a header)")
             return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     except FileNotFoundError:
-        raise BridgeError(f"{path}: no such file") from None
+        raise missing(path) from None
+    except IsADirectoryError:
+        raise BridgeError(
+            f"{path}: is a folder; a GGUF file is wanted, which `gguf-bridge convert` makes of a checkpoint"
+        ) from None
     except (OSError, ValueError) as problem:
         raise BridgeError(f"{path}: {getattr(problem, 'strerror', None) or problem}") from problem
 

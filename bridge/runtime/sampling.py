@@ -24,6 +24,8 @@ class Sampling:
     seed: int | None = None
 
     def __post_init__(self) -> None:
+        if self.seed is not None and self.seed < 0:
+            raise BridgeError(f"seed {self.seed}: 0 or more are possible; without one it is another every time")
         if not (self.temperature >= 0 and self.top_k >= 0 and 0 < self.top_p <= 1 and 0 <= self.min_p <= 1):
             raise BridgeError(
                 f"sampling with temperature {self.temperature}, top_k {self.top_k}, top_p {self.top_p}, min_p "

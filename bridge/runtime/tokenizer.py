@@ -20,6 +20,9 @@ from bridge.vocab_rules import KNOWN_ENDS
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)  # tokenizer.ggml.token_type
 
 
+_SURROGATE = re.compile("[\ud800-\udfff]")
+
+
 class Cutter(Protocol):
     """The part that differs: ordinary text to ids, an ordinary token to bytes."""
 
@@ -67,7 +70,11 @@ class Tokenizer:
 
         add_special    BOS before and EOS after it, where the file asks for them
         parse_special  control tokens spelled out in the text become those tokens
+
+        Raises BridgeError where the text is not one: halves of characters, which stand for bytes that are not UTF-8.
         """
+        if not text.isascii() and (found := _SURROGATE.search(text)):
+            raise BridgeError(f"the text is not UTF-8 at character {found.start()}; convert it first")
         ids = [self.bos] if add_special and self.add_bos and self.bos is not None else []
         pattern, index = self._special[parse_special]
         after_special = True

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from bridge.checkpoint import Checkpoint
 from bridge.errors import BridgeError
-from bridge.models.config import read_json
+from bridge.files import read_json
 from bridge.template.build import Builder
 from bridge.template.source import TemplateSpec, number, open_template, read_vocabulary
 
@@ -49,7 +49,7 @@ def describe_template(ckpt: Checkpoint, path: Path) -> TemplateSpec:
         zero_only=build.biases_without_place(),
         notes=build.notes,
         tokenizer=read_vocabulary(metadata),
-        generation=read_json(ckpt.home / "generation_config.json"),
+        generation=read_json(ckpt.home / "generation_config.json", optional=True),
         experts=number(file, "expert_count", 0),
     )
     if not spec.n_heads:

@@ -23,6 +23,7 @@ from llvmlite import ir
 from numba.core import types
 from numba.extending import intrinsic
 
+from bridge.errors import BridgeError
 from bridge.jit import inner, kernel
 
 _intrinsic: Any = intrinsic  # typed as a function of its typing context, it would not pass mypy
@@ -40,6 +41,7 @@ _WORDS = 80
 _LEFT = (1 << 20) - 1
 _SPINS = 1500  # pauses, of some 30 ns, before a worker sleeps
 _POLITE = 20000  # pauses before a waiting caller starts to yield its core
+_MOST_THREADS = 1024
 _PER_THREAD = 12  # chunks: few enough to stream, enough to make up for a thread that is held up
 
 _int32: Any = types.int32
@@ -271,8 +273,8 @@ def get_num_threads() -> int:
 def set_num_threads(threads: int) -> None:
     """Use that many threads from the next product on."""
     global _wanted, _pool
-    if threads < 1:
-        raise ValueError("at least one thread")
+    if not 1 <= threads <= _MOST_THREADS:
+        raise BridgeError(f"{threads} threads: 1 to {_MOST_THREADS} are possible, as many as there are cores best")
     _wanted = threads
     if _pool is not None and _pool.threads != threads:
         old, _pool = _pool, None

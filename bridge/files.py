@@ -1,0 +1,48 @@
+"""Small files that come with a model, and what may stand in the place of any file."""
+
+from __future__ import annotations
+
+import glob
+import json
+from pathlib import Path
+from typing import Any
+
+from bridge.errors import BridgeError
+
+_POINTER = b"version https://git-lfs.github.com/spec/"
+
+
+def refuse_pointer(file: Path) -> None:
+    """BridgeError where a file is Git LFS's note of where the file is: what a clone without git-lfs holds."""
+    with open(file, "rb") as stream:
+        if stream.read(len(_POINTER)) == _POINTER:
+            raise BridgeError(f"{file}: is a Git LFS pointer, not the file itself; run `git lfs pull` in its folder")
+
+
+def missing(path: Path) -> BridgeError:
+    """No such file; where it is a GGUF that was split, the first shard is named."""
+    first = min(path.parent.glob(f"{glob.escape(path.stem)}-00001-of-*.gguf"), default=None)
+    return BridgeError(f"{path}: no such file" + (f"; it was split: give {first}" if first else ""))
+
+
+def read_json(file: Path, optional: bool = False) -> dict[str, Any]:
+    """A JSON object, with or without a byte order mark.
+
+    optional  {} where there is no such file
+
+    Raises BridgeError if the file is missing, cannot be read or is something else.
+    """
+    try:
+        refuse_pointer(file)
+        content = json.loads(file.read_text(encoding="utf-8-sig"))
+    except FileNotFoundError:
+        if optional:
+            return {}
+        raise BridgeError(f"{file}: not found; is this the folder of a whole checkpoint?") from None
+    except OSError as problem:
+        raise BridgeError(f"{file}: cannot be read ({problem.strerror})") from problem
+    except (ValueError, RecursionError) as problem:
+        raise BridgeError(f"{file}: not JSON ({problem}); download it again") from None
+    if not isinstance(content, dict):
+        raise BridgeError(f"{file}: not a JSON object but a {type(content).__name__}; download it again")
+    return content
