@@ -199,20 +199,17 @@ def _sums(pairs: Iterator[tuple[np.ndarray, np.ndarray]]) -> tuple[float, float]
 
 
 def _codes_kept(t: GroupedTensor, stored: Any, at: int) -> int:
-    """How many integer codes in the file are the checkpoint's (shifted by the zero point, where the type does so)."""
-    from bridge.mapping.carry import as_stored, why_not
+    """How many integer codes in the file are the checkpoint's, shifted or mirrored as the type has them."""
+    from bridge.mapping.carry import stored_codes, why_not
     from bridge.mapping.pack import unpack_codes
 
     block = block_type(stored.tensor_type.name)
     if block is None or why_not(t, block):
         return 0
-    t = as_stored(t, block)
     kept = 0
     step = max(1, _CHUNK_WEIGHTS // t.shape[1])
     for start in range(0, t.shape[0], step):
         stop = min(start + step, t.shape[0])
-        expected = t.codes[start:stop].astype(np.int16)
-        if block.zero:
-            expected += block.zero - np.rint(t.zeros[start:stop]).astype(np.int16)[:, t.groups()]
-        kept += int((unpack_codes(block, _rows(stored)[at + start : at + stop]) == expected).sum())
+        raw = _rows(stored)[at + start : at + stop]
+        kept += int((unpack_codes(block, raw) == stored_codes(t, block, raw, slice(start, stop))).sum())
     return kept

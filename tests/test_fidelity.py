@@ -17,7 +17,7 @@ KL_LINEARS = {
     LLAMA: 5e-7,
     ACT_ORDER: 8e-4,
     "qwen3-gptq-4bit-g64-asym-actorder": 2.5e-3,  # a smaller model; the checkpoint is 1.7e-2 from its float model
-    "qwen3-gptq-2bit-g64-asym-v2": 2.5e-3,  # Q2_K's own scales allow no better than about 2e-3; as Q3_K: 1.5e-4
+    "qwen3-gptq-2bit-g64-asym-v2": 1.5e-3,
 }
 KL_LINEARS_ELSEWHERE = 5e-5
 
@@ -28,13 +28,14 @@ NMSE = {
     ("qwen3-gptq-4bit-g128-sym", "Q4_K"): 4.61e-7,
     ("qwen3-ct-w4a16-sym", "Q4_K"): 4.53e-7,
     ("qwen3-gptq-3bit-g128-sym", "Q3_K"): 3.12e-6,
-    ("qwen3-ct-w4a16-asym", "Q4_K"): 4e-6,
-    ("qwen3-gptq-4bit-g128-asym-v2", "Q4_K"): 4e-6,
-    ("qwen3-awq-4bit-g128-gemm", "Q4_K"): 4e-6,
-    ("qwen3-awq-4bit-g128-gemv", "Q4_K"): 4e-6,
-    ("qwen3-gptq-4bit-g64-asym-actorder", "Q4_K"): 4e-5,
-    ("qwen3-gptq-4bit-g32-sym", "Q4_K"): 1.2e-4,
-    ("qwen3-gptq-2bit-g64-asym-v2", "Q2_K"): 4e-4,
+    # asymmetric: within a few percent of the best that there is, which test_carry.py measures on a few rows
+    ("qwen3-ct-w4a16-asym", "Q4_K"): 6e-7,
+    ("qwen3-gptq-4bit-g128-asym-v2", "Q4_K"): 6e-7,
+    ("qwen3-awq-4bit-g128-gemm", "Q4_K"): 6e-7,
+    ("qwen3-awq-4bit-g128-gemv", "Q4_K"): 6e-7,
+    ("qwen3-gptq-4bit-g64-asym-actorder", "Q4_K"): 1.2e-5,
+    ("qwen3-gptq-4bit-g32-sym", "Q4_K"): 1.5e-5,
+    ("qwen3-gptq-2bit-g64-asym-v2", "Q2_K"): 2.1e-4,
     # bit exact
     (LLAMA, "Q4_0"): 0.0,
     ("qwen3-gptq-4bit-g128-sym", "Q4_0"): 0.0,

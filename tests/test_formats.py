@@ -58,7 +58,7 @@ FORMATS: dict[str, tuple[Callable[[Path, Path], dict[str, np.ndarray]], str, flo
     ),
     "ct-int8": (compressed.write_int8, "Q8_0", 0, "compressed-tensors int-quantized, 8 bits, one group a row"),
     "ct-mixed": (compressed.write_mixed, "Q4_K", 4e-6, "compressed-tensors pack-quantized and int-quantized, (4 bits"),
-    "mlx-4bit-g64": (lambda to, model: write.write_mlx(to, model, 4, 64), "Q4_K", 3e-5, "MLX, affine, 4 bits"),
+    "mlx-4bit-g64": (lambda to, model: write.write_mlx(to, model, 4, 64), "Q4_K", 1.5e-5, "MLX, affine, 4 bits"),
     "mlx-mixed": (
         lambda to, model: write.write_mlx(
             to, model, 3, 128, {f"model.layers.{i}.mlp.down_proj": {"bits": 6, "group_size": 64} for i in range(4)}
@@ -67,8 +67,8 @@ FORMATS: dict[str, tuple[Callable[[Path, Path], dict[str, np.ndarray]], str, flo
         1e-5,
         "MLX, affine, 3 bits",
     ),
-    "hqq-4bit-g64": (lambda to, model: write.write_hqq(to, model, 4, 64), "Q4_K", 4e-5, "HQQ, 4 bits"),
-    "hqq-3bit-g64": (lambda to, model: write.write_hqq(to, model, 3, 64), "Q4_K", 4e-5, "HQQ, 3 bits"),
+    "hqq-4bit-g64": (lambda to, model: write.write_hqq(to, model, 4, 64), "Q4_K", 2e-5, "HQQ, 4 bits"),
+    "hqq-3bit-g64": (lambda to, model: write.write_hqq(to, model, 3, 64), "Q4_K", 2e-5, "HQQ, 3 bits"),
     "marlin": (lambda to, model: write.write_marlin(to, model), "Q4_K", 5e-7, "Marlin, 4 bits"),
     "marlin-awq-channel": (lambda to, model: write.write_marlin(to, model, 4, -1, awq=True), "Q4_K", 0, "Marlin, 4"),
     "marlin-8bit": (lambda to, model: write.write_marlin(to, model, 8, 128), "Q8_0", 0, "Marlin, 8 bits"),

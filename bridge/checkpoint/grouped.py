@@ -85,22 +85,6 @@ class GroupedTensor:
         columns = np.bincount(self.groups(), minlength=self.scales.shape[1])
         return float((np.square(self.scales, dtype=np.float64) @ columns).sum() / 12)
 
-    def mirrored(self) -> GroupedTensor:
-        """The same weights without a negative scale: in groups that have one, q and z become 2^bits - 1 less them."""
-        negative = self.scales < 0
-        if not negative.any():
-            return self
-        top = 2**self.bits - 1  # all ones, so that top - q is q ^ top
-        flip = np.where(negative, np.uint8(top), np.uint8(0))
-        columns = self.codes.shape[1]
-        spread = np.repeat(flip, self.group_size, 1)[:, :columns] if self.sequential else flip[:, self.groups()]
-        return replace(
-            self,
-            codes=self.codes ^ spread,
-            scales=np.abs(self.scales),
-            zeros=np.where(negative, top - self.zeros, self.zeros),
-        )
-
     def take_rows(self, order: np.ndarray) -> GroupedTensor:
         """Permute the rows (output features): codes, scales, zero points and bias alike."""
         return replace(

@@ -12,10 +12,9 @@ import numpy as np
 
 from bridge.jit import inlined, inner
 
-CANDIDATES = 128  # room for one candidate per scale code
-LANES = 16  # float32 in the widest vectors there are
+STARTS = 64  # a power of two, and whole vectors
 BATCH = 128  # superblocks that `fit_scaled` takes at once
-_TOP_CODES = np.arange(1, 2 * CANDIDATES + 1, dtype=np.float32)  # the code of the largest scale, by candidate
+_MIDDLES = np.arange(0.5, STARTS, dtype=np.float32)  # of the steps from the first start to the last
 
 
 @inlined
@@ -35,76 +34,68 @@ def _skipped(top, hi):
     return (hi - 1) // 2 if abs(top) > np.float32(6.2e-05) * np.float32(hi + 1) else 0
 
 
-@inner
+@inlined
 def candidates(units, value, weight, hi, cand_d, cand_e, num, den):
-    """For each candidate code of the largest value: d (a half) and the weighted error of all values.
+    """For each of STARTS codes of the largest value, fractions among them: d (a half) and the error of all values.
 
     units     how many units
     value, weight   float32 [units]: scales or mins, which negative ones get the code 0; weights of squared errors
     hi        the largest code
-    cand_d, cand_e   float32 [CANDIDATES], out: d and sum weight * (d * code - value)^2
-    num, den  float32 [CANDIDATES], scratch
-    returns   how many of cand_d, cand_e are filled (0 where no value is positive)
+    cand_d, cand_e   float32 [STARTS], out: d and sum weight * (d * code - value)^2
+    num, den  float32 [STARTS], scratch
+    returns   whether any value is positive; where none is, nothing is filled
 
-    The codes are those that the unrounded d gives: the nearest ones. Only the upper half of the codes is
-    tried: twice the codes with half the d are the same values, unless d falls among the subnormals. Loops
-    run over a multiple of LANES, so that no remainder is left to scalar code; candidates beyond the count
-    get an infinite error.
+    The codes are those that the unrounded d gives: the nearest ones. Starts between whole codes find the
+    vectors of codes at which the largest value is not hit best: with four values, half steps find nearly all.
+    Only the upper half of the codes is tried: twice the codes with half the d are the same values, unless d
+    falls among the subnormals. Starts are innermost, so that the loops vectorize.
     """
     top = np.float32(0.0)
     for u in range(units):
         top = max(top, value[u])
     if top <= 0:
-        return 0
+        return False
     skipped = _skipped(top, hi)
-    count = hi - skipped
-    padded = (count + LANES - 1) // LANES * LANES
-    codes = _TOP_CODES[skipped:]
-    for c in range(padded):
+    first = np.float32(skipped) + np.float32(0.5)
+    step = np.float32(hi - skipped) / np.float32(STARTS)
+    inverse = np.float32(1.0) / top
+    for c in range(STARTS):
         num[c] = np.float32(0.0)
-        den[c] = np.float32(0.0)
+        den[c] = np.float32(1e-30)
         cand_e[c] = np.float32(0.0)
     for u in range(units):
         v = max(value[u], np.float32(0.0))
-        ratio = v / top
+        ratio = v * inverse
         w = weight[u]
-        for c in range(padded):
-            code = np.rint(ratio * codes[c])
-            num[c] += w * v * code
-            den[c] += w * (code * code)
-    for c in range(padded):
-        cand_d[c] = _round_half_branchless(num[c] / (den[c] + np.float32(1e-30)))
+        for c in range(STARTS):
+            code = np.rint(ratio * (first + step * _MIDDLES[c]))
+            wc = w * code
+            num[c] += wc * v
+            den[c] += wc * code
+    for c in range(STARTS):
+        cand_d[c] = _round_half_branchless(num[c] / den[c])
     for u in range(units):
         v = value[u]
-        ratio = max(v, np.float32(0.0)) / top
+        ratio = max(v, np.float32(0.0)) * inverse
         w = weight[u]
-        for c in range(padded):
-            miss = cand_d[c] * np.rint(ratio * codes[c]) - v
+        for c in range(STARTS):
+            miss = cand_d[c] * np.rint(ratio * (first + step * _MIDDLES[c])) - v
             cand_e[c] += w * (miss * miss)
-    for c in range(padded):
-        cand_e[c] = cand_e[c] if c < count else np.float32(np.inf)
-    return padded
+    return True
 
 
 @inlined
-def best_candidate(errors, count):
-    """The index of the smallest of `count` errors >= 0, near enough: ties within 1e-5 go to the first.
+def best_candidate(errors):
+    """The index of the smallest of STARTS errors >= 0, near enough: ties within 1e-5 go to the first.
 
     For floats >= 0 the order of the bit patterns is that of the values; with the index in the lowest
-    seven bits the minimum is one integer reduction, which vectorizes.
+    six bits the minimum is one integer reduction, which vectorizes.
     """
     bits = errors.view(np.int32)
     best = np.int32(0x7FFFFFFF)
-    for c in range(count):
-        best = min(best, np.int32((bits[c] & np.int32(-CANDIDATES)) | np.int32(c)))
-    return best & np.int32(CANDIDATES - 1)
-
-
-@inlined
-def scale_codes(units, s, d, hi, sc):
-    """Round each scale to its nearest code given d: sc int32 [units], out."""
-    for u in range(units):
-        sc[u] = np.int32(min(max(np.rint(s[u] / d), np.float32(0.0)), np.float32(hi))) if d != 0 else np.int32(0)
+    for c in range(STARTS):
+        best = min(best, np.int32((bits[c] & np.int32(-STARTS)) | np.int32(c)))
+    return best & np.int32(STARTS - 1)
 
 
 @inner

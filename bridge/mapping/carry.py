@@ -8,8 +8,8 @@ Three families (see `bridge.blocks.base`):
              codes as they are, d = s, m = -s * z                    Q4_1, Q5_1
 
 Where codes are shifted, a fractional zero point is rounded, and what that costs is counted. The affine types'
-scale codes have no sign: where scales of both signs meet in a superblock, groups of negative ones are mirrored
-first (q -> 2^bits - 1 - q), which changes no weight.
+scale codes have no sign, d has: groups whose scale has the other sign are mirrored (q -> 2^bits - 1 - q), which
+changes no weight. Which sign that is, is free: the fit takes the one with which it comes closer.
 
 A type can carry a tensor when its sub-blocks do not straddle groups, its codes are wide enough and the
 shifted codes fit. Q8_0 alone makes do where a few blocks do not fit (8-bit asymmetric): those are rounded
@@ -18,7 +18,7 @@ anew to 127 steps and counted.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -122,9 +122,20 @@ def _one_power_of_two(zeros: np.ndarray, block: BlockType) -> bool:
     return block.scale_hi <= block.min_hi and z in (0, 1, 2, 4, 8, 16, 32, 64, 128) and bool((zeros == z).all())
 
 
-def as_stored(t: GroupedTensor, block: BlockType) -> GroupedTensor:
-    """The tensor whose codes, or codes less zero points, are those in the blocks: `t`, mirrored where it must be."""
-    return t.mirrored() if _mixes_signs(t, block) else t
+def stored_codes(t: GroupedTensor, block: BlockType, raw: np.ndarray, rows: slice = slice(None)) -> np.ndarray:
+    """int16 [rows, in]: the codes that the blocks uint8 [rows, row bytes] hold if they are those of some rows of `t`.
+
+    That is: mirrored where d's sign says so, or less their zero points.
+    """
+    codes = t.codes[rows].astype(np.int16)
+    if block.zero:
+        return codes + block.zero - np.rint(t.zeros[rows]).astype(np.int16)[:, t.groups()]
+    group = sub_block_groups(t, block.sub)
+    if block.is_k and group is not None:
+        signs = raw.reshape(len(raw), -1, block.nbytes)[:, :, block.d_at + 1] >> 7
+        mirrored = (t.scales[rows] < 0)[:, group] != np.repeat(signs == 1, block.subs, axis=1)
+        codes ^= np.repeat(np.where(mirrored, np.int16(2**t.bits - 1), np.int16(0)), block.sub, axis=1)
+    return codes
 
 
 def _mixes_signs(t: GroupedTensor, block: BlockType) -> bool:
@@ -144,7 +155,6 @@ def carry(t: GroupedTensor, block: BlockType, rows: slice = slice(None)) -> Mapp
     if reason:
         raise CannotCarryError(f"{t.name}: {reason}")
     group = sub_block_groups(t, block.sub)
-    mirror = _mixes_signs(t, block)
     # contiguous, so that kernels are compiled for one layout only
     codes, scales, zeros = (np.ascontiguousarray(x[rows]) for x in (t.codes, t.scales, t.zeros))
     out, columns = codes.shape
@@ -153,31 +163,32 @@ def carry(t: GroupedTensor, block: BlockType, rows: slice = slice(None)) -> Mapp
     sums = np.zeros(3)
     lost = 0
     step = max(1, _CHUNK_WEIGHTS // columns)
-    shifted = np.empty((min(step, out), columns), np.uint8) if block.zero else codes
+    keeps_zeros = not block.has_min or (_one_power_of_two(t.zeros, block) and not _mixes_signs(t, block))
+    fits_mins = block.is_k and not keeps_zeros
+    stored = np.empty((min(step, out), columns), np.uint8) if block.zero or fits_mins else codes
     sc = np.zeros((min(step, out), n * block.subs), np.int8)
     mn = np.zeros((min(step, out), n * block.subs), np.uint8)
     d = np.zeros((min(step, out), n), np.float32)
     dmin = np.zeros((min(step, out), n), np.float32)
     pack = packer(block.name)
-    keeps_zeros = not block.has_min or (_one_power_of_two(t.zeros, block) and not mirror)
-    fit = carry_scaled if keeps_zeros else carry_affine
     for start in range(0, out, step):
         stop = min(start + step, out)
         m = stop - start
         part = (codes[start:stop], scales[start:stop], zeros[start:stop], group)
-        if mirror:  # here, where the rows stay in cache
-            turned = replace(t, codes=part[0], scales=part[1], zeros=part[2]).mirrored()
-            part = (turned.codes, turned.scales, turned.zeros, group)
-        if block.is_k:
-            limits = (block.scale_lo, block.scale_hi, block.min_hi)
-            fit(*part, block.sub, block.subs, *limits, sc[:m], mn[:m], d[:m], dmin[:m], sums)
+        q = part[0]
+        if fits_mins:
+            q = stored[:m]
+            limits = (2**t.bits - 1, block.sub, block.subs, block.scale_hi, block.min_hi)
+            carry_affine(*part, *limits, q, sc[:m], mn[:m], d[:m], dmin[:m], sums)
+        elif block.is_k:
+            limits = (block.sub, block.subs, block.scale_lo, block.scale_hi, block.min_hi)
+            carry_scaled(*part, *limits, sc[:m], mn[:m], d[:m], dmin[:m], sums)
         else:
             carry_plain(*part, block.has_min, d[:m], dmin[:m], sums)
         if block.zero and fractional(zeros[start:stop]):
             add_shift_error(*part, block.sub, sc[:m] if block.is_k else sc[:m, :0], d[:m], sums)
-        q = part[0]
         if block.zero and not (zeros[start:stop] == block.zero).all():
-            q = shifted[:m]
+            q = stored[:m]
             bad = shift_codes(part[0], part[2], group, block.sub, block.zero, block.levels, q)
             if bad and block.name == "Q8_0":
                 lost += 32 * reround_q8_0(*part, q, d[:m], sums)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import numpy as np
 
 from bridge.jit import inlined, inner, kernel
-from bridge.mapping.candidates import BATCH, CANDIDATES, fit_scaled
+from bridge.mapping.candidates import BATCH, STARTS, fit_scaled
 from bridge.mapping.fit import fit_affine
 from bridge.mapping.half import round_half
 
@@ -133,8 +133,13 @@ def carry_scaled(codes, scales, zeros, group, sub, subs, lo, hi, min_hi, sc_out,
 
 
 @kernel
-def carry_affine(codes, scales, zeros, group, sub, subs, lo, hi, min_hi, sc_out, mn_out, d_out, dmin_out, sums):
-    """As `carry_scaled`, for affine types and zero points of any kind."""
+def carry_affine(
+    codes, scales, zeros, group, top, sub, subs, hi, min_hi, q_out, sc_out, mn_out, d_out, dmin_out, sums
+):  # fmt: skip
+    """As `carry_scaled`, for affine types and zero points of any kind. top: the largest code, 2^bits - 1.
+
+    q_out uint8 [rows, in]: the codes, mirrored (top less them) in groups whose scale has not d's sign.
+    """
     s = np.empty(subs, np.float32)
     z = np.empty(subs, np.float32)
     n = np.empty(subs, np.float32)
@@ -142,14 +147,14 @@ def carry_affine(codes, scales, zeros, group, sub, subs, lo, hi, min_hi, sc_out,
     b = np.empty(subs, np.float32)
     sc = np.zeros(subs, np.int32)
     mn = np.zeros(subs, np.int32)
-    cand_d = np.empty(CANDIDATES, np.float32)
-    cand_e = np.empty(CANDIDATES, np.float32)
-    num = np.empty(CANDIDATES, np.float32)
-    den = np.empty(CANDIDATES, np.float32)
+    scale_d = np.empty(STARTS, np.float32)
+    scale_e = np.empty(STARTS, np.float32)
+    min_d = np.empty(STARTS, np.float32)
+    min_e = np.empty(STARTS, np.float32)
+    num = np.empty(STARTS, np.float32)
+    den = np.empty(STARTS, np.float32)
     spread = np.empty(subs, np.float32)
     target = np.empty(subs, np.float32)
-    kept_d = np.empty(CANDIDATES, np.float32)
-    kept_e = np.empty(CANDIDATES, np.float32)
     try_sc = np.empty(subs, np.int32)
     try_mn = np.empty(subs, np.int32)
     blocks = d_out.shape[1]
@@ -160,31 +165,26 @@ def carry_affine(codes, scales, zeros, group, sub, subs, lo, hi, min_hi, sc_out,
     for row in range(codes.shape[0]):
         for block in range(blocks):
             units = count[block]
-            top = np.float32(0.0)
             for u in range(units):
                 g = group[block * subs + first[block, u]]
-                s[u] = scales[row, g]
-                z[u] = zeros[row, g]
-                if abs(s[u]) > abs(top):
-                    top = s[u]
+                negative = scales[row, g] < 0
                 start = (block * subs + first[block, u]) * sub
                 stop = (block * subs + first[block, u + 1]) * sub
                 deviation, balance = _moments(codes, row, start, stop, zeros[row, g])
+                s[u] = abs(scales[row, g])
+                z[u] = top - zeros[row, g] if negative else zeros[row, g]
                 n[u] = stop - start
                 a[u] = deviation
-                b[u] = balance
+                b[u] = -balance if negative else balance
                 square = float(s[u]) * float(s[u])
                 signal += square * deviation
                 noise += square * float(stop - start)
-            sign = np.float32(-1.0) if top < 0 else np.float32(1.0)
-            for u in range(units):
-                s[u] *= sign
-            d, dmin = fit_affine(
-                units, s, z, n, a, b, hi, min_hi, sc, mn,
-                cand_d, cand_e, num, den, spread, target, kept_d, kept_e, try_sc, try_mn,
+            d, dmin, mirror = fit_affine(
+                units, s, z, n, a, b, np.float32(top), hi, min_hi, sc, mn,
+                scale_d, scale_e, min_d, min_e, num, den, spread, target, try_sc, try_mn,
             )  # fmt: skip
-            d_out[row, block] = sign * d
-            dmin_out[row, block] = sign * dmin
+            d_out[row, block] = -d if mirror else d
+            dmin_out[row, block] = -dmin if mirror else dmin
             for j in range(subs):
                 sc_out[row, block * subs + j] = sc[unit[block, j]]
                 mn_out[row, block * subs + j] = mn[unit[block, j]]
@@ -193,6 +193,10 @@ def carry_affine(codes, scales, zeros, group, sub, subs, lo, hi, min_hi, sc_out,
                 alpha = float(d) * sc[u] - float(s[u])
                 gamma = float(dmin) * mn[u] - float(d) * sc[u] * z[u]
                 error += alpha * alpha * a[u] - 2.0 * alpha * gamma * b[u] + gamma * gamma * n[u]
+                negative = scales[row, group[block * subs + first[block, u]]] < 0
+                flip = np.uint8(top) if negative != mirror else np.uint8(0)
+                for k in range((block * subs + first[block, u]) * sub, (block * subs + first[block, u + 1]) * sub):
+                    q_out[row, k] = codes[row, k] ^ flip
     sums[0] += error
     sums[1] += signal
     sums[2] += noise / 12.0

@@ -15,11 +15,15 @@ error of the unit's weights against s * (q - z) is
 All functions work on float32: a half times a six-bit integer is exact there, and so is its distance to
 a half-precision s. Where zero points are kept exactly, `candidates.fit_scaled` does; elsewhere:
 
-The few best candidates for the scales, each with the few best for the mins, are then polished together:
-neighbouring codes, d and dmin refitted by least squares, halves next to them. How many: measured. Two of
-each where a superblock has up to 4 units (4-bit g128: 1.8e-4 of the source's noise, nearly whatever the
-effort); four beyond (4-bit g32: 0.85% instead of 1.1% with one) and for the four-bit scales of Q2_K (2-bit
-g64: 0.20% instead of 0.27% with two; a search of all pairs of d and dmin gets to 0.17% in 4 ms a superblock).
+With the best min for each scale, a scale's error costs alpha^2 (A - B^2 / n) at least. That bound is taken for
+64 d first; then, from the least bound up, the d are given the best of 64 dmin each, until the next bound is
+above the best error found: after 2 (4-bit g128) to 9 (4-bit g64) of them. The winner is polished: neighbouring
+codes, d and dmin refitted by least squares, halves next to them.
+
+W = s (q - z) is also -s (q' - z') with mirrored codes q' = top - q and z' = top - z. The mins s z' are other
+numbers than s z, and often smaller, so that dmin's steps are too: each d is tried with both, and the better
+side halves the error. Beside a search of all pairs of halves on both sides this is 0.5% off for groups of 64
+and 128, 2% for 4-bit g32, 4% for 5-bit g64 and 11% for 2-bit g32 (test_carry.py has that search).
 
 Scratch arrays are the caller's, one by one: a kernel allocates once per call, and no view is made in the
 inner loops (each costs two atomic operations in numba, 100 ns a superblock in all).
@@ -29,20 +33,12 @@ from __future__ import annotations
 
 import numpy as np
 
-from bridge.jit import inlined, inner
-from bridge.mapping.candidates import best_candidate, candidates, scale_codes
+from bridge.jit import inner
+from bridge.mapping.candidates import STARTS, best_candidate, candidates
 from bridge.mapping.half import round_half
 
-
-@inner
-def affine_error(units, s, z, n, a, b, d, dmin, sc, mn):
-    """sum of E over the units (see the module's head), float32."""
-    total = np.float32(0.0)
-    for u in range(units):
-        alpha = d * np.float32(sc[u]) - s[u]
-        gamma = dmin * np.float32(mn[u]) - d * np.float32(sc[u]) * z[u]
-        total += alpha * alpha * a[u] - np.float32(2.0) * alpha * gamma * b[u] + gamma * gamma * n[u]
-    return total
+_SCALES = 24  # candidates of d that are looked at, at most
+_REFITS = 3
 
 
 @inner
@@ -109,25 +105,52 @@ def _neighbour(x, up):
     return round_half(x + step if up else max(x - step, np.float32(5.9604645e-08)))
 
 
-@inlined
-def _keep(units, try_sc, try_mn, sc, mn):
-    """Make the codes on trial the best ones."""
-    for u in range(units):
-        sc[u] = try_sc[u]
-        mn[u] = try_mn[u]
+@inner
+def _polish(units, s, z, n, a, b, hi, min_hi, d, dmin, sc, mn, try_sc, try_mn):
+    """From good d and dmin to better ones: codes, least squares, codes; at last the halves next to both.
+
+    Returns the least error, with its d and dmin; sc, mn int32 [units], out: its codes.
+    """
+    best = np.float32(np.inf)
+    best_d = d
+    best_dmin = dmin
+    for step in range(_REFITS + 4):
+        if step >= _REFITS:
+            which = step - _REFITS
+            d = _neighbour(best_d, which & 1) if which < 2 else best_d
+            dmin = _neighbour(best_dmin, which & 1) if which >= 2 and best_dmin > 0 else best_dmin
+        e = _best_codes(units, s, z, n, a, b, d, dmin, hi, min_hi, try_sc, try_mn)
+        if e < best:
+            best = e
+            best_d = d
+            best_dmin = dmin
+            for u in range(units):
+                sc[u] = try_sc[u]
+                mn[u] = try_mn[u]
+        if best == 0:
+            break
+        if step < _REFITS - 1:
+            fine_d, fine_dmin = _refit(units, s, z, n, a, b, try_sc, try_mn)
+            d = round_half(np.float32(fine_d))
+            dmin = max(round_half(np.float32(fine_dmin)), np.float32(0.0))
+            if d <= 0:
+                d = best_d
+    return best, best_d, best_dmin
 
 
 @inner
 def fit_affine(
-    units, s, z, n, a, b, hi, min_hi, sc, mn, cand_d, cand_e, num, den, spread, target, kept_d, kept_e, try_sc, try_mn
-):
-    """Fit d, dmin, sc, mn of one superblock (s, z >= 0); see the module's head.
+    units, s, z, n, a, b, top, hi, min_hi, sc, mn, scale_d, scale_e, min_d, min_e, num, den, spread, target, try_sc,
+    try_mn,
+):  # fmt: skip
+    """Fit d, dmin, sc, mn of one superblock (s >= 0); see the module's head.
 
-    s, z, n, a, b   float32 [units]
+    s, z, n, a, b   float32 [units]; z and b become those of the mirrored codes where these are fitted
+    top             the largest code, 2^bits - 1
     hi, min_hi      largest scale and min code
     sc, mn          int32 [units], out
-    cand_d .. kept_e   float32 [CANDIDATES], scratch; try_sc, try_mn int32 [units], scratch
-    returns         d, dmin (float32, exact halves)
+    scale_d .. den  float32 [STARTS], scratch; spread, target float32, try_sc, try_mn int32 [units], scratch
+    returns         d, dmin (float32, exact halves >= 0); whether the codes are to be mirrored
     """
     zero = np.float32(0.0)
     for u in range(units):
@@ -135,79 +158,50 @@ def fit_affine(
         spread[u] = max(a[u] - b[u] * b[u] / n[u], np.float32(1e-6) * n[u])
         sc[u] = 0
         mn[u] = 0
-    constant = True
-    for u in range(1, units):
-        if z[u] != z[0]:
-            constant = False
-    count = candidates(units, s, spread, hi, cand_d, cand_e, num, den)
-    if count == 0:
-        return zero, zero
+    if not candidates(units, s, spread, hi, scale_d, scale_e, num, den):
+        return zero, zero, False
+    for c in range(1, STARTS):  # a d found before
+        scale_e[c] = np.float32(np.inf) if scale_d[c] == scale_d[c - 1] else scale_e[c]
 
     best = np.float32(np.inf)
     best_d = zero
     best_dmin = zero
-    if constant:  # mn = sc and dmin = d * z keep the one zero point, if not exactly; try that first
-        c = best_candidate(cand_e, count)
-        scale_codes(units, s, cand_d[c], hi, try_sc)
-        best_d = cand_d[c]
-        best_dmin = round_half(best_d * z[0])
-        for u in range(units):
-            sc[u] = try_sc[u]
-            mn[u] = min(try_sc[u], min_hi)
-        best = affine_error(units, s, z, n, a, b, best_d, best_dmin, sc, mn)
-
-    for c in range(count):
-        kept_d[c] = cand_d[c]
-        kept_e[c] = cand_e[c]
-    effort = 2 if units <= 4 and hi > 15 else 4
-    for _ in range(effort):
-        c = best_candidate(kept_e, count)
-        if not kept_e[c] < best:
+    mirror = False
+    for _ in range(_SCALES):
+        c = best_candidate(scale_e)
+        cost = scale_e[c]
+        d = scale_d[c]
+        if not cost < best:
             break
-        d = kept_d[c]
-        kept_e[c] = np.float32(np.inf)
-        scale_codes(units, s, d, hi, try_sc)
-        for u in range(units):
-            scaled = d * np.float32(try_sc[u])
-            target[u] = scaled * z[u] + (scaled - s[u]) * b[u] / n[u]
-        mins = candidates(units, target, n, min_hi, cand_d, cand_e, num, den)
-        for _ in range(min(effort, max(mins, 1))):
+        scale_e[c] = np.float32(np.inf)
+        if d <= 0:
+            continue
+        inverse = np.float32(1.0) / d
+        for side in range(2):
+            e = cost
+            for u in range(units):
+                scaled = d * min(np.rint(s[u] * inverse), np.float32(hi))
+                mean = b[u] / n[u]
+                miss = scaled - s[u]
+                target[u] = scaled * (top - z[u]) - miss * mean if side else scaled * z[u] + miss * mean
             dmin = zero
-            if mins > 0:
-                m = best_candidate(cand_e, mins)
-                dmin = cand_d[m]
-                if not cand_e[m] < np.inf:
-                    break
-                cand_e[m] = np.float32(np.inf)
-            e = _best_codes(units, s, z, n, a, b, d, dmin, hi, min_hi, try_sc, try_mn)
-            trial_d = d
-            for _ in range(3):
-                if e < best:
-                    best = e
-                    best_d = trial_d
-                    best_dmin = dmin
-                    _keep(units, try_sc, try_mn, sc, mn)
-                fine_d, fine_dmin = _refit(units, s, z, n, a, b, try_sc, try_mn)
-                fine_d32 = round_half(np.float32(fine_d))
-                fine_dmin32 = round_half(np.float32(fine_dmin))
-                if fine_d32 <= 0 or fine_dmin32 < 0 or (fine_d32 == trial_d and fine_dmin32 == dmin):
-                    break
-                trial_d = fine_d32
-                dmin = fine_dmin32
-                e = _best_codes(units, s, z, n, a, b, trial_d, dmin, hi, min_hi, try_sc, try_mn)
-            if e < best:
-                best = e
-                best_d = trial_d
-                best_dmin = dmin
-                _keep(units, try_sc, try_mn, sc, mn)
-    if best > 0:  # the halves next to d and dmin
-        for which in range(4):
-            d = _neighbour(best_d, which & 1) if which < 2 else best_d
-            dmin = _neighbour(best_dmin, which & 1) if which >= 2 and best_dmin > 0 else best_dmin
-            e = _best_codes(units, s, z, n, a, b, d, dmin, hi, min_hi, try_sc, try_mn)
+            if candidates(units, target, n, min_hi, min_d, min_e, num, den):
+                m = best_candidate(min_e)
+                e += min_e[m]
+                dmin = min_d[m]
+            else:
+                for u in range(units):
+                    e += target[u] * target[u] * n[u]
             if e < best:
                 best = e
                 best_d = d
                 best_dmin = dmin
-                _keep(units, try_sc, try_mn, sc, mn)
-    return best_d, best_dmin
+                mirror = side == 1
+    if best_d <= 0:
+        return zero, zero, False
+    if mirror:
+        for u in range(units):
+            z[u] = top - z[u]
+            b[u] = -b[u]
+    _, best_d, best_dmin = _polish(units, s, z, n, a, b, hi, min_hi, best_d, best_dmin, sc, mn, try_sc, try_mn)
+    return best_d, best_dmin, mirror
