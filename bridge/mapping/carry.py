@@ -12,8 +12,8 @@ scale codes have no sign, d has: groups whose scale has the other sign are mirro
 changes no weight. Which sign that is, is free: the fit takes the one with which it comes closer.
 
 A type can carry a tensor when its sub-blocks do not straddle groups, its codes are wide enough and the
-shifted codes fit. Q8_0 alone makes do where a few blocks do not fit (8-bit asymmetric): those are rounded
-anew to 127 steps and counted.
+shifted codes fit. Q8_0 alone makes do where some blocks do not fit (8-bit asymmetric): in those the few codes
+that leave it are clipped, or all are rounded anew to 127 steps, whichever is closer; what is not kept is counted.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from bridge.mapping.carry_kernels import (
     carry_affine,
     carry_plain,
     carry_scaled,
-    reround_q8_0,
     shift_codes,
 )
+from bridge.mapping.floats_plain import plain
 from bridge.mapping.pack import packer, row_bytes
 
 _CHUNK_WEIGHTS = 1 << 20  # rows are taken in chunks that stay in cache
@@ -155,6 +155,7 @@ def carry(t: GroupedTensor, block: BlockType, rows: slice = slice(None)) -> Mapp
     if reason:
         raise CannotCarryError(f"{t.name}: {reason}")
     group = sub_block_groups(t, block.sub)
+    assert group is not None
     # contiguous, so that kernels are compiled for one layout only
     codes, scales, zeros = (np.ascontiguousarray(x[rows]) for x in (t.codes, t.scales, t.zeros))
     out, columns = codes.shape
@@ -191,7 +192,7 @@ def carry(t: GroupedTensor, block: BlockType, rows: slice = slice(None)) -> Mapp
             q = stored[:m]
             bad = shift_codes(part[0], part[2], group, block.sub, block.zero, block.levels, q)
             if bad and block.name == "Q8_0":
-                lost += 32 * reround_q8_0(*part, q, d[:m], sums)
+                lost += _reround_q8_0(*part, q, d[:m], sums)
             elif bad:
                 raise CannotCarryError(
                     f"{t.name}: codes less their zero points do not fit in {block.name}'s {block.levels} codes"
@@ -199,3 +200,39 @@ def carry(t: GroupedTensor, block: BlockType, rows: slice = slice(None)) -> Mapp
         pack(q, sc[:m], mn[:m], d[:m], dmin[:m], data[start:stop])
     fidelity = Fidelity(out * columns, max(float(sums[0]), 0.0), float(sums[1]), float(sums[2]), out * columns - lost)
     return Mapped(block, data, fidelity)
+
+
+def _reround_q8_0(
+    codes: np.ndarray,
+    scales: np.ndarray,
+    zeros: np.ndarray,
+    group: np.ndarray,
+    q: np.ndarray,
+    d: np.ndarray,
+    sums: np.ndarray,
+) -> int:
+    """The blocks whose codes less their zero points leave -128..127: see the module's head.
+
+    q uint8 [rows, in], d float32 [rows, blocks], sums [3]: as if they had room, in; mended, out. Returns how many
+    codes are not kept.
+    """
+    runs = codes.reshape(*d.shape, 32)
+    whole = np.rint(zeros)[:, group]
+    at = np.nonzero((runs.min(-1) - whole < -128) | (runs.max(-1) - whole > 127))
+    p = runs[at] - whole[at][:, None].astype(np.float64)
+    x = scales[:, group][at][:, None].astype(np.float64) * (runs[at] - zeros[:, group][at][:, None].astype(np.float64))
+    n = len(x)
+    anew, anew_d = np.empty((1, n, 32), np.uint8), np.empty((1, n), np.float32)
+    fields = anew, np.empty((1, n), np.int8), np.empty((1, n), np.uint8), anew_d, anew_d.copy(), np.zeros((1, 3))
+    plain("Q8_0")(x.astype(np.float32)[None], np.ones((n, 32), np.float32), *fields)
+
+    def errors(d: np.ndarray, p: np.ndarray) -> np.ndarray:
+        return np.square(d[:, None].astype(np.float64) * p - x).sum(-1)
+
+    clipped = np.clip(p, -128, 127)
+    clip_error, anew_error = errors(d[at], clipped), errors(anew_d[0], anew[0] - 128.0)
+    clip = clip_error <= anew_error
+    sums[0] += (np.minimum(clip_error, anew_error) - errors(d[at], p)).sum()
+    q.reshape(runs.shape)[at] = np.where(clip[:, None], clipped + 128, anew[0]).astype(np.uint8)
+    d[at] = np.where(clip, d[at], anew_d[0])
+    return int(32 * (~clip).sum() + (clipped != p)[clip].sum())

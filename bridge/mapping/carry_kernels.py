@@ -263,37 +263,3 @@ def add_shift_error(codes, scales, zeros, group, sub, sc, d, sums):
             gamma = scale * (float(np.rint(z)) - float(z))
             _, balance = _moments(codes, row, j * sub, (j + 1) * sub, z)
             sums[0] += gamma * gamma * sub - 2.0 * alpha * gamma * balance
-
-
-@kernel
-def reround_q8_0(codes, scales, zeros, group, out, d_out, sums):
-    """The blocks whose q - z leaves -128..127: d = the largest / 127 and codes rounded anew; returns how many."""
-    changed = 0
-    for row in range(codes.shape[0]):
-        for block in range(group.shape[0]):
-            z = zeros[row, group[block]]
-            whole = np.int32(np.rint(z))
-            low = np.int32(0)
-            high = np.int32(0)
-            for k in range(32 * block, 32 * block + 32):
-                p = np.int32(np.int32(codes[row, k]) - whole)
-                low = min(low, p)
-                high = max(high, p)
-            if low >= -128 and high <= 127:
-                continue
-            changed += 1
-            s = scales[row, group[block]]
-            d = round_half(s * np.float32(max(high, -low)) / np.float32(127.0))
-            alpha = float(d_out[row, block]) - float(s)
-            gamma = float(d_out[row, block]) * (float(whole) - float(z))
-            d_out[row, block] = d
-            for k in range(32 * block, 32 * block + 32):
-                w = np.float32(codes[row, k]) - z
-                code = (
-                    min(max(np.rint(s * w / d), np.float32(-128.0)), np.float32(127.0)) if d != 0 else np.float32(0.0)
-                )
-                out[row, k] = np.uint8(np.int32(code) + 128)
-                miss = float(d) * code - float(s) * w
-                old = alpha * w - gamma
-                sums[0] += miss * miss - old * old
-    return changed
