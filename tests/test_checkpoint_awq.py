@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import numpy as np
 import pytest
 
@@ -172,3 +174,14 @@ def test_a_pt_file_of_llm_awq_needs_no_label(tmp_path, group_size):
             tensor = checkpoint.read_module(NAME)
         assert np.array_equal(tensor.dequantize(), q.dequantize())
         assert tensor.notes == ()
+
+
+@pytest.mark.parametrize("part", ["text_config", "language_config"])
+def test_a_config_that_speaks_of_quantization_in_its_language_part_is_understood(part, tmp_path):
+    q = quantize(weights(), 4, 128, sym=False)
+    write_folder(tmp_path, awq_tensors(NAME, q, 128), None)
+    said = {"quant_method": "awq", "bits": 4, "group_size": 128, "version": "gemm"}
+    (tmp_path / "config.json").write_text(json.dumps({part: {"quantization_config": said}}))
+    with open_checkpoint(tmp_path) as checkpoint:
+        assert checkpoint.format == "awq-gemm"
+        assert np.array_equal(checkpoint.read_module(NAME).codes, q.codes)

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from bridge.checkpoint import open_checkpoint
+from bridge.errors import BridgeError
 from tests.support.encode import Quantized, quantize, write_folder
 from tests.support.encode_compressed import config, int_tensors, packed_tensors, scheme
 from tests.support.refusal import refusal
@@ -356,3 +357,9 @@ def test_weights_that_were_never_compressed(tmp_path):
 def test_a_config_of_packed_weights_beside_plain_ones(tmp_path):
     message = refusal(write_folder(tmp_path, {f"{NAME}.weight": weights()}, config(scheme())))
     assert "says compressed-tensors, but no tensor of the checkpoint ends in .weight_scale" in message
+
+
+def test_packed_weights_without_a_config_ask_for_it(tmp_path):
+    q = quantize(weights(), 4, 128, sym=True)
+    with pytest.raises(BridgeError, match=r"weight_packed is quantized, but .* has no quantization_config"):
+        open_checkpoint(write_folder(tmp_path, packed_tensors(NAME, q, 4), None))

@@ -490,7 +490,7 @@ def test_an_unknown_architecture_is_told_of_the_template(tmp_path):
     shutil.copytree(CHECKPOINT, tmp_path / "model")
     config = json.loads((tmp_path / "model" / "config.json").read_text())
     (tmp_path / "model" / "config.json").write_text(json.dumps(config | {"architectures": ["OlmoForCausalLM"]}))
-    with pytest.raises(BridgeError, match=r"the architecture is OlmoForCausalLM; .* for any other give --template MODEL.gguf"):
+    with pytest.raises(BridgeError, match=r"the architecture is OlmoForCausalLM; .* give --template MODEL.gguf"):
         bridge.convert(tmp_path / "model", tmp_path / "m.gguf")
 
 

@@ -26,6 +26,8 @@ from bridge.files import read_json
 
 __all__ = ["Checkpoint", "GroupedTensor", "ModuleInfo", "QuantConfig", "TensorInfo", "open_checkpoint"]
 
+_CODES = ("qweight", "weight_packed")  # what codes are called where no config says what they are
+
 
 class Checkpoint:
     """An opened checkpoint.
@@ -68,7 +70,7 @@ class Checkpoint:
                 left_out.add(part)
             elif info.floating and name not in owned:
                 self.tensors[name] = info
-            if (part == "qweight" and not self.modules) or (info.dtype in FLOAT8 and name not in self._floats):
+            if (part in _CODES and not self.modules) or (info.dtype in FLOAT8 and name not in self._floats):
                 raise self._unlabelled(info)
         self.tensors |= {name: scaled.weight for name, scaled in self._floats.items()}
         self.notes = [*self._reader.notes] if self._reader else []

@@ -144,8 +144,8 @@ def read_quant_config(folder: Path, config: dict[str, Any]) -> QuantConfig:
 
     Raises BridgeError for methods and layouts that no reader knows.
     """
-    inner = config.get("quantization_config")
-    raw: dict[str, Any] = dict(inner) if isinstance(inner, dict) else {}
+    inner = next((q for part in _speaking(config) if isinstance(q := part.get("quantization_config"), dict)), None)
+    raw: dict[str, Any] = dict(inner or {})
     if not raw and isinstance(old := config.get("compression_config"), dict) and old:  # its name in 2024
         raw = {"quant_method": "compressed-tensors", **old}
     source = folder / "config.json"
@@ -204,6 +204,12 @@ def read_quant_config(folder: Path, config: dict[str, Any]) -> QuantConfig:
     _check_patterns(result)
     result = reader_class(method).complete(result, label)
     return replace(result, title=f"auto-round, packed as {result.title}") if auto_round else result
+
+
+def _speaking(config: dict[str, Any]) -> list[dict[str, Any]]:
+    """The parts of a config.json that may speak of quantization: all of it, or the language model's part alone."""
+    parts = (config.get(key) for key in ("text_config", "language_config", "llm_config"))
+    return [config, *(part for part in parts if isinstance(part, dict))]
 
 
 def reader_class(method: str) -> type[Reader]:
