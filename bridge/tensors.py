@@ -6,7 +6,6 @@ Act-order of a fold's consumer (down_proj) is undone by permuting its columns an
 
 from __future__ import annotations
 
-import os
 import re
 from collections import deque
 from collections.abc import Iterator
@@ -18,6 +17,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from bridge.checkpoint import Checkpoint
+from bridge.cpus import usable_cpus
 from bridge.errors import BridgeError
 from bridge.models import ModelSpec, TensorSpec
 from bridge.recipe import Recipe, TensorPlace, block_type
@@ -342,8 +342,3 @@ def as_float(x: np.ndarray, name: str, tensor: str) -> np.ndarray:
 def float_value(data: np.ndarray, name: str) -> np.ndarray:
     """The inverse of `as_float`."""
     return (data.astype(np.uint32) << 16).view(np.float32) if name == "BF16" else data.astype(np.float32)
-
-
-def usable_cpus() -> int:
-    """The CPUs this process may run on."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

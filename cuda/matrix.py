@@ -6,7 +6,6 @@ is refused with its tensor and row.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
@@ -16,6 +15,7 @@ from bridge.cuda import device as devices
 from bridge.cuda.layout import UNIT, Layout, repacker
 
 from bridge.blocks import BLOCKS
+from bridge.cpus import usable_cpus
 from bridge.errors import BridgeError
 
 if TYPE_CHECKING:
@@ -106,7 +106,7 @@ def _repack(tensor: QuantTensor, host: np.ndarray, spaced: int, first: int, step
         bad = repack(raw[start : start + height], first + start * step, step, host, spaced)
         return bad if bad < 0 else start + bad
 
-    threads = min(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1, 16)
+    threads = min(usable_cpus(), 16)
     with ThreadPoolExecutor(threads) as executor:
         bad = [row for row in executor.map(part, range(0, raw.shape[0], height)) if row >= 0]
     if bad:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from bridge.checkpoint import Checkpoint
+from bridge.cpus import usable_cpus
 from bridge.errors import BridgeError
 from bridge.runtime import dequantize
 from bridge.runtime.quant_tensor import QuantTensor
@@ -22,7 +23,6 @@ from bridge.runtime.reader import GGUFFile
 from bridge.template.match import Matrix, find_in_several, find_rows, rounding_of
 from bridge.template.names import Candidate, candidates
 from bridge.template.source import number
-from bridge.tensors import usable_cpus
 
 BLOCK = re.compile(r"blk\.(\d+)\.")
 # of the checkpoint's own floats

@@ -23,6 +23,7 @@ from llvmlite import ir
 from numba.core import types
 from numba.extending import intrinsic
 
+from bridge.cpus import usable_cpus
 from bridge.errors import BridgeError
 from bridge.jit import inner, kernel
 
@@ -265,9 +266,7 @@ def get_num_threads() -> int:
     configured = os.environ.get("BRIDGE_THREADS", "")
     if configured.isdigit() and int(configured) > 0:
         return int(configured)
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+    return usable_cpus()
 
 
 def set_num_threads(threads: int) -> None:
