@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
-from datetime import datetime
 from typing import Any
 
 _GENERATION = re.compile(r"\{%-?\s*(end)?generation\s*-?%\}")  # a mark for training, not part of jinja
@@ -17,11 +16,10 @@ class TemplateFailed(Exception):
     """The template cannot be read, or does not accept the conversation."""
 
 
-def compile_template(template: str, bos: str, eos: str, dated: bool = False) -> Render:
+def compile_template(template: str, bos: str, eos: str) -> Render:
     """(messages as {"role", "content"}, whether to prompt for a reply) -> text.
 
     bos, eos  texts of the tokens, which templates refer to
-    dated     whether the template may ask for today's date; where it may not, many have one of their own
 
     Raises TemplateFailed; so does what is returned.
     """
@@ -35,8 +33,6 @@ def compile_template(template: str, bos: str, eos: str, dated: bool = False) -> 
     environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
     environment.filters["tojson"] = lambda value, indent=None: json.dumps(value, ensure_ascii=False, indent=indent)
     environment.globals["raise_exception"] = refuse
-    if dated:
-        environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
     try:
         compiled = environment.from_string(_GENERATION.sub("", template))
     except jinja2.TemplateError as error:

@@ -214,6 +214,7 @@ def _add_inspect(commands: Any) -> None:
     p = _command(commands, "inspect", "describe a checkpoint or a GGUF, and what convert would do", _inspect)
     p.add_argument("path", help="checkpoint folder, Hub id (org/name), .pt or GGUF file")
     _add_config(p)
+    p.add_argument("--template", metavar="MODEL.gguf", type=Path, help="the template that convert would be given")
 
 
 def _add_bench(commands: Any) -> None:
@@ -281,7 +282,7 @@ def _verify(a: argparse.Namespace) -> int:
 def _inspect(a: argparse.Namespace) -> int:
     from bridge.describe import describe
 
-    print(describe(a.path, a.config))
+    print(describe(a.path, a.config, a.template))
     return 0
 
 

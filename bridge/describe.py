@@ -29,8 +29,8 @@ from bridge.verify import read_gguf
 _SAMPLE_ROWS = 64
 
 
-def describe(path: str | Path, config: str | Path | None = None) -> str:
-    """A few lines about a checkpoint folder, a Hub id, a .pt or a GGUF file; `config` as for `convert`.
+def describe(path: str | Path, config: str | Path | None = None, template: str | Path | None = None) -> str:
+    """A few lines about a checkpoint folder, a Hub id, a .pt or a GGUF file; `config`, `template` as for `convert`.
 
     Raises BridgeError.
     """
@@ -38,12 +38,14 @@ def describe(path: str | Path, config: str | Path | None = None) -> str:
     if Path(path).is_file() and suffix != ".pt" and (config is None or suffix not in WEIGHTS):
         if suffix == ".json" or suffix in WEIGHTS:
             raise BridgeError(f"{path}: is one file of a checkpoint; give the folder that it is in")
+        if template is not None:
+            raise BridgeError(f"{path}: is no checkpoint; --template says what a checkpoint would become")
         return _describe_gguf(Path(path))
-    with open_checkpoint(resolve(path, config), config) as ckpt:
-        return "\n".join(_describe_checkpoint(ckpt))
+    with open_checkpoint(resolve(path, config), config, needs_config=template is None) as ckpt:
+        return "\n".join(_describe_checkpoint(ckpt, template))
 
 
-def _describe_checkpoint(ckpt: Checkpoint) -> list[str]:
+def _describe_checkpoint(ckpt: Checkpoint, template: str | Path | None) -> list[str]:
     scattered = sum(ckpt.group_order(name) is not None for name in ckpt.modules)
     lines = [
         f"{ckpt.path}: {size_text(ckpt.nbytes)} in {len(ckpt.files)} file{'s' * (len(ckpt.files) != 1)}",
@@ -51,7 +53,7 @@ def _describe_checkpoint(ckpt: Checkpoint) -> list[str]:
         f"the data says   {_data_says(ckpt, scattered)}",
     ]
     try:
-        spec = model_of(ckpt)
+        spec = model_of(ckpt, template=template)
         table, notes = _prediction(ckpt, spec)
     except BridgeError as problem:
         return [*lines, *(f"note: {note}" for note in ckpt.notes), f"convert would stop: {problem}"]
@@ -59,7 +61,8 @@ def _describe_checkpoint(ckpt: Checkpoint) -> list[str]:
     lines += [f"they differ     {note}" for note in contrary]
     if ckpt.modules and ckpt.quant.labelled and not contrary:
         lines.append("they agree      in all that was looked at")
-    lines.append(f"architecture    {spec.arch}, {spec.n_layers} layers")
+    whose = f", as {template} has them" if template is not None else ""
+    lines.append(f"architecture    {spec.arch}, {spec.n_layers} layers{whose}")
     lines += [f"note: {note}" for note in fold_notes([*ckpt.notes, *spec.notes])]
     return [*lines, "", *table]
 
@@ -118,6 +121,8 @@ def _prediction(ckpt: Checkpoint, spec: ModelSpec) -> tuple[list[str], list[str]
 
 def _one(work: Conversion, tensor: TensorSpec, notes: list[str]) -> tuple[str, str, str, str, str]:
     shape = "x".join(map(str, tensor.shape))
+    if tensor.data is not None and tensor.type is not None:
+        return shape, "kept from the template", "", tensor.type, ""
     leaf = next((leaf for leaf in tensor.leaves if work.module_of(leaf)), tensor.leaves[0])  # of experts, the first
     module = work.module_of(leaf)
     if module is None or not tensor.quantizable:

@@ -16,6 +16,7 @@ from safetensors.numpy import load_file, save_file
 
 import bridge
 from bridge.cli import main
+from bridge.describe import describe
 from bridge.errors import BridgeError
 from bridge.models.decoder import interleaved_rows
 from bridge.template.match import Matrix, find_in_several, find_rows
@@ -409,6 +410,42 @@ def test_what_cannot_be_matched_is_kept_and_reported_one_by_one(model, tmp_path)
     other = write_template(tmp_path / "other.gguf", floats, "llama", change, **LLAMA)  # draws other random numbers
     with pytest.raises(BridgeError, match=r"blk.0.ffn_up.weight: is not the template's"):
         verify(tmp_path / "m.gguf", tmp_path / "gptq", template=other)
+
+
+def test_inspect_says_what_convert_would_make_with_the_template(model, tmp_path, capsys):
+    floats = model("GemmaConfig", **ARCHITECTURES["gemma"][1])
+    write_gptq(tmp_path / "gptq", floats)
+    assert main(["inspect", str(tmp_path / "gptq")]) == 0
+    assert "convert would stop: " in capsys.readouterr().out
+
+    template = gemma(floats, tmp_path / "t.gguf")
+    assert main(["inspect", str(tmp_path / "gptq"), "--template", str(template)]) == 0
+    said = capsys.readouterr().out
+    assert f"architecture    gemma, 2 layers, as {template} has them" in said
+    assert "blk.0.attn_norm.weight and 1 more: kept from the template as F32" in said
+    report = bridge.convert(tmp_path / "gptq", tmp_path / "m.gguf", template=template)
+    rows = {line.split()[0]: line for line in said.splitlines() if "codes carried" in line}
+    assert rows.keys() == {t.kind for t in report.tensors if t.how == "codes carried"}
+    assert all(t.type in rows[t.kind].split() for t in report.tensors if t.how == "codes carried")
+
+
+def test_inspect_says_which_matrices_would_stay_the_templates(model, tmp_path):
+    floats = model("LlamaConfig")
+
+    def change(name: str, values: np.ndarray) -> dict[str, np.ndarray]:
+        return interleave(4, 2)(name, values[::-1] ** 3 if name == "blk.0.ffn_up.weight" else values)
+
+    template = write_template(tmp_path / "t.gguf", floats, "llama", change, **LLAMA)
+    write_gptq(tmp_path / "gptq", floats)
+    row = next(line for line in describe(tmp_path / "gptq", template=template).splitlines() if line[:6] == "ffn_up")
+    assert "kept from the template / 4 bits, groups of 128" in row
+    assert "F16 / Q4_K" in row
+
+
+def test_inspect_wants_a_checkpoint_beside_a_template(model, tmp_path):
+    template = write_template(tmp_path / "t.gguf", model("LlamaConfig"), "llama", interleave(4, 2), **LLAMA)
+    with pytest.raises(BridgeError, match="is no checkpoint; --template says what a checkpoint would become"):
+        describe(template, template=template)
 
 
 def test_another_models_template_is_refused(model, tmp_path):

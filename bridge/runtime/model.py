@@ -201,7 +201,7 @@ class Model:
             )
         bos = self.tokenizer.text(self.tokenizer.bos)
         try:
-            render = compile_template(self.chat_template, bos, self.tokenizer.text(self.tokenizer.eos), dated=True)
+            render = compile_template(self.chat_template, bos, self.tokenizer.text(self.tokenizer.eos))
             text = render(messages, True)
         except TemplateFailed as problem:
             raise BridgeError(f"{self.path}: the chat template cannot be used: {problem}") from problem
