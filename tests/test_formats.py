@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -16,12 +17,14 @@ from bridge.checkpoint import open_checkpoint
 from bridge.describe import describe
 from bridge.report import CARRIED, FLOAT
 from bridge.verify import failures, verify
+from tests.conftest import CHECKPOINT
 from tests.support import encode_compressed as compressed
 from tests.support import encode_formats as write
 from tests.support import reference
 from tests.support.encode import write_awq
 from tests.support.gguf_file import gguf_weights
 from tests.support.llama_cpp import LlamaCpp
+from tests.support.reference import mean_kl
 from tests.support.tiny_models import save_model
 
 # format -> how to write it; the type of its linears; NMSE at most; what inspect calls it
@@ -226,3 +229,29 @@ def test_mlx_experts_in_one_tensor_are_taken_apart_and_routers_become_floats(tmp
     assert np.square(ups - meant).sum() < 3e-5 * np.square(meant).sum()
     with LlamaCpp(path, n_ctx=64) as loaded:
         assert len(loaded.generate_greedy([5, 6, 7, 8], 8)) == 8
+
+
+def test_mlx_lms_own_mixture_of_experts_says_in_llama_cpp_what_it_says_in_mlx(tmp_path):
+    """tests/data/mlx-moe: a Qwen3-MoE of mlx-lm 0.32.2 and its logits there; see tests/support/make_mlx_moe.py."""
+    data = CHECKPOINT.parent / "mlx-moe"
+    folder = shutil.copytree(data, tmp_path / "mlx")
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copyfile(CHECKPOINT / file, folder / file)
+    expected = np.load(data / "expected.npz")
+    tokens = expected["tokens"].tolist()
+    assert "MLX, affine, 4 bits" in describe(folder)
+
+    bridge.convert(folder, tmp_path / "floats.gguf", tensor_types=[(".*", "F32")])
+    with LlamaCpp(tmp_path / "floats.gguf", n_ctx=64) as loaded:
+        assert mean_kl(expected["logits"], loaded.logits(tokens)) < 1e-6
+
+    path = tmp_path / "model.gguf"
+    report = bridge.convert(folder, path)
+    types = {t.kind: t.type for t in report.tensors}
+    assert types["ffn_gate_exps"] == types["ffn_up_exps"] == types["attn_q"] == types["token_embd"] == "Q4_K"
+    assert types["ffn_gate_inp"] == "F32"
+    assert all(t.fidelity.kept == t.weights for t in report.tensors if t.has_codes and t.type != "F32")
+    assert failures(verify(path, folder)) == []
+    with LlamaCpp(path, n_ctx=64) as loaded:
+        assert mean_kl(expected["logits"], loaded.logits(tokens)) < 1e-2  # llama.cpp rounds activations to 8 bits
+        assert len(loaded.generate_greedy(tokens[:4], 8)) == 8

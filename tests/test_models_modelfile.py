@@ -131,13 +131,6 @@ def test_what_is_not_the_sum_of_its_turns_is_not_understood(template: str, reaso
         take_apart(template, "", "", False)
 
 
-def test_the_day_of_the_conversion_does_not_get_into_the_template() -> None:
-    date = "{% if strftime_now is defined %}{{ strftime_now('%Y') }}{% else %}26 Jul 2024{% endif %}\n"
-    turns = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
-    parts = take_apart(date + turns, "", "", strip_bos=False)
-    assert parts.opening == "26 Jul 2024"
-
-
 def test_text_that_go_or_the_modelfile_would_change_becomes_an_action() -> None:
     odd = "{% for m in messages %}{{ '{{ \"\"\"' + m.role + '\u200b\t}}' + m.content + '\n' }}{% endfor %}"
     odd += '{% if add_generation_prompt %}{{ \'{{ """assistant\u200b\t}}\' }}{% endif %}'

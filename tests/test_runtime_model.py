@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import io
-import re
 import shutil
 import subprocess
 import sys
@@ -209,13 +208,6 @@ def test_a_conversation_goes_through_the_files_template(model: Model, path: Path
     broken = bridge.Model.load(changed(path, tmp_path / "broken.gguf", chat_template="{{ raise_exception('no') }}"))
     with pytest.raises(BridgeError, match="chat template cannot be used"):
         broken.chat(messages)
-
-
-def test_a_template_may_ask_for_the_date(path: Path, tmp_path: Path) -> None:
-    template = "{{ strftime_now('%Y') }} {% for m in messages %}{{ m.content }}{% endfor %}"
-    loaded = bridge.Model.load(changed(path, tmp_path / "dated.gguf", chat_template=template))
-    text = loaded.tokenizer.decode(loaded.chat_tokens([{"role": "user", "content": "hello"}]))
-    assert re.fullmatch(r"20\d\d hello", text)
 
 
 # --- perplexity ---
