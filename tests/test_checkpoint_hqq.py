@@ -36,6 +36,72 @@ def test_weights_are_those_that_hqq_computes(folder):
             assert not np.array_equal(tensor.zeros, np.rint(tensor.zeros))
 
 
+def test_scales_and_zero_points_that_are_quantized_themselves_are_those_that_hqq_computes():
+    """Zeros with one pair for all, scales in groups along either axis, in bytes, nibbles and 3-bit words."""
+    expected = np.load(FOLDER / "meta" / "expected.npz")
+    with open_checkpoint(FOLDER / "meta") as checkpoint:
+        assert set(checkpoint.modules) == set(expected) == {"zeros", "scales", "both", "narrow"}
+        assert checkpoint.tensors == {}
+        for name, values in expected.items():
+            tensor = checkpoint.read_module(name)
+            assert (tensor.bits, tensor.group_size) == (4, 64)
+            assert np.array_equal(tensor.dequantize(), values), name
+
+
+def quantized_meta(stored: dict[str, np.ndarray], what: str) -> tuple[dict[str, np.ndarray], np.ndarray]:
+    """A module's scales or zero points in 256 steps, and what they amount to."""
+    values = stored[f"{NAME}.{what}"].astype(np.float32)
+    step = np.float32((values.max() - values.min()) / 255)
+    zero = np.float32(-values.min() / step)
+    codes = np.rint(values / step + zero).clip(0, 255).astype(np.uint8)
+    meta = {"scale": np.array(step), "zero": np.array(zero), "shape": np.array(values.shape)}
+    meta["packing"] = np.frombuffer(b"8bit_u8", np.uint8)
+    parts = {f"{NAME}.meta_{what}.{part}": value for part, value in meta.items()} | {f"{NAME}.{what}_q": codes}
+    return parts, (codes - zero) * step
+
+
+@pytest.mark.parametrize("as_codes", [False, True])
+def test_zero_points_and_scales_in_one_tensor_are_told_apart(tmp_path, as_codes):
+    stored, values = tensors()
+    pair = [stored.pop(f"{NAME}.{what}") for what in ("zero", "scale")]
+    codes = (values.reshape(96, 64) / pair[1].astype(np.float32) + pair[0].astype(np.float32)).round()
+    if as_codes:
+        for i, what in enumerate(("zero", "scale")):
+            parts, meant = quantized_meta({f"{NAME}.{what}": pair[i]}, what)
+            pair[i] = parts.pop(f"{NAME}.{what}_q")
+            stored |= parts
+            values = (codes - meant) if what == "zero" else values * meant
+    stored[f"{NAME}.zero_scale"] = np.stack(pair)
+    with open_checkpoint(write_folder(tmp_path, stored, hqq_config())) as checkpoint:
+        assert checkpoint.tensors == {}
+        assert np.array_equal(checkpoint.read_module(NAME).dequantize(), values.reshape(24, 256))
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda t: t.pop(f"{NAME}.meta_scale.zero"), "but no meta_scale.zero"),
+        (lambda t: t.pop(f"{NAME}.meta_scale.packing"), "but no meta_scale.packing"),
+        (lambda t: t.update({f"{NAME}.meta_scale.packing": np.frombuffer(b"7bit", np.uint8)}), "packed as '7bit'"),
+        (lambda t: t.update({f"{NAME}.meta_scale.packing": np.frombuffer(b"3bit_32", np.uint8)}), "contradict"),
+        (lambda t: t.update({f"{NAME}.meta_scale.shape": np.array([96, 2])}), "contradict"),
+        (lambda t: t.update({f"{NAME}.meta_scale.shape": np.array([-96, 1])}), "contradict"),
+        (lambda t: t.update({f"{NAME}.meta_scale.scale": np.ones((3, 1), np.float32)}), "contradict"),
+        (lambda t: t.update({f"{NAME}.meta_scale.scale": np.array(np.inf, np.float32)}), "1 of 1 values"),
+        (lambda t: t.update({f"{NAME}.scale_q": t[f"{NAME}.scale_q"][:-1].copy()}), "contradict"),
+        (lambda t: t.update({f"{NAME}.scale_q": t[f"{NAME}.scale_q"].astype(np.int64)}), "contradict"),
+    ],
+)
+def test_damage_to_quantized_scales_is_named_in_one_line(tmp_path, change, said):
+    stored, _ = tensors()
+    stored |= quantized_meta(stored, "scale")[0]
+    del stored[f"{NAME}.scale"]
+    change(stored)
+    message = refusal(write_folder(tmp_path, stored, hqq_config()))
+    assert said in message
+    assert NAME in message
+
+
 @pytest.mark.parametrize("bits", [8, 6, 5, 4, 3, 2, 1])
 @pytest.mark.parametrize("group_size", [32, 64, 256])
 def test_what_was_stored_comes_back(tmp_path, bits, group_size):
@@ -80,10 +146,11 @@ def test_a_config_of_one_table_for_each_kind_of_layer_is_understood(tmp_path):
         (lambda t: t.update({f"{NAME}.packing": np.frombuffer(b"8bit_u8", np.uint8)}), "contradict"),
         (lambda t: t.update({f"{NAME}.W_q": t[f"{NAME}.W_q"][:-1]}), "contradict"),
         (lambda t: t.update({f"{NAME}.zero": t[f"{NAME}.zero"][:-1]}), "contradict"),
-        (lambda t: t.pop(f"{NAME}.zero"), "contradict"),
+        (lambda t: t.pop(f"{NAME}.zero"), "but no zero"),
+        (lambda t: t.update({f"{NAME}.zero": t[f"{NAME}.zero"].astype(np.int8)}), "contradict"),
         (lambda t: t.pop(f"{NAME}.shape"), "but no shape"),
         (lambda t: t.pop(f"{NAME}.W_q"), "but no W_q"),
-        (lambda t: t.update({f"{NAME}.scale_q": t.pop(f"{NAME}.scale")}), "scale_q"),
+        (lambda t: t.update({f"{NAME}.scale_q": t.pop(f"{NAME}.scale")}), "but no meta_scale.scale"),
         (lambda t: t.update({f"{NAME}.bias": np.zeros(7, np.float16)}), "contradict"),
         (lambda t: t[f"{NAME}.scale"].__setitem__(3, np.nan), "1 of 96 values"),
         (lambda t: t[f"{NAME}.zero"].__setitem__(3, -np.inf), "1 of 96 values"),

@@ -12,6 +12,12 @@ and 8 bits a byte each. 1.58 bits are 2 with three codes. view_as_float only ren
 
 Groups run along the input features with axis 1. With axis 0 they run down the output features, a stride apart:
 every weight of a row then has a scale of its own, which no GGUF block has room for.
+
+Scales, zero points or both may be quantized in the same way (quant_scale, quant_zero; only in a qmodel.pt):
+
+    scale_q, zero_q               codes, in place of `scale`, `zero`
+    meta_scale.X, meta_zero.X     what dequantizes them: scale, zero, shape, packing; along either axis, or one pair
+    zero_scale                    [2, ...] zeros, then scales, in place of both (offload_meta): floats, or codes
 """
 
 from __future__ import annotations
@@ -42,10 +48,10 @@ _PACKING_OF = {8: "8bit_u8", 6: "8bit_u8", 5: "8bit_u8", 4: "4bit_u8", 3: "3bit_
 class HqqReader(Reader):
     """Reads HQQ checkpoints of axis 1."""
 
-    # the last three are those of quantized scales and zero points
     parts: ClassVar = (
         "W_q", "scale", "zero", "shape", "nbits", "group_size", "axis", "packing", "view_as_float", "bias",
         "scale_q", "zero_q", "zero_scale",
+        *(f"meta_{what}.{part}" for what in ("scale", "zero") for part in ("scale", "zero", "shape", "packing")),
     )  # fmt: skip
     required: ClassVar = ("W_q", "shape")
     plain: ClassVar = frozenset({"bias"})
@@ -67,15 +73,26 @@ class HqqReader(Reader):
         super().__init__(*args)
         self.format = "hqq"
 
+    @staticmethod
+    def split(name: str) -> tuple[str, str]:
+        module, _, part = name.rpartition(".")
+        outer, _, table = module.rpartition(".")
+        return (outer, f"{table}.{part}") if table in ("meta_scale", "meta_zero") else (module, part)
+
+    def needs(self, tensors: dict[str, TensorInfo]) -> tuple[str, ...]:
+        needed = [*self.required]
+        both = tensors.get("zero_scale")
+        for what in ("scale", "zero"):
+            quantized = f"{what}_q" in tensors if both is None else not both.floating
+            if both is None:
+                needed.append(f"{what}_q" if quantized else what)
+            if quantized:
+                needed += [f"meta_{what}.{part}" for part in ("scale", "zero", "shape", "packing")]
+        return tuple(needed)
+
     def describe(self, name: str, tensors: dict[str, TensorInfo]) -> ModuleInfo:
         weight = tensors["W_q"]
-        for part in ("scale_q", "zero_q", "zero_scale"):
-            if part in tensors:
-                raise BridgeError(
-                    f"{weight.file}: {name} has its scales or zero points quantized too ({part}), which is not "
-                    "supported; quantize the model again with quant_scale=False, quant_zero=False"
-                )
-        if not {"scale", "zero"} <= tensors.keys() or tensors["shape"].shape != (2,):
+        if tensors["shape"].shape != (2,):
             raise contradiction(name, tensors)
         if self._number(tensors, "axis", 1) == 0:
             raise BridgeError(
@@ -85,7 +102,7 @@ class HqqReader(Reader):
         out, columns = (int(n) for n in self.store.read(tensors["shape"].name))
         bits = math.ceil(self._number(tensors, "nbits", self.quant.bits))
         _, lanes, word = _PACKINGS[self._packing(tensors, bits)]
-        runs = math.prod(tensors["scale"].shape)
+        runs = self._count(tensors, "scale")
         if min(out, columns, runs) <= 0 or out * columns % runs:
             raise contradiction(name, tensors)
         size = out * columns // runs
@@ -97,7 +114,7 @@ class HqqReader(Reader):
                 "can hold; quantize the model again with a group_size that divides them"
             )
         fits = weight.nbytes == -(-runs // lanes) * size * word.itemsize and (lanes == 10 or runs % lanes == 0)
-        fits = fits and all(tensors[p].floating and math.prod(tensors[p].shape) == runs for p in ("scale", "zero"))
+        fits = fits and self._count(tensors, "zero") == runs
         if not fits or ("bias" in tensors and tensors["bias"].shape != (out,)):
             raise contradiction(name, tensors)
         return ModuleInfo(name, bits, size, (out, columns), sum(t.nbytes for t in tensors.values()), tensors)
@@ -111,10 +128,18 @@ class HqqReader(Reader):
             raise BridgeError(f"{tensors[part].file}: {tensors[part].name} is no number; the checkpoint is damaged")
         return float(values[0])
 
-    def _packing(self, tensors: dict[str, TensorInfo], bits: int) -> str:
+    def _count(self, tensors: dict[str, TensorInfo], what: str) -> int:
+        """How many scales or zero points there are; 0 where they are no floats."""
+        stored = tensors.get(what) or tensors.get("zero_scale")
+        if stored is not None and stored.floating:
+            return math.prod(stored.shape[1:] if what not in tensors else stored.shape)
+        meta = f"meta_{what}.shape"
+        return int(np.prod(self.store.read(tensors[meta].name))) if meta in tensors else 0
+
+    def _packing(self, tensors: dict[str, TensorInfo], bits: int, table: str = "") -> str:
         packing = _PACKING_OF.get(bits, f"{bits} bits")
-        if "packing" in tensors:
-            packing = bytes(self.store.read(tensors["packing"].name).astype(np.uint8)).decode("latin-1")
+        if f"{table}packing" in tensors:
+            packing = bytes(self.store.read(tensors[f"{table}packing"].name).astype(np.uint8)).decode("latin-1")
         if packing not in _PACKINGS or _PACKINGS[packing][0] < bits:
             info = tensors["W_q"]
             raise BridgeError(
@@ -126,14 +151,10 @@ class HqqReader(Reader):
     def read(self, name: str) -> GroupedTensor:
         info = self.modules[name]
         out, columns = info.shape
-        width, lanes, word = _PACKINGS[self._packing(info.tensors, info.bits)]
         groups = columns // info.group_size
-        words = self.part(name, "W_q").reshape(-1).view(word).reshape(-1, info.group_size)
-        rows = np.empty((lanes, *words.shape), np.uint8)
-        for i in range(lanes):  # the first lane is the highest
-            rows[i] = words >> word.type(width * (lanes - 1 - i)) & word.type(2**width - 1)
-        codes = rows.reshape(-1, info.group_size)[: out * groups].reshape(out, columns)
-        if width > info.bits and codes.max() >= 2**info.bits:
+        rows = _unpack(self.part(name, "W_q"), info.group_size, self._packing(info.tensors, info.bits))
+        codes = rows[: out * groups].reshape(out, columns)
+        if codes.max() >= 2**info.bits:
             raise BridgeError(
                 f"{info.file}: {name} has the code {codes.max()}, beyond nbits {info.bits}; the checkpoint is damaged"
             )
@@ -141,11 +162,42 @@ class HqqReader(Reader):
             name=name,
             bits=info.bits,
             codes=codes,
-            scales=self.scales(name, "scale").reshape(out, groups),
-            zeros=self.scales(name, "zero").reshape(out, groups),
+            scales=self._values(name, "scale").reshape(out, groups),
+            zeros=self._values(name, "zero").reshape(out, groups),
             group_size=info.group_size,
             bias=self.bias(name),
         )
+
+    def _values(self, name: str, what: str) -> np.ndarray:
+        """float32: the module's scales or zero points, dequantized where they are codes themselves."""
+        tensors = self.modules[name].tensors
+        if what in tensors:
+            return self.scales(name, what)
+        half = 0 if what == "zero" else 1
+        if "zero_scale" in tensors and tensors["zero_scale"].floating:
+            return self.scales(name, "zero_scale")[half]
+        words = self.part(name, "zero_scale")[half] if "zero_scale" in tensors else self.part(name, f"{what}_q")
+        count = self._count(tensors, what)
+        scale, zero = (self.scales(name, f"meta_{what}.{part}") for part in ("scale", "zero"))
+        packing = self._packing(tensors, 1, f"meta_{what}.")
+        if words.size == 0 or words.dtype.itemsize != _PACKINGS[packing][2].itemsize:
+            raise contradiction(name, tensors)
+        columns = words.shape[-1] if words.ndim else 1
+        codes = _unpack(words, columns, packing)[: count // columns]
+        grouped = scale.size == 1 or scale.shape in ((1, columns), (len(codes), 1))
+        if codes.size != count or scale.shape != zero.shape or not grouped:
+            raise contradiction(name, tensors)
+        return (codes - zero) * scale
+
+
+def _unpack(words: np.ndarray, columns: int, packing: str) -> np.ndarray:
+    """uint8 [lanes * words / columns, columns]: the codes of packed words, down the rows."""
+    width, lanes, word = _PACKINGS[packing]
+    words = words.reshape(-1).view(word).reshape(-1, columns)
+    rows = np.empty((lanes, *words.shape), np.uint8)
+    for i in range(lanes):  # the first lane is the highest
+        rows[i] = words >> word.type(width * (lanes - 1 - i)) & word.type(2**width - 1)
+    return rows.reshape(-1, columns)
 
 
 def _has_params(value: Any) -> bool:

@@ -70,7 +70,7 @@ class Reader:
         self.notes: list[str] = []  # on the whole checkpoint
         found: dict[str, dict[str, TensorInfo]] = {}
         for name, info in store.tensors.items():
-            module, _, part = name.rpartition(".")
+            module, part = self.split(name)
             if part in self.parts:
                 found.setdefault(module, {})[part] = info
             elif part == "B" and info.dtype == "I32":
@@ -98,6 +98,12 @@ class Reader:
                 f"{quant.source}: says {quant.method}, but no tensor of the checkpoint ends in "
                 f".{self.needs({})[0]}; is this the folder of the quantized model?"
             )
+
+    @staticmethod
+    def split(name: str) -> tuple[str, str]:
+        """A tensor's full name as that of its module and that of a part of it."""
+        module, _, part = name.rpartition(".")
+        return module, part
 
     def owned(self) -> set[str]:
         """The tensors that modules are made of, by full name: codes, scales and the like, but no bias."""

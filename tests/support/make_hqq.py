@@ -26,11 +26,31 @@ for bits in (8, 6, 5, 4, 3, 2, 1.58, 1):
             tensors |= {f"{name}.{k}": v.detach() for k, v in module.state_dict().items()}
         module.encoded_state_dict = False
         nested[name] = dict(module.state_dict())
+weight_params = {"nbits": 4, "channel_wise": True, "group_size": 64, "optimize": True, "round_zero": False, "axis": 1}
+one_pair = {"nbits": 8, "channel_wise": False, "group_size": None, "optimize": False}  # hqq's zero_quant_params
+grouped = {"nbits": 8, "channel_wise": True, "group_size": 16, "optimize": False}  # its scale_quant_params, axis 0
+quantized, meant = {}, {}
+for name, scales, zeros in (
+    ("zeros", None, one_pair),
+    ("scales", grouped, None),
+    ("both", grouped, one_pair),
+    ("narrow", grouped | {"axis": 1, "nbits": 4, "group_size": 8}, grouped | {"nbits": 3, "group_size": 4}),
+):
+    module = HQQLinear(None, None, compute_dtype=torch.float32, device="cpu", initialize=False)
+    module.offload_meta = False
+    layer = torch.nn.Linear(256, 16, bias=False)
+    module.quantize(layer.weight.data, weight_params, scales, zeros)  # what the constructor has stopped to offer
+    meant[name] = module.dequantize().numpy()
+    quantized[name] = {"W_q": module.W_q.detach(), "bias": None, "meta": module.meta}
 nested["norm"] = {"weight": torch.ones(4)}
 tensors["norm.weight"] = torch.ones(4)
 (folder / "pt").mkdir(parents=True, exist_ok=True)
 save_file({name: values.contiguous() for name, values in tensors.items()}, folder / "model.safetensors")
 torch.save(nested, folder / "pt" / "qmodel.pt")
+(folder / "meta").mkdir(exist_ok=True)
+torch.save(quantized, folder / "meta" / "qmodel.pt")
+np.savez_compressed(folder / "meta" / "expected.npz", **meant)
+(folder / "meta" / "config.json").write_text("{}")
 np.savez_compressed(folder / "expected.npz", **expected)
 config = {"quant_method": "hqq", "quant_config": BaseQuantizeConfig(nbits=4, group_size=64, axis=1)}
 (folder / "config.json").write_text(json.dumps({"quantization_config": {**config, "skip_modules": ["lm_head"]}}))
