@@ -13,6 +13,7 @@ import hashlib
 import os
 import shutil
 import sys
+import tempfile
 import types
 from collections.abc import Callable
 from pathlib import Path
@@ -51,8 +52,10 @@ if not os.environ.get("NUMBA_CACHE_DIR"):
             _dir.mkdir(parents=True)
             _prune(_dir)
         numba.config.CACHE_DIR = str(_dir)  # type: ignore[attr-defined]
-    except OSError as problem:  # a read-only home: numba then tries beside the sources
-        print(f"compile cache: {problem}; kernels may be compiled anew", file=sys.stderr)
+    except OSError as problem:  # a read-only home
+        print(f"compile cache: {problem}; kernels are compiled in every process anew", file=sys.stderr)
+        _temporary = tempfile.TemporaryDirectory(prefix="gguf-bridge-")  # numba refuses to have none
+        numba.config.CACHE_DIR = _temporary.name  # type: ignore[attr-defined]
 
 
 def kernel(function: Callable[..., Any]) -> Any:

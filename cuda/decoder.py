@@ -80,7 +80,7 @@ class Decoder:
         self.nbytes = self._needed()
         with self._active():
             self.device.check_memory(self.nbytes + _WORK, f"{file.path} with a context of {context}")
-        self.graphs = devices.torch_device(self.device) != "cpu"  # False: every launch by itself
+        self.graphs = devices.captures()  # False: every launch by itself
         self.preparing = 0.0  # seconds of repacking between tokens: none
         self._captured: dict[int | None, Graph] = {}
         self._samplers: dict[int | None, list[Launch]] = {}
@@ -132,7 +132,9 @@ class Decoder:
         self.attended = Vector(c.heads * c.head_dim, device, self.precision)
         self.activated = Vector(c.inner, device, self.precision)
         self.logits_row = zeros(device, self.vocab)
-        self._host = torch.zeros(self.cache.context + 1, dtype=torch.int32, pin_memory=self.graphs)
+        self._host = torch.zeros(self.cache.context + 1, dtype=torch.int32)
+        if self.graphs:
+            self._host = self._host.pin_memory()
 
     # one token, as launches
 

@@ -46,9 +46,11 @@ def _driver() -> Any:
 
 
 def _toolkit() -> tuple[int, int]:
-    """The version of the CUDA compiler that numba-cuda found."""
+    """The version of the CUDA compiler that numba-cuda found. torch brings all of it but libNVVM."""
+    from numba.cuda.cudadrv.nvvm import NVVM
     from numba.cuda.cudadrv.runtime import get_version
 
+    NVVM()
     return tuple(get_version())[:2]  # type: ignore[return-value]
 
 
@@ -142,6 +144,7 @@ class Device:
         memory = self.empty(host.nbytes, what)
         with self.active():
             memory.copy_to_device(host)
+            cuda.default_stream().synchronize()  # other streams of torch do not wait for what is still on its way
         return memory
 
     def nothing(self) -> Any:
@@ -216,22 +219,25 @@ def _opened(index: int) -> Device:
     count = _driver().get_device_count()
     if index >= count:
         raise BridgeError(f"device 'cuda:{index}': there {'is' if count == 1 else 'are'} {count}, from cuda:0 on")
-    with cuda.gpus[index]:
-        gpu = cuda.get_current_device()
-        capability = tuple(gpu.compute_capability)[:2]
-        name = gpu.name.decode() if isinstance(gpu.name, bytes) else gpu.name
-        found = Device(index, name, capability, gpu.MULTIPROCESSOR_COUNT)  # type: ignore[arg-type]
+    gpu = cuda.gpus[index]  # no context yet: numba makes none for what it holds to be too old
+    capability = tuple(gpu.compute_capability)[:2]
+    name = gpu.name.decode() if isinstance(gpu.name, bytes) else gpu.name
     if capability < _OLDEST:
         raise BridgeError(
             f"device 'cuda:{index}': {name} has compute capability {capability[0]}.{capability[1]}; "
             f"{_OLDEST[0]}.{_OLDEST[1]} or newer is wanted"
         )
-    return found
+    return Device(index, name, capability, gpu.MULTIPROCESSOR_COUNT)  # type: ignore[arg-type]
 
 
 def torch_device(device: Device) -> str:
     """The device as torch names it: in the simulator, torch's tensors are on the CPU."""
     return "cpu" if _simulated() else str(device)
+
+
+def captures() -> bool:
+    """Whether there are streams and graphs of torch: not in the simulator."""
+    return not _simulated()
 
 
 def capturing(stream: Any) -> bool:

@@ -17,6 +17,7 @@ class Graph:
     def __init__(self, step: Callable[[], None], state: Any):
         """`state`: the tensor that says where a step is; the first run, for its side effects, leaves it as it was."""
         import torch
+        from numba import cuda
 
         kept = state.clone()
         stream = torch.cuda.Stream(state.device)
@@ -26,7 +27,8 @@ class Graph:
             state.copy_(kept)
         stream.synchronize()
         self._graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self._graph, stream=stream, capture_error_mode="thread_local"):
+        # nor may numba free what it has collected meanwhile
+        with cuda.defer_cleanup(), torch.cuda.graph(self._graph, stream=stream, capture_error_mode="thread_local"):
             step()
         torch.cuda.current_stream(state.device).wait_stream(stream)
 

@@ -33,7 +33,10 @@ class Kernel:
         self._loaded: set[int] = set()
 
     def warm(self, stream: Any = 0) -> Any:
-        """Compile for the current device, or take it from the cache, and load it. Raises BridgeError in a capture."""
+        """Compile for the current device, or take it from the cache, and load it.
+
+        Raises BridgeError while a graph is captured on the stream, and where compiler or driver refuse.
+        """
         if SIMULATED:
             self._compiled = self._compiled or cuda.jit(self.function)
             return self._compiled
@@ -43,12 +46,19 @@ class Kernel:
                 raise BridgeError(
                     f"{self.name} is not compiled yet and the stream is being captured; run the product once before"
                 )
-            if self._compiled is None:
-                # without link-time optimization: then what ptxas says of the PTX is what runs
-                options = {"max_registers": MAX_REGISTERS, "lto": False, "cache": True}
-                self._compiled = cuda.jit(self.signature, **options)(self.function)
-            for overload in self._compiled.overloads.values():
-                overload.bind()
+            try:
+                if self._compiled is None:
+                    # without link-time optimization: then what ptxas says of the PTX is what runs
+                    options = {"max_registers": MAX_REGISTERS, "lto": False, "cache": True}
+                    self._compiled = cuda.jit(self.signature, **options)(self.function)
+                for overload in self._compiled.overloads.values():
+                    overload.bind()
+            except Exception as problem:
+                words = " ".join(str(problem).split())[:400]
+                raise BridgeError(
+                    f"{self.name} cannot be compiled and loaded: {type(problem).__name__}: {words}; the CUDA packages "
+                    "must be of one version, no newer than the driver's: pip install gguf-bridge[cu13], or [cu12]"
+                ) from problem
             self._loaded.add(number)
         return self._compiled
 

@@ -243,6 +243,50 @@ def test_a_first_compilation_while_a_graph_is_captured_is_refused(monkeypatch):
         kernel.warm()
 
 
+def test_a_compiler_that_fails_is_one_line(monkeypatch):
+    from numba import cuda
+
+    def refuse(*signature: Any, **options: Any) -> Any:
+        raise RuntimeError("NVJITLINK_ERROR_PTX_COMPILE:\nPTX version 9.4 is not known")
+
+    monkeypatch.setattr(cuda, "get_current_device", lambda: SimpleNamespace(id=0))
+    monkeypatch.setattr(cuda, "jit", refuse)
+    monkeypatch.setattr(devices, "capturing", lambda stream: False)
+    with pytest.raises(BridgeError, match=r"_reads cannot be compiled .*9\.4 is not known; the CUDA packages") as e:
+        launch.Kernel(SimpleNamespace(__name__="_reads"), "void()").warm()  # type: ignore[arg-type]
+    assert "\n" not in str(e.value)
+
+
+def test_a_gpu_that_is_too_old_is_refused_and_auto_takes_the_cpu(monkeypatch):
+    from numba import cuda
+
+    from bridge.runtime.devices import choose
+
+    old = SimpleNamespace(compute_capability=(6, 1), name="GeForce GTX 1080")
+    monkeypatch.setattr(devices, "_toolkit", lambda: (12, 9))
+    monkeypatch.setattr(devices, "_driver", FakeDriver)
+    monkeypatch.setattr(cuda, "gpus", [old])
+    with pytest.raises(BridgeError, match=r"'cuda:0': GeForce GTX 1080 has compute capability 6.1; 7.5 or newer"):
+        devices.require("cuda")
+    assert choose("auto") == (
+        "cpu",
+        "running on the CPU: device 'cuda:0': GeForce GTX 1080 has compute capability 6.1; 7.5 or newer is wanted",
+    )
+
+
+def test_a_compiler_without_its_library_is_said(small, monkeypatch):
+    """torch brings a compiler of CUDA C, and not the one that kernels of Numba need."""
+    from numba.cuda.cudadrv import nvvm
+
+    def missing() -> None:
+        raise nvvm.NvvmSupportError("libNVVM cannot be found.\nconda install cuda-nvcc")
+
+    monkeypatch.setattr(devices, "_driver", FakeDriver)
+    monkeypatch.setattr(nvvm, "NVVM", missing)
+    with pytest.raises(BridgeError, match=r"no CUDA compiler was found \(libNVVM cannot be found.*gguf-bridge\[cu12\]"):
+        small.to("cuda")
+
+
 def test_a_tensor_on_another_device_is_refused():
     gpu = devices.Device(1, "NVIDIA H200", (9, 0), 132)
     moved = object.__new__(tensor.CudaTensor)

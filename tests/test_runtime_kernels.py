@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+
 import llvmlite.binding as llvm
 import numpy as np
 import pytest
@@ -13,6 +17,7 @@ from bridge.runtime import QuantTensor
 from bridge.runtime.cpu import activations, interleaved, layout, pool, repack, superblock, targets, vectors
 from bridge.runtime.cpu.engine import RowMajor
 from bridge.runtime.cpu.prepared import Prepared
+from tests.conftest import ROOT
 from tests.support import ggml_matvec
 from tests.support.random_blocks import random_matrix
 
@@ -277,3 +282,12 @@ def test_many_python_threads_may_multiply_at_once():
     with ThreadPoolExecutor(4) as executor:
         for y, wanted in zip(executor.map(tensor.matvec, x), expected, strict=True):
             np.testing.assert_array_equal(y, wanted)
+
+
+def test_a_home_that_cannot_be_written_to_costs_the_cache_and_nothing_else() -> None:
+    code = "import os, colorsys, numba; import bridge.jit as j; j.kernel(colorsys.rgb_to_yiq); "
+    code += "print(os.path.isdir(numba.config.CACHE_DIR))"
+    environment = {k: v for k, v in os.environ.items() if k != "NUMBA_CACHE_DIR"} | {"XDG_CACHE_HOME": os.devnull}
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert (done.stdout, done.returncode) == ("True\n", 0), done.stderr
+    assert "kernels are compiled in every process anew" in done.stderr

@@ -19,8 +19,10 @@ def choose(device: str) -> tuple[str, str | None]:
 
     if device != "auto":
         return str(devices.require(device)), None
-    reason = devices.available()
-    return ("cpu", on_cpu(reason)) if reason else (str(devices.require("cuda")), None)
+    try:
+        return str(devices.require("cuda")), None
+    except BridgeError as problem:  # nothing of CUDA, or a GPU that is too old
+        return "cpu", on_cpu(str(problem).removeprefix("device 'cuda': "))
 
 
 def on_cpu(reason: object) -> str:

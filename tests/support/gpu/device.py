@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 from unittest import mock
 
@@ -58,10 +58,12 @@ def _checked(kernel: Any, wanted: str, given: Any) -> Any:
 
 
 @contextmanager
-def pretended_gpu(multiprocessors: int = 132) -> Iterator[Launches]:
+def pretended_gpu(multiprocessors: int = 132, graphs: bool = False) -> Iterator[Launches]:
     """A GPU of that size stands behind bridge.cuda."""
     from bridge.cuda import device as devices
     from bridge.cuda import launch, products
+
+    from tests.support.gpu import streams
 
     launches = Launches()
 
@@ -69,21 +71,29 @@ def pretended_gpu(multiprocessors: int = 132) -> Iterator[Launches]:
         devices._nothing.cache_clear()
         products._records.cache_clear()
 
+    known: set[Any] = set()
+
     def launched(self: Any, grid: Any, block: Any, stream: Any, *arguments: Any) -> None:
-        launches.run(self, grid, block, arguments)
+        streams.launched(self, known, lambda: launches.run(self, grid, block, arguments))
 
     def opened(index: int) -> Any:
         if index:
             raise BridgeError(f"device 'cuda:{index}': the simulator has one device")
         return devices.Device(0, "pretended", (9, 0), multiprocessors)
 
+    def capturing(stream: Any) -> bool:
+        return streams.Recorder.current is not None
+
     forget()
     with (
         mock.patch.object(devices, "_simulated", return_value=True),
         mock.patch.object(devices, "_opened", opened),
+        mock.patch.object(devices, "captures", return_value=graphs),
+        mock.patch.object(devices, "capturing", capturing),
         mock.patch.object(devices.Device, "empty", lambda self, nbytes, what="": np.zeros(nbytes, np.uint8)),
         mock.patch.object(devices.Device, "upload", lambda self, host, what="": host.copy()),
         mock.patch.object(launch.Kernel, "launch", launched),
+        streams.pretended_torch() if graphs else nullcontext(),
     ):
         yield launches
     forget()

@@ -1,0 +1,113 @@
+"""Steps captured in CUDA graphs, on the machine of tests/support/gpu: what is recorded, replayed and refused."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from bridge.blocks import BLOCKS
+from bridge.errors import BridgeError
+from bridge.runtime.decoder_config import read_config
+from bridge.runtime.reader import open_gguf
+from bridge.runtime.sampling import Sampler, Sampling
+from tests.support import ptx
+from tests.support.gpu.device import pretended_gpu
+from tests.support.gpu.memory import GpuError
+from tests.support.random_blocks import random_matrix
+from tests.support.tiny_gguf import write_decoder
+
+pytest.importorskip("numba_cuda", reason="numba-cuda is not installed")
+pytestmark = [
+    pytest.mark.skipif(ptx.unavailable() is not None, reason=str(ptx.unavailable())),
+    pytest.mark.xdist_group("Q4_0"),
+]
+
+
+@pytest.fixture
+def gpu() -> Iterator[Any]:
+    with pretended_gpu(graphs=True) as launches:
+        yield launches
+
+
+def decoder(path: Path, **options: Any) -> Any:
+    from bridge.cuda.decoder import Decoder
+
+    options = {"types": {"": "F16", "attn_output": "Q4_0"}} | options
+    file = open_gguf(write_decoder(path / "tiny.gguf", **options))
+    made = Decoder(file, read_config(file.metadata, file.path), 11, "f16", "f32", "cuda")
+    made.prepare()
+    return made
+
+
+def test_captured_steps_make_the_tokens_that_launches_make(
+    gpu: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("bridge.cuda.decoder._GRAPHS", 2)
+    device = decoder(tmp_path)
+    prompt = list(range(9))
+    # more ways of sampling than graphs are kept for, and one of them again
+    hows = [Sampling(), Sampling(0.9, 3, 0.95, 0.02, seed=1), Sampling(0.9, 0, seed=2), Sampling(1.0, 3, seed=3)]
+    for how in hows:
+        device.graphs = True
+        captured = list(device.draw(prompt, Sampler(how)))
+        device.graphs = False
+        assert captured == list(device.draw(prompt, Sampler(how)))
+        assert len(captured) == 3
+    assert list(device._captured) == [None, 3]
+
+
+def test_a_capture_changes_nothing_and_its_replay_reads_what_is_there_then(gpu: Any, tmp_path: Path) -> None:
+    from bridge.cuda.graph import Graph
+
+    state, x, y = torch.zeros(4, dtype=torch.int32), torch.ones(3), torch.zeros(3)
+
+    def step() -> None:
+        state.add_(1)
+        y.copy_(x * 2 + y)
+
+    graph = Graph(step, state)
+    assert state.tolist() == [0] * 4
+    assert y.tolist() == [2] * 3  # the run before the capture, not the capture
+    x.fill_(5)
+    graph.replay()
+    graph.replay()
+    assert y.tolist() == [22] * 3
+    assert state.tolist() == [2] * 4
+
+
+def test_products_of_a_tensor_can_be_captured_once_they_have_run(gpu: Any) -> None:
+    tensor, weights = random_matrix(BLOCKS["Q4_0"], 4, 96)
+    moved = tensor.to("cuda")
+    x = torch.zeros(96)
+    graph = torch.cuda.CUDAGraph()
+    with (
+        pytest.raises(BridgeError, match="w0: the stream is being captured; run the product once before"),
+        torch.cuda.graph(graph),
+    ):
+        moved.matvec(x)
+    moved.matvec(x)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = moved.matvec(x)
+    x.copy_(torch.from_numpy(np.random.default_rng(0).standard_normal(96).astype(np.float32)))
+    graph.replay()
+    torch.testing.assert_close(y, torch.from_numpy(x.numpy() @ weights.T).float(), rtol=0.05, atol=0.05)
+
+
+def test_what_may_not_happen_in_a_capture_is_an_error_here_too(gpu: Any) -> None:
+    from bridge.cuda.norm import silu_kernel
+
+    x = torch.ones(3)
+    for wrong in (
+        lambda: x.sum().item(),
+        torch.cuda.synchronize,
+        lambda: torch.cuda.Event().synchronize(),
+        lambda: silu_kernel(True).launch(1, 32, 0),
+    ):
+        with pytest.raises(GpuError, match="while a graph is captured"), torch.cuda.graph(torch.cuda.CUDAGraph()):
+            wrong()
