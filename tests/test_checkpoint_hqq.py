@@ -15,9 +15,9 @@ NAME = "model.layers.0.mlp.up_proj"
 FOLDER = ROOT / "tests" / "data" / "hqq"  # written by hqq 0.2.8: tests/support/make_hqq.py
 
 
-def tensors(bits: int = 4, group_size: int = 64):
+def tensors(bits: int = 4, group_size: int = 64, quantized: tuple[str, ...] = ()):
     weight = np.random.default_rng(0).normal(0.01, 0.05, (24, 256)).astype(np.float32)
-    return hqq_tensors(NAME, weight, bits, group_size)
+    return hqq_tensors(NAME, weight, bits, group_size, quantized)
 
 
 @pytest.mark.parametrize("folder", [FOLDER, FOLDER / "pt"])
@@ -48,33 +48,14 @@ def test_scales_and_zero_points_that_are_quantized_themselves_are_those_that_hqq
             assert np.array_equal(tensor.dequantize(), values), name
 
 
-def quantized_meta(stored: dict[str, np.ndarray], what: str) -> tuple[dict[str, np.ndarray], np.ndarray]:
-    """A module's scales or zero points in 256 steps, and what they amount to."""
-    values = stored[f"{NAME}.{what}"].astype(np.float32)
-    step = np.float32((values.max() - values.min()) / 255)
-    zero = np.float32(-values.min() / step)
-    codes = np.rint(values / step + zero).clip(0, 255).astype(np.uint8)
-    meta = {"scale": np.array(step), "zero": np.array(zero), "shape": np.array(values.shape)}
-    meta["packing"] = np.frombuffer(b"8bit_u8", np.uint8)
-    parts = {f"{NAME}.meta_{what}.{part}": value for part, value in meta.items()} | {f"{NAME}.{what}_q": codes}
-    return parts, (codes - zero) * step
-
-
-@pytest.mark.parametrize("as_codes", [False, True])
-def test_zero_points_and_scales_in_one_tensor_are_told_apart(tmp_path, as_codes):
-    stored, values = tensors()
-    pair = [stored.pop(f"{NAME}.{what}") for what in ("zero", "scale")]
-    codes = (values.reshape(96, 64) / pair[1].astype(np.float32) + pair[0].astype(np.float32)).round()
-    if as_codes:
-        for i, what in enumerate(("zero", "scale")):
-            parts, meant = quantized_meta({f"{NAME}.{what}": pair[i]}, what)
-            pair[i] = parts.pop(f"{NAME}.{what}_q")
-            stored |= parts
-            values = (codes - meant) if what == "zero" else values * meant
-    stored[f"{NAME}.zero_scale"] = np.stack(pair)
+@pytest.mark.parametrize("quantized", [(), ("zero", "scale")])
+def test_zero_points_and_scales_in_one_tensor_are_told_apart(tmp_path, quantized):
+    stored, values = tensors(quantized=quantized)
+    suffix = "_q" if quantized else ""
+    stored[f"{NAME}.zero_scale"] = np.stack([stored.pop(f"{NAME}.{what}{suffix}") for what in ("zero", "scale")])
     with open_checkpoint(write_folder(tmp_path, stored, hqq_config())) as checkpoint:
         assert checkpoint.tensors == {}
-        assert np.array_equal(checkpoint.read_module(NAME).dequantize(), values.reshape(24, 256))
+        assert np.array_equal(checkpoint.read_module(NAME).dequantize(), values)
 
 
 @pytest.mark.parametrize(
@@ -93,9 +74,7 @@ def test_zero_points_and_scales_in_one_tensor_are_told_apart(tmp_path, as_codes)
     ],
 )
 def test_damage_to_quantized_scales_is_named_in_one_line(tmp_path, change, said):
-    stored, _ = tensors()
-    stored |= quantized_meta(stored, "scale")[0]
-    del stored[f"{NAME}.scale"]
+    stored, _ = tensors(quantized=("scale",))
     change(stored)
     message = refusal(write_folder(tmp_path, stored, hqq_config()))
     assert said in message

@@ -72,6 +72,7 @@ FORMATS: dict[str, tuple[Callable[[Path, Path], dict[str, np.ndarray]], str, flo
     ),
     "hqq-4bit-g64": (lambda to, model: write.write_hqq(to, model, 4, 64), "Q4_K", 2e-5, "HQQ, 4 bits"),
     "hqq-3bit-g64": (lambda to, model: write.write_hqq(to, model, 3, 64), "Q4_K", 2e-5, "HQQ, 3 bits"),
+    "hqq-pt-quantized-zeros": (write.write_hqq_pt, "Q4_K", 2e-5, "nothing about quantization"),
     "marlin": (lambda to, model: write.write_marlin(to, model), "Q4_K", 5e-7, "Marlin, 4 bits"),
     "marlin-awq-channel": (lambda to, model: write.write_marlin(to, model, 4, -1, awq=True), "Q4_K", 0, "Marlin, 4"),
     "marlin-8bit": (lambda to, model: write.write_marlin(to, model, 8, 128), "Q8_0", 0, "Marlin, 8 bits"),
@@ -81,10 +82,22 @@ FORMATS: dict[str, tuple[Callable[[Path, Path], dict[str, np.ndarray]], str, flo
         5e-7,
         "auto-round, packed as GPTQ, checkpoint_format gptq, 5 bits",
     ),
+    "auto-round-asym": (
+        lambda to, model: write.write_auto_round(to, model, "auto_round", 4, 128, False),
+        "Q4_K",
+        1e-6,
+        "auto-round, packed as GPTQ, checkpoint_format gptq_v2, 4 bits",
+    ),
+    "llm-awq": (
+        lambda to, model: {n: q.dequantize() for n, q in write_awq(to, model, "llm-awq").items()},
+        "Q4_K",
+        1e-6,
+        "AWQ version llm-awq, 4 bits, groups of 128, asymmetric",
+    ),
     "auto-round-awq": (
         lambda to, model: write.write_auto_round(to, model, "auto_round:auto_awq", 4, 128, False),
         "Q4_K",
-        4e-6,
+        1e-6,
         "auto-round, packed as AWQ version gemm, 4 bits",
     ),
 }
@@ -195,6 +208,7 @@ def test_a_layer_after_a_scaled_activation_is_quantized_from_what_it_amounts_to(
     assert np.square(error).sum() < 1e-4 * np.square(meant).sum()
     assert failures(verify(tmp_path / "model.gguf", tmp_path / "awq")) == []
     assert "codes over activation scales" in describe(tmp_path / "awq")
+    assert_llama_cpp_says_the_same(tmp_path / "model.gguf", tmp_path / "awq")
 
 
 def test_mlx_experts_in_one_tensor_are_taken_apart_and_routers_become_floats(tmp_path):

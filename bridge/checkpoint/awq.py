@@ -57,8 +57,7 @@ class AwqReader(Reader):
                 f"{quant.source}: AWQ version {version!r} is not known (known: {', '.join(sorted(_VERSIONS))}); "
                 "save the checkpoint again as gemm"
             )
-        version = _VERSIONS[version]
-        return replace(quant, version=version, title=f"AWQ version {version}")
+        return replace(quant, version=_VERSIONS[version], title=f"AWQ version {version}")
 
     def __init__(self, store: Store, quant: QuantConfig) -> None:
         self._layouts: dict[str, str] = {}

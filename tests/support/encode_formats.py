@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from safetensors.numpy import load_file
 
 from tests.support.encode import LINEAR, awq_tensors, gptq_tensors, pack_stream, quantize, write_model
 
@@ -70,15 +71,16 @@ _LANES = {8: 1, 6: 1, 5: 1, 4: 2, 3: 10, 2: 4, 1: 8}
 _PACKING = {8: "8bit_u8", 6: "8bit_u8", 5: "8bit_u8", 4: "4bit_u8", 3: "3bit_32", 2: "2bit_u8", 1: "1bit_u8"}
 
 
-def hqq_tensors(name: str, weight: np.ndarray, bits: int, group_size: int) -> tuple[Tensors, np.ndarray]:
-    """A module as transformers saves it (axis 1, fp16), and its values."""
+def hqq_tensors(
+    name: str, weight: np.ndarray, bits: int, group_size: int, quantized: tuple[str, ...] = ()
+) -> tuple[Tensors, np.ndarray]:
+    """A module as transformers saves it (axis 1, fp16), and its values. `quantized`: which of scale and zero are."""
     x = weight.reshape(-1, group_size)
     low, high = x.min(1, keepdims=True), x.max(1, keepdims=True)
     top = 2**bits - 1
     scale = (np.maximum(high - low, 1e-4) / top).astype(np.float16)
     zero = (-low / scale.astype(np.float32)).astype(np.float16)
     codes = np.clip(np.rint(x / scale + zero.astype(np.float32)), 0, top).astype(np.uint8)
-    values = (codes - zero.astype(np.float32)) * scale.astype(np.float32)
     lanes, width = _LANES[bits], 8 if bits in (5, 6) else bits
     word = np.uint32 if bits == 3 else np.uint8
     rows = np.zeros((-(-len(codes) // lanes) * lanes, group_size), word)
@@ -86,13 +88,29 @@ def hqq_tensors(name: str, weight: np.ndarray, bits: int, group_size: int) -> tu
     packed = np.zeros((len(rows) // lanes, group_size), word)
     for i, lane in enumerate(np.split(rows, lanes)):
         packed |= lane << word(width * (lanes - 1 - i))
-    tensors = {"W_q": packed.view(np.int32) if bits == 3 else packed, "scale": scale, "zero": zero}
+    tensors: Tensors = {"W_q": packed.view(np.int32) if bits == 3 else packed}
+    meant = {}
+    for what, values in (("scale", scale), ("zero", zero)):
+        parts, meant[what] = _hqq_meta(values, what) if what in quantized else ({what: values}, values)
+        tensors |= parts
+    values = (codes - meant["zero"].astype(np.float32)) * meant["scale"].astype(np.float32)
     tensors |= {"shape": np.array(weight.shape), "packing": np.frombuffer(_PACKING[bits].encode(), np.uint8)}
     numbers = {"nbits": bits, "group_size": group_size, "axis": 1}
     tensors |= {key: np.array(value, np.int32) for key, value in numbers.items()}
-    flags = {"view_as_float": 0, "quant_scale": 0, "quant_zero": 0, "encoded_state_dict": 1}
-    tensors |= {key: np.array(value, np.uint8) for key, value in flags.items()}
+    flags = {"view_as_float": 0, "quant_scale": "scale" in quantized, "quant_zero": "zero" in quantized}
+    tensors |= {key: np.array(value, np.uint8) for key, value in (flags | {"encoded_state_dict": 1}).items()}
     return {f"{name}.{part}": values for part, values in tensors.items()}, values.reshape(weight.shape)
+
+
+def _hqq_meta(values: np.ndarray, what: str) -> tuple[Tensors, np.ndarray]:
+    """Scales or zero points in 256 steps, one scale and zero point for all of them, and what they amount to."""
+    x = values.astype(np.float32)
+    step = np.float32((x.max() - x.min()) / 255)
+    zero = np.float32(-x.min() / step)
+    codes = np.rint(x / step + zero).clip(0, 255).astype(np.uint8)
+    meta = {"scale": np.array(step), "zero": np.array(zero), "shape": np.array(x.shape)}
+    meta["packing"] = np.frombuffer(b"8bit_u8", np.uint8)
+    return {f"{what}_q": codes, **{f"meta_{what}.{part}": value for part, value in meta.items()}}, (codes - zero) * step
 
 
 def hqq_config(bits: int = 4, group_size: int = 64, axis: int = 1) -> dict[str, Any]:
@@ -102,12 +120,44 @@ def hqq_config(bits: int = 4, group_size: int = 64, axis: int = 1) -> dict[str, 
 
 
 def write_hqq(folder: Path, model_folder: Path, bits: int = 4, group_size: int = 64) -> Tensors:
+    """As transformers saves it."""
+    return _write_hqq(folder, model_folder, bits, group_size)
+
+
+def write_hqq_pt(folder: Path, model_folder: Path, bits: int = 4, group_size: int = 64) -> Tensors:
+    """hqq's own qmodel.pt of tables within tables, zero points quantized, as was hqq's default at first."""
+    import torch
+
+    stored = _write_hqq(folder, model_folder, bits, group_size, ("zero",))
+    config = json.loads((folder / "config.json").read_text())
+    del config["quantization_config"]
+    (folder / "config.json").write_text(json.dumps(config))
+    modules: dict[str, dict[str, Any]] = {}
+    for name, values in load_file(folder / "model.safetensors").items():
+        module = next((m for m in stored if name.startswith(f"{m}.")), name.rpartition(".")[0])
+        path = name.removeprefix(f"{module}.").split(".")
+        table = modules.setdefault(module, {})
+        if module in stored and path[0] != "W_q":
+            for key in ("meta", *path[:-1]):
+                table = table.setdefault(key, {})
+        if path[-1] == "packing":
+            table["packing"] = values.tobytes().decode()
+        elif path[-1] == "shape":
+            table["shape"] = torch.Size(values.tolist())
+        else:
+            table[path[-1]] = torch.from_numpy(values)
+    torch.save(modules, folder / "qmodel.pt")
+    (folder / "model.safetensors").unlink()
+    return stored
+
+
+def _write_hqq(folder: Path, model_folder: Path, bits: int, group_size: int, parts: tuple[str, ...] = ()) -> Tensors:
     stored: Tensors = {}
 
     def quantized(name: str, weight: np.ndarray) -> Tensors | None:
         if not LINEAR.match(name):
             return None
-        tensors, stored[name] = hqq_tensors(name, weight, bits, group_size)
+        tensors, stored[name] = hqq_tensors(name, weight, bits, group_size, parts)
         return tensors
 
     write_model(folder, model_folder, quantized, hqq_config(bits, group_size), None, 1)
