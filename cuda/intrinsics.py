@@ -10,9 +10,7 @@ on 256 bytes. `stream_` reads memory that nobody writes meanwhile and passes the
 once); `ahead_` does so and lets the L2 cache fetch 128 bytes around (scales, of which a warp takes little at a time);
 `cached_` keeps it in L1 (activations: every row reads them); `load_` may read what the same launch writes.
 
-`fence` keeps the compiler from doing everything at once, for which registers would not suffice.
-
-All 32 lanes of a warp must take part in `fence`, `warp_sum`, `warp_max` and `warp_any`; in the simulator all threads
+All 32 lanes of a warp must take part in `warp_sum`, `warp_max` and `warp_any`; in the simulator all threads
 of a block must, the same number of times.
 """
 
@@ -135,16 +133,6 @@ if not SIMULATED:
 
         return types.void(array, types.int64, types.UniTuple(types.int32, 4)), lower
 
-    @intrinsic
-    def fence(typingctx):
-        def lower(context, builder, signature, values):
-            kinds = ir.FunctionType(ir.VoidType(), [])
-            code = "bar.warp.sync 0xffffffff;"
-            builder.call(ir.InlineAsm(kinds, code, "~{memory}", side_effect=True), [])
-            return context.get_dummy_value()
-
-        return types.void(), lower
-
     thread_x = _register("tid.x")
     thread_y = _register("tid.y")
     block_x = _register("ctaid.x")
@@ -156,6 +144,7 @@ if not SIMULATED:
     bits = _emit(_i, (_i, _i, _i), lambda b, word, shift, mask: b.and_(b.lshr(word, shift), mask))
     shifted = _emit(_i, (_i, _i), lambda b, word, left: b.shl(word, left))
     rotated = _asm(_i, (_i, _i), "shf.r.wrap.b32 $0, $1, $1, $2;", "=r,r,r")
+    permuted = _asm(_i, (_i, _i, _i), "prmt.b32 $0, $1, $2, $3;", "=r,r,r,r")
     either = _emit(_i, (_i, _i), lambda b, one, other: b.or_(one, other))
     differing = _emit(_i, (_i, _i), lambda b, one, other: b.xor(one, other))
     minus = _emit(_i, (_i, _i), lambda b, one, other: b.sub(one, other))
@@ -176,6 +165,7 @@ if not SIMULATED:
     to_half = _asm(_i, (_f,), "{.reg .b16 h; cvt.rn.f16.f32 h, $1; cvt.u32.u16 $0, h;}", "=r,f")
     float_bits = _emit(_i, (_f,), lambda b, value: b.bitcast(value, _INT))
     bits_float = _emit(_f, (_i,), lambda b, word: b.bitcast(word, _FLOAT))
+    fused = _asm(_f, (_f, _f, _f), "fma.rn.f32 $0, $1, $2, $3;", "=f,f,f,f")
     round_even = _asm(_i, (_f,), "cvt.rni.s32.f32 $0, $1;", "=r,f")
 
     stream_16 = _load("ld.global.nc.L1::no_allocate.v4.u32", 4, _i)
@@ -276,9 +266,6 @@ else:
             raise IndexError(f"store at {index}")
         _as(array, np.int32)[4 * int(index) : 4 * int(index) + 4] = [int(word) for word in words]
 
-    def fence():
-        pass
-
     def thread_x():
         return np.int32(_thread().threadIdx.x)
 
@@ -305,6 +292,11 @@ else:
 
     def rotated(word, right):
         return _int((_unsigned(word) * 0x100000001) >> (int(right) & 31))
+
+    def permuted(word, other, selector):
+        """Bytes of the two, the nibbles of the selector say which: 0..3 of the one, 4..7 of the other."""
+        chosen = np.array([word, other], np.int32).view(np.uint8)
+        return chosen[[int(selector) >> 4 * i & 7 for i in range(4)]].view(np.int32)[0]
 
     def either(one, other):
         return _int(_unsigned(one) | _unsigned(other))
@@ -335,6 +327,10 @@ else:
 
     def bits_float(word):
         return _int(word).view(np.float32)
+
+    def fused(one, other, more):
+        """one * other + more, rounded once."""
+        return np.float32(np.float64(one) * np.float64(other) + np.float64(more))
 
     def round_even(value):
         return np.int32(0 if np.isnan(value) else np.clip(np.rint(np.float64(value)), -(2.0**31), 2.0**31 - 1))

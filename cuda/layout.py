@@ -39,7 +39,7 @@ from bridge.runtime.cpu.layout import PLANES
 
 UNIT = 32  # columns
 _EVEN = 128  # units
-_THIRD = np.array([2, 1, 4, 3, 6, 5, 7, 0], np.uint32)  # the bit of each word in the plane of third bits
+THIRD_BIT = np.array([2, 1, 4, 3, 6, 5, 7, 0], np.uint32)  # the bit of each word in the plane of third bits
 
 
 @dataclass(frozen=True)
@@ -122,7 +122,7 @@ def _put_plane(words, first, width, shift, thirds, out, at, spaced, unit):
     for v in range(width):
         value = np.uint32(0)
         for i in range(8 // width):
-            place = _THIRD[i] if thirds else np.uint32(width * i)
+            place = THIRD_BIT[i] if thirds else np.uint32(width * i)
             value |= ((words[first + v + i * width] >> np.uint32(shift)) & mask) << place
         piece = v // 4
         wide = min(4, width - 4 * piece)

@@ -2,7 +2,8 @@
 
 A warp takes `rows` rows (x is loaded once for them) and walks along them, each lane a unit of 32 columns at a time;
 `split` warps may share these rows, each with its part of the columns. First come the loads of `units` units of all
-rows, then the arithmetic, then shuffles add up the lanes.
+rows, then the arithmetic, then shuffles add up the lanes. Of five to eight columns of x, lanes 0..15 take one half and
+lanes 16..31 the other, and both the same 16 units: sums of more than four for two rows do not fit into registers.
 
 The floor is bytes over bandwidth: 8192 x 28672 in Q4_K are 132 MB, 30 us at the 4.4 TB/s that an H200 reads. To come
 near it:
@@ -12,12 +13,25 @@ near it:
                       1152 bytes, make 37 KB; x 2 units 74 KB. So two units where a row has at least four times that
     warps             what fits at once is one wave: 4224 warps. With fewer, rows are split: 2048 pairs of rows of
                       4096 x 14336 become 4096 warps of half a row
-    instructions      At 4.4 TB/s and 1.75 GHz a multiprocessor reads 19 bytes a clock, in which it issues 4
-                      instructions of a warp. 2 x 1024 weights (two rows, two units at a time) take, of those there is
-                      time for: Q4_K 100 of 242, Q6_K 129 of 353, Q5_K 138 of 296, Q2_K 101 of 141, Q3_K 138 of 188
-                      (counted in the machine code for 9.0): the last two are the tight ones
-    x                 1.25 bytes a weight and column, from L1; two rows halve it. For four columns and two rows 40
-                      wavefronts of 128 bytes a 2048 weights, of the 60 clocks that these take in Q4_K
+    clocks            At 4.4 TB/s and 1.75 GHz a multiprocessor reads 19 bytes a clock. In a clock it issues 4
+                      instructions of a warp, no more than 2 of them to the integer units and 2 to the multipliers of
+                      integers, and moves 128 bytes from L1 to registers: 512 of x take 4 clocks, two rows halve it
+
+What 2048 weights (two rows) take of these, in clocks, counted in the machine code for 9.0; the largest but for memory,
+which is to be hidden behind it, is what stands beside it:
+
+             int8:  1 column       4 columns      8 columns       f32:  1 column       4 columns      8 columns
+           memory   issue          issue    L1    issue    L1           issue          issue    L1    issue    L1
+    Q4_K       61      25             48    50       97   100              75            129   138      262   276
+    Q6_K       88      31             57    56      117   112              84            138   144      278   288
+    Q8_0      115      14             33    58       68   116              62            116   146      232   292
+    Q4_0       61      19             39    50       80   100              68            122   138      245   276
+    Q2_K       35      26             52    48      107    96              78            131   136      266   272
+    Q3_K       47      35             62    50      130   100              85            140   138      284   276
+    Q5_K       74      38             58    54      117   108              84            139   142      282   284
+
+So int8 products of one column wait for memory, Q2_K and Q3_K least of all; those of four do, but for these two. Float
+products are bound by their arithmetic and by L1: 32 float32 a lane come in for every column.
 
 This is reasoning, no measurement: scripts/gpu_check.py times `configurations` where there is a GPU.
 """
@@ -37,7 +51,7 @@ from bridge.cuda.intrinsics import (
     cached_8,
     cached_16,
     cached_16f,
-    fence,
+    half_warp_sum,
     multiply_add,
     thread_x,
     thread_y,
@@ -51,17 +65,18 @@ from numba import cuda
 from bridge.errors import BridgeError
 
 # set per kernel by `expand`
-ROWS = UNITS = SPLIT = SPLIT_LOG = WARPS = TOKENS = 0
+ROWS = UNITS = SPLIT = SPLIT_LOG = WARPS = COLUMNS = TOKENS = LANES = LANES_LOG = 0
 EXACT = ACCUMULATE = BIAS = SILU = False
 load: Any = None
 unpack: Any = None
 integer: Any = None
-floats: Any = ()
+line: Any = None
+lifted: Any = ()
 int32 = np.int32
 float32 = np.float32
 
 
-_EXACT_COLUMNS = 4  # of float32 x at a time
+_COLUMNS = 4  # that a lane takes; of more, half a warp has one half, the other the other
 _WARPS_AT_ONCE = 32  # a multiprocessor's, with 64 registers
 
 
@@ -79,94 +94,110 @@ def _product(weights, sixteenth, x, y, bias, rows, units):
     warp = thread_y()
     start = multiply_add(block_x(), WARPS // SPLIT * ROWS, multiply_add(bits(warp, SPLIT_LOG, 31), ROWS, 0))
     end = int32(units)
-    base = registers()
+    place = bits(lane, 0, LANES - 1)
+    # the last warps go back to rows that others have, rather than beyond the end, and do not store these
+    base = multiply_add(min(start, int32(rows - ROWS)), end, place)
     total = registers()
     for r in unroll(ROWS):
-        # a row too many is computed and not stored
-        base[r] = multiply_add(min(int32(start + r), int32(rows - 1)), end, lane)
         for c in unroll(TOKENS):
             total[r, c] = float32(0)
     held = registers()
     unit = registers()
     weight = registers()
-    begin = multiply_add(bits(warp, 0, SPLIT - 1), 32 * UNITS, 0)
+    begin = multiply_add(bits(warp, 0, SPLIT - 1), LANES * UNITS, 0)
     while begin < end:
         for u in unroll(UNITS):
             for r in unroll(ROWS):
-                held[u, r] = load(weights, sixteenth, int32(base[r] + begin + 32 * u))
+                held[u, r] = load(weights, sixteenth, multiply_add(end, r, int32(base + begin + LANES * u)))
         for u in unroll(UNITS):
             # beyond the end of the row stands the next one, or zeros; the records of x hold zeros there
             tile = int32(bits(begin, 5, 0x07FFFFFF) + u)
-            for r in unroll(ROWS):
-                unit[r] = unpack(held[u, r], lane)
+            if LANES == 16:
+                place = int32(bits(begin, 0, 16) + bits(lane, 0, 15))
+                first = multiply_add(bits(lane, 4, 1), TOKENS, 0)
             if EXACT:
-                at = multiply_add(tile, FLOAT_TILE // 16, lane)
-                for k in unroll(8):
+                for r in unroll(ROWS):
+                    unit[r] = line(held[u, r], place)
+                at = multiply_add(tile, FLOAT_TILE // 16, place)
+                if LANES == 16:
+                    at = multiply_add(first, FLOAT_RECORD // 16, at)
+                for k in unroll(8):  # words that share theirs one after the other
                     for r in unroll(ROWS):
-                        weight[r] = floats[k](unit[r])
+                        weight[r] = lifted[k // 2 + k % 2 * 4](held[u, r], unit[r])
                     for c in unroll(TOKENS):
-                        quad = cached_16f(x, at + (c * (FLOAT_RECORD // 16) + 32 * k))
+                        quad = cached_16f(x, at + (c * (FLOAT_RECORD // 16) + 32 * (k // 2 + k % 2 * 4)))
                         for r in unroll(ROWS):
                             for j in unroll(4):
                                 total[r, c] += weight[r][j] * quad[j]
             else:
+                for r in unroll(ROWS):
+                    unit[r] = unpack(held[u, r], place)
+                at = multiply_add(tile, TILE // 16, place)
+                if LANES == 16:
+                    at = multiply_add(first, RECORD // 16, at)
+                step = int32(at + at - place)
                 for c in unroll(TOKENS):
-                    if c % 4 == 0 and TOKENS > 3:
-                        fence()
-                    at = multiply_add(tile, TILE // 16, lane)
                     low = cached_16(x, at + c * (RECORD // 16))
                     high = cached_16(x, at + (c * (RECORD // 16) + 32))
-                    at = multiply_add(tile, TILE // 8, lane)
-                    scale = cached_8(x, at + (c * (RECORD // 8) + 128))
+                    scale = cached_8(x, step + (c * (RECORD // 8) + 128))
                     for r in unroll(ROWS):
                         total[r, c] += integer(unit[r], low, high, bits_float(scale[0]), scale[1])
-        begin = int32(begin + 32 * UNITS * SPLIT)
+        begin = int32(begin + LANES * UNITS * SPLIT)
     for r in unroll(ROWS):
         for c in unroll(TOKENS):
-            total[r, c] = warp_sum(total[r, c])
+            total[r, c] = warp_sum(total[r, c]) if LANES == 32 else half_warp_sum(total[r, c])
     # made anew, so that no registers are kept for it along the row
     lane = thread_x()
     warp = thread_y()
     team = bits(warp, SPLIT_LOG, 31)
     start = multiply_add(block_x(), WARPS // SPLIT * ROWS, multiply_add(team, ROWS, 0))
+    first = multiply_add(bits(lane, LANES_LOG, 1), TOKENS, 0)
     if SPLIT > 1:
-        shared = cuda.shared.array((WARPS, ROWS * TOKENS), np.float32)
-        if lane == 0:
+        shared = cuda.shared.array((WARPS, 32 // LANES * TOKENS, ROWS), np.float32)
+        if bits(lane, 0, LANES - 1) == 0:
             for r in unroll(ROWS):
                 for c in unroll(TOKENS):
-                    shared[warp, r * TOKENS + c] = total[r, c]
+                    shared[warp, first + c, r] = total[r, c]
         cuda.syncthreads()
         for r in unroll(ROWS):
             for c in unroll(TOKENS):
-                total[r, c] = shared[team * SPLIT, r * TOKENS + c]
+                total[r, c] = shared[team * SPLIT, first + c, r]
                 for s in unroll(1, SPLIT):
-                    total[r, c] += shared[team * SPLIT + s, r * TOKENS + c]
-    if lane == 0 and bits(warp, 0, SPLIT - 1) == 0:
+                    total[r, c] += shared[team * SPLIT + s, first + c, r]
+    if bits(lane, 0, LANES - 1) == 0 and bits(warp, 0, SPLIT - 1) == 0:
+        own = start
+        start = min(start, int32(rows - ROWS))
         for r in unroll(ROWS):
-            if int32(start + r) < int32(rows):
+            if int32(start + r) >= own:
                 for c in unroll(TOKENS):
-                    value = total[r, c]
-                    if SILU:
-                        if r % 2 == 1:
-                            gate = total[r - 1, c]
-                            y[c, (start + r) >> 1] = gate / (float32(1) + math.exp(-gate)) * value
-                    else:
-                        if BIAS:
-                            value += bias[start + r]
-                        if ACCUMULATE:
-                            value += y[c, start + r]
-                        y[c, start + r] = value
+                    if c + first < COLUMNS:
+                        value = total[r, c]
+                        if SILU:
+                            if r % 2 == 1:
+                                gate = total[r - 1, c]
+                                y[first + c, (start + r) >> 1] = gate / (float32(1) + math.exp(-gate)) * value
+                        else:
+                            if BIAS:
+                                value += bias[start + r]
+                            if ACCUMULATE:
+                                value += y[first + c, start + r]
+                            y[first + c, start + r] = value
 
 
 def configuration(matrix: DeviceMatrix, n: int, exact: bool = False) -> Configuration:
     """The one that products of n columns use; see above."""
-    rows = 2 if n <= (2 if exact else 4) else 1
+    rows = 2
     units = 2 if n == 1 and not exact and matrix.units % 64 == 0 and matrix.units >= 256 else 1
     wanted = _WARPS_AT_ONCE * matrix.device.multiprocessors
     split = 1
-    while split < 4 and matrix.rows // rows * split < wanted * 3 // 4 and matrix.units >= 64 * units * split:
+    while split < _most(n) and matrix.rows // rows * split < wanted * 3 // 4 and matrix.units >= 64 * units * split:
         split *= 2
     return Configuration(rows, units, split, 4)
+
+
+def _most(n: int) -> int:
+    """Warps that may share rows; with more, some kernels of several columns run out of registers."""
+    return 4 if n == 1 else 2
 
 
 def configurations(matrix: DeviceMatrix, n: int, exact: bool = False) -> list[Configuration]:
@@ -174,10 +205,10 @@ def configurations(matrix: DeviceMatrix, n: int, exact: bool = False) -> list[Co
     chosen = configuration(matrix, n, exact)
     tried = [
         Configuration(rows, units, split, warps)
-        for rows in ((2, 1, 4) if n == 1 else (2, 1) if n <= 4 else (1,))
+        for rows in ((2, 1, 4) if n == 1 else (2, 1))
         for units in ((1, 2, 4) if n == 1 else (1,))
         for split, warps in ((1, 4), (2, 4), (4, 4), (1, 8), (1, 2))
-        if rows * units <= 4 and 32 * units * split <= max(32, matrix.units)
+        if split <= _most(n) and rows * units <= 4 and 32 * units * split <= max(32, matrix.units)
     ]
     return [chosen, *(shape for shape in tried if shape != chosen)]
 
@@ -192,7 +223,10 @@ def kernel(type: str, n: int, shape: Configuration, exact: bool, epilogue: str) 
     expanded = expand(
         _product,
         suffix,
-        TOKENS=n,
+        COLUMNS=n,
+        TOKENS=n if n <= _COLUMNS else (n + 1) // 2,
+        LANES=32 if n <= _COLUMNS else 16,
+        LANES_LOG=5 if n <= _COLUMNS else 4,
         ROWS=shape.rows,
         UNITS=shape.units,
         SPLIT=shape.split,
@@ -205,7 +239,8 @@ def kernel(type: str, n: int, shape: Configuration, exact: bool, epilogue: str) 
         load=own.load,
         unpack=own.unpack,
         integer=own.integer,
-        floats=own.floats,
+        line=own.line,
+        lifted=own.lifted,
     )
     return Kernel(expanded, "void(uint8[::1], int64, uint8[::1], float32[:,::1], float32[::1], int64, int64)")
 
@@ -241,25 +276,18 @@ def _launch(matrix, records, y, n, stream, bias, epilogue, shape) -> None:
             f"{matrix.name}: {n} columns of {records.columns} values; 1 to {records.max_n} of {matrix.columns} are "
             f"wanted"
         )
-    shape = shape or configuration(matrix, min(n, _EXACT_COLUMNS) if records.exact else n, records.exact)
-    values = records.buffer
-    if records.exact and n > _EXACT_COLUMNS:  # more do not fit into registers: the weights are read twice
-        _run(matrix, values, y, _EXACT_COLUMNS, stream, bias, epilogue, shape, True)
-        values = values[_EXACT_COLUMNS * FLOAT_RECORD :]
-        y, n = y[_EXACT_COLUMNS:], n - _EXACT_COLUMNS
-    _run(matrix, values, y, n, stream, bias, epilogue, shape, records.exact)
-
-
-def _run(matrix, values, y, n, stream, bias, epilogue, shape, exact) -> None:
+    shape = shape or configuration(matrix, n, records.exact)
+    if shape.rows > matrix.rows:
+        shape = shape._replace(rows=1)
     sets = -(-matrix.rows // shape.rows)
     grid = -(-sets * shape.split // shape.warps)
-    kernel(matrix.type, n, shape, exact, epilogue).launch(
+    kernel(matrix.type, n, shape, records.exact, epilogue).launch(
         grid,
         (32, shape.warps),
         stream,
         matrix.buffer,
         matrix.spaced // 16,
-        values,
+        records.buffer,
         y,
         matrix.device.nothing() if bias is None else bias,
         matrix.rows,

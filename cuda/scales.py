@@ -13,7 +13,7 @@
 u is the unit, 32 columns, of a superblock. A lane reads all 16 bytes of the first three, its own half word of the
 last two. What it makes of them for its unit, whose number in the superblock is that of the lane, modulo 8:
 
-    Q4_K, Q5_K   the scale of its sub-block; its min in bytes 0 and 1 (to be multiplied with the two sums of x)
+    Q4_K, Q5_K   the scale and the min of its sub-block
     others       the scales of its two sub-blocks in bytes 0 and 1, and their mins likewise
 """
 
@@ -23,7 +23,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
-from bridge.cuda.intrinsics import bits, differing, either, minus, multiply_add, rotated, shifted
+from bridge.cuda.intrinsics import bits, differing, either, minus, rotated, shifted
 
 
 class Form(NamedTuple):
@@ -80,7 +80,7 @@ def read_32(words, lane):
     at = shifted(bits(lane, 0, 7), 2)
     scale = either(bits(words[1], at, 15), bits(rotated(words[3], minus(at, 4)), 0, 0x30))
     least = either(bits(words[2], at, 15), bits(rotated(words[3], minus(at, 2)), 0, 0x30))
-    return scale, multiply_add(least, 257, 0)
+    return scale, least
 
 
 def read_q3(words, lane):

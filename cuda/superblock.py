@@ -23,21 +23,24 @@ from bridge.cuda.intrinsics import (
     ahead_4,
     ahead_16,
     bits,
+    bits_float,
     differing,
     dp2a,
     dp4a,
     either,
+    fused,
     high_half,
     low_half,
     minus,
     multiply_add,
+    permuted,
     shifted,
     signed_byte,
     stream_4,
     stream_8,
     stream_16,
 )
-from bridge.cuda.layout import Layout
+from bridge.cuda.layout import THIRD_BIT, Layout
 from bridge.cuda.unroll import expand, gathered, registers, unroll
 from numba import cuda
 
@@ -47,11 +50,12 @@ SIGN_BITS = -0x7F7F7F80  # 0x80808080 as int32
 
 # set per type by `expand`; tuples have one entry a piece or plane
 PIECES = PLANES = CODE_WORDS = HELD = BLOCK_LOG = WORD = 0
-PIECE_WORDS = PIECE_AT = PIECE_FIRST = WIDTH = COUNT = FIRST = LOW = MASK = ()
-SCALES_AT = SCALE_WORDS = HALVES_AT = HALF_BYTES = ZERO = ZEROS = ZERO_BYTES = 0
-K = MINS = WIDE = WHOLE = HALVES_INSIDE = IN_PLACE = False
+PIECE_WORDS = PIECE_AT = PIECE_FIRST = WIDTH = COUNT = FIRST = LOW = MASK = THIRD = ()
+SCALES_AT = SCALE_WORDS = HALVES_AT = HALF_BYTES = ZERO = ZEROS = ZERO_BYTES = UP = LEVELS = LIFT = 0
+K = MINS = WIDE = WHOLE = HALVES_INSIDE = IN_PLACE = EIGHT = False
 float32 = np.float32
 read_scales: Any = None
+steps: Any = None
 signed: Any = None
 
 
@@ -89,7 +93,7 @@ def _load(weights, sixteenth, at):
 def _unpack(held, lane):
     """A unit: 8 words of codes, scales and mins as scales.py reads them, d, dmin.
 
-    Codes of 2 and 3 bits stay where they are in their bytes: words 0 and 1 at bit 0, 2 and 3 at 2, the others at 4.
+    Codes of 3 bits stay where they are in their bytes: words 0 and 1 at bit 0, 2 and 3 at 2, the others at 4.
     """
     word = registers()
     for i in unroll(8):
@@ -98,13 +102,12 @@ def _unpack(held, lane):
                 word[i] = bits(held[i % 2], 0, 0x03030303 << (i // 2 * 2))
             else:
                 word[i] = bits(held[i % 2], 2, 0x30303030)
-            if PLANES == 2:
-                if i == 6:
-                    word[i] = either(word[i], bits(held[2], 1, 0x40404040))
-                elif i == 7:
-                    word[i] = either(word[i], bits(shifted(held[2], 6), 0, 0x40404040))
-                else:
-                    word[i] = either(word[i], bits(shifted(held[2], i % 2), 0, 0x04040404 << (i // 2 * 2)))
+            if i == 6:
+                word[i] = either(word[i], bits(held[2], 1, 0x40404040))
+            elif i == 7:
+                word[i] = either(word[i], bits(shifted(held[2], 6), 0, 0x40404040))
+            else:
+                word[i] = either(word[i], bits(shifted(held[2], i % 2), 0, 0x04040404 << (i // 2 * 2)))
         else:
             for p in unroll(PLANES):
                 if WIDTH[p] == 8:
@@ -115,12 +118,22 @@ def _unpack(held, lane):
                     part = shifted(held[FIRST[p] + i % COUNT[p]], LOW[p] - WIDTH[p] * (i // COUNT[p]))
                     part = bits(part, 0, MASK[p])
                 word[i] = part if p == 0 else either(word[i], part)
+    scale, least, d, dmin = steps(held, lane)
+    if K and WIDE:  # both products are exact: 11 bits times 6
+        d *= float32(scale)
+        if MINS:
+            dmin *= float32(least)
+    return gathered(word, 8), scale, least, d, dmin
+
+
+def _steps(held, lane):
+    """Scales and mins of a unit as scales.py reads them, d, dmin."""
     scale = 1
-    least = 0x0101
+    least = 1
     if K:
         scale, least = read_scales(held[CODE_WORDS:], lane)
     halves = held[CODE_WORDS] if HALVES_INSIDE else held[CODE_WORDS + SCALE_WORDS]
-    return gathered(word, 8), scale, least, low_half(halves), high_half(halves)
+    return scale, least, low_half(halves), high_half(halves)
 
 
 def _integer(weights, low, high, step, sums):
@@ -132,8 +145,6 @@ def _integer(weights, low, high, step, sums):
             total = dp4a(codes[i], low[i], total)
         for i in unroll(4):
             total = dp4a(codes[4 + i], high[i], total)
-        if K:
-            total = multiply_add(total, scale, 0)
     else:
         total = 0
         other = 0
@@ -152,7 +163,7 @@ def _integer(weights, low, high, step, sums):
             d *= float32(0.0625)
     value = d * float32(total)
     if MINS:
-        value += (-dmin if K else dmin) * float32(dp2a(sums, least, 0))
+        value += (-dmin if K else dmin) * float32(dp2a(sums, 0x0101 if WIDE else least, 0))
     return step * value
 
 
@@ -167,15 +178,65 @@ def _floats(weights):
     """The four weights of word WORD of a unit."""
     codes, scale, least, d, dmin = weights
     code = signed(codes[WORD])
-    if K:
-        d *= float32(scale if WIDE else signed_byte(scale, WORD // 4 * 8))
-    if K and MINS:
-        dmin *= -float32(bits(least, 0 if WIDE else WORD // 4 * 8, 255))
+    if K and not WIDE:
+        d *= float32(signed_byte(scale, WORD // 4 * 8))
+        if MINS:
+            dmin *= float32(bits(least, WORD // 4 * 8, 255))
     value = registers()
     for j in unroll(4):
         value[j] = d * float32(signed_byte(code, 8 * j))
         if MINS:
-            value[j] += dmin
+            value[j] += -dmin if K else dmin
+    return gathered(value, 4)
+
+
+def _line(held, lane):
+    """The weights of a unit as factor * v + summand, see `_lifted`: two factors and summands, of 16 columns each."""
+    scale, least, d, dmin = steps(held, lane)
+    value = registers()
+    for h in unroll(2):
+        step = d
+        if K:
+            step *= float32(scale if WIDE else signed_byte(scale, 8 * h))
+        value[h] = step * float32(LEVELS)
+        value[2 + h] = step * float32(-LIFT - ZERO)
+        if MINS:
+            value[2 + h] += -dmin * float32(least if WIDE else bits(least, 8 * h, 255)) if K else dmin
+    return gathered(value, 4)
+
+
+def _lifted(held, line):
+    """The four weights of word WORD of a unit, for a product: rounded once more than `_floats` has them.
+
+    A byte becomes a float32 without a conversion: codes of b bits are put at the top of the mantissa of 1, and read
+    v = 1 + code / 2^b; those of 8 bits in the midst of that of 32768, and read v = 32768 + code. The step times 2^b,
+    and a summand that takes off the rest, make the weight of it in one instruction.
+    """
+    if EIGHT:
+        word = differing(held[WORD], SIGN_BITS)
+    else:
+        word = SIGN_BITS
+        for p in unroll(PLANES):
+            if IN_PLACE and p == 1:
+                if THIRD[WORD] > 6:
+                    part = bits(held[FIRST[p]], THIRD[WORD] - 6, 0x40404040)
+                else:
+                    part = bits(shifted(held[FIRST[p]], 6 - THIRD[WORD]), 0, 0x40404040)
+            elif WIDTH[p] * (WORD // COUNT[p]) >= LOW[p] + UP:
+                part = bits(
+                    held[FIRST[p] + WORD % COUNT[p]], WIDTH[p] * (WORD // COUNT[p]) - LOW[p] - UP, MASK[p] << UP
+                )
+            else:
+                part = shifted(held[FIRST[p] + WORD % COUNT[p]], LOW[p] + UP - WIDTH[p] * (WORD // COUNT[p]))
+                part = bits(part, 0, MASK[p] << UP)
+            word = either(word, part)
+    value = registers()
+    for j in unroll(4):
+        if EIGHT:
+            v = bits_float(permuted(word, 0x47000000, 0x7404 + 16 * j))
+        else:
+            v = bits_float(permuted(word, 0x3F000000, 0x7044 + 256 * j))
+        value[j] = fused(v, line[WORD // 4], line[2 + WORD // 4])
     return gathered(value, 4)
 
 
@@ -190,7 +251,8 @@ def _constants(layout: Layout) -> dict[str, Any]:
     width, count, first_of, low_of, mask = zip(*table, strict=True)
     form = scales.FORMS[block.name] if block.is_k else None
     scale_words = (4 if form.whole else 1) if form else 0
-    zero = 0 if layout.code_bits == 8 else block.zero  # eight bits are kept as int8
+    eight = layout.code_bits == 8
+    zero = 0 if eight else block.zero  # eight bits are kept as int8
     spaced = 1 << 20
     return {
         "PIECES": len(layout.pieces),
@@ -217,8 +279,13 @@ def _constants(layout: Layout) -> dict[str, Any]:
         "HALVES_INSIDE": layout.half_bytes == 0,
         "ZERO": zero,
         "ZEROS": (-zero & 255) * 257,
-        "IN_PLACE": layout.code_bits < 4,
+        "IN_PLACE": layout.code_bits == 3,
         "ZERO_BYTES": zero * 0x01010101,
+        "EIGHT": eight,
+        "UP": 7 - layout.code_bits,
+        "LEVELS": 1 if eight else block.levels,
+        "LIFT": 0x8000 + 0x80 if eight else block.levels,
+        "THIRD": tuple(map(int, THIRD_BIT)),
     }
 
 
@@ -229,13 +296,15 @@ def device_function(function: Any) -> Any:
 
 @dataclass(frozen=True)
 class Functions:
-    """A type's functions on the device; `floats` has one for each word of a unit."""
+    """A type's functions on the device; `floats` and `lifted` have one for each word of a unit."""
 
     layout: Layout
     load: Any
     unpack: Any
     integer: Any
     floats: tuple[Any, ...]
+    line: Any
+    lifted: tuple[Any, ...]
 
 
 @cache
@@ -249,6 +318,7 @@ def functions(name: str) -> Functions:
 
     if layout.block.is_k:
         constants["read_scales"] = make(scales.FORMS[name].read)
+    constants["steps"] = make(_steps)
     words = [(f"_{i}", {"WORD": i, "signed": make(_signed, f"_{i}", WORD=i)}) for i in range(8)]
     return Functions(
         layout,
@@ -256,4 +326,6 @@ def functions(name: str) -> Functions:
         make(_unpack),
         make(_integer),
         tuple(make(_floats, suffix, **scope) for suffix, scope in words),
+        make(_line),
+        tuple(make(_lifted, f"_{i}", WORD=i) for i in range(8)),
     )

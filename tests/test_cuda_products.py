@@ -56,22 +56,29 @@ def inner_loop(code: str) -> str:
 @compiler
 @ALL
 def test_the_inner_loop_has_wide_loads_and_byte_products_and_no_long_multiplications(block):
-    for n, shape in ((1, Configuration(2, 1, 1, 4)), (4, Configuration(2, 1, 2, 4))):
-        loop = inner_loop(ptx_of(block.name, n, shape, False))
-        assert loop.count("dp4a.s32.s32") == 8 * shape.rows * n
+    shape = Configuration(2, 1, 1, 4)
+    for n, exact in ((1, False), (4, False), (8, False), (1, True), (8, True)):
+        loop = inner_loop(ptx_of(block.name, n, shape, exact))
+        own = n if n <= 4 else n // 2  # columns of a lane
+        assert loop.count("dp4a.s32.s32") == (0 if exact else 8 * shape.rows * own)
+        if exact:  # a multiplication for every weight and column, one more and a permutation of bytes for the weight
+            assert len(re.findall(r"fma\.rn\.f32", loop)) <= 32 * shape.rows * (own + 1) + 4 * shape.rows
+            assert loop.count("prmt.b32") <= 32 * shape.rows
+            assert "cvt.rn.f32.s8" not in loop
         weights = re.findall(r"ld\.global\.nc\.L1::no_allocate\S*\.(v4|v2)\.u32", loop)
         pieces = layout.Layout(block).pieces + ([4] if block.name in ("Q3_K", "Q4_K", "Q5_K") else [])
         wanted = [f"v{words}" for words in pieces if words > 1] * shape.rows
         assert sorted(weights) == sorted(wanted)
-        assert len(re.findall(r"ld\.global\.nc\.v4\.u32", loop)) == 2 * n  # x
+        assert len(re.findall(r"ld\.global\.nc\.v4\.[uf]32", loop)) == (8 if exact else 2) * own  # x
         assert not re.search(r"mul\.lo\.[su]64|mad\.lo\.[su]64|div\.|rem\.", loop)
         assert "local" not in loop
 
 
 # (columns, configuration, float32 activations, epilogue): compiled and run for all types
 KINDS = [(1, Configuration(2, 1, 1, 4), False, ""), (1, Configuration(2, 2, 2, 4), False, "")]
-KINDS += [(4, Configuration(2, 1, 2, 4), False, "bias_accumulate"), (8, Configuration(1, 1, 2, 4), False, "")]
-KINDS += [(1, Configuration(2, 1, 1, 4), True, ""), (4, Configuration(1, 1, 2, 4), True, "")]
+KINDS += [(4, Configuration(2, 1, 2, 4), False, "bias_accumulate"), (8, Configuration(2, 1, 1, 4), False, "")]
+KINDS += [(1, Configuration(2, 1, 1, 4), True, ""), (4, Configuration(2, 1, 2, 4), True, "")]
+KINDS += [(8, Configuration(2, 1, 1, 4), True, "")]
 
 
 @compiler
@@ -79,7 +86,7 @@ KINDS += [(1, Configuration(2, 1, 1, 4), True, ""), (4, Configuration(1, 1, 2, 4
 def test_no_kernel_spills_or_needs_more_than_64_registers(block):
     for kind in KINDS:
         code = ptx_of(block.name, *kind)
-        for capability in CAPABILITIES if kind[0] == 1 else CAPABILITIES[-1:]:
+        for capability in CAPABILITIES if kind[0] == 1 else (CAPABILITIES[0], CAPABILITIES[-1]):
             made = ptx.assembled(code, capability)
             assert (made.stack, made.spills) == (0, 0), f"{block}, {kind}, {capability}: {made.stack}, {made.spills}"
             assert made.registers <= launch.MAX_REGISTERS
@@ -167,7 +174,7 @@ def test_rows_are_shared_where_there_are_few_and_units_doubled_where_there_are_m
     assert shape(8192, 28672) == Configuration(2, 2, 1, 4)
     assert shape(4096, 14336).split == 2
     assert shape(1024, 4096).split == 4
-    assert shape(4096, 4096, 8).rows == 1
+    assert shape(4096, 4096, 8) == Configuration(2, 1, 2, 4)
 
 
 # what is refused

@@ -75,10 +75,18 @@ def test_odd_shapes(rows, columns, shape):
 
 
 @pytest.mark.parametrize("precision", ["int8", "f32"])
-def test_eight_columns(precision):
-    tensor, weights = random_matrix(BLOCKS["Q5_K"], 1, 256)
-    x = np.random.default_rng(3).standard_normal((8, 256)).astype(np.float32)
-    y = product(DeviceMatrix.upload(tensor, "cuda"), x, precision)
+@pytest.mark.parametrize(
+    ("name", "rows", "columns", "n", "split"),
+    [
+        ("Q5_K", 1, 256, 8, 1),  # half a warp has nothing to do
+        ("Q4_0", 3, 768, 5, 2),  # rows in two pairs, columns that do not fill the last 16 units, a half with 2 of 3
+        ("Q8_0", 2, 512, 4, 1),
+    ],
+)
+def test_several_columns(name, rows, columns, n, split, precision):
+    tensor, weights = random_matrix(BLOCKS[name], rows, columns)
+    x = np.random.default_rng(3).standard_normal((n, columns)).astype(np.float32)
+    y = product(DeviceMatrix.upload(tensor, "cuda"), x, precision, shape=Configuration(2, 1, split, split))
     assert_product(y, rounded(x) if precision == "int8" else x, weights)
 
 
