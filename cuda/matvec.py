@@ -113,7 +113,8 @@ def _product(weights, sixteenth, x, y, bias, rows, units):
             # beyond the end of the row stands the next one, or zeros; the records of x hold zeros there
             tile = int32(bits(begin, 5, 0x07FFFFFF) + u)
             if LANES == 16:
-                place = int32(bits(begin, 0, 16) + bits(lane, 0, 15))
+                tile = bits(int32(begin + 16 * u), 5, 0x07FFFFFF)
+                place = int32(bits(int32(begin + 16 * u), 0, 16) + bits(lane, 0, 15))
                 first = multiply_add(bits(lane, 4, 1), TOKENS, 0)
             if EXACT:
                 for r in unroll(ROWS):

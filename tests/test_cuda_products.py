@@ -122,8 +122,8 @@ def test_each_byte_of_the_weights_is_fetched_once_for_all_columns(name):
             records = Records(4096, n, "cuda", "f32" if exact else "int8")
             matvec.launch(matrix, records, np.zeros((n, 32), np.float32), n, 0, shape=shape)
             fetched.append(gpu.memory.regions[0].fetched)
-        # a sector more where 2 bytes a superblock are not 32 together
-        assert max(fetched) <= 1.05 * 32 * 4096 * matrix.layout.bpw / 8, fetched
+        # more are sectors of which a warp needs 8 bytes, or half a warp 4: Q6_K has 2 of them a superblock
+        assert max(fetched) <= 1.07 * 32 * 4096 * matrix.layout.bpw / 8, fetched
 
 
 @compiler

@@ -16,10 +16,12 @@ from bridge.cuda.intrinsics import (
     dp4a,
     either,
     float_bits,
+    fused,
     high_half,
     low_half,
     minus,
     multiply_add,
+    permuted,
     rotated,
     round_even,
     shifted,
@@ -76,17 +78,18 @@ def test_odd_shapes(rows, columns, shape):
 
 @pytest.mark.parametrize("precision", ["int8", "f32"])
 @pytest.mark.parametrize(
-    ("name", "rows", "columns", "n", "split"),
+    ("name", "rows", "columns", "n", "units", "split"),
     [
-        ("Q5_K", 1, 256, 8, 1),  # half a warp has nothing to do
-        ("Q4_0", 3, 768, 5, 2),  # rows in two pairs, columns that do not fill the last 16 units, a half with 2 of 3
-        ("Q8_0", 2, 512, 4, 1),
+        ("Q5_K", 1, 256, 8, 1, 1),  # half a warp has nothing to do
+        ("Q4_0", 3, 768, 5, 1, 2),  # rows in two pairs, columns that do not fill the last 16 units, a half with 2 of 3
+        ("Q4_1", 2, 1536, 6, 2, 1),
+        ("Q8_0", 2, 512, 4, 1, 1),
     ],
 )
-def test_several_columns(name, rows, columns, n, split, precision):
+def test_several_columns(name, rows, columns, n, units, split, precision):
     tensor, weights = random_matrix(BLOCKS[name], rows, columns)
     x = np.random.default_rng(3).standard_normal((n, columns)).astype(np.float32)
-    y = product(DeviceMatrix.upload(tensor, "cuda"), x, precision, shape=Configuration(2, 1, split, split))
+    y = product(DeviceMatrix.upload(tensor, "cuda"), x, precision, shape=Configuration(2, units, split, split))
     assert_product(y, rounded(x) if precision == "int8" else x, weights)
 
 
@@ -224,6 +227,8 @@ def _integers(a, b, c, out):
     out[11, i] = float_bits(high_half(a[i]))
     out[12, i] = to_half(bits_float(c[i]))
     out[13, i] = round_even(bits_float(c[i]))
+    out[14, i] = permuted(a[i], b[i], 0x7043)
+    out[15, i] = float_bits(fused(np.float32(a[i] >> 8), np.float32(b[i] >> 8), bits_float(c[i])))
 
 
 def test_integers_and_halves_wrap_and_round_as_the_hardware_does():
@@ -233,7 +238,7 @@ def test_integers_and_halves_wrap_and_round_as_the_hardware_does():
     a[:2] = -1, 0x7FFF7FFF
     a[2:6] = 0x00013C00, 0x7C00FC00, 0x03FF0001, -0x7FFF8000  # halves: tiny, infinite, subnormal, both zeros
     c[:6] = np.array([2.5, -3.5, np.nan, 65519.9, 65520, 3e9], np.float32).view(np.int32)
-    out = np.zeros((14, 64), np.int32)
+    out = np.zeros((16, 64), np.int32)
     Kernel(_integers, "void(int32[::1], int32[::1], int32[::1], int32[:,::1])").launch(1, 64, 0, a, b, c, out)
     bytes_a, bytes_b = (v.view(np.int8).reshape(64, 4).astype(np.int64) for v in (a, b))
     halves = a.view(np.int16).reshape(64, 2).astype(np.int64)
@@ -256,7 +261,9 @@ def test_integers_and_halves_wrap_and_round_as_the_hardware_does():
         a.view(np.float16)[1::2].astype(np.float32).view(np.int32),
         np.where(np.abs(floats) >= 65520, np.copysign(np.inf, floats), floats).astype(np.float16).view(np.uint16),
         rounded,
+        np.concatenate([bytes_a, bytes_b], 1).astype(np.int8)[:, [3, 4, 0, 7]].copy().view(np.int32)[:, 0],
+        (floats + (long[0] >> 8) * (long[1] >> 8)).astype(np.float32).view(np.int32),  # the product needs 48 bits
     ]
     for row, (found, wanted) in enumerate(zip(out, expected, strict=True)):
         same = found == np.asarray(wanted).astype(np.int64).astype(np.int32)
-        assert (same | (np.isnan(floats) & (row == 12))).all(), row
+        assert (same | (np.isnan(floats) & (row in (12, 15)))).all(), row
