@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import io
 import os
 import re
 import signal
@@ -43,6 +44,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     for name in ("SIGTERM", "SIGHUP"):  # what is half-written goes away as with Ctrl-C
         if hasattr(signal, name):
             signal.signal(getattr(signal, name), _interrupt)
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
+        sys.stdout.reconfigure(errors="replace")  # a model may say what the console's encoding has not
     try:
         with warnings.catch_warnings():
             if not debug:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from gguf import GGMLQuantizationType, LlamaFileType
@@ -22,6 +23,8 @@ from bridge.output import GGUFOutput, check_target, write_text
 from bridge.recipe import PRESETS, Recipe
 from bridge.report import Report, TensorReport, beyond_auto
 from bridge.tensors import Conversion
+
+_ROWS = 1024  # of a matrix, looked at together
 
 Progress = Callable[[int, int, str], None]  # (bytes of checkpoint done, of all, tensor just written: at first none)
 
@@ -69,6 +72,9 @@ def convert(
     started = time.perf_counter()
     if template is not None and pre is not None:
         raise BridgeError("--pre and --template: the tokenizer is the template's; give one of the two")
+    for name, number in (("threads", threads), ("split_max_size", split_max_size)):
+        if number is not None and number < 1:
+            raise BridgeError(f"{name} {number}: at least 1 is needed")
     recipe = Recipe(type, output_type, token_embd_type, actorder_type, tuple(tensor_types))
     with open_checkpoint(resolve(checkpoint, config), config, needs_config=template is None) as ckpt:
         spec = model_of(ckpt, pre, template)
@@ -113,13 +119,29 @@ def model_of(ckpt: Checkpoint, pre: str | None = None, template: str | Path | No
         spec: ModelSpec = describe_template(ckpt, Path(template))
     else:
         names = list(ckpt.tensors) + [f"{module}.weight" for module in ckpt.modules]
-        spec = describe_model(ckpt.config, ckpt.home, names, pre)
+        config, notes = _mended(ckpt)
+        spec = describe_model(config, ckpt.home, names, pre)
+        spec.notes += notes
+        spec.tensors = [t for t in spec.tensors if t.source not in spec.optional or ckpt.read_float(t.source).any()]
     for name in spec.zero_only:
         if ckpt.read_float(name).any():
             raise BridgeError(
                 f"{name}: llama.cpp's {spec.arch} has no such tensor, and it is not zero; it cannot be kept"
             )
     return spec
+
+
+def _mended(ckpt: Checkpoint) -> tuple[dict[str, Any], list[str]]:
+    """config.json and notes: a head that differs from the embeddings is not tied to them, whatever it says."""
+    head, embedding = (ckpt.tensors.get(name) for name in ("lm_head.weight", "model.embed_tokens.weight"))
+    if not ckpt.config.get("tie_word_embeddings") or not head or not embedding or head.shape != embedding.shape:
+        return ckpt.config, []
+    for start in range(0, head.shape[0], _ROWS):
+        rows = start, min(start + _ROWS, head.shape[0])
+        if not np.array_equal(ckpt.read_float(head.name, rows), ckpt.read_float(embedding.name, rows)):
+            note = "config.json ties lm_head to the embeddings, but it is stored with other values; it is kept"
+            return {**ckpt.config, "tie_word_embeddings": False}, [note]
+    return ckpt.config, []
 
 
 def default_name(checkpoint: str, recipe: Recipe) -> str:

@@ -20,6 +20,7 @@ import pytest
 
 import bridge
 from bridge.cli import main
+from bridge.errors import BridgeError
 from tests.conftest import CHECKPOINT, ROOT
 from tests.support.raw import Raw, edit_raw, shard
 
@@ -80,6 +81,15 @@ def test_a_missing_shard_is_named(model, convert):
     assert "model-00002-of-00002.safetensors" in convert()
     (model / "model.safetensors.index.json").unlink()
     assert "model-00002-of-00002.safetensors: missing" in convert()
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "gptq_model-4bit-128g.safetensors"])
+def test_the_unquantized_models_index_is_passed_over_where_one_file_holds_all(model, tmp_path, name):
+    shutil.copyfile(model / "model.safetensors", tmp_path / "whole")
+    for file in shard(model):
+        file.unlink()
+    shutil.move(tmp_path / "whole", model / name)
+    assert bridge.convert(model, tmp_path / "out.gguf").tensors
 
 
 @pytest.mark.parametrize("keep", [0.0, 0.001, 0.5, 0.999])
@@ -343,6 +353,12 @@ def test_options_that_make_no_sense(model, convert, options, said):
     assert said in convert(*options)
 
 
+@pytest.mark.parametrize("options", [{"threads": 0}, {"threads": -1}, {"split_max_size": 0}])
+def test_numbers_below_one_are_refused(model, tmp_path, options):
+    with pytest.raises(BridgeError, match=r"(threads|split_max_size) -?\d: at least 1 is needed"):
+        bridge.convert(model, tmp_path / "out.gguf", **options)
+
+
 def test_a_command_that_is_none(refused):
     assert "--help" in refused("transmogrify")
     assert "checkpoint" in refused("convert")
@@ -528,7 +544,7 @@ def test_debug_shows_where_an_error_comes_from(tmp_path, capsys):
 
 
 def test_a_mistake_of_our_own_is_one_line_too(model, refused, monkeypatch):
-    monkeypatch.setattr("bridge.describe.describe", lambda path, config: 1 // 0)
+    monkeypatch.setattr("bridge.describe.describe", lambda *_: 1 // 0)
     assert "unexpected ZeroDivisionError" in refused("inspect", model)
 
 

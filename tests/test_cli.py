@@ -27,6 +27,7 @@ from bridge.cli import main
 from tests.conftest import CHECKPOINT, ROOT
 from tests.support.encode import write_gptq
 from tests.support.llama_cpp import LlamaCpp
+from tests.support.raw import edit_raw, read_raw
 
 KINDS = ["attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate", "ffn_up", "ffn_down"]
 
@@ -212,6 +213,47 @@ def test_the_same_conversion_gives_the_same_bytes_whatever_the_threads(tmp_path,
     for threads in (1, 2, 2):
         bridge.convert(CHECKPOINT, tmp_path / "auto.gguf", threads=threads, force=True)
         assert (tmp_path / "auto.gguf").read_bytes() == expected
+
+
+def test_biases_of_zeros_that_need_not_be_are_left_out(run, tmp_path, auto):
+    folder = Path(shutil.copytree(CHECKPOINT, tmp_path / "model"))
+    biases = {
+        f"{name[:-8]}.bias": ({"dtype": "F16", "shape": entry["shape"][1:]}, bytes(2 * entry["shape"][1]))
+        for name, (entry, _) in read_raw(folder / "model.safetensors").items()
+        if name.endswith(".qweight")
+    }
+    edit_raw(folder / "model.safetensors", lambda tensors: tensors.update(biases))
+    run("convert", folder, tmp_path / "out.gguf")
+    assert types(tmp_path / "out.gguf") == types(auto)
+    one = {"model.layers.0.self_attn.q_proj.bias": ({"dtype": "F16", "shape": [256]}, b"\0\x3c" * 256)}
+    edit_raw(folder / "model.safetensors", lambda tensors: tensors.update(one))
+    run("convert", folder, tmp_path / "out.gguf", "--force")
+    assert types(tmp_path / "out.gguf").keys() - types(auto).keys() == {"blk.0.attn_q.bias"}
+    assert "all within threshold" in run("verify", tmp_path / "out.gguf", folder)
+
+
+def test_a_head_unlike_the_embeddings_is_kept_though_the_config_ties_them(run, tmp_path, auto):
+    folder = Path(shutil.copytree(CHECKPOINT, tmp_path / "model"))
+    entry, data = read_raw(folder / "model.safetensors")["model.embed_tokens.weight"]
+    edit_raw(folder / "model.safetensors", lambda tensors: tensors.update({"lm_head.weight": (entry, data)}))
+    run("convert", folder, tmp_path / "out.gguf")
+    assert types(tmp_path / "out.gguf") == types(auto)
+    other = data[: -len(data) // 8] + bytes(len(data) // 8)  # the last rows alone
+    edit_raw(folder / "model.safetensors", lambda tensors: tensors.update({"lm_head.weight": (entry, other)}))
+    table = run("convert", folder, tmp_path / "out.gguf", "--force")
+    assert table.count("config.json ties lm_head to the embeddings, but it is stored with other values") == 1
+    assert types(tmp_path / "out.gguf") == types(auto) | {"output.weight": "Q8_0"}
+    assert "all within threshold" in run("verify", tmp_path / "out.gguf", folder)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems' file names are text")
+def test_a_folder_whose_name_is_not_utf_8(tmp_path):
+    folder = os.fsencode(tmp_path) + b"/mod\xe9le"
+    shutil.copytree(os.fsencode(CHECKPOINT), folder)
+    command = [os.fsencode(sys.executable), b"-m", b"bridge.cli", b"convert", folder, folder + b"/\xe9.gguf"]
+    done = subprocess.run(command, cwd=ROOT, env=os.environ | {"PYTHONIOENCODING": "ascii"}, capture_output=True)
+    assert (done.returncode, done.stderr) == (0, b"")
+    assert b"\nwrote " in done.stdout
 
 
 def test_convert_from_python_reports_what_the_command_line_prints(tmp_path):

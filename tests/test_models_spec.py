@@ -102,9 +102,11 @@ def test_biases_that_the_architecture_lacks_must_be_zero(folder: Path) -> None:
     extra = "model.layers.0.mlp.down_proj.bias"
     spec = describe(folder, [*QWEN2_NAMES, extra], architectures=["Qwen2ForCausalLM"])
     assert spec.zero_only == [extra]
-    spec = describe(folder, [*NAMES, extra])  # Llama's graph has it
+    assert not spec.optional  # Qwen2 must have its own
+    spec = describe(folder, [*NAMES, extra])  # Llama's graph has it, and can do without
     assert spec.zero_only == []
     assert any(tensor.source == extra for tensor in spec.tensors)
+    assert spec.optional == {extra}
 
 
 def test_qwen3_without_head_dim_has_128(folder: Path) -> None:
@@ -215,6 +217,9 @@ def test_a_broken_model_card_is_reported_and_left_out(folder: Path, tmp_path: Pa
         ({"hidden_size": None}, r"config.json: the key 'hidden_size' is missing"),
         ({"num_hidden_layers": "two"}, r"num_hidden_layers is 'two', a positive integer is expected"),
         ({"rms_norm_eps": -1}, r"rms_norm_eps is -1, a positive number is expected"),
+        ({"rms_norm_eps": float("nan")}, r"rms_norm_eps is nan, a positive number is expected"),
+        ({"max_position_embeddings": 10**12}, r"max_position_embeddings is 1000000000000, a positive integer"),
+        ({"rope_theta": -1.0}, r"rope_theta is -1.0, a positive number is expected"),
         ({"hidden_act": "gelu"}, r"hidden_act is 'gelu'"),
         (
             {"num_attention_heads": 5, "num_key_value_heads": 5},
@@ -249,8 +254,12 @@ def test_a_missing_bias_is_named(folder: Path) -> None:
 
 
 def test_a_missing_head_is_named_where_the_embeddings_are_not_tied(folder: Path) -> None:
-    with pytest.raises(BridgeError, match=r"^lm_head.weight is missing"):
+    with pytest.raises(BridgeError, match=r"^lm_head.weight is missing.*, or config.json should say tie_word_emb"):
         describe(folder, tie_word_embeddings=False)
+
+
+def test_the_first_spelling_of_llama_is_known(folder: Path) -> None:
+    assert describe(folder, architectures=["LLaMAForCausalLM"]).arch == "llama"
 
 
 def test_a_tensor_that_nobody_knows_is_named(folder: Path) -> None:

@@ -367,11 +367,24 @@ def test_a_closed_model_says_that_it_is(path: Path) -> None:
         ({"max_tokens": -1}, "-1 tokens at most"),
         ({"seed": -1}, "seed -1"),
         ({"prompt": "caf\udce9"}, "not UTF-8 at character 3"),
+        ({"prompt": b"KING"}, "the prompt is a bytes"),
+        ({"prompt": None}, "the prompt is a NoneType"),
+        ({"prompt": [1.5]}, "a text or token ids"),
+        ({"prompt": np.array([[1, 2]])}, r"token ids \[n\] are wanted"),
     ],
 )
 def test_a_prompt_or_an_option_that_makes_no_sense_is_refused_at_once(model: Model, options, message: str) -> None:
     with pytest.raises(BridgeError, match=message):
         model.generate(**({"prompt": PROMPT} | options))
+
+
+def test_no_stop_text_may_be_none(model: Model) -> None:
+    assert "".join(model.generate(PROMPT, 4, stop=None)) == "".join(model.generate(PROMPT, 4))
+
+
+def test_positions_that_are_none_are_refused(model: Model) -> None:
+    with pytest.raises(BridgeError, match="the last 0 positions"):
+        model.logits([1, 2], last=0)
 
 
 # --- command line ---

@@ -64,6 +64,7 @@ def test_other_floats_and_strides_are_converted(tensor, x):
     np.testing.assert_allclose(tensor.matmul(columns), [y, y], rtol=1e-5, atol=1e-5)
     gradient = torch.from_numpy(half.astype(np.float32)).requires_grad_()
     np.testing.assert_array_equal(tensor.matvec(gradient).numpy(), y)
+    np.testing.assert_array_equal(tensor.matvec(torch._neg_view(-gradient.detach())).numpy(), y)
 
 
 def test_out_is_written_and_returned(tensor, x):
@@ -88,6 +89,7 @@ def test_no_tokens_give_no_rows(tensor):
         (lambda x: x.astype(np.complex64), "dtype complex64"),
         (lambda x: torch.ones(COLUMNS, dtype=torch.int8), "int8"),
         (lambda x: torch.ones(COLUMNS, device="meta"), "on meta"),
+        (lambda x: torch.from_numpy(x).to_sparse(), "torch.sparse_coo; a dense tensor"),
         (lambda x: x.tolist(), "x is a list"),
         (lambda x: None, "x is a NoneType"),
     ],
@@ -107,8 +109,21 @@ def test_out_that_does_not_fit_is_refused(tensor, x):
     ):
         with pytest.raises(BridgeError, match="out is"):
             tensor.matvec(x, out=out)
+    for kind in ({"dtype": torch.bfloat16}, {"device": "meta"}, {"dtype": torch.float64}):
+        with pytest.raises(BridgeError, match=r"out is .*; contiguous float32 \[\d+\]"):
+            tensor.matvec(torch.from_numpy(x), out=torch.empty(ROWS, **kind))
     with pytest.raises(BridgeError, match="precision 'int4'"):
         tensor.matvec(x, precision="int4")
+
+
+def test_activations_may_lie_in_a_mapped_file(tensor, x, tmp_path):
+    np.save(tmp_path / "x.npy", x)
+    mapped = np.load(tmp_path / "x.npy", mmap_mode="r")
+    np.testing.assert_array_equal(tensor.matvec(mapped), tensor.matvec(x))
+
+
+def test_torchs_cpu_is_the_cpu(tensor):
+    assert tensor.to(torch.device("cpu")) is tensor
 
 
 def test_rows_and_dequantize_are_those_of_gguf(tensor):

@@ -166,13 +166,13 @@ def open_store(path: Path, stem: str | None = None) -> Store:
         stems = [s for s in (stem, name) if s]
         indexes = [path / f"{s}.{ending}.index.json" for s in stems]
         found = [f for f in indexes if f.exists()] or sorted(path.glob(f"*.{ending}.index.json"))
-        if found:
-            return _indexed(path, found[0])
         files = [f for s in stems if (f := path / f"{s}.{ending}").exists()][:1]
         if not files:
             files = [f for f in sorted(path.glob(f"*.{ending}")) if f.name not in NOT_WEIGHTS]
         # consolidated.* is Mistral's own copy of the same weights
         files = [f for f in files if not f.name.startswith("consolidated")] or files
+        if found:
+            return _indexed(path, found[0], files)
         if files:
             _check_run(files)
             return _open(files)
@@ -196,8 +196,12 @@ def _open(files: Iterable[Path]) -> Store:
     return TorchStore(files)
 
 
-def _indexed(folder: Path, index: Path) -> Store:
-    """The shards that an index names, each within the folder, each with what the index says it holds."""
+def _indexed(folder: Path, index: Path, files: list[Path]) -> Store:
+    """The shards that an index names, each within the folder, each with what the index says it holds.
+
+    files  what would be opened without an index: where it is one file and no shard is there, the index came along
+           with the unquantized model's config
+    """
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(v, str) for v in weight_map.values()):
         raise BridgeError(f"{index}: has no weight_map; download it again")
@@ -206,8 +210,11 @@ def _indexed(folder: Path, index: Path) -> Store:
         path, windows = PurePosixPath(shard), PureWindowsPath(shard)
         if windows.anchor or path.is_absolute() or ".." in windows.parts or not shard:
             raise BridgeError(f"{index}: names the shard {shard!r} outside its folder; do not trust this checkpoint")
-        if not (folder / shard).is_file():
-            raise BridgeError(f"{folder / shard}: named by {index.name} but missing; is the download complete?")
+    missing = [shard for shard in shards if not (folder / shard).is_file()]
+    if missing == shards and len(files) == 1:
+        return _open(files)
+    if missing:
+        raise BridgeError(f"{folder / missing[0]}: named by {index.name} but missing; is the download complete?")
     store = _open(folder / shard for shard in shards)
     for name, shard in weight_map.items():
         if name not in store.tensors:

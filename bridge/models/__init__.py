@@ -71,7 +71,7 @@ def describe_model(config: dict[str, Any], folder: Path, names: Collection[str],
     values = Config(config, folder / "config.json")
     family = _family(values)
     args = family.read(values)
-    tensors, folds, unused, zero_only = build_tensors(family, args, names)
+    tensors, folds, unused, zero_only, optional = build_tensors(family, args, names)
     generation = read_json(folder / "generation_config.json", optional=True)
     tokenizer = read_tokenizer(values, folder, generation, pre)
     spec = ModelSpec(
@@ -93,6 +93,7 @@ def describe_model(config: dict[str, Any], folder: Path, names: Collection[str],
         tokenizer=tokenizer,
         generation=generation,
         experts=args.experts.count if hasattr(args, "experts") else 0,
+        optional=optional,
     )
     provenance, notes = read_provenance(values, folder, spec.n_parameters)
     spec.notes += notes
@@ -113,6 +114,7 @@ def _family(config: Config) -> Family:
     architectures = config.get("architectures") or []
     architectures = [architectures] if isinstance(architectures, str) else architectures
     for name in architectures:
+        name = name.replace("LLaMA", "Llama")  # as it was spelled in its first weeks
         if name in FAMILIES:
             return FAMILIES[name]
     if not architectures and config.get("model_type") in _BY_MODEL_TYPE:

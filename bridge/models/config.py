@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ class Config:
         value = self.get(key, default)
         if value is None:
             raise BridgeError(f"{self.path}: the key {key!r} is missing; take the config.json of the original model")
-        if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
+        if isinstance(value, bool) or not isinstance(value, int) or not 0 < value < 1 << 31:
             raise BridgeError(f"{self.path}: {key} is {value!r}, a positive integer is expected")
         return value
 
@@ -38,7 +39,7 @@ class Config:
         value = self.get(key, default)
         if value is None:
             raise BridgeError(f"{self.path}: the key {key!r} is missing; take the config.json of the original model")
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or value <= 0:
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
             raise BridgeError(f"{self.path}: {key} is {value!r}, a positive number is expected")
         return float(value)
 

@@ -142,6 +142,7 @@ class Builder:
 
     names   every tensor that the checkpoint has
     linears modules whose bias may be there and be zero
+    optional biases that are there and need not be
     """
 
     def __init__(self, family: Family, args: DecoderArgs, names: Collection[str]) -> None:
@@ -151,6 +152,7 @@ class Builder:
         self.tensors: list[TensorSpec] = []
         self.used: set[str] = set()
         self.linears: set[str] = set()
+        self.optional: set[str] = set()
 
     def add(self, source: str, shape: tuple[int, ...], layer: int | None = None, rows: np.ndarray | None = None,
             known_as: str | None = None, quantizable: bool = True) -> None:  # fmt: skip
@@ -184,7 +186,8 @@ class Builder:
                     f"{source} is missing from the checkpoint, which has {alike}; it is another kind of model than its "
                     "config.json says, or a part of one: take the checkpoint of the language model alone"
                 )
-            raise BridgeError(f"{source} is missing from the checkpoint; a shard may not have been downloaded")
+            tied = ", or config.json should say tie_word_embeddings: true" if source == "lm_head.weight" else ""
+            raise BridgeError(f"{source} is missing from the checkpoint; a shard may not have been downloaded{tied}")
         self.used.add(source)
 
     def dense(self, layer: int) -> list[Fold]:
@@ -199,15 +202,17 @@ class Builder:
         module = f"model.layers.{layer}.{part}"
         self.linears.add(module)
         self.add(f"{module}.weight", shape, layer, rows)
-        present = f"{module}.bias" in self.names and part in self.family.biases
-        if present or part in self.family.needs_bias(self.args):
+        needed = part in self.family.needs_bias(self.args)
+        if needed or (f"{module}.bias" in self.names and part in self.family.biases):
             self.add(f"{module}.bias", shape[:1], layer, rows)
+            if not needed:
+                self.optional.add(f"{module}.bias")
 
 
 def build_tensors(
     family: Family, args: DecoderArgs, names: Collection[str]
-) -> tuple[list[TensorSpec], list[Fold], list[str], list[str]]:
-    """Tensors, folds, unused names and names that must be all zeros, of a decoder.
+) -> tuple[list[TensorSpec], list[Fold], list[str], list[str], frozenset[str]]:
+    """Tensors, folds, unused names, names that must be all zeros, and biases that may be left out, of a decoder.
 
     Raises:
         BridgeError: a tensor is missing, or one is there that nothing here knows.
@@ -246,7 +251,7 @@ def build_tensors(
             TensorSpec("rope_freqs.weight", None, factors.shape, "rope_freqs", None, False, data=factors)
         )
     unused, zero_only = _leftovers(build)
-    return build.tensors, folds, unused, zero_only
+    return build.tensors, folds, unused, zero_only, frozenset(build.optional)
 
 
 def _leftovers(build: Builder) -> tuple[list[str], list[str]]:

@@ -40,6 +40,9 @@ def read_provenance(config: Config, folder: Path, n_parameters: int) -> tuple[gg
     metadata.basename = metadata.basename or (repository or folder.resolve().name).rpartition("/")[2]
     if metadata.size_label is None:
         metadata.size_label = gguf.size_label(n_parameters, 0, 0, 0)
+    for key, value in vars(metadata).items():
+        if isinstance(value, str):
+            setattr(metadata, key, value.encode("utf-8", "replace").decode())  # a folder's name need not be UTF-8
     return metadata, notes
 
 

@@ -59,7 +59,7 @@ def read_rope(config: Config, head_dim: int, default_base: float = 10000.0) -> R
         raise BridgeError(f"{config.path}: the rope scaling is {rules!r}, an object is expected")
     if isinstance(rules.get("full_attention"), dict):
         rules = rules["full_attention"]
-    base = float(rules.get("rope_theta") or config.get("rope_theta") or default_base)
+    base = _number(config, rules, "rope_theta", config.get("rope_theta", default_base))
     kind = rules.get("rope_type") or rules.get("type") or "default"
     partial = rules.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0
     if partial != 1.0:
@@ -86,7 +86,7 @@ def _number(config: Config, rules: dict[str, Any], key: str, default: float | No
     value = rules.get(key, default)
     if value is None:
         value = default
-    if not isinstance(value, (int, float)) or isinstance(value, bool) or value <= 0:
+    if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 < value < math.inf:
         raise BridgeError(f"{config.path}: the rope parameters' {key} is {value!r}, a positive number is expected")
     return float(value)
 

@@ -73,6 +73,7 @@ class ModelSpec:
     unused     tensors of the checkpoint that GGUF does not need
     zero_only  tensors that llama.cpp's graph has no place for: the caller must see that they are
                all zeros (old GPTQ tools write such biases) or refuse the model
+    optional   biases that may be left out where they are all zeros: old GPTQ tools write them for every layer
     notes      what the reader of the report should know
     experts    in a layer, 0 for a dense model
     """
@@ -95,6 +96,7 @@ class ModelSpec:
     tokenizer: Tokenizer
     generation: dict[str, Any]  # generation_config.json
     experts: int = 0
+    optional: frozenset[str] = frozenset()
     hparams: list[Callable[[gguf.GGUFWriter], None]] = field(repr=False, default_factory=list)
 
     @property

@@ -134,7 +134,7 @@ def read_chat_templates(folder: Path, settings: Mapping[str, Any]) -> dict[str, 
     elif isinstance(value, list):
         templates.update({entry["name"]: entry["template"] for entry in value if {"name", "template"} <= set(entry)})
     if (file := folder / "chat_template.jinja").is_file():
-        templates["default"] = file.read_text(encoding="utf-8")
+        templates["default"] = file.read_text(encoding="utf-8-sig")
     for file in sorted((folder / "additional_chat_templates").glob("*.jinja")):
-        templates[file.stem] = file.read_text(encoding="utf-8")
+        templates[file.stem] = file.read_text(encoding="utf-8-sig")
     return templates

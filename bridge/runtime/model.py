@@ -13,6 +13,7 @@ time; two models may run at once, each in a thread of its own.
 
 from __future__ import annotations
 
+import operator
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -78,7 +79,7 @@ class Model:
         kv: str = "f16",
         context: int | None = None,
         precision: str = "int8",
-        device: str = "cpu",
+        device: Any = "cpu",
     ) -> Model:
         """Open a GGUF of a Llama, Mistral, Mixtral, Qwen2 or Qwen3, experts included.
 
@@ -86,7 +87,8 @@ class Model:
         kv         how keys and values are kept: "f16", "q8_0" or "f32"
         context    tokens that prompt and reply may have together (default: the model's own, at most 4096)
         precision  "int8" rounds activations to 8 bits in blocks, as ggml does; "f32" does not
-        device     "cpu", "cuda", "cuda:1" ..., or "auto": CUDA where it can be used; else `note` says why not
+        device     "cpu", "cuda", "cuda:1" ..., or "auto": CUDA where it can be used, else `note` says why not;
+                   or torch's device
 
         Raises:
             BridgeError: no such file, a damaged one, an architecture or a tokenizer that is unknown here; a device
@@ -100,7 +102,7 @@ class Model:
             from bridge.runtime.cpu import pool
 
             pool.set_num_threads(threads)
-        return cls(open_gguf(path), kv, context, precision, device)
+        return cls(open_gguf(path), kv, context, precision, str(device))
 
     def _on(self, device: str, file: GGUFFile, kv: str, precision: str) -> Any:
         """The decoder on a device; "auto" leaves a note where it is the CPU."""
@@ -152,6 +154,8 @@ class Model:
     def logits(self, tokens: Sequence[int], last: int | None = None) -> np.ndarray:
         """float32 [tokens, vocab]: what follows each position (of the `last` ones only), from an empty context."""
         ids = self._checked(tokens)
+        if last is not None and last < 1:
+            raise BridgeError(f"the last {last} positions: at least 1 is needed")
         with self._lock:
             self._turn += 1
             self._decoder.begin()
@@ -166,7 +170,7 @@ class Model:
         top_p: float = 0.95,
         min_p: float = 0.05,
         seed: int | None = None,
-        stop: str | Sequence[str] = (),
+        stop: str | Sequence[str] | None = (),
     ) -> Iterator[str]:
         """Continue a text, piece by piece as tokens come; pieces are whole characters.
 
@@ -178,7 +182,7 @@ class Model:
         """
         ids = self._checked(self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt, max_tokens)
         sampler = Sampler(Sampling(temperature, top_k, top_p, min_p, seed))
-        stops = [stop] if isinstance(stop, str) else list(stop)
+        stops = [stop] if isinstance(stop, str) else list(stop or ())
         pieces = self.tokenizer.stream(self._tokens(ids, max_tokens, sampler))
         return _until(pieces, [text for text in stops if text])
 
@@ -210,7 +214,12 @@ class Model:
     def _checked(self, tokens: Sequence[int], max_tokens: int = 0) -> list[int]:
         if max_tokens < 0:
             raise BridgeError(f"{max_tokens} tokens at most: 0 or more are possible")
-        ids = [int(token) for token in tokens]
+        try:
+            if isinstance(tokens, (str, bytes)):
+                raise TypeError
+            ids = [operator.index(token) for token in tokens]
+        except TypeError:
+            raise BridgeError(f"the prompt is a {type(tokens).__name__}; a text or token ids [n] are wanted") from None
         if not ids and self.tokenizer.bos is not None:
             ids = [self.tokenizer.bos]
         if not ids:

@@ -106,12 +106,14 @@ def cut_windows(model: Model, text: str, window: int, count: int | None) -> list
     """The first `count` windows of a text in tokens, or all whole ones; see `perplexity` for what is refused."""
     if window < 4 or window > model.context:
         raise BridgeError(f"windows of {window} tokens: 4 to {model.context}, the context, are possible")
+    if count is not None and count < 1:
+        raise BridgeError(f"{count} windows: at least 1 is needed")
     tokenizer = model.tokenizer
     tokens = tokenizer.encode(text)
     if tokenizer.add_eos and tokens:
         tokens.pop()
     whole = len(tokens) // window
-    if (count is not None and count < 1) or whole < (count or 1):
+    if whole < (count or 1):
         raise BridgeError(f"the text has {len(tokens)} tokens, {whole} windows of {window}; {count or 1} are wanted")
     return list(_cut(tokens, window, count or whole, tokenizer.bos if tokenizer.add_bos else None))
 

@@ -89,6 +89,8 @@ class QuantTensor:
             raise BridgeError(f"{self.name}: no matrix, its shape is {list(self.shape)}")
         if precision not in _PRECISIONS:
             raise BridgeError(f"precision {precision!r}: int8 and f32 are known")
+        if isinstance(x, np.memmap):
+            x = np.asarray(x)
         values = self._input(x, dimensions)
         rows = self.shape[0]
         shape = (rows,) if dimensions == 1 else (values.shape[0], rows)
@@ -113,9 +115,9 @@ class QuantTensor:
         elif type(x).__module__.partition(".")[0] == "torch" and hasattr(x, "detach"):
             if x.device.type != "cpu":
                 raise BridgeError(f"{self.name}: x is on {x.device}, the tensor on the CPU")
-            if not x.dtype.is_floating_point:
-                raise BridgeError(f"{self.name}: x has dtype {x.dtype}; float32 is wanted")
-            values = x.detach().float().numpy()
+            if not x.dtype.is_floating_point or str(x.layout) != "torch.strided":
+                raise BridgeError(f"{self.name}: x is {x.dtype}, {x.layout}; a dense tensor of float32 is wanted")
+            values = x.float().numpy(force=True)
         else:
             raise BridgeError(f"{self.name}: x is a {type(x).__name__}; a numpy array or a torch tensor is wanted")
         if values.ndim != dimensions or values.shape[-1] != self.shape[1]:
@@ -128,7 +130,13 @@ class QuantTensor:
     def _checked_out(self, out: Any, shape: tuple[int, ...], x: Any) -> np.ndarray:
         if type(out) is not type(x) and not isinstance(out, type(x)):
             raise BridgeError(f"{self.name}: out is a {type(out).__name__}, x a {type(x).__name__}")
-        array = out if isinstance(out, np.ndarray) else out.detach().numpy()
+        try:
+            array = out if isinstance(out, np.ndarray) else out.detach().numpy()
+        except (RuntimeError, TypeError):
+            raise BridgeError(
+                f"{self.name}: out is {out.dtype} on {out.device}; contiguous float32 {list(shape)} on the CPU is "
+                "wanted"
+            ) from None
         if (
             array.dtype != np.float32
             or array.shape != shape
@@ -202,11 +210,12 @@ class QuantTensor:
         if end > first:
             mapped.madvise(mmap.MADV_DONTNEED, first, end - first)
 
-    def to(self, device: str) -> Any:
-        """The tensor on another device: "cpu" is where it is, "cuda" or "cuda:1" makes a CudaTensor."""
+    def to(self, device: Any) -> Any:
+        """The tensor on another device, by name or as torch's: "cpu" is where it is, "cuda" makes a CudaTensor."""
+        device = str(device)
         if device == "cpu":
             return self
-        if str(device).partition(":")[0] != "cuda":
+        if device.partition(":")[0] != "cuda":
             raise BridgeError(f"{self.name}: device {device!r}: cpu, cuda, cuda:0, cuda:1 ... are known")
         from bridge.cuda.device import require
 

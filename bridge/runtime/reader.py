@@ -61,7 +61,8 @@ class GGUFFile:
         try:
             return self.tensors[name]
         except KeyError:
-            raise BridgeError(f"{self.path}: no tensor {name}; it has {len(self.tensors)} others") from None
+            what = f"it has {len(self.tensors)} others" if self.tensors else "it has none, or was closed"
+            raise BridgeError(f"{self.path}: no tensor {name}; {what}") from None
 
     def __contains__(self, name: object) -> bool:
         return name in self.tensors
