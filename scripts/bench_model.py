@@ -9,7 +9,8 @@ it, by default this one. Ours and theirs take turns, a process a turn, at the sa
 another tenant of the machine does meets both. Every process loads the file (page cache and compile caches
 warm), reads 8 tokens and yields 64 (start to the first and to the last of them, from the start of the
 interpreter), then reads 512 tokens from an empty context, then makes 64 one by one after 8, our weights all
-repacked. The median of the turns is shown.
+repacked. The medians of the turns are shown, and the median of the ratio of a turn of ours to the one of theirs
+after it.
 
 --perplexity converts checkpoints and shows, for windows of 256 tokens of which the second halves count, our
 perplexity beside llama.cpp's (float32 keys and values; the xllamacpp wheel of the tests) and, with precision
@@ -151,12 +152,10 @@ def print_speed(path: Path, peer: str, threads: list[int], turns: int) -> None:
             ("start to first token", "start", "s"),
             ("start to 64th token", "end", "s"),
         ):
-            own, other = (
-                statistics.median(r[key] for r in found[s]) if s in found else None for s in ("ours", "theirs")
-            )
-            beside = "" if other is None else f"{other:.2f} {unit}"
-            ratio = "" if other is None else f"{own / other:.2f}"
-            print(f"| {what} | {count} | {own:.2f} {unit} | {beside} | {ratio} |", flush=True)
+            own, other = ([r[key] for r in found.get(side, [])] for side in ("ours", "theirs"))
+            beside = f"{statistics.median(other):.2f} {unit}" if other else ""
+            ratio = f"{statistics.median(a / b for a, b in zip(own, other, strict=True)):.2f}" if other else ""
+            print(f"| {what} | {count} | {statistics.median(own):.2f} {unit} | {beside} | {ratio} |", flush=True)
     print_memory(path, peak)
 
 

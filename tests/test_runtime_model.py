@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 
 import bridge
+from bridge.blocks import BLOCKS
 from bridge.errors import BridgeError
 from bridge.runtime import commands
 from bridge.runtime.model import Model
@@ -91,15 +92,20 @@ def test_tokens_one_by_one_predict_what_a_batch_does(precision: str, kv: str, pa
     batch = model.logits(tokens)
     decoder = model._decoder
     decoder.cache.length = 0
-    single = np.concatenate([decoder.logits(decoder.run([token])) for token in tokens])
+    single = np.stack([decoder.next_scores(token).copy() for token in tokens])
     assert mean_kl(batch, single) < (1e-7 if precision == "f32" else 1e-3)
 
 
-def test_a_table_of_calls_computes_what_matrix_by_matrix_does(path: Path) -> None:
+@pytest.mark.parametrize("embedding", ["Q4_K", "Q8_0", "F16", "BF16"])
+def test_a_table_of_calls_computes_what_matrix_by_matrix_does(embedding: str, tmp_path: Path) -> None:
+    """The embedding is the output matrix too; in blocks it is looked up and multiplied by the table itself."""
+    path = tmp_path / "model.gguf"
+    bridge.convert(CHECKPOINT, path, tensor_types=[("token_embd", embedding)])
     prepared, plain = (bridge.Model.load(path, precision="f32", context=32) for _ in range(2))
     tokens = prepared.tokenizer.encode(PROMPT)
     prepared.prepare()
-    rows = [np.concatenate([m._decoder.logits(m._decoder.run([t])) for t in tokens]) for m in (prepared, plain)]
+    rows = [np.stack([m._decoder.next_scores(t).copy() for t in tokens]) for m in (prepared, plain)]
+    assert (prepared._decoder._row.size > 0) == (embedding in BLOCKS)
     np.testing.assert_allclose(rows[0], rows[1], rtol=1e-3, atol=1e-3)
 
 

@@ -25,6 +25,7 @@ from typing import Any
 
 import numpy as np
 
+from bridge.blocks import BLOCKS
 from bridge.runtime.cpu import attention as attn
 from bridge.runtime.cpu import decoder_ops as ops
 from bridge.runtime.cpu.program import Product, Program, add_products
@@ -51,6 +52,8 @@ class Decoder:
         self.output_norm, self.layers = weights.output_norm, weights.layers
         self.cos, self.sin = config.angles(cache.rows, weights.rope_factors)
         self._start = np.zeros(1, np.int64)
+        self._last_token = np.zeros(1, np.int64)
+        self._row = np.empty(0, np.float32)  # of logits, if the token's program writes them
         self._eps = int(np.array(config.norm_eps, np.float64).view(np.int64))
         self._work: dict[int, _Work] = {}
         self._token: Program | None = None
@@ -111,7 +114,12 @@ class Decoder:
             yield token
             if self.cache.length == self.cache.context:
                 return
-            row = self.logits(self.run([token]))[0]
+            row = self.next_scores(token)
+
+    def next_scores(self, token: int) -> np.ndarray:
+        """float32 [vocab] of what follows one more token; the next call may overwrite them."""
+        hidden = self.run([token])
+        return self._row if self._row.size else self.logits(hidden)[0]
 
     def _batch(self, tokens: Sequence[int]) -> np.ndarray:
         n = len(tokens)
@@ -120,10 +128,13 @@ class Decoder:
         self._begun = True
         self._start[0] = self.cache.length
         work = self._workspace(n)
-        work.x[:] = self.embedding.rows(tokens)
         if n == 1 and (program := self._token_program(work)) is not None:
+            self._last_token[0] = tokens[0]
+            if self.embedding.type not in BLOCKS:
+                work.x[:] = self.embedding.rows(tokens)
             program.run()
         else:
+            work.x[:] = self.embedding.rows(tokens)
             self._layer_by_layer(work)
         self.cache.length += n
         return work.xn
@@ -170,15 +181,20 @@ class Decoder:
         return self._work[n]
 
     def _token_program(self, work: _Work) -> Program | None:
-        """One token through all layers, if every matrix is prepared for it and there are no experts to choose from."""
+        """One token through all layers, if their matrices are prepared for it and there are no experts to choose from.
+
+        And on to the logits, if the output matrix is prepared too: one of halves never is.
+        """
         if self._token is None and not self.config.experts:
             from bridge.runtime.cpu.prepared import Prepared
 
             if self._prepared < len(self._matrices):
                 return None
-            if not all(isinstance(m._get_engine(), Prepared) for layer in self.layers for m in layer.matrices):
+            *inner, last = [isinstance(m._get_engine(), Prepared) for m in self._matrices]
+            if not all(inner):
                 return None
             program = Program()
+            self._look_up(program, work.x)
             for i, layer in enumerate(self.layers):
                 self._before(program, work, i)
                 self._products(program, work.xn, [(layer.q, work.q), (layer.k, work.k), (layer.v, work.v)])
@@ -189,8 +205,19 @@ class Decoder:
                 self._end(program, work, layer)
                 self._products(program, work.gate, [(layer.down, work.delta)])
             self._last(program, work)
+            if last:
+                self._row = _buffer(1, self.vocab)[0]
+                self._products(program, work.xn, [(self.output, self._row)])
             self._token = program
         return self._token
+
+    def _look_up(self, program: Program, x: np.ndarray) -> None:
+        """The last token's row of the embedding; `_batch` does it for types that are no blocks."""
+        if self.embedding.type in BLOCKS:
+            table = self.embedding.raw
+            arguments = _address(table), table.nbytes // self.vocab, _address(self._last_token), _address(x), x.size
+            program.add(ops.look_up_function(self.embedding.type), *arguments, items=1)
+            program.keep(table)
 
     def _before(self, program: Program, work: _Work, index: int) -> None:
         """The last layer's result is added, x normalized."""

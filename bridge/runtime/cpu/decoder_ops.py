@@ -1,4 +1,4 @@
-"""What a decoder does between its matrix products: normalize, SwiGLU, round activations to int8 records.
+"""What a decoder does between its matrix products: look up, normalize, SwiGLU, round activations to int8 records.
 
 Each is a C function of nine int64, as the products are: seven of its own and a range, here of tokens. Hence
 a token's whole computation is a table of calls (see program.py), and a batch's may be shared among threads.
@@ -13,11 +13,13 @@ import numba
 import numpy as np
 
 from bridge.blocks import BLOCKS
+from bridge.runtime.cpu import rowmajor
 from bridge.runtime.cpu.activations import copier, float_record, quantizer, record_of
 from bridge.runtime.cpu.memory import c_function, floats, pointer
 
-# set by `quantize_function`
+# set by `quantize_function` and `look_up_function`
 fill: Any = None
+unpack: Any = None
 size = record = 0
 
 
@@ -44,6 +46,13 @@ def exp(x):
     p = p * r + np.float32(5.0000001201e-1)
     power = np.int32(np.int32(np.int32(n) + np.int32(127)) << np.int32(23)).view(np.float32)
     return (p * r * r + r + np.float32(1.0)) * power
+
+
+def _look_up(table, row_bytes, token, x, hidden, _0, _1, first, last):
+    """x float32 [hidden]: the row of a table of blocks that the int64 at `token` names."""
+    index = numba.carray(pointer(token), (1,), np.int64)[0]
+    row = numba.carray(pointer(table + index * row_bytes), (1, row_bytes), np.uint8)
+    unpack(row, numba.carray(pointer(x), (1, hidden), np.float32))
 
 
 def _norm(x, delta, weight, out, hidden, eps, _0, first, last):
@@ -90,6 +99,12 @@ def _quantize(x, out, count, _0, _1, _2, _3, first, last):
 def function(name: str) -> Any:
     """norm, swiglu or add as a numba CFunc, whose `.address` is callable."""
     return c_function({"norm": _norm, "swiglu": _swiglu, "add": _add}[name])
+
+
+@cache
+def look_up_function(type: str) -> Any:
+    """The CFunc that unpacks one row of a table in a type."""
+    return c_function(_look_up, type, unpack=rowmajor.dequantize(type))
 
 
 def record_kind(type: str, integer: bool) -> tuple[Any, ...]:
