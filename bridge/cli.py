@@ -44,6 +44,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     for name in ("SIGTERM", "SIGHUP"):  # what is half-written goes away as with Ctrl-C
         if hasattr(signal, name):
             signal.signal(getattr(signal, name), _interrupt)
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:  # closed by the caller: no file of ours may get its number
+            setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115 - for good
     if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
         sys.stdout.reconfigure(errors="replace")  # a model may say what the console's encoding has not
     try:

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from bridge.checkpoint import open_checkpoint
 from bridge.errors import BridgeError
@@ -212,6 +213,16 @@ def test_an_index_without_a_map(tmp_path, content):
     write_folder(tmp_path, tensors(), GPTQ)
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(content))
     assert "has no weight_map" in refusal(tmp_path)
+
+
+def test_an_adapter_beside_the_weights_is_not_taken_for_them(tmp_path):
+    write_folder(tmp_path, tensors(), GPTQ)
+    (tmp_path / "model.safetensors").rename(tmp_path / "gptq_model-4bit-128g.safetensors")
+    with open_checkpoint(tmp_path) as alone:
+        files = alone.files
+    save_file({"q_proj.lora_A.weight": np.ones((2, 2), np.float32)}, tmp_path / "adapter_model.safetensors")
+    with open_checkpoint(tmp_path) as checkpoint:
+        assert checkpoint.files == files
 
 
 def test_the_same_tensor_in_two_files(tmp_path):

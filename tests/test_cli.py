@@ -493,6 +493,13 @@ def test_a_reader_that_goes_away_is_no_error():
     assert process.wait() == 0
 
 
+@pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
+def test_closed_streams_are_no_error(tmp_path, closed):
+    command = f"{sys.executable} -m bridge.cli convert {CHECKPOINT} {tmp_path}/out.gguf --type Q4_0 {closed}"
+    assert subprocess.run(command, shell=True, cwd=ROOT).returncode == 0
+    assert types(tmp_path / "out.gguf")["blk.0.ffn_up.weight"] == "Q4_0"
+
+
 def test_a_progress_bar_shows_on_a_terminal_and_nowhere_else(tmp_path):
     command = [sys.executable, "-m", "bridge.cli", "convert", str(CHECKPOINT), str(tmp_path / "a.gguf"), "--force"]
     ours, theirs = pty.openpty()

@@ -183,7 +183,7 @@ def open_store(path: Path, stem: str | None = None) -> Store:
 
 WEIGHTS = (".safetensors", ".bin", ".pt")  # endings of files with weights
 NOT_WEIGHTS = {"training_args.bin", "optimizer.bin", "scheduler.bin", "sentencepiece.bpe.bin", "optimizer.pt",
-                "scheduler.pt"}  # fmt: skip
+                "scheduler.pt", "adapter_model.safetensors", "adapter_model.bin"}  # fmt: skip
 _RUN = re.compile(r"(.*)-(\d{5})-of-(\d{5})(\..*)")  # the name of one of several files
 
 
