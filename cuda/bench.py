@@ -8,6 +8,7 @@ launches included; of ROUNDS replays the median counts. Bytes of a product are t
 from __future__ import annotations
 
 import statistics
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -17,7 +18,8 @@ import numpy as np
 from bridge.cuda import matvec
 from bridge.cuda.activations import Records
 from bridge.cuda.buffers import check_torch, zeros
-from bridge.cuda.device import Device, require, view
+from bridge.cuda.device import Device, require, torch_device, view
+from bridge.cuda.graph import captured
 from bridge.cuda.intrinsics import differing, stream_16
 from bridge.cuda.launch import Kernel
 from bridge.cuda.matrix import DeviceMatrix
@@ -36,6 +38,7 @@ LARGE = (8192, 28672)
 SMALL = (4096, 14336)
 _CACHES = 4  # times the L2 cache that rotation covers
 _READ = 1 << 30  # bytes of the read that bandwidth is measured by
+_WARM = 0.03  # seconds of replays before those that count: an idle GPU has lowered its clock
 
 # set by `expand`
 LOADS = 8
@@ -47,24 +50,29 @@ def seconds(launches: Sequence[Callable[[], None]], rounds: int = ROUNDS) -> flo
     """Of one launch: `launches` are captured in a graph, one after the other, and replayed."""
     import torch
 
+    def step() -> None:
+        for launch in launches:
+            launch()
+
     stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
-        for launch in launches:
-            launch()
+        step()
     stream.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
-        for launch in launches:
-            launch()
+    graph = captured(step, stream)
+    warm = time.monotonic() + _WARM
+    while time.monotonic() < warm:
+        graph.replay()
+        torch.cuda.synchronize()
     times = []
-    for _ in range(rounds + 2):
+    for _ in range(rounds):
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         begin.record()
         graph.replay()
         end.record()
         end.synchronize()
         times.append(begin.elapsed_time(end) / 1000 / len(launches))
-    return statistics.median(times[2:])
+    return statistics.median(times)
 
 
 def rotated(make: Callable[[int], Callable[[], None]], nbytes: int, launches: int = LAUNCHES) -> float:
@@ -106,7 +114,7 @@ def read_bandwidth(device: Device) -> float:
     import torch
 
     block = 512
-    buffers = [torch.randint(0, 256, (_READ,), dtype=torch.uint8, device=str(device)) for _ in range(2)]
+    buffers = [torch.randint(0, 256, (_READ,), dtype=torch.uint8, device=torch_device(device)) for _ in range(2)]
     sources = [view(buffer) for buffer in buffers]
     best = 0.0
     for per in (2, 4, 8, 16):
@@ -133,7 +141,7 @@ class Bench:
 
         self.device = device
         self.matrix = DeviceMatrix.upload(tensor, device)
-        self._source = torch.as_tensor(self.matrix.buffer, device=str(device))
+        self._source = torch.as_tensor(self.matrix.buffer, device=torch_device(device))
         self._copies = [self.matrix]
 
     def copy(self, number: int) -> DeviceMatrix:
@@ -149,7 +157,7 @@ class Bench:
         import torch
 
         m = self.matrix
-        x = torch.randn((n, m.columns), device=str(self.device))
+        x = torch.randn((n, m.columns), device=torch_device(self.device))
         records = Records(m.columns, n, self.device, precision).quantize(x, n, self.device.stream())
         torch.cuda.synchronize()
         y = view(zeros(self.device, (n, m.rows)))
@@ -167,12 +175,12 @@ def torch_product(shape: tuple[int, int], device: Device) -> float:
 
     rows, columns = shape
     weights: list[Any] = []
-    x = torch.randn((1, columns), dtype=torch.float16, device=str(device))
-    y = torch.empty((1, rows), dtype=torch.float16, device=str(device))
+    x = torch.randn((1, columns), dtype=torch.float16, device=torch_device(device))
+    y = torch.empty((1, rows), dtype=torch.float16, device=torch_device(device))
 
     def make(number: int) -> Callable[[], None]:
         while len(weights) <= number:
-            weights.append(torch.randn((rows, columns), dtype=torch.float16, device=str(device)))
+            weights.append(torch.randn((rows, columns), dtype=torch.float16, device=torch_device(device)))
         return lambda: torch.mm(x, weights[number].T, out=y)
 
     return rotated(make, 2 * rows * columns)

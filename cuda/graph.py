@@ -11,13 +11,24 @@ from collections.abc import Callable
 from typing import Any
 
 
+def captured(step: Callable[[], None], stream: Any) -> Any:
+    """A torch.cuda.CUDAGraph of what step() launches; it must have run on the stream before."""
+    import torch
+    from numba import cuda
+
+    graph = torch.cuda.CUDAGraph()
+    # nor may numba free what it has collected meanwhile
+    with cuda.defer_cleanup(), torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+        step()
+    return graph
+
+
 class Graph:
     """`replay()` launches what `step()` launched, on torch's current stream."""
 
     def __init__(self, step: Callable[[], None], state: Any):
         """`state`: the tensor that says where a step is; the first run, for its side effects, leaves it as it was."""
         import torch
-        from numba import cuda
 
         kept = state.clone()
         stream = torch.cuda.Stream(state.device)
@@ -26,10 +37,7 @@ class Graph:
             step()
             state.copy_(kept)
         stream.synchronize()
-        self._graph = torch.cuda.CUDAGraph()
-        # nor may numba free what it has collected meanwhile
-        with cuda.defer_cleanup(), torch.cuda.graph(self._graph, stream=stream, capture_error_mode="thread_local"):
-            step()
+        self._graph = captured(step, stream)
         torch.cuda.current_stream(state.device).wait_stream(stream)
 
     def replay(self) -> None:

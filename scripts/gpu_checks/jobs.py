@@ -1,0 +1,53 @@
+"""All jobs by name: "correct/..." may run side by side, "time/..." one after the other."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from gpu_checks import model, products, timing
+
+LARGE, SMALL = "8192x28672", "4096x14336"
+TYPES = ("Q4_K", "Q6_K", "Q8_0", "Q4_0", "Q2_K", "Q3_K", "Q5_K", "Q4_1", "Q5_0", "Q5_1")
+
+# the longest first
+CORRECT = ["correct/model", *(f"correct/configurations/{type}" for type in products.TRIED)]
+CORRECT += [f"correct/products/{type}/{precision}" for precision in ("int8", "f32") for type in TYPES]
+
+# what has a bar first
+TIMES = ["time/reading", f"time/torch_product/{LARGE}", f"time/torch_product/{SMALL}"]
+TIMES += [f"time/product/{LARGE}/{type}" for type in TYPES] + [f"time/product/{SMALL}/Q4_K", "time/decode"]
+TIMES += [f"time/product/{SMALL}/{type}" for type in TYPES if type != "Q4_K"]
+TIMES += [
+    f"time/configurations/{shape}/{type}/{n}"
+    for type, columns in products.TRIED.items()
+    for shape in (LARGE, SMALL)
+    for n in columns
+]
+
+_KNOWN = {
+    "correct": {
+        "model": model.check,
+        "products": products.check,
+        "configurations": products.check_configurations,
+    },
+    "time": {
+        "reading": timing.reading,
+        "torch_product": timing.torch_product,
+        "product": timing.product,
+        "configurations": timing.configurations,
+        "decode": timing.decode,
+    },
+}
+
+
+def run(job: str) -> dict[str, Any]:
+    """What a job finds: {"wrong": [...], "notes": "..."} or times in seconds."""
+    import torch
+    from bridge.cuda.device import require
+
+    part, name, *arguments = job.split("/")
+    device = require("cuda")
+    with device.active(), torch.cuda.device(device.index):
+        found: dict[str, Any] = _KNOWN[part][name](*arguments)  # type: ignore[operator]
+        torch.cuda.empty_cache()
+    return found

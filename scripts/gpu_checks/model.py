@@ -1,0 +1,74 @@
+"""Correctness of whole models: CUDA's logits beside the CPU's, captured steps beside launches by themselves."""
+
+from __future__ import annotations
+
+import tempfile
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from gpu_checks.products import difference
+
+CHECKPOINT = Path(__file__).resolve().parents[2] / "tests" / "data" / "qwen3-gptq-4bit-g128-sym"
+CONTEXT = 512
+PROMPTS = (200, 5, 1)  # tokens
+STEPPED = 50  # tokens one by one, after a prompt
+MADE = 300
+LIMITS = {"f32": 1e-3, "int8": 5e-2}  # relative, of logits
+WAYS: tuple[dict[str, Any], ...] = (
+    {},
+    {"temperature": 0.8, "seed": 1},
+    {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "seed": 2},
+)
+
+
+def check() -> dict[str, Any]:
+    """The checkpoint in tests/data."""
+    import bridge
+
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "model.gguf"
+        bridge.convert(CHECKPOINT, path)
+        found = [_check(path, precision) for precision in LIMITS]
+    return {"wrong": [line for wrong, _ in found for line in wrong], "notes": "; ".join(n for _, n in found)}
+
+
+def _check(path: Path, precision: str) -> tuple[list[str], str]:
+    import bridge
+
+    wrong: list[str] = []
+    notes = []
+    cpu = bridge.Model.load(path, precision=precision, context=CONTEXT)
+    gpu = bridge.Model.load(path, precision=precision, context=CONTEXT, device="cuda").prepare()
+    tokens = cpu.tokenizer.encode("The history of the city is long, and nobody knows all of it. " * 12)[: max(PROMPTS)]
+
+    def judge(what: str, one: np.ndarray, other: np.ndarray) -> None:
+        error = difference(one, other)
+        notes.append(f"{precision} {what} {error:.1e}")
+        if not error < LIMITS[precision]:
+            wrong.append(f"model, {precision}, {what}: error {error:.2e}")
+
+    for count in PROMPTS:
+        judge(f"prompt of {count}", gpu.logits(tokens[:count]), cpu.logits(tokens[:count]))
+    own, other = gpu._decoder, cpu._decoder
+    begun = len(tokens) - STEPPED
+    own.scores(tokens[:begun], 1), other.scores(tokens[:begun], 1)
+    pairs = [(own.next_scores(t), other.logits(other.run([t]))[0]) for t in tokens[begun:]]
+    judge("tokens after it", *(np.stack(side) for side in zip(*pairs, strict=True)))
+    prompt = tokens[: max(1, begun // 8)]
+
+    def made(graphs: bool, **how: Any) -> list[int]:
+        own.graphs = graphs
+        return list(gpu.generate_tokens(prompt, min(MADE, CONTEXT - len(prompt)), **how))
+
+    for how in WAYS:
+        captured = made(True, **how)
+        for name, again in (("launches", made(False, **how)), ("the same steps again", made(True, **how))):
+            if captured != again:
+                wrong.append(f"model, {precision}, {how}: captured steps make other tokens than {name}")
+    greedy = made(True)
+    same = sum(a == b for a, b in zip(greedy, islice(cpu.generate_tokens(prompt, MADE), len(greedy)), strict=False))
+    notes.append(f"{same} of {len(greedy)} greedy tokens are the CPU's")
+    return wrong, "; ".join(notes)

@@ -1,0 +1,188 @@
+"""Correctness of products: all types against float64, outputs poisoned before and guarded behind."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+SHAPES = [(1, 256), (3, 512), (129, 1280), (1000, 2304), (2050, 4096)]
+SMALL_BLOCKS = [(5, 32), (131, 96)]  # as well, where a block has 32 columns
+EPILOGUES = (1000, 2304)
+COLUMNS = range(1, 9)
+ROWS_OF_CONFIGURATIONS = 71
+TRIED = {"Q4_K": (1, 4), "Q6_K": (1, 4), "Q8_0": (1, 4), "Q4_0": (1,), "Q2_K": (1,), "Q3_K": (1,), "Q5_K": (1,),
+         "Q4_1": (1,)}  # columns, with all configurations  # fmt: skip
+
+
+def difference(one: Any, other: Any) -> float:
+    """|one - other| / |other|."""
+    return float(np.linalg.norm(one - other) / np.linalg.norm(other))
+
+
+def taken(x: np.ndarray, precision: str) -> np.ndarray:
+    """x in float64 as the records hold it: int8 in steps that map the largest of 32 values onto -128."""
+    if precision == "f32":
+        return x.astype(np.float64)
+    blocks = x.reshape(-1, 32)
+    largest = np.abs(blocks).max(-1, keepdims=True)
+    sign = np.where((blocks == largest).any(-1, keepdims=True), np.float32(-1), np.float32(1))
+    codes = np.rint(np.minimum(blocks * (np.float32(128) * sign / largest), np.float32(127)))
+    steps = (largest * np.float32(1 / 128) * sign).astype(np.float64)
+    return (codes * steps).reshape(x.shape)
+
+
+class Judge:
+    """Collects what is wrong, and the largest error of what is right to float32."""
+
+    def __init__(self) -> None:
+        self.wrong: list[str] = []
+        self.worst = 0.0
+
+    def __call__(self, what: str, found: Any, expected: np.ndarray, limit: float) -> None:
+        """`found`, a torch tensor, is the expected one up to a relative error."""
+        error = difference(found.double().cpu().numpy(), expected)
+        if limit <= 1e-4:  # halves aside
+            self.worst = max(self.worst, error)
+        if not error < limit:  # NaN is wrong too
+            self.wrong.append(f"{what}: error {error:.2e}")
+
+
+def check(type: str, precision: str) -> dict[str, Any]:
+    """Products of 1 to 8 columns, epilogues, and the weights as floats."""
+    from bridge.cuda.device import require
+
+    from bridge.blocks import BLOCKS
+
+    judge, device = Judge(), require("cuda")
+    for shape in SHAPES + ([] if BLOCKS[type].is_k else SMALL_BLOCKS):
+        _products(judge, type, precision, shape, device)
+    _epilogues(judge, type, precision, device)
+    _silu(judge, type, precision, device)
+    _floats(judge, type, device)
+    return {"wrong": judge.wrong, "notes": f"largest relative error {judge.worst:.1e}"}
+
+
+def _products(judge: Judge, type: str, precision: str, shape: tuple[int, int], device: Any) -> None:
+    import torch
+    from bridge.cuda import matvec
+    from bridge.cuda.activations import Records
+    from bridge.cuda.device import torch_device, view
+    from bridge.cuda.matrix import DeviceMatrix
+
+    rng = np.random.default_rng(0)
+    rows, columns = shape
+    place = torch_device(device)
+    matrix, weights = _matrix(type, rows, columns)
+    uploaded = DeviceMatrix.upload(matrix, device)
+    for n in COLUMNS:
+        x = rng.standard_normal((n, columns)).astype(np.float32)
+        records = Records(columns, n, device, precision)
+        records.quantize(torch.from_numpy(x).to(place), n, device.stream())
+        y = torch.full((n + 1, rows), float("nan"), device=place)
+        matvec.launch(uploaded, records, view(y[:n]), n, device.stream())
+        what = f"{type} {rows}x{columns}, {n} columns, {precision}"
+        judge(what, y[:n], taken(x, precision) @ weights.T, 1e-5)
+        if not bool(y[n].isnan().all()):
+            judge.wrong.append(f"{what}: written beyond the end")
+
+
+def _epilogues(judge: Judge, type: str, precision: str, device: Any) -> None:
+    """y += W x + bias, for x of all three types."""
+    import torch
+    from bridge.cuda import matvec
+    from bridge.cuda.activations import Records
+    from bridge.cuda.device import torch_device, view
+    from bridge.cuda.matrix import DeviceMatrix
+
+    rng = np.random.default_rng(1)
+    rows, columns = EPILOGUES
+    place = torch_device(device)
+    matrix, weights = _matrix(type, rows, columns)
+    uploaded = DeviceMatrix.upload(matrix, device)
+    bias, before = (torch.randn(shape, device=place) for shape in ((rows,), (1, rows)))
+    for kind in (torch.float32, torch.float16, torch.bfloat16):
+        x = torch.from_numpy(rng.standard_normal((1, columns)).astype(np.float32)).to(place).to(kind)
+        records = Records(columns, 1, device, precision).quantize(x, 1, device.stream())
+        y = before.clone()
+        matvec.launch(uploaded, records, view(y), 1, device.stream(), accumulate=True, bias=view(bias))
+        product = taken(x.float().cpu().numpy(), precision) @ weights.T
+        judge(f"{type} {kind} in, bias and sum", y, product + (bias + before).double().cpu().numpy(), 1e-5)
+
+
+def _silu(judge: Judge, type: str, precision: str, device: Any) -> None:
+    """silu(gate x) * (up x), both matrices the same."""
+    import torch
+    from bridge.cuda import matvec
+    from bridge.cuda.activations import Records
+    from bridge.cuda.device import torch_device, view
+    from bridge.cuda.matrix import DeviceMatrix
+
+    rows, columns = EPILOGUES
+    place = torch_device(device)
+    matrix, weights = _matrix(type, rows, columns)
+    pair = DeviceMatrix.upload([matrix, _matrix(type, rows, columns)[0]], device, interleave=True)
+    x = np.random.default_rng(2).standard_normal((1, columns)).astype(np.float32)
+    x *= np.float32(3 / np.abs(x @ weights.T).max())  # so that silu is neither 0 nor the identity
+    records = Records(columns, 1, device, precision)
+    records.quantize(torch.from_numpy(x).to(place), 1, device.stream())
+    y = torch.full((1, rows), float("nan"), device=place)
+    matvec.launch_silu(pair, records, view(y), 1, device.stream())
+    product = taken(x, precision) @ weights.T
+    judge(f"{type} silu", y, product / (1 + np.exp(-product)) * product, 1e-4)
+
+
+def _floats(judge: Judge, type: str, device: Any) -> None:
+    """A tile of the weights in all three types, and rows of them."""
+    import torch
+    from bridge.cuda import dequantize
+    from bridge.cuda.device import torch_device, view
+    from bridge.cuda.matrix import DeviceMatrix
+
+    rows, columns = EPILOGUES
+    place = torch_device(device)
+    matrix, weights = _matrix(type, rows, columns)
+    uploaded = DeviceMatrix.upload(matrix, device)
+    first, count = rows * 3 // 10, rows // 2
+    for kind, limit in ((torch.float32, 1e-6), (torch.float16, 1e-3), (torch.bfloat16, 1e-2)):
+        out = torch.full((count, columns), float("nan"), dtype=kind, device=place)
+        dequantize.tile(uploaded, first, count, out, device.stream())
+        judge(f"{type} tile in {kind}", out, weights[first : first + count], limit)
+    ids = torch.tensor([rows - 1, 0, rows // 2], dtype=torch.int32, device=place)
+    out = torch.full((3, columns), float("nan"), device=place)
+    dequantize.rows(uploaded, view(ids), view(out), 3, device.stream())
+    judge(f"{type} rows", out, weights[ids.cpu().numpy()], 1e-6)
+
+
+def check_configurations(type: str) -> dict[str, Any]:
+    """Every configuration that is timed later makes the product that the table's own makes; compiles them too."""
+    import torch
+    from bridge.cuda import matvec
+    from bridge.cuda.activations import Records
+    from bridge.cuda.bench import LARGE
+    from bridge.cuda.device import require, torch_device, view
+    from bridge.cuda.matrix import DeviceMatrix
+
+    device = require("cuda")
+    place = torch_device(device)
+    rows, columns = ROWS_OF_CONFIGURATIONS, LARGE[1]
+    matrix, weights = _matrix(type, rows, columns)
+    uploaded = DeviceMatrix.upload(matrix, device)
+    judge = Judge()
+    for n in TRIED[type]:
+        x = np.random.default_rng(3).standard_normal((n, columns)).astype(np.float32)
+        records = Records(columns, n, device).quantize(torch.from_numpy(x).to(place), n, device.stream())
+        expected = taken(x, "int8") @ weights.T
+        for shape in matvec.configurations(uploaded, n):
+            y = torch.full((n, rows), float("nan"), device=place)
+            matvec.launch(uploaded, records, view(y), n, device.stream(), shape=shape)
+            judge(f"{type}, {n} columns, {shape}", y, expected, 1e-5)
+    return {"wrong": judge.wrong, "notes": f"largest relative error {judge.worst:.1e}"}
+
+
+def _matrix(type: str, rows: int, columns: int) -> tuple[Any, np.ndarray]:
+    """A tensor of random codes and its weights in float64."""
+    from bridge.runtime.bench import random_tensor
+
+    tensor = random_tensor(type, rows, columns)
+    return tensor, tensor.dequantize().astype(np.float64)

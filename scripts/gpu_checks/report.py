@@ -1,0 +1,118 @@
+"""What was found, as a table: bars first, each with what was measured and whether it is met."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from gpu_checks.jobs import LARGE, SMALL, TYPES
+
+OF_READING = {"Q4_K": 85, "Q6_K": 85, "Q8_0": 85, "Q4_0": 85, "Q2_K": 75, "Q3_K": 75, "Q5_K": 75, "Q4_1": 75}  # %
+OF_READING_SMALL = 60  # %, Q4_K
+TIMES_TORCH = 3.0
+BATCH_4 = 1.3  # times batch 1, at most
+OF_DECODE = 60  # %
+
+_NOT_MEASURED = "not measured"
+
+
+class Row(NamedTuple):
+    """`met` is None where there is no bar."""
+
+    what: str
+    bar: str
+    measured: str
+    met: bool | None
+    detail: str
+
+
+def rows(times: dict[str, dict[str, Any]]) -> list[Row]:
+    """The table of times, by names of jobs; a bar whose job failed is not met."""
+    found = {job.removeprefix("time/"): result for job, result in times.items() if "failed" not in result}
+    table = [_share(found, type, LARGE, bar) for type, bar in OF_READING.items()]
+    table += [_share(found, "Q4_K", SMALL, OF_READING_SMALL), _against_torch(found), _batch(found), _decode(found)]
+    others = [(type, shape) for shape in (LARGE, SMALL) for type in TYPES]
+    barred = [*((type, LARGE) for type in OF_READING), ("Q4_K", SMALL)]
+    return table + [_share(found, type, shape, None) for type, shape in others if (type, shape) not in barred]
+
+
+def _share(found: dict[str, Any], type: str, shape: str, bar: int | None) -> Row:
+    """A product's bytes a second, of those that reading gets."""
+    what, wanted = f"{type} matvec, {shape}", "" if bar is None else f">= {bar}%"
+    time, reading = found.get(f"product/{shape}/{type}"), found.get("reading")
+    if time is None or reading is None:
+        return Row(what, wanted, _NOT_MEASURED, None if bar is None else False, "")
+    share = 100 * time["nbytes"] / time["int8"] / reading["bandwidth"]
+    detail = f"{1e6 * time['int8']:.1f} us; floats {1e6 * time['f32']:.1f} us"
+    if (torch := found.get(f"torch_product/{shape}")) is not None:
+        detail += f"; torch f16 {1e6 * torch['seconds']:.1f} us"
+    return Row(what, wanted, f"{share:.1f}% of reading", None if bar is None else share >= bar, detail)
+
+
+def _against_torch(found: dict[str, Any]) -> Row:
+    what, wanted = "Q4_K against torch's f16", f">= {TIMES_TORCH}x"
+    time, torch = found.get(f"product/{LARGE}/Q4_K"), found.get(f"torch_product/{LARGE}")
+    if time is None or torch is None:
+        return Row(what, wanted, _NOT_MEASURED, False, LARGE)
+    ratio = torch["seconds"] / time["int8"]
+    return Row(what, wanted, f"{ratio:.2f}x", ratio >= TIMES_TORCH, LARGE)
+
+
+def _batch(found: dict[str, Any]) -> Row:
+    """The largest ratio of all types with a bar counts."""
+    what, wanted = f"batch 4 against 1, the worst of {len(OF_READING)} types", f"<= {BATCH_4}x"
+    times = {type: found.get(f"product/{LARGE}/{type}") for type in OF_READING}
+    ratios = {type: (t["int8_4"] / t["int8"], t["int8_8"] / t["int8"]) for type, t in times.items() if t is not None}
+    detail = "; ".join(f"{type} {four:.2f} (batch 8: {eight:.2f})" for type, (four, eight) in ratios.items())
+    if len(ratios) < len(times):
+        return Row(what, wanted, _NOT_MEASURED, False, detail)
+    worst = max(four for four, _ in ratios.values())
+    return Row(what, wanted, f"{worst:.2f}x", worst <= BATCH_4, detail)
+
+
+def _decode(found: dict[str, Any]) -> Row:
+    """Tokens a second, of as many as the file's bytes could be read in that second."""
+    what, wanted = "decode, 8B Q4_K, batch 1", f">= {OF_DECODE}%"
+    time, reading = found.get("decode"), found.get("reading")
+    if time is None or reading is None:
+        return Row(what, wanted, _NOT_MEASURED, False, "")
+    speed, bound = time["greedy"]["tokens_per_second"], reading["bandwidth"] / time["file"]
+    long = time["greedy, long prompt"]
+    detail = (
+        f"{speed:.1f} tokens/s of {bound:.1f}, file {time['file'] / 1e9:.2f} GB; step alone "
+        f"{1e3 * time['step_seconds']:.3f} ms; sampled {time['sampled']['tokens_per_second']:.1f}; after a long prompt "
+        f"{long['tokens_per_second']:.1f}, the prompt in {long['prompt_seconds']:.2f} s; upload {time['upload']:.0f} s"
+    )
+    share = 100 * speed / bound
+    return Row(what, wanted, f"{share:.1f}% of bandwidth/size", share >= OF_DECODE, detail)
+
+
+def shown(job: str, result: dict[str, Any]) -> str:
+    """A line for a job that has ended."""
+    if "failed" in result:
+        words = f"FAILED {result['failed']}"
+    elif "wrong" in result:
+        words = f"{'; '.join(result['wrong']) or 'right'}  {result.get('notes', '')}"
+    elif "tried" in result:
+        own, *others = [f"{configuration} {1e6 * seconds:.1f}" for configuration, seconds in _ranked(result["tried"])]
+        words = f"own {own} us; the fastest {'; '.join(others)} us"
+    else:
+        words = ", ".join(f"{name} {value}" for name, value in result.items())
+    return f"{job:<40} {words}"
+
+
+def _ranked(tried: list[Any]) -> list[Any]:
+    """The configuration in use (rows, units, split, warps), then the fastest three."""
+    return [tried[0], *sorted(tried, key=lambda pair: pair[1])[:3]]
+
+
+def printed(found: dict[str, Any], table: list[Row], wrong: list[str]) -> str:
+    """The end of the output: what is wrong, and the table."""
+    right = sum(not job.get("wrong") and "failed" not in job for job in found["correctness"].values())
+    lines = ["", f"{found['machine']}. {found['seconds']:.0f} s in all; {right} of {len(found['correctness'])} right."]
+    lines += [f"FAILED {line}" for line in wrong]
+    if (reading := found["times"].get("time/reading", {}).get("bandwidth")) is not None:
+        lines.append(f"Read bandwidth in the same run: {reading / 1e9:.0f} GB/s.")
+    lines += ["", "| what | bar | measured | met | in detail |", "|---|---|---|---|---|"]
+    words = {True: "yes", False: "no", None: ""}
+    lines += [f"| {row.what} | {row.bar} | {row.measured} | {words[row.met]} | {row.detail} |" for row in table]
+    return "\n".join(lines)

@@ -1,0 +1,102 @@
+"""Times: read bandwidth, products, torch's f16 product, other configurations of products, tokens of an 8B model.
+
+All but whole tokens: replays of CUDA graphs whose weights are rotated beyond the L2 cache, see cuda/bench.py.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from gpu_checks.synthetic import SyntheticFile
+
+DECODED = 96  # tokens
+CONTEXT = 4096
+PROMPTS = (16, 3000)  # tokens: short and long
+
+
+def shape_of(text: str) -> tuple[int, int]:
+    """(8192, 28672) of "8192x28672"."""
+    rows, columns = map(int, text.split("x"))
+    return rows, columns
+
+
+def reading() -> dict[str, Any]:
+    """Bytes a second that a kernel gets which does nothing but read."""
+    from bridge.cuda.bench import read_bandwidth
+    from bridge.cuda.device import require
+
+    return {"bandwidth": read_bandwidth(require("cuda"))}
+
+
+def torch_product(shape: str) -> dict[str, Any]:
+    """Seconds of torch's f16 product with one vector."""
+    from bridge.cuda import bench
+    from bridge.cuda.device import require
+
+    return {"seconds": bench.torch_product(shape_of(shape), require("cuda"))}
+
+
+def product(shape: str, type: str) -> dict[str, Any]:
+    """Bytes of the weights on the device, and seconds of a product by columns and precision."""
+    own = _bench(shape, type)
+    ways = {"int8": (1, "int8"), "int8_4": (4, "int8"), "int8_8": (8, "int8"), "f32": (1, "f32")}
+    return {"nbytes": own.matrix.nbytes} | {name: own.product(*way) for name, way in ways.items()}
+
+
+def configurations(shape: str, type: str, columns: str) -> dict[str, Any]:
+    """Seconds of every way to share the work; the first is the one in use."""
+    from bridge.cuda import matvec
+
+    own, n = _bench(shape, type), int(columns)
+    tried = matvec.configurations(own.matrix, n)
+    return {"tried": [[list(chosen), own.product(n, shape=chosen)] for chosen in tried]}
+
+
+def _bench(shape: str, type: str) -> Any:
+    from bridge.cuda.bench import Bench
+    from bridge.cuda.device import require
+
+    from bridge.runtime.bench import random_tensor
+
+    return Bench(random_tensor(type, *shape_of(shape)), require("cuda"))
+
+
+def decode() -> dict[str, Any]:
+    """Tokens a second with the host reading each, and of the captured step alone, of a synthetic Llama 3 8B in Q4_K."""
+    import torch
+    from bridge.cuda.decoder import Decoder
+    from bridge.cuda.device import require
+
+    from bridge.runtime.decoder_config import read_config
+    from bridge.runtime.sampling import Sampler, Sampling
+
+    file: Any = SyntheticFile()
+    begun = time.perf_counter()
+    decoder = Decoder(file, read_config(file.metadata, file.path), CONTEXT, "f16", "int8", str(require("cuda")))
+    decoder.prepare()
+    found: dict[str, Any] = {"file": file.nbytes, "upload": time.perf_counter() - begun}
+    short, long = PROMPTS
+    for name, prompt, how in (
+        ("greedy", short, Sampling()),
+        ("sampled", short, Sampling(0.8, seed=1)),
+        ("greedy, long prompt", long, Sampling()),
+    ):
+        stream = decoder.draw([i * 7919 % file.VOCAB for i in range(prompt)], Sampler(how))
+        start = time.perf_counter()
+        next(stream)
+        first = time.perf_counter()
+        for _ in range(DECODED):
+            next(stream)
+        found[name] = {"tokens_per_second": DECODED / (time.perf_counter() - first), "prompt_seconds": first - start}
+        stream.close()
+    torch.cuda.synchronize()
+    decoder._set_state(short, 1)
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin.record()
+    for _ in range(DECODED):
+        decoder._captured[None].replay()
+    end.record()
+    end.synchronize()
+    found["step_seconds"] = begin.elapsed_time(end) / 1000 / DECODED
+    return found

@@ -1,0 +1,169 @@
+"""scripts/gpu_check.py without a GPU: its jobs run here, on kernels that do their arithmetic in NumPy or none at all.
+
+What is real: the script, and all of bridge.cuda but the kernels; their arguments are held against their signatures.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import torch
+
+import bridge
+from tests.conftest import ROOT
+from tests.support.gpu import device
+from tests.support.random_blocks import rounded
+
+sys.path.append(str(ROOT / "scripts"))
+
+import gpu_check
+from gpu_checks import jobs, model, products, report, runner, synthetic, timing
+
+
+class Products:
+    """Products and weights in float64, stored where kernels would store them. `wrong`: types with wrong results."""
+
+    def __init__(self) -> None:
+        self.wrong: set[str] = set()
+        self.weights: dict[int, np.ndarray] = {}  # by the id of a matrix on the device
+        self.matrices: list[Any] = []  # kept, so that an id stays theirs
+
+    @contextmanager
+    def installed(self) -> Iterator[None]:
+        """In place of the kernels' results."""
+        from bridge.cuda import dequantize, matvec
+        from bridge.cuda.activations import Records
+        from bridge.cuda.matrix import DeviceMatrix
+
+        upload, quantize = DeviceMatrix.upload.__func__, Records.quantize  # type: ignore[attr-defined]
+        multiply, silu, tile, rows = matvec.launch, matvec.launch_silu, dequantize.tile, dequantize.rows
+
+        def uploaded(cls: Any, tensors: Any, device: Any = None, interleave: bool = False) -> Any:
+            found = upload(cls, tensors, device, interleave)
+            parts = [t.dequantize().astype(np.float64) for t in (tensors if isinstance(tensors, list) else [tensors])]
+            weights = np.stack(parts, 1).reshape(found.rows, -1) if interleave else np.concatenate(parts)
+            self.matrices.append(found)
+            self.weights[id(found)] = weights * (1.01 if found.type in self.wrong else 1)
+            return found
+
+        def quantized(records: Any, x: Any, n: int, stream: Any = 0) -> Any:
+            quantize(records, x, n, stream)
+            values = torch.as_tensor(x[:n]).float().numpy()
+            records.values = values.astype(np.float64) if records.exact else rounded(values)
+            return records
+
+        def multiplied(matrix: Any, records: Any, y: Any, n: int, *more: Any, **options: Any) -> None:
+            multiply(matrix, records, y, n, *more, **options)
+            if id(matrix) not in self.weights or not hasattr(records, "values"):  # what is only timed
+                return
+            product = records.values[:n] @ self.weights[id(matrix)].T
+            bias = options.get("bias")
+            y[:n] = product + (y[:n] if options.get("accumulate") else 0) + (0 if bias is None else bias)
+
+        def gated(matrix: Any, records: Any, y: Any, n: int, *more: Any, **options: Any) -> None:
+            silu(matrix, records, y, n, *more, **options)
+            if not hasattr(records, "values"):
+                return
+            product = records.values[:n] @ self.weights[id(matrix)].T
+            gate, up = product[:, ::2], product[:, 1::2]
+            y[:n] = gate / (1 + np.exp(-gate)) * up
+
+        def tiled(matrix: Any, first: int, count: int, out: Any, stream: Any) -> None:
+            tile(matrix, first, count, out, stream)
+            out.copy_(torch.from_numpy(self.weights[id(matrix)][first : first + count]))
+
+        def chosen(matrix: Any, ids: Any, out: Any, n: int, stream: Any) -> None:
+            rows(matrix, ids, out, n, stream)
+            out[:n] = self.weights[id(matrix)][ids[:n]]
+
+        with ExitStack() as stack:
+            for owner, name, own in (
+                (DeviceMatrix, "upload", classmethod(uploaded)), (Records, "quantize", quantized),
+                (matvec, "launch", multiplied), (matvec, "launch_silu", gated),
+                (dequantize, "tile", tiled), (dequantize, "rows", chosen),
+            ):  # fmt: skip
+                stack.enter_context(mock.patch.object(owner, name, own))
+            yield
+
+
+class Stepped:
+    """The CPU's decoder with what the one on a GPU has besides."""
+
+    def __init__(self, decoder: Any):
+        self._decoder = decoder
+        self.graphs = True
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._decoder, name)
+
+    def next_scores(self, token: int) -> np.ndarray:
+        """As bridge.cuda's."""
+        return self._decoder.logits(self._decoder.run([token]))[0]
+
+
+def _only_checked(launches: Any, kernel: Any, grid: Any, block: Any, arguments: Any) -> None:
+    """A launch of which nothing comes."""
+    for pair in zip(device._types(kernel.signature), arguments, strict=True):
+        device._checked(kernel, *pair)
+    launches.names.append(kernel.name)
+
+
+def _here(names: Any, until: float, note: Any) -> str:
+    """runner.process without a process."""
+    for job in names:
+        if time.monotonic() >= until:
+            return "no end in time"
+        try:
+            found = jobs.run(job)
+        except Exception as problem:
+            return f"exit code 1: {problem!r}"
+        note(job, json.loads(json.dumps(found)))
+    return "exit code 0: "
+
+
+@contextmanager
+def small_check() -> Iterator[Products]:
+    """`gpu_check.main` can be called: all its jobs, with small shapes, in seconds."""
+    from bridge.cuda import bench, matvec
+
+    every, load = matvec.configurations, bridge.Model.load
+    computed = Products()
+
+    def loaded(path: Any, device: str = "cpu", **options: Any) -> Any:
+        made = load(path, **options)
+        if device != "cpu":
+            made._decoder = Stepped(made._decoder)
+        return made
+
+    large, small = "8x512", "4x256"
+    rename = {jobs.LARGE: large, jobs.SMALL: small}
+    names = ["/".join(rename.get(part, part) for part in job.split("/")) for job in jobs.TIMES]
+    with ExitStack() as stack:
+        for owner, name, value in (
+            (runner, "process", _here), (runner, "PROCESSES", 1), (runner, "_SHORTEST", 0),
+            (jobs, "TIMES", names), (report, "LARGE", large), (report, "SMALL", small),
+            (products, "SHAPES", [(1, 256), (3, 512)]), (products, "SMALL_BLOCKS", [(5, 32)]),
+            (products, "EPILOGUES", (10, 256)), (products, "COLUMNS", (1, 5)),
+            (model, "CONTEXT", 64), (model, "PROMPTS", (20, 5, 1)), (model, "STEPPED", 3), (model, "MADE", 4),
+            (timing, "DECODED", 2), (timing, "CONTEXT", 64), (timing, "PROMPTS", (4, 12)),
+            (synthetic.SyntheticFile, "HIDDEN", 256), (synthetic.SyntheticFile, "INNER", 512),
+            (synthetic.SyntheticFile, "HEADS", 4), (synthetic.SyntheticFile, "KV_HEADS", 2),
+            (synthetic.SyntheticFile, "LAYERS", 2), (synthetic.SyntheticFile, "VOCAB", 96),
+            (bench, "LARGE", (8, 512)), (bench, "_READ", 1 << 23), (bench, "_WARM", 0), (bench, "ROUNDS", 1),
+            (bench, "LAUNCHES", 2), (matvec, "configurations", lambda *given: every(*given)[:2]),
+            (bridge.Model, "load", loaded), (device.Launches, "run", _only_checked),
+        ):  # fmt: skip
+            stack.enter_context(mock.patch.object(owner, name, value))
+        stack.enter_context(device.pretended_gpu(multiprocessors=2, graphs=True))
+        stack.enter_context(computed.installed())
+        yield computed
+
+
+main = gpu_check.main

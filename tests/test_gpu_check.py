@@ -1,0 +1,195 @@
+"""The check for machines with a GPU, without one: it runs to its end, reports what fails, and keeps to its time."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("numba_cuda", reason="numba-cuda is not installed")
+
+from tests.support.gpu import check
+from tests.support.gpu.check import jobs, products, report, runner, small_check, timing
+
+BARS = [
+    *(f"{type} matvec, 8192x28672" for type in ("Q4_K", "Q6_K", "Q8_0", "Q4_0", "Q2_K", "Q3_K", "Q5_K", "Q4_1")),
+    "Q4_K matvec, 4096x14336", "Q4_K against torch's f16", "batch 4 against 1, the worst of 8 types",
+    "decode, 8B Q4_K, batch 1",
+]  # fmt: skip
+
+
+def measured() -> dict[str, Any]:
+    """Times of a GPU that reads 1e12 bytes a second, every bar met and hardly so."""
+    found: dict[str, Any] = {"reading": {"bandwidth": 1e12}}
+    for shape, nbytes in ((jobs.LARGE, 100_000_000), (jobs.SMALL, 25_000_000)):
+        found[f"torch_product/{shape}"] = {"seconds": 3.01 * nbytes / 0.86e12}
+        for type in jobs.TYPES:
+            share = 0.61 if shape == jobs.SMALL else 0.86 if report.OF_READING.get(type) == 85 else 0.76
+            seconds = nbytes / (share * 1e12)
+            times = {"int8": seconds, "int8_4": 1.29 * seconds, "int8_8": 2 * seconds, "f32": seconds}
+            found[f"product/{shape}/{type}"] = {"nbytes": nbytes} | times
+    tokens = {"tokens_per_second": 122.0, "prompt_seconds": 1.0}
+    found["decode"] = {"file": 5_000_000_000, "upload": 9.0, "step_seconds": 0.008, "greedy": tokens,
+                       "sampled": tokens, "greedy, long prompt": tokens}  # fmt: skip
+    return {f"time/{job}": result for job, result in found.items()}
+
+
+def test_every_bar_is_a_row_and_is_met_where_the_times_say_so() -> None:
+    table = report.rows(measured())
+    assert [row.what for row in table if row.bar] == BARS
+    assert {row.what: row.met for row in table if row.bar} == dict.fromkeys(BARS, True)
+    assert table[0][:4] == ("Q4_K matvec, 8192x28672", ">= 85%", "86.0% of reading", True)
+    assert [row.bar for row in table[4:12]] == [">= 75%"] * 4 + [">= 60%", ">= 3.0x", "<= 1.3x", ">= 60%"]
+    assert [row.measured for row in table[8:12]] == ["61.0% of reading", "3.01x", "1.29x", "61.0% of bandwidth/size"]
+    assert {row.met for row in table if not row.bar} == {None}
+    assert set(measured()) <= set(jobs.TIMES)
+
+
+@pytest.mark.parametrize(
+    ("job", "change", "missed"),
+    [
+        ("product/8192x28672/Q4_1", {"int8": 1e8 / 0.74e12, "int8_4": 1e8 / 0.74e12}, [BARS[7]]),
+        ("product/4096x14336/Q4_K", {"int8": 25e6 / 0.59e12}, [BARS[8]]),
+        ("torch_product/8192x28672", {"seconds": 2.99e8 / 0.86e12}, [BARS[9]]),
+        ("product/8192x28672/Q2_K", {"int8_4": 1.31e8 / 0.76e12}, [BARS[10]]),
+        ("decode", {"greedy": {"tokens_per_second": 119.0, "prompt_seconds": 1.0}}, [BARS[11]]),
+        ("product/4096x14336/Q5_0", {"int8": 1.0}, []),  # no bar
+        # what could not be measured
+        ("reading", None, [*BARS[:9], BARS[11]]),
+        ("product/8192x28672/Q4_K", None, [BARS[0], *BARS[9:11]]),
+        ("decode", None, [BARS[11]]),
+    ],
+)
+def test_a_bar_is_missed_by_what_is_slow_and_by_what_has_failed(job: str, change: Any, missed: list[str]) -> None:
+    times = measured()
+    times[f"time/{job}"] = {"failed": "exit code 1"} if change is None else times[f"time/{job}"] | change
+    table = report.rows(times)
+    assert [row.what for row in table if row.met is False] == missed
+    assert [row.what for row in table if row.bar] == BARS
+    assert sum(row.measured == "not measured" for row in table if row.bar) == (len(missed) if change is None else 0)
+
+
+# what a process does with the jobs "fine", "dies" and "hangs"
+PROCESS = """
+import sys, time
+for job in sys.argv[1:]:
+    print("a library says something", end="")
+    if job == "dies":
+        sys.exit("Traceback\\nCudaError: an illegal address")
+    if job == "hangs":
+        time.sleep(60)
+    print(f'\\nRESULT ["{job}", {{"seconds": 1}}]', flush=True)
+"""
+
+
+@pytest.fixture
+def processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runner, "COMMAND", [sys.executable, "-c", PROCESS])
+    monkeypatch.setattr(runner, "_SHORTEST", 0.0)
+
+
+@pytest.mark.usefixtures("processes")
+def test_a_process_that_dies_takes_one_job_with_it_and_no_time_ends_the_rest() -> None:
+    shown = []
+    found = runner.in_turn(["one", "dies", "two"], time.monotonic() + 60, lambda job, result: shown.append(job))
+    assert shown == ["one", "dies", "two"]
+    assert found["one"] == found["two"] == {"seconds": 1}
+    assert found["dies"] == {"failed": "exit code 1: Traceback CudaError: an illegal address"}
+    begun = time.monotonic()
+    found = runner.in_turn(["one", "hangs", "two"], begun + 2, lambda job, result: None)
+    assert time.monotonic() - begun < 20
+    assert found == {"one": {"seconds": 1}, "hangs": {"failed": "no end in time"}, "two": {"failed": runner.LATE}}
+    found = runner.at_once(["one", "dies"], time.monotonic() + 60, lambda job, result: None)
+    assert found["one"] == {"seconds": 1}
+    assert "illegal address" in found["dies"]["failed"]
+
+
+def ran(tmp_path: Path, *options: str) -> tuple[int, dict[str, Any]]:
+    code = check.main(["--json", str(tmp_path / "out.json"), *options])
+    return code, json.loads((tmp_path / "out.json").read_text())
+
+
+def test_all_of_it_runs_and_ends_in_the_table(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # bars that a clock on the CPU meets
+    monkeypatch.setattr(report, "OF_READING", dict.fromkeys(report.OF_READING, 0))
+    for bar, easy in (("OF_READING_SMALL", 0), ("TIMES_TORCH", 0.0), ("BATCH_4", 1e9), ("OF_DECODE", 0)):
+        monkeypatch.setattr(report, bar, easy)
+    with small_check():
+        code, found = ran(tmp_path)
+        assert list(found["times"]) == jobs.TIMES
+    assert found["wrong"] == []
+    assert code == 0
+    assert list(found["correctness"]) == jobs.CORRECT
+    assert len(jobs.CORRECT) == 1 + len(products.TRIED) + 2 * 10
+    assert "4 of 4 greedy tokens are the CPU's" in found["correctness"]["correct/model"]["notes"]
+    assert all(result["wrong"] == [] for result in found["correctness"].values())
+    assert found["times"]["time/product/8x512/Q4_K"].keys() == {"nbytes", "int8", "int8_4", "int8_8", "f32"}
+    assert len(found["times"]["time/configurations/8x512/Q6_K/4"]["tried"]) == 2
+    assert found["times"]["time/decode"]["file"] > 0
+    assert len([row for row in found["table"] if row["bar"]]) == 12
+    assert all(row["met"] in (True, None) and row["measured"] != "not measured" for row in found["table"])
+    printed = capsys.readouterr().out.split("\n| what | bar | measured | met | in detail |\n")
+    assert len(printed) == 2
+    assert printed[1].count("\n| ") == len(found["table"])
+    assert f"{len(jobs.CORRECT)} of {len(jobs.CORRECT)} right." in printed[0]
+
+
+def test_what_is_wrong_or_fails_is_reported_and_the_rest_goes_on(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(shape: str) -> dict[str, Any]:
+        raise RuntimeError("CUDA error: out of memory")
+
+    monkeypatch.setitem(jobs._KNOWN["time"], "torch_product", broken)
+    with small_check() as computed:
+        kept = ("correct/products/Q6_K/f32", "correct/products/Q4_0/int8", "correct/configurations/Q6_K")
+        monkeypatch.setattr(jobs, "CORRECT", list(kept))
+        monkeypatch.setattr(jobs, "TIMES", [job for job in jobs.TIMES if "/8x512" in job or "reading" in job][:5])
+        computed.wrong = {"Q6_K"}
+        code, found = ran(tmp_path)
+    assert code == 1
+    assert found["correctness"]["correct/products/Q4_0/int8"]["wrong"] == []
+    assert len(found["correctness"]["correct/products/Q6_K/f32"]["wrong"]) > 5
+    assert any(line.startswith("Q6_K, 4 columns, Configuration(") for line in found["wrong"])
+    assert "time/torch_product/8x512: exit code 1: RuntimeError('CUDA error: out of memory')" in found["wrong"]
+    assert "failed" not in found["times"]["time/product/8x512/Q4_K"]
+    out = capsys.readouterr().out
+    assert "FAILED time/torch_product/8x512: exit code 1" in out
+    assert "| Q4_K against torch's f16 | >= 3.0x | not measured | no | 8x512 |" in out
+    assert "1 of 3 right." in out
+
+
+def test_without_time_nothing_is_begun_and_the_table_is_printed_all_the_same(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(jobs, "run", lambda job: pytest.fail(job))
+    with small_check():
+        code, found = ran(tmp_path, "--seconds", "0")
+        everything = found["correctness"] | found["times"]
+        assert list(everything) == [*jobs.CORRECT, *jobs.TIMES]
+    assert code == 1
+    assert all(result == {"failed": runner.LATE} for result in everything.values())
+    assert [row["measured"] for row in found["table"]] == ["not measured"] * len(found["table"])
+    assert capsys.readouterr().out.count("| not measured | no |") == 12
+
+
+def test_a_folder_that_cannot_be_written_to_is_said_before_anything_runs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(jobs, "run", lambda job: pytest.fail(job))
+    with small_check():
+        assert check.main(["--json", str(tmp_path / "missing" / "out.json")]) == 2
+    assert capsys.readouterr().err.startswith("no check: [Errno 2] No such file")
+
+
+def test_the_model_that_is_timed_is_an_8b_in_q4_k() -> None:
+    file = timing.SyntheticFile
+    layer = file.HIDDEN * (2 * file.HIDDEN + 2 * file.HIDDEN // file.HEADS * file.KV_HEADS + 3 * file.INNER)
+    weights = file.LAYERS * layer + 2 * file.VOCAB * file.HIDDEN
+    assert weights == pytest.approx(8.03e9, rel=1e-3)
