@@ -22,6 +22,7 @@ from bridge.models.modelfile import modelfile as modelfile_text
 from bridge.output import GGUFOutput, check_target, write_text
 from bridge.recipe import PRESETS, Recipe
 from bridge.report import Report, TensorReport, beyond_auto
+from bridge.source import Source
 from bridge.tensors import Conversion
 
 _ROWS = 1024  # of a matrix, looked at together
@@ -79,21 +80,21 @@ def convert(
     with open_checkpoint(resolve(checkpoint, config), config, needs_config=template is None) as ckpt:
         spec = model_of(ckpt, pre, template)
         importance = _read_importance(imatrix)
-        work = Conversion(ckpt, spec, recipe, importance)
+        work = Conversion(Source(ckpt, spec), recipe, importance)
         path = Path(out) if out is not None else Path(default_name(str(checkpoint), recipe))
         if modelfile:
             check_target(path.parent / "Modelfile", force)
         shapes = [(t.name, t.shape) for t in spec.tensors]
         with GGUFOutput(path, spec.arch, spec.add_metadata, shapes, force, split_max_size) as output:
             done = 0
-            total = sum(work.source_bytes(t) for t in spec.tensors)
+            total = sum(work.source.nbytes(t) for t in spec.tensors)
             results = []
             if progress:
                 progress(0, total, "")
             for tensor, result in zip(spec.tensors, work.results(threads), strict=True):
                 output.write(tensor.name, GGMLQuantizationType[result.report.type], result.data)
                 results.append(result.report)
-                done += work.source_bytes(tensor)
+                done += work.source.nbytes(tensor)
                 if progress:
                     progress(done, total, tensor.name)
             files = output.finish(_file_type(recipe, results))

@@ -23,6 +23,7 @@ from bridge.models import ModelSpec, TensorSpec
 from bridge.recipe import Recipe
 from bridge.report import align, fold_notes, size_text
 from bridge.runtime.reader import shards
+from bridge.source import Source
 from bridge.tensors import Conversion
 from bridge.verify import read_gguf
 
@@ -105,7 +106,7 @@ def _claims(ckpt: Checkpoint, scattered: int) -> list[str]:
 
 def _prediction(ckpt: Checkpoint, spec: ModelSpec) -> tuple[list[str], list[str]]:
     """The table of kinds and types, and the readers' notes on the modules that were looked at."""
-    work = Conversion(ckpt, spec, Recipe())
+    work = Conversion(Source(ckpt, spec), Recipe())
     kinds: dict[str, list[TensorSpec]] = {}
     for tensor in spec.tensors:
         if len(tensor.shape) > 1:
@@ -123,18 +124,19 @@ def _one(work: Conversion, tensor: TensorSpec, notes: list[str]) -> tuple[str, s
     shape = "x".join(map(str, tensor.shape))
     if tensor.data is not None and tensor.type is not None:
         return shape, "kept from the template", "", tensor.type, ""
-    leaf = next((leaf for leaf in tensor.leaves if work.module_of(leaf)), tensor.leaves[0])  # of experts, the first
-    module = work.module_of(leaf)
+    source = work.source
+    leaf = next((leaf for leaf in tensor.leaves if source.module_of(leaf)), tensor.leaves[0])  # of experts, the first
+    module = source.module_of(leaf)
     if module is None or not tensor.quantizable:
-        stored = "codes" if module else work.ckpt.stored_as(str(leaf.source))
+        stored = "codes" if module else source.ckpt.stored_as(str(leaf.source))
         wanted = work.recipe.wanted(work.place(tensor), as_codes=False).type if tensor.quantizable else "F32"
         return shape, stored, "", str(wanted), ""
     from bridge.mapping import choose
 
-    t = work.grouped(leaf, module)
+    t = source.grouped(leaf, module)
     notes += t.notes
     groups = f"groups of {t.group_size}" if t.sequential else "act-order"
-    if t.sequential and work.ckpt.group_order(module) is not None:
+    if t.sequential and source.ckpt.group_order(module) is not None:
         groups = f"act-order that folds into {groups}"
     low, high = t.zeros.min(), t.zeros.max()
     zeros = f"{low:g}" + ("" if low == high else f"..{high:g}")

@@ -23,7 +23,8 @@ from bridge.mapping.pack import row_bytes
 from bridge.models import TensorSpec
 from bridge.recipe import block_type
 from bridge.report import CARRIED, ROUNDED, TensorReport
-from bridge.tensors import Conversion, Result, as_float, float_value, source_name
+from bridge.source import source_name
+from bridge.tensors import Conversion, Result, as_float, float_value
 
 if TYPE_CHECKING:
     from bridge.checkpoint.grouped import GroupedTensor
@@ -34,7 +35,7 @@ _SAMPLED = 3  # modules that are looked at before a type is tried on all
 def make_stack(work: Conversion, tensor: TensorSpec) -> Result:
     """Read and map a tensor of several parts, some or all of which are codes."""
     stack = _Stack(work, tensor)
-    act_order = not all(work.carries(module) for module in stack.modules if module)
+    act_order = not all(work.source.carries(module) for module in stack.modules if module)
     wanted = work.recipe.wanted(work.place(tensor), as_codes=True, act_order=act_order)
     if not tensor.quantizable or (wanted.mode == "forced" and block_type(str(wanted.type)) is None):
         return stack.as_floats("F32" if not tensor.quantizable else str(wanted.type))
@@ -74,7 +75,7 @@ class _Stack:
 
     def __post_init__(self) -> None:
         self.leaves = self.tensor.leaves
-        self.modules = [self.work.module_of(leaf) for leaf in self.leaves]
+        self.modules = [self.work.source.module_of(leaf) for leaf in self.leaves]
         coded = [i for i, module in enumerate(self.modules) if module]
         chosen = sorted({coded[0], coded[len(coded) // 2], coded[-1]})[:_SAMPLED]
         self._samples = {}
@@ -84,7 +85,7 @@ class _Stack:
             self._samples[i] = t.take_rows(np.arange(0, t.shape[0], step))
 
     def _read(self, i: int) -> GroupedTensor:
-        return self.work.grouped(self.leaves[i], str(self.modules[i]))
+        return self.work.source.grouped(self.leaves[i], str(self.modules[i]))
 
     def carriers(self, exact: bool = False) -> Iterable[BlockType]:
         return BLOCKS.values() if exact else choose.carriers(list(self._samples.values()))
@@ -141,7 +142,7 @@ class _Stack:
         for i, module in enumerate(self.modules):
             if module is None:
                 made.floats += 1
-                for x in self.work.floats(self.leaves[i]):
+                for x in self.work.source.floats(self.leaves[i]):
                     rows = quantize_rows(x, block, self.work.column_importance(self.tensor, i))
                     data[at : at + len(x)] = rows.data
                     at += len(x)
@@ -186,7 +187,7 @@ class _Stack:
         total = Fidelity(0, 0.0, 0.0, 0.0, 0)
         for i, module in enumerate(self.modules):
             if module is None:
-                chunks += [as_float(x, name, tensor.name) for x in self.work.floats(self.leaves[i])]
+                chunks += [as_float(x, name, tensor.name) for x in self.work.source.floats(self.leaves[i])]
                 continue
             t = self._read(i)
             exact = t.dequantize()

@@ -20,10 +20,10 @@ from bridge.errors import BridgeError
 from bridge.files import missing
 from bridge.hub import resolve
 from bridge.models import TensorSpec
-from bridge.recipe import Recipe, block_type
+from bridge.recipe import block_type
 from bridge.report import AS_IS, CARRIED, FLOAT, MAX_NMSE, MAX_SHARE, ROUNDED, Report, TensorReport
 from bridge.runtime.reader import shards
-from bridge.tensors import Conversion, source_name
+from bridge.source import Source, source_name
 
 if TYPE_CHECKING:
     from bridge.checkpoint.grouped import GroupedTensor
@@ -53,13 +53,13 @@ def verify(
         stored.update((t.name, t) for t in read_gguf(file).tensors)
     with open_checkpoint(resolve(checkpoint, config), config, needs_config=template is None) as ckpt:
         spec = model_of(ckpt, "default", template)  # tensors alone are compared: any pre-tokenizer will do
-        work = Conversion(ckpt, spec, Recipe())
+        source = Source(ckpt, spec)
         _same_names(str(gguf_path), str(checkpoint), {t.name for t in spec.tensors}, set(stored))
         reports = []
-        done, total = 0, sum(work.source_bytes(t) for t in spec.tensors)
+        done, total = 0, sum(source.nbytes(t) for t in spec.tensors)
         for tensor in spec.tensors:
-            reports.append(_compare(work, tensor, stored[tensor.name]))
-            done += work.source_bytes(tensor)
+            reports.append(_compare(source, tensor, stored[tensor.name]))
+            done += source.nbytes(tensor)
             if progress:
                 progress(done, total, tensor.name)
     notes = [note for t in reports for note in t.notes]
@@ -110,7 +110,7 @@ def _same_names(path: str, checkpoint: str, expected: set[str], stored: set[str]
         raise BridgeError(f"{path}: {name} is not in {checkpoint} ({len(stored - expected)} in all)")
 
 
-def _compare(work: Conversion, tensor: TensorSpec, stored: Any) -> TensorReport:
+def _compare(source: Source, tensor: TensorSpec, stored: Any) -> TensorReport:
     """One tensor of the file against the checkpoint's."""
     from bridge.mapping.carry import Fidelity
 
@@ -119,10 +119,10 @@ def _compare(work: Conversion, tensor: TensorSpec, stored: Any) -> TensorReport:
         raise BridgeError(f"{tensor.name}: shape {list(shape)} in the GGUF, {list(tensor.shape)} in the checkpoint")
     name = stored.tensor_type.name
     nbytes = int(stored.n_bytes)
-    source = None if tensor.data is not None else source_name(tensor)
-    report = TensorReport(tensor.name, source, tensor.kind, name, tensor.shape, nbytes, AS_IS)
-    if any(work.module_of(leaf) for leaf in tensor.leaves):
-        return _compare_codes(work, tensor, stored, report)
+    came_from = None if tensor.data is not None else source_name(tensor)
+    report = TensorReport(tensor.name, came_from, tensor.kind, name, tensor.shape, nbytes, AS_IS)
+    if any(source.module_of(leaf) for leaf in tensor.leaves):
+        return _compare_codes(source, tensor, stored, report)
     if tensor.type is not None:
         assert tensor.data is not None
         if name != tensor.type or not np.array_equal(stored.data.reshape(-1).view(np.uint8), tensor.data):
@@ -131,7 +131,7 @@ def _compare(work: Conversion, tensor: TensorSpec, stored: Any) -> TensorReport:
     if tensor.data is not None:
         pairs: Iterator[tuple[np.ndarray, np.ndarray]] = iter([(tensor.data.reshape(shape), _values(stored, 0, None))])
     else:
-        pairs = _float_pairs(work, tensor, stored)
+        pairs = _float_pairs(source, tensor, stored)
     error, signal = _sums(pairs)
     if error or block_type(name):
         report.how = FLOAT
@@ -139,15 +139,15 @@ def _compare(work: Conversion, tensor: TensorSpec, stored: Any) -> TensorReport:
     return report
 
 
-def _compare_codes(work: Conversion, tensor: TensorSpec, stored: Any, report: TensorReport) -> TensorReport:
+def _compare_codes(source: Source, tensor: TensorSpec, stored: Any, report: TensorReport) -> TensorReport:
     """A tensor that came as codes, all of it or most parts. Parts that came as floats are not in its fidelity."""
     from bridge.mapping.carry import Fidelity
 
     at = 0
     for leaf in tensor.leaves:
-        module = work.module_of(leaf)
+        module = source.module_of(leaf)
         if module is not None:
-            t = work.grouped(leaf, module)
+            t = source.grouped(leaf, module)
             report.notes += t.notes
             error, signal = _sums(_grouped_pairs(t, stored, at))
             part = Fidelity(t.codes.size, error, signal, t.noise(), _codes_kept(t, stored, at))
@@ -181,10 +181,10 @@ def _grouped_pairs(t: GroupedTensor, stored: Any, at: int) -> Iterator[tuple[np.
         yield t.dequantize(slice(start, stop)), _values(stored, at + start, at + stop)
 
 
-def _float_pairs(work: Conversion, tensor: TensorSpec, stored: Any) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+def _float_pairs(source: Source, tensor: TensorSpec, stored: Any) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     start = 0
     for leaf in tensor.leaves:
-        for x in work.floats(leaf):
+        for x in source.floats(leaf):
             yield x, _values(stored, start, start + len(x))
             start += len(x)
 
