@@ -112,7 +112,21 @@ class Device:
     def check_memory(self, needed: int, what: str) -> None:
         """Raises BridgeError, with what is needed and free, where `needed` bytes are not free."""
         if needed > self.free():
-            raise self.too_little(needed, what)
+            self._give_back()
+            if needed > self.free():
+                raise self.too_little(needed, what)
+
+    def _give_back(self) -> None:
+        """Free what numba has yet to free, and what torch keeps for later."""
+        from numba import cuda
+
+        if _simulated():
+            return
+        with self.active():
+            cuda.current_context().memory_manager.deallocations.clear()
+            torch = sys.modules.get("torch")
+            if torch is not None and torch.cuda.is_initialized():
+                torch.cuda.empty_cache()
 
     def too_little(self, needed: int, what: str) -> BridgeError:
         return BridgeError(
