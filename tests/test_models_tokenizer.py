@@ -304,6 +304,25 @@ def test_sentencepiece_from_tokenizer_model_gives_the_models_ids(sentencepiece_m
         assert loaded.tokenize("<extra>") == [1000]
 
 
+@pytest.mark.parametrize(
+    ("settings", "bos"),
+    [
+        (None, True),
+        ({"tokenizer_class": "LLaMATokenizer"}, True),
+        ({"tokenizer_class": "LlamaTokenizer", "add_bos_token": False}, False),
+        ({"tokenizer_class": "PreTrainedTokenizerFast"}, False),
+    ],
+)
+def test_a_tokenizer_model_prepends_bos_as_transformers_llama_does(
+    settings: dict | None, bos: bool, sentencepiece_model: Path, tmp_path: Path
+) -> None:
+    shutil.copyfile(sentencepiece_model, tmp_path / "tokenizer.model")
+    if settings is not None:
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    spec, _ = vocab_gguf(tmp_path, 1000, bos_token_id=1, eos_token_id=2)
+    assert spec.tokenizer.add_bos is bos
+
+
 def test_the_tokenizer_json_that_transformers_makes_of_a_tokenizer_model_gives_its_ids(
     sentencepiece_model: Path, tmp_path: Path
 ) -> None:

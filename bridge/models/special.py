@@ -72,8 +72,9 @@ def _id_list(value: Any) -> list[int]:
 def add_bos_and_eos(tokenizer: Tokenizer, data: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
     """Whether a prompt is given BOS and EOS: the post-processor's template, overruled by explicit settings."""
     template = _template(data.get("post_processor"))
-    # transformers' Llama classes prepend BOS unless told otherwise
-    add_bos = template is None and str(settings.get("tokenizer_class", "")).startswith(("LlamaTok", "CodeLlamaTok"))
+    # transformers' Llama classes prepend BOS unless told otherwise; a tokenizer.model alone is read by one of them
+    reader = str(settings.get("tokenizer_class") or ("" if data else "LlamaTokenizer")).lower()
+    add_bos = template is None and reader.startswith(("llamatok", "codellamatok"))
     add_eos = False
     if template is not None:
         sequence = next((i for i, part in enumerate(template) if "Sequence" in part), 0)
