@@ -130,7 +130,10 @@ def _add_config(p: argparse.ArgumentParser) -> None:
 
 def _add_convert(commands: Any) -> None:
     p = _command(commands, "convert", "write a checkpoint as a GGUF file, keeping its integer codes", _convert)
-    p.add_argument("checkpoint", help="folder with config.json and weights, a Hub id (org/name) to download, or a .pt")
+    p.add_argument(
+        "checkpoint",
+        help="folder with config.json and weights, a Hub id to download (org/name, org/name@branch), or a .pt",
+    )
     p.add_argument("out", nargs="?", help="the GGUF to write (default: the checkpoint's name, in the current folder)")
     _add_config(p)
 

@@ -51,7 +51,7 @@ def convert(
 ) -> Report:
     """Convert a GPTQ or AWQ checkpoint to a GGUF file, keeping its integer codes.
 
-    checkpoint      a folder in Hugging Face layout, a Hub id (org/name) to download, or a .pt file
+    checkpoint      a folder in Hugging Face layout, a Hub id to download (org/name, org/name@branch), or a .pt
     config          folder with config.json and tokenizer, where the checkpoint has none of its own
     out             the GGUF to write; default: the checkpoint's name and the type, in the current folder
     type            "auto", "exact", a block type ("Q4_K") or a llama.cpp preset ("Q4_K_M"); see bridge.recipe

@@ -9,14 +9,14 @@ from bridge.checkpoint.store import WEIGHTS
 from bridge.errors import BridgeError
 from bridge.files import missing
 
-_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(@[\w./-]+)?")  # @: a branch, tag or commit
 _SNAPSHOT = re.compile(r"models--[\w.-]+?--([\w.-]+)/snapshots/[0-9a-f]+$")  # in huggingface_hub's cache
 _FILES = {".gguf", ".json", *WEIGHTS}  # endings of a mistyped file rather than of a model's name
 _TIMEOUT = 20.0  # seconds to wait for the Hub's first answer
 
 
 def resolve(checkpoint: str | Path, config: str | Path | None = None) -> Path:
-    """The folder of a checkpoint; `org/name` is downloaded where no such folder exists.
+    """The folder of a checkpoint; `org/name` or `org/name@branch` is downloaded where no such folder exists.
 
     A .pt file is taken by itself, and so is any other file of weights if `config` is the folder that has
     its config.json. Raises BridgeError for a missing folder, an unknown or gated repository, or no network.
@@ -44,7 +44,8 @@ def model_name(checkpoint: str) -> str:
     """What to call the model: the folder's or the file's name, of the Hub's repository where it is one."""
     path = Path(checkpoint).expanduser().resolve()
     if not path.exists():
-        return checkpoint.rsplit("/", 1)[-1]
+        name, _, revision = checkpoint.partition("@")
+        return "-".join([name.rsplit("/", 1)[-1], *revision.split("/")]).rstrip("-")
     if match := _SNAPSHOT.search(path.as_posix()):
         return match[1]
     return path.name if path.is_dir() else path.stem
@@ -52,11 +53,18 @@ def model_name(checkpoint: str) -> str:
 
 def _download(name: str) -> Path:
     from huggingface_hub import HfApi, snapshot_download
-    from huggingface_hub.errors import GatedRepoError, HFValidationError, RepositoryNotFoundError
+    from huggingface_hub.errors import (
+        GatedRepoError,
+        HFValidationError,
+        RepositoryNotFoundError,
+        RevisionNotFoundError,
+    )
 
+    name, _, branch = name.partition("@")
+    revision = branch or None
     try:
         # one request without the retries that the listing of files has: no network is known at once
-        repository = HfApi().model_info(name, timeout=_TIMEOUT)
+        repository = HfApi().model_info(name, revision=revision, timeout=_TIMEOUT)
     except HFValidationError:
         raise BridgeError(f"{name}: no such folder, and not a Hub id (org/name)") from None
     except GatedRepoError as problem:
@@ -67,8 +75,10 @@ def _download(name: str) -> Path:
         raise BridgeError(
             f"{name}: no such folder here, and no such model on the Hub (or it is private: `hf auth login`)"
         ) from problem
+    except RevisionNotFoundError as problem:
+        raise BridgeError(f"{name}: has no branch, tag or commit {branch!r} on the Hub") from problem
     except Exception as problem:  # the HTTP client's own errors: it has been requests, httpx and httpx2
-        cached = _cached(name)
+        cached = _cached(name, revision)
         if cached:
             return cached
         raise BridgeError(
@@ -79,7 +89,7 @@ def _download(name: str) -> Path:
     if not any(file.endswith(WEIGHTS) for file in files):
         raise BridgeError(f"{name}: this model on the Hub has no *.safetensors, *.bin or *.pt; choose another one")
     try:
-        return Path(snapshot_download(name, allow_patterns=files))
+        return Path(snapshot_download(name, revision=revision, allow_patterns=files))
     except Exception as problem:
         raise BridgeError(f"{name}: the download broke off ({_reason(problem)}); run it again to resume") from problem
 
@@ -94,12 +104,12 @@ def needed(files: list[str]) -> list[str]:
     return weights + [f for f in top if f.endswith((".json", ".txt", ".jinja", ".model")) or f == "README.md"]
 
 
-def _cached(name: str) -> Path | None:
+def _cached(name: str, revision: str | None) -> Path | None:
     """A snapshot that an earlier run downloaded."""
     from huggingface_hub import snapshot_download
 
     try:
-        return Path(snapshot_download(name, local_files_only=True))
+        return Path(snapshot_download(name, revision=revision, local_files_only=True))
     except Exception:
         return None
 

@@ -300,7 +300,7 @@ def test_a_damaged_bin_file(tmp_path):
 def test_a_bin_file_without_torch_says_what_to_install(tmp_path, monkeypatch):
     bin_folder(tmp_path, tensors())
     monkeypatch.setitem(sys.modules, "torch", None)
-    assert "pip install gguf-bridge[torch]" in refusal(tmp_path)
+    assert "pip install torch" in refusal(tmp_path)
 
 
 def test_opening_a_checkpoint_imports_neither_numba_nor_torch(tmp_path):

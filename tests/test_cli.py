@@ -18,6 +18,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import gguf
+import huggingface_hub
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
@@ -409,7 +410,7 @@ def test_a_hub_id_is_downloaded_weights_once(run, tmp_path, monkeypatch, extra):
         assert name == "org/name"
         return SimpleNamespace(siblings=[SimpleNamespace(rfilename=f) for f in [*files, *extra]])
 
-    def snapshot_download(name: str, allow_patterns: list[str]) -> str:
+    def snapshot_download(name: str, revision: str | None, allow_patterns: list[str]) -> str:
         asked.extend(allow_patterns)
         return str(CHECKPOINT)
 
@@ -419,6 +420,31 @@ def test_a_hub_id_is_downloaded_weights_once(run, tmp_path, monkeypatch, extra):
     run("convert", "org/name")
     assert sorted(asked) == sorted(files)
     assert [p.name for p in tmp_path.iterdir()] == ["name.gguf"]
+
+
+def test_a_branch_of_a_repository_is_downloaded_and_named(run, tmp_path, monkeypatch, capsys):
+    asked: list[tuple[str, str]] = []
+
+    def model_info(_api: object, name: str, revision: str, **_: object) -> SimpleNamespace:
+        if revision == "none":
+            raise huggingface_hub.errors.RevisionNotFoundError(
+                "404", response=SimpleNamespace(headers={}, request=None)
+            )
+        asked.append((name, revision))
+        return SimpleNamespace(siblings=[SimpleNamespace(rfilename=p.name) for p in CHECKPOINT.iterdir()])
+
+    def snapshot_download(name: str, revision: str, allow_patterns: list[str]) -> str:
+        asked.append((name, revision))
+        return str(CHECKPOINT)
+
+    monkeypatch.setattr("huggingface_hub.HfApi.model_info", model_info)
+    monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)
+    monkeypatch.chdir(tmp_path)
+    run("convert", "org/name@gptq-4bit-32g-actorder_True")
+    assert asked == [("org/name", "gptq-4bit-32g-actorder_True")] * 2
+    assert [p.name for p in tmp_path.iterdir()] == ["name-gptq-4bit-32g-actorder_True.gguf"]
+    assert main(["convert", "org/name@none"]) == 2
+    assert "org/name: has no branch, tag or commit 'none' on the Hub" in capsys.readouterr().err
 
 
 def test_bin_files_are_downloaded_where_there_is_nothing_else_and_pt_files_last():
@@ -432,7 +458,7 @@ def test_a_downloaded_model_is_found_without_a_network(run, tmp_path, monkeypatc
     def unreachable(*_: object, **__: object) -> None:
         raise ConnectionError("no route to host")
 
-    def snapshot_download(name: str, local_files_only: bool) -> str:
+    def snapshot_download(name: str, revision: str | None, local_files_only: bool) -> str:
         return str(CHECKPOINT)
 
     monkeypatch.setattr("huggingface_hub.HfApi.model_info", unreachable)

@@ -28,7 +28,7 @@ class TorchStore(Store):
             import torch
         except ImportError:
             raise BridgeError(
-                f"{self.files[0]}: {self.files[0].suffix} files need torch; pip install gguf-bridge[torch], "
+                f"{self.files[0]}: {self.files[0].suffix} files need torch; pip install torch, "
                 "or convert to safetensors"
             ) from None
         self._as_bits = {torch.bfloat16: torch.int16, torch.float8_e4m3fn: torch.uint8, torch.float8_e5m2: torch.uint8}
