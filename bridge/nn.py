@@ -52,6 +52,8 @@ class QuantLinear(nn.Module):
         precision: str = "int8",
     ):
         super().__init__()
+        if len(tensor.shape) != 2:
+            raise BridgeError(f"{tensor.name}: no matrix, its shape is {list(tensor.shape)}")
         self.tensor = tensor
         self.out_features, self.in_features = tensor.shape
         self.precision = precision
@@ -60,6 +62,8 @@ class QuantLinear(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [..., in] of any float type on the CPU -> [..., out] of the same type."""
+        if x.shape[-1:] != (self.in_features,):
+            raise BridgeError(f"{self.tensor.name}: x has shape {list(x.shape)}; [..., {self.in_features}] is wanted")
         flat = x.detach().reshape(-1, self.in_features)
         if len(flat) == 1:
             y = self.tensor.matvec(flat[0], precision=self.precision)[None]
@@ -108,6 +112,8 @@ def replace_linears(
     """
     file = gguf if isinstance(gguf, GGUFFile) else open_gguf(gguf)
     config = read_config(file.metadata, file.path)
+    if any(name == f"model.layers.{config.layers}" for name, _ in model.named_modules()):
+        raise BridgeError(f"{file.path}: has {config.layers} layers, fewer than the model; it is of another model")
     if config.experts:
         raise BridgeError(f"{file.path}: a mixture of experts cannot be put under a transformers model; Model runs it")
     for i in range(config.layers):
@@ -122,8 +128,9 @@ def replace_linears(
     head = "output" if "output.weight" in file else "token_embd"
     _replace_linear(model, "lm_head", file, head, None, precision, prepare)
     embedding = _module(model, "model.embed_tokens")
-    _expect("model.embed_tokens", tuple(embedding.weight.shape), file["token_embd.weight"])
-    _set(model, "model.embed_tokens", QuantEmbedding(file["token_embd.weight"], embedding.weight.dtype))
+    _expect("model.embed_tokens", (embedding.num_embeddings, embedding.embedding_dim), file["token_embd.weight"])
+    dtype = embedding.dtype if isinstance(embedding, QuantEmbedding) else embedding.weight.dtype
+    _set(model, "model.embed_tokens", QuantEmbedding(file["token_embd.weight"], dtype))
     return model
 
 

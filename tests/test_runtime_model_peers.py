@@ -113,6 +113,11 @@ def test_a_quantized_linear_is_a_linear(tmp_path: Path) -> None:
     torch.testing.assert_close(layer(x), expected, rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(layer(x[0, 0]), expected[0, 0], rtol=1e-4, atol=1e-4)
     assert layer(x.half()).dtype == torch.float16
+    with pytest.raises(BridgeError, match=r"blk.0.ffn_up.weight: x has shape \[2, 255\]; \[..., 256\] is wanted"):
+        layer(torch.ones(2, 255))
+    norm = bridge.open_gguf(tmp_path / "m.gguf")["output_norm.weight"]
+    with pytest.raises(BridgeError, match=r"output_norm.weight: no matrix"):
+        bridge.nn.QuantLinear(norm)
 
 
 def test_a_gguf_of_another_model_is_refused(tmp_path: Path) -> None:
@@ -124,3 +129,11 @@ def test_a_gguf_of_another_model_is_refused(tmp_path: Path) -> None:
     config = transformers.Qwen3Config(**(COMMON | {"num_hidden_layers": 4}))
     with pytest.raises(BridgeError, match=r"model.layers.0.self_attn.q_proj: shape .*, blk.0.attn_q.weight of the"):
         bridge.nn.replace_linears(transformers.AutoModelForCausalLM.from_config(config), tmp_path / "m.gguf")
+    config = transformers.AutoConfig.from_pretrained(ROOT / "tests/data/qwen3-gptq-4bit-g128-sym")
+    del config.quantization_config
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    for _ in range(2):  # a second file may come under the same model
+        bridge.nn.replace_linears(model, tmp_path / "m.gguf", prepare=False)
+    model.model.layers.append(torch.nn.Identity())
+    with pytest.raises(BridgeError, match=r"m.gguf: has 4 layers, fewer than the model"):
+        bridge.nn.replace_linears(model, tmp_path / "m.gguf")
