@@ -12,7 +12,7 @@ from bridge.mapping.carry import CannotCarryError, carry, stored_codes
 from bridge.mapping.choose import carry_auto, carry_exact, exact_type, map_auto, map_to, round_anew, round_auto
 from bridge.mapping.half import half_bits, half_value, round_half
 from bridge.mapping.pack import unpack_codes
-from tests.support.least_error import least_affine_error, least_scaled_error
+from tests.support.least_error import least_affine_error, least_q8_0_error, least_scaled_error
 
 
 def grouped(bits, group_size, sym, shape=(64, 1024), seed=0, scale=0.02) -> GroupedTensor:
@@ -224,12 +224,20 @@ def test_reported_fidelity_is_what_gguf_reads(kind, group_size, sym, scale, seed
 
 
 @pytest.mark.parametrize(
-    ("bits", "group_size", "block", "levels"),
-    [(4, 128, Q4_K, 63), (4, 64, Q4_K, 63), (3, 128, Q3_K, 32), (3, 64, Q3_K, 32)],
+    ("bits", "group_size", "block", "levels", "bound"),
+    [
+        (4, 128, Q4_K, 63, 1.001),
+        (4, 64, Q4_K, 63, 1.001),
+        (3, 128, Q3_K, 32, 1.001),
+        (3, 64, Q3_K, 32, 1.001),
+        # eight scales a superblock: each d rounds them anew, and the search steps over a few good ones
+        (4, 32, Q4_K, 63, 1.03),
+        (3, 32, Q3_K, 32, 1.04),
+    ],
 )
-def test_no_encoding_that_keeps_symmetric_codes_is_closer(bits, group_size, block, levels):
+def test_no_encoding_that_keeps_symmetric_codes_is_closer(bits, group_size, block, levels, bound):
     t = grouped(bits, group_size, True, (24, 1024))
-    assert carry(t, block).fidelity.error <= 1.001 * least_scaled_error(t, levels)
+    assert carry(t, block).fidelity.error <= bound * least_scaled_error(t, levels)
 
 
 @pytest.mark.parametrize(
@@ -247,6 +255,12 @@ def test_no_encoding_that_keeps_symmetric_codes_is_closer(bits, group_size, bloc
 def test_encodings_of_asymmetric_codes_are_near_the_best_there_is(bits, group_size, block, bound, rows):
     t = grouped(bits, group_size, False, (rows, 1024), seed=1)
     assert carry(t, block).fidelity.error <= bound * least_affine_error(t, block)
+
+
+@pytest.mark.parametrize("make", [with_offsets, grouped_asymmetric])
+def test_no_codes_at_all_would_bring_asymmetric_8_bits_much_closer_in_q8_0(make):
+    t = make(8, 64).take_rows(np.arange(4))
+    assert map_auto(t).fidelity.error <= 1.2 * least_q8_0_error(t)
 
 
 def test_scales_of_every_size_avoid_subnormal_d():

@@ -27,6 +27,15 @@ def least_scaled_error(t: GroupedTensor, levels: int) -> float:
     return total
 
 
+def least_q8_0_error(t: GroupedTensor) -> float:
+    """In Q8_0, with whatever codes: d of either sign, from where codes are clipped to where hardly any are left."""
+    total = 0.0
+    for x in t.dequantize().astype(np.float64).reshape(-1, 32):
+        d = _halves(abs(x).max() / 129, 2 * abs(x).max())[:, None]
+        total += min(np.square(d * np.clip(np.rint(y / d), -128, 127) - y).sum(-1).min() for y in (x, -x))
+    return total
+
+
 def least_affine_error(t: GroupedTensor, block: BlockType) -> float:
     """With scale and min codes of an affine K-quant; d of either sign, codes being mirrored then. Scales > 0."""
     groups = 256 // t.group_size
