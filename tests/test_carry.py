@@ -243,13 +243,16 @@ def test_no_encoding_that_keeps_symmetric_codes_is_closer(bits, group_size, bloc
 @pytest.mark.parametrize(
     ("bits", "group_size", "block", "bound", "rows"),
     [
-        (4, 128, Q4_K, 1.1, 6),
-        (4, 64, Q4_K, 1.02, 4),
+        (4, 128, Q4_K, 1.02, 32),
+        (5, 128, Q5_K, 1.02, 32),
+        (4, 64, Q4_K, 1.01, 8),
         (3, 64, Q4_K, 1.02, 4),
-        (5, 64, Q5_K, 1.1, 4),
+        (5, 64, Q5_K, 1.06, 8),
         (4, 32, Q4_K, 1.05, 1),
+        (3, 32, Q4_K, 1.1, 2),
         (2, 64, Q2_K, 1.02, 4),
         (2, 128, Q2_K, 1.02, 6),
+        (2, 32, Q2_K, 1.25, 2),
     ],
 )
 def test_encodings_of_asymmetric_codes_are_near_the_best_there_is(bits, group_size, block, bound, rows):

@@ -22,8 +22,8 @@ codes, d and dmin refitted by least squares, halves next to them.
 
 W = s (q - z) is also -s (q' - z') with mirrored codes q' = top - q and z' = top - z. The mins s z' are other
 numbers than s z, and often smaller, so that dmin's steps are too: each d is tried with both, and the better
-side halves the error. Beside a search of all pairs of halves on both sides this is 0.5% off for groups of 64
-and 128, 2% for 4-bit g32, 4% for 5-bit g64 and 11% for 2-bit g32 (test_carry.py has that search).
+side halves the error. Beside a search of all pairs of halves on both sides this is under 1% off for groups of 64
+and 128, 3% for 5-bit g64, and for g32 1% with 4 bits, 5% with 3 and 15% with 2 (test_carry.py has that search).
 
 Scratch arrays are the caller's, one by one: a kernel allocates once per call, and no view is made in the
 inner loops (each costs two atomic operations in numba, 100 ns a superblock in all).

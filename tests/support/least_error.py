@@ -65,8 +65,8 @@ def _least(s: np.ndarray, z: np.ndarray, a: np.ndarray, b: np.ndarray, n: int, b
     for i in np.argsort(bound):
         if bound[i] >= least:
             break
-        largest = target[i].max()
-        dmin = _halves(largest / (block.min_hi + 1.5), 1.1 * largest / (block.min_hi // 2))[:, None, None]
+        low, high = target[i].min(0).max(), target[i].max()  # of the largest, with whichever scale code
+        dmin = _halves(low / (block.min_hi + 1.5), 1.1 * high / (block.min_hi // 2))[:, None, None]
         mn = np.clip(np.rint(target[i] / dmin), 0, block.min_hi)
         e = (cost[i] + n * (dmin * mn - target[i]) ** 2).min(1).sum(-1)
         least = min(least, e.min(initial=(cost[i] + n * target[i] ** 2).min(0).sum()))
