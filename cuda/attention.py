@@ -1,7 +1,7 @@
 """Attention of one token over the cache on the device: rotation, storing and the weighted sum in one launch.
 
     qkv     f32 [(heads + 2 kv_heads) * head_dim], as the products left it (biases are in it)
-    keys    f16 [kv_heads, rows, head_dim] of a layer, read as pairs in int32; values likewise
+    keys    int32 words of a layer's [kv_heads, rows, head_dim], in a form of kv_forms.py; values likewise
     state   int32: the position of this token is state[POSITION], so that one captured launch serves every token
 
 A block serves one key-value head, all query heads that share it (each key is loaded once for them), and one
@@ -20,7 +20,8 @@ from typing import Any
 
 import numpy as np
 from bridge.cuda.activations import store, store_exact
-from bridge.cuda.intrinsics import high_half, load_16, low_half, store_2, to_half, warp_max, warp_sum
+from bridge.cuda.intrinsics import round_even, store_1, store_2, to_half, warp_max, warp_sum
+from bridge.cuda.kv_forms import Form, functions
 from bridge.cuda.launch import Kernel
 from bridge.cuda.unroll import expand, registers, unroll
 from numba import cuda
@@ -34,9 +35,15 @@ HEADS = HEAD_DIM = TILE = BLOCK = WARPS = 0
 VECTORS = PITCH = 0  # heads in shared memory, the key among them, and floats from one to the next
 HALF = STRIDE = OTHER = 0  # rotary pairs of a head, floats from one to the next, and between its two
 WORDS = ITEMS = ROUNDS = 0  # pairs of elements in a head, in all of them, and of a thread
+AT_ONCE = 0  # values whose loads are on their way together
 NORM_ROUNDS = PER_LANE = SCORE_ROUNDS = BLOCKS = RECORD_ROUNDS = 0
-NORMED = RECORDED = False
+ROW_WORDS = STEP_WORDS = 0  # see kv_forms.py
+KEPT = KEPT_ROUNDS = 0  # blocks of 32 of a head, and rounds of the warps over those of key and value
+NORMED = RECORDED = QUANTIZED = False
 put: Any = None
+dot: Any = None
+pair: Any = None
+keep: Any = None
 
 float32 = np.float32
 int32 = np.int32
@@ -72,13 +79,14 @@ def _attend(qkv, q_norm, k_norm, cos, sin, keys, values, state, parts, part_sums
     span = int32(cuda.blockIdx.y)
     kv_heads = int32(cuda.gridDim.x)
     position = state[POSITION]
-    length = position + 1
-    size = max(SPAN, (length + SPLITS - 1) // SPLITS)
-    active = (length + size - 1) // size
+    # what stays until the end is pinned to 32 bits: Numba widens sums and products, and registers are scarce
+    length = int32(position + 1)
+    size = int32(max(SPAN, (length + SPLITS - 1) // SPLITS))
+    active = int32((length + size - 1) // size)
     if span >= active:
         return
-    first = span * size
-    last = min(length, first + size)
+    first = int32(span * size)
+    last = int32(min(length, first + size))
 
     vector = cuda.shared.array(VECTORS * PITCH, float32)  # queries, then the key, later the result
     weight = cuda.shared.array(HEADS * TILE, float32)
@@ -90,7 +98,8 @@ def _attend(qkv, q_norm, k_norm, cos, sin, keys, values, state, parts, part_sums
     # queries, and the key where it is this block's, to shared memory
     newest = last == length
     count = VECTORS if newest else HEADS
-    key_at = kv_heads * HEADS * HEAD_DIM
+    key_at = int32(kv_heads * HEADS * HEAD_DIM)
+    steps = int32(kv_heads * rows * ROW_WORDS)  # where those of q8_0 begin
     for i in range(thread, count * HEAD_DIM, BLOCK):
         j = i // HEAD_DIM
         e = i - j * HEAD_DIM
@@ -131,10 +140,33 @@ def _attend(qkv, q_norm, k_norm, cos, sin, keys, values, state, parts, part_sums
         vector[at + OTHER] = a * s + b * c
     cuda.syncthreads()
     if newest:
-        to = (h * rows + position) * HEAD_DIM
-        for i in range(thread, HEAD_DIM, BLOCK):
-            store_2(keys, to + i, to_half(vector[HEADS * PITCH + i]))
-            store_2(values, to + i, to_half(qkv[key_at + (kv_heads + h) * HEAD_DIM + i]))
+        to = h * rows + position
+        if QUANTIZED:
+            for r in range(KEPT_ROUNDS):
+                item = r * WARPS + warp
+                block = item % KEPT
+                e = block * 32 + lane
+                x = float32(0)
+                if item < 2 * KEPT and e < HEAD_DIM:
+                    x = vector[HEADS * PITCH + e] if item < KEPT else qkv[key_at + (kv_heads + h) * HEAD_DIM + e]
+                step = warp_max(abs(x)) / float32(127)
+                code = round_even(x * (float32(1) / step if step > float32(0) else float32(0)))
+                byte = to * HEAD_DIM + e
+                place = 2 * (steps + to * STEP_WORDS) + block
+                if item < KEPT:
+                    if e < HEAD_DIM:
+                        store_1(keys, byte, code)
+                    if lane == 0:
+                        store_2(keys, place, to_half(step))
+                elif item < 2 * KEPT:
+                    if e < HEAD_DIM:
+                        store_1(values, byte, code)
+                    if lane == 0:
+                        store_2(values, place, to_half(step))
+        else:
+            for i in range(thread, HEAD_DIM, BLOCK):
+                keep(keys, to, i, vector[HEADS * PITCH + i])
+                keep(values, to, i, qkv[key_at + (kv_heads + h) * HEAD_DIM + i])
         cuda.syncthreads()  # also makes what was just stored visible to this block
 
     even = registers()  # the weighted sums of this thread's pairs of elements
@@ -142,34 +174,13 @@ def _attend(qkv, q_norm, k_norm, cos, sin, keys, values, state, parts, part_sums
     for r in unroll(ROUNDS):
         even[r] = float32(0)
         odd[r] = float32(0)
-    for start in range(first, last, TILE):
+    for start in range(first, last, int32(TILE)):
         # scores: a thread for each position and head
-        g = thread % HEADS
-        p = thread // HEADS
+        g = int32(thread % HEADS)
+        p = int32(thread // HEADS)
         score = _LOW
         if start + p < last:
-            at = (h * rows + start + p) * (HEAD_DIM // 8)  # in 16 bytes
-            query = g * PITCH
-            dot0 = float32(0)
-            dot1 = float32(0)
-            if RECORDED:
-                for i in range(0, HEAD_DIM, 32):
-                    eight = registers()  # four loads are on their way before the first is used
-                    for k in unroll(4):
-                        eight[k] = load_16(keys, at + i // 8 + k)
-                    for k in unroll(4):
-                        e = query + i + 8 * k
-                        for w in unroll(4):
-                            dot0 += low_half(eight[k][w]) * vector[e + 2 * w]
-                            dot1 += high_half(eight[k][w]) * vector[e + 2 * w + 1]
-            else:
-                for i in range(0, HEAD_DIM, 8):
-                    quad = load_16(keys, at + i // 8)
-                    e = query + i
-                    for w in unroll(4):
-                        dot0 += low_half(quad[w]) * vector[e + 2 * w]
-                        dot1 += high_half(quad[w]) * vector[e + 2 * w + 1]
-            score = (dot0 + dot1) * scale
+            score = dot(keys, steps, int32(h * rows + start + p), vector, g * PITCH) * scale
         weight[g * TILE + p] = score
         cuda.syncthreads()
         # softmax so far: a warp for each head; warps to spare look at nothing that others store
@@ -197,15 +208,15 @@ def _attend(qkv, q_norm, k_norm, cos, sin, keys, values, state, parts, part_sums
         for r in unroll(ROUNDS):
             item = min(thread + r * BLOCK, ITEMS - 1)
             j = item // WORDS
-            at = (h * rows + start) * WORDS + item - j * WORDS
+            here = item - j * WORDS
             x = even[r] * factor[j]
             y = odd[r] * factor[j]
-            for i in range(0, last - start if last - start < TILE else TILE, 8):
-                for u in unroll(8):  # beyond the span the weights are 0, the values finite
-                    pair = values[at + (i + u) * WORDS]
+            for i in range(0, last - start if last - start < TILE else TILE, AT_ONCE):
+                for u in unroll(AT_ONCE):  # beyond the span the weights are 0, the values finite
+                    one, other = pair(values, steps, h * rows + start + i + u, here)
                     w = weight[j * TILE + i + u]
-                    x += w * low_half(pair)
-                    y += w * high_half(pair)
+                    x += w * one
+                    y += w * other
             even[r] = x
             odd[r] = y
         cuda.syncthreads()
@@ -276,14 +287,19 @@ def _attend(qkv, q_norm, k_norm, cos, sin, keys, values, state, parts, part_sums
 
 
 @cache
-def kernel(head_dim: int, group: int, rotated: int, neighbours: bool, normed: bool, exact: bool) -> Kernel:
+def kernel(
+    head_dim: int, group: int, rotated: int, neighbours: bool, normed: bool, exact: bool, kind: str = "f16"
+) -> Kernel:
     """The kernel for heads of that shape. `neighbours`: rotary pairs are (2i, 2i + 1); `normed`: q and k are;
-    `exact`: the records are float32."""
+    `exact`: the records are float32; `kind`: how keys and values are kept."""
+    form = Form(kind, head_dim)
+    own = functions(form)
+    kept = -(-head_dim // 32)
     block = threads(group)
     warps = block // 32
     items = group * head_dim // 2
     blocks = group * head_dim // 32
-    name = f"{head_dim}_{group}_{rotated}_{int(neighbours)}{int(normed)}{int(exact)}"
+    name = f"{head_dim}_{group}_{rotated}_{int(neighbours)}{int(normed)}{int(exact)}_{kind}"
     function = expand(
         _attend,
         name,
@@ -300,6 +316,7 @@ def kernel(head_dim: int, group: int, rotated: int, neighbours: bool, normed: bo
         WORDS=head_dim // 2,
         ITEMS=items,
         ROUNDS=-(-items // block),
+        AT_ONCE=4 if kind == "q8_0" and items > block else 8,  # more do not fit into registers
         NORM_ROUNDS=-(-(group + 1) // warps),
         PER_LANE=-(-head_dim // 32),
         SCORE_ROUNDS=tile(group) // 32,
@@ -308,6 +325,14 @@ def kernel(head_dim: int, group: int, rotated: int, neighbours: bool, normed: bo
         NORMED=normed,
         RECORDED=recorded(head_dim),
         put=store_exact if exact else store,
+        QUANTIZED=kind == "q8_0",
+        ROW_WORDS=form.row_words,
+        STEP_WORDS=form.step_words,
+        KEPT=kept,
+        KEPT_ROUNDS=-(-2 * kept // warps),
+        dot=own.dot,
+        pair=own.pair,
+        keep=own.keep,
     )
     floats, words = "float32[::1]", "int32[::1]"
     types = [floats] * 5 + [words] * 3 + [floats] * 2 + [words, floats, "uint8[::1]", "int32", "float32", "float32"]

@@ -187,9 +187,10 @@ class Decoder:
 
         def launches(index: int, layer: DeviceLayer) -> list[Launch]:
             normed = layer.q_norm is not None
-            kernel = attn.kernel(c.head_dim, group, c.rotated, c.neighbours, normed, self.precision == "f32")
+            exact, kind = self.precision == "f32", self.cache.form.kind
+            kernel = attn.kernel(c.head_dim, group, c.rotated, c.neighbours, normed, exact, kind)
             norms = [view(n) if normed else angles[0] for n in (layer.q_norm, layer.k_norm)]
-            cache = [view(t[index].reshape(-1).view(torch.int32)) for t in (self.cache.keys, self.cache.values)]
+            cache = [view(t[index]) for t in (self.cache.keys, self.cache.values)]
             arguments = [vector, *norms, *angles, *cache, *shared, records, *numbers]
 
             def run() -> None:
@@ -343,9 +344,9 @@ class Decoder:
         cos, sin = (angles[start : start + len(tokens)] for angles in (self.cos, self.sin))
         for i, layer in enumerate(self._layers):
             qkv = layer.qkv.multiply(rms(x, layer.attn_norm, eps))
-            keys, values = self.cache.keys[i], self.cache.values[i]
+            cache = self.cache.form, self.cache.keys[i], self.cache.values[i]
             exact = self.precision == "f32"
-            attended = attend(self.config, qkv, layer.q_norm, layer.k_norm, cos, sin, keys, values, start, exact)
+            attended = attend(self.config, qkv, layer.q_norm, layer.k_norm, cos, sin, cache, start, exact)
             x += layer.o.multiply(attended)
             x += layer.down.multiply(layer.gated.multiply(rms(x, layer.ffn_norm, eps)))
         self.cache.length += len(tokens)

@@ -1,7 +1,7 @@
-"""Keys and values on the device, halves: [layers, kv_heads, rows, head_dim], keys after their rotation.
+"""Keys and values on the device, [layers, words] each in a form of kv_forms.py, keys after their rotation.
 
-Bytes a token and layer: 4 * kv_heads * head_dim. Rows are reserved for the whole context, in multiples of 64,
-as attention.py reads whole groups of rows; what has not been written yet is zero, so that it is finite.
+Rows are reserved for the whole context, in multiples of 64, as attention.py reads whole groups of rows; what has not
+been written yet is zero, so that it is finite.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from typing import Any
 
 from bridge.cuda.buffers import zeros
 from bridge.cuda.device import Device
+from bridge.cuda.kv_forms import Form
 
-from bridge.errors import BridgeError
 from bridge.runtime.decoder_config import DecoderConfig
 
 _ROWS = 64
@@ -20,25 +20,24 @@ _ROWS = 64
 class KVCache:
     """`length` tokens of at most `context` are stored."""
 
-    keys: Any  # torch float16
+    keys: Any  # torch int32
     values: Any
 
     def __init__(self, config: DecoderConfig, context: int, kind: str):
-        if kind != "f16":
-            raise BridgeError(f"kv {kind!r}: on CUDA keys and values are f16")
+        self.form = Form(kind, config.head_dim)
         self.context = context
         self.rows = -(-context // _ROWS) * _ROWS
         self.length = 0
-        self._shape = (config.layers, config.kv_heads, self.rows, config.head_dim)
+        self._shape = config.layers, self.form.words(config.kv_heads * self.rows)
 
     @property
     def nbytes(self) -> int:
         """Bytes on the device."""
-        layers, heads, rows, head_dim = self._shape
-        return 4 * layers * heads * rows * head_dim
+        layers, words = self._shape
+        return 8 * layers * words
 
     def reserve(self, device: Device) -> None:
         """Take the memory."""
         import torch
 
-        self.keys, self.values = (zeros(device, self._shape, torch.float16) for _ in range(2))
+        self.keys, self.values = (zeros(device, self._shape, torch.int32) for _ in range(2))

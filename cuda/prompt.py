@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from bridge.cuda.kv_forms import Form
+
 from bridge.runtime.decoder_config import DecoderConfig
 
 
@@ -25,13 +27,13 @@ def rotate(x: Any, cos: Any, sin: Any, rotated: int, neighbours: bool) -> Any:
 
 
 def attend(
-    c: DecoderConfig, qkv: Any, q_norm: Any, k_norm: Any, cos: Any, sin: Any, keys: Any, values: Any, start: int,
+    c: DecoderConfig, qkv: Any, q_norm: Any, k_norm: Any, cos: Any, sin: Any, cache: tuple[Form, Any, Any], start: int,
     exact: bool,
 ) -> Any:  # fmt: skip
     """Attention of n tokens at positions from `start` on: f32 [n, heads * head_dim].
 
-    qkv f32 [n, (heads + 2 kv_heads) * head_dim]; keys and values f16 [kv_heads, rows, head_dim] of the layer, where
-    theirs are stored. The products are of halves, or with `exact` of floats.
+    qkv f32 [n, (heads + 2 kv_heads) * head_dim]; the cache's keys and values of the layer, where theirs are stored.
+    The products are of halves, or with `exact` of floats.
     """
     import torch
 
@@ -40,10 +42,11 @@ def attend(
     if q_norm is not None:
         q, k = rms(q, q_norm, c.norm_eps), rms(k, k_norm, c.norm_eps)
     q, k = (rotate(part, cos, sin, c.rotated, c.neighbours) for part in (q, k))
-    keys[:, start : start + n] = k.transpose(0, 1)
-    values[:, start : start + n] = v.transpose(0, 1)
+    form, *parts = cache
     dtype = torch.float32 if exact else torch.float16
-    stored = [_shared(part[:, : start + n].to(dtype), c.heads // c.kv_heads) for part in (keys, values)]
+    for part, given in zip(parts, (k, v), strict=True):
+        form.store(part, start, given)
+    stored = [_shared(form.load(part, start + n, c.kv_heads, dtype), c.heads // c.kv_heads) for part in parts]
     mask = None
     if start:
         mask = torch.ones((n, start + n), dtype=torch.bool, device=qkv.device).tril(start)

@@ -88,6 +88,11 @@ def kernels() -> dict[str, Any]:
         "qwen3": attention.kernel(128, 4, 128, False, True, False),
         "heads of 64": attention.kernel(64, 8, 64, True, False, False),
         "heads of 80": attention.kernel(80, 5, 40, False, False, False),
+        "llama 3, q8_0": attention.kernel(128, 4, 128, True, False, False, "q8_0"),
+        "llama 3, f32": attention.kernel(128, 4, 128, True, False, False, "f32"),
+        "qwen2, q8_0": attention.kernel(128, 7, 128, False, False, True, "q8_0"),
+        "heads of 64, q8_0": attention.kernel(64, 8, 64, True, False, False, "q8_0"),
+        "heads of 80, q8_0": attention.kernel(80, 5, 40, False, False, True, "q8_0"),
         "norm": norm.norm_kernel(4096, False),
         "norm, floats": norm.norm_kernel(5120, True),
         "silu": norm.silu_kernel(False),
@@ -111,7 +116,8 @@ def test_machine_code_keeps_everything_in_registers(capability: tuple[int, int])
 def test_keys_are_loaded_sixteen_bytes_at_a_time_and_not_past_what_the_step_has_stored() -> None:
     if (reason := unavailable()) is not None:
         pytest.skip(reason)
-    ptx = compiled(kernels()["llama 3"], (9, 0)).ptx
-    assert len(re.findall(r"ld\.global\.v4\.u32", ptx)) >= 4
-    assert "ld.global.nc" not in ptx
-    assert len(re.findall(r"membar|fence", ptx)) == 2  # before and after the count of finished spans
+    for name in ("llama 3", "llama 3, q8_0", "llama 3, f32"):
+        ptx = compiled(kernels()[name], (9, 0)).ptx
+        assert len(re.findall(r"ld\.global\.v4\.u32", ptx)) >= (2 if "q8_0" in name else 4)
+        assert "ld.global.nc" not in ptx
+        assert len(re.findall(r"membar|fence", ptx)) == 2  # before and after the count of finished spans

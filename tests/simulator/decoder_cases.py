@@ -10,10 +10,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from bridge.cuda import attention, sampling
 from bridge.cuda.activations import Records
 from bridge.cuda.decoder import Decoder
 from bridge.cuda.intrinsics import SIMULATED
+from bridge.cuda.kv_forms import Form
 from bridge.cuda.norm import norm_kernel, norm_threads, silu_grid, silu_kernel
 
 from bridge.errors import BridgeError
@@ -35,11 +37,22 @@ EPS = 1e-5
 # --- kernels ---
 
 
+def as_kept(x: np.ndarray, kind: str) -> np.ndarray:
+    """Heads f64 [kv, head_dim] as a cache keeps them."""
+    if kind != "q8_0":
+        return x.astype({"f16": np.float16, "f32": np.float32}[kind]).astype(np.float64)
+    out = np.empty_like(x)
+    for at in range(0, x.shape[1], 32):
+        step = np.abs(x[:, at : at + 32]).max(1, keepdims=True) / 127
+        out[:, at : at + 32] = np.rint(x[:, at : at + 32] / step) * step.astype(np.float16)
+    return out
+
+
 def attention_reference(
     qkv: np.ndarray, keys: np.ndarray, values: np.ndarray, position: int, heads: int, rotated: int, neighbours: bool,
-    norms: tuple[np.ndarray, np.ndarray] | None, cos: np.ndarray, sin: np.ndarray,
+    norms: tuple[np.ndarray, np.ndarray] | None, cos: np.ndarray, sin: np.ndarray, kind: str,
 ) -> np.ndarray:  # fmt: skip
-    """The result f64 [heads * head_dim]; stores the new key and value in keys and values f16 [kv, rows, head_dim]."""
+    """The result f64 [heads * head_dim]; puts the new key and value into keys and values f64 [kv, rows, head_dim]."""
     kv, _, d = keys.shape
     q, k, v = np.split(qkv.astype(np.float64).reshape(-1, d), [heads, heads + kv])
     if norms:
@@ -54,7 +67,7 @@ def attention_reference(
         return y
 
     q = turned(q)
-    keys[:, position], values[:, position] = turned(k), v
+    keys[:, position], values[:, position] = as_kept(turned(k), kind), as_kept(v, kind)
     out = np.empty((heads, d))
     for h in range(heads):
         own = h // (heads // kv)
@@ -65,42 +78,51 @@ def attention_reference(
 
 
 @pytest.mark.parametrize(
-    ("heads", "kv", "head_dim", "rotated", "neighbours", "normed", "position"),
+    ("heads", "kv", "head_dim", "rotated", "neighbours", "normed", "position", "kind"),
     [
-        (2, 1, 32, 32, True, False, 0),
-        (4, 2, 32, 16, False, True, 55),
-        (5, 1, 40, 40, True, True, 20),
-        (1, 1, 64, 64, False, False, 63),
-        *([] if SIMULATED else [(8, 2, 128, 128, True, False, 1100)]),  # 16 spans, as on a GPU
+        (2, 1, 32, 32, True, False, 0, "f16"),
+        (4, 2, 32, 16, False, True, 55, "f16"),
+        (5, 1, 40, 40, True, True, 20, "f16"),
+        (1, 1, 64, 64, False, False, 63, "f16"),
+        (2, 1, 32, 32, True, False, 9, "f32"),
+        (1, 1, 40, 40, False, False, 7, "f32"),
+        (4, 2, 32, 32, True, False, 35, "q8_0"),
+        (1, 1, 80, 80, False, True, 5, "q8_0"),  # the last block is half a one
+        # 16 spans, as on a GPU
+        *([] if SIMULATED else [(8, 2, 128, 128, True, False, 1100, kind) for kind in ("f16", "q8_0", "f32")]),
     ],
 )
 def test_attention_rotates_stores_and_sums(
-    heads: int, kv: int, head_dim: int, rotated: int, neighbours: bool, normed: bool, position: int
+    heads: int, kv: int, head_dim: int, rotated: int, neighbours: bool, normed: bool, position: int, kind: str
 ) -> None:
     rng = np.random.default_rng(position)
     rows, group = (position // 64 + 1) * 64, heads // kv
-    keys, values = (rng.normal(size=(kv, rows, head_dim)).astype(np.float16) for _ in range(2))
+    form = Form(kind, head_dim)
+    own_keys, own_values = (torch.zeros(form.words(kv * rows), dtype=torch.int32) for _ in range(2))
+    for part in (own_keys, own_values):
+        form.store(part, 0, torch.from_numpy(rng.normal(size=(rows, kv, head_dim)).astype(np.float32)))
+    keys, values = (form.load(part, rows, kv, torch.float64).numpy() for part in (own_keys, own_values))
     qkv = rng.normal(size=(heads + 2 * kv) * head_dim).astype(np.float32)
     q_norm, k_norm = (rng.uniform(0.5, 1.5, head_dim).astype(np.float32) for _ in range(2))
     angles = rng.uniform(0, 6, (rows, rotated // 2))
     cos, sin = np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
-    own_keys, own_values = (x.reshape(-1).copy() for x in (keys, values))
     norms = (q_norm, k_norm) if normed else None
-    expected = attention_reference(qkv, keys, values, position, heads, rotated, neighbours, norms, cos, sin)
+    expected = attention_reference(qkv, keys, values, position, heads, rotated, neighbours, norms, cos, sin, kind)
     parts = np.full(heads * attention.SPLITS * head_dim, np.nan, np.float32)
     sums = np.full(kv * attention.SPLITS * 64, np.nan, np.float32)
     counters, state = np.zeros(kv, np.int32), np.array([position, 0, 0, 0], np.int32)
     out = np.full(heads * head_dim, np.nan, np.float32)
     records = Records(-(-out.size // 32) * 32, 1)
-    kernel = attention.kernel(head_dim, group, rotated, neighbours, normed, False)
+    kernel = attention.kernel(head_dim, group, rotated, neighbours, normed, False, kind)
     arguments = [
-        qkv, q_norm, k_norm, cos.reshape(-1), sin.reshape(-1), own_keys.view(np.int32), own_values.view(np.int32),
+        qkv, q_norm, k_norm, cos.reshape(-1), sin.reshape(-1), own_keys.numpy(), own_values.numpy(),
         state, parts, sums, counters, out, records.buffer, np.int32(rows), np.float32(EPS), np.float32(head_dim**-0.5),
     ]  # fmt: skip
     kernel.launch((kv, attention.SPLITS), attention.threads(group), 0, *arguments)
     np.testing.assert_allclose(out, expected, rtol=1e-4, atol=1e-5)
-    np.testing.assert_allclose(own_keys.astype(np.float32), keys.reshape(-1).astype(np.float32), rtol=1e-3, atol=1e-6)
-    assert np.array_equal(own_values, values.reshape(-1))
+    found_keys, found_values = (form.load(part, rows, kv, torch.float64).numpy() for part in (own_keys, own_values))
+    np.testing.assert_allclose(found_keys, keys, rtol=1e-3, atol=1e-6)
+    np.testing.assert_allclose(found_values, values, rtol=1e-6 if kind == "q8_0" else 0)
     assert not counters.any()
     if attention.recorded(head_dim):
         assert_records(records, out)
@@ -206,7 +228,7 @@ def pair(path: Path, precision: str, context: int = 24, kv: str = "f16", **optio
     config = read_config(file.metadata, file.path)
     device = Decoder(file, config, context, kv, precision, "cuda")
     device.prepare()
-    return CpuDecoder(file, config, KVCache(config, context, "f16"), precision), device
+    return CpuDecoder(file, config, KVCache(config, context, kv), precision), device
 
 
 @pytest.mark.parametrize("name", DECODERS)
@@ -216,6 +238,14 @@ def test_a_prompt_and_tokens_after_it_score_as_on_the_cpu(name: str, tmp_path: P
     np.testing.assert_allclose(device.scores(prompt, 4), cpu.scores(prompt, 4), rtol=1e-3, atol=1e-3)
     expected = cpu.logits(cpu.run([21]))[0]
     np.testing.assert_allclose(device.next_scores(21), expected, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("kv", ["q8_0", "f32"])
+def test_other_caches_score_as_they_do_on_the_cpu(kv: str, tmp_path: Path) -> None:
+    cpu, device = pair(tmp_path, "f32", kv=kv, types={"": "F16"})
+    assert np.abs(device.scores([3, 7, 11], 3) - cpu.scores([3, 7, 11], 3)).max() < 1e-3
+    for token in (21, 4):
+        assert np.abs(device.next_scores(token) - cpu.logits(cpu.run([token]))[0]).max() < 1e-3
 
 
 def test_int8_records_cost_what_they_cost_on_the_cpu(tmp_path: Path) -> None:
@@ -248,8 +278,10 @@ def test_what_the_kernels_are_not_made_for_is_refused(tmp_path: Path) -> None:
     ) as error:
         Decoder(file, config, 16, "f16", "int8", "cuda")
     assert "\n" not in str(error.value)
-    with pytest.raises(BridgeError, match=r"kv 'q8_0': on CUDA keys and values are f16"):
-        pair(tmp_path, "int8", kv="q8_0")
+    with pytest.raises(BridgeError, match=r"kv 'q8_0': on CUDA a head of 40 is no whole 16 bytes; take kv f16"):
+        Form("q8_0", 40)
+    with pytest.raises(BridgeError, match=r"kv 'q4_0': f16, q8_0, f32 are known"):
+        pair(tmp_path, "int8", kv="q4_0")
 
 
 def test_memory_is_counted_before_anything_is_uploaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
