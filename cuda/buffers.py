@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 from bridge.cuda.device import Device, torch_device
 
 from bridge.errors import BridgeError
@@ -24,3 +25,10 @@ def zeros(device: Device, shape: int | tuple[int, ...], dtype: Any = None) -> An
     import torch
 
     return torch.zeros(shape, dtype=dtype or torch.float32, device=torch_device(device))
+
+
+def upload(array: np.ndarray, device: Device) -> Any:
+    """A torch tensor of the same values on the device."""
+    import torch
+
+    return torch.from_numpy(np.ascontiguousarray(array)).to(torch_device(device))

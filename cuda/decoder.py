@@ -1,69 +1,37 @@
 """A decoder's layers on an NVIDIA GPU: the twin of bridge/runtime/decoder.py, with weights, cache and sampling there.
 
-A token is a list of launches, about 8 a layer, in which nothing depends on the host:
-
-    x  = embedding row of state[TOKEN]
-    for each layer:
-        norm of x, with records                                                 norm.py
-        q, k, v                                                                 products.py
-        rotation, cache, attention, records of the result                       attention.py
-        x += W_o ...
-        norm of x, with records
-        silu(W_gate ...) * (W_up ...)
-        records of it
-        x += W_down ...
-    logits = W_output norm(x);  state[TOKEN] = the next token                   sampling.py
-
-The list is captured in a CUDA graph once and replayed for every token, and the next token is on its way while
-the host reads the last one. Prompts go through the layers as matrices: torch's products on dequantized tiles, and
-torch's attention.
+A token is a list of launches (step.py), which is captured in a CUDA graph once and replayed for every token; the next
+token is on its way while the host reads the last one. Prompts go through the layers as matrices: torch's products on
+dequantized tiles, and torch's attention.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 from bridge.cuda import attention as attn
 from bridge.cuda import device as devices
-from bridge.cuda import sampling
-from bridge.cuda.buffers import check_torch, zeros
+from bridge.cuda.buffers import check_torch, upload, zeros
 from bridge.cuda.dequantize import rows
 from bridge.cuda.graph import Graph
 from bridge.cuda.kv_cache import KVCache
-from bridge.cuda.norm import norm_kernel, norm_threads
-from bridge.cuda.products import FloatMatrix, Gated, Launch, Stack, Vector, device_bytes
+from bridge.cuda.products import FloatMatrix, Launch
 from bridge.cuda.prompt import attend, rms
+from bridge.cuda.step import Step
+from bridge.cuda.weights import DeviceWeights, needed
 
 from bridge.errors import BridgeError
 from bridge.runtime.decoder_config import DecoderConfig
 from bridge.runtime.reader import GGUFFile
 from bridge.runtime.sampling import Sampler
-from bridge.runtime.weights import Layer, read_weights
+from bridge.runtime.weights import read_weights
 
 BATCH = 1024  # tokens of a prompt that pass through the layers together
 _WORK = 400 << 20  # bytes that prompts and graphs need besides weights and cache
 _GRAPHS = 4  # ways of sampling whose graphs are kept
-
-
-class DeviceLayer:
-    """A layer's matrices and vectors on the device."""
-
-    def __init__(self, layer: Layer, device: devices.Device, precision: str):
-        def vector(array: np.ndarray | None) -> Any:
-            return None if array is None else upload(array, device)
-
-        self.attn_norm, self.ffn_norm = vector(layer.attn_norm), vector(layer.ffn_norm)
-        self.q_norm, self.k_norm = vector(layer.q_norm), vector(layer.k_norm)
-        attention = [layer.q, layer.k, layer.v]
-        biases = vector(_joined(attention, [layer.q_bias, layer.k_bias, layer.v_bias]))
-        self.qkv = Stack(attention, device, precision, biases)
-        self.o = Stack([layer.o], device, precision, vector(layer.o_bias))
-        biases = vector(_joined([layer.gate, layer.up], [layer.gate_bias, layer.up_bias]))
-        self.gated = Gated(layer.gate, layer.up, device, precision, biases)
-        self.down = Stack([layer.down], device, precision, vector(layer.down_bias))
 
 
 class Decoder:
@@ -75,9 +43,9 @@ class Decoder:
         check_torch(self.device)
         _check_shape(config, file)
         self.cache = KVCache(config, context, kv)
-        self._weights: Any = read_weights(file, config)
-        self.vocab = self._weights.embedding.shape[0]
-        self.nbytes = self._needed()
+        self._in_file: Any = read_weights(file, config)
+        self.vocab = self._in_file.embedding.shape[0]
+        self.nbytes = needed(self._in_file, precision) + self.cache.nbytes  # of weights and cache
         with self._active():
             self.device.check_memory(self.nbytes + _WORK, f"{file.path} with a context of {context}")
         self.graphs = devices.captures()  # False: every launch by itself
@@ -85,144 +53,26 @@ class Decoder:
         self._captured: dict[int | None, Graph] = {}
         self._samplers: dict[int | None, list[Launch]] = {}
 
-    def _needed(self) -> int:
-        """Bytes of weights and cache."""
-        w = self._weights
-        matrices = {id(t): t for t in (w.embedding, w.output, *(m for layer in w.layers for m in layer.matrices))}
-        return sum(device_bytes(tensor, self.precision) for tensor in matrices.values()) + self.cache.nbytes
-
     def begin(self) -> None:
         """Be ready for tokens."""
         self.prepare()
 
     def prepare(self, progress: Any = None) -> None:
         """Upload everything and compile, once."""
-        if self._weights is None:
+        if self._in_file is None:
             return
+        import torch
+
         with self._active():
-            self._upload(progress)
-            self._program = self._token()
+            self.cache.reserve(self.device)
+            of = self.config, self.cache, self.device, self.precision
+            self.weights = DeviceWeights(self._in_file, *of, progress)
+            self.step = Step(self.weights, *of)
+            self._host = torch.zeros(self.cache.context + 1, dtype=torch.int32)
+            if self.graphs:
+                self._host = self._host.pin_memory()
             self._ready(None)
-        self._weights = None
-
-    def _upload(self, progress: Any) -> None:
-        import torch
-
-        c, device, w = self.config, self.device, self._weights
-        self.cache.reserve(device)
-        self._layers = []
-        for done, layer in enumerate(w.layers):
-            self._layers.append(DeviceLayer(layer, device, self.precision))
-            for matrix in layer.matrices:
-                matrix.release_raw()
-            if progress:
-                progress(done + 1, len(w.layers))
-        self.output_norm = upload(w.output_norm, device)
-        self.output = Stack([w.output], device, self.precision)
-        tied = w.output is w.embedding
-        self.embedding = (self.output if tied else Stack([w.embedding], device, self.precision)).parts[0][1]
-        self.cos, self.sin = (upload(angles, device) for angles in c.angles(self.cache.rows, w.rope_factors))
-
-        self.state = zeros(device, attn.STATE, torch.int32)
-        self.made = zeros(device, self.cache.context + 1, torch.int32)
-        self.uniform = zeros(device, self.cache.context + 1, torch.float64)
-        self.how = zeros(device, 3, torch.float64)
-        self.x = zeros(device, c.hidden)
-        self.normed = Vector(c.hidden, device, self.precision)
-        self.attended = Vector(c.heads * c.head_dim, device, self.precision)
-        self.activated = Vector(c.inner, device, self.precision)
-        self.logits_row = zeros(device, self.vocab)
-        self._host = torch.zeros(self.cache.context + 1, dtype=torch.int32)
-        if self.graphs:
-            self._host = self._host.pin_memory()
-
-    # one token, as launches
-
-    def _token(self) -> list[Launch]:
-        """All launches of a token but the sampling."""
-        c = self.config
-        program = [self._embed()]
-        qkv = zeros(self.device, (c.heads + 2 * c.kv_heads) * c.head_dim)
-        attention = self._attention(qkv)
-        for i, layer in enumerate(self._layers):
-            program.append(self._norm(layer.attn_norm))
-            program += layer.qkv.bind(self.normed, qkv)
-            program += attention(i, layer)
-            program += layer.o.bind(self.attended, self.x, accumulate=True)
-            program.append(self._norm(layer.ffn_norm))
-            program += layer.gated.bind(self.normed, self.activated)
-            program += layer.down.bind(self.activated, self.x, accumulate=True)
-        program.append(self._norm(self.output_norm))
-        return program + self.output.bind(self.normed, self.logits_row)
-
-    def _embed(self) -> Launch:
-        token = self.state[attn.TOKEN : attn.TOKEN + 1]
-        matrix = self.embedding
-        if isinstance(matrix, FloatMatrix):
-            weight = matrix.weight
-            return lambda: self.x.copy_(weight.index_select(0, token)[0])
-        ids, out = devices.view(token), devices.view(self.x.reshape(1, -1))
-        return lambda: rows(matrix, ids, out, 1, self.device.stream())
-
-    def _norm(self, weight: Any) -> Launch:
-        kernel = norm_kernel(self.config.hidden, self.precision == "f32")
-        arguments = [devices.view(t) for t in (self.x, weight, self.normed.floats)]
-        eps, threads = np.float32(self.config.norm_eps), norm_threads(self.config.hidden)
-        return lambda: kernel.launch(1, threads, self.device.stream(), *arguments, self.normed.records.buffer, eps)
-
-    def _attention(self, qkv: Any) -> Callable[[int, DeviceLayer], list[Launch]]:
-        """What makes a layer's launches: its norms and its part of the cache differ, the rest is shared."""
-        import torch
-
-        c, device, view = self.config, self.device, devices.view
-        group = c.heads // c.kv_heads
-        parts = zeros(device, c.heads * attn.SPLITS * c.head_dim)
-        sums = zeros(device, c.kv_heads * attn.SPLITS * 64)
-        counters = zeros(device, c.kv_heads, torch.int32)
-        shared = [view(t) for t in (self.state, parts, sums, counters, self.attended.floats)]
-        angles = [view(self.cos.reshape(-1)), view(self.sin.reshape(-1))]
-        vector, records = view(qkv), self.attended.records.buffer
-        grid, threads = (c.kv_heads, attn.SPLITS), attn.threads(group)
-        numbers = np.int32(self.cache.rows), np.float32(c.norm_eps), np.float32(c.attention_scale)
-
-        def launches(index: int, layer: DeviceLayer) -> list[Launch]:
-            normed = layer.q_norm is not None
-            exact, kind = self.precision == "f32", self.cache.form.kind
-            kernel = attn.kernel(c.head_dim, group, c.rotated, c.neighbours, normed, exact, kind)
-            norms = [view(n) if normed else angles[0] for n in (layer.q_norm, layer.k_norm)]
-            cache = [view(t[index]) for t in (self.cache.keys, self.cache.values)]
-            arguments = [vector, *norms, *angles, *cache, *shared, records, *numbers]
-
-            def run() -> None:
-                kernel.launch(grid, threads, device.stream(), *arguments)
-
-            return [run] if attn.recorded(c.head_dim) else [run, self.attended.quantize]
-
-        return launches
-
-    def _sampling(self, count: int | None) -> list[Launch]:
-        """What turns logits_row into the next token: greedily, or drawn from the `count` best."""
-        import torch
-
-        device, view = self.device, devices.view
-        state, made = view(self.state), view(self.made)
-        if count is None:
-            blocks = sampling.greedy_blocks(self.vocab)
-            best = [zeros(device, blocks), zeros(device, blocks, torch.int32), zeros(device, 1, torch.int32)]
-            arguments = [view(self.logits_row), np.int32(self.vocab), *(view(t) for t in best), state, made]
-            greedy = sampling.greedy_kernel(sampling.GREEDY_THREADS)
-            return [lambda: greedy.launch(blocks, sampling.GREEDY_THREADS, device.stream(), *arguments)]
-        scores, tokens = chosen = zeros(device, count), zeros(device, count, torch.int64)
-        arguments = [view(scores), view(tokens), np.int32(count), view(self.how), view(self.uniform), state, made]
-        draw = sampling.draw_kernel(sampling.DRAW_THREADS)
-
-        def sort() -> None:
-            if count < self.vocab:
-                torch.topk(self.logits_row, count, out=chosen)
-            else:
-                torch.sort(self.logits_row, descending=True, stable=True, out=chosen)
-
-        return [sort, lambda: draw.launch(1, sampling.DRAW_THREADS, device.stream(), *arguments)]
+        self._in_file = None
 
     def _ready(self, count: int | None) -> None:
         """See to it that steps with this sampling can be launched; the first one is captured here."""
@@ -231,13 +81,13 @@ class Decoder:
                 oldest = next(key for key in self._samplers if key is not None)
                 del self._samplers[oldest]
                 self._captured.pop(oldest, None)
-            self._samplers[count] = self._sampling(count)
+            self._samplers[count] = self.step.choose(count)
         if self.graphs and count not in self._captured:
             self._set_state(0, 0)
-            self._captured[count] = Graph(lambda: self._launch(count), self.state)
+            self._captured[count] = Graph(lambda: self._launch(count), self.step.state)
 
     def _launch(self, count: int | None) -> None:
-        for launch in self._program + self._samplers[count]:
+        for launch in self.step.launches + self._samplers[count]:
             launch()
 
     def _step(self, count: int | None) -> None:
@@ -249,27 +99,28 @@ class Decoder:
         self.cache.length += 1
 
     def _set_state(self, position: int, token: int) -> None:
+        """Position and token of the next step, and that nothing has been made so far."""
         import torch
 
         words = torch.zeros(attn.STATE, dtype=torch.int32)
         words[attn.POSITION], words[attn.TOKEN] = position, token
-        self.state.copy_(words)
+        self.step.state.copy_(words)
 
     # what Model calls
 
     def scores(self, tokens: Sequence[int], keep: int) -> np.ndarray:
         """float32 [keep, vocab] of the last `keep` tokens, from an empty context."""
         with self._active():
-            return self.output.multiply(self._prompt(tokens, keep)).cpu().numpy()
+            return self.weights.output.multiply(self._prompt(tokens, keep)).cpu().numpy()
 
     def next_scores(self, token: int) -> np.ndarray:
         """float32 [vocab] after one more token, launch by launch: what a captured step computes, to compare with."""
         with self._active():
             self._set_state(self.cache.length, token)
-            for launch in self._program:
+            for launch in self.step.launches:
                 launch()
             self.cache.length += 1
-            return self.logits_row.cpu().numpy().copy()
+            return self.step.logits.cpu().numpy().copy()
 
     def draw(self, tokens: Sequence[int], sampler: Sampler) -> Iterator[int]:
         """What follows the tokens, drawn one by one, until the context is full."""
@@ -283,9 +134,9 @@ class Decoder:
 
     def _drawn(self, tokens: Sequence[int], sampler: Sampler, count: int | None) -> Iterator[int]:
         with self._active():
-            self.logits_row.copy_(self.output.multiply(self._prompt(tokens, 1))[0])
+            self.step.logits.copy_(self.weights.output.multiply(self._prompt(tokens, 1))[0])
             if count is not None:
-                self._set_sampling(sampler, self.cache.context - len(tokens) + 1)
+                self.step.set_sampling(sampler, self.cache.context - len(tokens) + 1)
             self._set_state(self.cache.length - 1, 0)
             for launch in self._samplers[count]:
                 launch()
@@ -302,19 +153,11 @@ class Decoder:
             yield int(self._host[made])
             made += 1
 
-    def _set_sampling(self, sampler: Sampler, steps: int) -> None:
-        """Settings and uniform numbers to the device."""
-        import torch
-
-        how = sampler.how
-        self.how.copy_(torch.tensor([how.temperature, how.top_p, how.min_p], dtype=torch.float64))
-        self.uniform[:steps].copy_(torch.from_numpy(sampler.uniform(steps)))
-
     def _fetch(self, number: int) -> Any:
         """Queue the copying of a token to the host; the event that says it is there."""
         import torch
 
-        self._host[number : number + 1].copy_(self.made[number : number + 1], non_blocking=self.graphs)
+        self._host[number : number + 1].copy_(self.step.made[number : number + 1], non_blocking=self.graphs)
         if not self.graphs:
             return None
         event = torch.cuda.Event()
@@ -334,15 +177,15 @@ class Decoder:
             hidden = self._batch(batch)
             first = max(0, len(tokens) - keep - at)
             if first < len(batch):
-                kept.append(rms(hidden[first:], self.output_norm, self.config.norm_eps))
+                kept.append(rms(hidden[first:], self.weights.output_norm, self.config.norm_eps))
         return torch.cat(kept)
 
     def _batch(self, tokens: Sequence[int]) -> Any:
         """Append tokens to the cache; their hidden states, f32 [n, hidden]."""
         eps, start = self.config.norm_eps, self.cache.length
         x = self._embeddings(tokens)
-        cos, sin = (angles[start : start + len(tokens)] for angles in (self.cos, self.sin))
-        for i, layer in enumerate(self._layers):
+        cos, sin = (angles[start : start + len(tokens)] for angles in (self.weights.cos, self.weights.sin))
+        for i, layer in enumerate(self.weights.layers):
             qkv = layer.qkv.multiply(rms(x, layer.attn_norm, eps))
             cache = self.cache.form, self.cache.keys[i], self.cache.values[i]
             exact = self.precision == "f32"
@@ -356,10 +199,10 @@ class Decoder:
         import torch
 
         ids = upload(np.array(tokens, np.int32), self.device)
-        if isinstance(self.embedding, FloatMatrix):
-            return self.embedding.weight.index_select(0, ids).float()
+        if isinstance(self.weights.embedding, FloatMatrix):
+            return self.weights.embedding.weight.index_select(0, ids).float()
         out = zeros(self.device, (len(tokens), self.config.hidden), torch.float32)
-        rows(self.embedding, devices.view(ids), devices.view(out), len(tokens), self.device.stream())
+        rows(self.weights.embedding, devices.view(ids), devices.view(out), len(tokens), self.device.stream())
         return out
 
     @contextmanager
@@ -375,21 +218,6 @@ class Decoder:
                 yield
         except torch.cuda.OutOfMemoryError as problem:
             raise self.device.too_little(self.nbytes + _WORK, "the model") from problem
-
-
-def upload(array: np.ndarray, device: devices.Device) -> Any:
-    """A torch tensor of the same values on the device."""
-    import torch
-
-    return torch.from_numpy(np.ascontiguousarray(array)).to(devices.torch_device(device))
-
-
-def _joined(matrices: Sequence[Any], biases: Sequence[np.ndarray | None]) -> np.ndarray | None:
-    """One vector of all biases, zeros for those that are missing; None if all are."""
-    if all(bias is None for bias in biases):
-        return None
-    pairs = zip(matrices, biases, strict=True)
-    return np.concatenate([np.zeros(m.shape[0], np.float32) if b is None else b for m, b in pairs])
 
 
 def _check_shape(c: DecoderConfig, file: GGUFFile) -> None:

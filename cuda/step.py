@@ -1,0 +1,151 @@
+"""One token through a decoder's layers, as a list of launches.
+
+They are about 8 a layer, and nothing in them depends on the host:
+
+    x  = embedding row of state[TOKEN]
+    for each layer:
+        norm of x, with records                                                 norm.py
+        q, k, v                                                                 products.py
+        rotation, cache, attention, records of the result                       attention.py
+        x += W_o ...
+        norm of x, with records
+        silu(W_gate ...) * (W_up ...)
+        records of it
+        x += W_down ...
+    logits = W_output norm(x);  state[TOKEN] = the next token                   sampling.py
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from bridge.cuda import attention as attn
+from bridge.cuda import sampling
+from bridge.cuda.buffers import zeros
+from bridge.cuda.dequantize import rows
+from bridge.cuda.device import Device, view
+from bridge.cuda.kv_cache import KVCache
+from bridge.cuda.norm import norm_kernel, norm_threads
+from bridge.cuda.products import FloatMatrix, Launch, Vector
+from bridge.cuda.weights import DeviceLayer, DeviceWeights
+
+from bridge.runtime.decoder_config import DecoderConfig
+from bridge.runtime.sampling import Sampler
+
+
+class Step:
+    """`launches`, all but the sampling, and what they work on: `state` (see attention.py), `logits` f32 [vocab], and
+    `made` int32 [context + 1], the tokens drawn so far."""
+
+    def __init__(self, weights: DeviceWeights, c: DecoderConfig, cache: KVCache, device: Device, precision: str):
+        import torch
+
+        self.config, self.weights, self.cache = c, weights, cache
+        self.device, self.precision = device, precision
+        self.vocab = weights.output.rows
+        self.state = zeros(device, attn.STATE, torch.int32)
+        self.made = zeros(device, self.cache.context + 1, torch.int32)
+        self.uniform = zeros(device, self.cache.context + 1, torch.float64)
+        self.how = zeros(device, 3, torch.float64)
+        self.x = zeros(device, c.hidden)
+        self.normed = Vector(c.hidden, device, precision)
+        self.attended = Vector(c.heads * c.head_dim, device, precision)
+        self.activated = Vector(c.inner, device, precision)
+        self.logits = zeros(device, self.vocab)
+        self.launches = self._token()
+
+    def _token(self) -> list[Launch]:
+        """All launches of a token but the sampling."""
+        c = self.config
+        program = [self._embed()]
+        qkv = zeros(self.device, (c.heads + 2 * c.kv_heads) * c.head_dim)
+        attention = self._attention(qkv)
+        for i, layer in enumerate(self.weights.layers):
+            program.append(self._norm(layer.attn_norm))
+            program += layer.qkv.bind(self.normed, qkv)
+            program += attention(i, layer)
+            program += layer.o.bind(self.attended, self.x, accumulate=True)
+            program.append(self._norm(layer.ffn_norm))
+            program += layer.gated.bind(self.normed, self.activated)
+            program += layer.down.bind(self.activated, self.x, accumulate=True)
+        program.append(self._norm(self.weights.output_norm))
+        return program + self.weights.output.bind(self.normed, self.logits)
+
+    def _embed(self) -> Launch:
+        token = self.state[attn.TOKEN : attn.TOKEN + 1]
+        matrix = self.weights.embedding
+        if isinstance(matrix, FloatMatrix):
+            weight = matrix.weight
+            return lambda: self.x.copy_(weight.index_select(0, token)[0])
+        ids, out = view(token), view(self.x.reshape(1, -1))
+        return lambda: rows(matrix, ids, out, 1, self.device.stream())
+
+    def _norm(self, weight: Any) -> Launch:
+        kernel = norm_kernel(self.config.hidden, self.precision == "f32")
+        arguments = [view(t) for t in (self.x, weight, self.normed.floats)]
+        eps, threads = np.float32(self.config.norm_eps), norm_threads(self.config.hidden)
+        return lambda: kernel.launch(1, threads, self.device.stream(), *arguments, self.normed.records.buffer, eps)
+
+    def _attention(self, qkv: Any) -> Callable[[int, DeviceLayer], list[Launch]]:
+        """What makes a layer's launches: its norms and its part of the cache differ, the rest is shared."""
+        import torch
+
+        c, device = self.config, self.device
+        group = c.heads // c.kv_heads
+        parts = zeros(device, c.heads * attn.SPLITS * c.head_dim)
+        sums = zeros(device, c.kv_heads * attn.SPLITS * 64)
+        counters = zeros(device, c.kv_heads, torch.int32)
+        shared = [view(t) for t in (self.state, parts, sums, counters, self.attended.floats)]
+        angles = [view(self.weights.cos.reshape(-1)), view(self.weights.sin.reshape(-1))]
+        vector, records = view(qkv), self.attended.records.buffer
+        grid, threads = (c.kv_heads, attn.SPLITS), attn.threads(group)
+        numbers = np.int32(self.cache.rows), np.float32(c.norm_eps), np.float32(c.attention_scale)
+
+        def launches(index: int, layer: DeviceLayer) -> list[Launch]:
+            normed = layer.q_norm is not None
+            exact, kind = self.precision == "f32", self.cache.form.kind
+            kernel = attn.kernel(c.head_dim, group, c.rotated, c.neighbours, normed, exact, kind)
+            norms = [view(n) if normed else angles[0] for n in (layer.q_norm, layer.k_norm)]
+            cache = [view(t[index]) for t in (self.cache.keys, self.cache.values)]
+            arguments = [vector, *norms, *angles, *cache, *shared, records, *numbers]
+
+            def run() -> None:
+                kernel.launch(grid, threads, device.stream(), *arguments)
+
+            return [run] if attn.recorded(c.head_dim) else [run, self.attended.quantize]
+
+        return launches
+
+    def choose(self, count: int | None) -> list[Launch]:
+        """What turns logits into the next token: greedily, or drawn from the `count` best."""
+        import torch
+
+        device = self.device
+        state, made = view(self.state), view(self.made)
+        if count is None:
+            blocks = sampling.greedy_blocks(self.vocab)
+            best = [zeros(device, blocks), zeros(device, blocks, torch.int32), zeros(device, 1, torch.int32)]
+            arguments = [view(self.logits), np.int32(self.vocab), *(view(t) for t in best), state, made]
+            greedy = sampling.greedy_kernel(sampling.GREEDY_THREADS)
+            return [lambda: greedy.launch(blocks, sampling.GREEDY_THREADS, device.stream(), *arguments)]
+        scores, tokens = chosen = zeros(device, count), zeros(device, count, torch.int64)
+        arguments = [view(scores), view(tokens), np.int32(count), view(self.how), view(self.uniform), state, made]
+        draw = sampling.draw_kernel(sampling.DRAW_THREADS)
+
+        def sort() -> None:
+            if count < self.vocab:
+                torch.topk(self.logits, count, out=chosen)
+            else:
+                torch.sort(self.logits, descending=True, stable=True, out=chosen)
+
+        return [sort, lambda: draw.launch(1, sampling.DRAW_THREADS, device.stream(), *arguments)]
+
+    def set_sampling(self, sampler: Sampler, steps: int) -> None:
+        """Settings and uniform numbers to the device."""
+        import torch
+
+        how = sampler.how
+        self.how.copy_(torch.tensor([how.temperature, how.top_p, how.min_p], dtype=torch.float64))
+        self.uniform[:steps].copy_(torch.from_numpy(sampler.uniform(steps)))

@@ -1,0 +1,205 @@
+"""What intrinsics.py offers, in Python, for the CUDA simulator: the same names, results and rounding.
+
+In the simulator each thread of a block is one of Python; a warp's lanes find each other at a barrier of the block.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+
+def _thread() -> Any:
+    """The simulator's, which knows its place in block and grid."""
+    return threading.current_thread()
+
+
+def _int(value: int) -> np.int32:
+    """The low 32 bits, as two's complement."""
+    return np.uint32(int(value) & 0xFFFFFFFF).view(np.int32)
+
+
+def _unsigned(value: Any) -> int:
+    return int(value) & 0xFFFFFFFF
+
+
+def _bytes(word: Any) -> list[int]:
+    return [int(b) for b in np.array([_unsigned(word)], np.uint32).view(np.int8)]
+
+
+def _as(array: Any, kind: Any) -> np.ndarray:
+    """The array's memory seen as another type; the simulator wraps arrays twice."""
+    while not isinstance(array, np.ndarray):
+        array = array.__dict__.get("_item", None) if "_item" in array.__dict__ else array._ary
+    return array.reshape(-1).view(kind)
+
+
+def _loader(kind: Any, count: int) -> Callable[..., Any]:
+    def load(array: Any, index: Any) -> Any:
+        values = _as(array, kind)[int(index) * count : (int(index) + 1) * count]
+        if index < 0 or len(values) != count:
+            raise IndexError(f"load of {count} at {index} times {count}")
+        return tuple(values) if count > 1 else values[0]
+
+    return load
+
+
+def _storer(kind: Any, mask: int) -> Callable[..., None]:
+    def store(array: Any, index: Any, value: Any) -> None:
+        if index < 0:
+            raise IndexError(f"store at {index}")
+        _as(array, kind)[int(index)] = int(value) & mask
+
+    return store
+
+
+def store_16(array: Any, index: Any, words: Any) -> None:
+    if index < 0:
+        raise IndexError(f"store at {index}")
+    _as(array, np.int32)[4 * int(index) : 4 * int(index) + 4] = [int(word) for word in words]
+
+
+def thread_x():
+    return np.int32(_thread().threadIdx.x)
+
+
+def thread_y():
+    return np.int32(_thread().threadIdx.y)
+
+
+def block_x():
+    return np.int32(_thread().blockIdx.x)
+
+
+def dp4a(a, b, c):
+    return _int(sum(x * y for x, y in zip(_bytes(a), _bytes(b), strict=True)) + int(c))
+
+
+def _halves(word: Any) -> list[int]:
+    return [int(h) for h in np.array([_unsigned(word)], np.uint32).view(np.int16)]
+
+
+def dp2a(a, b, c):
+    return _int(sum(x * y for x, y in zip(_halves(a), _bytes(b)[:2], strict=True)) + int(c))
+
+
+def bits(word, shift, mask):
+    return _int((_unsigned(word) >> int(shift)) & _unsigned(mask))
+
+
+def shifted(word, left):
+    return _int(_unsigned(word) << int(left))
+
+
+def rotated(word, right):
+    return _int((_unsigned(word) * 0x100000001) >> (int(right) & 31))
+
+
+def permuted(word, other, selector):
+    """Bytes of the two, the nibbles of the selector say which: 0..3 of the one, 4..7 of the other."""
+    chosen = np.array([word, other], np.int32).view(np.uint8)
+    return chosen[[int(selector) >> 4 * i & 7 for i in range(4)]].view(np.int32)[0]
+
+
+def either(one, other):
+    return _int(_unsigned(one) | _unsigned(other))
+
+
+def differing(one, other):
+    return _int(_unsigned(one) ^ _unsigned(other))
+
+
+def minus(one, other):
+    return _int(int(one) - int(other))
+
+
+def multiply_add(one, other, more):
+    return _int(int(one) * int(other) + int(more))
+
+
+def signed_byte(word, shift):
+    return np.int32(_bytes(_unsigned(word) >> int(shift))[0])
+
+
+def low_half(word):
+    return np.float32(np.uint16(_unsigned(word) & 0xFFFF).view(np.float16))
+
+
+def high_half(word):
+    return np.float32(np.uint16(_unsigned(word) >> 16).view(np.float16))
+
+
+def to_half(value):
+    return np.int32(np.float16(value).view(np.uint16))
+
+
+def float_bits(value):
+    return np.float32(value).view(np.int32)
+
+
+def bits_float(word):
+    return _int(word).view(np.float32)
+
+
+def fused(one, other, more):
+    """one * other + more, rounded once."""
+    return np.float32(np.float64(one) * np.float64(other) + np.float64(more))
+
+
+def round_even(value):
+    return np.int32(0 if np.isnan(value) else np.clip(np.rint(np.float64(value)), -(2.0**31), 2.0**31 - 1))
+
+
+stream_16 = ahead_16 = cached_16 = load_16 = _loader(np.int32, 4)
+stream_8 = cached_8 = _loader(np.int32, 2)
+stream_4 = ahead_4 = _loader(np.int32, 1)
+ahead_2 = _loader(np.uint16, 1)
+cached_16f = _loader(np.float32, 4)
+store_4 = _storer(np.uint32, 0xFFFFFFFF)
+store_2 = _storer(np.uint16, 0xFFFF)
+store_1 = _storer(np.uint8, 0xFF)
+
+
+def _exchange(value: Any) -> tuple[int, list[Any]]:
+    """This thread's lane, and what all lanes of its warp gave."""
+    thread = _thread()
+    given = thread._manager.__dict__.setdefault("given", {})
+    given[thread.thread_id] = value
+    thread.syncthreads()
+    first = thread.thread_id // 32 * 32
+    warp = [given[i] for i in range(first, first + 32)]
+    thread.syncthreads()
+    return thread.thread_id % 32, warp
+
+
+def _butterfly(value: Any, masks: tuple[int, ...], combine: Callable[..., Any]) -> Any:
+    """Combined in the order of the shuffles, so that rounding is theirs."""
+    lane, warp = _exchange(value)
+    values = np.array(warp)
+    for mask in masks:
+        values = combine(values, values[np.arange(32) ^ mask])
+    return values[lane]
+
+
+def warp_sum(value):
+    return _butterfly(value, (16, 8, 4, 2, 1), np.add)
+
+
+def half_warp_sum(value):
+    return _butterfly(value, (8, 4, 2, 1), np.add)
+
+
+def warp_max(value):
+    return _butterfly(value, (16, 8, 4, 2, 1), np.fmax)
+
+
+def warp_any(condition):
+    return any(_exchange(condition)[1])
+
+
+def other_half(value):
+    lane, warp = _exchange(value)
+    return warp[lane ^ 16]
