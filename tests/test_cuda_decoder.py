@@ -58,6 +58,22 @@ def test_auto_is_the_cpu_where_cuda_cannot_be_used_and_says_why(model: Path, cap
     assert bridge.Model.load(model).note is None
 
 
+def test_the_kind_of_cache_asked_for_is_the_device_s(model: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    given = []
+
+    def decoder(file: Any, config: Any, context: int, kv: str, precision: str, device: str) -> None:
+        given.append((kv, precision, device))
+        raise BridgeError("enough")
+
+    monkeypatch.setattr("bridge.cuda.device.require", lambda device: device)
+    monkeypatch.setattr("bridge.cuda.decoder.Decoder", decoder)
+    assert main(["run", str(model), "-p", "The", "--device", "cuda:1", "--kv", "q8_0"]) == 2
+    assert capsys.readouterr().err == "error: enough\n"
+    with pytest.raises(BridgeError, match="enough"):
+        bridge.Model.load(model, kv="f32", precision="f32", device="cuda")
+    assert given == [("q8_0", "int8", "cuda:1"), ("f32", "f32", "cuda")]
+
+
 def test_without_numba_cuda_the_extra_is_named(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("bridge.cuda.device._missing", lambda: "numba-cuda is not installed; pip install x")
     with pytest.raises(BridgeError, match="numba-cuda is not installed; pip install x"):
