@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -26,11 +27,8 @@ from bridge.cuda.matrix import DeviceMatrix
 from bridge.cuda.unroll import expand, registers, unroll
 from numba import cuda
 
-from bridge.blocks import BLOCKS
-from bridge.errors import BridgeError
-from bridge.runtime.bench import random_tensor
+from bridge.runtime.bench import chosen
 from bridge.runtime.quant_tensor import QuantTensor
-from bridge.runtime.reader import open_gguf
 
 LAUNCHES = 16
 ROUNDS = 11
@@ -204,20 +202,13 @@ class Line:
         )
 
 
-def bench(what: str, device_name: str) -> list[str]:
-    """Lines to print for a type of block, or for the largest matrix of each type in a GGUF; see runtime.bench."""
+def bench(what: str | Path, device_name: str, shape: tuple[int, int] | None = None) -> list[str]:
+    """Lines to print for a type of block or the matrices of a GGUF; see runtime.bench."""
     device = require(device_name)
     check_torch(device)
     import torch
 
-    name = what.upper()
-    if name in BLOCKS:
-        tensors = [random_tensor(name, *shape) for shape in (LARGE, SMALL)]
-    else:
-        matrices = [t for t in open_gguf(what).tensors.values() if len(t.shape) == 2 and t.type in BLOCKS]
-        tensors = list({t.type: t for t in sorted(matrices, key=lambda t: t.nbytes)}.values())
-        if not tensors:
-            raise BridgeError(f"{what}: no matrix of a type that has a kernel ({', '.join(BLOCKS)})")
+    tensors = chosen(what, [shape] if shape else [LARGE, SMALL])
     with device.active(), torch.cuda.device(device.index):
         bandwidth = read_bandwidth(device)
         lines = [f"{device.name}, {device}"]

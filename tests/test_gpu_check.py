@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 import time
 from pathlib import Path
@@ -186,6 +187,22 @@ def test_a_folder_that_cannot_be_written_to_is_said_before_anything_runs(
     with small_check():
         assert check.main(["--json", str(tmp_path / "missing" / "out.json")]) == 2
     assert capsys.readouterr().err.startswith("no check: [Errno 2] No such file")
+
+
+def test_bench_times_a_type_or_the_matrices_of_a_file_on_a_gpu(tmp_path: Path) -> None:
+    from bridge.errors import BridgeError
+    from bridge.runtime.bench import bench
+    from tests.support.tiny_gguf import write_decoder
+
+    path = write_decoder(tmp_path / "tiny.gguf", types={"": "Q8_0", "output": "F16"})
+    with small_check():
+        for what, shape, expected in (("q4_0", (8, 96), "Q4_0  8x96 "), (path, None, "Q8_0  64x32 ")):
+            title, line = bench(what, shape=shape, device="cuda")
+            assert title == "pretended, cuda:0"
+            assert line.startswith(expected)
+            assert re.search(r" \d+\.\d us +\d+\.\d GB/s, +\d+% of reading \(\d+ GB/s\)$", line)
+        with pytest.raises(BridgeError, match=r"Q9_K: neither a GGUF file nor a type \(Q"):
+            bench("Q9_K", device="cuda")
 
 
 def test_the_model_that_is_timed_is_an_8b_in_q4_k() -> None:

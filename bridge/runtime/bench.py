@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -110,6 +110,24 @@ def measure(
         pool.set_num_threads(before)
 
 
+def chosen(what: str | Path, shapes: Sequence[tuple[int, int]]) -> list[QuantTensor]:
+    """What there is to time: random tensors of a type, or a GGUF's largest matrix of each type that has a kernel."""
+    name = str(what).upper()
+    if name in BLOCKS:
+        return [random_tensor(name, *shape) for shape in shapes]
+    if not Path(what).exists() and Path(what).suffix != ".gguf":
+        raise BridgeError(f"{what}: neither a GGUF file nor a type ({', '.join(BLOCKS)})")
+    largest: dict[str, QuantTensor] = {}
+    for tensor in open_gguf(what).tensors.values():
+        known = largest.get(tensor.type)
+        if len(tensor.shape) == 2 and (known is None or tensor.nbytes > known.nbytes):
+            largest[tensor.type] = tensor
+    tensors = [t for t in largest.values() if t.type in BLOCKS]
+    if not tensors:
+        raise BridgeError(f"{what}: no matrix of a type that has a kernel ({', '.join(BLOCKS)})")
+    return tensors
+
+
 def bench(
     what: str | Path, threads: int | None = None, shape: tuple[int, int] | None = None, device: str = "cpu"
 ) -> list[str]:
@@ -126,25 +144,11 @@ def bench(
         if device != "cpu":
             from bridge.cuda import bench as on_cuda
 
-            return on_cuda.bench(str(what), device)
+            return on_cuda.bench(what, device, shape)
         return [note or "", *bench(what, threads, shape)]
     count = threads or get_num_threads()
-    name = str(what).upper()
-    if name in BLOCKS:
-        tensors = [random_tensor(name, *size) for size in ([shape] if shape else [LARGE, SMALL])]
-    elif not Path(what).exists() and Path(what).suffix != ".gguf":
-        raise BridgeError(f"{what}: neither a GGUF file nor a type ({', '.join(BLOCKS)})")
-    else:
-        largest: dict[str, QuantTensor] = {}
-        for tensor in open_gguf(what).tensors.values():
-            known = largest.get(tensor.type)
-            if len(tensor.shape) == 2 and (known is None or tensor.nbytes > known.nbytes):
-                largest[tensor.type] = tensor
-        tensors = [t for t in largest.values() if t.type in BLOCKS]
-        if not tensors:
-            raise BridgeError(f"{what}: no matrix of a type that has a kernel ({', '.join(BLOCKS)})")
     lines = []
-    for tensor in tensors:
+    for tensor in chosen(what, [shape] if shape else [LARGE, SMALL]):
         timing = measure(tensor, count)
         lines.append(
             f"{tensor.type:<5} {'x'.join(map(str, tensor.shape)):<12} {count} thread{'s' * (count != 1)}  "
