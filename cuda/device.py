@@ -135,11 +135,16 @@ class Device:
         )
 
     def empty(self, nbytes: int, what: str = "a buffer") -> Any:
-        """uint8 [nbytes] of device memory. Raises BridgeError, with what is needed and free, where it is too much."""
+        """uint8 [nbytes] of device memory.
+
+        Raises BridgeError, with what is needed and free, where it is too much, and while a graph is captured.
+        """
         from numba import cuda
 
         if _simulated():
             return cuda.to_device(np.zeros(nbytes, np.uint8))
+        if capturing(self.stream()):
+            raise BridgeError(f"{self}: {what} needs memory and the stream is being captured; run the step once before")
         self.check_memory(nbytes, what)
         with self.active():
             try:

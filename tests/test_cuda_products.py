@@ -237,8 +237,13 @@ def test_too_little_memory_says_how_much_is_needed_and_free(monkeypatch):
     gpu = devices.Device(0, "NVIDIA H200", (9, 0), 132)
     monkeypatch.setattr(devices.Device, "free", lambda self: 3 << 29)
     monkeypatch.setattr(devices.Device, "_give_back", lambda self: None)
+    monkeypatch.setattr(devices.Device, "stream", lambda self: 0)
+    monkeypatch.setattr(devices, "capturing", lambda stream: False)
     with pytest.raises(BridgeError, match=r"cuda:0: blk.0.w needs 2.0 GiB, 1.5 GiB are free"):
         gpu.empty(1 << 31, "blk.0.w")
+    monkeypatch.setattr(devices, "capturing", lambda stream: True)
+    with pytest.raises(BridgeError, match=r"cuda:0: blk.0.w needs memory and the stream is being captured; run the"):
+        gpu.empty(1, "blk.0.w")
 
 
 def test_a_first_compilation_while_a_graph_is_captured_is_refused(monkeypatch):
