@@ -166,6 +166,15 @@ def test_what_is_wrong_or_fails_is_reported_and_the_rest_goes_on(
     assert "1 of 3 right." in out
 
 
+def test_a_model_is_compared_with_the_cpus_in_prompts_and_in_steps() -> None:
+    """Prompts are products and torch's work, and right here; steps have kernels of their own, which do nothing."""
+    with small_check(right=False):
+        found = jobs.run("correct/model")
+    assert [line.partition(": error")[0] for line in found["wrong"]] == [
+        "model, f32, tokens after it", "model, int8, tokens after it"
+    ]  # fmt: skip
+
+
 def test_without_time_nothing_is_begun_and_the_table_is_printed_all_the_same(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -38,7 +38,8 @@ class Products:
     @contextmanager
     def installed(self) -> Iterator[None]:
         """In place of the kernels' results."""
-        from bridge.cuda import dequantize, matvec
+        from bridge.cuda import decoder, dequantize, matvec
+        from bridge.cuda import products as of_models
         from bridge.cuda.activations import Records
         from bridge.cuda.matrix import DeviceMatrix
 
@@ -88,6 +89,7 @@ class Products:
                 (DeviceMatrix, "upload", classmethod(uploaded)), (Records, "quantize", quantized),
                 (matvec, "launch", multiplied), (matvec, "launch_silu", gated),
                 (dequantize, "tile", tiled), (dequantize, "rows", chosen),
+                (of_models, "tile", tiled), (decoder, "rows", chosen),
             ):  # fmt: skip
                 stack.enter_context(mock.patch.object(owner, name, own))
             yield
@@ -129,16 +131,20 @@ def _here(names: Any, until: float, note: Any) -> str:
 
 
 @contextmanager
-def small_check() -> Iterator[Products]:
-    """`gpu_check.main` can be called: all its jobs, with small shapes, in seconds."""
+def small_check(right: bool = True) -> Iterator[Products]:
+    """`gpu_check.main` can be called: all its jobs, with small shapes, in seconds.
+
+    Models are the CPU's in disguise, or where not `right`, those of bridge.cuda, whose steps then do nothing.
+    """
     from bridge.cuda import bench, matvec
 
     every, load = matvec.configurations, bridge.Model.load
     computed = Products()
 
     def loaded(path: Any, device: str = "cpu", **options: Any) -> Any:
-        made = load(path, **options)
-        if device != "cpu":
+        cuda = device != "cpu"
+        made = load(path, device="cpu" if right else device, **options)
+        if cuda and right:
             made._decoder = Stepped(made._decoder)
         return made
 
