@@ -46,7 +46,7 @@ pair: Any = None
 keep: Any = None
 
 float32 = np.float32
-int32 = np.int32
+int32: Any = np.int32
 _LOW = np.float32(-np.inf)
 
 

@@ -44,7 +44,7 @@ LOADS = 8
 int32 = np.int32
 
 
-def seconds(launches: Sequence[Callable[[], None]], rounds: int = ROUNDS) -> float:
+def seconds(launches: Sequence[Callable[[], object]], rounds: int = ROUNDS) -> float:
     """Of one launch: `launches` are captured in a graph, one after the other, and replayed."""
     import torch
 
@@ -73,7 +73,7 @@ def seconds(launches: Sequence[Callable[[], None]], rounds: int = ROUNDS) -> flo
     return statistics.median(times)
 
 
-def rotated(make: Callable[[int], Callable[[], None]], nbytes: int, launches: int = LAUNCHES) -> float:
+def rotated(make: Callable[[int], Callable[[], object]], nbytes: int, launches: int = LAUNCHES) -> float:
     """Seconds of a launch that reads `nbytes`: make(i) is the launch on copy i."""
     import torch
 
@@ -176,7 +176,7 @@ def torch_product(shape: tuple[int, int], device: Device) -> float:
     x = torch.randn((1, columns), dtype=torch.float16, device=torch_device(device))
     y = torch.empty((1, rows), dtype=torch.float16, device=torch_device(device))
 
-    def make(number: int) -> Callable[[], None]:
+    def make(number: int) -> Callable[[], object]:
         while len(weights) <= number:
             weights.append(torch.randn((rows, columns), dtype=torch.float16, device=torch_device(device)))
         return lambda: torch.mm(x, weights[number].T, out=y)

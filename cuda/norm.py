@@ -25,7 +25,7 @@ HIDDEN = BLOCK = WARPS = ROUNDS = 0
 put: Any = None
 
 float32 = np.float32
-int32 = np.int32
+int32: Any = np.int32
 _SILU_WARPS = 4  # of a block
 
 

@@ -50,8 +50,9 @@ def attend(
     mask = None
     if start:
         mask = torch.ones((n, start + n), dtype=torch.bool, device=qkv.device).tril(start)
+    query, (keys, values) = q.transpose(0, 1)[None].to(dtype), stored
     result = torch.nn.functional.scaled_dot_product_attention(
-        q.transpose(0, 1)[None].to(dtype), *stored, mask, is_causal=mask is None, scale=c.attention_scale
+        query, keys, values, mask, is_causal=mask is None, scale=c.attention_scale
     )
     return result[0].transpose(0, 1).reshape(n, -1).float()
 

@@ -77,10 +77,11 @@ class _Expander(ast.NodeTransformer):
             return node
         table = self.constants.get(node.value.id)
         if isinstance(table, tuple) and isinstance(node.slice, ast.Constant):
-            chosen = table[node.slice.value]
+            index: Any = node.slice.value
+            chosen = table[index]
             if isinstance(chosen, bool | int | float):
                 return ast.copy_location(ast.Constant(chosen), node)
-            name = f"{node.value.id}_{node.slice.value}"
+            name = f"{node.value.id}_{index}"
             self.functions[name] = chosen
             return ast.copy_location(ast.Name(name, ast.Load()), node)
         if node.value.id in self.families:
