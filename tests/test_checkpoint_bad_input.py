@@ -93,6 +93,8 @@ def test_a_config_without_quantized_tensors_and_tensors_without_a_config(tmp_pat
     plain = {f"{NAME}.weight": np.zeros((2, 2), np.float16)}
     assert "no tensor of the checkpoint ends in .qweight" in refusal(write_folder(tmp_path, plain, GPTQ))
     assert "no quantization_config" in refusal(write_folder(tmp_path, tensors("gemm"), None))
+    packed = {f"{NAME}.weight": np.zeros((2, 2), np.uint32), f"{NAME}.scales": np.ones((2, 1), np.float16)}  # MLX's
+    assert f"{NAME}.weight is quantized, but" in refusal(write_folder(tmp_path, packed, None))
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])

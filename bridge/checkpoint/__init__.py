@@ -70,7 +70,8 @@ class Checkpoint:
                 left_out.add(part)
             elif info.floating and name not in owned:
                 self.tensors[name] = info
-            if (part in _CODES and not self.modules) or (info.dtype in FLOAT8 and name not in self._floats):
+            codes = part in _CODES or (part == "weight" and not info.floating)
+            if (codes and not self.modules) or (info.dtype in FLOAT8 and name not in self._floats):
                 raise self._unlabelled(info)
         self.tensors |= {name: scaled.weight for name, scaled in self._floats.items()}
         self.notes = [*self._reader.notes] if self._reader else []
