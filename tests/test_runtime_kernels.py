@@ -272,6 +272,14 @@ def test_threads_agree_with_one_thread():
         pool.set_num_threads(before)
 
 
+@pytest.mark.parametrize("value", ["many", "0", "-1", "999999"])
+def test_a_number_of_threads_that_is_none_is_refused(monkeypatch, value):
+    monkeypatch.setattr("bridge.runtime.cpu.pool._wanted", None)
+    monkeypatch.setenv("BRIDGE_THREADS", value)
+    with pytest.raises(BridgeError, match=f"BRIDGE_THREADS={value}: a number from 1 to 1024 is wanted"):
+        pool.get_num_threads()
+
+
 def test_many_python_threads_may_multiply_at_once():
     from concurrent.futures import ThreadPoolExecutor
 

@@ -264,9 +264,11 @@ def get_num_threads() -> int:
     if _wanted is not None:
         return _wanted
     configured = os.environ.get("BRIDGE_THREADS", "")
-    if configured.isdigit() and int(configured) > 0:
-        return int(configured)
-    return usable_cpus()
+    if not configured:
+        return usable_cpus()
+    if not configured.isdecimal() or not 1 <= int(configured) <= _MOST_THREADS:
+        raise BridgeError(f"BRIDGE_THREADS={configured}: a number from 1 to {_MOST_THREADS} is wanted")
+    return int(configured)
 
 
 def set_num_threads(threads: int) -> None:
