@@ -181,16 +181,6 @@ if not SIMULATED:
     store_1 = _store(_i, 8)
 
     @cuda.jit(device=True, forceinline=True)
-    def warp_sum(value):
-        """The sum over a warp, in all its lanes."""
-        value += cuda.shfl_xor_sync(_ALL_LANES, value, 16)
-        value += cuda.shfl_xor_sync(_ALL_LANES, value, 8)
-        value += cuda.shfl_xor_sync(_ALL_LANES, value, 4)
-        value += cuda.shfl_xor_sync(_ALL_LANES, value, 2)
-        value += cuda.shfl_xor_sync(_ALL_LANES, value, 1)
-        return value
-
-    @cuda.jit(device=True, forceinline=True)
     def half_warp_sum(value):
         """The sum over lanes 0..15 in those, over lanes 16..31 in these."""
         value += cuda.shfl_xor_sync(_ALL_LANES, value, 8)
@@ -198,6 +188,11 @@ if not SIMULATED:
         value += cuda.shfl_xor_sync(_ALL_LANES, value, 2)
         value += cuda.shfl_xor_sync(_ALL_LANES, value, 1)
         return value
+
+    @cuda.jit(device=True, forceinline=True)
+    def warp_sum(value):
+        """The sum over a warp, in all its lanes."""
+        return half_warp_sum(value + cuda.shfl_xor_sync(_ALL_LANES, value, 16))
 
     @cuda.jit(device=True, forceinline=True)
     def warp_max(value):

@@ -219,6 +219,8 @@ def kernel(type: str, n: int, shape: Configuration, exact: bool, epilogue: str) 
     """The kernel of a type for n columns; `epilogue` is "", or names of "bias" and "accumulate", or "silu"."""
     from bridge.cuda.launch import Kernel
 
+    if epilogue == "silu" and shape.rows % 2:
+        raise BridgeError(f"{type}: {shape} parts gate from up, whose rows take turns; rows 2 or 4 are wanted")
     own = functions(type)
     suffix = f"{type}_{n}_{'f32' if exact else 'int8'}_{'_'.join(map(str, shape))}{epilogue and '_'}{epilogue}"
     expanded = expand(

@@ -100,8 +100,11 @@ def test_bias_accumulation_and_silu_of_alternating_rows():
     records = Records(96, 1, "cuda").quantize(x, 1)
     one, other = (rounded(x) @ weights.T for weights in (gate_weights, up_weights))
     y = np.zeros((1, 3), np.float32)
-    matvec.launch_silu(DeviceMatrix.upload([gate, up], "cuda", interleave=True), records, y, 1, 0, SMALL)
+    pair = DeviceMatrix.upload([gate, up], "cuda", interleave=True)
+    matvec.launch_silu(pair, records, y, 1, 0, SMALL)
     np.testing.assert_allclose(y, one / (1 + np.exp(-one)) * other, rtol=1e-4, atol=1e-6)
+    with pytest.raises(BridgeError, match=r"Q4_0: Configuration\(rows=1.* parts gate from up"):
+        matvec.launch_silu(pair, records, y, 1, 0, SMALL._replace(rows=1))
     both = DeviceMatrix.upload([gate, up], "cuda")
     y = np.ones((1, 6), np.float32)
     bias = np.arange(6, dtype=np.float32)
