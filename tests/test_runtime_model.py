@@ -362,9 +362,13 @@ def test_threads_that_share_a_model_get_the_right_text_or_an_error(model: Model,
 
 def test_a_closed_model_says_that_it_is(path: Path) -> None:
     model = bridge.Model.load(path)
+    pieces = model.generate(PROMPT, 8)
+    next(pieces)
     model.close()
     with pytest.raises(BridgeError, match="this model was closed"):
         model.logits([1])
+    with pytest.raises(BridgeError, match="this model was closed"):
+        next(pieces)
 
 
 @pytest.mark.parametrize(

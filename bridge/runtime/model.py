@@ -257,6 +257,8 @@ class Model:
         """The tokens drawn, while no later call has taken the context."""
         while True:
             with self._lock:
+                if isinstance(self._decoder, _Closed):
+                    raise _closed(self.path)
                 if self._turn != turn:
                     raise BridgeError(
                         f"{self.path}: another call on this model has begun and taken its context; finish one before "
@@ -275,7 +277,11 @@ class _Closed:
         self._path = path
 
     def __getattr__(self, name: str) -> Any:
-        raise BridgeError(f"{self._path}: this model was closed; load it again")
+        raise _closed(self._path)
+
+
+def _closed(path: Path) -> BridgeError:
+    return BridgeError(f"{path}: this model was closed; load it again")
 
 
 def _until(pieces: Iterator[str], stops: list[str]) -> Iterator[str]:
