@@ -212,6 +212,7 @@ def _indexed(folder: Path, index: Path, files: list[Path]) -> Store:
             raise BridgeError(f"{index}: names the shard {shard!r} outside its folder; do not trust this checkpoint")
     missing = [shard for shard in shards if not (folder / shard).is_file()]
     if missing == shards and len(files) == 1:
+        _check_run(files)
         return _open(files)
     if missing:
         raise BridgeError(f"{folder / missing[0]}: named by {index.name} but missing; is the download complete?")
