@@ -277,9 +277,14 @@ def kind(x: Any) -> str | None:
 
 
 def view(x: Any) -> Any:
-    """What a kernel takes for a tensor or an array on the device, not copied; halves come as int16 with their bits."""
+    """What a kernel takes for a tensor or an array on the device, not copied; halves come as int16 with their bits.
+
+    A kernel of one signature does not look at strides: raises BridgeError for a tensor that is not contiguous.
+    """
     if type(x).__module__.partition(".")[0] == "torch":
         x = x.detach()
+        if not x.is_contiguous():
+            raise BridgeError(f"a tensor {list(x.shape)} with strides {list(x.stride())}; a contiguous one is wanted")
         if kind(x) in ("f16", "bf16"):
             import torch
 

@@ -83,6 +83,7 @@ def missing() -> str | None:
         import torch
         from bridge.cuda.device import require
 
+        import bridge.runtime.model  # noqa: F401  # and what it needs
         from bridge.errors import BridgeError
     except ImportError as problem:
         return f"{problem.name or problem} is missing"

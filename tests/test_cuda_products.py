@@ -300,6 +300,13 @@ def test_a_compiler_without_its_library_is_said(small, monkeypatch):
         small.to("cuda")
 
 
+def test_a_tensor_whose_strides_a_kernel_would_not_see_is_refused():
+    import torch
+
+    with pytest.raises(BridgeError, match=r"a tensor \[3, 4\] with strides \[1, 3\]; a contiguous one is wanted"):
+        devices.view(torch.zeros(4, 3).T)
+
+
 def test_a_tensor_on_another_device_is_refused():
     gpu = devices.Device(1, "NVIDIA H200", (9, 0), 132)
     moved = object.__new__(tensor.CudaTensor)

@@ -198,6 +198,23 @@ def test_a_folder_that_cannot_be_written_to_is_said_before_anything_runs(
     assert capsys.readouterr().err.startswith("no check: [Errno 2] No such file")
 
 
+def test_what_is_not_installed_or_cannot_be_used_is_said(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from bridge.cuda import device as devices
+
+    with small_check():
+        monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+        assert check.main([]) == 2
+    assert re.fullmatch(r"no check: torch \S+ cannot use the GPU\n", capsys.readouterr().err)
+    monkeypatch.setattr(devices, "available", lambda: "the NVIDIA driver sees no GPU")
+    assert check.main([]) == 2
+    assert capsys.readouterr().err == "no check: device 'cuda': the NVIDIA driver sees no GPU\n"
+    monkeypatch.setitem(sys.modules, "bridge.runtime.model", None)
+    assert check.main([]) == 2
+    assert capsys.readouterr().err == "no check: bridge.runtime.model is missing\n"
+
+
 def test_bench_times_a_type_or_the_matrices_of_a_file_on_a_gpu(tmp_path: Path) -> None:
     from bridge.errors import BridgeError
     from bridge.runtime.bench import bench
