@@ -82,8 +82,8 @@ def test_odd_shapes(rows, columns, shape):
     [
         ("Q5_K", 1, 256, 8, 1, 1),  # half a warp has nothing to do
         ("Q4_0", 3, 768, 5, 1, 2),  # rows in two pairs, columns that do not fill the last 16 units, a half with 2 of 3
-        ("Q4_1", 2, 1536, 6, 2, 1),
         ("Q8_0", 2, 512, 4, 1, 1),
+        *([] if SIMULATED else [("Q4_1", 2, 1536, 6, 2, 1)]),  # many values to round for threads of Python
     ],
 )
 def test_several_columns(name, rows, columns, n, units, split, precision):
