@@ -231,7 +231,10 @@ def test_bench_times_a_type_or_the_matrices_of_a_file_on_a_gpu(tmp_path: Path) -
             bench("Q9_K", device="cuda")
 
 
-def test_the_model_that_is_timed_is_an_8b_in_q4_k() -> None:
+def test_shapes_and_model_are_those_of_the_bars() -> None:
+    from bridge.cuda import bench
+
+    assert (timing.shape_of(jobs.LARGE), timing.shape_of(jobs.SMALL)) == (bench.LARGE, bench.SMALL)
     file = timing.SyntheticFile
     layer = file.HIDDEN * (2 * file.HIDDEN + 2 * file.HIDDEN // file.HEADS * file.KV_HEADS + 3 * file.INNER)
     weights = file.LAYERS * layer + 2 * file.VOCAB * file.HIDDEN
