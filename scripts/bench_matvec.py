@@ -16,6 +16,7 @@ import importlib.util
 import json
 import os
 import platform
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -94,15 +95,15 @@ def call_cost(type: str) -> float:
 
 
 def first_calls(type: str) -> tuple[float, float]:
-    """Seconds of prepare and matvec in a new process: nothing compiled before, then all of it."""
+    """Seconds of prepare and matvec in a new process: nothing compiled before, then all of it (median of 5)."""
     with tempfile.TemporaryDirectory() as cache:
         environment = {**os.environ, "NUMBA_CACHE_DIR": cache}
         run = [sys.executable, "-c", FIRST, type]
         times = []
-        for _ in range(2):
+        for _ in range(6):
             done = subprocess.run(run, env=environment, check=True, capture_output=True, text=True)
             times.append(float(done.stdout))
-    return times[0], times[1]
+    return times[0], statistics.median(times[1:])
 
 
 def machine() -> str:
