@@ -97,7 +97,7 @@ def call_cost(type: str) -> float:
 def first_calls(type: str) -> tuple[float, float]:
     """Seconds of prepare and matvec in a new process: nothing compiled before, then all of it (median of 5)."""
     with tempfile.TemporaryDirectory() as cache:
-        environment = {**os.environ, "NUMBA_CACHE_DIR": cache}
+        environment = {**os.environ, "NUMBA_CACHE_DIR": cache, "PYTHONDONTWRITEBYTECODE": ""}  # it is compiled too
         run = [sys.executable, "-c", FIRST, type]
         times = []
         for _ in range(6):
