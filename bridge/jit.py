@@ -21,13 +21,16 @@ from pathlib import Path
 from typing import Any
 
 _collects = gc.isenabled()
-gc.disable()  # of 0.3 s, walking through what Numba builds up takes a seventh
+gc.disable()  # of 0.3 s, walking through what Numba builds up took a seventh
 try:
     import numba
     from numba.core.registry import cpu_target
 
     cpu_target.target_context.refresh()  # what the first kernel to be loaded would do
 finally:
+    if not gc.get_freeze_count():
+        gc.freeze()
+        gc.unfreeze()  # it is among the oldest now, which are not walked through next
     if _collects:
         gc.enable()
 
