@@ -134,7 +134,8 @@ def affine_zeros(
     Groups of one value have a scale of nothing and so no zero point, or one out of all proportion. Their codes,
     which say nothing, are overwritten: 1, with the value for scale and 0 for zero point. In place.
     """
-    zeros = np.divide(-offsets, scales, out=np.zeros_like(scales), where=scales != 0)
+    with np.errstate(over="ignore"):
+        zeros = np.divide(-offsets, scales, out=np.zeros_like(scales), where=scales != 0)
     far = (np.abs(zeros) > _FAR) | ((scales == 0) & (offsets != 0))
     if not far.any():
         return scales, zeros
