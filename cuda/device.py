@@ -31,7 +31,7 @@ def _simulated() -> bool:
 def _missing() -> str | None:
     """What is not installed."""
     if importlib.util.find_spec("numba_cuda") is None:
-        return "numba-cuda is not installed; pip install gguf-bridge[cuda]"
+        return "numba-cuda is not installed; pip install numba-cuda[cu13]"
     return None
 
 
@@ -68,12 +68,12 @@ def available() -> str | None:
         toolkit = _toolkit()
     except Exception as problem:
         words = " ".join(str(problem).split())
-        return f"no CUDA compiler was found ({words}); pip install gguf-bridge[cu12] or gguf-bridge[cu13]"
+        return f"no CUDA compiler was found ({words}); pip install numba-cuda[cu12], or [cu13]"
     version = tuple(driver.get_version())[:2]
     if version[0] < toolkit[0]:
         return (
             f"the NVIDIA driver knows CUDA {version[0]}.{version[1]}, older than the toolkit, "
-            f"{toolkit[0]}.{toolkit[1]}; update the driver, or pip install gguf-bridge[cu{version[0]}]"
+            f"{toolkit[0]}.{toolkit[1]}; update the driver, or pip install numba-cuda[cu{version[0]}]"
         )
     if driver.get_device_count() == 0:
         return "the NVIDIA driver sees no GPU"

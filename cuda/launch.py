@@ -57,7 +57,7 @@ class Kernel:
                 words = " ".join(str(problem).split())[:400]
                 raise BridgeError(
                     f"{self.name} cannot be compiled and loaded: {type(problem).__name__}: {words}; the CUDA packages "
-                    "must be of one version, no newer than the driver's: pip install gguf-bridge[cu13], or [cu12]"
+                    "must be of one version, no newer than the driver's: pip install numba-cuda[cu13], or [cu12]"
                 ) from problem
             self._loaded.add(number)
         return self._compiled

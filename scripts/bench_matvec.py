@@ -4,7 +4,7 @@
     python scripts/bench_matvec.py Q4_K Q6_K --json x.json
 
 The peer is ggml, one mul_mat on its own threads through llama-cpp-python built natively (pip install
---no-binary llama-cpp-python gguf-bridge[peers]); without it its columns stay empty. PEER_GGML may name the
+--no-binary llama-cpp-python .[peers]); without it its columns stay empty. PEER_GGML may name the
 folder of its libggml*.so. All contenders take turns in one run; ratios are medians over rounds. A product from
 memory is on 40960 x 4096, one in the cache on 2048 x 4096. First calls are timed in processes of their own.
 """

@@ -213,7 +213,7 @@ def test_no_driver_is_said_in_one_line(small, monkeypatch):
 def test_a_driver_older_than_the_toolkit_is_said(small, monkeypatch):
     monkeypatch.setattr(devices, "_driver", lambda: FakeDriver((12, 8)))
     monkeypatch.setattr(devices, "_toolkit", lambda: (13, 4))
-    with pytest.raises(BridgeError, match=r"knows CUDA 12.8, older than the toolkit, 13.4; .*gguf-bridge\[cu12\]"):
+    with pytest.raises(BridgeError, match=r"knows CUDA 12.8, older than the toolkit, 13.4; .*numba-cuda\[cu12\]"):
         small.to("cuda")
 
 
@@ -226,7 +226,7 @@ def test_missing_gpus_devices_and_packages_are_said(small, monkeypatch):
     with pytest.raises(BridgeError, match="'cuda:7': there is 1, from cuda:0 on"):
         small.to("cuda:7")
     monkeypatch.setattr(devices.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(BridgeError, match=r"numba-cuda is not installed; pip install gguf-bridge\[cuda\]"):
+    with pytest.raises(BridgeError, match=r"numba-cuda is not installed; pip install numba-cuda\[cu13\]"):
         small.to("cuda")
     for wrong in ("cuda:x", "gpu"):
         with pytest.raises(BridgeError, match=r"cuda, cuda:0, cuda:1 \.\.\. are known"):
@@ -296,7 +296,7 @@ def test_a_compiler_without_its_library_is_said(small, monkeypatch):
 
     monkeypatch.setattr(devices, "_driver", FakeDriver)
     monkeypatch.setattr(nvvm, "NVVM", missing)
-    with pytest.raises(BridgeError, match=r"no CUDA compiler was found \(libNVVM cannot be found.*gguf-bridge\[cu12\]"):
+    with pytest.raises(BridgeError, match=r"no CUDA compiler was found \(libNVVM cannot be found.*numba-cuda\[cu12\]"):
         small.to("cuda")
 
 
