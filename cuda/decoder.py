@@ -57,7 +57,7 @@ class Decoder:
         """Be ready for tokens."""
         self.prepare()
 
-    def prepare(self, progress: Any = None) -> None:
+    def prepare(self) -> None:
         """Upload everything and compile, once."""
         if self._in_file is None:
             return
@@ -66,7 +66,7 @@ class Decoder:
         with self._active():
             self.cache.reserve(self.device)
             of = self.config, self.cache, self.device, self.precision
-            self.weights = DeviceWeights(self._in_file, *of, progress)
+            self.weights = DeviceWeights(self._in_file, *of)
             self.step = Step(self.weights, *of)
             self._host = torch.zeros(self.cache.context + 1, dtype=torch.int32)
             if self.graphs:

@@ -42,19 +42,15 @@ class DeviceLayer:
 class DeviceWeights:
     """All of a model's: layers, embedding, output and its norm, and angles f32 [rows, rotated / 2].
 
-    Pages of the file are let go of as layers are uploaded; `progress(done, layers)` is told.
+    Pages of the file are let go of as layers are uploaded.
     """
 
-    def __init__(
-        self, w: Weights, c: DecoderConfig, cache: KVCache, device: Device, precision: str, progress: Any = None
-    ):
+    def __init__(self, w: Weights, c: DecoderConfig, cache: KVCache, device: Device, precision: str):
         self.layers = []
-        for done, layer in enumerate(w.layers):
+        for layer in w.layers:
             self.layers.append(DeviceLayer(layer, device, precision))
             for matrix in layer.matrices:
                 matrix.release_raw()
-            if progress:
-                progress(done + 1, len(w.layers))
         self.output_norm = upload(w.output_norm, device)
         self.output = Stack([w.output], device, precision)
         tied = w.output is w.embedding
