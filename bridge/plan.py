@@ -1,0 +1,160 @@
+"""What becomes of every tensor of a model, decided before anything is written.
+
+    Outline   what a family (`bridge.models`) or a template knows: names, sources, row orders, metadata; no types yet
+    Plan      what `bridge.planning` makes of it with the checkpoint's data: types, and why
+
+`convert` executes a plan, `inspect` prints it, `verify` compares a file with it. Neither holds weights, but for
+small tensors that are made from the config and those that a template keeps.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from gguf.gguf_writer import GGUFValue
+
+AS_IT_IS = "as it is"  # never quantized: norms, biases, routers
+FROM_TEMPLATE = "the template's"
+FROM_CONFIG = "made from the config"
+
+_BLOCK = re.compile(r"blk\.(\d+)\.")
+
+
+@dataclass(frozen=True, eq=False)
+class Part:
+    """Rows that a tensor of the GGUF takes from one tensor of the checkpoint.
+
+    source   in the checkpoint, "model.layers.0.self_attn.q_proj.weight", of a quantized module too
+    shape    (out, in) or (n,) as the GGUF has it: a stored tensor may be padded with zeros beyond it
+    rows     int64 [out] or None: row i of the GGUF is row rows[i] of the source
+    columns  int64 [in] or None: likewise; undoes act-order
+    matrix   which matrix of a 3-D source this is
+    stored   the source's shape where `rows` picks from more rows than it returns
+    """
+
+    source: str
+    shape: tuple[int, ...]
+    rows: np.ndarray | None = None
+    columns: np.ndarray | None = None
+    matrix: int | None = None
+    stored: tuple[int, ...] | None = None
+
+    @property
+    def module(self) -> str:
+        """The linear layer that this is the weight of."""
+        return self.source.removesuffix(".weight")
+
+
+@dataclass(frozen=True, eq=False)
+class PlannedTensor:
+    """One tensor of the GGUF.
+
+    name    in the GGUF, "blk.0.attn_q.weight"
+    shape   in row-major order, (out, in), (experts, out, in) or (n,)
+    parts   what it is read from, one after another: one, a layer's experts, or q, k and v of a fused matrix
+    data    instead of parts: float32 values, or the bytes of `type`
+    type    a block or float type; None as long as it is to be chosen
+    reason  why that type, for people
+    limit   the most of the checkpoint's own noise that it may add; None: whatever it adds
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    parts: tuple[Part, ...] = ()
+    data: np.ndarray | None = field(default=None, repr=False)
+    type: str | None = None
+    reason: str = ""
+    limit: float | None = None
+
+    @property
+    def kind(self) -> str:
+        """The name without layer and suffix: "attn_q", "ffn_down", "token_embd"."""
+        name = _BLOCK.sub("", self.name, count=1)
+        return name.rpartition(".")[0] or name
+
+    @property
+    def layer(self) -> int | None:
+        """0-based; None outside the blocks."""
+        block = _BLOCK.match(self.name)
+        return int(block[1]) if block else None
+
+    @property
+    def source(self) -> str | None:
+        """Its name in the checkpoint; of experts, with * for their number; None where it has none."""
+        if not self.parts:
+            return None
+        name = self.parts[0].source
+        return name if len(self.parts) == 1 else re.sub(r"\bexperts\.\d+", "experts.*", name)
+
+
+@dataclass(frozen=True)
+class Fold:
+    """A linear layer whose columns are the rows of others, element by element: module names.
+
+    Permuting the columns of `consumer` and the rows of every producer alike changes nothing.
+    """
+
+    consumer: str
+    producers: tuple[str, ...]
+
+
+@dataclass(eq=False)
+class Outline:
+    """A model as GGUF wants it, before the checkpoint's data is looked at.
+
+    metadata   every key but general.file_type and general.quantization_version
+    tensors    in the order in which they are to be written
+    folds      where act-order can be undone by permuting rows elsewhere
+    unused     tensors of the checkpoint that GGUF does not need
+    zero_only  tensors that llama.cpp's graph has no place for: they must be all zeros (old GPTQ tools write such
+               biases), or the model is refused
+    optional   biases that are left out where they are all zeros: old GPTQ tools write them for every layer
+    stop       the texts of the tokens that end a reply, the EOS token first
+    notes      what the reader of the report should know
+    """
+
+    metadata: dict[str, GGUFValue]
+    tensors: list[PlannedTensor]
+    folds: list[Fold] = field(default_factory=list)
+    unused: list[str] = field(default_factory=list)
+    zero_only: list[str] = field(default_factory=list)
+    optional: frozenset[str] = frozenset()
+    stop: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+
+@dataclass(eq=False)
+class Plan:
+    """A whole GGUF, or its shards: every tensor with its type.
+
+    metadata, stop, notes  as in Outline, general.file_type among the keys
+    template        path of the GGUF that tensors are kept from, if any
+    imatrix         path of the importance matrix for tensors that are quantized from floats, if any
+    split_max_size  bytes of tensor data in a shard; None for one file
+    """
+
+    metadata: dict[str, GGUFValue]
+    tensors: list[PlannedTensor]
+    stop: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    template: str | None = None
+    imatrix: str | None = None
+    split_max_size: int | None = None
+
+    @property
+    def arch(self) -> str:
+        """The GGUF architecture."""
+        return str(self.metadata["general.architecture"].value)
+
+
+def number(metadata: Mapping[str, GGUFValue], key: str, default: int = 0) -> int:
+    """A count of the architecture's, such as block_count; the largest where layers differ."""
+    found = metadata.get(f"{metadata['general.architecture'].value}.{key}")
+    if found is None:
+        return default
+    value: Any = found.value
+    return int(max(value, default=default) if isinstance(value, (list, tuple)) else value)
