@@ -13,21 +13,19 @@ Everything is imported when first used, so `import bridge` costs nothing.
 from __future__ import annotations
 
 import importlib
-import sys
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 __version__ = "0.1.0"
 
 _LAZY = {
     "BridgeError": "bridge.errors",
-    "convert": "bridge.convert",
+    "convert": "bridge.conversion",
     "open_checkpoint": "bridge.checkpoint",
     "repack": "bridge.repacking",
     "open_gguf": "bridge.runtime",
     "Model": "bridge.runtime.model",
-    "verify": "bridge.verify",
+    "verify": "bridge.verification",
 }
 
 # In a checkout, cuda/ stands beside bridge/ and is imported as bridge.cuda
@@ -41,18 +39,6 @@ def __getattr__(name: str) -> Any:
     value = getattr(importlib.import_module(_LAZY[name]), name)
     globals()[name] = value
     return value
-
-
-class _Package(ModuleType):
-    """Importing bridge.convert, the module, must not put it in the place of bridge.convert, the function."""
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if isinstance(value, ModuleType) and _LAZY.get(name) == value.__name__:
-            value = getattr(value, name)
-        super().__setattr__(name, value)
-
-
-sys.modules[__name__].__class__ = _Package
 
 
 def __dir__() -> list[str]:

@@ -234,7 +234,7 @@ def _add_bench(commands: Any) -> None:
 
 
 def _convert(a: argparse.Namespace) -> int:
-    from bridge.convert import convert
+    from bridge.conversion import convert
     from bridge.output import check_target
 
     if a.exact and a.type != "auto":
@@ -268,7 +268,7 @@ def _convert(a: argparse.Namespace) -> int:
 
 def _verify(a: argparse.Namespace) -> int:
     from bridge.output import check_target
-    from bridge.verify import failures, verify
+    from bridge.verification import failures, verify
 
     if a.report:
         check_target(a.report, force=True)

@@ -1,7 +1,6 @@
 """`gguf-bridge inspect`: what a checkpoint or a GGUF holds, and what `convert` would make of it.
 
-A checkpoint's label is set beside what its tensors say; the prediction of types maps a sample of rows of
-the first and the last tensor of each kind, with the mapping that `convert` itself uses.
+A checkpoint's label is set beside what its tensors say; what becomes of them is the plan that `convert` would execute.
 """
 
 from __future__ import annotations
@@ -13,21 +12,18 @@ from typing import Any
 
 import numpy as np
 
-from bridge.checkpoint import Checkpoint, open_checkpoint
+from bridge.checkpoint import Checkpoint
 from bridge.checkpoint.fp8 import FLOAT8
 from bridge.checkpoint.store import WEIGHTS
-from bridge.convert import model_of
+from bridge.conversion import opened
 from bridge.errors import BridgeError
-from bridge.hub import resolve
-from bridge.models import ModelSpec, TensorSpec
+from bridge.plan import FROM_TEMPLATE, Plan, PlannedTensor, number
+from bridge.planning import make_plan
 from bridge.recipe import Recipe
 from bridge.report import align, fold_notes, size_text
 from bridge.runtime.reader import shards
 from bridge.source import Source
-from bridge.tensors import Conversion
-from bridge.verify import read_gguf
-
-_SAMPLE_ROWS = 64
+from bridge.verification import read_gguf
 
 
 def describe(path: str | Path, config: str | Path | None = None, template: str | Path | None = None) -> str:
@@ -42,7 +38,7 @@ def describe(path: str | Path, config: str | Path | None = None, template: str |
         if template is not None:
             raise BridgeError(f"{path}: is no checkpoint; --template says what a checkpoint would become")
         return _describe_gguf(Path(path))
-    with open_checkpoint(resolve(path, config), config, needs_config=template is None) as ckpt:
+    with opened(path, config, template) as ckpt:
         return "\n".join(_describe_checkpoint(ckpt, template))
 
 
@@ -54,8 +50,8 @@ def _describe_checkpoint(ckpt: Checkpoint, template: str | Path | None) -> list[
         f"the data says   {_data_says(ckpt, scattered)}",
     ]
     try:
-        spec = model_of(ckpt, template=template)
-        table, notes = _prediction(ckpt, spec)
+        plan = make_plan(ckpt, Recipe(), template=template)
+        table, notes = _table(ckpt, plan)
     except BridgeError as problem:
         return [*lines, *(f"note: {note}" for note in ckpt.notes), f"convert would stop: {problem}"]
     contrary = fold_notes([*_claims(ckpt, scattered), *notes])
@@ -63,8 +59,8 @@ def _describe_checkpoint(ckpt: Checkpoint, template: str | Path | None) -> list[
     if ckpt.modules and ckpt.quant.labelled and not contrary:
         lines.append("they agree      in all that was looked at")
     whose = f", as {template} has them" if template is not None else ""
-    lines.append(f"architecture    {spec.arch}, {spec.n_layers} layers{whose}")
-    lines += [f"note: {note}" for note in fold_notes([*ckpt.notes, *spec.notes])]
+    lines.append(f"architecture    {plan.arch}, {number(plan.metadata, 'block_count')} layers{whose}")
+    lines += [f"note: {note}" for note in fold_notes(plan.notes)]
     return [*lines, "", *table]
 
 
@@ -104,46 +100,39 @@ def _claims(ckpt: Checkpoint, scattered: int) -> list[str]:
     return []
 
 
-def _prediction(ckpt: Checkpoint, spec: ModelSpec) -> tuple[list[str], list[str]]:
-    """The table of kinds and types, and the readers' notes on the modules that were looked at."""
-    work = Conversion(Source(ckpt, spec), Recipe())
-    kinds: dict[str, list[TensorSpec]] = {}
-    for tensor in spec.tensors:
+def _table(ckpt: Checkpoint, plan: Plan) -> tuple[list[str], list[str]]:
+    """A row per kind of tensor, with what its first and its last are; and the readers' notes on those."""
+    source = Source(ckpt)
+    kinds: dict[str, list[PlannedTensor]] = {}
+    for tensor in plan.tensors:
         if len(tensor.shape) > 1:
             kinds.setdefault(tensor.kind, []).append(tensor)
     rows: list[tuple[str, ...]] = [("tensors", "", "shape", "arrives as", "zero points", "convert makes it", "")]
     notes: list[str] = []
     for kind, members in kinds.items():
-        ends = members if len(members) < 2 else [members[0], members[-1]]
-        seen = [_one(work, tensor, notes) for tensor in ends]
-        rows.append((kind, str(len(members)), *(" / ".join(dict.fromkeys(cell)) for cell in zip(*seen, strict=True))))
+        ends = [_arrival(source, tensor, notes) for tensor in dict.fromkeys((members[0], members[-1]))]
+        cells = [list(cell) for cell in zip(*ends, strict=True)]
+        cells += [[str(t.type) for t in members], [t.reason for t in members if t.limit is not None]]
+        rows.append((kind, str(len(members)), *(" / ".join(dict.fromkeys(cell)) for cell in cells)))
     return align(rows, left=(True, False, True, True, True, True, True)), notes
 
 
-def _one(work: Conversion, tensor: TensorSpec, notes: list[str]) -> tuple[str, str, str, str, str]:
+def _arrival(source: Source, tensor: PlannedTensor, notes: list[str]) -> tuple[str, str, str]:
+    """Shape, form and zero points of a tensor in the checkpoint."""
     shape = "x".join(map(str, tensor.shape))
-    if tensor.data is not None and tensor.type is not None:
-        return shape, "kept from the template", "", tensor.type, ""
-    source = work.source
-    leaf = next((leaf for leaf in tensor.leaves if source.module_of(leaf)), tensor.leaves[0])  # of experts, the first
-    module = source.module_of(leaf)
-    if module is None or not tensor.quantizable:
-        stored = "codes" if module else source.ckpt.stored_as(str(leaf.source))
-        wanted = work.recipe.wanted(work.place(tensor), as_codes=False).type if tensor.quantizable else "F32"
-        return shape, stored, "", str(wanted), ""
-    from bridge.mapping import choose
-
-    t = source.grouped(leaf, module)
+    if not tensor.parts:
+        return shape, "kept from the template" if tensor.reason == FROM_TEMPLATE else tensor.reason, ""
+    part = next((part for part in tensor.parts if source.coded(part)), tensor.parts[0])  # of experts, the first
+    if not source.coded(part):
+        return shape, source.ckpt.stored_as(part.source), ""
+    t = source.sample(part)
     notes += t.notes
     groups = f"groups of {t.group_size}" if t.sequential else "act-order"
-    if t.sequential and source.ckpt.group_order(module) is not None:
+    if part.columns is not None:
         groups = f"act-order that folds into {groups}"
     low, high = t.zeros.min(), t.zeros.max()
     zeros = f"{low:g}" + ("" if low == high else f"..{high:g}")
-    step = max(1, t.shape[0] // _SAMPLE_ROWS)
-    mapped = choose.map_auto(t.take_rows(np.arange(0, t.shape[0], step)))
-    how = "codes carried" if mapped.fidelity.kept else "rounded anew"
-    return shape, f"{t.bits} bits, {groups}", zeros, mapped.block.name, how
+    return shape, f"{t.bits} bits, {groups}", zeros
 
 
 def _describe_gguf(path: Path) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import glob
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -46,3 +47,20 @@ def read_json(file: Path, optional: bool = False) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise BridgeError(f"{file}: not a JSON object but a {type(content).__name__}; download it again")
     return content
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a small file whole or not at all; BridgeError where that fails."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        with open(temporary, "x", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except OSError as problem:
+        raise BridgeError(
+            f"{path}: cannot be written ({problem.strerror}); make room or give another name"
+        ) from problem
+    finally:
+        temporary.unlink(missing_ok=True)

@@ -90,6 +90,15 @@ class Recipe:
             checked.append((pattern, _tensor_type(name)))
         object.__setattr__(self, "tensor_types", tuple(checked))
 
+    def check(self, names: Sequence[str]) -> None:
+        """BridgeError where a tensor_types pattern matches none of the tensors that can be quantized, `names`."""
+        for pattern, name in self.tensor_types:
+            if not any(re.search(pattern, n) for n in names):
+                raise BridgeError(
+                    f"--tensor-type {pattern}={name}: matches no tensor that can be quantized; "
+                    f"they are named as {names[0]}"
+                )
+
     @property
     def promises_closeness(self) -> bool:
         """Whether every type is chosen here, by what it adds, and none by the user."""

@@ -11,11 +11,13 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from bridge.files import write_text
+
 if TYPE_CHECKING:
     from bridge.mapping.carry import Fidelity
 
 CARRIED = "codes carried"
-ROUNDED = "rounded anew"
+REQUANTIZED = "requantized"
 FLOAT = "from float"
 AS_IS = "kept float"
 
@@ -33,7 +35,7 @@ class TensorReport:
     type: str
     shape: tuple[int, ...]
     nbytes: int
-    how: str  # one of CARRIED, ROUNDED, FLOAT, AS_IS
+    how: str  # one of CARRIED, REQUANTIZED, FLOAT, AS_IS
     fidelity: Fidelity | None = None
     exact_for_free: str | None = None  # a bit-exact type that is no larger, where `type` is not exact
     notes: list[str] = field(default_factory=list)
@@ -58,7 +60,7 @@ class TensorReport:
     @property
     def has_codes(self) -> bool:
         """Whether the tensor arrived as codes."""
-        return self.how in (CARRIED, ROUNDED)
+        return self.how in (CARRIED, REQUANTIZED)
 
 
 def beyond_auto(report: TensorReport) -> str | None:
@@ -89,7 +91,7 @@ class Report:
         """Size of the GGUF's files on disk."""
         return sum(p.stat().st_size for p in self.outputs)
 
-    def total(self, hows: Iterable[str] = (CARRIED, ROUNDED)) -> Fidelity | None:
+    def total(self, hows: Iterable[str] = (CARRIED, REQUANTIZED)) -> Fidelity | None:
         """The sums over all tensors that were handled in one of these ways."""
         total = None
         for t in self.tensors:
@@ -97,7 +99,7 @@ class Report:
                 total = t.fidelity if total is None else total + t.fidelity
         return total
 
-    def bpw(self, hows: Iterable[str] = (CARRIED, ROUNDED)) -> float:
+    def bpw(self, hows: Iterable[str] = (CARRIED, REQUANTIZED)) -> float:
         """Bits per weight over the tensors that were handled in one of these ways."""
         chosen = [t for t in self.tensors if t.how in hows]
         weights = sum(t.weights for t in chosen)
@@ -105,8 +107,6 @@ class Report:
 
     def save(self, path: Path) -> None:
         """Write everything as JSON. Raises BridgeError where that fails."""
-        from bridge.output import write_text
-
         record = {
             "checkpoint": self.checkpoint,
             "format": self.checkpoint_format,
@@ -141,10 +141,10 @@ class Report:
         free = Counter(t.exact_for_free for t in self.tensors if t.exact_for_free)
         for name, count in free.items():
             lines.append(f"{count} of these tensors would be bit-exact at no extra size as {name}: use --exact")
-        rounded = sum(t.how == ROUNDED and t.fidelity is not None and t.fidelity.error > 0 for t in self.tensors)
+        rounded = sum(t.how == REQUANTIZED and t.fidelity is not None and t.fidelity.error > 0 for t in self.tensors)
         if rounded:
             lines.append(
-                f"{rounded} tensors could not keep their codes and were rounded anew (--report says which, why)"
+                f"{rounded} tensors could not keep their codes and were requantized (--report says which, why)"
             )
         lines += [f"note: {note}" for note in fold_notes(self.notes)]
         size_in, size_out = self.source_bytes, self.output_bytes

@@ -1,12 +1,7 @@
-"""A tensor's codes or floats as the checkpoint has them, with rows and columns in the GGUF's order.
-
-Act-order of a fold's consumer (down_proj) is undone by permuting its columns and the rows of its producers
-(gate_proj, up_proj) alike; architectures that permute rows of their own do so on top.
-"""
+"""A planned tensor's codes or floats as the checkpoint has them, with rows and columns in the GGUF's order."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,147 +11,119 @@ import numpy as np
 
 from bridge.checkpoint import Checkpoint
 from bridge.errors import BridgeError
-from bridge.models import ModelSpec, TensorSpec
+from bridge.plan import Part, PlannedTensor
 
 if TYPE_CHECKING:
     from bridge.checkpoint.grouped import GroupedTensor
 
 _CHUNK_WEIGHTS = 1 << 22  # float rows read at a time
+_WINDOW = 32  # rows of a sample that stand together
+_WINDOWS = 3  # first, middle, last
 
 
 @dataclass
 class Source:
-    """The tensors of a model, read from its checkpoint. Raises BridgeError where the two are not of one shape."""
+    """Reads the parts of planned tensors from a checkpoint."""
 
     ckpt: Checkpoint
-    spec: ModelSpec
 
-    def __post_init__(self) -> None:
-        self._row_orders: dict[str, np.ndarray] = {}  # by module
-        self._column_orders: dict[str, np.ndarray] = {}
-        leaves = [leaf for t in self.spec.tensors for leaf in t.leaves]
-        widths = {str(leaf.source).removesuffix(".weight"): leaf.shape[-1] for leaf in leaves}
-        for fold in self.spec.folds:
-            group = self.ckpt.group_order(fold.consumer) if fold.consumer in self.ckpt.modules else None
-            if group is not None:
-                # columns beyond the model's true width are padding, and will be cropped
-                order = np.argsort(group[: widths[fold.consumer]], kind="stable")
-                self._column_orders[fold.consumer] = order
-                for producer in fold.producers:
-                    self._row_orders[producer] = order
-        for leaf in leaves:
-            self._check_shape(leaf)
+    def check(self, tensors: list[PlannedTensor]) -> None:
+        """BridgeError where a part is missing, or smaller than planned. A larger one may be padded with zeros."""
+        for part in (part for t in tensors for part in t.parts):
+            if part.source not in self.ckpt.tensors and not self.coded(part):
+                raise BridgeError(f"{self.ckpt.path}: has no {part.source}; the plan is of another checkpoint")
+            shape, _ = self._stored(part)
+            expected = part.stored or part.shape
+            if len(shape) != len(expected) or any(a < b for a, b in zip(shape, expected, strict=True)):
+                raise self._other_shape(part)
 
-    def module_of(self, tensor: TensorSpec) -> str | None:
-        """The quantized module that a tensor without parts is; None where the checkpoint has it as floats."""
-        if tensor.source is None:
-            return None
-        module = tensor.source.removesuffix(".weight")
-        return module if module in self.ckpt.modules and tensor.source != module else None
+    def coded(self, part: Part) -> bool:
+        """Whether the checkpoint has the part as a quantized module; else as floats."""
+        return part.module in self.ckpt.modules and part.source != part.module
 
-    def nbytes(self, tensor: TensorSpec) -> int:
+    def nbytes(self, tensor: PlannedTensor) -> int:
         """Bytes of the tensor in the checkpoint."""
         total = 0
-        for leaf in tensor.leaves:
-            if (module := self.module_of(leaf)) is not None:
-                total += self.ckpt.modules[module].nbytes
-            elif leaf.source is not None:
-                info = self.ckpt.tensors[leaf.source]
-                total += info.nbytes if leaf.matrix is None else info.nbytes // info.shape[0]
+        for part in tensor.parts:
+            if self.coded(part):
+                total += self.ckpt.modules[part.module].nbytes
+            else:
+                info = self.ckpt.tensors[part.source]
+                total += info.nbytes if part.matrix is None else info.nbytes // info.shape[0]
         return total
 
-    def grouped(self, tensor: TensorSpec, module: str) -> GroupedTensor:
-        """The tensor's codes with rows and columns as the GGUF has them."""
-        t = self.ckpt.read_module(module)
-        shape = tensor.stored or tensor.shape
+    def grouped(self, part: Part) -> GroupedTensor:
+        """A part's codes with rows and columns as the GGUF has them."""
+        t = self._fitted(self.ckpt.read_module(part.module), part)
+        return t if part.rows is None else t.take_rows(part.rows)
+
+    def sample(self, part: Part) -> GroupedTensor:
+        """Codes of some of a part's rows, in any order: what a type is chosen by."""
+        rows = np.arange(part.shape[0]) if part.rows is None else np.sort(part.rows)
+        if len(part.shape) < 2 or len(rows) <= 2 * _WINDOW * _WINDOWS:
+            return self.grouped(part)
+        last = len(rows) - _WINDOW
+        at = np.concatenate([np.arange(start, start + _WINDOW) for start in (0, last // 2, last)])
+        return self._fitted(self.ckpt.read_rows(part.module, rows[at]), part, len(at))
+
+    def _fitted(self, t: GroupedTensor, part: Part, rows: int | None = None) -> GroupedTensor:
+        """Without zero padding beyond the part's true shape, columns in the GGUF's order; `rows`: of a sample."""
+        shape = part.stored or part.shape
         out, columns = shape if len(shape) == 2 else (1, *shape)
+        out = rows or out
         if t.shape != (out, columns):
             weights = t.dequantize()
-            if weights[out:].any() or weights[:, columns:].any():  # more than padding with zeros
-                raise self._other_shape(tensor)
+            if weights[out:].any() or weights[:, columns:].any():
+                raise self._other_shape(part)
             t = t.crop(out, columns)
-        if module in self._column_orders:
-            t = t.take_columns(self._column_orders[module])
-        order = self._order(tensor, module)
-        return t if order is None else t.take_rows(order)
+        return t if part.columns is None else t.take_columns(part.columns)
 
-    def floats(self, tensor: TensorSpec) -> Iterator[np.ndarray]:
-        """A float tensor's rows as the GGUF has them, in chunks of float32."""
-        assert tensor.source is not None
-        order = self._order(tensor, tensor.source.rpartition(".")[0])
-        if tensor.matrix is not None or len(tensor.shape) == 1 or order is not None:
-            whole = self._cropped(self._read_whole(tensor), tensor)
-            yield whole if order is None else whole[order]
+    def floats(self, part: Part) -> Iterator[np.ndarray]:
+        """A float part's rows as the GGUF has them, in chunks of float32."""
+        if part.matrix is not None or len(part.shape) == 1 or part.rows is not None:
+            whole = self._cropped(self._read_whole(part), part)
+            yield whole if part.rows is None else whole[part.rows]
             return
-        stored, step = self.ckpt.tensors[tensor.source].shape[0], max(1, _CHUNK_WEIGHTS // tensor.shape[1])
+        stored, step = self.ckpt.tensors[part.source].shape[0], max(1, _CHUNK_WEIGHTS // part.shape[1])
         for start in range(0, stored, step):
             rows = (start, min(start + step, stored))
-            part = self._cropped(self.ckpt.read_float(tensor.source, rows), tensor, start)
-            if len(part):
-                yield part
+            chunk = self._cropped(self.ckpt.read_float(part.source, rows), part, start)
+            if len(chunk):
+                yield chunk
 
-    def carries(self, module: str) -> bool:
-        """Whether a module's codes can be kept at all: no act-order, or one that is folded into other layers."""
-        return module in self._column_orders or self.ckpt.group_order(module) is None
+    def _read_whole(self, part: Part) -> np.ndarray:
+        """float32 of a part as it is stored, of as many dimensions as it is to have."""
+        rows = None if part.matrix is None else (part.matrix, part.matrix + 1)
+        stored = self.ckpt.read_float(part.source, rows)
+        return stored.reshape(stored.shape[stored.ndim - len(part.shape) :])
 
-    def column_order(self, tensor: TensorSpec) -> np.ndarray | None:
-        """GGUF column i is checkpoint column order[i]; None where they are the same."""
-        return self._column_orders.get(str(tensor.source).removesuffix(".weight"))
-
-    def _read_whole(self, tensor: TensorSpec) -> np.ndarray:
-        """float32 of a tensor without parts as it is stored, of as many dimensions as it is to have."""
-        rows = None if tensor.matrix is None else (tensor.matrix, tensor.matrix + 1)
-        stored = self.ckpt.read_float(str(tensor.source), rows)
-        return stored.reshape(stored.shape[stored.ndim - len(tensor.shape) :])
-
-    def _cropped(self, x: np.ndarray, tensor: TensorSpec, start: int = 0) -> np.ndarray:
-        """Finite rows of a float tensor from `start` on, without zero padding beyond the model's true shape."""
-        rows, *columns = tensor.stored or tensor.shape
+    def _cropped(self, x: np.ndarray, part: Part, start: int = 0) -> np.ndarray:
+        """Finite rows of a float part from `start` on, without zero padding beyond the model's true shape."""
+        rows, *columns = part.stored or part.shape
         inner = tuple(slice(size) for size in (max(0, rows - start), *columns))
         kept = np.ascontiguousarray(x[inner])
         if kept.shape != x.shape and np.count_nonzero(x) > np.count_nonzero(kept):
-            raise self._other_shape(tensor)
+            raise self._other_shape(part)
         if not np.isfinite(kept).all():
-            _, file = self._stored(tensor)
+            _, file = self._stored(part)
             raise BridgeError(
-                f"{file}: {tensor.source} holds NaN or infinite values; the checkpoint is damaged, download it again"
+                f"{file}: {part.source} holds NaN or infinite values; the checkpoint is damaged, download it again"
             )
         return kept
 
-    def _stored(self, tensor: TensorSpec) -> tuple[tuple[int, ...], Path]:
+    def _stored(self, part: Part) -> tuple[tuple[int, ...], Path]:
         """Shape in the checkpoint, and the file. A vector may be stored as a matrix of one row."""
         shape: tuple[int, ...]
-        if (module := self.module_of(tensor)) is not None:
-            shape, file = self.ckpt.modules[module].shape, self.ckpt.modules[module].file
+        if self.coded(part):
+            shape, file = self.ckpt.modules[part.module].shape, self.ckpt.modules[part.module].file
         else:
-            plain = self.ckpt.tensors[str(tensor.source)]
-            shape, file = plain.shape if tensor.matrix is None else plain.shape[1:], plain.file
-        return shape[1:] if len(tensor.shape) == 1 and shape[:1] == (1,) and len(shape) == 2 else shape, file
+            plain = self.ckpt.tensors[part.source]
+            shape, file = plain.shape if part.matrix is None else plain.shape[1:], plain.file
+        return shape[1:] if len(part.shape) == 1 and shape[:1] == (1,) and len(shape) == 2 else shape, file
 
-    def _check_shape(self, tensor: TensorSpec) -> None:
-        """Refuse a tensor that is smaller than the config makes it. A larger one may be padded with zeros."""
-        if tensor.source is not None:
-            shape, _ = self._stored(tensor)
-            expected = tensor.stored or tensor.shape
-            if len(shape) != len(expected) or any(a < b for a, b in zip(shape, expected, strict=True)):
-                raise self._other_shape(tensor)
-
-    def _other_shape(self, tensor: TensorSpec) -> BridgeError:
-        shape, file = self._stored(tensor)
+    def _other_shape(self, part: Part) -> BridgeError:
+        shape, file = self._stored(part)
         return BridgeError(
-            f"{file}: {tensor.source} has shape {list(shape)} where config.json makes it {list(tensor.shape)}; "
+            f"{file}: {part.source} has shape {list(shape)} where config.json makes it {list(part.shape)}; "
             "config and weights are not of the same model"
         )
-
-    def _order(self, tensor: TensorSpec, module: str) -> np.ndarray | None:
-        """GGUF row i is checkpoint row order[i]: the fold's permutation, then the architecture's."""
-        fold, arch = self._row_orders.get(module), tensor.row_order
-        if fold is None or arch is None:
-            return arch if fold is None else fold
-        return fold[arch]
-
-
-def source_name(tensor: TensorSpec) -> str:
-    """The tensor's name in the checkpoint; of experts, with * for their number."""
-    names = [str(leaf.source) for leaf in tensor.leaves]
-    return names[0] if len(names) == 1 else re.sub(r"\bexperts\.\d+", "experts.*", names[0])

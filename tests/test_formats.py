@@ -16,7 +16,7 @@ import bridge
 from bridge.checkpoint import open_checkpoint
 from bridge.describe import describe
 from bridge.report import CARRIED, FLOAT
-from bridge.verify import failures, verify
+from bridge.verification import failures, verify
 from tests.conftest import CHECKPOINT
 from tests.support import encode_compressed as compressed
 from tests.support import encode_formats as write

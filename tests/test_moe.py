@@ -20,7 +20,7 @@ from bridge.recipe import BLOCKS, Recipe, TensorPlace
 from bridge.runtime.decoder_config import read_config
 from bridge.runtime.experts import route
 from bridge.runtime.weights import read_weights
-from bridge.verify import failures, verify
+from bridge.verification import failures, verify
 from tests.support.encode import Quantized, write_gptq
 from tests.support.llama_cpp import LlamaCpp
 from tests.support.reference import mean_kl

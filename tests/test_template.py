@@ -20,7 +20,7 @@ from bridge.describe import describe
 from bridge.errors import BridgeError
 from bridge.models.decoder import interleaved_rows
 from bridge.template.match import Matrix, find_in_several, find_rows
-from bridge.verify import failures, verify
+from bridge.verification import failures, verify
 from tests.conftest import CHECKPOINT, shared
 from tests.support.encode import load_floats, write_awq, write_gptq
 from tests.support.encode_compressed import write_float8

@@ -101,6 +101,12 @@ class Checkpoint:
         self.modules[name]
         return self._reader.read(name)  # type: ignore[union-attr]
 
+    def read_rows(self, name: str, rows: np.ndarray) -> GroupedTensor:
+        """Some rows (int64, ascending) of a quantized linear layer, without its bias. Thread-safe; raises likewise."""
+        assert self._reader is not None or name not in self.modules
+        self.modules[name]
+        return self._reader.read_rows(name, rows)  # type: ignore[union-attr]
+
     def read_float(self, name: str, rows: tuple[int, int] | None = None) -> np.ndarray:
         """float32 of a tensor, or of its rows start..stop alone, which are all that is read. Thread-safe.
 

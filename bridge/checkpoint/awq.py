@@ -113,7 +113,14 @@ class AwqReader(Reader):
     def read(self, name: str) -> GroupedTensor:
         return self._read(self.modules[name])
 
-    def _read(self, info: ModuleInfo) -> GroupedTensor:
+    def read_rows(self, name: str, rows: np.ndarray) -> GroupedTensor:
+        if self._layouts[name] != "gemm":
+            return super().read_rows(name, rows)
+        at = np.unique(rows >> 3)  # the words that hold them
+        return self._read(self.modules[name], at).take_rows(np.searchsorted(at, rows >> 3) * 8 + (rows & 7))
+
+    def _read(self, info: ModuleInfo, words_of: np.ndarray | None = None) -> GroupedTensor:
+        """A module; in the gemm layout, where `words_of` is given, the eight rows of each of these words alone."""
         from bridge.checkpoint.bits import unpack_gemm, unpack_rows
 
         name = info.name
@@ -121,10 +128,16 @@ class AwqReader(Reader):
         out, columns = info.shape
         groups = -(-columns // info.group_size)
         scales = self.scales(name)
-        words = self.part(name, "qweight")
+        if words_of is not None:
+            words = np.ascontiguousarray(self.store.view(f"{name}.qweight")[:, words_of])
+        else:
+            words = self.part(name, "qweight")
         if layout == "gemm":
-            codes = unpack_gemm(words)
-            zeros = unpack_gemm(self.part(name, "qzeros")).astype(np.float32)
+            codes, zeros = unpack_gemm(words), self.part(name, "qzeros")
+            if words_of is not None:
+                zeros = np.ascontiguousarray(zeros[:, words_of])
+                scales = scales.reshape(len(scales), -1, 8)[:, words_of].reshape(len(scales), -1)
+            zeros = unpack_gemm(zeros).astype(np.float32)
             scales = np.ascontiguousarray(scales.T)
         elif layout == "gemv":
             codes = unpack_rows(words, 4, columns)
@@ -154,7 +167,7 @@ class AwqReader(Reader):
             scales=scales,
             zeros=zeros,
             group_size=info.group_size,
-            bias=self.store.read_float(f"{name}.bias") if "bias" in info.tensors else None,
+            bias=self.store.read_float(f"{name}.bias") if "bias" in info.tensors and words_of is None else None,
             notes=tuple(notes),
         )
 

@@ -137,9 +137,15 @@ class CompressedReader(Reader):
         return "bias" not in tensors or tensors["bias"].shape == shape[:1]
 
     def read(self, name: str) -> GroupedTensor:
+        return self._read(name, None)
+
+    def read_rows(self, name: str, rows: np.ndarray) -> GroupedTensor:
+        return self._read(name, rows)
+
+    def _read(self, name: str, rows: np.ndarray | None) -> GroupedTensor:
         info, scheme = self.modules[name], self._scheme(name)
         size, order = self._groups(name)
-        rows = self._blocks[name][0]
+        height = self._blocks[name][0]
         zeros = self._zeros(name, scheme.bits)
         notes = []
         if matches(name, self._ignored):
@@ -148,15 +154,16 @@ class CompressedReader(Reader):
             notes.append(f"{name}: groups of {size} but the config says {scheme.block[1]}; read as {size}")
         if scheme.sym and (zeros != 1 << (scheme.bits - 1)).any():
             notes.append(f"{name}: has zero points but the config says symmetric; read as asymmetric")
+        scales, zeros = (spread(x, info.shape[0], height) for x in (self.scales(name, "weight_scale"), zeros))
         return GroupedTensor(
             name=name,
             bits=scheme.bits,
-            codes=self._codes(name, scheme.bits),
-            scales=spread(self.scales(name, "weight_scale"), info.shape[0], rows),
-            zeros=spread(zeros, info.shape[0], rows),
+            codes=self._codes(name, scheme.bits, rows),
+            scales=scales if rows is None else scales[rows],
+            zeros=zeros if rows is None else zeros[rows],
             group_size=size,
             group_of_column=order,
-            bias=self.bias(name),
+            bias=self.bias(name) if rows is None else None,
             notes=tuple(notes),
         )
 
@@ -187,13 +194,13 @@ class CompressedReader(Reader):
             return size, None
         return info.group_size, group.astype(np.int32)
 
-    def _codes(self, name: str, bits: int) -> np.ndarray:
-        """uint8 [out, in]."""
+    def _codes(self, name: str, bits: int, rows: np.ndarray | None) -> np.ndarray:
+        """uint8 [out, in], or some of the rows."""
         info = self.modules[name]
         if "weight_packed" in info.tensors:
             by_words = _by_words(info.tensors, info.shape, bits)
-            return _unpack(self.part(name, "weight_packed"), bits, info.shape[1], by_words)
-        signed, half = self.part(name, "weight"), 1 << (bits - 1)
+            return _unpack(self.part(name, "weight_packed", rows), bits, info.shape[1], by_words)
+        signed, half = self.part(name, "weight", rows), 1 << (bits - 1)
         if bits < 8 and (signed.min() < -half or signed.max() >= half):
             raise BridgeError(
                 f"{info.file}: {name}.weight has codes beyond {-half}..{half - 1}, but the config says {bits} bits; "

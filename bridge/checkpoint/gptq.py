@@ -79,6 +79,12 @@ class GptqReader(Reader):
         return ModuleInfo(name, bits, size or -(-columns // groups), (out, columns), nbytes, tensors)
 
     def read(self, name: str) -> GroupedTensor:
+        return self._read(name, None)
+
+    def read_rows(self, name: str, rows: np.ndarray) -> GroupedTensor:
+        return self._read(name, rows)
+
+    def _read(self, name: str, rows: np.ndarray | None) -> GroupedTensor:
         from bridge.checkpoint.bits import unpack_columns
 
         info = self.modules[name]
@@ -90,15 +96,21 @@ class GptqReader(Reader):
         self._note_claims(name, size, order is None, notes)
         groups = words.shape[0] if order is not None else -(-columns // size)
         zeros = decode(words, info.bits, out, dialect)[:groups]
+        scales = self.scales(name)[:groups]
+        if rows is None:
+            codes = self.part(name, "qweight")
+        else:
+            codes = np.ascontiguousarray(self.store.view(f"{name}.qweight")[:, rows])
+            scales, zeros = scales[:, rows], zeros[:, rows]
         return GroupedTensor(
             name=name,
             bits=info.bits,
-            codes=unpack_columns(self.part(name, "qweight"), info.bits, columns, dialect.planar),
-            scales=np.ascontiguousarray(self.scales(name)[:groups].T),
+            codes=unpack_columns(codes, info.bits, columns, dialect.planar),
+            scales=np.ascontiguousarray(scales.T),
             zeros=np.ascontiguousarray(zeros.T).astype(np.float32),
             group_size=size,
             group_of_column=order,
-            bias=self.bias(name),
+            bias=self.bias(name) if rows is None else None,
             notes=tuple(notes),
         )
 

@@ -138,13 +138,18 @@ class Reader:
         """One module. Thread-safe."""
         raise NotImplementedError
 
+    def read_rows(self, name: str, rows: np.ndarray) -> GroupedTensor:
+        """Some rows of a module (int64, ascending). Readers whose layout allows it read no others' codes."""
+        return self.read(name).take_rows(rows)
+
     def group_order(self, name: str) -> np.ndarray | None:
         """int32 [in]: the group of each column under act-order, else None."""
         return None
 
-    def part(self, name: str, part: str) -> np.ndarray:
-        """A module's tensor as it is stored."""
-        return self.store.read(f"{name}.{part}")
+    def part(self, name: str, part: str, rows: np.ndarray | None = None) -> np.ndarray:
+        """A module's tensor as it is stored, or some of its rows."""
+        full = f"{name}.{part}"
+        return self.store.read(full) if rows is None else np.ascontiguousarray(self.store.view(full)[rows])
 
     def bias(self, name: str) -> np.ndarray | None:
         return self.store.read_float(f"{name}.bias") if "bias" in self.modules[name].tensors else None

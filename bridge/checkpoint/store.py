@@ -97,6 +97,13 @@ class Store:
             raise BridgeError(f"{info.file}: cannot be read ({problem.strerror}); check the disk") from problem
         return out
 
+    def view(self, name: str) -> np.ndarray:
+        """The stored elements as the file has them, mapped: for reading a few. Raises BridgeError as `read` does."""
+        info = self.tensors[name]
+        if info.dtype not in NUMPY or not info.nbytes or info.offset + info.nbytes > info.file.stat().st_size:
+            return self.read(name)
+        return np.memmap(info.file, NUMPY[info.dtype], "r", info.offset, info.shape)
+
     def read_float(self, name: str, rows: tuple[int, int] | None = None) -> np.ndarray:
         """float32 of a floating-point tensor, exact but for F64. Thread-safe."""
         info = self.tensors[name]

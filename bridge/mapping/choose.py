@@ -1,17 +1,21 @@
-"""Which block type a grouped tensor becomes.
+"""Which block type a tensor of codes becomes. It may have several parts (a layer's experts): a matrix is a stack of one.
 
     auto     the smallest K-quant (Q8_0 for 7 and 8 bits) that carries the codes and adds less than 1% of the
-             checkpoint's own noise; where none does, the smallest type of any kind that does
-    exact    the smallest type whose weights are the checkpoint's, bit for bit
-    forced   a given type: codes carried where it can hold them, else its weights are rounded anew
+             checkpoint's own noise; where none does, the smallest type of any kind that does. Where no type
+             carries them so closely, or at all (act-order), the smallest type that adds under 15%: in it each
+             part's codes are carried or its exact weights requantized, whichever is closer
+    exact    the smallest type whose weights are the checkpoint's, bit for bit; auto's where there is none
+    forced   a given type: codes carried where it can hold them, else requantized
+    at_most  auto's type, or a given one where that is smaller
 
-Tensors whose codes no type can carry (act-order) are rounded anew from their exact dequantized values to
-the smallest type that adds under 15% of the checkpoint's noise.
+A type is judged by sampled rows. Where they leave it open (within a factor of 1.5 of the limit), all rows are
+looked at.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -21,19 +25,96 @@ from bridge.mapping.carry import CannotCarryError, Fidelity, Mapped, carry, frac
 from bridge.mapping.floats import actorder_importance, quantize_rows
 
 CARRIED_LIMIT = 0.01  # of the checkpoint's noise: what auto lets carried tensors add
-ROUNDED_LIMIT = 0.15  # and tensors that must be rounded anew
-SAMPLE_ROWS = 64
-CLEARLY_ABOVE = 1.5  # a sample this far above the limit rules a type out
+REQUANTIZED_LIMIT = 0.15  # and tensors that must be requantized
+_OPEN = 1.5  # a sample's share this near to the limit, either way, says nothing
 _CHUNK_WEIGHTS = 1 << 22  # rows dequantized at a time
 
+# a tensor's parts, whole or sampled rows of some, each with the importance of its columns or None
+Look = Callable[[bool], Iterable[tuple[GroupedTensor, np.ndarray | None]]]
 
-def carry_auto(t: GroupedTensor) -> Mapped | None:
-    """The smallest type that carries the codes within `CARRIED_LIMIT`, or None."""
-    for block in carriers([t]):
-        mapped = _within(t, block, CARRIED_LIMIT)
-        if mapped:
-            return mapped
+
+@dataclass(frozen=True)
+class Choice:
+    """A type, why, and the most of the checkpoint's noise that it may add (None: whatever it adds)."""
+
+    type: str
+    reason: str
+    limit: float | None = None
+
+
+def choose(mode: str, asked: BlockType | None, look: Look, columns: int) -> Choice:
+    """The type of a tensor of codes.
+
+    mode     auto, exact, forced or at_most; the last two with the type `asked`
+    look     look(sampled) yields the tensor's parts
+    columns  of the tensor
+    """
+    if mode == "forced":
+        assert asked is not None
+        return Choice(asked.name, "asked for")
+    samples = list(look(True))
+    exact = _first(BLOCKS.values(), 0.0, samples, look, carry_part) if mode == "exact" else None
+    if exact is not None:
+        return Choice(exact.name, "bit-exact", 0.0)
+    auto = _auto(samples, look, columns)
+    if mode == "exact":
+        return Choice(auto.type, f"no type holds it bit for bit; {auto.reason}", auto.limit)
+    if asked is not None and auto.type in BLOCKS and BLOCKS[auto.type].bpw > asked.bpw:
+        return Choice(asked.name, "asked for")
+    return auto
+
+
+def _auto(samples: Sequence[tuple[GroupedTensor, np.ndarray | None]], look: Look, columns: int) -> Choice:
+    tensors = [t for t, _ in samples]
+    if columns % Q8_0.size:
+        return Choice("F16", f"rows of {columns} hold no whole blocks")
+    block = _first(carriers(tensors), CARRIED_LIMIT, samples, look, carry_part)
+    if block is not None:
+        return Choice(block.name, "codes carried", CARRIED_LIMIT)
+    why = "act-order" if not all(t.sequential for t in tensors) else "no type carries its codes within 1%"
+    bits = max(t.bits for t in tensors)
+    # a type of a quarter of the levels would add 16 times the noise: no need to compile its kernels
+    smaller = [b for b in requantizers(columns)[:-1] if 4 * b.levels > 2**bits]
+    block = _first(smaller, REQUANTIZED_LIMIT, samples, look, map_to)
+    if block is not None:
+        return Choice(block.name, f"{why}: the smallest type that adds under 15% of its noise", REQUANTIZED_LIMIT)
+    return Choice(Q8_0.name, f"{why}, nor does a smaller type add under 15%")
+
+
+def _first(
+    blocks: Iterable[BlockType],
+    limit: float,
+    samples: Sequence[tuple[GroupedTensor, np.ndarray | None]],
+    look: Look,
+    mapped: Callable[[GroupedTensor, BlockType, np.ndarray | None], Mapped],
+) -> BlockType | None:
+    """The first of some types in which all parts together add at most `limit` of their noise; None where none does."""
+    for block in blocks:
+        try:
+            share = _share(samples, block, mapped)
+            if limit and limit / _OPEN < share <= _OPEN * limit:
+                share = _share(look(False), block, mapped)
+        except CannotCarryError:
+            continue
+        if share <= limit:
+            return block
     return None
+
+
+def _share(
+    parts: Iterable[tuple[GroupedTensor, np.ndarray | None]],
+    block: BlockType,
+    mapped: Callable[[GroupedTensor, BlockType, np.ndarray | None], Mapped],
+) -> float:
+    total = Fidelity(0, 0.0, 0.0, 0.0, 0)
+    for t, importance in parts:
+        total += mapped(t, block, importance).fidelity
+    return total.share
+
+
+def carry_part(t: GroupedTensor, block: BlockType, importance: np.ndarray | None = None) -> Mapped:
+    """`carry`, as one of the ways to map a part."""
+    return carry(t, block)
 
 
 def carriers(tensors: Sequence[GroupedTensor]) -> Iterator[BlockType]:
@@ -52,33 +133,11 @@ def carriers(tensors: Sequence[GroupedTensor]) -> Iterator[BlockType]:
         yield block
 
 
-def rounders(columns: int) -> list[BlockType]:
-    """The types that weights are rounded anew to, the smallest first, Q8_0 last."""
+def requantizers(columns: int) -> list[BlockType]:
+    """The types that weights are requantized to, the smallest first, Q8_0 last."""
     k_quants = columns % 256 == 0
     fitting = [b for b in BLOCKS.values() if b is not Q8_0 and columns % b.size == 0 and b.is_k == k_quants]
     return [*fitting, Q8_0]
-
-
-def _within(t: GroupedTensor, block: BlockType, limit: float) -> Mapped | None:
-    """The carried tensor if it adds at most `limit` of the noise, else None; a sample of rows is looked at first."""
-    try:
-        step = t.shape[0] // SAMPLE_ROWS
-        if step > 1 and carry(t, block, slice(None, None, step)).fidelity.share > CLEARLY_ABOVE * limit:
-            return None
-        mapped = carry(t, block)
-    except CannotCarryError:
-        return None
-    return mapped if mapped.fidelity.share <= limit else None
-
-
-def carry_exact(t: GroupedTensor) -> Mapped | None:
-    """The smallest type that holds the tensor bit for bit, or None where none does."""
-    for block in BLOCKS.values():
-        if why_not(t, block) is None:
-            mapped = _within(t, block, 0.0)
-            if mapped:
-                return mapped
-    return None
 
 
 def exact_type(t: GroupedTensor) -> BlockType | None:
@@ -93,7 +152,7 @@ def exact_type(t: GroupedTensor) -> BlockType | None:
     return None
 
 
-def round_anew(t: GroupedTensor, block: BlockType, importance: np.ndarray | None = None) -> Mapped:
+def requantize(t: GroupedTensor, block: BlockType, importance: np.ndarray | None = None) -> Mapped:
     """Quantize the tensor's dequantized weights to a type; the codes are not the checkpoint's any more.
 
     importance  float32 [in] or None: what an error in a column weighs; for act-order tensors None means
@@ -113,28 +172,8 @@ def round_anew(t: GroupedTensor, block: BlockType, importance: np.ndarray | None
     return Mapped(block, np.concatenate(parts), Fidelity(out * columns, error, signal, t.noise(), 0))
 
 
-def round_auto(t: GroupedTensor, importance: np.ndarray | None = None) -> Mapped:
-    """The smallest K-quant (or Q8_0) that adds at most `ROUNDED_LIMIT` of the checkpoint's noise; at worst Q8_0."""
-    step = max(1, t.shape[0] // SAMPLE_ROWS)
-    sample = t.take_rows(np.arange(0, t.shape[0], step))
-    for block in rounders(t.shape[1])[:-1]:
-        if 4 * block.levels <= 2**t.bits:  # it would add 16 times the noise: no need to compile its kernels
-            continue
-        if step > 1 and round_anew(sample, block, importance).fidelity.share > ROUNDED_LIMIT:
-            continue
-        mapped = round_anew(t, block, importance)
-        if mapped.fidelity.share <= ROUNDED_LIMIT:
-            return mapped
-    return map_to(t, Q8_0, importance)
-
-
-def map_auto(t: GroupedTensor, importance: np.ndarray | None = None) -> Mapped:
-    """`--type auto`: codes carried where any type can, else rounded anew."""
-    return carry_auto(t) or round_auto(t, importance)
-
-
 def map_to(t: GroupedTensor, block: BlockType, importance: np.ndarray | None = None) -> Mapped:
-    """A given type: codes carried where it can hold them, else rounded anew.
+    """A given type: codes carried where it can hold them, else requantized.
 
     Codes that are shifted by fractional zero points are carried where that is closer.
     """
@@ -146,6 +185,6 @@ def map_to(t: GroupedTensor, block: BlockType, importance: np.ndarray | None = N
         else:
             if not block.zero or not fractional(t.zeros):
                 return mapped
-            anew = round_anew(t, block, importance)
-            return mapped if mapped.fidelity.error <= anew.fidelity.error else anew
-    return round_anew(t, block, importance)
+            other = requantize(t, block, importance)
+            return mapped if mapped.fidelity.error <= other.fidelity.error else other
+    return requantize(t, block, importance)

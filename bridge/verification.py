@@ -14,16 +14,15 @@ from typing import TYPE_CHECKING, Any
 import gguf
 import numpy as np
 
-from bridge.checkpoint import open_checkpoint
-from bridge.convert import Progress, model_of
+from bridge.conversion import Progress, opened
 from bridge.errors import BridgeError
 from bridge.files import missing
-from bridge.hub import resolve
-from bridge.models import TensorSpec
+from bridge.plan import FROM_TEMPLATE, PlannedTensor
+from bridge.planning import outline_of
 from bridge.recipe import block_type
-from bridge.report import AS_IS, CARRIED, FLOAT, MAX_NMSE, MAX_SHARE, ROUNDED, Report, TensorReport
+from bridge.report import AS_IS, CARRIED, FLOAT, MAX_NMSE, MAX_SHARE, REQUANTIZED, Report, TensorReport
 from bridge.runtime.reader import shards
-from bridge.source import Source, source_name
+from bridge.source import Source
 
 if TYPE_CHECKING:
     from bridge.checkpoint.grouped import GroupedTensor
@@ -51,13 +50,13 @@ def verify(
     stored: dict[str, Any] = {}
     for file in files:
         stored.update((t.name, t) for t in read_gguf(file).tensors)
-    with open_checkpoint(resolve(checkpoint, config), config, needs_config=template is None) as ckpt:
-        spec = model_of(ckpt, "default", template)  # tensors alone are compared: any pre-tokenizer will do
-        source = Source(ckpt, spec)
-        _same_names(str(gguf_path), str(checkpoint), {t.name for t in spec.tensors}, set(stored))
+    with opened(checkpoint, config, template) as ckpt:
+        tensors = outline_of(ckpt, "default", template).tensors  # they alone are compared: any pre-tokenizer will do
+        source = Source(ckpt)
+        _same_names(str(gguf_path), str(checkpoint), {t.name for t in tensors}, set(stored))
         reports = []
-        done, total = 0, sum(source.nbytes(t) for t in spec.tensors)
-        for tensor in spec.tensors:
+        done, total = 0, sum(source.nbytes(t) for t in tensors)
+        for tensor in tensors:
             reports.append(_compare(source, tensor, stored[tensor.name]))
             done += source.nbytes(tensor)
             if progress:
@@ -110,7 +109,7 @@ def _same_names(path: str, checkpoint: str, expected: set[str], stored: set[str]
         raise BridgeError(f"{path}: {name} is not in {checkpoint} ({len(stored - expected)} in all)")
 
 
-def _compare(source: Source, tensor: TensorSpec, stored: Any) -> TensorReport:
+def _compare(source: Source, tensor: PlannedTensor, stored: Any) -> TensorReport:
     """One tensor of the file against the checkpoint's."""
     from bridge.mapping.carry import Fidelity
 
@@ -119,11 +118,10 @@ def _compare(source: Source, tensor: TensorSpec, stored: Any) -> TensorReport:
         raise BridgeError(f"{tensor.name}: shape {list(shape)} in the GGUF, {list(tensor.shape)} in the checkpoint")
     name = stored.tensor_type.name
     nbytes = int(stored.n_bytes)
-    came_from = None if tensor.data is not None else source_name(tensor)
-    report = TensorReport(tensor.name, came_from, tensor.kind, name, tensor.shape, nbytes, AS_IS)
-    if any(source.module_of(leaf) for leaf in tensor.leaves):
+    report = TensorReport(tensor.name, tensor.source, tensor.kind, name, tensor.shape, nbytes, AS_IS)
+    if any(source.coded(part) for part in tensor.parts):
         return _compare_codes(source, tensor, stored, report)
-    if tensor.type is not None:
+    if tensor.reason == FROM_TEMPLATE:
         assert tensor.data is not None
         if name != tensor.type or not np.array_equal(stored.data.reshape(-1).view(np.uint8), tensor.data):
             raise BridgeError(f"{tensor.name}: is not the template's, from which it should have been kept")
@@ -139,21 +137,20 @@ def _compare(source: Source, tensor: TensorSpec, stored: Any) -> TensorReport:
     return report
 
 
-def _compare_codes(source: Source, tensor: TensorSpec, stored: Any, report: TensorReport) -> TensorReport:
+def _compare_codes(source: Source, tensor: PlannedTensor, stored: Any, report: TensorReport) -> TensorReport:
     """A tensor that came as codes, all of it or most parts. Parts that came as floats are not in its fidelity."""
     from bridge.mapping.carry import Fidelity
 
     at = 0
-    for leaf in tensor.leaves:
-        module = source.module_of(leaf)
-        if module is not None:
-            t = source.grouped(leaf, module)
+    for part in tensor.parts:
+        if source.coded(part):
+            t = source.grouped(part)
             report.notes += t.notes
             error, signal = _sums(_grouped_pairs(t, stored, at))
-            part = Fidelity(t.codes.size, error, signal, t.noise(), _codes_kept(t, stored, at))
-            report.fidelity = part if report.fidelity is None else report.fidelity + part
-        at += leaf.shape[0]
-    report.how = CARRIED if report.fidelity and report.fidelity.kept else ROUNDED
+            found = Fidelity(t.codes.size, error, signal, t.noise(), _codes_kept(t, stored, at))
+            report.fidelity = found if report.fidelity is None else report.fidelity + found
+        at += part.shape[0]
+    report.how = CARRIED if report.fidelity and report.fidelity.kept else REQUANTIZED
     return report
 
 
@@ -181,10 +178,10 @@ def _grouped_pairs(t: GroupedTensor, stored: Any, at: int) -> Iterator[tuple[np.
         yield t.dequantize(slice(start, stop)), _values(stored, at + start, at + stop)
 
 
-def _float_pairs(source: Source, tensor: TensorSpec, stored: Any) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+def _float_pairs(source: Source, tensor: PlannedTensor, stored: Any) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     start = 0
-    for leaf in tensor.leaves:
-        for x in source.floats(leaf):
+    for part in tensor.parts:
+        for x in source.floats(part):
             yield x, _values(stored, start, start + len(x))
             start += len(x)
 

@@ -1,0 +1,207 @@
+"""Checkpoint in, GGUF out: makes the plan, or reads one, and executes it.
+
+A type that was chosen on sampled rows is confirmed by the whole tensor. Where it does not hold (it adds more than the
+plan allows), the type is chosen again on all rows and the file is begun anew; a plan that was given is executed as
+it stands, and the report says so.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+from bridge.checkpoint import Checkpoint, open_checkpoint
+from bridge.errors import BridgeError
+from bridge.execute import Executor
+from bridge.files import read_json, write_text
+from bridge.hub import model_name, resolve
+from bridge.importance import Importance
+from bridge.output import GGUFOutput, check_target
+from bridge.plan import Plan, PlannedTensor
+from bridge.plan_file import load_plan, save_plan
+from bridge.planning import make_plan, rechosen
+from bridge.recipe import Recipe
+from bridge.report import Report, TensorReport, beyond_auto
+from bridge.source import Source
+
+Progress = Callable[[int, int, str], None]  # (bytes of checkpoint done, of all, tensor just written: at first none)
+
+
+class _Unconfirmed(Exception):
+    """A tensor adds more than its type was chosen for."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+
+def convert(
+    checkpoint: str | Path | None = None,
+    out: str | Path | None = None,
+    *,
+    config: str | Path | None = None,
+    type: str = "auto",
+    output_type: str | None = None,
+    token_embd_type: str | None = None,
+    actorder_type: str | None = None,
+    tensor_types: Sequence[tuple[str, str]] = (),
+    imatrix: str | Path | None = None,
+    pre: str | None = None,
+    template: str | Path | None = None,
+    plan: str | Path | None = None,
+    shard: tuple[int, int] | None = None,
+    split_max_size: int | None = None,
+    modelfile: bool = False,
+    force: bool = False,
+    threads: int | None = None,
+    progress: Progress | None = None,
+) -> Report:
+    """Convert a GPTQ or AWQ checkpoint to a GGUF file, keeping its integer codes.
+
+    checkpoint      a folder in Hugging Face layout, a Hub id to download (org/name, org/name@branch), or a .pt
+    config          folder with config.json and tokenizer, where the checkpoint has none of its own
+    out             the GGUF to write; default: the checkpoint's name and the type, in the current folder
+    type            "auto", "exact", a block type ("Q4_K") or a llama.cpp preset ("Q4_K_M"); see bridge.recipe
+    output_type, token_embd_type, actorder_type, tensor_types
+                    types for the head, the embeddings, act-order tensors, and (regex, type) pairs by GGUF name
+    imatrix         llama.cpp's GGUF importance matrix, for tensors that are quantized from floats
+    pre             tokenizer.ggml.pre, where it cannot be recognised
+    template        a GGUF that llama.cpp's converter made of the same model, for any architecture: names, metadata
+                    and tokenizer are taken from it, and tensors that are not in the checkpoint
+    plan            a file of `save_plan`, instead of all of the above but out; `checkpoint` is the plan's if not given
+    shard           (3, 12): with a plan, the third of its twelve shards alone, as a run of the whole would write it
+    split_max_size  bytes in a shard
+    modelfile       also write an Ollama Modelfile beside the GGUF
+    force           replace existing files
+    threads         worker threads; default: the CPUs this process may use
+    progress        called after each tensor
+
+    Returns the Report; raises BridgeError for anything wrong with the input. Nothing appears under the
+    final name before the whole file is on disk.
+    """
+    started = time.perf_counter()
+    for name, count in (("threads", threads), ("split_max_size", split_max_size)):
+        if count is not None and count < 1:
+            raise BridgeError(f"{name} {count}: at least 1 is needed")
+    recipe = Recipe(type, output_type, token_embd_type, actorder_type, tuple(tensor_types))
+    given: Plan | None = None
+    if plan is not None:
+        if recipe != Recipe() or imatrix or pre or template or split_max_size:
+            raise BridgeError("a plan says all about types, tokenizer, template and shards; give it alone or edit it")
+        given, of = load_plan(Path(plan))
+        checkpoint = of if checkpoint is None else checkpoint
+    elif shard is not None:
+        raise BridgeError("--shard needs --plan: what is in a shard is for the plan to say")
+    if checkpoint is None:
+        raise BridgeError("no checkpoint is given")
+    path = Path(out) if out is not None else Path(default_name(str(checkpoint), recipe))
+    check_target(path, force)
+    if modelfile:
+        check_target(path.parent / "Modelfile", force)
+    with opened(checkpoint, config, template or (given and given.template), pre) as ckpt:
+        source = Source(ckpt)
+        if given is not None:
+            source.check(given.tensors)
+        chosen = given or make_plan(
+            ckpt, recipe, pre=pre, template=template, imatrix=imatrix, split_max_size=split_max_size, threads=threads
+        )
+        importance = Importance.read(chosen.imatrix)
+        results: list[TensorReport] = []
+        while True:
+            executor = Executor(source, importance)
+            try:
+                with GGUFOutput(path, chosen, force, shard) as output:
+                    made = _written(executor, output, given is None, threads, progress)
+                    results = list(made)
+                    files = output.finish()
+                break
+            except _Unconfirmed as missed:
+                chosen = rechosen(ckpt, chosen, recipe, missed.name)
+        if modelfile:
+            from bridge.models.modelfile import modelfile as modelfile_text
+
+            generation = read_json(ckpt.home / "generation_config.json", optional=True)
+            text = modelfile_text(chosen.metadata, chosen.stop, generation, files[0].name)
+            write_text(path.parent / "Modelfile", text)
+    notes = [*chosen.notes, *(note for t in results for note in t.notes)]
+    if given is not None:
+        planned = {t.name: t for t in given.tensors}
+        notes += [note for t in results if (note := _beyond_plan(planned[t.name], t))]
+    elif recipe.promises_closeness:
+        notes += [note for t in results if (note := beyond_auto(t))]
+    seconds = time.perf_counter() - started
+    return Report(str(checkpoint), ckpt.format, files, results, ckpt.nbytes, seconds, notes)
+
+
+def _written(
+    executor: Executor, output: GGUFOutput, confirm: bool, threads: int | None, progress: Progress | None
+) -> Iterator[TensorReport]:
+    """Makes and writes an output's tensors; `confirm`: raises _Unconfirmed where one is beyond its limit."""
+    done = 0
+    total = sum(executor.source.nbytes(t) for t in output.tensors)
+    if progress:
+        progress(0, total, "")
+    for tensor, result in zip(output.tensors, executor.results(output.tensors, threads), strict=True):
+        if confirm and _beyond(tensor, result.report):
+            raise _Unconfirmed(tensor.name)
+        output.write(result.data)
+        yield result.report
+        done += executor.source.nbytes(tensor)
+        if progress:
+            progress(done, total, tensor.name)
+
+
+def _beyond(tensor: PlannedTensor, report: TensorReport) -> bool:
+    """Whether a tensor adds more than the plan lets it."""
+    return tensor.limit is not None and report.fidelity is not None and report.fidelity.share > tensor.limit
+
+
+def _beyond_plan(tensor: PlannedTensor, report: TensorReport) -> str | None:
+    if not _beyond(tensor, report):
+        return None
+    assert tensor.limit is not None
+    assert report.fidelity is not None
+    share, limit = 100 * report.fidelity.share, 100 * tensor.limit
+    return f"{tensor.name}: adds {share:.2g}% of the checkpoint's noise, the plan meant at most {limit:.2g}%"
+
+
+def plan_checkpoint(
+    checkpoint: str | Path,
+    *,
+    config: str | Path | None = None,
+    recipe: Recipe | None = None,
+    imatrix: str | Path | None = None,
+    pre: str | None = None,
+    template: str | Path | None = None,
+    split_max_size: int | None = None,
+    threads: int | None = None,
+    out: str | Path | None = None,
+    force: bool = False,
+    progress: Progress | None = None,
+) -> Plan:
+    """What `convert` would do with these arguments; `out`: also write it there as JSON. Raises BridgeError likewise."""
+    if out is not None:
+        check_target(Path(out), force)
+    with opened(checkpoint, config, template, pre) as ckpt:
+        plan = make_plan(
+            ckpt, recipe or Recipe(), pre=pre, template=template, imatrix=imatrix, split_max_size=split_max_size,
+            threads=threads, progress=progress,
+        )  # fmt: skip
+    if out is not None:
+        save_plan(plan, str(checkpoint), Path(out))
+    return plan
+
+
+def opened(
+    checkpoint: str | Path, config: str | Path | None, template: str | Path | None, pre: str | None = None
+) -> Checkpoint:
+    """The checkpoint, downloaded where it is a Hub id."""
+    if template is not None and pre is not None:
+        raise BridgeError("--pre and --template: the tokenizer is the template's; give one of the two")
+    return open_checkpoint(resolve(checkpoint, config), config, needs_config=template is None)
+
+
+def default_name(checkpoint: str, recipe: Recipe) -> str:
+    """`<checkpoint>-<TYPE>.gguf`, or `<checkpoint>.gguf` for auto."""
+    stem = model_name(checkpoint)
+    return f"{stem}.gguf" if recipe.type == "auto" else f"{stem}-{recipe.type}.gguf"

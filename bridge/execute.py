@@ -1,0 +1,157 @@
+"""Executes a plan's tensors: codes carried or requantized, floats quantized, a few tensors at a time.
+
+Worker threads read and map (the kernels hold no GIL); the caller takes the results in order. Parts are read one
+after another: what is held is the finished tensor and one part, so memory follows the largest tensor, not the model.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+
+import numpy as np
+
+from bridge.blocks import BLOCKS, BlockType
+from bridge.cpus import usable_cpus
+from bridge.errors import BridgeError
+from bridge.importance import Importance
+from bridge.plan import PlannedTensor
+from bridge.recipe import block_type
+from bridge.report import AS_IS, CARRIED, FLOAT, REQUANTIZED, TensorReport
+from bridge.source import Source
+
+_IN_FLIGHT = 1 << 29  # bytes of the checkpoint that are worked on at a time; one tensor may be larger
+_FLOAT_DTYPES = {"F32": np.float32, "F16": np.float16, "BF16": np.uint16}
+
+
+@dataclass
+class Result:
+    """One tensor, ready to be written."""
+
+    data: np.ndarray
+    report: TensorReport
+
+
+@dataclass
+class Executor:
+    """Makes any tensor of a plan; `results` makes several."""
+
+    source: Source
+    importance: Importance
+
+    def results(self, tensors: Sequence[PlannedTensor], threads: int | None = None) -> Iterator[Result]:
+        """Tensors in order, made by worker threads a few ahead of the consumer, fewer where they are large."""
+        workers = threads or usable_cpus()
+        pending: deque[tuple[Future[Result], int]] = deque()
+        with ThreadPoolExecutor(max_workers=workers, thread_name_prefix="convert") as pool:
+            try:
+                for tensor in tensors:
+                    nbytes = self.source.nbytes(tensor)
+                    while pending and sum(n for _, n in pending) + nbytes > _IN_FLIGHT:
+                        yield pending.popleft()[0].result()
+                    pending.append((pool.submit(self.make, tensor), nbytes))
+                    if len(pending) > workers + 1:
+                        yield pending.popleft()[0].result()
+                while pending:
+                    yield pending.popleft()[0].result()
+            finally:
+                for future, _ in pending:
+                    future.cancel()
+
+    def make(self, tensor: PlannedTensor) -> Result:
+        """Read and map one tensor."""
+        report = TensorReport(tensor.name, tensor.source, tensor.kind, str(tensor.type), tensor.shape, 0, AS_IS)
+        if tensor.data is not None:
+            data = tensor.data
+        else:
+            block = block_type(str(tensor.type))
+            data = self._as_floats(tensor, report) if block is None else self._as_blocks(tensor, block, report)
+        report.nbytes = data.nbytes
+        return Result(data, report)
+
+    def _as_blocks(self, tensor: PlannedTensor, block: BlockType, report: TensorReport) -> np.ndarray:
+        """A tensor's parts in a block type. Fills the report."""
+        from bridge.mapping.carry import Fidelity
+        from bridge.mapping.choose import exact_type, map_to
+        from bridge.mapping.floats import quantize_rows
+        from bridge.mapping.pack import row_bytes
+
+        columns = tensor.shape[-1]
+        data = np.empty((math.prod(tensor.shape[:-1]), row_bytes(block, columns)), np.uint8)
+        coded = floats = Fidelity(0, 0.0, 0.0, 0.0, 0)
+        exact = set(BLOCKS)  # the types that would hold every part bit for bit
+        at = came_as_floats = 0
+        for number, part in enumerate(tensor.parts):
+            importance = self.importance.of(tensor, number)
+            if self.source.coded(part):
+                t = self.source.grouped(part)
+                mapped = map_to(t, block, importance)
+                data[at : at + len(mapped.data)] = mapped.data
+                at += len(mapped.data)
+                coded += mapped.fidelity
+                free = exact_type(t) if exact else None
+                exact &= {free.name} if free else set()
+                report.notes += t.notes
+                continue
+            came_as_floats += 1
+            for x in self.source.floats(part):
+                rows = quantize_rows(x, block, importance)
+                data[at : at + len(x)] = rows.data
+                at += len(x)
+                floats += Fidelity(x.size, rows.error, rows.signal, 0.0, 0)
+        if came_as_floats == len(tensor.parts):
+            report.how, report.fidelity = FLOAT, floats
+            report.stored = self.source.ckpt.stored_as(tensor.parts[0].source)
+            return data
+        report.how, report.fidelity = CARRIED if coded.kept else REQUANTIZED, coded
+        if coded.error and exact and BLOCKS[name := exact.pop()].bpw <= block.bpw:
+            report.exact_for_free = name
+        if came_as_floats:
+            report.notes.append(
+                f"{tensor.name}: {came_as_floats} of its {len(tensor.parts)} parts came as floats and are {block.name} "
+                f"like the others (NMSE {floats.nmse:.1e})"
+            )
+        return data
+
+    def _as_floats(self, tensor: PlannedTensor, report: TensorReport) -> np.ndarray:
+        """A tensor's parts as F32, F16 or BF16; codes are dequantized. Fills the report."""
+        from bridge.mapping.carry import Fidelity
+
+        chunks: list[np.ndarray] = []
+        coded = Fidelity(0, 0.0, 0.0, 0.0, 0)
+        for part in tensor.parts:
+            if not self.source.coded(part):
+                chunks += [as_float(x, report.type, tensor.name) for x in self.source.floats(part)]
+                report.stored = self.source.ckpt.stored_as(part.source)
+                continue
+            t = self.source.grouped(part)
+            exact = t.dequantize()
+            chunks.append(as_float(exact, report.type, tensor.name))
+            error = float(np.square(float_value(chunks[-1], report.type) - exact, dtype=np.float64).sum())
+            signal = float(np.square(exact, dtype=np.float64).sum())
+            coded += Fidelity(exact.size, error, signal, t.noise(), 0)
+            report.how = REQUANTIZED
+            report.notes += t.notes
+        if report.how == REQUANTIZED:
+            report.fidelity = coded
+        return np.concatenate(chunks).reshape(tensor.shape)
+
+
+def as_float(x: np.ndarray, name: str, tensor: str) -> np.ndarray:
+    """float32 as F32, F16 or BF16 (uint16 bits, rounded to nearest even)."""
+    if name != "BF16":
+        with np.errstate(over="ignore"):
+            data = x.astype(_FLOAT_DTYPES[name])
+        if name == "F16" and not np.isfinite(data).all():
+            raise BridgeError(f"{tensor}: has values beyond half precision's 65504; choose BF16 or F32 for it")
+        return data
+    bits = x.view(np.uint32)
+    return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
+
+
+def float_value(data: np.ndarray, name: str) -> np.ndarray:
+    """The inverse of `as_float`."""
+    return (data.astype(np.uint32) << 16).view(np.float32) if name == "BF16" else data.astype(np.float32)
