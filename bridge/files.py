@@ -5,16 +5,25 @@ from __future__ import annotations
 import glob
 import json
 import os
+import stat
 from pathlib import Path
 from typing import Any
 
 from bridge.errors import BridgeError
 
+MAX_SMALL = 100_000_000  # bytes; the safetensors library's limit for a header. Vocabularies have up to 40 MB
 _POINTER = b"version https://git-lfs.github.com/spec/"
 
 
+def expect_regular(file: Path) -> None:
+    """BridgeError where a file is a pipe, a device or a folder: the first two may never end."""
+    if not stat.S_ISREG(file.stat().st_mode):
+        raise BridgeError(f"{file}: is not a regular file; put the model's own file in its place")
+
+
 def refuse_pointer(file: Path) -> None:
-    """BridgeError where a file is Git LFS's note of where the file is: what a clone without git-lfs holds."""
+    """BridgeError where a file is Git LFS's note of where the file is, as a clone without git-lfs has, or no file."""
+    expect_regular(file)
     with open(file, "rb") as stream:
         if stream.read(len(_POINTER)) == _POINTER:
             raise BridgeError(f"{file}: is a Git LFS pointer, not the file itself; run `git lfs pull` in its folder")
@@ -26,6 +35,24 @@ def missing(path: Path) -> BridgeError:
     return BridgeError(f"{path}: no such file" + (f"; it was split: give {first}" if first else ""))
 
 
+def read_small(file: Path) -> bytes:
+    """A file that comes beside the weights, whole.
+
+    Raises FileNotFoundError, and BridgeError where it cannot be read, is no file or has more than MAX_SMALL bytes.
+    """
+    try:
+        refuse_pointer(file)
+        with open(file, "rb") as stream:
+            data = stream.read(MAX_SMALL + 1)  # what the system makes up while it is read tells no size before
+    except FileNotFoundError:
+        raise
+    except OSError as problem:
+        raise BridgeError(f"{file}: cannot be read ({problem.strerror})") from problem
+    if len(data) > MAX_SMALL:
+        raise BridgeError(f"{file}: has more than {MAX_SMALL // 10**6} MB, as no such file has; download it again")
+    return data
+
+
 def read_json(file: Path, optional: bool = False) -> dict[str, Any]:
     """A JSON object, with or without a byte order mark.
 
@@ -34,14 +61,11 @@ def read_json(file: Path, optional: bool = False) -> dict[str, Any]:
     Raises BridgeError if the file is missing, cannot be read or is something else.
     """
     try:
-        refuse_pointer(file)
-        content = json.loads(file.read_text(encoding="utf-8-sig"))
+        content = json.loads(read_small(file).decode("utf-8-sig"))
     except FileNotFoundError:
         if optional:
             return {}
         raise BridgeError(f"{file}: not found; is this the folder of a whole checkpoint?") from None
-    except OSError as problem:
-        raise BridgeError(f"{file}: cannot be read ({problem.strerror})") from problem
     except (ValueError, RecursionError) as problem:
         raise BridgeError(f"{file}: not JSON ({problem}); download it again") from None
     if not isinstance(content, dict):

@@ -151,6 +151,28 @@ def test_a_file_that_is_not_json_is_named(model, convert, name, text):
     assert str(model / name) in convert()
 
 
+FROM_THE_MODEL = [
+    "config.json", "quantize_config.json", "tokenizer.json", "tokenizer_config.json", "generation_config.json",
+    "special_tokens_map.json", "added_tokens.json", "chat_template.json", "model.safetensors.index.json",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", [*FROM_THE_MODEL, "model.safetensors"])
+@pytest.mark.parametrize("what", ["pipe", "device"])
+def test_what_never_ends_is_not_read(model, convert, name, what):
+    file = model / name
+    file.unlink(missing_ok=True)
+    os.mkfifo(file) if what == "pipe" else file.symlink_to("/dev/zero")
+    assert f"{file}: is not a regular file" in convert()
+
+
+@pytest.mark.parametrize("name", FROM_THE_MODEL)
+def test_json_that_is_far_too_large_is_not_read_whole(model, convert, name, monkeypatch):
+    monkeypatch.setattr("bridge.files.MAX_SMALL", 1_000_000)
+    (model / name).write_bytes(b" " * 1_000_001)
+    assert f"{model / name}: has more than 1 MB" in convert()
+
+
 POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:0123\nsize 2728\n"
 
 

@@ -22,9 +22,7 @@ import numpy as np
 
 from bridge.checkpoint.dtypes import NUMPY, OTHER_BITS, as_float32
 from bridge.errors import BridgeError
-from bridge.files import read_json, refuse_pointer
-
-_MAX_HEADER = 100_000_000  # bytes; the safetensors library's own limit
+from bridge.files import MAX_SMALL, read_json, refuse_pointer
 
 
 @dataclass(frozen=True)
@@ -126,7 +124,7 @@ def read_header(file: Path) -> dict[str, TensorInfo]:
         refuse_pointer(file)
         with open(file, "rb") as stream:
             length = int.from_bytes(stream.read(8), "little")
-            if size < 8 or length > min(_MAX_HEADER, size - 8):
+            if size < 8 or length > min(MAX_SMALL, size - 8):
                 raise damaged("not a complete safetensors file (its header does not fit)")
             text = stream.read(length)
     except OSError as problem:

@@ -26,7 +26,7 @@ from typing import Any
 from gguf import TokenType
 
 from bridge.errors import BridgeError
-from bridge.files import refuse_pointer
+from bridge.files import read_small
 from bridge.models.bpe import merge_pairs
 from bridge.models.vocabulary import Added, Vocabulary
 
@@ -85,9 +85,8 @@ def read_model(path: Path, added: Sequence[Added]) -> Vocabulary:
     entries: dict[int, tuple[str, int]] = {}
     scores: dict[int, float] = {}
     kind, prefix, unk = _UNIGRAM, True, None
-    refuse_pointer(path)
     try:
-        for number, value in _fields(path.read_bytes()):
+        for number, value in _fields(read_small(path)):
             if number == 1:
                 piece = dict(_fields(value))
                 text, token = piece[1].decode("utf-8"), len(entries)

@@ -136,5 +136,6 @@ def read_chat_templates(folder: Path, settings: Mapping[str, Any]) -> dict[str, 
     if (file := folder / "chat_template.jinja").is_file():
         templates["default"] = file.read_text(encoding="utf-8-sig")
     for file in sorted((folder / "additional_chat_templates").glob("*.jinja")):
-        templates[file.stem] = file.read_text(encoding="utf-8-sig")
+        if file.is_file():
+            templates[file.stem] = file.read_text(encoding="utf-8-sig")
     return templates

@@ -20,7 +20,7 @@ import numpy as np
 from bridge.checkpoint import Checkpoint
 from bridge.checkpoint.store import NOT_WEIGHTS, WEIGHTS, TensorInfo
 from bridge.errors import BridgeError
-from bridge.files import read_json
+from bridge.files import expect_regular, read_json
 from bridge.output import sync_folder
 
 Progress = Callable[[int, int, str], None]
@@ -221,6 +221,7 @@ class FolderOutput:
         return file.suffix in (*WEIGHTS, ".pth") and file.name not in NOT_WEIGHTS
 
     def _copy_file(self, file: Path, target: Path) -> None:
+        expect_regular(file)
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(file, target)
         with open(target, "rb+") as copy:
