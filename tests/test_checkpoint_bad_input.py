@@ -132,6 +132,15 @@ def test_a_g_idx_beyond_the_groups(tmp_path, group):
     assert "names a group beyond the 4" in refusal(write_folder(tmp_path, stored, GPTQ))
 
 
+@pytest.mark.parametrize("shape", [(256, 1), (1, 256), (2, 128), (0,), ()])
+@pytest.mark.parametrize("rows", [32, 16])
+def test_a_g_idx_of_another_shape(tmp_path, shape, rows):
+    stored = tensors()
+    stored[f"{NAME}.qweight"] = stored[f"{NAME}.qweight"][:rows]
+    stored[f"{NAME}.g_idx"] = np.resize(stored[f"{NAME}.g_idx"], shape)
+    assert f"{NAME}: the shapes contradict each other" in refusal(write_folder(tmp_path, stored, GPTQ))
+
+
 def test_8_bit_floats_without_a_scale_are_refused(tmp_path):
     write_folder(tmp_path, {**tensors(), "norm.weight": np.zeros(8, np.uint8)}, GPTQ)
     with_header(tmp_path, lambda h: h["norm.weight"].update(dtype="F8_E4M3"))

@@ -516,6 +516,21 @@ def test_targets_that_are_no_place_for_it(tmp_path, refused):
         bridge.repack(source, tmp_path / "b", "v3")
 
 
+@pytest.mark.parametrize("name", ["notes.md", "extra.json"])
+def test_what_never_ends_is_not_copied(tmp_path, refused, name):
+    source = source_of(tmp_path)
+    (source / name).symlink_to("/dev/zero")
+    assert f"{name}: is not a regular file" in refused(source, tmp_path / "b", "--checkpoint-format=gptq_v2")
+
+
+@pytest.mark.parametrize("shape", [(256, 1), (1, 256), (2, 128), (0,), ()])
+def test_a_g_idx_of_another_shape_is_refused(tmp_path, refused, shape):
+    tensors = gptq_tensors(UP, quantized(), 4)
+    tensors[f"{UP}.g_idx"] = np.resize(tensors[f"{UP}.g_idx"], shape)
+    error = refused(write_folder(tmp_path / "a", tensors, config()), tmp_path / "b")
+    assert f"{UP}: the shapes contradict each other" in error
+
+
 def test_what_has_no_v1_and_v2_is_refused(tmp_path, refused):
     q = quantized()
     write_folder(tmp_path / "awq", awq_tensors(UP, q, 64), {"quant_method": "awq", "bits": 4, "group_size": 64})

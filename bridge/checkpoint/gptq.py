@@ -57,14 +57,16 @@ class GptqReader(Reader):
 
     def describe(self, name: str, tensors: dict[str, TensorInfo]) -> ModuleInfo:
         weight, zeros, scales = (tensors[p] for p in ("qweight", "qzeros", "scales"))
-        if any(len(t.shape) != 2 for t in (weight, zeros, scales)) or not (
-            weight.dtype in _WORD_BITS and zeros.dtype in _WORD_BITS
+        g_idx = tensors.get("g_idx")
+        if (
+            any(len(t.shape) != 2 for t in (weight, zeros, scales))
+            or not (weight.dtype in _WORD_BITS and zeros.dtype in _WORD_BITS)
+            or (g_idx and (len(g_idx.shape) != 1 or 0 in g_idx.shape))
         ):
             raise contradiction(name, tensors)
         quant = self.quant.for_module(name) or self.quant
         (rows, out), groups = weight.shape, scales.shape[0]
-        g_idx = tensors.get("g_idx")
-        columns = g_idx.shape[0] if g_idx and len(g_idx.shape) == 1 else None
+        columns = g_idx.shape[0] if g_idx else None
         bits = _infer_bits(quant.bits, rows * _WORD_BITS[weight.dtype], columns, zeros, out)
         if bits is None or 0 in weight.shape or scales.shape != (zeros.shape[0], out):
             raise contradiction(name, tensors)
