@@ -47,9 +47,10 @@ def outline_of(ckpt: Checkpoint, pre: str | None = None, template: str | Path | 
     else:
         from bridge.models import describe_model
 
-        names = list(ckpt.tensors) + [f"{module}.weight" for module in ckpt.modules]
+        shapes = {name: info.shape for name, info in ckpt.tensors.items()}
+        shapes |= {f"{module}.weight": info.shape for module, info in ckpt.modules.items()}
         config, notes = _mended(ckpt)
-        outline = describe_model(config, ckpt.home, names, pre)
+        outline = describe_model(config, ckpt.home, shapes, pre)
         outline.notes += notes
     from bridge._shim import outline_from_spec
     outline = outline_from_spec(outline)

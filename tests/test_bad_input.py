@@ -7,6 +7,7 @@ import os
 import pickle
 import shutil
 import signal
+import struct
 import subprocess
 import sys
 import time
@@ -21,6 +22,7 @@ import pytest
 import bridge
 from bridge.cli import main
 from bridge.errors import BridgeError
+from bridge.template.source import read_vocabulary
 from tests.conftest import CHECKPOINT, ROOT
 from tests.support.raw import Raw, edit_raw, shard
 
@@ -265,6 +267,39 @@ def test_a_config_that_contradicts_the_weights(model, convert, changes, tensor):
     assert tensor in convert()
 
 
+MIXTURE = {
+    "architectures": ["Qwen3MoeForCausalLM"], "num_experts": 4, "num_experts_per_tok": 1, "moe_intermediate_size": 768,
+    "norm_topk_prob": True,
+}  # fmt: skip
+LLAMA3 = {"factor": 8, "low_freq_factor": 1, "high_freq_factor": 4, "original_max_position_embeddings": 1024}
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"num_hidden_layers": 10**9}, "model.layers.4."),
+        ({"vocab_size": 10**9}, "vocab_size is 1000000000, but the longest side of any tensor is 2048 (model.embed"),
+        ({"num_attention_heads": 2**31 - 2}, "num_attention_heads times head_dim is 137438953344, but"),
+        ({"num_attention_heads": 2**30, "architectures": ["LlamaForCausalLM"]}, "num_attention_heads times head_dim"),
+        ({"head_dim": 2**31 - 2, "rope_parameters": LLAMA3 | {"rope_type": "llama3"}}, "times head_dim is"),
+        (MIXTURE | {"num_experts": 2**31 - 1}, "num_experts is 2147483647, but"),
+        (MIXTURE | {"num_local_experts": 2**31 - 1}, "num_local_experts is 2147483647, but"),
+        (MIXTURE | {"moe_intermediate_size": 2**31 - 1}, "moe_intermediate_size is 2147483647, but"),
+        (MIXTURE | {"num_experts": 2048}, "model.layers.0.mlp.gate.weight"),
+    ],
+)
+def test_counts_far_beyond_the_tensors_cost_neither_time_nor_memory(model, tmp_path, changes, said):
+    edit_json(model / "config.json", **changes)
+    limit = "resource.setrlimit(resource.RLIMIT_AS, (3 << 30, 3 << 30))\nrun()"
+    with bridge_process(limit, "convert", model, tmp_path / "out.gguf") as process:
+        try:
+            _, error = process.communicate(timeout=30)
+        finally:
+            process.kill()
+    assert process.returncode == 2
+    assert said in one_line(error)
+
+
 @pytest.mark.parametrize("value", [np.nan, np.inf])
 def test_scales_that_are_no_numbers(model, convert, value):
     def spoil(tensors: Raw) -> None:
@@ -337,6 +372,15 @@ def test_an_unknown_architecture_and_the_known_ones_are_named(model, convert):
     assert "--template MODEL.gguf" in error
     assert "Qwen3ForCausalLM" in error
     assert "LlamaForCausalLM" in error
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"architectures": a} for a in (17, [17], [{}], {"a": 1}, True)] + [{"model_type": {}}, {"model_type": 17}],
+)
+def test_an_architecture_that_is_no_name(model, convert, changes):
+    edit_json(model / "config.json", **({"architectures": None} | changes))
+    assert "names are expected; take the config.json of the original model" in convert()
 
 
 def test_a_pre_tokenizer_that_is_not_recognised_asks_for_pre(model, convert, tmp_path, capsys):
@@ -452,6 +496,22 @@ def test_a_gguf_of_another_model(model, refused, tmp_path):
     edit_raw(model / "model.safetensors", lambda tensors: [tensors.pop(n) for n in list(tensors) if ".3." in n])
     edit_json(model / "config.json", num_hidden_layers=3)
     assert "model.gguf: blk.3." in refused("verify", gguf_file, model)
+
+
+def test_a_template_of_more_blocks_than_tensors(model, convert, tmp_path):
+    bridge.convert(model, tmp_path / "template.gguf")
+    data = (tmp_path / "template.gguf").read_bytes()
+    count = b"qwen3.block_count" + struct.pack("<II", gguf.GGUFValueType.UINT32, 4)
+    assert data.count(count) == 1
+    (tmp_path / "template.gguf").write_bytes(data.replace(count, count[:-4] + b"\xff" * 4))
+    error = convert("--template", tmp_path / "template.gguf")
+    assert "has 4294967295 blocks and 46 tensors; make the template again" in error
+
+
+@pytest.mark.parametrize("tokens", [17, "abc", [1, 2], ["a", 2], [["a"]]])
+def test_a_template_whose_tokens_are_no_texts(tokens):
+    with pytest.raises(BridgeError, match="tokens is no list of texts; make the template again"):
+        read_vocabulary({"tokenizer.ggml.tokens": tokens})
 
 
 # the output

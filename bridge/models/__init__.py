@@ -11,7 +11,7 @@ pretokenizer and special for the vocabulary; chat and modelfile for Ollama.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -54,13 +54,16 @@ _BY_MODEL_TYPE = {
 }
 
 
-def describe_model(config: dict[str, Any], folder: Path, names: Collection[str], pre: str | None = None) -> ModelSpec:
+def describe_model(
+    config: dict[str, Any], folder: Path, names: Mapping[str, Sequence[int]] | Collection[str], pre: str | None = None
+) -> ModelSpec:
     """What a checkpoint becomes in GGUF.
 
     config  the parsed config.json
     folder  the Hugging Face directory, for tokenizer, generation config and model card
     names   every tensor as a float checkpoint names it, "<module>.weight" and "<module>.bias";
-            a quantized module is listed by its weight too
+            a quantized module is listed by its weight too. With shapes, none of config's counts
+            may be beyond them
     pre     overrides the recognition of tokenizer.ggml.pre
 
     Raises:
@@ -68,7 +71,9 @@ def describe_model(config: dict[str, Any], folder: Path, names: Collection[str],
             or a tensor that is missing; a tensor that nobody knows.
     """
     folder = Path(folder)
-    values = Config(config, folder / "config.json")
+    sides = {name: max(shape, default=0) for name, shape in names.items()} if isinstance(names, Mapping) else {}
+    longest = max(sides.items(), key=lambda side: side[1], default=None)
+    values = Config(config, folder / "config.json", longest)
     family = _family(values)
     args = family.read(values)
     tensors, folds, unused, zero_only, optional = build_tensors(family, args, names)
@@ -111,19 +116,24 @@ def describe_model(config: dict[str, Any], folder: Path, names: Collection[str],
 
 
 def _family(config: Config) -> Family:
-    architectures = config.get("architectures") or []
-    architectures = [architectures] if isinstance(architectures, str) else architectures
+    architectures, model_type = config.get("architectures") or [], config.get("model_type", "")
+    architectures = architectures if isinstance(architectures, list) else [architectures]
+    if not all(isinstance(name, str) for name in [*architectures, model_type]):
+        raise BridgeError(
+            f"{config.path}: architectures is {architectures!r:.80} and model_type {model_type!r:.80}, names are "
+            "expected; take the config.json of the original model"
+        )
     for name in architectures:
         name = name.replace("LLaMA", "Llama")  # as it was spelled in its first weeks
         if name in FAMILIES:
             return FAMILIES[name]
-    if not architectures and config.get("model_type") in _BY_MODEL_TYPE:
-        return _BY_MODEL_TYPE[config.get("model_type")]
-    if not architectures and config.get("model_type") is None:
+    if not architectures and model_type in _BY_MODEL_TYPE:
+        return _BY_MODEL_TYPE[model_type]
+    if not architectures and not model_type:
         raise BridgeError(
             f"{config.path}: the keys 'architectures' and 'model_type' are missing; one of them must be there"
         )
-    named = ", ".join(architectures) or config.get("model_type")
+    named = ", ".join(architectures) or model_type
     raise BridgeError(
         f"{config.path}: the architecture is {named}; {', '.join(FAMILIES)} are known; for any other give "
         "--template MODEL.gguf, a GGUF of the same model in any type: from the Hub, or made by llama.cpp's "

@@ -12,13 +12,19 @@ from bridge.errors import BridgeError
 class Config:
     """Typed access to config.json's keys.
 
-    values  the parsed file
-    path    for messages
+    values   the parsed file
+    path     for messages
+    longest  name and length of the checkpoint's longest side of a tensor; None: not to be compared
     """
 
-    def __init__(self, values: dict[str, Any], path: Path) -> None:
+    def __init__(self, values: dict[str, Any], path: Path, longest: tuple[str, int] | None = None) -> None:
         self.values = values
         self.path = path
+        self.longest = longest
+
+    def with_values(self, **values: Any) -> Config:
+        """The same file with other values for some keys."""
+        return Config({**self.values, **values}, self.path, self.longest)
 
     def get(self, key: str, default: Any = None) -> Any:
         """The value, or the default where the key is absent or null."""
@@ -33,6 +39,23 @@ class Config:
         if isinstance(value, bool) or not isinstance(value, int) or not 0 < value < 1 << 31:
             raise BridgeError(f"{self.path}: {key} is {value!r}, a positive integer is expected")
         return value
+
+    def side(self, key: str, default: int | None = None) -> int:
+        """A positive integer that is a side of some tensor, or less; raises like `integer`, and where none is so long.
+
+        For what lists are made of: a config may say any number, and the tensors' sizes are the file's.
+        """
+        return self.within_sides(key, self.integer(key, default))
+
+    def within_sides(self, what: str, count: int) -> int:
+        """The count itself; `BridgeError` where no tensor has so long a side."""
+        if self.longest is not None and count > self.longest[1]:
+            name, length = self.longest
+            raise BridgeError(
+                f"{self.path}: {what} is {count}, but the longest side of any tensor is {length} ({name}); config and "
+                "weights are not of the same model"
+            )
+        return count
 
     def number(self, key: str, default: float | None = None) -> float:
         """A positive number; raises like `integer`."""

@@ -30,6 +30,7 @@ QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
 ATTENTION = (*QKV, "self_attn.o_proj")
 MLP = ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
 
+_LAYER = re.compile(r"model\.layers\.(\d+)\.")
 # buffers that old checkpoints carry and every runtime computes anew
 _BUFFERS = re.compile(r"(.*\.)?(rotary_emb\.(inv_freq|cos_cached|sin_cached)|attn\.(masked_)?bias|self_attn\.bias)$")
 
@@ -91,6 +92,7 @@ def common_args(config: Config, tied: bool = False, norm_eps: float = 1e-6, cont
     if heads % kv_heads:
         raise BridgeError(f"{config.path}: {heads} heads cannot share {kv_heads} key-value heads")
     head_dim = config.integer("head_dim", hidden // heads)
+    config.within_sides("num_attention_heads times head_dim", heads * head_dim)
     if head_dim % 2:
         raise BridgeError(f"{config.path}: head_dim {head_dim} is odd, rotary embeddings pair its elements")
     return DecoderArgs(
@@ -100,7 +102,7 @@ def common_args(config: Config, tied: bool = False, norm_eps: float = 1e-6, cont
         n_heads=heads,
         n_kv_heads=kv_heads,
         head_dim=head_dim,
-        vocab=config.integer("vocab_size"),
+        vocab=config.side("vocab_size"),
         context=config.integer("max_position_embeddings", context),
         norm_eps=config.number("rms_norm_eps", norm_eps),
         tied=bool(config.get("tie_word_embeddings", tied)),
@@ -148,7 +150,8 @@ class Builder:
     def __init__(self, family: Family, args: DecoderArgs, names: Collection[str]) -> None:
         self.args, self.family, self.names = args, family, frozenset(names)
         arch = {name: key for key, name in gguf.MODEL_ARCH_NAMES.items()}[family.arch]
-        self.map = gguf.get_tensor_name_map(arch, args.n_layers)
+        layers = {found[1] for name in self.names if (found := _LAYER.match(name))}
+        self.map = gguf.get_tensor_name_map(arch, min(args.n_layers, len(layers)))  # others are found to be missing
         self.tensors: list[TensorSpec] = []
         self.used: set[str] = set()
         self.linears: set[str] = set()

@@ -46,10 +46,10 @@ def read_experts(config: Config, inner_key: str, shared_key: str | None = None) 
     Raises BridgeError where a count is missing, or more experts are used than there are.
     """
     key = "num_local_experts" if config.get("num_local_experts") is not None else "num_experts"
-    count, used = config.integer(key), config.integer("num_experts_per_tok")
+    count, used = config.side(key), config.integer("num_experts_per_tok")
     if used > count:
         raise BridgeError(f"{config.path}: num_experts_per_tok is {used}, of {count} experts")
-    return Experts(count, used, config.integer(inner_key), config.integer(shared_key) if shared_key else 0)
+    return Experts(count, used, config.side(inner_key), config.integer(shared_key) if shared_key else 0)
 
 
 def expect_sparse_layers(config: Config) -> None:

@@ -25,8 +25,8 @@ def read(config: Config) -> Qwen2MoeArgs:
     config.expect("qkv_bias", True, "llama.cpp's graph for this architecture has no other")
     experts = read_experts(config, "moe_intermediate_size", "shared_expert_intermediate_size")
     # the dense width is of no use where every layer has experts, and some configs leave it out
-    values = {"intermediate_size": experts.shared_inner, **config.values}
-    return Qwen2MoeArgs(**vars(qwen2.read(Config(values, config.path))), experts=experts)
+    config = config.with_values(intermediate_size=config.get("intermediate_size", experts.shared_inner))
+    return Qwen2MoeArgs(**vars(qwen2.read(config)), experts=experts)
 
 
 QWEN2_MOE = Family(

@@ -19,12 +19,8 @@ def read(config: Config) -> Qwen3Args:
     window = read_window(config)
     common = common_args(config, context=32768)
     # 128 is transformers' default, whatever hidden_size / num_attention_heads is
-    common = common if config.get("head_dim") else common_args(_with_head_dim(config), context=32768)
+    common = common if config.get("head_dim") else common_args(config.with_values(head_dim=128), context=32768)
     return Qwen3Args(**vars(common), attention_bias=bool(config.get("attention_bias", False)), sliding_window=window)
-
-
-def _with_head_dim(config: Config) -> Config:
-    return Config({**config.values, "head_dim": 128}, config.path)
 
 
 def needs_bias(args: DecoderArgs) -> tuple[str, ...]:

@@ -29,8 +29,9 @@ def read(config: Config) -> Qwen3MoeArgs:
             "the model would not be the same"
         )
     experts = read_experts(config, "moe_intermediate_size")
-    values = {"intermediate_size": experts.inner, **config.values}  # the dense width is of no use here
-    return Qwen3MoeArgs(**vars(qwen3.read(Config(values, config.path))), experts=experts)
+    # the dense width is of no use here
+    config = config.with_values(intermediate_size=config.get("intermediate_size", experts.inner))
+    return Qwen3MoeArgs(**vars(qwen3.read(config)), experts=experts)
 
 
 QWEN3_MOE = Family(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +46,9 @@ def open_template(path: Path) -> GGUFFile:
     if kind != "model" or "token_embd.weight" not in file:
         what = f"of type {kind!r}" if kind != "model" else "without token_embd.weight"
         raise BridgeError(f"{path}: a GGUF {what} is no template; give the model that llama.cpp's converter made")
-    number(file, "block_count")
+    blocks = number(file, "block_count")
+    if blocks > len(file.tensors):
+        raise BridgeError(f"{path}: has {blocks} blocks and {len(file.tensors)} tensors; make the template again")
     return file
 
 
@@ -61,9 +64,11 @@ def number(file: GGUFFile, key: str, default: int | None = None) -> int:
     return value
 
 
-def read_vocabulary(metadata: Metadata) -> Tokenizer:
-    """What a Modelfile needs to know of the template's tokenizer."""
+def read_vocabulary(metadata: Mapping[str, Any]) -> Tokenizer:
+    """What a Modelfile needs to know of the template's tokenizer. BridgeError where its tokens are no texts."""
     tokens = metadata.get("tokenizer.ggml.tokens") or []
+    if not isinstance(tokens, list) or not all(isinstance(token, str) for token in tokens):
+        raise BridgeError("the template's tokenizer.ggml.tokens is no list of texts; make the template again")
     ids = {}
     for role in _ROLES:
         token = metadata.get(f"tokenizer.ggml.{role}_token_id")
