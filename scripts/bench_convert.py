@@ -168,14 +168,16 @@ def python(*arguments: str, environment: dict | None = None) -> Run:
 
 def machine() -> str:
     """CPU, cores, system and versions, in one line."""
+    sys.path.insert(0, str(ROOT))
+    from bridge.cpus import usable_cpus
+
     cpu = platform.processor() or platform.machine()
     info = Path("/proc/cpuinfo")
     if info.exists():
         named = [line.partition(":")[2].strip() for line in info.read_text().splitlines() if "model name" in line]
         cpu = named[0] if named else cpu
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     kernel = ".".join(platform.release().split(".")[:2])
-    parts = [cpu, f"{cores} cores", f"{platform.system()} {kernel}", f"Python {platform.python_version()}"]
+    parts = [cpu, f"{usable_cpus()} cores", f"{platform.system()} {kernel}", f"Python {platform.python_version()}"]
     return ", ".join(parts + [f"{name} {version(name)}" for name in ("numba", "numpy", "gguf")])
 
 

@@ -218,6 +218,7 @@ def peers_perplexity(path: Path, folder: Path, model: Any, text: str, count: int
     """llama.cpp's and transformers' on the same windows."""
     import numpy as np
 
+    from bridge.cpus import usable_cpus
     from bridge.runtime.perplexity import cut_windows
     from tests.support.gguf_file import gguf_weights
     from tests.support.llama_cpp import LlamaCpp
@@ -233,7 +234,7 @@ def peers_perplexity(path: Path, folder: Path, model: Any, text: str, count: int
             losses.append(-scores[np.arange(127), window[129:]])
         return math.exp(np.concatenate(losses).mean())
 
-    with LlamaCpp(path, n_ctx=256, n_threads=os.cpu_count() or 1) as other:
+    with LlamaCpp(path, n_ctx=256, n_threads=usable_cpus()) as other:
         theirs = measure(other.logits)
     return theirs, measure(lambda window: logits(hugging_face, np.array([window]))[0])
 

@@ -18,9 +18,11 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from bridge.cpus import usable_cpus
+
 ROOT = Path(__file__).resolve().parents[2]
 COMMAND = [sys.executable, str(ROOT / "scripts" / "gpu_check.py"), "--jobs"]
-PROCESSES = max(1, min(12, (os.cpu_count() or 2) - 2))
+PROCESSES = max(1, min(12, usable_cpus() - 2))
 LATE = "no time was left"
 _MARK = "RESULT "
 _SHORTEST = 5.0  # seconds; with less, no process is begun
