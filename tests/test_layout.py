@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import tomllib
 from pathlib import Path
 
@@ -73,3 +74,17 @@ def test_every_package_is_installed():
     packages = {str(p.parent.relative_to(ROOT)).replace("/", ".") for p in (ROOT / "bridge").rglob("__init__.py")}
     assert set(settings["packages"]) == packages | {"bridge.cuda"}
     assert settings["package-dir"]["bridge.cuda"] == "cuda"
+
+
+def test_every_package_that_a_test_can_do_without_is_installed_for_the_tests():
+    """Or that test never runs."""
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    wanted = extras["dependencies"] + extras["optional-dependencies"]["test"]
+    installed = {re.split(r"[^\w-]", line)[0].replace("-", "_") for line in wanted}
+    asked = {
+        name
+        for module in (ROOT / "tests").rglob("*.py")
+        for name in re.findall(r"importorskip\(\"(\w+)", module.read_text(encoding="utf-8"))
+    }
+    assert "torch" in asked
+    assert asked <= installed
