@@ -4,9 +4,11 @@
     python scripts/bench_matvec.py Q4_K Q6_K --json x.json
 
 The peer is ggml, one mul_mat on its own threads through llama-cpp-python built natively (pip install
---no-binary llama-cpp-python .[peers]); without it its columns stay empty. PEER_GGML may name the
-folder of its libggml*.so. All contenders take turns in one run; ratios are medians over rounds. A product from
-memory is on 40960 x 4096, one in the cache on 2048 x 4096. First calls are timed in processes of their own.
+--no-binary llama-cpp-python .[peers]); without it its columns stay empty. PEER_GGML may name the folder of its
+libggml*.so. Both sides repack the weights beforehand, ggml those that llama.cpp repacks when it loads them: the last
+column names ggml's layout, CPU for weights as in the file. All contenders take turns in one run; ratios are medians
+over rounds. A product from memory is on 40960 x 4096, one in the cache on 2048 x 4096. First calls are timed in
+processes of their own.
 """
 
 from __future__ import annotations
@@ -60,7 +62,8 @@ def product(type: str, shape: tuple[int, int], threads: int, library: ggml_matve
     others: dict[str, Any] = {}
     matrix = None
     if library is not None:
-        matrix = ggml_matvec.Matrix(library, type, tensor.raw.reshape(shape[0], -1), shape[1], threads=threads)
+        raw = tensor.raw.reshape(shape[0], -1)
+        matrix = ggml_matvec.Matrix(library, type, raw, shape[1], threads=threads, repack=True)
         matrix.x[:] = 1
         others["ggml"] = matrix.run
     timing = bench.measure(tensor, threads, others, rounds, matrix.rest if matrix else None)
@@ -75,8 +78,8 @@ def product(type: str, shape: tuple[int, int], threads: int, library: ggml_matve
         "read_gbs": timing.speed("read"),
         "of_read": timing.ratio("read"),
     }
-    if library is not None:
-        row |= {"ggml_gbs": timing.speed("ggml"), "over_ggml": timing.ratio("ggml")}
+    if matrix is not None:
+        row |= {"ggml_gbs": timing.speed("ggml"), "over_ggml": timing.ratio("ggml"), "ggml_layout": matrix.layout}
     return row
 
 
@@ -128,15 +131,17 @@ def main() -> None:
     arguments = parser.parse_args()
     library = peer_library()
     print(f"{machine()}; peer: {'ggml' if library else 'none (llama-cpp-python is not installed)'}\n")
-    print("| type | shape | threads | GB/s | of read | read GB/s | ggml GB/s | times ggml |")
-    print("|---|---|---|---|---|---|---|---|")
+    print("| type | shape | threads | GB/s | of read | read GB/s | ggml GB/s | times ggml | ggml's layout |")
+    print("|---|---|---|---|---|---|---|---|---|")
     rows = []
     for type in arguments.types:
         for shape in (bench.LARGE, bench.SMALL):
             for threads in arguments.threads:
                 row = product(type, shape, threads, library, arguments.rounds)
                 rows.append(row)
-                peer = f"{row['ggml_gbs']:.1f} | {row['over_ggml']:.2f}" if library else " | "
+                peer = " | | "
+                if library:
+                    peer = f"{row['ggml_gbs']:.1f} | {row['over_ggml']:.2f} | {row['ggml_layout']}"
                 print(
                     f"| {type} | {shape[0]} x {shape[1]} | {threads} | {row['gbs']:.1f} | {row['of_read']:.0%} "
                     f"| {row['read_gbs']:.1f} | {peer} |",

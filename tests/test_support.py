@@ -8,9 +8,12 @@ import gguf
 import numpy as np
 import pytest
 
-from tests.support import reference
+from bridge.blocks import BLOCKS, BlockType
+from bridge.runtime.cpu import targets
+from tests.support import ggml_matvec, reference
 from tests.support.gguf_file import gguf_weights, unpermute
 from tests.support.llama_cpp import LlamaCpp
+from tests.support.random_blocks import random_matrix
 
 VOCAB, HIDDEN, HEADS, KV_HEADS, WIDTH, LAYERS = 256, 64, 4, 2, 96, 2
 CONFIG = f"""{{"model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": {VOCAB},
@@ -170,3 +173,22 @@ def test_a_file_llama_cpp_cannot_load_raises_its_own_message(tmp_path: Path) -> 
     bad.write_bytes(b"GGUF but not really")
     with pytest.raises(RuntimeError, match=r"bad\.gguf.*(fail|error)"):
         LlamaCpp(bad)
+
+
+@pytest.mark.skipif(targets.available() == [targets.PORTABLE], reason="ggml repacks for vector units")
+@pytest.mark.parametrize("block", [BLOCKS["Q4_0"], BLOCKS["Q4_K"]], ids=str)
+def test_ggml_multiplies_weights_that_it_repacked_where_it_has_a_kernel_for_them(block: BlockType) -> None:
+    x = np.random.default_rng(3).standard_normal((1, 512)).astype(np.float32)
+    for rows in (64, 60):  # eight rows are interleaved; 60 are no multiple
+        tensor, weights = random_matrix(block, rows, 512)
+        products, layouts = [], []
+        for repack in (False, True):
+            matrix = ggml_matvec.Matrix(
+                ggml_matvec.wheel(), block.name, tensor.raw.reshape(rows, -1), 512, repack=repack
+            )
+            products.append(matrix.matmul(x))
+            layouts.append(matrix.layout)
+            matrix.close()
+        assert layouts[0] == "CPU"
+        assert (layouts[1] == "CPU") == (rows == 60)
+        assert np.allclose(*products, atol=1e-4 * np.abs(x @ weights.T).max())

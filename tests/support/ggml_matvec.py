@@ -1,12 +1,15 @@
 """ggml multiplying: one mul_mat node on its own threads, through any shared library that exports ggml's C API.
 
-Used by tests (the xllamacpp wheel) and by scripts/bench_matvec.py (llama-cpp-python, built natively).
+The weights lie as in the file, or as llama.cpp keeps them in memory: repacked, where ggml has a repacked kernel for
+their type and number of rows on this processor. Used by tests (the xllamacpp wheel) and by scripts/bench_matvec.py
+(llama-cpp-python, built natively).
 """
 
 from __future__ import annotations
 
 import ctypes
 from functools import cache
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +33,9 @@ class _Plan(ctypes.Structure):
     )
 
 
+_ListBufferTypes = ctypes.CFUNCTYPE(ctypes.POINTER(ctypes.c_void_p), ctypes.c_void_p)
+
+
 class Library:
     """ggml's functions, looked up in one or several shared libraries."""
 
@@ -50,11 +56,31 @@ class Library:
             ("ggml_threadpool_pause", None, [ctypes.c_void_p]),
             ("ggml_threadpool_resume", None, [ctypes.c_void_p]),
             ("ggml_threadpool_free", None, [ctypes.c_void_p]),
+            ("ggml_backend_cpu_reg", ctypes.c_void_p, []),
+            ("ggml_backend_cpu_buffer_type", ctypes.c_void_p, []),
+            ("ggml_backend_reg_dev_get", ctypes.c_void_p, [ctypes.c_void_p, ctypes.c_size_t]),
+            ("ggml_backend_reg_get_proc_address", ctypes.c_void_p, [ctypes.c_void_p, ctypes.c_char_p]),
+            ("ggml_backend_buft_name", ctypes.c_char_p, [ctypes.c_void_p]),
+            ("ggml_backend_buft_get_alloc_size", ctypes.c_size_t, [ctypes.c_void_p] * 2),
+            ("ggml_backend_buft_alloc_buffer", ctypes.c_void_p, [ctypes.c_void_p, ctypes.c_size_t]),
+            ("ggml_backend_alloc_ctx_tensors_from_buft", ctypes.c_void_p, [ctypes.c_void_p] * 2),
+            ("ggml_backend_buffer_get_base", ctypes.c_void_p, [ctypes.c_void_p]),
+            ("ggml_backend_buffer_free", None, [ctypes.c_void_p]),
+            ("ggml_backend_tensor_alloc", ctypes.c_int, [ctypes.c_void_p] * 3),
+            ("ggml_backend_tensor_set", None, [ctypes.c_void_p] * 2 + [ctypes.c_size_t] * 2),
+            ("ggml_backend_dev_supports_op", ctypes.c_bool, [ctypes.c_void_p] * 2),
         )
         for name, result, arguments in declare:
             function = self._find(name)
             function.restype, function.argtypes = result, arguments
             setattr(self, name.removeprefix("ggml_"), function)
+        self.device = self.backend_reg_dev_get(self.backend_cpu_reg(), 0)
+
+    def buffer_types(self) -> list[int]:
+        """Where weights can lie, in llama.cpp's order: repacked for this processor in some way, then as in the file."""
+        address = self.backend_reg_get_proc_address(self.backend_cpu_reg(), b"ggml_backend_dev_get_extra_bufts")
+        repacked = takewhile(bool, _ListBufferTypes(address)(self.device)) if address else ()  # ends with a null
+        return [*repacked, self.backend_cpu_buffer_type()]
 
     def _find(self, name: str) -> Any:
         for library in self._libraries:
@@ -67,19 +93,33 @@ class Library:
 
 
 class Matrix:
-    """A weight matrix in ggml's hands: `matmul(x)` with x float32 [tokens, in]."""
+    """A weight matrix in ggml's hands: `matmul(x)` with x float32 [tokens, in].
 
-    def __init__(self, library: Library, type: str, raw: np.ndarray, columns: int, tokens: int = 1, threads: int = 1):
-        rows = raw.shape[0]
+    repack  as llama.cpp does when it loads a model
+    layout  ggml's name of where the weights lie: CPU as in the file, CPU_REPACK and others repacked
+    """
+
+    def __init__(
+        self,
+        library: Library,
+        type: str,
+        raw: np.ndarray,
+        columns: int,
+        tokens: int = 1,
+        threads: int = 1,
+        repack: bool = False,
+    ):
         self.lib: Any = library
-        room = raw.nbytes + 4 * tokens * (columns + rows) + (1 << 20)
-        self.context = self.lib.init(_InitParams(room, None, False))
-        weights = self.lib.new_tensor_2d(self.context, int(gguf.GGMLQuantizationType[type]), columns, rows)
-        x = self.lib.new_tensor_2d(self.context, int(gguf.GGMLQuantizationType.F32), columns, tokens)
-        y = self.lib.mul_mat(self.context, weights, x)
-        ctypes.memmove(self.lib.get_data(weights), raw.ctypes.data, raw.nbytes)
+        kind = int(gguf.GGMLQuantizationType[type])
+        for place in library.buffer_types() if repack else library.buffer_types()[-1:]:
+            x, y = self._lay_out(place, kind, raw, columns, tokens)
+            if self.lib.backend_dev_supports_op(library.device, y):
+                break
+            self._release()
+        self.layout = self.lib.backend_buft_name(place).decode()
+        self.lib.backend_tensor_set(self.weights, raw.ctypes.data, 0, raw.nbytes)
         self.x = self._floats(x, (tokens, columns))
-        self.y = self._floats(y, (tokens, rows))
+        self.y = self._floats(y, (tokens, raw.shape[0]))
         self.graph = self.lib.new_graph(self.context)
         self.lib.build_forward_expand(self.graph, y)
         parameters = ctypes.create_string_buffer(4096)
@@ -89,6 +129,23 @@ class Matrix:
         self.resting = False
         self.work = ctypes.create_string_buffer(max(64, self.plan.work_size))
         self.plan.work_data = ctypes.addressof(self.work)
+
+    def _lay_out(self, place: int, kind: int, raw: np.ndarray, columns: int, tokens: int) -> tuple[int, int]:
+        """x and y = W x, with W in a buffer of the type `place`; W is not filled yet."""
+        self.context = self.lib.init(_InitParams(1 << 20, None, True))  # holds the tensors, not their data
+        self.weights = self.lib.new_tensor_2d(self.context, kind, columns, raw.shape[0])
+        x = self.lib.new_tensor_2d(self.context, int(gguf.GGMLQuantizationType.F32), columns, tokens)
+        y = self.lib.mul_mat(self.context, self.weights, x)
+        weights = self.lib.backend_buft_alloc_buffer(place, self.lib.backend_buft_get_alloc_size(place, self.weights))
+        self.lib.backend_tensor_alloc(weights, self.weights, self.lib.backend_buffer_get_base(weights))
+        ordinary = self.lib.backend_cpu_buffer_type()
+        self.buffers = [weights, self.lib.backend_alloc_ctx_tensors_from_buft(self.context, ordinary)]  # x and y
+        return x, y
+
+    def _release(self) -> None:
+        for buffer in self.buffers:
+            self.lib.backend_buffer_free(buffer)
+        self.lib.free(self.context)
 
     def _floats(self, tensor: int, shape: tuple[int, int]) -> np.ndarray:
         buffer = (ctypes.c_float * (shape[0] * shape[1])).from_address(self.lib.get_data(tensor))
@@ -119,7 +176,7 @@ class Matrix:
         if self.resting:
             self.lib.threadpool_resume(self.pool)
         self.lib.threadpool_free(self.pool)
-        self.lib.free(self.context)
+        self._release()
 
 
 @cache
