@@ -223,6 +223,16 @@ def test_reported_fidelity_is_what_gguf_reads(kind, group_size, sym, scale, seed
     assert mapped.fidelity.error == pytest.approx(error, rel=1e-3, abs=1e-12 * mapped.fidelity.signal)
 
 
+@pytest.mark.parametrize("zero", [-40, 300, -3000, 1e5])
+@pytest.mark.parametrize(("bits", "group_size", "block"), [(2, 16, Q2_K), (4, 128, Q4_K), (5, 64, Q5_K), (4, 32, Q4_1)])
+def test_reported_error_is_right_for_zero_points_far_outside_the_codes(bits, group_size, block, zero):
+    t = with_offsets(bits, group_size)
+    t.zeros[:] = zero * np.random.default_rng(0).uniform(0.9, 1.1, t.zeros.shape)
+    mapped = carry(t, block)
+    w = t.scales[:, t.groups()] * (t.codes - t.zeros[:, t.groups()].astype(np.float64))
+    assert mapped.fidelity.error == pytest.approx(np.square(stored(mapped) - w).sum(), rel=1e-4)
+
+
 @pytest.mark.parametrize(
     ("bits", "group_size", "block", "levels", "bound"),
     [

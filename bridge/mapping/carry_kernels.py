@@ -59,12 +59,16 @@ def _next(row, block, blocks):
 
 
 @inlined
+def _about(total, squares, n, z):
+    """sum (q - z)^2 and sum (q - z) from the sums of n codes q, float64."""
+    return squares - 2.0 * z * total + z * z * n, total - z * n
+
+
+@inlined
 def _moments(codes, row, start, stop, zero):
     """sum (q - z)^2 and sum (q - z) of a run of codes of one row, float64."""
     total, squares = _sums(codes, row, start, stop)
-    z = float(zero)
-    n = float(stop - start)
-    return squares - 2.0 * z * total + z * z * n, total - z * n
+    return _about(total, squares, float(stop - start), float(zero))
 
 
 @kernel
@@ -157,6 +161,8 @@ def carry_affine(
     target = np.empty(subs, np.float32)
     try_sc = np.empty(subs, np.int32)
     try_mn = np.empty(subs, np.int32)
+    total = np.empty(subs, np.float64)  # sum q and sum q^2 of a unit
+    squares = np.empty(subs, np.float64)
     blocks = d_out.shape[1]
     count, first, unit = _units(group, subs, blocks)
     error = 0.0
@@ -170,7 +176,8 @@ def carry_affine(
                 negative = scales[row, g] < 0
                 start = (block * subs + first[block, u]) * sub
                 stop = (block * subs + first[block, u + 1]) * sub
-                deviation, balance = _moments(codes, row, start, stop, zeros[row, g])
+                total[u], squares[u] = _sums(codes, row, start, stop)
+                deviation, balance = _about(total[u], squares[u], float(stop - start), float(zeros[row, g]))
                 s[u] = abs(scales[row, g])
                 z[u] = top - zeros[row, g] if negative else zeros[row, g]
                 n[u] = stop - start
@@ -189,13 +196,21 @@ def carry_affine(
                 sc_out[row, block * subs + j] = sc[unit[block, j]]
                 mn_out[row, block * subs + j] = mn[unit[block, j]]
             for u in range(units):
-                # the error again, in float64: what is reported must not carry the search's rounding
-                alpha = float(d) * sc[u] - float(s[u])
-                gamma = float(dmin) * mn[u] - float(d) * sc[u] * z[u]
-                error += alpha * alpha * a[u] - 2.0 * alpha * gamma * b[u] + gamma * gamma * n[u]
-                negative = scales[row, group[block * subs + first[block, u]]] < 0
-                flip = np.uint8(top) if negative != mirror else np.uint8(0)
-                for k in range((block * subs + first[block, u]) * sub, (block * subs + first[block, u + 1]) * sub):
+                g = group[block * subs + first[block, u]]
+                flip = np.uint8(top) if (scales[row, g] < 0) != mirror else np.uint8(0)
+                start = (block * subs + first[block, u]) * sub
+                stop = (block * subs + first[block, u + 1]) * sub
+                # the error again, in float64 and by the codes as they came: w' - w = alpha q - beta. The sums about
+                # a zero point far outside the codes nearly cancel, and in float32 they lose the error altogether
+                slope = float(d_out[row, block]) * sc[u]
+                offset = float(dmin_out[row, block]) * mn[u]
+                if flip:
+                    offset -= slope * top
+                    slope = -slope
+                alpha = slope - float(scales[row, g])
+                beta = offset - float(scales[row, g]) * float(zeros[row, g])
+                error += alpha * alpha * squares[u] - 2.0 * alpha * beta * total[u] + beta * beta * float(stop - start)
+                for k in range(start, stop):
                     q_out[row, k] = codes[row, k] ^ flip
     sums[0] += error
     sums[1] += signal
