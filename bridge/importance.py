@@ -40,7 +40,9 @@ class Importance:
         importance = for_tensor(self.by_name, tensor.name, tensor.shape[-1], experts)
         if importance is None:
             return None
-        if experts > 1:
-            importance = importance[part * experts // len(tensor.parts)]
+        if experts > 1:  # a part is of one expert, or of several
+            parts = len(tensor.parts)
+            first, stop = part * experts // parts, (part + 1) * experts // parts
+            importance = importance[first : max(first + 1, stop)].mean(0)
         order = tensor.parts[part].columns
         return importance if order is None else importance[order]

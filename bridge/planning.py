@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from gguf import GGML_QUANT_VERSION, GGUFValueType, LlamaFileType
@@ -66,16 +66,40 @@ def outline_of(ckpt: Checkpoint, pre: str | None = None, template: str | Path | 
 
 
 def _mended(ckpt: Checkpoint) -> tuple[dict[str, Any], list[str]]:
-    """config.json and notes: a head that differs from the embeddings is not tied to them, whatever it says."""
-    head, embedding = (ckpt.tensors.get(name) for name in ("lm_head.weight", "model.embed_tokens.weight"))
-    if not ckpt.config.get("tie_word_embeddings") or not head or not embedding or head.shape != embedding.shape:
+    """config.json and notes: a head that differs from the embeddings is not tied to them, whatever it says.
+
+    Values are compared, whether they are stored as floats or as codes, over the rows and columns that both have:
+    what one has beyond is padding.
+    """
+    tied = ckpt.config.get("tie_word_embeddings")
+    head, embedding = (_weight(ckpt, name) if tied else None for name in ("lm_head", "model.embed_tokens"))
+    if head is None or embedding is None:
         return ckpt.config, []
-    for start in range(0, head.shape[0], _ROWS):
-        rows = start, min(start + _ROWS, head.shape[0])
-        if not np.array_equal(ckpt.read_float(head.name, rows), ckpt.read_float(embedding.name, rows)):
+    rows, columns = map(min, zip(head.shape, embedding.shape, strict=True))
+    for start in range(0, rows, _ROWS):
+        stop = min(start + _ROWS, rows)
+        if not np.array_equal(head.rows(start, stop)[:, :columns], embedding.rows(start, stop)[:, :columns]):
             note = "config.json ties lm_head to the embeddings, but it is stored with other values; it is kept"
             return {**ckpt.config, "tie_word_embeddings": False}, [note]
     return ckpt.config, []
+
+
+class _Weight(NamedTuple):
+    """A matrix: `rows` gives float32 of the rows start..stop."""
+
+    shape: tuple[int, ...]
+    rows: Callable[[int, int], np.ndarray]
+
+
+def _weight(ckpt: Checkpoint, name: str) -> _Weight | None:
+    """A module's matrix, whichever way it is stored; None where there is none."""
+    if name in ckpt.modules:
+        t = ckpt.read_module(name)
+        return _Weight(t.shape, lambda start, stop: t.dequantize(slice(start, stop)))
+    info = ckpt.tensors.get(f"{name}.weight")
+    if info is None or len(info.shape) != 2:
+        return None
+    return _Weight(info.shape, lambda start, stop: ckpt.read_float(info.name, (start, stop)))
 
 
 def _folded(ckpt: Checkpoint, outline: Outline) -> list[PlannedTensor]:
