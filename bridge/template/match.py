@@ -5,19 +5,17 @@ one made of the unquantized model, which differs by the checkpoint's quantizatio
 sum(s^2 / 12), and error-compensating quantizers cost a few times that; another model's weights are off by more
 than all of their squared sum.
 
-A permutation is looked for where the rows do not stand in order: llama's interleaving first, then the nearest
-row by cosine over some columns. AWQ multiplies columns by what it divides the layer before by; for such
+A permutation is looked for where the rows do not stand in order: what converters are known to do first, then the
+nearest row by cosine over some columns. AWQ multiplies columns by what it divides the layer before by; for such
 checkpoints one factor per row and column is fitted before the comparison.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-
-from bridge.models.decoder import interleaved_rows
 
 # squared error over squared weights that a template's type accounts for, with room to spare
 ROUNDING = {"F64": 1e-6, "F32": 1e-6, "F16": 1e-6, "BF16": 1e-5, "Q8_0": 5e-4, "Q6_K": 5e-3}
@@ -92,16 +90,15 @@ class Found:
     scaled: bool = False
 
 
-def find_rows(template: Matrix, checkpoint: Matrix, heads: Sequence[int] = ()) -> Found | None:
+def find_rows(template: Matrix, checkpoint: Matrix, known: Iterable[np.ndarray] = ()) -> Found | None:
     """The checkpoint's row of each of the template's; None where the two are different matrices.
 
-    heads  numbers of heads that the rows of q and k may be interleaved by
+    known  orders that converters put rows in, int64 [rows]: tried after that of the checkpoint, before any other
     """
     rows = template.shape[0]
     if rows > checkpoint.shape[0] or template.shape[1] != checkpoint.shape[1]:
         return None
-    orders = [np.arange(rows)]
-    orders += [interleaved_rows(n, rows // n) for n in dict.fromkeys(heads) if n and rows % (2 * n) == 0]
+    orders = [np.arange(rows), *known]
     sample = np.unique(np.linspace(0, rows - 1, _SAMPLE_ROWS).astype(np.int64))
     t = template.take(sample)
     for scaled in (False, True):

@@ -3,10 +3,15 @@
 They are looked for by name first; those of a layer that are left over are looked for by their rows among the
 layer's modules that are left over, which finds q, k and v in one matrix, gate and up in one, and the other way
 about.
+
+Multi-head latent attention (DeepSeek): kv_b_proj has k's rows and v's of one head after another. The converter makes
+them attn_v_b [heads, v, rank], whose rows are found, and attn_k_b [heads, rank, k], each head's transposed: no codes
+could be kept in it, it stays the template's.
 """
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -17,6 +22,7 @@ import numpy as np
 from bridge.checkpoint import Checkpoint
 from bridge.cpus import usable_cpus
 from bridge.errors import BridgeError
+from bridge.models.decoder import interleaved_rows
 from bridge.runtime import dequantize
 from bridge.runtime.quant_tensor import QuantTensor
 from bridge.runtime.reader import GGUFFile
@@ -46,6 +52,7 @@ class Matrices:
     runs     what each matrix that was found is made of, by GGUF name; of experts one after another
     used     the checkpoint's tensors that are in `runs`
     reasons  why a tensor of the template is not the one of its name
+    flipped  stacks that stay the template's because the checkpoint has each of their matrices transposed
     """
 
     def __init__(self, ckpt: Checkpoint, file: GGUFFile) -> None:
@@ -59,6 +66,7 @@ class Matrices:
         self.runs: dict[str, list[Run]] = {}
         self.used: set[Candidate] = set()
         self.reasons: dict[str, str] = {}
+        self.flipped: set[str] = set()
 
     def find(self) -> None:
         """Match everything. Raises BridgeError where the two are not of one model."""
@@ -106,7 +114,7 @@ class Matrices:
         rows, columns = tensor.shape
         if candidate.shape[0] < rows or candidate.shape[1] < columns:
             return None
-        found = find_rows(_of_template(tensor), self.of_checkpoint(candidate, columns), self._heads)
+        found = find_rows(_of_template(tensor), self.of_checkpoint(candidate, columns), self._interleaved(rows))
         return None if found is None else Run(candidate, found.order, found.scaled)
 
     def _by_rows(self, tensor: QuantTensor, taken: set[Candidate]) -> list[Run] | None:
@@ -114,29 +122,50 @@ class Matrices:
         block = BLOCK.match(tensor.name)
         layer = int(block[1]) if block else None
         columns = tensor.shape[-1]
-        free = [
-            c for c in self.all
-            if c not in taken and c.layer == layer and len(c.shape) == 2 and c.shape[1] == columns
-        ]  # fmt: skip
+        left = [c for c in self.all if c not in taken and c.layer == layer and len(c.shape) == 2]
+        free = [c for c in left if c.shape[1] == columns]
         if len(tensor.shape) == 2:
             return self._in_pool(tensor, [c for c in free if c.expert is None])
         runs: list[Run] = []
         for expert in range(tensor.shape[0]):
             found = self._in_pool(tensor[expert], [c for c in free if c.expert == expert])
             if found is None:
-                return None
+                return self._by_head(tensor, [c for c in left if c.expert is None])
             runs += found
         return runs
+
+    def _by_head(self, tensor: QuantTensor, pool: Sequence[Candidate]) -> list[Run] | None:
+        """The rows of a stack whose matrices are parts of the heads of one matrix; a note where they are transposed."""
+        heads, rows, columns = tensor.shape
+        for flipped in (False, True):
+            size, width = (columns, rows) if flipped else (rows, columns)
+            for candidate in pool:
+                if candidate.shape[1] != width or candidate.shape[0] < heads * size:
+                    continue
+                matrix = self.of_checkpoint(candidate, width)
+                template = _flipped(tensor) if flipped else _of_template(tensor)
+                found = find_rows(template, matrix, _rows_of_heads(heads, size, candidate.shape[0]))
+                if found is not None and not flipped:
+                    return [Run(candidate, found.order, found.scaled)]
+                if found is not None:
+                    self.flipped.add(tensor.name)
+                    self.reasons[tensor.name] = f"the checkpoint has it transposed, in {candidate.source}"
+                    return None
+        return None
 
     def _in_pool(self, tensor: QuantTensor, pool: Sequence[Candidate]) -> list[Run] | None:
         template = _of_template(tensor)
         matrices = [self.of_checkpoint(candidate, tensor.shape[1]) for candidate in pool]
         for candidate, matrix in zip(pool, matrices, strict=True):
-            found = find_rows(template, matrix, self._heads)
+            found = find_rows(template, matrix, self._interleaved(tensor.shape[0]))
             if found is not None:
                 return [Run(candidate, found.order, found.scaled)]
         several = find_in_several(template, matrices) if len(pool) > 1 else None
         return None if several is None else [Run(pool[which], rows) for which, rows in several]
+
+    def _interleaved(self, rows: int) -> list[np.ndarray]:
+        """The orders of q's and k's rows in llama's GGUF."""
+        return [interleaved_rows(n, rows // n) for n in dict.fromkeys(self._heads) if n and rows % (2 * n) == 0]
 
     def of_checkpoint(self, candidate: Candidate, columns: int) -> Matrix:
         """The first `columns` columns of a candidate: what is beyond them is padding, and checked when it is read."""
@@ -193,8 +222,8 @@ class Matrices:
         for candidate in lost:
             if candidate.module is not None and candidate.name is not None and candidate.name not in self.file:
                 raise BridgeError(
-                    f"{self.file.path}: {candidate.name} is missing, which {candidate.source} would be; "
-                    "make the template again"
+                    f"{self.file.path}: {candidate.name} is missing, which {candidate.source} would be, and no other "
+                    "tensor has its rows; make the template again"
                 )
 
 
@@ -204,9 +233,27 @@ def is_matrix(tensor: QuantTensor) -> bool:
 
 
 def _of_template(tensor: QuantTensor) -> Matrix:
-    raw = tensor.raw.reshape(tensor.shape[0], -1)
-    rows, columns = tensor.shape
-    return Matrix(
-        (rows, columns), lambda a, b: dequantize.rows(tensor.type, raw[a:b]), tensor.rows,
-        rounding=rounding_of(tensor.type),
-    )  # fmt: skip
+    """A matrix, or a stack's matrices one after another."""
+    *outer, columns = tensor.shape
+    rows = math.prod(outer)
+    raw = tensor.raw.reshape(rows, -1)
+
+    def values(which: slice | np.ndarray) -> np.ndarray:
+        return dequantize.rows(tensor.type, raw[which])
+
+    return Matrix((rows, columns), lambda a, b: values(slice(a, b)), values, rounding=rounding_of(tensor.type))
+
+
+def _flipped(stack: QuantTensor) -> Matrix:
+    """A stack's matrices, each transposed, one after another."""
+    values = stack.dequantize().swapaxes(1, 2).reshape(-1, stack.shape[1])
+    return Matrix(values.shape, lambda a, b: values[a:b], rounding=rounding_of(stack.type))
+
+
+def _rows_of_heads(heads: int, size: int, rows: int) -> list[np.ndarray]:
+    """int64 [heads * size] each: the first and the last `size` rows of each head of a matrix."""
+    each = rows // heads
+    if rows % heads or each < size:
+        return []
+    ends = [np.arange(size), np.arange(each - size, each)]
+    return [(each * np.arange(heads)[:, None] + end).reshape(-1) for end in ends]

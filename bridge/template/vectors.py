@@ -78,6 +78,7 @@ class Vectors:
                     if not one_more and tensor.name.endswith("norm.weight"):
                         self._refuse_lost_factors(tensor, candidate)
                     continue
+                self._refuse_flipped(tensor, candidate)
             else:
                 offset = 0.0
             self.found[tensor.name] = Found([(candidate, np.arange(stored.size))], offset)
@@ -126,9 +127,20 @@ class Vectors:
         for name, runs in self.matrices.runs.items():
             tensor = self.file[name]
             if block and name.startswith(block[0]) and tensor.shape[-1] == columns:
-                matrix, rows = tensor if len(tensor.shape) == 2 else tensor[0], runs[0].rows
+                matrix = tensor if len(tensor.shape) == 2 else tensor[0]
+                rows = runs[0].rows[: matrix.shape[0]]
                 some = np.unique(np.linspace(0, len(rows) - 1, _FACTOR_ROWS).astype(np.int64))
                 yield matrix.rows(some), self.matrices.of_checkpoint(runs[0].owner, columns).take(rows[some])
+
+    def _refuse_flipped(self, norm: QuantTensor, candidate: Candidate) -> None:
+        """A matrix that stays the template's would lack the factors that the checkpoint's norm was divided by."""
+        block = BLOCK.match(norm.name)
+        for name in sorted(self.matrices.flipped):
+            if block and name.startswith(block[0]) and self.file[name].shape[1] == norm.shape[-1]:
+                raise BridgeError(
+                    f"{self.file.path}: {norm.name} is not {candidate.source}, which AWQ has divided by factors that "
+                    f"{name}, which stays the template's, would lack; make the template from this checkpoint's weights"
+                )
 
     def _refuse_lost_factors(self, norm: QuantTensor, candidate: Candidate) -> None:
         """A template's norm before matrices whose columns carry factors would make nonsense."""
