@@ -26,6 +26,7 @@ GPTQ, AWQ, compressed-tensors, MLX, HQQ and other quantized checkpoints become
 GGUF files for llama.cpp without quantizing twice: the integer codes are carried
 over wherever GGUF can hold them.
 """
+_CHECKPOINT = "folder with config.json and weights, a Hub id to download (org/name, org/name@branch), or a .pt"
 _EXAMPLES = """\
 examples:
   gguf-bridge inspect Qwen2.5-7B-GPTQ       what it holds, what becomes of it
@@ -103,6 +104,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND", title="commands")
     _add_convert(commands)
+    _add_plan(commands)
     _add_verify(commands)
     _add_inspect(commands)
     add_repack(commands)
@@ -130,13 +132,48 @@ def _add_config(p: argparse.ArgumentParser) -> None:
 
 def _add_convert(commands: Any) -> None:
     p = _command(commands, "convert", "write a checkpoint as a GGUF file, keeping its integer codes", _convert)
-    p.add_argument(
-        "checkpoint",
-        help="folder with config.json and weights, a Hub id to download (org/name, org/name@branch), or a .pt",
-    )
+    p.add_argument("checkpoint", nargs="?", help=f"{_CHECKPOINT}; that of --plan if not given")
     p.add_argument("out", nargs="?", help="the GGUF to write (default: the checkpoint's name, in the current folder)")
     _add_config(p)
+    _add_choices(p)
+    p.add_argument(
+        "--plan",
+        metavar="PLAN.json",
+        type=Path,
+        help="do what this file of `gguf-bridge plan` says, with the types in it",
+    )
+    p.add_argument(
+        "--shard",
+        metavar="I/N",
+        type=_shard,
+        help="with --plan: write shard I of its N alone, as a run of the whole would",
+    )
 
+    output = p.add_argument_group("output")
+    output.add_argument("--force", action="store_true", help="replace files that exist")
+    output.add_argument("--modelfile", action="store_true", help="write an Ollama Modelfile beside the GGUF")
+    output.add_argument("--report", metavar="FILE.json", type=Path, help="write the fidelity of each tensor as JSON")
+    output.add_argument("--threads", type=_positive, metavar="N", help="worker threads (default: one per CPU)")
+
+
+def _add_plan(commands: Any) -> None:
+    p = _command(commands, "plan", "show or write what convert would do, tensor by tensor", _plan)
+    p.add_argument("checkpoint", help=_CHECKPOINT)
+    p.add_argument(
+        "-o",
+        "--out",
+        metavar="PLAN.json",
+        type=Path,
+        help="write the plan for `convert --plan`; types in it may be edited",
+    )
+    _add_config(p)
+    _add_choices(p)
+    p.add_argument("--force", action="store_true", help="replace PLAN.json if it exists")
+    p.add_argument("--threads", type=_positive, metavar="N", help="worker threads (default: one per CPU)")
+
+
+def _add_choices(p: argparse.ArgumentParser) -> None:
+    """The options that decide what a plan says."""
     types = p.add_argument_group("types")
     types.add_argument(
         "--type",
@@ -181,18 +218,12 @@ def _add_convert(commands: Any) -> None:
         help="a GGUF that llama.cpp's converter made of the same model, in any type: for architectures that are not "
         "known here. Names, metadata and tokenizer are taken from it, and tensors that are not in the checkpoint",
     )
-
-    output = p.add_argument_group("output")
-    output.add_argument("--force", action="store_true", help="replace files that exist")
-    output.add_argument(
+    p.add_argument(
         "--split-max-size", metavar="SIZE", type=_size, help="write shards of at most this size, e.g. 4G or 500M"
     )
-    output.add_argument("--modelfile", action="store_true", help="write an Ollama Modelfile beside the GGUF")
-    output.add_argument("--report", metavar="FILE.json", type=Path, help="write the fidelity of each tensor as JSON")
-    output.add_argument(
+    p.add_argument(
         "--pre", metavar="NAME", help="tokenizer.ggml.pre, where the pre-tokenizer is not recognised (e.g. qwen2)"
     )
-    output.add_argument("--threads", type=_positive, metavar="N", help="worker threads (default: one per CPU)")
 
 
 def _add_verify(commands: Any) -> None:
@@ -237,8 +268,10 @@ def _convert(a: argparse.Namespace) -> int:
     from bridge.conversion import convert
     from bridge.output import check_target
 
-    if a.exact and a.type != "auto":
-        raise BridgeError("--exact and --type ask for different things; give one")
+    if a.checkpoint is None and a.plan is None:
+        raise BridgeError("give the checkpoint to convert, or --plan; see gguf-bridge convert --help")
+    if a.plan is not None and a.out is None and str(a.checkpoint).endswith(".gguf"):
+        a.checkpoint, a.out = None, a.checkpoint  # `convert --plan plan.json out.gguf`
     if a.report:
         check_target(a.report, force=True)
     with Bar("converting") as bar:
@@ -246,15 +279,9 @@ def _convert(a: argparse.Namespace) -> int:
             a.checkpoint,
             a.out,
             config=a.config,
-            type="exact" if a.exact else a.type,
-            output_type=a.output_type,
-            token_embd_type=a.token_embd_type,
-            actorder_type=a.actorder_type,
-            tensor_types=a.tensor_type,
-            imatrix=a.imatrix,
-            pre=a.pre,
-            template=a.template,
-            split_max_size=a.split_max_size,
+            **_choices(a),
+            plan=a.plan,
+            shard=a.shard,
             modelfile=a.modelfile,
             force=a.force,
             threads=a.threads,
@@ -263,6 +290,29 @@ def _convert(a: argparse.Namespace) -> int:
     print(report.table())
     if a.report:
         report.save(a.report)
+    return 0
+
+
+def _choices(a: argparse.Namespace) -> dict[str, Any]:
+    """What `_add_choices` asked for, as `convert` takes it."""
+    if a.exact and a.type != "auto":
+        raise BridgeError("--exact and --type ask for different things; give one")
+    names = "output_type", "token_embd_type", "actorder_type", "imatrix", "pre", "template", "split_max_size"
+    given = {name: getattr(a, name) for name in names}
+    return {**given, "type": "exact" if a.exact else a.type, "tensor_types": a.tensor_type}
+
+
+def _plan(a: argparse.Namespace) -> int:
+    from bridge.conversion import plan_checkpoint
+    from bridge.describe import plan_table
+
+    with Bar("planning", unit=" tensors") as bar:
+        plan = plan_checkpoint(
+            a.checkpoint, config=a.config, **_choices(a), threads=a.threads, out=a.out, force=a.force, progress=bar
+        )
+    print("\n".join(plan_table(plan)))
+    if a.out:
+        print(f"wrote {a.out}")
     return 0
 
 
@@ -308,6 +358,13 @@ def _pair(text: str) -> tuple[str, str]:
     if not sign:
         raise argparse.ArgumentTypeError(f"{text!r} is not REGEX=TYPE")
     return pattern, name
+
+
+def _shard(text: str) -> tuple[int, int]:
+    match = re.fullmatch(r"(\d+)/(\d+)", text)
+    if not match:
+        raise argparse.ArgumentTypeError(f"{text!r} is not I/N such as 3/12")
+    return int(match[1]), int(match[2])
 
 
 def _positive(text: str) -> int:

@@ -98,7 +98,7 @@ def convert(
     check_target(path, force)
     if modelfile:
         check_target(path.parent / "Modelfile", force)
-    with opened(checkpoint, config, template or (given and given.template), pre) as ckpt:
+    with opened(checkpoint, config, template or (given.template if given else None), pre) as ckpt:
         source = Source(ckpt)
         if given is not None:
             source.check(given.tensors)
@@ -169,22 +169,30 @@ def plan_checkpoint(
     checkpoint: str | Path,
     *,
     config: str | Path | None = None,
-    recipe: Recipe | None = None,
+    out: str | Path | None = None,
+    type: str = "auto",
+    output_type: str | None = None,
+    token_embd_type: str | None = None,
+    actorder_type: str | None = None,
+    tensor_types: Sequence[tuple[str, str]] = (),
     imatrix: str | Path | None = None,
     pre: str | None = None,
     template: str | Path | None = None,
     split_max_size: int | None = None,
-    threads: int | None = None,
-    out: str | Path | None = None,
     force: bool = False,
+    threads: int | None = None,
     progress: Progress | None = None,
 ) -> Plan:
-    """What `convert` would do with these arguments; `out`: also write it there as JSON. Raises BridgeError likewise."""
+    """What `convert` would do with these arguments; `out`: also write it there as JSON, for `convert(plan=...)`.
+
+    Raises BridgeError as `convert` does.
+    """
     if out is not None:
         check_target(Path(out), force)
+    recipe = Recipe(type, output_type, token_embd_type, actorder_type, tuple(tensor_types))
     with opened(checkpoint, config, template, pre) as ckpt:
         plan = make_plan(
-            ckpt, recipe or Recipe(), pre=pre, template=template, imatrix=imatrix, split_max_size=split_max_size,
+            ckpt, recipe, pre=pre, template=template, imatrix=imatrix, split_max_size=split_max_size,
             threads=threads, progress=progress,
         )  # fmt: skip
     if out is not None:

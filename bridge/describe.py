@@ -5,11 +5,13 @@ A checkpoint's label is set beside what its tensors say; what becomes of them is
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import gguf
 import numpy as np
 
 from bridge.checkpoint import Checkpoint
@@ -17,6 +19,7 @@ from bridge.checkpoint.fp8 import FLOAT8
 from bridge.checkpoint.store import WEIGHTS
 from bridge.conversion import opened
 from bridge.errors import BridgeError
+from bridge.output import shards_of
 from bridge.plan import FROM_TEMPLATE, Plan, PlannedTensor, number
 from bridge.planning import make_plan
 from bridge.recipe import Recipe
@@ -133,6 +136,30 @@ def _arrival(source: Source, tensor: PlannedTensor, notes: list[str]) -> tuple[s
     low, high = t.zeros.min(), t.zeros.max()
     zeros = f"{low:g}" + ("" if low == high else f"..{high:g}")
     return shape, f"{t.bits} bits, {groups}", zeros
+
+
+def plan_table(plan: Plan) -> list[str]:
+    """A plan for people: a row per kind of tensor, type and reason."""
+    rows: list[tuple[str, ...]] = [("tensors", "", "shape", "type", "bpw", "why")]
+    groups: dict[tuple[str, str, str], list[PlannedTensor]] = {}
+    for t in plan.tensors:
+        kind = t.kind if len(t.shape) > 1 else "norms, biases and other vectors"
+        groups.setdefault((kind, str(t.type), t.reason), []).append(t)
+    for (kind, type_, reason), members in groups.items():
+        shapes = dict.fromkeys("x".join(map(str, t.shape)) for t in members)
+        size, nbytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[type_]]
+        shape = " / ".join(shapes) if len(shapes) < 3 else "various"
+        rows.append((kind, str(len(members)), shape, type_, f"{8 * nbytes / size:.2f}", reason))
+    lines = align(rows, left=(True, False, True, True, False, True))
+    weights = sum(math.prod(t.shape) for t in plan.tensors)
+    nbytes = sum(t.nbytes for t in plan.tensors)
+    lines += ["", f"{plan.arch}: {weights / 1e6:.1f} M weights, {size_text(nbytes)}, {8 * nbytes / weights:.2f} bpw"]
+    count = len(shards_of(plan))
+    return (
+        lines
+        if count == 1
+        else [*lines, f"{count} shards: convert --plan PLAN.json --shard 1/{count} to {count}/{count}"]
+    )
 
 
 def _describe_gguf(path: Path) -> str:

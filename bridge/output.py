@@ -10,7 +10,6 @@ written goes to disk meanwhile, on a thread of its own, so that little is left t
 from __future__ import annotations
 
 import glob
-import math
 import os
 import shutil
 import tempfile
@@ -49,11 +48,9 @@ def shards_of(plan: Plan) -> list[list[PlannedTensor]]:
 
 
 def _add_info(writer: gguf.GGUFWriter, tensor: PlannedTensor) -> None:
-    qtype = gguf.GGMLQuantizationType[str(tensor.type)]
-    size, nbytes = gguf.GGML_QUANT_SIZES[qtype]
-    total = math.prod(tensor.shape) // size * nbytes
     # of a plain dtype, so that the shape is taken as that of the weights
-    writer.add_tensor_info(tensor.name, tensor.shape, np.dtype(np.float32), total, qtype)
+    qtype = gguf.GGMLQuantizationType[str(tensor.type)]
+    writer.add_tensor_info(tensor.name, tensor.shape, np.dtype(np.float32), tensor.nbytes, qtype)
 
 
 class GGUFOutput:
@@ -72,7 +69,9 @@ class GGUFOutput:
         self._shards = shards_of(plan)
         count = len(self._shards)
         if shard is not None and not (shard[1] == count and 1 <= shard[0] <= count):
-            raise BridgeError(f"--shard {shard[0]}/{shard[1]}: the plan makes {count} shards, 1/{count} to {count}/{count}")
+            raise BridgeError(
+                f"--shard {shard[0]}/{shard[1]}: the plan makes {count} shards, 1/{count} to {count}/{count}"
+            )
         self._todo = [shard[0] - 1] if shard else list(range(count))
         self.tensors = [t for i in self._todo for t in self._shards[i]]
         self._left: list[PlannedTensor] = []  # of the shard that is being written

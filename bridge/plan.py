@@ -9,12 +9,14 @@ small tensors that are made from the config and those that a template keeps.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.gguf_writer import GGUFValue
 
 AS_IT_IS = "as it is"  # never quantized: norms, biases, routers
@@ -81,6 +83,12 @@ class PlannedTensor:
         """0-based; None outside the blocks."""
         block = _BLOCK.match(self.name)
         return int(block[1]) if block else None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in the GGUF; the type must have been chosen."""
+        size, nbytes = GGML_QUANT_SIZES[GGMLQuantizationType[str(self.type)]]
+        return math.prod(self.shape) // size * nbytes
 
     @property
     def source(self) -> str | None:

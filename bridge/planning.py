@@ -6,7 +6,6 @@ Types are chosen on sampled rows, where that is clear, and confirmed when the wh
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -53,6 +52,7 @@ def outline_of(ckpt: Checkpoint, pre: str | None = None, template: str | Path | 
         outline = describe_model(config, ckpt.home, shapes, pre)
         outline.notes += notes
     from bridge._shim import outline_from_spec
+
     outline = outline_from_spec(outline)
     for name in outline.zero_only:
         if ckpt.read_float(name).any():

@@ -9,8 +9,9 @@ from typing import Any
 class Bar:
     """A progress bar on standard error, where that is a terminal."""
 
-    def __init__(self, verb: str) -> None:
+    def __init__(self, verb: str, unit: str = "B") -> None:
         self.verb = verb
+        self.unit = unit
         self.bar: Any = None
 
     def __enter__(self) -> Bar:
@@ -29,6 +30,6 @@ class Bar:
                 from bridge import jit
 
                 verb += " (first run: compiling)" if jit.first_run else ""
-            self.bar = tqdm(total=total, unit="B", unit_scale=True, desc=verb, disable=None, leave=False)
+            self.bar = tqdm(total=total, unit=self.unit, unit_scale=True, desc=verb, disable=None, leave=False)
         self.bar.set_postfix_str(name, refresh=False)
         self.bar.update(done - self.bar.n)

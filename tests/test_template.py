@@ -18,17 +18,11 @@ import bridge
 from bridge.cli import main
 from bridge.describe import describe
 from bridge.errors import BridgeError
+from bridge.importance import Importance
 from bridge.models.decoder import interleaved_rows
-from bridge.recipe import Recipe
-from bridge.source import Source
-from bridge.template import describe_template
+from bridge.planning import outline_of
 from bridge.template.match import Matrix, find_in_several, find_rows
-<<<<<<< HEAD
 from bridge.verification import failures, verify
-=======
-from bridge.tensors import Conversion
-from bridge.verify import failures, verify
->>>>>>> 851e0eb (Multi-head latent attention by --template: v_b keeps its codes, k_b, which the converter transposes, stays the template's)
 from tests.conftest import CHECKPOINT, shared
 from tests.support.encode import load_floats, write_awq, write_gptq
 from tests.support.encode_compressed import write_float8
@@ -461,10 +455,9 @@ def test_the_importance_of_all_heads_counts_for_values_that_are_one_tensor(model
     write_gptq(tmp_path / "gptq", floats)
     importance = {"blk.1.attn_v_b.weight": np.random.default_rng(3).random((HEADS, RANK), np.float32)}
     with bridge.open_checkpoint(tmp_path / "gptq") as opened:
-        spec = describe_template(opened, deepseek(floats, tmp_path / "template.gguf"))
-        work = Conversion(Source(opened, spec), Recipe(), importance)
-        (tensor,) = [t for t in spec.tensors if t.name in importance]
-        np.testing.assert_array_equal(work.column_importance(tensor), importance[tensor.name].mean(0))
+        outline = outline_of(opened, template=deepseek(floats, tmp_path / "template.gguf"))
+        (tensor,) = [t for t in outline.tensors if t.name in importance]
+        np.testing.assert_array_equal(Importance(importance).of(tensor), importance[tensor.name].mean(0))
 
 
 def test_latent_attention_whose_norm_awq_has_divided_is_refused(model, tmp_path):
