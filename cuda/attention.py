@@ -5,9 +5,9 @@
     state   int32: the position of this token is state[POSITION], so that one captured launch serves every token
 
 A block serves one key-value head, all query heads that share it (each key is loaded once for them), and one
-span of the context; blockIdx is (kv head, span). Spans are at least SPAN positions, so a short context is one
-block a head, and a long one up to SPLITS. The block whose span holds the new position also stores its key and
-value. Within a span, tiles of positions go through an online softmax (Milakov and Gimelshein 2018,
+span of the context; blockIdx is (kv head, span). Spans are whole tiles and at least SPAN positions, so a short
+context is one block a head, a long one up to SPLITS, and none reads on beyond the cache's rows (kv_cache.py). The
+block whose span holds the new position also stores its key and value. Within a span, tiles of positions go through an online softmax (Milakov and Gimelshein 2018,
 arXiv:1805.02867); spans are put together by the block that ends last (Dao's flash-decoding), which needs no
 second launch. The result is written as floats, and as records where a head is whole blocks of 32.
 """
@@ -81,7 +81,8 @@ def _attend(qkv, q_norm, k_norm, cos, sin, keys, values, state, parts, part_sums
     position = state[POSITION]
     # what stays until the end is pinned to 32 bits: Numba widens sums and products, and registers are scarce
     length = int32(position + 1)
-    size = int32(max(SPAN, (length + SPLITS - 1) // SPLITS))
+    size = max(SPAN, (length + SPLITS - 1) // SPLITS)
+    size = int32((size + TILE - 1) // TILE * TILE)
     active = int32((length + size - 1) // size)
     if span >= active:
         return
