@@ -28,8 +28,8 @@ _LAZY = {
     "verify": "bridge.verification",
 }
 
-# In a checkout, cuda/ stands beside bridge/ and is imported as bridge.cuda
-if (Path(__file__).parent.parent / "cuda").is_dir():
+# In a checkout, cuda/ stands beside bridge/ and is imported as bridge.cuda; beside an installed bridge/ it is NVIDIA's
+if (Path(__file__).parent.parent / "cuda" / "matvec.py").is_file():
     __path__.append(str(Path(__file__).parent.parent))
 
 

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import ast
 import re
+import os
+import shutil
+import subprocess
+import sys
 import tomllib
 from pathlib import Path
 
@@ -67,6 +71,17 @@ def test_nothing_in_cuda_shadows_nvidias_namespace():
     shadowing = ["__init__.py", "core.py", "core", "pathfinder.py", "pathfinder", "bindings.py", "bindings"]
     assert (folder / "matvec.py").exists()
     assert not [name for name in shadowing if (folder / name).exists()]
+
+
+def test_nvidias_folder_beside_an_installed_package_is_none_of_ours(tmp_path):
+    (tmp_path / "bridge").mkdir()
+    (tmp_path / "cuda" / "bindings").mkdir(parents=True)
+    shutil.copyfile(ROOT / "bridge" / "__init__.py", tmp_path / "bridge" / "__init__.py")
+    command = [sys.executable, "-c", "import bridge; print(*bridge.__path__)"]
+    for root, path in ((tmp_path, [tmp_path / "bridge"]), (ROOT, [ROOT / "bridge", ROOT])):
+        environment = os.environ | {"PYTHONPATH": str(root)}
+        done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, check=True)
+        assert done.stdout.split() == [str(folder) for folder in path]
 
 
 def test_every_package_is_installed():
