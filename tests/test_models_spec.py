@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,9 @@ from tests.support.tiny_vocab import NAMES, write_config
 
 QWEN2_NAMES = [*NAMES, *(f"model.layers.0.self_attn.{part}_proj.bias" for part in "qkv")]
 NORMED = [*NAMES, *(f"model.layers.0.self_attn.{part}_norm.weight" for part in "qk")]
+
+
+YARN = {"type": "yarn", "factor": 4}
 
 
 @pytest.fixture
@@ -189,6 +193,9 @@ def test_sampling_defaults_are_written_as_numbers_unless_the_model_is_greedy(fol
     assert written["general.sampling.temp"] == 1.0
     assert written["general.sampling.top_k"] == 40
     assert "general.sampling.top_p" not in written
+    for number in (math.nan, math.inf, 10**30):
+        (folder / "generation_config.json").write_text(json.dumps(defaults | {"top_k": number, "temperature": number}))
+        assert not {"general.sampling.top_k", "general.sampling.temp"} & keys(describe(folder), tmp_path).keys()
     (folder / "generation_config.json").write_text(json.dumps(defaults | {"do_sample": False}))
     assert "general.sampling.temp" not in keys(describe(folder), tmp_path)
 
@@ -235,11 +242,28 @@ def test_a_broken_model_card_is_reported_and_left_out(folder: Path, tmp_path: Pa
         ({"rope_scaling": {"rope_type": "llama3", "factor": 8}}, r"the rope parameters' low_freq_factor is None"),
         ({"rope_scaling": {"type": "yarn", "factor": 4, "beta_fast": 64}}, r"yarn with beta_fast 64"),
         ({"rope_scaling": {"type": "yarn", "factor": 4, "truncate": False}}, r"yarn with truncate false"),
+        (
+            {"rope_scaling": YARN | {"original_max_position_embeddings": "x"}},
+            r"original_max_position_embeddings is 'x'",
+        ),
+        (
+            {"rope_scaling": YARN | {"original_max_position_embeddings": 1e30}},
+            r"embeddings is 1e\+30, a positive number",
+        ),
+        ({"rope_scaling": YARN | {"attention_factor": "x"}}, r"attention_factor is 'x', a positive number is expected"),
+        (
+            {"rope_scaling": YARN | {"mscale": [1], "mscale_all_dim": 1}},
+            r"mscale is \[1\], a positive number is expected",
+        ),
     ],
 )
 def test_a_config_that_cannot_be_converted_is_refused_by_its_key(folder: Path, config: dict, message: str) -> None:
     with pytest.raises(BridgeError, match=message):
         describe(folder, **config)
+
+
+def test_swish_is_another_name_of_silu(folder: Path) -> None:
+    assert describe(folder, hidden_act="swish").tensors
 
 
 def test_a_missing_tensor_is_named(folder: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import struct
 from pathlib import Path
 from typing import Any
 
@@ -407,6 +408,57 @@ def test_a_damaged_merge_is_shown(tmp_path: Path) -> None:
 def test_a_tokenizer_model_of_another_format_is_refused(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.model").write_bytes(b"IQ== 0\nIg== 1\nIw== 2\n")  # tiktoken's
     refused(tmp_path, "not a SentencePiece model")
+
+
+def protobuf(*fields: tuple[int, int | float | bytes]) -> bytes:
+    """A message of (number, value): varints, fixed 32 bits, bytes; all below 128."""
+    wire = {int: (0, lambda v: bytes([v])), float: (5, lambda v: struct.pack("<f", v))}
+    wire[bytes] = 2, lambda v: bytes([len(v)]) + v
+    return b"".join(bytes([8 * n + wire[type(v)][0]]) + wire[type(v)][1](v) for n, v in fields)
+
+
+@pytest.mark.parametrize(
+    "piece",
+    [
+        [(1, b"b"), (2, 3)],
+        [(1, b"b"), (2, b"1.0")],
+        [(1, b"b"), (2, float("nan"))],
+        [(1, b"b"), (2, float("-inf"))],
+        [(1, b"b"), (3, 0)],
+        [(1, b"b"), (3, 7)],
+        [(1, b"b"), (3, b"1")],
+        [(1, b"<0xZZ>"), (3, 6)],
+        [(1, b"b"), (3, 6)],
+        [(1, 5)],
+        [(1, b"\xff")],
+        [(2, 1.0)],
+    ],
+)
+def test_a_tokenizer_model_with_a_malformed_piece_is_refused(tmp_path: Path, piece: list[Any]) -> None:
+    sound = protobuf((1, protobuf((1, b"a"), (2, -1.0), (3, 1)))), protobuf((2, protobuf((3, 2))))
+    file = tmp_path / "tokenizer.model"
+    file.write_bytes(sound[0] + sound[1])
+    assert vocab_gguf(tmp_path, 64)[0].tokenizer.tokens[0] == "a"
+    file.write_bytes(sound[0] + protobuf((1, protobuf(*piece))) + sound[1])
+    refused(tmp_path, "tokenizer.model: not a SentencePiece model; take the tokenizer.json")
+
+
+def test_half_a_character_in_a_token_or_a_chat_template_is_refused(sentencepiece_model: Path, tmp_path: Path) -> None:
+    data = spm_tokenizer_json(sentencepiece_model, "metaspace")
+    save(tmp_path, data, chat_template="\ud83d")
+    refused(tmp_path, "not as tokenizers and transformers write it .UnicodeEncodeError", 1000)
+    data["added_tokens"].append({"id": 1000, "content": "\ud83d", "special": False})
+    save(tmp_path, data)
+    refused(tmp_path, "not as tokenizers and transformers write it .UnicodeEncodeError", 1001)
+
+
+def test_a_byte_token_has_nothing_behind_it(sentencepiece_model: Path, tmp_path: Path) -> None:
+    data = spm_tokenizer_json(sentencepiece_model, "metaspace")
+    data["model"]["vocab"] |= {"<0x41>\n": 1000, "<0x4>": 1001}
+    save(tmp_path, data)
+    types = vocab_gguf(tmp_path, 1002)[0].tokenizer.types
+    assert types[1000:] == [TokenType.NORMAL, TokenType.NORMAL]
+    assert types.count(TokenType.BYTE) == 256
 
 
 def test_a_unigram_tokenizer_model_is_refused(tmp_path: Path) -> None:

@@ -82,7 +82,8 @@ class Family:
 
 def common_args(config: Config, tied: bool = False, norm_eps: float = 1e-6, context: int | None = None) -> DecoderArgs:
     """The arguments that every family reads alike; `tied`, `norm_eps`, `context`: the family's defaults."""
-    config.expect("hidden_act", "silu", "llama.cpp's graph for this architecture has no other")
+    if config.get("hidden_act") != "swish":  # silu's first name
+        config.expect("hidden_act", "silu", "llama.cpp's graph for this architecture has no other")
     hidden, heads = config.integer("hidden_size"), config.integer("num_attention_heads")
     kv_heads = config.integer("num_key_value_heads", heads)
     if config.get("head_dim") is None and hidden % heads:

@@ -51,9 +51,9 @@ def _mend_sampling(metadata: gguf.Metadata, folder: Path) -> None:
     greedy = read_json(folder / "generation_config.json", optional=True).get("do_sample") is False
     for name, value in vars(metadata).items():
         if name.startswith("sampling_") and value is not None:
-            number = isinstance(value, (int, float)) and not isinstance(value, bool) and not greedy
+            number = isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < 1 << 31
             whole = name in ("sampling_top_k", "sampling_penalty_last_n", "sampling_mirostat")
-            setattr(metadata, name, (int(value) if whole else float(value)) if number else None)
+            setattr(metadata, name, (int(value) if whole else float(value)) if number and not greedy else None)
 
 
 def _repository(config: Config, folder: Path) -> str | None:

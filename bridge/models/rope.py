@@ -82,11 +82,13 @@ def read_rope(config: Config, head_dim: int, default_base: float = 10000.0) -> R
     )
 
 
-def _number(config: Config, rules: dict[str, Any], key: str, default: float | None = None) -> float:
+def _number(
+    config: Config, rules: dict[str, Any], key: str, default: float | None = None, below: float = math.inf
+) -> float:
     value = rules.get(key, default)
     if value is None:
         value = default
-    if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 < value < math.inf:
+    if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 < value < below:
         raise BridgeError(f"{config.path}: the rope parameters' {key} is {value!r}, a positive number is expected")
     return float(value)
 
@@ -104,9 +106,8 @@ def _llama3_factors(config: Config, rules: dict[str, Any], base: float, head_dim
 
 def _yarn(config: Config, rules: dict[str, Any], base: float) -> Rope:
     factor = _number(config, rules, "factor")
-    original = rules.get("original_max_position_embeddings") or config.get("original_max_position_embeddings")
-    if original is None:
-        original = config.integer("max_position_embeddings")
+    key = "original_max_position_embeddings"
+    original = _number(config, rules, key, config.get(key) or config.integer("max_position_embeddings"), 1 << 31)
     fast, slow = _number(config, rules, "beta_fast", 32.0), _number(config, rules, "beta_slow", 1.0)
     if (fast, slow) != (32.0, 1.0):
         # llama.cpp reads the two keys for a few other architectures only
@@ -120,8 +121,10 @@ def _yarn(config: Config, rules: dict[str, Any], base: float) -> Rope:
     def mscale(weight: float) -> float:
         return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
 
-    wanted = rules.get("attention_factor")
-    if wanted is None and rules.get("mscale") and rules.get("mscale_all_dim"):
-        wanted = mscale(float(rules["mscale"])) / mscale(float(rules["mscale_all_dim"]))
-    relative = None if wanted is None else float(wanted) / mscale(1.0)
+    relative = None
+    if rules.get("attention_factor") is not None:
+        relative = _number(config, rules, "attention_factor") / mscale(1.0)
+    elif rules.get("mscale") and rules.get("mscale_all_dim"):
+        relative = mscale(_number(config, rules, "mscale")) / mscale(_number(config, rules, "mscale_all_dim"))
+        relative /= mscale(1.0)
     return Rope(base, "yarn", factor=factor, original_context=int(original), attention_factor=relative)

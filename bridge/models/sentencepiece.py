@@ -17,6 +17,7 @@ A tokenizer.model is a protocol buffer, of which little is needed:
 
 from __future__ import annotations
 
+import math
 import re
 import struct
 from collections.abc import Iterator, Mapping, Sequence
@@ -31,7 +32,7 @@ from bridge.models.bpe import merge_pairs
 from bridge.models.vocabulary import Added, Vocabulary
 
 SPACE = "\u2581"  # how SentencePiece writes a space
-_BYTE = re.compile(r"<0x[0-9A-Fa-f]{2}>$")
+_BYTE = re.compile(r"<0x[0-9A-Fa-f]{2}>\Z")
 _UNIGRAM, _BPE = 1, 2
 
 
@@ -90,8 +91,12 @@ def read_model(path: Path, added: Sequence[Added]) -> Vocabulary:
             if number == 1:
                 piece = dict(_fields(value))
                 text, token = piece[1].decode("utf-8"), len(entries)
-                entries[token] = (text, piece.get(3, int(TokenType.NORMAL)))
+                entries[token] = (text, TokenType(piece.get(3, TokenType.NORMAL)))
                 scores[token] = piece.get(2, 0.0)
+                if not math.isfinite(scores[token]) or isinstance(scores[token], int):
+                    raise ValueError("a score that is no number")
+                if entries[token][1] == TokenType.BYTE and not _BYTE.match(text):
+                    raise ValueError("a byte that is none")
                 unk = text if entries[token][1] == TokenType.UNKNOWN else unk
             elif number == 2:
                 kind = dict(_fields(value)).get(3, _UNIGRAM)

@@ -74,6 +74,8 @@ def _read(config: Config, folder: Path, generation: Mapping[str, Any], pre: str 
         add_space_prefix=vocabulary.add_space_prefix, chat_templates=read_chat_templates(folder, settings),
         notes=vocabulary.notes + notes,
     )  # fmt: skip
+    # GGUF's texts are UTF-8, which JSON's escapes of half a character are not
+    "".join([*tokens, *(vocabulary.merges or []), *tokenizer.chat_templates.values()]).encode("utf-8")
     add_special_tokens(tokenizer, config, folder, settings, generation, vocabulary.unk)
     add_bos_and_eos(tokenizer, data, settings)
     return tokenizer
