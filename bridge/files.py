@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from bridge.errors import BridgeError
+from bridge.held import unfinished
 
 MAX_SMALL = 100_000_000  # bytes; the safetensors library's limit for a header. Vocabularies have up to 40 MB
 _POINTER = b"version https://git-lfs.github.com/spec/"
@@ -75,16 +76,14 @@ def read_json(file: Path, optional: bool = False) -> dict[str, Any]:
 
 def write_text(path: Path, text: str) -> None:
     """Write a small file whole or not at all; BridgeError where that fails."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        with open(temporary, "x", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
+        with unfinished(path) as folder:
+            with open(folder / path.name, "x", encoding="utf-8") as file:
+                file.write(text)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(folder / path.name, path)
     except OSError as problem:
         raise BridgeError(
             f"{path}: cannot be written ({problem.strerror}); make room or give another name"
         ) from problem
-    finally:
-        temporary.unlink(missing_ok=True)

@@ -4,7 +4,8 @@ Imported only by modules that hold kernels; `import bridge` and `--help` never c
 numba alone takes most of a second to import.
 
 The compile cache lives in a folder named after a digest of our own sources, because numba's cache
-does not notice edits in a file that a kernel merely calls into. NUMBA_CACHE_DIR, where set, wins.
+does not notice edits in a file that a kernel merely calls into. NUMBA_CACHE_DIR, where set, wins. Caches of other
+sources are removed, but for those used last and those that a process holds.
 """
 
 from __future__ import annotations
@@ -12,13 +13,16 @@ from __future__ import annotations
 import gc
 import hashlib
 import os
-import shutil
 import sys
 import tempfile
 import types
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
+
+import bridge
+from bridge.held import hold, remove_unheld
 
 _collects = gc.isenabled()
 gc.disable()  # of 0.3 s, walking through what Numba builds up took a seventh
@@ -40,29 +44,36 @@ _KEPT_CACHES = 3  # digests of other checkouts or versions that stay beside ours
 def _cache_dir() -> Path:
     """The compile cache of exactly these sources, under the user's cache folder."""
     digest = hashlib.sha256()
-    here = Path(__file__).parent
-    for folder in (here, here.parent / "cuda"):
-        for source in sorted(folder.rglob("*.py")):
-            status = source.stat()
-            digest.update(f"{source}:{status.st_mtime_ns}:{status.st_size}\n".encode())
+    folders = [Path(__file__).parent, *(Path(folder) / "cuda" for folder in bridge.__path__)]
+    for source in sorted({source for folder in folders for source in folder.rglob("*.py")}):
+        status = source.stat()
+        digest.update(f"{source}:{status.st_mtime_ns}:{status.st_size}\n".encode())
     base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "gguf-bridge" / "numba"
     return base / digest.hexdigest()[:16]
 
 
+def _made(folder: Path) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)  # several processes may come here at once
+    return folder
+
+
 def _prune(keep: Path) -> None:
-    """Drop compile caches of sources that have not been used for longest."""
-    others = sorted((p for p in keep.parent.iterdir() if p != keep), key=lambda p: p.stat().st_mtime)
-    for old in others[:-_KEPT_CACHES]:
-        shutil.rmtree(old, ignore_errors=True)
+    """Drop compile caches of sources that have not been used for longest, but none that a process holds."""
+    with suppress(OSError):  # another process prunes as well
+        others = sorted((p for p in keep.parent.iterdir() if p != keep), key=lambda p: p.stat().st_mtime)
+        for old in others[:-_KEPT_CACHES]:
+            remove_unheld(old)
 
 
 first_run = False  # whether nothing has been compiled on this machine yet, as far as the cache's folder tells
 if not os.environ.get("NUMBA_CACHE_DIR"):
     try:
         _dir = _cache_dir()
-        if not _dir.exists():
-            first_run = True
-            _dir.mkdir(parents=True)
+        first_run = not _dir.exists()
+        _, _held = hold(lambda: _made(_dir))  # until the process ends
+        with suppress(OSError):  # a cache that came with the machine, read-only
+            os.utime(_dir)  # its last use
+        if first_run:
             _prune(_dir)
         numba.config.CACHE_DIR = str(_dir)  # type: ignore[attr-defined]
     except OSError as problem:  # a read-only home

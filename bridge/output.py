@@ -3,7 +3,7 @@
 The plan knows every type, so `gguf.GGUFWriter` writes a file's head once, then the data as it comes; of a split
 model one shard after another, each a file of its own.
 
-Everything happens under temporary names in the target's folder; `finish` syncs and renames. What has been
+Everything happens in a temporary folder beside the target (see `held`); `finish` syncs and renames. What has been
 written goes to disk meanwhile, on a thread of its own, so that little is left to wait for.
 """
 
@@ -12,10 +12,9 @@ from __future__ import annotations
 import glob
 import os
 import shutil
-import tempfile
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import gguf
@@ -23,6 +22,7 @@ import numpy as np
 from gguf.gguf_writer import SHARD_NAME_FORMAT
 
 from bridge.errors import BridgeError
+from bridge.held import unfinished
 from bridge.plan import Plan, PlannedTensor
 
 _SYNC_BYTES = 64 << 20  # written between two requests to bring them to disk
@@ -88,8 +88,9 @@ class GGUFOutput:
             others = path.parent.glob(f"{glob.escape(path.stem)}-[0-9]*-of-[0-9]*.gguf")
             self._refuse_existing(sorted(others))
         self._refuse_existing(self._targets)
+        self._temporaries = ExitStack()
         try:
-            self._folder = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent))
+            self._folder = self._temporaries.enter_context(unfinished(path))
         except OSError as problem:
             raise BridgeError(f"{path.parent}: cannot write there: {problem.strerror}") from None
         try:
@@ -110,7 +111,7 @@ class GGUFOutput:
         with suppress(OSError):
             if self._writer is not None:
                 self._writer.close()
-        shutil.rmtree(self._folder, ignore_errors=True)
+        self._temporaries.close()
 
     def write(self, data: np.ndarray) -> None:
         """Append the next tensor of `tensors`: its bytes in any dtype."""

@@ -478,7 +478,7 @@ def test_a_rename_that_fails_puts_the_old_folder_back(tmp_path, monkeypatch):
     before, rename = files(tmp_path), os.rename
 
     def fail(a: Path, b: Path) -> None:
-        if Path(a).name.startswith(".") and not Path(a).name.endswith(".old"):
+        if Path(a).parent.suffix == ".unfinished":
             raise OSError(5, "Input/output error")
         rename(a, b)
 

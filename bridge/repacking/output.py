@@ -11,7 +11,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Mapping
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import BinaryIO, Protocol
 
@@ -21,6 +21,7 @@ from bridge.checkpoint import Checkpoint
 from bridge.checkpoint.store import NOT_WEIGHTS, WEIGHTS, TensorInfo
 from bridge.errors import BridgeError
 from bridge.files import expect_regular, read_json
+from bridge.held import unfinished
 from bridge.output import sync_folder
 
 Progress = Callable[[int, int, str], None]
@@ -49,14 +50,19 @@ class FolderOutput:
         self._ckpt, self._force = ckpt, force
         self._done = 0
         self._check()
-        self._folder = path.parent / f".{path.name}.{os.getpid()}"
-        self._guard(lambda: self._folder.mkdir(), "the folder")
+        self._temporaries = ExitStack()
+        self._guard(self._begin, "the folder")
 
     def __enter__(self) -> FolderOutput:
         return self
 
     def __exit__(self, *_: object) -> None:
-        shutil.rmtree(self._folder, ignore_errors=True)
+        self._temporaries.close()
+
+    def _begin(self) -> None:
+        self._temporary = self._temporaries.enter_context(unfinished(self.path))
+        self._folder = self._temporary / self.path.name
+        self._folder.mkdir()
 
     def _check(self) -> None:
         """Refuse a target that cannot or must not be written."""
@@ -90,7 +96,7 @@ class FolderOutput:
         """Sync and rename into place."""
         for folder, _, _ in os.walk(self._folder):
             sync_folder(Path(folder))
-        old = self.path.parent / f".{self.path.name}.{os.getpid()}.old"
+        old = self._temporary.with_suffix(".old")  # beside it: what another run does not remove
         replaced = self.path.exists()
         if replaced:
             self._guard(lambda: os.rename(self.path, old), "the folder")
@@ -103,7 +109,8 @@ class FolderOutput:
                 raise BridgeError(f"{self.path}: cannot be renamed into place ({problem.strerror})") from problem
             raise
         sync_folder(self.path.parent)
-        shutil.rmtree(old, ignore_errors=True)
+        with suppress(OSError):  # there may be none
+            os.rename(old, self._temporary / "old")
 
     # weights
 

@@ -1,0 +1,69 @@
+"""Folders that a process works in, which others leave alone until it has ended, in whatever way.
+
+A folder is locked as a whole (flock) while a process holds it; the system lets go of the lock when the process ends,
+kill -9 included. Several processes may hold the same folder. Where the system cannot lock folders (Windows, some
+network file systems), nobody knows what is in use, and nothing is removed.
+"""
+
+from __future__ import annotations
+
+import glob
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None  # type: ignore[assignment]
+
+
+def hold(make: Callable[[], Path]) -> tuple[Path, int | None]:
+    """The folder that `make` makes or finds, held until the handle is closed; no handle where none can be locked."""
+    while True:
+        folder = make()
+        if fcntl is None:
+            return folder, None
+        with suppress(FileNotFoundError):  # removed before it was locked: made again
+            handle = os.open(folder, os.O_RDONLY)
+            with suppress(OSError):
+                fcntl.flock(handle, fcntl.LOCK_SH)
+            with suppress(FileNotFoundError):
+                if os.path.samestat(os.fstat(handle), os.stat(folder)):
+                    return folder, handle
+            os.close(handle)
+
+
+def remove_unheld(folder: Path) -> None:
+    """Remove a folder that no process holds."""
+    if fcntl is None:
+        return
+    with suppress(OSError):
+        handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(folder, ignore_errors=True)
+        finally:
+            os.close(handle)
+
+
+@contextmanager
+def unfinished(path: Path) -> Iterator[Path]:
+    """A new folder beside `path` for what will be renamed to it; removed at the end.
+
+    Those of processes that were killed while they wrote to the same path are removed first. Raises OSError where no
+    folder can be made there.
+    """
+    before, after = f".{path.name}.", ".unfinished"
+    for left in path.parent.glob(f"{glob.escape(before)}*{after}"):
+        remove_unheld(left)
+    folder, handle = hold(lambda: Path(tempfile.mkdtemp(after, before, path.parent)))
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+        if handle is not None:
+            os.close(handle)
