@@ -124,7 +124,7 @@ def _arrival(source: Source, tensor: PlannedTensor, notes: list[str]) -> tuple[s
     """Shape, form and zero points of a tensor in the checkpoint."""
     shape = "x".join(map(str, tensor.shape))
     if not tensor.parts:
-        return shape, "kept from the template" if tensor.reason == FROM_TEMPLATE else tensor.reason, ""
+        return shape, "taken from the template" if tensor.reason == FROM_TEMPLATE else tensor.reason, ""
     part = next((part for part in tensor.parts if source.coded(part)), tensor.parts[0])  # of experts, the first
     if not source.coded(part):
         return shape, source.ckpt.stored_as(part.source), ""

@@ -124,7 +124,7 @@ def _compare(source: Source, tensor: PlannedTensor, stored: Any) -> TensorReport
     if tensor.reason == FROM_TEMPLATE:
         assert tensor.data is not None
         if name != tensor.type or not np.array_equal(stored.data.reshape(-1).view(np.uint8), tensor.data):
-            raise BridgeError(f"{tensor.name}: is not the template's, from which it should have been kept")
+            raise BridgeError(f"{tensor.name}: is not the template's, from which it should have been taken")
         return report
     if tensor.data is not None:
         pairs: Iterator[tuple[np.ndarray, np.ndarray]] = iter([(tensor.data.reshape(shape), _values(stored, 0, None))])

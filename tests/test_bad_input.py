@@ -572,7 +572,7 @@ def test_a_full_disk_leaves_what_was_there_and_nothing_else(model, tmp_path, lim
 
 SLOWLY = """
 import importlib
-conversion = importlib.import_module("bridge.convert").Conversion
+conversion = importlib.import_module("bridge.execute").Executor
 make = conversion.make
 conversion.make = lambda self, tensor: (time.sleep(0.3), make(self, tensor))[1]
 run()

@@ -7,6 +7,7 @@ import shutil
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import gguf
@@ -22,6 +23,7 @@ from bridge.importance import Importance
 from bridge.models.decoder import interleaved_rows
 from bridge.planning import outline_of
 from bridge.template.match import Matrix, find_in_several, find_rows
+from bridge.template.names import candidates
 from bridge.verification import failures, verify
 from tests.conftest import CHECKPOINT, shared
 from tests.support.encode import load_floats, write_awq, write_gptq
@@ -101,7 +103,7 @@ def test_real_checkpoints_become_the_same_tensors_as_without_a_template(name, ty
     bridge.convert(shared(f"models/tiny-{name.partition('-')[0]}"), template, tensor_types=[(".*", type_)])
     bridge.convert(shared(f"checkpoints/{name}"), tmp_path / "native.gguf")
     report = bridge.convert(shared(f"checkpoints/{name}"), tmp_path / "m.gguf", template=template)
-    assert not [note for note in report.notes if "kept from the template" in note]
+    assert not [note for note in report.notes if "taken from the template" in note]
     native, made = tensors(tmp_path / "native.gguf"), tensors(tmp_path / "m.gguf")
     assert list(made) == list(native)
     assert [n for n in native if not np.array_equal(made[n].data, native[n].data)] == []
@@ -164,7 +166,7 @@ def test_8_bit_floats_are_known_again_in_a_template_of_the_model_before_them(mod
     template = write_template(tmp_path / "t.gguf", floats, "llama", interleave(4, 2), **LLAMA)
     write_float8(tmp_path / "fp8", floats, (128, 128))
     report = bridge.convert(tmp_path / "fp8", tmp_path / "m.gguf", template=template)
-    assert not [note for note in report.notes if "kept from the template" in note]
+    assert not [note for note in report.notes if "taken from the template" in note]
     bridge.convert(tmp_path / "fp8", tmp_path / "native.gguf")
     native, made = tensors(tmp_path / "native.gguf"), tensors(tmp_path / "m.gguf")
     assert [n for n in native if not np.array_equal(made[n].data, native[n].data)] == []
@@ -249,9 +251,9 @@ def test_an_unknown_architecture_keeps_its_codes_and_its_logits(arch, act_order,
     for name in stored:
         down = name.endswith(("down_proj", "mlp.c_proj"))
         foldable = down and arch != "phi3"  # its gate and up are one matrix
-        expected = "codes carried" if foldable or not act_order else "rounded anew"
+        expected = "codes carried" if foldable or not act_order else "requantized"
         assert made[f"{name}.weight"].how == expected, name
-    kept = [note for note in report.notes if "kept from the template" in note]
+    kept = [note for note in report.notes if "taken from the template" in note]
     assert {note.partition(":")[0].rpartition(".")[0].rpartition(".")[2] for note in kept} == (
         {"attn_norm", "ffn_norm", "output_norm"} if arch == "gemma" else set()
     )
@@ -373,7 +375,7 @@ def test_awqs_norms_are_the_checkpoints_even_where_the_converter_adds_one(model,
         wanted = 1 + opened.read_float("model.layers.1.input_layernorm.weight")
     np.testing.assert_array_equal(values_of(tmp_path / "m.gguf", "blk.1.attn_norm.weight"), wanted)
     assert {t.how for t in report.tensors if t.kind == "attn_q"} == {"codes carried"}
-    kept = " ".join(note for note in report.notes if "kept" in note)
+    kept = " ".join(note for note in report.notes if "taken" in note)
     assert "ffn_norm" in kept
     assert "attn_norm" not in kept
     lost = rewritten(scaled, tmp_path / "lost", lambda w: w | {"model.layers.0.input_layernorm.weight": -factors})
@@ -421,7 +423,7 @@ def test_latent_attention_keeps_the_codes_of_its_values_and_takes_its_keys_from_
     report = bridge.convert(tmp_path / "gptq", tmp_path / "m.gguf", template=template)
     kinds = {t.kind: t for t in report.tensors}
     assert (kinds["attn_v_b"].shape, kinds["attn_k_b"].shape) == ((HEADS, VALUE, RANK), (HEADS, RANK, KEY))
-    assert kinds["attn_v_b"].how == ("rounded anew" if act_order else "codes carried")
+    assert kinds["attn_v_b"].how == ("requantized" if act_order else "codes carried")
     kept = [note for note in report.notes if "the template as" in note]
     assert len(kept) == 2
     for note, layer in zip(kept, range(2), strict=True):
@@ -496,7 +498,7 @@ def test_what_cannot_be_matched_is_kept_and_reported_one_by_one(model, tmp_path)
     template = write_template(tmp_path / "t.gguf", floats, "llama", change, **LLAMA)
     write_gptq(tmp_path / "gptq", floats, desc_act=True)
     report = bridge.convert(tmp_path / "gptq", tmp_path / "m.gguf", template=template)
-    kept = {n.partition(":")[0]: n for n in report.notes if "kept from the template" in n}
+    kept = {n.partition(":")[0]: n for n in report.notes if "taken from the template" in n}
     assert set(kept) == {"blk.0.ffn_up.weight", "blk.1.attn_norm.weight", "rope_freqs.weight"}
     assert "as F16, its values are not those of model.layers.0.mlp.up_proj.weight (NMSE" in kept["blk.0.ffn_up.weight"]
     assert "no tensor of the checkpoint is this one" in kept["rope_freqs.weight"]
@@ -504,12 +506,58 @@ def test_what_cannot_be_matched_is_kept_and_reported_one_by_one(model, tmp_path)
         assert np.array_equal(tensors(tmp_path / "m.gguf")[name].data, tensors(template)[name].data)
     # without ffn_up's rows ffn_down's columns cannot be put in order
     downs = {t.name: t.how for t in report.tensors if t.kind == "ffn_down"}
-    assert downs == {"blk.0.ffn_down.weight": "rounded anew", "blk.1.ffn_down.weight": "codes carried"}
-    assert any("left out: model.layers.0.mlp.up_proj.weight" in note for note in report.notes)
+    assert downs == {"blk.0.ffn_down.weight": "requantized", "blk.1.ffn_down.weight": "codes carried"}
+    assert not [note for note in report.notes if "left out" in note]
     verify(tmp_path / "m.gguf", tmp_path / "gptq", template=template)
     other = write_template(tmp_path / "other.gguf", floats, "llama", change, **LLAMA)  # draws other random numbers
     with pytest.raises(BridgeError, match=r"blk.0.ffn_up.weight: is not the template's"):
         verify(tmp_path / "m.gguf", tmp_path / "gptq", template=other)
+
+
+def test_only_what_is_nowhere_in_the_template_is_left_out(model, tmp_path):
+    """Not what the converter makes something else of (A_log), shapes otherwise (conv1d) or renames (dt_bias)."""
+    floats = model("LlamaConfig")
+    rng = np.random.default_rng(0)
+    prefix = "model.layers.0.mamba."
+    own = {f"{prefix}A_log": rng.random(8), f"{prefix}dt_bias": rng.random(8), f"{prefix}odd": rng.random(8),
+           f"{prefix}conv1d.weight": rng.random((64, 1, 4))}  # fmt: skip
+    own = {name: values.astype(np.float32) for name, values in own.items()}
+
+    def change(name: str, values: np.ndarray) -> dict[str, np.ndarray]:
+        made = {name: values + 1 if name.endswith("_norm.weight") else values}
+        if name == "output_norm.weight":
+            made |= {"blk.0.ssm_a": -np.exp(own[f"{prefix}A_log"]), "blk.0.ssm_dt.bias": own[f"{prefix}dt_bias"]}
+            made["blk.0.ssm_conv1d.weight"] = own[f"{prefix}conv1d.weight"][:, 0]
+        return made
+
+    template = write_template(tmp_path / "t.gguf", floats, "jamba", change)
+    write_gptq(tmp_path / "gptq", floats)
+    weights = load_file(tmp_path / "gptq" / "model.safetensors")
+    save_file(weights | own, tmp_path / "gptq" / "model.safetensors", {"format": "pt"})
+    report = bridge.convert(tmp_path / "gptq", tmp_path / "m.gguf", template=template)
+    assert [n for n in report.notes if "left out" in n] == [f"found nowhere in the template and left out: {prefix}odd"]
+    taken = {n.partition(":")[0]: n for n in report.notes if "taken from the template" in n}
+    norms = {f"blk.{i}.{name}_norm.weight" for i in range(2) for name in ("attn", "ffn")}
+    assert set(taken) == {"blk.0.ssm_a", "blk.0.ssm_conv1d.weight", "output_norm.weight"} | norms
+    assert taken["blk.0.ssm_a"].endswith(f"its values are not those of {prefix}A_log")
+    assert taken["output_norm.weight"].endswith("its values are 1 more than those of model.norm.weight")
+    (bias,) = [t for t in report.tensors if t.name == "blk.0.ssm_dt.bias"]
+    assert bias.source == f"{prefix}dt_bias"
+
+
+@pytest.mark.parametrize(
+    ("arch", "source", "name"),
+    [
+        ("gpt-oss", "self_attn.sinks", "attn_sinks.weight"),
+        ("deepseek2", "mlp.gate.e_score_correction_bias", "exp_probs_b.bias"),
+        ("jamba", "mamba.dt_bias", "ssm_dt.bias"),
+        ("jamba", "mamba.A_log", "ssm_a"),
+    ],
+)
+def test_names_that_the_converter_changes_are_known(arch, source, name):
+    info = SimpleNamespace(shape=(8,))
+    ckpt: Any = SimpleNamespace(modules={}, tensors={f"model.layers.1.{source}": info})
+    assert candidates(ckpt, arch, 2, {f"blk.1.{name}"})[0].name == f"blk.1.{name}"
 
 
 def test_inspect_says_what_convert_would_make_with_the_template(model, tmp_path, capsys):
@@ -522,7 +570,7 @@ def test_inspect_says_what_convert_would_make_with_the_template(model, tmp_path,
     assert main(["inspect", str(tmp_path / "gptq"), "--template", str(template)]) == 0
     said = capsys.readouterr().out
     assert f"architecture    gemma, 2 layers, as {template} has them" in said
-    assert "blk.0.attn_norm.weight and 1 more: kept from the template as F32" in said
+    assert "blk.0.attn_norm.weight and 1 more: taken from the template as F32" in said
     report = bridge.convert(tmp_path / "gptq", tmp_path / "m.gguf", template=template)
     rows = {line.split()[0]: line for line in said.splitlines() if "codes carried" in line}
     assert rows.keys() == {t.kind for t in report.tensors if t.how == "codes carried"}
@@ -538,7 +586,7 @@ def test_inspect_says_which_matrices_would_stay_the_templates(model, tmp_path):
     template = write_template(tmp_path / "t.gguf", floats, "llama", change, **LLAMA)
     write_gptq(tmp_path / "gptq", floats)
     row = next(line for line in describe(tmp_path / "gptq", template=template).splitlines() if line[:6] == "ffn_up")
-    assert "kept from the template / 4 bits, groups of 128" in row
+    assert "taken from the template / 4 bits, groups of 128" in row
     assert "F16 / Q4_K" in row
 
 

@@ -45,7 +45,7 @@ def describe_template(ckpt: Checkpoint, path: Path) -> TemplateSpec:
         tied="output.weight" not in file,
         tensors=build.specs(),
         folds=build.folds(),
-        unused=build.unused(),
+        unused=[],
         zero_only=build.biases_without_place(),
         notes=build.notes,
         tokenizer=read_vocabulary(metadata),
@@ -55,4 +55,6 @@ def describe_template(ckpt: Checkpoint, path: Path) -> TemplateSpec:
     if not spec.n_heads:
         raise BridgeError(f"{path}: {file.arch}.attention.head_count is 0; only models with attention can be converted")
     spec.metadata = metadata
+    if unused := build.unused():
+        spec.notes.append(f"found nowhere in the template and left out: {', '.join(unused)}")
     return spec

@@ -19,7 +19,7 @@ from bridge.template.vectors import Found, Vectors
 class Builder:
     """The outcome of matching a template with a checkpoint. Raises BridgeError where they are not of one model.
 
-    notes  a line for every tensor that is kept from the template
+    notes  a line for every tensor that is taken from the template
     """
 
     def __init__(self, ckpt: Checkpoint, file: GGUFFile) -> None:
@@ -33,7 +33,7 @@ class Builder:
         self.notes: list[str] = []
 
     def specs(self) -> list[TensorSpec]:
-        """The new file's tensors in the template's order; every one that is kept from the template gets a note."""
+        """The new file's tensors in the template's order; every one that is taken from the template gets a note."""
         made = []
         for name, tensor in self.file.tensors.items():
             if name in self._runs:
@@ -43,7 +43,7 @@ class Builder:
             else:
                 made.append(self._spec(tensor, data=tensor.raw, type=tensor.type))
                 reason = self._matrices.reasons.get(name, "no tensor of the checkpoint is this one")
-                self.notes.append(f"{name}: kept from the template as {tensor.type}, {reason}")
+                self.notes.append(f"{name}: taken from the template as {tensor.type}, {reason}")
         return made
 
     def _spec(self, tensor: QuantTensor, **fields: object) -> TensorSpec:
@@ -125,9 +125,12 @@ class Builder:
         return bool(before) and vectors <= known
 
     def unused(self) -> list[str]:
-        """The checkpoint's tensors that the new file is not made of."""
+        """The checkpoint's tensors that are nowhere in the new file, nor the template's in their place."""
         zeros = self.biases_without_place()
-        return sorted(c.source for c in self._all if c not in self._used and c.source not in zeros)
+        taken = self.file.tensors.keys() - self._runs.keys() - self._vectors.keys()
+        return sorted(
+            c.source for c in self._all if c not in self._used and c.source not in zeros and c.name not in taken
+        )
 
     def biases_without_place(self) -> list[str]:
         """Biases whose matrix is in the template, and they are not: they must be zero."""

@@ -59,7 +59,7 @@ class Matrices:
         self.ckpt, self.file = ckpt, file
         heads = number(file, "attention.head_count", 0)
         self._heads = (heads, number(file, "attention.head_count_kv", heads))
-        self.all = candidates(ckpt, file.arch, number(file, "block_count"))
+        self.all = candidates(ckpt, file.arch, number(file, "block_count"), file.tensors)
         self.named: dict[str, list[Candidate]] = {}
         for candidate in self.all:
             self.named.setdefault(candidate.name or "", []).append(candidate)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Container
 from dataclasses import dataclass
 
 import gguf
@@ -13,6 +14,7 @@ _EXPERT = re.compile(r"(\.experts)\.(\d+)(?=\.)")
 _LAYER = re.compile(r"\.(\d+)\.")
 # the language model within a model of several kinds of input
 _PREFIXES = (("model.language_model.", "model."), ("language_model.model.", "model."), ("language_model.", ""))
+_BIASES = (".bias", "_proj.bias")  # e_score_correction_bias, dt_bias
 
 
 @dataclass(frozen=True)
@@ -35,8 +37,11 @@ class Candidate:
     expert: int | None
 
 
-def candidates(ckpt: Checkpoint, arch: str, n_layers: int) -> list[Candidate]:
-    """Every tensor of the checkpoint. Of an architecture that gguf does not know no names are known."""
+def candidates(ckpt: Checkpoint, arch: str, n_layers: int, stored: Container[str]) -> list[Candidate]:
+    """Every tensor of the checkpoint. Of an architecture that gguf does not know no names are known.
+
+    stored  the names of the template's tensors
+    """
     known = {name: key for key, name in gguf.MODEL_ARCH_NAMES.items()}.get(arch)
     names = None if known is None else gguf.get_tensor_name_map(known, n_layers)
     shapes: list[tuple[str, str | None, tuple[int, ...]]] = [
@@ -46,15 +51,17 @@ def candidates(ckpt: Checkpoint, arch: str, n_layers: int) -> list[Candidate]:
     listed = []
     for source, module, shape in shapes:
         expert, layer = _EXPERT.search(source), _LAYER.search(source)
-        name = None if names is None else _gguf_name(names, _EXPERT.sub(r"\1", source))
+        name = None if names is None else _gguf_name(names, _EXPERT.sub(r"\1", source), stored)
         number = int(layer[1]) if layer else None
         listed.append(Candidate(source, module, shape, number, name, int(expert[2]) if expert else None))
     return listed
 
 
-def _gguf_name(names: gguf.TensorNameMap, source: str) -> str | None:
+def _gguf_name(names: gguf.TensorNameMap, source: str, stored: Container[str]) -> str | None:
+    """The name in the GGUF; the converter gives endings to tensors without one, and biases another."""
     forms = [source] + [new + source.removeprefix(old) for old, new in _PREFIXES if source.startswith(old)]
+    forms += [form.removesuffix("_bias") + ending for form in forms if form.endswith("_bias") for ending in _BIASES]
     for form in forms:
         if (name := names.get_name(form, try_suffixes=(".weight", ".bias"))) is not None:
-            return name
+            return next((name + ending for ending in ("", ".weight", ".bias") if name + ending in stored), name)
     return None
