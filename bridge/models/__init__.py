@@ -19,18 +19,18 @@ import gguf
 
 from bridge.errors import BridgeError
 from bridge.files import read_json
-from bridge.models.config import Config
 from bridge.models.decoder import Family, add_decoder_metadata, build_tensors
+from bridge.models.gguf_tokenizer import read_tokenizer
 from bridge.models.llama import LLAMA
 from bridge.models.mistral import MISTRAL
 from bridge.models.mixtral import MIXTRAL
+from bridge.models.model_config import Config
 from bridge.models.provenance import read_provenance
 from bridge.models.qwen2 import QWEN2
 from bridge.models.qwen2_moe import QWEN2_MOE
 from bridge.models.qwen3 import QWEN3
 from bridge.models.qwen3_moe import QWEN3_MOE
 from bridge.models.spec import Fold, ModelSpec, TensorSpec
-from bridge.models.tokenizer import read_tokenizer
 
 __all__ = ["FAMILIES", "Fold", "ModelSpec", "TensorSpec", "describe_model"]
 

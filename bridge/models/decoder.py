@@ -22,7 +22,7 @@ import gguf
 import numpy as np
 
 from bridge.errors import BridgeError
-from bridge.models.config import Config
+from bridge.models.model_config import Config
 from bridge.models.rope import Rope, read_rope
 from bridge.models.spec import Fold, TensorSpec
 

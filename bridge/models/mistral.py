@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 import gguf
 
-from bridge.models.config import Config
 from bridge.models.decoder import ATTENTION, MLP, DecoderArgs, Family, common_args
+from bridge.models.model_config import Config
 
 
 @dataclass(frozen=True)

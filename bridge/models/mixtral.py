@@ -10,9 +10,9 @@ from dataclasses import dataclass
 import gguf
 
 from bridge.models import mistral
-from bridge.models.config import Config
 from bridge.models.decoder import ATTENTION, DecoderArgs, Family
 from bridge.models.mistral import MistralArgs
+from bridge.models.model_config import Config
 from bridge.models.moe import Experts, add_expert_counts, add_experts, read_experts
 
 

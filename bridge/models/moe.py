@@ -22,8 +22,8 @@ import gguf
 import numpy as np
 
 from bridge.errors import BridgeError
-from bridge.models.config import Config
 from bridge.models.decoder import Builder, DecoderArgs, gated_fold
+from bridge.models.model_config import Config
 from bridge.models.spec import Fold, TensorSpec
 
 _STYLES = (("w1", "w3", "w2"), ("gate_proj", "up_proj", "down_proj"))  # gate, up, down

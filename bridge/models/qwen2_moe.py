@@ -8,8 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from bridge.models import qwen2
-from bridge.models.config import Config
 from bridge.models.decoder import QKV, Family
+from bridge.models.model_config import Config
 from bridge.models.moe import Experts, add_expert_metadata, add_experts, expect_sparse_layers, read_experts
 from bridge.models.qwen2 import Qwen2Args
 

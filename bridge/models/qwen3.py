@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from bridge.models.config import Config
 from bridge.models.decoder import QKV, DecoderArgs, Family, common_args
+from bridge.models.model_config import Config
 from bridge.models.qwen2 import notes, read_window
 
 

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 from bridge.errors import BridgeError
 from bridge.models import qwen3
-from bridge.models.config import Config
 from bridge.models.decoder import QKV, Family
+from bridge.models.model_config import Config
 from bridge.models.moe import Experts, add_expert_metadata, add_experts, expect_sparse_layers, read_experts
 from bridge.models.qwen3 import Qwen3Args
 

@@ -21,7 +21,7 @@ import gguf
 import numpy as np
 
 from bridge.errors import BridgeError
-from bridge.models.config import Config
+from bridge.models.model_config import Config
 
 
 @dataclass(frozen=True, eq=False)

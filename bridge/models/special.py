@@ -12,7 +12,7 @@ from typing import Any
 from gguf import TokenType
 
 from bridge.files import read_json
-from bridge.models.config import Config
+from bridge.models.model_config import Config
 from bridge.models.vocabulary import Tokenizer
 from bridge.vocab_rules import KNOWN_ENDS
 

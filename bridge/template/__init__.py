@@ -16,7 +16,7 @@ from bridge.checkpoint import Checkpoint
 from bridge.errors import BridgeError
 from bridge.files import read_json
 from bridge.template.build import Builder
-from bridge.template.source import TemplateSpec, number, open_template, read_vocabulary
+from bridge.template.template_file import TemplateSpec, number, open_template, read_vocabulary
 
 __all__ = ["describe_template"]
 

@@ -28,7 +28,7 @@ from bridge.runtime.quant_tensor import QuantTensor
 from bridge.runtime.reader import GGUFFile
 from bridge.template.match import Matrix, find_in_several, find_rows, rounding_of
 from bridge.template.names import Candidate, candidates
-from bridge.template.source import number
+from bridge.template.template_file import number
 
 BLOCK = re.compile(r"blk\.(\d+)\.")
 # of the checkpoint's own floats

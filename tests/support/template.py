@@ -11,8 +11,8 @@ from typing import Any
 import gguf
 import numpy as np
 
-from bridge.models.config import Config
-from bridge.models.tokenizer import read_tokenizer
+from bridge.models.gguf_tokenizer import read_tokenizer
+from bridge.models.model_config import Config
 from tests.support.encode import load_floats
 
 Change = Callable[[str, np.ndarray], Mapping[str, np.ndarray]]  # GGUF name and values -> what is stored

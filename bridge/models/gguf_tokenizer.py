@@ -1,6 +1,6 @@
 """A Hugging Face tokenizer as the tokenizer.* keys of a GGUF.
 
-Two kinds reach GGUF: byte-level BPE ("gpt2": tokens and merges, see `bridge.models.bpe`) and
+Two kinds reach GGUF: byte-level BPE ("gpt2": tokens and merges, see `bridge.models.bpe_vocabulary`) and
 SentencePiece BPE ("llama": tokens and scores, see `bridge.models.sentencepiece`). This module finds
 out which it is and adds what both have: special tokens, added tokens, chat template.
 """
@@ -15,8 +15,9 @@ from gguf import TokenType
 
 from bridge.errors import BridgeError
 from bridge.files import read_json
-from bridge.models import bpe, sentencepiece
-from bridge.models.config import Config
+from bridge.models.bpe_vocabulary import byte_level, is_byte_level
+from bridge.models.model_config import Config
+from bridge.models.sentencepiece import pieces, pieces_of_file
 from bridge.models.special import add_bos_and_eos, add_special_tokens
 from bridge.models.vocabulary import Added, Tokenizer, Vocabulary
 from bridge.vocab_rules import rules_of
@@ -54,9 +55,9 @@ def _read(config: Config, folder: Path, generation: Mapping[str, Any], pre: str 
             )
         if not model.get("vocab"):
             raise BridgeError(f"{folder / 'tokenizer.json'}: has no vocabulary; it is damaged, download it again")
-        vocabulary = bpe.read(data, added, pre) if bpe.is_byte_level(data) else sentencepiece.read_json(data, added)
+        vocabulary = byte_level(data, added, pre) if is_byte_level(data) else pieces(data, added)
     elif (folder / "tokenizer.model").is_file():
-        vocabulary = sentencepiece.read_model(folder / "tokenizer.model", added)
+        vocabulary = pieces_of_file(folder / "tokenizer.model", added)
     else:
         raise BridgeError(
             f"{folder}: neither tokenizer.json nor tokenizer.model; take them from the original model, or save them "
