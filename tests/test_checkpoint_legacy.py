@@ -18,7 +18,7 @@ from bridge.errors import BridgeError
 from tests.conftest import CHECKPOINT
 from tests.support.encode import Quantized, quantize
 from tests.support.encode_legacy import DIALECTS, config_folder, legacy_tensors, save_pt, write_legacy
-from tests.support.float_gguf import spec_of, write_gguf
+from tests.support.float_gguf import outline_of, write_gguf
 from tests.support.llama_cpp import LlamaCpp
 from tests.support.reference import checkpoint_weights, mean_kl
 
@@ -161,7 +161,7 @@ def test_llama_cpp_says_what_the_pt_said(tmp_path, model_weights, capfd, dialect
     assert main(["verify", str(out), str(pt), "--config", str(config)]) == 0
     assert "error" not in capfd.readouterr().err
     weights = model_weights | {f"{name}.weight": q.dequantize() for name, q in stored.items()}
-    twin = write_gguf(spec_of(config, list(weights)), weights, tmp_path / "twin.gguf")
+    twin = write_gguf(outline_of(config, list(weights)), weights, tmp_path / "twin.gguf")
     logits = []
     for file in (out, twin):
         with LlamaCpp(file, n_ctx=128) as model:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from tests.conftest import checkpoint_names, shared
-from tests.support.float_gguf import spec_of, write_gguf
+from tests.support.float_gguf import outline_of, write_gguf
 from tests.support.gguf_file import gguf_weights
 from tests.support.llama_cpp import LlamaCpp
 from tests.support.reference import log_softmax, mean_kl
@@ -71,12 +71,12 @@ def test_llama_cpp_predicts_what_the_checkpoint_predicts(name: str, converted, r
     tokens, expected = reference.tokens[:WINDOWS], reference.logits[:WINDOWS]
     weights = reference.unfold(gguf_weights(path))
     linears = reference.linears_of(weights)
-    spec = spec_of(reference.folder, list(reference.weights))
+    outline = outline_of(reference.folder, list(reference.weights))
     files = {
         "file": path,
-        "twin": write_gguf(spec, weights, tmp_path / "twin.gguf"),
-        "linears": write_gguf(spec, linears, tmp_path / "linears.gguf", np.float16),
-        "f16": write_gguf(spec, reference.weights, tmp_path / "f16.gguf", np.float16),
+        "twin": write_gguf(outline, weights, tmp_path / "twin.gguf"),
+        "linears": write_gguf(outline, linears, tmp_path / "linears.gguf", np.float16),
+        "f16": write_gguf(outline, reference.weights, tmp_path / "f16.gguf", np.float16),
     }
     found = {}
     for what, file in files.items():

@@ -1,4 +1,4 @@
-"""Float GGUFs made from a spec, in llama.cpp: the logits must be those of transformers."""
+"""Float GGUFs made from an outline, in llama.cpp: the logits must be those of transformers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from tests.conftest import shared
-from tests.support.float_gguf import spec_of, write_gguf
+from tests.support.float_gguf import outline_of, write_gguf
 from tests.support.llama_cpp import LlamaCpp
 
 torch = pytest.importorskip("torch")
@@ -126,8 +126,8 @@ def reference_logits(model, tokens: list[int]) -> np.ndarray:
 @pytest.mark.parametrize("name", MODELS)
 def test_llama_cpp_gives_the_logits_of_transformers(name: str, tmp_path: Path) -> None:
     model, weights = random_model(*MODELS[name], tmp_path)
-    spec = spec_of(tmp_path, set(weights))
-    path = write_gguf(spec, weights, tmp_path / "model.gguf")
+    outline = outline_of(tmp_path, set(weights))
+    path = write_gguf(outline, weights, tmp_path / "model.gguf")
     tokens = np.random.default_rng(1).integers(0, COMMON["vocab_size"], LENGTH).tolist()
     with LlamaCpp(path, n_ctx=256) as loaded:
         logits = loaded.logits(tokens)
@@ -147,36 +147,36 @@ def test_old_and_new_config_keys_give_the_same_file(keys: str, tmp_path: Path) -
         config["torch_dtype"] = config.pop("dtype", "float32")
     (tmp_path / "config.json").write_text(json.dumps(config))
     tokens = list(range(3, 3 + LENGTH))
-    with LlamaCpp(write_gguf(spec_of(tmp_path, set(weights)), weights, tmp_path / "m.gguf"), n_ctx=256) as loaded:
+    with LlamaCpp(write_gguf(outline_of(tmp_path, set(weights)), weights, tmp_path / "m.gguf"), n_ctx=256) as loaded:
         assert divergence(reference_logits(model, tokens), loaded.logits(tokens)) < 1e-6
 
 
 def test_a_missing_rope_factor_tensor_would_be_noticed(tmp_path: Path) -> None:
     """The comparison above has teeth: without its factors the same model is another."""
     model, weights = random_model("LlamaConfig", {"rope_parameters": LLAMA3_ROPE}, tmp_path)
-    spec = spec_of(tmp_path, set(weights))
-    spec.tensors = [tensor for tensor in spec.tensors if tensor.kind != "rope_freqs"]
+    outline = outline_of(tmp_path, set(weights))
+    outline.tensors = [tensor for tensor in outline.tensors if tensor.kind != "rope_freqs"]
     tokens = list(range(3, 3 + LENGTH))
-    with LlamaCpp(write_gguf(spec, weights, tmp_path / "m.gguf"), n_ctx=256) as loaded:
+    with LlamaCpp(write_gguf(outline, weights, tmp_path / "m.gguf"), n_ctx=256) as loaded:
         assert divergence(reference_logits(model, tokens), loaded.logits(tokens)) > 1e-4
 
 
 def test_dynamic_rope_is_the_default_rope_within_the_context_and_says_so(tmp_path: Path) -> None:
     rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
     model, weights = random_model("LlamaConfig", {"rope_parameters": rope}, tmp_path)
-    spec = spec_of(tmp_path, set(weights))
-    assert any("dynamic" in note for note in spec.notes)
+    outline = outline_of(tmp_path, set(weights))
+    assert any("dynamic" in note for note in outline.notes)
     tokens = list(range(3, 3 + LENGTH))
-    with LlamaCpp(write_gguf(spec, weights, tmp_path / "m.gguf"), n_ctx=256) as loaded:
+    with LlamaCpp(write_gguf(outline, weights, tmp_path / "m.gguf"), n_ctx=256) as loaded:
         assert divergence(reference_logits(model, tokens), loaded.logits(tokens)) < 1e-6
 
 
 def test_mistral_within_its_window_agrees_and_the_window_is_reported(tmp_path: Path) -> None:
     model, weights = random_model("MistralConfig", {"sliding_window": 128}, tmp_path)
-    spec = spec_of(tmp_path, set(weights))
-    assert any("sliding window of 128" in note for note in spec.notes)
+    outline = outline_of(tmp_path, set(weights))
+    assert any("sliding window of 128" in note for note in outline.notes)
     tokens = list(range(3, 3 + LENGTH))
-    with LlamaCpp(write_gguf(spec, weights, tmp_path / "m.gguf"), n_ctx=256) as loaded:
+    with LlamaCpp(write_gguf(outline, weights, tmp_path / "m.gguf"), n_ctx=256) as loaded:
         assert divergence(reference_logits(model, tokens), loaded.logits(tokens)) < 1e-6
         assert loaded.meta()["llama.attention.sliding_window"] == "128"
 
@@ -184,7 +184,7 @@ def test_mistral_within_its_window_agrees_and_the_window_is_reported(tmp_path: P
 def test_llama_cpp_attends_beyond_the_window_of_mistral_as_the_note_says(tmp_path: Path) -> None:
     model, weights = random_model("MistralConfig", {"sliding_window": 16}, tmp_path)
     tokens = list(range(3, 3 + LENGTH))
-    with LlamaCpp(write_gguf(spec_of(tmp_path, set(weights)), weights, tmp_path / "m.gguf"), n_ctx=256) as loaded:
+    with LlamaCpp(write_gguf(outline_of(tmp_path, set(weights)), weights, tmp_path / "m.gguf"), n_ctx=256) as loaded:
         logits = loaded.logits(tokens)
     reference = reference_logits(model, tokens)
     assert divergence(reference[:16], logits[:16]) < 1e-6
@@ -197,8 +197,8 @@ def test_a_trained_model_has_its_own_logits_in_llama_cpp(name: str, dtype: type,
     folder = shared(f"models/{name}")
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     weights = {n: p.numpy() for n, p in model.state_dict().items()}
-    spec = spec_of(folder, set(weights))
-    path = write_gguf(spec, weights, tmp_path / "m.gguf", dtype)
+    outline = outline_of(folder, set(weights))
+    path = write_gguf(outline, weights, tmp_path / "m.gguf", dtype)
     text = "When the sun rose over the harbour, the ships had already gone. " * 4
     with LlamaCpp(path) as loaded:
         tokens = loaded.tokenize(text)

@@ -152,7 +152,8 @@ def text_of(folder: Path, generation: dict[str, Any] | None = None, **settings: 
     settings = {"eos_token": "<|endoftext|>"} | settings
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
     (folder / "generation_config.json").write_text(json.dumps(generation or {}))
-    return modelfile(vocab_gguf(folder, 2048)[0], "model.gguf")
+    outline, _ = vocab_gguf(folder, 2048)
+    return modelfile(outline.metadata, outline.stop, generation or {}, "model.gguf")
 
 
 def test_a_modelfile_has_template_stops_and_sampling(folder: Path) -> None:
@@ -173,6 +174,11 @@ def test_a_model_without_chat_template_says_that_it_completes_text(folder: Path)
     text = text_of(folder)
     assert "TEMPLATE" not in text
     assert "completes text" in text
+
+
+def test_a_model_with_named_templates_alone_has_the_first_of_them(folder: Path) -> None:
+    named = [{"name": "chat", "template": CHATML}, {"name": "tool_use", "template": LLAMA2}]
+    assert f'TEMPLATE """{CHATML_GO}"""\n' in text_of(folder, chat_template=named)
 
 
 def test_a_template_that_is_not_understood_is_left_out_with_the_reason(folder: Path) -> None:

@@ -11,7 +11,7 @@ import pytest
 from bridge.errors import BridgeError
 from bridge.models.pretokenizer import recognize
 from tests.support.llama_cpp import LlamaCpp
-from tests.support.tiny_vocab import vocab_gguf
+from tests.support.tiny_vocab import vocab_gguf, vocabulary
 
 tokenizers = pytest.importorskip("tokenizers")
 
@@ -148,9 +148,9 @@ def test_recognized_rules_cut_text_in_llama_cpp_as_in_tokenizers(name: str, tmp_
     data = tokenizer_json(*RULES[name])
     (tmp_path / "tokenizer.json").write_text(json.dumps(data))
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|endoftext|>"}))
-    spec, path = vocab_gguf(tmp_path, len(data["model"]["vocab"]))
-    assert spec.tokenizer.pre == name
-    assert spec.notes == []
+    outline, path = vocab_gguf(tmp_path, len(data["model"]["vocab"]))
+    assert vocabulary(outline)["pre"] == name
+    assert outline.notes == []
     reference = tokenizers.Tokenizer.from_str(json.dumps(data))
     with LlamaCpp(path) as loaded:
         for text in TEXTS:
@@ -196,5 +196,5 @@ def test_deepseek_rules_with_tokens_of_several_digits_are_not_taken_for_llama_cp
 def test_pre_overrides_what_is_recognized(tmp_path: Path) -> None:
     data = tokenizer_json([split(r"\w+|\W+"), byte_level()], False)
     (tmp_path / "tokenizer.json").write_text(json.dumps(data))
-    spec, _ = vocab_gguf(tmp_path, len(data["model"]["vocab"]), pre="qwen2")
-    assert spec.tokenizer.pre == "qwen2"
+    outline, _ = vocab_gguf(tmp_path, len(data["model"]["vocab"]), pre="qwen2")
+    assert vocabulary(outline)["pre"] == "qwen2"

@@ -9,12 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from gguf import GGUFReader, TokenType
+from gguf import GGUFReader, Keys, TokenType
 
 from bridge.errors import BridgeError
+from bridge.models.vocabulary import special_text
 from tests.conftest import shared
 from tests.support.llama_cpp import LlamaCpp
-from tests.support.tiny_vocab import vocab_gguf
+from tests.support.tiny_vocab import vocab_gguf, vocabulary
 
 transformers = pytest.importorskip("transformers")
 tokenizers = pytest.importorskip("tokenizers")
@@ -66,9 +67,9 @@ def test_both_spellings_of_merges_give_the_same_file(tmp_path: Path) -> None:
     data["model"]["merges"] = [" ".join(pair) for pair in data["model"]["merges"]]
     save(tmp_path, data)
     strings, _ = vocab_gguf(tmp_path, 2048)
-    assert pairs.tokenizer.merges == strings.tokenizer.merges
-    assert pairs.tokenizer.merges is not None
-    assert pairs.tokenizer.merges[0] == "Ġ t"
+    assert vocabulary(pairs)["merges"] == vocabulary(strings)["merges"]
+    assert vocabulary(pairs)["merges"] is not None
+    assert vocabulary(pairs)["merges"][0] == "Ġ t"
 
 
 def test_added_tokens_and_padding_fill_the_embedding(tmp_path: Path) -> None:
@@ -79,13 +80,13 @@ def test_added_tokens_and_padding_fill_the_embedding(tmp_path: Path) -> None:
         {"id": 2049, "content": "<tool_call>", "special": False, **added},
     ]
     save(tmp_path, data, eos_token={"content": "<|im_end|>", "special": True})
-    spec, path = vocab_gguf(tmp_path, 2052)
-    tokenizer = spec.tokenizer
-    assert tokenizer.tokens[2048:] == ["<|im_end|>", "<tool_call>", "[PAD2050]", "[PAD2051]"]
-    assert tokenizer.types[0] == tokenizer.types[2048] == TokenType.CONTROL
-    assert tokenizer.types[2049] == TokenType.USER_DEFINED
-    assert tokenizer.types[2050] == tokenizer.types[2051] == TokenType.UNUSED
-    assert spec.stop == ["<|im_end|>"]
+    outline, path = vocab_gguf(tmp_path, 2052)
+    made = vocabulary(outline)
+    assert made["tokens"][2048:] == ["<|im_end|>", "<tool_call>", "[PAD2050]", "[PAD2051]"]
+    assert made["token_type"][0] == made["token_type"][2048] == TokenType.CONTROL
+    assert made["token_type"][2049] == TokenType.USER_DEFINED
+    assert made["token_type"][2050] == made["token_type"][2051] == TokenType.UNUSED
+    assert outline.stop == ["<|im_end|>"]
     reference = tokenizers.Tokenizer.from_str(json.dumps(data))
     with LlamaCpp(path) as loaded:
         for text in ("a<|im_end|>b", "call <tool_call>{} x"):
@@ -95,16 +96,16 @@ def test_added_tokens_and_padding_fill_the_embedding(tmp_path: Path) -> None:
 
 def test_tokens_beyond_the_embedding_are_left_out_and_reported(tmp_path: Path) -> None:
     copy_tokenizer("tiny-qwen3", tmp_path)
-    spec, _ = vocab_gguf(tmp_path, 2040)
-    assert len(spec.tokenizer.tokens) == 2040
-    assert any("8 tokens have no row in the embedding of 2040 rows" in note for note in spec.notes)
+    outline, _ = vocab_gguf(tmp_path, 2040)
+    assert len(vocabulary(outline)["tokens"]) == 2040
+    assert any("8 tokens have no row in the embedding of 2040 rows" in note for note in outline.notes)
 
 
 def test_tokens_of_tokenizer_config_alone_are_added(tmp_path: Path) -> None:
     data = copy_tokenizer("tiny-qwen3", tmp_path)
     save(tmp_path, data, added_tokens_decoder={"2048": {"content": "<|im_start|>", "special": True}})
-    spec, _ = vocab_gguf(tmp_path, 2049)
-    assert spec.tokenizer.tokens[2048] == "<|im_start|>"
+    outline, _ = vocab_gguf(tmp_path, 2049)
+    assert vocabulary(outline)["tokens"][2048] == "<|im_start|>"
 
 
 TEMPLATE = {
@@ -127,8 +128,8 @@ def test_bos_and_eos_are_added_where_the_post_processor_adds_them(nested: bool, 
     bytes_too = {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": False, "use_regex": True}
     data["post_processor"] = {"type": "Sequence", "processors": [bytes_too, processor]} if nested else processor
     save(tmp_path, data, bos_token="<|begin_of_text|>", eos_token="<|end_of_text|>")
-    spec, path = vocab_gguf(tmp_path, 4096)
-    assert (spec.tokenizer.add_bos, spec.tokenizer.add_eos) == (True, eos)
+    outline, path = vocab_gguf(tmp_path, 4096)
+    assert (vocabulary(outline)["add_bos_token"], vocabulary(outline)["add_eos_token"]) == (True, eos)
     reference = tokenizers.Tokenizer.from_str(json.dumps(data))
     with LlamaCpp(path) as loaded:
         assert loaded.tokenize("Hello world", add_special=True) == reference.encode("Hello world").ids
@@ -138,15 +139,15 @@ def test_explicit_settings_overrule_the_post_processor(tmp_path: Path) -> None:
     data = copy_tokenizer("tiny-llama", tmp_path)
     data["post_processor"] = TEMPLATE
     save(tmp_path, data, bos_token="<|begin_of_text|>", eos_token="<|end_of_text|>", add_bos_token=False)
-    spec, _ = vocab_gguf(tmp_path, 4096)
-    assert not spec.tokenizer.add_bos
+    outline, _ = vocab_gguf(tmp_path, 4096)
+    assert not vocabulary(outline)["add_bos_token"]
 
 
 def test_a_bos_that_does_not_exist_is_not_added(tmp_path: Path) -> None:
     data = copy_tokenizer("tiny-qwen3", tmp_path)
     save(tmp_path, data, add_bos_token=True)
-    spec, path = vocab_gguf(tmp_path, 2048)
-    assert not spec.tokenizer.add_bos
+    outline, path = vocab_gguf(tmp_path, 2048)
+    assert not vocabulary(outline)["add_bos_token"]
     LlamaCpp(path).close()  # llama.cpp refuses a file that asks for a BOS it does not name
 
 
@@ -157,9 +158,9 @@ def test_every_end_token_of_the_generation_config_stops_a_reply(tmp_path: Path) 
     data["added_tokens"] += [{"id": 4096 + i, "content": text, **more} for i, text in enumerate(texts)]
     save(tmp_path, data, eos_token="<|end_of_text|>")
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [1, 4096, 4097, 4098, 4099]}))
-    spec, path = vocab_gguf(tmp_path, 4100, eos_token_id=1)
-    assert spec.stop == ["<|end_of_text|>", *texts]
-    assert any("'<|show_over|>' ends a reply" in note for note in spec.notes)
+    outline, path = vocab_gguf(tmp_path, 4100, eos_token_id=1)
+    assert outline.stop == ["<|end_of_text|>", *texts]
+    assert any("'<|show_over|>' ends a reply" in note for note in outline.notes)
     with LlamaCpp(path) as loaded:
         assert [
             bool(loaded._lib.llama_vocab_is_eog(loaded._vocab, token)) for token in (1, 4096, 4097, 4098, 4099, 5)
@@ -169,8 +170,8 @@ def test_every_end_token_of_the_generation_config_stops_a_reply(tmp_path: Path) 
 def test_an_ordinary_token_that_serves_as_padding_stays_ordinary(tmp_path: Path) -> None:
     data = copy_tokenizer("tiny-llama", tmp_path)
     save(tmp_path, data)
-    spec, path = vocab_gguf(tmp_path, 4096, pad_token_id=2)
-    assert spec.tokenizer.tokens[spec.tokenizer.ids["pad"]] == "!"
+    outline, path = vocab_gguf(tmp_path, 4096, pad_token_id=2)
+    assert special_text(outline.metadata, Keys.Tokenizer.PAD_ID) == "!"
     with LlamaCpp(path) as loaded:
         assert loaded.tokenize("Oh!", parse_special=False)[-1] == 2
         assert loaded.detokenize(loaded.tokenize("Oh!"), special=False) == "Oh!"
@@ -187,21 +188,20 @@ def field(path: Path, key: str) -> Any:
 def test_chat_templates_are_found_wherever_transformers_puts_them(tmp_path: Path) -> None:
     data = copy_tokenizer("tiny-qwen3", tmp_path)
     save(tmp_path, data, chat_template="{{ one }}")
-    spec, path = vocab_gguf(tmp_path, 2048)
-    assert spec.chat_template == field(path, "tokenizer.chat_template") == "{{ one }}"
+    outline, path = vocab_gguf(tmp_path, 2048)
+    assert field(path, "tokenizer.chat_template") == "{{ one }}"
     named = [{"name": "tool_use", "template": "{{ tool }}"}, {"name": "default", "template": "{{ two }}"}]
     save(tmp_path, data, chat_template=named)
-    spec, path = vocab_gguf(tmp_path, 2048)
-    assert spec.chat_template == field(path, "tokenizer.chat_template") == "{{ two }}"
+    outline, path = vocab_gguf(tmp_path, 2048)
+    assert field(path, "tokenizer.chat_template") == "{{ two }}"
     assert field(path, "tokenizer.chat_template.tool_use") == "{{ tool }}"
     (tmp_path / "chat_template.jinja").write_text("{{ file }}")
-    assert vocab_gguf(tmp_path, 2048)[0].chat_template == "{{ file }}"
+    assert field(vocab_gguf(tmp_path, 2048)[1], "tokenizer.chat_template") == "{{ file }}"
 
 
 def test_a_model_without_chat_template_has_none(tmp_path: Path) -> None:
     copy_tokenizer("tiny-qwen3", tmp_path)
-    spec, path = vocab_gguf(tmp_path, 2048)
-    assert spec.chat_template is None
+    outline, path = vocab_gguf(tmp_path, 2048)
     assert field(path, "tokenizer.chat_template") is None
 
 
@@ -278,9 +278,9 @@ def test_sentencepiece_from_tokenizer_json_gives_the_tokenizers_ids(
 ) -> None:
     data = spm_tokenizer_json(sentencepiece_model, kind)
     save(tmp_path, data, **SPM_SETTINGS)
-    spec, path = vocab_gguf(tmp_path, 1000)
-    assert spec.tokenizer.model == "llama"
-    assert spec.tokenizer.add_space_prefix is True
+    outline, path = vocab_gguf(tmp_path, 1000)
+    assert vocabulary(outline)["model"] == "llama"
+    assert vocabulary(outline)["add_space_prefix"] is True
     reference = tokenizers.Tokenizer.from_str(json.dumps(data))
     with LlamaCpp(path) as loaded:
         for text in spm_texts():
@@ -295,9 +295,11 @@ def test_sentencepiece_from_tokenizer_model_gives_the_models_ids(sentencepiece_m
     shutil.copyfile(sentencepiece_model, tmp_path / "tokenizer.model")
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(SPM_SETTINGS))
     (tmp_path / "added_tokens.json").write_text(json.dumps({"<extra>": 1000}))
-    spec, path = vocab_gguf(tmp_path, 1001)
-    assert spec.tokenizer.ids == {"bos": 1, "eos": 2, "unk": 0}
-    assert spec.tokenizer.types[:4] == [TokenType.UNKNOWN, TokenType.CONTROL, TokenType.CONTROL, TokenType.BYTE]
+    outline, path = vocab_gguf(tmp_path, 1001)
+    ids = {"bos_token_id": 1, "eos_token_id": 2, "unknown_token_id": 0}
+    assert {key: v for key, v in vocabulary(outline).items() if key.endswith("_id")} == ids
+    kinds = [TokenType.UNKNOWN, TokenType.CONTROL, TokenType.CONTROL, TokenType.BYTE]
+    assert vocabulary(outline)["token_type"][:4] == kinds
     processor = sentencepiece.SentencePieceProcessor(model_file=str(sentencepiece_model))
     with LlamaCpp(path) as loaded:
         for text in spm_texts():
@@ -320,8 +322,8 @@ def test_a_tokenizer_model_prepends_bos_as_transformers_llama_does(
     shutil.copyfile(sentencepiece_model, tmp_path / "tokenizer.model")
     if settings is not None:
         (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
-    spec, _ = vocab_gguf(tmp_path, 1000, bos_token_id=1, eos_token_id=2)
-    assert spec.tokenizer.add_bos is bos
+    outline, _ = vocab_gguf(tmp_path, 1000, bos_token_id=1, eos_token_id=2)
+    assert vocabulary(outline)["add_bos_token"] is bos
 
 
 def test_the_tokenizer_json_that_transformers_makes_of_a_tokenizer_model_gives_its_ids(
@@ -334,9 +336,9 @@ def test_the_tokenizer_json_that_transformers_makes_of_a_tokenizer_model_gives_i
     (source / "config.json").write_text(json.dumps({"model_type": "llama"}))
     tokenizer = transformers.AutoTokenizer.from_pretrained(source)
     tokenizer.save_pretrained(tmp_path)
-    spec, path = vocab_gguf(tmp_path, 1000)
-    assert spec.tokenizer.add_bos
-    assert spec.tokenizer.types[:3] == [TokenType.UNKNOWN, TokenType.CONTROL, TokenType.CONTROL]
+    outline, path = vocab_gguf(tmp_path, 1000)
+    assert vocabulary(outline)["add_bos_token"]
+    assert vocabulary(outline)["token_type"][:3] == [TokenType.UNKNOWN, TokenType.CONTROL, TokenType.CONTROL]
     with LlamaCpp(path) as loaded:
         for text in spm_texts():
             if not text.startswith(" "):
@@ -348,16 +350,16 @@ def test_both_routes_to_sentencepiece_agree_on_the_order_of_joining(sentencepiec
     from_model, _ = vocab_gguf(tmp_path, 1000)
     save(tmp_path, spm_tokenizer_json(sentencepiece_model, "normalizer"), **SPM_SETTINGS)
     from_json, _ = vocab_gguf(tmp_path, 1000)
-    assert from_model.tokenizer.tokens == from_json.tokenizer.tokens
-    assert from_model.tokenizer.types == from_json.tokenizer.types
+    assert vocabulary(from_model)["tokens"] == vocabulary(from_json)["tokens"]
+    assert vocabulary(from_model)["token_type"] == vocabulary(from_json)["token_type"]
 
     def order(scores: list[float] | None, tokens: list[str]) -> list[str]:
         assert scores is not None
         joined = [i for i in range(len(tokens)) if len(tokens[i]) > 1 and not tokens[i].startswith("<")]
         return [tokens[i] for i in sorted(joined, key=lambda i: -scores[i])]
 
-    assert order(from_model.tokenizer.scores, from_model.tokenizer.tokens) == order(
-        from_json.tokenizer.scores, from_json.tokenizer.tokens
+    assert order(vocabulary(from_model)["scores"], vocabulary(from_model)["tokens"]) == order(
+        vocabulary(from_json)["scores"], vocabulary(from_json)["tokens"]
     )
 
 
@@ -365,8 +367,8 @@ def test_a_tokenizer_without_space_prefix_says_so_to_llama_cpp(sentencepiece_mod
     data = spm_tokenizer_json(sentencepiece_model, "metaspace")
     data["pre_tokenizer"]["prepend_scheme"] = "never"
     save(tmp_path, data, **SPM_SETTINGS)
-    spec, path = vocab_gguf(tmp_path, 1000)
-    assert spec.tokenizer.add_space_prefix is False
+    outline, path = vocab_gguf(tmp_path, 1000)
+    assert vocabulary(outline)["add_space_prefix"] is False
     reference = tokenizers.Tokenizer.from_str(json.dumps(data))
     with LlamaCpp(path) as loaded:
         assert loaded.tokenize("Hello you", add_special=True) == reference.encode("Hello you").ids

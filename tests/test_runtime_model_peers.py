@@ -13,7 +13,7 @@ import bridge
 from bridge.errors import BridgeError
 from bridge.runtime.perplexity import perplexity
 from tests.conftest import ROOT, checkpoint_names, shared
-from tests.support.float_gguf import spec_of, write_gguf
+from tests.support.float_gguf import outline_of, write_gguf
 from tests.support.gguf_file import gguf_weights
 from tests.support.llama_cpp import LlamaCpp
 from tests.support.reference import hf_model, log_softmax, logits, mean_kl
@@ -56,7 +56,7 @@ def test_perplexity_is_that_of_llama_cpp_and_of_transformers(name: str, converte
 @pytest.mark.parametrize("name", MODELS)
 def test_every_variant_of_the_decoder_gives_the_logits_of_transformers(name: str, tmp_path: Path) -> None:
     reference, weights = random_model(*MODELS[name], tmp_path)
-    path = write_gguf(spec_of(tmp_path, set(weights)), weights, tmp_path / "model.gguf")
+    path = write_gguf(outline_of(tmp_path, set(weights)), weights, tmp_path / "model.gguf")
     tokens = np.random.default_rng(1).integers(0, COMMON["vocab_size"], LENGTH).tolist()
     model = bridge.Model.load(path, precision="f32", kv="f32")
     expected = reference_logits(reference, tokens)

@@ -20,7 +20,7 @@ from bridge.cli import main
 from bridge.describe import describe
 from bridge.errors import BridgeError
 from bridge.importance import Importance
-from bridge.models.decoder import interleaved_rows
+from bridge.models.rope import interleaved_rows
 from bridge.planning import outline_of
 from bridge.template.match import Matrix, find_in_several, find_rows
 from bridge.template.names import candidates

@@ -1,12 +1,10 @@
 """From a Hugging Face directory (config, tokenizer, tensor names) to GGUF names and metadata.
 
-    spec = describe_model(config, folder, names)
-    spec.tensors              what to write, from which tensor, with rows in which order
-    spec.add_metadata(writer) every key-value pair but the file type
+    describe_model(config, folder, names)     what becomes of the checkpoint: a `bridge.plan.Outline`
 
-One module per family (llama, mistral, mixtral, qwen2, qwen2_moe, qwen3, qwen3_moe) over one decoder, with
-the experts of mixtures in moe; tokenizer, bpe, sentencepiece,
-pretokenizer and special for the vocabulary; chat and modelfile for Ollama.
+A family is one table of tensors in families/ (`family` says what such a table is) and the arguments that all share
+(`arguments`, `rope`); `table` fills it in. gguf_tokenizer, bpe_vocabulary, sentencepiece, pretokenizer and special are
+for the vocabulary; chat and modelfile for Ollama.
 """
 
 from __future__ import annotations
@@ -16,47 +14,25 @@ from pathlib import Path
 from typing import Any
 
 import gguf
+import numpy as np
 
 from bridge.errors import BridgeError
 from bridge.files import read_json
-from bridge.models.decoder import Family, add_decoder_metadata, build_tensors
+from bridge.models.arguments import read_arguments
+from bridge.models.families import ALL, FAMILIES
+from bridge.models.family import Family
 from bridge.models.gguf_tokenizer import read_tokenizer
-from bridge.models.llama import LLAMA
-from bridge.models.mistral import MISTRAL
-from bridge.models.mixtral import MIXTRAL
 from bridge.models.model_config import Config
 from bridge.models.provenance import read_provenance
-from bridge.models.qwen2 import QWEN2
-from bridge.models.qwen2_moe import QWEN2_MOE
-from bridge.models.qwen3 import QWEN3
-from bridge.models.qwen3_moe import QWEN3_MOE
-from bridge.models.spec import Fold, ModelSpec, TensorSpec
+from bridge.models.table import fill_table
+from bridge.plan import Outline
 
-__all__ = ["FAMILIES", "Fold", "ModelSpec", "TensorSpec", "describe_model"]
-
-FAMILIES: dict[str, Family] = {
-    "LlamaForCausalLM": LLAMA,
-    "MistralForCausalLM": MISTRAL,
-    "MixtralForCausalLM": MIXTRAL,
-    "Qwen2ForCausalLM": QWEN2,
-    "Qwen2MoeForCausalLM": QWEN2_MOE,
-    "Qwen3ForCausalLM": QWEN3,
-    "Qwen3MoeForCausalLM": QWEN3_MOE,
-}
-_BY_MODEL_TYPE = {
-    "llama": LLAMA,
-    "mistral": MISTRAL,
-    "mixtral": MIXTRAL,
-    "qwen2": QWEN2,
-    "qwen2_moe": QWEN2_MOE,
-    "qwen3": QWEN3,
-    "qwen3_moe": QWEN3_MOE,
-}
+__all__ = ["describe_model"]
 
 
 def describe_model(
     config: dict[str, Any], folder: Path, names: Mapping[str, Sequence[int]] | Collection[str], pre: str | None = None
-) -> ModelSpec:
+) -> Outline:
     """What a checkpoint becomes in GGUF.
 
     config  the parsed config.json
@@ -75,44 +51,25 @@ def describe_model(
     longest = max(sides.items(), key=lambda side: side[1], default=None)
     values = Config(config, folder / "config.json", longest)
     family = _family(values)
-    args = family.read(values)
-    tensors, folds, unused, zero_only, optional = build_tensors(family, args, names)
+    for expected in family.expects:
+        default = family.keys.get(expected.key, expected.values[0])
+        values.expect(expected.key, expected.values, expected.why, default)
+    args = read_arguments(values, family.keys)
+    outline = fill_table(family, args, names)
     generation = read_json(folder / "generation_config.json", optional=True)
     tokenizer = read_tokenizer(values, folder, generation, pre)
-    spec = ModelSpec(
-        arch=family.arch,
-        n_layers=args.n_layers,
-        n_heads=args.n_heads,
-        n_kv_heads=args.n_kv_heads,
-        head_dim=args.head_dim,
-        hidden=args.hidden,
-        intermediate=args.intermediate,
-        vocab=args.vocab,
-        context=args.context,
-        tied=args.tied,
-        tensors=tensors,
-        folds=folds,
-        unused=unused,
-        zero_only=zero_only,
-        notes=[*args.rope.notes, *family.notes(args), *tokenizer.notes],
-        tokenizer=tokenizer,
-        generation=generation,
-        experts=args.experts.count if hasattr(args, "experts") else 0,
-        optional=optional,
-    )
-    provenance, notes = read_provenance(values, folder, spec.n_parameters)
-    spec.notes += notes
+    weights = sum(int(np.prod(tensor.shape)) for tensor in outline.tensors if tensor.parts)
+    provenance, notes = read_provenance(values, folder, weights)
 
-    def general(writer: gguf.GGUFWriter) -> None:
-        writer.add_type(gguf.GGUFType.MODEL)
-        provenance.set_gguf_meta_model(writer)
-
-    spec.hparams = [
-        general,
-        lambda writer: add_decoder_metadata(args, writer),
-        lambda writer: family.add_metadata(args, writer),
-    ]
-    return spec
+    writer = gguf.GGUFWriter(None, family.arch)
+    writer.add_type(gguf.GGUFType.MODEL)
+    provenance.set_gguf_meta_model(writer)
+    args.add_metadata(writer)
+    tokenizer.add_metadata(writer)
+    outline.metadata = writer.kv_data[0]
+    outline.stop = [tokenizer.tokens[token] for token in tokenizer.stop_ids]
+    outline.notes = [*args.notes, *tokenizer.notes, *notes]
+    return outline
 
 
 def _family(config: Config) -> Family:
@@ -123,19 +80,17 @@ def _family(config: Config) -> Family:
             f"{config.path}: architectures is {architectures!r:.80} and model_type {model_type!r:.80}, names are "
             "expected; take the config.json of the original model"
         )
-    for name in architectures:
-        name = name.replace("LLaMA", "Llama")  # as it was spelled in its first weeks
+    names = architectures or [model_type]
+    for name in names:
         if name in FAMILIES:
             return FAMILIES[name]
-    if not architectures and model_type in _BY_MODEL_TYPE:
-        return _BY_MODEL_TYPE[model_type]
-    if not architectures and not model_type:
+    if not any(names):
         raise BridgeError(
             f"{config.path}: the keys 'architectures' and 'model_type' are missing; one of them must be there"
         )
-    named = ", ".join(architectures) or model_type
+    known = ", ".join(family.architectures[0] for family in ALL)
     raise BridgeError(
-        f"{config.path}: the architecture is {named}; {', '.join(FAMILIES)} are known; for any other give "
+        f"{config.path}: the architecture is {', '.join(names)}; {known} are known; for any other give "
         "--template MODEL.gguf, a GGUF of the same model in any type: from the Hub, or made by llama.cpp's "
         "convert_hf_to_gguf.py from the unquantized model"
     )

@@ -28,7 +28,7 @@ def is_byte_level(data: Mapping[str, Any]) -> bool:
     return mentions(data.get("pre_tokenizer")) or mentions(data.get("decoder"))
 
 
-def byte_level(data: Mapping[str, Any], added: Sequence[Added], pre: str | None) -> Vocabulary:
+def byte_level_vocabulary(data: Mapping[str, Any], added: Sequence[Added], pre: str | None) -> Vocabulary:
     """The vocabulary of a byte-level tokenizer.json; `pre` overrides the recognition of its rules."""
     model = data["model"]
     vocab: Mapping[str, int] = model["vocab"]

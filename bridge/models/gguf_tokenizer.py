@@ -15,9 +15,9 @@ from gguf import TokenType
 
 from bridge.errors import BridgeError
 from bridge.files import read_json
-from bridge.models.bpe_vocabulary import byte_level, is_byte_level
+from bridge.models.bpe_vocabulary import byte_level_vocabulary, is_byte_level
 from bridge.models.model_config import Config
-from bridge.models.sentencepiece import pieces, pieces_of_file
+from bridge.models.sentencepiece import vocabulary_of_json, vocabulary_of_model
 from bridge.models.special import add_bos_and_eos, add_special_tokens
 from bridge.models.vocabulary import Added, Tokenizer, Vocabulary
 from bridge.vocab_rules import rules_of
@@ -55,9 +55,9 @@ def _read(config: Config, folder: Path, generation: Mapping[str, Any], pre: str 
             )
         if not model.get("vocab"):
             raise BridgeError(f"{folder / 'tokenizer.json'}: has no vocabulary; it is damaged, download it again")
-        vocabulary = byte_level(data, added, pre) if is_byte_level(data) else pieces(data, added)
+        vocabulary = byte_level_vocabulary(data, added, pre) if is_byte_level(data) else vocabulary_of_json(data, added)
     elif (folder / "tokenizer.model").is_file():
-        vocabulary = pieces_of_file(folder / "tokenizer.model", added)
+        vocabulary = vocabulary_of_model(folder / "tokenizer.model", added)
     else:
         raise BridgeError(
             f"{folder}: neither tokenizer.json nor tokenizer.model; take them from the original model, or save them "

@@ -22,10 +22,6 @@ class Config:
         self.path = path
         self.longest = longest
 
-    def with_values(self, **values: Any) -> Config:
-        """The same file with other values for some keys."""
-        return Config({**self.values, **values}, self.path, self.longest)
-
     def get(self, key: str, default: Any = None) -> Any:
         """The value, or the default where the key is absent or null."""
         value = self.values.get(key)
@@ -66,8 +62,8 @@ class Config:
             raise BridgeError(f"{self.path}: {key} is {value!r}, a positive number is expected")
         return float(value)
 
-    def expect(self, key: str, supported: Any, why: str) -> None:
-        """`BridgeError` unless the key is absent, null or the one value that can be expressed."""
-        value = self.get(key, supported)
-        if value != supported:
-            raise BridgeError(f"{self.path}: {key} is {value!r}; {why}: only {supported!r} can be converted")
+    def expect(self, key: str, supported: tuple[Any, ...], why: str, default: Any) -> None:
+        """`BridgeError` unless the value, or the default, can be expressed; the message names the first that can."""
+        value = self.get(key, default)
+        if value not in supported:
+            raise BridgeError(f"{self.path}: {key} is {value!r}; {why}: only {supported[0]!r} can be converted")

@@ -7,10 +7,14 @@ its role. No line break or space stands between actions: it would be part of the
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from gguf import Keys
+from gguf.gguf_writer import GGUFValue
+
 from bridge.models.chat import ChatParts, NotUnderstood, take_apart
-from bridge.models.spec import ModelSpec
+from bridge.models.vocabulary import special_text
 
 # generation_config.json -> Ollama
 _SAMPLING = {
@@ -22,26 +26,37 @@ _SAMPLING = {
 }
 
 
-def modelfile(spec: ModelSpec, gguf_name: str) -> str:
-    """The text of a Modelfile that stands beside the GGUF `gguf_name`."""
+def modelfile(
+    metadata: Mapping[str, GGUFValue], stop: Sequence[str], generation: Mapping[str, Any], gguf_name: str
+) -> str:
+    """The text of a Modelfile that stands beside the GGUF `gguf_name`.
+
+    metadata    of the GGUF
+    stop        the texts of the tokens that end a reply
+    generation  generation_config.json
+    """
     lines = [f"FROM ./{gguf_name}", ""]
-    lines += _template_lines(spec)
-    for text in spec.stop:
+    lines += _template_lines(metadata)
+    for text in stop:
         lines.append(f"PARAMETER stop {_quote(text)}")
-    sampled = spec.generation.get("do_sample") is not False
+    sampled = generation.get("do_sample") is not False
     for key, parameter in _SAMPLING.items():
-        value: Any = spec.generation.get(key)
+        value: Any = generation.get(key)
         if sampled and isinstance(value, (int, float)) and not isinstance(value, bool):
             lines.append(f"PARAMETER {parameter} {value}")
     return "\n".join(lines) + "\n"
 
 
-def _template_lines(spec: ModelSpec) -> list[str]:
-    if spec.chat_template is None:
+def _template_lines(metadata: Mapping[str, GGUFValue]) -> list[str]:
+    default = Keys.Tokenizer.CHAT_TEMPLATE
+    templates = {key: entry.value for key, entry in metadata.items() if key == default or key.startswith(f"{default}.")}
+    template = templates.get(default, next(iter(templates.values()), None))
+    if not isinstance(template, str):
         return ["# The checkpoint has no chat template: Ollama completes text.", ""]
-    tokenizer = spec.tokenizer
+    bos, eos = (special_text(metadata, key) for key in (Keys.Tokenizer.BOS_ID, Keys.Tokenizer.EOS_ID))
+    adds_bos = Keys.Tokenizer.ADD_BOS in metadata and bool(metadata[Keys.Tokenizer.ADD_BOS].value)
     try:
-        parts = take_apart(spec.chat_template, tokenizer.text("bos"), tokenizer.text("eos"), tokenizer.add_bos)
+        parts = take_apart(template, bos, eos, strip_bos=adds_bos)
     except NotUnderstood as reason:
         return [
             f"# No TEMPLATE: the checkpoint's chat template could not be put into Go: {_one_line(str(reason))}.",

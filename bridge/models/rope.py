@@ -9,6 +9,9 @@
                           depends on the length of the prompt, which llama.cpp cannot express
 
 Older configs say rope_theta and rope_scaling, transformers 5 says rope_parameters for both.
+
+Hugging Face rotates row j of a head with row j + head_dim/2. GGUF's llama rotates neighbours, 2j and 2j + 1: the rows
+of q and k are reordered for it, biases with them. Qwen's GGUF architectures keep the order.
 """
 
 from __future__ import annotations
@@ -50,6 +53,15 @@ class Rope:
             writer.add_rope_scaling_orig_ctx_len(self.original_context)
             if self.attention_factor is not None:
                 writer.add_rope_scaling_attn_factors(self.attention_factor)
+
+
+def interleaved_rows(heads: int, head_dim: int) -> np.ndarray:
+    """int64 [heads * head_dim]: the Hugging Face row of each GGUF row of q or k.
+
+    GGUF row 2j + s of a head is its row s * head_dim/2 + j.
+    """
+    rows = np.arange(heads * head_dim, dtype=np.int64).reshape(heads, 2, head_dim // 2)
+    return rows.swapaxes(1, 2).reshape(-1)
 
 
 def read_rope(config: Config, head_dim: int, default_base: float = 10000.0) -> Rope:

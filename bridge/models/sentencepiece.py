@@ -36,7 +36,7 @@ _BYTE = re.compile(r"<0x[0-9A-Fa-f]{2}>\Z")
 _UNIGRAM, _BPE = 1, 2
 
 
-def pieces(data: Mapping[str, Any], added: Sequence[Added]) -> Vocabulary:
+def vocabulary_of_json(data: Mapping[str, Any], added: Sequence[Added]) -> Vocabulary:
     """The vocabulary of a tokenizer.json with byte fallback."""
     model = data["model"]
     if not model.get("byte_fallback"):
@@ -81,7 +81,7 @@ def _parts(node: Mapping[str, Any] | None, key: str) -> list[Mapping[str, Any]]:
     return list(node.get(key, [])) if node.get("type") == "Sequence" else [node]
 
 
-def pieces_of_file(path: Path, added: Sequence[Added]) -> Vocabulary:
+def vocabulary_of_model(path: Path, added: Sequence[Added]) -> Vocabulary:
     """The vocabulary of a tokenizer.model."""
     entries: dict[int, tuple[str, int]] = {}
     scores: dict[int, float] = {}

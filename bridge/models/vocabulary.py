@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import gguf
+from gguf.gguf_writer import GGUFValue
 
 _ID_KEYS = {
     "bos": gguf.Keys.Tokenizer.BOS_ID,
@@ -64,10 +66,6 @@ class Tokenizer:
     chat_templates: dict[str, str] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
 
-    @property
-    def chat_template(self) -> str | None:
-        return self.chat_templates.get("default") or next(iter(self.chat_templates.values()), None)
-
     def text(self, role: str) -> str:
         """The text of a special token, "" where there is none."""
         return self.tokens[self.ids[role]] if role in self.ids else ""
@@ -91,3 +89,9 @@ class Tokenizer:
             writer.add_chat_template(self.chat_templates["default"])
         elif self.chat_templates:
             writer.add_chat_template([{"name": n, "template": t} for n, t in self.chat_templates.items()])
+
+
+def special_text(metadata: Mapping[str, GGUFValue], key: str) -> str:
+    """The text of the token whose id a GGUF has under `key`, "" where there is none."""
+    tokens, token = (metadata[k].value if k in metadata else None for k in (gguf.Keys.Tokenizer.LIST, key))
+    return tokens[token] if tokens and isinstance(token, int) and 0 <= token < len(tokens) else ""

@@ -1,10 +1,10 @@
 """A GGUF that llama.cpp's converter made of the same model, as a template: whatever architecture it is of.
 
-    spec = describe_template(checkpoint, Path("model-f16.gguf"))
+    outline = describe_template(checkpoint, Path("model-f16.gguf"))
 
 Names, metadata, tokenizer and tensors are the template's; each tensor that can be found in the checkpoint, by
 gguf's name map and by its values, is made of the checkpoint's instead, and so keeps its codes. What cannot be
-found stays as it is and is reported. `source` has the template's file, `names` the name map, `match` the
+found stays as it is and is reported. `template_file` has the template's file, `names` the name map, `match` the
 comparison of values, `matrices` and `vectors` the search, `build` its outcome.
 """
 
@@ -14,47 +14,42 @@ from pathlib import Path
 
 from bridge.checkpoint import Checkpoint
 from bridge.errors import BridgeError
-from bridge.files import read_json
-from bridge.template.build import Builder
-from bridge.template.template_file import TemplateSpec, number, open_template, read_vocabulary
+from bridge.plan import Outline, PlannedTensor
+from bridge.template.build import Builder, kept
+from bridge.template.template_file import copied_metadata, number, open_template, stop_texts
 
-__all__ = ["describe_template"]
+__all__ = ["describe_template", "kept_tensors"]
+
+# what planning reads besides
+_COUNTS = ("attention.head_count_kv", "expert_count")
 
 
-def describe_template(ckpt: Checkpoint, path: Path) -> TemplateSpec:
+def describe_template(ckpt: Checkpoint, path: Path) -> Outline:
     """What a checkpoint becomes in the shape of a template. Compares all weights of the two, so it takes a while.
 
     Raises BridgeError where the template is no model's GGUF, is of another model or vocabulary, or lacks a
     tensor for a quantized module.
     """
     file = open_template(path)
-    build = Builder(ckpt, file)
-    heads = number(file, "attention.head_count", 1)
-    hidden = file["token_embd.weight"].shape[-1]
-    metadata = file.metadata
-    spec = TemplateSpec(
-        arch=file.arch,
-        n_layers=number(file, "block_count"),
-        n_heads=heads,
-        n_kv_heads=number(file, "attention.head_count_kv", heads) or heads,
-        head_dim=number(file, "attention.key_length", hidden // max(heads, 1)),
-        hidden=hidden,
-        intermediate=number(file, "feed_forward_length", 0),
-        vocab=file["token_embd.weight"].shape[0],
-        context=number(file, "context_length", 0),
-        tied="output.weight" not in file,
-        tensors=build.specs(),
-        folds=build.folds(),
-        unused=[],
-        zero_only=build.biases_without_place(),
-        notes=build.notes,
-        tokenizer=read_vocabulary(metadata),
-        generation=read_json(ckpt.home / "generation_config.json", optional=True),
-        experts=number(file, "expert_count", 0),
-    )
-    if not spec.n_heads:
+    for key in _COUNTS:
+        number(file, key, 0)
+    if not number(file, "attention.head_count", 1):
         raise BridgeError(f"{path}: {file.arch}.attention.head_count is 0; only models with attention can be converted")
-    spec.metadata = metadata
+    build = Builder(ckpt, file)
+    metadata = copied_metadata(file)
+    outline = Outline(
+        metadata,
+        build.tensors(),
+        build.folds(),
+        zero_only=build.biases_without_place(),
+        stop=stop_texts(metadata),
+        notes=build.notes,
+    )
     if unused := build.unused():
-        spec.notes.append(f"found nowhere in the template and left out: {', '.join(unused)}")
-    return spec
+        outline.notes.append(f"found nowhere in the template and left out: {', '.join(unused)}")
+    return outline
+
+
+def kept_tensors(path: Path) -> dict[str, PlannedTensor]:
+    """Every tensor of a template as it is, by name. Raises BridgeError where it is no model's GGUF."""
+    return {name: kept(tensor) for name, tensor in open_template(path).tensors.items()}

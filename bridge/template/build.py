@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import re
-from dataclasses import replace
 
 import numpy as np
 
 from bridge.checkpoint import Checkpoint
-from bridge.models.spec import Fold, TensorSpec
+from bridge.plan import AS_IT_IS, FROM_TEMPLATE, Fold, Part, PlannedTensor
 from bridge.runtime.quant_tensor import QuantTensor
 from bridge.runtime.reader import GGUFFile
 from bridge.template.matrices import BLOCK, Matrices, Run
-from bridge.template.names import Candidate
 from bridge.template.vectors import Found, Vectors
 
 
@@ -32,53 +30,37 @@ class Builder:
         self._all, self._used = self._matrices.all, self._matrices.used
         self.notes: list[str] = []
 
-    def specs(self) -> list[TensorSpec]:
+    def tensors(self) -> list[PlannedTensor]:
         """The new file's tensors in the template's order; every one that is taken from the template gets a note."""
         made = []
         for name, tensor in self.file.tensors.items():
             if name in self._runs:
-                made.append(self._matrix(tensor, self._runs[name]))
+                type, reason = (None, "") if _quantizable(tensor) else ("F32", AS_IT_IS)
+                parts = tuple(self._matrix(run, tensor.shape[-1]) for run in self._runs[name])
+                made.append(PlannedTensor(name, tensor.shape, parts, type=type, reason=reason))
             elif name in self._vectors:
                 made.append(self._vector(tensor, self._vectors[name]))
             else:
-                made.append(self._spec(tensor, data=tensor.raw, type=tensor.type))
+                made.append(kept(tensor))
                 reason = self._matrices.reasons.get(name, "no tensor of the checkpoint is this one")
                 self.notes.append(f"{name}: taken from the template as {tensor.type}, {reason}")
         return made
 
-    def _spec(self, tensor: QuantTensor, **fields: object) -> TensorSpec:
-        block = BLOCK.match(tensor.name)
-        kind = tensor.name.removeprefix(block[0] if block else "").rpartition(".")[0] or tensor.name
-        values = {"source": None, "shape": tensor.shape, **fields}
-        return TensorSpec(
-            name=tensor.name, kind=kind, layer=int(block[1]) if block else None, quantizable=_quantizable(tensor),
-            **values,  # type: ignore[arg-type]
-        )  # fmt: skip
+    def _matrix(self, run: Run, columns: int) -> Part:
+        part = _part(run.owner.source, (len(run.rows), columns), run.rows, (run.owner.shape[0], columns))
+        if part.stored is not None and self._rest_is_zero(run, columns):
+            return Part(part.source, part.shape)
+        return part
 
-    def _matrix(self, tensor: QuantTensor, runs: list[Run]) -> TensorSpec:
-        columns = tensor.shape[-1]
-        parts = []
-        for i, run in enumerate(runs):
-            stored = (run.owner.shape[0], columns)
-            order = _order(run.rows, stored)
-            if "stored" in order and self._rest_is_zero(run, columns):
-                order = {}
-            name = tensor.name if len(runs) == 1 else f"{tensor.name}[{i}]"
-            part = self._spec(tensor, source=run.owner.source, shape=(len(run.rows), columns), **order)
-            parts.append(replace(part, name=name))
-        return parts[0] if len(tensor.shape) == 2 and len(parts) == 1 else self._spec(tensor, parts=tuple(parts))
-
-    def _vector(self, tensor: QuantTensor, found: Found) -> TensorSpec:
+    def _vector(self, tensor: QuantTensor, found: Found) -> PlannedTensor:
         if found.offset:
             stored = self.ckpt.read_float(found.parts[0][0].source) + np.float32(found.offset)
-            return self._spec(tensor, data=stored.reshape(tensor.shape))
-        if len(found.parts) == 1 and "row_order" not in _order(found.parts[0][1], _length(found.parts[0][0])):
-            return self._spec(tensor, source=found.parts[0][0].source)
-        parts = [
-            self._spec(tensor, source=owner.source, shape=rows.shape, **_order(rows, _length(owner)))
-            for owner, rows in found.parts
-        ]
-        return parts[0] if len(parts) == 1 else self._spec(tensor, parts=tuple(parts))
+            values = np.ascontiguousarray(stored.reshape(tensor.shape), np.float32)
+            return PlannedTensor(tensor.name, tensor.shape, data=values, type="F32", reason=AS_IT_IS)
+        parts = [_part(owner.source, rows.shape, rows, (int(np.prod(owner.shape)),)) for owner, rows in found.parts]
+        if len(parts) == 1 and parts[0].rows is None:
+            parts = [Part(parts[0].source, tensor.shape)]
+        return PlannedTensor(tensor.name, tensor.shape, tuple(parts), type="F32", reason=AS_IT_IS)
 
     def _rest_is_zero(self, run: Run, columns: int) -> bool:
         """Whether the rows are the first in order, and what follows them is padding."""
@@ -141,16 +123,16 @@ class Builder:
         ]  # fmt: skip
 
 
-def _length(vector: Candidate) -> tuple[int]:
-    return (int(np.prod(vector.shape)),)
+def kept(tensor: QuantTensor) -> PlannedTensor:
+    """A template's tensor as it is."""
+    return PlannedTensor(tensor.name, tensor.shape, data=tensor.raw, type=tensor.type, reason=FROM_TEMPLATE)
 
 
-def _order(rows: np.ndarray, stored: tuple[int, ...]) -> dict[str, object]:
-    """TensorSpec's fields for these rows of a tensor of that shape; none where they are all of them in order."""
+def _part(source: str, shape: tuple[int, ...], rows: np.ndarray, stored: tuple[int, ...]) -> Part:
+    """These rows of a tensor that is stored in that shape."""
     if np.array_equal(rows, np.arange(stored[0])):
-        return {}
-    fields: dict[str, object] = {"row_order": rows}
-    return fields if len(rows) == stored[0] else {**fields, "stored": stored}
+        return Part(source, shape)
+    return Part(source, shape, rows, stored=None if len(rows) == stored[0] else stored)
 
 
 def _quantizable(tensor: QuantTensor) -> bool:

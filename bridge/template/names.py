@@ -21,7 +21,7 @@ _BIASES = (".bias", "_proj.bias")  # e_score_correction_bias, dt_bias
 class Candidate:
     """A tensor of the checkpoint that may be, or be part of, one of the GGUF.
 
-    source  as in TensorSpec: of a quantized module "<module>.weight"
+    source  as in `bridge.plan.Part`: of a quantized module "<module>.weight"
     module  of a quantized one its name, else None
     shape   (out, in) or (n,); a matrix of one row that GGUF has as a vector keeps its two dimensions
     layer   None outside the blocks

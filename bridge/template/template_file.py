@@ -8,35 +8,18 @@ from typing import Any
 
 import gguf
 from gguf import GGUFValueType
+from gguf.gguf_writer import GGUFValue
 
 from bridge.errors import BridgeError
-from bridge.models.spec import ModelSpec
-from bridge.models.vocabulary import Tokenizer
-from bridge.runtime.header import Metadata
+from bridge.models.vocabulary import special_text
 from bridge.runtime.reader import GGUFFile, open_gguf
 
 # written anew for the new file, or true of the template's own layout alone
 _NOT_COPIED = {
     "general.architecture", "general.file_type", "general.quantization_version", "general.alignment",
 }  # fmt: skip
-_ROLES = ("bos", "eos", "eot", "eom", "unknown", "padding", "separator", "mask")
-
-
-class TemplateSpec(ModelSpec):
-    """A model whose keys are a template's."""
-
-    metadata: Metadata
-
-    def add_metadata(self, writer: gguf.GGUFWriter) -> None:
-        """Copy every key as it is but those of the file's own layout."""
-        for key in self.metadata:
-            if key in _NOT_COPIED or key.startswith("split."):
-                continue
-            value, (kind, items) = self.metadata[key], self.metadata.kind(key)
-            if items is not None and not value:
-                continue  # an empty array says nothing, and gguf cannot write one
-            sub_type = None if items is None else GGUFValueType(items)
-            writer.add_key_value(key, value, GGUFValueType(kind), sub_type)
+# texts that end a reply
+_ENDS = (gguf.Keys.Tokenizer.EOS_ID, gguf.Keys.Tokenizer.EOT_ID, gguf.Keys.Tokenizer.EOM_ID)
 
 
 def open_template(path: Path) -> GGUFFile:
@@ -64,24 +47,21 @@ def number(file: GGUFFile, key: str, default: int | None = None) -> int:
     return value
 
 
-def read_vocabulary(metadata: Mapping[str, Any]) -> Tokenizer:
-    """What a Modelfile needs to know of the template's tokenizer. BridgeError where its tokens are no texts."""
-    tokens = metadata.get("tokenizer.ggml.tokens") or []
+def copied_metadata(file: GGUFFile) -> dict[str, GGUFValue]:
+    """Every key as it is but those of the file's own layout. BridgeError where the tokens are no texts."""
+    tokens = file.metadata.get(gguf.Keys.Tokenizer.LIST, [])
     if not isinstance(tokens, list) or not all(isinstance(token, str) for token in tokens):
         raise BridgeError("the template's tokenizer.ggml.tokens is no list of texts; make the template again")
-    ids = {}
-    for role in _ROLES:
-        token = metadata.get(f"tokenizer.ggml.{role}_token_id")
-        if isinstance(token, int) and 0 <= token < len(tokens):
-            ids[{"unknown": "unk", "padding": "pad", "separator": "sep"}.get(role, role)] = token
-    template = metadata.get("tokenizer.chat_template")
-    return Tokenizer(
-        str(metadata.get("tokenizer.ggml.model", "")),
-        str(metadata.get("tokenizer.ggml.pre", "")),
-        tokens,
-        [],
-        ids=ids,
-        stop_ids=list(dict.fromkeys(ids[role] for role in ("eos", "eot", "eom") if role in ids)),
-        add_bos=bool(metadata.get("tokenizer.ggml.add_bos_token", False)),
-        chat_templates={"default": template} if isinstance(template, str) else {},
-    )
+    metadata = {gguf.Keys.General.ARCHITECTURE: GGUFValue(file.arch, GGUFValueType.STRING)}
+    for key, value in file.metadata.items():
+        kind, items = file.metadata.kind(key)
+        if key in _NOT_COPIED or key.startswith("split.") or (items is not None and not value):
+            continue  # an empty array says nothing, and gguf cannot write one
+        metadata[key] = GGUFValue(value, GGUFValueType(kind), None if items is None else GGUFValueType(items))
+    return metadata
+
+
+def stop_texts(metadata: Mapping[str, GGUFValue]) -> list[str]:
+    """The texts of the tokens that end a reply, the EOS token first."""
+    texts = (special_text(metadata, key) for key in _ENDS)
+    return list(dict.fromkeys(text for text in texts if text))

@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from bridge.models import ModelSpec
-from tests.support.float_gguf import spec_of, write_gguf
+from bridge.plan import Outline
+from tests.support.float_gguf import outline_of, write_gguf
 
 PARTS = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj")
 MLP = ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
@@ -43,9 +43,15 @@ def write_config(folder: Path, **changes: Any) -> dict[str, Any]:
     return config
 
 
-def vocab_gguf(folder: Path, vocab_size: int, pre: str | None = None, **config: Any) -> tuple[ModelSpec, Path]:
-    """The spec of a folder that holds a tokenizer, and a GGUF that llama.cpp loads."""
+def vocab_gguf(folder: Path, vocab_size: int, pre: str | None = None, **config: Any) -> tuple[Outline, Path]:
+    """The outline of a folder that holds a tokenizer, and a GGUF that llama.cpp loads."""
     write_config(folder, vocab_size=vocab_size, **config)
-    spec = spec_of(folder, NAMES, pre=pre)
-    zeros = {t.source: np.zeros(t.shape, np.float32) for t in spec.tensors if t.source}
-    return spec, write_gguf(spec, zeros, folder / "vocab.gguf")
+    outline = outline_of(folder, NAMES, pre=pre)
+    zeros = {part.source: np.zeros(part.shape, np.float32) for tensor in outline.tensors for part in tensor.parts}
+    return outline, write_gguf(outline, zeros, folder / "vocab.gguf")
+
+
+def vocabulary(outline: Outline) -> dict[str, Any]:
+    """The values of the keys tokenizer.ggml.*, by what follows."""
+    prefix = "tokenizer.ggml."
+    return {key.removeprefix(prefix): v.value for key, v in outline.metadata.items() if key.startswith(prefix)}

@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 
 from bridge.errors import BridgeError
-from bridge.models import ModelSpec
-from bridge.models.decoder import interleaved_rows
+from bridge.models.rope import interleaved_rows
+from bridge.plan import FROM_CONFIG, Outline, number
 from tests.conftest import shared
-from tests.support.float_gguf import spec_of
+from tests.support.float_gguf import outline_of, write_keys
 from tests.support.tiny_vocab import NAMES, write_config
 
 QWEN2_NAMES = [*NAMES, *(f"model.layers.0.self_attn.{part}_proj.bias" for part in "qkv")]
@@ -34,16 +34,15 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def describe(folder: Path, names: list[str] = NAMES, **config: Any) -> ModelSpec:
+def describe(folder: Path, names: list[str] = NAMES, **config: Any) -> Outline:
     write_config(folder, **config)
-    return spec_of(folder, names)
+    return outline_of(folder, names)
 
 
-def keys(spec: ModelSpec, tmp_path: Path) -> dict[str, Any]:
-    """What `add_metadata` writes, read back from a file."""
+def keys(outline: Outline, tmp_path: Path) -> dict[str, Any]:
+    """An outline's metadata, written to a file and read back."""
     path = tmp_path / "keys.gguf"
-    writer = gguf.GGUFWriter(str(path), spec.arch)
-    spec.add_metadata(writer)
+    writer = write_keys(outline, path)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.close()
@@ -51,21 +50,21 @@ def keys(spec: ModelSpec, tmp_path: Path) -> dict[str, Any]:
 
 
 def test_tensors_are_named_shaped_and_ordered_as_llama_cpp_lists_them(folder: Path) -> None:
-    spec = describe(folder, [*NAMES, "lm_head.weight"], tie_word_embeddings=False, num_key_value_heads=1, head_dim=8)
-    shapes = {tensor.name: tensor.shape for tensor in spec.tensors}
+    outline = describe(folder, [*NAMES, "lm_head.weight"], tie_word_embeddings=False, num_key_value_heads=1, head_dim=8)
+    shapes = {tensor.name: tensor.shape for tensor in outline.tensors}
     assert next(iter(shapes)) == "token_embd.weight"
     assert shapes["blk.0.attn_q.weight"] == (16, 32)
     assert shapes["blk.0.attn_k.weight"] == shapes["blk.0.attn_v.weight"] == (8, 32)
     assert shapes["blk.0.attn_output.weight"] == (32, 16)
     assert shapes["output.weight"] == (64, 32)
-    by_kind = {tensor.kind: tensor for tensor in spec.tensors}
+    by_kind = {tensor.kind: tensor for tensor in outline.tensors}
     assert {"token_embd", "output", "output_norm", "attn_norm", "attn_q", "ffn_down", "ffn_norm"} <= set(by_kind)
     assert by_kind["attn_q"].layer == 0
     assert by_kind["output"].layer is None
-    assert [kind for kind, tensor in by_kind.items() if not tensor.quantizable] == [
+    assert [kind for kind, tensor in by_kind.items() if tensor.type == "F32"] == [
         "attn_norm", "ffn_norm", "output_norm",
     ]  # fmt: skip
-    assert [(fold.consumer, fold.producers) for fold in spec.folds] == [
+    assert [(fold.consumer, fold.producers) for fold in outline.folds] == [
         ("model.layers.0.mlp.down_proj", ("model.layers.0.mlp.gate_proj", "model.layers.0.mlp.up_proj"))
     ]
 
@@ -76,47 +75,46 @@ def test_llama_q_and_k_rows_interleave_the_two_halves_of_each_head() -> None:
 
 def test_row_orders_are_for_q_and_k_and_their_biases_in_llama_alone(folder: Path) -> None:
     biases = [f"model.layers.0.self_attn.{part}_proj.bias" for part in "qkvo"]
-    spec = describe(folder, [*NAMES, *biases], attention_bias=True)
-    ordered = [tensor.name for tensor in spec.tensors if tensor.row_order is not None]
+    outline = describe(folder, [*NAMES, *biases], attention_bias=True)
+    ordered = [tensor.name for tensor in outline.tensors if tensor.parts[0].rows is not None]
     assert ordered == ["blk.0.attn_q.weight", "blk.0.attn_q.bias", "blk.0.attn_k.weight", "blk.0.attn_k.bias"]
-    spec = describe(folder, QWEN2_NAMES, architectures=["Qwen2ForCausalLM"])
-    assert all(tensor.row_order is None for tensor in spec.tensors)
+    outline = describe(folder, QWEN2_NAMES, architectures=["Qwen2ForCausalLM"])
+    assert all(tensor.parts[0].rows is None for tensor in outline.tensors)
 
 
 def test_tied_embeddings_have_no_output_and_a_saved_copy_is_unused(folder: Path) -> None:
-    spec = describe(folder, [*NAMES, "lm_head.weight"])
-    assert spec.tied
-    assert spec.unused == ["lm_head.weight"]
-    assert not any(tensor.kind == "output" for tensor in spec.tensors)
+    outline = describe(folder, [*NAMES, "lm_head.weight"])
+    assert outline.unused == ["lm_head.weight"]
+    assert not any(tensor.kind == "output" for tensor in outline.tensors)
 
 
 def test_tied_embeddings_that_were_saved_as_the_head_alone_are_found(folder: Path) -> None:
     names = [name for name in NAMES if "embed" not in name] + ["lm_head.weight"]
-    spec = describe(folder, names)
-    assert spec.tensors[0].name == "token_embd.weight"
-    assert spec.tensors[0].source == "lm_head.weight"
+    outline = describe(folder, names)
+    assert outline.tensors[0].name == "token_embd.weight"
+    assert outline.tensors[0].source == "lm_head.weight"
 
 
 def test_rotary_buffers_are_silently_dropped(folder: Path) -> None:
-    spec = describe(folder, [*NAMES, "model.layers.0.self_attn.rotary_emb.inv_freq", "model.rotary_emb.inv_freq"])
-    assert spec.unused == spec.zero_only == []
+    outline = describe(folder, [*NAMES, "model.layers.0.self_attn.rotary_emb.inv_freq", "model.rotary_emb.inv_freq"])
+    assert outline.unused == outline.zero_only == []
 
 
 def test_biases_that_the_architecture_lacks_must_be_zero(folder: Path) -> None:
     extra = "model.layers.0.mlp.down_proj.bias"
-    spec = describe(folder, [*QWEN2_NAMES, extra], architectures=["Qwen2ForCausalLM"])
-    assert spec.zero_only == [extra]
-    assert not spec.optional  # Qwen2 must have its own
-    spec = describe(folder, [*NAMES, extra])  # Llama's graph has it, and can do without
-    assert spec.zero_only == []
-    assert any(tensor.source == extra for tensor in spec.tensors)
-    assert spec.optional == {extra}
+    outline = describe(folder, [*QWEN2_NAMES, extra], architectures=["Qwen2ForCausalLM"])
+    assert outline.zero_only == [extra]
+    assert not outline.optional  # Qwen2 must have its own
+    outline = describe(folder, [*NAMES, extra])  # Llama's graph has it, and can do without
+    assert outline.zero_only == []
+    assert any(tensor.source == extra for tensor in outline.tensors)
+    assert outline.optional == {extra}
 
 
 def test_qwen3_without_head_dim_has_128(folder: Path) -> None:
-    spec = describe(folder, NORMED, architectures=["Qwen3ForCausalLM"])
-    assert spec.head_dim == 128
-    assert {t.name: t.shape for t in spec.tensors}["blk.0.attn_q.weight"] == (256, 32)
+    outline = describe(folder, NORMED, architectures=["Qwen3ForCausalLM"])
+    assert number(outline.metadata, "attention.key_length") == 128
+    assert {t.name: t.shape for t in outline.tensors}["blk.0.attn_q.weight"] == (256, 32)
 
 
 def test_llama3_factors_are_those_of_transformers(folder: Path) -> None:
@@ -128,8 +126,8 @@ def test_llama3_factors_are_those_of_transformers(folder: Path) -> None:
         "high_freq_factor": 4.0, "original_max_position_embeddings": 8192,
     }  # fmt: skip
     fields = {"hidden_size": 256, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 128}
-    spec = describe(folder, rope_parameters=rope, **fields)
-    (made,) = (tensor for tensor in spec.tensors if tensor.source is None)
+    outline = describe(folder, rope_parameters=rope, **fields)
+    (made,) = (tensor for tensor in outline.tensors if tensor.reason == FROM_CONFIG)
     config = transformers.LlamaConfig(**fields, rope_parameters=rope)
     scaled, _ = ROPE_INIT_FUNCTIONS["llama3"](config, "cpu")
     plain = 500000.0 ** (-np.arange(0, 128, 2) / 128)
@@ -202,9 +200,9 @@ def test_sampling_defaults_are_written_as_numbers_unless_the_model_is_greedy(fol
 
 def test_a_broken_model_card_is_reported_and_left_out(folder: Path, tmp_path: Path) -> None:
     (folder / "README.md").write_text("---\nlicense: [unclosed\nbase_model: {a: b\n---\n")
-    spec = describe(folder)
-    keys(spec, tmp_path)
-    assert any("README.md" in note for note in spec.notes)
+    outline = describe(folder)
+    keys(outline, tmp_path)
+    assert any("README.md" in note for note in outline.notes)
 
 
 # --- refusals ---
@@ -283,7 +281,7 @@ def test_a_missing_head_is_named_where_the_embeddings_are_not_tied(folder: Path)
 
 
 def test_the_first_spelling_of_llama_is_known(folder: Path) -> None:
-    assert describe(folder, architectures=["LLaMAForCausalLM"]).arch == "llama"
+    assert describe(folder, architectures=["LLaMAForCausalLM"]).tensors
 
 
 def test_a_tensor_that_nobody_knows_is_named(folder: Path) -> None:

@@ -1,0 +1,150 @@
+"""What a family's graph is told: config.json's values under one set of names, checked, and as GGUF's metadata."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import gguf
+
+from bridge.errors import BridgeError
+from bridge.models.model_config import Config
+from bridge.models.rope import Rope, read_rope
+
+
+@dataclass(frozen=True, eq=False)
+class Arguments:
+    """The arguments of every family; False, None or 0 where a family has no such thing.
+
+    inner                  width of the dense feed-forward network
+    head_dim               elements of a head
+    norm_eps               of RMSNorm
+    tied                   whether the embeddings are the output matrix too
+    attention_bias         whether q, k, v (and o, as the family has it) must have biases; likewise mlp_bias
+    window                 tokens that every layer attends to; None: all
+    upper_window           likewise of the upper layers alone: GGUF has no key for it
+    experts, experts_used  in a layer, and by a token
+    expert_inner           width of an expert, 0 where it is that of `inner`
+    shared_inner           width of the expert that all tokens share, 0 where there is none
+    """
+
+    hidden: int
+    inner: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocab: int
+    context: int
+    norm_eps: float
+    tied: bool
+    rope: Rope
+    attention_bias: bool = False
+    mlp_bias: bool = False
+    window: int | None = None
+    upper_window: int | None = None
+    experts: int = 0
+    experts_used: int = 0
+    expert_inner: int = 0
+    shared_inner: int = 0
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """By the names that the shapes of a table are made of."""
+        return {
+            "vocab": self.vocab, "hidden": self.hidden, "inner": self.inner,
+            "q": self.heads * self.head_dim, "kv": self.kv_heads * self.head_dim, "head": self.head_dim,
+            "experts": self.experts, "expert": self.expert_inner or self.inner, "shared": self.shared_inner,
+        }  # fmt: skip
+
+    @property
+    def notes(self) -> list[str]:
+        """What is lost, for the report."""
+        window = self.window or self.upper_window
+        if window is None or window >= self.context:
+            return list(self.rope.notes)
+        lost = f"llama.cpp does not apply the sliding window of {window} tokens: it attends to all of them"
+        return [*self.rope.notes, lost]
+
+    def add_metadata(self, writer: gguf.GGUFWriter) -> None:
+        """Every key of the architecture."""
+        writer.add_context_length(self.context)
+        writer.add_embedding_length(self.hidden)
+        writer.add_block_count(self.layers)
+        writer.add_feed_forward_length(self.inner)
+        writer.add_head_count(self.heads)
+        writer.add_head_count_kv(self.kv_heads)
+        writer.add_key_length(self.head_dim)
+        writer.add_value_length(self.head_dim)
+        writer.add_layer_norm_rms_eps(self.norm_eps)
+        writer.add_rope_dimension_count(self.head_dim)
+        writer.add_vocab_size(self.vocab)
+        self.rope.add_metadata(writer)
+        if self.window is not None:
+            writer.add_sliding_window(self.window)
+        if self.experts:
+            writer.add_expert_count(self.experts)
+            writer.add_expert_used_count(self.experts_used)
+        if self.expert_inner:
+            writer.add_expert_feed_forward_length(self.expert_inner)
+        if self.shared_inner:
+            writer.add_expert_shared_feed_forward_length(self.shared_inner)
+
+
+def read_arguments(config: Config, keys: Mapping[str, Any]) -> Arguments:
+    """The arguments of a config.json; BridgeError where one is missing, out of range or contradicts another.
+
+    keys  what the family has beyond the keys of every decoder, and defaults of its own: key -> the value where
+          config.json does not say. A key that is not listed means nothing to the family, whatever config.json says
+    """
+
+    def count(key: str) -> int:
+        return config.side(key, keys[key]) if key in keys else 0
+
+    def flag(key: str) -> bool:
+        return key in keys and bool(config.get(key, keys[key]))
+
+    hidden, heads = config.integer("hidden_size"), config.integer("num_attention_heads")
+    kv_heads = config.integer("num_key_value_heads", heads)
+    head_dim = config.get("head_dim", keys.get("head_dim"))
+    if head_dim is None and hidden % heads:
+        raise BridgeError(
+            f"{config.path}: hidden_size {hidden} is no multiple of {heads} heads and head_dim is missing"
+        )
+    if heads % kv_heads:
+        raise BridgeError(f"{config.path}: {heads} heads cannot share {kv_heads} key-value heads")
+    head_dim = config.integer("head_dim", head_dim or hidden // heads)
+    config.within_sides("num_attention_heads times head_dim", heads * head_dim)
+    if head_dim % 2:
+        raise BridgeError(f"{config.path}: head_dim {head_dim} is odd, rotary embeddings pair its elements")
+    experts = used = 0
+    if "num_experts" in keys:
+        key = "num_local_experts" if config.get("num_local_experts") is not None else "num_experts"
+        experts, used = config.side(key), config.integer("num_experts_per_tok")
+    if used > experts:
+        raise BridgeError(f"{config.path}: num_experts_per_tok is {used}, of {experts} experts")
+    expert_inner, shared_inner = count("moe_intermediate_size"), count("shared_expert_intermediate_size")
+    window = config.integer("sliding_window") if config.get("sliding_window") else None
+    return Arguments(
+        hidden=hidden,
+        # the dense width is of no use where every layer has experts, and some configs leave it out
+        inner=config.integer("intermediate_size", shared_inner or expert_inner or None),
+        layers=config.integer("num_hidden_layers"),
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        vocab=config.side("vocab_size"),
+        context=config.integer("max_position_embeddings", keys.get("max_position_embeddings")),
+        norm_eps=config.number("rms_norm_eps", 1e-6),
+        tied=bool(config.get("tie_word_embeddings", False)),
+        rope=read_rope(config, head_dim),
+        attention_bias=flag("attention_bias"),
+        mlp_bias=flag("mlp_bias"),
+        window=window if "sliding_window" in keys else None,
+        upper_window=window if flag("use_sliding_window") else None,
+        experts=experts,
+        experts_used=used,
+        expert_inner=expert_inner,
+        shared_inner=shared_inner,
+    )

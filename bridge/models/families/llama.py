@@ -1,0 +1,22 @@
+"""Llama 1 to 3.x, and the many models that publish themselves as LlamaForCausalLM."""
+
+from __future__ import annotations
+
+from bridge.models.family import Family, Row, decoder, gated_mlp
+
+LLAMA = Family(
+    arch="llama",
+    architectures=("LlamaForCausalLM", "LLaMAForCausalLM"),  # the second in its first weeks
+    model_type="llama",
+    # 2048 is what transformers assumes for the configs of the first Llama
+    keys={"max_position_embeddings": 2048, "attention_bias": False, "mlp_bias": False},
+    table=decoder(
+        Row("input_layernorm", "hidden"),
+        Row("self_attn.q_proj", "q hidden", bias=lambda args: args.attention_bias, interleaved=True),
+        Row("self_attn.k_proj", "kv hidden", bias=lambda args: args.attention_bias, interleaved=True),
+        Row("self_attn.v_proj", "kv hidden", bias=lambda args: args.attention_bias),
+        Row("self_attn.o_proj", "hidden q", bias=lambda args: args.attention_bias),
+        Row("post_attention_layernorm", "hidden"),
+        *gated_mlp("mlp", "inner", bias=lambda args: args.mlp_bias),
+    ),
+)

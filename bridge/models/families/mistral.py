@@ -1,0 +1,35 @@
+"""Mistral: Llama's graph, in GGUF as in the paper but for the sliding window. Mixtral: the same with experts.
+
+llama.cpp's llama graph attends to the whole context. A window is written to the metadata and
+reported; up to its length the two agree. The weights of a token's experts are normalized to a sum of one,
+in transformers and in llama.cpp alike.
+"""
+
+from __future__ import annotations
+
+from bridge.models.family import EXPERTS, Family, Row, decoder, gated_mlp, optional
+
+_ATTENTION = (
+    Row("input_layernorm", "hidden"),
+    Row("self_attn.q_proj", "q hidden", bias=optional, interleaved=True),
+    Row("self_attn.k_proj", "kv hidden", bias=optional, interleaved=True),
+    Row("self_attn.v_proj", "kv hidden", bias=optional),
+    Row("self_attn.o_proj", "hidden q", bias=optional),
+    Row("post_attention_layernorm", "hidden"),
+)
+
+MISTRAL = Family(
+    arch="llama",
+    architectures=("MistralForCausalLM",),
+    model_type="mistral",
+    keys={"sliding_window": None},
+    table=decoder(*_ATTENTION, *gated_mlp("mlp", "inner", bias=optional)),
+)
+
+MIXTRAL = Family(
+    arch="llama",
+    architectures=("MixtralForCausalLM",),
+    model_type="mixtral",
+    keys={"sliding_window": None, "num_experts": None},
+    table=decoder(*_ATTENTION, *EXPERTS),
+)

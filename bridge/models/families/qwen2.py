@@ -1,0 +1,47 @@
+"""Qwen2 and Qwen2.5: Llama's decoder with biases on q, k and v; heads are rotated by halves.
+
+Qwen1.5-MoE and Qwen2-MoE have many small experts, and one shared by all tokens. llama.cpp takes the router's
+probabilities as they are: norm_topk_prob must be false.
+"""
+
+from __future__ import annotations
+
+from bridge.models.family import ALL_SPARSE, EXPERTS, SILU, Expected, Family, Row, decoder, gated_mlp, required
+
+_KEYS = {"max_position_embeddings": 32768, "use_sliding_window": False}
+_ATTENTION = (
+    Row("input_layernorm", "hidden"),
+    Row("self_attn.q_proj", "q hidden", bias=required),
+    Row("self_attn.k_proj", "kv hidden", bias=required),
+    Row("self_attn.v_proj", "kv hidden", bias=required),
+    Row("self_attn.o_proj", "hidden q"),
+    Row("post_attention_layernorm", "hidden"),
+)
+
+QWEN2 = Family(
+    arch="qwen2",
+    architectures=("Qwen2ForCausalLM",),
+    model_type="qwen2",
+    keys=_KEYS,
+    table=decoder(*_ATTENTION, *gated_mlp("mlp", "inner")),
+)
+
+QWEN2_MOE = Family(
+    arch="qwen2moe",
+    architectures=("Qwen2MoeForCausalLM",),
+    model_type="qwen2_moe",
+    keys={**_KEYS, "num_experts": None, "moe_intermediate_size": None, "shared_expert_intermediate_size": None},
+    expects=(
+        SILU,
+        *ALL_SPARSE,
+        Expected("norm_topk_prob", (False,), "llama.cpp does not normalize this architecture's expert weights"),
+        Expected("qkv_bias", (True,), "llama.cpp's graph for this architecture has no other"),
+    ),
+    table=decoder(
+        *_ATTENTION,
+        *EXPERTS,
+        Row("mlp.shared_expert_gate", "hidden"),  # a matrix of one row
+        *gated_mlp("mlp.shared_expert", "shared"),
+        head=Row("lm_head", "vocab hidden"),  # llama.cpp's graph wants one even where the embeddings are tied
+    ),
+)

@@ -1,0 +1,43 @@
+"""Qwen3: no biases, heads of q and k normalized, head_dim independent of the hidden size.
+
+Qwen3-MoE has experts, none of them shared. llama.cpp normalizes the weights of a token's experts to a sum of one:
+norm_topk_prob must be true, and transformers takes it as false where config.json does not say.
+"""
+
+from __future__ import annotations
+
+from bridge.models.family import ALL_SPARSE, EXPERTS, SILU, Expected, Family, Row, decoder, gated_mlp
+
+# 128 is transformers' default, whatever hidden_size / num_attention_heads is
+_KEYS = {"max_position_embeddings": 32768, "head_dim": 128, "use_sliding_window": False, "attention_bias": False}
+_ATTENTION = (
+    Row("input_layernorm", "hidden"),
+    Row("self_attn.q_proj", "q hidden", bias=lambda args: args.attention_bias),
+    Row("self_attn.k_proj", "kv hidden", bias=lambda args: args.attention_bias),
+    Row("self_attn.v_proj", "kv hidden", bias=lambda args: args.attention_bias),
+    Row("self_attn.q_norm", "head"),
+    Row("self_attn.k_norm", "head"),
+    Row("self_attn.o_proj", "hidden q"),
+    Row("post_attention_layernorm", "hidden"),
+)
+
+QWEN3 = Family(
+    arch="qwen3",
+    architectures=("Qwen3ForCausalLM",),
+    model_type="qwen3",
+    keys=_KEYS,
+    table=decoder(*_ATTENTION, *gated_mlp("mlp", "inner")),
+)
+
+QWEN3_MOE = Family(
+    arch="qwen3moe",
+    architectures=("Qwen3MoeForCausalLM",),
+    model_type="qwen3_moe",
+    keys={**_KEYS, "num_experts": None, "moe_intermediate_size": None, "norm_topk_prob": False},
+    expects=(
+        SILU,
+        *ALL_SPARSE,
+        Expected("norm_topk_prob", (True,), "llama.cpp normalizes this architecture's expert weights"),
+    ),
+    table=decoder(*_ATTENTION, *EXPERTS),
+)

@@ -1,0 +1,148 @@
+"""A family's table of tensors, filled in for one checkpoint."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection
+from itertools import groupby
+
+import gguf
+import numpy as np
+
+from bridge.errors import BridgeError
+from bridge.models.arguments import Arguments
+from bridge.models.family import EMBEDDINGS, HEAD, Family, Row
+from bridge.models.rope import interleaved_rows
+from bridge.plan import AS_IT_IS, FROM_CONFIG, Fold, Outline, Part, PlannedTensor
+
+_LAYER = re.compile(r"\.layers\.(\d+)\.")
+# buffers that old checkpoints carry and every runtime computes anew
+_BUFFERS = re.compile(r"(.*\.)?(rotary_emb\.(inv_freq|cos_cached|sin_cached)|attn\.(masked_)?bias|self_attn\.bias)$")
+
+
+def fill_table(family: Family, args: Arguments, names: Collection[str]) -> Outline:
+    """The tensors of a model, and which of the checkpoint's are not among them; no metadata yet.
+
+    Raises:
+        BridgeError: a tensor is missing, or one is there that the family does not know.
+    """
+    filled = _Filled(family, args, names)
+    for repeated, group in groupby(family.table, lambda row: "{}" in row.source):
+        rows = [row for row in group if row.when(args)]
+        for layer in range(args.layers if repeated else 1):
+            for row in rows:
+                filled.add(row, layer)
+    outline = Outline({}, filled.tensors, filled.folds, optional=frozenset(filled.optional))
+    if (factors := args.rope.factors) is not None:
+        outline.tensors.append(
+            PlannedTensor("rope_freqs.weight", factors.shape, data=factors, type="F32", reason=FROM_CONFIG)
+        )
+    outline.unused, outline.zero_only = filled.leftovers()
+    return outline
+
+
+class _Filled:
+    """The rows that are filled in so far, and which names of the checkpoint they use.
+
+    modules   linear layers in the checkpoint, several of experts, by the table's name
+    optional  biases that are there and need not be
+    """
+
+    def __init__(self, family: Family, args: Arguments, names: Collection[str]) -> None:
+        self.family, self.args, self.sizes, self.names = family, args, args.sizes, frozenset(names)
+        arch = {name: key for key, name in gguf.MODEL_ARCH_NAMES.items()}[family.arch]
+        layers = {found[1] for name in self.names if (found := _LAYER.search(name))}
+        self.map = gguf.get_tensor_name_map(arch, min(args.layers, len(layers)))  # others are found to be missing
+        self.tensors: list[PlannedTensor] = []
+        self.folds: list[Fold] = []
+        self.modules: dict[str, list[str]] = {}
+        self.optional: set[str] = set()
+        self.used: set[str] = set()
+        # tied embeddings are one tensor, which may have been saved under either name
+        tied = (EMBEDDINGS.source, HEAD.source) if args.tied else ()
+        saved = next((name for name in tied if f"{name}.weight" in self.names), EMBEDDINGS.source)
+        self.saved_as = dict.fromkeys(tied, saved)
+
+    def add(self, row: Row, layer: int) -> None:
+        """The tensor of a row in one layer, and its bias; BridgeError where it is not in the checkpoint."""
+        source = row.source.format(layer)
+        shape = tuple(self.sizes[name] for name in row.shape.split())
+        parts = self._parts(row, layer, shape)
+        matrix = len(shape) == 2 and not row.floats
+        self._plan(source, "weight", (len(parts), *shape) if "*" in source else shape, parts, matrix)
+        if not matrix or parts[0].matrix is not None:
+            return
+        modules = self.modules[source] = [part.module for part in parts]
+        if row.columns_of:
+            producers = zip(*(self.modules[other.format(layer)] for other in row.columns_of), strict=True)
+            self.folds += [Fold(*pair) for pair in zip(modules, producers, strict=True)]
+        bias, needed = f"{modules[0]}.bias", row.bias is not None and row.bias(self.args)
+        if needed or (row.bias is not None and bias in self.names):
+            self._plan(source, "bias", shape[:1], (Part(bias, shape[:1], parts[0].rows),))
+            if not needed:
+                self.optional.add(bias)
+
+    def _parts(self, row: Row, layer: int, shape: tuple[int, ...]) -> tuple[Part, ...]:
+        """What a tensor is read from, by the first of its sources that the checkpoint has anything of."""
+        sources = [source.format(layer) for source in (row.source, *row.also)]
+        if "*" in row.source:
+            for source in sources:
+                parts = _experts(source, self.sizes["experts"], shape)
+                if any(part.source in self.names for part in parts):
+                    return parts
+            return _experts(sources[0], self.sizes["experts"], shape)
+        sources = [f"{self.saved_as.get(source, source)}.weight" for source in sources]
+        source = next((name for name in sources if name in self.names), sources[0])
+        head_dim = self.args.head_dim
+        return (Part(source, shape, interleaved_rows(shape[0] // head_dim, head_dim) if row.interleaved else None),)
+
+    def _plan(
+        self, source: str, suffix: str, shape: tuple[int, ...], parts: tuple[Part, ...], quantized: bool = False
+    ) -> None:
+        for part in parts:
+            self._use(part.source)
+        name = f"{self.map[source.replace('.*', '')]}.{suffix}"
+        type, reason = (None, "") if quantized else ("F32", AS_IT_IS)
+        self.tensors.append(PlannedTensor(name, shape, parts, type=type, reason=reason))
+
+    def _use(self, source: str) -> None:
+        """Note that a tensor of the checkpoint is needed; BridgeError where it is not there."""
+        if source not in self.names:
+            alike = next((name for name in sorted(self.names) if name.endswith(source.removeprefix("model."))), None)
+            if alike is not None:
+                raise BridgeError(
+                    f"{source} is missing from the checkpoint, which has {alike}; it is another kind of model than its "
+                    "config.json says, or a part of one: take the checkpoint of the language model alone"
+                )
+            tied = ", or config.json should say tie_word_embeddings: true" if source == f"{HEAD.source}.weight" else ""
+            raise BridgeError(f"{source} is missing from the checkpoint; a shard may not have been downloaded{tied}")
+        self.used.add(source)
+
+    def leftovers(self) -> tuple[list[str], list[str]]:
+        """What is in the checkpoint and not in the GGUF: names to report, and biases to be zero."""
+        biases = {f"{module}.bias" for modules in ([HEAD.source], *self.modules.values()) for module in modules}
+        unused, zero_only = [], []
+        for name in sorted(self.names - self.used):
+            if name in biases:
+                zero_only.append(name)
+            elif name == f"{HEAD.source}.weight":
+                unused.append(name)  # a saved copy of tied embeddings
+            elif not _BUFFERS.match(name):
+                raise BridgeError(
+                    f"{name}: no tensor of a {self.family.arch} model of {self.args.layers} layers has this name; "
+                    "the checkpoint is of another architecture than its config.json says"
+                )
+        return unused, zero_only
+
+
+def _experts(source: str, count: int, shape: tuple[int, ...]) -> tuple[Part, ...]:
+    """One matrix of every expert, whichever way a `Row` names them."""
+    if "*" in source:
+        return tuple(Part(f"{source.replace('*', str(expert))}.weight", shape) for expert in range(count))
+    source, _, share = source.rstrip("]").partition("[")
+    rows = stored = None
+    if share:
+        which, of = map(int, share.split("/"))
+        rows = np.arange(which * shape[0], (which + 1) * shape[0])
+        stored = (of * shape[0], *shape[1:])
+    return tuple(Part(source, shape, rows, matrix=expert, stored=stored) for expert in range(count))
