@@ -188,11 +188,11 @@ def field(path: Path, key: str) -> Any:
 def test_chat_templates_are_found_wherever_transformers_puts_them(tmp_path: Path) -> None:
     data = copy_tokenizer("tiny-qwen3", tmp_path)
     save(tmp_path, data, chat_template="{{ one }}")
-    outline, path = vocab_gguf(tmp_path, 2048)
+    _, path = vocab_gguf(tmp_path, 2048)
     assert field(path, "tokenizer.chat_template") == "{{ one }}"
     named = [{"name": "tool_use", "template": "{{ tool }}"}, {"name": "default", "template": "{{ two }}"}]
     save(tmp_path, data, chat_template=named)
-    outline, path = vocab_gguf(tmp_path, 2048)
+    _, path = vocab_gguf(tmp_path, 2048)
     assert field(path, "tokenizer.chat_template") == "{{ two }}"
     assert field(path, "tokenizer.chat_template.tool_use") == "{{ tool }}"
     (tmp_path / "chat_template.jinja").write_text("{{ file }}")
@@ -201,7 +201,7 @@ def test_chat_templates_are_found_wherever_transformers_puts_them(tmp_path: Path
 
 def test_a_model_without_chat_template_has_none(tmp_path: Path) -> None:
     copy_tokenizer("tiny-qwen3", tmp_path)
-    outline, path = vocab_gguf(tmp_path, 2048)
+    _, path = vocab_gguf(tmp_path, 2048)
     assert field(path, "tokenizer.chat_template") is None
 
 
