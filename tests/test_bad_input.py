@@ -22,7 +22,7 @@ import pytest
 import bridge
 from bridge.cli import main
 from bridge.errors import BridgeError
-from bridge.template.source import read_vocabulary
+from bridge.template.template_file import expect_texts
 from tests.conftest import CHECKPOINT, ROOT
 from tests.support.raw import Raw, edit_raw, shard
 
@@ -511,7 +511,7 @@ def test_a_template_of_more_blocks_than_tensors(model, convert, tmp_path):
 @pytest.mark.parametrize("tokens", [17, "abc", [1, 2], ["a", 2], [["a"]]])
 def test_a_template_whose_tokens_are_no_texts(tokens):
     with pytest.raises(BridgeError, match="tokens is no list of texts; make the template again"):
-        read_vocabulary({"tokenizer.ggml.tokens": tokens})
+        expect_texts(tokens)
 
 
 # the output

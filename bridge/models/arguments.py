@@ -126,10 +126,11 @@ def read_arguments(config: Config, keys: Mapping[str, Any]) -> Arguments:
         raise BridgeError(f"{config.path}: num_experts_per_tok is {used}, of {experts} experts")
     expert_inner, shared_inner = count("moe_intermediate_size"), count("shared_expert_intermediate_size")
     window = config.integer("sliding_window") if config.get("sliding_window") else None
+    width = config.side if experts and not expert_inner else config.integer
     return Arguments(
         hidden=hidden,
         # the dense width is of no use where every layer has experts, and some configs leave it out
-        inner=config.integer("intermediate_size", shared_inner or expert_inner or None),
+        inner=width("intermediate_size", shared_inner or expert_inner or None),
         layers=config.integer("num_hidden_layers"),
         heads=heads,
         kv_heads=kv_heads,

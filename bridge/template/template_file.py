@@ -49,9 +49,7 @@ def number(file: GGUFFile, key: str, default: int | None = None) -> int:
 
 def copied_metadata(file: GGUFFile) -> dict[str, GGUFValue]:
     """Every key as it is but those of the file's own layout. BridgeError where the tokens are no texts."""
-    tokens = file.metadata.get(gguf.Keys.Tokenizer.LIST, [])
-    if not isinstance(tokens, list) or not all(isinstance(token, str) for token in tokens):
-        raise BridgeError("the template's tokenizer.ggml.tokens is no list of texts; make the template again")
+    expect_texts(file.metadata.get(gguf.Keys.Tokenizer.LIST, []))
     metadata = {gguf.Keys.General.ARCHITECTURE: GGUFValue(file.arch, GGUFValueType.STRING)}
     for key, value in file.metadata.items():
         kind, items = file.metadata.kind(key)
@@ -59,6 +57,12 @@ def copied_metadata(file: GGUFFile) -> dict[str, GGUFValue]:
             continue  # an empty array says nothing, and gguf cannot write one
         metadata[key] = GGUFValue(value, GGUFValueType(kind), None if items is None else GGUFValueType(items))
     return metadata
+
+
+def expect_texts(tokens: Any) -> None:
+    """BridgeError where a template's tokens are none."""
+    if not isinstance(tokens, list) or not all(isinstance(token, str) for token in tokens):
+        raise BridgeError("the template's tokenizer.ggml.tokens is no list of texts; make the template again")
 
 
 def stop_texts(metadata: Mapping[str, GGUFValue]) -> list[str]:
