@@ -51,9 +51,6 @@ def outline_of(ckpt: Checkpoint, pre: str | None = None, template: str | Path | 
         config, notes = _mended(ckpt)
         outline = describe_model(config, ckpt.home, shapes, pre)
         outline.notes += notes
-    from bridge._shim import outline_from_spec
-
-    outline = outline_from_spec(outline)
     for name in outline.zero_only:
         if ckpt.read_float(name).any():
             arch = outline.metadata["general.architecture"].value

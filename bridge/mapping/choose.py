@@ -1,4 +1,4 @@
-"""Which block type a tensor of codes becomes. Of several parts (a layer's experts) it is one: a matrix is a stack of one.
+"""Which block type a tensor of codes becomes, of one part or several (a layer's experts): a matrix is a stack of one.
 
     auto     the smallest K-quant (Q8_0 for 7 and 8 bits) that carries the codes and adds less than 1% of the
              checkpoint's own noise; where none does, the smallest type of any kind that does. Where no type
