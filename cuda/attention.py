@@ -6,10 +6,11 @@
 
 A block serves one key-value head, all query heads that share it (each key is loaded once for them), and one
 span of the context; blockIdx is (kv head, span). Spans are whole tiles and at least SPAN positions, so a short
-context is one block a head, a long one up to SPLITS, and none reads on beyond the cache's rows (kv_cache.py). The
-block whose span holds the new position also stores its key and value. Within a span, tiles of positions go through an online softmax (Milakov and Gimelshein 2018,
-arXiv:1805.02867); spans are put together by the block that ends last (Dao's flash-decoding), which needs no
-second launch. The result is written as floats, and as records where a head is whole blocks of 32.
+context is one block a head, a long one up to SPLITS, and none reads on beyond the rows of kv_cache.py. The block
+whose span holds the new position also stores its key and value. Within a span, tiles of positions go through an
+online softmax (Milakov and Gimelshein 2018, arXiv:1805.02867); spans are put together by the block that ends last
+(Dao's flash-decoding), which needs no second launch. The result is written as floats, and as records where a head
+is whole blocks of 32.
 """
 
 from __future__ import annotations

@@ -191,8 +191,8 @@ def test_sampling_defaults_are_written_as_numbers_unless_the_model_is_greedy(fol
     assert written["general.sampling.temp"] == 1.0
     assert written["general.sampling.top_k"] == 40
     assert "general.sampling.top_p" not in written
-    for number in (math.nan, math.inf, 10**30):
-        (folder / "generation_config.json").write_text(json.dumps(defaults | {"top_k": number, "temperature": number}))
+    for odd in (math.nan, math.inf, 10**30):
+        (folder / "generation_config.json").write_text(json.dumps(defaults | {"top_k": odd, "temperature": odd}))
         assert not {"general.sampling.top_k", "general.sampling.temp"} & keys(describe(folder), tmp_path).keys()
     (folder / "generation_config.json").write_text(json.dumps(defaults | {"do_sample": False}))
     assert "general.sampling.temp" not in keys(describe(folder), tmp_path)

@@ -187,7 +187,7 @@ def first_tensor(key: str, value: Any) -> Any:
         (
             first_tensor("parts", [{"source": "x.weight", "shape": [2048, 256]}]),
             [],
-            "has no x.weight; the plan is of an",
+            "has no x.weight; the plan is of",
         ),
         (lambda r: r["tensors"][0]["parts"][0].update(rows=0), [], "rows of model.embed_tokens.weight are not 2048"),
         (lambda r: r["metadata"].update({"a.b": ["INT33", 1]}), [], r"the key a.b .*INT33"),
