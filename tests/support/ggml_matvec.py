@@ -33,6 +33,8 @@ class _Plan(ctypes.Structure):
     )
 
 
+_Log = ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_char_p, ctypes.c_void_p)
+_silent = _Log(lambda level, text, data: None)
 _ListBufferTypes = ctypes.CFUNCTYPE(ctypes.POINTER(ctypes.c_void_p), ctypes.c_void_p)
 
 
@@ -56,6 +58,7 @@ class Library:
             ("ggml_threadpool_pause", None, [ctypes.c_void_p]),
             ("ggml_threadpool_resume", None, [ctypes.c_void_p]),
             ("ggml_threadpool_free", None, [ctypes.c_void_p]),
+            ("ggml_log_set", None, [_Log, ctypes.c_void_p]),
             ("ggml_backend_cpu_reg", ctypes.c_void_p, []),
             ("ggml_backend_cpu_buffer_type", ctypes.c_void_p, []),
             ("ggml_backend_reg_dev_get", ctypes.c_void_p, [ctypes.c_void_p, ctypes.c_size_t]),
@@ -188,5 +191,7 @@ def wheel() -> Library:
 
 
 def native(folder: Path) -> Library:
-    """ggml beside llama-cpp-python: its three shared libraries."""
-    return Library(*(folder / f"lib{name}.so" for name in ("ggml-base", "ggml-cpu", "ggml")))
+    """ggml beside llama-cpp-python: its three shared libraries, which then keep silent about what they repack."""
+    library: Any = Library(*(folder / f"lib{name}.so" for name in ("ggml-base", "ggml-cpu", "ggml")))
+    library.log_set(_silent, None)
+    return library
