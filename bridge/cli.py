@@ -266,14 +266,14 @@ def _add_bench(commands: Any) -> None:
 
 def _convert(a: argparse.Namespace) -> int:
     from bridge.conversion import convert
-    from bridge.output import check_target
+    from bridge.report import check_report
 
     if a.checkpoint is None and a.plan is None:
         raise BridgeError("give the checkpoint to convert, or --plan; see gguf-bridge convert --help")
     if a.plan is not None and a.out is None and str(a.checkpoint).endswith(".gguf"):
         a.checkpoint, a.out = None, a.checkpoint  # `convert --plan plan.json out.gguf`
     if a.report:
-        check_target(a.report, force=True)
+        check_report(a.report)
     with Bar("converting") as bar:
         report = convert(
             a.checkpoint,
@@ -317,11 +317,11 @@ def _plan(a: argparse.Namespace) -> int:
 
 
 def _verify(a: argparse.Namespace) -> int:
-    from bridge.output import check_target
+    from bridge.report import check_report
     from bridge.verification import failures, verify
 
     if a.report:
-        check_target(a.report, force=True)
+        check_report(a.report)
     with Bar("verifying") as bar:
         report = verify(a.gguf, a.checkpoint, config=a.config, template=a.template, progress=bar)
     print(report.table("read"))

@@ -14,15 +14,16 @@ from pathlib import Path
 from bridge.checkpoint import Checkpoint, open_checkpoint
 from bridge.errors import BridgeError
 from bridge.execute import Executor
-from bridge.files import read_json, write_text
+from bridge.files import check_target, read_json, write_text
 from bridge.hub import model_name, resolve
 from bridge.importance import Importance
-from bridge.output import GGUFOutput, check_target
+from bridge.output import GGUFOutput
 from bridge.plan import Plan, PlannedTensor
 from bridge.plan_file import load_plan, save_plan
 from bridge.planning import make_plan, rechosen
 from bridge.recipe import Recipe
 from bridge.report import Report, TensorReport, beyond_auto
+from bridge.runtime.reader import shards
 from bridge.source import Source
 
 Progress = Callable[[int, int, str], None]  # (bytes of checkpoint done, of all, tensor just written: at first none)
@@ -95,11 +96,12 @@ def convert(
     if checkpoint is None:
         raise BridgeError("no checkpoint is given")
     path = Path(out) if out is not None else Path(default_name(str(checkpoint), recipe))
-    check_target(path, force)
     if modelfile:
         check_target(path.parent / "Modelfile", force)
     with opened(checkpoint, config, template or (given.template if given else None), pre) as ckpt:
         source = Source(ckpt)
+        inputs = _inputs(ckpt, [template, imatrix, plan] if given is None else [given.template, given.imatrix, plan])
+        check_target(path, force, inputs)
         if given is not None:
             source.check(given.tensors)
         chosen = given or make_plan(
@@ -110,7 +112,7 @@ def convert(
         while True:
             executor = Executor(source, importance)
             try:
-                with GGUFOutput(path, chosen, force, shard) as output:
+                with GGUFOutput(path, chosen, force, shard, inputs) as output:
                     made = _written(executor, output, given is None, threads, progress)
                     results = list(made)
                     files = output.finish()
@@ -207,6 +209,14 @@ def opened(
     if template is not None and pre is not None:
         raise BridgeError("--pre and --template: the tokenizer is the template's; give one of the two")
     return open_checkpoint(resolve(checkpoint, config), config, needs_config=template is None)
+
+
+def _inputs(ckpt: Checkpoint, others: Sequence[str | Path | None]) -> list[Path]:
+    """The files that a conversion reads: whatever --force may replace, these must stay."""
+    files = [*ckpt.files, *ckpt.home.glob("*.json")]
+    for path in (Path(other) for other in others if other is not None):
+        files += shards(path) if path.suffix == ".gguf" else [path]
+    return files
 
 
 def default_name(checkpoint: str, recipe: Recipe) -> str:

@@ -6,6 +6,7 @@ import glob
 import json
 import os
 import stat
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +73,25 @@ def read_json(file: Path, optional: bool = False) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise BridgeError(f"{file}: not a JSON object but a {type(content).__name__}; download it again")
     return content
+
+
+def check_target(path: Path, force: bool, inputs: Iterable[Path] = ()) -> None:
+    """BridgeError unless a file of that name can be made (or, with `force`, replaced).
+
+    inputs  what is read to make it, which is never replaced
+    """
+    if path.is_dir():
+        raise BridgeError(f"{path}: is a folder; give the name of the file to write")
+    if not path.parent.is_dir():
+        raise BridgeError(f"{path.parent}: no such folder; make it or give another output")
+    if os.path.lexists(path) and not force:
+        raise BridgeError(f"{path}: exists; --force replaces it")
+    if not path.exists():
+        return
+    if not path.is_file():
+        raise BridgeError(f"{path}: is no file but a device or a pipe, which is not replaced; give another name")
+    if any(file.exists() and path.samefile(file) for file in inputs):
+        raise BridgeError(f"{path}: is read to make the new file, and so is not replaced; give another name")
 
 
 def write_text(path: Path, text: str) -> None:

@@ -22,20 +22,11 @@ import numpy as np
 from gguf.gguf_writer import SHARD_NAME_FORMAT
 
 from bridge.errors import BridgeError
+from bridge.files import check_target
 from bridge.held import unfinished
 from bridge.plan import Plan, PlannedTensor
 
 _SYNC_BYTES = 64 << 20  # written between two requests to bring them to disk
-
-
-def check_target(path: Path, force: bool) -> None:
-    """BridgeError unless a file of that name can be made (or, with `force`, replaced)."""
-    if path.is_dir():
-        raise BridgeError(f"{path}: is a folder; give the name of the file to write")
-    if not path.parent.is_dir():
-        raise BridgeError(f"{path.parent}: no such folder; make it or give another output")
-    if path.exists() and not force:
-        raise BridgeError(f"{path}: exists; --force replaces it")
 
 
 def shards_of(plan: Plan) -> list[list[PlannedTensor]]:
@@ -60,12 +51,20 @@ class GGUFOutput:
     plan    its metadata, its tensors with their types, the size of its shards
     force   whether files of that name may be replaced
     shard   (i, n): the i-th of n shards alone, counted from 1; None for all
+    inputs  files that are read meanwhile, and never replaced
     """
 
-    def __init__(self, path: Path, plan: Plan, force: bool = False, shard: tuple[int, int] | None = None) -> None:
+    def __init__(
+        self,
+        path: Path,
+        plan: Plan,
+        force: bool = False,
+        shard: tuple[int, int] | None = None,
+        inputs: Sequence[Path] = (),
+    ) -> None:
         self.path = path
         self._plan = plan
-        self._force = force
+        self._force, self._inputs = force, inputs
         self._shards = shards_of(plan)
         count = len(self._shards)
         if shard is not None and not (shard[1] == count and 1 <= shard[0] <= count):
@@ -79,15 +78,15 @@ class GGUFOutput:
         self._background = ThreadPoolExecutor(max_workers=1, thread_name_prefix="sync")
         self._syncing: Future[None] | None = None
         self._unsynced = 0
-        check_target(path, force)
+        self._check_targets([path])
         self._targets = [path] if count == 1 else [
             path.with_name(SHARD_NAME_FORMAT.format(path.stem, i + 1, count)) for i in self._todo
         ]  # fmt: skip
         if count > 1 and shard is None:
             # a shard of another count beside these would be taken for one of them
             others = path.parent.glob(f"{glob.escape(path.stem)}-[0-9]*-of-[0-9]*.gguf")
-            self._refuse_existing(sorted(others))
-        self._refuse_existing(self._targets)
+            self._check_targets(sorted(others))
+        self._check_targets(self._targets)
         self._temporaries = ExitStack()
         try:
             self._folder = self._temporaries.enter_context(unfinished(path))
@@ -165,7 +164,7 @@ class GGUFOutput:
         """Sync, and rename into place. Returns the files."""
         if self._left or self._todo:
             raise BridgeError(f"{self.path}: not all tensors were written")
-        self._refuse_existing(self._targets)
+        self._check_targets(self._targets)
         for target in self._targets:
             with open(self._folder / target.name, "rb") as file:
                 self._guard(lambda file=file: os.fsync(file.fileno()), target.name)  # type: ignore[misc]
@@ -174,10 +173,9 @@ class GGUFOutput:
         sync_folder(self.path.parent)
         return self._targets
 
-    def _refuse_existing(self, paths: Sequence[Path]) -> None:
+    def _check_targets(self, paths: Sequence[Path]) -> None:
         for path in paths:
-            if path.exists() and not self._force:
-                raise BridgeError(f"{path}: exists; --force replaces it")
+            check_target(path, self._force, self._inputs)
 
     def _guard(self, action: Callable[[], object], what: str) -> None:
         """Run something that writes; a full disk becomes one clear line."""

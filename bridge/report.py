@@ -11,7 +11,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from bridge.files import write_text
+from bridge.errors import BridgeError
+from bridge.files import check_target, write_text
 
 if TYPE_CHECKING:
     from bridge.mapping.carry import Fidelity
@@ -20,6 +21,8 @@ CARRIED = "codes carried"
 REQUANTIZED = "requantized"
 FLOAT = "from float"
 AS_IS = "kept float"
+
+_START = b'{\n "checkpoint": '  # of a report's file
 
 MAX_SHARE = 0.15  # of the checkpoint's own noise: the most that `--type auto` adds, but for Q8_0
 MAX_NMSE = 1e-4  # for tensors that came as floats; Q8_0 is at 3e-5
@@ -106,7 +109,8 @@ class Report:
         return 8 * sum(t.nbytes for t in chosen) / weights if weights else 0.0
 
     def save(self, path: Path) -> None:
-        """Write everything as JSON. Raises BridgeError where that fails."""
+        """Write everything as JSON; an earlier report is replaced. Raises BridgeError where that fails."""
+        check_report(path)
         record = {
             "checkpoint": self.checkpoint,
             "format": self.checkpoint_format,
@@ -153,6 +157,20 @@ class Report:
         lines.append(f"{sizes} in {self.seconds:.1f} s ({rate}/s)")
         lines += [f"{done} {path}" for path in self.outputs]
         return lines
+
+
+def check_report(path: Path) -> None:
+    """BridgeError unless a report of that name can be made; of files that exist only earlier reports are replaced."""
+    check_target(path, force=True)
+    try:
+        with open(path, "rb") as file:
+            start = file.read(len(_START))
+    except FileNotFoundError:
+        return
+    except OSError as problem:
+        raise BridgeError(f"{path}: cannot be read ({problem.strerror}); give the report another name") from None
+    if start not in (b"", _START):
+        raise BridgeError(f"{path}: exists and is no report; give the report another name")
 
 
 def _row(kind: str, members: list[TensorReport]) -> tuple[str, ...]:

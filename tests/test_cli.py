@@ -25,6 +25,7 @@ from safetensors.numpy import save_file
 
 import bridge
 from bridge.cli import main
+from bridge.errors import BridgeError
 from tests.conftest import CHECKPOINT, ROOT, shared
 from tests.support.encode import gptq_tensors, quantize, write_gptq
 from tests.support.encode_formats import mlx_tensors
@@ -93,6 +94,31 @@ def test_exact_is_bit_exact(run, tmp_path):
     assert rows(out)["all that came as codes"] == ["28", "Q4_0", "4.50", "100%", "exact", "0%"]
     assert "--exact" not in out
     run("verify", tmp_path / "out.gguf", CHECKPOINT, "--max-share", "0")
+
+
+def test_force_replaces_nothing_that_the_conversion_reads(auto, tmp_path, capsys):
+    folder = Path(shutil.copytree(CHECKPOINT, tmp_path / "model"))
+    shutil.copyfile(auto, folder / "template.gguf")
+    before = {file: file.read_bytes() for file in folder.iterdir()}
+    for name in ("model.safetensors", "config.json", "tokenizer.json", "template.gguf"):
+        out = folder / name
+        assert main(["convert", str(folder), str(out), "--force", "--template", str(folder / "template.gguf")]) == 2
+        assert f"{out}: is read to make the new file" in capsys.readouterr().err
+    assert {file: file.read_bytes() for file in folder.iterdir()} == before
+
+
+def test_a_report_replaces_reports_alone(auto, tmp_path, capsys):
+    weights = Path(shutil.copyfile(CHECKPOINT / "model.safetensors", tmp_path / "model.safetensors"))
+    for command in ("convert", CHECKPOINT, tmp_path / "out.gguf"), ("verify", auto, CHECKPOINT):
+        assert main([*map(str, command), "--report", str(weights)]) == 2
+        assert "exists and is no report" in capsys.readouterr().err
+    assert weights.read_bytes() == (CHECKPOINT / "model.safetensors").read_bytes()
+    assert not (tmp_path / "out.gguf").exists()
+    report = bridge.verify(auto, CHECKPOINT)
+    for _ in range(2):
+        report.save(tmp_path / "report.json")
+    with pytest.raises(BridgeError, match="is no report"):
+        report.save(auto)
 
 
 def test_the_report_has_every_tensor_and_the_figures_that_verify_finds_in_the_file(run, tmp_path):
@@ -556,7 +582,7 @@ def test_nothing_heavy_is_imported_before_it_is_used(code, heavy):
 
 
 def test_functions_of_the_package_are_functions_whatever_was_imported_before():
-    code = "import bridge.convert, bridge.verify, bridge; assert callable(bridge.convert) and callable(bridge.verify)"
+    code = "import bridge.conversion, bridge.verification, bridge; assert callable(bridge.convert) and callable(bridge.verify)"
     assert python("-c", code).stderr == ""
     assert python("-c", "import bridge; bridge.verify; assert callable(bridge.convert)").stderr == ""
 

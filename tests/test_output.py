@@ -1,6 +1,7 @@
 """Writing a GGUF: types known late, nothing under the final name before it is whole, shards as llama.cpp has them."""
 
 import errno
+import os
 
 import gguf
 import numpy as np
@@ -143,6 +144,48 @@ def test_shards_are_not_written_over_without_force(tmp_path):
         write(tmp_path / "m.gguf", data(np.random.default_rng(0)), split_max_size=3300)
     assert (tmp_path / "m-00001-of-00002.gguf").read_bytes() == b"old"
     assert len(list(tmp_path.iterdir())) == 1
+
+
+@pytest.mark.parametrize("split", [None, 3300])
+def test_a_file_that_is_read_is_not_replaced_even_with_force(tmp_path, split):
+    name = "m-00001-of-00002.gguf" if split else "m.gguf"
+    (tmp_path / "weights").write_bytes(b"weights")
+    (tmp_path / name).symlink_to("weights")
+    with pytest.raises(BridgeError, match=f"{name}: is read to make the new file"):
+        write(
+            tmp_path / "m.gguf",
+            data(np.random.default_rng(0)),
+            force=True,
+            split_max_size=split,
+            inputs=[tmp_path / "weights"],
+        )
+    assert sorted(p.name for p in tmp_path.iterdir()) == [name, "weights"]
+    assert (tmp_path / name).read_bytes() == b"weights"
+
+
+def test_a_link_to_nothing_is_replaced_with_force_alone(tmp_path):
+    path = tmp_path / "m.gguf"
+    path.symlink_to("nowhere")
+    with pytest.raises(BridgeError, match=r"m\.gguf: exists; --force replaces it"):
+        write(path, data(np.random.default_rng(0)))
+    assert path.is_symlink()
+    write(path, data(np.random.default_rng(0)), force=True)
+    assert path.read_bytes()[:4] == b"GGUF"
+    assert not path.is_symlink()
+
+
+@pytest.mark.parametrize("linked", [False, True])
+def test_what_is_no_regular_file_is_never_replaced(tmp_path, linked):
+    path = tmp_path / "m.gguf"
+    if linked:
+        path.symlink_to(os.devnull)
+    else:
+        os.mkfifo(path)
+    before = path.lstat().st_ino
+    with pytest.raises(BridgeError, match="is no file but a device or a pipe"):
+        write(path, data(np.random.default_rng(0)), force=True)
+    assert path.lstat().st_ino == before
+    assert [p.name for p in tmp_path.iterdir()] == ["m.gguf"]
 
 
 def test_a_model_smaller_than_a_shard_is_one_file(tmp_path):
