@@ -56,8 +56,8 @@ def _describe_checkpoint(ckpt: Checkpoint, template: str | Path | None) -> list[
         plan = make_plan(ckpt, Recipe(), template=template)
         table, notes = _table(ckpt, plan)
     except BridgeError as problem:
-        return [*lines, *(f"note: {note}" for note in ckpt.notes), f"convert would stop: {problem}"]
-    contrary = fold_notes([*_claims(ckpt, scattered), *notes])
+        return [*lines, *(f"note: {note}" for note in fold_notes(ckpt.notes)), f"convert would stop: {problem}"]
+    contrary = fold_notes([*_claims(ckpt, spec, scattered), *notes])
     lines += [f"they differ     {note}" for note in contrary]
     if ckpt.modules and ckpt.quant.labelled and not contrary:
         lines.append("they agree      in all that was looked at")
@@ -92,15 +92,21 @@ def _counted(words: Iterable[str]) -> str:
     return ", ".join(word if len(found) == 1 else f"{word} ({count})" for word, count in sorted(found.items()))
 
 
-def _claims(ckpt: Checkpoint, scattered: int) -> list[str]:
-    """Where the label is wrong about act-order; the readers' notes have everything else."""
-    if not ckpt.quant.labelled:
+def _claims(ckpt: Checkpoint, spec: ModelSpec, scattered: int) -> list[str]:
+    """Where the label is wrong about act-order, or about what is quantized; the readers' notes have everything else."""
+    if not ckpt.quant.labelled or ckpt.reader is None:
         return []
+    wrong = []
     if ckpt.quant.desc_act and not scattered:
-        return ["the label says act-order, but all groups are consecutive"]
+        wrong.append("the label says act-order, but all groups are consecutive")
     if scattered and not ckpt.quant.desc_act:
-        return [f"the label says no act-order, but {scattered} modules have it"]
-    return []
+        wrong.append(f"the label says no act-order, but {scattered} modules have it")
+    linears = (str(leaf.source) for tensor in spec.tensors if tensor.quantizable for leaf in tensor.leaves)
+    for name in linears:
+        module = name.removesuffix(".weight")
+        if name in ckpt.tensors and name not in ckpt.reader.floats and ckpt.reader.claimed(module):
+            wrong.append(f"{module}: the label says that it is quantized, but it is stored as {ckpt.stored_as(name)}")
+    return wrong
 
 
 def _table(ckpt: Checkpoint, plan: Plan) -> tuple[list[str], list[str]]:

@@ -188,6 +188,16 @@ def test_layers_that_stayed_floats_and_biases_are_floats(tmp_path):
         assert np.array_equal(checkpoint.read_module(NAME).bias, np.arange(72))
 
 
+def test_a_linear_that_the_config_does_not_list_as_ignored_is_claimed_to_be_quantized(tmp_path):
+    tensors = packed_tensors(NAME, quantize(weights(), 4, 64, sym=True), 4, None) | {"lm_head.weight": weights()}
+    for ignore in (["lm_head"], ["re:lm_.*"], []):
+        said = config(scheme(group_size=64), ignore=ignore)
+        with open_checkpoint(write_folder(tmp_path, tensors, said)) as checkpoint:
+            assert checkpoint.reader is not None
+            assert checkpoint.reader.claimed("lm_head") == (not ignore)
+            assert not checkpoint.reader.claimed("model.embed_tokens")
+
+
 def test_scales_of_activations_and_of_the_cache_are_left_out_and_said_once(tmp_path):
     q = quantize(weights(), 8, -1, sym=True)
     tensors = int_tensors(NAME, q, 8)

@@ -26,6 +26,7 @@ def test_weights_are_those_that_hqq_computes(folder):
     sizes = ("32", "64", "None") if folder.name == "pt" else ("32", "64")  # None, a row: only a .pt can say so
     with open_checkpoint(folder) as checkpoint:
         assert checkpoint.format == "hqq"
+        assert not [note for note in checkpoint.notes if "integers" in note]
         assert set(checkpoint.modules) == {name for name in expected if name.endswith(sizes)}
         assert set(checkpoint.tensors) == {"norm.weight", *(f"bits4.group{size}.bias" for size in sizes)}
         for name in checkpoint.modules:

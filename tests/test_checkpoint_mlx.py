@@ -79,6 +79,8 @@ def test_settings_of_single_modules_count_before_the_defaults(tmp_path):
             "a": (4, 64), "b": (8, 32), "c": (2, 128), "e": (3, 64), "f": (4, 32)
         }  # fmt: skip
         assert set(checkpoint.tensors) == {"d.weight"}
+        assert checkpoint.reader is not None
+        assert {name for name in "abcdefg" if checkpoint.reader.claimed(name)} == set("bcef")
 
 
 def test_auto_rounds_export_is_read_too(tmp_path):

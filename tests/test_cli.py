@@ -277,7 +277,7 @@ def test_a_head_unlike_the_embeddings_is_kept_though_the_config_ties_them(run, t
 def tied_to(
     folder: Path, change: Callable[[dict[str, np.ndarray]], dict[str, np.ndarray]], **quantization: Any
 ) -> Path:
-    """The checkpoint, whose config ties the head to the embeddings, with its tensors changed."""
+    """The checkpoint, whose config ties the head to the embeddings, with its tensors changed; another config's."""
     shutil.copytree(CHECKPOINT, folder)
     with bridge.open_checkpoint(CHECKPOINT) as checkpoint:
         store = checkpoint.store
@@ -477,6 +477,29 @@ def test_inspect_tells_what_convert_would_do(run, auto):
             assert f" {found} " in lines[kind]
             assert "4 bits, groups of 128" in lines[kind]
     assert lines["token_embd"].split()[-1] == "Q8_0"
+
+
+@pytest.mark.parametrize(
+    ("label", "differs"),
+    [
+        ({"lm_head": True}, True),
+        ({"lm_head": False}, False),
+        ({"dynamic": {"+:lm_head": {"bits": 4}}}, True),
+        ({"dynamic": {"-:lm_head": {}}}, False),
+        ({"dynamic": {"lm_head": {"bits": 16}}}, False),
+        ({"quant_method": "auto-round", "extra_config": {"lm_head": {"bits": 8}}}, True),
+    ],
+)
+def test_inspect_sees_that_a_head_which_the_label_says_is_quantized_is_not(label, differs, run, tmp_path):
+    def with_head(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+        return tensors | {"lm_head.weight": 2 * tensors["model.embed_tokens.weight"]}
+
+    folder = tied_to(tmp_path / "model", with_head)
+    config = folder / "quantize_config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | label))
+    out = run("inspect", folder)
+    line = "they differ     lm_head: the label says that it is quantized, but it is stored as F32"
+    assert (line in out.splitlines(), "they agree" in out) == (differs, not differs)
 
 
 def test_inspect_describes_a_gguf(run, auto):

@@ -63,13 +63,15 @@ class Checkpoint:
         self.nbytes = sum(info.nbytes for info in store.tensors.values())
         self.tensors: dict[str, TensorInfo] = {}
         owned = self._reader.owned() if self._reader else set()
-        left_out = set()
+        left_out, unknown = set(), []
         for name, info in store.tensors.items():
             part = name.rpartition(".")[2]
             if self._reader and part in ACTIVATIONS:
                 left_out.add(part)
-            elif info.floating and name not in owned:
+            elif name not in owned and info.floating:
                 self.tensors[name] = info
+            elif name not in owned and not (self._reader and part in self._reader.settings):
+                unknown.append(name)
             codes = part in _CODES or (part == "weight" and not info.floating)
             if (codes and not self.modules) or (info.dtype in FLOAT8 and name not in self._floats):
                 raise self._unlabelled(info)
@@ -83,6 +85,7 @@ class Checkpoint:
         if left_out:
             parts = ", ".join(sorted(left_out))
             self.notes.append(f"scales of activations and of the key-value cache are not needed: {parts} left out")
+        self.notes += [f"{name}: is of integers that nothing here knows; left out" for name in unknown]
 
     def _unlabelled(self, info: TensorInfo) -> BridgeError:
         if self._reader:

@@ -62,10 +62,17 @@ class CompressedReader(Reader):
         self._blocks: dict[str, tuple[int, int]] = {}
         super().__init__(store, quant)
         if any(s.activations for s in self._schemes):
-            self.notes.append("activations were to be quantized too; llama.cpp does as its kernels do")
+            self.notes.append(
+                "activations were to be quantized too; a GGUF holds weights alone, and llama.cpp rounds activations "
+                "to 8 bits by itself"
+            )
 
     def expected(self) -> bool:
         return bool(self._schemes)
+
+    def claimed(self, module: str) -> bool:
+        named = any(matches(module, scheme.targets) for scheme in self._schemes)
+        return named and not matches(module, self._ignored)  # which must list every linear that is not
 
     def needs(self, tensors: dict[str, TensorInfo]) -> tuple[str, ...]:
         return ("weight_scale", "weight") if "weight" in tensors else ("weight_scale", "weight_packed", "weight_shape")

@@ -91,6 +91,14 @@ class QuantConfig:
                 return self._with(change)
         return self
 
+    def names(self, module: str) -> bool:
+        """Whether the label says of this very module that it is quantized, by a rule or by an entry of its name.
+
+        The entries are mlx-lm's, and "lm_head": true of GPTQ.
+        """
+        own = self.for_module(module)
+        return own is not None and (own is not self or bool(self.raw.get(module)))
+
     @property
     def extra(self) -> dict[str, Any]:
         """auto-round's settings of single modules: by name, else by the first regex found in the name."""

@@ -54,6 +54,10 @@ class HqqReader(Reader):
         *(f"meta_{what}.{part}" for what in ("scale", "zero") for part in ("scale", "zero", "shape", "packing")),
     )  # fmt: skip
     required: ClassVar = ("W_q", "shape")
+    settings: ClassVar = frozenset({
+        "channel_wise", "compute_dtype", "encoded_state_dict", "offload_meta", "optimize", "quant_scale", "quant_zero",
+        "round_zero", "stores_quant_config", "unpack_view_dtype",
+    })  # fmt: skip
     plain: ClassVar = frozenset({"bias"})
 
     @classmethod

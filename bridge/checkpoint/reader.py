@@ -59,6 +59,7 @@ class Reader:
 
     parts: ClassVar[tuple[str, ...]] = ()  # last names of the tensors that belong to a module
     required: ClassVar[tuple[str, ...]] = ()
+    settings: ClassVar[frozenset[str]] = frozenset()  # tensors of integers that modules have and nobody needs
     plain: ClassVar[frozenset[str]] = frozenset({"bias", "scales"})  # what other layers have too (AWQ: act.scales)
 
     def __init__(self, store: Store, quant: QuantConfig) -> None:
@@ -121,6 +122,10 @@ class Reader:
     def expected(self) -> bool:
         """Whether the config says that there are quantized modules at all."""
         return True
+
+    def claimed(self, module: str) -> bool:
+        """Whether the label says of a module that it is quantized; what holds for all linears alike is not counted."""
+        return self.quant.names(module)
 
     def is_plain(self, tensors: dict[str, TensorInfo]) -> bool:
         """Whether these are the parts of a layer that is not quantized."""
