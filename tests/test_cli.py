@@ -605,7 +605,7 @@ def test_nothing_heavy_is_imported_before_it_is_used(code, heavy):
 
 
 def test_functions_of_the_package_are_functions_whatever_was_imported_before():
-    code = "import bridge.conversion, bridge.verification, bridge; assert callable(bridge.convert) and callable(bridge.verify)"
+    code = "import bridge.conversion, bridge.verification; assert callable(bridge.convert) and callable(bridge.verify)"
     assert python("-c", code).stderr == ""
     assert python("-c", "import bridge; bridge.verify; assert callable(bridge.convert)").stderr == ""
 
