@@ -162,8 +162,10 @@ class GGUFOutput:
 
     def finish(self) -> list[Path]:
         """Sync, and rename into place. Returns the files."""
-        if self._left or self._todo:
-            raise BridgeError(f"{self.path}: not all tensors were written")
+        missing = [*self._left, *(t for i in self._todo for t in self._shards[i])]
+        if missing:
+            count = f"{len(missing)} of {len(self.tensors)} tensors is missing, {missing[0].name} first"
+            raise BridgeError(f"{self.path}: {count}; this is a defect of the program, please report it")
         self._check_targets(self._targets)
         for target in self._targets:
             with open(self._folder / target.name, "rb") as file:

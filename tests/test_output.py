@@ -1,4 +1,4 @@
-"""Writing a GGUF: types known late, nothing under the final name before it is whole, shards as llama.cpp has them."""
+"""Writing a GGUF: a head that is written once, nothing under the final name before it is whole, shards as llama.cpp has them."""
 
 import errno
 import os
@@ -11,13 +11,17 @@ from gguf import GGMLQuantizationType as Type
 from bridge import output
 from bridge.errors import BridgeError
 from bridge.output import GGUFOutput
+from bridge.plan import Plan, PlannedTensor
 
-TENSORS = [("a.weight", (4, 256)), ("b.weight", (8, 256)), ("norm.weight", (256,))]
+TENSORS = [("a.weight", (4, 256), Type.Q4_K), ("b.weight", (8, 256), Type.Q8_0), ("norm.weight", (256,), Type.F32)]
 
 
-def add_metadata(writer):
+def plan(split_max_size=None):
+    writer = gguf.GGUFWriter(None, "llama")
     writer.add_name("test")
     writer.add_array("tokenizer.ggml.tokens", [f"token{i}" for i in range(100)])
+    tensors = [PlannedTensor(name, shape, type=type_.name) for name, shape, type_ in TENSORS]
+    return Plan(writer.kv_data[0], tensors, split_max_size=split_max_size)
 
 
 def data(rng):
@@ -28,11 +32,12 @@ def data(rng):
     }
 
 
-def write(path, payload, **options):
-    with GGUFOutput(path, "llama", add_metadata, TENSORS, **options) as output:
-        for name, (qtype, array) in payload.items():
-            output.write(name, qtype, array)
-        return output.finish(15)
+def write(path, payload, split_max_size=None, **options):
+    with GGUFOutput(path, plan(split_max_size), **options) as output:
+        for tensor in output.tensors:
+            if tensor.name in payload:
+                output.write(payload[tensor.name][1])
+        return output.finish()
 
 
 def read_all(files):
@@ -42,13 +47,12 @@ def read_all(files):
     return tensors
 
 
-def test_types_that_are_known_only_while_writing_end_up_in_the_header(tmp_path):
+def test_a_file_holds_the_plans_keys_and_tensors(tmp_path):
     payload = data(np.random.default_rng(0))
     files = write(tmp_path / "m.gguf", payload)
     assert files == [tmp_path / "m.gguf"]
     reader = gguf.GGUFReader(files[0])
-    assert reader.fields["general.file_type"].contents() == 15
-    assert reader.fields["general.quantization_version"].contents() == gguf.GGML_QUANT_VERSION
+    assert reader.fields["general.name"].contents() == "test"
     assert len(reader.fields["tokenizer.ggml.tokens"].contents()) == 100
     for tensor in reader.tensors:
         qtype, array = payload[tensor.name]
@@ -76,8 +80,8 @@ def test_a_failure_half_way_leaves_the_old_file_and_nothing_else(tmp_path, split
     payload = data(np.random.default_rng(0))
 
     def fail():
-        with GGUFOutput(path, "llama", add_metadata, TENSORS, force=True, split_max_size=split) as output:
-            output.write("a.weight", *payload["a.weight"])
+        with GGUFOutput(path, plan(split), force=True) as output:
+            output.write(payload["a.weight"][1])
             raise failure
 
     with pytest.raises(failure):
@@ -92,12 +96,12 @@ def test_a_write_that_fails_names_the_file_and_the_tensor(tmp_path):
             raise OSError(28, "No space left on device")
 
     path = tmp_path / "m.gguf"
-    qtype, array = data(np.random.default_rng(0))["a.weight"]
+    _, array = data(np.random.default_rng(0))["a.weight"]
     with (
         pytest.raises(BridgeError, match=r"m\.gguf: writing a\.weight failed \(No space left"),
-        GGUFOutput(path, "llama", add_metadata, TENSORS) as output,
+        GGUFOutput(path, plan()) as output,
     ):
-        output.write("a.weight", qtype, array.view(FullDisk))
+        output.write(array.view(FullDisk))
     assert not list(tmp_path.iterdir())
 
 
@@ -118,7 +122,7 @@ def test_what_the_disk_refuses_behind_our_back_is_an_error_and_leaves_nothing(tm
 def test_a_missing_tensor_is_noticed_before_the_file_appears(tmp_path):
     payload = data(np.random.default_rng(0))
     del payload["norm.weight"]
-    with pytest.raises(BridgeError, match="2 of 3 tensors"):
+    with pytest.raises(BridgeError, match="1 of 3 tensors is missing, norm.weight first"):
         write(tmp_path / "m.gguf", payload)
     assert not list(tmp_path.iterdir())
 
@@ -195,6 +199,6 @@ def test_a_model_smaller_than_a_shard_is_one_file(tmp_path):
 
 def test_an_output_that_cannot_be_made_is_refused_at_once(tmp_path):
     with pytest.raises(BridgeError, match="no such folder"):
-        GGUFOutput(tmp_path / "none" / "m.gguf", "llama", add_metadata, TENSORS)
+        GGUFOutput(tmp_path / "none" / "m.gguf", plan())
     with pytest.raises(BridgeError, match="is a folder"):
-        GGUFOutput(tmp_path, "llama", add_metadata, TENSORS)
+        GGUFOutput(tmp_path, plan())
