@@ -306,9 +306,9 @@ def copy_with_config(source: Path, target: Path, **changes: Any) -> Path:
 @pytest.mark.parametrize(
     ("kind", "changes", "message"),
     [
-        ("qwen3moe", {"mlp_only_layers": [1]}, r"mlp_only_layers is \[1\]: some layers have no experts"),
-        ("qwen2moe", {"decoder_sparse_step": 2}, r"decoder_sparse_step is 2: some layers have no experts"),
-        ("qwen3moe", {"norm_topk_prob": False}, r"norm_topk_prob is not true"),
+        ("qwen3moe", {"mlp_only_layers": [1]}, r"mlp_only_layers is \[1\]; some layers have no experts"),
+        ("qwen2moe", {"decoder_sparse_step": 2}, r"decoder_sparse_step is 2; some layers have no experts"),
+        ("qwen3moe", {"norm_topk_prob": False}, r"norm_topk_prob is False; llama.cpp normalizes"),
         ("qwen2moe", {"norm_topk_prob": True}, r"norm_topk_prob is True; llama.cpp does not normalize"),
         ("qwen2moe", {"num_experts_per_tok": 9}, r"num_experts_per_tok is 9, of 4 experts"),
         ("mixtral", {"num_local_experts": 9}, r"block_sparse_moe.experts.8.w1.weight is missing"),
