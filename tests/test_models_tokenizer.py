@@ -440,7 +440,7 @@ def test_a_tokenizer_model_with_a_malformed_piece_is_refused(tmp_path: Path, pie
     sound = protobuf((1, protobuf((1, b"a"), (2, -1.0), (3, 1)))), protobuf((2, protobuf((3, 2))))
     file = tmp_path / "tokenizer.model"
     file.write_bytes(sound[0] + sound[1])
-    assert vocab_gguf(tmp_path, 64)[0].tokenizer.tokens[0] == "a"
+    assert vocabulary(vocab_gguf(tmp_path, 64)[0])["tokens"][0] == "a"
     file.write_bytes(sound[0] + protobuf((1, protobuf(*piece))) + sound[1])
     refused(tmp_path, "tokenizer.model: not a SentencePiece model; take the tokenizer.json")
 
@@ -458,7 +458,7 @@ def test_a_byte_token_has_nothing_behind_it(sentencepiece_model: Path, tmp_path:
     data = spm_tokenizer_json(sentencepiece_model, "metaspace")
     data["model"]["vocab"] |= {"<0x41>\n": 1000, "<0x4>": 1001}
     save(tmp_path, data)
-    types = vocab_gguf(tmp_path, 1002)[0].tokenizer.types
+    types = vocabulary(vocab_gguf(tmp_path, 1002)[0])["token_type"]
     assert types[1000:] == [TokenType.NORMAL, TokenType.NORMAL]
     assert types.count(TokenType.BYTE) == 256
 
