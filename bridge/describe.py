@@ -20,7 +20,7 @@ from bridge.checkpoint.store import WEIGHTS
 from bridge.conversion import opened
 from bridge.errors import BridgeError
 from bridge.output import shards_of
-from bridge.plan import FROM_TEMPLATE, Plan, PlannedTensor, number
+from bridge.plan import AS_IT_IS, FROM_TEMPLATE, Plan, PlannedTensor, number
 from bridge.planning import make_plan
 from bridge.recipe import Recipe
 from bridge.report import align, fold_notes, size_text
@@ -57,7 +57,7 @@ def _describe_checkpoint(ckpt: Checkpoint, template: str | Path | None) -> list[
         table, notes = _table(ckpt, plan)
     except BridgeError as problem:
         return [*lines, *(f"note: {note}" for note in fold_notes(ckpt.notes)), f"convert would stop: {problem}"]
-    contrary = fold_notes([*_claims(ckpt, spec, scattered), *notes])
+    contrary = fold_notes([*_claims(ckpt, plan, scattered), *notes])
     lines += [f"they differ     {note}" for note in contrary]
     if ckpt.modules and ckpt.quant.labelled and not contrary:
         lines.append("they agree      in all that was looked at")
@@ -92,7 +92,7 @@ def _counted(words: Iterable[str]) -> str:
     return ", ".join(word if len(found) == 1 else f"{word} ({count})" for word, count in sorted(found.items()))
 
 
-def _claims(ckpt: Checkpoint, spec: ModelSpec, scattered: int) -> list[str]:
+def _claims(ckpt: Checkpoint, plan: Plan, scattered: int) -> list[str]:
     """Where the label is wrong about act-order, or about what is quantized; the readers' notes have everything else."""
     if not ckpt.quant.labelled or ckpt.reader is None:
         return []
@@ -101,11 +101,11 @@ def _claims(ckpt: Checkpoint, spec: ModelSpec, scattered: int) -> list[str]:
         wrong.append("the label says act-order, but all groups are consecutive")
     if scattered and not ckpt.quant.desc_act:
         wrong.append(f"the label says no act-order, but {scattered} modules have it")
-    linears = (str(leaf.source) for tensor in spec.tensors if tensor.quantizable for leaf in tensor.leaves)
-    for name in linears:
-        module = name.removesuffix(".weight")
-        if name in ckpt.tensors and name not in ckpt.reader.floats and ckpt.reader.claimed(module):
-            wrong.append(f"{module}: the label says that it is quantized, but it is stored as {ckpt.stored_as(name)}")
+    for part in (part for tensor in plan.tensors if tensor.reason != AS_IT_IS for part in tensor.parts):
+        floats = part.source in ckpt.tensors and part.source not in ckpt.reader.floats
+        if floats and ckpt.reader.claimed(part.module):
+            stored = ckpt.stored_as(part.source)
+            wrong.append(f"{part.module}: the label says that it is quantized, but it is stored as {stored}")
     return wrong
 
 
