@@ -151,6 +151,12 @@ def test_the_metadata_tells_counts_and_widths(checkpoint, tmp_path):
             assert shared_gate.shape.tolist() == [256]
 
 
+def test_the_size_of_a_mixture_is_told_as_experts_times_what_a_token_of_one_expert_sees(model, tmp_path):
+    """As llama.cpp's converter has it: 562,432 weights outside of the experts, 393,216 in one of each layer."""
+    bridge.convert(model("mixtral"), tmp_path / "m.gguf")
+    assert gguf.GGUFReader(tmp_path / "m.gguf").fields["general.size_label"].contents() == "8x956K"
+
+
 @pytest.mark.parametrize("kind", MODELS)
 def test_fused_experts_make_the_same_file_as_separate_ones(kind, model, tmp_path):
     for original in (True, False):

@@ -58,10 +58,11 @@ def describe_model(
     outline = fill_table(family, args, names)
     generation = read_json(folder / "generation_config.json", optional=True)
     tokenizer = read_tokenizer(values, folder, generation, pre)
-    weights = sum(int(np.prod(tensor.shape)) for tensor in outline.tensors if tensor.parts)
-    provenance, notes = read_provenance(values, folder, weights)
-
     writer = gguf.GGUFWriter(None, family.arch)
+    for tensor in outline.tensors:  # to be counted
+        writer.add_tensor_info(tensor.name, tensor.shape, np.dtype(np.float32), 0)
+    provenance, notes = read_provenance(values, folder, writer.get_total_parameter_count())
+
     writer.add_type(gguf.GGUFType.MODEL)
     provenance.set_gguf_meta_model(writer)
     args.add_metadata(writer)

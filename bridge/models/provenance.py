@@ -19,13 +19,15 @@ _REPOSITORY = re.compile(r"[\w.-]+/[\w.-]+$")
 _CACHE = re.compile(r"models--([\w.-]+?)--([\w.-]+)$")  # huggingface_hub's folder of a repository
 
 
-def read_provenance(config: Config, folder: Path, n_parameters: int) -> tuple[gguf.Metadata, list[str]]:
-    """gguf's metadata of a checkpoint, and notes."""
+def read_provenance(
+    config: Config, folder: Path, parameters: tuple[int, int, int, int]
+) -> tuple[gguf.Metadata, list[str]]:
+    """gguf's metadata of a checkpoint, and notes; `parameters`: its writer's count of them."""
     notes: list[str] = []
     log = logging.getLogger("metadata")  # gguf's; it tells of every guess
     level, log.level = log.level, logging.ERROR
     try:
-        metadata = gguf.Metadata.load(model_path=folder, total_params=n_parameters)
+        metadata = gguf.Metadata.load(model_path=folder, total_params=parameters[0])
     except Exception as error:  # a model card is written by hand and may hold anything
         notes.append(f"README.md is left out of the metadata: {str(error).splitlines()[0]}")
         metadata = gguf.Metadata()
@@ -39,7 +41,7 @@ def read_provenance(config: Config, folder: Path, n_parameters: int) -> tuple[gg
     metadata.name = metadata.name or folder.resolve().name
     metadata.basename = metadata.basename or (repository or folder.resolve().name).rpartition("/")[2]
     if metadata.size_label is None:
-        metadata.size_label = gguf.size_label(n_parameters, 0, 0, 0)
+        metadata.size_label = gguf.size_label(*parameters)
     for key, value in vars(metadata).items():
         if isinstance(value, str):
             setattr(metadata, key, value.encode("utf-8", "replace").decode())  # a folder's name need not be UTF-8
