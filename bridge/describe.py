@@ -6,15 +6,13 @@ A checkpoint's label is set beside what its tensors say; what becomes of them is
 from __future__ import annotations
 
 import math
-from collections import Counter
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import gguf
 import numpy as np
 
-from bridge.checkpoint import Checkpoint
+from bridge.checkpoint import Checkpoint, counted
 from bridge.checkpoint.fp8 import FLOAT8
 from bridge.checkpoint.store import WEIGHTS
 from bridge.conversion import opened
@@ -70,26 +68,15 @@ def _describe_checkpoint(ckpt: Checkpoint, template: str | Path | None) -> list[
 def _data_says(ckpt: Checkpoint, scattered: int) -> str:
     floats = f"{len(ckpt.tensors)} float tensors"
     if small := [ckpt.stored_as(name) for name, info in ckpt.tensors.items() if info.dtype in FLOAT8]:
-        floats += f", {len(small)} of 8-bit floats ({_counted(small)})"
+        floats += f", {len(small)} of 8-bit floats ({counted(small)})"
     if not ckpt.modules:
         return f"no quantized module, {floats}"
-    modules = ckpt.modules.values()
-    rows = sum(m.group_size >= m.shape[1] for m in modules)
-    sizes = _counted(f"groups of {m.group_size}" for m in modules if m.group_size < m.shape[1])
     return ", ".join([
-        f"{len(modules)} quantized modules",
-        _counted(f"{m.bits} bits" for m in modules),
-        *([sizes] if sizes else []),
-        *([f"one group a row ({rows})" if sizes else "one group a row"] if rows else []),
+        f"{len(ckpt.modules)} quantized modules",
+        ckpt.settings(),
         f"act-order in {scattered}" if scattered else "no act-order",
         floats,
     ])  # fmt: skip
-
-
-def _counted(words: Iterable[str]) -> str:
-    """What there is; with counts where there are several."""
-    found = Counter(words)
-    return ", ".join(word if len(found) == 1 else f"{word} ({count})" for word, count in sorted(found.items()))
 
 
 def _claims(ckpt: Checkpoint, plan: Plan, scattered: int) -> list[str]:

@@ -69,18 +69,57 @@ def test_an_unknown_method_is_named_beside_the_known(tmp_path, method):
         ({**GPTQ, "checkpoint_format": "gptq_v9"}, "gptq_v9"),
         ({**GPTQ, "bits": "four"}, "bits is 'four'"),
         ({**GPTQ, "rotation": "hadamard"}, "hadamard"),
-        ({**GPTQ, "dynamic": {"+:(": {"bits": 8}}}, "bad pattern '+:('"),
+        ({**GPTQ, "bits": 4.5}, "bits is 4.5"),
+        ({**GPTQ, "dynamic": {"+:(": 8}}, "dynamic '+:(' is 8, not a table"),
         ({**AWQ, "version": "marlin"}, "has qzeros"),
         ({**AWQ, "version": "gemm9"}, "gemm9"),
         ({**GPTQ, "quant_method": "auto-round", "packing_format": "auto_round:fp8"}, "auto_round:fp8"),
         ({**GPTQ, "quant_method": "auto-round", "data_type": "mx_fp"}, "data_type 'mx_fp'"),
         ({**GPTQ, "quant_method": "auto-round", "rotation_config": {"hadamard": 64}}, "hadamard"),
-        ({**GPTQ, "quant_method": "auto-round", "extra_config": {"(": {"bits": 8}}}, "bad pattern '('"),
         ({**GPTQ, "quant_method": "auto-round", "extra_config": {"lm_head": 8}}, "not a table"),
     ],
 )
 def test_layouts_and_settings_that_cannot_be_read(tmp_path, quant, said):
     assert said in refusal(write_folder(tmp_path, tensors(), quant))
+
+
+@pytest.mark.parametrize(
+    ("hints", "noted"),
+    [
+        ({"bits": "4"}, None),
+        ({"bits": 4.0, "group_size": "64"}, None),
+        ({"rotation": "none"}, None),
+        ({"rotation": "None", "rotation_config": None}, None),
+        ({"dynamic": {"+:.*up_proj": {"bits": "4", "group_size": 64.0}}}, None),
+        ({"dynamic": {r"-:(?|a|b)\.up": {}}}, "dynamic has the pattern"),
+        ({"dynamic": {r"+:.*\.\p{L}+": {"bits": 8}}}, "dynamic has the pattern"),
+        ({"dynamic": {"+:a{99999999999}": {"bits": 8}}}, "dynamic has the pattern"),
+        (
+            {"quant_method": "auto-round", "extra_config": {"*.gate": {"bits": 16}}},
+            "extra_config has the pattern '*.gate'",
+        ),
+        ({"quant_method": "auto-round", "extra_config": {"up_proj": {"bits": "4"}}}, None),
+    ],
+)
+def test_hints_do_not_matter_where_the_tensors_are_clear(tmp_path, hints, noted):
+    packing = {"packing_format": "auto_round:auto_gptq"} if "quant_method" in hints else {}
+    with open_checkpoint(write_folder(tmp_path, tensors(), {**GPTQ, **packing, **hints})) as checkpoint:
+        tensor = checkpoint.read_module(NAME)
+        assert (tensor.bits, tensor.group_size, tensor.notes) == (4, 64, ())
+        assert len(checkpoint.notes) == (noted is not None)
+        assert noted is None or noted in checkpoint.notes[0]
+        assert noted is None or "it is passed over" in checkpoint.notes[0]
+
+
+def test_a_tied_head_that_an_index_lists_and_no_file_has_is_not_missed(tmp_path):
+    write_folder(tmp_path, tensors(), GPTQ, shards=2)
+    index = tmp_path / "model.safetensors.index.json"
+    content = json.loads(index.read_text())
+    content["weight_map"]["lm_head.weight"] = "model-00001-of-00002.safetensors"
+    index.write_text(json.dumps(content))
+    with open_checkpoint(tmp_path) as checkpoint:
+        assert checkpoint.notes == ["lm_head.weight is in model.safetensors.index.json and in no file"]
+        assert checkpoint.read_module(NAME).bits == 4
 
 
 def test_marlin_words_under_an_innocent_label(tmp_path):

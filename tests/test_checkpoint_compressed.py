@@ -231,6 +231,13 @@ def test_rotations_that_are_folded_into_the_weights_are_nothing_to_undo(tmp_path
     assert_same(read(tmp_path, packed_tensors(NAME, q, 4, None), config(scheme(4), transform_config=folded)), q)
 
 
+def test_numbers_may_be_written_as_texts_or_floats(tmp_path):
+    q = quantize(weights(), 4, 64, sym=True)
+    folder = write_folder(tmp_path, packed_tensors(NAME, q, 4, None), config(scheme("4", "group", 64.0)))
+    with open_checkpoint(folder) as checkpoint:
+        assert np.array_equal(checkpoint.read_module(NAME).dequantize(), q.dequantize())
+
+
 def test_a_config_that_quantizes_the_cache_alone_leaves_floats(tmp_path):
     tensors = {f"{NAME}.weight": weights(), "model.layers.0.self_attn.k_scale": np.ones(1, np.float32)}
     said = config(form="dense", kv_cache_scheme={"num_bits": 8, "type": "float"})
@@ -319,7 +326,7 @@ def test_a_g_idx_out_of_range_or_too_short(tmp_path, change, said):
     [
         (config(scheme(4, "token")), "strategy 'token' is not known"),
         (config(scheme(4, "group", None)), "group_size None"),
-        (config(scheme(4, "group", "128")), "group_size '128'"),
+        (config(scheme(4, "group", "many")), "group_size 'many'"),
         (config(scheme(4, "block", None)), "block_structure None is not [rows, columns]"),
         (config(scheme(1)), "num_bits 1 of type 'int' is not supported"),
         (config(scheme(16)), "num_bits 16"),

@@ -150,6 +150,12 @@ def test_codes_beyond_their_bits_are_damage(tmp_path):
     assert "has the code 32, beyond nbits 5" in refusal(write_folder(tmp_path, stored, hqq_config(5)))
 
 
+@pytest.mark.parametrize(("bits", "size", "groups"), [(3, 64, "groups of 64"), (4, 32, "groups of 32")])
+def test_where_no_config_speaks_of_it_the_tensors_settings_are_told(tmp_path, bits, size, groups):
+    with open_checkpoint(write_folder(tmp_path, tensors(bits, size)[0], None)) as checkpoint:
+        assert checkpoint.notes == [f"no config speaks of quantization; the tensors do: HQQ, {bits} bits, {groups}"]
+
+
 def test_tables_within_tables_are_read_as_hqq_once_wrote_them(tmp_path):
     torch = pytest.importorskip("torch")
     stored, values = tensors()

@@ -83,6 +83,13 @@ def test_settings_of_single_modules_count_before_the_defaults(tmp_path):
         assert {name for name in "abcdefg" if checkpoint.reader.claimed(name)} == set("bcef")
 
 
+def test_numbers_may_be_written_as_texts_or_floats(tmp_path):
+    tensors, values = mlx_tensors(NAME, weights(), 4, 32)
+    said = {"bits": "8", "group_size": 64.0, NAME: {"bits": 4.0, "group_size": "32"}}
+    with open_checkpoint(folder_of(tmp_path, tensors, said)) as checkpoint:
+        assert np.allclose(checkpoint.read_module(NAME).dequantize(), values, rtol=0, atol=1e-7)
+
+
 def test_auto_rounds_export_is_read_too(tmp_path):
     tensors, values = mlx_tensors(NAME, weights(), 4, 64)
     folder_of(tmp_path, tensors, {"bits": 4, "group_size": 64})

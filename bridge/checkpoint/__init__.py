@@ -9,6 +9,8 @@ Opening reads configs and headers only. Reading is thread-safe, into memory of i
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterable
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -76,12 +78,9 @@ class Checkpoint:
             if (codes and not self.modules) or (info.dtype in FLOAT8 and name not in self._floats):
                 raise self._unlabelled(info)
         self.tensors |= {name: scaled.weight for name, scaled in self._floats.items()}
-        self.notes = [*self._reader.notes] if self._reader else []
+        self.notes = [*quant.notes, *store.notes, *(self._reader.notes if self._reader else [])]
         if quant.method is not None and not quant.labelled:
-            groups = "one group a row" if quant.group_size <= 0 else f"groups of {quant.group_size}"
-            self.notes.append(
-                f"no config speaks of quantization; the tensors do: {quant.title}, {quant.bits} bits, {groups}"
-            )
+            self.notes.append(f"no config speaks of quantization; the tensors do: {quant.title}, {self.settings()}")
         if left_out:
             parts = ", ".join(sorted(left_out))
             self.notes.append(f"scales of activations and of the key-value cache are not needed: {parts} left out")
@@ -94,6 +93,14 @@ class Checkpoint:
             f"{info.file}: {info.name} is quantized, but {self.home / 'config.json'} has no quantization_config "
             "and there is no quantize_config.json; add the one that came with the model"
         )
+
+    def settings(self) -> str:
+        """For people: bits and group sizes of the modules, with counts where they differ."""
+        modules = self.modules.values()
+        rows = sum(m.group_size >= m.shape[1] for m in modules)
+        sizes = counted(f"groups of {m.group_size}" for m in modules if m.group_size < m.shape[1])
+        whole = [f"one group a row ({rows})" if sizes else "one group a row"] if rows else []
+        return ", ".join([counted(f"{m.bits} bits" for m in modules), *([sizes] if sizes else []), *whole])
 
     def read_module(self, name: str) -> GroupedTensor:
         """A quantized linear layer. Thread-safe.
@@ -145,6 +152,12 @@ class Checkpoint:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self.close()
+
+
+def counted(words: Iterable[str]) -> str:
+    """For people: what there is; with counts where there are several."""
+    found = Counter(words)
+    return ", ".join(word if len(found) == 1 else f"{word} ({count})" for word, count in sorted(found.items()))
 
 
 def open_checkpoint(path: str | Path, config: str | Path | None = None, *, needs_config: bool = True) -> Checkpoint:

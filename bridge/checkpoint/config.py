@@ -3,6 +3,7 @@
 quantize_config.json   GPTQModel, AutoGPTQ (no quant_method: gptq)
 quant_config.json      AutoAWQ, llm-awq (w_bit, q_group_size)
 config.json            quantization_config, written by all of them today
+hf_quant_config.json   ModelOpt: {quantization: {quant_algo: FP8, ...}}; counts where the others say nothing
 
 The first that exists counts, completed from config.json. It is a claim: readers trust the tensors
 over it, and note where the two disagree.
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import importlib
 import re
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -54,6 +56,7 @@ class QuantConfig:
     dynamic            GPTQModel's per-module overrides: {regex: False or {bits: ..}}
     quantizer          who wrote it, e.g. ("gptqmodel:7.6.0",)
     packer             who rewrote its zero points, e.g. ("gguf-bridge:0.1.0",); see bridge.repack
+    notes              what of it was passed over, for people
     """
 
     method: str | None = None
@@ -70,6 +73,7 @@ class QuantConfig:
     packer: tuple[str, ...] = ()
     raw: dict[str, Any] = field(default_factory=dict)
     source: Path | None = None
+    notes: tuple[str, ...] = ()
 
     def for_module(self, name: str) -> QuantConfig | None:
         """The config with the dynamic overrides for one module; None where it is to stay unquantized.
@@ -78,7 +82,7 @@ class QuantConfig:
         """
         ordered = sorted(self.dynamic.items(), key=lambda item: not item[0].startswith("-:"))
         for pattern, change in ordered:
-            if not re.match(pattern[2:] if pattern[:2] in ("-:", "+:") else pattern, name):
+            if not _found(re.match, pattern[2:] if pattern[:2] in ("-:", "+:") else pattern, name):
                 continue
             if pattern.startswith("-:") or change is False:
                 return None
@@ -87,7 +91,7 @@ class QuantConfig:
         if name in extra:
             return self._with(extra[name])
         for pattern, change in extra.items():
-            if change and re.search(pattern, name):
+            if change and _found(re.search, pattern, name):
                 return self._with(change)
         return self
 
@@ -106,10 +110,11 @@ class QuantConfig:
         return extra if isinstance(extra, dict) else {}
 
     def _with(self, change: dict[str, Any]) -> QuantConfig | None:
-        if isinstance(change.get("bits"), int) and change["bits"] >= 16:
+        numbers = {k: whole_number(change.get(k)) for k in ("bits", "group_size")}
+        if (numbers["bits"] or 0) >= 16:
             return None
-        known = {k: change[k] for k in ("bits", "group_size", "sym", "desc_act") if change.get(k) is not None}
-        return replace(self, **known)
+        known = numbers | {k: change.get(k) for k in ("sym", "desc_act")}
+        return replace(self, **{k: value for k, value in known.items() if value is not None})  # type: ignore[arg-type]
 
     def describe(self) -> str:
         """For people: the format and what it says about itself."""
@@ -169,7 +174,11 @@ def read_quant_config(folder: Path, config: dict[str, Any]) -> QuantConfig:
         if {"bits", "group_size"} <= own.keys() and not own.keys() & {"desc_act", "sym", "zero_point"}:
             raw = {**own, "quant_method": "mlx"}
     if not raw:
-        return QuantConfig(source=None)
+        source = folder / "hf_quant_config.json"
+        said = read_json(source, optional=True).get("quantization")
+        if not isinstance(said, dict) or not said.get("quant_algo"):  # none: the key-value cache alone is quantized
+            return QuantConfig(source=None)
+        raw = {"quant_method": "modelopt", **said}
     method = str(raw.get("quant_method") or raw.get("method") or "(none)").lower()
     label = str(raw.get("checkpoint_format") or raw.get("format") or "").lower()
     auto_round = method in ("auto-round", "auto_round", "intel/auto-round")
@@ -188,7 +197,7 @@ def read_quant_config(folder: Path, config: dict[str, Any]) -> QuantConfig:
             f"take the checkpoint that it was made from, in the {'gemm' if method == 'awq' else 'gptq'} layout"
         )
     rotation = raw.get("rotation") or raw.get("rotation_config")  # GPTQModel's, auto-round's
-    if rotation:
+    if rotation and str(rotation).lower() != "none":
         raise BridgeError(
             f"{source}: rotation {rotation!r} needs a Hadamard transform at run time, which GGUF lacks; "
             "take a checkpoint quantized without rotation"
@@ -209,7 +218,7 @@ def read_quant_config(folder: Path, config: dict[str, Any]) -> QuantConfig:
         raw=raw,
         source=source,
     )
-    _check_patterns(result)
+    result = replace(result, notes=tuple(_bad_patterns(result)))
     result = reader_class(method).complete(result, label)
     return replace(result, title=f"auto-round, packed as {result.title}") if auto_round else result
 
@@ -226,13 +235,22 @@ def reader_class(method: str) -> type[Reader]:
     return getattr(importlib.import_module(module), name)  # type: ignore[no-any-return]
 
 
+def whole_number(value: object) -> int | None:
+    """An integer as JSON's writers spell it, 4, 4.0 or "4"; None for anything else."""
+    if isinstance(value, str) and re.fullmatch(r"-?[0-9]{1,9}", value):
+        return int(value)
+    if isinstance(value, float) and value.is_integer():
+        return int(value)
+    return value if type(value) is int else None
+
+
 def _number(source: Path, raw: dict[str, Any], keys: tuple[str, ...], default: int) -> int:
     for key in keys:
         value = raw.get(key)
         if value is not None:
-            if isinstance(value, bool) or not isinstance(value, int):
+            if (number := whole_number(value)) is None:
                 raise BridgeError(f"{source}: {key} is {value!r}, not a whole number; mend the file")
-            return value
+            return number
     return default
 
 
@@ -251,7 +269,7 @@ def _auto_round(source: Path, raw: dict[str, Any]) -> tuple[str, str]:
             return "gptq", "gptq"
         if words <= {"gptqmodel", "exllamav2", "tritonv2", "triton", "torch"}:
             return "gptq", "gptq_v2"
-    if kind.startswith("fp") and raw.get("bits") == 8 and words <= {"fp8", "fp8_static"}:
+    if kind.startswith("fp") and whole_number(raw.get("bits")) == 8 and words <= {"fp8", "fp8_static"}:
         return "fp8", ""
     raise BridgeError(
         f"{source}: auto-round's packing_format {packing!r} with data_type {kind!r} is not supported (supported: "
@@ -260,20 +278,28 @@ def _auto_round(source: Path, raw: dict[str, Any]) -> tuple[str, str]:
     )
 
 
-def _check_patterns(quant: QuantConfig) -> None:
-    for pattern, change in quant.dynamic.items():
-        try:
-            re.compile(pattern[2:] if pattern[:2] in ("-:", "+:") else pattern)
-        except re.error as problem:
-            raise BridgeError(f"{quant.source}: dynamic has the bad pattern {pattern!r} ({problem}); mend it") from None
-        if not pattern.startswith("-:") and change is not False and not isinstance(change, dict):
-            raise BridgeError(f"{quant.source}: dynamic {pattern!r} is {change!r}, not a table; mend the file")
-    for pattern, change in quant.extra.items():
-        try:
-            re.compile(pattern)
-        except re.error as problem:
-            raise BridgeError(
-                f"{quant.source}: extra_config has the bad pattern {pattern!r} ({problem}); mend it"
-            ) from None
-        if not isinstance(change, dict):
-            raise BridgeError(f"{quant.source}: extra_config {pattern!r} is {change!r}, not a table; mend the file")
+def compiles(pattern: str) -> str | None:
+    """What Python's regular expressions have against a pattern, None where they take it."""
+    try:
+        re.compile(pattern)
+    except (re.error, OverflowError, RecursionError) as problem:
+        return str(problem)
+    return None
+
+
+def _found(find: Callable[[str, str], object], pattern: str, name: str) -> bool:
+    return compiles(pattern) is None and find(pattern, name) is not None
+
+
+def _bad_patterns(quant: QuantConfig) -> Iterator[str]:
+    """A note on each pattern that is passed over: other tools' expressions (PCRE) or globs. The tensors tell enough.
+
+    Raises BridgeError where a pattern's settings are no table.
+    """
+    for key, rules in (("dynamic", quant.dynamic), ("extra_config", quant.extra)):
+        for pattern, change in rules.items():
+            if not isinstance(change, dict) and not (key == "dynamic" and (change is False or pattern[:2] == "-:")):
+                raise BridgeError(f"{quant.source}: {key} {pattern!r} is {change!r}, not a table; mend the file")
+            by_name = key == "dynamic" and pattern[:2] in ("-:", "+:")
+            if problem := compiles(pattern[2:] if by_name else pattern):
+                yield f"{key} has the pattern {pattern!r:.80}, which cannot be read ({problem}); it is passed over"

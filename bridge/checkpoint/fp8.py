@@ -109,7 +109,7 @@ class Fp8Reader(Reader):
     @classmethod
     def complete(cls, quant: QuantConfig, label: str) -> QuantConfig:
         algorithm = str(quant.raw.get("quant_algo") or "FP8").upper()
-        if not algorithm.startswith("FP8"):
+        if not algorithm.startswith("FP8") and algorithm != "MIXED_PRECISION":  # of mixtures the tensors tell
             raise BridgeError(
                 f"{quant.source}: {quant.method} with quant_algo {algorithm} is not supported (FP8 is); "
                 "convert the unquantized model instead"
@@ -124,7 +124,12 @@ class Fp8Reader(Reader):
         return "weight_scale_inv" if "weight_scale_inv" in tensors else "weight_scale", "weight"
 
     def describe(self, name: str, tensors: dict[str, TensorInfo]) -> ModuleInfo | ScaledFloats:
-        weight = tensors["weight"]
+        weight, scale = tensors["weight"], tensors[self.needs(tensors)[0]]
+        if weight.dtype == "U8" and scale.dtype in FLOAT8:
+            raise BridgeError(
+                f"{weight.file}: {name} is NVFP4, packed 4-bit floats, which is not supported; convert the unquantized "
+                "model instead, or take an FP8 checkpoint of it"
+            )
         if weight.dtype not in FLOAT8:
             raise BridgeError(
                 f"{weight.file}: {name} has scales but its weight is {weight.dtype}, not 8-bit floats; "

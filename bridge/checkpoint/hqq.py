@@ -28,7 +28,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from bridge.checkpoint.config import QuantConfig
+from bridge.checkpoint.config import QuantConfig, whole_number
 from bridge.checkpoint.grouped import GroupedTensor
 from bridge.checkpoint.reader import ModuleInfo, Reader, contradiction
 from bridge.checkpoint.store import TensorInfo
@@ -67,11 +67,12 @@ class HqqReader(Reader):
         own = settings.get("weight_quant_params")
         if not isinstance(own, dict):  # one such table for each of several kinds of layers
             own = next((v["weight_quant_params"] for v in settings.values() if _has_params(v)), {})
-        bits, size = own.get("nbits", quant.bits), own.get("group_size", quant.group_size)
-        size = -1 if size is None else size
-        if not isinstance(bits, (int, float)) or not isinstance(size, int):
-            raise BridgeError(f"{quant.source}: nbits is {bits!r} and group_size {size!r}, no numbers; mend the file")
-        return replace(quant, bits=math.ceil(bits), group_size=size, sym=False, title="HQQ")
+        said, size = own.get("nbits", quant.bits), own.get("group_size", quant.group_size)
+        bits = math.ceil(said) if isinstance(said, float) and math.isfinite(said) else whole_number(said)
+        groups = -1 if size is None else whole_number(size)
+        if bits is None or groups is None:
+            raise BridgeError(f"{quant.source}: nbits is {said!r} and group_size {size!r}, no numbers; mend the file")
+        return replace(quant, bits=bits, group_size=groups, sym=False, title="HQQ")
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)

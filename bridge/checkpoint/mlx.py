@@ -21,7 +21,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from bridge.checkpoint.config import QuantConfig
+from bridge.checkpoint.config import QuantConfig, whole_number
 from bridge.checkpoint.grouped import GroupedTensor
 from bridge.checkpoint.reader import ModuleInfo, Reader, contradiction, finite_scales
 from bridge.checkpoint.store import TensorInfo
@@ -89,9 +89,12 @@ class MlxReader(Reader):
         """(bits, group size) of a module, which shapes alone do not tell: 4 bits by 64 look like 8 by 32."""
         own = self.quant.raw.get(name)
         own = own if isinstance(own, dict) else {"bits": self.quant.bits, "group_size": self.quant.group_size}
-        bits, size = (default if own.get(k) is None else own[k] for k, default in (("bits", 4), ("group_size", 64)))
-        if not all(type(n) is int for n in (bits, size)):
-            raise BridgeError(f"{self.quant.source}: {name} has bits {bits!r}, group_size {size!r}; mend the file")
+        said = tuple(default if own.get(k) is None else own[k] for k, default in (("bits", 4), ("group_size", 64)))
+        bits, size = map(whole_number, said)
+        if bits is None or size is None:
+            raise BridgeError(
+                f"{self.quant.source}: {name} has bits {said[0]!r}, group_size {said[1]!r}; mend the file"
+            )
         return bits, size
 
     def read(self, name: str) -> GroupedTensor:

@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from bridge.checkpoint.config import QuantConfig
+from bridge.checkpoint.config import QuantConfig, compiles, whole_number
 from bridge.checkpoint.fp8 import read_block
 from bridge.errors import BridgeError
 
@@ -110,11 +110,8 @@ def read_schemes(quant: QuantConfig) -> list[Scheme]:
             schemes.append(_scheme(quant, key, group, weights, default))
     patterns = [t for s in schemes for t in s.targets] + ignored(quant)
     for target in patterns:
-        if target.startswith("re:"):
-            try:
-                re.compile(target[3:])
-            except re.error as problem:
-                raise BridgeError(f"{source}: has the bad pattern {target!r} ({problem}); mend it") from None
+        if target.startswith("re:") and (problem := compiles(target[3:])):
+            raise BridgeError(f"{source}: has the bad pattern {target!r} ({problem}); mend it")
     return schemes
 
 
@@ -127,14 +124,15 @@ def ignored(quant: QuantConfig) -> list[str]:
 def _scheme(quant: QuantConfig, key: str, group: dict[str, Any], weights: dict[str, Any], default: str) -> Scheme:
     where = f"{quant.source}: {key}"
     form = _format(quant, group.get("format")) if group.get("format") else default
-    kind, bits, size = str(weights.get("type") or "int").lower(), weights.get("num_bits", 8), weights.get("group_size")
-    allowed = {"int": range(2, 9), "float": (8,)}.get(kind, ())
-    if type(bits) is not int or bits not in allowed:
+    kind, size = str(weights.get("type") or "int").lower(), whole_number(weights.get("group_size"))
+    said = weights.get("num_bits", 8)
+    bits = whole_number(said)
+    if bits is None or bits not in {"int": range(2, 9), "float": (8,)}.get(kind, ()):
         raise BridgeError(
-            f"{where}: num_bits {bits!r} of type {kind!r} is not supported (integers of 2 to 8 bits and floats of "
+            f"{where}: num_bits {said!r} of type {kind!r} is not supported (integers of 2 to 8 bits and floats of "
             "8 bits are); convert the unquantized model instead"
         )
-    inferred = "group" if type(size) is int and size > 0 else "channel" if size == -1 else "tensor"
+    inferred = "channel" if size == -1 else "group" if (size or 0) > 0 else "tensor"
     strategy = str(weights.get("strategy") or inferred).lower()
     if strategy not in STRATEGIES:
         raise BridgeError(
@@ -142,8 +140,11 @@ def _scheme(quant: QuantConfig, key: str, group: dict[str, Any], weights: dict[s
             "convert the unquantized model instead"
         )
     block = read_block(weights.get("block_structure"))
-    if strategy == "group" and not (type(size) is int and size > 0):
-        raise BridgeError(f"{where}: strategy 'group' has group_size {size!r}; take config.json from the model again")
+    if strategy == "group" and not (size or 0) > 0:
+        raise BridgeError(
+            f"{where}: strategy 'group' has group_size {weights.get('group_size')!r}; "
+            "take config.json from the model again"
+        )
     if strategy == "block" and block is None:
         raise BridgeError(
             f"{where}: block_structure {weights.get('block_structure')!r} is not [rows, columns]; "

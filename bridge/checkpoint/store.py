@@ -42,9 +42,10 @@ class TensorInfo:
 
 
 class Store:
-    """The tensors of one or several safetensors files."""
+    """The tensors of one or several safetensors files; `notes`: what an index says wrongly."""
 
     def __init__(self, files: Iterable[Path]) -> None:
+        self.notes: list[str] = []
         self.files = list(files)
         self.tensors: dict[str, TensorInfo] = {}
         for file in self.files:
@@ -223,7 +224,11 @@ def _indexed(folder: Path, index: Path, files: list[Path]) -> Store:
         raise BridgeError(f"{folder / missing[0]}: named by {index.name} but missing; is the download complete?")
     store = _open(folder / shard for shard in shards)
     for name, shard in weight_map.items():
-        if name not in store.tensors:
+        if name in store.tensors:
+            continue
+        if name.rpartition(".")[0].endswith("lm_head"):  # of tied embeddings; where it is needed, it will be missed
+            store.notes.append(f"{name} is in {index.name} and in no file")
+        else:
             raise BridgeError(f"{folder / shard}: lacks {name}, which {index.name} says it holds; download it again")
     return store
 

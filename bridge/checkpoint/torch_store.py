@@ -21,6 +21,7 @@ class TorchStore(Store):
     """The tensors of .bin and .pt files, through torch."""
 
     def __init__(self, files: Iterable[Path]) -> None:
+        self.notes = []
         self.files = list(files)
         self.tensors = {}
         self._data: dict[str, Any] = {}
