@@ -147,12 +147,9 @@ def plan_table(plan: Plan) -> list[str]:
     weights = sum(math.prod(t.shape) for t in plan.tensors)
     nbytes = sum(t.nbytes for t in plan.tensors)
     lines += ["", f"{plan.arch}: {weights / 1e6:.1f} M weights, {size_text(nbytes)}, {8 * nbytes / weights:.2f} bpw"]
-    count = len(shards_of(plan))
-    return (
-        lines
-        if count == 1
-        else [*lines, f"{count} shards: convert --plan PLAN.json --shard 1/{count} to {count}/{count}"]
-    )
+    if (count := len(shards_of(plan))) > 1:
+        lines.append(f"{count} shards: convert --plan PLAN.json --shard 1/{count} to {count}/{count}")
+    return lines
 
 
 def _describe_gguf(path: Path) -> str:

@@ -112,6 +112,8 @@ class Recipe:
             explicit = self.actorder_type
         if explicit is not None:
             return Wanted("forced", for_rows(explicit, place.columns))
+        if as_codes and for_rows("Q8_0", place.columns) == "F16":  # rows that no block type holds; F32 is exact
+            return Wanted("forced", "F32" if self.type == "exact" else "F16")
         if self.type in ("auto", "exact"):
             return Wanted(self.type) if as_codes else Wanted("forced", for_rows("Q8_0", place.columns))  # type: ignore[arg-type]
         if as_codes and self.type in BLOCKS:

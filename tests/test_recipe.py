@@ -21,6 +21,13 @@ def test_a_block_type_is_taken_literally_for_codes():
     assert Recipe("q6_k").wanted(place(), as_codes=True) == Wanted("forced", "Q6_K")
 
 
+@pytest.mark.parametrize("kind", ["auto", "Q4_K_M", "Q4_K", "Q2_K"])
+def test_codes_in_rows_that_no_block_divides_become_floats(kind):
+    assert Recipe(kind).wanted(place(columns=1000), as_codes=True) == Wanted("forced", "F16")
+    assert Recipe("exact").wanted(place(columns=1000), as_codes=True) == Wanted("forced", "F32")
+    assert Recipe("exact").wanted(place(columns=4320), as_codes=True) == Wanted("exact")
+
+
 def test_a_preset_is_an_upper_bound_for_codes_and_a_mixture_for_floats():
     recipe = Recipe("Q4_K_M")
     assert recipe.wanted(place("attn_v"), as_codes=True) == Wanted("at_most", "Q6_K")
