@@ -108,7 +108,8 @@ def _table(ckpt: Checkpoint, plan: Plan) -> tuple[list[str], list[str]]:
     for kind, members in kinds.items():
         ends = [_arrival(source, tensor, notes) for tensor in dict.fromkeys((members[0], members[-1]))]
         cells = [list(cell) for cell in zip(*ends, strict=True)]
-        cells += [[str(t.type) for t in members], [t.reason for t in members if t.limit is not None]]
+        coded = [t for t in members if any(source.coded(part) for part in t.parts) and t.reason != AS_IT_IS]
+        cells += [[str(t.type) for t in members], [t.reason for t in coded]]
         rows.append((kind, str(len(members)), *(" / ".join(dict.fromkeys(cell)) for cell in cells)))
     return align(rows, left=(True, False, True, True, True, True, True)), notes
 

@@ -200,7 +200,7 @@ class _Chooser:
         scattered = any(part.columns is None and self._scattered(part) for part in coded)
         wanted = self.recipe.wanted(place, as_codes=True, act_order=scattered)
         if wanted.mode == "forced" and block_type(str(wanted.type)) is None:
-            return replace(tensor, type=wanted.type, reason="asked for")
+            return replace(tensor, type=wanted.type, reason="as floats")
         asked = None if wanted.type is None else block_type(wanted.type)
 
         def look(sampled: bool) -> Iterator[tuple[GroupedTensor, np.ndarray | None]]:

@@ -12,7 +12,7 @@ from safetensors.numpy import load_file, save_file
 
 import bridge
 from bridge.describe import describe
-from bridge.verify import failures, verify
+from bridge.verification import failures, verify
 from tests.support.encode import Quantized, write_gptq
 from tests.support.gguf_file import gguf_weights
 from tests.support.llama_cpp import LlamaCpp

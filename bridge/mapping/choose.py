@@ -66,8 +66,6 @@ def choose(mode: str, asked: BlockType | None, look: Look, columns: int) -> Choi
 
 def _auto(samples: Sequence[tuple[GroupedTensor, np.ndarray | None]], look: Look, columns: int) -> Choice:
     tensors = [t for t, _ in samples]
-    if columns % Q8_0.size:
-        return Choice("F16", f"rows of {columns} hold no whole blocks")
     block = _first(carriers(tensors), CARRIED_LIMIT, samples, look, carry_part)
     if block is not None:
         return Choice(block.name, "codes carried", CARRIED_LIMIT)
