@@ -179,8 +179,9 @@ def _add_choices(p: argparse.ArgumentParser) -> None:
         "--type",
         default="auto",
         metavar="TYPE",
-        help="auto (default): the smallest K-quant (Q8_0 for 8 bits) that adds under 1%% of the checkpoint's own "
-        f"quantization noise; a block type ({', '.join(BLOCKS)}); or a llama.cpp preset (Q4_K_M, Q3_K_L, ...): its "
+        help="auto (default): the smallest K-quant (Q8_0 for 8 bits) that keeps the codes and adds under 1%% of the "
+        "checkpoint's own quantization noise, or where no type does, the smallest that adds under 15%%, Q8_0 at worst; "
+        f"a block type ({', '.join(BLOCKS)}); or a llama.cpp preset (Q4_K_M, Q3_K_L, ...): its "
         "mixture for tensors that arrive as floats, and an upper bound for those that arrive as codes",
     )
     types.add_argument(
@@ -208,7 +209,7 @@ def _add_choices(p: argparse.ArgumentParser) -> None:
         "--imatrix",
         metavar="FILE",
         type=Path,
-        help="llama.cpp's importance matrix (GGUF), for tensors that are quantized anew",
+        help="llama.cpp's importance matrix (GGUF), for tensors that are requantized",
     )
 
     p.add_argument(
@@ -237,7 +238,8 @@ def _add_verify(commands: Any) -> None:
         type=float,
         metavar="X",
         help="fail (exit code 1) where a tensor that came as codes adds more than this share of the "
-        "checkpoint's own quantization noise (default: 0.15; Q8_0 may instead meet --max-nmse)",
+        "checkpoint's own quantization noise (default: 0.15; Q8_0 may instead meet --max-nmse). Codes that the "
+        "type holds bit for bit must be there in any case",
     )
     p.add_argument(
         "--max-nmse",
@@ -331,7 +333,7 @@ def _verify(a: argparse.Namespace) -> int:
     for line in failed:
         print(f"FAILED {line}")
     print(
-        f"{len(failed)} of {len(report.tensors)} tensors are beyond their threshold (--max-share, --max-nmse)"
+        f"{len(failed)} of {len(report.tensors)} tensors failed (thresholds: --max-share, --max-nmse)"
         if failed
         else "all within threshold"
     )

@@ -20,7 +20,7 @@ from bridge.errors import BridgeError
 from bridge.importance import Importance
 from bridge.plan import PlannedTensor
 from bridge.recipe import block_type
-from bridge.report import AS_IS, CARRIED, FLOAT, REQUANTIZED, TensorReport
+from bridge.report import AS_IS, FLOAT, REQUANTIZED, TensorReport, how_kept, lost_codes
 from bridge.source import Source
 
 _IN_FLIGHT = 1 << 29  # bytes of the checkpoint that are worked on at a time; one tensor may be larger
@@ -83,6 +83,7 @@ class Executor:
         data = np.empty((math.prod(tensor.shape[:-1]), row_bytes(block, columns)), np.uint8)
         coded = floats = Fidelity(0, 0.0, 0.0, 0.0, 0)
         exact = set(BLOCKS)  # the types that would hold every part bit for bit
+        why: dict[str, Fidelity] = {}  # not all codes were kept
         at = came_as_floats = 0
         for number, part in enumerate(tensor.parts):
             importance = self.importance.of(tensor, number)
@@ -95,6 +96,9 @@ class Executor:
                 free = exact_type(t) if exact else None
                 exact &= {free.name} if free else set()
                 report.notes += t.notes
+                if mapped.why:
+                    why.setdefault(mapped.why, Fidelity(0, 0.0, 0.0, 0.0, 0))
+                    why[mapped.why] += mapped.fidelity
                 continue
             came_as_floats += 1
             for x in self.source.floats(part):
@@ -106,7 +110,8 @@ class Executor:
             report.how, report.fidelity = FLOAT, floats
             report.stored = self.source.ckpt.stored_as(tensor.parts[0].source)
             return data
-        report.how, report.fidelity = CARRIED if coded.kept else REQUANTIZED, coded
+        report.how, report.fidelity = how_kept(coded), coded
+        report.notes += [lost_codes(tensor.name, reason, fidelity) for reason, fidelity in why.items()]
         if coded.error and exact and BLOCKS[name := exact.pop()].bpw <= block.bpw:
             report.exact_for_free = name
         if came_as_floats:

@@ -18,9 +18,11 @@ if TYPE_CHECKING:
     from bridge.mapping.carry import Fidelity
 
 CARRIED = "codes carried"
+PARTLY = "codes carried in part"
 REQUANTIZED = "requantized"
 FLOAT = "from float"
 AS_IS = "kept float"
+CODED = (CARRIED, PARTLY, REQUANTIZED)
 
 _START = b'{\n "checkpoint": '  # of a report's file
 
@@ -38,10 +40,11 @@ class TensorReport:
     type: str
     shape: tuple[int, ...]
     nbytes: int
-    how: str  # one of CARRIED, REQUANTIZED, FLOAT, AS_IS
+    how: str  # one of CARRIED, PARTLY, REQUANTIZED, FLOAT, AS_IS
     fidelity: Fidelity | None = None
     exact_for_free: str | None = None  # a bit-exact type that is no larger, where `type` is not exact
     notes: list[str] = field(default_factory=list)
+    codes_missing: int = 0  # found by verify: codes that are not in the file, though its type holds them bit for bit
     stored: str | None = None  # how a tensor of floats lies in the checkpoint: "BF16"
 
     @property
@@ -63,7 +66,18 @@ class TensorReport:
     @property
     def has_codes(self) -> bool:
         """Whether the tensor arrived as codes."""
-        return self.how in (CARRIED, REQUANTIZED)
+        return self.how in CODED
+
+
+def how_kept(fidelity: Fidelity) -> str:
+    """CARRIED, PARTLY or REQUANTIZED."""
+    return CARRIED if fidelity.kept == fidelity.weights else PARTLY if fidelity.kept else REQUANTIZED
+
+
+def lost_codes(name: str, why: str, fidelity: Fidelity) -> str:
+    """What to say of a tensor, or parts of it, that could not keep all codes."""
+    kept = f"{percent(fidelity.kept / fidelity.weights, 4)} of its codes are kept" if fidelity.kept else "requantized"
+    return f"{name}: {why}; {kept}, adding {percent(fidelity.share)} of the checkpoint's noise"
 
 
 def beyond_auto(report: TensorReport) -> str | None:
@@ -94,7 +108,7 @@ class Report:
         """Size of the GGUF's files on disk."""
         return sum(p.stat().st_size for p in self.outputs)
 
-    def total(self, hows: Iterable[str] = (CARRIED, REQUANTIZED)) -> Fidelity | None:
+    def total(self, hows: Iterable[str] = CODED) -> Fidelity | None:
         """The sums over all tensors that were handled in one of these ways."""
         total = None
         for t in self.tensors:
@@ -102,7 +116,7 @@ class Report:
                 total = t.fidelity if total is None else total + t.fidelity
         return total
 
-    def bpw(self, hows: Iterable[str] = (CARRIED, REQUANTIZED)) -> float:
+    def bpw(self, hows: Iterable[str] = CODED) -> float:
         """Bits per weight over the tensors that were handled in one of these ways."""
         chosen = [t for t in self.tensors if t.how in hows]
         weights = sum(t.weights for t in chosen)
@@ -145,11 +159,16 @@ class Report:
         free = Counter(t.exact_for_free for t in self.tensors if t.exact_for_free)
         for name, count in free.items():
             lines.append(f"{count} of these tensors would be bit-exact at no extra size as {name}: use --exact")
+        partly = self.total([PARTLY])
+        if partly:
+            kept = percent(partly.kept / partly.weights, 4)
+            count = sum(t.how == PARTLY for t in self.tensors)
+            lines.append(
+                f"{count} tensors kept {kept} of their codes; the others were requantized (--report says which)"
+            )
         rounded = sum(t.how == REQUANTIZED and t.fidelity is not None and t.fidelity.error > 0 for t in self.tensors)
         if rounded:
-            lines.append(
-                f"{rounded} tensors could not keep their codes and were requantized (--report says which, why)"
-            )
+            lines.append(f"{rounded} tensors could not keep their codes and were requantized (--report says which)")
         lines += [f"note: {note}" for note in fold_notes(self.notes)]
         size_in, size_out = self.source_bytes, self.output_bytes
         rate = size_text(size_in / max(self.seconds, 1e-9))
@@ -184,9 +203,9 @@ def _row(kind: str, members: list[TensorReport]) -> tuple[str, ...]:
     for f in fidelities[1:]:
         total = total + f
     came = "8-bit floats" if str(members[0].stored).startswith("F8") else "floats"
-    kept = f"{100 * total.kept / total.weights:.4g}%" if members[0].has_codes else f"came as {came}"
+    kept = percent(total.kept / total.weights, 4) if members[0].has_codes else f"came as {came}"
     error = "exact" if total.error == 0 else f"{total.nmse:.1e}"
-    share = f"{100 * total.share:.2g}%" if total.noise else ""
+    share = percent(total.share) if total.noise else ""
     return (*head, kept, error, share)
 
 
@@ -196,7 +215,7 @@ def fold_notes(notes: Iterable[str]) -> list[str]:
     for note in notes:
         name, colon, text = note.partition(": ")
         of_module = colon and re.fullmatch(r"[\w.]+\.[\w.]+", name)
-        alike.setdefault(re.sub(r"\d+", "#", text) if of_module else note, []).append(note)
+        alike.setdefault(re.sub(r"\d+(\.\d+)?(e-\d+)?", "#", text) if of_module else note, []).append(note)
     lines = []
     for members in alike.values():
         first, more = members[0], len(members) - 1
@@ -212,6 +231,12 @@ def align(rows: list[tuple[str, ...]], left: tuple[bool, ...]) -> list[str]:
         "  ".join(c.ljust(w) if a else c.rjust(w) for c, w, a in zip(row, widths, left, strict=True)).rstrip()
         for row in rows
     ]
+
+
+def percent(share: float, digits: int = 2) -> str:
+    """Of a hundred, to some digits, and in full where there are more: "0.0039%", "180%"."""
+    text = f"{100 * share:.{digits}g}%"
+    return f"{100 * share:.0f}%" if "e+" in text else text
 
 
 def size_text(n: float) -> str:

@@ -20,7 +20,7 @@ from bridge.files import missing
 from bridge.plan import FROM_TEMPLATE, PlannedTensor
 from bridge.planning import outline_of
 from bridge.recipe import block_type
-from bridge.report import AS_IS, CARRIED, FLOAT, MAX_NMSE, MAX_SHARE, REQUANTIZED, Report, TensorReport
+from bridge.report import AS_IS, FLOAT, MAX_NMSE, MAX_SHARE, Report, TensorReport, how_kept, percent
 from bridge.runtime.reader import shards
 from bridge.source import Source
 
@@ -66,7 +66,7 @@ def verify(
 
 
 def failures(report: Report, max_share: float | None = None, max_nmse: float = MAX_NMSE) -> list[str]:
-    """A line for each tensor that is further from the checkpoint than allowed.
+    """A line for each tensor that lacks codes which its type holds, or is further from the checkpoint than allowed.
 
     max_share  of the checkpoint's own quantization noise, for tensors that came as codes; None: MAX_SHARE, or for
                those that became Q8_0, the last resort for 8-bit codes, max_nmse as well
@@ -79,8 +79,13 @@ def failures(report: Report, max_share: float | None = None, max_nmse: float = M
             continue
         allowed = MAX_SHARE if max_share is None else max_share
         last_resort = max_share is None and t.type == "Q8_0" and f.nmse <= max_nmse
-        if t.has_codes and not f.share <= allowed and not last_resort:
-            lines.append(f"{t.name}: adds {100 * f.share:.2g}% of the checkpoint's noise; allowed {100 * allowed:.2g}%")
+        if t.codes_missing:
+            lines.append(
+                f"{t.name}: {percent(t.codes_missing / f.weights)} of its codes are not the checkpoint's, though "
+                f"{t.type} holds them bit for bit; the file is damaged or made from another checkpoint"
+            )
+        elif t.has_codes and not f.share <= allowed and not last_resort:
+            lines.append(f"{t.name}: adds {percent(f.share)} of the checkpoint's noise; allowed {percent(allowed)}")
         elif not t.has_codes and not f.nmse <= max_nmse:
             lines.append(f"{t.name}: NMSE {f.nmse:.2g} against the checkpoint's floats; allowed {max_nmse:.2g}")
     return lines
@@ -147,10 +152,13 @@ def _compare_codes(source: Source, tensor: PlannedTensor, stored: Any, report: T
             t = source.grouped(part)
             report.notes += t.notes
             error, signal = _sums(_grouped_pairs(t, stored, at))
-            found = Fidelity(t.codes.size, error, signal, t.noise(), _codes_kept(t, stored, at))
+            kept, missing = _codes_kept(t, stored, at)
+            report.codes_missing += missing
+            found = Fidelity(t.codes.size, error, signal, t.noise(), kept)
             report.fidelity = found if report.fidelity is None else report.fidelity + found
         at += part.shape[0]
-    report.how = CARRIED if report.fidelity and report.fidelity.kept else REQUANTIZED
+    assert report.fidelity is not None
+    report.how = how_kept(report.fidelity)
     return report
 
 
@@ -195,18 +203,27 @@ def _sums(pairs: Iterator[tuple[np.ndarray, np.ndarray]]) -> tuple[float, float]
     return error, signal
 
 
-def _codes_kept(t: GroupedTensor, stored: Any, at: int) -> int:
-    """How many integer codes in the file are the checkpoint's, shifted or mirrored as the type has them."""
+def _codes_kept(t: GroupedTensor, stored: Any, at: int) -> tuple[int, int]:
+    """How many integer codes in the file are the checkpoint's, shifted or mirrored as the type has them; and how many
+    are not, though a plain type holds them bit for bit: Q8_0 by the block, the others all or none."""
     from bridge.mapping.carry import stored_codes, why_not
+    from bridge.mapping.choose import in_halves
     from bridge.mapping.pack import unpack_codes
 
     block = block_type(stored.tensor_type.name)
     if block is None or why_not(t, block):
-        return 0
-    kept = 0
+        return 0, 0
+    exact = not block.is_k and not block.has_min and in_halves(t)
+    kept = missing = 0
     step = max(1, _CHUNK_WEIGHTS // t.shape[1])
     for start in range(0, t.shape[0], step):
         stop = min(start + step, t.shape[0])
         raw = _rows(stored)[at + start : at + stop]
-        kept += int((unpack_codes(block, raw) == stored_codes(t, block, raw, slice(start, stop))).sum())
-    return kept
+        codes = stored_codes(t, block, raw, slice(start, stop)).reshape(-1, block.sub)
+        same = unpack_codes(block, raw).reshape(codes.shape) == codes
+        kept += int(same.sum())
+        if exact:
+            fits = (codes.min(-1) >= 0) & (codes.max(-1) < block.levels)
+            exact = bool(fits.all()) or block.name == "Q8_0"
+            missing += int((~same[fits]).sum())
+    return kept, missing if exact else 0

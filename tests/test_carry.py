@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from bridge.blocks import BLOCKS, Q2_K, Q3_K, Q4_0, Q4_1, Q4_K, Q5_0, Q5_1, Q5_K, Q6_K, Q8_0
 from bridge.checkpoint.grouped import GroupedTensor
-from bridge.mapping.carry import CannotCarryError, carry, stored_codes
-from bridge.mapping.choose import carry_auto, carry_exact, exact_type, map_auto, map_to, round_anew, round_auto
+from bridge.mapping.carry import CannotCarryError, Mapped, carry, stored_codes
+from bridge.mapping.choose import Choice, choose, exact_type, map_to, requantize
 from bridge.mapping.half import half_bits, half_value, round_half
 from bridge.mapping.pack import unpack_codes
 from tests.support.least_error import least_affine_error, least_q8_0_error, least_scaled_error
@@ -33,6 +33,32 @@ def grouped(bits, group_size, sym, shape=(64, 1024), seed=0, scale=0.02) -> Grou
     step = np.where(s == 0, 1, s)[..., None]  # scales below the smallest half are 0
     q = np.clip(np.rint(x / step) + z[..., None], 0, top).astype(np.uint8)
     return GroupedTensor("t", bits, q.reshape(shape), s, z.astype(np.float32), group_size)
+
+
+def fractional_zeros(bits, group_size, shape=(64, 1024)) -> GroupedTensor:
+    """As hqq starts out: codes run from the least weight of a group to the greatest."""
+    x = np.random.default_rng(0).normal(0, 0.02, (shape[0], shape[1] // group_size, group_size)).astype(np.float32)
+    top = 2**bits - 1
+    low, high = x.min(-1), x.max(-1)
+    s = ((high - low) / top).astype(np.float16).astype(np.float32)
+    z = -low / s
+    q = np.clip(np.rint(x / s[..., None] + z[..., None]), 0, top).astype(np.uint8)
+    return GroupedTensor("t", bits, q.reshape(shape), s, z, group_size)
+
+
+def choice(t: GroupedTensor, mode: str = "auto") -> Choice:
+    return choose(mode, None, lambda _sampled: [(t, None)], t.shape[1])
+
+
+def automatic(t: GroupedTensor) -> Mapped:
+    return map_to(t, BLOCKS[choice(t).type])
+
+
+def exactly(t: GroupedTensor) -> Mapped:
+    """In the smallest type that holds it bit for bit."""
+    found = choice(t, "exact")
+    assert found.limit == 0
+    return map_to(t, BLOCKS[found.type])
 
 
 def stored(mapped) -> np.ndarray:
@@ -152,16 +178,16 @@ def test_half_precision_offsets_are_held_bit_for_bit(bits, block, group_size):
     t = with_offsets(bits, group_size)
     offsets = (-t.scales.astype(np.float64) * t.zeros).astype(np.float16).astype(np.float32)
     exact = t.scales[:, t.groups()] * t.codes + offsets[:, t.groups()]
-    assert carry_exact(t).block is block
-    assert carry_exact(t).fidelity.error == 0
+    assert exactly(t).block is block
+    assert exactly(t).fidelity.error == 0
     np.testing.assert_array_equal(stored(carry(t, block)), exact)
 
 
 def test_eight_bit_codes_with_fractional_zero_points_are_carried_where_that_is_closer():
     t = with_offsets(8, 64)
-    mapped = map_auto(t)
+    mapped = automatic(t)
     assert mapped.block is Q8_0
-    assert mapped.fidelity.error <= min(carry(t, Q8_0).fidelity.error, round_anew(t, Q8_0).fidelity.error)
+    assert mapped.fidelity.error <= min(carry(t, Q8_0).fidelity.error, requantize(t, Q8_0).fidelity.error)
     far = GroupedTensor("t", 4, *(getattr(grouped(4, 64, False), k) for k in ("codes", "scales", "zeros")), 64)
     far.zeros[:] += 0.5
     assert map_to(far, Q8_0).fidelity.kept == 0  # half a step off would cost more than rounding to 127 steps
@@ -273,7 +299,7 @@ def test_encodings_of_asymmetric_codes_are_near_the_best_there_is(bits, group_si
 @pytest.mark.parametrize("make", [with_offsets, grouped_asymmetric])
 def test_no_codes_at_all_would_bring_asymmetric_8_bits_much_closer_in_q8_0(make):
     t = make(8, 64).take_rows(np.arange(4))
-    assert map_auto(t).fidelity.error <= 1.2 * least_q8_0_error(t)
+    assert automatic(t).fidelity.error <= 1.2 * least_q8_0_error(t)
 
 
 def test_scales_of_every_size_avoid_subnormal_d():
@@ -346,9 +372,9 @@ def test_eight_bit_asymmetric_blocks_that_overflow_are_counted():
     assert mapped.fidelity.error == pytest.approx(nmse(mapped, t) * mapped.fidelity.signal, rel=1e-4)
     held = unpack_codes(Q8_0, mapped.data) == stored_codes(t, Q8_0, mapped.data)
     assert mapped.fidelity.kept <= held.sum()
-    # no block is further off than if it were rounded anew, or if the codes beyond its range were clipped
+    # no block is further off than if it were requantized, or if the codes beyond its range were clipped
     blocks = np.square(stored(mapped) - t.dequantize()).reshape(-1, 32).sum(-1)
-    anew = np.square(stored(round_anew(t, Q8_0)) - t.dequantize()).reshape(-1, 32).sum(-1)
+    anew = np.square(stored(requantize(t, Q8_0)) - t.dequantize()).reshape(-1, 32).sum(-1)
     p = t.codes - t.zeros[:, t.groups()]
     clipped = np.square(t.scales[:, t.groups()] * (p - np.clip(p, -128, 127))).reshape(-1, 32).sum(-1)
     assert (blocks <= np.minimum(anew, clipped) * (1 + 1e-3) + 1e-12).all()
@@ -373,21 +399,39 @@ def test_eight_bit_asymmetric_blocks_that_overflow_are_counted():
     ],
 )
 def test_auto_takes_the_smallest_k_quant_within_one_percent_of_the_noise(bits, group_size, sym, name):
-    mapped = carry_auto(grouped(bits, group_size, sym))
+    mapped = automatic(grouped(bits, group_size, sym))
     assert mapped.block.name == name
     assert mapped.fidelity.share <= 0.01
 
 
+@pytest.mark.parametrize("make", [lambda: fractional_zeros(2, 16), lambda: grouped(6, 16, True)])
+def test_codes_that_cost_more_than_one_percent_are_kept_where_other_codes_of_that_type_cost_no_less(make):
+    t = make()
+    mapped = automatic(t)
+    assert mapped.fidelity.kept == t.codes.size
+    assert 0.01 < mapped.fidelity.share <= requantize(t, mapped.block).fidelity.share
+    assert mapped.why == ""
+
+
+def test_codes_that_no_type_holds_well_are_given_up_for_closer_ones_and_it_is_said_why():
+    t = fractional_zeros(4, 16)
+    mapped = automatic(t)
+    assert (mapped.block, mapped.fidelity.kept) == (Q6_K, 0)
+    assert mapped.fidelity.share < 0.15 < carry(t, Q6_K).fidelity.share
+    assert mapped.why == "Q6_K has no place for fractional zero points"
+    assert automatic(fractional_zeros(3, 16)).why == "groups of 16 do not hold whole sub-blocks of 32"
+
+
 def test_auto_takes_a_plain_type_where_rows_do_not_hold_superblocks():
-    assert carry_auto(grouped(4, 32, True, (8, 288))).block is Q4_0
-    assert carry_auto(grouped(4, 32, False, (8, 288))).block is Q4_1
+    assert automatic(grouped(4, 32, True, (8, 288))).block is Q4_0
+    assert automatic(grouped(4, 32, False, (8, 288))).block is Q4_1
 
 
 def test_exact_takes_the_smallest_type_without_error():
-    assert carry_exact(grouped(4, 128, True)).block is Q4_0
-    assert carry_exact(grouped(4, 128, False)).block is Q5_0
-    assert carry_exact(grouped(4, 512, False)).block is Q4_K
-    assert carry_exact(grouped(8, 128, False)) is None
+    assert exactly(grouped(4, 128, True)).block is Q4_0
+    assert exactly(grouped(4, 128, False)).block is Q5_0
+    assert exactly(grouped(4, 512, False)).block is Q4_K
+    assert choice(grouped(8, 128, False), "exact").limit != 0
     assert exact_type(grouped(4, 128, True)) is Q4_0
     assert exact_type(grouped(4, 128, False)) is Q5_0
 
@@ -400,8 +444,8 @@ def act_order(t: GroupedTensor, seed=5) -> GroupedTensor:
 def test_act_order_is_rounded_anew_within_fifteen_percent_of_the_noise():
     t = act_order(grouped(4, 128, False, (32, 1024)))
     assert not t.sequential
-    assert carry_auto(t) is None
-    mapped = map_auto(t)
+    assert choice(t).reason.startswith("act-order")
+    mapped = automatic(t)
     assert mapped.block is Q5_K
     assert mapped.fidelity.share <= 0.15
     assert mapped.fidelity.kept == 0
@@ -413,7 +457,7 @@ def test_act_order_columns_put_in_group_order_are_carried():
     t = act_order(grouped(4, 128, True))
     back = t.take_columns(np.argsort(t.groups(), kind="stable"))
     assert back.sequential
-    assert carry_auto(back).block is Q4_K
+    assert automatic(back).block is Q4_K
 
 
 def test_a_forced_type_that_cannot_hold_the_codes_rounds_anew():
@@ -425,7 +469,7 @@ def test_a_forced_type_that_cannot_hold_the_codes_rounds_anew():
 
 def test_rows_of_odd_length_are_rounded_to_plain_types():
     t = act_order(grouped(4, 32, True, (16, 288)))
-    assert not round_auto(t).block.is_k
+    assert not automatic(t).block.is_k
 
 
 def test_halves_round_as_numpy_rounds_them():

@@ -424,7 +424,7 @@ def test_inspect_tells_which_act_order_folds(run, act_order):
     lines = {line.split()[0]: line for line in out.splitlines() if line}
     assert "act-order that folds into groups of 128" in lines["ffn_down"]
     assert "codes carried" in lines["ffn_down"]
-    assert "rounded anew" in lines["attn_q"]
+    assert "requantized" in lines["attn_q"]
 
 
 def test_act_order_tensors_have_the_type_asked_for(run, tmp_path, act_order):
@@ -454,7 +454,16 @@ def test_verify_fails_where_a_tensor_is_damaged(run, tmp_path, auto):
     out = run("verify", path, CHECKPOINT, code=1)
     failed = [line.split(":")[0] for line in out.splitlines() if line.startswith("FAILED ")]
     assert failed == ["FAILED token_embd.weight", "FAILED blk.1.ffn_up.weight"]
-    assert out.endswith("2 of 46 tensors are beyond their threshold (--max-share, --max-nmse)\n")
+    assert out.endswith("2 of 46 tensors failed (thresholds: --max-share, --max-nmse)\n")
+
+
+def test_percentages_above_a_hundred_are_written_in_full(run, tmp_path):
+    out = run("convert", CHECKPOINT, tmp_path / "coarse.gguf", "--type", "Q2_K")
+    share = next(line for line in out.splitlines() if line.startswith("all that came as codes")).split()[-1]
+    assert re.fullmatch(r"\d{3,}%", share)
+    out = run("verify", tmp_path / "coarse.gguf", CHECKPOINT, "--max-share", "1.8", code=1)
+    assert re.search(r"adds \d{3,}% of the checkpoint's noise; allowed 180%", out)
+    assert "e+" not in out
 
 
 def test_verify_fails_where_a_threshold_is_tight(run, auto):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from collections.abc import Callable
 from functools import partial
@@ -10,13 +11,13 @@ from pathlib import Path
 import gguf
 import numpy as np
 import pytest
+from bridge.verify import failures, verify
 from safetensors.numpy import load_file, save_file
 
 import bridge
 from bridge.checkpoint import open_checkpoint
 from bridge.describe import describe
-from bridge.report import CARRIED, FLOAT
-from bridge.verification import failures, verify
+from bridge.report import CARRIED, FLOAT, PARTLY, REQUANTIZED
 from tests.conftest import CHECKPOINT
 from tests.support import encode_compressed as compressed
 from tests.support import encode_formats as write
@@ -193,6 +194,64 @@ def test_eight_bit_mlx_keeps_what_eight_signed_bits_can_hold_and_passes_verify(t
     assert len(failures(found, max_share=0.15)) == len([t for t in report.tensors if t.has_codes])
 
 
+def test_tensors_that_keep_some_of_their_codes_say_how_many(tmp_path, small_model):
+    write.write_mlx(tmp_path / "mlx", small_model, 8)
+    report = bridge.convert(tmp_path / "mlx", tmp_path / "model.gguf")
+    coded = [t for t in report.tensors if t.has_codes]
+    assert {t.how for t in coded} == {PARTLY}
+    kept = f"{100 * report.total().kept / report.total().weights:.4g}%"
+    assert f"{len(coded)} tensors kept {kept} of their codes" in report.table()
+    assert any(f"{coded[0].name}: some codes less their zero points leave Q8_0's" in note for note in report.notes)
+    measured = verify(tmp_path / "model.gguf", tmp_path / "mlx")
+    assert re.search(rf"^{len(coded)} tensors kept \d\d\.\d+% of their codes", measured.table(), re.M)
+    assert "Q8_0              codes carried in part, " in describe(tmp_path / "mlx")
+
+
+@pytest.mark.parametrize(
+    ("bits", "type", "why"),
+    [
+        (3, "Q4_K", "groups of 16 do not hold whole sub-blocks of 32"),
+        (4, "Q6_K", "Q6_K has no place for fractional zero points"),
+    ],
+)
+def test_groups_of_16_that_lose_their_codes_say_why_and_what_it_costs(bits, type, why, tmp_path, small_model):
+    write.write_hqq(tmp_path / "hqq", small_model, bits, 16)
+    report = bridge.convert(tmp_path / "hqq", tmp_path / "model.gguf")
+    coded = [t for t in report.tensors if t.has_codes]
+    assert {(t.type, t.how, t.fidelity.share < 0.15) for t in coded} == {(type, REQUANTIZED, True)}
+    first, share = coded[0].name, f"{100 * coded[0].fidelity.share:.2g}%"
+    table = report.table()
+    assert f"{len(coded)} tensors could not keep their codes" in table
+    said = f"{why}; requantized, adding {share} of the checkpoint's noise"
+    assert f"note: {first} and {len(coded) - 1} more: {said}\n" in table
+    assert coded[0].notes == [f"{first}: {said}"]
+    assert failures(verify(tmp_path / "model.gguf", tmp_path / "hqq")) == []
+
+
+def test_verify_finds_another_checkpoints_codes_though_8_bits_hide_them_in_the_error(tmp_path, small_model):
+    compressed.write_int8(tmp_path / "channels", small_model)
+    compressed.write_packed(tmp_path / "groups", small_model, 8)
+    compressed.write_packed(tmp_path / "offset", small_model, 8, sym=False)
+    for name in ("channels", "groups", "offset"):
+        bridge.convert(tmp_path / name, tmp_path / f"{name}.gguf")
+        assert failures(verify(tmp_path / f"{name}.gguf", tmp_path / name)) == []
+    for made, other in (("channels", "groups"), ("groups", "channels"), ("groups", "offset")):
+        found = verify(tmp_path / f"{made}.gguf", tmp_path / other)
+        lines = failures(found)
+        assert len(lines) == len([t for t in found.tensors if t.has_codes])
+        assert all("of its codes are not the checkpoint's, though Q8_0 holds them bit for bit" in x for x in lines)
+        assert found.total().nmse < 1e-4
+        assert found.total().share > 0.5
+        assert "e+" not in found.table()
+
+
+def test_verify_demands_no_codes_that_a_type_could_hold_in_some_blocks_only(tmp_path, small_model):
+    write_awq(tmp_path / "awq", small_model)
+    report = bridge.convert(tmp_path / "awq", tmp_path / "model.gguf", type="Q4_0")
+    assert report.total().kept == 0
+    assert failures(verify(tmp_path / "model.gguf", tmp_path / "awq"), max_share=10, max_nmse=1) == []
+
+
 def test_a_layer_after_a_scaled_activation_is_quantized_from_what_it_amounts_to(tmp_path, small_model):
     stored = write_awq(tmp_path / "awq", small_model)
     name = "model.layers.0.mlp.down_proj"
@@ -233,7 +292,7 @@ def test_mlx_experts_in_one_tensor_are_taken_apart_and_routers_become_floats(tmp
     assert types["ffn_gate_exps"] == types["ffn_down_exps"] == types["ffn_up_shexp"] == "Q4_K"
     assert types["ffn_gate_inp"] == types["ffn_gate_inp_shexp"] == "F32"
     assert all(t.fidelity.kept == t.weights for t in report.tensors if t.has_codes and t.type != "F32")
-    assert "rounded anew" not in report.table()
+    assert "requantized" not in report.table()
     assert failures(verify(path, folder)) == []
     on_disk = {t.name: t for t in gguf.GGUFReader(str(path)).tensors}
     gate = np.ravel(on_disk["blk.1.ffn_gate_inp_shexp.weight"].data)

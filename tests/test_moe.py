@@ -22,6 +22,7 @@ from bridge.runtime.experts import route
 from bridge.runtime.weights import read_weights
 from bridge.verification import failures, verify
 from tests.support.encode import Quantized, write_gptq
+from tests.support.encode_formats import write_hqq
 from tests.support.llama_cpp import LlamaCpp
 from tests.support.reference import mean_kl
 
@@ -197,7 +198,7 @@ def test_act_order_of_each_experts_down_is_folded_into_its_own_gate_and_up(check
     by_kind = {t.kind: t for t in report.tensors}
     assert by_kind["ffn_down_exps"].how == "codes carried"
     assert by_kind["ffn_down_exps"].type == "Q4_K"
-    assert by_kind["ffn_gate_exps"].how == "rounded anew"
+    assert by_kind["ffn_gate_exps"].how == "requantized"
     fidelity = by_kind["ffn_gate_exps"].fidelity
     assert fidelity is not None
     assert 0 < fidelity.share < 0.15
@@ -237,14 +238,26 @@ def test_a_stack_has_the_one_type_that_holds_every_expert(checkpoint, tmp_path):
     assert failures(verify(tmp_path / "m.gguf", folder)) == []
 
 
+@pytest.mark.parametrize(("bits", "group_size", "type"), [(2, 16, "Q2_K"), (8, 64, "Q8_0")])
+def test_a_stack_decides_between_its_codes_and_closer_ones_as_a_matrix_does(bits, group_size, type, model, tmp_path):
+    write_hqq(tmp_path / "hqq", model("mixtral"), bits, group_size)
+    report = bridge.convert(tmp_path / "hqq", tmp_path / "m.gguf")
+    coded = [t for t in report.tensors if t.has_codes]
+    assert {t.type for t in coded} == {type}
+    assert {t.fidelity.kept / t.weights for t in coded} == {type == "Q2_K"}
+    assert all(t.fidelity.share > 0.01 for t in coded)
+    if type == "Q8_0":
+        assert all("Q8_0 has no place for fractional zero points" in t.notes[0] for t in coded)
+
+
 @pytest.mark.parametrize(
     ("options", "type_", "how"),
     [
         ({"type": "exact"}, "Q4_0", "codes carried"),
         ({"type": "Q6_K"}, "Q6_K", "codes carried"),
         ({"type": "Q4_K_M"}, "Q4_K", "codes carried"),
-        ({"type": "Q3_K"}, "Q3_K", "rounded anew"),
-        ({"tensor_types": [("exps", "F16")]}, "F16", "rounded anew"),
+        ({"type": "Q3_K"}, "Q3_K", "requantized"),
+        ({"tensor_types": [("exps", "F16")]}, "F16", "requantized"),
     ],
 )
 def test_types_are_chosen_as_for_other_tensors(options, type_, how, checkpoint, tmp_path):

@@ -1,4 +1,4 @@
-"""Writing a GGUF: a head that is written once, nothing under the final name before it is whole, shards as llama.cpp has them."""
+"""Writing a GGUF: nothing under the final name before it is whole, shards as llama.cpp has them."""
 
 import errno
 import os
@@ -122,7 +122,7 @@ def test_what_the_disk_refuses_behind_our_back_is_an_error_and_leaves_nothing(tm
 def test_a_missing_tensor_is_noticed_before_the_file_appears(tmp_path):
     payload = data(np.random.default_rng(0))
     del payload["norm.weight"]
-    with pytest.raises(BridgeError, match="1 of 3 tensors is missing, norm.weight first"):
+    with pytest.raises(BridgeError, match=r"1 of 3 tensors is missing, norm\.weight first"):
         write(tmp_path / "m.gguf", payload)
     assert not list(tmp_path.iterdir())
 

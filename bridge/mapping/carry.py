@@ -13,7 +13,7 @@ changes no weight. Which sign that is, is free: the fit takes the one with which
 
 A type can carry a tensor when its sub-blocks do not straddle groups, its codes are wide enough and the
 shifted codes fit. Q8_0 alone makes do where some blocks do not fit (8-bit asymmetric): in those the few codes
-that leave it are clipped, or all are rounded anew to 127 steps, whichever is closer; what is not kept is counted.
+that leave it are clipped, or all are requantized to 127 steps, whichever is closer; what is not kept is counted.
 """
 
 from __future__ import annotations
@@ -40,7 +40,11 @@ _MAX_SHIFT = 1 << 15  # of codes by zero points
 
 
 class CannotCarryError(BridgeError):
-    """The type cannot hold the tensor's codes; the message says why."""
+    """The type cannot hold the tensor's codes; `reason` says why."""
+
+    def __init__(self, name: str, reason: str) -> None:
+        super().__init__(f"{name}: {reason}")
+        self.reason = reason
 
 
 @dataclass(frozen=True)
@@ -75,11 +79,12 @@ class Fidelity:
 
 @dataclass(frozen=True)
 class Mapped:
-    """A tensor as GGUF blocks: `data` uint8 [out, row bytes]."""
+    """A tensor as GGUF blocks: `data` uint8 [out, row bytes]; `why` not all codes were kept, where that is so."""
 
     block: BlockType
     data: np.ndarray
     fidelity: Fidelity
+    why: str = ""
 
 
 def sub_block_groups(t: GroupedTensor, sub: int) -> np.ndarray | None:
@@ -153,7 +158,7 @@ def carry(t: GroupedTensor, block: BlockType, rows: slice = slice(None)) -> Mapp
     """
     reason = why_not(t, block)
     if reason:
-        raise CannotCarryError(f"{t.name}: {reason}")
+        raise CannotCarryError(t.name, reason)
     group = sub_block_groups(t, block.sub)
     assert group is not None
     # contiguous, so that kernels are compiled for one layout only
@@ -194,12 +199,11 @@ def carry(t: GroupedTensor, block: BlockType, rows: slice = slice(None)) -> Mapp
             if bad and block.name == "Q8_0":
                 lost += _reround_q8_0(*part, q, d[:m], sums)
             elif bad:
-                raise CannotCarryError(
-                    f"{t.name}: codes less their zero points do not fit in {block.name}'s {block.levels} codes"
-                )
+                reason = f"codes less their zero points do not fit in {block.name}'s {block.levels} codes"
+                raise CannotCarryError(t.name, reason)
         pack(q, sc[:m], mn[:m], d[:m], dmin[:m], data[start:stop])
     fidelity = Fidelity(out * columns, max(float(sums[0]), 0.0), float(sums[1]), float(sums[2]), out * columns - lost)
-    return Mapped(block, data, fidelity)
+    return Mapped(block, data, fidelity, "some codes less their zero points leave Q8_0's -128..127" if lost else "")
 
 
 def _reround_q8_0(

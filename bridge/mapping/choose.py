@@ -15,7 +15,7 @@ looked at.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -138,9 +138,14 @@ def requantizers(columns: int) -> list[BlockType]:
     return [*fitting, Q8_0]
 
 
+def in_halves(t: GroupedTensor) -> bool:
+    """Whether plain types hold the scales and zero points exactly: halves and integers."""
+    return np.array_equal(t.scales, t.scales.astype(np.float16)) and not fractional(t.zeros)
+
+
 def exact_type(t: GroupedTensor) -> BlockType | None:
     """The smallest plain type that holds the tensor bit for bit, judged from its scales and zero points alone."""
-    if not np.array_equal(t.scales, t.scales.astype(np.float16)) or fractional(t.zeros):
+    if not in_halves(t):
         return None
     low, high = t.zeros.min(), t.zeros.max()
     for block in BLOCKS.values():
@@ -171,18 +176,17 @@ def requantize(t: GroupedTensor, block: BlockType, importance: np.ndarray | None
 
 
 def map_to(t: GroupedTensor, block: BlockType, importance: np.ndarray | None = None) -> Mapped:
-    """A given type: codes carried where it can hold them, else requantized.
-
-    Codes that are shifted by fractional zero points are carried where that is closer.
-    """
-    if why_not(t, block) is None:
-        try:
-            mapped = carry(t, block)
-        except CannotCarryError:
-            pass
-        else:
-            if not block.zero or not fractional(t.zeros):
-                return mapped
-            other = requantize(t, block, importance)
-            return mapped if mapped.fidelity.error <= other.fidelity.error else other
-    return requantize(t, block, importance)
+    """A part in a given type: codes carried where it can hold them, unless that adds more than `CARRIED_LIMIT` and
+    requantizing comes closer."""
+    try:
+        carried = carry(t, block)
+    except CannotCarryError as cannot:
+        return replace(requantize(t, block, importance), why=cannot.reason)
+    if carried.fidelity.share <= CARRIED_LIMIT:
+        return carried
+    other = requantize(t, block, importance)
+    if carried.fidelity.error <= other.fidelity.error:
+        return carried
+    shifted = block.zero and fractional(t.zeros)
+    why = "has no place for fractional zero points" if shifted else "comes closer to the weights with other codes"
+    return replace(other, why=f"{block.name} {why}")
