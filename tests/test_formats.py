@@ -11,7 +11,7 @@ from pathlib import Path
 import gguf
 import numpy as np
 import pytest
-from bridge.verify import failures, verify
+from bridge.verification import failures, verify
 from safetensors.numpy import load_file, save_file
 
 import bridge
