@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from bridge.blocks import BLOCKS
-from bridge.errors import BridgeError
+from bridge.errors import BridgeError, shortened
 from bridge.progress import Bar
 from bridge.repacking.command import add_parser as add_repack
 from bridge.runtime.commands import add_parsers
@@ -65,7 +65,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (Exception, KeyboardInterrupt) as problem:
         if debug:
             traceback.print_exception(problem)
-        print("error:", re.sub(r"\s*\n\s*", " ", _message(problem)), file=sys.stderr)
+        print("error:", shortened(re.sub(r"\s*\n\s*", " ", _message(problem))), file=sys.stderr)
         return 2
 
 

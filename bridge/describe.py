@@ -16,7 +16,7 @@ from bridge.checkpoint import Checkpoint, counted
 from bridge.checkpoint.fp8 import FLOAT8
 from bridge.checkpoint.store import WEIGHTS
 from bridge.conversion import opened
-from bridge.errors import BridgeError
+from bridge.errors import BridgeError, shortened
 from bridge.output import shards_of
 from bridge.plan import AS_IT_IS, FROM_TEMPLATE, Plan, PlannedTensor, number
 from bridge.planning import make_plan
@@ -38,9 +38,9 @@ def describe(path: str | Path, config: str | Path | None = None, template: str |
             raise BridgeError(f"{path}: is one file of a checkpoint; give the folder that it is in")
         if template is not None:
             raise BridgeError(f"{path}: is no checkpoint; --template says what a checkpoint would become")
-        return _describe_gguf(Path(path))
+        return "\n".join(map(shortened, _describe_gguf(Path(path))))
     with opened(path, config, template) as ckpt:
-        return "\n".join(_describe_checkpoint(ckpt, template))
+        return "\n".join(map(shortened, _describe_checkpoint(ckpt, template)))
 
 
 def _describe_checkpoint(ckpt: Checkpoint, template: str | Path | None) -> list[str]:
@@ -153,7 +153,7 @@ def plan_table(plan: Plan) -> list[str]:
     return lines
 
 
-def _describe_gguf(path: Path) -> str:
+def _describe_gguf(path: Path) -> list[str]:
     files = shards(path)
     readers = [read_gguf(file) for file in files]
     keys = readers[0].fields
@@ -182,4 +182,4 @@ def _describe_gguf(path: Path) -> str:
         count = sum(int(np.prod(t.shape)) for t in members)
         size = sum(int(t.n_bytes) for t in members)
         rows.append((name, str(len(members)), f"{count / 1e6:.2f}", f"{size / 1e6:.2f}", f"{8 * size / count:.2f}"))
-    return "\n".join(lines + align(rows, left=(True, False, False, False, False)))
+    return [*lines, *align(rows, left=(True, False, False, False, False))]

@@ -93,6 +93,7 @@ class Executor:
                 data[at : at + len(mapped.data)] = mapped.data
                 at += len(mapped.data)
                 coded += mapped.fidelity
+                whys.append(mapped.why)
                 free = exact_type(t) if exact else None
                 exact &= {free.name} if free else set()
                 report.notes += t.notes
@@ -142,6 +143,8 @@ class Executor:
             report.notes += t.notes
         if report.how == REQUANTIZED:
             report.fidelity = coded
+            if coded.error:
+                report.notes += lost_codes(tensor.name, [f"stored as {report.type}, {tensor.reason}"])
         return np.concatenate(chunks).reshape(tensor.shape)
 
 

@@ -6,12 +6,12 @@ import json
 import math
 import re
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from bridge.errors import BridgeError
+from bridge.errors import BridgeError, shortened
 from bridge.files import check_target, write_text
 
 if TYPE_CHECKING:
@@ -78,6 +78,13 @@ def lost_codes(name: str, why: str, fidelity: Fidelity) -> str:
     """What to say of a tensor, or parts of it, that could not keep all codes."""
     kept = f"{percent(fidelity.kept / fidelity.weights, 4)} of its codes are kept" if fidelity.kept else "requantized"
     return f"{name}: {why}; {kept}, adding {percent(fidelity.share)} of the checkpoint's noise"
+
+
+def lost_codes(tensor: str, whys: Sequence[str]) -> list[str]:
+    """Why a tensor could not keep all its codes: a line for each reason; `whys`: of each part, empty where it did."""
+    of = f" of its {len(whys)} parts" if len(whys) > 1 else ""
+    counts = Counter(why for why in whys if why)
+    return [f"{tensor}: {f'{count}{of}: ' if of else ''}codes not kept, {why}" for why, count in counts.items()]
 
 
 def beyond_auto(report: TensorReport) -> str | None:
@@ -156,6 +163,8 @@ class Report:
 
     def _closing(self, done: str) -> list[str]:
         lines = []
+        if any(t.has_codes for t in self.tensors):
+            lines.append("of source noise: the error beside what the checkpoint's own rounding costs, s^2/12 a weight")
         free = Counter(t.exact_for_free for t in self.tensors if t.exact_for_free)
         for name, count in free.items():
             lines.append(f"{count} of these tensors would be bit-exact at no extra size as {name}: use --exact")
@@ -220,7 +229,7 @@ def fold_notes(notes: Iterable[str]) -> list[str]:
     for members in alike.values():
         first, more = members[0], len(members) - 1
         name, _, text = first.partition(": ")
-        lines.append(f"{name} and {more} more: {text}" if more and text else first)
+        lines.append(shortened(f"{name} and {more} more: {text}" if more and text else first))
     return lines
 
 

@@ -144,8 +144,10 @@ def _compare(source: Source, tensor: PlannedTensor, stored: Any) -> TensorReport
 
 def _compare_codes(source: Source, tensor: PlannedTensor, stored: Any, report: TensorReport) -> TensorReport:
     """A tensor that came as codes, all of it or most parts. Parts that came as floats are not in its fidelity."""
-    from bridge.mapping.carry import Fidelity
+    from bridge.mapping.carry import Fidelity, why_not
 
+    block = block_type(report.type)
+    whys: list[str] = []
     at = 0
     for part in tensor.parts:
         if source.coded(part):
@@ -156,6 +158,8 @@ def _compare_codes(source: Source, tensor: PlannedTensor, stored: Any, report: T
             report.codes_missing += missing
             found = Fidelity(t.codes.size, error, signal, t.noise(), kept)
             report.fidelity = found if report.fidelity is None else report.fidelity + found
+            why = f"stored as {report.type}" if block is None else why_not(t, block)
+            whys.append("" if found.kept == found.weights or not error else why or "the file has others")
         at += part.shape[0]
     assert report.fidelity is not None
     report.how = how_kept(report.fidelity)

@@ -75,6 +75,17 @@ def edit_json(file: Path, **changes: Any) -> None:
     file.write_text(json.dumps(values))
 
 
+def test_an_endless_text_of_somebodys_file_is_cut_in_the_middle(model, convert, capsys):
+    """The fact before it and the way out behind it stay."""
+    edit_json(model / "config.json", hidden_act="x" * 10_000)
+    error = convert()
+    assert len(error) < 1100
+    assert f"{model / 'config.json'}: hidden_act is 'xxx" in error
+    assert "can be converted\n" in error[-100:]
+    assert main(["inspect", str(model)]) == 0
+    assert max(map(len, capsys.readouterr().out.splitlines())) <= 1000
+
+
 # the checkpoint's files
 
 

@@ -28,7 +28,7 @@ from bridge.cli import main
 from bridge.errors import BridgeError
 from tests.conftest import CHECKPOINT, ROOT, shared
 from tests.support.encode import gptq_tensors, quantize, write_gptq
-from tests.support.encode_formats import mlx_tensors
+from tests.support.encode_formats import mlx_tensors, write_hqq
 from tests.support.llama_cpp import LlamaCpp
 from tests.support.raw import edit_raw, read_raw
 
@@ -87,6 +87,7 @@ def test_the_table_says_what_became_of_each_kind_of_tensor(run, tmp_path):
     assert "28 of these tensors would be bit-exact at no extra size as Q4_0: use --exact" in out
     assert f"wrote {tmp_path / 'out.gguf'}" in out
     assert "2.7 MB gptq -> 2.4 MB GGUF in " in out
+    assert "of source noise: the error beside what the checkpoint's own rounding costs" in out
 
 
 def test_exact_is_bit_exact(run, tmp_path):
@@ -425,6 +426,35 @@ def test_inspect_tells_which_act_order_folds(run, act_order):
     assert "act-order that folds into groups of 128" in lines["ffn_down"]
     assert "codes carried" in lines["ffn_down"]
     assert "requantized" in lines["attn_q"]
+
+
+def lost(report: Path) -> dict[str, str]:
+    """A saved report's tensors without their codes, and why."""
+    tensors = json.loads(report.read_text())["tensors"]
+    return {t["name"]: " ".join(t["notes"]) for t in tensors if t["how"] == "requantized"}
+
+
+def test_the_report_says_of_each_tensor_why_its_codes_were_not_kept(run, tmp_path, act_order, small_model):
+    out, report = tmp_path / "out.gguf", tmp_path / "report.json"
+    scattered = ": codes not kept, act-order groups are scattered over the columns"
+    table = run("convert", act_order, out, "--report", report)
+    assert "24 tensors could not keep their codes" in table
+    assert f"blk.0.attn_q.weight and 23 more{scattered}" in table
+    assert len(lost(report)) == 24
+    assert all(why == f"{name}{scattered}" for name, why in lost(report).items())
+    run("verify", out, act_order, "--report", report)
+    assert all(why == f"{name}{scattered}" for name, why in lost(report).items())
+
+    write_hqq(tmp_path / "hqq", small_model, 8)
+    run("convert", tmp_path / "hqq", out, "--force", "--report", report)
+    assert len(lost(report)) == 28
+    assert all("codes not kept, Q8_0 has no place for fractional zero points" in why for why in lost(report).values())
+
+    run("convert", CHECKPOINT, out, "--force", "--report", report, "--tensor-type", "attn_q=Q3_K", "--tensor-type",
+        "attn_k=F16")  # fmt: skip
+    assert len(lost(report)) == 8
+    assert "4-bit codes less their zero points do not fit in Q3_K's 8 codes" in lost(report)["blk.0.attn_q.weight"]
+    assert lost(report)["blk.0.attn_k.weight"] == "blk.0.attn_k.weight: codes not kept, stored as F16, asked for"
 
 
 def test_act_order_tensors_have_the_type_asked_for(run, tmp_path, act_order):
