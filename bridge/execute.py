@@ -83,7 +83,7 @@ class Executor:
         data = np.empty((math.prod(tensor.shape[:-1]), row_bytes(block, columns)), np.uint8)
         coded = floats = Fidelity(0, 0.0, 0.0, 0.0, 0)
         exact = set(BLOCKS)  # the types that would hold every part bit for bit
-        why: dict[str, Fidelity] = {}  # not all codes were kept
+        whys: list[str] = []
         at = came_as_floats = 0
         for number, part in enumerate(tensor.parts):
             importance = self.importance.of(tensor, number)
@@ -97,9 +97,6 @@ class Executor:
                 free = exact_type(t) if exact else None
                 exact &= {free.name} if free else set()
                 report.notes += t.notes
-                if mapped.why:
-                    why.setdefault(mapped.why, Fidelity(0, 0.0, 0.0, 0.0, 0))
-                    why[mapped.why] += mapped.fidelity
                 continue
             came_as_floats += 1
             for x in self.source.floats(part):
@@ -112,7 +109,7 @@ class Executor:
             report.stored = self.source.ckpt.stored_as(tensor.parts[0].source)
             return data
         report.how, report.fidelity = how_kept(coded), coded
-        report.notes += [lost_codes(tensor.name, reason, fidelity) for reason, fidelity in why.items()]
+        report.notes += lost_codes(tensor.name, whys, coded)
         if coded.error and exact and BLOCKS[name := exact.pop()].bpw <= block.bpw:
             report.exact_for_free = name
         if came_as_floats:
@@ -144,7 +141,7 @@ class Executor:
         if report.how == REQUANTIZED:
             report.fidelity = coded
             if coded.error:
-                report.notes += lost_codes(tensor.name, [f"stored as {report.type}, {tensor.reason}"])
+                report.notes += lost_codes(tensor.name, [f"stored as {report.type}"], coded)
         return np.concatenate(chunks).reshape(tensor.shape)
 
 

@@ -74,17 +74,13 @@ def how_kept(fidelity: Fidelity) -> str:
     return CARRIED if fidelity.kept == fidelity.weights else PARTLY if fidelity.kept else REQUANTIZED
 
 
-def lost_codes(name: str, why: str, fidelity: Fidelity) -> str:
-    """What to say of a tensor, or parts of it, that could not keep all codes."""
-    kept = f"{percent(fidelity.kept / fidelity.weights, 4)} of its codes are kept" if fidelity.kept else "requantized"
-    return f"{name}: {why}; {kept}, adding {percent(fidelity.share)} of the checkpoint's noise"
-
-
-def lost_codes(tensor: str, whys: Sequence[str]) -> list[str]:
+def lost_codes(tensor: str, whys: Sequence[str], fidelity: Fidelity) -> list[str]:
     """Why a tensor could not keep all its codes: a line for each reason; `whys`: of each part, empty where it did."""
-    of = f" of its {len(whys)} parts" if len(whys) > 1 else ""
+    of = f" of its {len(whys)} parts: " if len(whys) > 1 else ""
+    kept = f"{percent(fidelity.kept / fidelity.weights, 4)} of its codes kept" if fidelity.kept else "codes not kept"
+    adds = f"adds {percent(fidelity.share)} of the checkpoint's noise"
     counts = Counter(why for why in whys if why)
-    return [f"{tensor}: {f'{count}{of}: ' if of else ''}codes not kept, {why}" for why, count in counts.items()]
+    return [f"{tensor}: {f'{count}{of}' if of else ''}{kept}, {why}; {adds}" for why, count in counts.items()]
 
 
 def beyond_auto(report: TensorReport) -> str | None:

@@ -20,7 +20,7 @@ from bridge.files import missing
 from bridge.plan import FROM_TEMPLATE, PlannedTensor
 from bridge.planning import outline_of
 from bridge.recipe import block_type
-from bridge.report import AS_IS, FLOAT, MAX_NMSE, MAX_SHARE, Report, TensorReport, how_kept, percent
+from bridge.report import AS_IS, FLOAT, MAX_NMSE, MAX_SHARE, Report, TensorReport, how_kept, lost_codes, percent
 from bridge.runtime.reader import shards
 from bridge.source import Source
 
@@ -163,6 +163,7 @@ def _compare_codes(source: Source, tensor: PlannedTensor, stored: Any, report: T
         at += part.shape[0]
     assert report.fidelity is not None
     report.how = how_kept(report.fidelity)
+    report.notes += lost_codes(tensor.name, whys, report.fidelity)
     return report
 
 

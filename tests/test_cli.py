@@ -441,9 +441,9 @@ def test_the_report_says_of_each_tensor_why_its_codes_were_not_kept(run, tmp_pat
     assert "24 tensors could not keep their codes" in table
     assert f"blk.0.attn_q.weight and 23 more{scattered}" in table
     assert len(lost(report)) == 24
-    assert all(why == f"{name}{scattered}" for name, why in lost(report).items())
+    assert all(why.startswith(f"{name}{scattered}") for name, why in lost(report).items())
     run("verify", out, act_order, "--report", report)
-    assert all(why == f"{name}{scattered}" for name, why in lost(report).items())
+    assert all(why.startswith(f"{name}{scattered}") for name, why in lost(report).items())
 
     write_hqq(tmp_path / "hqq", small_model, 8)
     run("convert", tmp_path / "hqq", out, "--force", "--report", report)
@@ -454,7 +454,7 @@ def test_the_report_says_of_each_tensor_why_its_codes_were_not_kept(run, tmp_pat
         "attn_k=F16")  # fmt: skip
     assert len(lost(report)) == 8
     assert "4-bit codes less their zero points do not fit in Q3_K's 8 codes" in lost(report)["blk.0.attn_q.weight"]
-    assert lost(report)["blk.0.attn_k.weight"] == "blk.0.attn_k.weight: codes not kept, stored as F16, asked for"
+    assert "blk.0.attn_k.weight: codes not kept, stored as F16; adds" in lost(report)["blk.0.attn_k.weight"]
 
 
 def test_act_order_tensors_have_the_type_asked_for(run, tmp_path, act_order):
