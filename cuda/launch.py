@@ -6,20 +6,20 @@ captured into a CUDA graph: `warm` does it beforehand. In the simulator a kernel
 
 from __future__ import annotations
 
-import warnings
+import threading
 from collections.abc import Callable
 from typing import Any
 
 from bridge.cuda import device as devices
 from bridge.cuda.intrinsics import SIMULATED
 from numba import cuda
+from numba.cuda.core import config
 
 from bridge.errors import BridgeError
 
-# a decoder's small kernels are meant to be small: a block or a few
-warnings.filterwarnings("ignore", message="Grid size .* under-utilization")
-
 MAX_REGISTERS = 64  # so that 32 warps find room on a multiprocessor
+
+_quiet = threading.Lock()  # held while Numba is kept from warning
 
 
 class Kernel:
@@ -64,4 +64,11 @@ class Kernel:
 
     def launch(self, grid: Any, block: Any, stream: Any, *arguments: Any) -> None:
         """Queue it on a stream."""
-        self.warm(stream)[grid, block, stream](*arguments)
+        compiled = self.warm(stream)
+        with _quiet:  # a decoder's small kernels are meant to be small; others' are warned of as ever
+            kept, config.CUDA_LOW_OCCUPANCY_WARNINGS = config.CUDA_LOW_OCCUPANCY_WARNINGS, 0
+            try:
+                configured = compiled[grid, block, stream]
+            finally:
+                config.CUDA_LOW_OCCUPANCY_WARNINGS = kept
+        configured(*arguments)

@@ -6,6 +6,8 @@ Only the driver is a stand-in: code is made for compute capability 9.0 as on an 
 from __future__ import annotations
 
 import ctypes
+import runpy
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -98,6 +100,24 @@ def test_a_kernel_is_compiled_once_for_all_processes_and_launched_with_the_numbe
     assert arguments[21:28] == (0, 0, 4096, 1, records.ctypes.data, 4096, 1)
     assert isinstance(arguments[28], ctypes.c_float)
     assert arguments[28].value == np.float32(1e-5)
+
+
+def test_only_our_own_small_grids_go_without_numbas_warning(driver: Driver) -> None:
+    from bridge.cuda import launch
+    from bridge.cuda.norm import silu_kernel
+    from numba.cuda.core.errors import NumbaPerformanceWarning
+
+    before = list(warnings.filters)
+    runpy.run_path(str(launch.__file__))
+    assert warnings.filters == before
+    kernel = silu_kernel.__wrapped__(False)
+    x = np.ones(64, np.float32)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        kernel.launch(1, 128, 0, x, x[:32], np.zeros(10240, np.uint8), np.int32(32))
+    assert len(driver.launches) == 1
+    with pytest.warns(NumbaPerformanceWarning, match="Grid size 1 will likely result in GPU under-utilization"):
+        kernel.warm().configure(1, 64)
 
 
 def test_registers_are_limited_in_what_runs_and_not_only_in_what_was_tried(driver: Driver) -> None:
