@@ -10,7 +10,6 @@ sources are removed, but for those used last and those that a process holds.
 
 from __future__ import annotations
 
-import gc
 import hashlib
 import os
 import sys
@@ -21,22 +20,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import numba
+
 import bridge
 from bridge.held import hold, remove_unheld
-
-_collects = gc.isenabled()
-gc.disable()  # of 0.3 s, walking through what Numba builds up took a seventh
-try:
-    import numba
-    from numba.core.registry import cpu_target
-
-    cpu_target.target_context.refresh()  # what the first kernel to be loaded would do
-finally:
-    if not gc.get_freeze_count():
-        gc.freeze()
-        gc.unfreeze()  # it is among the oldest now, which are not walked through next
-    if _collects:
-        gc.enable()
 
 _KEPT_CACHES = 3  # digests of other checkouts or versions that stay beside ours
 

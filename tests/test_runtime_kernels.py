@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 
 import llvmlite.binding as llvm
 import numpy as np
@@ -290,6 +291,31 @@ def test_many_python_threads_may_multiply_at_once():
     with ThreadPoolExecutor(4) as executor:
         for y, wanted in zip(executor.map(tensor.matvec, x), expected, strict=True):
             np.testing.assert_array_equal(y, wanted)
+
+
+def test_callers_that_come_at_once_start_one_pool(monkeypatch):
+    from concurrent.futures import ThreadPoolExecutor
+
+    started = []
+
+    class Slow:
+        def __init__(self, threads: int):
+            time.sleep(0.05)
+            started.append(self)
+
+    monkeypatch.setattr(pool, "_pool", None)
+    monkeypatch.setattr(pool, "Pool", Slow)
+    with ThreadPoolExecutor(4) as executor:
+        found = list(executor.map(lambda _: pool.get_pool(), range(4)))
+    assert len(started) == 1
+    assert found == started * 4
+
+
+def test_numba_is_loaded_without_touching_the_hosts_garbage_collector():
+    code = "import gc, numba\ncalls = []\nfor name in ('disable', 'enable', 'freeze', 'unfreeze', 'set_threshold'):\n"
+    code += "    setattr(gc, name, lambda *_, name=name: calls.append(name))\nimport bridge.jit\nprint(calls)"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"
 
 
 def test_a_home_that_cannot_be_written_to_costs_the_cache_and_nothing_else() -> None:

@@ -257,6 +257,7 @@ def _stop(state):
 
 _pool: Pool | None = None
 _wanted: int | None = None
+_choosing = threading.Lock()  # held while the two change
 
 
 def get_num_threads() -> int:
@@ -276,25 +277,30 @@ def set_num_threads(threads: int) -> None:
     global _wanted, _pool
     if not 1 <= threads <= _MOST_THREADS:
         raise BridgeError(f"{threads} threads: 1 to {_MOST_THREADS} are possible, as many as there are cores best")
-    _wanted = threads
-    if _pool is not None and _pool.threads != threads:
-        old, _pool = _pool, None
-        with old.lock:
-            old.stop()
+    with _choosing:
+        _wanted, old = threads, _pool
+        if old is None or old.threads == threads:
+            return
+        _pool = None
+    with old.lock:
+        old.stop()
 
 
 def get_pool() -> Pool:
     """The process's pool, started when first wanted."""
     global _pool
-    if _pool is None:
-        threads = get_num_threads() if os.name == "posix" else 1  # no pthreads elsewhere
-        _pool = Pool(threads)
-    return _pool
+    if (pool := _pool) is None:
+        with _choosing:
+            if (pool := _pool) is None:
+                threads = get_num_threads() if os.name == "posix" else 1  # no pthreads elsewhere
+                _pool = pool = Pool(threads)
+    return pool
 
 
 def _after_fork() -> None:
-    global _pool
+    global _pool, _choosing
     _pool = None  # its workers are the parent's
+    _choosing = threading.Lock()  # who held it may be one of the parent's threads
 
 
 if hasattr(os, "register_at_fork"):
