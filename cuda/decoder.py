@@ -18,7 +18,7 @@ from bridge.cuda.buffers import check_torch, upload, zeros
 from bridge.cuda.dequantize import rows
 from bridge.cuda.graph import Graph
 from bridge.cuda.kv_cache import KVCache
-from bridge.cuda.products import FloatMatrix, Launch
+from bridge.cuda.products import Launch
 from bridge.cuda.prompt import attend, rms
 from bridge.cuda.step import Step
 from bridge.cuda.weights import DeviceWeights, needed
@@ -196,13 +196,9 @@ class Decoder:
         return x
 
     def _embeddings(self, tokens: Sequence[int]) -> Any:
-        import torch
-
         ids = upload(np.array(tokens, np.int32), self.device)
-        if isinstance(self.weights.embedding, FloatMatrix):
-            return self.weights.embedding.weight.index_select(0, ids).float()
-        out = zeros(self.device, (len(tokens), self.config.hidden), torch.float32)
-        rows(self.weights.embedding, devices.view(ids), devices.view(out), len(tokens), self.device.stream())
+        out = zeros(self.device, (len(tokens), self.config.hidden))
+        rows(self.weights.embedding, ids, out, len(tokens), self.device.stream())
         return out
 
     @contextmanager

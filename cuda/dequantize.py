@@ -1,5 +1,7 @@
 """Weights of a matrix on the device as floats: tiles for torch's matrix product, rows for an embedding.
 
+Those of a FloatMatrix are copied. Of all others:
+
 A thread takes a unit of a row and stores 16 bytes at a time. Values are those of gguf's dequantization but for one
 rounding of float32: d * sc * q and dmin * mn are subtracted in one step.
 """
@@ -11,6 +13,7 @@ from typing import Any
 
 import numpy as np
 from bridge.cuda import device as devices
+from bridge.cuda.floats import FloatMatrix
 from bridge.cuda.intrinsics import bits, either, float_bits, multiply_add, shifted, store_16, to_half
 from bridge.cuda.matrix import DeviceMatrix
 from bridge.cuda.superblock import functions
@@ -89,16 +92,22 @@ def kernel(type: str, kind: str, chosen: bool) -> Any:
     return Kernel(expanded, f"void(uint8[::1], int64, int64, int32[::1], {element}[:,::1], int64, int64)")
 
 
-def tile(matrix: DeviceMatrix, first: int, count: int, out: Any, stream: Any) -> None:
+def tile(matrix: DeviceMatrix | FloatMatrix, first: int, count: int, out: Any, stream: Any) -> None:
     """Queue rows first .. first + count to `out`, contiguous float16, bfloat16 or float32 [count, columns]."""
     if not 0 <= first <= first + count <= matrix.rows:
         raise BridgeError(f"{matrix.name}: rows {first} to {first + count} of {matrix.rows}")
-    _launch(matrix, first, None, count, out, stream)
+    if isinstance(matrix, FloatMatrix):
+        out.copy_(matrix.weight[first : first + count])
+    else:
+        _launch(matrix, first, None, count, out, stream)
 
 
-def rows(matrix: DeviceMatrix, ids: Any, out: Any, n: int, stream: Any) -> None:
+def rows(matrix: DeviceMatrix | FloatMatrix, ids: Any, out: Any, n: int, stream: Any) -> None:
     """Queue the rows that the first n of int32 `ids` on the device name to `out` [n, columns]; ids go unchecked."""
-    _launch(matrix, 0, ids, n, out, stream)
+    if isinstance(matrix, FloatMatrix):
+        out[:n].copy_(matrix.weight.index_select(0, ids[:n]))
+    else:
+        _launch(matrix, 0, ids, n, out, stream)
 
 
 def _launch(matrix: DeviceMatrix, first: int, ids: Any, count: int, out: Any, stream: Any) -> None:

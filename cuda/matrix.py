@@ -89,6 +89,11 @@ class DeviceMatrix:
         return self.layout.nbytes(self.rows, self.columns)
 
     @property
+    def bpw(self) -> float:
+        """Bits per weight that a product reads."""
+        return self.layout.bpw
+
+    @property
     def name(self) -> str:
         return " + ".join(self.names)
 

@@ -28,7 +28,7 @@ from bridge.cuda.dequantize import rows
 from bridge.cuda.device import Device, view
 from bridge.cuda.kv_cache import KVCache
 from bridge.cuda.norm import norm_kernel, norm_threads
-from bridge.cuda.products import FloatMatrix, Launch, Vector
+from bridge.cuda.products import Launch, Vector
 from bridge.cuda.weights import DeviceLayer, DeviceWeights
 
 from bridge.runtime.decoder_config import DecoderConfig
@@ -74,13 +74,8 @@ class Step:
         return program + self.weights.output.bind(self.normed, self.logits)
 
     def _embed(self) -> Launch:
-        token = self.state[attn.TOKEN : attn.TOKEN + 1]
-        matrix = self.weights.embedding
-        if isinstance(matrix, FloatMatrix):
-            weight = matrix.weight
-            return lambda: self.x.copy_(weight.index_select(0, token)[0])
-        ids, out = view(token), view(self.x.reshape(1, -1))
-        return lambda: rows(matrix, ids, out, 1, self.device.stream())
+        ids, out = self.state[attn.TOKEN : attn.TOKEN + 1], self.x.reshape(1, -1)
+        return lambda: rows(self.weights.embedding, ids, out, 1, self.device.stream())
 
     def _norm(self, weight: Any) -> Launch:
         kernel = norm_kernel(self.config.hidden, self.precision == "f32")

@@ -4,8 +4,9 @@
     y = w.matvec(x)                                 x a torch tensor on the device, y too, nothing is copied
 
 Products are queued on torch's current stream and can be captured in a CUDA graph, once they have run before. Up to 8
-columns of x the weights stay quantized; for more, rows become f16 or bf16 tiles for torch's matrix product. A tensor
-has one place for the rounded x: multiply with it on one stream at a time.
+columns of x the weights stay quantized; for more, rows become f16 or bf16 tiles for torch's matrix product (matmul.py).
+F32, F16 and BF16 tensors stay as they are, and torch multiplies with them. A tensor has one place for the rounded x:
+multiply with it on one stream at a time.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 from bridge.cuda import dequantize, matvec
 from bridge.cuda import device as devices
-from bridge.cuda.activations import COLUMNS, Records
+from bridge.cuda.floats import KINDS, FloatMatrix
+from bridge.cuda.matmul import Multiplier
 from bridge.cuda.matrix import DeviceMatrix
 
 from bridge.errors import BridgeError
@@ -23,7 +25,6 @@ if TYPE_CHECKING:
     from bridge.runtime.quant_tensor import QuantTensor
 
 _PRECISIONS = ("int8", "f32")
-_TILE = 1 << 25  # weights dequantized at a time
 
 
 class CudaTensor:
@@ -35,8 +36,11 @@ class CudaTensor:
         self.name = tensor.name
         self.type = tensor.type
         self.shape = tensor.shape
-        self.matrix = DeviceMatrix.upload(tensor, device)
-        self._records: dict[str, Records] = {}
+        found = devices.require(device)
+        self.matrix: DeviceMatrix | FloatMatrix = (
+            FloatMatrix(tensor, found) if tensor.type in KINDS else DeviceMatrix.upload(tensor, found)
+        )
+        self._multipliers: dict[str, Multiplier] = {}
         self._source = tensor
 
     @property
@@ -47,7 +51,7 @@ class CudaTensor:
     @property
     def bpw(self) -> float:
         """Bits per weight that a product reads."""
-        return self.matrix.layout.bpw
+        return self.matrix.bpw
 
     @property
     def nbytes(self) -> int:
@@ -57,6 +61,8 @@ class CudaTensor:
     @property
     def kernel(self) -> str:
         """The kernel of a product with one vector, for instance "cuda/q4_k, 2 rows a warp"."""
+        if isinstance(self.matrix, FloatMatrix):
+            return f"{self.matrix.weight.dtype} product"
         shape = matvec.configuration(self.matrix, 1)
         shared = f", {shape.split} warps a row" if shape.split > 1 else ""
         return f"cuda/{self.type.lower()}, {shape.rows} rows a warp{shared}"
@@ -76,17 +82,17 @@ class CudaTensor:
     def matvec(self, x: Any, out: Any = None, precision: str = "int8") -> Any:
         """y = W x for x [in], float32, float16 or bfloat16 on this device; y float32 [out].
 
-        "int8" rounds x to 8 bits in blocks of 32, "f32" does not. `out`, where given, is a contiguous float32 [out] on
-        this device. Raises BridgeError where x or out does not fit, is elsewhere, or while a graph is captured before
-        the product has ever run.
+        "int8" rounds x to 8 bits in blocks of 32, or to the type of weights that are floats; "f32" does not. `out`,
+        where given, is a contiguous float32 [out] on this device. Raises BridgeError where x or out does not fit, is
+        elsewhere, or while a graph is captured before the product has ever run.
         """
         return self._product(x, out, precision, 1)
 
     def matmul(self, x: Any, out: Any = None, precision: str = "int8") -> Any:
         """Y = X W^T for X [tokens, in]: Y float32 [tokens, out]. Otherwise as `matvec`.
 
-        Beyond 8 tokens weights are rounded to x's type (to float16 for float32 x, or not at all with "f32") and x is
-        not rounded to 8 bits.
+        Beyond 8 tokens quantized weights are rounded to x's type (to float16 for float32 x, or not at all with "f32")
+        and x is not rounded to 8 bits.
         """
         return self._product(x, out, precision, 2)
 
@@ -103,35 +109,10 @@ class CudaTensor:
         else:
             result = self._checked_out(out, shape)
         with self.matrix.device.active():
-            if 0 < tokens <= COLUMNS:
-                stream = self.matrix.device.stream()
-                records = self._get_records(precision).quantize(values, tokens, stream)
-                matvec.launch(self.matrix, records, devices.view(result.view(tokens, rows)), tokens, stream)
-            elif tokens:
-                self._through_torch(values, result, precision)
+            if precision not in self._multipliers:
+                self._multipliers[precision] = Multiplier(self.matrix.device, precision)
+            self._multipliers[precision].multiply(self.matrix, values, result.view(tokens, rows))
         return result
-
-    def _through_torch(self, values: Any, result: Any, precision: str) -> None:
-        import torch
-
-        kind = torch.float32 if precision == "f32" else torch.float16
-        if values.dtype == torch.bfloat16 and precision != "f32":
-            kind = torch.bfloat16
-        x = values.to(kind)
-        step = max(1, min(self.shape[0], _TILE // self.shape[1]))
-        tile = torch.empty((step, self.shape[1]), dtype=kind, device=values.device)
-        stream = self.matrix.device.stream()
-        for start in range(0, self.shape[0], step):
-            count = min(step, self.shape[0] - start)
-            dequantize.tile(self.matrix, start, count, tile[:count], stream)
-            result[:, start : start + count] = x @ tile[:count].T
-
-    def _get_records(self, precision: str) -> Records:
-        if precision not in self._records:
-            if devices.capturing(self.matrix.device.stream()):
-                raise BridgeError(f"{self.name}: the stream is being captured; run the product once before")
-            self._records[precision] = Records(self.shape[1], COLUMNS, self.matrix.device, precision)
-        return self._records[precision]
 
     def _check_place(self, what: str, tensor: Any) -> None:
         if type(tensor).__module__.partition(".")[0] != "torch" or not hasattr(tensor, "detach"):

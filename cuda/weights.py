@@ -9,6 +9,7 @@ import numpy as np
 from bridge.cuda.buffers import upload
 from bridge.cuda.device import Device
 from bridge.cuda.kv_cache import KVCache
+from bridge.cuda.matmul import Multiplier
 from bridge.cuda.products import Gated, Stack, device_bytes
 
 from bridge.runtime.decoder_config import DecoderConfig
@@ -24,19 +25,19 @@ def needed(w: Weights, precision: str) -> int:
 class DeviceLayer:
     """A layer's matrices and vectors on the device."""
 
-    def __init__(self, layer: Layer, device: Device, precision: str):
+    def __init__(self, layer: Layer, multiplier: Multiplier):
         def vector(array: np.ndarray | None) -> Any:
-            return None if array is None else upload(array, device)
+            return None if array is None else upload(array, multiplier.device)
 
         self.attn_norm, self.ffn_norm = vector(layer.attn_norm), vector(layer.ffn_norm)
         self.q_norm, self.k_norm = vector(layer.q_norm), vector(layer.k_norm)
         attention = [layer.q, layer.k, layer.v]
         biases = vector(_joined(attention, [layer.q_bias, layer.k_bias, layer.v_bias]))
-        self.qkv = Stack(attention, device, precision, biases)
-        self.o = Stack([layer.o], device, precision, vector(layer.o_bias))
+        self.qkv = Stack(attention, multiplier, biases)
+        self.o = Stack([layer.o], multiplier, vector(layer.o_bias))
         biases = vector(_joined([layer.gate, layer.up], [layer.gate_bias, layer.up_bias]))
-        self.gated = Gated(layer.gate, layer.up, device, precision, biases)
-        self.down = Stack([layer.down], device, precision, vector(layer.down_bias))
+        self.gated = Gated(layer.gate, layer.up, multiplier, biases)
+        self.down = Stack([layer.down], multiplier, vector(layer.down_bias))
 
 
 class DeviceWeights:
@@ -46,15 +47,16 @@ class DeviceWeights:
     """
 
     def __init__(self, w: Weights, c: DecoderConfig, cache: KVCache, device: Device, precision: str):
+        multiplier = Multiplier(device, precision)
         self.layers = []
         for layer in w.layers:
-            self.layers.append(DeviceLayer(layer, device, precision))
+            self.layers.append(DeviceLayer(layer, multiplier))
             for matrix in layer.matrices:
                 matrix.release_raw()
         self.output_norm = upload(w.output_norm, device)
-        self.output = Stack([w.output], device, precision)
+        self.output = Stack([w.output], multiplier)
         tied = w.output is w.embedding
-        self.embedding = (self.output if tied else Stack([w.embedding], device, precision)).parts[0][1]
+        self.embedding = (self.output if tied else Stack([w.embedding], multiplier)).parts[0][1]
         self.cos, self.sin = (upload(angles, device) for angles in c.angles(cache.rows, w.rope_factors))
 
 

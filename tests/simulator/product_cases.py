@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from bridge.cuda import activations, bench, dequantize, matvec
+from bridge.cuda import activations, bench, dequantize, matmul, matvec, products
+from bridge.cuda import device as devices
 from bridge.cuda.activations import Records
 from bridge.cuda.intrinsics import (
     SIMULATED,
@@ -167,6 +168,70 @@ def test_a_tensor_on_the_device_multiplies_as_its_twin_does(tokens):
     assert moved.to("cuda") is moved
 
 
+@pytest.mark.parametrize("kind", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("precision", ["int8", "f32"])
+def test_many_tokens_of_any_size_leave_the_range_of_halves_to_torch(kind, precision):
+    tensor, weights = random_matrix(BLOCKS["Q6_K"], 4, 256)
+    x = torch.randn(9, 256, generator=torch.Generator().manual_seed(7))
+    x *= torch.tensor([1e5, 1e-7, 0, 1, 6e4, 1e30, 100, 3, 1e-30])[:, None]
+    x[3] = 6e4  # the sums leave it as well
+    x = (x.clamp(-65504, 65504) if kind == torch.float16 else x).to(kind)
+    y = tensor.to("cuda").matmul(x, precision=precision).double().numpy()
+    wanted = x.double().numpy() @ weights.T
+    scale = np.linalg.norm(x.double().numpy(), axis=1, keepdims=True) * np.linalg.norm(weights, axis=1)
+    limit = 1e-6 if precision == "f32" else 1e-2 if kind == torch.bfloat16 else 1e-3
+    assert (np.abs(y - wanted) <= limit * scale).all()
+
+
+FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+
+
+def float_tensor(type: str, rows: int, columns: int) -> QuantTensor:
+    values = torch.randn(rows, columns, generator=torch.Generator().manual_seed(9)).to(FLOATS[type])
+    return QuantTensor("f", type, (rows, columns), values.view(torch.uint8).numpy().reshape(-1))
+
+
+@pytest.mark.parametrize("type", FLOATS)
+@pytest.mark.parametrize("tokens", [1, 9])
+def test_a_tensor_of_floats_multiplies_on_the_device_as_its_twin_does(type, tokens, monkeypatch):
+    monkeypatch.setattr("bridge.cuda.matmul._TILE", 96)
+    tensor = float_tensor(type, 5, 36)  # neither whole blocks nor whole tiles
+    moved = tensor.to("cuda")
+    assert (moved.shape, moved.type, moved.device, moved.bpw) == (tensor.shape, type, "cuda:0", tensor.bpw)
+    assert moved.nbytes == tensor.nbytes
+    assert moved.kernel == f"{FLOATS[type]} product"
+    x = 1e5 * torch.randn(tokens, 36, generator=torch.Generator().manual_seed(6))
+    wanted = tensor.matmul(x)
+    torch.testing.assert_close(moved.matmul(x, precision="f32"), wanted, rtol=1e-5, atol=1)
+    out = torch.empty_like(wanted)
+    assert moved.matmul(x, out=out) is not None
+    torch.testing.assert_close(out, wanted, rtol=0.02, atol=6e3 if type == "BF16" else 1e3)
+    torch.testing.assert_close(moved.matvec(x[0], precision="f32"), wanted[0], rtol=1e-5, atol=1)
+    assert moved.matmul(x[:0]).shape == (0, 5)
+    for kind in FLOATS.values():
+        expected = torch.from_numpy(tensor.dequantize()).to(kind)
+        torch.testing.assert_close(moved.dequantize(kind), expected, rtol=0, atol=0)
+    moved.dequantize(FLOATS[type]).zero_()  # a copy
+    torch.testing.assert_close(moved.rows([2, 0]), torch.from_numpy(tensor.rows([2, 0])), rtol=0, atol=0)
+    assert moved.to("cpu") is tensor
+
+
+def test_two_models_may_multiply_on_two_streams(monkeypatch):
+    """Each has its own records: here one model's product comes between the other's records and its kernel."""
+    (one, weights), (other, _) = (random_matrix(BLOCKS["Q4_0"], 1, 32, seed) for seed in (0, 1))
+    device = devices.require("cuda")
+    mine, yours = (products.Stack([t], matmul.Multiplier(device, "f32")) for t in (one, other))
+    x, launch = torch.randn(1, 32, generator=torch.Generator().manual_seed(0)), matvec.launch
+
+    def late(*arguments, **options) -> None:
+        monkeypatch.setattr(matvec, "launch", launch)
+        yours.multiply(7 * x)
+        launch(*arguments, **options)
+
+    monkeypatch.setattr(matvec, "launch", late)
+    assert_product(mine.multiply(x).numpy(), x.numpy(), weights)
+
+
 def test_what_a_tensor_on_the_device_refuses():
     moved = random_matrix(BLOCKS["Q4_0"], 4, 96)[0].to("cuda")
     x = torch.zeros(96)
@@ -186,6 +251,10 @@ def test_what_a_tensor_on_the_device_refuses():
         moved.matvec(x, precision="f64")
     with pytest.raises(BridgeError, match="the simulator has one device"):
         moved.to("cuda:1")
+    with pytest.raises(BridgeError, match=r"n: no matrix, its shape is \[4\]"):
+        QuantTensor("n", "F32", (4,), np.zeros(16, np.uint8)).to("cuda")
+    with pytest.raises(BridgeError, match=r"i: no CUDA kernel for IQ4_NL; there is one for"):
+        QuantTensor("i", "IQ4_NL", (1, 32), np.zeros(18, np.uint8)).to("cuda")
 
 
 def test_matrices_that_cannot_be_uploaded_are_refused():

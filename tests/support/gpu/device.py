@@ -61,7 +61,7 @@ def _checked(kernel: Any, wanted: str, given: Any) -> Any:
 def pretended_gpu(multiprocessors: int = 132, graphs: bool = False) -> Iterator[Launches]:
     """A GPU of that size stands behind bridge.cuda."""
     from bridge.cuda import device as devices
-    from bridge.cuda import launch, products
+    from bridge.cuda import launch
 
     from tests.support.gpu import streams
 
@@ -69,7 +69,6 @@ def pretended_gpu(multiprocessors: int = 132, graphs: bool = False) -> Iterator[
 
     def forget() -> None:
         devices._nothing.cache_clear()
-        products._records.cache_clear()
 
     known: set[Any] = set()
 

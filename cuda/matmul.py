@@ -1,0 +1,90 @@
+"""Y = X W^T for any number of tokens: by matvec.py up to 8, whose weights stay quantized, in floats by torch beyond.
+
+For torch, quantized weights are dequantized tile by tile. Halves hold nothing beyond 65504, so with them each token is
+scaled to +-8 before: neither it nor its result leaves their range.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from bridge.cuda import dequantize, matvec
+from bridge.cuda.activations import COLUMNS, Records
+from bridge.cuda.device import Device, capturing, view
+from bridge.cuda.floats import FloatMatrix
+from bridge.cuda.matrix import DeviceMatrix
+
+from bridge.errors import BridgeError
+
+_TILE = 1 << 25  # weights dequantized at a time: 64 MB of halves
+_LARGEST = 8.0  # what tokens are scaled to
+
+
+class Multiplier:
+    """Products on a device: with precision "int8" x is rounded to 8 bits or to halves, with "f32" nothing is.
+
+    It owns the records of up to 8 tokens, so what shares one works on one stream at a time.
+    """
+
+    def __init__(self, device: Device, precision: str):
+        self.device, self.precision = device, precision
+        self._records: dict[int, Records] = {}
+
+    def multiply(self, matrix: DeviceMatrix | FloatMatrix, x: Any, y: Any) -> None:
+        """Queue y = x W^T for x [n, columns] of a float type and y float32 [n, rows]."""
+        import torch
+
+        n, stream = x.shape[0], self.device.stream()
+        if not n:
+            return
+        if isinstance(matrix, FloatMatrix) or n > COLUMNS:
+            _by_torch(matrix, x, y, self._kind(matrix, x), stream)
+            return
+        out = y if y.is_contiguous() else torch.empty(y.shape, dtype=y.dtype, device=y.device)
+        records = self._records_of(matrix, stream).quantize(x.contiguous(), n, stream)
+        matvec.launch(matrix, records, view(out), n, stream)
+        if out is not y:
+            y.copy_(out)
+
+    def _kind(self, matrix: DeviceMatrix | FloatMatrix, x: Any) -> Any:
+        """The type that torch multiplies in: of the weights where they are floats, of x where it is short."""
+        import torch
+
+        if self.precision == "f32":
+            return torch.float32
+        if isinstance(matrix, FloatMatrix):
+            return matrix.weight.dtype
+        return torch.bfloat16 if x.dtype == torch.bfloat16 else torch.float16
+
+    def _records_of(self, matrix: DeviceMatrix, stream: Any) -> Records:
+        columns = matrix.columns
+        if columns not in self._records:
+            if capturing(stream):
+                raise BridgeError(f"{matrix.name}: the stream is being captured; run the product once before")
+            self._records[columns] = Records(columns, COLUMNS, self.device, self.precision)
+        return self._records[columns]
+
+
+def product(weight: Any, x: Any) -> Any:
+    """x [n, in] times weight^T [in, out] by torch, both in the weight's type -> f32 [n, out]."""
+    import torch
+
+    if weight.dtype != torch.float16:
+        return (x.to(weight.dtype) @ weight.T).float()
+    x = x.float()
+    scale = (x.abs().amax(dim=1, keepdim=True) / _LARGEST).clamp_min(1e-30)
+    return ((x / scale).half() @ weight.T).float() * scale
+
+
+def _by_torch(matrix: DeviceMatrix | FloatMatrix, x: Any, y: Any, kind: Any, stream: Any) -> None:
+    import torch
+
+    if isinstance(matrix, FloatMatrix) and matrix.weight.dtype == kind:
+        y.copy_(product(matrix.weight, x))
+        return
+    step = max(1, min(matrix.rows, _TILE // matrix.columns))
+    weights = torch.empty((step, matrix.columns), dtype=kind, device=x.device)
+    for first in range(0, matrix.rows, step):
+        count = min(step, matrix.rows - first)
+        dequantize.tile(matrix, first, count, weights[:count], stream)
+        y[:, first : first + count] = product(weights[:count], x)
