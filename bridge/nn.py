@@ -3,8 +3,8 @@
     model = AutoModelForCausalLM.from_config(config)      or from_pretrained: its weights are replaced
     bridge.nn.replace_linears(model, "model.gguf")
 
-For inference on the CPU; nothing here has gradients. Weights stay quantized, a second copy of what was
-replaced is given up.
+On the CPU, for inference, and for training what stands before: the weights have no gradients, but gradients pass
+through to their input. Weights stay quantized, a second copy of what was replaced is given up.
 """
 
 from __future__ import annotations
@@ -37,8 +37,32 @@ _NORMS = {
 }
 
 
+_TILE = 1 << 22  # weights dequantized at a time for a gradient
+
+
+class _Product(torch.autograd.Function):
+    """x [n, in] W^T. The gradient of x is that of the weights as they are, whatever x was rounded to."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, tensor: QuantTensor, precision: str) -> Any:
+        ctx.tensor = tensor
+        if len(x) == 1:
+            return tensor.matvec(x[0], precision=precision)[None]
+        return tensor.matmul(x, precision=precision)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        (y,), (rows, columns) = gradients, ctx.tensor.shape
+        x = y.new_zeros(len(y), columns)
+        step = max(1, _TILE // columns)
+        for first in range(0, rows, step):
+            weights = torch.as_tensor(ctx.tensor.rows(np.arange(first, min(first + step, rows))))
+            x = x + y[:, first : first + step] @ weights
+        return x, None, None
+
+
 class QuantLinear(nn.Module):
-    """y = W x + bias with W [out, in] a QuantTensor.
+    """y = W x + bias with W [out, in] a QuantTensor. The gradient of x takes a product with the dequantized weights.
 
     order      int64 [out]: output i is row order[i] of the tensor, None for the tensor's own order
     precision  "f32", or "int8" to round x to 8 bits in blocks, as ggml does
@@ -64,11 +88,7 @@ class QuantLinear(nn.Module):
         """x [..., in] of any float type on the CPU -> [..., out] of the same type."""
         if x.shape[-1:] != (self.in_features,):
             raise BridgeError(f"{self.tensor.name}: x has shape {list(x.shape)}; [..., {self.in_features}] is wanted")
-        flat = x.detach().reshape(-1, self.in_features)
-        if len(flat) == 1:
-            y = self.tensor.matvec(flat[0], precision=self.precision)[None]
-        else:
-            y = self.tensor.matmul(flat, precision=self.precision)
+        y: Any = _Product.apply(x.reshape(-1, self.in_features).float(), self.tensor, self.precision)
         if self.order is not None:
             y = y[:, self.order]
         if self.bias is not None:

@@ -10,12 +10,14 @@ import numpy as np
 import pytest
 
 import bridge
+from bridge.blocks import BLOCKS
 from bridge.errors import BridgeError
 from bridge.runtime.perplexity import perplexity
 from tests.conftest import ROOT, checkpoint_names, shared
 from tests.support.float_gguf import outline_of, write_gguf
 from tests.support.gguf_file import gguf_weights
 from tests.support.llama_cpp import LlamaCpp
+from tests.support.random_blocks import random_matrix
 from tests.support.reference import hf_model, log_softmax, logits, mean_kl
 from tests.test_models_logits import COMMON, LENGTH, MODELS, random_model, reference_logits
 
@@ -118,6 +120,29 @@ def test_a_quantized_linear_is_a_linear(tmp_path: Path) -> None:
     norm = bridge.open_gguf(tmp_path / "m.gguf")["output_norm.weight"]
     with pytest.raises(BridgeError, match=r"output_norm.weight: no matrix"):
         bridge.nn.QuantLinear(norm)
+
+
+@pytest.mark.parametrize("tokens", [1, 5])
+def test_gradients_pass_through_a_quantized_linear(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    import bridge.nn
+
+    monkeypatch.setattr(bridge.nn, "_TILE", 600)  # two rows, and one that is left
+    tensor, weights = random_matrix(BLOCKS["Q4_K"], 5, 256)
+    order, bias = np.array([3, 0, 4, 1, 2]), torch.randn(5)
+    weight = torch.from_numpy(weights[order]).float()
+    layer = bridge.nn.QuantLinear(tensor, bias, order, precision="f32")
+    x = torch.randn(tokens, 256, generator=torch.Generator().manual_seed(1), requires_grad=True)
+    expected = torch.autograd.grad(torch.nn.functional.linear(x, weight, bias).sigmoid().sum(), x, create_graph=True)[0]
+    (found,) = torch.autograd.grad(layer(x).sigmoid().sum(), x, create_graph=True)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+    again = [torch.autograd.grad(first.square().sum(), x)[0] for first in (found, expected)]  # the gradient's own
+    torch.testing.assert_close(*again, rtol=1e-4, atol=1e-5)
+    half = x.detach().bfloat16().requires_grad_()
+    bridge.nn.QuantLinear(tensor)(half).sum().backward()
+    assert half.grad is not None
+    torch.testing.assert_close(half.grad, weight.sum(0).expand(tokens, -1).bfloat16(), rtol=0.01, atol=1e-3)
+    with torch.no_grad():
+        assert not layer(x).requires_grad
 
 
 def test_a_gguf_of_another_model_is_refused(tmp_path: Path) -> None:
