@@ -89,6 +89,7 @@ def test_layouts_and_settings_that_cannot_be_read(tmp_path, quant, said):
         ({"bits": "4"}, None),
         ({"bits": 4.0, "group_size": "64"}, None),
         ({"rotation": "none"}, None),
+        ({"meta": {"quantizer": 17}}, None),
         ({"rotation": "None", "rotation_config": None}, None),
         ({"dynamic": {"+:.*up_proj": {"bits": "4", "group_size": 64.0}}}, None),
         ({"dynamic": {r"-:(?|a|b)\.up": {}}}, "dynamic has the pattern"),

@@ -204,7 +204,7 @@ def read_quant_config(folder: Path, config: dict[str, Any]) -> QuantConfig:
         )
     meta = raw.get("meta")
     writers = [meta.get(key) if isinstance(meta, dict) else None for key in ("quantizer", "packer")]
-    quantizer, packer = (tuple(map(str, [w] if isinstance(w, str) else w or ())) for w in writers)
+    quantizer, packer = (tuple(map(str, w if isinstance(w, list) else [w] if w else [])) for w in writers)
     dynamic = raw.get("dynamic")
     result = QuantConfig(
         method=method,
