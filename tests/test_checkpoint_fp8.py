@@ -12,8 +12,10 @@ import bridge
 from bridge.checkpoint import open_checkpoint
 from bridge.checkpoint.dtypes import as_float32
 from bridge.describe import describe
+from bridge.verify import failures, verify
 from tests.support.encode import load_floats, write_folder
 from tests.support.encode_compressed import config, float8_tensors, save_float8, scheme, write_float8
+from tests.support.encode_formats import write_mxfp8
 from tests.support.gguf_file import gguf_weights
 from tests.support.raw import edit_raw
 from tests.support.refusal import refusal
@@ -114,6 +116,18 @@ def test_a_model_becomes_q8_0_or_what_was_asked_for(tmp_path, small_model, metho
         assert np.square(made[f"{name}.weight"] - values).sum() < bound * np.square(values).sum()
     floats = load_floats(small_model)
     assert set(made) == set(floats)
+
+
+def test_mlxs_8_bit_floats_become_q8_0_too(tmp_path, small_model):
+    meant = write_mxfp8(tmp_path / "mlx", small_model)
+    report = bridge.convert(tmp_path / "mlx", tmp_path / "model.gguf")
+    assert {t.type for t in report.tensors if str(t.source).removesuffix(".weight") in meant} == {"Q8_0"}
+    assert "came as 8-bit floats" in report.table()
+    made = gguf_weights(tmp_path / "model.gguf")
+    for name, values in meant.items():
+        assert np.square(made[f"{name}.weight"] - values).sum() < 1e-4 * np.square(values).sum()
+    assert failures(verify(tmp_path / "model.gguf", tmp_path / "mlx")) == []
+    assert "F8_E4M3, groups of 32" in describe(tmp_path / "mlx")
 
 
 def test_inspect_names_the_format_and_what_it_becomes(tmp_path, small_model):

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from safetensors.numpy import load_file
 
 from bridge.checkpoint import open_checkpoint
 from bridge.checkpoint.mlx import affine_zeros
@@ -18,6 +19,48 @@ from tests.support.refusal import refusal
 NAME = "model.layers.0.mlp.up_proj"
 PARTS = ("weight", "scales", "biases")
 FOLDER = ROOT / "tests" / "data" / "mlx"  # written by mlx 0.32.4: tests/support/make_mlx.py
+FLOATS = ROOT / "tests" / "data" / "mlx-mxfp8"
+
+
+def test_8_bit_floats_are_those_that_mlx_computes(tmp_path):
+    """tests/data/mlx-mxfp8: a matrix, a mixture's stack, and a module in affine mode beside them."""
+    expected = np.load(FLOATS / "expected.npz")
+    meant = {"plain.weight": expected["plain"]}
+    meant |= {f"mlp.experts.{i}.up_proj.weight": w for i, w in enumerate(expected["mlp.switch_mlp.up_proj"])}
+    with open_checkpoint(FLOATS) as checkpoint:
+        assert checkpoint.quant.describe() == "MLX, mxfp8, 8-bit floats, groups of 32"
+        assert set(checkpoint.tensors) == set(meant)
+        for name, values in meant.items():
+            assert checkpoint.stored_as(name) == "F8_E4M3, groups of 32"
+            assert checkpoint.tensors[name].shape == values.shape
+            assert np.array_equal(checkpoint.read_float(name), values)
+            assert np.array_equal(checkpoint.read_float(name, (1, 3)), values[1:3])
+        assert set(checkpoint.modules) == {"affine"}
+        assert np.allclose(checkpoint.read_module("affine").dequantize(), expected["affine"], rtol=0, atol=1e-6)
+        alone = {n: checkpoint.store.read(n) for n in checkpoint.store.tensors if n.startswith("plain")}
+    with open_checkpoint(folder_of(tmp_path, alone, {"bits": 8, "group_size": 32, "mode": "mxfp8"})) as checkpoint:
+        assert np.array_equal(checkpoint.read_float("plain.weight"), expected["plain"])
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda t: t["plain.scales"].__setitem__((1, 1), 255), "plain.scales has scales that are no numbers"),
+        (lambda t: t.update({"plain.scales": t["plain.scales"].repeat(2, 1)}), "not mxfp8's 8 words a group"),
+        (lambda t: t.update({"plain.scales": t["plain.scales"][:4].copy()}), "contradict each other"),
+        (lambda t: t.update({"plain.weight": t["plain.weight"].view(np.int32)}), "contradict each other"),
+        (lambda t: t.update({"plain.weight": t["plain.weight"][None]}), "contradict each other"),
+        (lambda t: t.update({"plain.bias": np.zeros(5, np.float16)}), "contradict each other"),
+        (lambda t: t.update({"plain.biases": np.zeros((6, 4), np.float16)}), "contradict each other"),
+        (lambda t: t.pop("plain.scales"), "has weight but no scales"),
+    ],
+)
+def test_damaged_8_bit_floats_are_named_in_one_line(tmp_path, change, said):
+    tensors = {n: v for n, v in load_file(FLOATS / "model.safetensors").items() if n.startswith("plain")}
+    change(tensors)
+    message = refusal(folder_of(tmp_path, tensors, {"bits": 8, "group_size": 32, "mode": "mxfp8"}))
+    assert said in message
+    assert "plain" in message
 
 
 def folder_of(path, tensors, quantization: Any):

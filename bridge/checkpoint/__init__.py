@@ -75,7 +75,9 @@ class Checkpoint:
             elif name not in owned and not (self._reader and part in self._reader.settings):
                 unknown.append(name)
             codes = part in _CODES or (part == "weight" and not info.floating)
-            if (codes and not self.modules) or (info.dtype in FLOAT8 and name not in self._floats):
+            if (codes and not self.modules and name not in owned) or (
+                info.dtype in FLOAT8 and name not in self._floats
+            ):
                 raise self._unlabelled(info)
         self.tensors |= {name: scaled.weight for name, scaled in self._floats.items()}
         self.notes = [*quant.notes, *store.notes, *(self._reader.notes if self._reader else [])]

@@ -49,13 +49,17 @@ class ScaledFloats:
 
     def read(self, store: Store, rows: tuple[int, int] | None = None) -> np.ndarray:
         """float32 [out, in], or its rows start..stop alone. Raises BridgeError where a scale is no number."""
-        out = store.read_float(self.weight.name, rows)
+        out, scales = self.stored(store, rows)
         start, stop = rows or (0, len(out))
-        scale = spread(finite_scales(store, self.scale.name), stop, self.block[0])[start:]
+        scale = spread(scales, stop, self.block[0])[start:]
         for i in range(0, len(out), 64):  # the scale of every weight would take as much memory again
             part = scale[i : i + 64]
             out[i : i + 64] *= np.repeat(part, self.block[1], axis=1)[:, : out.shape[1]]
         return out
+
+    def stored(self, store: Store, rows: tuple[int, int] | None) -> tuple[np.ndarray, np.ndarray]:
+        """float32: rows of the weight, still without scales, and all scales."""
+        return store.read_float(self.weight.name, rows), finite_scales(store, self.scale.name)
 
 
 def scaled_floats(name: str, tensors: dict[str, TensorInfo], scale: str, block: tuple[int, int]) -> ScaledFloats:

@@ -5,6 +5,11 @@
     biases   float  [out, G]         W = s * q + b
     bias     float  [out]            the layer's own, optional
 
+Mode mxfp8 has no biases and is read as other 8-bit floats are (see `fp8`):
+
+    weight   uint32 [out, in/4]      four F8_E4M3 a word, the first in the lowest byte
+    scales   uint8  [out, in/32]     F8_E8M0: powers of two
+
 A mixture's experts are stacked, switch_mlp.gate_proj.weight [experts, out, in*b/32] and so on: they become modules
 of their own, experts.E.gate_proj.
 
@@ -15,23 +20,49 @@ The zero point is -b/s. mlx chooses b as s times an integer, then rounds both: i
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, ClassVar
 
 import numpy as np
 
 from bridge.checkpoint.config import QuantConfig, whole_number
+from bridge.checkpoint.dtypes import as_float32
+from bridge.checkpoint.fp8 import ScaledFloats
 from bridge.checkpoint.grouped import GroupedTensor
 from bridge.checkpoint.reader import ModuleInfo, Reader, contradiction, finite_scales
-from bridge.checkpoint.store import TensorInfo
+from bridge.checkpoint.store import Store, TensorInfo
 from bridge.errors import BridgeError
 
+_MODES = ("affine", "mxfp8")
 _FAR = 1 << 12  # a zero point so many steps away is that of a constant group: mlx's smallest scale is 1e-7
 
 
+@dataclass(frozen=True)
+class Mxfp8(ScaledFloats):
+    """A weight in mode mxfp8.
+
+    source  the tensor that holds it
+    at      which matrix of it, where it is a stack
+    """
+
+    source: str
+    at: int | None = None
+
+    def stored(self, store: Store, rows: tuple[int, int] | None) -> tuple[np.ndarray, np.ndarray]:
+        def read(name: str, rows: tuple[int, int] | None = None) -> np.ndarray:
+            if self.at is None:
+                return store.read(name, rows)
+            return store.read(name, (self.at, self.at + 1))[0][slice(*(rows or (None,)))]
+
+        scales = as_float32(read(self.scale.name), "F8_E8M0")
+        if not np.isfinite(scales).all():
+            raise BridgeError(f"{self.scale.file}: {self.scale.name} has scales that are no numbers; download it again")
+        return as_float32(read(self.source, rows).view(np.uint8), "F8_E4M3"), scales
+
+
 class MlxReader(Reader):
-    """Reads mlx-lm's affine mode."""
+    """Reads mlx-lm's modes affine and mxfp8."""
 
     parts: ClassVar = ("weight", "scales", "biases", "bias")
     required: ClassVar = ("weight", "scales", "biases")
@@ -39,13 +70,14 @@ class MlxReader(Reader):
     @classmethod
     def complete(cls, quant: QuantConfig, label: str) -> QuantConfig:
         for module, own in [("", quant.raw), *quant.raw.items()]:
-            if isinstance(own, dict) and own.get("mode", "affine") != "affine":
+            if isinstance(own, dict) and own.get("mode", "affine") not in _MODES:
                 raise BridgeError(
                     f"{quant.source}: {module + ': ' if module else ''}MLX's mode {own['mode']!r} is not supported, "
-                    "only affine is; quantize the model again with --q-mode affine"
+                    "affine and mxfp8 are; quantize the model again with --q-mode affine"
                 )
-        default = 64 if quant.raw.get("group_size") is None else quant.group_size
-        return replace(quant, sym=False, group_size=default, title="MLX, affine")
+        default, mode = 64 if quant.raw.get("group_size") is None else quant.group_size, quant.raw.get("mode", "affine")
+        claims = ("8-bit floats", "groups of 32") if mode == "mxfp8" else ()
+        return replace(quant, sym=False, group_size=default, title=f"MLX, {mode}", claims=claims)
 
     def __init__(self, *args: Any) -> None:
         self._expert: dict[str, tuple[str, int]] = {}  # module -> the stack that it is in, and where
@@ -59,11 +91,27 @@ class MlxReader(Reader):
                     name = stack.replace(".switch_mlp.", f".experts.{i}.")
                     self._expert[name] = stack, i
                     self.modules[name] = replace(info, name=name, nbytes=info.nbytes // count)
+        for stack, scaled in list(self.floats.items()):
+            if isinstance(scaled, Mxfp8) and len(scaled.weight.shape) == 3:
+                del self.floats[stack]
+                count, *shape = scaled.weight.shape
+                for i in range(count):
+                    name = stack.replace(".switch_mlp.", f".experts.{i}.")
+                    weight = replace(scaled.weight, name=name, shape=tuple(shape), nbytes=scaled.weight.nbytes // count)
+                    self.floats[name] = replace(scaled, weight=weight, at=i)
+
+    def owned(self) -> set[str]:
+        return super().owned() | {f.source for f in self.floats.values() if isinstance(f, Mxfp8)}
+
+    def needs(self, tensors: dict[str, TensorInfo]) -> tuple[str, ...]:
+        return self.required[:2] if _is_mx(tensors) and "biases" not in tensors else self.required
 
     def is_plain(self, tensors: dict[str, TensorInfo]) -> bool:
         return tensors.keys() <= {"weight", "bias"} and not ("weight" in tensors and tensors["weight"].dtype == "U32")
 
-    def describe(self, name: str, tensors: dict[str, TensorInfo]) -> ModuleInfo:
+    def describe(self, name: str, tensors: dict[str, TensorInfo]) -> ModuleInfo | ScaledFloats:
+        if _is_mx(tensors):
+            return self._mxfp8(name, tensors)
         weight, scales, biases = (tensors[part] for part in self.required)
         dimensions = 3 if ".switch_mlp." in name else 2
         if any(len(t.shape) != dimensions or 0 in t.shape for t in (weight, scales, biases)) or not (
@@ -84,6 +132,22 @@ class MlxReader(Reader):
             raise contradiction(name, tensors)
         nbytes = sum(t.nbytes for t in tensors.values())
         return ModuleInfo(name, bits, size, (out, groups * size), nbytes, tensors)
+
+    def _mxfp8(self, name: str, tensors: dict[str, TensorInfo]) -> Mxfp8:
+        weight, scales = tensors["weight"], tensors["scales"]
+        rows, bias = weight.shape[:-1], tensors.get("bias")
+        dimensions = 3 if ".switch_mlp." in name else 2
+        fits = len(weight.shape) == dimensions and 0 not in weight.shape and scales.shape[:-1] == rows
+        if not fits or weight.dtype != "U32" or "biases" in tensors or (bias and bias.shape != rows):
+            raise contradiction(name, tensors)
+        if weight.shape[-1] != 8 * scales.shape[-1]:
+            raise BridgeError(
+                f"{weight.file}: {name} has {weight.shape[-1]} words and {scales.shape[-1]} groups a row, not mxfp8's "
+                "8 words a group; mxfp4 and nvfp4 are not supported: quantize the model again with --q-mode affine"
+            )
+        shape = *rows, 4 * weight.shape[-1]
+        values = replace(weight, name=f"{name}.weight", dtype="F8_E4M3", shape=shape)
+        return Mxfp8(values, scales, (1, 32), source=weight.name)
 
     def _claims(self, name: str) -> tuple[int, int]:
         """(bits, group size) of a module, which shapes alone do not tell: 4 bits by 64 look like 8 by 32."""
@@ -127,6 +191,11 @@ class MlxReader(Reader):
             bias=self.store.read_float(f"{stack}.bias", rows).reshape(-1) if "bias" in info.tensors else None,
             notes=tuple(notes),
         )
+
+
+def _is_mx(tensors: dict[str, TensorInfo]) -> bool:
+    """Whether the scales are bytes, as in modes mxfp8, mxfp4 and nvfp4."""
+    return "scales" in tensors and tensors["scales"].dtype == "U8"
 
 
 def affine_zeros(

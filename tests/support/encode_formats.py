@@ -65,6 +65,27 @@ def write_mlx(
     return stored
 
 
+def write_mxfp8(folder: Path, model_folder: Path) -> Tensors:
+    """mlx-lm's mode mxfp8: every matrix as 8-bit floats, a power of two for each 32."""
+    import torch
+
+    stored: Tensors = {}
+
+    def quantized(name: str, weight: np.ndarray) -> Tensors | None:
+        x = weight.reshape(len(weight), -1, 32)
+        exponents = np.ceil(np.log2(np.maximum(np.abs(x).max(-1), 1e-30) / 448)).astype(np.int32)
+        bits = torch.from_numpy(np.ldexp(x, -exponents[..., None])).to(torch.float8_e4m3fn)
+        stored[name] = np.ldexp(bits.float().numpy(), exponents[..., None]).reshape(weight.shape)
+        words = bits.view(torch.uint8).numpy().reshape(len(weight), -1).view(np.uint32)
+        return {f"{name}.weight": words, f"{name}.scales": (exponents + 127).astype(np.uint8)}
+
+    config = {"group_size": 32, "bits": 8, "mode": "mxfp8"}
+    write_model(folder, model_folder, quantized, config, None, 1)
+    file = folder / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "quantization": config}))
+    return stored
+
+
 # HQQ
 
 _LANES = {8: 1, 6: 1, 5: 1, 4: 2, 3: 10, 2: 4, 1: 8}
