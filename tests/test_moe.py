@@ -17,6 +17,7 @@ from bridge.describe import describe
 from bridge.errors import BridgeError
 from bridge.mapping.floats import quantize_rows
 from bridge.recipe import BLOCKS, Recipe, TensorPlace
+from bridge.runtime.decoder import Decoder
 from bridge.runtime.decoder_config import read_config
 from bridge.runtime.experts import route
 from bridge.runtime.weights import read_weights
@@ -364,6 +365,16 @@ def test_the_runtime_predicts_what_transformers_and_llama_cpp_do(kind, checkpoin
         assert mean_kl(loaded.logits(TOKENS), model.logits(TOKENS)) < 0.02
     assert mean_kl(expected, bridge.Model.load(path, precision="f32").logits(TOKENS)) < 1e-3
     assert "".join(model.generate(TOKENS[:8], 4))
+
+
+def test_the_width_of_dense_layers_takes_no_memory_in_a_mixture(checkpoint, tmp_path):
+    bridge.convert(checkpoint("qwen3moe", desc_act=False, sym=True)[0], tmp_path / "m.gguf")
+    file = bridge.open_gguf(tmp_path / "m.gguf")
+    scores = []
+    for changes in {}, {"qwen3moe.feed_forward_length": 2**32 - 1}:
+        config = read_config({**file.metadata, **changes}, file.path)
+        scores.append(Decoder(file, config, 64, "f16", "int8").scores(TOKENS, 4))
+    np.testing.assert_array_equal(*scores)
 
 
 def test_a_router_takes_the_largest_probabilities_as_they_are_or_their_shares():

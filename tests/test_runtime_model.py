@@ -165,6 +165,16 @@ def test_sampling_draws_from_what_is_left_in() -> None:
     np.testing.assert_allclose(counts, [0.05, 0.5, 0.3, 0.1, 0.05], atol=0.03)
 
 
+@pytest.mark.parametrize("options", [{}, {"temperature": 1.0}, {"temperature": 1.0, "top_p": 1.0, "min_p": 0.1}])
+@pytest.mark.parametrize("wrong", [np.nan, np.inf, -np.inf])
+def test_logits_that_are_no_numbers_say_that_the_file_is_damaged(options: dict[str, float], wrong: float) -> None:
+    sampler = Sampler(Sampling(**options))  # type: ignore[arg-type]
+    with pytest.raises(BridgeError, match=r"the model computes -?(nan|inf) for the next token"):
+        sampler(np.full(100, wrong, np.float32))
+    if wrong == -np.inf:  # of one token: it is never drawn
+        assert sampler(np.array([-np.inf, 0, -np.inf], np.float32)) == 1
+
+
 def test_pieces_are_whole_characters(model: Model) -> None:
     text = "naïve 日本語 🙂!"
     tokens = model.tokenizer.encode(text)
@@ -294,6 +304,7 @@ def test_options_that_mean_nothing_are_refused(options: dict[str, Any], message:
         ({"drop": ("tokenizer.ggml.tokens",)}, "tokenizer.ggml.tokens is missing"),
         ({"qwen3_attention_head_count": 3}, "3 heads cannot share 2 key-value heads"),
         ({"qwen3_embedding_length": 512}, r"token_embd.weight: shape \[2048, 256\], the metadata says \[2048, 512\]"),
+        ({"qwen3_block_count": 2**32 - 1}, r"no tensor blk\.\d+\.\w+"),
         ({"tokenizer_ggml_pre": "of tomorrow"}, "tokenizer.ggml.pre is 'of tomorrow'"),
         ({"tokenizer_ggml_model": "t5"}, "tokenizer.ggml.model is 't5'"),
     ],

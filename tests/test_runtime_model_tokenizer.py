@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -107,12 +109,42 @@ def test_damaged_vocabularies_are_refused() -> None:
     }
     assert Tokenizer(good).encode("ab") == [2]
     for change, message in (
-        ({"tokenizer.ggml.token_type": [1]}, "3 tokens and 1 token types"),
+        ({"tokenizer.ggml.token_type": [1]}, "token_type has 1 values for 3 tokens"),
         ({"tokenizer.ggml.merges": []}, "merges is missing"),
-        ({"tokenizer.ggml.tokens": "abc"}, "tokens is missing"),
+        ({"tokenizer.ggml.tokens": []}, "tokens is missing"),
+        ({"tokenizer.ggml.tokens": "abc"}, "tokens is no array of str"),
+        ({"tokenizer.ggml.tokens": [1, 2, 3]}, "tokens is no array of str"),
+        ({"tokenizer.ggml.token_type": ["1", "1", "1"]}, "token_type is no array of int"),
+        ({"tokenizer.ggml.token_type": 3}, "token_type is no array of int"),
+        ({"tokenizer.ggml.merges": [1]}, "merges is no array of str"),
         ({"tokenizer.ggml.pre": "klingon"}, "tokenizer.ggml.pre is 'klingon'"),
     ):
         with pytest.raises(BridgeError, match=message):
             Tokenizer(good | change)
     with pytest.raises(BridgeError, match="token 3: the vocabulary has 3"):
         Tokenizer(good).decode([3])
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"scores": [0.0, 0.0]}, "scores has 2 values for 4 tokens"),
+        ({"scores": ["0"] * 4}, "scores is no array of float"),
+        ({"tokens": [1, 2, 3, 4]}, "tokens is no array of str"),
+        ({"tokens": [["a"]] * 4}, "tokens is no array of str"),
+        *(
+            ({"tokens": ["<unk>", "a", "ab", text]}, f"token 3 is a byte's, but is spelled {text!r}")
+            for text in ("<0xZZ>", "<0x+1>", "<0x4>", "4", "")
+        ),
+    ],
+)
+def test_damaged_sentencepiece_vocabularies_are_refused(change: dict[str, list], message: str) -> None:
+    good = {"model": "llama", "tokens": ["<unk>", "a", "ab", "<0x62>"], "token_type": [2, 1, 1, 6], "scores": [0.0] * 4}
+
+    def tokenizer(**values: Any) -> Tokenizer:
+        return Tokenizer({f"tokenizer.ggml.{key}": value for key, value in (good | values).items()})
+
+    assert tokenizer(add_space_prefix=False).encode("abba") == [2, 3, 1]
+    assert tokenizer(add_space_prefix=False, unknown_token_id="?").encode("c") == [0]
+    with pytest.raises(BridgeError, match=re.escape(message)):
+        tokenizer(**change)

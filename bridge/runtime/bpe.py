@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
@@ -19,14 +19,13 @@ def byte_of() -> dict[str, int]:
 
 
 class ByteLevel:
-    """A Cutter (see tokenizer.py) for tokenizer.ggml.model gpt2."""
+    """A Cutter (see tokenizer.py) for tokenizer.ggml.model gpt2; `pre` names its rules for cutting words."""
 
     add_eos = False
 
-    def __init__(self, tokens: Sequence[str], metadata: Mapping[str, Any]):
+    def __init__(self, tokens: Sequence[str], merges: Sequence[str], pre: Any):
         from tokenizers import Tokenizer, models, pre_tokenizers
 
-        pre = metadata.get("tokenizer.ggml.pre", "default")
         rules = rules_of(pre) if isinstance(pre, str) else None
         if rules is None:
             raise BridgeError(
@@ -35,15 +34,15 @@ class ByteLevel:
             )
         steps, ignore_merges, self.add_bos = rules
         vocab = {text: token for token, text in enumerate(tokens)}
-        merges = []
-        for merge in metadata.get("tokenizer.ggml.merges") or []:
+        pairs = []
+        for merge in merges:
             at = merge.find(" ", 1)
             pair = merge[:at], merge[at + 1 :]
             if at > 0 and pair[0] in vocab and pair[1] in vocab and pair[0] + pair[1] in vocab:
-                merges.append(pair)
-        if not merges:
+                pairs.append(pair)
+        if not pairs:
             raise BridgeError("tokenizer.ggml.merges is missing from the GGUF or empty; convert the model again")
-        self._tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges, ignore_merges=ignore_merges))
+        self._tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=pairs, ignore_merges=ignore_merges))
         self._tokenizer.pre_tokenizer = pre_tokenizers.Sequence([_pre_tokenizer(step) for step in steps])
 
     def encode(self, text: str, after_special: bool) -> list[int]:

@@ -44,13 +44,14 @@ _PARTS = 8  # of the weights, one repacked before each batch
 class Decoder:
     """The layers of a GGUF with a cache of keys and values."""
 
-    def __init__(self, file: GGUFFile, config: DecoderConfig, cache: KVCache, precision: str):
-        self.config, self.cache, self.precision = config, cache, precision
-        weights = read_weights(file, config, experts=True)
+    def __init__(self, file: GGUFFile, config: DecoderConfig, context: int, kv: str, precision: str):
+        self.config, self.precision = config, precision
+        weights = read_weights(file, config, experts=True)  # first: memory is taken for sizes that the file has
+        self.cache = KVCache(config, context, kv)
         self.embedding, self.output = weights.embedding, weights.output
         self.vocab = self.embedding.shape[0]
         self.output_norm, self.layers = weights.output_norm, weights.layers
-        self.cos, self.sin = config.angles(cache.rows, weights.rope_factors)
+        self.cos, self.sin = config.angles(self.cache.rows, weights.rope_factors)
         self._start = np.zeros(1, np.int64)
         self._last_token = np.zeros(1, np.int64)
         self._row = np.empty(0, np.float32)  # of logits, if the token's program writes them

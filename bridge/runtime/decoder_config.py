@@ -23,7 +23,7 @@ class DecoderConfig:
     arch: str
     layers: int
     hidden: int
-    inner: int  # of the MLP
+    inner: int  # of the MLP, or of each expert
     heads: int
     kv_heads: int
     head_dim: int
@@ -39,7 +39,6 @@ class DecoderConfig:
     rope_attention_factor: float
     experts: int = 0  # in a layer; 0 for a dense model
     experts_used: int = 0  # by a token
-    expert_inner: int = 0
     shared_inner: int = 0  # of the expert that all tokens pass through; 0 where there is none
     normalized: bool = True  # whether the weights of the experts used sum to one
 
@@ -109,12 +108,12 @@ def read_config(metadata: Mapping[str, Any], path: Path) -> DecoderConfig:
         scaling, factor = "linear", get("rope.scale_linear", float)
     if scaling not in ("none", "linear", "yarn"):
         raise BridgeError(f"{path}: rope scaling {scaling!r} is unknown here; none, linear and yarn are known")
-    context = get("context_length", int)
+    context, inner = get("context_length", int), get("feed_forward_length", int)
     return DecoderConfig(
         arch=arch,
         layers=get("block_count", int),
         hidden=hidden,
-        inner=get("feed_forward_length", int),
+        inner=get("expert_feed_forward_length", int, inner) if experts else inner,
         heads=heads,
         kv_heads=kv_heads,
         head_dim=head_dim,
@@ -130,7 +129,6 @@ def read_config(metadata: Mapping[str, Any], path: Path) -> DecoderConfig:
         rope_attention_factor=get("rope.scaling.attn_factor", float, 1.0),
         experts=experts,
         experts_used=experts_used,
-        expert_inner=get("expert_feed_forward_length", int, get("feed_forward_length", int)) if experts else 0,
         shared_inner=get("expert_shared_feed_forward_length", int) if arch == "qwen2moe" else 0,
         normalized=arch not in _UNNORMALIZED,
     )

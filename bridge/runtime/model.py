@@ -28,7 +28,6 @@ from bridge.errors import BridgeError
 from bridge.runtime.decoder import Decoder
 from bridge.runtime.decoder_config import DecoderConfig, read_config
 from bridge.runtime.devices import choose, on_cpu
-from bridge.runtime.kv_cache import KVCache
 from bridge.runtime.reader import GGUFFile, open_gguf
 from bridge.runtime.sampling import Sampler, Sampling
 from bridge.runtime.tokenizer import Tokenizer
@@ -116,7 +115,7 @@ class Model:
                 if device != "auto":
                     raise
                 self.note = on_cpu(problem)
-        return Decoder(file, self.config, KVCache(self.config, self.context, kv), precision)
+        return Decoder(file, self.config, self.context, kv, precision)
 
     @property
     def device(self) -> str:

@@ -41,9 +41,12 @@ class Sampler:
         self._random = np.random.default_rng(how.seed)
 
     def __call__(self, logits: np.ndarray) -> int:
-        """A token for logits float32 [vocab]."""
+        """A token for logits float32 [vocab]. Raises BridgeError where they are NaN, or none is finite."""
+        best = int(logits.argmax())  # of NaN, where there is one
+        if not np.isfinite(top := logits[best]):
+            raise BridgeError(f"the model computes {top} for the next token: the file is damaged; convert it again")
         if self.how.temperature == 0:
-            return int(logits.argmax())
+            return best
         tokens, scores = self._likely(logits.astype(np.float64))
         weights = np.cumsum(np.exp((scores - scores[0]) / self.how.temperature))
         drawn = self._random.random() * weights[-1]

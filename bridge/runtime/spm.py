@@ -8,9 +8,10 @@ into words before, and words are remembered, where no token has a space after it
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from heapq import heapify, heappop, heappush
-from typing import Any
+
+from bridge.errors import BridgeError
 
 SPACE = "\u2581"
 _REMEMBERED = 1 << 16  # words
@@ -22,14 +23,19 @@ class SentencePiece:
 
     add_bos, add_eos = True, False
 
-    def __init__(self, tokens: Sequence[str], types: Sequence[int], metadata: Mapping[str, Any]):
-        scores = metadata.get("tokenizer.ggml.scores") or [0.0] * len(tokens)
+    def __init__(
+        self, tokens: Sequence[str], types: Sequence[int], scores: Sequence[float], unknown: int | None, prefix: bool
+    ):
         self._tokens = {text: token for token, text in enumerate(tokens)}
         self._scores = {text: scores[token] for text, token in self._tokens.items()}
-        self._bytes = {int(text[3:5], 16): i for i, text in enumerate(tokens) if types[i] == _BYTE}
-        unknown = metadata.get("tokenizer.ggml.unknown_token_id")
+        self._bytes = {}
+        for token, (text, kind) in enumerate(zip(tokens, types, strict=True)):
+            if kind == _BYTE:
+                if (byte := byte_of_token(text)) is None:
+                    raise BridgeError(f"token {token} is a byte's, but is spelled {text!r}; convert the model again")
+                self._bytes[byte] = token
         self._unknown = unknown if unknown is not None else next((i for i, t in enumerate(types) if t == _UNKNOWN), 0)
-        self._prefix = bool(metadata.get("tokenizer.ggml.add_space_prefix", True))
+        self._prefix = prefix
         crossing = re.compile(f"[^{SPACE}]{SPACE}")
         self._words = not any(crossing.search(text) for text in tokens)
         self._known: dict[str, list[int]] = {}
@@ -94,6 +100,11 @@ class SentencePiece:
         if symbol in self._tokens:
             return [self._tokens[symbol]]
         return [self._bytes.get(byte, self._unknown) for byte in symbol.encode("utf-8")]
+
+
+def byte_of_token(text: str) -> int | None:
+    """The byte that a token of type BYTE stands for: 10 for <0x0A>; None for other spellings."""
+    return int(text[3:5], 16) if re.fullmatch(r"<0x[0-9A-Fa-f]{2}>", text) else None
 
 
 def _words(text: str) -> Iterator[str]:

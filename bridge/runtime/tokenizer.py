@@ -15,6 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 from bridge.errors import BridgeError
+from bridge.runtime.spm import SentencePiece, byte_of_token
 from bridge.vocab_rules import KNOWN_ENDS
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)  # tokenizer.ggml.token_type
@@ -40,11 +41,11 @@ class Tokenizer:
     """`tokens` and `types` by id; ids by role (None where there is none); `stops`: the ids that end a reply."""
 
     def __init__(self, metadata: Mapping[str, Any]):
-        self.tokens: list[str] = _required(metadata, "tokens", list)
-        self.types: list[int] = metadata.get("tokenizer.ggml.token_type") or [NORMAL] * len(self.tokens)
-        if len(self.types) != len(self.tokens):
-            raise BridgeError(f"the GGUF has {len(self.tokens)} tokens and {len(self.types)} token types")
-        self.model: str = _required(metadata, "model", str)
+        tokens = _items(metadata, "tokens", str)
+        if not tokens:
+            raise BridgeError("tokenizer.ggml.tokens is missing from the GGUF; it has no tokenizer that can be used")
+        self.tokens: list[str] = tokens
+        self.types: list[int] = _items(metadata, "token_type", int, len(tokens)) or [NORMAL] * len(tokens)
         self._cut = self._cutter(metadata)
         self.bos = self._role(metadata, "bos")
         self.eos = self._role(metadata, "eos")
@@ -117,19 +118,23 @@ class Tokenizer:
         if kind in (CONTROL, UNKNOWN, USER_DEFINED):
             return text.encode("utf-8")
         if kind == BYTE:
-            return bytes([int(text[3:5], 16)]) if re.fullmatch(r"<0x[0-9A-Fa-f]{2}>", text) else text.encode("utf-8")
+            byte = byte_of_token(text)
+            return text.encode("utf-8") if byte is None else bytes([byte])
         return self._cut.piece(text) if kind == NORMAL else b""
 
     def _cutter(self, metadata: Mapping[str, Any]) -> Cutter:
-        if self.model == "gpt2":
+        model = metadata.get("tokenizer.ggml.model")
+        if model == "gpt2":
             from bridge.runtime.bpe import ByteLevel
 
-            return ByteLevel(self.tokens, metadata)
-        if self.model == "llama":
-            from bridge.runtime.spm import SentencePiece
-
-            return SentencePiece(self.tokens, self.types, metadata)
-        raise BridgeError(f"tokenizer.ggml.model is {self.model!r}; gpt2 (byte-level BPE) and llama are known here")
+            return ByteLevel(
+                self.tokens, _items(metadata, "merges", str), metadata.get("tokenizer.ggml.pre", "default")
+            )
+        if model == "llama":
+            scores = _items(metadata, "scores", float, len(self.tokens)) or [0.0] * len(self.tokens)
+            prefix = bool(metadata.get("tokenizer.ggml.add_space_prefix", True))
+            return SentencePiece(self.tokens, self.types, scores, self._role(metadata, "unknown"), prefix)
+        raise BridgeError(f"tokenizer.ggml.model is {model!r}; gpt2 (byte-level BPE) and llama are known here")
 
     def _role(self, metadata: Mapping[str, Any], role: str) -> int | None:
         token = metadata.get(f"tokenizer.ggml.{role}_token_id")
@@ -141,8 +146,12 @@ class Tokenizer:
         return (re.compile(f"({'|'.join(map(re.escape, longest_first))})") if index else None), index
 
 
-def _required(metadata: Mapping[str, Any], key: str, kind: type) -> Any:
-    value = metadata.get(f"tokenizer.ggml.{key}")
-    if not isinstance(value, kind) or not value:
-        raise BridgeError(f"tokenizer.ggml.{key} is missing from the GGUF; it has no tokenizer that can be used")
-    return value
+def _items(metadata: Mapping[str, Any], key: str, kind: type, count: int | None = None) -> list[Any]:
+    """An array of the vocabulary's, [] where there is none; BridgeError where it is of another kind or length."""
+    items = metadata.get(f"tokenizer.ggml.{key}") or []
+    # an array in a GGUF has items of one type
+    if not isinstance(items, list) or not all(isinstance(item, kind) for item in items[:1]):
+        raise BridgeError(f"tokenizer.ggml.{key} is no array of {kind.__name__}; convert the model again")
+    if items and count is not None and len(items) != count:
+        raise BridgeError(f"tokenizer.ggml.{key} has {len(items)} values for {count} tokens; convert the model again")
+    return items

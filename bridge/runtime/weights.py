@@ -110,7 +110,6 @@ def _layer(file: GGUFFile, c: DecoderConfig, i: int) -> Layer:
             return matrix(part, rows, columns)
         return _expect(file[f"blk.{i}.{part}_exps.weight"], c.experts, rows, columns)
 
-    inner = c.expert_inner if c.experts else c.inner
     normed = c.arch in ("qwen3", "qwen3moe")
     layer = Layer(
         attn_norm=vector("attn_norm.weight", c.hidden, True),
@@ -119,9 +118,9 @@ def _layer(file: GGUFFile, c: DecoderConfig, i: int) -> Layer:
         v=matrix("attn_v", kv, c.hidden),
         o=matrix("attn_output", c.hidden, q),
         ffn_norm=vector("ffn_norm.weight", c.hidden, True),
-        gate=stack("ffn_gate", inner, c.hidden),
-        up=stack("ffn_up", inner, c.hidden),
-        down=stack("ffn_down", c.hidden, inner),
+        gate=stack("ffn_gate", c.inner, c.hidden),
+        up=stack("ffn_up", c.inner, c.hidden),
+        down=stack("ffn_down", c.hidden, c.inner),
         q_bias=vector("attn_q.bias", q),
         k_bias=vector("attn_k.bias", kv),
         v_bias=vector("attn_v.bias", kv),

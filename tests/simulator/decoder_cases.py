@@ -21,7 +21,6 @@ from bridge.cuda.norm import norm_kernel, norm_threads, silu_grid, silu_kernel
 from bridge.errors import BridgeError
 from bridge.runtime.decoder import Decoder as CpuDecoder
 from bridge.runtime.decoder_config import read_config
-from bridge.runtime.kv_cache import KVCache
 from bridge.runtime.reader import open_gguf
 from bridge.runtime.sampling import Sampler, Sampling
 from tests.support.simulator import on_host
@@ -228,7 +227,7 @@ def pair(path: Path, precision: str, context: int = 24, kv: str = "f16", **optio
     config = read_config(file.metadata, file.path)
     device = Decoder(file, config, context, kv, precision, "cuda")
     device.prepare()
-    return CpuDecoder(file, config, KVCache(config, context, kv), precision), device
+    return CpuDecoder(file, config, context, kv, precision), device
 
 
 @pytest.mark.parametrize("name", ["llama"] if SIMULATED else DECODERS)  # compiled kernels run all three, and sooner
