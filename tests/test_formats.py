@@ -205,8 +205,6 @@ def test_tensors_that_keep_some_of_their_codes_say_how_many(tmp_path, small_mode
     measured = verify(tmp_path / "model.gguf", tmp_path / "mlx")
     assert re.search(rf"^{len(coded)} tensors kept \d\d\.\d+% of their codes", measured.table(), re.M)
     assert "Q8_0              no type carries its codes within 1%" in describe(tmp_path / "mlx")
-        tmp_path / "mlx"
-    )
 
 
 @pytest.mark.parametrize(
