@@ -22,6 +22,8 @@ BARS = [
     "decode, 8B Q4_K, batch 1",
 ]  # fmt: skip
 
+EXTRA = "time/configurations/8192x28672/Q4_K/1"  # without a bar
+
 
 def measured() -> dict[str, Any]:
     """Times of a GPU that reads 1e12 bytes a second, every bar met and hardly so."""
@@ -103,7 +105,7 @@ def test_a_process_that_dies_takes_one_job_with_it_and_no_time_ends_the_rest() -
     begun = time.monotonic()
     found = runner.in_turn(["one", "hangs", "two"], begun + 2, lambda job, result: None)
     assert time.monotonic() - begun < 20
-    assert found == {"one": {"seconds": 1}, "hangs": {"failed": "no end in time"}, "two": {"failed": runner.LATE}}
+    assert found == {"one": {"seconds": 1}, "hangs": {"late": runner.CUT}, "two": {"late": runner.LATE}}
     found = runner.at_once(["one", "dies"], time.monotonic() + 60, lambda job, result: None)
     assert found["one"] == {"seconds": 1}
     assert "illegal address" in found["dies"]["failed"]
@@ -184,9 +186,36 @@ def test_without_time_nothing_is_begun_and_the_table_is_printed_all_the_same(
         everything = found["correctness"] | found["times"]
         assert list(everything) == [*jobs.CORRECT, *jobs.TIMES]
     assert code == 1
-    assert all(result == {"failed": runner.LATE} for result in everything.values())
-    assert [row["measured"] for row in found["table"]] == ["not measured"] * len(found["table"])
-    assert capsys.readouterr().out.count("| not measured | no |") == 12
+    assert all(result == {"late": runner.LATE} for result in everything.values())
+    assert found["wrong"] == []
+    assert found["not_run"] == list(everything)
+    assert [row["measured"] for row in found["table"]] == ["not run"] * len(found["table"])
+    out = capsys.readouterr().out
+    assert out.count("| not run |  |") == len(found["table"])
+    assert f"0 of {len(jobs.CORRECT)} right.\nNot run, for want of time: correct/model, " in out
+    assert "FAILED" not in out
+
+
+@pytest.mark.parametrize(("job", "code"), [(EXTRA, 0), ("time/decode", 1), (None, 1)])
+def test_what_was_not_run_is_no_failure_and_counts_where_it_has_a_bar_or_is_a_check(
+    job: str | None, code: int, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """None: a check."""
+    times = measured() | {EXTRA: {"tried": [[[2, 1, 1, 4], 1.0]]}}
+    checks = {name: {"wrong": [], "notes": ""} for name in ("correct/model", "correct/products/Q4_K/int8")}
+    late = job or "correct/model"
+    for results in (times, checks):
+        if late in results:
+            results[late] = {"late": runner.LATE}
+    monkeypatch.setattr(check.gpu_check, "missing", lambda: None)
+    monkeypatch.setattr(check.gpu_check, "machine", lambda: "a GPU")
+    monkeypatch.setattr(runner, "at_once", lambda *_: checks)
+    monkeypatch.setattr(runner, "in_turn", lambda *_: times)
+    found_code, found = ran(tmp_path)
+    assert (found_code, found["wrong"], found["not_run"]) == (code, [], [late])
+    assert {row["met"] for row in found["table"] if row["bar"]} == ({True, None} if job == "time/decode" else {True})
+    out = capsys.readouterr().out
+    assert f"{2 - (job is None)} of 2 right.\nNot run, for want of time: {late}." in out
 
 
 def test_a_folder_that_cannot_be_written_to_is_said_before_anything_runs(

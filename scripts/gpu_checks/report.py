@@ -12,11 +12,11 @@ TIMES_TORCH = 3.0
 BATCH_4 = 1.3  # times batch 1, at most
 OF_DECODE = 60  # %
 
-_NOT_MEASURED = "not measured"
+_NOT_MEASURED, _NOT_RUN = "not measured", "not run"
 
 
 class Row(NamedTuple):
-    """`met` is None where there is no bar."""
+    """`met` is None where there is no bar, or what it takes was not run."""
 
     what: str
     bar: str
@@ -27,54 +27,71 @@ class Row(NamedTuple):
 
 def rows(times: dict[str, dict[str, Any]]) -> list[Row]:
     """The table of times, by names of jobs; a bar whose job failed is not met."""
-    found = {job.removeprefix("time/"): result for job, result in times.items() if "failed" not in result}
-    table = [_share(found, type, LARGE, bar) for type, bar in OF_READING.items()]
-    table += [_share(found, "Q4_K", SMALL, OF_READING_SMALL), _against_torch(found), _batch(found), _decode(found)]
+    times = {job.removeprefix("time/"): result for job, result in times.items()}
+    table = [_share(times, type, LARGE, bar) for type, bar in OF_READING.items()]
+    table += [_share(times, "Q4_K", SMALL, OF_READING_SMALL), _against_torch(times), _batch(times), _decode(times)]
     others = [(type, shape) for shape in (LARGE, SMALL) for type in TYPES]
     barred = [*((type, LARGE) for type in OF_READING), ("Q4_K", SMALL)]
-    return table + [_share(found, type, shape, None) for type, shape in others if (type, shape) not in barred]
+    return table + [_share(times, type, shape, None) for type, shape in others if (type, shape) not in barred]
 
 
-def _share(found: dict[str, Any], type: str, shape: str, bar: int | None) -> Row:
+def _measured(times: dict[str, dict[str, Any]], *jobs: str) -> list[Any]:
+    """What each job found; None for those that failed, or were not run."""
+    found = [times.get(job, {"failed": ""}) for job in jobs]
+    return [None if "failed" in result or "late" in result else result for result in found]
+
+
+def _without(times: dict[str, dict[str, Any]], jobs: list[str], what: str, bar: str, detail: str = "") -> Row:
+    """The row of a bar for which not all jobs have a result."""
+    missing = [times.get(job, {}) for job, found in zip(jobs, _measured(times, *jobs), strict=True) if found is None]
+    if all("late" in result for result in missing):
+        return Row(what, bar, _NOT_RUN, None, detail)
+    return Row(what, bar, _NOT_MEASURED, False if bar else None, detail)
+
+
+def _share(times: dict[str, dict[str, Any]], type: str, shape: str, bar: int | None) -> Row:
     """A product's bytes a second, of those that reading gets."""
     what, wanted = f"{type} matvec, {shape}", "" if bar is None else f">= {bar}%"
-    time, reading = found.get(f"product/{shape}/{type}"), found.get("reading")
+    needed = [f"product/{shape}/{type}", "reading"]
+    time, reading, torch = _measured(times, *needed, f"torch_product/{shape}")
     if time is None or reading is None:
-        return Row(what, wanted, _NOT_MEASURED, None if bar is None else False, "")
+        return _without(times, needed, what, wanted)
     share = 100 * time["nbytes"] / time["int8"] / reading["bandwidth"]
     detail = f"{1e6 * time['int8']:.1f} us; floats {1e6 * time['f32']:.1f} us"
-    if (torch := found.get(f"torch_product/{shape}")) is not None:
+    if torch is not None:
         detail += f"; torch f16 {1e6 * torch['seconds']:.1f} us"
     return Row(what, wanted, f"{share:.1f}% of reading", None if bar is None else share >= bar, detail)
 
 
-def _against_torch(found: dict[str, Any]) -> Row:
+def _against_torch(times: dict[str, dict[str, Any]]) -> Row:
     what, wanted = "Q4_K against torch's f16", f">= {TIMES_TORCH}x"
-    time, torch = found.get(f"product/{LARGE}/Q4_K"), found.get(f"torch_product/{LARGE}")
+    needed = [f"product/{LARGE}/Q4_K", f"torch_product/{LARGE}"]
+    time, torch = _measured(times, *needed)
     if time is None or torch is None:
-        return Row(what, wanted, _NOT_MEASURED, False, LARGE)
+        return _without(times, needed, what, wanted, LARGE)
     ratio = torch["seconds"] / time["int8"]
     return Row(what, wanted, f"{ratio:.2f}x", ratio >= TIMES_TORCH, LARGE)
 
 
-def _batch(found: dict[str, Any]) -> Row:
+def _batch(times: dict[str, dict[str, Any]]) -> Row:
     """The largest ratio of all types with a bar counts."""
     what, wanted = f"batch 4 against 1, the worst of {len(OF_READING)} types", f"<= {BATCH_4}x"
-    times = {type: found.get(f"product/{LARGE}/{type}") for type in OF_READING}
-    ratios = {type: (t["int8_4"] / t["int8"], t["int8_8"] / t["int8"]) for type, t in times.items() if t is not None}
+    needed = [f"product/{LARGE}/{type}" for type in OF_READING]
+    found = [(type, t) for type, t in zip(OF_READING, _measured(times, *needed), strict=True) if t is not None]
+    ratios = {type: (t["int8_4"] / t["int8"], t["int8_8"] / t["int8"]) for type, t in found}
     detail = "; ".join(f"{type} {four:.2f} (batch 8: {eight:.2f})" for type, (four, eight) in ratios.items())
-    if len(ratios) < len(times):
-        return Row(what, wanted, _NOT_MEASURED, False, detail)
+    if len(ratios) < len(needed):
+        return _without(times, needed, what, wanted, detail)
     worst = max(four for four, _ in ratios.values())
     return Row(what, wanted, f"{worst:.2f}x", worst <= BATCH_4, detail)
 
 
-def _decode(found: dict[str, Any]) -> Row:
+def _decode(times: dict[str, dict[str, Any]]) -> Row:
     """Tokens a second, of as many as the file's bytes could be read in that second."""
     what, wanted = "decode, 8B Q4_K, batch 1", f">= {OF_DECODE}%"
-    time, reading = found.get("decode"), found.get("reading")
+    time, reading = _measured(times, "decode", "reading")
     if time is None or reading is None:
-        return Row(what, wanted, _NOT_MEASURED, False, "")
+        return _without(times, ["decode", "reading"], what, wanted)
     speed, bound = time["greedy"]["tokens_per_second"], reading["bandwidth"] / time["file"]
     long = time["greedy, long prompt"]
     detail = (
@@ -90,6 +107,8 @@ def shown(job: str, result: dict[str, Any]) -> str:
     """A line for a job that has ended."""
     if "failed" in result:
         words = f"FAILED {result['failed']}"
+    elif "late" in result:
+        words = f"not run: {result['late']}"
     elif "wrong" in result:
         words = f"{'; '.join(result['wrong']) or 'right'}  {result.get('notes', '')}"
     elif "tried" in result:
@@ -107,9 +126,12 @@ def _ranked(tried: list[Any]) -> list[Any]:
 
 def printed(found: dict[str, Any], table: list[Row], wrong: list[str]) -> str:
     """The end of the output: what is wrong, and the table."""
-    right = sum(not job.get("wrong") and "failed" not in job for job in found["correctness"].values())
-    lines = ["", f"{found['machine']}. {found['seconds']:.0f} s in all; {right} of {len(found['correctness'])} right."]
+    checks = found["correctness"].values()
+    right = sum(not (job.get("wrong") or "failed" in job or "late" in job) for job in checks)
+    lines = ["", f"{found['machine']}. {found['seconds']:.0f} s in all; {right} of {len(checks)} right."]
     lines += [f"FAILED {line}" for line in wrong]
+    if found["not_run"]:
+        lines.append(f"Not run, for want of time: {', '.join(found['not_run'])}.")
     if (reading := found["times"].get("time/reading", {}).get("bandwidth")) is not None:
         lines.append(f"Read bandwidth in the same run: {reading / 1e9:.0f} GB/s.")
     lines += ["", "| what | bar | measured | met | in detail |", "|---|---|---|---|---|"]

@@ -1,7 +1,8 @@
 """Jobs in processes of their own: a kernel that goes wrong takes its process with it, and no more than that.
 
 A process is given several jobs and reports each as a line on stdout. Where it dies, the job it was at has failed and
-another process goes on with the rest. When time is up it is killed; what it has reported stays.
+another process goes on with the rest. When time is up it is killed; what it has reported stays, and what is left has
+not failed, but was not run.
 """
 
 from __future__ import annotations
@@ -24,10 +25,11 @@ ROOT = Path(__file__).resolve().parents[2]
 COMMAND = [sys.executable, str(ROOT / "scripts" / "gpu_check.py"), "--jobs"]
 PROCESSES = max(1, min(12, usable_cpus() - 2))
 LATE = "no time was left"
+CUT = "no end in time"
 _MARK = "RESULT "
 _SHORTEST = 5.0  # seconds; with less, no process is begun
 
-Result = dict[str, Any]  # what a job found, or {"failed": why}
+Result = dict[str, Any]  # what a job found, {"failed": why}, or {"late": why} where it was not run or not to its end
 Note = Callable[[str, Result], None]
 
 
@@ -55,16 +57,16 @@ def in_turn(jobs: Sequence[str], until: float, show: Note) -> dict[str, Result]:
     while left := [job for job in jobs if job not in results]:
         if time.monotonic() + _SHORTEST > until:
             for job in left:
-                note(job, {"failed": LATE})
+                note(job, {"late": LATE})
             break
-        why = process(left, until, note)
+        end = process(left, until, note)
         if (next_one := next((job for job in left if job not in results), None)) is not None:
-            note(next_one, {"failed": why})
+            note(next_one, end)
     return results
 
 
-def process(jobs: Sequence[str], until: float, note: Note) -> str:
-    """Run one process, noting what it reports; why it ended."""
+def process(jobs: Sequence[str], until: float, note: Note) -> Result:
+    """Run one process, noting what it reports; what that makes of the job it ended at."""
     with tempfile.TemporaryFile("w+", errors="replace") as errors:
         started = subprocess.Popen(
             [*COMMAND, *jobs], stdout=subprocess.PIPE, stderr=errors, text=True, cwd=ROOT, env=_environment()
@@ -82,9 +84,9 @@ def process(jobs: Sequence[str], until: float, note: Note) -> str:
             started.kill()
             started.wait()
         if time.monotonic() >= until:
-            return "no end in time"
+            return {"late": CUT}
         errors.seek(0)
-        return f"exit code {code}: {' '.join(errors.read().split())[-1500:]}"
+        return {"failed": f"exit code {code}: {' '.join(errors.read().split())[-1500:]}"}
 
 
 def _environment() -> dict[str, str]:

@@ -117,17 +117,17 @@ def _only_checked(launches: Any, kernel: Any, grid: Any, block: Any, arguments: 
     launches.names.append(kernel.name)
 
 
-def _here(names: Any, until: float, note: Any) -> str:
+def _here(names: Any, until: float, note: Any) -> dict[str, str]:
     """runner.process without a process."""
     for job in names:
         if time.monotonic() >= until:
-            return "no end in time"
+            return {"late": runner.CUT}
         try:
             found = jobs.run(job)
         except Exception as problem:
-            return f"exit code 1: {problem!r}"
+            return {"failed": f"exit code 1: {problem!r}"}
         note(job, json.loads(json.dumps(found)))
-    return "exit code 0: "
+    return {"failed": "exit code 0: "}
 
 
 @contextmanager
