@@ -17,12 +17,13 @@ from bridge.execute import Executor
 from bridge.files import check_target, read_json, write_text
 from bridge.hub import model_name, resolve
 from bridge.importance import Importance
+from bridge.mapping.choose import CARRIED_LIMIT
 from bridge.output import GGUFOutput
 from bridge.plan import Plan, PlannedTensor
 from bridge.plan_file import load_plan, save_plan
 from bridge.planning import make_plan, rechosen
 from bridge.recipe import Recipe
-from bridge.report import Report, TensorReport, beyond_auto
+from bridge.report import PARTLY, REQUANTIZED, Report, TensorReport, beyond_auto, percent
 from bridge.runtime.reader import shards
 from bridge.source import Source
 
@@ -154,8 +155,11 @@ def _written(
 
 
 def _beyond(tensor: PlannedTensor, report: TensorReport) -> bool:
-    """Whether a tensor adds more than the plan lets it."""
-    return tensor.limit is not None and report.fidelity is not None and report.fidelity.share > tensor.limit
+    """Whether a tensor adds more than the plan lets it, or lost codes that it was to carry."""
+    if tensor.limit is None or report.fidelity is None:
+        return False
+    lost = report.how == REQUANTIZED or (report.how == PARTLY and report.type != "Q8_0")
+    return report.fidelity.share > tensor.limit or (lost and tensor.limit <= CARRIED_LIMIT)
 
 
 def _beyond_plan(tensor: PlannedTensor, report: TensorReport) -> str | None:
@@ -163,8 +167,8 @@ def _beyond_plan(tensor: PlannedTensor, report: TensorReport) -> str | None:
         return None
     assert tensor.limit is not None
     assert report.fidelity is not None
-    share, limit = 100 * report.fidelity.share, 100 * tensor.limit
-    return f"{tensor.name}: adds {share:.2g}% of the checkpoint's noise, the plan meant at most {limit:.2g}%"
+    share, limit = percent(report.fidelity.share), percent(tensor.limit)
+    return f"{tensor.name}: adds {share} of the checkpoint's noise, the plan meant at most {limit}"
 
 
 def plan_checkpoint(

@@ -143,14 +143,19 @@ def test_a_type_that_was_edited_is_made(plan_file: Path, tmp_path: Path) -> None
 
 
 def rows_that_deceive(folder: Path, model_folder: Path) -> str:
-    """A checkpoint with one matrix whose sampled rows are symmetric, and whose others have zero points all over."""
-    write_gptq(folder, model_folder, bits=4, group_size=32, sym=True)
+    """A checkpoint with one matrix whose sampled rows are symmetric; the others have scales and zero points all over."""
+    write_gptq(folder, model_folder, bits=5, group_size=32, sym=True, checkpoint_format="gptq_p")
     weights = load_file(folder / "model.safetensors")
     name = "model.layers.0.mlp.gate_proj"
     zeros = weights[f"{name}.qzeros"].copy()
-    some = zeros[:, 8:40]  # eight rows a word
-    some[:] = np.random.default_rng(0).integers(0, 1 << 31, some.shape)
-    save_file(weights | {f"{name}.qzeros": zeros}, folder / "model.safetensors", {"format": "pt"})
+    scales = weights[f"{name}.scales"].copy()
+    rng = np.random.default_rng(0)
+    for start, stop in ((32, 352), (416, 736)):  # the first, middle and last 32 rows stay
+        words = zeros[:, start // 32 * 5 : stop // 32 * 5]  # five words hold 32 rows
+        words[:] = rng.integers(0, 1 << 31, words.shape)
+        scales[:, start:stop] *= (0.5 ** rng.uniform(0, 4, scales[:, start:stop].shape)).astype(np.float16)
+    parts = {f"{name}.qzeros": zeros, f"{name}.scales": scales}
+    save_file(weights | parts, folder / "model.safetensors", {"format": "pt"})
     return "blk.0.ffn_gate.weight"
 
 
@@ -159,8 +164,8 @@ def test_a_type_that_holds_for_sampled_rows_alone_is_chosen_again(small_model: P
     planned = {t.name: t for t in plan_checkpoint(tmp_path / "gptq").tensors}
     report = bridge.convert(tmp_path / "gptq", tmp_path / "m.gguf")
     made = {t.name: t for t in report.tensors}
-    assert planned[name].type == "Q4_K"
-    assert made[name].type != "Q4_K"
+    assert planned[name].type == "Q5_K"
+    assert made[name].type != "Q5_K"
     assert made[name].fidelity is not None
     assert made[name].fidelity.share <= 0.01
     assert {n: t.type for n, t in made.items() if n != name} == {n: t.type for n, t in planned.items() if n != name}
@@ -194,8 +199,8 @@ def first_tensor(key: str, value: Any) -> Any:
         (lambda r: r.update(split_max_size=0), [], "split_max_size is 0"),
         (lambda r: r.update(gguf_bridge_plan=2), [], "no plan of this version"),
         (lambda r: r.pop("orders"), [], "'orders'"),
-        (nothing, ["--shard", "3/12"], "--shard 3/12: the plan makes 4 shards, 1/4 to 4/4"),
-        (nothing, ["--shard", "0/4"], "--shard 0/4: the plan makes 4 shards"),
+        (nothing, ["--shard", "3/12"], "--shard 3/12: the plan makes 3 shards, 1/3 to 3/3"),
+        (nothing, ["--shard", "0/3"], "--shard 0/3: the plan makes 3 shards"),
         (nothing, ["--shard", "three"], "'three' is not I/N such as 3/12"),
         (nothing, ["--type", "Q4_K"], "a plan says all about types"),
     ],

@@ -8,8 +8,8 @@
     forced   a given type: codes carried where it can hold them, else requantized
     at_most  auto's type, or a given one where that is smaller
 
-A type is judged by sampled rows. Where they leave it open (within a factor of 1.5 of the limit), all rows are
-looked at.
+A type is judged by sampled rows. Where they leave it open (within a factor of 1.5 of the limit, or whether codes less
+their zero points fit), all rows are looked at.
 """
 
 from __future__ import annotations
@@ -90,7 +90,10 @@ def _first(
     for block in blocks:
         try:
             share = _share(samples, block, mapped)
-            if limit and limit / _OPEN < share <= _OPEN * limit:
+            near = limit / _OPEN < share <= _OPEN * limit
+            # Q8_0 clips what leaves it
+            fits = block is Q8_0 or all(_fits_any(t, block) for t, _ in samples)
+            if near or (share <= limit and mapped is carry_part and not fits):
                 share = _share(look(False), block, mapped)
         except CannotCarryError:
             continue
@@ -138,6 +141,13 @@ def requantizers(columns: int) -> list[BlockType]:
     return [*fitting, Q8_0]
 
 
+def _fits_any(t: GroupedTensor, block: BlockType) -> bool:
+    """Whether a type holds whatever codes there may be about these zero points."""
+    return not block.zero or bool(
+        block.zero >= t.zeros.max() and block.zero + 2**t.bits - 1 - t.zeros.min() < block.levels
+    )
+
+
 def in_halves(t: GroupedTensor) -> bool:
     """Whether plain types hold the scales and zero points exactly: halves and integers."""
     return np.array_equal(t.scales, t.scales.astype(np.float16)) and not fractional(t.zeros)
@@ -147,10 +157,8 @@ def exact_type(t: GroupedTensor) -> BlockType | None:
     """The smallest plain type that holds the tensor bit for bit, judged from its scales and zero points alone."""
     if not in_halves(t):
         return None
-    low, high = t.zeros.min(), t.zeros.max()
     for block in BLOCKS.values():
-        fits = block.zero >= high and block.zero + 2**t.bits - 1 - low < block.levels
-        if not block.is_k and not block.has_min and fits and why_not(t, block) is None:
+        if not block.is_k and not block.has_min and why_not(t, block) is None and _fits_any(t, block):
             return block
     return None
 

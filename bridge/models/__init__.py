@@ -68,8 +68,8 @@ def describe_model(
     args.add_metadata(writer)
     tokenizer.add_metadata(writer)
     outline.metadata = writer.kv_data[0]
-    if names := outline.metadata.get(gguf.Keys.Tokenizer.CHAT_TEMPLATES):
-        names.value = sorted(names.value)  # gguf makes it from a set, whose order is another in each process
+    if templates := outline.metadata.get(gguf.Keys.Tokenizer.CHAT_TEMPLATES):
+        templates.value = sorted(templates.value)  # gguf makes it from a set, whose order is another in each process
     outline.stop = [tokenizer.tokens[token] for token in tokenizer.stop_ids]
     outline.notes = [*args.notes, *tokenizer.notes, *notes]
     return outline
