@@ -143,7 +143,7 @@ def test_a_type_that_was_edited_is_made(plan_file: Path, tmp_path: Path) -> None
 
 
 def rows_that_deceive(folder: Path, model_folder: Path) -> str:
-    """A checkpoint with one matrix whose sampled rows are symmetric; the others have scales and zero points all over."""
+    """A checkpoint with one matrix whose sampled rows are symmetric; the others have scales and zeros all over."""
     write_gptq(folder, model_folder, bits=5, group_size=32, sym=True, checkpoint_format="gptq_p")
     weights = load_file(folder / "model.safetensors")
     name = "model.layers.0.mlp.gate_proj"
