@@ -10,7 +10,7 @@ LARGE, SMALL = "8192x28672", "4096x14336"
 TYPES = ("Q4_K", "Q6_K", "Q8_0", "Q4_0", "Q2_K", "Q3_K", "Q5_K", "Q4_1", "Q5_0", "Q5_1")
 
 # the longest first
-CORRECT = ["correct/model", *(f"correct/configurations/{type}" for type in products.TRIED)]
+CORRECT = ["correct/model", "correct/tensors", *(f"correct/configurations/{type}" for type in products.TRIED)]
 CORRECT += [f"correct/products/{type}/{precision}" for precision in ("int8", "f32") for type in TYPES]
 
 # what has a bar first
@@ -28,6 +28,7 @@ _KNOWN = {
     "correct": {
         "model": model.check,
         "products": products.check,
+        "tensors": products.check_tensors,
         "configurations": products.check_configurations,
     },
     "time": {

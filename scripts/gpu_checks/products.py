@@ -154,6 +154,28 @@ def _floats(judge: Judge, type: str, device: Any) -> None:
     judge(f"{type} rows", out, weights[ids.cpu().numpy()], 1e-6)
 
 
+def check_tensors() -> dict[str, Any]:
+    """What QuantTensor.to gives, of floats and of codes: few and many tokens, beyond the range of halves too."""
+    import torch
+    from bridge.cuda.device import require, torch_device
+
+    from bridge.runtime import QuantTensor
+
+    judge, device = Judge(), require("cuda")
+    rows, columns = EPILOGUES
+    values = torch.from_numpy(np.random.default_rng(4).standard_normal((rows, columns)).astype(np.float32))
+    kinds = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+    tensors = [QuantTensor(t, t, (rows, columns), values.to(k).view(torch.uint8).numpy()) for t, k in kinds.items()]
+    for tensor in (*tensors, _matrix("Q4_K", rows, columns)[0]):
+        moved, weights = tensor.to(device), tensor.dequantize().astype(np.float64)
+        for n in (1, 20):
+            x = 1e5 * np.random.default_rng(n).standard_normal((n, columns)).astype(np.float32)
+            for precision, limit in (("f32", 1e-5), ("int8", 0.02)):
+                y = moved.matmul(torch.from_numpy(x).to(torch_device(device)), precision=precision)
+                judge(f"{tensor.type} on the device, {n} columns, {precision}", y, x @ weights.T, limit)
+    return {"wrong": judge.wrong, "notes": f"largest relative error of floats {judge.worst:.1e}"}
+
+
 def check_configurations(type: str) -> dict[str, Any]:
     """Every configuration that is timed later makes the product that the table's own makes; compiles them too."""
     import torch

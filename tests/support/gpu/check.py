@@ -77,7 +77,8 @@ class Products:
 
         def tiled(matrix: Any, first: int, count: int, out: Any, stream: Any) -> None:
             tile(matrix, first, count, out, stream)
-            out.copy_(torch.from_numpy(self.weights[id(matrix)][first : first + count]))
+            if id(matrix) in self.weights:  # no floats, which need no kernel
+                out.copy_(torch.from_numpy(self.weights[id(matrix)][first : first + count]))
 
         def chosen(matrix: Any, ids: Any, out: Any, n: int, stream: Any) -> None:
             rows(matrix, ids, out, n, stream)
