@@ -13,8 +13,8 @@ import gguf
 import numpy as np
 
 from bridge.checkpoint import Checkpoint, counted
-from bridge.checkpoint.fp8 import FLOAT8
-from bridge.checkpoint.store import WEIGHTS
+from bridge.checkpoint.scaled_floats import FLOAT8
+from bridge.checkpoint.weight_files import WEIGHTS
 from bridge.conversion import opened
 from bridge.errors import BridgeError, shortened
 from bridge.output import shards_of

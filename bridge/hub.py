@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from bridge.checkpoint.store import WEIGHTS
+from bridge.checkpoint.weight_files import WEIGHTS
 from bridge.errors import BridgeError
 from bridge.files import missing
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from bridge.checkpoint import open_checkpoint
-from bridge.checkpoint.config import QuantConfig
+from bridge.checkpoint.quant_config import QuantConfig
 from tests.support.encode import write_folder
 from tests.support.encode_compressed import float8_tensors, save_float8
 from tests.support.encode_formats import write_auto_round

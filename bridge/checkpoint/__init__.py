@@ -17,12 +17,14 @@ from typing import Any
 
 import numpy as np
 
-from bridge.checkpoint.config import QuantConfig, read_quant_config, reader_class
-from bridge.checkpoint.fp8 import FLOAT8
 from bridge.checkpoint.grouped import GroupedTensor
-from bridge.checkpoint.legacy import recognise
-from bridge.checkpoint.reader import ACTIVATIONS, ModuleInfo, Reader
-from bridge.checkpoint.store import Store, TensorInfo, open_store
+from bridge.checkpoint.methods import READERS, read_quant_config
+from bridge.checkpoint.module_reader import ACTIVATIONS, ModuleInfo, Reader
+from bridge.checkpoint.quant_config import QuantConfig
+from bridge.checkpoint.scaled_floats import FLOAT8
+from bridge.checkpoint.store import Store, TensorInfo
+from bridge.checkpoint.unlabelled import recognise
+from bridge.checkpoint.weight_files import open_store
 from bridge.errors import BridgeError
 from bridge.files import read_json
 
@@ -57,7 +59,7 @@ class Checkpoint:
         self._store = store
         self._reader: Reader | None = None
         if quant.method is not None:
-            self._reader = reader_class(quant.method)(store, quant)
+            self._reader = READERS[quant.method](store, quant)
         self.modules: dict[str, ModuleInfo] = self._reader.modules if self._reader else {}
         self._floats = self._reader.floats if self._reader else {}
         self.format = self._reader.format if self._reader else "float"

@@ -17,10 +17,12 @@ from typing import ClassVar
 
 import numpy as np
 
-from bridge.checkpoint.config import QuantConfig
+from bridge.checkpoint.checks import contradiction
 from bridge.checkpoint.divided import Divided, fed_by
 from bridge.checkpoint.grouped import GroupedTensor
-from bridge.checkpoint.reader import ModuleInfo, Reader, contradiction, fit_group_size
+from bridge.checkpoint.module_reader import ModuleInfo, Reader
+from bridge.checkpoint.quant_config import QuantConfig
+from bridge.checkpoint.scale_blocks import fit_group_size
 from bridge.checkpoint.store import Store, TensorInfo
 from bridge.checkpoint.zeros import unscaled
 from bridge.errors import BridgeError

@@ -22,10 +22,12 @@ from typing import ClassVar
 
 import numpy as np
 
-from bridge.checkpoint.config import QuantConfig
-from bridge.checkpoint.fp8 import BLOCK, FLOAT8, ScaledFloats, block_of, scaled_floats, spread
+from bridge.checkpoint.checks import contradiction
 from bridge.checkpoint.grouped import GroupedTensor, column_group_size
-from bridge.checkpoint.reader import ModuleInfo, Reader, contradiction
+from bridge.checkpoint.module_reader import ModuleInfo, Reader
+from bridge.checkpoint.quant_config import QuantConfig
+from bridge.checkpoint.scale_blocks import block_of, spread
+from bridge.checkpoint.scaled_floats import BLOCK, FLOAT8, ScaledFloats, scaled_floats
 from bridge.checkpoint.schemes import Scheme, ignored, matches, read_schemes, scheme_of
 from bridge.checkpoint.store import Store, TensorInfo
 from bridge.errors import BridgeError

@@ -14,9 +14,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from bridge.checkpoint.fp8 import ScaledFloats
+from bridge.checkpoint.checks import finite_scales
 from bridge.checkpoint.grouped import GroupedTensor
-from bridge.checkpoint.reader import ModuleInfo, finite_scales
+from bridge.checkpoint.module_reader import ModuleInfo
+from bridge.checkpoint.scaled_floats import ScaledFloats
 from bridge.checkpoint.store import Store, TensorInfo
 from bridge.errors import BridgeError
 

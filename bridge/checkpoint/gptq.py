@@ -18,9 +18,11 @@ from typing import ClassVar
 
 import numpy as np
 
-from bridge.checkpoint.config import QuantConfig
+from bridge.checkpoint.checks import contradiction
 from bridge.checkpoint.grouped import GroupedTensor, column_group_size
-from bridge.checkpoint.reader import ModuleInfo, Reader, contradiction, fit_group_size
+from bridge.checkpoint.module_reader import ModuleInfo, Reader
+from bridge.checkpoint.quant_config import QuantConfig
+from bridge.checkpoint.scale_blocks import fit_group_size
 from bridge.checkpoint.store import Store, TensorInfo
 from bridge.checkpoint.zeros import Dialect, code_means, decode, dialects, lost_words, symmetric_dialect
 from bridge.errors import BridgeError

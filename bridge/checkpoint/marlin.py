@@ -22,9 +22,10 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from bridge.checkpoint.config import QuantConfig
+from bridge.checkpoint.checks import contradiction
 from bridge.checkpoint.grouped import GroupedTensor
-from bridge.checkpoint.reader import ModuleInfo, Reader, contradiction
+from bridge.checkpoint.module_reader import ModuleInfo, Reader
+from bridge.checkpoint.quant_config import QuantConfig
 from bridge.checkpoint.store import TensorInfo
 from bridge.errors import BridgeError
 

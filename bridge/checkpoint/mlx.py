@@ -21,16 +21,16 @@ The zero point is -b/s. mlx chooses b as s times an integer, then rounds both: i
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, ClassVar
 
 import numpy as np
 
-from bridge.checkpoint.config import QuantConfig, whole_number
+from bridge.checkpoint.checks import contradiction, finite_scales
 from bridge.checkpoint.dtypes import as_float32
-from bridge.checkpoint.fp8 import ScaledFloats
 from bridge.checkpoint.grouped import GroupedTensor
-from bridge.checkpoint.reader import ModuleInfo, Reader, contradiction, finite_scales
+from bridge.checkpoint.module_reader import ModuleInfo, Reader
+from bridge.checkpoint.quant_config import QuantConfig, whole_number
+from bridge.checkpoint.scaled_floats import ScaledFloats
 from bridge.checkpoint.store import Store, TensorInfo
 from bridge.errors import BridgeError
 
@@ -162,16 +162,27 @@ class MlxReader(Reader):
         return bits, size
 
     def read(self, name: str) -> GroupedTensor:
+        return self._read(name, None)
+
+    def read_rows(self, name: str, rows: np.ndarray) -> GroupedTensor:
+        return self._read(name, rows)
+
+    def _read(self, name: str, rows: np.ndarray | None) -> GroupedTensor:
         from bridge.checkpoint.bits import unpack_rows
 
         info = self.modules[name]
         stack, at = self._expert.get(name, (name, None))
-        rows = None if at is None else (at, at + 1)
-        scales_of = partial(finite_scales, self.store)
-        words, scales, offsets = (
-            read(f"{stack}.{part}", rows).reshape(-1, info.tensors[part].shape[-1])
-            for read, part in ((self.store.read, "weight"), (scales_of, "scales"), (scales_of, "biases"))
+        expert = None if at is None else (at, at + 1)
+        scales, offsets = (
+            finite_scales(self.store, f"{stack}.{part}", expert).reshape(info.shape[0], -1)
+            for part in ("scales", "biases")
         )
+        if rows is None:
+            words = self.store.read(f"{stack}.weight", expert).reshape(info.shape[0], -1)
+        else:
+            stored = self.store.view(f"{stack}.weight")
+            words = np.ascontiguousarray((stored if at is None else stored[at])[rows])
+            scales, offsets = scales[rows], offsets[rows]
         codes = unpack_rows(words, info.bits, info.shape[1])
         notes = []
         if self.quant.raw.get(stack) is False:
@@ -181,6 +192,7 @@ class MlxReader(Reader):
             raise BridgeError(
                 f"{info.file}: {name} has biases out of all proportion to its scales; the checkpoint is damaged"
             )
+        has_bias = rows is None and "bias" in info.tensors
         return GroupedTensor(
             name=name,
             bits=info.bits,
@@ -188,7 +200,7 @@ class MlxReader(Reader):
             scales=scales,
             zeros=zeros,
             group_size=info.group_size,
-            bias=self.store.read_float(f"{stack}.bias", rows).reshape(-1) if "bias" in info.tensors else None,
+            bias=self.store.read_float(f"{stack}.bias", expert).reshape(-1) if has_bias else None,
             notes=tuple(notes),
         )
 

@@ -20,8 +20,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from bridge.checkpoint.config import QuantConfig, compiles, whole_number
-from bridge.checkpoint.fp8 import read_block
+from bridge.checkpoint.quant_config import QuantConfig, compiles, whole_number
+from bridge.checkpoint.scale_blocks import read_block
 from bridge.errors import BridgeError
 
 FORMATS = ("pack-quantized", "int-quantized", "naive-quantized", "float-quantized", "dense", "mixed-precision")

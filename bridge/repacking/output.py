@@ -18,7 +18,8 @@ from typing import BinaryIO, Protocol
 import numpy as np
 
 from bridge.checkpoint import Checkpoint
-from bridge.checkpoint.store import NOT_WEIGHTS, WEIGHTS, TensorInfo
+from bridge.checkpoint.store import TensorInfo
+from bridge.checkpoint.weight_files import NOT_WEIGHTS, WEIGHTS
 from bridge.errors import BridgeError
 from bridge.files import expect_regular, read_json
 from bridge.held import unfinished

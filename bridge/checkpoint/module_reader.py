@@ -1,4 +1,4 @@
-"""What the readers of all formats share: which tensors make a module, and checks on shapes and scales.
+"""What the readers of all formats share: which tensors make a module.
 
 A module is codes (ModuleInfo, read as GroupedTensor) or 8-bit floats with scales (`floats`, read as float32).
 """
@@ -7,17 +7,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 import numpy as np
 
-from bridge.checkpoint.config import QuantConfig
+from bridge.checkpoint.checks import finite_scales
 from bridge.checkpoint.grouped import GroupedTensor
+from bridge.checkpoint.quant_config import QuantConfig
+from bridge.checkpoint.scaled_floats import ScaledFloats
 from bridge.checkpoint.store import Store, TensorInfo
 from bridge.errors import BridgeError
-
-if TYPE_CHECKING:
-    from bridge.checkpoint.fp8 import ScaledFloats
 
 # scales and zero points of activations and of the key-value cache: a GGUF has no use for them
 ACTIVATIONS = frozenset(
@@ -162,33 +161,3 @@ class Reader:
     def scales(self, name: str, part: str = "scales") -> np.ndarray:
         """float32, as laid out in the file; BridgeError where one is infinite or no number."""
         return finite_scales(self.store, f"{name}.{part}")
-
-
-def finite_scales(store: Store, name: str, rows: tuple[int, int] | None = None) -> np.ndarray:
-    """float32 as it is stored, or its rows start..stop; BridgeError where a value is infinite or no number."""
-    scales = store.read_float(name, rows)
-    if not np.isfinite(scales).all():
-        bad = np.count_nonzero(~np.isfinite(scales))
-        raise BridgeError(
-            f"{store.tensors[name].file}: {bad} of {scales.size} values of {name} are NaN or infinite; "
-            "quantize the model again"
-        )
-    return scales
-
-
-def contradiction(name: str, tensors: dict[str, TensorInfo]) -> BridgeError:
-    """The shapes of a module's tensors do not fit together."""
-    shapes = ", ".join(f"{part} {i.dtype} {list(i.shape)}" for part, i in sorted(tensors.items()))
-    file = next(iter(tensors.values())).file
-    return BridgeError(
-        f"{file}: {name}: the shapes contradict each other ({shapes}); the checkpoint is damaged, or its config names "
-        "another method than it was quantized with"
-    )
-
-
-def fit_group_size(columns: int, groups: int, claimed: int) -> int | None:
-    """The group size that makes `groups` of `columns`: the claimed one, else a power of two, else None."""
-    for size in (claimed, columns if groups == 1 else 0, *(1 << n for n in range(3, 15))):
-        if size > 0 and -(-columns // size) == groups:
-            return min(size, columns)
-    return None
