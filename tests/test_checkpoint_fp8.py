@@ -7,7 +7,7 @@ import json
 import numpy as np
 import pytest
 import torch
-from bridge.verify import failures, verify
+from bridge.verification import failures, verify
 
 import bridge
 from bridge.checkpoint import open_checkpoint
