@@ -76,8 +76,8 @@ class Executor:
         """A tensor's parts in a block type. Fills the report."""
         from bridge.mapping.carry import Fidelity
         from bridge.mapping.choose import exact_type, map_to
-        from bridge.mapping.floats import quantize_rows
         from bridge.mapping.pack import row_bytes
+        from bridge.mapping.quantize_rows import quantize_rows
 
         columns = tensor.shape[-1]
         data = np.empty((math.prod(tensor.shape[:-1]), row_bytes(block, columns)), np.uint8)

@@ -194,7 +194,7 @@ def test_eight_bit_codes_with_fractional_zero_points_are_carried_where_that_is_c
     assert map_to(far, Q4_K).fidelity.kept == far.codes.size
 
 
-def test_zero_points_out_of_proportion_are_rounded_anew_or_held_by_an_offset():
+def test_zero_points_out_of_proportion_are_requantized_or_held_by_an_offset():
     t = grouped(4, 64, False, (8, 512))
     t.zeros[3, 2] = -1e6
     for block in (Q4_K, Q8_0, Q4_1, Q6_K):
@@ -266,7 +266,7 @@ def test_reported_error_is_right_for_zero_points_far_outside_the_codes(bits, gro
         (4, 64, Q4_K, 63, 1.001),
         (3, 128, Q3_K, 32, 1.001),
         (3, 64, Q3_K, 32, 1.001),
-        # eight scales a superblock: each d rounds them anew, and the search steps over a few good ones
+        # eight scales a superblock: each d requantizes them, and the search steps over a few good ones
         (4, 32, Q4_K, 63, 1.03),
         (3, 32, Q3_K, 32, 1.04),
     ],
@@ -374,11 +374,11 @@ def test_eight_bit_asymmetric_blocks_that_overflow_are_counted():
     assert mapped.fidelity.kept <= held.sum()
     # no block is further off than if it were requantized, or if the codes beyond its range were clipped
     blocks = np.square(stored(mapped) - t.dequantize()).reshape(-1, 32).sum(-1)
-    anew = np.square(stored(requantize(t, Q8_0)) - t.dequantize()).reshape(-1, 32).sum(-1)
+    requantized = np.square(stored(requantize(t, Q8_0)) - t.dequantize()).reshape(-1, 32).sum(-1)
     p = t.codes - t.zeros[:, t.groups()]
     clipped = np.square(t.scales[:, t.groups()] * (p - np.clip(p, -128, 127))).reshape(-1, 32).sum(-1)
-    assert (blocks <= np.minimum(anew, clipped) * (1 + 1e-3) + 1e-12).all()
-    assert ((clipped > 0) & (clipped < anew)).any()
+    assert (blocks <= np.minimum(requantized, clipped) * (1 + 1e-3) + 1e-12).all()
+    assert ((clipped > 0) & (clipped < requantized)).any()
 
 
 @pytest.mark.parametrize(
@@ -441,7 +441,7 @@ def act_order(t: GroupedTensor, seed=5) -> GroupedTensor:
     return t.take_columns(order)
 
 
-def test_act_order_is_rounded_anew_within_fifteen_percent_of_the_noise():
+def test_act_order_is_requantized_within_fifteen_percent_of_the_noise():
     t = act_order(grouped(4, 128, False, (32, 1024)))
     assert not t.sequential
     assert choice(t).reason.startswith("act-order")
@@ -460,7 +460,7 @@ def test_act_order_columns_put_in_group_order_are_carried():
     assert automatic(back).block is Q4_K
 
 
-def test_a_forced_type_that_cannot_hold_the_codes_rounds_anew():
+def test_a_forced_type_that_cannot_hold_the_codes_requantizes():
     t = grouped(4, 128, False, (16, 512))
     assert map_to(t, Q3_K).fidelity.kept == 0
     assert map_to(t, Q6_K).fidelity.kept in (0, t.codes.size)

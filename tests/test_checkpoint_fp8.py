@@ -7,12 +7,12 @@ import json
 import numpy as np
 import pytest
 import torch
-from bridge.verification import failures, verify
 
 import bridge
 from bridge.checkpoint import open_checkpoint
 from bridge.checkpoint.dtypes import as_float32
 from bridge.describe import describe
+from bridge.verification import failures, verify
 from tests.support.encode import load_floats, write_folder
 from tests.support.encode_compressed import config, float8_tensors, save_float8, scheme, write_float8
 from tests.support.encode_formats import write_mxfp8

@@ -215,7 +215,7 @@ def test_a_name_for_pre_that_is_unknown_here_is_taken_and_reported(run, tmp_path
     )
 
 
-def test_an_imatrix_weighs_what_is_quantized_anew(run, tmp_path):
+def test_an_imatrix_weighs_what_is_requantized(run, tmp_path):
     writer = gguf.GGUFWriter(tmp_path / "imatrix.gguf", "x")
     writer.add_type("imatrix")
     sums = (10 ** np.random.default_rng(0).uniform(0, 4, (1, 256))).astype(np.float32)

@@ -10,7 +10,7 @@ import pytest
 
 from bridge.blocks import BLOCKS
 from bridge.errors import BridgeError
-from bridge.mapping.floats import actorder_importance, quantize_rows
+from bridge.mapping.quantize_rows import actorder_importance, quantize_rows
 from tests.support import ggml
 
 TYPES = list(BLOCKS)

@@ -42,6 +42,71 @@ def imported_by(node: ast.AST) -> set[str]:
     return set()
 
 
+def module_names() -> dict[str, Path]:
+    """Our modules by dotted name; those of cuda/ as bridge.cuda's."""
+    files = [*(ROOT / "bridge").rglob("*.py"), *(ROOT / "cuda").rglob("*.py")]
+    names = {}
+    for file in files:
+        parts = file.relative_to(ROOT).with_suffix("").parts
+        inside = parts if parts[0] == "bridge" else ("bridge", *parts)
+        names[".".join(part for part in inside if part != "__init__")] = file
+    return names
+
+
+def module_arrows() -> dict[str, set[str]]:
+    """What each of our modules imports of ours: at its top, in functions and for type checkers alike."""
+    names = module_names()
+    return {
+        name: {found for i in imported(file) if (found := i if i in names else i.rpartition(".")[0]) in names} - {name}
+        for name, file in names.items()
+    }
+
+
+def circles(arrows: dict[str, set[str]]) -> list[set[str]]:
+    """The sets of nodes that reach each other."""
+    reached: dict[str, set[str]] = {}
+    for node in arrows:
+        found: set[str] = set()
+        ahead = [node]
+        while ahead:
+            new = arrows[ahead.pop()] - found
+            found |= new
+            ahead += new
+        reached[node] = found
+    found_circles = {frozenset(b for b in reached[a] if a in reached[b]) for a in arrows if a in reached[a]}
+    return sorted(map(set, found_circles), key=sorted)
+
+
+def test_circles_are_found():
+    assert circles({"a": {"b"}, "b": {"c"}, "c": {"b"}, "d": {"a"}}) == [{"b", "c"}]
+
+
+def test_no_modules_import_each_other():
+    assert circles(module_arrows()) == []
+
+
+def test_no_folders_import_each_other():
+    """A folder is what stands right in bridge/, or a module that stands there by itself."""
+    arrows: dict[str, set[str]] = {}
+    for module, others in module_arrows().items():
+        folder = ".".join(module.split(".")[:2])
+        arrows.setdefault(folder, set()).update({".".join(other.split(".")[:2]) for other in others} - {folder})
+    assert circles(arrows) == []
+
+
+# twins: one block type, or one step of the decoder, for everybody, for the CPU and for a GPU
+TWINS = [{"bridge/blocks", "bridge/runtime/cpu", "cuda"}, {"bridge/runtime", "cuda"}]
+
+
+def test_files_of_one_name_in_two_folders_are_twins():
+    folders: dict[str, set[str]] = {}
+    for file in module_names().values():
+        folders.setdefault(file.name, set()).add(str(file.parent.relative_to(ROOT)))
+    del folders["__init__.py"]
+    for name, found in folders.items():
+        assert len(found) == 1 or any(found <= twins for twins in TWINS), f"{name}: {', '.join(sorted(found))}"
+
+
 @pytest.mark.parametrize("part", ALLOWED)
 def test_arrows_never_run_upward(part):
     for module in sorted((ROOT / "bridge" / part).rglob("*.py")):

@@ -15,7 +15,7 @@ import pytest
 import bridge
 from bridge.describe import describe
 from bridge.errors import BridgeError
-from bridge.mapping.floats import quantize_rows
+from bridge.mapping.quantize_rows import quantize_rows
 from bridge.recipe import BLOCKS, Recipe, TensorPlace
 from bridge.runtime.decoder import Decoder
 from bridge.runtime.decoder_config import read_config

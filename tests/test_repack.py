@@ -144,9 +144,9 @@ def test_real_checkpoints_go_there_and_back(tmp_path, checkpoints, name):
         zeros = {n: checkpoint.read_module(n).zeros for n in checkpoint.modules}
         bits = {n: info.bits for n, info in checkpoint.modules.items()}
         words = {n: checkpoint.store.read(f"{n}.qzeros") for n in zeros}
-    hit = sum(int((z == 0).sum()) for z in zeros.values())
-    if hit and label == "gptq_v2":
-        with pytest.raises(BridgeError, match=rf"{hit} groups in .* which GPTQ v1 cannot hold"):
+    zero_groups = sum(int((z == 0).sum()) for z in zeros.values())
+    if zero_groups and label == "gptq_v2":
+        with pytest.raises(BridgeError, match=rf"{zero_groups} groups in .* which GPTQ v1 cannot hold"):
             bridge.repack(source, tmp_path / "there", "gptq")
         assert not list(tmp_path.iterdir())
         return
@@ -155,7 +155,7 @@ def test_real_checkpoints_go_there_and_back(tmp_path, checkpoints, name):
     for module, true in zeros.items():
         expected = (true.T - (label == "gptq_v2")) % 2 ** bits[module]  # AutoGPTQ: 1 less, code by code
         assert np.array_equal(fields(stored(tmp_path / "there", module), bits[module], len(true)), expected)
-    if not hit:
+    if not zero_groups:
         bridge.repack(tmp_path / "there", tmp_path / "back", label)
         for module in zeros:
             assert np.array_equal(stored(tmp_path / "back", module), words[module])
@@ -376,7 +376,7 @@ def test_shards_indexes_dtypes_and_all_other_files_come_along(tmp_path):
 
 
 def test_ranges_are_copied_right_whatever_the_size_of_a_read(tmp_path, monkeypatch):
-    monkeypatch.setattr("bridge.repacking.output._CHUNK", 1009)
+    monkeypatch.setattr("bridge.repacking.folder_output._CHUNK", 1009)
     seen: list[tuple[int, int, str]] = []
     bridge.repack(CHECKPOINT, tmp_path / "a", "gptq_v2", progress=lambda *step: seen.append(step))
     assert_only_zeros_differ(CHECKPOINT / "model.safetensors", tmp_path / "a" / "model.safetensors")
@@ -458,9 +458,9 @@ def test_an_interrupted_run_leaves_what_was_there_and_nothing_else(tmp_path, mon
         raise problem
 
     for where in (
-        "bridge.repacking.output._sync",
-        "bridge.repacking.output.shutil.copyfile",
-        "bridge.repacking.plan.recode",
+        "bridge.repacking.folder_output._sync",
+        "bridge.repacking.folder_output.shutil.copyfile",
+        "bridge.repacking.zero_points.recode",
     ):
         with monkeypatch.context() as patch:
             patch.setattr(where, stop)
@@ -482,7 +482,7 @@ def test_a_rename_that_fails_puts_the_old_folder_back(tmp_path, monkeypatch):
             raise OSError(5, "Input/output error")
         rename(a, b)
 
-    monkeypatch.setattr("bridge.repacking.output.os.rename", fail)
+    monkeypatch.setattr("bridge.repacking.folder_output.os.rename", fail)
     with pytest.raises(BridgeError, match="cannot be renamed into place"):
         bridge.repack(source, out, force=True)
     assert files(tmp_path) == before

@@ -266,7 +266,7 @@ def test_an_unknown_architecture_keeps_its_codes_and_its_logits(arch, act_order,
     with LlamaCpp(tmp_path / "f32.gguf") as loaded:
         assert mean_kl(expected_logits, loaded.logits(TOKENS)) < 1e-5
     with LlamaCpp(tmp_path / "m.gguf") as loaded:
-        limit = 0.15 if act_order else 0.05  # weights rounded anew, and 8-bit activations
+        limit = 0.15 if act_order else 0.05  # requantized weights, and 8-bit activations
         assert mean_kl(expected_logits, loaded.logits(TOKENS)) < limit
         assert loaded.generate_greedy(TOKENS[:8], 4)
 

@@ -187,14 +187,15 @@ class GptqReader(Reader):
             if found != choices[0]:
                 word = f"0x{int(words.view(f'u{words.dtype.itemsize}')[0, 0]):0{words.dtype.itemsize * 2}X}"
                 told = label if str(found) != str(choices[0]) else f"{label} of {self.quant.bits} bits"
-                notes.append(f"{name}: qzeros are symmetric {found} ({word}) but {self._says(told)}; read as {found}")
+                notes.append(f"{name}: qzeros are symmetric {found} ({word}) but {self._claim(told)}; read as {found}")
             return found
         found = self._by_evidence(info.bits)
         if found != choices[0]:
-            notes.append(f"{name}: the codes centre on {found} zero points but {self._says(label)}; read as {found}")
+            notes.append(f"{name}: the codes centre on {found} zero points but {self._claim(label)}; read as {found}")
         return found
 
-    def _says(self, label: str) -> str:
+    def _claim(self, label: str) -> str:
+        """What the label says, for a note."""
         return f"checkpoint_format says {label}" if self.quant.labelled else "no config says so"
 
     def _by_evidence(self, bits: int) -> Dialect:

@@ -46,7 +46,7 @@ def candidates(units, value, weight, hi, cand_d, cand_e, num, den):
     returns   whether any value is positive; where none is, nothing is filled
 
     The codes are those that the unrounded d gives: the nearest ones. Starts between whole codes find the
-    vectors of codes at which the largest value is not hit best: with four values, half steps find nearly all.
+    vectors of codes at which the largest value is off itself: with four values, half steps find nearly all.
     Only the upper half of the codes is tried: twice the codes with half the d are the same values, unless d
     falls among the subnormals. Starts are innermost, so that the loops vectorize.
     """

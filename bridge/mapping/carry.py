@@ -32,8 +32,8 @@ from bridge.mapping.carry_kernels import (
     carry_scaled,
     shift_codes,
 )
-from bridge.mapping.floats_plain import plain
 from bridge.mapping.pack import packer, row_bytes
+from bridge.mapping.quantize_plain import plain
 
 _CHUNK_WEIGHTS = 1 << 20  # rows are taken in chunks that stay in cache
 _MAX_SHIFT = 1 << 15  # of codes by zero points
@@ -197,7 +197,7 @@ def carry(t: GroupedTensor, block: BlockType, rows: slice = slice(None)) -> Mapp
             q = stored[:m]
             bad = shift_codes(part[0], part[2], group, block.sub, block.zero, block.levels, q)
             if bad and block.name == "Q8_0":
-                lost += _reround_q8_0(*part, q, d[:m], sums)
+                lost += _requantize_q8_0(*part, q, d[:m], sums)
             elif bad:
                 reason = f"codes less their zero points do not fit in {block.name}'s {block.levels} codes"
                 raise CannotCarryError(t.name, reason)
@@ -206,7 +206,7 @@ def carry(t: GroupedTensor, block: BlockType, rows: slice = slice(None)) -> Mapp
     return Mapped(block, data, fidelity, "some codes less their zero points leave Q8_0's -128..127" if lost else "")
 
 
-def _reround_q8_0(
+def _requantize_q8_0(
     codes: np.ndarray,
     scales: np.ndarray,
     zeros: np.ndarray,
@@ -226,17 +226,17 @@ def _reround_q8_0(
     p = runs[at] - whole[at][:, None].astype(np.float64)
     x = scales[:, group][at][:, None].astype(np.float64) * (runs[at] - zeros[:, group][at][:, None].astype(np.float64))
     n = len(x)
-    anew, anew_d = np.empty((1, n, 32), np.uint8), np.empty((1, n), np.float32)
-    fields = anew, np.empty((1, n), np.int8), np.empty((1, n), np.uint8), anew_d, anew_d.copy(), np.zeros((1, 3))
+    new, new_d = np.empty((1, n, 32), np.uint8), np.empty((1, n), np.float32)
+    fields = new, np.empty((1, n), np.int8), np.empty((1, n), np.uint8), new_d, new_d.copy(), np.zeros((1, 3))
     plain("Q8_0")(x.astype(np.float32)[None], np.ones((n, 32), np.float32), *fields)
 
     def errors(d: np.ndarray, p: np.ndarray) -> np.ndarray:
         return np.square(d[:, None].astype(np.float64) * p - x).sum(-1)
 
     clipped = np.clip(p, -128, 127)
-    clip_error, anew_error = errors(d[at], clipped), errors(anew_d[0], anew[0] - 128.0)
-    clip = clip_error <= anew_error
-    sums[0] += (np.minimum(clip_error, anew_error) - errors(d[at], p)).sum()
-    q.reshape(runs.shape)[at] = np.where(clip[:, None], clipped + 128, anew[0]).astype(np.uint8)
-    d[at] = np.where(clip, d[at], anew_d[0])
+    clip_error, new_error = errors(d[at], clipped), errors(new_d[0], new[0] - 128.0)
+    clip = clip_error <= new_error
+    sums[0] += (np.minimum(clip_error, new_error) - errors(d[at], p)).sum()
+    q.reshape(runs.shape)[at] = np.where(clip[:, None], clipped + 128, new[0]).astype(np.uint8)
+    d[at] = np.where(clip, d[at], new_d[0])
     return int(32 * (~clip).sum() + (clipped != p)[clip].sum())

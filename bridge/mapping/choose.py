@@ -22,7 +22,7 @@ import numpy as np
 from bridge.blocks import BLOCKS, Q8_0, BlockType
 from bridge.checkpoint.grouped import GroupedTensor
 from bridge.mapping.carry import CannotCarryError, Fidelity, Mapped, carry, fractional, why_not
-from bridge.mapping.floats import actorder_importance, quantize_rows
+from bridge.mapping.quantize_rows import actorder_importance, quantize_rows
 
 CARRIED_LIMIT = 0.01  # of the checkpoint's noise: what auto lets carried tensors add
 REQUANTIZED_LIMIT = 0.15  # and tensors that must be requantized

@@ -26,9 +26,9 @@ from bridge.checkpoint import Checkpoint, open_checkpoint
 from bridge.checkpoint.gptq import GptqReader
 from bridge.errors import BridgeError
 from bridge.hub import resolve
+from bridge.repacking.folder_output import FolderOutput
 from bridge.repacking.labels import Labels
-from bridge.repacking.output import FolderOutput
-from bridge.repacking.plan import Clamped, Plan
+from bridge.repacking.zero_points import Clamped, ZeroPointPlan
 from bridge.report import fold_notes, size_text
 
 FORMATS = ("gptq", "gptq_v2")
@@ -89,7 +89,7 @@ def repack(
     force: bool = False,
     progress: Callable[[int, int, str], None] | None = None,
 ) -> Repacked:
-    """Write a GPTQ checkpoint anew with its zero points stored as v1 or v2, and its labels put right.
+    """Rewrite a GPTQ checkpoint with its zero points stored as v1 or v2, and its labels put right.
 
     source             a folder in Hugging Face layout, a Hub id (org/name) to download, or a .pt file
     out                the folder to write; .bin and .pt become safetensors
@@ -110,7 +110,7 @@ def repack(
     with open_checkpoint(resolve(source, config), config) as ckpt:
         reader = _reader(ckpt)
         with FolderOutput(ckpt, Path(out).expanduser(), force) as output:
-            plan = Plan(reader, checkpoint_format, clamp)
+            plan = ZeroPointPlan(reader, checkpoint_format, clamp)
             labels = Labels(ckpt, plan)
             output.write(plan.changes, labels.files, progress)
             output.finish()

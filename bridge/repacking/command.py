@@ -6,9 +6,9 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-_HELP = "write a GPTQ checkpoint anew with its zero points stored as v1 or v2"
+_HELP = "rewrite a GPTQ checkpoint with its zero points stored as v1 or v2"
 _DESCRIPTION = """\
-Write a GPTQ checkpoint anew with its zero points stored as v1 or v2, its labels put
+Rewrite a GPTQ checkpoint with its zero points stored as v1 or v2, its labels put
 right, and everything else byte for byte as it was. Use it where a program misreads a
 checkpoint ("!!!!" for an answer), where one knows v1 or v2 alone, or for 3-bit files of
 GPTQModel before 7.0. v1 to v2 loses nothing; v1 cannot hold a zero point of 0.

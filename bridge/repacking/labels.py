@@ -10,7 +10,7 @@ from typing import Any
 import bridge
 from bridge.checkpoint import Checkpoint
 from bridge.files import read_json
-from bridge.repacking.plan import Plan
+from bridge.repacking.zero_points import ZeroPointPlan
 
 _PACKING = {"gptq": "auto_round:auto_gptq", "gptq_v2": "auto_round:gptqmodel"}  # auto-round's own names
 
@@ -22,7 +22,7 @@ class Labels:
     changes  what changed, for people: "checkpoint_format gptq -> gptq_v2 (config.json)"
     """
 
-    def __init__(self, ckpt: Checkpoint, plan: Plan) -> None:
+    def __init__(self, ckpt: Checkpoint, plan: ZeroPointPlan) -> None:
         self.files: dict[str, str] = {}
         self._ckpt, self._plan = ckpt, plan
         self._changes: dict[str, list[str]] = {}
@@ -44,7 +44,7 @@ class Labels:
         self.changes = [f"{change} ({', '.join(names)})" for change, names in self._changes.items()]
 
     def _mend(self, labels: dict[str, Any], file: str) -> None:
-        for key, value in self._facts(labels).items():
+        for key, value in self._true_values(labels).items():
             old = labels.get(key)
             if old != value or type(old) is not type(value):
                 labels[key] = value
@@ -52,51 +52,51 @@ class Labels:
                 text = value if not isinstance(value, dict) else f"packer {value['packer'][0]}"
                 self._changes.setdefault(f"{key} {said}{text}", []).append(file)
 
-    def _facts(self, labels: dict[str, Any]) -> dict[str, Any]:
+    def _true_values(self, labels: dict[str, Any]) -> dict[str, Any]:
         """The keys of a config that the data settles, and their values."""
         quant, plan = self._ckpt.quant, self._plan
-        facts: dict[str, Any] = {}
+        values: dict[str, Any] = {}
         if str(labels.get("quant_method")).lower() in ("auto-round", "auto_round", "intel/auto-round"):
             key = "packing_format" if "packing_format" in labels or "backend" not in labels else "backend"
             if quant.checkpoint_format != plan.format:
-                facts[key] = _PACKING[plan.format]
+                values[key] = _PACKING[plan.format]
         else:
             if "checkpoint_format" in labels or "format" not in labels:
-                facts["checkpoint_format"] = plan.format
+                values["checkpoint_format"] = plan.format
             if "format" in labels:
-                facts["format"] = plan.format
+                values["format"] = plan.format
         if plan.restated:
             meta = labels.get("meta")
-            facts["meta"] = {
+            values["meta"] = {
                 **(meta if isinstance(meta, dict) else {}),
                 "packer": [f"gguf-bridge:{bridge.__version__}"],
             }
         if not quant.dynamic and not quant.extra:
-            facts |= self._shapes(labels)
-        return {key: value for key, value in facts.items() if key != "checkpoint_format" or self._differs(labels)}
+            values |= self._true_shapes(labels)
+        return {key: value for key, value in values.items() if key != "checkpoint_format" or self._needs_format(labels)}
 
-    def _differs(self, labels: dict[str, Any]) -> bool:
+    def _needs_format(self, labels: dict[str, Any]) -> bool:
         """Whether checkpoint_format must be written: absent, it means v1."""
         return "checkpoint_format" in labels or self._plan.format != "gptq"
 
-    def _shapes(self, labels: dict[str, Any]) -> dict[str, Any]:
+    def _true_shapes(self, labels: dict[str, Any]) -> dict[str, Any]:
         """bits, group_size, desc_act and sym where the label is wrong in all modules alike."""
-        modules, facts = self._ckpt.modules, {}
+        modules, values = self._ckpt.modules, {}
         bits = {info.bits for info in modules.values()}
         if len(bits) == 1 and "bits" in labels:
-            facts["bits"] = bits.pop()
+            values["bits"] = bits.pop()
         claimed = labels.get("group_size")
         if isinstance(claimed, int) and any(
             info.group_size != (claimed if 0 < claimed < info.shape[1] else info.shape[1]) for info in modules.values()
         ):
             sizes = {info.group_size for info in modules.values() if info.group_size < info.shape[1]}
             if len(sizes) <= 1:
-                facts["group_size"] = sizes.pop() if sizes else -1
+                values["group_size"] = sizes.pop() if sizes else -1
         if labels.get("sym") is True and not all(self._plan.symmetric.values()):
-            facts["sym"] = False
+            values["sym"] = False
         if labels.get("desc_act") is False and self._scattered():
-            facts["desc_act"] = True
-        return facts
+            values["desc_act"] = True
+        return values
 
     def _scattered(self) -> bool:
         return any(self._ckpt.group_order(name) is not None for name in self._ckpt.modules)

@@ -11,7 +11,7 @@ from bridge.plan import AS_IT_IS, FROM_TEMPLATE, Fold, Part, PlannedTensor
 from bridge.runtime.quant_tensor import QuantTensor
 from bridge.runtime.reader import GGUFFile
 from bridge.template.matrices import BLOCK, Matrices, Run
-from bridge.template.vectors import Found, Vectors
+from bridge.template.norms_and_biases import Found, Vectors
 
 
 class Builder:

@@ -5,7 +5,7 @@ own quantizer is the bar: its error was below ours on no tensor tried, and on mo
 6 to 33% larger. Measured on one Zen 5 core, float32 to bytes, in millions of weights a second: Q8_0 300,
 Q4_0 and Q5_0 20, Q6_K 12, Q4_K and Q5_K 10, Q3_K 7, Q2_K, Q4_1 and Q5_1 6.
 
-The search is in `floats_affine` (Q2_K, Q4_K, Q5_K), `floats_scaled` (Q3_K, Q6_K) and `floats_plain`.
+The search is in `quantize_affine` (Q2_K, Q4_K, Q5_K), `quantize_scaled` (Q3_K, Q6_K) and `quantize_plain`.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ import numpy as np
 
 from bridge.blocks import BlockType
 from bridge.errors import BridgeError
-from bridge.mapping.floats_affine import affine_k
-from bridge.mapping.floats_plain import plain
-from bridge.mapping.floats_scaled import scaled_k
 from bridge.mapping.pack import packer, row_bytes
+from bridge.mapping.quantize_affine import affine_k
+from bridge.mapping.quantize_plain import plain
+from bridge.mapping.quantize_scaled import scaled_k
 
 _CHUNK = 1 << 18  # weights whose fields are held unpacked at a time
 _FLOOR = 1e-6  # the least importance, relative to the mean: a column of none still gets its nearest codes

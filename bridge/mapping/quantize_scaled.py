@@ -1,6 +1,6 @@
 """Floats to scaled K-quants: w = d * sc * (q - zero), d and sc of either sign (Q3_K, Q6_K).
 
-The stages are those of `floats_affine`, with one number less per sub-block. Codes reach one step
+The stages are those of `quantize_affine`, with one number less per sub-block. Codes reach one step
 further below zero than above, so both signs of a sub-block's scale are searched and kept until
 the grid decides between them.
 """
@@ -16,7 +16,7 @@ import numpy as np
 from bridge.blocks import BLOCKS
 from bridge.jit import specialize
 from bridge.mapping.half import round_half
-from bridge.mapping.rounding import add, rounding, scaled_errors, scaled_fit, scaled_write
+from bridge.mapping.quantize_loops import add, rounding, scaled_errors, scaled_fit, scaled_write
 
 _ZERO = np.float32(0)
 _ONE = np.float32(1)

@@ -66,7 +66,7 @@ class _Module:
 
 
 @dataclass
-class Plan:
+class ZeroPointPlan:
     """Reads all qzeros; `changes` says how to rewrite them.
 
     reader   of the checkpoint
@@ -89,37 +89,37 @@ class Plan:
     notes: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self._found = {name: self._look(name) for name in self.reader.modules}
+        self._found = {name: self._stored(name) for name in self.reader.modules}
         v1 = all(module.dialect.undo for module in self._found.values())
         self.format = self.wanted or ("gptq" if v1 else "gptq_v2")
         self.symmetric = {name: module.symmetric for name, module in self._found.items()}
         self.changes: dict[str, Change] = {}
         self.rewritten: Counter[str] = Counter()
         self.clamped: Clamped | None = None
-        hit: dict[str, int] = {}
+        lost: dict[str, int] = {}  # module -> zero points of 0 that v1 cannot hold
         for name, module in self._found.items():
             info, target = self.reader.modules[name], self._target(name)
-            lacks = module.zeros if target.undo else 0
-            if lacks and (module.dialect != target or self.clamp):
-                hit[name] = lacks
-            if module.dialect != target or (lacks and self.clamp):
-                change = Change(info.bits, info.shape[0], module.dialect, target, bool(lacks) and self.clamp)
+            count = module.zeros if target.undo else 0
+            if count and (module.dialect != target or self.clamp):
+                lost[name] = count
+            if module.dialect != target or (count and self.clamp):
+                change = Change(info.bits, info.shape[0], module.dialect, target, bool(count) and self.clamp)
                 self.changes[info.tensors["qzeros"].name] = change
-                self.rewritten[self._name_of(name, module.dialect)] += 1
-        if hit and not self.clamp:
-            raise BridgeError(_refusal(str(self.reader.store.files[0].parent), hit))
-        if hit:
-            self.clamped = self._damage(hit)
-        self._note()
+                self.rewritten[self._dialect_name(name, module.dialect)] += 1
+        if lost and not self.clamp:
+            raise BridgeError(_refusal(str(self.reader.store.files[0].parent), lost))
+        if lost:
+            self.clamped = self._clamped(lost)
+        self._add_notes()
 
     def _target(self, name: str) -> Dialect:
         return Dialect(self.reader.modules[name].bits) if self.format == "gptq" else Dialect()
 
-    def _name_of(self, name: str, dialect: Dialect) -> str:
+    def _dialect_name(self, name: str, dialect: Dialect) -> str:
         own = dialect.undo in (0, self.reader.modules[name].bits)
         return str(dialect) if own else f"{dialect} of {dialect.undo} bits"
 
-    def _look(self, name: str) -> _Module:
+    def _stored(self, name: str) -> _Module:
         info = self.reader.modules[name]
         file = info.tensors["qzeros"].file
         if info.bits not in _BITS:
@@ -145,10 +145,10 @@ class Plan:
             for info in self.reader.modules.values()
         )
 
-    def _damage(self, hit: dict[str, int]) -> Clamped:
-        damage = Clamped(sum(hit.values()), len(hit))
+    def _clamped(self, lost: dict[str, int]) -> Clamped:
+        damage = Clamped(sum(lost.values()), len(lost))
         damage.total = sum(math.prod(info.shape) for info in self.reader.modules.values())
-        for name in hit:
+        for name in lost:
             info = self.reader.modules[name]
             order = self.reader.group_order(name)
             group = order if order is not None else np.arange(info.shape[1]) // info.group_size
@@ -160,7 +160,7 @@ class Plan:
             damage.squares += float((np.square(scales, dtype=np.float64) * zeros * columns).sum())
         return damage
 
-    def _note(self) -> None:
+    def _add_notes(self) -> None:
         """What the user should know of the result's readers."""
         if self.format != "gptq":
             return
@@ -179,10 +179,10 @@ class Plan:
             )
 
 
-def _refusal(where: str, hit: dict[str, int]) -> str:
-    named = [f"{name} ({count})" for name, count in list(hit.items())[:_NAMED]]
-    more = f" and {len(hit) - _NAMED} more" if len(hit) > _NAMED else ""
+def _refusal(where: str, lost: dict[str, int]) -> str:
+    named = [f"{name} ({count})" for name, count in list(lost.items())[:_NAMED]]
+    more = f" and {len(lost) - _NAMED} more" if len(lost) > _NAMED else ""
     return (
-        f"{where}: {sum(hit.values())} groups in {len(hit)} modules have a zero point of 0, which GPTQ v1 cannot hold: "
-        f"{', '.join(named)}{more}; --clamp makes them 1 and says what that costs, gptq_v2 keeps them"
+        f"{where}: {sum(lost.values())} groups in {len(lost)} modules have a zero point of 0, which GPTQ v1 cannot "
+        f"hold: {', '.join(named)}{more}; --clamp makes them 1 and says what that costs, gptq_v2 keeps them"
     )

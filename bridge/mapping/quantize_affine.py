@@ -24,7 +24,7 @@ import numpy as np
 from bridge.blocks import BLOCKS
 from bridge.jit import specialize
 from bridge.mapping.half import round_half
-from bridge.mapping.rounding import add, affine_errors, affine_fit, affine_write, rounding
+from bridge.mapping.quantize_loops import add, affine_errors, affine_fit, affine_write, rounding
 
 _ZERO = np.float32(0)
 _ONE = np.float32(1)

@@ -15,7 +15,7 @@ import numpy as np
 from bridge.blocks import BLOCKS
 from bridge.jit import specialize
 from bridge.mapping.half import round_half
-from bridge.mapping.rounding import (
+from bridge.mapping.quantize_loops import (
     add,
     affine_errors,
     affine_fit,
@@ -40,7 +40,7 @@ _SHIFTS, _SHIFT = 3, np.float32(0.35)  # starts of m, in steps of d
 _HOPELESS = np.float32(1.5)  # a start this much above the best is given up
 _WINDOW = 2  # steps to either side of the best line that are tried again
 # Q8_0: 128 is the code of the widest weight with d negated; fewer codes cost 1.6% each, but each d
-# rounds the block anew, and the best of six is a fifth below the average
+# gives the block other codes, and the best of six is a fifth below the average
 _Q8_0_CODES = np.array([127, -128, 126, -127.4, 125, 124], np.float32)
 
 # set per type by `specialize`
@@ -203,7 +203,7 @@ def _q8_0(x, w):
 
 
 def _scaled_rows(x, w, q, sc, mn, d, dmin, sums):
-    """x [rows, n, 32], w [n, 32] -> fields as `mapping.pack` wants them; sums as in `floats_affine`."""
+    """x [rows, n, 32], w [n, 32] -> fields as `mapping.pack` wants them; sums as in `quantize_affine`."""
     for row in range(x.shape[0]):
         for n in range(d.shape[1]):
             best = search(x[row, n], w[n])
