@@ -32,7 +32,7 @@ import numpy as np
 
 from bridge.blocks import BLOCKS
 from bridge.runtime import bench
-from tests.support import ggml_matvec
+from scripts.peers import ggml_matvec
 
 FIRST = """
 import sys, time

@@ -220,9 +220,9 @@ def peers_perplexity(path: Path, folder: Path, model: Any, text: str, count: int
 
     from bridge.cpus import usable_cpus
     from bridge.runtime.perplexity import cut_windows
-    from tests.support.gguf_file import gguf_weights
-    from tests.support.llama_cpp import LlamaCpp
-    from tests.support.reference import hf_model, log_softmax, logits
+    from scripts.peers.gguf_file import gguf_weights
+    from scripts.peers.llama_cpp import LlamaCpp
+    from scripts.peers.reference import hf_model, log_softmax, logits
 
     windows = cut_windows(model, text, 256, count)
     hugging_face = hf_model(folder, gguf_weights(path))

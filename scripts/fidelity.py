@@ -18,8 +18,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import bridge
-from tests.support import reference
-from tests.support.fidelity import Reference, measure
+from scripts.peers import reference
+from scripts.peers.fidelity import Reference, measure
 
 HEAD = ("checkpoint", "type of its linears", "bpw", "codes kept", "NMSE", "KLD, linears", "KLD, whole file")
 

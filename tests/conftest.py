@@ -19,7 +19,7 @@ import bridge
 
 if TYPE_CHECKING:
     from bridge.report import Report
-    from tests.support.fidelity import Reference
+    from scripts.peers.fidelity import Reference
 
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ["OMP_NUM_THREADS"] = "1"  # torch's threads; each worker has a core, and spinning for two costs both
@@ -70,7 +70,7 @@ def reference_of(wiki_text: str) -> Callable[[str], Reference]:
 
     @lru_cache(maxsize=2)  # 100 MB of logits each
     def open_reference(name: str) -> Reference:
-        from tests.support.fidelity import Reference  # takes seconds: torch
+        from scripts.peers.fidelity import Reference  # takes seconds: torch
 
         folder = shared(f"checkpoints/{name}")
         with bridge.open_checkpoint(folder) as checkpoint:

@@ -13,10 +13,10 @@ from bridge.checkpoint import open_checkpoint
 from bridge.checkpoint.dtypes import as_float32
 from bridge.describe import describe
 from bridge.verification import failures, verify
+from scripts.peers.gguf_file import gguf_weights
 from tests.support.encode import load_floats, write_folder
 from tests.support.encode_compressed import config, float8_tensors, save_float8, scheme, write_float8
 from tests.support.encode_formats import write_mxfp8
-from tests.support.gguf_file import gguf_weights
 from tests.support.raw import edit_raw
 from tests.support.refusal import refusal
 

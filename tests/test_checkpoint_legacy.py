@@ -15,12 +15,12 @@ import bridge
 from bridge.checkpoint import open_checkpoint
 from bridge.cli import main
 from bridge.errors import BridgeError
+from scripts.peers.llama_cpp import LlamaCpp
+from scripts.peers.reference import checkpoint_weights, mean_kl
 from tests.conftest import CHECKPOINT
 from tests.support.encode import Quantized, quantize
 from tests.support.encode_legacy import DIALECTS, config_folder, legacy_tensors, save_pt, write_legacy
 from tests.support.float_gguf import outline_of, write_gguf
-from tests.support.llama_cpp import LlamaCpp
-from tests.support.reference import checkpoint_weights, mean_kl
 
 pytest.importorskip("torch")
 NAME = "model.layers.0.mlp.up_proj"

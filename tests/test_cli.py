@@ -26,10 +26,10 @@ from safetensors.numpy import save_file
 import bridge
 from bridge.cli import main
 from bridge.errors import BridgeError
+from scripts.peers.llama_cpp import LlamaCpp
 from tests.conftest import CHECKPOINT, ROOT, shared
 from tests.support.encode import gptq_tensors, quantize, write_gptq
 from tests.support.encode_formats import mlx_tensors, write_hqq
-from tests.support.llama_cpp import LlamaCpp
 from tests.support.raw import edit_raw, read_raw
 
 KINDS = ["attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate", "ffn_up", "ffn_down"]

@@ -10,9 +10,9 @@ import pytest
 
 import bridge
 from bridge.report import CARRIED
+from scripts.peers.fidelity import Reference, measure
 from tests.conftest import checkpoint_names
 from tests.support.encode_formats import write_hqq, write_mlx
-from tests.support.fidelity import Reference, measure
 
 LLAMA = "llama-gptq-4bit-g128-sym"
 ACT_ORDER = "llama-gptq-4bit-g128-asym-actorder"

@@ -11,7 +11,7 @@ import pytest
 from bridge.blocks import BLOCKS
 from bridge.errors import BridgeError
 from bridge.mapping.quantize_rows import actorder_importance, quantize_rows
-from tests.support import ggml
+from scripts.peers import ggml
 
 TYPES = list(BLOCKS)
 COLUMNS = 1024

@@ -18,14 +18,14 @@ from bridge.checkpoint import open_checkpoint
 from bridge.describe import describe
 from bridge.report import CARRIED, FLOAT, PARTLY, REQUANTIZED
 from bridge.verification import failures, verify
+from scripts.peers import reference
+from scripts.peers.gguf_file import gguf_weights
+from scripts.peers.llama_cpp import LlamaCpp
+from scripts.peers.reference import mean_kl
 from tests.conftest import CHECKPOINT
 from tests.support import encode_compressed as compressed
 from tests.support import encode_formats as write
-from tests.support import reference
 from tests.support.encode import write_awq
-from tests.support.gguf_file import gguf_weights
-from tests.support.llama_cpp import LlamaCpp
-from tests.support.reference import mean_kl
 from tests.support.tiny_models import save_model
 
 # format -> how to write it; the type of its linears; NMSE at most; what inspect calls it

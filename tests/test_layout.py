@@ -117,6 +117,12 @@ def test_arrows_never_run_upward(part):
                 assert other == "blocks", f"{module.name} imports {name}"
 
 
+def test_scripts_import_no_tests():
+    for module in sorted((ROOT / "scripts").rglob("*.py")):
+        for node in ast.walk(ast.parse(module.read_text(encoding="utf-8"))):
+            assert not {name for name in imported_by(node) if name.split(".")[0] == "tests"}, module.name
+
+
 def test_what_runs_on_a_gpu_knows_neither_checkpoints_nor_models():
     for module in sorted((ROOT / "cuda").rglob("*.py")):
         for name in imported(module):

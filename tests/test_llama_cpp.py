@@ -7,11 +7,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from scripts.peers.gguf_file import gguf_weights
+from scripts.peers.llama_cpp import LlamaCpp
+from scripts.peers.reference import log_softmax, mean_kl
 from tests.conftest import checkpoint_names, shared
 from tests.support.float_gguf import outline_of, write_gguf
-from tests.support.gguf_file import gguf_weights
-from tests.support.llama_cpp import LlamaCpp
-from tests.support.reference import log_softmax, mean_kl
 
 CHECKPOINTS = [pytest.param(name, marks=pytest.mark.xdist_group(name)) for name in checkpoint_names()]
 WINDOWS = 6  # of 256 tokens

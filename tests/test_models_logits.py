@@ -9,9 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from scripts.peers.llama_cpp import LlamaCpp
 from tests.conftest import shared
 from tests.support.float_gguf import outline_of, write_gguf
-from tests.support.llama_cpp import LlamaCpp
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")

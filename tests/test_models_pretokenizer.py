@@ -10,7 +10,7 @@ import pytest
 
 from bridge.errors import BridgeError
 from bridge.models.pretokenizer import recognize
-from tests.support.llama_cpp import LlamaCpp
+from scripts.peers.llama_cpp import LlamaCpp
 from tests.support.tiny_vocab import vocab_gguf, vocabulary
 
 tokenizers = pytest.importorskip("tokenizers")

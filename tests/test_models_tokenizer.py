@@ -13,8 +13,8 @@ from gguf import GGUFReader, Keys, TokenType
 
 from bridge.errors import BridgeError
 from bridge.models.vocabulary import special_text
+from scripts.peers.llama_cpp import LlamaCpp
 from tests.conftest import shared
-from tests.support.llama_cpp import LlamaCpp
 from tests.support.tiny_vocab import vocab_gguf, vocabulary
 
 transformers = pytest.importorskip("transformers")

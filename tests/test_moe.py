@@ -22,10 +22,10 @@ from bridge.runtime.decoder_config import read_config
 from bridge.runtime.experts import route
 from bridge.runtime.weights import read_weights
 from bridge.verification import failures, verify
+from scripts.peers.llama_cpp import LlamaCpp
+from scripts.peers.reference import mean_kl
 from tests.support.encode import Quantized, write_gptq
 from tests.support.encode_formats import write_hqq
-from tests.support.llama_cpp import LlamaCpp
-from tests.support.reference import mean_kl
 
 pytest.importorskip("torch")
 pytest.importorskip("transformers")

@@ -13,9 +13,9 @@ from safetensors.numpy import load_file, save_file
 import bridge
 from bridge.describe import describe
 from bridge.verification import failures, verify
+from scripts.peers.gguf_file import gguf_weights
+from scripts.peers.llama_cpp import LlamaCpp
 from tests.support.encode import Quantized, write_gptq
-from tests.support.gguf_file import gguf_weights
-from tests.support.llama_cpp import LlamaCpp
 
 WIDTH = 744  # 23.25 blocks of 32
 

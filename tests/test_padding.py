@@ -8,9 +8,9 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 import bridge
+from scripts.peers.gguf_file import gguf_weights
 from tests.conftest import shared
 from tests.support.encode import write_gptq
-from tests.support.gguf_file import gguf_weights
 
 WIDTH, PADDED = 768, 1024
 

@@ -17,9 +17,9 @@ from bridge.cli import main
 from bridge.conversion import plan_checkpoint
 from bridge.errors import BridgeError
 from bridge.plan_file import load_plan
+from scripts.peers.llama_cpp import LlamaCpp
 from tests.conftest import CHECKPOINT, checkpoint_names, shared
 from tests.support.encode import write_gptq
-from tests.support.llama_cpp import LlamaCpp
 
 SPLIT = 800_000
 

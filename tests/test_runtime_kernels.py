@@ -18,8 +18,8 @@ from bridge.runtime import QuantTensor
 from bridge.runtime.cpu import activations, interleaved, layout, pool, repack, superblock, targets, vectors
 from bridge.runtime.cpu.engine import RowMajor
 from bridge.runtime.cpu.prepared import Prepared
+from scripts.peers import ggml_matvec
 from tests.conftest import ROOT
-from tests.support import ggml_matvec
 from tests.support.random_blocks import random_matrix
 
 ALL = pytest.mark.parametrize("block", BLOCKS.values(), ids=str)

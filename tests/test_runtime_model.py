@@ -24,9 +24,9 @@ from bridge.runtime import commands
 from bridge.runtime.model import Model
 from bridge.runtime.perplexity import perplexity
 from bridge.runtime.sampling import Sampler, Sampling
+from scripts.peers.llama_cpp import LlamaCpp
+from scripts.peers.reference import mean_kl
 from tests.conftest import ROOT
-from tests.support.llama_cpp import LlamaCpp
-from tests.support.reference import mean_kl
 
 CHECKPOINT = ROOT / "tests" / "data" / "qwen3-gptq-4bit-g128-sym"
 PROMPT = "The history of the city"

@@ -13,12 +13,12 @@ import bridge
 from bridge.blocks import BLOCKS
 from bridge.errors import BridgeError
 from bridge.runtime.perplexity import perplexity
+from scripts.peers.gguf_file import gguf_weights
+from scripts.peers.llama_cpp import LlamaCpp
+from scripts.peers.reference import hf_model, log_softmax, logits, mean_kl
 from tests.conftest import ROOT, checkpoint_names, shared
 from tests.support.float_gguf import outline_of, write_gguf
-from tests.support.gguf_file import gguf_weights
-from tests.support.llama_cpp import LlamaCpp
 from tests.support.random_blocks import random_matrix
-from tests.support.reference import hf_model, log_softmax, logits, mean_kl
 from tests.test_models_logits import COMMON, LENGTH, MODELS, random_model, reference_logits
 
 torch = pytest.importorskip("torch")

@@ -13,7 +13,7 @@ import pytest
 import bridge
 from bridge.errors import BridgeError
 from bridge.runtime.tokenizer import Tokenizer
-from tests.support.llama_cpp import LlamaCpp
+from scripts.peers.llama_cpp import LlamaCpp
 from tests.support.tiny_vocab import vocab_gguf
 from tests.test_models_pretokenizer import RULES, tokenizer_json
 from tests.test_models_pretokenizer import TEXTS as CUT_TEXTS

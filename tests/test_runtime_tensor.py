@@ -17,7 +17,7 @@ from bridge.blocks import BLOCKS
 from bridge.errors import BridgeError
 from bridge.runtime import QuantTensor
 from bridge.runtime.cpu import targets
-from tests.support import ggml
+from scripts.peers import ggml
 
 ROWS, COLUMNS = 40, 512
 

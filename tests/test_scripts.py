@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 import bridge
+from scripts.peers.llama_cpp import LlamaCpp
 from tests.conftest import ROOT
-from tests.support.llama_cpp import LlamaCpp
 
 SMALL = ["--layers=5", "--hidden=256", "--intermediate=512", "--heads=4", "--kv-heads=2", "--vocab=600"]
 

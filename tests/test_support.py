@@ -10,9 +10,9 @@ import pytest
 
 from bridge.blocks import BLOCKS, BlockType
 from bridge.runtime.cpu import targets
-from tests.support import ggml_matvec, reference
-from tests.support.gguf_file import gguf_weights, unpermute
-from tests.support.llama_cpp import LlamaCpp
+from scripts.peers import ggml_matvec, reference
+from scripts.peers.gguf_file import gguf_weights, unpermute
+from scripts.peers.llama_cpp import LlamaCpp
 from tests.support.random_blocks import random_matrix
 
 VOCAB, HIDDEN, HEADS, KV_HEADS, WIDTH, LAYERS = 256, 64, 4, 2, 96, 2

@@ -25,11 +25,11 @@ from bridge.planning import outline_of
 from bridge.template.match import Matrix, find_in_several, find_rows
 from bridge.template.names import candidates
 from bridge.verification import failures, verify
+from scripts.peers.llama_cpp import LlamaCpp
+from scripts.peers.reference import mean_kl
 from tests.conftest import CHECKPOINT, shared
 from tests.support.encode import load_floats, write_awq, write_gptq
 from tests.support.encode_compressed import write_float8
-from tests.support.llama_cpp import LlamaCpp
-from tests.support.reference import mean_kl
 from tests.support.template import write_template
 
 pytest.importorskip("transformers")

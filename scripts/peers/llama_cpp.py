@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from tests.support import ggml
+from scripts.peers import ggml
 
 _GGML_TYPE_F32 = 0
 _NO_FLASH_ATTENTION = 0

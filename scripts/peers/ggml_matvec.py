@@ -16,7 +16,7 @@ from typing import Any
 import gguf
 import numpy as np
 
-from tests.support.ggml import _InitParams
+from scripts.peers.ggml import _InitParams
 
 
 class _Plan(ctypes.Structure):

@@ -18,9 +18,9 @@ from typing import Any
 import gguf
 import numpy as np
 
-from tests.support import reference
-from tests.support.gguf_file import gguf_weights
-from tests.support.reference import Weights
+from scripts.peers import reference
+from scripts.peers.gguf_file import gguf_weights
+from scripts.peers.reference import Weights
 
 
 class Reference:

@@ -1,0 +1,1 @@
+"""What scripts and tests measure with: llama.cpp, ggml and transformers on our files."""
