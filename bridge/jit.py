@@ -89,8 +89,13 @@ def inlined(function: Callable[..., Any]) -> Any:
 def specialize(function: Callable[..., Any], suffix: str, compile: Callable[..., Any] = kernel, **scope: Any) -> Any:
     """Compile `function` with some of its globals set to constants or compiled functions.
 
-    The copy is named `function_suffix`, and so is its cache entry. (A closure would be compiled
-    anew in every process: compiled functions in closure cells do not hash alike.)
+    The copy is named `function_suffix`, and so is its cache entry.
+
+    Why constants come this way, as globals whose values at the module's top are placeholders: LLVM turns a loop into
+    vectors where its trip count and limits are known, and an argument is not known (Numba's `literally` takes no
+    floats, and tuples of literals do not stay literal). A closure would say it openly, but is compiled again in every
+    process: compiled functions in its cells do not hash alike, so that the disk cache misses. Type checkers see the
+    placeholders, which are of the constants' types.
     """
     assert isinstance(function, types.FunctionType)
     name = f"{function.__name__}_{suffix}"

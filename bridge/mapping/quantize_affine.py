@@ -24,7 +24,7 @@ import numpy as np
 from bridge.blocks import BLOCKS
 from bridge.jit import specialize
 from bridge.mapping.half import round_half
-from bridge.mapping.quantize_loops import add, affine_errors, affine_fit, affine_write, rounding
+from bridge.mapping.quantize_loops import add, affine_errors, affine_fit, affine_write, scope_of
 
 _ZERO = np.float32(0)
 _ONE = np.float32(1)
@@ -306,7 +306,7 @@ def _rows(x, w, q, sc, mn, d, dmin, sums):
 @cache
 def affine_k(name: str) -> Callable[..., None]:
     """The compiled `_rows` of Q2_K, Q4_K or Q5_K."""
-    scope = rounding(BLOCKS[name], affine_errors, affine_fit, affine_write)
+    scope = scope_of(BLOCKS[name], affine_errors, affine_fit, affine_write)
     scope |= {key: np.float32(value) if type(value) is float else value for key, value in _SETTINGS[name].items()}
     for function in (_line, _dmin_for, _grids, _sweep, _refit, _block):
         scope[function.__name__[1:]] = specialize(function, name, **scope)

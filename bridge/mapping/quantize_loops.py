@@ -1,4 +1,4 @@
-"""The inner loops of quantizing floats: round one sub-block's weights to a given scale and sum up what that costs.
+"""The inner loops of quantizing floats: the nearest codes of one sub-block at a given scale, and their error.
 
     affine   w' = a * q - b    q 0..high           `affine_errors`, `affine_fit`, `affine_write`
     scaled   w' = a * q        q low..high         `scaled_errors`, `scaled_fit`, `scaled_write`
@@ -180,7 +180,7 @@ def scaled_write(x, w, a, codes):
     return error, signal, weighted
 
 
-def rounding(kind: BlockType, *functions: Any) -> dict[str, Any]:
+def scope_of(kind: BlockType, *functions: Any) -> dict[str, Any]:
     """What the kernels of a type need as globals: its constants, and these functions compiled for them."""
     constants: dict[str, Any] = {
         "sub": kind.sub,

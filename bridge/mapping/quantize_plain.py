@@ -22,10 +22,10 @@ from bridge.mapping.quantize_loops import (
     affine_write,
     greater,
     lesser,
-    rounding,
     scaled_errors,
     scaled_fit,
     scaled_write,
+    scope_of,
 )
 
 _ZERO = np.float32(0)
@@ -232,13 +232,13 @@ def plain(name: str) -> Callable[..., None]:
     """The compiled `_scaled_rows` or `_affine_rows` of a plain type."""
     kind = BLOCKS[name]
     if name == "Q8_0":
-        scope = rounding(kind, scaled_errors, scaled_write)
+        scope = scope_of(kind, scaled_errors, scaled_write)
         return specialize(_scaled_rows, name, **scope, search=specialize(_q8_0, name, **scope))
     lowest, by, count = _STARTS[name]
     if kind.has_min:
-        scope = rounding(kind, affine_errors, affine_fit, affine_write)
+        scope = scope_of(kind, affine_errors, affine_fit, affine_write)
     else:
-        scope = rounding(kind, scaled_errors, scaled_fit, scaled_write)
+        scope = scope_of(kind, scaled_errors, scaled_fit, scaled_write)
     scope |= {"first": np.float32(lowest), "step": np.float32(by), "starts": count}
     if kind.has_min:
         return specialize(_affine_rows, name, **scope, search=specialize(_affine, name, **scope))

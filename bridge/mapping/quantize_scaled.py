@@ -16,7 +16,7 @@ import numpy as np
 from bridge.blocks import BLOCKS
 from bridge.jit import specialize
 from bridge.mapping.half import round_half
-from bridge.mapping.quantize_loops import add, rounding, scaled_errors, scaled_fit, scaled_write
+from bridge.mapping.quantize_loops import add, scaled_errors, scaled_fit, scaled_write, scope_of
 
 _ZERO = np.float32(0)
 _ONE = np.float32(1)
@@ -244,7 +244,7 @@ def _rows(x, w, q, sc, mn, d, dmin, sums):
 @cache
 def scaled_k(name: str) -> Callable[..., None]:
     """The compiled `_rows` of Q3_K or Q6_K."""
-    scope = rounding(BLOCKS[name], scaled_errors, scaled_fit, scaled_write)
+    scope = scope_of(BLOCKS[name], scaled_errors, scaled_fit, scaled_write)
     scope |= {key: np.float32(value) if type(value) is float else value for key, value in _SETTINGS[name].items()}
     for function in (_scale, _grids, _sweep, _refit, _block):
         scope[function.__name__[1:]] = specialize(function, name, **scope)
