@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from bridge.cuda import device as devices
@@ -17,9 +17,7 @@ from bridge.cuda.layout import UNIT, Layout, repacker
 from bridge.blocks import BLOCKS
 from bridge.cpus import usable_cpus
 from bridge.errors import BridgeError
-
-if TYPE_CHECKING:
-    from bridge.runtime.quant_tensor import QuantTensor
+from bridge.runtime.quant_tensor import QuantTensor
 
 _PART = 1 << 22  # bytes repacked at a time by one thread
 
@@ -47,8 +45,6 @@ class DeviceMatrix:
         Raises BridgeError where they are not matrices of one type and width (of equal height, to be interleaved),
         where the type has no kernel, where a scale is not finite, and where memory does not suffice.
         """
-        from bridge.runtime.quant_tensor import QuantTensor
-
         tensors = [tensors] if isinstance(tensors, QuantTensor) else list(tensors)
         found = devices.require(device)
         first = tensors[0]

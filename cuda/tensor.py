@@ -11,7 +11,7 @@ multiply with it on one stream at a time.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from bridge.cuda import dequantize, matvec
 from bridge.cuda import device as devices
@@ -20,9 +20,7 @@ from bridge.cuda.matmul import Multiplier
 from bridge.cuda.matrix import DeviceMatrix
 
 from bridge.errors import BridgeError
-
-if TYPE_CHECKING:
-    from bridge.runtime.quant_tensor import QuantTensor
+from bridge.runtime.quant_tensor import QuantTensor
 
 _PRECISIONS = ("int8", "f32")
 

@@ -137,6 +137,12 @@ def test_nothing_before_the_gpu_is_asked_for_imports_what_runs_on_it():
                 assert not {name for name in imported_by(node) if name.startswith("bridge.cuda")}, module.name
 
 
+def test_the_kernels_of_the_cpu_know_nothing_of_files_and_tensors():
+    for module in sorted((ROOT / "bridge" / "runtime" / "cpu").glob("*.py")):
+        above = {name for name in imported(module) if name.startswith("bridge.runtime.")}
+        assert all(name.startswith("bridge.runtime.cpu.") for name in above), f"{module.name}: {above}"
+
+
 def test_nothing_in_cuda_shadows_nvidias_namespace():
     folder = ROOT / "cuda"
     shadowing = ["__init__.py", "core.py", "core", "pathfinder.py", "pathfinder", "bindings.py", "bindings"]

@@ -16,7 +16,7 @@ from bridge.blocks import BLOCKS, BlockType
 from bridge.errors import BridgeError
 from bridge.runtime import QuantTensor
 from bridge.runtime.cpu import activations, interleaved, layout, pool, repack, superblock, targets, vectors
-from bridge.runtime.cpu.engine import RowMajor
+from bridge.runtime.cpu.portable import RowMajor
 from bridge.runtime.cpu.prepared import Prepared
 from scripts.peers import ggml_matvec
 from tests.conftest import ROOT

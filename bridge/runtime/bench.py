@@ -16,6 +16,7 @@ import numpy as np
 
 from bridge.blocks import BLOCKS
 from bridge.errors import BridgeError
+from bridge.runtime.devices import choose, cuda
 from bridge.runtime.quant_tensor import QuantTensor
 from bridge.runtime.reader import open_gguf
 
@@ -138,13 +139,9 @@ def bench(
     from bridge.runtime.cpu.pool import get_num_threads
 
     if device != "cpu":
-        from bridge.runtime.devices import choose
-
         device, note = choose(device)
         if device != "cpu":
-            from bridge.cuda import bench as on_cuda
-
-            return on_cuda.bench(what, device, shape)
+            return cuda("bench").bench(what, device, shape)  # type: ignore[no-any-return]
         return [note or "", *bench(what, threads, shape)]
     count = threads or get_num_threads()
     lines = []

@@ -1,6 +1,13 @@
-"""Which device is meant by a name: "cpu", "cuda", "cuda:1" ..., or "auto", the GPU where there is one."""
+"""Which device is meant by a name: "cpu", "cuda", "cuda:1" ..., or "auto", the GPU where there is one.
+
+And the one door from here to bridge.cuda. That folder imports the runtime's tensors, weights and samplers; were it
+imported by name from here, the two would be a circle.
+"""
 
 from __future__ import annotations
+
+import importlib
+from typing import Any
 
 from bridge.errors import BridgeError
 
@@ -8,21 +15,25 @@ from bridge.errors import BridgeError
 def choose(device: str) -> tuple[str, str | None]:
     """The device, and for "auto" a note where it is the CPU and why.
 
-    Raises BridgeError where the name means nothing, or the GPU cannot be used. Nothing of CUDA is imported that
-    needs numba-cuda before it is known to be there.
+    Raises BridgeError where the name means nothing, or the GPU cannot be used. bridge.cuda.device can be imported
+    without numba-cuda, and says whether that is there.
     """
     if device == "cpu":
         return device, None
     if device != "auto" and device.partition(":")[0] != "cuda":
         raise BridgeError(f"device {device!r}: cpu, cuda, cuda:1 and so on, and auto are known")
-    from bridge.cuda import device as devices
-
+    devices = cuda("device")
     if device != "auto":
         return str(devices.require(device)), None
     try:
         return str(devices.require("cuda")), None
     except BridgeError as problem:  # nothing of CUDA, or a GPU that is too old
         return "cpu", on_cpu(str(problem).removeprefix("device 'cuda': "))
+
+
+def cuda(module: str) -> Any:
+    """A module of bridge.cuda by its name there, imported when a GPU has been asked for: numba-cuda is an extra."""
+    return importlib.import_module(f"bridge.cuda.{module}")
 
 
 def on_cpu(reason: object) -> str:

@@ -27,7 +27,7 @@ import numpy as np
 from bridge.errors import BridgeError
 from bridge.runtime.decoder import Decoder
 from bridge.runtime.decoder_config import DecoderConfig, read_config
-from bridge.runtime.devices import choose, on_cpu
+from bridge.runtime.devices import choose, cuda, on_cpu
 from bridge.runtime.reader import GGUFFile, open_gguf
 from bridge.runtime.sampling import Sampler, Sampling
 from bridge.runtime.tokenizer import Tokenizer
@@ -107,10 +107,8 @@ class Model:
         """The decoder on a device; "auto" leaves a note where it is the CPU."""
         chosen, self.note = choose(device)
         if chosen != "cpu":
-            from bridge.cuda import decoder as on_cuda
-
             try:
-                return on_cuda.Decoder(file, self.config, self.context, kv, precision, chosen)
+                return cuda("decoder").Decoder(file, self.config, self.context, kv, precision, chosen)
             except BridgeError as problem:
                 if device != "auto":
                     raise

@@ -7,15 +7,15 @@ copy of the same size for this machine's fastest kernel. Nothing is copied unask
 from __future__ import annotations
 
 import mmap
-import warnings
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from bridge.errors import BridgeError
+from bridge.runtime.devices import cuda
 
 if TYPE_CHECKING:
-    from bridge.runtime.cpu.engine import Engine
+    from bridge.runtime.cpu.portable import Engine
 
 _PRECISIONS = ("int8", "f32")
 _TILE = 1 << 22  # weights dequantized at a time
@@ -152,7 +152,7 @@ class QuantTensor:
 
     def dequantize(self, dtype: Any = np.float32) -> np.ndarray:
         """The weights as floats, of the tensor's shape."""
-        from bridge.runtime import dequantize
+        from bridge.runtime.cpu import dequantize
 
         out = np.empty(self.shape, dtype)
         flat = out.reshape(-1, self.shape[-1])
@@ -164,7 +164,7 @@ class QuantTensor:
 
     def rows(self, indices: Any) -> np.ndarray:
         """Rows of a matrix (an embedding look-up) for integer indices [n]: float32 [n, in]."""
-        from bridge.runtime import dequantize
+        from bridge.runtime.cpu import dequantize
 
         if len(self.shape) != 2:
             raise BridgeError(f"{self.name}: no matrix, its shape is {list(self.shape)}")
@@ -217,12 +217,8 @@ class QuantTensor:
             return self
         if device.partition(":")[0] != "cuda":
             raise BridgeError(f"{self.name}: device {device!r}: cpu, cuda, cuda:0, cuda:1 ... are known")
-        from bridge.cuda.device import require
-
-        found = require(device)
-        from bridge.cuda.tensor import CudaTensor
-
-        return CudaTensor(self, found)
+        found = cuda("device").require(device)
+        return cuda("tensor").CudaTensor(self, found)
 
     def _get_engine(self) -> Engine:
         if self._engine is None:
@@ -230,13 +226,3 @@ class QuantTensor:
 
             self._engine = engine.unprepared(self)
         return self._engine
-
-
-def warn_once(message: str) -> None:
-    """A note that appears once a process, whatever the warning filters make of repetitions."""
-    if message not in _WARNED:
-        _WARNED.add(message)
-        warnings.warn(message, stacklevel=4)
-
-
-_WARNED: set[str] = set()

@@ -23,7 +23,7 @@ from bridge.checkpoint import Checkpoint
 from bridge.cpus import usable_cpus
 from bridge.errors import BridgeError
 from bridge.models.rope import interleaved_rows
-from bridge.runtime import dequantize
+from bridge.runtime.cpu import dequantize
 from bridge.runtime.quant_tensor import QuantTensor
 from bridge.runtime.reader import GGUFFile
 from bridge.template.match import Matrix, find_in_several, find_rows, rounding_of

@@ -1,5 +1,6 @@
 """Products of quantized tensors with vectors on the CPU, compiled by numba.
 
+engine.py         which of the engines multiplies a matrix: portable.py, floats.py, tiled.py or prepared.py
 rowmajor.py       straight from the file's blocks: portable, needs no preparation
 layout.py         the repacked form: 16 (8, 4) rows interleaved, codes and scales as dense bit-planes
 activations.py    x rounded to int8 blocks, as ggml does it

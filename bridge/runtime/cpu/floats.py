@@ -9,7 +9,7 @@ product of dequantized tiles where that is less work than passing over the weigh
 from __future__ import annotations
 
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from llvmlite import ir
@@ -18,12 +18,9 @@ from numba.extending import intrinsic
 
 from bridge.jit import kernel
 from bridge.runtime.cpu import pool
-from bridge.runtime.cpu.engine import Dequantizing
 from bridge.runtime.cpu.memory import LANES, c_function, floats
 from bridge.runtime.cpu.pool import run
-
-if TYPE_CHECKING:
-    from bridge.runtime.quant_tensor import QuantTensor
+from bridge.runtime.cpu.portable import Dequantizing, Matrix
 
 SIZES = {"F32": 4, "F16": 2, "BF16": 2}  # bytes of a number
 _ALONE = 1 << 17  # bytes of weights below which waking others costs more than it saves
@@ -118,9 +115,9 @@ def _product(x, y, state, threads, function, weights, stride):
 class FloatRows(Dequantizing):
     """The engine of a float matrix."""
 
-    def __init__(self, tensor: QuantTensor):
-        super().__init__(tensor)
-        self.name = f"vector/{tensor.type.lower()} rows"
+    def __init__(self, matrix: Matrix):
+        super().__init__(matrix)
+        self.name = f"vector/{matrix.type.lower()} rows"
 
     def run(self, x: np.ndarray, y: np.ndarray, integer: bool) -> None:
         if x.shape[0] > _FEW:

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from bridge.errors import BridgeError
 from bridge.runtime.cpu import interleaved, pool
+from bridge.runtime.cpu.portable import Matrix
 from bridge.runtime.cpu.products import ALONE, Interleaved
 from bridge.runtime.cpu.repack import repacker
-
-if TYPE_CHECKING:
-    from bridge.runtime.quant_tensor import QuantTensor
 
 _HUGE = 1 << 21  # bytes of a huge page
 _SLAB = 16 * _HUGE  # small tensors share memory of this size
@@ -55,15 +52,15 @@ _slabs = _Slabs()
 class Prepared(Interleaved):
     """The engine of a prepared tensor."""
 
-    def __init__(self, tensor: QuantTensor, target: str):
-        super().__init__(tensor, target)
-        self.name = f"{target}/{tensor.type.lower()}, {self.lanes} rows interleaved"
+    def __init__(self, matrix: Matrix, target: str):
+        super().__init__(matrix, target)
+        self.name = f"{target}/{matrix.type.lower()}, {self.lanes} rows interleaved"
         self.memory = _slabs.take(self.groups * self.stride)
         self.address = self.memory.ctypes.data
         self._repack()
 
     def _repack(self) -> None:
-        raw = self.tensor.raw.reshape(self.tensor.shape[0], -1)
+        raw = self.matrix.raw.reshape(self.matrix.shape[0], -1)
         repack = repacker(self.block.name, self.lanes)
         codes_from = self.layout.codes_from(self.blocks)
         threads = pool.get_num_threads()
@@ -81,7 +78,7 @@ class Prepared(Interleaved):
                 bad = list(executor.map(part, starts))
         if max(bad, default=-1) >= 0:
             row = min(b for b in bad if b >= 0)
-            raise BridgeError(f"{self.tensor.name}: the scales of row {row} are not finite; the file is damaged")
+            raise BridgeError(f"{self.matrix.name}: the scales of row {row} are not finite; the file is damaged")
 
     @property
     def nbytes(self) -> int:

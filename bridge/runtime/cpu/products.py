@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from functools import cache
 from itertools import count
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -15,12 +15,9 @@ from bridge.blocks import BLOCKS
 from bridge.jit import inner, specialize
 from bridge.runtime.cpu import pool, targets
 from bridge.runtime.cpu.activations import copier, float_record, quantizer, record_of
-from bridge.runtime.cpu.engine import Dequantizing
 from bridge.runtime.cpu.layout import Layout
 from bridge.runtime.cpu.pool import run
-
-if TYPE_CHECKING:
-    from bridge.runtime.quant_tensor import QuantTensor
+from bridge.runtime.cpu.portable import Dequantizing, Matrix
 
 ALONE = 1 << 17  # bytes of weights below which waking others costs more than it saves
 _NEAR = 1 << 23  # bytes of weights that stay in the cache from one product to the next
@@ -67,20 +64,20 @@ class Interleaved:
 
     name: str
 
-    def __init__(self, tensor: QuantTensor, target: str):
-        block = BLOCKS[tensor.type]
+    def __init__(self, matrix: Matrix, target: str):
+        block = BLOCKS[matrix.type]
         module = targets.module(target)
-        self.tensor = tensor
+        self.matrix = matrix
         self.block = block
         self.target = target
         self.widths: tuple[int, ...] = module.WIDTHS
         self.lanes: int = module.LANES
         self.layout = Layout(block, self.lanes)
-        rows, columns = tensor.shape
+        rows, columns = matrix.shape
         self.blocks = columns // block.size
         self.groups = -(-rows // self.lanes)
         self.stride = self.layout.stride(self.blocks)
-        self.float_fallback = Dequantizing(tensor)
+        self.float_fallback = Dequantizing(matrix)
         self._number = next(_numbers)
         self._plans: dict[tuple[int, bool, bool], tuple[Any, ...]] = {}
 
@@ -92,7 +89,7 @@ class Interleaved:
         raise NotImplementedError
 
     def run(self, x: np.ndarray, y: np.ndarray, integer: bool) -> None:
-        """y = x W^T, see engine.py."""
+        """y = x W^T, see portable.py."""
         if x.shape[0] == 1 or integer:
             first = 0
             for tokens, columns in self.passes(x.shape[0]):

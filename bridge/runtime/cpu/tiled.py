@@ -8,7 +8,7 @@ counts. No memory is taken but a tile a thread.
 from __future__ import annotations
 
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numba
 import numpy as np
@@ -16,11 +16,9 @@ import numpy as np
 from bridge.errors import BridgeError
 from bridge.runtime.cpu import interleaved, pool
 from bridge.runtime.cpu.memory import c_function, pointer
+from bridge.runtime.cpu.portable import Matrix
 from bridge.runtime.cpu.products import Interleaved
 from bridge.runtime.cpu.repack import repacker
-
-if TYPE_CHECKING:
-    from bridge.runtime.quant_tensor import QuantTensor
 
 _TILE = 1 << 17  # bytes
 _LINE = 64
@@ -57,14 +55,14 @@ def _function(name: str, lanes: int) -> Any:
 class Tiled(Interleaved):
     """The engine of a tensor before it is prepared."""
 
-    def __init__(self, tensor: QuantTensor, target: str):
-        super().__init__(tensor, target)
-        self.name = f"{target}/{tensor.type.lower()}, rows interleaved on the way"
+    def __init__(self, matrix: Matrix, target: str):
+        super().__init__(matrix, target)
+        self.name = f"{target}/{matrix.type.lower()}, rows interleaved on the way"
         self._blocks: list[np.ndarray] = []
 
     def kernel(self, columns: int, integer: bool, near: bool) -> tuple[int, int]:
-        raw = self.tensor.raw
-        rows = self.tensor.shape[0]
+        raw = self.matrix.raw
+        rows = self.matrix.shape[0]
         block = np.zeros(_WORDS, np.int64)
         block[_RAW], block[_ROWS], block[_ROW_BYTES] = raw.ctypes.data, rows, raw.size // rows
         block[_CODES_FROM] = self.layout.codes_from(self.blocks)
@@ -80,4 +78,4 @@ class Tiled(Interleaved):
         super().run(x, y, integer)
         bad = max((int(block[_BAD]) for block in self._blocks), default=-1)
         if bad >= 0:
-            raise BridgeError(f"{self.tensor.name}: the scales of row {bad} are not finite; the file is damaged")
+            raise BridgeError(f"{self.matrix.name}: the scales of row {bad} are not finite; the file is damaged")

@@ -14,7 +14,7 @@ def rows(type: str, raw: np.ndarray) -> np.ndarray:
     """raw uint8 [rows, row bytes] of a type -> float32 [rows, in]. Equals gguf.quants.dequantize bit for bit."""
     raw = np.ascontiguousarray(raw)
     if type in BLOCKS:
-        from bridge.runtime.cpu import rowmajor
+        from bridge.runtime.cpu import rowmajor  # numba, which files of floats do without
 
         block = BLOCKS[type]
         out = np.empty((raw.shape[0], raw.shape[1] // block.nbytes * block.size), np.float32)

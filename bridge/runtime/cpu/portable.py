@@ -1,0 +1,70 @@
+"""The engines that every machine can run, and what an engine is.
+
+`Dequantizing` needs nothing but dequantized rows, so it serves all types; `RowMajor` multiplies the file's own blocks.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import numpy as np
+
+from bridge.blocks import BLOCKS
+from bridge.errors import BridgeError
+from bridge.runtime.cpu import dequantize, rowmajor
+from bridge.runtime.cpu.activations import records
+
+_TILE = 1 << 20  # weights dequantized at a time
+
+
+class Matrix(Protocol):
+    """What an engine multiplies with: a QuantTensor of two dimensions."""
+
+    name: str
+    type: str
+    shape: tuple[int, ...]
+    raw: np.ndarray
+
+
+class Engine(Protocol):
+    """Multiplies one matrix."""
+
+    name: str
+
+    def run(self, x: np.ndarray, y: np.ndarray, integer: bool) -> None:
+        """y = x W^T: x float32 [tokens, in], y float32 [tokens, rows], both contiguous and of the right shape.
+
+        `integer` rounds x to int8 records first.
+        """
+
+
+class Dequantizing:
+    """Tiles of rows become float32 and go through numpy's matrix product."""
+
+    def __init__(self, matrix: Matrix):
+        self.name = f"numpy/{matrix.type.lower()} dequantized"
+        self.type = matrix.type
+        self.raw = matrix.raw.reshape(matrix.shape[0], -1)
+        self.step = max(1, _TILE // matrix.shape[1])
+
+    def run(self, x: np.ndarray, y: np.ndarray, integer: bool) -> None:
+        for start in range(0, self.raw.shape[0], self.step):
+            tile = dequantize.rows(self.type, self.raw[start : start + self.step])
+            y[:, start : start + self.step] = x @ tile.T
+
+
+class RowMajor(Dequantizing):
+    """The file's own blocks, unpacked as they are multiplied."""
+
+    def __init__(self, matrix: Matrix):
+        super().__init__(matrix)
+        self.name = f"portable/{matrix.type.lower()} row-major"
+        self.matrix = matrix.name
+
+    def run(self, x: np.ndarray, y: np.ndarray, integer: bool) -> None:
+        if not integer:
+            return super().run(x, y, integer)
+        bad = rowmajor.dot(self.type)(self.raw, records(x, BLOCKS[self.type]), x.shape[0], y)
+        if bad >= 0:
+            raise BridgeError(f"{self.matrix}: the scales of row {bad} are not finite; the file is damaged")
+        return None
