@@ -139,8 +139,8 @@ def test_scales_of_an_activation_that_feeds_no_known_layer_are_refused(tmp_path,
 
 
 @pytest.mark.parametrize("version", ["gemm", "gemv", "gemv_fast"])
-def test_a_whole_model_comes_back_with_its_skipped_layers_plain(tmp_path, model_folder, version):
-    stored = write_awq(tmp_path, model_folder, version, 64, skip=("down_proj",), shards=2)
+def test_a_whole_model_comes_back_with_its_skipped_layers_plain(tmp_path, small_model, version):
+    stored = write_awq(tmp_path, small_model, version, 64, skip=("down_proj",), shards=2)
     with open_checkpoint(tmp_path) as checkpoint:
         assert set(checkpoint.modules) == set(stored)
         assert "model.layers.0.mlp.down_proj.weight" in checkpoint.tensors

@@ -289,12 +289,12 @@ def test_shards_and_threads_give_what_one_file_and_one_thread_give(tmp_path):
 
 
 @pytest.mark.parametrize("quantizer", ["gptqmodel:5.8.0", "gptqmodel:7.6.0", None])
-def test_a_mixed_checkpoint_of_a_whole_model_comes_back(tmp_path, model_folder, quantizer):
+def test_a_mixed_checkpoint_of_a_whole_model_comes_back(tmp_path, small_model, quantizer):
     def bits_of(name: str) -> int | None:
         return 8 if name.endswith("down_proj") else None if name.endswith("layers.0.mlp.up_proj") else 4
 
     stored = write_gptq(
-        tmp_path, model_folder, sym=False, module_bits=bits_of, lm_head=True, shards=2, quantizer=quantizer
+        tmp_path, small_model, sym=False, module_bits=bits_of, lm_head=True, shards=2, quantizer=quantizer
     )
     with open_checkpoint(tmp_path) as checkpoint:
         assert set(checkpoint.modules) == set(stored)
@@ -302,7 +302,7 @@ def test_a_mixed_checkpoint_of_a_whole_model_comes_back(tmp_path, model_folder, 
             tensor = checkpoint.read_module(name)
             assert_same(tensor, q)
             assert tensor.notes == ()
-        plain = load_floats(model_folder)["model.layers.0.mlp.up_proj.weight"]
+        plain = load_floats(small_model)["model.layers.0.mlp.up_proj.weight"]
         assert np.array_equal(checkpoint.read_float("model.layers.0.mlp.up_proj.weight"), plain)
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from scripts.peers.llama_cpp import LlamaCpp
-from tests.conftest import shared
+from tests.conftest import CHECKPOINT, shared
 from tests.support.float_gguf import outline_of, write_gguf
 
 torch = pytest.importorskip("torch")
@@ -102,7 +102,7 @@ def random_model(config_class: str, fields: dict, folder: Path):
     config.architectures = [type(model).__name__]
     config.save_pretrained(folder)
     for file in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copyfile(shared("models/tiny-qwen3") / file, folder / file)
+        shutil.copyfile(CHECKPOINT / file, folder / file)
     tied = config.tie_word_embeddings
     return model, {n: p.detach().numpy() for n, p in model.state_dict().items() if not (tied and n == "lm_head.weight")}
 
@@ -191,10 +191,12 @@ def test_llama_cpp_attends_beyond_the_window_of_mistral_as_the_note_says(tmp_pat
     assert divergence(reference[32:], logits[32:]) > 1e-4
 
 
-@pytest.mark.parametrize("name", ["tiny-llama", "tiny-qwen3"])
+@pytest.mark.parametrize("name", ["own", "tiny-llama"])
 @pytest.mark.parametrize("dtype", [np.float32, np.float16])
-def test_a_trained_model_has_its_own_logits_in_llama_cpp(name: str, dtype: type, tmp_path: Path) -> None:
-    folder = shared(f"models/{name}")
+def test_a_trained_model_has_its_own_logits_in_llama_cpp(
+    name: str, dtype: type, small_model: Path, tmp_path: Path
+) -> None:
+    folder = small_model if name == "own" else shared(f"models/{name}")
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     weights = {n: p.numpy() for n, p in model.state_dict().items()}
     outline = outline_of(folder, set(weights))

@@ -11,7 +11,7 @@ import pytest
 
 from bridge.models.chat import NotUnderstood, take_apart
 from bridge.models.modelfile import go_template, modelfile
-from tests.conftest import shared
+from tests.conftest import CHECKPOINT
 from tests.support.tiny_vocab import vocab_gguf
 
 CHATML = (
@@ -144,7 +144,7 @@ def test_text_that_go_or_the_modelfile_would_change_becomes_an_action() -> None:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    shutil.copyfile(shared("models/tiny-qwen3") / "tokenizer.json", tmp_path / "tokenizer.json")
+    shutil.copyfile(CHECKPOINT / "tokenizer.json", tmp_path / "tokenizer.json")
     return tmp_path
 
 

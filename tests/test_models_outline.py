@@ -15,7 +15,7 @@ import pytest
 from bridge.errors import BridgeError
 from bridge.models.rope import interleaved_rows
 from bridge.plan import FROM_CONFIG, Outline, number
-from tests.conftest import shared
+from tests.conftest import CHECKPOINT
 from tests.support.float_gguf import outline_of, write_keys
 from tests.support.tiny_vocab import NAMES, write_config
 
@@ -30,7 +30,7 @@ YARN = {"type": "yarn", "factor": 4}
 def folder(tmp_path: Path) -> Path:
     """A Hugging Face directory with a tokenizer; tests write its config.json."""
     for file in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copyfile(shared("models/tiny-qwen3") / file, tmp_path / file)
+        shutil.copyfile(CHECKPOINT / file, tmp_path / file)
     return tmp_path
 
 

@@ -14,7 +14,7 @@ from gguf import GGUFReader, Keys, TokenType
 from bridge.errors import BridgeError
 from bridge.models.vocabulary import special_text
 from scripts.peers.llama_cpp import LlamaCpp
-from tests.conftest import shared
+from tests.conftest import CHECKPOINT
 from tests.support.tiny_vocab import vocab_gguf, vocabulary
 
 transformers = pytest.importorskip("transformers")
@@ -34,12 +34,22 @@ TEXTS = [
 ]
 
 
-def copy_tokenizer(model: str, folder: Path) -> dict[str, Any]:
-    """A shared model's tokenizer files in `folder`; returns tokenizer.json."""
-    source = shared(f"models/{model}")
-    for file in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copyfile(source / file, folder / file)
-    return json.loads((folder / "tokenizer.json").read_text())
+def copy_tokenizer(style: str, folder: Path) -> dict[str, Any]:
+    """The project's own tokenizer of 2048 tokens in `folder`, as Qwen's or Llama 3's are; returns tokenizer.json."""
+    data = json.loads((CHECKPOINT / "tokenizer.json").read_text())
+    if style == "qwen":
+        save(folder, data, eos_token="<|endoftext|>")
+        return data
+    model, split = data["model"], data["pre_tokenizer"]["pretokenizers"][0]
+    ordinary = [text for text in model["vocab"] if text != "<|endoftext|>"]
+    special = ["<|begin_of_text|>", "<|end_of_text|>"]
+    model["merges"].pop()  # it makes the last token, whose place is taken
+    model["vocab"] = {text: token for token, text in enumerate([*special, *ordinary[:-1]])}
+    data["added_tokens"] = [data["added_tokens"][0] | {"id": token, "content": special[token]} for token in (0, 1)]
+    data["normalizer"] = None
+    split["pattern"]["Regex"] = split["pattern"]["Regex"].replace(r"|\p{N}|", r"|\p{N}{1,3}|")
+    save(folder, data, bos_token=special[0], eos_token=special[1])
+    return data
 
 
 def save(folder: Path, data: dict[str, Any], **settings: Any) -> None:
@@ -51,9 +61,9 @@ def spm_texts() -> list[str]:
     return [text.replace("\r", "") for text in TEXTS if text]
 
 
-@pytest.mark.parametrize(("model", "special"), [("tiny-llama", "<|end_of_text|>"), ("tiny-qwen3", "<|endoftext|>")])
-def test_byte_level_tokens_are_those_of_the_tokenizer(model: str, special: str, tmp_path: Path) -> None:
-    data = copy_tokenizer(model, tmp_path)
+@pytest.mark.parametrize(("style", "special"), [("llama", "<|end_of_text|>"), ("qwen", "<|endoftext|>")])
+def test_byte_level_tokens_are_those_of_the_tokenizer(style: str, special: str, tmp_path: Path) -> None:
+    data = copy_tokenizer(style, tmp_path)
     _, path = vocab_gguf(tmp_path, len(data["model"]["vocab"]))
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path)
     with LlamaCpp(path) as loaded:
@@ -62,7 +72,7 @@ def test_byte_level_tokens_are_those_of_the_tokenizer(model: str, special: str, 
 
 
 def test_both_spellings_of_merges_give_the_same_file(tmp_path: Path) -> None:
-    data = copy_tokenizer("tiny-qwen3", tmp_path)
+    data = copy_tokenizer("qwen", tmp_path)
     pairs, _ = vocab_gguf(tmp_path, 2048)
     data["model"]["merges"] = [" ".join(pair) for pair in data["model"]["merges"]]
     save(tmp_path, data)
@@ -73,7 +83,7 @@ def test_both_spellings_of_merges_give_the_same_file(tmp_path: Path) -> None:
 
 
 def test_added_tokens_and_padding_fill_the_embedding(tmp_path: Path) -> None:
-    data = copy_tokenizer("tiny-qwen3", tmp_path)
+    data = copy_tokenizer("qwen", tmp_path)
     added = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
     data["added_tokens"] += [
         {"id": 2048, "content": "<|im_end|>", "special": True, **added},
@@ -95,14 +105,14 @@ def test_added_tokens_and_padding_fill_the_embedding(tmp_path: Path) -> None:
 
 
 def test_tokens_beyond_the_embedding_are_left_out_and_reported(tmp_path: Path) -> None:
-    copy_tokenizer("tiny-qwen3", tmp_path)
+    copy_tokenizer("qwen", tmp_path)
     outline, _ = vocab_gguf(tmp_path, 2040)
     assert len(vocabulary(outline)["tokens"]) == 2040
     assert any("8 tokens have no row in the embedding of 2040 rows" in note for note in outline.notes)
 
 
 def test_tokens_of_tokenizer_config_alone_are_added(tmp_path: Path) -> None:
-    data = copy_tokenizer("tiny-qwen3", tmp_path)
+    data = copy_tokenizer("qwen", tmp_path)
     save(tmp_path, data, added_tokens_decoder={"2048": {"content": "<|im_start|>", "special": True}})
     outline, _ = vocab_gguf(tmp_path, 2049)
     assert vocabulary(outline)["tokens"][2048] == "<|im_start|>"
@@ -123,12 +133,12 @@ END = {"SpecialToken": {"id": "<|end_of_text|>", "type_id": 0}}
 @pytest.mark.parametrize("nested", [False, True])
 @pytest.mark.parametrize("eos", [False, True])
 def test_bos_and_eos_are_added_where_the_post_processor_adds_them(nested: bool, eos: bool, tmp_path: Path) -> None:
-    data = copy_tokenizer("tiny-llama", tmp_path)
+    data = copy_tokenizer("llama", tmp_path)
     processor = TEMPLATE | {"single": [*TEMPLATE["single"], END] if eos else TEMPLATE["single"]}
     bytes_too = {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": False, "use_regex": True}
     data["post_processor"] = {"type": "Sequence", "processors": [bytes_too, processor]} if nested else processor
     save(tmp_path, data, bos_token="<|begin_of_text|>", eos_token="<|end_of_text|>")
-    outline, path = vocab_gguf(tmp_path, 4096)
+    outline, path = vocab_gguf(tmp_path, 2048)
     assert (vocabulary(outline)["add_bos_token"], vocabulary(outline)["add_eos_token"]) == (True, eos)
     reference = tokenizers.Tokenizer.from_str(json.dumps(data))
     with LlamaCpp(path) as loaded:
@@ -136,15 +146,15 @@ def test_bos_and_eos_are_added_where_the_post_processor_adds_them(nested: bool, 
 
 
 def test_explicit_settings_overrule_the_post_processor(tmp_path: Path) -> None:
-    data = copy_tokenizer("tiny-llama", tmp_path)
+    data = copy_tokenizer("llama", tmp_path)
     data["post_processor"] = TEMPLATE
     save(tmp_path, data, bos_token="<|begin_of_text|>", eos_token="<|end_of_text|>", add_bos_token=False)
-    outline, _ = vocab_gguf(tmp_path, 4096)
+    outline, _ = vocab_gguf(tmp_path, 2048)
     assert not vocabulary(outline)["add_bos_token"]
 
 
 def test_a_bos_that_does_not_exist_is_not_added(tmp_path: Path) -> None:
-    data = copy_tokenizer("tiny-qwen3", tmp_path)
+    data = copy_tokenizer("qwen", tmp_path)
     save(tmp_path, data, add_bos_token=True)
     outline, path = vocab_gguf(tmp_path, 2048)
     assert not vocabulary(outline)["add_bos_token"]
@@ -152,25 +162,25 @@ def test_a_bos_that_does_not_exist_is_not_added(tmp_path: Path) -> None:
 
 
 def test_every_end_token_of_the_generation_config_stops_a_reply(tmp_path: Path) -> None:
-    data = copy_tokenizer("tiny-llama", tmp_path)
+    data = copy_tokenizer("llama", tmp_path)
     more = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
     texts = ["<|turn_over|>", "<|eot_id|>", "<|call_over|>", "<|show_over|>"]
-    data["added_tokens"] += [{"id": 4096 + i, "content": text, **more} for i, text in enumerate(texts)]
+    data["added_tokens"] += [{"id": 2048 + i, "content": text, **more} for i, text in enumerate(texts)]
     save(tmp_path, data, eos_token="<|end_of_text|>")
-    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [1, 4096, 4097, 4098, 4099]}))
-    outline, path = vocab_gguf(tmp_path, 4100, eos_token_id=1)
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [1, 2048, 2049, 2050, 2051]}))
+    outline, path = vocab_gguf(tmp_path, 2052, eos_token_id=1)
     assert outline.stop == ["<|end_of_text|>", *texts]
     assert any("'<|show_over|>' ends a reply" in note for note in outline.notes)
     with LlamaCpp(path) as loaded:
         assert [
-            bool(loaded._lib.llama_vocab_is_eog(loaded._vocab, token)) for token in (1, 4096, 4097, 4098, 4099, 5)
+            bool(loaded._lib.llama_vocab_is_eog(loaded._vocab, token)) for token in (1, 2048, 2049, 2050, 2051, 5)
         ] == [True] * 4 + [False, False]
 
 
 def test_an_ordinary_token_that_serves_as_padding_stays_ordinary(tmp_path: Path) -> None:
-    data = copy_tokenizer("tiny-llama", tmp_path)
+    data = copy_tokenizer("llama", tmp_path)
     save(tmp_path, data)
-    outline, path = vocab_gguf(tmp_path, 4096, pad_token_id=2)
+    outline, path = vocab_gguf(tmp_path, 2048, pad_token_id=2)
     assert special_text(outline.metadata, Keys.Tokenizer.PAD_ID) == "!"
     with LlamaCpp(path) as loaded:
         assert loaded.tokenize("Oh!", parse_special=False)[-1] == 2
@@ -186,7 +196,7 @@ def field(path: Path, key: str) -> Any:
 
 
 def test_chat_templates_are_found_wherever_transformers_puts_them(tmp_path: Path) -> None:
-    data = copy_tokenizer("tiny-qwen3", tmp_path)
+    data = copy_tokenizer("qwen", tmp_path)
     save(tmp_path, data, chat_template="{{ one }}")
     _, path = vocab_gguf(tmp_path, 2048)
     assert field(path, "tokenizer.chat_template") == "{{ one }}"
@@ -200,7 +210,7 @@ def test_chat_templates_are_found_wherever_transformers_puts_them(tmp_path: Path
 
 
 def test_a_model_without_chat_template_has_none(tmp_path: Path) -> None:
-    copy_tokenizer("tiny-qwen3", tmp_path)
+    copy_tokenizer("qwen", tmp_path)
     _, path = vocab_gguf(tmp_path, 2048)
     assert field(path, "tokenizer.chat_template") is None
 
@@ -210,11 +220,13 @@ def test_a_model_without_chat_template_has_none(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def sentencepiece_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tokenizer.model of BPE with byte fallback, like Llama 2's, trained on the test text."""
+    """A tokenizer.model of BPE with byte fallback, like Llama 2's, trained on the words of the project's own tokenizer."""
     sentencepiece = pytest.importorskip("sentencepiece")
     folder = tmp_path_factory.mktemp("spm")
     text = folder / "text.txt"
-    text.write_text("\n".join(spm_texts() * 4) + shared("text/wiki_test.txt").read_text()[:60000])
+    own = tokenizers.Tokenizer.from_file(str(CHECKPOINT / "tokenizer.json"))
+    words = [own.decode([token]).strip() for token in range(own.get_vocab_size())]
+    text.write_text("\n".join([*spm_texts() * 4, *(" ".join(words[i::64]) for i in range(64))]))
     sentencepiece.SentencePieceTrainer.train(
         input=str(text),
         model_prefix=str(folder / "tokenizer"),

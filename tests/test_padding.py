@@ -9,15 +9,13 @@ from safetensors.numpy import load_file, save_file
 
 import bridge
 from scripts.peers.gguf_file import gguf_weights
-from tests.conftest import shared
 from tests.support.encode import write_gptq
 
 WIDTH, PADDED = 768, 1024
 
 
-def padded_model(folder):
-    """tiny-qwen3 with MLP layers that are 256 zeros wider than its config says."""
-    source = shared("models/tiny-qwen3")
+def padded_model(folder, source):
+    """A model with MLP layers that are 256 zeros wider than its config says."""
     shutil.copytree(source, folder)
     weights = load_file(source / "model.safetensors")
     for name, w in weights.items():
@@ -31,9 +29,9 @@ def padded_model(folder):
 
 
 @pytest.mark.parametrize("desc_act", [False, True])
-def test_zero_padding_is_dropped_and_the_model_is_unchanged(tmp_path, desc_act):
+def test_zero_padding_is_dropped_and_the_model_is_unchanged(tmp_path, small_model, desc_act):
     checkpoint = tmp_path / "checkpoint"
-    stored = write_gptq(checkpoint, padded_model(tmp_path / "float"), desc_act=desc_act)
+    stored = write_gptq(checkpoint, padded_model(tmp_path / "float", small_model), desc_act=desc_act)
     report = bridge.convert(checkpoint, tmp_path / "m.gguf")
     by_kind = {t.kind: t for t in report.tensors}
     assert by_kind["ffn_down"].shape == (256, WIDTH)
