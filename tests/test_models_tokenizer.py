@@ -220,7 +220,7 @@ def test_a_model_without_chat_template_has_none(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def sentencepiece_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tokenizer.model of BPE with byte fallback, like Llama 2's, trained on the words of the project's own tokenizer."""
+    """A tokenizer.model of BPE with byte fallback, like Llama 2's, trained on words of the project's tokenizer."""
     sentencepiece = pytest.importorskip("sentencepiece")
     folder = tmp_path_factory.mktemp("spm")
     text = folder / "text.txt"
