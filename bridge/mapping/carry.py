@@ -33,7 +33,7 @@ from bridge.mapping.carry_kernels import (
     shift_codes,
 )
 from bridge.mapping.pack import packer, row_bytes
-from bridge.mapping.quantize_plain import plain
+from bridge.mapping.quantize_plain import plain_quantizer
 
 _CHUNK_WEIGHTS = 1 << 20  # rows are taken in chunks that stay in cache
 _MAX_SHIFT = 1 << 15  # of codes by zero points
@@ -228,7 +228,7 @@ def _requantize_q8_0(
     n = len(x)
     new, new_d = np.empty((1, n, 32), np.uint8), np.empty((1, n), np.float32)
     fields = new, np.empty((1, n), np.int8), np.empty((1, n), np.uint8), new_d, new_d.copy(), np.zeros((1, 3))
-    plain("Q8_0")(x.astype(np.float32)[None], np.ones((n, 32), np.float32), *fields)
+    plain_quantizer("Q8_0")(x.astype(np.float32)[None], np.ones((n, 32), np.float32), *fields)
 
     def errors(d: np.ndarray, p: np.ndarray) -> np.ndarray:
         return np.square(d[:, None].astype(np.float64) * p - x).sum(-1)

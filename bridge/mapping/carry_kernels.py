@@ -20,7 +20,7 @@ _FLOAT32_STEP = 2.0**-23
 
 
 @inlined
-def _sums(codes, row, start, stop):
+def _code_sums(codes, row, start, stop):
     """sum q and sum q^2 of a run of codes of one row.
 
     32-bit unsigned arithmetic and indices, and no view of the row: so that it vectorizes and touches no
@@ -53,13 +53,13 @@ def _units(group, subs, blocks):
 
 
 @inlined
-def _next(row, block, blocks):
+def _next_block(row, block, blocks):
     """The superblock after (row, block)."""
     return (row, block + 1) if block + 1 < blocks else (row + 1, 0)
 
 
 @inlined
-def _about(total, squares, n, z):
+def _moments_about(total, squares, n, z):
     """sum (q - z)^2 and sum (q - z) from the sums of n codes q, float64."""
     return squares - 2.0 * z * total + z * z * n, total - z * n
 
@@ -67,8 +67,8 @@ def _about(total, squares, n, z):
 @inlined
 def _moments(codes, row, start, stop, zero):
     """sum (q - z)^2 and sum (q - z) of a run of codes of one row, float64."""
-    total, squares = _sums(codes, row, start, stop)
-    return _about(total, squares, float(stop - start), float(zero))
+    total, squares = _code_sums(codes, row, start, stop)
+    return _moments_about(total, squares, float(stop - start), float(zero))
 
 
 @kernel
@@ -114,7 +114,7 @@ def carry_scaled(codes, scales, zeros, group, sub, subs, lo, hi, min_hi, sc_out,
                 square = float(scales[row, g]) * float(scales[row, g])
                 signal += square * spread
                 noise += square * float(stop - start)
-            row, block = _next(row, block, blocks)
+            row, block = _next_block(row, block, blocks)
         for i in range(size, BATCH):
             s[0, i] = np.float32(0.0)
         fit_scaled(most, s, a, lo, hi, d, code, ratio, num, den, skipped, best, least)
@@ -130,7 +130,7 @@ def carry_scaled(codes, scales, zeros, group, sub, subs, lo, hi, min_hi, sc_out,
                 # the error again, in float64: what is reported must not carry the search's rounding
                 alpha = float(d[i]) * float(code[u, i]) - float(s[u, i])
                 error += alpha * alpha * float(a[u, i])
-            row, block = _next(row, block, blocks)
+            row, block = _next_block(row, block, blocks)
     sums[0] += error
     sums[1] += signal
     sums[2] += noise / 12.0
@@ -176,8 +176,8 @@ def carry_affine(
                 negative = scales[row, g] < 0
                 start = (block * subs + first[block, u]) * sub
                 stop = (block * subs + first[block, u + 1]) * sub
-                total[u], squares[u] = _sums(codes, row, start, stop)
-                deviation, balance = _about(total[u], squares[u], float(stop - start), float(zeros[row, g]))
+                total[u], squares[u] = _code_sums(codes, row, start, stop)
+                deviation, balance = _moments_about(total[u], squares[u], float(stop - start), float(zeros[row, g]))
                 s[u] = abs(scales[row, g])
                 z[u] = top - zeros[row, g] if negative else zeros[row, g]
                 n[u] = stop - start
@@ -227,7 +227,7 @@ def carry_plain(codes, scales, zeros, group, with_min, d_out, dmin_out, sums):
             z = float(zeros[row, g])
             d = round_half(s)
             d_out[row, block] = d
-            total, squares = _sums(codes, row, 32 * block, 32 * block + 32)
+            total, squares = _code_sums(codes, row, 32 * block, 32 * block + 32)
             alpha = float(d) - float(s)
             spread = squares - 2.0 * z * total + z * z * 32
             gamma = 0.0

@@ -53,7 +53,7 @@ def choose(mode: str, asked: BlockType | None, look: Look, columns: int) -> Choi
         assert asked is not None
         return Choice(asked.name, "asked for")
     samples = list(look(True))
-    exact = _first(BLOCKS.values(), 0.0, samples, look, carry_part) if mode == "exact" else None
+    exact = _first_within(BLOCKS.values(), 0.0, samples, look, carry_part) if mode == "exact" else None
     if exact is not None:
         return Choice(exact.name, "bit-exact", 0.0)
     auto = _auto(samples, look, columns)
@@ -66,20 +66,20 @@ def choose(mode: str, asked: BlockType | None, look: Look, columns: int) -> Choi
 
 def _auto(samples: Sequence[tuple[GroupedTensor, np.ndarray | None]], look: Look, columns: int) -> Choice:
     tensors = [t for t, _ in samples]
-    block = _first(carriers(tensors), CARRIED_LIMIT, samples, look, carry_part)
+    block = _first_within(carriers(tensors), CARRIED_LIMIT, samples, look, carry_part)
     if block is not None:
         return Choice(block.name, "codes carried", CARRIED_LIMIT)
     why = "act-order" if not all(t.sequential for t in tensors) else "no type carries its codes within 1%"
     bits = max(t.bits for t in tensors)
     # a type of a quarter of the levels would add 16 times the noise: no need to compile its kernels
     smaller = [b for b in requantizers(columns)[:-1] if 4 * b.levels > 2**bits]
-    block = _first(smaller, REQUANTIZED_LIMIT, samples, look, map_to)
+    block = _first_within(smaller, REQUANTIZED_LIMIT, samples, look, map_to)
     if block is not None:
         return Choice(block.name, f"{why}: the smallest type that adds under 15% of its noise", REQUANTIZED_LIMIT)
     return Choice(Q8_0.name, f"{why}, nor does a smaller type add under 15%")
 
 
-def _first(
+def _first_within(
     blocks: Iterable[BlockType],
     limit: float,
     samples: Sequence[tuple[GroupedTensor, np.ndarray | None]],

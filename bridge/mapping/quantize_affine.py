@@ -304,7 +304,7 @@ def _rows(x, w, q, sc, mn, d, dmin, sums):
 
 
 @cache
-def affine_k(name: str) -> Callable[..., None]:
+def affine_quantizer(name: str) -> Callable[..., None]:
     """The compiled `_rows` of Q2_K, Q4_K or Q5_K."""
     scope = scope_of(BLOCKS[name], affine_errors, affine_fit, affine_write)
     scope |= {key: np.float32(value) if type(value) is float else value for key, value in _SETTINGS[name].items()}

@@ -228,7 +228,7 @@ def _affine_rows(x, w, q, sc, mn, d, dmin, sums):
 
 
 @cache
-def plain(name: str) -> Callable[..., None]:
+def plain_quantizer(name: str) -> Callable[..., None]:
     """The compiled `_scaled_rows` or `_affine_rows` of a plain type."""
     kind = BLOCKS[name]
     if name == "Q8_0":

@@ -17,9 +17,9 @@ import numpy as np
 from bridge.blocks import BlockType
 from bridge.errors import BridgeError
 from bridge.mapping.pack import packer, row_bytes
-from bridge.mapping.quantize_affine import affine_k
-from bridge.mapping.quantize_plain import plain
-from bridge.mapping.quantize_scaled import scaled_k
+from bridge.mapping.quantize_affine import affine_quantizer
+from bridge.mapping.quantize_plain import plain_quantizer
+from bridge.mapping.quantize_scaled import scaled_quantizer
 
 _CHUNK = 1 << 18  # weights whose fields are held unpacked at a time
 _FLOOR = 1e-6  # the least importance, relative to the mean: a column of none still gets its nearest codes
@@ -57,7 +57,8 @@ def quantize_rows(x: np.ndarray, block: BlockType, importance: np.ndarray | None
     weights = _weights(importance, columns)
     x = np.ascontiguousarray(x, np.float32).reshape(rows, columns // block.sub, block.sub)
     scaled = weights.reshape(-1, block.sub)
-    quantize = (affine_k if block.has_min else scaled_k)(block.name) if block.is_k else plain(block.name)
+    quantizer = (affine_quantizer if block.has_min else scaled_quantizer) if block.is_k else plain_quantizer
+    quantize = quantizer(block.name)
     pack = packer(block.name)
     data = np.empty((rows, row_bytes(block, columns)), np.uint8)
     sums = np.zeros((rows, 3))

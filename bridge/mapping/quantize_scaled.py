@@ -242,7 +242,7 @@ def _rows(x, w, q, sc, mn, d, dmin, sums):
 
 
 @cache
-def scaled_k(name: str) -> Callable[..., None]:
+def scaled_quantizer(name: str) -> Callable[..., None]:
     """The compiled `_rows` of Q3_K or Q6_K."""
     scope = scope_of(BLOCKS[name], scaled_errors, scaled_fit, scaled_write)
     scope |= {key: np.float32(value) if type(value) is float else value for key, value in _SETTINGS[name].items()}

@@ -5,7 +5,7 @@
 Names, metadata, tokenizer and tensors are the template's; each tensor that can be found in the checkpoint, by
 gguf's name map and by its values, is made of the checkpoint's instead, and so keeps its codes. What cannot be
 found stays as it is and is reported. `template_file` has the template's file, `names` the name map, `match` the
-comparison of values, `matrices` and `vectors` the search, `build` its outcome.
+comparison of values, `matrices` and `norms_and_biases` the search, `build` its outcome.
 """
 
 from __future__ import annotations

@@ -71,9 +71,9 @@ def rounding_of(type_: str) -> float:
     return next((share for start, share in _COARSE.items() if type_.startswith(start)), 0.3)
 
 
-def close(template: Matrix, checkpoint: Matrix, t: np.ndarray, w: np.ndarray) -> bool:
+def alike(template: Matrix, checkpoint: Matrix, t: np.ndarray, w: np.ndarray) -> bool:
     """Whether rows of the two are the same but for rounding and noise."""
-    return _power(t - w) <= allowed(template, checkpoint, _power(t), t.size)
+    return _sum_of_squares(t - w) <= allowed(template, checkpoint, _sum_of_squares(t), t.size)
 
 
 def allowed(template: Matrix, checkpoint: Matrix, signal: float, weights: int) -> float:
@@ -104,10 +104,10 @@ def find_rows(template: Matrix, checkpoint: Matrix, known: Iterable[np.ndarray] 
     for scaled in (False, True):
         for order in orders:
             w = checkpoint.take(order[sample])
-            alike = close(template, checkpoint, t, _fitted(t, w) if scaled else w)
-            if alike and same(template, checkpoint, order, scaled):
+            near = alike(template, checkpoint, t, _fitted(t, w) if scaled else w)
+            if near and same(template, checkpoint, order, scaled):
                 return Found(order, scaled)
-    searched = _search(template, [checkpoint])
+    searched = _most_similar_rows(template, [checkpoint])
     if searched is None or np.unique(searched).size < rows:
         return None
     return next((Found(searched, s) for s in (False, True) if same(template, checkpoint, searched, s)), None)
@@ -119,14 +119,14 @@ def same(template: Matrix, checkpoint: Matrix, order: np.ndarray, scaled: bool =
     for start, stop in template.chunks():
         t, w = template.read(start, stop), checkpoint.take(order[start:stop])
         w = _fitted(t, w) if scaled else w
-        error += _power(t - w)
-        signal += _power(t)
+        error += _sum_of_squares(t - w)
+        signal += _sum_of_squares(t)
     return error <= allowed(template, checkpoint, signal, template.shape[0] * template.shape[1])
 
 
 def find_in_several(template: Matrix, pool: Sequence[Matrix]) -> list[tuple[int, np.ndarray]] | None:
     """The template's rows as runs of rows of several matrices: (which, int64 rows) one after another, or None."""
-    order = _search(template, pool)
+    order = _most_similar_rows(template, pool)
     if order is None or np.unique(order).size < template.shape[0]:
         return None
     starts = np.cumsum([0, *(m.shape[0] for m in pool)])
@@ -146,7 +146,7 @@ def find_in_several(template: Matrix, pool: Sequence[Matrix]) -> list[tuple[int,
     return runs
 
 
-def _search(template: Matrix, pool: Sequence[Matrix]) -> np.ndarray | None:
+def _most_similar_rows(template: Matrix, pool: Sequence[Matrix]) -> np.ndarray | None:
     """int64 [rows]: the most similar row of the pool's, counted through; None where some row has none."""
     rows = template.shape[0]
     total = sum(m.shape[0] for m in pool)
@@ -170,7 +170,7 @@ def _unit(matrix: Matrix, columns: np.ndarray) -> np.ndarray:
     return out / np.maximum(np.linalg.norm(out, axis=1, keepdims=True), 1e-30)
 
 
-def _power(x: np.ndarray) -> float:
+def _sum_of_squares(x: np.ndarray) -> float:
     """Sum of squares."""
     flat = x.reshape(-1)
     return float(np.dot(flat, flat))

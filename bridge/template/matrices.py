@@ -92,7 +92,7 @@ class Matrices:
         if len(tensor.shape) == 2:
             for candidate in offered:
                 if len(candidate.shape) == 2 and candidate.expert is None:
-                    found = self._found(tensor, candidate)
+                    found = self._find_in(tensor, candidate)
                     if found is not None:
                         return [found]
             if offered:
@@ -102,7 +102,7 @@ class Matrices:
         runs = []
         for expert in range(tensor.shape[0]):
             matrix = tensor[expert]
-            found = self._found(matrix, by_expert[expert]) if expert in by_expert else None
+            found = self._find_in(matrix, by_expert[expert]) if expert in by_expert else None
             if found is None:
                 if expert in by_expert:
                     self.reasons[tensor.name] = self._difference(matrix, by_expert[expert])
@@ -110,7 +110,7 @@ class Matrices:
             runs.append(found)
         return runs
 
-    def _found(self, tensor: QuantTensor, candidate: Candidate) -> Run | None:
+    def _find_in(self, tensor: QuantTensor, candidate: Candidate) -> Run | None:
         rows, columns = tensor.shape
         if candidate.shape[0] < rows or candidate.shape[1] < columns:
             return None

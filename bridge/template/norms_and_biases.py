@@ -54,22 +54,22 @@ class Vectors:
         """Match everything. Raises BridgeError where AWQ's factors cannot be told from a difference of models."""
         for tensor in self.file.tensors.values():
             if sum(n > 1 for n in tensor.shape) <= 1:
-                self._vector(tensor)
+                self._find_vector(tensor)
         for found in self.found.values():
             self.matrices.used.update(candidate for candidate, _ in found.parts)
 
-    def _vector(self, tensor: QuantTensor) -> None:
+    def _find_vector(self, tensor: QuantTensor) -> None:
         """A norm, a bias, or whatever else is no matrix."""
         values = tensor.dequantize().reshape(-1)
         base, _, suffix = tensor.name.rpartition(".")
-        if suffix == "bias" and self._bias(tensor, values, self.matrices.runs.get(f"{base}.weight")):
+        if suffix == "bias" and self._find_bias(tensor, values, self.matrices.runs.get(f"{base}.weight")):
             return
         for candidate in self.matrices.named.get(tensor.name, []):
             if candidate.module is not None or int(np.prod(candidate.shape)) != values.size:
                 continue
             stored = self.ckpt.read_float(candidate.source).reshape(-1)
             if not _equal(values, stored):
-                offset = self._divided(tensor.name, values, stored)
+                offset = self._awq_offset(tensor.name, values, stored)
                 if offset is None:
                     one_more = _equal(values, stored + 1)  # Gemma's norms
                     self.matrices.reasons[tensor.name] = (
@@ -84,7 +84,7 @@ class Vectors:
             self.found[tensor.name] = Found([(candidate, np.arange(stored.size))], offset)
             return
 
-    def _bias(self, tensor: QuantTensor, values: np.ndarray, runs: list[Run] | None) -> bool:
+    def _find_bias(self, tensor: QuantTensor, values: np.ndarray, runs: list[Run] | None) -> bool:
         """The biases of the modules that the matrix beside is made of, in the order of its rows."""
         sources = {c.source: c for c in self.matrices.all}
         names = [run.owner.source.removesuffix(".weight") + ".bias" for run in runs or ()]
@@ -106,13 +106,13 @@ class Vectors:
         self.found[tensor.name] = Found([(sources[name], run.rows) for name, run in zip(names, runs, strict=True)])
         return True
 
-    def _divided(self, name: str, values: np.ndarray, stored: np.ndarray) -> float | None:
+    def _awq_offset(self, name: str, values: np.ndarray, stored: np.ndarray) -> float | None:
         """Whether a norm differs from the template's as the columns of a matrix after it do, which is AWQ's doing.
 
         By how much is not compared: AutoAWQ 0.2.9 has been seen to scale columns by the square of the norm's factor.
         Returns what the converter adds to the checkpoint's norms (Gemma: 1), None where the two do not correlate.
         """
-        for t, w in self._after(name, values.size):
+        for t, w in self._matrices_after(name, values.size):
             _, c = fit_factors(t, w)
             for offset in (0.0, 1.0):
                 with np.errstate(divide="ignore", invalid="ignore"):
@@ -121,7 +121,7 @@ class Vectors:
                         return offset
         return None
 
-    def _after(self, norm: str, columns: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    def _matrices_after(self, norm: str, columns: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         """Rows of matrices of a norm's layer that have its width, the template's and the checkpoint's."""
         block = BLOCK.match(norm)
         for name, runs in self.matrices.runs.items():
@@ -144,7 +144,7 @@ class Vectors:
 
     def _refuse_lost_factors(self, norm: QuantTensor, candidate: Candidate) -> None:
         """A template's norm before matrices whose columns carry factors would make nonsense."""
-        for t, w in self._after(norm.name, norm.shape[-1]):
+        for t, w in self._matrices_after(norm.name, norm.shape[-1]):
             r, c = fit_factors(t, w)
             explained = np.square(t - w * r[:, None] * c).sum() / max(np.square(t - w).sum(), 1e-30)
             if explained < _FACTORS:
