@@ -17,14 +17,12 @@ from numba.core import cgutils, types
 from numba.extending import intrinsic
 
 from bridge.jit import kernel
-from bridge.runtime.cpu import pool
 from bridge.runtime.cpu.memory import LANES, c_function, floats
-from bridge.runtime.cpu.pool import run
+from bridge.runtime.cpu.pool import ALONE, run, share
 from bridge.runtime.cpu.portable import Dequantizing, Matrix
 
 SIZES = {"F32": 4, "F16": 2, "BF16": 2}  # bytes of a number
-_ALONE = 1 << 17  # bytes of weights below which waking others costs more than it saves
-_FEW = 4  # tokens up to which rows are multiplied one token after the other
+_FEW = 4  # most tokens that are multiplied one after the other; more go through a dense product
 _PARTS = 4  # sums that run beside each other, to hide the latency of additions
 
 _F32, _F16, _I16, _I32, _I64 = ir.FloatType(), ir.HalfType(), ir.IntType(16), ir.IntType(32), ir.IntType(64)
@@ -106,7 +104,7 @@ def _kernel(kind: str) -> Any:
 
 
 @kernel
-def _product(x, y, state, threads, function, weights, stride):
+def _product(state, threads, x, y, function, weights, stride):
     """y float32 [tokens, rows] = x W^T, x float32 [tokens, in]."""
     tokens, rows = y.shape
     run(state, threads, function, weights, x.ctypes.data, y.ctypes.data, x.shape[1], stride, tokens, 4 * rows, rows)
@@ -122,13 +120,5 @@ class FloatRows(Dequantizing):
     def run(self, x: np.ndarray, y: np.ndarray, integer: bool) -> None:
         if x.shape[0] > _FEW:
             return super().run(x, y, integer)
-        threads = pool.get_pool() if self.raw.nbytes >= _ALONE else None
-        function, stride = _kernel(self.type).address, self.raw.shape[1]
-        if threads is not None and threads.state and threads.lock.acquire(blocking=False):
-            try:
-                _product(x, y, threads.state, threads.threads, function, self.raw.ctypes.data, stride)
-            finally:
-                threads.lock.release()
-        else:  # a small tensor, one thread, or another caller has the threads
-            _product(x, y, 0, 1, function, self.raw.ctypes.data, stride)
-        return None
+        weights, stride = self.raw.ctypes.data, self.raw.shape[1]
+        return share(self.raw.nbytes >= ALONE, _product, x, y, _kernel(self.type).address, weights, stride)

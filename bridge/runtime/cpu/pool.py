@@ -16,6 +16,7 @@ from __future__ import annotations
 import os
 import platform
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -27,7 +28,7 @@ from bridge.cpus import usable_cpus
 from bridge.errors import BridgeError
 from bridge.jit import inner, kernel
 
-_intrinsic: Any = intrinsic  # typed as a function of its typing context, it would not pass mypy
+_intrinsic: Any = intrinsic  # mypy takes it for a function of its typing context
 _function: Any = types.ExternalFunction
 _I32, _I64 = ir.IntType(32), ir.IntType(64)
 _NOTHING = ir.FunctionType(ir.VoidType(), [])
@@ -41,8 +42,9 @@ _WORDS = 80
 
 _LEFT = (1 << 20) - 1
 _SPINS = 1500  # pauses, of some 30 ns, before a worker sleeps
-_POLITE = 20000  # pauses before a waiting caller starts to yield its core
+_POLITE = 20000  # pauses before a waiting caller begins to yield its core
 _MOST_THREADS = 1024
+ALONE = 1 << 17  # bytes of weights below which waking others costs more than it saves
 _PER_THREAD = 12  # chunks: few enough to stream, enough to make up for a thread that is held up
 
 _int32: Any = types.int32
@@ -297,6 +299,21 @@ def get_pool() -> Pool:
     return pool
 
 
+def share(worth: bool, function: Callable[..., None], *arguments: Any) -> None:
+    """function(state, threads, *arguments), which passes the first two to `run`.
+
+    With the pool's, if that is `worth` it and no other caller has them; else with those of this thread alone.
+    """
+    pool = get_pool() if worth else None
+    if pool is not None and pool.state and pool.lock.acquire(blocking=False):
+        try:
+            function(pool.state, pool.threads, *arguments)
+        finally:
+            pool.lock.release()
+    else:
+        function(0, 1, *arguments)
+
+
 def _after_fork() -> None:
     global _pool, _choosing
     _pool = None  # its workers are the parent's
@@ -306,4 +323,4 @@ def _after_fork() -> None:
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_after_fork)
 
-__all__: list[Any] = ["Pool", "get_num_threads", "get_pool", "run", "set_num_threads"]
+__all__: list[Any] = ["ALONE", "Pool", "get_num_threads", "get_pool", "run", "set_num_threads", "share"]

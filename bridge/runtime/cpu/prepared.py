@@ -10,7 +10,7 @@ import numpy as np
 from bridge.errors import BridgeError
 from bridge.runtime.cpu import interleaved, pool
 from bridge.runtime.cpu.portable import Matrix
-from bridge.runtime.cpu.products import ALONE, Interleaved
+from bridge.runtime.cpu.products import Interleaved
 from bridge.runtime.cpu.repack import repacker
 
 _HUGE = 1 << 21  # bytes of a huge page
@@ -64,7 +64,7 @@ class Prepared(Interleaved):
         repack = repacker(self.block.name, self.lanes)
         codes_from = self.layout.codes_from(self.blocks)
         threads = pool.get_num_threads()
-        step = max(-(-self.groups // (4 * threads)), ALONE // self.stride + 1)
+        step = max(-(-self.groups // (4 * threads)), pool.ALONE // self.stride + 1)
         starts = range(0, self.groups, step)
 
         def part(first: int) -> int:

@@ -13,13 +13,12 @@ import numpy as np
 
 from bridge.blocks import BLOCKS
 from bridge.jit import inner, specialize
-from bridge.runtime.cpu import pool, targets
+from bridge.runtime.cpu import targets
 from bridge.runtime.cpu.activations import copier, float_record, quantizer, record_of
 from bridge.runtime.cpu.layout import Layout
-from bridge.runtime.cpu.pool import run
+from bridge.runtime.cpu.pool import ALONE, run, share
 from bridge.runtime.cpu.portable import Dequantizing, Matrix
 
-ALONE = 1 << 17  # bytes of weights below which waking others costs more than it saves
 _NEAR = 1 << 23  # bytes of weights that stay in the cache from one product to the next
 
 _numbers = count(1)
@@ -29,7 +28,7 @@ _last = 0  # the number of the engine that ran last
 fill: Any = None
 
 
-def _product(x, y, columns, record, blocks, lanes, state, threads, function, weights, stride):
+def _product(state, threads, x, y, columns, record, blocks, lanes, function, weights, stride):
     """y[tokens, rows] = x W^T with a kernel of `columns` columns; y may have less rows than the row groups have."""
     tokens, rows = y.shape
     groups = -(-rows // lanes)
@@ -118,14 +117,5 @@ class Interleaved:
             plan = (_compiled(self.block.name, integer), record, *self.kernel(columns, integer, near))
             self._plans[columns, integer, near] = plan
         product, record, function, weights = plan
-        threads = pool.get_pool() if self.groups * self.stride * x.shape[0] >= ALONE else None
-        if threads is not None and threads.state and threads.lock.acquire(blocking=False):
-            try:
-                product(
-                    x, y, columns, record, self.blocks, self.lanes, threads.state, threads.threads, function,
-                    weights, self.stride,
-                )  # fmt: skip
-            finally:
-                threads.lock.release()
-        else:  # a small tensor, one thread, or another caller has the threads
-            product(x, y, columns, record, self.blocks, self.lanes, 0, 1, function, weights, self.stride)
+        worth = self.groups * self.stride * x.shape[0] >= ALONE
+        share(worth, product, x, y, columns, record, self.blocks, self.lanes, function, weights, self.stride)

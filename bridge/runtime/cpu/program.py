@@ -22,12 +22,11 @@ from bridge.runtime.cpu import pool
 from bridge.runtime.cpu.memory import c_function, pointer
 
 ITEMS, SHARED, WORDS = 8, 9, 10
-_LEAST = 1 << 16  # bytes of weights in a range
-_MANY = 1 << 17  # bytes of weights from which threads are worth waking
+_LEAST = 1 << 16  # bytes of weights that a range has at least
 
 
 @kernel
-def _walk(table, state, threads):
+def _walk(state, threads, table):
     for i in range(table.shape[0]):
         e = table[i]
         own = state if e[SHARED] else 0
@@ -57,14 +56,7 @@ class Program:
         """Make the calls, on the pool's threads if nobody else has them."""
         if self._table is None:
             self._table = np.array(self._rows, np.int64).reshape(-1, WORDS)
-        threads = pool.get_pool()
-        if threads.state and threads.lock.acquire(blocking=False):
-            try:
-                _walk(self._table, threads.state, threads.threads)
-            finally:
-                threads.lock.release()
-        else:
-            _walk(self._table, 0, 1)
+        pool.share(True, _walk, self._table)
 
 
 class Product(NamedTuple):
@@ -112,7 +104,7 @@ def add_products(program: Program, products: list[Product]) -> None:
     block = np.array([*[word for p in products for word in p], *bounds], np.int64)
     program.keep(block)
     ranges = len(bounds) - 1
-    program.add(_several_function(), block.ctypes.data, len(products), ranges, items=ranges, shared=size >= _MANY)
+    program.add(_several_function(), block.ctypes.data, len(products), ranges, items=ranges, shared=size >= pool.ALONE)
 
 
 def _shrinking(count: int, least: int, threads: int) -> list[int]:
