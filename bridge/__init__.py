@@ -4,6 +4,7 @@
     bridge.open_checkpoint("folder")                      what is in a checkpoint, module by module
     bridge.open_gguf("model.gguf")                        a GGUF's tensors, ready to multiply
     bridge.Model.load("model.gguf")                       a language model, ready to generate text
+    bridge.nn.replace_linears(model, "model.gguf")        a GGUF's weights under a transformers model
     bridge.verify("model.gguf", "folder")                 how close a GGUF on disk is to its checkpoint
     bridge.repack("model-gptq", "model-v2", "gptq_v2")    GPTQ v1 <-> v2, labels mended
 
@@ -27,6 +28,7 @@ _LAZY = {
     "Model": "bridge.runtime.model",
     "verify": "bridge.verification",
 }
+_LAZY_MODULES = {"nn": "bridge.runtime.nn"}
 
 # In a checkout, cuda/ stands beside bridge/ and is imported as bridge.cuda; beside an installed bridge/ it is NVIDIA's
 if (Path(__file__).parent.parent / "cuda" / "matvec.py").is_file():
@@ -34,12 +36,16 @@ if (Path(__file__).parent.parent / "cuda" / "matvec.py").is_file():
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _LAZY:
+    value: Any
+    if name in _LAZY:
+        value = getattr(importlib.import_module(_LAZY[name]), name)
+    elif name in _LAZY_MODULES:
+        value = importlib.import_module(_LAZY_MODULES[name])
+    else:
         raise AttributeError(f"module 'bridge' has no attribute {name!r}")
-    value = getattr(importlib.import_module(_LAZY[name]), name)
     globals()[name] = value
     return value
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), *_LAZY])
+    return sorted([*globals(), *_LAZY, *_LAZY_MODULES])

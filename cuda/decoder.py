@@ -21,9 +21,10 @@ from bridge.cuda.kv_cache import KVCache
 from bridge.cuda.products import Launch
 from bridge.cuda.prompt import attend, rms
 from bridge.cuda.step import Step
-from bridge.cuda.weights import DeviceWeights, needed
+from bridge.cuda.weights import DeviceWeights, matrix_bytes
 
 from bridge.errors import BridgeError
+from bridge.runtime.batches import last_states
 from bridge.runtime.decoder_config import DecoderConfig
 from bridge.runtime.reader import GGUFFile
 from bridge.runtime.sampling import Sampler
@@ -45,7 +46,7 @@ class Decoder:
         self.cache = KVCache(config, context, kv)
         self._in_file: Any = read_weights(file, config)
         self.vocab = self._in_file.embedding.shape[0]
-        self.nbytes = needed(self._in_file, precision) + self.cache.nbytes  # of weights and cache
+        self.nbytes = matrix_bytes(self._in_file, precision) + self.cache.nbytes  # of weights and cache
         with self._active():
             self.device.check_memory(self.nbytes + _WORK, f"{file.path} with a context of {context}")
         self.graphs = devices.captures()  # False: every launch by itself
@@ -171,14 +172,8 @@ class Decoder:
         import torch
 
         self.cache.length = 0
-        kept = []
-        for at in range(0, len(tokens), BATCH):
-            batch = tokens[at : at + BATCH]
-            hidden = self._batch(batch)
-            first = max(0, len(tokens) - keep - at)
-            if first < len(batch):
-                kept.append(rms(hidden[first:], self.weights.output_norm, self.config.norm_eps))
-        return torch.cat(kept)
+        norm, eps = self.weights.output_norm, self.config.norm_eps
+        return torch.cat([rms(states, norm, eps) for states in last_states(self._batch, tokens, BATCH, keep)])
 
     def _batch(self, tokens: Sequence[int]) -> Any:
         """Append tokens to the cache; their hidden states, f32 [n, hidden]."""

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from bridge.errors import BridgeError
+from bridge.runtime.arguments import is_torch
 
 _OLDEST = (7, 5)  # compute capability: what CUDA 13 still compiles for
 
@@ -166,9 +167,9 @@ class Device:
             cuda.default_stream().synchronize()  # other streams of torch do not wait for what is still on its way
         return memory
 
-    def nothing(self) -> Any:
+    def placeholder(self) -> Any:
         """float32 [1], for an argument that a kernel does not look at."""
-        return _nothing(self)
+        return _placeholder(self)
 
     def stream(self) -> Any:
         """torch's current stream, as numba knows streams; the default one where torch is not in use."""
@@ -183,7 +184,7 @@ class Device:
 
 
 @cache
-def _nothing(device: Device) -> Any:
+def _placeholder(device: Device) -> Any:
     return device.empty(4).view(np.float32)
 
 
@@ -281,7 +282,7 @@ def view(x: Any) -> Any:
 
     A kernel of one signature does not look at strides: raises BridgeError for a tensor that is not contiguous.
     """
-    if type(x).__module__.partition(".")[0] == "torch":
+    if is_torch(x):
         x = x.detach()
         if not x.is_contiguous():
             raise BridgeError(f"a tensor {list(x.shape)} with strides {list(x.stride())}; a contiguous one is wanted")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from bridge.cuda.device import Device, torch_device
 
-from bridge.errors import BridgeError
+from bridge.runtime.arguments import check_matrix
 from bridge.runtime.quant_tensor import QuantTensor
 
 KINDS = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}  # what holds a type as it is; others become float16
@@ -24,8 +24,7 @@ class FloatMatrix:
         """Raises BridgeError where the tensor is no matrix, and where memory does not suffice."""
         import torch
 
-        if len(tensor.shape) != 2:
-            raise BridgeError(f"{tensor.name}: no matrix, its shape is {list(tensor.shape)}")
+        check_matrix(tensor)
         self.name, self.device = tensor.name, device
         self.rows, self.columns = tensor.shape
         dtype = getattr(torch, kind_of(tensor.type, precision))

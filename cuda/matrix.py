@@ -17,6 +17,7 @@ from bridge.cuda.layout import UNIT, Layout, repacker
 from bridge.blocks import BLOCKS
 from bridge.cpus import usable_cpus
 from bridge.errors import BridgeError
+from bridge.runtime.arguments import check_matrix
 from bridge.runtime.quant_tensor import QuantTensor
 
 _PART = 1 << 22  # bytes repacked at a time by one thread
@@ -49,8 +50,7 @@ class DeviceMatrix:
         found = devices.require(device)
         first = tensors[0]
         for tensor in tensors:
-            if len(tensor.shape) != 2:
-                raise BridgeError(f"{tensor.name}: no matrix, its shape is {list(tensor.shape)}")
+            check_matrix(tensor)
             if tensor.type not in BLOCKS:
                 raise BridgeError(
                     f"{tensor.name}: no CUDA kernel for {tensor.type}; there is one for {', '.join(BLOCKS)}"

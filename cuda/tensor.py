@@ -20,9 +20,8 @@ from bridge.cuda.matmul import Multiplier
 from bridge.cuda.matrix import DeviceMatrix
 
 from bridge.errors import BridgeError
+from bridge.runtime.arguments import check_indices, check_input, check_out, check_precision, is_torch
 from bridge.runtime.quant_tensor import QuantTensor
-
-_PRECISIONS = ("int8", "f32")
 
 
 class CudaTensor:
@@ -97,8 +96,7 @@ class CudaTensor:
     def _product(self, x: Any, out: Any, precision: str, dimensions: int) -> Any:
         import torch
 
-        if precision not in _PRECISIONS:
-            raise BridgeError(f"precision {precision!r}: int8 and f32 are known")
+        check_precision(precision)
         values = self._input(x, dimensions)
         tokens, rows = values.shape[0], self.shape[0]
         shape = (rows,) if dimensions == 1 else (tokens, rows)
@@ -113,7 +111,7 @@ class CudaTensor:
         return result
 
     def _check_place(self, what: str, tensor: Any) -> None:
-        if type(tensor).__module__.partition(".")[0] != "torch" or not hasattr(tensor, "detach"):
+        if not is_torch(tensor):
             raise BridgeError(f"{self.name}: {what} is a {type(tensor).__name__}; a torch tensor is wanted")
         wanted = devices.torch_device(self.matrix.device)
         if str(tensor.device) != wanted:
@@ -124,17 +122,12 @@ class CudaTensor:
         self._check_place("x", x)
         if devices.kind(x) is None:
             raise BridgeError(f"{self.name}: x has dtype {x.dtype}; float32, float16 or bfloat16 is wanted")
-        if x.ndim != dimensions or x.shape[-1] != self.shape[1]:
-            wanted = f"[{self.shape[1]}]" if dimensions == 1 else f"[tokens, {self.shape[1]}]"
-            raise BridgeError(f"{self.name}: x has shape {list(x.shape)}; {wanted} is wanted")
+        check_input(self, x, dimensions)
         return x.detach().contiguous().view(-1, self.shape[1])
 
     def _checked_out(self, out: Any, shape: tuple[int, ...]) -> Any:
         self._check_place("out", out)
-        if devices.kind(out) != "f32" or tuple(out.shape) != shape or not out.is_contiguous():
-            raise BridgeError(
-                f"{self.name}: out is {out.dtype} {list(out.shape)}; contiguous float32 {list(shape)} is wanted"
-            )
+        check_out(self, out, shape, devices.kind(out) == "f32" and out.is_contiguous())
         return out.detach()
 
     # weights
@@ -157,13 +150,7 @@ class CudaTensor:
 
         place = devices.torch_device(self.matrix.device)
         chosen = torch.as_tensor(indices)
-        if chosen.ndim != 1 or chosen.dtype.is_floating_point or chosen.dtype == torch.bool:
-            raise BridgeError(
-                f"{self.name}: row indices are {chosen.dtype} {list(chosen.shape)}; integers [n] are wanted"
-            )
-        if chosen.numel() and not 0 <= int(chosen.min()) <= int(chosen.max()) < self.shape[0]:
-            wrong = int(chosen.min()) if int(chosen.min()) < 0 else int(chosen.max())
-            raise BridgeError(f"{self.name}: row {wrong} of {self.shape[0]}")
+        check_indices(self, chosen, not chosen.dtype.is_floating_point and chosen.dtype != torch.bool)
         chosen = chosen.to(place, torch.int32).contiguous()
         out = torch.empty((len(chosen), self.shape[1]), device=place)
         with self.matrix.device.active():

@@ -16,7 +16,7 @@ from bridge.runtime.decoder_config import DecoderConfig
 from bridge.runtime.weights import Layer, Weights
 
 
-def needed(w: Weights, precision: str) -> int:
+def matrix_bytes(w: Weights, precision: str) -> int:
     """Bytes that the matrices take on the device."""
     matrices = {id(t): t for t in (w.embedding, w.output, *(m for layer in w.layers for m in layer.matrices))}
     return sum(device_bytes(tensor, precision) for tensor in matrices.values())

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 from bridge.errors import BridgeError
-from bridge.models.rope import interleaved_rows
 from bridge.plan import FROM_CONFIG, Outline, number
+from bridge.row_order import interleaved_rows
 from tests.conftest import CHECKPOINT
 from tests.support.float_gguf import outline_of, write_keys
 from tests.support.tiny_vocab import NAMES, write_config

@@ -84,8 +84,6 @@ def test_a_models_tokens_are_those_of_llama_cpp(name: str, converted, wiki_text:
 
 @pytest.mark.parametrize("arch", ["llama", "qwen3"])
 def test_a_gguf_under_a_transformers_model_predicts_what_its_weights_do(arch: str, converted) -> None:
-    import bridge.nn
-
     name = f"{arch}-gptq-4bit-g128-sym"
     path, _ = converted(name)
     weights = gguf_weights(path)
@@ -103,8 +101,6 @@ def test_a_gguf_under_a_transformers_model_predicts_what_its_weights_do(arch: st
 
 
 def test_a_quantized_linear_is_a_linear(tmp_path: Path) -> None:
-    import bridge.nn
-
     bridge.convert(ROOT / "tests/data/qwen3-gptq-4bit-g128-sym", tmp_path / "m.gguf")
     tensor = bridge.open_gguf(tmp_path / "m.gguf")["blk.0.ffn_up.weight"]
     bias = torch.randn(tensor.shape[0])
@@ -124,8 +120,6 @@ def test_a_quantized_linear_is_a_linear(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("tokens", [1, 5])
 def test_gradients_pass_through_a_quantized_linear(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    import bridge.nn
-
     monkeypatch.setattr(bridge.nn, "_TILE", 600)  # two rows, and one that is left
     tensor, weights = random_matrix(BLOCKS["Q4_K"], 5, 256)
     order, bias = np.array([3, 0, 4, 1, 2]), torch.randn(5)
@@ -147,8 +141,6 @@ def test_gradients_pass_through_a_quantized_linear(tokens: int, monkeypatch: pyt
 
 def test_a_gguf_of_another_model_is_refused(tmp_path: Path) -> None:
     import transformers
-
-    import bridge.nn
 
     bridge.convert(ROOT / "tests/data/qwen3-gptq-4bit-g128-sym", tmp_path / "m.gguf")
     config = transformers.Qwen3Config(**(COMMON | {"num_hidden_layers": 4}))

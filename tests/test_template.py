@@ -20,8 +20,8 @@ from bridge.cli import main
 from bridge.describe import describe
 from bridge.errors import BridgeError
 from bridge.importance import Importance
-from bridge.models.rope import interleaved_rows
 from bridge.planning import outline_of
+from bridge.row_order import interleaved_rows
 from bridge.template.match import Matrix, find_in_several, find_rows
 from bridge.template.names import candidates
 from bridge.verification import failures, verify

@@ -55,15 +55,6 @@ class Rope:
                 writer.add_rope_scaling_attn_factors(self.attention_factor)
 
 
-def interleaved_rows(heads: int, head_dim: int) -> np.ndarray:
-    """int64 [heads * head_dim]: the Hugging Face row of each GGUF row of q or k.
-
-    GGUF row 2j + s of a head is its row s * head_dim/2 + j.
-    """
-    rows = np.arange(heads * head_dim, dtype=np.int64).reshape(heads, 2, head_dim // 2)
-    return rows.swapaxes(1, 2).reshape(-1)
-
-
 def read_rope(config: Config, head_dim: int, default_base: float = 10000.0) -> Rope:
     """The rope of a config; `BridgeError` for rules that llama.cpp has no counterpart of."""
     rules = config.get("rope_parameters") or config.get("rope_scaling") or {}

@@ -12,8 +12,8 @@ import numpy as np
 from bridge.errors import BridgeError
 from bridge.models.arguments import Arguments
 from bridge.models.family import EMBEDDINGS, HEAD, Family, Row
-from bridge.models.rope import interleaved_rows
 from bridge.plan import AS_IT_IS, FROM_CONFIG, Fold, Outline, Part, PlannedTensor
+from bridge.row_order import interleaved_rows
 
 _LAYER = re.compile(r"\.layers\.(\d+)\.")
 # buffers that old checkpoints carry and every runtime computes anew

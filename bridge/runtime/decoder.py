@@ -26,6 +26,7 @@ from typing import Any
 import numpy as np
 
 from bridge.blocks import BLOCKS
+from bridge.runtime.batches import last_states
 from bridge.runtime.cpu import attention as attn
 from bridge.runtime.cpu import decoder_ops as ops
 from bridge.runtime.cpu.program import Product, Program, add_products
@@ -38,7 +39,7 @@ from bridge.runtime.sampling import Sampler
 from bridge.runtime.weights import Layer, read_weights
 
 BATCH = 512  # tokens that pass through the layers together
-_PARTS = 8  # of the weights, one repacked before each batch
+_PARTS = 8  # the weights are repacked in so many parts, one before each batch
 
 
 class Decoder:
@@ -46,7 +47,7 @@ class Decoder:
 
     def __init__(self, file: GGUFFile, config: DecoderConfig, context: int, kv: str, precision: str):
         self.config, self.precision = config, precision
-        weights = read_weights(file, config, experts=True)  # first: memory is taken for sizes that the file has
+        weights = read_weights(file, config, experts=True)  # checks what the cache takes memory for
         self.cache = KVCache(config, context, kv)
         self.embedding, self.output = weights.embedding, weights.output
         self.vocab = self.embedding.shape[0]
@@ -59,7 +60,7 @@ class Decoder:
         self._work: dict[int, _Work] = {}
         self._token: Program | None = None
         self._matrices = [m for layer in self.layers for m in layer.matrices] + [self.output]
-        self._prepared = 0  # of them
+        self._prepared = 0  # so many of these matrices are repacked
         self._begun = False
         self.preparing = 0.0  # seconds that repacking has taken so far
 
@@ -87,20 +88,12 @@ class Decoder:
 
         The tokens must fit the cache, `Model` sees to that.
         """
-        kept = []
-        for at in range(0, len(tokens), BATCH):
-            batch = tokens[at : at + BATCH]
-            hidden = self._batch(batch)
-            first = max(0, len(tokens) - keep - at)
-            if first < len(batch):
-                kept.append(hidden[first:].copy())
-        return np.concatenate(kept)
+        return np.concatenate([hidden.copy() for hidden in last_states(self._batch, tokens, BATCH, keep)])
 
     def logits(self, hidden: np.ndarray) -> np.ndarray:
         """float32 [n, vocab] of hidden states [n, hidden]."""
-        if len(hidden) == 1:
-            return self.output.matvec(hidden[0], precision=self.precision)[None]
-        return self.output.matmul(hidden, precision=self.precision)
+        scores: np.ndarray = self.output.matmul(hidden, precision=self.precision)
+        return scores
 
     def scores(self, tokens: Sequence[int], keep: int) -> np.ndarray:
         """float32 [keep, vocab] of the last `keep` tokens, from an empty context."""
@@ -144,24 +137,18 @@ class Decoder:
         for layer, (before, middle, after, end) in zip(self.layers, work.programs, strict=True):
             before.run()
             for matrix, y in ((layer.q, work.q), (layer.k, work.k), (layer.v, work.v)):
-                self._multiply(matrix, work.xn, y)
+                matrix.matmul(work.xn, y, self.precision)
             middle.run()
-            self._multiply(layer.o, work.attended, work.delta)
+            layer.o.matmul(work.attended, work.delta, self.precision)
             after.run()
             if layer.experts is not None:
                 work.delta[:] = mix(layer.experts, work.xn, self.config, self.precision)
                 continue
-            self._multiply(layer.gate, work.xn, work.gate)
-            self._multiply(layer.up, work.xn, work.up)
+            layer.gate.matmul(work.xn, work.gate, self.precision)
+            layer.up.matmul(work.xn, work.up, self.precision)
             end.run()
-            self._multiply(layer.down, work.gate, work.delta)
+            layer.down.matmul(work.gate, work.delta, self.precision)
         work.last.run()
-
-    def _multiply(self, matrix: QuantTensor, x: np.ndarray, y: np.ndarray) -> None:
-        if len(x) == 1:
-            matrix.matvec(x[0], y[0], self.precision)
-        else:
-            matrix.matmul(x, y, self.precision)
 
     # tables of calls
 

@@ -28,7 +28,7 @@ def choose(device: str) -> tuple[str, str | None]:
     try:
         return str(devices.require("cuda")), None
     except BridgeError as problem:  # nothing of CUDA, or a GPU that is too old
-        return "cpu", on_cpu(str(problem).removeprefix("device 'cuda': "))
+        return "cpu", cpu_note(str(problem).removeprefix("device 'cuda': "))
 
 
 def cuda(module: str) -> Any:
@@ -36,6 +36,6 @@ def cuda(module: str) -> Any:
     return importlib.import_module(f"bridge.cuda.{module}")
 
 
-def on_cpu(reason: object) -> str:
+def cpu_note(reason: object) -> str:
     """What "auto" says of a machine or a model that cannot use CUDA."""
     return f"running on the CPU: {reason}"

@@ -40,14 +40,9 @@ def route(logits: np.ndarray, used: int, normalized: bool) -> tuple[np.ndarray, 
 
 def _network(matrices: tuple[QuantTensor, QuantTensor, QuantTensor], x: np.ndarray, precision: str) -> np.ndarray:
     gate, up, down = matrices
-    g, u = _product(gate, x, precision), _product(up, x, precision)
-    return _product(down, g * _sigmoid(g) * u, precision)
-
-
-def _product(matrix: QuantTensor, x: np.ndarray, precision: str) -> np.ndarray:
-    if len(x) == 1:
-        return matrix.matvec(x[0], precision=precision)[None]
-    return matrix.matmul(x, precision=precision)
+    g, u = gate.matmul(x, precision=precision), up.matmul(x, precision=precision)
+    y: np.ndarray = down.matmul(g * _sigmoid(g) * u, precision=precision)
+    return y
 
 
 def _sigmoid(x: np.ndarray) -> np.ndarray:

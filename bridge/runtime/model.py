@@ -25,9 +25,10 @@ from typing import Any
 import numpy as np
 
 from bridge.errors import BridgeError
+from bridge.runtime.arguments import check_precision
 from bridge.runtime.decoder import Decoder
 from bridge.runtime.decoder_config import DecoderConfig, read_config
-from bridge.runtime.devices import choose, cuda, on_cpu
+from bridge.runtime.devices import choose, cpu_note, cuda
 from bridge.runtime.reader import GGUFFile, open_gguf
 from bridge.runtime.sampling import Sampler, Sampling
 from bridge.runtime.tokenizer import Tokenizer
@@ -62,8 +63,8 @@ class Model:
         self.timing = Timing()
         self._file = file
         self._lock = threading.Lock()  # held while something is computed
-        self._turn = 0  # of the call that has the context
-        self._decoder = self._on(device, file, kv, precision)
+        self._turn = 0  # number of the last call: it has the context
+        self._decoder = self._decoder_on(device, file, kv, precision)
         if len(self.tokenizer) > self._decoder.vocab:
             raise BridgeError(
                 f"{self.path}: {len(self.tokenizer)} tokens, but token_embd.weight has {self._decoder.vocab} rows; "
@@ -93,8 +94,7 @@ class Model:
             BridgeError: no such file, a damaged one, an architecture or a tokenizer that is unknown here; a device
                 that is missing or has too little memory.
         """
-        if precision not in ("int8", "f32"):
-            raise BridgeError(f"precision {precision!r}: int8 and f32 are known")
+        check_precision(precision)
         if (context is not None and context < 1) or (threads is not None and threads < 1):
             raise BridgeError(f"context {context}, threads {threads}: at least 1 of each is needed")
         if threads is not None:
@@ -103,7 +103,7 @@ class Model:
             pool.set_num_threads(threads)
         return cls(open_gguf(path), kv, context, precision, str(device))
 
-    def _on(self, device: str, file: GGUFFile, kv: str, precision: str) -> Any:
+    def _decoder_on(self, device: str, file: GGUFFile, kv: str, precision: str) -> Any:
         """The decoder on a device; "auto" leaves a note where it is the CPU."""
         chosen, self.note = choose(device)
         if chosen != "cpu":
@@ -112,7 +112,7 @@ class Model:
             except BridgeError as problem:
                 if device != "auto":
                     raise
-                self.note = on_cpu(problem)
+                self.note = cpu_note(problem)
         return Decoder(file, self.config, self.context, kv, precision)
 
     @property

@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from bridge.errors import BridgeError
+from bridge.runtime.arguments import check_indices, check_input, check_matrix, check_out, check_precision, is_torch
 from bridge.runtime.devices import cuda
 
 if TYPE_CHECKING:
     from bridge.runtime.cpu.portable import Engine
 
-_PRECISIONS = ("int8", "f32")
 _TILE = 1 << 22  # weights dequantized at a time
 
 
@@ -85,10 +85,8 @@ class QuantTensor:
         return self._product(x, out, precision, 2)
 
     def _product(self, x: Any, out: Any, precision: str, dimensions: int) -> Any:
-        if len(self.shape) != 2:
-            raise BridgeError(f"{self.name}: no matrix, its shape is {list(self.shape)}")
-        if precision not in _PRECISIONS:
-            raise BridgeError(f"precision {precision!r}: int8 and f32 are known")
+        check_matrix(self)
+        check_precision(precision)
         if isinstance(x, np.memmap):
             x = np.asarray(x)
         values = self._input(x, dimensions)
@@ -112,7 +110,7 @@ class QuantTensor:
             values = x
             if x.dtype.kind != "f" and x.dtype.name != "bfloat16":
                 raise BridgeError(f"{self.name}: x has dtype {x.dtype}; float32 is wanted")
-        elif type(x).__module__.partition(".")[0] == "torch" and hasattr(x, "detach"):
+        elif is_torch(x):
             if x.device.type != "cpu":
                 raise BridgeError(f"{self.name}: x is on {x.device}, the tensor on the CPU")
             if not x.dtype.is_floating_point or str(x.layout) != "torch.strided":
@@ -120,9 +118,7 @@ class QuantTensor:
             values = x.float().numpy(force=True)
         else:
             raise BridgeError(f"{self.name}: x is a {type(x).__name__}; a numpy array or a torch tensor is wanted")
-        if values.ndim != dimensions or values.shape[-1] != self.shape[1]:
-            wanted = f"[{self.shape[1]}]" if dimensions == 1 else f"[tokens, {self.shape[1]}]"
-            raise BridgeError(f"{self.name}: x has shape {list(values.shape)}; {wanted} is wanted")
+        check_input(self, values, dimensions)
         if values.dtype != np.float32 or not values.flags.c_contiguous:
             values = np.ascontiguousarray(values, np.float32)
         return values
@@ -137,15 +133,8 @@ class QuantTensor:
                 f"{self.name}: out is {out.dtype} on {out.device}; contiguous float32 {list(shape)} on the CPU is "
                 "wanted"
             ) from None
-        if (
-            array.dtype != np.float32
-            or array.shape != shape
-            or not array.flags.c_contiguous
-            or not array.flags.writeable
-        ):
-            raise BridgeError(
-                f"{self.name}: out is {array.dtype} {list(array.shape)}; contiguous float32 {list(shape)} is wanted"
-            )
+        flags = array.flags
+        check_out(self, array, shape, array.dtype == np.float32 and flags.c_contiguous and flags.writeable)
         return array
 
     # weights
@@ -166,17 +155,9 @@ class QuantTensor:
         """Rows of a matrix (an embedding look-up) for integer indices [n]: float32 [n, in]."""
         from bridge.runtime.cpu import dequantize
 
-        if len(self.shape) != 2:
-            raise BridgeError(f"{self.name}: no matrix, its shape is {list(self.shape)}")
+        check_matrix(self)
         chosen = np.atleast_1d(np.asarray(indices))
-        if chosen.ndim != 1 or (chosen.size and chosen.dtype.kind not in "iu"):
-            raise BridgeError(
-                f"{self.name}: row indices are {chosen.dtype} {list(chosen.shape)}; integers [n] are wanted"
-            )
-        if chosen.size and not 0 <= chosen.min() <= chosen.max() < self.shape[0]:
-            raise BridgeError(
-                f"{self.name}: row {chosen.max() if chosen.min() >= 0 else chosen.min()} of {self.shape[0]}"
-            )
+        check_indices(self, chosen, chosen.dtype.kind in "iu")
         return dequantize.rows(self.type, self.raw.reshape(self.shape[0], -1)[chosen.astype(np.int64)])
 
     # placement
@@ -190,8 +171,7 @@ class QuantTensor:
         if not self._prepared:
             from bridge.runtime.cpu import engine
 
-            if len(self.shape) != 2:
-                raise BridgeError(f"{self.name}: no matrix, its shape is {list(self.shape)}")
+            check_matrix(self)
             self._engine = engine.prepare(self)
             self._prepared = True
         return self

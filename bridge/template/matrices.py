@@ -22,7 +22,7 @@ import numpy as np
 from bridge.checkpoint import Checkpoint
 from bridge.cpus import usable_cpus
 from bridge.errors import BridgeError
-from bridge.models.rope import interleaved_rows
+from bridge.row_order import interleaved_rows
 from bridge.runtime.cpu import dequantize
 from bridge.runtime.quant_tensor import QuantTensor
 from bridge.runtime.reader import GGUFFile

@@ -17,8 +17,10 @@ import torch
 from torch import nn
 
 from bridge.errors import BridgeError
+from bridge.row_order import interleaved_rows
 from bridge.runtime import GGUFFile, QuantTensor, open_gguf
-from bridge.runtime.decoder_config import DecoderConfig, read_config
+from bridge.runtime.arguments import check_matrix
+from bridge.runtime.decoder_config import read_config
 
 _LINEARS = {
     "self_attn.q_proj": "attn_q",
@@ -46,8 +48,6 @@ class _Product(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, tensor: QuantTensor, precision: str) -> Any:
         ctx.tensor = tensor
-        if len(x) == 1:
-            return tensor.matvec(x[0], precision=precision)[None]
         return tensor.matmul(x, precision=precision)
 
     @staticmethod
@@ -76,8 +76,7 @@ class QuantLinear(nn.Module):
         precision: str = "int8",
     ):
         super().__init__()
-        if len(tensor.shape) != 2:
-            raise BridgeError(f"{tensor.name}: no matrix, its shape is {list(tensor.shape)}")
+        check_matrix(tensor)
         self.tensor = tensor
         self.out_features, self.in_features = tensor.shape
         self.precision = precision
@@ -139,7 +138,7 @@ def replace_linears(
     for i in range(config.layers):
         for path, part in _LINEARS.items():
             heads = {"attn_q": config.heads, "attn_k": config.kv_heads}.get(part)
-            order = _hugging_face_order(config, heads) if heads and config.neighbours else None
+            order = np.argsort(interleaved_rows(heads, config.head_dim)) if heads and config.neighbours else None
             _replace_linear(model, f"model.layers.{i}.{path}", file, f"blk.{i}.{part}", order, precision, prepare)
         for path, part in _NORMS.items():
             if f"blk.{i}.{part}.weight" in file:
@@ -174,15 +173,6 @@ def _replace_norm(model: nn.Module, path: str, tensor: QuantTensor) -> None:
     _expect(path, tuple(module.weight.shape), tensor)
     values = torch.from_numpy(tensor.dequantize()).to(module.weight.dtype)
     module.weight = nn.Parameter(values, requires_grad=False)
-
-
-def _hugging_face_order(config: DecoderConfig, heads: int) -> np.ndarray:
-    """int64 [heads * head_dim]: the GGUF row of each Hugging Face row of q or k.
-
-    Row s * head_dim/2 + j of a head is GGUF's row 2j + s.
-    """
-    rows = np.arange(heads * config.head_dim, dtype=np.int64).reshape(heads, config.head_dim // 2, 2)
-    return rows.swapaxes(1, 2).reshape(-1)
 
 
 def _module(model: nn.Module, path: str) -> Any:

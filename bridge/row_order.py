@@ -1,0 +1,14 @@
+"""The order of the rows of q and k, which GGUF's llama keeps otherwise than Hugging Face does."""
+
+from __future__ import annotations
+
+import numpy as np
+
+
+def interleaved_rows(heads: int, head_dim: int) -> np.ndarray:
+    """int64 [heads * head_dim]: the Hugging Face row of each GGUF row of q or k; `np.argsort` of it is the way back.
+
+    GGUF row 2j + s of a head is its row s * head_dim/2 + j.
+    """
+    rows = np.arange(heads * head_dim, dtype=np.int64).reshape(heads, 2, head_dim // 2)
+    return rows.swapaxes(1, 2).reshape(-1)

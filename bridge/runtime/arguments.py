@@ -1,0 +1,52 @@
+"""What products and look-ups are given, checked alike on the CPU and on a GPU. All raise BridgeError."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from bridge.errors import BridgeError
+
+_PRECISIONS = ("int8", "f32")
+
+
+def is_torch(x: Any) -> bool:
+    """Whether it is a tensor of torch, which is not imported to find out."""
+    return type(x).__module__.partition(".")[0] == "torch" and hasattr(x, "detach")
+
+
+def check_precision(precision: str) -> None:
+    """Of the activations: "int8" or "f32"."""
+    if precision not in _PRECISIONS:
+        raise BridgeError(f"precision {precision!r}: int8 and f32 are known")
+
+
+def check_matrix(tensor: Any) -> None:
+    """A tensor that is multiplied has two dimensions."""
+    if len(tensor.shape) != 2:
+        raise BridgeError(f"{tensor.name}: no matrix, its shape is {list(tensor.shape)}")
+
+
+def check_input(tensor: Any, x: Any, dimensions: int) -> None:
+    """x is [in] or [tokens, in] of a tensor [out, in]."""
+    columns = tensor.shape[1]
+    if x.ndim != dimensions or x.shape[-1] != columns:
+        wanted = f"[{columns}]" if dimensions == 1 else f"[tokens, {columns}]"
+        raise BridgeError(f"{tensor.name}: x has shape {list(x.shape)}; {wanted} is wanted")
+
+
+def check_out(tensor: Any, out: Any, shape: tuple[int, ...], usable: bool) -> None:
+    """out has the result's shape, and is `usable`: float32 and contiguous."""
+    if not usable or tuple(out.shape) != shape:
+        raise BridgeError(
+            f"{tensor.name}: out is {out.dtype} {list(out.shape)}; contiguous float32 {list(shape)} is wanted"
+        )
+
+
+def check_indices(tensor: Any, indices: Any, integers: bool) -> None:
+    """Indices [n], numpy's or torch's, are integers and rows of the tensor."""
+    if indices.ndim != 1 or (len(indices) and not integers):
+        raise BridgeError(
+            f"{tensor.name}: row indices are {indices.dtype} {list(indices.shape)}; integers [n] are wanted"
+        )
+    if len(indices) and not 0 <= (least := int(indices.min())) <= (most := int(indices.max())) < tensor.shape[0]:
+        raise BridgeError(f"{tensor.name}: row {least if least < 0 else most} of {tensor.shape[0]}")
