@@ -9,8 +9,8 @@ from __future__ import annotations
 from typing import Any
 
 from bridge.cuda import dequantize, matvec
+from bridge.cuda import device as devices
 from bridge.cuda.activations import COLUMNS, Records
-from bridge.cuda.device import Device, capturing, view
 from bridge.cuda.floats import FloatMatrix
 from bridge.cuda.matrix import DeviceMatrix
 
@@ -26,7 +26,7 @@ class Multiplier:
     It owns the records of up to 8 tokens, so what shares one works on one stream at a time.
     """
 
-    def __init__(self, device: Device, precision: str):
+    def __init__(self, device: devices.Device, precision: str):
         self.device, self.precision = device, precision
         self._records: dict[int, Records] = {}
 
@@ -42,7 +42,7 @@ class Multiplier:
             return
         out = y if y.is_contiguous() else torch.empty(y.shape, dtype=y.dtype, device=y.device)
         records = self._records_of(matrix, stream).quantize(x.contiguous(), n, stream)
-        matvec.launch(matrix, records, view(out), n, stream)
+        matvec.launch(matrix, records, devices.view(out), n, stream)
         if out is not y:
             y.copy_(out)
 
@@ -59,7 +59,7 @@ class Multiplier:
     def _records_of(self, matrix: DeviceMatrix, stream: Any) -> Records:
         columns = matrix.columns
         if columns not in self._records:
-            if capturing(stream):
+            if devices.capturing(stream):
                 raise BridgeError(f"{matrix.name}: the stream is being captured; run the product once before")
             self._records[columns] = Records(columns, COLUMNS, self.device, self.precision)
         return self._records[columns]
