@@ -1,0 +1,184 @@
+"""After GPTQ: codes and scales are moved, all others held, wherever tr(E H E^T) falls.
+
+With G = (W - W') H, moving a row's weights by v changes its error by  v H v^T - 2 G v^T. So for any run of columns
+H's diagonal block and G are all that a move must know; once a run is done, G follows by one matrix product. In
+turn, for each run of columns (`Refinable.refit` and `descend`):
+
+    lines    each sub-run tries lines a * q + c near its own, each with codes found as GPTQ finds them, against the
+             sub-run's block of H and the target that G implies: W' + G H^-1. The error of that is the sum of
+             squares of what GPTQ pushes on, so a line that is worse is given up half way.
+    scales   what sub-runs share (d, dmin) by least squares in the metric of H, codes held
+    codes    coordinate descent: code j moves by round(G_j / (H_jj a_j))
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from bridge.jit import inner, kernel
+from bridge.mapping.rounding import add
+from bridge.quantize.hessian import damped, damped_factor, inverse_factor
+from bridge.quantize.rows import over_rows
+from bridge.quantize.solver import Grid, dequantize
+
+_DESCENTS = 8  # passes of coordinate descent over a run at most
+_GAIN = np.float32(0.9999)  # a line is taken only if it leaves less than this share of the error
+_ZERO = np.float32(0)
+
+
+@dataclass(frozen=True)
+class Metric:
+    """H of one run of columns, and of each sub-run what `line_codes` needs, its columns by falling diagonal.
+
+    order    int64 [subs, sub]: the columns of a sub-run as they are rounded, counted from the run's first
+    factor   float32 [subs, sub, sub]: U with H^-1 = U^T U, the diagonal inverted
+    inverse  float32 [subs, sub, sub]: H^-1
+    """
+
+    hessian: np.ndarray
+    order: np.ndarray
+    factor: np.ndarray
+    inverse: np.ndarray
+
+
+class Refinable(Grid, Protocol):
+    """A grid whose parameters can be moved."""
+
+    def refit(self, run: int, codes: np.ndarray, g: np.ndarray, metric: Metric) -> None:
+        """Move lines of a run where the error falls: codes int16 [rows, n] and g float32 [rows, n] follow."""
+
+
+def refine(weight: torch.Tensor, hessian: torch.Tensor, grid: Refinable, codes: np.ndarray, sweeps: int = 3) -> None:
+    """Move codes int16 [rows, columns] and the grid's parameters in place; tr(E H E^T) never rises.
+
+    weight float [rows, columns], hessian float [columns, columns] positive definite.
+    """
+    columns = weight.shape[1]
+    values = torch.from_numpy(dequantize(codes, grid)).to(weight)
+    spans = [slice(at, min(at + grid.run, columns)) for at in range(0, columns, grid.run)]
+    metrics = [_metric(hessian[span, span], grid.sub) for span in spans]
+    for _ in range(sweeps):
+        gradient = (weight - values) @ hessian  # anew, so that roundings do not add up
+        for run, span in enumerate(spans):
+            part = np.array(gradient[:, span].cpu().numpy(), np.float32, order="C")
+            own = np.ascontiguousarray(codes[:, span])
+            grid.refit(run, own, part, metrics[run])
+            descend(grid, run, own, part, metrics[run])
+            codes[:, span] = own
+            moved = torch.from_numpy(_values(grid, run, own)).to(weight)
+            gradient -= (moved - values[:, span]) @ hessian[span, :]
+            values[:, span] = moved
+
+
+def descend(grid: Grid, run: int, codes: np.ndarray, g: np.ndarray, metric: Metric) -> None:
+    """Coordinate descent on the codes int16 [rows, n] of a run; g float32 [rows, n] follows."""
+    a = _of_run(grid, run, grid.a)
+    low, high = grid.low, grid.high
+    over_rows(len(codes), lambda r: _descend(codes[r], g[r], metric.hessian, a[r], grid.sub, low, high))
+
+
+def _of_run(grid: Grid, run: int, lines: np.ndarray) -> np.ndarray:
+    subs = grid.run // grid.sub
+    return np.ascontiguousarray(lines[:, run * subs : (run + 1) * subs], np.float32)
+
+
+def _values(grid: Grid, run: int, codes: np.ndarray) -> np.ndarray:
+    line = np.arange(codes.shape[1]) // grid.sub
+    a, c = (_of_run(grid, run, lines)[:, line] for lines in (grid.a, grid.c))
+    return a * codes.astype(np.float32) + c
+
+
+def _metric(hessian: torch.Tensor, sub: int) -> Metric:
+    h = np.array(hessian.cpu().numpy(), np.float32, order="C")
+    orders, factors, inverses = [], [], []
+    for at in range(0, len(h), sub):
+        order = at + np.argsort(-h.diagonal()[at : at + sub], kind="stable")
+        part = torch.from_numpy(h[np.ix_(order, order)].astype(np.float64))
+        factor = inverse_factor(part)
+        if factor is None:  # float32 has lost what damping there was
+            found = damped_factor(part, 1e-6)
+            factor = torch.eye(len(part), dtype=torch.float64) if found is None else found[0]
+        inverses.append((factor.T @ factor).numpy())
+        factors.append((factor - torch.diag(factor.diagonal()) + torch.diag(1 / factor.diagonal())).numpy())
+        orders.append(order)
+    return Metric(h, np.array(orders), np.array(factors, np.float32), np.array(inverses, np.float32))
+
+
+@kernel
+def _descend(codes, g, hessian, a, sub, low, high):
+    n = codes.shape[1]
+    least = np.float32(low)
+    most = np.float32(high)
+    for row in range(codes.shape[0]):
+        slope = g[row]
+        for _ in range(_DESCENTS):
+            changed = False
+            for j in range(n):
+                step = a[row, j // sub]
+                curve = hessian[j, j] * step
+                if curve == _ZERO:
+                    continue
+                old = np.float32(codes[row, j])
+                new = min(max(old + np.rint(slope[j] / curve * _GAIN), least), most)
+                if new == old:
+                    continue
+                changed = True
+                codes[row, j] = np.int16(new)
+                by = (new - old) * step
+                for k in range(n):
+                    slope[k] -= by * hessian[j, k]
+            if not changed:
+                break
+
+
+@inner
+def line_target(values, g, order, inverse, target):
+    """The target W' + G H^-1 of a sub-run, in rounding order, into `target`; the error that is left now."""
+    n = len(order)
+    left = _ZERO
+    for i in range(n):
+        by = _ZERO
+        for k in range(n):
+            by = add(by, inverse[i, k] * g[order[k]])
+        target[i] = values[order[i]] + by
+        left += by * g[order[i]]
+    return left
+
+
+@inner
+def line_codes(target, factor, a, c, low, high, bound, work, codes):
+    """Round a sub-run on the line a * q + c, GPTQ's way, codes float32 [n]; the error, or infinity from `bound` on."""
+    n = len(target)
+    for i in range(n):
+        work[i] = target[i]
+    lost = _ZERO
+    over = np.float32(1) / a if a != _ZERO else _ZERO
+    for i in range(n):
+        q = min(max(np.rint((work[i] - c) * over), low), high)
+        codes[i] = q
+        e = (work[i] - (a * q + c)) * factor[i, i]
+        lost += e * e
+        if not lost < bound:
+            return np.float32(np.inf)
+        for k in range(i + 1, n):
+            work[k] -= e * factor[i, k]
+    return lost
+
+
+@inner
+def move(order, codes, a, c, row_codes, values, g, hessian):
+    """Put codes float32 [n], in rounding order, on the line a * q + c in the place of a sub-run's; g follows."""
+    for i in range(len(order)):
+        j = order[i]
+        row_codes[j] = np.int16(codes[i])
+        value = a * codes[i] + c
+        by = value - values[j]
+        if by != _ZERO:
+            values[j] = value
+            for k in range(len(g)):
+                g[k] -= by * hessian[j, k]

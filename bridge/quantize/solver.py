@@ -1,0 +1,241 @@
+"""GPTQ (Frantar et al. 2022): round a weight matrix column by column, each error made good by the columns after it.
+
+It knows W, H and a *grid*: the values that weights may take. A grid is cut into runs of columns whose parameters
+are fitted together (a group, a superblock), and each run into sub-runs with one line a * q + c per row:
+
+    run, sub     columns in each
+    low, high    range of codes q
+    a, c         float32 [rows, columns / sub], the lines; valid for runs that were fitted
+    fit(run, weights, importance)
+
+Rows are independent, so a column's step is a compiled loop over rows (`_leaf`). What it does to later columns is
+put off and applied as matrix products: the columns are halved again and again, and once the left half is
+rounded, its errors move the right half at once.
+
+The order in which columns are rounded is free as long as a run's columns stay together, or the runs are fitted
+beforehand. The usual act-order (groups cut from the order) is this on columns that were permuted first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from bridge.errors import BridgeError
+from bridge.jit import kernel
+from bridge.quantize.hessian import damped, damped_factor
+from bridge.quantize.rows import over_rows
+
+_LEAF = 128  # columns that are rounded without a matrix product between them
+
+
+class Grid(Protocol):
+    """The values that weights may take; see the module's docstring."""
+
+    run: int
+    sub: int
+    low: int
+    high: int
+    a: np.ndarray
+    c: np.ndarray
+
+    def fit(self, run: int, weights: np.ndarray, importance: np.ndarray) -> None:
+        """Fit a run to weights [rows, run columns]; importance [run columns]: what a squared error of each costs."""
+
+
+@dataclass(frozen=True)
+class Solution:
+    """Codes int16 [rows, columns], low..high of the grid, and how they were found."""
+
+    codes: np.ndarray
+    damping: float  # that H took; infinity where no damping was enough and weights were rounded to nearest
+
+
+def solve(
+    weight: torch.Tensor,
+    hessian: torch.Tensor,
+    grid: Grid,
+    *,
+    order: np.ndarray | None = None,
+    fit_first: bool = False,
+    damping: float = 0.01,
+    cross: torch.Tensor | None = None,
+    alpha: float = 0.25,
+) -> Solution:
+    """Round weight float [rows, columns] on the grid against hessian [columns, columns].
+
+    order       int [columns], the columns in the order in which they are rounded; None: as they stand
+    fit_first   fit all runs on the weights as they are (static groups) instead of when the order reaches them
+    damping     of H, times the mean of its diagonal; tenfold where that is not enough
+    cross       GPTAQ's C [columns, columns] of `Hessian.cross`, and alpha, how much of it counts
+
+    Columns whose diagonal of H is 0 are dead: their weights are taken for 0. Raises BridgeError where the order
+    tears runs apart and `fit_first` is not set.
+    """
+    rows, columns = weight.shape
+    order = np.arange(columns) if order is None else np.asarray(order)
+    at = torch.from_numpy(order).to(weight.device)
+    hessian = hessian.to(weight)
+    importance = hessian.diagonal().cpu().numpy()
+    permuted = hessian[at][:, at]
+    found = damped_factor(permuted, damping)
+    factor, used = found or (torch.eye(columns, dtype=weight.dtype, device=weight.device), float("inf"))
+    shift = None
+    if cross is not None and found:
+        shift = alpha * torch.triu(cross.to(weight)[at][:, at] @ factor.T, 1) @ factor
+    work = weight.clone()
+    work[:, hessian.diagonal() == 0] = 0
+    if fit_first:
+        fit_all(work, grid, importance)
+    walk = _Walk(work[:, at].contiguous(), factor, shift, grid, order)
+    for begin, end in _runs(order, grid.run, fit_first):
+        walk.cuts.append((begin, end))
+    walk.importance = None if fit_first else importance
+    walk.over(walk.cuts, walk.run)
+    codes = np.empty((rows, columns), np.int16)
+    codes[:, order] = walk.codes
+    return Solution(codes, used)
+
+
+def fit_all(weight: torch.Tensor, grid: Grid, importance: np.ndarray) -> None:
+    """Fit every run on the weights as they are."""
+    values = weight.cpu().numpy()
+    for run in range(values.shape[1] // grid.run + (values.shape[1] % grid.run > 0)):
+        span = slice(run * grid.run, (run + 1) * grid.run)
+        grid.fit(run, np.ascontiguousarray(values[:, span]), importance[span])
+
+
+def round_to_nearest(weight: torch.Tensor, grid: Grid, importance: np.ndarray) -> np.ndarray:
+    """RTN: fit every run and round every weight by itself -> codes int16 [rows, columns]."""
+    fit_all(weight, grid, importance)
+    line = np.arange(weight.shape[1]) // grid.sub
+    a, c = grid.a[:, line], grid.c[:, line]
+    values = weight.cpu().numpy()
+    codes = np.rint(np.divide(values - c, a, out=np.zeros(values.shape, a.dtype), where=a != 0))
+    return np.clip(codes, grid.low, grid.high).astype(np.int16)
+
+
+def dequantize(codes: np.ndarray, grid: Grid) -> np.ndarray:
+    """The values a * q + c [rows, columns] of codes on a grid."""
+    values = np.empty(codes.shape, grid.a.dtype)
+    over_rows(len(codes), lambda rows: _dequantize(codes[rows], grid.a[rows], grid.c[rows], grid.sub, values[rows]))
+    return values
+
+
+def error(weight: torch.Tensor, values: np.ndarray | torch.Tensor, hessian: torch.Tensor) -> float:
+    """tr(E H E^T) of E = weight - values."""
+    difference = weight - torch.as_tensor(values, dtype=weight.dtype, device=weight.device)
+    return float(((difference @ hessian.to(weight)).double() * difference).sum())
+
+
+def falling(hessian: torch.Tensor, run: int) -> np.ndarray:
+    """Act-order inside fixed groups: runs by falling sum of diag H, their columns likewise -> int [columns]."""
+    diagonal = hessian.diagonal().double().cpu().numpy()
+    runs = np.arange(len(diagonal)) // run
+    sums = np.bincount(runs, diagonal)
+    return np.lexsort((np.arange(len(diagonal)), -diagonal, runs, -sums[runs]))
+
+
+def _runs(order: np.ndarray, run: int, fitted: bool) -> list[tuple[int, int]]:
+    """Spans of the order that belong to one run; leaves where runs are fitted already."""
+    if fitted:
+        starts = list(range(0, len(order), _LEAF))
+    else:
+        of_run = order // run
+        starts = [0, *(np.flatnonzero(np.diff(of_run)) + 1).tolist()]
+        if len(starts) != len(np.unique(of_run)):
+            raise BridgeError("the order of columns tears groups apart; fit the grid first, or permute the columns")
+    return list(zip(starts, [*starts[1:], len(order)], strict=True))
+
+
+class _Walk:
+    """The state of one solve, columns in the order in which they are rounded."""
+
+    def __init__(
+        self, weight: torch.Tensor, factor: torch.Tensor, shift: torch.Tensor | None, grid: Grid, order: np.ndarray
+    ) -> None:
+        self.weight, self.factor, self.shift, self.grid, self.order = weight, factor, shift, grid, order
+        self.errors = torch.zeros_like(weight)
+        self.codes = np.empty(weight.shape, np.int16)
+        self.importance: np.ndarray | None = None
+        self.cuts: list[tuple[int, int]] = []
+
+    def over(self, spans: list[tuple[int, int]], visit: Callable[[int, int], None]) -> None:
+        """Visit spans of columns in order, each with all earlier errors made good."""
+        if len(spans) == 1:
+            visit(*spans[0])
+            return
+        half = len(spans) // 2
+        self.over(spans[:half], visit)
+        begin, middle, end = spans[0][0], spans[half][0], spans[-1][1]
+        self.weight[:, middle:end] -= self.errors[:, begin:middle] @ self.factor[begin:middle, middle:end]
+        if self.shift is not None:  # what is left in `weight` of rounded columns is what they were rounded from
+            self.weight[:, middle:end] += self.weight[:, begin:middle] @ self.shift[begin:middle, middle:end]
+        self.over(spans[half:], visit)
+
+    def run(self, begin: int, end: int) -> None:
+        """Fit the run of these columns unless all are, and round it."""
+        if self.importance is not None:
+            columns = self.order[begin:end]
+            run = int(columns[0]) // self.grid.run
+            values = np.empty((len(self.codes), end - begin), self.grid.a.dtype)
+            values[:, columns - run * self.grid.run] = self.weight[:, begin:end].cpu().numpy()
+            self.grid.fit(run, values, self.importance[run * self.grid.run :][: end - begin])
+        starts = list(range(begin, end, _LEAF))
+        self.over(list(zip(starts, [*starts[1:], end], strict=True)), self.leaf)
+
+    def leaf(self, begin: int, end: int) -> None:
+        """Round some columns one after the other."""
+        lines = self.order[begin:end] // self.grid.sub
+        weight, factor = (_numpy(t) for t in (self.weight[:, begin:end], self.factor[begin:end, begin:end]))
+        shift = np.empty((0, 0), factor.dtype) if self.shift is None else _numpy(self.shift[begin:end, begin:end])
+        errors = np.empty_like(weight)
+        codes, a, c = self.codes[:, begin:end], self.grid.a, self.grid.c
+        low, high = self.grid.low, self.grid.high
+        over_rows(
+            len(codes),
+            lambda rows: _leaf(weight[rows], factor, shift, a[rows], c[rows], lines, low, high, codes[rows], errors[rows]),
+        )
+        self.errors[:, begin:end] = torch.from_numpy(errors).to(self.errors.device)
+        if self.shift is not None:
+            self.weight[:, begin:end] = torch.from_numpy(weight).to(self.weight.device)
+
+
+def _numpy(tensor: torch.Tensor) -> np.ndarray:
+    return np.array(tensor.cpu().numpy(), order="C")
+
+
+@kernel
+def _leaf(weight, factor, shift, a, c, lines, low, high, codes, errors):
+    """weight [rows, n], changed to what was rounded; factor (and shift, unless empty) [n, n]; lines int [n] into a, c;
+    codes [rows, n] and errors [rows, n] (over the factor's diagonal) are written."""
+    n = weight.shape[1]
+    least = weight.dtype.type(low)
+    most = weight.dtype.type(high)
+    for row in range(weight.shape[0]):
+        w = weight[row]
+        for i in range(n):
+            slope = weight.dtype.type(a[row, lines[i]])
+            base = weight.dtype.type(c[row, lines[i]])
+            q = np.rint((w[i] - base) / slope) if slope != 0 else slope
+            q = min(max(q, least), most)
+            codes[row, i] = np.int16(q)
+            e = (w[i] - (slope * q + base)) / factor[i, i]
+            errors[row, i] = e
+            for k in range(i + 1, n):
+                w[k] -= e * factor[i, k]
+            if len(shift):
+                value = w[i]
+                for k in range(i + 1, n):
+                    w[k] += value * shift[i, k]
+
+
+@kernel
+def _dequantize(codes, a, c, sub, values):
+    for row in range(codes.shape[0]):
+        for i in range(codes.shape[1]):
+            values[row, i] = a[row, i // sub] * a.dtype.type(codes[row, i]) + c[row, i // sub]
