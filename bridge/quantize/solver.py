@@ -115,7 +115,8 @@ def round_to_nearest(weight: torch.Tensor, grid: Grid, importance: np.ndarray) -
     line = np.arange(weight.shape[1]) // grid.sub
     a, c = grid.a[:, line], grid.c[:, line]
     values = weight.cpu().numpy()
-    codes = np.rint(np.divide(values - c, a, out=np.zeros(values.shape, a.dtype), where=a != 0))
+    inverse = np.divide(1, a, out=np.zeros_like(a), where=a != 0)
+    codes = np.rint(values * inverse - c * inverse)
     return np.clip(codes, grid.low, grid.high).astype(np.int16)
 
 
@@ -221,7 +222,7 @@ def _leaf(weight, factor, shift, a, c, lines, low, high, codes, errors):
         for i in range(n):
             slope = weight.dtype.type(a[row, lines[i]])
             base = weight.dtype.type(c[row, lines[i]])
-            q = np.rint((w[i] - base) / slope) if slope != 0 else slope
+            q = np.rint(w[i] / slope - base / slope) if slope != 0 else slope
             q = min(max(q, least), most)
             codes[row, i] = np.int16(q)
             e = (w[i] - (slope * q + base)) / factor[i, i]

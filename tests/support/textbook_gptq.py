@@ -1,0 +1,60 @@
+"""GPTQ as the paper writes it (Frantar et al. 2022, algorithm 1), plain float64 numpy: no blocks, no lazy updates.
+
+What the solver must agree with. Groups are fitted from the least to the greatest weight when their first column is
+reached; the inverse is downdated column by column, so not even a Cholesky factor is shared with the solver.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+
+def gptq(
+    weight: np.ndarray,
+    hessian: np.ndarray,
+    bits: int,
+    group_size: int,
+    symmetric: bool,
+    ties: np.ndarray,
+    damping: float = 0.01,
+) -> np.ndarray:
+    """weight [rows, columns] -> what it is rounded to, float64. A `group_size` of -1 is the whole row.
+
+    ties  int [rows, columns]: the codes to take of two that are equally near. A symmetric group's least weight, where
+          it is the widest, is such a tie, and which way it goes is noise of the last bit
+    """
+    work = weight.astype(np.float64)
+    rows, columns = work.shape
+    group_size = columns if group_size == -1 else group_size
+    high = 2**bits - 1
+    hessian = hessian.astype(np.float64)
+    dead = hessian.diagonal() == 0
+    work[:, dead] = 0
+    hessian = hessian + np.diag(damping * hessian.diagonal().mean() + dead)
+    inverse = np.linalg.inv(hessian)
+    done = np.empty_like(work)
+    scale = zero = np.zeros(rows)
+    for j in range(columns):
+        if j % group_size == 0:
+            scale, zero = _range(work[:, j : j + group_size], high, symmetric)
+        exact = work[:, j] / scale + zero
+        tied = np.abs(exact - np.floor(exact) - 0.5) < 1e-9
+        assert (np.abs(ties[:, j] - exact)[tied & (exact > 0) & (exact < high)] < 0.51).all()
+        q = np.clip(np.where(tied, ties[:, j], np.rint(exact)), 0, high)
+        done[:, j] = scale * (q - zero)
+        error = (work[:, j] - done[:, j]) / inverse[j, j]
+        work[:, j + 1 :] -= np.outer(error, inverse[j, j + 1 :])
+        inverse -= np.outer(inverse[:, j], inverse[j]) / inverse[j, j]
+    return done
+
+
+def _range(group: np.ndarray, high: int, symmetric: bool) -> tuple[np.ndarray, np.ndarray]:
+    low, top = np.minimum(group.min(1), 0), np.maximum(group.max(1), 0)
+    if symmetric:
+        top = np.maximum(-low, top)
+        low = np.where(low < 0, -top, low)
+    empty = (low == 0) & (top == 0)
+    low, top = np.where(empty, -1.0, low), np.where(empty, 1.0, top)
+    scale = (top - low) / high
+    zero = np.full(len(group), (high + 1) / 2) if symmetric else np.rint(-low / scale)
+    return scale, zero

@@ -1,0 +1,163 @@
+"""The solver against textbooks, and what must hold for any weights and Hessian."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from bridge.blocks import BLOCKS
+from bridge.errors import BridgeError
+from bridge.quantize.group_grid import GroupGrid
+from bridge.quantize.hessian import Hessian, damped, inverse_factor
+from bridge.quantize.refine import refine
+from bridge.quantize.solver import dequantize, error, falling, round_to_nearest, solve
+from bridge.quantize.superblock_grid import SuperblockGrid
+from bridge.runtime.dequantize import rows as dequantize_blocks
+from tests.support import textbook_gptq
+
+TYPES = ["Q2_K", "Q3_K", "Q4_K", "Q6_K", "Q4_0", "Q4_1", "Q8_0"]
+
+
+def layer(seed: int, rows: int, columns: int, spread: float = 1.0, dtype: Any = torch.float32) -> tuple[Any, Any]:
+    """Weights, and a Hessian of correlated inputs of uneven size."""
+    random = torch.Generator().manual_seed(seed)
+    mix = torch.eye(columns) + torch.randn(columns, columns, generator=random) / columns**0.5
+    inputs = torch.randn(4 * columns, columns, generator=random) @ mix
+    inputs *= torch.exp(spread * torch.randn(columns, generator=random))
+    hessian = Hessian("layer", columns)
+    hessian.add(inputs)
+    return torch.randn(rows, columns, generator=random).to(dtype), hessian.matrix.to(dtype)
+
+
+@pytest.mark.parametrize("symmetric", [True, False])
+@pytest.mark.parametrize(("bits", "group_size"), [(4, 128), (3, 32), (2, 64), (8, -1)])
+def test_the_solver_equals_the_textbook(bits: int, group_size: int, symmetric: bool) -> None:
+    weight, hessian = layer(bits, 24, 320, dtype=torch.float64)
+    hessian[:, 7] = hessian[7] = 0
+    grid = GroupGrid(24, 320, bits, group_size, symmetric, half=False, dtype=np.float64)
+    solution = solve(weight, hessian, grid)
+    expected = textbook_gptq.gptq(weight.numpy(), hessian.numpy(), bits, group_size, symmetric, solution.codes)
+    np.testing.assert_allclose(dequantize(solution.codes, grid), expected, atol=1e-5)
+
+
+def test_act_order_is_the_textbook_on_permuted_columns_and_g_idx_undoes_it() -> None:
+    weight, hessian = layer(1, 16, 256, dtype=torch.float64)
+    layout = np.argsort(-hessian.diagonal().numpy(), kind="stable")
+    permuted = hessian[layout][:, layout]
+    grid = GroupGrid(16, 256, 4, 64, half=False, dtype=np.float64)
+    solution = solve(weight[:, layout], permuted, grid)
+    expected = textbook_gptq.gptq(weight.numpy()[:, layout], permuted.numpy(), 4, 64, True, solution.codes)
+    tensor = grid.tensor("layer", solution.codes, layout)
+    assert not tensor.sequential
+    np.testing.assert_allclose(tensor.dequantize()[:, layout], expected, atol=1e-5)
+
+
+def test_the_factor_is_that_of_the_inverse() -> None:
+    _, hessian = layer(2, 1, 96, dtype=torch.float64)
+    factor = inverse_factor(hessian)
+    assert factor is not None
+    assert torch.equal(factor, factor.triu())
+    torch.testing.assert_close(factor.T @ factor @ hessian, torch.eye(96, dtype=torch.float64), atol=1e-8, rtol=0)
+
+
+def test_the_running_mean_is_that_of_all_tokens_at_once() -> None:
+    random = torch.Generator().manual_seed(3)
+    x, x_float = (torch.randn(700, 24, generator=random) for _ in range(2))
+    hessian = Hessian("layer", 24)
+    for a, b in ((0, 13), (13, 13), (13, 500), (500, 700)):
+        hessian.add(x[a:b], x_float[a:b])
+    torch.testing.assert_close(hessian.matrix, 2 / 700 * x.T @ x)
+    torch.testing.assert_close(hessian.cross, 2 / 700 * (x_float - x).T @ x)
+
+
+def test_activations_that_overflow_name_the_layer() -> None:
+    x = torch.ones(4, 8)
+    x[2, 3] = torch.inf
+    with pytest.raises(BridgeError, match=r"model\.layers\.2\.mlp: its inputs hold NaN or infinity"):
+        Hessian("model.layers.2.mlp", 8).add(x)
+
+
+def test_damping_rises_until_it_is_enough_and_past_the_limit_weights_are_rounded_to_nearest() -> None:
+    weight, hessian = layer(4, 8, 64)
+    indefinite = hessian - 0.05 * hessian.diagonal().mean() * torch.eye(64)
+    grid = GroupGrid(8, 64, group_size=32)
+    assert solve(weight, indefinite, grid, damping=0.001).damping > 0.001
+    hopeless = hessian - 9 * hessian.diagonal().max() * torch.eye(64)
+    solution = solve(weight, hopeless, grid)
+    assert solution.damping == float("inf")
+    nearest = GroupGrid(8, 64, group_size=32)
+    assert np.array_equal(solution.codes, round_to_nearest(weight, nearest, np.ones(64, np.float32)))
+
+
+def test_an_order_that_tears_groups_apart_wants_them_fitted_first() -> None:
+    weight, hessian = layer(5, 4, 64)
+    order = np.arange(64).reshape(2, 32).T.reshape(-1)
+    with pytest.raises(BridgeError, match="tears groups apart"):
+        solve(weight, hessian, GroupGrid(4, 64, group_size=32), order=order)
+    grid = GroupGrid(4, 64, group_size=32)
+    solution = solve(weight, hessian, grid, order=order, fit_first=True)
+    nearest = GroupGrid(4, 64, group_size=32)
+    codes = round_to_nearest(weight, nearest, hessian.diagonal().numpy())
+    assert np.array_equal(grid.scales, nearest.scales)
+    assert error(weight, dequantize(solution.codes, grid), hessian) < error(weight, dequantize(codes, nearest), hessian)
+
+
+def test_runs_fall_by_their_sum_and_columns_inside_them_by_their_own_diagonal() -> None:
+    hessian = torch.diag(torch.tensor([1.0, 5, 2, 9, 0, 3, 4, 7]))
+    assert falling(hessian, 4).tolist() == [3, 1, 2, 0, 7, 6, 5, 4]
+    assert falling(hessian, 2).tolist() == [3, 2, 7, 6, 1, 0, 5, 4]
+
+
+def test_without_a_mismatch_of_inputs_gptaq_is_gptq() -> None:
+    weight, hessian = layer(6, 8, 128)
+    grids = [GroupGrid(8, 128, group_size=32) for _ in range(2)]
+    plain = solve(weight, hessian, grids[0])
+    with_cross = solve(weight, hessian, grids[1], cross=torch.zeros_like(hessian), alpha=1.0)
+    assert np.array_equal(plain.codes, with_cross.codes)
+
+
+def test_gptaq_brings_the_outputs_nearer_to_those_of_the_float_inputs() -> None:
+    weight, _ = layer(7, 32, 256)
+    random = torch.Generator().manual_seed(8)
+    x_float = torch.randn(4000, 256, generator=random) @ (torch.eye(256) + torch.randn(256, 256, generator=random) / 16)
+    x = x_float - 0.2 * x_float.roll(1, 1) + 0.02 * torch.randn(4000, 256, generator=random)
+    hessian = Hessian("layer", 256)
+    hessian.add(x, x_float)
+    lost = []
+    for alpha in (0.0, 1.0):
+        grid = GroupGrid(32, 256, bits=6, group_size=64)
+        solution = solve(weight, hessian.matrix, grid, cross=hessian.cross, alpha=alpha)
+        values = torch.from_numpy(dequantize(solution.codes, grid))
+        lost.append(float((x_float @ weight.T - x @ values.T).square().sum()))
+    assert lost[1] < 0.9 * lost[0]
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.integers(0, 2**32 - 1), st.sampled_from(TYPES), st.sampled_from([0.0, 1.0, 2.0]), st.booleans())
+def test_on_superblocks_the_error_is_below_rtns_and_refining_never_raises_it(
+    seed: int, type: str, spread: float, ordered: bool
+) -> None:
+    weight, hessian = layer(seed, 8, 512, spread)
+    hessian = damped(hessian, 0.01)
+    block = BLOCKS[type]
+    grid = SuperblockGrid(block, 8, 512)
+    codes = round_to_nearest(weight, grid, hessian.diagonal().numpy())
+    nearest = error(weight, dequantize(codes, grid), hessian)
+    grid = SuperblockGrid(block, 8, 512)
+    solution = solve(weight, hessian, grid, order=falling(hessian, grid.run) if ordered else None, damping=0)
+    last = error(weight, dequantize(solution.codes, grid), hessian)
+    assert last <= nearest
+    for _ in range(2):
+        refine(weight, hessian, grid, solution.codes, sweeps=1)
+        values = dequantize(solution.codes, grid)
+        now = error(weight, values, hessian)
+        assert now <= last * (1 + 1e-5)
+        last = now
+    assert solution.codes.min() >= grid.low
+    assert solution.codes.max() <= grid.high
+    np.testing.assert_array_equal(dequantize_blocks(type, grid.pack(solution.codes)), values)
