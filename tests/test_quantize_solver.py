@@ -100,7 +100,7 @@ def test_an_order_that_tears_groups_apart_wants_them_fitted_first() -> None:
     with pytest.raises(BridgeError, match="tears groups apart"):
         solve(weight, hessian, GroupGrid(4, 64, group_size=32), order=order)
     grid = GroupGrid(4, 64, group_size=32)
-    solution = solve(weight, hessian, grid, order=order, fit_first=True)
+    solution = solve(weight, hessian, grid, order=order, fit="first")
     nearest = GroupGrid(4, 64, group_size=32)
     codes = round_to_nearest(weight, nearest, hessian.diagonal().numpy())
     assert np.array_equal(grid.scales, nearest.scales)

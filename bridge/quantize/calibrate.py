@@ -108,14 +108,15 @@ def quantize_block(
     """
     layers = {prefix + n: m for n, m in block.named_modules() if is_layer(m) and wanted(prefix + n)}
     originals = dict(original.named_modules(prefix=prefix.rstrip("."))) if original is not None else None
-    for stage in _stages(block, layers, feeds):
+    stages, once = _stages(block, layers, feeds)
+    for stage in stages:
         first = stage[0]
         hessian = Hessian(first, matrix(layers[first]).shape[1], next(layers[first].parameters()).device)
         for i, f in enumerate(feeds):
             floats = None
             if originals is not None and float_feeds is not None:
-                floats = _inputs(original, originals[first], float_feeds[i])
-            hessian.add(_inputs(block, layers[first], f), floats, weights(first, i))
+                floats = _inputs(original, originals[first], float_feeds[i], once)
+            hessian.add(_inputs(block, layers[first], f, once), floats, weights(first, i))
         for n in stage:
             values, kept = quantizer(Calibrated(n, matrix(layers[n]), hessian))
             set_matrix(layers[n], values)
@@ -156,13 +157,16 @@ def _first_feeds(model: nn.Module, first: nn.Module, batches: Iterable[torch.Ten
     return feeds
 
 
-def _stages(block: nn.Module, layers: dict[str, nn.Module], feeds: Sequence[Feed]) -> list[list[str]]:
-    """Names of layers in the order of their calls, together where they get the same tensor."""
+def _stages(block: nn.Module, layers: dict[str, nn.Module], feeds: Sequence[Feed]) -> tuple[list[list[str]], bool]:
+    """Names of layers in the order of their first calls, together where they get the same tensor; whether each is
+    called but once."""
     calls: dict[str, torch.Tensor] = {}
+    again: list[str] = []
 
     def note(name: str) -> Any:
         def hook(_module: nn.Module, args: tuple[Any, ...]) -> None:
-            calls.setdefault(name, args[0])
+            if calls.setdefault(name, args[0]) is not args[0]:
+                again.append(name)
 
         return hook
 
@@ -180,19 +184,23 @@ def _stages(block: nn.Module, layers: dict[str, nn.Module], feeds: Sequence[Feed
         else:
             stages.append([name])
         last = x
-    return stages
+    return stages, not again
 
 
-def _inputs(block: Any, layer: nn.Module, feed: Feed) -> torch.Tensor:
-    """The inputs of a layer [tokens, columns] in one call of the block."""
+def _inputs(block: Any, layer: nn.Module, feed: Feed, once: bool) -> torch.Tensor:
+    """The inputs of a layer [tokens, columns] in one call of the block, which is cut short if it is called once."""
     seen: list[torch.Tensor] = []
 
     def hook(module: nn.Module, args: tuple[Any, ...]) -> None:
         seen.append(vectors(module, args[0]).float())
+        if once:
+            raise _StopForward
 
     handle = layer.register_forward_pre_hook(hook)
     try:
         feed.into(block)
+    except _StopForward:
+        pass
     finally:
         handle.remove()
     return torch.cat(seen)

@@ -13,6 +13,9 @@ import numpy as np
 
 from bridge.checkpoint.grouped import GroupedTensor
 from bridge.errors import BridgeError
+from bridge.quantize.group_refit import refit_groups
+from bridge.quantize.refine import Metric
+from bridge.quantize.rows import over_rows
 
 _SHRINKS = np.linspace(1.0, 0.4, 31)
 
@@ -74,6 +77,22 @@ class GroupGrid:
             best = np.where(better, lost, best)
             self.scales[:, run] = np.where(better, scale, self.scales[:, run])
             self.zeros[:, run] = np.where(better, zero, self.zeros[:, run])
+        self.set_lines(run)
+
+    def refit(self, run: int, codes: np.ndarray, g: np.ndarray, metric: Metric) -> None:
+        """Move the scale and zero point of group `run`; see `refine.Refinable`. Only for scales that are halves."""
+        if not self.half:
+            return
+        scales, zeros = (np.ascontiguousarray(f[:, run], np.float32) for f in (self.scales, self.zeros))
+        order, factor, inverse = metric.order[0], metric.factor[0], metric.inverse[0]
+        reach = 0 if self.symmetric or not self.bits else 1
+        over_rows(
+            self.rows,
+            lambda r: refit_groups(
+                codes[r], g[r], metric.hessian, order, factor, inverse, scales[r], zeros[r], reach, self.high
+            ),
+        )
+        self.scales[:, run], self.zeros[:, run] = scales, zeros
         self.set_lines(run)
 
     def set_lines(self, run: int) -> None:

@@ -64,6 +64,16 @@ def damped(hessian: torch.Tensor, damping: float) -> torch.Tensor:
     return hessian + torch.diag(extra)
 
 
+def retarget(weight: torch.Tensor, hessian: torch.Tensor, cross: torch.Tensor, alpha: float) -> torch.Tensor:
+    """The weights that, on the inputs as they are, come closest to the float layer's outputs: W + alpha W C H^-1.
+
+    GPTAQ's objective in closed form: for alpha 1, sum |W x_float - W' x|^2 is  tr(E H E^T) of E = W* - W' and a
+    constant. All that quantizes against H can so quantize against both. hessian is positive definite (`damped`).
+    """
+    moved = torch.linalg.solve(hessian.double(), (weight @ cross.to(weight)).double().T).T
+    return weight + alpha * moved.to(weight)
+
+
 def inverse_factor(hessian: torch.Tensor) -> torch.Tensor | None:
     """U, upper triangular, with H^-1 = U^T U; None where H is not positive definite. Computed in float64.
 

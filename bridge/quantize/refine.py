@@ -8,7 +8,9 @@ turn, for each run of columns (`Refinable.refit` and `descend`):
              sub-run's block of H and the target that G implies: W' + G H^-1. The error of that is the sum of
              squares of what GPTQ pushes on, so a line that is worse is given up half way.
     scales   what sub-runs share (d, dmin) by least squares in the metric of H, codes held
-    codes    coordinate descent: code j moves by round(G_j / (H_jj a_j))
+    codes    coordinate descent: code j moves by round(G_j / (H_jj a_j)). Where no code alone helps any more, chains
+             (Lin-Kernighan): a code moves by one although it costs, then the one that then gains most, and so on;
+             a chain is kept up to where its sum was best, if that is a gain
 """
 
 from __future__ import annotations
@@ -21,12 +23,13 @@ import numpy as np
 import torch
 
 from bridge.jit import inner, kernel
-from bridge.mapping.rounding import add
+from bridge.mapping.rounding import add, greater
 from bridge.quantize.hessian import damped, damped_factor, inverse_factor
 from bridge.quantize.rows import over_rows
 from bridge.quantize.solver import Grid, dequantize
 
 _DESCENTS = 8  # passes of coordinate descent over a run at most
+_CHAIN = 4  # codes in a chain
 _GAIN = np.float32(0.9999)  # a line is taken only if it leaves less than this share of the error
 _ZERO = np.float32(0)
 
@@ -75,11 +78,17 @@ def refine(weight: torch.Tensor, hessian: torch.Tensor, grid: Refinable, codes: 
             values[:, span] = moved
 
 
-def descend(grid: Grid, run: int, codes: np.ndarray, g: np.ndarray, metric: Metric) -> None:
+def descend(grid: Grid, run: int, codes: np.ndarray, g: np.ndarray, metric: Metric, chains: bool = True) -> None:
     """Coordinate descent on the codes int16 [rows, n] of a run; g float32 [rows, n] follows."""
     a = _of_run(grid, run, grid.a)
-    low, high = grid.low, grid.high
-    over_rows(len(codes), lambda r: _descend(codes[r], g[r], metric.hessian, a[r], grid.sub, low, high))
+    sub, low, high = grid.sub, grid.low, grid.high
+
+    def work(r: slice) -> None:
+        _descend(codes[r], g[r], metric.hessian, a[r], sub, low, high)
+        if chains:
+            _chains(codes[r], g[r], metric.hessian, a[r], sub, low, high)
+
+    over_rows(len(codes), work)
 
 
 def _of_run(grid: Grid, run: int, lines: np.ndarray) -> np.ndarray:
@@ -134,6 +143,79 @@ def _descend(codes, g, hessian, a, sub, low, high):
                     slope[k] -= by * hessian[j, k]
             if not changed:
                 break
+
+
+@kernel
+def _chains(codes, g, hessian, a, sub, low, high):
+    n = codes.shape[1]
+    least = np.float32(low)
+    most = np.float32(high)
+    step = np.empty(n, np.float32)  # what a code's move by one moves the weight
+    cost = np.empty(n, np.float32)  # of that alone: step^2 H_jj
+    up = np.empty(n, np.float32)  # 1 where the code may rise, else 0
+    down = np.empty(n, np.float32)
+    gain = np.empty(n, np.float32)
+    slope = np.empty(n, np.float32)
+    chain = np.empty(_CHAIN, np.int64)
+    signs = np.empty(_CHAIN, np.float32)
+    for row in range(codes.shape[0]):
+        total = _ZERO
+        for j in range(n):
+            step[j] = a[row, j // sub]
+            cost[j] = step[j] * step[j] * hessian[j, j]
+            total += cost[j]
+            up[j] = np.float32(1) if codes[row, j] < most else _ZERO
+            down[j] = np.float32(1) if codes[row, j] > least else _ZERO
+        if total == _ZERO:
+            continue
+        for first in range(n):
+            for k in range(n):
+                slope[k] = g[row, k]
+            at = first
+            # the way that costs less
+            sign = np.float32(1) if slope[at] * step[at] > _ZERO else np.float32(-1)
+            if (up[at] if sign > _ZERO else down[at]) == _ZERO:
+                sign = -sign
+            so_far = _ZERO
+            best = _ZERO
+            length = 0
+            for depth in range(_CHAIN):
+                by = sign * step[at]
+                so_far += np.float32(2) * by * slope[at] - cost[at]
+                chain[depth] = at
+                signs[depth] = sign
+                if so_far > best:
+                    best = so_far
+                    length = depth + 1
+                if depth + 1 == _CHAIN:
+                    break
+                top = np.float32(-np.inf)
+                for k in range(n):
+                    slope[k] -= by * hessian[at, k]
+                    v = np.float32(2) * slope[k] * step[k]
+                    v = v * up[k] if v > _ZERO else -v * down[k]
+                    v -= cost[k]
+                    gain[k] = v
+                for d in range(depth + 1):  # no code twice
+                    gain[chain[d]] = -np.inf
+                for k in range(n):
+                    top = greater(top, gain[k])
+                if not so_far + top > -cost[first]:
+                    break
+                at = 0
+                while gain[at] != top:
+                    at += 1
+                sign = np.float32(1) if slope[at] * step[at] > _ZERO else np.float32(-1)
+            if not best > np.float32(1e-4) * cost[first]:
+                continue
+            for d in range(length):
+                at = chain[d]
+                codes[row, at] += np.int16(signs[d])
+                by = signs[d] * step[at]
+                for k in range(n):
+                    g[row, k] -= by * hessian[at, k]
+                up[at] = np.float32(1) if codes[row, at] < most else _ZERO
+                down[at] = np.float32(1) if codes[row, at] > least else _ZERO
 
 
 @inner

@@ -61,7 +61,7 @@ def solve(
     grid: Grid,
     *,
     order: np.ndarray | None = None,
-    fit_first: bool = False,
+    fit: str = "reached",
     damping: float = 0.01,
     cross: torch.Tensor | None = None,
     alpha: float = 0.25,
@@ -69,12 +69,13 @@ def solve(
     """Round weight float [rows, columns] on the grid against hessian [columns, columns].
 
     order       int [columns], the columns in the order in which they are rounded; None: as they stand
-    fit_first   fit all runs on the weights as they are (static groups) instead of when the order reaches them
+    fit         "reached": a run is fitted when the order reaches it; "first": all on the weights as they are (static
+                groups); "none": the grid stays as it is
     damping     of H, times the mean of its diagonal; tenfold where that is not enough
     cross       GPTAQ's C [columns, columns] of `Hessian.cross`, and alpha, how much of it counts
 
     Columns whose diagonal of H is 0 are dead: their weights are taken for 0. Raises BridgeError where the order
-    tears runs apart and `fit_first` is not set.
+    tears runs apart and they are to be fitted when reached.
     """
     rows, columns = weight.shape
     order = np.arange(columns) if order is None else np.asarray(order)
@@ -89,13 +90,11 @@ def solve(
         shift = alpha * torch.triu(cross.to(weight)[at][:, at] @ factor.T, 1) @ factor
     work = weight.clone()
     work[:, hessian.diagonal() == 0] = 0
-    if fit_first:
+    if fit == "first":
         fit_all(work, grid, importance)
     walk = _Walk(work[:, at].contiguous(), factor, shift, grid, order)
-    for begin, end in _runs(order, grid.run, fit_first):
-        walk.cuts.append((begin, end))
-    walk.importance = None if fit_first else importance
-    walk.over(walk.cuts, walk.run)
+    walk.importance = importance if fit == "reached" else None
+    walk.over(_runs(order, grid.run, fit != "reached"), walk.run)
     codes = np.empty((rows, columns), np.int16)
     codes[:, order] = walk.codes
     return Solution(codes, used)
@@ -163,7 +162,6 @@ class _Walk:
         self.errors = torch.zeros_like(weight)
         self.codes = np.empty(weight.shape, np.int16)
         self.importance: np.ndarray | None = None
-        self.cuts: list[tuple[int, int]] = []
 
     def over(self, spans: list[tuple[int, int]], visit: Callable[[int, int], None]) -> None:
         """Visit spans of columns in order, each with all earlier errors made good."""

@@ -28,6 +28,10 @@ from bridge.quantize.refine import Metric
 from bridge.quantize.rows import over_rows
 from bridge.quantize.superblock_refit import refitter
 
+# what a refit multiplies d and dmin with to begin a block again
+_OFF = (0.97, 1.03)
+_TRIES = [(1.0, 1.0), *((f, f) for f in _OFF), *((f, 1.0) for f in _OFF), *((1.0, f) for f in _OFF)]
+
 # set per type by `specialize`
 search: Any = None
 subs = sub = 0
@@ -103,11 +107,12 @@ class SuperblockGrid:
     def refit(self, run: int, codes: np.ndarray, g: np.ndarray, metric: Metric) -> None:
         """Move d, dmin, sc and m of block `run`; see `refine.Refinable`."""
         fitter = refitter(self.block)
+        tries = np.array(_TRIES[: 7 if self.block.has_min else 3], np.float32)
         hessian, order, factor, inverse = metric.hessian, metric.order, metric.factor, metric.inverse
         with self._fields(run) as (sc, mn, d, dmin):
             over_rows(
                 self.rows,
-                lambda r: fitter(codes[r], g[r], hessian, order, factor, inverse, sc[r], mn[r], d[r], dmin[r]),
+                lambda r: fitter(codes[r], g[r], hessian, order, factor, inverse, sc[r], mn[r], d[r], dmin[r], tries),
             )
 
     @contextmanager

@@ -27,6 +27,7 @@ _REACH = 2
 size = subs = sub = scale_lo = scale_hi = min_hi = 0
 low = high = _ZERO
 mins = False
+lines: Any = None
 scales: Any = None
 
 
@@ -75,72 +76,122 @@ def _scales(codes, values, g, hessian, sc, mn, fields, along, hu, hv):
         values[k] = d * np.float32(sc[k // sub]) * np.float32(codes[k]) - dmin * np.float32(mn[k // sub])
 
 
-def _refit_k(codes, g, hessian, order, factor, inverse, sc, mn, d, dmin):
-    target = np.empty(sub, np.float32)
-    work = np.empty(sub, np.float32)
-    trial = np.empty(sub, np.float32)
-    best_codes = np.empty(sub, np.float32)
-    values = np.empty(size, np.float32)
-    fields = np.empty(2, np.float32)
+def _lines(codes, values, g, hessian, order, factor, inverse, sc, mn, d, dmin, forced, scratch):
+    """Each sub-block's best line near its own; `forced`: it must be one of d and dmin, though it were worse."""
+    target, work, trial, best_codes = scratch[0], scratch[1], scratch[2], scratch[3]
+    for j in range(subs):
+        left = line_target(values, g, order[j], inverse[j], target)
+        bound = np.float32(np.inf) if forced else left * _GAIN
+        old_s = np.int32(sc[j])
+        old_m = np.int32(mn[j])
+        best_s = old_s
+        best_m = old_m
+        slope = _ZERO
+        if mins and dmin > _ZERO:
+            mean = _ZERO
+            for k in range(sub):
+                mean += np.float32(codes[j * sub + k])
+            slope = mean / np.float32(sub) * d / dmin
+        found = False
+        for at in range(2 * _REACH + 1):
+            by = (at + 1) // 2 if at & 1 else -(at // 2)  # 0, 1, -1, 2, -2
+            s = old_s + by
+            if s < scale_lo or s > scale_hi:
+                continue
+            middle = old_m + np.int32(np.rint(slope * np.float32(by)))
+            for m_at in range(2 * _REACH + 1 if mins else 1):
+                m = middle + ((m_at + 1) // 2 if m_at & 1 else -(m_at // 2))
+                if m < 0 or m > min_hi:
+                    continue
+                a = d * np.float32(s)
+                c = -(dmin * np.float32(m))
+                lost = line_codes(target, factor[j], a, c, low, high, bound, work, trial)
+                if lost < bound:
+                    bound = lost
+                    best_s = s
+                    best_m = m
+                    found = True
+                    for k in range(sub):
+                        best_codes[k] = trial[k]
+        if found:
+            sc[j] = best_s
+            mn[j] = best_m
+            move(order[j], best_codes, d * np.float32(best_s), -(dmin * np.float32(best_m)), codes, values, g, hessian)
+        elif forced:
+            return False
+    return True
+
+
+def _refit_k(codes, g, hessian, order, factor, inverse, sc, mn, d, dmin, tries):
+    """tries float32 [n, 2]: what d and dmin are multiplied with to begin again; the first is 1, 1."""
+    scratch = np.empty((4, sub), np.float32)
     along = np.empty((2, size), np.float32)
     hu = np.empty(size, np.float32)
     hv = np.empty(size, np.float32)
+    old = np.empty(size, np.float32)
+    values = np.empty(size, np.float32)
+    slope = np.empty(size, np.float32)
+    fields = np.empty(2, np.float32)
+    own = np.empty(size, np.int16)
+    own_sc = np.empty(subs, np.int32)
+    own_mn = np.empty(subs, np.int32)
+    best_codes = np.empty(size, np.int16)
+    best_sc = np.empty(subs, np.int32)
+    best_mn = np.empty(subs, np.int32)
+    best_slope = np.empty(size, np.float32)
     for row in range(codes.shape[0]):
-        fields[0] = d[row, 0]
-        fields[1] = dmin[row, 0]
         for k in range(size):
             j = k // sub
-            values[k] = fields[0] * np.float32(sc[row, j]) * np.float32(codes[row, k]) - fields[1] * np.float32(mn[row, j])
-        for j in range(subs):
-            left = line_target(values, g[row], order[j], inverse[j], target)
-            bound = left * _GAIN
-            old_s = np.int32(sc[row, j])
-            old_m = np.int32(mn[row, j])
-            best_s = old_s
-            best_m = old_m
-            slope = _ZERO
-            if mins and fields[1] > _ZERO:
-                mean = _ZERO
-                for k in range(sub):
-                    mean += np.float32(codes[row, j * sub + k])
-                slope = mean / np.float32(sub) * fields[0] / fields[1]
-            found = False
-            for at in range(2 * _REACH + 1):
-                by = (at + 1) // 2 if at & 1 else -(at // 2)  # 0, 1, -1, 2, -2
-                s = old_s + by
-                if s < scale_lo or s > scale_hi:
-                    continue
-                middle = old_m + np.int32(np.rint(slope * np.float32(by)))
-                for m_at in range(2 * _REACH + 1 if mins else 1):
-                    m = middle + ((m_at + 1) // 2 if m_at & 1 else -(m_at // 2))
-                    if m < 0 or m > min_hi:
-                        continue
-                    a = fields[0] * np.float32(s)
-                    c = -(fields[1] * np.float32(m))
-                    lost = line_codes(target, factor[j], a, c, low, high, bound, work, trial)
-                    if lost < bound:
-                        bound = lost
-                        best_s = s
-                        best_m = m
-                        found = True
-                        for k in range(sub):
-                            best_codes[k] = trial[k]
-            if found:
-                sc[row, j] = best_s
-                mn[row, j] = best_m
-                a = fields[0] * np.float32(best_s)
-                c = -(fields[1] * np.float32(best_m))
-                move(order[j], best_codes, a, c, codes[row], values, g[row], hessian)
-        scales(codes[row], values, g[row], hessian, sc[row], mn[row], fields, along, hu, hv)
-        d[row, 0] = fields[0]
-        dmin[row, 0] = fields[1]
+            old[k] = d[row, 0] * np.float32(sc[row, j]) * np.float32(codes[row, k]) - dmin[row, 0] * np.float32(mn[row, j])
+        best = 0.0
+        best_d = d[row, 0]
+        best_dmin = dmin[row, 0]
+        for t in range(len(tries)):
+            fields[0] = round_half(d[row, 0] * tries[t, 0])
+            fields[1] = round_half(dmin[row, 0] * tries[t, 1])
+            if t and fields[0] == d[row, 0] and fields[1] == dmin[row, 0]:
+                continue
+            for k in range(size):
+                values[k] = old[k]
+                slope[k] = g[row, k]
+                own[k] = codes[row, k]
+            for j in range(subs):
+                s = np.rint(np.float32(sc[row, j]) / tries[t, 0])
+                m = np.rint(np.float32(mn[row, j]) / tries[t, 1])
+                own_sc[j] = np.int32(min(max(s, np.float32(scale_lo)), np.float32(scale_hi)))
+                own_mn[j] = np.int32(min(m, np.float32(min_hi)))
+            if not lines(
+                own, values, slope, hessian, order, factor, inverse, own_sc, own_mn, fields[0], fields[1], t > 0, scratch
+            ):
+                continue
+            scales(own, values, slope, hessian, own_sc, own_mn, fields, along, hu, hv)
+            rise = 0.0  # of the error
+            for k in range(size):
+                rise -= (values[k] - old[k]) * (slope[k] + g[row, k])
+            if rise < best:
+                best = rise
+                best_d, best_dmin = fields[0], fields[1]
+                for k in range(size):
+                    best_codes[k] = own[k]
+                    best_slope[k] = slope[k]
+                for j in range(subs):
+                    best_sc[j] = own_sc[j]
+                    best_mn[j] = own_mn[j]
+        if best < 0.0:
+            d[row, 0], dmin[row, 0] = best_d, best_dmin
+            for k in range(size):
+                codes[row, k] = best_codes[k]
+                g[row, k] = best_slope[k]
+            for j in range(subs):
+                sc[row, j] = best_sc[j]
+                mn[row, j] = best_mn[j]
 
 
 _STEPS = 3  # tries of d to either side, and of m
 _STEP = np.float32(0.25)  # of the step of a code, at the end of the range
 
 
-def _refit_plain(codes, g, hessian, order, factor, inverse, sc, mn, d, dmin):
+def _refit_plain(codes, g, hessian, order, factor, inverse, sc, mn, d, dmin, tries):
     target = np.empty(sub, np.float32)
     work = np.empty(sub, np.float32)
     trial = np.empty(sub, np.float32)
@@ -176,7 +227,7 @@ def _refit_plain(codes, g, hessian, order, factor, inverse, sc, mn, d, dmin):
 
 @cache
 def refitter(block: BlockType) -> Callable[..., None]:
-    """The compiled refit of a type: (codes [rows, size], g, hessian, order, factor, inverse, sc, mn, d, dmin)."""
+    """The compiled refit of a type: (codes [rows, size], g, hessian, order, factor, inverse, sc, mn, d, dmin, tries)."""
     scope = {
         "size": block.size,
         "subs": block.subs,
@@ -190,4 +241,5 @@ def refitter(block: BlockType) -> Callable[..., None]:
     }
     if not block.is_k:
         return specialize(_refit_plain, block.name, **scope)
-    return specialize(_refit_k, block.name, **scope, scales=specialize(_scales, block.name, **scope))
+    moves = {f.__name__[1:]: specialize(f, block.name, **scope) for f in (_lines, _scales)}
+    return specialize(_refit_k, block.name, **scope, **moves)
