@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from bridge.blocks import BLOCKS
 from bridge.errors import BridgeError
 from bridge.quantize.group_grid import GroupGrid
-from bridge.quantize.hessian import Hessian, damped, inverse_factor
+from bridge.quantize.hessian import Hessian, damped, inverse_factor, retarget
 from bridge.quantize.refine import refine
 from bridge.quantize.solver import dequantize, error, falling, round_to_nearest, solve
 from bridge.quantize.superblock_grid import SuperblockGrid
@@ -161,3 +161,40 @@ def test_on_superblocks_the_error_is_below_rtns_and_refining_never_raises_it(
     assert solution.codes.min() >= grid.low
     assert solution.codes.max() <= grid.high
     np.testing.assert_array_equal(dequantize_blocks(type, grid.pack(solution.codes)), values)
+
+
+def test_the_target_of_mismatched_inputs_is_the_least_squares_solution() -> None:
+    weight, _ = layer(9, 6, 40)
+    random = torch.Generator().manual_seed(10)
+    x_float = torch.randn(500, 40, generator=random)
+    x = x_float + 0.3 * torch.randn(500, 40, generator=random)
+    hessian = Hessian("layer", 40)
+    hessian.add(x, x_float)
+    assert hessian.cross is not None
+    best = torch.linalg.lstsq(x, x_float @ weight.T).solution.T
+    torch.testing.assert_close(retarget(weight, hessian.matrix, hessian.cross, 1.0), best, atol=1e-4, rtol=1e-4)
+    half = retarget(weight, hessian.matrix, hessian.cross, 0.5)
+    torch.testing.assert_close(half, (weight + best) / 2, atol=1e-4, rtol=1e-4)
+
+
+@settings(max_examples=15, deadline=None)
+@given(st.integers(0, 2**32 - 1), st.integers(2, 8), st.sampled_from([16, 40, -1]), st.booleans())
+def test_on_groups_the_error_is_below_rtns_and_refining_never_raises_it(
+    seed: int, bits: int, group_size: int, symmetric: bool
+) -> None:
+    weight, hessian = layer(seed, 8, 128)
+    hessian = damped(hessian, 0.01)
+    grid = GroupGrid(8, 128, bits, group_size, symmetric)
+    nearest = error(weight, dequantize(round_to_nearest(weight, grid, hessian.diagonal().numpy()), grid), hessian)
+    grid = GroupGrid(8, 128, bits, group_size, symmetric)
+    codes = solve(weight, hessian, grid, order=falling(hessian, grid.run), damping=0).codes
+    last = error(weight, dequantize(codes, grid), hessian)
+    assert last <= nearest
+    for _ in range(2):
+        refine(weight, hessian, grid, codes, sweeps=1)
+        now = error(weight, dequantize(codes, grid), hessian)
+        assert now <= last * (1 + 1e-5)
+        last = now
+    values = grid.tensor("layer", codes).dequantize()
+    np.testing.assert_allclose(values, dequantize(codes, grid), atol=1e-5)
+    assert np.array_equal(grid.scales, grid.scales.astype(np.float16))

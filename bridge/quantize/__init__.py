@@ -1,0 +1,15 @@
+"""Quantizing from floats: a model and a text go in, codes chosen with each layer's Hessian come out.
+
+    gptq(module, batches)              any torch module, in place
+    quantize_model(model, tokens, ..)  a `transformers` decoder, layer by layer, in place
+    Method(superblocks("Q4_K"))        how each layer is quantized; `groups(bits, size, symmetric)` for checkpoints
+
+Needs PyTorch (the `torch` extra).
+"""
+
+from __future__ import annotations
+
+from bridge.quantize.calibrate import quantize_block, quantize_model
+from bridge.quantize.method import Method, Quantized, gptq, groups, superblocks
+
+__all__ = ["Method", "Quantized", "gptq", "groups", "quantize_block", "quantize_model", "superblocks"]

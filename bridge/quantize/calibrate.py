@@ -30,9 +30,12 @@ class Feed:
     x: Any
     args: tuple[Any, ...] = ()
     kwargs: dict[str, Any] = field(default_factory=dict)
+    named: bool = False  # there is no positional argument
 
     def into(self, block: nn.Module) -> Any:
         """Call the block."""
+        if self.named:
+            return block(**self.kwargs)
         return block(self.x, *self.args, **self.kwargs)
 
 
@@ -83,7 +86,9 @@ def quantize_model(
     for i, block in enumerate(blocks):
         name = f"{prefix}.{i}."
         original = copy.deepcopy(block) if cross or feed == "float" else None
-        yield from quantize_block(block, feeds, quantizer, name, original if cross else None, float_feeds, wanted, weights)
+        yield from quantize_block(
+            block, feeds, quantizer, name, original if cross else None, float_feeds, wanted, weights
+        )
         for f in feeds:
             f.x = _tensor(f.into(original if feed == "float" and original is not None else block))
         for f in float_feeds or ():

@@ -1,8 +1,8 @@
 """The layers that can be quantized, seen as a matrix [out, columns] and its inputs as vectors [tokens, columns].
 
-    torch.nn.Linear       weight as it is
-    transformers' Conv1D  weight [in, out], so transposed
-    torch.nn.Conv2d       weight [out, in * kernel], inputs are the patches under the kernel; one group
+torch.nn.Linear       weight as it is
+transformers' Conv1D  weight [in, out], so transposed
+torch.nn.Conv2d       weight [out, in * kernel], inputs are the patches under the kernel; one group
 """
 
 from __future__ import annotations

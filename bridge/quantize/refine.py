@@ -15,7 +15,6 @@ turn, for each run of columns (`Refinable.refit` and `descend`):
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -24,7 +23,7 @@ import torch
 
 from bridge.jit import inner, kernel
 from bridge.mapping.rounding import add, greater
-from bridge.quantize.hessian import damped, damped_factor, inverse_factor
+from bridge.quantize.hessian import damped_factor, inverse_factor
 from bridge.quantize.rows import over_rows
 from bridge.quantize.solver import Grid, dequantize
 
@@ -32,6 +31,7 @@ _DESCENTS = 8  # passes of coordinate descent over a run at most
 _CHAIN = 4  # codes in a chain
 _GAIN = np.float32(0.9999)  # a line is taken only if it leaves less than this share of the error
 _ZERO = np.float32(0)
+_NEVER = np.float32(-np.inf)
 
 
 @dataclass(frozen=True)
@@ -152,7 +152,7 @@ def _chains(codes, g, hessian, a, sub, low, high):
     most = np.float32(high)
     step = np.empty(n, np.float32)  # what a code's move by one moves the weight
     cost = np.empty(n, np.float32)  # of that alone: step^2 H_jj
-    up = np.empty(n, np.float32)  # 1 where the code may rise, else 0
+    up = np.empty(n, np.float32)  # 0 where the code may rise, else -infinity
     down = np.empty(n, np.float32)
     gain = np.empty(n, np.float32)
     slope = np.empty(n, np.float32)
@@ -164,8 +164,8 @@ def _chains(codes, g, hessian, a, sub, low, high):
             step[j] = a[row, j // sub]
             cost[j] = step[j] * step[j] * hessian[j, j]
             total += cost[j]
-            up[j] = np.float32(1) if codes[row, j] < most else _ZERO
-            down[j] = np.float32(1) if codes[row, j] > least else _ZERO
+            up[j] = _ZERO if codes[row, j] < most else _NEVER
+            down[j] = _ZERO if codes[row, j] > least else _NEVER
         if total == _ZERO:
             continue
         for first in range(n):
@@ -174,7 +174,7 @@ def _chains(codes, g, hessian, a, sub, low, high):
             at = first
             # the way that costs less
             sign = np.float32(1) if slope[at] * step[at] > _ZERO else np.float32(-1)
-            if (up[at] if sign > _ZERO else down[at]) == _ZERO:
+            if (up[at] if sign > _ZERO else down[at]) == _NEVER:
                 sign = -sign
             so_far = _ZERO
             best = _ZERO
@@ -189,18 +189,18 @@ def _chains(codes, g, hessian, a, sub, low, high):
                     length = depth + 1
                 if depth + 1 == _CHAIN:
                     break
-                top = np.float32(-np.inf)
+                top = _NEVER
                 for k in range(n):
                     slope[k] -= by * hessian[at, k]
                     v = np.float32(2) * slope[k] * step[k]
-                    v = v * up[k] if v > _ZERO else -v * down[k]
+                    v = v + up[k] if v > _ZERO else down[k] - v
                     v -= cost[k]
                     gain[k] = v
                 for d in range(depth + 1):  # no code twice
-                    gain[chain[d]] = -np.inf
+                    gain[chain[d]] = _NEVER
                 for k in range(n):
                     top = greater(top, gain[k])
-                if not so_far + top > -cost[first]:
+                if not so_far + top > -cost[first]:  # or there is none
                     break
                 at = 0
                 while gain[at] != top:
@@ -214,8 +214,8 @@ def _chains(codes, g, hessian, a, sub, low, high):
                 by = signs[d] * step[at]
                 for k in range(n):
                     g[row, k] -= by * hessian[at, k]
-                up[at] = np.float32(1) if codes[row, at] < most else _ZERO
-                down[at] = np.float32(1) if codes[row, at] > least else _ZERO
+                up[at] = _ZERO if codes[row, at] < most else _NEVER
+                down[at] = _ZERO if codes[row, at] > least else _NEVER
 
 
 @inner

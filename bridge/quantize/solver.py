@@ -27,7 +27,7 @@ import torch
 
 from bridge.errors import BridgeError
 from bridge.jit import kernel
-from bridge.quantize.hessian import damped, damped_factor
+from bridge.quantize.hessian import damped_factor
 from bridge.quantize.rows import over_rows
 
 _LEAF = 128  # columns that are rounded without a matrix product between them
@@ -197,7 +197,9 @@ class _Walk:
         low, high = self.grid.low, self.grid.high
         over_rows(
             len(codes),
-            lambda rows: _leaf(weight[rows], factor, shift, a[rows], c[rows], lines, low, high, codes[rows], errors[rows]),
+            lambda rows: _leaf(
+                weight[rows], factor, shift, a[rows], c[rows], lines, low, high, codes[rows], errors[rows]
+            ),
         )
         self.errors[:, begin:end] = torch.from_numpy(errors).to(self.errors.device)
         if self.shift is not None:

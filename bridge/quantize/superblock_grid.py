@@ -142,7 +142,5 @@ class SuperblockGrid:
         data = np.empty((self.rows, row_bytes(self.block, self.columns)), np.uint8)
         q = (codes - self.low).astype(np.uint8)
         pack = packer(self.block.name)
-        over_rows(
-            self.rows, lambda r: pack(q[r], self.sc[r], self.mn[r], self.d[r], self.dmin[r], data[r])
-        )
+        over_rows(self.rows, lambda r: pack(q[r], self.sc[r], self.mn[r], self.d[r], self.dmin[r], data[r]))
         return data

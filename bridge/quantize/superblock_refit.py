@@ -142,7 +142,9 @@ def _refit_k(codes, g, hessian, order, factor, inverse, sc, mn, d, dmin, tries):
     for row in range(codes.shape[0]):
         for k in range(size):
             j = k // sub
-            old[k] = d[row, 0] * np.float32(sc[row, j]) * np.float32(codes[row, k]) - dmin[row, 0] * np.float32(mn[row, j])
+            old[k] = d[row, 0] * np.float32(sc[row, j]) * np.float32(codes[row, k]) - dmin[row, 0] * np.float32(
+                mn[row, j]
+            )
         best = 0.0
         best_d = d[row, 0]
         best_dmin = dmin[row, 0]
@@ -161,7 +163,19 @@ def _refit_k(codes, g, hessian, order, factor, inverse, sc, mn, d, dmin, tries):
                 own_sc[j] = np.int32(min(max(s, np.float32(scale_lo)), np.float32(scale_hi)))
                 own_mn[j] = np.int32(min(m, np.float32(min_hi)))
             if not lines(
-                own, values, slope, hessian, order, factor, inverse, own_sc, own_mn, fields[0], fields[1], t > 0, scratch
+                own,
+                values,
+                slope,
+                hessian,
+                order,
+                factor,
+                inverse,
+                own_sc,
+                own_mn,
+                fields[0],
+                fields[1],
+                t > 0,
+                scratch,
             ):
                 continue
             scales(own, values, slope, hessian, own_sc, own_mn, fields, along, hu, hv)
@@ -227,7 +241,7 @@ def _refit_plain(codes, g, hessian, order, factor, inverse, sc, mn, d, dmin, tri
 
 @cache
 def refitter(block: BlockType) -> Callable[..., None]:
-    """The compiled refit of a type: (codes [rows, size], g, hessian, order, factor, inverse, sc, mn, d, dmin, tries)."""
+    """The compiled refit of a type; codes [rows, size] and g are those of one block a row."""
     scope = {
         "size": block.size,
         "subs": block.subs,
