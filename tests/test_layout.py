@@ -21,6 +21,7 @@ ALLOWED = {
     "checkpoint": set(),
     "mapping": {"blocks", "checkpoint"},
     "models": set(),
+    "quantize": {"blocks", "checkpoint", "mapping"},
     "runtime": {"blocks"},
 }
 

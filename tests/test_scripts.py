@@ -11,7 +11,7 @@ import pytest
 
 import bridge
 from scripts.peers.llama_cpp import LlamaCpp
-from tests.conftest import ROOT
+from tests.conftest import ROOT, shared
 
 SMALL = ["--layers=5", "--hidden=256", "--intermediate=512", "--heads=4", "--kv-heads=2", "--vocab=600"]
 
@@ -67,3 +67,18 @@ def test_the_benchmark_prints_its_table_for_any_checkpoint(tmp_path: Path) -> No
     )
     assert "| conversion, whole process |" in printed
     assert '"convert_gb_per_second"' in (tmp_path / "x").read_text()
+
+
+def test_quantizing_is_measured_beside_ggml_and_is_nearer_to_the_floats(tmp_path: Path) -> None:
+    text = shared("text/shakespeare_val.txt").read_text(encoding="utf-8")
+    for name, part in {"calibrate": text[:40_000], "test": text[60_000:70_000]}.items():
+        (tmp_path / name).write_text(part, encoding="utf-8")
+    printed = run(
+        "bench_quantize.py",
+        str(shared("models/tiny-qwen3")),
+        f"--calibrate={tmp_path / 'calibrate'}",
+        f"--test={tmp_path / 'test'}",
+        *("--types=Q4_0", "--samples=64", "--length=128", "--windows=4"),
+    )
+    own, peer = (float(cell) for cell in printed.splitlines()[-1].split("|")[3:5])
+    assert 0 < own < 0.8 * peer

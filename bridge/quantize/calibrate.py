@@ -130,7 +130,7 @@ def quantize_block(
 
 def decoder_blocks(model: nn.Module) -> tuple[str, nn.ModuleList]:
     """The name and the list of a `transformers` model's decoder blocks. Raises BridgeError where there is none."""
-    config = getattr(model, "config", None)
+    config: Any = getattr(model, "config", None)
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     count = getattr(text, "num_hidden_layers", None)
     for name, module in model.named_modules():

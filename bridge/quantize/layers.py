@@ -24,7 +24,7 @@ def _is_conv1d(module: nn.Module) -> bool:
 
 def matrix(module: nn.Module) -> torch.Tensor:
     """The weights as float32 [out, columns], a copy."""
-    weight: torch.Tensor = module.weight.detach()  # type: ignore[assignment]
+    weight: torch.Tensor = module.weight.data  # type: ignore[assignment]
     weight = weight.T if _is_conv1d(module) else weight.flatten(1)
     return weight.to(torch.float32, copy=True).contiguous()
 
@@ -38,8 +38,8 @@ def set_matrix(module: nn.Module, values: torch.Tensor) -> None:
 def vectors(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
     """A module's input as the vectors its matrix is multiplied with: [tokens, columns]."""
     if isinstance(module, nn.Conv2d):
-        patches = nn.functional.unfold(
-            x if x.ndim == 4 else x[None], module.kernel_size, module.dilation, module.padding, module.stride
-        )
+        assert not isinstance(module.padding, str)
+        images = x if x.ndim == 4 else x[None]
+        patches = nn.functional.unfold(images, module.kernel_size, module.dilation, module.padding, module.stride)
         return patches.transpose(1, 2).flatten(0, 1)
     return x.reshape(-1, x.shape[-1])

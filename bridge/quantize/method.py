@@ -84,7 +84,7 @@ class Method:
     grid: Callable[[int, int], Any]
     act_order: str = "fixed"
     damping: float = 0.01
-    alpha: float = 0.75
+    alpha: float = 0.5
     sweeps: int = 3
 
     def __post_init__(self) -> None:
