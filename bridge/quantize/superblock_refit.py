@@ -69,10 +69,10 @@ def _scales(codes, values, g, hessian, sc, mn, fields, along, hu, hv):
         return
     fields[0] = d
     fields[1] = dmin
-    x = np.float32(x)
-    y = np.float32(y)
+    x32 = np.float32(x)
+    y32 = np.float32(y)
     for k in range(size):
-        g[k] -= x * hu[k] + y * hv[k]
+        g[k] -= x32 * hu[k] + y32 * hv[k]
         values[k] = d * np.float32(sc[k // sub]) * np.float32(codes[k]) - dmin * np.float32(mn[k // sub])
 
 
@@ -242,7 +242,7 @@ def _refit_plain(codes, g, hessian, order, factor, inverse, sc, mn, d, dmin, tri
 @cache
 def refitter(block: BlockType) -> Callable[..., None]:
     """The compiled refit of a type; codes [rows, size] and g are those of one block a row."""
-    scope = {
+    scope: dict[str, Any] = {
         "size": block.size,
         "subs": block.subs,
         "sub": block.sub,
