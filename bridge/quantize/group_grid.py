@@ -48,8 +48,8 @@ class GroupGrid:
         self.run = self.sub = self.group_size
         self.low, self.high = 0, 2**self.bits - 1 if self.bits else 2
         groups = -(-self.columns // self.group_size)
-        self.scales = np.ones((self.rows, groups), self.dtype)
-        self.zeros = np.zeros((self.rows, groups), self.dtype)
+        self.scales: np.ndarray = np.ones((self.rows, groups), self.dtype)
+        self.zeros: np.ndarray = np.zeros((self.rows, groups), self.dtype)
         self.a = np.ones((self.rows, groups), self.dtype)
         self.c = np.zeros((self.rows, groups), self.dtype)
 

@@ -22,7 +22,7 @@ import numpy as np
 import torch
 
 from bridge.jit import inner, kernel
-from bridge.mapping.rounding import add, greater
+from bridge.mapping.quantize_loops import add, greater
 from bridge.quantize.hessian import damped_factor, inverse_factor
 from bridge.quantize.rows import over_rows
 from bridge.quantize.solver import Grid, dequantize

@@ -20,10 +20,10 @@ import numpy as np
 from bridge.blocks import BlockType
 from bridge.errors import BridgeError
 from bridge.jit import specialize
-from bridge.mapping.floats_affine import affine_k
-from bridge.mapping.floats_plain import plain
-from bridge.mapping.floats_scaled import scaled_k
 from bridge.mapping.pack import packer, row_bytes
+from bridge.mapping.quantize_affine import affine_quantizer
+from bridge.mapping.quantize_plain import plain_quantizer
+from bridge.mapping.quantize_scaled import scaled_quantizer
 from bridge.quantize.refine import Metric
 from bridge.quantize.rows import over_rows
 from bridge.quantize.superblock_refit import refitter
@@ -61,7 +61,11 @@ def _fit_rows(x, h, spread, q, sc, mn, d, dmin, sums):
 
 @cache
 def _fitter(block: BlockType) -> Callable[..., None]:
-    rows = (affine_k if block.has_min else scaled_k)(block.name) if block.is_k else plain(block.name)
+    rows = (
+        (affine_quantizer if block.has_min else scaled_quantizer)(block.name)
+        if block.is_k
+        else plain_quantizer(block.name)
+    )
     return specialize(_fit_rows, block.name, search=rows, subs=block.subs, sub=block.sub)
 
 
@@ -124,7 +128,7 @@ class SuperblockGrid:
         copies = [np.ascontiguousarray(f) for f in fields]
         yield copies
         for own, changed in zip(fields, copies, strict=True):
-            own[:] = changed
+            np.copyto(own, changed)
         self._set_lines(run)
 
     def _set_lines(self, run: int) -> None:

@@ -16,7 +16,7 @@ import numpy as np
 from bridge.blocks import BlockType
 from bridge.jit import specialize
 from bridge.mapping.half import round_half
-from bridge.mapping.rounding import add
+from bridge.mapping.quantize_loops import add
 from bridge.quantize.refine import line_codes, line_target, move
 
 _GAIN = np.float32(0.9999)
