@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from bridge.runtime.dequantize import rows as dequantize_blocks
+from bridge.runtime.cpu.dequantize import rows as dequantize_blocks
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 

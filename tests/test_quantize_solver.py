@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from bridge.runtime.dequantize import rows as dequantize_blocks
+from bridge.runtime.cpu.dequantize import rows as dequantize_blocks
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

@@ -124,11 +124,16 @@ class SuperblockGrid:
         """Contiguous sc, mn, d, dmin of a block of every row, to be changed; the lines follow."""
         subs = self.block.subs
         of_run = slice(run * subs, (run + 1) * subs)
-        fields = self.sc[:, of_run], self.mn[:, of_run], self.d[:, run : run + 1], self.dmin[:, run : run + 1]
+        fields: list[np.ndarray] = [
+            self.sc[:, of_run],
+            self.mn[:, of_run],
+            self.d[:, run : run + 1],
+            self.dmin[:, run : run + 1],
+        ]
         copies = [np.ascontiguousarray(f) for f in fields]
         yield copies
         for own, changed in zip(fields, copies, strict=True):
-            np.copyto(own, changed)
+            own[:] = changed
         self._set_lines(run)
 
     def _set_lines(self, run: int) -> None:
