@@ -7,12 +7,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from bridge.runtime.cpu.dequantize import rows as dequantize_blocks
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from bridge.errors import BridgeError
 from bridge.quantize import Method, gptq, groups, quantize_model, superblocks
+from bridge.runtime.cpu.dequantize import rows as dequantize_blocks
 
 
 class Net(nn.Module):

@@ -7,7 +7,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from bridge.runtime.cpu.dequantize import rows as dequantize_blocks
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -18,6 +17,7 @@ from bridge.quantize.hessian import Hessian, damped, inverse_factor, retarget
 from bridge.quantize.refine import refine
 from bridge.quantize.solver import dequantize, error, falling, round_to_nearest, solve
 from bridge.quantize.superblock_grid import SuperblockGrid
+from bridge.runtime.cpu.dequantize import rows as dequantize_blocks
 from tests.support import textbook_gptq
 
 TYPES = ["Q2_K", "Q3_K", "Q4_K", "Q6_K", "Q4_0", "Q4_1", "Q8_0"]
