@@ -8,7 +8,7 @@ it stands, and the report says so.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 
 from bridge.checkpoint import Checkpoint, open_checkpoint
@@ -110,16 +110,18 @@ def convert(
         )
         importance = Importance.read(chosen.imatrix)
         results: list[TensorReport] = []
+        settled = {t.name for t in given.tensors} if given else set()  # not to be chosen again
         while True:
             executor = Executor(source, importance)
             try:
                 with GGUFOutput(path, chosen, force, shard, inputs) as output:
-                    made = _written(executor, output, given is None, threads, progress)
+                    made = _written(executor, output, settled, threads, progress)
                     results = list(made)
                     files = output.finish()
                 break
             except _Unconfirmed as missed:
                 chosen = rechosen(ckpt, chosen, recipe, missed.name)
+                settled.add(missed.name)
         if modelfile:
             from bridge.models.modelfile import modelfile as modelfile_text
 
@@ -137,15 +139,15 @@ def convert(
 
 
 def _written(
-    executor: Executor, output: GGUFOutput, confirm: bool, threads: int | None, progress: Progress | None
+    executor: Executor, output: GGUFOutput, settled: Collection[str], threads: int | None, progress: Progress | None
 ) -> Iterator[TensorReport]:
-    """Makes and writes an output's tensors; `confirm`: raises _Unconfirmed where one is beyond its limit."""
+    """Makes and writes an output's tensors; raises _Unconfirmed where one that is not settled is beyond its limit."""
     done = 0
     total = sum(executor.source.nbytes(t) for t in output.tensors)
     if progress:
         progress(0, total, "")
     for tensor, result in zip(output.tensors, executor.results(output.tensors, threads), strict=True):
-        if confirm and _beyond(tensor, result.report):
+        if tensor.name not in settled and _beyond(tensor, result.report):
             raise _Unconfirmed(tensor.name)
         output.write(result.data)
         yield result.report

@@ -75,11 +75,12 @@ class Executor:
     def _as_blocks(self, tensor: PlannedTensor, block: BlockType, report: TensorReport) -> np.ndarray:
         """A tensor's parts in a block type. Fills the report."""
         from bridge.mapping.carry import Fidelity
-        from bridge.mapping.choose import exact_type, map_to
+        from bridge.mapping.choose import CARRIED_LIMIT, exact_type, map_to
         from bridge.mapping.pack import row_bytes
         from bridge.mapping.quantize_rows import quantize_rows
 
         columns = tensor.shape[-1]
+        keep = tensor.limit is not None and tensor.limit <= CARRIED_LIMIT  # chosen because it carries every part
         data = np.empty((math.prod(tensor.shape[:-1]), row_bytes(block, columns)), np.uint8)
         coded = floats = Fidelity(0, 0.0, 0.0, 0.0, 0)
         exact = set(BLOCKS)  # the types that would hold every part bit for bit
@@ -89,7 +90,7 @@ class Executor:
             importance = self.importance.of(tensor, number)
             if self.source.coded(part):
                 t = self.source.grouped(part)
-                mapped = map_to(t, block, importance)
+                mapped = map_to(t, block, importance, keep)
                 data[at : at + len(mapped.data)] = mapped.data
                 at += len(mapped.data)
                 coded += mapped.fidelity

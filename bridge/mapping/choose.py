@@ -183,14 +183,14 @@ def requantize(t: GroupedTensor, block: BlockType, importance: np.ndarray | None
     return Mapped(block, np.concatenate(parts), Fidelity(out * columns, error, signal, t.noise(), 0))
 
 
-def map_to(t: GroupedTensor, block: BlockType, importance: np.ndarray | None = None) -> Mapped:
-    """A part in a given type: codes carried where it can hold them, unless that adds more than `CARRIED_LIMIT` and
-    requantizing comes closer."""
+def map_to(t: GroupedTensor, block: BlockType, importance: np.ndarray | None = None, keep: bool = False) -> Mapped:
+    """A part in a given type: codes carried where it can hold them; but without `keep` requantized where carrying adds
+    more than `CARRIED_LIMIT` and requantizing comes closer."""
     try:
         carried = carry(t, block)
     except CannotCarryError as cannot:
         return replace(requantize(t, block, importance), why=cannot.reason)
-    if carried.fidelity.share <= CARRIED_LIMIT:
+    if keep or carried.fidelity.share <= CARRIED_LIMIT:
         return carried
     other = requantize(t, block, importance)
     if carried.fidelity.error <= other.fidelity.error:
