@@ -68,7 +68,7 @@ def pretended_gpu(multiprocessors: int = 132, graphs: bool = False) -> Iterator[
     launches = Launches()
 
     def forget() -> None:
-        devices._nothing.cache_clear()
+        devices._placeholder.cache_clear()
 
     known: set[Any] = set()
 
