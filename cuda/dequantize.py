@@ -123,7 +123,7 @@ def _launch(matrix: DeviceMatrix, first: int, ids: Any, count: int, out: Any, st
         matrix.buffer,
         matrix.spaced // 16,
         first,
-        matrix.device.nothing().view(np.int32) if ids is None else devices.view(ids),
+        matrix.device.placeholder().view(np.int32) if ids is None else devices.view(ids),
         devices.view(out),
         count,
         matrix.units,

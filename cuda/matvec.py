@@ -292,7 +292,7 @@ def _launch(matrix, records, y, n, stream, bias, epilogue, shape) -> None:
         matrix.spaced // 16,
         records.buffer,
         y,
-        matrix.device.nothing() if bias is None else bias,
+        matrix.device.placeholder() if bias is None else bias,
         matrix.rows,
         matrix.units,
     )
