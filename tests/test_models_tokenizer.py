@@ -16,6 +16,7 @@ from bridge.models.vocabulary import special_text
 from scripts.peers.llama_cpp import LlamaCpp
 from tests.conftest import CHECKPOINT
 from tests.support.tiny_vocab import vocab_gguf, vocabulary
+from tests.support.tokenizers_by_hand import llama3, qwen
 
 transformers = pytest.importorskip("transformers")
 tokenizers = pytest.importorskip("tokenizers")
@@ -35,20 +36,10 @@ TEXTS = [
 
 
 def copy_tokenizer(style: str, folder: Path) -> dict[str, Any]:
-    """The project's own tokenizer of 2048 tokens in `folder`, as Qwen's or Llama 3's are; returns tokenizer.json."""
-    data = json.loads((CHECKPOINT / "tokenizer.json").read_text())
-    if style == "qwen":
-        save(folder, data, eos_token="<|endoftext|>")
-        return data
-    model, split = data["model"], data["pre_tokenizer"]["pretokenizers"][0]
-    ordinary = [text for text in model["vocab"] if text != "<|endoftext|>"]
-    special = ["<|begin_of_text|>", "<|end_of_text|>"]
-    model["merges"].pop()  # it makes the last token, whose place is taken
-    model["vocab"] = {text: token for token, text in enumerate([*special, *ordinary[:-1]])}
-    data["added_tokens"] = [data["added_tokens"][0] | {"id": token, "content": special[token]} for token in (0, 1)]
-    data["normalizer"] = None
-    split["pattern"]["Regex"] = split["pattern"]["Regex"].replace(r"|\p{N}|", r"|\p{N}{1,3}|")
-    save(folder, data, bos_token=special[0], eos_token=special[1])
+    """A tokenizer of 2048 tokens in `folder`, as Qwen's or Llama 3's are; returns tokenizer.json."""
+    data = llama3() if style == "llama" else qwen()
+    bos = {"bos_token": "<|begin_of_text|>"} if style == "llama" else {}
+    save(folder, data, eos_token="<|end_of_text|>" if style == "llama" else "<|endoftext|>", **bos)
     return data
 
 

@@ -65,6 +65,11 @@ def read_quant_config(folder: Path, config: dict[str, Any]) -> QuantConfig:
         own = own if isinstance(own, dict) else raw
         if {"bits", "group_size"} <= own.keys() and not own.keys() & {"desc_act", "sym", "zero_point"}:
             raw = {**own, "quant_method": "mlx"}
+    if not raw and isinstance(config.get("quip_params"), dict):
+        raise BridgeError(
+            f"{source}: quip_params are those of QTIP or QuIP#, which are not supported; "
+            "convert the unquantized model instead"
+        )
     if not raw:
         source = folder / "hf_quant_config.json"
         said = read_json(source, optional=True).get("quantization")
