@@ -124,16 +124,12 @@ class SuperblockGrid:
         """Contiguous sc, mn, d, dmin of a block of every row, to be changed; the lines follow."""
         subs = self.block.subs
         of_run = slice(run * subs, (run + 1) * subs)
-        fields: list[np.ndarray] = [
-            self.sc[:, of_run],
-            self.mn[:, of_run],
-            self.d[:, run : run + 1],
-            self.dmin[:, run : run + 1],
-        ]
+        block = slice(run, run + 1)
+        fields: list[np.ndarray] = [self.sc[:, of_run], self.mn[:, of_run], self.d[:, block], self.dmin[:, block]]
         copies = [np.ascontiguousarray(f) for f in fields]
         yield copies
         for own, changed in zip(fields, copies, strict=True):
-            own[:] = changed
+            np.copyto(own, changed)
         self._set_lines(run)
 
     def _set_lines(self, run: int) -> None:
@@ -143,7 +139,7 @@ class SuperblockGrid:
         self.a[:, of_run] = self.d[:, run : run + 1] * self.sc[:, of_run].astype(np.float32)
         if not self.block.has_min:
             return
-        dmin = self.dmin[:, run : run + 1]
+        dmin = self.dmin[:, run : run + 1]]
         self.c[:, of_run] = -(dmin * self.mn[:, of_run].astype(np.float32)) if self.block.is_k else dmin
 
     def pack(self, codes: np.ndarray) -> np.ndarray:
