@@ -139,7 +139,7 @@ class SuperblockGrid:
         self.a[:, of_run] = self.d[:, run : run + 1] * self.sc[:, of_run].astype(np.float32)
         if not self.block.has_min:
             return
-        dmin = self.dmin[:, run : run + 1]]
+        dmin = self.dmin[:, run : run + 1]
         self.c[:, of_run] = -(dmin * self.mn[:, of_run].astype(np.float32)) if self.block.is_k else dmin
 
     def pack(self, codes: np.ndarray) -> np.ndarray:
