@@ -24,13 +24,13 @@ import numpy as np
 from bridge.cuda.intrinsics import (
     bits,
     bits_float,
-    either,
     float_bits,
     half_warp_sum,
     low_half,
+    or_,
     other_half,
     round_even,
-    shifted,
+    shl,
     store_1,
     store_4,
     warp_any,
@@ -79,7 +79,7 @@ def _store(value, group, column, records):
     if lane == 0:
         at = ((group >> 5) * TILE + column * RECORD + 1024 + (group & 31) * 8) // 4
         store_4(records, at, float_bits(step))
-        store_4(records, at + 1, either(bits(total, 0, 0xFFFF), shifted(last, 16)))
+        store_4(records, at + 1, or_(bits(total, 0, 0xFFFF), shl(last, 16)))
 
 
 def _store_exact(value, group, column, records):
@@ -106,7 +106,7 @@ def _quantize(x, groups, tokens, records):
     if KIND == "f32":
         value = x[token, group * 32 + lane]
     elif KIND == "bf16":
-        value = bits_float(shifted(x[token, group * 32 + lane], 16))
+        value = bits_float(shl(x[token, group * 32 + lane], 16))
     else:
         value = low_half(x[token, group * 32 + lane])
     put(value, group, token, records)

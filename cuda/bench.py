@@ -21,13 +21,13 @@ from bridge.cuda.activations import Records
 from bridge.cuda.buffers import check_torch, zeros
 from bridge.cuda.device import Device, require, torch_device, view
 from bridge.cuda.graph import captured
-from bridge.cuda.intrinsics import differing, stream_16
+from bridge.cuda.intrinsics import stream_16, xor
 from bridge.cuda.launch import Kernel
 from bridge.cuda.matrix import DeviceMatrix
 from bridge.cuda.unroll import expand, registers, unroll
 from numba import cuda
 
-from bridge.runtime.bench import chosen
+from bridge.runtime.bench import tensors_to_time
 from bridge.runtime.quant_tensor import QuantTensor
 
 LAUNCHES = 16
@@ -73,7 +73,7 @@ def seconds(launches: Sequence[Callable[[], object]], rounds: int = ROUNDS) -> f
     return statistics.median(times)
 
 
-def rotated(make: Callable[[int], Callable[[], object]], nbytes: int, launches: int = LAUNCHES) -> float:
+def seconds_from_memory(make: Callable[[int], Callable[[], object]], nbytes: int, launches: int = LAUNCHES) -> float:
     """Seconds of a launch that reads `nbytes`: make(i) is the launch on copy i."""
     import torch
 
@@ -97,7 +97,7 @@ def _read(source, count, out):
             held[k] = stream_16(source, at + k * step)
         for k in unroll(LOADS):
             for word in unroll(4):
-                total = differing(total, held[k][word])
+                total = xor(total, held[k][word])
     if total == int32(-1):
         out[start] = total
 
@@ -164,7 +164,7 @@ class Bench:
             copy = self.copy(number)
             return lambda: matvec.launch(copy, records, y, n, self.device.stream(), shape=shape)
 
-        return rotated(make, m.nbytes)
+        return seconds_from_memory(make, m.nbytes)
 
 
 def torch_product(shape: tuple[int, int], device: Device) -> float:
@@ -181,7 +181,7 @@ def torch_product(shape: tuple[int, int], device: Device) -> float:
             weights.append(torch.randn((rows, columns), dtype=torch.float16, device=torch_device(device)))
         return lambda: torch.mm(x, weights[number].T, out=y)
 
-    return rotated(make, 2 * rows * columns)
+    return seconds_from_memory(make, 2 * rows * columns)
 
 
 @dataclass
@@ -208,7 +208,7 @@ def bench(what: str | Path, device_name: str, shape: tuple[int, int] | None = No
     check_torch(device)
     import torch
 
-    tensors = chosen(what, [shape] if shape else [LARGE, SMALL])
+    tensors = tensors_to_time(what, [shape] if shape else [LARGE, SMALL])
     with device.active(), torch.cuda.device(device.index):
         bandwidth = read_bandwidth(device)
         lines = [f"{device.name}, {device}"]

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from bridge.cuda import device as devices
 from bridge.cuda.floats import FloatMatrix
-from bridge.cuda.intrinsics import bits, either, float_bits, multiply_add, shifted, store_16, to_half
+from bridge.cuda.intrinsics import bits, float_bits, mad, or_, shl, store_16, to_half
 from bridge.cuda.matrix import DeviceMatrix
 from bridge.cuda.superblock import functions
 from bridge.cuda.unroll import expand, gathered, registers, unroll
@@ -37,12 +37,12 @@ _ELEMENT = {"f32": "float32", "f16": "int16", "bf16": "int16"}
 def _packed(one, other):
     """Two float32 as halves in a word, rounded to nearest, ties to even; `one` is the lower."""
     if KIND == "f16":
-        return either(to_half(one), shifted(to_half(other), 16))
+        return or_(to_half(one), shl(to_half(other), 16))
     low = float_bits(one)
     high = float_bits(other)
-    low = multiply_add(bits(low, 16, 1), 1, multiply_add(low, 1, 0x7FFF))
-    high = multiply_add(bits(high, 16, 1), 1, multiply_add(high, 1, 0x7FFF))
-    return either(bits(low, 16, 0xFFFF), bits(high, 0, -65536))
+    low = mad(bits(low, 16, 1), 1, mad(low, 1, 0x7FFF))
+    high = mad(bits(high, 16, 1), 1, mad(high, 1, 0x7FFF))
+    return or_(bits(low, 16, 0xFFFF), bits(high, 0, -65536))
 
 
 packed: Any = None
@@ -55,7 +55,7 @@ def _dequantize(weights, sixteenth, first, chosen, out, count, units):
         place = int32(number // units)
         unit = int32(number - place * units)
         row = int32(chosen[place] if CHOSEN else first + place)
-        held = load(weights, sixteenth, multiply_add(row, int32(units), unit))
+        held = load(weights, sixteenth, mad(row, int32(units), unit))
         word = registers()
         group = unpack(held, unit)
         for i in unroll(8):

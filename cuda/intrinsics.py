@@ -3,7 +3,8 @@
 Each is an instruction or a few of them, and has a twin in twins.py, in Python, for the CUDA simulator
 (NUMBA_ENABLE_CUDASIM=1), which knows no inline assembly and no shuffles. Integers are int32 throughout: Numba
 widens int32 + int32 to int64, which takes a GPU twice the instructions, so the kernels of this folder compute
-with `bits`, `multiply_add` and the like instead of operators.
+with or_, xor, sub, shl, ror (rotate right), mad (a * b + c), prmt (choose bytes) and `bits` (shift right, then mask)
+instead of operators; fma is that of float32.
 
 Loads take an array of any element type, and an index in units of what they load; the arrays of this folder begin
 on 256 bytes. `stream_` reads memory that nobody writes meanwhile and passes the L1 cache by (weights: every byte
@@ -140,13 +141,13 @@ if not SIMULATED:
     dp4a = _asm(_i, (_i, _i, _i), "dp4a.s32.s32 $0, $1, $2, $3;", "=r,r,r,r")
     dp2a = _asm(_i, (_i, _i, _i), "dp2a.lo.s32.s32 $0, $1, $2, $3;", "=r,r,r,r")
     bits = _emit(_i, (_i, _i, _i), lambda b, word, shift, mask: b.and_(b.lshr(word, shift), mask))
-    shifted = _emit(_i, (_i, _i), lambda b, word, left: b.shl(word, left))
-    rotated = _asm(_i, (_i, _i), "shf.r.wrap.b32 $0, $1, $1, $2;", "=r,r,r")
-    permuted = _asm(_i, (_i, _i, _i), "prmt.b32 $0, $1, $2, $3;", "=r,r,r,r")
-    either = _emit(_i, (_i, _i), lambda b, one, other: b.or_(one, other))
-    differing = _emit(_i, (_i, _i), lambda b, one, other: b.xor(one, other))
-    minus = _emit(_i, (_i, _i), lambda b, one, other: b.sub(one, other))
-    multiply_add = _emit(_i, (_i, _i, _i), lambda b, one, other, more: b.add(b.mul(one, other), more))
+    shl = _emit(_i, (_i, _i), lambda b, word, left: b.shl(word, left))
+    ror = _asm(_i, (_i, _i), "shf.r.wrap.b32 $0, $1, $1, $2;", "=r,r,r")
+    prmt = _asm(_i, (_i, _i, _i), "prmt.b32 $0, $1, $2, $3;", "=r,r,r,r")
+    or_ = _emit(_i, (_i, _i), lambda b, one, other: b.or_(one, other))
+    xor = _emit(_i, (_i, _i), lambda b, one, other: b.xor(one, other))
+    sub = _emit(_i, (_i, _i), lambda b, one, other: b.sub(one, other))
+    mad = _emit(_i, (_i, _i, _i), lambda b, one, other, more: b.add(b.mul(one, other), more))
     signed_byte = _emit(
         _i, (_i, _i), lambda b, word, shift: b.sext(b.trunc(b.lshr(word, shift), ir.IntType(8)), ir.IntType(32))
     )
@@ -163,7 +164,7 @@ if not SIMULATED:
     to_half = _asm(_i, (_f,), "{.reg .b16 h; cvt.rn.f16.f32 h, $1; cvt.u32.u16 $0, h;}", "=r,f")
     float_bits = _emit(_i, (_f,), lambda b, value: b.bitcast(value, _INT))
     bits_float = _emit(_f, (_i,), lambda b, word: b.bitcast(word, _FLOAT))
-    fused = _asm(_f, (_f, _f, _f), "fma.rn.f32 $0, $1, $2, $3;", "=f,f,f,f")
+    fma = _asm(_f, (_f, _f, _f), "fma.rn.f32 $0, $1, $2, $3;", "=f,f,f,f")
     round_even = _asm(_i, (_f,), "cvt.rni.s32.f32 $0, $1;", "=r,f")
 
     stream_16 = _load("ld.global.nc.L1::no_allocate.v4.u32", 4, _i)

@@ -22,15 +22,15 @@ import numpy as np
 from bridge.cuda.intrinsics import (
     bits,
     bits_float,
-    differing,
     float_bits,
     high_half,
     load_16,
     low_half,
-    permuted,
+    prmt,
     store_2,
     store_4,
     to_half,
+    xor,
 )
 from bridge.cuda.superblock import SIGN_BITS, device_function
 from bridge.cuda.unroll import expand, registers, unroll
@@ -117,7 +117,7 @@ class Form:
 
 def _number(codes, selector):
     """A byte of four codes plus 128, without a conversion: amid the mantissa of 32768 it reads 32768 more."""
-    return bits_float(permuted(codes, 0x47000000, selector)) - float32(32768 + 128)
+    return bits_float(prmt(codes, 0x47000000, selector)) - float32(32768 + 128)
 
 
 def _dot(keys, steps, row, vector, query):
@@ -134,7 +134,7 @@ def _dot(keys, steps, row, vector, query):
                 part0 = float32(0)
                 part1 = float32(0)
                 for w in unroll(4):
-                    codes = differing(quad[k][w], SIGN_BITS)
+                    codes = xor(quad[k][w], SIGN_BITS)
                     for b in unroll(0, 4, 2):
                         part0 += number(codes, 0x7404 + 16 * b) * vector[e + 4 * w + b]
                         part1 += number(codes, 0x7414 + 16 * b) * vector[e + 4 * w + b + 1]
@@ -158,7 +158,7 @@ def _pair(values, steps, row, pair):
     """Numbers 2 * pair and 2 * pair + 1 of a row."""
     at = row * (HEAD_DIM // 2) + pair
     if KIND == "q8_0":
-        codes = differing(values[at >> 1], SIGN_BITS)
+        codes = xor(values[at >> 1], SIGN_BITS)
         byte = 0x7404 + (at & 1) * 32
         step = low_half(bits(values[steps + row * STEP_WORDS + (pair >> 5)], (pair >> 4 & 1) * 16, 0xFFFF))
         return step * number(codes, byte), step * number(codes, byte + 16)

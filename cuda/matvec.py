@@ -52,7 +52,7 @@ from bridge.cuda.intrinsics import (
     cached_16,
     cached_16f,
     half_warp_sum,
-    multiply_add,
+    mad,
     thread_x,
     thread_y,
     warp_sum,
@@ -92,11 +92,11 @@ class Configuration(NamedTuple):
 def _product(weights, sixteenth, x, y, bias, rows, units):
     lane = thread_x()
     warp = thread_y()
-    start = multiply_add(block_x(), WARPS // SPLIT * ROWS, multiply_add(bits(warp, SPLIT_LOG, 31), ROWS, 0))
+    start = mad(block_x(), WARPS // SPLIT * ROWS, mad(bits(warp, SPLIT_LOG, 31), ROWS, 0))
     end = int32(units)
     place = bits(lane, 0, LANES - 1)
     # the last warps go back to rows that others have, rather than beyond the end, and do not store these
-    base = multiply_add(min(start, int32(rows - ROWS)), end, place)
+    base = mad(min(start, int32(rows - ROWS)), end, place)
     total = registers()
     for r in unroll(ROWS):
         for c in unroll(TOKENS):
@@ -104,24 +104,24 @@ def _product(weights, sixteenth, x, y, bias, rows, units):
     held = registers()
     unit = registers()
     weight = registers()
-    begin = multiply_add(bits(warp, 0, SPLIT - 1), LANES * UNITS, 0)
+    begin = mad(bits(warp, 0, SPLIT - 1), LANES * UNITS, 0)
     while begin < end:
         for u in unroll(UNITS):
             for r in unroll(ROWS):
-                held[u, r] = load(weights, sixteenth, multiply_add(end, r, int32(base + begin + LANES * u)))
+                held[u, r] = load(weights, sixteenth, mad(end, r, int32(base + begin + LANES * u)))
         for u in unroll(UNITS):
             # beyond the end of the row stands the next one, or zeros; the records of x hold zeros there
             tile = int32(bits(begin, 5, 0x07FFFFFF) + u)
             if LANES == 16:
                 tile = bits(int32(begin + 16 * u), 5, 0x07FFFFFF)
                 place = int32(bits(int32(begin + 16 * u), 0, 16) + bits(lane, 0, 15))
-                first = multiply_add(bits(lane, 4, 1), TOKENS, 0)
+                first = mad(bits(lane, 4, 1), TOKENS, 0)
             if EXACT:
                 for r in unroll(ROWS):
                     unit[r] = line(held[u, r], place)
-                at = multiply_add(tile, FLOAT_TILE // 16, place)
+                at = mad(tile, FLOAT_TILE // 16, place)
                 if LANES == 16:
-                    at = multiply_add(first, FLOAT_RECORD // 16, at)
+                    at = mad(first, FLOAT_RECORD // 16, at)
                 for k in unroll(8):  # words that share theirs one after the other
                     for r in unroll(ROWS):
                         weight[r] = lifted[k // 2 + k % 2 * 4](held[u, r], unit[r])
@@ -133,9 +133,9 @@ def _product(weights, sixteenth, x, y, bias, rows, units):
             else:
                 for r in unroll(ROWS):
                     unit[r] = unpack(held[u, r], place)
-                at = multiply_add(tile, TILE // 16, place)
+                at = mad(tile, TILE // 16, place)
                 if LANES == 16:
-                    at = multiply_add(first, RECORD // 16, at)
+                    at = mad(first, RECORD // 16, at)
                 step = int32(at + at - place)
                 for c in unroll(TOKENS):
                     low = cached_16(x, at + c * (RECORD // 16))
@@ -151,8 +151,8 @@ def _product(weights, sixteenth, x, y, bias, rows, units):
     lane = thread_x()
     warp = thread_y()
     team = bits(warp, SPLIT_LOG, 31)
-    start = multiply_add(block_x(), WARPS // SPLIT * ROWS, multiply_add(team, ROWS, 0))
-    first = multiply_add(bits(lane, LANES_LOG, 1), TOKENS, 0)
+    start = mad(block_x(), WARPS // SPLIT * ROWS, mad(team, ROWS, 0))
+    first = mad(bits(lane, LANES_LOG, 1), TOKENS, 0)
     if SPLIT > 1:
         shared = cuda.shared.array((WARPS, 32 // LANES * TOKENS, ROWS), np.float32)
         if bits(lane, 0, LANES - 1) == 0:
@@ -191,12 +191,14 @@ def configuration(matrix: DeviceMatrix, n: int, exact: bool = False) -> Configur
     units = 2 if n == 1 and not exact and matrix.units % 64 == 0 and matrix.units >= 256 else 1
     wanted = _WARPS_AT_ONCE * matrix.device.multiprocessors
     split = 1
-    while split < _most(n) and matrix.rows // rows * split < wanted * 3 // 4 and matrix.units >= 64 * units * split:
+    while (
+        split < _most_split(n) and matrix.rows // rows * split < wanted * 3 // 4 and matrix.units >= 64 * units * split
+    ):
         split *= 2
     return Configuration(rows, units, split, 4)
 
 
-def _most(n: int) -> int:
+def _most_split(n: int) -> int:
     """Warps that may share rows; with more, some kernels of several columns run out of registers."""
     return 4 if n == 1 else 2
 
@@ -209,7 +211,7 @@ def configurations(matrix: DeviceMatrix, n: int, exact: bool = False) -> list[Co
         for rows in ((2, 1, 4) if n == 1 else (2, 1))
         for units in ((1, 2, 4) if n == 1 else (1,))
         for split, warps in ((1, 4), (2, 4), (4, 4), (1, 8), (1, 2))
-        if split <= _most(n) and rows * units <= 4 and 32 * units * split <= max(32, matrix.units)
+        if split <= _most_split(n) and rows * units <= 4 and 32 * units * split <= max(32, matrix.units)
     ]
     return [chosen, *(shape for shape in tried if shape != chosen)]
 

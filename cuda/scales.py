@@ -23,7 +23,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
-from bridge.cuda.intrinsics import bits, differing, either, minus, rotated, shifted
+from bridge.cuda.intrinsics import bits, or_, ror, shl, sub, xor
 
 
 class Form(NamedTuple):
@@ -77,19 +77,19 @@ def _pack_q6(sc, mn, d, dmin, out):
 
 
 def read_32(words, lane):
-    at = shifted(bits(lane, 0, 7), 2)
-    scale = either(bits(words[1], at, 15), bits(rotated(words[3], minus(at, 4)), 0, 0x30))
-    least = either(bits(words[2], at, 15), bits(rotated(words[3], minus(at, 2)), 0, 0x30))
+    at = shl(bits(lane, 0, 7), 2)
+    scale = or_(bits(words[1], at, 15), bits(ror(words[3], sub(at, 4)), 0, 0x30))
+    least = or_(bits(words[2], at, 15), bits(ror(words[3], sub(at, 2)), 0, 0x30))
     return scale, least
 
 
 def read_q3(words, lane):
-    at = either(shifted(bits(lane, 1, 1), 4), shifted(bits(lane, 0, 1), 2))
+    at = or_(shl(bits(lane, 1, 1), 4), shl(bits(lane, 0, 1), 2))
     low = bits(words[2] if bits(lane, 2, 1) else words[1], at, 0x0F0F)
-    at = either(shifted(bits(lane, 2, 1), 4), shifted(bits(lane, 0, 3), 1))
-    scale = either(low, bits(rotated(words[3], minus(at, 4)), 0, 0x3030))
+    at = or_(shl(bits(lane, 2, 1), 4), shl(bits(lane, 0, 3), 1))
+    scale = or_(low, bits(ror(words[3], sub(at, 4)), 0, 0x3030))
     # less 32 in each byte: with the top bits set nothing is borrowed, and then they are what the sign bits are not
-    return differing(minus(either(scale, 0x8080), 0x2020), 0x8080), 0
+    return xor(sub(or_(scale, 0x8080), 0x2020), 0x8080), 0
 
 
 def read_q2(words, lane):

@@ -24,21 +24,21 @@ from bridge.cuda.intrinsics import (
     ahead_16,
     bits,
     bits_float,
-    differing,
     dp2a,
     dp4a,
-    either,
-    fused,
+    fma,
     high_half,
     low_half,
-    minus,
-    multiply_add,
-    permuted,
-    shifted,
+    mad,
+    or_,
+    prmt,
+    shl,
     signed_byte,
     stream_4,
     stream_8,
     stream_16,
+    sub,
+    xor,
 )
 from bridge.cuda.layout import THIRD_BIT, Layout
 from bridge.cuda.unroll import expand, gathered, registers, unroll
@@ -64,28 +64,28 @@ def _load(weights, sixteenth, at):
     word = registers()
     for p in unroll(PIECES):
         if PIECE_WORDS[p] == 4:
-            quad = stream_16(weights, multiply_add(sixteenth, PIECE_AT[p], at))
+            quad = stream_16(weights, mad(sixteenth, PIECE_AT[p], at))
             for i in unroll(4):
                 word[PIECE_FIRST[p] + i] = quad[i]
         elif PIECE_WORDS[p] == 2:
-            pair = stream_8(weights, multiply_add(sixteenth, 2 * PIECE_AT[p], at))
+            pair = stream_8(weights, mad(sixteenth, 2 * PIECE_AT[p], at))
             for i in unroll(2):
                 word[PIECE_FIRST[p] + i] = pair[i]
         else:
-            word[PIECE_FIRST[p]] = stream_4(weights, multiply_add(sixteenth, 4 * PIECE_AT[p], at))
+            word[PIECE_FIRST[p]] = stream_4(weights, mad(sixteenth, 4 * PIECE_AT[p], at))
     if WHOLE:
-        quad = ahead_16(weights, multiply_add(sixteenth, SCALES_AT, bits(at, BLOCK_LOG, 0x7FFFFFFF)))
+        quad = ahead_16(weights, mad(sixteenth, SCALES_AT, bits(at, BLOCK_LOG, 0x7FFFFFFF)))
         for i in unroll(4):
             word[CODE_WORDS + i] = quad[i]
     elif K:
-        word[CODE_WORDS] = ahead_2(weights, multiply_add(sixteenth, 8 * SCALES_AT, at))
+        word[CODE_WORDS] = ahead_2(weights, mad(sixteenth, 8 * SCALES_AT, at))
     if HALF_BYTES == 4:
         word[CODE_WORDS + SCALE_WORDS] = ahead_4(
-            weights, multiply_add(sixteenth, HALVES_AT // 4, bits(at, BLOCK_LOG, 0x7FFFFFFF))
+            weights, mad(sixteenth, HALVES_AT // 4, bits(at, BLOCK_LOG, 0x7FFFFFFF))
         )
     elif HALF_BYTES == 2:
         word[CODE_WORDS + SCALE_WORDS] = ahead_2(
-            weights, multiply_add(sixteenth, HALVES_AT // 2, bits(at, BLOCK_LOG, 0x7FFFFFFF))
+            weights, mad(sixteenth, HALVES_AT // 2, bits(at, BLOCK_LOG, 0x7FFFFFFF))
         )
     return gathered(word, HELD)
 
@@ -103,11 +103,11 @@ def _unpack(held, lane):
             else:
                 word[i] = bits(held[i % 2], 2, 0x30303030)
             if i == 6:
-                word[i] = either(word[i], bits(held[2], 1, 0x40404040))
+                word[i] = or_(word[i], bits(held[2], 1, 0x40404040))
             elif i == 7:
-                word[i] = either(word[i], bits(shifted(held[2], 6), 0, 0x40404040))
+                word[i] = or_(word[i], bits(shl(held[2], 6), 0, 0x40404040))
             else:
-                word[i] = either(word[i], bits(shifted(held[2], i % 2), 0, 0x04040404 << (i // 2 * 2)))
+                word[i] = or_(word[i], bits(shl(held[2], i % 2), 0, 0x04040404 << (i // 2 * 2)))
         else:
             for p in unroll(PLANES):
                 if WIDTH[p] == 8:
@@ -115,9 +115,9 @@ def _unpack(held, lane):
                 elif WIDTH[p] * (i // COUNT[p]) >= LOW[p]:
                     part = bits(held[FIRST[p] + i % COUNT[p]], WIDTH[p] * (i // COUNT[p]) - LOW[p], MASK[p])
                 else:
-                    part = shifted(held[FIRST[p] + i % COUNT[p]], LOW[p] - WIDTH[p] * (i // COUNT[p]))
+                    part = shl(held[FIRST[p] + i % COUNT[p]], LOW[p] - WIDTH[p] * (i // COUNT[p]))
                     part = bits(part, 0, MASK[p])
-                word[i] = part if p == 0 else either(word[i], part)
+                word[i] = part if p == 0 else or_(word[i], part)
     scale, least, d, dmin = steps(held, lane)
     if K and WIDE:  # both products are exact: 11 bits times 6
         d *= float32(scale)
@@ -150,15 +150,15 @@ def _integer(weights, low, high, step, sums):
         other = 0
         for i in unroll(4):
             if IN_PLACE and i == 2:
-                total = shifted(total, 2)
+                total = shl(total, 2)
             total = dp4a(codes[i], low[i], total)
             other = dp4a(codes[4 + i], high[i], other)
         if IN_PLACE:
-            total = shifted(total, 2)
-        total = multiply_add(total, signed_byte(scale, 0), 0)
-        total = multiply_add(other, signed_byte(scale, 8), total)
+            total = shl(total, 2)
+        total = mad(total, signed_byte(scale, 0), 0)
+        total = mad(other, signed_byte(scale, 8), total)
         if ZERO:
-            total = multiply_add(dp2a(sums, scale, 0), -16 * ZERO if IN_PLACE else -ZERO, total)
+            total = mad(dp2a(sums, scale, 0), -16 * ZERO if IN_PLACE else -ZERO, total)
         if IN_PLACE:
             d *= float32(0.0625)
     value = d * float32(total)
@@ -171,7 +171,7 @@ def _signed(code):
     """Word WORD of codes less the zero point, as int8: with the top bits set nothing is borrowed across bytes."""
     if IN_PLACE:
         code = bits(code, 4 if WORD > 3 else WORD // 2 * 2, 0x07070707)
-    return differing(minus(either(code, SIGN_BITS), ZERO_BYTES), SIGN_BITS) if ZERO else code
+    return xor(sub(or_(code, SIGN_BITS), ZERO_BYTES), SIGN_BITS) if ZERO else code
 
 
 def _floats(weights):
@@ -213,7 +213,7 @@ def _lifted(held, line):
     and a summand that takes off the rest, make the weight of it in one instruction.
     """
     if EIGHT:
-        word = differing(held[WORD], SIGN_BITS)
+        word = xor(held[WORD], SIGN_BITS)
     else:
         word = SIGN_BITS
         for p in unroll(PLANES):
@@ -221,22 +221,22 @@ def _lifted(held, line):
                 if THIRD[WORD] > 6:
                     part = bits(held[FIRST[p]], THIRD[WORD] - 6, 0x40404040)
                 else:
-                    part = bits(shifted(held[FIRST[p]], 6 - THIRD[WORD]), 0, 0x40404040)
+                    part = bits(shl(held[FIRST[p]], 6 - THIRD[WORD]), 0, 0x40404040)
             elif WIDTH[p] * (WORD // COUNT[p]) >= LOW[p] + UP:
                 part = bits(
                     held[FIRST[p] + WORD % COUNT[p]], WIDTH[p] * (WORD // COUNT[p]) - LOW[p] - UP, MASK[p] << UP
                 )
             else:
-                part = shifted(held[FIRST[p] + WORD % COUNT[p]], LOW[p] + UP - WIDTH[p] * (WORD // COUNT[p]))
+                part = shl(held[FIRST[p] + WORD % COUNT[p]], LOW[p] + UP - WIDTH[p] * (WORD // COUNT[p]))
                 part = bits(part, 0, MASK[p] << UP)
-            word = either(word, part)
+            word = or_(word, part)
     value = registers()
     for j in unroll(4):
         if EIGHT:
-            v = bits_float(permuted(word, 0x47000000, 0x7404 + 16 * j))
+            v = bits_float(prmt(word, 0x47000000, 0x7404 + 16 * j))
         else:
-            v = bits_float(permuted(word, 0x3F000000, 0x7044 + 256 * j))
-        value[j] = fused(v, line[WORD // 4], line[2 + WORD // 4])
+            v = bits_float(prmt(word, 0x3F000000, 0x7044 + 256 * j))
+        value[j] = fma(v, line[WORD // 4], line[2 + WORD // 4])
     return gathered(value, 4)
 
 

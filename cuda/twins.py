@@ -90,33 +90,33 @@ def bits(word, shift, mask):
     return _int((_unsigned(word) >> int(shift)) & _unsigned(mask))
 
 
-def shifted(word, left):
+def shl(word, left):
     return _int(_unsigned(word) << int(left))
 
 
-def rotated(word, right):
+def ror(word, right):
     return _int((_unsigned(word) * 0x100000001) >> (int(right) & 31))
 
 
-def permuted(word, other, selector):
+def prmt(word, other, selector):
     """Bytes of the two, the nibbles of the selector say which: 0..3 of the one, 4..7 of the other."""
     chosen = np.array([word, other], np.int32).view(np.uint8)
     return chosen[[int(selector) >> 4 * i & 7 for i in range(4)]].view(np.int32)[0]
 
 
-def either(one, other):
+def or_(one, other):
     return _int(_unsigned(one) | _unsigned(other))
 
 
-def differing(one, other):
+def xor(one, other):
     return _int(_unsigned(one) ^ _unsigned(other))
 
 
-def minus(one, other):
+def sub(one, other):
     return _int(int(one) - int(other))
 
 
-def multiply_add(one, other, more):
+def mad(one, other, more):
     return _int(int(one) * int(other) + int(more))
 
 
@@ -144,7 +144,7 @@ def bits_float(word):
     return _int(word).view(np.float32)
 
 
-def fused(one, other, more):
+def fma(one, other, more):
     """one * other + more, rounded once."""
     return np.float32(np.float64(one) * np.float64(other) + np.float64(more))
 

@@ -23,7 +23,7 @@ from bridge.runtime.reader import open_gguf
 LARGE = (40960, 4096)  # from memory
 SMALL = (2048, 4096)  # from the cache
 _ROUNDS = 15
-_WARM = 0.02  # seconds of a contender's own runs before the timed one: what the last one left is then gone
+_WARM = 0.02  # seconds of untimed runs before the timed one: they clear what the contender before left in caches
 _DISTINCT = 512  # rows that are drawn; the others repeat them
 
 
@@ -111,7 +111,7 @@ def measure(
         pool.set_num_threads(before)
 
 
-def chosen(what: str | Path, shapes: Sequence[tuple[int, int]]) -> list[QuantTensor]:
+def tensors_to_time(what: str | Path, shapes: Sequence[tuple[int, int]]) -> list[QuantTensor]:
     """What there is to time: random tensors of a type, or a GGUF's largest matrix of each type that has a kernel."""
     name = str(what).upper()
     if name in BLOCKS:
@@ -145,7 +145,7 @@ def bench(
         return [note or "", *bench(what, threads, shape)]
     count = threads or get_num_threads()
     lines = []
-    for tensor in chosen(what, [shape] if shape else [LARGE, SMALL]):
+    for tensor in tensors_to_time(what, [shape] if shape else [LARGE, SMALL]):
         timing = measure(tensor, count)
         lines.append(
             f"{tensor.type:<5} {'x'.join(map(str, tensor.shape)):<12} {count} thread{'s' * (count != 1)}  "

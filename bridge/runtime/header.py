@@ -95,52 +95,52 @@ class _Cursor:
         self.size = len(data)
         self.path = path
 
-    def fail(self, fact: str) -> BridgeError:
+    def error(self, fact: str) -> BridgeError:
         fact = fact.replace("\n", "\\n")  # names are the file's
         return BridgeError(f"{self.path}: {fact}; convert or download it again")
 
-    def need(self, at: int, count: int) -> None:
+    def check_room(self, at: int, count: int) -> None:
         if count > self.size - at:
-            raise self.fail(f"damaged or truncated: {count} bytes wanted at {at}, the file has {self.size}")
+            raise self.error(f"damaged or truncated: {count} bytes wanted at {at}, the file has {self.size}")
 
     def scalar(self, at: int, code: str) -> Any:
         size = struct.calcsize("<" + code)
-        self.need(at, size)
+        self.check_room(at, size)
         return struct.unpack_from("<" + code, self.data, at)[0]
 
     def string(self, at: int) -> tuple[str, int]:
         """The string at `at` and where it ends."""
         length = self.scalar(at, "Q")
-        self.need(at + 8, length)
+        self.check_room(at + 8, length)
         raw = self.data[at + 8 : at + 8 + length]
         try:
             return raw.decode("utf-8"), at + 8 + length
         except UnicodeDecodeError:
-            raise self.fail(f"damaged: the string at byte {at} is not UTF-8") from None
+            raise self.error(f"damaged: the string at byte {at} is not UTF-8") from None
 
-    def skip(self, at: int, kind: int, depth: int = 0) -> int:
+    def end_of_value(self, at: int, kind: int, depth: int = 0) -> int:
         """Where the value at `at` ends."""
         if kind in _SCALARS:
             size = struct.calcsize("<" + _SCALARS[kind])
-            self.need(at, size)
+            self.check_room(at, size)
             return at + size
         if kind == _STRING:
             length = self.scalar(at, "Q")
-            self.need(at + 8, length)
+            self.check_room(at + 8, length)
             return at + 8 + length
         if kind != _ARRAY or depth > _MAX_NESTING:
-            raise self.fail(f"damaged: unknown value type {kind} at byte {at}")
+            raise self.error(f"damaged: unknown value type {kind} at byte {at}")
         item, count = self.scalar(at, "I"), self.scalar(at + 4, "Q")
         at += 12
         if item in _SCALARS:
             size = struct.calcsize("<" + _SCALARS[item]) * count
-            self.need(at, size)
+            self.check_room(at, size)
             return at + size
-        self.need(at, 8 * count)
+        self.check_room(at, 8 * count)
         if item == _STRING:
             return self._skip_strings(at, count)
         for _ in range(count):
-            at = self.skip(at, item, depth + 1)
+            at = self.end_of_value(at, item, depth + 1)
         return at
 
     def _skip_strings(self, at: int, count: int) -> int:
@@ -151,11 +151,11 @@ class _Cursor:
         except (struct.error, OverflowError):
             at = size + 1
         if at > size:
-            raise self.fail("damaged or truncated: an array of strings does not end in the file")
+            raise self.error("damaged or truncated: an array of strings does not end in the file")
         return at
 
     def value(self, at: int, kind: int) -> Any:
-        """The value at `at`; its extent was checked by `skip`."""
+        """The value at `at`; its extent was checked by `end_of_value`."""
         if kind in _SCALARS:
             return self.scalar(at, _SCALARS[kind])
         if kind == _STRING:
@@ -172,7 +172,7 @@ class _Cursor:
                 values.append(text)
             else:
                 values.append(self.value(at, item))
-                at = self.skip(at, item)
+                at = self.end_of_value(at, item)
         return values
 
 
@@ -181,7 +181,7 @@ def read_header(data: mmap.mmap | bytes, path: Path) -> tuple[Metadata, list[Ten
     cursor = _Cursor(data, path)
     if data[:4] != b"GGUF":
         raise BridgeError(f"{path}: not a GGUF file (it starts with {bytes(data[:4])!r})")
-    cursor.need(0, 24)
+    cursor.check_room(0, 24)
     version, n_tensors, n_pairs = struct.unpack_from("<IQQ", data, 4)
     if version not in (2, 3):
         swapped = version & 0xFFFF == 0
@@ -189,7 +189,7 @@ def read_header(data: mmap.mmap | bytes, path: Path) -> tuple[Metadata, list[Ten
         raise BridgeError(f"{path}: this GGUF is {fact}; versions 2 and 3, little-endian, can be read")
     at = 24
     if n_tensors * _LEAST_TENSOR + n_pairs * _LEAST_PAIR > cursor.size - at:
-        raise cursor.fail(
+        raise cursor.error(
             f"damaged or truncated: {n_tensors} tensors and {n_pairs} keys do not fit in {cursor.size} bytes"
         )
     places: dict[str, _Where] = {}
@@ -197,13 +197,13 @@ def read_header(data: mmap.mmap | bytes, path: Path) -> tuple[Metadata, list[Ten
         key, at = cursor.string(at)
         kind = cursor.scalar(at, "I")
         if key in places:
-            raise cursor.fail(f"damaged: key {key!r} occurs twice")
+            raise cursor.error(f"damaged: key {key!r} occurs twice")
         places[key] = _Where(at + 4, kind)
-        at = cursor.skip(at + 4, kind)
+        at = cursor.end_of_value(at + 4, kind)
     metadata = Metadata(cursor, places)
     alignment = metadata.get("general.alignment", 32)
     if not isinstance(alignment, int) or alignment < 1 or alignment & (alignment - 1):
-        raise cursor.fail(f"general.alignment is {alignment}, not a power of two")
+        raise cursor.error(f"general.alignment is {alignment}, not a power of two")
     return metadata, _tensors(cursor, at, n_tensors, alignment)
 
 
@@ -213,8 +213,8 @@ def _tensors(cursor: _Cursor, at: int, count: int, alignment: int) -> list[Tenso
         name, at = cursor.string(at)
         dimensions = cursor.scalar(at, "I")
         if not 1 <= dimensions <= _MAX_DIMENSIONS:
-            raise cursor.fail(f"{name}: {dimensions} dimensions, 1 to {_MAX_DIMENSIONS} are possible")
-        cursor.need(at + 4, 8 * dimensions)
+            raise cursor.error(f"{name}: {dimensions} dimensions, 1 to {_MAX_DIMENSIONS} are possible")
+        cursor.check_room(at + 4, 8 * dimensions)
         shape = struct.unpack_from(f"<{dimensions}Q", cursor.data, at + 4)
         at += 4 + 8 * dimensions
         kind, offset = cursor.scalar(at, "I"), cursor.scalar(at + 4, "Q")
@@ -223,11 +223,11 @@ def _tensors(cursor: _Cursor, at: int, count: int, alignment: int) -> list[Tenso
     data_start = -(-at // alignment) * alignment
     tensors = [_tensor(cursor, data_start, alignment, *entry) for entry in raw]
     if len({t.name for t in tensors}) < count:
-        raise cursor.fail("damaged: two tensors have the same name")
+        raise cursor.error("damaged: two tensors have the same name")
     ordered = sorted(tensors, key=lambda t: t.start)
     for first, second in pairwise(ordered):
         if first.start + first.nbytes > second.start:
-            raise cursor.fail(
+            raise cursor.error(
                 f"damaged: {first.name} ({first.type} {list(first.shape)}) needs {first.nbytes} bytes, "
                 f"{second.name} starts after {second.start - first.start}"
             )
@@ -246,16 +246,18 @@ def _tensor(
             f"{cursor.path}: {name} has type {kind}, unknown here; a newer gguf package may know it"
         ) from None
     if 0 in shape or math.prod(shape) > _MAX_WEIGHTS:
-        raise cursor.fail(f"{name}: impossible shape {list(shape)}")
+        raise cursor.error(f"{name}: impossible shape {list(shape)}")
     size, nbytes = GGML_QUANT_SIZES[type_]
     if shape[-1] % size:
-        raise cursor.fail(f"{name}: rows of {shape[-1]} are no whole blocks of {type_.name}, which hold {size} weights")
+        raise cursor.error(
+            f"{name}: rows of {shape[-1]} are no whole blocks of {type_.name}, which hold {size} weights"
+        )
     nbytes *= math.prod(shape) // size
     start = data_start + offset
     if offset % alignment:
-        raise cursor.fail(f"{name}: offset {offset} is not a multiple of {alignment}")
+        raise cursor.error(f"{name}: offset {offset} is not a multiple of {alignment}")
     if start + nbytes > cursor.size:
-        raise cursor.fail(
+        raise cursor.error(
             f"damaged or truncated: {name} ({type_.name} {list(shape)}) ends at byte {start + nbytes}, "
             f"the file at {cursor.size}"
         )

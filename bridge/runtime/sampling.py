@@ -42,12 +42,12 @@ class Sampler:
 
     def __call__(self, logits: np.ndarray) -> int:
         """A token for logits float32 [vocab]. Raises BridgeError where they are NaN, or none is finite."""
-        best = int(logits.argmax())  # of NaN, where there is one
+        best = int(logits.argmax())  # NaN, where there is one, counts as the largest
         if not np.isfinite(top := logits[best]):
             raise BridgeError(f"the model computes {top} for the next token: the file is damaged; convert it again")
         if self.how.temperature == 0:
             return best
-        tokens, scores = self._likely(logits.astype(np.float64))
+        tokens, scores = self._candidates(logits.astype(np.float64))
         weights = np.cumsum(np.exp((scores - scores[0]) / self.how.temperature))
         drawn = self._random.random() * weights[-1]
         return int(tokens[min(np.searchsorted(weights, drawn, "right"), len(tokens) - 1)])
@@ -56,7 +56,7 @@ class Sampler:
         """float64 [count]: the numbers in [0, 1) that as many draws would use, for a device that draws by itself."""
         return self._random.random(count)
 
-    def _likely(self, logits: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def _candidates(self, logits: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """The tokens that remain, most likely first, and their logits."""
         k = self.how.top_k
         if 0 < k < logits.size:

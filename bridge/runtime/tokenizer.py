@@ -27,7 +27,7 @@ _SURROGATE = re.compile("[\ud800-\udfff]")
 class Cutter(Protocol):
     """The part that differs: ordinary text to ids, an ordinary token to bytes."""
 
-    add_bos: bool  # where the file does not say
+    add_bos: bool  # the default, for a file that does not say
     add_eos: bool
 
     def encode(self, text: str, after_special: bool) -> list[int]:
@@ -47,16 +47,16 @@ class Tokenizer:
         self.tokens: list[str] = tokens
         self.types: list[int] = _items(metadata, "token_type", int, len(tokens)) or [NORMAL] * len(tokens)
         self._cut = self._cutter(metadata)
-        self.bos = self._role(metadata, "bos")
-        self.eos = self._role(metadata, "eos")
+        self.bos = self._role_token(metadata, "bos")
+        self.eos = self._role_token(metadata, "eos")
         add_bos = metadata.get("tokenizer.ggml.add_bos_token", self._cut.add_bos)
         self.add_bos = bool(add_bos) and self.bos is not None
         self.add_eos = bool(metadata.get("tokenizer.ggml.add_eos_token", False)) and self.eos is not None
-        named = {self._role(metadata, role) for role in ("eos", "eot", "eom")}
+        named = {self._role_token(metadata, role) for role in ("eos", "eot", "eom")}
         self.stops = frozenset(t for t in named if t is not None) | {
             i for i, text in enumerate(self.tokens) if text in KNOWN_ENDS
         }
-        self._special = {True: self._matcher({CONTROL, UNKNOWN, USER_DEFINED}), False: self._matcher({USER_DEFINED})}
+        self._special = {True: self._pattern({CONTROL, UNKNOWN, USER_DEFINED}), False: self._pattern({USER_DEFINED})}
         self._pieces: dict[int, bytes] = {}
 
     def __len__(self) -> int:
@@ -133,14 +133,14 @@ class Tokenizer:
         if model == "llama":
             scores = _items(metadata, "scores", float, len(self.tokens)) or [0.0] * len(self.tokens)
             prefix = bool(metadata.get("tokenizer.ggml.add_space_prefix", True))
-            return SentencePiece(self.tokens, self.types, scores, self._role(metadata, "unknown"), prefix)
+            return SentencePiece(self.tokens, self.types, scores, self._role_token(metadata, "unknown"), prefix)
         raise BridgeError(f"tokenizer.ggml.model is {model!r}; gpt2 (byte-level BPE) and llama are known here")
 
-    def _role(self, metadata: Mapping[str, Any], role: str) -> int | None:
+    def _role_token(self, metadata: Mapping[str, Any], role: str) -> int | None:
         token = metadata.get(f"tokenizer.ggml.{role}_token_id")
         return token if isinstance(token, int) and 0 <= token < len(self.tokens) else None
 
-    def _matcher(self, kinds: set[int]) -> tuple[re.Pattern[str] | None, dict[str, int]]:
+    def _pattern(self, kinds: set[int]) -> tuple[re.Pattern[str] | None, dict[str, int]]:
         index = {self.tokens[i]: i for i, kind in enumerate(self.types) if kind in kinds and self.tokens[i]}
         longest_first: Sequence[str] = sorted(index, key=len, reverse=True)
         return (re.compile(f"({'|'.join(map(re.escape, longest_first))})") if index else None), index

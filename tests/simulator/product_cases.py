@@ -12,23 +12,23 @@ from bridge.cuda.intrinsics import (
     SIMULATED,
     bits,
     bits_float,
-    differing,
     dp2a,
     dp4a,
-    either,
     float_bits,
-    fused,
+    fma,
     high_half,
     low_half,
-    minus,
-    multiply_add,
-    permuted,
-    rotated,
+    mad,
+    or_,
+    prmt,
+    ror,
     round_even,
-    shifted,
+    shl,
     signed_byte,
+    sub,
     thread_x,
     to_half,
+    xor,
 )
 from bridge.cuda.launch import Kernel
 from bridge.cuda.matrix import DeviceMatrix
@@ -288,19 +288,19 @@ def _integers(a, b, c, out):
     out[0, i] = dp4a(a[i], b[i], c[i])
     out[1, i] = dp2a(a[i], b[i], c[i])
     out[2, i] = bits(a[i], b[i] & 31, c[i])
-    out[3, i] = shifted(a[i], b[i] & 31)
-    out[4, i] = rotated(a[i], b[i])
-    out[5, i] = either(a[i], b[i])
-    out[6, i] = differing(a[i], b[i])
-    out[7, i] = minus(a[i], b[i])
-    out[8, i] = multiply_add(a[i], b[i], c[i])
+    out[3, i] = shl(a[i], b[i] & 31)
+    out[4, i] = ror(a[i], b[i])
+    out[5, i] = or_(a[i], b[i])
+    out[6, i] = xor(a[i], b[i])
+    out[7, i] = sub(a[i], b[i])
+    out[8, i] = mad(a[i], b[i], c[i])
     out[9, i] = signed_byte(a[i], b[i] & 24)
     out[10, i] = float_bits(low_half(a[i]))
     out[11, i] = float_bits(high_half(a[i]))
     out[12, i] = to_half(bits_float(c[i]))
     out[13, i] = round_even(bits_float(c[i]))
-    out[14, i] = permuted(a[i], b[i], 0x7043)
-    out[15, i] = float_bits(fused(np.float32(a[i] >> 8), np.float32(b[i] >> 8), bits_float(c[i])))
+    out[14, i] = prmt(a[i], b[i], 0x7043)
+    out[15, i] = float_bits(fma(np.float32(a[i] >> 8), np.float32(b[i] >> 8), bits_float(c[i])))
 
 
 def test_integers_and_halves_wrap_and_round_as_the_hardware_does():

@@ -50,7 +50,7 @@ class Record(NamedTuple):
 
     sums_at: int
     d_at: int
-    low_at: int  # of e; meaningless where there is none
+    low_at: int  # where e is; meaningless for types without one
     nbytes: int
 
 

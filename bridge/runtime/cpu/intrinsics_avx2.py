@@ -23,7 +23,7 @@ def emit_dots(v, parts, words, x, places, bits):
         zeros = [v.zero() for _ in parts]
         high = emit_dots(v, zeros, [partial(_nibble, v, w, 4) for w in words], x, places, 4)
         low = emit_dots(v, parts, [partial(_nibble, v, w, 0) for w in words], x, places, 4)
-        return [v.add(a, v.shift(b, -4)) for a, b in zip(low, high, strict=True)]
+        return [v.add(a, v.shl(b, 4)) for a, b in zip(low, high, strict=True)]
     parts = list(parts)
     ones = ir.Constant(_I16, [1] * (2 * LANES))
     together = _together(bits)
@@ -41,7 +41,7 @@ def emit_dots(v, parts, words, x, places, bits):
 
 
 def _nibble(v, word, right):
-    return v.mask(v.shift(word(), right), 0x0F0F0F0F)
+    return v.and_(v.shr(word(), right), 0x0F0F0F0F)
 
 
 def _together(bits):

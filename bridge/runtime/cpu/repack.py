@@ -48,16 +48,16 @@ def words(name: str) -> tuple[Word, ...]:
     block = BLOCKS[name]
     layout = Layout(block, 1)
 
-    def answer(bits: np.ndarray) -> np.ndarray:
+    def repacked(bits: np.ndarray) -> np.ndarray:
         found = layout.words(np.packbits(bits, bitorder="little"))
         return np.unpackbits(found.view(np.uint8), bitorder="little")
 
     numbers = np.arange(8 * block.nbytes)
-    flipped = answer(numbers < 0)
-    depends = answer(numbers >= 0) ^ flipped
+    flipped = repacked(numbers < 0)
+    depends = repacked(numbers >= 0) ^ flipped
     source = np.zeros(flipped.size, np.int64)
     for digit in range(int(numbers[-1]).bit_length()):
-        source |= (answer(numbers >> digit & 1 == 1) ^ flipped).astype(np.int64) << digit
+        source |= (repacked(numbers >> digit & 1 == 1) ^ flipped).astype(np.int64) << digit
     constants = np.packbits(flipped, bitorder="little").view(np.uint32)
     return tuple(
         Word(_moves(source[at : at + _WORD], depends[at : at + _WORD], block.nbytes), int(constants[at // _WORD]))

@@ -38,8 +38,9 @@ def words(v: Any, base: Any, at: int, bits: int, count: int) -> list[Callable[[]
             part = v.load(base, place + 4 * v.lanes * (i % n))
             if width < 8:
                 mask = 0x01010101 * ((1 << width) - 1)
-                part = v.mask(v.shift(part, width * (i // n) - low), mask << low)
-            result = part if result is None else v.either(result, part)
+                right = width * (i // n) - low
+                part = v.and_(v.shr(part, right) if right > 0 else v.shl(part, -right), mask << low)
+            result = part if result is None else v.or_(result, part)
             place += 4 * v.lanes * n
             low += width
         return result
@@ -47,7 +48,7 @@ def words(v: Any, base: Any, at: int, bits: int, count: int) -> list[Callable[[]
     return [partial(word, i) for i in range(count)]
 
 
-def _itself(value: Any) -> Any:
+def _identity(value: Any) -> Any:
     return value
 
 
@@ -62,8 +63,8 @@ def _code(v: Any, scales: list[Any], j: int, bits: int, signed: bool) -> Any:
     word = scales[j // 4]()
     place = 8 * (j % 4)
     if signed:
-        return v.shift_signed(v.shift(word, bits + place - 32), 32 - bits)
-    return v.mask(v.shift(word, place), (1 << bits) - 1)
+        return v.ashr(v.shl(word, 32 - bits - place), 32 - bits)
+    return v.and_(v.shr(word, place), (1 << bits) - 1)
 
 
 def k_block(v: Any, layout: Layout, totals: list[Any], weights: Any, halves: Any, x: Any) -> list[Any]:
@@ -74,7 +75,7 @@ def k_block(v: Any, layout: Layout, totals: list[Any], weights: Any, halves: Any
     signed = block.scale_lo < 0
     scales = words(v, weights, 0, layout.scale_bits, layout.scale_words)
     if len(totals) == 1:  # registers to spare
-        scales = [partial(_itself, word()) for word in scales]
+        scales = [partial(_identity, word()) for word in scales]
     per_group = 32 // block.sub
     sums: list[Any] = [None for _ in columns]
     for group in range(block.size // 32):
@@ -94,25 +95,25 @@ def k_block(v: Any, layout: Layout, totals: list[Any], weights: Any, halves: Any
             parts = v.dots(parts, chosen, x, places, layout.code_bits)
             scale = _code(v, scales, j, layout.scale_bits, signed)
             for c in columns:
-                product = v.multiply(parts[c], scale)
+                product = v.mul(parts[c], scale)
                 inner[c] = product if inner[c] is None else v.add(inner[c], product)
         for c in columns:
             dx = v.broadcast_float(x, record.nbytes * c + record.d_at + 4 * group)
             value = v.to_float(inner[c])
-            sums[c] = v.multiply_float(value, dx) if sums[c] is None else v.fma(value, dx, sums[c])
-    d = v.half(halves, 0)
+            sums[c] = v.fmul(value, dx) if sums[c] is None else v.fma(value, dx, sums[c])
+    d = v.load_half(halves, 0)
     totals = [v.fma(sums[c], d, totals[c]) for c in columns]
     if block.has_min:
         mins = scales[block.subs // 4 :]
-        dmin = v.negative(v.half(halves, 2 * v.lanes))
+        dmin = v.fneg(v.load_half(halves, 2 * v.lanes))
         for c in columns:
             at = record.nbytes * c + record.sums_at
             quads = [at + 4 * k for k in range(len(mins))]
             (high,) = v.dots([v.zero()], mins, x, [quads], layout.scale_bits)
             (low,) = v.dots([v.zero()], mins, x, [[q + block.subs for q in quads]], layout.scale_bits)
-            low = v.add(low, v.shift(high, -7))
+            low = v.add(low, v.shl(high, 7))
             e = v.broadcast_float(x, record.nbytes * c + record.low_at)
-            totals[c] = v.fma(v.to_float(low), v.multiply_float(dmin, e), totals[c])
+            totals[c] = v.fma(v.to_float(low), v.fmul(dmin, e), totals[c])
     return totals
 
 
@@ -131,13 +132,13 @@ def plain_block(v: Any, layout: Layout, totals: list[Any], weights: Any, halves:
     order = _paired(layout.code_bits, GROUP)
     places = [[record.nbytes * c + 4 * k for k in order] for c in columns]
     parts = v.dots(parts, [codes[k] for k in order], x, places, layout.code_bits)
-    d = v.half(halves, 0)
+    d = v.load_half(halves, 0)
     for c in columns:
         dx = v.broadcast_float(x, record.nbytes * c + record.d_at)
-        totals[c] = v.fma(v.to_float(parts[c]), v.multiply_float(d, dx), totals[c])
+        totals[c] = v.fma(v.to_float(parts[c]), v.fmul(d, dx), totals[c])
         if block.has_min:
             s = v.broadcast_float(x, record.nbytes * c + record.sums_at)
-            totals[c] = v.fma(v.half(halves, 2 * v.lanes), s, totals[c])
+            totals[c] = v.fma(v.load_half(halves, 2 * v.lanes), s, totals[c])
     return totals
 
 
@@ -148,8 +149,8 @@ def float_block(v: Any, layout: Layout, totals: list[Any], weights: Any, halves:
     record = 4 * (block.size + block.subs)
     scales = words(v, weights, 0, layout.scale_bits, layout.scale_words) if block.is_k else []
     per_group = 32 // block.sub
-    d = v.half(halves, 0)
-    dmin = v.half(halves, 2 * v.lanes) if block.has_min else None
+    d = v.load_half(halves, 0)
+    dmin = v.load_half(halves, 2 * v.lanes) if block.has_min else None
     for group in range(block.size // 32):
         codes = words(v, weights, layout.codes_at + group * layout.group_bytes, layout.code_bits, GROUP)
         for i in range(per_group):
@@ -157,22 +158,20 @@ def float_block(v: Any, layout: Layout, totals: list[Any], weights: Any, halves:
             parts = [v.zero_float() for _ in columns]
             for k in range(block.sub // 4):
                 for byte in range(4):
-                    code = v.mask(v.shift(codes[i * block.sub // 4 + k](), 8 * byte), 255)
+                    code = v.and_(v.shr(codes[i * block.sub // 4 + k](), 8 * byte), 255)
                     value = v.to_float(v.add(code, v.splat(-block.zero)) if block.zero else code)
                     for c in columns:
                         at = record * c + 4 * (block.sub * j + 4 * k + byte)
                         parts[c] = v.fma(value, v.broadcast_float(x, at), parts[c])
             scale = d
             if block.is_k:
-                scale = v.multiply_float(
-                    d, v.to_float(_code(v, scales, j, layout.scale_bits, signed=block.scale_lo < 0))
-                )
+                scale = v.fmul(d, v.to_float(_code(v, scales, j, layout.scale_bits, signed=block.scale_lo < 0)))
             totals = [v.fma(parts[c], scale, totals[c]) for c in columns]
             if dmin is not None:
                 low = dmin
                 if block.is_k:
                     mn = _code(v, scales, block.subs + j, layout.scale_bits, signed=False)
-                    low = v.negative(v.multiply_float(dmin, v.to_float(mn)))
+                    low = v.fneg(v.fmul(dmin, v.to_float(mn)))
                 for c in columns:
                     s = v.broadcast_float(x, record * c + 4 * (block.size + j))
                     totals[c] = v.fma(low, s, totals[c])

@@ -52,7 +52,7 @@ class Emitter:
         self.ahead = ahead
         self.level = level
         self._fetched: set[int] = set()
-        if target is None:  # code that is the same for all
+        if target is None:  # for code that is the same on all targets
             return
         self.target = target
         self.lanes: int = target.LANES
@@ -87,7 +87,7 @@ class Emitter:
     def broadcast_float(self, base: ir.Value, at: int) -> ir.Value:
         return self._spread(self.builder.load(self.pointer(base, at, _F32), align=4), self.floats)
 
-    def half(self, base: ir.Value, at: int) -> ir.Value:
+    def load_half(self, base: ir.Value, at: int) -> ir.Value:
         halves = ir.VectorType(ir.HalfType(), self.lanes)
         return self.builder.fpext(self.builder.load(self.pointer(base, at, halves), align=2 * self.lanes), self.floats)
 
@@ -95,7 +95,7 @@ class Emitter:
         self.builder.store(value, self.pointer(base, 0, self.floats), align=4)
 
     def prefetch(self, base: ir.Value, at: int) -> None:
-        flags = (ir.Constant(_I32, 0), ir.Constant(_I32, 4 - self.level), ir.Constant(_I32, 1))  # to read, data
+        flags = (ir.Constant(_I32, 0), ir.Constant(_I32, 4 - self.level), ir.Constant(_I32, 1))  # read, of data
         self.call("llvm.prefetch.p0", ir.VoidType(), self.pointer(base, at, _I8), *flags)
 
     def barrier(self) -> None:
@@ -110,25 +110,26 @@ class Emitter:
     def splat(self, value: int) -> ir.Value:
         return ir.Constant(self.ints, [ir.Constant(_I32, value)] * self.lanes)
 
-    def mask(self, value: ir.Value, bits: int) -> ir.Value:
+    def and_(self, value: ir.Value, bits: int) -> ir.Value:
         return self.builder.and_(value, self.splat(bits))
 
-    def shift(self, value: ir.Value, right: int) -> ir.Value:
-        """To the right, zeros in; to the left where `right` is negative."""
-        if right == 0:
-            return value
-        return self.builder.lshr(value, self.splat(right)) if right > 0 else self.builder.shl(value, self.splat(-right))
+    def shl(self, value: ir.Value, left: int) -> ir.Value:
+        return self.builder.shl(value, self.splat(left)) if left else value
 
-    def shift_signed(self, value: ir.Value, right: int) -> ir.Value:
+    def shr(self, value: ir.Value, right: int) -> ir.Value:
+        """Zeros come in; with `ashr` copies of the sign."""
+        return self.builder.lshr(value, self.splat(right)) if right else value
+
+    def ashr(self, value: ir.Value, right: int) -> ir.Value:
         return self.builder.ashr(value, self.splat(right))
 
-    def either(self, a: ir.Value, b: ir.Value) -> ir.Value:
+    def or_(self, a: ir.Value, b: ir.Value) -> ir.Value:
         return self.builder.or_(a, b)
 
     def add(self, a: ir.Value, b: ir.Value) -> ir.Value:
         return self.builder.add(a, b)
 
-    def multiply(self, a: ir.Value, b: ir.Value) -> ir.Value:
+    def mul(self, a: ir.Value, b: ir.Value) -> ir.Value:
         return self.builder.mul(a, b)
 
     def dots(self, parts: list, words: list, x: ir.Value, places: list[list[int]], bits: int) -> list:
@@ -146,10 +147,10 @@ class Emitter:
     def to_float(self, value: ir.Value) -> ir.Value:
         return self.builder.sitofp(value, self.floats)
 
-    def multiply_float(self, a: ir.Value, b: ir.Value) -> ir.Value:
+    def fmul(self, a: ir.Value, b: ir.Value) -> ir.Value:
         return self.builder.fmul(a, b)
 
-    def negative(self, a: ir.Value) -> ir.Value:
+    def fneg(self, a: ir.Value) -> ir.Value:
         return self.builder.fneg(a)
 
     def fma(self, a: ir.Value, b: ir.Value, c: ir.Value) -> ir.Value:
@@ -181,7 +182,7 @@ class Twin:
     def broadcast_float(self, base: int, at: int) -> np.ndarray:
         return np.repeat(self.read(base + at, np.float32, 1), self.lanes)
 
-    def half(self, base: int, at: int) -> np.ndarray:
+    def load_half(self, base: int, at: int) -> np.ndarray:
         return self.read(base + at, np.float16, self.lanes).astype(np.float32)
 
     def barrier(self) -> None:
@@ -193,23 +194,25 @@ class Twin:
     def splat(self, value: int) -> np.ndarray:
         return np.full(self.lanes, value, np.int64).astype(np.int32)
 
-    def mask(self, value: np.ndarray, bits: int) -> np.ndarray:
+    def and_(self, value: np.ndarray, bits: int) -> np.ndarray:
         return value & self.splat(bits)
 
-    def shift(self, value: np.ndarray, right: int) -> np.ndarray:
-        unsigned = value.view(np.uint32)
-        return (unsigned >> np.uint32(right) if right >= 0 else unsigned << np.uint32(-right)).view(np.int32)
+    def shl(self, value: np.ndarray, left: int) -> np.ndarray:
+        return value << np.int32(left)
 
-    def shift_signed(self, value: np.ndarray, right: int) -> np.ndarray:
+    def shr(self, value: np.ndarray, right: int) -> np.ndarray:
+        return (value.view(np.uint32) >> np.uint32(right)).view(np.int32)
+
+    def ashr(self, value: np.ndarray, right: int) -> np.ndarray:
         return value >> np.int32(right)
 
-    def either(self, a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    def or_(self, a: np.ndarray, b: np.ndarray) -> np.ndarray:
         return a | b
 
     def add(self, a: np.ndarray, b: np.ndarray) -> np.ndarray:
         return a + b
 
-    def multiply(self, a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    def mul(self, a: np.ndarray, b: np.ndarray) -> np.ndarray:
         return a * b
 
     def dots(self, parts: list, words: list, x: int, places: list[list[int]], bits: int) -> list:
@@ -223,10 +226,10 @@ class Twin:
     def to_float(self, value: np.ndarray) -> np.ndarray:
         return value.astype(np.float32)
 
-    def multiply_float(self, a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    def fmul(self, a: np.ndarray, b: np.ndarray) -> np.ndarray:
         return a * b
 
-    def negative(self, a: np.ndarray) -> np.ndarray:
+    def fneg(self, a: np.ndarray) -> np.ndarray:
         return -a
 
     def fma(self, a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
