@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from bridge.errors import BridgeError
-from bridge.runtime.arguments import is_torch
+from bridge.runtime.operands import is_torch
 
 _OLDEST = (7, 5)  # compute capability: what CUDA 13 still compiles for
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from bridge.cuda.device import Device, torch_device
 
-from bridge.runtime.arguments import check_matrix
+from bridge.runtime.operands import check_matrix
 from bridge.runtime.quant_tensor import QuantTensor
 
 KINDS = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}  # what holds a type as it is; others become float16

@@ -17,7 +17,7 @@ from bridge.cuda.layout import UNIT, Layout, repacker
 from bridge.blocks import BLOCKS
 from bridge.cpus import usable_cpus
 from bridge.errors import BridgeError
-from bridge.runtime.arguments import check_matrix
+from bridge.runtime.operands import check_matrix
 from bridge.runtime.quant_tensor import QuantTensor
 
 _PART = 1 << 22  # bytes repacked at a time by one thread

@@ -20,7 +20,7 @@ from bridge.cuda.matmul import Multiplier
 from bridge.cuda.matrix import DeviceMatrix
 
 from bridge.errors import BridgeError
-from bridge.runtime.arguments import check_indices, check_input, check_out, check_precision, is_torch
+from bridge.runtime.operands import check_indices, check_input, check_out, check_precision, is_torch
 from bridge.runtime.quant_tensor import QuantTensor
 
 

@@ -25,10 +25,10 @@ from typing import Any
 import numpy as np
 
 from bridge.errors import BridgeError
-from bridge.runtime.arguments import check_precision
 from bridge.runtime.decoder import Decoder
 from bridge.runtime.decoder_config import DecoderConfig, read_config
 from bridge.runtime.devices import choose, cpu_note, cuda
+from bridge.runtime.operands import check_precision
 from bridge.runtime.reader import GGUFFile, open_gguf
 from bridge.runtime.sampling import Sampler, Sampling
 from bridge.runtime.tokenizer import Tokenizer

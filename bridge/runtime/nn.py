@@ -19,8 +19,8 @@ from torch import nn
 from bridge.errors import BridgeError
 from bridge.row_order import interleaved_rows
 from bridge.runtime import GGUFFile, QuantTensor, open_gguf
-from bridge.runtime.arguments import check_matrix
 from bridge.runtime.decoder_config import read_config
+from bridge.runtime.operands import check_matrix
 
 _LINEARS = {
     "self_attn.q_proj": "attn_q",
