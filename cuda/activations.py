@@ -41,14 +41,14 @@ from numba import cuda
 
 from bridge.errors import BridgeError
 
-COLUMNS = 8  # that a tile has room for
+COLUMNS = 8  # columns that a tile has room for
 RECORD = 1280  # bytes of a column in a tile of int8 records
-FLOAT_RECORD = 4096  # and of float32 ones
+FLOAT_RECORD = 4096  # bytes of a column in a tile of float32 records
 TILE = COLUMNS * RECORD
 FLOAT_TILE = COLUMNS * FLOAT_RECORD
 BEYOND = 3  # tiles of zeros behind the last
 _TINY = np.float32(2.0**-120)  # 128 over it is still finite
-_WARPS = 4  # that a block of `quantize` has
+_WARPS = 4  # warps in a block of `quantize`
 
 float32 = np.float32
 int32 = np.int32

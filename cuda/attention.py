@@ -28,7 +28,7 @@ from bridge.cuda.unroll import expand, registers, unroll
 from numba import cuda
 
 POSITION, TOKEN, STEP, STATE = 0, 1, 2, 4  # words of `state`, and its size
-SPLITS = 16  # spans of a context, at most; 32 is the limit here
+SPLITS = 16  # spans of a context, at most; the kernel could do 32
 SPAN = 64  # positions of a span, at least
 
 # set by `kernel`: query heads of a block and their size; positions of a tile; threads

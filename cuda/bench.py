@@ -34,9 +34,9 @@ LAUNCHES = 16
 ROUNDS = 11
 LARGE = (8192, 28672)
 SMALL = (4096, 14336)
-_CACHES = 4  # times the L2 cache that rotation covers
-_READ = 1 << 30  # bytes of the read that bandwidth is measured by
-_WARM = 0.03  # seconds of replays before those that count: an idle GPU has lowered its clock
+_CACHES = 4  # the copies together are so many times the L2 cache
+_READ = 1 << 30  # bytes that are read to measure the bandwidth
+_WARM = 0.03  # seconds of untimed replays: an idle GPU's clock is low at first
 
 # set by `expand`
 LOADS = 8

@@ -50,7 +50,7 @@ class Decoder:
         with self._active():
             self.device.check_memory(self.nbytes + _WORK, f"{file.path} with a context of {context}")
         self.graphs = devices.captures()  # False: every launch by itself
-        self.preparing = 0.0  # seconds of repacking between tokens: none
+        self.preparing = 0.0  # nothing is repacked between tokens, as it is on the CPU
         self._captured: dict[int | None, Graph] = {}
         self._samplers: dict[int | None, list[Launch]] = {}
 

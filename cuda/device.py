@@ -239,7 +239,7 @@ def _opened(index: int) -> Device:
     count = _driver().get_device_count()
     if index >= count:
         raise BridgeError(f"device 'cuda:{index}': there {'is' if count == 1 else 'are'} {count}, from cuda:0 on")
-    gpu = cuda.gpus[index]  # no context yet: numba makes none for what it holds to be too old
+    gpu = cuda.gpus[index]  # makes no context, which numba refuses to on a GPU that is too old
     capability = tuple(gpu.compute_capability)[:2]
     name = gpu.name.decode() if isinstance(gpu.name, bytes) else gpu.name
     if capability < _OLDEST:

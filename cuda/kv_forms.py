@@ -40,7 +40,7 @@ from bridge.errors import BridgeError
 BLOCK = 32  # numbers that share a step
 _BYTES = {"f16": 2, "q8_0": 1, "f32": 4}
 
-# set by `functions`: words of a row's steps; 16 bytes of a row's numbers, and of those read before the first are used
+# set by `functions`: words of a row's steps; loads of 16 bytes in a row, and how many begin before the first is used
 KIND = ""
 HEAD_DIM = STEP_WORDS = QUADS = AHEAD = 0
 number: Any = None

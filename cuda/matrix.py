@@ -65,7 +65,7 @@ class DeviceMatrix:
         rows, columns = sum(tensor.shape[0] for tensor in tensors), first.shape[1]
         layout = Layout(BLOCKS[first.type])
         spaced = layout.spaced(rows, columns)
-        if layout.nbytes(rows, columns) >= 1 << 32:  # the kernels count in int32, 2 bytes at least
+        if layout.nbytes(rows, columns) >= 1 << 32:  # kernels count units of 2 bytes or more in int32
             raise BridgeError(f"{first.name}: {rows} rows of {columns} are too many for one matrix on a GPU")
         what = " + ".join(tensor.name for tensor in tensors)
         host = np.zeros(layout.nbytes(rows, columns), np.uint8)

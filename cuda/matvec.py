@@ -76,8 +76,8 @@ int32 = np.int32
 float32 = np.float32
 
 
-_COLUMNS = 4  # that a lane takes; of more, half a warp has one half, the other the other
-_WARPS_AT_ONCE = 32  # a multiprocessor's, with 64 registers
+_COLUMNS = 4  # columns a lane takes; of more, each half of a warp takes one half
+_WARPS_AT_ONCE = 32  # warps of 64 registers that a multiprocessor runs at once
 
 
 class Configuration(NamedTuple):
@@ -95,7 +95,7 @@ def _product(weights, sixteenth, x, y, bias, rows, units):
     start = mad(block_x(), WARPS // SPLIT * ROWS, mad(bits(warp, SPLIT_LOG, 31), ROWS, 0))
     end = int32(units)
     place = bits(lane, 0, LANES - 1)
-    # the last warps go back to rows that others have, rather than beyond the end, and do not store these
+    # the last warps repeat rows of others rather than go beyond the end, and do not store them
     base = mad(min(start, int32(rows - ROWS)), end, place)
     total = registers()
     for r in unroll(ROWS):
@@ -147,7 +147,7 @@ def _product(weights, sixteenth, x, y, bias, rows, units):
     for r in unroll(ROWS):
         for c in unroll(TOKENS):
             total[r, c] = warp_sum(total[r, c]) if LANES == 32 else half_warp_sum(total[r, c])
-    # made anew, so that no registers are kept for it along the row
+    # computed again, so that no registers hold it along the row
     lane = thread_x()
     warp = thread_y()
     team = bits(warp, SPLIT_LOG, 31)

@@ -26,7 +26,7 @@ put: Any = None
 
 float32 = np.float32
 int32: Any = np.int32
-_SILU_WARPS = 4  # of a block
+_SILU_WARPS = 4  # warps in a block
 
 
 def norm_threads(hidden: int) -> int:

@@ -30,7 +30,7 @@ class Form(NamedTuple):
     """How a type's scales are packed."""
 
     pack: Callable[..., None]  # (sc, mn, d, dmin, out uint32 [4])
-    read: Callable[..., Any]  # (words, lane) -> what is said above
+    read: Callable[..., Any]  # (words, lane) -> scale or scales, min or mins, as described above
     holds_halves: bool  # whether d and dmin are in there
     whole: bool  # whether a lane reads all of it
 
@@ -88,7 +88,7 @@ def read_q3(words, lane):
     low = bits(words[2] if bits(lane, 2, 1) else words[1], at, 0x0F0F)
     at = or_(shl(bits(lane, 2, 1), 4), shl(bits(lane, 0, 3), 1))
     scale = or_(low, bits(ror(words[3], sub(at, 4)), 0, 0x3030))
-    # less 32 in each byte: with the top bits set nothing is borrowed, and then they are what the sign bits are not
+    # 32 is taken from each byte: the top bits, set before, stop borrows and come out as the signs inverted
     return xor(sub(or_(scale, 0x8080), 0x2020), 0x8080), 0
 
 
