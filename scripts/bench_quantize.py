@@ -24,9 +24,10 @@ from bench_convert import ROOT, machine
 
 sys.path.insert(0, str(ROOT))
 
+from peers import ggml, reference
+
 from bridge.quantize import Method, quantize_model, superblocks
-from bridge.runtime import dequantize
-from tests.support import ggml, reference
+from bridge.runtime.cpu import dequantize
 
 STEPS: list[tuple[str, dict[str, Any], bool]] = [
     ("GPTQ", {"act_order": "none", "sweeps": 0}, False),

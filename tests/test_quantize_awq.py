@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from bridge.quantize.awq import clipped, fold, smoothing
+from bridge.quantize.awq_search import clipped, fold, smoothing
 
 
 def nearest(weight: torch.Tensor, size: int = 32) -> torch.Tensor:
