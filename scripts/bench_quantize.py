@@ -24,10 +24,9 @@ from bench_convert import ROOT, machine
 
 sys.path.insert(0, str(ROOT))
 
-from peers import ggml, reference
-
 from bridge.quantize import Method, quantize_model, superblocks
 from bridge.runtime.cpu import dequantize
+from scripts.peers import ggml, reference
 
 STEPS: list[tuple[str, dict[str, Any], bool]] = [
     ("GPTQ", {"act_order": "none", "sweeps": 0}, False),
