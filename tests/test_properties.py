@@ -133,8 +133,9 @@ def test_a_chosen_type_keeps_its_limit_and_is_as_close_as_it_says(
     mapped = map_to(t, block)
     weights = t.dequantize()
     stored = gguf.quants.dequantize(mapped.data, block.ggml)
-    error = np.square(stored.astype(np.float64) - weights).sum()
-    assert mapped.fidelity.error == pytest.approx(error, rel=1e-3, abs=1e-11 * mapped.fidelity.signal)
+    error, signal = np.linalg.norm(stored.astype(np.float64) - weights), np.linalg.norm(weights)
+    # float32 weights are themselves good to about 2e-7
+    assert np.sqrt(mapped.fidelity.error) == pytest.approx(error, rel=1e-3, abs=5e-7 * float(signal))
     assert mapped.fidelity.noise == pytest.approx(t.noise(), rel=1e-5)
     assert choice.limit in (None, 0.0, CARRIED_LIMIT, REQUANTIZED_LIMIT)
     if choice.limit is not None:
