@@ -8,8 +8,8 @@
     forced   a given type: codes carried where it can hold them, else requantized
     at_most  auto's type, or a given one where that is smaller
 
-A type is judged by sampled rows. Where they leave it open (within a factor of 1.5 of the limit, or whether codes less
-their zero points fit), all rows are looked at.
+A type is judged by sampled rows. Where they leave it open (near the limit, or whether codes less their zero points fit),
+all rows are looked at.
 """
 
 from __future__ import annotations
@@ -26,7 +26,9 @@ from bridge.mapping.quantize_rows import actorder_importance, quantize_rows
 
 CARRIED_LIMIT = 0.01  # of the checkpoint's noise: what auto lets carried tensors add
 REQUANTIZED_LIMIT = 0.15  # and tensors that must be requantized
-_OPEN = 1.5  # a sample's share this near to the limit, either way, says nothing
+# a sample's share this near to the limit, either way, says nothing
+_OPEN_CARRIED = 1.5  # few rows may cost most
+_OPEN_REQUANTIZED = 1.1  # rows are alike
 _CHUNK_WEIGHTS = 1 << 22  # rows dequantized at a time
 
 # a tensor's parts, whole or sampled rows of some, each with the importance of its columns or None
@@ -87,10 +89,11 @@ def _first_within(
     mapped: Callable[[GroupedTensor, BlockType, np.ndarray | None], Mapped],
 ) -> BlockType | None:
     """The first of some types in which all parts together add at most `limit` of their noise; None where none does."""
+    near_by = _OPEN_CARRIED if mapped is carry_part else _OPEN_REQUANTIZED
     for block in blocks:
         try:
             share = _share(samples, block, mapped)
-            near = limit / _OPEN < share <= _OPEN * limit
+            near = limit / near_by < share <= near_by * limit
             # Q8_0 clips what leaves it
             fits = block is Q8_0 or all(_fits_any(t, block) for t, _ in samples)
             if near or (share <= limit and mapped is carry_part and not fits):
