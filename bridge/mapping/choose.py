@@ -8,8 +8,8 @@
     forced   a given type: codes carried where it can hold them, else requantized
     at_most  auto's type, or a given one where that is smaller
 
-A type is judged by sampled rows. Where they leave it open (near the limit, or whether codes less their zero points fit),
-all rows are looked at.
+A type is judged by sampled rows. Where they leave it open (near the limit, or whether shifted codes fit), all rows are
+looked at.
 """
 
 from __future__ import annotations
