@@ -17,7 +17,6 @@ from bridge.execute import Executor
 from bridge.files import check_target, read_json, write_text
 from bridge.hub import model_name, resolve
 from bridge.importance import Importance
-from bridge.mapping.choose import CARRIED_LIMIT
 from bridge.output import GGUFOutput
 from bridge.plan import Plan, PlannedTensor
 from bridge.plan_file import load_plan, save_plan
@@ -158,6 +157,8 @@ def _written(
 
 def _beyond(tensor: PlannedTensor, report: TensorReport) -> bool:
     """Whether a tensor adds more than the plan lets it, or lost codes that it was to carry."""
+    from bridge.mapping.choose import CARRIED_LIMIT  # loads Numba
+
     if tensor.limit is None or report.fidelity is None:
         return False
     lost = report.how == REQUANTIZED or (report.how == PARTLY and report.type != "Q8_0")

@@ -570,11 +570,9 @@ def bridge_process(code: str, *arguments: object, **environment: str) -> subproc
 def test_a_full_disk_leaves_what_was_there_and_nothing_else(model, tmp_path, limit, options, exists):
     """A limit on the size of files stands in for the disk."""
     out = tmp_path / "out.gguf"
-    if exists:
-        out.write_bytes(OLD)
-    before = contents(tmp_path)
-    bridge.convert(model, tmp_path / "out.gguf", force=True)  # so that no kernel is compiled, whose cache is a file too
+    bridge.convert(model, out)  # so that no kernel is compiled, whose cache is a file too
     out.write_bytes(OLD) if exists else out.unlink()
+    before = contents(tmp_path)
     code = f"resource.setrlimit(resource.RLIMIT_FSIZE, ({limit}, {limit}))\nrun()"
     _, error = (process := bridge_process(code, "convert", model, out, "--force", *options)).communicate()
     assert process.returncode == 2
