@@ -20,7 +20,7 @@ from bridge.quantize.superblock_grid import SuperblockGrid
 from bridge.runtime.cpu.dequantize import rows as dequantize_blocks
 from tests.support import textbook_gptq
 
-TYPES = ["Q2_K", "Q3_K", "Q4_K", "Q6_K", "Q4_0", "Q4_1", "Q8_0"]
+TYPES = ["Q2_K", "Q3_K", "Q4_1"]  # one of each kind of grid; each compiles for many seconds
 
 
 def layer(seed: int, rows: int, columns: int, spread: float = 1.0, dtype: Any = torch.float32) -> tuple[Any, Any]:
