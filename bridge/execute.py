@@ -81,7 +81,10 @@ class Executor:
 
         columns = tensor.shape[-1]
         keep = tensor.limit is not None and tensor.limit <= CARRIED_LIMIT  # chosen because it carries every part
-        data = np.empty((math.prod(tensor.shape[:-1]), row_bytes(block, columns)), np.uint8)
+        shape = math.prod(tensor.shape[:-1]), row_bytes(block, columns)
+        # fresh memory is dear: that of the one part serves
+        alone = len(tensor.parts) == 1 and self.source.coded(tensor.parts[0])
+        data = np.empty((0, 0) if alone else shape, np.uint8)
         coded = floats = Fidelity(0, 0.0, 0.0, 0.0, 0)
         exact = set(BLOCKS)  # the types that would hold every part bit for bit
         whys: list[str] = []
@@ -91,8 +94,11 @@ class Executor:
             if self.source.coded(part):
                 t = self.source.grouped(part)
                 mapped = map_to(t, block, importance, keep)
-                data[at : at + len(mapped.data)] = mapped.data
-                at += len(mapped.data)
+                if alone:
+                    data = mapped.data
+                else:
+                    data[at : at + len(mapped.data)] = mapped.data
+                    at += len(mapped.data)
                 coded += mapped.fidelity
                 whys.append(mapped.why)
                 free = exact_type(t) if exact else None

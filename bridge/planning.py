@@ -197,20 +197,18 @@ class _Chooser:
         coded = [part for part in tensor.parts if self.source.coded(part)]
         if not coded:
             return replace(tensor, type=self.recipe.wanted(place, as_codes=False).type, reason="came as floats")
-        scattered = any(part.columns is None and self._scattered(part) for part in coded)
+        samples = list(self._look(tensor, sampled=True))
+        scattered = any(not t.sequential for t, _ in samples)
         wanted = self.recipe.wanted(place, as_codes=True, act_order=scattered)
         if wanted.mode == "forced" and block_type(str(wanted.type)) is None:
             return replace(tensor, type=wanted.type, reason="as floats")
         asked = None if wanted.type is None else block_type(wanted.type)
 
         def look(sampled: bool) -> Iterator[tuple[GroupedTensor, np.ndarray | None]]:
-            return self._look(tensor, sampled and not whole)
+            return iter(samples) if sampled and not whole else self._look(tensor, sampled=False)
 
         choice = choose(wanted.mode, asked, look, tensor.shape[-1])
         return replace(tensor, type=choice.type, reason=choice.reason, limit=choice.limit)
-
-    def _scattered(self, part: Part) -> bool:
-        return self.source.ckpt.group_order(part.module) is not None
 
     def _look(self, tensor: PlannedTensor, sampled: bool) -> Iterator[tuple[GroupedTensor, np.ndarray | None]]:
         """A tensor's parts that are codes, with the importance of their columns; or some rows of some of them."""
