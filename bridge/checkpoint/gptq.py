@@ -19,7 +19,6 @@ from typing import ClassVar
 import numpy as np
 
 from bridge.checkpoint.checks import contradiction
-from bridge.checkpoint.dtypes import as_float32
 from bridge.checkpoint.grouped import GroupedTensor, column_group_size
 from bridge.checkpoint.module_reader import ModuleInfo, Reader
 from bridge.checkpoint.quant_config import QuantConfig
@@ -101,13 +100,12 @@ class GptqReader(Reader):
         self._note_claims(name, size, order is None, notes)
         groups = words.shape[0] if order is not None else -(-columns // size)
         zeros = decode(words, info.bits, out, dialect)[:groups]
+        scales = self.scales(name)[:groups]
         if rows is None:
-            codes, scales = self.part(name, "qweight"), self.scales(name)[:groups]
+            codes = self.part(name, "qweight")
         else:
-            codes, scales = (
-                np.ascontiguousarray(self.store.view(f"{name}.{p}")[:, rows]) for p in ("qweight", "scales")
-            )
-            scales, zeros = as_float32(scales, info.tensors["scales"].dtype)[:groups], zeros[:, rows]
+            codes = np.ascontiguousarray(self.store.view(f"{name}.qweight")[:, rows])
+            scales, zeros = scales[:, rows], zeros[:, rows]
         return GroupedTensor(
             name=name,
             bits=info.bits,
