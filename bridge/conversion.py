@@ -107,15 +107,13 @@ def convert(
         chosen = given or make_plan(
             ckpt, recipe, pre=pre, template=template, imatrix=imatrix, split_max_size=split_max_size, threads=threads
         )
-        importance = Importance.read(chosen.imatrix)
+        executor = Executor(source, Importance.read(chosen.imatrix))
         results: list[TensorReport] = []
         settled = {t.name for t in given.tensors} if given else set()  # not to be chosen again
         while True:
-            executor = Executor(source, importance)
             try:
                 with GGUFOutput(path, chosen, force, shard, inputs) as output:
-                    made = _written(executor, output, settled, threads, progress)
-                    results = list(made)
+                    results = list(_written(executor, output, settled, threads, progress))
                     files = output.finish()
                 break
             except _Unconfirmed as missed:
