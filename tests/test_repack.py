@@ -458,8 +458,8 @@ def test_an_interrupted_run_leaves_what_was_there_and_nothing_else(tmp_path, mon
         raise problem
 
     for where in (
-        "bridge.repacking.folder_output._sync",
-        "bridge.repacking.folder_output.shutil.copyfile",
+        "bridge.repacking.folder_output.sync",
+        "bridge.checkpoint_folder.shutil.copyfile",
         "bridge.repacking.zero_points.recode",
     ):
         with monkeypatch.context() as patch:
@@ -482,7 +482,7 @@ def test_a_rename_that_fails_puts_the_old_folder_back(tmp_path, monkeypatch):
             raise OSError(5, "Input/output error")
         rename(a, b)
 
-    monkeypatch.setattr("bridge.repacking.folder_output.os.rename", fail)
+    monkeypatch.setattr("bridge.checkpoint_folder.os.rename", fail)
     with pytest.raises(BridgeError, match="cannot be renamed into place"):
         bridge.repack(source, out, force=True)
     assert files(tmp_path) == before

@@ -45,6 +45,15 @@ def as_float32(raw: np.ndarray, dtype: str) -> np.ndarray:
     return out
 
 
+def from_float32(values: np.ndarray, dtype: str) -> np.ndarray:
+    """float32 values as F16, BF16 (as bits) or F32 stores them, rounded to the nearest even."""
+    if dtype != "BF16":
+        with np.errstate(over="ignore"):  # becomes infinite
+            return values.astype(NUMPY[dtype])
+    bits = np.ascontiguousarray(values, np.float32).view(np.uint32)
+    return ((bits + (0x7FFF + (bits >> 16 & 1))) >> 16).astype(np.uint16)
+
+
 @cache
 def _float8(dtype: str) -> np.ndarray:
     """float32 [256]: the value of each byte."""

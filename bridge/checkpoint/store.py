@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -152,3 +152,20 @@ def read_header(file: Path) -> dict[str, TensorInfo]:
             raise damaged(f"{name} has {stop - start} bytes, which do not make {dtype} {list(shape)}")
         tensors[name] = TensorInfo(name, dtype, shape, stop - start, file, 8 + length + start)
     return tensors
+
+
+def header_of(tensors: Mapping[str, tuple[str, tuple[int, ...], int]]) -> tuple[bytes, dict[str, int]]:
+    """A safetensors file's first bytes for tensors (dtype, shape, nbytes) in this order, and where each will begin.
+
+    The header is padded to 8 bytes; tensors are aligned where none follows one of a narrower dtype.
+    """
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    starts, at = {}, 0
+    for name, (dtype, shape, nbytes) in tensors.items():
+        header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [at, at + nbytes]}
+        starts[name] = at
+        at += nbytes
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    head = len(text).to_bytes(8, "little") + text
+    return head, {name: len(head) + start for name, start in starts.items()}

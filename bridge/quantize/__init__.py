@@ -3,6 +3,7 @@
     gptq(module, batches)              any torch module, in place
     quantize_model(model, tokens, ..)  a `transformers` decoder, layer by layer, in place
     Method(superblocks("Q4_K"))        how each layer is quantized; `groups(bits, size, symmetric)` for checkpoints
+    write_checkpoint(ckpt, path, ..)   GPTQ or AWQ checkpoints of the result
 
 Needs PyTorch (the `torch` extra).
 """
@@ -10,6 +11,10 @@ Needs PyTorch (the `torch` extra).
 from __future__ import annotations
 
 from bridge.quantize.calibrate import quantize_block, quantize_model
+from bridge.quantize.checkpoint_writer import CheckpointWriter, Groups, write_checkpoint
 from bridge.quantize.method import Method, Quantized, gptq, groups, superblocks
 
-__all__ = ["Method", "Quantized", "gptq", "groups", "quantize_block", "quantize_model", "superblocks"]
+__all__ = [
+    "CheckpointWriter", "Groups", "Method", "Quantized", "gptq", "groups", "quantize_block", "quantize_model",
+    "superblocks", "write_checkpoint",
+]  # fmt: skip

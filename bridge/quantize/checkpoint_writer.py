@@ -1,0 +1,362 @@
+"""Quantized layers as a checkpoint: GPTQ v1, GPTQ v2 or AWQ (gemm), beside everything else that the float model has.
+
+    with open_checkpoint("Qwen3-8B") as ckpt:
+        layers = {name: Groups(4, 128) for name in ...}
+        with CheckpointWriter(ckpt, Path("Qwen3-8B-GPTQ"), "gptq_v2", layers) as writer:
+            for ...: writer.add(quantized.tensor())
+            done = writer.finish()
+
+The shapes of all tensors are known beforehand, so each file's head is written first, and layers are written where
+they belong as they come, in any order: none is kept. Floats keep their dtypes; tied embeddings, tokenizer and all
+other files are copied.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import time
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+import bridge
+from bridge.checkpoint import Checkpoint, TensorInfo
+from bridge.checkpoint.dtypes import NUMPY, from_float32
+from bridge.checkpoint.grouped import GroupedTensor
+from bridge.checkpoint.layouts import LAYOUTS, raised
+from bridge.checkpoint.store import header_of
+from bridge.checkpoint.zeros import OWN_BITS_SINCE
+from bridge.checkpoint_folder import CheckpointFolder, sync
+from bridge.errors import BridgeError
+from bridge.report import size_text
+
+FORMATS = tuple(LAYOUTS)
+_CHUNK = 8 << 20  # bytes of floats copied at a time
+_BLOCK = re.compile(r"(.*?\.)?\d+\.")  # model.layers.0. of a layer's name
+
+
+class Groups(NamedTuple):
+    """How one layer is quantized; group_size -1: one group a row. Ternary codes have 2 bits."""
+
+    bits: int
+    group_size: int
+
+
+@dataclass
+class Written:
+    """What was written.
+
+    modules   quantized layers
+    nbytes    of all tensors
+    raised    zero points of 0 that became 1, and the weights that lost a step by it
+    left_out  weights beside the checkpoint's that were not taken along
+    """
+
+    out: Path
+    format: str
+    modules: int
+    nbytes: int
+    seconds: float
+    raised: tuple[int, int] = (0, 0)
+    left_out: list[str] = field(default_factory=list)
+
+    def summary(self) -> str:
+        """For people, in a few lines."""
+        lines = [f"{self.modules} layers quantized as {self.format}, {size_text(self.nbytes)} in {self.seconds:.1f} s"]
+        if self.raised[0]:
+            lines.append(
+                f"clamped     {self.raised[0]} zero points of 0, which GPTQ v1 cannot hold, are 1, and their codes one "
+                f"more; {self.raised[1]} weights of the greatest code lost a step"
+            )
+        if self.left_out:
+            lines.append(f"left out    {', '.join(self.left_out)}: no part of the checkpoint that was read")
+        return "\n".join([*lines, f"wrote {self.out}"])
+
+
+def refusal(format: str, groups: Groups, shape: tuple[int, int]) -> str | None:
+    """Why a format cannot hold a layer (out, in), in one line; None where it can."""
+    return LAYOUTS[format].refusal(*groups, shape)
+
+
+class CheckpointWriter:
+    """The new checkpoint. Use as a context manager: leaving it without `finish` removes every trace.
+
+    ckpt        the float model's
+    path        the folder to write
+    format      gptq (v1), gptq_v2 or awq
+    layers      the layers to be quantized, by their names in the checkpoint, without ".weight"
+    transposed  those whose weight is stored as [in, out] (Conv1D of transformers)
+    clamp       v1: make zero points of 0 into 1, their codes with them
+    shard_size  bytes in a file
+    force       replace a checkpoint that exists
+    progress    called with (bytes done, of all, tensor)
+
+    Raises BridgeError for a layer that is not there or that the format cannot hold, and for a target that cannot be
+    written.
+    """
+
+    def __init__(
+        self,
+        ckpt: Checkpoint,
+        path: str | Path,
+        format: str,
+        layers: Mapping[str, Groups],
+        *,
+        transposed: Collection[str] = (),
+        clamp: bool = False,
+        shard_size: int = 5_000_000_000,
+        force: bool = False,
+        progress: Callable[[int, int, str], None] | None = None,
+    ) -> None:
+        if format not in LAYOUTS:
+            raise BridgeError(f"checkpoint format {format!r}: not known (known: {', '.join(LAYOUTS)})")
+        if ckpt.quant.method is not None:
+            raise BridgeError(f"{ckpt.path}: is {ckpt.format} already; quantize the float model that it was made from")
+        self._begun = time.perf_counter()
+        self._ckpt, self._layers, self._clamp = ckpt, dict(layers), clamp
+        self._layout, self._tick = LAYOUTS[format], progress or (lambda *_: None)
+        self._shapes = {name: self._shape(name, name in transposed) for name in layers}
+        self._todo = set(layers)
+        self._asymmetric = self._scattered = False
+        self._raised = (0, 0)
+        self._done = 0
+        self._plan(shard_size)
+        self._folder = CheckpointFolder(ckpt, Path(path).expanduser(), force)
+        try:
+            self._folder.guard(self._write_heads, "the heads of the files")
+        except BaseException:
+            self._folder.__exit__()
+            raise
+
+    def __enter__(self) -> CheckpointWriter:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._folder.__exit__()
+
+    def add(self, tensor: GroupedTensor) -> None:
+        """Write one layer. Raises BridgeError where it is not as announced, or cannot be held as it is."""
+        name = tensor.name
+        if name not in self._todo:
+            raise BridgeError(f"{name}: is no layer that was to be quantized, or came twice")
+        bits, size = self._layers[name]
+        count = tensor.scales.shape[1]
+        shapes = self._layout.shapes(bits, size, self._shapes[name])
+        if (tensor.bits, tensor.shape, count) != (bits, self._shapes[name], shapes["scales"][1][0]):
+            raise BridgeError(
+                f"{name}: came as {list(tensor.shape)} of {tensor.bits} bits in {count} groups a row; "
+                f"{list(self._shapes[name])} of {bits} bits in groups of {size} was announced"
+            )
+        if self._layout.name == "gptq" and self._clamp:
+            count = int(np.count_nonzero(tensor.zeros == 0))
+            tensor, lost = raised(tensor)
+            self._raised = self._raised[0] + count, self._raised[1] + lost
+        for part, values in self._layout.pack(tensor).items():
+            self._write(f"{name}.{part}", [values])
+        self._asymmetric |= bool((tensor.zeros != 1 << (bits - 1)).any())
+        self._scattered |= not tensor.sequential
+        self._todo.remove(name)
+
+    def finish(self, floats: Mapping[str, np.ndarray] | None = None) -> Written:
+        """Write everything else, sync, and rename into place.
+
+        floats  tensors that have changed, by full name (AWQ's norms and biases); the others are copied
+        """
+        floats = floats or {}
+        if self._todo:
+            raise BridgeError(
+                f"{self._folder.path}: {len(self._todo)} of {len(self._layers)} layers have not been quantized, "
+                f"{min(self._todo)} first"
+            )
+        unknown = floats.keys() - self._floats.keys()
+        if unknown:
+            raise BridgeError(f"{min(unknown)}: has changed but is no float tensor of the new checkpoint")
+        for name, info in self._floats.items():
+            self._write(name, [_stored(floats[name], info)] if name in floats else self._copied(info))
+        for file in self._files:
+            with open(self._folder.folder / file, "rb+") as stream:
+                self._folder.guard(lambda stream=stream: sync(stream), file)  # type: ignore[misc]
+        for name, content in self._configs().items():
+            self._folder.write_file(name, (json.dumps(content, indent=2) + "\n").encode())
+        own = [*self._ckpt.files, *self._ckpt.path.glob("*.index.json")]
+        self._folder.copy_rest(own)
+        self._folder.finish()
+        seconds = time.perf_counter() - self._begun
+        return Written(
+            self._folder.path, self._layout.name, len(self._layers), self._nbytes, seconds, self._raised,
+            self._folder.left_out,
+        )  # fmt: skip
+
+    # the files
+
+    def _shape(self, name: str, transposed: bool) -> tuple[int, int]:
+        """(out, in) of a layer."""
+        info = self._ckpt.tensors.get(f"{name}.weight")
+        if info is None or len(info.shape) != 2:
+            tied = name == "lm_head" and self._ckpt.config.get("tie_word_embeddings")
+            raise BridgeError(
+                f"{self._ckpt.path}: has no matrix {name}.weight to quantize"
+                + ("; the head is tied to the embeddings, leave it out" if tied else "; is it another model's?")
+            )
+        out, columns = info.shape[::-1] if transposed else info.shape
+        if why := self._layout.refusal(*self._layers[name], (out, columns)):
+            raise BridgeError(f"{name}: {why}")
+        return out, columns
+
+    def _plan(self, shard_size: int) -> None:
+        """Which tensors come, in which file and where."""
+        shards: list[dict[str, tuple[str, tuple[int, ...], int]]] = [{}]
+        self._floats: dict[str, TensorInfo] = {}
+        room = shard_size
+        for name, info in self._ckpt.store.tensors.items():
+            module = name.removesuffix(".weight")
+            entries: dict[str, tuple[str, tuple[int, ...], int]] = {}
+            if module in self._layers and name != module:
+                shapes = self._layout.shapes(*self._layers[module], self._shapes[module])
+                for part, (dtype, shape) in shapes.items():
+                    entries[f"{module}.{part}"] = (dtype, shape, math.prod(shape) * NUMPY[dtype].itemsize)
+            else:
+                self._floats[name] = info
+                entries[name] = (info.dtype, info.shape, info.nbytes)
+            nbytes = sum(entry[2] for entry in entries.values())
+            if shards[-1] and nbytes > room:
+                shards.append({})
+                room = shard_size
+            shards[-1] |= entries
+            room -= nbytes
+        self._heads: dict[str, bytes] = {}
+        self._files: dict[str, int] = {}
+        self._places: dict[str, tuple[str, int]] = {}
+        for i, shard in enumerate(shards):
+            file = "model.safetensors" if len(shards) == 1 else f"model-{i + 1:05}-of-{len(shards):05}.safetensors"
+            # the widest first, so that all are aligned
+            ordered = dict(sorted(shard.items(), key=lambda item: -item[1][2] // max(1, math.prod(item[1][1]))))
+            self._heads[file], starts = header_of(ordered)
+            self._files[file] = len(self._heads[file]) + sum(entry[2] for entry in shard.values())
+            self._places |= {name: (file, start) for name, start in starts.items()}
+        self._nbytes = sum(entry[2] for shard in shards for entry in shard.values())
+
+    def _write_heads(self) -> None:
+        for file, head in self._heads.items():
+            with open(self._folder.folder / file, "xb") as out:
+                out.write(head)
+                out.truncate(self._files[file])
+
+    def _write(self, name: str, pieces: Iterable[np.ndarray]) -> None:
+        """The bytes of a tensor, piece by piece."""
+        file, start = self._places[name]
+
+        def write() -> None:
+            with open(self._folder.folder / file, "rb+") as out:
+                out.seek(start)
+                for piece in pieces:
+                    out.write(np.ascontiguousarray(piece).reshape(-1).view(np.uint8).data)
+                    self._done += piece.nbytes
+                    self._tick(self._done, self._nbytes, name)
+
+        self._folder.guard(write, name)
+
+    def _copied(self, info: TensorInfo) -> Iterable[np.ndarray]:
+        """A float tensor as it is stored, some rows at a time."""
+        if not info.shape or not info.nbytes:
+            return [self._ckpt.store.read(info.name)]
+        step = max(1, _CHUNK * info.shape[0] // info.nbytes)
+        cuts = range(0, info.shape[0], step)
+        return (self._ckpt.store.read(info.name, (at, min(at + step, info.shape[0]))) for at in cuts)
+
+    # the labels
+
+    def _configs(self) -> dict[str, Any]:
+        """config.json and the other small files that say what is in the weights."""
+        labels = self._awq_labels() if self._layout.name == "awq" else self._gptq_labels()
+        configs: dict[str, Any] = {"config.json": {**self._ckpt.config, "quantization_config": labels}}
+        if self._layout.name != "awq":
+            configs["quantize_config.json"] = labels
+        if len(self._files) > 1:
+            weight_map = {name: self._places[name][0] for name in sorted(self._places)}
+            index = {"metadata": {"total_size": self._nbytes}, "weight_map": weight_map}
+            configs["model.safetensors.index.json"] = index
+        return configs
+
+    def _usual(self) -> Groups:
+        return Counter(self._layers.values()).most_common(1)[0][0] if self._layers else Groups(4, 128)
+
+    def _left(self) -> list[str]:
+        """Matrices of the decoder's blocks that stay floats, by module: what a reader would take for quantized."""
+        blocks = {found[1] for name in self._layers if (found := _BLOCK.match(name))}
+        names = [
+            n.removesuffix(".weight") for n, i in self._floats.items() if n.endswith(".weight") and len(i.shape) == 2
+        ]
+        return [name for name in names if (found := _BLOCK.match(name)) and found[1] in blocks]
+
+    def _gptq_labels(self) -> dict[str, Any]:
+        usual = self._usual()
+        dynamic: dict[str, Any] = {f"-:^{re.escape(name)}$": {} for name in self._left()}
+        for name, groups in self._layers.items():
+            if groups != usual:
+                dynamic[f"+:^{re.escape(name)}$"] = groups._asdict()
+        writers = [f"gguf-bridge:{bridge.__version__}"]
+        if self._asymmetric and self._layout.name == "gptq":
+            # GPTQModel reads v1 with varying zero points from itself alone; this is the version that packs as we do
+            writers.append(f"gptqmodel:{'.'.join(map(str, OWN_BITS_SINCE))}")
+        return {
+            **usual._asdict(),
+            "desc_act": self._scattered,
+            "sym": not self._asymmetric,
+            "lm_head": "lm_head" in self._layers,
+            "quant_method": "gptq",
+            "checkpoint_format": self._layout.name,
+            "format": self._layout.name,
+            "pack_dtype": "int32",
+            **({"dynamic": dynamic} if dynamic else {}),
+            "meta": {"quantizer": writers, "packer": writers[:1]},
+        }
+
+    def _awq_labels(self) -> dict[str, Any]:
+        if len(set(self._layers.values())) > 1:
+            raise BridgeError(f"{self._folder.path}: AWQ has one group size for all layers; gptq_v2 has one for each")
+        # names are looked for within names: one that is part of a quantized layer's would leave that out too
+        left = [name for name in self._left() if not any(name in layer for layer in self._layers)]
+        return {
+            **self._usual()._asdict(),
+            "quant_method": "awq",
+            "version": "gemm",
+            "zero_point": True,  # qzeros are there, symmetric or not
+            "modules_to_not_convert": left or None,
+        }
+
+
+def write_checkpoint(
+    ckpt: Checkpoint,
+    path: str | Path,
+    format: str,
+    layers: Mapping[str, Groups],
+    tensors: Iterable[GroupedTensor] | Mapping[str, GroupedTensor],
+    *,
+    floats: Mapping[str, np.ndarray] | None = None,
+    **options: Any,
+) -> Written:
+    """Write a checkpoint of layers as they come, or of a mapping by name, which may load each when asked for it.
+
+    floats   see `CheckpointWriter.finish`
+    options  those of `CheckpointWriter`
+    """
+    with CheckpointWriter(ckpt, path, format, layers, **options) as writer:
+        for tensor in (tensors[name] for name in layers) if isinstance(tensors, Mapping) else tensors:
+            writer.add(tensor)
+        return writer.finish(floats)
+
+
+def _stored(values: np.ndarray, info: TensorInfo) -> np.ndarray:
+    """float32 in the dtype of the tensor in whose place it comes."""
+    if values.shape != info.shape:
+        raise BridgeError(f"{info.name}: came as {list(values.shape)} where the model has {list(info.shape)}")
+    if not np.isfinite(stored := from_float32(values, info.dtype)).all() and info.dtype != "BF16":
+        raise BridgeError(f"{info.name}: is too large for {info.dtype} after scaling; save the model as bf16")
+    return stored

@@ -1,0 +1,89 @@
+"""GPTQ and AWQ by llm-compressor, a peer to quantizing from floats, in whatever Python has it:
+
+    PYTHON scripts/peers/llm_compressor.py MODEL tokens.npy out.safetensors --method gptq --bits 4 --group-size 128
+
+tokens.npy holds int64 [sequences, length], all of which it is calibrated on. out.safetensors gets the model's tensors
+in float32, the linears of the decoder as their codes dequantize. The settings are the library's own defaults, and the
+model runs in float32.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+
+def main() -> None:
+    options = parse()
+    import torch
+    from datasets import Dataset
+    from llmcompressor import oneshot
+    from safetensors.torch import save_file
+    from transformers import AutoModelForCausalLM
+
+    torch.set_num_threads(options.threads)
+    tokens = np.load(options.tokens)
+    model = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32)
+    rows = [{"input_ids": ids.tolist(), "attention_mask": [1] * len(ids)} for ids in tokens]
+    oneshot(
+        model=model,
+        dataset=Dataset.from_list(rows),
+        recipe=recipe(options),
+        num_calibration_samples=len(rows),
+        max_seq_length=tokens.shape[1],
+        shuffle_calibration_samples=False,
+        batch_size=16,
+        pipeline="sequential",
+    )
+    state = {name: values for name, values in model.state_dict().items() if "weight_" not in name}
+    for name, module in model.named_modules():
+        scheme = getattr(module, "quantization_scheme", None)
+        if scheme is not None and scheme.weights is not None:
+            state[f"{name}.weight"] = dequantized(module, scheme.weights)
+    if model.config.tie_word_embeddings:
+        state.pop("lm_head.weight", None)
+    save_file({n: v.detach().float().contiguous() for n, v in state.items()}, options.out)
+
+
+def recipe(options: argparse.Namespace) -> list[Any]:
+    """The library's modifiers for the decoder's linears."""
+    from llmcompressor.modifiers.gptq import GPTQModifier
+    from llmcompressor.modifiers.quantization import QuantizationModifier
+    from llmcompressor.modifiers.transform.awq import AWQModifier
+
+    weights = {
+        "num_bits": options.bits, "type": "int", "symmetric": not options.asym, "strategy": "group",
+        "group_size": options.group_size,
+    }  # fmt: skip
+    groups = {"group_0": {"targets": ["Linear"], "weights": weights}}
+    if options.method == "gptq":
+        return [GPTQModifier(config_groups=groups, ignore=["lm_head"])]
+    rounding = QuantizationModifier(config_groups=groups, ignore=["lm_head"])
+    return [AWQModifier(), rounding] if options.method == "awq" else [rounding]
+
+
+def dequantized(module: Any, scheme: Any) -> Any:
+    """The module's weights as its scales and zero points round them."""
+    from compressed_tensors.quantization.lifecycle.forward import fake_quantize
+
+    return fake_quantize(module.weight, module.weight_scale, getattr(module, "weight_zero_point", None), scheme)
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
+    parser.add_argument("model", type=Path)
+    parser.add_argument("tokens", type=Path)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--method", choices=("gptq", "awq", "rtn"), default="gptq")
+    parser.add_argument("--bits", type=int, default=4)
+    parser.add_argument("--group-size", type=int, default=128)
+    parser.add_argument("--asym", action="store_true")
+    parser.add_argument("--threads", type=int, default=2)
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()
