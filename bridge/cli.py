@@ -32,6 +32,7 @@ examples:
   gguf-bridge inspect Qwen2.5-7B-GPTQ       what it holds, what becomes of it
   gguf-bridge convert Qwen2.5-7B-GPTQ       writes Qwen2.5-7B-GPTQ.gguf
   gguf-bridge convert org/name out.gguf     downloads from the Hub first
+  gguf-bridge quantize Qwen2.5-7B out.gguf --type Q4_K --calibrate text.txt
   gguf-bridge verify out.gguf Qwen2.5-7B-GPTQ
   gguf-bridge repack old-gptq new --checkpoint-format gptq_v2
   gguf-bridge run out.gguf -p "Once upon a time"
@@ -104,6 +105,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND", title="commands")
     _add_convert(commands)
+    _add_quantize(commands)
     _add_plan(commands)
     _add_verify(commands)
     _add_inspect(commands)
@@ -148,12 +150,64 @@ def _add_convert(commands: Any) -> None:
         type=_shard,
         help="with --plan: write shard I of its N alone, as a run of the whole would",
     )
+    _add_calibration(p, "quantize what cannot keep its codes (act-order, FP8, floats) with this text; see quantize")
+    _add_output(p)
 
+
+def _add_output(p: argparse.ArgumentParser) -> None:
     output = p.add_argument_group("output")
     output.add_argument("--force", action="store_true", help="replace files that exist")
     output.add_argument("--modelfile", action="store_true", help="write an Ollama Modelfile beside the GGUF")
     output.add_argument("--report", metavar="FILE.json", type=Path, help="write the fidelity of each tensor as JSON")
     output.add_argument("--threads", type=_positive, metavar="N", help="worker threads (default: one per CPU)")
+
+
+def _add_quantize(commands: Any) -> None:
+    p = _command(
+        commands, "quantize", "quantize a float model with the Hessians of a text, as GGUF or checkpoint", _quantize
+    )
+    p.add_argument(
+        "checkpoint", metavar="MODEL", help="folder with config.json and float weights, or a Hub id (org/name)"
+    )
+    p.add_argument("out", nargs="?", help="the GGUF to write, or the folder of --format (default: the model's name)")
+    _add_config(p)
+    _add_calibration(p, "the text: plain, .jsonl, or token ids (.pt, .npy, .safetensors)")
+    _add_types(p, "Q4_K", "of the layers: a block type or a llama.cpp preset (default: %(default)s)")
+    _add_file(p)
+    groups = p.add_argument_group("a checkpoint instead of a GGUF")
+    groups.add_argument("--format", choices=("gptq", "gptq_v2", "awq"), help="gptq is v1, awq AutoAWQ's gemm layout")
+    groups.add_argument("--bits", type=int, default=4, metavar="N", help="of a code (default: %(default)s)")
+    groups.add_argument(
+        "--group-size", type=int, default=128, metavar="N", help="columns in a group, -1: all (default: %(default)s)"
+    )
+    groups.add_argument("--asymmetric", action="store_true", help="a zero point for each group (awq: always)")
+    _add_output(p)
+
+
+def _add_calibration(p: argparse.ArgumentParser, text: str) -> None:
+    """The options of `bridge.calibration.Calibration`."""
+    group = p.add_argument_group("calibration")
+    group.add_argument("--calibrate", metavar="FILE", type=Path, help=text)
+    group.add_argument("--samples", type=_positive, metavar="N", help="sequences at most (default: 128)")
+    group.add_argument("--sequence-length", type=_positive, metavar="N", help="tokens in each (default: 2048)")
+    group.add_argument("--seed", type=int, metavar="N", help="choose sequences at random (default: the first ones)")
+    group.add_argument(
+        "--method",
+        metavar="NAME",
+        help="gptaq (default): GPTQ that makes good what the layers before have lost; gptq; awq; rtn: round to nearest",
+    )
+    group.add_argument("--act-order", metavar="ORDER", help="of columns: none, free, static or fixed (default: fixed)")
+    group.add_argument("--damping", type=float, metavar="X", help="of H, times its mean diagonal (default: 0.01)")
+    group.add_argument(
+        "--alpha", type=float, metavar="X", help="share of the loss that gptaq makes good (default: 0.5)"
+    )
+    group.add_argument("--sweeps", type=_count, metavar="N", help="of refinement after GPTQ (default: 3)")
+    group.add_argument("--feed", metavar="WHAT", help="the next layer's inputs: of quantized (default) or float layers")
+    group.add_argument("--device", metavar="NAME", help="cpu (default) or cuda")
+    group.add_argument("--offload", metavar="DIR", type=Path, help="keep activations in this folder, not in memory")
+    group.add_argument(
+        "--imatrix-out", metavar="FILE", type=Path, help="write llama.cpp's imatrix of the same tokens too"
+    )
 
 
 def _add_plan(commands: Any) -> None:
@@ -174,30 +228,16 @@ def _add_plan(commands: Any) -> None:
 
 def _add_choices(p: argparse.ArgumentParser) -> None:
     """The options that decide what a plan says."""
-    types = p.add_argument_group("types")
-    types.add_argument(
-        "--type",
-        default="auto",
-        metavar="TYPE",
-        help="auto (default): the smallest K-quant (Q8_0 for 8 bits) that keeps the codes and adds under 1%% of the "
+    types = _add_types(
+        p,
+        "auto",
+        "auto (default): the smallest K-quant (Q8_0 for 8 bits) that keeps the codes and adds under 1%% of the "
         "checkpoint's own quantization noise, or where no type does, the smallest that adds under 15%%, Q8_0 at worst; "
         f"a block type ({', '.join(BLOCKS)}); or a llama.cpp preset (Q4_K_M, Q3_K_L, ...): its "
         "mixture for tensors that arrive as floats, and an upper bound for those that arrive as codes",
     )
     types.add_argument(
         "--exact", action="store_true", help="the smallest bit-exact type of each tensor, auto's where there is none"
-    )
-    types.add_argument(
-        "--output-type", metavar="TYPE", help="of the output head: a block type, F16, BF16 or F32 (default: by --type)"
-    )
-    types.add_argument("--token-embd-type", metavar="TYPE", help="of the token embeddings, likewise")
-    types.add_argument(
-        "--tensor-type",
-        action="append",
-        default=[],
-        metavar="REGEX=TYPE",
-        type=_pair,
-        help="of tensors whose GGUF name matches, e.g. 'ffn_down=Q6_K'; may be repeated, the last match wins",
     )
     types.add_argument(
         "--actorder-type",
@@ -211,7 +251,29 @@ def _add_choices(p: argparse.ArgumentParser) -> None:
         type=Path,
         help="llama.cpp's importance matrix (GGUF), for tensors that are requantized",
     )
+    _add_file(p)
 
+
+def _add_types(p: argparse.ArgumentParser, default: str, help: str) -> Any:
+    types = p.add_argument_group("types")
+    types.add_argument("--type", default=default, metavar="TYPE", help=help)
+    types.add_argument(
+        "--output-type", metavar="TYPE", help="of the output head: a block type, F16, BF16 or F32 (default: by --type)"
+    )
+    types.add_argument("--token-embd-type", metavar="TYPE", help="of the token embeddings, likewise")
+    types.add_argument(
+        "--tensor-type",
+        action="append",
+        default=[],
+        metavar="REGEX=TYPE",
+        type=_pair,
+        help="of tensors whose GGUF name matches, e.g. 'ffn_down=Q6_K'; may be repeated, the last match wins",
+    )
+    return types
+
+
+def _add_file(p: argparse.ArgumentParser) -> None:
+    """What else decides on the GGUF."""
     p.add_argument(
         "--template",
         metavar="MODEL.gguf",
@@ -276,12 +338,13 @@ def _convert(a: argparse.Namespace) -> int:
         a.checkpoint, a.out = None, a.checkpoint  # `convert --plan plan.json out.gguf`
     if a.report:
         check_report(a.report)
-    with Bar("converting") as bar:
+    with Bar("quantizing", unit=" layers") as layers, Bar("converting") as bar:
         report = convert(
             a.checkpoint,
             a.out,
             config=a.config,
             **_choices(a),
+            calibrate=_calibration(a, layers),
             plan=a.plan,
             shard=a.shard,
             modelfile=a.modelfile,
@@ -302,6 +365,52 @@ def _choices(a: argparse.Namespace) -> dict[str, Any]:
     names = "output_type", "token_embd_type", "actorder_type", "imatrix", "pre", "template", "split_max_size"
     given = {name: getattr(a, name) for name in names}
     return {**given, "type": "exact" if a.exact else a.type, "tensor_types": a.tensor_type}
+
+
+def _calibration(a: argparse.Namespace, progress: Any) -> Any:
+    """What `_add_calibration` asked for, as `convert` takes it; None where it asked for nothing."""
+    names = "samples", "seed", "method", "act_order", "damping", "alpha", "sweeps", "feed", "device", "offload"
+    given = {name: getattr(a, name) for name in (*names, "imatrix_out") if getattr(a, name) is not None}
+    if a.sequence_length is not None:
+        given["length"] = a.sequence_length
+    if a.calibrate is None and a.method != "rtn":
+        if given:
+            raise BridgeError(
+                f"--{next(iter(given)).replace('_', '-')} is for calibration: give the text, --calibrate FILE"
+            )
+        return None
+    from bridge.calibration import Calibration
+
+    return Calibration(a.calibrate, **given, progress=progress)
+
+
+def _quantize(a: argparse.Namespace) -> int:
+    if a.calibrate is None and a.method != "rtn":
+        raise BridgeError("quantize needs a text: --calibrate FILE; without one, `convert` rounds floats to nearest")
+    if a.format is None:
+        block = BLOCKS.get(a.type.upper())
+        if a.output_type is None and block is not None and block.bpw < BLOCKS["Q6_K"].bpw:
+            a.output_type = "Q6_K"  # as llama.cpp's presets have it
+        a.plan = a.shard = a.actorder_type = a.imatrix = None
+        a.exact = False
+        return _convert(a)
+    from bridge.quantizing import quantize_checkpoint
+
+    with Bar("quantizing", unit=" layers") as layers, Bar("writing") as bar:
+        done = quantize_checkpoint(
+            a.checkpoint,
+            a.out,
+            a.format,
+            config=a.config,
+            bits=a.bits,
+            group_size=a.group_size,
+            symmetric=not a.asymmetric,
+            calibrate=_calibration(a, layers),
+            force=a.force,
+            progress=bar,
+        )
+    print(done.summary())
+    return 0
 
 
 def _plan(a: argparse.Namespace) -> int:
@@ -372,6 +481,12 @@ def _shard(text: str) -> tuple[int, int]:
 def _positive(text: str) -> int:
     if not text.isdecimal() or not int(text):
         raise argparse.ArgumentTypeError(f"{text!r} is not a number of threads")
+    return int(text)
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number")
     return int(text)
 
 

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 
+from bridge.calibration import Calibration, quantize_planned
 from bridge.checkpoint import Checkpoint, open_checkpoint
 from bridge.errors import BridgeError
 from bridge.execute import Executor
@@ -22,7 +23,7 @@ from bridge.plan import Plan, PlannedTensor
 from bridge.plan_file import load_plan, save_plan
 from bridge.planning import make_plan, rechosen
 from bridge.recipe import Recipe
-from bridge.report import PARTLY, REQUANTIZED, Report, TensorReport, beyond_auto, percent
+from bridge.report import CALIBRATED, PARTLY, REQUANTIZED, Report, TensorReport, beyond_auto, percent
 from bridge.runtime.reader import shards
 from bridge.source import Source
 
@@ -52,6 +53,7 @@ def convert(
     plan: str | Path | None = None,
     shard: tuple[int, int] | None = None,
     split_max_size: int | None = None,
+    calibrate: Calibration | None = None,
     modelfile: bool = False,
     force: bool = False,
     threads: int | None = None,
@@ -72,6 +74,9 @@ def convert(
     plan            a file of `save_plan`, instead of all of the above but out; `checkpoint` is the plan's if not given
     shard           (3, 12): with a plan, the third of its twelve shards alone, as a run of the whole would write it
     split_max_size  bytes in a shard
+    calibrate       quantize layers that came as floats, or cannot keep their codes, with a text (needs PyTorch and
+                    transformers). Finished layers are kept in the folder `<out>.layers` until the GGUF is written:
+                    a second run goes on where a killed one stopped
     modelfile       also write an Ollama Modelfile beside the GGUF
     force           replace existing files
     threads         worker threads; default: the CPUs this process may use
@@ -107,7 +112,11 @@ def convert(
         chosen = given or make_plan(
             ckpt, recipe, pre=pre, template=template, imatrix=imatrix, split_max_size=split_max_size, threads=threads
         )
-        executor = Executor(source, Importance.read(chosen.imatrix))
+        importance = Importance.read(chosen.imatrix)
+        kept, calibrated = None, list[str]()
+        if calibrate is not None:
+            kept, calibrated = quantize_planned(ckpt, chosen, source, importance, calibrate, layers_of(path), force)
+        executor = Executor(source, importance, kept.layers if kept else {})
         results: list[TensorReport] = []
         settled = {t.name for t in given.tensors} if given else set()  # not to be chosen again
         while True:
@@ -119,13 +128,15 @@ def convert(
             except _Unconfirmed as missed:
                 chosen = rechosen(ckpt, chosen, recipe, missed.name)
                 settled.add(missed.name)
+        if kept:
+            kept.remove()
         if modelfile:
             from bridge.models.modelfile import modelfile as modelfile_text
 
             generation = read_json(ckpt.home / "generation_config.json", optional=True)
             text = modelfile_text(chosen.metadata, chosen.stop, generation, files[0].name)
             write_text(path.parent / "Modelfile", text)
-    notes = [*chosen.notes, *(note for t in results for note in t.notes)]
+    notes = [*chosen.notes, *calibrated, *(note for t in results for note in t.notes)]
     if given is not None:
         planned = {t.name: t for t in given.tensors}
         notes += [note for t in results if (note := _beyond_plan(planned[t.name], t))]
@@ -157,7 +168,7 @@ def _beyond(tensor: PlannedTensor, report: TensorReport) -> bool:
     """Whether a tensor adds more than the plan lets it, or lost codes that it was to carry."""
     from bridge.mapping.choose import CARRIED_LIMIT  # loads Numba
 
-    if tensor.limit is None or report.fidelity is None:
+    if tensor.limit is None or report.fidelity is None or report.how == CALIBRATED:
         return False
     lost = report.how == REQUANTIZED or (report.how == PARTLY and report.type != "Q8_0")
     return report.fidelity.share > tensor.limit or (lost and tensor.limit <= CARRIED_LIMIT)
@@ -222,6 +233,11 @@ def _inputs(ckpt: Checkpoint, others: Sequence[str | Path | None]) -> list[Path]
     for path in (Path(other) for other in others if other is not None):
         files += shards(path) if path.suffix == ".gguf" else [path]
     return files
+
+
+def layers_of(path: Path) -> Path:
+    """The folder beside a GGUF in which its finished layers are kept while it is made."""
+    return path.with_name(f"{path.name}.layers")
 
 
 def default_name(checkpoint: str, recipe: Recipe) -> str:

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -18,10 +19,14 @@ from bridge.blocks import BLOCKS, BlockType
 from bridge.cpus import usable_cpus
 from bridge.errors import BridgeError
 from bridge.importance import Importance
-from bridge.plan import PlannedTensor
+from bridge.plan import Part, PlannedTensor
 from bridge.recipe import block_type
-from bridge.report import AS_IS, FLOAT, REQUANTIZED, TensorReport, how_kept, lost_codes
+from bridge.report import AS_IS, CALIBRATED, FLOAT, REQUANTIZED, TensorReport, how_kept, lost_codes
 from bridge.source import Source
+
+if TYPE_CHECKING:
+    from bridge.mapping.carry import Fidelity
+    from bridge.quantize.kept import KeptLayer
 
 _IN_FLIGHT = 1 << 29  # bytes of the checkpoint that are worked on at a time; one tensor may be larger
 _FLOAT_DTYPES = {"F32": np.float32, "F16": np.float16, "BF16": np.uint16}
@@ -37,10 +42,14 @@ class Result:
 
 @dataclass
 class Executor:
-    """Makes any tensor of a plan; `results` makes several."""
+    """Makes any tensor of a plan; `results` makes several.
+
+    layers  those that were quantized with a text, by module: their blocks are taken as they are
+    """
 
     source: Source
     importance: Importance
+    layers: Mapping[str, KeptLayer] = field(default_factory=dict)
 
     def results(self, tensors: Sequence[PlannedTensor], threads: int | None = None) -> Iterator[Result]:
         """Tensors in order, made by worker threads a few ahead of the consumer, fewer where they are large."""
@@ -83,14 +92,23 @@ class Executor:
         keep = tensor.limit is not None and tensor.limit <= CARRIED_LIMIT  # chosen because it carries every part
         shape = math.prod(tensor.shape[:-1]), row_bytes(block, columns)
         # fresh memory is dear: that of the one part serves
-        alone = len(tensor.parts) == 1 and self.source.coded(tensor.parts[0])
+        alone = (
+            len(tensor.parts) == 1 and self.source.coded(tensor.parts[0]) and not self._layer(tensor.parts[0], block)
+        )
         data = np.empty((0, 0) if alone else shape, np.uint8)
-        coded = floats = Fidelity(0, 0.0, 0.0, 0.0, 0)
+        coded = floats = calibrated = Fidelity(0, 0.0, 0.0, 0.0, 0)
         exact = set(BLOCKS)  # the types that would hold every part bit for bit
         whys: list[str] = []
         at = came_as_floats = 0
         for number, part in enumerate(tensor.parts):
             importance = self.importance.of(tensor, number)
+            layer = self._layer(part, block)
+            if layer is not None:
+                rows, fidelity = self._calibrated(layer, part)
+                data[at : at + len(rows)] = rows
+                at += len(rows)
+                calibrated += fidelity
+                continue
             if self.source.coded(part):
                 t = self.source.grouped(part)
                 mapped = map_to(t, block, importance, keep)
@@ -107,10 +125,14 @@ class Executor:
                 continue
             came_as_floats += 1
             for x in self.source.floats(part):
-                rows = quantize_rows(x, block, importance)
-                data[at : at + len(x)] = rows.data
+                quantized = quantize_rows(x, block, importance)
+                data[at : at + len(x)] = quantized.data
                 at += len(x)
-                floats += Fidelity(x.size, rows.error, rows.signal, 0.0, 0)
+                floats += Fidelity(x.size, quantized.error, quantized.signal, 0.0, 0)
+        if calibrated.weights == math.prod(tensor.shape):
+            report.how, report.fidelity = CALIBRATED, calibrated
+            return data
+        coded += calibrated
         if came_as_floats == len(tensor.parts):
             report.how, report.fidelity = FLOAT, floats
             report.stored = self.source.ckpt.stored_as(tensor.parts[0].source)
@@ -125,6 +147,20 @@ class Executor:
                 f"like the others (NMSE {floats.nmse:.1e})"
             )
         return data
+
+    def _layer(self, part: Part, block: BlockType) -> KeptLayer | None:
+        """The part as it was quantized to this type with a text, if it was."""
+        layer = self.layers.get(part.module) if part.matrix is None else None
+        return layer if layer is not None and layer.type == block.name else None
+
+    def _calibrated(self, layer: KeptLayer, part: Part) -> tuple[np.ndarray, Fidelity]:
+        """A part's blocks, uint8 [rows, row bytes], rows in the GGUF's order, and how close they are."""
+        from bridge.mapping.carry import Fidelity
+
+        rows = np.arange(part.shape[0]) if part.rows is None else part.rows
+        noise = self.source.grouped(part).noise() if self.source.coded(part) else 0.0
+        error, signal = layer.errors()[:, rows].sum(1).tolist()
+        return layer.blocks()[rows], Fidelity(math.prod(part.shape), error, signal, noise, 0)
 
     def _as_floats(self, tensor: PlannedTensor, report: TensorReport) -> np.ndarray:
         """A tensor's parts as F32, F16 or BF16; codes are dequantized. Fills the report."""

@@ -21,6 +21,7 @@ CARRIED = "codes carried"
 PARTLY = "codes carried in part"
 REQUANTIZED = "requantized"
 FLOAT = "from float"
+CALIBRATED = "calibrated"  # quantized with the Hessian of a text
 AS_IS = "kept float"
 CODED = (CARRIED, PARTLY, REQUANTIZED)
 
@@ -40,7 +41,7 @@ class TensorReport:
     type: str
     shape: tuple[int, ...]
     nbytes: int
-    how: str  # one of CARRIED, PARTLY, REQUANTIZED, FLOAT, AS_IS
+    how: str  # one of CARRIED, PARTLY, REQUANTIZED, CALIBRATED, FLOAT, AS_IS
     fidelity: Fidelity | None = None
     exact_for_free: str | None = None  # a bit-exact type that is no larger, where `type` is not exact
     notes: list[str] = field(default_factory=list)
@@ -86,7 +87,7 @@ def lost_codes(tensor: str, whys: Sequence[str], fidelity: Fidelity) -> list[str
 def beyond_auto(report: TensorReport) -> str | None:
     """What to say of a tensor that no type holds as well as `--type auto` promises; None where one does."""
     f = report.fidelity
-    if f is None or f.nmse <= MAX_NMSE or (report.has_codes and f.share <= MAX_SHARE):
+    if f is None or report.how == CALIBRATED or f.nmse <= MAX_NMSE or (report.has_codes and f.share <= MAX_SHARE):
         return None
     return (
         f"{report.name}: is far off (NMSE {f.nmse:.2g}): its values are beyond what {report.type}'s half-precision "
@@ -174,6 +175,10 @@ class Report:
         rounded = sum(t.how == REQUANTIZED and t.fidelity is not None and t.fidelity.error > 0 for t in self.tensors)
         if rounded:
             lines.append(f"{rounded} tensors could not keep their codes and were requantized (--report says which)")
+        if any(t.how == CALIBRATED for t in self.tensors):
+            lines.append(
+                "calibrated: least error in the layers' outputs on the text; the weights' own NMSE rises for that"
+            )
         lines += [f"note: {note}" for note in fold_notes(self.notes)]
         size_in, size_out = self.source_bytes, self.output_bytes
         rate = size_text(size_in / max(self.seconds, 1e-9))
@@ -209,6 +214,7 @@ def _row(kind: str, members: list[TensorReport]) -> tuple[str, ...]:
         total = total + f
     came = "8-bit floats" if str(members[0].stored).startswith("F8") else "floats"
     kept = percent(total.kept / total.weights, 4) if members[0].has_codes else f"came as {came}"
+    kept = CALIBRATED if members[0].how == CALIBRATED else kept
     error = "exact" if total.error == 0 else f"{total.nmse:.1e}"
     share = percent(total.share) if total.noise else ""
     return (*head, kept, error, share)

@@ -11,11 +11,14 @@ The importance is their quotient; an expert that saw no token gets ones.
 
 from __future__ import annotations
 
+import os
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
 
 from bridge.errors import BridgeError
+from bridge.held import unfinished
 
 _SUMS, _COUNTS = ".in_sum2", ".counts"
 
@@ -58,6 +61,41 @@ def read_imatrix(path: str | Path) -> dict[str, np.ndarray]:
         for name, sums in tensors.items()
         if name.endswith(_SUMS)
     }
+
+
+def write_imatrix(
+    path: Path, found: Mapping[str, tuple[np.ndarray, np.ndarray]], length: int, datasets: Sequence[str]
+) -> None:
+    """Write an importance matrix that llama.cpp's tools and `read_imatrix` read.
+
+    found     GGUF tensor name -> mean squares float32 [experts, in] and tokens seen int [experts]
+    length    tokens in a sequence
+    datasets  what it was made of, for people
+
+    Raises BridgeError where writing fails.
+    """
+    from gguf import GGUFWriter
+
+    chunks = max((int(tokens.sum()) // length for _, tokens in found.values()), default=0)
+    try:
+        with unfinished(path) as folder:
+            writer = GGUFWriter(folder / path.name, "")
+            writer.kv_data[0].pop("general.architecture")
+            writer.add_type("imatrix")
+            writer.add_array("imatrix.datasets", list(datasets))
+            writer.add_uint32("imatrix.chunk_count", chunks)
+            writer.add_uint32("imatrix.chunk_size", length)
+            for name, (squares, tokens) in found.items():
+                counts = np.asarray(tokens, np.float32)[:, None]
+                writer.add_tensor(name + _SUMS, (squares * counts).astype(np.float32))
+                writer.add_tensor(name + _COUNTS, counts)
+            writer.write_header_to_file()
+            writer.write_kv_data_to_file()
+            writer.write_tensors_to_file()
+            writer.close()
+            os.replace(folder / path.name, path)
+    except OSError as problem:
+        raise BridgeError(f"{path}: cannot be written ({problem.strerror}); make room or give another name") from None
 
 
 def for_tensor(imatrix: dict[str, np.ndarray], name: str, columns: int, experts: int = 1) -> np.ndarray | None:

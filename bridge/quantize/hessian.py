@@ -9,6 +9,7 @@ quantized layers before deliver differ from the float model's.
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 
 from bridge.errors import BridgeError
@@ -49,6 +50,10 @@ class Hessian:
                 self.cross = torch.zeros_like(self.matrix)
             x_float = x_float.reshape(x.shape).to(x)
             _blend(self.cross, (x_float - x).T @ weighted, share, len(x))
+
+    def mean_squares(self) -> np.ndarray:
+        """float32 [columns]: the mean square of each input over the tokens."""
+        return (self.matrix.diagonal() / 2).cpu().numpy()
 
 
 def _blend(mean: torch.Tensor, total: torch.Tensor, share: float, tokens: int) -> None:

@@ -91,8 +91,11 @@ class Method:
         if self.act_order not in ACT_ORDERS:
             raise BridgeError(f"act-order {self.act_order!r}; one of {', '.join(ACT_ORDERS)} is possible")
 
-    def layer(self, layer: Calibrated) -> tuple[torch.Tensor, Quantized]:
-        """Quantize one layer: its dequantized weights, and what is kept of it."""
+    def layer(self, layer: Calibrated, columns: np.ndarray | None = None) -> tuple[torch.Tensor, Quantized]:
+        """Quantize one layer: its dequantized weights, and what is kept of it.
+
+        columns  int [columns], the order in which the grid lies over them, if not as they stand; "free" has its own
+        """
         begun = time.perf_counter()
         weight, hessian = layer.weight, layer.hessian.matrix
         if not torch.isfinite(weight).all():
@@ -103,13 +106,12 @@ class Method:
         if layer.hessian.cross is not None and self.alpha:
             target = retarget(weight, damped(hessian, self.damping), layer.hessian.cross, self.alpha)
         grid = self.grid(*weight.shape)
-        layout = order = None
-        falls = np.argsort(-hessian.diagonal().cpu().numpy(), kind="stable")
-        if self.act_order == "free":
-            layout = falls
+        layout = _falls(hessian) if self.act_order == "free" else columns
+        if layout is not None:
             target, hessian = target[:, layout], hessian[layout][:, layout]
-        elif self.act_order == "static":
-            order = falls
+        order = None
+        if self.act_order == "static":
+            order = _falls(hessian)
         elif self.act_order == "fixed":
             order = falling(hessian, grid.run)
         fit = "first" if self.act_order == "static" else "reached"
@@ -123,6 +125,10 @@ class Method:
             layer.name, grid, solution.codes, layout, lost / whole if whole else 0.0, solution.damping, seconds
         )
         return done.values().to(weight.device), done
+
+
+def _falls(hessian: torch.Tensor) -> np.ndarray:
+    return np.argsort(-hessian.diagonal().cpu().numpy(), kind="stable")
 
 
 def gptq(

@@ -1,0 +1,253 @@
+"""Tensors whose codes cannot be carried, or that came as floats, quantized with a calibration text.
+
+The plan says what type each tensor is to have; here every layer that needs it is quantized to that type with the
+Hessian of its inputs (`bridge.quantize`), in the model's own order. `bridge.execute` then takes the finished blocks.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from bridge.checkpoint import Checkpoint
+from bridge.cpus import usable_cpus
+from bridge.errors import BridgeError
+from bridge.files import check_target
+from bridge.importance import Importance
+from bridge.plan import AS_IT_IS, Part, Plan, PlannedTensor
+from bridge.recipe import block_type
+from bridge.source import Source
+
+if TYPE_CHECKING:
+    import torch
+
+    from bridge.quantize.calibrate import Calibrated
+    from bridge.quantize.kept import KeptLayer, KeptLayers
+    from bridge.quantize.method import Method, Quantized
+
+Progress = Callable[[int, int, str], None]
+METHODS = ("gptaq", "gptq", "rtn")
+_TOKENS_AT_ONCE = 4096
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """How layers are quantized with a text.
+
+    text        plain text, .jsonl, or token ids (.pt, .npy, .safetensors)
+    samples     sequences, at most
+    length      tokens in each
+    seed        of the choice of sequences; None: the first ones
+    method      "gptaq": GPTQ that also makes good what the quantized layers before have done to the inputs; "gptq";
+                "rtn": round to nearest
+    act_order   see `bridge.quantize.Method`
+    damping     of H, times the mean of its diagonal
+    alpha       GPTAQ's share of the inputs' mismatch that is made good
+    sweeps      of refinement after GPTQ
+    feed        whose outputs the next layer gets, "quantized" or "float"
+    device      that the model's layers are on, "cpu" or "cuda"
+    offload     keep activations in this folder instead of in memory
+    imatrix_out  also write llama.cpp's importance matrix of the same tokens there
+    progress    called after each layer with how many are done, of how many, and the last one's name and error
+    """
+
+    text: Path | str | None
+    samples: int = 128
+    length: int = 2048
+    seed: int | None = None
+    method: str = "gptaq"
+    act_order: str = "fixed"
+    damping: float = 0.01
+    alpha: float = 0.5
+    sweeps: int = 3
+    feed: str = "quantized"
+    device: str = "cpu"
+    offload: Path | None = None
+    imatrix_out: Path | None = None
+    progress: Progress | None = field(default=None, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        if self.method not in METHODS:
+            raise BridgeError(f"method {self.method!r}; one of {', '.join(METHODS)} is possible")
+        for name in ("samples", "length"):
+            if getattr(self, name) < 1:
+                raise BridgeError(f"{name} {getattr(self, name)}: at least 1 is needed")
+
+    @property
+    def cross(self) -> bool:
+        """Whether the float model's inputs are wanted too."""
+        return self.method == "gptaq" and self.alpha != 0
+
+    def quantizer(self, grid: Callable[[int, int], Any]) -> Method:
+        """The method on a grid."""
+        from bridge.quantize import Method
+
+        damping = float("inf") if self.method == "rtn" else self.damping
+        alpha = self.alpha if self.cross else 0.0
+        return Method(grid, self.act_order, damping, alpha, self.sweeps)
+
+
+@dataclass(frozen=True)
+class Wish:
+    """What a layer is to become.
+
+    grid     "Q4_K", for the record
+    method   how
+    columns  int [columns], their order in the GGUF if not as they stand
+    """
+
+    grid: str
+    method: Method
+    columns: np.ndarray | None = None
+
+
+def needed(plan: Plan, source: Source, importance: Importance) -> dict[str, tuple[str, np.ndarray | None]]:
+    """The layers inside decoder blocks that the plan wants in a block type and that cannot keep their codes in it.
+
+    By module: the type, and the order of columns if not as they stand.
+    """
+    parts: list[tuple[PlannedTensor, int, Part]] = []
+    for tensor in plan.tensors:
+        if tensor.layer is not None and block_type(str(tensor.type)) is not None and tensor.reason != AS_IT_IS:
+            parts += [(tensor, i, part) for i, part in enumerate(tensor.parts) if part.matrix is None]
+
+    def loses(item: tuple[PlannedTensor, int, Part]) -> bool:
+        from bridge.mapping.choose import CARRIED_LIMIT, map_to
+
+        tensor, number, part = item
+        if not source.coded(part):
+            return True
+        keep = tensor.limit is not None and tensor.limit <= CARRIED_LIMIT
+        block = block_type(str(tensor.type))
+        assert block is not None
+        return not keep and bool(map_to(source.grouped(part), block, importance.of(tensor, number)).why)
+
+    with ThreadPoolExecutor(usable_cpus(), thread_name_prefix="look") as pool:
+        found = [item for item, lost in zip(parts, pool.map(loses, parts), strict=True) if lost]
+    return {part.module: (str(tensor.type), part.columns) for tensor, _, part in found}
+
+
+def quantize_layers(
+    ckpt: Checkpoint,
+    settings: Calibration,
+    wishes: dict[str, Wish],
+    folder: Path,
+    force: bool,
+) -> tuple[KeptLayers, list[str]]:
+    """Quantize the named layers of a checkpoint one after the other; those that are kept already are not made again.
+
+    wishes  by module
+    folder  where finished layers are kept; force: begin anew where it is of another run
+
+    Returns the kept layers and notes. Raises BridgeError as `read_tokens` and `quantize_model` do.
+    """
+    from bridge.quantize import quantize_model
+    from bridge.quantize.float_model import FloatModel
+    from bridge.quantize.texts import load_tokenizer, read_tokens
+
+    tokens = read_tokens(settings.text, load_tokenizer(ckpt.home), settings.samples, settings.length, settings.seed)
+    layers = KeptLayers(folder, _job(ckpt, settings, wishes, tokens), force)
+    progress = settings.progress
+    if progress:
+        progress(0, len(wishes), "")
+
+    def quantizer(layer: Calibrated) -> tuple[torch.Tensor, Quantized]:
+        wish = wishes[layer.name]
+        values, done = wish.method.layer(layer, wish.columns)
+        layers.save(done, layer.weight.cpu().numpy(), layer.hessian.mean_squares(), layer.hessian.tokens)
+        return values, done
+
+    model = FloatModel(ckpt, settings.device)
+    batch = max(1, _TOKENS_AT_ONCE // settings.length)
+    walk = quantize_model(
+        model, tokens, quantizer, feed=settings.feed, cross=settings.cross, batch=batch,
+        wanted=wishes.__contains__, finished=layers.values,
+    )  # fmt: skip
+    try:
+        for number, (name, _) in enumerate(walk, 1):
+            if progress:
+                progress(number, len(wishes), f"{name} error {layers.layers[name].error:.2e}")
+    except KeyboardInterrupt:
+        if not layers.layers:
+            layers.remove()
+            raise
+        raise BridgeError(
+            f"interrupted; {len(layers.layers)} of {len(wishes)} layers are kept in {layers.folder}: "
+            "the same command goes on from there"
+        ) from None
+    missed = sorted(wishes.keys() - layers.layers.keys())
+    notes = [f"{name}: not seen in the model's blocks; rounded to nearest instead" for name in missed]
+    return layers, notes + [note for layer in layers.layers.values() if (note := _damping_note(layer, settings))]
+
+
+def quantize_planned(
+    ckpt: Checkpoint,
+    plan: Plan,
+    source: Source,
+    importance: Importance,
+    settings: Calibration,
+    folder: Path,
+    force: bool,
+) -> tuple[KeptLayers, list[str]]:
+    """Quantize the layers of a plan that need it (see `needed`); returns as `quantize_layers`."""
+    from bridge.quantize import superblocks
+
+    if settings.act_order == "free":
+        raise BridgeError("act-order free: GGUF cannot permute columns; choose fixed, static or none")
+    if settings.imatrix_out is not None:
+        check_target(settings.imatrix_out, force)
+    wishes = {
+        name: Wish(type_, settings.quantizer(superblocks(type_)), columns)
+        for name, (type_, columns) in needed(plan, source, importance).items()
+    }
+    if not wishes:
+        raise BridgeError(f"{ckpt.path}: every layer keeps its codes in these types; convert it without --calibrate")
+    layers, notes = quantize_layers(ckpt, settings, wishes, folder, force)
+    if settings.imatrix_out is not None:
+        _write_imatrix(plan, layers, settings)
+    return layers, notes
+
+
+def _write_imatrix(plan: Plan, kept: KeptLayers, settings: Calibration) -> None:
+    """llama.cpp's importance matrix, of the tensors whose every part was calibrated."""
+    from bridge.mapping.imatrix import write_imatrix
+
+    found: dict[str, tuple[np.ndarray, np.ndarray]] = {}
+    for tensor in plan.tensors:
+        layers = [layer for part in tensor.parts if (layer := kept.layers.get(part.module))]
+        if layers and len(layers) == len(tensor.parts):
+            rows = layers if len(tensor.shape) == 3 else layers[:1]  # parts of a fused matrix share their inputs
+            found[tensor.name] = (
+                np.stack([layer.importance() for layer in rows]), np.array([layer.tokens for layer in rows])
+            )  # fmt: skip
+    assert settings.imatrix_out is not None
+    write_imatrix(settings.imatrix_out, found, settings.length, [str(settings.text)])
+
+
+def _job(ckpt: Checkpoint, settings: Calibration, wishes: dict[str, Wish], tokens: torch.Tensor) -> dict[str, Any]:
+    """What the layers depend on."""
+    options = {k: v for k, v in asdict(settings).items() if k not in ("text", "offload", "imatrix_out", "progress")}
+    files = [[f.name, f.stat().st_size, f.stat().st_mtime_ns] for f in ckpt.files]
+    said = [[name, w.grid, None if w.columns is None else w.columns.tolist()] for name, w in sorted(wishes.items())]
+    return {
+        "checkpoint": str(ckpt.path.resolve()),
+        "files": files,
+        "options": options,
+        "tokens": hashlib.sha256(tokens.numpy().tobytes()).hexdigest(),
+        "layers": hashlib.sha256(json.dumps(said).encode()).hexdigest(),
+    }
+
+
+def _damping_note(layer: KeptLayer, settings: Calibration) -> str | None:
+    if settings.method == "rtn" or layer.damping == settings.damping:
+        return None
+    if layer.damping == float("inf"):
+        return f"{layer.name}: no damping makes its Hessian positive definite; rounded to nearest"
+    return f"{layer.name}: its Hessian took a damping of {layer.damping:g} instead of {settings.damping:g}"
