@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     from bridge.quantize.calibrate import Calibrated
     from bridge.quantize.kept import KeptLayer, KeptLayers
-    from bridge.quantize.method import Method, Quantized
+    from bridge.quantize.method import Method
 
 Progress = Callable[[int, int, str], None]
 METHODS = ("gptaq", "gptq", "rtn")
@@ -148,43 +148,90 @@ def quantize_layers(
 
     Returns the kept layers and notes. Raises BridgeError as `read_tokens` and `quantize_model` do.
     """
-    from bridge.quantize import quantize_model
-    from bridge.quantize.float_model import FloatModel
-    from bridge.quantize.texts import load_tokenizer, read_tokens
+    from bridge.quantize.kept import KeptLayers
 
-    tokens = read_tokens(settings.text, load_tokenizer(ckpt.home), settings.samples, settings.length, settings.seed)
+    tokens = None if settings.method == "rtn" else _tokens(ckpt, settings)
     layers = KeptLayers(folder, _job(ckpt, settings, wishes, tokens), force)
-    progress = settings.progress
-    if progress:
-        progress(0, len(wishes), "")
+    done = len(layers.layers)
 
-    def quantizer(layer: Calibrated) -> tuple[torch.Tensor, Quantized]:
+    def quantizer(layer: Calibrated) -> tuple[torch.Tensor, None]:
+        nonlocal done
         wish = wishes[layer.name]
-        values, done = wish.method.layer(layer, wish.columns)
-        layers.save(done, layer.weight.cpu().numpy(), layer.hessian.mean_squares(), layer.hessian.tokens)
-        return values, done
+        values, quantized = wish.method.layer(layer, wish.columns)
+        layers.save(quantized, layer.weight.cpu().numpy(), layer.hessian.mean_squares(), layer.hessian.tokens)
+        done += 1
+        if settings.progress:
+            settings.progress(done, len(wishes), f"{layer.name} error {quantized.error:.2e}")
+        return values, None
 
-    model = FloatModel(ckpt, settings.device)
-    batch = max(1, _TOKENS_AT_ONCE // settings.length)
-    walk = quantize_model(
-        model, tokens, quantizer, feed=settings.feed, cross=settings.cross, batch=batch,
-        wanted=wishes.__contains__, finished=layers.values,
-    )  # fmt: skip
+    if settings.progress:
+        settings.progress(done, len(wishes), "")
     try:
-        for number, (name, _) in enumerate(walk, 1):
-            if progress:
-                progress(number, len(wishes), f"{name} error {layers.layers[name].error:.2e}")
+        if tokens is None:
+            _round_to_nearest(ckpt, wishes.keys() - layers.layers.keys(), quantizer)
+        else:
+            _walk(ckpt, settings, tokens, wishes, quantizer, layers)
     except KeyboardInterrupt:
         if not layers.layers:
             layers.remove()
             raise
         raise BridgeError(
-            f"interrupted; {len(layers.layers)} of {len(wishes)} layers are kept in {layers.folder}: "
+            f"interrupted; {len(layers.layers)} of {len(wishes)} layers are kept in {folder}: "
             "the same command goes on from there"
         ) from None
     missed = sorted(wishes.keys() - layers.layers.keys())
     notes = [f"{name}: not seen in the model's blocks; rounded to nearest instead" for name in missed]
     return layers, notes + [note for layer in layers.layers.values() if (note := _damping_note(layer, settings))]
+
+
+def _tokens(ckpt: Checkpoint, settings: Calibration) -> torch.Tensor:
+    from bridge.quantize.texts import TOKEN_FILES, load_tokenizer, read_tokens
+
+    if settings.text is None:
+        raise BridgeError(f"{settings.method} needs a calibration text; only rtn does without")
+    tokenizer = None if Path(settings.text).suffix in TOKEN_FILES else load_tokenizer(ckpt.home)
+    vocabulary = ckpt.config.get("vocab_size")
+    return read_tokens(settings.text, tokenizer, settings.samples, settings.length, settings.seed, vocabulary)
+
+
+def _walk(
+    ckpt: Checkpoint,
+    settings: Calibration,
+    tokens: torch.Tensor,
+    wishes: dict[str, Wish],
+    quantizer: Callable[[Calibrated], tuple[torch.Tensor, None]],
+    layers: KeptLayers,
+) -> None:
+    """Take the tokens through the model, layer by layer."""
+    from bridge.quantize import quantize_model
+    from bridge.quantize.float_model import FloatModel
+
+    walk = quantize_model(
+        FloatModel(ckpt, device=settings.device),
+        tokens,
+        quantizer,
+        feed=settings.feed,
+        cross=settings.cross,
+        batch=max(1, _TOKENS_AT_ONCE // settings.length),
+        wanted=wishes.__contains__,
+        known=layers.values,
+        offload=settings.offload,
+    )
+    for _ in walk:
+        pass
+
+
+def _round_to_nearest(ckpt: Checkpoint, names: Set[str], quantizer: Callable[[Calibrated], object]) -> None:
+    """Without a text: every layer by itself."""
+    import torch
+
+    from bridge.quantize.calibrate import Calibrated
+    from bridge.quantize.hessian import Hessian
+
+    for name in sorted(names):
+        coded = name in ckpt.modules
+        weight = ckpt.read_module(name).dequantize() if coded else ckpt.read_float(f"{name}.weight")
+        quantizer(Calibrated(name, torch.from_numpy(weight), Hessian(name, weight.shape[1])))
 
 
 def quantize_planned(
@@ -231,7 +278,9 @@ def _write_imatrix(plan: Plan, kept: KeptLayers, settings: Calibration) -> None:
     write_imatrix(settings.imatrix_out, found, settings.length, [str(settings.text)])
 
 
-def _job(ckpt: Checkpoint, settings: Calibration, wishes: dict[str, Wish], tokens: torch.Tensor) -> dict[str, Any]:
+def _job(
+    ckpt: Checkpoint, settings: Calibration, wishes: dict[str, Wish], tokens: torch.Tensor | None
+) -> dict[str, Any]:
     """What the layers depend on."""
     options = {k: v for k, v in asdict(settings).items() if k not in ("text", "offload", "imatrix_out", "progress")}
     files = [[f.name, f.stat().st_size, f.stat().st_mtime_ns] for f in ckpt.files]
@@ -240,7 +289,7 @@ def _job(ckpt: Checkpoint, settings: Calibration, wishes: dict[str, Wish], token
         "checkpoint": str(ckpt.path.resolve()),
         "files": files,
         "options": options,
-        "tokens": hashlib.sha256(tokens.numpy().tobytes()).hexdigest(),
+        "tokens": None if tokens is None else hashlib.sha256(tokens.numpy().tobytes()).hexdigest(),
         "layers": hashlib.sha256(json.dumps(said).encode()).hexdigest(),
     }
 

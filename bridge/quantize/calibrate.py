@@ -67,7 +67,6 @@ def quantize_model(
     batch: int = 16,
     wanted: Callable[[str], bool] = lambda name: True,
     weights: Callable[[str, int], torch.Tensor | None] = lambda name, batch: None,
-    finished: Callable[[str], torch.Tensor | None] = lambda name: None,
 ) -> Iterator[tuple[str, Any]]:
     """Quantize the layers inside a `transformers` decoder's blocks in place; yields (name, what the quantizer kept).
 
@@ -77,8 +76,6 @@ def quantize_model(
     batch    sequences in a forward pass
     wanted   whether a layer of this name is to be quantized
     weights  of the tokens of a batch for a layer's Hessian, float [tokens] or None (see `Hessian.add`)
-    finished  the quantized weights float [out, columns] of a layer that an earlier run has finished, or None; such a
-              layer is yielded with None
     """
     if feed not in ("quantized", "float"):
         raise BridgeError(f"inputs of the next layer from {feed!r}; 'quantized' and 'float' are possible")
@@ -90,7 +87,7 @@ def quantize_model(
         name = f"{prefix}.{i}."
         original = copy.deepcopy(block) if cross or feed == "float" else None
         yield from quantize_block(
-            block, feeds, quantizer, name, original if cross else None, float_feeds, wanted, weights, finished
+            block, feeds, quantizer, name, original if cross else None, float_feeds, wanted, weights
         )
         for f in feeds:
             f.x = _tensor(f.into(original if feed == "float" and original is not None else block))
@@ -109,7 +106,6 @@ def quantize_block(
     float_feeds: Sequence[Feed] | None = None,
     wanted: Callable[[str], bool] = lambda name: True,
     weights: Callable[[str, int], torch.Tensor | None] = lambda name, batch: None,
-    finished: Callable[[str], torch.Tensor | None] = lambda name: None,
 ) -> Iterator[tuple[str, Any]]:
     """Quantize the layers inside a module, stage by stage in the order of their calls; yields as `quantize_model`.
 
@@ -119,12 +115,6 @@ def quantize_block(
     originals = dict(original.named_modules(prefix=prefix.rstrip("."))) if original is not None else None
     stages, once = _stages(block, layers, feeds)
     for stage in stages:
-        done = {n: values for n in stage if (values := finished(n)) is not None}
-        if len(done) == len(stage):
-            for n, values in done.items():
-                set_matrix(layers[n], values)
-                yield n, None
-            continue
         first = stage[0]
         hessian = Hessian(first, matrix(layers[first]).shape[1], next(layers[first].parameters()).device)
         for i, f in enumerate(feeds):
