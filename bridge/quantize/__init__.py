@@ -12,9 +12,10 @@ from __future__ import annotations
 
 from bridge.quantize.calibrate import quantize_block, quantize_model
 from bridge.quantize.checkpoint_writer import CheckpointWriter, Groups, write_checkpoint
+from bridge.quantize.float_model import FloatModel
 from bridge.quantize.method import Method, Quantized, gptq, groups, superblocks
 
 __all__ = [
-    "CheckpointWriter", "Groups", "Method", "Quantized", "gptq", "groups", "quantize_block", "quantize_model",
-    "superblocks", "write_checkpoint",
+    "CheckpointWriter", "FloatModel", "Groups", "Method", "Quantized", "gptq", "groups", "quantize_block",
+    "quantize_model", "superblocks", "write_checkpoint",
 ]  # fmt: skip

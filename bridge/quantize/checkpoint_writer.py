@@ -34,7 +34,7 @@ from bridge.checkpoint.store import header_of
 from bridge.checkpoint.zeros import OWN_BITS_SINCE
 from bridge.checkpoint_folder import CheckpointFolder, sync
 from bridge.errors import BridgeError
-from bridge.report import size_text
+from bridge.report import fold_notes, size_text
 
 FORMATS = tuple(LAYOUTS)
 _CHUNK = 8 << 20  # bytes of floats copied at a time
@@ -56,6 +56,7 @@ class Written:
     nbytes    of all tensors
     raised    zero points of 0 that became 1, and the weights that lost a step by it
     left_out  weights beside the checkpoint's that were not taken along
+    notes     what else the user should know
     """
 
     out: Path
@@ -65,6 +66,7 @@ class Written:
     seconds: float
     raised: tuple[int, int] = (0, 0)
     left_out: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
 
     def summary(self) -> str:
         """For people, in a few lines."""
@@ -76,6 +78,7 @@ class Written:
             )
         if self.left_out:
             lines.append(f"left out    {', '.join(self.left_out)}: no part of the checkpoint that was read")
+        lines += [f"note: {note}" for note in fold_notes(self.notes)]
         return "\n".join([*lines, f"wrote {self.out}"])
 
 
