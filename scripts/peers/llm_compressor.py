@@ -25,6 +25,8 @@ def main() -> None:
     from transformers import AutoModelForCausalLM
 
     torch.set_num_threads(options.threads)
+    if not torch.accelerator.is_available():  # AWQ pins its inputs' memory for a transfer that never comes
+        torch.Tensor.pin_memory = lambda tensor: tensor  # type: ignore[method-assign,assignment]
     tokens = np.load(options.tokens)
     model = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32)
     rows = [{"input_ids": ids.tolist(), "attention_mask": [1] * len(ids)} for ids in tokens]
