@@ -1,0 +1,218 @@
+"""Calibration tokens: a text, its documents or ready tokens become sequences of one length.
+
+    .jsonl                         a document a line: the field "text", or the only field that holds a string; or a
+                                   chat in "messages", written out by the tokenizer's own chat template
+    .pt .safetensors .npy          token ids, [sequences, tokens] or one flat run of them
+    anything else                  plain text, UTF-8
+
+Documents are joined by an empty line, tokenized without special tokens, and cut into windows of `length` tokens one
+after the other; what is left at the end, and at the end of a row of ready tokens, is not used. Without a seed the
+first windows are taken, whatever the rest of the file holds; with one, a random choice of all, in the text's order.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from bridge.errors import BridgeError
+from bridge.files import missing, refuse_pointer
+
+TOKEN_FILES = (".pt", ".safetensors", ".npy")
+_NAMES = ("input_ids", "tokens")  # of token tensors, where a file holds several
+_PIECE = 1 << 22  # characters tokenized at a time, to the end of a line: a tokenizer's notes take 100 bytes a token
+
+
+def read_tokens(
+    path: str | Path, tokenizer: Any, samples: int, length: int, seed: int | None = None, vocabulary: int | None = None
+) -> torch.Tensor:
+    """int64 [n, length], n at most `samples`: calibration sequences from a file.
+
+    tokenizer   of `load_tokenizer`; None will do for files of tokens
+    seed        of the choice of windows; None: the first ones
+    vocabulary  how many tokens the model knows
+
+    Raises BridgeError where the file cannot be read or gives not one sequence, and where the model lacks a token.
+    """
+    path = Path(path)
+    if samples < 1 or length < 1:
+        raise BridgeError(
+            f"{samples} calibration sequences of {length} tokens; give at least one of at least one token"
+        )
+    _expect_file(path)
+    rows = _token_rows(path) if path.suffix in TOKEN_FILES else None
+    if rows is None:
+        enough = None if seed is not None else samples * length
+        rows = _tokenize(path, tokenizer, enough)[None]
+    whole = rows.shape[1] // length
+    if not rows.size or not whole:
+        found = f"{len(rows)} rows of {rows.shape[1]} tokens" if len(rows) > 1 else f"{rows.size} tokens"
+        raise BridgeError(
+            f"{path}: {found}, and a calibration sequence is {length}; give a longer text, or shorter sequences"
+        )
+    windows = rows[:, : whole * length].reshape(-1, length)
+    if len(windows) > samples:
+        chosen = np.arange(samples)
+        if seed is not None:
+            chosen = np.sort(np.random.default_rng(seed).choice(len(windows), samples, replace=False))
+        windows = windows[chosen]
+    low, high = int(windows.min()), int(windows.max())
+    if low < 0 or (vocabulary is not None and high >= vocabulary):
+        raise BridgeError(
+            f"{path}: holds token {low if low < 0 else high}, and the model's vocabulary is of {vocabulary} tokens; "
+            "take the model's own tokenizer"
+        )
+    return torch.from_numpy(windows.astype(np.int64))
+
+
+def load_tokenizer(folder: str | Path) -> Any:
+    """The tokenizer of a checkpoint's folder, through `transformers`; nothing is downloaded.
+
+    Raises BridgeError where there is none, or it cannot be loaded.
+    """
+    try:
+        from transformers import AutoTokenizer
+    except ImportError:
+        raise BridgeError("calibration on a text needs transformers; pip install transformers") from None
+    try:
+        return AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    except Exception as problem:  # whatever a damaged file makes of its many parts
+        why = str(problem).strip().splitlines()
+        raise BridgeError(
+            f"{folder}: its tokenizer cannot be loaded ({why[0] if why else type(problem).__name__}); "
+            "put the model's tokenizer files there, or calibrate on a file of tokens"
+        ) from None
+
+
+def _expect_file(path: Path) -> None:
+    if not path.exists():
+        raise missing(path)
+    if path.is_dir():
+        raise BridgeError(f"{path}: is a folder; give a text, a .jsonl or a file of tokens")
+    refuse_pointer(path)
+    if not path.stat().st_size:
+        raise BridgeError(f"{path}: is empty; give a text to calibrate on")
+
+
+def _tokenize(path: Path, tokenizer: Any, enough: int | None) -> np.ndarray:
+    """int64 [tokens] of a text; tokenizing ends where there are more than `enough`."""
+    if tokenizer is None:
+        raise BridgeError(f"{path}: is a text, and there is no tokenizer; give a file of tokens")
+    found: list[np.ndarray] = []
+    total = 0
+    for piece in _pieces(path, tokenizer):
+        ids = tokenizer(piece, add_special_tokens=False, verbose=False)["input_ids"]
+        found.append(np.array(ids, np.int64))
+        total += len(ids)
+        if enough is not None and total > enough:
+            break
+    if not total:
+        raise BridgeError(f"{path}: the tokenizer makes no tokens of it; is it a text, and the model's tokenizer?")
+    return np.concatenate(found)
+
+
+def _pieces(path: Path, tokenizer: Any) -> Iterator[str]:
+    """The text in pieces of whole lines."""
+    piece: list[str] = []
+    size = 0
+    for part in _documents(path, tokenizer) if path.suffix == ".jsonl" else _lines(path):
+        piece.append(part)
+        size += len(part)
+        if size >= _PIECE:
+            yield "".join(piece)
+            piece, size = [], 0
+    if piece:
+        yield "".join(piece)
+
+
+def _lines(path: Path) -> Iterator[str]:
+    """A file's lines with their ends as they are, a byte order mark left out."""
+    try:
+        with open(path, encoding="utf-8-sig", newline="") as stream:
+            yield from stream
+    except UnicodeDecodeError as problem:
+        raise BridgeError(f"{path}: is no UTF-8 text ({problem.reason} at byte {problem.start}); convert it") from None
+    except OSError as problem:
+        raise BridgeError(f"{path}: cannot be read ({problem.strerror})") from None
+
+
+def _documents(path: Path, tokenizer: Any) -> Iterator[str]:
+    """The documents of a .jsonl, an empty line between them."""
+    between = ""
+    for number, line in enumerate(_lines(path), 1):
+        if not line.strip():
+            continue
+        try:
+            record = json.loads(line)
+        except (ValueError, RecursionError) as problem:
+            raise BridgeError(f"{path}: line {number} is not JSON ({problem}); is it a .jsonl?") from None
+        text = _text(record, tokenizer)
+        if text is None:
+            fields = ", ".join(map(repr, record)) if isinstance(record, dict) else f"a {type(record).__name__}"
+            raise BridgeError(
+                f"{path}: line {number} has no text, but {fields or 'no field'}; "
+                'name the field of the text "text", or give a chat as "messages"'
+            )
+        yield between + text
+        between = "\n\n"
+
+
+def _text(record: Any, tokenizer: Any) -> str | None:
+    """What a line of a .jsonl says; None where it cannot be told."""
+    if isinstance(record, str):
+        return record
+    if not isinstance(record, dict):
+        return None
+    if isinstance(record.get("text"), str):
+        return record["text"]
+    if isinstance(record.get("messages"), list):
+        try:
+            return tokenizer.apply_chat_template(record["messages"], tokenize=False)
+        except Exception as problem:  # templates raise what they like
+            why = str(problem).strip().splitlines()
+            raise BridgeError(
+                f"a chat cannot be written out by the tokenizer's chat template ({why[0] if why else problem!r}); "
+                'give its text as "text"'
+            ) from None
+    texts = [value for value in record.values() if isinstance(value, str)]
+    return texts[0] if len(texts) == 1 else None
+
+
+def _token_rows(path: Path) -> np.ndarray:
+    """Integers [rows, tokens] of a file of tokens."""
+    try:
+        tokens = _read_array(path)
+    except BridgeError:
+        raise
+    except Exception as problem:  # pickles, headers and zips break in many ways
+        raise BridgeError(
+            f"{path}: cannot be read as a tensor of tokens ({type(problem).__name__}); make it again"
+        ) from None
+    if not np.issubdtype(tokens.dtype, np.integer) or tokens.ndim not in (1, 2):
+        raise BridgeError(
+            f"{path}: {tokens.dtype} of shape {list(tokens.shape)} is no list of tokens; "
+            "save integers [sequences, tokens]"
+        )
+    return np.atleast_2d(tokens)
+
+
+def _read_array(path: Path) -> np.ndarray:
+    if path.suffix == ".npy":
+        return np.load(path, mmap_mode="r", allow_pickle=False)
+    if path.suffix == ".safetensors":
+        from safetensors.torch import load_file
+
+        loaded: Any = load_file(path)
+    else:
+        loaded = torch.load(path, map_location="cpu", weights_only=True)
+    if isinstance(loaded, dict):
+        names = [name for name in _NAMES if name in loaded] or (list(loaded) if len(loaded) == 1 else [])
+        if not names:
+            raise BridgeError(f"{path}: holds {', '.join(map(str, loaded))}; name the tensor of tokens input_ids")
+        loaded = loaded[names[0]]
+    return np.asarray(loaded)
