@@ -10,6 +10,7 @@ Needs PyTorch (the `torch` extra).
 from __future__ import annotations
 
 from bridge.quantize.calibrate import quantize_block, quantize_model
+from bridge.quantize.float_model import FloatModel
 from bridge.quantize.method import Method, Quantized, gptq, groups, superblocks
 
-__all__ = ["Method", "Quantized", "gptq", "groups", "quantize_block", "quantize_model", "superblocks"]
+__all__ = ["FloatModel", "Method", "Quantized", "gptq", "groups", "quantize_block", "quantize_model", "superblocks"]

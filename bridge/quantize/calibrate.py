@@ -1,42 +1,31 @@
 """Calibration: a text goes through a model layer by layer, and each layer is quantized on the inputs it will see.
 
-A decoder layer (any block of modules) is taken in stages: modules that get the same input tensor (q, k and v; gate
-and up) are one stage. Each stage's Hessians are gathered with all stages before it quantized already; then the
-block's outputs, now of quantized weights, are the next block's inputs. With feed="float" they are the float model's.
+A decoder layer (any block of modules) is taken in stages (`stages`). Each stage's Hessians are gathered with all
+stages before it quantized already; then the block's outputs, now of quantized weights, are the next block's inputs.
+With feed="float" they are the float model's.
 
 Memory: one block's weights twice where float inputs are wanted too, its Hessians, and the activations between
-blocks, float32 [tokens, hidden], once or twice.
+blocks, float32 [tokens, hidden], once or twice, or none of them where they go to disk. The model itself may be in
+memory, or come block by block from a checkpoint (`float_model`).
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 
 from bridge.errors import BridgeError
+from bridge.quantize.feeds import Feed, Folder, first_feeds
 from bridge.quantize.hessian import Hessian
-from bridge.quantize.layers import is_layer, matrix, set_matrix, vectors
-
-
-@dataclass
-class Feed:
-    """What one call of a block gets: the first positional argument goes from block to block, the rest stays."""
-
-    x: Any
-    args: tuple[Any, ...] = ()
-    kwargs: dict[str, Any] = field(default_factory=dict)
-    named: bool = False  # there is no positional argument
-
-    def into(self, block: nn.Module) -> Any:
-        """Call the block."""
-        if self.named:
-            return block(**self.kwargs)
-        return block(self.x, *self.args, **self.kwargs)
+from bridge.quantize.layers import is_layer, matrix, matrix_shape, set_matrix
+from bridge.quantize.mixture import lend, put_back, take_apart
+from bridge.quantize.stages import Stage, find_stages, inputs, mixture_of
 
 
 @dataclass(frozen=True)
@@ -50,15 +39,57 @@ class Calibrated:
 
 # gets a layer; returns its quantized weights as floats [out, columns], and whatever the caller wants to keep of them
 Quantizer = Callable[[Calibrated], tuple[torch.Tensor, Any]]
+Weights = Callable[[str, int], torch.Tensor | None]
+Known = Callable[[str], torch.Tensor | None]
 
 
-class _StopForward(Exception):
-    """What is wanted of a forward pass has been seen."""
+class Source(Protocol):
+    """A model whose weights are brought in when they are wanted.
+
+    model, prefix, blocks   a `transformers` decoder, the name of its list of blocks, and the list
+    """
+
+    @property
+    def model(self) -> nn.Module: ...
+    @property
+    def prefix(self) -> str: ...
+    @property
+    def blocks(self) -> Sequence[nn.Module]: ...
+
+    def load(self, block: int | None) -> None:
+        """Give a block its weights; None: what runs before the blocks."""
+
+    def drop(self, block: int | None) -> None:
+        """Take them away."""
+
+    def name(self, layer: str) -> str:
+        """A layer's name in the checkpoint, of its name in the model."""
+
+
+class InMemory:
+    """A model that is whole in memory; its experts are taken apart while their block is calibrated."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self.prefix, blocks = decoder_blocks(model)
+        self.blocks: Sequence[nn.Module] = list(blocks)
+        self._taken: list[tuple[nn.Module, str, nn.Module]] = []
+
+    def load(self, block: int | None) -> None:
+        if block is not None:
+            self._taken = take_apart(self.blocks[block])
+
+    def drop(self, block: int | None) -> None:
+        put_back(self._taken)
+        self._taken = []
+
+    def name(self, layer: str) -> str:
+        return layer
 
 
 @torch.no_grad()
 def quantize_model(
-    model: nn.Module,
+    model: nn.Module | Source,
     tokens: torch.Tensor,
     quantizer: Quantizer,
     *,
@@ -66,34 +97,55 @@ def quantize_model(
     cross: bool = False,
     batch: int = 16,
     wanted: Callable[[str], bool] = lambda name: True,
-    weights: Callable[[str, int], torch.Tensor | None] = lambda name, batch: None,
+    weights: Weights = lambda name, batch: None,
+    known: Known = lambda name: None,
+    offload: str | Path | None = None,
 ) -> Iterator[tuple[str, Any]]:
     """Quantize the layers inside a `transformers` decoder's blocks in place; yields (name, what the quantizer kept).
 
+    model    in memory, or a `FloatModel`, which keeps nothing of the quantized weights and whose layers are named
+             as the checkpoint's
     tokens   int [sequences, length]
     feed     whose outputs the next block gets: "quantized" or "float"
     cross    gather GPTAQ's cross term too, which runs the float blocks beside the quantized ones
     batch    sequences in a forward pass
     wanted   whether a layer of this name is to be quantized
-    weights  of the tokens of a batch for a layer's Hessian, float [tokens] or None (see `Hessian.add`)
+    weights  of the tokens of a batch for a layer's Hessian, float [tokens] or None (see `Hessian.add`); of experts,
+             which do not see all tokens, none are asked for
+    known    weights [out, columns] of a layer that was quantized before, or None: it is not quantized again
+    offload  a folder for the activations between blocks; None: they stay in memory
     """
     if feed not in ("quantized", "float"):
         raise BridgeError(f"inputs of the next layer from {feed!r}; 'quantized' and 'float' are possible")
-    model.eval()
-    prefix, blocks = decoder_blocks(model)
-    feeds = _first_feeds(model, blocks[0], tokens.split(batch))
-    float_feeds = [copy.copy(f) for f in feeds] if cross else None
-    for i, block in enumerate(blocks):
-        name = f"{prefix}.{i}."
-        original = copy.deepcopy(block) if cross or feed == "float" else None
-        yield from quantize_block(
-            block, feeds, quantizer, name, original if cross else None, float_feeds, wanted, weights
-        )
-        for f in feeds:
-            f.x = _tensor(f.into(original if feed == "float" and original is not None else block))
-        for f in float_feeds or ():
-            assert original is not None
-            f.x = _tensor(f.into(original))
+    source: Source = InMemory(model) if isinstance(model, nn.Module) else model
+    source.model.eval()
+    with Folder(offload) as folder:
+        source.load(None)
+        try:
+            feeds = first_feeds(source.model, source.blocks, tokens.split(batch), folder)
+        finally:
+            source.drop(None)
+        float_feeds = [f.copy() for f in feeds] if cross else None
+        for i, block in enumerate(source.blocks):
+            source.load(i)
+            try:
+                for f in (*feeds, *(float_feeds or ())):
+                    f.at(i)
+                prefix = f"{source.prefix}.{i}."
+                original = copy.deepcopy(block) if cross or feed == "float" else None
+                layers = {source.name(prefix + n): m for n, m in block.named_modules() if is_layer(m)}
+                layers = {n: m for n, m in layers.items() if wanted(n)}
+                twins = _twins(block, layers, original) if cross else None
+                yield from _quantize_layers(
+                    block, layers, feeds, quantizer, original, twins, float_feeds, weights, known
+                )
+                for f in feeds:
+                    f.pass_on(f.into(original if feed == "float" and original is not None else block))
+                for f in float_feeds or ():
+                    assert original is not None
+                    f.pass_on(f.into(original))
+            finally:
+                source.drop(i)
 
 
 @torch.no_grad()
@@ -101,31 +153,85 @@ def quantize_block(
     block: nn.Module,
     feeds: Sequence[Feed],
     quantizer: Quantizer,
-    prefix: str = "",
-    original: nn.Module | None = None,
-    float_feeds: Sequence[Feed] | None = None,
+    *,
     wanted: Callable[[str], bool] = lambda name: True,
-    weights: Callable[[str, int], torch.Tensor | None] = lambda name, batch: None,
+    weights: Weights = lambda name, batch: None,
 ) -> Iterator[tuple[str, Any]]:
-    """Quantize the layers inside a module, stage by stage in the order of their calls; yields as `quantize_model`.
+    """Quantize the layers inside any module, stage by stage in the order of their calls; yields as `quantize_model`."""
+    layers = {n: m for n, m in block.named_modules() if is_layer(m) and wanted(n)}
+    yield from _quantize_layers(block, layers, feeds, quantizer, weights=weights)
 
-    original, float_feeds   a copy of the module as it was and the float model's inputs, for GPTAQ's cross term
-    """
-    layers = {prefix + n: m for n, m in block.named_modules() if is_layer(m) and wanted(prefix + n)}
-    originals = dict(original.named_modules(prefix=prefix.rstrip("."))) if original is not None else None
-    stages, once = _stages(block, layers, feeds)
-    for stage in stages:
-        first = stage[0]
-        hessian = Hessian(first, matrix(layers[first]).shape[1], next(layers[first].parameters()).device)
-        for i, f in enumerate(feeds):
-            floats = None
-            if originals is not None and float_feeds is not None:
-                floats = _inputs(original, originals[first], float_feeds[i], once)
-            hessian.add(_inputs(block, layers[first], f, once), floats, weights(first, i))
-        for n in stage:
-            values, kept = quantizer(Calibrated(n, matrix(layers[n]), hessian))
+
+def _quantize_layers(
+    block: nn.Module,
+    layers: Mapping[str, nn.Module],
+    feeds: Sequence[Feed],
+    quantizer: Quantizer,
+    original: nn.Module | None = None,
+    originals: Mapping[str, nn.Module] | None = None,
+    float_feeds: Sequence[Feed] | None = None,
+    weights: Weights = lambda name, batch: None,
+    known: Known = lambda name: None,
+) -> Iterator[tuple[str, Any]]:
+    """original, originals, float_feeds   a copy of the block as it was, its layers, and the float model's inputs"""
+    done = {n: values for n in layers if (values := known(n)) is not None}
+    if len(done) == len(layers):
+        for n, values in done.items():
             set_matrix(layers[n], values)
-            yield n, kept
+        return
+    for whole in find_stages(block, layers, feeds):
+        for stage in whole.parts(layers, originals is not None):
+            names = [n for group in stage.groups.values() for n in group]
+            if all(n in done for n in names):
+                hessians = {}
+            else:
+                hessians = _gather(block, stage, layers, feeds, original, originals, float_feeds, weights)
+            for key, group in stage.groups.items():
+                for n in group:
+                    if n in done:
+                        set_matrix(layers[n], done[n])
+                        continue
+                    values, kept = quantizer(Calibrated(n, matrix(layers[n]), hessians[key]))
+                    set_matrix(layers[n], values)
+                    yield n, kept
+                hessians.pop(key, None)
+
+
+def _gather(
+    block: nn.Module,
+    stage: Stage,
+    layers: Mapping[str, nn.Module],
+    feeds: Sequence[Feed],
+    original: nn.Module | None,
+    originals: Mapping[str, nn.Module] | None,
+    float_feeds: Sequence[Feed] | None,
+    weights: Weights,
+) -> dict[str, Hessian]:
+    """The Hessian of each group of a stage."""
+    hessians = {}
+    for key, group in stage.groups.items():
+        first = layers[group[0]]
+        hessians[key] = Hessian(group[0], matrix_shape(first)[1], next(first.parameters()).device)
+    mixture = mixture_of(block, stage, layers)
+    for i, f in enumerate(feeds):
+        seen = inputs(block, stage, layers, f)
+        floats: dict[str, torch.Tensor] = {}
+        # where experts are modules of their own from the start, the float model's may see other tokens: no cross term
+        if original is not None and originals is not None and float_feeds and (mixture or not stage.fellows):
+            floats = inputs(original, stage, originals, float_feeds[i], mixture.routing if mixture else None)
+        for key, x in seen.items():
+            weight = None if stage.fellows else weights(stage.groups[key][0], i)
+            hessians[key].add(x, floats.get(key), weight)
+    if stage.fellows:
+        lend(list(hessians.values()))
+    return hessians
+
+
+def _twins(block: nn.Module, layers: Mapping[str, nn.Module], copied: nn.Module | None) -> dict[str, nn.Module]:
+    """The layers by name in a copy of the block."""
+    assert copied is not None
+    of = dict(zip(block.modules(), copied.modules(), strict=True))
+    return {n: of[m] for n, m in layers.items()}
 
 
 def decoder_blocks(model: nn.Module) -> tuple[str, nn.ModuleList]:
@@ -137,79 +243,3 @@ def decoder_blocks(model: nn.Module) -> tuple[str, nn.ModuleList]:
         if isinstance(module, nn.ModuleList) and len(module) == count:
             return name, module
     raise BridgeError(f"{type(model).__name__}: no list of {count} decoder layers found; use bridge.quantize.gptq")
-
-
-def _first_feeds(model: nn.Module, first: nn.Module, batches: Iterable[torch.Tensor]) -> list[Feed]:
-    """What the first block is called with, batch by batch."""
-    feeds: list[Feed] = []
-
-    def catch(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        kwargs = {k: v for k, v in kwargs.items() if "past_key_value" not in k}
-        x = args[0] if args else kwargs.pop("hidden_states")
-        feeds.append(Feed(x, args[1:], kwargs | {"use_cache": False} if "use_cache" in kwargs else kwargs))
-        raise _StopForward
-
-    handle = first.register_forward_pre_hook(catch, with_kwargs=True)
-    try:
-        device = next(model.parameters()).device
-        for tokens in batches:
-            try:
-                model(tokens.to(device), use_cache=False)
-            except _StopForward:
-                continue
-    finally:
-        handle.remove()
-    return feeds
-
-
-def _stages(block: nn.Module, layers: dict[str, nn.Module], feeds: Sequence[Feed]) -> tuple[list[list[str]], bool]:
-    """Names of layers in the order of their first calls, together where they get the same tensor; whether each is
-    called but once."""
-    calls: dict[str, torch.Tensor] = {}
-    again: list[str] = []
-
-    def note(name: str) -> Any:
-        def hook(_module: nn.Module, args: tuple[Any, ...]) -> None:
-            if calls.setdefault(name, args[0]) is not args[0]:
-                again.append(name)
-
-        return hook
-
-    handles = [m.register_forward_pre_hook(note(n)) for n, m in layers.items()]
-    try:
-        feeds[0].into(block)
-    finally:
-        for handle in handles:
-            handle.remove()
-    stages: list[list[str]] = []
-    last: torch.Tensor | None = None
-    for name, x in calls.items():
-        if x is last:
-            stages[-1].append(name)
-        else:
-            stages.append([name])
-        last = x
-    return stages, not again
-
-
-def _inputs(block: Any, layer: nn.Module, feed: Feed, once: bool) -> torch.Tensor:
-    """The inputs of a layer [tokens, columns] in one call of the block, which is cut short if it is called once."""
-    seen: list[torch.Tensor] = []
-
-    def hook(module: nn.Module, args: tuple[Any, ...]) -> None:
-        seen.append(vectors(module, args[0]).float())
-        if once:
-            raise _StopForward
-
-    handle = layer.register_forward_pre_hook(hook)
-    try:
-        feed.into(block)
-    except _StopForward:
-        pass
-    finally:
-        handle.remove()
-    return torch.cat(seen)
-
-
-def _tensor(output: Any) -> torch.Tensor:
-    return output[0] if isinstance(output, tuple) else output

@@ -29,6 +29,13 @@ def matrix(module: nn.Module) -> torch.Tensor:
     return weight.to(torch.float32, copy=True).contiguous()
 
 
+def matrix_shape(module: nn.Module) -> tuple[int, int]:
+    """(out, columns) of `matrix`."""
+    weight: torch.Tensor = module.weight  # type: ignore[assignment]
+    rows, columns = weight.shape[0], weight.numel() // weight.shape[0]
+    return (columns, rows) if _is_conv1d(module) else (rows, columns)
+
+
 def set_matrix(module: nn.Module, values: torch.Tensor) -> None:
     """Put float [out, columns] in the place of the weights."""
     weight: torch.Tensor = module.weight.data  # type: ignore[assignment]

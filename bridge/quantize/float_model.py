@@ -1,0 +1,208 @@
+"""A checkpoint's model in `transformers`, float, its decoder blocks brought in one at a time.
+
+The model is built on the meta device, where tensors have shapes and no memory. A block gets its weights when
+calibration reaches it and loses them after, so memory holds one block. Quantized modules come dequantized: GPTQ, AWQ
+and 8-bit checkpoints serve as well as floats.
+
+Names differ in two ways. Mixtral's checkpoints say block_sparse_moe.experts.3.w1 where `transformers` has mlp and
+gate_proj. And `transformers` holds experts in 3-D tensors, which here are taken apart into one layer for each matrix;
+a checkpoint may have them as single matrices, or as those 3-D tensors.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from bridge.checkpoint import Checkpoint
+from bridge.errors import BridgeError
+from bridge.quantize.calibrate import decoder_blocks
+from bridge.quantize.layers import is_layer, set_matrix
+from bridge.quantize.mixture import take_apart
+
+_MIXTRAL = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
+_MATRIX = re.compile(r"(.*\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")
+
+
+class FloatModel:
+    """A `transformers` decoder that reads its weights from an opened checkpoint; a source for `quantize_model`.
+
+    dtype   of the weights and of all arithmetic
+
+    Raises BridgeError where `transformers` does not know the model, and for models of more than text.
+    """
+
+    def __init__(
+        self, ckpt: Checkpoint, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
+    ) -> None:
+        self.ckpt, self.dtype, self.device = ckpt, dtype, torch.device(device)
+        self.model: Any = _build(ckpt, dtype)
+        self.prefix, self.blocks = decoder_blocks(self.model)
+        for block in self.blocks:
+            take_apart(block)
+        _fill_buffers(self.model, self.device)
+
+    @property
+    def vocabulary(self) -> int:
+        """How many tokens the model knows."""
+        return self.model.get_input_embeddings().weight.shape[0]
+
+    def load(self, block: int | None) -> None:
+        """Give a block its weights; None: what is outside the blocks, but for the output head.
+
+        Raises BridgeError where the checkpoint lacks a tensor, or has it in another shape.
+        """
+        for name, module in self._modules(block):
+            for own, value in _tensors(module):
+                if value.device.type == "meta":
+                    self._set(module, own, value, f"{name}.{own}")
+
+    def load_head(self) -> None:
+        """Give the output head its weights: those of the embeddings where it has none of its own."""
+        head, embeddings = self.model.get_output_embeddings(), self.model.get_input_embeddings()
+        name = next(name for name, module in self.model.named_modules() if module is head)
+        for own, value in _tensors(head):
+            if own == "weight" and self._stored(f"{name}.{own}") is None and self.model.config.tie_word_embeddings:
+                head.weight = embeddings.weight
+            elif value.device.type == "meta":
+                self._set(head, own, value, f"{name}.{own}")
+
+    def drop(self, block: int | None) -> None:
+        """Take its weights away again."""
+        for _, module in self._modules(block):
+            for own, value in _tensors(module):
+                _put(module, own, torch.empty_like(value, device="meta"))
+
+    def name(self, layer: str) -> str:
+        """A layer's name in the checkpoint. Experts of a 3-D tensor are named as if they stood by themselves."""
+        stored = self._stored(f"{layer}.weight")
+        return layer if stored is None or not stored.endswith(".weight") else stored.removesuffix(".weight")
+
+    def _modules(self, block: int | None) -> Iterator[tuple[str, nn.Module]]:
+        if block is not None:
+            yield from self.blocks[block].named_modules(prefix=f"{self.prefix}.{block}")
+            return
+        head = self.model.get_output_embeddings()
+        for name, module in self.model.named_modules():
+            if module is not head and not name.startswith(f"{self.prefix}."):
+                yield name, module
+
+    def _stored(self, name: str) -> str | None:
+        """The checkpoint's name of a tensor; of a 3-D one that holds it, if so; None: it has none."""
+        base = f"{self.model.base_model_prefix}."
+        names = [name]
+        if ".mlp." in name:
+            head, _, tail = name.rpartition(".mlp.")
+            if tail.startswith("experts."):
+                tail = re.sub(r"\w+_proj", lambda found: _MIXTRAL.get(found[0], found[0]), tail)
+            names.append(f"{head}.block_sparse_moe.{tail}")
+        matrix = _MATRIX.fullmatch(name)
+        if matrix:
+            names.append(f"{matrix[1]}.{'down_proj' if matrix[3] == 'down' else 'gate_up_proj'}")
+        names += [n.removeprefix(base) if n.startswith(base) else base + n for n in names]
+        return next(
+            (n for n in names if n in self.ckpt.tensors or n.removesuffix(".weight") in self.ckpt.modules), None
+        )
+
+    def _set(self, module: nn.Module, own: str, value: torch.Tensor, name: str) -> None:
+        stored = self._stored(name)
+        if stored is None:
+            raise BridgeError(
+                f"{self.ckpt.path}: has no {name}, which {type(self.model).__name__} of transformers is made of; "
+                "is the checkpoint complete?"
+            )
+        quantized = stored.removesuffix(".weight")
+        if own == "weight" and quantized in self.ckpt.modules and is_layer(module):
+            _put(module, own, torch.empty(value.shape, dtype=self.dtype, device=self.device))
+            rows, columns = value.T.shape if type(module).__name__ == "Conv1D" else value.flatten(1).shape
+            tensor = self.ckpt.read_module(quantized)
+            self._expect(name, tensor.shape, (rows, columns))
+            set_matrix(module, torch.from_numpy(tensor.dequantize()))
+            return
+        floats = self._floats(stored, name)
+        self._expect(name, floats.shape, tuple(value.shape))
+        _put(module, own, torch.from_numpy(np.ascontiguousarray(floats)).to(self.device, self.dtype))
+
+    def _floats(self, stored: str, name: str) -> np.ndarray:
+        if stored.removesuffix(".weight") in self.ckpt.modules:  # embeddings, too, may come as codes
+            return self.ckpt.read_module(stored.removesuffix(".weight")).dequantize()
+        matrix = _MATRIX.fullmatch(name)
+        if matrix is None or stored.endswith(".weight"):
+            return self.ckpt.read_float(stored)
+        expert = int(matrix[2])
+        both = self.ckpt.read_float(stored, (expert, expert + 1))[0]
+        if matrix[3] == "down":
+            return both
+        gate, up = np.split(both, 2)
+        return gate if matrix[3] == "gate" else up
+
+    def _expect(self, name: str, found: tuple[int, ...], wanted: tuple[int, ...]) -> None:
+        if found != wanted:
+            raise BridgeError(
+                f"{self.ckpt.path}: {name} is {list(found)}, and config.json makes it {list(wanted)}; "
+                "take the config.json that came with these weights"
+            )
+
+
+def _build(ckpt: Checkpoint, dtype: torch.dtype) -> nn.Module:
+    """The model of config.json on the meta device."""
+    try:
+        import transformers
+    except ImportError:
+        raise BridgeError("calibration needs transformers; pip install transformers") from None
+    kind = ckpt.config.get("model_type")
+    if "text_config" in ckpt.config or "vision_config" in ckpt.config:
+        raise BridgeError(
+            f"{ckpt.home}: {kind} sees more than text, and calibration runs text models alone; "
+            "give a checkpoint of its language model"
+        )
+    fields = {key: value for key, value in ckpt.config.items() if key != "quantization_config"}
+    try:
+        config = transformers.AutoConfig.for_model(**fields)
+        with torch.device("meta"):
+            model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
+    except Exception as problem:  # unknown kinds, and what a damaged config.json makes of a known one
+        why = str(problem).strip().splitlines()
+        raise BridgeError(
+            f"{ckpt.home / 'config.json'}: transformers {transformers.__version__} makes no text model of {kind} "
+            f"({why[0] if why else type(problem).__name__}); calibration runs what it knows without further code"
+        ) from None
+    return model.eval().requires_grad_(False)
+
+
+def _tensors(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
+    """A module's own parameters, and the buffers that a checkpoint holds."""
+    kept = {n: b for n, b in module._buffers.items() if n not in module._non_persistent_buffers_set}
+    return [(n, t) for n, t in {**module._parameters, **kept}.items() if t is not None]
+
+
+def _put(module: nn.Module, name: str, value: torch.Tensor) -> None:
+    if name in module._buffers:
+        module._buffers[name] = value
+    else:
+        module._parameters[name] = nn.Parameter(value, requires_grad=False)
+
+
+def _fill_buffers(model: Any, device: torch.device) -> None:
+    """Give buffers that no checkpoint holds (rotary frequencies) the values that `transformers` computes for them."""
+    for name, module in model.named_modules():
+        own = [n for n in module._non_persistent_buffers_set if module._buffers[n] is not None]
+        for n in own:
+            empty = torch.empty_like(module._buffers[n], device=device)
+            module._buffers[n] = empty.fill_(
+                float("nan") if empty.is_floating_point() else torch.iinfo(empty.dtype).min
+            )
+        if own:
+            model._init_weights(module)
+        for n in own:
+            value = module._buffers[n]
+            if (value != value).any() or (not value.is_floating_point() and (value < 0).any()):
+                raise BridgeError(
+                    f"{type(model).__name__}: this version of transformers does not tell the values of {name}.{n}; "
+                    "pip install --upgrade transformers, or calibrate the model in memory"
+                )

@@ -1,0 +1,125 @@
+"""Experts that `transformers` holds in two 3-D tensors, taken apart into linear layers that see their own tokens.
+
+    experts.gate_up_proj [experts, 2 inner, hidden]  ->  experts.3.gate_proj, experts.3.up_proj   [inner, hidden]
+    experts.down_proj    [experts, hidden, inner]    ->  experts.3.down_proj                      [hidden, inner]
+
+The layers' weights are views of the 3-D tensors: what is put into one is in the other too.
+
+An expert that saw fewer tokens than its matrix has columns is lent the rest by its fellows: its H becomes the mean
+over its own tokens and as many of the mean token of all experts as are missing. An expert without tokens has the
+fellows' mean alone. So a rare expert is still rounded against inputs of its kind, and one that is never chosen
+against those that the others get.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from bridge.quantize.hessian import Hessian
+
+_EXPERT = re.compile(r"(?<=\.experts\.)\d+(?=\.)")
+
+
+def expert_of(name: str) -> tuple[str, str] | None:
+    """The name of an expert's layer with * for the expert's number, and the number; None of another layer."""
+    found = _EXPERT.search(f".{name}")
+    return (_EXPERT.sub("*", f".{name}", count=1)[1:], found[0]) if found else None
+
+
+class SeparateExperts(nn.Module):
+    """One module for each expert, called and numerically equal to what it stands for.
+
+    routing  int [tokens, chosen]: the experts of the tokens in the last call
+    imposed  experts for the tokens of the next calls in the place of those that the router chooses
+    """
+
+    def __init__(self, fused: Any) -> None:
+        super().__init__()
+        self.act_fn = fused.act_fn
+        self.routing: torch.Tensor | None = None
+        self.imposed: torch.Tensor | None = None
+        for number, (both, down) in enumerate(zip(fused.gate_up_proj, fused.down_proj, strict=True)):
+            gate, up = both.chunk(2)
+            expert = nn.Module()
+            for name, weight in (("gate_proj", gate), ("up_proj", up), ("down_proj", down)):
+                with torch.device("meta"):
+                    linear = nn.Linear(weight.shape[1], weight.shape[0], bias=False)
+                linear.weight = nn.Parameter(weight.detach(), requires_grad=False)
+                expert.add_module(name, linear)
+            self.add_module(str(number), expert)
+
+    def forward(self, x: torch.Tensor, chosen: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
+        """x [tokens, hidden]; chosen int [tokens, k], the experts of each token, and their shares in its output."""
+        chosen = chosen if self.imposed is None else self.imposed
+        self.routing = chosen
+        output = torch.zeros_like(x)
+        for name, expert in self.named_children():
+            if name.isdigit():
+                token, place = (chosen == int(name)).nonzero(as_tuple=True)
+                if len(token):
+                    own: Any = expert
+                    seen = x[token]
+                    inner = self.act_fn(own.gate_proj(seen)) * own.up_proj(seen)
+                    output.index_add_(0, token, (own.down_proj(inner) * shares[token, place, None]).to(output.dtype))
+        return output
+
+
+def take_apart(block: nn.Module) -> list[tuple[nn.Module, str, nn.Module]]:
+    """Put SeparateExperts in the place of a block's fused experts; what `put_back` undoes it with.
+
+    Experts of another kind (transposed, with biases, with a gate of their own) are left alone.
+    """
+    found = [
+        (parent, name, child)
+        for parent in block.modules()
+        for name, child in parent.named_children()
+        if _is_known(child)
+    ]
+    for parent, name, child in found:
+        parent.add_module(name, SeparateExperts(child))
+    return found
+
+
+def put_back(taken: Sequence[tuple[nn.Module, str, nn.Module]]) -> None:
+    """The modules that were taken apart, with the weights that their layers have now."""
+    for parent, name, child in taken:
+        parent.add_module(name, child)
+
+
+def _is_known(module: Any) -> bool:
+    tensors = dict(module.named_parameters(recurse=False))
+    if set(tensors) != {"gate_up_proj", "down_proj"} or not hasattr(module, "act_fn"):
+        return False
+    both, down = tensors["gate_up_proj"], tensors["down_proj"]
+    gate = getattr(type(module), "_apply_gate", None)
+    return (
+        both.ndim == 3
+        and both.shape == (down.shape[0], 2 * down.shape[2], down.shape[1])
+        and (gate is None or gate.__name__ == "_default_apply_gate")
+        and not getattr(module, "is_transposed", False)
+        and getattr(module, "is_concatenated", True)
+        and not getattr(module, "has_post_expert_norm", False)
+    )
+
+
+def lend(hessians: Sequence[Hessian]) -> None:
+    """Fill the Hessians of fellow experts up to as many tokens as they have columns; see the module's docstring."""
+    tokens = sum(h.tokens for h in hessians)
+    if not tokens:
+        return
+    for name in ("matrix", "cross"):
+        own = [(h, getattr(h, name)) for h in hessians]
+        mean = sum(m * (h.tokens / tokens) for h, m in own if m is not None)
+        for h, m in own:
+            wanted = len(h.matrix)
+            if isinstance(mean, torch.Tensor) and h.tokens < wanted:
+                share = h.tokens / wanted
+                setattr(h, name, mean * (1 - share) if m is None else mean.lerp(m, share))
+    for h in hessians:
+        h.lent = max(len(h.matrix) - h.tokens, 0)
+        h.tokens += h.lent
