@@ -16,6 +16,7 @@ from bridge.cli import main
 from bridge.conversion import convert
 from bridge.errors import BridgeError
 from bridge.mapping.imatrix import read_imatrix
+from bridge.quantize.texts import load_tokenizer, read_tokens
 from bridge.report import CALIBRATED, CARRIED
 from tests.support.tiny_models import predict, save_model
 
@@ -73,7 +74,7 @@ def logits_of(path: Path, folder: Path, tmp: Path, tokens: list[int]) -> np.ndar
 
 
 def test_a_calibrated_gguf_is_nearer_to_the_model_than_one_rounded_to_nearest(model, text, tmp_path) -> None:
-    tokens = list(range(1, 200))
+    tokens = read_tokens(text, load_tokenizer(model), 100, 64)[-4:].flatten().tolist()  # not calibrated on
     expected = predict(model, tokens)
     errors = {}
     for name, calibrate in {"rtn": None, "gptq": settings(text)}.items():
@@ -83,7 +84,7 @@ def test_a_calibrated_gguf_is_nearer_to_the_model_than_one_rounded_to_nearest(mo
         assert (CALIBRATED in hows) == (name == "gptq")
         errors[name] = np.square(logits_of(out, model, tmp_path / name, tokens) - expected).mean()
         assert not out.with_name(f"{out.name}.layers").exists()
-    assert errors["gptq"] < 0.8 * errors["rtn"]
+    assert errors["gptq"] < 0.5 * errors["rtn"]
 
 
 def test_a_second_run_goes_on_where_a_killed_one_stopped_and_ends_in_the_same_file(model, text, tmp_path) -> None:
@@ -171,7 +172,7 @@ def test_the_command_line_quantizes_to_gguf_and_says_what_it_did(model, text, tm
         (["quantize", "MODEL", "o.gguf", "--calibrate", "TEXT", "--act-order", "up"], "act-order 'up'"),
         (["quantize", "MODEL", "o.gguf", "--calibrate", "TEXT", "--method", "magic"], "method 'magic'"),
         (["quantize", "MODEL", "o", "--format", "gptq", "--bits", "9", "--calibrate", "TEXT"], "9"),
-        (["quantize", "MODEL", "o", "--format", "awq", "--bits", "3", "--calibrate", "TEXT"], "4 bits"),
+        (["quantize", "MODEL", "o", "--format", "awq", "--bits", "3", "--calibrate", "TEXT"], "3 bits are no AWQ"),
         (["convert", "MODEL", "o.gguf", "--damping", "1"], "--damping is for calibration"),
         (["convert", "GPTQ", "o.gguf", "--calibrate", "TEXT"], "every layer keeps its codes"),
     ],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -142,6 +143,84 @@ def test_the_next_layer_sees_the_quantized_layers_outputs_unless_the_float_ones_
     x = inputs[0].flatten(0, 1)
     torch.testing.assert_close(seen["float"], 2 / len(x) * x.T @ x, rtol=1e-3, atol=1e-3)
     assert (seen["quantized"] - seen["float"]).abs().max() > 0.01
+
+
+def test_activations_on_disk_give_the_same_codes_and_leave_nothing_behind(tmp_path: Path) -> None:
+    found = []
+    for offload in (None, tmp_path):
+        model, tokens = decoder()
+        steps = quantize_model(model, tokens, Method(groups(4, 32, False), sweeps=0).layer, cross=True, offload=offload)
+        found.append([(name, layer.codes) for name, layer in steps])
+        if offload:
+            assert not list(tmp_path.iterdir())
+    for (name, codes), (twin, others) in zip(*found, strict=True):
+        assert name == twin
+        np.testing.assert_array_equal(codes, others)
+    steps = quantize_model(model, tokens, Method(groups(4, 32, False)).layer, offload=tmp_path)
+    next(steps)
+    assert len(list(tmp_path.glob("*/*.pt"))) == 2
+    steps.close()
+    assert not list(tmp_path.iterdir())
+
+
+def test_activations_that_cannot_be_written_are_told_in_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, tokens = decoder()
+    method = Method(groups(4, 32, False))
+    with pytest.raises(BridgeError, match="no folder for activations can be made there"):
+        next(quantize_model(model, tokens, method.layer, offload=tmp_path / "none"))
+
+    def full(*_: Any) -> None:
+        raise RuntimeError("PytorchStreamWriter failed writing file data/0: file write failed\nmore")
+
+    monkeypatch.setattr(torch, "save", full)
+    with pytest.raises(BridgeError, match=r"activations cannot be written \(Pytorch.*\); free the disk"):
+        next(quantize_model(model, tokens, method.layer, offload=tmp_path))
+    assert not list(tmp_path.iterdir())
+
+
+def test_layers_that_are_known_already_are_put_in_and_not_quantized_again() -> None:
+    method = Method(groups(4, 32, False), sweeps=0)
+    model, tokens = decoder()
+    expected = dict(quantize_model(model, tokens, method.layer, cross=True))
+    done = list(expected)[:10]  # a whole block, and q, k and v of the next
+
+    def known(name: str) -> torch.Tensor | None:
+        return expected[name].values() if name in done else None
+
+    resumed, tokens = decoder()
+    found = dict(quantize_model(resumed, tokens, method.layer, cross=True, known=known))
+    assert list(found) == list(expected)[10:]
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(resumed.get_parameter(name), parameter, rtol=0, atol=0)
+
+
+def test_every_block_is_called_with_its_own_mask() -> None:
+    from transformers import Gemma2Config, Gemma2ForCausalLM
+
+    torch.manual_seed(1)
+    config = Gemma2Config(
+        hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1,
+        vocab_size=128, head_dim=32, sliding_window=4,
+    )  # fmt: skip
+    assert len(set(config.layer_types)) == 2
+    model, tokens = Gemma2ForCausalLM(config).eval(), torch.randint(0, 128, (4, 16))
+    inputs: list[torch.Tensor] = []
+    last = model.model.layers[1].mlp.down_proj
+    handle = last.register_forward_pre_hook(lambda _m, args: inputs.append(args[0]))
+    with torch.no_grad():
+        model(tokens)
+    handle.remove()
+    seen = {}
+
+    def kept(layer: Any) -> tuple[torch.Tensor, None]:
+        seen[layer.name] = layer.hessian.matrix
+        return layer.weight, None
+
+    list(quantize_model(model, tokens, kept))
+    x = inputs[0].flatten(0, 1)
+    torch.testing.assert_close(seen["model.layers.1.mlp.down_proj"], 2 / len(x) * x.T @ x)
 
 
 def test_groups_that_no_gguf_holds_and_blocks_that_no_checkpoint_holds_say_so() -> None:

@@ -79,8 +79,7 @@ def write_imatrix(
     chunks = max((int(tokens.sum()) // length for _, tokens in found.values()), default=0)
     try:
         with unfinished(path) as folder:
-            writer = GGUFWriter(folder / path.name, "")
-            writer.kv_data[0].pop("general.architecture")
+            writer = GGUFWriter(folder / path.name, "")  # of no architecture
             writer.add_type("imatrix")
             writer.add_array("imatrix.datasets", list(datasets))
             writer.add_uint32("imatrix.chunk_count", chunks)

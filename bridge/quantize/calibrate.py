@@ -21,10 +21,10 @@ import torch
 from torch import nn
 
 from bridge.errors import BridgeError
-from bridge.quantize.experts import lend, put_back, take_apart
 from bridge.quantize.feeds import Feed, Folder, first_feeds
 from bridge.quantize.hessian import Hessian
 from bridge.quantize.layers import is_layer, matrix, matrix_shape, set_matrix
+from bridge.quantize.mixture import lend, put_back, take_apart
 from bridge.quantize.stages import Stage, find_stages, inputs, mixture_of
 
 

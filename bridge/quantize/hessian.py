@@ -23,7 +23,7 @@ class Hessian:
     def __init__(self, name: str, columns: int, device: torch.device | str = "cpu") -> None:
         self.name = name
         self.tokens = 0
-        self.lent = 0  # of these tokens, the share of fellow experts (see `experts`)
+        self.lent = 0  # of these tokens, the share of fellow experts (see `mixture`)
         self.matrix = torch.zeros(columns, columns, device=device)
         self.cross: torch.Tensor | None = None
 

@@ -1,0 +1,150 @@
+"""Calibration tokens from texts, .jsonl and files of tokens, and what is said of those that give none."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from bridge.errors import BridgeError
+from bridge.quantize import texts
+from bridge.quantize.texts import load_tokenizer, read_tokens
+from scripts.peers.reference import windows
+from tests.conftest import CHECKPOINT
+
+TEXT = "".join(f"Line {i} of a text about {'the sea' if i % 3 else 'mountains'}.\n" for i in range(400))
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    return load_tokenizer(CHECKPOINT)
+
+
+def write(path: Path, text: str) -> Path:
+    path.write_text(text, encoding="utf-8", newline="")
+    return path
+
+
+def ids(tokenizer: Any, text: str) -> list[int]:
+    return tokenizer(text, add_special_tokens=False)["input_ids"]
+
+
+def test_without_a_seed_the_first_windows_of_a_text_are_taken_as_benchmarks_take_them(
+    tmp_path: Path, tokenizer: Any
+) -> None:
+    text = write(tmp_path / "a.txt", TEXT)
+    tokens = read_tokens(text, tokenizer, 5, 32)
+    assert tokens.dtype == torch.int64
+    np.testing.assert_array_equal(tokens.numpy(), windows(tokenizer, TEXT, 5, 32))
+
+
+def test_a_seed_chooses_among_all_windows_in_the_texts_order_and_always_the_same(
+    tmp_path: Path, tokenizer: Any
+) -> None:
+    text = write(tmp_path / "a.txt", TEXT)
+    every = np.array(ids(tokenizer, TEXT))
+    every = every[: len(every) // 32 * 32].reshape(-1, 32)
+    chosen = read_tokens(text, tokenizer, 9, 32, seed=3).numpy()
+    at = [int(np.flatnonzero((every == window).all(1))[0]) for window in chosen]
+    assert at == sorted(set(at))
+    assert at[-1] > 9
+    np.testing.assert_array_equal(chosen, read_tokens(text, tokenizer, 9, 32, seed=3).numpy())
+    assert (chosen != read_tokens(text, tokenizer, 9, 32, seed=4).numpy()).any()
+    np.testing.assert_array_equal(read_tokens(text, tokenizer, 10**6, 32, seed=3).numpy(), every)
+
+
+def test_a_long_text_is_tokenized_in_pieces_of_whole_lines_and_no_further_than_needed(
+    tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(texts, "_PIECE", 1000)
+    seen: list[str] = []
+
+    def counting(piece: str, **options: Any) -> Any:
+        seen.append(piece)
+        return tokenizer(piece, **options)
+
+    text = write(tmp_path / "a.txt", TEXT)
+    tokens = read_tokens(text, counting, 5, 32)
+    np.testing.assert_array_equal(tokens.numpy(), windows(tokenizer, TEXT, 5, 32))
+    assert len(seen) < len(TEXT) // 1000
+    assert all(piece.endswith("\n") and len(piece) < 1100 for piece in seen)
+
+
+def test_jsonl_gives_the_field_text_or_the_only_one_or_a_chat_by_the_tokenizers_template(
+    tmp_path: Path, tokenizer: Any
+) -> None:
+    records = [
+        {"text": "First document.", "title": "One"},
+        "Second document.",
+        {"content": "Third document.", "id": 3},
+        {"messages": [{"role": "user", "content": "Hello"}]},
+    ]
+    path = write(tmp_path / "a.jsonl", "\n".join(json.dumps(r) for r in records) + "\n\n")
+
+    class Chatty:
+        def __call__(self, text: str, **options: Any) -> Any:
+            return tokenizer(text, **options)
+
+        def apply_chat_template(self, messages: list[dict[str, str]], tokenize: bool) -> str:
+            assert not tokenize
+            return "".join(f"<{m['role']}>{m['content']}" for m in messages)
+
+    expected = ids(tokenizer, "First document.\n\nSecond document.\n\nThird document.\n\n<user>Hello")
+    np.testing.assert_array_equal(read_tokens(path, Chatty(), 99, len(expected))[0].numpy(), expected)
+    with pytest.raises(BridgeError, match=r"chat template \(.*\); give its text"):
+        read_tokens(path, tokenizer, 1, 4)  # this one has no template
+
+
+def test_files_of_tokens_are_taken_as_they_are_rows_and_flat_runs_alike(tmp_path: Path) -> None:
+    tokens = torch.randint(0, 320, (6, 50), dtype=torch.int32)
+    torch.save(tokens, tmp_path / "a.pt")
+    torch.save({"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}, tmp_path / "b.pt")
+    save_file({"anything": tokens}, tmp_path / "a.safetensors")
+    np.save(tmp_path / "a.npy", tokens.numpy())
+    for name in ("a.pt", "b.pt", "a.safetensors", "a.npy"):
+        torch.testing.assert_close(read_tokens(tmp_path / name, None, 6, 50, vocabulary=320), tokens.long())
+    torch.testing.assert_close(read_tokens(tmp_path / "a.pt", None, 3, 24), tokens[:2, :48].reshape(4, 24)[:3].long())
+    np.save(tmp_path / "flat.npy", tokens.numpy().ravel())
+    torch.testing.assert_close(read_tokens(tmp_path / "flat.npy", None, 6, 50), tokens.long())
+
+
+def test_what_gives_no_sequence_is_refused_in_one_line_that_says_how_to_mend_it(tmp_path: Path, tokenizer: Any) -> None:
+    def refused(path: Path, match: str, **options: Any) -> None:
+        with pytest.raises(BridgeError, match=match) as caught:
+            read_tokens(path, options.pop("tokenizer", tokenizer), **({"samples": 4, "length": 64} | options))
+        assert "\n" not in str(caught.value)
+
+    refused(tmp_path / "none.txt", "no such file")
+    refused(tmp_path, "is a folder; give a text")
+    refused(write(tmp_path / "empty.txt", ""), "is empty")
+    count = len(ids(tokenizer, "A short text."))
+    refused(write(tmp_path / "short.txt", "A short text."), rf"{count} tokens, and a calibration sequence is 64; give")
+    refused(write(tmp_path / "a.txt", TEXT), "makes no tokens of it", tokenizer=lambda text, **_: {"input_ids": []})
+    refused(tmp_path / "a.txt", "there is no tokenizer; give a file of tokens", tokenizer=None)
+    refused(tmp_path / "a.txt", "0 calibration sequences", samples=0)
+    refused(tmp_path / "a.txt", r"holds token \d+, and the model's vocabulary is of 30 tokens", vocabulary=30)
+    (tmp_path / "latin.txt").write_bytes(b"caf\xe9 " * 99)
+    refused(tmp_path / "latin.txt", "is no UTF-8 text")
+    refused(write(tmp_path / "a.jsonl", '{"prompt": "a", "answer": "b"}\n'), "line 1 has no text, but 'prompt', 'ans")
+    refused(write(tmp_path / "a.jsonl", '{"text": "a"}\n[1]\n'), "line 2 has no text, but a list")
+    refused(write(tmp_path / "a.jsonl", "plain\n"), "line 1 is not JSON")
+    refused(write(tmp_path / "a.npy", "no array"), "cannot be read as a tensor of tokens")
+    np.save(tmp_path / "a.npy", np.zeros((2, 64), np.float32))
+    refused(tmp_path / "a.npy", r"float32 of shape \[2, 64\] is no list of tokens")
+    np.save(tmp_path / "a.npy", np.zeros((2, 63), np.int64))
+    refused(tmp_path / "a.npy", "2 rows of 63 tokens, and a calibration sequence is 64")
+    np.save(tmp_path / "a.npy", np.full((2, 64), -1))
+    refused(tmp_path / "a.npy", "holds token -1")
+    torch.save({"a": torch.zeros(1), "b": torch.zeros(1)}, tmp_path / "a.pt")
+    refused(tmp_path / "a.pt", "holds a, b; name the tensor of tokens input_ids")
+
+
+def test_a_folder_without_a_tokenizer_says_so(tmp_path: Path) -> None:
+    with pytest.raises(BridgeError, match="its tokenizer cannot be loaded") as caught:
+        load_tokenizer(tmp_path)
+    assert "\n" not in str(caught.value)
