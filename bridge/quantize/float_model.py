@@ -12,7 +12,7 @@ a checkpoint may have them as single matrices, or as those 3-D tensors.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -42,7 +42,8 @@ class FloatModel:
     ) -> None:
         self.ckpt, self.dtype, self.device = ckpt, dtype, torch.device(device)
         self.model: Any = _build(ckpt, dtype)
-        self.prefix, self.blocks = decoder_blocks(self.model)
+        self.blocks: Sequence[nn.Module]
+        self.prefix, self.blocks = decoder_blocks(self.model)  # type: ignore[assignment]
         for block in self.blocks:
             take_apart(block)
         _fill_buffers(self.model, self.device)
