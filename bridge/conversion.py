@@ -104,10 +104,11 @@ def convert(
         check_target(path, force, inputs)
         if given is not None:
             source.check(given.tensors)
+        importance = Importance.read(given.imatrix if given else imatrix)
         chosen = given or make_plan(
-            ckpt, recipe, pre=pre, template=template, imatrix=imatrix, split_max_size=split_max_size, threads=threads
+            ckpt, recipe, importance, pre=pre, template=template, split_max_size=split_max_size, threads=threads
         )
-        executor = Executor(source, Importance.read(chosen.imatrix))
+        executor = Executor(source, importance)
         results: list[TensorReport] = []
         settled = {t.name for t in given.tensors} if given else set()  # not to be chosen again
         while True:
@@ -117,7 +118,7 @@ def convert(
                     files = output.finish()
                 break
             except _Unconfirmed as missed:
-                chosen = rechosen(ckpt, chosen, recipe, missed.name)
+                chosen = rechosen(ckpt, chosen, recipe, importance, missed.name)
                 settled.add(missed.name)
         if modelfile:
             from bridge.models.modelfile import modelfile as modelfile_text
@@ -199,7 +200,7 @@ def plan_checkpoint(
     recipe = Recipe(type, output_type, token_embd_type, actorder_type, tuple(tensor_types))
     with opened(checkpoint, config, template, pre) as ckpt:
         plan = make_plan(
-            ckpt, recipe, pre=pre, template=template, imatrix=imatrix, split_max_size=split_max_size,
+            ckpt, recipe, Importance.read(imatrix), pre=pre, template=template, split_max_size=split_max_size,
             threads=threads, progress=progress,
         )  # fmt: skip
     if out is not None:
