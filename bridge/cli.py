@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import io
 import os
 import re
@@ -43,6 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the program; returns the exit code: 0, 1 (verify found a tensor beyond its threshold) or 2 (error)."""
     argv = sys.argv[1:] if argv is None else argv
     debug = "--debug" in argv
+    gc.set_threshold(100_000)  # Numba brings a million objects that stay: looking through them often costs 0.1 s
     for name in ("SIGTERM", "SIGHUP"):  # what is half-written goes away as with Ctrl-C
         if hasattr(signal, name):
             signal.signal(getattr(signal, name), _interrupt)

@@ -109,10 +109,10 @@ def convert(
         check_target(path, force, inputs)
         if given is not None:
             source.check(given.tensors)
+        importance = Importance.read(given.imatrix if given else imatrix)
         chosen = given or make_plan(
-            ckpt, recipe, pre=pre, template=template, imatrix=imatrix, split_max_size=split_max_size, threads=threads
+            ckpt, recipe, importance, pre=pre, template=template, split_max_size=split_max_size, threads=threads
         )
-        importance = Importance.read(chosen.imatrix)
         kept, calibrated = None, list[str]()
         if calibrate is not None:
             kept, calibrated = quantize_planned(ckpt, chosen, source, importance, calibrate, layers_of(path), force)
@@ -126,7 +126,7 @@ def convert(
                     files = output.finish()
                 break
             except _Unconfirmed as missed:
-                chosen = rechosen(ckpt, chosen, recipe, missed.name)
+                chosen = rechosen(ckpt, chosen, recipe, importance, missed.name)
                 settled.add(missed.name)
         if kept:
             kept.remove()
@@ -210,7 +210,7 @@ def plan_checkpoint(
     recipe = Recipe(type, output_type, token_embd_type, actorder_type, tuple(tensor_types))
     with opened(checkpoint, config, template, pre) as ckpt:
         plan = make_plan(
-            ckpt, recipe, pre=pre, template=template, imatrix=imatrix, split_max_size=split_max_size,
+            ckpt, recipe, Importance.read(imatrix), pre=pre, template=template, split_max_size=split_max_size,
             threads=threads, progress=progress,
         )  # fmt: skip
     if out is not None:

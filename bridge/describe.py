@@ -17,6 +17,7 @@ from bridge.checkpoint.scaled_floats import FLOAT8
 from bridge.checkpoint.weight_files import WEIGHTS
 from bridge.conversion import opened
 from bridge.errors import BridgeError, shortened
+from bridge.importance import Importance
 from bridge.output import shards_of
 from bridge.plan import AS_IT_IS, FROM_TEMPLATE, Plan, PlannedTensor, number
 from bridge.planning import make_plan
@@ -51,7 +52,7 @@ def _describe_checkpoint(ckpt: Checkpoint, template: str | Path | None) -> list[
         f"the data says   {_data_says(ckpt, scattered)}",
     ]
     try:
-        plan = make_plan(ckpt, Recipe(), template=template)
+        plan = make_plan(ckpt, Recipe(), Importance({}), template=template)
         table, notes = _table(ckpt, plan)
     except BridgeError as problem:
         return [*lines, *(f"note: {note}" for note in fold_notes(ckpt.notes)), f"convert would stop: {problem}"]

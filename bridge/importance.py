@@ -14,16 +14,19 @@ from bridge.plan import PlannedTensor
 
 @dataclass
 class Importance:
-    """The importance matrix: what a squared error in each column costs, by GGUF tensor."""
+    """The importance matrix: what a squared error in each column costs, by GGUF tensor; and the file it is from."""
 
     by_name: dict[str, np.ndarray]
+    path: str | None = None
 
     @classmethod
     def read(cls, path: str | Path | None) -> Importance:
         """That of llama.cpp's GGUF; an empty one without a path."""
+        if path is None:
+            return cls({})
         from bridge.mapping.imatrix import read_imatrix
 
-        return cls({} if path is None else read_imatrix(Path(path)))
+        return cls(read_imatrix(Path(path)), str(path))
 
     def check(self, tensors: Sequence[PlannedTensor]) -> None:
         """BridgeError where it names no tensor of the model."""

@@ -125,16 +125,15 @@ def _folded(ckpt: Checkpoint, outline: Outline) -> list[PlannedTensor]:
 def make_plan(
     ckpt: Checkpoint,
     recipe: Recipe,
+    importance: Importance,
     *,
     pre: str | None = None,
     template: str | Path | None = None,
-    imatrix: str | Path | None = None,
     split_max_size: int | None = None,
     threads: int | None = None,
     progress: Callable[[int, int, str], None] | None = None,
 ) -> Plan:
     """What becomes of a checkpoint: every tensor with its type. Raises BridgeError as `bridge.convert` does."""
-    importance = Importance.read(imatrix)
     outline = outline_of(ckpt, pre, template)
     importance.check(outline.tensors)
     chooser = _Chooser(Source(ckpt), recipe, importance, outline)
@@ -158,14 +157,14 @@ def make_plan(
     if outline.unused:
         notes.append(f"not needed in GGUF and left out: {', '.join(outline.unused)}")
     return Plan(
-        metadata, tensors, outline.stop, notes, None if template is None else str(template),
-        None if imatrix is None else str(imatrix), split_max_size,
+        metadata, tensors, outline.stop, notes, None if template is None else str(template), importance.path,
+        split_max_size,
     )  # fmt: skip
 
 
-def rechosen(ckpt: Checkpoint, plan: Plan, recipe: Recipe, name: str) -> Plan:
+def rechosen(ckpt: Checkpoint, plan: Plan, recipe: Recipe, importance: Importance, name: str) -> Plan:
     """The plan with the type of one tensor chosen on all its rows: what was chosen on a sample did not hold."""
-    chooser = _Chooser(Source(ckpt), recipe, Importance.read(plan.imatrix), plan)
+    chooser = _Chooser(Source(ckpt), recipe, importance, plan)
     tensors = [chooser.chosen(t, whole=True) if t.name == name else t for t in plan.tensors]
     return replace(plan, tensors=tensors)
 
@@ -197,9 +196,11 @@ class _Chooser:
         coded = [part for part in tensor.parts if self.source.coded(part)]
         if not coded:
             return replace(tensor, type=self.recipe.wanted(place, as_codes=False).type, reason="came as floats")
-        samples = list(self._look(tensor, sampled=True))
-        scattered = any(not t.sequential for t, _ in samples)
-        wanted = self.recipe.wanted(place, as_codes=True, act_order=scattered)
+        samples: list[tuple[GroupedTensor, np.ndarray | None]] = []
+        wanted = self.recipe.wanted(place, as_codes=True)
+        if wanted.mode != "forced" or self.recipe.actorder_type:
+            samples += self._look(tensor, sampled=True)
+            wanted = self.recipe.wanted(place, as_codes=True, act_order=any(not t.sequential for t, _ in samples))
         if wanted.mode == "forced" and block_type(str(wanted.type)) is None:
             return replace(tensor, type=wanted.type, reason="as floats")
         asked = None if wanted.type is None else block_type(wanted.type)

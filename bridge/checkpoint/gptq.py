@@ -104,7 +104,7 @@ class GptqReader(Reader):
         if rows is None:
             codes = self.part(name, "qweight")
         else:
-            codes = np.ascontiguousarray(self.store.view(f"{name}.qweight")[:, rows])
+            codes = np.take(self.store.view(f"{name}.qweight"), rows, axis=1)
             scales, zeros = scales[:, rows], zeros[:, rows]
         return GroupedTensor(
             name=name,

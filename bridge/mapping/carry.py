@@ -92,6 +92,9 @@ def sub_block_groups(t: GroupedTensor, sub: int) -> np.ndarray | None:
     columns = t.shape[1]
     if columns % sub:
         return None
+    if t.sequential:
+        straddle = t.group_size % sub and t.group_size < columns
+        return None if straddle else np.arange(0, columns, sub, dtype=np.int32) // np.int32(t.group_size)
     runs = t.groups().reshape(-1, sub)
     return np.ascontiguousarray(runs[:, 0]) if (runs == runs[:, :1]).all() else None
 

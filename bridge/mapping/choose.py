@@ -124,12 +124,8 @@ def carry_part(t: GroupedTensor, block: BlockType, importance: np.ndarray | None
 def carriers(tensors: Sequence[GroupedTensor]) -> Iterator[BlockType]:
     """The types that `auto` tries for codes, in its order, as far as shapes tell that they can hold all of these."""
     wide = any(t.bits >= 7 for t in tensors)
-    preferred = [b for b in BLOCKS.values() if b is Q8_0 or (b.is_k and not wide)]
-    if not wide:
-        preferred.remove(Q8_0)
-    others = [b for b in BLOCKS.values() if b not in preferred]
     tried: set[tuple[int, ...]] = set()
-    for block in preferred + others:
+    for block in sorted(BLOCKS.values(), key=lambda b: b is not Q8_0 if wide else not b.is_k):
         grid = (block.sub, block.zero, block.scale_hi, block.min_hi, block.dmin_at)
         if (block.is_k and grid in tried) or any(why_not(t, block) for t in tensors):
             continue  # the same grid of scales with wider codes gains nothing
