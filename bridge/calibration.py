@@ -11,6 +11,7 @@ import json
 from collections.abc import Callable, Set
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -76,6 +77,9 @@ class Calibration:
     def __post_init__(self) -> None:
         if self.method not in METHODS:
             raise BridgeError(f"method {self.method!r}; one of {', '.join(METHODS)} is possible")
+        for package in ("torch", "transformers"):
+            if find_spec(package) is None:
+                raise BridgeError(f"quantizing with a text needs {package}: pip install 'gguf-bridge[quantize]'")
         for name in ("samples", "length"):
             if getattr(self, name) < 1:
                 raise BridgeError(f"{name} {getattr(self, name)}: at least 1 is needed")

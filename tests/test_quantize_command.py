@@ -205,6 +205,12 @@ def test_rounding_to_nearest_needs_no_text(model, tmp_path) -> None:
     assert main(["quantize", str(model), str(tmp_path / "o.gguf"), "--method", "rtn"]) == 0
 
 
+def test_without_torch_the_package_to_install_is_named(text, monkeypatch) -> None:
+    monkeypatch.setattr("bridge.calibration.find_spec", lambda name: None)
+    with pytest.raises(BridgeError, match=r"needs torch: pip install 'gguf-bridge\[quantize\]'"):
+        Calibration(text)
+
+
 def test_nan_in_activations_names_the_layer(model, text, tmp_path) -> None:
     from safetensors.torch import load_file, save_file
 

@@ -5,7 +5,7 @@
     Method(superblocks("Q4_K"))        how each layer is quantized; `groups(bits, size, symmetric)` for checkpoints
     write_checkpoint(ckpt, path, ..)   GPTQ or AWQ checkpoints of the result
 
-Needs PyTorch (the `torch` extra).
+Needs PyTorch, and for whole models transformers (the `quantize` extra).
 """
 
 from __future__ import annotations
