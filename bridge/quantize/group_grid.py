@@ -1,6 +1,8 @@
 """The grid of GPTQ and AWQ: per row and group of columns a scale and an integer zero point, w = scale * (q - zero).
 
 Fitted as GPTQ does: from the least to the greatest weight, 0 always among them; symmetric: zero in the middle.
+Ternary, as the reference GPTQ's quantizer with maxq < 0: codes 0, 1, 2 are the least weight, 0 and the greatest, and
+a weight becomes one of the outer two where it is beyond half of it.
 `shrink` also tries narrower ranges and keeps the one of least weighted squared error (what clips outliers pays
 where codes are few).
 """
@@ -13,7 +15,7 @@ import numpy as np
 
 from bridge.checkpoint.grouped import GroupedTensor
 from bridge.errors import BridgeError
-from bridge.quantize.group_refit import refit_groups
+from bridge.quantize.group_refit import refitter
 from bridge.quantize.refine import Metric
 from bridge.quantize.rows import over_rows
 
@@ -22,7 +24,7 @@ _SHRINKS = np.linspace(1.0, 0.4, 31)
 
 @dataclass
 class GroupGrid:
-    """Groups of `group_size` columns (-1: the whole row) with codes of `bits` bits; `bits` 0: ternary, -1, 0 and 1.
+    """Groups of `group_size` columns (-1: the whole row) with codes of `bits` bits; `bits` 0: ternary.
 
     A last group may be short. Scales are rounded to halves where `half` is set, as checkpoints store them.
     """
@@ -47,6 +49,7 @@ class GroupGrid:
             raise BridgeError(f"groups of {self.group_size} columns; give a positive number, or -1 for the whole row")
         self.run = self.sub = self.group_size
         self.low, self.high = 0, 2**self.bits - 1 if self.bits else 2
+        self.ternary = not self.bits
         groups = -(-self.columns // self.group_size)
         self.scales: np.ndarray = np.ones((self.rows, groups), self.dtype)
         self.zeros: np.ndarray = np.zeros((self.rows, groups), self.dtype)
@@ -57,16 +60,19 @@ class GroupGrid:
         """Fit group `run` to weights [rows, n], n columns of importance [n]."""
         low = np.minimum(weights.min(axis=1), 0)
         high = np.maximum(weights.max(axis=1), 0)
-        if self.symmetric or not self.bits:
+        if self.symmetric:
             high = np.maximum(-low, high)
-            low = np.where(low < 0, -high, low) if self.bits else -high
+            low = np.where(low < 0, -high, low)
         empty = (low == 0) & (high == 0)
         low, high = np.where(empty, -1, low), np.where(empty, 1, high)
+        if self.ternary:
+            self.a[:, run], self.c[:, run] = (x.astype(np.float16) if self.half else x for x in (high, low))
+            self.scales[:, run], self.zeros[:, run] = self.a[:, run], 1
+            return
         best = np.full(self.rows, np.inf)
         for share in _SHRINKS if self.shrink else _SHRINKS[:1]:
             scale = self._stored((high - low) * share / self.high)
-            middle = self.symmetric or not self.bits
-            zero = np.full_like(scale, (self.high + 1) // 2) if middle else np.rint(-low * share / scale)
+            zero = np.full_like(scale, (self.high + 1) // 2) if self.symmetric else np.rint(-low * share / scale)
             zero = np.clip(zero, self.low, self.high)
             if self.shrink:
                 q = np.clip(np.rint(weights / scale[:, None] + zero[:, None]), self.low, self.high)
@@ -79,21 +85,24 @@ class GroupGrid:
             self.zeros[:, run] = np.where(better, zero, self.zeros[:, run])
         self.set_lines(run)
 
-    def refit(self, run: int, codes: np.ndarray, g: np.ndarray, metric: Metric) -> None:
+    def refit(self, run: int, codes: np.ndarray, g: np.ndarray, metric: Metric, sweep: int) -> None:
         """Move the scale and zero point of group `run`; see `refine.Refinable`. Only for scales that are halves."""
         if not self.half:
             return
         scales, zeros = (np.ascontiguousarray(f[:, run], np.float32) for f in (self.scales, self.zeros))
-        order, factor, inverse = metric.order[0], metric.factor[0], metric.inverse[0]
-        reach = 0 if self.symmetric or not self.bits else 1
+        order, push, inverse = metric.order[0], metric.push[0], metric.inverse[0]
+        move = refitter(self.symmetric)
         over_rows(
             self.rows,
-            lambda r: refit_groups(
-                codes[r], g[r], metric.hessian, order, factor, inverse, scales[r], zeros[r], reach, self.high
-            ),
+            lambda r: move(codes[r], g[r], metric.hessian, order, push, inverse, scales[r], zeros[r], self.high),
         )
         self.scales[:, run], self.zeros[:, run] = scales, zeros
         self.set_lines(run)
+
+    def take(self, other: GroupGrid, rows: np.ndarray) -> None:
+        """See `solver.Grid`."""
+        for name in ("scales", "zeros", "a", "c"):
+            getattr(self, name)[rows] = getattr(other, name)[rows]
 
     def set_lines(self, run: int) -> None:
         """The line of a group after its scale or zero point has changed."""
@@ -109,7 +118,9 @@ class GroupGrid:
         self, name: str, codes: np.ndarray, layout: np.ndarray | None = None, bias: np.ndarray | None = None
     ) -> GroupedTensor:
         """The result. layout int [columns]: the columns of the weight matrix in the order in which groups were cut
-        (act-order); None: as they stand."""
+        (act-order); None: as they stand. Raises BridgeError for ternary groups that are not symmetric."""
+        if self.ternary and ((self.c != -self.a) & (self.c != 0)).any():
+            raise BridgeError(f"{name}: a checkpoint cannot hold ternary weights from -a to b; use symmetric groups")
         group_of_column = None
         codes = codes.astype(np.uint8)
         if layout is not None:

@@ -2,29 +2,33 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
 import numpy as np
 
-from bridge.jit import kernel
+from bridge.jit import specialize
 from bridge.mapping.half import round_half
-from bridge.quantize.refine import line_codes, line_target, move
+from bridge.quantize.lanes import line_search
+from bridge.quantize.refine import line_target, move
 
 _GAIN = np.float32(0.9999)
 _ZERO = np.float32(0)
 _STEPS = 3  # tries of the scale to either side
 _STEP = np.float32(0.015)  # of the scale
 
+# set by `specialize`
+lanes = zero_tries = 0
+try_lines: Any = None
 
-@kernel
-def refit_groups(codes, g, hessian, order, factor, inverse, scales, zeros, reach, high):
-    """codes int16 [rows, n] and g float32 [rows, n] of one group; scales, zeros float32 [rows], changed.
 
-    reach  how far zero points move; 0 for symmetric groups
-    """
+def _refit(codes, g, hessian, order, push, inverse, scales, zeros, high):
     n = codes.shape[1]
+    own = np.empty(n, np.float32)
     target = np.empty(n, np.float32)
-    work = np.empty(n, np.float32)
-    trial = np.empty(n, np.float32)
-    best_codes = np.empty(n, np.float32)
+    scratch = np.empty((2, n, lanes), np.float32)
+    tried = np.empty((4, lanes), np.float32)
     values = np.empty(n, np.float32)
     most = np.float32(high)
     for row in range(codes.shape[0]):
@@ -32,26 +36,32 @@ def refit_groups(codes, g, hessian, order, factor, inverse, scales, zeros, reach
         zero = zeros[row]
         for k in range(n):
             values[k] = scale * np.float32(codes[row, k]) - scale * zero
-        bound = line_target(values, g[row], order, inverse, target) * _GAIN
-        best_scale = scale
-        best_zero = zero
-        found = False
-        for i in range(2 * _STEPS + 1):
-            by = (i + 1) // 2 if i & 1 else -(i // 2)
-            s = round_half(scale * (np.float32(1) + _STEP * np.float32(by)))
-            for k in range(2 * reach + 1):
-                z = zero + np.float32((k + 1) // 2 if k & 1 else -(k // 2))
-                if z < _ZERO or z > most:
-                    continue
-                lost = line_codes(target, factor, s, -(s * z), _ZERO, most, bound, work, trial)
-                if lost < bound:
-                    bound = lost
-                    best_scale = s
-                    best_zero = z
-                    found = True
-                    for j in range(n):
-                        best_codes[j] = trial[j]
-        if found:
-            scales[row] = best_scale
-            zeros[row] = best_zero
-            move(order, best_codes, best_scale, -(best_scale * best_zero), codes[row], values, g[row], hessian)
+        bound = line_target(values, g[row], order, inverse, own, target) * _GAIN
+        for lane in range(lanes):
+            s = round_half(scale * (np.float32(1) + _STEP * np.float32(lane // zero_tries - _STEPS)))
+            z = min(max(zero + np.float32(lane % zero_tries - zero_tries // 2), _ZERO), most)
+            tried[0, lane] = s
+            tried[1, lane] = -(s * z)
+            tried[3, lane] = z
+        try_lines(target, push, tried[0], tried[1], _ZERO, most, scratch[0], scratch[1], tried[2])
+        best = -1
+        for lane in range(lanes):
+            if tried[2, lane] < bound:
+                bound = tried[2, lane]
+                best = lane
+        if best >= 0:
+            scales[row] = tried[0, best]
+            zeros[row] = tried[3, best]
+            move(order, scratch[0, :, best], tried[0, best], tried[1, best], codes[row], values, g[row], hessian)
+
+
+@cache
+def refitter(symmetric: bool) -> Callable[..., None]:
+    """refit(codes, g, hessian, order, push, inverse, scales, zeros, high), compiled.
+
+    codes int16 [rows, n] and g float32 [rows, n] of one group; scales, zeros float32 [rows], changed; the rest as in
+    `refine.Metric`. Zero points of symmetric groups stay.
+    """
+    count, tries = (8, 1) if symmetric else (32, 3)
+    name = "symmetric" if symmetric else "asymmetric"
+    return specialize(_refit, name, lanes=count, zero_tries=tries, try_lines=line_search(count))

@@ -78,14 +78,14 @@ class Method:
                first, columns likewise; "fixed": groups by falling sum of diag H, columns inside them likewise
     damping    of H, times the mean of its diagonal; infinity: RTN
     alpha      how much of the mismatch of inputs is made good where the cross term was gathered (GPTAQ); 0: none
-    sweeps     of refinement; 0: plain GPTQ
+    sweeps     of refinement; 0: plain GPTQ. Ternary groups are not refined
     """
 
     grid: Callable[[int, int], Any]
     act_order: str = "fixed"
     damping: float = 0.01
     alpha: float = 0.5
-    sweeps: int = 3
+    sweeps: int = 4
 
     def __post_init__(self) -> None:
         if self.act_order not in ACT_ORDERS:
@@ -116,7 +116,7 @@ class Method:
             order = falling(hessian, grid.run)
         fit = "first" if self.act_order == "static" else "reached"
         solution = solve(target, hessian, grid, order=order, fit=fit, damping=self.damping)
-        if self.sweeps and solution.damping < float("inf"):
+        if self.sweeps and solution.damping < float("inf") and not grid.ternary:
             refine(target, damped(hessian, solution.damping), grid, solution.codes, self.sweeps)
         lost = error(target, dequantize(solution.codes, grid), hessian)
         whole = error(target, torch.zeros_like(target), hessian)

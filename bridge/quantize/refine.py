@@ -6,11 +6,16 @@ turn, for each run of columns (`Refinable.refit` and `descend`):
 
     lines    each sub-run tries lines a * q + c near its own, each with codes found as GPTQ finds them, against the
              sub-run's block of H and the target that G implies: W' + G H^-1. The error of that is the sum of
-             squares of what GPTQ pushes on, so a line that is worse is given up half way.
+             squares of what GPTQ pushes on. Lines are tried side by side, see `lanes`
     scales   what sub-runs share (d, dmin) by least squares in the metric of H, codes held
     codes    coordinate descent: code j moves by round(G_j / (H_jj a_j)). Where no code alone helps any more, chains
              (Lin-Kernighan): a code moves by one although it costs, then the one that then gains most, and so on;
              a chain is kept up to where its sum was best, if that is a gain
+
+Costs, in operations per weight and sweep for a superblock of n = 256 columns in sub-blocks of 32: per try of d and
+dmin 32 for the target, 16 per line and n to follow G; chains n for each start, of which those that cost more than half
+of a code's own step are not tried before the last sweep; n to bring a block's moves to all of G, as a matrix product
+(there n is all columns).
 """
 
 from __future__ import annotations
@@ -29,6 +34,7 @@ from bridge.quantize.solver import Grid, dequantize
 
 _DESCENTS = 8  # passes of coordinate descent over a run at most
 _CHAIN = 4  # codes in a chain
+_STARTS = (0.5, 0.2)  # share of its cost that a chain's first move must bring; in the last sweep
 _GAIN = np.float32(0.9999)  # a line is taken only if it leaves less than this share of the error
 _ZERO = np.float32(0)
 _NEVER = np.float32(-np.inf)
@@ -36,27 +42,29 @@ _NEVER = np.float32(-np.inf)
 
 @dataclass(frozen=True)
 class Metric:
-    """H of one run of columns, and of each sub-run what `line_codes` needs, its columns by falling diagonal.
+    """H of one run of columns, and of each sub-run what trying lines needs, its columns by falling diagonal.
 
     order    int64 [subs, sub]: the columns of a sub-run as they are rounded, counted from the run's first
-    factor   float32 [subs, sub, sub]: U with H^-1 = U^T U, the diagonal inverted
+    push     float32 [subs, sub, sub]: U^T of H^-1 = U^T U, the diagonal inverted
     inverse  float32 [subs, sub, sub]: H^-1
+    sums     float32 [subs, n]: rows of H summed over each sub-run
     """
 
     hessian: np.ndarray
     order: np.ndarray
-    factor: np.ndarray
+    push: np.ndarray
     inverse: np.ndarray
+    sums: np.ndarray
 
 
 class Refinable(Grid, Protocol):
     """A grid whose parameters can be moved."""
 
-    def refit(self, run: int, codes: np.ndarray, g: np.ndarray, metric: Metric) -> None:
+    def refit(self, run: int, codes: np.ndarray, g: np.ndarray, metric: Metric, sweep: int) -> None:
         """Move lines of a run where the error falls: codes int16 [rows, n] and g float32 [rows, n] follow."""
 
 
-def refine(weight: torch.Tensor, hessian: torch.Tensor, grid: Refinable, codes: np.ndarray, sweeps: int = 3) -> None:
+def refine(weight: torch.Tensor, hessian: torch.Tensor, grid: Refinable, codes: np.ndarray, sweeps: int = 4) -> None:
     """Move codes int16 [rows, columns] and the grid's parameters in place; tr(E H E^T) never rises.
 
     weight float [rows, columns], hessian float [columns, columns] positive definite.
@@ -65,28 +73,27 @@ def refine(weight: torch.Tensor, hessian: torch.Tensor, grid: Refinable, codes: 
     values = torch.from_numpy(dequantize(codes, grid)).to(weight)
     spans = [slice(at, min(at + grid.run, columns)) for at in range(0, columns, grid.run)]
     metrics = [_metric(hessian[span, span], grid.sub) for span in spans]
-    for _ in range(sweeps):
+    for sweep in range(sweeps):
         gradient = (weight - values) @ hessian  # anew, so that roundings do not add up
         for run, span in enumerate(spans):
             part = np.array(gradient[:, span].cpu().numpy(), np.float32, order="C")
             own = np.ascontiguousarray(codes[:, span])
-            grid.refit(run, own, part, metrics[run])
-            descend(grid, run, own, part, metrics[run])
+            grid.refit(run, own, part, metrics[run], sweep)
+            _descent(grid, run, own, part, metrics[run], _STARTS[sweep == sweeps - 1])
             codes[:, span] = own
-            moved = torch.from_numpy(_values(grid, run, own)).to(weight)
+            moved = torch.from_numpy(run_values(grid, run, own)).to(weight)
             gradient -= (moved - values[:, span]) @ hessian[span, :]
             values[:, span] = moved
 
 
-def descend(grid: Grid, run: int, codes: np.ndarray, g: np.ndarray, metric: Metric, chains: bool = True) -> None:
-    """Coordinate descent on the codes int16 [rows, n] of a run; g float32 [rows, n] follows."""
+def _descent(grid: Grid, run: int, codes: np.ndarray, g: np.ndarray, metric: Metric, start: float) -> None:
+    """Coordinate descent and chains on the codes int16 [rows, n] of a run; g float32 [rows, n] follows."""
     a = _of_run(grid, run, grid.a)
     sub, low, high = grid.sub, grid.low, grid.high
 
     def work(r: slice) -> None:
         _descend(codes[r], g[r], metric.hessian, a[r], sub, low, high)
-        if chains:
-            _chains(codes[r], g[r], metric.hessian, a[r], sub, low, high)
+        _chains(codes[r], g[r], metric.hessian, a[r], sub, low, high, np.float32(start))
 
     over_rows(len(codes), work)
 
@@ -96,7 +103,8 @@ def _of_run(grid: Grid, run: int, lines: np.ndarray) -> np.ndarray:
     return np.ascontiguousarray(lines[:, run * subs : (run + 1) * subs], np.float32)
 
 
-def _values(grid: Grid, run: int, codes: np.ndarray) -> np.ndarray:
+def run_values(grid: Grid, run: int, codes: np.ndarray) -> np.ndarray:
+    """The values float32 [rows, n] of the codes of a run."""
     line = np.arange(codes.shape[1]) // grid.sub
     a, c = (_of_run(grid, run, lines)[:, line] for lines in (grid.a, grid.c))
     return a * codes.astype(np.float32) + c
@@ -104,7 +112,7 @@ def _values(grid: Grid, run: int, codes: np.ndarray) -> np.ndarray:
 
 def _metric(hessian: torch.Tensor, sub: int) -> Metric:
     h = np.array(hessian.cpu().numpy(), np.float32, order="C")
-    orders, factors, inverses = [], [], []
+    orders, pushes, inverses = [], [], []
     for at in range(0, len(h), sub):
         order = at + np.argsort(-h.diagonal()[at : at + sub], kind="stable")
         part = torch.from_numpy(h[np.ix_(order, order)].astype(np.float64))
@@ -113,9 +121,10 @@ def _metric(hessian: torch.Tensor, sub: int) -> Metric:
             found = damped_factor(part, 1e-6)
             factor = torch.eye(len(part), dtype=torch.float64) if found is None else found[0]
         inverses.append((factor.T @ factor).numpy())
-        factors.append((factor - torch.diag(factor.diagonal()) + torch.diag(1 / factor.diagonal())).numpy())
+        pushes.append((factor.T - torch.diag(factor.diagonal()) + torch.diag(1 / factor.diagonal())).numpy())
         orders.append(order)
-    return Metric(h, np.array(orders), np.array(factors, np.float32), np.array(inverses, np.float32))
+    sums = np.add.reduceat(h, np.arange(0, len(h), sub))
+    return Metric(h, np.array(orders), np.array(pushes, np.float32), np.array(inverses, np.float32), sums)
 
 
 @kernel
@@ -146,7 +155,7 @@ def _descend(codes, g, hessian, a, sub, low, high):
 
 
 @kernel
-def _chains(codes, g, hessian, a, sub, low, high):
+def _chains(codes, g, hessian, a, sub, low, high, start):
     n = codes.shape[1]
     least = np.float32(low)
     most = np.float32(high)
@@ -169,13 +178,15 @@ def _chains(codes, g, hessian, a, sub, low, high):
         if total == _ZERO:
             continue
         for first in range(n):
-            for k in range(n):
-                slope[k] = g[row, k]
             at = first
             # the way that costs less
-            sign = np.float32(1) if slope[at] * step[at] > _ZERO else np.float32(-1)
+            sign = np.float32(1) if g[row, at] * step[at] > _ZERO else np.float32(-1)
             if (up[at] if sign > _ZERO else down[at]) == _NEVER:
                 sign = -sign
+            if np.float32(2) * sign * step[at] * g[row, at] < start * cost[at]:
+                continue
+            for k in range(n):
+                slope[k] = g[row, k]
             so_far = _ZERO
             best = _ZERO
             length = 0
@@ -219,37 +230,22 @@ def _chains(codes, g, hessian, a, sub, low, high):
 
 
 @inner
-def line_target(values, g, order, inverse, target):
-    """The target W' + G H^-1 of a sub-run, in rounding order, into `target`; the error that is left now."""
+def line_target(values, g, order, inverse, own, target):
+    """The target W' + G H^-1 of a sub-run, in rounding order, into `target`; the error that is left now.
+
+    own float32 [n] is scratch
+    """
     n = len(order)
+    for k in range(n):
+        own[k] = g[order[k]]
     left = _ZERO
     for i in range(n):
         by = _ZERO
         for k in range(n):
-            by = add(by, inverse[i, k] * g[order[k]])
+            by = add(by, inverse[i, k] * own[k])
         target[i] = values[order[i]] + by
-        left += by * g[order[i]]
+        left += by * own[i]
     return left
-
-
-@inner
-def line_codes(target, factor, a, c, low, high, bound, work, codes):
-    """Round a sub-run on the line a * q + c, GPTQ's way, codes float32 [n]; the error, or infinity from `bound` on."""
-    n = len(target)
-    for i in range(n):
-        work[i] = target[i]
-    lost = _ZERO
-    over = np.float32(1) / a if a != _ZERO else _ZERO
-    for i in range(n):
-        q = min(max(np.rint((work[i] - c) * over), low), high)
-        codes[i] = q
-        e = (work[i] - (a * q + c)) * factor[i, i]
-        lost += e * e
-        if not lost < bound:
-            return np.float32(np.inf)
-        for k in range(i + 1, n):
-            work[k] -= e * factor[i, k]
-    return lost
 
 
 @inner

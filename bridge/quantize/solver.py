@@ -6,11 +6,14 @@ are fitted together (a group, a superblock), and each run into sub-runs with one
     run, sub     columns in each
     low, high    range of codes q
     a, c         float32 [rows, columns / sub], the lines; valid for runs that were fitted
+    ternary      whether codes 0, 1, 2 are c, 0, a instead: the line bends
     fit(run, weights, importance)
+    take(other, rows)
 
 Rows are independent, so a column's step is a compiled loop over rows (`_leaf`). What it does to later columns is
 put off and applied as matrix products: the columns are halved again and again, and once the left half is
-rounded, its errors move the right half at once.
+rounded, its errors move the right half at once. Where codes are few, what rows have to make good can be too much for
+their grid: rows that rounding to nearest serves better get that.
 
 The order in which columns are rounded is free as long as a run's columns stay together, or the runs are fitted
 beforehand. The usual act-order (groups cut from the order) is this on columns that were permuted first.
@@ -18,15 +21,16 @@ beforehand. The usual act-order (groups cut from the order) is this on columns t
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, Self
 
 import numpy as np
 import torch
 
 from bridge.errors import BridgeError
-from bridge.jit import kernel
+from bridge.jit import inner, kernel
 from bridge.quantize.hessian import damped_factor
 from bridge.quantize.rows import over_rows
 
@@ -42,9 +46,13 @@ class Grid(Protocol):
     high: int
     a: np.ndarray
     c: np.ndarray
+    ternary: bool
 
     def fit(self, run: int, weights: np.ndarray, importance: np.ndarray) -> None:
         """Fit a run to weights [rows, run columns]; importance [run columns]: what a squared error of each costs."""
+
+    def take(self, other: Self, rows: np.ndarray) -> None:
+        """Take all parameters of some rows from a grid of the same kind."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +82,8 @@ def solve(
     damping     of H, times the mean of its diagonal; tenfold where that is not enough
     cross       GPTAQ's C [columns, columns] of `Hessian.cross`, and alpha, how much of it counts
 
-    Columns whose diagonal of H is 0 are dead: their weights are taken for 0. Raises BridgeError where the order
+    A row's error is never above that of rounding it to nearest (but with `cross`, whose error is another). Columns
+    whose diagonal of H is 0 are dead: their weights are taken for 0. Raises BridgeError where the order
     tears runs apart and they are to be fitted when reached.
     """
     rows, columns = weight.shape
@@ -97,7 +106,27 @@ def solve(
     walk.over(_runs(order, grid.run, fit != "reached"), walk.run)
     codes = np.empty((rows, columns), np.int16)
     codes[:, order] = walk.codes
+    if found and cross is None:
+        _keep_nearest(work, hessian, grid, codes, importance if fit == "reached" else None)
     return Solution(codes, used)
+
+
+def _keep_nearest(
+    weight: torch.Tensor, hessian: torch.Tensor, grid: Grid, codes: np.ndarray, importance: np.ndarray | None
+) -> None:
+    """Give rows that rounding to nearest serves better those codes, and that grid where `importance` is given."""
+    other = grid
+    if importance is not None:
+        other = copy.deepcopy(grid)
+        fit_all(weight, other, importance)
+    nearest = _nearest_codes(weight, other)
+    own, theirs = (torch.from_numpy(dequantize(c, g)).to(weight) for c, g in ((codes, grid), (nearest, other)))
+    # F H F^T - E H E^T with E and F = E + D the errors
+    gain = ((own - theirs) @ hessian * (2 * weight - own - theirs)).sum(1)
+    rows = (gain < 0).cpu().numpy()
+    codes[rows] = nearest[rows]
+    if other is not grid:
+        grid.take(other, rows)
 
 
 def fit_all(weight: torch.Tensor, grid: Grid, importance: np.ndarray) -> None:
@@ -111,18 +140,22 @@ def fit_all(weight: torch.Tensor, grid: Grid, importance: np.ndarray) -> None:
 def round_to_nearest(weight: torch.Tensor, grid: Grid, importance: np.ndarray) -> np.ndarray:
     """RTN: fit every run and round every weight by itself -> codes int16 [rows, columns]."""
     fit_all(weight, grid, importance)
-    line = np.arange(weight.shape[1]) // grid.sub
-    a, c = grid.a[:, line], grid.c[:, line]
-    values = weight.cpu().numpy()
-    inverse = np.divide(1, a, out=np.zeros_like(a), where=a != 0)
-    codes = np.rint(values * inverse - c * inverse)
-    return np.clip(codes, grid.low, grid.high).astype(np.int16)
+    return _nearest_codes(weight, grid)
+
+
+def _nearest_codes(weight: torch.Tensor, grid: Grid) -> np.ndarray:
+    values = np.ascontiguousarray(weight.cpu().numpy())
+    codes = np.empty(values.shape, np.int16)
+    low, high, ternary, a, c = grid.low, grid.high, grid.ternary, grid.a, grid.c
+    over_rows(len(codes), lambda r: _nearest(values[r], a[r], c[r], grid.sub, low, high, ternary, codes[r]))
+    return codes
 
 
 def dequantize(codes: np.ndarray, grid: Grid) -> np.ndarray:
     """The values a * q + c [rows, columns] of codes on a grid."""
     values = np.empty(codes.shape, grid.a.dtype)
-    over_rows(len(codes), lambda rows: _dequantize(codes[rows], grid.a[rows], grid.c[rows], grid.sub, values[rows]))
+    a, c = grid.a, grid.c
+    over_rows(len(codes), lambda r: _dequantize(codes[r], a[r], c[r], grid.sub, grid.ternary, values[r]))
     return values
 
 
@@ -194,12 +227,10 @@ class _Walk:
         shift = np.empty((0, 0), factor.dtype) if self.shift is None else _numpy(self.shift[begin:end, begin:end])
         errors = np.empty_like(weight)
         codes, a, c = self.codes[:, begin:end], self.grid.a, self.grid.c
-        low, high = self.grid.low, self.grid.high
+        low, high, ternary = self.grid.low, self.grid.high, self.grid.ternary
         over_rows(
             len(codes),
-            lambda rows: _leaf(
-                weight[rows], factor, shift, a[rows], c[rows], lines, low, high, codes[rows], errors[rows]
-            ),
+            lambda r: _leaf(weight[r], factor, shift, a[r], c[r], lines, low, high, ternary, codes[r], errors[r]),
         )
         self.errors[:, begin:end] = torch.from_numpy(errors).to(self.errors.device)
         if self.shift is not None:
@@ -210,8 +241,23 @@ def _numpy(tensor: torch.Tensor) -> np.ndarray:
     return np.array(tensor.cpu().numpy(), order="C")
 
 
+@inner
+def _code(w, a, c, low, high, ternary):
+    """The code, as a float, that is nearest to w on a line."""
+    if ternary:
+        return high if w + w > a else (low if w + w < c else low + type(w)(1))
+    return min(max(np.rint(w / a - c / a) if a != 0 else a, low), high)
+
+
+@inner
+def _value(q, a, c, ternary):
+    if ternary:
+        return a if q > 1 else (c if q < 1 else type(a)(0))
+    return a * q + c
+
+
 @kernel
-def _leaf(weight, factor, shift, a, c, lines, low, high, codes, errors):
+def _leaf(weight, factor, shift, a, c, lines, low, high, ternary, codes, errors):
     """weight [rows, n], changed to what was rounded; factor (and shift, unless empty) [n, n]; lines int [n] into a, c;
     codes [rows, n] and errors [rows, n] (over the factor's diagonal) are written."""
     n = weight.shape[1]
@@ -222,10 +268,9 @@ def _leaf(weight, factor, shift, a, c, lines, low, high, codes, errors):
         for i in range(n):
             slope = weight.dtype.type(a[row, lines[i]])
             base = weight.dtype.type(c[row, lines[i]])
-            q = np.rint(w[i] / slope - base / slope) if slope != 0 else slope
-            q = min(max(q, least), most)
+            q = _code(w[i], slope, base, least, most, ternary)
             codes[row, i] = np.int16(q)
-            e = (w[i] - (slope * q + base)) / factor[i, i]
+            e = (w[i] - _value(q, slope, base, ternary)) / factor[i, i]
             errors[row, i] = e
             for k in range(i + 1, n):
                 w[k] -= e * factor[i, k]
@@ -236,7 +281,17 @@ def _leaf(weight, factor, shift, a, c, lines, low, high, codes, errors):
 
 
 @kernel
-def _dequantize(codes, a, c, sub, values):
+def _nearest(weight, a, c, sub, low, high, ternary, codes):
+    least = a.dtype.type(low)
+    most = a.dtype.type(high)
     for row in range(codes.shape[0]):
         for i in range(codes.shape[1]):
-            values[row, i] = a[row, i // sub] * a.dtype.type(codes[row, i]) + c[row, i // sub]
+            w = a.dtype.type(weight[row, i])
+            codes[row, i] = np.int16(_code(w, a[row, i // sub], c[row, i // sub], least, most, ternary))
+
+
+@kernel
+def _dequantize(codes, a, c, sub, ternary, values):
+    for row in range(codes.shape[0]):
+        for i in range(codes.shape[1]):
+            values[row, i] = _value(a.dtype.type(codes[row, i]), a[row, i // sub], c[row, i // sub], ternary)

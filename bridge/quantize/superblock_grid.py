@@ -24,13 +24,13 @@ from bridge.mapping.pack import packer, row_bytes
 from bridge.mapping.quantize_affine import affine_quantizer
 from bridge.mapping.quantize_plain import plain_quantizer
 from bridge.mapping.quantize_scaled import scaled_quantizer
-from bridge.quantize.refine import Metric
+from bridge.quantize.refine import Metric, run_values
 from bridge.quantize.rows import over_rows
 from bridge.quantize.superblock_refit import refitter
 
-# what a refit multiplies d and dmin with to begin a block again
+# what a refit multiplies d and dmin with to begin a block again, sweeps in turn; without dmin always the first
 _OFF = (0.97, 1.03)
-_TRIES = [(1.0, 1.0), *((f, f) for f in _OFF), *((f, 1.0) for f in _OFF), *((1.0, f) for f in _OFF)]
+_TRIES = [[(1.0, 1.0), *more] for more in (((f, f) for f in _OFF), ((f, 1.0) for f in _OFF), ((1.0, f) for f in _OFF))]
 
 # set per type by `specialize`
 search: Any = None
@@ -79,6 +79,7 @@ class SuperblockGrid:
     spread: bool = True  # weigh by sqrt(sigma^2 + w^2) too
     a: np.ndarray = field(init=False)
     c: np.ndarray = field(init=False)
+    ternary: bool = field(default=False, init=False)
 
     def __post_init__(self) -> None:
         if self.columns % self.block.size:
@@ -108,16 +109,25 @@ class SuperblockGrid:
                 lambda r: fitter(weights[r], h, self.spread, q[r], sc[r], mn[r], d[r], dmin[r], sums[r]),
             )
 
-    def refit(self, run: int, codes: np.ndarray, g: np.ndarray, metric: Metric) -> None:
+    def refit(self, run: int, codes: np.ndarray, g: np.ndarray, metric: Metric, sweep: int) -> None:
         """Move d, dmin, sc and m of block `run`; see `refine.Refinable`."""
         fitter = refitter(self.block)
-        tries = np.array(_TRIES[: 7 if self.block.has_min else 3], np.float32)
-        hessian, order, factor, inverse = metric.hessian, metric.order, metric.factor, metric.inverse
+        tries = np.array(_TRIES[sweep % len(_TRIES) if self.block.has_min else 0], np.float32)
+        hessian, sums, order = metric.hessian, metric.sums, metric.order
+        push, inverse = metric.push, metric.inverse
+        hw = run_values(self, run, codes) @ hessian
         with self._fields(run) as (sc, mn, d, dmin):
             over_rows(
                 self.rows,
-                lambda r: fitter(codes[r], g[r], hessian, order, factor, inverse, sc[r], mn[r], d[r], dmin[r], tries),
+                lambda r: fitter(
+                    codes[r], g[r], hw[r], hessian, sums, order, push, inverse, sc[r], mn[r], d[r], dmin[r], tries
+                ),
             )
+
+    def take(self, other: SuperblockGrid, rows: np.ndarray) -> None:
+        """See `solver.Grid`."""
+        for name in ("sc", "mn", "d", "dmin", "a", "c"):
+            getattr(self, name)[rows] = getattr(other, name)[rows]
 
     @contextmanager
     def _fields(self, run: int) -> Iterator[list[np.ndarray]]:

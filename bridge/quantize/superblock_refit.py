@@ -1,6 +1,6 @@
 """Moves of a block's d, dmin, sc and m in the metric of H, codes following; see `refine`.
 
-K-quants: each sub-block tries its neighbours (sc + i, m + j), i and j within `_REACH`, m following sc so that the mean
+K-quants: each sub-block tries its neighbours (sc + i, m + j), i and j of 1 or 2, m following sc so that the mean
 of the line stays; then d and dmin together by least squares. Plain types have d (and m) alone, real numbers: tries
 are some hundredths of the code range away.
 """
@@ -16,40 +16,54 @@ import numpy as np
 from bridge.blocks import BlockType
 from bridge.jit import specialize
 from bridge.mapping.half import round_half
-from bridge.mapping.quantize_loops import add
-from bridge.quantize.refine import line_codes, line_target, move
+from bridge.quantize.lanes import line_search
+from bridge.quantize.refine import line_target, move
 
 _GAIN = np.float32(0.9999)
 _ZERO = np.float32(0)
-_REACH = 2
+# lines tried side by side, and how many of them share sc; by: is a K-quant, has a minimum
+LANES = {(True, True): (32, 5), (True, False): (8, 1), (False, True): (64, 7), (False, False): (8, 1)}
 
 # set per type by `specialize`
 size = subs = sub = scale_lo = scale_hi = min_hi = 0
 low = high = _ZERO
 mins = False
+lanes = m_tries = 0
 lines: Any = None
 scales: Any = None
+try_lines: Any = None
 
 
-def _scales(codes, values, g, hessian, sc, mn, fields, along, hu, hv):
-    """d and dmin by least squares for the codes there are, as halves; taken if the exact error falls."""
-    auu = auv = avv = ru = rv = 0.0
+def _scales(codes, values, g, hw, sums, sc, mn, fields, hu, hv):
+    """d and dmin by least squares for the codes there are, as halves; taken if the exact error falls.
+
+    hw  [size]: W' H as the codes are. With W' = d u + dmin v it says what u H is, which would take a product with H
+    """
+    d = fields[0]
+    dmin = fields[1]
+    if d == _ZERO:
+        return
     for k in range(size):
-        along[0, k] = np.float32(sc[k // sub]) * np.float32(codes[k])
-        along[1, k] = -np.float32(mn[k // sub])
-    for i in range(size):
-        u = _ZERO
-        v = _ZERO
+        hv[k] = _ZERO
+    for j in range(subs if mins else 0):
+        m = np.float32(mn[j])
+        column = sums[j]
         for k in range(size):
-            u = add(u, hessian[i, k] * along[0, k])
-            v = add(v, hessian[i, k] * along[1, k])
-        hu[i] = u
-        hv[i] = v
-        auu += along[0, i] * u
-        auv += along[0, i] * v
-        avv += along[1, i] * v
-        ru += along[0, i] * g[i]
-        rv += along[1, i] * g[i]
+            hv[k] -= m * column[k]
+    over = np.float32(1) / d
+    auu = auv = avv = ru = rv = 0.0
+    for j in range(subs):
+        s = np.float32(sc[j])
+        v = -np.float32(mn[j])
+        for k in range(j * sub, (j + 1) * sub):
+            hu[k] = (hw[k] - dmin * hv[k]) * over if mins else hw[k] * over
+            u = s * np.float32(codes[k])
+            auu += u * hu[k]
+            ru += u * g[k]
+            if mins:
+                auv += u * hv[k]
+                avv += v * hv[k]
+                rv += v * g[k]
     det = auu * avv - auv * auv
     if mins and det > 1e-9 * auu * avv:
         by_d = (avv * ru - auv * rv) / det
@@ -76,58 +90,56 @@ def _scales(codes, values, g, hessian, sc, mn, fields, along, hu, hv):
         values[k] = d * np.float32(sc[k // sub]) * np.float32(codes[k]) - dmin * np.float32(mn[k // sub])
 
 
-def _lines(codes, values, g, hessian, order, factor, inverse, sc, mn, d, dmin, forced, scratch):
-    """Each sub-block's best line near its own; `forced`: it must be one of d and dmin, though it were worse."""
-    target, work, trial, best_codes = scratch[0], scratch[1], scratch[2], scratch[3]
+def _lines(codes, values, g, hessian, order, push, inverse, sc, mn, d, dmin, forced, own, target, scratch, tried):
+    """Each sub-block's best line near its own; `forced`: it must be one of d and dmin, though it were worse.
+
+    scratch float32 [2, sub, lanes], tried float32 [5, lanes]: lines a, c, their errors, and sc and m of each
+    """
     for j in range(subs):
-        left = line_target(values, g, order[j], inverse[j], target)
+        left = line_target(values, g, order[j], inverse[j], own, target)
         bound = np.float32(np.inf) if forced else left * _GAIN
         old_s = np.int32(sc[j])
         old_m = np.int32(mn[j])
-        best_s = old_s
-        best_m = old_m
         slope = _ZERO
         if mins and dmin > _ZERO:
             mean = _ZERO
             for k in range(sub):
                 mean += np.float32(codes[j * sub + k])
             slope = mean / np.float32(sub) * d / dmin
-        found = False
-        for at in range(2 * _REACH + 1):
-            by = (at + 1) // 2 if at & 1 else -(at // 2)  # 0, 1, -1, 2, -2
-            s = old_s + by
-            if s < scale_lo or s > scale_hi:
-                continue
-            middle = old_m + np.int32(np.rint(slope * np.float32(by)))
-            for m_at in range(2 * _REACH + 1 if mins else 1):
-                m = middle + ((m_at + 1) // 2 if m_at & 1 else -(m_at // 2))
-                if m < 0 or m > min_hi:
-                    continue
-                a = d * np.float32(s)
-                c = -(dmin * np.float32(m))
-                lost = line_codes(target, factor[j], a, c, low, high, bound, work, trial)
-                if lost < bound:
-                    bound = lost
-                    best_s = s
-                    best_m = m
-                    found = True
-                    for k in range(sub):
-                        best_codes[k] = trial[k]
-        if found:
-            sc[j] = best_s
-            mn[j] = best_m
-            move(order[j], best_codes, d * np.float32(best_s), -(dmin * np.float32(best_m)), codes, values, g, hessian)
+        for lane in range(lanes):
+            by = (lane // m_tries + 1) // 2 if lane // m_tries & 1 else -(lane // m_tries // 2)  # 0, 1, -1, 2, -2
+            m_by = (lane % m_tries + 1) // 2 if lane % m_tries & 1 else -(lane % m_tries // 2)
+            s = min(max(old_s + by, scale_lo), scale_hi)
+            m = min(max(old_m + np.int32(np.rint(slope * np.float32(s - old_s))) + m_by, np.int32(0)), min_hi)
+            tried[0, lane] = d * np.float32(s)
+            tried[1, lane] = -(dmin * np.float32(m)) if mins else _ZERO
+            tried[3, lane] = np.float32(s)
+            tried[4, lane] = np.float32(m)
+        try_lines(target, push[j], tried[0], tried[1], low, high, scratch[0], scratch[1], tried[2])
+        best = -1
+        for lane in range(lanes):
+            if tried[2, lane] < bound:
+                bound = tried[2, lane]
+                best = lane
+        if best >= 0:
+            sc[j] = np.int32(tried[3, best])
+            mn[j] = np.int32(tried[4, best])
+            move(order[j], scratch[0, :, best], tried[0, best], tried[1, best], codes, values, g, hessian)
         elif forced:
             return False
     return True
 
 
-def _refit_k(codes, g, hessian, order, factor, inverse, sc, mn, d, dmin, tries):
-    """tries float32 [n, 2]: what d and dmin are multiplied with to begin again; the first is 1, 1."""
-    scratch = np.empty((4, sub), np.float32)
-    along = np.empty((2, size), np.float32)
+def _refit_k(codes, g, hw, hessian, sums, order, push, inverse, sc, mn, d, dmin, tries):
+    """hw float32 [rows, size]: W' H of the block; tries float32 [n, 2]: what d and dmin are multiplied with to begin
+    again; the first is 1, 1."""
+    gathered = np.empty(sub, np.float32)
+    target = np.empty(sub, np.float32)
+    scratch = np.empty((2, sub, lanes), np.float32)
+    tried = np.empty((5, lanes), np.float32)
     hu = np.empty(size, np.float32)
     hv = np.empty(size, np.float32)
+    now = np.empty(size, np.float32)
     old = np.empty(size, np.float32)
     values = np.empty(size, np.float32)
     slope = np.empty(size, np.float32)
@@ -168,17 +180,22 @@ def _refit_k(codes, g, hessian, order, factor, inverse, sc, mn, d, dmin, tries):
                 slope,
                 hessian,
                 order,
-                factor,
+                push,
                 inverse,
                 own_sc,
                 own_mn,
                 fields[0],
                 fields[1],
                 t > 0,
+                gathered,
+                target,
                 scratch,
+                tried,
             ):
                 continue
-            scales(own, values, slope, hessian, own_sc, own_mn, fields, along, hu, hv)
+            for k in range(size):
+                now[k] = hw[row, k] + g[row, k] - slope[k]
+            scales(own, values, slope, now, sums, own_sc, own_mn, fields, hu, hv)
             rise = 0.0  # of the error
             for k in range(size):
                 rise -= (values[k] - old[k]) * (slope[k] + g[row, k])
@@ -205,43 +222,40 @@ _STEPS = 3  # tries of d to either side, and of m
 _STEP = np.float32(0.25)  # of the step of a code, at the end of the range
 
 
-def _refit_plain(codes, g, hessian, order, factor, inverse, sc, mn, d, dmin, tries):
+def _refit_plain(codes, g, hw, hessian, sums, order, push, inverse, sc, mn, d, dmin, tries):
+    own = np.empty(sub, np.float32)
     target = np.empty(sub, np.float32)
-    work = np.empty(sub, np.float32)
-    trial = np.empty(sub, np.float32)
-    best_codes = np.empty(sub, np.float32)
+    scratch = np.empty((2, sub, lanes), np.float32)
+    tried = np.empty((3, lanes), np.float32)
     values = np.empty(size, np.float32)
     for row in range(codes.shape[0]):
         old_d = d[row, 0]
         old_m = dmin[row, 0]
         for k in range(size):
             values[k] = old_d * np.float32(codes[row, k]) + old_m
-        left = line_target(values, g[row], order[0], inverse[0], target)
-        bound = left * _GAIN
-        best_d = old_d
-        best_m = old_m
-        found = False
-        for at in range(-_STEPS, _STEPS + 1):
-            a = round_half(old_d * (np.float32(1) + np.float32(at) * _STEP / high))
-            for m_at in range(-_STEPS if mins else 0, _STEPS + 1 if mins else 1):
-                c = round_half(old_m + np.float32(m_at - at) * _STEP * old_d) if mins else _ZERO
-                lost = line_codes(target, factor[0], a, c, low, high, bound, work, trial)
-                if lost < bound:
-                    bound = lost
-                    best_d = a
-                    best_m = c
-                    found = True
-                    for k in range(sub):
-                        best_codes[k] = trial[k]
-        if found:
-            d[row, 0] = best_d
-            dmin[row, 0] = best_m
-            move(order[0], best_codes, best_d, best_m, codes[row], values, g[row], hessian)
+        bound = line_target(values, g[row], order[0], inverse[0], own, target) * _GAIN
+        for lane in range(lanes):
+            at = np.float32(lane // m_tries - _STEPS)
+            m_at = np.float32(lane % m_tries - _STEPS)
+            tried[0, lane] = round_half(old_d * (np.float32(1) + at * _STEP / high))
+            tried[1, lane] = round_half(old_m + (m_at - at) * _STEP * old_d) if mins else _ZERO
+        try_lines(target, push[0], tried[0], tried[1], low, high, scratch[0], scratch[1], tried[2])
+        best = -1
+        for lane in range(lanes):
+            if tried[2, lane] < bound:
+                bound = tried[2, lane]
+                best = lane
+        if best >= 0:
+            a, c = tried[0, best], tried[1, best]
+            d[row, 0] = a
+            dmin[row, 0] = c
+            move(order[0], scratch[0, :, best], a, c, codes[row], values, g[row], hessian)
 
 
 @cache
 def refitter(block: BlockType) -> Callable[..., None]:
     """The compiled refit of a type; codes [rows, size] and g are those of one block a row."""
+    lanes, m_tries = LANES[block.is_k, block.has_min]
     scope: dict[str, Any] = {
         "size": block.size,
         "subs": block.subs,
@@ -252,6 +266,9 @@ def refitter(block: BlockType) -> Callable[..., None]:
         "low": np.float32(-block.zero),
         "high": np.float32(block.levels - 1 - block.zero),
         "mins": block.has_min,
+        "lanes": lanes,
+        "m_tries": m_tries,
+        "try_lines": line_search(lanes),
     }
     if not block.is_k:
         return specialize(_refit_plain, block.name, **scope)
