@@ -184,6 +184,13 @@ def test_activations_that_cannot_be_written_are_told_in_one_line(
     assert not list(tmp_path.iterdir())
 
 
+def test_sequences_beyond_the_models_positions_are_refused() -> None:
+    model, tokens = decoder()
+    model.config.max_position_embeddings = 40
+    with pytest.raises(BridgeError, match="sequences of 48 tokens, and the model knows 40 positions; take shorter"):
+        next(quantize_model(model, tokens, rounded))
+
+
 def test_layers_that_are_known_already_are_put_in_and_not_quantized_again() -> None:
     model, tokens = decoder()
     expected = dict(quantize_model(model, tokens, rounded, cross=True))
