@@ -12,7 +12,7 @@ import transformers
 from torch import nn
 
 from bridge.checkpoint import open_checkpoint
-from bridge.quantize import FloatModel, Method, groups, quantize_block, quantize_model
+from bridge.quantize import FloatModel, Method, groups, quantize_block, quantize_model, stages
 from bridge.quantize.feeds import Feed
 from bridge.quantize.hessian import Hessian
 from bridge.quantize.mixture import SeparateExperts, lend, put_back, take_apart
@@ -123,6 +123,24 @@ def test_an_experts_hessians_are_of_the_tokens_that_reach_it_in_both_models(fold
         h = seen[f"model.layers.0.mlp.experts.{number}.up_proj"]
         torch.testing.assert_close(h.matrix, 2 / len(x) * x.T @ x, rtol=1e-3, atol=1e-3)
         torch.testing.assert_close(h.cross, 2 / len(x) * (x_float - x).T @ x, rtol=1e-3, atol=1e-3)
+
+
+def test_experts_whose_hessians_do_not_fit_in_memory_together_are_gathered_one_after_the_other(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def wanted(name: str) -> bool:
+        return ".0.mlp.experts." in name
+
+    tokens = TOKENS.repeat(6, 1).add(torch.arange(36)[:, None]) % 320
+    together = dict(quantize_model(in_memory(folder), tokens, rounded, wanted=wanted))
+    monkeypatch.setattr(stages, "_TOGETHER", 1)
+    apart = dict(quantize_model(in_memory(folder), tokens, rounded, wanted=wanted))
+    order = [name.split(".experts.")[1] for name in apart]
+    assert order[:3] == ["0.gate_proj", "0.up_proj", "1.gate_proj"]
+    assert set(together) == set(apart)
+    for name, (_, hessian) in together.items():
+        assert hessian.lent == 0
+        torch.testing.assert_close(apart[name][1].matrix, hessian.matrix)
 
 
 def test_an_expert_with_too_few_tokens_is_lent_the_mean_of_all_of_them() -> None:

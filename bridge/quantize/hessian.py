@@ -93,7 +93,8 @@ def retarget(weight: torch.Tensor, hessian: torch.Tensor, cross: torch.Tensor, a
     GPTAQ's objective in closed form: for alpha 1, sum |W x_float - W' x|^2 is  tr(E H E^T) of E = W* - W' and a
     constant. All that quantizes against H can so quantize against both. hessian is positive definite (`damped`).
     """
-    moved = torch.linalg.solve(hessian.double(), (weight @ cross.to(weight)).double().T).T
+    factor = torch.linalg.cholesky(hessian.double())
+    moved = torch.cholesky_solve((weight @ cross.to(weight)).double().T, factor).T
     return weight + alpha * moved.to(weight)
 
 
