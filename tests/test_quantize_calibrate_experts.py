@@ -12,7 +12,7 @@ import transformers
 from torch import nn
 
 from bridge.checkpoint import open_checkpoint
-from bridge.quantize import FloatModel, Method, groups, quantize_block, quantize_model
+from bridge.quantize import FloatModel, Method, groups, quantize_block, quantize_model, stages
 from bridge.quantize.feeds import Feed
 from bridge.quantize.hessian import Hessian
 from bridge.quantize.mixture import SeparateExperts, lend, put_back, take_apart
@@ -26,7 +26,11 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2": ("Qwen2MoeConfig", MOE | {"shared_expert_intermediate_size": 32}),
     "qwen3": ("Qwen3MoeConfig", MOE | {"norm_topk_prob": True, "tie_word_embeddings": True}),
 }
-METHOD = Method(groups(4, 16, False), sweeps=0)
+
+
+def rounded(layer: Any) -> tuple[torch.Tensor, Any]:
+    values = (layer.weight * 16).round() / 16
+    return values, (values, layer.hessian)
 
 
 @pytest.fixture(scope="module", params=KINDS)
@@ -57,19 +61,20 @@ def test_experts_taken_apart_compute_what_they_did_together_and_share_their_weig
 
 def test_experts_are_layers_by_their_names_in_the_checkpoint_and_come_block_by_block_alike(folder: Path) -> None:
     model = in_memory(folder)
-    expected = dict(quantize_model(model, TOKENS, METHOD.layer, batch=4, cross=True))
+    expected = dict(quantize_model(model, TOKENS, rounded, batch=4, cross=True))
     with open_checkpoint(folder) as checkpoint:
-        found = dict(quantize_model(FloatModel(checkpoint), TOKENS, METHOD.layer, batch=4, cross=True))
+        found = dict(quantize_model(FloatModel(checkpoint), TOKENS, rounded, batch=4, cross=True))
         names = {f"{name}.weight" for name in found}
         experts = {name for name in checkpoint.tensors if ".experts." in name}
         assert len(experts) == 2 * 5 * 3
         assert experts < names <= set(checkpoint.tensors)
-    for (own, layer), twin in zip(expected.items(), found.values(), strict=True):
-        assert (layer.codes == twin.codes).all(), own
+    for (own, (values, hessian)), (_, twin) in zip(expected.items(), found.values(), strict=True):
+        torch.testing.assert_close(hessian.matrix, twin.matrix)
+        torch.testing.assert_close(hessian.cross, twin.cross)
         module = own.rpartition(".experts.")[2] if ".experts." in own else ""
         if module.endswith("down_proj"):  # the model's 3-D tensor holds what was found
             fused = model.get_submodule(own.removesuffix(f".{module}")).down_proj
-            torch.testing.assert_close(fused.detach()[int(module.split(".")[0])], layer.values())
+            torch.testing.assert_close(fused.detach()[int(module.split(".")[0])], values)
 
 
 def test_a_checkpoint_of_3d_experts_gives_the_same_model(folder: Path, tmp_path: Path) -> None:
@@ -118,6 +123,24 @@ def test_an_experts_hessians_are_of_the_tokens_that_reach_it_in_both_models(fold
         h = seen[f"model.layers.0.mlp.experts.{number}.up_proj"]
         torch.testing.assert_close(h.matrix, 2 / len(x) * x.T @ x, rtol=1e-3, atol=1e-3)
         torch.testing.assert_close(h.cross, 2 / len(x) * (x_float - x).T @ x, rtol=1e-3, atol=1e-3)
+
+
+def test_experts_whose_hessians_do_not_fit_in_memory_together_are_gathered_one_after_the_other(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def wanted(name: str) -> bool:
+        return ".0.mlp.experts." in name
+
+    tokens = TOKENS.repeat(6, 1).add(torch.arange(36)[:, None]) % 320
+    together = dict(quantize_model(in_memory(folder), tokens, rounded, wanted=wanted))
+    monkeypatch.setattr(stages, "_TOGETHER", 1)
+    apart = dict(quantize_model(in_memory(folder), tokens, rounded, wanted=wanted))
+    order = [name.split(".experts.")[1] for name in apart]
+    assert order[:3] == ["0.gate_proj", "0.up_proj", "1.gate_proj"]
+    assert set(together) == set(apart)
+    for name, (_, hessian) in together.items():
+        assert hessian.lent == 0
+        torch.testing.assert_close(apart[name][1].matrix, hessian.matrix)
 
 
 def test_an_expert_with_too_few_tokens_is_lent_the_mean_of_all_of_them() -> None:
@@ -192,6 +215,6 @@ def test_layers_that_no_token_reaches_are_rounded_as_if_all_inputs_counted_alike
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return self.used(x)
 
-    found = dict(quantize_block(Halves(), [Feed(torch.randn(64, 16))], METHOD.layer))
+    found = dict(quantize_block(Halves(), [Feed(torch.randn(64, 16))], Method(groups(4, 16, False), sweeps=0).layer))
     assert list(found) == ["used", "unused"]
-    assert found["unused"].damping == METHOD.damping
+    assert found["unused"].damping == 0.01

@@ -145,18 +145,23 @@ def test_the_next_layer_sees_the_quantized_layers_outputs_unless_the_float_ones_
     assert (seen["quantized"] - seen["float"]).abs().max() > 0.01
 
 
+def rounded(layer: Any) -> tuple[torch.Tensor, Any]:
+    values = (layer.weight * 16).round() / 16
+    return values, (values, layer.hessian)
+
+
 def test_activations_on_disk_give_the_same_codes_and_leave_nothing_behind(tmp_path: Path) -> None:
     found = []
     for offload in (None, tmp_path):
         model, tokens = decoder()
-        steps = quantize_model(model, tokens, Method(groups(4, 32, False), sweeps=0).layer, cross=True, offload=offload)
-        found.append([(name, layer.codes) for name, layer in steps])
+        found.append(dict(quantize_model(model, tokens, rounded, cross=True, offload=offload)))
         if offload:
             assert not list(tmp_path.iterdir())
-    for (name, codes), (twin, others) in zip(*found, strict=True):
-        assert name == twin
-        np.testing.assert_array_equal(codes, others)
-    steps = quantize_model(model, tokens, Method(groups(4, 32, False)).layer, offload=tmp_path)
+    assert list(found[0]) == list(found[1])
+    for (_, one), (_, other) in zip(found[0].values(), found[1].values(), strict=True):
+        torch.testing.assert_close(one.matrix, other.matrix, rtol=0, atol=0)
+        torch.testing.assert_close(one.cross, other.cross, rtol=0, atol=0)
+    steps = quantize_model(model, tokens, rounded, offload=tmp_path)
     next(steps)
     assert len(list(tmp_path.glob("*/*.pt"))) == 2
     steps.close()
@@ -167,30 +172,35 @@ def test_activations_that_cannot_be_written_are_told_in_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, tokens = decoder()
-    method = Method(groups(4, 32, False))
     with pytest.raises(BridgeError, match="no folder for activations can be made there"):
-        next(quantize_model(model, tokens, method.layer, offload=tmp_path / "none"))
+        next(quantize_model(model, tokens, rounded, offload=tmp_path / "none"))
 
     def full(*_: Any) -> None:
         raise RuntimeError("PytorchStreamWriter failed writing file data/0: file write failed\nmore")
 
     monkeypatch.setattr(torch, "save", full)
     with pytest.raises(BridgeError, match=r"activations cannot be written \(Pytorch.*\); free the disk"):
-        next(quantize_model(model, tokens, method.layer, offload=tmp_path))
+        next(quantize_model(model, tokens, rounded, offload=tmp_path))
     assert not list(tmp_path.iterdir())
 
 
-def test_layers_that_are_known_already_are_put_in_and_not_quantized_again() -> None:
-    method = Method(groups(4, 32, False), sweeps=0)
+def test_sequences_beyond_the_models_positions_are_refused() -> None:
     model, tokens = decoder()
-    expected = dict(quantize_model(model, tokens, method.layer, cross=True))
+    model.config.max_position_embeddings = 40
+    with pytest.raises(BridgeError, match="sequences of 48 tokens, and the model knows 40 positions; take shorter"):
+        next(quantize_model(model, tokens, rounded))
+
+
+def test_layers_that_are_known_already_are_put_in_and_not_quantized_again() -> None:
+    model, tokens = decoder()
+    expected = dict(quantize_model(model, tokens, rounded, cross=True))
     done = list(expected)[:10]  # a whole block, and q, k and v of the next
 
     def known(name: str) -> torch.Tensor | None:
-        return expected[name].values() if name in done else None
+        return expected[name][0] if name in done else None
 
     resumed, tokens = decoder()
-    found = dict(quantize_model(resumed, tokens, method.layer, cross=True, known=known))
+    found = dict(quantize_model(resumed, tokens, rounded, cross=True, known=known))
     assert list(found) == list(expected)[10:]
     for name, parameter in model.named_parameters():
         torch.testing.assert_close(resumed.get_parameter(name), parameter, rtol=0, atol=0)

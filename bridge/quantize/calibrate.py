@@ -118,6 +118,12 @@ def quantize_model(
     if feed not in ("quantized", "float"):
         raise BridgeError(f"inputs of the next layer from {feed!r}; 'quantized' and 'float' are possible")
     source: Source = InMemory(model) if isinstance(model, nn.Module) else model
+    positions = getattr(source.model.config, "max_position_embeddings", None)
+    if positions and tokens.shape[1] > positions:
+        raise BridgeError(
+            f"calibration sequences of {tokens.shape[1]} tokens, and the model knows {positions} positions; "
+            "take shorter sequences"
+        )
     source.model.eval()
     with Folder(offload) as folder:
         source.load(None)

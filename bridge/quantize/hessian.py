@@ -4,7 +4,8 @@ The error of quantized weights W' on the calibration text is  tr(E H E^T) / 2  w
 kept as a running mean in float32: a batch of m tokens after n others moves it by m / (n + m) of the difference.
 
 For GPTAQ (arXiv 2504.02692) there is also the cross term  C = 2/n sum (x_float - x) x^T: how the inputs that the
-quantized layers before deliver differ from the float model's.
+quantized layers before deliver differ from the float model's. How much of that is chance shows on an eighth of the
+tokens, whose share of H and C is kept apart as well (`alpha_of`).
 """
 
 from __future__ import annotations
@@ -14,11 +15,15 @@ import torch
 
 from bridge.errors import BridgeError
 
+_HELD_BACK = 8  # one token of so many
 MOST_DAMPING = 1.0  # times the mean of diag H; beyond it, the Hessian says nothing any more
 
 
 class Hessian:
-    """H of one layer, float32 [columns, columns], accumulated batch by batch; `cross` where float inputs are given."""
+    """H of one layer, float32 [columns, columns], accumulated batch by batch; `cross` where float inputs are given.
+
+    held  that of the last eighth of each batch alone, where float inputs are given
+    """
 
     def __init__(self, name: str, columns: int, device: torch.device | str = "cpu") -> None:
         self.name = name
@@ -26,6 +31,7 @@ class Hessian:
         self.lent = 0  # of these tokens, the share of fellow experts (see `mixture`)
         self.matrix = torch.zeros(columns, columns, device=device)
         self.cross: torch.Tensor | None = None
+        self.held: Hessian | None = None
 
     def add(self, x: torch.Tensor, x_float: torch.Tensor | None = None, weight: torch.Tensor | None = None) -> None:
         """Add tokens: x [tokens, columns] as the quantized model has them, x_float the float model's.
@@ -35,22 +41,33 @@ class Hessian:
         Raises BridgeError where an activation is NaN or infinite.
         """
         x = x.reshape(-1, x.shape[-1]).to(self.matrix.device, torch.float32)
+        weight = None if weight is None else weight.to(x)
+        last = len(x) - len(x) // _HELD_BACK
+        if x_float is None:
+            self._add(x, None, weight)
+            return
+        mismatch = x_float.reshape(x.shape).to(x) - x
+        if self.held is None:
+            self.held = Hessian(self.name, x.shape[1], x.device)
+        self._add(x, mismatch, weight)
+        self.held._add(x[last:], mismatch[last:], None if weight is None else weight[last:])
+
+    def _add(self, x: torch.Tensor, mismatch: torch.Tensor | None, weight: torch.Tensor | None) -> None:
         if not len(x):
             return
         self.tokens += len(x)
         share = len(x) / self.tokens
-        weighted = x if weight is None else x * weight.to(x)[:, None]
+        weighted = x if weight is None else x * weight[:, None]
         _blend(self.matrix, weighted.T @ x, share, len(x))
         if not torch.isfinite(self.matrix.diagonal()).all():
             raise BridgeError(
                 f"{self.name}: its inputs hold NaN or infinity on the calibration text; "
                 "the layers before it overflow, or the checkpoint is damaged"
             )
-        if x_float is not None:
+        if mismatch is not None:
             if self.cross is None:
                 self.cross = torch.zeros_like(self.matrix)
-            x_float = x_float.reshape(x.shape).to(x)
-            _blend(self.cross, (x_float - x).T @ weighted, share, len(x))
+            _blend(self.cross, mismatch.T @ weighted, share, len(x))
 
     def mean_squares(self) -> np.ndarray:
         """float32 [columns]: the mean square of each input over the tokens."""
@@ -76,8 +93,28 @@ def retarget(weight: torch.Tensor, hessian: torch.Tensor, cross: torch.Tensor, a
     GPTAQ's objective in closed form: for alpha 1, sum |W x_float - W' x|^2 is  tr(E H E^T) of E = W* - W' and a
     constant. All that quantizes against H can so quantize against both. hessian is positive definite (`damped`).
     """
-    moved = torch.linalg.solve(hessian.double(), (weight @ cross.to(weight)).double().T).T
+    factor = torch.linalg.cholesky(hessian.double())
+    moved = torch.cholesky_solve((weight @ cross.to(weight)).double().T, factor).T
     return weight + alpha * moved.to(weight)
+
+
+def alpha_of(weight: torch.Tensor, hessian: Hessian, damping: float) -> float:
+    """The alpha of `retarget` that serves the held-back tokens best, 0 where none does: 0..1.
+
+    With W + alpha D from all other tokens, the error sum |W x_float - W' x|^2 of W' = W + alpha D on the held-back
+    ones is  alpha^2 tr(D H D^T) - 2 alpha tr(D (W C)^T)  and a constant, H and C being theirs: a parabola.
+    """
+    held = hessian.held
+    if held is None or held.cross is None or hessian.cross is None or not 0 < held.tokens < hessian.tokens:
+        return 0.0
+    share = held.tokens / hessian.tokens
+    rest, cross = (
+        (a - share * b) / (1 - share) for a, b in ((hessian.matrix, held.matrix), (hessian.cross, held.cross))
+    )
+    d = retarget(weight, damped(rest, damping), cross, 1.0) - weight
+    gain = float((d * (weight @ held.cross.to(d))).sum(dtype=torch.float64))
+    cost = float(((d @ held.matrix.to(d)) * d).sum(dtype=torch.float64))
+    return min(max(gain / cost, 0.0), 1.0) if cost > 0 else 0.0
 
 
 def inverse_factor(hessian: torch.Tensor) -> torch.Tensor | None:

@@ -17,7 +17,8 @@ import torch
 from bridge.blocks import BLOCKS
 from bridge.checkpoint.grouped import GroupedTensor
 from bridge.errors import BridgeError
-from bridge.quantize.calibrate import Calibrated, Feed, quantize_block
+from bridge.quantize.calibrate import Calibrated, quantize_block
+from bridge.quantize.feeds import Feed
 from bridge.quantize.group_grid import GroupGrid
 from bridge.quantize.hessian import damped, retarget
 from bridge.quantize.refine import refine

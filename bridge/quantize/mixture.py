@@ -8,7 +8,7 @@ The layers' weights are views of the 3-D tensors: what is put into one is in the
 An expert that saw fewer tokens than its matrix has columns is lent the rest by its fellows: its H becomes the mean
 over its own tokens and as many of the mean token of all experts as are missing. An expert without tokens has the
 fellows' mean alone. So a rare expert is still rounded against inputs of its kind, and one that is never chosen
-against those that the others get.
+against those that the others get. Neither has tokens to hold back, so neither uses GPTAQ's term (`alpha_of`).
 """
 
 from __future__ import annotations
@@ -123,3 +123,5 @@ def lend(hessians: Sequence[Hessian]) -> None:
     for h in hessians:
         h.lent = max(len(h.matrix) - h.tokens, 0)
         h.tokens += h.lent
+        if h.lent:
+            h.held = None

@@ -38,7 +38,9 @@ class Stage:
         """The stage in parts whose Hessians fit in memory together."""
         part, size = Stage(fellows=self.fellows, once=self.once), 0
         for key, group in self.groups.items():
-            needed = 4 * matrix_shape(layers[group[0]])[1] ** 2 * (2 if cross else 1)
+            needed = (
+                4 * matrix_shape(layers[group[0]])[1] ** 2 * (4 if cross else 1)
+            )  # with C, and both of the held-back tokens
             if part.groups and size + needed > _TOGETHER:
                 yield part
                 part, size = Stage(fellows=self.fellows, once=self.once), 0

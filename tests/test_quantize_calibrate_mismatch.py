@@ -1,0 +1,67 @@
+"""How much of the mismatch between the float model's inputs and the quantized one's is made good."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from bridge.errors import BridgeError
+from bridge.quantize.calibrate import Calibrated
+from bridge.quantize.hessian import Hessian, alpha_of, damped, retarget
+from bridge.quantize.method import Method, groups
+
+COLUMNS = 24
+
+
+def gathered(tokens: int, kind: str) -> tuple[Hessian, torch.Tensor, list[tuple[torch.Tensor, torch.Tensor]]]:
+    """A Hessian of some batches, a weight matrix, and the batches: inputs and the float model's."""
+    torch.manual_seed(0)
+    shift = 0.2 * torch.randn(COLUMNS, COLUMNS)
+    hessian, batches = Hessian("layer", COLUMNS), []
+    for _ in range(4):
+        x = torch.randn(tokens // 4, COLUMNS)
+        batches.append((x, x + (x @ shift if kind == "lasting" else 0.5 * torch.randn_like(x))))
+        hessian.add(*batches[-1])
+    return hessian, torch.randn(16, COLUMNS), batches
+
+
+@pytest.mark.parametrize(("kind", "tokens"), [("lasting", 128), ("chance", 128), ("chance", 2048)])
+def test_what_is_kept_of_the_correction_is_what_serves_the_held_back_tokens_best(kind: str, tokens: int) -> None:
+    hessian, weight, batches = gathered(tokens, kind)
+    cut = len(batches[0][0]) * 7 // 8
+    held_x, held_float = (torch.cat([batch[i][cut:] for batch in batches]) for i in (0, 1))
+    rest = Hessian("rest", COLUMNS)
+    for x, x_float in batches:
+        rest.add(x[:cut], x_float[:cut])
+    assert hessian.held is not None
+    assert rest.cross is not None
+    assert (hessian.tokens, hessian.held.tokens) == (tokens, tokens // 8)
+    moves = retarget(weight, damped(rest.matrix, 0.01), rest.cross, 1.0) - weight
+
+    def left(alpha: float) -> float:
+        return float((held_float @ weight.T - held_x @ (weight + alpha * moves).T).square().sum())
+
+    best = min((i / 100 for i in range(101)), key=left)
+    assert alpha_of(weight, hessian, 0.01) == pytest.approx(best, abs=0.011)
+
+
+def test_a_mismatch_that_lasts_is_made_good_and_one_of_chance_is_not() -> None:
+    hessian, weight, _ = gathered(128, "lasting")
+    assert alpha_of(weight, hessian, 0.01) > 0.9
+    hessian, weight, _ = gathered(64, "chance")
+    assert alpha_of(weight, hessian, 0.01) < 0.2
+
+
+def test_without_tokens_held_back_nothing_is_made_good() -> None:
+    hessian, weight, _ = gathered(128, "lasting")
+    expected, _ = Method(groups(4, 8, False), sweeps=0, alpha=0).layer(Calibrated("layer", weight, hessian))
+    hessian.held = None
+    assert alpha_of(weight, hessian, 0.01) == 0
+    found, _ = Method(groups(4, 8, False), sweeps=0).layer(Calibrated("layer", weight, hessian))
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
+def test_activations_that_are_no_numbers_name_the_layer() -> None:
+    hessian = Hessian("model.layers.3.mlp.down_proj", 4)
+    with pytest.raises(BridgeError, match=r"model\.layers\.3\.mlp\.down_proj: its inputs hold NaN or infinity"):
+        hessian.add(torch.full((8, 4), float("inf")))
