@@ -41,6 +41,8 @@ class Calibrated:
 Quantizer = Callable[[Calibrated], tuple[torch.Tensor, Any]]
 Weights = Callable[[str, int], torch.Tensor | None]
 Known = Callable[[str], torch.Tensor | None]
+# gets a block, its layers, its feeds, and what the checkpoint calls a module of the block; may change floats in place
+Prepare = Callable[[nn.Module, Mapping[str, nn.Module], Sequence[Feed], Callable[[str], str]], None]
 
 
 class Source(Protocol):
@@ -100,6 +102,7 @@ def quantize_model(
     weights: Weights = lambda name, batch: None,
     known: Known = lambda name: None,
     offload: str | Path | None = None,
+    prepare: Prepare | None = None,
 ) -> Iterator[tuple[str, Any]]:
     """Quantize the layers inside a `transformers` decoder's blocks in place; yields (name, what the quantizer kept).
 
@@ -114,6 +117,7 @@ def quantize_model(
              which do not see all tokens, none are asked for
     known    weights [out, columns] of a layer that was quantized before, or None: it is not quantized again
     offload  a folder for the activations between blocks; None: they stay in memory
+    prepare  called with each block before its layers are quantized, to change it without changing what it computes
     """
     if feed not in ("quantized", "float"):
         raise BridgeError(f"inputs of the next layer from {feed!r}; 'quantized' and 'float' are possible")
@@ -138,9 +142,11 @@ def quantize_model(
                 for f in (*feeds, *(float_feeds or ())):
                     f.at(i)
                 prefix = f"{source.prefix}.{i}."
-                original = copy.deepcopy(block) if cross or feed == "float" else None
                 layers = {source.name(prefix + n): m for n, m in block.named_modules() if is_layer(m)}
                 layers = {n: m for n, m in layers.items() if wanted(n)}
+                if prepare is not None:
+                    prepare(block, layers, feeds, lambda n, prefix=prefix: source.name(prefix + n))  # type: ignore[misc]
+                original = copy.deepcopy(block) if cross or feed == "float" else None
                 twins = _twins(block, layers, original) if cross else None
                 yield from _quantize_layers(
                     block, layers, feeds, quantizer, original, twins, float_feeds, weights, known

@@ -8,6 +8,7 @@ tokens.npy holds int64 [windows, length]; logits.npy gets float32 [windows, leng
 from __future__ import annotations
 
 import argparse
+import os
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import numpy as np
 
 def main() -> None:
     options = parse()
+    os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # nothing is worth compiling for a few windows
     import torch
 
     torch.set_num_threads(options.threads)
