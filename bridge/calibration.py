@@ -29,12 +29,13 @@ from bridge.source import Source
 if TYPE_CHECKING:
     import torch
 
-    from bridge.quantize.calibrate import Calibrated
+    from bridge.quantize.awq import Awq
+    from bridge.quantize.calibrate import Calibrated, Prepare
     from bridge.quantize.kept import KeptLayer, KeptLayers
     from bridge.quantize.method import Method
 
 Progress = Callable[[int, int, str], None]
-METHODS = ("gptaq", "gptq", "rtn")
+METHODS = ("gptaq", "gptq", "awq", "rtn")
 _TOKENS_AT_ONCE = 4096
 
 
@@ -47,7 +48,7 @@ class Calibration:
     length      tokens in each
     seed        of the choice of sequences; None: the first ones
     method      "gptaq": GPTQ that also makes good what the quantized layers before have done to the inputs; "gptq";
-                "rtn": round to nearest
+                "awq", for checkpoints; "rtn": round to nearest
     act_order   see `bridge.quantize.Method`
     damping     of H, times the mean of its diagonal
     alpha       GPTAQ's share of the inputs' mismatch that is made good
@@ -67,7 +68,7 @@ class Calibration:
     act_order: str = "fixed"
     damping: float = 0.01
     alpha: float = 0.5
-    sweeps: int = 3
+    sweeps: int = 4
     feed: str = "quantized"
     device: str = "cpu"
     offload: Path | None = None
@@ -93,9 +94,10 @@ class Calibration:
         """The method on a grid."""
         from bridge.quantize import Method
 
-        damping = float("inf") if self.method == "rtn" else self.damping
+        if self.method in ("rtn", "awq"):
+            return Method(grid, "none", float("inf"), sweeps=0)
         alpha = self.alpha if self.cross else 0.0
-        return Method(grid, self.act_order, damping, alpha, self.sweeps)
+        return Method(grid, self.act_order, self.damping, alpha, self.sweeps)
 
 
 @dataclass(frozen=True)
@@ -108,7 +110,7 @@ class Wish:
     """
 
     grid: str
-    method: Method
+    method: Method | Awq
     columns: np.ndarray | None = None
 
 
@@ -144,11 +146,13 @@ def quantize_layers(
     wishes: dict[str, Wish],
     folder: Path,
     force: bool,
+    prepare: Prepare | None = None,
 ) -> tuple[KeptLayers, list[str]]:
     """Quantize the named layers of a checkpoint one after the other; those that are kept already are not made again.
 
     wishes  by module
     folder  where finished layers are kept; force: begin anew where it is of another run
+    prepare  see `quantize_model`
 
     Returns the kept layers and notes. Raises BridgeError as `read_tokens` and `quantize_model` do.
     """
@@ -174,7 +178,7 @@ def quantize_layers(
         if tokens is None:
             _round_to_nearest(ckpt, wishes.keys() - layers.layers.keys(), quantizer)
         else:
-            _walk(ckpt, settings, tokens, wishes, quantizer, layers)
+            _walk(ckpt, settings, tokens, wishes, quantizer, layers, prepare)
     except KeyboardInterrupt:
         if not layers.layers:
             layers.remove()
@@ -205,6 +209,7 @@ def _walk(
     wishes: dict[str, Wish],
     quantizer: Callable[[Calibrated], tuple[torch.Tensor, None]],
     layers: KeptLayers,
+    prepare: Prepare | None,
 ) -> None:
     """Take the tokens through the model, layer by layer."""
     from bridge.quantize import quantize_model
@@ -220,6 +225,7 @@ def _walk(
         wanted=wishes.__contains__,
         known=layers.values,
         offload=settings.offload,
+        prepare=prepare,
     )
     for _ in walk:
         pass
@@ -250,6 +256,8 @@ def quantize_planned(
     """Quantize the layers of a plan that need it (see `needed`); returns as `quantize_layers`."""
     from bridge.quantize import superblocks
 
+    if settings.method == "awq":
+        raise BridgeError("method awq: its scales belong to a checkpoint; give --format, or gptaq for a GGUF")
     if settings.act_order == "free":
         raise BridgeError("act-order free: GGUF cannot permute columns; choose fixed, static or none")
     if settings.imatrix_out is not None:
@@ -299,7 +307,7 @@ def _job(
 
 
 def _damping_note(layer: KeptLayer, settings: Calibration) -> str | None:
-    if settings.method == "rtn" or layer.damping == settings.damping:
+    if settings.method in ("rtn", "awq") or layer.damping == settings.damping:
         return None
     if layer.damping == float("inf"):
         return f"{layer.name}: no damping makes its Hessian positive definite; rounded to nearest"

@@ -203,7 +203,7 @@ def _add_calibration(p: argparse.ArgumentParser, text: str) -> None:
     group.add_argument(
         "--alpha", type=float, metavar="X", help="share of the loss that gptaq makes good (default: 0.5)"
     )
-    group.add_argument("--sweeps", type=_count, metavar="N", help="of refinement after GPTQ (default: 3)")
+    group.add_argument("--sweeps", type=_count, metavar="N", help="of refinement after GPTQ (default: 4)")
     group.add_argument("--feed", metavar="WHAT", help="the next layer's inputs: of quantized (default) or float layers")
     group.add_argument("--device", metavar="NAME", help="cpu (default) or cuda")
     group.add_argument("--offload", metavar="DIR", type=Path, help="keep activations in this folder, not in memory")
@@ -406,7 +406,7 @@ def _quantize(a: argparse.Namespace) -> int:
             config=a.config,
             bits=a.bits,
             group_size=a.group_size,
-            symmetric=not a.asymmetric,
+            symmetric=not (a.asymmetric or a.format == "awq"),
             calibrate=_calibration(a, layers),
             force=a.force,
             progress=bar,

@@ -12,6 +12,8 @@ from bridge.errors import BridgeError
 from bridge.hub import model_name
 
 if TYPE_CHECKING:
+    import torch
+
     from bridge.checkpoint import Checkpoint
     from bridge.quantize.checkpoint_writer import Written
 
@@ -46,20 +48,23 @@ def quantize_checkpoint(
     Raises BridgeError for anything wrong with the input, and where the format cannot hold what is asked for.
     """
     from bridge.quantize import groups
+    from bridge.quantize.awq import Awq
     from bridge.quantize.checkpoint_writer import Groups, refusal, write_checkpoint
 
     path = Path(out) if out is not None else Path(f"{model_name(str(checkpoint))}-{format}-{bits}bit")
     with opened(checkpoint, config, None) as ckpt:
         grid = f"{bits} bits, groups of {group_size}, {'symmetric' if symmetric else 'asymmetric'}"
         method = calibrate.quantizer(groups(bits, group_size, symmetric))
+        awq = Awq(method, stored=_norms(ckpt)) if calibrate.method == "awq" else None
         shapes = _linears(ckpt)
         whys = {name: refusal(format, Groups(bits, group_size), shape) for name, shape in shapes.items()}
-        wishes = {name: Wish(grid, method) for name, why in whys.items() if why is None}
+        wishes = {name: Wish(grid, awq or method) for name, why in whys.items() if why is None}
         if not wishes:
             raise BridgeError(
                 f"{ckpt.path}: no layer can be {format} with {grid}: {next(iter(whys.values()), 'no layers')}"
             )
-        kept, notes = quantize_layers(ckpt, calibrate, wishes, layers_of(path), force)
+        prepare = awq.prepare if awq else None
+        kept, notes = quantize_layers(ckpt, calibrate, wishes, layers_of(path), force, prepare)
         notes += [f"{name}: stays float: {why}" for name, why in whys.items() if why]
         written = write_checkpoint(
             ckpt,
@@ -67,6 +72,7 @@ def quantize_checkpoint(
             format,
             dict.fromkeys(wishes, Groups(bits, group_size)),
             (kept.layers[name].tensor() for name in wishes),
+            floats=awq.floats if awq else None,
             clamp=clamp,
             force=force,
             progress=progress,
@@ -74,6 +80,14 @@ def quantize_checkpoint(
         kept.remove()
     written.notes += notes
     return written
+
+
+def _norms(ckpt: Checkpoint) -> torch.dtype:
+    """The dtype of the norms: what AWQ changes of the floats is stored in it again."""
+    import torch
+
+    dtypes = {"F32": torch.float32, "BF16": torch.bfloat16}
+    return dtypes.get(next((i.dtype for i in ckpt.tensors.values() if len(i.shape) == 1), "F16"), torch.float16)
 
 
 def _linears(ckpt: Checkpoint) -> dict[str, tuple[int, int]]:

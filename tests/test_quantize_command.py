@@ -171,6 +171,7 @@ def test_the_command_line_quantizes_to_gguf_and_says_what_it_did(model, text, tm
         (["quantize", "MODEL", "o.gguf", "--calibrate", "TEXT", "--act-order", "free"], "GGUF cannot permute columns"),
         (["quantize", "MODEL", "o.gguf", "--calibrate", "TEXT", "--act-order", "up"], "act-order 'up'"),
         (["quantize", "MODEL", "o.gguf", "--calibrate", "TEXT", "--method", "magic"], "method 'magic'"),
+        (["quantize", "MODEL", "o.gguf", "--calibrate", "TEXT", "--method", "awq"], "give --format"),
         (["quantize", "MODEL", "o", "--format", "gptq", "--bits", "9", "--calibrate", "TEXT"], "9"),
         (["quantize", "MODEL", "o", "--format", "awq", "--bits", "3", "--calibrate", "TEXT"], "3 bits are no AWQ"),
         (["convert", "MODEL", "o.gguf", "--damping", "1"], "--damping is for calibration"),
@@ -198,6 +199,44 @@ def test_a_written_checkpoint_converts_with_all_its_codes(format, model, text, t
     report = convert(out, tmp_path / "out.gguf")
     assert {t.how for t in report.tensors if t.has_codes} == {CARRIED}
     assert json.loads((out / "config.json").read_text())["quantization_config"]["bits"] == 4
+
+
+def test_awq_scales_reach_the_norms_and_the_model_is_nearer_than_by_rounding(model, text, tmp_path) -> None:
+    from safetensors.numpy import load_file
+
+    tokens = read_tokens(text, load_tokenizer(model), 100, 64)[-4:].flatten().tolist()
+    options = ["--format", "awq", "--group-size", "32", "--calibrate", str(text), "--samples", "8"]
+    errors = {}
+    for method in ("awq", "rtn"):
+        out = tmp_path / method
+        assert main(["quantize", str(model), str(out), *options, "--sequence-length", "64", "--method", method]) == 0
+        report = convert(out, tmp_path / f"{method}.gguf")
+        assert {t.how for t in report.tensors if t.has_codes} == {CARRIED}
+        errors[method] = np.square(
+            predict(out_floats(out, tmp_path / f"{method}-f"), tokens) - predict(model, tokens)
+        ).mean()
+    norm = "model.layers.0.input_layernorm.weight"
+    assert not np.array_equal(*(load_file(f / "model.safetensors")[norm] for f in (model, tmp_path / "awq")))
+    assert errors["awq"] < errors["rtn"]
+
+
+def out_floats(folder: Path, floats: Path) -> Path:
+    """A quantized checkpoint as the float model of its own weights."""
+    from safetensors.numpy import save_file
+
+    from bridge.checkpoint import open_checkpoint
+
+    floats.mkdir()
+    with open_checkpoint(folder) as checkpoint:
+        weights = {name: checkpoint.read_float(name) for name in checkpoint.tensors}
+        weights |= {f"{name}.weight": checkpoint.read_module(name).dequantize() for name in checkpoint.modules}
+    for file in folder.glob("*.json"):
+        (floats / file.name).write_bytes(file.read_bytes())
+    config = json.loads((floats / "config.json").read_text())
+    config.pop("quantization_config")
+    (floats / "config.json").write_text(json.dumps(config))
+    save_file(weights, floats / "model.safetensors", {"format": "pt"})
+    return floats
 
 
 def test_rounding_to_nearest_needs_no_text(model, tmp_path) -> None:
