@@ -126,9 +126,10 @@ def _family(config: Config) -> Family:
             f"{config.path}: the keys 'architectures' and 'model_type' are missing; one of them must be there"
         )
     known = ", ".join(dict.fromkeys(family.arch for family in ALL))
+    tool = "llama.cpp's `python convert_hf_to_gguf.py MODEL --outtype f16 --outfile model-f16.gguf`"
     raise BridgeError(
         f"{config.path}: the architecture is {', '.join(names)}; without help {known} are converted. For any other "
         "give a GGUF of the same model in any type: from the Hub with "
         f"`gguf-bridge convert {config.path.parent} --template OWNER/MODEL-GGUF`, or --template model-f16.gguf after "
-        "llama.cpp's `python convert_hf_to_gguf.py MODEL --outtype f16 --outfile model-f16.gguf` on the unquantized model"
+        f"{tool} on the unquantized model"
     )

@@ -9,7 +9,7 @@ from typing import Any
 from tests.conftest import CHECKPOINT
 
 TEXT: dict[str, Any] = {
-    "vocab_size": 2048, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "vocab_size": 2048, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "max_position_embeddings": 256, "tie_word_embeddings": False,
     "bos_token_id": None, "eos_token_id": 0, "pad_token_id": None,
 }  # fmt: skip
