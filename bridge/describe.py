@@ -122,7 +122,7 @@ def _arrival(source: Source, tensor: PlannedTensor, notes: list[str]) -> tuple[s
         return shape, "taken from the template" if tensor.reason == FROM_TEMPLATE else tensor.reason, ""
     part = next((part for part in tensor.parts if source.coded(part)), tensor.parts[0])  # of experts, the first
     if not source.coded(part):
-        return shape, source.ckpt.stored_as(part.source), ""
+        return shape, source.stored_as(part), ""
     t = source.sample(part)
     notes += t.notes
     groups = f"groups of {t.group_size}" if t.sequential else "act-order"

@@ -135,7 +135,7 @@ class Executor:
         coded += calibrated
         if came_as_floats == len(tensor.parts):
             report.how, report.fidelity = FLOAT, floats
-            report.stored = self.source.ckpt.stored_as(tensor.parts[0].source)
+            report.stored = self.source.stored_as(tensor.parts[0])
             return data
         report.how, report.fidelity = how_kept(coded), coded
         report.notes += lost_codes(tensor.name, whys, coded)
@@ -171,7 +171,7 @@ class Executor:
         for part in tensor.parts:
             if not self.source.coded(part):
                 chunks += [as_float(x, report.type, tensor.name) for x in self.source.floats(part)]
-                report.stored = self.source.ckpt.stored_as(part.source)
+                report.stored = self.source.stored_as(part)
                 continue
             t = self.source.grouped(part)
             exact = t.dequantize()

@@ -22,6 +22,7 @@ from gguf.gguf_writer import GGUFValue
 AS_IT_IS = "as it is"  # never quantized: norms, biases, routers
 FROM_TEMPLATE = "the template's"
 FROM_CONFIG = "made from the config"
+CHANGES = ("transposed", "conv1d", "squeezed", "+1", "-exp")
 
 _BLOCK = re.compile(r"blk\.(\d+)\.")
 
@@ -35,7 +36,10 @@ class Part:
     rows     int64 [out] or None: row i of the GGUF is row rows[i] of the source
     columns  int64 [in] or None: likewise; undoes act-order
     matrix   which matrix of a 3-D source this is
-    stored   the source's shape where `rows` picks from more rows than it returns
+    stored   the source's shape where `rows` or `columns` pick from more than they return; after `change`
+    change   what is done to the source before rows and columns are picked: "transposed"; "squeezed", dimensions of
+             one dropped; "+1", one added; "-exp", minus e to the power of it: the result is floats, whatever it was.
+             "conv1d": transposed where it is floats, for quantizers turn such layers into linear ones
     """
 
     source: str
@@ -44,6 +48,7 @@ class Part:
     columns: np.ndarray | None = None
     matrix: int | None = None
     stored: tuple[int, ...] | None = None
+    change: str | None = None
 
     @property
     def module(self) -> str:

@@ -23,7 +23,7 @@ from gguf.gguf_writer import GGUFValue
 from bridge.blocks import BLOCKS
 from bridge.errors import BridgeError
 from bridge.files import read_json, write_text
-from bridge.plan import FROM_TEMPLATE, Part, Plan, PlannedTensor
+from bridge.plan import CHANGES, FROM_TEMPLATE, Part, Plan, PlannedTensor
 from bridge.recipe import FLOAT_TYPES
 
 _VERSION = 1
@@ -76,7 +76,8 @@ def _tensor_entry(t: PlannedTensor, orders: _Orders) -> dict[str, Any]:
 
 
 def _part_entry(part: Part, orders: _Orders) -> dict[str, Any]:
-    entry: dict[str, Any] = {"source": part.source, "shape": part.shape, "matrix": part.matrix, "stored": part.stored}
+    entry: dict[str, Any] = {"source": part.source, "shape": part.shape, "matrix": part.matrix}
+    entry |= {"stored": part.stored, "change": part.change}
     for name in ("rows", "columns"):
         if (order := getattr(part, name)) is not None:
             entry[name] = orders.number(order)
@@ -157,7 +158,9 @@ def _part(entry: dict[str, Any], orders: list[np.ndarray]) -> Part:
         size, beyond = shape[0 if name == "rows" else -1], (stored or shape)[0 if name == "rows" else -1]
         if order.shape != (size,) or order.min(initial=0) < 0 or order.max(initial=0) >= beyond:
             raise ValueError(f"{name} of {entry['source']} are not {size} numbers below {beyond}")
+    if entry.get("change") not in (None, *CHANGES):
+        raise ValueError(f"the change {entry['change']!r}; known: {', '.join(CHANGES)}")
     return Part(
         entry["source"], shape, found.get("rows"), found.get("columns"), entry.get("matrix"),
-        tuple(stored) if stored is not None else None,
+        tuple(stored) if stored is not None else None, entry.get("change"),
     )  # fmt: skip

@@ -68,8 +68,12 @@ def _mended(ckpt: Checkpoint) -> tuple[dict[str, Any], list[str]]:
     Values are compared, whether they are stored as floats or as codes, over the rows and columns that both have:
     what one has beyond is padding.
     """
+    from bridge.models.wrapper import text_names
+
     tied = ckpt.config.get("tie_word_embeddings")
-    head, embedding = (_weight(ckpt, name) if tied else None for name in ("lm_head", "model.embed_tokens"))
+    text, _ = text_names([*ckpt.tensors, *(f"{module}.weight" for module in ckpt.modules)])
+    stored = (text.get(f"{name}.weight", "").removesuffix(".weight") for name in ("lm_head", "model.embed_tokens"))
+    head, embedding = (_weight(ckpt, name) if tied and name else None for name in stored)
     if head is None or embedding is None:
         return ckpt.config, []
     rows, columns = map(min, zip(head.shape, embedding.shape, strict=True))
@@ -102,6 +106,7 @@ def _weight(ckpt: Checkpoint, name: str) -> _Weight | None:
 def _folded(ckpt: Checkpoint, outline: Outline) -> list[PlannedTensor]:
     """The tensors with act-order undone where it can be: a consumer's columns and its producers' rows permuted."""
     widths = {part.module: part.shape[-1] for t in outline.tensors for part in t.parts}
+    heights = {part.module: part.shape[0] for t in outline.tensors for part in t.parts}
     rows: dict[str, np.ndarray] = {}
     columns: dict[str, np.ndarray] = {}
     for fold in outline.folds:
@@ -110,7 +115,9 @@ def _folded(ckpt: Checkpoint, outline: Outline) -> list[PlannedTensor]:
             # columns beyond the model's true width are padding, and will be cropped
             order = np.argsort(group[: widths[fold.consumer]], kind="stable")
             columns[fold.consumer] = order
-            rows |= dict.fromkeys(fold.producers, order)
+            for producer in fold.producers:  # one that holds gate and up has the rows of both
+                starts = np.arange(0, heights[producer], len(order))
+                rows[producer] = (starts[:, None] + order).reshape(-1)
 
     def ordered(part: Part) -> Part:
         """The fold's permutation, then the architecture's; a producer's bias goes with its rows."""

@@ -19,6 +19,7 @@ from bridge.models import describe_model
 from bridge.models.families import ALL
 from bridge.plan import Outline, Part, PlannedTensor
 from tests.conftest import CHECKPOINT, ROOT
+from tests.support.make_families import GOLDENS
 
 CONFIG: dict[str, Any] = {
     "hidden_size": 8, "intermediate_size": 12, "num_hidden_layers": 1, "num_attention_heads": 2,
@@ -76,5 +77,8 @@ def test_a_familys_model_is_planned_as_it_was(
 
 
 def test_every_family_has_a_case() -> None:
+    """Here, or among those of llama.cpp's converter."""
     known = {name for _, config, _ in CASES for name in config.get("architectures") or [config["model_type"]]}
+    for golden in GOLDENS.glob("*.json"):
+        known |= {*json.loads(golden.read_text())["config"]["architectures"]}
     assert not [family.arch for family in ALL if not known & {*family.architectures, family.model_type}]

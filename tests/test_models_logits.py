@@ -9,14 +9,19 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+import bridge
 from scripts.peers.llama_cpp import LlamaCpp
 from tests.conftest import CHECKPOINT, shared
+from tests.support.family_models import MODELS as FAMILIES
+from tests.support.family_models import copy_tokenizer, new_model, randomized
 from tests.support.float_gguf import outline_of, write_gguf
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
 LENGTH = 96  # positions compared; over the original contexts of the scaled models below
+
+FEWER = {"phi3": 60}  # llama.cpp applies no window there
 
 COMMON = {
     "vocab_size": 300,
@@ -134,6 +139,20 @@ def test_llama_cpp_gives_the_logits_of_transformers(name: str, tmp_path: Path) -
     reference = reference_logits(model, tokens)
     assert divergence(reference, logits) < 1e-6
     assert np.abs(reference - logits).max() < 1e-2 * np.abs(reference).max()
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_familys_checkpoint_gives_the_logits_of_transformers_in_llama_cpp(name: str, tmp_path: Path) -> None:
+    """What is taken over by value: factors, caps, windows (of 32 tokens, fewer than are compared), routers."""
+    fields = {"num_hidden_layers": 27} if name == "deepseek2-lite" else {}  # llama.cpp knows it by its layers
+    model = randomized(new_model(name, **fields))
+    model.save_pretrained(tmp_path / "model", save_original_format=True)
+    bridge.convert(copy_tokenizer(tmp_path / "model"), tmp_path / "m.gguf", tensor_types=[(".*", "F32")])
+    tokens = np.random.default_rng(1).integers(0, 2048, FEWER.get(name, LENGTH)).tolist()
+    with LlamaCpp(tmp_path / "m.gguf", n_ctx=256) as loaded:
+        logits = loaded.logits(tokens)
+    reference = reference_logits(model, tokens)
+    assert divergence(reference, logits) < (1e-5 if name == "deepseek2-lite" else 1e-6)  # 27 layers with k_b in F16
 
 
 @pytest.mark.parametrize("keys", ["old", "new"])

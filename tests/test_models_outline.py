@@ -212,8 +212,8 @@ def test_a_broken_model_card_is_reported_and_left_out(folder: Path, tmp_path: Pa
     ("config", "message"),
     [
         (
-            {"architectures": ["GPT2LMHeadModel"]},
-            r"config.json: the architecture is GPT2LMHeadModel; LlamaForCausalLM, ",
+            {"architectures": ["BloomForCausalLM"]},
+            r"the architecture is BloomForCausalLM; without help llama, .*`gguf-bridge convert .* --template",
         ),
         (
             {"architectures": None, "model_type": None},
@@ -233,9 +233,23 @@ def test_a_broken_model_card_is_reported_and_left_out(folder: Path, tmp_path: Pa
         ({"num_key_value_heads": 3}, r"2 heads cannot share 3 key-value heads"),
         ({"head_dim": 7}, r"head_dim 7 is odd"),
         ({"partial_rotary_factor": 0.5}, r"partial_rotary_factor is 0.5"),
-        ({"rope_scaling": {"type": "longrope"}}, r"rope type 'longrope' is unknown here.* --template"),
+        ({"rope_scaling": {"type": "ntk"}}, r"rope type 'ntk' is unknown here.* --template"),
+        ({"rope_scaling": {"type": "longrope"}}, r"long_factor is None; 8 numbers belong there"),
+        (
+            {"architectures": ["Phi3ForCausalLM"], "partial_rotary_factor": 2},
+            r"partial_rotary_factor is 2, a number",
+        ),
+        (
+            {"architectures": ["SmolLM3ForCausalLM"], "no_rope_layers": [0]},
+            r"no_rope_layers is \[0\]; llama.cpp leaves rotation out in every fourth",
+        ),
+        (
+            {"architectures": ["Gemma2ForCausalLM"], "hidden_act": None, "query_pre_attn_scalar": 99},
+            r"query_pre_attn_scalar is 99; llama.cpp takes 256",
+        ),
+        ({"architectures": ["Qwen2_5_VLForConditionalGeneration"]}, r"mrope_section is None; three counts belong"),
         ({"rope_scaling": "linear"}, r"the rope scaling is 'linear', an object is expected"),
-        ({"architectures": "GPT2LMHeadModel"}, r"the architecture is GPT2LMHeadModel; "),
+        ({"architectures": "BloomForCausalLM"}, r"the architecture is BloomForCausalLM; "),
         ({"rope_scaling": {"type": "linear"}}, r"the rope parameters' factor is None"),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 8}}, r"the rope parameters' low_freq_factor is None"),
         ({"rope_scaling": {"type": "yarn", "factor": 4, "beta_fast": 64}}, r"yarn with beta_fast 64"),

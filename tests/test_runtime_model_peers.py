@@ -17,6 +17,8 @@ from scripts.peers.gguf_file import gguf_weights
 from scripts.peers.llama_cpp import LlamaCpp
 from scripts.peers.reference import hf_model, log_softmax, logits, mean_kl
 from tests.conftest import ROOT, checkpoint_names, shared
+from tests.support.family_models import MODELS as FAMILIES
+from tests.support.family_models import copy_tokenizer, new_model, randomized
 from tests.support.float_gguf import outline_of, write_gguf
 from tests.support.random_blocks import random_matrix
 from tests.test_models_logits import COMMON, LENGTH, MODELS, random_model, reference_logits
@@ -24,6 +26,7 @@ from tests.test_models_logits import COMMON, LENGTH, MODELS, random_model, refer
 torch = pytest.importorskip("torch")
 
 WINDOWS, WINDOW = 3, 256
+LEFT_TO_LLAMA_CPP = {"glm4-moe", "command-r", "starcoder2", "gpt2", "deepseek2-lite", "deepseek3", "qwen3-next"}
 CHECKPOINTS = [name for name in checkpoint_names() if "-ct-" not in name]
 SOME = [name for name in CHECKPOINTS if name.endswith(("gptq-4bit-g128-sym", "3bit-g128-sym", "g64-asym-v2"))]
 
@@ -67,6 +70,33 @@ def test_every_variant_of_the_decoder_gives_the_logits_of_transformers(name: str
     decoder.cache.length = 0
     single = [decoder.logits(decoder.run([token]))[0] for token in tokens[:8]]
     assert mean_kl(expected[:8], np.array(single)) < 1e-9
+
+
+@pytest.mark.parametrize("name", sorted({*FAMILIES} - LEFT_TO_LLAMA_CPP))
+def test_a_familys_graph_is_that_of_llama_cpp(name: str, tmp_path: Path) -> None:
+    """The same predictions on floats; on blocks token by token what a prompt gives, and llama.cpp's perplexity."""
+    randomized(new_model(name)).save_pretrained(tmp_path / "model", save_original_format=True)
+    copy_tokenizer(tmp_path / "model")
+    tokens = np.random.default_rng(1).integers(0, 2048, LENGTH).tolist()
+
+    def made(type: str) -> tuple[Path, np.ndarray]:
+        path = tmp_path / f"{type}.gguf"
+        bridge.convert(tmp_path / "model", path, tensor_types=[(".*", type)])
+        with LlamaCpp(path, n_ctx=LENGTH) as other:
+            return path, other.logits(tokens)
+
+    path, peer = made("F32")
+    floats = bridge.Model.load(path, precision="f32", kv="f32", context=LENGTH).logits(tokens)
+    assert mean_kl(peer, floats) < 1e-6
+    path, peer = made("Q8_0")
+    model = bridge.Model.load(path, kv="f32", context=LENGTH)
+    prompt = model.logits(tokens)
+    losses = [-log_softmax(rows[:-1])[np.arange(LENGTH - 1), tokens[1:]].mean() for rows in (prompt, peer)]
+    assert losses[0] == pytest.approx(losses[1], abs=1e-2)  # weights of no training carry rounding far
+    decoder = model._decoder
+    decoder.prepare()
+    decoder.cache.length = 0
+    assert mean_kl(prompt, np.array([decoder.next_scores(token).copy() for token in tokens])) < 1e-5
 
 
 @pytest.mark.parametrize("name", CHECKPOINTS[:1] + CHECKPOINTS[-1:])

@@ -10,21 +10,25 @@ for the vocabulary; chat and modelfile for Ollama.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import gguf
 import numpy as np
+from gguf import GGUFValueType
+from gguf.gguf_writer import GGUFValue
 
 from bridge.errors import BridgeError
 from bridge.files import read_json
 from bridge.models.arguments import read_arguments
 from bridge.models.families import ALL, FAMILIES
-from bridge.models.family import Family
+from bridge.models.family import HEAD, Family
 from bridge.models.gguf_tokenizer import read_tokenizer
 from bridge.models.model_config import Config
 from bridge.models.provenance import read_provenance
 from bridge.models.table import fill_table
+from bridge.models.wrapper import left_out, renamed, text_config, text_names, without_prediction
 from bridge.plan import Outline
 
 __all__ = ["describe_model"]
@@ -47,15 +51,27 @@ def describe_model(
             or a tensor that is missing; a tensor that nobody knows.
     """
     folder = Path(folder)
-    sides = {name: max(shape, default=0) for name, shape in names.items()} if isinstance(names, Mapping) else {}
+    family = _family(Config(config, folder / "config.json"))
+    own, others = text_names(names) if family.wrapped else ({name: name for name in names}, [])
+    more: list[str] = []
+    if family.predicts:
+        own, more = without_prediction(own, config.get("num_hidden_layers"))
+    if family.prefix:
+        known = (family.prefix, HEAD.source)
+        own = {name if name.startswith(known) else family.prefix + name: stored for name, stored in own.items()}
+    sides = {name: max(names[name], default=0) for name in own.values()} if isinstance(names, Mapping) else {}
     longest = max(sides.items(), key=lambda side: side[1], default=None)
-    values = Config(config, folder / "config.json", longest)
-    family = _family(values)
+    values = Config(text_config(config) if family.wrapped else config, folder / "config.json", longest, family.names)
     for expected in family.expects:
         default = family.keys.get(expected.key, expected.values[0])
         values.expect(expected.key, expected.values, expected.why, default)
     args = read_arguments(values, family.keys)
-    outline = fill_table(family, args, names)
+    if family.sizes is not None:
+        args = replace(args, more=family.sizes(values, args))
+    more_keys = family.metadata(values, args) if family.metadata is not None else {}
+    shapes = {name: names[stored] if isinstance(names, Mapping) else () for name, stored in own.items()}
+    outline = fill_table(family, args, shapes)
+    renamed(outline, own)
     generation = read_json(folder / "generation_config.json", optional=True)
     tokenizer = read_tokenizer(values, folder, generation, pre)
     writer = gguf.GGUFWriter(None, family.arch)
@@ -65,14 +81,32 @@ def describe_model(
 
     writer.add_type(gguf.GGUFType.MODEL)
     provenance.set_gguf_meta_model(writer)
-    args.add_metadata(writer)
+    args.add_metadata(writer, family.layer_norm, family.rotary)
+    for key, value in more_keys.items():
+        writer.kv_data[0].pop(f"{family.arch}.{key}", None)
+        if value is not None:
+            writer.kv_data[0][f"{family.arch}.{key}"] = _typed(value)
     tokenizer.add_metadata(writer)
     outline.metadata = writer.kv_data[0]
     if templates := outline.metadata.get(gguf.Keys.Tokenizer.CHAT_TEMPLATES):
         templates.value = sorted(templates.value)  # gguf makes it from a set, whose order is another in each process
     outline.stop = [tokenizer.tokens[token] for token in tokenizer.stop_ids]
-    outline.notes = [*args.notes, *tokenizer.notes, *notes]
+    outline.notes = [*left_out(others, more), *args.notes, *tokenizer.notes, *notes]
     return outline
+
+
+def _typed(value: Any) -> GGUFValue:
+    """A value with the type that GGUF's keys have for its kind: counts are unsigned, numbers 32 bits wide."""
+    kinds = {
+        bool: GGUFValueType.BOOL,
+        int: GGUFValueType.UINT32,
+        float: GGUFValueType.FLOAT32,
+        str: GGUFValueType.STRING,
+    }
+    if isinstance(value, list):
+        sub = GGUFValueType.INT32 if type(value[0]) is int else kinds[type(value[0])]
+        return GGUFValue(value, GGUFValueType.ARRAY, sub)
+    return GGUFValue(value, kinds[type(value)])
 
 
 def _family(config: Config) -> Family:
@@ -91,9 +125,11 @@ def _family(config: Config) -> Family:
         raise BridgeError(
             f"{config.path}: the keys 'architectures' and 'model_type' are missing; one of them must be there"
         )
-    known = ", ".join(family.architectures[0] for family in ALL)
+    known = ", ".join(dict.fromkeys(family.arch for family in ALL))
+    tool = "llama.cpp's `python convert_hf_to_gguf.py MODEL --outtype f16 --outfile model-f16.gguf`"
     raise BridgeError(
-        f"{config.path}: the architecture is {', '.join(names)}; {known} are known; for any other give "
-        "--template MODEL.gguf, a GGUF of the same model in any type: from the Hub, or made by llama.cpp's "
-        "convert_hf_to_gguf.py from the unquantized model"
+        f"{config.path}: the architecture is {', '.join(names)}; without help {known} are converted. For any other "
+        "give a GGUF of the same model in any type: from the Hub with "
+        f"`gguf-bridge convert {config.path.parent} --template OWNER/MODEL-GGUF`, or --template model-f16.gguf after "
+        f"{tool} on the unquantized model"
     )

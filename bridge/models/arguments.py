@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import gguf
@@ -27,6 +27,10 @@ class Arguments:
     experts, experts_used  in a layer, and by a token
     expert_inner           width of an expert, 0 where it is that of `inner`
     shared_inner           width of the expert that all tokens share, 0 where there is none
+    rotated                elements of a head that are rotated, the first ones
+    qk_norm                whether heads of q and k are normalized, where models of a family differ
+    leading                layers before the first that has experts
+    more                   further sizes, a family's own
     """
 
     hidden: int
@@ -48,6 +52,10 @@ class Arguments:
     experts_used: int = 0
     expert_inner: int = 0
     shared_inner: int = 0
+    rotated: int = 0
+    qk_norm: bool = False
+    leading: int = 0
+    more: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -55,7 +63,9 @@ class Arguments:
         return {
             "vocab": self.vocab, "hidden": self.hidden, "inner": self.inner,
             "q": self.heads * self.head_dim, "kv": self.kv_heads * self.head_dim, "head": self.head_dim,
+            "heads": self.heads, "kv_heads": self.kv_heads,
             "experts": self.experts, "expert": self.expert_inner or self.inner, "shared": self.shared_inner,
+            **self.more,
         }  # fmt: skip
 
     @property
@@ -67,8 +77,8 @@ class Arguments:
         lost = f"llama.cpp does not apply the sliding window of {window} tokens: it attends to all of them"
         return [*self.rope.notes, lost]
 
-    def add_metadata(self, writer: gguf.GGUFWriter) -> None:
-        """Every key of the architecture."""
+    def add_metadata(self, writer: gguf.GGUFWriter, layer_norm: bool, rotary: bool) -> None:
+        """Every key of the architecture that several have. `layer_norm`, `rotary`: as in `Family`."""
         writer.add_context_length(self.context)
         writer.add_embedding_length(self.hidden)
         writer.add_block_count(self.layers)
@@ -77,10 +87,12 @@ class Arguments:
         writer.add_head_count_kv(self.kv_heads)
         writer.add_key_length(self.head_dim)
         writer.add_value_length(self.head_dim)
-        writer.add_layer_norm_rms_eps(self.norm_eps)
-        writer.add_rope_dimension_count(self.head_dim)
+        (writer.add_layer_norm_eps if layer_norm else writer.add_layer_norm_rms_eps)(self.norm_eps)
+        if rotary:
+            writer.add_rope_dimension_count(self.rotated)
         writer.add_vocab_size(self.vocab)
-        self.rope.add_metadata(writer)
+        if rotary:
+            self.rope.add_metadata(writer)
         if self.window is not None:
             writer.add_sliding_window(self.window)
         if self.experts:
@@ -88,6 +100,8 @@ class Arguments:
             writer.add_expert_used_count(self.experts_used)
         if self.expert_inner:
             writer.add_expert_feed_forward_length(self.expert_inner)
+        if self.leading:
+            writer.add_leading_dense_block_count(self.leading)
         if self.shared_inner:
             writer.add_expert_shared_feed_forward_length(self.shared_inner)
 
@@ -105,8 +119,11 @@ def read_arguments(config: Config, keys: Mapping[str, Any]) -> Arguments:
     def flag(key: str) -> bool:
         return key in keys and bool(config.get(key, keys[key]))
 
-    hidden, heads = config.integer("hidden_size"), config.integer("num_attention_heads")
-    kv_heads = config.integer("num_key_value_heads", heads)
+    hidden, heads = (
+        config.integer("hidden_size"),
+        config.integer("num_attention_heads", keys.get("num_attention_heads")),
+    )
+    kv_heads = config.integer("num_key_value_heads", keys.get("num_key_value_heads") or heads)
     head_dim = config.get("head_dim", keys.get("head_dim"))
     if head_dim is None and hidden % heads:
         raise BridgeError(
@@ -124,22 +141,31 @@ def read_arguments(config: Config, keys: Mapping[str, Any]) -> Arguments:
         experts, used = config.side(key), config.integer("num_experts_per_tok")
     if used > experts:
         raise BridgeError(f"{config.path}: num_experts_per_tok is {used}, of {experts} experts")
+    rotated = head_dim
+    partial = (config.get("rope_parameters") or {}).get("partial_rotary_factor", config.get("partial_rotary_factor"))
+    if "partial_rotary_factor" in keys:
+        partial = keys["partial_rotary_factor"] if partial is None else partial
+        rotated = int(head_dim * _share(config, partial))
+    elif partial not in (None, 1.0):
+        raise BridgeError(f"{config.path}: partial_rotary_factor is {partial}; llama.cpp rotates whole heads here")
     expert_inner, shared_inner = count("moe_intermediate_size"), count("shared_expert_intermediate_size")
     window = config.integer("sliding_window") if config.get("sliding_window") else None
     width = config.side if experts and not expert_inner else config.integer
     return Arguments(
         hidden=hidden,
         # the dense width is of no use where every layer has experts, and some configs leave it out
-        inner=width("intermediate_size", shared_inner or expert_inner or None),
+        inner=width(
+            "intermediate_size", shared_inner or expert_inner or keys.get("inner_per_hidden", 0) * hidden or None
+        ),
         layers=config.integer("num_hidden_layers"),
         heads=heads,
         kv_heads=kv_heads,
         head_dim=head_dim,
-        vocab=config.side("vocab_size"),
+        vocab=config.side("vocab_size", keys.get("vocab_size")),
         context=config.integer("max_position_embeddings", keys.get("max_position_embeddings")),
-        norm_eps=config.number("rms_norm_eps", 1e-6),
-        tied=bool(config.get("tie_word_embeddings", False)),
-        rope=read_rope(config, head_dim),
+        norm_eps=config.number("rms_norm_eps", keys.get("rms_norm_eps", 1e-6)),
+        tied=bool(config.get("tie_word_embeddings", keys.get("tie_word_embeddings", False))),
+        rope=read_rope(config, rotated, keys.get("rope_theta", 10000.0)),
         attention_bias=flag("attention_bias"),
         mlp_bias=flag("mlp_bias"),
         window=window if "sliding_window" in keys else None,
@@ -148,4 +174,13 @@ def read_arguments(config: Config, keys: Mapping[str, Any]) -> Arguments:
         experts_used=used,
         expert_inner=expert_inner,
         shared_inner=shared_inner,
+        rotated=rotated,
+        qk_norm=flag("use_qk_norm"),
+        leading=int(config.get("first_k_dense_replace", 0)) if "first_k_dense_replace" in keys else 0,
     )
+
+
+def _share(config: Config, value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value <= 1:
+        raise BridgeError(f"{config.path}: partial_rotary_factor is {value!r}, a number up to 1 is expected")
+    return float(value)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from bridge.errors import BridgeError
@@ -15,21 +17,29 @@ class Config:
     values   the parsed file
     path     for messages
     longest  name and length of the checkpoint's longest side of a tensor; None: not to be compared
+    names    key -> the name that this config.json has for it
     """
 
-    def __init__(self, values: dict[str, Any], path: Path, longest: tuple[str, int] | None = None) -> None:
+    def __init__(
+        self,
+        values: dict[str, Any],
+        path: Path,
+        longest: tuple[str, int] | None = None,
+        names: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
         self.values = values
+        self.names = names
         self.path = path
         self.longest = longest
 
     def get(self, key: str, default: Any = None) -> Any:
         """The value, or the default where the key is absent or null."""
-        value = self.values.get(key)
+        value = self.values.get(self.names.get(key, key))
         return default if value is None else value
 
     def integer(self, key: str, default: int | None = None) -> int:
         """A positive integer; `BridgeError` where it is missing without a default, or is something else."""
-        value = self.get(key, default)
+        value, key = self.get(key, default), self.names.get(key, key)
         if value is None:
             raise BridgeError(f"{self.path}: the key {key!r} is missing; take the config.json of the original model")
         if isinstance(value, bool) or not isinstance(value, int) or not 0 < value < 1 << 31:
@@ -55,7 +65,7 @@ class Config:
 
     def number(self, key: str, default: float | None = None) -> float:
         """A positive number; raises like `integer`."""
-        value = self.get(key, default)
+        value, key = self.get(key, default), self.names.get(key, key)
         if value is None:
             raise BridgeError(f"{self.path}: the key {key!r} is missing; take the config.json of the original model")
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:

@@ -3,7 +3,8 @@
     transformers          GGUF
     default               rope.freq_base alone
     linear                rope.scaling.type linear, factor: angles divided by the factor
-    llama3                a tensor rope_freqs.weight [head_dim / 2]: each frequency's own divisor
+    llama3                a tensor rope_freqs.weight [rotated / 2]: each frequency's own divisor
+    longrope              two such tensors, for contexts up to the original one and beyond, and an attention factor
     yarn                  rope.scaling.type yarn, factor, original context, betas, attention factor
     dynamic               nothing: up to the original context it is the default rule, and beyond it
                           depends on the length of the prompt, which llama.cpp cannot express
@@ -17,8 +18,9 @@ of q and k are reordered for it, biases with them. Qwen's GGUF architectures kee
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeGuard
 
 import gguf
 import numpy as np
@@ -29,16 +31,16 @@ from bridge.models.model_config import Config
 
 @dataclass(frozen=True, eq=False)
 class Rope:
-    """base: theta of the frequencies theta**(-2i / head_dim); factors: float32 divisors of them."""
+    """base: theta of the frequencies theta**(-2i / rotated); factors: float32 divisors of them, by GGUF name."""
 
     base: float
     type: str = "default"
     factor: float = 1.0
     original_context: int | None = None
-    attention_factor: float | None = None  # yarn: relative to its own 1 + 0.1 ln(factor)
+    attention_factor: float | None = None  # yarn: relative to its own 1 + 0.1 ln(factor); longrope: whole
     beta_fast: float = 32.0
     beta_slow: float = 1.0
-    factors: np.ndarray | None = None
+    factors: Mapping[str, np.ndarray] = field(default_factory=dict)
     notes: tuple[str, ...] = field(default=())
 
     def add_metadata(self, writer: gguf.GGUFWriter) -> None:
@@ -51,12 +53,15 @@ class Rope:
             writer.add_rope_scaling_factor(self.factor)
             assert self.original_context is not None
             writer.add_rope_scaling_orig_ctx_len(self.original_context)
-            if self.attention_factor is not None:
-                writer.add_rope_scaling_attn_factors(self.attention_factor)
+        elif self.type == "longrope":
+            assert self.original_context is not None
+            writer.add_rope_scaling_orig_ctx_len(self.original_context)
+        if self.attention_factor is not None:
+            writer.add_rope_scaling_attn_factors(self.attention_factor)
 
 
-def read_rope(config: Config, head_dim: int, default_base: float = 10000.0) -> Rope:
-    """The rope of a config; `BridgeError` for rules that llama.cpp has no counterpart of."""
+def read_rope(config: Config, rotated: int, default_base: float = 10000.0) -> Rope:
+    """The rope of a config for so many elements of a head; `BridgeError` for rules that llama.cpp does not have."""
     rules = config.get("rope_parameters") or config.get("rope_scaling") or {}
     if not isinstance(rules, dict):
         raise BridgeError(f"{config.path}: the rope scaling is {rules!r}, an object is expected")
@@ -64,15 +69,14 @@ def read_rope(config: Config, head_dim: int, default_base: float = 10000.0) -> R
         rules = rules["full_attention"]
     base = _number(config, rules, "rope_theta", config.get("rope_theta", default_base))
     kind = rules.get("rope_type") or rules.get("type") or "default"
-    partial = rules.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0
-    if partial != 1.0:
-        raise BridgeError(f"{config.path}: partial_rotary_factor is {partial}; llama.cpp rotates whole heads here")
-    if kind == "default":
+    if kind in ("default", "mrope"):  # mrope on text alone is the default rule: all its positions are equal
         return Rope(base)
     if kind == "linear":
         return Rope(base, kind, factor=_number(config, rules, "factor"))
     if kind == "llama3":
-        return Rope(base, kind, factors=_llama3_factors(config, rules, base, head_dim))
+        return Rope(base, kind, factors={"rope_freqs": _llama3_factors(config, rules, base, rotated)})
+    if kind in ("longrope", "su"):
+        return _longrope(config, rules, base, rotated)
     if kind == "yarn":
         return _yarn(config, rules, base)
     if kind == "dynamic":
@@ -80,8 +84,8 @@ def read_rope(config: Config, head_dim: int, default_base: float = 10000.0) -> R
         note = f"dynamic rope scaling is left out: the model is as trained up to {context} tokens, and not beyond"
         return Rope(base, kind, notes=(note,))
     raise BridgeError(
-        f"{config.path}: rope type {kind!r} is unknown here; default, linear, llama3, yarn and dynamic are known, "
-        "any other needs --template"
+        f"{config.path}: rope type {kind!r} is unknown here; default, linear, llama3, longrope, mrope, yarn and "
+        "dynamic are known, any other needs --template"
     )
 
 
@@ -91,20 +95,42 @@ def _number(
     value = rules.get(key, default)
     if value is None:
         value = default
-    if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 < value < below:
+    if not _positive(value) or not value < below:
         raise BridgeError(f"{config.path}: the rope parameters' {key} is {value!r}, a positive number is expected")
     return float(value)
 
 
-def _llama3_factors(config: Config, rules: dict[str, Any], base: float, head_dim: int) -> np.ndarray:
-    """float32 [head_dim / 2]: 1 for short wavelengths, `factor` for long ones, smooth between."""
+def _llama3_factors(config: Config, rules: dict[str, Any], base: float, rotated: int) -> np.ndarray:
+    """float32 [rotated / 2]: 1 for short wavelengths, `factor` for long ones, smooth between."""
     factor = _number(config, rules, "factor")
     low, high = _number(config, rules, "low_freq_factor"), _number(config, rules, "high_freq_factor")
     context = _number(config, rules, "original_max_position_embeddings", config.get("original_max_position_embeddings"))
-    wavelength = 2 * math.pi * base ** (np.arange(0, head_dim, 2) / head_dim)
+    wavelength = 2 * math.pi * base ** (np.arange(0, rotated, 2) / rotated)
     # how far a frequency keeps its trained speed: 0 beyond context / low, 1 below context / high
     kept = np.clip((context / wavelength - low) / (high - low), 0.0, 1.0)
     return (1.0 / ((1.0 - kept) / factor + kept)).astype(np.float32)
+
+
+def _longrope(config: Config, rules: dict[str, Any], base: float, rotated: int) -> Rope:
+    """Two sets of divisors; the attention factor sqrt(1 + ln(factor) / ln(original)) of LongRoPE, arXiv:2402.13753."""
+    context, key = config.integer("max_position_embeddings"), "original_max_position_embeddings"
+    original = int(_number(config, rules, key, config.get(key, context), 1 << 31))
+    factors = {}
+    for name in ("long", "short"):
+        values = rules.get(f"{name}_factor")
+        if not isinstance(values, list) or len(values) != rotated // 2 or not all(_positive(v) for v in values):
+            found = f"{name}_factor is {values!r:.60}"
+            raise BridgeError(f"{config.path}: the rope parameters' {found}; {rotated // 2} numbers belong there")
+        factors[f"rope_factors_{name}"] = np.array(values, np.float32)
+    scale = context / original
+    size = math.sqrt(1 + math.log(scale) / math.log(original)) if scale > 1 and original > 1 else 1.0
+    if rules.get("attention_factor") is not None:
+        size = _number(config, rules, "attention_factor")
+    return Rope(base, "longrope", original_context=original, attention_factor=size, factors=factors)
+
+
+def _positive(value: Any) -> TypeGuard[float]:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < math.inf
 
 
 def _yarn(config: Config, rules: dict[str, Any], base: float) -> Rope:

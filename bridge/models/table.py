@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection
+from collections.abc import Mapping, Sequence
 from itertools import groupby
 
 import gguf
@@ -11,16 +11,16 @@ import numpy as np
 
 from bridge.errors import BridgeError
 from bridge.models.arguments import Arguments
-from bridge.models.family import EMBEDDINGS, HEAD, Family, Row
+from bridge.models.family import HEAD, Family, Row
 from bridge.plan import AS_IT_IS, FROM_CONFIG, Fold, Outline, Part, PlannedTensor
 from bridge.row_order import interleaved_rows
 
-_LAYER = re.compile(r"\.layers\.(\d+)\.")
+_LAYER = re.compile(r"\.(?:layers|h)\.(\d+)\.")
 # buffers that old checkpoints carry and every runtime computes anew
 _BUFFERS = re.compile(r"(.*\.)?(rotary_emb\.(inv_freq|cos_cached|sin_cached)|attn\.(masked_)?bias|self_attn\.bias)$")
 
 
-def fill_table(family: Family, args: Arguments, names: Collection[str]) -> Outline:
+def fill_table(family: Family, args: Arguments, names: Mapping[str, Sequence[int]]) -> Outline:
     """The tensors of a model, and which of the checkpoint's are not among them; no metadata yet.
 
     Raises:
@@ -31,12 +31,13 @@ def fill_table(family: Family, args: Arguments, names: Collection[str]) -> Outli
         rows = [row for row in group if row.when(args)]
         for layer in range(args.layers if repeated else 1):
             for row in rows:
-                filled.add(row, layer)
+                if row.layers is None or row.layers(args, layer):
+                    filled.add(row, layer)
     outline = Outline({}, filled.tensors, filled.folds, optional=frozenset(filled.optional))
-    if (factors := args.rope.factors) is not None:
-        outline.tensors.append(
-            PlannedTensor("rope_freqs.weight", factors.shape, data=factors, type="F32", reason=FROM_CONFIG)
-        )
+    outline.tensors += [
+        PlannedTensor(f"{name}.weight", factors.shape, data=factors, type="F32", reason=FROM_CONFIG)
+        for name, factors in args.rope.factors.items()
+    ]
     outline.unused, outline.zero_only = filled.leftovers()
     return outline
 
@@ -48,7 +49,8 @@ class _Filled:
     optional  biases that are there and need not be
     """
 
-    def __init__(self, family: Family, args: Arguments, names: Collection[str]) -> None:
+    def __init__(self, family: Family, args: Arguments, names: Mapping[str, Sequence[int]]) -> None:
+        self.shapes = names
         self.family, self.args, self.sizes, self.names = family, args, args.sizes, frozenset(names)
         arch = {name: key for key, name in gguf.MODEL_ARCH_NAMES.items()}[family.arch]
         layers = {found[1] for name in self.names if (found := _LAYER.search(name))}
@@ -59,51 +61,58 @@ class _Filled:
         self.optional: set[str] = set()
         self.used: set[str] = set()
         # tied embeddings are one tensor, which may have been saved under either name
-        tied = (EMBEDDINGS.source, HEAD.source) if args.tied else ()
-        saved = next((name for name in tied if f"{name}.weight" in self.names), EMBEDDINGS.source)
+        embeddings = family.table[0].source
+        tied = (embeddings, HEAD.source) if args.tied else ()
+        saved = next((name for name in tied if f"{name}.weight" in self.names), embeddings)
         self.saved_as = dict.fromkeys(tied, saved)
 
     def add(self, row: Row, layer: int) -> None:
         """The tensor of a row in one layer, and its bias; BridgeError where it is not in the checkpoint."""
         source = row.source.format(layer)
-        shape = tuple(self.sizes[name] for name in row.shape.split())
+        shape = tuple(sum(self.sizes[name] for name in side.split("+")) for side in row.shape.split())
         parts = self._parts(row, layer, shape)
-        matrix = len(shape) == 2 and not row.floats
-        self._plan(source, "weight", (len(parts), *shape) if "*" in source else shape, parts, matrix)
-        if not matrix or parts[0].matrix is not None:
+        if row.optional and parts[0].source not in self.names:
             return
-        modules = self.modules[source] = [part.module for part in parts]
-        if row.columns_of:
-            producers = zip(*(self.modules[other.format(layer)] for other in row.columns_of), strict=True)
-            self.folds += [Fold(*pair) for pair in zip(modules, producers, strict=True)]
-        bias, needed = f"{modules[0]}.bias", row.bias is not None and row.bias(self.args)
+        matrix = len(shape) > 1 and not row.floats
+        name = f"blk.{layer}.{row.name}" if row.name else self._name(source, "weight")
+        self._plan(name, (len(parts), *shape) if "*" in source else shape, parts, row.floats if not matrix else None)
+        if matrix and parts[0].matrix is None:
+            modules = self.modules[source] = [part.module for part in parts]
+            if row.columns_of:
+                producers = zip(*(self.modules[other.format(layer)] for other in row.columns_of), strict=True)
+                self.folds += [Fold(*pair) for pair in zip(modules, producers, strict=True)]
+        bias, needed = f"{parts[0].module}.bias", row.bias is not None and row.bias(self.args)
         if needed or (row.bias is not None and bias in self.names):
-            self._plan(source, "bias", shape[:1], (Part(bias, shape[:1], parts[0].rows),))
+            self._plan(self._name(source, "bias"), shape[:1], (Part(bias, shape[:1], parts[0].rows),), "F32")
             if not needed:
                 self.optional.add(bias)
+
+    def _name(self, source: str, suffix: str) -> str:
+        return f"{self.map[source.replace('.*', '')]}.{suffix}"
 
     def _parts(self, row: Row, layer: int, shape: tuple[int, ...]) -> tuple[Part, ...]:
         """What a tensor is read from, by the first of its sources that the checkpoint has anything of."""
         sources = [source.format(layer) for source in (row.source, *row.also)]
         if "*" in row.source:
             for source in sources:
-                parts = _experts(source, self.sizes["experts"], shape)
+                parts = _experts(source, self.sizes["experts"], shape, self.shapes)
                 if any(part.source in self.names for part in parts):
                     return parts
-            return _experts(sources[0], self.sizes["experts"], shape)
-        sources = [f"{self.saved_as.get(source, source)}.weight" for source in sources]
+            return _experts(sources[0], self.sizes["experts"], shape, self.shapes)
+        sources = [self.saved_as.get(source, source) + ("" if row.exact else ".weight") for source in sources]
         source = next((name for name in sources if name in self.names), sources[0])
+        if row.parts is not None:
+            return row.parts(self.args, source)
         head_dim = self.args.head_dim
-        return (Part(source, shape, interleaved_rows(shape[0] // head_dim, head_dim) if row.interleaved else None),)
+        rows = interleaved_rows(shape[0] // head_dim, head_dim) if row.interleaved else None
+        return (Part(source, shape, rows, change=row.change),)
 
-    def _plan(
-        self, source: str, suffix: str, shape: tuple[int, ...], parts: tuple[Part, ...], quantized: bool = False
-    ) -> None:
+    def _plan(self, name: str, shape: tuple[int, ...], parts: tuple[Part, ...], type: str | None) -> None:
         for part in parts:
             self._use(part.source)
-        name = f"{self.map[source.replace('.*', '')]}.{suffix}"
-        type, reason = (None, "") if quantized else ("F32", AS_IT_IS)
-        self.tensors.append(PlannedTensor(name, shape, parts, type=type, reason=reason))
+        vector = len(shape) == 1
+        reason = AS_IT_IS if vector or type else ""
+        self.tensors.append(PlannedTensor(name, shape, parts, type=type or ("F32" if vector else None), reason=reason))
 
     def _use(self, source: str) -> None:
         """Note that a tensor of the checkpoint is needed; BridgeError where it is not there."""
@@ -135,14 +144,20 @@ class _Filled:
         return unused, zero_only
 
 
-def _experts(source: str, count: int, shape: tuple[int, ...]) -> tuple[Part, ...]:
+def _experts(source: str, count: int, shape: tuple[int, ...], shapes: Mapping[str, Sequence[int]]) -> tuple[Part, ...]:
     """One matrix of every expert, whichever way a `Row` names them."""
     if "*" in source:
         return tuple(Part(f"{source.replace('*', str(expert))}.weight", shape) for expert in range(count))
+    turned = source.endswith("^")
+    source = source.rstrip("^")
     source, _, share = source.rstrip("]").partition("[")
     rows = stored = None
     if share:
         which, of = map(int, share.split("/"))
         rows = np.arange(which * shape[0], (which + 1) * shape[0])
         stored = (of * shape[0], *shape[1:])
-    return tuple(Part(source, shape, rows, matrix=expert, stored=stored) for expert in range(count))
+    whole = tuple(stored or shape)
+    if whole[0] != whole[1] and source in shapes:  # both ways of keeping them are published
+        turned = tuple(shapes[source][1:]) == whole[::-1]
+    change = "transposed" if turned else None
+    return tuple(Part(source, shape, rows, matrix=expert, stored=stored, change=change) for expert in range(count))

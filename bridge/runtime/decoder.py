@@ -8,6 +8,9 @@
         x = x + W_down (silu(W_gate x^) * W_up x^)          x^ = norm(x); of experts see experts.py
     logits = W_output norm(x)
 
+Granite multiplies embeddings and what is added by factors; GLM-4, OLMo 2 and Gemma normalize what is added, OLMo 2 that
+alone; Gemma caps scores and logits by tanh, and attends to a window in most layers (`DecoderConfig`).
+
 A single token whose matrices are all prepared runs as one table of calls (`cpu/program.py`), in which
 matrices that multiply the same vector share its int8 records. Everything else, prompts above all, goes
 matrix by matrix through `QuantTensor.matmul`, with the same functions in between.
@@ -47,16 +50,20 @@ class Decoder:
 
     def __init__(self, file: GGUFFile, config: DecoderConfig, context: int, kv: str, precision: str):
         self.config, self.precision = config, precision
-        weights = read_weights(file, config, experts=True)  # checks what the cache takes memory for
+        weights = read_weights(file, config, whole=True)  # checks what the cache takes memory for
         self.cache = KVCache(config, context, kv)
         self.embedding, self.output = weights.embedding, weights.output
         self.vocab = self.embedding.shape[0]
         self.output_norm, self.layers = weights.output_norm, weights.layers
-        self.cos, self.sin = config.angles(self.cache.rows, weights.rope_factors)
+        factors = weights.rope_factors
+        if weights.long_factors is not None and context > config.rope_original_context:
+            factors = weights.long_factors
+        self._angles = config.angles(self.cache.rows, factors)
+        self._local_angles = config.local().angles(self.cache.rows, None) if config.window else self._angles
         self._start = np.zeros(1, np.int64)
         self._last_token = np.zeros(1, np.int64)
         self._row = np.empty(0, np.float32)  # of logits, if the token's program writes them
-        self._eps = int(np.array(config.norm_eps, np.float64).view(np.int64))
+        self._eps = _bits(config.norm_eps)
         self._work: dict[int, _Work] = {}
         self._token: Program | None = None
         self._matrices = [m for layer in self.layers for m in layer.matrices] + [self.output]
@@ -92,8 +99,11 @@ class Decoder:
 
     def logits(self, hidden: np.ndarray) -> np.ndarray:
         """float32 [n, vocab] of hidden states [n, hidden]."""
-        scores: np.ndarray = self.output.matmul(hidden, precision=self.precision)
-        return scores
+        return self._capped(self.output.matmul(hidden, precision=self.precision))
+
+    def _capped(self, scores: np.ndarray) -> np.ndarray:
+        cap = np.float32(self.config.logit_cap)
+        return cap * np.tanh(scores / cap) if cap else scores
 
     def scores(self, tokens: Sequence[int], keep: int) -> np.ndarray:
         """float32 [keep, vocab] of the last `keep` tokens, from an empty context."""
@@ -113,7 +123,7 @@ class Decoder:
     def next_scores(self, token: int) -> np.ndarray:
         """float32 [vocab] of what follows one more token; the next call may overwrite them."""
         hidden = self.run([token])
-        return self._row if self._row.size else self.logits(hidden)[0]
+        return self._capped(self._row) if self._row.size else self.logits(hidden)[0]
 
     def _batch(self, tokens: Sequence[int]) -> np.ndarray:
         n = len(tokens)
@@ -129,6 +139,7 @@ class Decoder:
             program.run()
         else:
             work.x[:] = self.embedding.rows(tokens)
+            work.x *= np.float32(self.config.embedding_scale)
             self._layer_by_layer(work)
         self.cache.length += n
         return work.xn
@@ -206,17 +217,32 @@ class Decoder:
             arguments = _address(table), table.nbytes // self.vocab, _address(self._last_token), _address(x), x.size
             program.add(ops.look_up_function(self.embedding.type), *arguments, items=1)
             program.keep(table)
+        if self.config.embedding_scale != 1:
+            program.add(ops.function("scale"), _address(x), x.size, _bits(self.config.embedding_scale), items=1)
 
     def _before(self, program: Program, work: _Work, index: int) -> None:
         """The last layer's result is added, x normalized."""
-        delta = work.delta if index else None
         if index:
-            self._bias(program, self.layers[index - 1].down_bias, work.delta)
-        self._norm(program, work, delta, self.layers[index].attn_norm)
+            self._added(program, work, self.layers[index - 1])
+        self._norm(program, work, work.delta if index else None, self.layers[index].attn_norm)
+
+    def _added(self, program: Program, work: _Work, layer: Layer) -> None:
+        """What a layer's network adds, made ready."""
+        self._bias(program, layer.down_bias, work.delta)
+        self._normalize(program, work.delta, layer.ffn_post_norm)
+
+    def _normalize(self, program: Program, x: np.ndarray, weight: np.ndarray | None) -> None:
+        """x normalized in place, if there is a weight for it."""
+        if weight is not None:
+            arguments = _address(x), 0, _address(weight), _address(x), x.shape[-1], self._eps, _bits(1.0)
+            program.add(ops.function("norm"), *arguments, items=len(x), shared=len(x) > 1)
 
     def _middle(self, program: Program, work: _Work, index: int) -> None:
         """Rotation, storing, attention."""
-        block = work.block[index].ctypes.data
+        layer, block = self.layers[index], work.block[index].ctypes.data
+        if self.config.graph.normed and not self._by_head(layer.q_norm):
+            self._normalize(program, work.q, layer.q_norm)
+            self._normalize(program, work.k, layer.k_norm)
         kind = self.cache.kind
         groups = -(-work.n * (self.config.heads // self.config.kv_heads) // attn.ROWS) * self.config.kv_heads
         program.add(attn.function("store", kind), block, items=work.n, shared=work.n > 1)
@@ -224,21 +250,25 @@ class Decoder:
 
     def _after(self, program: Program, work: _Work, layer: Layer) -> None:
         self._bias(program, layer.o_bias, work.delta)
+        self._normalize(program, work.delta, layer.attn_post_norm)
         self._norm(program, work, work.delta, layer.ffn_norm)
 
     def _end(self, program: Program, work: _Work, layer: Layer) -> None:
         self._bias(program, layer.gate_bias, work.gate)
         self._bias(program, layer.up_bias, work.up)
         arguments = _address(work.gate), _address(work.up), self.config.inner
-        program.add(ops.function("swiglu"), *arguments, items=work.n, shared=work.n > 1)
+        program.add(
+            ops.function("geglu" if self.config.graph.gelu else "swiglu"), *arguments, items=work.n, shared=work.n > 1
+        )
 
     def _last(self, program: Program, work: _Work) -> None:
-        self._bias(program, self.layers[-1].down_bias, work.delta)
+        self._added(program, work, self.layers[-1])
         self._norm(program, work, work.delta, self.output_norm)
 
-    def _norm(self, program: Program, work: _Work, delta: np.ndarray | None, weight: np.ndarray) -> None:
+    def _norm(self, program: Program, work: _Work, delta: np.ndarray | None, weight: Any) -> None:
         arguments = _address(work.x), _address(delta), _address(weight), _address(work.xn), self.config.hidden
-        program.add(ops.function("norm"), *arguments, self._eps, items=work.n, shared=work.n > 1)
+        scale = _bits(self.config.residual_scale)
+        program.add(ops.function("norm"), *arguments, self._eps, scale, items=work.n, shared=work.n > 1)
 
     def _bias(self, program: Program, bias: np.ndarray | None, y: np.ndarray) -> None:
         if bias is not None:
@@ -276,20 +306,28 @@ class Decoder:
         c, cache = self.config, self.cache
         blocks = np.zeros((c.layers, attn.WORDS), np.int64)
         for i, (layer, block) in enumerate(zip(self.layers, blocks, strict=True)):
+            cos, sin = self._local_angles if c.windowed(i) else self._angles
+            by_head = self._by_head(layer.q_norm)
             arrays = {
                 attn.Q: work.q, attn.K: work.k, attn.V: work.v, attn.OUT: work.attended,
                 attn.Q_BIAS: layer.q_bias, attn.K_BIAS: layer.k_bias, attn.V_BIAS: layer.v_bias,
-                attn.Q_NORM: layer.q_norm, attn.K_NORM: layer.k_norm, attn.COS: self.cos, attn.SIN: self.sin,
+                attn.Q_NORM: layer.q_norm if by_head else None, attn.K_NORM: layer.k_norm if by_head else None,
+                attn.COS: cos, attn.SIN: sin,
                 attn.KEYS: cache.keys[i], attn.VALUES: cache.values[i], attn.START: self._start,
                 attn.KEY_SCALES: cache.key_scales[i], attn.VALUE_SCALES: cache.value_scales[i],
             }  # fmt: skip
             for word, array in arrays.items():
                 block[word] = _address(array)
             block[attn.HEADS], block[attn.KV_HEADS], block[attn.HEAD_DIM] = c.heads, c.kv_heads, c.head_dim
-            block[attn.ROTATED], block[attn.NEIGHBOURS] = c.rotated, int(c.neighbours)
+            block[attn.ROTATED], block[attn.NEIGHBOURS] = c.rotated if c.rotates(i) else 0, int(c.neighbours)
             block[attn.CONTEXT], block[attn.TOKENS], block[attn.EPS] = cache.rows, work.n, self._eps
-            block[attn.SCALE] = np.array(c.attention_scale, np.float64).view(np.int64)
+            block[attn.SCALE], block[attn.CAP] = _bits(c.attention_scale), _bits(c.score_cap)
+            block[attn.WINDOW] = c.window if c.windowed(i) else 0
         return blocks
+
+    def _by_head(self, norm: np.ndarray | None) -> bool:
+        """Whether a weight is for each head, rather than for all of them together."""
+        return norm is not None and norm.size == self.config.head_dim
 
 
 class _Work:
@@ -314,6 +352,10 @@ class _Work:
 def _buffer(n: int, columns: int) -> np.ndarray:
     """float32 [n, columns], with room behind it for a last row group that reaches beyond the rows."""
     return np.zeros(n * columns + 16, np.float32)[: n * columns].reshape(n, columns)
+
+
+def _bits(value: float) -> int:
+    return int(np.array(value, np.float64).view(np.int64))
 
 
 def _address(array: np.ndarray | None) -> int:

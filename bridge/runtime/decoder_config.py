@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -11,14 +11,47 @@ import numpy as np
 
 from bridge.errors import BridgeError
 
-# architecture -> whether rotary pairs are neighbours (2i, 2i + 1) rather than halves (i, i + n/2)
-ARCHITECTURES = {"llama": True, "qwen2": False, "qwen2moe": False, "qwen3": False, "qwen3moe": False}
+
+@dataclass(frozen=True)
+class Graph:
+    """What an architecture's layers are, beside what its metadata says.
+
+    neighbours       rotary pairs are neighbours (2i, 2i + 1) rather than halves (i, i + n/2)
+    normed           q and k are normalized, each head or all of them together
+    pre_norm         attention and network read the normalized state, not the state as it is
+    post_norm        what they add is normalized too
+    gelu             gelu (its tanh form) in place of silu
+    scaled           embeddings are multiplied by the root of their width
+    unrotated_every  every so manieth layer rotates nothing; 0: all rotate
+    full_every       every so manieth layer attends to everything, the others to a window; 0: all to everything
+    """
+
+    neighbours: bool = False
+    normed: bool = False
+    pre_norm: bool = True
+    post_norm: bool = False
+    gelu: bool = False
+    scaled: bool = False
+    unrotated_every: int = 0
+    full_every: int = 0
+
+
+ARCHITECTURES = {
+    "llama": Graph(neighbours=True), "mistral3": Graph(neighbours=True), "qwen2": Graph(), "qwen2vl": Graph(),
+    "qwen2moe": Graph(), "qwen3": Graph(normed=True), "qwen3vl": Graph(normed=True), "qwen3moe": Graph(normed=True),
+    "qwen3vlmoe": Graph(normed=True), "smollm3": Graph(neighbours=True, unrotated_every=4),
+    "granite": Graph(neighbours=True), "phi3": Graph(), "glm4": Graph(neighbours=True, post_norm=True),
+    "olmo2": Graph(normed=True, pre_norm=False, post_norm=True),
+    "gemma2": Graph(post_norm=True, gelu=True, scaled=True, full_every=2),
+    "gemma3": Graph(normed=True, post_norm=True, gelu=True, scaled=True, full_every=6),
+}  # fmt: skip
+_LARGEST = {"gemma2": 46, "gemma3": 62}  # layers of the 27 B models, whose scores are scaled by the hidden size's share
 _UNNORMALIZED = {"qwen2moe"}  # the chosen experts' weights are the router's probabilities, not their shares of them
 
 
 @dataclass(frozen=True)
 class DecoderConfig:
-    """A pre-norm decoder with grouped-query attention and SwiGLU, of one network a layer or of experts."""
+    """A decoder with grouped-query attention and a gated network, of one network a layer or of experts."""
 
     arch: str
     layers: int
@@ -31,7 +64,7 @@ class DecoderConfig:
     context: int  # tokens it was trained for
     norm_eps: float
     attention_scale: float
-    neighbours: bool
+    graph: Graph
     rope_base: float
     rope_scaling: str  # "none", "linear" or "yarn"
     rope_factor: float
@@ -41,9 +74,40 @@ class DecoderConfig:
     experts_used: int = 0  # by a token
     shared_inner: int = 0  # of the expert that all tokens pass through; 0 where there is none
     normalized: bool = True  # whether the weights of the experts used sum to one
+    embedding_scale: float = 1.0  # what embeddings are multiplied by
+    residual_scale: float = 1.0  # likewise what attention and network add
+    logit_scale: float = 1.0  # logits are divided by it
+    score_cap: float = 0.0  # scores are c tanh(s / c); 0: as they are
+    logit_cap: float = 0.0  # likewise logits
+    window: int = 0  # tokens that the layers with a window attend to
+    local_base: float = 10000.0  # of their rotary embedding
+
+    @property
+    def neighbours(self) -> bool:
+        """Whether rotary pairs are neighbours."""
+        return self.graph.neighbours
+
+    @property
+    def plain(self) -> bool:
+        """Whether it is a decoder as Llama's and Qwen's are."""
+        scales = self.embedding_scale, self.residual_scale, self.logit_scale, self.score_cap, self.logit_cap
+        usual = self.graph in (Graph(), Graph(neighbours=True), Graph(normed=True))
+        return usual and scales == (1.0, 1.0, 1.0, 0.0, 0.0) and self.arch != "phi3"
+
+    def windowed(self, layer: int) -> bool:
+        """Whether a layer attends to a window alone."""
+        return self.window > 0 and self.graph.full_every > 0 and (layer + 1) % self.graph.full_every != 0
+
+    def rotates(self, layer: int) -> bool:
+        """Whether a layer's q and k are rotated."""
+        return not self.graph.unrotated_every or (layer + 1) % self.graph.unrotated_every != 0
+
+    def local(self) -> DecoderConfig:
+        """With the rotary embedding of the layers with a window."""
+        return replace(self, rope_base=self.local_base, rope_scaling="none", rope_factor=1.0)
 
     def angles(self, context: int, factors: np.ndarray | None) -> tuple[np.ndarray, np.ndarray]:
-        """cos and sin of the rotary angles, each float32 [context, rotated / 2], times yarn's attention factor.
+        """cos and sin of the rotary angles, each float32 [context, rotated / 2], times the attention factor.
 
         factors  rope_freqs.weight: what each frequency is divided by, or None
 
@@ -55,7 +119,7 @@ class DecoderConfig:
         frequencies = self.rope_base ** (-2.0 * np.arange(half) / self.rotated)
         if factors is not None:
             frequencies = frequencies / factors.astype(np.float64)
-        size = 1.0
+        size = self.rope_attention_factor
         if self.rope_scaling == "linear":
             frequencies = frequencies / self.rope_factor
         elif self.rope_scaling == "yarn":
@@ -68,7 +132,7 @@ class DecoderConfig:
             high = min(self.rotated - 1.0, np.ceil(dimension(1.0)))
             kept = 1 - np.clip((np.arange(half) - low) / max(0.001, high - low), 0, 1)
             frequencies = frequencies * (kept + (1 - kept) / self.rope_factor)
-            size = self.rope_attention_factor * (1 + 0.1 * np.log(max(self.rope_factor, 1.0)))
+            size *= 1 + 0.1 * np.log(max(self.rope_factor, 1.0))
         angles = np.arange(context)[:, None] * frequencies
         return (size * np.cos(angles)).astype(np.float32), (size * np.sin(angles)).astype(np.float32)
 
@@ -77,7 +141,11 @@ def read_config(metadata: Mapping[str, Any], path: Path) -> DecoderConfig:
     """The decoder of a GGUF; BridgeError where a key is missing, of the wrong kind, or a rule unknown."""
     arch = metadata.get("general.architecture")
     if arch not in ARCHITECTURES:
-        raise BridgeError(f"{path}: architecture {arch!r} cannot be run here; {', '.join(ARCHITECTURES)} can")
+        raise BridgeError(
+            f"{path}: architecture {arch!r} cannot be run here, llama.cpp runs it; {', '.join(ARCHITECTURES)} can"
+        )
+
+    graph = ARCHITECTURES[arch]
 
     def get(key: str, kind: type, default: Any = None) -> Any:
         value: Any = metadata.get(f"{arch}.{key}", default)
@@ -108,6 +176,14 @@ def read_config(metadata: Mapping[str, Any], path: Path) -> DecoderConfig:
         scaling, factor = "linear", get("rope.scale_linear", float)
     if scaling not in ("none", "linear", "yarn"):
         raise BridgeError(f"{path}: rope scaling {scaling!r} is unknown here; none, linear and yarn are known")
+    if f"{arch}.attention.temperature_scale" in metadata:
+        raise BridgeError(
+            f"{path}: attention whose temperature grows with the position cannot be run here, llama.cpp does"
+        )
+    window = int(metadata.get(f"{arch}.attention.sliding_window", 4096 if arch == "gemma2" else 0))
+    base = get("rope.freq_base", float, 10000.0)
+    share = hidden // heads if _LARGEST.get(arch) == get("block_count", int) else head_dim
+    cap = 50.0 if arch == "gemma2" else 0.0  # llama.cpp's defaults
     context, inner = get("context_length", int), get("feed_forward_length", int)
     return DecoderConfig(
         arch=arch,
@@ -120,9 +196,9 @@ def read_config(metadata: Mapping[str, Any], path: Path) -> DecoderConfig:
         rotated=rotated,
         context=context,
         norm_eps=get("attention.layer_norm_rms_epsilon", float),
-        attention_scale=get("attention.scale", float, head_dim**-0.5),
-        neighbours=ARCHITECTURES[arch],
-        rope_base=get("rope.freq_base", float, 10000.0),
+        attention_scale=get("attention.scale", float, share**-0.5),
+        graph=graph,
+        rope_base=base,
         rope_scaling=scaling,
         rope_factor=factor,
         rope_original_context=get("rope.scaling.original_context_length", int, context),
@@ -131,4 +207,13 @@ def read_config(metadata: Mapping[str, Any], path: Path) -> DecoderConfig:
         experts_used=experts_used,
         shared_inner=get("expert_shared_feed_forward_length", int) if arch == "qwen2moe" else 0,
         normalized=arch not in _UNNORMALIZED,
+        embedding_scale=get("embedding_scale", float, float(np.float32(hidden**0.5)) if graph.scaled else 1.0),
+        residual_scale=get("residual_scale", float, 1.0),
+        logit_scale=get("logit_scale", float, 1.0),
+        score_cap=get("attn_logit_softcapping", float, cap) if cap else 0.0,
+        logit_cap=get("final_logit_softcapping", float, 30.0)
+        if cap or "gemma3.final_logit_softcapping" in metadata
+        else 0.0,
+        window=window if graph.full_every else 0,
+        local_base=get("rope.freq_base_swa", float, base if arch == "gemma2" else 10000.0),
     )

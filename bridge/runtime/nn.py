@@ -133,6 +133,8 @@ def replace_linears(
     config = read_config(file.metadata, file.path)
     if any(name == f"model.layers.{config.layers}" for name, _ in model.named_modules()):
         raise BridgeError(f"{file.path}: has {config.layers} layers, fewer than the model; it is of another model")
+    if not config.experts and not config.plain:
+        raise BridgeError(f"{file.path}: {config.arch} cannot be put under a transformers model; Model runs it")
     if config.experts:
         raise BridgeError(f"{file.path}: a mixture of experts cannot be put under a transformers model; Model runs it")
     for i in range(config.layers):

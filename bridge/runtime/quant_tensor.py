@@ -70,6 +70,11 @@ class QuantTensor:
         part = self.raw.reshape(self.shape[0], -1)[index]
         return QuantTensor(f"{self.name}[{index}]", self.type, self.shape[1:], part)
 
+    def slice_rows(self, first: int, stop: int) -> QuantTensor:
+        """Rows of a matrix as one of their own, not copied."""
+        raw = self.raw.reshape(self.shape[0], -1)[first:stop].reshape(-1)
+        return QuantTensor(f"{self.name}[{first}:{stop}]", self.type, (stop - first, self.shape[1]), raw)
+
     # products
 
     def matvec(self, x: Any, out: Any = None, precision: str = "int8") -> Any:

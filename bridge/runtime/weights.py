@@ -34,12 +34,12 @@ class Layer:
     With experts, gate, up and down are the stacks [experts, out, in] of all of theirs.
     """
 
-    attn_norm: np.ndarray
+    attn_norm: np.ndarray | None
     q: QuantTensor
     k: QuantTensor
     v: QuantTensor
     o: QuantTensor
-    ffn_norm: np.ndarray
+    ffn_norm: np.ndarray | None
     gate: QuantTensor
     up: QuantTensor
     down: QuantTensor
@@ -52,6 +52,8 @@ class Layer:
     down_bias: np.ndarray | None
     q_norm: np.ndarray | None
     k_norm: np.ndarray | None
+    attn_post_norm: np.ndarray | None = None
+    ffn_post_norm: np.ndarray | None = None
     experts: Experts | None = None
 
     @property
@@ -73,26 +75,33 @@ class Weights:
     output_norm: np.ndarray
     output: QuantTensor
     rope_factors: np.ndarray | None
+    long_factors: np.ndarray | None = None  # LongRoPE's, for contexts beyond the original one
 
 
-def read_weights(file: GGUFFile, config: DecoderConfig, experts: bool = False) -> Weights:
-    """Find every tensor; `experts`: whether the caller can run mixtures of them.
+def read_weights(file: GGUFFile, config: DecoderConfig, whole: bool = False) -> Weights:
+    """Find every tensor; `whole`: whether the caller runs all that the CPU does, not plain decoders alone.
 
-    Raises BridgeError where a tensor is missing or of another shape than the metadata says, or for experts.
+    Raises BridgeError where a tensor is missing or of another shape than the metadata says, or for what is not plain.
     """
-    if config.experts and not experts:
-        raise BridgeError(f"{file.path}: a mixture of experts runs on the CPU alone (device cpu)")
+    if not whole and (config.experts or not config.plain):
+        kind = "a mixture of experts" if config.experts else f"{config.arch}'s graph"
+        raise BridgeError(f"{file.path}: {kind} runs on the CPU alone (device cpu)")
     embedding = file["token_embd.weight"]
     vocab = embedding.shape[0]
     _expect(embedding, vocab, config.hidden)
     output = file.tensors.get("output.weight", embedding)
     _expect(output, vocab, config.hidden)
+    factors = {
+        name: _vector(file, f"rope_{name}.weight", config.rotated // 2)
+        for name in ("freqs", "factors_short", "factors_long")
+    }
     return Weights(
         embedding=embedding,
         layers=[_layer(file, config, i) for i in range(config.layers)],
-        output_norm=_vector(file, "output_norm.weight", config.hidden, True),
+        output_norm=_vector(file, "output_norm.weight", config.hidden, True) / np.float32(config.logit_scale),
         output=output,
-        rope_factors=_vector(file, "rope_freqs.weight", config.rotated // 2),
+        rope_factors=factors["freqs"] if factors["factors_short"] is None else factors["factors_short"],
+        long_factors=factors["factors_long"],
     )
 
 
@@ -110,26 +119,48 @@ def _layer(file: GGUFFile, c: DecoderConfig, i: int) -> Layer:
             return matrix(part, rows, columns)
         return _expect(file[f"blk.{i}.{part}_exps.weight"], c.experts, rows, columns)
 
-    normed = c.arch in ("qwen3", "qwen3moe")
+    def norm(part: str, there: bool) -> Any:
+        return vector(part, c.hidden, True) if there else None
+
+    parts, biases = {}, {}
+    ends = dict(zip("qkv", ((0, q), (q, q + kv), (q + kv, q + 2 * kv)), strict=True))
+    if f"blk.{i}.attn_qkv.weight" in file:  # in one matrix
+        whole, bias = matrix("attn_qkv", q + 2 * kv, c.hidden), vector("attn_qkv.bias", q + 2 * kv)
+        for name, (first, stop) in ends.items():
+            parts[name] = whole.slice_rows(first, stop)
+            biases[name] = None if bias is None else bias[first:stop]
+    else:
+        for name, (first, stop) in ends.items():
+            parts[name] = matrix(f"attn_{name}", stop - first, c.hidden)
+            biases[name] = vector(f"attn_{name}.bias", stop - first)
+    if not c.experts and f"blk.{i}.ffn_gate.weight" not in file:
+        both = matrix("ffn_up", 2 * c.inner, c.hidden)
+        gate, up = both.slice_rows(0, c.inner), both.slice_rows(c.inner, 2 * c.inner)
+    else:
+        gate, up = stack("ffn_gate", c.inner, c.hidden), stack("ffn_up", c.inner, c.hidden)
+    # of all heads at once in OLMo 2
+    q_norm, k_norm = (q, kv) if c.arch == "olmo2" else (c.head_dim, c.head_dim)
     layer = Layer(
-        attn_norm=vector("attn_norm.weight", c.hidden, True),
-        q=matrix("attn_q", q, c.hidden),
-        k=matrix("attn_k", kv, c.hidden),
-        v=matrix("attn_v", kv, c.hidden),
+        attn_norm=norm("attn_norm.weight", c.graph.pre_norm),
+        q=parts["q"],
+        k=parts["k"],
+        v=parts["v"],
         o=matrix("attn_output", c.hidden, q),
-        ffn_norm=vector("ffn_norm.weight", c.hidden, True),
-        gate=stack("ffn_gate", c.inner, c.hidden),
-        up=stack("ffn_up", c.inner, c.hidden),
+        ffn_norm=norm("ffn_norm.weight", c.graph.pre_norm),
+        gate=gate,
+        up=up,
         down=stack("ffn_down", c.hidden, c.inner),
-        q_bias=vector("attn_q.bias", q),
-        k_bias=vector("attn_k.bias", kv),
-        v_bias=vector("attn_v.bias", kv),
+        q_bias=biases["q"],
+        k_bias=biases["k"],
+        v_bias=biases["v"],
         o_bias=vector("attn_output.bias", c.hidden),
         gate_bias=vector("ffn_gate.bias", c.inner),
         up_bias=vector("ffn_up.bias", c.inner),
         down_bias=vector("ffn_down.bias", c.hidden),
-        q_norm=vector("attn_q_norm.weight", c.head_dim, normed),
-        k_norm=vector("attn_k_norm.weight", c.head_dim, normed),
+        q_norm=vector("attn_q_norm.weight", q_norm, c.graph.normed),
+        k_norm=vector("attn_k_norm.weight", k_norm, c.graph.normed),
+        attn_post_norm=norm("post_attention_norm.weight", c.graph.post_norm),
+        ffn_post_norm=norm("post_ffw_norm.weight", c.graph.post_norm),
     )
     if c.experts:
         router = matrix("ffn_gate_inp", c.experts, c.hidden).dequantize()

@@ -25,9 +25,10 @@ from bridge.jit import kernel, specialize
 from bridge.runtime.cpu.decoder_ops import exp, square_sum
 from bridge.runtime.cpu.memory import c_function, floats, from_half, panel, pointer, to_half
 
-# words of a layer's block; addresses first. Biases and head norms may be 0
+# words of a layer's block; addresses first. Biases, head norms, the cap on scores and the window may be 0
 (Q, K, V, Q_BIAS, K_BIAS, V_BIAS, Q_NORM, K_NORM, COS, SIN, KEYS, VALUES, KEY_SCALES, VALUE_SCALES, START, OUT,
- HEADS, KV_HEADS, HEAD_DIM, ROTATED, NEIGHBOURS, CONTEXT, TOKENS, EPS, SCALE, WORDS) = range(26)  # fmt: skip
+ HEADS, KV_HEADS, HEAD_DIM, ROTATED, NEIGHBOURS, CONTEXT, TOKENS, EPS, SCALE, CAP, WINDOW,
+ WORDS) = range(28)  # fmt: skip
 
 LANES = 16
 ROWS = 8
@@ -132,16 +133,20 @@ def _store(block, _0, _1, _2, _3, _4, _5, first, last):
 
 
 @kernel
-def _softmax(scores, visible):
-    """exp(s - max) over the visible scores, zero over the others; returns the sum."""
-    top = scores[0]
-    for i in range(1, visible):
+def _softmax(scores, low, visible, cap):
+    """exp(s - max) over the scores low..visible, zero over the others; returns the sum. cap c > 0: of c tanh(s / c)."""
+    if cap > 0:
+        for i in range(low, visible):
+            scores[i] = cap - 2 * cap / (exp(2 * scores[i] / cap) + np.float32(1.0))
+    top = scores[low]
+    for i in range(low + 1, visible):
         top = max(top, scores[i])
-    for i in range(visible):
+    for i in range(low, visible):
         scores[i] = exp(scores[i] - top)
     total = 0.0
-    for i in range(visible):
+    for i in range(low, visible):
         total += scores[i]
+    scores[:low] = 0
     scores[visible:] = 0
     return total
 
@@ -152,6 +157,8 @@ def _attend(block, _0, _1, _2, _3, _4, _5, first, last):
     heads, kv_heads, d, context, tokens = p[HEADS], p[KV_HEADS], p[HEAD_DIM], p[CONTEXT], p[TOKENS]
     start = numba.carray(pointer(p[START]), (1,), np.int64)[0]
     scale = np.float32(numba.carray(pointer(block), (WORDS,), np.float64)[SCALE])
+    cap = np.float32(numba.carray(pointer(block), (WORDS,), np.float64)[CAP])
+    window = p[WINDOW] if p[WINDOW] else start + tokens
     shared = heads // kv_heads
     per_head = (tokens * shared + ROWS - 1) // ROWS
     chunks = (d + LANES - 1) // LANES
@@ -188,7 +195,8 @@ def _attend(block, _0, _1, _2, _3, _4, _5, first, last):
                 b = p[KEYS] + at * (2 if halves else 4)
             _panel(rows, a, 4 * d, b, d, s + 4 * LANES * g, 4 * width)
         for r in range(rows):
-            sums[r] = _softmax(scores[r, : groups * LANES], start + (row0 + r) // shared + 1)
+            seen = start + (row0 + r) // shared + 1
+            sums[r] = _softmax(scores[r, : groups * LANES], max(0, seen - window), seen, cap)
         for j in range(chunks):
             at = (h * chunks + j) * context * LANES
             if quantized:

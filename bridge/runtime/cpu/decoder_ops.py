@@ -55,9 +55,12 @@ def _look_up(table, row_bytes, token, x, hidden, _0, _1, first, last):
     unpack(row, numba.carray(pointer(x), (1, hidden), np.float32))
 
 
-def _norm(x, delta, weight, out, hidden, eps, _0, first, last):
-    """x[t] += delta[t] where delta is not 0; out[t] = x[t] / rms(x[t]) * weight. eps: the bits of a float64."""
-    w = floats(weight, hidden)
+def _norm(x, delta, weight, out, hidden, eps, scale, first, last):
+    """x[t] += scale * delta[t] where delta is not 0; out[t] = x[t] / rms(x[t]) * weight, or x[t] where weight is 0.
+
+    eps, scale: the bits of float64. out may be x.
+    """
+    share = np.float32(np.int64(scale).view(np.float64))
     e = np.int64(eps).view(np.float64)
     for t in range(first, last):
         values = floats(x + 4 * hidden * t, hidden)
@@ -65,10 +68,15 @@ def _norm(x, delta, weight, out, hidden, eps, _0, first, last):
         if delta:
             d = floats(delta + 4 * hidden * t, hidden)
             for i in range(hidden):
-                values[i] += d[i]
-        scale = np.float32(1.0 / np.sqrt(square_sum(values) / hidden + e))
-        for i in range(hidden):
-            y[i] = values[i] * scale * w[i]
+                values[i] += share * d[i]
+        if weight:
+            w = floats(weight, hidden)
+            size = np.float32(1.0 / np.sqrt(square_sum(values) / hidden + e))
+            for i in range(hidden):
+                y[i] = values[i] * size * w[i]
+        else:
+            for i in range(hidden):
+                y[i] = values[i]
 
 
 def _swiglu(gate, up, inner, _0, _1, _2, _3, first, last):
@@ -78,6 +86,25 @@ def _swiglu(gate, up, inner, _0, _1, _2, _3, first, last):
         u = floats(up + 4 * inner * t, inner)
         for i in range(inner):
             g[i] = g[i] * u[i] / (np.float32(1.0) + exp(-g[i]))
+
+
+def _geglu(gate, up, inner, _0, _1, _2, _3, first, last):
+    """gate = gelu(gate) * up likewise, with x / (1 + exp(-2 sqrt(2/pi) (x + 0.044715 x^3))): gelu's tanh form."""
+    for t in range(first, last):
+        g = floats(gate + 4 * inner * t, inner)
+        u = floats(up + 4 * inner * t, inner)
+        for i in range(inner):
+            bent = g[i] * (np.float32(1.0) + np.float32(0.044715) * g[i] * g[i])
+            g[i] = g[i] * u[i] / (np.float32(1.0) + exp(np.float32(-1.5957691216) * bent))
+
+
+def _scale(x, count, factor, _0, _1, _2, _3, first, last):
+    """x *= factor, float32 [tokens, count]. factor: the bits of a float64."""
+    share = np.float32(np.int64(factor).view(np.float64))
+    for t in range(first, last):
+        values = floats(x + 4 * count * t, count)
+        for i in range(count):
+            values[i] *= share
 
 
 def _add(x, delta, count, _0, _1, _2, _3, first, last):
@@ -97,8 +124,8 @@ def _quantize(x, out, count, _0, _1, _2, _3, first, last):
 
 @cache
 def function(name: str) -> Any:
-    """norm, swiglu or add as a numba CFunc, whose `.address` is callable."""
-    return c_function({"norm": _norm, "swiglu": _swiglu, "add": _add}[name])
+    """norm, swiglu, geglu, scale or add as a numba CFunc, whose `.address` is callable."""
+    return c_function({"norm": _norm, "swiglu": _swiglu, "geglu": _geglu, "scale": _scale, "add": _add}[name])
 
 
 @cache

@@ -1,0 +1,41 @@
+"""Command-R and Aya: attention and network side by side on one layer norm without bias, logits scaled, tied."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from bridge.models.arguments import Arguments
+from bridge.models.family import SILU, Expected, Family, Row, decoder, gated_mlp
+from bridge.models.model_config import Config
+
+
+def _logits(config: Config, _args: Arguments) -> dict[str, Any]:
+    context = config.get("model_max_length")  # what the models were trained for; the other key says 8192
+    found = {"logit_scale": config.number("logit_scale", 0.0625), "rope.scaling.type": "none"}
+    return found | ({"context_length": config.integer("model_max_length")} if context else {})
+
+
+COMMAND_R = Family(
+    arch="command-r",
+    architectures=("CohereForCausalLM",),
+    model_type="cohere",
+    keys={"tie_word_embeddings": True, "max_position_embeddings": 8192, "rms_norm_eps": 1e-5, "use_qk_norm": False},
+    expects=(
+        SILU,
+        Expected("attention_bias", (False,), "llama.cpp's graph for this architecture has no biases"),
+        Expected("tie_word_embeddings", (True,), "llama.cpp's graph for this architecture has no head of its own"),
+    ),
+    names={"rms_norm_eps": "layer_norm_eps"},
+    metadata=_logits,
+    layer_norm=True,
+    table=decoder(
+        Row("input_layernorm", "hidden"),
+        Row("self_attn.q_proj", "q hidden"),
+        Row("self_attn.k_proj", "kv hidden"),
+        Row("self_attn.v_proj", "kv hidden"),
+        Row("self_attn.q_norm", "heads head", floats="F32", when=lambda args: args.qk_norm),
+        Row("self_attn.k_norm", "kv_heads head", floats="F32", when=lambda args: args.qk_norm),
+        Row("self_attn.o_proj", "hidden q"),
+        *gated_mlp("mlp", "inner"),
+    ),
+)

@@ -1,0 +1,108 @@
+"""DeepSeek V2, V3, R1 and Kimi K2: attention on a latent vector, fine-grained experts beside shared ones.
+
+kv_b_proj makes each head's keys (without position) and values from the latent vector. llama.cpp multiplies q by the
+first and the attended latent vectors by the second, so GGUF has the two apart, a matrix a head, and that for the keys
+transposed: its columns were rows, no code of theirs survives, and it goes as F16. That for the values keeps its codes.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from bridge.errors import BridgeError
+from bridge.models.arguments import Arguments
+from bridge.models.family import EXPERTS, SILU, Family, Row, decoder, gated_mlp, leading, sparse
+from bridge.models.model_config import Config
+from bridge.plan import Part
+
+
+def _sizes(config: Config, args: Arguments) -> dict[str, int]:
+    nope, rope = config.side("qk_nope_head_dim"), config.side("qk_rope_head_dim")
+    value, lora = config.side("v_head_dim"), config.side("kv_lora_rank")
+    return {
+        "nope": nope, "rope": rope, "v_head": value, "lora": lora,
+        "q_lora": config.side("q_lora_rank") if config.get("q_lora_rank") else 0,
+        "q": args.heads * (nope + rope), "attended": args.heads * value,
+        "shared": args.expert_inner * config.integer("n_shared_experts", 1),
+        "shared_experts": config.get("n_shared_experts", 0) and config.integer("n_shared_experts"),
+    }  # fmt: skip
+
+
+def _keys(args: Arguments, source: str) -> tuple[Part, ...]:
+    """Of each head: [latent, head], the transpose of its first rows."""
+    m = args.sizes
+    each, stored = m["nope"] + m["v_head"], (m["lora"], args.heads * (m["nope"] + m["v_head"]))
+    starts = (head * each + np.arange(m["nope"]) for head in range(args.heads))
+    shape = (m["lora"], m["nope"])
+    return tuple(Part(source, shape, columns=rows, stored=stored, change="transposed") for rows in starts)
+
+
+def _values(args: Arguments, source: str) -> tuple[Part, ...]:
+    """Of each head: [head, latent], its last rows."""
+    m = args.sizes
+    each = m["nope"] + m["v_head"]
+    rows = (head * each + m["nope"] + np.arange(m["v_head"]) for head in range(args.heads))
+    return tuple(Part(source, (m["v_head"], m["lora"]), r, stored=(args.heads * each, m["lora"])) for r in rows)
+
+
+def _latent(config: Config, args: Arguments) -> dict[str, Any]:
+    m, rules = args.sizes, config.get("rope_parameters") or config.get("rope_scaling") or {}
+    scoring = config.get("scoring_func") or ("softmax" if config.get("model_type") == "deepseek_v2" else "sigmoid")
+    scaling: dict[str, Any] = {"rope.scaling.attn_factor": None}
+    if args.rope.type == "yarn":
+        whole = rules.get("mscale_all_dim") or 0.0
+        if rules.get("mscale", 1.0) != whole:
+            factors = f"mscale {rules.get('mscale')} and mscale_all_dim {whole}"
+            raise BridgeError(f"{config.path}: yarn with {factors}; llama.cpp has one number for both")
+        scaling["rope.scaling.yarn_log_multiplier"] = 0.1 * whole
+        scaling |= {f"rope.scaling.yarn_{key}": float(rules[key]) for key in ("beta_fast", "beta_slow") if key in rules}
+    return {
+        "attention.head_count_kv": 1,
+        "attention.key_length": m["lora"] + m["rope"], "attention.value_length": m["lora"],
+        "attention.key_length_mla": m["nope"] + m["rope"], "attention.value_length_mla": m["v_head"],
+        "attention.kv_lora_rank": m["lora"], "attention.q_lora_rank": m["q_lora"] or None,
+        "rope.dimension_count": m["rope"],
+        "leading_dense_block_count": args.leading,
+        "expert_shared_count": m["shared_experts"],
+        "expert_weights_scale": config.number("routed_scaling_factor", 1.0),
+        "expert_weights_norm": True if config.get("norm_topk_prob") else None,
+        "expert_gating_func": 2 if scoring == "sigmoid" else 1,
+        "expert_group_count": config.get("n_group"), "expert_group_used_count": config.get("topk_group"),
+        **scaling,
+    }  # fmt: skip
+
+
+DEEPSEEK2 = Family(
+    arch="deepseek2",
+    architectures=("DeepseekV3ForCausalLM", "DeepseekV2ForCausalLM", "KimiK2ForCausalLM"),
+    model_type="deepseek_v3",
+    keys={"num_experts": None, "moe_intermediate_size": None, "first_k_dense_replace": 0},
+    expects=(SILU,),
+    names={"num_experts": "n_routed_experts", "head_dim": "qk_rope_head_dim"},
+    sizes=_sizes,
+    metadata=_latent,
+    predicts=True,
+    table=decoder(
+        Row("input_layernorm", "hidden"),
+        Row("self_attn.q_proj", "q hidden", when=lambda args: not args.more["q_lora"]),
+        Row("self_attn.q_a_proj", "q_lora hidden", when=lambda args: bool(args.more["q_lora"])),
+        Row("self_attn.q_a_layernorm", "q_lora", when=lambda args: bool(args.more["q_lora"])),
+        Row("self_attn.q_b_proj", "q q_lora", when=lambda args: bool(args.more["q_lora"])),
+        Row("self_attn.kv_a_proj_with_mqa", "lora+rope hidden"),
+        Row("self_attn.kv_a_layernorm", "lora"),
+        Row("self_attn.kv_b_proj", "heads lora nope", parts=_keys, name="attn_k_b.weight", floats="F16"),
+        Row("self_attn.kv_b_proj", "heads v_head lora", parts=_values, name="attn_v_b.weight"),
+        Row("self_attn.o_proj", "hidden attended"),
+        Row("post_attention_layernorm", "hidden"),
+        *leading(*gated_mlp("mlp", "inner")),
+        *sparse(
+            *EXPERTS,
+            Row(
+                "mlp.gate.e_score_correction_bias", "experts", exact=True, name="exp_probs_b.bias", optional=True,
+            ),
+            *gated_mlp("mlp.shared_experts", "shared"),
+        ),
+    ),
+)  # fmt: skip

@@ -1,0 +1,108 @@
+"""Gemma 2 and 3: norms around attention and network, stored less one; layers that attend to a window alone.
+
+Gemma 2 caps attention scores and logits by tanh, Gemma 3 normalizes q and k instead. Which layers attend to everything,
+every second and every sixth, llama.cpp has compiled in, and the scale of attention scores by the size of the model.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from bridge.errors import BridgeError
+from bridge.models.arguments import Arguments
+from bridge.models.family import EMBEDDINGS, NORM, Expected, Family, Row, decoder, gated_mlp
+from bridge.models.model_config import Config
+
+_GELU = Expected(
+    "hidden_act", ("gelu_pytorch_tanh", "gelu_new"), "llama.cpp's graph for this architecture has no other"
+)
+_LARGEST = {"gemma2": 46, "gemma3": 62}  # layers of the 27 B models
+
+
+def _checked(config: Config, args: Arguments, arch: str, period: int) -> None:
+    """BridgeError where the scale of attention or the layers with a window are not llama.cpp's."""
+    scalar = config.number("query_pre_attn_scalar", 256)
+    scale = args.hidden // args.heads if args.layers == _LARGEST[arch] else args.head_dim
+    if scalar != scale:
+        raise BridgeError(f"{config.path}: query_pre_attn_scalar is {scalar:g}; llama.cpp takes {scale} for this model")
+    types = config.get("layer_types")
+    if types is None:
+        period = config.integer("sliding_window_pattern", period)
+        types = [("full" if (i + 1) % period == 0 else "sliding") + "_attention" for i in range(args.layers)]
+    usual = {"gemma2": 2, "gemma3": 6}[arch]
+    if [kind == "sliding_attention" for kind in types] != [(i + 1) % usual != 0 for i in range(args.layers)]:
+        raise BridgeError(
+            f"{config.path}: the layers with a window are others than llama.cpp's: all but every {usual}th"
+        )
+
+
+def _gemma2(config: Config, args: Arguments) -> dict[str, Any]:
+    _checked(config, args, "gemma2", 2)
+    return {
+        "attn_logit_softcapping": config.number("attn_logit_softcapping", 50.0),
+        "final_logit_softcapping": config.number("final_logit_softcapping", 30.0),
+        "attention.sliding_window": config.integer("sliding_window", 4096),
+    }
+
+
+def _gemma3(config: Config, args: Arguments) -> dict[str, Any]:
+    _checked(config, args, "gemma3", 6)
+    local = (config.get("rope_parameters") or {}).get("sliding_attention") or {}
+    return {
+        "attention.sliding_window": config.integer("sliding_window", 4096),
+        "rope.freq_base_swa": float(local.get("rope_theta") or config.get("rope_local_base_freq", 10000.0)),
+    }
+
+
+def _norm(name: str, size: str = "hidden") -> Row:
+    return Row(name, size, change="+1")
+
+
+def _table(*normalized: Row) -> tuple[Row, ...]:
+    return decoder(
+        _norm("input_layernorm"),
+        Row("self_attn.q_proj", "q hidden"),
+        Row("self_attn.k_proj", "kv hidden"),
+        Row("self_attn.v_proj", "kv hidden"),
+        *normalized,
+        Row("self_attn.o_proj", "hidden q"),
+        _norm("post_attention_layernorm"),
+        _norm("pre_feedforward_layernorm"),
+        *gated_mlp("mlp", "inner"),
+        _norm("post_feedforward_layernorm"),
+        first=(EMBEDDINGS,),
+        norm=_norm(NORM.source),
+    )
+
+
+_KEYS = {"tie_word_embeddings": True, "head_dim": 256, "max_position_embeddings": 8192}
+
+GEMMA2 = Family(
+    arch="gemma2",
+    architectures=("Gemma2ForCausalLM",),
+    model_type="gemma2",
+    keys=_KEYS,
+    expects=(_GELU, Expected("attention_bias", (False,), "llama.cpp's graph for this architecture has no biases")),
+    names={"hidden_act": "hidden_activation"},
+    metadata=_gemma2,
+    table=_table(),
+)
+
+GEMMA3 = Family(
+    arch="gemma3",
+    architectures=("Gemma3ForCausalLM", "Gemma3ForConditionalGeneration"),
+    model_type="gemma3_text",
+    keys={
+        **_KEYS, "max_position_embeddings": 131072, "rope_theta": 1000000.0, "num_attention_heads": 8,
+        "num_key_value_heads": 4, "vocab_size": 262208,
+    },
+    expects=(
+        *GEMMA2.expects,
+        Expected("attn_logit_softcapping", (None,), "llama.cpp's graph for this architecture has none"),
+        Expected("final_logit_softcapping", (None,), "no published model of this architecture has it"),
+    ),
+    names=GEMMA2.names,
+    metadata=_gemma3,
+    wrapped=True,
+    table=_table(_norm("self_attn.q_norm", "head"), _norm("self_attn.k_norm", "head")),
+)  # fmt: skip

@@ -1,0 +1,84 @@
+"""GLM-4-0414: norms before and after attention and network, half of each head rotated, gate and up in one matrix.
+
+GLM-4.5 and its successors are mixtures of experts with a shared one; the router's sigmoid is shifted by a bias when
+experts are chosen, and not when they are weighed.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from bridge.models.arguments import Arguments
+from bridge.models.family import EXPERTS, SILU, Expected, Family, Row, decoder, gated_mlp, leading, sparse
+from bridge.models.model_config import Config
+
+
+def _attention(*normalized: Row) -> tuple[Row, ...]:
+    return (
+        Row("input_layernorm", "hidden"),
+        Row("self_attn.q_proj", "q hidden", bias=lambda args: args.attention_bias),
+        Row("self_attn.k_proj", "kv hidden", bias=lambda args: args.attention_bias),
+        Row("self_attn.v_proj", "kv hidden", bias=lambda args: args.attention_bias),
+        *normalized,
+        Row("self_attn.o_proj", "hidden q"),
+    )
+
+
+GLM4 = Family(
+    arch="glm4",
+    architectures=("Glm4ForCausalLM",),
+    model_type="glm4",
+    keys={"partial_rotary_factor": 0.5, "attention_bias": False, "head_dim": 128, "rms_norm_eps": 1e-5},
+    table=decoder(
+        *_attention(),
+        Row("post_self_attn_layernorm", "hidden"),
+        Row("post_attention_layernorm", "hidden"),
+        Row("mlp.gate_up_proj", "inner+inner hidden"),
+        Row("mlp.down_proj", "hidden inner", columns_of=("mlp.gate_up_proj",)),
+        Row("post_mlp_layernorm", "hidden"),
+    ),
+)
+
+
+def _sizes(config: Config, args: Arguments) -> dict[str, int]:
+    return {"shared": args.expert_inner * config.integer("n_shared_experts", 1)}
+
+
+def _router(config: Config, _args: Arguments) -> dict[str, Any]:
+    return {
+        "expert_shared_count": config.integer("n_shared_experts", 1),
+        "expert_gating_func": 2,  # sigmoid
+        "expert_weights_scale": config.number("routed_scaling_factor", 1.0),
+        "expert_weights_norm": bool(config.get("norm_topk_prob", True)),
+        "expert_group_count": config.integer("n_group", 1),
+        "expert_group_used_count": config.integer("topk_group", 1),
+    }
+
+
+GLM4_MOE = Family(
+    arch="glm4moe",
+    architectures=("Glm4MoeForCausalLM",),
+    model_type="glm4_moe",
+    keys={
+        "partial_rotary_factor": 0.5, "attention_bias": False, "use_qk_norm": False, "num_experts": None,
+        "moe_intermediate_size": None, "first_k_dense_replace": 1, "rms_norm_eps": 1e-5,
+    },
+    expects=(SILU, Expected("n_group", (1,), "llama.cpp chooses among all experts here")),
+    names={"num_experts": "n_routed_experts"},
+    sizes=_sizes,
+    metadata=_router,
+    predicts=True,
+    table=decoder(
+        *_attention(
+            Row("self_attn.q_norm", "head", when=lambda args: args.qk_norm),
+            Row("self_attn.k_norm", "head", when=lambda args: args.qk_norm),
+        ),
+        Row("post_attention_layernorm", "hidden"),
+        *leading(*gated_mlp("mlp", "inner")),
+        *sparse(
+            *EXPERTS,
+            Row("mlp.gate.e_score_correction_bias", "experts", exact=True, name="exp_probs_b.bias"),
+            *gated_mlp("mlp.shared_experts", "shared"),
+        ),
+    ),
+)  # fmt: skip

@@ -1,0 +1,35 @@
+"""Phi-3, 3.5 and 4: q, k and v in one matrix, gate and up in another, in GGUF as in the checkpoint; LongRoPE.
+
+llama.cpp runs its sliding window as full attention.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from bridge.models.arguments import Arguments
+from bridge.models.family import Family, Row, decoder
+from bridge.models.model_config import Config
+
+
+def _context(config: Config, args: Arguments) -> dict[str, Any]:
+    original = args.rope.original_context or config.integer("original_max_position_embeddings", args.context)
+    # llama.cpp takes 0 for a model without a window
+    return {"rope.scaling.original_context_length": original, "attention.sliding_window": args.window or 0}
+
+
+PHI3 = Family(
+    arch="phi3",
+    architectures=("Phi3ForCausalLM",),
+    model_type="phi3",
+    keys={"sliding_window": None, "partial_rotary_factor": 1.0, "rms_norm_eps": 1e-5, "max_position_embeddings": 4096},
+    metadata=_context,
+    table=decoder(
+        Row("input_layernorm", "hidden"),
+        Row("self_attn.qkv_proj", "q+kv+kv hidden"),
+        Row("self_attn.o_proj", "hidden q"),
+        Row("post_attention_layernorm", "hidden"),
+        Row("mlp.gate_up_proj", "inner+inner hidden"),
+        Row("mlp.down_proj", "hidden inner", columns_of=("mlp.gate_up_proj",)),
+    ),
+)

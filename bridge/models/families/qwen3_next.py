@@ -1,0 +1,114 @@
+"""Qwen3-Next: three of four layers have linear attention (a gated delta net), the fourth full attention with a gate.
+
+The linear layers' q, k, v and z stand head by head in one matrix; GGUF has all q, all k and all v in one, z in another.
+All norms but the linear layers' are stored less one.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from bridge.models.arguments import Arguments
+from bridge.models.family import ALL_SPARSE, EXPERTS, NORM, SILU, Expected, Family, Row, decoder, gated_mlp
+from bridge.models.model_config import Config
+from bridge.plan import Part
+
+
+def _sizes(config: Config, args: Arguments) -> dict[str, int]:
+    k_heads, v_heads = config.side("linear_num_key_heads"), config.side("linear_num_value_heads")
+    k, v = config.side("linear_key_head_dim"), config.side("linear_value_head_dim")
+    return {
+        "k_heads": k_heads, "v_heads": v_heads, "k_dim": k, "v_dim": v, "keys": k_heads * k, "values": v_heads * v,
+        "kernel": config.side("linear_conv_kernel_dim"), "one": 1,
+        "interval": config.integer("full_attention_interval", 4),
+    }  # fmt: skip
+
+
+def _linear(args: Arguments, layer: int) -> bool:
+    return (layer + 1) % args.more["interval"] != 0
+
+
+def _full(args: Arguments, layer: int) -> bool:
+    return not _linear(args, layer)
+
+
+def _rows(args: Arguments, which: slice) -> np.ndarray:
+    """Rows of in_proj_qkvz that are these of q, k, v and z, of one head after another."""
+    m = args.sizes
+    widths = [m["k_dim"], m["k_dim"], *2 * [m["values"] // m["k_heads"]]]
+    starts = np.cumsum([0, *widths])
+    heads = np.arange(m["k_heads"])[:, None] * starts[-1]
+    found = [(heads + np.arange(starts[i], starts[i + 1])).reshape(-1) for i in range(4)]
+    return np.concatenate(found[which])
+
+
+def _part(which: slice) -> Any:
+    def parts(args: Arguments, source: str) -> tuple[Part, ...]:
+        m, rows = args.sizes, _rows(args, which)
+        stored = (2 * m["keys"] + 2 * m["values"], m["hidden"])
+        return (Part(source, (len(rows), m["hidden"]), rows, stored=stored),)
+
+    return parts
+
+
+def _metadata(config: Config, args: Arguments) -> dict[str, Any]:
+    m = args.sizes
+    expected = ["linear_attention" if _linear(args, i) else "full_attention" for i in range(args.layers)]
+    config.expect("layer_types", (expected,), "the layers with full attention are at no fixed interval", expected)
+    return {
+        "ssm.conv_kernel": m["kernel"], "ssm.state_size": m["k_dim"], "ssm.group_count": m["k_heads"],
+        "ssm.time_step_rank": m["v_heads"], "ssm.inner_size": m["values"], "full_attention_interval": m["interval"],
+        "attention.recurrent_layers": [_linear(args, layer) for layer in range(args.layers)],
+    }  # fmt: skip
+
+
+def _linear_row(module: str, shape: str, **more: Any) -> Row:
+    return Row(f"linear_attn.{module}", shape, layers=_linear, **more)
+
+
+def _full_row(module: str, shape: str, **more: Any) -> Row:
+    return Row(f"self_attn.{module}", shape, layers=_full, **more)
+
+
+QWEN3_NEXT = Family(
+    arch="qwen3next",
+    architectures=("Qwen3NextForCausalLM",),
+    model_type="qwen3_next",
+    keys={
+        "max_position_embeddings": 32768, "head_dim": 256, "partial_rotary_factor": 0.25, "num_experts": None,
+        "moe_intermediate_size": None, "shared_expert_intermediate_size": None, "norm_topk_prob": True,
+    },
+    expects=(
+        SILU,
+        *ALL_SPARSE,
+        Expected("norm_topk_prob", (True,), "llama.cpp normalizes this architecture's expert weights"),
+        Expected("attention_bias", (False,), "llama.cpp's graph for this architecture has no biases"),
+    ),
+    sizes=_sizes,
+    metadata=_metadata,
+    predicts=True,
+    table=decoder(
+        Row("input_layernorm", "hidden", change="+1"),
+        _full_row("q_proj", "q+q hidden"),  # and the gate, head by head
+        _full_row("k_proj", "kv hidden"),
+        _full_row("v_proj", "kv hidden"),
+        _full_row("q_norm", "head", change="+1"),
+        _full_row("k_norm", "head", change="+1"),
+        _full_row("o_proj", "hidden q"),
+        _linear_row("in_proj_qkvz", "keys+keys+values hidden", name="attn_qkv.weight", parts=_part(slice(0, 3))),
+        _linear_row("in_proj_qkvz", "values hidden", name="attn_gate.weight", parts=_part(slice(3, 4))),
+        _linear_row("in_proj_ba", "v_heads+v_heads hidden"),
+        _linear_row("conv1d", "keys+keys+values kernel", change="squeezed", floats="F32"),
+        _linear_row("dt_bias", "v_heads", exact=True, name="ssm_dt.bias"),
+        _linear_row("A_log", "v_heads", exact=True, name="ssm_a", change="-exp"),
+        _linear_row("norm", "v_dim"),
+        _linear_row("out_proj", "hidden values"),
+        Row("post_attention_layernorm", "hidden", change="+1"),
+        *EXPERTS,
+        Row("mlp.shared_expert_gate", "hidden"),
+        *gated_mlp("mlp.shared_expert", "shared"),
+        norm=Row(NORM.source, "hidden", change="+1"),
+    ),
+)  # fmt: skip

@@ -1,0 +1,66 @@
+"""The language models of Qwen2-VL, Qwen2.5-VL and Qwen3-VL: Qwen2's and Qwen3's, rotated by three positions.
+
+A token of text has the same position three times, so that on text alone they are Qwen2 and Qwen3. The sections say how
+many pairs of a head turn by which position.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from bridge.errors import BridgeError
+from bridge.models.arguments import Arguments
+from bridge.models.families.qwen2 import QWEN2
+from bridge.models.families.qwen3 import QWEN3, QWEN3_MOE
+from bridge.models.family import Family
+from bridge.models.model_config import Config
+
+
+def _sections(config: Config, _args: Arguments) -> dict[str, Any]:
+    rules = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    sections = rules.get("mrope_section") if isinstance(rules, dict) else None
+    if not isinstance(sections, list) or len(sections) != 3 or not all(type(n) is int for n in sections):
+        raise BridgeError(
+            f"{config.path}: the rope parameters' mrope_section is {sections!r}; three counts belong there"
+        )
+    return {"rope.dimension_sections": [*sections, 0]}
+
+
+def _deepstack(config: Config, args: Arguments) -> dict[str, Any]:
+    """Besides, in how many of the first layers features of images are added."""
+    layers = (config.get("vision_config") or {}).get("deepstack_visual_indexes") or []
+    return {**_sections(config, args), "n_deepstack_layers": len(layers)}
+
+
+QWEN2_VL = Family(
+    arch="qwen2vl",
+    architectures=("Qwen2_5_VLForConditionalGeneration", "Qwen2VLForConditionalGeneration"),
+    model_type="qwen2_5_vl",
+    keys=QWEN2.keys,
+    metadata=_sections,
+    wrapped=True,
+    table=QWEN2.table,
+)
+
+QWEN3_VL = Family(
+    arch="qwen3vl",
+    architectures=("Qwen3VLForConditionalGeneration",),
+    model_type="qwen3_vl",
+    keys=QWEN3.keys,
+    metadata=_deepstack,
+    wrapped=True,
+    table=QWEN3.table,
+)
+
+QWEN3_VL_MOE = Family(
+    arch="qwen3vlmoe",
+    architectures=("Qwen3VLMoeForConditionalGeneration",),
+    model_type="qwen3_vl_moe",
+    keys={**QWEN3_MOE.keys, "norm_topk_prob": True},
+    expects=QWEN3_MOE.expects,
+    metadata=_deepstack,
+    wrapped=True,
+    # the published files have each expert's matrices transposed
+    table=tuple(replace(row, also=(f"{row.also[-1]}^",)) if "*" in row.source else row for row in QWEN3_MOE.table),
+)

@@ -1,0 +1,31 @@
+"""SmolLM3: Llama's decoder, in which every fourth layer rotates nothing; llama.cpp has that four compiled in."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from bridge.errors import BridgeError
+from bridge.models.arguments import Arguments
+from bridge.models.families.llama import LLAMA
+from bridge.models.family import SILU, Expected, Family
+from bridge.models.model_config import Config
+
+
+def _every_fourth(config: Config, args: Arguments) -> dict[str, Any]:
+    found = config.get("no_rope_layers")
+    if found and list(map(bool, found)) != [(layer + 1) % 4 != 0 for layer in range(args.layers)]:
+        raise BridgeError(
+            f"{config.path}: no_rope_layers is {found}; llama.cpp leaves rotation out in every fourth layer"
+        )
+    return {}
+
+
+SMOLLM3 = Family(
+    arch="smollm3",
+    architectures=("SmolLM3ForCausalLM",),
+    model_type="smollm3",
+    keys={**LLAMA.keys, "tie_word_embeddings": True, "rope_theta": 2000000.0},
+    expects=(SILU, Expected("no_rope_layer_interval", (4,), "llama.cpp leaves rotation out in every fourth layer")),
+    metadata=_every_fourth,
+    table=LLAMA.table,
+)

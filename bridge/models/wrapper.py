@@ -1,0 +1,86 @@
+"""The language model inside a model of several parts: its config, and its tensors under a language model's own names.
+
+config.json               text_config, laid over the rest
+model.language_model.X    model.X, as transformers writes since 4.52
+language_model.model.X    model.X, as it did before; language_model.lm_head likewise
+visual.*, vision_tower.*  other parts: left out, llama.cpp has them in a file of their own (mmproj)
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any
+
+from bridge.plan import Fold, Outline, Part, PlannedTensor
+
+_TEXT = (("model.language_model.", "model."), ("language_model.model.", "model."), ("language_model.", ""))
+_LAYER = re.compile(r"model\.layers\.(\d+)\.")
+_OTHERS = re.compile(r"(model\.)?(visual|vision_tower|vision_model|multi_modal_projector|audio_tower)\.")
+
+
+def text_config(config: dict[str, Any]) -> dict[str, Any]:
+    """The config with its text_config's keys on top, where it has one."""
+    text = config.get("text_config")
+    if not isinstance(text, dict):
+        return config
+    kept = ("architectures", "tie_word_embeddings")  # of the whole
+    return {**config, **{key: value for key, value in text.items() if key not in kept or key not in config}}
+
+
+def text_names(names: Iterable[str]) -> tuple[dict[str, str], list[str]]:
+    """A language model's name -> the checkpoint's, and the names that are of other parts."""
+    own, others = {}, []
+    for name in names:
+        if _OTHERS.match(name):
+            others.append(name)
+        else:
+            prefix, short = next((pair for pair in _TEXT if name.startswith(pair[0])), ("", ""))
+            own[short + name.removeprefix(prefix)] = name
+    return own, others
+
+
+def renamed(outline: Outline, names: dict[str, str]) -> None:
+    """Give an outline's sources the checkpoint's names, in place."""
+    modules = {name.removesuffix(".weight"): stored.removesuffix(".weight") for name, stored in names.items()}
+
+    def part(p: Part) -> Part:
+        return replace(p, source=names.get(p.source, p.source))
+
+    def tensor(t: PlannedTensor) -> PlannedTensor:
+        return replace(t, parts=tuple(map(part, t.parts)))
+
+    def fold(f: Fold) -> Fold:
+        return Fold(modules.get(f.consumer, f.consumer), tuple(modules.get(p, p) for p in f.producers))
+
+    outline.tensors, outline.folds = list(map(tensor, outline.tensors)), list(map(fold, outline.folds))
+    outline.unused = [names.get(name, name) for name in outline.unused]
+    outline.zero_only = [names.get(name, name) for name in outline.zero_only]
+    outline.optional = frozenset(names.get(name, name) for name in outline.optional)
+
+
+def without_prediction(names: dict[str, str], layers: Any) -> tuple[dict[str, str], list[str]]:
+    """Names without those of the layers that predict further tokens at once, and what those are called."""
+
+    def predicts(name: str) -> bool:
+        found = _LAYER.match(name)
+        return name.startswith("mtp.") or (found is not None and isinstance(layers, int) and int(found[1]) >= layers)
+
+    return {n: stored for n, stored in names.items() if not predicts(n)}, [n for n in names if predicts(n)]
+
+
+def left_out(others: list[str], prediction: list[str]) -> list[str]:
+    """Notes for the report: what is not of the language model, and what it does not need."""
+    notes = []
+    if others:
+        parts = sorted({f"{found[0]}*" for name in others if (found := _OTHERS.match(name))})
+        notes.append(
+            f"the language model alone is converted: {len(others)} tensors of {', '.join(parts)} are left out; "
+            "llama.cpp takes images and sound from a file of their own (mmproj), made from the original"
+        )
+    if prediction:
+        notes.append(
+            f"{len(prediction)} tensors that predict further tokens at once (MTP) are left out: they only speed up"
+        )
+    return notes

@@ -1,0 +1,102 @@
+"""Small models of the families, as transformers configures them: what the goldens and the logits are of."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+from tests.conftest import CHECKPOINT
+
+TEXT: dict[str, Any] = {
+    "vocab_size": 2048, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 256, "tie_word_embeddings": False,
+    "bos_token_id": None, "eos_token_id": 0, "pad_token_id": None,
+}  # fmt: skip
+MROPE = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [1, 1, 2]}
+VISION = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 32}
+
+
+def wrapped(model_type: str, vision: dict[str, Any], **text: Any) -> dict[str, Any]:
+    return {"text_config": {**TEXT, "model_type": model_type, **text}, "vision_config": vision}
+
+
+# name -> (config class of transformers, its fields beside TEXT, or a model of several parts)
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen2.5-vl": ("Qwen2_5_VLConfig", wrapped("qwen2_5_vl_text", VISION, rope_parameters=MROPE)),
+    "qwen3-vl": ("Qwen3VLConfig", wrapped("qwen3_vl_text", {**VISION, "deepstack_visual_indexes": [0]}, head_dim=8,
+        rope_parameters=MROPE)),
+    "qwen3-vl-moe": ("Qwen3VLMoeConfig", wrapped("qwen3_vl_moe_text", {**VISION, "deepstack_visual_indexes": []},
+        head_dim=8, rope_parameters=MROPE, num_experts=3, num_experts_per_tok=2, moe_intermediate_size=24)),
+    "mistral3": ("Mistral3Config", {**wrapped("mistral", {"model_type": "pixtral", "hidden_size": 16,
+        "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}, head_dim=16),
+        "spatial_merge_size": 2}),
+    "smollm3": ("SmolLM3Config", {"num_hidden_layers": 5, "tie_word_embeddings": True}),
+    "granite": ("GraniteConfig", {"attention_multiplier": 0.3, "embedding_multiplier": 3.0, "residual_multiplier": 0.4,
+        "logits_scaling": 2.0}),
+    "phi3": ("Phi3Config", {"sliding_window": 64, "original_max_position_embeddings": 256}),
+    "phi3-longrope": ("Phi3Config", {"partial_rotary_factor": 0.5, "original_max_position_embeddings": 64,
+        "rope_parameters": {"rope_type": "longrope", "rope_theta": 10000.0, "short_factor": [1.0, 1.25],
+            "long_factor": [1.5, 4.0], "original_max_position_embeddings": 64, "partial_rotary_factor": 0.5}}),
+    "gemma2": ("Gemma2Config", {"num_hidden_layers": 3, "head_dim": 16, "query_pre_attn_scalar": 16,
+        "tie_word_embeddings": True, "sliding_window": 32}),
+    "gemma3": ("Gemma3TextConfig", {"num_hidden_layers": 7, "head_dim": 16, "query_pre_attn_scalar": 16,
+        "tie_word_embeddings": True, "sliding_window": 32}),
+    "glm4": ("Glm4Config", {"head_dim": 8, "attention_bias": True}),
+    "glm4-moe": ("Glm4MoeConfig", {"head_dim": 8, "attention_bias": True, "use_qk_norm": True, "n_routed_experts": 4,
+        "num_experts_per_tok": 2, "moe_intermediate_size": 16, "num_hidden_layers": 3, "n_group": 1, "topk_group": 1}),
+    "olmo2": ("Olmo2Config", {}),
+    "command-r": ("CohereConfig", {"tie_word_embeddings": True, "logit_scale": 0.3}),
+    "starcoder2": ("Starcoder2Config", {"sliding_window": None}),
+    "gpt2": ("GPT2Config", {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 256, "n_ctx": 256,
+        "tie_word_embeddings": True}),
+    "deepseek2-lite": ("DeepseekV2Config", {"q_lora_rank": None, "kv_lora_rank": 16, "qk_nope_head_dim": 8,
+        "qk_rope_head_dim": 4, "v_head_dim": 12, "n_routed_experts": 4, "num_experts_per_tok": 2,
+        "moe_intermediate_size": 16, "n_shared_experts": 2, "first_k_dense_replace": 1,
+        "topk_method": "greedy", "n_group": 1, "topk_group": 1, "num_key_value_heads": 4}),
+    "deepseek3": ("DeepseekV3Config", {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 8,
+        "qk_rope_head_dim": 4, "v_head_dim": 12, "n_routed_experts": 4, "num_experts_per_tok": 2,
+        "moe_intermediate_size": 16, "n_shared_experts": 1, "first_k_dense_replace": 1, "n_group": 2, "topk_group": 1,
+        "num_key_value_heads": 4, "routed_scaling_factor": 2.5, "rope_parameters": {"rope_type": "yarn",
+            "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64, "beta_fast": 32.0,
+            "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0}}),
+    "qwen3-next": ("Qwen3NextConfig", {"num_hidden_layers": 4, "head_dim": 16, "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8, "num_experts": 3,
+        "num_experts_per_tok": 2, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16}),
+}  # fmt: skip
+
+
+def new_model(name: str, **fields: Any) -> Any:
+    """A family's model in transformers; `fields`: of its config, over those of MODELS."""
+    import torch
+    import transformers
+
+    kind, own = MODELS[name]
+    parts = "text_config" in own
+    config = getattr(transformers, kind)(**({} if parts else TEXT) | own | fields)
+    auto = transformers.AutoModelForImageTextToText if parts else transformers.AutoModelForCausalLM
+    model = auto.from_config(config, dtype=torch.float32, attn_implementation="eager")
+    config.architectures = [type(model).__name__]
+    return model.eval()
+
+
+def randomized(model: Any, seed: int = 7) -> Any:
+    """Weights that make themselves heard: no norm near one, no bias near zero, a router without near-ties."""
+    import torch
+
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            if name.endswith("e_score_correction_bias") or parameter.ndim == 1:
+                parameter.copy_(0.3 * noise + parameter)
+            else:
+                parameter.copy_((4 if name.endswith("gate.weight") else 1) * noise / parameter.shape[-1] ** 0.5)
+    return model
+
+
+def copy_tokenizer(folder: Path) -> Path:
+    """The project's own tokenizer."""
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copyfile(CHECKPOINT / file, folder / file)
+    return folder

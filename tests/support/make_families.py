@@ -1,0 +1,99 @@
+"""Writes tests/data/converter/*.json: what llama.cpp's own converter makes of small models of the families.
+
+    python -m tests.support.make_families LLAMA_CPP [NAME ...]
+
+LLAMA_CPP is a checkout of llama.cpp with its conversion/ and gguf-py/. Weights are `values_of` each tensor's name, so
+that a golden needs their checksums alone.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+import zlib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors import safe_open
+from safetensors.numpy import save_file
+
+from tests.support.family_models import MODELS, copy_tokenizer, new_model
+
+ROOT = Path(__file__).resolve().parents[2]
+GOLDENS = ROOT / "tests/data/converter"
+
+
+def values_of(name: str, shape: tuple[int, ...]) -> np.ndarray:
+    """float32 of small multiples of 1/64, other ones for each name: sums with small numbers are exact."""
+    numbers = np.arange(np.prod(shape), dtype=np.int64) * 7919 + zlib.crc32(name.encode())
+    return ((numbers % 251 - 125) / 64).astype(np.float32).reshape(shape)
+
+
+def checksum(values: np.ndarray) -> int:
+    """Of values rounded to 1/1024: exponentials differ in their last bits between libraries."""
+    return zlib.crc32(np.round(values.astype(np.float64) * 1024).astype("<i8").tobytes())
+
+
+def save_checkpoint(name: str, folder: Path) -> dict[str, tuple[int, ...]]:
+    """A checkpoint of a family's names and shapes with `values_of`; returns the shapes."""
+    new_model(name).save_pretrained(folder, save_original_format=True)
+    with safe_open(folder / "model.safetensors", "numpy") as file:
+        shapes = {key: tuple(file.get_slice(key).get_shape()) for key in file.keys()}  # noqa: SIM118
+    for key, shape in shapes.items():
+        if name == "qwen3-vl-moe" and ".mlp.experts." in key:  # so it is published; transformers keeps it otherwise
+            shapes[key] = (shape[0], shape[2], shape[1])
+    save_file({key: values_of(key, shape) for key, shape in shapes.items()}, folder / "model.safetensors")
+    copy_tokenizer(folder)
+    return shapes
+
+
+def plain(value: Any) -> Any:
+    """A key's value; of a long list its checksum."""
+    if isinstance(value, list) and len(value) > 64:
+        return {"items": len(value), "checksum": zlib.crc32(json.dumps(value).encode())}
+    return round(value, 7) if isinstance(value, float) else value
+
+
+def main(llama_cpp: Path, names: list[str]) -> None:
+    sys.path[:0] = [str(llama_cpp), str(llama_cpp / "gguf-py")]
+    import gguf
+    import torch
+    from conversion import ModelBase, ModelType, TextModel, get_model_architecture, get_model_class
+
+    TextModel.get_vocab_base_pre = lambda self, tokenizer: "llama-bpe"
+    GOLDENS.mkdir(exist_ok=True)
+    for name in names or MODELS:
+        with tempfile.TemporaryDirectory() as where, torch.inference_mode():
+            folder, out = Path(where) / "model", Path(where) / "out.gguf"
+            shapes = save_checkpoint(name, folder)
+            kind = get_model_class(get_model_architecture(ModelBase.load_hparams(folder, False), ModelType.TEXT))
+            kind.no_mtp = True  # layers that predict further tokens at once
+            kind.set_vocab = TextModel._set_vocab_gpt2  # what the tokenizer is, whatever the family usually has
+            kind(folder, gguf.LlamaFileType.ALL_F32, out).write()
+            reader = gguf.GGUFReader(out)
+            arch = reader.fields["general.architecture"].contents()
+            keys = {
+                k: plain(f.contents()) for k, f in reader.fields.items() if k.startswith((f"{arch}.", "tokenizer."))
+            }
+            del keys["tokenizer.ggml.pre"]
+            tensors = {
+                t.name: [[int(n) for n in reversed(t.shape)], checksum(np.array(t.data).reshape(-1))]
+                for t in reader.tensors
+            }
+            config = json.loads((folder / "config.json").read_text())
+        golden = {"config": config, "checkpoint": shapes, "arch": arch, "keys": keys, "tensors": tensors}
+        text = ",\n".join(f'"{part}": {_lines(value)}' for part, value in golden.items())
+        (GOLDENS / f"{name}.json").write_text("{\n" + text + "\n}\n")
+        print(name, arch, len(tensors))
+
+
+def _lines(value: Any) -> str:
+    if not isinstance(value, dict):
+        return json.dumps(value)
+    return "{\n" + ",\n".join(f" {json.dumps(key)}: {json.dumps(entry)}" for key, entry in value.items()) + "\n}"
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2:])
