@@ -253,67 +253,6 @@ def test_verify_demands_no_codes_that_a_type_could_hold_in_some_blocks_only(tmp_
     assert failures(verify(tmp_path / "model.gguf", tmp_path / "awq"), max_share=10, max_nmse=1) == []
 
 
-def test_tensors_that_keep_some_of_their_codes_say_how_many(tmp_path, small_model):
-    write.write_mlx(tmp_path / "mlx", small_model, 8)
-    report = bridge.convert(tmp_path / "mlx", tmp_path / "model.gguf")
-    coded = [t for t in report.tensors if t.has_codes]
-    assert {t.how for t in coded} == {PARTLY}
-    kept = f"{100 * report.total().kept / report.total().weights:.4g}%"
-    assert f"{len(coded)} tensors kept {kept} of their codes" in report.table()
-    assert any(f"{coded[0].name}: some codes less their zero points leave Q8_0's" in note for note in report.notes)
-    assert (
-        f"{len(coded)} tensors kept {kept} of their codes" in verify(tmp_path / "model.gguf", tmp_path / "mlx").table()
-    )
-    assert "Q8_0              codes carried in part, " in describe(tmp_path / "mlx")
-
-
-@pytest.mark.parametrize(
-    ("bits", "type", "kept", "said"),
-    [
-        (2, "Q2_K", 1, None),
-        (3, "Q4_K", 0, "groups of 16 do not hold whole sub-blocks of 32; rounded anew, adding 1"),
-        (4, "Q6_K", 0, "Q6_K has no place for fractional zero points; rounded anew, adding "),
-    ],
-)
-def test_groups_of_16_keep_their_codes_where_that_is_closer_and_else_say_why_not(
-    bits, type, kept, said, tmp_path, small_model
-):
-    write.write_hqq(tmp_path / "hqq", small_model, bits, 16)
-    report = bridge.convert(tmp_path / "hqq", tmp_path / "model.gguf")
-    coded = [t for t in report.tensors if t.has_codes]
-    assert {t.type for t in coded} == {type}
-    assert all(t.fidelity.kept == kept * t.weights and 0.01 < t.fidelity.share < 0.15 for t in coded)
-    assert (f"{len(coded)} tensors could not keep their codes" in report.table()) == (not kept)
-    (line,) = [x for x in report.table().splitlines() if f" and {len(coded) - 1} more: " in x] or [None]
-    assert (line is None) == (said is None)
-    assert said is None or said in line
-    assert failures(verify(tmp_path / "model.gguf", tmp_path / "hqq")) == []
-
-
-def test_verify_finds_another_checkpoints_codes_though_8_bits_hide_them_in_the_error(tmp_path, small_model):
-    compressed.write_int8(tmp_path / "channels", small_model)
-    compressed.write_packed(tmp_path / "groups", small_model, 8)
-    compressed.write_packed(tmp_path / "offset", small_model, 8, sym=False)
-    for name in ("channels", "groups", "offset"):
-        bridge.convert(tmp_path / name, tmp_path / f"{name}.gguf")
-        assert failures(verify(tmp_path / f"{name}.gguf", tmp_path / name)) == []
-    for made, other in (("channels", "groups"), ("groups", "channels"), ("groups", "offset")):
-        found = verify(tmp_path / f"{made}.gguf", tmp_path / other)
-        lines = failures(found)
-        assert len(lines) == len([t for t in found.tensors if t.has_codes])
-        assert all("of its codes are not the checkpoint's, though Q8_0 holds them bit for bit" in x for x in lines)
-        assert found.total().nmse < 1e-4
-        assert found.total().share > 1
-        assert "e+" not in found.table()
-
-
-def test_verify_demands_no_codes_that_a_type_could_hold_in_some_blocks_only(tmp_path, small_model):
-    write_awq(tmp_path / "awq", small_model)
-    report = bridge.convert(tmp_path / "awq", tmp_path / "model.gguf", type="Q4_0")
-    assert report.total().kept == 0
-    assert failures(verify(tmp_path / "model.gguf", tmp_path / "awq"), max_share=10) == []
-
-
 def test_a_layer_after_a_scaled_activation_is_quantized_from_what_it_amounts_to(tmp_path, small_model):
     stored = write_awq(tmp_path / "awq", small_model)
     name = "model.layers.0.mlp.down_proj"
