@@ -6,7 +6,7 @@ what comes out. W itself is only made when it is asked for.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -67,6 +67,14 @@ class TrellisLayer:
     def nbytes(self) -> int:
         """Bytes of the trellis codes."""
         return self.words.nbytes
+
+    def cropped(self, out: int, columns: int) -> TrellisLayer:
+        """The same layer without padding beyond its true shape. Raises BridgeError where it is smaller than that."""
+        if out > len(self.sv) or columns > len(self.su):
+            raise BridgeError(
+                f"{self.name}: is {list(self.shape)}, smaller than {[out, columns]}; it is another model's"
+            )
+        return replace(self, shape=(out, columns))
 
     def decoded(self, rows: slice = slice(None)) -> np.ndarray:
         """float32: What, or some rows of tiles of it."""

@@ -204,10 +204,15 @@ def transform(size: int, blocks: int = 1) -> np.ndarray:
     orders = [172, 156, 140, 124, 116, 108, 60, 52, 36, 28, 20, 12, 1]
     order = next(k for k in orders if size % k == 0 and math.log2(size // k).is_integer())
     block = size // blocks
+    return np.kron(np.eye(blocks), np.kron(had(order).astype(float), sylvester(block // order)) / np.sqrt(block))
+
+
+def sylvester(size: int) -> np.ndarray:
+    """float64 [size, size]: the Hadamard matrix of a power of two."""
     one = np.ones((1, 1))
-    while len(one) < block // order:
+    while len(one) < size:
         one = np.block([[one, one], [one, -one]])
-    return np.kron(np.eye(blocks), np.kron(had(order).astype(float), one) / np.sqrt(block))
+    return one
 
 
 def _searched(target: np.ndarray, coding: Coding, search: bool, seed: int) -> np.ndarray:
@@ -274,7 +279,7 @@ def exl3_tensors(
     out, columns = weight.shape
     padded = np.zeros((-(-out // 128) * 128, -(-columns // 128) * 128))
     padded[:out, :columns] = weight
-    u_in, u_out = (transform(size, size // 128) for size in padded.T.shape)
+    u_in, u_out = (np.kron(np.eye(size // 128), sylvester(128)) / np.sqrt(128) for size in padded.T.shape)
     suh, svh = rng.choice([-1.0, 1.0], padded.shape[1]), rng.choice([-1.0, 1.0], padded.shape[0])
     book = coding.table()
     rotated = u_out.T @ (padded * svh[:, None] * suh) @ u_in
