@@ -5,6 +5,7 @@
     bridge.open_gguf("model.gguf")                        a GGUF's tensors, ready to multiply
     bridge.Model.load("model.gguf")                       a language model, ready to generate text
     bridge.nn.replace_linears(model, "model.gguf")        a GGUF's weights under a transformers model
+    bridge.nn.replace_trellis(model, "folder")            likewise a trellis-coded checkpoint's
     bridge.verify("model.gguf", "folder")                 how close a GGUF on disk is to its checkpoint
     bridge.quantize.gptq(module, batches)                 any torch module, quantized in place
     bridge.repack("model-gptq", "model-v2", "gptq_v2")    GPTQ v1 <-> v2, labels mended
@@ -29,7 +30,7 @@ _LAZY = {
     "Model": "bridge.runtime.model",
     "verify": "bridge.verification",
 }
-_LAZY_MODULES = {"nn": "bridge.runtime.nn", "quantize": "bridge.quantize"}
+_LAZY_MODULES = {"nn": "bridge.nn", "quantize": "bridge.quantize", "trellis": "bridge.trellis"}
 
 # In a checkout, cuda/ stands beside bridge/ and is imported as bridge.cuda; beside an installed bridge/ it is NVIDIA's
 if (Path(__file__).parent.parent / "cuda" / "matvec.py").is_file():

@@ -13,6 +13,7 @@ import gguf
 import numpy as np
 
 from bridge.checkpoint import Checkpoint, counted
+from bridge.checkpoint.decoded import DecodedTensor
 from bridge.checkpoint.scaled_floats import FLOAT8
 from bridge.checkpoint.weight_files import WEIGHTS
 from bridge.conversion import opened
@@ -125,6 +126,8 @@ def _arrival(source: Source, tensor: PlannedTensor, notes: list[str]) -> tuple[s
         return shape, source.stored_as(part), ""
     t = source.sample(part)
     notes += t.notes
+    if isinstance(t, DecodedTensor):
+        return shape, f"trellis codes of {t.bits} bits", ""
     groups = f"groups of {t.group_size}" if t.sequential else "act-order"
     if part.columns is not None:
         groups = f"act-order that folds into {groups}"

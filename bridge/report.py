@@ -161,7 +161,9 @@ class Report:
     def _closing(self, done: str) -> list[str]:
         lines = []
         if any(t.has_codes for t in self.tensors):
-            lines.append("of source noise: the error beside what the checkpoint's own rounding costs, s^2/12 a weight")
+            trellis = self.checkpoint_format.startswith(("QTIP", "EXL3"))
+            whose = "codes cost on Gaussian weights" if trellis else "rounding costs, s^2/12 a weight"
+            lines.append(f"of source noise: the error beside what the checkpoint's own {whose}")
         free = Counter(t.exact_for_free for t in self.tensors if t.exact_for_free)
         for name, count in free.items():
             lines.append(f"{count} of these tensors would be bit-exact at no extra size as {name}: use --exact")

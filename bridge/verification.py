@@ -6,6 +6,7 @@ reported is what the file holds.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -156,7 +157,7 @@ def _compare_codes(source: Source, tensor: PlannedTensor, stored: Any, report: T
             error, signal = _sums(_grouped_pairs(t, stored, at))
             kept, missing = _codes_kept(t, stored, at)
             report.codes_missing += missing
-            found = Fidelity(t.codes.size, error, signal, t.noise(), kept)
+            found = Fidelity(math.prod(t.shape), error, signal, t.noise(), kept)
             report.fidelity = found if report.fidelity is None else report.fidelity + found
             why = f"stored as {report.type}" if block is None else why_not(t, block)
             whys.append("" if found.kept == found.weights or not error else why or "the file has others")

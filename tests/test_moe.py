@@ -389,7 +389,7 @@ def test_a_router_takes_the_largest_probabilities_as_they_are_or_their_shares():
 def test_experts_run_on_the_cpu_alone_and_what_does_not_says_so(checkpoint, tmp_path):
     import torch
 
-    from bridge.runtime.nn import replace_linears
+    from bridge.runtime.quant_linear import replace_linears
 
     bridge.convert(checkpoint("qwen3moe", desc_act=False, sym=True)[0], tmp_path / "m.gguf")
     file = bridge.open_gguf(tmp_path / "m.gguf")

@@ -23,10 +23,12 @@ from bridge.checkpoint.module_reader import ACTIVATIONS, ModuleInfo, Reader
 from bridge.checkpoint.quant_config import QuantConfig
 from bridge.checkpoint.scaled_floats import FLOAT8
 from bridge.checkpoint.store import Store, TensorInfo
+from bridge.checkpoint.trellis_coded import TrellisReader
 from bridge.checkpoint.unlabelled import recognise
 from bridge.checkpoint.weight_files import open_store
 from bridge.errors import BridgeError
 from bridge.files import read_json
+from bridge.trellis.layer import TrellisLayer
 
 __all__ = ["Checkpoint", "GroupedTensor", "ModuleInfo", "QuantConfig", "TensorInfo", "open_checkpoint"]
 
@@ -41,7 +43,7 @@ class Checkpoint:
     config    config.json
     quant     what it says about its quantization
     format    gptq, gptq_v2, gptq_p, awq-gemm, awq-gemv, awq-gemv_fast, marlin, mlx, hqq,
-              compressed-tensors ..., FP8, or float
+              compressed-tensors ..., FP8, QTIP ..., EXL3, or float
     modules   the linear layers that come as codes, by Hugging Face name, without ".weight"
     tensors   the floating-point tensors by full name, biases of quantized modules and weights of 8-bit floats too
     files     the files that hold them
@@ -101,13 +103,25 @@ class Checkpoint:
     def settings(self) -> str:
         """For people: bits and group sizes of the modules, with counts where they differ."""
         modules = self.modules.values()
+        if isinstance(self._reader, TrellisReader):
+            return counted(f"trellis codes of {m.bits} bits" for m in modules)
         rows = sum(m.group_size >= m.shape[1] for m in modules)
         sizes = counted(f"groups of {m.group_size}" for m in modules if m.group_size < m.shape[1])
         whole = [f"one group a row ({rows})" if sizes else "one group a row"] if rows else []
         return ", ".join([counted(f"{m.bits} bits" for m in modules), *([sizes] if sizes else []), *whole])
 
+    def read_trellis(self, name: str) -> TrellisLayer:
+        """A trellis-coded linear layer as it is, to be multiplied. Thread-safe.
+
+        Raises KeyError for a name that is not in `modules`, BridgeError for damaged data and other formats.
+        """
+        self.modules[name]
+        if not isinstance(self._reader, TrellisReader):
+            raise BridgeError(f"{name}: is {self.format}, no trellis codes; read_module reads it")
+        return self._reader.layer(name)
+
     def read_module(self, name: str) -> GroupedTensor:
-        """A quantized linear layer. Thread-safe.
+        """A quantized linear layer; of trellis codes a DecodedTensor, which is floats. Thread-safe.
 
         Raises KeyError for a name that is not in `modules`, BridgeError for damaged data.
         """

@@ -8,6 +8,7 @@ Scales may be negative (MLX, auto-round), zero points fractional (MLX, HQQ).
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from typing import ClassVar
 
 import numpy as np
 
@@ -38,6 +39,8 @@ class GroupedTensor:
     group_of_column: np.ndarray | None = None
     bias: np.ndarray | None = None
     notes: tuple[str, ...] = field(default=())  # what the reader found and did, for the report
+
+    padding: ClassVar = 1  # sides may be padded with zeros alone
 
     def __post_init__(self) -> None:
         out, columns = self.codes.shape

@@ -2,7 +2,7 @@
 
 quantize_config.json   GPTQModel, AutoGPTQ (no quant_method: gptq)
 quant_config.json      AutoAWQ, llm-awq (w_bit, q_group_size)
-config.json            quantization_config, written by all of them today
+config.json            quantization_config, written by all of them today; quip_params, QTIP's
 hf_quant_config.json   ModelOpt: {quantization: {quant_algo: FP8, ...}}; counts where the others say nothing
 
 The first that exists counts, completed from config.json. `unlabelled` is for checkpoints without any.
@@ -17,6 +17,7 @@ from typing import Any
 
 from bridge.checkpoint.awq import AwqReader
 from bridge.checkpoint.compressed import CompressedReader
+from bridge.checkpoint.exl3 import Exl3Reader
 from bridge.checkpoint.fp8 import Fp8Reader
 from bridge.checkpoint.gptq import GptqReader
 from bridge.checkpoint.hqq import HqqReader
@@ -24,6 +25,7 @@ from bridge.checkpoint.legacy import FloatZerosReader
 from bridge.checkpoint.marlin import MarlinReader
 from bridge.checkpoint.mlx import MlxReader
 from bridge.checkpoint.module_reader import Reader
+from bridge.checkpoint.qtip import QtipReader
 from bridge.checkpoint.quant_config import QuantConfig, compiles, whole_number
 from bridge.errors import BridgeError
 from bridge.files import read_json
@@ -40,6 +42,8 @@ READERS: dict[str, type[Reader]] = {
     "mlx": MlxReader,
     "hqq": HqqReader,
     "marlin": MarlinReader,
+    "qtip": QtipReader,
+    "exl3": Exl3Reader,
 }
 NAMES = tuple(sorted({*READERS, "auto-round"} - {"gptq-float-zeros"}))
 
@@ -66,10 +70,7 @@ def read_quant_config(folder: Path, config: dict[str, Any]) -> QuantConfig:
         if {"bits", "group_size"} <= own.keys() and not own.keys() & {"desc_act", "sym", "zero_point"}:
             raw = {**own, "quant_method": "mlx"}
     if not raw and isinstance(config.get("quip_params"), dict):
-        raise BridgeError(
-            f"{source}: quip_params are those of QTIP or QuIP#, which are not supported; "
-            "convert the unquantized model instead"
-        )
+        raw = {"codebook": "(none)", **config["quip_params"], "quant_method": "qtip"}
     if not raw:
         source = folder / "hf_quant_config.json"
         said = read_json(source, optional=True).get("quantization")
@@ -105,7 +106,7 @@ def read_quant_config(folder: Path, config: dict[str, Any]) -> QuantConfig:
     dynamic = raw.get("dynamic")
     result = QuantConfig(
         method=method,
-        bits=_number(source, raw, ("bits", "w_bit"), 4),
+        bits=4 if method == "exl3" else _number(source, raw, ("bits", "w_bit"), 4),  # EXL3's is an average
         group_size=_number(source, raw, ("group_size", "q_group_size"), 128),
         sym=bool(raw.get("sym", not raw.get("zero_point", method == "awq"))),
         desc_act=bool(raw.get("desc_act", False)),

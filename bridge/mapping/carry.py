@@ -23,6 +23,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from bridge.blocks import BlockType
+from bridge.checkpoint.decoded import DecodedTensor
 from bridge.checkpoint.grouped import GroupedTensor
 from bridge.errors import BridgeError
 from bridge.mapping.carry_kernels import (
@@ -101,6 +102,8 @@ def sub_block_groups(t: GroupedTensor, sub: int) -> np.ndarray | None:
 
 def why_not(t: GroupedTensor, block: BlockType) -> str | None:
     """Why `block` cannot carry the codes of `t`, as far as shapes tell; None where nothing speaks against it."""
+    if isinstance(t, DecodedTensor):
+        return t.why_not
     columns = t.shape[1]
     if columns % block.size:
         return f"rows of {columns} are not a multiple of {block.name}'s {block.size}"

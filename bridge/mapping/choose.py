@@ -20,6 +20,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from bridge.blocks import BLOCKS, Q8_0, BlockType
+from bridge.checkpoint.decoded import DecodedTensor
 from bridge.checkpoint.grouped import GroupedTensor
 from bridge.mapping.carry import CannotCarryError, Fidelity, Mapped, carry, fractional, why_not
 from bridge.mapping.quantize_rows import actorder_importance, quantize_rows
@@ -72,6 +73,8 @@ def _auto(samples: Sequence[tuple[GroupedTensor, np.ndarray | None]], look: Look
     if block is not None:
         return Choice(block.name, "codes carried", CARRIED_LIMIT)
     why = "act-order" if not all(t.sequential for t in tensors) else "no type carries its codes within 1%"
+    if any(isinstance(t, DecodedTensor) for t in tensors):
+        why = DecodedTensor.why_not
     bits = max(t.bits for t in tensors)
     # a type of a quarter of the levels would add 16 times the noise: no need to compile its kernels
     smaller = [b for b in requantizers(columns)[:-1] if 4 * b.levels > 2**bits]
@@ -95,8 +98,8 @@ def _first_within(
             share = _share(samples, block, mapped)
             near = limit / near_by < share <= near_by * limit
             # Q8_0 clips what leaves it
-            fits = block is Q8_0 or all(_fits_any(t, block) for t, _ in samples)
-            if near or (share <= limit and mapped is carry_part and not fits):
+            fits = block is Q8_0 or mapped is not carry_part or all(_fits_any(t, block) for t, _ in samples)
+            if near or (share <= limit and not fits):
                 share = _share(look(False), block, mapped)
         except CannotCarryError:
             continue
@@ -154,7 +157,7 @@ def in_halves(t: GroupedTensor) -> bool:
 
 def exact_type(t: GroupedTensor) -> BlockType | None:
     """The smallest plain type that holds the tensor bit for bit, judged from its scales and zero points alone."""
-    if not in_halves(t):
+    if isinstance(t, DecodedTensor) or not in_halves(t):
         return None
     for block in BLOCKS.values():
         if not block.is_k and not block.has_min and why_not(t, block) is None and _fits_any(t, block):

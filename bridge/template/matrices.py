@@ -176,7 +176,7 @@ class Matrices:
                 (rows, columns),
                 lambda a, b: t.dequantize(slice(a, b))[:, :columns],
                 lambda order: t.take_rows(order).dequantize()[:, :columns],
-                noise=t.noise() / t.codes.size,
+                noise=t.noise() / math.prod(t.shape),
             )
         rounding = _FLOAT_ROUNDING.get(self.ckpt.tensors[candidate.source].dtype, 1e-6)
         return Matrix(

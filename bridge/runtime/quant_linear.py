@@ -64,13 +64,14 @@ class _Product(torch.autograd.Function):
 class QuantLinear(nn.Module):
     """y = W x + bias with W [out, in] a QuantTensor. The gradient of x takes a product with the dequantized weights.
 
+    tensor     or what multiplies likewise: a TrellisLayer, whose x is never rounded
     order      int64 [out]: output i is row order[i] of the tensor, None for the tensor's own order
     precision  "f32", or "int8" to round x to 8 bits in blocks, as ggml does
     """
 
     def __init__(
         self,
-        tensor: QuantTensor,
+        tensor: Any,
         bias: torch.Tensor | None = None,
         order: np.ndarray | None = None,
         precision: str = "int8",

@@ -1,0 +1,25 @@
+"""Quantized weights under a `transformers` model, on the CPU: a GGUF's tensors, or a checkpoint's trellis codes.
+
+replace_linears(model, "model.gguf")      linears, embedding and norms of a GGUF
+replace_trellis(model, "folder")          linears of a QTIP or EXL3 checkpoint, multiplied as they are
+register_quantizers()                     from then on `from_pretrained` reads EXL3 itself, and QTIP with
+                                          quantization_config=QtipConfig(), for QTIP's config.json does not say so
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+from bridge.runtime.quant_linear import QuantEmbedding, QuantLinear, replace_linears
+from bridge.trellis_linears import replace_trellis
+
+__all__ = ["QuantEmbedding", "QuantLinear", "replace_linears", "replace_trellis"]
+
+_OF_TRANSFORMERS = ("Exl3Config", "QtipConfig", "register_quantizers")  # imports it, which the others do not need
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _OF_TRANSFORMERS:
+        raise AttributeError(f"module 'bridge.nn' has no attribute {name!r}")
+    return getattr(importlib.import_module("bridge.hf_quantizer"), name)

@@ -1,0 +1,14 @@
+"""Trellis-coded weights (QTIP, EXL3): codebooks, bit streams, and products with layers that stay coded.
+
+bridge.trellis.BitshiftCodebook(L, K, V, tlut_bits, decode_mode, tlut)    what states stand for
+bridge.trellis.TrellisLayer                                               a layer: matmul, dequantize
+bridge.trellis.bitshift_gemm(input, trellis, codebook, ...)               one product from bare tensors
+"""
+
+from bridge.trellis.codebooks import BitshiftCodebook
+from bridge.trellis.gemm import bitshift_gemm
+from bridge.trellis.layer import TrellisLayer
+
+bitshift_codebook = BitshiftCodebook
+
+__all__ = ["BitshiftCodebook", "TrellisLayer", "bitshift_codebook", "bitshift_gemm"]

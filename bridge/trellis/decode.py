@@ -1,0 +1,122 @@
+"""Trellis streams to floats, tile by tile: 16 states at a time in vectors, then each weight to its place.
+
+Where a tile has no multiple of 16 states (hand-made files), numpy looks them up in a table of all states instead.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import numba
+import numpy as np
+from llvmlite import ir
+from numba.core import cgutils, types
+from numba.extending import intrinsic
+
+from bridge.jit import kernel
+from bridge.runtime.cpu import pool, targets
+from bridge.runtime.cpu.memory import LANES, c_function, pointer
+from bridge.runtime.cpu.pool import run, share
+from bridge.trellis.codebooks import BitshiftCodebook
+from bridge.trellis.streams import states_of
+from bridge.trellis.vector import I64, Code, Lanes
+
+# set per kernel by `c_function`
+decode_states: Any = None
+
+
+@cache
+def _decode_states(code: Code) -> Any:
+    """decode_states(ring, table, out, count): `count` times 16 states to float32 [16 * count, V], at addresses."""
+
+    @intrinsic
+    def emit_all(typingctx, ring, table, out, count):
+        def emit(context, builder, signature, arguments):
+            ring, table, out, count = arguments
+            v = Lanes(builder, code)
+            places = [code.shift(i) for i in range(LANES)]
+            right = ir.Constant(ir.VectorType(ir.IntType(32), LANES), [ir.IntType(32)(r) for _, r in places])
+            with cgutils.for_range(builder, count) as loop:
+                at = builder.add(ring, builder.mul(loop.index, I64(2 * code.step)))
+                high, low = (v.words(builder.add(at, I64(2 * i))) for i in range(2))
+                windows = v.pick(v.window(high, low), [word for word, _ in places])
+                found = v.values(v.states(windows, right), table)
+                target = builder.add(out, builder.mul(loop.index, I64(4 * LANES * code.values)))
+                for i in range(code.values):  # lanes of two values are laid side by side
+                    vector = found[i]
+                    if code.values == 2:
+                        lanes = [lane // 2 + LANES * (lane % 2) for lane in range(i * LANES, i * LANES + LANES)]
+                        mask = ir.Constant(ir.VectorType(ir.IntType(32), LANES), [ir.IntType(32)(n) for n in lanes])
+                        vector = builder.shuffle_vector(*found, mask)
+                    v.store(vector, builder.add(target, I64(4 * LANES * i)), 4)
+            return context.get_dummy_value()
+
+        return types.void(types.int64, types.int64, types.int64, types.int64), emit
+
+    return emit_all
+
+
+def _tiles(words, out, table, offsets, columns, sizes, _, first, last):
+    """Rows of tiles first..last-1; sizes: a tile's words, weights, rows, columns and sixteens of states."""
+    size = numba.carray(pointer(sizes), (5,), np.int64)
+    count, weights, height, width, groups = size[0], size[1], size[2], size[3], size[4]
+    place = numba.carray(pointer(offsets), (weights,), np.int32)
+    ring = np.empty(count + 2 * 16, np.uint16)
+    values = np.empty(weights, np.float32)
+    for row in range(first, last):
+        stored = numba.carray(pointer(words + row * columns * count * 2), (columns, count), np.uint16)
+        start = row * columns * height * width
+        target = numba.carray(pointer(out + 4 * start), (columns * height * width,), np.float32)
+        for column in range(columns):
+            for j in range(count):
+                ring[j] = stored[column, j]
+            for j in range(17):
+                ring[count + j] = ring[j % count]
+            decode_states(ring.ctypes.data, table, values.ctypes.data, groups)
+            base = column * width
+            for t in range(weights):
+                target[base + place[t]] = values[t]
+
+
+@kernel
+def _run(state, threads, function, words, out, table, offsets, columns, sizes, rows):
+    run(state, threads, function, words, out, table, offsets, columns, sizes, 0, rows)
+
+
+@cache
+def _kernel(code: Code) -> Any:
+    return c_function(_tiles, f"decode_{code.suffix}", decode_states=_decode_states(code))
+
+
+def decode(
+    words: np.ndarray, step: int, book: BitshiftCodebook, positions: np.ndarray, tile: tuple[int, int],
+    out: np.ndarray | None = None,
+) -> np.ndarray:  # fmt: skip
+    """float32 [tile rows * height, tile columns * width]: the values of streams; see `streams` for the layout.
+
+    out  what to decode into, contiguous
+
+    The pool's threads share the rows of tiles out.
+    """
+    rows, columns, count = words.shape
+    height, width = tile
+    if out is None:
+        out = np.empty((rows * height, columns * width), np.float32)
+    states = count * 16 // step
+    if states % LANES:
+        values = book.lut[states_of(words, step, book.L)].reshape(rows, columns, -1)
+        placed = np.empty_like(values)
+        placed[..., positions] = values
+        out[:] = placed.reshape(rows, columns, height, width).transpose(0, 2, 1, 3).reshape(out.shape)
+        return out
+    code = Code.of(book, step, targets.chosen())
+    words = np.ascontiguousarray(words)
+    offsets = (positions // width * np.int32(columns * width) + positions % width).astype(np.int32)
+    sizes = np.array([count, height * width, height, width, states // LANES], np.int64)
+    table = book.tlut if code.table_bits else np.empty(0, np.float32)
+    share(
+        words.nbytes >= pool.ALONE, _run, _kernel(code).address, words.ctypes.data, out.ctypes.data,
+        table.ctypes.data, offsets.ctypes.data, columns, sizes.ctypes.data, rows,
+    )  # fmt: skip
+    return out

@@ -1,0 +1,74 @@
+"""A checkpoint's trellis-coded layers in place of a torch model's Linears, on the CPU."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from bridge.checkpoint import Checkpoint, open_checkpoint
+from bridge.errors import BridgeError
+from bridge.runtime.quant_linear import QuantLinear
+from bridge.trellis.layer import TrellisLayer
+
+_PADDED = 128  # EXL3's sides may be padded to multiples of it
+
+
+def replace_trellis(model: nn.Module, checkpoint: str | Path | Checkpoint) -> nn.Module:
+    """Put a checkpoint's trellis-coded linears into a transformers model of its architecture; returns it.
+
+    What the checkpoint stores as floats (embeddings, norms, linears that were skipped) is put in too.
+
+    Raises BridgeError where the model has no such module or another shape, or the checkpoint no trellis codes.
+    """
+    if not isinstance(checkpoint, Checkpoint):
+        with open_checkpoint(checkpoint) as opened:
+            return replace_trellis(model, opened)
+    place_layers(model, checkpoint)
+    parameters = dict(model.named_parameters()) | dict(model.named_buffers())
+    with torch.no_grad():
+        for name in checkpoint.tensors.keys() - {f"{module}.bias" for module in checkpoint.modules}:
+            stored = checkpoint.read_float(name)
+            if name not in parameters or parameters[name].shape != stored.shape:
+                raise BridgeError(
+                    f"{name}: is {list(stored.shape)} in {checkpoint.path}, and not so in {type(model).__name__}; "
+                    "the checkpoint is of another model"
+                )
+            parameters[name].copy_(torch.from_numpy(stored))
+    return model
+
+
+def place_layers(model: nn.Module, checkpoint: Checkpoint) -> None:
+    """The trellis-coded linears alone, with their biases. Raises BridgeError likewise."""
+    for name in checkpoint.modules:
+        try:
+            old = model.get_submodule(name)
+        except AttributeError:
+            raise BridgeError(
+                f"{type(model).__name__} has no {name}; the checkpoint is of another architecture"
+            ) from None
+        parent, _, child = name.rpartition(".")
+        setattr(model.get_submodule(parent), child, _linear(checkpoint, name, old))
+
+
+def _linear(checkpoint: Checkpoint, name: str, old: nn.Module) -> QuantLinear:
+    out, columns = int(old.out_features), int(old.in_features)  # type: ignore[arg-type]
+    layer = checkpoint.read_trellis(name)
+    if any(not 0 <= a - b < _PADDED for a, b in zip(layer.shape, (out, columns), strict=True)):
+        raise BridgeError(
+            f"{name}: is {list(layer.shape)} in {checkpoint.path}, {[out, columns]} in the model; "
+            "the checkpoint is of another model"
+        )
+    return QuantLinear(layer.cropped(out, columns).prepare(), _bias(layer, out), precision="f32")
+
+
+def place_biases(model: nn.Module) -> None:
+    """The biases of trellis-coded linears, as their layers have them."""
+    for module in model.modules():
+        if isinstance(module, QuantLinear) and isinstance(module.tensor, TrellisLayer):
+            module.bias = _bias(module.tensor, module.out_features)
+
+
+def _bias(layer: TrellisLayer, out: int) -> torch.Tensor | None:
+    return None if layer.bias is None else torch.from_numpy(layer.bias[:out])
