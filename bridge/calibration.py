@@ -29,7 +29,7 @@ from bridge.source import Source
 if TYPE_CHECKING:
     import torch
 
-    from bridge.quantize.awq import Awq
+    from bridge.quantize.awq_method import Awq
     from bridge.quantize.calibrate import Calibrated, Prepare
     from bridge.quantize.kept import KeptLayer, KeptLayers
     from bridge.quantize.method import Method

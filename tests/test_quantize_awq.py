@@ -13,7 +13,7 @@ from torch import nn
 
 from bridge.checkpoint import open_checkpoint
 from bridge.quantize import Groups, Method, groups, quantize_model, write_checkpoint
-from bridge.quantize.awq import Awq
+from bridge.quantize.awq_method import Awq
 from bridge.quantize.awq_search import clipped, fold, smoothing
 from bridge.quantize.float_model import FloatModel
 from tests.support.tiny_models import save_model

@@ -39,7 +39,8 @@ def coded(tiny, tmp_path_factory) -> dict[str, tuple[Path, Path]]:
     said = {"quip_params": {**QTIP, "V": 2, "tlut_bits": 9, "decode_mode": "quantlut_sym", "skip_list": ["0_v"]}}
     meant = write_trellis(
         root / "qtip", tiny,
-        lambda n, w, i: None if n == SKIPPED else qtip_tensors(n, w, HYB, layout="swizzled", search=False, seed=i), said,
+        lambda n, w, i: None if n == SKIPPED else qtip_tensors(n, w, HYB, layout="swizzled", search=False, seed=i),
+        said,
     )  # fmt: skip
     found["qtip"] = root / "qtip", floats(root / "qtip floats", tiny, meant)
     with_head = shutil.copytree(tiny, root / "with head")
@@ -113,5 +114,5 @@ def test_a_model_of_another_shape_or_architecture_is_refused(coded, tiny):
     config = transformers.AutoConfig.from_pretrained(tiny, intermediate_size=512)
     with pytest.raises(BridgeError, match=r"mlp.*_proj: is \[256, 256\] in .*, \[(512, 256|256, 512)\] in the model"):
         bridge.nn.replace_trellis(transformers.AutoModelForCausalLM.from_config(config), folder)
-    with pytest.raises(BridgeError, match="Linear has no model.layers.0"):
+    with pytest.raises(BridgeError, match=r"Linear has no model\.layers\.0"):
         bridge.nn.replace_trellis(torch.nn.Linear(1, 1), folder)
