@@ -21,11 +21,11 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from bridge.quantize import gptq
 
+ROOT = Path(__file__).resolve().parent.parent
 TEXT = Path(os.environ.get("BRIDGE_SHARED", ROOT.parent / "shared")) / "text"
 LAYERS, HEADS, WIDTH, CONTEXT, BATCH = 4, 4, 64, 64, 32
 

@@ -12,15 +12,17 @@ from hypothesis import strategies as st
 
 from bridge.blocks import BLOCKS
 from bridge.errors import BridgeError
+from bridge.jit import kernel
 from bridge.quantize.group_grid import GroupGrid
 from bridge.quantize.hessian import Hessian, damped, inverse_factor, retarget
+from bridge.quantize.lanes import line_search
 from bridge.quantize.refine import refine
 from bridge.quantize.solver import dequantize, error, falling, round_to_nearest, solve
 from bridge.quantize.superblock_grid import SuperblockGrid
 from bridge.runtime.cpu.dequantize import rows as dequantize_blocks
 from tests.support import textbook_gptq
 
-TYPES = ["Q2_K", "Q3_K", "Q4_1"]  # one of each kind of grid; each compiles for many seconds
+TYPES = ["Q2_K", "Q3_K", "Q4_K", "Q6_K", "Q4_1"]  # Q5_K is Q4_K with more codes; each compiles for seconds
 
 
 def layer(seed: int, rows: int, columns: int, spread: float = 1.0, dtype: Any = torch.float32) -> tuple[Any, Any]:
@@ -40,7 +42,7 @@ def test_the_solver_equals_the_textbook(bits: int, group_size: int, symmetric: b
     weight, hessian = layer(bits, 24, 320, dtype=torch.float64)
     hessian[:, 7] = hessian[7] = 0
     grid = GroupGrid(24, 320, bits, group_size, symmetric, half=False, dtype=np.float64)
-    solution = solve(weight, hessian, grid)
+    solution = solve(weight, hessian, grid, nearest=False)
     expected = textbook_gptq.gptq(weight.numpy(), hessian.numpy(), bits, group_size, symmetric, solution.codes)
     np.testing.assert_allclose(dequantize(solution.codes, grid), expected, atol=1e-5)
 
@@ -50,11 +52,104 @@ def test_act_order_is_the_textbook_on_permuted_columns_and_g_idx_undoes_it() -> 
     layout = np.argsort(-hessian.diagonal().numpy(), kind="stable")
     permuted = hessian[layout][:, layout]
     grid = GroupGrid(16, 256, 4, 64, half=False, dtype=np.float64)
-    solution = solve(weight[:, layout], permuted, grid)
+    solution = solve(weight[:, layout], permuted, grid, nearest=False)
     expected = textbook_gptq.gptq(weight.numpy()[:, layout], permuted.numpy(), 4, 64, True, solution.codes)
     tensor = grid.tensor("layer", solution.codes, layout)
     assert not tensor.sequential
     np.testing.assert_allclose(tensor.dequantize()[:, layout], expected, atol=1e-5)
+
+
+def mismatched(columns: int) -> Hessian:
+    """Of inputs that are not the float model's, with the cross term."""
+    random = torch.Generator().manual_seed(11)
+    x_float = torch.randn(4 * columns, columns, generator=random)
+    hessian = Hessian("layer", columns)
+    hessian.add(x_float + 0.3 * torch.randn(4 * columns, columns, generator=random), x_float)
+    return hessian
+
+
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_static_groups_in_any_order_and_gptaq_are_the_textbooks(symmetric: bool) -> None:
+    weight, hessian = layer(12, 12, 160, dtype=torch.float64)
+    falls = np.argsort(-hessian.diagonal().numpy(), kind="stable")
+    grid = GroupGrid(12, 160, 4, 32, symmetric, half=False, dtype=np.float64)
+    codes = solve(weight, hessian, grid, order=falls, fit="first", nearest=False).codes
+    args = weight.numpy(), hessian.numpy(), 4, 32, symmetric, codes
+    np.testing.assert_allclose(dequantize(codes, grid), textbook_gptq.gptq(*args, order=falls), atol=1e-5)
+
+    both = mismatched(160)
+    assert both.cross is not None
+    hessian, cross = both.matrix.double(), both.cross.double()
+    grid = GroupGrid(12, 160, 4, 32, symmetric, half=False, dtype=np.float64)
+    codes = solve(weight, hessian, grid, cross=cross, alpha=0.4).codes
+    args = weight.numpy(), hessian.numpy(), 4, 32, symmetric, codes
+    expected = textbook_gptq.gptq(*args, cross=cross.numpy(), alpha=0.4)
+    np.testing.assert_allclose(dequantize(codes, grid), expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_ternary_weights_are_those_of_the_reference_quantizer(symmetric: bool) -> None:
+    weight, _ = layer(13, 40, 16, dtype=torch.float64)
+    weight[0], weight[1], weight[2] = weight[0].abs(), -weight[1].abs(), 0
+    weight[3, :2] = weight[3].max() * torch.tensor([1.0, 0.5])  # half of it is not beyond half of it
+    values = weight.numpy()
+    low, high = np.minimum(values.min(1), 0), np.maximum(values.max(1), 0)
+    if symmetric:
+        high = np.maximum(-low, high)
+        low = np.where(low < 0, -high, low)
+    low, high = low[:, None], high[:, None]
+    grid = GroupGrid(40, 16, bits=0, group_size=-1, symmetric=symmetric, half=False, dtype=np.float64)
+    codes = round_to_nearest(weight, grid, np.ones(16))
+    np.testing.assert_array_equal(dequantize(codes, grid), (values > high / 2) * high + (values < low / 2) * low)
+    if symmetric:
+        np.testing.assert_allclose(grid.tensor("layer", codes).dequantize(), dequantize(codes, grid), rtol=1e-6)
+    else:
+        with pytest.raises(BridgeError, match="cannot hold ternary weights from -a to b; use symmetric groups"):
+            grid.tensor("layer", codes)
+
+
+def test_rows_that_rounding_to_nearest_serves_better_are_rounded_so() -> None:
+    weight, hessian = layer(0, 64, 128)  # with few codes, what is made good drives later columns off their grid
+    grid = GroupGrid(64, 128, 2, 16)
+    nearest = GroupGrid(64, 128, 2, 16)
+    expected = round_to_nearest(weight, nearest, np.ones(128))
+    codes = solve(weight, hessian, grid).codes
+    kept = (codes == expected).all(1) & (grid.scales == nearest.scales).all(1)
+    assert 0 < kept.sum() < 64
+
+    def errors(codes: np.ndarray, grid: GroupGrid) -> np.ndarray:
+        lost = weight.double() - torch.from_numpy(dequantize(codes, grid)).double()
+        return ((lost @ hessian.double()) * lost).sum(1).numpy()
+
+    assert (errors(codes, grid) <= errors(expected, nearest) * (1 + 1e-5)).all()
+
+
+def test_lines_tried_side_by_side_are_each_what_gptq_makes_of_it_alone() -> None:
+    random = np.random.default_rng(14)
+    hessian = layer(14, 1, 12, dtype=torch.float64)[1]
+    factor = inverse_factor(hessian)
+    assert factor is not None
+    inverted = factor.T - torch.diag(factor.diagonal()) + torch.diag(1 / factor.diagonal())
+    target = random.standard_normal(12).astype(np.float32)
+    a, c = (random.uniform(least, 0.4, 8).astype(np.float32) for least in (0.1, -1.0))
+    a[5] = 0
+    codes, errors = (np.empty((12, 8), np.float32) for _ in range(2))
+    lost = np.empty(8, np.float32)
+    try_lines = line_search(8)
+
+    @kernel
+    def run(target, push, a, c, codes, errors, lost):  # type: ignore[no-untyped-def]
+        try_lines(target, push, a, c, np.float32(0), np.float32(15), codes, errors, lost)
+
+    run(target, inverted.float().numpy(), a, c, codes, errors, lost)
+    for lane in range(8):
+        grid = GroupGrid(1, 12, 4, 12, half=False, dtype=np.float64)
+        grid.a[:], grid.c[:] = a[lane], c[lane]
+        weight = torch.from_numpy(target)[None].double()
+        found = solve(weight, hessian, grid, fit="none", damping=0, nearest=False).codes
+        np.testing.assert_array_equal(codes[:, lane], found[0])
+        left = torch.from_numpy(target - (a[lane] * codes[:, lane] + c[lane]))[None].double()
+        assert lost[lane] == pytest.approx(error(left, torch.zeros_like(left), hessian), rel=1e-4)
 
 
 def test_the_factor_is_that_of_the_inverse() -> None:
@@ -151,7 +246,7 @@ def test_on_superblocks_the_error_is_below_rtns_and_refining_never_raises_it(
     grid = SuperblockGrid(block, 8, 512)
     solution = solve(weight, hessian, grid, order=falling(hessian, grid.run) if ordered else None, damping=0)
     last = error(weight, dequantize(solution.codes, grid), hessian)
-    assert last <= nearest
+    assert last <= nearest * (1 + 1e-5)  # weights are float32
     for _ in range(2):
         refine(weight, hessian, grid, solution.codes, sweeps=1)
         values = dequantize(solution.codes, grid)
@@ -178,19 +273,19 @@ def test_the_target_of_mismatched_inputs_is_the_least_squares_solution() -> None
 
 
 @settings(max_examples=15, deadline=None, derandomize=True)
-# at 2 bits, symmetric, GPTQ's grid of the updated weights can lose to RTN's: not yet caught by the solver
-@given(st.integers(0, 2**32 - 1), st.integers(3, 8), st.sampled_from([16, 40, -1]), st.booleans())
+@given(st.integers(0, 2**32 - 1), st.integers(2, 8), st.sampled_from([16, 40, -1]), st.booleans(),
+       st.sampled_from(["reached", "first"]))  # fmt: skip
 def test_on_groups_the_error_is_below_rtns_and_refining_never_raises_it(
-    seed: int, bits: int, group_size: int, symmetric: bool
+    seed: int, bits: int, group_size: int, symmetric: bool, fit: str
 ) -> None:
     weight, hessian = layer(seed, 8, 128)
     hessian = damped(hessian, 0.01)
     grid = GroupGrid(8, 128, bits, group_size, symmetric)
     nearest = error(weight, dequantize(round_to_nearest(weight, grid, hessian.diagonal().numpy()), grid), hessian)
     grid = GroupGrid(8, 128, bits, group_size, symmetric)
-    codes = solve(weight, hessian, grid, order=falling(hessian, grid.run), damping=0).codes
+    codes = solve(weight, hessian, grid, order=falling(hessian, grid.run), fit=fit, damping=0).codes
     last = error(weight, dequantize(codes, grid), hessian)
-    assert last <= nearest
+    assert last <= nearest * (1 + 1e-5)  # weights are float32
     for _ in range(2):
         refine(weight, hessian, grid, codes, sweeps=1)
         now = error(weight, dequantize(codes, grid), hessian)

@@ -73,6 +73,7 @@ def solve(
     damping: float = 0.01,
     cross: torch.Tensor | None = None,
     alpha: float = 0.25,
+    nearest: bool = True,
 ) -> Solution:
     """Round weight float [rows, columns] on the grid against hessian [columns, columns].
 
@@ -81,9 +82,9 @@ def solve(
                 groups); "none": the grid stays as it is
     damping     of H, times the mean of its diagonal; tenfold where that is not enough
     cross       GPTAQ's C [columns, columns] of `Hessian.cross`, and alpha, how much of it counts
+    nearest     rows that rounding to nearest serves better get that (but with `cross`, whose error is another)
 
-    A row's error is never above that of rounding it to nearest (but with `cross`, whose error is another). Columns
-    whose diagonal of H is 0 are dead: their weights are taken for 0. Raises BridgeError where the order
+    Columns whose diagonal of H is 0 are dead: their weights are taken for 0. Raises BridgeError where the order
     tears runs apart and they are to be fitted when reached.
     """
     rows, columns = weight.shape
@@ -106,7 +107,7 @@ def solve(
     walk.over(_runs(order, grid.run, fit != "reached"), walk.run)
     codes = np.empty((rows, columns), np.int16)
     codes[:, order] = walk.codes
-    if found and cross is None:
+    if nearest and found and cross is None:
         _keep_nearest(work, hessian, grid, codes, importance if fit == "reached" else None)
     return Solution(codes, used)
 

@@ -25,7 +25,10 @@ _ZERO = np.float32(0)
 LANES = {(True, True): (32, 5), (True, False): (8, 1), (False, True): (64, 7), (False, False): (8, 1)}
 
 # set per type by `specialize`
-size = subs = sub = scale_lo = scale_hi = min_hi = 0
+size = subs = sub = 0
+scale_lo: Any = 0
+scale_hi: Any = 0
+min_hi: Any = 0
 low = high = _ZERO
 mins = False
 lanes = m_tries = 0

@@ -17,11 +17,17 @@ def gptq(
     symmetric: bool,
     ties: np.ndarray,
     damping: float = 0.01,
+    order: np.ndarray | None = None,
+    cross: np.ndarray | None = None,
+    alpha: float = 0.0,
 ) -> np.ndarray:
     """weight [rows, columns] -> what it is rounded to, float64. A `group_size` of -1 is the whole row.
 
     ties  int [rows, columns]: the codes to take of two that are equally near. A symmetric group's least weight, where
           it is the widest, is such a tie, and which way it goes is noise of the last bit
+    order  int [columns]: static groups, fitted before on the weights as they are, and columns rounded in this order
+    cross  float [columns, columns]: GPTAQ (arXiv 2504.02692). A column j that is rounded moves those after it, F, by
+           alpha w_j C[j, F] H_FF^-1
     """
     work = weight.astype(np.float64)
     rows, columns = work.shape
@@ -30,12 +36,18 @@ def gptq(
     hessian = hessian.astype(np.float64)
     dead = hessian.diagonal() == 0
     work[:, dead] = 0
+    static = [_range(work[:, j : j + group_size], high, symmetric) for j in range(0, columns, group_size)]
+    steps = np.arange(columns) if order is None else order
     hessian = hessian + np.diag(damping * hessian.diagonal().mean() + dead)
     inverse = np.linalg.inv(hessian)
     done = np.empty_like(work)
     scale = zero = np.zeros(rows)
-    for j in range(columns):
-        if j % group_size == 0:
+    left = np.ones(columns, bool)
+    for j in steps:
+        left[j] = False
+        if order is not None:
+            scale, zero = static[j // group_size]
+        elif j % group_size == 0:
             scale, zero = _range(work[:, j : j + group_size], high, symmetric)
         exact = work[:, j] / scale + zero
         tied = np.abs(exact - np.floor(exact) - 0.5) < 1e-9
@@ -43,8 +55,10 @@ def gptq(
         q = np.clip(np.where(tied, ties[:, j], np.rint(exact)), 0, high)
         done[:, j] = scale * (q - zero)
         error = (work[:, j] - done[:, j]) / inverse[j, j]
-        work[:, j + 1 :] -= np.outer(error, inverse[j, j + 1 :])
+        work[:, left] -= np.outer(error, inverse[j, left])
         inverse -= np.outer(inverse[:, j], inverse[j]) / inverse[j, j]
+        if cross is not None:  # what is left of the inverse is that of H_FF
+            work[:, left] += alpha * np.outer(work[:, j], cross[j, left] @ inverse[np.ix_(left, left)])
     return done
 
 
