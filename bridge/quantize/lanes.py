@@ -37,14 +37,13 @@ def line_search(lanes: int) -> Any:
     @intrinsic
     def try_lines(typingctx, target, push, a, c, low, high, codes, errors, lost):
         def emit(context, builder, signature, arguments):
-            data = {}
-            for name, kind, value in zip(_ARRAYS, signature.args, arguments, strict=True):
+            data = dict(zip(_ARGUMENTS, arguments, strict=True))
+            for name, kind in zip(_ARGUMENTS, signature.args, strict=True):
                 if isinstance(kind, types.Array):
-                    value = context.make_array(kind)(context, builder, value=value)
-                    n = cgutils.unpack_tuple(builder, value.shape)[0] if name == "target" else None
-                    data["n"] = n if n is not None else data["n"]
-                    value = value.data
-                data[name] = value
+                    array = context.make_array(kind)(context, builder, value=data[name])
+                    data[name] = array.data
+                    if name == "target":
+                        data["n"] = cgutils.unpack_tuple(builder, array.shape)[0]
             _emit(builder, vector, data)
             return context.get_dummy_value()
 
@@ -53,7 +52,7 @@ def line_search(lanes: int) -> Any:
     return try_lines
 
 
-_ARRAYS = ("target", "push", "a", "c", "low", "high", "codes", "errors", "lost")
+_ARGUMENTS = ("target", "push", "a", "c", "low", "high", "codes", "errors", "lost")
 
 
 def _emit(builder: ir.IRBuilder, vector: ir.VectorType, data: dict[str, ir.Value]) -> None:
