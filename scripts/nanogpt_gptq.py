@@ -90,7 +90,8 @@ def main() -> None:
     floats = loss(model, validation)
     print("| bits | columns in a group | method | loss | perplexity | more |\n|---|---|---|---|---|---|")
     print(f"| float | | | {floats:.4f} | {math.exp(floats):.3f} | |", flush=True)
-    for bits, size in ((8, -1), (4, 32), (3, 32)):
+    for bits in options.bits:
+        size = -1 if bits == 8 else 32
         for name, damping in (("RTN", math.inf), ("GPTQ", 0.01)):
             quantized = copy.deepcopy(model)
             done = gptq(quantized, batches, bits=bits, group_size=size, symmetric=False, damping=damping)
@@ -115,7 +116,7 @@ def windows(text: torch.Tensor, at: torch.Tensor) -> tuple[torch.Tensor, torch.T
 def fit(model: nn.Module, text: torch.Tensor, steps: int) -> None:
     """Train on random windows."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 3e-3, steps, pct_start=0.1)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
     for at in starts(text, steps):
         inputs, expected = windows(text, at)
         lost = functional.cross_entropy(model(inputs).flatten(0, 1), expected.flatten())
@@ -142,6 +143,7 @@ def parse() -> argparse.Namespace:
         default = TEXT / f"shakespeare_{'val' if name == 'validate' else name}.txt"
         parser.add_argument(f"--{name}", type=Path, default=default, metavar="FILE", help="default: %(default)s")
     parser.add_argument("--steps", type=int, default=4000, metavar="N", help="of training; default: %(default)s")
+    parser.add_argument("--bits", type=int, nargs="+", default=[8, 4, 3], metavar="N", help="default: 8 4 3")
     parser.add_argument("--seed", type=int, default=1337, metavar="N", help="default: %(default)s")
     return parser.parse_args()
 

@@ -87,11 +87,12 @@ def test_quantizing_is_measured_beside_ggml_and_is_nearer_to_the_floats(tmp_path
 def test_a_character_gpt_of_61_layers_is_trained_and_quantized(tmp_path: Path) -> None:
     (tmp_path / "train.txt").write_text("the cat sat on the mat and the dog ran off. " * 60, encoding="utf-8")
     (tmp_path / "validate.txt").write_text("the dog sat on the mat and the cat ran off. " * 20, encoding="utf-8")
-    printed = run("nanogpt_gptq.py", *(f"--{n}={tmp_path / n}.txt" for n in ("train", "validate")), "--steps=10")
+    printed = run(
+        "nanogpt_gptq.py", *(f"--{n}={tmp_path / n}.txt" for n in ("train", "validate")), "--steps=10", "--bits=3"
+    )
     assert "61 linear layers, 10 steps" in printed
     rows = [[cell.strip() for cell in line.split("|")] for line in printed.splitlines() if line.startswith("| ")][1:]
     perplexity = {(row[1], row[3]): float(row[5]) for row in rows}
     floats = perplexity["float", ""]
     assert 1 < floats < 20  # of 18 characters
-    assert perplexity["8", "GPTQ"] == pytest.approx(floats, rel=0.01)
     assert abs(perplexity["3", "GPTQ"] - floats) < abs(perplexity["3", "RTN"] - floats) + 0.1
