@@ -6,6 +6,8 @@ Both see the same tokens: ggml (through the library of the tests' wheel) the mea
 ours the Hessians. All linears get one type, embeddings and head stay floats. What is measured is the mean
 Kullback-Leibler divergence from the float model over windows of the test text, float32 arithmetic.
 
+--groups adds GPTQ and AWQ on groups, beside llm-compressor in a Python that has it.
+
 --steps shows what each step brings: plain GPTQ, columns by falling diag H, refinement, targets from the float
 model's inputs.
 """
@@ -70,6 +72,10 @@ def main() -> None:
             seconds = time.perf_counter() - begun
             own = divergence(model)
             print(f"| {name} | {step} | {own:.3e} | {peer:.3e} | {own / peer:.3f} | {seconds:.0f} |", flush=True)
+    if options.groups:
+        from scripts.bench_groups import print_rows
+
+        print_rows(options.model, weights, calibration, divergence, options.groups)
 
 
 def parse() -> argparse.Namespace:
@@ -77,11 +83,14 @@ def parse() -> argparse.Namespace:
     parser.add_argument("model", type=Path, metavar="MODEL", help="a float model's folder")
     parser.add_argument("--calibrate", type=Path, required=True, metavar="FILE")
     parser.add_argument("--test", type=Path, required=True, metavar="FILE")
-    parser.add_argument("--types", nargs="+", default=["Q4_K", "Q3_K", "Q2_K"], metavar="TYPE", help="default: 4, 3, 2")
+    parser.add_argument("--types", nargs="*", default=["Q4_K", "Q3_K", "Q2_K"], metavar="TYPE", help="default: 4, 3, 2")
     parser.add_argument("--samples", type=int, default=256, metavar="N", help="sequences; default: %(default)s")
     parser.add_argument("--length", type=int, default=256, metavar="N", help="tokens in each; default: %(default)s")
     parser.add_argument("--windows", type=int, default=24, metavar="N", help="of the test; default: %(default)s")
     parser.add_argument("--steps", action="store_true", help="a line for each step")
+    parser.add_argument(
+        "--groups", type=Path, metavar="PYTHON", help="GPTQ and AWQ too, beside this Python's llm-compressor"
+    )
     parser.add_argument("--threads", type=int, default=2, metavar="N", help="default: %(default)s")
     return parser.parse_args()
 

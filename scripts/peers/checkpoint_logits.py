@@ -34,13 +34,17 @@ def load(folder: Path, loader: str) -> Any:
     """The model on the CPU, with the package's plain PyTorch kernels."""
     import torch
 
+    awq = '"awq"' in (folder / "config.json").read_text(encoding="utf-8")
     if loader == "transformers":
-        from transformers import AutoModelForCausalLM
+        from transformers import AutoModelForCausalLM, AwqConfig, GPTQConfig
 
-        return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float16, device_map="cpu").eval()
+        # of these only the kernel is taken: the checkpoint's own config wins
+        kernel = AwqConfig(backend="torch_awq") if awq else GPTQConfig(bits=4, backend="torch")
+        return AutoModelForCausalLM.from_pretrained(
+            folder, dtype=torch.float16, device_map="cpu", quantization_config=kernel
+        ).eval()
     from gptqmodel import BACKEND, GPTQModel
 
-    awq = '"awq"' in (folder / "config.json").read_text(encoding="utf-8")
     backend = BACKEND.AWQ_TORCH if awq else BACKEND.GPTQ_TORCH
     return GPTQModel.load(str(folder), device="cpu", backend=backend, dtype=torch.float16).model.eval()
 
