@@ -118,7 +118,10 @@ def kernels() -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("capability", [(7, 5), (9, 0)], ids=["7.5", "9.0"])
+@pytest.mark.xdist_group("attention")
+@pytest.mark.parametrize(
+    "capability", [pytest.param((7, 5), marks=pytest.mark.exhaustive, id="7.5"), pytest.param((9, 0), id="9.0")]
+)
 def test_machine_code_keeps_everything_in_registers(capability: tuple[int, int]) -> None:
     if (reason := unavailable()) is not None:
         pytest.skip(reason)
@@ -129,6 +132,7 @@ def test_machine_code_keeps_everything_in_registers(capability: tuple[int, int])
         assert made.registers <= 64, name
 
 
+@pytest.mark.xdist_group("attention")
 def test_keys_are_loaded_sixteen_bytes_at_a_time_and_not_past_what_the_step_has_stored() -> None:
     if (reason := unavailable()) is not None:
         pytest.skip(reason)
