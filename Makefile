@@ -5,13 +5,16 @@ BIN = $(VENV)/bin
 EXTRAS ?= test
 PIP = $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo test lint bench clean
+.PHONY: demo test test-all lint bench clean
 
 demo: $(VENV)/.demo
 	$(BIN)/python scripts/demo.py
 
 test: $(VENV)/.$(EXTRAS) lint
 	$(BIN)/python -m pytest -n auto --dist loadgroup
+
+test-all: $(VENV)/.$(EXTRAS) lint
+	$(BIN)/python -m pytest -n auto --dist loadgroup -m ""
 
 lint: $(VENV)/.$(EXTRAS)
 	$(BIN)/ruff check .

@@ -16,7 +16,7 @@ from typing import IO, Self
 from bridge.checkpoint import Checkpoint
 from bridge.checkpoint.weight_files import NOT_WEIGHTS, WEIGHTS
 from bridge.errors import BridgeError
-from bridge.files import expect_regular
+from bridge.files import disk_errors, expect_regular
 from bridge.held import unfinished
 from bridge.output import sync_folder
 
@@ -40,18 +40,16 @@ class CheckpointFolder:
         self._ckpt, self._force = ckpt, force
         self._check()
         self._temporaries = ExitStack()
-        self.guard(self._begin, "the folder")
+        with disk_errors(path, "the folder", "folder"):
+            self._temporary = self._temporaries.enter_context(unfinished(path))
+            self.folder = self._temporary / path.name
+            self.folder.mkdir()
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
         self._temporaries.close()
-
-    def _begin(self) -> None:
-        self._temporary = self._temporaries.enter_context(unfinished(self.path))
-        self.folder = self._temporary / self.path.name
-        self.folder.mkdir()
 
     def _check(self) -> None:
         """Refuse a target that cannot or must not be written."""
@@ -120,27 +118,14 @@ class CheckpointFolder:
 
     def write_file(self, name: str, data: bytes) -> None:
         """A whole file of the new folder."""
-        target = self.folder / name
-
-        def write() -> None:
-            with open(target, "xb") as out:
-                out.write(data)
-                sync(out)
-
-        self.guard(write, name)
+        with disk_errors(self.path, name, "folder"), open(self.folder / name, "xb") as out:
+            out.write(data)
+            sync(out)
 
     def guard(self, action: Callable[[], object], what: str) -> None:
         """Run something that writes; a full disk becomes one clear line."""
-        try:
+        with disk_errors(self.path, what, "folder"):
             action()
-        except OSError as problem:
-            free = ""
-            with suppress(OSError):
-                free = f"; {shutil.disk_usage(self.path.parent).free / 1e9:.2f} GB free there"
-            raise BridgeError(
-                f"{self.path}: writing {what} failed ({problem.strerror}{free}); make room or give another folder. "
-                "Nothing half-written was left behind"
-            ) from problem
 
 
 def sync(file: IO[bytes]) -> None:

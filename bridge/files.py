@@ -5,8 +5,10 @@ from __future__ import annotations
 import glob
 import json
 import os
+import shutil
 import stat
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -92,6 +94,22 @@ def check_target(path: Path, force: bool, inputs: Iterable[Path] = ()) -> None:
         raise BridgeError(f"{path}: is no file but a device or a pipe, which is not replaced; give another name")
     if any(file.exists() and path.samefile(file) for file in inputs):
         raise BridgeError(f"{path}: is read to make the new file, and so is not replaced; give another name")
+
+
+@contextmanager
+def disk_errors(path: Path, what: str, instead: str) -> Iterator[None]:
+    """What the system says against writing, as one line: `what` could not be written, give another `instead`."""
+    try:
+        yield
+    except OSError as problem:
+        free = ""
+        with suppress(OSError):
+            free = f"; {shutil.disk_usage(path.parent).free / 1e9:.2f} GB free there"
+        reason = problem.strerror or "the disk took only a part of it"  # numpy's tofile does not say why
+        raise BridgeError(
+            f"{path}: writing {what} failed ({reason}{free}); make room or give another {instead}. "
+            "Nothing half-written was left behind"
+        ) from problem
 
 
 def write_text(path: Path, text: str) -> None:

@@ -11,8 +11,7 @@ from __future__ import annotations
 
 import glob
 import os
-import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from pathlib import Path
@@ -22,7 +21,7 @@ import numpy as np
 from gguf.gguf_writer import SHARD_NAME_FORMAT
 
 from bridge.errors import BridgeError
-from bridge.files import check_target
+from bridge.files import check_target, disk_errors
 from bridge.held import unfinished
 from bridge.plan import Plan, PlannedTensor
 
@@ -93,7 +92,8 @@ class GGUFOutput:
         except OSError as problem:
             raise BridgeError(f"{path.parent}: cannot write there: {problem.strerror}") from None
         try:
-            self._guard(self._next_shard, "metadata")
+            with disk_errors(path, "metadata", "output"):
+                self._next_shard()
         except BaseException:
             self._discard()
             raise
@@ -115,19 +115,17 @@ class GGUFOutput:
     def write(self, data: np.ndarray) -> None:
         """Append the next tensor of `tensors`: its bytes in any dtype."""
         tensor = self._left.pop(0)
-        self._guard(lambda: self._write_tensor(data), tensor.name)
-        if not self._left:
-            self._guard(self._next_shard, tensor.name)
-
-    def _write_tensor(self, data: np.ndarray) -> None:
         assert self._writer is not None
         assert self._writer.fout is not None
-        self._writer.write_tensor_data(data)
-        self._unsynced += data.nbytes
-        if self._unsynced >= _SYNC_BYTES and (self._syncing is None or self._syncing.done()):
-            self._wait()  # raises what the system said of the last one
-            self._syncing = self._background.submit(_sync_data, self._writer.fout[0].fileno())
-            self._unsynced = 0
+        with disk_errors(self.path, tensor.name, "output"):
+            self._writer.write_tensor_data(data)
+            self._unsynced += data.nbytes
+            if self._unsynced >= _SYNC_BYTES and (self._syncing is None or self._syncing.done()):
+                self._wait()  # raises what the system said of the last one
+                self._syncing = self._background.submit(_sync_data, self._writer.fout[0].fileno())
+                self._unsynced = 0
+            if not self._left:
+                self._next_shard()
 
     def _next_shard(self) -> None:
         """Close the shard that is whole; write the head of the next, if there is one."""
@@ -168,8 +166,8 @@ class GGUFOutput:
             raise BridgeError(f"{self.path}: {count}; this is a defect of the program, please report it")
         self._check_targets(self._targets)
         for target in self._targets:
-            with open(self._folder / target.name, "rb") as file:
-                self._guard(lambda file=file: os.fsync(file.fileno()), target.name)  # type: ignore[misc]
+            with open(self._folder / target.name, "rb") as file, disk_errors(self.path, target.name, "output"):
+                os.fsync(file.fileno())
         for target in self._targets:
             os.replace(self._folder / target.name, target)
         sync_folder(self.path.parent)
@@ -178,18 +176,6 @@ class GGUFOutput:
     def _check_targets(self, paths: Sequence[Path]) -> None:
         for path in paths:
             check_target(path, self._force, self._inputs)
-
-    def _guard(self, action: Callable[[], object], what: str) -> None:
-        """Run something that writes; a full disk becomes one clear line."""
-        try:
-            action()
-        except OSError as problem:
-            free = shutil.disk_usage(self.path.parent).free
-            reason = problem.strerror or "the disk took only a part of it"  # numpy's tofile does not say why
-            raise BridgeError(
-                f"{self.path}: writing {what} failed ({reason}; {free / 1e9:.2f} GB free there); make room or give "
-                "another output. Nothing half-written was left behind"
-            ) from problem
 
 
 def _sync_data(file: int) -> None:

@@ -66,7 +66,7 @@ class Source:
     def grouped(self, part: Part) -> GroupedTensor:
         """A part's codes with rows and columns as the GGUF has them."""
         if part.stored is not None and part.rows is not None and (np.diff(part.rows) > 0).all():
-            return self._fitted(self.ckpt.read_rows(part.module, part.rows), part, len(part.rows))
+            return self._fitted(self.ckpt.read_module(part.module, part.rows), part, len(part.rows))
         t = self._fitted(self.ckpt.read_module(part.module), part)
         return t if part.rows is None else t.take_rows(part.rows)
 
@@ -77,7 +77,7 @@ class Source:
             return self.grouped(part)
         last = len(rows) - _WINDOW
         at = np.concatenate([np.arange(start, start + _WINDOW) for start in (0, last // 2, last)])
-        return self._fitted(self.ckpt.read_rows(part.module, rows[at]), part, len(at))
+        return self._fitted(self.ckpt.read_module(part.module, rows[at]), part, len(at))
 
     def _fitted(self, t: GroupedTensor, part: Part, rows: int | None = None) -> GroupedTensor:
         """Without zero padding beyond the part's true shape, columns in the GGUF's order; `rows`: of a sample."""
@@ -123,7 +123,7 @@ class Source:
         """float32 of a part whose columns are rows of the source: of codes, no other rows are read."""
         columns = np.arange((part.stored or part.shape)[1]) if part.columns is None else part.columns
         if self._module(part):
-            turned = self.ckpt.read_rows(part.module, columns).dequantize().T
+            turned = self.ckpt.read_module(part.module, columns).dequantize().T
         else:
             matrix = 0 if part.matrix is None else part.matrix
             rows = (matrix, matrix + 1) if part.matrix is not None else (int(columns.min()), int(columns.max()) + 1)

@@ -10,7 +10,7 @@ import os
 from collections.abc import Callable
 from functools import cache, lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from hypothesis import settings
@@ -43,6 +43,19 @@ def shared(relative: str) -> Path:
 def checkpoint_names() -> list[str]:
     """The shared checkpoints there are, for parametrizing; one that skips where there are none."""
     return sorted(p.name for p in (SHARED / "checkpoints").glob("*/")) or ["none-found"]
+
+
+# both families, act-order, AWQ, 2 bits: what the others predict is compared on request
+_PREDICTED = (
+    "llama-gptq-4bit-g128-sym", "llama-gptq-4bit-g128-asym-actorder", "qwen3-awq-4bit-g128-gemm",
+    "qwen3-gptq-2bit-g64-asym-v2", "none-found",
+)  # fmt: skip
+
+
+def predicting_checkpoints() -> list[Any]:
+    """The shared checkpoints for tests that run whole models; tests of one share a worker, and so its predictions."""
+    spared = {name: [] if name in _PREDICTED else [pytest.mark.exhaustive] for name in checkpoint_names()}
+    return [pytest.param(name, marks=[pytest.mark.xdist_group(name), *marks]) for name, marks in spared.items()]
 
 
 @pytest.fixture(scope="session")

@@ -565,8 +565,10 @@ def bridge_process(code: str, *arguments: object, **environment: str) -> subproc
     )
 
 
-@pytest.mark.parametrize(("limit", "options"), [(20_000, []), (1_000_000, []), (300_000, ["--split-max-size=500K"])])
-@pytest.mark.parametrize("exists", [False, True])
+@pytest.mark.parametrize(
+    ("limit", "options", "exists"),
+    [(20_000, [], True), (1_000_000, [], False), (300_000, ["--split-max-size=500K"], True)],
+)
 def test_a_full_disk_leaves_what_was_there_and_nothing_else(model, tmp_path, limit, options, exists):
     """A limit on the size of files stands in for the disk."""
     out = tmp_path / "out.gguf"
@@ -590,8 +592,7 @@ run()
 """
 
 
-@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-@pytest.mark.parametrize("exists", [False, True])
+@pytest.mark.parametrize(("sent", "exists"), [(signal.SIGINT, False), (signal.SIGTERM, True), (signal.SIGHUP, True)])
 def test_an_interrupt_leaves_what_was_there_and_nothing_else(model, tmp_path, sent, exists):
     out = tmp_path / "out.gguf"
     if exists:

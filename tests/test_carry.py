@@ -10,7 +10,7 @@ from bridge.blocks import BLOCKS, Q2_K, Q3_K, Q4_0, Q4_1, Q4_K, Q5_0, Q5_1, Q5_K
 from bridge.checkpoint.grouped import GroupedTensor
 from bridge.mapping.carry import CannotCarryError, Mapped, carry, stored_codes
 from bridge.mapping.choose import Choice, choose, exact_type, map_to, requantize
-from bridge.mapping.half import half_bits, half_value, round_half
+from bridge.mapping.half import half_bits, round_half
 from bridge.mapping.pack import unpack_codes
 from tests.support.least_error import least_affine_error, least_q8_0_error, least_scaled_error
 
@@ -482,7 +482,6 @@ def test_halves_round_as_numpy_rounds_them():
         rounded = round_half(value)
         assert rounded == np.float32(half)
         assert half_bits(rounded) == half.view(np.uint16)
-        assert half_value(half.view(np.uint16)) == np.float32(half)
 
 
 def test_every_type_has_a_float_route():

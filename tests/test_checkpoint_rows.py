@@ -25,7 +25,7 @@ SOME = np.array([0, 1, 5, 9, 30])
 def check(checkpoint: Checkpoint) -> None:
     for name, info in list(checkpoint.modules.items())[:4]:
         rows = SOME[: np.searchsorted(SOME, info.shape[0])]
-        found, whole = checkpoint.read_rows(name, rows), checkpoint.read_module(name)
+        found, whole = checkpoint.read_module(name, rows), checkpoint.read_module(name)
         assert found.bias is None
         assert found.codes.shape == (len(rows), info.shape[1])
         expected = whole.take_rows(rows)
@@ -63,6 +63,6 @@ def test_no_codes_but_those_of_the_rows_are_read_from_mlx(folder: str, monkeypat
         read: list[str] = []
         monkeypatch.setattr(Store, "_fetch", lambda self, info, *a: read.append(info.name) or fetch(self, info, *a))
         for name in checkpoint.modules:
-            checkpoint.read_rows(name, np.array([1, 3]))
+            checkpoint.read_module(name, np.array([1, 3]))
     assert any(name.endswith(".scales") for name in read)
     assert not [name for name in read if name.endswith(".weight")]

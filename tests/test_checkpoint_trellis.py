@@ -112,7 +112,7 @@ def test_bits_differ_by_module_whatever_the_config_says(tmp_path):
         assert checkpoint.read_module("model.layers.0.self_attn.v_proj").bias.tolist() == list(range(64))
         assert set(checkpoint.tensors) == {f"model.layers.0.self_attn.{n}" for n in ("v_proj.bias", "k_proj.weight")}
         rows = np.array([3, 5, 60])
-        v = checkpoint.read_rows("model.layers.0.self_attn.v_proj", rows)
+        v = checkpoint.read_module("model.layers.0.self_attn.v_proj", rows)
         assert np.array_equal(v.dequantize(), checkpoint.read_module("model.layers.0.self_attn.v_proj").weights[rows])
 
 

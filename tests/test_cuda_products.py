@@ -53,12 +53,18 @@ def inner_loop(code: str) -> str:
     return "\n".join(lines[first:last])
 
 
+# (columns, configuration, float32 activations, epilogue): compiled and run for all types
+KINDS = [(1, Configuration(2, 1, 1, 4), False, ""), (1, Configuration(2, 2, 2, 4), False, "")]
+KINDS += [(4, Configuration(2, 1, 2, 4), False, "bias_accumulate"), (8, Configuration(2, 1, 1, 4), False, "")]
+KINDS += [(1, Configuration(2, 1, 1, 4), True, ""), (4, Configuration(2, 1, 2, 4), True, "")]
+KINDS += [(8, Configuration(2, 1, 1, 4), True, "")]
+
+
 @compiler
 @ALL
 def test_the_inner_loop_has_wide_loads_and_byte_products_and_no_long_multiplications(block):
-    shape = Configuration(2, 1, 1, 4)
-    for n, exact in ((1, False), (4, False), (8, False), (1, True), (8, True)):
-        loop = inner_loop(ptx_of(block.name, n, shape, exact))
+    for n, shape, exact, epilogue in (kind for kind in KINDS if kind[1].units == 1):
+        loop = inner_loop(ptx_of(block.name, n, shape, exact, epilogue))
         own = n if n <= 4 else n // 2  # columns of a lane
         assert loop.count("dp4a.s32.s32") == (0 if exact else 8 * shape.rows * own)
         if exact:  # a multiplication for every weight and column, one more and a permutation of bytes for the weight
@@ -74,19 +80,19 @@ def test_the_inner_loop_has_wide_loads_and_byte_products_and_no_long_multiplicat
         assert "local" not in loop
 
 
-# (columns, configuration, float32 activations, epilogue): compiled and run for all types
-KINDS = [(1, Configuration(2, 1, 1, 4), False, ""), (1, Configuration(2, 2, 2, 4), False, "")]
-KINDS += [(4, Configuration(2, 1, 2, 4), False, "bias_accumulate"), (8, Configuration(2, 1, 1, 4), False, "")]
-KINDS += [(1, Configuration(2, 1, 1, 4), True, ""), (4, Configuration(2, 1, 2, 4), True, "")]
-KINDS += [(8, Configuration(2, 1, 1, 4), True, "")]
-
-
 @compiler
+@pytest.mark.parametrize(
+    "capabilities",
+    [
+        pytest.param((CAPABILITIES[0], CAPABILITIES[-1]), id="oldest and newest"),
+        pytest.param(CAPABILITIES[1:-1], id="between", marks=pytest.mark.exhaustive),
+    ],
+)
 @ALL
-def test_no_kernel_spills_or_needs_more_than_64_registers(block):
+def test_no_kernel_spills_or_needs_more_than_64_registers(block, capabilities):
     for kind in KINDS:
         code = ptx_of(block.name, *kind)
-        for capability in CAPABILITIES if kind[0] == 1 else (CAPABILITIES[0], CAPABILITIES[-1]):
+        for capability in capabilities:
             made = ptx.assembled(code, capability)
             assert (made.stack, made.spills) == (0, 0), f"{block}, {kind}, {capability}: {made.stack}, {made.spills}"
             assert made.registers <= launch.MAX_REGISTERS
@@ -112,7 +118,9 @@ def test_compiled_kernels_multiply_as_float64_does_and_stay_inside_their_arrays(
 
 
 @compiler
-@pytest.mark.parametrize("name", ["Q4_K", "Q6_K", "Q8_0", "Q4_0"])
+@pytest.mark.parametrize(
+    "name", ["Q4_K", "Q6_K", *(pytest.param(name, marks=pytest.mark.exhaustive) for name in ("Q8_0", "Q4_0"))]
+)
 def test_each_byte_of_the_weights_is_fetched_once_for_all_columns(name):
     with pretended_gpu() as gpu:
         tensor, _ = random_matrix(BLOCKS[name], 32, 4096)

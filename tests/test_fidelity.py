@@ -11,7 +11,7 @@ import pytest
 import bridge
 from bridge.report import CARRIED
 from scripts.peers.fidelity import Reference, measure
-from tests.conftest import checkpoint_names
+from tests.conftest import checkpoint_names, predicting_checkpoints
 from tests.support.encode_formats import write_hqq, write_mlx
 
 LLAMA = "llama-gptq-4bit-g128-sym"
@@ -77,7 +77,7 @@ def test_every_tensor_of_sequential_groups_keeps_all_its_codes(name: str, conver
             assert tensor.fidelity.kept == tensor.weights, tensor.name
 
 
-@pytest.mark.parametrize("name", [group(name) for name in CHECKPOINTS])
+@pytest.mark.parametrize("name", predicting_checkpoints())
 def test_predictions_stay_those_of_the_checkpoint(name: str, converted, reference_of) -> None:
     path, report = converted(name)
     found = measure(path, reference_of(name))
@@ -101,7 +101,13 @@ FRACTIONAL: dict[str, tuple[Callable[[Path, Path], object], float]] = {
 }
 
 
-@pytest.mark.parametrize("name", FRACTIONAL)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[] if name in ("mlx-8bit-g64", "hqq-3bit-g64") else [pytest.mark.exhaustive])
+        for name in FRACTIONAL
+    ],
+)
 def test_fractional_zero_points_cost_predictions_no_more(name: str, tmp_path: Path, model_folder, wiki_text) -> None:
     write, bound = FRACTIONAL[name]
     write(tmp_path / name, model_folder)

@@ -10,10 +10,10 @@ import pytest
 from scripts.peers.gguf_file import gguf_weights
 from scripts.peers.llama_cpp import LlamaCpp
 from scripts.peers.reference import log_softmax, mean_kl
-from tests.conftest import checkpoint_names, shared
+from tests.conftest import predicting_checkpoints, shared
 from tests.support.float_gguf import outline_of, write_gguf
 
-CHECKPOINTS = [pytest.param(name, marks=pytest.mark.xdist_group(name)) for name in checkpoint_names()]
+CHECKPOINTS = predicting_checkpoints()
 WINDOWS = 6  # of 256 tokens
 TOP = 10
 MAX_ROUNDING = 1e-3  # KL divergence that 8-bit activations may cost; 2e-4 to 6e-4 measured

@@ -29,7 +29,11 @@ torch = pytest.importorskip("torch")
 WINDOWS, WINDOW = 3, 256
 LEFT_TO_LLAMA_CPP = {"glm4-moe", "command-r", "starcoder2", "gpt2", "deepseek2-lite", "deepseek3", "qwen3-next"}
 CHECKPOINTS = [name for name in checkpoint_names() if "-ct-" not in name]
-SOME = [name for name in CHECKPOINTS if name.endswith(("gptq-4bit-g128-sym", "3bit-g128-sym", "g64-asym-v2"))]
+SOME = [
+    pytest.param(name, marks=[] if name.endswith("3bit-g128-sym") else [pytest.mark.exhaustive])
+    for name in CHECKPOINTS
+    if name.endswith(("gptq-4bit-g128-sym", "3bit-g128-sym", "g64-asym-v2"))
+]
 
 
 def second_halves(windows: np.ndarray, predict: Callable[[list[int]], np.ndarray]) -> float:

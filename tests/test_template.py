@@ -110,7 +110,7 @@ def test_real_checkpoints_become_the_same_tensors_as_without_a_template(name, ty
     assert failures(verify(tmp_path / "m.gguf", shared(f"checkpoints/{name}"), template=template)) == []
 
 
-@pytest.mark.parametrize("act_order", [False, True])
+@pytest.mark.parametrize("act_order", [pytest.param(False, marks=pytest.mark.exhaustive), True])
 @pytest.mark.parametrize("kind", ["mixtral", "qwen2moe"])
 def test_experts_are_stacked_as_without_a_template(kind, act_order, model, tmp_path):
     fields: dict[str, Any] = {"num_experts_per_tok": 2}
@@ -237,7 +237,7 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any], Callable[[Path, Path], Path]
 }
 
 
-@pytest.mark.parametrize("act_order", [False, True])
+@pytest.mark.parametrize("act_order", [False, pytest.param(True, marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_an_unknown_architecture_keeps_its_codes_and_its_logits(arch, act_order, model, tmp_path):
     config_class, fields, make_template = ARCHITECTURES[arch]

@@ -120,20 +120,16 @@ class Checkpoint:
             raise BridgeError(f"{name}: is {self.format}, no trellis codes; read_module reads it")
         return self._reader.layer(name)
 
-    def read_module(self, name: str) -> GroupedTensor:
-        """A quantized linear layer; of trellis codes a DecodedTensor, which is floats. Thread-safe.
+    def read_module(self, name: str, rows: np.ndarray | None = None) -> GroupedTensor:
+        """A quantized linear layer, or some of its rows (int64, ascending) without its bias. Thread-safe.
+
+        Of trellis codes a DecodedTensor, which is floats.
 
         Raises KeyError for a name that is not in `modules`, BridgeError for damaged data.
         """
-        assert self._reader is not None or name not in self.modules
         self.modules[name]
-        return self._reader.read(name)  # type: ignore[union-attr]
-
-    def read_rows(self, name: str, rows: np.ndarray) -> GroupedTensor:
-        """Some rows (int64, ascending) of a quantized linear layer, without its bias. Thread-safe; raises likewise."""
-        assert self._reader is not None or name not in self.modules
-        self.modules[name]
-        return self._reader.read_rows(name, rows)  # type: ignore[union-attr]
+        assert self._reader is not None  # as there are modules
+        return self._reader.read(name, rows)
 
     def read_float(self, name: str, rows: tuple[int, int] | None = None) -> np.ndarray:
         """float32 of a tensor, or of its rows start..stop alone, which are all that is read. Thread-safe.

@@ -112,12 +112,12 @@ class AwqReader(Reader):
         self._layouts[name] = layout
         return ModuleInfo(name, 4, size, (out, columns), sum(t.nbytes for t in tensors.values()), tensors)
 
-    def read(self, name: str) -> GroupedTensor:
+    def whole(self, name: str) -> GroupedTensor:
         return self._read(self.modules[name])
 
-    def read_rows(self, name: str, rows: np.ndarray) -> GroupedTensor:
-        if self._layouts[name] != "gemm":
-            return super().read_rows(name, rows)
+    def read(self, name: str, rows: np.ndarray | None = None) -> GroupedTensor:
+        if rows is None or self._layouts[name] != "gemm":
+            return super().read(name, rows)
         at = np.unique(rows >> 3)  # the words that hold them
         return self._read(self.modules[name], at).take_rows(np.searchsorted(at, rows >> 3) * 8 + (rows & 7))
 
@@ -130,23 +130,20 @@ class AwqReader(Reader):
         out, columns = info.shape
         groups = -(-columns // info.group_size)
         scales = self.scales(name)
-        if words_of is not None:
-            words = np.ascontiguousarray(self.store.view(f"{name}.qweight")[:, words_of])
-        else:
-            words = self.part(name, "qweight")
         if layout == "gemm":
-            codes, zeros = unpack_gemm(words), self.part(name, "qzeros")
+            words, zeros = (self.part(name, part, words_of, axis=1) for part in ("qweight", "qzeros"))
             if words_of is not None:
-                zeros = np.ascontiguousarray(zeros[:, words_of])
                 scales = scales.reshape(len(scales), -1, 8)[:, words_of].reshape(len(scales), -1)
-            zeros = unpack_gemm(zeros).astype(np.float32)
+            codes, zeros = unpack_gemm(words), unpack_gemm(zeros).astype(np.float32)
             scales = np.ascontiguousarray(scales.T)
         elif layout == "gemv":
-            codes = unpack_rows(words, 4, columns)
+            codes = unpack_rows(self.part(name, "qweight"), 4, columns)
             zeros = unpack_rows(self.part(name, "qzeros"), 4, groups).astype(np.float32)
             scales = np.ascontiguousarray(scales[:, :groups])
         else:
-            stream = unpack_rows(words, 4, columns * 4).reshape(out // 4, columns // 32 // 2, 4, 2, 32)
+            stream = unpack_rows(self.part(name, "qweight"), 4, columns * 4).reshape(
+                out // 4, columns // 32 // 2, 4, 2, 32
+            )
             codes = stream[..., _FAST_ORDER].transpose(0, 2, 1, 3, 4).reshape(out, columns)
             part = "qzeros" if "qzeros" in info.tensors else "scaled_zeros"
             scales = np.ascontiguousarray(scales[:groups].T)

@@ -145,13 +145,7 @@ class CompressedReader(Reader):
             return False
         return "bias" not in tensors or tensors["bias"].shape == shape[:1]
 
-    def read(self, name: str) -> GroupedTensor:
-        return self._read(name, None)
-
-    def read_rows(self, name: str, rows: np.ndarray) -> GroupedTensor:
-        return self._read(name, rows)
-
-    def _read(self, name: str, rows: np.ndarray | None) -> GroupedTensor:
+    def read(self, name: str, rows: np.ndarray | None = None) -> GroupedTensor:
         info, scheme = self.modules[name], self._scheme(name)
         size, order = self._groups(name)
         height = self._blocks[name][0]

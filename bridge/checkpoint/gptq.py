@@ -82,13 +82,7 @@ class GptqReader(Reader):
         nbytes = sum(t.nbytes for t in tensors.values())
         return ModuleInfo(name, bits, size or -(-columns // groups), (out, columns), nbytes, tensors)
 
-    def read(self, name: str) -> GroupedTensor:
-        return self._read(name, None)
-
-    def read_rows(self, name: str, rows: np.ndarray) -> GroupedTensor:
-        return self._read(name, rows)
-
-    def _read(self, name: str, rows: np.ndarray | None) -> GroupedTensor:
+    def read(self, name: str, rows: np.ndarray | None = None) -> GroupedTensor:
         from bridge.checkpoint.bits import unpack_columns
 
         info = self.modules[name]
@@ -101,15 +95,12 @@ class GptqReader(Reader):
         groups = words.shape[0] if order is not None else -(-columns // size)
         zeros = decode(words, info.bits, out, dialect)[:groups]
         scales = self.scales(name)[:groups]
-        if rows is None:
-            codes = self.part(name, "qweight")
-        else:
-            codes = np.take(self.store.view(f"{name}.qweight"), rows, axis=1)
+        if rows is not None:
             scales, zeros = scales[:, rows], zeros[:, rows]
         return GroupedTensor(
             name=name,
             bits=info.bits,
-            codes=unpack_columns(codes, info.bits, columns, dialect.planar),
+            codes=unpack_columns(self.part(name, "qweight", rows, axis=1), info.bits, columns, dialect.planar),
             scales=np.ascontiguousarray(scales.T),
             zeros=np.ascontiguousarray(zeros.T).astype(np.float32),
             group_size=size,

@@ -154,7 +154,7 @@ class HqqReader(Reader):
             )
         return packing
 
-    def read(self, name: str) -> GroupedTensor:
+    def whole(self, name: str) -> GroupedTensor:
         info = self.modules[name]
         out, columns = info.shape
         groups = columns // info.group_size

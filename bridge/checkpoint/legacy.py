@@ -63,7 +63,7 @@ class FloatZerosReader(GptqReader):
         nbytes = sum(t.nbytes for t in tensors.values())
         return ModuleInfo(name, bits, size or -(-columns // groups), (out, columns), nbytes, tensors)
 
-    def _read(self, name: str, rows: np.ndarray | None) -> GroupedTensor:
+    def read(self, name: str, rows: np.ndarray | None = None) -> GroupedTensor:
         from bridge.checkpoint.bits import unpack_columns
 
         info = self.modules[name]
@@ -77,15 +77,12 @@ class FloatZerosReader(GptqReader):
                 f"{info.file}: {name} has zeros where the scale is 0, which are no group's zero point; "
                 "the checkpoint is damaged"
             )
-        if rows is None:
-            words = self.part(name, "qweight")
-        else:
-            words = np.ascontiguousarray(self.store.view(f"{name}.qweight")[:, rows])
+        if rows is not None:
             scales, products = scales[rows], products[rows]
         return GroupedTensor(
             name=name,
             bits=info.bits,
-            codes=unpack_columns(words, info.bits, info.shape[1]),
+            codes=unpack_columns(self.part(name, "qweight", rows, axis=1), info.bits, info.shape[1]),
             scales=scales,
             zeros=unscaled(scales, products),
             group_size=size,

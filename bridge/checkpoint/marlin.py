@@ -84,7 +84,7 @@ class MarlinReader(Reader):
         nbytes = sum(t.nbytes for t in tensors.values())
         return ModuleInfo(name, bits, size, (out, columns), nbytes, tensors)
 
-    def read(self, name: str) -> GroupedTensor:
+    def whole(self, name: str) -> GroupedTensor:
         from bridge.checkpoint.bits import unpack_rows
 
         info = self.modules[name]

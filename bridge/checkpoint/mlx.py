@@ -161,13 +161,7 @@ class MlxReader(Reader):
             )
         return bits, size
 
-    def read(self, name: str) -> GroupedTensor:
-        return self._read(name, None)
-
-    def read_rows(self, name: str, rows: np.ndarray) -> GroupedTensor:
-        return self._read(name, rows)
-
-    def _read(self, name: str, rows: np.ndarray | None) -> GroupedTensor:
+    def read(self, name: str, rows: np.ndarray | None = None) -> GroupedTensor:
         from bridge.checkpoint.bits import unpack_rows
 
         info = self.modules[name]

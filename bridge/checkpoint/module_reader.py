@@ -138,22 +138,26 @@ class Reader:
         """What the shapes tell; BridgeError where they contradict each other."""
         raise NotImplementedError
 
-    def read(self, name: str) -> GroupedTensor:
-        """One module. Thread-safe."""
-        raise NotImplementedError
+    def read(self, name: str, rows: np.ndarray | None = None) -> GroupedTensor:
+        """One module, or some of its rows (int64, ascending): no others' codes are read where the layout allows that.
 
-    def read_rows(self, name: str, rows: np.ndarray) -> GroupedTensor:
-        """Some rows of a module (int64, ascending). Readers whose layout allows it read no others' codes."""
-        return self.read(name).take_rows(rows)
+        Thread-safe.
+        """
+        t = self.whole(name)
+        return t if rows is None else t.take_rows(rows)
+
+    def whole(self, name: str) -> GroupedTensor:
+        """One module, of readers whose layout is read as a whole."""
+        raise NotImplementedError
 
     def group_order(self, name: str) -> np.ndarray | None:
         """int32 [in]: the group of each column under act-order, else None."""
         return None
 
-    def part(self, name: str, part: str, rows: np.ndarray | None = None) -> np.ndarray:
-        """A module's tensor as it is stored, or some of its rows."""
+    def part(self, name: str, part: str, some: np.ndarray | None = None, axis: int = 0) -> np.ndarray:
+        """A module's tensor as it is stored, or some of it along an axis."""
         full = f"{name}.{part}"
-        return self.store.read(full) if rows is None else np.ascontiguousarray(self.store.view(full)[rows])
+        return self.store.read(full) if some is None else np.take(self.store.view(full), some, axis)
 
     def bias(self, name: str) -> np.ndarray | None:
         return self.store.read_float(f"{name}.bias") if "bias" in self.modules[name].tensors else None

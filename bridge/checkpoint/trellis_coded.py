@@ -24,7 +24,7 @@ class TrellisReader(Reader):
         """A module as it is. Raises BridgeError where its sizes or its values cannot be."""
         raise NotImplementedError
 
-    def read(self, name: str) -> DecodedTensor:  # type: ignore[override]
+    def whole(self, name: str) -> DecodedTensor:  # type: ignore[override]
         layer = self.layer(name)
         weights, distortion = layer.dequantize(), layer.book.distortion
         return DecodedTensor(name, layer.book.K, weights, distortion, self.padding, layer.bias)

@@ -35,12 +35,3 @@ def half_bits(x):
     if size < _SMALLEST_NORMAL:
         return np.uint16(sign | np.uint32(size * np.float32(16777216.0)))
     return np.uint16(sign | ((((bits >> 23) & 0xFF) - 112) << 10) | ((bits >> 13) & 0x3FF))
-
-
-@kernel
-def half_value(bits):
-    """The 16 bits of a finite half -> float32."""
-    exponent = (bits >> 10) & 31
-    mantissa = bits & 1023
-    size = mantissa * 2.0**-24 if exponent == 0 else (1024 + mantissa) * 2.0 ** (exponent - 25.0)
-    return np.float32(-size if bits & 0x8000 else size)

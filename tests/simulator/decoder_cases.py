@@ -31,6 +31,8 @@ if SIMULATED:  # a thread of Python for each of a block
     attention.tile = lambda group: 32
     sampling.GREEDY_THREADS = sampling.DRAW_THREADS = 32
 EPS = 1e-5
+# cases that compiled kernels are spared, for each costs a compilation and the simulator runs them as well
+on_request = [] if SIMULATED else [pytest.mark.exhaustive]
 
 
 # --- kernels ---
@@ -79,16 +81,17 @@ def attention_reference(
 @pytest.mark.parametrize(
     ("heads", "kv", "head_dim", "rotated", "neighbours", "normed", "position", "kind"),
     [
-        (2, 1, 32, 32, True, False, 0, "f16"),
+        pytest.param(2, 1, 32, 32, True, False, 0, "f16", marks=on_request),
         (4, 2, 32, 16, False, True, 55, "f16"),
-        (5, 1, 40, 40, True, True, 20, "f16"),
-        (1, 1, 64, 64, False, False, 63, "f16"),  # the last row that there is, in spans that 8 does not divide
-        (2, 1, 32, 32, True, False, 9, "f32"),
+        pytest.param(5, 1, 40, 40, True, True, 20, "f16", marks=on_request),
+        # the last row that there is, in spans that 8 does not divide
+        pytest.param(1, 1, 64, 64, False, False, 63, "f16", marks=on_request),
+        pytest.param(2, 1, 32, 32, True, False, 9, "f32", marks=on_request),
         (1, 1, 40, 40, False, False, 7, "f32"),
-        (2, 1, 32, 32, True, False, 63, "q8_0"),
+        pytest.param(2, 1, 32, 32, True, False, 63, "q8_0", marks=on_request),
         (1, 1, 80, 80, False, True, 5, "q8_0"),  # the last block is half a one
         # spans as on a GPU, and a context's end that they do not share evenly
-        *([] if SIMULATED else [(8, 2, 128, 128, True, False, 1087, kind) for kind in ("f16", "q8_0", "f32")]),
+        *([] if SIMULATED else [(8, 2, 128, 128, True, False, 1087, kind) for kind in ("f16", "q8_0")]),
     ],
 )
 def test_attention_rotates_stores_and_sums(
@@ -201,16 +204,17 @@ def test_draws_are_those_of_the_cpu(how: dict[str, float]) -> None:
     """From the same uniform numbers, so that their distribution is the CPU's too."""
     logits = np.random.default_rng(3).normal(0, 2, 70).astype(np.float32)
     sampler = Sampler(Sampling(top_k=0, seed=11, **how))
-    expected = [sampler(logits) for _ in range(12)]
+    draws = 12 if SIMULATED else 4
+    expected = [sampler(logits) for _ in range(draws)]
     order = np.argsort(-logits, kind="stable")
-    uniform = Sampler(Sampling(seed=11)).uniform(12)
-    state, made = np.zeros(4, np.int32), np.full(12, -1, np.int32)
+    uniform = Sampler(Sampling(seed=11)).uniform(draws)
+    state, made = np.zeros(4, np.int32), np.full(draws, -1, np.int32)
     settings = np.array([how["temperature"], how["top_p"], how["min_p"]])
-    for _ in range(12):
+    for _ in range(draws):
         arguments = (logits[order], order.astype(np.int64), np.int32(logits.size), settings, uniform, state, made)
         sampling.draw_kernel(sampling.DRAW_THREADS).launch(1, sampling.DRAW_THREADS, 0, *arguments)
     assert list(made) == expected
-    assert list(state) == [12, made[-1], 12, 0]
+    assert list(state) == [draws, made[-1], draws, 0]
 
 
 # --- the decoder ---
@@ -230,7 +234,9 @@ def pair(path: Path, precision: str, context: int = 24, kv: str = "f16", **optio
     return CpuDecoder(file, config, context, kv, precision), device
 
 
-@pytest.mark.parametrize("name", ["llama"] if SIMULATED else DECODERS)  # compiled kernels run all three, and sooner
+@pytest.mark.parametrize(
+    "name", ["llama"] if SIMULATED else ["qwen3", *(pytest.param(n, marks=on_request) for n in ("llama", "qwen2"))]
+)
 def test_a_prompt_and_tokens_after_it_score_as_on_the_cpu(name: str, tmp_path: Path) -> None:
     cpu, device = pair(tmp_path, "f32", **DECODERS[name])
     prompt = [3, 7, 11, 2, 9, 30, 12, 14, 5, 6]  # more than 8: as a matrix
@@ -239,7 +245,7 @@ def test_a_prompt_and_tokens_after_it_score_as_on_the_cpu(name: str, tmp_path: P
     np.testing.assert_allclose(device.next_scores(21), expected, rtol=1e-3, atol=1e-3)
 
 
-@pytest.mark.parametrize("kv", ["q8_0", "f32"])
+@pytest.mark.parametrize("kv", ["q8_0", pytest.param("f32", marks=on_request)])
 def test_other_caches_score_as_they_do_on_the_cpu(kv: str, tmp_path: Path) -> None:
     cpu, device = pair(tmp_path, "f32", kv=kv, types={"": "F16"})
     assert np.abs(device.scores([3, 7, 11], 3) - cpu.scores([3, 7, 11], 3)).max() < 1e-3

@@ -41,6 +41,8 @@ from bridge.runtime.cpu.activations import round32_twin
 from tests.support.random_blocks import ALL, assert_product, random_matrix, rounded
 from tests.support.simulator import on_host
 
+# cases that compiled kernels are spared: test_cuda_products.py has them run the same products
+on_request = [] if SIMULATED else [pytest.mark.exhaustive]
 SMALL = Configuration(2, 1, 1, 1 if SIMULATED else 4)  # a thread of Python for each of a block
 
 
@@ -52,7 +54,7 @@ def product(matrix: DeviceMatrix, x: np.ndarray, precision: str = "int8", **opti
 
 
 @ALL
-@pytest.mark.parametrize("precision", ["int8", "f32"])
+@pytest.mark.parametrize("precision", [pytest.param(name, marks=on_request) for name in ("int8", "f32")])
 def test_products_of_every_type_equal_float64(block, precision):
     """3 rows and pairs of them, 2 superblocks: 16 of 32 lanes."""
     tensor, weights = random_matrix(block, 3, 512)
@@ -81,9 +83,10 @@ def test_odd_shapes(rows, columns, shape):
 @pytest.mark.parametrize(
     ("name", "rows", "columns", "n", "units", "split"),
     [
-        ("Q5_K", 1, 256, 8, 1, 1),  # half a warp has nothing to do
-        ("Q4_0", 3, 768, 5, 1, 2),  # rows in two pairs, columns that do not fill the last 16 units, a half with 2 of 3
-        ("Q8_0", 2, 512, 4, 1, 1),
+        pytest.param("Q5_K", 1, 256, 8, 1, 1, marks=on_request),  # half a warp has nothing to do
+        # rows in two pairs, columns that do not fill the last 16 units, a half with 2 of 3
+        pytest.param("Q4_0", 3, 768, 5, 1, 2, marks=on_request),
+        pytest.param("Q8_0", 2, 512, 4, 1, 1, marks=on_request),
         *([] if SIMULATED else [("Q4_1", 2, 1536, 6, 2, 1)]),  # many values to round for threads of Python
     ],
 )
