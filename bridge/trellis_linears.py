@@ -67,7 +67,7 @@ def place_biases(model: nn.Module) -> None:
     """The biases of trellis-coded linears, as their layers have them."""
     for module in model.modules():
         if isinstance(module, QuantLinear) and isinstance(module.tensor, TrellisLayer):
-            module.bias = _bias(module.tensor, module.out_features)
+            module.register_buffer("bias", _bias(module.tensor, module.out_features), persistent=False)
 
 
 def _bias(layer: TrellisLayer, out: int) -> torch.Tensor | None:

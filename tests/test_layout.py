@@ -97,7 +97,7 @@ def test_no_folders_import_each_other():
 
 
 # twins: one block type, or one step of the decoder, for everybody, for the CPU and for a GPU
-TWINS = [{"bridge/blocks", "bridge/runtime/cpu", "cuda"}, {"bridge/runtime", "cuda"}]
+TWINS = [{"bridge/blocks", "bridge/runtime/cpu", "cuda"}, {"bridge/runtime", "cuda"}, {"bridge/trellis", "cuda"}]
 
 
 def test_files_of_one_name_in_two_folders_are_twins():

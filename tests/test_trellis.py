@@ -233,6 +233,29 @@ def test_plain_states_are_multiplied_as_they_are_read(which, tile):
     assert np.abs(y - x @ meant.T).max() < 1e-5 * np.abs(y).max()
 
 
+@pytest.mark.parametrize("out", [4096, 11008])
+@pytest.mark.parametrize("hidden", [2048, 4096])
+@pytest.mark.parametrize("which", ["1mad", "3inst", "quantlut"])
+def test_the_guides_grid_of_products_is_exact(which, hidden, out):
+    """Batches of 1 and 4, float and half; compared on three columns of tiles."""
+    coding = CODINGS[which]
+    rng = np.random.default_rng(8)
+    blocks = hidden // 16 * (out // 16)
+    states = np.resize(rng.integers(0, 65536, (4099, 256 // coding.V)).astype(np.int32), (blocks, 256 // coding.V))
+    su, sv = (rng.choice([-1, 1], n).astype(np.float32) for n in (hidden, out))
+    book = book_of(coding)
+    for batch, kind in ((1, np.float32), (4, np.float16)):
+        x = rng.normal(size=(batch, hidden)).astype(kind)
+        y = bitshift_gemm(x, states, book, 16, 16, 32.0, su, sv)
+        assert y.shape == (batch, out)
+        assert y.dtype == kind
+        for column in (0, out // 32, out // 16 - 1):
+            tiles = coding.table()[states[column :: out // 16]].reshape(hidden, 16)
+            exact = (x.astype(float) * su) @ tiles * sv[16 * column : 16 * column + 16] * 32.0
+            error = np.abs(y[:, 16 * column : 16 * column + 16] - exact).max() / np.abs(exact).max()
+            assert error < (1e-5 if kind is np.float32 else 1e-3)
+
+
 def test_packed_tiles_are_multiplied_as_they_are():
     tensors, meant = qtip_tensors("m", np.random.default_rng(1).normal(size=(64, 32)), Coding("1mad"), search=False)
     x = torch.randn(2, 32, generator=torch.Generator().manual_seed(0), dtype=torch.float16)

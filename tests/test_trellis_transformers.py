@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -37,11 +38,8 @@ def coded(tiny, tmp_path_factory) -> dict[str, tuple[Path, Path]]:
     root = tmp_path_factory.mktemp("coded")
     found = {}
     said = {"quip_params": {**QTIP, "V": 2, "tlut_bits": 9, "decode_mode": "quantlut_sym", "skip_list": ["0_v"]}}
-    meant = write_trellis(
-        root / "qtip", tiny,
-        lambda n, w, i: None if n == SKIPPED else qtip_tensors(n, w, HYB, layout="swizzled", search=False, seed=i),
-        said,
-    )  # fmt: skip
+    hyb = partial(qtip_tensors, coding=HYB, layout="swizzled", search=False)
+    meant = write_trellis(root / "qtip", tiny, lambda n, w, i: None if n == SKIPPED else hyb(n, w, seed=i), said)
     found["qtip"] = root / "qtip", floats(root / "qtip floats", tiny, meant)
     with_head = shutil.copytree(tiny, root / "with head")
     head = {"lm_head.weight": np.random.default_rng(5).normal(0, 0.05, (320, 256)).astype(np.float32)}

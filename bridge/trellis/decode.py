@@ -57,11 +57,13 @@ def _decode_states(code: Code) -> Any:
     return emit_all
 
 
-def _tiles(words, out, table, offsets, columns, sizes, _, first, last):
-    """Rows of tiles first..last-1; sizes: a tile's words, weights, rows, columns and sixteens of states."""
+def _tiles(words, out, table, order, columns, sizes, _, first, last):
+    """Rows of tiles first..last-1; sizes: a tile's words, rows, columns, sixteens of states, and
+    whether its weights come row by row; else `order` says which weight is at row * width + column."""
     size = numba.carray(pointer(sizes), (5,), np.int64)
-    count, weights, height, width, groups = size[0], size[1], size[2], size[3], size[4]
-    place = numba.carray(pointer(offsets), (weights,), np.int32)
+    count, height, width, groups, in_order = size[0], size[1], size[2], size[3], size[4]
+    weights = height * width
+    place = numba.carray(pointer(order), (weights,), np.int32)
     ring = np.empty(count + 2 * 16, np.uint16)
     values = np.empty(weights, np.float32)
     for row in range(first, last):
@@ -75,13 +77,19 @@ def _tiles(words, out, table, offsets, columns, sizes, _, first, last):
                 ring[count + j] = ring[j % count]
             decode_states(ring.ctypes.data, table, values.ctypes.data, groups)
             base = column * width
-            for t in range(weights):
-                target[base + place[t]] = values[t]
+            for r in range(height):  # written row by row; where the tile lies so, a copy of whole vectors
+                at = base + r * columns * width
+                if in_order and width == 16:
+                    for c in range(16):
+                        target[at + c] = values[r * 16 + c]
+                else:
+                    for c in range(width):
+                        target[at + c] = values[place[r * width + c]]
 
 
 @kernel
-def _run(state, threads, function, words, out, table, offsets, columns, sizes, rows):
-    run(state, threads, function, words, out, table, offsets, columns, sizes, 0, rows)
+def _run(state, threads, function, words, out, table, order, columns, sizes, rows):
+    run(state, threads, function, words, out, table, order, columns, sizes, 0, rows)
 
 
 @cache
@@ -112,11 +120,12 @@ def decode(
         return out
     code = Code.of(book, step, targets.chosen())
     words = np.ascontiguousarray(words)
-    offsets = (positions // width * np.int32(columns * width) + positions % width).astype(np.int32)
-    sizes = np.array([count, height * width, height, width, states // LANES], np.int64)
+    order = np.argsort(positions).astype(np.int32)
+    in_order = np.array_equal(order, np.arange(len(order)))
+    sizes = np.array([count, height, width, states // LANES, in_order], np.int64)
     table = book.tlut if code.table_bits else np.empty(0, np.float32)
     share(
         words.nbytes >= pool.ALONE, _run, _kernel(code).address, words.ctypes.data, out.ctypes.data,
-        table.ctypes.data, offsets.ctypes.data, columns, sizes.ctypes.data, rows,
+        table.ctypes.data, order.ctypes.data, columns, sizes.ctypes.data, rows,
     )  # fmt: skip
     return out

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from bridge.errors import BridgeError
+from bridge.runtime.devices import cuda
 from bridge.runtime.operands import check_indices, check_input, is_torch
 from bridge.trellis.codebooks import BitshiftCodebook
 from bridge.trellis.hadamard import Rotation
@@ -98,6 +99,12 @@ class TrellisLayer:
         chosen = np.atleast_1d(np.asarray(indices))
         check_indices(self, chosen, chosen.dtype.kind in "iu")
         return self.dequantize()[chosen]
+
+    def to(self, device: Any) -> Any:
+        """The layer on another device: "cpu" is where it is, "cuda" makes a CudaTrellisLayer. Raises BridgeError."""
+        if str(device) == "cpu":
+            return self
+        return cuda("trellis_layer").CudaTrellisLayer(self, device)
 
     # products
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from llvmlite import ir
 
@@ -206,10 +205,11 @@ class Lanes:
 
     def _gather(self, table: ir.Value, index: ir.Value, value: int) -> ir.Value:
         b = self.builder
-        result: Any = ir.Constant(FLOATS, ir.Undefined)
-        offsets = b.shl(index, self.splat(2 + (self.code.values - 1)))
-        for lane in range(LANES):
-            offset = b.zext(b.extract_element(offsets, I32(lane)), I64)
-            at = b.add(b.add(table, I64(4 * value)), offset)
-            result = b.insert_element(result, self.load(at, _F32, 4), I32(lane))
-        return result
+        wide = ir.VectorType(I64, LANES)
+        offsets = b.zext(b.shl(index, self.splat(2 + (self.code.values - 1))), wide)
+        first = b.insert_element(ir.Constant(wide, ir.Undefined), b.add(table, I64(4 * value)), I32(0))
+        starts = b.shuffle_vector(first, ir.Constant(wide, ir.Undefined), ir.Constant(INTS, [0] * LANES))
+        places = b.inttoptr(b.add(starts, offsets), ir.VectorType(_F32.as_pointer(), LANES))
+        every = ir.Constant(ir.VectorType(ir.IntType(1), LANES), [ir.IntType(1)(1)] * LANES)
+        name = f"llvm.masked.gather.v{LANES}f32.v{LANES}p0"
+        return self.call(name, FLOATS, places, I32(4), every, ir.Constant(FLOATS, [0.0] * LANES))

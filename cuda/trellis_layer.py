@@ -1,0 +1,111 @@
+"""A trellis-coded layer on a GPU: what TrellisLayer.to("cuda") gives, with its methods.
+
+Codes are multiplied by fused.py; the transforms are torch's products with small Hadamard matrices, for H of size a * b
+is H_a kron H_b. Everything is queued on torch's current stream.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import numpy as np
+from bridge.cuda import device as devices
+from bridge.cuda.fused import FusedOnDevice
+
+from bridge.errors import BridgeError
+from bridge.runtime.operands import check_input, is_torch
+from bridge.trellis.hadamard import Rotation, had
+from bridge.trellis.layer import TrellisLayer
+from bridge.trellis.streams import TILE
+from bridge.trellis.vector import Code
+
+
+class CudaTrellisLayer:
+    """y = W x with W [out, in] in trellis codes on a GPU: `name`, `type`, `shape`, `device`."""
+
+    type = "trellis"
+
+    def __init__(self, layer: TrellisLayer, device: Any = None):
+        """Raises BridgeError where there is no GPU, or the codes are in no tiles of 16 x 16."""
+        import torch
+
+        if layer.tile != (TILE, TILE):
+            raise BridgeError(f"{layer.name}: tiles of {layer.tile[0]} x {layer.tile[1]} multiply on the CPU only")
+        self.name, self.shape, self.bias = layer.name, layer.shape, layer.bias
+        self._source = layer
+        self._device = devices.require(device)
+        code = Code.of(layer.book, layer.step, "cuda")
+        table = layer.book.tlut if code.table_bits else None
+        self._fused = FusedOnDevice(layer.words, code, layer.positions, table, self._device)
+        place = devices.torch_device(self._device)
+        self._su = torch.from_numpy(layer.su).to(place)
+        self._sv = torch.from_numpy(layer.sv * np.float32(code.unit)).to(place)
+
+    @property
+    def device(self) -> str:
+        """Where it is, for instance "cuda:0"."""
+        return str(self._device)
+
+    def to(self, device: Any) -> Any:
+        """The layer on another device; "cpu" gives the TrellisLayer it came from."""
+        return self._source.to(device)
+
+    def rows(self, indices: Any) -> np.ndarray:
+        """float32 [n, in] on the CPU: rows of W."""
+        return self._source.rows(indices)
+
+    def matvec(self, x: Any, precision: str = "f32") -> Any:
+        """W x of x [in]; otherwise as `matmul`."""
+        check_input(self, x, 1)
+        return self.matmul(x[None], precision)[0]
+
+    def matmul(self, x: Any, precision: str = "f32") -> Any:
+        """X W^T for X [tokens, in], a torch tensor of floats on the device; the same type comes back. Without bias.
+
+        x is never rounded, whatever `precision` says. Raises BridgeError where x does not fit or is elsewhere.
+        """
+        import torch
+
+        place = devices.torch_device(self._device)
+        if not is_torch(x) or str(x.device) != place or not x.dtype.is_floating_point:
+            raise BridgeError(
+                f"{self.name}: x is {getattr(x, 'dtype', type(x).__name__)}; floats on {place} are wanted"
+            )
+        check_input(self, x, 2)
+        out, columns = self.shape
+        values = torch.zeros((len(x), len(self._su)), device=place)
+        values[:, :columns] = x.detach().float() * self._su[:columns]
+        rotations = self._source.rotations
+        if rotations is not None:
+            values = _rotated(values, rotations[0], True, place)
+        y = torch.empty((len(x), len(self._sv)), device=place)
+        with self._device.active():
+            self._fused.run(values.contiguous(), y)
+        if rotations is not None:
+            y = _rotated(y, rotations[1], False, place)
+        return (y * self._sv)[:, :out].to(x.dtype)
+
+
+def _rotated(x: Any, rotation: Rotation, transposed: bool, place: str) -> Any:
+    """Rows of x times a transform: see Rotation.rotate."""
+    power = rotation.block // rotation.order
+    a = 1 << (power.bit_length() - 1) // 2
+    shaped = x.view(-1, rotation.order, a, power // a)
+    shaped = _matrix(a, True, place) @ shaped @ _matrix(power // a, True, place)
+    if rotation.order > 1:
+        factor = _matrix(rotation.order, False, place)
+        flat = shaped.reshape(-1, rotation.order, power)
+        shaped = (factor.T if transposed else factor) @ flat
+    return shaped.reshape(x.shape) / rotation.block**0.5
+
+
+@cache
+def _matrix(size: int, sylvester: bool, place: str) -> Any:
+    """A Hadamard matrix as a tensor on the device."""
+    import torch
+
+    matrix = np.ones((1, 1), np.float32) if sylvester else np.array(had(size))
+    while len(matrix) < size:
+        matrix = np.block([[matrix, matrix], [matrix, -matrix]])
+    return torch.from_numpy(matrix).to(place)

@@ -1,0 +1,93 @@
+"""Products with trellis codes on CUDA, against float64; test_cuda_trellis.py runs this file in the simulator too."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from bridge.cuda import device as devices
+from bridge.cuda.fused import FusedOnDevice
+from bridge.cuda.intrinsics import SIMULATED
+
+from bridge.errors import BridgeError
+from bridge.trellis import BitshiftCodebook, TrellisLayer
+from bridge.trellis.gemm import layer_of
+from bridge.trellis.packed import exl3_layer, qtip_layer
+from bridge.trellis.vector import Code
+from tests.support.encode_trellis import Coding, exl3_tensors, gaussian_table, plain_tensors, qtip_tensors
+
+MULTIPLIERS = {"mcg": 0xCBAC1FED, "mul1": 0x83DCD12D}
+WEIGHT = np.random.default_rng(1).normal(size=(32, 64))
+
+
+def book_of(coding: Coding) -> BitshiftCodebook:
+    return BitshiftCodebook(
+        coding.L, coding.K, coding.V, coding.width, coding.mode, coding.tlut, coding.multiplier or None, name="layer"
+    )
+
+
+def qtip(coding: Coding, weight: np.ndarray = WEIGHT) -> tuple[TrellisLayer, np.ndarray]:
+    layout = "swizzled" if coding.mode == "quantlut_sym" else "row-major"
+    tensors, meant = qtip_tensors("m", weight, coding, layout=layout, tuned=True, search=False)
+    layer = qtip_layer("m", tensors["m.trellis"], book_of(coding), (16, 16), tensors["m.SU"], tensors["m.SV"])
+    return layer, meant
+
+
+@pytest.mark.parametrize("bits", [2, 3])
+@pytest.mark.parametrize("mode", ["1mad", "2mad", "3inst", "mcg", "mul1", "lut", "quantlut", "quantlut_sym"])
+def test_codes_are_multiplied_as_they_are(mode, bits):
+    """Rows in order and swizzled; K odd too, where lanes begin in the middle of words; two tokens, two warps."""
+    if SIMULATED and bits == 3 and mode not in ("1mad", "quantlut_sym"):
+        return  # the same arithmetic on the same bits
+    width, values = {"lut": (10, 1), "quantlut": (9, 2), "quantlut_sym": (9, 2)}.get(mode, (0, 1))
+    table = gaussian_table(width, values) if width else None
+    length = 10 if mode == "lut" else 16
+    layer, _ = qtip(Coding(mode, bits, values, length, width, table, MULTIPLIERS.get(mode, 0)))
+    x = np.random.default_rng(2).normal(size=(2, 64)).astype(np.float32)
+    y = np.full((2, 32), np.nan, np.float32)
+    code = Code.of(layer.book, layer.step, "cuda")
+    fused = FusedOnDevice(
+        layer.words, code, layer.positions, layer.book.tlut if width else None, devices.require("cuda")
+    )
+    fused.run(x, y, split=2)
+    exact = x.astype(float) @ layer.decoded().T
+    assert np.abs(y * code.unit - exact).max() < 1e-6 * np.abs(exact).max()
+
+
+def test_a_layer_on_the_device_multiplies_as_on_the_cpu():
+    weight = np.random.default_rng(3).normal(size=(32, 192))
+    layer, meant = qtip(Coding("1mad"), weight)
+    x = torch.randn(9 if not SIMULATED else 2, 192, generator=torch.Generator().manual_seed(0))
+    gpu = layer.to("cuda")
+    exact = x.double().numpy() @ meant.T
+    assert np.abs(gpu.matmul(x).numpy() - exact).max() < 3e-6 * np.abs(exact).max()
+    assert gpu.matvec(x[0].half()).dtype == torch.float16
+    assert gpu.to("cpu") is layer
+    with pytest.raises(BridgeError, match=r"x has shape \[2, 191\]"):
+        gpu.matmul(x[:2, :191])
+    with pytest.raises(BridgeError, match="floats on cpu are wanted"):
+        gpu.matmul(x.numpy())
+
+
+def test_exl3_and_plain_states_on_the_device():
+    coding = Coding("mul1", 1, multiplier=MULTIPLIERS["mul1"])
+    tensors, meant = exl3_tensors("m", np.random.default_rng(4).normal(size=(100, 128)), coding, search=False)
+    scales = [tensors[f"m.{part}"].astype(np.float32) for part in ("suh", "svh")]
+    layer = exl3_layer("m", tensors["m.trellis"], book_of(coding), *scales).cropped(100, 128)
+    x = torch.randn(1, 128, generator=torch.Generator().manual_seed(1))
+    if not SIMULATED:
+        exact = x.double().numpy() @ meant.T
+        assert np.abs(layer.to("cuda").matmul(x).numpy() - exact).max() < 3e-6 * np.abs(exact).max()
+    tensors, meant = plain_tensors("m", (32, 128), Coding("1mad"))
+    arguments = [tensors[f"m.{part}"] for part in ("trellis", "SU", "SV")]
+    plain = layer_of(arguments[0], BitshiftCodebook(), 16, 16, 32.0, *arguments[1:])
+    exact = x.double().numpy() @ meant.T
+    assert np.abs(plain.to("cuda").matmul(x).numpy() - exact).max() < 3e-6 * np.abs(exact).max()
+
+
+def test_tiles_of_other_sizes_are_for_the_cpu():
+    tensors, _ = plain_tensors("m", (32, 64), Coding("1mad"), (8, 32))
+    arguments = [tensors[f"m.{part}"] for part in ("trellis", "SU", "SV")]
+    layer = layer_of(arguments[0], BitshiftCodebook(), 8, 32, 32.0, *arguments[1:])
+    with pytest.raises(BridgeError, match="tiles of 32 x 8 multiply on the CPU only"):
+        layer.to("cuda")

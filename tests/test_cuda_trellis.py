@@ -1,0 +1,37 @@
+"""Products with trellis codes on CUDA, as far as a machine without a GPU can tell."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from bridge.trellis import BitshiftCodebook, streams
+from bridge.trellis.vector import Code
+from tests.support import ptx
+from tests.support.simulator import run_cases
+
+pytest.importorskip("numba_cuda", reason="numba-cuda is not installed")
+
+from bridge.cuda import fused, launch
+
+compiler = pytest.mark.skipif(ptx.unavailable() is not None, reason=str(ptx.unavailable()))
+TABLE = np.ones((512, 2), np.float32)
+
+
+def test_products_hold_in_the_simulator():
+    run_cases("trellis_cases.py")
+
+
+@compiler
+@pytest.mark.parametrize("mode", ["1mad", "3inst", "mul1", "quantlut_sym"])
+@pytest.mark.parametrize("tokens", [1, 8])
+def test_no_kernel_spills_or_needs_more_than_64_registers(mode, tokens):
+    pair = mode == "quantlut_sym"
+    book = BitshiftCodebook(16, 2, 1 + pair, 9 * pair, mode, TABLE if pair else None)
+    positions = {"mul1": streams.exl3(), "quantlut_sym": streams.swizzled()}.get(mode, streams.row_major(16, 16))
+    lanes = fused.Lanes.of(positions)
+    kernel = fused.kernel(Code.of(book, 2 + 2 * pair, "cuda"), lanes.sums, lanes.columns, 32, tokens, 4)
+    for capability in ((7, 5), (9, 0)):
+        made = ptx.compiled(kernel, capability)
+        assert (made.stack, made.spills) == (0, 0)
+        assert made.registers <= launch.MAX_REGISTERS
