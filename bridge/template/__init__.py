@@ -28,7 +28,7 @@ _COUNTS = ("attention.head_count_kv", "expert_count")
 def describe_template(ckpt: Checkpoint, template: str | Path) -> Outline:
     """What a checkpoint becomes in the shape of a template. Compares all weights of the two, so it takes a while.
 
-    template  a GGUF, or a repository on the Hub that has some: the smallest that will do is fetched, and a note says which
+    template  a GGUF, or a repository on the Hub that has some: the smallest that will do is fetched, a note says which
 
     Raises BridgeError where the template is no model's GGUF, is of another model or vocabulary, or lacks a
     tensor for a quantized module.
