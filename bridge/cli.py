@@ -279,9 +279,9 @@ def _add_file(p: argparse.ArgumentParser) -> None:
     p.add_argument(
         "--template",
         metavar="MODEL.gguf",
-        type=Path,
-        help="a GGUF that llama.cpp's converter made of the same model, in any type: for architectures that are not "
-        "known here. Names, metadata and tokenizer are taken from it, and tensors that are not in the checkpoint",
+        help="a GGUF that llama.cpp's converter made of the same model, in any type, or a Hub repository that has some "
+        "(org/model-GGUF: the smallest file that will do): for architectures that are not known here. Names, metadata "
+        "and tokenizer are taken from it, and tensors that are not in the checkpoint",
     )
     p.add_argument(
         "--split-max-size", metavar="SIZE", type=_size, help="write shards of at most this size, e.g. 4G or 500M"
@@ -296,7 +296,7 @@ def _add_verify(commands: Any) -> None:
     p.add_argument("gguf", type=Path, help="the GGUF, or its first shard")
     p.add_argument("checkpoint", help="folder with config.json and weights, a Hub id (org/name), or a .pt file")
     _add_config(p)
-    p.add_argument("--template", metavar="MODEL.gguf", type=Path, help="the template that it was made with, if any")
+    p.add_argument("--template", metavar="MODEL.gguf", help="the template that it was made with, if any")
     p.add_argument(
         "--max-share",
         type=float,
@@ -320,7 +320,7 @@ def _add_inspect(commands: Any) -> None:
     p = _command(commands, "inspect", "describe a checkpoint or a GGUF, and what convert would do", _inspect)
     p.add_argument("path", help="checkpoint folder, Hub id (org/name), .pt or GGUF file")
     _add_config(p)
-    p.add_argument("--template", metavar="MODEL.gguf", type=Path, help="the template that convert would be given")
+    p.add_argument("--template", metavar="MODEL.gguf", help="the template that convert would be given")
 
 
 def _add_bench(commands: Any) -> None:

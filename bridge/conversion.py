@@ -70,7 +70,8 @@ def convert(
     imatrix         llama.cpp's GGUF importance matrix, for tensors that are quantized from floats
     pre             tokenizer.ggml.pre, where it cannot be recognised
     template        a GGUF that llama.cpp's converter made of the same model, for any architecture: names, metadata
-                    and tokenizer are taken from it, and tensors that are not in the checkpoint
+                    and tokenizer are taken from it, and tensors that are not in the checkpoint. Or a repository on the
+                    Hub that has some, org/model-GGUF: the smallest file that will do is taken
     plan            a file of `save_plan`, instead of all of the above but out; `checkpoint` is the plan's if not given
     shard           (3, 12): with a plan, the third of its twelve shards alone, as a run of the whole would write it
     split_max_size  bytes in a shard

@@ -12,6 +12,10 @@ from bridge.files import missing
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(@[\w./-]+)?")  # @: a branch, tag or commit
 _SNAPSHOT = re.compile(r"models--[\w.-]+?--([\w.-]+)/snapshots/[0-9a-f]+$")  # in huggingface_hub's cache
 _FILES = {".gguf", ".json", *WEIGHTS}  # endings of a mistyped file rather than of a model's name
+# of GGUFs by name: those of 4 bits a weight or more, those that hold no language model, and the number of a shard
+_FINE = re.compile(r"(?<![A-Z])(Q[4-8]_[0-9A-Z_]+|B?F16|F32)(?![0-9A-Z])", re.IGNORECASE)
+_NO_MODEL = re.compile(r"mmproj|imatrix|lora|(^|/)mtp-", re.IGNORECASE)
+_SHARD = re.compile(r"-\d{5}-of-\d{5}")
 _TIMEOUT = 20.0  # seconds to wait for the Hub's first answer
 
 
@@ -52,7 +56,47 @@ def model_name(checkpoint: str) -> str:
 
 
 def _download(name: str) -> Path:
-    from huggingface_hub import HfApi, snapshot_download
+    name, _, branch = name.partition("@")
+    found = _files(name, branch or None)
+    if isinstance(found, Path):
+        return found
+    files = needed(list(found))
+    if not any(file.endswith(WEIGHTS) for file in files):
+        raise BridgeError(f"{name}: this model on the Hub has no *.safetensors, *.bin or *.pt; choose another one")
+    return _fetched(name, branch or None, files)
+
+
+def find_template(template: str | Path) -> tuple[Path, str | None]:
+    """A template's file, and what to say of it: of a Hub repository, the smallest of its GGUFs that will do.
+
+    That is one of 4 bits a weight or more: of fewer, what the checkpoint does not have would be taken too coarse.
+    Raises BridgeError where there is none, and as `resolve` does.
+    """
+    name = Path(template).as_posix()
+    if Path(template).exists() or Path(template).suffix == ".gguf" or not _HUB_ID.fullmatch(name):
+        return Path(template), None
+    name, _, branch = name.partition("@")
+    found = _files(name, branch or None)
+    if isinstance(found, Path):
+        found = {f.relative_to(found).as_posix(): f.stat().st_size for f in found.rglob("*.gguf")}
+    models: dict[str, list[str]] = {}
+    for file in sorted(found):
+        if file.endswith(".gguf") and _FINE.search(file) and not _NO_MODEL.search(file):
+            models.setdefault(_SHARD.sub("", file), []).append(file)
+    if not models:
+        raise BridgeError(
+            f"{name}: has no GGUF of 4 bits a weight or more; give one that has, or a file from llama.cpp's converter"
+        )
+    sizes = {model: sum(found[file] for file in files) for model, files in models.items()}
+    smallest = min(sizes, key=lambda model: (sizes[model], model))
+    files = models[smallest]
+    note = f"the template is {files[0]} of {name} ({sizes[smallest] / 1e6:.0f} MB), its smallest file that will do"
+    return _fetched(name, branch or None, files) / files[0], note
+
+
+def _files(name: str, revision: str | None) -> dict[str, int] | Path:
+    """A repository's files with their bytes; without a network, the folder that an earlier run downloaded."""
+    from huggingface_hub import HfApi
     from huggingface_hub.errors import (
         GatedRepoError,
         HFValidationError,
@@ -60,11 +104,9 @@ def _download(name: str) -> Path:
         RevisionNotFoundError,
     )
 
-    name, _, branch = name.partition("@")
-    revision = branch or None
     try:
         # one request without the retries that the listing of files has: no network is known at once
-        repository = HfApi().model_info(name, revision=revision, timeout=_TIMEOUT)
+        repository = HfApi().model_info(name, revision=revision, timeout=_TIMEOUT, files_metadata=True)
     except HFValidationError:
         raise BridgeError(f"{name}: no such folder, and not a Hub id (org/name)") from None
     except GatedRepoError as problem:
@@ -76,7 +118,7 @@ def _download(name: str) -> Path:
             f"{name}: no such folder here, and no such model on the Hub (or it is private: `hf auth login`)"
         ) from problem
     except RevisionNotFoundError as problem:
-        raise BridgeError(f"{name}: has no branch, tag or commit {branch!r} on the Hub") from problem
+        raise BridgeError(f"{name}: has no branch, tag or commit {revision!r} on the Hub") from problem
     except Exception as problem:  # the HTTP client's own errors: it has been requests, httpx and httpx2
         cached = _cached(name, revision)
         if cached:
@@ -85,9 +127,13 @@ def _download(name: str) -> Path:
             f"{name}: no such folder here, and the Hub cannot be reached ({_reason(problem)}); "
             "mend the network, or download the model elsewhere and give its folder"
         ) from problem
-    files = needed([file.rfilename for file in repository.siblings or []])
-    if not any(file.endswith(WEIGHTS) for file in files):
-        raise BridgeError(f"{name}: this model on the Hub has no *.safetensors, *.bin or *.pt; choose another one")
+    return {file.rfilename: getattr(file, "size", None) or 0 for file in repository.siblings or []}
+
+
+def _fetched(name: str, revision: str | None, files: list[str]) -> Path:
+    """The folder of a repository with these files downloaded."""
+    from huggingface_hub import snapshot_download
+
     try:
         return Path(snapshot_download(name, revision=revision, allow_patterns=files))
     except Exception as problem:

@@ -131,7 +131,7 @@ def load_plan(path: Path) -> tuple[Plan, str]:
 def _template_tensors(template: str) -> dict[str, Any]:
     from bridge.template import kept_tensors
 
-    return kept_tensors(Path(template))
+    return kept_tensors(template)
 
 
 def _tensor(entry: dict[str, Any], orders: list[np.ndarray], kept: dict[str, PlannedTensor]) -> PlannedTensor:

@@ -42,7 +42,7 @@ def outline_of(ckpt: Checkpoint, pre: str | None = None, template: str | Path | 
     if template is not None:
         from bridge.template import describe_template
 
-        outline = describe_template(ckpt, Path(template))
+        outline = describe_template(ckpt, template)
     else:
         from bridge.models import describe_model
 

@@ -15,8 +15,16 @@ import pytest
 from safetensors.numpy import save_file
 
 import bridge
-from tests.support.family_models import copy_tokenizer
+from bridge.verification import verify
+from scripts.peers.llama_cpp import LlamaCpp
+from scripts.peers.reference import mean_kl
+from tests.support.encode import load_floats, write_gptq
+from tests.support.family_models import copy_tokenizer, new_model, randomized
 from tests.support.make_families import GOLDENS, checksum, plain, values_of
+
+pytest.importorskip("torch")
+pytest.importorskip("transformers")
+from tests.support.tiny_models import dequantized, predict
 
 # what llama.cpp takes for granted where it is not said, or never reads
 MORE = {
@@ -25,6 +33,7 @@ MORE = {
     "expert_gating_func", "leading_dense_block_count", "expert_weights_scale", "expert_weights_norm",
     "rope.scaling.original_context_length",
 }  # fmt: skip
+TOKENS = np.random.default_rng(1).integers(0, 2048, 48).tolist()
 
 
 def write_checkpoint(golden: dict, folder: Path) -> Path:
@@ -48,6 +57,46 @@ def test_a_familys_gguf_is_what_llama_cpps_converter_makes_of_it(name: str, tmp_
     assert own - {key.removeprefix(f"{arch}.") for key in golden["keys"]} <= MORE
     tensors = {t.name: [[int(n) for n in reversed(t.shape) if n > 1], checksum(_floats(t))] for t in reader.tensors}
     assert tensors == {name: [[n for n in shape if n > 1], sum_] for name, (shape, sum_) in golden["tensors"].items()}
+
+
+# act-order, and sides of whole groups of 32
+QUANTIZED: dict[str, tuple[bool, dict[str, int]]] = {
+    "phi3": (True, {}), "glm4": (True, {}), "gpt2": (False, {}), "gemma2": (False, {}),
+    "qwen3-next": (False, {"moe_intermediate_size": 32, "shared_expert_intermediate_size": 32}),
+    "deepseek3": (False, {"q_lora_rank": 32, "kv_lora_rank": 32, "v_head_dim": 16, "moe_intermediate_size": 32}),
+    "glm4-moe": (False, {"moe_intermediate_size": 32}),
+}  # fmt: skip
+
+
+def transpose_layers(folder: Path) -> None:
+    weights = {name: v.T if v.ndim == 2 and ".h." in name else v for name, v in load_floats(folder).items()}
+    contiguous = {name: np.ascontiguousarray(v) for name, v in weights.items()}
+    save_file(contiguous, folder / "model.safetensors", {"format": "pt"})
+
+
+@pytest.mark.parametrize("name", QUANTIZED)
+def test_a_quantized_familys_codes_are_carried_and_its_weights_are_the_checkpoints(name: str, tmp_path: Path) -> None:
+    """Fused matrices fold with act-order; rows of several tensors and heads keep their codes; k_b is dequantized."""
+    act_order, fields = QUANTIZED[name]
+    randomized(new_model(name, **fields)).save_pretrained(tmp_path / "float", save_original_format=True)
+    copy_tokenizer(tmp_path / "float")
+    if name == "gpt2":  # a quantizer makes linear layers of its Conv1D
+        transpose_layers(tmp_path / "float")
+    stored = write_gptq(tmp_path / "gptq", tmp_path / "float", group_size=32, desc_act=act_order)
+    report = bridge.convert(tmp_path / "gptq", tmp_path / "m.gguf", type="exact")
+    assert verify(tmp_path / "m.gguf", tmp_path / "gptq").total() is not None
+    of_codes = {t.name: t for t in report.tensors if str(t.source).removesuffix(".weight").replace("*", "0") in stored}
+    carried = {
+        n: t.how for n, t in of_codes.items() if t.kind != "attn_k_b" and (t.kind == "ffn_down" or not act_order)
+    }
+    assert {*carried.values()} == {"codes carried"}
+    assert len(carried) > 3 or act_order
+    bridge.convert(tmp_path / "gptq", tmp_path / "f.gguf", tensor_types=[(".*", "F32")])
+    reference = dequantized(tmp_path / "reference", tmp_path / "float", stored)
+    if name == "gpt2":
+        transpose_layers(reference)
+    with LlamaCpp(tmp_path / "f.gguf") as loaded:
+        assert mean_kl(predict(reference, TOKENS), loaded.logits(TOKENS)) < 1e-5
 
 
 def _floats(tensor: gguf.ReaderTensor) -> np.ndarray:

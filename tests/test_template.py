@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import lzma
 import shutil
 from collections.abc import Callable
 from functools import cache
@@ -17,19 +18,24 @@ from safetensors.numpy import load_file, save_file
 
 import bridge
 from bridge.cli import main
+from bridge.conversion import plan_checkpoint
 from bridge.describe import describe
 from bridge.errors import BridgeError
+from bridge.hub import find_template
 from bridge.importance import Importance
 from bridge.planning import outline_of
 from bridge.row_order import interleaved_rows
 from bridge.template.match import Matrix, find_in_several, find_rows
 from bridge.template.names import candidates
 from bridge.verification import failures, verify
+from scripts.peers import ggml
 from scripts.peers.llama_cpp import LlamaCpp
 from scripts.peers.reference import mean_kl
 from tests.conftest import CHECKPOINT, shared
 from tests.support.encode import load_floats, write_awq, write_gptq
 from tests.support.encode_compressed import write_float8
+from tests.support.family_models import TEMPLATES
+from tests.support.make_families import GOLDENS, save_checkpoint
 from tests.support.template import write_template
 
 pytest.importorskip("transformers")
@@ -269,6 +275,62 @@ def test_an_unknown_architecture_keeps_its_codes_and_its_logits(arch, act_order,
         limit = 0.15 if act_order else 0.05  # requantized weights, and 8-bit activations
         assert mean_kl(expected_logits, loaded.logits(TOKENS)) < limit
         assert loaded.generate_greedy(TOKENS[:8], 4)
+
+
+def requantized(source: Path, path: Path, preset: str) -> Path:
+    """A GGUF's matrices in the types that llama-quantize has for a preset, by ggml's own quantizers."""
+    reader = gguf.GGUFReader(source)
+    writer = gguf.GGUFWriter(path, reader.fields["general.architecture"].contents())
+    for key, field in reader.fields.items():
+        if not key.startswith("GGUF.") and key != "general.architecture":
+            sub = field.types[1] if field.types[0] == gguf.GGUFValueType.ARRAY else None
+            writer.add_key_value(key, field.contents(), field.types[0], sub)
+    for tensor in reader.tensors:
+        if tensor.tensor_type == gguf.GGMLQuantizationType.F32:
+            writer.add_tensor(tensor.name, tensor.data)
+            continue
+        better = any(part in tensor.name for part in ("attn_v", "ffn_down", "output.weight"))
+        type_ = preset if preset == "Q8_0" else "Q6_K" if better else "Q4_K"
+        values = np.ascontiguousarray(tensor.data, np.float32)
+        raw = ggml.quantize(values.reshape(-1, values.shape[-1]), type_).reshape(*values.shape[:-1], -1)
+        writer.add_tensor(tensor.name, raw, raw_dtype=gguf.GGMLQuantizationType[type_])
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+@pytest.fixture(scope="module")
+def quantized(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Path, np.ndarray]]:
+    """quantized(family): a checkpoint of 4 bits, and what transformers predicts with it."""
+
+    @cache
+    def make(name: str) -> tuple[Path, np.ndarray]:
+        folder = tmp_path_factory.mktemp(name)
+        save_checkpoint(name, folder / "float")
+        stored = write_gptq(folder / "gptq", folder / "float", group_size=32)
+        reference = dequantized(folder / "reference", folder / "float", stored)
+        return folder / "gptq", predict(reference, TOKENS)
+
+    return make
+
+
+@pytest.mark.parametrize(
+    ("name", "type"), [*((name, type) for name in TEMPLATES for type in ("F16", "Q8_0")), ("stablelm", "Q4_K_M")]
+)
+def test_a_gguf_of_llama_cpps_own_converter_in_any_type_is_a_template(name, type, quantized, tmp_path):
+    checkpoint, expected = quantized(name)
+    template = tmp_path / "template.gguf"
+    template.write_bytes(lzma.decompress((GOLDENS / f"{name}.gguf.xz").read_bytes()))
+    if type != "F16":
+        template = requantized(template, tmp_path / f"{type}.gguf", type)
+    report = bridge.convert(checkpoint, tmp_path / "m.gguf", template=template, tensor_types=FLOAT32)
+    left = [note for note in report.notes if "taken from the template" in note or "nowhere" in note]
+    assert not [note for note in left if "its values are 1 more than those of" not in note]
+    assert {t.name for t in report.tensors} == {*tensors(template)}
+    with LlamaCpp(tmp_path / "m.gguf") as loaded:
+        assert mean_kl(expected, loaded.logits(TOKENS)) < 1e-5
 
 
 def split_phi3(weights: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
@@ -675,7 +737,7 @@ def test_an_unknown_architecture_is_told_of_the_template(tmp_path):
     shutil.copytree(CHECKPOINT, tmp_path / "model")
     config = json.loads((tmp_path / "model" / "config.json").read_text())
     (tmp_path / "model" / "config.json").write_text(json.dumps(config | {"architectures": ["OlmoForCausalLM"]}))
-    with pytest.raises(BridgeError, match=r"the architecture is OlmoForCausalLM; .* give --template MODEL.gguf"):
+    with pytest.raises(BridgeError, match=r"the architecture is OlmoForCausalLM; .* or --template model-f16.gguf"):
         bridge.convert(tmp_path / "model", tmp_path / "m.gguf")
 
 
@@ -721,3 +783,62 @@ def test_rows_dealt_from_several_matrices_are_found_in_runs():
     assert [which for which, _ in runs] == [2, 0, 1] * 4
     assert [rows[0] for _, rows in runs] == [0, 0, 0, 16, 16, 16, 32, 32, 32, 48, 48, 48]
     assert find_in_several(matrix(fused), [matrix(k), matrix(v)]) is None
+
+
+# --- from the Hub ---
+
+
+class Hub:
+    """A repository of GGUFs of made-up sizes; what is downloaded is one file of the test's own."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, folder: Path, sizes: dict[str, int]) -> None:
+        self.folder, self.asked = folder, list[str]()
+        files = [SimpleNamespace(rfilename=name, size=size) for name, size in sizes.items()]
+        monkeypatch.setattr("huggingface_hub.HfApi.model_info", lambda *_, **__: SimpleNamespace(siblings=files))
+        monkeypatch.setattr("huggingface_hub.snapshot_download", self.download)
+
+    def download(self, name: str, revision: str | None = None, allow_patterns: Any = None, **_: Any) -> str:
+        self.asked += [name, revision, *(allow_patterns or [])]
+        return str(self.folder)
+
+
+def test_of_a_repository_the_smallest_gguf_that_will_do_is_the_template_and_named(tmp_path, monkeypatch):
+    folder = tmp_path / "hub"
+    folder.mkdir()
+    bridge.convert(CHECKPOINT, folder / "m-Q4_K_M.gguf", type="Q4_K_M")
+    sizes = {
+        "m-Q2_K.gguf": 10, "m-IQ4_XS.gguf": 15, "mmproj-m-F16.gguf": 5, "m-imatrix-F32.gguf": 3, "README.md": 1,
+        "m-Q4_K_M.gguf": 20_000_000, "Q8_0/m-Q8_0-00001-of-00002.gguf": 15_000_000,
+        "Q8_0/m-Q8_0-00002-of-00002.gguf": 15_000_000, "m-BF16.gguf": 90_000_000,
+    }  # fmt: skip
+    hub = Hub(monkeypatch, folder, sizes)
+    report = bridge.convert(CHECKPOINT, tmp_path / "m.gguf", template="org/m-GGUF@v1")
+    assert hub.asked == ["org/m-GGUF", "v1", "m-Q4_K_M.gguf"]
+    said = "the template is m-Q4_K_M.gguf of org/m-GGUF (20 MB), its smallest file that will do"
+    assert said in report.notes
+    plan = plan_checkpoint(CHECKPOINT, template="org/m-GGUF", out=tmp_path / "plan.json")
+    assert plan.template == "org/m-GGUF"
+    again = bridge.convert(plan=tmp_path / "plan.json", out=tmp_path / "again.gguf")
+    assert (tmp_path / "again.gguf").read_bytes() == (tmp_path / "m.gguf").read_bytes()
+    assert again.notes == report.notes
+
+
+def test_of_shards_all_are_downloaded(tmp_path, monkeypatch):
+    shards = {f"m-Q8_0-0000{i}-of-00002.gguf": 5 for i in (1, 2)}
+    hub = Hub(monkeypatch, tmp_path, {**shards, "m-F16.gguf": 50})
+    assert find_template("org/m-GGUF")[0] == tmp_path / "m-Q8_0-00001-of-00002.gguf"
+    assert hub.asked == ["org/m-GGUF", None, *shards]
+
+
+def test_a_repository_without_a_gguf_that_will_do_is_refused(tmp_path, monkeypatch):
+    Hub(monkeypatch, tmp_path, {"m-Q2_K.gguf": 10, "m-IQ3_XXS.gguf": 12})
+    with pytest.raises(BridgeError, match=r"org/m-GGUF: has no GGUF of 4 bits a weight or more; give one that has"):
+        bridge.convert(CHECKPOINT, tmp_path / "m.gguf", template="org/m-GGUF")
+
+
+def test_a_template_that_was_downloaded_is_found_without_a_network(tmp_path, monkeypatch):
+    hub = Hub(monkeypatch, tmp_path, {})
+    (tmp_path / "m-Q6_K.gguf").write_bytes(b"GGUF")
+    monkeypatch.setattr("huggingface_hub.HfApi.model_info", lambda *_, **__: 1 // 0)
+    assert find_template("org/m-GGUF")[0] == tmp_path / "m-Q6_K.gguf"
+    assert hub.asked

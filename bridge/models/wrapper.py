@@ -15,7 +15,7 @@ from typing import Any
 
 from bridge.plan import Fold, Outline, Part, PlannedTensor
 
-_TEXT = (("model.language_model.", "model."), ("language_model.model.", "model."), ("language_model.", ""))
+TEXT_PREFIXES = (("model.language_model.", "model."), ("language_model.model.", "model."), ("language_model.", ""))
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
 _OTHERS = re.compile(r"(model\.)?(visual|vision_tower|vision_model|multi_modal_projector|audio_tower)\.")
 
@@ -36,7 +36,7 @@ def text_names(names: Iterable[str]) -> tuple[dict[str, str], list[str]]:
         if _OTHERS.match(name):
             others.append(name)
         else:
-            prefix, short = next((pair for pair in _TEXT if name.startswith(pair[0])), ("", ""))
+            prefix, short = next((pair for pair in TEXT_PREFIXES if name.startswith(pair[0])), ("", ""))
             own[short + name.removeprefix(prefix)] = name
     return own, others
 

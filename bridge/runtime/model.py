@@ -81,7 +81,7 @@ class Model:
         precision: str = "int8",
         device: Any = "cpu",
     ) -> Model:
-        """Open a GGUF of a Llama, Mistral, Mixtral, Qwen2 or Qwen3, experts included.
+        """Open a GGUF of an architecture that `decoder_config.ARCHITECTURES` names; on CUDA of Llama, Mistral and Qwen.
 
         threads    of the CPU, for the whole process (default: BRIDGE_THREADS, else its cores)
         kv         how keys and values are kept: "f16", "q8_0" or "f32"

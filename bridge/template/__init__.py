@@ -14,6 +14,7 @@ from pathlib import Path
 
 from bridge.checkpoint import Checkpoint
 from bridge.errors import BridgeError
+from bridge.hub import find_template
 from bridge.plan import Outline, PlannedTensor
 from bridge.template.build import Builder, kept
 from bridge.template.template_file import copied_metadata, number, open_template, stop_texts
@@ -24,12 +25,15 @@ __all__ = ["describe_template", "kept_tensors"]
 _COUNTS = ("attention.head_count_kv", "expert_count")
 
 
-def describe_template(ckpt: Checkpoint, path: Path) -> Outline:
+def describe_template(ckpt: Checkpoint, template: str | Path) -> Outline:
     """What a checkpoint becomes in the shape of a template. Compares all weights of the two, so it takes a while.
+
+    template  a GGUF, or a repository on the Hub that has some: the smallest that will do is fetched, a note says which
 
     Raises BridgeError where the template is no model's GGUF, is of another model or vocabulary, or lacks a
     tensor for a quantized module.
     """
+    path, said = find_template(template)
     file = open_template(path)
     for key in _COUNTS:
         number(file, key, 0)
@@ -43,13 +47,13 @@ def describe_template(ckpt: Checkpoint, path: Path) -> Outline:
         build.folds(),
         zero_only=build.biases_without_place(),
         stop=stop_texts(metadata),
-        notes=build.notes,
+        notes=[*([said] if said else []), *build.notes],
     )
     if unused := build.unused():
         outline.notes.append(f"found nowhere in the template and left out: {', '.join(unused)}")
     return outline
 
 
-def kept_tensors(path: Path) -> dict[str, PlannedTensor]:
+def kept_tensors(template: str | Path) -> dict[str, PlannedTensor]:
     """Every tensor of a template as it is, by name. Raises BridgeError where it is no model's GGUF."""
-    return {name: kept(tensor) for name, tensor in open_template(path).tensors.items()}
+    return {name: kept(tensor) for name, tensor in open_template(find_template(template)[0]).tensors.items()}

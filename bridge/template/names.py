@@ -9,11 +9,11 @@ from dataclasses import dataclass
 import gguf
 
 from bridge.checkpoint import Checkpoint
+from bridge.models.wrapper import TEXT_PREFIXES
 
 _EXPERT = re.compile(r"(\.experts)\.(\d+)(?=\.)")
 _LAYER = re.compile(r"\.(\d+)\.")
-# the language model within a model of several kinds of input
-_PREFIXES = (("model.language_model.", "model."), ("language_model.model.", "model."), ("language_model.", ""))
+_PREFIXES = (*TEXT_PREFIXES, ("transformer.", ""))  # the second: Bloom's are mapped without it
 _BIASES = (".bias", "_proj.bias")  # e_score_correction_bias, dt_bias
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -65,15 +66,32 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         "num_experts_per_tok": 2, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16}),
 }  # fmt: skip
 
+# families that go by a template
+TEMPLATES: dict[str, tuple[str, dict[str, Any]]] = {
+    name: (kind, {"vocab_size": 320, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "max_position_embeddings": 128, "tie_word_embeddings": True, "eos_token_id": 0,
+        "bos_token_id": None, "pad_token_id": None, **fields})
+    for name, kind, fields in (
+        ("gemma", "GemmaConfig", {"num_key_value_heads": 2, "head_dim": 32}),
+        ("falcon", "FalconConfig", {"num_kv_heads": 2, "new_decoder_architecture": True, "bias": False, "alibi": False,
+            "ffn_hidden_size": 256}),
+        ("bloom", "BloomConfig", {"n_layer": 2, "n_head": 4}),
+        ("stablelm", "StableLmConfig", {"hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 1,
+            "num_key_value_heads": 2, "tie_word_embeddings": False}),
+        ("olmoe", "OlmoeConfig", {"intermediate_size": 64, "num_key_value_heads": 4, "num_experts": 3,
+            "num_experts_per_tok": 2, "tie_word_embeddings": False}),
+    )
+}  # fmt: skip
+
 
 def new_model(name: str, **fields: Any) -> Any:
     """A family's model in transformers; `fields`: of its config, over those of MODELS."""
     import torch
     import transformers
 
-    kind, own = MODELS[name]
+    kind, own = (MODELS | TEMPLATES)[name]
     parts = "text_config" in own
-    config = getattr(transformers, kind)(**({} if parts else TEXT) | own | fields)
+    config = getattr(transformers, kind)(**({} if parts or name in TEMPLATES else TEXT) | own | fields)
     auto = transformers.AutoModelForImageTextToText if parts else transformers.AutoModelForCausalLM
     model = auto.from_config(config, dtype=torch.float32, attn_implementation="eager")
     config.architectures = [type(model).__name__]
@@ -95,8 +113,15 @@ def randomized(model: Any, seed: int = 7) -> Any:
     return model
 
 
-def copy_tokenizer(folder: Path) -> Path:
-    """The project's own tokenizer."""
+def copy_tokenizer(folder: Path, size: int | None = None) -> Path:
+    """The project's own tokenizer; `size`: its first tokens alone."""
     for file in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copyfile(CHECKPOINT / file, folder / file)
+    if size is not None:
+        data = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
+        vocab = {text: token for text, token in data["model"]["vocab"].items() if token < size}
+        pairs = ((merge if isinstance(merge, list) else merge.split(" ")) for merge in data["model"]["merges"])
+        merges = [pair for pair in pairs if "".join(pair) in vocab]
+        data["model"] |= {"vocab": vocab, "merges": merges}
+        (folder / "tokenizer.json").write_text(json.dumps(data), encoding="utf-8")
     return folder
