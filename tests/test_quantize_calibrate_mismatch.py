@@ -65,3 +65,10 @@ def test_activations_that_are_no_numbers_name_the_layer() -> None:
     hessian = Hessian("model.layers.3.mlp.down_proj", 4)
     with pytest.raises(BridgeError, match=r"model\.layers\.3\.mlp\.down_proj: its inputs hold NaN or infinity"):
         hessian.add(torch.full((8, 4), float("inf")))
+
+
+def test_a_hessian_that_is_not_positive_definite_makes_nothing_good() -> None:
+    hessian, weight, _ = gathered(128, "lasting")
+    assert hessian.cross is not None
+    for useless in (torch.zeros(COLUMNS, COLUMNS), torch.full((COLUMNS, COLUMNS), float("nan"))):
+        torch.testing.assert_close(retarget(weight, useless, hessian.cross, 1.0), weight)

@@ -91,9 +91,12 @@ def retarget(weight: torch.Tensor, hessian: torch.Tensor, cross: torch.Tensor, a
     """The weights that, on the inputs as they are, come closest to the float layer's outputs: W + alpha W C H^-1.
 
     GPTAQ's objective in closed form: for alpha 1, sum |W x_float - W' x|^2 is  tr(E H E^T) of E = W* - W' and a
-    constant. All that quantizes against H can so quantize against both. hessian is positive definite (`damped`).
+    constant. All that quantizes against H can so quantize against both. Where hessian (`damped`) is not positive
+    definite, or not finite, the weights stay as they are.
     """
-    factor = torch.linalg.cholesky(hessian.double())
+    factor, failed = torch.linalg.cholesky_ex(hessian.double())
+    if not alpha or failed or not torch.isfinite(factor.diagonal()).all():
+        return weight
     moved = torch.cholesky_solve((weight @ cross.to(weight)).double().T, factor).T
     return weight + alpha * moved.to(weight)
 

@@ -20,7 +20,7 @@ from bridge.errors import BridgeError
 from bridge.quantize.calibrate import Calibrated, quantize_block
 from bridge.quantize.feeds import Feed
 from bridge.quantize.group_grid import GroupGrid
-from bridge.quantize.hessian import damped, retarget
+from bridge.quantize.hessian import alpha_of, damped, retarget
 from bridge.quantize.refine import refine
 from bridge.quantize.solver import dequantize, error, falling, solve
 from bridge.quantize.superblock_grid import SuperblockGrid
@@ -78,7 +78,8 @@ class Method:
     act_order  "none"; "free": columns by falling diag H, groups cut from that (desc_act); "static": groups fitted
                first, columns likewise; "fixed": groups by falling sum of diag H, columns inside them likewise
     damping    of H, times the mean of its diagonal; infinity: RTN
-    alpha      how much of the mismatch of inputs is made good where the cross term was gathered (GPTAQ); 0: none
+    alpha      how much of the mismatch of inputs is made good at most, where the cross term was gathered (GPTAQ):
+               less, or nothing, for a layer where that serves tokens better that were held back (`alpha_of`)
     sweeps     of refinement; 0: plain GPTQ. Ternary groups are not refined
     """
 
@@ -105,7 +106,8 @@ class Method:
             hessian = torch.eye(len(hessian), device=hessian.device)
         target = weight
         if layer.hessian.cross is not None and self.alpha:
-            target = retarget(weight, damped(hessian, self.damping), layer.hessian.cross, self.alpha)
+            alpha = min(self.alpha, alpha_of(weight, layer.hessian, self.damping))
+            target = retarget(weight, damped(hessian, self.damping), layer.hessian.cross, alpha)
         grid = self.grid(*weight.shape)
         layout = _falls(hessian) if self.act_order == "free" else columns
         if layout is not None:
