@@ -51,7 +51,7 @@ class Calibration:
                 "awq", for checkpoints; "rtn": round to nearest
     act_order   see `bridge.quantize.Method`
     damping     of H, times the mean of its diagonal
-    alpha       GPTAQ's share of the inputs' mismatch that is made good
+    alpha       the most of the inputs' mismatch that GPTAQ makes good; less where tokens held back gain by it
     sweeps      of refinement after GPTQ
     feed        whose outputs the next layer gets, "quantized" or "float"
     device      that the model's layers are on, "cpu" or "cuda"
@@ -67,7 +67,7 @@ class Calibration:
     method: str = "gptaq"
     act_order: str = "fixed"
     damping: float = 0.01
-    alpha: float = 0.5
+    alpha: float = 1.0
     sweeps: int = 4
     feed: str = "quantized"
     device: str = "cpu"

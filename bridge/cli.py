@@ -201,7 +201,7 @@ def _add_calibration(p: argparse.ArgumentParser, text: str) -> None:
     group.add_argument("--act-order", metavar="ORDER", help="of columns: none, free, static or fixed (default: fixed)")
     group.add_argument("--damping", type=float, metavar="X", help="of H, times its mean diagonal (default: 0.01)")
     group.add_argument(
-        "--alpha", type=float, metavar="X", help="share of the loss that gptaq makes good (default: 0.5)"
+        "--alpha", type=float, metavar="X", help="the most of the loss that gptaq makes good (default: 1)"
     )
     group.add_argument("--sweeps", type=_count, metavar="N", help="of refinement after GPTQ (default: 4)")
     group.add_argument("--feed", metavar="WHAT", help="the next layer's inputs: of quantized (default) or float layers")

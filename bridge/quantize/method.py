@@ -86,7 +86,7 @@ class Method:
     grid: Callable[[int, int], Any]
     act_order: str = "fixed"
     damping: float = 0.01
-    alpha: float = 0.5
+    alpha: float = 1.0
     sweeps: int = 4
 
     def __post_init__(self) -> None:
