@@ -24,6 +24,7 @@ from bridge.files import check_target
 from bridge.importance import Importance
 from bridge.plan import AS_IT_IS, Part, Plan, PlannedTensor
 from bridge.recipe import block_type
+from bridge.report import percent
 from bridge.source import Source
 
 if TYPE_CHECKING:
@@ -81,9 +82,9 @@ class Calibration:
         for package in ("torch", "transformers"):
             if find_spec(package) is None:
                 raise BridgeError(f"quantizing with a text needs {package}: pip install 'gguf-bridge[quantize]'")
-        for name in ("samples", "length"):
-            if getattr(self, name) < 1:
-                raise BridgeError(f"{name} {getattr(self, name)}: at least 1 is needed")
+        for name, least in {"samples": 1, "length": 1, "damping": 0, "alpha": 0, "sweeps": 0}.items():
+            if not getattr(self, name) >= least:
+                raise BridgeError(f"{name} {getattr(self, name)}: at least {least} is needed")
 
     @property
     def cross(self) -> bool:
@@ -188,7 +189,8 @@ def quantize_layers(
             "the same command goes on from there"
         ) from None
     missed = sorted(wishes.keys() - layers.layers.keys())
-    notes = [f"{name}: not seen in the model's blocks; rounded to nearest instead" for name in missed]
+    notes = [_lost_note(layers.layers, settings)] if tokens is not None and layers.layers else []
+    notes += [f"{name}: not seen in the model's blocks; rounded to nearest instead" for name in missed]
     return layers, notes + [note for layer in layers.layers.values() if (note := _damping_note(layer, settings))]
 
 
@@ -304,6 +306,15 @@ def _job(
         "tokens": None if tokens is None else hashlib.sha256(tokens.numpy().tobytes()).hexdigest(),
         "layers": hashlib.sha256(json.dumps(said).encode()).hexdigest(),
     }
+
+
+def _lost_note(layers: dict[str, KeptLayer], settings: Calibration) -> str:
+    worst = max(layers.values(), key=lambda layer: layer.error)
+    mean = sum(layer.error for layer in layers.values()) / len(layers)
+    return (
+        f"{len(layers)} layers calibrated on {max(layer.tokens for layer in layers.values())} tokens of {settings.text}: "
+        f"their outputs lost {percent(mean)} of their power on average, {percent(worst.error)} at most ({worst.name})"
+    )
 
 
 def _damping_note(layer: KeptLayer, settings: Calibration) -> str | None:

@@ -156,7 +156,7 @@ def test_the_command_line_quantizes_to_gguf_and_says_what_it_did(model, text, tm
     arguments = [str(model), str(out), "--type", "Q4_K", "--calibrate", str(text)]
     assert main(["quantize", *arguments, "--samples", "8", "--sequence-length", "64", "--sweeps", "0"]) == 0
     said = capsys.readouterr().out
-    assert "calibrated" in said
+    assert "14 layers calibrated on 512 tokens" in said
     types = {t.name: t.tensor_type.name for t in gguf.GGUFReader(out).tensors}
     assert types["blk.1.ffn_down.weight"] == "Q4_K"
     assert types["output.weight"] == "Q6_K"
@@ -174,6 +174,10 @@ def test_the_command_line_quantizes_to_gguf_and_says_what_it_did(model, text, tm
         (["quantize", "MODEL", "o.gguf", "--calibrate", "TEXT", "--method", "awq"], "give --format"),
         (["quantize", "MODEL", "o", "--format", "gptq", "--bits", "9", "--calibrate", "TEXT"], "9"),
         (["quantize", "MODEL", "o", "--format", "awq", "--bits", "3", "--calibrate", "TEXT"], "3 bits are no AWQ"),
+        (
+            ["quantize", "MODEL", "o.gguf", "--calibrate", "TEXT", "--damping", "-1"],
+            "damping -1.0: at least 0 is needed",
+        ),
         (["convert", "MODEL", "o.gguf", "--damping", "1"], "--damping is for calibration"),
         (["convert", "GPTQ", "o.gguf", "--calibrate", "TEXT"], "every layer keeps its codes"),
     ],
