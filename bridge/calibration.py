@@ -311,8 +311,9 @@ def _job(
 def _lost_note(layers: dict[str, KeptLayer], settings: Calibration) -> str:
     worst = max(layers.values(), key=lambda layer: layer.error)
     mean = sum(layer.error for layer in layers.values()) / len(layers)
+    tokens = max(layer.tokens for layer in layers.values())
     return (
-        f"{len(layers)} layers calibrated on {max(layer.tokens for layer in layers.values())} tokens of {settings.text}: "
+        f"{len(layers)} layers calibrated on {tokens} tokens of {settings.text}: "
         f"their outputs lost {percent(mean)} of their power on average, {percent(worst.error)} at most ({worst.name})"
     )
 

@@ -70,9 +70,8 @@ class Written:
 
     def summary(self) -> str:
         """For people, in a few lines."""
-        lines = [
-            f"{self.modules} layers quantized as {self.format}, {size_text(self.nbytes)} written in {self.seconds:.1f} s"
-        ]
+        size = size_text(self.nbytes)
+        lines = [f"{self.modules} layers quantized as {self.format}, {size} written in {self.seconds:.1f} s"]
         if self.raised[0]:
             lines.append(
                 f"clamped     {self.raised[0]} zero points of 0, which GPTQ v1 cannot hold, are 1, and their codes one "
