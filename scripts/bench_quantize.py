@@ -8,7 +8,7 @@ Kullback-Leibler divergence from the float model over windows of the test text, 
 
 --groups adds GPTQ and AWQ on groups, beside llm-compressor in a Python that has it.
 
---steps shows what each step brings: plain GPTQ, columns by falling diag H, refinement, targets from the float
+--steps shows what each step brings: plain GPTQ with gptq-gguf-toolkit's scales and with weighted ones, columns by falling diag H, refinement, targets from the float
 model's inputs.
 """
 
@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,11 +27,22 @@ from bench_convert import ROOT, machine
 
 sys.path.insert(0, str(ROOT))
 
+from bridge.blocks import BLOCKS
 from bridge.quantize import Method, quantize_model, superblocks
+from bridge.quantize.superblock_grid import SuperblockGrid
 from bridge.runtime.cpu import dequantize
 from scripts.peers import ggml, reference
 
+
+class Unweighted(SuperblockGrid):
+    """As gptq-gguf-toolkit has it: scales are fitted to the weights, whatever their inputs are."""
+
+    def fit(self, run: int, weights: np.ndarray, importance: np.ndarray) -> None:
+        super().fit(run, weights, np.ones_like(importance))
+
+
 STEPS: list[tuple[str, dict[str, Any], bool]] = [
+    ("GPTQ, scales unweighted", {"act_order": "none", "sweeps": 0}, False),
     ("GPTQ", {"act_order": "none", "sweeps": 0}, False),
     ("+ order", {"sweeps": 0}, False),
     ("+ refinement", {}, False),
@@ -66,7 +78,8 @@ def main() -> None:
         for step, settings, cross in STEPS if options.steps else STEPS[-1:]:
             model = reference.hf_model(options.model, weights)
             begun = time.perf_counter()
-            quantizer = Method(superblocks(name), **settings).layer
+            grid = partial(Unweighted, BLOCKS[name], spread=False) if "unweighted" in step else superblocks(name)
+            quantizer = Method(grid, **settings).layer
             for _ in quantize_model(model, torch.from_numpy(calibration), quantizer, cross=cross):
                 pass
             seconds = time.perf_counter() - begun
