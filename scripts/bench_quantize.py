@@ -8,8 +8,8 @@ Kullback-Leibler divergence from the float model over windows of the test text, 
 
 --groups adds GPTQ and AWQ on groups, beside llm-compressor in a Python that has it.
 
---steps shows what each step brings: plain GPTQ with gptq-gguf-toolkit's scales and with weighted ones, columns by falling diag H, refinement, targets from the float
-model's inputs.
+--steps shows what each step brings: plain GPTQ with gptq-gguf-toolkit's scales and with weighted ones, columns by
+falling diag H, refinement, targets from the float model's inputs.
 """
 
 from __future__ import annotations
