@@ -12,10 +12,12 @@ import torch
 from safetensors.numpy import load_file, save_file
 
 import bridge
+from bridge.calibration import Calibration
 from bridge.checkpoint import open_checkpoint
 from bridge.checkpoint.decoded import DecodedTensor
 from bridge.describe import describe
 from bridge.errors import BridgeError
+from bridge.report import CALIBRATED
 from bridge.verification import failures, verify
 from scripts.peers.gguf_file import gguf_weights
 from scripts.peers.llama_cpp import LlamaCpp
@@ -326,6 +328,18 @@ def test_a_type_that_is_asked_for_is_given(tmp_path, coded):
     report = bridge.convert(coded["qtip"][0], tmp_path / "model.gguf", type="Q2_K")
     linears = {t.type for t in report.tensors if t.has_codes}
     assert linears == {"Q2_K"}
+
+
+@pytest.mark.parametrize("which", ["qtip", "exl3"])
+def test_with_a_text_trellis_codes_go_through_the_solver(tmp_path, coded, which):
+    folder, meant = coded[which]
+    tokens = np.random.default_rng(0).integers(5, 300, 600)
+    np.save(tmp_path / "tokens.npy", tokens)
+    settings = Calibration(tmp_path / "tokens.npy", samples=8, length=64, sweeps=1)
+    report = bridge.convert(folder, tmp_path / "model.gguf", type="Q4_K", calibrate=settings)
+    made = [t for t in report.tensors if t.how == CALIBRATED]
+    assert {str(t.source).removesuffix(".weight") for t in made} == set(meant) - {"lm_head"}
+    assert all(0 < t.fidelity.share < 1 and t.fidelity.noise for t in made), [t.fidelity.share for t in made]
 
 
 def test_more_bits_ask_for_a_larger_type(tmp_path, tiny):
