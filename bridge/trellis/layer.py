@@ -1,4 +1,4 @@
-"""A trellis-coded linear layer: W = scale * diag(SV) U_out What U_in^T diag(SU), What in a bit stream.
+"""A trellis-coded linear layer: W = diag(SV) U_out What U_in^T diag(SU), What in a bit stream.
 
 It is multiplied as it is, y = W x by way of x: the transform on x, the fused product of the codes, the transform on
 what comes out. W itself is only made when it is asked for.
