@@ -174,7 +174,7 @@ CODINGS = {
     "3inst": Coding("3inst"),
     "3inst, 4 bits": Coding("3inst", 4),
     "lut": Coding("lut", 2, 1, 12, 12, gaussian_table(12, 1)),
-    "quantlut": Coding("quantlut", 2, 2, 16, 10, gaussian_table(10, 2)),
+    "quantlut": Coding("quantlut", 2, 2, 16, 10, np.float32(1.1) * gaussian_table(10, 2)),  # beyond halves
     "hyb, not as usual": Coding("quantlut_sym", 2, 2, 14, 9, HYB["tlut"]),
     "hyb, 2 bits": Coding("quantlut_sym", 2, **HYB),
     "hyb, 3 bits": Coding("quantlut_sym", 3, **HYB),

@@ -163,7 +163,7 @@ class TrellisLayer:
         if units is None:
             return None
         code = Code.of(self.book, self.step, targets.chosen())
-        return Fused(self.words, code, units, self.book.tlut if code.table_bits else None)
+        return Fused(self.words, code, units, code.table(self.book))
 
     def prepare(self) -> TrellisLayer:
         """Lay the codes out for the fused product now, once (as much memory again as they take); returns self."""

@@ -50,9 +50,7 @@ def test_codes_are_multiplied_as_they_are(mode, bits):
     x = np.random.default_rng(2).normal(size=(2, 64)).astype(np.float32)
     y = np.full((2, 32), np.nan, np.float32)
     code = Code.of(layer.book, layer.step, "cuda")
-    fused = FusedOnDevice(
-        layer.words, code, layer.positions, layer.book.tlut if width else None, devices.require("cuda")
-    )
+    fused = FusedOnDevice(layer.words, code, layer.positions, code.table(layer.book), devices.require("cuda"))
     fused.run(x, y, split=2)
     exact = x.astype(float) @ layer.decoded().T
     assert np.abs(y * code.unit - exact).max() < 1e-6 * np.abs(exact).max()
