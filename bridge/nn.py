@@ -1,9 +1,10 @@
-"""Quantized weights under a `transformers` model, on the CPU: a GGUF's tensors, or a checkpoint's trellis codes.
+"""Quantized weights under a `transformers` model: a GGUF's tensors, or a checkpoint's trellis codes.
 
-replace_linears(model, "model.gguf")      linears, embedding and norms of a GGUF
-replace_trellis(model, "folder")          linears of a QTIP or EXL3 checkpoint, multiplied as they are
-register_quantizers()                     from then on `from_pretrained` reads EXL3 itself, and QTIP with
-                                          quantization_config=QtipConfig(), for QTIP's config.json does not say so
+    replace_linears(model, "model.gguf")      linears, embedding and norms of a GGUF
+    replace_trellis(model, "folder")          linears of a QTIP or EXL3 checkpoint, multiplied as they are
+    register_quantizers()                     from then on `from_pretrained` reads EXL3 and QTIP itself
+
+QTIP's config.json does not say in transformers' way what it is: pass quantization_config=QtipConfig() too.
 """
 
 from __future__ import annotations

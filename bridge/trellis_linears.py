@@ -1,4 +1,4 @@
-"""A checkpoint's trellis-coded layers in place of a torch model's Linears, on the CPU."""
+"""A checkpoint's trellis-coded layers in place of a torch model's Linears."""
 
 from __future__ import annotations
 
@@ -15,17 +15,19 @@ from bridge.trellis.layer import TrellisLayer
 _PADDED = 128  # EXL3's sides may be padded to multiples of it
 
 
-def replace_trellis(model: nn.Module, checkpoint: str | Path | Checkpoint) -> nn.Module:
+def replace_trellis(model: nn.Module, checkpoint: str | Path | Checkpoint, device: str = "cpu") -> nn.Module:
     """Put a checkpoint's trellis-coded linears into a transformers model of its architecture; returns it.
 
     What the checkpoint stores as floats (embeddings, norms, linears that were skipped) is put in too.
+
+    device  of the codes, "cpu" or "cuda"; model.to(device) takes everything else there
 
     Raises BridgeError where the model has no such module or another shape, or the checkpoint no trellis codes.
     """
     if not isinstance(checkpoint, Checkpoint):
         with open_checkpoint(checkpoint) as opened:
-            return replace_trellis(model, opened)
-    place_layers(model, checkpoint)
+            return replace_trellis(model, opened, device)
+    place_layers(model, checkpoint, device)
     parameters = dict(model.named_parameters()) | dict(model.named_buffers())
     with torch.no_grad():
         for name in checkpoint.tensors.keys() - {f"{module}.bias" for module in checkpoint.modules}:
@@ -39,7 +41,7 @@ def replace_trellis(model: nn.Module, checkpoint: str | Path | Checkpoint) -> nn
     return model
 
 
-def place_layers(model: nn.Module, checkpoint: Checkpoint) -> None:
+def place_layers(model: nn.Module, checkpoint: Checkpoint, device: str = "cpu") -> None:
     """The trellis-coded linears alone, with their biases. Raises BridgeError likewise."""
     for name in checkpoint.modules:
         try:
@@ -49,10 +51,10 @@ def place_layers(model: nn.Module, checkpoint: Checkpoint) -> None:
                 f"{type(model).__name__} has no {name}; the checkpoint is of another architecture"
             ) from None
         parent, _, child = name.rpartition(".")
-        setattr(model.get_submodule(parent), child, _linear(checkpoint, name, old))
+        setattr(model.get_submodule(parent), child, _linear(checkpoint, name, old, device))
 
 
-def _linear(checkpoint: Checkpoint, name: str, old: nn.Module) -> QuantLinear:
+def _linear(checkpoint: Checkpoint, name: str, old: nn.Module, device: str) -> QuantLinear:
     out, columns = int(old.out_features), int(old.in_features)  # type: ignore[arg-type]
     layer = checkpoint.read_trellis(name)
     if any(not 0 <= a - b < _PADDED for a, b in zip(layer.shape, (out, columns), strict=True)):
@@ -60,7 +62,9 @@ def _linear(checkpoint: Checkpoint, name: str, old: nn.Module) -> QuantLinear:
             f"{name}: is {list(layer.shape)} in {checkpoint.path}, {[out, columns]} in the model; "
             "the checkpoint is of another model"
         )
-    return QuantLinear(layer.cropped(out, columns).prepare(), _bias(layer, out), precision="f32")
+    layer = layer.cropped(out, columns)
+    placed = layer.prepare() if device == "cpu" else layer.to(device)
+    return QuantLinear(placed, _bias(layer, out), precision="f32")
 
 
 def place_biases(model: nn.Module) -> None:

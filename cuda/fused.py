@@ -186,7 +186,7 @@ class FusedOnDevice:
     words  uint16 [tile rows, tile columns, n]
     """
 
-    def __init__(self, words: np.ndarray, code: Code, positions: np.ndarray, table: np.ndarray | None, device: Device):
+    def __init__(self, words: np.ndarray, code: Code, positions: np.ndarray, table: np.ndarray, device: Device):
         self.rows, self.columns, self.count = words.shape
         self.code, self.device, self.lanes = code, device, Lanes.of(positions)
 
@@ -194,7 +194,7 @@ class FusedOnDevice:
             return device.upload(np.ascontiguousarray(array).reshape(-1).view(np.uint8)).view(array.dtype)
 
         self.words = upload(words)
-        self.table = upload(np.zeros(1, np.float32) if table is None else table)
+        self.table = upload(table)
         self.bases, self.members = upload(self.lanes.bases), upload(self.lanes.members)
 
     def run(self, x: Any, y: Any, split: int = 4) -> None:

@@ -36,8 +36,7 @@ class CudaTrellisLayer:
         self._source = layer
         self._device = devices.require(device)
         code = Code.of(layer.book, layer.step, "cuda")
-        table = layer.book.tlut if code.table_bits else None
-        self._fused = FusedOnDevice(layer.words, code, layer.positions, table, self._device)
+        self._fused = FusedOnDevice(layer.words, code, layer.positions, code.table(layer.book), self._device)
         place = devices.torch_device(self._device)
         self._su = torch.from_numpy(layer.su).to(place)
         self._sv = torch.from_numpy(layer.sv * np.float32(code.unit)).to(place)

@@ -44,7 +44,7 @@ def random_layer(mode: str, bits: int, out: int, columns: int) -> TrellisLayer:
         stored = words.reshape(columns // 16, out // 16, 16 * bits)
         return exl3_layer(mode, stored, BitshiftCodebook(16, bits, decode_mode=mode), su, sv)
     looks_up = mode.startswith("quantlut")
-    table = rng.normal(size=(512, 2)).astype(np.float32) if looks_up else None
+    table = rng.normal(size=(512, 2)).astype(np.float16) if looks_up else None
     book = BitshiftCodebook(16, bits, 2 if looks_up else 1, 9 if looks_up else 0, mode, table)
     return qtip_layer(mode, words, book, (16, 16), su, sv)
 

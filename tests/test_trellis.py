@@ -174,7 +174,7 @@ CODINGS = {
     "3inst": Coding("3inst"),
     "3inst, 4 bits": Coding("3inst", 4),
     "lut": Coding("lut", 2, 1, 12, 12, gaussian_table(12, 1)),
-    "quantlut": Coding("quantlut", 2, 2, 16, 10, gaussian_table(10, 2)),
+    "quantlut": Coding("quantlut", 2, 2, 16, 10, np.float32(1.1) * gaussian_table(10, 2)),  # beyond halves
     "hyb, not as usual": Coding("quantlut_sym", 2, 2, 14, 9, HYB["tlut"]),
     "hyb, 2 bits": Coding("quantlut_sym", 2, **HYB),
     "hyb, 3 bits": Coding("quantlut_sym", 3, **HYB),
@@ -192,7 +192,7 @@ def test_a_qtip_layer_is_the_matrix_that_was_coded_and_multiplies_as_it(which):
     )
     layer = qtip_layer("m", tensors["m.trellis"], book_of(coding), (16, 16), tensors["m.SU"], tensors["m.SV"])
     assert np.abs(layer.dequantize() - meant).max() < 3e-6 * np.abs(meant).max()
-    for tokens in (1, 3, 70):
+    for tokens in (1, 3, 70) if which == "1mad" else (3,):
         assert product(layer, meant, tokens) < 3e-6
 
 
@@ -208,8 +208,7 @@ def test_transforms_dealt_out_to_ranks_are_block_diagonal(rcp, shape):
     assert np.abs(layer.dequantize() - meant).max() < 3e-6 * np.abs(meant).max()
 
 
-@pytest.mark.parametrize("mode", ["3inst", "mcg", "mul1"])
-@pytest.mark.parametrize("bits", [1, 3, 8])
+@pytest.mark.parametrize(("mode", "bits"), [("3inst", 1), ("mcg", 3), ("mul1", 8)])
 def test_an_exl3_layer_is_the_matrix_that_was_coded_and_multiplies_as_it(mode, bits):
     coding = Coding(mode, bits, multiplier=MULTIPLIERS.get(mode, 0))
     tensors, meant = exl3_tensors("m", np.random.default_rng(3).normal(size=(256, 128)), coding, search=False)
@@ -266,7 +265,7 @@ def test_packed_tiles_are_multiplied_as_they_are():
     assert np.abs(y.double().numpy() - exact).max() < 1e-3 * np.abs(exact).max()
 
 
-@pytest.mark.parametrize("target", targets.available())
+@pytest.mark.parametrize("target", [name for name in targets.available() if name != "avxvnni"])  # as avx2 here
 def test_every_target_of_this_machine_gives_the_same_product(target, monkeypatch):
     monkeypatch.setenv("BRIDGE_CPU", target)
     for mode in ("1mad", "3inst", "mul1"):

@@ -40,7 +40,7 @@ class GroupedTensor:
     bias: np.ndarray | None = None
     notes: tuple[str, ...] = field(default=())  # what the reader found and did, for the report
 
-    padding: ClassVar = 1  # sides may be padded with zeros alone
+    padding: ClassVar[int] = 1  # sides may be padded with zeros alone
 
     def __post_init__(self) -> None:
         out, columns = self.codes.shape

@@ -131,6 +131,8 @@ class FloatModel:
             _put(module, own, torch.empty(value.shape, dtype=self.dtype, device=self.device))
             rows, columns = value.T.shape if type(module).__name__ == "Conv1D" else value.flatten(1).shape
             tensor = self.ckpt.read_module(quantized)
+            if all(0 <= a - b < tensor.padding for a, b in zip(tensor.shape, (rows, columns), strict=True)):
+                tensor = tensor.crop(rows, columns)
             self._expect(name, tensor.shape, (rows, columns))
             set_matrix(module, torch.from_numpy(tensor.dequantize()))
             return

@@ -11,7 +11,7 @@ _COLUMNS = 32  # taken together, so that memory is read in whole lines
 
 @inlined
 def _levels(x, first, count, h, end):
-    """The passes of distances h, 2h ... below `end` over x[first : first + count]; h is no less than a vector."""
+    """The passes of distances h, 2h ... below `end` over x[first : first + count]."""
     while h < end:
         for start in range(first, first + count, 2 * h):
             low = x[start : start + h]  # slices, so that LLVM sees two runs that may be taken in vectors

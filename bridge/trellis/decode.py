@@ -123,7 +123,7 @@ def decode(
     order = np.argsort(positions).astype(np.int32)
     in_order = np.array_equal(order, np.arange(len(order)))
     sizes = np.array([count, height, width, states // LANES, in_order], np.int64)
-    table = book.tlut if code.table_bits else np.empty(0, np.float32)
+    table = code.table(book)
     share(
         words.nbytes >= pool.ALONE, _run, _kernel(code).address, words.ctypes.data, out.ctypes.data,
         table.ctypes.data, order.ctypes.data, columns, sizes.ctypes.data, rows,

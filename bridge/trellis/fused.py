@@ -175,13 +175,13 @@ class Fused:
     words  uint16 [tile rows, tile columns, n], see `streams`
     """
 
-    def __init__(self, words: np.ndarray, code: Code, units: Units, table: np.ndarray | None):
+    def __init__(self, words: np.ndarray, code: Code, units: Units, table: np.ndarray):
         rows, self.columns, self.count = words.shape
         self.groups = -(-rows // LANES)
         self.code, self.units = code, units
         self.prepared = np.empty((self.groups, self.columns, self.count, LANES), np.uint16)
         _interleave(words, 0, self.groups, self.prepared)
-        self.table = np.zeros(1, np.float32) if table is None else table
+        self.table = table
 
     def run(self, x: np.ndarray) -> np.ndarray:
         """float32 [tokens, rows]: x float32 [tokens, in], contiguous, times the matrix, but for `Code.unit`."""

@@ -1,4 +1,4 @@
-"""A trellis-coded linear layer: W = scale * diag(SV) U_out What U_in^T diag(SU), What in a bit stream.
+"""A trellis-coded linear layer: W = diag(SV) U_out What U_in^T diag(SU), What in a bit stream.
 
 It is multiplied as it is, y = W x by way of x: the transform on x, the fused product of the codes, the transform on
 what comes out. W itself is only made when it is asked for.
@@ -163,7 +163,7 @@ class TrellisLayer:
         if units is None:
             return None
         code = Code.of(self.book, self.step, targets.chosen())
-        return Fused(self.words, code, units, self.book.tlut if code.table_bits else None)
+        return Fused(self.words, code, units, code.table(self.book))
 
     def prepare(self) -> TrellisLayer:
         """Lay the codes out for the fused product now, once (as much memory again as they take); returns self."""

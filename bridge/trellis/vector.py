@@ -9,12 +9,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 from llvmlite import ir
 
 from bridge.runtime.cpu.memory import LANES
 from bridge.trellis.codebooks import (
     BYTES_MEAN,
     BYTES_SCALE,
+    COMPUTED,
     HALVES_FLIP,
     HALVES_MASK,
     MUL1_ADDEND,
@@ -27,6 +29,7 @@ _I8, _I16, I32, I64 = (ir.IntType(n) for n in (8, 16, 32, 64))
 _F32, _F16 = ir.FloatType(), ir.HalfType()
 INTS, FLOATS = ir.VectorType(I32, LANES), ir.VectorType(_F32, LANES)
 WORDS = ir.VectorType(_I16, LANES)
+_CONVERTING = ("avx512", "avxvnni", "avx2", "neon")  # targets whose CPUs convert halves
 
 
 @dataclass(frozen=True)
@@ -40,19 +43,26 @@ class Code:
     table_bits: int
     affine: tuple[int, int]
     target: str
+    halves: bool = False  # the table's pairs are stored as halves, and fetched at once
 
     @classmethod
     def of(cls, book: BitshiftCodebook, step: int, target: str) -> Code:
-        computed = not book.tlut_bits or book.tlut is None
-        return cls(
-            book.decode_mode, book.L, step, book.V, 0 if computed else book.tlut_bits,
-            book.affine if computed else (0, 0), target,
-        )  # fmt: skip
+        if book.decode_mode in COMPUTED:
+            return cls(book.decode_mode, book.L, step, book.V, 0, book.affine, target)
+        halves = book.V == 2 and target in _CONVERTING and np.array_equal(book.tlut, book.tlut.astype(np.float16))
+        return cls(book.decode_mode, book.L, step, book.V, book.tlut_bits, (0, 0), target, halves)
+
+    def table(self, book: BitshiftCodebook) -> np.ndarray:
+        """What the kernels look up in: the codebook's table, or its pairs as halves."""
+        if not self.table_bits:
+            return np.zeros(1, np.float32)
+        return book.tlut.astype(np.float16) if self.halves else book.tlut  # type: ignore[no-any-return]
 
     @property
     def suffix(self) -> str:
         a, b = self.affine
-        return f"{self.mode}_{self.bits}_{self.step}_{self.values}_{self.table_bits}_{a:x}_{b:x}_{self.target}"
+        layout = f"{self.bits}_{self.step}_{self.values}_{self.table_bits}{'_halves' * self.halves}"
+        return f"{self.mode}_{layout}_{a:x}_{b:x}_{self.target}"
 
     @property
     def unit(self) -> float:
@@ -197,19 +207,27 @@ class Lanes:
             y = b.mul(x, b.add(x, self.splat(1)))
         right = 0 if self.code.mode == "lut" else 16 - signed - width
         index = b.and_(b.lshr(y, self.splat(right)), self.splat((1 << width) - 1))
-        found = [self._gather(table, index, v) for v in range(self.code.values)]
+        if self.code.halves:
+            pairs = self._gather(table, index, 0, INTS)
+            sixteen = ir.VectorType(_F16, LANES)
+            words = [b.trunc(part, WORDS) for part in (pairs, b.lshr(pairs, self.splat(16)))]
+            found = [b.fpext(b.bitcast(word, sixteen), FLOATS) for word in words]
+        else:
+            found = [self._gather(table, index, v, FLOATS) for v in range(self.code.values)]
         if signed:
             sign = b.and_(b.shl(y, self.splat(16)), self.splat(0x80000000))
             found[0] = b.bitcast(b.xor(b.bitcast(found[0], INTS), sign), FLOATS)
         return found
 
-    def _gather(self, table: ir.Value, index: ir.Value, value: int) -> ir.Value:
+    def _gather(self, table: ir.Value, index: ir.Value, value: int, kind: ir.VectorType) -> ir.Value:
+        """Entry `index` of a table of `kind`'s elements, or value `value` of those of an entry."""
         b = self.builder
+        each = 1 if self.code.halves else self.code.values
         wide = ir.VectorType(I64, LANES)
-        offsets = b.zext(b.shl(index, self.splat(2 + (self.code.values - 1))), wide)
+        offsets = b.zext(b.shl(index, self.splat(1 + each)), wide)
         first = b.insert_element(ir.Constant(wide, ir.Undefined), b.add(table, I64(4 * value)), I32(0))
         starts = b.shuffle_vector(first, ir.Constant(wide, ir.Undefined), ir.Constant(INTS, [0] * LANES))
-        places = b.inttoptr(b.add(starts, offsets), ir.VectorType(_F32.as_pointer(), LANES))
+        places = b.inttoptr(b.add(starts, offsets), ir.VectorType(kind.element.as_pointer(), LANES))
         every = ir.Constant(ir.VectorType(ir.IntType(1), LANES), [ir.IntType(1)(1)] * LANES)
-        name = f"llvm.masked.gather.v{LANES}f32.v{LANES}p0"
-        return self.call(name, FLOATS, places, I32(4), every, ir.Constant(FLOATS, [0.0] * LANES))
+        name = f"llvm.masked.gather.v{LANES}{'f32' if kind is FLOATS else 'i32'}.v{LANES}p0"
+        return self.call(name, kind, places, I32(4), every, self.splat(0, kind))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import numpy as np
 import pytest
 import torch
@@ -14,7 +16,9 @@ from bridge.trellis import BitshiftCodebook, TrellisLayer
 from bridge.trellis.gemm import layer_of
 from bridge.trellis.packed import exl3_layer, qtip_layer
 from bridge.trellis.vector import Code
-from tests.support.encode_trellis import Coding, exl3_tensors, gaussian_table, plain_tensors, qtip_tensors
+from bridge.trellis_linears import replace_trellis
+from tests.support.encode import write_folder
+from tests.support.encode_trellis import QTIP, Coding, exl3_tensors, gaussian_table, plain_tensors, qtip_tensors
 
 MULTIPLIERS = {"mcg": 0xCBAC1FED, "mul1": 0x83DCD12D}
 WEIGHT = np.random.default_rng(1).normal(size=(32, 64))
@@ -46,9 +50,7 @@ def test_codes_are_multiplied_as_they_are(mode, bits):
     x = np.random.default_rng(2).normal(size=(2, 64)).astype(np.float32)
     y = np.full((2, 32), np.nan, np.float32)
     code = Code.of(layer.book, layer.step, "cuda")
-    fused = FusedOnDevice(
-        layer.words, code, layer.positions, layer.book.tlut if width else None, devices.require("cuda")
-    )
+    fused = FusedOnDevice(layer.words, code, layer.positions, code.table(layer.book), devices.require("cuda"))
     fused.run(x, y, split=2)
     exact = x.astype(float) @ layer.decoded().T
     assert np.abs(y * code.unit - exact).max() < 1e-6 * np.abs(exact).max()
@@ -67,6 +69,20 @@ def test_a_layer_on_the_device_multiplies_as_on_the_cpu():
         gpu.matmul(x[:2, :191])
     with pytest.raises(BridgeError, match="floats on cpu are wanted"):
         gpu.matmul(x.numpy())
+
+
+def test_linears_of_a_model_run_on_the_device(tmp_path):
+    if SIMULATED:
+        return  # the same launches, slowly
+    tensors, meant = qtip_tensors("mlp", WEIGHT, Coding("1mad"), search=False)
+    write_folder(tmp_path, tensors | {"mlp.bias": np.arange(32, dtype=np.float32)}, None)
+    (tmp_path / "config.json").write_text(json.dumps({"quip_params": QTIP}))
+    model = torch.nn.Sequential()
+    model.add_module("mlp", torch.nn.Linear(64, 32))
+    replace_trellis(model, tmp_path, device="cuda")
+    x = torch.randn(2, 3, 64, generator=torch.Generator().manual_seed(2))
+    exact = x.double().numpy() @ meant.T + np.arange(32)
+    assert np.abs(model(x).numpy() - exact).max() < 3e-6 * np.abs(exact).max()
 
 
 def test_exl3_and_plain_states_on_the_device():
