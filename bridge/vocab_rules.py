@@ -14,6 +14,8 @@ token is taken whole before any merge is tried.
 
 from __future__ import annotations
 
+from functools import cache
+
 Step = tuple[str, str]
 
 # texts that llama.cpp takes for the end of a reply by themselves
@@ -115,6 +117,14 @@ _ALIASES = {
 }  # fmt: skip
 # names whose rules imply a BOS where tokenizer.ggml.add_bos_token does not say
 _WITH_BOS = {"llama-bpe", "tekken"}
+
+
+@cache
+def byte_of() -> dict[str, int]:
+    """GPT-2's 256 printable characters -> the bytes that they stand for."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(b): b for b in printable} | {chr(256 + i): b for i, b in enumerate(others)}
 
 
 def rules_of(pre: str) -> tuple[tuple[Step, ...], bool, bool] | None:

@@ -380,9 +380,9 @@ def test_an_unknown_architecture_and_the_known_ones_are_named(model, convert):
     edit_json(model / "config.json", architectures=["GPT9ForCausalLM"])
     error = convert()
     assert "GPT9ForCausalLM" in error
-    assert "--template MODEL.gguf" in error
-    assert "Qwen3ForCausalLM" in error
-    assert "LlamaForCausalLM" in error
+    assert "--template model-f16.gguf" in error
+    assert "qwen3" in error
+    assert "llama" in error
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,9 @@ its shape and a checksum. `tests.support.make_families` wrote them.
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import gguf
 import numpy as np
@@ -15,6 +17,7 @@ import pytest
 from safetensors.numpy import save_file
 
 import bridge
+from bridge.models import describe_model
 from bridge.verification import verify
 from scripts.peers.llama_cpp import LlamaCpp
 from scripts.peers.reference import mean_kl
@@ -57,6 +60,63 @@ def test_a_familys_gguf_is_what_llama_cpps_converter_makes_of_it(name: str, tmp_
     assert own - {key.removeprefix(f"{arch}.") for key in golden["keys"]} <= MORE
     tensors = {t.name: [[int(n) for n in reversed(t.shape) if n > 1], checksum(_floats(t))] for t in reader.tensors}
     assert tensors == {name: [[n for n in shape if n > 1], sum_] for name, (shape, sum_) in golden["tensors"].items()}
+
+
+def old_rope(config: dict[str, Any], kind: str | None) -> dict[str, Any]:
+    """rope_theta and rope_scaling, as configs had them before transformers 5."""
+    rules = dict(config.pop("rope_parameters"))
+    config["rope_theta"] = rules.pop("rope_theta")
+    rules.pop("rope_type")
+    config["rope_scaling"] = {"type": kind, **rules} if kind else None
+    return config
+
+
+def old_gemma3(config: dict[str, Any]) -> dict[str, Any]:
+    rules = config.pop("rope_parameters")
+    config["rope_local_base_freq"] = rules["sliding_attention"]["rope_theta"]
+    config["rope_theta"] = rules["full_attention"]["rope_theta"]
+    return {**config, "layer_types": None, "sliding_window_pattern": 6}
+
+
+# what repositories have of before transformers 5: config.json, and the beginnings of names
+PUBLISHED: dict[str, tuple[Callable[[dict[str, Any]], dict[str, Any]], tuple[tuple[str, str], ...]]] = {
+    "qwen2.5-vl": (
+        lambda config: old_rope(config | config.pop("text_config") | {"architectures": config["architectures"]}, "mrope"),
+        (("model.language_model.", "model."), ("model.visual.", "visual.")),
+    ),
+    "gemma3": (old_gemma3, ()),
+    "gemma3 in a larger model": (
+        lambda config: {"architectures": ["Gemma3ForConditionalGeneration"], "text_config": old_gemma3(config)},
+        (("model.", "language_model.model."),),
+    ),
+    "phi3-longrope": (lambda config: old_rope(config, "su"), ()),
+    "deepseek3": (lambda config: old_rope(config | {"scoring_func": "sigmoid"}, "yarn"), ()),
+    "gpt2": (dict, (("transformer.", ""),)),
+    "glm4-moe": (lambda config: {**config, "num_nextn_predict_layers": 1}, ()),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_older_configs_and_names_give_the_same_file(name: str, tmp_path: Path) -> None:
+    change, renamed = PUBLISHED[name]
+    golden = json.loads((GOLDENS / f"{name.partition(' ')[0]}.json").read_text())
+
+    def made(config: dict[str, Any], names: dict[str, list[int]]) -> tuple[dict[str, Any], list[Any]]:
+        outline = describe_model(
+            config, write_checkpoint({**golden, "checkpoint": {}}, tmp_path / str(len(names))), names
+        )
+        keys = {key: entry.value for key, entry in outline.metadata.items() if key.startswith(golden["arch"])}
+        return keys, [(t.name, t.shape, t.type, [p.shape for p in t.parts]) for t in outline.tensors]
+
+    names = golden["checkpoint"]
+    older: dict[str, list[int]] = {"rotary_emb.inv_freq": [2]}
+    if name == "glm4-moe":
+        older |= {"model.layers.3.eh_proj.weight": [1, 1]}  # a layer that predicts a second token
+    for key, shape in names.items():
+        old, new = next((pair for pair in renamed if key.startswith(pair[0])), ("", ""))
+        older[new + key.removeprefix(old)] = shape
+    expected = made(golden["config"], names)
+    assert made(change(golden["config"]), older) == expected
 
 
 # act-order, and sides of whole groups of 32

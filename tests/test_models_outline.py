@@ -247,6 +247,15 @@ def test_a_broken_model_card_is_reported_and_left_out(folder: Path, tmp_path: Pa
             {"architectures": ["Gemma2ForCausalLM"], "hidden_act": None, "query_pre_attn_scalar": 99},
             r"query_pre_attn_scalar is 99; llama.cpp takes 256",
         ),
+        (
+            {
+                "architectures": ["Gemma3ForCausalLM"],
+                "hidden_act": None,
+                "rope_parameters": {"sliding_attention": 3},
+                "layer_types": ["sliding_attention"],
+            },
+            r"a key of gemma3's is not what it should be \(AttributeError",
+        ),
         ({"architectures": ["Qwen2_5_VLForConditionalGeneration"]}, r"mrope_section is None; three counts belong"),
         ({"rope_scaling": "linear"}, r"the rope scaling is 'linear', an object is expected"),
         ({"architectures": "BloomForCausalLM"}, r"the architecture is BloomForCausalLM; "),

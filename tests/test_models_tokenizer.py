@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import shutil
 import struct
@@ -13,6 +14,7 @@ from gguf import GGUFReader, Keys, TokenType
 
 from bridge.errors import BridgeError
 from bridge.models.vocabulary import special_text
+from bridge.vocab_rules import byte_of
 from scripts.peers.llama_cpp import LlamaCpp
 from tests.conftest import CHECKPOINT
 from tests.support.tiny_vocab import vocab_gguf, vocabulary
@@ -470,3 +472,43 @@ def test_a_unigram_tokenizer_model_is_refused(tmp_path: Path) -> None:
     piece = b"\x0a\x01a\x15\x00\x00\x00\x00"
     (tmp_path / "tokenizer.model").write_bytes(b"\x0a" + bytes([len(piece)]) + piece + b"\x12\x02\x18\x01")
     refused(tmp_path, "type 1; llama.cpp joins by score")
+
+
+def write_tiktoken(folder: Path, vocab: dict[str, int], **settings: Any) -> None:
+    """The tokens of a byte-level vocabulary as a tiktoken.model, their ids as ranks."""
+    lines = (
+        base64.b64encode(bytes(byte_of()[c] for c in text)) + f" {token}".encode() for text, token in vocab.items()
+    )
+    (folder / "tiktoken.model").write_bytes(b"\n".join(lines))
+    added = {str(len(vocab)): {"content": "[EOS]", "special": True}}
+    text = json.dumps({"added_tokens_decoder": added, "eos_token": "[EOS]", **settings})
+    (folder / "tokenizer_config.json").write_text(text)
+
+
+def test_a_tiktoken_model_gives_the_merges_that_its_ranks_imply(tmp_path: Path) -> None:
+    data = json.loads((CHECKPOINT / "tokenizer.json").read_text(encoding="utf-8"))["model"]
+    vocab = {text: token - 1 for text, token in data["vocab"].items() if token}
+    write_tiktoken(tmp_path, vocab, tokenizer_class="TikTokenTokenizer")
+    keys = vocabulary(vocab_gguf(tmp_path, len(vocab) + 1)[0])
+    assert keys["pre"] == "kimi-k2"
+    assert keys["merges"] == [" ".join(merge) for merge in data["merges"]]
+    assert keys["tokens"] == [*vocab, "[EOS]"]
+    assert keys["eos_token_id"] == len(vocab)
+
+
+@pytest.mark.parametrize(
+    ("content", "settings", "message"),
+    [
+        (
+            b"IQ== 0",
+            {"tokenizer_class": "Other"},
+            r"tiktoken.model: how it cuts words is in code beside it; give --pre",
+        ),
+        (b"I? 0", {"tokenizer_class": "TikTokenTokenizer"}, r"tiktoken.model: is no list of tokens and ranks"),
+    ],
+)
+def test_a_tiktoken_model_that_is_none_is_refused(content: bytes, settings: dict, message: str, tmp_path: Path) -> None:
+    (tmp_path / "tiktoken.model").write_bytes(content)
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    with pytest.raises(BridgeError, match=message):
+        vocab_gguf(tmp_path, 64)

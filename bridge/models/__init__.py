@@ -66,9 +66,16 @@ def describe_model(
         default = family.keys.get(expected.key, expected.values[0])
         values.expect(expected.key, expected.values, expected.why, default)
     args = read_arguments(values, family.keys)
-    if family.sizes is not None:
-        args = replace(args, more=family.sizes(values, args))
-    more_keys = family.metadata(values, args) if family.metadata is not None else {}
+    try:
+        if family.sizes is not None:
+            args = replace(args, more=family.sizes(values, args))
+        more_keys = family.metadata(values, args) if family.metadata is not None else {}
+        typed = {key: None if value is None else _typed(value) for key, value in more_keys.items()}
+    except (AttributeError, KeyError, TypeError, ValueError) as problem:
+        raise BridgeError(
+            f"{values.path}: a key of {family.arch}'s is not what it should be ({type(problem).__name__}: {problem}); "
+            "take the config.json of the original model"
+        ) from problem
     shapes = {name: names[stored] if isinstance(names, Mapping) else () for name, stored in own.items()}
     outline = fill_table(family, args, shapes)
     renamed(outline, own)
@@ -82,10 +89,10 @@ def describe_model(
     writer.add_type(gguf.GGUFType.MODEL)
     provenance.set_gguf_meta_model(writer)
     args.add_metadata(writer, family.layer_norm, family.rotary)
-    for key, value in more_keys.items():
+    for key, value in typed.items():
         writer.kv_data[0].pop(f"{family.arch}.{key}", None)
         if value is not None:
-            writer.kv_data[0][f"{family.arch}.{key}"] = _typed(value)
+            writer.kv_data[0][f"{family.arch}.{key}"] = value
     tokenizer.add_metadata(writer)
     outline.metadata = writer.kv_data[0]
     if templates := outline.metadata.get(gguf.Keys.Tokenizer.CHAT_TEMPLATES):

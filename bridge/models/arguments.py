@@ -176,8 +176,14 @@ def read_arguments(config: Config, keys: Mapping[str, Any]) -> Arguments:
         shared_inner=shared_inner,
         rotated=rotated,
         qk_norm=flag("use_qk_norm"),
-        leading=int(config.get("first_k_dense_replace", 0)) if "first_k_dense_replace" in keys else 0,
+        leading=_leading(config, keys.get("first_k_dense_replace")),
     )
+
+
+def _leading(config: Config, default: int | None) -> int:
+    """Layers before the first with experts, of families that may have any."""
+    key = "first_k_dense_replace"
+    return config.integer(key, default) if default is not None and config.get(key, default) != 0 else 0
 
 
 def _share(config: Config, value: Any) -> float:

@@ -1,6 +1,6 @@
 """A Hugging Face tokenizer as the tokenizer.* keys of a GGUF.
 
-Two kinds reach GGUF: byte-level BPE ("gpt2": tokens and merges, see `bridge.models.bpe_vocabulary`) and
+Two kinds reach GGUF: byte-level BPE ("gpt2": tokens and merges, see `bridge.models.bpe_vocabulary` and `tiktoken`) and
 SentencePiece BPE ("llama": tokens and scores, see `bridge.models.sentencepiece`). This module finds
 out which it is and adds what both have: special tokens, added tokens, chat template.
 """
@@ -19,6 +19,7 @@ from bridge.models.bpe_vocabulary import byte_level_vocabulary, is_byte_level
 from bridge.models.model_config import Config
 from bridge.models.sentencepiece import vocabulary_of_json, vocabulary_of_model
 from bridge.models.special import add_bos_and_eos, add_special_tokens
+from bridge.models.tiktoken import vocabulary_of_tiktoken
 from bridge.models.vocabulary import Added, Tokenizer, Vocabulary
 from bridge.vocab_rules import rules_of
 
@@ -58,6 +59,8 @@ def _read(config: Config, folder: Path, generation: Mapping[str, Any], pre: str 
         vocabulary = byte_level_vocabulary(data, added, pre) if is_byte_level(data) else vocabulary_of_json(data, added)
     elif (folder / "tokenizer.model").is_file():
         vocabulary = vocabulary_of_model(folder / "tokenizer.model", added)
+    elif (folder / "tiktoken.model").is_file():
+        vocabulary = vocabulary_of_tiktoken(folder / "tiktoken.model", added, settings, pre)
     else:
         raise BridgeError(
             f"{folder}: neither tokenizer.json nor tokenizer.model; take them from the original model, or save them "

@@ -3,19 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache
 from typing import Any
 
 from bridge.errors import BridgeError
-from bridge.vocab_rules import BYTES, DIGIT_RUN, GPT2_BYTES, ONE_DIGIT, Step, rules_of
-
-
-@cache
-def byte_of() -> dict[str, int]:
-    """GPT-2's 256 printable characters -> the bytes that they stand for."""
-    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    others = [byte for byte in range(256) if byte not in printable]
-    return {chr(b): b for b in printable} | {chr(256 + i): b for i, b in enumerate(others)}
+from bridge.vocab_rules import BYTES, DIGIT_RUN, GPT2_BYTES, ONE_DIGIT, Step, byte_of, rules_of
 
 
 class ByteLevel:

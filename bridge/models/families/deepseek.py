@@ -69,7 +69,8 @@ def _latent(config: Config, args: Arguments) -> dict[str, Any]:
         "expert_weights_scale": config.number("routed_scaling_factor", 1.0),
         "expert_weights_norm": True if config.get("norm_topk_prob") else None,
         "expert_gating_func": 2 if scoring == "sigmoid" else 1,
-        "expert_group_count": config.get("n_group"), "expert_group_used_count": config.get("topk_group"),
+        "expert_group_count": config.get("n_group") and config.integer("n_group"),
+        "expert_group_used_count": config.get("topk_group") and config.integer("topk_group"),
         **scaling,
     }  # fmt: skip
 
