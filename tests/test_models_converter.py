@@ -81,7 +81,7 @@ def old_gemma3(config: dict[str, Any]) -> dict[str, Any]:
 # what repositories have of before transformers 5: config.json, and the beginnings of names
 PUBLISHED: dict[str, tuple[Callable[[dict[str, Any]], dict[str, Any]], tuple[tuple[str, str], ...]]] = {
     "qwen2.5-vl": (
-        lambda config: old_rope(config | config.pop("text_config") | {"architectures": config["architectures"]}, "mrope"),
+        lambda config: old_rope(config.pop("text_config") | {"architectures": config["architectures"]}, "mrope"),
         (("model.language_model.", "model."), ("model.visual.", "visual.")),
     ),
     "gemma3": (old_gemma3, ()),

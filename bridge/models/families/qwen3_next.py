@@ -21,7 +21,7 @@ def _sizes(config: Config, args: Arguments) -> dict[str, int]:
     k, v = config.side("linear_key_head_dim"), config.side("linear_value_head_dim")
     return {
         "k_heads": k_heads, "v_heads": v_heads, "k_dim": k, "v_dim": v, "keys": k_heads * k, "values": v_heads * v,
-        "kernel": config.side("linear_conv_kernel_dim"), "one": 1,
+        "kernel": config.side("linear_conv_kernel_dim"),
         "interval": config.integer("full_attention_interval", 4),
     }  # fmt: skip
 
