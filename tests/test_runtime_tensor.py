@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import bridge
-from bridge.blocks import BLOCKS
+from bridge.blocks import BLOCKS, READ
 from bridge.errors import BridgeError
 from bridge.runtime import QuantTensor
 from bridge.runtime.cpu import targets
@@ -143,6 +143,13 @@ def test_dequantize_is_gguf_for_every_type(block, weights):
     raw = ggml.quantize(weights, block.name)
     tensor = QuantTensor("w", block.name, weights.shape, raw.reshape(-1))
     np.testing.assert_array_equal(tensor.dequantize(), gguf.quants.dequantize(raw, block.ggml))
+
+
+@pytest.mark.parametrize("type", ["MXFP4", "NVFP4", "Q2_0", "Q1_0"])
+def test_dequantize_is_ggml_for_the_recent_types(type, weights):
+    raw = ggml.quantize(weights, type)
+    tensor = QuantTensor("w", type, weights.shape, raw.reshape(-1))
+    np.testing.assert_array_equal(tensor.dequantize(), ggml.dequantize(raw, int(READ[type].ggml)))
 
 
 @pytest.mark.parametrize("type", ["F32", "F16", "BF16"])
