@@ -16,7 +16,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
-from bridge.blocks import BLOCKS
+from bridge.blocks import BLOCKS, TYPES
 from bridge.errors import BridgeError, shortened
 from bridge.progress import Bar
 from bridge.repacking.command import add_parser as add_repack
@@ -235,11 +235,25 @@ def _add_choices(p: argparse.ArgumentParser) -> None:
         "auto",
         "auto (default): the smallest K-quant (Q8_0 for 8 bits) that keeps the codes and adds under 1%% of the "
         "checkpoint's own quantization noise, or where no type does, the smallest that adds under 15%%, Q8_0 at worst; "
-        f"a block type ({', '.join(BLOCKS)}); or a llama.cpp preset (Q4_K_M, Q3_K_L, ...): its "
+        f"a block type ({', '.join(TYPES)}); or a llama.cpp preset (Q4_K_M, Q3_K_L, ...): its "
         "mixture for tensors that arrive as floats, and an upper bound for those that arrive as codes",
     )
     types.add_argument(
         "--exact", action="store_true", help="the smallest bit-exact type of each tensor, auto's where there is none"
+    )
+    types.add_argument(
+        "--detect-lattice",
+        action="store_true",
+        help="look for floats that lie on a hidden grid (models that somebody dequantized, or trained for it), and "
+        "carry the codes that they stand for; `inspect` says where there are any",
+    )
+    types.add_argument(
+        "--for",
+        dest="target",
+        metavar="llama.cpp@BUILD",
+        help="what must load the file. Since build 10015 (July 2026) llama.cpp has Q2_0, 2.25 bits a weight, which "
+        "holds symmetric 2-bit codes bit for bit: auto takes it for such builds alone, --exact unless an earlier one "
+        "is named",
     )
     types.add_argument(
         "--actorder-type",
@@ -325,7 +339,7 @@ def _add_inspect(commands: Any) -> None:
 
 def _add_bench(commands: Any) -> None:
     p = _command(commands, "bench", "time products with quantized weights beside the memory's own speed", _bench)
-    p.add_argument("what", help=f"a GGUF, whose largest tensor of each type is timed, or a type ({', '.join(BLOCKS)})")
+    p.add_argument("what", help=f"a GGUF, whose largest tensor of each type is timed, or a type ({', '.join(TYPES)})")
     p.add_argument("--threads", type=_positive, metavar="N", help="CPU threads (default: all)")
     p.add_argument("--device", default="cpu", help="cpu (default), cuda, cuda:1 ..., or auto: cuda if it can be")
 
@@ -364,7 +378,10 @@ def _choices(a: argparse.Namespace) -> dict[str, Any]:
     """What `_add_choices` asked for, as `convert` takes it."""
     if a.exact and a.type != "auto":
         raise BridgeError("--exact and --type ask for different things; give one")
-    names = "output_type", "token_embd_type", "actorder_type", "imatrix", "pre", "template", "split_max_size"
+    names = (
+        "output_type", "token_embd_type", "actorder_type", "target", "detect_lattice", "imatrix", "pre", "template",
+        "split_max_size",
+    )  # fmt: skip
     given = {name: getattr(a, name) for name in names}
     return {**given, "type": "exact" if a.exact else a.type, "tensor_types": a.tensor_type}
 
@@ -393,8 +410,8 @@ def _quantize(a: argparse.Namespace) -> int:
         block = BLOCKS.get(a.type.upper())
         if a.output_type is None and block is not None and block.bpw < BLOCKS["Q6_K"].bpw:
             a.output_type = "Q6_K"  # as llama.cpp's presets have it
-        a.plan = a.shard = a.actorder_type = a.imatrix = None
-        a.exact = False
+        a.plan = a.shard = a.actorder_type = a.imatrix = a.target = None
+        a.exact = a.detect_lattice = False
         return _convert(a)
     from bridge.quantizing import quantize_checkpoint
 

@@ -21,7 +21,7 @@ from bridge.importance import Importance
 from bridge.output import GGUFOutput
 from bridge.plan import Plan, PlannedTensor
 from bridge.plan_file import load_plan, save_plan
-from bridge.planning import make_plan, rechosen
+from bridge.planning import make_plan, rechosen, with_factors
 from bridge.recipe import Recipe
 from bridge.report import CALIBRATED, PARTLY, REQUANTIZED, Report, TensorReport, beyond_auto, percent
 from bridge.runtime.reader import shards
@@ -47,6 +47,8 @@ def convert(
     token_embd_type: str | None = None,
     actorder_type: str | None = None,
     tensor_types: Sequence[tuple[str, str]] = (),
+    target: str | None = None,
+    detect_lattice: bool = False,
     imatrix: str | Path | None = None,
     pre: str | None = None,
     template: str | Path | None = None,
@@ -67,6 +69,8 @@ def convert(
     type            "auto", "exact", a block type ("Q4_K") or a llama.cpp preset ("Q4_K_M"); see bridge.recipe
     output_type, token_embd_type, actorder_type, tensor_types
                     types for the head, the embeddings, act-order tensors, and (regex, type) pairs by GGUF name
+    target          "llama.cpp@11549": what must load the file; see bridge.recipe
+    detect_lattice  take floats that lie on a hidden grid for the codes they were dequantized from
     imatrix         llama.cpp's GGUF importance matrix, for tensors that are quantized from floats
     pre             tokenizer.ggml.pre, where it cannot be recognised
     template        a GGUF that llama.cpp's converter made of the same model, for any architecture: names, metadata
@@ -90,12 +94,13 @@ def convert(
     for name, count in (("threads", threads), ("split_max_size", split_max_size)):
         if count is not None and count < 1:
             raise BridgeError(f"{name} {count}: at least 1 is needed")
-    recipe = Recipe(type, output_type, token_embd_type, actorder_type, tuple(tensor_types))
+    recipe = Recipe(type, output_type, token_embd_type, actorder_type, tuple(tensor_types), target)
     given: Plan | None = None
     if plan is not None:
-        if recipe != Recipe() or imatrix or pre or template or split_max_size:
+        if recipe != Recipe() or imatrix or pre or template or split_max_size or detect_lattice:
             raise BridgeError("a plan says all about types, tokenizer, template and shards; give it alone or edit it")
         given, of = load_plan(Path(plan))
+        detect_lattice = given.detect_lattice
         checkpoint = of if checkpoint is None else checkpoint
     elif shard is not None:
         raise BridgeError("--shard needs --plan: what is in a shard is for the plan to say")
@@ -104,12 +109,14 @@ def convert(
     path = Path(out) if out is not None else Path(default_name(str(checkpoint), recipe))
     if modelfile:
         check_target(path.parent / "Modelfile", force)
-    with opened(checkpoint, config, template or (given.template if given else None), pre) as ckpt:
+    with opened(checkpoint, config, template or (given.template if given else None), pre, detect_lattice) as ckpt:
         source = Source(ckpt)
         inputs = _inputs(ckpt, [template, imatrix, plan] if given is None else [given.template, given.imatrix, plan])
         check_target(path, force, inputs)
         if given is not None:
             source.check(given.tensors)
+        if given is not None:  # types in it may have been edited
+            given.tensors = with_factors(ckpt, given.tensors)
         importance = Importance.read(given.imatrix if given else imatrix)
         chosen = given or make_plan(
             ckpt, recipe, importance, pre=pre, template=template, split_max_size=split_max_size, threads=threads
@@ -194,6 +201,8 @@ def plan_checkpoint(
     token_embd_type: str | None = None,
     actorder_type: str | None = None,
     tensor_types: Sequence[tuple[str, str]] = (),
+    target: str | None = None,
+    detect_lattice: bool = False,
     imatrix: str | Path | None = None,
     pre: str | None = None,
     template: str | Path | None = None,
@@ -208,24 +217,32 @@ def plan_checkpoint(
     """
     if out is not None:
         check_target(Path(out), force)
-    recipe = Recipe(type, output_type, token_embd_type, actorder_type, tuple(tensor_types))
-    with opened(checkpoint, config, template, pre) as ckpt:
+    recipe = Recipe(type, output_type, token_embd_type, actorder_type, tuple(tensor_types), target)
+    with opened(checkpoint, config, template, pre, detect_lattice) as ckpt:
         plan = make_plan(
             ckpt, recipe, Importance.read(imatrix), pre=pre, template=template, split_max_size=split_max_size,
             threads=threads, progress=progress,
         )  # fmt: skip
+        plan.detect_lattice = detect_lattice
     if out is not None:
         save_plan(plan, str(checkpoint), Path(out))
     return plan
 
 
 def opened(
-    checkpoint: str | Path, config: str | Path | None, template: str | Path | None, pre: str | None = None
+    checkpoint: str | Path,
+    config: str | Path | None,
+    template: str | Path | None,
+    pre: str | None = None,
+    detect_lattice: bool = False,
 ) -> Checkpoint:
     """The checkpoint, downloaded where it is a Hub id."""
     if template is not None and pre is not None:
         raise BridgeError("--pre and --template: the tokenizer is the template's; give one of the two")
-    return open_checkpoint(resolve(checkpoint, config), config, needs_config=template is None)
+    ckpt = open_checkpoint(resolve(checkpoint, config), config, needs_config=template is None)
+    if detect_lattice:
+        ckpt.take_lattices()
+    return ckpt
 
 
 def _inputs(ckpt: Checkpoint, others: Sequence[str | Path | None]) -> list[Path]:

@@ -12,8 +12,9 @@ from typing import Any
 import gguf
 import numpy as np
 
-from bridge.checkpoint import Checkpoint, counted
+from bridge.checkpoint import Checkpoint, GroupedTensor, counted, lattice_notes
 from bridge.checkpoint.decoded import DecodedTensor
+from bridge.checkpoint.fp4 import Fp4Tensor
 from bridge.checkpoint.scaled_floats import FLOAT8
 from bridge.checkpoint.weight_files import WEIGHTS
 from bridge.conversion import opened
@@ -63,7 +64,9 @@ def _describe_checkpoint(ckpt: Checkpoint, template: str | Path | None) -> list[
         lines.append("they agree      in all that was looked at")
     whose = f", as {template} has them" if template is not None else ""
     lines.append(f"architecture    {plan.arch}, {number(plan.metadata, 'block_count')} layers{whose}")
-    lines += [f"note: {note}" for note in fold_notes(plan.notes)]
+    grids = {} if ckpt.modules else ckpt.find_lattices()
+    hidden = lattice_notes(grids, "--detect-lattice carries their codes")
+    lines += [f"note: {note}" for note in [*fold_notes(plan.notes), *hidden]]
     return [*lines, "", *table]
 
 
@@ -131,6 +134,9 @@ def _arrival(source: Source, tensor: PlannedTensor, notes: list[str]) -> tuple[s
     groups = f"groups of {t.group_size}" if t.sequential else "act-order"
     if part.columns is not None:
         groups = f"act-order that folds into {groups}"
+    if isinstance(t, Fp4Tensor):
+        return shape, f"{t.kind}, {groups}", ""
+    assert isinstance(t, GroupedTensor)
     low, high = t.zeros.min(), t.zeros.max()
     zeros = f"{low:g}" + ("" if low == high else f"..{high:g}")
     return shape, f"{t.bits} bits, {groups}", zeros

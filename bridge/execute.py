@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from bridge.blocks import BLOCKS, BlockType
+from bridge.blocks import TYPES, BlockType
 from bridge.cpus import usable_cpus
 from bridge.errors import BridgeError
 from bridge.importance import Importance
@@ -97,7 +97,7 @@ class Executor:
         )
         data = np.empty((0, 0) if alone else shape, np.uint8)
         coded = floats = calibrated = Fidelity(0, 0.0, 0.0, 0.0, 0)
-        exact = set(BLOCKS)  # the types that would hold every part bit for bit
+        exact = set(TYPES)  # the types that would hold every part bit for bit
         whys: list[str] = []
         at = came_as_floats = 0
         for number, part in enumerate(tensor.parts):
@@ -139,7 +139,7 @@ class Executor:
             return data
         report.how, report.fidelity = how_kept(coded), coded
         report.notes += lost_codes(tensor.name, whys, coded)
-        if coded.error and exact and BLOCKS[name := exact.pop()].bpw <= block.bpw:
+        if coded.error and exact and TYPES[name := exact.pop()].bpw <= block.bpw:
             report.exact_for_free = name
         if came_as_floats:
             report.notes.append(

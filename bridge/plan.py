@@ -16,12 +16,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.gguf_writer import GGUFValue
+
+from bridge.blocks.ggml import GGML_QUANT_SIZES, GGMLQuantizationType
 
 AS_IT_IS = "as it is"  # never quantized: norms, biases, routers
 FROM_TEMPLATE = "the template's"
 FROM_CONFIG = "made from the config"
+BESIDE_NVFP4 = "beside NVFP4's blocks"
 CHANGES = ("transposed", "conv1d", "squeezed", "+1", "-exp")
 
 _BLOCK = re.compile(r"blk\.(\d+)\.")
@@ -148,6 +150,7 @@ class Plan:
     template        path of the GGUF that tensors are kept from, if any
     imatrix         path of the importance matrix for tensors that are quantized from floats, if any
     split_max_size  bytes of tensor data in a shard; None for one file
+    detect_lattice  floats on a hidden grid are taken for codes
     """
 
     metadata: dict[str, GGUFValue]
@@ -157,6 +160,7 @@ class Plan:
     template: str | None = None
     imatrix: str | None = None
     split_max_size: int | None = None
+    detect_lattice: bool = False
 
     @property
     def arch(self) -> str:

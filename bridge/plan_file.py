@@ -20,7 +20,7 @@ import numpy as np
 from gguf import GGUFValueType
 from gguf.gguf_writer import GGUFValue
 
-from bridge.blocks import BLOCKS
+from bridge.blocks import TYPES
 from bridge.errors import BridgeError
 from bridge.files import read_json, write_text
 from bridge.plan import CHANGES, FROM_TEMPLATE, Part, Plan, PlannedTensor
@@ -55,6 +55,7 @@ def save_plan(plan: Plan, checkpoint: str, path: Path) -> None:
         "template": plan.template,
         "imatrix": plan.imatrix,
         "split_max_size": plan.split_max_size,
+        "detect_lattice": plan.detect_lattice,
         "stop": plan.stop,
         "notes": plan.notes,
     }
@@ -122,7 +123,8 @@ def load_plan(path: Path) -> tuple[Plan, str]:
         if "general.architecture" not in metadata:
             raise ValueError("general.architecture is missing from the metadata")
         stop, notes = [str(s) for s in record.get("stop", [])], [str(n) for n in record.get("notes", [])]
-        plan = Plan(metadata, tensors, stop, notes, template, record.get("imatrix"), split)
+        lattice = bool(record.get("detect_lattice"))
+        plan = Plan(metadata, tensors, stop, notes, template, record.get("imatrix"), split, lattice)
         return plan, str(record["checkpoint"])
     except (KeyError, TypeError, ValueError, IndexError, AttributeError, OverflowError) as problem:
         raise BridgeError(f"{path}: {where} cannot be understood ({type(problem).__name__}: {problem})") from None
@@ -141,10 +143,10 @@ def _tensor(entry: dict[str, Any], orders: list[np.ndarray], kept: dict[str, Pla
         if (found.type, found.shape) != (type_, shape):
             raise ValueError(f"the template has it as {found.type} {list(found.shape)}")
         return found
-    if type_ not in BLOCKS and type_ not in FLOAT_TYPES:
-        raise ValueError(f"type {type_!r}; known: {', '.join((*BLOCKS, *FLOAT_TYPES))}")
-    if type_ in BLOCKS and shape[-1] % BLOCKS[type_].size:
-        raise ValueError(f"rows of {shape[-1]} do not hold whole {type_} blocks of {BLOCKS[type_].size}")
+    if type_ not in TYPES and type_ not in FLOAT_TYPES:
+        raise ValueError(f"type {type_!r}; known: {', '.join((*TYPES, *FLOAT_TYPES))}")
+    if type_ in TYPES and shape[-1] % TYPES[type_].size:
+        raise ValueError(f"rows of {shape[-1]} do not hold whole {type_} blocks of {TYPES[type_].size}")
     tensor = PlannedTensor(name, shape, type=type_, reason=entry.get("reason", ""), limit=entry.get("limit"))
     if "values" in entry:
         return replace(tensor, data=np.array(entry["values"], np.float32).reshape(shape))

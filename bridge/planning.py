@@ -16,18 +16,27 @@ import numpy as np
 from gguf import GGML_QUANT_VERSION, GGUFValueType, LlamaFileType
 from gguf.gguf_writer import GGUFValue
 
+from bridge.blocks import FP4, MXFP4, NVFP4, Q2_0, BlockType
 from bridge.checkpoint import Checkpoint
 from bridge.cpus import usable_cpus
 from bridge.errors import BridgeError
 from bridge.importance import Importance
-from bridge.plan import Outline, Part, Plan, PlannedTensor, number
-from bridge.recipe import PRESETS, Recipe, TensorPlace, block_type
+from bridge.plan import BESIDE_NVFP4, Outline, Part, Plan, PlannedTensor, number
+from bridge.recipe import PRESETS, Q2_0_SINCE, Recipe, TensorPlace, block_type
 from bridge.source import Source
 
 if TYPE_CHECKING:
-    from bridge.checkpoint.grouped import GroupedTensor
+    from bridge.checkpoint.grouped import CodedTensor
 
 _ROWS = 1024  # of a matrix, looked at together
+# the tensors whose scale llama.cpp's graph multiplies by (build 11549): others' are loaded, and left unused
+_NVFP4_SCALES = {
+    "llama": ("attn_", "ffn_", "output"),
+    "qwen3": ("attn_", "ffn_", "output"),
+    "qwen3moe": ("attn_", "ffn_", "output"),
+    "qwen2": ("attn_", "output"),
+    "qwen2moe": ("attn_", "output"),
+}
 _SAMPLED_PARTS = 3  # of a stack: first, middle, last
 
 
@@ -157,10 +166,15 @@ def make_plan(
         except BaseException:
             pool.shutdown(cancel_futures=True)
             raise
+    tensors = with_factors(ckpt, tensors)
     metadata = dict(outline.metadata)
     metadata["general.quantization_version"] = GGUFValue(GGML_QUANT_VERSION, GGUFValueType.UINT32)
     metadata["general.file_type"] = GGUFValue(_file_type(recipe, tensors), GGUFValueType.UINT32)
     notes = [*ckpt.notes, *outline.notes]
+    if any(t.type == "Q2_0" for t in tensors) and recipe.uses_q2_0 is None:
+        notes.append(
+            f"Q2_0 is known to llama.cpp since build {Q2_0_SINCE} (July 2026): earlier ones cannot load this file"
+        )
     if outline.unused:
         notes.append(f"not needed in GGUF and left out: {', '.join(outline.unused)}")
     return Plan(
@@ -173,7 +187,25 @@ def rechosen(ckpt: Checkpoint, plan: Plan, recipe: Recipe, importance: Importanc
     """The plan with the type of one tensor chosen on all its rows: what was chosen on a sample did not hold."""
     chooser = _Chooser(Source(ckpt), recipe, importance, plan)
     tensors = [chooser.chosen(t, whole=True) if t.name == name else t for t in plan.tensors]
-    return replace(plan, tensors=tensors)
+    return replace(plan, tensors=with_factors(ckpt, tensors))
+
+
+def with_factors(ckpt: Checkpoint, tensors: Sequence[PlannedTensor]) -> list[PlannedTensor]:
+    """The tensors, and after each that is NVFP4 the scale of the whole of it, and of its input, that llama.cpp takes
+    beside it: "blk.0.attn_q.scale", one number or one an expert. A scale of 1 is left out."""
+    found = []
+    for tensor in (t for t in tensors if t.reason != BESIDE_NVFP4):
+        found.append(tensor)
+        if tensor.type != "NVFP4":
+            continue
+        count = tensor.shape[0] if len(tensor.shape) == 3 else 1
+        factors = [ckpt.factors(part.module) for part in tensor.parts][:count]
+        for key in ("scale", "input_scale"):
+            values = np.array([f[key] for f in factors if key in f], np.float32)
+            if len(values) == count and (key != "scale" or (values != 1).any()):
+                name = f"{tensor.name.removesuffix('.weight')}.{key}"
+                found.append(PlannedTensor(name, (count,), data=values, type="F32", reason=BESIDE_NVFP4))
+    return found
 
 
 @dataclass
@@ -203,7 +235,7 @@ class _Chooser:
         coded = [part for part in tensor.parts if self.source.coded(part)]
         if not coded:
             return replace(tensor, type=self.recipe.wanted(place, as_codes=False).type, reason="came as floats")
-        samples: list[tuple[GroupedTensor, np.ndarray | None]] = []
+        samples: list[tuple[CodedTensor, np.ndarray | None]] = []
         wanted = self.recipe.wanted(place, as_codes=True)
         if wanted.mode != "forced" or self.recipe.actorder_type:
             samples += self._look(tensor, sampled=True)
@@ -212,13 +244,15 @@ class _Chooser:
             return replace(tensor, type=wanted.type, reason="as floats")
         asked = None if wanted.type is None else block_type(wanted.type)
 
-        def look(sampled: bool) -> Iterator[tuple[GroupedTensor, np.ndarray | None]]:
+        def look(sampled: bool) -> Iterator[tuple[CodedTensor, np.ndarray | None]]:
             return iter(samples) if sampled and not whole else self._look(tensor, sampled=False)
 
-        choice = choose(wanted.mode, asked, look, tensor.shape[-1])
+        if asked is not None and wanted.mode == "forced" and asked.name in FP4:
+            self._check_fp4(tensor, asked.name, [t for t, _ in samples or self._look(tensor, sampled=True)])
+        choice = choose(wanted.mode, asked, look, tensor.shape[-1], self._special(tensor, wanted.mode))
         return replace(tensor, type=choice.type, reason=choice.reason, limit=choice.limit)
 
-    def _look(self, tensor: PlannedTensor, sampled: bool) -> Iterator[tuple[GroupedTensor, np.ndarray | None]]:
+    def _look(self, tensor: PlannedTensor, sampled: bool) -> Iterator[tuple[CodedTensor, np.ndarray | None]]:
         """A tensor's parts that are codes, with the importance of their columns; or some rows of some of them."""
         coded = [i for i, part in enumerate(tensor.parts) if self.source.coded(part)]
         if sampled:
@@ -226,6 +260,39 @@ class _Chooser:
         for i in coded:
             part = tensor.parts[i]
             yield self.source.sample(part) if sampled else self.source.grouped(part), self.importance.of(tensor, i)
+
+    def _special(self, tensor: PlannedTensor, mode: str) -> list[BlockType]:
+        """The types beyond BLOCKS that the tensor may become, the smallest first."""
+        known = self.recipe.uses_q2_0
+        q2_0 = [Q2_0] if known or (known is None and mode == "exact") else []
+        fp4 = (
+            [MXFP4, *([NVFP4] if self._holds_nvfp4(tensor) else [])]
+            if all(map(self.source.coded, tensor.parts))
+            else []
+        )
+        return [*q2_0, *fp4]
+
+    def _holds_nvfp4(self, tensor: PlannedTensor) -> bool:
+        """Whether llama.cpp has a place for the scales of all parts and computes with them: one for a matrix, one an
+        expert, none for an embedding."""
+        factors = [self.source.ckpt.factors(part.module) for part in tensor.parts if self.source.coded(part)]
+        scales = [f.get("scale", 1.0) for f in factors]
+        if all(scale == 1 for scale in scales):
+            return True
+        arch = str(self.outline.metadata["general.architecture"].value)
+        if not tensor.kind.startswith(_NVFP4_SCALES.get(arch, ())):
+            return False
+        return len(set(scales)) == 1 or (len(tensor.shape) == 3 and len(tensor.parts) == tensor.shape[0])
+
+    def _check_fp4(self, tensor: PlannedTensor, asked: str, samples: Sequence[CodedTensor]) -> None:
+        """BridgeError where a tensor cannot become the type of 4-bit floats that is asked for."""
+        from bridge.mapping.carry import why_not
+
+        reason = next((why for t in samples if (why := why_not(t, FP4[asked]))), None)
+        if reason is None and asked == "NVFP4" and not self._holds_nvfp4(tensor):
+            reason = "llama.cpp does not compute with its scale"
+        if reason is not None:
+            raise BridgeError(f"{tensor.name}: cannot become {asked}, {reason}; choose another type for it")
 
     def _place(self, tensor: PlannedTensor) -> TensorPlace:
         """Where a tensor stands in the model."""
@@ -244,7 +311,9 @@ def _file_type(recipe: Recipe, tensors: Sequence[PlannedTensor]) -> int:
             if len(t.shape) > 1 and t.kind not in ("token_embd", "output"):
                 weights[str(t.type)] = weights.get(str(t.type), 0) + int(np.prod(t.shape))
         name = max(weights, key=lambda k: weights[k]) if weights else "F32"
-    for candidate in (name, f"{name}_M", f"{name}_S"):
+    if name == "Q2_0":  # which the gguf package does not know yet
+        return 41
+    for candidate in (name, f"{name}_M", f"{name}_S", f"{name}_MOE"):
         if f"MOSTLY_{candidate}" in LlamaFileType.__members__:
             return int(LlamaFileType[f"MOSTLY_{candidate}"])
     return int(LlamaFileType.ALL_F32)

@@ -6,6 +6,9 @@ spends bits on codes that already fit a smaller type. A block type is taken lite
 
 Explicit options for single tensors win over `--type`, the most specific first: `--tensor-type REGEX=TYPE`
 (searched in the GGUF name, last match wins), then `--output-type`, `--token-embd-type`, `--actorder-type`.
+
+`--for llama.cpp@BUILD` says what the file is for. Q2_0 is known to llama.cpp since build 10015 (July 2026): `auto` uses
+it where the file is for such a build, `exact` unless it is for an earlier one.
 """
 
 from __future__ import annotations
@@ -15,7 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from bridge.blocks import BLOCKS, BlockType
+from bridge.blocks import BLOCKS, FP4, TYPES, BlockType
 from bridge.errors import BridgeError
 
 FLOAT_TYPES = ("F32", "F16", "BF16")
@@ -34,6 +37,9 @@ PRESETS = {
 }
 # llama.cpp's substitutes for rows that are not a multiple of 256
 _SHORT_ROWS = {"Q2_K": "Q4_0", "Q3_K": "Q4_0", "Q4_K": "Q5_0", "Q5_K": "Q5_1", "Q6_K": "Q8_0"}
+_TARGET = r"llama\.cpp@b?(\d{1,9})"
+
+Q2_0_SINCE = 10015  # llama.cpp's build
 
 Mode = Literal["auto", "exact", "forced", "at_most"]
 
@@ -69,11 +75,12 @@ class Recipe:
     token_embd_type: str | None = None
     actorder_type: str | None = None
     tensor_types: Sequence[tuple[str, str]] = field(default=())
+    target: str | None = None  # "llama.cpp@11549"
 
     def __post_init__(self) -> None:
         base = {"AUTO": "auto", "EXACT": "exact"}.get(self.type.upper(), self.type.upper())
-        if base not in ("auto", "exact", *BLOCKS, *PRESETS):
-            known = ", ".join(["auto", "exact", *BLOCKS, *(p for p in PRESETS if p not in BLOCKS)])
+        if base not in ("auto", "exact", *TYPES, *PRESETS):
+            known = ", ".join(["auto", "exact", *TYPES, *(p for p in PRESETS if p not in TYPES)])
             raise BridgeError(f"unknown type {self.type!r}; known: {known}")
         object.__setattr__(self, "type", base)
         for option in ("output_type", "token_embd_type", "actorder_type"):
@@ -89,6 +96,13 @@ class Recipe:
                 raise BridgeError(f"--tensor-type {pattern}={name}: not a regular expression: {problem}") from None
             checked.append((pattern, _tensor_type(name)))
         object.__setattr__(self, "tensor_types", tuple(checked))
+        if self.target is not None and not re.fullmatch(_TARGET, self.target):
+            raise BridgeError(f"--for {self.target}: llama.cpp and its build are wanted, as in llama.cpp@11549")
+        asked = (self.type, self.output_type, self.token_embd_type, self.actorder_type, *(t for _, t in checked))
+        if "Q2_0" in asked and self.uses_q2_0 is False:
+            raise BridgeError(
+                f"--for {self.target}: llama.cpp knows Q2_0 since build {Q2_0_SINCE}; choose another type"
+            )
 
     def check(self, names: Sequence[str]) -> None:
         """BridgeError where a tensor_types pattern matches none of the tensors that can be quantized, `names`."""
@@ -98,6 +112,11 @@ class Recipe:
                     f"--tensor-type {pattern}={name}: matches no tensor that can be quantized; "
                     f"they are named as {names[0]}"
                 )
+
+    @property
+    def uses_q2_0(self) -> bool | None:
+        """Whether the llama.cpp that the file is for knows Q2_0; None where it is not said."""
+        return None if self.target is None else int(re.fullmatch(_TARGET, self.target)[1]) >= Q2_0_SINCE  # type: ignore[index]
 
     @property
     def promises_closeness(self) -> bool:
@@ -114,9 +133,9 @@ class Recipe:
             return Wanted("forced", for_rows(explicit, place.columns))
         if as_codes and for_rows("Q8_0", place.columns) == "F16":  # rows that no block type holds; F32 is exact
             return Wanted("forced", "F32" if self.type == "exact" else "F16")
-        if self.type in ("auto", "exact"):
+        if self.type in ("auto", "exact") or (self.type in FP4 and not as_codes):
             return Wanted(self.type) if as_codes else Wanted("forced", for_rows("Q8_0", place.columns))  # type: ignore[arg-type]
-        if as_codes and self.type in BLOCKS:
+        if as_codes and self.type in TYPES:
             return Wanted("forced", for_rows(self.type, place.columns))
         name = _mixture(self.type, place) if self.type in PRESETS else self.type
         return Wanted("at_most" if as_codes else "forced", for_rows(name, place.columns))
@@ -132,22 +151,22 @@ class Recipe:
 
 def for_rows(name: str, columns: int) -> str:
     """The type itself, or what llama.cpp puts in its place for rows that do not hold whole blocks."""
-    if name in BLOCKS and columns % BLOCKS[name].size:
+    if name in TYPES and columns % TYPES[name].size:
         name = _SHORT_ROWS.get(name, name)
-        if columns % BLOCKS[name].size:
+        if columns % TYPES[name].size:
             return "F16"
     return name
 
 
 def block_type(name: str) -> BlockType | None:
     """The block type of that name; None for F32, F16, BF16."""
-    return BLOCKS.get(name)
+    return TYPES.get(name)
 
 
 def _tensor_type(name: str) -> str:
     upper = name.upper()
-    if upper not in BLOCKS and upper not in FLOAT_TYPES:
-        raise BridgeError(f"unknown tensor type {name!r}; known: {', '.join((*BLOCKS, *FLOAT_TYPES))}")
+    if upper not in TYPES and upper not in FLOAT_TYPES:
+        raise BridgeError(f"unknown tensor type {name!r}; known: {', '.join((*TYPES, *FLOAT_TYPES))}")
     return upper
 
 

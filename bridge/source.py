@@ -15,7 +15,7 @@ from bridge.errors import BridgeError
 from bridge.plan import Part, PlannedTensor
 
 if TYPE_CHECKING:
-    from bridge.checkpoint.grouped import GroupedTensor
+    from bridge.checkpoint.grouped import CodedTensor
 
 _CHUNK_WEIGHTS = 1 << 22  # float rows read at a time
 _WINDOW = 32  # rows of a sample that stand together
@@ -63,14 +63,14 @@ class Source:
             total += math.ceil(nbytes * share)
         return total
 
-    def grouped(self, part: Part) -> GroupedTensor:
+    def grouped(self, part: Part) -> CodedTensor:
         """A part's codes with rows and columns as the GGUF has them."""
         if part.stored is not None and part.rows is not None and (np.diff(part.rows) > 0).all():
             return self._fitted(self.ckpt.read_module(part.module, part.rows), part, len(part.rows))
         t = self._fitted(self.ckpt.read_module(part.module), part)
         return t if part.rows is None else t.take_rows(part.rows)
 
-    def sample(self, part: Part) -> GroupedTensor:
+    def sample(self, part: Part) -> CodedTensor:
         """Codes of some of a part's rows, in any order: what a type is chosen by."""
         rows = np.arange(part.shape[0]) if part.rows is None else np.sort(part.rows)
         if len(part.shape) < 2 or len(rows) <= 2 * _WINDOW * _WINDOWS:
@@ -79,7 +79,7 @@ class Source:
         at = np.concatenate([np.arange(start, start + _WINDOW) for start in (0, last // 2, last)])
         return self._fitted(self.ckpt.read_module(part.module, rows[at]), part, len(at))
 
-    def _fitted(self, t: GroupedTensor, part: Part, rows: int | None = None) -> GroupedTensor:
+    def _fitted(self, t: CodedTensor, part: Part, rows: int | None = None) -> CodedTensor:
         """Without zero padding beyond the part's true shape, columns in the GGUF's order; `rows`: of a sample."""
         shape = part.stored or part.shape
         out, columns = shape if len(shape) == 2 else (1, *shape)

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import gguf
 import numpy as np
 
+from bridge.blocks import NEWER
 from bridge.conversion import Progress, opened
 from bridge.errors import BridgeError
 from bridge.files import missing
@@ -22,11 +23,12 @@ from bridge.plan import FROM_TEMPLATE, PlannedTensor
 from bridge.planning import outline_of
 from bridge.recipe import block_type
 from bridge.report import AS_IS, FLOAT, MAX_NMSE, MAX_SHARE, Report, TensorReport, how_kept, lost_codes, percent
+from bridge.runtime.cpu import dequantize
 from bridge.runtime.reader import shards
 from bridge.source import Source
 
 if TYPE_CHECKING:
-    from bridge.checkpoint.grouped import GroupedTensor
+    from bridge.checkpoint.grouped import CodedTensor
 
 _CHUNK_WEIGHTS = 1 << 22
 
@@ -54,11 +56,14 @@ def verify(
     with opened(checkpoint, config, template) as ckpt:
         tensors = outline_of(ckpt, "default", template).tensors  # they alone are compared: any pre-tokenizer will do
         source = Source(ckpt)
+        beside = {f"{t.name.removesuffix('.weight')}.{key}" for t in tensors for key in ("scale", "input_scale")}
+        factors = {name: stored.pop(name) for name in beside & set(stored)}
         _same_names(str(gguf_path), str(checkpoint), {t.name for t in tensors}, set(stored))
         reports = []
         done, total = 0, sum(source.nbytes(t) for t in tensors)
         for tensor in tensors:
-            reports.append(_compare(source, tensor, stored[tensor.name]))
+            factor = factors.get(f"{tensor.name.removesuffix('.weight')}.scale")
+            reports.append(_compare(source, tensor, _Stored(stored[tensor.name], factor)))
             done += source.nbytes(tensor)
             if progress:
                 progress(done, total, tensor.name)
@@ -115,7 +120,19 @@ def _same_names(path: str, checkpoint: str, expected: set[str], stored: set[str]
         raise BridgeError(f"{path}: {name} is not in {checkpoint} ({len(stored - expected)} in all)")
 
 
-def _compare(source: Source, tensor: PlannedTensor, stored: Any) -> TensorReport:
+class _Stored:
+    """A tensor of the file, with the scale of all of it, or of each expert, that may stand beside it."""
+
+    def __init__(self, tensor: Any, factor: Any) -> None:
+        self.shape, self.tensor_type, self.n_bytes, self.data = (
+            tensor.shape, tensor.tensor_type, tensor.n_bytes, tensor.data,
+        )  # fmt: skip
+        rows = math.prod(map(int, tensor.shape[1:]))
+        values = np.ones(1, np.float32) if factor is None else factor.data.reshape(-1)
+        self.factors = np.repeat(values, rows // len(values))[:, None] if len(values) > 1 else values
+
+
+def _compare(source: Source, tensor: PlannedTensor, stored: _Stored) -> TensorReport:
     """One tensor of the file against the checkpoint's."""
     from bridge.mapping.carry import Fidelity
 
@@ -143,7 +160,7 @@ def _compare(source: Source, tensor: PlannedTensor, stored: Any) -> TensorReport
     return report
 
 
-def _compare_codes(source: Source, tensor: PlannedTensor, stored: Any, report: TensorReport) -> TensorReport:
+def _compare_codes(source: Source, tensor: PlannedTensor, stored: _Stored, report: TensorReport) -> TensorReport:
     """A tensor that came as codes, all of it or most parts. Parts that came as floats are not in its fidelity."""
     from bridge.mapping.carry import Fidelity, why_not
 
@@ -168,20 +185,23 @@ def _compare_codes(source: Source, tensor: PlannedTensor, stored: Any, report: T
     return report
 
 
-def _rows(stored: Any) -> np.ndarray:
+def _rows(stored: _Stored) -> np.ndarray:
     """The stored bytes or floats of a GGUF tensor by row; those of experts one after another."""
     return stored.data.reshape(-1, stored.data.shape[-1]) if stored.data.ndim > 2 else stored.data
 
 
-def _values(stored: Any, start: int, stop: int | None) -> np.ndarray:
+def _values(stored: _Stored, start: int, stop: int | None) -> np.ndarray:
     """float32 rows of a GGUF tensor, by the gguf package."""
     data = _rows(stored)[start:stop]
     if stored.tensor_type.name in ("F32", "F16"):
         return data.astype(np.float32)
-    return gguf.quants.dequantize(data, stored.tensor_type)
+    if stored.tensor_type.name in NEWER:
+        return dequantize.rows(stored.tensor_type.name, data)
+    factors = stored.factors[start:stop] if stored.factors.ndim > 1 else stored.factors
+    return np.asarray(gguf.quants.dequantize(data, stored.tensor_type) * factors, np.float32)
 
 
-def _grouped_pairs(t: GroupedTensor, stored: Any, at: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+def _grouped_pairs(t: CodedTensor, stored: _Stored, at: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """Rows of the checkpoint's and the file's weights, whose first row is `at`."""
     if stored.data.ndim == 1:  # a matrix of one row that the GGUF has as a vector
         yield t.dequantize(), _values(stored, 0, None).reshape(t.shape)
@@ -192,7 +212,7 @@ def _grouped_pairs(t: GroupedTensor, stored: Any, at: int) -> Iterator[tuple[np.
         yield t.dequantize(slice(start, stop)), _values(stored, at + start, at + stop)
 
 
-def _float_pairs(source: Source, tensor: PlannedTensor, stored: Any) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+def _float_pairs(source: Source, tensor: PlannedTensor, stored: _Stored) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     start = 0
     for part in tensor.parts:
         for x in source.floats(part):
@@ -209,16 +229,20 @@ def _sums(pairs: Iterator[tuple[np.ndarray, np.ndarray]]) -> tuple[float, float]
     return error, signal
 
 
-def _codes_kept(t: GroupedTensor, stored: Any, at: int) -> tuple[int, int]:
+def _codes_kept(t: CodedTensor, stored: _Stored, at: int) -> tuple[int, int]:
     """How many integer codes in the file are the checkpoint's, shifted or mirrored as the type has them; and how many
     are not, though a plain type holds them bit for bit: Q8_0 by the block, the others all or none."""
-    from bridge.mapping.carry import stored_codes, why_not
+    from bridge.mapping.carry import carry, stored_codes, why_not
     from bridge.mapping.choose import in_halves
     from bridge.mapping.pack import unpack_codes
 
     block = block_type(stored.tensor_type.name)
     if block is None or why_not(t, block):
         return 0, 0
+    if block.scales:  # scales and all, by the block
+        raw = _rows(stored)[at : at + t.shape[0]]
+        same = (raw == carry(t, block).data).reshape(-1, block.nbytes).all(1)
+        return int(same.sum()) * block.size, int((~same).sum()) * block.size
     exact = not block.is_k and not block.has_min and in_halves(t)
     kept = missing = 0
     step = max(1, _CHUNK_WEIGHTS // t.shape[1])

@@ -30,7 +30,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import numpy as np
 
-from bridge.blocks import BLOCKS
+from bridge.blocks import TYPES
 from bridge.runtime import bench
 from scripts.peers import ggml_matvec
 
@@ -123,7 +123,7 @@ def machine() -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("types", nargs="*", default=list(BLOCKS), metavar="TYPE", help="all by default")
+    parser.add_argument("types", nargs="*", default=list(TYPES), metavar="TYPE", help="all by default")
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--no-first", action="store_true", help="leave out the timing of first calls")

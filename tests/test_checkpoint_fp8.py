@@ -179,14 +179,21 @@ def test_8_bit_floats_with_zero_points(tmp_path):
     assert "8-bit floats with zero points" in refusal(write(tmp_path, tensors, said))
 
 
-@pytest.mark.parametrize("algorithm", ["FP8", "FP8_PER_CHANNEL_PER_TOKEN", "MIXED_PRECISION"])
-def test_modelopts_own_file_is_a_label_too(tmp_path, algorithm):
+@pytest.mark.parametrize(
+    ("algorithm", "title"),
+    [
+        ("FP8", "FP8 (modelopt), 8-bit floats"),
+        ("FP8_PER_CHANNEL_PER_TOKEN", "FP8 (modelopt), 8-bit floats"),
+        ("MIXED_PRECISION", "ModelOpt, floats of 4 and 8 bits"),
+    ],
+)
+def test_modelopts_own_file_is_a_label_too(tmp_path, algorithm, title):
     tensors, meant = float8_tensors(NAME, weights(), (200, 256))
     write(tmp_path, tensors, None)
     said = {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": algorithm, "kv_cache_quant_algo": "FP8"}}
     (tmp_path / "hf_quant_config.json").write_text(json.dumps(said))
     with open_checkpoint(tmp_path) as checkpoint:
-        assert checkpoint.quant.describe() == "FP8 (modelopt), 8-bit floats"
+        assert checkpoint.quant.describe() == title
         assert np.array_equal(checkpoint.read_float(WEIGHT), meant)
 
 
@@ -197,19 +204,3 @@ def test_modelopts_file_that_says_nothing_of_weights_does_no_harm(tmp_path, said
     with open_checkpoint(tmp_path) as checkpoint:
         assert checkpoint.format == "float"
         assert checkpoint.notes == []
-
-
-def test_packed_4_bit_floats_are_named_where_the_label_does_not_tell(tmp_path):
-    packed = {WEIGHT: np.zeros((200, 128), np.int8), f"{NAME}.weight_scale": np.zeros((200, 16), np.uint8)}
-    write(tmp_path, packed | {f"{NAME}.weight_scale_2": np.ones((), np.float32)}, {"quant_method": "modelopt"})
-    edit_raw(tmp_path / "model.safetensors", lambda raw: raw[WEIGHT][0].update(dtype="U8"))
-    assert f"{NAME} is NVFP4, packed 4-bit floats, which is not supported" in refusal(tmp_path)
-    (tmp_path / "config.json").write_text("{}")
-    said = {"quantization": {"quant_algo": "NVFP4", "group_size": 16}}
-    (tmp_path / "hf_quant_config.json").write_text(json.dumps(said))
-    assert "hf_quant_config.json: modelopt with quant_algo NVFP4 is not supported" in refusal(tmp_path)
-
-
-def test_modelopt_with_4_bit_floats(tmp_path):
-    said = {"quant_method": "modelopt", "quant_algo": "NVFP4"}
-    assert "quant_algo NVFP4 is not supported" in refusal(write(tmp_path, good(), said))

@@ -25,6 +25,7 @@ from scripts.peers.reference import mean_kl
 from tests.conftest import CHECKPOINT
 from tests.support import encode_compressed as compressed
 from tests.support import encode_formats as write
+from tests.support import encode_fp4 as fp4
 from tests.support.encode import write_awq
 from tests.support.tiny_models import save_model
 
@@ -88,6 +89,25 @@ FORMATS: dict[str, tuple[Callable[[Path, Path], dict[str, np.ndarray]], str, flo
         "Q4_K",
         1e-6,
         "auto-round, packed as GPTQ, checkpoint_format gptq_v2, 4 bits",
+    ),
+    "modelopt-nvfp4": (fp4.write_modelopt, "NVFP4", 0, "ModelOpt NVFP4, 4-bit floats, groups of 16"),
+    "modelopt-w4a16": (
+        partial(fp4.write_modelopt, algorithm="W4A16_NVFP4", head=True),
+        "NVFP4",
+        0,
+        "ModelOpt W4A16_NVFP4, 4-bit floats",
+    ),
+    "ct-mxfp4": (
+        partial(fp4.write_compressed, kind="mxfp4"),
+        "MXFP4",
+        0,
+        "compressed-tensors mxfp4-pack-quantized, 4-bit floats, groups of 32",
+    ),
+    "auto-round-nvfp4": (
+        partial(fp4.write_auto_round_fp4, kind="nvfp4"),
+        "NVFP4",
+        0,
+        "auto-round, packed as nvfp4, 4-bit floats",
     ),
     "llm-awq": (
         lambda to, model: {n: q.dequantize() for n, q in write_awq(to, model, "llm-awq").items()},

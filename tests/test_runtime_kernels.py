@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from llvmlite import ir
 
-from bridge.blocks import BLOCKS, BlockType
+from bridge.blocks import BLOCKS, TYPES, BlockType
 from bridge.errors import BridgeError
 from bridge.runtime import QuantTensor
 from bridge.runtime.cpu import activations, interleaved, layout, pool, repack, superblock, targets, vectors
@@ -22,7 +22,7 @@ from scripts.peers import ggml_matvec
 from tests.conftest import ROOT
 from tests.support.random_blocks import random_matrix
 
-ALL = pytest.mark.parametrize("block", BLOCKS.values(), ids=str)
+ALL = pytest.mark.parametrize("block", TYPES.values(), ids=str)
 HERE = [name for name in targets.available() if name != targets.PORTABLE]
 # every way a kernel can differ: affine, scaled, plain with and without zero point, 8 bits
 KINDS = [BLOCKS[name] for name in ("Q4_K", "Q6_K", "Q4_1", "Q5_0", "Q8_0")]
@@ -87,7 +87,8 @@ def test_repacked_words_are_those_of_the_layout(block, target):
     form = layout.Layout(block, lanes)
     rows, blocks = lanes + 3, 2  # a second row group with three rows
     raw = np.random.default_rng(14).integers(0, 256, (rows, blocks * block.nbytes), np.uint8)
-    raw.reshape(-1, block.nbytes)[:, [at + 1 for at in (block.d_at, block.dmin_at) if at >= 0]] &= 0x3F  # finite
+    finite = range(block.subs) if block.scales else [at + 1 for at in (block.d_at, block.dmin_at) if at >= 0]
+    raw.reshape(-1, block.nbytes)[:, finite] &= 0x3F
     stride = form.stride(blocks)
     memory = np.zeros(2 * stride + 64, np.uint8)
     memory = memory[-memory.ctypes.data % 64 :][: 2 * stride]
@@ -95,10 +96,12 @@ def test_repacked_words_are_those_of_the_layout(block, target):
     for row in range(rows):
         group = memory[row // lanes * stride :][:stride]
         codes = group[form.codes_from(blocks) :].view(np.uint32).reshape(blocks, -1, lanes)
-        halves = group[: blocks * form.halves_bytes].view(np.uint16).reshape(blocks, -1, lanes)
+        kind = np.uint8 if block.scales else np.uint16
+        halves = group[: blocks * form.halves_bytes].view(kind).reshape(blocks, -1, lanes)
         for b, part in enumerate(raw[row].reshape(blocks, -1)):
             np.testing.assert_array_equal(codes[b, :, row % lanes], form.words(part))
-            assert halves[b, 0, row % lanes] == part[block.d_at : block.d_at + 2].view(np.uint16)[0]
+            first = part[: block.subs] if block.scales else part[block.d_at : block.d_at + 2].view(np.uint16)
+            np.testing.assert_array_equal(halves[b, : len(first), row % lanes], first)
     assert not halves[:, :, 3:].any()
 
 
@@ -211,7 +214,10 @@ def test_the_int8_path_errs_no_more_than_ggml(block):
 def test_scales_that_are_not_finite_are_refused(block, bad):
     tensor, _ = random_matrix(block, 20, 512)
     raw = tensor.raw.reshape(20, -1).copy()
-    raw[18, block.d_at : block.d_at + 2] = np.array([bad], np.float16).view(np.uint8)
+    if block.scales:
+        raw[18, block.nbytes] = block.no_scale  # of the second block
+    else:
+        raw[18, block.d_at : block.d_at + 2] = np.array([bad], np.float16).view(np.uint8)
     damaged = QuantTensor("blk.0.w", block.name, (20, 512), raw.reshape(-1))
     x = np.ones(512, np.float32)
     for _ in range(2):

@@ -1,9 +1,17 @@
 """What a GGUF block type is: formula, bit layout, size. One module a type; nothing of ours is imported.
 
-`BLOCKS` lists the types in order of bits per weight, K-quants first among equals.
+BLOCKS  the types that codes of any checkpoint may go to, in order of bits per weight, K-quants first among equals
+FP4     types that hold 4-bit floats: for checkpoints of such, or where they are asked for
+NEWER   types that llama.cpp loads since July 2026
+TYPES   all that are written
+READ    all that are read
 """
 
 from bridge.blocks.base import BlockType
+from bridge.blocks.mxfp4 import MXFP4
+from bridge.blocks.nvfp4 import NVFP4
+from bridge.blocks.q1_0 import Q1_0
+from bridge.blocks.q2_0 import Q2_0
 from bridge.blocks.q2_k import Q2_K
 from bridge.blocks.q3_k import Q3_K
 from bridge.blocks.q4_0 import Q4_0
@@ -18,5 +26,12 @@ from bridge.blocks.q8_0 import Q8_0
 BLOCKS: dict[str, BlockType] = {
     block.name: block for block in (Q2_K, Q3_K, Q4_K, Q4_0, Q4_1, Q5_K, Q5_0, Q5_1, Q6_K, Q8_0)
 }
+FP4: dict[str, BlockType] = {block.name: block for block in (MXFP4, NVFP4)}
+NEWER: dict[str, BlockType] = {block.name: block for block in (Q2_0,)}
+TYPES: dict[str, BlockType] = BLOCKS | FP4 | NEWER
+READ: dict[str, BlockType] = TYPES | {Q1_0.name: Q1_0}
 
-__all__ = ["BLOCKS", "Q2_K", "Q3_K", "Q4_0", "Q4_1", "Q4_K", "Q5_0", "Q5_1", "Q5_K", "Q6_K", "Q8_0", "BlockType"]
+__all__ = [
+    "BLOCKS", "FP4", "MXFP4", "NEWER", "NVFP4", "Q1_0", "Q2_0", "Q2_K", "Q3_K", "Q4_0", "Q4_1", "Q4_K", "Q5_0", "Q5_1",
+    "Q5_K", "Q6_K", "Q8_0", "READ", "TYPES", "BlockType",
+]  # fmt: skip

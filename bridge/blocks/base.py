@@ -5,15 +5,17 @@ each with its own scale code (and min code); the block's f16 `d` (and `dmin`) tu
 
     affine types   w = d * sc * q - dmin * mn         q in 0..levels-1     (Q2_K, Q4_K, Q5_K)
     scaled types   w = d * sc * (q - zero)                                 (Q3_K, Q6_K)
-    plain types    w = d * (q - zero)                                      (Q4_0, Q5_0, Q8_0)
+    plain types    w = d * (q - zero)                                      (Q2_0, Q4_0, Q5_0, Q8_0)
                    w = d * q + dmin                                        (Q4_1, Q5_1)
+    table types    w = scales[sc] * values[q]    sc a byte, no d           (MXFP4, NVFP4)
+                   w = d * values[q]                                       (Q1_0)
 
 Each type's module defines `pack` and `unpack` for one block in plain Python that numba can compile
 as it stands: they are at once the readable reference and the source of every fast kernel.
 
     pack(q, sc, mn, d, dmin, out)
         q    uint8 [size]        codes, 0..levels-1
-        sc   int8  [size/sub]    sub-block scale codes; ignored by plain types
+        sc   int8  [size/sub]    sub-block scale codes, of table types as they are stored; ignored by plain types
         mn   uint8 [size/sub]    sub-block min codes; ignored by types without them
         d, dmin  uint16          IEEE half bit patterns; dmin ignored where the type has none
         out  uint8 [nbytes]      the block
@@ -42,10 +44,12 @@ class BlockType:
     scale_lo: int  # range of sub-block scale codes; 1..1 where there are none
     scale_hi: int
     min_hi: int  # min codes run 0..min_hi; 0 where there are none
-    d_at: int  # byte offset of d in the block
+    d_at: int  # byte offset of d in the block; -1 where there is none
     dmin_at: int  # byte offset of dmin (Q4_1, Q5_1: m); -1 where there is none
     pack: Callable[..., None]
     unpack: Callable[..., None]
+    values: tuple[int, ...] = ()  # table types: what each code stands for
+    scales: tuple[float, ...] = ()  # and each scale byte, where there is no d
 
     @property
     def bpw(self) -> float:
@@ -56,6 +60,21 @@ class BlockType:
     def subs(self) -> int:
         """Sub-blocks in a block."""
         return self.size // self.sub
+
+    @property
+    def run(self) -> int:
+        """Columns that share a scale, 32 at most: what kernels take the sums of activations over."""
+        return min(self.sub, 32)
+
+    @property
+    def lift(self) -> int:
+        """What codes, or the values they stand for, are too high by where kernels hold them unsigned."""
+        return -min(self.values) if self.values else self.zero
+
+    @property
+    def no_scale(self) -> int:
+        """The bits that are all set in a scale byte that is no number; the top bit of NVFP4's is no part of it."""
+        return 255 if self.subs == 1 else 127
 
     @property
     def is_k(self) -> bool:
@@ -70,7 +89,7 @@ class BlockType:
     @property
     def ggml(self) -> Any:
         """The type as a `gguf.GGMLQuantizationType`."""
-        from gguf import GGMLQuantizationType
+        from bridge.blocks.ggml import GGMLQuantizationType
 
         return GGMLQuantizationType[self.name]
 

@@ -1,4 +1,4 @@
-"""Checkpoints on disk: whatever the format, modules come out as GroupedTensor, the rest as float32.
+"""Checkpoints on disk: whatever the format, modules come out as CodedTensor, the rest as float32.
 
     with open_checkpoint("Qwen2.5-7B-GPTQ") as checkpoint:
         for name in checkpoint.modules:
@@ -10,14 +10,15 @@ Opening reads configs and headers only. Reading is thread-safe, into memory of i
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 import numpy as np
 
-from bridge.checkpoint.grouped import GroupedTensor
+from bridge.checkpoint.grouped import CodedTensor, GroupedTensor
+from bridge.checkpoint.lattice import Lattice, find_lattice
 from bridge.checkpoint.methods import READERS, read_quant_config
 from bridge.checkpoint.module_reader import ACTIVATIONS, ModuleInfo, Reader
 from bridge.checkpoint.quant_config import QuantConfig
@@ -30,7 +31,7 @@ from bridge.errors import BridgeError
 from bridge.files import read_json
 from bridge.trellis.layer import TrellisLayer
 
-__all__ = ["Checkpoint", "GroupedTensor", "ModuleInfo", "QuantConfig", "TensorInfo", "open_checkpoint"]
+__all__ = ["Checkpoint", "CodedTensor", "GroupedTensor", "ModuleInfo", "QuantConfig", "TensorInfo", "open_checkpoint"]
 
 _CODES = ("qweight", "weight_packed")  # what codes are called where no config says what they are
 
@@ -72,17 +73,19 @@ class Checkpoint:
         left_out, unknown = set(), []
         for name, info in store.tensors.items():
             part = name.rpartition(".")[2]
-            if self._reader and part in ACTIVATIONS:
+            if name in owned:
+                pass
+            elif self._reader and part in ACTIVATIONS:
                 left_out.add(part)
-            elif name not in owned and info.floating:
+            elif info.floating:
                 self.tensors[name] = info
-            elif name not in owned and not (self._reader and part in self._reader.settings):
+            elif not (self._reader and part in self._reader.settings):
                 unknown.append(name)
             codes = part in _CODES or (part == "weight" and not info.floating)
-            if (codes and not self.modules and name not in owned) or (
-                info.dtype in FLOAT8 and name not in self._floats
-            ):
+            small = info.dtype in FLOAT8 and name not in self._floats
+            if name not in owned and ((codes and not self.modules) or small):
                 raise self._unlabelled(info)
+        self._lattices: dict[str, Lattice] = {}
         self.tensors |= {name: scaled.weight for name, scaled in self._floats.items()}
         self.notes = [*quant.notes, *store.notes, *(self._reader.notes if self._reader else [])]
         if quant.method is not None and not quant.labelled:
@@ -99,6 +102,25 @@ class Checkpoint:
             f"{info.file}: {info.name} is quantized, but {self.home / 'config.json'} has no quantization_config "
             "and there is no quantize_config.json; add the one that came with the model"
         )
+
+    def find_lattices(self) -> dict[str, Lattice]:
+        """The hidden grids that rows of float matrices lie on, by module."""
+        found = {}
+        for name, info in self.tensors.items():
+            if name.endswith(".weight") and name not in self._floats and (grid := find_lattice(self._store, info)):
+                found[name.removesuffix(".weight")] = grid
+        return found
+
+    def take_lattices(self) -> None:
+        """Let the matrices that lie on such grids, all of them, be modules of codes; a note says which."""
+        for name, grid in self.find_lattices().items():
+            if grid.read(self._store, name) is not None:
+                info = self.tensors.pop(grid.weight.name)
+                self._lattices[name] = grid
+                self.modules[name] = ModuleInfo(
+                    name, grid.bits, grid.group_size, (info.shape[0], info.shape[1]), info.nbytes, {"weight": info}
+                )
+        self.notes += lattice_notes(self._lattices, "their codes are carried")
 
     def settings(self) -> str:
         """For people: bits and group sizes of the modules, with counts where they differ."""
@@ -120,7 +142,7 @@ class Checkpoint:
             raise BridgeError(f"{name}: is {self.format}, no trellis codes; read_module reads it")
         return self._reader.layer(name)
 
-    def read_module(self, name: str, rows: np.ndarray | None = None) -> GroupedTensor:
+    def read_module(self, name: str, rows: np.ndarray | None = None) -> CodedTensor:
         """A quantized linear layer, or some of its rows (int64, ascending) without its bias. Thread-safe.
 
         Of trellis codes a DecodedTensor, which is floats.
@@ -128,8 +150,15 @@ class Checkpoint:
         Raises KeyError for a name that is not in `modules`, BridgeError for damaged data.
         """
         self.modules[name]
+        if name in self._lattices:
+            return self._read_lattice(name, rows)
         assert self._reader is not None  # as there are modules
         return self._reader.read(name, rows)
+
+    def _read_lattice(self, name: str, rows: np.ndarray | None = None) -> CodedTensor:
+        found = self._lattices[name].read(self._store, name, rows)
+        assert found is not None  # all of it was looked at when it was taken
+        return found
 
     def read_float(self, name: str, rows: tuple[int, int] | None = None) -> np.ndarray:
         """float32 of a tensor, or of its rows start..stop alone, which are all that is read. Thread-safe.
@@ -143,9 +172,13 @@ class Checkpoint:
         """For people: the dtype of a tensor, and how its scales lie where it has any."""
         return str(self._floats.get(name, self.tensors[name].dtype))
 
+    def factors(self, name: str) -> dict[str, float]:
+        """See `Reader.factors`."""
+        return self._reader.factors(name) if self._reader and name not in self._lattices else {}
+
     def group_order(self, name: str) -> np.ndarray | None:
         """int32 [in]: the group of each column, or None where groups are consecutive. Reads g_idx alone."""
-        return self._reader.group_order(name) if self._reader else None
+        return self._reader.group_order(name) if self._reader and name not in self._lattices else None
 
     @property
     def reader(self) -> Reader | None:
@@ -166,6 +199,12 @@ class Checkpoint:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self.close()
+
+
+def lattice_notes(lattices: Mapping[str, Lattice], what: str) -> list[str]:
+    """For people: which grids there are, and `what` that means."""
+    kinds = Counter(map(str, lattices.values()))
+    return [f"{count} matrices of floats lie on a grid ({kind}): {what}" for kind, count in kinds.items()]
 
 
 def counted(words: Iterable[str]) -> str:

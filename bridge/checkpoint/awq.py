@@ -19,7 +19,7 @@ import numpy as np
 
 from bridge.checkpoint.checks import contradiction
 from bridge.checkpoint.divided import Divided, fed_by
-from bridge.checkpoint.grouped import GroupedTensor
+from bridge.checkpoint.grouped import CodedTensor, GroupedTensor
 from bridge.checkpoint.module_reader import ModuleInfo, Reader
 from bridge.checkpoint.quant_config import QuantConfig
 from bridge.checkpoint.scale_blocks import fit_group_size
@@ -115,7 +115,7 @@ class AwqReader(Reader):
     def whole(self, name: str) -> GroupedTensor:
         return self._read(self.modules[name])
 
-    def read(self, name: str, rows: np.ndarray | None = None) -> GroupedTensor:
+    def read(self, name: str, rows: np.ndarray | None = None) -> CodedTensor:
         if rows is None or self._layouts[name] != "gemm":
             return super().read(name, rows)
         at = np.unique(rows >> 3)  # the words that hold them

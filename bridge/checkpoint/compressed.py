@@ -3,12 +3,14 @@
 weight_packed      int32 [out, w]    codes + 2**(b-1), along the rows of the weight: a dense stream of b bits
                                      (w = ceil(in*b / 32)) or, of 3, 5, 6, 7 bits before May 2026,
                                      32 // b to a word (w = ceil(in / (32 // b)))
-weight_shape       int [2]           out, in; beside weight_packed only
+                   uint8 [out, in/2] 4-bit floats (nvfp4-pack-quantized, mxfp4-pack-quantized): see `fp4`
+weight_shape       int [2]           out, in; beside integer codes in weight_packed only
 weight             int8 [out, in]    codes from -2**(b-1) on (int-quantized, naive-quantized)
                    F8_E4M3           8-bit floats, which are no codes: see `fp8`
 weight_scale       float [1], [out, 1], [out, G], or one a block of rows and columns
 weight_zero_point  int8, shaped as the scale; of packed weights int32 [packed out, G] since April 2025
 weight_g_idx       int32 [in]        group of each input feature (act-order); -1 everywhere means none
+weight_global_scale  float32 [1]     of nvfp4-pack-quantized; it divides, as input_global_scale does
 bias               float [out]       optional
 
 W[o, k] = scale * (code - zero point), both signed; here both get 2**(b-1) more
@@ -23,7 +25,8 @@ from typing import ClassVar
 import numpy as np
 
 from bridge.checkpoint.checks import contradiction
-from bridge.checkpoint.grouped import GroupedTensor, column_group_size
+from bridge.checkpoint.fp4 import Fp4Parts
+from bridge.checkpoint.grouped import CodedTensor, GroupedTensor, column_group_size
 from bridge.checkpoint.module_reader import ModuleInfo, Reader
 from bridge.checkpoint.quant_config import QuantConfig
 from bridge.checkpoint.scale_blocks import block_of, spread
@@ -32,21 +35,24 @@ from bridge.checkpoint.schemes import Scheme, ignored, matches, read_schemes, sc
 from bridge.checkpoint.store import Store, TensorInfo
 from bridge.errors import BridgeError
 
+FP4 = Fp4Parts("weight_packed", "weight_scale", "weight_global_scale", reciprocal=True)
+
 
 class CompressedReader(Reader):
-    """Reads pack-quantized, int-quantized, naive-quantized and float-quantized checkpoints."""
+    """Reads pack-, int-, naive- and float-quantized, nvfp4- and mxfp4-pack-quantized checkpoints, and mixtures."""
 
     parts: ClassVar = (
         "weight_packed", "weight", "weight_scale", "weight_zero_point", "weight_shape", "weight_g_idx", "bias",
+        "weight_global_scale", "input_global_scale",
     )  # fmt: skip
-    plain: ClassVar = frozenset({"weight", "bias"})
+    plain: ClassVar = frozenset({"weight", "bias", "input_global_scale"})
 
     @classmethod
     def complete(cls, quant: QuantConfig, label: str) -> QuantConfig:
         schemes = read_schemes(quant)
         formats = list(dict.fromkeys(s.format for s in schemes)) or [label or "dense"]
         several = len(schemes) > 1
-        first = next((s for s in schemes if not s.floats), None)
+        first = next((s for s in schemes if s.bits == 4 or not s.floats), None)
         return replace(
             quant,
             title=f"compressed-tensors {' and '.join(formats)}",
@@ -77,7 +83,9 @@ class CompressedReader(Reader):
         return named and not matches(module, self._ignored)  # which must list every linear that is not
 
     def needs(self, tensors: dict[str, TensorInfo]) -> tuple[str, ...]:
-        return ("weight_scale", "weight") if "weight" in tensors else ("weight_scale", "weight_packed", "weight_shape")
+        if "weight" in tensors or _is_fp4(tensors):
+            return "weight_scale", "weight" if "weight" in tensors else "weight_packed"
+        return "weight_scale", "weight_packed", "weight_shape"
 
     def describe(self, name: str, tensors: dict[str, TensorInfo]) -> ModuleInfo | ScaledFloats:
         scheme = scheme_of(name, self._schemes)
@@ -87,6 +95,8 @@ class CompressedReader(Reader):
                 f"{weight.file}: {name} is quantized, but no target in {self.quant.source} is for it; "
                 "take config.json from the model again"
             )
+        if _is_fp4(tensors):
+            return FP4.describe(name, tensors)
         if weight.dtype in FLOAT8:
             if "weight_zero_point" in tensors:
                 raise BridgeError(
@@ -100,7 +110,8 @@ class CompressedReader(Reader):
                 "it was compressed; save it with save_compressed=True"
             )
         packed = "weight_packed" in tensors
-        if weight.dtype != ("I32" if packed else "I8") or len(weight.shape) != 2 or (packed and "weight" in tensors):
+        integers = weight.dtype == ("I32" if packed else "I8") and not scheme.floats
+        if not integers or len(weight.shape) != 2 or (packed and "weight" in tensors):
             raise contradiction(name, tensors)
         shape = self._shape(name, tensors, scheme.bits)
         block = block_of(shape, scale.shape, _claimed(scheme)) if scale.floating else None
@@ -145,14 +156,23 @@ class CompressedReader(Reader):
             return False
         return "bias" not in tensors or tensors["bias"].shape == shape[:1]
 
-    def read(self, name: str, rows: np.ndarray | None = None) -> GroupedTensor:
+    def read(self, name: str, rows: np.ndarray | None = None) -> CodedTensor:
+        is_fp4 = _is_fp4(self.modules[name].tensors)
+        found: CodedTensor = FP4.read(self, name, rows) if is_fp4 else self._read(name, rows)
+        if matches(name, self._ignored):
+            note = f"{name}: ignore says it is not quantized, but it is; read as it is stored"
+            found = replace(found, notes=(note, *found.notes))  # type: ignore[type-var]
+        return found
+
+    def factors(self, name: str) -> dict[str, float]:
+        return FP4.factors(self, name) if _is_fp4(self.modules[name].tensors) else {}
+
+    def _read(self, name: str, rows: np.ndarray | None) -> GroupedTensor:
         info, scheme = self.modules[name], self._scheme(name)
         size, order = self._groups(name)
         height = self._blocks[name][0]
         zeros = self._zeros(name, scheme.bits)
         notes = []
-        if matches(name, self._ignored):
-            notes.append(f"{name}: ignore says it is not quantized, but it is; read as it is stored")
         if scheme.strategy == "group" and order is None and size not in (scheme.block[1], info.shape[1]):
             notes.append(f"{name}: groups of {size} but the config says {scheme.block[1]}; read as {size}")
         if scheme.sym and (zeros != 1 << (scheme.bits - 1)).any():
@@ -222,6 +242,11 @@ class CompressedReader(Reader):
             return zeros.astype(np.float32) + np.float32(half)
         by_words = _by_words(info.tensors, info.shape, bits)
         return np.ascontiguousarray(_unpack(zeros.T, bits, info.shape[0], by_words).T).astype(np.float32)
+
+
+def _is_fp4(tensors: dict[str, TensorInfo]) -> bool:
+    """Whether these are 4-bit floats: codes of integers are packed in words."""
+    return "weight_packed" in tensors and tensors["weight_packed"].dtype == "U8"
 
 
 def _claimed(scheme: Scheme) -> tuple[int, int]:

@@ -7,8 +7,8 @@
 
     W[o, k] = scale[o // r, k // c] * weight[o, k]
 
-The labels fp8 (DeepSeek, Qwen: blocks of 128 x 128), fbgemm_fp8 and modelopt mean this and nothing else;
-compressed-tensors has it among others.
+The labels fp8 (DeepSeek, Qwen: blocks of 128 x 128) and fbgemm_fp8 mean this and nothing else; modelopt and
+compressed-tensors have it among others.
 """
 
 from __future__ import annotations
@@ -27,17 +27,11 @@ from bridge.errors import BridgeError
 class Fp8Reader(Reader):
     """Reads checkpoints whose linear layers are 8-bit floats."""
 
-    parts: ClassVar = ("weight", "weight_scale", "weight_scale_inv", "bias")
+    parts: ClassVar[tuple[str, ...]] = ("weight", "weight_scale", "weight_scale_inv", "bias")
     plain: ClassVar = frozenset({"weight", "bias"})
 
     @classmethod
     def complete(cls, quant: QuantConfig, label: str) -> QuantConfig:
-        algorithm = str(quant.raw.get("quant_algo") or "FP8").upper()
-        if not algorithm.startswith("FP8") and algorithm != "MIXED_PRECISION":  # of mixtures the tensors tell
-            raise BridgeError(
-                f"{quant.source}: {quant.method} with quant_algo {algorithm} is not supported (FP8 is); "
-                "convert the unquantized model instead"
-            )
         block = read_block(quant.raw.get("weight_block_size"))
         said = (f"blocks of {block[0]}x{block[1]}",) if block else ()
         return replace(
@@ -48,12 +42,7 @@ class Fp8Reader(Reader):
         return "weight_scale_inv" if "weight_scale_inv" in tensors else "weight_scale", "weight"
 
     def describe(self, name: str, tensors: dict[str, TensorInfo]) -> ModuleInfo | ScaledFloats:
-        weight, scale = tensors["weight"], tensors[self.needs(tensors)[0]]
-        if weight.dtype == "U8" and scale.dtype in FLOAT8:
-            raise BridgeError(
-                f"{weight.file}: {name} is NVFP4, packed 4-bit floats, which is not supported; convert the unquantized "
-                "model instead, or take an FP8 checkpoint of it"
-            )
+        weight = tensors["weight"]
         if weight.dtype not in FLOAT8:
             raise BridgeError(
                 f"{weight.file}: {name} has scales but its weight is {weight.dtype}, not 8-bit floats; "

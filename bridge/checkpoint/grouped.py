@@ -1,22 +1,109 @@
-"""The one in-memory form of a group-quantized linear layer: every reader ends here.
+"""The one in-memory form of a group-quantized linear layer: every reader of integer codes ends here.
 
 W[o, k] = scales[o, g] * (codes[o, k] - zeros[o, g]),   g = group_of_column[k]
 
-Scales may be negative (MLX, auto-round), zero points fractional (MLX, HQQ).
+Scales may be negative (MLX, auto-round), zero points fractional (MLX, HQQ). Codes of 4-bit floats have a form of their
+own (see `fp4`) that is handled alike: both are CodedTensors.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import ClassVar
+from typing import ClassVar, Self
 
 import numpy as np
 
 from bridge.errors import BridgeError
 
 
+class CodedTensor:
+    """A linear layer's weight as codes in groups of columns, whatever a code stands for."""
+
+    per_group: ClassVar[tuple[str, ...]]  # the fields that are [out, G]
+    padding: ClassVar = 1  # sides may be padded with zeros alone
+    name: str
+    bits: int
+    codes: np.ndarray
+    scales: np.ndarray
+    group_size: int
+    group_of_column: np.ndarray | None
+    bias: np.ndarray | None
+    notes: tuple[str, ...]
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(out, in)."""
+        return self.codes.shape  # type: ignore[return-value]
+
+    @property
+    def sequential(self) -> bool:
+        """Whether groups are runs of consecutive columns, that is, no act-order."""
+        return self.group_of_column is None
+
+    def groups(self) -> np.ndarray:
+        """int32 [in]: the group of each column."""
+        if self.group_of_column is not None:
+            return self.group_of_column
+        return (np.arange(self.codes.shape[1], dtype=np.int32) // self.group_size).astype(np.int32)
+
+    def dequantize(self, rows: slice = slice(None)) -> np.ndarray:
+        """float32 [out, in], or some of its rows: the weights; what fidelity is measured against."""
+        raise NotImplementedError
+
+    def noise(self) -> float:
+        """The checkpoint's own expected quantization noise, summed over all weights."""
+        raise NotImplementedError
+
+    def _grouped(self, at: object) -> dict[str, np.ndarray]:
+        return {field: np.ascontiguousarray(getattr(self, field)[at]) for field in self.per_group}
+
+    def take_rows(self, order: np.ndarray) -> Self:
+        """Permute the rows (output features): codes, scales, zero points and bias alike."""
+        return replace(  # type: ignore[type-var]
+            self,
+            codes=self.codes[order],
+            bias=None if self.bias is None else self.bias[order],
+            **self._grouped(order),
+        )
+
+    def take_columns(self, order: np.ndarray) -> Self:
+        """Permute the columns (input features); groups that become sequential are seen as such."""
+        group = self.groups()[order]
+        size = column_group_size(group)
+        used = int(group[-1]) + 1 if size else self.scales.shape[1]  # cropping may have emptied the last groups
+        return replace(  # type: ignore[type-var]
+            self,
+            codes=np.ascontiguousarray(self.codes[:, order]),
+            group_size=size or self.group_size,
+            group_of_column=None if size else group,
+            **self._grouped((slice(None), slice(used))),
+        )
+
+    def crop(self, out: int, columns: int) -> Self:
+        """The first `out` rows and `columns` columns: what is left when zero padding is dropped.
+
+        Raises BridgeError where the tensor is smaller than that.
+        """
+        if self.shape == (out, columns):
+            return self
+        if self.shape[0] < out or self.shape[1] < columns:
+            raise BridgeError(
+                f"{self.name}: is {list(self.shape)} but the config asks for {[out, columns]}; "
+                "config.json belongs to another model"
+            )
+        order = self.group_of_column
+        groups = self.scales.shape[1] if order is not None else -(-columns // self.group_size)
+        return replace(  # type: ignore[type-var]
+            self,
+            codes=np.ascontiguousarray(self.codes[:out, :columns]),
+            group_of_column=None if order is None else order[:columns],
+            bias=None if self.bias is None else self.bias[:out],
+            **self._grouped((slice(out), slice(groups))),
+        )
+
+
 @dataclass(frozen=True)
-class GroupedTensor:
+class GroupedTensor(CodedTensor):
     """A linear layer's weight as integer codes with one scale and zero point per row and group.
 
     codes            uint8 [out, in]
@@ -39,8 +126,12 @@ class GroupedTensor:
     group_of_column: np.ndarray | None = None
     bias: np.ndarray | None = None
     notes: tuple[str, ...] = field(default=())  # what the reader found and did, for the report
+<<<<<<< HEAD
 
     padding: ClassVar[int] = 1  # sides may be padded with zeros alone
+=======
+    per_group: ClassVar = ("scales", "zeros")
+>>>>>>> fp4
 
     def __post_init__(self) -> None:
         out, columns = self.codes.shape
@@ -55,22 +146,6 @@ class GroupedTensor:
                 f"{self.name}: {groups} groups of {self.group_size} do not cover {columns} columns; "
                 "the group size in the config or the scales are wrong"
             )
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        """(out, in)."""
-        return self.codes.shape  # type: ignore[return-value]
-
-    @property
-    def sequential(self) -> bool:
-        """Whether groups are runs of consecutive columns, that is, no act-order."""
-        return self.group_of_column is None
-
-    def groups(self) -> np.ndarray:
-        """int32 [in]: the group of each column."""
-        if self.group_of_column is not None:
-            return self.group_of_column
-        return (np.arange(self.codes.shape[1], dtype=np.int32) // self.group_size).astype(np.int32)
 
     def dequantize(self, rows: slice = slice(None)) -> np.ndarray:
         """float32 [out, in], or some of its rows: the weights; what fidelity is measured against."""
@@ -87,53 +162,6 @@ class GroupedTensor:
         """The checkpoint's own expected quantization noise: sum of s^2 / 12 over all weights."""
         columns = np.bincount(self.groups(), minlength=self.scales.shape[1])
         return float((np.square(self.scales, dtype=np.float64) @ columns).sum() / 12)
-
-    def take_rows(self, order: np.ndarray) -> GroupedTensor:
-        """Permute the rows (output features): codes, scales, zero points and bias alike."""
-        return replace(
-            self,
-            codes=self.codes[order],
-            scales=self.scales[order],
-            zeros=self.zeros[order],
-            bias=None if self.bias is None else self.bias[order],
-        )
-
-    def take_columns(self, order: np.ndarray) -> GroupedTensor:
-        """Permute the columns (input features); groups that become sequential are seen as such."""
-        group = self.groups()[order]
-        size = column_group_size(group)
-        used = int(group[-1]) + 1 if size else self.scales.shape[1]  # cropping may have emptied the last groups
-        return replace(
-            self,
-            codes=np.ascontiguousarray(self.codes[:, order]),
-            scales=np.ascontiguousarray(self.scales[:, :used]),
-            zeros=np.ascontiguousarray(self.zeros[:, :used]),
-            group_size=size or self.group_size,
-            group_of_column=None if size else group,
-        )
-
-    def crop(self, out: int, columns: int) -> GroupedTensor:
-        """The first `out` rows and `columns` columns: what is left when zero padding is dropped.
-
-        Raises BridgeError where the tensor is smaller than that.
-        """
-        if self.shape == (out, columns):
-            return self
-        if self.shape[0] < out or self.shape[1] < columns:
-            raise BridgeError(
-                f"{self.name}: is {list(self.shape)} but the config asks for {[out, columns]}; "
-                "config.json belongs to another model"
-            )
-        order = self.group_of_column
-        groups = self.scales.shape[1] if order is not None else -(-columns // self.group_size)
-        return replace(
-            self,
-            codes=np.ascontiguousarray(self.codes[:out, :columns]),
-            scales=np.ascontiguousarray(self.scales[:out, :groups]),
-            zeros=np.ascontiguousarray(self.zeros[:out, :groups]),
-            group_of_column=None if order is None else order[:columns],
-            bias=None if self.bias is None else self.bias[:out],
-        )
 
 
 def column_group_size(group: np.ndarray) -> int | None:

@@ -19,11 +19,13 @@ from bridge.checkpoint.awq import AwqReader
 from bridge.checkpoint.compressed import CompressedReader
 from bridge.checkpoint.exl3 import Exl3Reader
 from bridge.checkpoint.fp8 import Fp8Reader
+from bridge.checkpoint.gpt_oss import GptOssReader
 from bridge.checkpoint.gptq import GptqReader
 from bridge.checkpoint.hqq import HqqReader
 from bridge.checkpoint.legacy import FloatZerosReader
 from bridge.checkpoint.marlin import MarlinReader
 from bridge.checkpoint.mlx import MlxReader
+from bridge.checkpoint.modelopt import ModelOptReader
 from bridge.checkpoint.module_reader import Reader
 from bridge.checkpoint.qtip import QtipReader
 from bridge.checkpoint.quant_config import QuantConfig, compiles, whole_number
@@ -38,7 +40,8 @@ READERS: dict[str, type[Reader]] = {
     "compressed-tensors": CompressedReader,
     "fp8": Fp8Reader,
     "fbgemm_fp8": Fp8Reader,
-    "modelopt": Fp8Reader,
+    "modelopt": ModelOptReader,
+    "mxfp4": GptOssReader,
     "mlx": MlxReader,
     "hqq": HqqReader,
     "marlin": MarlinReader,
@@ -152,12 +155,14 @@ def _auto_round(source: Path, raw: dict[str, Any]) -> tuple[str, str]:
             return "gptq", "gptq"
         if words <= {"gptqmodel", "exllamav2", "tritonv2", "triton", "torch"}:
             return "gptq", "gptq_v2"
+    if kind.startswith(("nv_fp", "mx_fp", "nvfp4", "mxfp4")) and whole_number(raw.get("bits")) == 4:
+        return "modelopt", "nvfp4" if kind.startswith("nv") else "mxfp4"
     if kind.startswith("fp") and whole_number(raw.get("bits")) == 8 and words <= {"fp8", "fp8_static"}:
         return "fp8", ""
     raise BridgeError(
         f"{source}: auto-round's packing_format {packing!r} with data_type {kind!r} is not supported (supported: "
         "int as auto_round, auto_round:auto_gptq, auto_round:gptqmodel, auto_round:auto_awq, auto_round:mlx; 8-bit fp "
-        "as auto_round:fp8, auto_round:fp8_static); export it as one of these"
+        "as auto_round:fp8, auto_round:fp8_static; 4-bit nv_fp and mx_fp); export it as one of these"
     )
 
 

@@ -5,10 +5,12 @@
     biases   float  [out, G]         W = s * q + b
     bias     float  [out]            the layer's own, optional
 
-Mode mxfp8 has no biases and is read as other 8-bit floats are (see `fp8`):
+The modes of floats have no biases. mxfp8 is read as other 8-bit floats are (see `fp8`), the others as `fp4` says:
 
-    weight   uint32 [out, in/4]      four F8_E4M3 a word, the first in the lowest byte
-    scales   uint8  [out, in/32]     F8_E8M0: powers of two
+             weight uint32                                          scales uint8
+    mxfp8    [out, in/4], four F8_E4M3 a word, lowest byte first    [out, in/32] F8_E8M0: powers of two
+    mxfp4    [out, in/8], eight codes a word, lowest bits first     [out, in/32] F8_E8M0
+    nvfp4    as mxfp4                                               [out, in/16] F8_E4M3
 
 A mixture's experts are stacked, switch_mlp.gate_proj.weight [experts, out, in*b/32] and so on: they become modules
 of their own, experts.E.gate_proj.
@@ -27,14 +29,15 @@ import numpy as np
 
 from bridge.checkpoint.checks import contradiction, finite_scales
 from bridge.checkpoint.dtypes import as_float32
-from bridge.checkpoint.grouped import GroupedTensor
+from bridge.checkpoint.fp4 import GROUPS, Fp4Tensor, checked_scales, unpacked
+from bridge.checkpoint.grouped import CodedTensor, GroupedTensor
 from bridge.checkpoint.module_reader import ModuleInfo, Reader
 from bridge.checkpoint.quant_config import QuantConfig, whole_number
 from bridge.checkpoint.scaled_floats import ScaledFloats
 from bridge.checkpoint.store import Store, TensorInfo
 from bridge.errors import BridgeError
 
-_MODES = ("affine", "mxfp8")
+_MODES = ("affine", "mxfp8", "mxfp4", "nvfp4")
 _FAR = 1 << 12  # a zero point so many steps away is that of a constant group: mlx's smallest scale is 1e-7
 
 
@@ -62,9 +65,9 @@ class Mxfp8(ScaledFloats):
 
 
 class MlxReader(Reader):
-    """Reads mlx-lm's modes affine and mxfp8."""
+    """Reads mlx-lm's modes."""
 
-    parts: ClassVar = ("weight", "scales", "biases", "bias")
+    parts: ClassVar = ("weight", "scales", "biases", "bias", "global_scale")
     required: ClassVar = ("weight", "scales", "biases")
 
     @classmethod
@@ -73,10 +76,11 @@ class MlxReader(Reader):
             if isinstance(own, dict) and own.get("mode", "affine") not in _MODES:
                 raise BridgeError(
                     f"{quant.source}: {module + ': ' if module else ''}MLX's mode {own['mode']!r} is not supported, "
-                    "affine and mxfp8 are; quantize the model again with --q-mode affine"
+                    f"{', '.join(_MODES)} are; quantize the model again with --q-mode affine"
                 )
         default, mode = 64 if quant.raw.get("group_size") is None else quant.group_size, quant.raw.get("mode", "affine")
-        claims = ("8-bit floats", "groups of 32") if mode == "mxfp8" else ()
+        size = 16 if mode == "nvfp4" else 32
+        claims = () if mode == "affine" else (f"{mode[-1]}-bit floats", f"groups of {size}")
         return replace(quant, sym=False, group_size=default, title=f"MLX, {mode}", claims=claims)
 
     def __init__(self, *args: Any) -> None:
@@ -110,8 +114,13 @@ class MlxReader(Reader):
         return tensors.keys() <= {"weight", "bias"} and not ("weight" in tensors and tensors["weight"].dtype == "U32")
 
     def describe(self, name: str, tensors: dict[str, TensorInfo]) -> ModuleInfo | ScaledFloats:
+        if "global_scale" in tensors:
+            raise BridgeError(
+                f"{tensors['global_scale'].file}: {name} has a global_scale, which is not supported; "
+                "quantize the model again without"
+            )
         if _is_mx(tensors):
-            return self._mxfp8(name, tensors)
+            return self._floats(name, tensors)
         weight, scales, biases = (tensors[part] for part in self.required)
         dimensions = 3 if ".switch_mlp." in name else 2
         if any(len(t.shape) != dimensions or 0 in t.shape for t in (weight, scales, biases)) or not (
@@ -133,21 +142,28 @@ class MlxReader(Reader):
         nbytes = sum(t.nbytes for t in tensors.values())
         return ModuleInfo(name, bits, size, (out, groups * size), nbytes, tensors)
 
-    def _mxfp8(self, name: str, tensors: dict[str, TensorInfo]) -> Mxfp8:
+    def _floats(self, name: str, tensors: dict[str, TensorInfo]) -> ModuleInfo | Mxfp8:
+        """A module of mode mxfp8, mxfp4 or nvfp4, which words and groups in a row tell apart."""
         weight, scales = tensors["weight"], tensors["scales"]
         rows, bias = weight.shape[:-1], tensors.get("bias")
         dimensions = 3 if ".switch_mlp." in name else 2
         fits = len(weight.shape) == dimensions and 0 not in weight.shape and scales.shape[:-1] == rows
         if not fits or weight.dtype != "U32" or "biases" in tensors or (bias and bias.shape != rows):
             raise contradiction(name, tensors)
-        if weight.shape[-1] != 8 * scales.shape[-1]:
+        words, groups = weight.shape[-1], scales.shape[-1]
+        own = self.quant.raw.get(name)
+        said = {**self.quant.raw, **(own if isinstance(own, dict) else {})}.get("mode")
+        mode = {8 * groups: "mxfp8", 4 * groups: "mxfp4", 2 * groups: "nvfp4"}.get(words, "")
+        if not mode or said != mode:
             raise BridgeError(
-                f"{weight.file}: {name} has {weight.shape[-1]} words and {scales.shape[-1]} groups a row, not mxfp8's "
-                "8 words a group; mxfp4 and nvfp4 are not supported: quantize the model again with --q-mode affine"
+                f"{weight.file}: {name} has {words} words and {groups} groups a row, which are not {said} as "
+                f"{self.quant.source} says; take config and weights of the same model"
             )
-        shape = *rows, 4 * weight.shape[-1]
-        values = replace(weight, name=f"{name}.weight", dtype="F8_E4M3", shape=shape)
-        return Mxfp8(values, scales, (1, 32), source=weight.name)
+        if mode == "mxfp8":
+            values = replace(weight, name=f"{name}.weight", dtype="F8_E4M3", shape=(*rows, 4 * words))
+            return Mxfp8(values, scales, (1, 32), source=weight.name)
+        nbytes = sum(t.nbytes for t in tensors.values())
+        return ModuleInfo(name, 4, GROUPS[mode.upper()], (rows[-1], 8 * words), nbytes, tensors)
 
     def _claims(self, name: str) -> tuple[int, int]:
         """(bits, group size) of a module, which shapes alone do not tell: 4 bits by 64 look like 8 by 32."""
@@ -161,23 +177,35 @@ class MlxReader(Reader):
             )
         return bits, size
 
-    def read(self, name: str, rows: np.ndarray | None = None) -> GroupedTensor:
-        from bridge.checkpoint.bits import unpack_rows
+    def factors(self, name: str) -> dict[str, float]:
+        return {"scale": 1.0} if _is_mx(self.modules[name].tensors) else {}
 
+    def read(self, name: str, rows: np.ndarray | None = None) -> CodedTensor:
         info = self.modules[name]
         stack, at = self._expert.get(name, (name, None))
         expert = None if at is None else (at, at + 1)
+
+        def stored(part: str) -> np.ndarray:
+            if rows is None:
+                return self.store.read(f"{stack}.{part}", expert).reshape(info.shape[0], -1)
+            view = self.store.view(f"{stack}.{part}")
+            return np.ascontiguousarray((view if at is None else view[at])[rows])
+
+        has_bias = rows is None and "bias" in info.tensors
+        bias = self.store.read_float(f"{stack}.bias", expert).reshape(-1) if has_bias else None
+        if _is_mx(info.tensors):
+            kind = "NVFP4" if info.group_size == 16 else "MXFP4"
+            bits = checked_scales(kind, stored("scales"), info.tensors["scales"])
+            return Fp4Tensor(name, kind, unpacked(stored("weight").view(np.uint8)), bits, info.group_size, bias=bias)
+        from bridge.checkpoint.bits import unpack_rows
+
         scales, offsets = (
             finite_scales(self.store, f"{stack}.{part}", expert).reshape(info.shape[0], -1)
             for part in ("scales", "biases")
         )
-        if rows is None:
-            words = self.store.read(f"{stack}.weight", expert).reshape(info.shape[0], -1)
-        else:
-            stored = self.store.view(f"{stack}.weight")
-            words = np.ascontiguousarray((stored if at is None else stored[at])[rows])
+        if rows is not None:
             scales, offsets = scales[rows], offsets[rows]
-        codes = unpack_rows(words, info.bits, info.shape[1])
+        codes = unpack_rows(stored("weight"), info.bits, info.shape[1])
         notes = []
         if self.quant.raw.get(stack) is False:
             notes.append(f"{name}: quantization says it is not quantized, but it is; read as it is stored")
@@ -186,7 +214,6 @@ class MlxReader(Reader):
             raise BridgeError(
                 f"{info.file}: {name} has biases out of all proportion to its scales; the checkpoint is damaged"
             )
-        has_bias = rows is None and "bias" in info.tensors
         return GroupedTensor(
             name=name,
             bits=info.bits,
@@ -194,13 +221,13 @@ class MlxReader(Reader):
             scales=scales,
             zeros=zeros,
             group_size=info.group_size,
-            bias=self.store.read_float(f"{stack}.bias", expert).reshape(-1) if has_bias else None,
+            bias=bias,
             notes=tuple(notes),
         )
 
 
 def _is_mx(tensors: dict[str, TensorInfo]) -> bool:
-    """Whether the scales are bytes, as in modes mxfp8, mxfp4 and nvfp4."""
+    """Whether the scales are bytes, as in the modes of floats."""
     return "scales" in tensors and tensors["scales"].dtype == "U8"
 
 

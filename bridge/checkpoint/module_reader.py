@@ -1,6 +1,6 @@
 """What the readers of all formats share: which tensors make a module.
 
-A module is codes (ModuleInfo, read as GroupedTensor) or 8-bit floats with scales (`floats`, read as float32).
+A module is codes (ModuleInfo, read as CodedTensor) or 8-bit floats with scales (`floats`, read as float32).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import ClassVar
 import numpy as np
 
 from bridge.checkpoint.checks import finite_scales
-from bridge.checkpoint.grouped import GroupedTensor
+from bridge.checkpoint.grouped import CodedTensor
 from bridge.checkpoint.quant_config import QuantConfig
 from bridge.checkpoint.scaled_floats import ScaledFloats
 from bridge.checkpoint.store import Store, TensorInfo
@@ -138,7 +138,7 @@ class Reader:
         """What the shapes tell; BridgeError where they contradict each other."""
         raise NotImplementedError
 
-    def read(self, name: str, rows: np.ndarray | None = None) -> GroupedTensor:
+    def read(self, name: str, rows: np.ndarray | None = None) -> CodedTensor:
         """One module, or some of its rows (int64, ascending): no others' codes are read where the layout allows that.
 
         Thread-safe.
@@ -146,9 +146,13 @@ class Reader:
         t = self.whole(name)
         return t if rows is None else t.take_rows(rows)
 
-    def whole(self, name: str) -> GroupedTensor:
+    def whole(self, name: str) -> CodedTensor:
         """One module, of readers whose layout is read as a whole."""
         raise NotImplementedError
+
+    def factors(self, name: str) -> dict[str, float]:
+        """What GGUF keeps beside the blocks of NVFP4: `scale`, of the whole weight, and `input_scale`; else nothing."""
+        return {}
 
     def group_order(self, name: str) -> np.ndarray | None:
         """int32 [in]: the group of each column under act-order, else None."""

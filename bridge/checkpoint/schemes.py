@@ -24,8 +24,11 @@ from bridge.checkpoint.quant_config import QuantConfig, compiles, whole_number
 from bridge.checkpoint.scale_blocks import read_block
 from bridge.errors import BridgeError
 
-FORMATS = ("pack-quantized", "int-quantized", "naive-quantized", "float-quantized", "dense", "mixed-precision")
-STRATEGIES = ("tensor", "channel", "group", "block")
+FORMATS = (
+    "pack-quantized", "int-quantized", "naive-quantized", "float-quantized", "nvfp4-pack-quantized",
+    "mxfp4-pack-quantized", "dense", "mixed-precision",
+)  # fmt: skip
+STRATEGIES = ("tensor", "channel", "group", "tensor_group", "block")
 _FOLDED = ("weight_input", "weight_output")  # places of a rotation that is applied to the weights, once and for all
 _EMBEDDING = re.compile(r"(.*\.)?(embed_tokens|wte|word_embeddings|embed_in|tok_embeddings)$")
 
@@ -55,6 +58,7 @@ class Scheme:
             "tensor": "one scale a tensor",
             "channel": "one group a row",
             "group": f"groups of {columns}",
+            "tensor_group": f"groups of {columns}",
             "block": f"blocks of {rows}x{columns}",
         }[self.strategy]
         if self.floats:
@@ -127,10 +131,10 @@ def _scheme(quant: QuantConfig, key: str, group: dict[str, Any], weights: dict[s
     kind, size = str(weights.get("type") or "int").lower(), whole_number(weights.get("group_size"))
     said = weights.get("num_bits", 8)
     bits = whole_number(said)
-    if bits is None or bits not in {"int": range(2, 9), "float": (8,)}.get(kind, ()):
+    if bits is None or bits not in {"int": range(2, 9), "float": (4, 8)}.get(kind, ()):
         raise BridgeError(
             f"{where}: num_bits {said!r} of type {kind!r} is not supported (integers of 2 to 8 bits and floats of "
-            "8 bits are); convert the unquantized model instead"
+            "4 and 8 bits are); convert the unquantized model instead"
         )
     inferred = "channel" if size == -1 else "group" if (size or 0) > 0 else "tensor"
     strategy = str(weights.get("strategy") or inferred).lower()
@@ -140,9 +144,9 @@ def _scheme(quant: QuantConfig, key: str, group: dict[str, Any], weights: dict[s
             "convert the unquantized model instead"
         )
     block = read_block(weights.get("block_structure"))
-    if strategy == "group" and not (size or 0) > 0:
+    if strategy in ("group", "tensor_group") and not (size or 0) > 0:
         raise BridgeError(
-            f"{where}: strategy 'group' has group_size {weights.get('group_size')!r}; "
+            f"{where}: strategy {strategy!r} has group_size {weights.get('group_size')!r}; "
             "take config.json from the model again"
         )
     if strategy == "block" and block is None:
@@ -150,7 +154,8 @@ def _scheme(quant: QuantConfig, key: str, group: dict[str, Any], weights: dict[s
             f"{where}: block_structure {weights.get('block_structure')!r} is not [rows, columns]; "
             "take config.json from the model again"
         )
-    blocks = {"tensor": (0, 0), "channel": (1, 0), "group": (1, size or 0), "block": block or (0, 0)}
+    run = 1, size or 0
+    blocks = {"tensor": (0, 0), "channel": (1, 0), "group": run, "tensor_group": run, "block": block or (0, 0)}
     targets = group.get("targets")
     return Scheme(
         targets=tuple(map(str, targets)) if isinstance(targets, list) else (str(targets),) if targets else (),

@@ -1,11 +1,12 @@
 """Carrying a checkpoint's integer codes onto GGUF blocks: only scales and zero points are re-encoded.
 
-Three families (see `bridge.blocks.base`):
+Four families (see `bridge.blocks.base`):
 
     affine   codes as they are; d, sc, dmin, mn are fitted           Q2_K, Q4_K, Q5_K
     scaled   codes shifted by zero - z; d, sc are fitted             Q3_K, Q6_K
-    plain    codes shifted by zero - z, d = s                        Q4_0, Q5_0, Q8_0
+    plain    codes shifted by zero - z, d = s                        Q2_0, Q4_0, Q5_0, Q8_0
              codes as they are, d = s, m = -s * z                    Q4_1, Q5_1
+    floats   4-bit floats and their scales as they are               MXFP4, NVFP4
 
 Where codes are shifted, a fractional zero point is rounded, and what that costs is counted. The affine types'
 scale codes have no sign, d has: groups whose scale has the other sign are mirrored (q -> 2^bits - 1 - q), which
@@ -18,13 +19,14 @@ that leave it are clipped, or all are requantized to 127 steps, whichever is clo
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
-from bridge.blocks import BlockType
+from bridge.blocks import Q2_0, BlockType
 from bridge.checkpoint.decoded import DecodedTensor
-from bridge.checkpoint.grouped import GroupedTensor
+from bridge.checkpoint.fp4 import Fp4Tensor
+from bridge.checkpoint.grouped import CodedTensor, GroupedTensor
 from bridge.errors import BridgeError
 from bridge.mapping.carry_kernels import (
     add_shift_error,
@@ -88,7 +90,7 @@ class Mapped:
     why: str = ""
 
 
-def sub_block_groups(t: GroupedTensor, sub: int) -> np.ndarray | None:
+def sub_block_groups(t: CodedTensor, sub: int) -> np.ndarray | None:
     """int32 [in / sub]: the group of each run of `sub` columns, or None where a run straddles groups."""
     columns = t.shape[1]
     if columns % sub:
@@ -100,7 +102,7 @@ def sub_block_groups(t: GroupedTensor, sub: int) -> np.ndarray | None:
     return np.ascontiguousarray(runs[:, 0]) if (runs == runs[:, :1]).all() else None
 
 
-def why_not(t: GroupedTensor, block: BlockType) -> str | None:
+def why_not(t: CodedTensor, block: BlockType) -> str | None:
     """Why `block` cannot carry the codes of `t`, as far as shapes tell; None where nothing speaks against it."""
     if isinstance(t, DecodedTensor):
         return t.why_not
@@ -111,6 +113,10 @@ def why_not(t: GroupedTensor, block: BlockType) -> str | None:
         if not t.sequential:
             return "act-order groups are scattered over the columns"
         return f"groups of {t.group_size} do not hold whole sub-blocks of {block.sub}"
+    if isinstance(t, Fp4Tensor):
+        return None if t.kind == block.name else f"{t.kind}'s 4-bit floats are no steps of {block.name}"
+    if not isinstance(t, GroupedTensor) or block.scales:
+        return f"integer codes are no floats of {block.name}"
     if block.zero == 0 and 2**t.bits > block.levels:
         return f"{t.bits}-bit codes do not fit in {block.name}'s 0..{block.levels - 1}"
     if block.zero:
@@ -133,11 +139,24 @@ def _one_power_of_two(zeros: np.ndarray, block: BlockType) -> bool:
     return block.scale_hi <= block.min_hi and z in (0, 1, 2, 4, 8, 16, 32, 64, 128) and bool((zeros == z).all())
 
 
-def stored_codes(t: GroupedTensor, block: BlockType, raw: np.ndarray, rows: slice = slice(None)) -> np.ndarray:
+def facing(t: GroupedTensor, block: BlockType) -> GroupedTensor:
+    """The tensor with its codes as the block can hold them: Q2_0 reaches from -1 to 2, symmetric 2 bits from -2 to 1.
+
+    Mirrored codes (q -> 3 - q, with -s) are the same weights.
+    """
+    if block is not Q2_0 or t.bits != 2 or t.zeros.min(initial=3) < 1.5:
+        return t
+    return replace(t, codes=3 - t.codes, scales=-t.scales, zeros=3 - t.zeros)
+
+
+def stored_codes(t: CodedTensor, block: BlockType, raw: np.ndarray, rows: slice = slice(None)) -> np.ndarray:
     """int16 [rows, in]: the codes that the blocks uint8 [rows, row bytes] hold if they are those of some rows of `t`.
 
     That is: mirrored where d's sign says so, or less their zero points.
     """
+    if not isinstance(t, GroupedTensor):
+        return t.codes[rows].astype(np.int16)
+    t = facing(t, block)
     codes = t.codes[rows].astype(np.int16)
     if block.zero:
         return codes + block.zero - np.rint(t.zeros[rows]).astype(np.int16)[:, t.groups()]
@@ -157,7 +176,7 @@ def _mixes_signs(t: GroupedTensor, block: BlockType) -> bool:
     return bool((negative != negative[:, :1]).any())
 
 
-def carry(t: GroupedTensor, block: BlockType, rows: slice = slice(None)) -> Mapped:
+def carry(t: CodedTensor, block: BlockType, rows: slice = slice(None)) -> Mapped:
     """Put the codes of `t` (or of some of its rows) into blocks of a type.
 
     Raises CannotCarryError where the type cannot hold them.
@@ -165,6 +184,10 @@ def carry(t: GroupedTensor, block: BlockType, rows: slice = slice(None)) -> Mapp
     reason = why_not(t, block)
     if reason:
         raise CannotCarryError(t.name, reason)
+    if not isinstance(t, GroupedTensor):
+        assert isinstance(t, Fp4Tensor)
+        return _carry_floats(t, block, rows)
+    t = facing(t, block)
     group = sub_block_groups(t, block.sub)
     assert group is not None
     # contiguous, so that kernels are compiled for one layout only
@@ -210,6 +233,20 @@ def carry(t: GroupedTensor, block: BlockType, rows: slice = slice(None)) -> Mapp
         pack(q, sc[:m], mn[:m], d[:m], dmin[:m], data[start:stop])
     fidelity = Fidelity(out * columns, max(float(sums[0]), 0.0), float(sums[1]), float(sums[2]), out * columns - lost)
     return Mapped(block, data, fidelity, "some codes less their zero points leave Q8_0's -128..127" if lost else "")
+
+
+def _carry_floats(t: Fp4Tensor, block: BlockType, rows: slice) -> Mapped:
+    """4-bit floats and their scales, bit for bit; the scale of the whole tensor is kept beside it."""
+    codes, scales = (np.ascontiguousarray(x[rows]) for x in (t.codes, t.scales))
+    out, columns = codes.shape
+    data = np.empty((out, row_bytes(block, columns)), np.uint8)
+    none = np.zeros((out, columns // block.size), np.float32)
+    packer(block.name)(codes, scales.view(np.int8), scales, none, none, data)
+    part = replace(t, codes=codes, scales=scales)
+    signal, step = 0.0, max(1, _CHUNK_WEIGHTS // columns)
+    for start in range(0, out, step):
+        signal += float(np.square(part.dequantize(slice(start, start + step)), dtype=np.float64).sum())
+    return Mapped(block, data, Fidelity(out * columns, 0.0, signal, part.noise(), out * columns))
 
 
 def _requantize_q8_0(

@@ -219,7 +219,8 @@ def carry_affine(
 
 @kernel
 def carry_plain(codes, scales, zeros, group, with_min, d_out, dmin_out, sums):
-    """d (and m) of every block of 32 of some rows; sums as in `carry_scaled`."""
+    """d (and m) of every block of some rows; sums as in `carry_scaled`."""
+    size = codes.shape[1] // d_out.shape[1]
     for row in range(codes.shape[0]):
         for block in range(d_out.shape[1]):
             g = group[block]
@@ -227,9 +228,9 @@ def carry_plain(codes, scales, zeros, group, with_min, d_out, dmin_out, sums):
             z = float(zeros[row, g])
             d = round_half(s)
             d_out[row, block] = d
-            total, squares = _code_sums(codes, row, 32 * block, 32 * block + 32)
+            total, squares = _code_sums(codes, row, size * block, size * block + size)
             alpha = float(d) - float(s)
-            spread = squares - 2.0 * z * total + z * z * 32
+            spread = squares - 2.0 * z * total + z * z * size
             gamma = 0.0
             if with_min:
                 m = round_half(np.float32(-float(s) * z))
@@ -237,9 +238,9 @@ def carry_plain(codes, scales, zeros, group, with_min, d_out, dmin_out, sums):
                 gamma = -float(m) - float(d) * z
                 if abs(gamma) < _FLOAT32_STEP * abs(m):
                     gamma = 0.0  # m is the very offset that z was divided out of
-            sums[0] += alpha * alpha * spread - 2.0 * alpha * gamma * (total - 32 * z) + gamma * gamma * 32
+            sums[0] += alpha * alpha * spread - 2.0 * alpha * gamma * (total - size * z) + gamma * gamma * size
             sums[1] += float(s) * float(s) * spread
-            sums[2] += float(s) * float(s) * 32 / 12.0
+            sums[2] += float(s) * float(s) * size / 12.0
 
 
 @kernel

@@ -8,6 +8,9 @@
     forced   a given type: codes carried where it can hold them, else requantized
     at_most  auto's type, or a given one where that is smaller
 
+Types that only some checkpoints or some builds of llama.cpp have a use for (4-bit floats, Q2_0) are tried where they
+are named, before all others.
+
 A type is judged by sampled rows. Where they leave it open (near the limit, or whether shifted codes fit), all rows are
 looked at.
 """
@@ -19,10 +22,11 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from bridge.blocks import BLOCKS, Q8_0, BlockType
+from bridge.blocks import BLOCKS, FP4, NEWER, Q8_0, TYPES, BlockType
 from bridge.checkpoint.decoded import DecodedTensor
-from bridge.checkpoint.grouped import GroupedTensor
-from bridge.mapping.carry import CannotCarryError, Fidelity, Mapped, carry, fractional, why_not
+from bridge.checkpoint.fp4 import Fp4Tensor
+from bridge.checkpoint.grouped import CodedTensor, GroupedTensor
+from bridge.mapping.carry import CannotCarryError, Fidelity, Mapped, carry, facing, fractional, why_not
 from bridge.mapping.quantize_rows import actorder_importance, quantize_rows
 
 CARRIED_LIMIT = 0.01  # of the checkpoint's noise: what auto lets carried tensors add
@@ -33,7 +37,7 @@ _OPEN_REQUANTIZED = 1.1  # rows are alike
 _CHUNK_WEIGHTS = 1 << 22  # rows dequantized at a time
 
 # a tensor's parts, whole or sampled rows of some, each with the importance of its columns or None
-Look = Callable[[bool], Iterable[tuple[GroupedTensor, np.ndarray | None]]]
+Look = Callable[[bool], Iterable[tuple[CodedTensor, np.ndarray | None]]]
 
 
 @dataclass(frozen=True)
@@ -45,31 +49,34 @@ class Choice:
     limit: float | None = None
 
 
-def choose(mode: str, asked: BlockType | None, look: Look, columns: int) -> Choice:
+def choose(mode: str, asked: BlockType | None, look: Look, columns: int, special: Sequence[BlockType] = ()) -> Choice:
     """The type of a tensor of codes.
 
     mode     auto, exact, forced or at_most; the last two with the type `asked`
     look     look(sampled) yields the tensor's parts
     columns  of the tensor
+    special  types beyond BLOCKS that may be used
     """
     if mode == "forced":
         assert asked is not None
         return Choice(asked.name, "asked for")
     samples = list(look(True))
-    exact = _first_within(BLOCKS.values(), 0.0, samples, look, carry_part) if mode == "exact" else None
+    exact = _first_within([*special, *BLOCKS.values()], 0.0, samples, look, carry_part) if mode == "exact" else None
     if exact is not None:
         return Choice(exact.name, "bit-exact", 0.0)
-    auto = _auto(samples, look, columns)
+    auto = _auto(samples, look, columns, special)
     if mode == "exact":
         return Choice(auto.type, f"no type holds it bit for bit; {auto.reason}", auto.limit)
-    if asked is not None and auto.type in BLOCKS and BLOCKS[auto.type].bpw > asked.bpw:
+    if asked is not None and TYPES[auto.type].bpw > asked.bpw:
         return Choice(asked.name, "asked for")
     return auto
 
 
-def _auto(samples: Sequence[tuple[GroupedTensor, np.ndarray | None]], look: Look, columns: int) -> Choice:
+def _auto(
+    samples: Sequence[tuple[CodedTensor, np.ndarray | None]], look: Look, columns: int, special: Sequence[BlockType]
+) -> Choice:
     tensors = [t for t, _ in samples]
-    block = _first_within(carriers(tensors), CARRIED_LIMIT, samples, look, carry_part)
+    block = _first_within(carriers(tensors, special), CARRIED_LIMIT, samples, look, carry_part)
     if block is not None:
         return Choice(block.name, "codes carried", CARRIED_LIMIT)
     why = "act-order" if not all(t.sequential for t in tensors) else "no type carries its codes within 1%"
@@ -87,9 +94,9 @@ def _auto(samples: Sequence[tuple[GroupedTensor, np.ndarray | None]], look: Look
 def _first_within(
     blocks: Iterable[BlockType],
     limit: float,
-    samples: Sequence[tuple[GroupedTensor, np.ndarray | None]],
+    samples: Sequence[tuple[CodedTensor, np.ndarray | None]],
     look: Look,
-    mapped: Callable[[GroupedTensor, BlockType, np.ndarray | None], Mapped],
+    mapped: Callable[[CodedTensor, BlockType, np.ndarray | None], Mapped],
 ) -> BlockType | None:
     """The first of some types in which all parts together add at most `limit` of their noise; None where none does."""
     near_by = _OPEN_CARRIED if mapped is carry_part else _OPEN_REQUANTIZED
@@ -109,9 +116,9 @@ def _first_within(
 
 
 def _share(
-    parts: Iterable[tuple[GroupedTensor, np.ndarray | None]],
+    parts: Iterable[tuple[CodedTensor, np.ndarray | None]],
     block: BlockType,
-    mapped: Callable[[GroupedTensor, BlockType, np.ndarray | None], Mapped],
+    mapped: Callable[[CodedTensor, BlockType, np.ndarray | None], Mapped],
 ) -> float:
     total = Fidelity(0, 0.0, 0.0, 0.0, 0)
     for t, importance in parts:
@@ -119,16 +126,17 @@ def _share(
     return total.share
 
 
-def carry_part(t: GroupedTensor, block: BlockType, importance: np.ndarray | None = None) -> Mapped:
+def carry_part(t: CodedTensor, block: BlockType, importance: np.ndarray | None = None) -> Mapped:
     """`carry`, as one of the ways to map a part."""
     return carry(t, block)
 
 
-def carriers(tensors: Sequence[GroupedTensor]) -> Iterator[BlockType]:
+def carriers(tensors: Sequence[CodedTensor], special: Sequence[BlockType] = ()) -> Iterator[BlockType]:
     """The types that `auto` tries for codes, in its order, as far as shapes tell that they can hold all of these."""
     wide = any(t.bits >= 7 for t in tensors)
     tried: set[tuple[int, ...]] = set()
-    for block in sorted(BLOCKS.values(), key=lambda b: b is not Q8_0 if wide else not b.is_k):
+    usual = sorted(BLOCKS.values(), key=lambda b: b is not Q8_0 if wide else not b.is_k)
+    for block in (*special, *usual):
         grid = (block.sub, block.zero, block.scale_hi, block.min_hi, block.dmin_at)
         if (block.is_k and grid in tried) or any(why_not(t, block) for t in tensors):
             continue  # the same grid of scales with wider codes gains nothing
@@ -143,29 +151,38 @@ def requantizers(columns: int) -> list[BlockType]:
     return [*fitting, Q8_0]
 
 
-def _fits_any(t: GroupedTensor, block: BlockType) -> bool:
+def _fits_any(t: CodedTensor, block: BlockType) -> bool:
     """Whether a type holds whatever codes there may be about these zero points."""
+    if not isinstance(t, GroupedTensor):
+        return True
+    t = facing(t, block)
     return not block.zero or bool(
         block.zero >= t.zeros.max() and block.zero + 2**t.bits - 1 - t.zeros.min() < block.levels
     )
 
 
-def in_halves(t: GroupedTensor) -> bool:
+def in_halves(t: CodedTensor) -> bool:
     """Whether plain types hold the scales and zero points exactly: halves and integers."""
-    return np.array_equal(t.scales, t.scales.astype(np.float16)) and not fractional(t.zeros)
+    return (
+        isinstance(t, GroupedTensor)
+        and np.array_equal(t.scales, t.scales.astype(np.float16))
+        and not fractional(t.zeros)
+    )
 
 
-def exact_type(t: GroupedTensor) -> BlockType | None:
+def exact_type(t: CodedTensor) -> BlockType | None:
     """The smallest plain type that holds the tensor bit for bit, judged from its scales and zero points alone."""
-    if isinstance(t, DecodedTensor) or not in_halves(t):
+    if isinstance(t, Fp4Tensor):
+        return FP4[t.kind] if why_not(t, FP4[t.kind]) is None else None
+    if not in_halves(t):
         return None
-    for block in BLOCKS.values():
+    for block in (NEWER | BLOCKS).values():
         if not block.is_k and not block.has_min and why_not(t, block) is None and _fits_any(t, block):
             return block
     return None
 
 
-def requantize(t: GroupedTensor, block: BlockType, importance: np.ndarray | None = None) -> Mapped:
+def requantize(t: CodedTensor, block: BlockType, importance: np.ndarray | None = None) -> Mapped:
     """Quantize the tensor's dequantized weights to a type; the codes are not the checkpoint's any more.
 
     importance  float32 [in] or None: what an error in a column weighs; for act-order tensors None means
@@ -185,7 +202,7 @@ def requantize(t: GroupedTensor, block: BlockType, importance: np.ndarray | None
     return Mapped(block, np.concatenate(parts), Fidelity(out * columns, error, signal, t.noise(), 0))
 
 
-def map_to(t: GroupedTensor, block: BlockType, importance: np.ndarray | None = None, keep: bool = False) -> Mapped:
+def map_to(t: CodedTensor, block: BlockType, importance: np.ndarray | None = None, keep: bool = False) -> Mapped:
     """A part in a given type: codes carried where it can hold them; but without `keep` requantized where carrying adds
     more than `CARRIED_LIMIT` and requantizing comes closer."""
     try:
@@ -197,6 +214,6 @@ def map_to(t: GroupedTensor, block: BlockType, importance: np.ndarray | None = N
     other = requantize(t, block, importance)
     if carried.fidelity.error <= other.fidelity.error:
         return carried
-    shifted = block.zero and fractional(t.zeros)
+    shifted = block.zero and isinstance(t, GroupedTensor) and fractional(t.zeros)
     why = "has no place for fractional zero points" if shifted else "comes closer to the weights with other codes"
     return replace(other, why=f"{block.name} {why}")

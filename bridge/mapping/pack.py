@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from bridge.blocks import BLOCKS, BlockType
+from bridge.blocks import TYPES, BlockType
 from bridge.jit import from_plain, inlined, specialize
 from bridge.mapping.half import half_bits
 
@@ -42,7 +42,7 @@ def _pack_rows(q, sc, mn, d, dmin, out):
 @cache
 def packer(name: str) -> Callable[..., None]:
     """The compiled `pack_rows(q, sc, mn, d, dmin, out)` of a type; out is uint8 [rows, n * nbytes]."""
-    block = BLOCKS[name]
+    block = TYPES[name]
     return specialize(
         _pack_rows, name, pack=from_plain(block.pack, inlined), size=block.size, subs=block.subs, nbytes=block.nbytes
     )
@@ -58,7 +58,7 @@ def _unpack_rows(raw, q):
 
 @cache
 def _unpacker(name: str) -> Callable[..., None]:
-    block = BLOCKS[name]
+    block = TYPES[name]
     return specialize(
         _unpack_rows,
         name,

@@ -1,4 +1,4 @@
-"""Floats to plain types: w = d * (q - zero) (Q4_0, Q5_0, Q8_0) and w = d * q + m (Q4_1, Q5_1), blocks of 32.
+"""Floats to plain types: w = d * (q - zero) (Q2_0, Q4_0, Q5_0, Q8_0) and w = d * q + m (Q4_1, Q5_1).
 
 As for K-quants, the error that is minimized is that of the block as stored: d and m are halves
 before any code is rounded against them.
@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from bridge.blocks import BLOCKS
+from bridge.blocks import TYPES
 from bridge.jit import specialize
 from bridge.mapping.half import round_half
 from bridge.mapping.quantize_loops import (
@@ -35,7 +35,10 @@ _STEP = np.float32(0.75 * 2.0**-10)  # of a half to its neighbour, relative
 _LEAST = np.float32(2.0**-24)  # the least positive half
 
 # Starts of the search: the widest weight at code  last code + first + step * k,  k < count
-_STARTS = {"Q4_0": (-1.0, 0.15, 16), "Q5_0": (-1.2, 0.12, 24), "Q4_1": (-1.0, 0.2, 12), "Q5_1": (-1.2, 0.3, 12)}
+_STARTS = {
+    "Q2_0": (-0.3, 0.06, 16), "Q4_0": (-1.0, 0.15, 16), "Q5_0": (-1.2, 0.12, 24), "Q4_1": (-1.0, 0.2, 12),
+    "Q5_1": (-1.2, 0.3, 12),
+}  # fmt: skip
 _SHIFTS, _SHIFT = 3, np.float32(0.35)  # starts of m, in steps of d
 _HOPELESS = np.float32(1.5)  # a start this much above the best is given up
 _WINDOW = 2  # steps to either side of the best line that are tried again
@@ -230,7 +233,7 @@ def _affine_rows(x, w, q, sc, mn, d, dmin, sums):
 @cache
 def plain_quantizer(name: str) -> Callable[..., None]:
     """The compiled `_scaled_rows` or `_affine_rows` of a plain type."""
-    kind = BLOCKS[name]
+    kind = TYPES[name]
     if name == "Q8_0":
         scope = scope_of(kind, scaled_errors, scaled_write)
         return specialize(_scaled_rows, name, **scope, search=specialize(_q8_0, name, **scope))

@@ -54,6 +54,8 @@ def quantize_rows(x: np.ndarray, block: BlockType, importance: np.ndarray | None
         raise BridgeError(
             f"rows of {columns} weights do not fill {block.name} blocks of {block.size}; use another type"
         )
+    if block.scales:
+        raise BridgeError(f"{block.name} takes the 4-bit floats of a checkpoint alone; choose another type")
     weights = _weights(importance, columns)
     x = np.ascontiguousarray(x, np.float32).reshape(rows, columns // block.sub, block.sub)
     scaled = weights.reshape(-1, block.sub)

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-from bridge.blocks import BLOCKS
+from bridge.blocks import TYPES
 from bridge.errors import BridgeError
 from bridge.runtime.devices import choose, cuda
 from bridge.runtime.quant_tensor import QuantTensor
@@ -49,10 +49,10 @@ class Timing:
 
 
 def random_tensor(type: str, rows: int, columns: int) -> QuantTensor:
-    """A tensor of random codes, with halves around 0.01."""
-    if type not in BLOCKS:
-        raise BridgeError(f"type {type}: {', '.join(BLOCKS)} can be timed")
-    block = BLOCKS[type]
+    """A tensor of random codes, with scales around 0.01."""
+    if type not in TYPES:
+        raise BridgeError(f"type {type}: {', '.join(TYPES)} can be timed")
+    block = TYPES[type]
     if columns % block.size:
         raise BridgeError(f"{type}: {columns} columns are no whole blocks of {block.size}")
     rng = np.random.default_rng(0)
@@ -61,6 +61,9 @@ def random_tensor(type: str, rows: int, columns: int) -> QuantTensor:
         if at >= 0:
             halves = rng.uniform(0.005, 0.01, raw.shape[:2]).astype(np.float16)
             raw[:, :, at : at + 2] = halves[..., None].view(np.uint8)
+    if block.scales:
+        near = int(np.argmin(np.abs(np.array(block.scales) - 0.01)))
+        raw[:, :, : block.subs] = rng.integers(near - 1, near + 1, (*raw.shape[:2], block.subs))
     raw = raw.reshape(raw.shape[0], -1)
     return QuantTensor(type, type, (rows, columns), np.resize(raw, (rows, raw.shape[1])).reshape(-1))
 
@@ -114,18 +117,18 @@ def measure(
 def tensors_to_time(what: str | Path, shapes: Sequence[tuple[int, int]]) -> list[QuantTensor]:
     """What there is to time: random tensors of a type, or a GGUF's largest matrix of each type that has a kernel."""
     name = str(what).upper()
-    if name in BLOCKS:
+    if name in TYPES:
         return [random_tensor(name, *shape) for shape in shapes]
     if not Path(what).exists() and Path(what).suffix != ".gguf":
-        raise BridgeError(f"{what}: neither a GGUF file nor a type ({', '.join(BLOCKS)})")
+        raise BridgeError(f"{what}: neither a GGUF file nor a type ({', '.join(TYPES)})")
     largest: dict[str, QuantTensor] = {}
     for tensor in open_gguf(what).tensors.values():
         known = largest.get(tensor.type)
         if len(tensor.shape) == 2 and (known is None or tensor.nbytes > known.nbytes):
             largest[tensor.type] = tensor
-    tensors = [t for t in largest.values() if t.type in BLOCKS]
+    tensors = [t for t in largest.values() if t.type in TYPES]
     if not tensors:
-        raise BridgeError(f"{what}: no matrix of a type that has a kernel ({', '.join(BLOCKS)})")
+        raise BridgeError(f"{what}: no matrix of a type that has a kernel ({', '.join(TYPES)})")
     return tensors
 
 

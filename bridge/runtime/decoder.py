@@ -28,7 +28,7 @@ from typing import Any
 
 import numpy as np
 
-from bridge.blocks import BLOCKS
+from bridge.blocks import READ
 from bridge.runtime.batches import last_states
 from bridge.runtime.cpu import attention as attn
 from bridge.runtime.cpu import decoder_ops as ops
@@ -134,7 +134,7 @@ class Decoder:
         work = self._workspace(n)
         if n == 1 and (program := self._token_program(work)) is not None:
             self._last_token[0] = tokens[0]
-            if self.embedding.type not in BLOCKS:
+            if self.embedding.type not in READ:
                 work.x[:] = self.embedding.rows(tokens)
             program.run()
         else:
@@ -212,7 +212,7 @@ class Decoder:
 
     def _look_up(self, program: Program, x: np.ndarray) -> None:
         """The last token's row of the embedding; `_batch` does it for types that are no blocks."""
-        if self.embedding.type in BLOCKS:
+        if self.embedding.type in READ:
             table = self.embedding.raw
             arguments = _address(table), table.nbytes // self.vocab, _address(self._last_token), _address(x), x.size
             program.add(ops.look_up_function(self.embedding.type), *arguments, items=1)
@@ -300,6 +300,9 @@ class Decoder:
             )  # fmt: skip
             parts.append(part)
         add_products(program, parts)
+        for matrix, y in products:
+            if matrix.factor != 1:
+                program.add(ops.function("scale"), _address(y), y.size, _bits(matrix.factor), items=1)
 
     def _blocks(self, work: _Work) -> np.ndarray:
         """attention.py's block of every layer."""

@@ -237,7 +237,7 @@ def _tensors(cursor: _Cursor, at: int, count: int, alignment: int) -> list[Tenso
 def _tensor(
     cursor: _Cursor, data_start: int, alignment: int, name: str, shape: tuple[int, ...], kind: int, offset: int
 ) -> TensorInfo:
-    from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+    from bridge.blocks.ggml import GGML_QUANT_SIZES, GGMLQuantizationType
 
     try:
         type_ = GGMLQuantizationType(kind)

@@ -22,10 +22,13 @@ _TILE = 1 << 22  # weights dequantized at a time
 
 
 class QuantTensor:
-    """One tensor: `name`, `type` as gguf spells it, `shape` slowest first ([out, in]), `raw` uint8 bytes."""
+    """One tensor: `name`, `type` as gguf spells it, `shape` slowest first ([out, in]), `raw` uint8 bytes.
+
+    `factors`, where there are any, multiply the whole of it, or each of its matrices: they stand beside NVFP4's blocks.
+    """
 
     def __init__(self, name: str, type: str, shape: tuple[int, ...], raw: np.ndarray):
-        from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+        from bridge.blocks.ggml import GGML_QUANT_SIZES, GGMLQuantizationType
 
         size, nbytes = GGML_QUANT_SIZES[GGMLQuantizationType[type]]
         weights = 1
@@ -37,8 +40,14 @@ class QuantTensor:
         self.type = type
         self.shape = tuple(shape)
         self.raw = raw.reshape(-1)
+        self.factors: np.ndarray | None = None
         self._engine: Engine | None = None
         self._prepared = False
+
+    @property
+    def factor(self) -> float:
+        """What multiplies a matrix; 1 where nothing does."""
+        return 1.0 if self.factors is None else float(self.factors[0])
 
     @property
     def bpw(self) -> float:
@@ -68,7 +77,10 @@ class QuantTensor:
         if len(self.shape) < 3 or not 0 <= index < self.shape[0]:
             raise BridgeError(f"{self.name}: no matrix {index} in shape {list(self.shape)}")
         part = self.raw.reshape(self.shape[0], -1)[index]
-        return QuantTensor(f"{self.name}[{index}]", self.type, self.shape[1:], part)
+        matrix = QuantTensor(f"{self.name}[{index}]", self.type, self.shape[1:], part)
+        if self.factors is not None:
+            matrix.factors = self.factors[index : index + 1] if len(self.factors) > 1 else self.factors
+        return matrix
 
     def slice_rows(self, first: int, stop: int) -> QuantTensor:
         """Rows of a matrix as one of their own, not copied."""
@@ -100,14 +112,19 @@ class QuantTensor:
         engine = self._engine or self._get_engine()
         if type(x) is np.ndarray:
             y = np.empty(shape, np.float32) if out is None else self._checked_out(out, shape, x)
-            engine.run(values.reshape(-1, self.shape[1]), y.reshape(-1, rows), precision == "int8")
+            self._run(engine, values, y, precision)
             return y
         import torch
 
         result = torch.empty(shape, dtype=torch.float32) if out is None else out
         y = self._checked_out(out, shape, x) if out is not None else result.numpy()
-        engine.run(values.reshape(-1, self.shape[1]), y.reshape(-1, rows), precision == "int8")
+        self._run(engine, values, y, precision)
         return result
+
+    def _run(self, engine: Engine, x: np.ndarray, y: np.ndarray, precision: str) -> None:
+        engine.run(x.reshape(-1, self.shape[1]), y.reshape(-1, self.shape[0]), precision == "int8")
+        if self.factors is not None:
+            y *= self.factors[0]
 
     def _input(self, x: Any, dimensions: int) -> np.ndarray:
         """x as a contiguous float32 array of the right shape."""
@@ -154,6 +171,8 @@ class QuantTensor:
         step = max(1, _TILE // self.shape[-1])
         for start in range(0, flat.shape[0], step):
             flat[start : start + step] = dequantize.rows(self.type, raw[start : start + step])
+        if self.factors is not None:
+            out *= self.factors.reshape(-1, *[1] * (len(self.shape) - 1)).astype(dtype)
         return out
 
     def rows(self, indices: Any) -> np.ndarray:
@@ -163,7 +182,8 @@ class QuantTensor:
         check_matrix(self)
         chosen = np.atleast_1d(np.asarray(indices))
         check_indices(self, chosen, chosen.dtype.kind in "iu")
-        return dequantize.rows(self.type, self.raw.reshape(self.shape[0], -1)[chosen.astype(np.int64)])
+        found = dequantize.rows(self.type, self.raw.reshape(self.shape[0], -1)[chosen.astype(np.int64)])
+        return found if self.factors is None else found * self.factors[0]
 
     # placement
 

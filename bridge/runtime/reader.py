@@ -43,6 +43,22 @@ class GGUFFile:
                 if info.name in self.tensors:
                     raise BridgeError(f"{file}: {info.name} is also in another shard; download the files again")
                 self.tensors[info.name] = _tensor(data, info)
+        for tensor in self.tensors.values():
+            if tensor.type == "NVFP4":
+                tensor.factors = self._factors(tensor)
+
+    def _factors(self, tensor: QuantTensor) -> np.ndarray | None:
+        """What multiplies a tensor of NVFP4: the F32 tensor beside it, one number or one for each of its matrices."""
+        found = self.tensors.get(f"{tensor.name.removesuffix('.weight')}.scale")
+        if found is None or found is tensor:
+            return None
+        wanted = tensor.shape[0] if len(tensor.shape) == 3 else 1
+        if found.type != "F32" or found.raw.size not in (4, 4 * wanted):
+            raise BridgeError(
+                f"{self.path}: {found.name} is {found.type} {list(found.shape)}, no scale of {tensor.name}; "
+                "convert or download it again"
+            )
+        return found.raw.view(np.float32)
 
     @property
     def arch(self) -> str:

@@ -9,17 +9,23 @@ import numpy as np
 
 
 def gguf_weights(path: str | Path) -> dict[str, np.ndarray]:
-    """A GGUF's tensors dequantized, by their Hugging Face names, q and k rows in Hugging Face's order."""
+    """A GGUF's tensors dequantized, by their Hugging Face names, q and k rows in Hugging Face's order.
+
+    What stands beside NVFP4's blocks, the scale of the whole tensor, is multiplied in.
+    """
     reader = gguf.GGUFReader(str(path))
     arch = reader.get_field("general.architecture").contents()
     names = _hugging_face_names(arch, reader.get_field(f"{arch}.block_count").contents())
     heads = _permuted_heads(reader, arch)
     weights = {}
+    factors = {t.name.removesuffix(".scale"): t.data[0] for t in reader.tensors if t.name.endswith(".scale")}
     for tensor in reader.tensors:
         base, _, kind = tensor.name.rpartition(".")
-        if base not in names:
+        if base not in names or kind.endswith("scale"):
             continue  # rope_freqs: not a weight
         values = gguf.quants.dequantize(tensor.data, tensor.tensor_type).astype(np.float32)
+        if base in factors:
+            values *= factors[base]
         name = names[base]
         if (count := heads.get(name.rpartition(".")[2])) is not None:
             values = unpermute(values, count)

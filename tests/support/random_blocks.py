@@ -6,9 +6,10 @@ import gguf
 import numpy as np
 import pytest
 
-from bridge.blocks import BLOCKS, BlockType
+from bridge.blocks import BLOCKS, NEWER, BlockType
 from bridge.runtime import QuantTensor
 from bridge.runtime.cpu.activations import round32_twin
+from scripts.peers import ggml
 
 # tests of one type go to one worker, which compiles its kernels once
 ALL = pytest.mark.parametrize(
@@ -24,9 +25,13 @@ def random_matrix(block: BlockType, rows: int, columns: int, seed: int = 0) -> t
         if at >= 0:
             halves = (rng.standard_normal(raw.shape[:2]) * 0.01).astype(np.float16)
             raw[:, :, at : at + 2] = halves[..., None].view(np.uint8)
+    if block.scales:  # near 1, and no NaN
+        low, high = (115, 135) if block.subs == 1 else (0, 127)
+        raw[:, :, : block.subs] = rng.integers(low, high, (*raw.shape[:2], block.subs))
     raw = raw.reshape(rows, -1)
-    weights = gguf.quants.dequantize(raw, block.ggml).astype(np.float64)
-    return QuantTensor(f"w{seed}", block.name, (rows, columns), raw.reshape(-1)), weights
+    known = block.name not in NEWER  # to the gguf package
+    weights = gguf.quants.dequantize(raw, block.ggml) if known else ggml.dequantize(raw, block.ggml)
+    return QuantTensor(f"w{seed}", block.name, (rows, columns), raw.reshape(-1)), weights.astype(np.float64)
 
 
 def rounded(x: np.ndarray) -> np.ndarray:

@@ -1,9 +1,9 @@
 """x [tokens, in] float32 -> records, one per token and block of columns, that the kernels read as one stream.
 
-The integer record of a block of `size` columns (256 for K-quants, 32 otherwise), little-endian:
+The integer record of a block of `size` columns (256 for K-quants, 32 or 64 otherwise), little-endian:
 
     bytes 0..size-1   q int8: x in multiples of d, one d for 32 columns
-          size..      what the type needs of the sums s_j of q over its sub-blocks:
+          size..      what the type needs of the sums s_j of q over its sub-blocks, of 32 at most:
                         zero point   int32 [subs]        -zero * s_j, where sums of products start
                         mins, K      int8  [2 * subs]    t_j >> 7, then t_j & 127, to be multiplied as int8
                         mins, plain  float32             d * s
@@ -30,7 +30,7 @@ from llvmlite import ir
 from numba.core import types
 from numba.extending import intrinsic
 
-from bridge.blocks import BLOCKS, BlockType
+from bridge.blocks import TYPES, BlockType
 from bridge.jit import kernel, specialize
 from bridge.runtime.cpu.vectors import Emitter
 
@@ -56,7 +56,7 @@ class Record(NamedTuple):
 
 def record_of(block: BlockType) -> Record:
     """The integer record of a type."""
-    sums = 4 if not block.is_k else 2 * block.subs if block.has_min else 4 * block.subs
+    sums = 2 * block.subs if block.is_k and block.has_min else 4 * (block.size // block.run)
     d_at = block.size + sums
     low_at = d_at + 4 * (block.size // _GROUP)
     return Record(block.size, d_at, low_at, low_at + 4 * (block.is_k and block.has_min))
@@ -64,7 +64,7 @@ def record_of(block: BlockType) -> Record:
 
 def float_record(block: BlockType) -> int:
     """Bytes of the float record of a type."""
-    return 4 * (block.size + block.subs)
+    return 4 * (block.size + block.size // block.run)
 
 
 def _round32(v: Any, sub: int, factor: int | None, x: Any, q: Any, d_at: Any, sums_at: Any) -> None:
@@ -190,16 +190,16 @@ def _copy(x, columns, out):
 @cache
 def quantizer(name: str, compile: Callable[..., Any] = kernel) -> Any:
     """The compiled `quantize(x, columns, out)` of a type. Shared by types whose records are alike."""
-    block = BLOCKS[name]
-    kind = f"{block.size}_{block.sub}_{block.zero}_{int(block.has_min)}"
+    block = TYPES[name]
+    kind = f"{block.size}_{block.run}_{block.lift}_{int(block.has_min)}"
     return specialize(
         _quantize,
         kind,
         compile,
         size=block.size,
-        sub=block.sub,
-        subs=block.subs,
-        round32=_round32_intrinsic(block.sub, None if block.has_min else -block.zero),
+        sub=block.run,
+        subs=block.size // block.run,
+        round32=_round32_intrinsic(block.run, None if block.has_min else -block.lift),
         record=record_of(block).nbytes,
         sums_at=record_of(block).sums_at,
         d_at=record_of(block).d_at,
@@ -210,8 +210,9 @@ def quantizer(name: str, compile: Callable[..., Any] = kernel) -> Any:
 @cache
 def copier(name: str, compile: Callable[..., Any] = kernel) -> Any:
     """The compiled `copy(x, columns, out)` of a type."""
-    block = BLOCKS[name]
-    return specialize(_copy, f"{block.size}_{block.sub}", compile, size=block.size, sub=block.sub, subs=block.subs)
+    block = TYPES[name]
+    runs = block.size // block.run
+    return specialize(_copy, f"{block.size}_{block.run}", compile, size=block.size, sub=block.run, subs=runs)
 
 
 def records(x: np.ndarray, block: BlockType, columns: int = 1, integer: bool = True) -> np.ndarray:

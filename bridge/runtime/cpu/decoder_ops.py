@@ -12,7 +12,7 @@ from typing import Any
 import numba
 import numpy as np
 
-from bridge.blocks import BLOCKS
+from bridge.blocks import TYPES
 from bridge.runtime.cpu import rowmajor
 from bridge.runtime.cpu.activations import copier, float_record, quantizer, record_of
 from bridge.runtime.cpu.memory import c_function, floats, pointer
@@ -136,20 +136,20 @@ def look_up_function(type: str) -> Any:
 
 def record_kind(type: str, integer: bool) -> tuple[Any, ...]:
     """What tells records apart: tensors with the same kind share them."""
-    block = BLOCKS[type]
-    return block.size, block.sub, block.zero, block.has_min, integer
+    block = TYPES[type]
+    return block.size, block.run, block.lift, block.has_min, integer
 
 
 def record_bytes(type: str, columns: int, integer: bool) -> int:
     """Bytes of the records of `columns` values."""
-    block = BLOCKS[type]
+    block = TYPES[type]
     return columns // block.size * (record_of(block).nbytes if integer else float_record(block))
 
 
 @cache
 def quantize_function(type: str, integer: bool) -> Any:
     """The CFunc that makes the records of one token for a type."""
-    block = BLOCKS[type]
+    block = TYPES[type]
     return c_function(
         _quantize,
         "_".join(str(int(part)) for part in record_kind(type, integer)),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from bridge.blocks import BLOCKS
+from bridge.blocks import READ
 from bridge.errors import BridgeError
 
 FLOATS = ("F32", "F16", "BF16", "F64")
@@ -13,10 +13,10 @@ FLOATS = ("F32", "F16", "BF16", "F64")
 def rows(type: str, raw: np.ndarray) -> np.ndarray:
     """raw uint8 [rows, row bytes] of a type -> float32 [rows, in]. Equals gguf.quants.dequantize bit for bit."""
     raw = np.ascontiguousarray(raw)
-    if type in BLOCKS:
+    if type in READ:
         from bridge.runtime.cpu import rowmajor  # numba, which files of floats do without
 
-        block = BLOCKS[type]
+        block = READ[type]
         out = np.empty((raw.shape[0], raw.shape[1] // block.nbytes * block.size), np.float32)
         rowmajor.dequantize(type)(raw, out)
         return out

@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from functools import cache
 
-from bridge.blocks import BLOCKS
+from bridge.blocks import TYPES
 from bridge.runtime.cpu import targets
 from bridge.runtime.cpu.dequantize import FLOATS
 from bridge.runtime.cpu.floats import SIZES, FloatRows
@@ -16,7 +16,7 @@ from bridge.runtime.cpu.tiled import Tiled
 
 def unprepared(matrix: Matrix) -> Engine:
     """The engine that needs no copy of the weights."""
-    if matrix.type in BLOCKS:
+    if matrix.type in TYPES:
         target = targets.chosen()
         return RowMajor(matrix) if target == targets.PORTABLE else Tiled(matrix, target)
     if matrix.type in SIZES:
@@ -28,7 +28,7 @@ def unprepared(matrix: Matrix) -> Engine:
 
 def prepare(matrix: Matrix) -> Engine:
     """The fastest engine of this machine, with its own copy of the weights."""
-    if matrix.type in BLOCKS and (target := targets.chosen()) != targets.PORTABLE:
+    if matrix.type in TYPES and (target := targets.chosen()) != targets.PORTABLE:
         return Prepared(matrix, target)
     return unprepared(matrix)
 

@@ -18,6 +18,10 @@ SIGNED_DOTS = False
 _I16 = ir.VectorType(ir.IntType(16), 2 * LANES)
 
 
+def emit_look_up(v, table, codes):
+    return v.call("llvm.x86.avx2.pshuf.b", v.bytes, table, codes)
+
+
 def emit_dots(v, parts, words, x, places, bits):
     if bits == 8:
         zeros = [v.zero() for _ in parts]

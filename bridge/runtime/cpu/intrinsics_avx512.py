@@ -12,6 +12,10 @@ SIGNED_DOTS = False  # 8-bit codes are multiplied unsigned; the record's sums ta
 _INSTRUCTION = "llvm.x86.avx512.vpdpbusd.512"
 
 
+def emit_look_up(v, table, codes):
+    return v.call("llvm.x86.avx512.pshuf.b.512", v.bytes, table, codes)
+
+
 def emit_dots(v, parts, words, x, places, bits):
     return vpdpbusd(v, _INSTRUCTION, parts, words, x, places)
 

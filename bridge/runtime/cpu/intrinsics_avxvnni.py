@@ -1,5 +1,6 @@
 """AVX2 with AVX-VNNI (Alder Lake and later, Zen 5): vpdpbusd on 8 lanes."""
 
+from bridge.runtime.cpu.intrinsics_avx2 import emit_look_up
 from bridge.runtime.cpu.intrinsics_avx512 import twin_dots, vpdpbusd
 
 NAME = "avxvnni"
@@ -8,7 +9,7 @@ WIDTHS = (1, 4)  # columns of x at once, as the registers allow
 FEATURES = ("avx2", "avxvnni", "f16c", "fma")
 SIGNED_DOTS = False
 
-__all__ = ["FEATURES", "LANES", "NAME", "SIGNED_DOTS", "WIDTHS", "emit_dots", "twin_dots"]
+__all__ = ["FEATURES", "LANES", "NAME", "SIGNED_DOTS", "WIDTHS", "emit_dots", "emit_look_up", "twin_dots"]
 
 _INSTRUCTION = "llvm.x86.avx512.vpdpbusd.256"
 

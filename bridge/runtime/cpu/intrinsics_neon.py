@@ -16,6 +16,10 @@ SIGNED_DOTS = True
 _I8 = ir.VectorType(ir.IntType(8), 4 * LANES)
 
 
+def emit_look_up(v, table, codes):
+    return v.call("llvm.aarch64.neon.tbl1.v16i8", v.bytes, table, codes)
+
+
 def emit_dots(v, parts, words, x, places, bits):
     parts = list(parts)
     for k, word in enumerate(words):

@@ -17,12 +17,13 @@ vector with four int8 values of x, broadcast, and adds into one int32 a row: no 
 A plane of `width` bits takes n = count * width / 8 vectors; vector v holds in each byte, from the lowest
 bits up, that plane of words v, v + n, v + 2n, ...: one shift and one mask bring a word back.
 
-A block of a row group (K-quants: 256 columns; others: 32):
+A block of a row group (K-quants: 256 columns; others: 32 or 64):
 
     scale words   K only: sc (two's complement in scale_bits), then mn, four a word, as planes
     code words    one group of 8 after another
 
-A row group: the halves (per block: d of each row, then dmin of each row), padded to 64 bytes; then its blocks.
+A row group: the halves (per block: d of each row, then dmin of each row; of MXFP4 and NVFP4 the scale bytes of each
+row, those of one sub-block after those of another), padded to 64 bytes; then its blocks.
 Rows are padded with zeros to a multiple of `lanes`. The bytes of the file's tensor are all here and no more.
 """
 
@@ -81,7 +82,9 @@ class Layout:
 
     @property
     def halves_bytes(self) -> int:
-        """Bytes of d (and dmin) of one block of all lanes."""
+        """Bytes of d (and dmin) of one block of all lanes, or of its scale bytes."""
+        if self.block.scales:
+            return self.lanes * self.block.subs
         return 2 * self.lanes * (2 if self.block.has_min else 1)
 
     def codes_from(self, blocks: int) -> int:

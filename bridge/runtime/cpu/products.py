@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from bridge.blocks import BLOCKS
+from bridge.blocks import TYPES
 from bridge.jit import inner, specialize
 from bridge.runtime.cpu import targets
 from bridge.runtime.cpu.activations import copier, float_record, quantizer, record_of
@@ -53,8 +53,8 @@ def _product(state, threads, x, y, columns, record, blocks, lanes, function, wei
 
 @cache
 def _compiled(name: str, integer: bool) -> Any:
-    block = BLOCKS[name]
-    kind = f"{'int8' if integer else 'f32'}_{block.size}_{block.sub}_{block.zero}_{int(block.has_min)}"
+    block = TYPES[name]
+    kind = f"{'int8' if integer else 'f32'}_{block.size}_{block.run}_{block.lift}_{int(block.has_min)}"
     return specialize(_product, kind, fill=(quantizer if integer else copier)(name, inner))
 
 
@@ -64,7 +64,7 @@ class Interleaved:
     name: str
 
     def __init__(self, matrix: Matrix, target: str):
-        block = BLOCKS[matrix.type]
+        block = TYPES[matrix.type]
         module = targets.module(target)
         self.matrix = matrix
         self.block = block

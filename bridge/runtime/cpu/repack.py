@@ -15,7 +15,7 @@ from llvmlite import ir
 from numba.core import types
 from numba.extending import intrinsic
 
-from bridge.blocks import BLOCKS
+from bridge.blocks import TYPES
 from bridge.jit import inner, kernel, specialize
 from bridge.runtime.cpu.layout import Layout
 
@@ -45,7 +45,7 @@ class Word(NamedTuple):
 @cache
 def words(name: str) -> tuple[Word, ...]:
     """Where the words of a repacked block come from."""
-    block = BLOCKS[name]
+    block = TYPES[name]
     layout = Layout(block, 1)
 
     def repacked(bits: np.ndarray) -> np.ndarray:
@@ -90,9 +90,10 @@ def _mover(name: str, lanes: int) -> Any:
     halves    where its d, and dmin, go; bad is what is not finite
     codes     where its words go
     """
-    block = BLOCKS[name]
+    block = TYPES[name]
     vector = ir.VectorType(_I32, lanes)
     shorts = ir.VectorType(_I16, lanes)
+    octets = ir.VectorType(_I8, lanes)
 
     @intrinsic
     def move(typingctx, source, row_bytes, halves, codes):
@@ -114,7 +115,13 @@ def _mover(name: str, lanes: int) -> Any:
                 return known[offset, kind]
 
             bad: ir.Value = ir.Constant(ir.VectorType(ir.IntType(1), lanes), [0] * lanes)
-            for i, offset in enumerate([block.d_at] + [block.dmin_at] * block.has_min):
+            for j in range(block.subs if block.scales else 0):
+                scale = load(j, octets)
+                place = builder.add(halves, _I64(lanes * j))
+                builder.store(scale, builder.inttoptr(place, octets.as_pointer()), align=1)
+                nan = same(octets, block.no_scale)
+                bad = builder.or_(bad, builder.icmp_unsigned("==", builder.and_(scale, nan), nan))
+            for i, offset in enumerate([] if block.scales else [block.d_at] + [block.dmin_at] * block.has_min):
                 half = load(offset, shorts)
                 place = builder.add(halves, _I64(2 * lanes * i))
                 builder.store(half, builder.inttoptr(place, shorts.as_pointer()), align=2)
@@ -171,7 +178,7 @@ def _repack(raw, first, last, stride, codes_from, out):
 @cache
 def repacker(name: str, lanes: int, inside: bool = False) -> Any:
     """The compiled `repack(raw, first, last, stride, codes_from, out)`; `inside`: for calls from kernels alone."""
-    layout = Layout(BLOCKS[name], lanes)
+    layout = Layout(TYPES[name], lanes)
     return specialize(
         _repack,
         f"{name}_{lanes}",

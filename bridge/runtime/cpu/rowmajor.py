@@ -12,14 +12,16 @@ from typing import Any
 
 import numpy as np
 
-from bridge.blocks import BLOCKS, BlockType
+from bridge.blocks import READ, TYPES, BlockType
 from bridge.jit import from_plain, inlined, specialize
 from bridge.runtime.cpu.activations import record_of
 
 # set per type by `specialize`
 unpack: Any = None
-size = subs = sub = nbytes = zero = record = d_at = dmin_at = sums_at = x_at = 0
-mins = is_k = False
+size = subs = sub = runs = run = nbytes = zero = lift = no_scale = record = d_at = dmin_at = sums_at = x_at = 0
+mins = is_k = tabled = False
+values = np.zeros(0, np.int8)  # what codes stand for, of table types
+scales = np.zeros(0, np.float32)  # and scale bytes
 
 
 @inlined
@@ -56,23 +58,31 @@ def _dot(raw, records, tokens, y):
         for b in range(blocks):
             block = raw[row, b * nbytes : (b + 1) * nbytes]
             unpack(block, q, sc, mn)
-            d = half(block, d_at)
+            d = half(block, d_at) if d_at >= 0 else np.float32(1)
             dmin = half(block, dmin_at) if mins else np.float32(0)
+            if d_at < 0:
+                for j in range(subs):
+                    bad = row if np.int32(sc[j]) & no_scale == no_scale and bad < 0 else bad
             if not (abs(d) <= np.float32(65504) and abs(dmin) <= np.float32(65504)) and bad < 0:
                 bad = row
             for t in range(tokens):
                 at = (t * blocks + b) * record
                 x = signed[at : at + size]
                 value = np.float32(0)
-                for j in range(subs):
+                for j in range(runs):
                     part = np.int32(0)
-                    for i in range(sub):
-                        part += np.int32(np.int32(q[j * sub + i]) * np.int32(x[j * sub + i]))
+                    for i in range(run):
+                        code = q[j * run + i]
+                        lifted = np.int32(values[code]) + lift if tabled else np.int32(code)
+                        part += np.int32(np.int32(lifted) * np.int32(x[j * run + i]))
                     if not mins:
                         part += ints[(at + sums_at) // 4 + j]
                     if is_k:
                         part = np.int32(part * np.int32(sc[j]))
-                    value += np.float32(part) * floats[(at + x_at) // 4 + j * sub // 32]
+                    share = np.float32(part) * floats[(at + x_at) // 4 + j * run // 32]
+                    if d_at < 0:
+                        share *= scales[np.uint8(sc[j * run // sub])]
+                    value += share
                 value *= d
                 if mins and is_k:
                     low = np.int32(0)
@@ -98,7 +108,7 @@ def _dequantize(raw, y):
         for b in range(blocks):
             block = raw[row, b * nbytes : (b + 1) * nbytes]
             unpack(block, q, sc, mn)
-            d = half(block, d_at)
+            d = half(block, d_at) if d_at >= 0 else np.float32(1)
             dmin = half(block, dmin_at) if mins else np.float32(0)
             out = y[row, b * size : (b + 1) * size]
             for j in range(subs):
@@ -107,8 +117,11 @@ def _dequantize(raw, y):
                 if is_k:
                     scale = np.float32(d * np.float32(sc[j]))
                     low = -np.float32(dmin * np.float32(mn[j]))
+                elif d_at < 0:
+                    scale = scales[np.uint8(sc[j])]
                 for i in range(sub):
-                    value = np.float32(scale * np.float32(np.int32(q[j * sub + i]) - zero))
+                    code = q[j * sub + i]
+                    value = np.float32(scale * np.float32(values[code] if tabled else np.int32(code) - zero))
                     out[j * sub + i] = value + low if mins else value
 
 
@@ -119,7 +132,11 @@ def _scope(block: BlockType) -> dict[str, Any]:
         "sub": block.sub,
         "subs": block.subs,
         "nbytes": block.nbytes,
+        "run": block.run,
+        "runs": block.size // block.run,
         "zero": np.int32(block.zero),
+        "lift": np.int32(block.lift),
+        "no_scale": np.int32(block.no_scale),
         "record": record_of(block).nbytes,
         "sums_at": record_of(block).sums_at,
         "x_at": record_of(block).d_at,
@@ -127,16 +144,19 @@ def _scope(block: BlockType) -> dict[str, Any]:
         "dmin_at": block.dmin_at,
         "mins": block.has_min,
         "is_k": block.is_k,
+        "tabled": bool(block.values),
+        "values": np.array(block.values, np.int8),
+        "scales": np.array(block.scales, np.float32),
     }
 
 
 @cache
 def dot(name: str) -> Any:
     """The compiled `dot(raw, records, tokens, y)` of a type."""
-    return specialize(_dot, name, **_scope(BLOCKS[name]))
+    return specialize(_dot, name, **_scope(TYPES[name]))
 
 
 @cache
 def dequantize(name: str) -> Any:
     """The compiled `dequantize(raw, y)` of a type."""
-    return specialize(_dequantize, name, **_scope(BLOCKS[name]))
+    return specialize(_dequantize, name, **_scope(READ[name]))

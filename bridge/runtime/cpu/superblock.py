@@ -10,6 +10,7 @@ Vectors are of int32 or float32, one lane a row. `totals` is one float vector pe
     scaled  w = d*sc*(q - zero)          sum = d * sum_g dx_g sum_j sc_j (q_j . x_j - zero*s_j)
     plain   w = d*(q - zero)             sum = d*dx * (q . x - zero*s)
             w = d*q + dmin               sum = d*dx * (q . x)  +  dmin * (dx*s)
+    table   w = scale_j*values[q]        sum = sum_j scale_j * dx * (u[q_j] . x_j - lift*s_j),  u = values + lift >= 0
 
 x_j are the int8 values of sub-block j, s_j their sum, dx_g the scale of x for 32 columns, e*t_j is dx_g*s_j: see
 activations.py. Sums over 32 columns are exact in int32; above them float32 rounds once for every 32 columns.
@@ -21,7 +22,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from bridge.runtime.cpu.activations import record_of
+from bridge.runtime.cpu.activations import float_record, record_of
 from bridge.runtime.cpu.layout import GROUP, PLANES, Layout
 
 
@@ -65,6 +66,27 @@ def _code(v: Any, scales: list[Any], j: int, bits: int, signed: bool) -> Any:
     if signed:
         return v.ashr(v.shl(word, 32 - bits - place), 32 - bits)
     return v.and_(v.shr(word, place), (1 << bits) - 1)
+
+
+def _codes(v: Any, layout: Layout, weights: Any, group: int) -> list[Callable[[], Any]]:
+    """The words of 32 columns: codes, or what they stand for where there is a table of it."""
+    block = layout.block
+    codes = words(v, weights, layout.codes_at + group * layout.group_bytes, layout.code_bits, GROUP)
+    if not block.values:
+        return codes
+    table = tuple(value + block.lift for value in block.values)
+    return [partial(_looked_up, v, code, table) for code in codes]
+
+
+def _looked_up(v: Any, code: Callable[[], Any], table: tuple[int, ...]) -> Any:
+    return v.look_up(code(), table)
+
+
+def _scale(v: Any, layout: Layout, halves: Any, j: int) -> Any:
+    """The scale of sub-block j of a type that is no K-quant."""
+    if not layout.block.scales:
+        return v.load_half(halves, 0)
+    return (v.load_e8m0 if layout.block.subs == 1 else v.load_ue4m3)(halves, v.lanes * j)
 
 
 def k_block(v: Any, layout: Layout, totals: list[Any], weights: Any, halves: Any, x: Any) -> list[Any]:
@@ -118,27 +140,30 @@ def k_block(v: Any, layout: Layout, totals: list[Any], weights: Any, halves: Any
 
 
 def plain_block(v: Any, layout: Layout, totals: list[Any], weights: Any, halves: Any, x: Any) -> list[Any]:
-    """totals + one block of 32 columns times as many values of each column of x."""
+    """totals + one block of 32 or 64 columns times as many values of each column of x."""
     block = layout.block
     record = record_of(block)
     columns = range(len(totals))
-    codes = words(v, weights, 0, layout.code_bits, GROUP)
-    if layout.code_bits == 8 and v.signed_dots:  # the target multiplies q - 128 by itself
-        parts = [v.zero() for _ in columns]
-    elif block.zero:
-        parts = [v.broadcast(x, record.nbytes * c + record.sums_at) for c in columns]
-    else:
-        parts = [v.zero() for _ in columns]
-    order = _paired(layout.code_bits, GROUP)
-    places = [[record.nbytes * c + 4 * k for k in order] for c in columns]
-    parts = v.dots(parts, [codes[k] for k in order], x, places, layout.code_bits)
-    d = v.load_half(halves, 0)
-    for c in columns:
-        dx = v.broadcast_float(x, record.nbytes * c + record.d_at)
-        totals[c] = v.fma(v.to_float(parts[c]), v.fmul(d, dx), totals[c])
-        if block.has_min:
-            s = v.broadcast_float(x, record.nbytes * c + record.sums_at)
-            totals[c] = v.fma(v.load_half(halves, 2 * v.lanes), s, totals[c])
+    signed = layout.code_bits == 8 and v.signed_dots  # the target multiplies q - 128 by itself
+    bits = (max(block.values) + block.lift).bit_length() if block.values else layout.code_bits
+    order = _paired(layout.code_bits, block.run // 4)
+    totals = list(totals)
+    for j in range(block.size // block.run):
+        group, first = j * block.run // 32, j * block.run % 32 // 4
+        codes = _codes(v, layout, weights, group)
+        if block.lift and not signed:
+            parts = [v.broadcast(x, record.nbytes * c + record.sums_at + 4 * j) for c in columns]
+        else:
+            parts = [v.zero() for _ in columns]
+        places = [[record.nbytes * c + block.run * j + 4 * k for k in order] for c in columns]
+        parts = v.dots(parts, [codes[first + k] for k in order], x, places, bits)
+        scale = _scale(v, layout, halves, j * block.run // block.sub)
+        for c in columns:
+            dx = v.broadcast_float(x, record.nbytes * c + record.d_at + 4 * group)
+            totals[c] = v.fma(v.to_float(parts[c]), v.fmul(scale, dx), totals[c])
+            if block.has_min:
+                s = v.broadcast_float(x, record.nbytes * c + record.sums_at)
+                totals[c] = v.fma(v.load_half(halves, 2 * v.lanes), s, totals[c])
     return totals
 
 
@@ -146,24 +171,24 @@ def float_block(v: Any, layout: Layout, totals: list[Any], weights: Any, halves:
     """As above with x in float32: codes become floats, nothing is rounded to integers."""
     block = layout.block
     columns = range(len(totals))
-    record = 4 * (block.size + block.subs)
+    record = float_record(block)
     scales = words(v, weights, 0, layout.scale_bits, layout.scale_words) if block.is_k else []
-    per_group = 32 // block.sub
-    d = v.load_half(halves, 0)
+    per_group = 32 // block.run
+    d = v.load_half(halves, 0) if not block.scales else None
     dmin = v.load_half(halves, 2 * v.lanes) if block.has_min else None
     for group in range(block.size // 32):
-        codes = words(v, weights, layout.codes_at + group * layout.group_bytes, layout.code_bits, GROUP)
+        codes = _codes(v, layout, weights, group)
         for i in range(per_group):
             j = group * per_group + i
             parts = [v.zero_float() for _ in columns]
-            for k in range(block.sub // 4):
+            for k in range(block.run // 4):
                 for byte in range(4):
-                    code = v.and_(v.shr(codes[i * block.sub // 4 + k](), 8 * byte), 255)
-                    value = v.to_float(v.add(code, v.splat(-block.zero)) if block.zero else code)
+                    code = v.and_(v.shr(codes[i * block.run // 4 + k](), 8 * byte), 255)
+                    value = v.to_float(v.add(code, v.splat(-block.lift)) if block.lift else code)
                     for c in columns:
-                        at = record * c + 4 * (block.sub * j + 4 * k + byte)
+                        at = record * c + 4 * (block.run * j + 4 * k + byte)
                         parts[c] = v.fma(value, v.broadcast_float(x, at), parts[c])
-            scale = d
+            scale = d if d is not None else _scale(v, layout, halves, j)
             if block.is_k:
                 scale = v.fmul(d, v.to_float(_code(v, scales, j, layout.scale_bits, signed=block.scale_lo < 0)))
             totals = [v.fma(parts[c], scale, totals[c]) for c in columns]

@@ -91,6 +91,26 @@ class Emitter:
         halves = ir.VectorType(ir.HalfType(), self.lanes)
         return self.builder.fpext(self.builder.load(self.pointer(base, at, halves), align=2 * self.lanes), self.floats)
 
+    def load_e8m0(self, base: ir.Value, at: int) -> ir.Value:
+        """2^(e - 128) of a byte a lane, but 0 for e < 2: those are below the least normal float."""
+        exponent = self.builder.zext(self._load_bytes(base, at), self.ints)
+        positive = self.builder.icmp_unsigned(">", exponent, self.splat(1))
+        bits = self.shl(self.builder.sub(exponent, self.splat(1)), 23)
+        return self.builder.bitcast(self.builder.select(positive, bits, self.zero()), self.floats)
+
+    def load_ue4m3(self, base: ir.Value, at: int) -> ir.Value:
+        """Half of a UE4M3 a lane: a half of these bits is 2^-8 of it, subnormal ones alike."""
+        shorts = ir.VectorType(ir.IntType(16), self.lanes)
+        bits = self.builder.zext(self._load_bytes(base, at), shorts)
+        bits = self.builder.shl(bits, ir.Constant(shorts, [7] * self.lanes))
+        halves = self.builder.bitcast(bits, ir.VectorType(ir.HalfType(), self.lanes))
+        return self.builder.fmul(
+            self.builder.fpext(halves, self.floats), ir.Constant(self.floats, [128.0] * self.lanes)
+        )
+
+    def _load_bytes(self, base: ir.Value, at: int) -> ir.Value:
+        return self.builder.load(self.pointer(base, at, ir.VectorType(_I8, self.lanes)), align=1)
+
     def store(self, value: ir.Value, base: ir.Value) -> None:
         self.builder.store(value, self.pointer(base, 0, self.floats), align=4)
 
@@ -131,6 +151,12 @@ class Emitter:
 
     def mul(self, a: ir.Value, b: ir.Value) -> ir.Value:
         return self.builder.mul(a, b)
+
+    def look_up(self, word: ir.Value, table: tuple[int, ...]) -> ir.Value:
+        """The table's entry for each byte of a word, 0..15."""
+        entries = ir.Constant(self.bytes, list(table) * (4 * self.lanes // 16))
+        found = self.target.emit_look_up(self, entries, self.builder.bitcast(word, self.bytes))
+        return self.builder.bitcast(found, self.ints)
 
     def dots(self, parts: list, words: list, x: ir.Value, places: list[list[int]], bits: int) -> list:
         """parts[c] + sum over k of words[k] . the 4 int8 at x + places[c][k], in every lane; codes of `bits` bits.
@@ -184,6 +210,17 @@ class Twin:
 
     def load_half(self, base: int, at: int) -> np.ndarray:
         return self.read(base + at, np.float16, self.lanes).astype(np.float32)
+
+    def load_e8m0(self, base: int, at: int) -> np.ndarray:
+        exponent = self.read(base + at, np.uint8, self.lanes).astype(np.int32)
+        return np.where(exponent > 1, (exponent - 1) << 23, 0).astype(np.int32).view(np.float32)
+
+    def load_ue4m3(self, base: int, at: int) -> np.ndarray:
+        bits = self.read(base + at, np.uint8, self.lanes).astype(np.uint16) << np.uint16(7)
+        return bits.view(np.float16).astype(np.float32) * np.float32(128)
+
+    def look_up(self, word: np.ndarray, table: tuple[int, ...]) -> np.ndarray:
+        return np.array(table, np.uint8)[np.ascontiguousarray(word).view(np.uint8)].view(np.int32)
 
     def barrier(self) -> None:
         pass

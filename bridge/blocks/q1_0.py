@@ -1,0 +1,27 @@
+"""Q1_0: w = d * (2q - 1), q 0..1, that is d or -d; 128 weights in 18 bytes, 1.125 bits per weight. Read, never written.
+
+bytes  0..1   d, f16
+       2..17  qs[16]   byte l: bit j is q[8l + j]
+"""
+
+from bridge.blocks.base import BlockType
+
+
+def pack(q, sc, mn, d, dmin, out):
+    out[0] = d & 255
+    out[1] = d >> 8
+    for i in range(16):
+        byte = 0
+        for j in range(8):
+            byte |= q[8 * i + j] << j
+        out[2 + i] = byte
+
+
+def unpack(raw, q, sc, mn):
+    for i in range(16):
+        for j in range(8):
+            q[8 * i + j] = (raw[2 + i] >> j) & 1
+
+
+Q1_0 = BlockType("Q1_0", 128, 128, 18, 2, 0, 1, 1, 0, 0, -1, pack, unpack, (-1, 1))
+assert Q1_0.nbytes == 2 + 16

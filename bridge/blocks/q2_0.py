@@ -1,0 +1,24 @@
+"""Q2_0: w = d * (q - 1), q 0..3; 64 weights in 18 bytes, 2.25 bits per weight. llama.cpp loads it since July 2026.
+
+bytes  0..1   d, f16
+       2..17  qs[16]   byte l: bits 2j, 2j+1 hold q[4l + j]
+"""
+
+from bridge.blocks.base import BlockType
+
+
+def pack(q, sc, mn, d, dmin, out):
+    out[0] = d & 255
+    out[1] = d >> 8
+    for i in range(16):
+        out[2 + i] = q[4 * i] | (q[4 * i + 1] << 2) | (q[4 * i + 2] << 4) | (q[4 * i + 3] << 6)
+
+
+def unpack(raw, q, sc, mn):
+    for i in range(16):
+        for j in range(4):
+            q[4 * i + j] = (raw[2 + i] >> (2 * j)) & 3
+
+
+Q2_0 = BlockType("Q2_0", 64, 64, 18, 4, 1, 1, 1, 0, 0, -1, pack, unpack)
+assert Q2_0.nbytes == 2 + 16
