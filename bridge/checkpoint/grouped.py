@@ -126,12 +126,7 @@ class GroupedTensor(CodedTensor):
     group_of_column: np.ndarray | None = None
     bias: np.ndarray | None = None
     notes: tuple[str, ...] = field(default=())  # what the reader found and did, for the report
-<<<<<<< HEAD
-
-    padding: ClassVar[int] = 1  # sides may be padded with zeros alone
-=======
     per_group: ClassVar = ("scales", "zeros")
->>>>>>> fp4
 
     def __post_init__(self) -> None:
         out, columns = self.codes.shape
