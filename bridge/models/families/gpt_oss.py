@@ -2,7 +2,7 @@
 
 Every second layer, from the first on, attends to a window alone: llama.cpp has that compiled in. The experts' gate and
 up are one matrix, row by row in turn, and GGUF has them apart. As they are published (MXFP4) the reader parts them
-already, see `bridge.checkpoint.gpt_oss`; as floats they are [experts, in, out].
+already, see `bridge.checkpoint.fp4_experts`; as floats they are [experts, in, out].
 """
 
 from __future__ import annotations
