@@ -92,6 +92,7 @@ PUBLISHED: dict[str, tuple[Callable[[dict[str, Any]], dict[str, Any]], tuple[tup
     "phi3-longrope": (lambda config: old_rope(config, "su"), ()),
     "deepseek3": (lambda config: old_rope(config | {"scoring_func": "sigmoid"}, "yarn"), ()),
     "gpt2": (dict, (("transformer.", ""),)),
+    "gpt-oss": (lambda config: old_rope(config, "yarn"), ()),
     "glm4-moe": (lambda config: {**config, "num_nextn_predict_layers": 1}, ()),
 }  # fmt: skip
 

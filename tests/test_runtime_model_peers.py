@@ -27,7 +27,9 @@ from tests.test_models_logits import COMMON, LENGTH, MODELS, random_model, refer
 torch = pytest.importorskip("torch")
 
 WINDOWS, WINDOW = 3, 256
-LEFT_TO_LLAMA_CPP = {"glm4-moe", "command-r", "starcoder2", "gpt2", "deepseek2-lite", "deepseek3", "qwen3-next"}
+LEFT_TO_LLAMA_CPP = {
+    "glm4-moe", "command-r", "starcoder2", "gpt2", "deepseek2-lite", "deepseek3", "qwen3-next", "gpt-oss",
+}  # fmt: skip
 CHECKPOINTS = [name for name in checkpoint_names() if "-ct-" not in name]
 SOME = [
     pytest.param(name, marks=[] if name.endswith("3bit-g128-sym") else [pytest.mark.exhaustive])

@@ -18,8 +18,8 @@ from typing import Any
 from bridge.checkpoint.awq import AwqReader
 from bridge.checkpoint.compressed import CompressedReader
 from bridge.checkpoint.exl3 import Exl3Reader
+from bridge.checkpoint.fp4_experts import GptOssReader
 from bridge.checkpoint.fp8 import Fp8Reader
-from bridge.checkpoint.gpt_oss import GptOssReader
 from bridge.checkpoint.gptq import GptqReader
 from bridge.checkpoint.hqq import HqqReader
 from bridge.checkpoint.legacy import FloatZerosReader

@@ -165,7 +165,7 @@ def read_arguments(config: Config, keys: Mapping[str, Any]) -> Arguments:
         context=config.integer("max_position_embeddings", keys.get("max_position_embeddings")),
         norm_eps=config.number("rms_norm_eps", keys.get("rms_norm_eps", 1e-6)),
         tied=bool(config.get("tie_word_embeddings", keys.get("tie_word_embeddings", False))),
-        rope=read_rope(config, rotated, keys.get("rope_theta", 10000.0)),
+        rope=read_rope(config, rotated, keys.get("rope_theta", 10000.0), keys.get("truncate", True)),
         attention_bias=flag("attention_bias"),
         mlp_bias=flag("mlp_bias"),
         window=window if "sliding_window" in keys else None,

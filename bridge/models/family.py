@@ -40,8 +40,8 @@ class Row:
                  experts' matrices are one 3-D tensor of the GGUF
     shape        names of `Arguments.sizes`, "q hidden" or "hidden"; with + for rows of several, "q+kv+kv hidden"
     also         other names of the source. Of experts without *: one 3-D tensor of that very name has them all, and
-                 with [0/2] they are the first half of its matrices' rows, with ^ those are transposed in the file
-                 where the shapes do not tell
+                 with [0/2] they are the first half of its matrices' rows, with [0::2] every second row; with ^ those
+                 are transposed in the file where the shapes do not tell
     bias         None: llama.cpp's graph has none, it must be zero; else whether it must be there
     interleaved  of q and k where GGUF rotates neighbouring rows of a head: see `interleaved_rows`
     columns_of   the modules whose rows its columns are, element by element: see `Fold`

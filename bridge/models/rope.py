@@ -60,8 +60,11 @@ class Rope:
             writer.add_rope_scaling_attn_factors(self.attention_factor)
 
 
-def read_rope(config: Config, rotated: int, default_base: float = 10000.0) -> Rope:
-    """The rope of a config for so many elements of a head; `BridgeError` for rules that llama.cpp does not have."""
+def read_rope(config: Config, rotated: int, default_base: float = 10000.0, truncate: bool = True) -> Rope:
+    """The rope of a config for so many elements of a head; `BridgeError` for rules that llama.cpp does not have.
+
+    truncate  False for a family trained with yarn's truncate false, which llama.cpp runs rounded: a note then
+    """
     rules = config.get("rope_parameters") or config.get("rope_scaling") or {}
     if not isinstance(rules, dict):
         raise BridgeError(f"{config.path}: the rope scaling is {rules!r}, an object is expected")
@@ -78,7 +81,7 @@ def read_rope(config: Config, rotated: int, default_base: float = 10000.0) -> Ro
     if kind in ("longrope", "su"):
         return _longrope(config, rules, base, rotated)
     if kind == "yarn":
-        return _yarn(config, rules, base)
+        return _yarn(config, rules, base, truncate)
     if kind == "dynamic":
         context = config.integer("max_position_embeddings")
         note = f"dynamic rope scaling is left out: the model is as trained up to {context} tokens, and not beyond"
@@ -133,7 +136,7 @@ def _positive(value: Any) -> TypeGuard[float]:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < math.inf
 
 
-def _yarn(config: Config, rules: dict[str, Any], base: float) -> Rope:
+def _yarn(config: Config, rules: dict[str, Any], base: float, truncate: bool) -> Rope:
     factor = _number(config, rules, "factor")
     key = "original_max_position_embeddings"
     original = _number(config, rules, key, config.get(key) or config.integer("max_position_embeddings"), 1 << 31)
@@ -144,8 +147,12 @@ def _yarn(config: Config, rules: dict[str, Any], base: float) -> Rope:
             f"{config.path}: yarn with beta_fast {fast:g} and beta_slow {slow:g}; llama.cpp runs this architecture "
             "with 32 and 1 alone"
         )
+    notes: tuple[str, ...] = ()
     if rules.get("truncate") is False:
-        raise BridgeError(f"{config.path}: yarn with truncate false; llama.cpp rounds the ramp's ends to dimensions")
+        rounded = "yarn with truncate false; llama.cpp rounds the ramp's ends to dimensions"
+        if truncate:
+            raise BridgeError(f"{config.path}: {rounded}")
+        notes = (rounded,)
 
     def mscale(weight: float) -> float:
         return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
@@ -156,4 +163,10 @@ def _yarn(config: Config, rules: dict[str, Any], base: float) -> Rope:
     elif rules.get("mscale") and rules.get("mscale_all_dim"):
         relative = mscale(_number(config, rules, "mscale")) / mscale(_number(config, rules, "mscale_all_dim"))
         relative /= mscale(1.0)
-    return Rope(base, "yarn", factor=factor, original_context=int(original), attention_factor=relative)
+    return Rope(base, "yarn", factor=factor, original_context=int(original), attention_factor=relative, notes=notes)
+
+
+def yarn_betas(config: Config, rope: Rope) -> dict[str, float]:
+    """The keys of yarn's betas, which llama.cpp's converter writes where config.json says them."""
+    rules = (config.get("rope_parameters") or config.get("rope_scaling") or {}) if rope.type == "yarn" else {}
+    return {f"rope.scaling.yarn_{key}": float(rules[key]) for key in ("beta_fast", "beta_slow") if key in rules}

@@ -153,8 +153,8 @@ def _experts(source: str, count: int, shape: tuple[int, ...], shapes: Mapping[st
     source, _, share = source.rstrip("]").partition("[")
     rows = stored = None
     if share:
-        which, of = map(int, share.split("/"))
-        rows = np.arange(which * shape[0], (which + 1) * shape[0])
+        which, of = map(int, share.replace("::", "/").split("/"))
+        rows = which + of * np.arange(shape[0]) if "::" in share else which * shape[0] + np.arange(shape[0])
         stored = (of * shape[0], *shape[1:])
     whole = tuple(stored or shape)
     if whole[0] != whole[1] and source in shapes:  # both ways of keeping them are published

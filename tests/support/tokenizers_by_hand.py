@@ -7,6 +7,12 @@ from typing import Any
 
 from tests.conftest import CHECKPOINT
 
+GPT4O = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+    r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
 
 def qwen() -> dict[str, Any]:
     """tokenizer.json of 2048 byte-level tokens, cut as Qwen 2 cuts text; <|endoftext|> is 0."""
@@ -24,6 +30,13 @@ def llama3() -> dict[str, Any]:
     data["added_tokens"] = [data["added_tokens"][0] | {"id": token, "content": special[token]} for token in (0, 1)]
     data["normalizer"], model["ignore_merges"] = None, True
     split["pattern"]["Regex"] = split["pattern"]["Regex"].replace(r"|\p{N}|", r"|\p{N}{1,3}|")
+    return data
+
+
+def gpt_oss() -> dict[str, Any]:
+    """The tokens of `qwen`, cut as gpt-4o and gpt-oss cut text."""
+    data = qwen()
+    data["normalizer"], data["pre_tokenizer"]["pretokenizers"][0]["pattern"]["Regex"] = None, GPT4O
     return data
 
 

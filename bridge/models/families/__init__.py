@@ -7,6 +7,7 @@ from bridge.models.families.deepseek import DEEPSEEK2
 from bridge.models.families.gemma import GEMMA2, GEMMA3
 from bridge.models.families.glm4 import GLM4, GLM4_MOE
 from bridge.models.families.gpt2 import GPT2
+from bridge.models.families.gpt_oss import GPT_OSS
 from bridge.models.families.granite import GRANITE
 from bridge.models.families.llama import LLAMA
 from bridge.models.families.mistral import MISTRAL, MIXTRAL
@@ -24,5 +25,6 @@ from bridge.models.family import Family
 ALL = (
     LLAMA, MISTRAL, MIXTRAL, MISTRAL3, QWEN2, QWEN2_MOE, QWEN2_VL, QWEN3, QWEN3_MOE, QWEN3_VL, QWEN3_VL_MOE, QWEN3_NEXT,
     SMOLLM3, GRANITE, PHI3, GEMMA2, GEMMA3, GLM4, GLM4_MOE, OLMO2, COMMAND_R, STARCODER2, GPT2, DEEPSEEK2,
+    GPT_OSS,
 )  # fmt: skip
 FAMILIES: dict[str, Family] = {name: family for family in ALL for name in (*family.architectures, family.model_type)}

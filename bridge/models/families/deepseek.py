@@ -15,6 +15,7 @@ from bridge.errors import BridgeError
 from bridge.models.arguments import Arguments
 from bridge.models.family import EXPERTS, SILU, Family, Row, decoder, gated_mlp, leading, sparse
 from bridge.models.model_config import Config
+from bridge.models.rope import yarn_betas
 from bridge.plan import Part
 
 
@@ -57,7 +58,6 @@ def _latent(config: Config, args: Arguments) -> dict[str, Any]:
             factors = f"mscale {rules.get('mscale')} and mscale_all_dim {whole}"
             raise BridgeError(f"{config.path}: yarn with {factors}; llama.cpp has one number for both")
         scaling["rope.scaling.yarn_log_multiplier"] = 0.1 * whole
-        scaling |= {f"rope.scaling.yarn_{key}": float(rules[key]) for key in ("beta_fast", "beta_slow") if key in rules}
     return {
         "attention.head_count_kv": 1,
         "attention.key_length": m["lora"] + m["rope"], "attention.value_length": m["lora"],
@@ -71,7 +71,7 @@ def _latent(config: Config, args: Arguments) -> dict[str, Any]:
         "expert_gating_func": 2 if scoring == "sigmoid" else 1,
         "expert_group_count": config.get("n_group") and config.integer("n_group"),
         "expert_group_used_count": config.get("topk_group") and config.integer("topk_group"),
-        **scaling,
+        **scaling, **yarn_betas(config, args.rope),
     }  # fmt: skip
 
 

@@ -1,0 +1,84 @@
+"""gpt-oss: experts with biases and a clamped SwiGLU, a learned sink beside each head's scores.
+
+Every second layer, from the first on, attends to a window alone: llama.cpp has that compiled in. The experts' gate and
+up are one matrix, row by row in turn, and GGUF has them apart. As they are published (MXFP4) the reader parts them
+already, see `bridge.checkpoint.fp4_experts`; as floats they are [experts, in, out].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from bridge.models.arguments import Arguments
+from bridge.models.family import SILU, Expected, Family, Row, decoder, required
+from bridge.models.model_config import Config
+from bridge.models.rope import yarn_betas
+from bridge.plan import Part
+
+_WHY = "llama.cpp's graph for this architecture has no other"
+_EXPERTS = "mlp.experts"
+
+
+def _metadata(config: Config, args: Arguments) -> dict[str, Any]:
+    usual = [f"{('full', 'sliding')[layer % 2 == 0]}_attention" for layer in range(args.layers)]
+    config.expect("layer_types", (usual,), "llama.cpp gives every second layer a window, from the first on", usual)
+    return {
+        "attention.sliding_window": config.integer("sliding_window", 128),
+        "expert_feed_forward_length": args.inner,
+        **yarn_betas(config, args.rope),
+    }
+
+
+def _biases(size: str, start: int = 0, step: int = 1) -> Callable[[Arguments, str], tuple[Part, ...]]:
+    """Of each expert: every so manieth element of its row of [experts, step * size]."""
+
+    def parts(args: Arguments, source: str) -> tuple[Part, ...]:
+        count = args.sizes[size]
+        rows = start + step * np.arange(count)
+        return tuple(Part(source, (count,), rows, matrix=i, stored=(step * count,)) for i in range(args.experts))
+
+    return parts
+
+
+GPT_OSS = Family(
+    arch="gpt-oss",
+    architectures=("GptOssForCausalLM",),
+    model_type="gpt_oss",
+    keys={
+        "num_experts": None, "attention_bias": True, "head_dim": 64, "rms_norm_eps": 1e-5, "rope_theta": 150000.0,
+        "truncate": False,
+    },
+    expects=(
+        SILU, Expected("attention_bias", (True,), _WHY),
+        Expected("swiglu_alpha", (1.702,), _WHY), Expected("swiglu_limit", (7.0,), _WHY),
+    ),
+    metadata=_metadata,
+    table=decoder(
+        Row("input_layernorm", "hidden"),
+        Row("self_attn.q_proj", "q hidden", bias=required),
+        Row("self_attn.k_proj", "kv hidden", bias=required),
+        Row("self_attn.v_proj", "kv hidden", bias=required),
+        Row("self_attn.o_proj", "hidden q", bias=required),
+        Row("self_attn.sinks", "heads", exact=True),
+        Row("post_attention_layernorm", "hidden"),
+        Row("mlp.router", "experts hidden", bias=required, floats="F32"),
+        Row(f"{_EXPERTS}.*.gate_proj", "expert hidden", (f"{_EXPERTS}.gate_up_proj[0::2]^",)),
+        Row(f"{_EXPERTS}.*.up_proj", "expert hidden", (f"{_EXPERTS}.gate_up_proj[1::2]^",)),
+        Row(f"{_EXPERTS}.*.down_proj", "hidden expert", (f"{_EXPERTS}.down_proj^",)),
+        Row(
+            f"{_EXPERTS}.gate_up_proj_bias", "experts expert", exact=True, floats="F32", name="ffn_gate_exps.bias",
+            parts=_biases("expert", 0, 2),
+        ),
+        Row(
+            f"{_EXPERTS}.gate_up_proj_bias", "experts expert", exact=True, floats="F32", name="ffn_up_exps.bias",
+            parts=_biases("expert", 1, 2),
+        ),
+        Row(
+            f"{_EXPERTS}.down_proj_bias", "experts hidden", exact=True, floats="F32", name="ffn_down_exps.bias",
+            parts=_biases("hidden"),
+        ),
+    ),
+)  # fmt: skip
