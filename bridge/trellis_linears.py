@@ -51,20 +51,23 @@ def place_layers(model: nn.Module, checkpoint: Checkpoint, device: str = "cpu") 
                 f"{type(model).__name__} has no {name}; the checkpoint is of another architecture"
             ) from None
         parent, _, child = name.rpartition(".")
-        setattr(model.get_submodule(parent), child, _linear(checkpoint, name, old, device))
+        shape = int(old.out_features), int(old.in_features)  # type: ignore[arg-type]
+        linear = trellis_linear(checkpoint.read_trellis(name), name, shape, checkpoint.path, device)
+        setattr(model.get_submodule(parent), child, linear)
 
 
-def _linear(checkpoint: Checkpoint, name: str, old: nn.Module, device: str) -> QuantLinear:
-    out, columns = int(old.out_features), int(old.in_features)  # type: ignore[arg-type]
-    layer = checkpoint.read_trellis(name)
-    if any(not 0 <= a - b < _PADDED for a, b in zip(layer.shape, (out, columns), strict=True)):
+def trellis_linear(
+    layer: TrellisLayer, name: str, shape: tuple[int, int], source: object, device: str = "cpu"
+) -> QuantLinear:
+    """A module of a layer that a model has as (out, in). Raises BridgeError where `source` has another shape."""
+    if any(not 0 <= a - b < _PADDED for a, b in zip(layer.shape, shape, strict=True)):
         raise BridgeError(
-            f"{name}: is {list(layer.shape)} in {checkpoint.path}, {[out, columns]} in the model; "
+            f"{name}: is {list(layer.shape)} in {source}, {list(shape)} in the model; "
             "the checkpoint is of another model"
         )
-    layer = layer.cropped(out, columns)
+    layer = layer.cropped(*shape)
     placed = layer.prepare() if device == "cpu" else layer.to(device)
-    return QuantLinear(placed, _bias(layer, out), precision="f32")
+    return QuantLinear(placed, _bias(layer, shape[0]), precision="f32")
 
 
 def place_biases(model: nn.Module) -> None:

@@ -6,7 +6,7 @@ handed out as uint16 bits, as from safetensors.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,29 +17,22 @@ from bridge.errors import BridgeError
 from bridge.files import refuse_pointer
 
 
-class TorchStore(Store):
-    """The tensors of .bin and .pt files, through torch."""
+class HeldStore(Store):
+    """Tensors of torch that are held already, by the file that they are of: {file: {name: tensor}}."""
 
-    def __init__(self, files: Iterable[Path]) -> None:
-        self.notes = []
-        self.files = list(files)
-        self.tensors = {}
+    def __init__(self, states: Mapping[Path, Mapping[str, Any]]) -> None:
+        import torch
+
+        super().__init__(())
+        self.files = list(states)
         self._data: dict[str, Any] = {}
-        try:
-            import torch
-        except ImportError:
-            raise BridgeError(
-                f"{self.files[0]}: {self.files[0].suffix} files need torch; pip install torch, "
-                "or convert to safetensors"
-            ) from None
         self._as_bits = {torch.bfloat16: torch.int16, torch.float8_e4m3fn: torch.uint8, torch.float8_e5m2: torch.uint8}
         names = {
             torch.bool: "BOOL", torch.uint8: "U8", torch.int8: "I8", torch.int16: "I16", torch.int32: "I32",
             torch.int64: "I64", torch.float16: "F16", torch.bfloat16: "BF16", torch.float32: "F32",
             torch.float64: "F64", torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
         }  # fmt: skip
-        for file in self.files:
-            state = _flat(torch, _load(torch, file))
+        for file, state in states.items():
             found = {}
             for name, tensor in state.items():
                 if isinstance(tensor, torch.Tensor):
@@ -54,14 +47,28 @@ class TorchStore(Store):
             tensor = tensor[first:stop]
         if tensor.dtype in self._as_bits:
             tensor = tensor.contiguous().view(self._as_bits[tensor.dtype])
-        return np.array(tensor.numpy(), order="C").view(dtype)  # a copy: the file stays mapped
+        return np.array(tensor.numpy(), order="C").view(dtype)  # a copy: the file may be mapped
 
     def view(self, name: str) -> np.ndarray:
-        """The stored elements: the file is mapped already."""
+        """The stored elements: they are held already."""
         return self.read(name)
 
     def close(self) -> None:
         self._data.clear()
+
+
+class TorchStore(HeldStore):
+    """The tensors of .bin and .pt files, through torch."""
+
+    def __init__(self, files: Iterable[Path]) -> None:
+        files = list(files)
+        try:
+            import torch
+        except ImportError:
+            raise BridgeError(
+                f"{files[0]}: {files[0].suffix} files need torch; pip install torch, or convert to safetensors"
+            ) from None
+        super().__init__({file: _flat(torch, _load(torch, file)) for file in files})
 
 
 def _load(torch: Any, file: Path) -> dict[str, Any]:
