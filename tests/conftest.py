@@ -45,11 +45,8 @@ def checkpoint_names() -> list[str]:
     return sorted(p.name for p in (SHARED / "checkpoints").glob("*/")) or ["none-found"]
 
 
-# both families, act-order, AWQ, 2 bits: what the others predict is compared on request
-_PREDICTED = (
-    "llama-gptq-4bit-g128-sym", "llama-gptq-4bit-g128-asym-actorder", "qwen3-awq-4bit-g128-gemm",
-    "qwen3-gptq-2bit-g64-asym-v2", "none-found",
-)  # fmt: skip
+# both families, act-order, AWQ: what the others predict is compared on request
+_PREDICTED = ("llama-gptq-4bit-g128-asym-actorder", "qwen3-awq-4bit-g128-gemm", "none-found")
 
 
 def predicting_checkpoints() -> list[Any]:

@@ -74,7 +74,6 @@ def test_an_unknown_method_is_named_beside_the_known(tmp_path, method):
         ({**AWQ, "version": "marlin"}, "has qzeros"),
         ({**AWQ, "version": "gemm9"}, "gemm9"),
         ({**GPTQ, "quant_method": "auto-round", "packing_format": "auto_round:fp8"}, "auto_round:fp8"),
-        ({**GPTQ, "quant_method": "auto-round", "data_type": "mx_fp"}, "data_type 'mx_fp'"),
         ({**GPTQ, "quant_method": "auto-round", "rotation_config": {"hadamard": 64}}, "hadamard"),
         ({**GPTQ, "quant_method": "auto-round", "extra_config": {"lm_head": 8}}, "not a table"),
     ],

@@ -30,6 +30,15 @@ from bridge.cuda.matrix import DeviceMatrix
 from bridge.cuda.matvec import Configuration
 
 CAPABILITIES = [(7, 5), (8, 0), (8, 6), (8, 9), (9, 0)]
+# machine code of a K-quant of each kind and of a plain type; all types run in the simulator
+_SPARED: dict[bool, list[Any]] = {True: [], False: [pytest.mark.exhaustive]}
+COMPILED = pytest.mark.parametrize(
+    "block",
+    [
+        pytest.param(*p.values, id=p.id, marks=[*p.marks, *_SPARED[p.id in ("Q3_K", "Q4_K", "Q8_0")]])
+        for p in ALL.args[1]
+    ],
+)
 compiler = pytest.mark.skipif(ptx.unavailable() is not None, reason=str(ptx.unavailable()))
 
 
@@ -61,7 +70,7 @@ KINDS += [(8, Configuration(2, 1, 1, 4), True, "")]
 
 
 @compiler
-@ALL
+@COMPILED
 def test_the_inner_loop_has_wide_loads_and_byte_products_and_no_long_multiplications(block):
     for n, shape, exact, epilogue in (kind for kind in KINDS if kind[1].units == 1):
         loop = inner_loop(ptx_of(block.name, n, shape, exact, epilogue))
@@ -88,7 +97,7 @@ def test_the_inner_loop_has_wide_loads_and_byte_products_and_no_long_multiplicat
         pytest.param(CAPABILITIES[1:-1], id="between", marks=pytest.mark.exhaustive),
     ],
 )
-@ALL
+@COMPILED
 def test_no_kernel_spills_or_needs_more_than_64_registers(block, capabilities):
     for kind in KINDS:
         code = ptx_of(block.name, *kind)
@@ -99,7 +108,7 @@ def test_no_kernel_spills_or_needs_more_than_64_registers(block, capabilities):
 
 
 @compiler
-@ALL
+@COMPILED
 def test_compiled_kernels_multiply_as_float64_does_and_stay_inside_their_arrays(block):
     """On the machine of tests/support/gpu: rows that fill no block, columns that fill no round of a warp."""
     with pretended_gpu() as gpu:

@@ -253,6 +253,7 @@ def test_other_caches_score_as_they_do_on_the_cpu(kv: str, tmp_path: Path) -> No
         assert np.abs(device.next_scores(token) - cpu.logits(cpu.run([token]))[0]).max() < 1e-3
 
 
+@pytest.mark.exhaustive
 def test_int8_records_cost_what_they_cost_on_the_cpu(tmp_path: Path) -> None:
     cpu, device = pair(tmp_path, "int8", types={"": "F16", "attn_output": "Q4_0", "ffn_down": "Q4_0", "output": "Q8_0"})
     for scores in (device.scores([3, 7], 2) - cpu.scores([3, 7], 2), device.next_scores(5) - cpu.logits(cpu.run([5]))):
