@@ -142,7 +142,7 @@ def parse() -> argparse.Namespace:
     for name in ("train", "validate"):
         default = TEXT / f"shakespeare_{'val' if name == 'validate' else name}.txt"
         parser.add_argument(f"--{name}", type=Path, default=default, metavar="FILE", help="default: %(default)s")
-    parser.add_argument("--steps", type=int, default=4000, metavar="N", help="of training; default: %(default)s")
+    parser.add_argument("--steps", type=int, default=1500, metavar="N", help="of training; default: %(default)s")
     parser.add_argument("--bits", type=int, nargs="+", default=[8, 4, 3], metavar="N", help="default: 8 4 3")
     parser.add_argument("--seed", type=int, default=1337, metavar="N", help="default: %(default)s")
     return parser.parse_args()
