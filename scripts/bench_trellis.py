@@ -17,22 +17,19 @@ import argparse
 import platform
 import statistics
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import numpy as np
 
-from bridge.runtime.bench import random_tensor
+from bridge.runtime.bench import random_tensor, taking_turns
 from bridge.runtime.cpu import pool, targets
 from bridge.trellis import BitshiftCodebook, TrellisLayer
 from bridge.trellis.decode import decode
 from bridge.trellis.packed import exl3_layer, qtip_layer
 
 MODES = ("1mad", "3inst", "mul1", "quantlut", "quantlut_sym")
-_WARM = 0.02  # seconds of untimed runs before a timed one
 
 
 def random_layer(mode: str, bits: int, out: int, columns: int) -> TrellisLayer:
@@ -47,21 +44,6 @@ def random_layer(mode: str, bits: int, out: int, columns: int) -> TrellisLayer:
     table = rng.normal(size=(512, 2)).astype(np.float16) if looks_up else None
     book = BitshiftCodebook(16, bits, 2 if looks_up else 1, 9 if looks_up else 0, mode, table)
     return qtip_layer(mode, words, book, (16, 16), su, sv)
-
-
-def taking_turns(contenders: dict[str, Callable[[], object]], rounds: int) -> dict[str, list[float]]:
-    """Seconds of each contender in each round."""
-    seconds: dict[str, list[float]] = {name: [] for name in contenders}
-    for turn in range(rounds + 1):
-        for name, run in contenders.items():
-            warmed = time.perf_counter() + _WARM
-            while time.perf_counter() < warmed:
-                run()
-            start = time.perf_counter()
-            run()
-            if turn:
-                seconds[name].append(time.perf_counter() - start)
-    return seconds
 
 
 def times(seconds: dict[str, list[float]], name: str) -> float:

@@ -97,21 +97,32 @@ def measure(
             **(others or {}),
         }
         timing = Timing(tensor.type, tensor.shape, tensor.kernel, threads, tensor.nbytes)
-        timing.seconds = {name: [] for name in contenders}
-        for turn in range(rounds + 1):
-            for name, run in contenders.items():
-                warmed = time.perf_counter() + _WARM
-                while time.perf_counter() < warmed:
-                    run()
-                start = time.perf_counter()
-                run()
-                if turn:
-                    timing.seconds[name].append(time.perf_counter() - start)
-                if rest and name in (others or {}):
-                    rest()
+        timing.seconds = taking_turns(contenders, rounds, dict.fromkeys(others or {}, rest) if rest else None)
         return timing
     finally:
         pool.set_num_threads(before)
+
+
+def taking_turns(
+    contenders: dict[str, Callable[[], object]], rounds: int, after: dict[str, Callable[[], object]] | None = None
+) -> dict[str, list[float]]:
+    """Seconds of each contender in each round, after one that does not count; see `measure`.
+
+    after  what is called after a contender's timed run
+    """
+    seconds: dict[str, list[float]] = {name: [] for name in contenders}
+    for turn in range(rounds + 1):
+        for name, run in contenders.items():
+            warmed = time.perf_counter() + _WARM
+            while time.perf_counter() < warmed:
+                run()
+            start = time.perf_counter()
+            run()
+            if turn:
+                seconds[name].append(time.perf_counter() - start)
+            if after and name in after:
+                after[name]()
+    return seconds
 
 
 def tensors_to_time(what: str | Path, shapes: Sequence[tuple[int, int]]) -> list[QuantTensor]:
