@@ -126,15 +126,14 @@ def needed(plan: Plan, source: Source, importance: Importance) -> dict[str, tupl
             parts += [(tensor, i, part) for i, part in enumerate(tensor.parts) if part.matrix is None]
 
     def loses(item: tuple[PlannedTensor, int, Part]) -> bool:
-        from bridge.mapping.choose import CARRIED_LIMIT, map_to
+        from bridge.mapping.choose import keeps_codes, must_keep
 
         tensor, number, part = item
         if not source.coded(part):
             return True
-        keep = tensor.limit is not None and tensor.limit <= CARRIED_LIMIT
         block = block_type(str(tensor.type))
         assert block is not None
-        return not keep and bool(map_to(source.grouped(part), block, importance.of(tensor, number)).why)
+        return not (must_keep(tensor.limit) or keeps_codes(source.grouped(part), block, importance.of(tensor, number)))
 
     with ThreadPoolExecutor(usable_cpus(), thread_name_prefix="look") as pool:
         found = [item for item, lost in zip(parts, pool.map(loses, parts), strict=True) if lost]

@@ -168,6 +168,9 @@ def _add_quantize(commands: Any) -> None:
     p = _command(
         commands, "quantize", "quantize a float model with the Hessians of a text, as GGUF or checkpoint", _quantize
     )
+    # what `convert` has options for, and this has not
+    p.set_defaults(plan=None, shard=None, actorder_type=None, imatrix=None, target=None)
+    p.set_defaults(exact=False, detect_lattice=False)
     p.add_argument(
         "checkpoint", metavar="MODEL", help="folder with config.json and float weights, or a Hub id (org/name)"
     )
@@ -410,8 +413,6 @@ def _quantize(a: argparse.Namespace) -> int:
         block = BLOCKS.get(a.type.upper())
         if a.output_type is None and block is not None and block.bpw < BLOCKS["Q6_K"].bpw:
             a.output_type = "Q6_K"  # as llama.cpp's presets have it
-        a.plan = a.shard = a.actorder_type = a.imatrix = a.target = None
-        a.exact = a.detect_lattice = False
         return _convert(a)
     from bridge.quantizing import quantize_checkpoint
 

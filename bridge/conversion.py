@@ -174,12 +174,12 @@ def _written(
 
 def _beyond(tensor: PlannedTensor, report: TensorReport) -> bool:
     """Whether a tensor adds more than the plan lets it, or lost codes that it was to carry."""
-    from bridge.mapping.choose import CARRIED_LIMIT  # loads Numba
+    from bridge.mapping.choose import must_keep  # loads Numba
 
     if tensor.limit is None or report.fidelity is None or report.how == CALIBRATED:
         return False
     lost = report.how == REQUANTIZED or (report.how == PARTLY and report.type != "Q8_0")
-    return report.fidelity.share > tensor.limit or (lost and tensor.limit <= CARRIED_LIMIT)
+    return report.fidelity.share > tensor.limit or (lost and must_keep(tensor.limit))
 
 
 def _beyond_plan(tensor: PlannedTensor, report: TensorReport) -> str | None:

@@ -84,12 +84,12 @@ class Executor:
     def _as_blocks(self, tensor: PlannedTensor, block: BlockType, report: TensorReport) -> np.ndarray:
         """A tensor's parts in a block type. Fills the report."""
         from bridge.mapping.carry import Fidelity
-        from bridge.mapping.choose import CARRIED_LIMIT, exact_type, map_to
+        from bridge.mapping.choose import exact_type, map_to, must_keep
         from bridge.mapping.pack import row_bytes
         from bridge.mapping.quantize_rows import quantize_rows
 
         columns = tensor.shape[-1]
-        keep = tensor.limit is not None and tensor.limit <= CARRIED_LIMIT  # chosen because it carries every part
+        keep = must_keep(tensor.limit)
         shape = math.prod(tensor.shape[:-1]), row_bytes(block, columns)
         # fresh memory is dear: that of the one part serves
         alone = (

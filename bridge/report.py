@@ -215,8 +215,8 @@ def _row(kind: str, members: list[TensorReport]) -> tuple[str, ...]:
     for f in fidelities[1:]:
         total = total + f
     came = "8-bit floats" if str(members[0].stored).startswith("F8") else "floats"
-    kept = percent(total.kept / total.weights, 4) if members[0].has_codes else f"came as {came}"
-    kept = CALIBRATED if members[0].how == CALIBRATED else kept
+    how = CALIBRATED if members[0].how == CALIBRATED else f"came as {came}"
+    kept = percent(total.kept / total.weights, 4) if members[0].has_codes else how
     error = "exact" if total.error == 0 else f"{total.nmse:.1e}"
     share = percent(total.share) if total.noise else ""
     return (*head, kept, error, share)

@@ -205,15 +205,35 @@ def requantize(t: CodedTensor, block: BlockType, importance: np.ndarray | None =
 def map_to(t: CodedTensor, block: BlockType, importance: np.ndarray | None = None, keep: bool = False) -> Mapped:
     """A part in a given type: codes carried where it can hold them; but without `keep` requantized where carrying adds
     more than `CARRIED_LIMIT` and requantizing comes closer."""
+    mapped, why = _carried_or_why(t, block, importance, keep)
+    if not why and mapped is not None:
+        return mapped
+    return replace(requantize(t, block, importance) if mapped is None else mapped, why=why)
+
+
+def keeps_codes(t: CodedTensor, block: BlockType, importance: np.ndarray | None = None, keep: bool = False) -> bool:
+    """Whether `map_to` carries the codes."""
+    return not _carried_or_why(t, block, importance, keep)[1]
+
+
+def must_keep(limit: float | None) -> bool:
+    """Whether a type of this limit was chosen because it carries every code."""
+    return limit is not None and limit <= CARRIED_LIMIT
+
+
+def _carried_or_why(
+    t: CodedTensor, block: BlockType, importance: np.ndarray | None, keep: bool
+) -> tuple[Mapped | None, str]:
+    """The codes carried and no reason; or why not, with what requantizing gave where that decided."""
     try:
         carried = carry(t, block)
     except CannotCarryError as cannot:
-        return replace(requantize(t, block, importance), why=cannot.reason)
+        return None, cannot.reason
     if keep or carried.fidelity.share <= CARRIED_LIMIT:
-        return carried
+        return carried, ""
     other = requantize(t, block, importance)
     if carried.fidelity.error <= other.fidelity.error:
-        return carried
+        return carried, ""
     shifted = block.zero and isinstance(t, GroupedTensor) and fractional(t.zeros)
     why = "has no place for fractional zero points" if shifted else "comes closer to the weights with other codes"
-    return replace(other, why=f"{block.name} {why}")
+    return other, f"{block.name} {why}"
