@@ -10,7 +10,7 @@ import numpy as np
 
 from bridge.jit import specialize
 from bridge.mapping.half import round_half
-from bridge.quantize.lanes import line_search
+from bridge.quantize.lanes import least, line_search
 from bridge.quantize.refine import line_target, move
 
 _GAIN = np.float32(0.9999)
@@ -44,11 +44,7 @@ def _refit(codes, g, hessian, order, push, inverse, scales, zeros, high):
             tried[1, lane] = -(s * z)
             tried[3, lane] = z
         try_lines(target, push, tried[0], tried[1], _ZERO, most, scratch[0], scratch[1], tried[2])
-        best = -1
-        for lane in range(lanes):
-            if tried[2, lane] < bound:
-                bound = tried[2, lane]
-                best = lane
+        best = least(tried[2], bound)
         if best >= 0:
             scales[row] = tried[0, best]
             zeros[row] = tried[3, best]

@@ -14,6 +14,8 @@ from llvmlite import ir
 from numba.core import cgutils, types
 from numba.extending import intrinsic
 
+from bridge.jit import inlined
+
 _F32 = ir.FloatType()
 _FUSED = ("contract", "nsz", "nnan")  # products may be fused with sums
 
@@ -50,6 +52,17 @@ def line_search(lanes: int) -> Any:
         return types.void(target, push, a, c, low, high, codes, errors, lost), emit
 
     return try_lines
+
+
+@inlined
+def least(lost, bound):
+    """The lane of the least error below `bound`; -1 where there is none."""
+    best = -1
+    for lane in range(len(lost)):
+        if lost[lane] < bound:
+            bound = lost[lane]
+            best = lane
+    return best
 
 
 _ARGUMENTS = ("target", "push", "a", "c", "low", "high", "codes", "errors", "lost")

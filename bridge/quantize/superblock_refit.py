@@ -16,7 +16,7 @@ import numpy as np
 from bridge.blocks import BlockType
 from bridge.jit import specialize
 from bridge.mapping.half import round_half
-from bridge.quantize.lanes import line_search
+from bridge.quantize.lanes import least, line_search
 from bridge.quantize.refine import line_target, move
 
 _GAIN = np.float32(0.9999)
@@ -119,11 +119,7 @@ def _lines(codes, values, g, hessian, order, push, inverse, sc, mn, d, dmin, for
             tried[3, lane] = np.float32(s)
             tried[4, lane] = np.float32(m)
         try_lines(target, push[j], tried[0], tried[1], low, high, scratch[0], scratch[1], tried[2])
-        best = -1
-        for lane in range(lanes):
-            if tried[2, lane] < bound:
-                bound = tried[2, lane]
-                best = lane
+        best = least(tried[2], bound)
         if best >= 0:
             sc[j] = np.int32(tried[3, best])
             mn[j] = np.int32(tried[4, best])
@@ -243,11 +239,7 @@ def _refit_plain(codes, g, hw, hessian, sums, order, push, inverse, sc, mn, d, d
             tried[0, lane] = round_half(old_d * (np.float32(1) + at * _STEP / high))
             tried[1, lane] = round_half(old_m + (m_at - at) * _STEP * old_d) if mins else _ZERO
         try_lines(target, push[0], tried[0], tried[1], low, high, scratch[0], scratch[1], tried[2])
-        best = -1
-        for lane in range(lanes):
-            if tried[2, lane] < bound:
-                bound = tried[2, lane]
-                best = lane
+        best = least(tried[2], bound)
         if best >= 0:
             a, c = tried[0, best], tried[1, best]
             d[row, 0] = a
