@@ -91,12 +91,6 @@ class GGUFOutput:
             self._folder = self._temporaries.enter_context(unfinished(path))
         except OSError as problem:
             raise BridgeError(f"{path.parent}: cannot write there: {problem.strerror}") from None
-        try:
-            with disk_errors(path, "metadata", "output"):
-                self._next_shard()
-        except BaseException:
-            self._discard()
-            raise
 
     def __enter__(self) -> GGUFOutput:
         return self
@@ -113,7 +107,11 @@ class GGUFOutput:
         self._temporaries.close()
 
     def write(self, data: np.ndarray) -> None:
-        """Append the next tensor of `tensors`: its bytes in any dtype."""
+        """Append the next tensor of `tensors`: its bytes in any dtype. The first of a shard comes after its head, which
+        is written only then: meanwhile the next tensors are made."""
+        if not self._left:
+            with disk_errors(self.path, "metadata", "output"):
+                self._next_shard()
         tensor = self._left.pop(0)
         assert self._writer is not None
         assert self._writer.fout is not None
@@ -124,8 +122,6 @@ class GGUFOutput:
                 self._wait()  # raises what the system said of the last one
                 self._syncing = self._background.submit(_sync_data, self._writer.fout[0].fileno())
                 self._unsynced = 0
-            if not self._left:
-                self._next_shard()
 
     def _next_shard(self) -> None:
         """Close the shard that is whole; write the head of the next, if there is one."""
@@ -164,6 +160,9 @@ class GGUFOutput:
         if missing:
             count = f"{len(missing)} of {len(self.tensors)} tensors is missing, {missing[0].name} first"
             raise BridgeError(f"{self.path}: {count}; this is a defect of the program, please report it")
+        with disk_errors(self.path, "the last tensors", "output"):
+            while self._todo or self._writer is not None:
+                self._next_shard()
         self._check_targets(self._targets)
         for target in self._targets:
             with open(self._folder / target.name, "rb") as file, disk_errors(self.path, target.name, "output"):
