@@ -127,7 +127,7 @@ def test_every_target_of_this_machine(block, rows, target):
     close(run(engine, x[:1], rows), rounded(x[:1]), weights, block)
 
 
-@pytest.mark.parametrize("target", ["avx512", "avxvnni", "avx2", "neon"])
+@pytest.mark.parametrize("target", ["avx512", "avxvnni", "avx512bw", "avx2", "neon"])
 @ALL
 def test_every_target_in_python(block, target):
     """The twin runs the kernel's own lines on numpy arrays, also where the target does not exist."""
@@ -154,6 +154,7 @@ def test_every_target_in_python(block, target):
         ("neon", "aarch64-linux-gnu", "+neon,+dotprod", "sdot"),
         ("avx2", "x86_64-linux-gnu", "+avx2,+fma,+f16c", "vpmaddubsw"),
         ("avxvnni", "x86_64-linux-gnu", "+avx2,+fma,+f16c,+avxvnni", "vpdpbusd"),
+        ("avx512bw", "x86_64-linux-gnu", "+avx512f,+avx512bw,+avx512vl,+f16c,+fma", "vpmaddubsw"),
         ("avx512", "x86_64-linux-gnu", "+avx512f,+avx512bw,+avx512vl,+avx512vnni,+f16c,+fma", "vpdpbusd"),
     ],
 )

@@ -29,7 +29,7 @@ _I8, _I16, I32, I64 = (ir.IntType(n) for n in (8, 16, 32, 64))
 _F32, _F16 = ir.FloatType(), ir.HalfType()
 INTS, FLOATS = ir.VectorType(I32, LANES), ir.VectorType(_F32, LANES)
 WORDS = ir.VectorType(_I16, LANES)
-_CONVERTING = ("avx512", "avxvnni", "avx2", "neon")  # targets whose CPUs convert halves
+_CONVERTING = ("avx512", "avxvnni", "avx512bw", "avx2", "neon")  # targets whose CPUs convert halves
 
 
 @dataclass(frozen=True)
@@ -158,7 +158,7 @@ class Lanes:
             flat = b.bitcast(z, ir.VectorType(_I8, 4 * LANES))
             ones = self.splat(1, ir.VectorType(_I8, 4 * LANES))
             return self.call("llvm.x86.avx512.vpdpbusd.512", INTS, self.splat(0), flat, ones)
-        if self.code.target in ("avx2", "avxvnni"):
+        if self.code.target in ("avx2", "avxvnni", "avx512bw"):
             return self._joined([self._byte_sums_avx2(self.pick(z, range(i, i + 8))) for i in (0, 8)])
         pairs = self.splat(0x00FF00FF)
         total = b.add(b.and_(z, pairs), b.and_(b.lshr(z, self.splat(8)), pairs))

@@ -15,21 +15,25 @@ WIDTHS = (1, 4)  # columns of x at once, as the registers allow
 FEATURES = ("avx2", "f16c", "fma")
 SIGNED_DOTS = False
 
-_I16 = ir.VectorType(ir.IntType(16), 2 * LANES)
-
 
 def emit_look_up(v, table, codes):
     return v.call("llvm.x86.avx2.pshuf.b", v.bytes, table, codes)
 
 
 def emit_dots(v, parts, words, x, places, bits):
+    return pmaddubsw(v, "llvm.x86.avx2.pmadd.ub.sw", "llvm.x86.avx2.pmadd.wd", parts, words, x, places, bits)
+
+
+def pmaddubsw(v, multiply, widen, parts, words, x, places, bits) -> list[ir.Value]:
+    """The two instructions of a vector width, `multiply` and `widen`, on whatever lanes v has."""
     if bits == 8:
-        zeros = [v.zero() for _ in parts]
-        high = emit_dots(v, zeros, [partial(_nibble, v, w, 4) for w in words], x, places, 4)
-        low = emit_dots(v, parts, [partial(_nibble, v, w, 0) for w in words], x, places, 4)
+        low, high = ([partial(_nibble, v, w, right) for w in words] for right in (0, 4))
+        high = pmaddubsw(v, multiply, widen, [v.zero() for _ in parts], high, x, places, 4)
+        low = pmaddubsw(v, multiply, widen, parts, low, x, places, 4)
         return [v.add(a, v.shl(b, 4)) for a, b in zip(low, high, strict=True)]
     parts = list(parts)
-    ones = ir.Constant(_I16, [1] * (2 * LANES))
+    shorts = ir.VectorType(ir.IntType(16), 2 * v.lanes)
+    ones = ir.Constant(shorts, [1] * (2 * v.lanes))
     together = _together(bits)
     for start in range(0, len(words), together):
         pairs = [None] * len(parts)
@@ -37,10 +41,10 @@ def emit_dots(v, parts, words, x, places, bits):
             codes = v.builder.bitcast(word(), v.bytes)
             for c in range(len(parts)):
                 values = v.builder.bitcast(v.broadcast(x, places[c][k]), v.bytes)
-                pair = v.call("llvm.x86.avx2.pmadd.ub.sw", _I16, codes, values)
+                pair = v.call(multiply, shorts, codes, values)
                 pairs[c] = pair if pairs[c] is None else v.builder.add(pairs[c], pair)
         for c in range(len(parts)):
-            parts[c] = v.add(parts[c], v.call("llvm.x86.avx2.pmadd.wd", v.ints, pairs[c], ones))
+            parts[c] = v.add(parts[c], v.call(widen, v.ints, pairs[c], ones))
     return parts
 
 
@@ -60,9 +64,9 @@ def twin_dots(part, codes, quads, bits):
     total = part.astype(np.int32)
     together = _together(bits)
     for start in range(0, len(codes), together):
-        pairs = np.zeros((LANES, 2), np.int16)
+        pairs = np.zeros((len(part), 2), np.int16)
         for code, quad in list(zip(codes, quads, strict=True))[start : start + together]:
-            products = (code.astype(np.int32) * quad).reshape(LANES, 2, 2).sum(2)
+            products = (code.astype(np.int32) * quad).reshape(len(part), 2, 2).sum(2)
             pairs += np.clip(products, -32768, 32767).astype(np.int16)
         total += pairs.astype(np.int32).sum(1)
     return total

@@ -1,6 +1,6 @@
 """Which instruction set the kernels use: chosen when the program runs, from what the CPU says it has.
 
-BRIDGE_CPU=avx512, avxvnni, avx2, neon or portable overrides the choice, downwards only: an instruction that
+BRIDGE_CPU=avx512, avxvnni, avx512bw, avx2, neon or portable overrides the choice, downwards only: an instruction that
 the CPU lacks ends the process, so asking for one is an error. NUMBA_CPU_NAME and NUMBA_CPU_FEATURES count as
 the CPU's description where they are set, since numba compiles for them.
 """
@@ -14,7 +14,7 @@ from types import ModuleType
 
 from bridge.errors import BridgeError
 
-_ORDER = ("avx512", "avxvnni", "avx2", "neon")
+_ORDER = ("avx512", "avxvnni", "avx512bw", "avx2", "neon")
 PORTABLE = "portable"
 
 

@@ -1,0 +1,19 @@
+"""AVX-512 without VNNI (Skylake-X and its Xeons): pmaddubsw as in AVX2, on 16 lanes.
+
+Prompts too: a float product (torch, one thread, 64 x 4096 x 1024) takes 1.2 to 2 times as long as the integers' one.
+"""
+
+from bridge.runtime.cpu.intrinsics_avx2 import pmaddubsw, twin_dots
+from bridge.runtime.cpu.intrinsics_avx512 import emit_look_up
+
+NAME = "avx512bw"
+LANES = 16
+WIDTHS = (1, 4, 8)  # columns of x at once, as the registers allow
+FEATURES = ("avx512f", "avx512bw", "avx512vl", "f16c", "fma")
+SIGNED_DOTS = False
+
+__all__ = ["FEATURES", "LANES", "NAME", "SIGNED_DOTS", "WIDTHS", "emit_dots", "emit_look_up", "twin_dots"]
+
+
+def emit_dots(v, parts, words, x, places, bits):
+    return pmaddubsw(v, "llvm.x86.avx512.pmaddubs.w.512", "llvm.x86.avx512.pmaddw.d.512", parts, words, x, places, bits)
