@@ -30,6 +30,7 @@ from bridge.options import (
     positive,
     shard,
 )
+from bridge.plotting.plot_command import add_parser as add_plot
 from bridge.progress import Bar
 from bridge.repacking.command import add_parser as add_repack
 from bridge.runtime.commands import add_parsers
@@ -126,6 +127,7 @@ def _parser() -> argparse.ArgumentParser:
     add_repack(commands)
     add_parsers(commands)
     _add_bench(commands)
+    add_plot(commands)
     return parser
 
 
