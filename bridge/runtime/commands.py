@@ -39,7 +39,7 @@ def _take_checkpoints(p: argparse.ArgumentParser, converted: Callable[[argparse.
     """What runs may be a checkpoint too; `a.converted(a)` is the GGUF of either."""
     p.add_argument(
         "model",
-        help="the GGUF (its first shard), or a checkpoint, which is converted and kept: a folder, Hub id or .pt",
+        help="the GGUF (its first shard), or a checkpoint, which is converted first: a folder, Hub id or .pt",
     )
     p.add_argument("--config", metavar="DIR", type=Path, help="folder with config.json and tokenizer, for a bare .pt")
     p.set_defaults(converted=converted)
