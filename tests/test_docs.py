@@ -103,7 +103,7 @@ def test_a_command_of_the_pages_is_one_that_the_program_takes(command):
 def test_scripts_and_modules_that_the_pages_name_exist():
     for page in PAGES:
         for name in re.findall(
-            r"(?<![\w/.])((?:scripts|bridge|tests|cuda)/[\w/.]+\w)", page.read_text(encoding="utf-8")
+            r"(?<![\w/.])((?:scripts|bridge|tests|cuda)/[\w/.-]+\w)", page.read_text(encoding="utf-8")
         ):
             assert (ROOT / name).exists(), f"{page.name}: {name}"
 

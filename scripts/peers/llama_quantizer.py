@@ -1,7 +1,9 @@
 """What llama.cpp's quantizer makes of an unquantized GGUF, through the library inside the xllamacpp wheel.
 
 The wheel leaves out `llama_model_quantize`, but has what that calls for every tensor: ggml_quantize_chunk. The mixture
-of types that a preset is (Q4_K_M, ...) is `bridge.recipe`'s. The imatrix is used as llama.cpp does: for the tensors that it names, the others are rounded without.
+of types that a preset is (Q4_K_M, ...) is `bridge.recipe`'s; a test holds the result beside a file of llama.cpp's own
+quantizer, byte for byte. The imatrix is used as llama.cpp does: for the tensors that it names, the others are rounded
+without.
 """
 
 from __future__ import annotations
