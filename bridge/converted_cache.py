@@ -2,7 +2,8 @@
 
     models/NAME-DIGEST/          in the cache folder, held by the processes that use it
         NAME.gguf                as `convert` makes it without options
-        checkpoints.json         where its contents were seen: folder -> {file: [bytes, time of change, inode]}
+        checkpoints.json         where its contents were seen: folder -> {file: [bytes, time of change, inode]},
+                                 and by which version of this program
         lock                     locked by the process that converts
 
 DIGEST is of the contents of all files that a conversion reads, and of this program's version. Reading them whole takes
@@ -65,7 +66,7 @@ def converted(
             f"`gguf-bridge convert {checkpoint}` makes a GGUF for it"
         )
     files = _files(home, Path(config) if config is not None else None)
-    seen = {name: _status(file) for name, file in files.items()}
+    seen = {"by": bridge.__version__, **{name: _status(file) for name, file in files.items()}}
     models = cache_folder() / "models"
     folder = next((f for f in sorted(models.glob("*")) if _notes(f).get(str(home.resolve())) == seen), None)
     name = model_name(str(checkpoint))

@@ -650,7 +650,7 @@ def test_functions_of_the_package_are_functions_whatever_was_imported_before():
     assert python("-c", "import bridge; bridge.verify; assert callable(bridge.convert)").stderr == ""
 
 
-@pytest.mark.parametrize("command", ["", "convert", "verify", "inspect"])
+@pytest.mark.parametrize("command", ["", "convert", "verify", "inspect", "run", "cache", "plot"])
 def test_help_fits_a_terminal(command, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     with pytest.raises(SystemExit) as done:

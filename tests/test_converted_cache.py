@@ -88,6 +88,8 @@ def test_contents_are_read_again_only_where_a_file_was_touched(cache, model, mon
     assert converted(model) == first  # the same contents
     assert converted(model) == first
     assert read == [1]
+    monkeypatch.setattr("bridge.__version__", "9.9")
+    assert converted(model) != first  # another version may convert otherwise
 
 
 def test_the_cache_is_listed_and_cleared_but_for_what_is_in_use(cache, model, release, capsys):

@@ -8,9 +8,10 @@ from typing import Any
 
 _HELP = "draw a report, or a benchmark's figures"
 _DESCRIPTION = """\
-Draw what was measured: of a report (convert, quantize or verify --report) the error, the
-codes kept and the bits of each layer; of bench_formats.py and bench_quantize.py --json the
-KL divergence against size; of bench_matvec.py --json the speed beside plain reading.
+Draw what was measured: of a report (convert, quantize or verify --report) the
+error, the codes kept and the bits of each layer; of bench_formats.py and
+bench_quantize.py --json the KL divergence against size; of bench_matvec.py
+--json the speed beside plain reading.
 """
 
 
