@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 from functools import cache
+from itertools import takewhile
 from pathlib import Path
 
 import pytest
@@ -106,6 +108,47 @@ def test_scripts_and_modules_that_the_pages_name_exist():
             r"(?<![\w/.])((?:scripts|bridge|tests|cuda)/[\w/.-]+\w)", page.read_text(encoding="utf-8")
         ):
             assert (ROOT / name).exists(), f"{page.name}: {name}"
+
+
+def cells(page: str, head: str) -> list[list[str]]:
+    """The rows of the table of a page whose first line begins so."""
+    lines = (ROOT / "docs" / page).read_text(encoding="utf-8").splitlines()
+    start = next(i for i, line in enumerate(lines) if line.startswith(head)) + 2
+    rows = list(takewhile(lambda line: line.startswith("|"), lines[start:]))
+    return [[cell.strip() for cell in row.split("|")[1:-1]] for row in rows]
+
+
+def measured(name: str) -> dict:
+    return json.loads((ROOT / "docs" / "measured" / f"{name}.json").read_text(encoding="utf-8"))
+
+
+def test_the_table_of_products_is_of_the_figures_that_the_picture_shows():
+    shown = {tuple(row[:3]): tuple(row[3:7]) for row in cells("speed.md", "| type | shape |")}
+    products = measured("matvec")["products"]
+    assert len(shown) == len(products)
+    for p in products:
+        key = p["type"], f"{p['shape'][0]} x {p['shape'][1]}", str(p["threads"])
+        assert shown[key] == (f"{p['gbs']:.1f}", f"{p['of_read']:.0%}", f"{p['read_gbs']:.1f}", f"{p['ggml_gbs']:.1f}")
+
+
+def test_the_table_of_quantizing_is_of_the_figures_that_the_picture_shows():
+    shown = {row[0]: (float(row[1]), float(row[2])) for row in cells("quantize.md", "| | ggml with imatrix")}
+    formats = measured("quantize")["formats"]
+    theirs, ours = (
+        {row["name"]: row["kl"] for row in formats if row["maker"].startswith(maker)} for maker in ("llama", "gguf")
+    )
+    assert shown == {
+        name: (pytest.approx(theirs[name], rel=0.02), pytest.approx(ours[name], rel=0.02)) for name in ours
+    }
+
+
+def test_the_table_of_formats_is_of_the_figures_that_the_picture_shows():
+    shown = {row[0]: row for row in cells("formats.md", "| format |")}
+    formats = {row["name"]: row for row in measured("formats")["formats"]}
+    assert set(shown) >= set(formats)
+    for name, row in formats.items():
+        assert shown[name][1] == f"{row['bpw']:.2f}"
+        assert shown[name][4].split(" ")[0] == ("" if row.get("kl") is None else f"{row['kl']:.2e}")
 
 
 def test_the_changelogs_first_entry_is_this_version():

@@ -84,7 +84,7 @@ def test_the_installed_program_is_the_wheels(program: Path, tmp_path: Path) -> N
 def test_the_installed_program_converts_and_runs(program: Path, tmp_path: Path) -> None:
     shutil.copytree(CHECKPOINT, tmp_path / "model")
     outside(program, tmp_path, "convert", "model", "model.gguf", "--report", "report.json")
-    bridge.convert(CHECKPOINT, tmp_path / "here.gguf")
+    bridge.convert(tmp_path / "model", tmp_path / "here.gguf")
     assert (tmp_path / "model.gguf").read_bytes() == (tmp_path / "here.gguf").read_bytes()
     assert len(json.loads((tmp_path / "report.json").read_text())["tensors"]) == 46
     assert outside(program, tmp_path, "run", "model.gguf", "-p", "KING", "-n", 4, "--temp", 0).startswith("KING")
