@@ -78,7 +78,8 @@ def converted(
         with _locked(folder / "lock"):
             path = next(iter(folder.glob("*.gguf")), folder / f"{name}.gguf")
             if not path.exists():
-                _convert(checkpoint, path, config, progress)
+                print(f"converting {checkpoint}; the GGUF is kept, see `gguf-bridge cache`", file=sys.stderr)
+                _convert(home, path, config, progress)
             if (notes := _notes(folder)).get(str(home.resolve())) != seen:
                 write_text(folder / _NOTES, json.dumps({**notes, str(home.resolve()): seen}, indent=1) + "\n")
     except BaseException:
@@ -94,9 +95,8 @@ def converted(
     return path
 
 
-def _convert(checkpoint: str | Path, path: Path, config: str | Path | None, progress: Progress | None) -> None:
-    print(f"converting {checkpoint}; the GGUF is kept, see `gguf-bridge cache`", file=sys.stderr)
-    report = convert(checkpoint, path, config=config, progress=progress, force=True)
+def _convert(home: Path, path: Path, config: str | Path | None, progress: Progress | None) -> None:
+    report = convert(home, path, config=config, progress=progress, force=True)
     total = report.total()
     kept = f"{percent(total.kept / total.weights, 4)} of its codes kept, " if total else ""
     print(f"{kept}{size_text(report.output_bytes)} in {report.seconds:.1f} s", file=sys.stderr)

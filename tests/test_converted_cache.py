@@ -77,6 +77,18 @@ def test_an_entry_is_named_by_contents(cache, model, tmp_path, release):
     assert len(kept(cache)) == 2
 
 
+def test_a_hub_ids_entry_is_named_by_the_repository(cache, tmp_path, monkeypatch, release, capsys):
+    snapshot = tmp_path / "hub" / "models--org--bard-gptq" / "snapshots" / ("0123456789" * 4)
+    shutil.copytree(CHECKPOINT, snapshot)
+    asked = []
+    monkeypatch.setattr("bridge.converted_cache.resolve", lambda name, config: asked.append(name) or snapshot)
+    path = converted("org/bard-gptq")
+    assert path.name == "bard-gptq.gguf"
+    assert converted("org/bard-gptq") == path
+    assert asked == ["org/bard-gptq"] * 2
+    assert "converting org/bard-gptq;" in capsys.readouterr().err
+
+
 def test_contents_are_read_again_only_where_a_file_was_touched(cache, model, monkeypatch, release):
     first = converted(model)
     read = []
