@@ -11,10 +11,14 @@ from typing import Any
 from bridge.errors import BridgeError
 
 
-def add_parsers(commands: Any, converted: Callable[[argparse.Namespace], Path]) -> None:
+def _as_it_is(a: argparse.Namespace) -> Path:
+    return Path(a.model)
+
+
+def add_parsers(commands: Any, converted: Callable[[argparse.Namespace], Path] = _as_it_is) -> None:
     """Add the two commands to argparse's sub-parsers.
 
-    converted  the GGUF of a command's `model` and `config`: what is no GGUF is made one
+    converted  the GGUF of a command's `model` and `config`; by default they are GGUFs
     """
     p = _parser(commands, "run", "continue a text, or answer a question, with a GGUF or a checkpoint", run)
     _take_checkpoints(p, converted)
