@@ -5,7 +5,7 @@ BIN = $(VENV)/bin
 EXTRAS ?= test
 PIP = $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo test test-all lint bench clean
+.PHONY: demo test test-all lint bench docs pictures clean
 
 demo: $(VENV)/.demo
 	$(BIN)/python scripts/demo.py
@@ -24,6 +24,14 @@ lint: $(VENV)/.$(EXTRAS)
 bench: $(VENV)/.$(EXTRAS)
 	$(BIN)/python scripts/bench_convert.py
 
+docs: $(VENV)/.docs
+	$(BIN)/python -m mkdocs build --strict
+
+pictures: $(VENV)/.plot
+	for figures in docs/measured/*.json; do \
+		$(BIN)/gguf-bridge plot $$figures -o docs/pictures/$$(basename $$figures .json).svg --force || exit 1; \
+	done
+
 $(VENV)/.venv:
 	$(PYTHON) -m venv $(VENV)
 	touch $@
@@ -32,9 +40,13 @@ $(VENV)/.demo: $(VENV)/.venv pyproject.toml constraints.txt
 	$(PIP) -e .[demo]
 	touch $@
 
+$(VENV)/.docs $(VENV)/.plot: $(VENV)/.%: $(VENV)/.venv pyproject.toml constraints.txt
+	$(PIP) -e .[$*]
+	touch $@
+
 $(VENV)/.$(EXTRAS): $(VENV)/.venv pyproject.toml constraints.txt
 	$(PIP) -e .[$(EXTRAS)]
 	touch $@
 
 clean:
-	rm -rf $(VENV) demo build *.egg-info
+	rm -rf $(VENV) demo build site *.egg-info

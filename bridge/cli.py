@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from bridge.blocks import BLOCKS, TYPES
+from bridge.cache_command import add_parser as add_cache
 from bridge.errors import BridgeError, shortened
 from bridge.options import (
     add_calibration,
@@ -30,6 +31,7 @@ from bridge.options import (
     positive,
     shard,
 )
+from bridge.plotting.plot_command import add_parser as add_plot
 from bridge.progress import Bar
 from bridge.repacking.command import add_parser as add_repack
 from bridge.runtime.commands import add_parsers
@@ -49,6 +51,7 @@ examples:
   gguf-bridge verify out.gguf Qwen2.5-7B-GPTQ
   gguf-bridge repack old-gptq new --checkpoint-format gptq_v2
   gguf-bridge run out.gguf -p "Once upon a time"
+  gguf-bridge run org/name -p "Once upon a time"    converts it first
 """
 
 
@@ -124,8 +127,10 @@ def _parser() -> argparse.ArgumentParser:
     _add_verify(commands)
     _add_inspect(commands)
     add_repack(commands)
-    add_parsers(commands)
+    add_parsers(commands, _converted)
     _add_bench(commands)
+    add_plot(commands)
+    add_cache(commands)
     return parser
 
 
@@ -240,6 +245,7 @@ def _add_bench(commands: Any) -> None:
 
 def _convert(a: argparse.Namespace) -> int:
     from bridge.conversion import convert
+    from bridge.models.modelfile import ollama_line
     from bridge.report import check_report
 
     if a.checkpoint is None and a.plan is None:
@@ -263,6 +269,8 @@ def _convert(a: argparse.Namespace) -> int:
             progress=bar,
         )
     print(report.table())
+    if a.modelfile:
+        print(f"Ollama takes it: {ollama_line(report.outputs[0])}")
     if a.report:
         report.save(a.report)
     return 0
@@ -336,6 +344,18 @@ def _inspect(a: argparse.Namespace) -> int:
 
     print(describe(a.path, a.config, a.template))
     return 0
+
+
+def _converted(a: argparse.Namespace) -> Path:
+    """The GGUF that `run` was given, or made of the checkpoint that it was given."""
+    path = Path(a.model)
+    if path.suffix == ".gguf" or (path.is_file() and path.suffix != ".pt" and a.config is None):
+        return path
+    from bridge.converted_cache import converted
+    from bridge.runtime.decoder_config import ARCHITECTURES
+
+    with Bar("converting") as bar:
+        return converted(a.model, a.config, ARCHITECTURES, bar)
 
 
 def _bench(a: argparse.Namespace) -> int:

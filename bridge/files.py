@@ -113,11 +113,16 @@ def disk_errors(path: Path, what: str, instead: str) -> Iterator[None]:
 
 
 def write_text(path: Path, text: str) -> None:
+    """`write_bytes` of a text, in UTF-8."""
+    write_bytes(path, text.encode("utf-8"))
+
+
+def write_bytes(path: Path, data: bytes) -> None:
     """Write a small file whole or not at all; BridgeError where that fails."""
     try:
         with unfinished(path) as folder:
-            with open(folder / path.name, "x", encoding="utf-8") as file:
-                file.write(text)
+            with open(folder / path.name, "xb") as file:
+                file.write(data)
                 file.flush()
                 os.fsync(file.fileno())
             os.replace(folder / path.name, path)

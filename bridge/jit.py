@@ -23,6 +23,7 @@ from typing import Any
 import numba
 
 import bridge
+from bridge.cache_folder import cache_folder
 from bridge.held import hold, remove_unheld
 
 _KEPT_CACHES = 3  # digests of other checkouts or versions that stay beside ours
@@ -35,8 +36,7 @@ def _cache_dir() -> Path:
     for source in sorted({source for folder in folders for source in folder.rglob("*.py")}):
         status = source.stat()
         digest.update(f"{source}:{status.st_mtime_ns}:{status.st_size}\n".encode())
-    base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "gguf-bridge" / "numba"
-    return base / digest.hexdigest()[:16]
+    return cache_folder() / "numba" / digest.hexdigest()[:16]
 
 
 def _made(folder: Path) -> Path:

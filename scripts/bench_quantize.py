@@ -4,7 +4,8 @@
 
 Both see the same tokens: ggml (through the library of the tests' wheel) the mean square of each linear's inputs,
 ours the Hessians. All linears get one type, embeddings and head stay floats. What is measured is the mean
-Kullback-Leibler divergence from the float model over windows of the test text, float32 arithmetic.
+Kullback-Leibler divergence from the float model over windows of the test text, float32 arithmetic. `gguf-bridge plot`
+draws what --json writes.
 
 --groups adds GPTQ and AWQ on groups, beside llm-compressor in a Python that has it.
 
@@ -15,6 +16,7 @@ falling diag H, refinement, targets from the float model's inputs.
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 import time
 from functools import partial
@@ -70,11 +72,14 @@ def main() -> None:
     print(f"Machine: {machine()}, {options.threads} threads. {options.model.name}, {calibration.size} tokens of "
           f"{options.calibrate.name}, {options.windows} windows of {options.test.name}.\n")  # fmt: skip
     print("| type | step | KL | ggml, imatrix | ratio | seconds |\n|---|---|---|---|---|---|")
+    points: list[dict[str, Any]] = []
     for name in options.types:
         theirs = dict(weights)
         for key in reference.linears(weights):
             theirs[key] = dequantize.rows(name, ggml.quantize(weights[key], name, importance[key]))
         peer = divergence(reference.hf_model(options.model, theirs))
+        bpw = BLOCKS[name].bpw
+        points.append({"name": name, "maker": "llama.cpp's quantizer, imatrix", "bpw": bpw, "kl": peer})
         for step, settings, cross in STEPS if options.steps else STEPS[-1:]:
             model = reference.hf_model(options.model, weights)
             begun = time.perf_counter()
@@ -85,6 +90,10 @@ def main() -> None:
             seconds = time.perf_counter() - begun
             own = divergence(model)
             print(f"| {name} | {step} | {own:.3e} | {peer:.3e} | {own / peer:.3f} | {seconds:.0f} |", flush=True)
+        points.append({"name": name, "maker": "gguf-bridge quantize", "bpw": bpw, "kl": own})
+    if options.json:
+        record = {"model": options.model.name, "machine": machine(), "bits_of": "linears", "formats": points}
+        options.json.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
     if options.groups:
         from scripts.bench_groups import print_rows
 
@@ -104,6 +113,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument(
         "--groups", type=Path, metavar="PYTHON", help="GPTQ and AWQ too, beside this Python's llm-compressor"
     )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the divergences there, for gguf-bridge plot")
     parser.add_argument("--threads", type=int, default=2, metavar="N", help="default: %(default)s")
     return parser.parse_args()
 

@@ -182,8 +182,9 @@ def test_shards_are_loaded_by_llama_cpp_and_by_verify(run, tmp_path, auto):
 
 
 def test_the_modelfile_names_the_gguf_beside_it(run, tmp_path):
-    run("convert", CHECKPOINT, tmp_path / "out.gguf", "--modelfile")
-    assert (tmp_path / "Modelfile").read_text().startswith("FROM ./out.gguf\n")
+    printed = run("convert", CHECKPOINT, tmp_path / "Out 2.gguf", "--modelfile")
+    assert (tmp_path / "Modelfile").read_text().startswith("FROM ./Out 2.gguf\n")
+    assert printed.endswith(f"Ollama takes it: ollama create out-2 -f {tmp_path / 'Modelfile'}\n")
 
 
 def test_the_output_is_named_after_the_checkpoint(run, tmp_path, monkeypatch):
@@ -649,7 +650,7 @@ def test_functions_of_the_package_are_functions_whatever_was_imported_before():
     assert python("-c", "import bridge; bridge.verify; assert callable(bridge.convert)").stderr == ""
 
 
-@pytest.mark.parametrize("command", ["", "convert", "verify", "inspect"])
+@pytest.mark.parametrize("command", ["", "convert", "verify", "inspect", "run", "cache", "plot"])
 def test_help_fits_a_terminal(command, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     with pytest.raises(SystemExit) as done:

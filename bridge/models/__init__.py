@@ -1,6 +1,7 @@
 """From a Hugging Face directory (config, tokenizer, tensor names) to GGUF names and metadata.
 
     describe_model(config, folder, names)     what becomes of the checkpoint: a `bridge.plan.Outline`
+    architecture(folder)                      its architecture's name in GGUF
 
 A family is one table of tensors in families/ (`family` says what such a table is) and the arguments that all share
 (`arguments`, `rope`); `table` fills it in. gguf_tokenizer, bpe_vocabulary, sentencepiece, pretokenizer and special are
@@ -31,7 +32,13 @@ from bridge.models.table import fill_table
 from bridge.models.wrapper import left_out, renamed, text_config, text_names, without_prediction
 from bridge.plan import Outline
 
-__all__ = ["describe_model"]
+__all__ = ["architecture", "describe_model"]
+
+
+def architecture(folder: Path) -> str:
+    """The GGUF architecture of a folder's config.json: "qwen3". Raises BridgeError where it is unknown here."""
+    path = Path(folder) / "config.json"
+    return _family(Config(read_json(path), path)).arch
 
 
 def describe_model(

@@ -7,7 +7,10 @@ its role. No line break or space stands between actions: it would be part of the
 
 from __future__ import annotations
 
+import re
+import shlex
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from gguf import Keys
@@ -45,6 +48,13 @@ def modelfile(
         if sampled and isinstance(value, (int, float)) and not isinstance(value, bool):
             lines.append(f"PARAMETER {parameter} {value}")
     return "\n".join(lines) + "\n"
+
+
+def ollama_line(gguf: Path) -> str:
+    """The command that makes a model of Ollama's from the GGUF and the Modelfile beside it."""
+    stem = re.sub(r"-\d{5}-of-\d{5}$", "", gguf.stem)
+    name = re.sub(r"[^a-z0-9._-]+", "-", stem.lower()).strip("-._") or "model"
+    return f"ollama create {name} -f {shlex.quote(str(gguf.parent / 'Modelfile'))}"
 
 
 def _template_lines(metadata: Mapping[str, GGUFValue]) -> list[str]:

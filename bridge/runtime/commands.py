@@ -4,15 +4,24 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from bridge.errors import BridgeError
 
 
-def add_parsers(commands: Any) -> None:
-    """Add the two commands to argparse's sub-parsers."""
-    p = _parser(commands, "run", "continue a text, or answer a question, with a GGUF", run)
+def _as_it_is(a: argparse.Namespace) -> Path:
+    return Path(a.model)
+
+
+def add_parsers(commands: Any, converted: Callable[[argparse.Namespace], Path] = _as_it_is) -> None:
+    """Add the two commands to argparse's sub-parsers.
+
+    converted  the GGUF of a command's `model` and `config`; by default they are GGUFs
+    """
+    p = _parser(commands, "run", "continue a text, or answer a question, with a GGUF or a checkpoint", run)
+    _take_checkpoints(p, converted)
     p.add_argument("-p", "--prompt", required=True, metavar="TEXT", help="the text; - reads it from standard input")
     p.add_argument("--chat", action="store_true", help="the text is a user's message, for the model's chat template")
     p.add_argument("--system", metavar="TEXT", help="with --chat: the system message")
@@ -23,16 +32,26 @@ def add_parsers(commands: Any) -> None:
     p.add_argument("--min-p", type=float, default=0.05, metavar="P", help="P times as likely as the first (0.05)")
     p.add_argument("--seed", type=int, metavar="N", help="the same seed gives the same text")
     p = _parser(commands, "perplexity", "measure how well a GGUF predicts a text", perplexity)
+    p.add_argument("gguf", type=Path, help="the GGUF, or its first shard")
     p.add_argument("-f", "--file", required=True, type=Path, metavar="TEXT.txt", help="the text, UTF-8")
     p.add_argument("--reference", type=Path, metavar="OTHER.gguf", help="print divergences from this model too")
     p.add_argument("--windows", type=int, metavar="N", help="the first N windows (default: the whole text)")
     p.add_argument("--length", type=int, default=256, metavar="N", help="tokens of a window (default 256)")
 
 
+def _take_checkpoints(p: argparse.ArgumentParser, converted: Callable[[argparse.Namespace], Path]) -> None:
+    """What runs may be a checkpoint too; `a.converted(a)` is the GGUF of either."""
+    p.add_argument(
+        "model",
+        help="the GGUF (its first shard), or a checkpoint, which is converted first: a folder, Hub id or .pt",
+    )
+    p.add_argument("--config", metavar="DIR", type=Path, help="folder with config.json and tokenizer, for a bare .pt")
+    p.set_defaults(converted=converted)
+
+
 def _parser(commands: Any, name: str, help: str, handler: Any) -> argparse.ArgumentParser:
     parser = commands.add_parser(name, help=help, description=help[0].upper() + help[1:] + ".")
     parser.set_defaults(run=handler)
-    parser.add_argument("gguf", type=Path, help="the GGUF, or its first shard")
     parser.add_argument("--threads", type=int, metavar="N", help="CPU threads (default: the cores)")
     parser.add_argument("--context", type=int, metavar="N", help="tokens (default: the model's, at most 4096)")
     parser.add_argument("--kv", default="f16", choices=("f16", "q8_0", "f32"), help="type of keys and values")
@@ -60,7 +79,7 @@ def run(a: argparse.Namespace) -> int:
     text = _standard_input() if a.prompt == "-" else a.prompt
     if a.system is not None and not a.chat:
         raise BridgeError("--system is part of a conversation; give --chat too")
-    model = _load(a, a.gguf, a.context)
+    model = _load(a, a.converted(a), a.context)
     prompt = text
     if a.chat:
         system = [{"role": "system", "content": a.system}] if a.system is not None else []

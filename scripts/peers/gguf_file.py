@@ -1,11 +1,17 @@
-"""A GGUF seen as the Hugging Face model it came from: its weights in that model's names and order."""
+"""A GGUF seen as the Hugging Face model it came from: its weights in that model's names and order. And written again
+with other types."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import gguf
 import numpy as np
+from gguf.gguf_writer import GGUFValue
+
+from bridge.output import GGUFOutput
+from bridge.plan import Plan, PlannedTensor
 
 
 def gguf_weights(path: str | Path) -> dict[str, np.ndarray]:
@@ -59,3 +65,34 @@ def _hugging_face_names(arch: str, layers: int) -> dict[str, str]:
     names = ["model.embed_tokens", "model.norm", "lm_head"]
     names += [f"model.layers.{layer}.{part}" for layer in range(layers) for part in parts]
     return {base: name for name in names if (base := mapping.get_name(name)) is not None}
+
+
+def rewrite(
+    source: Path,
+    out: Path,
+    type_of: Callable[[gguf.ReaderTensor], str],
+    data_of: Callable[[gguf.ReaderTensor, str], np.ndarray],
+    metadata: Mapping[str, GGUFValue] | None = None,
+) -> None:
+    """Write a GGUF again with tensors of other types.
+
+    type_of   the new type of a tensor
+    data_of   its bytes in that type, where the type is another
+    metadata  keys to replace
+    """
+    reader = gguf.GGUFReader(str(source))
+    keys = {
+        name: GGUFValue(field.contents(), field.types[0], field.types[-1] if len(field.types) > 1 else None)
+        for name, field in reader.fields.items()
+        if not name.startswith("GGUF.")
+    }
+    types = [type_of(tensor) for tensor in reader.tensors]
+    shapes = [tuple(int(n) for n in reversed(tensor.shape)) for tensor in reader.tensors]
+    tensors = [
+        PlannedTensor(tensor.name, shape, type=type)
+        for tensor, shape, type in zip(reader.tensors, shapes, types, strict=True)
+    ]
+    with GGUFOutput(out, Plan({**keys, **(metadata or {})}, tensors), force=True) as output:
+        for tensor, type in zip(reader.tensors, types, strict=True):
+            output.write(tensor.data if type == tensor.tensor_type.name else data_of(tensor, type))
+        output.finish()

@@ -111,9 +111,17 @@ class LlamaCpp:
     n_threads   of the CPU
     float_kv    keys and values kept in float32 and attention computed plainly, so that what
                 remains of a difference to a float model lies in the weights and the activations
+    n_batch     tokens that are computed together; default: as many as the context holds
     """
 
-    def __init__(self, path: str | Path, n_ctx: int = 512, n_threads: int = 1, float_kv: bool = True) -> None:
+    def __init__(
+        self,
+        path: str | Path,
+        n_ctx: int = 512,
+        n_threads: int = 1,
+        float_kv: bool = True,
+        n_batch: int | None = None,
+    ) -> None:
         self._lib = lib = _library()
         self._model = self._context = None
         _log_tail.clear()
@@ -121,12 +129,13 @@ class LlamaCpp:
         if not self._model:
             raise RuntimeError(f"llama.cpp cannot load {path}: {_complaint()}")
         self._vocab = lib.llama_model_get_vocab(self._model)
-        self._context = lib.llama_init_from_model(self._model, _context_params(lib, n_ctx, float_kv))
+        self._context = lib.llama_init_from_model(self._model, _context_params(lib, n_ctx, float_kv, n_batch or n_ctx))
         if not self._context:
             self.close()
             raise RuntimeError(f"llama.cpp cannot run {path}: {_complaint()}")
         self.n_ctx = lib.llama_n_ctx(self._context)
-        assert self.n_ctx >= n_ctx <= lib.llama_n_batch(self._context), "llama_context_params was not understood"
+        assert self.n_ctx >= n_ctx, "llama_context_params was not understood"
+        assert lib.llama_n_batch(self._context) >= (n_batch or n_ctx), "llama_context_params was not understood"
         lib.llama_set_n_threads(self._context, n_threads, n_threads)
         self.vocab_size = lib.llama_vocab_n_tokens(self._vocab)
         self.bos, self.eos = lib.llama_vocab_bos(self._vocab), lib.llama_vocab_eos(self._vocab)
@@ -196,7 +205,16 @@ class LlamaCpp:
             rows = self._decode([token], len(tokens) + len(made) - 1)
         return made
 
-    def _decode(self, tokens: list[int], start: int) -> np.ndarray:
+    def read(self, tokens: list[int], start: int = 0) -> np.ndarray:
+        """float32 [vocab]: what follows the last of these tokens, which stand at `start` of the context.
+
+        At 0 the context is emptied first.
+        """
+        if start == 0:
+            self._lib.llama_memory_clear(self._lib.llama_get_memory(self._context), True)
+        return self._decode(tokens, start, last_only=True)[0]
+
+    def _decode(self, tokens: list[int], start: int, last_only: bool = False) -> np.ndarray:
         if not tokens or start + len(tokens) > self.n_ctx:
             raise ValueError(f"{start + len(tokens)} tokens do not fit a context of {self.n_ctx}")
         batch = self._lib.llama_batch_init(len(tokens), 0, 1)
@@ -207,23 +225,23 @@ class LlamaCpp:
                 batch.pos[i] = start + i
                 batch.n_seq_id[i] = 1
                 batch.seq_id[i][0] = 0
-                batch.logits[i] = 1
+                batch.logits[i] = not last_only or i == len(tokens) - 1
             status = self._lib.llama_decode(self._context, batch)
         finally:
             self._lib.llama_batch_free(batch)
         if status:
             raise RuntimeError(f"llama_decode returned {status}: {_complaint()}")
         rows = self._lib.llama_get_logits(self._context)
-        return np.ctypeslib.as_array(rows, (len(tokens), self.vocab_size)).copy()
+        return np.ctypeslib.as_array(rows, (1 if last_only else len(tokens), self.vocab_size)).copy()
 
 
-def _context_params(lib: Any, n_ctx: int, float_kv: bool) -> _Params:
+def _context_params(lib: Any, n_ctx: int, float_kv: bool, n_batch: int) -> _Params:
     params = lib.llama_context_default_params()
     for word, (field, default) in _CONTEXT_WORDS.items():
         if params.words[word] != default:
             raise RuntimeError(f"llama_context_params.{field} is not where this llama.cpp keeps it; mend tests/support")
-    # one decode call takes a whole context's tokens, and yields logits for all of them
-    params.words[0] = params.words[1] = params.words[2] = n_ctx
+    # one decode call takes all tokens of a batch, and yields logits for all of them
+    params.words[0], params.words[1], params.words[2] = n_ctx, n_batch, n_batch
     if float_kv:
         params.words[13] = _NO_FLASH_ATTENTION
         params.words[26] = params.words[27] = _GGML_TYPE_F32

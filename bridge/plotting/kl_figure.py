@@ -1,0 +1,42 @@
+"""KL divergence against size: a point a format, a line a maker."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from matplotlib.figure import Figure
+
+from bridge.plotting.theme import MARKERS, OTHER, OURS, THEIRS, NothingToDraw, Theme, plain_frame
+
+_COLOURS = {"gguf-bridge": OURS, "llama.cpp": THEIRS}
+
+
+def figure(record: dict[str, Any], theme: Theme) -> Figure:
+    """The picture of a bench's JSON: {"model", "formats": [{"name", "maker", "bpw", "kl", "kl_error" or not}]}."""
+    rows = [row for row in record["formats"] if row.get("kl") and row["kl"] > 0]
+    if not rows:
+        raise NothingToDraw("no format in it has a KL divergence")
+    picture = Figure(figsize=(8.2, 4.6), layout="constrained")
+    axes = picture.subplots()
+    makers = list(dict.fromkeys(row["maker"] for row in rows))
+    for maker, marker in zip(makers, MARKERS * len(makers), strict=False):
+        members = sorted((row for row in rows if row["maker"] == maker), key=lambda row: row["bpw"])
+        colour = next((c for name, c in _COLOURS.items() if maker.startswith(name)), OTHER)
+        bits, divergences = ([float(row[key]) for row in members] for key in ("bpw", "kl"))
+        errors = [float(row.get("kl_error") or 0) for row in members]
+        axes.errorbar(bits, divergences, errors, color=colour, marker=marker, linewidth=1.2, markersize=5, label=maker)
+        for row, x, y in zip(members, bits, divergences, strict=True):
+            # ours lie below: their names go below the line, the others' above it
+            below = colour == OURS
+            axes.annotate(
+                row["name"], (x, y), (-3 if below else 3, -5 if below else 5), textcoords="offset points",
+                ha="right" if below else "left", va="top" if below else "bottom", size=8,
+            )  # fmt: skip
+    axes.set_yscale("log")
+    axes.margins(x=0.12, y=0.1)
+    axes.set_xlabel(f"bits a weight, scales included ({record.get('bits_of', 'whole file')})")
+    axes.set_ylabel("KL divergence from the float model (nats a token)")
+    axes.set_title(f"{record['model']}: lower left is better", loc="left")
+    plain_frame(axes)
+    axes.legend(loc="upper right")
+    return picture

@@ -1,0 +1,97 @@
+"""What all pictures share: colours for light and dark pages, sizes of text, and how a figure becomes a file.
+
+An SVG is drawn for a light page and carries a style sheet that exchanges the page's and the ink's colours where the
+reader's page is dark (prefers-color-scheme). Its background is opaque: it can be read on any page. Its texts stay
+text, which keeps the file small and lets it be searched.
+"""
+
+from __future__ import annotations
+
+import io
+from contextlib import AbstractContextManager
+from dataclasses import astuple, dataclass
+from typing import Any
+
+import matplotlib
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+OURS, THEIRS, OTHER = "#2f7fe0", "#d9822b", "#4a9d5b"  # of 3:1 or more to both pages
+MARKERS = "osD^v"
+_DOTS_PER_INCH = 144  # of a PNG
+
+
+class NothingToDraw(Exception):
+    """A file of a known kind without a figure in it; says why."""
+
+
+@dataclass(frozen=True)
+class Theme:
+    """Colours of a page."""
+
+    page: str
+    ink: str
+    faint: str  # grids and frames
+
+
+LIGHT = Theme("#ffffff", "#1f2328", "#d0d7de")
+DARK = Theme("#0d1117", "#e6edf3", "#3d444d")
+
+
+def style(theme: Theme) -> AbstractContextManager[None]:
+    """matplotlib's settings while a picture is drawn and saved."""
+    settings: Any = {
+        "figure.facecolor": theme.page,
+        "savefig.facecolor": theme.page,
+        "axes.facecolor": theme.page,
+        "axes.edgecolor": theme.faint,
+        "axes.labelcolor": theme.ink,
+        "axes.titlecolor": theme.ink,
+        "axes.titlesize": 10,
+        "axes.axisbelow": True,
+        "axes.spines.top": False,
+        "axes.spines.right": False,
+        "font.family": "sans-serif",
+        "font.sans-serif": ["DejaVu Sans", "Verdana", "Arial", "sans-serif"],
+        "font.size": 9,
+        "grid.color": theme.faint,
+        "grid.linewidth": 0.6,
+        "legend.frameon": False,
+        "legend.labelcolor": theme.ink,
+        "text.color": theme.ink,
+        "xtick.color": theme.faint,
+        "xtick.labelcolor": theme.ink,
+        "ytick.color": theme.faint,
+        "ytick.labelcolor": theme.ink,
+        "svg.fonttype": "none",
+        "svg.hashsalt": "gguf-bridge",  # the same figures make the same file
+        "image.interpolation": "none",  # one pixel a cell in the file
+    }
+    return matplotlib.rc_context(settings)
+
+
+def rendered(figure: Figure, kind: str, theme: Theme) -> bytes:
+    """The file's bytes: "svg", "png" or "pdf"."""
+    buffer = io.BytesIO()
+    metadata = {"svg": {"Date": None}, "pdf": {"CreationDate": None}}.get(kind)
+    figure.savefig(buffer, format=kind, dpi=_DOTS_PER_INCH, metadata=metadata)
+    if kind != "svg" or theme != LIGHT:
+        return buffer.getvalue()
+    return _following(buffer.getvalue().decode("utf-8")).encode("utf-8")
+
+
+def _following(svg: str) -> str:
+    """An SVG of the light theme with the rules that make it dark on a dark page."""
+    rules = "".join(
+        f'[style*="{use}: {light}"]{{{use}:{dark}!important}}'
+        for light, dark in zip(astuple(LIGHT), astuple(DARK), strict=True)
+        for use in ("fill", "stroke")
+    )
+    head, tag, rest = svg.partition("<defs>")
+    return f"{head}<style>@media (prefers-color-scheme:dark){{{rules}}}</style>{tag}{rest}"
+
+
+def plain_frame(axes: Axes, grid: str = "both") -> None:
+    """A grid behind the data, no ticks' strokes."""
+    axes.grid(True, axis=grid)  # type: ignore[arg-type]
+    axes.tick_params(length=0, which="both")

@@ -1,0 +1,178 @@
+"""One model in every format, in one run on one machine: bits, size, perplexity, KL divergence, speed and memory.
+
+    python scripts/bench_formats.py MODEL --calibrate train.txt --test test.txt
+    python scripts/bench_formats.py MODEL --speed-of CHECKPOINT      speeds on a model of another size, a synthetic one
+    python scripts/bench_formats.py MODEL --add "NVFP4=model-nvfp4"  and what somebody else quantized
+
+Every quantizer sees the same tokens of --calibrate: llama.cpp's as an imatrix, GPTQ and AWQ as inputs of the layers.
+Perplexity and KL divergence (from the F16 file) are over windows of --test of which the second half counts, activations
+in float32, so that the rows differ in their weights alone. Speeds are of processes that take turns: 64 tokens made
+after 8, and a prompt of 512, in llama.cpp and in our runtime; memory is each process's peak.
+
+llama.cpp is that of llama-cpp-python, where --peer-python has it, else of the xllamacpp wheel, which is built for AVX2
+alone: a native build is faster. Rows are kept in the work folder as they are done: the same command goes on where it
+was stopped. `gguf-bridge plot` draws what --json writes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from bench_convert import ROOT, machine
+
+sys.path.insert(0, str(ROOT))
+
+from scripts.format_files import Formats, summary
+from scripts.format_speed import Speeds
+
+TEXTS = ROOT.parent / "shared" / "text"
+QUALITY_HEAD = ("format", "bits a weight", "file, MB", "perplexity", "KL, nats a token", "same top token")
+SPEED_HEAD = (
+    "llama.cpp: made, tokens/s", "prompt, tokens/s", "memory, MB", "here: made, tokens/s", "prompt, tokens/s",
+    "memory, MB",
+)  # fmt: skip
+
+
+def main() -> None:
+    options = parse()
+    work = options.work or Path(f"bench-formats-{options.model.name}")
+    rows = Rows(work, options)
+    formats = Formats(options.model, work, options.calibrate, options.samples, options.length, options.threads)
+    wanted = {**formats.makers(), **{name: ("others, carried", folder) for name, folder in options.add}}
+    if options.only:
+        wanted = {name: maker for name, maker in wanted.items() if name in options.only}
+    speeds = Speeds(work, options.speed_of, options.peer_python, options.threads, options.turns)
+    text = options.test.read_text(encoding="utf-8")
+    for name, (maker, make) in wanted.items():
+        row = rows.get(name)
+        if "quality" not in row:
+            print(f"{name} ...", file=sys.stderr, flush=True)
+            path = formats.file(name, make)
+            if isinstance(path, str):
+                row |= {"maker": maker, "quality": {"missing": path}, "speed": {}}
+            else:
+                found = formats.quality(path, text, options.length, options.windows)
+                row |= {"maker": maker, "quality": {**summary(path), **found}}
+            rows.put(name, row)
+        if "speed" not in row and options.turns:
+            path = formats.file(name, make)
+            assert isinstance(path, Path)
+            rows.put(name, row | {"speed": speeds.measure(path)})
+        if name not in formats.needed and not options.keep:
+            formats.path(name).unlink(missing_ok=True)
+    print_table(options, {name: rows.get(name) for name in wanted}, speeds)
+    if options.json:
+        options.json.write_text(json.dumps(record(options, {n: rows.get(n) for n in wanted}), indent=1) + "\n")
+
+
+class Rows:
+    """What has been measured, kept in the work folder; of one set of settings."""
+
+    def __init__(self, work: Path, options: argparse.Namespace) -> None:
+        names = ("samples", "length", "windows", "threads", "turns")
+        settings = {name: getattr(options, name) for name in names}
+        settings |= {name: str(getattr(options, name)) for name in ("model", "calibrate", "test", "speed_of")}
+        work.mkdir(parents=True, exist_ok=True)
+        self.file = work / "rows.json"
+        self.known = json.loads(self.file.read_text()) if self.file.exists() else {"settings": settings, "rows": {}}
+        if self.known["settings"] != settings:
+            raise SystemExit(f"{work}: holds rows of other settings ({self.known['settings']}); give another --work")
+
+    def get(self, name: str) -> dict[str, Any]:
+        return dict(self.known["rows"].get(name, {}))
+
+    def put(self, name: str, row: dict[str, Any]) -> None:
+        self.known["rows"][name] = row
+        new = self.file.with_suffix(".new")
+        new.write_text(json.dumps(self.known, indent=1) + "\n")
+        new.replace(self.file)
+
+
+def print_table(options: argparse.Namespace, rows: dict[str, dict[str, Any]], speeds: Speeds) -> None:
+    """Two lines about the run, and the table."""
+    of = options.speed_of.name if options.speed_of else options.model.name
+    print(f"Machine: {machine()}, {options.threads} threads. llama.cpp: {speeds.peer}.")
+    print(
+        f"{options.model.name}'s quality: {options.windows} windows of {options.length} tokens of {options.test.name}; "
+        f"quantizers saw {options.samples} sequences of {options.length} tokens of {options.calibrate.name}."
+        + (f" Speed and memory of {of}, median of {options.turns}." if options.turns else "")
+        + "\n"
+    )
+    head = QUALITY_HEAD + (SPEED_HEAD if options.turns else ())
+    print(f"| {' | '.join(head)} |\n|{'---|' * len(head)}")
+    for name, row in rows.items():
+        print(f"| {' | '.join([name, *cells(row, len(head) - 1)])} |")
+
+
+def cells(row: dict[str, Any], count: int) -> list[str]:
+    """A row's cells after its name."""
+    quality, speed = row["quality"], row.get("speed", {})
+    if "missing" in quality:
+        return [quality["missing"], *[""] * (count - 1)]
+    kl, top = quality.get("kl"), quality.get("same_top")
+    shown = [
+        f"{quality['bpw']:.2f}",
+        f"{quality['bytes'] / 1e6:.1f}",
+        f"{quality['perplexity']:.3f} ± {quality['perplexity_error']:.3f}",
+        "" if kl is None else f"{kl:.2e} ± {quality['kl_error']:.0e}",
+        "" if top is None else f"{top:.1%}",
+    ]
+    for side in ("theirs", "ours"):
+        found = speed.get(side)
+        if found is None:
+            shown += ["", "", ""]
+        else:
+            shown += [f"{found['decode']:.1f}", f"{found['prompt']:.0f}", f"{(found['peak'] or 0) / 1e6:.0f}"]
+    return shown[:count]
+
+
+def record(options: argparse.Namespace, rows: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """The figures for `gguf-bridge plot`."""
+    formats = [
+        {"name": name, "maker": row["maker"], **row["quality"], "speed": row.get("speed", {})}
+        for name, row in rows.items()
+        if "missing" not in row["quality"]
+    ]
+    return {"model": options.model.name, "machine": machine(), "bits_of": "whole file", "formats": formats}
+
+
+def named(text: str) -> tuple[str, Path]:
+    name, sign, folder = text.partition("=")
+    if not sign or not Path(folder).is_dir():
+        raise argparse.ArgumentTypeError(f"{text!r} is not NAME=FOLDER of a checkpoint")
+    return name, Path(folder)
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
+    parser.add_argument("model", type=Path, metavar="MODEL", help="a float model's folder")
+    for name, file, what in (
+        ("calibrate", "calib_wiki.txt", "what quantizers see"),
+        ("test", "wiki_test.txt", "other"),
+    ):
+        parser.add_argument(f"--{name}", type=Path, default=TEXTS / file, metavar="FILE", help=f"a text: {what}")
+    parser.add_argument("--samples", type=int, default=256, metavar="N", help="sequences; default: %(default)s")
+    parser.add_argument("--length", type=int, default=256, metavar="N", help="tokens in each; default: %(default)s")
+    parser.add_argument("--windows", type=int, default=24, metavar="N", help="of the test; default: %(default)s")
+    parser.add_argument("--threads", type=int, default=2, metavar="N", help="default: %(default)s")
+    parser.add_argument("--turns", type=int, default=3, metavar="N", help="of speeds, 0: none; default: %(default)s")
+    parser.add_argument("--speed-of", type=Path, metavar="DIR", help="measure speeds on this checkpoint's shapes")
+    parser.add_argument("--peer-python", default=sys.executable, metavar="PYTHON", help="one that has llama_cpp")
+    parser.add_argument("--add", type=named, action="append", default=[], metavar="NAME=DIR", help="another row")
+    parser.add_argument("--only", nargs="+", metavar="NAME", help="these rows alone")
+    parser.add_argument("--work", type=Path, metavar="DIR", help="default: bench-formats-MODEL, here")
+    parser.add_argument("--keep", action="store_true", help="leave the GGUFs in the work folder")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there too")
+    options = parser.parse_args()
+    for name in ("calibrate", "test"):
+        if not getattr(options, name).is_file():
+            parser.error(f"{getattr(options, name)}: no such text; give --{name} FILE")
+    return options
+
+
+if __name__ == "__main__":
+    main()

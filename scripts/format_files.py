@@ -1,0 +1,119 @@
+"""The files of `bench_formats.py`: one model in every format, and how close each is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import gguf
+
+import bridge
+from bridge.calibration import Calibration
+from bridge.progress import Bar
+from bridge.quantizing import quantize_checkpoint
+from bridge.runtime.perplexity import perplexity
+from scripts.peers import llama_quantizer
+
+PRESETS = ("Q8_0", "Q5_K_M", "Q4_K_M", "Q3_K_M", "Q2_K")
+GRIDS = ("Q4_K", "Q3_K", "Q2_K")
+LLAMA_CPP = "llama.cpp's quantizer, imatrix"
+
+Make = Callable[[Path], str | None] | Path  # writes the file, or says why it cannot; or a checkpoint to convert
+
+
+class Formats:
+    """The GGUFs of one model in the work folder.
+
+    model      a float model's folder
+    text       what quantizers see: `samples` sequences of `length` tokens of it
+    """
+
+    def __init__(self, model: Path, work: Path, text: Path, samples: int, length: int, threads: int) -> None:
+        self.model, self.work, self.threads = model, work, threads
+        self._calibration = {"text": text, "samples": samples, "length": length}
+        self.needed = ("F16",)  # for other rows
+
+    def makers(self) -> dict[str, tuple[str, Make]]:
+        """Every row: whose it is, and what writes its file."""
+        rows: dict[str, tuple[str, Make]] = {"F16": ("float", self._f16)}
+        for name in PRESETS:
+            rows[name] = (LLAMA_CPP, lambda out, name=name: self._preset(name, out))
+        carried = "GPTQ and AWQ, carried"
+        rows["GPTQ 4-bit g128"] = (carried, lambda out: self._groups(out, "gptq_v2"))
+        rows["GPTQ 4-bit g128, act-order"] = (carried, lambda out: self._groups(out, "gptq_v2", act_order="free"))
+        rows["AWQ 4-bit g128"] = (carried, lambda out: self._groups(out, "awq", method="awq"))
+        for name in GRIDS:
+            rows[f"{name}, GPTQ on the grid"] = ("gguf-bridge quantize", lambda out, name=name: self._grid(name, out))
+        return rows
+
+    def path(self, name: str) -> Path:
+        """Where a row's GGUF is, or is to be."""
+        return self.work / f"{name.replace(' ', '-').replace(',', '').replace('/', '-')}.gguf"
+
+    def file(self, name: str, make: Make) -> Path | str:
+        """A row's GGUF, made where it is not there; or why it cannot be."""
+        path = self.path(name)
+        if not path.exists():
+            if isinstance(make, Path):
+                bridge.convert(make, path)
+            elif why := make(path):
+                return why
+        return path
+
+    def quality(self, path: Path, text: str, length: int, windows: int) -> dict[str, Any]:
+        """Perplexity, and but for F16 itself the divergences from F16."""
+        base = self.path("F16")
+        with bridge.Model.load(path, self.threads, context=length, precision="f32", kv="f32") as model:
+            if path == base:
+                found = perplexity(model, text, length, windows)
+            else:
+                self._f16_there()
+                with bridge.Model.load(base, self.threads, context=length, precision="f32", kv="f32") as reference:
+                    found = perplexity(model, text, length, windows, reference)
+        measured: dict[str, Any] = {"perplexity": found.perplexity, "perplexity_error": found.error}
+        if (d := found.divergence) is not None:
+            measured |= {"kl": d.mean, "kl_error": d.mean_error, "same_top": d.same_top}
+        return measured
+
+    def _f16(self, out: Path) -> None:
+        bridge.convert(self.model, out, tensor_types=[("", "F16")])
+
+    def _f16_there(self) -> Path:
+        path = self.path("F16")
+        if not path.exists():
+            self._f16(path)
+        return path
+
+    def _imatrix(self) -> Path:
+        """llama.cpp's importance matrix of the tokens that all quantizers see."""
+        path = self.work / "imatrix.gguf"
+        if not path.exists():
+            self._grid("Q4_K", self.path("Q4_K, GPTQ on the grid"), imatrix_out=path)
+        return path
+
+    def _preset(self, name: str, out: Path) -> str | None:
+        if not llama_quantizer.available():
+            return "nothing here quantizes as llama.cpp does: pip install xllamacpp"
+        llama_quantizer.quantize(self._f16_there(), out, name, self._imatrix(), self.threads)
+        return None
+
+    def _grid(self, name: str, out: Path, **more: Any) -> None:
+        with Bar(name, unit=" layers") as bar:
+            calibration = Calibration(**self._calibration, progress=bar, **more)  # type: ignore[arg-type]
+            bridge.convert(self.model, out, type=name, output_type="Q6_K", calibrate=calibration, force=True)
+
+    def _groups(self, out: Path, format: str, **more: Any) -> None:
+        folder = out.with_suffix("")
+        with Bar(out.stem, unit=" layers") as bar:
+            calibration = Calibration(**self._calibration, progress=bar, **more)  # type: ignore[arg-type]
+            if not folder.exists():
+                quantize_checkpoint(self.model, folder, format, symmetric=format != "awq", calibrate=calibration)
+        bridge.convert(folder, out)
+
+
+def summary(path: Path) -> dict[str, Any]:
+    """Bits a weight over all tensors of a GGUF, and its bytes."""
+    tensors = gguf.GGUFReader(str(path)).tensors
+    bits = 8 * sum(int(t.n_bytes) for t in tensors) / sum(int(t.n_elements) for t in tensors)
+    return {"bpw": bits, "bytes": path.stat().st_size}

@@ -1,0 +1,111 @@
+"""The speeds of `bench_formats.py`: processes of llama.cpp and of our runtime that take turns on the same file."""
+
+from __future__ import annotations
+
+import re
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+
+import bridge
+from bridge.runtime.bench import random_tensor
+from scripts.peers.gguf_file import rewrite
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+from bench_model import OURS, THEIRS, turn
+
+WHEEL = """
+import json, os, sys, time
+sys.path.insert(0, os.getcwd())
+from scripts.peers.llama_cpp import LlamaCpp
+path, threads = sys.argv[1], int(sys.argv[2])
+model = LlamaCpp(path, n_ctx=2048, n_threads=threads, float_kv=False, n_batch=512)
+def make(count):
+    token = int(model.read(list(range(5, 13))).argmax())
+    start = time.perf_counter()
+    for i in range(count):
+        token = int(model.read([token], 8 + i).argmax())
+    return count / (time.perf_counter() - start)
+make(1)
+first = time.time()
+make(64)
+last = time.time()
+tokens = [(i * 7919) % 4000 for i in range(512)]
+def prompt():
+    start = time.perf_counter()
+    model.read(tokens)
+    return 512 / (time.perf_counter() - start)
+prompt()
+read = prompt()
+made = make(64)
+"""
+
+
+class Speeds:
+    """Both runtimes on the files of the table, or on files of another model with the same types."""
+
+    def __init__(self, work: Path, speed_of: Path | None, python: str, threads: int, turns: int) -> None:
+        self._work, self._of, self._threads, self._turns = work, speed_of, threads, turns
+        native = subprocess.run([python, "-c", "import llama_cpp"], capture_output=True).returncode == 0
+        self.peer = "llama-cpp-python" if native else f"the xllamacpp wheel ({_instructions()})"
+        self._sides = {
+            "ours": (sys.executable, OURS),
+            "theirs": (python, THEIRS) if native else (sys.executable, WHEEL),
+        }
+
+    def measure(self, path: Path) -> dict[str, dict[str, float]]:
+        """Medians of each side: tokens a second made and of a prompt, and the peak of memory in bytes."""
+        file = self._like(path) if self._of is not None else path
+        turn("ours", *self._sides["ours"], file, self._threads)  # compiles what is not compiled, fills the page cache
+        found: dict[str, list[dict[str, Any]]] = {side: [] for side in self._sides}
+        for _ in range(self._turns):
+            for side, how in self._sides.items():
+                found[side].append(turn(side, *how, file, self._threads))
+        if file != path:
+            file.unlink()
+        keys = ("decode", "prompt", "peak")
+        return {side: {k: statistics.median(r[k] or 0 for r in runs) for k in keys} for side, runs in found.items()}
+
+    def _like(self, path: Path) -> Path:
+        """A file of the other model whose tensors have the types of this one's: layers by their place in the stack."""
+        base = self._work / "speed.gguf"
+        if not base.exists():
+            assert self._of is not None
+            bridge.convert(self._of, base)
+        types = {tensor.name: tensor.tensor_type.name for tensor in gguf.GGUFReader(str(path)).tensors}
+        count, own = (_layers(list(names)) for names in (types, [t.name for t in gguf.GGUFReader(str(base)).tensors]))
+
+        def type_of(tensor: gguf.ReaderTensor) -> str:
+            name = re.sub(r"^blk\.(\d+)", lambda m: f"blk.{int(m[1]) * count // own}", tensor.name)
+            return str(types.get(name, tensor.tensor_type.name)) if len(tensor.shape) > 1 else tensor.tensor_type.name
+
+        out = self._work / "like.gguf"
+        rewrite(base, out, type_of, _random)
+        return out
+
+
+def _random(tensor: gguf.ReaderTensor, type: str) -> np.ndarray:
+    """Blocks of a type in the tensor's shape: what is in them is of no matter to speed."""
+    columns, rows = (int(n) for n in tensor.shape)
+    if type in ("F16", "F32"):
+        values = np.random.default_rng(0).standard_normal((512, columns)) * 0.02
+        return np.resize(values.astype({"F16": np.float16, "F32": np.float32}[type]), (rows, columns))
+    return random_tensor(type, rows, columns).raw
+
+
+def _layers(names: list[str]) -> int:
+    return 1 + max((int(m[1]) for name in names if (m := re.match(r"blk\.(\d+)\.", name))), default=0)
+
+
+def _instructions() -> str:
+    """What the wheel was built for: "AVX2"."""
+    import xllamacpp
+
+    found = re.findall(r"(\w+) = 1", xllamacpp.get_system_info())
+    return ", ".join(name for name in found if name.startswith(("AVX", "AMX", "NEON", "SVE"))) or "no vectors"

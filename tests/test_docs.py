@@ -1,0 +1,157 @@
+"""README and docs/: links lead somewhere, commands are what the program takes, pages are in the site."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from functools import cache
+from itertools import takewhile
+from pathlib import Path
+
+import pytest
+
+from bridge.cli import _parser
+from tests.conftest import ROOT
+
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
+NAMES = [str(page.relative_to(ROOT)) for page in PAGES]
+_LINK = re.compile(r"(?<!`)\[[^\]]*\]\(([^)\s]+)\)")
+
+
+def prose(page: Path) -> str:
+    """A page without its code: fenced, indented, and in backticks inside a line."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+    text = re.sub(r"^    .*$", "", text, flags=re.MULTILINE)
+    return text
+
+
+@cache
+def anchors(page: Path) -> set[str]:
+    """The names of a page's headings, as GitHub and mkdocs both make them; a heading they name otherwise is none."""
+    found = set()
+    for heading in re.findall(r"^#+ (.*)$", prose(page), flags=re.MULTILINE):
+        plain = re.sub(r"[`*]|\[([^\]]*)\]\([^)]*\)", r"\1", heading).strip().lower()
+        github = re.sub(r"[^\w\- ]", "", plain).replace(" ", "-")
+        mkdocs = re.sub(r"[-\s]+", "-", re.sub(r"[^\w\s-]", "", plain).strip())
+        if github == mkdocs:
+            found.add(github)
+    return found
+
+
+def broken(page: Path) -> list[str]:
+    """The links of a page, inside the project, that lead nowhere."""
+    missing = []
+    for target in _LINK.findall(prose(page)):
+        if re.match(r"[a-z]+:", target):
+            continue
+        name, _, anchor = target.partition("#")
+        file = (page.parent / name).resolve() if name else page
+        if not file.is_file() or (anchor and anchor not in anchors(file)):
+            missing.append(target)
+    return missing
+
+
+def test_a_broken_link_is_found(tmp_path):
+    (tmp_path / "b.md").write_text("# A heading, `with` code\n\n```\n# no heading\n```\n")
+    page = tmp_path / "a.md"
+    page.write_text(
+        "# Top\n[1](b.md) [2](b.md#a-heading-with-code) [3](#top) [4](https://x.org/#y) ![5](p.svg) [6](c.md)\n"
+        "[7](b.md#no-heading) [8](#bottom)\n\n    [9](in-code.md)\n"
+    )
+    assert broken(page) == ["p.svg", "c.md", "b.md#no-heading", "#bottom"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_link_leads_to_a_file_and_a_heading(name):
+    assert broken(ROOT / name) == []
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_pages_of_the_site_link_to_nothing_outside_it(name):
+    if name.startswith("docs/"):
+        inside = [target for target in _LINK.findall(prose(ROOT / name)) if not re.match("[a-z]+:", target)]
+        assert [target for target in inside if target.startswith("..")] == []
+
+
+def test_every_page_is_in_the_sites_navigation():
+    text = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
+    named = re.findall(r"^ +- [^:]+: (\S+\.md)$", text, flags=re.MULTILINE)
+    assert sorted(named) == sorted(page.relative_to(ROOT / "docs").as_posix() for page in (ROOT / "docs").rglob("*.md"))
+
+
+def commands() -> list[str]:
+    """The program's commands in the pages, whole lines of code."""
+    lines = {
+        match[1]
+        for page in PAGES
+        for match in re.finditer(
+            r"^(?: {4}|\$ )(gguf-bridge .*?)(?:\s+#.*)?$", page.read_text(encoding="utf-8"), flags=re.MULTILINE
+        )
+    }
+    return sorted(line for line in lines if "COMMAND" not in line)
+
+
+def test_commands_are_found():
+    assert len(commands()) > 15
+
+
+@pytest.mark.parametrize("command", commands())
+def test_a_command_of_the_pages_is_one_that_the_program_takes(command):
+    arguments = _parser().parse_args(shlex.split(command)[1:])
+    assert callable(arguments.run)
+
+
+def test_scripts_and_modules_that_the_pages_name_exist():
+    for page in PAGES:
+        for name in re.findall(
+            r"(?<![\w/.])((?:scripts|bridge|tests|cuda)/[\w/.-]+\w)", page.read_text(encoding="utf-8")
+        ):
+            assert (ROOT / name).exists(), f"{page.name}: {name}"
+
+
+def cells(page: str, head: str) -> list[list[str]]:
+    """The rows of the table of a page whose first line begins so."""
+    lines = (ROOT / "docs" / page).read_text(encoding="utf-8").splitlines()
+    start = next(i for i, line in enumerate(lines) if line.startswith(head)) + 2
+    rows = list(takewhile(lambda line: line.startswith("|"), lines[start:]))
+    return [[cell.strip() for cell in row.split("|")[1:-1]] for row in rows]
+
+
+def measured(name: str) -> dict:
+    return json.loads((ROOT / "docs" / "measured" / f"{name}.json").read_text(encoding="utf-8"))
+
+
+def test_the_table_of_products_is_of_the_figures_that_the_picture_shows():
+    shown = {tuple(row[:3]): tuple(row[3:7]) for row in cells("speed.md", "| type | shape |")}
+    products = measured("matvec")["products"]
+    assert len(shown) == len(products)
+    for p in products:
+        key = p["type"], f"{p['shape'][0]} x {p['shape'][1]}", str(p["threads"])
+        assert shown[key] == (f"{p['gbs']:.1f}", f"{p['of_read']:.0%}", f"{p['read_gbs']:.1f}", f"{p['ggml_gbs']:.1f}")
+
+
+def test_the_table_of_quantizing_is_of_the_figures_that_the_picture_shows():
+    shown = {row[0]: (float(row[1]), float(row[2])) for row in cells("quantize.md", "| | ggml with imatrix")}
+    formats = measured("quantize")["formats"]
+    theirs, ours = (
+        {row["name"]: row["kl"] for row in formats if row["maker"].startswith(maker)} for maker in ("llama", "gguf")
+    )
+    assert shown == {
+        name: (pytest.approx(theirs[name], rel=0.02), pytest.approx(ours[name], rel=0.02)) for name in ours
+    }
+
+
+def test_the_table_of_formats_is_of_the_figures_that_the_picture_shows():
+    shown = {row[0]: row for row in cells("formats.md", "| format |")}
+    formats = {row["name"]: row for row in measured("formats")["formats"]}
+    assert set(shown) >= set(formats)
+    for name, row in formats.items():
+        assert shown[name][1] == f"{row['bpw']:.2f}"
+        assert shown[name][4].split(" ")[0] == ("" if row.get("kl") is None else f"{row['kl']:.2e}")
+
+
+def test_the_changelogs_first_entry_is_this_version():
+    import bridge
+
+    assert re.search(r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text(), flags=re.MULTILINE)[1] == bridge.__version__  # type: ignore[index]
