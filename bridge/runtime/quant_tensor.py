@@ -85,7 +85,9 @@ class QuantTensor:
     def slice_rows(self, first: int, stop: int) -> QuantTensor:
         """Rows of a matrix as one of their own, not copied."""
         raw = self.raw.reshape(self.shape[0], -1)[first:stop].reshape(-1)
-        return QuantTensor(f"{self.name}[{first}:{stop}]", self.type, (stop - first, self.shape[1]), raw)
+        part = QuantTensor(f"{self.name}[{first}:{stop}]", self.type, (stop - first, self.shape[1]), raw)
+        part.factors = self.factors
+        return part
 
     # products
 
