@@ -24,7 +24,6 @@ from bridge.errors import BridgeError
 from bridge.runtime.operands import check_indices, check_input, check_out, check_precision, is_torch
 from bridge.runtime.quant_tensor import QuantTensor
 
-
 _moved: WeakValueDictionary[tuple[int, devices.Device], CudaTensor] = WeakValueDictionary()  # by the id of the source
 
 
