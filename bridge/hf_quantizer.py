@@ -20,7 +20,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from bridge.checkpoint import open_checkpoint
 from bridge.errors import BridgeError
-from bridge.trellis_linears import place_biases, place_layers
+from bridge.trellis_linears import place_layers, settle
 
 
 class QtipConfig(QuantizationConfigMixin):
@@ -63,8 +63,8 @@ class TrellisQuantizer(HfQuantizer):
             model.all_tied_weights_keys = {k: v for k, v in model.all_tied_weights_keys.items() if k not in coded}
 
     def _process_model_after_weight_loading(self, model: Any, **options: Any) -> None:
-        """Buffers that are not in files, biases among them, have been made anew without values."""
-        place_biases(model)
+        """Buffers that are not in files have been made anew, where the device map wants them."""
+        settle(model)
 
 
 def register_quantizers() -> None:

@@ -1,6 +1,7 @@
 """Quantized weights under a `transformers` model: a GGUF's tensors, or a checkpoint's trellis codes.
 
-    replace_linears(model, "model.gguf")      linears, embedding and norms of a GGUF
+    load("org/model", "model.gguf")           a model on a GGUF, whose own floats never exist
+    replace_linears(model, "model.gguf")      linears, embedding and norms of a GGUF, in a model that is there
     replace_trellis(model, "folder")          linears of a QTIP or EXL3 checkpoint, multiplied as they are
     register_quantizers()                     from then on `from_pretrained` reads EXL3 and QTIP itself
 
@@ -12,10 +13,11 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
+from bridge.runtime.hf_model import load
 from bridge.runtime.quant_linear import QuantEmbedding, QuantLinear, replace_linears
 from bridge.trellis_linears import replace_trellis
 
-__all__ = ["QuantEmbedding", "QuantLinear", "replace_linears", "replace_trellis"]
+__all__ = ["QuantEmbedding", "QuantLinear", "load", "replace_linears", "replace_trellis"]
 
 _OF_TRANSFORMERS = ("Exl3Config", "QtipConfig", "register_quantizers")  # imports it, which the others do not need
 

@@ -20,7 +20,7 @@ def replace_trellis(model: nn.Module, checkpoint: str | Path | Checkpoint, devic
 
     What the checkpoint stores as floats (embeddings, norms, linears that were skipped) is put in too.
 
-    device  of the codes, "cpu" or "cuda"; model.to(device) takes everything else there
+    device  of the codes, "cpu" or "cuda"; model.to(device) takes everything there
 
     Raises BridgeError where the model has no such module or another shape, or the checkpoint no trellis codes.
     """
@@ -41,8 +41,11 @@ def replace_trellis(model: nn.Module, checkpoint: str | Path | Checkpoint, devic
     return model
 
 
-def place_layers(model: nn.Module, checkpoint: Checkpoint, device: str = "cpu") -> None:
-    """The trellis-coded linears alone, with their biases. Raises BridgeError likewise."""
+def place_layers(model: nn.Module, checkpoint: Checkpoint, device: str | None = None) -> None:
+    """The trellis-coded linears alone, with their biases; without a device, `settle` does the rest.
+
+    Raises BridgeError likewise.
+    """
     for name in checkpoint.modules:
         try:
             old = model.get_submodule(name)
@@ -57,24 +60,40 @@ def place_layers(model: nn.Module, checkpoint: Checkpoint, device: str = "cpu") 
 
 
 def trellis_linear(
-    layer: TrellisLayer, name: str, shape: tuple[int, int], source: object, device: str = "cpu"
+    layer: TrellisLayer, name: str, shape: tuple[int, int], source: object, device: str | None = "cpu"
 ) -> QuantLinear:
-    """A module of a layer that a model has as (out, in). Raises BridgeError where `source` has another shape."""
+    """A module of a layer that a model has as (out, in), ready to multiply on a device if one is named.
+
+    Raises BridgeError where `source` has another shape.
+    """
     if any(not 0 <= a - b < _PADDED for a, b in zip(layer.shape, shape, strict=True)):
         raise BridgeError(
             f"{name}: is {list(layer.shape)} in {source}, {list(shape)} in the model; "
             "the checkpoint is of another model"
         )
     layer = layer.cropped(*shape)
-    placed = layer.prepare() if device == "cpu" else layer.to(device)
+    placed = layer if device is None else layer.prepare() if device == "cpu" else layer.to(device)
     return QuantLinear(placed, _bias(layer, shape[0]), precision="f32")
 
 
-def place_biases(model: nn.Module) -> None:
-    """The biases of trellis-coded linears, as their layers have them."""
-    for module in model.modules():
-        if isinstance(module, QuantLinear) and isinstance(module.tensor, TrellisLayer):
-            module.register_buffer("bias", _bias(module.tensor, module.out_features), persistent=False)
+def settle(model: nn.Module) -> None:
+    """Trellis codes go where their modules' buffers were made anew, and biases, which have no values there, come back.
+
+    Raises BridgeError where a module was put neither on the CPU nor on a GPU.
+    """
+    for name, module in model.named_modules():
+        if not isinstance(module, QuantLinear) or not isinstance(module.tensor, TrellisLayer):
+            continue
+        place, bias = module.place.device, _bias(module.tensor, module.out_features)
+        if place.type not in ("cpu", "cuda"):
+            raise BridgeError(
+                f"{name}: trellis codes are on the CPU or on a GPU, and cannot be offloaded ({place}); "
+                'pass device_map={"": "cuda"} or none'
+            )
+        module.register_buffer("bias", None if bias is None else bias.to(place), persistent=False)
+        if place.type == "cpu":
+            module.tensor.prepare()
+        module.follow()
 
 
 def _bias(layer: TrellisLayer, out: int) -> torch.Tensor | None:

@@ -136,7 +136,7 @@ class QTIPLinearMethod(LinearMethodBase):
                 continue
             held = HeldStore({Path("loaded by vLLM"): {f"{name}.{part}": values for part, values in tensors.items()}})
             coded = QtipReader(held, self.config.quant).layer(name)
-            layer.linears.append(trellis_linear(coded, name, (size, layer.input_size), "the checkpoint", device.type))
+            layer.linears.append(trellis_linear(coded, name, (size, layer.input_size), "the checkpoint", str(device)))
         for name in _NAMES.values():
             delattr(layer, name)
 

@@ -23,11 +23,12 @@ from numba import cuda
 from bridge.errors import BridgeError
 
 # set per kernel by `expand`
-CHOSEN = False
+CHOSEN = FACTORED = False
 KIND = "f32"
 load: Any = None
 unpack: Any = None
 floats: Any = ()
+factor: Any = None
 int32 = np.int32
 
 _THREADS = 128
@@ -57,16 +58,20 @@ def _dequantize(weights, sixteenth, first, chosen, out, count, units):
         row = int32(chosen[place] if CHOSEN else first + place)
         held = load(weights, sixteenth, mad(row, int32(units), unit))
         word = registers()
+        value = registers()
         group = unpack(held, unit)
+        whole = factor(weights, sixteenth, row) if FACTORED else 1
         for i in unroll(8):
             quad = floats[i](group)
+            for k in unroll(4):
+                value[k] = quad[k] * whole if FACTORED else quad[k]
             if KIND == "f32":
                 for k in unroll(4):
-                    word[k] = float_bits(quad[k])
+                    word[k] = float_bits(value[k])
                 store_16(out, number * 8 + i, gathered(word, 4))
             else:
-                word[i % 2 * 2] = packed(quad[0], quad[1])
-                word[i % 2 * 2 + 1] = packed(quad[2], quad[3])
+                word[i % 2 * 2] = packed(value[0], value[1])
+                word[i % 2 * 2 + 1] = packed(value[2], value[3])
                 if i % 2 == 1:
                     store_16(out, number * 4 + i // 2, gathered(word, 4))
 
@@ -86,6 +91,8 @@ def kernel(type: str, kind: str, chosen: bool) -> Any:
         load=own.load,
         unpack=own.unpack,
         floats=own.floats,
+        FACTORED=own.layout.factored,
+        factor=own.factor,
         packed=device_function(expand(_packed, kind, KIND=kind)),
     )
     element = _ELEMENT[kind]

@@ -73,7 +73,7 @@ if not SIMULATED:
     def _load(code: str, count: int, element: Any, changing: bool = False) -> Any:
         """An intrinsic (array, index) -> `count` elements: a scalar for one, otherwise a tuple."""
         scalar, letter = (_FLOAT, "f") if element is types.float32 else (_INT, "r")
-        nbytes = 2 if ".u16" in code else 4 * count
+        nbytes = {"u8": 1, "u16": 2}.get(code.rpartition(".")[2], 4 * count)
         places = ", ".join(f"${k}" for k in range(count))
         code = f"{code} {places if count == 1 else '{' + places + '}'}, [${count}];"
         constraints = ",".join([f"={letter}"] * count + ["l"] + ["~{memory}"] * changing)
@@ -173,6 +173,7 @@ if not SIMULATED:
     ahead_16 = _load("ld.global.nc.L1::no_allocate.L2::128B.v4.u32", 4, _i)
     ahead_4 = _load("ld.global.nc.L1::no_allocate.L2::128B.u32", 1, _i)
     ahead_2 = _load("ld.global.nc.L1::no_allocate.L2::128B.u16", 1, _i)
+    ahead_1 = _load("ld.global.nc.L1::no_allocate.L2::128B.u8", 1, _i)
     cached_16 = _load("ld.global.nc.v4.u32", 4, _i)
     cached_8 = _load("ld.global.nc.v2.u32", 2, _i)
     cached_16f = _load("ld.global.nc.v4.f32", 4, _f)

@@ -6,14 +6,18 @@ no padding between rows, and the arrays are indexed by that number:
     codes    planes of bits as in bridge/runtime/cpu/layout.py, for the 8 words of a unit (word i: columns 4i to
              4i + 3, a byte each), cut into pieces of up to 16 bytes; each piece is an array, so that a warp reads
              up to 512 bytes in a row. The third bits of Q3_K are placed so that they fall above their lower two:
-             word 2f + v has bit 2f + 2 - v for f 0..2, bits 7 and 0 for f = 3
+             word 2f + v has bit 2f + 2 - v for f 0..2, bits 7 and 0 for f = 3. Those of table types: tables.py
     scales   K only: 16 bytes a superblock, packed as scales.py says
-    halves   d, or d and dmin, of a block, where the 16 bytes have no room for them
+    halves   d, or d and dmin, of a block, where the 16 bytes have no room for them; of table types, its scale bytes
+    factors  NVFP4 only: float32 a row, by which its products and weights are multiplied
 
     type          pieces of codes  scales  halves  bits per weight
+    Q2_0          8                     -       2   2.25
     Q2_K          8                    16       4   2.625
     Q3_K          8, 4                 16       -   3.5     (GGUF 3.4375: 2 bytes pad the 16)
     Q4_K          16                   16       -   4.5
+    MXFP4         16                    -       1   4.25
+    NVFP4         16                    -       4   4.5     (and 4 bytes a row)
     Q4_0, Q4_1    16                    -    2, 4   4.5, 5
     Q5_K          16, 4                16       -   5.5
     Q5_0, Q5_1    16, 4                 -    2, 4   5.5, 6
@@ -33,7 +37,7 @@ from typing import Any
 import numpy as np
 from bridge.cuda import scales
 
-from bridge.blocks import BLOCKS, BlockType
+from bridge.blocks import TYPES, BlockType
 from bridge.jit import from_plain, inlined, specialize
 from bridge.runtime.cpu.layout import PLANES
 
@@ -82,14 +86,30 @@ class Layout:
 
     @property
     def half_bytes(self) -> int:
-        """Bytes of d (and dmin) of a block outside of its packed scales."""
+        """Bytes of d (and dmin) of a block outside of its packed scales, or of its scale bytes."""
+        if self.block.scales:
+            return self.block.subs
         if self.block.is_k and scales.FORMS[self.block.name].holds_halves:
             return 0
         return 4 if self.block.has_min else 2
 
+    @property
+    def factored(self) -> bool:
+        """Whether there is a factor for each row."""
+        return self.block.name == "NVFP4"
+
+    @property
+    def largest(self) -> int:
+        """Bytes that a buffer can have: kernels count loads in int32, the smallest of which are one byte or two."""
+        return (1 if self.half_bytes == 1 else 2) << 31
+
     def halves_at(self, spaced: int) -> int:
         """Where the halves begin, in bytes."""
         return spaced * self.scales_at + spaced // self.units_per_block * self.scale_bytes
+
+    def factors_at(self, spaced: int) -> int:
+        """Where the factors of rows begin, in bytes."""
+        return self.halves_at(spaced) + spaced // self.units_per_block * self.half_bytes
 
     def spaced(self, rows: int, columns: int) -> int:
         """Units that each array has room for."""
@@ -97,8 +117,7 @@ class Layout:
 
     def nbytes(self, rows: int, columns: int) -> int:
         """Bytes of the buffer."""
-        spaced = self.spaced(rows, columns)
-        return self.halves_at(spaced) + spaced // self.units_per_block * self.half_bytes
+        return self.factors_at(self.spaced(rows, columns)) + 4 * rows * self.factored
 
     @property
     def bpw(self) -> float:
@@ -110,8 +129,8 @@ class Layout:
 # set per type by `specialize`
 unpack: Any = None
 pack_scales: Any = None
-size = subs = nbytes = d_at = dmin_at = flip = 0
-thirds = False
+size = subs = nbytes = d_at = dmin_at = flip = no_scale = 0
+thirds = tabled = False
 low_width = high_width = scales_at = scale_bytes = half_bytes = 0
 
 
@@ -129,10 +148,21 @@ def _put_plane(words, first, width, shift, thirds, out, at, spaced, unit):
         out[at + 4 * piece * spaced + unit * wide + v % 4] = value
 
 
+@inlined
+def _put_nibbles(words, first, out, unit):
+    """Codes words[first : first + 8], of 4 bits, as tables.py has them."""
+    for v in range(4):
+        value = np.uint32(0)
+        for i in range(8):
+            code = words[first + 2 * v + i // 4] >> np.uint32(8 * (i % 4)) & np.uint32(15)
+            value |= code << np.uint32(4 * i)
+        out[unit * 4 + v] = value
+
+
 def _repack(raw, first, step, out, spaced):
     """Blocks of raw uint8 [rows, row bytes], whose rows become rows first, first + step ... of the matrix in out.
 
-    Returns the first row of raw whose d or dmin is not finite, or -1.
+    Returns the first row of raw whose d, dmin or scale is not finite, or -1.
     """
     out32 = out.view(np.uint32)
     out16 = out.view(np.uint16)
@@ -150,12 +180,22 @@ def _repack(raw, first, step, out, spaced):
             block = raw[row, b * nbytes : (b + 1) * nbytes]
             number = (first + row * step) * blocks + b
             unpack(block, q, sc, mn)
-            d = np.uint16(block[d_at]) | np.uint16(block[d_at + 1]) << np.uint16(8)
+            d = np.uint16(0)
+            if d_at >= 0:
+                d = np.uint16(block[d_at]) | np.uint16(block[d_at + 1]) << np.uint16(8)
             dmin = np.uint16(0)
             if dmin_at >= 0:
                 dmin = np.uint16(block[dmin_at]) | np.uint16(block[dmin_at + 1]) << np.uint16(8)
             if (d & 0x7C00 == 0x7C00 or dmin & 0x7C00 == 0x7C00) and bad < 0:
                 bad = row
+            if tabled:
+                for j in range(subs):
+                    out[half_base + number * subs + j] = np.uint8(sc[j])
+                    if np.int32(sc[j]) & no_scale == no_scale and bad < 0:
+                        bad = row
+                for u in range(per_block):
+                    _put_nibbles(words, 8 * u, out32, number * per_block + u)
+                continue
             if flip:
                 for i in range(size):
                     q[i] ^= np.uint8(128)
@@ -182,7 +222,7 @@ def _no_scales(sc, mn, d, dmin, out):
 @cache
 def repacker(name: str) -> Any:
     """The compiled `repack(raw, first, step, out, spaced)` of a type."""
-    layout = Layout(BLOCKS[name])
+    layout = Layout(TYPES[name])
     block = layout.block
     (low, _), *high = layout.planes
     return specialize(
@@ -196,6 +236,8 @@ def repacker(name: str) -> Any:
         d_at=block.d_at,
         dmin_at=block.dmin_at,
         thirds=layout.code_bits == 3,
+        tabled=bool(block.values),
+        no_scale=np.int32(block.no_scale),
         flip=int(layout.code_bits == 8),
         low_width=low,
         high_width=sum(width for width, _ in high),

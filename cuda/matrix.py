@@ -14,7 +14,7 @@ import numpy as np
 from bridge.cuda import device as devices
 from bridge.cuda.layout import UNIT, Layout, repacker
 
-from bridge.blocks import BLOCKS
+from bridge.blocks import TYPES
 from bridge.cpus import usable_cpus
 from bridge.errors import BridgeError
 from bridge.runtime.operands import check_matrix
@@ -33,7 +33,7 @@ class DeviceMatrix:
         self.columns = columns
         self.buffer = buffer
         self.device = device
-        self.layout = Layout(BLOCKS[type])
+        self.layout = Layout(TYPES[type])
         self.units = columns // UNIT
         self.spaced = self.layout.spaced(rows, columns)
 
@@ -51,9 +51,9 @@ class DeviceMatrix:
         first = tensors[0]
         for tensor in tensors:
             check_matrix(tensor)
-            if tensor.type not in BLOCKS:
+            if tensor.type not in TYPES:
                 raise BridgeError(
-                    f"{tensor.name}: no CUDA kernel for {tensor.type}; there is one for {', '.join(BLOCKS)}"
+                    f"{tensor.name}: no CUDA kernel for {tensor.type}; there is one for {', '.join(TYPES)}"
                 )
             if (tensor.type, tensor.shape[1]) != (first.type, first.shape[1]):
                 raise BridgeError(
@@ -63,18 +63,18 @@ class DeviceMatrix:
             if interleave and tensor.shape[0] != first.shape[0]:
                 raise BridgeError(f"{tensor.name}: {tensor.shape[0]} rows cannot alternate with {first.shape[0]}")
         rows, columns = sum(tensor.shape[0] for tensor in tensors), first.shape[1]
-        layout = Layout(BLOCKS[first.type])
+        layout = Layout(TYPES[first.type])
         spaced = layout.spaced(rows, columns)
-        if layout.nbytes(rows, columns) >= 1 << 32:  # kernels count units of 2 bytes or more in int32
+        if layout.nbytes(rows, columns) >= layout.largest:
             raise BridgeError(f"{first.name}: {rows} rows of {columns} are too many for one matrix on a GPU")
         what = " + ".join(tensor.name for tensor in tensors)
         host = np.zeros(layout.nbytes(rows, columns), np.uint8)
         start = 0
         for number, tensor in enumerate(tensors):
-            if interleave:
-                _repack(tensor, host, spaced, number, len(tensors))
-            else:
-                _repack(tensor, host, spaced, start, 1)
+            first_row, step = (number, len(tensors)) if interleave else (start, 1)
+            _repack(tensor, host, spaced, first_row, step)
+            if layout.factored:
+                _factors(tensor, host[layout.factors_at(spaced) :].view(np.float32), first_row, step)
             start += tensor.shape[0]
         names = [tensor.name for tensor in tensors]
         return cls(names, first.type, rows, columns, found.upload(host, what), found)
@@ -112,3 +112,10 @@ def _repack(tensor: QuantTensor, host: np.ndarray, spaced: int, first: int, step
         bad = [row for row in executor.map(part, range(0, raw.shape[0], height)) if row >= 0]
     if bad:
         raise BridgeError(f"{tensor.name}: the scales of row {min(bad)} are not finite; the file is damaged")
+
+
+def _factors(tensor: QuantTensor, factors: np.ndarray, first: int, step: int) -> None:
+    """The factor of the tensor's rows, to those of the matrix."""
+    if not np.isfinite(tensor.factor):
+        raise BridgeError(f"{tensor.name}: its scale is {tensor.factor}; the file is damaged")
+    factors[first : first + step * tensor.shape[0] : step] = tensor.factor

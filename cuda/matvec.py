@@ -66,12 +66,13 @@ from bridge.errors import BridgeError
 
 # set per kernel by `expand`
 ROWS = UNITS = SPLIT = SPLIT_LOG = WARPS = COLUMNS = TOKENS = LANES = LANES_LOG = 0
-EXACT = ACCUMULATE = BIAS = SILU = False
+EXACT = ACCUMULATE = BIAS = SILU = FACTORED = False
 load: Any = None
 unpack: Any = None
 integer: Any = None
 line: Any = None
 lifted: Any = ()
+factor: Any = None
 int32 = np.int32
 float32 = np.float32
 
@@ -168,6 +169,11 @@ def _product(weights, sixteenth, x, y, bias, rows, units):
     if bits(lane, 0, LANES - 1) == 0 and bits(warp, 0, SPLIT - 1) == 0:
         own = start
         start = min(start, int32(rows - ROWS))
+        if FACTORED:
+            for r in unroll(ROWS):
+                weight[r] = factor(weights, sixteenth, int32(start + r))
+                for c in unroll(TOKENS):
+                    total[r, c] *= weight[r]
         for r in unroll(ROWS):
             if int32(start + r) >= own:
                 for c in unroll(TOKENS):
@@ -241,11 +247,13 @@ def kernel(type: str, n: int, shape: Configuration, exact: bool, epilogue: str) 
         ACCUMULATE="accumulate" in epilogue,
         BIAS="bias" in epilogue,
         SILU="silu" in epilogue,
+        FACTORED=own.layout.factored,
         load=own.load,
         unpack=own.unpack,
         integer=own.integer,
         line=own.line,
         lifted=own.lifted,
+        factor=own.factor,
     )
     return Kernel(expanded, "void(uint8[::1], int64, uint8[::1], float32[:,::1], float32[::1], int64, int64)")
 

@@ -24,7 +24,7 @@ from bridge.cuda.matmul import Multiplier, product
 from bridge.cuda.matrix import DeviceMatrix
 from bridge.cuda.norm import silu_grid, silu_kernel
 
-from bridge.blocks import BLOCKS
+from bridge.blocks import TYPES
 from bridge.runtime.quant_tensor import QuantTensor
 
 Launch = Callable[[], None]
@@ -32,14 +32,14 @@ Launch = Callable[[], None]
 
 def quantized(type: str) -> bool:
     """Whether there is a kernel for a type."""
-    return type in BLOCKS
+    return type in TYPES
 
 
 def device_bytes(tensor: QuantTensor, precision: str) -> int:
     """What a matrix takes on the device."""
     rows, columns = tensor.shape
     if quantized(tensor.type):
-        return Layout(BLOCKS[tensor.type]).nbytes(rows, columns)
+        return Layout(TYPES[tensor.type]).nbytes(rows, columns)
     return rows * columns * (4 if kind_of(tensor.type, precision) == "float32" else 2)
 
 

@@ -4,6 +4,7 @@
     scaled  w = d*sc*(q - zero)          sum += dx *  d * sum_j sc_j (q_j . x_j - zero * s_j)
     plain   w = d*(q - zero)             sum += dx *  d * (q . x - zero * s)
             w = d*q + dmin               sum += dx * (d * (q . x)  +  dmin * s)
+    table   w = scale_j*values[q]        sum += dx * sum_j scale_j * (u[q_j] . x_j - lift*s_j),  u = values + lift >= 0
 
 x_j are the int8 values of sub-block j (16 or 32 columns), s_j their sum, dx their step: see activations.py. Inside
 the brackets everything is exact in int32; float32 rounds twice for every 32 columns.
@@ -16,9 +17,10 @@ from functools import cache
 from typing import Any
 
 import numpy as np
-from bridge.cuda import scales
+from bridge.cuda import scales, tables
 from bridge.cuda.intrinsics import (
     SIMULATED,
+    ahead_1,
     ahead_2,
     ahead_4,
     ahead_16,
@@ -44,7 +46,7 @@ from bridge.cuda.layout import THIRD_BIT, Layout
 from bridge.cuda.unroll import expand, gathered, registers, unroll
 from numba import cuda
 
-from bridge.blocks import BLOCKS
+from bridge.blocks import TYPES
 
 SIGN_BITS = -0x7F7F7F80  # 0x80808080 as int32
 
@@ -52,9 +54,13 @@ SIGN_BITS = -0x7F7F7F80  # 0x80808080 as int32
 PIECES = PLANES = CODE_WORDS = HELD = BLOCK_LOG = WORD = 0
 PIECE_WORDS = PIECE_AT = PIECE_FIRST = WIDTH = COUNT = FIRST = LOW = MASK = THIRD = ()
 SCALES_AT = SCALE_WORDS = HALVES_AT = HALF_BYTES = ZERO = ZEROS = ZERO_BYTES = UP = LEVELS = LIFT = 0
-K = MINS = WIDE = WHOLE = HALVES_INSIDE = IN_PLACE = EIGHT = False
+FACTORS_AT = 0
+K = MINS = WIDE = WHOLE = HALVES_INSIDE = IN_PLACE = EIGHT = TABLED = TWO = False
 float32 = np.float32
 read_scales: Any = None
+read_steps: Any = None
+looked_up: Any = ()
+put_high: Any = None
 steps: Any = None
 signed: Any = None
 
@@ -79,7 +85,11 @@ def _load(weights, sixteenth, at):
             word[CODE_WORDS + i] = quad[i]
     elif K:
         word[CODE_WORDS] = ahead_2(weights, mad(sixteenth, 8 * SCALES_AT, at))
-    if HALF_BYTES == 4:
+    if TABLED and TWO:
+        word[CODE_WORDS + SCALE_WORDS] = ahead_2(weights, mad(sixteenth, HALVES_AT // 2, at))
+    elif TABLED:
+        word[CODE_WORDS + SCALE_WORDS] = ahead_1(weights, mad(sixteenth, HALVES_AT, at))
+    elif HALF_BYTES == 4:
         word[CODE_WORDS + SCALE_WORDS] = ahead_4(
             weights, mad(sixteenth, HALVES_AT // 4, bits(at, BLOCK_LOG, 0x7FFFFFFF))
         )
@@ -91,13 +101,15 @@ def _load(weights, sixteenth, at):
 
 
 def _unpack(held, lane):
-    """A unit: 8 words of codes, scales and mins as scales.py reads them, d, dmin.
+    """A unit: 8 words of codes, scales and mins as scales.py reads them, d, dmin; of table types, `_steps`.
 
     Codes of 3 bits stay where they are in their bytes: words 0 and 1 at bit 0, 2 and 3 at 2, the others at 4.
     """
     word = registers()
     for i in unroll(8):
-        if IN_PLACE:
+        if TABLED:
+            word[i] = xor(looked_up[i](held), SIGN_BITS)
+        elif IN_PLACE:
             if i < 6:
                 word[i] = bits(held[i % 2], 0, 0x03030303 << (i // 2 * 2))
             else:
@@ -127,12 +139,15 @@ def _unpack(held, lane):
 
 
 def _steps(held, lane):
-    """Scales and mins of a unit as scales.py reads them, d, dmin."""
+    """Scales and mins of a unit as scales.py reads them, d, dmin; of table types, 1, 1 and what tables.py reads."""
     scale = 1
     least = 1
     if K:
         scale, least = read_scales(held[CODE_WORDS:], lane)
     halves = held[CODE_WORDS] if HALVES_INSIDE else held[CODE_WORDS + SCALE_WORDS]
+    if TABLED:
+        d, dmin = read_steps(halves)
+        return scale, least, d, dmin
     return scale, least, low_half(halves), high_half(halves)
 
 
@@ -146,13 +161,15 @@ def _integer(weights, low, high, step, sums):
         for i in unroll(4):
             total = dp4a(codes[4 + i], high[i], total)
     else:
-        total = 0
-        other = 0
+        total = dp2a(sums, ZEROS & 0xFF, 0) if TWO else 0
+        other = dp2a(sums, ZEROS & 0xFF00, 0) if TWO else 0
         for i in unroll(4):
             if IN_PLACE and i == 2:
                 total = shl(total, 2)
             total = dp4a(codes[i], low[i], total)
             other = dp4a(codes[4 + i], high[i], other)
+        if TWO:
+            return step * (d * float32(total) + dmin * float32(other))
         if IN_PLACE:
             total = shl(total, 2)
         total = mad(total, signed_byte(scale, 0), 0)
@@ -182,6 +199,8 @@ def _floats(weights):
         d *= float32(signed_byte(scale, WORD // 4 * 8))
         if MINS:
             dmin *= float32(bits(least, WORD // 4 * 8, 255))
+    if TWO and WORD > 3:
+        d = dmin
     value = registers()
     for j in unroll(4):
         value[j] = d * float32(signed_byte(code, 8 * j))
@@ -195,7 +214,7 @@ def _line(held, lane):
     scale, least, d, dmin = steps(held, lane)
     value = registers()
     for h in unroll(2):
-        step = d
+        step = dmin if TWO and h == 1 else d
         if K:
             step *= float32(scale if WIDE else signed_byte(scale, 8 * h))
         value[h] = step * float32(LEVELS)
@@ -214,6 +233,8 @@ def _lifted(held, line):
     """
     if EIGHT:
         word = xor(held[WORD], SIGN_BITS)
+    elif TABLED:
+        word = put_high(held)
     else:
         word = SIGN_BITS
         for p in unroll(PLANES):
@@ -240,6 +261,11 @@ def _lifted(held, line):
     return gathered(value, 4)
 
 
+def _factor(weights, sixteenth, row):
+    """What a row is multiplied by, where it is."""
+    return bits_float(stream_4(weights, mad(sixteenth, FACTORS_AT // 4, row)))
+
+
 def _constants(layout: Layout) -> dict[str, Any]:
     block = layout.block
     first, low, table = 0, 0, []
@@ -252,7 +278,8 @@ def _constants(layout: Layout) -> dict[str, Any]:
     form = scales.FORMS[block.name] if block.is_k else None
     scale_words = (4 if form.whole else 1) if form else 0
     eight = layout.code_bits == 8
-    zero = 0 if eight else block.zero  # eight bits are kept as int8
+    zero = 0 if eight else block.lift  # eight bits are kept as int8
+    bits = (max(block.values) + zero).bit_length() if block.values else layout.code_bits
     spaced = 1 << 20
     return {
         "PIECES": len(layout.pieces),
@@ -272,9 +299,12 @@ def _constants(layout: Layout) -> dict[str, Any]:
         "SCALES_AT": layout.scales_at,
         "HALVES_AT": layout.halves_at(spaced) * 16 // spaced,
         "HALF_BYTES": layout.half_bytes,
+        "FACTORS_AT": layout.factors_at(spaced) * 16 // spaced,
         "K": block.is_k,
         "MINS": block.has_min,
-        "WIDE": block.sub == 32,
+        "WIDE": block.run == 32,
+        "TABLED": bool(block.values),
+        "TWO": bool(block.values) and block.run == 16,
         "WHOLE": bool(form and form.whole),
         "HALVES_INSIDE": layout.half_bytes == 0,
         "ZERO": zero,
@@ -282,9 +312,9 @@ def _constants(layout: Layout) -> dict[str, Any]:
         "IN_PLACE": layout.code_bits == 3,
         "ZERO_BYTES": zero * 0x01010101,
         "EIGHT": eight,
-        "UP": 7 - layout.code_bits,
-        "LEVELS": 1 if eight else block.levels,
-        "LIFT": 0x8000 + 0x80 if eight else block.levels,
+        "UP": 7 - bits,
+        "LEVELS": 1 if eight else 1 << bits,
+        "LIFT": 0x8000 + 0x80 if eight else 1 << bits,
         "THIRD": tuple(map(int, THIRD_BIT)),
     }
 
@@ -305,12 +335,13 @@ class Functions:
     floats: tuple[Any, ...]
     line: Any
     lifted: tuple[Any, ...]
+    factor: Any
 
 
 @cache
 def functions(name: str) -> Functions:
     """The functions of a type, made from those above."""
-    layout = Layout(BLOCKS[name])
+    layout = Layout(TYPES[name])
     constants = _constants(layout)
 
     def make(function: Any, suffix: str = "", **scope: Any) -> Any:
@@ -318,6 +349,15 @@ def functions(name: str) -> Functions:
 
     if layout.block.is_k:
         constants["read_scales"] = make(scales.FORMS[name].read)
+    put_high: Any = (None,) * 8
+    if layout.block.values:
+        table = tables.lifted(layout.block)
+        high = [128 | entry << constants["UP"] & 127 for entry in table]
+        constants["read_steps"] = make(tables.READ[name])
+        constants["looked_up"], put_high = (
+            tuple(make(tables.look_up, f"_{what}_{i}", WORD=i, **tables.entries(part)) for i in range(8))
+            for what, part in (("codes", table), ("high", high))
+        )
     constants["steps"] = make(_steps)
     words = [(f"_{i}", {"WORD": i, "signed": make(_signed, f"_{i}", WORD=i)}) for i in range(8)]
     return Functions(
@@ -327,5 +367,6 @@ def functions(name: str) -> Functions:
         make(_integer),
         tuple(make(_floats, suffix, **scope) for suffix, scope in words),
         make(_line),
-        tuple(make(_lifted, f"_{i}", WORD=i) for i in range(8)),
+        tuple(make(_lifted, f"_{i}", WORD=i, put_high=put_high[i]) for i in range(8)),
+        make(_factor),
     )

@@ -12,6 +12,7 @@ multiply with it on one stream at a time.
 from __future__ import annotations
 
 from typing import Any
+from weakref import WeakValueDictionary
 
 from bridge.cuda import dequantize, matvec
 from bridge.cuda import device as devices
@@ -22,6 +23,16 @@ from bridge.cuda.matrix import DeviceMatrix
 from bridge.errors import BridgeError
 from bridge.runtime.operands import check_indices, check_input, check_out, check_precision, is_torch
 from bridge.runtime.quant_tensor import QuantTensor
+
+_moved: WeakValueDictionary[tuple[int, devices.Device], CudaTensor] = WeakValueDictionary()  # by the id of the source
+
+
+def moved(tensor: QuantTensor, device: devices.Device) -> CudaTensor:
+    """The tensor on a GPU: the one that somebody holds already, or a new one."""
+    found = _moved.get((id(tensor), device))
+    if found is None:
+        found = _moved[id(tensor), device] = CudaTensor(tensor, device)
+    return found
 
 
 class CudaTensor:
@@ -71,8 +82,7 @@ class CudaTensor:
         """The tensor on another device; "cpu" gives the QuantTensor it came from."""
         if str(device) == "cpu":
             return self._source
-        found = devices.require(device)
-        return self if found == self.matrix.device else CudaTensor(self._source, found)
+        return moved(self._source, devices.require(device))
 
     # products
 

@@ -48,7 +48,10 @@ class CudaTrellisLayer:
 
     def to(self, device: Any) -> Any:
         """The layer on another device; "cpu" gives the TrellisLayer it came from."""
-        return self._source.to(device)
+        if str(device) == "cpu":
+            return self._source
+        found = devices.require(device)
+        return self if found == self._device else CudaTrellisLayer(self._source, found)
 
     def rows(self, indices: Any) -> np.ndarray:
         """float32 [n, in] on the CPU: rows of W."""
@@ -68,9 +71,7 @@ class CudaTrellisLayer:
 
         place = devices.torch_device(self._device)
         if not is_torch(x) or str(x.device) != place or not x.dtype.is_floating_point:
-            raise BridgeError(
-                f"{self.name}: x is {getattr(x, 'dtype', type(x).__name__)}; floats on {place} are wanted"
-            )
+            raise BridgeError(f"{self.name}: x is {_said(x)}; floats on {place} are wanted")
         check_input(self, x, 2)
         out, columns = self.shape
         values = torch.zeros((len(x), len(self._su)), device=place)
@@ -84,6 +85,10 @@ class CudaTrellisLayer:
         if rotations is not None:
             y = _rotated(y, rotations[1], False, place)
         return (y * self._sv)[:, :out].to(x.dtype)
+
+
+def _said(x: Any) -> str:
+    return f"{x.dtype} on {x.device}" if is_torch(x) else type(x).__name__
 
 
 def _rotated(x: Any, rotation: Rotation, transposed: bool, place: str) -> Any:

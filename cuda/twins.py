@@ -99,9 +99,10 @@ def ror(word, right):
 
 
 def prmt(word, other, selector):
-    """Bytes of the two, the nibbles of the selector say which: 0..3 of the one, 4..7 of the other."""
-    chosen = np.array([word, other], np.int32).view(np.uint8)
-    return chosen[[int(selector) >> 4 * i & 7 for i in range(4)]].view(np.int32)[0]
+    """Bytes of the two, the nibbles of the selector say which: 0..3 of the one, 4..7 of the other; 8 more, its sign."""
+    places = [_unsigned(selector) >> 4 * i & 15 for i in range(4)]
+    chosen = np.array([word, other], np.int32).view(np.int8)[[place & 7 for place in places]]
+    return np.where(np.array(places) > 7, chosen >> 7, chosen).astype(np.int8).view(np.int32)[0]
 
 
 def or_(one, other):
@@ -157,6 +158,7 @@ stream_16 = ahead_16 = cached_16 = load_16 = _loader(np.int32, 4)
 stream_8 = cached_8 = _loader(np.int32, 2)
 stream_4 = ahead_4 = _loader(np.int32, 1)
 ahead_2 = _loader(np.uint16, 1)
+ahead_1 = _loader(np.uint8, 1)
 cached_16f = _loader(np.float32, 4)
 store_4 = _storer(np.uint32, 0xFFFFFFFF)
 store_2 = _storer(np.uint16, 0xFFFF)

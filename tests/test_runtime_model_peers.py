@@ -12,7 +12,7 @@ import pytest
 import bridge
 from bridge.blocks import BLOCKS
 from bridge.errors import BridgeError
-from bridge.runtime import quant_linear
+from bridge.runtime import torch_ops
 from bridge.runtime.perplexity import perplexity
 from scripts.peers.gguf_file import gguf_weights
 from scripts.peers.llama_cpp import LlamaCpp
@@ -157,7 +157,7 @@ def test_a_quantized_linear_is_a_linear(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("tokens", [1, 5])
 def test_gradients_pass_through_a_quantized_linear(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(quant_linear, "_TILE", 600)  # two rows, and one that is left
+    monkeypatch.setattr(torch_ops, "_TILE", 600)  # two rows, and one that is left
     tensor, weights = random_matrix(BLOCKS["Q4_K"], 5, 256)
     order, bias = np.array([3, 0, 4, 1, 2]), torch.randn(5)
     weight = torch.from_numpy(weights[order]).float()

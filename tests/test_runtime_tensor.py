@@ -13,11 +13,12 @@ import pytest
 import torch
 
 import bridge
-from bridge.blocks import BLOCKS, READ
+from bridge.blocks import BLOCKS, READ, TYPES
 from bridge.errors import BridgeError
 from bridge.runtime import QuantTensor
 from bridge.runtime.cpu import targets
 from scripts.peers import ggml
+from tests.support.random_blocks import random_matrix
 
 ROWS, COLUMNS = 40, 512
 
@@ -150,6 +151,14 @@ def test_dequantize_is_ggml_for_the_recent_types(type, weights):
     raw = ggml.quantize(weights, type)
     tensor = QuantTensor("w", type, weights.shape, raw.reshape(-1))
     np.testing.assert_array_equal(tensor.dequantize(), ggml.dequantize(raw, int(READ[type].ggml)))
+
+
+def test_the_factor_of_a_tensor_is_that_of_its_rows():
+    tensor, _ = random_matrix(TYPES["NVFP4"], 5, 64, factors=np.array([0.25], np.float32))
+    part = tensor.slice_rows(1, 3)
+    np.testing.assert_array_equal(part.dequantize(), tensor.dequantize()[1:3])
+    x = np.ones(64, np.float32)
+    np.testing.assert_array_equal(part.matvec(x, precision="f32"), tensor.matvec(x, precision="f32")[1:3])
 
 
 @pytest.mark.parametrize("type", ["F32", "F16", "BF16"])

@@ -16,6 +16,7 @@ from safetensors.numpy import load_file, save_file
 import bridge
 from bridge.errors import BridgeError
 from bridge.trellis.layer import TrellisLayer
+from tests.support import ptx
 from tests.support.encode import LINEAR, load_floats
 from tests.support.encode_trellis import EXL3, QTIP, Coding, exl3_tensors, gaussian_table, qtip_tensors, write_trellis
 from tests.support.tiny_models import predict, save_model
@@ -89,6 +90,39 @@ def test_from_pretrained_reads_trellis_codes_and_says_what_their_floats_say(code
     assert close(logits(model), predict(meant, TOKENS))
     made = model.generate(torch.tensor([TOKENS]), max_new_tokens=4, min_new_tokens=4, do_sample=False)
     assert made.shape == (1, len(TOKENS) + 4)
+
+
+@pytest.mark.skipif(ptx.unavailable() is not None, reason=str(ptx.unavailable()))
+@pytest.mark.parametrize("which", ["qtip", pytest.param("exl3", marks=pytest.mark.exhaustive)])
+def test_from_pretrained_puts_codes_where_the_device_map_says(coded, which, monkeypatch):
+    """Biases (Qwen2 has them) and codes too; kernels are compiled PTX, torch's tensors on the GPU are in disguise."""
+    from tests.support.gpu.disguise import disguised_gpu
+
+    folder, meant = coded[which]
+    bridge.nn.register_quantizers()
+    monkeypatch.setattr(TrellisLayer, "dequantize", None)
+    monkeypatch.setattr("transformers.integrations.accelerate.is_accelerate_available", lambda: True)
+    monkeypatch.setattr("transformers.modeling_utils.caching_allocator_warmup", lambda *given: None)
+    monkeypatch.setenv("HF_DEACTIVATE_ASYNC_LOAD", "1")  # the disguise is one thread's
+    options = {"quantization_config": bridge.nn.QtipConfig()} if which == "qtip" else {}
+    with disguised_gpu() as launches:
+        model = transformers.AutoModelForCausalLM.from_pretrained(
+            folder, dtype=torch.float32, device_map={"": "cuda:0"}, **options
+        )
+        linears = [m for m in model.modules() if isinstance(m, bridge.nn.QuantLinear)]
+        assert {m.tensor.device for m in linears} == {"cuda:0"}
+        assert {str(t.device) for t in [*model.parameters(), *model.buffers()]} == {"cuda:0"}
+        with torch.no_grad():
+            found = model.eval()(torch.tensor([TOKENS[:3]]).to("cuda:0")).logits[0].cpu().numpy()
+        assert sum(name.startswith("_fused_") for name in launches.names) == len(linears)
+    assert close(found, predict(meant, TOKENS[:3]))
+
+
+def test_codes_that_a_device_map_would_offload_are_refused(coded, monkeypatch):
+    bridge.nn.register_quantizers()
+    monkeypatch.setattr("transformers.integrations.accelerate.is_accelerate_available", lambda: True)
+    with pytest.raises(BridgeError, match=r"q_proj: trellis codes are .*, and cannot be offloaded \(meta\); pass"):
+        transformers.AutoModelForCausalLM.from_pretrained(coded["exl3"][0], device_map={"": "meta"})
 
 
 @pytest.mark.parametrize("which", ["qtip", "exl3"])

@@ -3,12 +3,14 @@
     model = AutoModelForCausalLM.from_config(config)      or from_pretrained: its weights are replaced
     bridge.nn.replace_linears(model, "model.gguf")
 
-On the CPU, for inference, and for training what stands before: the weights have no gradients, but gradients pass
-through to their input. Weights stay quantized, a second copy of what was replaced is given up.
+For inference, and for training what stands before: the weights have no gradients, but gradients pass through to their
+input. Weights stay quantized, and go along when the model is moved to a GPU; `torch.compile` takes products as they
+are. `bridge.nn.load` makes such a model without ever holding the floats that are replaced.
 """
 
 from __future__ import annotations
 
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,7 @@ from bridge.row_order import interleaved_rows
 from bridge.runtime import GGUFFile, QuantTensor, open_gguf
 from bridge.runtime.decoder_config import read_config
 from bridge.runtime.operands import check_matrix
+from bridge.runtime.torch_ops import number_of, product, rows
 
 _LINEARS = {
     "self_attn.q_proj": "attn_q",
@@ -39,32 +42,42 @@ _NORMS = {
 }
 
 
-_TILE = 1 << 22  # weights dequantized at a time for a gradient
+class Placed(nn.Module):
+    """A module with a tensor that is none of torch's, and goes along when the module is moved to another device."""
+
+    place: torch.Tensor  # empty; torch moves it
+
+    def __init__(self, tensor: Any):
+        super().__init__()
+        check_matrix(tensor)
+        self.register_buffer("place", torch.empty(0, device=getattr(tensor, "device", "cpu")), persistent=False)
+        self.hold(tensor)
+
+    def hold(self, tensor: Any) -> None:
+        """Multiply with this one from now on."""
+        self.tensor, self.number = tensor, number_of(tensor)
+
+    def follow(self) -> None:
+        """Take the tensor to where torch has moved the module's buffers: a GPU, or the CPU."""
+        if self.place.device.type in ("cpu", "cuda"):
+            moved = self.tensor.to(self.place.device)
+            if moved is not self.tensor:
+                self.hold(moved)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        super()._apply(fn, recurse)
+        self.follow()
+        return self
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self.hold(self.tensor)  # a copy's has a number of its own
 
 
-class _Product(torch.autograd.Function):
-    """x [n, in] W^T. The gradient of x is that of the weights as they are, whatever x was rounded to."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, tensor: QuantTensor, precision: str) -> Any:
-        ctx.tensor = tensor
-        return tensor.matmul(x, precision=precision)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        (y,), (rows, columns) = gradients, ctx.tensor.shape
-        x = y.new_zeros(len(y), columns)
-        step = max(1, _TILE // columns)
-        for first in range(0, rows, step):
-            weights = torch.as_tensor(ctx.tensor.rows(np.arange(first, min(first + step, rows))))
-            x = x + y[:, first : first + step] @ weights
-        return x, None, None
-
-
-class QuantLinear(nn.Module):
+class QuantLinear(Placed):
     """y = W x + bias with W [out, in] a QuantTensor. The gradient of x takes a product with the dequantized weights.
 
-    tensor     or what multiplies likewise: a TrellisLayer, whose x is never rounded
+    tensor     or what multiplies likewise: a TrellisLayer, whose x is never rounded, and both on a GPU
     order      int64 [out]: output i is row order[i] of the tensor, None for the tensor's own order
     precision  "f32", or "int8" to round x to 8 bits in blocks, as ggml does
     """
@@ -76,19 +89,18 @@ class QuantLinear(nn.Module):
         order: np.ndarray | None = None,
         precision: str = "int8",
     ):
-        super().__init__()
-        check_matrix(tensor)
-        self.tensor = tensor
+        super().__init__(tensor)
         self.out_features, self.in_features = tensor.shape
         self.precision = precision
-        self.register_buffer("bias", bias, persistent=False)
-        self.register_buffer("order", None if order is None else torch.from_numpy(order), persistent=False)
+        place = self.place.device
+        self.register_buffer("bias", None if bias is None else bias.to(place), persistent=False)
+        self.register_buffer("order", None if order is None else torch.from_numpy(order).to(place), persistent=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x [..., in] of any float type on the CPU -> [..., out] of the same type."""
+        """x [..., in] of any float type, where the tensor is -> [..., out] of the same type."""
         if x.shape[-1:] != (self.in_features,):
             raise BridgeError(f"{self.tensor.name}: x has shape {list(x.shape)}; [..., {self.in_features}] is wanted")
-        y: Any = _Product.apply(x.reshape(-1, self.in_features).float(), self.tensor, self.precision)
+        y: Any = product(x.reshape(-1, self.in_features).float(), self.number, self.out_features, self.precision)
         if self.order is not None:
             y = y[:, self.order]
         if self.bias is not None:
@@ -99,19 +111,18 @@ class QuantLinear(nn.Module):
         return f"in_features={self.in_features}, out_features={self.out_features}, type={self.tensor.type}"
 
 
-class QuantEmbedding(nn.Module):
+class QuantEmbedding(Placed):
     """Rows of a QuantTensor [vocab, hidden], dequantized when they are looked up."""
 
     def __init__(self, tensor: QuantTensor, dtype: torch.dtype = torch.float32):
-        super().__init__()
-        self.tensor = tensor
+        super().__init__(tensor)
         self.num_embeddings, self.embedding_dim = tensor.shape
         self.dtype = dtype
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         """ids [...] -> [..., hidden]"""
-        rows = self.tensor.rows(ids.reshape(-1).numpy())
-        return torch.from_numpy(rows).reshape(*ids.shape, self.embedding_dim).to(self.dtype)
+        found: Any = rows(ids.reshape(-1), self.number, self.embedding_dim)
+        return found.reshape(*ids.shape, self.embedding_dim).to(self.dtype)
 
     def extra_repr(self) -> str:
         return f"{self.num_embeddings}, {self.embedding_dim}, type={self.tensor.type}"
@@ -122,10 +133,11 @@ def replace_linears(
 ) -> nn.Module:
     """Put a GGUF's linears, embeddings and norms into a transformers Llama, Mistral, Qwen2 or Qwen3; returns it.
 
-    GGUF's llama keeps the rows of q and k in another order, which is undone on the products.
+    GGUF's llama keeps the rows of q and k in another order, which is undone on the products. Each tensor goes to the
+    device of what it replaces.
 
     precision  see QuantLinear
-    prepare    repack the weights for this machine now (as much memory again as the file, and many times the speed)
+    prepare    repack the weights for this CPU now (as much memory again as the file, and many times the speed)
 
     Raises:
         BridgeError: the file holds another architecture, or shapes that the model has not.
@@ -166,7 +178,7 @@ def _replace_linear(
     if f"{name}.bias" in file:
         values = file[f"{name}.bias"].dequantize()
         bias = torch.from_numpy(values if order is None else values[order])
-    if prepare:
+    if prepare and _device(old).type == "cpu":
         tensor.prepare()
     _set(model, path, QuantLinear(tensor, bias, order, precision))
 
@@ -174,7 +186,7 @@ def _replace_linear(
 def _replace_norm(model: nn.Module, path: str, tensor: QuantTensor) -> None:
     module = _module(model, path)
     _expect(path, tuple(module.weight.shape), tensor)
-    values = torch.from_numpy(tensor.dequantize()).to(module.weight.dtype)
+    values = torch.from_numpy(tensor.dequantize()).to(_device(module), module.weight.dtype)
     module.weight = nn.Parameter(values, requires_grad=False)
 
 
@@ -185,9 +197,15 @@ def _module(model: nn.Module, path: str) -> Any:
         raise BridgeError(f"{type(model).__name__} has no {path}; the GGUF is of another architecture") from None
 
 
+def _device(module: nn.Module) -> torch.device:
+    """Where a module's weights are; the CPU where they are nowhere yet."""
+    first = next(chain(module.parameters(), module.buffers()))
+    return torch.device("cpu") if first.is_meta else first.device
+
+
 def _set(model: nn.Module, path: str, module: nn.Module) -> None:
     parent, _, name = path.rpartition(".")
-    setattr(model.get_submodule(parent), name, module)
+    setattr(model.get_submodule(parent), name, module.to(_device(model.get_submodule(path))))
 
 
 def _expect(path: str, shape: tuple[int, ...], tensor: QuantTensor) -> None:

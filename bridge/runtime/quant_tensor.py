@@ -85,7 +85,9 @@ class QuantTensor:
     def slice_rows(self, first: int, stop: int) -> QuantTensor:
         """Rows of a matrix as one of their own, not copied."""
         raw = self.raw.reshape(self.shape[0], -1)[first:stop].reshape(-1)
-        return QuantTensor(f"{self.name}[{first}:{stop}]", self.type, (stop - first, self.shape[1]), raw)
+        part = QuantTensor(f"{self.name}[{first}:{stop}]", self.type, (stop - first, self.shape[1]), raw)
+        part.factors = self.factors
+        return part
 
     # products
 
@@ -216,14 +218,17 @@ class QuantTensor:
             mapped.madvise(mmap.MADV_DONTNEED, first, end - first)
 
     def to(self, device: Any) -> Any:
-        """The tensor on another device, by name or as torch's: "cpu" is where it is, "cuda" makes a CudaTensor."""
+        """The tensor on another device, by name or as torch's: "cpu" is where it is, "cuda" makes a CudaTensor.
+
+        One for a GPU, as long as somebody holds it: a tied head and embedding share it.
+        """
         device = str(device)
         if device == "cpu":
             return self
         if device.partition(":")[0] != "cuda":
             raise BridgeError(f"{self.name}: device {device!r}: cpu, cuda, cuda:0, cuda:1 ... are known")
         found = cuda("device").require(device)
-        return cuda("tensor").CudaTensor(self, found)
+        return cuda("tensor").moved(self, found)
 
     def _get_engine(self) -> Engine:
         if self._engine is None:

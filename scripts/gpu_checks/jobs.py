@@ -7,7 +7,7 @@ from typing import Any
 from gpu_checks import model, products, timing
 
 LARGE, SMALL = "8192x28672", "4096x14336"
-TYPES = ("Q4_K", "Q6_K", "Q8_0", "Q4_0", "Q2_K", "Q3_K", "Q5_K", "Q4_1", "Q5_0", "Q5_1")
+TYPES = ("Q4_K", "Q6_K", "Q8_0", "Q4_0", "Q2_K", "Q3_K", "Q5_K", "Q4_1", "Q5_0", "Q5_1", "MXFP4", "NVFP4", "Q2_0")
 
 # the longest first
 CORRECT = ["correct/model", "correct/tensors", *(f"correct/configurations/{type}" for type in products.TRIED)]

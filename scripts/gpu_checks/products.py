@@ -52,10 +52,10 @@ def check(type: str, precision: str) -> dict[str, Any]:
     """Products of 1 to 8 columns, epilogues, and the weights as floats."""
     from bridge.cuda.device import require
 
-    from bridge.blocks import BLOCKS
+    from bridge.blocks import TYPES
 
     judge, device = Judge(), require("cuda")
-    for shape in SHAPES + ([] if BLOCKS[type].is_k else SMALL_BLOCKS):
+    for shape in SHAPES + (SMALL_BLOCKS if TYPES[type].size == 32 else []):
         _products(judge, type, precision, shape, device)
     _epilogues(judge, type, precision, device)
     _silu(judge, type, precision, device)
@@ -207,4 +207,6 @@ def _matrix(type: str, rows: int, columns: int) -> tuple[Any, np.ndarray]:
     from bridge.runtime.bench import random_tensor
 
     tensor = random_tensor(type, rows, columns)
+    if type == "NVFP4":
+        tensor.factors = np.array([0.7], np.float32)
     return tensor, tensor.dequantize().astype(np.float64)

@@ -223,6 +223,7 @@ DECODERS: dict[str, dict[str, Any]] = {
     "llama": {"types": {"attn_v": "Q4_1", "ffn_up": "Q5_0"}},
     "qwen2": {"arch": "qwen2", "biases": ("attn_q", "attn_v", "ffn_gate", "attn_output"), "tied": True},
     "qwen3": {"arch": "qwen3", "types": {"": "Q8_0", "attn_k": "F16", "output": "BF16", "token_embd": "F16"}},
+    "fp4": {"hidden": 64, "types": {"": "NVFP4", "attn_k": "MXFP4", "ffn_down": "F16", "output": "F16"}},
 }
 
 
@@ -235,7 +236,8 @@ def pair(path: Path, precision: str, context: int = 24, kv: str = "f16", **optio
 
 
 @pytest.mark.parametrize(
-    "name", ["llama"] if SIMULATED else ["qwen3", *(pytest.param(n, marks=on_request) for n in ("llama", "qwen2"))]
+    "name",
+    ["llama"] if SIMULATED else ["qwen3", *(pytest.param(n, marks=on_request) for n in ("llama", "qwen2", "fp4"))],
 )
 def test_a_prompt_and_tokens_after_it_score_as_on_the_cpu(name: str, tmp_path: Path) -> None:
     cpu, device = pair(tmp_path, "f32", **DECODERS[name])

@@ -34,11 +34,11 @@ from bridge.cuda.launch import Kernel
 from bridge.cuda.matrix import DeviceMatrix
 from bridge.cuda.matvec import Configuration
 
-from bridge.blocks import BLOCKS
+from bridge.blocks import TYPES
 from bridge.errors import BridgeError
 from bridge.runtime import QuantTensor
 from bridge.runtime.cpu.activations import round32_twin
-from tests.support.random_blocks import ALL, assert_product, random_matrix, rounded
+from tests.support.random_blocks import ALL, FACTOR, assert_product, random_matrix, rounded
 from tests.support.simulator import on_host
 
 # cases that compiled kernels are spared: test_cuda_products.py has them run the same products
@@ -57,7 +57,7 @@ def product(matrix: DeviceMatrix, x: np.ndarray, precision: str = "int8", **opti
 @pytest.mark.parametrize("precision", [pytest.param(name, marks=on_request) for name in ("int8", "f32")])
 def test_products_of_every_type_equal_float64(block, precision):
     """3 rows and pairs of them, 2 superblocks: 16 of 32 lanes."""
-    tensor, weights = random_matrix(block, 3, 512)
+    tensor, weights = random_matrix(block, 3, 512, factors=FACTOR)
     x = np.random.default_rng(1).standard_normal((1, 512)).astype(np.float32)
     y = product(DeviceMatrix.upload(tensor, "cuda"), x, precision)
     assert_product(y, rounded(x) if precision == "int8" else x, weights)
@@ -74,7 +74,7 @@ def test_products_of_every_type_equal_float64(block, precision):
 )
 def test_odd_shapes(rows, columns, shape):
     for name in ("Q4_K", "Q8_0") if columns < 512 else ("Q4_K",):
-        tensor, weights = random_matrix(BLOCKS[name], rows, columns)
+        tensor, weights = random_matrix(TYPES[name], rows, columns)
         x = np.random.default_rng(2).standard_normal((1, columns)).astype(np.float32)
         assert_product(product(DeviceMatrix.upload(tensor, "cuda"), x, shape=shape), rounded(x), weights)
 
@@ -91,15 +91,15 @@ def test_odd_shapes(rows, columns, shape):
     ],
 )
 def test_several_columns(name, rows, columns, n, units, split, precision):
-    tensor, weights = random_matrix(BLOCKS[name], rows, columns)
+    tensor, weights = random_matrix(TYPES[name], rows, columns)
     x = np.random.default_rng(3).standard_normal((n, columns)).astype(np.float32)
     y = product(DeviceMatrix.upload(tensor, "cuda"), x, precision, shape=Configuration(2, units, split, split))
     assert_product(y, rounded(x) if precision == "int8" else x, weights)
 
 
 def test_bias_accumulation_and_silu_of_alternating_rows():
-    gate, gate_weights = random_matrix(BLOCKS["Q4_0"], 3, 96, seed=0)
-    up, up_weights = random_matrix(BLOCKS["Q4_0"], 3, 96, seed=1)
+    gate, gate_weights = random_matrix(TYPES["Q4_0"], 3, 96, seed=0)
+    up, up_weights = random_matrix(TYPES["Q4_0"], 3, 96, seed=1)
     x = np.random.default_rng(4).standard_normal((1, 96)).astype(np.float32)
     records = Records(96, 1, "cuda").quantize(x, 1)
     one, other = (rounded(x) @ weights.T for weights in (gate_weights, up_weights))
@@ -116,9 +116,28 @@ def test_bias_accumulation_and_silu_of_alternating_rows():
     np.testing.assert_allclose(y, np.concatenate([one, other], 1) + 1 + bias, rtol=1e-5, atol=1e-5)
 
 
+def test_each_tensor_of_a_matrix_keeps_its_own_factor():
+    factors = [np.array([f], np.float32) for f in (0.5, -3)]
+    gate, up = tensors = [random_matrix(TYPES["NVFP4"], 3, 64, i, f) for i, f in enumerate(factors)]
+    x = np.random.default_rng(4).standard_normal((1, 64)).astype(np.float32) / 64
+    records = Records(64, 1, "cuda", "f32").quantize(x, 1)
+    one, other = (x.astype(np.float64) @ weights.T for _, weights in tensors)
+    y = np.zeros((1, 6), np.float32)
+    matvec.launch(DeviceMatrix.upload([gate[0], up[0]], "cuda"), records, y, 1, 0, shape=SMALL)
+    np.testing.assert_allclose(y, np.concatenate([one, other], 1), rtol=1e-5, atol=1e-5)
+    pair = DeviceMatrix.upload([gate[0], up[0]], "cuda", interleave=True)
+    y = np.zeros((1, 3), np.float32)
+    matvec.launch_silu(pair, records, y, 1, 0, SMALL)
+    np.testing.assert_allclose(y, one / (1 + np.exp(-one)) * other, rtol=1e-4, atol=1e-5)
+    rows = torch.zeros(2, 64)
+    dequantize.rows(pair, torch.tensor([1, 4], dtype=torch.int32), rows, 2, 0)
+    expected = np.stack([up[0].rows([0])[0], gate[0].rows([2])[0]])
+    torch.testing.assert_close(rows, torch.from_numpy(expected), rtol=0, atol=0)
+
+
 @ALL
 def test_dequantized_tiles_and_rows_are_gguf_s(block):
-    tensor, _ = random_matrix(block, 4, 256)
+    tensor, _ = random_matrix(block, 4, 256, factors=FACTOR)
     matrix = DeviceMatrix.upload(tensor, "cuda")
     expected = torch.from_numpy(tensor.dequantize())
     for kind in (torch.float32, torch.float16, torch.bfloat16):
@@ -153,7 +172,7 @@ def test_records_of_x_are_the_cpu_runtime_s(kind):
 
 @pytest.mark.parametrize("tokens", [1, 9])
 def test_a_tensor_on_the_device_multiplies_as_its_twin_does(tokens):
-    tensor, weights = random_matrix(BLOCKS["Q6_K"], 4, 256)
+    tensor, weights = random_matrix(TYPES["Q6_K"], 4, 256)
     moved = tensor.to("cuda")
     assert (moved.shape, moved.type, moved.device, moved.name) == ((4, 256), "Q6_K", "cuda:0", tensor.name)
     assert moved.bpw == tensor.bpw
@@ -174,7 +193,7 @@ def test_a_tensor_on_the_device_multiplies_as_its_twin_does(tokens):
 @pytest.mark.parametrize("kind", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("precision", ["int8", "f32"])
 def test_many_tokens_of_any_size_leave_the_range_of_halves_to_torch(kind, precision):
-    tensor, weights = random_matrix(BLOCKS["Q6_K"], 4, 256)
+    tensor, weights = random_matrix(TYPES["Q6_K"], 4, 256)
     x = torch.randn(9, 256, generator=torch.Generator().manual_seed(7))
     x *= torch.tensor([1e5, 1e-7, 0, 1, 6e4, 1e30, 100, 3, 1e-30])[:, None]
     x[3] = 6e4  # the sums leave it as well
@@ -221,7 +240,7 @@ def test_a_tensor_of_floats_multiplies_on_the_device_as_its_twin_does(type, toke
 
 def test_two_models_may_multiply_on_two_streams(monkeypatch):
     """Each has its own records: here one model's product comes between the other's records and its kernel."""
-    (one, weights), (other, _) = (random_matrix(BLOCKS["Q4_0"], 1, 32, seed) for seed in (0, 1))
+    (one, weights), (other, _) = (random_matrix(TYPES["Q4_0"], 1, 32, seed) for seed in (0, 1))
     device = devices.require("cuda")
     mine, yours = (products.Stack([t], matmul.Multiplier(device, "f32")) for t in (one, other))
     x, launch = torch.randn(1, 32, generator=torch.Generator().manual_seed(0)), matvec.launch
@@ -236,7 +255,7 @@ def test_two_models_may_multiply_on_two_streams(monkeypatch):
 
 
 def test_what_a_tensor_on_the_device_refuses():
-    moved = random_matrix(BLOCKS["Q4_0"], 4, 96)[0].to("cuda")
+    moved = random_matrix(TYPES["Q4_0"], 4, 96)[0].to("cuda")
     x = torch.zeros(96)
     for wrong, message in (
         (x.numpy(), "w0: x is a ndarray; a torch tensor is wanted"),
@@ -261,17 +280,26 @@ def test_what_a_tensor_on_the_device_refuses():
 
 
 def test_matrices_that_cannot_be_uploaded_are_refused():
-    tensor = random_matrix(BLOCKS["Q4_K"], 4, 256)[0]
+    tensor = random_matrix(TYPES["Q4_K"], 4, 256)[0]
     raw = tensor.raw.copy()
     raw[144 * 2 : 144 * 2 + 2] = np.array([np.inf], np.float16).view(np.uint8)
     with pytest.raises(BridgeError, match="bad: the scales of row 2 are not finite"):
         DeviceMatrix.upload(QuantTensor("bad", "Q4_K", (4, 256), raw), "cuda")
+    for name, scale in (("MXFP4", 255), ("NVFP4", 127), ("NVFP4", 255)):
+        coded = random_matrix(TYPES[name], 4, 256, factors=FACTOR)[0]
+        raw = coded.raw.copy()
+        raw[3 * raw.size // 4 + TYPES[name].nbytes] = scale  # a block's first byte
+        with pytest.raises(BridgeError, match="bad: the scales of row 3 are not finite"):
+            DeviceMatrix.upload(QuantTensor("bad", name, (4, 256), raw), "cuda")
+    coded.factors = np.array([np.inf], np.float32)
+    with pytest.raises(BridgeError, match="w0: its scale is inf; the file is damaged"):
+        DeviceMatrix.upload(coded, "cuda")
     with pytest.raises(BridgeError, match="float: no CUDA kernel for F32"):
         DeviceMatrix.upload(QuantTensor("float", "F32", (1, 4), np.zeros(16, np.uint8)), "cuda")
     with pytest.raises(BridgeError, match="cannot stand beside"):
-        DeviceMatrix.upload([tensor, random_matrix(BLOCKS["Q5_K"], 4, 256)[0]], "cuda")
+        DeviceMatrix.upload([tensor, random_matrix(TYPES["Q5_K"], 4, 256)[0]], "cuda")
     with pytest.raises(BridgeError, match="5 rows cannot alternate with 4"):
-        DeviceMatrix.upload([tensor, random_matrix(BLOCKS["Q4_K"], 5, 256)[0]], "cuda", interleave=True)
+        DeviceMatrix.upload([tensor, random_matrix(TYPES["Q4_K"], 5, 256)[0]], "cuda", interleave=True)
 
 
 def test_what_measures_bandwidth_reads_every_byte_once(gpu):
@@ -302,7 +330,7 @@ def _integers(a, b, c, out):
     out[11, i] = float_bits(high_half(a[i]))
     out[12, i] = to_half(bits_float(c[i]))
     out[13, i] = round_even(bits_float(c[i]))
-    out[14, i] = prmt(a[i], b[i], 0x7043)
+    out[14, i] = prmt(a[i], b[i], 0x7C43)
     out[15, i] = float_bits(fma(np.float32(a[i] >> 8), np.float32(b[i] >> 8), bits_float(c[i])))
 
 
@@ -336,7 +364,9 @@ def test_integers_and_halves_wrap_and_round_as_the_hardware_does():
         a.view(np.float16)[1::2].astype(np.float32).view(np.int32),
         np.where(np.abs(floats) >= 65520, np.copysign(np.inf, floats), floats).astype(np.float16).view(np.uint16),
         rounded,
-        np.concatenate([bytes_a, bytes_b], 1).astype(np.int8)[:, [3, 4, 0, 7]].copy().view(np.int32)[:, 0],
+        np.stack([bytes_a[:, 3], bytes_b[:, 0], bytes_b[:, 0] >> 7, bytes_b[:, 3]], 1)
+        .astype(np.int8)
+        .view(np.int32)[:, 0],
         (floats + (long[0] >> 8) * (long[1] >> 8)).astype(np.float32).view(np.int32),  # the product needs 48 bits
     ]
     for row, (found, wanted) in enumerate(zip(out, expected, strict=True)):

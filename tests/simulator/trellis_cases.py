@@ -19,6 +19,7 @@ from bridge.trellis.vector import Code
 from bridge.trellis_linears import replace_trellis
 from tests.support.encode import write_folder
 from tests.support.encode_trellis import QTIP, Coding, exl3_tensors, gaussian_table, plain_tensors, qtip_tensors
+from tests.support.gpu.disguise import disguised_gpu
 
 MULTIPLIERS = {"mcg": 0xCBAC1FED, "mul1": 0x83DCD12D}
 WEIGHT = np.random.default_rng(1).normal(size=(32, 64))
@@ -71,7 +72,7 @@ def test_a_layer_on_the_device_multiplies_as_on_the_cpu():
         gpu.matmul(x.numpy())
 
 
-def test_linears_of_a_model_run_on_the_device(tmp_path):
+def test_linears_of_a_model_go_to_the_device_and_back(tmp_path):
     if SIMULATED:
         return  # the same launches, slowly
     tensors, meant = qtip_tensors("mlp", WEIGHT, Coding("1mad"), search=False)
@@ -79,10 +80,20 @@ def test_linears_of_a_model_run_on_the_device(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"quip_params": QTIP}))
     model = torch.nn.Sequential()
     model.add_module("mlp", torch.nn.Linear(64, 32))
-    replace_trellis(model, tmp_path, device="cuda")
     x = torch.randn(2, 3, 64, generator=torch.Generator().manual_seed(2))
     exact = x.double().numpy() @ meant.T + np.arange(32)
-    assert np.abs(model(x).numpy() - exact).max() < 3e-6 * np.abs(exact).max()
+    with disguised_gpu() as there:
+        replace_trellis(model, tmp_path, device="cuda:0")
+        y = model(x.to("cuda:0"))
+        assert there.names
+        assert str(y.device) == "cuda:0"
+        assert np.abs(y.cpu().numpy() - exact).max() < 3e-6 * np.abs(exact).max()
+        there.names.clear()
+        with pytest.raises(BridgeError, match=r"mlp: x is torch.float32 on cpu; floats on cuda:0 are wanted"):
+            model(x)
+        assert model.to("cpu").to("cpu").mlp.tensor.to("cpu") is model.mlp.tensor
+        assert np.abs(model(x).numpy() - exact).max() < 3e-6 * np.abs(exact).max()
+        assert not there.names
 
 
 def test_exl3_and_plain_states_on_the_device():

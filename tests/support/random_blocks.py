@@ -6,19 +6,27 @@ import gguf
 import numpy as np
 import pytest
 
-from bridge.blocks import BLOCKS, NEWER, BlockType
+from bridge.blocks import NEWER, TYPES, BlockType
 from bridge.runtime import QuantTensor
 from bridge.runtime.cpu.activations import round32_twin
 from scripts.peers import ggml
 
 # tests of one type go to one worker, which compiles its kernels once
 ALL = pytest.mark.parametrize(
-    "block", [pytest.param(block, id=name, marks=pytest.mark.xdist_group(name)) for name, block in BLOCKS.items()]
+    "block", [pytest.param(block, id=name, marks=pytest.mark.xdist_group(name)) for name, block in TYPES.items()]
 )
 
 
-def random_matrix(block: BlockType, rows: int, columns: int, seed: int = 0) -> tuple[QuantTensor, np.ndarray]:
-    """Blocks of random bits, so that all codes and scales occur, and what they mean, float64."""
+FACTOR = np.array([0.37], np.float32)  # of tensors in NVFP4
+
+
+def random_matrix(
+    block: BlockType, rows: int, columns: int, seed: int = 0, factors: np.ndarray | None = None
+) -> tuple[QuantTensor, np.ndarray]:
+    """Blocks of random bits, so that all codes and scales occur, and what they mean, float64.
+
+    factors   what stands beside NVFP4's blocks; other types have none
+    """
     rng = np.random.default_rng(seed)
     raw = rng.integers(0, 256, (rows, columns // block.size, block.nbytes)).astype(np.uint8)
     for at in (block.d_at, block.dmin_at):
@@ -31,7 +39,11 @@ def random_matrix(block: BlockType, rows: int, columns: int, seed: int = 0) -> t
     raw = raw.reshape(rows, -1)
     known = block.name not in NEWER  # to the gguf package
     weights = gguf.quants.dequantize(raw, block.ggml) if known else ggml.dequantize(raw, block.ggml)
-    return QuantTensor(f"w{seed}", block.name, (rows, columns), raw.reshape(-1)), weights.astype(np.float64)
+    tensor = QuantTensor(f"w{seed}", block.name, (rows, columns), raw.reshape(-1))
+    if block.name == "NVFP4" and factors is not None:
+        tensor.factors = factors
+        weights *= factors[0]
+    return tensor, weights.astype(np.float64)
 
 
 def rounded(x: np.ndarray) -> np.ndarray:

@@ -40,6 +40,12 @@ def write_decoder(
 
     def matrix(name: str, rows: int, columns: int) -> None:
         kind = gguf.GGMLQuantizationType[types.get(name.rpartition(".")[2], types[""])]
+        if kind.name == "NVFP4":  # gguf makes none: random codes and scales, and the factor beside them
+            blocks = rng.integers(0, 256, (rows, columns // 64, 36), np.uint8)
+            blocks[:, :, :4] = rng.integers(0x30, 0x40, (rows, columns // 64, 4))  # 0.25 to 1
+            writer.add_tensor(f"{name}.weight", blocks.reshape(rows, -1), raw_dtype=kind)
+            writer.add_tensor(f"{name}.scale", rng.uniform(0.03, 0.07, 1).astype(np.float32))
+            return
         weights = rng.normal(0, 0.15, (rows, columns)).astype(np.float32)
         writer.add_tensor(f"{name}.weight", gguf.quants.quantize(weights, kind), raw_dtype=kind)
 

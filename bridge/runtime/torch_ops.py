@@ -1,0 +1,95 @@
+"""Products and look-ups as operators of torch, so that `torch.compile` puts them into its graphs as they are.
+
+    gguf_bridge::product(x, tensor, rows, precision)    x W^T of x [n, in]: float32 [n, rows]
+    gguf_bridge::product_gradient(y, tensor, columns)   y W of y [n, rows], the gradient of x: float32 [n, columns]
+    gguf_bridge::rows(ids, tensor, columns)             rows of W: float32 [n, columns]
+
+A tensor in blocks is none of torch's: operators take its number, and the size that it gives to what comes out, for
+where only shapes are computed. They run where the tensor is, on the CPU or a GPU.
+"""
+
+from __future__ import annotations
+
+from itertools import count
+from typing import Any
+from weakref import WeakValueDictionary
+
+import numpy as np
+import torch
+from torch import Tensor
+
+_TILE = 1 << 22  # weights dequantized at a time for a gradient
+
+_numbers = count()
+_known: WeakValueDictionary[int, Any] = WeakValueDictionary()
+
+
+def number_of(tensor: Any) -> int:
+    """A number by which the operators find a tensor, or whatever multiplies likewise, as long as somebody holds it."""
+    number = next(_numbers)
+    _known[number] = tensor
+    return number
+
+
+@torch.library.custom_op("gguf_bridge::product", mutates_args=())
+def product(x: Tensor, tensor: int, rows: int, precision: str) -> Tensor:
+    """x [n, in] of a float type; the gradient of x is that of the weights, whatever x was rounded to."""
+    y: Tensor = _known[tensor].matmul(x, precision=precision)
+    return y
+
+
+@product.register_fake
+def _(x: Tensor, tensor: int, rows: int, precision: str) -> Tensor:
+    return x.new_empty((x.shape[0], rows), dtype=torch.float32)
+
+
+@torch.library.custom_op("gguf_bridge::product_gradient", mutates_args=())
+def product_gradient(y: Tensor, tensor: int, columns: int) -> Tensor:
+    """y [n, rows], float32; tiles of the weights are dequantized for it."""
+    matrix = _known[tensor]
+    x = y.new_zeros((len(y), columns))
+    step = max(1, _TILE // columns)
+    for first in range(0, y.shape[1], step):
+        indices = np.arange(first, min(first + step, y.shape[1]))
+        x += y[:, first : first + step] @ torch.as_tensor(matrix.rows(indices)).to(y.device)
+    return x
+
+
+@product_gradient.register_fake
+def _(y: Tensor, tensor: int, columns: int) -> Tensor:
+    return y.new_empty((y.shape[0], columns))
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    x, ctx.tensor, *_ = inputs
+    ctx.columns = x.shape[1]
+    ctx.held = _known.get(ctx.tensor)  # the gradient may be asked for when the module is gone
+
+
+def _backward(ctx: Any, y: Tensor) -> tuple[Any, ...]:
+    return product_gradient(y, ctx.tensor, ctx.columns), None, None, None
+
+
+def _keep_rows(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    y, ctx.tensor, _ = inputs
+    ctx.rows = y.shape[1]
+    ctx.held = _known.get(ctx.tensor)
+
+
+def _backward_again(ctx: Any, x: Tensor) -> tuple[Any, ...]:
+    return product(x, ctx.tensor, ctx.rows, "f32"), None, None
+
+
+product.register_autograd(_backward, setup_context=_keep)
+product_gradient.register_autograd(_backward_again, setup_context=_keep_rows)
+
+
+@torch.library.custom_op("gguf_bridge::rows", mutates_args=())
+def rows(ids: Tensor, tensor: int, columns: int) -> Tensor:
+    """ids [n], integers."""
+    return torch.as_tensor(_known[tensor].rows(ids))
+
+
+@rows.register_fake
+def _(ids: Tensor, tensor: int, columns: int) -> Tensor:
+    return ids.new_empty((ids.shape[0], columns), dtype=torch.float32)

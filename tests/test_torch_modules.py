@@ -1,0 +1,198 @@
+"""Modules with quantized weights in torch's own machinery: compiled, moved to a GPU, and made without their floats."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from torch._subclasses import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+import bridge
+from bridge.blocks import TYPES
+from bridge.errors import BridgeError
+from bridge.runtime import QuantTensor, open_gguf
+from tests.support import ptx
+from tests.support.random_blocks import FACTOR, random_matrix
+from tests.support.tiny_gguf import write_decoder
+
+SHAPE = {"hidden": 64, "inner": 96, "heads": 2, "kv_heads": 1, "vocab": 48}
+TOKENS = torch.tensor([[5, 7, 11, 2]])
+
+
+def config() -> Any:
+    return transformers.LlamaConfig(
+        hidden_size=64, intermediate_size=96, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1,
+        head_dim=32, vocab_size=48, max_position_embeddings=128, rms_norm_eps=1e-5, tie_word_embeddings=False,
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_decoder(tmp_path_factory.mktemp("torch") / "tiny.gguf", **SHAPE)  # type: ignore[arg-type]
+
+
+def linear(**options: Any) -> bridge.nn.QuantLinear:
+    tensor, _ = random_matrix(TYPES["NVFP4"], 6, 64, factors=FACTOR / 64)
+    return bridge.nn.QuantLinear(tensor, torch.arange(6.0), np.array([3, 1, 2, 5, 4, 0]), **options)
+
+
+# torch.compile
+
+
+def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """In one graph, or an error says where it breaks."""
+    torch._dynamo.reset()
+    return torch.compile(function, backend="aot_eager", fullgraph=True, dynamic=False)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_linear_and_its_gradient_are_in_one_graph(dtype: torch.dtype) -> None:
+    layer = linear(precision="f32")
+    x = torch.randn(2, 3, 64, generator=torch.Generator().manual_seed(0)).to(dtype)
+    found, expected = x.clone().requires_grad_(), x.clone().requires_grad_()
+    y, wanted = compiled(lambda x: layer(x).sigmoid())(found), layer(expected).sigmoid()
+    assert y.dtype == dtype
+    torch.testing.assert_close(y, wanted)
+    y.sum().backward(), wanted.sum().backward()
+    torch.testing.assert_close(found.grad, expected.grad)
+    assert found.grad.abs().max() > 0
+
+
+def test_a_whole_model_is_in_one_graph(path: Path) -> None:
+    model = bridge.nn.load(config(), path)
+    with torch.no_grad():
+        graph = compiled(lambda tokens: model(tokens, use_cache=False).logits)
+        torch.testing.assert_close(graph(TOKENS), model(TOKENS, use_cache=False).logits)
+
+
+def test_operators_keep_to_what_torch_asks_of_them() -> None:
+    layer, x = linear(), torch.randn(3, 64)
+    operators = torch.ops.gguf_bridge
+    checks = {"test_schema", "test_faketensor", "test_autograd_registration", "test_aot_dispatch_static"}
+    for operator, arguments in (
+        (operators.product, (x.requires_grad_(), layer.number, 6, "f32")),
+        (operators.product_gradient, (torch.randn(3, 6, requires_grad=True), layer.number, 64)),
+        (operators.rows, (torch.tensor([5, 0]), layer.number, 64)),
+    ):
+        found = torch.library.opcheck(operator.default, arguments, test_utils=sorted(checks))
+        assert set(found) == checks
+        assert set(found.values()) == {"SUCCESS"}
+
+
+def test_a_copy_of_a_module_multiplies_when_the_original_is_gone() -> None:
+    layer = linear()
+    again = copy.deepcopy(layer)
+    assert again.number != layer.number
+    x = torch.randn(2, 64)
+    expected = layer(x)
+    del layer
+    torch.testing.assert_close(again(x), expected)
+
+
+# without floats
+
+
+class Largest(TorchDispatchMode):
+    """The largest tensor of floats that any operation of torch made outside of the meta device."""
+
+    numbers = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        for made in tree_leaves(result):
+            if isinstance(made, torch.Tensor) and made.is_floating_point() and made.device.type != "meta":
+                self.numbers = max(self.numbers, made.untyped_storage().nbytes() // made.element_size())
+        return result
+
+
+def test_a_model_is_made_of_a_gguf_without_any_float_of_a_linear(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole, dequantize = [0], QuantTensor.dequantize
+    monkeypatch.setattr(
+        QuantTensor, "dequantize", lambda self, *rest: whole.append(max(self.shape)) or dequantize(self, *rest)
+    )
+    smallest = 32 * 64  # of the linears: k and v
+    with Largest() as seen:
+        model = bridge.nn.load(config(), path)
+    assert max(whole) <= 64  # norms
+    assert 0 < seen.numbers <= 64
+    with Largest() as seen:  # the measure has teeth
+        replaced = bridge.nn.replace_linears(transformers.AutoModelForCausalLM.from_config(config()), path)
+    assert seen.numbers > smallest
+    with torch.no_grad():
+        torch.testing.assert_close(model(TOKENS).logits, replaced.eval()(TOKENS).logits)
+    linears = [m for m in model.modules() if isinstance(m, bridge.nn.QuantLinear)]
+    assert len(linears) == 8
+    assert not any(isinstance(m, torch.nn.Linear | torch.nn.Embedding) for m in model.modules())
+    assert sum(p.numel() for p in model.parameters()) == 3 * 64
+
+
+def test_a_model_is_loaded_by_its_folder_with_what_it_stops_at(path: Path, tmp_path: Path) -> None:
+    made = config()
+    made.quantization_config = {"quant_method": "gptq", "bits": 4}  # of the checkpoint that the GGUF came from
+    made.save_pretrained(tmp_path)
+    transformers.GenerationConfig(eos_token_id=[7, 9]).save_pretrained(tmp_path)
+    model = bridge.nn.load(tmp_path, path, dtype=torch.bfloat16)
+    assert model.generation_config.eos_token_id == [7, 9]
+    assert model(TOKENS).logits.dtype == torch.bfloat16
+    assert not hasattr(model.config, "quantization_config")
+    assert model.generate(TOKENS, max_new_tokens=3, do_sample=False).shape[1] <= 7
+
+
+def test_what_is_no_model_or_of_another_is_refused(path: Path, tmp_path: Path) -> None:
+    with pytest.raises(BridgeError, match=r"nowhere: no config of transformers: ") as problem:
+        bridge.nn.load(tmp_path / "nowhere", path)
+    assert "\n" not in str(problem.value)
+    wide = config()
+    wide.vocab_size = 64
+    with pytest.raises(BridgeError, match=r"lm_head: shape \[64, 64\], output\.weight of the GGUF has \[48, 64\]"):
+        bridge.nn.load(wide, path)
+    two = config()
+    two.num_hidden_layers = 2
+    with pytest.raises(BridgeError, match="has 1 layers, fewer than the model"):
+        bridge.nn.load(two, path)
+    qwen = transformers.Qwen3Config(**{k: v for k, v in config().to_dict().items() if k != "model_type"})
+    with pytest.raises(BridgeError, match=r"self_attn\.q_norm\.weight: Qwen3ForCausalLM has it, and the GGUF has not"):
+        bridge.nn.load(qwen, path)
+
+
+# on a GPU
+
+
+def test_shapes_and_devices_are_known_without_a_gpu() -> None:
+    """As a compiler sees them: torch's fake tensors, which have a device and no memory."""
+    layer = bridge.nn.QuantLinear(random_matrix(TYPES["Q4_0"], 6, 64)[0])
+    with FakeTensorMode():
+        y = layer(torch.empty(2, 3, 64, device="cuda:0", dtype=torch.float16))
+    assert (str(y.device), y.shape, y.dtype) == ("cuda:0", (2, 3, 6), torch.float16)
+
+
+@pytest.mark.skipif(ptx.unavailable() is not None, reason=str(ptx.unavailable()))
+def test_a_model_goes_to_the_gpu_and_says_there_what_it_says_on_the_cpu(path: Path) -> None:
+    """Kernels are compiled PTX; torch's tensors are those of the CPU, which refuse to meet those that are not there."""
+    from tests.support.gpu.disguise import disguised_gpu
+
+    model = bridge.nn.load(config(), path, precision="f32")
+    with torch.no_grad():
+        expected = model(TOKENS).logits
+        with disguised_gpu() as launches:
+            moved = model.to("cuda:0")
+            assert moved.lm_head.tensor.to("cuda:0") is moved.lm_head.tensor
+            assert open_gguf(path)["output.weight"].to("cuda:0") is not moved.lm_head.tensor
+            places = {str(t.device) for t in [*moved.parameters(), *moved.buffers()]}
+            assert places == {"cuda:0"}
+            found = moved(TOKENS.to("cuda:0")).logits
+            assert str(found.device) == "cuda:0"
+            names = launches.names.copy()
+            back = moved.to("cpu")
+        torch.testing.assert_close(found.cpu(), expected, rtol=1e-4, atol=1e-4)
+        assert sum("_product_" in name for name in names) == 8
+        assert any(name.startswith("_dequantize_") and name.endswith("_rows") for name in names)
+        torch.testing.assert_close(back(TOKENS).logits, expected)
