@@ -38,7 +38,7 @@ from bridge.runtime.experts import mix
 from bridge.runtime.kv_cache import KVCache
 from bridge.runtime.quant_tensor import QuantTensor
 from bridge.runtime.reader import GGUFFile
-from bridge.runtime.sampling import Sampler
+from bridge.runtime.sampling import Sampler, drawn_on_host
 from bridge.runtime.weights import Layer, read_weights
 
 BATCH = 512  # tokens that pass through the layers together
@@ -110,15 +110,15 @@ class Decoder:
         self.cache.length = 0
         return self.logits(self.run(tokens, keep))
 
-    def draw(self, tokens: Sequence[int], sampler: Sampler) -> Iterator[int]:
-        """What follows the tokens, drawn one by one, until the context is full."""
-        row = self.scores(tokens, 1)[0]
-        while True:
-            token = sampler(row)
-            yield token
-            if self.cache.length == self.cache.context:
-                return
-            row = self.next_scores(token)
+    @property
+    def read(self) -> list[int]:
+        """The tokens that the cache holds."""
+        return self.cache.tokens[: self.cache.length]
+
+    def draw(self, tokens: Sequence[int], sampler: Sampler, kept: int = 0) -> Iterator[int]:
+        """What follows the tokens, drawn one by one, until the context is full; the cache holds the first `kept`."""
+        self.cache.length = kept
+        yield from drawn_on_host(self, self.logits(self.run(tokens[kept:]))[0], sampler)
 
     def next_scores(self, token: int) -> np.ndarray:
         """float32 [vocab] of what follows one more token; the next call may overwrite them."""
@@ -141,6 +141,7 @@ class Decoder:
             work.x[:] = self.embedding.rows(tokens)
             work.x *= np.float32(self.config.embedding_scale)
             self._layer_by_layer(work)
+        self.cache.tokens[self.cache.length :] = tokens
         self.cache.length += n
         return work.xn
 

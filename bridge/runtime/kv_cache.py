@@ -28,6 +28,7 @@ class KVCache:
         self.context = context
         self.rows = -(-context // _LANES) * _LANES
         self.length = 0
+        self.tokens: list[int] = []  # those that are stored; what lies beyond `length` is no longer valid
         layers, heads, d = config.layers, config.kv_heads, config.head_dim
         padded = -(-d // _LANES) * _LANES
         self.keys = np.zeros((layers, heads, self.rows // _LANES, d, _LANES), KINDS[kind])

@@ -6,9 +6,10 @@
     model.logits(model.tokenizer.encode("Once"))          float32 [tokens, vocab]
 
 Loading reads the header; the weights are repacked for this machine while the first tokens are computed, or by
-`prepare`. Every call of `generate`, `chat` or `logits` begins with an empty context, and takes it from the call before:
-a generation that is not at its end then raises BridgeError when it is asked for more. So a model serves one caller at a
-time; two models may run at once, each in a thread of its own.
+`prepare`. Every call of `generate`, `chat` or `logits` takes the context from the call before: a generation that is not
+at its end then raises BridgeError when it is asked for more. So a model serves one caller at a time; two models may run
+at once, each in a thread of its own. Tokens with which the call before began as well are not read again, but for
+`logits`: the second question of a conversation costs its own tokens.
 """
 
 from __future__ import annotations
@@ -25,11 +26,13 @@ from typing import Any
 import numpy as np
 
 from bridge.errors import BridgeError
+from bridge.runtime.batches import common_prefix
 from bridge.runtime.decoder import Decoder
 from bridge.runtime.decoder_config import DecoderConfig, read_config
 from bridge.runtime.devices import choose, cpu_note, cuda
 from bridge.runtime.operands import check_precision
 from bridge.runtime.reader import GGUFFile, open_gguf
+from bridge.runtime.replies import ScoredToken, scored, stop_texts, until
 from bridge.runtime.sampling import Sampler, Sampling
 from bridge.runtime.tokenizer import Tokenizer
 
@@ -41,6 +44,7 @@ class Timing:
     """Of the last generation, without repacking: the first token belongs to the prompt, where its cost lies."""
 
     prompt_tokens: int = 0
+    kept_tokens: int = 0  # of these, whose keys and values were there from the call before
     prompt_seconds: float = 0.0
     tokens: int = 0
     seconds: float = 0.0
@@ -168,29 +172,52 @@ class Model:
         min_p: float = 0.05,
         seed: int | None = None,
         stop: str | Sequence[str] | None = (),
+        repeat_penalty: float = 1.0,
+        repeat_last_n: int = 64,
+        logit_bias: Mapping[int, float] | None = None,
     ) -> Iterator[str]:
         """Continue a text, piece by piece as tokens come; pieces are whole characters.
 
-        prompt       a text (BOS is added where the file asks for it) or token ids
-        temperature  0: always the most likely token; see bridge.runtime.sampling for the others
-        stop         texts that end the reply and are not part of it, besides the model's own end tokens
+        prompt          a text (BOS is added where the file asks for it) or token ids
+        temperature     0: always the most likely token; see bridge.runtime.sampling for it and the others
+        stop            texts that end the reply and are not part of it, besides the model's own end tokens
+        repeat_penalty  makes the tokens among the last `repeat_last_n` (-1: all) less likely, where above 1
+        logit_bias      token id -> what is added to its logit; -inf forbids it
 
         Raises BridgeError, before anything is computed, where the prompt does not fit.
         """
-        ids = self._checked(self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt, max_tokens)
-        sampler = Sampler(Sampling(temperature, top_k, top_p, min_p, seed))
-        stops = [stop] if isinstance(stop, str) else list(stop or ())
-        pieces = self.tokenizer.stream(self._tokens(ids, max_tokens, sampler))
-        return _until(pieces, [text for text in stops if text])
+        how = Sampling(temperature, top_k, top_p, min_p, seed, repeat_penalty, repeat_last_n, logit_bias)
+        tokens = self._started(prompt, max_tokens, Sampler(how))
+        return until(self.tokenizer.stream(tokens), stop_texts(stop))
 
     def generate_tokens(self, prompt: str | Sequence[int], max_tokens: int = 256, **sampling: Any) -> Iterator[int]:
         """As `generate`, in token ids; without the end token."""
-        ids = self._checked(self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt, max_tokens)
-        return self._tokens(ids, max_tokens, Sampler(Sampling(**sampling)))
+        return self._started(prompt, max_tokens, Sampler(Sampling(**sampling)))
+
+    def generate_scored(
+        self,
+        prompt: str | Sequence[int],
+        max_tokens: int = 256,
+        logprobs: int = 0,
+        stop: str | Sequence[str] | None = (),
+        **sampling: Any,
+    ) -> Iterator[ScoredToken]:
+        """As `generate`, token by token with the log-probability of each, and of the `logprobs` most likely ones.
+
+        They are the model's own, before biases, penalties, temperature and what else the sampler does.
+        """
+        sampler = Sampler(Sampling(**sampling), logprobs)
+        return scored(self.tokenizer, self._started(prompt, max_tokens, sampler), sampler, stop_texts(stop))
 
     def chat(self, messages: Sequence[Mapping[str, Any]], max_tokens: int = 256, **options: Any) -> Iterator[str]:
-        """The model's reply to [{"role": "user", "content": ...}, ...], by the file's own chat template."""
-        return self.generate(self.chat_tokens(messages), max_tokens, **options)
+        """The model's reply to [{"role": "user", "content": ...}, ...], by the file's own chat template.
+
+        What it said itself is not read again, even where the tokens it chose are not those that the text is cut into.
+        """
+        tokens = self.chat_tokens(messages)
+        with self._lock:
+            tokens = self.tokenizer.spelled_as(tokens, self._decoder.read)
+        return self.generate(tokens, max_tokens, **options)
 
     def chat_tokens(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
         """A conversation as token ids, up to where the reply begins."""
@@ -231,6 +258,13 @@ class Model:
             raise BridgeError(f"token {bad}: the vocabulary has {self._decoder.vocab}")
         return ids
 
+    def _started(self, prompt: str | Sequence[int], max_tokens: int, sampler: Sampler) -> Iterator[int]:
+        """The reply in token ids; what is wrong with the call is said now, everything else happens later."""
+        ids = self._checked(self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt, max_tokens)
+        sampler.check(self._decoder.vocab)
+        sampler.see(ids)
+        return self._tokens(ids, max_tokens, sampler)
+
     def _tokens(self, ids: list[int], max_tokens: int, sampler: Sampler) -> Iterator[int]:
         timing = self.timing = Timing(prompt_tokens=len(ids))
         with self._lock:
@@ -238,7 +272,8 @@ class Model:
             turn = self._turn
             decoder = self._decoder
             decoder.begin()
-            drawn = decoder.draw(ids, sampler)
+            kept = timing.kept_tokens = common_prefix(decoder.read, ids[:-1])
+            drawn = decoder.draw(ids, sampler, kept)
         begun = time.perf_counter() - decoder.preparing
         for made, token in enumerate(islice(self._in_turn(drawn, turn), max_tokens)):
             now = time.perf_counter() - decoder.preparing
@@ -279,26 +314,3 @@ class _Closed:
 
 def _closed(path: Path) -> BridgeError:
     return BridgeError(f"{path}: this model was closed; load it again")
-
-
-def _until(pieces: Iterator[str], stops: list[str]) -> Iterator[str]:
-    """Pieces up to the first of the stops; what may be the beginning of one is held back."""
-    held = ""
-    for piece in pieces:
-        held += piece
-        found = [at for at in (held.find(stop) for stop in stops) if at >= 0]
-        if found:
-            if held[: min(found)]:
-                yield held[: min(found)]
-            return
-        keep = max((_overlap(held, stop) for stop in stops), default=0)
-        if len(held) > keep:
-            yield held[: len(held) - keep]
-            held = held[len(held) - keep :]
-    if held:
-        yield held
-
-
-def _overlap(text: str, stop: str) -> int:
-    """Characters at the end of a text with which `stop` begins."""
-    return next((n for n in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:n])), 0)
