@@ -105,7 +105,7 @@ def test_a_table_of_calls_computes_what_matrix_by_matrix_does(embedding: str, tm
     tokens = prepared.tokenizer.encode(PROMPT)
     prepared.prepare()
     rows = [np.stack([m._decoder.next_scores(t).copy() for t in tokens]) for m in (prepared, plain)]
-    assert (prepared._decoder._row.size > 0) == (embedding in BLOCKS)
+    assert (prepared._decoder._one.scores.size > 0) == (embedding in BLOCKS)
     np.testing.assert_allclose(rows[0], rows[1], rtol=1e-3, atol=1e-3)
 
 

@@ -42,13 +42,13 @@ def model(path: Path) -> Model:
 def evaluated(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The tokens that go through the layers."""
     seen: list[int] = []
-    batch = Decoder._batch
+    through = Decoder._through
 
-    def counted(self: Decoder, tokens: Any) -> Any:
+    def counted(self: Decoder, work: Any, tokens: Any) -> Any:
         seen.extend(tokens)
-        return batch(self, tokens)
+        return through(self, work, tokens)
 
-    monkeypatch.setattr(Decoder, "_batch", counted)
+    monkeypatch.setattr(Decoder, "_through", counted)
     return seen
 
 

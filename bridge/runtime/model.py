@@ -32,8 +32,9 @@ from bridge.runtime.decoder_config import DecoderConfig, read_config
 from bridge.runtime.devices import choose, cpu_note, cuda
 from bridge.runtime.operands import check_precision
 from bridge.runtime.reader import GGUFFile, open_gguf
-from bridge.runtime.replies import ScoredToken, scored, stop_texts, until
+from bridge.runtime.replies import Reply, ScoredToken, scored, stop_texts, until
 from bridge.runtime.sampling import Sampler, Sampling
+from bridge.runtime.sequences import Sequenced, Together
 from bridge.runtime.tokenizer import Tokenizer
 
 DEFAULT_CONTEXT = 4096  # tokens, where the model was trained for more
@@ -209,6 +210,63 @@ class Model:
         sampler = Sampler(Sampling(**sampling), logprobs)
         return scored(self.tokenizer, self._started(prompt, max_tokens, sampler), sampler, stop_texts(stop))
 
+    def generate_batch(
+        self,
+        prompts: Sequence[str | Sequence[int]],
+        max_tokens: int | Sequence[int] = 256,
+        stop: str | Sequence[str] | None = (),
+        stops: Sequence[str | Sequence[str] | None] | None = None,
+        **sampling: Any,
+    ) -> list[str]:
+        """The replies to several prompts, made together: up to 8 sequences go through the weights at once.
+
+        max_tokens  of every reply, or of each
+        stop        texts that end any of them
+        stops       further ones for each
+        sampling    as in `generate`; each sequence draws as it would by itself, with the same seed
+
+        The model's own context stays as it is; the others take as much memory each while they last. On the CPU alone.
+
+        Raises BridgeError, before anything is computed, where a prompt does not fit.
+        """
+        if not isinstance(self._decoder, Decoder):
+            self._decoder.begin()  # a closed model says that it is
+            raise BridgeError(
+                f"device {self.device}: several sequences at once run on the CPU alone; generate one after another"
+            )
+        if isinstance(prompts, str | bytes):
+            raise BridgeError(f"the prompts are a {type(prompts).__name__}; a list of texts or token ids is wanted")
+        prompts = list(prompts)
+        limits = [max_tokens] * len(prompts) if isinstance(max_tokens, int) else list(max_tokens)
+        ends = [None] * len(prompts) if stops is None else list(stops)
+        if not len(prompts) == len(limits) == len(ends):
+            counts = f"{len(prompts)} prompts, {len(limits)} max_tokens, {len(ends)} stops"
+            raise BridgeError(f"{counts}: one for each prompt is wanted")
+        how = Sampling(**sampling)
+        sequences = []
+        for prompt, limit, end in zip(prompts, limits, ends, strict=True):
+            ids, sampler = self._start(prompt, limit, Sampler(how))
+            reply = Reply(self.tokenizer, stop_texts(stop) + stop_texts(end))
+            sequences.append(Sequenced(ids, sampler, reply, limit))
+        self._run_together(sequences)
+        return [sequence.reply.text for sequence in sequences]
+
+    def _run_together(self, sequences: list[Sequenced]) -> None:
+        timing = self.timing = Timing(prompt_tokens=sum(len(sequence.prompt) for sequence in sequences))
+        with self._lock:
+            together = Together(self._decoder, sequences)
+        left = True
+        while left:
+            with self._lock:
+                start, preparing, steps = time.perf_counter(), self._decoder.preparing, together.steps
+                left = together.advance()
+                seconds = time.perf_counter() - start - (self._decoder.preparing - preparing)
+            if together.steps == steps:
+                timing.prompt_seconds += seconds
+            else:
+                timing.seconds += seconds
+        timing.tokens = together.tokens
+
     def chat(self, messages: Sequence[Mapping[str, Any]], max_tokens: int = 256, **options: Any) -> Iterator[str]:
         """The model's reply to [{"role": "user", "content": ...}, ...], by the file's own chat template.
 
@@ -260,10 +318,15 @@ class Model:
 
     def _started(self, prompt: str | Sequence[int], max_tokens: int, sampler: Sampler) -> Iterator[int]:
         """The reply in token ids; what is wrong with the call is said now, everything else happens later."""
+        ids, sampler = self._start(prompt, max_tokens, sampler)
+        return self._tokens(ids, max_tokens, sampler)
+
+    def _start(self, prompt: str | Sequence[int], max_tokens: int, sampler: Sampler) -> tuple[list[int], Sampler]:
+        """The prompt in token ids, and the sampler that has seen them; BridgeError for what cannot be."""
         ids = self._checked(self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt, max_tokens)
         sampler.check(self._decoder.vocab)
         sampler.see(ids)
-        return self._tokens(ids, max_tokens, sampler)
+        return ids, sampler
 
     def _tokens(self, ids: list[int], max_tokens: int, sampler: Sampler) -> Iterator[int]:
         timing = self.timing = Timing(prompt_tokens=len(ids))

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import codecs
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from bridge.errors import BridgeError
 from bridge.runtime.sampling import Sampler
@@ -27,29 +29,43 @@ class ScoredToken:
 
 def stop_texts(stop: str | Sequence[str] | None) -> list[str]:
     """One text or several as a list, without empty ones. Raises BridgeError for what is no text."""
-    stops = [stop] if isinstance(stop, str) else list(stop or ())
+    stops: list[Any] = [stop] if isinstance(stop, str) or not isinstance(stop, Iterable) else list(stop)
     for text in stops:
-        if not isinstance(text, str):
+        if not isinstance(text, str | None):
             raise BridgeError(f"stop {text!r}: texts are wanted")
     return [text for text in stops if text]
 
 
-def until(pieces: Iterator[str], stops: list[str]) -> Iterator[str]:
-    """Pieces up to the first of the stops; what may be the beginning of one is held back."""
-    held = ""
-    for piece in pieces:
-        held += piece
-        found = [at for at in (held.find(stop) for stop in stops) if at >= 0]
+class Stopping:
+    """Text that comes in pieces and ends before the first of the stops; what may begin one of them is held back."""
+
+    def __init__(self, stops: list[str]):
+        self.ended = False
+        self.held = ""
+        self._stops = stops
+
+    def add(self, piece: str) -> str:
+        """What may be shown now."""
+        text = self.held + piece
+        found = [at for at in (text.find(stop) for stop in self._stops) if at >= 0]
         if found:
-            if held[: min(found)]:
-                yield held[: min(found)]
+            self.ended, self.held = True, ""
+            return text[: min(found)]
+        shown = len(text) - max((_overlap(text, stop) for stop in self._stops), default=0)
+        self.held = text[shown:]
+        return text[:shown]
+
+
+def until(pieces: Iterator[str], stops: list[str]) -> Iterator[str]:
+    """Pieces up to the first of the stops."""
+    text = Stopping(stops)
+    for piece in pieces:
+        if shown := text.add(piece):
+            yield shown
+        if text.ended:
             return
-        keep = max((_overlap(held, stop) for stop in stops), default=0)
-        if len(held) > keep:
-            yield held[: len(held) - keep]
-            held = held[len(held) - keep :]
-    if held:
-        yield held
+    if text.held:
+        yield text.held
 
 
 def _overlap(text: str, stop: str) -> int:
@@ -85,3 +101,26 @@ def scored(tokenizer: Tokenizer, tokens: Iterator[int], sampler: Sampler, stops:
             yield waiting.popleft()[1]
     while waiting and waiting[0][0] <= shown:
         yield waiting.popleft()[1]
+
+
+class Reply:
+    """The text of tokens that are handed in one by one: whole characters, up to the first of the stops."""
+
+    def __init__(self, tokenizer: Tokenizer, stops: list[str]):
+        self._tokenizer = tokenizer
+        self._bytes = codecs.getincrementaldecoder("utf-8")("replace")
+        self._text = Stopping(stops)
+        self._shown: list[str] = []
+
+    @property
+    def text(self) -> str:
+        """All of it, once the last token is in."""
+        rest = "" if self._text.ended else self._text.add(self._bytes.decode(b"", True)) + self._text.held
+        return "".join(self._shown) + rest
+
+    def add(self, token: int) -> bool:
+        """Whether more may come."""
+        if token in self._tokenizer.stops:
+            return False
+        self._shown.append(self._text.add(self._bytes.decode(self._tokenizer.piece(token))))
+        return not self._text.ended
