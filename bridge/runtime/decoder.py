@@ -15,13 +15,15 @@ A single token whose matrices are all prepared runs as one table of calls (`tabl
 several contexts. Everything else, prompts above all, goes matrix by matrix through `QuantTensor.matmul`, with the same
 functions in between.
 
-The first batch runs on the file's own blocks. Every later one has an eighth of the matrices repacked before it,
-until all are: the first token comes at once, the next few a little slower, and who reads one prompt and no more
-never pays for a copy.
+The file's own blocks are what is multiplied first. A repacked copy of each matrix is faster, but takes fresh memory,
+which costs a virtual machine up to 2 s a GB. So copies are made between tokens, as long as they have taken no more than
+a tenth of the tokens' time: where memory is cheap all are made within the first 64 or so, elsewhere nobody waits for
+them; and who reads one prompt and no more never pays for a copy.
 """
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterator, Sequence
 
@@ -39,7 +41,8 @@ from bridge.runtime.tables import Tables, Work
 from bridge.runtime.weights import read_weights
 
 BATCH = 512  # tokens that pass through the layers together
-_PARTS = 8  # the weights are repacked in so many parts, one before each batch
+_SHARE = 0.1  # of the time that tokens take, for repacking
+_PARTS = 8  # at most so manieth a part of the weights is repacked before a batch
 
 
 class Decoder:
@@ -63,7 +66,8 @@ class Decoder:
         self._others: Work | None = None
         self._matrices = [m for layer in self.layers for m in layer.matrices] + [self.output]
         self._prepared = 0  # so many of these matrices are repacked
-        self._begun = False
+        self._nbytes = sum(m.nbytes for m in self._matrices)
+        self._computing = 0.0  # seconds that tokens have taken so far
         self.preparing = 0.0  # seconds that repacking has taken so far
 
     def begin(self) -> None:
@@ -71,19 +75,22 @@ class Decoder:
 
     def prepare(self) -> None:
         """Repack every matrix for this machine, and let go of the file's own pages."""
-        self._prepare(sum(m.nbytes for m in self._matrices))
+        self._prepare(math.inf, math.inf)
 
-    def _prepare(self, nbytes: int) -> None:
-        """Repack matrices of so many bytes, at least one."""
-        start = time.perf_counter()
-        while nbytes > 0 and self._prepared < len(self._matrices):
+    def _prepare(self, nbytes: float, seconds: float) -> None:
+        """Repack matrices of so many bytes, while all repacking has not taken so many seconds."""
+        while nbytes > 0 and self.preparing < seconds and self._prepared < len(self._matrices):
+            start = time.perf_counter()
             matrix = self._matrices[self._prepared]
             if not matrix.prepared:
                 matrix.prepare()
                 matrix.release_raw()
+                for work in (self._one, self._others):
+                    if work is not None and work.places is not None:
+                        work.places.renew(matrix)
             nbytes -= matrix.nbytes
             self._prepared += 1
-        self.preparing += time.perf_counter() - start
+            self.preparing += time.perf_counter() - start
 
     def run(self, tokens: Sequence[int], keep: int = 1, cache: KVCache | None = None) -> np.ndarray:
         """Append tokens to the cache; the last `keep` of their normalized hidden states, float32 [keep, hidden].
@@ -151,9 +158,8 @@ class Decoder:
 
     def _through(self, work: Work, tokens: Sequence[int]) -> np.ndarray:
         """Tokens through the layers, into the caches; their normalized hidden states, float32 [n, hidden]."""
-        if self._begun and self._prepared < len(self._matrices):
-            self._prepare(sum(m.nbytes for m in self._matrices) // _PARTS)
-        self._begun = True
+        self._prepare(self._nbytes / _PARTS, _SHARE * self._computing)
+        start = time.perf_counter()
         work.begin(tokens, self._tables.spread(work))
         if (whole := self._whole_way(work)) is not None:
             if self.embedding.type not in READ:
@@ -166,11 +172,12 @@ class Decoder:
         parts = [[token] for token in tokens] if len(work.caches) > 1 else [list(tokens)]
         for cache, part in zip(work.caches, parts, strict=True):
             cache.append(part)
+        self._computing += time.perf_counter() - start
         return work.xn
 
     def _whole_way(self, work: Work) -> Program | None:
         """The table of the whole way, where there can be one."""
-        if work.steps and not work.tried and self._prepared == len(self._matrices):
+        if work.steps and not work.tried:
             work.tried = True
             self._tables.complete(work)
         return work.whole

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from bridge.runtime.buffers import address, buffer, product
+from bridge.runtime.buffers import Places, address, buffer, product
 from bridge.runtime.cpu import decoder_ops as ops
 from bridge.runtime.cpu import expert_ops
 from bridge.runtime.cpu.floats import rows_function
@@ -34,8 +34,9 @@ Products = Callable[[Program, np.ndarray, list[tuple[QuantTensor, np.ndarray]]],
 class ExpertTables:
     """What the layers of n tokens share: buffers, of which each layer's experts use `used` a token."""
 
-    def __init__(self, config: DecoderConfig, n: int, precision: str, products: Products):
-        self.config, self.n, self.integer = config, n, precision == "int8"
+    def __init__(self, config: DecoderConfig, n: int, places: Places, products: Products):
+        self.config, self.n, self.integer = config, n, places.integer
+        self._places = places
         self._products = products
         chosen = n * config.experts_used
         self.logits = np.zeros((n, config.experts), np.float32)
@@ -54,25 +55,29 @@ class ExpertTables:
             rows_function("F32"), address(router), address(x), address(self.logits), c.hidden, 4 * c.hidden, n,
             4 * c.experts, items=c.experts, shared=router.nbytes >= ALONE,
         )  # fmt: skip
-        matrices: list[list[Any]] = [[matrix._get_engine() for matrix in network] for network in experts.networks]
-        table = np.array([[engine.address for engine in network] for network in matrices], np.int64)
+        engines: list[Any] = [matrix._get_engine() for matrix in experts.networks[0]]  # all are alike
+        table = np.zeros((c.experts, 3, 2), np.int64)
+        for network, row in zip(experts.networks, table, strict=True):
+            for matrix, words in zip(network, row, strict=True):
+                self._places.note(matrix, words, 1)
+                self._places.renew(matrix)
         factors = np.array([[matrix.factor for matrix in network] for network in experts.networks], np.float32)
         block = np.zeros(expert_ops.WORDS, np.int64)
         choose = address(block), c.experts, c.experts_used, int(c.normalized), address(table)
         program.add(expert_ops.function("choose"), *choose, items=n)
-        first = self._several(program, x, matrices[0][:2], [self.gate, self.up], c.experts_used)
+        first = self._several(program, x, engines[:2], [self.gate, self.up], c.experts_used)
         gated = address(self.gate), address(self.up), c.inner, address(self.chosen), address(factors)
         program.add(expert_ops.function("gated"), *gated, items=len(self.chosen), shared=self.gate.size > _WORTH)
-        second = self._several(program, self.gate, matrices[0][2:], [self.down], 1)
-        words: dict[int, np.ndarray] = {
+        second = self._several(program, self.gate, engines[2:], [self.down], 1)
+        arrays: dict[int, np.ndarray] = {
             expert_ops.LOGITS: self.logits, expert_ops.CHOSEN: self.chosen, expert_ops.WEIGHTS: self.weights,
             expert_ops.FIRST: first, expert_ops.SECOND: second,
         }  # fmt: skip
-        for word, array in words.items():
+        for word, array in arrays.items():
             block[word] = address(array)
         mixed = address(self.down), address(self.weights), address(self.chosen), address(factors), c.experts_used
         program.add(expert_ops.function("mixed"), *mixed, c.hidden, address(y), items=n, shared=n > 1)
-        program.keep(router, table, factors, block, matrices)
+        program.keep(router, table, factors, block, engines)
         if experts.shared is not None and experts.shared_gate is not None:
             self._add_shared(program, experts, x, y)
 

@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 
 from bridge.blocks import READ
-from bridge.runtime.buffers import address, bits, buffer, product
+from bridge.runtime.buffers import Places, address, bits, buffer, product
 from bridge.runtime.cpu import attention as attn
 from bridge.runtime.cpu import decoder_ops as ops
-from bridge.runtime.cpu.program import Program, add_products
+from bridge.runtime.cpu.program import FIELDS, Program, add_products
 from bridge.runtime.decoder_config import DecoderConfig
 from bridge.runtime.expert_tables import ExpertTables
 from bridge.runtime.kv_cache import KVCache
@@ -55,6 +55,7 @@ class Work:
         self.last = Program()
         self.whole: Program | None = None
         self.tried = False  # whether it is known if there can be one
+        self.places: Places | None = None  # of its matrices
         self.scores = np.empty((n, 0), np.float32)  # of the whole way, if it ends in logits
         self._attending: list[tuple[Program, int, int]] = []  # calls of attend, and of merge
 
@@ -128,6 +129,7 @@ class Tables:
         self.layers = weights.layers
         self._angles, self._local_angles = angles, local_angles
         self._eps = bits(config.norm_eps)
+        self._places = Places(precision == "int8")
 
     def work(self, n: int, caches: Sequence[KVCache]) -> Work:
         """Buffers, and the programs between a layer's products."""
@@ -150,21 +152,22 @@ class Tables:
         return rows * self.config.kv_heads * len(work.caches)
 
     def complete(self, work: Work) -> None:
-        """Make the whole way of `work`, whose matrices are all prepared, if there can be one.
+        """Make the whole way of `work`, if all matrices between its ends multiply by row groups, prepared or not.
 
-        It goes on to the logits if the output matrix has a repacked form: one of halves has none.
+        It goes on to the logits if the output matrix does so too: one of halves does not.
         """
-        from bridge.runtime.cpu.prepared import Prepared
+        from bridge.runtime.cpu.products import Interleaved
 
         inner: list[Any] = [m._get_engine() for layer in self.layers for m in layer.matrices]
-        if not all(isinstance(engine, Prepared) for engine in inner):
+        if not all(isinstance(engine, Interleaved) for engine in inner):
             return
         several = work.n > 1 or self.config.experts > 0  # rows of y, into which the one before must not reach
         if several and any(engine.matrix.shape[0] % engine.lanes for engine in inner):
             return
         program = Program()
+        work.places = self._places = Places(self.precision == "int8")
         self._look_up(program, work)
-        experts = ExpertTables(self.config, work.n, self.precision, self.products) if self.config.experts else None
+        experts = ExpertTables(self.config, work.n, work.places, self.products) if self.config.experts else None
         program.keep(experts)
         for i, layer in enumerate(self.layers):
             self._before(program, work, i)
@@ -180,7 +183,7 @@ class Tables:
             self.products(program, work.gate, [(layer.down, work.delta)])
         self._last(program, work)
         engine: Any = self.output._get_engine()
-        if isinstance(engine, Prepared):
+        if isinstance(engine, Interleaved):
             scores = buffer(work.n, engine.groups * engine.lanes)
             self.products(program, work.xn, [(self.output, scores)])
             work.scores = scores[:, : self.output.shape[0]]
@@ -191,11 +194,13 @@ class Tables:
         integer = self.precision == "int8"
         records: dict[tuple[Any, ...], np.ndarray] = {}
         parts = []
+        widths = []
         n = len(x)
         for matrix, y in products:
             engine: Any = matrix._get_engine()
             columns = engine.columns(n, integer)
             turns = -(-n // columns)
+            widths.append(columns)
             kind = ops.record_kind(matrix.type, integer)
             if kind not in records:
                 size = ops.record_bytes(matrix.type, x.shape[1], integer)
@@ -205,8 +210,9 @@ class Tables:
                 program.keep(records[kind])
             parts.append(product(engine, records[kind], y, turns, columns, integer))
             program.keep(engine)
-        add_products(program, parts)
-        for matrix, y in products:
+        fields = add_products(program, parts)
+        for i, (matrix, y) in enumerate(products):
+            self._places.note(matrix, fields[i * FIELDS : i * FIELDS + 2], widths[i])
             if matrix.factor != 1:
                 program.add(ops.function("scale"), address(y), y.size, bits(matrix.factor), items=1)
 

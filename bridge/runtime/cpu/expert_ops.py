@@ -10,7 +10,7 @@ import numpy as np
 
 from bridge.runtime.cpu.decoder_ops import exp
 from bridge.runtime.cpu.memory import c_function, floats, pointer
-from bridge.runtime.cpu.program import FIELDS, WEIGHTS_FIELD
+from bridge.runtime.cpu.program import FIELDS
 
 # words of what `choose` works on, all addresses
 LOGITS, CHOSEN, WEIGHTS, FIRST, SECOND, WORDS = range(6)
@@ -19,12 +19,12 @@ LOGITS, CHOSEN, WEIGHTS, FIRST, SECOND, WORDS = range(6)
 def _choose(block, experts, used, normalized, table, _0, _1, first, last):
     """For tokens first..last the experts of the largest logits, and softmax of these, or their shares of it.
 
-    table  int64 [experts, 3]: addresses of gate, up and down
+    table  int64 [experts, 3, 2]: kernel and weights of gate, up and down
     block  LOGITS float32 [tokens, experts]; CHOSEN int64 [tokens, used]; WEIGHTS float32 of that shape; FIRST and
-           SECOND the fields of products [tokens * used, 2] and [tokens * used], whose weights are set
+           SECOND the fields of products [tokens * used, 2] and [tokens * used], of which the first two are set
     """
     words = numba.carray(pointer(block), (WORDS,), np.int64)
-    places = numba.carray(pointer(table), (experts, 3), np.int64)
+    places = numba.carray(pointer(table), (experts, 3, 2), np.int64)
     taken = np.empty(experts, np.bool_)
     for t in range(first, last):
         logits = floats(words[LOGITS] + 4 * experts * t, experts)
@@ -47,10 +47,10 @@ def _choose(block, experts, used, normalized, table, _0, _1, first, last):
             e = chosen[j]
             weights[j] = exp(logits[e] - top) / total
             pair = numba.carray(pointer(words[FIRST] + 16 * FIELDS * (t * used + j)), (2, FIELDS), np.int64)
-            pair[0, WEIGHTS_FIELD] = places[e, 0]
-            pair[1, WEIGHTS_FIELD] = places[e, 1]
+            pair[0, :2] = places[e, 0]
+            pair[1, :2] = places[e, 1]
             one = numba.carray(pointer(words[SECOND] + 8 * FIELDS * (t * used + j)), (FIELDS,), np.int64)
-            one[WEIGHTS_FIELD] = places[e, 2]
+            one[:2] = places[e, 2]
 
 
 def _gated(gate, up, inner, chosen, factors, _0, _1, first, last):

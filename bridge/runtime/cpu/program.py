@@ -82,7 +82,6 @@ class Product(NamedTuple):
 
 
 FIELDS = len(Product._fields)
-WEIGHTS_FIELD = Product._fields.index("weights")
 
 
 def _several(block, parts, ranges, _0, _1, _2, _3, first, last):
