@@ -27,7 +27,7 @@ from bridge.errors import BridgeError
 from bridge.runtime.batches import last_states
 from bridge.runtime.decoder_config import DecoderConfig
 from bridge.runtime.reader import GGUFFile
-from bridge.runtime.sampling import Sampler
+from bridge.runtime.sampling import Sampler, drawn_on_host
 from bridge.runtime.weights import read_weights
 
 BATCH = 1024  # tokens of a prompt that pass through the layers together
@@ -51,6 +51,7 @@ class Decoder:
             self.device.check_memory(self.nbytes + _WORK, f"{file.path} with a context of {context}")
         self.graphs = devices.captures()  # False: every launch by itself
         self.preparing = 0.0  # nothing is repacked between tokens, as it is on the CPU
+        self._tokens: list[int] = []  # that the cache holds; of those that were drawn, as far as the host has seen them
         self._captured: dict[int | None, Graph] = {}
         self._samplers: dict[int | None, list[Launch]] = {}
 
@@ -84,7 +85,7 @@ class Decoder:
                 self._captured.pop(oldest, None)
             self._samplers[count] = self.step.choose(count)
         if self.graphs and count not in self._captured:
-            self._set_state(0, 0)
+            self._set_state(self.cache.length, 0)  # the first run writes a row that holds nothing
             self._captured[count] = Graph(lambda: self._launch(count), self.step.state)
 
     def _launch(self, count: int | None) -> None:
@@ -111,6 +112,7 @@ class Decoder:
 
     def scores(self, tokens: Sequence[int], keep: int) -> np.ndarray:
         """float32 [keep, vocab] of the last `keep` tokens, from an empty context."""
+        self.cache.length = 0
         with self._active():
             return self.weights.output.multiply(self._prompt(tokens, keep)).cpu().numpy()
 
@@ -120,24 +122,45 @@ class Decoder:
             self._set_state(self.cache.length, token)
             for launch in self.step.launches:
                 launch()
-            self.cache.length += 1
+            self._appended([token])
             return self.step.logits.cpu().numpy().copy()
 
-    def draw(self, tokens: Sequence[int], sampler: Sampler) -> Iterator[int]:
-        """What follows the tokens, drawn one by one, until the context is full."""
+    @property
+    def read(self) -> list[int]:
+        """The tokens that the cache holds."""
+        return self._tokens[: self.cache.length]
+
+    def _appended(self, tokens: Sequence[int]) -> None:
+        """The cache holds these too."""
+        self._tokens[self.cache.length :] = tokens
+        self.cache.length += len(tokens)
+
+    def draw(self, tokens: Sequence[int], sampler: Sampler, kept: int = 0) -> Iterator[int]:
+        """What follows the tokens, drawn one by one, until the context is full; the cache holds the first `kept`.
+
+        A sampler that is not plain draws on the host.
+        """
+        self.cache.length = kept
+        if not sampler.plain:
+            return self._drawn_on_host(tokens[kept:], sampler)
         how = sampler.how
         count = None
         if how.temperature > 0:
             count = how.top_k if 0 < how.top_k < self.vocab else self.vocab
         with self._active():
             self._ready(count)
-        return self._drawn(tokens, sampler, count)
+        return self._drawn(tokens[kept:], sampler, count)
+
+    def _drawn_on_host(self, tokens: Sequence[int], sampler: Sampler) -> Iterator[int]:
+        with self._active():
+            row = self.weights.output.multiply(self._prompt(tokens, 1))[0].cpu().numpy()
+        yield from drawn_on_host(self, row, sampler)
 
     def _drawn(self, tokens: Sequence[int], sampler: Sampler, count: int | None) -> Iterator[int]:
         with self._active():
             self.step.logits.copy_(self.weights.output.multiply(self._prompt(tokens, 1))[0])
             if count is not None:
-                self.step.set_sampling(sampler, self.cache.context - len(tokens) + 1)
+                self.step.set_sampling(sampler, self.cache.context - self.cache.length + 1)
             self._set_state(self.cache.length - 1, 0)
             for launch in self._samplers[count]:
                 launch()
@@ -151,7 +174,9 @@ class Decoder:
                 event = waiting.pop(0)
                 if event is not None:
                     event.synchronize()
-            yield int(self._host[made])
+            token = int(self._host[made])
+            self._tokens.append(token)
+            yield token
             made += 1
 
     def _fetch(self, number: int) -> Any:
@@ -168,15 +193,14 @@ class Decoder:
     # prompts
 
     def _prompt(self, tokens: Sequence[int], keep: int) -> Any:
-        """Tokens through the layers, from an empty context; normalized hidden states of the last `keep`."""
+        """Append tokens to the cache; normalized hidden states of the last `keep`."""
         import torch
 
-        self.cache.length = 0
         norm, eps = self.weights.output_norm, self.config.norm_eps
         return torch.cat([rms(states, norm, eps) for states in last_states(self._batch, tokens, BATCH, keep)])
 
     def _batch(self, tokens: Sequence[int]) -> Any:
-        """Append tokens to the cache; their hidden states, f32 [n, hidden]."""
+        """A part of `_prompt`; hidden states, f32 [n, hidden], not normalized."""
         eps, start = self.config.norm_eps, self.cache.length
         x = self._embeddings(tokens)
         cos, sin = (angles[start : start + len(tokens)] for angles in (self.weights.cos, self.weights.sin))
@@ -187,7 +211,7 @@ class Decoder:
             attended = attend(self.config, qkv, layer.q_norm, layer.k_norm, cos, sin, cache, start, exact)
             x += layer.o.multiply(attended)
             x += layer.down.multiply(layer.gated.multiply(rms(x, layer.ffn_norm, eps)))
-        self.cache.length += len(tokens)
+        self._appended(tokens)
         return x
 
     def _embeddings(self, tokens: Sequence[int]) -> Any:

@@ -1,6 +1,7 @@
-"""Write a synthetic GPTQ checkpoint: a Llama of any size, for measuring speed and memory.
+"""Write a synthetic GPTQ checkpoint: a Llama of any size, or a Qwen3-MoE, for measuring speed and memory.
 
     python scripts/make_synthetic.py OUT_DIR --vocab 4096        # 1.0B parameters, 0.54 GB
+    python scripts/make_synthetic.py OUT_DIR --vocab 4096 --experts 64 --layers 6 --intermediate 768   # 1.9B, 1.0 GB
 
 Its codes are distributed as those of rounded Gaussian weights, its scales vary by 20% around 0.01:
 what a converter does with them costs what it would on a real checkpoint, and the text the model
@@ -45,6 +46,8 @@ def parse() -> argparse.Namespace:
         ("kv-heads", 4),
         ("vocab", 32000),
         ("group-size", 128),
+        ("experts", 0),
+        ("experts-used", 8),
         ("seed", 0),
     ):
         parser.add_argument(f"--{name}", type=int, default=default, help="default: %(default)s")
@@ -64,19 +67,23 @@ def make(options: argparse.Namespace) -> None:
         "self_attn.k_proj": (options.kv_heads * head_dim, options.hidden),
         "self_attn.v_proj": (options.kv_heads * head_dim, options.hidden),
         "self_attn.o_proj": (options.hidden, options.hidden),
-        "mlp.gate_proj": (options.intermediate, options.hidden),
-        "mlp.up_proj": (options.intermediate, options.hidden),
-        "mlp.down_proj": (options.hidden, options.intermediate),
     }
+    for network in [f"mlp.experts.{e}" for e in range(options.experts)] or ["mlp"]:
+        shapes[f"{network}.gate_proj"] = shapes[f"{network}.up_proj"] = options.intermediate, options.hidden
+        shapes[f"{network}.down_proj"] = options.hidden, options.intermediate
 
     def layer(index: int) -> dict[str, np.ndarray]:
         prefix = f"model.layers.{index}"
         ones = np.ones(options.hidden, np.float16)
         tensors = {f"{prefix}.input_layernorm.weight": ones, f"{prefix}.post_attention_layernorm.weight": ones.copy()}
+        if options.experts:
+            tensors[f"{prefix}.mlp.gate.weight"] = gaussian(rng, (options.experts, options.hidden))
+            for part in ("q_norm", "k_norm"):
+                tensors[f"{prefix}.self_attn.{part}.weight"] = np.ones(head_dim, np.float16)
         orders: dict[str, np.ndarray] = {}
         for module, (rows, columns) in shapes.items():
-            own = module.rpartition(".")[2]
-            shared = {"k_proj": "q_proj", "v_proj": "q_proj", "up_proj": "gate_proj"}.get(own, own)
+            network, _, own = module.rpartition(".")
+            shared = network + {"k_proj": "q_proj", "v_proj": "q_proj", "up_proj": "gate_proj"}.get(own, own)
             size = columns if options.group_size == -1 else options.group_size
             group = np.arange(columns, dtype=np.int32) // size
             if options.act_order:
@@ -179,6 +186,17 @@ def write_config(options: argparse.Namespace, head_dim: int) -> None:
         "torch_dtype": "float16",
         "quantization_config": quantization,
     }
+    if options.experts:
+        config |= {
+            "architectures": ["Qwen3MoeForCausalLM"],
+            "model_type": "qwen3_moe",
+            "num_experts": options.experts,
+            "num_experts_per_tok": options.experts_used,
+            "moe_intermediate_size": options.intermediate,
+            "norm_topk_prob": True,
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": [],
+        }
     write_json(options.out / "config.json", config)
     write_json(options.out / "quantize_config.json", quantization)
 

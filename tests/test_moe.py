@@ -368,6 +368,30 @@ def test_the_runtime_predicts_what_transformers_and_llama_cpp_do(kind, checkpoin
     assert "".join(model.generate(TOKENS[:8], 4))
 
 
+@pytest.mark.parametrize("precision", ["int8", "f32"])
+@pytest.mark.parametrize("kind", MODELS)
+def test_a_table_of_calls_chooses_the_experts_that_python_does(kind, precision, checkpoint, tmp_path):
+    """Token by token, and with tokens of several sequences, against matrix by matrix."""
+    path = tmp_path / "m.gguf"
+    bridge.convert(checkpoint(kind, desc_act=False, sym=True)[0], path)
+    model, plain = (bridge.Model.load(path, precision=precision, kv="f32")._decoder for _ in range(2))
+    model.prepare()
+    for experts in (layer.experts for layer in (*model.layers, *plain.layers)):
+        for e, (gate, up, down) in enumerate(experts.networks):  # as NVFP4's scales are
+            gate.factors, up.factors, down.factors = (np.array([1 + 0.1 * e * n], np.float32) for n in (1, -1, 2))
+    tokens = TOKENS[:6]
+    single = np.concatenate([model.step([model.cache], [token]).copy() for token in tokens])
+    assert model._one.whole is not None
+    expected = plain.logits(plain.run(tokens, len(tokens)))
+    assert plain._one is None
+    assert mean_kl(expected, single) < (1e-9 if precision == "f32" else 1e-4)
+    caches = [model.new_cache() for _ in range(3)]
+    together = np.stack([model.step(caches, TOKENS[t : t + 3]).copy() for t in range(3)])
+    assert model._others.whole is not None
+    for i in range(3):
+        assert mean_kl(plain.scores(TOKENS[i : i + 3], 3), together[:, i]) < (1e-9 if precision == "f32" else 1e-4)
+
+
 def test_the_width_of_dense_layers_takes_no_memory_in_a_mixture(checkpoint, tmp_path):
     bridge.convert(checkpoint("qwen3moe", desc_act=False, sym=True)[0], tmp_path / "m.gguf")
     file = bridge.open_gguf(tmp_path / "m.gguf")

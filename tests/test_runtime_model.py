@@ -104,19 +104,30 @@ def test_a_table_of_calls_computes_what_matrix_by_matrix_does(embedding: str, tm
     prepared, plain = (bridge.Model.load(path, precision="f32", context=32) for _ in range(2))
     tokens = prepared.tokenizer.encode(PROMPT)
     prepared.prepare()
+    plain._decoder._tables.complete = lambda work: None
     rows = [np.stack([m._decoder.next_scores(t).copy() for t in tokens]) for m in (prepared, plain)]
-    assert (prepared._decoder._row.size > 0) == (embedding in BLOCKS)
+    assert (prepared._decoder._one.scores.size > 0) == (embedding in BLOCKS)
     np.testing.assert_allclose(rows[0], rows[1], rtol=1e-3, atol=1e-3)
 
 
-def test_weights_are_repacked_while_tokens_come(path: Path) -> None:
+@pytest.mark.parametrize("share", [0.0, 1e9])
+def test_weights_are_repacked_between_tokens_for_a_share_of_their_time(share: float, path: Path, monkeypatch) -> None:
+    monkeypatch.setattr("bridge.runtime.decoder._SHARE", share)
     model = bridge.Model.load(path, context=64)
     matrices = model._decoder._matrices
     model.logits(model.tokenizer.encode(TEXT)[:20])
     assert not any(matrix.prepared for matrix in matrices)
-    counts = [sum(m.prepared for m in matrices) for _ in model.generate_tokens(PROMPT, 10)]
-    assert 0 < counts[0] < len(matrices) == counts[-1]
+    made, counts = [], []
+    for token in model.generate_tokens(PROMPT, 12):
+        made.append(token)
+        counts.append(sum(m.prepared for m in matrices))
     assert counts == sorted(counts)
+    assert counts[-1] == (len(matrices) if share else 0)
+    assert model._decoder._one.whole is not None
+    if share:
+        assert 0 < counts[0] < len(matrices)
+        assert made == list(bridge.Model.load(path, context=64).prepare().generate_tokens(PROMPT, 12))
+        assert model._decoder.preparing > 0
 
 
 def test_q8_0_keys_and_values_cost_little(path: Path) -> None:

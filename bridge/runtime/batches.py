@@ -1,4 +1,4 @@
-"""How a decoder takes many tokens: in batches, of which only the last states are wanted."""
+"""How a decoder takes many tokens: in batches, of which only the last states are wanted; and none that it has."""
 
 from __future__ import annotations
 
@@ -17,3 +17,9 @@ def last_states(layers: Callable[[Sequence[int]], Any], tokens: Sequence[int], s
         first = max(0, len(tokens) - keep - at)
         if first < len(batch):
             yield states[first:]
+
+
+def common_prefix(read: Sequence[int], tokens: Sequence[int]) -> int:
+    """How many tokens two sequences begin with alike."""
+    alike = (a == b for a, b in zip(read, tokens, strict=False))
+    return next((n for n, same in enumerate(alike) if not same), min(len(read), len(tokens)))

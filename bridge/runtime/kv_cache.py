@@ -8,6 +8,7 @@ Bytes a token and layer: 2 * kv_heads * head_dim, times 2 (f16), 4 (f32) or 1.06
 from __future__ import annotations
 
 import platform
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -28,6 +29,7 @@ class KVCache:
         self.context = context
         self.rows = -(-context // _LANES) * _LANES
         self.length = 0
+        self.tokens: list[int] = []  # those that are stored; what lies beyond `length` is no longer valid
         layers, heads, d = config.layers, config.kv_heads, config.head_dim
         padded = -(-d // _LANES) * _LANES
         self.keys = np.zeros((layers, heads, self.rows // _LANES, d, _LANES), KINDS[kind])
@@ -35,6 +37,11 @@ class KVCache:
         scales = -(-d // _BLOCK) * self.rows if kind == "q8_0" else 0
         self.key_scales = np.zeros((layers, heads, scales), np.uint16)
         self.value_scales = np.zeros((layers, heads, scales), np.uint16)
+
+    def append(self, tokens: Sequence[int]) -> None:
+        """Note that the keys and values of these stand behind the others."""
+        self.tokens[self.length :] = tokens
+        self.length += len(tokens)
 
     @property
     def nbytes(self) -> int:

@@ -6,9 +6,10 @@
     model.logits(model.tokenizer.encode("Once"))          float32 [tokens, vocab]
 
 Loading reads the header; the weights are repacked for this machine while the first tokens are computed, or by
-`prepare`. Every call of `generate`, `chat` or `logits` begins with an empty context, and takes it from the call before:
-a generation that is not at its end then raises BridgeError when it is asked for more. So a model serves one caller at a
-time; two models may run at once, each in a thread of its own.
+`prepare`. Every call of `generate`, `chat` or `logits` takes the context from the call before: a generation that is not
+at its end then raises BridgeError when it is asked for more. So a model serves one caller at a time; two models may run
+at once, each in a thread of its own. Tokens with which the call before began as well are not read again, but for
+`logits`: the second question of a conversation costs its own tokens.
 """
 
 from __future__ import annotations
@@ -25,12 +26,15 @@ from typing import Any
 import numpy as np
 
 from bridge.errors import BridgeError
+from bridge.runtime.batches import common_prefix
 from bridge.runtime.decoder import Decoder
 from bridge.runtime.decoder_config import DecoderConfig, read_config
 from bridge.runtime.devices import choose, cpu_note, cuda
 from bridge.runtime.operands import check_precision
 from bridge.runtime.reader import GGUFFile, open_gguf
+from bridge.runtime.replies import Reply, ScoredToken, scored, stop_texts, until
 from bridge.runtime.sampling import Sampler, Sampling
+from bridge.runtime.sequences import Sequenced, Together
 from bridge.runtime.tokenizer import Tokenizer
 
 DEFAULT_CONTEXT = 4096  # tokens, where the model was trained for more
@@ -41,6 +45,7 @@ class Timing:
     """Of the last generation, without repacking: the first token belongs to the prompt, where its cost lies."""
 
     prompt_tokens: int = 0
+    kept_tokens: int = 0  # of these, whose keys and values were there from the call before
     prompt_seconds: float = 0.0
     tokens: int = 0
     seconds: float = 0.0
@@ -168,29 +173,109 @@ class Model:
         min_p: float = 0.05,
         seed: int | None = None,
         stop: str | Sequence[str] | None = (),
+        repeat_penalty: float = 1.0,
+        repeat_last_n: int = 64,
+        logit_bias: Mapping[int, float] | None = None,
     ) -> Iterator[str]:
         """Continue a text, piece by piece as tokens come; pieces are whole characters.
 
-        prompt       a text (BOS is added where the file asks for it) or token ids
-        temperature  0: always the most likely token; see bridge.runtime.sampling for the others
-        stop         texts that end the reply and are not part of it, besides the model's own end tokens
+        prompt          a text (BOS is added where the file asks for it) or token ids
+        temperature     0: always the most likely token; see bridge.runtime.sampling for it and the others
+        stop            texts that end the reply and are not part of it, besides the model's own end tokens
+        repeat_penalty  makes the tokens among the last `repeat_last_n` (-1: all) less likely, where above 1
+        logit_bias      token id -> what is added to its logit; -inf forbids it
 
         Raises BridgeError, before anything is computed, where the prompt does not fit.
         """
-        ids = self._checked(self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt, max_tokens)
-        sampler = Sampler(Sampling(temperature, top_k, top_p, min_p, seed))
-        stops = [stop] if isinstance(stop, str) else list(stop or ())
-        pieces = self.tokenizer.stream(self._tokens(ids, max_tokens, sampler))
-        return _until(pieces, [text for text in stops if text])
+        how = Sampling(temperature, top_k, top_p, min_p, seed, repeat_penalty, repeat_last_n, logit_bias)
+        tokens = self._started(prompt, max_tokens, Sampler(how))
+        return until(self.tokenizer.stream(tokens), stop_texts(stop))
 
     def generate_tokens(self, prompt: str | Sequence[int], max_tokens: int = 256, **sampling: Any) -> Iterator[int]:
         """As `generate`, in token ids; without the end token."""
-        ids = self._checked(self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt, max_tokens)
-        return self._tokens(ids, max_tokens, Sampler(Sampling(**sampling)))
+        return self._started(prompt, max_tokens, Sampler(Sampling(**sampling)))
+
+    def generate_scored(
+        self,
+        prompt: str | Sequence[int],
+        max_tokens: int = 256,
+        logprobs: int = 0,
+        stop: str | Sequence[str] | None = (),
+        **sampling: Any,
+    ) -> Iterator[ScoredToken]:
+        """As `generate`, token by token with the log-probability of each, and of the `logprobs` most likely ones.
+
+        They are the model's own, before biases, penalties, temperature and what else the sampler does.
+        """
+        sampler = Sampler(Sampling(**sampling), logprobs)
+        return scored(self.tokenizer, self._started(prompt, max_tokens, sampler), sampler, stop_texts(stop))
+
+    def generate_batch(
+        self,
+        prompts: Sequence[str | Sequence[int]],
+        max_tokens: int | Sequence[int] = 256,
+        stop: str | Sequence[str] | None = (),
+        stops: Sequence[str | Sequence[str] | None] | None = None,
+        **sampling: Any,
+    ) -> list[str]:
+        """The replies to several prompts, made together: up to 8 sequences go through the weights at once.
+
+        max_tokens  of every reply, or of each
+        stop        texts that end any of them
+        stops       further ones for each
+        sampling    as in `generate`; each sequence draws as it would by itself, with the same seed
+
+        The model's own context stays as it is; the others take as much memory each while they last. On the CPU alone.
+
+        Raises BridgeError, before anything is computed, where a prompt does not fit.
+        """
+        if not isinstance(self._decoder, Decoder):
+            self._decoder.begin()  # a closed model says that it is
+            raise BridgeError(
+                f"device {self.device}: several sequences at once run on the CPU alone; generate one after another"
+            )
+        if isinstance(prompts, str | bytes):
+            raise BridgeError(f"the prompts are a {type(prompts).__name__}; a list of texts or token ids is wanted")
+        prompts = list(prompts)
+        limits = [max_tokens] * len(prompts) if isinstance(max_tokens, int) else list(max_tokens)
+        ends = [None] * len(prompts) if stops is None else list(stops)
+        if not len(prompts) == len(limits) == len(ends):
+            counts = f"{len(prompts)} prompts, {len(limits)} max_tokens, {len(ends)} stops"
+            raise BridgeError(f"{counts}: one for each prompt is wanted")
+        how = Sampling(**sampling)
+        sequences = []
+        for prompt, limit, end in zip(prompts, limits, ends, strict=True):
+            ids, sampler = self._start(prompt, limit, Sampler(how))
+            reply = Reply(self.tokenizer, stop_texts(stop) + stop_texts(end))
+            sequences.append(Sequenced(ids, sampler, reply, limit))
+        self._run_together(sequences)
+        return [sequence.reply.text for sequence in sequences]
+
+    def _run_together(self, sequences: list[Sequenced]) -> None:
+        timing = self.timing = Timing(prompt_tokens=sum(len(sequence.prompt) for sequence in sequences))
+        with self._lock:
+            together = Together(self._decoder, sequences)
+        left = True
+        while left:
+            with self._lock:
+                start, preparing, steps = time.perf_counter(), self._decoder.preparing, together.steps
+                left = together.advance()
+                seconds = time.perf_counter() - start - (self._decoder.preparing - preparing)
+            if together.steps == steps:
+                timing.prompt_seconds += seconds
+            else:
+                timing.seconds += seconds
+        timing.tokens = together.tokens
 
     def chat(self, messages: Sequence[Mapping[str, Any]], max_tokens: int = 256, **options: Any) -> Iterator[str]:
-        """The model's reply to [{"role": "user", "content": ...}, ...], by the file's own chat template."""
-        return self.generate(self.chat_tokens(messages), max_tokens, **options)
+        """The model's reply to [{"role": "user", "content": ...}, ...], by the file's own chat template.
+
+        What it said itself is not read again, even where the tokens it chose are not those that the text is cut into.
+        """
+        tokens = self.chat_tokens(messages)
+        with self._lock:
+            tokens = self.tokenizer.spelled_as(tokens, self._decoder.read)
+        return self.generate(tokens, max_tokens, **options)
 
     def chat_tokens(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
         """A conversation as token ids, up to where the reply begins."""
@@ -231,6 +316,18 @@ class Model:
             raise BridgeError(f"token {bad}: the vocabulary has {self._decoder.vocab}")
         return ids
 
+    def _started(self, prompt: str | Sequence[int], max_tokens: int, sampler: Sampler) -> Iterator[int]:
+        """The reply in token ids; what is wrong with the call is said now, everything else happens later."""
+        ids, sampler = self._start(prompt, max_tokens, sampler)
+        return self._tokens(ids, max_tokens, sampler)
+
+    def _start(self, prompt: str | Sequence[int], max_tokens: int, sampler: Sampler) -> tuple[list[int], Sampler]:
+        """The prompt in token ids, and the sampler that has seen them; BridgeError for what cannot be."""
+        ids = self._checked(self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt, max_tokens)
+        sampler.check(self._decoder.vocab)
+        sampler.see(ids)
+        return ids, sampler
+
     def _tokens(self, ids: list[int], max_tokens: int, sampler: Sampler) -> Iterator[int]:
         timing = self.timing = Timing(prompt_tokens=len(ids))
         with self._lock:
@@ -238,7 +335,8 @@ class Model:
             turn = self._turn
             decoder = self._decoder
             decoder.begin()
-            drawn = decoder.draw(ids, sampler)
+            kept = timing.kept_tokens = common_prefix(decoder.read, ids[:-1])
+            drawn = decoder.draw(ids, sampler, kept)
         begun = time.perf_counter() - decoder.preparing
         for made, token in enumerate(islice(self._in_turn(drawn, turn), max_tokens)):
             now = time.perf_counter() - decoder.preparing
@@ -279,26 +377,3 @@ class _Closed:
 
 def _closed(path: Path) -> BridgeError:
     return BridgeError(f"{path}: this model was closed; load it again")
-
-
-def _until(pieces: Iterator[str], stops: list[str]) -> Iterator[str]:
-    """Pieces up to the first of the stops; what may be the beginning of one is held back."""
-    held = ""
-    for piece in pieces:
-        held += piece
-        found = [at for at in (held.find(stop) for stop in stops) if at >= 0]
-        if found:
-            if held[: min(found)]:
-                yield held[: min(found)]
-            return
-        keep = max((_overlap(held, stop) for stop in stops), default=0)
-        if len(held) > keep:
-            yield held[: len(held) - keep]
-            held = held[len(held) - keep :]
-    if held:
-        yield held
-
-
-def _overlap(text: str, stop: str) -> int:
-    """Characters at the end of a text with which `stop` begins."""
-    return next((n for n in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:n])), 0)

@@ -12,9 +12,11 @@ from __future__ import annotations
 import codecs
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import accumulate, takewhile
 from typing import Any, Protocol
 
 from bridge.errors import BridgeError
+from bridge.runtime.batches import common_prefix
 from bridge.runtime.spm import SentencePiece, byte_of_token
 from bridge.vocab_rules import KNOWN_ENDS
 
@@ -104,6 +106,23 @@ class Tokenizer:
     def decode(self, tokens: Iterable[int], special: bool = False) -> str:
         """The text of token ids; bytes that are no UTF-8 become U+FFFD."""
         return b"".join(self.piece(token, special) for token in tokens).decode("utf-8", "replace")
+
+    def spelled_as(self, tokens: Sequence[int], earlier: Sequence[int]) -> list[int]:
+        """The same text, as far as it is that of `earlier` too in the same tokens as there.
+
+        A model may choose other tokens for a text than the tokenizer cuts it into; its keys and values are of those.
+        """
+        alike = common_prefix(tokens, earlier)
+        texts, ends = [], []
+        for rest in (tokens[alike:], earlier[alike:]):
+            pieces = [self.piece(t, special=True) for t in takewhile(lambda token: token < len(self.tokens), rest)]
+            texts.append(b"".join(pieces))
+            ends.append({end: n + 1 for n, end in enumerate(accumulate(map(len, pieces)))})
+        same = common_prefix(*texts)
+        if not (both := [end for end in ends[0] if end in ends[1] and end <= same]):
+            return list(tokens)
+        end = max(both)
+        return [*earlier[: alike + ends[1][end]], *tokens[alike + ends[0][end] :]]
 
     def stream(self, tokens: Iterable[int], special: bool = False) -> Iterator[str]:
         """The text of token ids as they come, whole characters only: one string, perhaps empty, for each token."""

@@ -5,6 +5,7 @@ Threads are Python threads here, so shapes are tiny, and a context is cut into s
 
 from __future__ import annotations
 
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -276,6 +277,22 @@ def test_what_is_drawn_is_what_the_cpu_draws_until_the_context_is_full(tmp_path:
         made = list(device.draw(prompt, Sampler(how)))
         assert made == list(cpu.draw(prompt, Sampler(how)))
         assert len(made) == 3  # the last one need not be read
+
+
+def test_tokens_that_are_kept_are_not_read_again(tmp_path: Path) -> None:
+    cpu, device = pair(tmp_path, "f32", context=20, types={"": "F16"})
+    first = list(device.draw(range(5), Sampler(Sampling())))[:3]
+    prompt = [*range(5), *first, 9, 10]
+    assert device.read[:8] == prompt[:8]
+    read: list[int] = []
+    batch = device._batch
+    device._batch = lambda tokens: (read.extend(tokens), batch(tokens))[1]  # type: ignore[method-assign]
+    for how in (Sampling(), Sampling(repeat_penalty=3.0, logit_bias={4: 2.0})):  # the second one on the host
+        del read[:]
+        made = list(islice(device.draw(prompt, Sampler(how), kept=8), 4))
+        assert read == [9, 10]
+        assert made == list(islice(cpu.draw(prompt, Sampler(how)), 4))
+        assert device.read[:13] == prompt + made[:3]
 
 
 def test_what_the_kernels_are_not_made_for_is_refused(tmp_path: Path) -> None:

@@ -9,8 +9,13 @@ in halves, float32, or int8 with a half scale for 32 elements (q8_0): keys' scal
 head_dim / 32, 16], values' [kv_heads, context, head_dim / 32]. The heads that share keys, and several tokens
 of a prompt, are rows of one product, 8 at a time: each row group reads the cache once.
 
-Both functions take the address of one block of int64 words, named below, and a range: of tokens, or of row
-groups (of all key-value heads).
+A model has 4 to 8 key-value heads, fewer than a server has cores. So where a single token is computed, a context of
+more than `SPAN` positions is cut into spans of as many: `attend` leaves for each head and span the sum of exp(s - max)
+v, with max and the sum of exp(s - max), and `merge` weighs the spans by exp(max - largest max). Spans are the same
+whatever the number of threads, and so are the results.
+
+What is computed stands in blocks of int64 words, named below: one for the tokens of a batch, or one for each of
+several sequences, of which every one has a cache of its own and a single token.
 """
 
 from __future__ import annotations
@@ -32,6 +37,7 @@ from bridge.runtime.cpu.memory import c_function, floats, from_half, panel, poin
 
 LANES = 16
 ROWS = 8
+SPAN = 256  # positions: 32 KB of keys and as much of values for halves in heads of 64
 BLOCK = 32  # elements that share a scale in q8_0
 
 # set by `function`
@@ -73,17 +79,18 @@ def _largest(x):
     return top
 
 
-def _store(block, _0, _1, _2, _3, _4, _5, first, last):
-    """Turn q in place; turn k and store it with v, for tokens first..last of the batch."""
-    p = numba.carray(pointer(block), (WORDS,), np.int64)
-    heads, kv_heads, d, context = p[HEADS], p[KV_HEADS], p[HEAD_DIM], p[CONTEXT]
-    half = p[ROTATED] // 2
-    eps = numba.carray(pointer(block), (WORDS,), np.float64)[EPS]
-    start = numba.carray(pointer(p[START]), (1,), np.int64)[0]
-    chunks = (d + LANES - 1) // LANES
-    scales = (d + BLOCK - 1) // BLOCK
-    for t in range(first, last):
-        at = start + t
+def _store(blocks, count, _0, _1, _2, _3, _4, first, last):
+    """Turn q in place; turn k and store it with v, for tokens first..last of the batch, or sequences of `count`."""
+    for item in range(first, last):
+        block = blocks + 8 * WORDS * item if count > 1 else blocks
+        t = 0 if count > 1 else item
+        p = numba.carray(pointer(block), (WORDS,), np.int64)
+        heads, kv_heads, d, context = p[HEADS], p[KV_HEADS], p[HEAD_DIM], p[CONTEXT]
+        half = p[ROTATED] // 2
+        eps = numba.carray(pointer(block), (WORDS,), np.float64)[EPS]
+        chunks = (d + LANES - 1) // LANES
+        scales = (d + BLOCK - 1) // BLOCK
+        at = numba.carray(pointer(p[START]), (1,), np.int64)[0] + t
         cos = floats(p[COS] + 4 * half * at, half)
         sin = floats(p[SIN] + 4 * half * at, half)
         for h in range(heads):
@@ -134,7 +141,10 @@ def _store(block, _0, _1, _2, _3, _4, _5, first, last):
 
 @kernel
 def _softmax(scores, low, visible, cap):
-    """exp(s - max) over the scores low..visible, zero over the others; returns the sum. cap c > 0: of c tanh(s / c)."""
+    """exp(s - max) over the scores low..visible, zero over the others; max and the sum. cap c > 0: of c tanh(s / c)."""
+    if low >= visible:
+        scores[:] = 0
+        return np.float32(-np.inf), 0.0
     if cap > 0:
         for i in range(low, visible):
             scores[i] = cap - 2 * cap / (exp(2 * scores[i] / cap) + np.float32(1.0))
@@ -148,40 +158,61 @@ def _softmax(scores, low, visible, cap):
         total += scores[i]
     scores[:low] = 0
     scores[visible:] = 0
-    return total
+    return top, total
 
 
-def _attend(block, _0, _1, _2, _3, _4, _5, first, last):
-    """out = softmax(scale q k^T) v for row groups first..last."""
-    p = numba.carray(pointer(block), (WORDS,), np.int64)
+def _attend(blocks, count, spans, parts, sums, most, _0, first, last):
+    """out = softmax(scale q k^T) v for items first..last: row groups of `count` blocks, for one span after another.
+
+    spans   address of the number of spans, at most `most`
+    parts   address of float32 [count, heads, most, head_dim], and
+    sums    of float32 [count, heads, most, 2]: what is left for `merge` of several spans
+    """
+    parted = numba.carray(pointer(spans), (1,), np.int64)[0] > 1
+    p = numba.carray(pointer(blocks), (WORDS,), np.int64)
     heads, kv_heads, d, context, tokens = p[HEADS], p[KV_HEADS], p[HEAD_DIM], p[CONTEXT], p[TOKENS]
-    start = numba.carray(pointer(p[START]), (1,), np.int64)[0]
-    scale = np.float32(numba.carray(pointer(block), (WORDS,), np.float64)[SCALE])
-    cap = np.float32(numba.carray(pointer(block), (WORDS,), np.float64)[CAP])
-    window = p[WINDOW] if p[WINDOW] else start + tokens
+    scale = np.float32(numba.carray(pointer(blocks), (WORDS,), np.float64)[SCALE])
+    cap = np.float32(numba.carray(pointer(blocks), (WORDS,), np.float64)[CAP])
     shared = heads // kv_heads
     per_head = (tokens * shared + ROWS - 1) // ROWS
+    groups = kv_heads * per_head
     chunks = (d + LANES - 1) // LANES
     scales = (d + BLOCK - 1) // BLOCK
-    width = (start + tokens + LANES - 1) // LANES * LANES
+    width = SPAN
+    if not parted:
+        for b in range(count):
+            p = numba.carray(pointer(blocks + 8 * WORDS * b), (WORDS,), np.int64)
+            start = numba.carray(pointer(p[START]), (1,), np.int64)[0]
+            width = max(width, (start + tokens + LANES - 1) // LANES * LANES)
     q = np.zeros((ROWS, d), np.float32)
     scores = np.empty((ROWS, width), np.float32)
-    sums = np.empty(ROWS, np.float64)
+    tops = np.empty(ROWS, np.float32)
+    totals = np.empty(ROWS, np.float64)
     part = np.empty((ROWS, LANES), np.float32)
     unpacked = np.empty((max(d, width) if quantized else 1, LANES), np.float32)
     a, s, c, u = q.ctypes.data, scores.ctypes.data, part.ctypes.data, unpacked.ctypes.data
     for item in range(first, last):
-        h = item // per_head
+        span = item // (count * groups)
+        b = item % (count * groups) // groups
+        p = numba.carray(pointer(blocks + 8 * WORDS * b), (WORDS,), np.int64)
+        start = numba.carray(pointer(p[START]), (1,), np.int64)[0]
+        window = p[WINDOW] if p[WINDOW] else start + tokens
+        h = item % groups // per_head
         row0 = item % per_head * ROWS
         rows = min(ROWS, tokens * shared - row0)
+        begin = span * width
+        end = min(start + (row0 + rows - 1) // shared + 1, begin + width)
+        if begin >= end:  # a sequence that is shorter than others
+            for r in range(rows):
+                floats(sums + 8 * ((b * heads + h * shared + row0 + r) * most + span), 2)[:] = 0
+            continue
         for r in range(rows):
             t = (row0 + r) // shared
             source = floats(p[Q] + 4 * d * (t * heads + h * shared + (row0 + r) % shared), d)
             for i in range(d):
                 q[r, i] = source[i] * scale
-        visible = start + (row0 + rows - 1) // shared + 1
-        groups = (visible + LANES - 1) // LANES
-        for g in range(groups):
+        columns = (end - begin + LANES - 1) // LANES * LANES
+        for g in range(begin // LANES, (begin + columns) // LANES):
             at = (h * (context // LANES) + g) * d * LANES
             if quantized:
                 keys8 = numba.carray(pointer(p[KEYS] + at), (d, LANES), np.int8)
@@ -190,33 +221,68 @@ def _attend(block, _0, _1, _2, _3, _4, _5, first, last):
                 for i in range(d):
                     for lane in range(LANES):
                         unpacked[i, lane] = np.float32(keys8[i, lane]) * from_half(key_scales[i // BLOCK, lane])
-                b = u
+                rows16 = u
             else:
-                b = p[KEYS] + at * (2 if halves else 4)
-            _panel(rows, a, 4 * d, b, d, s + 4 * LANES * g, 4 * width)
+                rows16 = p[KEYS] + at * (2 if halves else 4)
+            _panel(rows, a, 4 * d, rows16, d, s + 4 * (LANES * g - begin), 4 * width)
         for r in range(rows):
             seen = start + (row0 + r) // shared + 1
-            sums[r] = _softmax(scores[r, : groups * LANES], max(0, seen - window), seen, cap)
+            low = min(max(0, seen - window - begin), columns)
+            tops[r], totals[r] = _softmax(scores[r, :columns], low, min(seen - begin, columns), cap)
         for j in range(chunks):
-            at = (h * chunks + j) * context * LANES
+            at = ((h * chunks + j) * context + begin) * LANES
             if quantized:
-                values8 = numba.carray(pointer(p[VALUES] + at), (context, LANES), np.int8)
-                place = p[VALUE_SCALES] + 2 * h * context * scales
-                value_scales = numba.carray(pointer(place), (context, scales), np.uint16)
-                for i in range(visible):
+                values8 = numba.carray(pointer(p[VALUES] + at), (end - begin, LANES), np.int8)
+                place = p[VALUE_SCALES] + 2 * (h * context + begin) * scales
+                value_scales = numba.carray(pointer(place), (end - begin, scales), np.uint16)
+                for i in range(end - begin):
                     step = from_half(value_scales[i, j * LANES // BLOCK])
                     for lane in range(LANES):
                         unpacked[i, lane] = np.float32(values8[i, lane]) * step
-                b = u
+                rows16 = u
             else:
-                b = p[VALUES] + at * (2 if halves else 4)
-            _panel(rows, s, 4 * width, b, visible, c, 4 * LANES)
+                rows16 = p[VALUES] + at * (2 if halves else 4)
+            _panel(rows, s, 4 * width, rows16, end - begin, c, 4 * LANES)
             for r in range(rows):
-                t = (row0 + r) // shared
-                out = floats(p[OUT] + 4 * d * (t * heads + h * shared + (row0 + r) % shared), d)
-                inverse = np.float32(1.0 / sums[r])
+                head = h * shared + (row0 + r) % shared
+                if parted:
+                    out = floats(parts + 4 * d * ((b * heads + head) * most + span), d)
+                    inverse = np.float32(1)
+                    own = floats(sums + 8 * ((b * heads + head) * most + span), 2)
+                    own[0], own[1] = tops[r], np.float32(totals[r])
+                else:
+                    out = floats(p[OUT] + 4 * d * ((row0 + r) // shared * heads + head), d)
+                    inverse = np.float32(1.0 / totals[r])
                 for i in range(j * LANES, min(d, (j + 1) * LANES)):
                     out[i] = part[r, i - j * LANES] * inverse
+
+
+def _merge(blocks, count, spans, parts, sums, most, _0, first, last):
+    """The spans' parts to out, for heads first..last of all blocks; see `_attend`."""
+    used = numba.carray(pointer(spans), (1,), np.int64)[0]
+    for item in range(first, last):
+        p = numba.carray(pointer(blocks), (WORDS,), np.int64)
+        heads, d = p[HEADS], p[HEAD_DIM]
+        p = numba.carray(pointer(blocks + 8 * WORDS * (item // heads)), (WORDS,), np.int64)
+        out = floats(p[OUT] + 4 * d * (item % heads), d)
+        own = numba.carray(pointer(sums + 8 * most * item), (used, 2), np.float32)
+        top = np.float32(-np.inf)
+        for j in range(used):
+            if own[j, 1] > 0:
+                top = max(top, own[j, 0])
+        total = np.float32(0)
+        for i in range(d):
+            out[i] = 0
+        for j in range(used):
+            if own[j, 1] > 0:
+                weight = exp(own[j, 0] - top)
+                total += weight * own[j, 1]
+                part = floats(parts + 4 * d * (most * item + j), d)
+                for i in range(d):
+                    out[i] += weight * part[i]
+        inverse = np.float32(1) / total
+        for i in range(d):
+            out[i] *= inverse
 
 
 def _panel_of_rows(rows, a, a_stride, b, count, c, c_stride):
@@ -234,7 +300,9 @@ def _panel_of_rows(rows, a, a_stride, b, count, c, c_stride):
 
 @cache
 def function(name: str, kind: str) -> Any:
-    """ "store" or "attend" for a kind of cache (f16, q8_0, f32), as a numba CFunc."""
+    """ "store", "attend" or "merge" for a kind of cache (f16, q8_0, f32), as a numba CFunc."""
+    if name == "merge":
+        return c_function(_merge)
     scope: dict[str, Any] = {"halves": kind == "f16", "quantized": kind == "q8_0"}
     if name == "store":
         return c_function(_store, kind, **scope)

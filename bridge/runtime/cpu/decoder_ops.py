@@ -116,10 +116,13 @@ def _add(x, delta, count, _0, _1, _2, _3, first, last):
             values[i] += d[i]
 
 
-def _quantize(x, out, count, _0, _1, _2, _3, first, last):
-    """The records of one token, x float32 [count]."""
-    values = numba.carray(pointer(x), (1, count), np.float32)
-    fill(values, 1, numba.carray(pointer(out), (count // size * record,), np.uint8))
+def _quantize(x, out, count, columns, _0, _1, _2, first, last):
+    """The records of tokens first..last of x float32 [tokens, count], for kernels of `columns` columns."""
+    for t in range(first, last):
+        values = numba.carray(pointer(x + 4 * count * t), (1, count), np.float32)
+        blocks = count // size
+        place = out + (t // columns * blocks * columns + t % columns) * record
+        fill(values, columns, numba.carray(pointer(place), ((blocks * columns - t % columns) * record,), np.uint8))
 
 
 @cache
@@ -148,7 +151,7 @@ def record_bytes(type: str, columns: int, integer: bool) -> int:
 
 @cache
 def quantize_function(type: str, integer: bool) -> Any:
-    """The CFunc that makes the records of one token for a type."""
+    """The CFunc that makes tokens' records for a type."""
     block = TYPES[type]
     return c_function(
         _quantize,

@@ -99,7 +99,8 @@ def _rows(weights, x, y, blocks, stride, tokens, y_stride, first, last):
 
 
 @cache
-def _kernel(kind: str) -> Any:
+def rows_function(kind: str) -> Any:
+    """The CFunc that multiplies rows of a type, see above."""
     return c_function(_rows, f"rows_{kind}", dot=_dot(kind))
 
 
@@ -121,4 +122,4 @@ class FloatRows(Dequantizing):
         if x.shape[0] > _FEW:
             return super().run(x, y, integer)
         weights, stride = self.raw.ctypes.data, self.raw.shape[1]
-        return share(self.raw.nbytes >= ALONE, _product, x, y, _kernel(self.type).address, weights, stride)
+        return share(self.raw.nbytes >= ALONE, _product, x, y, rows_function(self.type).address, weights, stride)

@@ -104,6 +104,10 @@ class Interleaved:
         rest = [(tokens - whole, self._width(tokens - whole))] if whole < tokens else []
         return [(whole, widest), *rest] if whole else rest
 
+    def columns(self, tokens: int, integer: bool) -> int:
+        """Columns of the kernel for so many tokens in a table of calls."""
+        return self._width(tokens) if integer else 1
+
     def _width(self, tokens: int) -> int:
         return next((width for width in self.widths if width >= tokens), self.widths[-1])
 

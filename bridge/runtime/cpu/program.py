@@ -11,6 +11,7 @@ to be waited for: 5% faster from memory than the pool's own even chunks.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -41,12 +42,19 @@ class Program:
         self._table: np.ndarray | None = None
         self._kept: list[Any] = []
 
-    def add(self, function: Any, *arguments: int, items: int, shared: bool = False) -> None:
-        """One call of a CFunc, or of an address."""
+    def add(self, function: Any, *arguments: int, items: int, shared: bool = False) -> int:
+        """One call of a CFunc, or of an address; its number."""
         address = function if isinstance(function, int) else function.address
         row = [address, *arguments]
         self._rows.append([*row, *[0] * (ITEMS - len(row)), items, int(shared)])
         self._kept.append(function)
+        self._table = None
+        return len(self._rows) - 1
+
+    def resize(self, calls: Sequence[int], items: int, shared: bool) -> None:
+        """Give calls another number of items."""
+        for number in calls:
+            self._rows[number][ITEMS:] = items, int(shared)
         self._table = None
 
     def keep(self, *objects: Any) -> None:
@@ -60,7 +68,7 @@ class Program:
 
 
 class Product(NamedTuple):
-    """One matrix times one token's records, see interleaved.py."""
+    """One matrix times the records of tokens in `turns` of the kernel's columns, see interleaved.py."""
 
     kernel: int
     weights: int
@@ -68,7 +76,12 @@ class Product(NamedTuple):
     y: int
     blocks: int
     stride: int
+    turns: int
+    y_stride: int
     groups: int
+
+
+FIELDS = len(Product._fields)
 
 
 def _several(block, parts, ranges, _0, _1, _2, _3, first, last):
@@ -76,19 +89,20 @@ def _several(block, parts, ranges, _0, _1, _2, _3, first, last):
 
     block: the fields of each Product, then ranges + 1 bounds.
     """
-    fields = numba.carray(pointer(block), (parts, 7), np.int64)
-    bounds = numba.carray(pointer(block + 8 * 7 * parts), (ranges + 1,), np.int64)
+    fields = numba.carray(pointer(block), (parts, FIELDS), np.int64)
+    bounds = numba.carray(pointer(block + 8 * FIELDS * parts), (ranges + 1,), np.int64)
     for item in range(first, last):
         begin = bounds[item]
         end = bounds[item + 1]
         for i in range(parts):
             f = fields[i]
             start = max(begin, 0)
-            stop = min(end, f[6])
+            groups = f[FIELDS - 1]
+            stop = min(end, groups)
             if start < stop:
-                pool.call(f[0], f[1], f[2], f[3], f[4], f[5], 1, 0, start, stop)
-            begin -= f[6]
-            end -= f[6]
+                pool.call(f[0], f[1], f[2], f[3], f[4], f[5], f[6], f[7], start, stop)
+            begin -= groups
+            end -= groups
 
 
 @cache
@@ -96,8 +110,8 @@ def _several_function() -> Any:
     return c_function(_several)
 
 
-def add_products(program: Program, products: list[Product]) -> None:
-    """Add products that do not depend on each other."""
+def add_products(program: Program, products: list[Product]) -> np.ndarray:
+    """Add products that do not depend on each other; their fields, one after another, as they may be changed."""
     groups = sum(p.groups for p in products)
     size = sum(p.groups * p.stride for p in products)
     bounds = _shrinking(groups, max(1, _LEAST * groups // size), pool.get_num_threads())
@@ -105,6 +119,7 @@ def add_products(program: Program, products: list[Product]) -> None:
     program.keep(block)
     ranges = len(bounds) - 1
     program.add(_several_function(), block.ctypes.data, len(products), ranges, items=ranges, shared=size >= pool.ALONE)
+    return block
 
 
 def _shrinking(count: int, least: int, threads: int) -> list[int]:

@@ -7,6 +7,7 @@ that move the same way are moved together: a word is an or of a few words of the
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -21,9 +22,11 @@ from bridge.runtime.cpu.layout import Layout
 
 _I8, _I16, _I32, _I64 = (ir.IntType(bits) for bits in (8, 16, 32, 64))
 _WORD = 32  # bits
+_LINE = 64  # bytes of a cache line
 
 # set per type and lanes by `specialize`
 move: Any = None
+fetch: Any = None
 lanes = nbytes = halves_bytes = block_bytes = 0
 
 
@@ -83,6 +86,71 @@ def _moves(source: np.ndarray, depends: np.ndarray, nbytes: int) -> tuple[Move, 
     return tuple(moves)
 
 
+class _Columns:
+    """Four bytes from an offset in each of some rows, side by side in a vector.
+
+    Rows are loaded 16 bytes at a time. Four vectors of rows side by side hold matrices of 4 x 4 words, which two steps
+    of interleaving turn over: a third of the instructions that loading word by word takes.
+    """
+
+    def __init__(self, builder: ir.IRBuilder, rows: list[ir.Value], nbytes: int):
+        self._builder, self._rows, self._nbytes = builder, rows, nbytes
+        self._known: dict[int, ir.Value] = {}
+
+    def load(self, offset: int) -> ir.Value:
+        """int32 [rows] from an offset of at most nbytes - 4."""
+        if offset not in self._known:
+            first = min(offset % 4 + (offset - offset % 4) // 16 * 16, self._nbytes - 16)
+            first -= (first - offset) % 4
+            if first < 0:
+                return self._one_by_one(offset)
+            for i, column in enumerate(self._turned(first)):
+                self._known[first + 4 * i] = column
+        return self._known[offset]
+
+    def _turned(self, offset: int) -> list[ir.Value]:
+        """The columns of four words from an offset on."""
+        low, high = (0, 1), (2, 3)
+        a, b, c, d = (self._side_by_side(offset, i) for i in range(4))
+        pairs = [(self._interleaved(a, b, half, 1), self._interleaved(c, d, half, 1)) for half in (low, high)]
+        return [self._interleaved(*pair, half, 2) for pair in pairs for half in ((0,), (1,))]
+
+    def _side_by_side(self, offset: int, i: int) -> ir.Value:
+        """16 bytes of the rows i, i + 4, i + 8 and so on."""
+        parts = []
+        for row in self._rows[i::4]:
+            place = self._builder.add(row, _I64(offset))
+            kind = ir.VectorType(_I32, 4).as_pointer()
+            parts.append(self._builder.load(self._builder.inttoptr(place, kind), align=1))
+        while len(parts) > 1:
+            count = 2 * parts[0].type.count
+            parts = [self._shuffled(parts[k], parts[k + 1], range(count)) for k in range(0, len(parts), 2)]
+        return parts[0]
+
+    def _interleaved(self, a: ir.Value, b: ir.Value, chosen: tuple[int, ...], size: int) -> ir.Value:
+        """In every four words, runs of `size` of a and b in turn: those whose numbers are chosen."""
+        count = a.type.count
+        order = [
+            source + at + run * size + i
+            for at in range(0, count, 4)
+            for run in chosen
+            for source in (0, count)
+            for i in range(size)
+        ]
+        return self._shuffled(a, b, order)
+
+    def _shuffled(self, a: ir.Value, b: ir.Value, order: Iterable[int]) -> ir.Value:
+        places = list(order)
+        return self._builder.shuffle_vector(a, b, ir.Constant(ir.VectorType(_I32, len(places)), places))
+
+    def _one_by_one(self, offset: int) -> ir.Value:
+        result: ir.Value = ir.Constant(ir.VectorType(_I32, len(self._rows)), ir.Undefined)
+        for r, row in enumerate(self._rows):
+            place = self._builder.inttoptr(self._builder.add(row, _I64(offset)), _I32.as_pointer())
+            result = self._builder.insert_element(result, self._builder.load(place, align=1), _I32(r))
+        return result
+
+
 def _mover(name: str, lanes: int) -> Any:
     """move(source, row_bytes, halves, codes): repack one block of `lanes` rows; bit r of the result: row r is bad.
 
@@ -99,20 +167,23 @@ def _mover(name: str, lanes: int) -> Any:
     def move(typingctx, source, row_bytes, halves, codes):
         def emit(context, builder, signature, arguments):
             source, row_bytes, halves, codes = arguments
-            rows = [builder.add(source, builder.mul(row_bytes, _I64(r))) for r in range(lanes)]
-            known: dict[tuple[int, Any], ir.Value] = {}
+            # of every four rows one address, to which others add a register: 16 addresses would not stay in registers
+            fours = [builder.add(source, builder.mul(row_bytes, _I64(r))) for r in range(0, lanes, 4)]
+            steps = [builder.mul(row_bytes, _I64(r)) for r in range(4)]
+            rows = [builder.add(fours[r // 4], steps[r % 4]) for r in range(lanes)]
+            columns = _Columns(builder, rows, block.nbytes)
+            aligned = words(name)[0].moves[0].offset % 4  # where most words begin
 
             def same(kind: ir.VectorType, value: int) -> ir.Constant:
                 return ir.Constant(kind, [value] * lanes)
 
             def load(offset: int, kind: ir.VectorType) -> ir.Value:
-                if (offset, kind) not in known:
-                    result: ir.Value = ir.Constant(kind, ir.Undefined)
-                    for r, row in enumerate(rows):
-                        place = builder.inttoptr(builder.add(row, _I64(offset)), kind.element.as_pointer())
-                        result = builder.insert_element(result, builder.load(place, align=1), _I32(r))
-                    known[offset, kind] = result
-                return known[offset, kind]
+                if kind == vector:
+                    return columns.load(offset)
+                at = offset - (offset - aligned) % 4
+                if at < 0 or at + 4 > block.nbytes or offset + kind.element.width // 8 > at + 4:
+                    at = min(offset, block.nbytes - 4)
+                return builder.trunc(builder.lshr(columns.load(at), same(vector, 8 * (offset - at))), kind)
 
             bad: ir.Value = ir.Constant(ir.VectorType(ir.IntType(1), lanes), [0] * lanes)
             for j in range(block.subs if block.scales else 0):
@@ -144,6 +215,25 @@ def _mover(name: str, lanes: int) -> Any:
     return move
 
 
+def _fetcher(nbytes: int) -> Any:
+    """fetch(address): bring so many bytes to the second-level cache."""
+
+    @intrinsic
+    def fetch(typingctx, address):
+        def emit(context, builder, signature, arguments):
+            flags = _I32(0), _I32(2), _I32(1)  # to be read, second level, of data
+            kind = ir.FunctionType(ir.VoidType(), [_I8.as_pointer(), *[_I32] * 3])
+            prefetch = builder.module.declare_intrinsic("llvm.prefetch.p0", fnty=kind)
+            for at in range(0, nbytes, _LINE):
+                place = builder.inttoptr(builder.add(arguments[0], _I64(at)), _I8.as_pointer())
+                builder.call(prefetch, [place, *flags])
+            return context.get_dummy_value()
+
+        return types.void(types.int64), emit
+
+    return fetch
+
+
 def _repack(raw, first, last, stride, codes_from, out):
     """Row groups first..last-1 of raw uint8 [rows, row bytes] -> out uint8, row group `first` at its beginning.
 
@@ -166,6 +256,7 @@ def _repack(raw, first, last, stride, codes_from, out):
         place = target + (group - first) * stride
         bad = 0
         for b in range(row_bytes // nbytes):
+            fetch(start + lanes * (row_bytes + b * nbytes))  # the same part of the next row group
             bad |= move(start + b * nbytes, row_bytes, place + b * halves_bytes, place + codes_from + b * block_bytes)
         if bad and bad_row < 0:
             bad_row = group * lanes
@@ -184,6 +275,7 @@ def repacker(name: str, lanes: int, inside: bool = False) -> Any:
         f"{name}_{lanes}",
         inner if inside else kernel,
         move=_mover(name, lanes),
+        fetch=_fetcher(lanes * layout.block.nbytes),
         lanes=lanes,
         nbytes=layout.block.nbytes,
         halves_bytes=layout.halves_bytes,

@@ -1,0 +1,293 @@
+"""A decoder's computation as tables of calls (cpu/program.py): what is between its products, and a token's whole way.
+
+A `Work` is the buffers and tables for n tokens: those that follow one another in one context, or one of each of several
+contexts. The second kind, and a single token, has a table for the whole way through the layers once all matrices are
+prepared; in it, matrices that multiply the same vectors share their int8 records.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from bridge.blocks import READ
+from bridge.runtime.buffers import Places, address, bits, buffer, product
+from bridge.runtime.cpu import attention as attn
+from bridge.runtime.cpu import decoder_ops as ops
+from bridge.runtime.cpu.program import FIELDS, Program, add_products
+from bridge.runtime.decoder_config import DecoderConfig
+from bridge.runtime.expert_tables import ExpertTables
+from bridge.runtime.kv_cache import KVCache
+from bridge.runtime.quant_tensor import QuantTensor
+from bridge.runtime.weights import Layer, Weights
+
+_WORTH = 1 << 16  # numbers that `merge` reads before it is worth waking others
+
+
+class Work:
+    """Buffers for n tokens, and the calls that stand between the products.
+
+    caches  one for tokens that follow one another, or n: a token of each
+    """
+
+    def __init__(self, c: DecoderConfig, n: int, caches: Sequence[KVCache]):
+        self.n = n
+        self.caches = list(caches)
+        self.x = buffer(n, c.hidden)
+        self.xn = buffer(n, c.hidden)
+        self.delta = buffer(n, c.hidden)
+        self.q = buffer(n, c.heads * c.head_dim)
+        self.k = buffer(n, c.kv_heads * c.head_dim)
+        self.v = buffer(n, c.kv_heads * c.head_dim)
+        self.attended = buffer(n, c.heads * c.head_dim)
+        self.gate = buffer(n, c.inner)
+        self.up = buffer(n, c.inner)
+        self.tokens = np.zeros(n, np.int64)
+        self.starts = np.zeros(len(caches), np.int64)
+        self.spans = np.ones(1, np.int64)
+        most = -(-caches[0].rows // attn.SPAN) if self.steps else 1
+        self.parts = np.zeros((len(caches), c.heads, most, c.head_dim), np.float32)
+        self.sums = np.zeros((len(caches), c.heads, most, 2), np.float32)
+        self.block = np.zeros((c.layers, len(caches), attn.WORDS), np.int64)
+        self.programs: list[tuple[Program, ...]] = []
+        self.last = Program()
+        self.whole: Program | None = None
+        self.tried = False  # whether it is known if there can be one
+        self.places: Places | None = None  # of its matrices
+        self.scores = np.empty((n, 0), np.float32)  # of the whole way, if it ends in logits
+        self._attending: list[tuple[Program, int, int]] = []  # calls of attend, and of merge
+
+    @property
+    def steps(self) -> bool:
+        """Whether each context has one token here."""
+        return self.n == len(self.caches)
+
+    def begin(self, tokens: Sequence[int], spread: int) -> None:
+        """Note the tokens and where they stand; `spread`: calls of attend for a span."""
+        self.tokens[:] = tokens
+        self.starts[:] = [cache.length for cache in self.caches]
+        spans = -(-(int(self.starts.max()) + 1) // attn.SPAN) if self.steps else 1
+        if spans != self.spans[0]:
+            self.spans[0] = spans
+            heads = self.parts.shape[0] * self.parts.shape[1]
+            for program, attend, merge in self._attending:
+                program.resize([attend], spread * spans, True)
+                program.resize([merge], heads if spans > 1 else 0, heads * spans * self.parts.shape[3] > _WORTH)
+
+    def attending(self, program: Program, attend: int, merge: int) -> None:
+        """The numbers of two calls in a program, whose items `begin` keeps up with the context."""
+        self._attending.append((program, attend, merge))
+
+    def use(self, cache: KVCache) -> None:
+        """Let the tokens follow one another in this cache."""
+        if self.caches[0] is not cache:
+            self.caches[0] = cache
+            self._store_in(0)
+
+    def _store_in(self, index: int) -> None:
+        cache = self.caches[index]
+        for word, array in (
+            (attn.KEYS, cache.keys), (attn.VALUES, cache.values),
+            (attn.KEY_SCALES, cache.key_scales), (attn.VALUE_SCALES, cache.value_scales),
+        ):  # fmt: skip
+            self.block[:, index, word] = address(array) + array.strides[0] * np.arange(len(array))
+
+    def fill_blocks(self, c: DecoderConfig, layers: Sequence[Layer], angles: Any, local_angles: Any) -> None:
+        """attention.py's block of every layer and cache."""
+        for i, layer in enumerate(layers):
+            cos, sin = local_angles if c.windowed(i) else angles
+            by_head = _by_head(c, layer.q_norm)
+            arrays = {
+                attn.Q_BIAS: layer.q_bias, attn.K_BIAS: layer.k_bias, attn.V_BIAS: layer.v_bias,
+                attn.Q_NORM: layer.q_norm if by_head else None, attn.K_NORM: layer.k_norm if by_head else None,
+                attn.COS: cos, attn.SIN: sin,
+            }  # fmt: skip
+            for m, block in enumerate(self.block[i]):
+                own = {attn.Q: self.q, attn.K: self.k, attn.V: self.v, attn.OUT: self.attended, attn.START: self.starts}
+                for word, array in arrays.items():
+                    block[word] = address(array)
+                for word, array in own.items():
+                    block[word] = address(array[m:])
+                block[attn.HEADS], block[attn.KV_HEADS], block[attn.HEAD_DIM] = c.heads, c.kv_heads, c.head_dim
+                block[attn.ROTATED], block[attn.NEIGHBOURS] = c.rotated if c.rotates(i) else 0, int(c.neighbours)
+                block[attn.CONTEXT] = self.caches[m].rows
+                block[attn.TOKENS], block[attn.EPS] = 1 if self.steps else self.n, bits(c.norm_eps)
+                block[attn.SCALE], block[attn.CAP] = bits(c.attention_scale), bits(c.score_cap)
+                block[attn.WINDOW] = c.window if c.windowed(i) else 0
+        for m in range(len(self.caches)):
+            self._store_in(m)
+
+
+class Tables:
+    """What builds the tables of a decoder."""
+
+    def __init__(self, config: DecoderConfig, weights: Weights, precision: str, angles: Any, local_angles: Any):
+        self.config, self.precision = config, precision
+        self.embedding, self.output, self.output_norm = weights.embedding, weights.output, weights.output_norm
+        self.layers = weights.layers
+        self._angles, self._local_angles = angles, local_angles
+        self._eps = bits(config.norm_eps)
+        self._places = Places(precision == "int8")
+
+    def work(self, n: int, caches: Sequence[KVCache]) -> Work:
+        """Buffers, and the programs between a layer's products."""
+        work = Work(self.config, n, caches)
+        work.fill_blocks(self.config, self.layers, self._angles, self._local_angles)
+        for i, layer in enumerate(self.layers):
+            parts = tuple(Program() for _ in range(4))
+            self._before(parts[0], work, i)
+            self._middle(parts[1], work, i)
+            self._after(parts[2], work, layer)
+            self._end(parts[3], work, layer)
+            work.programs.append(parts)
+        self._last(work.last, work)
+        return work
+
+    def spread(self, work: Work) -> int:
+        """Items of `attend` for one span."""
+        tokens = 1 if work.steps else work.n
+        rows = -(-tokens * (self.config.heads // self.config.kv_heads) // attn.ROWS)
+        return rows * self.config.kv_heads * len(work.caches)
+
+    def complete(self, work: Work) -> None:
+        """Make the whole way of `work`, if all matrices between its ends multiply by row groups, prepared or not.
+
+        It goes on to the logits if the output matrix does so too: one of halves does not.
+        """
+        from bridge.runtime.cpu.products import Interleaved
+
+        inner: list[Any] = [m._get_engine() for layer in self.layers for m in layer.matrices]
+        if not all(isinstance(engine, Interleaved) for engine in inner):
+            return
+        several = work.n > 1 or self.config.experts > 0  # rows of y, into which the one before must not reach
+        if several and any(engine.matrix.shape[0] % engine.lanes for engine in inner):
+            return
+        program = Program()
+        work.places = self._places = Places(self.precision == "int8")
+        self._look_up(program, work)
+        experts = ExpertTables(self.config, work.n, work.places, self.products) if self.config.experts else None
+        program.keep(experts)
+        for i, layer in enumerate(self.layers):
+            self._before(program, work, i)
+            self.products(program, work.xn, [(layer.q, work.q), (layer.k, work.k), (layer.v, work.v)])
+            self._middle(program, work, i)
+            self.products(program, work.attended, [(layer.o, work.delta)])
+            self._after(program, work, layer)
+            if experts is not None and layer.experts is not None:
+                experts.add(program, layer.experts, work.xn, work.delta)
+                continue
+            self.products(program, work.xn, [(layer.gate, work.gate), (layer.up, work.up)])
+            self._end(program, work, layer)
+            self.products(program, work.gate, [(layer.down, work.delta)])
+        self._last(program, work)
+        engine: Any = self.output._get_engine()
+        if isinstance(engine, Interleaved):
+            scores = buffer(work.n, engine.groups * engine.lanes)
+            self.products(program, work.xn, [(self.output, scores)])
+            work.scores = scores[:, : self.output.shape[0]]
+        work.whole = program
+
+    def products(self, program: Program, x: np.ndarray, products: list[tuple[QuantTensor, np.ndarray]]) -> None:
+        """y = W x for each pair, of buffers [n, in] and [n, rows]; types that read the same records share them."""
+        integer = self.precision == "int8"
+        records: dict[tuple[Any, ...], np.ndarray] = {}
+        parts = []
+        widths = []
+        n = len(x)
+        for matrix, y in products:
+            engine: Any = matrix._get_engine()
+            columns = engine.columns(n, integer)
+            turns = -(-n // columns)
+            widths.append(columns)
+            kind = ops.record_kind(matrix.type, integer)
+            if kind not in records:
+                size = ops.record_bytes(matrix.type, x.shape[1], integer)
+                records[kind] = np.zeros(turns * columns * size, np.uint8)
+                arguments = address(x), address(records[kind]), x.shape[1], columns
+                program.add(ops.quantize_function(matrix.type, integer), *arguments, items=n, shared=x.size > _WORTH)
+                program.keep(records[kind])
+            parts.append(product(engine, records[kind], y, turns, columns, integer))
+            program.keep(engine)
+        fields = add_products(program, parts)
+        for i, (matrix, y) in enumerate(products):
+            self._places.note(matrix, fields[i * FIELDS : i * FIELDS + 2], widths[i])
+            if matrix.factor != 1:
+                program.add(ops.function("scale"), address(y), y.size, bits(matrix.factor), items=1)
+
+    def _look_up(self, program: Program, work: Work) -> None:
+        """The tokens' rows of the embedding; the decoder does it for types that are no blocks."""
+        if self.embedding.type in READ:
+            table = self.embedding.raw
+            for t in range(work.n):
+                place = address(work.tokens[t:]), address(work.x[t:]), self.config.hidden
+                program.add(
+                    ops.look_up_function(self.embedding.type), address(table), table.nbytes // self.embedding.shape[0],
+                    *place, items=1,
+                )  # fmt: skip
+            program.keep(table)
+        if self.config.embedding_scale != 1:
+            arguments = address(work.x), work.x.size, bits(self.config.embedding_scale)
+            program.add(ops.function("scale"), *arguments, items=1)
+
+    def _before(self, program: Program, work: Work, index: int) -> None:
+        """The last layer's result is added, x normalized."""
+        if index:
+            self._added(program, work, self.layers[index - 1])
+        self._norm(program, work, work.delta if index else None, self.layers[index].attn_norm)
+
+    def _added(self, program: Program, work: Work, layer: Layer) -> None:
+        """What a layer's network adds, made ready."""
+        self._bias(program, layer.down_bias, work.delta)
+        self._normalize(program, work.delta, layer.ffn_post_norm)
+
+    def _normalize(self, program: Program, x: np.ndarray, weight: np.ndarray | None) -> None:
+        """x normalized in place, if there is a weight for it."""
+        if weight is not None:
+            arguments = address(x), 0, address(weight), address(x), x.shape[-1], self._eps, bits(1.0)
+            program.add(ops.function("norm"), *arguments, items=len(x), shared=len(x) > 1)
+
+    def _middle(self, program: Program, work: Work, index: int) -> None:
+        """Rotation, storing, attention."""
+        layer, block, kind = self.layers[index], address(work.block[index]), work.caches[0].kind
+        if self.config.graph.normed and not _by_head(self.config, layer.q_norm):
+            self._normalize(program, work.q, layer.q_norm)
+            self._normalize(program, work.k, layer.k_norm)
+        count = len(work.caches)
+        program.add(attn.function("store", kind), block, count, items=work.n, shared=work.n > 1)
+        arguments = block, count, address(work.spans), address(work.parts), address(work.sums), work.parts.shape[2]
+        spans = int(work.spans[0])
+        attend = program.add(attn.function("attend", kind), *arguments, items=self.spread(work) * spans, shared=True)
+        merge = program.add(attn.function("merge", kind), *arguments, items=count * self.config.heads * (spans > 1))
+        work.attending(program, attend, merge)
+
+    def _after(self, program: Program, work: Work, layer: Layer) -> None:
+        self._bias(program, layer.o_bias, work.delta)
+        self._normalize(program, work.delta, layer.attn_post_norm)
+        self._norm(program, work, work.delta, layer.ffn_norm)
+
+    def _end(self, program: Program, work: Work, layer: Layer) -> None:
+        self._bias(program, layer.gate_bias, work.gate)
+        self._bias(program, layer.up_bias, work.up)
+        arguments = address(work.gate), address(work.up), self.config.inner
+        name = "geglu" if self.config.graph.gelu else "swiglu"
+        program.add(ops.function(name), *arguments, items=work.n, shared=work.n > 1)
+
+    def _last(self, program: Program, work: Work) -> None:
+        self._added(program, work, self.layers[-1])
+        self._norm(program, work, work.delta, self.output_norm)
+
+    def _norm(self, program: Program, work: Work, delta: np.ndarray | None, weight: Any) -> None:
+        arguments = address(work.x), address(delta), address(weight), address(work.xn), self.config.hidden
+        scale = bits(self.config.residual_scale)
+        program.add(ops.function("norm"), *arguments, self._eps, scale, items=work.n, shared=work.n > 1)
+
+    def _bias(self, program: Program, bias: np.ndarray | None, y: np.ndarray) -> None:
+        if bias is not None:
+            program.add(ops.function("add"), address(y), address(bias), bias.size, items=len(y), shared=len(y) > 1)
+
+
+def _by_head(c: DecoderConfig, norm: np.ndarray | None) -> bool:
+    """Whether a weight is for each head, rather than for all of them together."""
+    return norm is not None and norm.size == c.head_dim
