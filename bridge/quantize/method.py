@@ -20,7 +20,7 @@ from bridge.errors import BridgeError
 from bridge.quantize.calibrate import Calibrated, quantize_block
 from bridge.quantize.feeds import Feed
 from bridge.quantize.group_grid import GroupGrid
-from bridge.quantize.hessian import alpha_of, damped, retarget
+from bridge.quantize.hessian import damp, target_of
 from bridge.quantize.refine import refine
 from bridge.quantize.solver import dequantize, error, falling, solve
 from bridge.quantize.superblock_grid import SuperblockGrid
@@ -105,13 +105,12 @@ class Method:
         if not layer.hessian.tokens:
             hessian = torch.eye(len(hessian), device=hessian.device)
         target = weight
-        if layer.hessian.cross is not None and self.alpha:
-            alpha = min(self.alpha, alpha_of(weight, layer.hessian, self.damping))
-            target = retarget(weight, damped(hessian, self.damping), layer.hessian.cross, alpha)
+        if self.alpha:
+            target = target_of(weight, layer.hessian, self.damping, self.alpha, layer.last)
         grid = self.grid(*weight.shape)
         layout = _falls(hessian) if self.act_order == "free" else columns
         if layout is not None:
-            target, hessian = target[:, layout], hessian[layout][:, layout]
+            target, hessian = target[:, layout], hessian[layout[:, None], layout]
         order = None
         if self.act_order == "static":
             order = _falls(hessian)
@@ -120,9 +119,12 @@ class Method:
         fit = "first" if self.act_order == "static" else "reached"
         solution = solve(target, hessian, grid, order=order, fit=fit, damping=self.damping)
         if self.sweeps and solution.damping < float("inf") and not grid.ternary:
-            refine(target, damped(hessian, solution.damping), grid, solution.codes, self.sweeps)
+            diagonal = hessian.diagonal().clone()
+            damp(hessian, solution.damping)
+            refine(target, hessian, grid, solution.codes, self.sweeps)
+            hessian.diagonal().copy_(diagonal)
         lost = error(target, dequantize(solution.codes, grid), hessian)
-        whole = error(target, torch.zeros_like(target), hessian)
+        whole = error(target, torch.zeros(()).expand(target.shape), hessian)
         seconds = time.perf_counter() - begun
         done = Quantized(
             layer.name, grid, solution.codes, layout, lost / whole if whole else 0.0, solution.damping, seconds
