@@ -71,20 +71,22 @@ def refine(weight: torch.Tensor, hessian: torch.Tensor, grid: Refinable, codes: 
     """
     columns = weight.shape[1]
     gradient = torch.empty_like(weight)
+    for r in tiles(len(codes)):
+        gradient[r] = (weight[r] - torch.from_numpy(dequantize(codes[r], grid, r)).to(weight)) @ hessian
     spans = [slice(at, min(at + grid.run, columns)) for at in range(0, columns, grid.run)]
     metrics = [_metric(hessian[span, span], grid.sub) for span in spans]
     for sweep in range(sweeps):
-        for r in tiles(len(codes)):  # anew, so that roundings do not add up
-            gradient[r] = (weight[r] - torch.from_numpy(dequantize(codes[r], grid, r)).to(weight)) @ hessian
+        last = sweep == sweeps - 1
         for run, span in enumerate(spans):
             part = np.array(gradient[:, span].cpu().numpy(), np.float32, order="C")
             own = np.ascontiguousarray(codes[:, span])
             before = run_values(grid, run, own)
             grid.refit(run, own, part, metrics[run], sweep)
-            _descent(grid, run, own, part, metrics[run], _STARTS[sweep == sweeps - 1])
+            _descent(grid, run, own, part, metrics[run], _STARTS[last])
             codes[:, span] = own
             moved = torch.from_numpy(run_values(grid, run, own) - before).to(weight)
-            gradient.addmm_(moved, hessian[span, :], alpha=-1)
+            wanted = slice(span.stop if last else 0, columns)
+            gradient[:, wanted].addmm_(moved, hessian[span, wanted], alpha=-1)
 
 
 def _descent(grid: Grid, run: int, codes: np.ndarray, g: np.ndarray, metric: Metric, start: float) -> None:
