@@ -87,7 +87,7 @@ class Method:
     act_order: str = "fixed"
     damping: float = 0.01
     alpha: float = 1.0
-    sweeps: int = 4
+    sweeps: int = 2
 
     def __post_init__(self) -> None:
         if self.act_order not in ACT_ORDERS:
@@ -117,8 +117,9 @@ class Method:
         elif self.act_order == "fixed":
             order = falling(hessian, grid.run)
         fit = "first" if self.act_order == "static" else "reached"
-        solution = solve(target, hessian, grid, order=order, fit=fit, damping=self.damping)
-        if self.sweeps and solution.damping < float("inf") and not grid.ternary:
+        refined = self.sweeps > 0 and not grid.ternary
+        solution = solve(target, hessian, grid, order=order, fit=fit, damping=self.damping, nearest=not refined)
+        if refined and solution.damping < float("inf"):
             diagonal = hessian.diagonal().clone()
             damp(hessian, solution.damping)
             refine(target, hessian, grid, solution.codes, self.sweeps)

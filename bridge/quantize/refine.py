@@ -64,7 +64,7 @@ class Refinable(Grid, Protocol):
         """Move lines of a run where the error falls: codes int16 [rows, n] and g float32 [rows, n] follow."""
 
 
-def refine(weight: torch.Tensor, hessian: torch.Tensor, grid: Refinable, codes: np.ndarray, sweeps: int = 4) -> None:
+def refine(weight: torch.Tensor, hessian: torch.Tensor, grid: Refinable, codes: np.ndarray, sweeps: int = 2) -> None:
     """Move codes int16 [rows, columns] and the grid's parameters in place; tr(E H E^T) never rises.
 
     weight float [rows, columns], hessian float [columns, columns] positive definite.

@@ -7,7 +7,7 @@ are fitted together (a group, a superblock), and each run into sub-runs with one
     low, high    range of codes q
     a, c         float32 [rows, columns / sub], the lines; valid for runs that were fitted
     ternary      whether codes 0, 1, 2 are c, 0, a instead: the line bends
-    fit(run, weights, importance)
+    fit(run, weights, importance, quick)
     take(other, rows)
 
 Rows are independent, so a column's step is a compiled loop over rows (`_leaf`). What it does to later columns is
@@ -48,8 +48,11 @@ class Grid(Protocol):
     c: np.ndarray
     ternary: bool
 
-    def fit(self, run: int, weights: np.ndarray, importance: np.ndarray) -> None:
-        """Fit a run to weights [rows, run columns]; importance [run columns]: what a squared error of each costs."""
+    def fit(self, run: int, weights: np.ndarray, importance: np.ndarray, quick: bool = False) -> None:
+        """Fit a run to weights [rows, run columns]; importance [run columns]: what a squared error of each costs.
+
+        quick  a thorough search would be in vain: later columns make good what is lost
+        """
 
     def take(self, other: Self, rows: np.ndarray) -> None:
         """Take all parameters of some rows from a grid of the same kind."""
@@ -105,6 +108,7 @@ def solve(
         fit_all(weight, grid, importance)
     walk = _Walk(weight[:, at].contiguous(), factor, shift, grid, order)
     walk.importance = importance if fit == "reached" else None
+    walk.quick = bool(found)
     walk.over(_runs(order, grid.run, fit != "reached"), walk.run)
     codes = np.empty((rows, columns), np.int16)
     codes[:, order] = walk.codes
@@ -171,8 +175,11 @@ def error(weight: torch.Tensor, values: np.ndarray | torch.Tensor, hessian: torc
     """tr(E H E^T) of E = weight - values."""
     hessian, total = hessian.to(weight), 0.0
     for r in tiles(len(weight)):
-        difference = weight[r] - torch.as_tensor(values[r], dtype=weight.dtype, device=weight.device)
-        total += float(((difference @ hessian).double() * difference).sum())
+        lost = weight[r] - torch.as_tensor(values[r], dtype=weight.dtype, device=weight.device)
+        for c in tiles(weight.shape[1]):  # H is symmetric: its lower half counts twice
+            own, later = lost[:, c], lost[:, c.stop :]
+            product = (own @ hessian[c, c]).add_(later @ hessian[c.stop :, c], alpha=2)
+            total += float(product.mul_(own).sum(dtype=torch.float64))
     return total
 
 
@@ -207,6 +214,7 @@ class _Walk:
         self.errors = weight if shift is None else torch.zeros_like(weight)
         self.codes = np.empty(weight.shape, np.int16)
         self.importance: np.ndarray | None = None
+        self.quick = False
 
     def over(self, spans: list[tuple[int, int]], visit: Callable[[int, int], None]) -> None:
         """Visit spans of columns in order, each with all earlier errors made good."""
@@ -229,7 +237,7 @@ class _Walk:
             run = int(columns[0]) // self.grid.run
             values = np.empty((len(self.codes), end - begin), self.grid.a.dtype)
             values[:, columns - run * self.grid.run] = self.weight[:, begin:end].cpu().numpy()
-            self.grid.fit(run, values, self.importance[run * self.grid.run :][: end - begin])
+            self.grid.fit(run, values, self.importance[run * self.grid.run :][: end - begin], self.quick)
         starts = list(range(begin, end, _LEAF))
         self.over(list(zip(starts, [*starts[1:], end], strict=True)), self.leaf)
 
