@@ -69,7 +69,7 @@ class Calibration:
     act_order: str = "fixed"
     damping: float = 0.01
     alpha: float = 1.0
-    sweeps: int = 4
+    sweeps: int = 2
     feed: str = "quantized"
     device: str = "cpu"
     offload: Path | None = None

@@ -39,7 +39,7 @@ def add_calibration(p: argparse.ArgumentParser, text: str) -> None:
     group.add_argument(
         "--alpha", type=float, metavar="X", help="the most of the loss that gptaq makes good (default: 1)"
     )
-    group.add_argument("--sweeps", type=_count, metavar="N", help="of refinement after GPTQ (default: 4)")
+    group.add_argument("--sweeps", type=_count, metavar="N", help="of refinement after GPTQ (default: 2)")
     group.add_argument("--feed", metavar="WHAT", help="the next layer's inputs: of quantized (default) or float layers")
     group.add_argument("--device", metavar="NAME", help="cpu (default) or cuda")
     group.add_argument("--offload", metavar="DIR", type=Path, help="keep activations in this folder, not in memory")

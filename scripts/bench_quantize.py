@@ -39,7 +39,7 @@ from scripts.peers import ggml, reference
 class Unweighted(SuperblockGrid):
     """As gptq-gguf-toolkit has it: scales are fitted to the weights, whatever their inputs are."""
 
-    def fit(self, run: int, weights: np.ndarray, importance: np.ndarray) -> None:
+    def fit(self, run: int, weights: np.ndarray, importance: np.ndarray, quick: bool = False) -> None:
         super().fit(run, weights, np.ones_like(importance))
 
 

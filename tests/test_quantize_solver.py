@@ -14,7 +14,7 @@ from bridge.blocks import BLOCKS
 from bridge.errors import BridgeError
 from bridge.jit import kernel
 from bridge.quantize.group_grid import GroupGrid
-from bridge.quantize.hessian import Hessian, damped, inverse_factor, retarget
+from bridge.quantize.hessian import Hessian, damp, inverse_factor, retarget
 from bridge.quantize.lanes import line_search
 from bridge.quantize.refine import refine
 from bridge.quantize.solver import dequantize, error, falling, round_to_nearest, solve
@@ -127,7 +127,7 @@ def test_rows_that_rounding_to_nearest_serves_better_are_rounded_so() -> None:
 def test_lines_tried_side_by_side_are_each_what_gptq_makes_of_it_alone() -> None:
     random = np.random.default_rng(14)
     hessian = layer(14, 1, 12, dtype=torch.float64)[1]
-    factor = inverse_factor(hessian)
+    factor = inverse_factor(hessian.clone())
     assert factor is not None
     inverted = factor.T - torch.diag(factor.diagonal()) + torch.diag(1 / factor.diagonal())
     target = random.standard_normal(12).astype(np.float32)
@@ -141,7 +141,7 @@ def test_lines_tried_side_by_side_are_each_what_gptq_makes_of_it_alone() -> None
     def run(target, push, a, c, codes, errors, lost):  # type: ignore[no-untyped-def]
         try_lines(target, push, a, c, np.float32(0), np.float32(15), codes, errors, lost)
 
-    run(target, inverted.float().numpy(), a, c, codes, errors, lost)
+    run(target, inverted.float().contiguous().numpy(), a, c, codes, errors, lost)
     for lane in range(8):
         grid = GroupGrid(1, 12, 4, 12, half=False, dtype=np.float64)
         grid.a[:], grid.c[:] = a[lane], c[lane]
@@ -152,12 +152,18 @@ def test_lines_tried_side_by_side_are_each_what_gptq_makes_of_it_alone() -> None
         assert lost[lane] == pytest.approx(error(left, torch.zeros_like(left), hessian), rel=1e-4)
 
 
-def test_the_factor_is_that_of_the_inverse() -> None:
-    _, hessian = layer(2, 1, 96, dtype=torch.float64)
-    factor = inverse_factor(hessian)
+@pytest.mark.parametrize(("columns", "dtype", "close"), [(96, torch.float64, 1e-8), (600, torch.float32, 1e-4)])
+def test_the_factor_is_that_of_the_inverse_and_takes_the_place_of_h(columns: int, dtype: Any, close: float) -> None:
+    _, hessian = layer(2, 1, columns, dtype=dtype)
+    damp(hessian, 0.01)
+    place = hessian.clone()
+    factor = inverse_factor(place)
     assert factor is not None
+    assert factor.data_ptr() == place.data_ptr()
     assert torch.equal(factor, factor.triu())
-    torch.testing.assert_close(factor.T @ factor @ hessian, torch.eye(96, dtype=torch.float64), atol=1e-8, rtol=0)
+    exact = factor.double()
+    found = exact.T @ exact @ hessian.double()
+    torch.testing.assert_close(found, torch.eye(columns, dtype=torch.float64), atol=close, rtol=0)
 
 
 def test_the_running_mean_is_that_of_all_tokens_at_once() -> None:
@@ -238,7 +244,7 @@ def test_on_superblocks_the_error_is_below_rtns_and_refining_never_raises_it(
     seed: int, type: str, spread: float, ordered: bool
 ) -> None:
     weight, hessian = layer(seed, 8, 512, spread)
-    hessian = damped(hessian, 0.01)
+    damp(hessian, 0.01)
     block = BLOCKS[type]
     grid = SuperblockGrid(block, 8, 512)
     codes = round_to_nearest(weight, grid, hessian.diagonal().numpy())
@@ -267,9 +273,9 @@ def test_the_target_of_mismatched_inputs_is_the_least_squares_solution() -> None
     hessian.add(x, x_float)
     assert hessian.cross is not None
     best = torch.linalg.lstsq(x, x_float @ weight.T).solution.T
-    torch.testing.assert_close(retarget(weight, hessian.matrix, hessian.cross, 1.0), best, atol=1e-4, rtol=1e-4)
-    half = retarget(weight, hessian.matrix, hessian.cross, 0.5)
-    torch.testing.assert_close(half, (weight + best) / 2, atol=1e-4, rtol=1e-4)
+    for alpha, expected in ((1.0, best), (0.5, (weight + best) / 2)):
+        found = retarget(weight, hessian.matrix.clone(), weight @ hessian.cross, 0.0, alpha)
+        torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
 
 
 @settings(max_examples=15, deadline=None, derandomize=True)
@@ -279,7 +285,7 @@ def test_on_groups_the_error_is_below_rtns_and_refining_never_raises_it(
     seed: int, bits: int, group_size: int, symmetric: bool, fit: str
 ) -> None:
     weight, hessian = layer(seed, 8, 128)
-    hessian = damped(hessian, 0.01)
+    damp(hessian, 0.01)
     grid = GroupGrid(8, 128, bits, group_size, symmetric)
     nearest = error(weight, dequantize(round_to_nearest(weight, grid, hessian.diagonal().numpy()), grid), hessian)
     grid = GroupGrid(8, 128, bits, group_size, symmetric)

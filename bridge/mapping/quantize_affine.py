@@ -304,10 +304,14 @@ def _rows(x, w, q, sc, mn, d, dmin, sums):
 
 
 @cache
-def affine_quantizer(name: str) -> Callable[..., None]:
-    """The compiled `_rows` of Q2_K, Q4_K or Q5_K."""
+def affine_quantizer(name: str, quick: bool = False) -> Callable[..., None]:
+    """The compiled `_rows` of Q2_K, Q4_K or Q5_K.
+
+    quick  one grid and no wide sweep, in a third of the time: for a start that is going to be moved anyway
+    """
     scope = scope_of(BLOCKS[name], affine_errors, affine_fit, affine_write)
     scope |= {key: np.float32(value) if type(value) is float else value for key, value in _SETTINGS[name].items()}
+    scope |= {"_GRIDS": 1, "_WIDE": _NEAR} if quick else {}
     for function in (_line, _dmin_for, _grids, _sweep, _refit, _block):
-        scope[function.__name__[1:]] = specialize(function, name, **scope)
-    return specialize(_rows, name, **scope)
+        scope[function.__name__[1:]] = specialize(function, f"{name}_quick" if quick else name, **scope)
+    return specialize(_rows, f"{name}_quick" if quick else name, **scope)

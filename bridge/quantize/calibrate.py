@@ -35,6 +35,7 @@ class Calibrated:
     name: str
     weight: torch.Tensor  # float32 [out, columns], the float model's
     hessian: Hessian
+    last: bool = False  # no other layer has this Hessian
 
 
 # gets a layer; returns its quantized weights as floats [out, columns], and whatever the caller wants to keep of them
@@ -146,11 +147,8 @@ def quantize_model(
                 layers = {n: m for n, m in layers.items() if wanted(n)}
                 if prepare is not None:
                     prepare(block, layers, feeds, lambda n, prefix=prefix: source.name(prefix + n))  # type: ignore[misc]
-                original = copy.deepcopy(block) if cross or feed == "float" else None
-                twins = _twins(block, layers, original) if cross else None
-                yield from _quantize_layers(
-                    block, layers, feeds, quantizer, original, twins, float_feeds, weights, known
-                )
+                original = _float_twin(block) if cross or feed == "float" else None
+                yield from _quantize_layers(block, layers, feeds, quantizer, original, float_feeds, weights, known)
                 for f in feeds:
                     f.pass_on(f.into(original if feed == "float" and original is not None else block))
                 for f in float_feeds or ():
@@ -180,33 +178,45 @@ def _quantize_layers(
     feeds: Sequence[Feed],
     quantizer: Quantizer,
     original: nn.Module | None = None,
-    originals: Mapping[str, nn.Module] | None = None,
     float_feeds: Sequence[Feed] | None = None,
     weights: Weights = lambda name, batch: None,
     known: Known = lambda name: None,
 ) -> Iterator[tuple[str, Any]]:
-    """original, originals, float_feeds   a copy of the block as it was, its layers, and the float model's inputs"""
+    """original  the float block (`_float_twin`); float_feeds  the float model's inputs"""
+    of = dict(zip(block.modules(), original.modules(), strict=True)) if original is not None else {}
+    originals = {n: of[m] for n, m in layers.items() if m in of}
     done = {n: values for n in layers if (values := known(n)) is not None}
     if len(done) == len(layers):
-        for n, values in done.items():
-            set_matrix(layers[n], values)
+        for n in layers:
+            _replace(layers[n], done.pop(n), originals.get(n))
         return
     for whole in find_stages(block, layers, feeds):
-        for stage in whole.parts(layers, originals is not None):
+        for stage in whole.parts(layers, bool(float_feeds)):
             names = [n for group in stage.groups.values() for n in group]
             if all(n in done for n in names):
                 hessians = {}
             else:
                 hessians = _gather(block, stage, layers, feeds, original, originals, float_feeds, weights)
             for key, group in stage.groups.items():
+                missing = [n for n in group if n not in done]
                 for n in group:
                     if n in done:
-                        set_matrix(layers[n], done[n])
+                        _replace(layers[n], done.pop(n), originals.get(n))
                         continue
-                    values, kept = quantizer(Calibrated(n, matrix(layers[n]), hessians[key]))
-                    set_matrix(layers[n], values)
+                    values, kept = quantizer(Calibrated(n, matrix(layers[n]), hessians[key], n == missing[-1]))
+                    _replace(layers[n], values, originals.get(n))
+                    del values
                     yield n, kept
+                    del kept
                 hessians.pop(key, None)
+
+
+def _replace(layer: nn.Module, values: torch.Tensor, original: nn.Module | None) -> None:
+    """Put quantized weights in the place of a layer's; what shared them in the float block gets them as they were."""
+    if original is not None:
+        weight: torch.Tensor = original.weight  # type: ignore[assignment]
+        original.weight = nn.Parameter(weight.detach().clone(), requires_grad=False)
+    set_matrix(layer, values)
 
 
 def _gather(
@@ -215,7 +225,7 @@ def _gather(
     layers: Mapping[str, nn.Module],
     feeds: Sequence[Feed],
     original: nn.Module | None,
-    originals: Mapping[str, nn.Module] | None,
+    originals: Mapping[str, nn.Module],
     float_feeds: Sequence[Feed] | None,
     weights: Weights,
 ) -> dict[str, Hessian]:
@@ -229,21 +239,19 @@ def _gather(
         seen = inputs(block, stage, layers, f)
         floats: dict[str, torch.Tensor] = {}
         # where experts are modules of their own from the start, the float model's may see other tokens: no cross term
-        if original is not None and originals is not None and float_feeds and (mixture or not stage.fellows):
+        if original is not None and float_feeds and (mixture or not stage.fellows):
             floats = inputs(original, stage, originals, float_feeds[i], mixture.routing if mixture else None)
         for key, x in seen.items():
             weight = None if stage.fellows else weights(stage.groups[key][0], i)
-            hessians[key].add(x, floats.get(key), weight)
+            hessians[key].add(x, floats.pop(key, None), weight)
     if stage.fellows:
         lend(list(hessians.values()))
     return hessians
 
 
-def _twins(block: nn.Module, layers: Mapping[str, nn.Module], copied: nn.Module | None) -> dict[str, nn.Module]:
-    """The layers by name in a copy of the block."""
-    assert copied is not None
-    of = dict(zip(block.modules(), copied.modules(), strict=True))
-    return {n: of[m] for n, m in layers.items()}
+def _float_twin(block: nn.Module) -> nn.Module:
+    """A copy of a block that shares its tensors until `_replace` changes them."""
+    return copy.deepcopy(block, {id(t): t for t in (*block.parameters(), *block.buffers())})
 
 
 def decoder_blocks(model: nn.Module) -> tuple[str, nn.ModuleList]:

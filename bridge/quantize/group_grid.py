@@ -56,7 +56,7 @@ class GroupGrid:
         self.a = np.ones((self.rows, groups), self.dtype)
         self.c = np.zeros((self.rows, groups), self.dtype)
 
-    def fit(self, run: int, weights: np.ndarray, importance: np.ndarray) -> None:
+    def fit(self, run: int, weights: np.ndarray, importance: np.ndarray, quick: bool = False) -> None:
         """Fit group `run` to weights [rows, n], n columns of importance [n]."""
         low = np.minimum(weights.min(axis=1), 0)
         high = np.maximum(weights.max(axis=1), 0)

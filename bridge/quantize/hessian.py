@@ -14,8 +14,10 @@ import numpy as np
 import torch
 
 from bridge.errors import BridgeError
+from bridge.quantize.rows import tiles
 
 _HELD_BACK = 8  # one token of so many
+_TILE = 256
 MOST_DAMPING = 1.0  # times the mean of diag H; beyond it, the Hessian says nothing any more
 
 
@@ -46,98 +48,149 @@ class Hessian:
         if x_float is None:
             self._add(x, None, weight)
             return
-        mismatch = x_float.reshape(x.shape).to(x) - x
+        x_float = x_float.reshape(x.shape).to(x)
         if self.held is None:
             self.held = Hessian(self.name, x.shape[1], x.device)
-        self._add(x, mismatch, weight)
-        self.held._add(x[last:], mismatch[last:], None if weight is None else weight[last:])
+        self._add(x, x_float, weight)
+        self.held._add(x[last:], x_float[last:], None if weight is None else weight[last:])
 
-    def _add(self, x: torch.Tensor, mismatch: torch.Tensor | None, weight: torch.Tensor | None) -> None:
+    def _add(self, x: torch.Tensor, x_float: torch.Tensor | None, weight: torch.Tensor | None) -> None:
         if not len(x):
             return
         self.tokens += len(x)
         share = len(x) / self.tokens
+        each = 2 * share / len(x)
         weighted = x if weight is None else x * weight[:, None]
-        _blend(self.matrix, weighted.T @ x, share, len(x))
+        self.matrix.addmm_(weighted.T, x, beta=1 - share, alpha=each)
         if not torch.isfinite(self.matrix.diagonal()).all():
             raise BridgeError(
                 f"{self.name}: its inputs hold NaN or infinity on the calibration text; "
                 "the layers before it overflow, or the checkpoint is damaged"
             )
-        if mismatch is not None:
+        if x_float is not None:
             if self.cross is None:
                 self.cross = torch.zeros_like(self.matrix)
-            _blend(self.cross, mismatch.T @ weighted, share, len(x))
+            self.cross.mul_(1 - share)
+            for t in tiles(len(x)):
+                self.cross.addmm_((x_float[t] - x[t]).T, weighted[t], alpha=each)
 
     def mean_squares(self) -> np.ndarray:
         """float32 [columns]: the mean square of each input over the tokens."""
         return (self.matrix.diagonal() / 2).cpu().numpy()
 
 
-def _blend(mean: torch.Tensor, total: torch.Tensor, share: float, tokens: int) -> None:
-    """mean becomes the mean of itself and 2 / tokens * total, which has `share` of all tokens."""
-    mean.mul_(1 - share).add_(total, alpha=2 * share / tokens)
-
-
-def damped(hessian: torch.Tensor, damping: float) -> torch.Tensor:
-    """H + damping * mean(diag H) * I; columns that no input ever reached get 1 on the diagonal."""
+def damp(hessian: torch.Tensor, damping: float) -> None:
+    """H + damping * mean(diag H) * I, in place; columns that no input ever reached get 1 on the diagonal."""
     diagonal = hessian.diagonal()
     dead = diagonal == 0
-    extra = damping * diagonal.mean() + dead.to(hessian.dtype)
-    return hessian + torch.diag(extra)
+    diagonal += damping * diagonal.mean() + dead.to(hessian.dtype)
 
 
-def retarget(weight: torch.Tensor, hessian: torch.Tensor, cross: torch.Tensor, alpha: float) -> torch.Tensor:
+def target_of(weight: torch.Tensor, hessian: Hessian, damping: float, alpha: float, last: bool) -> torch.Tensor:
+    """The weights that GPTAQ quantizes in the place of W: `retarget` with the alpha of `alpha_of`, `alpha` at most.
+
+    last  no other layer needs C, nor what is of the held-back tokens: their memory is freed
+    """
+    held = hessian.held
+    if hessian.cross is None or held is None or held.cross is None:
+        return weight
+    product, held_product = weight @ hessian.cross.to(weight), weight @ held.cross.to(weight)
+    if last:
+        hessian.cross = hessian.held = held.cross = None
+    alpha = min(alpha, alpha_of(product, held_product, hessian, held, damping))
+    del held, held_product
+    return retarget(weight, hessian.matrix.clone(), product, damping, alpha)
+
+
+def retarget(
+    weight: torch.Tensor, hessian: torch.Tensor, product: torch.Tensor, damping: float, alpha: float
+) -> torch.Tensor:
     """The weights that, on the inputs as they are, come closest to the float layer's outputs: W + alpha W C H^-1.
 
+    product  W C
+
     GPTAQ's objective in closed form: for alpha 1, sum |W x_float - W' x|^2 is  tr(E H E^T) of E = W* - W' and a
-    constant. All that quantizes against H can so quantize against both. Where hessian (`damped`) is not positive
-    definite, or not finite, the weights stay as they are.
+    constant. All that quantizes against H can so quantize against both. Where the damped H is not positive definite,
+    or not finite, the weights stay as they are. `hessian` is overwritten.
     """
-    factor, failed = torch.linalg.cholesky_ex(hessian.double())
-    if not alpha or failed or not torch.isfinite(factor.diagonal()).all():
-        return weight
-    moved = torch.cholesky_solve((weight @ cross.to(weight)).double().T, factor).T
-    return weight + alpha * moved.to(weight)
+    moved = _solved(product, hessian, damping) if alpha else None
+    return weight if moved is None else moved.mul_(alpha).add_(weight)
 
 
-def alpha_of(weight: torch.Tensor, hessian: Hessian, damping: float) -> float:
+def alpha_of(
+    product: torch.Tensor, held_product: torch.Tensor, hessian: Hessian, held: Hessian, damping: float
+) -> float:
     """The alpha of `retarget` that serves the held-back tokens best, 0 where none does: 0..1.
+
+    product, held_product  W C of all tokens, and of those held back
 
     With W + alpha D from all other tokens, the error sum |W x_float - W' x|^2 of W' = W + alpha D on the held-back
     ones is  alpha^2 tr(D H D^T) - 2 alpha tr(D (W C)^T)  and a constant, H and C being theirs: a parabola.
     """
-    held = hessian.held
-    if held is None or held.cross is None or hessian.cross is None or not 0 < held.tokens < hessian.tokens:
+    if not 0 < held.tokens < hessian.tokens:
         return 0.0
     share = held.tokens / hessian.tokens
-    rest, cross = (
-        (a - share * b) / (1 - share) for a, b in ((hessian.matrix, held.matrix), (hessian.cross, held.cross))
+    rest, of_rest = (
+        torch.sub(all_, part, alpha=share).div_(1 - share)
+        for all_, part in ((hessian.matrix, held.matrix), (product, held_product))
     )
-    d = retarget(weight, damped(rest, damping), cross, 1.0) - weight
-    gain = float((d * (weight @ held.cross.to(d))).sum(dtype=torch.float64))
-    cost = float(((d @ held.matrix.to(d)) * d).sum(dtype=torch.float64))
+    d = _solved(of_rest, rest, damping)
+    if d is None:
+        return 0.0
+    del rest, of_rest
+    gain = float((d * held_product).sum(dtype=torch.float64))
+    cost = float((d @ held.matrix.to(d)).mul_(d).sum(dtype=torch.float64))
     return min(max(gain / cost, 0.0), 1.0) if cost > 0 else 0.0
 
 
+def _solved(product: torch.Tensor, hessian: torch.Tensor, damping: float) -> torch.Tensor | None:
+    """product H^-1 of the damped H, which is overwritten; None where it is not positive definite."""
+    damp(hessian, damping)
+    factor = inverse_factor(hessian)
+    return None if factor is None else product @ factor.to(product).T @ factor.to(product)
+
+
 def inverse_factor(hessian: torch.Tensor) -> torch.Tensor | None:
-    """U, upper triangular, with H^-1 = U^T U; None where H is not positive definite. Computed in float64.
+    """U, upper triangular, with H^-1 = U^T U, written over H; None where H is not positive definite.
 
     With H = R R^T, R upper (the Cholesky factor of H read backwards), U is R^-1: one factorization and one
-    triangular inverse, where inverting H and factoring again takes three times as long.
+    triangular inverse, where inverting H and factoring again takes three times as long. Both go by tiles, each summed
+    in float64 and rounded once, so that a float32 H takes no memory but its own. Only H's upper half is read.
     """
-    backwards, failed = torch.linalg.cholesky_ex(hessian.double().flip(0, 1))
-    if failed or not torch.isfinite(backwards.diagonal()).all():
-        return None
-    upper = backwards.flip(0, 1)
-    identity = torch.eye(len(hessian), dtype=torch.float64, device=hessian.device)
-    return torch.linalg.solve_triangular(upper, identity, upper=True).to(hessian.dtype)
+    n = len(hessian)
+    spans = [slice(at, min(at + _TILE, n)) for at in range(0, n, _TILE)]
+    for column in reversed(spans):  # R
+        done = hessian[column, column.stop :].double()
+        tile = hessian[column, column].double().addmm_(done, done.T, alpha=-1)
+        backwards, failed = torch.linalg.cholesky_ex(tile.flip(0, 1), upper=True)
+        tile = backwards.T.flip(0, 1)
+        if failed or not torch.isfinite(tile.diagonal()).all():
+            return None
+        hessian[column, column] = tile
+        for row in spans[: column.start // _TILE]:
+            left = hessian[row, column].double().addmm_(hessian[row, column.stop :].double(), done.T, alpha=-1)
+            hessian[row, column] = torch.linalg.solve_triangular(tile.T, left, upper=False, left=False)
+    for column in spans:  # R^-1
+        eye = torch.eye(column.stop - column.start, dtype=torch.float64, device=hessian.device)
+        inverse = torch.linalg.solve_triangular(hessian[column, column].double(), eye, upper=True)
+        above = hessian[: column.start, column].double() @ inverse
+        for row in spans[: column.start // _TILE]:
+            hessian[row, column] = -(hessian[row, row.start : column.start].double() @ above[row.start :])
+        hessian[column, column] = inverse
+    return hessian.triu_()
 
 
-def damped_factor(hessian: torch.Tensor, damping: float) -> tuple[torch.Tensor, float] | None:
-    """(U of the damped H, the damping it took): tenfold until it is positive definite, or None past MOST_DAMPING."""
+def damped_factor(
+    hessian: torch.Tensor, damping: float, order: torch.Tensor | None = None
+) -> tuple[torch.Tensor, float] | None:
+    """(U of the damped H, the damping it took): tenfold until it is positive definite, or None past MOST_DAMPING.
+
+    order  int64 [columns], the order of columns in which U is wanted; None: as they stand
+    """
     while damping <= MOST_DAMPING:
-        factor = inverse_factor(damped(hessian, damping))
+        work = hessian.clone() if order is None else hessian[order[:, None], order]
+        damp(work, damping)
+        factor = inverse_factor(work)
         if factor is not None:
             return factor, damping
         damping = max(damping * 10, 1e-6)

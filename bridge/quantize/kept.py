@@ -26,6 +26,7 @@ from bridge.errors import BridgeError
 from bridge.files import read_json, write_text
 from bridge.quantize.group_grid import GroupGrid
 from bridge.quantize.method import Quantized
+from bridge.quantize.rows import tiles
 
 _JOB = "job.json"
 
@@ -140,7 +141,9 @@ class KeptLayers:
         Raises BridgeError where the disk is full.
         """
         values = done.values().cpu().numpy()
-        errors = np.stack([np.square(x, dtype=np.float64).sum(1) for x in (weight - values, weight)])
+        errors = np.empty((2, len(weight)))
+        for r in tiles(len(weight)):
+            errors[:, r] = [np.square(x, dtype=np.float64).sum(1) for x in (weight[r] - values[r], weight[r])]
         tensors = {"errors": errors, "importance": np.ascontiguousarray(importance, np.float32)}
         if isinstance(done.grid, GroupGrid):
             type_, t = "groups", done.tensor()

@@ -20,7 +20,7 @@ from bridge.errors import BridgeError
 from bridge.quantize.calibrate import Calibrated, quantize_block
 from bridge.quantize.feeds import Feed
 from bridge.quantize.group_grid import GroupGrid
-from bridge.quantize.hessian import alpha_of, damped, retarget
+from bridge.quantize.hessian import damp, target_of
 from bridge.quantize.refine import refine
 from bridge.quantize.solver import dequantize, error, falling, solve
 from bridge.quantize.superblock_grid import SuperblockGrid
@@ -87,7 +87,7 @@ class Method:
     act_order: str = "fixed"
     damping: float = 0.01
     alpha: float = 1.0
-    sweeps: int = 4
+    sweeps: int = 2
 
     def __post_init__(self) -> None:
         if self.act_order not in ACT_ORDERS:
@@ -105,24 +105,27 @@ class Method:
         if not layer.hessian.tokens:
             hessian = torch.eye(len(hessian), device=hessian.device)
         target = weight
-        if layer.hessian.cross is not None and self.alpha:
-            alpha = min(self.alpha, alpha_of(weight, layer.hessian, self.damping))
-            target = retarget(weight, damped(hessian, self.damping), layer.hessian.cross, alpha)
+        if self.alpha:
+            target = target_of(weight, layer.hessian, self.damping, self.alpha, layer.last)
         grid = self.grid(*weight.shape)
         layout = _falls(hessian) if self.act_order == "free" else columns
         if layout is not None:
-            target, hessian = target[:, layout], hessian[layout][:, layout]
+            target, hessian = target[:, layout], hessian[layout[:, None], layout]
         order = None
         if self.act_order == "static":
             order = _falls(hessian)
         elif self.act_order == "fixed":
             order = falling(hessian, grid.run)
         fit = "first" if self.act_order == "static" else "reached"
-        solution = solve(target, hessian, grid, order=order, fit=fit, damping=self.damping)
-        if self.sweeps and solution.damping < float("inf") and not grid.ternary:
-            refine(target, damped(hessian, solution.damping), grid, solution.codes, self.sweeps)
+        refined = self.sweeps > 0 and not grid.ternary
+        solution = solve(target, hessian, grid, order=order, fit=fit, damping=self.damping, nearest=not refined)
+        if refined and solution.damping < float("inf"):
+            diagonal = hessian.diagonal().clone()
+            damp(hessian, solution.damping)
+            refine(target, hessian, grid, solution.codes, self.sweeps)
+            hessian.diagonal().copy_(diagonal)
         lost = error(target, dequantize(solution.codes, grid), hessian)
-        whole = error(target, torch.zeros_like(target), hessian)
+        whole = error(target, torch.zeros(()).expand(target.shape), hessian)
         seconds = time.perf_counter() - begun
         done = Quantized(
             layer.name, grid, solution.codes, layout, lost / whole if whole else 0.0, solution.damping, seconds

@@ -29,7 +29,7 @@ import torch
 from bridge.jit import inner, kernel
 from bridge.mapping.quantize_loops import add, greater
 from bridge.quantize.hessian import damped_factor, inverse_factor
-from bridge.quantize.rows import over_rows
+from bridge.quantize.rows import over_rows, tiles
 from bridge.quantize.solver import Grid, dequantize
 
 _DESCENTS = 8  # passes of coordinate descent over a run at most
@@ -64,26 +64,29 @@ class Refinable(Grid, Protocol):
         """Move lines of a run where the error falls: codes int16 [rows, n] and g float32 [rows, n] follow."""
 
 
-def refine(weight: torch.Tensor, hessian: torch.Tensor, grid: Refinable, codes: np.ndarray, sweeps: int = 4) -> None:
+def refine(weight: torch.Tensor, hessian: torch.Tensor, grid: Refinable, codes: np.ndarray, sweeps: int = 2) -> None:
     """Move codes int16 [rows, columns] and the grid's parameters in place; tr(E H E^T) never rises.
 
     weight float [rows, columns], hessian float [columns, columns] positive definite.
     """
     columns = weight.shape[1]
-    values = torch.from_numpy(dequantize(codes, grid)).to(weight)
+    gradient = torch.empty_like(weight)
+    for r in tiles(len(codes)):
+        gradient[r] = (weight[r] - torch.from_numpy(dequantize(codes[r], grid, r)).to(weight)) @ hessian
     spans = [slice(at, min(at + grid.run, columns)) for at in range(0, columns, grid.run)]
     metrics = [_metric(hessian[span, span], grid.sub) for span in spans]
     for sweep in range(sweeps):
-        gradient = (weight - values) @ hessian  # anew, so that roundings do not add up
+        last = sweep == sweeps - 1
         for run, span in enumerate(spans):
             part = np.array(gradient[:, span].cpu().numpy(), np.float32, order="C")
             own = np.ascontiguousarray(codes[:, span])
+            before = run_values(grid, run, own)
             grid.refit(run, own, part, metrics[run], sweep)
-            _descent(grid, run, own, part, metrics[run], _STARTS[sweep == sweeps - 1])
+            _descent(grid, run, own, part, metrics[run], _STARTS[last])
             codes[:, span] = own
-            moved = torch.from_numpy(run_values(grid, run, own)).to(weight)
-            gradient -= (moved - values[:, span]) @ hessian[span, :]
-            values[:, span] = moved
+            moved = torch.from_numpy(run_values(grid, run, own) - before).to(weight)
+            wanted = slice(span.stop if last else 0, columns)
+            gradient[:, wanted].addmm_(moved, hessian[span, wanted], alpha=-1)
 
 
 def _descent(grid: Grid, run: int, codes: np.ndarray, g: np.ndarray, metric: Metric, start: float) -> None:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 
 import numpy as np
 
 from bridge.cpus import usable_cpus
+
+_TILE = 512
 
 
 def over_rows(rows: int, work: Callable[[slice], object]) -> None:
@@ -21,3 +23,8 @@ def over_rows(rows: int, work: Callable[[slice], object]) -> None:
         return
     with ThreadPoolExecutor(threads) as pool:
         list(pool.map(work, slices))
+
+
+def tiles(rows: int) -> Iterator[slice]:
+    """Slices that cover 0..rows, few rows each: what is as large as the matrix itself is made tile by tile."""
+    return (slice(at, min(at + _TILE, rows)) for at in range(0, rows, _TILE))

@@ -7,7 +7,7 @@ are fitted together (a group, a superblock), and each run into sub-runs with one
     low, high    range of codes q
     a, c         float32 [rows, columns / sub], the lines; valid for runs that were fitted
     ternary      whether codes 0, 1, 2 are c, 0, a instead: the line bends
-    fit(run, weights, importance)
+    fit(run, weights, importance, quick)
     take(other, rows)
 
 Rows are independent, so a column's step is a compiled loop over rows (`_leaf`). What it does to later columns is
@@ -32,7 +32,7 @@ import torch
 from bridge.errors import BridgeError
 from bridge.jit import inner, kernel
 from bridge.quantize.hessian import damped_factor
-from bridge.quantize.rows import over_rows
+from bridge.quantize.rows import over_rows, tiles
 
 _LEAF = 128  # columns that are rounded without a matrix product between them
 
@@ -48,8 +48,11 @@ class Grid(Protocol):
     c: np.ndarray
     ternary: bool
 
-    def fit(self, run: int, weights: np.ndarray, importance: np.ndarray) -> None:
-        """Fit a run to weights [rows, run columns]; importance [run columns]: what a squared error of each costs."""
+    def fit(self, run: int, weights: np.ndarray, importance: np.ndarray, quick: bool = False) -> None:
+        """Fit a run to weights [rows, run columns]; importance [run columns]: what a squared error of each costs.
+
+        quick  a thorough search would be in vain: later columns make good what is lost
+        """
 
     def take(self, other: Self, rows: np.ndarray) -> None:
         """Take all parameters of some rows from a grid of the same kind."""
@@ -92,24 +95,28 @@ def solve(
     at = torch.from_numpy(order).to(weight.device)
     hessian = hessian.to(weight)
     importance = hessian.diagonal().cpu().numpy()
-    permuted = hessian[at][:, at]
-    found = damped_factor(permuted, damping)
-    factor, used = found or (torch.eye(columns, dtype=weight.dtype, device=weight.device), float("inf"))
+    found = damped_factor(hessian, damping, at)
+    factor = found[0] if found else torch.eye(columns, dtype=weight.dtype, device=weight.device)
     shift = None
     if cross is not None and found:
-        shift = alpha * torch.triu(cross.to(weight)[at][:, at] @ factor.T, 1) @ factor
-    work = weight.clone()
-    work[:, hessian.diagonal() == 0] = 0
+        shift = alpha * torch.triu(cross.to(weight)[at[:, None], at] @ factor.T, 1) @ factor
+    dead = hessian.diagonal() == 0
+    if dead.any():
+        weight = weight.clone()
+        weight[:, dead] = 0
     if fit == "first":
-        fit_all(work, grid, importance)
-    walk = _Walk(work[:, at].contiguous(), factor, shift, grid, order)
+        fit_all(weight, grid, importance)
+    walk = _Walk(weight[:, at].contiguous(), factor, shift, grid, order)
     walk.importance = importance if fit == "reached" else None
+    walk.quick = bool(found)
     walk.over(_runs(order, grid.run, fit != "reached"), walk.run)
     codes = np.empty((rows, columns), np.int16)
     codes[:, order] = walk.codes
-    if nearest and found and cross is None:
-        _keep_nearest(work, hessian, grid, codes, importance if fit == "reached" else None)
-    return Solution(codes, used)
+    damping = found[1] if found else float("inf")
+    del found, factor, shift, walk  # their memory, before more is wanted
+    if nearest and damping < float("inf") and cross is None:
+        _keep_nearest(weight, hessian, grid, codes, importance if fit == "reached" else None)
+    return Solution(codes, damping)
 
 
 def _keep_nearest(
@@ -121,10 +128,14 @@ def _keep_nearest(
         other = copy.deepcopy(grid)
         fit_all(weight, other, importance)
     nearest = _nearest_codes(weight, other)
-    own, theirs = (torch.from_numpy(dequantize(c, g)).to(weight) for c, g in ((codes, grid), (nearest, other)))
-    # F H F^T - E H E^T with E and F = E + D the errors
-    gain = ((own - theirs) @ hessian * (2 * weight - own - theirs)).sum(1)
-    rows = (gain < 0).cpu().numpy()
+    rows = np.empty(len(codes), bool)
+    for r in tiles(len(codes)):
+        own, theirs = (
+            torch.from_numpy(dequantize(c[r], g, r)).to(weight) for c, g in ((codes, grid), (nearest, other))
+        )
+        # F H F^T - E H E^T with E and F = E + D the errors
+        gain = ((own - theirs) @ hessian * (2 * weight[r] - own - theirs)).sum(1)
+        rows[r] = (gain < 0).cpu().numpy()
     codes[rows] = nearest[rows]
     if other is not grid:
         grid.take(other, rows)
@@ -152,18 +163,24 @@ def _nearest_codes(weight: torch.Tensor, grid: Grid) -> np.ndarray:
     return codes
 
 
-def dequantize(codes: np.ndarray, grid: Grid) -> np.ndarray:
-    """The values a * q + c [rows, columns] of codes on a grid."""
+def dequantize(codes: np.ndarray, grid: Grid, rows: slice = slice(None)) -> np.ndarray:
+    """The values a * q + c [rows, columns] of codes on a grid, or on some rows of one."""
     values = np.empty(codes.shape, grid.a.dtype)
-    a, c = grid.a, grid.c
+    a, c = grid.a[rows], grid.c[rows]
     over_rows(len(codes), lambda r: _dequantize(codes[r], a[r], c[r], grid.sub, grid.ternary, values[r]))
     return values
 
 
 def error(weight: torch.Tensor, values: np.ndarray | torch.Tensor, hessian: torch.Tensor) -> float:
     """tr(E H E^T) of E = weight - values."""
-    difference = weight - torch.as_tensor(values, dtype=weight.dtype, device=weight.device)
-    return float(((difference @ hessian.to(weight)).double() * difference).sum())
+    hessian, total = hessian.to(weight), 0.0
+    for r in tiles(len(weight)):
+        lost = weight[r] - torch.as_tensor(values[r], dtype=weight.dtype, device=weight.device)
+        for c in tiles(weight.shape[1]):  # H is symmetric: its lower half counts twice
+            own, later = lost[:, c], lost[:, c.stop :]
+            product = (own @ hessian[c, c]).add_(later @ hessian[c.stop :, c], alpha=2)
+            total += float(product.mul_(own).sum(dtype=torch.float64))
+    return total
 
 
 def falling(hessian: torch.Tensor, run: int) -> np.ndarray:
@@ -193,9 +210,11 @@ class _Walk:
         self, weight: torch.Tensor, factor: torch.Tensor, shift: torch.Tensor | None, grid: Grid, order: np.ndarray
     ) -> None:
         self.weight, self.factor, self.shift, self.grid, self.order = weight, factor, shift, grid, order
-        self.errors = torch.zeros_like(weight)
+        # where no later column asks for what rounded ones were, their errors take their place
+        self.errors = weight if shift is None else torch.zeros_like(weight)
         self.codes = np.empty(weight.shape, np.int16)
         self.importance: np.ndarray | None = None
+        self.quick = False
 
     def over(self, spans: list[tuple[int, int]], visit: Callable[[int, int], None]) -> None:
         """Visit spans of columns in order, each with all earlier errors made good."""
@@ -205,9 +224,10 @@ class _Walk:
         half = len(spans) // 2
         self.over(spans[:half], visit)
         begin, middle, end = spans[0][0], spans[half][0], spans[-1][1]
-        self.weight[:, middle:end] -= self.errors[:, begin:middle] @ self.factor[begin:middle, middle:end]
+        after = self.weight[:, middle:end]
+        after.addmm_(self.errors[:, begin:middle], self.factor[begin:middle, middle:end], alpha=-1)
         if self.shift is not None:  # what is left in `weight` of rounded columns is what they were rounded from
-            self.weight[:, middle:end] += self.weight[:, begin:middle] @ self.shift[begin:middle, middle:end]
+            after.addmm_(self.weight[:, begin:middle], self.shift[begin:middle, middle:end])
         self.over(spans[half:], visit)
 
     def run(self, begin: int, end: int) -> None:
@@ -217,7 +237,7 @@ class _Walk:
             run = int(columns[0]) // self.grid.run
             values = np.empty((len(self.codes), end - begin), self.grid.a.dtype)
             values[:, columns - run * self.grid.run] = self.weight[:, begin:end].cpu().numpy()
-            self.grid.fit(run, values, self.importance[run * self.grid.run :][: end - begin])
+            self.grid.fit(run, values, self.importance[run * self.grid.run :][: end - begin], self.quick)
         starts = list(range(begin, end, _LEAF))
         self.over(list(zip(starts, [*starts[1:], end], strict=True)), self.leaf)
 
