@@ -40,7 +40,7 @@ from __future__ import annotations
 
 import math
 from functools import cache
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from bridge.cuda.activations import FLOAT_RECORD, FLOAT_TILE, RECORD, TILE, Records
@@ -63,6 +63,9 @@ from bridge.cuda.unroll import expand, registers, unroll
 from numba import cuda
 
 from bridge.errors import BridgeError
+
+if TYPE_CHECKING:
+    from bridge.cuda.launch import Launch
 
 # set per kernel by `expand`
 ROWS = UNITS = SPLIT = SPLIT_LOG = WARPS = COLUMNS = TOKENS = LANES = LANES_LOG = 0
@@ -273,17 +276,27 @@ def launch(
     `accumulate` adds to what is in y, `bias` float32 [rows] is added to every column.
     """
     epilogue = "_".join(name for name, wanted in (("bias", bias is not None), ("accumulate", accumulate)) if wanted)
-    _launch(matrix, records, y, n, stream, bias, epilogue, shape)
+    kernel, *arguments = _launch(matrix, records, y, n, stream, bias, epilogue, shape)
+    kernel.launch(*arguments)
+
+
+def bind(matrix: DeviceMatrix, records: Records, y: Any, n: int, stream: Any) -> Launch:
+    """The launch of y = W x, whose arrays are the weights, the records and y, again and again."""
+    kernel, *arguments = _launch(matrix, records, y, n, stream, None, "", None)
+    found: Launch = kernel.bind(*arguments)
+    return found
 
 
 def launch_silu(
     matrix: DeviceMatrix, records: Records, y: Any, n: int, stream: Any, shape: Configuration | None = None
 ) -> None:
     """Queue y[r] = silu(gate r . x) * (up r . x), the matrix uploaded with interleave; y float32 [n, rows/2]."""
-    _launch(matrix, records, y, n, stream, None, "silu", shape)
+    kernel, *arguments = _launch(matrix, records, y, n, stream, None, "silu", shape)
+    kernel.launch(*arguments)
 
 
-def _launch(matrix, records, y, n, stream, bias, epilogue, shape) -> None:
+def _launch(matrix, records, y, n, stream, bias, epilogue, shape) -> tuple[Any, ...]:
+    """A kernel, and the arguments of its `launch`."""
     if records.columns != matrix.columns or not 1 <= n <= records.max_n:
         raise BridgeError(
             f"{matrix.name}: {n} columns of {records.columns} values; 1 to {records.max_n} of {matrix.columns} are "
@@ -294,7 +307,8 @@ def _launch(matrix, records, y, n, stream, bias, epilogue, shape) -> None:
         shape = shape._replace(rows=1)
     sets = -(-matrix.rows // shape.rows)
     grid = -(-sets * shape.split // shape.warps)
-    kernel(matrix.type, n, shape, records.exact, epilogue).launch(
+    return (
+        kernel(matrix.type, n, shape, records.exact, epilogue),
         grid,
         (32, shape.warps),
         stream,
