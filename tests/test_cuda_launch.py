@@ -127,8 +127,8 @@ def test_arguments_are_packed_as_numba_itself_packs_them(driver: Driver) -> None
             np.zeros((3, 5, 7)[: kind.ndim], str(kind.dtype)) if hasattr(kind, "ndim") else 3
             for kind in overload.argument_types
         ]
-        kernel.launch(2, 32, 0, *arguments)
-        kernel.warm()[2, 32, 0](*arguments)
+        kernel.launch(300, 32, 0, *arguments)
+        kernel.warm()[300, 32, 0](*arguments)
         (*_, ours), (*_, theirs) = driver.launches[-2:]
         assert [getattr(v, "value", v) for v in ours] == [getattr(v, "value", v) for v in theirs]
         assert [type(v) for v in ours] == [type(v) for v in theirs]
@@ -216,8 +216,10 @@ def moved(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     monkeypatch.setattr(devices, "view", view)
     for name, own in (
         ("empty", lambda self, nbytes, what="": np.zeros(nbytes, np.uint8)),
-        ("upload", lambda self, host, what="": host), ("stream", lambda self: 0), ("active", lambda self: nullcontext()),
-    ):  # fmt: skip
+        ("upload", lambda self, host, what="": host),
+        ("stream", lambda self: 0),
+        ("active", lambda self: nullcontext()),
+    ):
         monkeypatch.setattr(devices.Device, name, own)
     stream = SimpleNamespace(cuda_stream=0)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda place: stream)
