@@ -28,10 +28,11 @@ MAX_REGISTERS = 64  # so that 32 warps find room on a multiprocessor
 class Launch:
     """A kernel of the current device with its grid and its arguments, queued as often as wanted; it holds no memory."""
 
-    __slots__ = ("_addresses", "_arguments", "_config", "_kernel", "_start")
+    __slots__ = ("_addresses", "_arguments", "_config", "_device", "_kernel", "_start")
 
     def __init__(self, overload: Any, grid: Any, block: Any, arguments: Sequence[Any]):
         core = _core()
+        self._device = cuda.get_current_device().id
         self._kernel = overload._codelibrary.get_cufunc().kernel
         self._config = core.LaunchConfig(grid=grid, block=block)
         self._start = core.launch
@@ -43,7 +44,7 @@ class Launch:
 
     def __call__(self, stream: int) -> None:
         """Queue it on the stream of this handle."""
-        self._start(_core_stream(stream), self._config, self._kernel, *self._arguments)
+        self._start(_core_stream(self._device, stream), self._config, self._kernel, *self._arguments)
 
 
 class Kernel:
@@ -138,5 +139,5 @@ def _core() -> Any:
 
 
 @cache
-def _core_stream(number: int) -> Any:
+def _core_stream(device: int, number: int) -> Any:
     return _core().Stream.from_handle(number)

@@ -179,9 +179,11 @@ def test_what_is_not_as_it_was_is_looked_at_again(moved: Any, driver: Driver) ->
 
 def test_a_product_costs_the_host_little(moved: Any) -> None:
     """Everything but the driver: the arguments are made what it takes by NVIDIA's own code."""
+    from cuda.core import LaunchConfig
     from cuda.core._kernel_arg_handler import ParamHolder
 
     tensor, core = moved
+    core.LaunchConfig = LaunchConfig
     core.launch = lambda stream, config, kernel, *arguments: ParamHolder(arguments)
     x, out = torch.randn(64), torch.empty(6)
 
