@@ -18,7 +18,7 @@ What lies beyond the last block, and some tiles more, is zero and stays so: prod
 from __future__ import annotations
 
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from bridge.cuda.intrinsics import (
@@ -40,6 +40,9 @@ from bridge.cuda.unroll import expand
 from numba import cuda
 
 from bridge.errors import BridgeError
+
+if TYPE_CHECKING:
+    from bridge.cuda.launch import Launch
 
 COLUMNS = 8  # columns that a tile has room for
 RECORD = 1280  # bytes of a column in a tile of int8 records
@@ -139,6 +142,18 @@ class Records:
 
     def quantize(self, x: Any, n: int, stream: Any = 0) -> Records:
         """Fill from x [>= n, columns], float32, float16 or bfloat16, contiguous, on the device; returns self."""
+        kernel, *arguments = self._launch(x, n, stream)
+        kernel.launch(*arguments)
+        return self
+
+    def bind(self, x: Any, n: int, stream: Any) -> Launch:
+        """The launch that fills from x, its array 0, again and again."""
+        kernel, *arguments = self._launch(x, n, stream)
+        found: Launch = kernel.bind(*arguments)
+        return found
+
+    def _launch(self, x: Any, n: int, stream: Any) -> tuple[Any, ...]:
+        """A kernel, and the arguments of its `launch`."""
         from bridge.cuda import device as devices
 
         array, kind = devices.view(x), devices.kind(x)
@@ -146,5 +161,4 @@ class Records:
             raise BridgeError(f"x has dtype {x.dtype}; float32, float16 or bfloat16 is wanted")
         groups = self.columns // 32
         grid = (-(-n * groups // _WARPS), 1)
-        quantizer(kind, self.exact).launch(grid, (32, _WARPS), stream, array, groups, n, self.buffer)
-        return self
+        return quantizer(kind, self.exact), grid, (32, _WARPS), stream, array, groups, n, self.buffer

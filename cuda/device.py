@@ -260,6 +260,11 @@ def captures() -> bool:
     return not _simulated()
 
 
+def packs() -> bool:
+    """Whether launches can be packed for cuda.core: not in the simulator."""
+    return not _simulated()
+
+
 def capturing(stream: Any) -> bool:
     """Whether a CUDA graph is being captured on the stream."""
     if _simulated():

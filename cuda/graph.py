@@ -1,4 +1,4 @@
-"""A step captured once in a CUDA graph and replayed: 260 launches cost the host as much as one.
+"""A step captured once in a CUDA graph and replayed: 160 launches cost the host as much as one.
 
 What a step reads that changes (token, position, uniform numbers) lies in device memory, so the graph is the same
 for every step. A step runs once before it is captured: Numba compiles, CUDA loads modules and cuBLAS takes its

@@ -2,24 +2,49 @@
 
 Compiling takes a second, allocates and talks to the driver, none of which may happen while a stream is being
 captured into a CUDA graph: `warm` does it beforehand. In the simulator a kernel runs as it stands.
+
+Numba compiles and loads; what it does for every launch (arguments looked at and wrapped, a grid weighed) takes 0.2 ms,
+so launches go from here to cuda.core. An array is seven or more numbers to a kernel of Numba's: `bind` packs them
+once, and of those that are elsewhere the next time `Launch.point` changes the address.
 """
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable
+import ctypes
+import importlib
+from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any
 
 from bridge.cuda import device as devices
 from bridge.cuda.intrinsics import SIMULATED
 from numba import cuda
-from numba.cuda.core import config
 
 from bridge.errors import BridgeError
 
 MAX_REGISTERS = 64  # so that 32 warps find room on a multiprocessor
 
-_quiet = threading.Lock()  # held while Numba is kept from warning
+
+class Launch:
+    """A kernel of the current device with its grid and its arguments, queued as often as wanted; it holds no memory."""
+
+    __slots__ = ("_addresses", "_arguments", "_config", "_device", "_kernel", "_start")
+
+    def __init__(self, overload: Any, grid: Any, block: Any, arguments: Sequence[Any]):
+        core = _core()
+        self._device = cuda.get_current_device().id
+        self._kernel = overload._codelibrary.get_cufunc().kernel
+        self._config = core.LaunchConfig(grid=grid, block=block)
+        self._start = core.launch
+        self._arguments, self._addresses = _packed(overload.argument_types, arguments)
+
+    def point(self, array: int, address: int) -> None:
+        """Let one of the arrays, by its number among them, be elsewhere from now on, of the same shape."""
+        self._arguments[self._addresses[array]] = address
+
+    def __call__(self, stream: int) -> None:
+        """Queue it on the stream of this handle."""
+        self._start(_core_stream(self._device, stream), self._config, self._kernel, *self._arguments)
 
 
 class Kernel:
@@ -62,13 +87,57 @@ class Kernel:
             self._loaded.add(number)
         return self._compiled
 
+    def bind(self, grid: Any, block: Any, stream: Any, *arguments: Any) -> Launch:
+        """Pack the arguments, for a current device and not for the simulator; raises as `warm` does."""
+        (overload,) = self.warm(stream).overloads.values()
+        return Launch(overload, grid, block, arguments)
+
     def launch(self, grid: Any, block: Any, stream: Any, *arguments: Any) -> None:
         """Queue it on a stream."""
-        compiled = self.warm(stream)
-        with _quiet:  # a decoder's small kernels are meant to be small; others' are warned of as ever
-            kept, config.CUDA_LOW_OCCUPANCY_WARNINGS = config.CUDA_LOW_OCCUPANCY_WARNINGS, 0
-            try:
-                configured = compiled[grid, block, stream]
-            finally:
-                config.CUDA_LOW_OCCUPANCY_WARNINGS = kept
-        configured(*arguments)
+        if SIMULATED:
+            self.warm()[grid, block](*arguments)
+        else:
+            self.bind(grid, block, stream, *arguments)(handle(stream))
+
+
+def handle(stream: Any) -> int:
+    """The number by which the driver knows a stream of Numba's, 0 for the default one."""
+    found = getattr(stream, "handle", stream)
+    return int(getattr(found, "value", found) or 0)
+
+
+def _packed(kinds: Sequence[Any], arguments: Sequence[Any]) -> tuple[list[Any], list[int]]:
+    """What a kernel takes for arguments of Numba's types, and where among it are the addresses of arrays.
+
+    An array, contiguous: no owner, no parent, elements, bytes of an element, address, shape, strides.
+    """
+    packed: list[Any] = []
+    addresses = []
+    for kind, given in zip(kinds, arguments, strict=True):
+        if not hasattr(kind, "ndim"):
+            packed.append(getattr(ctypes, f"c_{_C_NAMES.get(str(kind), kind)}")(given))
+            continue
+        addresses.append(len(packed) + 4)
+        strides = [given.dtype.itemsize]
+        for length in given.shape[:0:-1]:
+            strides.insert(0, strides[0] * length)
+        packed += [0, 0, given.size, given.dtype.itemsize, _address(given), *given.shape, *strides]
+    return packed, addresses
+
+
+_C_NAMES = {"float32": "float", "float64": "double"}
+
+
+def _address(array: Any) -> int:
+    """Where an array of Numba's on the device begins."""
+    return array.device_ctypes_pointer.value or 0
+
+
+def _core() -> Any:
+    """NVIDIA's cuda.core."""
+    return importlib.import_module("cuda.core")
+
+
+@cache
+def _core_stream(device: int, number: int) -> Any:
+    return _core().Stream.from_handle(number)

@@ -6,6 +6,7 @@ scaled to +-8 before: neither it nor its result leaves their range.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from bridge.cuda import dequantize, matvec
@@ -45,6 +46,21 @@ class Multiplier:
         matvec.launch(matrix, records, devices.view(out), n, stream)
         if out is not y:
             y.copy_(out)
+
+    def bind(self, matrix: DeviceMatrix, x: Any, y: Any) -> Callable[[int, int, int], None]:
+        """What queues y = x W^T for arrays like these, n at most 8, wherever they are: (x, y, stream), addresses and
+        a handle. Not for the simulator."""
+        n, stream = x.shape[0], self.device.stream()
+        records = self._records_of(matrix, stream)
+        quantize, multiply = records.bind(x, n, stream), matvec.bind(matrix, records, devices.view(y), n, stream)
+
+        def run(x: int, y: int, stream: int) -> None:
+            quantize.point(0, x)
+            quantize(stream)
+            multiply.point(2, y)
+            multiply(stream)
+
+        return run
 
     def _kind(self, matrix: DeviceMatrix | FloatMatrix, x: Any) -> Any:
         """The type that torch multiplies in: of the weights where they are floats, of x where it is short."""

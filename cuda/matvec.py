@@ -33,17 +33,24 @@ which is to be hidden behind it, is what stands beside it:
 So int8 products of one column wait for memory, Q2_K and Q3_K least of all; those of four do, but for these two. Float
 products are bound by their arithmetic and by L1: 32 float32 a lane come in for every column.
 
+In a decoder's step (products.py) a product can do what stands before it and behind it, so that fewer launches do:
+
+    recorded   where 32 values are all there, the block of threads that comes last makes the next product's record of
+               them, times `gain` where they are to be normalized first, and stores the sum of their squares
+    normed     y times 1 / sqrt(mean of squares + eps), of such sums: the records were made before they were known
+
 This is reasoning, no measurement: scripts/gpu_check.py times `configurations` where there is a GPU.
 """
 
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from functools import cache
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
-from bridge.cuda.activations import FLOAT_RECORD, FLOAT_TILE, RECORD, TILE, Records
+from bridge.cuda.activations import FLOAT_RECORD, FLOAT_TILE, RECORD, TILE, Records, store, store_exact
 from bridge.cuda.intrinsics import (
     bits,
     bits_float,
@@ -64,15 +71,20 @@ from numba import cuda
 
 from bridge.errors import BridgeError
 
+if TYPE_CHECKING:
+    from bridge.cuda.launch import Launch
+
 # set per kernel by `expand`
 ROWS = UNITS = SPLIT = SPLIT_LOG = WARPS = COLUMNS = TOKENS = LANES = LANES_LOG = 0
-EXACT = ACCUMULATE = BIAS = SILU = FACTORED = False
+EXACT = ACCUMULATE = BIAS = SILU = FACTORED = NORMED = RECORDED = GAIN = False
+MADE = 0  # values that a block of threads makes
 load: Any = None
 unpack: Any = None
 integer: Any = None
 line: Any = None
 lifted: Any = ()
 factor: Any = None
+put: Any = None
 int32 = np.int32
 float32 = np.float32
 
@@ -90,7 +102,7 @@ class Configuration(NamedTuple):
     warps: int
 
 
-def _product(weights, sixteenth, x, y, bias, rows, units):
+def _product(weights, sixteenth, x, y, bias, rows, units, sums, eps, counters, gain, squares, made):
     lane = thread_x()
     warp = thread_y()
     start = mad(block_x(), WARPS // SPLIT * ROWS, mad(bits(warp, SPLIT_LOG, 31), ROWS, 0))
@@ -166,6 +178,13 @@ def _product(weights, sixteenth, x, y, bias, rows, units):
                 total[r, c] = shared[team * SPLIT, first + c, r]
                 for s in unroll(1, SPLIT):
                     total[r, c] += shared[team * SPLIT + s, first + c, r]
+    if NORMED:
+        inverse = float32(0)
+        for i in range(lane, units, 32):
+            inverse += sums[i]
+        inverse = float32(1) / math.sqrt(warp_sum(inverse) / float32(units * 32) + eps)
+        for r in unroll(ROWS):
+            total[r, 0] *= inverse
     if bits(lane, 0, LANES - 1) == 0 and bits(warp, 0, SPLIT - 1) == 0:
         own = start
         start = min(start, int32(rows - ROWS))
@@ -189,6 +208,25 @@ def _product(weights, sixteenth, x, y, bias, rows, units):
                             if ACCUMULATE:
                                 value += y[first + c, start + r]
                             y[first + c, start + r] = value
+    if RECORDED:
+        flag = cuda.shared.array(1, np.int32)
+        group = bits(mad(block_x(), MADE, 0), 5, 0x07FFFFFF)
+        cuda.threadfence()
+        cuda.syncthreads()
+        if lane == 0 and warp == 0:
+            flag[0] = int32(cuda.atomic.add(counters, group, int32(1)) == 32 // MADE - 1)
+        cuda.syncthreads()
+        if flag[0] != 0:  # the values are all there
+            cuda.threadfence()
+            if lane == 0 and warp == 0:
+                counters[group] = int32(0)
+            value = y[0, group * 32 + lane]
+            if GAIN:
+                square = warp_sum(value * value)
+                if lane == 0:
+                    squares[group] = square
+                value *= gain[group * 32 + lane]
+            put(value, group, 0, made)
 
 
 def configuration(matrix: DeviceMatrix, n: int, exact: bool = False) -> Configuration:
@@ -224,16 +262,26 @@ def configurations(matrix: DeviceMatrix, n: int, exact: bool = False) -> list[Co
 
 @cache
 def kernel(type: str, n: int, shape: Configuration, exact: bool, epilogue: str) -> Any:
-    """The kernel of a type for n columns; `epilogue` is "", or names of "bias" and "accumulate", or "silu"."""
+    """The kernel of a type for n columns; `epilogue` is "", or names: "bias" and "accumulate", or "silu"; for one
+    column "normed", and "recorded" or "recorded_gain" besides."""
     from bridge.cuda.launch import Kernel
 
     if epilogue == "silu" and shape.rows % 2:
         raise BridgeError(f"{type}: {shape} parts gate from up, whose rows take turns; rows 2 or 4 are wanted")
+    fused = "normed" in epilogue or "recorded" in epilogue
+    if fused and (n > 1 or (32 << ("silu" in epilogue)) % (shape.warps // shape.split * shape.rows)):
+        raise BridgeError(f"{type}: {n} columns, {shape} and records of 32 rows do not go together")
     own = functions(type)
     suffix = f"{type}_{n}_{'f32' if exact else 'int8'}_{'_'.join(map(str, shape))}{epilogue and '_'}{epilogue}"
     expanded = expand(
         _product,
         suffix,
+        without=() if fused else ("sums", "eps", "counters", "gain", "squares", "made"),
+        NORMED="normed" in epilogue,
+        RECORDED="recorded" in epilogue,
+        GAIN="gain" in epilogue,
+        MADE=shape.warps // shape.split * shape.rows >> ("silu" in epilogue),
+        put=store_exact if exact else store,
         COLUMNS=n,
         TOKENS=n if n <= _COLUMNS else (n + 1) // 2,
         LANES=32 if n <= _COLUMNS else 16,
@@ -255,7 +303,30 @@ def kernel(type: str, n: int, shape: Configuration, exact: bool, epilogue: str) 
         lifted=own.lifted,
         factor=own.factor,
     )
-    return Kernel(expanded, "void(uint8[::1], int64, uint8[::1], float32[:,::1], float32[::1], int64, int64)")
+    more = ", float32[::1], float32, int32[::1], float32[::1], float32[::1], uint8[::1]" if fused else ""
+    return Kernel(expanded, f"void(uint8[::1], int64, uint8[::1], float32[:,::1], float32[::1], int64, int64{more})")
+
+
+@dataclass(frozen=True)
+class Normed:
+    """Sums of squares f32 [columns / 32] of the values whose records a product reads; `eps` is added to their mean."""
+
+    sums: Any
+    eps: float
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """Where records of a product's result go.
+
+    counters        int32 [rows / 32], zeros before and after
+    gain, squares   f32 [rows], by which the values are multiplied, and f32 [rows / 32], or neither
+    """
+
+    made: Records
+    counters: Any
+    gain: Any = None
+    squares: Any = None
 
 
 def launch(
@@ -267,23 +338,42 @@ def launch(
     accumulate: bool = False,
     bias: Any = None,
     shape: Configuration | None = None,
+    normed: Normed | None = None,
+    recorded: Recorded | None = None,
 ) -> None:
     """Queue y = W x for the first n columns of the records; y float32 [n, rows], contiguous, on the device.
 
-    `accumulate` adds to what is in y, `bias` float32 [rows] is added to every column.
+    `accumulate` adds to what is in y, `bias` float32 [rows] is added to every column; the others are for one column.
     """
     epilogue = "_".join(name for name, wanted in (("bias", bias is not None), ("accumulate", accumulate)) if wanted)
-    _launch(matrix, records, y, n, stream, bias, epilogue, shape)
+    kernel, *arguments = _launch(matrix, records, y, n, stream, bias, epilogue, shape, normed, recorded)
+    kernel.launch(*arguments)
+
+
+def bind(matrix: DeviceMatrix, records: Records, y: Any, n: int, stream: Any) -> Launch:
+    """The launch of y = W x, whose arrays are the weights, the records and y, again and again."""
+    kernel, *arguments = _launch(matrix, records, y, n, stream, None, "", None)
+    found: Launch = kernel.bind(*arguments)
+    return found
 
 
 def launch_silu(
-    matrix: DeviceMatrix, records: Records, y: Any, n: int, stream: Any, shape: Configuration | None = None
+    matrix: DeviceMatrix,
+    records: Records,
+    y: Any,
+    n: int,
+    stream: Any,
+    shape: Configuration | None = None,
+    normed: Normed | None = None,
+    recorded: Recorded | None = None,
 ) -> None:
     """Queue y[r] = silu(gate r . x) * (up r . x), the matrix uploaded with interleave; y float32 [n, rows/2]."""
-    _launch(matrix, records, y, n, stream, None, "silu", shape)
+    kernel, *arguments = _launch(matrix, records, y, n, stream, None, "silu", shape, normed, recorded)
+    kernel.launch(*arguments)
 
 
-def _launch(matrix, records, y, n, stream, bias, epilogue, shape) -> None:
+def _launch(matrix, records, y, n, stream, bias, epilogue, shape, normed=None, recorded=None) -> tuple[Any, ...]:
+    """A kernel, and the arguments of its `launch`."""
     if records.columns != matrix.columns or not 1 <= n <= records.max_n:
         raise BridgeError(
             f"{matrix.name}: {n} columns of {records.columns} values; 1 to {records.max_n} of {matrix.columns} are "
@@ -294,7 +384,20 @@ def _launch(matrix, records, y, n, stream, bias, epilogue, shape) -> None:
         shape = shape._replace(rows=1)
     sets = -(-matrix.rows // shape.rows)
     grid = -(-sets * shape.split // shape.warps)
-    kernel(matrix.type, n, shape, records.exact, epilogue).launch(
+    more: tuple[Any, ...] = ()
+    if normed is not None or recorded is not None:
+        names = [epilogue] * bool(epilogue) + ["normed"] * (normed is not None)
+        placeholder = matrix.device.placeholder()
+        more = (placeholder, np.float32(0)) if normed is None else (normed.sums, np.float32(normed.eps))
+        if recorded is None:
+            more += placeholder.view(np.int32), placeholder, placeholder, placeholder.view(np.uint8)
+        else:
+            names.append("recorded" if recorded.gain is None else "recorded_gain")
+            gain = (placeholder, placeholder) if recorded.gain is None else (recorded.gain, recorded.squares)
+            more += recorded.counters, *gain, recorded.made.buffer
+        epilogue = "_".join(names)
+    return (
+        kernel(matrix.type, n, shape, records.exact, epilogue),
         grid,
         (32, shape.warps),
         stream,
@@ -305,4 +408,5 @@ def _launch(matrix, records, y, n, stream, bias, epilogue, shape) -> None:
         matrix.device.placeholder() if bias is None else bias,
         matrix.rows,
         matrix.units,
+        *more,
     )

@@ -22,6 +22,7 @@ from bridge.cuda.floats import FloatMatrix, kind_of
 from bridge.cuda.layout import Layout
 from bridge.cuda.matmul import Multiplier, product
 from bridge.cuda.matrix import DeviceMatrix
+from bridge.cuda.matvec import Normed, Recorded
 from bridge.cuda.norm import silu_grid, silu_kernel
 
 from bridge.blocks import TYPES
@@ -76,11 +77,37 @@ class Stack:
                 self.parts.append((self.rows, matrix))
                 self.rows += matrix.rows
 
-    def bind(self, x: Vector, y: Any, accumulate: bool = False) -> list[Launch]:
-        """What computes y (f32 [rows]) = or += W x for one token."""
-        return [self._bound(first, matrix, x, y, accumulate) for first, matrix in self.parts]
+    @property
+    def fuses(self) -> bool:
+        """Whether its launches can be given what stands before or behind a product: none of them is torch's."""
+        return all(isinstance(matrix, DeviceMatrix) for _, matrix in self.parts)
 
-    def _bound(self, first: int, matrix: Any, x: Vector, y: Any, accumulate: bool) -> Launch:
+    @property
+    def records(self) -> bool:
+        """Whether its launch can make records of the result: there is but one."""
+        return self.fuses and len(self.parts) == 1 and self.rows % 32 == 0
+
+    def bind(
+        self,
+        x: Vector,
+        y: Any,
+        accumulate: bool = False,
+        normed: Normed | None = None,
+        recorded: Recorded | None = None,
+    ) -> list[Launch]:
+        """What computes y (f32 [rows]) = or += W x for one token; see matvec.py for the last two."""
+        return [self._bound(first, matrix, x, y, accumulate, normed, recorded) for first, matrix in self.parts]
+
+    def _bound(
+        self,
+        first: int,
+        matrix: Any,
+        x: Vector,
+        y: Any,
+        accumulate: bool,
+        normed: Normed | None,
+        recorded: Recorded | None,
+    ) -> Launch:
         out = y[first : first + matrix.rows]
         bias = None if self.bias is None else self.bias[first : first + matrix.rows]
         if isinstance(matrix, FloatMatrix):
@@ -95,7 +122,8 @@ class Stack:
         rows, offset = view(out.reshape(1, -1)), None if bias is None else view(bias)
 
         def launch() -> None:
-            matvec.launch(matrix, x.records, rows, 1, self.multiplier.device.stream(), accumulate, offset)
+            stream = self.multiplier.device.stream()
+            matvec.launch(matrix, x.records, rows, 1, stream, accumulate, offset, None, normed, recorded)
 
         return launch
 
@@ -122,21 +150,29 @@ class Gated:
         else:
             self.stack = Stack([gate, up], multiplier, bias)
 
-    def bind(self, x: Vector, y: Vector) -> list[Launch]:
-        """What computes y and its records for one token."""
+    @property
+    def fuses(self) -> bool:
+        """Whether its launches can be given what stands before the product."""
+        return self.fused or self.stack.fuses
+
+    def bind(self, x: Vector, y: Vector, normed: Normed | None = None) -> list[Launch]:
+        """What computes y and its records for one token; see matvec.py for `normed`."""
         device = self.multiplier.device
         if self.fused:
+            import torch
+
             out = view(y.floats.reshape(1, -1))
+            recorded = Recorded(y.records, view(zeros(device, self.inner // 32, torch.int32)))
 
             def launch() -> None:
-                matvec.launch_silu(self.matrix, x.records, out, 1, device.stream())
+                matvec.launch_silu(self.matrix, x.records, out, 1, device.stream(), None, normed, recorded)
 
-            return [launch, y.quantize]
+            return [launch]
         both = zeros(device, 2 * self.inner)
         kernel = silu_kernel(self.multiplier.precision == "f32")
         arguments = view(both), view(y.floats), y.records.buffer, np.int32(self.inner)
         grid = silu_grid(self.inner)
-        return [*self.stack.bind(x, both), lambda: kernel.launch(*grid, device.stream(), *arguments)]
+        return [*self.stack.bind(x, both, normed=normed), lambda: kernel.launch(*grid, device.stream(), *arguments)]
 
     def multiply(self, x: Any) -> Any:
         """x f32 [n, columns] -> f32 [n, inner]."""

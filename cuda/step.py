@@ -1,18 +1,18 @@
 """One token through a decoder's layers, as a list of launches.
 
-They are about 8 a layer, and nothing in them depends on the host:
+They are 5 a layer where all its matrices are of one type, and nothing in them depends on the host:
 
     x  = embedding row of state[TOKEN]
+    norm of x, with records                                                     norm.py
     for each layer:
-        norm of x, with records                                                 norm.py
         q, k, v                                                                 products.py
         rotation, cache, attention, records of the result                       attention.py
-        x += W_o ...
-        norm of x, with records
-        silu(W_gate ...) * (W_up ...)
-        records of it
-        x += W_down ...
+        x += W_o ..., with records of x * weight and sums of squares            matvec.py
+        silu(W_gate ...) * (W_up ...) of x * weight / root of the mean square, with records
+        x += W_down ..., as W_o
     logits = W_output norm(x);  state[TOKEN] = the next token                   sampling.py
+
+A norm has a launch of its own where torch multiplies with what comes of it, or with what comes before it.
 """
 
 from __future__ import annotations
@@ -27,8 +27,9 @@ from bridge.cuda.buffers import zeros
 from bridge.cuda.dequantize import rows
 from bridge.cuda.device import Device, view
 from bridge.cuda.kv_cache import KVCache
+from bridge.cuda.matvec import Normed, Recorded
 from bridge.cuda.norm import norm_kernel, norm_threads
-from bridge.cuda.products import Launch, Vector
+from bridge.cuda.products import Gated, Launch, Stack, Vector
 from bridge.cuda.weights import DeviceLayer, DeviceWeights
 
 from bridge.runtime.decoder_config import DecoderConfig
@@ -54,6 +55,8 @@ class Step:
         self.attended = Vector(c.heads * c.head_dim, device, precision)
         self.activated = Vector(c.inner, device, precision)
         self.logits = zeros(device, self.vocab)
+        self._counters = view(zeros(device, c.hidden // 32, torch.int32))
+        self._squares = view(zeros(device, c.hidden // 32))
         self.launches = self._token()
 
     def _token(self) -> list[Launch]:
@@ -62,16 +65,29 @@ class Step:
         program = [self._embed()]
         qkv = zeros(self.device, (c.heads + 2 * c.kv_heads) * c.head_dim)
         attention = self._attention(qkv)
-        for i, layer in enumerate(self.weights.layers):
-            program.append(self._norm(layer.attn_norm))
-            program += layer.qkv.bind(self.normed, qkv)
+        layers = self.weights.layers
+        program.append(self._norm(layers[0].attn_norm if layers else self.weights.output_norm))
+        normed = None
+        for i, layer in enumerate(layers):
+            program += layer.qkv.bind(self.normed, qkv, normed=normed)
             program += attention(i, layer)
-            program += layer.o.bind(self.attended, self.x, accumulate=True)
-            program.append(self._norm(layer.ffn_norm))
-            program += layer.gated.bind(self.normed, self.activated)
-            program += layer.down.bind(self.activated, self.x, accumulate=True)
-        program.append(self._norm(self.weights.output_norm))
-        return program + self.weights.output.bind(self.normed, self.logits)
+            added, normed = self._added(layer.o, self.attended, layer.ffn_norm, layer.gated)
+            program += added + layer.gated.bind(self.normed, self.activated, normed)
+            last = i + 1 == len(layers)
+            weight = self.weights.output_norm if last else layers[i + 1].attn_norm
+            added, normed = self._added(
+                layer.down, self.activated, weight, self.weights.output if last else layers[i + 1].qkv
+            )
+            program += added
+        return program + self.weights.output.bind(self.normed, self.logits, normed=normed)
+
+    def _added(self, matrix: Stack, x: Vector, weight: Any, then: Stack | Gated) -> tuple[list[Launch], Normed | None]:
+        """x += W x' with the norm that follows: what `then` multiplies, and what it has yet to be divided by."""
+        if not (matrix.records and then.fuses):
+            return [*matrix.bind(x, self.x, accumulate=True), self._norm(weight)], None
+        recorded = Recorded(self.normed.records, self._counters, view(weight), self._squares)
+        added = matrix.bind(x, self.x, accumulate=True, recorded=recorded)
+        return added, Normed(self._squares, self.config.norm_eps)
 
     def _embed(self) -> Launch:
         ids, out = self.state[attn.TOKEN : attn.TOKEN + 1], self.x.reshape(1, -1)

@@ -122,8 +122,8 @@ class _Expander(ast.NodeTransformer):
         return visited
 
 
-def expand(function: Callable[..., Any], suffix: str, **scope: Any) -> Any:
-    """The function with its unrolled loops written out, named `function_suffix`.
+def expand(function: Callable[..., Any], suffix: str, without: tuple[str, ...] = (), **scope: Any) -> Any:
+    """The function with its unrolled loops written out, named `function_suffix`, and less some of its parameters.
 
     `scope` gives names values: numbers become constants, functions are what is called under that name. The suffix
     must tell apart whatever differs, as a compiled function is cached under its name.
@@ -135,6 +135,7 @@ def expand(function: Callable[..., Any], suffix: str, **scope: Any) -> Any:
     definition = tree.body[0]
     assert isinstance(definition, ast.FunctionDef)
     module = {**function.__globals__, **scope}
+    definition.args.args = [argument for argument in definition.args.args if argument.arg not in without]
     given = {argument.arg for argument in definition.args.args}
     constants = {name: value for name, value in module.items() if name not in given}
     expander = _Expander(constants)

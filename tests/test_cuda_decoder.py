@@ -17,6 +17,7 @@ from bridge.errors import BridgeError
 from tests.conftest import ROOT
 from tests.support.ptx import compiled, unavailable
 from tests.support.simulator import run_cases
+from tests.support.tiny_gguf import write_decoder
 
 pytest.importorskip("numba_cuda")
 
@@ -88,6 +89,32 @@ def test_the_check_for_gpus_says_what_is_missing_in_one_line() -> None:
     assert done.returncode == 2
     assert done.stdout == ""
     assert re.fullmatch(r"no check: .+\n", done.stderr)
+
+
+def test_a_step_of_an_8b_model_is_at_most_170_launches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of its 32 layers and types: sizes change no launch, so they are small here."""
+    from bridge.cuda.decoder import Decoder
+    from bridge.cuda.launch import Kernel
+
+    from bridge.runtime.decoder_config import read_config
+    from tests.support.gpu.device import pretended_gpu
+
+    file = bridge.open_gguf(write_decoder(tmp_path / "8b.gguf", layers=32, types={"output": "Q8_0"}))
+    mixed = bridge.open_gguf(write_decoder(tmp_path / "mixed.gguf", layers=32, types={"attn_v": "Q8_0"}))
+    floats = bridge.open_gguf(write_decoder(tmp_path / "floats.gguf", layers=2, types={"attn_q": "F16"}))
+    found = []
+    with pretended_gpu():
+        launched: list[str] = []
+        monkeypatch.setattr(Kernel, "launch", lambda self, *given: launched.append(self.name))
+        for one in (file, mixed, floats):
+            decoder = Decoder(one, read_config(one.metadata, one.path), 24, "f16", "int8", "cuda")
+            decoder.prepare()
+            launched.clear()
+            decoder._launch(None)
+            found.append(len(launched))
+    # where torch multiplies (q of floats), the norm before it stays a launch
+    assert found == [164, 164 + 32, 4 + 2 * 5 + 1]
+    assert found[0] <= 170
 
 
 # --- machine code ---

@@ -6,18 +6,20 @@ Only the driver is a stand-in: code is made for compute capability 9.0 as on an 
 from __future__ import annotations
 
 import ctypes
-import runpy
-import warnings
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from bridge.errors import BridgeError
 from tests.support import ptx
+from tests.support.random_blocks import random_matrix
 
 pytest.importorskip("numba_cuda", reason="numba-cuda is not installed")
 pytestmark = pytest.mark.skipif(ptx.unavailable() is not None, reason=str(ptx.unavailable()))
@@ -45,6 +47,7 @@ def driver(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Driver]:
     import numba
     import numba.cuda.dispatcher as dispatcher
     from bridge.cuda import device as devices
+    from bridge.cuda import launch
     from numba import cuda
     from numba.cuda.cudadrv import devicearray
     from numba.cuda.cudadrv import devices as contexts
@@ -56,10 +59,15 @@ def driver(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Driver]:
         monkeypatch.setattr(place, "get_current_device", lambda: gpu)
     monkeypatch.setattr(contexts, "get_context", lambda number=None: context)
     monkeypatch.setattr(devices, "capturing", lambda stream: False)
-    monkeypatch.setattr(dispatcher, "launch", made.launch)
+    monkeypatch.setattr(dispatcher, "launch", made.launch)  # of numba-cuda, to compare with
     monkeypatch.setattr(dispatcher, "LaunchConfig", lambda **options: options)
     monkeypatch.setattr(dispatcher.driver, "_to_core_stream", lambda stream: stream)
     monkeypatch.setattr(devicearray, "_to_strided_memory_view", as_if_on_the_device)
+    core = SimpleNamespace(launch=made.launch, LaunchConfig=lambda **options: options)
+    core.Stream = SimpleNamespace(from_handle=lambda handle: handle)
+    monkeypatch.setattr(launch, "_core", lambda: core)
+    monkeypatch.setattr(launch, "_address", lambda array: array.ctypes.data)
+    launch._core_stream.cache_clear()
     monkeypatch.setattr(numba.config, "CACHE_DIR", str(tmp_path))
     return made
 
@@ -94,7 +102,7 @@ def test_a_kernel_is_compiled_once_for_all_processes_and_launched_with_the_numbe
     records = np.zeros(4096, np.uint8)
     again.launch(300, (32, 4), 0, x, weight, out, records, np.float32(1e-5))
     ((grid, block, stream, arguments),) = driver.launches
-    assert (grid, block, stream) == ((300, 1, 1), (32, 4, 1), 0)
+    assert (grid, block, stream) == (300, (32, 4), 0)
     array = (0, 0, 512, 4, x.ctypes.data, 512, 4)  # no owner, items, bytes of an item, address, shape, strides
     assert arguments[:7] == array
     assert arguments[21:28] == (0, 0, 4096, 1, records.ctypes.data, 4096, 1)
@@ -102,22 +110,125 @@ def test_a_kernel_is_compiled_once_for_all_processes_and_launched_with_the_numbe
     assert arguments[28].value == np.float32(1e-5)
 
 
-def test_only_our_own_small_grids_go_without_numbas_warning(driver: Driver) -> None:
-    from bridge.cuda import launch
-    from bridge.cuda.norm import silu_kernel
-    from numba.cuda.core.errors import NumbaPerformanceWarning
+def test_arguments_are_packed_as_numba_itself_packs_them(driver: Driver) -> None:
+    """All kinds of them: arrays of one and two dimensions, floats, integers of 32 and 64 bits, doubles."""
+    from bridge.cuda import matvec, sampling
+    from bridge.cuda.activations import quantizer
+    from bridge.cuda.norm import norm_kernel
+    from numba.cuda.cudadrv.devicearray import DeviceNDArray
 
-    before = list(warnings.filters)
-    runpy.run_path(str(launch.__file__))
-    assert warnings.filters == before
-    kernel = silu_kernel.__wrapped__(False)
-    x = np.ones(64, np.float32)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        kernel.launch(1, 128, 0, x, x[:32], np.zeros(10240, np.uint8), np.int32(32))
-    assert len(driver.launches) == 1
-    with pytest.warns(NumbaPerformanceWarning, match="Grid size 1 will likely result in GPU under-utilization"):
-        kernel.warm().configure(1, 64)
+    assert isinstance(DeviceNDArray.device_ctypes_pointer, property)  # what an address is taken from
+    kernels = [norm_kernel.__wrapped__(96, False), quantizer.__wrapped__("f16", False)]
+    kernels.append(matvec.kernel.__wrapped__("Q4_0", 3, matvec.Configuration(2, 1, 1, 4), False, ""))
+    kernels.append(sampling.draw_kernel.__wrapped__(32))
+    for kernel in kernels:
+        (overload,) = kernel.warm().overloads.values()
+        arguments = [
+            np.zeros((3, 5, 7)[: kind.ndim], str(kind.dtype)) if hasattr(kind, "ndim") else 3
+            for kind in overload.argument_types
+        ]
+        kernel.launch(300, 32, 0, *arguments)
+        kernel.warm()[300, 32, 0](*arguments)
+        (*_, ours), (*_, theirs) = driver.launches[-2:]
+        assert [getattr(v, "value", v) for v in ours] == [getattr(v, "value", v) for v in theirs]
+        assert [type(v) for v in ours] == [type(v) for v in theirs]
+
+
+@pytest.mark.parametrize("n", [None, 3])
+def test_a_second_product_only_points_its_launches_elsewhere(n: int | None, moved: Any, driver: Driver) -> None:
+    tensor, _ = moved
+    shape = (64,) if n is None else (n, 64)
+    multiply = tensor.matvec if n is None else tensor.matmul
+    first, again = torch.randn(shape), torch.randn(shape)
+    made = [multiply(first), multiply(first), multiply(again)]
+    out = torch.empty_like(made[0])
+    assert multiply(again, out=out) is out
+    assert len(driver.launches) == 8
+    quantized, products = driver.launches[::2], driver.launches[1::2]
+
+    def same_but(launches: list[Any], place: int) -> None:
+        for grid, block, stream, arguments in launches[1:]:
+            assert (grid, block, stream) == launches[0][:3]
+            old, new = ([getattr(v, "value", v) for v in given] for given in (launches[0][3], arguments))
+            assert {i for i, pair in enumerate(zip(old, new, strict=True)) if pair[0] != pair[1]} <= {place}
+
+    same_but(quantized, 4)  # where x is, the first array
+    assert [launch[3][4] for launch in quantized] == [x.data_ptr() for x in (first, first, again, again)]
+    y_at = 7 + 1 + 7 + 4  # behind the weights, a number and the records
+    same_but(products, y_at)
+    assert [launch[3][y_at] for launch in products] == [y.data_ptr() for y in (*made, out)]
+
+
+def test_what_is_not_as_it_was_is_looked_at_again(moved: Any, driver: Driver) -> None:
+    tensor, _ = moved
+    x = torch.randn(64)
+    tensor.matvec(x)
+    for wrong, message in (
+        (x.double(), "x has dtype torch.float64"), (x[:32], r"x has shape \[32\]"), (x.to("meta"), "x is on meta"),
+    ):  # fmt: skip
+        with pytest.raises(BridgeError, match=message):
+            tensor.matvec(wrong)
+    for out in (torch.empty(7), torch.empty(6, dtype=torch.float16), torch.empty(12)[::2], np.empty(6, np.float32)):
+        with pytest.raises(BridgeError, match="out is"):
+            tensor.matvec(x, out=out)
+    count = len(driver.launches)
+    tensor.matvec(torch.randn(128)[::2])  # copied, and multiplied
+    tensor.matvec(x.half())
+    assert len(driver.launches) == count + 4
+
+
+def test_a_product_costs_the_host_little(moved: Any) -> None:
+    """Everything but the driver: the arguments are made what it takes by NVIDIA's own code."""
+    from cuda.core import LaunchConfig
+    from cuda.core._kernel_arg_handler import ParamHolder
+
+    tensor, core = moved
+    core.LaunchConfig = LaunchConfig
+    core.launch = lambda stream, config, kernel, *arguments: ParamHolder(arguments)
+    x, out = torch.randn(64), torch.empty(6)
+
+    def cost(call: Callable[[], Any]) -> float:
+        """CPU seconds of a call, the least of several rounds."""
+        call()
+        rounds = []
+        for _ in range(20):
+            begin = time.thread_time()
+            for _ in range(100):
+                call()
+            rounds.append((time.thread_time() - begin) / 100)
+        return min(rounds)
+
+    assert cost(lambda: tensor.matvec(x)) < 20e-6
+    assert cost(lambda: tensor.matvec(x, out=out)) < 10e-6
+
+
+@pytest.fixture
+def moved(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """A tensor on a device whose memory is the host's; torch's tensors on the CPU pass for those on the device."""
+    from bridge.cuda import device as devices
+    from bridge.cuda import launch, tensor
+
+    from bridge.blocks import TYPES
+
+    def view(x: Any) -> Any:
+        return x if isinstance(x, np.ndarray) else x.view(torch.int16).numpy() if x.itemsize == 2 else x.numpy()
+
+    gpu = devices.Device(0, "NVIDIA H200", (9, 0), 132)
+    monkeypatch.setattr(devices, "torch_device", lambda device: "cpu")
+    monkeypatch.setattr(devices, "view", view)
+    for name, own in (
+        ("empty", lambda self, nbytes, what="": np.zeros(nbytes, np.uint8)),
+        ("upload", lambda self, host, what="": host),
+        ("stream", lambda self: 0),
+        ("active", lambda self: nullcontext()),
+    ):
+        monkeypatch.setattr(devices.Device, name, own)
+    stream = SimpleNamespace(cuda_stream=0)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda place: stream)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: None)  # as the CPU has no number
+    devices._placeholder.cache_clear()
+    yield tensor.CudaTensor(random_matrix(TYPES["Q4_0"], 6, 64)[0], gpu), launch._core()
+    devices._placeholder.cache_clear()
 
 
 def test_registers_are_limited_in_what_runs_and_not_only_in_what_was_tried(driver: Driver) -> None:

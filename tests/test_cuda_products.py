@@ -150,6 +150,9 @@ def test_what_surrounds_products_compiles_as_well():
     kernels += [
         dequantize.kernel("Q4_K", "f32", True),
         matvec.kernel("Q4_K", 1, Configuration(2, 2, 1, 4), False, "silu"),
+        matvec.kernel("Q4_K", 1, Configuration(2, 2, 1, 4), False, "silu_normed_recorded"),
+        matvec.kernel("Q4_K", 1, Configuration(2, 2, 2, 4), False, "bias_accumulate_recorded_gain"),
+        matvec.kernel("Q6_K", 1, Configuration(2, 1, 1, 4), True, "bias_normed"),
     ]
     for kernel in kernels:
         code = ptx.ptx_of(kernel, (7, 5))

@@ -171,8 +171,9 @@ def check_tensors() -> dict[str, Any]:
         for n in (1, 20):
             x = 1e5 * np.random.default_rng(n).standard_normal((n, columns)).astype(np.float32)
             for precision, limit in (("f32", 1e-5), ("int8", 0.02)):
-                y = moved.matmul(torch.from_numpy(x).to(torch_device(device)), precision=precision)
-                judge(f"{tensor.type} on the device, {n} columns, {precision}", y, x @ weights.T, limit)
+                for factor in (1, -2):  # the second time, launches are those of the first with other addresses
+                    y = moved.matmul(torch.from_numpy(factor * x).to(torch_device(device)), precision=precision)
+                    judge(f"{tensor.type} on the device, {n} columns, {precision}", y, factor * x @ weights.T, limit)
     return {"wrong": judge.wrong, "notes": f"largest relative error of floats {judge.worst:.1e}"}
 
 

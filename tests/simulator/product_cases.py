@@ -116,6 +116,53 @@ def test_bias_accumulation_and_silu_of_alternating_rows():
     np.testing.assert_allclose(y, np.concatenate([one, other], 1) + 1 + bias, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("precision", ["int8", pytest.param("f32", marks=on_request)])
+@pytest.mark.parametrize(
+    "shape", [Configuration(2, 1, 1, 4), pytest.param(Configuration(2, 1, 2, 4), marks=pytest.mark.exhaustive)]
+)
+def test_a_product_makes_the_records_of_the_next_one_and_is_normalized_after_it(precision, shape):
+    """Each record by the last of 4 or 8 blocks of threads; twice, for what counts them must be zero again."""
+    first, first_weights = random_matrix(TYPES["Q4_0"], 64, 32, seed=0)
+    then, then_weights = random_matrix(TYPES["Q4_0"], 4, 64, seed=1)
+    rng = np.random.default_rng(5)
+    gain = rng.uniform(0.5, 1.5, 64).astype(np.float32)
+    before = rng.standard_normal((1, 64)).astype(np.float32)
+    made, counters, squares = Records(64, 1, "cuda", precision), np.zeros(2, np.int32), np.full(2, np.nan, np.float32)
+    one, other = (DeviceMatrix.upload(tensor, "cuda") for tensor in (first, then))
+    for _ in range(1 if SIMULATED else 2):
+        x = rng.standard_normal((1, 32)).astype(np.float32)
+        y, z = before.copy(), np.zeros((1, 4), np.float32)
+        records = Records(32, 1, "cuda", precision).quantize(x, 1)
+        recorded = matvec.Recorded(made, counters, gain, squares)
+        matvec.launch(one, records, y, 1, 0, accumulate=True, shape=shape, recorded=recorded)
+        assert_product(y - before, x if precision == "f32" else rounded(x), first_weights, 1e-5)
+        again = Records(64, 1, "cuda", precision).quantize(y * gain, 1)
+        np.testing.assert_array_equal(on_host(made.buffer), on_host(again.buffer))
+        np.testing.assert_allclose(squares, (y.astype(np.float64) ** 2).reshape(2, 32).sum(1), rtol=1e-6)
+        assert not counters.any()
+        matvec.launch(other, made, z, 1, 0, shape=SMALL, normed=matvec.Normed(squares, 0.25))
+        scaled = y * gain if precision == "f32" else rounded(y * gain)
+        assert_product(z * np.sqrt((y.astype(np.float64) ** 2).mean() + 0.25), scaled, then_weights)
+    with pytest.raises(BridgeError, match=r"Q4_0: 2 columns, .* and records of 32 rows do not go"):
+        matvec.kernel("Q4_0", 2, shape, False, "recorded")
+
+
+def test_gated_values_are_recorded_where_they_are_made():
+    pair = DeviceMatrix.upload([random_matrix(TYPES["Q4_0"], 32, 32, seed)[0] for seed in (0, 1)], "cuda", True)
+    x = np.random.default_rng(6).standard_normal((1, 32)).astype(np.float32)
+    records, made = Records(32, 1, "cuda").quantize(x, 1), Records(32, 1, "cuda")
+    plain, y, counters = (np.zeros(shape, kind) for shape, kind in (((1, 32), "f4"), ((1, 32), "f4"), (1, "i4")))
+    shape = Configuration(2, 1, 1, 4)
+    matvec.launch_silu(pair, records, plain, 1, 0, shape)
+    sums = np.array([24], np.float32)
+    recorded = matvec.Recorded(made, counters)
+    matvec.launch_silu(pair, records, y, 1, 0, shape, matvec.Normed(sums, 0.25), recorded)
+    np.testing.assert_allclose(y, plain, rtol=1e-6)  # divided by the root of 24 / 32 + 1 / 4
+    np.testing.assert_array_equal(on_host(made.buffer), on_host(Records(32, 1, "cuda").quantize(y, 1).buffer))
+    matvec.launch_silu(pair, records, y, 1, 0, shape, matvec.Normed(4 * sums, 1.0), recorded)
+    assert np.abs(y - plain).max() > 0.1 * np.abs(plain).max()
+
+
 def test_each_tensor_of_a_matrix_keeps_its_own_factor():
     factors = [np.array([f], np.float32) for f in (0.5, -3)]
     gate, up = tensors = [random_matrix(TYPES["NVFP4"], 3, 64, i, f) for i, f in enumerate(factors)]
