@@ -2,10 +2,14 @@
 
     python scripts/bench_model.py                            a synthetic 1B Q4_K, made and removed
     python scripts/bench_model.py --gguf model.gguf
+    python scripts/bench_model.py --experts                  a synthetic mixture of 64 experts, of which 8 are used
+    python scripts/bench_model.py --together                 2, 4 and 8 sequences at once beside one
+    python scripts/bench_model.py --conversation             the tokens that a second turn reads
     python scripts/bench_model.py --perplexity CHECKPOINT... --text wiki.txt
 
 The peer is llama-cpp-python (the `peers` extra, built natively); --peer-python names an interpreter that has
-it, by default this one. Ours and theirs take turns, a process a turn, at the same number of threads: what
+it, by default this one. Where it is missing, the llama.cpp of the tests' xllamacpp wheel takes its place, which on x86
+is built for AVX2. Ours and theirs take turns, a process a turn, at the same number of threads: what
 another tenant of the machine does meets both. Every process loads the file (page cache and compile caches
 warm), reads 8 tokens and yields 64 (start to the first and to the last of them, from the start of the
 interpreter), then reads 512 tokens from an empty context, then makes 64 one by one after 8, our weights all
@@ -85,6 +89,49 @@ for _ in range(64):
     model.eval([token()])
 made = 64 / (time.perf_counter() - start)
 """
+WHEEL = """
+import json, os, sys, time
+from scripts.peers.llama_cpp import LlamaCpp
+path, threads = sys.argv[1], int(sys.argv[2])
+model = LlamaCpp(path, n_ctx=2048, n_threads=threads, float_kv=False)
+def make(count):
+    row = model.next_logits(list(range(5, 13)), 0)
+    yield
+    for n in range(count):
+        row = model.next_logits([int(row.argmax())], 8 + n)
+    yield
+made = make(63)
+next(made)
+first = time.time()
+next(made)
+last = time.time()
+tokens = [(i * 7919) % 4000 for i in range(512)]
+def prompt():
+    start = time.perf_counter()
+    model.next_logits(tokens, 0)
+    return 512 / (time.perf_counter() - start)
+prompt()
+read = prompt()
+made = make(64)
+next(made)
+start = time.perf_counter()
+next(made)
+made = 64 / (time.perf_counter() - start)
+"""
+TOGETHER = """
+import json, os, sys
+import bridge
+path, threads = sys.argv[1], int(sys.argv[2])
+model = bridge.Model.load(path, threads=threads, context=512).prepare()
+model.tokenizer.stops = frozenset()
+def speed(count):
+    model.generate_batch([range(5 + i, 13 + i) for i in range(count)], 65)
+    return model.timing.tokens / model.timing.seconds
+speed(4)
+list(model.generate_tokens(range(5, 13), 65))
+one = model.timing.tokens / model.timing.seconds
+print("RESULT" + json.dumps({"one": one, **{str(n): speed(n) for n in (2, 4, 8)}}))
+"""
 REPORT = """
 peak = None
 if os.path.exists("/proc/self/status"):
@@ -100,8 +147,13 @@ def main() -> None:
         if options.perplexity:
             print_perplexity(options.perplexity, options.text, options.windows, Path(scratch))
             return
-        path = options.gguf or synthetic(Path(scratch))
-        print_speed(path, options.peer_python, options.threads, options.turns)
+        path = options.gguf or synthetic(Path(scratch), options.experts)
+        if options.together:
+            print_together(path, options.threads, options.turns)
+        elif options.conversation:
+            print_conversation(path)
+        else:
+            print_speed(path, options.peer_python, options.threads, options.turns)
 
 
 def parse() -> argparse.Namespace:
@@ -110,6 +162,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--peer-python", default=sys.executable, metavar="PYTHON", help="one that has llama_cpp")
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2], metavar="N", help="default: 1 2")
     parser.add_argument("--turns", type=int, default=3, metavar="N", help="of each; default: %(default)s")
+    parser.add_argument("--experts", action="store_true", help="a synthetic mixture of 64 experts instead")
+    parser.add_argument("--together", action="store_true", help="measure several sequences at once instead")
+    parser.add_argument("--conversation", action="store_true", help="count what a second turn reads instead")
     parser.add_argument("--perplexity", type=Path, nargs="+", metavar="DIR", help="checkpoints to measure instead")
     parser.add_argument("--text", type=Path, metavar="FILE", help="for --perplexity")
     parser.add_argument("--windows", type=int, default=64, metavar="N", help="for --perplexity; default: %(default)s")
@@ -119,14 +174,15 @@ def parse() -> argparse.Namespace:
     return options
 
 
-def synthetic(scratch: Path) -> Path:
-    """The GGUF of a synthetic 1B checkpoint."""
+def synthetic(scratch: Path, experts: bool) -> Path:
+    """The GGUF of a synthetic 1B checkpoint, or of a mixture of experts, 1.9B."""
     import bridge
 
-    command = [sys.executable, str(ROOT / "scripts" / "make_synthetic.py"), str(scratch / "1b"), "--vocab", "4096"]
-    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
-    bridge.convert(scratch / "1b", scratch / "1b.gguf")
-    return scratch / "1b.gguf"
+    shape = ["--experts", "64", "--layers", "6", "--intermediate", "768"] if experts else []
+    command = [sys.executable, str(ROOT / "scripts" / "make_synthetic.py"), str(scratch / "made"), "--vocab", "4096"]
+    subprocess.run(command + shape, check=True, stdout=subprocess.DEVNULL)
+    bridge.convert(scratch / "made", scratch / "made.gguf")
+    return scratch / "made.gguf"
 
 
 # --- speed, memory, start ---
@@ -135,8 +191,9 @@ def synthetic(scratch: Path) -> Path:
 def print_speed(path: Path, peer: str, threads: list[int], turns: int) -> None:
     has_peer = subprocess.run([peer, "-c", "import llama_cpp"], capture_output=True).returncode == 0
     if not has_peer:
-        print(f"({peer} has no llama_cpp: nothing to compare with)\n", file=sys.stderr)
-    sides = {"ours": (sys.executable, OURS)} | ({"theirs": (peer, THEIRS)} if has_peer else {})
+        print(f"({peer} has no llama_cpp: the xllamacpp wheel's is the peer)\n", file=sys.stderr)
+    theirs = (peer, THEIRS) if has_peer else (sys.executable, WHEEL)
+    sides = {"ours": (sys.executable, OURS + REPORT), "theirs": (theirs[0], theirs[1] + REPORT)}
     turn("ours", *sides["ours"], path, threads[0])  # compile what is not compiled yet; fill the page cache
     print("| what | threads | gguf-bridge | llama.cpp | ratio |\n|---|---|---|---|---|")
     peak = 0
@@ -152,11 +209,41 @@ def print_speed(path: Path, peer: str, threads: list[int], turns: int) -> None:
             ("start to first token", "start", "s"),
             ("start to 64th token", "end", "s"),
         ):
-            own, other = ([r[key] for r in found.get(side, [])] for side in ("ours", "theirs"))
-            beside = f"{statistics.median(other):.2f} {unit}" if other else ""
-            ratio = f"{statistics.median(a / b for a, b in zip(own, other, strict=True)):.2f}" if other else ""
-            print(f"| {what} | {count} | {statistics.median(own):.2f} {unit} | {beside} | {ratio} |", flush=True)
+            own, other = ([r[key] for r in found[side]] for side in ("ours", "theirs"))
+            ratio = statistics.median(a / b for a, b in zip(own, other, strict=True))
+            medians = [f"{statistics.median(values):.2f} {unit}" for values in (own, other)]
+            print(f"| {what} | {count} | {' | '.join(medians)} | {ratio:.2f} |", flush=True)
     print_memory(path, peak)
+
+
+def print_together(path: Path, threads: list[int], turns: int) -> None:
+    """Tokens a second of all sequences together; the ratio to one is the median of the turns'."""
+    turn("ours", sys.executable, TOGETHER, path, threads[0])
+    print("| threads | one | 2 sequences | ratio | 4 sequences | ratio | 8 sequences | ratio |\n|" + "---|" * 8)
+    for count in threads:
+        found = [turn("ours", sys.executable, TOGETHER, path, count) for _ in range(turns)]
+        cells = [f"{count} | {statistics.median(r['one'] for r in found):.2f} tokens/s"]
+        for n in ("2", "4", "8"):
+            ratio = statistics.median(r[n] / r["one"] for r in found)
+            cells.append(f"{statistics.median(r[n] for r in found):.2f} | {ratio:.2f}")
+        print(f"| {' | '.join(cells)} |", flush=True)
+
+
+def print_conversation(path: Path) -> None:
+    """A first turn of 1,500 tokens, a reply of 64, 32 more: what of it the second turn reads."""
+    import bridge
+
+    model = bridge.Model.load(path, context=2048)
+    model.tokenizer.stops = frozenset()
+    first = [(i * 7919) % 4000 for i in range(1500)]
+    reply = list(model.generate_tokens(first, 64))
+    print(
+        f"first turn: {model.timing.prompt_tokens} tokens, {model.timing.prompt_seconds:.2f} s to the first of the reply"
+    )
+    list(model.generate_tokens(first + reply + list(range(32)), 1))
+    t = model.timing
+    read = t.prompt_tokens - t.kept_tokens
+    print(f"second turn: {t.prompt_tokens} tokens, {read} of them read, {t.prompt_seconds:.2f} s")
 
 
 def turn(name: str, python: str, code: str, path: Path, threads: int) -> dict[str, float]:
@@ -164,12 +251,14 @@ def turn(name: str, python: str, code: str, path: Path, threads: int) -> dict[st
     variables = {key: value for key, value in os.environ.items() if key != "BRIDGE_THREADS"}
     begun = time.time()
     done = subprocess.run(
-        [python, "-c", code + REPORT, str(path), str(threads)], cwd=ROOT, env=variables, capture_output=True, text=True
+        [python, "-c", code, str(path), str(threads)], cwd=ROOT, env=variables, capture_output=True, text=True
     )
     if done.returncode:
         raise SystemExit(f"{name}: exit code {done.returncode}\n{done.stderr[-2000:]}")
     found = json.loads(done.stdout.partition("RESULT")[2])
-    return found | {"start": found["first"] - begun, "end": found["last"] - begun}
+    if "first" in found:
+        found |= {"start": found["first"] - begun, "end": found["last"] - begun}
+    return dict(found)
 
 
 def print_memory(path: Path, peak: int) -> None:

@@ -27,10 +27,10 @@ from scripts.peers.llama_cpp import LlamaCpp
 path, threads = sys.argv[1], int(sys.argv[2])
 model = LlamaCpp(path, n_ctx=2048, n_threads=threads, float_kv=False, n_batch=512)
 def make(count):
-    token = int(model.read(list(range(5, 13))).argmax())
+    token = int(model.next_logits(list(range(5, 13))).argmax())
     start = time.perf_counter()
     for i in range(count):
-        token = int(model.read([token], 8 + i).argmax())
+        token = int(model.next_logits([token], 8 + i).argmax())
     return count / (time.perf_counter() - start)
 make(1)
 first = time.time()
@@ -39,7 +39,7 @@ last = time.time()
 tokens = [(i * 7919) % 4000 for i in range(512)]
 def prompt():
     start = time.perf_counter()
-    model.read(tokens)
+    model.next_logits(tokens)
     return 512 / (time.perf_counter() - start)
 prompt()
 read = prompt()

@@ -193,6 +193,13 @@ class LlamaCpp:
         self._lib.llama_memory_clear(self._lib.llama_get_memory(self._context), True)
         return self._decode(tokens, 0)
 
+    def next_logits(self, tokens: list[int], start: int = 0) -> np.ndarray:
+        """float32 [vocab] of what follows the last of the tokens; the context holds `start` others before them."""
+        if not start:
+            self._lib.llama_memory_clear(self._lib.llama_get_memory(self._context), True)
+        row: np.ndarray = self._decode(tokens, start, every=False)[0]
+        return row
+
     def generate_greedy(self, tokens: list[int], n: int) -> list[int]:
         """The n most probable next tokens, one by one; stops before an end-of-generation token."""
         made: list[int] = []
@@ -205,16 +212,8 @@ class LlamaCpp:
             rows = self._decode([token], len(tokens) + len(made) - 1)
         return made
 
-    def read(self, tokens: list[int], start: int = 0) -> np.ndarray:
-        """float32 [vocab]: what follows the last of these tokens, which stand at `start` of the context.
-
-        At 0 the context is emptied first.
-        """
-        if start == 0:
-            self._lib.llama_memory_clear(self._lib.llama_get_memory(self._context), True)
-        return self._decode(tokens, start, last_only=True)[0]
-
-    def _decode(self, tokens: list[int], start: int, last_only: bool = False) -> np.ndarray:
+    def _decode(self, tokens: list[int], start: int, every: bool = True) -> np.ndarray:
+        """float32 [n, vocab] after every token, or after the last one alone."""
         if not tokens or start + len(tokens) > self.n_ctx:
             raise ValueError(f"{start + len(tokens)} tokens do not fit a context of {self.n_ctx}")
         batch = self._lib.llama_batch_init(len(tokens), 0, 1)
@@ -225,14 +224,14 @@ class LlamaCpp:
                 batch.pos[i] = start + i
                 batch.n_seq_id[i] = 1
                 batch.seq_id[i][0] = 0
-                batch.logits[i] = not last_only or i == len(tokens) - 1
+                batch.logits[i] = every or i == len(tokens) - 1
             status = self._lib.llama_decode(self._context, batch)
         finally:
             self._lib.llama_batch_free(batch)
         if status:
             raise RuntimeError(f"llama_decode returned {status}: {_complaint()}")
         rows = self._lib.llama_get_logits(self._context)
-        return np.ctypeslib.as_array(rows, (1 if last_only else len(tokens), self.vocab_size)).copy()
+        return np.ctypeslib.as_array(rows, (len(tokens) if every else 1, self.vocab_size)).copy()
 
 
 def _context_params(lib: Any, n_ctx: int, float_kv: bool, n_batch: int) -> _Params:

@@ -112,6 +112,12 @@ def kernel(name: str, target: str, width: int, integer: bool, near: bool = False
     return numba.cfunc(_SIGNATURE, cache=True, error_model="numpy")(clone)
 
 
+def block_by_block(name: str, target: str, integer: bool) -> dict[str, Any]:
+    """What a kernel of one column is made of, for weights whose blocks come one at a time: sizes and functions."""
+    sizes, made_of = _scope(name, target, 1, integer)
+    return {**sizes, **vectors.intrinsics(*made_of)}
+
+
 def twin(name: str, target: str, width: int, integer: bool) -> Callable[..., None]:
     """The same kernel as plain Python over numpy: it runs, slowly, where the target does not."""
     sizes, made_of = _scope(name, target, width, integer)

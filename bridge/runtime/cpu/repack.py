@@ -234,6 +234,28 @@ def _fetcher(nbytes: int) -> Any:
     return fetch
 
 
+@inner
+def group_start(raw, group, lanes, spare):
+    """Where a row group's blocks stand: in raw, or, if rows are lacking, with zeros in spare uint8 [lanes, row bytes]."""
+    rows, row_bytes = raw.shape
+    if (group + 1) * lanes <= rows:
+        return raw.ctypes.data + group * lanes * row_bytes
+    for r in range(lanes):
+        for i in range(row_bytes):
+            spare[r, i] = raw[group * lanes + r, i] if group * lanes + r < rows else 0
+    return spare.ctypes.data
+
+
+@inner
+def first_bad(bad, group, lanes):
+    """The row of the lowest bit of `bad`, which `move` returned."""
+    row = group * lanes
+    while not bad & 1:
+        bad >>= 1
+        row += 1
+    return row
+
+
 def _repack(raw, first, last, stride, codes_from, out):
     """Row groups first..last-1 of raw uint8 [rows, row bytes] -> out uint8, row group `first` at its beginning.
 
@@ -241,43 +263,36 @@ def _repack(raw, first, last, stride, codes_from, out):
     is not finite, or -1.
     """
     rows, row_bytes = raw.shape
-    source = raw.ctypes.data
     target = out.ctypes.data
-    padded = np.zeros((0, row_bytes), np.uint8)
+    spare = np.empty((lanes if last * lanes > rows else 0, row_bytes), np.uint8)
     bad_row = -1
     for group in range(first, last):
-        start = source + group * lanes * row_bytes
-        if (group + 1) * lanes > rows:
-            padded = np.zeros((lanes, row_bytes), np.uint8)
-            for r in range(rows - group * lanes):
-                for i in range(row_bytes):
-                    padded[r, i] = raw[group * lanes + r, i]
-            start = padded.ctypes.data
+        start = group_start(raw, group, lanes, spare)
         place = target + (group - first) * stride
         bad = 0
         for b in range(row_bytes // nbytes):
             fetch(start + lanes * (row_bytes + b * nbytes))  # the same part of the next row group
             bad |= move(start + b * nbytes, row_bytes, place + b * halves_bytes, place + codes_from + b * block_bytes)
         if bad and bad_row < 0:
-            bad_row = group * lanes
-            while not bad & 1:
-                bad >>= 1
-                bad_row += 1
+            bad_row = first_bad(bad, group, lanes)
     return bad_row
+
+
+@cache
+def moves(name: str, lanes: int) -> dict[str, Any]:
+    """`move` and `fetch` of a type, and the sizes of its blocks."""
+    layout = Layout(TYPES[name], lanes)
+    return {
+        "move": _mover(name, lanes),
+        "fetch": _fetcher(lanes * layout.block.nbytes),
+        "lanes": lanes,
+        "nbytes": layout.block.nbytes,
+        "halves_bytes": layout.halves_bytes,
+        "block_bytes": layout.block_bytes,
+    }
 
 
 @cache
 def repacker(name: str, lanes: int, inside: bool = False) -> Any:
     """The compiled `repack(raw, first, last, stride, codes_from, out)`; `inside`: for calls from kernels alone."""
-    layout = Layout(TYPES[name], lanes)
-    return specialize(
-        _repack,
-        f"{name}_{lanes}",
-        inner if inside else kernel,
-        move=_mover(name, lanes),
-        fetch=_fetcher(lanes * layout.block.nbytes),
-        lanes=lanes,
-        nbytes=layout.block.nbytes,
-        halves_bytes=layout.halves_bytes,
-        block_bytes=layout.block_bytes,
-    )
+    return specialize(_repack, f"{name}_{lanes}", inner if inside else kernel, **moves(name, lanes))

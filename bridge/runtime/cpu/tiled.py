@@ -1,8 +1,8 @@
-"""A tensor that is not prepared: row groups are repacked as they are needed, tile by tile, into the core's cache.
+"""A tensor that is not prepared: its blocks are repacked as they are needed, into the core's cache.
 
-Repacking takes several times as long as a product with one vector, so that these run at a fraction of a prepared
-tensor's speed (measured on a Zen 4, one thread: Q4_K 6, Q6_K 4, Q8_0 10 GB/s); for many tokens at once it hardly
-counts. No memory is taken but a tile a thread.
+With one vector, a block is multiplied right after it was repacked, so that memory is read all the time; repacking takes
+about twice as long as the product itself. With many, a tile of row groups is repacked before all of them pass over it,
+and repacking hardly counts. No memory is taken but a tile a thread.
 """
 
 from __future__ import annotations
@@ -18,16 +18,22 @@ from bridge.runtime.cpu import interleaved, pool
 from bridge.runtime.cpu.memory import c_function, pointer
 from bridge.runtime.cpu.portable import Matrix
 from bridge.runtime.cpu.products import Interleaved
-from bridge.runtime.cpu.repack import repacker
+from bridge.runtime.cpu.repack import first_bad, group_start, moves, repacker
 
 _TILE = 1 << 17  # bytes
 _LINE = 64
 
 # words of the block that a kernel gets in place of the weights' address
-_RAW, _ROWS, _ROW_BYTES, _CODES_FROM, _KERNEL, _BAD, _WORDS = range(7)
+_RAW, _ROWS, _ROW_BYTES, _CODES_FROM, _KERNEL, _TILED, _BAD, _WORDS = range(8)
 
 # set per type by `c_function`
 repack: Any = None
+move: Any = None
+fetch: Any = None
+zeros: Any = None
+accumulate: Any = None
+store: Any = None
+lanes = nbytes = record = halves_bytes = block_bytes = 0
 
 
 def _tiles(block, x, y, blocks, stride, tokens, y_stride, first, last):
@@ -47,9 +53,43 @@ def _tiles(block, x, y, blocks, stride, tokens, y_stride, first, last):
         pool.call(fields[_KERNEL], weights, x, y, blocks, stride, tokens, y_stride, start, start + groups)
 
 
+def _blocks(block, x, y, blocks, stride, tokens, y_stride, first, last):
+    """As `_tiles`, for one vector; several are left to that."""
+    fields = numba.carray(pointer(block), (_WORDS,), np.int64)
+    if tokens > 1:
+        pool.call(fields[_TILED], block, x, y, blocks, stride, tokens, y_stride, first, last)
+        return
+    raw = numba.carray(pointer(fields[_RAW]), (fields[_ROWS], fields[_ROW_BYTES]), np.uint8)
+    row_bytes = raw.shape[1]
+    spare = np.empty((lanes if last * lanes > raw.shape[0] else 0, row_bytes), np.uint8)
+    memory = np.empty(block_bytes + halves_bytes + 2 * _LINE, np.uint8)
+    codes = (memory.ctypes.data + _LINE - 1) // _LINE * _LINE
+    halves = codes + (block_bytes + _LINE - 1) // _LINE * _LINE
+    for group in range(first, last):
+        start = group_start(raw, group, lanes, spare)
+        totals = zeros()
+        bad = 0
+        values = x
+        for b in range(blocks):
+            fetch(start + lanes * (row_bytes + b * nbytes))
+            bad |= move(start + b * nbytes, row_bytes, halves, codes)
+            totals = accumulate(totals, codes, halves, values)
+            values += record
+        store(totals, y + group * lanes * 4, y_stride)
+        if bad:
+            fields[_BAD] = first_bad(bad, group, lanes)
+
+
 @cache
-def _function(name: str, lanes: int) -> Any:
+def _tile_function(name: str, lanes: int) -> Any:
     return c_function(_tiles, f"{name}_{lanes}", repack=repacker(name, lanes, inside=True))
+
+
+@cache
+def _block_function(name: str, target: str, lanes: int, integer: bool) -> Any:
+    scope = {**interleaved.block_by_block(name, target, integer), **moves(name, lanes)}
+    del scope["columns"]
+    return c_function(_blocks, f"{name}_{target}_{'int8' if integer else 'f32'}", **scope)
 
 
 class Tiled(Interleaved):
@@ -67,9 +107,12 @@ class Tiled(Interleaved):
         block[_RAW], block[_ROWS], block[_ROW_BYTES] = raw.ctypes.data, rows, raw.size // rows
         block[_CODES_FROM] = self.layout.codes_from(self.blocks)
         block[_KERNEL] = interleaved.kernel(self.block.name, self.target, columns, integer, near=True).address
-        block[_BAD] = -1
+        tiles = _tile_function(self.block.name, self.lanes).address
+        block[_TILED], block[_BAD] = tiles, -1
         self._blocks.append(block)
-        return _function(self.block.name, self.lanes).address, block.ctypes.data
+        if columns > 1:
+            return tiles, block.ctypes.data
+        return _block_function(self.block.name, self.target, self.lanes, integer).address, block.ctypes.data
 
     def passes(self, tokens: int) -> list[tuple[int, int]]:
         return [(tokens, self._width(tokens))]  # each pass repacks
