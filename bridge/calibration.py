@@ -123,7 +123,7 @@ def needed(plan: Plan, source: Source, importance: Importance) -> dict[str, tupl
     parts: list[tuple[PlannedTensor, int, Part]] = []
     for tensor in plan.tensors:
         if tensor.layer is not None and block_type(str(tensor.type)) is not None and tensor.reason != AS_IT_IS:
-            parts += [(tensor, i, part) for i, part in enumerate(tensor.parts) if part.matrix is None]
+            parts += [(tensor, i, part) for i, part in enumerate(tensor.parts) if part.layer is not None]
 
     def loses(item: tuple[PlannedTensor, int, Part]) -> bool:
         from bridge.mapping.choose import keeps_codes, must_keep
@@ -137,7 +137,7 @@ def needed(plan: Plan, source: Source, importance: Importance) -> dict[str, tupl
 
     with ThreadPoolExecutor(usable_cpus(), thread_name_prefix="look") as pool:
         found = [item for item, lost in zip(parts, pool.map(loses, parts), strict=True) if lost]
-    return {part.module: (str(tensor.type), part.columns) for tensor, _, part in found}
+    return {str(part.layer): (str(tensor.type), part.columns) for tensor, _, part in found}
 
 
 def quantize_layers(
@@ -266,6 +266,8 @@ def quantize_planned(
     wishes = {
         name: Wish(type_, settings.quantizer(superblocks(type_)), columns)
         for name, (type_, columns) in needed(plan, source, importance).items()
+        # by themselves, matrices of 3-D tensors are rounded when they are written
+        if settings.method != "rtn" or name in ckpt.modules or f"{name}.weight" in ckpt.tensors
     }
     if not wishes:
         raise BridgeError(f"{ckpt.path}: every layer keeps its codes in these types; convert it without --calibrate")
@@ -281,7 +283,7 @@ def _write_imatrix(plan: Plan, kept: KeptLayers, settings: Calibration) -> None:
 
     found: dict[str, tuple[np.ndarray, np.ndarray]] = {}
     for tensor in plan.tensors:
-        layers = [layer for part in tensor.parts if (layer := kept.layers.get(part.module))]
+        layers = [layer for part in tensor.parts if (layer := kept.layers.get(part.layer or ""))]
         if layers and len(layers) == len(tensor.parts):
             rows = layers if len(tensor.shape) == 3 else layers[:1]  # parts of a fused matrix share their inputs
             found[tensor.name] = (

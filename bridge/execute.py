@@ -150,14 +150,15 @@ class Executor:
 
     def _layer(self, part: Part, block: BlockType) -> KeptLayer | None:
         """The part as it was quantized to this type with a text, if it was."""
-        layer = self.layers.get(part.module) if part.matrix is None else None
+        layer = self.layers.get(part.layer) if part.layer is not None else None
         return layer if layer is not None and layer.type == block.name else None
 
     def _calibrated(self, layer: KeptLayer, part: Part) -> tuple[np.ndarray, Fidelity]:
         """A part's blocks, uint8 [rows, row bytes], rows in the GGUF's order, and how close they are."""
         from bridge.mapping.carry import Fidelity
 
-        rows = np.arange(part.shape[0]) if part.rows is None else part.rows
+        # the layer of a matrix of a 3-D source is no more than the part's own rows
+        rows = np.arange(part.shape[0]) if part.rows is None or part.matrix is not None else part.rows
         noise = self.source.grouped(part).noise() if self.source.coded(part) else 0.0
         error, signal = layer.errors()[:, rows].sum(1).tolist()
         return layer.blocks()[rows], Fidelity(math.prod(part.shape), error, signal, noise, 0)

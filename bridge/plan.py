@@ -57,6 +57,22 @@ class Part:
         """The linear layer that this is the weight of."""
         return self.source.removesuffix(".weight")
 
+    @property
+    def layer(self) -> str | None:
+        """What calibration calls the linear layer: a matrix of a 3-D tensor as if it stood by itself.
+
+        experts.gate_up_proj -> experts.3.gate_proj, its first half of rows, or experts.3.up_proj; None: neither
+        """
+        if self.matrix is None:
+            return self.module
+        experts, _, name = self.source.rpartition(".")
+        if name == "gate_up_proj" and self.rows is not None:
+            starts = set((self.rows - np.arange(len(self.rows))).tolist())
+            name = "gate_proj" if starts == {0} else "up_proj" if starts == {len(self.rows)} else ""
+        elif name != "down_proj" or self.rows is not None:
+            name = ""
+        return f"{experts}.{self.matrix}.{name}" if name and self.change is None else None
+
 
 @dataclass(frozen=True, eq=False)
 class PlannedTensor:

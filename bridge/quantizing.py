@@ -55,7 +55,7 @@ def quantize_checkpoint(
     with opened(checkpoint, config, None) as ckpt:
         grid = f"{bits} bits, groups of {group_size}, {'symmetric' if symmetric else 'asymmetric'}"
         method = calibrate.quantizer(groups(bits, group_size, symmetric))
-        awq = Awq(method, stored=_norms(ckpt)) if calibrate.method == "awq" else None
+        awq = Awq(method, stored=_norms(ckpt), folder=layers_of(path)) if calibrate.method == "awq" else None
         shapes = _linears(ckpt)
         whys = {name: refusal(format, Groups(bits, group_size), shape) for name, shape in shapes.items()}
         wishes = {name: Wish(grid, awq or method) for name, why in whys.items() if why is None}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,10 @@ from bridge.cli import main
 from bridge.conversion import convert
 from bridge.errors import BridgeError
 from bridge.mapping.imatrix import read_imatrix
+from bridge.quantize import awq_method
 from bridge.quantize.texts import load_tokenizer, read_tokens
-from bridge.report import CALIBRATED, CARRIED
+from bridge.quantizing import quantize_checkpoint
+from bridge.report import CALIBRATED, CARRIED, FLOAT
 from tests.support.tiny_models import predict, save_model
 
 TEXT = "The quick brown fox jumps over the lazy dog; and then it sleeps, until the dog wakes up again. "
@@ -104,6 +107,22 @@ def test_a_second_run_goes_on_where_a_killed_one_stopped_and_ends_in_the_same_fi
     convert(model, halted, type="Q4_K", calibrate=settings(text, progress=lambda done, total, name: seen.append(name)))
     assert len(seen) == 1 + 14 - 5
     assert whole.read_bytes() == halted.read_bytes()
+
+
+def test_the_experts_of_3d_tensors_are_quantized_as_those_that_stand_by_themselves(text, tmp_path) -> None:
+    fields: dict[str, Any] = {"vocab_size": 2048, "num_hidden_layers": 1, "head_dim": 32, "norm_topk_prob": True}
+    fields |= {"num_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 256}
+    found = []
+    for original in (True, False):
+        folder = save_model(tmp_path / f"model-{original}", "Qwen3MoeConfig", original_format=original, **fields)
+        report = convert(folder, tmp_path / f"{original}.gguf", type="Q8_0", calibrate=settings(text, sweeps=0))
+        experts = [t for t in report.tensors if "_exps" in t.name]
+        assert [t.how for t in experts] == [CALIBRATED] * 3
+        found.append({t.name: t.data for t in gguf.GGUFReader(tmp_path / f"{original}.gguf").tensors})
+    assert all(np.array_equal(values, found[1][name]) for name, values in found[0].items())
+    rtn = Calibration(None, method="rtn")
+    report = convert(folder, tmp_path / "rtn.gguf", type="Q8_0", calibrate=rtn)
+    assert {t.how for t in report.tensors if "_exps" in t.name} == {FLOAT}
 
 
 def test_a_damaged_kept_layer_is_made_again(model, text, tmp_path) -> None:
@@ -222,6 +241,22 @@ def test_awq_scales_reach_the_norms_and_the_model_is_nearer_than_by_rounding(mod
     norm = "model.layers.0.input_layernorm.weight"
     assert not np.array_equal(*(load_file(f / "model.safetensors")[norm] for f in (model, tmp_path / "awq")))
     assert errors["awq"] < errors["rtn"]
+
+
+def test_awq_goes_on_with_the_scales_that_a_killed_run_has_found(model, text, tmp_path, monkeypatch) -> None:
+    def stop(done: int, total: int, name: str) -> None:
+        if done == 9:
+            raise KeyboardInterrupt
+
+    awq = settings(text, method="awq")
+    quantize_checkpoint(model, tmp_path / "whole", "awq", group_size=32, calibrate=awq)
+    with pytest.raises(BridgeError, match="interrupted; 9 of 14"):
+        quantize_checkpoint(model, tmp_path / "out", "awq", group_size=32, calibrate=replace(awq, progress=stop))
+    assert len(list((tmp_path / "out.layers").glob("*.scales"))) == 2
+    monkeypatch.setattr(awq_method, "smoothing", None)  # nothing is searched again
+    quantize_checkpoint(model, tmp_path / "out", "awq", group_size=32, calibrate=awq)
+    one, other = ((tmp_path / name / "model.safetensors").read_bytes() for name in ("whole", "out"))
+    assert one == other
 
 
 def out_floats(folder: Path, floats: Path) -> Path:

@@ -11,18 +11,22 @@ a norm whose output something else reads too (a router), or values that several 
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from bridge.quantize.awq_search import clipped, fold, smoothing
 from bridge.quantize.calibrate import Calibrated
 from bridge.quantize.feeds import Feed
 from bridge.quantize.hessian import Hessian
+from bridge.quantize.kept import file_of, keep
 from bridge.quantize.method import Method, Quantized
 from bridge.quantize.solver import dequantize, error, round_to_nearest
 from bridge.quantize.stages import find_stages, inputs
@@ -47,6 +51,7 @@ class Awq:
     method  rounds the scaled and clipped weights on its group grid: RTN as in the paper, or GPTQ
     clip    search for clips too
     stored  the dtype that floats will have in the checkpoint
+    folder  where the scales of each block are kept, so that a second run searches none again; None: nowhere
 
     floats  what has changed of them, float32 by full name, as `stored` rounds it
     folds   what went where
@@ -55,6 +60,7 @@ class Awq:
     method: Method
     clip: bool = True
     stored: torch.dtype = torch.float16
+    folder: Path | None = None
     floats: dict[str, np.ndarray] = field(default_factory=dict)
     folds: list[Fold] = field(default_factory=list)
 
@@ -70,6 +76,13 @@ class Awq:
         layers   by name, those that will be quantized
         name_of  the name in the checkpoint of a module of the block
         """
+        file = None if self.folder is None else file_of(self.folder, next(iter(layers), ""), ".scales")
+        kept = _kept(file) if file is not None else None
+        if kept is not None:
+            for own, known, s in kept:
+                self._fold(block.get_submodule(own), own, known, s, layers, name_of)
+            return
+        done: list[tuple[str, Fold, torch.Tensor]] = []
         ran = _order(block, feeds[0])
         for stage in find_stages(block, layers, feeds):
             if stage.fellows:  # all experts read one norm, and so does their router
@@ -90,12 +103,30 @@ class Awq:
                     weights, (size / hessian.tokens).to(weights[0]), hessian.matrix, self._rounding
                 )
                 own = next(name for name, module in block.named_modules() if module is found)
-                self.folds.append(
-                    Fold(name_of(own), tuple(names), alpha, min(errors) / errors[0] if errors[0] else 1.0)
-                )
-                if alpha:
-                    fold(found, linears, s.to(linears[0].weight.dtype))
-                    self._note(found, name_of(own), found in layers.values())
+                gain = min(errors) / errors[0] if errors[0] else 1.0
+                done.append((own, Fold(name_of(own), tuple(names), alpha, gain), s))
+                self._fold(found, *done[-1], layers, name_of)
+        if file is not None:
+            folds = json.dumps([(own, asdict(found)) for own, found, _ in done])
+            scales = {str(i): s.cpu().numpy() for i, (_, _, s) in enumerate(done)}
+            keep(file, "the scales of a block", scales, {"folds": folds})
+
+    def _fold(
+        self,
+        before: nn.Module,
+        own: str,
+        known: Fold,
+        s: torch.Tensor,
+        layers: Mapping[str, nn.Module],
+        name_of: Callable[[str], str],
+    ) -> None:
+        """Fold scales in place, and note what has changed; own: the name in the block of what is before the layers."""
+        self.folds.append(known)
+        if known.alpha:
+            linears = [layers[name] for name in known.layers]
+            weight: torch.Tensor = linears[0].weight  # type: ignore[assignment]
+            fold(before, linears, s.to(weight))
+            self._note(before, name_of(own), before in layers.values())
 
     def layer(self, layer: Calibrated, columns: np.ndarray | None = None) -> tuple[torch.Tensor, Quantized]:
         """Clip and quantize one layer, as `Method.layer`."""
@@ -120,6 +151,19 @@ class Awq:
             if values is not None:
                 values.data.copy_(values.data.to(self.stored))
                 self.floats[f"{name}.{part}"] = values.data.float().cpu().numpy().copy()
+
+
+def _kept(file: Path) -> list[tuple[str, Fold, torch.Tensor]] | None:
+    """What a run before found for a block: what is before, the fold, and s; None where that is not known."""
+    try:
+        with safe_open(file, "pt") as stored:
+            folds = json.loads(stored.metadata()["folds"])
+            return [
+                (own, Fold(**{**known, "layers": tuple(known["layers"])}), stored.get_tensor(str(i)))
+                for i, (own, known) in enumerate(folds)
+            ]
+    except (OSError, SafetensorError, TypeError, KeyError, ValueError):
+        return None
 
 
 def _order(block: nn.Module, feed: Feed) -> list[nn.Module]:

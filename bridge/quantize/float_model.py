@@ -91,7 +91,12 @@ class FloatModel:
     def name(self, layer: str) -> str:
         """A layer's name in the checkpoint. Experts of a 3-D tensor are named as if they stood by themselves."""
         stored = self._stored(f"{layer}.weight")
-        return layer if stored is None or not stored.endswith(".weight") else stored.removesuffix(".weight")
+        if stored is None:
+            return layer
+        if stored.endswith(".weight"):
+            return stored.removesuffix(".weight")
+        _, found, own = layer.rpartition(".experts.")
+        return f"{stored.rpartition('.')[0]}.{own}" if found else layer
 
     def _modules(self, block: int | None) -> Iterator[tuple[str, nn.Module]]:
         if block is not None:

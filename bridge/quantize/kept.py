@@ -86,6 +86,24 @@ class KeptLayer:
             return file.get_tensor(key)
 
 
+def file_of(folder: Path, name: str, suffix: str) -> Path:
+    """Where what is known of a module is kept."""
+    return folder / f"{hashlib.sha256(name.encode()).hexdigest()[:24]}{suffix}"
+
+
+def keep(file: Path, name: str, tensors: Mapping[str, np.ndarray], metadata: dict[str, str]) -> None:
+    """Write a file of safetensors, whole or not at all. Raises BridgeError where the disk is full."""
+    part = file.with_suffix(f".{os.getpid()}")
+    try:
+        save_file({k: np.ascontiguousarray(v) for k, v in tensors.items()}, part, metadata)
+        os.replace(part, file)
+    except (OSError, SafetensorError) as problem:
+        part.unlink(missing_ok=True)
+        raise BridgeError(
+            f"{file.parent}: keeping {name} failed ({problem}); make room and run again: finished layers are kept there"
+        ) from None
+
+
 class KeptLayers:
     """The folder of a run's finished layers; made where it does not exist.
 
@@ -144,7 +162,7 @@ class KeptLayers:
         errors = np.empty((2, len(weight)))
         for r in tiles(len(weight)):
             errors[:, r] = [np.square(x, dtype=np.float64).sum(1) for x in (weight[r] - values[r], weight[r])]
-        tensors = {"errors": errors, "importance": np.ascontiguousarray(importance, np.float32)}
+        tensors: dict[str, Any] = {"errors": errors, "importance": np.ascontiguousarray(importance, np.float32)}
         if isinstance(done.grid, GroupGrid):
             type_, t = "groups", done.tensor()
             tensors |= {"codes": t.codes, "scales": t.scales, "zeros": t.zeros}
@@ -156,21 +174,10 @@ class KeptLayers:
             tensors["blocks"] = done.blocks()
             if done.layout is not None:
                 tensors["layout"] = done.layout
-        name = hashlib.sha256(done.name.encode()).hexdigest()[:24]
-        layer = KeptLayer(self.folder / f"{name}.safetensors", done.name, type_, done.error, done.damping, tokens)
+        file = file_of(self.folder, done.name, ".safetensors")
+        layer = KeptLayer(file, done.name, type_, done.error, done.damping, tokens)
         record = {key: value for key, value in asdict(layer).items() if key != "file"}
-        part = layer.file.with_suffix(f".{os.getpid()}")
-        try:
-            save_file(
-                {k: np.ascontiguousarray(v) for k, v in tensors.items()}, part, {"layer": json.dumps(record), **extra}
-            )
-            os.replace(part, layer.file)
-        except (OSError, SafetensorError) as problem:
-            part.unlink(missing_ok=True)
-            raise BridgeError(
-                f"{self.folder}: keeping {done.name} failed ({problem}); make room and run again: "
-                f"{len(self.layers)} finished layers are kept there"
-            ) from None
+        keep(file, done.name, tensors, {"layer": json.dumps(record), **extra})
         self.layers[layer.name] = layer
         return layer
 
