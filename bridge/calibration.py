@@ -158,7 +158,7 @@ def quantize_layers(
     """
     from bridge.quantize.kept import KeptLayers
 
-    tokens = None if settings.method == "rtn" else _tokens(ckpt, settings)
+    tokens = None if settings.method == "rtn" else calibration_tokens(ckpt, settings)
     layers = KeptLayers(folder, _job(ckpt, settings, wishes, tokens), force)
     done = len(layers.layers)
 
@@ -193,7 +193,8 @@ def quantize_layers(
     return layers, notes + [note for layer in layers.layers.values() if (note := _damping_note(layer, settings))]
 
 
-def _tokens(ckpt: Checkpoint, settings: Calibration) -> torch.Tensor:
+def calibration_tokens(ckpt: Checkpoint, settings: Calibration) -> torch.Tensor:
+    """int64 [sequences, length] of the text. Raises BridgeError as `read_tokens` does."""
     from bridge.quantize.texts import TOKEN_FILES, load_tokenizer, read_tokens
 
     if settings.text is None:
@@ -253,8 +254,12 @@ def quantize_planned(
     settings: Calibration,
     folder: Path,
     force: bool,
-) -> tuple[KeptLayers, list[str]]:
-    """Quantize the layers of a plan that need it (see `needed`); returns as `quantize_layers`."""
+    optional: bool = False,
+) -> tuple[KeptLayers | None, list[str]]:
+    """Quantize the layers of a plan that need it (see `needed`); returns as `quantize_layers`.
+
+    optional  no layers where none needs it, instead of BridgeError
+    """
     from bridge.quantize import superblocks
 
     if settings.method == "awq":
@@ -267,6 +272,8 @@ def quantize_planned(
         name: Wish(type_, settings.quantizer(superblocks(type_)), columns)
         for name, (type_, columns) in needed(plan, source, importance).items()
     }
+    if not wishes and optional:
+        return None, []
     if not wishes:
         raise BridgeError(f"{ckpt.path}: every layer keeps its codes in these types; convert it without --calibrate")
     layers, notes = quantize_layers(ckpt, settings, wishes, folder, force)

@@ -19,12 +19,14 @@ from typing import Any, NoReturn
 from bridge.blocks import BLOCKS, TYPES
 from bridge.errors import BridgeError, shortened
 from bridge.options import (
+    add_budget,
     add_calibration,
     add_choices,
     add_config,
     add_file,
     add_output,
     add_types,
+    budget,
     calibration,
     choices,
     positive,
@@ -155,6 +157,7 @@ def _add_convert(commands: Any) -> None:
         help="with --plan: write shard I of its N alone, as a run of the whole would",
     )
     add_calibration(p, "quantize what cannot keep its codes (act-order, FP8, floats) with this text; see quantize")
+    add_budget(p, requantize=True)
     add_output(p)
 
 
@@ -171,7 +174,8 @@ def _add_quantize(commands: Any) -> None:
     p.add_argument("out", nargs="?", help="the GGUF to write, or the folder of --format (default: the model's name)")
     add_config(p)
     add_calibration(p, "the text: plain, .jsonl, or token ids (.pt, .npy, .safetensors)")
-    add_types(p, "Q4_K", "of the layers: a block type or a llama.cpp preset (default: %(default)s)")
+    add_budget(p)
+    add_types(p, None, "of the layers: a block type or a llama.cpp preset (default: Q4_K)")
     add_file(p)
     groups = p.add_argument_group("a checkpoint instead of a GGUF")
     groups.add_argument("--format", choices=("gptq", "gptq_v2", "awq"), help="gptq is v1, awq AutoAWQ's gemm layout")
@@ -248,13 +252,18 @@ def _convert(a: argparse.Namespace) -> int:
         a.checkpoint, a.out = None, a.checkpoint  # `convert --plan plan.json out.gguf`
     if a.report:
         check_report(a.report)
-    with Bar("quantizing", unit=" layers") as layers, Bar("converting") as bar:
+    with (
+        Bar("measuring", unit=" steps") as steps,
+        Bar("quantizing", unit=" layers") as layers,
+        Bar("converting") as bar,
+    ):
         report = convert(
             a.checkpoint,
             a.out,
             config=a.config,
             **choices(a),
             calibrate=calibration(a, layers),
+            budget=budget(a, steps),
             plan=a.plan,
             shard=a.shard,
             modelfile=a.modelfile,
@@ -271,11 +280,16 @@ def _convert(a: argparse.Namespace) -> int:
 def _quantize(a: argparse.Namespace) -> int:
     if a.calibrate is None and a.method != "rtn":
         raise BridgeError("quantize needs a text: --calibrate FILE; without one, `convert` rounds floats to nearest")
+    asked = budget(a, None)
+    if a.type is None:
+        a.type = "auto" if asked else "Q4_K"
     if a.format is None:
         block = BLOCKS.get(a.type.upper())
         if a.output_type is None and block is not None and block.bpw < BLOCKS["Q6_K"].bpw:
             a.output_type = "Q6_K"  # as llama.cpp's presets have it
         return _convert(a)
+    if asked:
+        raise BridgeError("--size and --bpw choose among GGUF types; a checkpoint's groups are all alike, see --bits")
     from bridge.quantizing import quantize_checkpoint
 
     with Bar("quantizing", unit=" layers") as layers, Bar("writing") as bar:

@@ -93,6 +93,15 @@ class FloatModel:
         stored = self._stored(f"{layer}.weight")
         return layer if stored is None or not stored.endswith(".weight") else stored.removesuffix(".weight")
 
+    def ends(self) -> tuple[str, str]:
+        """The names of the embeddings and the output head in the checkpoint; one name where one serves for both."""
+        found = []
+        for module in (self.model.get_input_embeddings(), self.model.get_output_embeddings()):
+            found.append(next(name for name, m in self.model.named_modules() if m is module))
+        embeddings, head = found
+        tied = self._stored(f"{head}.weight") is None and self.model.config.tie_word_embeddings
+        return self.name(embeddings), self.name(embeddings if tied else head)
+
     def _modules(self, block: int | None) -> Iterator[tuple[str, nn.Module]]:
         if block is not None:
             yield from self.blocks[block].named_modules(prefix=f"{self.prefix}.{block}")
