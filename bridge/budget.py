@@ -29,6 +29,9 @@ from bridge.report import size_text
 from bridge.source import Source
 
 if TYPE_CHECKING:
+    import torch
+
+    from bridge.quantize.calibrate import Calibrated
     from bridge.quantize.float_model import FloatModel
     from bridge.quantize.passes import Passes
     from bridge.quantize.sensitivity import Cost
@@ -54,7 +57,7 @@ class Budget:
     size: int | None = None
     bpw: float | None = None
     swaps: int = 24
-    tokens: int = 4096
+    tokens: int = 2048
     requantize: bool = False
     plan_out: Path | None = None
     progress: Progress | None = field(default=None, compare=False, repr=False)
@@ -241,25 +244,23 @@ class _Search:
             for item in self.items
         ]
 
-    def _measure_layers(self, passes: Passes, tokens: Any) -> None:
-        """Fill `costs`: of layers inside blocks with Hessians of all tokens, of the rest with those of `passes`."""
+    def _measure_layers(self, passes: Passes, tokens: torch.Tensor) -> None:
+        """Fill `costs`."""
         from bridge.quantize import quantize_model
-        from bridge.quantize.calibrate import Calibrated
         from bridge.quantize.sensitivity import embedding_costs, layer_costs
 
         gradients = dict(passes.mean_square_gradients())
         embeddings, head = self.model.ends()
-        for name in {embeddings, head} & self.types.keys():
-            ends = self.model.model.get_input_embeddings(), self.model.model.get_output_embeddings()
-            found = []
-            if name == embeddings:
-                found.append(embedding_costs(ends[0].weight, passes.tokens, gradients["embeddings"], self.types[name]))
-            if name == head:
-                hessian, variances = passes.head()
-                methods = dict.fromkeys(self.types[name])
-                found.append(layer_costs(ends[1].weight, hessian, variances, methods, samples=256))
-            self.costs[name] = found[0] if len(found) == 1 else {t: found[0][t] + found[1][t] for t in found[0]}
-            self._step(name)
+        gradients[head] = passes.head_gradients()
+        if embeddings in self.types:
+            weight = self.model.model.get_input_embeddings().weight
+            types = self.types[embeddings]
+            self.costs[embeddings] = embedding_costs(weight, passes.tokens, gradients["embeddings"], types)
+            if head == embeddings:
+                weight = self.model.model.get_output_embeddings().weight
+                found = layer_costs(weight, passes.head_hessian(), gradients[head], dict.fromkeys(types))
+                self.costs[head] = {t: cost + found[t] for t, cost in self.costs[head].items()}
+            self._step(embeddings)
 
         def measure(layer: Calibrated) -> tuple[Any, None]:
             self.costs[layer.name] = self._layer_costs(layer, gradients.get(layer.name))
@@ -269,13 +270,13 @@ class _Search:
 
         walk = quantize_model(
             self.model, tokens, measure, batch=max(1, 4096 // tokens.shape[1]),
-            wanted=(self.types.keys() - {embeddings, head}).__contains__, offload=self.settings.offload,
+            wanted=(self.types.keys() - {embeddings}).__contains__, offload=self.settings.offload, head=True,
         )  # fmt: skip
         for _ in walk:
             pass
         passes.load_ends()
 
-    def _layer_costs(self, layer: Any, gradients: Any) -> dict[str, Cost]:
+    def _layer_costs(self, layer: Calibrated, gradients: torch.Tensor | None) -> dict[str, Cost]:
         from bridge.quantize import superblocks
         from bridge.quantize.calibrate import Calibrated
         from bridge.quantize.sensitivity import Cost, layer_costs
@@ -285,11 +286,14 @@ class _Search:
             return dict.fromkeys(types, Cost(0.0))
         columns = self.parts[layer.name].columns
 
-        def rounded(rows: Any, type: str) -> Any:
+        def rounded(rows: torch.Tensor, type: str) -> torch.Tensor:
             method = self.settings.quantizer(superblocks(type))
             return method.layer(Calibrated(layer.name, rows, layer.hessian), columns)[0]
 
-        methods = {type: rounded if type in BLOCKS else None for type in types}
+        def calibrated(type: str) -> bool:
+            return type in BLOCKS and not (layer.name == self.model.ends()[1] and type == "Q8_0")
+
+        methods = {type: rounded if calibrated(type) else None for type in types}
         costs = layer_costs(layer.weight, layer.hessian, gradients, methods, layer.hessian.mean_squares())
         return costs | {type: Cost(0.0, 0.0) for type in types if self._keeps_codes(layer.name, type)}
 

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from bridge.blocks import Q8_0
 from bridge.checkpoint import Checkpoint
 from bridge.cpus import usable_cpus
 from bridge.errors import BridgeError
@@ -116,13 +117,16 @@ class Wish:
 
 
 def needed(plan: Plan, source: Source, importance: Importance) -> dict[str, tuple[str, np.ndarray | None]]:
-    """The layers inside decoder blocks that the plan wants in a block type and that cannot keep their codes in it.
+    """The layers that the plan wants in a block type and that cannot keep their codes in it: those inside decoder
+    blocks, and the output head if it is to have less than 8 bits.
 
     By module: the type, and the order of columns if not as they stand.
     """
     parts: list[tuple[PlannedTensor, int, Part]] = []
     for tensor in plan.tensors:
-        if tensor.layer is not None and block_type(str(tensor.type)) is not None and tensor.reason != AS_IT_IS:
+        block = block_type(str(tensor.type))
+        inside = tensor.layer is not None or (tensor.kind == "output" and block is not Q8_0)
+        if inside and block is not None and tensor.reason != AS_IT_IS:
             parts += [(tensor, i, part) for i, part in enumerate(tensor.parts) if part.matrix is None]
 
     def loses(item: tuple[PlannedTensor, int, Part]) -> bool:
@@ -189,7 +193,7 @@ def quantize_layers(
         ) from None
     missed = sorted(wishes.keys() - layers.layers.keys())
     notes = [_lost_note(layers.layers, settings)] if tokens is not None and layers.layers else []
-    notes += [f"{name}: not seen in the model's blocks; rounded to nearest instead" for name in missed]
+    notes += [f"{name}: not seen among the model's layers; rounded to nearest instead" for name in missed]
     return layers, notes + [note for layer in layers.layers.values() if (note := _damping_note(layer, settings))]
 
 
@@ -228,6 +232,7 @@ def _walk(
         known=layers.values,
         offload=settings.offload,
         prepare=prepare,
+        head=True,
     )
     for _ in walk:
         pass

@@ -128,9 +128,10 @@ def test_estimates_are_near_to_what_a_trial_measures(name: str, passes: Passes, 
     seen = {}
     gradients = dict(passes.mean_square_gradients())
     if name == "lm_head":
-        hessian, variances = passes.head()
         weight = passes.model.model.get_output_embeddings().weight
-        costs = layer_costs(weight, hessian, variances, dict.fromkeys(["Q3_K", "Q4_K"]), samples=256)
+        costs = layer_costs(
+            weight, passes.head_hessian(), passes.head_gradients(), dict.fromkeys(["Q3_K", "Q4_K"]), samples=256
+        )
     else:
         walk = quantize_model(
             passes.model, passes.tokens, lambda layer: (layer.weight, seen.update({layer.name: layer})),

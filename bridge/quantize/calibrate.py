@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -21,7 +22,7 @@ import torch
 from torch import nn
 
 from bridge.errors import BridgeError
-from bridge.quantize.feeds import Feed, Folder, first_feeds
+from bridge.quantize.feeds import Feed, Folder, StopForward, after_blocks, first_feeds
 from bridge.quantize.hessian import Hessian
 from bridge.quantize.layers import is_layer, matrix, matrix_shape, set_matrix
 from bridge.quantize.mixture import lend, put_back, take_apart
@@ -64,6 +65,12 @@ class Source(Protocol):
     def drop(self, block: int | None) -> None:
         """Take them away."""
 
+    def load_head(self) -> None:
+        """Give the output head its weights."""
+
+    def drop_head(self) -> None:
+        """Take them away."""
+
     def name(self, layer: str) -> str:
         """A layer's name in the checkpoint, of its name in the model."""
 
@@ -85,6 +92,10 @@ class InMemory:
         put_back(self._taken)
         self._taken = []
 
+    def load_head(self) -> None: ...
+
+    def drop_head(self) -> None: ...
+
     def name(self, layer: str) -> str:
         return layer
 
@@ -103,6 +114,7 @@ def quantize_model(
     known: Known = lambda name: None,
     offload: str | Path | None = None,
     prepare: Prepare | None = None,
+    head: bool = False,
 ) -> Iterator[tuple[str, Any]]:
     """Quantize the layers inside a `transformers` decoder's blocks in place; yields (name, what the quantizer kept).
 
@@ -118,6 +130,7 @@ def quantize_model(
     known    weights [out, columns] of a layer that was quantized before, or None: it is not quantized again
     offload  a folder for the activations between blocks; None: they stay in memory
     prepare  called with each block before its layers are quantized, to change it without changing what it computes
+    head     quantize the output head too, unless it is the embeddings
     """
     if feed not in ("quantized", "float"):
         raise BridgeError(f"inputs of the next layer from {feed!r}; 'quantized' and 'float' are possible")
@@ -158,6 +171,8 @@ def quantize_model(
                     f.pass_on(f.into(original))
             finally:
                 source.drop(i)
+        if head:
+            yield from _quantize_head(source, tokens.split(batch), feeds, float_feeds, quantizer, wanted, known)
 
 
 @torch.no_grad()
@@ -207,6 +222,54 @@ def _quantize_layers(
                     set_matrix(layers[n], values)
                     yield n, kept
                 hessians.pop(key, None)
+
+
+def _quantize_head(
+    source: Source,
+    batches: Sequence[torch.Tensor],
+    feeds: Sequence[Feed],
+    float_feeds: Sequence[Feed] | None,
+    quantizer: Quantizer,
+    wanted: Callable[[str], bool],
+    known: Known,
+) -> Iterator[tuple[str, Any]]:
+    """feeds hold the last block's outputs."""
+    model: Any = source.model
+    module = model.get_output_embeddings()
+    name = source.name(next((n for n, m in model.named_modules() if m is module), ""))
+    if not wanted(name) or known(name) is not None:
+        return
+    source.load(None)
+    source.load_head()
+    try:
+        if module.weight is model.get_input_embeddings().weight:
+            return
+        hessian = Hessian(name, module.weight.shape[1], module.weight.device)
+        for i, (batch, feed) in enumerate(zip(batches, feeds, strict=True)):
+            x = _head_inputs(source, module, batch, feed)
+            hessian.add(x, _head_inputs(source, module, batch, float_feeds[i]) if float_feeds else None)
+        values, kept = quantizer(Calibrated(name, matrix(module), hessian))
+        set_matrix(module, values)
+        yield name, kept
+    finally:
+        source.drop(None)
+        source.drop_head()
+
+
+def _head_inputs(source: Source, module: nn.Module, batch: torch.Tensor, feed: Feed) -> torch.Tensor:
+    seen: list[torch.Tensor] = []
+
+    def note(_module: nn.Module, args: tuple[torch.Tensor]) -> None:
+        seen.append(args[0])
+        raise StopForward
+
+    hook = module.register_forward_pre_hook(note)
+    try:
+        with suppress(StopForward):
+            after_blocks(source.model, source.blocks, batch, feed.value())
+    finally:
+        hook.remove()
+    return seen[0]
 
 
 def _gather(

@@ -82,6 +82,12 @@ class FloatModel:
             elif value.device.type == "meta":
                 self._set(head, own, value, f"{name}.{own}")
 
+    def drop_head(self) -> None:
+        """Take the output head's weights away again."""
+        head = self.model.get_output_embeddings()
+        for own, value in _tensors(head):
+            _put(head, own, torch.empty_like(value, device="meta"))
+
     def drop(self, block: int | None) -> None:
         """Take its weights away again."""
         for _, module in self._modules(block):

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from bridge.quantize.feeds import Feed, Folder, first_feeds
+from bridge.quantize.feeds import Feed, Folder, after_blocks, first_feeds
 from bridge.quantize.float_model import FloatModel
 from bridge.quantize.hessian import Hessian
 from bridge.quantize.layers import is_layer
@@ -75,14 +75,7 @@ class Passes:
 
     def logits(self, batch: int, x: torch.Tensor) -> torch.Tensor:
         """[sequences, length, vocabulary] of the last block's outputs of a batch; gradients pass."""
-        blocks = self.model.blocks
-        for block in blocks:
-            block.forward = lambda *args, **kwargs: x  # type: ignore[method-assign]
-        try:
-            return self.model.model(self.batches[batch].to(x.device), use_cache=False).logits.float()
-        finally:
-            for block in blocks:
-                del block.forward
+        return after_blocks(self.model.model, self.model.blocks, self.batches[batch], x).logits.float()
 
     @contextmanager
     def changed(self, module: nn.Module, values: torch.Tensor) -> Iterator[None]:
@@ -136,21 +129,27 @@ class Passes:
         yield "embeddings", squares / total
 
     @torch.no_grad()
-    def head(self) -> tuple[Hessian, torch.Tensor]:
-        """The Hessian of the output head's inputs, and its outputs' mean squared gradients p (1 - p), float64 [out]."""
+    def head_gradients(self) -> torch.Tensor:
+        """The mean squared gradients of the output head's outputs, float64 [out]: of p (1 - p), without drawing."""
+        total: torch.Tensor | float = 0.0
+        for batch, x in enumerate(self.inputs[-1]):
+            p = self.logits(batch, x).softmax(-1)
+            total = total + (p - p.square()).sum((0, 1), dtype=torch.float64)
+        assert isinstance(total, torch.Tensor)
+        return total / self.tokens.numel()
+
+    @torch.no_grad()
+    def head_hessian(self) -> Hessian:
+        """The Hessian of the output head's inputs."""
         module = self.model.model.get_output_embeddings()
         hessian = Hessian("the output head", module.weight.shape[1], self.inputs[-1][0].device)
         hook = module.register_forward_pre_hook(lambda _, args: hessian.add(args[0]))
         try:
-            sums = [self._variance(self.logits(b, x)) for b, x in enumerate(self.inputs[-1])]
+            for batch, x in enumerate(self.inputs[-1]):
+                self.logits(batch, x)
         finally:
             hook.remove()
-        return hessian, torch.stack(sums).sum(0) / self.tokens.numel()
-
-    @staticmethod
-    def _variance(logits: torch.Tensor) -> torch.Tensor:
-        p = logits.softmax(-1)
-        return (p - p.square()).sum((0, 1), dtype=torch.float64)
+        return hessian
 
     def _last_gradient(self, batch: int, generator: torch.Generator) -> torch.Tensor:
         """Of the last block's outputs."""

@@ -13,7 +13,7 @@ what they weigh, g_i sum_j H_jj w_ij^2, and rounded by the very method that the 
 leaves of the error of rounding to nearest is kept too: a trial model (`divergence`) can then do with the latter, made
 smaller.
 
-Cost: for each layer and type that of quantizing 64 rows, most of it the factorization of H.
+Cost: for each layer and type that of quantizing 32 rows, most of it the factorization of H.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def layer_costs(
     gradients: torch.Tensor,
     methods: Mapping[str, Rounding | None],
     importance: np.ndarray | None = None,
-    samples: int = 64,
+    samples: int = 32,
 ) -> dict[str, Cost]:
     """The cost of each type.
 
