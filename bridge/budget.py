@@ -12,17 +12,17 @@ import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from bridge.blocks import BLOCKS
+from bridge.budget_costs import LayerCosts
 from bridge.calibration import Calibration, calibration_tokens
 from bridge.checkpoint import Checkpoint
 from bridge.errors import BridgeError
 from bridge.importance import Importance
 from bridge.output import file_bytes, padded
-from bridge.plan import AS_IT_IS, FROM_TEMPLATE, Part, Plan, PlannedTensor
+from bridge.plan import AS_IT_IS, FROM_TEMPLATE, Plan, PlannedTensor
 from bridge.planning import retyped
 from bridge.recipe import Recipe, TensorPlace, block_type
 from bridge.report import size_text
@@ -31,14 +31,12 @@ from bridge.source import Source
 if TYPE_CHECKING:
     import torch
 
-    from bridge.quantize.calibrate import Calibrated
     from bridge.quantize.float_model import FloatModel
-    from bridge.quantize.passes import Passes
-    from bridge.quantize.sensitivity import Cost
 
 Progress = Callable[[int, int, str], None]
 _GROUPS = 32  # of tensors, at most, whose estimates are checked
 _CURVE = 13  # points
+_WINDOW = 256  # tokens of a trial's sequences
 
 
 @dataclass(frozen=True)
@@ -57,7 +55,7 @@ class Budget:
     size: int | None = None
     bpw: float | None = None
     swaps: int = 24
-    tokens: int = 2048
+    tokens: int = 4096
     requantize: bool = False
     plan_out: Path | None = None
     progress: Progress | None = field(default=None, compare=False, repr=False)
@@ -98,7 +96,10 @@ def within_budget(
             "a size budget is for one file: take --plan-out, set split_max_size there, and convert --plan"
         )
     model = FloatModel(ckpt, device=settings.device)
-    items = [_item(t, source) for t in plan.tensors if _is_free(t, model, recipe, source, importance, budget)]
+    layers = {*model.linears(), *model.ends()}
+    wanted = [t for t in plan.tensors if _is_free(t, plan, recipe, source, importance, budget)]
+    items = [_item(t, source) for t in wanted if all(part.module in layers for part in t.parts)]
+    left = [t for t in wanted if any(part.module not in layers for part in t.parts)]
     fixed = file_bytes(plan) - sum(padded(item.tensor.nbytes) for item in items)
     limit = _limit(plan, budget)
     least, most = (fixed + sum(int(f(item.sizes)) for item in items) for f in (np.min, np.max))
@@ -107,15 +108,16 @@ def within_budget(
         raise BridgeError(f"{asked}: too small; the smallest file that can be made of {ckpt.path} has {least} bytes")
     if limit > most:
         raise BridgeError(f"{asked}: too large; the largest file that can be made of {ckpt.path} has {most} bytes")
-    search = _Search(source, model, settings, budget, items, limit - fixed)
-    types, losses, notes = search.run()
-    reasons = {n: (type, f"size budget: adds {losses[n]:.1e} nats a token") for n, type in types.items()}
-    chosen = retyped(ckpt, plan, recipe, reasons)
+    embeddings, head = model.ends()
+    ends = embeddings, embeddings if _is_tied(plan) else head
+    search = _Search(source, model, ends, settings, budget, items, limit - fixed)
+    chosen = retyped(ckpt, plan, recipe, search.types())
     size = file_bytes(chosen)
     assert size <= limit
     chosen.curve = search.curve(fixed)
-    left = f"{size} of {limit} bytes" if limit - size else f"{size} bytes, all of them"
-    chosen.notes = [*plan.notes, f"size budget: {size_text(size)}, {left}; {notes}"]
+    used = f"{size} of {limit} bytes" if limit - size else f"{size} bytes, all of them"
+    chosen.notes = [*plan.notes, *(f"{t.name}: no layer that can be measured; stays {t.type}" for t in left)]
+    chosen.notes.append(f"size budget: {size_text(size)}, {used}; {search.note()}")
     return chosen
 
 
@@ -129,32 +131,26 @@ def _limit(plan: Plan, budget: Budget) -> int:
 
 
 def _is_free(
-    tensor: PlannedTensor, model: FloatModel, recipe: Recipe, source: Source, importance: Importance, budget: Budget
+    tensor: PlannedTensor, plan: Plan, recipe: Recipe, source: Source, importance: Importance, budget: Budget
 ) -> bool:
     """Whether the tensor's type is to be chosen: a matrix of floats, or of codes that it cannot keep."""
     from bridge.mapping.choose import keeps_codes
 
-    matrices = tensor.parts and len(tensor.shape) > 1 and all(part.matrix is None for part in tensor.parts)
-    if not matrices or tensor.reason in (AS_IT_IS, FROM_TEMPLATE) or tensor.shape[-1] % BLOCKS["Q8_0"].size:
+    block = block_type(str(tensor.type))
+    if block is None or not tensor.parts or tensor.reason in (AS_IT_IS, FROM_TEMPLATE):
         return False
-    place = TensorPlace(tensor.name, tensor.kind, tensor.layer, 0, 1, tensor.shape[-1], _tied(model))
+    place = TensorPlace(tensor.name, tensor.kind, tensor.layer, 0, 1, tensor.shape[-1], _is_tied(plan))
     if recipe.explicit(place) is not None:
         return False
-    known = {*model.linears(), *model.ends()}
-    if any(part.module not in known for part in tensor.parts):
-        return False
-    block = block_type(str(tensor.type))
-    for number, part in enumerate(tensor.parts):
-        if source.coded(part) and not budget.requantize:
-            kept = block is not None and keeps_codes(source.grouped(part), block, importance.of(tensor, number))
-            if kept:
-                return False
-    return True
+    coded = [(number, part) for number, part in enumerate(tensor.parts) if source.coded(part)]
+    return budget.requantize or not any(
+        keeps_codes(source.grouped(part), block, importance.of(tensor, number)) for number, part in coded
+    )
 
 
-def _tied(model: FloatModel) -> bool:
-    embeddings, head = model.ends()
-    return embeddings == head
+def _is_tied(plan: Plan) -> bool:
+    """Whether the embeddings are the output head too."""
+    return all(t.kind != "output" for t in plan.tensors)
 
 
 def _item(tensor: PlannedTensor, source: Source) -> _Item:
@@ -169,41 +165,36 @@ def _item(tensor: PlannedTensor, source: Source) -> _Item:
 
 
 class _Search:
-    """One search: what each item loses in each type, and the types."""
+    """One search for the types of items under a limit of bytes, and what it found."""
 
     def __init__(
         self,
         source: Source,
         model: FloatModel,
+        ends: tuple[str, str],
         settings: Calibration,
         budget: Budget,
         items: Sequence[_Item],
         limit: int,
     ) -> None:
-        self.source, self.model, self.settings, self.budget = source, model, settings, budget
-        self.items, self.limit = items, limit
-        self.parts: dict[str, Part] = {part.module: part for item in items for part in item.tensor.parts}
-        self.types = {part.module: item.types for item in items for part in item.tensor.parts}
-        self.groups = _groups([item.tensor for item in items])
-        self.steps = len(self.parts) + len(self.groups) + budget.swaps + 2
-        self.done = 0
-        self.squares: dict[str, np.ndarray] = {}  # mean squares of inputs, by layer
-        self.costs: dict[str, dict[str, Cost]] = {}
-
-    def run(self) -> tuple[dict[str, str], dict[str, float], str]:
-        """The type of each tensor, what it is estimated to lose in nats a token, and a note."""
         import torch
 
         from bridge.quantize.divergence import Divergence, Rounded
         from bridge.quantize.passes import Passes
         from bridge.quantize.search import FLOAT, search
 
-        tokens = calibration_tokens(self.source.ckpt, self.settings)
-        probe = tokens[-max(1, self.budget.tokens // tokens.shape[1]) :]
-        with torch.no_grad(), tempfile.TemporaryDirectory(dir=self.settings.offload) as folder:
-            passes = Passes(self.model, probe, max(1, 4096 // tokens.shape[1]))
-            self._measure_layers(passes, tokens)
-            divergence = Divergence(passes, self.squares.get, Path(folder))
+        self.items, self.progress = items, budget.progress
+        parts = {part.module: part for item in items for part in item.tensor.parts}
+        types = {part.module: item.types for item in items for part in item.tensor.parts}
+        self.groups = _groups([item.tensor for item in items])
+        self.done, self.steps = 0, len(parts) + len(self.groups) + budget.swaps + 2
+        tokens = calibration_tokens(source.ckpt, settings)
+        self.probe = _probe(tokens, budget.tokens)
+        layers = LayerCosts(source, settings, parts, types, ends, self._step)
+        with torch.no_grad(), tempfile.TemporaryDirectory(dir=settings.offload) as folder:
+            passes = Passes(model, self.probe, max(1, 4096 // self.probe.shape[1]))
+            layers.measure(passes, tokens)
+            divergence = Divergence(passes, layers.squares.get, Path(folder), ends)
 
             def measure(taken: np.ndarray, keep: bool) -> float:
                 trial = {}
@@ -211,98 +202,39 @@ class _Search:
                     for part in item.tensor.parts:
                         if option != FLOAT:
                             type = item.types[option]
-                            trial[part.module] = Rounded(type, self.costs[part.module][type].left)
+                            trial[part.module] = Rounded(type, layers.costs[part.module][type].left)
                 if not keep:
                     self._step("trial models")
                 return divergence.measure(trial, keep)
 
-            self.found = search(
-                [item.sizes for item in self.items], self._losses(), self.limit, measure, self.groups, self.budget.swaps
-            )
-        found = self.found
-        types = {item.tensor.name: item.types[t] for item, t in zip(self.items, found.taken, strict=True)}
-        losses = {
-            item.tensor.name: float(own[t]) for item, own, t in zip(self.items, found.losses, found.taken, strict=True)
+            losses = [
+                np.array([sum(layers.costs[p.module][t].loss for p in item.tensor.parts) for t in item.types])
+                for item in items
+            ]
+            self.found = search([item.sizes for item in items], losses, limit, measure, self.groups, budget.swaps)
+
+    def types(self) -> dict[str, tuple[str, str]]:
+        """The type of each tensor, and why."""
+        return {
+            item.tensor.name: (item.types[t], f"size budget: adds {own[t]:.1e} nats a token")
+            for item, own, t in zip(self.items, self.found.losses, self.found.taken, strict=True)
         }
-        notes = (
+
+    def note(self) -> str:
+        """What was measured, for people."""
+        found = self.found
+        text = (
             f"KL divergence about {found.measured[-1]:.1e} nats a token ({found.measured[0]:.1e} before {found.trials} "
-            f"trial models on {probe.numel()} tokens"
+            f"trial models on {self.probe.numel()} tokens"
         )
         if len(self.groups) > 1:
-            notes += f"; rank correlation of estimated and measured losses {found.agreement():.2f}"
-        return types, losses, f"{notes})"
+            text += f"; rank correlation of estimated and measured losses {found.agreement():.2f}"
+        return f"{text})"
 
     def _step(self, what: str) -> None:
         self.done = min(self.done + 1, self.steps)
-        if self.budget.progress:
-            self.budget.progress(self.done, self.steps, what)
-
-    def _losses(self) -> list[np.ndarray]:
-        """By item and type: the sum over its parts."""
-        return [
-            np.array([sum(self.costs[p.module][t].loss for p in item.tensor.parts) for t in item.types])
-            for item in self.items
-        ]
-
-    def _measure_layers(self, passes: Passes, tokens: torch.Tensor) -> None:
-        """Fill `costs`."""
-        from bridge.quantize import quantize_model
-        from bridge.quantize.sensitivity import embedding_costs, layer_costs
-
-        gradients = dict(passes.mean_square_gradients())
-        embeddings, head = self.model.ends()
-        gradients[head] = passes.head_gradients()
-        if embeddings in self.types:
-            weight = self.model.model.get_input_embeddings().weight
-            types = self.types[embeddings]
-            self.costs[embeddings] = embedding_costs(weight, passes.tokens, gradients["embeddings"], types)
-            if head == embeddings:
-                weight = self.model.model.get_output_embeddings().weight
-                found = layer_costs(weight, passes.head_hessian(), gradients[head], dict.fromkeys(types))
-                self.costs[head] = {t: cost + found[t] for t, cost in self.costs[head].items()}
-            self._step(embeddings)
-
-        def measure(layer: Calibrated) -> tuple[Any, None]:
-            self.costs[layer.name] = self._layer_costs(layer, gradients.get(layer.name))
-            self.squares[layer.name] = layer.hessian.mean_squares()
-            self._step(layer.name)
-            return layer.weight, None
-
-        walk = quantize_model(
-            self.model, tokens, measure, batch=max(1, 4096 // tokens.shape[1]),
-            wanted=(self.types.keys() - {embeddings}).__contains__, offload=self.settings.offload, head=True,
-        )  # fmt: skip
-        for _ in walk:
-            pass
-        passes.load_ends()
-
-    def _layer_costs(self, layer: Calibrated, gradients: torch.Tensor | None) -> dict[str, Cost]:
-        from bridge.quantize import superblocks
-        from bridge.quantize.calibrate import Calibrated
-        from bridge.quantize.sensitivity import Cost, layer_costs
-
-        types = self.types[layer.name]
-        if gradients is None or not layer.hessian.tokens:  # an expert that no token reached
-            return dict.fromkeys(types, Cost(0.0))
-        columns = self.parts[layer.name].columns
-
-        def rounded(rows: torch.Tensor, type: str) -> torch.Tensor:
-            method = self.settings.quantizer(superblocks(type))
-            return method.layer(Calibrated(layer.name, rows, layer.hessian), columns)[0]
-
-        def calibrated(type: str) -> bool:
-            return type in BLOCKS and not (layer.name == self.model.ends()[1] and type == "Q8_0")
-
-        methods = {type: rounded if calibrated(type) else None for type in types}
-        costs = layer_costs(layer.weight, layer.hessian, gradients, methods, layer.hessian.mean_squares())
-        return costs | {type: Cost(0.0, 0.0) for type in types if self._keeps_codes(layer.name, type)}
-
-    def _keeps_codes(self, module: str, type: str) -> bool:
-        """Whether a layer loses nothing in a type."""
-        from bridge.mapping.choose import keeps_codes
-
-        part = self.parts[module]
-        return type in BLOCKS and self.source.coded(part) and keeps_codes(self.source.grouped(part), BLOCKS[type])
+        if self.progress:
+            self.progress(self.done, self.steps, what)
 
     def curve(self, fixed: int) -> list[tuple[int, float]]:
         """Bytes of the file and estimated KL divergence: of this one, and the best from the smallest to the largest."""
@@ -317,6 +249,14 @@ class _Search:
             loss = sum(float(x[t]) for x, t in zip(self.found.losses, taken, strict=True))
             points.append((fixed + size, loss))
         return sorted(set(points))
+
+
+def _probe(tokens: torch.Tensor, count: int) -> torch.Tensor:
+    """Windows of the text for trial models, int64 [windows, at most 256 tokens], evenly spaced, of `count` tokens."""
+    length = min(_WINDOW, tokens.shape[1])
+    windows = tokens[:, : tokens.shape[1] // length * length].reshape(-1, length)
+    chosen = np.linspace(0, len(windows) - 1, min(len(windows), max(1, count // length))).round()
+    return windows[chosen.astype(np.int64)]
 
 
 def _groups(tensors: Sequence[PlannedTensor]) -> list[list[int]]:

@@ -48,6 +48,7 @@ examples:
   gguf-bridge convert Qwen2.5-7B-GPTQ       writes Qwen2.5-7B-GPTQ.gguf
   gguf-bridge convert org/name out.gguf     downloads from the Hub first
   gguf-bridge quantize Qwen2.5-7B out.gguf --type Q4_K --calibrate text.txt
+  gguf-bridge quantize Qwen2.5-7B out.gguf --size 4.2G --calibrate text.txt
   gguf-bridge verify out.gguf Qwen2.5-7B-GPTQ
   gguf-bridge repack old-gptq new --checkpoint-format gptq_v2
   gguf-bridge run out.gguf -p "Once upon a time"

@@ -3,9 +3,10 @@
     python scripts/bench_budget.py MODEL --calibrate wiki.txt --test test.txt
 
 For each preset: llama.cpp's file of that name (its mixture of types, each tensor by ggml's own quantizer with the
-imatrix of the same tokens, embeddings and head without, as llama.cpp has it), ours of one type for all layers and of
-the same size, and ours of a size budget of that many bytes. No type has just that size: what a file of one type would
-measure is interpolated between those of the two neighbouring types, the logarithm of KL against size.
+imatrix of the same tokens, embeddings and head without, as llama.cpp has it), ours of one type for embeddings and
+layers, the head Q6_K, and of the same size, and ours of a size budget of that many bytes. No type has just that size:
+what a file of one type would measure is interpolated between the two neighbouring types, the logarithm of KL against
+size.
 
 What is measured is the mean Kullback-Leibler divergence from the float model over windows of the test text, of all
 the weights in the file, float32 arithmetic. Files are kept in --folder, and not made again if they are there.
@@ -93,21 +94,23 @@ def main() -> None:
         print(f"Machine: {machine()}, {options.threads} threads. {options.model.name}, {tokens} tokens of "
               f"{options.calibrate.name}, {options.windows} windows of {options.test.name}.\n")  # fmt: skip
         presets = {name: bench.preset(name) for name in options.presets}
-        print("| all layers in | bytes | KL | seconds |\n|---|---|---|---|")
+        budgets = {
+            name: bench.made(f"{size}", budget=Budget(size, swaps=options.swaps)) for name, (size, _) in presets.items()
+        }
+        print("| all but the head in | bytes | KL | seconds |\n|---|---|---|---|")
         uniform: list[tuple[int, float]] = []
         for type in UNIFORM:
             if uniform and uniform[-1][0] > max(size for size, _ in presets.values()):
                 break
-            head = None if type == "Q6_K" else "Q6_K"
-            size, loss, seconds = bench.made(type, type=type, output_type=head)
+            types = {"tensor_types": [(r"^(blk|token_embd)\b", type)], "output_type": "Q6_K"}
+            size, loss, seconds = bench.made(f"all-{type}", **types)
             uniform.append((size, loss))
             print(f"| {type} | {size} | {loss:.3e} | {seconds} |", flush=True)
         print("\n| bytes of | bytes | llama.cpp | one type, interpolated | size budget | bytes left "
               "| beside llama.cpp | beside one type | seconds |\n|---|---|---|---|---|---|---|---|---|")  # fmt: skip
         for name, (size, theirs) in presets.items():
             alike = interpolated(uniform, size)
-            budget = Budget(size, swaps=options.swaps)
-            own_size, own, seconds = bench.made(f"{size}", budget=budget)
+            own_size, own, seconds = budgets[name]
             print(f"| {name} | {size} | {theirs:.3e} | {alike:.3e} | {own:.3e} | {size - own_size} "
                   f"| {own / theirs:.3f} | {own / alike:.3f} | {seconds} |", flush=True)  # fmt: skip
 

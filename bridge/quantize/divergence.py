@@ -18,15 +18,12 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from gguf import GGMLQuantizationType
-from gguf.quants import dequantize
 from torch import nn
 
 from bridge.blocks import BLOCKS
-from bridge.mapping.quantize_rows import quantize_rows
 from bridge.quantize.layers import matrix, set_matrix
 from bridge.quantize.passes import Passes
-from bridge.quantize.sensitivity import nearest
+from bridge.quantize.sensitivity import block_values, nearest, nearest_blocks
 
 _POSITIONS = 256  # whose probabilities are held in float64 at a time
 
@@ -52,26 +49,27 @@ class Divergence:
 
     importance  what a squared error in each column of a layer costs, float32 [columns]; None: alike
     folder      for rounded layers
+    ends        the names of the embeddings and of the output head; one name where one tensor serves for both
     """
 
     passes: Passes
     importance: Callable[[str], np.ndarray | None]
     folder: Path
+    ends: tuple[str, str]
     _base: dict[str, Rounded] = field(default_factory=dict)
     _last: tuple[dict[str, Rounded], list[list[torch.Tensor]], float] | None = None
 
     def __post_init__(self) -> None:
         self._inputs = self.passes.inputs
         self._order = {name: i for i in range(len(self.passes.model.blocks)) for name, _ in self.passes.layers(i)}
-        embeddings, head = self.passes.model.ends()
+        embeddings, head = self.ends
         self._order |= {head: len(self.passes.model.blocks), embeddings: -1}
-        self._ends = embeddings, head
 
     def measure(self, trial: Trial, keep: bool = False) -> float:
         """Mean over the tokens of KL(float || trial), nats; `keep`: later trials are much like this one."""
         if self._last is None or self._last[0] != trial:
             inputs = self._run(trial)
-            self._last = dict(trial), inputs, self._divergence(inputs[-1], trial.get(self._ends[1]))
+            self._last = dict(trial), inputs, self._divergence(inputs[-1], trial.get(self.ends[1]))
         if keep:
             self._base, self._inputs = self._last[:2]
         return self._last[2]
@@ -81,7 +79,7 @@ class Divergence:
         differing = [i for name, i in self._order.items() if trial.get(name) != self._base.get(name)]
         first = min(differing, default=len(self.passes.model.blocks))
         inputs = self._inputs[: max(first, 0) + 1]
-        embeddings = self._ends[0]
+        embeddings = self.ends[0]
         if first < 0:
             inputs = [self.passes.inputs[0]]
             if embeddings in trial:
@@ -101,14 +99,14 @@ class Divergence:
             return nearest(weight, rounded.type)
         file = self.folder / f"{hashlib.sha256(name.encode()).hexdigest()[:24]}-{rounded.type}.npy"
         if not file.exists():
-            np.save(file, quantize_rows(weight.cpu().numpy(), BLOCKS[rounded.type], self.importance(name)).data)
-        values = torch.from_numpy(dequantize(np.load(file), GGMLQuantizationType[rounded.type])).to(weight)
-        return weight.lerp(values, math.sqrt(rounded.left))
+            np.save(file, nearest_blocks(weight, rounded.type, self.importance(name)))
+        values = torch.from_numpy(block_values(np.load(file), rounded.type))
+        return weight.lerp(values.to(weight), math.sqrt(rounded.left))
 
     def _divergence(self, outputs: list[torch.Tensor], rounded: Rounded | None) -> float:
         """Of the last block's outputs, with another head or the float model's."""
         module = self.passes.model.model.get_output_embeddings()
-        other = None if rounded is None else self._values(self._ends[1], module, rounded)
+        other = None if rounded is None else self._values(self.ends[1], module, rounded)
         total = 0.0
         for batch, (floats, own) in enumerate(zip(self.passes.inputs[-1], outputs, strict=True)):
             expected = self.passes.logits(batch, floats)

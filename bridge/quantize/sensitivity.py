@@ -18,6 +18,7 @@ Cost: for each layer and type that of quantizing 32 rows, most of it the factori
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
@@ -27,8 +28,10 @@ from gguf import GGMLQuantizationType
 from gguf.quants import dequantize
 
 from bridge.blocks import BLOCKS
+from bridge.mapping.pack import row_bytes
 from bridge.mapping.quantize_rows import quantize_rows
 from bridge.quantize.hessian import Hessian
+from bridge.quantize.rows import over_rows
 
 _FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
@@ -55,8 +58,31 @@ def nearest(weight: torch.Tensor, type: str, importance: np.ndarray | None = Non
     """float32 [rows, columns] rounded to a type; importance float32 [columns]: what a squared error of each costs."""
     if type in _FLOATS:
         return weight.to(_FLOATS[type]).float()
-    blocks = quantize_rows(weight.cpu().numpy(), BLOCKS[type], importance).data
-    return torch.from_numpy(dequantize(blocks, GGMLQuantizationType[type])).to(weight.device)
+    return torch.from_numpy(block_values(nearest_blocks(weight, type, importance), type)).to(weight.device)
+
+
+def nearest_blocks(weight: torch.Tensor, type: str, importance: np.ndarray | None = None) -> np.ndarray:
+    """The same as blocks, uint8 [rows, row bytes], of a block type."""
+    block, values = BLOCKS[type], weight.detach().cpu().numpy()
+    blocks = np.empty((len(values), row_bytes(block, values.shape[1])), np.uint8)
+
+    def work(rows: slice) -> None:
+        blocks[rows] = quantize_rows(values[rows], block, importance).data
+
+    over_rows(len(values), work)
+    return blocks
+
+
+def block_values(blocks: np.ndarray, type: str) -> np.ndarray:
+    """float32 [rows, columns] of blocks uint8 [rows, row bytes]."""
+    block = BLOCKS[type]
+    values = np.empty((len(blocks), blocks.shape[1] // block.nbytes * block.size), np.float32)
+
+    def work(rows: slice) -> None:
+        values[rows] = dequantize(blocks[rows], GGMLQuantizationType[type])
+
+    over_rows(len(blocks), work)
+    return values
 
 
 def layer_costs(
@@ -89,13 +115,14 @@ def layer_costs(
             costs[type] = Cost(plain)
             continue
         loss = _loss(own, method(own, type), h, factor)
-        costs[type] = Cost(loss, loss / plain if plain else 1.0)
+        costs[type] = Cost(loss, loss / plain if plain > 0 else 1.0)
     return costs
 
 
 def _loss(weight: torch.Tensor, values: torch.Tensor, hessian: torch.Tensor, factor: torch.Tensor) -> float:
     errors = weight - values
-    return float(((errors @ hessian) * errors).double().sum(1) @ factor)
+    loss = float(((errors @ hessian) * errors).double().sum(1) @ factor)
+    return loss if math.isfinite(loss) else math.inf  # half precision does not reach these weights
 
 
 def embedding_costs(
@@ -118,7 +145,8 @@ def embedding_costs(
     costs = {}
     for type in types:
         errors = (own - nearest(own, type)).double().square() @ gradients.to(weight.device)
-        costs[type] = Cost(float(errors @ share) / 2)
+        loss = float(errors @ share) / 2
+        costs[type] = Cost(loss if math.isfinite(loss) else math.inf)
     return costs
 
 
