@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -22,7 +21,8 @@ import torch
 from torch import nn
 
 from bridge.errors import BridgeError
-from bridge.quantize.feeds import Feed, Folder, StopForward, after_blocks, first_feeds
+from bridge.quantize.feeds import Feed, Folder, first_feeds
+from bridge.quantize.head import head_hessian, head_of
 from bridge.quantize.hessian import Hessian
 from bridge.quantize.layers import is_layer, matrix, matrix_shape, set_matrix
 from bridge.quantize.mixture import lend, put_back, take_apart
@@ -234,42 +234,22 @@ def _quantize_head(
     known: Known,
 ) -> Iterator[tuple[str, Any]]:
     """feeds hold the last block's outputs."""
-    model: Any = source.model
-    module = model.get_output_embeddings()
-    name = source.name(next((n for n, m in model.named_modules() if m is module), ""))
+    name, module = head_of(source.model)
+    name = source.name(name)
     if not wanted(name) or known(name) is not None:
         return
     source.load(None)
     source.load_head()
     try:
-        if module.weight is model.get_input_embeddings().weight:
-            return
-        hessian = Hessian(name, module.weight.shape[1], module.weight.device)
-        for i, (batch, feed) in enumerate(zip(batches, feeds, strict=True)):
-            x = _head_inputs(source, module, batch, feed)
-            hessian.add(x, _head_inputs(source, module, batch, float_feeds[i]) if float_feeds else None)
-        values, kept = quantizer(Calibrated(name, matrix(module), hessian))
-        set_matrix(module, values)
-        yield name, kept
+        if module.weight is not source.model.get_input_embeddings().weight:  # type: ignore[operator]
+            floats = (f.value() for f in float_feeds) if float_feeds else None
+            hessian = head_hessian(source.model, source.blocks, batches, (f.value() for f in feeds), floats)
+            values, kept = quantizer(Calibrated(name, matrix(module), hessian))
+            set_matrix(module, values)
+            yield name, kept
     finally:
         source.drop(None)
         source.drop_head()
-
-
-def _head_inputs(source: Source, module: nn.Module, batch: torch.Tensor, feed: Feed) -> torch.Tensor:
-    seen: list[torch.Tensor] = []
-
-    def note(_module: nn.Module, args: tuple[torch.Tensor]) -> None:
-        seen.append(args[0])
-        raise StopForward
-
-    hook = module.register_forward_pre_hook(note)
-    try:
-        with suppress(StopForward):
-            after_blocks(source.model, source.blocks, batch, feed.value())
-    finally:
-        hook.remove()
-    return seen[0]
 
 
 def _gather(

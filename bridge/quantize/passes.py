@@ -15,6 +15,7 @@ from torch import nn
 
 from bridge.quantize.feeds import Feed, Folder, after_blocks, first_feeds
 from bridge.quantize.float_model import FloatModel
+from bridge.quantize.head import head_hessian
 from bridge.quantize.hessian import Hessian
 from bridge.quantize.layers import is_layer
 
@@ -141,15 +142,7 @@ class Passes:
     @torch.no_grad()
     def head_hessian(self) -> Hessian:
         """The Hessian of the output head's inputs."""
-        module = self.model.model.get_output_embeddings()
-        hessian = Hessian("the output head", module.weight.shape[1], self.inputs[-1][0].device)
-        hook = module.register_forward_pre_hook(lambda _, args: hessian.add(args[0]))
-        try:
-            for batch, x in enumerate(self.inputs[-1]):
-                self.logits(batch, x)
-        finally:
-            hook.remove()
-        return hessian
+        return head_hessian(self.model.model, self.model.blocks, self.batches, self.inputs[-1])
 
     def _last_gradient(self, batch: int, generator: torch.Generator) -> torch.Tensor:
         """Of the last block's outputs."""
