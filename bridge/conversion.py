@@ -144,7 +144,8 @@ def convert(
             )
         executor = Executor(source, importance, kept.layers if kept else {})
         results: list[TensorReport] = []
-        settled = {t.name for t in given.tensors} if given else set()  # not to be chosen again
+        final = given is not None or budget is not None  # its types are not to be chosen again
+        settled = {t.name for t in chosen.tensors} if final else set()
         while True:
             try:
                 with GGUFOutput(path, chosen, force, shard, inputs) as output:
@@ -163,8 +164,8 @@ def convert(
             text = modelfile_text(chosen.metadata, chosen.stop, generation, files[0].name)
             write_text(path.parent / "Modelfile", text)
     notes = [*chosen.notes, *calibrated, *(note for t in results for note in t.notes)]
-    if given is not None:
-        planned = {t.name: t for t in given.tensors}
+    if final:
+        planned = {t.name: t for t in chosen.tensors}
         notes += [note for t in results if (note := _beyond_plan(planned[t.name], t))]
     elif recipe.promises_closeness:
         notes += [note for t in results if (note := beyond_auto(t))]

@@ -97,6 +97,17 @@ def test_the_plan_is_written_with_its_curve_and_makes_the_same_file(made: Path, 
     assert (tmp_path / "again.gguf").read_bytes() == (made / "out.gguf").read_bytes()
 
 
+def test_experts_and_embeddings_that_are_the_head_too_fit_a_budget(tokens: Path, tmp_path: Path) -> None:
+    fields = {"num_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 256, "norm_topk_prob": True}
+    folder = save_model(tmp_path / "m", "Qwen3MoeConfig", tie_word_embeddings=True, num_hidden_layers=1, **fields)
+    report = convert(folder, tmp_path / "out.gguf", calibrate=settings(tokens), budget=Budget(bpw=4.5, swaps=2))
+    matrices = [t for t in report.tensors if t.kind == "token_embd" or t.kind.endswith("_exps")]
+    assert len({t.type for t in matrices}) > 1
+    weights = sum(t.weights for t in report.tensors)
+    assert 4.4 < 8 * sum(t.nbytes for t in report.tensors) / weights <= 4.5
+    assert {t.how for t in matrices if t.kind != "token_embd"} == {CALIBRATED}
+
+
 def test_the_report_says_what_was_measured(made: Path) -> None:
     notes = json.loads((made / "report.json").read_text())["notes"]
     assert any("KL divergence about" in note and "rank correlation" in note for note in notes)
