@@ -98,8 +98,10 @@ def test_the_plan_is_written_with_its_curve_and_makes_the_same_file(made: Path, 
 
 
 def test_experts_and_embeddings_that_are_the_head_too_fit_a_budget(tokens: Path, tmp_path: Path) -> None:
-    fields = {"num_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 256, "norm_topk_prob": True}
-    folder = save_model(tmp_path / "m", "Qwen3MoeConfig", tie_word_embeddings=True, num_hidden_layers=1, **fields)
+    fields = {"num_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 256, "head_dim": 64}
+    folder = save_model(
+        tmp_path / "m", "Qwen3MoeConfig", tie_word_embeddings=True, num_hidden_layers=1, norm_topk_prob=True, **fields
+    )
     report = convert(folder, tmp_path / "out.gguf", calibrate=settings(tokens), budget=Budget(bpw=4.5, swaps=2))
     matrices = [t for t in report.tensors if t.kind == "token_embd" or t.kind.endswith("_exps")]
     assert len({t.type for t in matrices}) > 1
