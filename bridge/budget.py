@@ -3,6 +3,9 @@
 What a tensor loses in each type is estimated from a text (`bridge.quantize.sensitivity`), the types are allocated under
 the exact limit and judged by the KL divergence that trial models measure (`bridge.quantize.search`). Tensors that keep
 their codes, norms, and what the user gave a type keep what the plan says, and count with their bytes.
+
+Cost: a pass of the text for the Hessians (quantizing takes four to six), a pass of 4096 tokens there and back, and for
+each of about 55 trial models one of these tokens through half the layers, on average.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 One pass of a few tokens there and back finds what outputs say about the prediction (`Passes.mean_square_gradients`),
 one of all tokens the layers' Hessians; with both, types are tried on some rows of each layer
-(`bridge.quantize.sensitivity`). Memory holds one block, as when it is quantized, and of the few tokens the inputs of
-all blocks. On top of those passes come, for each layer and type, a factorization of its Hessian and 32 rows of its
+(`bridge.quantize.sensitivity`). Memory holds one block, as when it is quantized, and of the few tokens what each block
+gets. On top of those passes come, for each layer and type, a factorization of its Hessian and 32 rows of its
 quantization.
 """
 
