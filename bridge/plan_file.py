@@ -1,6 +1,7 @@
 """A plan as a JSON file, to be read, edited (a type changed) and executed, on another machine too.
 
     {"gguf_bridge_plan": 1, "checkpoint": ..., "template": ..., "imatrix": ..., "split_max_size": ...,
+     "curve": [[bytes, KL divergence], ...],
      "tensors": [{"name", "type", "reason", "limit", "shape", "parts": [{"source", "shape", "rows", ...}]}, ...],
      "metadata": {"llama.block_count": ["UINT32", 32], "tokenizer.ggml.tokens": ["ARRAY", [...], "STRING"], ...},
      "orders": [[0, 64, 1, 65, ...], ...]}

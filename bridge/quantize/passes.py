@@ -94,7 +94,7 @@ class Passes:
         output = feed.into(block)
         return output[0] if isinstance(output, tuple) else output
 
-    def mean_square_gradients(self, samples: int = 1, seed: int = 0) -> Iterator[tuple[str, torch.Tensor]]:
+    def mean_square_gradients(self, seed: int = 0) -> Iterator[tuple[str, torch.Tensor]]:
         """How much each output of each layer says about the prediction: mean squared gradients, by layer, last first.
 
         The gradient is that of log p(token), token drawn from the model's own prediction, summed over a sequence's
@@ -103,41 +103,35 @@ class Passes:
         float64 [out], and for the embeddings [hidden], under "embeddings".
         """
         generator = torch.Generator().manual_seed(seed)
-        total = self.tokens.numel() * samples
-        gradients: list[list[torch.Tensor]] = []
-        for _ in range(samples):
-            gradients.append([self._last_gradient(b, generator) for b in range(len(self.batches))])
+        total = self.tokens.numel()
+        gradients = [self._last_gradient(b, generator) for b in range(len(self.batches))]
         for i in reversed(range(len(self.model.blocks))):
             self.model.load(i)
             sums: dict[str, torch.Tensor] = {}
             hooks = [module.register_forward_hook(_adding(name, sums)) for name, module in self.layers(i)]
             try:
-                for own in gradients:
-                    for b, feed in enumerate(self.feeds):
-                        x = self.inputs[i][b].detach().requires_grad_()
-                        with torch.enable_grad():
-                            self._call(i, self.model.blocks[i], feed, x).backward(own[b])
-                        assert x.grad is not None
-                        own[b] = x.grad
+                for b, feed in enumerate(self.feeds):
+                    x = self.inputs[i][b].detach().requires_grad_()
+                    with torch.enable_grad():
+                        self._call(i, self.model.blocks[i], feed, x).backward(gradients[b])
+                    assert x.grad is not None
+                    gradients[b] = x.grad
             finally:
                 for hook in hooks:
                     hook.remove()
                 self.model.drop(i)
             for name, found in sums.items():
                 yield name, found / total
-        squares = sum(g.double().square().sum((0, 1)) for own in gradients for g in own)
-        assert isinstance(squares, torch.Tensor)
-        yield "embeddings", squares / total
+        yield "embeddings", torch.stack([g.double().square().sum((0, 1)) for g in gradients]).sum(0) / total
 
     @torch.no_grad()
     def head_gradients(self) -> torch.Tensor:
         """The mean squared gradients of the output head's outputs, float64 [out]: of p (1 - p), without drawing."""
-        total: torch.Tensor | float = 0.0
+        sums = []
         for batch, x in enumerate(self.inputs[-1]):
             p = self.logits(batch, x).softmax(-1)
-            total = total + (p - p.square()).sum((0, 1), dtype=torch.float64)
-        assert isinstance(total, torch.Tensor)
-        return total / self.tokens.numel()
+            sums.append((p - p.square()).sum((0, 1), dtype=torch.float64))
+        return torch.stack(sums).sum(0) / self.tokens.numel()
 
     @torch.no_grad()
     def head_hessian(self) -> Hessian:
