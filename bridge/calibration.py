@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from bridge.blocks import Q8_0
 from bridge.checkpoint import Checkpoint
 from bridge.cpus import usable_cpus
 from bridge.errors import BridgeError
@@ -116,13 +117,16 @@ class Wish:
 
 
 def needed(plan: Plan, source: Source, importance: Importance) -> dict[str, tuple[str, np.ndarray | None]]:
-    """The layers inside decoder blocks that the plan wants in a block type and that cannot keep their codes in it.
+    """The layers that the plan wants in a block type and that cannot keep their codes in it: those inside decoder
+    blocks, and the output head if it is to have less than 8 bits.
 
     By module: the type, and the order of columns if not as they stand.
     """
     parts: list[tuple[PlannedTensor, int, Part]] = []
     for tensor in plan.tensors:
-        if tensor.layer is not None and block_type(str(tensor.type)) is not None and tensor.reason != AS_IT_IS:
+        block = block_type(str(tensor.type))
+        inside = tensor.layer is not None or (tensor.kind == "output" and block is not Q8_0)
+        if inside and block is not None and tensor.reason != AS_IT_IS:
             parts += [(tensor, i, part) for i, part in enumerate(tensor.parts) if part.layer is not None]
 
     def loses(item: tuple[PlannedTensor, int, Part]) -> bool:
@@ -158,7 +162,7 @@ def quantize_layers(
     """
     from bridge.quantize.kept import KeptLayers
 
-    tokens = None if settings.method == "rtn" else _tokens(ckpt, settings)
+    tokens = None if settings.method == "rtn" else calibration_tokens(ckpt, settings)
     layers = KeptLayers(folder, _job(ckpt, settings, wishes, tokens), force)
     done = len(layers.layers)
 
@@ -189,11 +193,12 @@ def quantize_layers(
         ) from None
     missed = sorted(wishes.keys() - layers.layers.keys())
     notes = [_lost_note(layers.layers, settings)] if tokens is not None and layers.layers else []
-    notes += [f"{name}: not seen in the model's blocks; rounded to nearest instead" for name in missed]
+    notes += [f"{name}: not seen among the model's layers; rounded to nearest instead" for name in missed]
     return layers, notes + [note for layer in layers.layers.values() if (note := _damping_note(layer, settings))]
 
 
-def _tokens(ckpt: Checkpoint, settings: Calibration) -> torch.Tensor:
+def calibration_tokens(ckpt: Checkpoint, settings: Calibration) -> torch.Tensor:
+    """int64 [sequences, length] of the text. Raises BridgeError as `read_tokens` does."""
     from bridge.quantize.texts import TOKEN_FILES, load_tokenizer, read_tokens
 
     if settings.text is None:
@@ -227,6 +232,7 @@ def _walk(
         known=layers.values,
         offload=settings.offload,
         prepare=prepare,
+        head=True,
     )
     for _ in walk:
         pass
@@ -253,8 +259,12 @@ def quantize_planned(
     settings: Calibration,
     folder: Path,
     force: bool,
-) -> tuple[KeptLayers, list[str]]:
-    """Quantize the layers of a plan that need it (see `needed`); returns as `quantize_layers`."""
+    optional: bool = False,
+) -> tuple[KeptLayers | None, list[str]]:
+    """Quantize the layers of a plan that need it (see `needed`); returns as `quantize_layers`.
+
+    optional  no layers where none needs it, instead of BridgeError
+    """
     from bridge.quantize import superblocks
 
     if settings.method == "awq":
@@ -269,6 +279,8 @@ def quantize_planned(
         # by themselves, matrices of 3-D tensors are rounded when they are written
         if settings.method != "rtn" or name in ckpt.modules or f"{name}.weight" in ckpt.tensors
     }
+    if not wishes and optional:
+        return None, []
     if not wishes:
         raise BridgeError(f"{ckpt.path}: every layer keeps its codes in these types; convert it without --calibrate")
     layers, notes = quantize_layers(ckpt, settings, wishes, folder, force)

@@ -20,12 +20,14 @@ from bridge.blocks import BLOCKS, TYPES
 from bridge.cache_command import add_parser as add_cache
 from bridge.errors import BridgeError, shortened
 from bridge.options import (
+    add_budget,
     add_calibration,
     add_choices,
     add_config,
     add_file,
     add_output,
     add_types,
+    budget,
     calibration,
     choices,
     positive,
@@ -48,6 +50,7 @@ examples:
   gguf-bridge convert Qwen2.5-7B-GPTQ       writes Qwen2.5-7B-GPTQ.gguf
   gguf-bridge convert org/name out.gguf     downloads from the Hub first
   gguf-bridge quantize Qwen2.5-7B out.gguf --type Q4_K --calibrate text.txt
+  gguf-bridge quantize Qwen2.5-7B out.gguf --size 4.2G --calibrate text.txt
   gguf-bridge verify out.gguf Qwen2.5-7B-GPTQ
   gguf-bridge repack old-gptq new --checkpoint-format gptq_v2
   gguf-bridge run out.gguf -p "Once upon a time"
@@ -160,6 +163,7 @@ def _add_convert(commands: Any) -> None:
         help="with --plan: write shard I of its N alone, as a run of the whole would",
     )
     add_calibration(p, "quantize what cannot keep its codes (act-order, FP8, floats) with this text; see quantize")
+    add_budget(p, requantize=True)
     add_output(p)
 
 
@@ -176,7 +180,8 @@ def _add_quantize(commands: Any) -> None:
     p.add_argument("out", nargs="?", help="the GGUF to write, or the folder of --format (default: the model's name)")
     add_config(p)
     add_calibration(p, "the text: plain, .jsonl, or token ids (.pt, .npy, .safetensors)")
-    add_types(p, "Q4_K", "of the layers: a block type or a llama.cpp preset (default: %(default)s)")
+    add_budget(p)
+    add_types(p, None, "of the layers: a block type or a llama.cpp preset (default: Q4_K)")
     add_file(p)
     groups = p.add_argument_group("a checkpoint instead of a GGUF")
     groups.add_argument("--format", choices=("gptq", "gptq_v2", "awq"), help="gptq is v1, awq AutoAWQ's gemm layout")
@@ -254,13 +259,18 @@ def _convert(a: argparse.Namespace) -> int:
         a.checkpoint, a.out = None, a.checkpoint  # `convert --plan plan.json out.gguf`
     if a.report:
         check_report(a.report)
-    with Bar("quantizing", unit=" layers") as layers, Bar("converting") as bar:
+    with (
+        Bar("measuring", unit=" steps") as steps,
+        Bar("quantizing", unit=" layers") as layers,
+        Bar("converting") as bar,
+    ):
         report = convert(
             a.checkpoint,
             a.out,
             config=a.config,
             **choices(a),
             calibrate=calibration(a, layers),
+            budget=budget(a, steps),
             plan=a.plan,
             shard=a.shard,
             modelfile=a.modelfile,
@@ -279,11 +289,16 @@ def _convert(a: argparse.Namespace) -> int:
 def _quantize(a: argparse.Namespace) -> int:
     if a.calibrate is None and a.method != "rtn":
         raise BridgeError("quantize needs a text: --calibrate FILE; without one, `convert` rounds floats to nearest")
+    asked = budget(a, None)
+    if a.type is None:
+        a.type = "auto" if asked else "Q4_K"
     if a.format is None:
         block = BLOCKS.get(a.type.upper())
         if a.output_type is None and block is not None and block.bpw < BLOCKS["Q6_K"].bpw:
             a.output_type = "Q6_K"  # as llama.cpp's presets have it
         return _convert(a)
+    if asked:
+        raise BridgeError("--size and --bpw choose among GGUF types; a checkpoint's groups are all alike, see --bits")
     from bridge.quantizing import quantize_checkpoint
 
     with Bar("quantizing", unit=" layers") as layers, Bar("writing") as bar:

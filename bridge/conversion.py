@@ -10,7 +10,9 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+from bridge.budget import Budget, within_budget
 from bridge.calibration import Calibration, quantize_planned
 from bridge.checkpoint import Checkpoint, open_checkpoint
 from bridge.errors import BridgeError
@@ -26,6 +28,9 @@ from bridge.recipe import Recipe
 from bridge.report import CALIBRATED, PARTLY, REQUANTIZED, Report, TensorReport, beyond_auto, percent
 from bridge.runtime.reader import shards
 from bridge.source import Source
+
+if TYPE_CHECKING:
+    from bridge.quantize.kept import KeptLayers
 
 Progress = Callable[[int, int, str], None]  # (bytes of checkpoint done, of all, tensor just written: at first none)
 
@@ -56,6 +61,7 @@ def convert(
     shard: tuple[int, int] | None = None,
     split_max_size: int | None = None,
     calibrate: Calibration | None = None,
+    budget: Budget | None = None,
     modelfile: bool = False,
     force: bool = False,
     threads: int | None = None,
@@ -82,6 +88,7 @@ def convert(
     calibrate       quantize layers that came as floats, or cannot keep their codes, with a text (needs PyTorch and
                     transformers). Finished layers are kept in the folder `<out>.layers` until the GGUF is written:
                     a second run goes on where a killed one stopped
+    budget          choose the types of tensors that are not carried so that the file fits a size; needs `calibrate`
     modelfile       also write an Ollama Modelfile beside the GGUF
     force           replace existing files
     threads         worker threads; default: the CPUs this process may use
@@ -106,6 +113,8 @@ def convert(
         raise BridgeError("--shard needs --plan: what is in a shard is for the plan to say")
     if checkpoint is None:
         raise BridgeError("no checkpoint is given")
+    if budget is not None:
+        _check_budget(budget, recipe, given, calibrate, force)
     path = Path(out) if out is not None else Path(default_name(str(checkpoint), recipe))
     if modelfile:
         check_target(path.parent / "Modelfile", force)
@@ -121,12 +130,22 @@ def convert(
         chosen = given or make_plan(
             ckpt, recipe, importance, pre=pre, template=template, split_max_size=split_max_size, threads=threads
         )
-        kept, calibrated = None, list[str]()
+        if budget is not None:
+            assert calibrate is not None
+            chosen = within_budget(ckpt, chosen, recipe, source, importance, calibrate, budget)
+            chosen.detect_lattice = detect_lattice
+            if budget.plan_out is not None:
+                save_plan(chosen, str(checkpoint), budget.plan_out)
+        kept: KeptLayers | None = None
+        calibrated: list[str] = []
         if calibrate is not None:
-            kept, calibrated = quantize_planned(ckpt, chosen, source, importance, calibrate, layers_of(path), force)
+            kept, calibrated = quantize_planned(
+                ckpt, chosen, source, importance, calibrate, layers_of(path), force, optional=budget is not None
+            )
         executor = Executor(source, importance, kept.layers if kept else {})
         results: list[TensorReport] = []
-        settled = {t.name for t in given.tensors} if given else set()  # not to be chosen again
+        final = given is not None or budget is not None  # its types are not to be chosen again
+        settled = {t.name for t in chosen.tensors} if final else set()
         while True:
             try:
                 with GGUFOutput(path, chosen, force, shard, inputs) as output:
@@ -145,13 +164,27 @@ def convert(
             text = modelfile_text(chosen.metadata, chosen.stop, generation, files[0].name)
             write_text(path.parent / "Modelfile", text)
     notes = [*chosen.notes, *calibrated, *(note for t in results for note in t.notes)]
-    if given is not None:
-        planned = {t.name: t for t in given.tensors}
+    if final:
+        planned = {t.name: t for t in chosen.tensors}
         notes += [note for t in results if (note := _beyond_plan(planned[t.name], t))]
     elif recipe.promises_closeness:
         notes += [note for t in results if (note := beyond_auto(t))]
     seconds = time.perf_counter() - started
     return Report(str(checkpoint), ckpt.format, files, results, ckpt.nbytes, seconds, notes)
+
+
+def _check_budget(
+    budget: Budget, recipe: Recipe, given: Plan | None, calibrate: Calibration | None, force: bool
+) -> None:
+    """BridgeError where a budget does not go with the other options."""
+    if given is not None:
+        raise BridgeError("a plan says every type; give a size budget without --plan, or the plan alone")
+    if recipe.type != "auto":
+        raise BridgeError(f"a size budget chooses the types, and {recipe.type} is one; --tensor-type gives single ones")
+    if calibrate is None or calibrate.text is None or calibrate.method not in ("gptaq", "gptq"):
+        raise BridgeError("a size budget is measured with a text and gptaq or gptq: give --calibrate FILE")
+    if budget.plan_out is not None:
+        check_target(budget.plan_out, force)
 
 
 def _written(

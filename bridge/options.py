@@ -48,6 +48,40 @@ def add_calibration(p: argparse.ArgumentParser, text: str) -> None:
     )
 
 
+def add_budget(p: argparse.ArgumentParser, requantize: bool = False) -> None:
+    """The options of `bridge.budget.Budget`."""
+    group = p.add_argument_group("size budget (with --calibrate)")
+    group.add_argument(
+        "--size",
+        metavar="SIZE",
+        type=_size,
+        help="of the whole file, e.g. 4.2G, never exceeded: each tensor gets the type with which the model loses least",
+    )
+    group.add_argument("--bpw", type=float, metavar="X", help="instead of --size: bits a weight over all tensors' data")
+    group.add_argument("--plan-out", metavar="PLAN.json", type=Path, help="write the types found, and KL against size")
+    group.add_argument(
+        "--swaps", type=_count, metavar="N", help="trial models that are measured to better them (default: 24)"
+    )
+    if requantize:
+        group.add_argument(
+            "--requantize", action="store_true", help="choose types for tensors that could keep their codes too"
+        )
+
+
+def budget(a: argparse.Namespace, progress: Any) -> Any:
+    """What `add_budget` asked for, as `convert` takes it; None where it asked for nothing."""
+    given = {name: getattr(a, name) for name in ("plan_out", "swaps", "requantize") if getattr(a, name, None)}
+    if a.swaps is not None:
+        given["swaps"] = a.swaps
+    if a.size is None and a.bpw is None:
+        if given:
+            raise BridgeError(f"--{next(iter(given)).replace('_', '-')} is for a size budget: give --size or --bpw")
+        return None
+    from bridge.budget import Budget
+
+    return Budget(a.size, a.bpw, **given, progress=progress)
+
+
 def add_choices(p: argparse.ArgumentParser) -> None:
     """The options that decide what a plan says."""
     types = add_types(
@@ -90,7 +124,7 @@ def add_choices(p: argparse.ArgumentParser) -> None:
     add_file(p)
 
 
-def add_types(p: argparse.ArgumentParser, default: str, help: str) -> Any:
+def add_types(p: argparse.ArgumentParser, default: str | None, help: str) -> Any:
     """The types that are asked for by name; returns the group."""
     types = p.add_argument_group("types")
     types.add_argument("--type", default=default, metavar="TYPE", help=help)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import glob
 import os
+import tempfile
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, suppress
@@ -41,6 +42,38 @@ def _add_info(writer: gguf.GGUFWriter, tensor: PlannedTensor) -> None:
     # of a plain dtype, so that the shape is taken as that of the weights
     qtype = gguf.GGMLQuantizationType[str(tensor.type)]
     writer.add_tensor_info(tensor.name, tensor.shape, np.dtype(np.float32), tensor.nbytes, qtype)
+
+
+def padded(nbytes: int) -> int:
+    """Bytes that a tensor takes in a file, with what aligns the next."""
+    return gguf.GGUFWriter.ggml_pad(nbytes, gguf.GGUF_DEFAULT_ALIGNMENT)
+
+
+def file_bytes(plan: Plan) -> int:
+    """Size of the one file that a plan makes."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "head.gguf"
+        writer = gguf.GGUFWriter(path, plan.arch)
+        try:
+            _add_metadata(writer, plan)
+            for tensor in plan.tensors:
+                _add_info(writer, tensor)
+            _write_head(writer)
+        finally:
+            writer.close()
+        return padded(path.stat().st_size) + sum(padded(t.nbytes) for t in plan.tensors)
+
+
+def _add_metadata(writer: gguf.GGUFWriter, plan: Plan) -> None:
+    for key, v in plan.metadata.items():
+        if key != gguf.Keys.General.ARCHITECTURE:  # the writer has added it
+            writer.add_key_value(key, v.value, v.type, v.sub_type)
+
+
+def _write_head(writer: gguf.GGUFWriter) -> None:
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_ti_data_to_file()
 
 
 class GGUFOutput:
@@ -136,18 +169,14 @@ class GGUFOutput:
         target = self._targets[len(self._targets) - len(self._todo) - 1]
         writer = self._writer = gguf.GGUFWriter(self._folder / target.name, self._plan.arch)
         if i == 0:
-            for key, v in self._plan.metadata.items():
-                if key != gguf.Keys.General.ARCHITECTURE:  # the writer has added it
-                    writer.add_key_value(key, v.value, v.type, v.sub_type)
+            _add_metadata(writer, self._plan)
         if len(self._shards) > 1:
             writer.add_uint16(gguf.Keys.Split.LLM_KV_SPLIT_NO, i)
             writer.add_uint16(gguf.Keys.Split.LLM_KV_SPLIT_COUNT, len(self._shards))
             writer.add_int32(gguf.Keys.Split.LLM_KV_SPLIT_TENSORS_COUNT, len(self._plan.tensors))
         for tensor in self._left:
             _add_info(writer, tensor)
-        writer.write_header_to_file()
-        writer.write_kv_data_to_file()
-        writer.write_ti_data_to_file()
+        _write_head(writer)
 
     def _wait(self) -> None:
         if self._syncing is not None:

@@ -167,6 +167,7 @@ class Plan:
     imatrix         path of the importance matrix for tensors that are quantized from floats, if any
     split_max_size  bytes of tensor data in a shard; None for one file
     detect_lattice  floats on a hidden grid are taken for codes
+    curve           (bytes of the file, estimated KL divergence in nats a token) of other sizes, from a size budget
     """
 
     metadata: dict[str, GGUFValue]
@@ -177,6 +178,7 @@ class Plan:
     imatrix: str | None = None
     split_max_size: int | None = None
     detect_lattice: bool = False
+    curve: list[tuple[int, float]] = field(default_factory=list)
 
     @property
     def arch(self) -> str:

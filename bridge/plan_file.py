@@ -1,6 +1,7 @@
 """A plan as a JSON file, to be read, edited (a type changed) and executed, on another machine too.
 
     {"gguf_bridge_plan": 1, "checkpoint": ..., "template": ..., "imatrix": ..., "split_max_size": ...,
+     "curve": [[bytes, KL divergence], ...],
      "tensors": [{"name", "type", "reason", "limit", "shape", "parts": [{"source", "shape", "rows", ...}]}, ...],
      "metadata": {"llama.block_count": ["UINT32", 32], "tokenizer.ggml.tokens": ["ARRAY", [...], "STRING"], ...},
      "orders": [[0, 64, 1, 65, ...], ...]}
@@ -58,6 +59,7 @@ def save_plan(plan: Plan, checkpoint: str, path: Path) -> None:
         "detect_lattice": plan.detect_lattice,
         "stop": plan.stop,
         "notes": plan.notes,
+        "curve": plan.curve,
     }
     lines = [f'"{key}": {json.dumps(value)}' for key, value in head.items()]
     lines.append('"tensors": [\n' + ",\n".join(json.dumps(t) for t in tensors) + "\n]")
@@ -124,7 +126,8 @@ def load_plan(path: Path) -> tuple[Plan, str]:
             raise ValueError("general.architecture is missing from the metadata")
         stop, notes = [str(s) for s in record.get("stop", [])], [str(n) for n in record.get("notes", [])]
         lattice = bool(record.get("detect_lattice"))
-        plan = Plan(metadata, tensors, stop, notes, template, record.get("imatrix"), split, lattice)
+        curve = [(int(size), float(loss)) for size, loss in record.get("curve", [])]
+        plan = Plan(metadata, tensors, stop, notes, template, record.get("imatrix"), split, lattice, curve)
         return plan, str(record["checkpoint"])
     except (KeyError, TypeError, ValueError, IndexError, AttributeError, OverflowError) as problem:
         raise BridgeError(f"{path}: {where} cannot be understood ({type(problem).__name__}: {problem})") from None

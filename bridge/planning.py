@@ -6,7 +6,7 @@ Types are chosen on sampled rows, where that is clear, and confirmed when the wh
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -188,6 +188,17 @@ def rechosen(ckpt: Checkpoint, plan: Plan, recipe: Recipe, importance: Importanc
     chooser = _Chooser(Source(ckpt), recipe, importance, plan)
     tensors = [chooser.chosen(t, whole=True) if t.name == name else t for t in plan.tensors]
     return replace(plan, tensors=with_factors(ckpt, tensors))
+
+
+def retyped(ckpt: Checkpoint, plan: Plan, recipe: Recipe, types: Mapping[str, tuple[str, str]]) -> Plan:
+    """The plan with other types for some tensors: by name, the type and the reason."""
+    tensors = [
+        replace(t, type=types[t.name][0], reason=types[t.name][1], limit=None) if t.name in types else t
+        for t in plan.tensors
+    ]
+    tensors = with_factors(ckpt, tensors)
+    file_type = GGUFValue(_file_type(recipe, tensors), GGUFValueType.UINT32)
+    return replace(plan, tensors=tensors, metadata={**plan.metadata, "general.file_type": file_type})
 
 
 def with_factors(ckpt: Checkpoint, tensors: Sequence[PlannedTensor]) -> list[PlannedTensor]:

@@ -126,7 +126,7 @@ class Recipe:
 
     def wanted(self, place: TensorPlace, as_codes: bool, act_order: bool = False) -> Wanted:
         """The type for a 2-D tensor that arrives as codes or as floats; `act_order`: codes that cannot be carried."""
-        explicit = self._explicit(place)
+        explicit = self.explicit(place)
         if explicit is None and act_order:
             explicit = self.actorder_type
         if explicit is not None:
@@ -140,7 +140,8 @@ class Recipe:
         name = _mixture(self.type, place) if self.type in PRESETS else self.type
         return Wanted("at_most" if as_codes else "forced", for_rows(name, place.columns))
 
-    def _explicit(self, place: TensorPlace) -> str | None:
+    def explicit(self, place: TensorPlace) -> str | None:
+        """The type that an option for single tensors gives it, if one does."""
         for pattern, name in reversed(self.tensor_types):
             if re.search(pattern, place.name):
                 return name

@@ -99,13 +99,13 @@ def test_a_second_run_goes_on_where_a_killed_one_stopped_and_ends_in_the_same_fi
 
     whole, halted = tmp_path / "whole.gguf", tmp_path / "halted.gguf"
     convert(model, whole, type="Q4_K", calibrate=settings(text))
-    with pytest.raises(BridgeError, match=r"interrupted; 5 of 14 layers are kept"):
+    with pytest.raises(BridgeError, match=r"interrupted; 5 of 15 layers are kept"):
         convert(model, halted, type="Q4_K", calibrate=settings(text, progress=stop))
     assert not halted.exists()
     with pytest.raises(BridgeError, match="run with other options"):
         convert(model, halted, type="Q4_K", calibrate=settings(text, damping=0.1))
     convert(model, halted, type="Q4_K", calibrate=settings(text, progress=lambda done, total, name: seen.append(name)))
-    assert len(seen) == 1 + 14 - 5
+    assert len(seen) == 1 + 15 - 5
     assert whole.read_bytes() == halted.read_bytes()
 
 
@@ -160,7 +160,7 @@ def test_the_imatrix_of_the_same_tokens_is_llama_cpps(model, text, tmp_path) -> 
         calibrate=settings(text, imatrix_out=path, feed="float", method="gptq"),
     )
     found = read_imatrix(path)
-    assert len(found) == 14
+    assert len(found) == 15
     assert {v.shape for v in found.values()} == {(256,)}
     np.testing.assert_array_equal(found["blk.0.attn_q.weight"], found["blk.0.attn_k.weight"])
     reader = gguf.GGUFReader(path)
@@ -175,7 +175,7 @@ def test_the_command_line_quantizes_to_gguf_and_says_what_it_did(model, text, tm
     arguments = [str(model), str(out), "--type", "Q4_K", "--calibrate", str(text)]
     assert main(["quantize", *arguments, "--samples", "8", "--sequence-length", "64", "--sweeps", "0"]) == 0
     said = capsys.readouterr().out
-    assert "14 layers calibrated on 512 tokens" in said
+    assert "15 layers calibrated on 512 tokens" in said
     types = {t.name: t.tensor_type.name for t in gguf.GGUFReader(out).tensors}
     assert types["blk.1.ffn_down.weight"] == "Q4_K"
     assert types["output.weight"] == "Q6_K"

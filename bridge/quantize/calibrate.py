@@ -22,6 +22,7 @@ from torch import nn
 
 from bridge.errors import BridgeError
 from bridge.quantize.feeds import Feed, Folder, first_feeds
+from bridge.quantize.head import head_hessian, head_of
 from bridge.quantize.hessian import Hessian
 from bridge.quantize.layers import is_layer, matrix, matrix_shape, set_matrix
 from bridge.quantize.mixture import lend, put_back, take_apart
@@ -65,6 +66,12 @@ class Source(Protocol):
     def drop(self, block: int | None) -> None:
         """Take them away."""
 
+    def load_head(self) -> None:
+        """Give the output head its weights."""
+
+    def drop_head(self) -> None:
+        """Take them away."""
+
     def name(self, layer: str) -> str:
         """A layer's name in the checkpoint, of its name in the model."""
 
@@ -86,6 +93,10 @@ class InMemory:
         put_back(self._taken)
         self._taken = []
 
+    def load_head(self) -> None: ...
+
+    def drop_head(self) -> None: ...
+
     def name(self, layer: str) -> str:
         return layer
 
@@ -104,6 +115,7 @@ def quantize_model(
     known: Known = lambda name: None,
     offload: str | Path | None = None,
     prepare: Prepare | None = None,
+    head: bool = False,
 ) -> Iterator[tuple[str, Any]]:
     """Quantize the layers inside a `transformers` decoder's blocks in place; yields (name, what the quantizer kept).
 
@@ -119,6 +131,7 @@ def quantize_model(
     known    weights [out, columns] of a layer that was quantized before, or None: it is not quantized again
     offload  a folder for the activations between blocks; None: they stay in memory
     prepare  called with each block before its layers are quantized, to change it without changing what it computes
+    head     quantize the output head too, unless it is the embeddings
     """
     if feed not in ("quantized", "float"):
         raise BridgeError(f"inputs of the next layer from {feed!r}; 'quantized' and 'float' are possible")
@@ -156,6 +169,8 @@ def quantize_model(
                     f.pass_on(f.into(original))
             finally:
                 source.drop(i)
+        if head:
+            yield from _quantize_head(source, tokens.split(batch), feeds, float_feeds, quantizer, wanted, known)
 
 
 @torch.no_grad()
@@ -217,6 +232,34 @@ def _replace(layer: nn.Module, values: torch.Tensor, original: nn.Module | None)
         weight: torch.Tensor = original.weight  # type: ignore[assignment]
         original.weight = nn.Parameter(weight.detach().clone(), requires_grad=False)
     set_matrix(layer, values)
+
+
+def _quantize_head(
+    source: Source,
+    batches: Sequence[torch.Tensor],
+    feeds: Sequence[Feed],
+    float_feeds: Sequence[Feed] | None,
+    quantizer: Quantizer,
+    wanted: Callable[[str], bool],
+    known: Known,
+) -> Iterator[tuple[str, Any]]:
+    """feeds hold the last block's outputs."""
+    name, module = head_of(source.model)
+    name = source.name(name)
+    if not wanted(name) or known(name) is not None:
+        return
+    source.load(None)
+    source.load_head()
+    try:
+        if module.weight is not source.model.get_input_embeddings().weight:  # type: ignore[operator]
+            floats = (f.value() for f in float_feeds) if float_feeds else None
+            hessian = head_hessian(source.model, source.blocks, batches, (f.value() for f in feeds), floats)
+            values, kept = quantizer(Calibrated(name, matrix(module), hessian))
+            set_matrix(module, values)
+            yield name, kept
+    finally:
+        source.drop(None)
+        source.drop_head()
 
 
 def _gather(

@@ -37,8 +37,11 @@ class Feed:
         """Call the block."""
         if self.named:
             return block(**self.kwargs)
-        x = self.x if self.file is None else torch.load(self.file, map_location=self.x.device, weights_only=True)
-        return block(x, *self.args, **self.kwargs)
+        return block(self.value(), *self.args, **self.kwargs)
+
+    def value(self) -> Any:
+        """The first argument."""
+        return self.x if self.file is None else torch.load(self.file, map_location=self.x.device, weights_only=True)
 
     def at(self, block: int) -> None:
         """From now on, the block of this number is called."""
@@ -135,6 +138,17 @@ def first_feeds(
         for block in blocks:
             del block.forward
     return feeds
+
+
+def after_blocks(model: Any, blocks: Sequence[nn.Module], tokens: torch.Tensor, x: torch.Tensor) -> Any:
+    """The model's output where the last block's is x [sequences, length, hidden]. No block runs; gradients pass."""
+    for block in blocks:
+        block.forward = lambda *args, **kwargs: x  # type: ignore[method-assign]
+    try:
+        return model(tokens.to(x.device), use_cache=False)
+    finally:
+        for block in blocks:
+            del block.forward
 
 
 def _one(value: Any, known: Any) -> Any:

@@ -22,6 +22,7 @@ from torch import nn
 from bridge.checkpoint import Checkpoint
 from bridge.errors import BridgeError
 from bridge.quantize.calibrate import decoder_blocks
+from bridge.quantize.head import head_of
 from bridge.quantize.layers import is_layer, matrix_shape, set_matrix
 from bridge.quantize.mixture import take_apart
 
@@ -74,13 +75,19 @@ class FloatModel:
 
     def load_head(self) -> None:
         """Give the output head its weights: those of the embeddings where it has none of its own."""
-        head, embeddings = self.model.get_output_embeddings(), self.model.get_input_embeddings()
-        name = next(name for name, module in self.model.named_modules() if module is head)
+        embeddings: Any = self.model.get_input_embeddings()
+        name, head = head_of(self.model)
         for own, value in _tensors(head):
             if own == "weight" and self._stored(f"{name}.{own}") is None and self.model.config.tie_word_embeddings:
                 head.weight = embeddings.weight
             elif value.device.type == "meta":
                 self._set(head, own, value, f"{name}.{own}")
+
+    def drop_head(self) -> None:
+        """Take the output head's weights away again."""
+        head = self.model.get_output_embeddings()
+        for own, value in _tensors(head):
+            _put(head, own, torch.empty_like(value, device="meta"))
 
     def drop(self, block: int | None) -> None:
         """Take its weights away again."""
@@ -97,6 +104,13 @@ class FloatModel:
             return stored.removesuffix(".weight")
         _, found, own = layer.rpartition(".experts.")
         return f"{stored.rpartition('.')[0]}.{own}" if found else layer
+
+    def ends(self) -> tuple[str, str]:
+        """The names of the embeddings and the output head in the checkpoint; one name where one serves for both."""
+        head, _ = head_of(self.model)
+        embeddings = next(n for n, m in self.model.named_modules() if m is self.model.get_input_embeddings())
+        tied = self._stored(f"{head}.weight") is None and self.model.config.tie_word_embeddings
+        return self.name(embeddings), self.name(embeddings if tied else head)
 
     def _modules(self, block: int | None) -> Iterator[tuple[str, nn.Module]]:
         if block is not None:

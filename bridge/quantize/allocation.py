@@ -1,0 +1,124 @@
+"""A type for every tensor under a limit of bytes: the multiple-choice knapsack, solved exactly.
+
+Each item (a tensor) has options (types) of a size and a loss; one of each is taken, so that the sizes' sum stays within
+the limit and the losses' sum is least.
+
+    hull       with a price p per byte, each item alone takes the option of least loss + p * size; by falling p these
+               are the corners of its lower convex hull, and the steps between them, all items' steps sorted by the
+               loss that they save a byte, are taken as long as they fit. The first that does not sets the price
+    fill       further steps that fit, smaller ones, use what is left: a solution, near to the best
+    rest       at that price no solution can be better than the bound  sum(min(loss + p * size)) - p * limit. What an
+               option costs above its item's minimum, and what bytes left over cost, must stay below the gap between
+               solution and bound: few options are left, and those are gone through, states by size and loss with the
+               dominated ones dropped (Dyer, Zemel; Pisinger 1995)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+import numpy as np
+
+_STATES = 1 << 17  # kept at a time; beyond it the cheapest, and the result is near to the best only
+
+
+def allocate(sizes: Sequence[np.ndarray], losses: Sequence[np.ndarray], limit: int) -> np.ndarray:
+    """The option of each item, int [items]: least sum of losses with a sum of sizes of at most `limit`.
+
+    sizes   int [options] of each item, in any order
+    losses  float [options] of each item
+
+    Raises ValueError where the smallest options exceed the limit.
+    """
+    if sum(int(s.min()) for s in sizes) > limit:
+        raise ValueError(f"the smallest options take {sum(int(s.min()) for s in sizes)}, and {limit} is the limit")
+    if not len(sizes):
+        return np.empty(0, np.int64)
+    price, taken = _fill(sizes, losses, limit)
+    reduced = [loss + price * size for size, loss in zip(sizes, losses, strict=True)]
+    reduced = [r - r.min() for r in reduced]
+    left = limit - sum(int(s[t]) for s, t in zip(sizes, taken, strict=True))
+    gap = sum(float(r[t]) for r, t in zip(reduced, taken, strict=True)) + price * left
+    better = _search(sizes, reduced, price, limit, gap * (1 - 1e-12))
+    return taken if better is None else better
+
+
+def hull(sizes: np.ndarray, losses: np.ndarray) -> list[int]:
+    """The options at the corners of the lower convex hull, by rising size and falling loss."""
+    corners: list[int] = []
+    for i in np.lexsort((losses, sizes)).tolist():
+        if corners and (losses[i] >= losses[corners[-1]]):
+            continue
+        while len(corners) > 1 and _slope(sizes, losses, corners[-2], corners[-1]) <= _slope(
+            sizes, losses, corners[-1], i
+        ):
+            corners.pop()
+        corners.append(i)
+    return corners
+
+
+def _slope(sizes: np.ndarray, losses: np.ndarray, a: int, b: int) -> float:
+    """Loss saved a byte from option a to the larger b."""
+    return float(losses[a] - losses[b]) / max(int(sizes[b] - sizes[a]), 1)
+
+
+def _fill(sizes: Sequence[np.ndarray], losses: Sequence[np.ndarray], limit: int) -> tuple[float, np.ndarray]:
+    """The price of a byte at the limit, and a solution: the hull's steps while they fit, then those that still do."""
+    corners = [hull(s, loss) for s, loss in zip(sizes, losses, strict=True)]
+    steps = sorted(
+        (-_slope(sizes[i], losses[i], a, b), i, n)
+        for i, own in enumerate(corners)
+        for n, (a, b) in enumerate(pairwise(own))
+    )
+    at = [0] * len(sizes)
+    left = limit - sum(int(s[own[0]]) for s, own in zip(sizes, corners, strict=True))
+    price = 0.0
+    for negative, i, n in steps:
+        if n != at[i]:
+            continue
+        more = int(sizes[i][corners[i][n + 1]] - sizes[i][corners[i][n]])
+        if more <= left:
+            at[i] += 1
+            left -= more
+        elif not price:
+            price = -negative
+    return price, np.array([own[n] for own, n in zip(corners, at, strict=True)])
+
+
+def _search(
+    sizes: Sequence[np.ndarray], reduced: Sequence[np.ndarray], price: float, limit: int, gap: float
+) -> np.ndarray | None:
+    """The options whose reduced losses and price of what is left over sum to the least below `gap`; None: none do."""
+    kept = [np.flatnonzero(r < gap) for r in reduced]
+    if any(not len(k) for k in kept):
+        return None
+    order = sorted(range(len(sizes)), key=lambda i: len(kept[i]))
+    least = np.array([int(sizes[i][kept[i]].min()) for i in order])
+    most = np.array([int(sizes[i][kept[i]].max()) for i in order])
+    size, cost = np.zeros(1, np.int64), np.zeros(1)
+    trail: list[tuple[np.ndarray, np.ndarray]] = []
+    for step, i in enumerate(order):
+        options = kept[i]
+        sums = (size[:, None] + sizes[i][options].astype(np.int64)).ravel()
+        costs = (cost[:, None] + reduced[i][options]).ravel()
+        unused = np.maximum(limit - sums - int(most[step + 1 :].sum()), 0)
+        ok = np.flatnonzero((sums + int(least[step + 1 :].sum()) <= limit) & (costs + price * unused < gap))
+        # of two states the smaller dominates where it is not dearer even with its bytes left unused
+        ok = ok[np.lexsort((costs[ok], sums[ok]))]
+        total = costs[ok] - price * sums[ok]
+        before = np.minimum.accumulate(np.concatenate([[np.inf], total]))[:-1]
+        ok = ok[total < before]
+        if len(ok) > _STATES:
+            ok = np.sort(ok[np.argpartition(costs[ok], _STATES)[:_STATES]])
+            ok = ok[np.lexsort((costs[ok], sums[ok]))]
+        if not len(ok):
+            return None
+        trail.append((ok // len(options), options[ok % len(options)]))
+        size, cost = sums[ok], costs[ok]
+    at = int(np.argmin(cost + price * (limit - size)))
+    found = np.empty(len(sizes), np.int64)
+    for i, (parent, option) in zip(reversed(order), reversed(trail), strict=True):
+        found[i] = option[at]
+        at = int(parent[at])
+    return found
