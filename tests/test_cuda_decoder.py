@@ -103,9 +103,9 @@ def test_a_step_of_an_8b_model_is_at_most_170_launches(tmp_path: Path, monkeypat
     mixed = bridge.open_gguf(write_decoder(tmp_path / "mixed.gguf", layers=32, types={"attn_v": "Q8_0"}))
     floats = bridge.open_gguf(write_decoder(tmp_path / "floats.gguf", layers=2, types={"attn_q": "F16"}))
     found = []
-    with pretended_gpu():
+    with pretended_gpu(), monkeypatch.context() as patch:
         launched: list[str] = []
-        monkeypatch.setattr(Kernel, "launch", lambda self, *given: launched.append(self.name))
+        patch.setattr(Kernel, "launch", lambda self, *given: launched.append(self.name))
         for one in (file, mixed, floats):
             decoder = Decoder(one, read_config(one.metadata, one.path), 24, "f16", "int8", "cuda")
             decoder.prepare()
