@@ -49,6 +49,7 @@ examples:
   gguf-bridge verify out.gguf Qwen2.5-7B-GPTQ
   gguf-bridge repack old-gptq new --checkpoint-format gptq_v2
   gguf-bridge run out.gguf -p "Once upon a time"
+  gguf-bridge chat out.gguf
 """
 
 
