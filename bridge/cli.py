@@ -55,6 +55,7 @@ examples:
   gguf-bridge repack old-gptq new --checkpoint-format gptq_v2
   gguf-bridge run out.gguf -p "Once upon a time"
   gguf-bridge run org/name -p "Once upon a time"    converts it first
+  gguf-bridge chat out.gguf
 """
 
 

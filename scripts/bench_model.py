@@ -237,7 +237,8 @@ def print_conversation(path: Path) -> None:
     model.tokenizer.stops = frozenset()
     first = [(i * 7919) % 4000 for i in range(1500)]
     reply = list(model.generate_tokens(first, 64))
-    print(f"first turn: {model.timing.prompt_tokens} tokens, {model.timing.prompt_seconds:.2f} s to the reply's first")
+    t = model.timing
+    print(f"first turn: {t.prompt_tokens} tokens, {t.prompt_seconds:.2f} s to the first of the reply", flush=True)
     list(model.generate_tokens(first + reply + list(range(32)), 1))
     t = model.timing
     read = t.prompt_tokens - t.kept_tokens

@@ -53,6 +53,16 @@ def test_a_synthetic_checkpoint_converts_and_its_tokens_are_llama_cpps(tmp_path:
         assert np.isfinite(model.logits(model.tokenize(text))).all()
 
 
+def test_a_synthetic_mixture_runs_and_a_second_turn_reads_only_what_is_new(tmp_path: Path) -> None:
+    shape = ["--layers=1", "--hidden=256", "--intermediate=256", "--heads=4", "--kv-heads=2", "--vocab=4096"]
+    run("make_synthetic.py", str(tmp_path / "model"), *shape, "--experts=4", "--experts-used=2")
+    bridge.convert(tmp_path / "model", tmp_path / "m.gguf")
+    config = bridge.Model.load(tmp_path / "m.gguf").config
+    assert (config.arch, config.experts, config.experts_used) == ("qwen3moe", 4, 2)
+    printed = run("bench_model.py", "--gguf", str(tmp_path / "m.gguf"), "--conversation")
+    assert "second turn: 1596 tokens, 33 of them read" in printed
+
+
 def test_the_benchmark_prints_its_table_for_any_checkpoint(tmp_path: Path) -> None:
     run("make_synthetic.py", str(tmp_path / "model"), *SMALL)
     printed = run(

@@ -11,9 +11,9 @@
 Granite multiplies embeddings and what is added by factors; GLM-4, OLMo 2 and Gemma normalize what is added, OLMo 2 that
 alone; Gemma caps scores and logits by tanh, and attends to a window in most layers (`DecoderConfig`).
 
-A single token whose matrices are all prepared runs as one table of calls (`tables.py`), and so does a token of each of
-several contexts. Everything else, prompts above all, goes matrix by matrix through `QuantTensor.matmul`, with the same
-functions in between.
+A single token runs as one table of calls (`tables.py`), and so does a token of each of several contexts, where all
+matrices are of blocks that there are kernels for. Everything else, prompts above all, goes matrix by matrix through
+`QuantTensor.matmul`, with the same functions in between.
 
 The file's own blocks are what is multiplied first. A repacked copy of each matrix is faster, but takes fresh memory,
 which costs a virtual machine up to 2 s a GB. So copies are made between tokens, as long as they have taken no more than

@@ -236,7 +236,7 @@ def _fetcher(nbytes: int) -> Any:
 
 @inner
 def group_start(raw, group, lanes, spare):
-    """Where a row group's blocks stand: in raw, or, if rows lack, with zeros in spare uint8 [lanes, row bytes]."""
+    """Where a row group's blocks stand: in raw, or, if it lacks rows, with zeros in spare uint8 [lanes, row bytes]."""
     rows, row_bytes = raw.shape
     if (group + 1) * lanes <= rows:
         return raw.ctypes.data + group * lanes * row_bytes
