@@ -59,9 +59,13 @@ def main() -> None:
                 row |= {"maker": maker, "quality": {**summary(path), **found}}
             rows.put(name, row)
         if "speed" not in row and options.turns:
-            path = formats.file(name, make)
-            assert isinstance(path, Path)
-            rows.put(name, row | {"speed": speeds.measure(path)})
+            if options.speed_of:
+                found = speeds.of_types(row["quality"]["types"])
+            else:
+                path = formats.file(name, make)
+                assert isinstance(path, Path)
+                found = speeds.of_file(path)
+            rows.put(name, row | {"speed": found})
         if name not in formats.needed and not options.keep:
             formats.path(name).unlink(missing_ok=True)
     print_table(options, {name: rows.get(name) for name in wanted}, speeds)
@@ -70,17 +74,26 @@ def main() -> None:
 
 
 class Rows:
-    """What has been measured, kept in the work folder; of one set of settings."""
+    """What has been measured, kept in the work folder; its quality of one set of settings, its speed of another."""
 
     def __init__(self, work: Path, options: argparse.Namespace) -> None:
-        names = ("samples", "length", "windows", "threads", "turns")
-        settings = {name: getattr(options, name) for name in names}
-        settings |= {name: str(getattr(options, name)) for name in ("model", "calibrate", "test", "speed_of")}
+        settings, timed = (
+            {name: str(getattr(options, name)) for name in names}
+            for names in (
+                ("model", "calibrate", "test", "samples", "length", "windows"),
+                ("speed_of", "turns", "threads"),
+            )
+        )
         work.mkdir(parents=True, exist_ok=True)
         self.file = work / "rows.json"
         self.known = json.loads(self.file.read_text()) if self.file.exists() else {"settings": settings, "rows": {}}
         if self.known["settings"] != settings:
             raise SystemExit(f"{work}: holds rows of other settings ({self.known['settings']}); give another --work")
+        if options.turns and self.known.get("timed") != timed:
+            self.known["timed"] = timed
+            for row in self.known["rows"].values():
+                if "missing" not in row["quality"]:
+                    row.pop("speed", None)
 
     def get(self, name: str) -> dict[str, Any]:
         return dict(self.known["rows"].get(name, {}))
@@ -132,11 +145,11 @@ def cells(row: dict[str, Any], count: int) -> list[str]:
 
 def record(options: argparse.Namespace, rows: dict[str, dict[str, Any]]) -> dict[str, Any]:
     """The figures for `gguf-bridge plot`."""
-    formats = [
-        {"name": name, "maker": row["maker"], **row["quality"], "speed": row.get("speed", {})}
-        for name, row in rows.items()
-        if "missing" not in row["quality"]
-    ]
+    formats = []
+    for name, row in rows.items():
+        if "missing" not in row["quality"]:
+            figures = {key: value for key, value in row["quality"].items() if key != "types"}
+            formats.append({"name": name, "maker": row["maker"], **figures, "speed": row.get("speed", {})})
     return {"model": options.model.name, "machine": machine(), "bits_of": "whole file", "formats": formats}
 
 

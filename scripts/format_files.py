@@ -113,7 +113,8 @@ class Formats:
 
 
 def summary(path: Path) -> dict[str, Any]:
-    """Bits a weight over all tensors of a GGUF, and its bytes."""
+    """Bits a weight over all tensors of a GGUF, its bytes, and the type of each tensor."""
     tensors = gguf.GGUFReader(str(path)).tensors
     bits = 8 * sum(int(t.n_bytes) for t in tensors) / sum(int(t.n_elements) for t in tensors)
-    return {"bpw": bits, "bytes": path.stat().st_size}
+    types = {tensor.name: tensor.tensor_type.name for tensor in tensors}
+    return {"bpw": bits, "bytes": path.stat().st_size, "types": types}

@@ -59,26 +59,30 @@ class Speeds:
             "theirs": (python, THEIRS) if native else (sys.executable, WHEEL),
         }
 
-    def measure(self, path: Path) -> dict[str, dict[str, float]]:
+    def of_types(self, types: dict[str, str]) -> dict[str, dict[str, float]]:
+        """Those of the other model in these types: tensor of this model -> type."""
+        file = self._like(types)
+        try:
+            return self.of_file(file)
+        finally:
+            file.unlink()
+
+    def of_file(self, file: Path) -> dict[str, dict[str, float]]:
         """Medians of each side: tokens a second made and of a prompt, and the peak of memory in bytes."""
-        file = self._like(path) if self._of is not None else path
         turn("ours", *self._sides["ours"], file, self._threads)  # compiles what is not compiled, fills the page cache
         found: dict[str, list[dict[str, Any]]] = {side: [] for side in self._sides}
         for _ in range(self._turns):
             for side, how in self._sides.items():
                 found[side].append(turn(side, *how, file, self._threads))
-        if file != path:
-            file.unlink()
         keys = ("decode", "prompt", "peak")
         return {side: {k: statistics.median(r[k] or 0 for r in runs) for k in keys} for side, runs in found.items()}
 
-    def _like(self, path: Path) -> Path:
-        """A file of the other model whose tensors have the types of this one's: layers by their place in the stack."""
+    def _like(self, types: dict[str, str]) -> Path:
+        """A file of the other model in these types: layers by their place in the stack."""
         base = self._work / "speed.gguf"
         if not base.exists():
             assert self._of is not None
             bridge.convert(self._of, base)
-        types = {tensor.name: tensor.tensor_type.name for tensor in gguf.GGUFReader(str(path)).tensors}
         count, own = (_layers(list(names)) for names in (types, [t.name for t in gguf.GGUFReader(str(base)).tensors]))
 
         def type_of(tensor: gguf.ReaderTensor) -> str:

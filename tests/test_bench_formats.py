@@ -46,8 +46,8 @@ def bench(model: Path, work: Path, *options: str, code: int = 0) -> tuple[str, s
 def test_rows_that_are_there_are_printed_and_not_measured_again(tmp_path: Path) -> None:
     (tmp_path / "model").mkdir()  # holds nothing that could be measured
     text = shared("text/shakespeare_val.txt")
-    settings = {"samples": 4, "length": 64, "windows": 2, "threads": 2, "turns": 0, "model": str(tmp_path / "model")}
-    settings |= {"calibrate": str(text), "test": str(text), "speed_of": "None"}
+    settings = {"model": str(tmp_path / "model"), "calibrate": str(text), "test": str(text)}
+    settings |= {"samples": "4", "length": "64", "windows": "2"}
     quality = {"bpw": 4.5, "bytes": 2_500_000, "perplexity": 60.1, "perplexity_error": 2.0}
     rows = {
         "F16": {"maker": "float", "quality": quality},
