@@ -106,7 +106,8 @@ class SuperblockGrid:
         h = importance.astype(np.float32)
         q = np.empty((self.rows, self.block.subs, self.sub), np.uint8)
         sums = np.zeros((self.rows, 3))
-        fitter = _fitter(self.block, quick and self.block.is_k and self.block.has_min)
+        # of few codes a quick fit may be far from the best one where columns are of uneven importance
+        fitter = _fitter(self.block, quick and self.block.is_k and self.block.has_min and self.block.levels > 4)
         with self._fields(run) as (sc, mn, d, dmin):
             over_rows(
                 self.rows,
@@ -130,10 +131,10 @@ class SuperblockGrid:
                 ),
             )
 
-    def take(self, other: SuperblockGrid, rows: np.ndarray) -> None:
+    def take(self, other: SuperblockGrid, rows: np.ndarray, theirs: np.ndarray) -> None:
         """See `solver.Grid`."""
         for name in ("sc", "mn", "d", "dmin", "a", "c"):
-            getattr(self, name)[rows] = getattr(other, name)[rows]
+            getattr(self, name)[rows] = getattr(other, name)[theirs]
 
     @contextmanager
     def _fields(self, run: int) -> Iterator[list[np.ndarray]]:
