@@ -34,6 +34,10 @@ _FIRST_SWEEPS = 2
 _OFF = (0.97, 1.03)
 _TRIES = [[(1.0, 1.0), *more] for more in (((f, f) for f in _OFF), ((f, 1.0) for f in _OFF), ((1.0, f) for f in _OFF))]
 
+_EVEN = (
+    16  # the most that a column may count for, over the mean of its block, where a quick fit comes near the best one
+)
+
 # set per type by `specialize`
 search: Any = None
 subs = sub = 0
@@ -106,8 +110,8 @@ class SuperblockGrid:
         h = importance.astype(np.float32)
         q = np.empty((self.rows, self.block.subs, self.sub), np.uint8)
         sums = np.zeros((self.rows, 3))
-        # of few codes a quick fit may be far from the best one where columns are of uneven importance
-        fitter = _fitter(self.block, quick and self.block.is_k and self.block.has_min and self.block.levels > 4)
+        even = bool(h.max() <= _EVEN * h.mean())
+        fitter = _fitter(self.block, quick and even and self.block.is_k and self.block.has_min)
         with self._fields(run) as (sc, mn, d, dmin):
             over_rows(
                 self.rows,
