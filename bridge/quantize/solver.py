@@ -140,9 +140,10 @@ def _keep_nearest(
     near = np.flatnonzero(row_errors(weight, nearest, other, hessian) < 1.2 * most)
     if not len(near):
         return
-    own, weight = row_errors(weight[near], codes[near], grid, hessian, near), weight[near]
+    weight, nearest = weight[near], nearest[near]
+    own = row_errors(weight, codes[near], grid, hessian, near)
     if importance is None:
-        other, nearest, theirs = grid, nearest[near], row_errors(weight, nearest[near], grid, hessian, near)
+        theirs = row_errors(weight, nearest, grid, hessian, near)
     else:
         other = replace(grid, rows=len(near))  # type: ignore[type-var]
         nearest = round_to_nearest(weight, other, importance)

@@ -34,9 +34,8 @@ _FIRST_SWEEPS = 2
 _OFF = (0.97, 1.03)
 _TRIES = [[(1.0, 1.0), *more] for more in (((f, f) for f in _OFF), ((f, 1.0) for f in _OFF), ((1.0, f) for f in _OFF))]
 
-_EVEN = (
-    16  # the most that a column may count for, over the mean of its block, where a quick fit comes near the best one
-)
+# a quick fit comes near the best one where no column counts for more than so many times the mean of its block
+_EVEN = 16
 
 # set per type by `specialize`
 search: Any = None
