@@ -41,7 +41,6 @@ class Calibrated:
 
 # gets a layer; returns its quantized weights as floats [out, columns], and whatever the caller wants to keep of them
 Quantizer = Callable[[Calibrated], tuple[torch.Tensor, Any]]
-Weights = Callable[[str, int], torch.Tensor | None]
 Known = Callable[[str], torch.Tensor | None]
 # gets a block, its layers, its feeds, and what the checkpoint calls a module of the block; may change floats in place
 Prepare = Callable[[nn.Module, Mapping[str, nn.Module], Sequence[Feed], Callable[[str], str]], None]
@@ -111,7 +110,6 @@ def quantize_model(
     cross: bool = False,
     batch: int = 16,
     wanted: Callable[[str], bool] = lambda name: True,
-    weights: Weights = lambda name, batch: None,
     known: Known = lambda name: None,
     offload: str | Path | None = None,
     prepare: Prepare | None = None,
@@ -126,8 +124,6 @@ def quantize_model(
     cross    gather GPTAQ's cross term too, which runs the float blocks beside the quantized ones
     batch    sequences in a forward pass
     wanted   whether a layer of this name is to be quantized
-    weights  of the tokens of a batch for a layer's Hessian, float [tokens] or None (see `Hessian.add`); of experts,
-             which do not see all tokens, none are asked for
     known    weights [out, columns] of a layer that was quantized before, or None: it is not quantized again
     offload  a folder for the activations between blocks; None: they stay in memory
     prepare  called with each block before its layers are quantized, to change it without changing what it computes
@@ -161,7 +157,7 @@ def quantize_model(
                 if prepare is not None:
                     prepare(block, layers, feeds, lambda n, prefix=prefix: source.name(prefix + n))  # type: ignore[misc]
                 original = _float_twin(block) if cross or feed == "float" else None
-                yield from _quantize_layers(block, layers, feeds, quantizer, original, float_feeds, weights, known)
+                yield from _quantize_layers(block, layers, feeds, quantizer, original, float_feeds, known)
                 for f in feeds:
                     f.pass_on(f.into(original if feed == "float" and original is not None else block))
                 for f in float_feeds or ():
@@ -180,11 +176,10 @@ def quantize_block(
     quantizer: Quantizer,
     *,
     wanted: Callable[[str], bool] = lambda name: True,
-    weights: Weights = lambda name, batch: None,
 ) -> Iterator[tuple[str, Any]]:
     """Quantize the layers inside any module, stage by stage in the order of their calls; yields as `quantize_model`."""
     layers = {n: m for n, m in block.named_modules() if is_layer(m) and wanted(n)}
-    yield from _quantize_layers(block, layers, feeds, quantizer, weights=weights)
+    yield from _quantize_layers(block, layers, feeds, quantizer)
 
 
 def _quantize_layers(
@@ -194,7 +189,6 @@ def _quantize_layers(
     quantizer: Quantizer,
     original: nn.Module | None = None,
     float_feeds: Sequence[Feed] | None = None,
-    weights: Weights = lambda name, batch: None,
     known: Known = lambda name: None,
 ) -> Iterator[tuple[str, Any]]:
     """original  the float block (`_float_twin`); float_feeds  the float model's inputs"""
@@ -211,7 +205,7 @@ def _quantize_layers(
             if all(n in done for n in names):
                 hessians = {}
             else:
-                hessians = _gather(block, stage, layers, feeds, original, originals, float_feeds, weights)
+                hessians = _gather(block, stage, layers, feeds, original, originals, float_feeds)
             for key, group in stage.groups.items():
                 missing = [n for n in group if n not in done]
                 for n in group:
@@ -270,7 +264,6 @@ def _gather(
     original: nn.Module | None,
     originals: Mapping[str, nn.Module],
     float_feeds: Sequence[Feed] | None,
-    weights: Weights,
 ) -> dict[str, Hessian]:
     """The Hessian of each group of a stage."""
     hessians = {}
@@ -285,8 +278,7 @@ def _gather(
         if original is not None and float_feeds and (mixture or not stage.fellows):
             floats = inputs(original, stage, originals, float_feeds[i], mixture.routing if mixture else None)
         for key, x in seen.items():
-            weight = None if stage.fellows else weights(stage.groups[key][0], i)
-            hessians[key].add(x, floats.pop(key, None), weight)
+            hessians[key].add(x, floats.pop(key, None))
     if stage.fellows:
         lend(list(hessians.values()))
     return hessians

@@ -99,10 +99,10 @@ class GroupGrid:
         self.scales[:, run], self.zeros[:, run] = scales, zeros
         self.set_lines(run)
 
-    def take(self, other: GroupGrid, rows: np.ndarray) -> None:
+    def take(self, other: GroupGrid, rows: np.ndarray, theirs: np.ndarray) -> None:
         """See `solver.Grid`."""
         for name in ("scales", "zeros", "a", "c"):
-            getattr(self, name)[rows] = getattr(other, name)[rows]
+            getattr(self, name)[rows] = getattr(other, name)[theirs]
 
     def set_lines(self, run: int) -> None:
         """The line of a group after its scale or zero point has changed."""

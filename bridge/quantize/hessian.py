@@ -35,33 +35,29 @@ class Hessian:
         self.cross: torch.Tensor | None = None
         self.held: Hessian | None = None
 
-    def add(self, x: torch.Tensor, x_float: torch.Tensor | None = None, weight: torch.Tensor | None = None) -> None:
+    def add(self, x: torch.Tensor, x_float: torch.Tensor | None = None) -> None:
         """Add tokens: x [tokens, columns] as the quantized model has them, x_float the float model's.
-
-        weight  float [tokens], how much each token counts (mean 1); None: alike
 
         Raises BridgeError where an activation is NaN or infinite.
         """
         x = x.reshape(-1, x.shape[-1]).to(self.matrix.device, torch.float32)
-        weight = None if weight is None else weight.to(x)
         last = len(x) - len(x) // _HELD_BACK
         if x_float is None:
-            self._add(x, None, weight)
+            self._add(x, None)
             return
         x_float = x_float.reshape(x.shape).to(x)
         if self.held is None:
             self.held = Hessian(self.name, x.shape[1], x.device)
-        self._add(x, x_float, weight)
-        self.held._add(x[last:], x_float[last:], None if weight is None else weight[last:])
+        self._add(x, x_float)
+        self.held._add(x[last:], x_float[last:])
 
-    def _add(self, x: torch.Tensor, x_float: torch.Tensor | None, weight: torch.Tensor | None) -> None:
+    def _add(self, x: torch.Tensor, x_float: torch.Tensor | None) -> None:
         if not len(x):
             return
         self.tokens += len(x)
         share = len(x) / self.tokens
         each = 2 * share / len(x)
-        weighted = x if weight is None else x * weight[:, None]
-        self.matrix.addmm_(weighted.T, x, beta=1 - share, alpha=each)
+        self.matrix.addmm_(x.T, x, beta=1 - share, alpha=each)
         if not torch.isfinite(self.matrix.diagonal()).all():
             raise BridgeError(
                 f"{self.name}: its inputs hold NaN or infinity on the calibration text; "
@@ -72,7 +68,7 @@ class Hessian:
                 self.cross = torch.zeros_like(self.matrix)
             self.cross.mul_(1 - share)
             for t in tiles(len(x)):
-                self.cross.addmm_((x_float[t] - x[t]).T, weighted[t], alpha=each)
+                self.cross.addmm_((x_float[t] - x[t]).T, x[t], alpha=each)
 
     def mean_squares(self) -> np.ndarray:
         """float32 [columns]: the mean square of each input over the tokens."""

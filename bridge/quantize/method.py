@@ -117,9 +117,8 @@ class Method:
         elif self.act_order == "fixed":
             order = falling(hessian, grid.run)
         fit = "first" if self.act_order == "static" else "reached"
-        refined = self.sweeps > 0 and not grid.ternary
-        solution = solve(target, hessian, grid, order=order, fit=fit, damping=self.damping, nearest=not refined)
-        if refined and solution.damping < float("inf"):
+        solution = solve(target, hessian, grid, order=order, fit=fit, damping=self.damping)
+        if self.sweeps and solution.damping < float("inf") and not grid.ternary:
             diagonal = hessian.diagonal().clone()
             damp(hessian, solution.damping)
             refine(target, hessian, grid, solution.codes, self.sweeps)

@@ -21,9 +21,8 @@ beforehand. The usual act-order (groups cut from the order) is this on columns t
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol, Self
 
 import numpy as np
@@ -54,8 +53,8 @@ class Grid(Protocol):
         quick  a thorough search would be in vain: later columns make good what is lost
         """
 
-    def take(self, other: Self, rows: np.ndarray) -> None:
-        """Take all parameters of some rows from a grid of the same kind."""
+    def take(self, other: Self, rows: np.ndarray, theirs: np.ndarray) -> None:
+        """Take all parameters of some rows from rows of a grid of the same kind."""
 
 
 @dataclass(frozen=True)
@@ -113,40 +112,76 @@ def solve(
     codes = np.empty((rows, columns), np.int16)
     codes[:, order] = walk.codes
     damping = found[1] if found else float("inf")
+    most = torch.linalg.vector_norm(walk.errors, dim=1).square().cpu().numpy()  # of the damped H
     del found, factor, shift, walk  # their memory, before more is wanted
     if nearest and damping < float("inf") and cross is None:
-        _keep_nearest(weight, hessian, grid, codes, importance if fit == "reached" else None)
+        _keep_nearest(weight, hessian, grid, codes, importance if fit == "reached" else None, most)
     return Solution(codes, damping)
 
 
 def _keep_nearest(
-    weight: torch.Tensor, hessian: torch.Tensor, grid: Grid, codes: np.ndarray, importance: np.ndarray | None
+    weight: torch.Tensor,
+    hessian: torch.Tensor,
+    grid: Grid,
+    codes: np.ndarray,
+    importance: np.ndarray | None,
+    most: np.ndarray,
 ) -> None:
-    """Give rows that rounding to nearest serves better those codes, and that grid where `importance` is given."""
-    other = grid
+    """Give rows that rounding to nearest serves better those codes, and a grid of theirs where `importance` is given.
+
+    most  [rows]: what a row's error is at most
+
+    Few rows come near: a quick fit finds them, and only they are fitted with care.
+    """
+    other = grid if importance is None else replace(grid, rows=len(codes))  # type: ignore[type-var]
     if importance is not None:
-        other = copy.deepcopy(grid)
-        fit_all(weight, other, importance)
+        fit_all(weight, other, importance, quick=True)
     nearest = _nearest_codes(weight, other)
-    rows = np.empty(len(codes), bool)
-    for r in tiles(len(codes)):
-        own, theirs = (
-            torch.from_numpy(dequantize(c[r], g, r)).to(weight) for c, g in ((codes, grid), (nearest, other))
-        )
-        # F H F^T - E H E^T with E and F = E + D the errors
-        gain = ((own - theirs) @ hessian * (2 * weight[r] - own - theirs)).sum(1)
-        rows[r] = (gain < 0).cpu().numpy()
-    codes[rows] = nearest[rows]
+    near = np.flatnonzero(row_errors(weight, nearest, other, hessian) < 1.2 * most)
+    if not len(near):
+        return
+    weight, nearest = weight[near], nearest[near]
+    own = row_errors(weight, codes[near], grid, hessian, near)
+    if importance is None:
+        theirs = row_errors(weight, nearest, grid, hessian, near)
+    else:
+        other = replace(grid, rows=len(near))  # type: ignore[type-var]
+        nearest = round_to_nearest(weight, other, importance)
+        theirs = row_errors(weight, nearest, other, hessian)
+    better = theirs < own
+    codes[near[better]] = nearest[better]
     if other is not grid:
-        grid.take(other, rows)
+        grid.take(other, near[better], better)
 
 
-def fit_all(weight: torch.Tensor, grid: Grid, importance: np.ndarray) -> None:
+def row_errors(
+    weight: torch.Tensor, codes: np.ndarray, grid: Grid, hessian: torch.Tensor, rows: np.ndarray | slice = slice(None)
+) -> np.ndarray:
+    """diag(E H E^T) [rows] of E = weight - the values of codes on these rows of a grid."""
+    a, c = grid.a[rows], grid.c[rows]
+    found = [
+        _errors(weight[r] - torch.from_numpy(_values(codes[r], a[r], c[r], grid)).to(weight), hessian)
+        for r in tiles(len(codes))
+    ]
+    return torch.cat(found).cpu().numpy()
+
+
+def _errors(lost: torch.Tensor, hessian: torch.Tensor) -> torch.Tensor:
+    """diag(E H E^T) of E, float64 [rows]; H is symmetric, so its lower half counts twice."""
+    total = torch.zeros(len(lost), dtype=torch.float64, device=lost.device)
+    for c in tiles(lost.shape[1]):
+        own, later = lost[:, c], lost[:, c.stop :]
+        product = (own @ hessian[c, c]).add_(later @ hessian[c.stop :, c], alpha=2)
+        total += product.mul_(own).sum(1, dtype=torch.float64)
+    return total
+
+
+def fit_all(weight: torch.Tensor, grid: Grid, importance: np.ndarray, quick: bool = False) -> None:
     """Fit every run on the weights as they are."""
     values = weight.cpu().numpy()
     for run in range(values.shape[1] // grid.run + (values.shape[1] % grid.run > 0)):
         span = slice(run * grid.run, (run + 1) * grid.run)
-        grid.fit(run, np.ascontiguousarray(values[:, span]), importance[span])
+        grid.fit(run, np.ascontiguousarray(values[:, span]), importance[span], quick)
 
 
 def round_to_nearest(weight: torch.Tensor, grid: Grid, importance: np.ndarray) -> np.ndarray:
@@ -165,8 +200,11 @@ def _nearest_codes(weight: torch.Tensor, grid: Grid) -> np.ndarray:
 
 def dequantize(codes: np.ndarray, grid: Grid, rows: slice = slice(None)) -> np.ndarray:
     """The values a * q + c [rows, columns] of codes on a grid, or on some rows of one."""
-    values = np.empty(codes.shape, grid.a.dtype)
-    a, c = grid.a[rows], grid.c[rows]
+    return _values(codes, grid.a[rows], grid.c[rows], grid)
+
+
+def _values(codes: np.ndarray, a: np.ndarray, c: np.ndarray, grid: Grid) -> np.ndarray:
+    values = np.empty(codes.shape, a.dtype)
     over_rows(len(codes), lambda r: _dequantize(codes[r], a[r], c[r], grid.sub, grid.ternary, values[r]))
     return values
 
@@ -176,10 +214,7 @@ def error(weight: torch.Tensor, values: np.ndarray | torch.Tensor, hessian: torc
     hessian, total = hessian.to(weight), 0.0
     for r in tiles(len(weight)):
         lost = weight[r] - torch.as_tensor(values[r], dtype=weight.dtype, device=weight.device)
-        for c in tiles(weight.shape[1]):  # H is symmetric: its lower half counts twice
-            own, later = lost[:, c], lost[:, c.stop :]
-            product = (own @ hessian[c, c]).add_(later @ hessian[c.stop :, c], alpha=2)
-            total += float(product.mul_(own).sum(dtype=torch.float64))
+        total += float(_errors(lost, hessian).sum())
     return total
 
 

@@ -34,6 +34,9 @@ _FIRST_SWEEPS = 2
 _OFF = (0.97, 1.03)
 _TRIES = [[(1.0, 1.0), *more] for more in (((f, f) for f in _OFF), ((f, 1.0) for f in _OFF), ((1.0, f) for f in _OFF))]
 
+# a quick fit comes near the best one where no column counts for more than so many times the mean of its block
+_EVEN = 16
+
 # set per type by `specialize`
 search: Any = None
 subs = sub = 0
@@ -106,7 +109,8 @@ class SuperblockGrid:
         h = importance.astype(np.float32)
         q = np.empty((self.rows, self.block.subs, self.sub), np.uint8)
         sums = np.zeros((self.rows, 3))
-        fitter = _fitter(self.block, quick and self.block.is_k and self.block.has_min)
+        even = bool(h.max() <= _EVEN * h.mean())
+        fitter = _fitter(self.block, quick and even and self.block.is_k and self.block.has_min)
         with self._fields(run) as (sc, mn, d, dmin):
             over_rows(
                 self.rows,
@@ -130,10 +134,10 @@ class SuperblockGrid:
                 ),
             )
 
-    def take(self, other: SuperblockGrid, rows: np.ndarray) -> None:
+    def take(self, other: SuperblockGrid, rows: np.ndarray, theirs: np.ndarray) -> None:
         """See `solver.Grid`."""
         for name in ("sc", "mn", "d", "dmin", "a", "c"):
-            getattr(self, name)[rows] = getattr(other, name)[rows]
+            getattr(self, name)[rows] = getattr(other, name)[theirs]
 
     @contextmanager
     def _fields(self, run: int) -> Iterator[list[np.ndarray]]:
