@@ -1,0 +1,313 @@
+"""Products of a quantized matrix with 9 to 64 columns of activations on tensor cores: weights are read once.
+
+A warp takes 16 rows and all columns of x (tokens), and walks along the rows 128 columns, a step, at a time. Rows are
+the 16 of mma.sync's A, tokens the 8 of its B. Which columns of the matrix its 16 of k are is free, as long as A and B
+agree: lane 4g + t holds unit t of the step (32 columns) of rows g and g + 8, as it comes from memory, and the four
+weights of word i are what A wants of the lane in the i-th of 8 products. So codes become fragments without leaving
+their lane, and one lane decodes the scales of a unit. Weights are rounded to halves, from the float32 that
+dequantize.py makes of them; the sums are float32.
+
+The warps of a block have rows of their own and share x, halves in shared memory: three buffers of a step each,
+filled by copies that run two steps ahead. A token's 256 bytes of a step are 16 pieces: piece 4j + t is columns 8j .. 8j
++ 7 of unit t, at place 4 (j xor token mod 2) + t, so that 8 lanes that read 16 bytes at once find 8 different places
+modulo 128 bytes. Codes of the next step are loaded into registers while this one is multiplied.
+
+Where rows are too few to fill the device, blocks share rows, each with its part of the steps; `_combine` adds up.
+
+Floors for 8192 x 28672 in Q4_K, on 132 multiprocessors of 1.75 GHz that read 4.4 TB/s, in clocks of a multiprocessor
+for a tile, 16 rows x 128 columns (of which there are 869 for each; 100 clocks are 50 us):
+
+    memory    61, the bytes over the bandwidth
+    mma       1024 multiplications a clock and more: 16 for each 8 tokens
+    shared    128 bytes a clock: 16 for each 8 tokens
+    issue     4 instructions of a warp a clock, see below
+
+Scales and other small fields, of which a row takes less than 32 bytes a step, stay in the L1 cache for the next ones.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any, NamedTuple
+
+import numpy as np
+from bridge.cuda import device as devices
+from bridge.cuda.intrinsics import (
+    bits,
+    block_x,
+    block_y,
+    copies_end,
+    copies_wait,
+    copy_16,
+    mad,
+    mma_bf16,
+    mma_f16,
+    or_,
+    pack_bf16,
+    pack_f16,
+    shared_16,
+    shl,
+    thread_x,
+    thread_y,
+    xor,
+)
+from bridge.cuda.matrix import DeviceMatrix
+from bridge.cuda.superblock import functions
+from bridge.cuda.unroll import expand, registers, unroll
+from numba import cuda
+
+from bridge.errors import BridgeError
+
+# set per kernel by `expand`
+TILES = WARPS = PARTS = 0
+RAGGED = PARTIAL = SCALED = BIAS = ACCUMULATE = False
+load: Any = None
+line: Any = None
+lifted: Any = ()
+mma: Any = None
+pack: Any = None
+int32 = np.int32
+float32 = np.float32
+
+TOKENS = 64  # at most
+OLDEST = (8, 0)  # compute capability
+MAX_REGISTERS = 128  # so that 16 warps find room on a multiprocessor
+TYPES = ("Q4_K", "Q6_K", "Q8_0")
+
+_BUFFERS = 3
+_TILE = 8  # tokens of mma.sync
+_ROWS = 16  # rows of a warp
+_UNITS = 4  # units of a step
+_MOST_WARPS = 8
+_MOST_PARTS = 8
+_LEAST_STEPS = 4  # of a part
+_THREADS = 128  # in a block of `_combine`
+_BLOCKS_AT_ONCE = 2  # of 8 warps of 128 registers on a multiprocessor
+
+
+class Configuration(NamedTuple):
+    """How a product is shared: warps of a block, 16 rows each, and parts of the columns, a block each."""
+
+    warps: int
+    parts: int
+
+
+def _product(weights, sixteenth, x, scale, y, bias, rows, units, tokens, per):
+    lane = thread_x()
+    warp = thread_y()
+    t = bits(lane, 0, 3)
+    g = bits(lane, 2, 7)
+    end = int32(units)
+    part = block_y()
+    step = mad(part, int32(per), 0)
+    stop = min(mad(step, 1, int32(per)), bits(mad(end, 1, 3), 2, 0x3FFFFFFF))
+    row = registers()
+    total = registers()
+    # beyond the last row that one is taken again, and not stored
+    first = mad(block_x(), WARPS * 16, mad(warp, 16, g))
+    for r in unroll(2):
+        row[r] = mad(min(mad(first, 1, 8 * r), int32(rows - 1)), end, 0)
+    for m in unroll(TILES):
+        total[m] = (float32(0), float32(0), float32(0), float32(0))
+    tile = cuda.shared.array(3 * TILES * 128, np.complex128)  # 16 bytes each
+    # what this thread copies of each token: a piece, from where to where
+    unit = bits(lane, 0, 3)
+    piece = bits(lane, 2, 3)
+    token = mad(warp, 2, bits(lane, 4, 1))
+    target = mad(token, 16, or_(unit, shl(xor(piece, bits(token, 0, 1)), 2)))
+    source = registers()
+    for k in unroll(TILES * 4 // WARPS):
+        source[k] = mad(min(mad(token, 1, 2 * WARPS * k), int32(tokens - 1)), end, 0)
+    for b in unroll(2):
+        if int32(step + b) < stop:
+            for k in unroll(TILES * 4 // WARPS):
+                at = min(mad(int32(step + b), 4, unit), int32(end - 1))
+                copy_16(tile, mad(target, 1, b * TILES * 128 + k * WARPS * 32), x, mad(int32(source[k] + at), 4, piece))
+        copies_end()
+    held = registers()
+    ahead = registers()
+    for r in unroll(2):
+        held[r] = load(weights, sixteenth, int32(row[r] + min(mad(step, 4, t), int32(end - 1))))
+        ahead[r] = held[r]
+    place = or_(mad(g, 16, t), shl(bits(g, 0, 1), 2))
+    buffer = int32(0)
+    free = int32(2 * TILES * 128)
+    lines = registers()
+    a = registers()
+    while step < stop:
+        if int32(step + 1) < stop:
+            for r in unroll(2):
+                ahead[r] = load(weights, sixteenth, int32(row[r] + min(mad(step, 4, mad(t, 1, 4)), int32(end - 1))))
+        copies_wait()
+        cuda.syncthreads()
+        if int32(step + 2) < stop:
+            for k in unroll(TILES * 4 // WARPS):
+                at = min(mad(step, 4, mad(unit, 1, 8)), int32(end - 1))
+                copy_16(tile, mad(target, 1, mad(k * WARPS * 32, 1, free)), x, mad(int32(source[k] + at), 4, piece))
+        copies_end()
+        for r in unroll(2):
+            lines[r] = line(held[r], mad(step, 4, t))
+            if RAGGED:  # beyond the end of the row all weights are 0
+                if mad(step, 4, t) >= end:
+                    lines[r] = (float32(0), float32(0), float32(0), float32(0))
+        for j in unroll(4):
+            for i in unroll(2):
+                for r in unroll(2):
+                    quad = lifted[2 * j + i](held[r], lines[r])
+                    a[i, r] = pack(quad[0], quad[1])
+                    a[i, 2 + r] = pack(quad[2], quad[3])
+            at = mad(xor(place, 4 * j), 1, buffer)
+            for m in unroll(TILES):
+                b = shared_16(tile, mad(at, 1, 128 * m))
+                total[m] = mma(total[m], a[0, 0], a[0, 1], a[0, 2], a[0, 3], b[0], b[1])
+                total[m] = mma(total[m], a[1, 0], a[1, 1], a[1, 2], a[1, 3], b[2], b[3])
+        for r in unroll(2):
+            held[r] = ahead[r]
+        free = buffer
+        buffer = mad(buffer, 1, TILES * 128) if buffer < int32(2 * TILES * 128) else int32(0)
+        step = int32(step + 1)
+    for m in unroll(TILES):
+        for k in unroll(4):
+            place = mad(first, 1, 8 * (k // 2))
+            token = mad(t, 2, 8 * m + k % 2)
+            if place < int32(rows) and token < int32(tokens):
+                value = total[m][k]
+                if SCALED:
+                    value *= scale[token]
+                if BIAS:
+                    value += bias[place]
+                at = token
+                if PARTIAL:
+                    at = mad(part, int32(tokens), token)
+                if ACCUMULATE:
+                    value += y[at, place]
+                y[at, place] = value
+
+
+def _combine(part, scale, bias, y, rows, tokens):
+    """The sums of all parts, and what ends a product."""
+    row = int32(cuda.grid(1))
+    token = block_y()
+    if row < int32(rows):
+        value = part[token, row]
+        for p in range(1, PARTS):
+            value += part[mad(int32(p), int32(tokens), token), row]
+        if SCALED:
+            value *= scale[token]
+        if BIAS:
+            value += bias[row]
+        if ACCUMULATE:
+            value += y[token, row]
+        y[token, row] = value
+
+
+def takes(matrix: DeviceMatrix, n: int) -> bool:
+    """Whether there is a kernel for a product of n columns."""
+    return matrix.type in TYPES and n <= TOKENS and matrix.device.capability >= OLDEST
+
+
+def configuration(matrix: DeviceMatrix) -> Configuration:
+    """As many warps a block as there are rows for; parts so that blocks fill the device in whole rounds."""
+    warps = _MOST_WARPS
+    while warps > 1 and matrix.rows <= _ROWS * warps // 2:
+        warps //= 2
+    blocks = -(-matrix.rows // (_ROWS * warps))
+    at_once = _BLOCKS_AT_ONCE * _MOST_WARPS // warps * matrix.device.multiprocessors
+    steps = -(-matrix.units // _UNITS)
+    most = max(1, min(_MOST_PARTS, steps // _LEAST_STEPS))
+    # the time of a part is its share of the columns; each further part costs a little for its sums
+    parts = min(range(1, most + 1), key=lambda parts: -(-blocks * parts // at_once) / parts + 0.02 * parts)
+    return Configuration(warps, -(-steps // -(-steps // parts)))
+
+
+@cache
+def kernel(type: str, kind: str, tiles: int, warps: int, ragged: bool, epilogue: str) -> Any:
+    """The kernel of a type for up to 8 * tiles tokens of "f16" or "bf16".
+
+    `epilogue` is "partial", or names of "scaled", "bias" and "accumulate".
+    """
+    from bridge.cuda.launch import Kernel
+
+    own = functions(type)
+    expanded = expand(
+        _product,
+        f"mma_{type}_{kind}_{tiles}_{warps}{'_ragged' * ragged}{epilogue and '_'}{epilogue}",
+        TILES=tiles,
+        WARPS=warps,
+        RAGGED=ragged,
+        **_epilogue(epilogue),
+        load=own.load_rows,
+        line=own.line_exact,
+        lifted=own.lifted_exact,
+        mma=mma_f16 if kind == "f16" else mma_bf16,
+        pack=pack_f16 if kind == "f16" else pack_bf16,
+    )
+    arrays = "int16[:,::1], float32[::1], float32[:,::1], float32[::1]"
+    signature = f"void(uint8[::1], int64, {arrays}, int64, int64, int64, int64)"
+    return Kernel(expanded, signature, MAX_REGISTERS)
+
+
+@cache
+def combiner(parts: int, epilogue: str) -> Any:
+    """The kernel that adds up parts; `epilogue` names "scaled", "bias" and "accumulate"."""
+    from bridge.cuda.launch import Kernel
+
+    expanded = expand(_combine, f"{parts}{epilogue and '_'}{epilogue}", PARTS=parts, **_epilogue(epilogue))
+    return Kernel(expanded, "void(float32[:,::1], float32[::1], float32[::1], float32[:,::1], int64, int64)")
+
+
+def _epilogue(names: str) -> dict[str, bool]:
+    return {name.upper(): name in names for name in ("partial", "scaled", "bias", "accumulate")}
+
+
+def launch(
+    matrix: DeviceMatrix,
+    x: Any,
+    y: Any,
+    stream: Any,
+    scale: Any = None,
+    accumulate: bool = False,
+    bias: Any = None,
+    shape: Configuration | None = None,
+) -> None:
+    """Queue y = x W^T * scale + bias for x float16 or bfloat16 [n, columns] and y float32 [n, rows], both contiguous.
+
+    `scale` float32 [n] multiplies the sums of each token, `accumulate` adds to what is in y, `bias` is float32 [rows].
+    """
+    n, kind = x.shape[0], devices.kind(x)
+    if kind not in ("f16", "bf16") or x.shape[1] != matrix.columns or not 1 <= n <= TOKENS:
+        raise BridgeError(
+            f"{matrix.name}: x is {x.dtype} {list(x.shape)}; float16 or bfloat16 of 1 to {TOKENS} times "
+            f"{matrix.columns} is wanted"
+        )
+    import torch
+
+    warps, parts = shape or configuration(matrix)
+    wanted = {"scaled": scale is not None, "bias": bias is not None, "accumulate": accumulate}
+    epilogue = "_".join(name for name in wanted if wanted[name])
+    tiles = -(-n // (2 * _TILE)) * 2
+    steps = -(-matrix.units // _UNITS)
+    none = matrix.device.placeholder()
+    scales, biases = (none if given is None else devices.view(given) for given in (scale, bias))
+    out = devices.view(y)
+    sums = out if parts == 1 else devices.view(torch.empty((parts * n, matrix.rows), device=y.device))
+    kernel(
+        matrix.type, kind, tiles, warps, matrix.units % _UNITS != 0, epilogue if parts == 1 else "partial"
+    ).launch(
+        (-(-matrix.rows // (_ROWS * warps)), parts),
+        (32, warps),
+        stream,
+        matrix.buffer,
+        matrix.spaced // 16,
+        devices.view(x),
+        scales,
+        sums,
+        biases,
+        matrix.rows,
+        matrix.units,
+        n,
+        -(-steps // parts),
+    )
+    if parts > 1:
+        grid = -(-matrix.rows // _THREADS), n
+        combiner(parts, epilogue).launch(grid, _THREADS, stream, sums, scales, biases, out, matrix.rows, n)
