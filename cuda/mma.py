@@ -136,8 +136,7 @@ def _product(weights, sixteenth, x, scale, y, bias, rows, units, tokens, per):
     a = registers()
     while step < stop:
         if int32(step + 1) < stop:
-            for r in unroll(2):
-                ahead[r] = load(weights, sixteenth, int32(row[r] + min(mad(step, 4, mad(t, 1, 4)), int32(end - 1))))
+            ahead[0] = load(weights, sixteenth, int32(row[0] + min(mad(step, 4, mad(t, 1, 4)), int32(end - 1))))
         copies_wait()
         cuda.syncthreads()
         if int32(step + 2) < stop:
@@ -151,6 +150,9 @@ def _product(weights, sixteenth, x, scale, y, bias, rows, units, tokens, per):
                 if mad(step, 4, t) >= end:
                     lines[r] = (float32(0), float32(0), float32(0), float32(0))
         for j in unroll(4):
+            if j == 2:  # not earlier, for want of registers
+                if int32(step + 1) < stop:
+                    ahead[1] = load(weights, sixteenth, int32(row[1] + min(mad(step, 4, mad(t, 1, 4)), int32(end - 1))))
             for i in unroll(2):
                 for r in unroll(2):
                     quad = lifted[2 * j + i](held[r], lines[r])
