@@ -162,7 +162,7 @@ if not SIMULATED:
             builder.call(ir.InlineAsm(function, code, "l,l,~{memory}", side_effect=True), [target, source])
             return context.get_dummy_value()
 
-        return types.void(shared, types.int32, array, types.int64), lower
+        return types.void(shared, types.int64, array, types.int64), lower
 
     def _statement(code: str) -> Any:
         """An intrinsic without arguments that is one instruction and has no result."""
@@ -192,7 +192,7 @@ if not SIMULATED:
             loaded = builder.call(function, [place])
             return cgutils.pack_array(builder, [builder.extract_value(loaded, k) for k in range(4)])
 
-        return types.UniTuple(types.int32, 4)(array, types.int32), lower
+        return types.UniTuple(types.int32, 4)(array, types.int64), lower
 
     def _mma(kind: str) -> Any:
         """An intrinsic: the product of tensor cores, of halves of a kind, with sums in float32."""

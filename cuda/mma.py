@@ -60,6 +60,7 @@ from bridge.errors import BridgeError
 
 # set per kernel by `expand`
 TILES = WARPS = PARTS = 0
+ORDER = (0, 2, 1, 3)
 RAGGED = PARTIAL = SCALED = BIAS = ACCUMULATE = False
 load: Any = None
 line: Any = None
@@ -101,33 +102,34 @@ def _product(weights, sixteenth, x, scale, y, bias, rows, units, tokens, per):
     part = block_y()
     step = mad(part, int32(per), 0)
     stop = min(mad(step, 1, int32(per)), bits(mad(end, 1, 3), 2, 0x3FFFFFFF))
-    row = registers()
-    total = registers()
-    # beyond the last row that one is taken again, and not stored
     first = mad(block_x(), WARPS * 16, mad(warp, 16, g))
-    for r in unroll(2):
-        row[r] = mad(min(mad(first, 1, 8 * r), int32(rows - 1)), end, 0)
+    # what there is too much of at the end of rows or tokens takes what is last, and nothing of it is stored
+    at = mad(first, end, mad(step, 4, t))
+    last = int32(rows * end - 1)
+    total = registers()
     for m in unroll(TILES):
         total[m] = (float32(0), float32(0), float32(0), float32(0))
     tile = cuda.shared.array(3 * TILES * 128, np.complex128)  # 16 bytes each
-    # what this thread copies of each token: a piece, from where to where
+    # what this thread copies of each token: piece `unit + 4 * piece` of its 16, from where to where
     unit = bits(lane, 0, 3)
     piece = bits(lane, 2, 3)
     token = mad(warp, 2, bits(lane, 4, 1))
     target = mad(token, 16, or_(unit, shl(xor(piece, bits(token, 0, 1)), 2)))
-    source = registers()
-    for k in unroll(TILES * 4 // WARPS):
-        source[k] = mad(min(mad(token, 1, 2 * WARPS * k), int32(tokens - 1)), end, 0)
+    source = mad(token, mad(end, 4, 0), piece)
+    end_of_x = int32(tokens * end * 4 - 1)
     for b in unroll(2):
         if int32(step + b) < stop:
+            place = mad(int32(step + b), 4, unit)
+            if RAGGED:
+                place = min(place, int32(end - 1))
             for k in unroll(TILES * 4 // WARPS):
-                at = min(mad(int32(step + b), 4, unit), int32(end - 1))
-                copy_16(tile, mad(target, 1, b * TILES * 128 + k * WARPS * 32), x, mad(int32(source[k] + at), 4, piece))
+                place_k = min(mad(end, 8 * WARPS * k, mad(place, 4, source)), end_of_x)
+                copy_16(tile, target + (b * TILES * 128 + k * WARPS * 32), x, place_k)
         copies_end()
     held = registers()
     ahead = registers()
     for r in unroll(2):
-        held[r] = load(weights, sixteenth, int32(row[r] + min(mad(step, 4, t), int32(end - 1))))
+        held[r] = load(weights, sixteenth, min(mad(end, 8 * r, at), last))
         ahead[r] = held[r]
     place = or_(mad(g, 16, t), shl(bits(g, 0, 1), 2))
     buffer = int32(0)
@@ -135,14 +137,18 @@ def _product(weights, sixteenth, x, scale, y, bias, rows, units, tokens, per):
     lines = registers()
     a = registers()
     while step < stop:
+        at = mad(at, 1, 4)
         if int32(step + 1) < stop:
-            ahead[0] = load(weights, sixteenth, int32(row[0] + min(mad(step, 4, mad(t, 1, 4)), int32(end - 1))))
+            ahead[0] = load(weights, sixteenth, min(at, last))
         copies_wait()
         cuda.syncthreads()
         if int32(step + 2) < stop:
+            next = mad(step, 4, mad(unit, 1, 8))
+            if RAGGED:
+                next = min(next, int32(end - 1))
             for k in unroll(TILES * 4 // WARPS):
-                at = min(mad(step, 4, mad(unit, 1, 8)), int32(end - 1))
-                copy_16(tile, mad(target, 1, mad(k * WARPS * 32, 1, free)), x, mad(int32(source[k] + at), 4, piece))
+                place_k = min(mad(end, 8 * WARPS * k, mad(next, 4, source)), end_of_x)
+                copy_16(tile, mad(target, 1, free) + k * WARPS * 32, x, place_k)
         copies_end()
         for r in unroll(2):
             lines[r] = line(held[r], mad(step, 4, t))
@@ -152,15 +158,15 @@ def _product(weights, sixteenth, x, scale, y, bias, rows, units, tokens, per):
         for j in unroll(4):
             if j == 2:  # not earlier, for want of registers
                 if int32(step + 1) < stop:
-                    ahead[1] = load(weights, sixteenth, int32(row[1] + min(mad(step, 4, mad(t, 1, 4)), int32(end - 1))))
+                    ahead[1] = load(weights, sixteenth, min(mad(end, 8, at), last))
             for i in unroll(2):
                 for r in unroll(2):
-                    quad = lifted[2 * j + i](held[r], lines[r])
+                    quad = lifted[2 * ORDER[j] + i](held[r], lines[r])
                     a[i, r] = pack(quad[0], quad[1])
                     a[i, 2 + r] = pack(quad[2], quad[3])
-            at = mad(xor(place, 4 * j), 1, buffer)
+            at = mad(xor(place, 4 * ORDER[j]), 1, buffer)
             for m in unroll(TILES):
-                b = shared_16(tile, mad(at, 1, 128 * m))
+                b = shared_16(tile, at + 128 * m)  # in 64 bits, so that the sum becomes part of the instruction
                 total[m] = mma(total[m], a[0, 0], a[0, 1], a[0, 2], a[0, 3], b[0], b[1])
                 total[m] = mma(total[m], a[1, 0], a[1, 1], a[1, 2], a[1, 3], b[2], b[3])
         for r in unroll(2):
