@@ -1,4 +1,4 @@
-"""What CUDA offers beyond Numba's own functions: dot products of bytes, wide loads, halves, sums over a warp, tensor cores.
+"""What CUDA offers beyond Numba's own functions: dot products of bytes, wide loads, halves, warps, tensor cores.
 
 Each is an instruction or a few of them, and has a twin in twins.py, in Python, for the CUDA simulator
 (NUMBA_ENABLE_CUDASIM=1), which knows no inline assembly and no shuffles. Integers are int32 throughout: Numba
@@ -183,7 +183,7 @@ if not SIMULATED:
     @intrinsic
     def shared_16(typingctx, array, index):
         def lower(context, builder, signature, values):
-            place = _in_space(context, builder, signature.args[0], *values, 3)
+            place = _in_space(context, builder, signature.args[0], values[0], values[1], 3)
             kind = ir.LiteralStructType([_INT] * 4)
             code = "ld.shared.v4.u32 {$0, $1, $2, $3}, [$4];"
             function = ir.InlineAsm(

@@ -23,12 +23,19 @@ _quiet = threading.Lock()  # held while Numba is kept from warning
 
 
 class Kernel:
-    """A kernel of one signature, and of at most so many registers."""
+    """A kernel of one signature and at most so many registers, for the compute capability `oldest` and newer."""
 
-    def __init__(self, function: Callable[..., None], signature: str, registers: int = MAX_REGISTERS):
+    def __init__(
+        self,
+        function: Callable[..., None],
+        signature: str,
+        registers: int = MAX_REGISTERS,
+        oldest: tuple[int, int] = (7, 5),
+    ):
         self.function = function
         self.signature = signature
         self.registers = registers
+        self.oldest = oldest
         self.name = function.__name__
         self._compiled: Any = None
         self._loaded: set[int] = set()

@@ -14,15 +14,24 @@ modulo 128 bytes. Codes of the next step are loaded into registers while this on
 
 Where rows are too few to fill the device, blocks share rows, each with its part of the steps; `_combine` adds up.
 
-Floors for 8192 x 28672 in Q4_K, on 132 multiprocessors of 1.75 GHz that read 4.4 TB/s, in clocks of a multiprocessor
-for a tile, 16 rows x 128 columns (of which there are 869 for each; 100 clocks are 50 us):
+Floors for 8192 x 28672 on 132 multiprocessors of 1.75 GHz that read 4.4 TB/s: clocks of a multiprocessor for 16 rows x
+128 columns, a step of a warp, of which each has 869 (100 clocks: 50 us). It issues 4 instructions of a warp a clock,
+counted in the loop's machine code for 9.0, and moves 128 bytes from shared memory to registers; tensor cores multiply
+1024 halves a clock on 8.0, twice that on 9.0:
 
-    memory    61, the bytes over the bandwidth
-    mma       1024 multiplications a clock and more: 16 for each 8 tokens
-    shared    128 bytes a clock: 16 for each 8 tokens
-    issue     4 instructions of a warp a clock, see below
+             memory    16 tokens: issue  shared  mma     64 tokens: issue  shared  mma
+    Q4_K         61                  94      36   32                  110     144  128
+    Q6_K         88                  92      36   32                  112     144  128
+    Q8_0        115                  73      36   32                   93     144  128
 
-Scales and other small fields, of which a row takes less than 32 bytes a step, stay in the L1 cache for the next ones.
+So 16 tokens of Q4_K wait for their instructions, three or four for a weight, and 64 tokens for shared memory, from
+which every 16 rows take all of x: 32 rows a warp would halve that and need twice the registers for sums. What this way
+replaces, halves of all weights stored and loaded again, takes 235 us more than the bytes of the weights. This is
+reasoning, no measurement: scripts/gpu_check.py times both ways where there is a GPU.
+
+Registers: 32 sums, 36 of codes of this step and the next, 16 of fragments of A and B, and what leads to them: 128,
+so that 16 warps run at once. Scales and other small fields, of which a row takes less than 32 bytes a step, stay in
+the L1 cache for the next steps.
 """
 
 from __future__ import annotations
@@ -32,6 +41,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from bridge.cuda import device as devices
+from bridge.cuda.floats import FloatMatrix
 from bridge.cuda.intrinsics import (
     bits,
     block_x,
@@ -73,7 +83,7 @@ float32 = np.float32
 TOKENS = 64  # at most
 OLDEST = (8, 0)  # compute capability
 MAX_REGISTERS = 128  # so that 16 warps find room on a multiprocessor
-TYPES = ("Q4_K", "Q6_K", "Q8_0")
+TYPES = ("Q2_K", "Q3_K", "Q4_K", "Q4_0", "Q4_1", "Q5_K", "Q5_0", "Q5_1", "Q6_K", "Q8_0")
 
 _BUFFERS = 3
 _TILE = 8  # tokens of mma.sync
@@ -152,11 +162,11 @@ def _product(weights, sixteenth, x, scale, y, bias, rows, units, tokens, per):
         copies_end()
         for r in unroll(2):
             lines[r] = line(held[r], mad(step, 4, t))
-            if RAGGED:  # beyond the end of the row all weights are 0
+            if RAGGED:  # noqa: SIM102  # beyond the end of the row all weights are 0
                 if mad(step, 4, t) >= end:
                     lines[r] = (float32(0), float32(0), float32(0), float32(0))
         for j in unroll(4):
-            if j == 2:  # not earlier, for want of registers
+            if j == 2:  # noqa: SIM102  # not earlier, for want of registers
                 if int32(step + 1) < stop:
                     ahead[1] = load(weights, sixteenth, min(mad(end, 8, at), last))
             for i in unroll(2):
@@ -164,9 +174,9 @@ def _product(weights, sixteenth, x, scale, y, bias, rows, units, tokens, per):
                     quad = lifted[2 * ORDER[j] + i](held[r], lines[r])
                     a[i, r] = pack(quad[0], quad[1])
                     a[i, 2 + r] = pack(quad[2], quad[3])
-            at = mad(xor(place, 4 * ORDER[j]), 1, buffer)
+            here = mad(xor(place, 4 * ORDER[j]), 1, buffer)
             for m in unroll(TILES):
-                b = shared_16(tile, at + 128 * m)  # in 64 bits, so that the sum becomes part of the instruction
+                b = shared_16(tile, here + 128 * m)  # in 64 bits, so that the sum becomes part of the instruction
                 total[m] = mma(total[m], a[0, 0], a[0, 1], a[0, 2], a[0, 3], b[0], b[1])
                 total[m] = mma(total[m], a[1, 0], a[1, 1], a[1, 2], a[1, 3], b[2], b[3])
         for r in unroll(2):
@@ -209,22 +219,30 @@ def _combine(part, scale, bias, y, rows, tokens):
         y[token, row] = value
 
 
-def takes(matrix: DeviceMatrix, n: int) -> bool:
-    """Whether there is a kernel for a product of n columns."""
-    return matrix.type in TYPES and n <= TOKENS and matrix.device.capability >= OLDEST
+def takes(matrix: DeviceMatrix | FloatMatrix, n: int) -> bool:
+    """Whether there is a kernel for a product of n columns on the matrix's device."""
+    known = isinstance(matrix, DeviceMatrix) and matrix.type in TYPES
+    return known and 1 <= n <= TOKENS and matrix.device.capability >= OLDEST
 
 
-def configuration(matrix: DeviceMatrix) -> Configuration:
-    """As many warps a block as there are rows for; parts so that blocks fill the device in whole rounds."""
+def configuration(matrix: DeviceMatrix, n: int) -> Configuration:
+    """As many warps a block as there are rows for; as many parts as take the least time, counted in bytes.
+
+    A block takes the time of its bytes, as many blocks as the device has room for run at once, and sums of parts are
+    stored and loaded again.
+    """
     warps = _MOST_WARPS
     while warps > 1 and matrix.rows <= _ROWS * warps // 2:
         warps //= 2
     blocks = -(-matrix.rows // (_ROWS * warps))
     at_once = _BLOCKS_AT_ONCE * _MOST_WARPS // warps * matrix.device.multiprocessors
     steps = -(-matrix.units // _UNITS)
-    most = max(1, min(_MOST_PARTS, steps // _LEAST_STEPS))
-    # the time of a part is its share of the columns; each further part costs a little for its sums
-    parts = min(range(1, most + 1), key=lambda parts: -(-blocks * parts // at_once) / parts + 0.02 * parts)
+
+    def time(parts: int) -> float:
+        rounds = -(-blocks * parts // at_once)
+        return rounds * at_once / (blocks * parts) * matrix.nbytes + (8 * n * matrix.rows * parts if parts > 1 else 0)
+
+    parts = min(range(1, max(1, min(_MOST_PARTS, steps // _LEAST_STEPS)) + 1), key=time)
     return Configuration(warps, -(-steps // -(-steps // parts)))
 
 
@@ -252,7 +270,7 @@ def kernel(type: str, kind: str, tiles: int, warps: int, ragged: bool, epilogue:
     )
     arrays = "int16[:,::1], float32[::1], float32[:,::1], float32[::1]"
     signature = f"void(uint8[::1], int64, {arrays}, int64, int64, int64, int64)"
-    return Kernel(expanded, signature, MAX_REGISTERS)
+    return Kernel(expanded, signature, MAX_REGISTERS, OLDEST)
 
 
 @cache
@@ -290,7 +308,7 @@ def launch(
         )
     import torch
 
-    warps, parts = shape or configuration(matrix)
+    warps, parts = shape or configuration(matrix, n)
     wanted = {"scaled": scale is not None, "bias": bias is not None, "accumulate": accumulate}
     epilogue = "_".join(name for name in wanted if wanted[name])
     tiles = -(-n // (2 * _TILE)) * 2
@@ -299,9 +317,7 @@ def launch(
     scales, biases = (none if given is None else devices.view(given) for given in (scale, bias))
     out = devices.view(y)
     sums = out if parts == 1 else devices.view(torch.empty((parts * n, matrix.rows), device=y.device))
-    kernel(
-        matrix.type, kind, tiles, warps, matrix.units % _UNITS != 0, epilogue if parts == 1 else "partial"
-    ).launch(
+    kernel(matrix.type, kind, tiles, warps, matrix.units % _UNITS != 0, epilogue if parts == 1 else "partial").launch(
         (-(-matrix.rows // (_ROWS * warps)), parts),
         (32, warps),
         stream,

@@ -217,8 +217,8 @@ def _lifted(held, line):
 
     A byte becomes a float32 without a conversion: codes of b bits are put at the top of the mantissa of 1, and read
     v = 1 + code / 2^b; those of 8 bits in the midst of that of 32768, and read v = 32768 + code. The step times 2^b,
-    and a summand that takes off the rest, make the weight of it in one instruction. Where there are mins, the summand is
-    rounded once more than `_floats` has it; with EXACT they come alone, and 1 is taken off v.
+    and a summand that takes off the rest, make the weight of it in one instruction. With mins the summand is rounded
+    once more than `_floats` has it; with EXACT it is the mins alone, and 1 is taken off v.
     """
     if EIGHT:
         word = xor(held[WORD], SIGN_BITS)

@@ -15,8 +15,8 @@ import numpy as np
 from tests.support.gpu.instructions import build
 from tests.support.gpu.memory import Access, GpuError, Memory
 from tests.support.gpu.operands import TYPES, Step, raw_type
-from tests.support.gpu.tensor_cores import Copies
 from tests.support.gpu.parse import WARP_WIDE, Instruction, Kernel, parse
+from tests.support.gpu.tensor_cores import Copies
 
 WARP = 32
 _LIMIT = 2_000_000  # blocks of instructions, after which a launch counts as endless
