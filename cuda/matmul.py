@@ -40,7 +40,7 @@ class Multiplier:
             return
         many = n > COLUMNS and not (self.precision == "int8" and mma.takes(matrix, n))
         if isinstance(matrix, FloatMatrix) or many:
-            _by_torch(matrix, x, y, self._kind(matrix, x), stream)
+            by_torch(matrix, x, y, self._kind(matrix, x), stream)
             return
         out = y if y.is_contiguous() else torch.empty(y.shape, dtype=y.dtype, device=y.device)
         if n > COLUMNS:
@@ -90,7 +90,8 @@ def _halves(x: Any) -> tuple[Any, Any]:
     return (x / scale[:, None]).half(), scale
 
 
-def _by_torch(matrix: DeviceMatrix | FloatMatrix, x: Any, y: Any, kind: Any, stream: Any) -> None:
+def by_torch(matrix: DeviceMatrix | FloatMatrix, x: Any, y: Any, kind: Any, stream: Any) -> None:
+    """Queue y = x W^T for any number of tokens: weights become a torch dtype, tile by tile, and torch multiplies."""
     import torch
 
     if isinstance(matrix, FloatMatrix) and matrix.weight.dtype == kind:

@@ -296,9 +296,10 @@ def launch(
     bias: Any = None,
     shape: Configuration | None = None,
 ) -> None:
-    """Queue y = x W^T * scale + bias for x float16 or bfloat16 [n, columns] and y float32 [n, rows], both contiguous.
+    """Queue y = x W^T * scale + bias for x float16 or bfloat16 [n, columns] and y float32 [n, rows].
 
-    `scale` float32 [n] multiplies the sums of each token, `accumulate` adds to what is in y, `bias` is float32 [rows].
+    All are contiguous tensors on the device, and x begins on 16 bytes. `scale` float32 [n] multiplies the sums of each
+    token, `accumulate` adds to what is in y, `bias` is float32 [rows].
     """
     n, kind = x.shape[0], devices.kind(x)
     if kind not in ("f16", "bf16") or x.shape[1] != matrix.columns or not 1 <= n <= TOKENS:
