@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from bridge.cuda import matvec
+from bridge.cuda import matmul, matvec, mma
 from bridge.cuda.activations import Records
 from bridge.cuda.buffers import check_torch, zeros
 from bridge.cuda.device import Device, require, torch_device, view
@@ -163,6 +163,22 @@ class Bench:
         def make(number: int) -> Callable[[], None]:
             copy = self.copy(number)
             return lambda: matvec.launch(copy, records, y, n, self.device.stream(), shape=shape)
+
+        return seconds_from_memory(make, m.nbytes)
+
+    def tokens(self, n: int, by_torch: bool) -> float:
+        """Seconds of a product with n tokens of halves: on tensor cores, or with the weights dequantized for torch."""
+        import torch
+
+        m, device = self.matrix, self.device
+        x = torch.randn((n, m.columns), dtype=torch.float16, device=torch_device(device))
+        y = zeros(device, (n, m.rows))
+
+        def make(number: int) -> Callable[[], None]:
+            copy = self.copy(number)
+            if by_torch:
+                return lambda: matmul.by_torch(copy, x, y, torch.float16, device.stream())
+            return lambda: mma.launch(copy, x, y, device.stream())
 
         return seconds_from_memory(make, m.nbytes)
 

@@ -1,4 +1,4 @@
-"""What CUDA offers beyond Numba's own functions: dot products of bytes, wide loads, halves, sums over a warp.
+"""What CUDA offers beyond Numba's own functions: dot products of bytes, wide loads, halves, warps, tensor cores.
 
 Each is an instruction or a few of them, and has a twin in twins.py, in Python, for the CUDA simulator
 (NUMBA_ENABLE_CUDASIM=1), which knows no inline assembly and no shuffles. Integers are int32 throughout: Numba
@@ -11,8 +11,21 @@ on 256 bytes. `stream_` reads memory that nobody writes meanwhile and passes the
 once); `ahead_` does so and lets the L2 cache fetch 128 bytes around (scales, of which a warp takes little at a time);
 `cached_` keeps it in L1 (activations: every row reads them); `load_` may read what the same launch writes.
 
-All 32 lanes of a warp must take part in `warp_sum`, `warp_max` and `warp_any`; in the simulator all threads
+All 32 lanes of a warp must take part in `warp_sum`, `warp_max`, `warp_any` and `mma_*`; in the simulator all threads
 of a block must, the same number of times.
+
+From compute capability 8.0 on there are
+
+    mma_f16, mma_bf16  (c, a0..a3, b0, b1) -> c + A B for A [16, 16], B [16, 8], c float32 [16, 8] spread over a warp.
+                       With g = lane / 4 and t = lane % 4, a lane holds of A [g, k], [g + 8, k], [g, k + 8] and
+                       [g + 8, k + 8], of B [k, g] and [k + 8, g], for k = 2t and 2t + 1 in a word each, the first
+                       below, and of c [g, 2t], [g, 2t + 1], [g + 8, 2t], [g + 8, 2t + 1]
+    pack_f16, pack_bf16   two float32, rounded to nearest even, as halves in a word, the first below
+    copy_16            16 bytes from global to shared memory while the thread goes on. `copies_end` closes the group
+                       of copies before it; `copies_wait` waits until all groups of the thread but the last have
+                       arrived, after which a barrier shows them to the others
+
+Arrays in shared memory that `copy_16` and `shared_16` use must begin on 16 bytes: those of complex128 do.
 """
 
 from __future__ import annotations
@@ -132,9 +145,79 @@ if not SIMULATED:
 
         return types.void(array, types.int64, types.UniTuple(types.int32, 4)), lower
 
+    def _in_space(context: Any, builder: Any, type: Any, array: Any, index: Any, space: str | int) -> Any:
+        """The address of the 16 bytes at an index of an array, in global (1) or shared memory (3)."""
+        data = context.make_array(type)(context, builder, array).data
+        data = builder.addrspacecast(data, ir.IntType(8).as_pointer(space), "place")
+        piece = ir.ArrayType(ir.IntType(8), 16)
+        return builder.gep(builder.bitcast(data, ir.PointerType(piece, addrspace=space)), [index])
+
+    @intrinsic
+    def copy_16(typingctx, shared, at, array, index):
+        def lower(context, builder, signature, values):
+            target = _in_space(context, builder, signature.args[0], values[0], values[1], 3)
+            source = _in_space(context, builder, signature.args[2], values[2], values[3], 1)
+            function = ir.FunctionType(ir.VoidType(), [target.type, source.type])
+            code = "cp.async.cg.shared.global [$0], [$1], 16;"
+            builder.call(ir.InlineAsm(function, code, "l,l,~{memory}", side_effect=True), [target, source])
+            return context.get_dummy_value()
+
+        return types.void(shared, types.int64, array, types.int64), lower
+
+    def _statement(code: str) -> Any:
+        """An intrinsic without arguments that is one instruction and has no result."""
+
+        def typed(typingctx):
+            def lower(context, builder, signature, values):
+                function = ir.FunctionType(ir.VoidType(), [])
+                builder.call(ir.InlineAsm(function, code, "~{memory}", side_effect=True), [])
+                return context.get_dummy_value()
+
+            return types.void(), lower
+
+        return intrinsic(typed)
+
+    copies_end = _statement("cp.async.commit_group;")
+    copies_wait = _statement("cp.async.wait_group 1;")
+
+    @intrinsic
+    def shared_16(typingctx, array, index):
+        def lower(context, builder, signature, values):
+            place = _in_space(context, builder, signature.args[0], values[0], values[1], 3)
+            kind = ir.LiteralStructType([_INT] * 4)
+            code = "ld.shared.v4.u32 {$0, $1, $2, $3}, [$4];"
+            function = ir.InlineAsm(
+                ir.FunctionType(kind, [place.type]), code, "=r,=r,=r,=r,l,~{memory}", side_effect=True
+            )
+            loaded = builder.call(function, [place])
+            return cgutils.pack_array(builder, [builder.extract_value(loaded, k) for k in range(4)])
+
+        return types.UniTuple(types.int32, 4)(array, types.int64), lower
+
+    def _mma(kind: str) -> Any:
+        """An intrinsic: the product of tensor cores, of halves of a kind, with sums in float32."""
+        code = f"mma.sync.aligned.m16n8k16.row.col.f32.{kind}.{kind}.f32 "
+        code += "{$0, $1, $2, $3}, {$4, $5, $6, $7}, {$8, $9}, {$10, $11, $12, $13};"
+
+        def typed(typingctx, c, a0, a1, a2, a3, b0, b1):
+            def lower(context, builder, signature, values):
+                sums = [builder.extract_value(values[0], k) for k in range(4)]
+                kinds = ir.FunctionType(ir.LiteralStructType([_FLOAT] * 4), [_INT] * 6 + [_FLOAT] * 4)
+                function = ir.InlineAsm(kinds, code, "=f,=f,=f,=f,r,r,r,r,r,r,f,f,f,f", side_effect=False)
+                found = builder.call(function, [*values[1:], *sums], attrs=("convergent",))
+                return cgutils.pack_array(builder, [builder.extract_value(found, k) for k in range(4)])
+
+            quad = types.UniTuple(types.float32, 4)
+            return quad(quad, *[types.int32] * 6), lower
+
+        return intrinsic(typed)
+
+    mma_f16, mma_bf16 = _mma("f16"), _mma("bf16")
+
     thread_x = _register("tid.x")
     thread_y = _register("tid.y")
     block_x = _register("ctaid.x")
+    block_y = _register("ctaid.y")
 
     _i, _f = types.int32, types.float32
 
@@ -162,6 +245,9 @@ if not SIMULATED:
         ),
     )
     to_half = _asm(_i, (_f,), "{.reg .b16 h; cvt.rn.f16.f32 h, $1; cvt.u32.u16 $0, h;}", "=r,f")
+    # the first operand of the instruction is the upper half
+    pack_f16 = _asm(_i, (_f, _f), "cvt.rn.f16x2.f32 $0, $2, $1;", "=r,f,f")
+    pack_bf16 = _asm(_i, (_f, _f), "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f")
     float_bits = _emit(_i, (_f,), lambda b, value: b.bitcast(value, _INT))
     bits_float = _emit(_f, (_i,), lambda b, word: b.bitcast(word, _FLOAT))
     fma = _asm(_f, (_f, _f, _f), "fma.rn.f32 $0, $1, $2, $3;", "=f,f,f,f")
@@ -171,11 +257,14 @@ if not SIMULATED:
     stream_8 = _load("ld.global.nc.L1::no_allocate.v2.u32", 2, _i)
     stream_4 = _load("ld.global.nc.L1::no_allocate.u32", 1, _i)
     ahead_16 = _load("ld.global.nc.L1::no_allocate.L2::128B.v4.u32", 4, _i)
+    ahead_8 = _load("ld.global.nc.L1::no_allocate.L2::128B.v2.u32", 2, _i)
     ahead_4 = _load("ld.global.nc.L1::no_allocate.L2::128B.u32", 1, _i)
     ahead_2 = _load("ld.global.nc.L1::no_allocate.L2::128B.u16", 1, _i)
     ahead_1 = _load("ld.global.nc.L1::no_allocate.L2::128B.u8", 1, _i)
     cached_16 = _load("ld.global.nc.v4.u32", 4, _i)
     cached_8 = _load("ld.global.nc.v2.u32", 2, _i)
+    cached_4 = _load("ld.global.nc.u32", 1, _i)
+    cached_2 = _load("ld.global.nc.u16", 1, _i)
     cached_16f = _load("ld.global.nc.v4.f32", 4, _f)
     load_16 = _load("ld.global.v4.u32", 4, _i, changing=True)
     store_4 = _store(_i, 32)

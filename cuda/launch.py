@@ -48,11 +48,19 @@ class Launch:
 
 
 class Kernel:
-    """A kernel of one signature."""
+    """A kernel of one signature and at most so many registers, for the compute capability `oldest` and newer."""
 
-    def __init__(self, function: Callable[..., None], signature: str):
+    def __init__(
+        self,
+        function: Callable[..., None],
+        signature: str,
+        registers: int = MAX_REGISTERS,
+        oldest: tuple[int, int] = (7, 5),
+    ):
         self.function = function
         self.signature = signature
+        self.registers = registers
+        self.oldest = oldest
         self.name = function.__name__
         self._compiled: Any = None
         self._loaded: set[int] = set()
@@ -74,7 +82,7 @@ class Kernel:
             try:
                 if self._compiled is None:
                     # without link-time optimization: then what ptxas says of the PTX is what runs
-                    options = {"max_registers": MAX_REGISTERS, "lto": False, "cache": True}
+                    options = {"max_registers": self.registers, "lto": False, "cache": True}
                     self._compiled = cuda.jit(self.signature, **options)(self.function)
                 for overload in self._compiled.overloads.values():
                     overload.bind()

@@ -1,7 +1,8 @@
-"""Y = X W^T for any number of tokens: by matvec.py up to 8, whose weights stay quantized, in floats by torch beyond.
+"""Y = X W^T for any number of tokens: by matvec.py up to 8, by mma.py up to 64, in floats by torch beyond.
 
-For torch, quantized weights are dequantized tile by tile. Halves hold nothing beyond 65504, so with them each token is
-scaled to +-8 before: neither it nor its result leaves their range.
+For torch, quantized weights are dequantized tile by tile: so are those of types that mma.py does not have, on GPUs
+that are too old for it, and where nothing may be rounded. Halves hold nothing beyond 65504, so with them each token of
+float32 is scaled to +-8 before: neither it nor torch's result leaves their range.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from bridge.cuda import dequantize, matvec
+from bridge.cuda import dequantize, matvec, mma
 from bridge.cuda import device as devices
 from bridge.cuda.activations import COLUMNS, Records
 from bridge.cuda.floats import FloatMatrix
@@ -38,12 +39,19 @@ class Multiplier:
         n, stream = x.shape[0], self.device.stream()
         if not n:
             return
-        if isinstance(matrix, FloatMatrix) or n > COLUMNS:
-            _by_torch(matrix, x, y, self._kind(matrix, x), stream)
+        many = n > COLUMNS and not (self.precision == "int8" and mma.takes(matrix, n))
+        if isinstance(matrix, FloatMatrix) or many:
+            by_torch(matrix, x, y, self._kind(matrix, x), stream)
             return
         out = y if y.is_contiguous() else torch.empty(y.shape, dtype=y.dtype, device=y.device)
-        records = self._records_of(matrix, stream).quantize(x.contiguous(), n, stream)
-        matvec.launch(matrix, records, devices.view(out), n, stream)
+        if n > COLUMNS:
+            halves, scale = _halves(x) if x.dtype == torch.float32 else (x.contiguous(), None)
+            if halves.data_ptr() % 16:  # a view of others' memory
+                halves = halves.clone()
+            mma.launch(matrix, halves, out, stream, scale)
+        else:
+            records = self._records_of(matrix, stream).quantize(x.contiguous(), n, stream)
+            matvec.launch(matrix, records, devices.view(out), n, stream)
         if out is not y:
             y.copy_(out)
 
@@ -87,12 +95,19 @@ def product(weight: Any, x: Any) -> Any:
 
     if weight.dtype != torch.float16:
         return (x.to(weight.dtype) @ weight.T).float()
+    halves, scale = _halves(x)
+    return (halves @ weight.T).float() * scale[:, None]
+
+
+def _halves(x: Any) -> tuple[Any, Any]:
+    """x [n, columns] as halves of at most 8, float16 [n, columns], and what to multiply them by, float32 [n]."""
     x = x.float()
-    scale = (x.abs().amax(dim=1, keepdim=True) / _LARGEST).clamp_min(1e-30)
-    return ((x / scale).half() @ weight.T).float() * scale
+    scale = (x.abs().amax(dim=1) / _LARGEST).clamp_min(1e-30)
+    return (x / scale[:, None]).half(), scale
 
 
-def _by_torch(matrix: DeviceMatrix | FloatMatrix, x: Any, y: Any, kind: Any, stream: Any) -> None:
+def by_torch(matrix: DeviceMatrix | FloatMatrix, x: Any, y: Any, kind: Any, stream: Any) -> None:
+    """Queue y = x W^T for any number of tokens: weights become a torch dtype, tile by tile, and torch multiplies."""
     import torch
 
     if isinstance(matrix, FloatMatrix) and matrix.weight.dtype == kind:

@@ -23,9 +23,13 @@ from bridge.cuda.intrinsics import (
     ahead_1,
     ahead_2,
     ahead_4,
+    ahead_8,
     ahead_16,
     bits,
     bits_float,
+    cached_2,
+    cached_4,
+    cached_16,
     dp2a,
     dp4a,
     fma,
@@ -55,7 +59,7 @@ PIECES = PLANES = CODE_WORDS = HELD = BLOCK_LOG = WORD = 0
 PIECE_WORDS = PIECE_AT = PIECE_FIRST = WIDTH = COUNT = FIRST = LOW = MASK = THIRD = ()
 SCALES_AT = SCALE_WORDS = HALVES_AT = HALF_BYTES = ZERO = ZEROS = ZERO_BYTES = UP = LEVELS = LIFT = 0
 FACTORS_AT = 0
-K = MINS = WIDE = WHOLE = HALVES_INSIDE = IN_PLACE = EIGHT = TABLED = TWO = False
+K = MINS = WIDE = WHOLE = HALVES_INSIDE = IN_PLACE = EIGHT = TABLED = TWO = EXACT = False
 float32 = np.float32
 read_scales: Any = None
 read_steps: Any = None
@@ -218,18 +222,22 @@ def _line(held, lane):
         if K:
             step *= float32(scale if WIDE else signed_byte(scale, 8 * h))
         value[h] = step * float32(LEVELS)
-        value[2 + h] = step * float32(-LIFT - ZERO)
+        if EXACT and MINS:
+            value[2 + h] = float32(0)
+        else:
+            value[2 + h] = step * float32(-LIFT - ZERO)
         if MINS:
             value[2 + h] += -dmin * float32(least if WIDE else bits(least, 8 * h, 255)) if K else dmin
     return gathered(value, 4)
 
 
 def _lifted(held, line):
-    """The four weights of word WORD of a unit, for a product: rounded once more than `_floats` has them.
+    """The four weights of word WORD of a unit, for a product.
 
     A byte becomes a float32 without a conversion: codes of b bits are put at the top of the mantissa of 1, and read
     v = 1 + code / 2^b; those of 8 bits in the midst of that of 32768, and read v = 32768 + code. The step times 2^b,
-    and a summand that takes off the rest, make the weight of it in one instruction.
+    and a summand that takes off the rest, make the weight of it in one instruction. With mins the summand is rounded
+    once more than `_floats` has it; with EXACT it is the mins alone, and 1 is taken off v.
     """
     if EIGHT:
         word = xor(held[WORD], SIGN_BITS)
@@ -257,6 +265,8 @@ def _lifted(held, line):
             v = bits_float(prmt(word, 0x47000000, 0x7404 + 16 * j))
         else:
             v = bits_float(prmt(word, 0x3F000000, 0x7044 + 256 * j))
+            if EXACT and MINS:
+                v -= float32(1)
         value[j] = fma(v, line[WORD // 4], line[2 + WORD // 4])
     return gathered(value, 4)
 
@@ -326,7 +336,12 @@ def device_function(function: Any) -> Any:
 
 @dataclass(frozen=True)
 class Functions:
-    """A type's functions on the device; `floats` and `lifted` have one for each word of a unit."""
+    """A type's functions on the device; `floats` and `lifted` have one for each word of a unit.
+
+    `load_rows` is `load` for a warp whose lanes take few units of many rows: the L2 cache fetches 128 bytes around the
+    codes, and what is less than 8 bytes of a unit stays in L1. The weights of `line_exact` and `lifted_exact` are those
+    of `floats`, to the bit but for the sign of 0.
+    """
 
     layout: Layout
     load: Any
@@ -336,6 +351,9 @@ class Functions:
     line: Any
     lifted: tuple[Any, ...]
     factor: Any
+    load_rows: Any
+    line_exact: Any
+    lifted_exact: tuple[Any, ...]
 
 
 @cache
@@ -369,4 +387,8 @@ def functions(name: str) -> Functions:
         make(_line),
         tuple(make(_lifted, f"_{i}", WORD=i, put_high=put_high[i]) for i in range(8)),
         make(_factor),
-    )
+        make(_load, "_rows", stream_16=ahead_16, stream_8=ahead_8, stream_4=cached_4, ahead_16=cached_16,
+             ahead_4=cached_4, ahead_2=cached_2),
+        make(_line, "_exact", EXACT=True),
+        tuple(make(_lifted, f"_{i}_exact", WORD=i, put_high=put_high[i], EXACT=True) for i in range(8)),
+    )  # fmt: skip

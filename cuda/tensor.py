@@ -4,7 +4,8 @@
     y = w.matvec(x)                                 x a torch tensor on the device, y too, nothing is copied
 
 Products are queued on torch's current stream and can be captured in a CUDA graph, once they have run before. Up to 8
-columns of x the weights stay quantized; for more, rows become f16 or bf16 tiles for torch's matrix product (matmul.py).
+columns of x the weights stay quantized; up to 64 they become halves in the registers of tensor cores; for more, rows
+become f16 or bf16 tiles for torch's matrix product (matmul.py).
 F32, F16 and BF16 tensors stay as they are, and torch multiplies with them. A tensor has one place for the rounded x:
 multiply with it on one stream at a time.
 """

@@ -74,6 +74,10 @@ def block_x():
     return np.int32(_thread().blockIdx.x)
 
 
+def block_y():
+    return np.int32(_thread().blockIdx.y)
+
+
 def dp4a(a, b, c):
     return _int(sum(x * y for x, y in zip(_bytes(a), _bytes(b), strict=True)) + int(c))
 
@@ -137,6 +141,17 @@ def to_half(value):
     return np.int32(np.float16(value).view(np.uint16))
 
 
+def pack_f16(one, other):
+    return or_(to_half(one), shl(to_half(other), 16))
+
+
+def pack_bf16(one, other):
+    """Rounded to nearest even by what is cut off: its half, less one where the last bit kept is even."""
+    low, high = (_unsigned(float_bits(value)) for value in (one, other))
+    low, high = (word + 0x7FFF + (word >> 16 & 1) >> 16 for word in (low, high))
+    return _int(low | high << 16)
+
+
 def float_bits(value):
     return np.float32(value).view(np.int32)
 
@@ -155,9 +170,10 @@ def round_even(value):
 
 
 stream_16 = ahead_16 = cached_16 = load_16 = _loader(np.int32, 4)
-stream_8 = cached_8 = _loader(np.int32, 2)
-stream_4 = ahead_4 = _loader(np.int32, 1)
-ahead_2 = _loader(np.uint16, 1)
+stream_8 = ahead_8 = cached_8 = _loader(np.int32, 2)
+stream_4 = ahead_4 = cached_4 = _loader(np.int32, 1)
+ahead_2 = cached_2 = _loader(np.uint16, 1)
+shared_16 = _loader(np.int32, 4)
 ahead_1 = _loader(np.uint8, 1)
 cached_16f = _loader(np.float32, 4)
 store_4 = _storer(np.uint32, 0xFFFFFFFF)
@@ -205,3 +221,38 @@ def warp_any(condition):
 def other_half(value):
     lane, warp = _exchange(value)
     return warp[lane ^ 16]
+
+
+def copy_16(shared, at, array, index):
+    store_16(shared, at, cached_16(array, index))
+
+
+def copies_end():
+    pass
+
+
+def copies_wait():
+    pass
+
+
+def _mma(kind: Any) -> Callable[..., Any]:
+    def mma(c: Any, *words: Any) -> tuple[np.float32, ...]:
+        lane, warp = _exchange(tuple(int(word) for word in words))
+        g, t = lane // 4, lane % 4
+        a0, a1, a2, a3, b0, b1 = (np.array(part, np.int32) for part in zip(*warp, strict=True))
+
+        def halves(word: np.ndarray, row: int) -> np.ndarray:
+            """What the lanes of a row or column hold, k after k."""
+            pairs = word[4 * row : 4 * row + 4]
+            if kind == "f16":
+                return pairs.view(np.float16).astype(np.float64)
+            return np.stack([pairs << 16, pairs & -65536], 1).reshape(-1).view(np.float32).astype(np.float64)
+
+        rows = [np.concatenate([halves(low, g), halves(high, g)]) for low, high in ((a0, a2), (a1, a3))]
+        columns = [np.concatenate([halves(b0, 2 * t + i), halves(b1, 2 * t + i)]) for i in range(2)]
+        return tuple(np.float32(c[2 * r + i] + rows[r] @ columns[i]) for r in range(2) for i in range(2))
+
+    return mma
+
+
+mma_f16, mma_bf16 = _mma("f16"), _mma("bf16")

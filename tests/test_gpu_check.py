@@ -19,7 +19,7 @@ from tests.support.gpu.check import jobs, products, report, runner, small_check,
 BARS = [
     *(f"{type} matvec, 8192x28672" for type in ("Q4_K", "Q6_K", "Q8_0", "Q4_0", "Q2_K", "Q3_K", "Q5_K", "Q4_1")),
     "Q4_K matvec, 4096x14336", "Q4_K against torch's f16", "batch 4 against 1, the worst of 8 types",
-    "decode, 8B Q4_K, batch 1",
+    "decode, 8B Q4_K, batch 1", "16 and 64 tokens against dequantized weights",
 ]  # fmt: skip
 
 EXTRA = "time/configurations/8192x28672/Q4_K/1"  # without a bar
@@ -35,6 +35,13 @@ def measured() -> dict[str, Any]:
             seconds = nbytes / (share * 1e12)
             times = {"int8": seconds, "int8_4": 1.29 * seconds, "int8_8": 2 * seconds, "f32": seconds}
             found[f"product/{shape}/{type}"] = {"nbytes": nbytes} | times
+    for type in jobs.TOKENS:
+        found[f"tokens/{jobs.LARGE}/{type}"] = {
+            "cores_16": 1e-4,
+            "torch_16": 3e-4,
+            "cores_64": 2e-4,
+            "torch_64": 4.02e-4,
+        }
     tokens = {"tokens_per_second": 122.0, "prompt_seconds": 1.0}
     found["decode"] = {"file": 5_000_000_000, "upload": 9.0, "step_seconds": 0.008, "greedy": tokens,
                        "sampled": tokens, "greedy, long prompt": tokens}  # fmt: skip
@@ -48,6 +55,7 @@ def test_every_bar_is_a_row_and_is_met_where_the_times_say_so() -> None:
     assert table[0][:4] == ("Q4_K matvec, 8192x28672", ">= 85%", "86.0% of reading", True)
     assert [row.bar for row in table[4:12]] == [">= 75%"] * 4 + [">= 60%", ">= 3.0x", "<= 1.3x", ">= 60%"]
     assert [row.measured for row in table[8:12]] == ["61.0% of reading", "3.01x", "1.29x", "61.0% of bandwidth/size"]
+    assert (table[12].bar, table[12].measured) == (">= 2.0x", "2.01x")
     assert {row.met for row in table if not row.bar} == {None}
     assert set(measured()) <= set(jobs.TIMES)
 
@@ -60,6 +68,8 @@ def test_every_bar_is_a_row_and_is_met_where_the_times_say_so() -> None:
         ("torch_product/8192x28672", {"seconds": 2.99e8 / 0.86e12}, [BARS[9]]),
         ("product/8192x28672/Q2_K", {"int8_4": 1.31e8 / 0.76e12}, [BARS[10]]),
         ("decode", {"greedy": {"tokens_per_second": 119.0, "prompt_seconds": 1.0}}, [BARS[11]]),
+        ("tokens/8192x28672/Q6_K", {"torch_16": 1.99e-4}, [BARS[12]]),
+        ("tokens/8192x28672/Q8_0", None, [BARS[12]]),
         ("product/4096x14336/Q5_0", {"int8": 1.0}, []),  # no bar
         # what could not be measured
         ("reading", None, [*BARS[:9], BARS[11]]),
@@ -121,7 +131,13 @@ def test_all_of_it_runs_and_ends_in_the_table(
 ) -> None:
     # bars that a clock on the CPU meets
     monkeypatch.setattr(report, "OF_READING", dict.fromkeys(report.OF_READING, 0))
-    for bar, easy in (("OF_READING_SMALL", 0), ("TIMES_TORCH", 0.0), ("BATCH_4", 1e9), ("OF_DECODE", 0)):
+    for bar, easy in (
+        ("OF_READING_SMALL", 0),
+        ("TIMES_TORCH", 0.0),
+        ("BATCH_4", 1e9),
+        ("OF_DECODE", 0),
+        ("TIMES_DEQUANTIZED", 0.0),
+    ):
         monkeypatch.setattr(report, bar, easy)
     with small_check():
         code, found = ran(tmp_path)
@@ -129,13 +145,14 @@ def test_all_of_it_runs_and_ends_in_the_table(
     assert found["wrong"] == []
     assert code == 0
     assert list(found["correctness"]) == jobs.CORRECT
-    assert len(jobs.CORRECT) == 2 + len(products.TRIED) + 2 * 13
+    assert len(jobs.CORRECT) == 2 + len(products.TRIED) + 3 * 13
     assert "4 of 4 greedy tokens are the CPU's" in found["correctness"]["correct/model"]["notes"]
     assert all(result["wrong"] == [] for result in found["correctness"].values())
     assert found["times"]["time/product/8x512/Q4_K"].keys() == {"nbytes", "int8", "int8_4", "int8_8", "f32"}
     assert len(found["times"]["time/configurations/8x512/Q6_K/4"]["tried"]) == 2
     assert found["times"]["time/decode"]["file"] > 0
-    assert len([row for row in found["table"] if row["bar"]]) == 12
+    assert found["times"]["time/tokens/8x512/Q8_0"].keys() == {"cores_16", "torch_16", "cores_64", "torch_64"}
+    assert len([row for row in found["table"] if row["bar"]]) == 13
     assert all(row["met"] in (True, None) and row["measured"] != "not measured" for row in found["table"])
     printed = capsys.readouterr().out.split("\n| what | bar | measured | met | in detail |\n")
     assert len(printed) == 2
@@ -151,7 +168,8 @@ def test_what_is_wrong_or_fails_is_reported_and_the_rest_goes_on(
 
     monkeypatch.setitem(jobs._KNOWN["time"], "torch_product", broken)
     with small_check() as computed:
-        kept = ("correct/products/Q6_K/f32", "correct/products/Q4_0/int8", "correct/configurations/Q6_K")
+        kept = ("correct/products/Q6_K/f32", "correct/products/Q4_0/int8", "correct/configurations/Q6_K",
+                "correct/tokens/Q6_K")  # fmt: skip
         monkeypatch.setattr(jobs, "CORRECT", list(kept))
         monkeypatch.setattr(jobs, "TIMES", [job for job in jobs.TIMES if "/8x512" in job or "reading" in job][:5])
         computed.wrong = {"Q6_K"}
@@ -160,12 +178,13 @@ def test_what_is_wrong_or_fails_is_reported_and_the_rest_goes_on(
     assert found["correctness"]["correct/products/Q4_0/int8"]["wrong"] == []
     assert len(found["correctness"]["correct/products/Q6_K/f32"]["wrong"]) > 5
     assert any(line.startswith("Q6_K, 4 columns, Configuration(") for line in found["wrong"])
+    assert len(found["correctness"]["correct/tokens/Q6_K"]["wrong"]) == 4
     assert "time/torch_product/8x512: exit code 1: RuntimeError('CUDA error: out of memory')" in found["wrong"]
     assert "failed" not in found["times"]["time/product/8x512/Q4_K"]
     out = capsys.readouterr().out
     assert "FAILED time/torch_product/8x512: exit code 1" in out
     assert "| Q4_K against torch's f16 | >= 3.0x | not measured | no | 8x512 |" in out
-    assert "1 of 3 right." in out
+    assert "1 of 4 right." in out
 
 
 def test_a_model_is_compared_with_the_cpus_in_prompts_and_in_steps() -> None:

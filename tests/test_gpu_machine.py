@@ -82,6 +82,9 @@ def f32(value: float) -> str:
         (f"mov.f32 %f1, {f32(1 + 2**-11)}; cvt.rn.f16.f32 %h1, %f1; cvt.u32.u16 %r1, %h1;", 0x3C00),
         (f"mov.f32 %f1, {f32(65520)}; cvt.rn.f16.f32 %h1, %f1; cvt.u32.u16 %r1, %h1;", 0x7C00),
         ("mov.u32 %r2, 0x8001; cvt.u16.u32 %h1, %r2; cvt.f32.f16 %f1, %h1; mov.b32 %r1, %f1;", bits(-(2.0**-24))),
+        # 1 + 2^-11, a tie, goes below; 65520 above is infinite
+        (f"mov.f32 %f1, {f32(1 + 2**-11)}; mov.f32 %f2, {f32(65520)}; cvt.rn.f16x2.f32 %r1, %f2, %f1;", 0x7C003C00),
+        (f"mov.f32 %f1, {f32(1 + 2**-8)}; mov.f32 %f2, {f32(-3e38)}; cvt.rn.bf16x2.f32 %r1, %f2, %f1;", 0xFF623F80),
         (f"mov.f32 %f1, {f32(-1.5)}; cvt.sat.f32.f32 %f2, %f1; mov.b32 %r1, %f2;", 0),
         (f"mov.f32 %f1, {f32(2)}; mov.f32 %f2, 0f7FC00000; max.f32 %f3, %f1, %f2; mov.b32 %r1, %f3;", bits(2)),
         (f"mov.f32 %f1, {f32(2)}; ex2.approx.ftz.f32 %f2, %f1; mov.b32 %r1, %f2;", bits(4)),
@@ -179,6 +182,87 @@ EXCHANGE = """
 """
 
 
+@pytest.mark.parametrize("kind", ["f16", "bf16"])
+def test_tensor_cores_multiply_fragments(kind: str) -> None:
+    """Each lane loads its words from A [16, 16] and B transposed, [8, 16], as the ISA's figures have them."""
+    rng = np.random.default_rng(0)
+    a, b = rng.integers(-8, 9, (16, 16)).astype(np.float32), rng.integers(-8, 9, (8, 16)).astype(np.float32)
+    c = rng.standard_normal((16, 8)).astype(np.float32)
+    code = "shr.u32 %r2, %r30, 2; and.b32 %r3, %r30, 3;"  # the row or column, and which pair of k
+    for array, words in ((2, 4), (3, 2)):
+        code += f"mad.lo.s32 %r4, %r2, 8, %r3; mad.wide.u32 %rd10, %r4, 4, %rd{array};"  # 8 words of 4 bytes a row
+        for i in range(words):
+            below, beside = (i % 2, i // 2) if array == 2 else (0, i)
+            code += f"ld.global.u32 %r{10 * (array - 1) + i}, [%rd10+{256 * below + 16 * beside}];"
+    code += "mad.lo.s32 %r4, %r2, 4, %r3; mad.wide.u32 %rd11, %r4, 8, %rd4; mad.wide.u32 %rd12, %r4, 8, %rd1;"
+    code += "ld.global.v2.f32 {%f1, %f2}, [%rd11]; ld.global.v2.f32 {%f3, %f4}, [%rd11+256];"
+    code += f"mma.sync.aligned.m16n8k16.row.col.f32.{kind}.{kind}.f32"
+    code += " {%f1, %f2, %f3, %f4}, {%r10, %r11, %r12, %r13}, {%r20, %r21}, {%f1, %f2, %f3, %f4};"
+    code += "st.global.v2.f32 [%rd12], {%f1, %f2}; st.global.v2.f32 [%rd12+256], {%f3, %f4};"
+    halves = [m.astype(np.float16) if kind == "f16" else (m.view(np.uint32) >> 16).astype(np.uint16) for m in (a, b)]
+    out = np.zeros(128, np.float32)
+    kernel(code, 4).launch(1, 32, [out, *(m.reshape(-1) for m in (*halves, c))])
+    np.testing.assert_array_equal(out.reshape(16, 8), (a.astype(np.float64) @ b.T + c).astype(np.float32))
+
+
+def test_tensor_cores_take_whole_warps() -> None:
+    code = "setp.eq.s32 %p1, %r30, 0; @%p1 ret;"
+    code += "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%f1, %f1, %f1, %f1}, {%r1, %r1, %r1, %r1}, {%r1, %r1},"
+    code += " {%f1, %f1, %f1, %f1};"
+    with pytest.raises(GpuError, match="lanes of the warp have ended"):
+        stored(code)
+
+
+COPY = """
+    mov.u64 %rd2, own;
+    mad.wide.u32 %rd3, %r30, 16, %rd2;
+    mad.wide.u32 %rd4, %r30, 16, %rd5;
+    cp.async.cg.shared.global [%rd3], [%rd4], 16;
+    cp.async.commit_group;
+    cp.async.cg.shared.global [%rd3+512], [%rd4+512], 16;
+    cp.async.commit_group;
+    {wait}
+    xor.b32 %r2, %r30, 5;
+    mad.wide.u32 %rd3, %r2, 16, %rd2;
+    ld.shared.u32 %r1, [%rd3+{at}];
+    mad.wide.u32 %rd4, %r30, 4, %rd1;
+    st.global.u32 [%rd4], %r1;
+"""
+
+
+def copied(wait: str, at: int) -> np.ndarray:
+    """What lanes find 5 away (xor) after their copies of 16 bytes, the second group's from byte 512 on."""
+    out, source = np.zeros(32, np.uint32), np.arange(256, dtype=np.uint32)
+    kernel("mov.u64 %rd5, %rd2;" + COPY.format(wait=wait, at=at), 2, shared=1024).launch(1, 32, [out, source])
+    return out
+
+
+@pytest.mark.parametrize(("left", "at", "first"), [(1, 0, 0), (0, 0, 0), (0, 512, 128)])
+def test_a_copy_has_arrived_where_its_thread_waits_and_a_barrier_shows_it(left: int, at: int, first: int) -> None:
+    found = copied(f"cp.async.wait_group {left}; bar.sync 0;", at)
+    assert found.tolist() == [first + 4 * (i ^ 5) for i in range(32)]
+
+
+@pytest.mark.parametrize(
+    ("wait", "at", "message"),
+    [
+        ("bar.sync 0;", 0, "nobody has stored to"),
+        ("cp.async.wait_group 1; bar.sync 0;", 512, "nobody has stored to"),
+        ("cp.async.wait_group 0;", 0, "no barrier stands between thread 0 and what thread 5 stored"),
+    ],
+)
+def test_a_copy_that_is_not_awaited_or_not_shown_is_an_error(wait: str, at: int, message: str) -> None:
+    with pytest.raises(GpuError, match=message):
+        copied(wait, at)
+
+
+def test_a_copy_onto_what_others_still_read_is_a_race() -> None:
+    code = "st.shared.u32 [own], 1; bar.sync 0; ld.shared.u32 %r1, [own]; setp.eq.s32 %p1, %r30, 40;"
+    code += "@%p1 cp.async.cg.shared.global [own], [%rd1], 16;"
+    with pytest.raises(GpuError, match="thread 40 and what thread 63 read"):
+        stored(code, 64, shared=16)
+
+
 def test_a_barrier_lets_a_block_see_what_its_threads_have_stored() -> None:
     found = stored(EXCHANGE.format(barrier="bar.sync 0;", mask=40), 64, shared=256)
     assert found.tolist() == [i ^ 40 for i in range(64)]
@@ -269,6 +353,14 @@ def test_a_barrier_does_not_wait_for_threads_that_have_ended() -> None:
 def test_instructions_it_does_not_know_are_named(code: str) -> None:
     with pytest.raises(NotImplementedError, match=code.split()[0].replace(".", r"\.")):
         kernel(code)
+
+
+def test_what_stays_in_l1_is_loaded_once_by_a_block() -> None:
+    out, source = np.zeros(32, np.uint32), np.arange(128, dtype=np.uint32)
+    for hint, sectors in (("", 2), (".L1::no_allocate", 4 * 3)):
+        code = f"ld.global.nc{hint}.u32 %r1, [%rd2+64];" * 3
+        memory = kernel(code, 2).launch(2, 64, [out, source])
+        assert (memory.regions[1].fetched, memory.regions[1].fetched_from_l2) == (4 * 3 * 32, sectors * 32)
 
 
 def test_what_each_array_was_loaded_is_counted() -> None:

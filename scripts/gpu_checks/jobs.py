@@ -4,18 +4,22 @@ from __future__ import annotations
 
 from typing import Any
 
-from gpu_checks import model, products, timing
+from gpu_checks import model, products, timing, tokens
 
 LARGE, SMALL = "8192x28672", "4096x14336"
 TYPES = ("Q4_K", "Q6_K", "Q8_0", "Q4_0", "Q2_K", "Q3_K", "Q5_K", "Q4_1", "Q5_0", "Q5_1", "MXFP4", "NVFP4", "Q2_0")
 
+TOKENS = ("Q4_K", "Q6_K", "Q8_0")  # timed with many tokens
+
 # the longest first
 CORRECT = ["correct/model", "correct/tensors", *(f"correct/configurations/{type}" for type in products.TRIED)]
+CORRECT += [f"correct/tokens/{type}" for type in TYPES]
 CORRECT += [f"correct/products/{type}/{precision}" for precision in ("int8", "f32") for type in TYPES]
 
 # what has a bar first
 TIMES = ["time/reading", f"time/torch_product/{LARGE}", f"time/torch_product/{SMALL}"]
 TIMES += [f"time/product/{LARGE}/{type}" for type in TYPES] + [f"time/product/{SMALL}/Q4_K", "time/decode"]
+TIMES += [f"time/tokens/{LARGE}/{type}" for type in TOKENS]
 TIMES += [f"time/product/{SMALL}/{type}" for type in TYPES if type != "Q4_K"]
 TIMES += [
     f"time/configurations/{shape}/{type}/{n}"
@@ -28,6 +32,7 @@ _KNOWN = {
     "correct": {
         "model": model.check,
         "products": products.check,
+        "tokens": tokens.check,
         "tensors": products.check_tensors,
         "configurations": products.check_configurations,
     },
@@ -35,6 +40,7 @@ _KNOWN = {
         "reading": timing.reading,
         "torch_product": timing.torch_product,
         "product": timing.product,
+        "tokens": timing.tokens,
         "configurations": timing.configurations,
         "decode": timing.decode,
     },

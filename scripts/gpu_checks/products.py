@@ -73,7 +73,7 @@ def _products(judge: Judge, type: str, precision: str, shape: tuple[int, int], d
     rng = np.random.default_rng(0)
     rows, columns = shape
     place = torch_device(device)
-    matrix, weights = _matrix(type, rows, columns)
+    matrix, weights = random_matrix(type, rows, columns)
     uploaded = DeviceMatrix.upload(matrix, device)
     for n in COLUMNS:
         x = rng.standard_normal((n, columns)).astype(np.float32)
@@ -98,7 +98,7 @@ def _epilogues(judge: Judge, type: str, precision: str, device: Any) -> None:
     rng = np.random.default_rng(1)
     rows, columns = EPILOGUES
     place = torch_device(device)
-    matrix, weights = _matrix(type, rows, columns)
+    matrix, weights = random_matrix(type, rows, columns)
     uploaded = DeviceMatrix.upload(matrix, device)
     bias, before = (torch.randn(shape, device=place) for shape in ((rows,), (1, rows)))
     for kind in (torch.float32, torch.float16, torch.bfloat16):
@@ -120,8 +120,8 @@ def _silu(judge: Judge, type: str, precision: str, device: Any) -> None:
 
     rows, columns = EPILOGUES
     place = torch_device(device)
-    matrix, weights = _matrix(type, rows, columns)
-    pair = DeviceMatrix.upload([matrix, _matrix(type, rows, columns)[0]], device, interleave=True)
+    matrix, weights = random_matrix(type, rows, columns)
+    pair = DeviceMatrix.upload([matrix, random_matrix(type, rows, columns)[0]], device, interleave=True)
     x = np.random.default_rng(2).standard_normal((1, columns)).astype(np.float32)
     x *= np.float32(3 / np.abs(x @ weights.T).max())  # so that silu is neither 0 nor the identity
     records = Records(columns, 1, device, precision)
@@ -141,7 +141,7 @@ def _floats(judge: Judge, type: str, device: Any) -> None:
 
     rows, columns = EPILOGUES
     place = torch_device(device)
-    matrix, weights = _matrix(type, rows, columns)
+    matrix, weights = random_matrix(type, rows, columns)
     uploaded = DeviceMatrix.upload(matrix, device)
     first, count = rows * 3 // 10, rows // 2
     for kind, limit in ((torch.float32, 1e-6), (torch.float16, 1e-3), (torch.bfloat16, 1e-2)):
@@ -166,7 +166,7 @@ def check_tensors() -> dict[str, Any]:
     values = torch.from_numpy(np.random.default_rng(4).standard_normal((rows, columns)).astype(np.float32))
     kinds = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
     tensors = [QuantTensor(t, t, (rows, columns), values.to(k).view(torch.uint8).numpy()) for t, k in kinds.items()]
-    for tensor in (*tensors, _matrix("Q4_K", rows, columns)[0]):
+    for tensor in (*tensors, random_matrix("Q4_K", rows, columns)[0]):
         moved, weights = tensor.to(device), tensor.dequantize().astype(np.float64)
         for n in (1, 20):
             x = 1e5 * np.random.default_rng(n).standard_normal((n, columns)).astype(np.float32)
@@ -189,7 +189,7 @@ def check_configurations(type: str) -> dict[str, Any]:
     device = require("cuda")
     place = torch_device(device)
     rows, columns = ROWS_OF_CONFIGURATIONS, LARGE[1]
-    matrix, weights = _matrix(type, rows, columns)
+    matrix, weights = random_matrix(type, rows, columns)
     uploaded = DeviceMatrix.upload(matrix, device)
     judge = Judge()
     for n in TRIED[type]:
@@ -203,7 +203,7 @@ def check_configurations(type: str) -> dict[str, Any]:
     return {"wrong": judge.wrong, "notes": f"largest relative error {judge.worst:.1e}"}
 
 
-def _matrix(type: str, rows: int, columns: int) -> tuple[Any, np.ndarray]:
+def random_matrix(type: str, rows: int, columns: int) -> tuple[Any, np.ndarray]:
     """A tensor of random codes and its weights in float64."""
     from bridge.runtime.bench import random_tensor
 

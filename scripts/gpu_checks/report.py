@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from gpu_checks.jobs import LARGE, SMALL, TYPES
+from gpu_checks.jobs import LARGE, SMALL, TOKENS, TYPES
 
 OF_READING = {"Q4_K": 85, "Q6_K": 85, "Q8_0": 85, "Q4_0": 85, "Q2_K": 75, "Q3_K": 75, "Q5_K": 75, "Q4_1": 75}  # %
 OF_READING_SMALL = 60  # %, Q4_K
 TIMES_TORCH = 3.0
 BATCH_4 = 1.3  # times batch 1, at most
 OF_DECODE = 60  # %
+TIMES_DEQUANTIZED = 2.0  # of 16 and 64 tokens, against dequantizing the weights for torch
 
 _NOT_MEASURED, _NOT_RUN = "not measured", "not run"
 
@@ -30,6 +31,7 @@ def rows(times: dict[str, dict[str, Any]]) -> list[Row]:
     times = {job.removeprefix("time/"): result for job, result in times.items()}
     table = [_share(times, type, LARGE, bar) for type, bar in OF_READING.items()]
     table += [_share(times, "Q4_K", SMALL, OF_READING_SMALL), _against_torch(times), _batch(times), _decode(times)]
+    table += [_tokens(times)]
     others = [(type, shape) for shape in (LARGE, SMALL) for type in TYPES]
     barred = [*((type, LARGE) for type in OF_READING), ("Q4_K", SMALL)]
     return table + [_share(times, type, shape, None) for type, shape in others if (type, shape) not in barred]
@@ -84,6 +86,23 @@ def _batch(times: dict[str, dict[str, Any]]) -> Row:
         return _without(times, needed, what, wanted, detail)
     worst = max(four for four, _ in ratios.values())
     return Row(what, wanted, f"{worst:.2f}x", worst <= BATCH_4, detail)
+
+
+def _tokens(times: dict[str, dict[str, Any]]) -> Row:
+    """The smallest ratio counts."""
+    what, wanted = "16 and 64 tokens against dequantized weights", f">= {TIMES_DEQUANTIZED}x"
+    needed = [f"tokens/{LARGE}/{type}" for type in TOKENS]
+    found = [(type, t) for type, t in zip(TOKENS, _measured(times, *needed), strict=True) if t is not None]
+    ratios = {(type, n): t[f"torch_{n}"] / t[f"cores_{n}"] for type, t in found for n in (16, 64)}
+    detail = "; ".join(
+        f"{type} {1e6 * t['cores_16']:.1f} us ({ratios[type, 16]:.2f}), {1e6 * t['cores_64']:.1f} us "
+        f"({ratios[type, 64]:.2f})"
+        for type, t in found
+    )
+    if len(found) < len(needed):
+        return _without(times, needed, what, wanted, detail)
+    worst = min(ratios.values())
+    return Row(what, wanted, f"{worst:.2f}x", worst >= TIMES_DEQUANTIZED, detail)
 
 
 def _decode(times: dict[str, dict[str, Any]]) -> Row:

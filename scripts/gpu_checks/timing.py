@@ -44,6 +44,12 @@ def product(shape: str, type: str) -> dict[str, Any]:
     return {"nbytes": own.matrix.nbytes} | {name: own.product(*way) for name, way in ways.items()}
 
 
+def tokens(shape: str, type: str) -> dict[str, Any]:
+    """Seconds of a product with 16 and 64 tokens: on tensor cores, and with the weights dequantized for torch."""
+    own = _bench(shape, type)
+    return {f"{way}_{n}": own.tokens(n, way == "torch") for n in (16, 64) for way in ("cores", "torch")}
+
+
 def configurations(shape: str, type: str, columns: str) -> dict[str, Any]:
     """Seconds of every way to share the work; the first is the one in use."""
     from bridge.cuda import matvec

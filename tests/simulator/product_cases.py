@@ -5,13 +5,16 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from bridge.cuda import activations, bench, dequantize, matmul, matvec, products
+from bridge.cuda import activations, bench, dequantize, matmul, matvec, mma, products
 from bridge.cuda import device as devices
 from bridge.cuda.activations import Records
 from bridge.cuda.intrinsics import (
     SIMULATED,
     bits,
     bits_float,
+    copies_end,
+    copies_wait,
+    copy_16,
     dp2a,
     dp4a,
     float_bits,
@@ -19,10 +22,15 @@ from bridge.cuda.intrinsics import (
     high_half,
     low_half,
     mad,
+    mma_bf16,
+    mma_f16,
     or_,
+    pack_bf16,
+    pack_f16,
     prmt,
     ror,
     round_even,
+    shared_16,
     shl,
     signed_byte,
     sub,
@@ -33,6 +41,7 @@ from bridge.cuda.intrinsics import (
 from bridge.cuda.launch import Kernel
 from bridge.cuda.matrix import DeviceMatrix
 from bridge.cuda.matvec import Configuration
+from numba import cuda
 
 from bridge.blocks import TYPES
 from bridge.errors import BridgeError
@@ -239,10 +248,12 @@ def test_a_tensor_on_the_device_multiplies_as_its_twin_does(tokens):
 
 @pytest.mark.parametrize("kind", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("precision", ["int8", "f32"])
-def test_many_tokens_of_any_size_leave_the_range_of_halves_to_torch(kind, precision):
+@pytest.mark.parametrize("tokens", [9, 65])
+def test_many_tokens_of_any_size_stay_within_the_range_of_halves(kind, precision, tokens):
+    """9 on tensor cores, if not in float32, 65 by torch."""
     tensor, weights = random_matrix(TYPES["Q6_K"], 4, 256)
-    x = torch.randn(9, 256, generator=torch.Generator().manual_seed(7))
-    x *= torch.tensor([1e5, 1e-7, 0, 1, 6e4, 1e30, 100, 3, 1e-30])[:, None]
+    x = torch.randn(tokens, 256, generator=torch.Generator().manual_seed(7))
+    x[:9] *= torch.tensor([1e5, 1e-7, 0, 1, 6e4, 1e30, 100, 3, 1e-30])[:, None]
     x[3] = 6e4  # the sums leave it as well
     x = (x.clamp(-65504, 65504) if kind == torch.float16 else x).to(kind)
     y = tensor.to("cuda").matmul(x, precision=precision).double().numpy()
@@ -361,6 +372,61 @@ def test_what_measures_bandwidth_reads_every_byte_once(gpu):
         assert gpu.memory.regions[0].fetched == 16 * count
 
 
+def _fragments(a, b, out):
+    """a [4, 32], b [2, 32]: words of lanes; out [4, 32, 4]: products of f16, of bf16, what is copied, and the copy."""
+    i = thread_x()
+    tile = cuda.shared.array(32, np.complex128)
+    copy_16(tile, i ^ 3, out, 2 * 32 + i)
+    copies_end()
+    copies_end()
+    copies_wait()
+    cuda.syncthreads()
+    quad = shared_16(tile, i)
+    zero = np.float32(i)
+    start = (zero, zero, zero, zero)
+    f16 = mma_f16(start, a[0, i], a[1, i], a[2, i], a[3, i], b[0, i], b[1, i])
+    bf16 = mma_bf16(start, a[0, i], a[1, i], a[2, i], a[3, i], b[0, i], b[1, i])
+    for k in range(4):
+        out[0, i, k] = f16[k]
+        out[1, i, k] = bf16[k]
+        out[3, i, k] = bits_float(quad[k])
+
+
+def test_tensor_cores_multiply_what_lanes_hold_and_copies_arrive():
+    rng = np.random.default_rng(9)
+    g, t = np.arange(32) // 4, np.arange(32) % 4
+    start = np.arange(32, dtype=np.float32)
+    for kind, place in ((torch.float16, 0), (torch.bfloat16, 1)):
+        left, right = (torch.from_numpy(rng.standard_normal(shape)).to(kind) for shape in ((16, 16), (8, 16)))
+        # pairs of columns as words
+        rows, columns = (m.view(torch.int32).numpy() for m in (left, right))
+        a = np.stack([rows[g, t], rows[g + 8, t], rows[g, t + 4], rows[g + 8, t + 4]])
+        b = np.stack([columns[g, t], columns[g, t + 4]])
+        out = np.zeros((4, 32, 4), np.float32)
+        out[2] = rng.standard_normal((32, 4))
+        Kernel(_fragments, "void(int32[:,::1], int32[:,::1], float32[:,:,::1])", oldest=(8, 0)).launch(
+            1, 32, 0, a, b, out
+        )
+        product = left.double().numpy() @ right.double().numpy().T
+        wanted = [product[g, 2 * t], product[g, 2 * t + 1], product[g + 8, 2 * t], product[g + 8, 2 * t + 1]]
+        np.testing.assert_allclose(out[place], np.stack(wanted, 1) + start[:, None], rtol=1e-6, atol=1e-6)
+        np.testing.assert_array_equal(out[3], out[2][np.arange(32) ^ 3])
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=on_request) for name in ("Q4_K", "Q6_K", "Q8_0")])
+def test_products_of_tensor_cores_equal_float64(name):
+    """5 of 16 rows, 10 tokens, of 16, and two steps, of which Q8_0 has one unit in the last."""
+    columns = 160 if name == "Q8_0" else 256
+    tensor, _ = random_matrix(BLOCKS[name], 5, columns)
+    matrix = DeviceMatrix.upload(tensor, "cuda")
+    weights = tensor.dequantize().astype(np.float16).astype(np.float64)
+    x = torch.randn(10, columns, generator=torch.Generator().manual_seed(3)).half()
+    y = torch.full((10, 5), float("nan"))
+    mma.launch(matrix, x, y, 0, shape=mma.Configuration(1, 1))
+    scale = np.sqrt((x.double().numpy() ** 2) @ (weights.T**2))
+    assert np.abs((y.numpy() - x.double().numpy() @ weights.T) / scale).max() < 2e-6
+
+
 def _integers(a, b, c, out):
     i = thread_x()
     out[0, i] = dp4a(a[i], b[i], c[i])
@@ -379,6 +445,8 @@ def _integers(a, b, c, out):
     out[13, i] = round_even(bits_float(c[i]))
     out[14, i] = prmt(a[i], b[i], 0x7C43)
     out[15, i] = float_bits(fma(np.float32(a[i] >> 8), np.float32(b[i] >> 8), bits_float(c[i])))
+    out[16, i] = pack_f16(np.float32(1), bits_float(c[i]))
+    out[17, i] = pack_bf16(np.float32(1), bits_float(c[i]))
 
 
 def test_integers_and_halves_wrap_and_round_as_the_hardware_does():
@@ -388,14 +456,18 @@ def test_integers_and_halves_wrap_and_round_as_the_hardware_does():
     a[:2] = -1, 0x7FFF7FFF
     a[2:6] = 0x00013C00, 0x7C00FC00, 0x03FF0001, -0x7FFF8000  # halves: tiny, infinite, subnormal, both zeros
     c[:6] = np.array([2.5, -3.5, np.nan, 65519.9, 65520, 3e9], np.float32).view(np.int32)
-    out = np.zeros((16, 64), np.int32)
-    Kernel(_integers, "void(int32[::1], int32[::1], int32[::1], int32[:,::1])").launch(1, 64, 0, a, b, c, out)
+    out = np.zeros((18, 64), np.int32)
+    Kernel(_integers, "void(int32[::1], int32[::1], int32[::1], int32[:,::1])", oldest=(8, 0)).launch(
+        1, 64, 0, a, b, c, out
+    )
     bytes_a, bytes_b = (v.view(np.int8).reshape(64, 4).astype(np.int64) for v in (a, b))
     halves = a.view(np.int16).reshape(64, 2).astype(np.int64)
     unsigned, long = a.view(np.uint32).astype(np.uint64), [v.astype(np.int64) for v in (a, b, c)]
     by = b & 31
     floats = c.view(np.float32).astype(np.float64)
     rounded = np.clip(np.nan_to_num(np.rint(floats)), -(1 << 31), (1 << 31) - 1)
+    half = np.where(np.abs(floats) >= 65520, np.copysign(np.inf, floats), floats).astype(np.float16).view(np.uint16)
+    short = torch.from_numpy(c.view(np.float32)).bfloat16().view(torch.int16).numpy().astype(np.int64)
     expected = [
         (bytes_a * bytes_b).sum(1) + long[2],
         (halves * bytes_b[:, :2]).sum(1) + long[2],
@@ -409,13 +481,15 @@ def test_integers_and_halves_wrap_and_round_as_the_hardware_does():
         bytes_a[np.arange(64), (b & 24) // 8],
         a.view(np.float16)[::2].astype(np.float32).view(np.int32),
         a.view(np.float16)[1::2].astype(np.float32).view(np.int32),
-        np.where(np.abs(floats) >= 65520, np.copysign(np.inf, floats), floats).astype(np.float16).view(np.uint16),
+        half,
         rounded,
         np.stack([bytes_a[:, 3], bytes_b[:, 0], bytes_b[:, 0] >> 7, bytes_b[:, 3]], 1)
         .astype(np.int8)
         .view(np.int32)[:, 0],
         (floats + (long[0] >> 8) * (long[1] >> 8)).astype(np.float32).view(np.int32),  # the product needs 48 bits
+        half.astype(np.int64) << 16 | 0x3C00,
+        short << 16 | 0x3F80,
     ]
     for row, (found, wanted) in enumerate(zip(out, expected, strict=True)):
         same = found == np.asarray(wanted).astype(np.int64).astype(np.int32)
-        assert (same | (np.isnan(floats) & (row in (12, 15)))).all(), row
+        assert (same | (np.isnan(floats) & (row in (12, 15, 16, 17)))).all(), row

@@ -39,7 +39,7 @@ def unavailable() -> str | None:
 
 def compiled(kernel: Kernel, capability: tuple[int, int]) -> Compiled:
     """Compile a kernel as `Kernel.warm` does, for a capability, for instance (9, 0)."""
-    return assembled(ptx_of(kernel, capability), capability)
+    return assembled(ptx_of(kernel, capability), capability, kernel.registers)
 
 
 @cache
@@ -58,13 +58,13 @@ def ptx_of(kernel: Kernel, capability: tuple[int, int]) -> str:
     return ptx if isinstance(ptx, str) else ptx.decode()
 
 
-def assembled(ptx: str, capability: tuple[int, int]) -> Compiled:
-    """PTX, for this capability or an older one, as machine code."""
+def assembled(ptx: str, capability: tuple[int, int], registers: int | None = None) -> Compiled:
+    """PTX, for this capability or an older one, as machine code; a kernel has as many registers as it asks for."""
     from bridge.cuda.launch import MAX_REGISTERS
     from cuda.core import Linker, LinkerOptions, ObjectCode
 
     options = LinkerOptions(
-        arch=f"sm_{capability[0]}{capability[1]}", max_register_count=MAX_REGISTERS, ptxas_options=["-v"]
+        arch=f"sm_{capability[0]}{capability[1]}", max_register_count=registers or MAX_REGISTERS, ptxas_options=["-v"]
     )
     linker = Linker(ObjectCode.from_ptx(ptx.encode()), options=options)
     linker.link("cubin")

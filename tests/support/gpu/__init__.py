@@ -4,6 +4,7 @@
     operands.py        registers and numbers, seen as types
     arithmetic.py      what instructions compute
     moves.py           what they move, load, store and exchange
+    tensor_cores.py    mma.sync, and copies that run beside the threads
     instructions.py    the table of them
     memory.py          global and shared memory, with bounds, alignment and races checked
     machine.py         a launch: who runs when

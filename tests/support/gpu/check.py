@@ -24,7 +24,7 @@ from tests.support.random_blocks import rounded
 sys.path.append(str(ROOT / "scripts"))
 
 import gpu_check
-from gpu_checks import jobs, model, products, report, runner, synthetic, timing
+from gpu_checks import jobs, model, products, report, runner, synthetic, timing, tokens
 
 
 class Products:
@@ -38,12 +38,13 @@ class Products:
     @contextmanager
     def installed(self) -> Iterator[None]:
         """In place of the kernels' results."""
-        from bridge.cuda import decoder, dequantize, matvec
+        from bridge.cuda import decoder, dequantize, matvec, mma
         from bridge.cuda.activations import Records
         from bridge.cuda.matrix import DeviceMatrix
 
         upload, quantize = DeviceMatrix.upload.__func__, Records.quantize  # type: ignore[attr-defined]
         multiply, silu, tile, rows = matvec.launch, matvec.launch_silu, dequantize.tile, dequantize.rows
+        tensor_cores = mma.launch
 
         def uploaded(cls: Any, tensors: Any, device: Any = None, interleave: bool = False) -> Any:
             found = upload(cls, tensors, device, interleave)
@@ -75,6 +76,17 @@ class Products:
             gate, up = product[:, ::2], product[:, 1::2]
             y[:n] = gate / (1 + np.exp(-gate)) * up
 
+        def of_tokens(
+            matrix: Any, x: Any, y: Any, stream: Any, scale: Any = None, accumulate: bool = False, bias: Any = None,
+            shape: Any = None,
+        ) -> None:  # fmt: skip
+            tensor_cores(matrix, x, y, stream, scale, accumulate, bias, shape)
+            if id(matrix) not in self.weights:
+                return
+            product = x.double() @ torch.from_numpy(self.weights[id(matrix)]).to(x.dtype).double().T
+            product = product if scale is None else product * scale[:, None]
+            y.copy_(product + (0 if bias is None else bias) + (y if accumulate else 0))
+
         def tiled(matrix: Any, first: int, count: int, out: Any, stream: Any) -> None:
             tile(matrix, first, count, out, stream)
             if id(matrix) in self.weights:  # no floats, which need no kernel
@@ -89,7 +101,7 @@ class Products:
             for owner, name, own in (
                 (DeviceMatrix, "upload", classmethod(uploaded)), (Records, "quantize", quantized),
                 (matvec, "launch", multiplied), (matvec, "launch_silu", gated),
-                (dequantize, "tile", tiled), (dequantize, "rows", chosen),
+                (mma, "launch", of_tokens), (dequantize, "tile", tiled), (dequantize, "rows", chosen),
                 (decoder, "rows", chosen),
             ):  # fmt: skip
                 stack.enter_context(mock.patch.object(owner, name, own))
@@ -158,6 +170,8 @@ def small_check(right: bool = True) -> Iterator[Products]:
             (jobs, "TIMES", names), (report, "LARGE", large), (report, "SMALL", small),
             (products, "SHAPES", [(1, 256), (3, 512)]), (products, "SMALL_BLOCKS", [(5, 32)]),
             (products, "EPILOGUES", (10, 256)), (products, "COLUMNS", (1, 5)),
+            (tokens, "SHAPES", [(3, 512)]), (tokens, "SMALL_BLOCKS", [(5, 32)]), (tokens, "TOKENS", (9,)),
+            (tokens, "EPILOGUES", (10, 256)),
             (model, "CONTEXT", 64), (model, "PROMPTS", (20, 5, 1)), (model, "STEPPED", 3), (model, "MADE", 4),
             (timing, "DECODED", 2), (timing, "CONTEXT", 64), (timing, "PROMPTS", (4, 12)),
             (synthetic.SyntheticFile, "HIDDEN", 256), (synthetic.SyntheticFile, "INNER", 512),

@@ -18,7 +18,6 @@ from tests.support.gpu.machine import program
 from tests.support.gpu.memory import GpuError, Memory
 from tests.support.ptx import ptx_of
 
-CAPABILITY = (7, 5)  # the oldest: what is compiled for it runs everywhere
 _NUMBERS = {"int32": np.int32, "float32": np.float32, "int64": int, "float64": float}
 
 
@@ -30,11 +29,11 @@ class Launches:
         self.memory: Memory | None = None
 
     def run(self, kernel: Any, grid: Any, block: Any, arguments: Any) -> None:
-        """Run a kernel as compiled for a GPU."""
+        """Run a kernel as compiled for the oldest GPU that it runs on."""
         arguments = [_checked(kernel, *pair) for pair in zip(_types(kernel.signature), arguments, strict=True)]
         self.names.append(kernel.name)
         try:
-            self.memory = program(ptx_of(kernel, CAPABILITY)).launch(grid, block, arguments)
+            self.memory = program(ptx_of(kernel, kernel.oldest)).launch(grid, block, arguments)
         except GpuError as problem:
             raise GpuError(f"{kernel.name}: {problem}") from problem
 
@@ -58,8 +57,10 @@ def _checked(kernel: Any, wanted: str, given: Any) -> Any:
 
 
 @contextmanager
-def pretended_gpu(multiprocessors: int = 132, graphs: bool = False) -> Iterator[Launches]:
-    """A GPU of that size stands behind bridge.cuda."""
+def pretended_gpu(
+    multiprocessors: int = 132, graphs: bool = False, capability: tuple[int, int] = (9, 0)
+) -> Iterator[Launches]:
+    """A GPU of that size and compute capability stands behind bridge.cuda."""
     from bridge.cuda import device as devices
     from bridge.cuda import launch
 
@@ -78,7 +79,7 @@ def pretended_gpu(multiprocessors: int = 132, graphs: bool = False) -> Iterator[
     def opened(index: int) -> Any:
         if index:
             raise BridgeError(f"device 'cuda:{index}': the simulator has one device")
-        return devices.Device(0, "pretended", (9, 0), multiprocessors)
+        return devices.Device(0, "pretended", capability, multiprocessors)
 
     def capturing(stream: Any) -> bool:
         return streams.Recorder.current is not None

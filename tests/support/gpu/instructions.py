@@ -9,6 +9,7 @@ import numpy as np
 
 from tests.support.gpu import arithmetic as a
 from tests.support.gpu import moves as m
+from tests.support.gpu import tensor_cores as t
 from tests.support.gpu.operands import Context, Step
 from tests.support.gpu.parse import Instruction, Kernel
 
@@ -88,6 +89,8 @@ _BUILDERS: dict[str, Callable[[Context], Step]] = {
     "ld": m.load,
     "st": m.store,
     "atom": m.atomic,
+    "cp": t.copy,
+    "mma": t.multiply,
     "shfl": m.shuffle,
     "vote": m.vote,
     "bar": _nothing,

@@ -16,6 +16,7 @@ from tests.support.gpu.instructions import build
 from tests.support.gpu.memory import Access, GpuError, Memory
 from tests.support.gpu.operands import TYPES, Step, raw_type
 from tests.support.gpu.parse import WARP_WIDE, Instruction, Kernel, parse
+from tests.support.gpu.tensor_cores import Copies
 
 WARP = 32
 _LIMIT = 2_000_000  # blocks of instructions, after which a launch counts as endless
@@ -104,6 +105,7 @@ class Lanes:
         self.ended = np.zeros(self.count, bool)
         self.barriers = np.zeros(self.count, np.int32)
         self.meetings = np.zeros(self.count, np.int32)
+        self.copies = Copies(self.count)
         self._moved: Any = None
         rng = np.random.default_rng(0)  # whatever was in the registers before
         self.registers: dict[str, np.ndarray] = {}

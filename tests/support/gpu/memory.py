@@ -44,6 +44,8 @@ class Region:
         self.name, self.data, self.first = name, data, first
         self.fetched = 0  # bytes of the sectors that warps have asked for, each access by itself
         n = len(data)
+        self._kept: list[np.ndarray] = []  # sectors, with the block, that L1 keeps
+        self._passing = 0
         self.frozen = np.zeros(n, bool)  # read by ld.global.nc
         self.stored = np.zeros(n, bool)
         self.writer = np.full(n, -1, np.int32)
@@ -61,10 +63,20 @@ class Region:
             raise GpuError(f"{text}: an address in {self.name} is not a multiple of {width}")
         return at[:, None] + np.arange(width)
 
-    def read(self, at: np.ndarray, who: Access, frozen: bool = False) -> np.ndarray:
-        """uint8 [lanes, width]; `frozen`: past the caches that stores reach."""
+    @property
+    def fetched_from_l2(self) -> int:
+        """As `fetched`, but sectors that L1 keeps count once for a block: where its cache is large enough for them."""
+        kept = len(np.unique(np.concatenate(self._kept))) if self._kept else 0
+        return self._passing + SECTOR * kept
+
+    def read(self, at: np.ndarray, who: Access, frozen: bool = False, kept: bool = False) -> np.ndarray:
+        """uint8 [lanes, width]; `frozen`: past the caches that stores reach; `kept` in L1."""
         sectors = np.unique((who.thread >> 5).astype(np.int64) << REGION | at[:, 0] // SECTOR)
         self.fetched += SECTOR * len(sectors)
+        if frozen and kept:
+            self._kept.append(np.unique((who.thread // who.per_block).astype(np.int64) << REGION | at[:, 0] // SECTOR))
+        else:
+            self._passing += SECTOR * len(sectors)
         if frozen:
             self.frozen[at] = True
             if self.stored[at].any():
@@ -141,7 +153,9 @@ class Memory:
         self.regions.append(Region(name, data.reshape(-1).view(np.uint8), first))
         return first
 
-    def load(self, space: str, address: np.ndarray, width: int, who: Access, frozen: bool) -> np.ndarray:
+    def load(
+        self, space: str, address: np.ndarray, width: int, who: Access, frozen: bool = False, kept: bool = False
+    ) -> np.ndarray:
         """uint8 [lanes, width]."""
         if space == "shared":
             at = self._shared(address, width, who)
@@ -151,7 +165,7 @@ class Memory:
         result = np.empty((len(address), width), np.uint8)
         for region, lanes in self._split(address, who.text):
             at = region.places(address[lanes], width, who.text)
-            result[lanes] = region.read(at, _some(who, lanes), frozen)
+            result[lanes] = region.read(at, _some(who, lanes), frozen, kept)
         return result
 
     def store(self, space: str, address: np.ndarray, values: np.ndarray, who: Access) -> None:
@@ -162,6 +176,12 @@ class Memory:
         for region, lanes in self._split(address, who.text):
             at = region.places(address[lanes], values.shape[1], who.text)
             region.write(at, values[lanes], _some(who, lanes))
+
+    def awaited(self, address: np.ndarray, width: int, who: Access) -> None:
+        """Something is on its way to shared memory: what stood there is lost, and nobody may read before it arrives."""
+        at = self._shared(address, width, who)
+        self.shared.write(at, np.full(at.shape, 0xA5, np.uint8), who)
+        self.shared.stored[at] = False
 
     def atomic(self, space: str, address: np.ndarray, operands: np.ndarray, combine: Any, who: Access) -> np.ndarray:
         """What was there; one lane after the other replaces it by combine(it, operand)."""

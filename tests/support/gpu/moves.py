@@ -39,7 +39,23 @@ def select(c: Context) -> Step:
     return c.computed([kind, kind, "pred"], lambda a, b, p: np.where(p, a, b), kind)
 
 
+def _both(c: Context) -> Step:
+    """Two float32 as 16-bit floats in one word; the first is the upper half."""
+    if c.modifiers not in (["rn", "f16x2", "f32"], ["rn", "bf16x2", "f32"]):
+        raise NotImplementedError("rounding")
+    bits = to_bf16 if c.modifiers[1] == "bf16x2" else lambda a: a.astype(np.float16).view(np.uint16)
+    return c.computed(["f32", "f32"], lambda a, b: bits(a).astype(np.uint32) << 16 | bits(b), "b32")
+
+
+def to_bf16(a: np.ndarray) -> np.ndarray:
+    """The upper halves, uint16, of float32 rounded to nearest even."""
+    words = np.asarray(a, np.float32).view(np.uint32).astype(np.uint64)
+    return np.where(np.isnan(a), 0x7FFF, words + 0x7FFF + (words >> 16 & 1) >> 16).astype(np.uint16)
+
+
 def convert(c: Context) -> Step:
+    if len(c.operands) == 3:
+        return _both(c)
     exact, even, saturate = c.take("rn"), c.take("rni"), c.take("sat")
     down, up, zero = c.take("rmi"), c.take("rpi"), c.take("rzi")
     if len(c.modifiers) != 2:
@@ -99,7 +115,7 @@ def move(c: Context) -> Step:
 # --- memory ---
 
 
-def _address(c: Context, text: Any) -> Callable[[Lanes], np.ndarray]:
+def address(c: Context, text: Any) -> Callable[[Lanes], np.ndarray]:
     """[register], [register+n], [array] or [array+n] -> uint64 [lanes]."""
     place, _, offset = text.strip("[]").partition("+")  # an offset below 0 is written +-8
     operand, more = Operand(place.strip(), c.kernel, "u64"), np.uint64(int(offset or 0) % (1 << 64))
@@ -127,20 +143,20 @@ def load(c: Context) -> Step:
 
         return parameter
     frozen = c.take("nc")
+    kept = "L1::no_allocate" not in c.modifiers
     hints = [m for m in c.modifiers if m.startswith(("L1::", "L2::"))]
     c.take(*hints)
     count = 4 if c.take("v4") else 2 if c.take("v2") else 1
     kind = c.kind()
     names = c.operands[0] if count > 1 else (c.operands[0],)
-    place, size = _address(c, c.operands[1]), np.dtype(TYPES[kind]).itemsize
+    place, size = address(c, c.operands[1]), np.dtype(TYPES[kind]).itemsize
     if space not in ("global", "shared") or len(names) != count:
         raise NotImplementedError(space)
 
     def step(lanes: Lanes, mask: Any) -> None:
-        address = place(lanes)
-        found = lanes.memory.load(
-            space, address if mask is None else address[mask], size * count, lanes.access(mask, c.instruction), frozen
-        )
+        at = place(lanes)
+        at, who = at if mask is None else at[mask], lanes.access(mask, c.instruction)
+        found = lanes.memory.load(space, at, size * count, who, frozen, kept)
         for i, name in enumerate(names):
             part = np.ascontiguousarray(found[:, size * i : size * i + size]).view(TYPES[kind])[:, 0]
             part = _extended(part, kind, lanes.registers[name])
@@ -160,17 +176,17 @@ def store(c: Context) -> Step:
     kind = c.kind()
     if space not in ("global", "shared"):
         raise NotImplementedError(space)
-    place = _address(c, c.operands[0])
+    place = address(c, c.operands[0])
     sources = c.operands[1] if count > 1 else (c.operands[1],)
     operands = [Operand(s, c.kernel, kind) for s in sources]  # type: ignore[arg-type]
 
     def step(lanes: Lanes, mask: Any) -> None:
         parts = [np.broadcast_to(o.read(lanes), lanes.count) for o in operands]
         values = np.ascontiguousarray(np.stack(parts, 1)).view(np.uint8)
-        address = place(lanes)
+        at = place(lanes)
         if mask is not None:
-            address, values = address[mask], values[mask]
-        lanes.memory.store(space, address, values, lanes.access(mask, c.instruction))
+            at, values = at[mask], values[mask]
+        lanes.memory.store(space, at, values, lanes.access(mask, c.instruction))
 
     return step
 
@@ -179,7 +195,7 @@ def atomic(c: Context) -> Step:
     space, operation = c.modifiers.pop(0), c.modifiers.pop(0)
     kind = c.kind()
     combine = {"add": np.add, "min": np.minimum, "max": np.maximum, "exch": lambda a, b: b}[operation]
-    place, source = _address(c, c.operands[1]), c.sources(kind)[0]
+    place, source = address(c, c.operands[1]), c.sources(kind)[0]
     destination = c.operands[0]
     assert isinstance(destination, str)
 

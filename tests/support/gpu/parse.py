@@ -12,7 +12,7 @@ _ENTRY = re.compile(r"\.entry\s+(\w+)\s*\((.*?)\)\s*(?:\.\w+[^{]*)?\{", re.S)
 _PARAM = re.compile(r"\.param\s+\.(\w+)\s+(\w+)")
 _REGISTERS = re.compile(r"\.reg\s+\.(\w+)\s+(.*)", re.S)
 
-WARP_WIDE = ("shfl.sync", "vote.sync", "bar.warp.sync")
+WARP_WIDE = ("shfl.sync", "vote.sync", "bar.warp.sync", "mma.sync")
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,231 @@
+"""Products of 9 to 64 tokens on tensor cores: what they compute, the bytes they load, machine code, who takes them."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from bridge.blocks import BLOCKS, BlockType
+from bridge.errors import BridgeError
+from tests.support import ptx
+from tests.support.gpu.device import pretended_gpu
+from tests.support.random_blocks import random_matrix
+
+pytest.importorskip("numba_cuda", reason="numba-cuda is not installed")
+
+from bridge.cuda import dequantize, launch, mma
+from bridge.cuda import device as devices
+from bridge.cuda.matrix import DeviceMatrix
+from bridge.cuda.mma import Configuration
+
+pytestmark = pytest.mark.skipif(ptx.unavailable() is not None, reason=str(ptx.unavailable()))
+
+PROVED = ("Q4_K", "Q6_K", "Q8_0")  # in every run
+BY_TYPE = pytest.mark.parametrize(
+    "block",
+    [
+        pytest.param(
+            BLOCKS[name],
+            id=name,
+            marks=[pytest.mark.xdist_group(name), *([] if name in PROVED else [pytest.mark.exhaustive])],
+        )
+        for name in mma.TYPES
+    ],
+)
+
+
+def values(n: int, columns: int, kind: torch.dtype = torch.float16) -> torch.Tensor:
+    return torch.randn(n, columns, generator=torch.Generator().manual_seed(n)).to(kind)
+
+
+def made(block: BlockType, rows: int, columns: int, kind: torch.dtype = torch.float16) -> tuple[DeviceMatrix, Any]:
+    """A matrix on the device, and its weights as dequantize.py rounds them."""
+    matrix = DeviceMatrix.upload(random_matrix(block, rows, columns)[0], "cuda")
+    weights = torch.empty((rows, columns), dtype=kind)
+    dequantize.tile(matrix, 0, rows, weights, 0)
+    return matrix, weights
+
+
+def assert_sums(y: torch.Tensor, x: torch.Tensor, weights: torch.Tensor) -> None:
+    """y is x times weights within the rounding of as many float32 sums as there are steps."""
+    scale = (x.double() ** 2 @ weights.double().T ** 2).sqrt()
+    assert ((y - x.double() @ weights.double().T) / scale).abs().max() < 2e-6
+
+
+@BY_TYPE
+def test_weights_are_those_of_dequantization_to_the_bit(block):
+    """64 tokens of which each chooses one column: all places in a unit, twice, and all units of four superblocks."""
+    i = np.arange(64)
+    chosen = 16 * i + i // 2 * 5 % 16
+    assert set(np.bincount(chosen % 32)) == {2}
+    with pretended_gpu():
+        matrix, weights = made(block, 128, 1024)
+        y = torch.full((64, 128), float("nan"))
+        mma.launch(matrix, torch.eye(1024)[chosen].half(), y, 0, shape=Configuration(8, 1))
+        torch.testing.assert_close(y.T, weights[:, chosen].float(), rtol=0, atol=0)
+
+
+@BY_TYPE
+def test_each_byte_of_the_weights_is_loaded_once_for_64_tokens(block):
+    with pretended_gpu() as gpu:
+        matrix, weights = made(block, 128, 1024)
+        x, y = values(64, 1024), torch.empty(64, 128)
+        mma.launch(matrix, x, y, 0, shape=Configuration(8, 1))
+        assert_sums(y, x, weights)
+        assert gpu.memory is not None
+        loaded = gpu.memory.regions[0]
+        assert loaded.fetched_from_l2 == 128 * 1024 * matrix.layout.bpw / 8
+        assert loaded.fetched <= 1.67 * loaded.fetched_from_l2  # the rest is in L1: scales, and bits of 4 bytes a unit
+        assert gpu.memory.regions[1].fetched == x.nbytes  # for the block's 128 rows
+
+
+@pytest.mark.parametrize(
+    ("name", "rows", "columns", "n", "shape", "kind", "ends"),
+    [
+        ("Q4_K", 33, 1280, 9, Configuration(1, 1), torch.float16, ""),  # rows and tokens that fill no tile
+        ("Q4_K", 40, 768, 15, Configuration(2, 3), torch.float16, "scale accumulate bias"),  # summed in parts
+        ("Q4_K", 20, 768, 16, Configuration(2, 1), torch.float16, "scale accumulate bias"),
+        ("Q6_K", 20, 512, 10, Configuration(2, 1), torch.bfloat16, ""),
+        ("Q8_0", 17, 416, 12, Configuration(1, 2), torch.float16, ""),  # 13 units: the last step has one, its part two
+        ("Q8_0", 1, 32, 1, Configuration(1, 1), torch.float16, ""),
+    ],
+)
+def test_odd_shapes_parts_and_what_ends_a_product(name, rows, columns, n, shape, kind, ends):
+    with pretended_gpu():
+        matrix, weights = made(BLOCKS[name], rows, columns, kind)
+        x = values(n, columns, kind)
+        scale = torch.linspace(0.5, 2, n) if "scale" in ends else None
+        bias = torch.arange(rows, dtype=torch.float32) if "bias" in ends else None
+        y = torch.full((n, rows), 3.0 if "accumulate" in ends else float("nan"))
+        mma.launch(matrix, x, y, 0, scale, "accumulate" in ends, bias, shape)
+        if "accumulate" in ends:
+            y -= 3
+        if bias is not None:
+            y -= bias
+        assert_sums(y if scale is None else y / scale[:, None], x, weights)
+
+
+def test_what_is_not_finite_stays_with_its_row_or_token():
+    """Q8_0 of 32 columns a row: three quarters of what a step loads belong to the next rows."""
+    with pretended_gpu():
+        tensor, _ = random_matrix(BLOCKS["Q8_0"], 3, 32)
+        tensor.raw[34:36] = np.array([6e4], np.float16).view(np.uint8)  # times 127 is beyond halves
+        matrix = DeviceMatrix.upload(tensor, "cuda")
+        x, y = values(3, 32), torch.empty(3, 3)
+        x[1, 5] = float("nan")
+        mma.launch(matrix, x, y, 0, shape=Configuration(1, 1))
+        assert y[[0, 2]][:, [0, 2]].isfinite().all()
+        assert not y[:, 1].isfinite().any()
+        assert y[1].isnan().all()
+
+
+LARGEST = [
+    pytest.param((8, 0), id="8.0"),
+    pytest.param((9, 0), id="9.0"),
+    *(pytest.param(c, id=f"{c[0]}.{c[1]}", marks=pytest.mark.exhaustive) for c in ((8, 6), (8, 9), (10, 0), (12, 0))),
+]
+
+
+@BY_TYPE
+@pytest.mark.parametrize("capability", LARGEST)
+def test_no_kernel_of_64_tokens_spills_or_needs_more_than_128_registers(block, capability):
+    found = ptx.assembled(
+        ptx.ptx_of(mma.kernel(block.name, "f16", 8, 8, False, ""), mma.OLDEST), capability, mma.MAX_REGISTERS
+    )
+    assert (found.stack, found.spills) == (0, 0)
+    assert found.registers <= 128
+
+
+@pytest.mark.exhaustive
+@BY_TYPE
+@pytest.mark.parametrize("kind", ["f16", "bf16"])
+@pytest.mark.parametrize("epilogue", ["scaled", "partial", "scaled_bias_accumulate"])
+def test_no_other_kernel_spills(block, kind, epilogue):
+    for tiles, warps in ((2, 8), (4, 8), (6, 8), (8, 8), (8, 1)):
+        ragged = warps == 8 and not block.is_k
+        code = ptx.ptx_of(mma.kernel(block.name, kind, tiles, warps, ragged, epilogue), mma.OLDEST)
+        for capability in ((8, 0), (9, 0)):
+            found = ptx.assembled(code, capability, mma.MAX_REGISTERS)
+            assert (found.stack, found.spills) == (0, 0), (tiles, warps, capability)
+
+
+def test_the_loop_has_products_wide_loads_and_no_conversions_of_codes():
+    code = ptx.ptx_of(mma.kernel("Q4_K", "f16", 8, 8, False, ""), mma.OLDEST)
+    assert code.count("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32") == 64
+    assert code.count("ld.shared.v4.u32") == 32
+    assert code.count("cvt.rn.f16x2.f32") == 32
+    assert code.count("ld.global.nc.L1::no_allocate.L2::128B.v4.u32") == 4  # two of them before the loop
+    assert "local" not in code
+    made = ptx.compiled(mma.combiner(2, "scaled_bias_accumulate"), mma.OLDEST)
+    assert (made.stack, made.spills) == (0, 0)
+    assert made.registers <= launch.MAX_REGISTERS
+
+
+@pytest.mark.parametrize(
+    ("n", "precision", "kind", "capability", "wanted"),
+    [
+        (8, "int8", torch.float32, (8, 0), ["_quantize_f32", "_product_Q4_K_8"]),
+        (9, "int8", torch.float32, (8, 0), ["_product_mma_Q4_K_f16_2_1_scaled"]),
+        (64, "int8", torch.float16, (9, 0), ["_product_mma_Q4_K_f16_8_8"]),
+        (9, "int8", torch.float16, (8, 6), ["_product_mma_Q4_K_f16_2_1"]),
+        (9, "int8", torch.bfloat16, (9, 0), ["_product_mma_Q4_K_bf16_2_1"]),
+        (65, "int8", torch.float32, (9, 0), ["_dequantize_Q4_K_f16"]),
+        (9, "int8", torch.float32, (7, 5), ["_dequantize_Q4_K_f16"]),
+        (9, "f32", torch.float32, (9, 0), ["_dequantize_Q4_K_f32"]),
+    ],
+)
+def test_the_number_of_tokens_the_precision_and_the_gpu_choose_the_way(n, precision, kind, capability, wanted):
+    with pretended_gpu(capability=capability) as gpu:
+        tensor, weights = random_matrix(BLOCKS["Q4_K"], 128 if n == 64 else 16, 256)
+        x = values(n, 256, kind)
+        y = tensor.to("cuda").matmul(x, precision=precision)
+        assert len(gpu.names) == len(wanted)
+        assert all(name.startswith(start) for name, start in zip(gpu.names, wanted, strict=True)), gpu.names
+        wrong = (y.double() - x.double() @ torch.from_numpy(weights).T).norm()
+        assert wrong < 0.02 * (x.double() @ torch.from_numpy(weights).T).norm()
+
+
+def test_a_view_that_begins_between_16_bytes_is_multiplied_too():
+    with pretended_gpu():
+        tensor, weights = random_matrix(BLOCKS["Q4_K"], 16, 256)
+        x = values(10, 256).reshape(-1)[3 : 3 + 9 * 256].view(9, 256)
+        y = tensor.to("cuda").matmul(x).double()
+        wanted = x.double() @ torch.from_numpy(weights).T
+        assert (y - wanted).norm() < 1e-3 * wanted.norm()
+
+
+def test_blocks_fill_the_device_and_warps_have_rows():
+    def shape(rows: int, columns: int, n: int = 64) -> Configuration:
+        gpu = devices.Device(0, "NVIDIA H200", (9, 0), 132)
+        nbytes = rows * columns * 9 // 16
+        matrix: Any = SimpleNamespace(rows=rows, units=columns // 32, nbytes=nbytes, device=gpu)
+        return mma.configuration(matrix, n)
+
+    assert shape(8192, 28672) == Configuration(8, 4)  # 256 of 264 blocks that find room
+    assert shape(4096, 14336) == Configuration(8, 8)
+    assert shape(28672, 4096) == Configuration(8, 1)  # 224 blocks; sums of parts are as many bytes as the weights
+    assert shape(128256, 4096) == Configuration(8, 1)
+    assert shape(8192, 2048, 16).parts > shape(8192, 2048, 64).parts
+    assert shape(16, 4096) == Configuration(1, 8)
+    assert shape(17, 4096).warps == 2
+    assert shape(16, 256) == Configuration(1, 1)
+    for columns in range(32, 8192, 96):  # every part has steps
+        steps, parts = -(-columns // 128), shape(256, columns).parts
+        assert (parts - 1) * -(-steps // parts) < steps
+
+
+def test_what_does_not_fit_is_refused():
+    with pretended_gpu():
+        matrix, _ = made(BLOCKS["Q4_K"], 16, 256)
+        y = torch.empty(9, 16)
+        for x, message in (
+            (values(9, 256, torch.float32), r"w0: x is torch.float32 \[9, 256\]; float16 or bfloat16 of 1 to 64 times"),
+            (values(9, 512), r"w0: x is torch.float16 \[9, 512\]; float16 or bfloat16 of 1 to 64 times 256 is wanted"),
+            (values(65, 256), r"w0: x is torch.float16 \[65, 256\]"),
+        ):  # fmt: skip
+            with pytest.raises(BridgeError, match=message):
+                mma.launch(matrix, x, y, 0)
