@@ -417,7 +417,7 @@ def test_tensor_cores_multiply_what_lanes_hold_and_copies_arrive():
 def test_products_of_tensor_cores_equal_float64(name):
     """5 of 16 rows, 10 tokens, of 16, and two steps, of which Q8_0 has one unit in the last."""
     columns = 160 if name == "Q8_0" else 256
-    tensor, _ = random_matrix(BLOCKS[name], 5, columns)
+    tensor, _ = random_matrix(TYPES[name], 5, columns)
     matrix = DeviceMatrix.upload(tensor, "cuda")
     weights = tensor.dequantize().astype(np.float16).astype(np.float64)
     x = torch.randn(10, columns, generator=torch.Generator().manual_seed(3)).half()
