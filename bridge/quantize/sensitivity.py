@@ -6,7 +6,8 @@ float model is
 
     sum_i g_i e_i H e_i^T / 4        nats a token, H = 2/n sum x x^T
 
-Measured one layer at a time, KL divergences of a small Llama were 0.97 to 1.4 times that, from 2 to 6 bits.
+Measured one layer at a time, KL divergences of a small Llama, its first two blocks, were 0.97 to 1.46 times that from 2
+to 6 bits; over all its layers the rank correlation was 0.87 to 0.90.
 
 Rows are rounded independently of each other, so a few tell what all of them lose. They are drawn in proportion to
 what they weigh, g_i sum_j H_jj w_ij^2, and rounded by the very method that the layer will be rounded by. What that
