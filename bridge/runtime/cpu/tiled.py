@@ -54,16 +54,16 @@ def _tiles(block, x, y, blocks, stride, tokens, y_stride, first, last):
 
 
 def _blocks(block, x, y, blocks, stride, tokens, y_stride, first, last):
-    """As `_tiles`, for one vector; several are left to that."""
+    """As `_tiles`, for one vector; several, and none, are left to that."""
     fields = numba.carray(pointer(block), (_WORDS,), np.int64)
-    if tokens > 1:
+    if tokens != 1:
         pool.call(fields[_TILED], block, x, y, blocks, stride, tokens, y_stride, first, last)
         return
     raw = numba.carray(pointer(fields[_RAW]), (fields[_ROWS], fields[_ROW_BYTES]), np.uint8)
     row_bytes = raw.shape[1]
     spare = np.empty((lanes if last * lanes > raw.shape[0] else 0, row_bytes), np.uint8)
     memory = np.empty(block_bytes + halves_bytes + 2 * _LINE, np.uint8)
-    codes = (memory.ctypes.data + _LINE - 1) // _LINE * _LINE
+    codes = (np.int64(memory.ctypes.data) + _LINE - 1) // _LINE * _LINE
     halves = codes + (block_bytes + _LINE - 1) // _LINE * _LINE
     for group in range(first, last):
         start = group_start(raw, group, lanes, spare)
@@ -78,6 +78,7 @@ def _blocks(block, x, y, blocks, stride, tokens, y_stride, first, last):
         store(totals, y + group * lanes * 4, y_stride)
         if bad:
             fields[_BAD] = first_bad(bad, group, lanes)
+    memory[0] = 0  # numba frees an array after its last use, and addresses are none
 
 
 @cache
