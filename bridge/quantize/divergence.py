@@ -1,9 +1,9 @@
 """Measured KL divergence of trial models from the float one, on the tokens of `Passes`.
 
 A trial says a type for each layer. Its weights are rounded to nearest, and the errors made as much smaller as the
-layer's own method would leave them: W + sqrt(left) (W' - W), see `sensitivity`. In the first two
-blocks of a small Llama the divergence of one layer so made was within 26% of that of the layer as GPTQ makes it, but
-for attn_v in 2 bits (54%). Rounded layers are kept in a temporary folder, as blocks; a trial that differs from the best one so far
+layer's own method would leave them: W + sqrt(left) (W' - W), see `sensitivity`. In the first two blocks of a small
+Llama the divergence of one layer so made was within 26% of that of the layer as GPTQ makes it, but for attn_v in 2
+bits (54%). Rounded layers are kept in a temporary folder, as blocks; a trial that differs from the best one so far
 begins at the first block that differs.
 """
 
