@@ -83,6 +83,7 @@ float32 = np.float32
 TOKENS = 64  # at most
 OLDEST = (8, 0)  # compute capability
 MAX_REGISTERS = 128  # so that 16 warps find room on a multiprocessor
+_ALL_REGISTERS = 255  # where rows are too few for that, and a warp copies more of x
 TYPES = ("Q2_K", "Q3_K", "Q4_K", "Q4_0", "Q4_1", "Q5_K", "Q5_0", "Q5_1", "Q6_K", "Q8_0")
 
 _BUFFERS = 3
@@ -270,7 +271,7 @@ def kernel(type: str, kind: str, tiles: int, warps: int, ragged: bool, epilogue:
     )
     arrays = "int16[:,::1], float32[::1], float32[:,::1], float32[::1]"
     signature = f"void(uint8[::1], int64, {arrays}, int64, int64, int64, int64)"
-    return Kernel(expanded, signature, MAX_REGISTERS, OLDEST)
+    return Kernel(expanded, signature, MAX_REGISTERS if warps == _MOST_WARPS else _ALL_REGISTERS, OLDEST)
 
 
 @cache
