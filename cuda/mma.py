@@ -26,7 +26,7 @@ counted in the loop's machine code for 9.0, and moves 128 bytes from shared memo
 
 So 16 tokens of Q4_K wait for their instructions, three or four for a weight, and 64 tokens for shared memory, from
 which every 16 rows take all of x: 32 rows a warp would halve that and need twice the registers for sums. What this way
-replaces, halves of all weights stored and loaded again, takes 235 us more than the bytes of the weights. This is
+replaces, halves of all weights stored and loaded again, takes 213 us more than the bytes of the weights. This is
 reasoning, no measurement: scripts/gpu_check.py times both ways where there is a GPU.
 
 Registers: 32 sums, 36 of codes of this step and the next, 16 of fragments of A and B, and what leads to them: 128,
@@ -83,6 +83,7 @@ float32 = np.float32
 TOKENS = 64  # at most
 OLDEST = (8, 0)  # compute capability
 MAX_REGISTERS = 128  # so that 16 warps find room on a multiprocessor
+_ALL_REGISTERS = 255  # where rows are too few for that, and a warp copies more of x
 TYPES = ("Q2_K", "Q3_K", "Q4_K", "Q4_0", "Q4_1", "Q5_K", "Q5_0", "Q5_1", "Q6_K", "Q8_0")
 
 _BUFFERS = 3
@@ -120,21 +121,21 @@ def _product(weights, sixteenth, x, scale, y, bias, rows, units, tokens, per):
     for m in unroll(TILES):
         total[m] = (float32(0), float32(0), float32(0), float32(0))
     tile = cuda.shared.array(3 * TILES * 128, np.complex128)  # 16 bytes each
-    # what this thread copies of each token: piece `unit + 4 * piece` of its 16, from where to where
-    unit = bits(lane, 0, 3)
+    # what this thread copies of its tokens: 8 columns, a piece of unit u of a step
+    u = bits(lane, 0, 3)
     piece = bits(lane, 2, 3)
     token = mad(warp, 2, bits(lane, 4, 1))
-    target = mad(token, 16, or_(unit, shl(xor(piece, bits(token, 0, 1)), 2)))
+    target = mad(token, 16, or_(u, shl(xor(piece, bits(token, 0, 1)), 2)))
     source = mad(token, mad(end, 4, 0), piece)
     end_of_x = int32(tokens * end * 4 - 1)
     for b in unroll(2):
         if int32(step + b) < stop:
-            place = mad(int32(step + b), 4, unit)
+            unit = mad(int32(step + b), 4, u)
             if RAGGED:
-                place = min(place, int32(end - 1))
+                unit = min(unit, int32(end - 1))
             for k in unroll(TILES * 4 // WARPS):
-                place_k = min(mad(end, 8 * WARPS * k, mad(place, 4, source)), end_of_x)
-                copy_16(tile, target + (b * TILES * 128 + k * WARPS * 32), x, place_k)
+                origin = min(mad(end, 8 * WARPS * k, mad(unit, 4, source)), end_of_x)
+                copy_16(tile, target + (b * TILES * 128 + k * WARPS * 32), x, origin)
         copies_end()
     held = registers()
     ahead = registers()
@@ -153,12 +154,12 @@ def _product(weights, sixteenth, x, scale, y, bias, rows, units, tokens, per):
         copies_wait()
         cuda.syncthreads()
         if int32(step + 2) < stop:
-            next = mad(step, 4, mad(unit, 1, 8))
+            unit = mad(step, 4, mad(u, 1, 8))
             if RAGGED:
-                next = min(next, int32(end - 1))
+                unit = min(unit, int32(end - 1))
             for k in unroll(TILES * 4 // WARPS):
-                place_k = min(mad(end, 8 * WARPS * k, mad(next, 4, source)), end_of_x)
-                copy_16(tile, mad(target, 1, free) + k * WARPS * 32, x, place_k)
+                origin = min(mad(end, 8 * WARPS * k, mad(unit, 4, source)), end_of_x)
+                copy_16(tile, mad(target, 1, free) + k * WARPS * 32, x, origin)
         copies_end()
         for r in unroll(2):
             lines[r] = line(held[r], mad(step, 4, t))
@@ -270,7 +271,7 @@ def kernel(type: str, kind: str, tiles: int, warps: int, ragged: bool, epilogue:
     )
     arrays = "int16[:,::1], float32[::1], float32[:,::1], float32[::1]"
     signature = f"void(uint8[::1], int64, {arrays}, int64, int64, int64, int64)"
-    return Kernel(expanded, signature, MAX_REGISTERS, OLDEST)
+    return Kernel(expanded, signature, MAX_REGISTERS if warps == _MOST_WARPS else _ALL_REGISTERS, OLDEST)
 
 
 @cache
