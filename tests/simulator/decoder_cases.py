@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from bridge.cuda import attention, sampling
+from bridge.cuda import attention, attention_shape, sampling
 from bridge.cuda.activations import Records
 from bridge.cuda.decoder import Decoder
 from bridge.cuda.intrinsics import SIMULATED
@@ -27,8 +27,7 @@ from tests.support.simulator import on_host
 from tests.support.tiny_gguf import write_decoder
 
 if SIMULATED:  # a thread of Python for each of a block
-    attention.SPLITS, attention.SPAN = 3, 16
-    attention.tile = lambda group: 32
+    attention_shape.THREADS, attention_shape.ROWS, attention_shape.SPAN = 64, 16, 16
     sampling.GREEDY_THREADS = sampling.DRAW_THREADS = 32
 EPS = 1e-5
 # cases that compiled kernels are spared, for each costs a compilation and the simulator runs them as well
@@ -110,8 +109,9 @@ def test_attention_rotates_stores_and_sums(
     cos, sin = np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
     norms = (q_norm, k_norm) if normed else None
     expected = attention_reference(qkv, keys, values, position, heads, rotated, neighbours, norms, cos, sin, kind)
-    parts = np.full(heads * attention.SPLITS * head_dim, np.nan, np.float32)
-    sums = np.full(kv * attention.SPLITS * 64, np.nan, np.float32)
+    spans = 3 if SIMULATED else attention_shape.spans(132, kv, rows)
+    parts = np.full(heads * spans * head_dim, np.nan, np.float32)
+    sums = np.full(2 * heads * spans, np.nan, np.float32)
     counters, state = np.zeros(kv, np.int32), np.array([position, 0, 0, 0], np.int32)
     out = np.full(heads * head_dim, np.nan, np.float32)
     records = Records(-(-out.size // 32) * 32, 1)
@@ -120,7 +120,7 @@ def test_attention_rotates_stores_and_sums(
         qkv, q_norm, k_norm, cos.reshape(-1), sin.reshape(-1), own_keys.numpy(), own_values.numpy(),
         state, parts, sums, counters, out, records.buffer, np.int32(rows), np.float32(EPS), np.float32(head_dim**-0.5),
     ]  # fmt: skip
-    kernel.launch((kv, attention.SPLITS), attention.threads(group), 0, *arguments)
+    kernel.launch((kv, spans), attention_shape.shape(form, group).threads, 0, *arguments)
     np.testing.assert_allclose(out, expected, rtol=1e-4, atol=1e-5)
     found_keys, found_values = (form.load(part, rows, kv, torch.float64).numpy() for part in (own_keys, own_values))
     np.testing.assert_allclose(found_keys, keys, rtol=1e-3, atol=1e-6)
