@@ -29,6 +29,7 @@ from bridge.cuda.intrinsics import (
     block_x,
     block_y,
     float_bits,
+    load_4f,
     load_16,
     mad,
     put_4,
@@ -104,10 +105,9 @@ def _attend(qkv, q_norm, k_norm, cos, sin, keys, values, state, parts, part_sums
         return
     first = int32(span * size)
     last = int32(min(length, first + size))
+    row = int32(h * rows + first)  # of the cache
     stop = int32(h * rows + last)
     all_rows = int32(kv_heads * rows)
-    # on their way while the queries are prepared
-    held = fetch(keys, int32(h * rows + first), stop, all_rows)
 
     tile = cuda.shared.array(TILE_WORDS, int32, ALIGNED)
     vector = cuda.shared.array((PADDED + 1) * HEAD_DIM, float32, ALIGNED)  # queries, then the key, later the result
@@ -123,18 +123,17 @@ def _attend(qkv, q_norm, k_norm, cos, sin, keys, values, state, parts, part_sums
     count = PADDED + 1 if newest else PADDED
     key_at = int32(kv_heads * HEADS * HEAD_DIM)
     steps = int32(all_rows * ROW_WORDS)  # where those of q8_0 begin
-    for i in range(thread, count * HEAD_DIM, BLOCK):
-        j = i // HEAD_DIM
-        e = i - j * HEAD_DIM
-        source = (h * HEADS + min(j, HEADS - 1)) * HEAD_DIM if j < PADDED else key_at + h * HEAD_DIM
-        vector[i] = qkv[source + e]
+    for i in range(thread, int32(count * HEAD_DIM), int32(BLOCK)):
+        j = int32(i // HEAD_DIM)
+        source = mad(h, HEADS, min(j, int32(HEADS - 1))) if j < PADDED else mad(kv_heads, HEADS, h)
+        put_4(vector, i, float_bits(load_4f(qkv, mad(int32(source - j), HEAD_DIM, i))))
     if thread == 0:
         flag[1] = active
     if thread < PADDED:
         top[thread] = _LOW
         total[thread] = float32(0)
-    for i in range(thread, WEIGHT_WORDS, BLOCK):  # some places belong to no head
-        weight[i] = float32(0)
+    for i in range(thread, int32(WEIGHT_WORDS), int32(BLOCK)):  # some places belong to no head
+        put_4(weight, i, int32(0))
     cuda.syncthreads()
     if NORMED:
         for r in range(NORM_ROUNDS):
@@ -155,16 +154,17 @@ def _attend(qkv, q_norm, k_norm, cos, sin, keys, values, state, parts, part_sums
                         w = q_norm[e] if j < PADDED else k_norm[e]
                         vector[j * HEAD_DIM + e] = vector[j * HEAD_DIM + e] * inverse * w
         cuda.syncthreads()
-    for i in range(thread, count * HALF, BLOCK):
-        j = i // HALF
-        e = i - j * HALF
-        at = j * HEAD_DIM + e * STRIDE
-        c = cos[position * HALF + e]
-        s = sin[position * HALF + e]
-        a = vector[at]
-        b = vector[at + OTHER]
-        vector[at] = a * c - b * s
-        vector[at + OTHER] = a * s + b * c
+    for i in range(thread, int32(count * HALF), int32(BLOCK)):
+        j = int32(i // HALF)
+        e = int32(i - j * HALF)
+        one = mad(j, HEAD_DIM, int32(e * STRIDE))
+        other = int32(one + OTHER)
+        c = load_4f(cos, mad(position, HALF, e))
+        s = load_4f(sin, mad(position, HALF, e))
+        a = bits_float(shared_4(vector, one))
+        b = bits_float(shared_4(vector, other))
+        put_4(vector, one, float_bits(a * c - b * s))
+        put_4(vector, other, float_bits(a * s + b * c))
     cuda.syncthreads()
     if newest:
         to = h * rows + position
@@ -195,7 +195,6 @@ def _attend(qkv, q_norm, k_norm, cos, sin, keys, values, state, parts, part_sums
                 keep(keys, to, i, vector[PADDED * HEAD_DIM + i])
                 keep(values, to, i, qkv[key_at + (kv_heads + h) * HEAD_DIM + i])
         cuda.syncthreads()  # also makes what was just stored visible to this block
-        held = fetch(keys, int32(h * rows + first), stop, all_rows)  # the new key, too
 
     dot = registers()
     score = registers()
@@ -206,9 +205,9 @@ def _attend(qkv, q_norm, k_norm, cos, sin, keys, values, state, parts, part_sums
     for j in unroll(SHARE):
         for e in unroll(4):
             acc[j, e] = float32(0)
-    for start in range(first, last, int32(TILE)):
-        row = int32(stop - last + start)
-        here = min(int32(last - start), int32(TILE))  # positions of this tile
+    held = fetch(keys, row, stop, all_rows)
+    for row in range(row, stop, int32(TILE)):
+        here = min(int32(stop - row), int32(TILE))  # positions of this tile
         stage(tile, held)
         cuda.syncthreads()
         # scores: a thread for a position, some heads and a slice of the columns
@@ -276,7 +275,7 @@ def _attend(qkv, q_norm, k_norm, cos, sin, keys, values, state, parts, part_sums
                 put_4(top, j, float_bits(high))
         stage(tile, held)
         cuda.syncthreads()
-        if start + TILE < last:
+        if row + TILE < stop:
             held = fetch(keys, int32(row + TILE), stop, all_rows)
         # the weighted sum: a thread for 4 columns, some heads and a subset of the positions
         thread = bits(thread_x(), 0, BLOCK - 1)

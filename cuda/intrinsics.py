@@ -225,6 +225,7 @@ if not SIMULATED:
     cached_8 = _load("ld.global.nc.v2.u32", 2, _i)
     cached_16f = _load("ld.global.nc.v4.f32", 4, _f)
     load_16 = _load("ld.global.v4.u32", 4, _i, changing=True)
+    load_4f = _load("ld.global.f32", 1, _f, changing=True)
     shared_16, shared_8, shared_4 = _shared(4), _shared(2), _shared(1)
     shared_16_further = _shared(4, further=True)
     put_16, put_4 = _put(4), _put(1)
