@@ -4,10 +4,11 @@
     keys    int32 words of a layer's [kv_heads, rows, head_dim], in a form of kv_forms.py; values likewise
     state   int32: the position of this token is state[POSITION], so that one captured launch serves every token
 
-A block serves one key-value head, all query heads that share it (each key is loaded once for them), and one
-span of the context; blockIdx is (kv head, span). Spans are whole tiles and at least SPAN positions, so a short
-context is one block a head, a long one up to SPLITS, and none reads on beyond the rows of kv_cache.py. The block
-whose span holds the new position also stores its key and value. Within a span, tiles of positions go through an
+A block serves one key-value head, all query heads that share it, and one span of the context; blockIdx is
+(kv head, span). attention_shape.py says how many spans a grid has; they are whole tiles and at least SPAN positions,
+and blocks that a context does not need yet end at once. The block whose span holds the new position also stores its
+key and value. Tiles of keys and values come into shared memory, each byte once (kv_tile.py): while one is worked on,
+the next is on its way in registers. Nothing behind the last position is read. Within a span, tiles go through an
 online softmax (Milakov and Gimelshein 2018, arXiv:1805.02867); spans are put together by the block that ends last
 (Dao's flash-decoding), which needs no second launch. The result is written as floats, and as records where a head
 is whole blocks of 32.
@@ -56,7 +57,9 @@ from numba import cuda
 POSITION, TOKEN, STEP, STATE = 0, 1, 2, 4  # words of `state`, and its size
 
 # set by `kernel`; what is not explained here is in attention_shape.py
-SPAN = HEADS = HEAD_DIM = TILE = BLOCK = WARPS = 0  # query heads of a block and their size; positions of a tile; threads
+SPAN = HEADS = HEAD_DIM = TILE = BLOCK = WARPS = (
+    0  # query heads of a block and their size; positions of a tile; threads
+)
 PADDED = 0  # heads with the last one repeated, so that all chunks are whole
 TILE_WORDS = SCORE_WORDS = WEIGHT_WORDS = 0
 HALF = STRIDE = OTHER = 0  # rotary pairs of a head, floats from one to the next, and between its two
@@ -105,7 +108,7 @@ def _attend(qkv, q_norm, k_norm, cos, sin, keys, values, state, parts, part_sums
         return
     first = int32(span * size)
     last = int32(min(length, first + size))
-    row = int32(h * rows + first)  # of the cache
+    begin = int32(h * rows + first)  # rows of the cache
     stop = int32(h * rows + last)
     all_rows = int32(kv_heads * rows)
 
@@ -205,8 +208,8 @@ def _attend(qkv, q_norm, k_norm, cos, sin, keys, values, state, parts, part_sums
     for j in unroll(SHARE):
         for e in unroll(4):
             acc[j, e] = float32(0)
-    held = fetch(keys, row, stop, all_rows)
-    for row in range(row, stop, int32(TILE)):
+    held = fetch(keys, begin, stop, all_rows)
+    for row in range(begin, stop, int32(TILE)):
         here = min(int32(stop - row), int32(TILE))  # positions of this tile
         stage(tile, held)
         cuda.syncthreads()
@@ -221,8 +224,8 @@ def _attend(qkv, q_norm, k_norm, cos, sin, keys, values, state, parts, part_sums
             if part < SLICES and set < here and p < TILE:
                 for j in unroll(SHARE):
                     dot[j] = float32(0)
-                begin = int32(part * SLICE)
-                for quad in range(begin, min(int32(begin + SLICE), int32(QUADS))):
+                column = int32(part * SLICE)
+                for quad in range(column, min(int32(column + SLICE), int32(QUADS))):
                     words = quad_of(tile, p, quad)
                     query = mad(chunk, SHARE * UNITS, int32(quad * FOURS))
                     for i in unroll(FOURS):
@@ -308,7 +311,11 @@ def _attend(qkv, q_norm, k_norm, cos, sin, keys, values, state, parts, part_sums
     for j in unroll(SHARE):
         if subset < SUBSETS and own * SHARE + j < HEADS:
             at = (subset * HEADS + own * SHARE + j) * UNITS + unit
-            put_16(tile, int32(at), (float_bits(acc[j, 0]), float_bits(acc[j, 1]), float_bits(acc[j, 2]), float_bits(acc[j, 3])))
+            put_16(
+                tile,
+                int32(at),
+                (float_bits(acc[j, 0]), float_bits(acc[j, 1]), float_bits(acc[j, 2]), float_bits(acc[j, 3])),
+            )
     cuda.syncthreads()
     pieces = SUBSETS
     if active > 1:
@@ -362,7 +369,9 @@ def _attend(qkv, q_norm, k_norm, cos, sin, keys, values, state, parts, part_sums
                         w = math.exp(highest[u] - top[j])
                         for e in unroll(4):
                             sums[e] += w * bits_float(found[u][e])
-            put_16(tile, int32(item), (float_bits(sums[0]), float_bits(sums[1]), float_bits(sums[2]), float_bits(sums[3])))
+            put_16(
+                tile, int32(item), (float_bits(sums[0]), float_bits(sums[1]), float_bits(sums[2]), float_bits(sums[3]))
+            )
         cuda.syncthreads()
         pieces = MERGERS
 

@@ -7,7 +7,8 @@ with or_, xor, sub, shl, ror (rotate right), mad (a * b + c), prmt (choose bytes
 instead of operators; fma is that of float32.
 
 Loads take an array of any element type, and an index in units of what they load; the arrays of this folder begin
-on 256 bytes, those in shared memory (`shared_`; `put_` stores) on 16 if ALIGNED is given to them. `stream_` reads memory that nobody writes meanwhile and passes the L1 cache by (weights: every byte
+on 256 bytes, those in shared memory (`shared_`; `put_` stores) on 16 if ALIGNED is given to them.
+`stream_` reads memory that nobody writes meanwhile and passes the L1 cache by (weights: every byte
 once); `ahead_` does so and lets the L2 cache fetch 128 bytes around (scales, of which a warp takes little at a time);
 `cached_` keeps it in L1 (activations: every row reads them); `load_` may read what the same launch writes.
 

@@ -4,8 +4,8 @@
 
 A block's threads load it together, 16 bytes each at a time, so that a warp asks for 512 bytes that follow one another
 and nothing is asked for twice: `fetch` begins the loads, `stage` puts what has come into shared memory. Between the
-two a block can work on the tile before. Then all its threads read what they need, 16 bytes of a row (`quad`, then `floats` of
-it) or 4 columns (`four`), as floats.
+two a block can work on the tile before. Then all its threads read what they need, 16 bytes of a row (`quad`, then
+`floats` of it) or 4 columns (`four`), as floats.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def _stage(tile, held):
         i = int32(thread + k * THREADS)
         if i < ROW_QUADS:
             put_16(tile, mad(int32(i // QUADS), PITCH, int32(i % QUADS)), held[k])
-    if KIND == "q8_0":
+    if KIND == "q8_0":  # noqa: SIM102  # decided when the kernel is made
         if thread < STEP_QUADS:
             put_16(tile, int32(STEPS // 4 + thread), held[LOADS])
 
@@ -107,7 +107,12 @@ def _floats(quad):
         return codes(quad[FOUR], quad[4])
     if KIND == "f32":
         return bits_float(quad[0]), bits_float(quad[1]), bits_float(quad[2]), bits_float(quad[3])
-    return low_half(quad[2 * FOUR]), high_half(quad[2 * FOUR]), low_half(quad[2 * FOUR + 1]), high_half(quad[2 * FOUR + 1])
+    return (
+        low_half(quad[2 * FOUR]),
+        high_half(quad[2 * FOUR]),
+        low_half(quad[2 * FOUR + 1]),
+        high_half(quad[2 * FOUR + 1]),
+    )
 
 
 def _four(tile, row, unit):
