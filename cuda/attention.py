@@ -4,10 +4,11 @@
     keys    int32 words of a layer's [kv_heads, rows, head_dim], in a form of kv_forms.py; values likewise
     state   int32: the position of this token is state[POSITION], so that one captured launch serves every token
 
-A block serves one key-value head, all query heads that share it (each key is loaded once for them), and one
-span of the context; blockIdx is (kv head, span). Spans are whole tiles and at least SPAN positions, so a short
-context is one block a head, a long one up to SPLITS, and none reads on beyond the rows of kv_cache.py. The block
-whose span holds the new position also stores its key and value. Within a span, tiles of positions go through an
+A block serves one key-value head, all query heads that share it, and one span of the context; blockIdx is
+(kv head, span). attention_shape.py says how many spans a grid has; they are whole tiles and at least SPAN positions,
+and blocks that a context does not need yet end at once. The block whose span holds the new position also stores its
+key and value. Tiles of keys and values come into shared memory, each byte once (kv_tile.py): while one is worked on,
+the next is on its way in registers. Nothing behind the last position is read. Within a span, tiles go through an
 online softmax (Milakov and Gimelshein 2018, arXiv:1805.02867); spans are put together by the block that ends last
 (Dao's flash-decoding), which needs no second launch. The result is written as floats, and as records where a head
 is whole blocks of 32.
@@ -20,50 +21,67 @@ from functools import cache
 from typing import Any
 
 import numpy as np
+from bridge.cuda import attention_shape
 from bridge.cuda.activations import store, store_exact
-from bridge.cuda.intrinsics import round_even, store_1, store_2, to_half, warp_max, warp_sum
-from bridge.cuda.kv_forms import Form, functions
+from bridge.cuda.intrinsics import (
+    ALIGNED,
+    bits,
+    bits_float,
+    block_x,
+    block_y,
+    float_bits,
+    load_4f,
+    load_16,
+    mad,
+    put_4,
+    put_16,
+    round_even,
+    shared_4,
+    shared_16,
+    shared_16_further,
+    store_1,
+    store_2,
+    thread_x,
+    to_half,
+    warp_max,
+    warp_sum,
+)
+from bridge.cuda.kv_forms import Form
+from bridge.cuda.kv_forms import keep as keep_in
+from bridge.cuda.kv_tile import functions
 from bridge.cuda.launch import Kernel
+from bridge.cuda.superblock import device_function
 from bridge.cuda.unroll import expand, registers, unroll
 from numba import cuda
 
 POSITION, TOKEN, STEP, STATE = 0, 1, 2, 4  # words of `state`, and its size
-SPLITS = 16  # spans of a context, at most; the kernel could do 32
-SPAN = 64  # positions of a span, at least
 
-# set by `kernel`: query heads of a block and their size; positions of a tile; threads
-HEADS = HEAD_DIM = TILE = BLOCK = WARPS = 0
-VECTORS = PITCH = 0  # heads in shared memory, the key among them, and floats from one to the next
+# set by `kernel`; what is not explained here is in attention_shape.py
+SPAN = HEADS = HEAD_DIM = TILE = BLOCK = WARPS = (
+    0  # query heads of a block and their size; positions of a tile; threads
+)
+PADDED = 0  # heads with the last one repeated, so that all chunks are whole
+TILE_WORDS = SCORE_WORDS = WEIGHT_WORDS = 0
 HALF = STRIDE = OTHER = 0  # rotary pairs of a head, floats from one to the next, and between its two
-WORDS = ITEMS = ROUNDS = 0  # pairs of elements in a head, in all of them, and of a thread
-AT_ONCE = 0  # values whose loads are on their way together
-NORM_ROUNDS = PER_LANE = SCORE_ROUNDS = BLOCKS = RECORD_ROUNDS = 0
+SHARE = CHUNKS = UNITS = SUBSETS = SETS = SLICES = SLICE = MERGERS = 0
+QUADS = FOURS = 0  # 16 bytes of a row, and fours of numbers in them
+MERGED = 4  # spans whose sums a thread loads together
+SCORE_ROUNDS = HEAD_ROUNDS = NORM_ROUNDS = PER_LANE = RECORDS = RECORD_ROUNDS = 0
 ROW_WORDS = STEP_WORDS = 0  # see kv_forms.py
 KEPT = KEPT_ROUNDS = 0  # blocks of 32 of a head, and rounds of the warps over those of key and value
 NORMED = RECORDED = QUANTIZED = False
 put: Any = None
-dot: Any = None
-pair: Any = None
+fetch: Any = None
+stage: Any = None
+quad_of: Any = None
+floats: Any = None
+four: Any = None
 keep: Any = None
+summed: Any = None
 
 float32 = np.float32
 int32: Any = np.int32
 _LOW = np.float32(-np.inf)
-
-
-def tile(group: int) -> int:
-    """Positions that a block works on at a time; a thread for each, and for each query head."""
-    return 64 if group <= 4 else 32
-
-
-def threads(group: int) -> int:
-    """Threads of a block."""
-    return tile(group) * group
-
-
-def supported(head_dim: int, group: int) -> bool:
-    """Whether keys can be loaded 16 bytes at a time, and a block's threads and shared memory suffice."""
-    return head_dim % 8 == 0 and group <= 32 and (group + 1) * (head_dim + 4) <= 10240
 
 
 def recorded(head_dim: int) -> bool:
@@ -79,37 +97,46 @@ def _attend(qkv, q_norm, k_norm, cos, sin, keys, values, state, parts, part_sums
     h = int32(cuda.blockIdx.x)
     span = int32(cuda.blockIdx.y)
     kv_heads = int32(cuda.gridDim.x)
+    spans = int32(cuda.gridDim.y)
     position = state[POSITION]
     # what stays until the end is pinned to 32 bits: Numba widens sums and products, and registers are scarce
     length = int32(position + 1)
-    size = max(SPAN, (length + SPLITS - 1) // SPLITS)
+    size = max(SPAN, (length + spans - 1) // spans)
     size = int32((size + TILE - 1) // TILE * TILE)
     active = int32((length + size - 1) // size)
     if span >= active:
         return
     first = int32(span * size)
     last = int32(min(length, first + size))
+    begin = int32(h * rows + first)  # rows of the cache
+    stop = int32(h * rows + last)
+    all_rows = int32(kv_heads * rows)
 
-    vector = cuda.shared.array(VECTORS * PITCH, float32)  # queries, then the key, later the result
-    weight = cuda.shared.array(HEADS * TILE, float32)
-    top = cuda.shared.array(32, float32)
-    total = cuda.shared.array(32, float32)
-    factor = cuda.shared.array(32, float32)
-    flag = cuda.shared.array(1, int32)
+    tile = cuda.shared.array(TILE_WORDS, int32, ALIGNED)
+    vector = cuda.shared.array((PADDED + 1) * HEAD_DIM, float32, ALIGNED)  # queries, then the key, later the result
+    scores = cuda.shared.array(SCORE_WORDS, float32)
+    weight = cuda.shared.array(WEIGHT_WORDS, float32, ALIGNED)
+    top = cuda.shared.array(PADDED, float32)
+    total = cuda.shared.array(PADDED, float32)
+    factor = cuda.shared.array(PADDED, float32)
+    flag = cuda.shared.array(2, int32)
 
     # queries, and the key where it is this block's, to shared memory
     newest = last == length
-    count = VECTORS if newest else HEADS
+    count = PADDED + 1 if newest else PADDED
     key_at = int32(kv_heads * HEADS * HEAD_DIM)
-    steps = int32(kv_heads * rows * ROW_WORDS)  # where those of q8_0 begin
-    for i in range(thread, count * HEAD_DIM, BLOCK):
-        j = i // HEAD_DIM
-        e = i - j * HEAD_DIM
-        source = (h * HEADS + j) * HEAD_DIM if j < HEADS else key_at + h * HEAD_DIM
-        vector[j * PITCH + e] = qkv[source + e]
-    if thread < 32:
+    steps = int32(all_rows * ROW_WORDS)  # where those of q8_0 begin
+    for i in range(thread, int32(count * HEAD_DIM), int32(BLOCK)):
+        j = int32(i // HEAD_DIM)
+        source = mad(h, HEADS, min(j, int32(HEADS - 1))) if j < PADDED else mad(kv_heads, HEADS, h)
+        put_4(vector, i, float_bits(load_4f(qkv, mad(int32(source - j), HEAD_DIM, i))))
+    if thread == 0:
+        flag[1] = active
+    if thread < PADDED:
         top[thread] = _LOW
         total[thread] = float32(0)
+    for i in range(thread, int32(WEIGHT_WORDS), int32(BLOCK)):  # some places belong to no head
+        put_4(weight, i, int32(0))
     cuda.syncthreads()
     if NORMED:
         for r in range(NORM_ROUNDS):
@@ -119,7 +146,7 @@ def _attend(qkv, q_norm, k_norm, cos, sin, keys, values, state, parts, part_sums
                 for i in range(PER_LANE):
                     e = i * 32 + lane
                     if e < HEAD_DIM:
-                        x = vector[j * PITCH + e]
+                        x = vector[j * HEAD_DIM + e]
                         squares += x * x
             squares = warp_sum(squares)
             if j < count:
@@ -127,19 +154,20 @@ def _attend(qkv, q_norm, k_norm, cos, sin, keys, values, state, parts, part_sums
                 for i in range(PER_LANE):
                     e = i * 32 + lane
                     if e < HEAD_DIM:
-                        w = q_norm[e] if j < HEADS else k_norm[e]
-                        vector[j * PITCH + e] = vector[j * PITCH + e] * inverse * w
+                        w = q_norm[e] if j < PADDED else k_norm[e]
+                        vector[j * HEAD_DIM + e] = vector[j * HEAD_DIM + e] * inverse * w
         cuda.syncthreads()
-    for i in range(thread, count * HALF, BLOCK):
-        j = i // HALF
-        e = i - j * HALF
-        at = j * PITCH + e * STRIDE
-        c = cos[position * HALF + e]
-        s = sin[position * HALF + e]
-        a = vector[at]
-        b = vector[at + OTHER]
-        vector[at] = a * c - b * s
-        vector[at + OTHER] = a * s + b * c
+    for i in range(thread, int32(count * HALF), int32(BLOCK)):
+        j = int32(i // HALF)
+        e = int32(i - j * HALF)
+        one = mad(j, HEAD_DIM, int32(e * STRIDE))
+        other = int32(one + OTHER)
+        c = load_4f(cos, mad(position, HALF, e))
+        s = load_4f(sin, mad(position, HALF, e))
+        a = bits_float(shared_4(vector, one))
+        b = bits_float(shared_4(vector, other))
+        put_4(vector, one, float_bits(a * c - b * s))
+        put_4(vector, other, float_bits(a * s + b * c))
     cuda.syncthreads()
     if newest:
         to = h * rows + position
@@ -150,7 +178,7 @@ def _attend(qkv, q_norm, k_norm, cos, sin, keys, values, state, parts, part_sums
                 e = block * 32 + lane
                 x = float32(0)
                 if item < 2 * KEPT and e < HEAD_DIM:
-                    x = vector[HEADS * PITCH + e] if item < KEPT else qkv[key_at + (kv_heads + h) * HEAD_DIM + e]
+                    x = vector[PADDED * HEAD_DIM + e] if item < KEPT else qkv[key_at + (kv_heads + h) * HEAD_DIM + e]
                 step = warp_max(abs(x)) / float32(127)
                 code = round_even(x * (float32(1) / step if step > float32(0) else float32(0)))
                 byte = to * HEAD_DIM + e
@@ -167,78 +195,137 @@ def _attend(qkv, q_norm, k_norm, cos, sin, keys, values, state, parts, part_sums
                         store_2(values, place, to_half(step))
         else:
             for i in range(thread, HEAD_DIM, BLOCK):
-                keep(keys, to, i, vector[HEADS * PITCH + i])
+                keep(keys, to, i, vector[PADDED * HEAD_DIM + i])
                 keep(values, to, i, qkv[key_at + (kv_heads + h) * HEAD_DIM + i])
         cuda.syncthreads()  # also makes what was just stored visible to this block
 
-    even = registers()  # the weighted sums of this thread's pairs of elements
-    odd = registers()
-    for r in unroll(ROUNDS):
-        even[r] = float32(0)
-        odd[r] = float32(0)
-    for start in range(first, last, int32(TILE)):
-        # scores: a thread for each position and head
-        g = int32(thread % HEADS)
-        p = int32(thread // HEADS)
-        score = _LOW
-        if start + p < last:
-            score = dot(keys, steps, int32(h * rows + start + p), vector, g * PITCH) * scale
-        weight[g * TILE + p] = score
+    dot = registers()
+    score = registers()
+    sums = registers()
+    found = registers()
+    highest = registers()
+    acc = registers()  # the weighted sums of this thread's heads and columns
+    for j in unroll(SHARE):
+        for e in unroll(4):
+            acc[j, e] = float32(0)
+    held = fetch(keys, begin, stop, all_rows)
+    for row in range(begin, stop, int32(TILE)):
+        here = min(int32(stop - row), int32(TILE))  # positions of this tile
+        stage(tile, held)
         cuda.syncthreads()
+        # scores: a thread for a position, some heads and a slice of the columns
+        thread = bits(thread_x(), 0, BLOCK - 1)
+        for r in unroll(SCORE_ROUNDS):
+            item = int32((thread >> 5) + r * WARPS)
+            set = int32(item % SETS * 32)
+            chunk = int32(item // SETS % CHUNKS)
+            part = int32(item // (SETS * CHUNKS))
+            p = int32(set + (thread & 31))
+            if part < SLICES and set < here and p < TILE:
+                for j in unroll(SHARE):
+                    dot[j] = float32(0)
+                column = int32(part * SLICE)
+                for quad in range(column, min(int32(column + SLICE), int32(QUADS))):
+                    words = quad_of(tile, p, quad)
+                    query = mad(chunk, SHARE * UNITS, int32(quad * FOURS))
+                    for i in unroll(FOURS):
+                        x = floats[i](words)
+                        for j in unroll(SHARE):
+                            y = shared_16_further(vector, query, j * UNITS + i)
+                            for e in unroll(4):
+                                dot[j] += x[e] * bits_float(y[e])
+                # made again: registers are scarce
+                thread = bits(thread_x(), 0, BLOCK - 1)
+                item = int32((thread >> 5) + r * WARPS)
+                place = mad(int32(item // SETS), SHARE * TILE, int32(item % SETS * 32 + (thread & 31)))
+                for j in unroll(SHARE):
+                    put_4(scores, int32(place + j * TILE), float_bits(dot[j]))
+        cuda.syncthreads()
+        held = fetch(values, row, stop, all_rows)  # not before: the scores need the registers
         # softmax so far: a warp for each head; warps to spare look at nothing that others store
-        high = _LOW
-        before = _LOW
-        if warp < HEADS:
-            before = top[warp]
-            for i in range(SCORE_ROUNDS):
-                high = max(high, weight[warp * TILE + i * 32 + lane])
-        high = max(before, warp_max(high))
-        part = float32(0)
-        if warp < HEADS:
-            for i in range(SCORE_ROUNDS):
-                w = math.exp(weight[warp * TILE + i * 32 + lane] - high)
-                weight[warp * TILE + i * 32 + lane] = w
-                part += w
-        part = warp_sum(part)
-        if warp < HEADS and lane == 0:
-            shrunk = math.exp(before - high)
-            factor[warp] = shrunk
-            total[warp] = total[warp] * shrunk + part
-            top[warp] = high
+        thread = bits(thread_x(), 0, BLOCK - 1)
+        lane = int32(thread & 31)
+        for r in unroll(HEAD_ROUNDS):
+            j = int32((thread >> 5) + r * WARPS)
+            high = _LOW
+            before = _LOW
+            for i in unroll(SETS):
+                score[i] = _LOW
+            if j < PADDED:
+                before = bits_float(shared_4(top, j))
+                for i in unroll(SETS):
+                    if i * 32 + lane < here:
+                        x = float32(0)
+                        for part in unroll(SLICES):
+                            place = mad(j, TILE, int32(part * (CHUNKS * SHARE * TILE) + i * 32 + lane))
+                            x += bits_float(shared_4(scores, place))
+                        score[i] = x * scale
+                    high = max(high, score[i])
+            high = max(before, warp_max(high))
+            sum = float32(0)
+            if j < PADDED:
+                place = int32(j // SHARE * 4 + j % SHARE)
+                for i in unroll(SETS):
+                    w = math.exp(score[i] - high)
+                    sum += w
+                    if i * 32 + lane < TILE:
+                        put_4(weight, mad(int32(i * 32 + lane), 4 * CHUNKS, place), float_bits(w))
+            sum = warp_sum(sum)
+            if j < PADDED and lane == 0:
+                shrunk = math.exp(before - high)
+                put_4(factor, j, float_bits(shrunk))
+                put_4(total, j, float_bits(bits_float(shared_4(total, j)) * shrunk + sum))
+                put_4(top, j, float_bits(high))
+        stage(tile, held)
         cuda.syncthreads()
-        # the weighted sum: a thread for each head and pair of elements
-        for r in unroll(ROUNDS):
-            item = min(thread + r * BLOCK, ITEMS - 1)
-            j = item // WORDS
-            here = item - j * WORDS
-            x = even[r] * factor[j]
-            y = odd[r] * factor[j]
-            for i in range(0, last - start if last - start < TILE else TILE, AT_ONCE):
-                for u in unroll(AT_ONCE):  # beyond the span the weights are 0, the values finite
-                    one, other = pair(values, steps, h * rows + start + i + u, here)
-                    w = weight[j * TILE + i + u]
-                    x += w * one
-                    y += w * other
-            even[r] = x
-            odd[r] = y
+        if row + TILE < stop:
+            held = fetch(keys, int32(row + TILE), stop, all_rows)
+        # the weighted sum: a thread for 4 columns, some heads and a subset of the positions
+        thread = bits(thread_x(), 0, BLOCK - 1)
+        unit = int32(thread % UNITS)
+        own = int32(thread // UNITS % CHUNKS)
+        subset = int32(thread // (UNITS * CHUNKS))
+        if subset < SUBSETS:
+            for j in unroll(SHARE):
+                shrunk = bits_float(shared_4(factor, mad(own, SHARE, j)))
+                for e in unroll(4):
+                    acc[j, e] *= shrunk
+            for p in range(subset, here, int32(SUBSETS)):
+                weights = shared_16(weight, mad(p, CHUNKS, own))
+                values_here = four(tile, p, unit)
+                for j in unroll(SHARE):
+                    for e in unroll(4):
+                        acc[j, e] += bits_float(weights[j]) * values_here[e]
         cuda.syncthreads()
 
-    if active == 1:
-        for r in unroll(ROUNDS):
-            inverse = float32(1) / total[min(thread + r * BLOCK, ITEMS - 1) // WORDS]
-            even[r] *= inverse
-            odd[r] *= inverse
-    else:
+    # the subsets are summed in the tile's place
+    h = block_x()
+    span = block_y()
+    active = flag[1]
+    thread = bits(thread_x(), 0, BLOCK - 1)
+    warp = int32(thread >> 5)
+    lane = int32(thread & 31)
+    unit = int32(thread % UNITS)
+    own = int32(thread // UNITS % CHUNKS)
+    subset = int32(thread // (UNITS * CHUNKS))
+    for j in unroll(SHARE):
+        if subset < SUBSETS and own * SHARE + j < HEADS:
+            at = (subset * HEADS + own * SHARE + j) * UNITS + unit
+            put_16(
+                tile,
+                int32(at),
+                (float_bits(acc[j, 0]), float_bits(acc[j, 1]), float_bits(acc[j, 2]), float_bits(acc[j, 3])),
+            )
+    cuda.syncthreads()
+    pieces = SUBSETS
+    if active > 1:
         # leave what this span found; the last block of a head to come here puts the spans together
-        to = (h * SPLITS + span) * ITEMS * 2
-        for r in unroll(ROUNDS):
-            item = thread + r * BLOCK
-            if item < ITEMS:
-                parts[to + 2 * item] = even[r]
-                parts[to + 2 * item + 1] = odd[r]
+        to = h * spans + span
+        for i in range(thread, HEADS * HEAD_DIM, BLOCK):
+            parts[to * (HEADS * HEAD_DIM) + i] = summed(tile, i, SUBSETS)
         if thread < HEADS:
-            part_sums[(h * SPLITS + span) * 64 + thread] = top[thread]
-            part_sums[(h * SPLITS + span) * 64 + 32 + thread] = total[thread]
+            part_sums[to * (2 * HEADS) + thread] = top[thread]
+            part_sums[to * (2 * HEADS) + HEADS + thread] = total[thread]
         cuda.threadfence()
         cuda.syncthreads()
         if thread == 0:
@@ -249,43 +336,63 @@ def _attend(qkv, q_norm, k_norm, cos, sin, keys, values, state, parts, part_sums
         cuda.threadfence()
         if thread == 0:
             counters[h] = int32(0)
-        here = min(warp, HEADS - 1)
-        high = _LOW
-        part = float32(0)
-        if lane < active:
-            high = part_sums[(h * SPLITS + lane) * 64 + here]
-            part = part_sums[(h * SPLITS + lane) * 64 + 32 + here]
-        share = math.exp(high - warp_max(high))
-        part = warp_sum(part * share)
-        if warp < HEADS:
-            weight[warp * 32 + lane] = share / part
+        for r in range(HEAD_ROUNDS):
+            j = r * WARPS + warp
+            high = _LOW
+            if j < HEADS:
+                for i in range(lane, active, 32):
+                    high = max(high, part_sums[(h * spans + i) * (2 * HEADS) + j])
+            high = warp_max(high)
+            weights = float32(0)
+            if j < HEADS:
+                for i in range(lane, active, 32):
+                    at = (h * spans + i) * (2 * HEADS) + j
+                    weights += part_sums[at + HEADS] * math.exp(part_sums[at] - high)
+            weights = warp_sum(weights)
+            if j < HEADS and lane == 0:
+                top[j] = high
+                total[j] = weights
         cuda.syncthreads()
-        for r in unroll(ROUNDS):
-            item = min(thread + r * BLOCK, ITEMS - 1)
-            j = item // WORDS
-            x = float32(0)
-            y = float32(0)
-            for i in range(active):
-                w = weight[j * 32 + i]
-                at = (h * SPLITS + i) * ITEMS * 2 + 2 * item
-                x += w * parts[at]
-                y += w * parts[at + 1]
-            even[r] = x
-            odd[r] = y
+        for item in range(thread, MERGERS * HEADS * UNITS, BLOCK):
+            merger = item // (HEADS * UNITS)
+            at = item % (HEADS * UNITS)
+            j = at // UNITS
+            for e in unroll(4):
+                sums[e] = float32(0)
+            for i in range(merger, active, MERGERS * MERGED):
+                for u in unroll(MERGED):  # these loads are on their way together
+                    one = h * spans + min(i + u * MERGERS, active - 1)
+                    found[u] = load_16(parts, one * (HEADS * UNITS) + at)
+                    highest[u] = part_sums[one * (2 * HEADS) + j]
+                for u in unroll(MERGED):
+                    if i + u * MERGERS < active:
+                        w = math.exp(highest[u] - top[j])
+                        for e in unroll(4):
+                            sums[e] += w * bits_float(found[u][e])
+            put_16(
+                tile, int32(item), (float_bits(sums[0]), float_bits(sums[1]), float_bits(sums[2]), float_bits(sums[3]))
+            )
+        cuda.syncthreads()
+        pieces = MERGERS
 
     to = h * HEADS * HEAD_DIM
-    for r in unroll(ROUNDS):
-        item = thread + r * BLOCK
-        if item < ITEMS:
-            out[to + 2 * item] = even[r]
-            out[to + 2 * item + 1] = odd[r]
-            vector[2 * item] = even[r]
-            vector[2 * item + 1] = odd[r]
+    for i in range(thread, HEADS * HEAD_DIM, BLOCK):
+        y = summed(tile, i, pieces) / total[i // HEAD_DIM]
+        out[to + i] = y
+        vector[i] = y
     if RECORDED:
         cuda.syncthreads()
         for r in range(RECORD_ROUNDS):
-            i = min(r * WARPS + warp, BLOCKS - 1)
-            put(vector[i * 32 + lane], h * BLOCKS + i, 0, records)
+            i = min(r * WARPS + warp, RECORDS - 1)
+            put(vector[i * 32 + lane], h * RECORDS + i, 0, records)
+
+
+def _summed(tile, i, count):
+    """The sum of float i of `count` pieces."""
+    x = float32(0)
+    for piece in range(count):
+        x += bits_float(tile[piece * (HEADS * HEAD_DIM) + i])
+    return x
 
 
 @cache
@@ -295,35 +402,43 @@ def kernel(
     """The kernel for heads of that shape. `neighbours`: rotary pairs are (2i, 2i + 1); `normed`: q and k are;
     `exact`: the records are float32; `kind`: how keys and values are kept."""
     form = Form(kind, head_dim)
-    own = functions(form)
+    s = attention_shape.shape(form, group)
+    own = functions(s)
     kept = -(-head_dim // 32)
-    block = threads(group)
-    warps = block // 32
-    items = group * head_dim // 2
-    blocks = group * head_dim // 32
+    records = group * head_dim // 32
     name = f"{head_dim}_{group}_{rotated}_{int(neighbours)}{int(normed)}{int(exact)}_{kind}"
     function = expand(
         _attend,
         name,
         HEADS=group,
+        PADDED=s.chunks * s.share,
         HEAD_DIM=head_dim,
-        TILE=tile(group),
-        BLOCK=block,
-        WARPS=warps,
-        VECTORS=group + 1,
-        PITCH=head_dim + 4,  # other banks for each head
+        SPAN=attention_shape.SPAN,
+        TILE=s.rows,
+        BLOCK=s.threads,
+        WARPS=s.warps,
+        TILE_WORDS=s.tile_words,
+        SCORE_WORDS=s.part_words,
+        WEIGHT_WORDS=s.weight_words,
         HALF=rotated // 2,
         STRIDE=2 if neighbours else 1,
         OTHER=1 if neighbours else rotated // 2,
-        WORDS=head_dim // 2,
-        ITEMS=items,
-        ROUNDS=-(-items // block),
-        AT_ONCE=4 if kind == "q8_0" and items > block else 8,  # more do not fit into registers
-        NORM_ROUNDS=-(-(group + 1) // warps),
+        SHARE=s.share,
+        CHUNKS=s.chunks,
+        UNITS=s.units,
+        SUBSETS=s.subsets,
+        SETS=s.sets,
+        SLICES=s.slices,
+        SLICE=-(-s.quads // s.slices),
+        QUADS=s.quads,
+        FOURS=s.units // s.quads,
+        MERGERS=s.mergers,
+        SCORE_ROUNDS=-(-s.sets * s.chunks * s.slices // s.warps),
+        HEAD_ROUNDS=-(-s.share * s.chunks // s.warps),
+        NORM_ROUNDS=-(-(s.share * s.chunks + 1) // s.warps),
         PER_LANE=-(-head_dim // 32),
-        SCORE_ROUNDS=tile(group) // 32,
-        BLOCKS=blocks,
-        RECORD_ROUNDS=-(-blocks // warps),
+        RECORDS=records,
+        RECORD_ROUNDS=-(-records // s.warps),
         NORMED=normed,
         RECORDED=recorded(head_dim),
         put=store_exact if exact else store,
@@ -331,11 +446,15 @@ def kernel(
         ROW_WORDS=form.row_words,
         STEP_WORDS=form.step_words,
         KEPT=kept,
-        KEPT_ROUNDS=-(-2 * kept // warps),
-        dot=own.dot,
-        pair=own.pair,
-        keep=own.keep,
+        KEPT_ROUNDS=-(-2 * kept // s.warps),
+        summed=device_function(expand(_summed, f"{head_dim}_{group}", HEADS=group, HEAD_DIM=head_dim)),
+        keep=keep_in(form),
+        fetch=own.fetch,
+        stage=own.stage,
+        quad_of=own.quad,
+        floats=own.floats,
+        four=own.four,
     )
-    floats, words = "float32[::1]", "int32[::1]"
-    types = [floats] * 5 + [words] * 3 + [floats] * 2 + [words, floats, "uint8[::1]", "int32", "float32", "float32"]
+    reals, words = "float32[::1]", "int32[::1]"
+    types = [reals] * 5 + [words] * 3 + [reals] * 2 + [words, reals, "uint8[::1]", "int32", "float32", "float32"]
     return Kernel(function, f"void({', '.join(types)})")

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 from bridge.cuda import attention as attn
 from bridge.cuda import device as devices
+from bridge.cuda.attention_shape import supported
 from bridge.cuda.buffers import check_torch, upload, zeros
 from bridge.cuda.dequantize import rows
 from bridge.cuda.graph import Graph
@@ -42,7 +43,7 @@ class Decoder:
         self.config, self.precision = config, precision
         self.device = devices.require(device)
         check_torch(self.device)
-        _check_shape(config, file)
+        _check_shape(config, file, kv)
         self.cache = KVCache(config, context, kv)
         self._in_file: Any = read_weights(file, config)
         self.vocab = self._in_file.embedding.shape[0]
@@ -235,9 +236,9 @@ class Decoder:
             raise self.device.too_little(self.nbytes + _WORK, "the model") from problem
 
 
-def _check_shape(c: DecoderConfig, file: GGUFFile) -> None:
+def _check_shape(c: DecoderConfig, file: GGUFFile, kv: str) -> None:
     """Refuse what the kernels were not made for."""
-    if not attn.supported(c.head_dim, c.heads // c.kv_heads) or c.hidden % 32 or c.inner % 32:
+    if not supported(c.head_dim, c.heads // c.kv_heads, kv) or c.hidden % 32 or c.inner % 32:
         raise BridgeError(
             f"{file.path}: {c.heads} heads of {c.head_dim} over {c.kv_heads}, {c.hidden} hidden and {c.inner} inner "
             "features cannot be run on CUDA here; take the CPU"

@@ -7,7 +7,8 @@ with or_, xor, sub, shl, ror (rotate right), mad (a * b + c), prmt (choose bytes
 instead of operators; fma is that of float32.
 
 Loads take an array of any element type, and an index in units of what they load; the arrays of this folder begin
-on 256 bytes. `stream_` reads memory that nobody writes meanwhile and passes the L1 cache by (weights: every byte
+on 256 bytes, those in shared memory (`shared_`; `put_` stores) on 16 if ALIGNED is given to them.
+`stream_` reads memory that nobody writes meanwhile and passes the L1 cache by (weights: every byte
 once); `ahead_` does so and lets the L2 cache fetch 128 bytes around (scales, of which a warp takes little at a time);
 `cached_` keeps it in L1 (activations: every row reads them); `load_` may read what the same launch writes.
 
@@ -25,7 +26,7 @@ From compute capability 8.0 on there are
                        of copies before it; `copies_wait` waits until all groups of the thread but the last have
                        arrived, after which a barrier shows them to the others
 
-Arrays in shared memory that `copy_16` and `shared_16` use must begin on 16 bytes: those of complex128 do.
+Arrays in shared memory that `copy_16` and `copied_16` use must begin on 16 bytes: those of complex128 do.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ from numba import config, cuda
 
 SIMULATED = bool(config.ENABLE_CUDASIM)  # type: ignore[attr-defined]
 _ALL_LANES = 0xFFFFFFFF
+ALIGNED = None if SIMULATED else 16  # bytes, of cuda.shared.array; the simulator knows no such argument
 
 if not SIMULATED:
     from llvmlite import ir
@@ -181,7 +183,7 @@ if not SIMULATED:
     copies_wait = _statement("cp.async.wait_group 1;")
 
     @intrinsic
-    def shared_16(typingctx, array, index):
+    def copied_16(typingctx, array, index):
         def lower(context, builder, signature, values):
             place = _in_space(context, builder, signature.args[0], values[0], values[1], 3)
             kind = ir.LiteralStructType([_INT] * 4)
@@ -213,6 +215,52 @@ if not SIMULATED:
         return intrinsic(typed)
 
     mma_f16, mma_bf16 = _mma("f16"), _mma("bf16")
+
+    def _vector(context: Any, builder: Any, count: int, kind: Any, array: Any, index: Any) -> Any:
+        """The place of `count` words in shared memory."""
+        data = context.make_array(kind)(context, builder, array).data
+        data = builder.addrspacecast(data, ir.IntType(8).as_pointer(3), "shared")
+        return builder.gep(builder.bitcast(data, ir.VectorType(_INT, count).as_pointer(3)), [index])
+
+    def _shared(count: int, further: bool = False) -> Any:
+        """An intrinsic (array in shared memory, index) -> `count` words: a scalar for one, otherwise a tuple.
+
+        `further`: (array, index, constant), which is added to the index; one address serves loads that differ in it.
+        """
+        result = types.int32 if count == 1 else types.UniTuple(types.int32, count)
+
+        def load(context, builder, signature, values):
+            place = _vector(context, builder, count, signature.args[0], *values[:2])
+            loaded = builder.load(builder.gep(place, values[2:]) if further else place, align=4 * count)
+            words = [builder.extract_element(loaded, ir.Constant(_INT, k)) for k in range(count)]
+            return words[0] if count == 1 else cgutils.pack_array(builder, words)
+
+        def at(typingctx, array, index):
+            return result(array, types.int32), load
+
+        def beyond(typingctx, array, index, more):
+            return result(array, types.int32, types.int32), load
+
+        return intrinsic(beyond if further else at)
+
+    def _put(count: int) -> Any:
+        """An intrinsic (array in shared memory, index, `count` words, which for one is a scalar)."""
+
+        def typed(typingctx, array, index, words):
+            def lower(context, builder, signature, values):
+                array, index, words = values
+                vector = ir.Constant(ir.VectorType(_INT, count), ir.Undefined)
+                for k in range(count):
+                    word = words if count == 1 else builder.extract_value(words, k)
+                    vector = builder.insert_element(vector, word, ir.Constant(_INT, k))
+                place = _vector(context, builder, count, signature.args[0], array, index)
+                builder.store(vector, place, align=4 * count)
+                return context.get_dummy_value()
+
+            given = types.int32 if count == 1 else types.UniTuple(types.int32, count)
+            return types.void(array, types.int32, given), lower
+
+        return intrinsic(typed)
 
     thread_x = _register("tid.x")
     thread_y = _register("tid.y")
@@ -267,6 +315,10 @@ if not SIMULATED:
     cached_2 = _load("ld.global.nc.u16", 1, _i)
     cached_16f = _load("ld.global.nc.v4.f32", 4, _f)
     load_16 = _load("ld.global.v4.u32", 4, _i, changing=True)
+    load_4f = _load("ld.global.f32", 1, _f, changing=True)
+    shared_16, shared_8, shared_4 = _shared(4), _shared(2), _shared(1)
+    shared_16_further = _shared(4, further=True)
+    put_16, put_4 = _put(4), _put(1)
     store_4 = _store(_i, 32)
     store_2 = _store(_i, 16)
     store_1 = _store(_i, 8)

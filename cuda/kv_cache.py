@@ -1,7 +1,7 @@
 """Keys and values on the device, [layers, words] each in a form of kv_forms.py, keys after their rotation.
 
-Rows are reserved for the whole context, in multiples of 64, attention.py's largest tile: it reads groups of rows from
-a tile's start on. What has not been written yet is zero, so that it is finite.
+Rows are reserved for the whole context, in multiples of 64, attention.py's largest tile, so that a tile's steps begin
+at whole 16 bytes. What has not been written yet is zero, so that it is finite.
 """
 
 from __future__ import annotations

@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 from bridge.cuda import attention as attn
 from bridge.cuda import sampling
+from bridge.cuda.attention_shape import shape, spans
 from bridge.cuda.buffers import zeros
 from bridge.cuda.dequantize import rows
 from bridge.cuda.device import Device, view
@@ -105,13 +106,14 @@ class Step:
 
         c, device = self.config, self.device
         group = c.heads // c.kv_heads
-        parts = zeros(device, c.heads * attn.SPLITS * c.head_dim)
-        sums = zeros(device, c.kv_heads * attn.SPLITS * 64)
+        blocks = spans(device.multiprocessors, c.kv_heads, self.cache.context)  # of a KV head
+        parts = zeros(device, c.heads * blocks * c.head_dim)
+        sums = zeros(device, 2 * c.heads * blocks)
         counters = zeros(device, c.kv_heads, torch.int32)
         shared = [view(t) for t in (self.state, parts, sums, counters, self.attended.floats)]
         angles = [view(self.weights.cos.reshape(-1)), view(self.weights.sin.reshape(-1))]
         vector, records = view(qkv), self.attended.records.buffer
-        grid, threads = (c.kv_heads, attn.SPLITS), attn.threads(group)
+        grid, threads = (c.kv_heads, blocks), shape(self.cache.form, group).threads
         numbers = np.int32(self.cache.rows), np.float32(c.norm_eps), np.float32(c.attention_scale)
 
         def launches(index: int, layer: DeviceLayer) -> list[Launch]:

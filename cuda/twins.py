@@ -169,16 +169,21 @@ def round_even(value):
     return np.int32(0 if np.isnan(value) else np.clip(np.rint(np.float64(value)), -(2.0**31), 2.0**31 - 1))
 
 
-stream_16 = ahead_16 = cached_16 = load_16 = _loader(np.int32, 4)
-stream_8 = ahead_8 = cached_8 = _loader(np.int32, 2)
-stream_4 = ahead_4 = cached_4 = _loader(np.int32, 1)
+stream_16 = ahead_16 = cached_16 = load_16 = shared_16 = copied_16 = _loader(np.int32, 4)
+stream_8 = ahead_8 = cached_8 = shared_8 = _loader(np.int32, 2)
+stream_4 = ahead_4 = cached_4 = shared_4 = _loader(np.int32, 1)
 ahead_2 = cached_2 = _loader(np.uint16, 1)
-shared_16 = _loader(np.int32, 4)
 ahead_1 = _loader(np.uint8, 1)
 cached_16f = _loader(np.float32, 4)
-store_4 = _storer(np.uint32, 0xFFFFFFFF)
+load_4f = _loader(np.float32, 1)
+store_4 = put_4 = _storer(np.uint32, 0xFFFFFFFF)
 store_2 = _storer(np.uint16, 0xFFFF)
 store_1 = _storer(np.uint8, 0xFF)
+put_16 = store_16
+
+
+def shared_16_further(array, index, more):
+    return shared_16(array, int(index) + int(more))
 
 
 def _exchange(value: Any) -> tuple[int, list[Any]]:

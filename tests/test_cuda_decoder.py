@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from bridge.cuda.attention_shape import shape, spans, supported
 from bridge.cuda.device import available
+from bridge.cuda.kv_forms import Form
 
 import bridge
 from bridge.cli import main
@@ -115,6 +117,27 @@ def test_a_step_of_an_8b_model_is_at_most_170_launches(tmp_path: Path, monkeypat
     # where torch multiplies (q of floats), the norm before it stays a launch
     assert found == [164, 164 + 32, 4 + 2 * 5 + 1]
     assert found[0] <= 170
+
+
+def test_spans_follow_the_multiprocessors_and_end_with_the_context() -> None:
+    assert spans(132, 8, 8192) == 33  # of a KV head: two blocks for each multiprocessor
+    assert spans(132, 8, 131072) == 33
+    assert spans(132, 1, 131072) == 264  # more than a warp has lanes
+    assert spans(132, 8, 1000) == 16  # of 64 positions
+    assert spans(20, 32, 8192) == 1
+    assert spans(20, 64, 8192) == 1
+
+
+@pytest.mark.parametrize("kind", ["f16", "q8_0", "f32"])
+def test_every_known_shape_of_heads_has_a_block_whose_shared_memory_a_kernel_may_declare(kind: str) -> None:
+    for head_dim, group in [(64, 1), (64, 8), (80, 5), (96, 1), (128, 1), (128, 7), (128, 8), (128, 16), (256, 8)]:
+        assert supported(head_dim, group, kind)
+        found = shape(Form(kind, head_dim), group)
+        assert found.shared <= 48 << 10
+        assert found.pitch % 2
+        assert found.rows * found.quads <= 4 * found.threads  # loads that a thread keeps in registers
+    assert not supported(128, 33, kind)
+    assert not supported(2048, 4, kind)
 
 
 # --- machine code ---

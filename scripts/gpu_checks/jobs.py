@@ -10,6 +10,7 @@ LARGE, SMALL = "8192x28672", "4096x14336"
 TYPES = ("Q4_K", "Q6_K", "Q8_0", "Q4_0", "Q2_K", "Q3_K", "Q5_K", "Q4_1", "Q5_0", "Q5_1", "MXFP4", "NVFP4", "Q2_0")
 
 TOKENS = ("Q4_K", "Q6_K", "Q8_0")  # timed with many tokens
+CACHES = ("f16", "q8_0", "f32")
 
 # the longest first
 CORRECT = ["correct/model", "correct/tensors", *(f"correct/configurations/{type}" for type in products.TRIED)]
@@ -20,6 +21,7 @@ CORRECT += [f"correct/products/{type}/{precision}" for precision in ("int8", "f3
 TIMES = ["time/reading", f"time/torch_product/{LARGE}", f"time/torch_product/{SMALL}"]
 TIMES += [f"time/product/{LARGE}/{type}" for type in TYPES] + [f"time/product/{SMALL}/Q4_K", "time/decode"]
 TIMES += [f"time/tokens/{LARGE}/{type}" for type in TOKENS]
+TIMES += [f"time/attention/{kind}" for kind in CACHES]
 TIMES += [f"time/product/{SMALL}/{type}" for type in TYPES if type != "Q4_K"]
 TIMES += [
     f"time/configurations/{shape}/{type}/{n}"
@@ -42,6 +44,7 @@ _KNOWN = {
         "product": timing.product,
         "tokens": timing.tokens,
         "configurations": timing.configurations,
+        "attention": timing.attention,
         "decode": timing.decode,
     },
 }

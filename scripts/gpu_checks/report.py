@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from gpu_checks.jobs import LARGE, SMALL, TOKENS, TYPES
+from gpu_checks.jobs import CACHES, LARGE, SMALL, TOKENS, TYPES
 
 OF_READING = {"Q4_K": 85, "Q6_K": 85, "Q8_0": 85, "Q4_0": 85, "Q2_K": 75, "Q3_K": 75, "Q5_K": 75, "Q4_1": 75}  # %
 OF_READING_SMALL = 60  # %, Q4_K
@@ -34,7 +34,8 @@ def rows(times: dict[str, dict[str, Any]]) -> list[Row]:
     table += [_tokens(times)]
     others = [(type, shape) for shape in (LARGE, SMALL) for type in TYPES]
     barred = [*((type, LARGE) for type in OF_READING), ("Q4_K", SMALL)]
-    return table + [_share(times, type, shape, None) for type, shape in others if (type, shape) not in barred]
+    table += [_share(times, type, shape, None) for type, shape in others if (type, shape) not in barred]
+    return table + [_attention(times, kind) for kind in CACHES]
 
 
 def _measured(times: dict[str, dict[str, Any]], *jobs: str) -> list[Any]:
@@ -63,6 +64,16 @@ def _share(times: dict[str, dict[str, Any]], type: str, shape: str, bar: int | N
     if torch is not None:
         detail += f"; torch f16 {1e6 * torch['seconds']:.1f} us"
     return Row(what, wanted, f"{share:.1f}% of reading", None if bar is None else share >= bar, detail)
+
+
+def _attention(times: dict[str, dict[str, Any]], kind: str) -> Row:
+    """Bytes of keys and values a second, of those that reading gets."""
+    what, needed = f"attention, 8,192 positions, {kind}", [f"attention/{kind}", "reading"]
+    time, reading = _measured(times, *needed)
+    if time is None or reading is None:
+        return _without(times, needed, what, "")
+    share = 100 * time["nbytes"] / time["seconds"] / reading["bandwidth"]
+    return Row(what, "", f"{share:.1f}% of reading", None, f"{1e6 * time['seconds']:.1f} us a layer")
 
 
 def _against_torch(times: dict[str, dict[str, Any]]) -> Row:

@@ -1,4 +1,4 @@
-"""Times: read bandwidth, products, torch's f16 product, other configurations of products, tokens of an 8B model.
+"""Times: read bandwidth, products, torch's f16 product, other configurations, attention, tokens of an 8B model.
 
 All but whole tokens: replays of CUDA graphs whose weights are rotated beyond the L2 cache, see cuda/bench.py.
 """
@@ -6,13 +6,17 @@ All but whole tokens: replays of CUDA graphs whose weights are rotated beyond th
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import Any
+
+import numpy as np
 
 from gpu_checks.synthetic import SyntheticFile
 
 DECODED = 96  # tokens
 CONTEXT = 4096
 PROMPTS = (16, 3000)  # tokens: short and long
+ATTENDED = (8192, 32, 8, 128)  # positions, heads, KV heads and their size: Llama 3 8B in its whole context
 
 
 def shape_of(text: str) -> tuple[int, int]:
@@ -66,6 +70,41 @@ def _bench(shape: str, type: str) -> Any:
     from bridge.runtime.bench import random_tensor
 
     return Bench(random_tensor(type, *shape_of(shape)), require("cuda"))
+
+
+def attention(kind: str) -> dict[str, Any]:
+    """Bytes of the keys and values of a layer at the end of a long context, and seconds of a token's attention."""
+    import torch
+    from bridge.cuda import attention as attn
+    from bridge.cuda.activations import Records
+    from bridge.cuda.attention_shape import shape, spans
+    from bridge.cuda.bench import seconds_from_memory
+    from bridge.cuda.buffers import zeros
+    from bridge.cuda.device import require, view
+    from bridge.cuda.kv_forms import Form
+
+    device = require("cuda")
+    length, heads, kv_heads, head_dim = ATTENDED
+    form, count = Form(kind, head_dim), spans(device.multiprocessors, kv_heads, length)
+    kernel = attn.kernel(head_dim, heads // kv_heads, head_dim, True, False, False, kind)
+    threads = shape(form, heads // kv_heads).threads
+    state = zeros(device, attn.STATE, torch.int32)
+    state[attn.POSITION] = length - 1
+    qkv = zeros(device, (heads + 2 * kv_heads) * head_dim)
+    angles = zeros(device, length * head_dim // 2)
+    work = zeros(device, heads * count * head_dim), zeros(device, 2 * heads * count)
+    counters, out = zeros(device, kv_heads, torch.int32), zeros(device, heads * head_dim)
+    records = Records(heads * head_dim, 1, device).buffer
+    numbers = np.int32(length), np.float32(1e-5), np.float32(head_dim**-0.5)
+
+    def launch(i: int) -> Callable[[], None]:
+        cache = [zeros(device, form.words(kv_heads * length), torch.int32) for _ in range(2)]
+        arrays = [qkv, qkv, qkv, angles, angles, *cache, state, *work, counters, out]
+        arguments = [*(view(array) for array in arrays), records, *numbers]
+        return lambda: kernel.launch((kv_heads, count), threads, device.stream(), *arguments)
+
+    nbytes = 8 * form.words(kv_heads * length)
+    return {"nbytes": nbytes, "seconds": seconds_from_memory(launch, nbytes)}
 
 
 def decode() -> dict[str, Any]:

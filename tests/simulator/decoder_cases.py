@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from bridge.cuda import attention, sampling
+from bridge.cuda import attention, attention_shape, sampling
 from bridge.cuda.activations import Records
 from bridge.cuda.decoder import Decoder
 from bridge.cuda.intrinsics import SIMULATED
@@ -28,8 +28,7 @@ from tests.support.simulator import on_host
 from tests.support.tiny_gguf import write_decoder
 
 if SIMULATED:  # a thread of Python for each of a block
-    attention.SPLITS, attention.SPAN = 3, 16
-    attention.tile = lambda group: 32
+    attention_shape.THREADS, attention_shape.ROWS, attention_shape.SPAN = 64, 16, 16
     sampling.GREEDY_THREADS = sampling.DRAW_THREADS = 32
 EPS = 1e-5
 # cases that compiled kernels are spared, for each costs a compilation and the simulator runs them as well
@@ -111,8 +110,9 @@ def test_attention_rotates_stores_and_sums(
     cos, sin = np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
     norms = (q_norm, k_norm) if normed else None
     expected = attention_reference(qkv, keys, values, position, heads, rotated, neighbours, norms, cos, sin, kind)
-    parts = np.full(heads * attention.SPLITS * head_dim, np.nan, np.float32)
-    sums = np.full(kv * attention.SPLITS * 64, np.nan, np.float32)
+    spans = 3 if SIMULATED else attention_shape.spans(132, kv, rows)
+    parts = np.full(heads * spans * head_dim, np.nan, np.float32)
+    sums = np.full(2 * heads * spans, np.nan, np.float32)
     counters, state = np.zeros(kv, np.int32), np.array([position, 0, 0, 0], np.int32)
     out = np.full(heads * head_dim, np.nan, np.float32)
     records = Records(-(-out.size // 32) * 32, 1)
@@ -121,7 +121,7 @@ def test_attention_rotates_stores_and_sums(
         qkv, q_norm, k_norm, cos.reshape(-1), sin.reshape(-1), own_keys.numpy(), own_values.numpy(),
         state, parts, sums, counters, out, records.buffer, np.int32(rows), np.float32(EPS), np.float32(head_dim**-0.5),
     ]  # fmt: skip
-    kernel.launch((kv, attention.SPLITS), attention.threads(group), 0, *arguments)
+    kernel.launch((kv, spans), attention_shape.shape(form, group).threads, 0, *arguments)
     np.testing.assert_allclose(out, expected, rtol=1e-4, atol=1e-5)
     found_keys, found_values = (form.load(part, rows, kv, torch.float64).numpy() for part in (own_keys, own_values))
     np.testing.assert_allclose(found_keys, keys, rtol=1e-3, atol=1e-6)
@@ -129,6 +129,44 @@ def test_attention_rotates_stores_and_sums(
     assert not counters.any()
     if attention.recorded(head_dim):
         assert_records(records, out)
+
+
+if not SIMULATED:  # which counts no bytes
+
+    @pytest.mark.parametrize(
+        ("heads", "kind"),
+        [(8, "f16"), pytest.param(7, "q8_0", marks=on_request), pytest.param(4, "f32", marks=on_request)],
+    )
+    def test_keys_and_values_of_a_long_context_are_loaded_once_for_all_query_heads(
+        heads: int, kind: str, gpu: Any
+    ) -> None:
+        """One KV head of four, and 8,192 positions, on a GPU of 132 multiprocessors: all its blocks run."""
+        length, head_dim = 8192, 128
+        spans = attention_shape.spans(132, 4, length)
+        assert spans == 66
+        rng = np.random.default_rng(0)
+        form = Form(kind, head_dim)
+        cache = [torch.zeros(form.words(length), dtype=torch.int32) for _ in range(2)]
+        for part in cache:
+            form.store(part, 0, torch.from_numpy(rng.normal(size=(length, 1, head_dim)).astype(np.float32)))
+        keys, values = (form.load(part, length, 1, torch.float64).numpy() for part in cache)
+        qkv = rng.normal(size=(heads + 2) * head_dim).astype(np.float32)
+        cos, sin = np.ones((length, 64), np.float32), np.zeros((length, 64), np.float32)
+        expected = attention_reference(qkv, keys, values, length - 1, heads, head_dim, True, None, cos, sin, kind)
+        parts, sums = np.zeros(heads * spans * head_dim, np.float32), np.zeros(2 * heads * spans, np.float32)
+        out, records = np.zeros(heads * head_dim, np.float32), Records(heads * head_dim, 1)
+        kernel = attention.kernel(head_dim, heads, head_dim, True, False, False, kind)
+        arguments = [
+            qkv, qkv, qkv, cos.reshape(-1), sin.reshape(-1), *(part.numpy() for part in cache),
+            np.array([length - 1, 0, 0, 0], np.int32), parts, sums, np.zeros(1, np.int32), out, records.buffer,
+            np.int32(length), np.float32(EPS), np.float32(head_dim**-0.5),
+        ]  # fmt: skip
+        kernel.launch((1, spans), attention_shape.shape(form, heads).threads, 0, *arguments)
+        np.testing.assert_allclose(out, expected, rtol=1e-4, atol=1e-5)
+        assert np.count_nonzero(sums[heads :: 2 * heads]) == 64  # spans of 128 positions; more than a warp has lanes
+        loaded = [region.fetched for region in gpu.memory.regions[5:7]]
+        once = 4 * form.words(length)
+        assert all(once <= nbytes <= 1.1 * once for nbytes in loaded)
 
 
 def assert_records(records: Records, values: np.ndarray) -> None:

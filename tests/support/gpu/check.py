@@ -174,6 +174,7 @@ def small_check(right: bool = True) -> Iterator[Products]:
             (tokens, "EPILOGUES", (10, 256)),
             (model, "CONTEXT", 64), (model, "PROMPTS", (20, 5, 1)), (model, "STEPPED", 3), (model, "MADE", 4),
             (timing, "DECODED", 2), (timing, "CONTEXT", 64), (timing, "PROMPTS", (4, 12)),
+            (timing, "ATTENDED", (128, 4, 2, 32)),
             (synthetic.SyntheticFile, "HIDDEN", 256), (synthetic.SyntheticFile, "INNER", 512),
             (synthetic.SyntheticFile, "HEADS", 4), (synthetic.SyntheticFile, "KV_HEADS", 2),
             (synthetic.SyntheticFile, "LAYERS", 2), (synthetic.SyntheticFile, "VOCAB", 96),

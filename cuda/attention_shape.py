@@ -1,0 +1,146 @@
+"""How attention.py shares its work: spans of the context among blocks, and within a block tiles, heads and columns.
+
+A block serves one key-value head and one span. It goes through the span in tiles, of keys and of values in turn, that
+lie in shared memory (kv_tile.py). A thread works for `share` query heads, so that what it reads of a tile serves all
+of them:
+
+    scores          a warp: a set of 32 positions, `share` heads, a slice of the columns; the slices are summed later
+    weighted sum    a thread: 4 columns, `share` heads, every subsets-th position; the subsets are summed at the end
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+
+from bridge.cuda.kv_forms import Form
+
+THREADS = 256  # of a block, where they are enough for the weighted sum
+ROWS = 64  # positions of a tile, at most
+LOADS = 4  # of 16 bytes that a thread has on their way, at most: 16 registers
+SPAN = 64  # positions of a span, at least
+BLOCKS = 2  # a multiprocessor: they have 32 KB on their way; more of them would only take longer to put together
+_SHARE = 4  # query heads of a thread, at most: 16 sums in registers
+_SHARED = 48 << 10  # bytes of shared memory that a kernel may declare
+_WARP = 32
+
+
+def spans(multiprocessors: int, kv_heads: int, context: int) -> int:
+    """Spans of the grid: enough for all multiprocessors, and no more than a full context needs."""
+    return max(1, min(BLOCKS * multiprocessors // kv_heads, -(-context // SPAN)))
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A block that serves `group` query heads, with tiles of `rows` positions, a power of two."""
+
+    form: Form
+    group: int
+    rows: int
+
+    @property
+    def chunks(self) -> int:
+        """Parts of the query heads."""
+        return -(-self.group // _SHARE)
+
+    @property
+    def share(self) -> int:
+        """Query heads of a part."""
+        return -(-self.group // self.chunks)
+
+    @property
+    def units(self) -> int:
+        """Fours of columns."""
+        return self.form.head_dim // 4
+
+    @property
+    def threads(self) -> int:
+        """Of a block: a power of two, one at least for each unit and chunk."""
+        return max(THREADS, 1 << (self.units * self.chunks - 1).bit_length())
+
+    @property
+    def warps(self) -> int:
+        """Of a block."""
+        return self.threads // _WARP
+
+    @property
+    def quads(self) -> int:
+        """Loads of 16 bytes of a row."""
+        return self.form.row_words // 4
+
+    @property
+    def pitch(self) -> int:
+        """Quads from one row of a tile to the next: odd, so that 8 lanes that read 8 rows meet in no bank."""
+        return self.quads | 1
+
+    @property
+    def sets(self) -> int:
+        """Sets of 32 positions of a tile."""
+        return -(-self.rows // _WARP)
+
+    @property
+    def slices(self) -> int:
+        """Parts of a row that different warps multiply with the queries."""
+        return max(1, min(self.warps // (self.sets * self.chunks), self.quads))
+
+    @property
+    def subsets(self) -> int:
+        """Parts of a tile's positions that different threads sum; a power of two."""
+        return min(_power(self.threads // (self.units * self.chunks)), self.rows)
+
+    @property
+    def mergers(self) -> int:
+        """Parts of the spans that different threads put together."""
+        return max(1, self.threads // (self.group * self.units))
+
+    @property
+    def tile_words(self) -> int:
+        """Words of a tile, or of the sums that take its place at the end."""
+        sums = max(self.subsets, self.mergers) * self.group * self.form.head_dim
+        return max(self.rows * (4 * self.pitch + self.form.step_words), sums)
+
+    @property
+    def part_words(self) -> int:
+        """Words of the slices' scores: [slices, chunks * share, rows]."""
+        return self.slices * self.chunks * self.share * self.rows
+
+    @property
+    def weight_words(self) -> int:
+        """Words of a tile's weights, 4 for each chunk: [rows, chunks, 4]."""
+        return self.rows * self.chunks * 4
+
+    @property
+    def shared(self) -> int:
+        """Bytes of shared memory: of the above, of queries and the key, and of what is known of each head."""
+        heads = self.chunks * self.share
+        words = self.tile_words + self.part_words + self.weight_words + (heads + 1) * self.form.head_dim
+        return 4 * (words + 3 * heads + 1)
+
+
+@cache
+def _fitting(form: Form, group: int) -> Shape | None:
+    """The shape with the largest tile; None where a block's threads or shared memory do not suffice."""
+    rows = min(ROWS, _power(LOADS * THREADS // (form.row_words // 4)))
+    while rows >= 4:  # a tile's steps are whole 16 bytes
+        found = Shape(form, group, rows)
+        if found.threads <= 1024 and found.shared <= _SHARED:
+            return found
+        rows //= 2
+    return None
+
+
+def supported(head_dim: int, group: int, kind: str) -> bool:
+    """Whether there is a kernel for heads of that size, so many of them for one of keys and values."""
+    return head_dim % 8 == 0 and group <= 32 and _fitting(Form(kind, head_dim), group) is not None
+
+
+def shape(form: Form, group: int) -> Shape:
+    """Of a supported block."""
+    found = _fitting(form, group)
+    assert found is not None
+    return found
+
+
+def _power(n: int) -> int:
+    """The largest power of two up to n, which is 1 or more; otherwise 0."""
+    return 1 << n.bit_length() - 1 if n > 0 else 0

@@ -1,0 +1,162 @@
+"""A tile of keys or values in shared memory: some rows of one key-value head, as their cache keeps them (kv_forms.py).
+
+    words   int32: the rows, `pitch` times 16 bytes each; for q8_0 then their steps, as they lie in the cache
+
+A block's threads load it together, 16 bytes each at a time, so that a warp asks for 512 bytes that follow one another
+and nothing is asked for twice: `fetch` begins the loads, `stage` puts what has come into shared memory. Between the
+two a block can work on the tile before. Then all its threads read what they need, 16 bytes of a row (`quad`, then
+`floats` of it) or 4 columns (`four`), as floats.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any, NamedTuple
+
+import numpy as np
+from bridge.cuda.attention_shape import Shape
+from bridge.cuda.intrinsics import (
+    bits,
+    bits_float,
+    fma,
+    high_half,
+    load_16,
+    low_half,
+    mad,
+    prmt,
+    put_16,
+    shared_4,
+    shared_8,
+    shared_16,
+    shl,
+    thread_x,
+    xor,
+)
+from bridge.cuda.superblock import SIGN_BITS, device_function
+from bridge.cuda.unroll import expand, gathered, registers, unroll
+
+# set by `functions`: quads (16 bytes) of a row and from one row to the next, of a tile's rows and of its steps;
+# loads of a thread, and with that of steps
+KIND = ""
+QUADS = PITCH = ROW_QUADS = STEP_QUADS = LOADS = HELD = 0
+THREADS = STEP_WORDS = STEPS = 0
+FOUR = 0
+codes: Any = None
+step_of: Any = None
+float32 = np.float32
+int32: Any = np.int32
+
+
+def _fetch(cache, row, stop, rows):
+    """This thread's quads of a tile that begins at `row`, and the one of its steps.
+
+    The cache has `rows` rows in all. In place of what lies behind row `stop` - 1, its last quad is loaded.
+    """
+    quad = registers()
+    thread = bits(thread_x(), 0, THREADS - 1)
+    first = mad(row, QUADS, thread)
+    last = int32(stop * QUADS - 1)
+    for k in unroll(LOADS):
+        quad[k] = load_16(cache, min(int32(first + k * THREADS), last))
+    if KIND == "q8_0":
+        step = int32(row * STEP_WORDS // 4 + min(thread, int32(STEP_QUADS - 1)))
+        last = int32((stop * STEP_WORDS - 1) // 4)
+        quad[LOADS] = load_16(cache, mad(rows, QUADS, min(step, last)))
+    return gathered(quad, HELD)
+
+
+def _stage(tile, held):
+    """What `fetch` gave, to shared memory."""
+    thread = bits(thread_x(), 0, THREADS - 1)
+    for k in unroll(LOADS):
+        i = int32(thread + k * THREADS)
+        if i < ROW_QUADS:
+            put_16(tile, mad(int32(i // QUADS), PITCH, int32(i % QUADS)), held[k])
+    if KIND == "q8_0":  # noqa: SIM102  # decided when the kernel is made
+        if thread < STEP_QUADS:
+            put_16(tile, int32(STEPS // 4 + thread), held[LOADS])
+
+
+def _step(tile, row, block):
+    """Of a block of 32 of a row."""
+    word = shared_4(tile, mad(row, STEP_WORDS, int32(STEPS + (block >> 1))))
+    return low_half(bits(word, shl(block & 1, 4), 0xFFFF))
+
+
+def _codes(word, step):
+    """Four codes times their step."""
+    word = xor(word, SIGN_BITS)  # each plus 128
+    zero = step * float32(-32768 - 128)  # exact
+    x = registers()
+    for b in unroll(4):  # amid the mantissa of 32768 no code has to be converted
+        x[b] = fma(bits_float(prmt(word, 0x47000000, 0x7404 + 16 * b)), step, zero)
+    return gathered(x, 4)
+
+
+def _quad(tile, row, quad):
+    """16 bytes of a row, and for q8_0 their step."""
+    words = shared_16(tile, mad(row, PITCH, quad))
+    if KIND == "q8_0":
+        return words[0], words[1], words[2], words[3], step_of(tile, row, quad >> 1)
+    return words
+
+
+def _floats(quad):
+    """The FOUR-th four of the numbers in what `quad` gave."""
+    if KIND == "q8_0":
+        return codes(quad[FOUR], quad[4])
+    if KIND == "f32":
+        return bits_float(quad[0]), bits_float(quad[1]), bits_float(quad[2]), bits_float(quad[3])
+    return (
+        low_half(quad[2 * FOUR]),
+        high_half(quad[2 * FOUR]),
+        low_half(quad[2 * FOUR + 1]),
+        high_half(quad[2 * FOUR + 1]),
+    )
+
+
+def _four(tile, row, unit):
+    """Columns 4 * unit to 4 * unit + 3 of a row."""
+    if KIND == "q8_0":
+        return codes(shared_4(tile, mad(row, 4 * PITCH, unit)), step_of(tile, row, unit >> 3))
+    if KIND == "f32":
+        quad = shared_16(tile, mad(row, PITCH, unit))
+        return bits_float(quad[0]), bits_float(quad[1]), bits_float(quad[2]), bits_float(quad[3])
+    pair = shared_8(tile, mad(row, 2 * PITCH, unit))
+    return low_half(pair[0]), high_half(pair[0]), low_half(pair[1]), high_half(pair[1])
+
+
+class Functions(NamedTuple):
+    """What the kernel calls."""
+
+    fetch: Any
+    stage: Any
+    quad: Any
+    floats: tuple[Any, ...]  # for each four of a quad
+    four: Any
+
+
+@cache
+def functions(shape: Shape) -> Functions:
+    """The functions above for tiles of a shape."""
+    form, threads = shape.form, shape.threads
+    loads = -(-shape.rows * shape.quads // threads)
+    given: dict[str, Any] = {
+        "KIND": form.kind,
+        "QUADS": shape.quads,
+        "PITCH": shape.pitch,
+        "ROW_QUADS": shape.rows * shape.quads,
+        "STEP_QUADS": shape.rows * form.step_words // 4,
+        "LOADS": loads,
+        "HELD": loads + (form.kind == "q8_0"),
+        "THREADS": threads,
+        "STEP_WORDS": form.step_words,
+        "STEPS": 4 * shape.rows * shape.pitch,
+    }
+    name = f"{form.kind}_{form.head_dim}_{shape.rows}_{threads}"
+    given["step_of"] = device_function(expand(_step, name, **given))
+    given["codes"] = device_function(expand(_codes, name))
+    fetch, stage, quad, four = (device_function(expand(f, name, **given)) for f in (_fetch, _stage, _quad, _four))
+    fours = range(form.head_dim // shape.quads // 4)
+    floats = tuple(device_function(expand(_floats, f"{name}_{i}", FOUR=i, **given)) for i in fours)
+    return Functions(fetch, stage, quad, floats, four)
