@@ -7,8 +7,9 @@
 A block serves one key-value head, all query heads that share it, and one span of the context; blockIdx is
 (kv head, span). attention_shape.py says how many spans a grid has; they are whole tiles and at least SPAN positions,
 and blocks that a context does not need yet end at once. The block whose span holds the new position also stores its
-key and value. Tiles of keys and values come into shared memory, each byte once (kv_tile.py): while one is worked on,
-the next is on its way in registers. Nothing behind the last position is read. Within a span, tiles go through an
+key and value. Tiles of keys and values come into shared memory, each byte once (kv_tile.py): the next keys are on
+their way to registers during the weighted sum, the values during the softmax. Nothing behind the last position is
+read. Within a span, tiles go through an
 online softmax (Milakov and Gimelshein 2018, arXiv:1805.02867); spans are put together by the block that ends last
 (Dao's flash-decoding), which needs no second launch. The result is written as floats, and as records where a head
 is whole blocks of 32.
@@ -57,9 +58,8 @@ from numba import cuda
 POSITION, TOKEN, STEP, STATE = 0, 1, 2, 4  # words of `state`, and its size
 
 # set by `kernel`; what is not explained here is in attention_shape.py
-SPAN = HEADS = HEAD_DIM = TILE = BLOCK = WARPS = (
-    0  # query heads of a block and their size; positions of a tile; threads
-)
+# query heads of a block and their size; positions of a tile; threads
+SPAN = HEADS = HEAD_DIM = TILE = BLOCK = WARPS = 0
 PADDED = 0  # heads with the last one repeated, so that all chunks are whole
 TILE_WORDS = SCORE_WORDS = WEIGHT_WORDS = 0
 HALF = STRIDE = OTHER = 0  # rotary pairs of a head, floats from one to the next, and between its two
