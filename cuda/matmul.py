@@ -39,8 +39,8 @@ class Multiplier:
         n, stream = x.shape[0], self.device.stream()
         if not n:
             return
-        many = n > COLUMNS and not (self.precision == "int8" and mma.takes(matrix, n))
-        if isinstance(matrix, FloatMatrix) or many:
+        floats = n > COLUMNS and not (self.precision == "int8" and mma.takes(matrix, n))
+        if isinstance(matrix, FloatMatrix) or floats:
             by_torch(matrix, x, y, self._kind(matrix, x), stream)
             return
         out = y if y.is_contiguous() else torch.empty(y.shape, dtype=y.dtype, device=y.device)
