@@ -145,7 +145,7 @@ def test_all_of_it_runs_and_ends_in_the_table(
     assert found["wrong"] == []
     assert code == 0
     assert list(found["correctness"]) == jobs.CORRECT
-    assert len(jobs.CORRECT) == 2 + len(products.TRIED) + 3 * 13
+    assert len(jobs.CORRECT) == 2 + len(products.TRIED) + 2 * 13 + 10
     assert "4 of 4 greedy tokens are the CPU's" in found["correctness"]["correct/model"]["notes"]
     assert all(result["wrong"] == [] for result in found["correctness"].values())
     assert found["times"]["time/product/8x512/Q4_K"].keys() == {"nbytes", "int8", "int8_4", "int8_8", "f32"}
@@ -251,8 +251,8 @@ def test_what_is_not_installed_or_cannot_be_used_is_said(
 ) -> None:
     from bridge.cuda import device as devices
 
-    with small_check():
-        monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    with small_check(), monkeypatch.context() as patch:
+        patch.setattr("torch.cuda.is_available", lambda: False)
         assert check.main([]) == 2
     assert re.fullmatch(r"no check: torch \S+ cannot use the GPU\n", capsys.readouterr().err)
     monkeypatch.setattr(devices, "available", lambda: "the NVIDIA driver sees no GPU")
