@@ -31,6 +31,7 @@ from bridge.report import CALIBRATED, CARRIED
 from tests.conftest import CHECKPOINT
 from tests.support.tiny_models import save_model
 
+pytestmark = pytest.mark.xdist_group("budget")  # its files are made once
 LENGTH = 32
 
 

