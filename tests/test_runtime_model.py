@@ -26,9 +26,8 @@ from bridge.runtime.perplexity import perplexity
 from bridge.runtime.sampling import Sampler, Sampling
 from scripts.peers.llama_cpp import LlamaCpp
 from scripts.peers.reference import mean_kl
-from tests.conftest import ROOT
+from tests.conftest import CHECKPOINT, ROOT
 
-CHECKPOINT = ROOT / "tests" / "data" / "qwen3-gptq-4bit-g128-sym"
 PROMPT = "The history of the city"
 TEXT = "The tower is 324 metres tall, about the same height as an 81-storey building. It was finished in 1889. " * 40
 

@@ -8,7 +8,6 @@ from gpu_checks import model, products, timing, tokens
 
 LARGE, SMALL = "8192x28672", "4096x14336"
 TYPES = ("Q4_K", "Q6_K", "Q8_0", "Q4_0", "Q2_K", "Q3_K", "Q5_K", "Q4_1", "Q5_0", "Q5_1", "MXFP4", "NVFP4", "Q2_0")
-
 OTHERWISE = ("MXFP4", "NVFP4", "Q2_0")  # not multiplied on tensor cores
 TOKENS = ("Q4_K", "Q6_K", "Q8_0")  # timed with many tokens
 CACHES = ("f16", "q8_0", "f32")
