@@ -1,9 +1,10 @@
 """A GGUF by auto-round's export, a peer to quantizing from floats, in whatever Python has it:
 
-    PYTHON scripts/peers/auto_round.py MODEL tokens.npy out.gguf --type Q4_K
+    PYTHON scripts/peers/auto_round_gguf.py MODEL tokens.npy out.gguf --type Q4_K
 
-tokens.npy holds int64 [sequences, length], all of which it is calibrated on. The types are those of the preset Q4_K_S: of a small
-model, attn_v gets Q5_K. All other settings are the library's own defaults, and the model runs in float32.
+tokens.npy holds int64 [sequences, length], all of which it is calibrated on. The types are those of the preset Q4_K_S
+(Q2_K_S, ...): of a small model, attn_v gets Q5_K. All other settings are the library's own defaults, and the model runs
+in float32.
 """
 
 from __future__ import annotations
