@@ -14,7 +14,7 @@ what the weights have lost by then. In turn, for each run of columns (`Refinable
 
 Costs, in operations per weight and sweep for a superblock of n = 256 columns in sub-blocks of 32: per try of d and
 dmin 32 for the target, 16 per line and n to follow G; chains n for each start, of which those that cost more than half
-of a code's own step are not tried before the last sweep; as many as there are columns for G.
+of a code's own step are not tried; as many as there are columns for G.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from bridge.quantize.solver import Grid, dequantize, values_of
 
 _DESCENTS = 8  # passes of coordinate descent over a run at most
 _CHAIN = 4  # codes in a chain
-_STARTS = (0.5, 0.2)  # share of its cost that a chain's first move must bring; in the last sweep
+_START = np.float32(0.5)  # share of its cost that a chain's first move must bring
 _GAIN = np.float32(0.9999)  # a line is taken only if it leaves less than this share of the error
 _ZERO = np.float32(0)
 _NEVER = np.float32(-np.inf)
@@ -79,19 +79,19 @@ def refine(weight: torch.Tensor, hessian: torch.Tensor, grid: Refinable, codes: 
             part = np.array((lost @ hessian[:, span]).cpu().numpy(), np.float32, order="C")
             own = np.ascontiguousarray(codes[:, span])
             grid.refit(run, own, part, metrics[run], sweep)
-            _descent(grid, run, own, part, metrics[run], _STARTS[sweep == sweeps - 1])
+            _descent(grid, run, own, part, metrics[run])
             codes[:, span] = own
             lost[:, span] = weight[:, span] - torch.from_numpy(run_values(grid, run, own)).to(weight)
 
 
-def _descent(grid: Grid, run: int, codes: np.ndarray, g: np.ndarray, metric: Metric, start: float) -> None:
+def _descent(grid: Grid, run: int, codes: np.ndarray, g: np.ndarray, metric: Metric) -> None:
     """Coordinate descent and chains on the codes int16 [rows, n] of a run; g float32 [rows, n] follows."""
     a = _of_run(grid, run, grid.a)
     sub, low, high = grid.sub, grid.low, grid.high
 
     def work(r: slice) -> None:
         _descend(codes[r], g[r], metric.hessian, a[r], sub, low, high)
-        _chains(codes[r], g[r], metric.hessian, a[r], sub, low, high, np.float32(start))
+        _chains(codes[r], g[r], metric.hessian, a[r], sub, low, high)
 
     over_rows(len(codes), work)
 
@@ -151,7 +151,7 @@ def _descend(codes, g, hessian, a, sub, low, high):
 
 
 @kernel
-def _chains(codes, g, hessian, a, sub, low, high, start):
+def _chains(codes, g, hessian, a, sub, low, high):
     n = codes.shape[1]
     least = np.float32(low)
     most = np.float32(high)
@@ -179,7 +179,7 @@ def _chains(codes, g, hessian, a, sub, low, high, start):
             sign = np.float32(1) if g[row, at] * step[at] > _ZERO else np.float32(-1)
             if (up[at] if sign > _ZERO else down[at]) == _NEVER:
                 sign = -sign
-            if np.float32(2) * sign * step[at] * g[row, at] < start * cost[at]:
+            if np.float32(2) * sign * step[at] * g[row, at] < _START * cost[at]:
                 continue
             for k in range(n):
                 slope[k] = g[row, k]
