@@ -27,11 +27,11 @@ from scripts.peers import gptqmodel_layer
 
 def main() -> None:
     options = parse()
+    print(f"Machine: {machine()}. A layer of {options.rows} x {options.columns}, {options.threads} threads.\n")
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: options.threads])  # the peer's as well
     torch.set_num_threads(options.threads)
     os.environ["OMP_NUM_THREADS"] = str(options.threads)
     seconds(options.type, 1024, 2048)
-    print(f"Machine: {machine()}. A layer of {options.rows} x {options.columns}, {options.threads} threads.\n")
     print(f"| {options.type}, CPU s | error | GPTQModel, CPU s | error | ratio |\n|---|---|---|---|---|")
     for _ in range(options.rounds):
         own, lost = seconds(options.type, options.rows, options.columns)
