@@ -20,6 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import bridge
 from bridge.calibration import Calibration
+from bridge.report import CALIBRATED, CODED
 from scripts.peers import reference
 from scripts.peers.fidelity import Reference, measure
 
@@ -56,7 +57,7 @@ def row(folder: Path, text: str, floats: dict, options: argparse.Namespace) -> l
     with tempfile.TemporaryDirectory(prefix="gguf-bridge-") as scratch, bridge.open_checkpoint(folder) as checkpoint:
         path = Path(scratch) / "model.gguf"
         text_of = options.calibrate and Calibration(options.calibrate, samples=256, length=256)
-        codes = bridge.convert(folder, path, type=options.type, calibrate=text_of).total()
+        codes = bridge.convert(folder, path, type=options.type, calibrate=text_of).total((*CODED, CALIBRATED))
         against = Reference(folder, checkpoint, text, options.windows, options.length)
         found = measure(path, against)
     types = ", ".join(f"{count} {name}" if len(found.types) > 1 else name for name, count in found.types.most_common())
