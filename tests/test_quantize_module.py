@@ -13,6 +13,8 @@ from transformers.pytorch_utils import Conv1D
 
 from bridge.errors import BridgeError
 from bridge.quantize import Method, gptq, groups, quantize_model, superblocks
+from bridge.quantize.calibrate import Calibrated
+from bridge.quantize.hessian import Hessian
 from bridge.runtime.cpu.dequantize import rows as dequantize_blocks
 
 
@@ -242,3 +244,14 @@ def test_groups_that_no_gguf_holds_and_blocks_that_no_checkpoint_holds_say_so() 
     _, done = next(iter(quantize_model(model, tokens, Method(superblocks("Q8_0")).layer)))
     with pytest.raises(BridgeError, match="a checkpoint cannot hold them"):
         done.tensor()
+
+
+def test_the_error_of_many_rows_is_told_by_some_of_them() -> None:
+    random = torch.Generator().manual_seed(0)
+    x = torch.randn(512, 64, generator=random) @ torch.randn(64, 64, generator=random)
+    weight, hessian = torch.randn(1100, 64, generator=random), Hessian("layer", 64)
+    hessian.add(x)
+    values, done = Method(groups(3, 32, True), sweeps=0).layer(Calibrated("layer", weight, hessian))
+    exact = (x @ (weight - values).T).square().sum() / (x @ weight.T).square().sum()
+    assert done.error == pytest.approx(float(exact), rel=0.1)
+    assert done.error != pytest.approx(float(exact), rel=1e-6)
