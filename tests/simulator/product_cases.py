@@ -62,6 +62,40 @@ def product(matrix: DeviceMatrix, x: np.ndarray, precision: str = "int8", **opti
     return y
 
 
+if SIMULATED:  # whose threads tests/support/simulator_threads.py sees to
+
+    def _neighbours(a, barrier):
+        i = cuda.threadIdx.x
+        shared = cuda.shared.array(64, np.int32)
+        if i == 63:
+            return
+        shared[i] = i
+        if barrier == 2:
+            a[i + 1] = 1  # one is beyond the end, the others come to the barrier
+        for _ in range(2):
+            if barrier:
+                cuda.syncthreads()
+            x = shared[(i + 1) % 63]
+            y = shared[(i + 62) % 63]
+            if barrier:
+                cuda.syncthreads()
+            shared[i] = x + y
+        a[i] = shared[i]
+
+    def test_threads_of_the_simulator_wait_at_a_barrier_for_those_that_have_not_ended():
+        found = np.zeros(63, np.int32)
+        cuda.jit(_neighbours)[1, 64](found, 1)
+        i = np.arange(63)
+        assert (found == (i + 2) % 63 + (i + 61) % 63 + 2 * i).all()
+        again = np.zeros(63, np.int32)
+        cuda.jit(_neighbours)[1, 64](again, 0)
+        assert (again != found).any()
+
+    def test_what_a_thread_of_the_simulator_raises_ends_the_launch():
+        with pytest.raises(IndexError, match=r"tid=\[62, 0, 0\] .*out of bounds"):
+            cuda.jit(_neighbours)[1, 64](np.zeros(63, np.int32), 2)
+
+
 @ALL
 @pytest.mark.parametrize("precision", [pytest.param(name, marks=on_request) for name in ("int8", "f32")])
 def test_products_of_every_type_equal_float64(block, precision):
