@@ -31,6 +31,8 @@ from bridge.cuda.intrinsics import (
     block_x,
     block_y,
     float_bits,
+    launch_dependents,
+    launches_wait,
     load_4f,
     load_16,
     mad,
@@ -69,7 +71,7 @@ MERGED = 4  # spans whose sums a thread loads together
 SCORE_ROUNDS = HEAD_ROUNDS = NORM_ROUNDS = PER_LANE = RECORDS = RECORD_ROUNDS = 0
 ROW_WORDS = STEP_WORDS = 0  # see kv_forms.py
 KEPT = KEPT_ROUNDS = 0  # blocks of 32 of a head, and rounds of the warps over those of key and value
-NORMED = RECORDED = QUANTIZED = False
+NORMED = RECORDED = QUANTIZED = DEPENDENT = False
 put: Any = None
 fetch: Any = None
 stage: Any = None
@@ -91,6 +93,9 @@ def recorded(head_dim: int) -> bool:
 
 def _attend(qkv, q_norm, k_norm, cos, sin, keys, values, state, parts, part_sums, counters, out, records,
             rows, eps, scale):  # fmt: skip
+    if DEPENDENT:
+        launch_dependents()
+        launches_wait()
     thread = int32(cuda.threadIdx.x)
     warp = thread >> 5
     lane = thread & 31
@@ -397,8 +402,9 @@ def _summed(tile, i, count):
 
 @cache
 def kernel(
-    head_dim: int, group: int, rotated: int, neighbours: bool, normed: bool, exact: bool, kind: str = "f16"
-) -> Kernel:
+    head_dim: int, group: int, rotated: int, neighbours: bool, normed: bool, exact: bool, kind: str = "f16",
+    dependent: bool = False,
+) -> Kernel:  # fmt: skip
     """The kernel for heads of that shape. `neighbours`: rotary pairs are (2i, 2i + 1); `normed`: q and k are;
     `exact`: the records are float32; `kind`: how keys and values are kept."""
     form = Form(kind, head_dim)
@@ -406,7 +412,7 @@ def kernel(
     own = functions(s)
     kept = -(-head_dim // 32)
     records = group * head_dim // 32
-    name = f"{head_dim}_{group}_{rotated}_{int(neighbours)}{int(normed)}{int(exact)}_{kind}"
+    name = f"{head_dim}_{group}_{rotated}_{int(neighbours)}{int(normed)}{int(exact)}_{kind}{'_dependent' * dependent}"
     function = expand(
         _attend,
         name,
@@ -440,6 +446,7 @@ def kernel(
         RECORDS=records,
         RECORD_ROUNDS=-(-records // s.warps),
         NORMED=normed,
+        DEPENDENT=dependent,
         RECORDED=recorded(head_dim),
         put=store_exact if exact else store,
         QUANTIZED=kind == "q8_0",
@@ -457,4 +464,4 @@ def kernel(
     )
     reals, words = "float32[::1]", "int32[::1]"
     types = [reals] * 5 + [words] * 3 + [reals] * 2 + [words, reals, "uint8[::1]", "int32", "float32", "float32"]
-    return Kernel(function, f"void({', '.join(types)})")
+    return Kernel(function, f"void({', '.join(types)})", dependent=dependent)

@@ -51,6 +51,7 @@ class Decoder:
         with self._active():
             self.device.check_memory(self.nbytes + _WORK, f"{file.path} with a context of {context}")
         self.graphs = devices.captures()  # False: every launch by itself
+        self.dependent = devices.overlaps(self.device)  # launches begin early; as it is when `prepare` is called
         self.preparing = 0.0  # nothing is repacked between tokens, as it is on the CPU
         self._tokens: list[int] = []  # that the cache holds; of those that were drawn, as far as the host has seen them
         self._captured: dict[int | None, Graph] = {}
@@ -70,7 +71,7 @@ class Decoder:
             self.cache.reserve(self.device)
             of = self.config, self.cache, self.device, self.precision
             self.weights = DeviceWeights(self._in_file, *of)
-            self.step = Step(self.weights, *of)
+            self.step = Step(self.weights, *of, self.dependent)
             self._host = torch.zeros(self.cache.context + 1, dtype=torch.int32)
             if self.graphs:
                 self._host = self._host.pin_memory()

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import os
 import sys
 from dataclasses import dataclass
 from functools import cache
@@ -263,6 +264,18 @@ def captures() -> bool:
 def packs() -> bool:
     """Whether launches can be packed for cuda.core: not in the simulator."""
     return not _simulated()
+
+
+def overlaps(device: Device) -> bool:
+    """Whether launches may begin before those before them end, see launch.py; BRIDGE_PDL=0 says no.
+
+    Drivers before CUDA 12.3 cannot capture them, nor does an old cuda.core launch them.
+    """
+    if os.environ.get("BRIDGE_PDL") == "0" or not packs() or device.capability < (9, 0):
+        return False
+    from cuda.core import LaunchConfig
+
+    return hasattr(LaunchConfig, "programmatic_stream_serialization") and tuple(_driver().get_version())[:2] >= (12, 3)
 
 
 def capturing(stream: Any) -> bool:

@@ -59,6 +59,11 @@ from bridge.cuda.intrinsics import (
     cached_16,
     cached_16f,
     half_warp_sum,
+    launch_dependents,
+    launches_wait,
+    load_8,
+    load_16,
+    load_16f,
     mad,
     thread_x,
     thread_y,
@@ -76,9 +81,10 @@ if TYPE_CHECKING:
 
 # set per kernel by `expand`
 ROWS = UNITS = SPLIT = SPLIT_LOG = WARPS = COLUMNS = TOKENS = LANES = LANES_LOG = 0
-EXACT = ACCUMULATE = BIAS = SILU = FACTORED = NORMED = RECORDED = GAIN = False
+EXACT = ACCUMULATE = BIAS = SILU = FACTORED = NORMED = RECORDED = GAIN = DEPENDENT = False
 MADE = 0  # values that a block of threads makes
 load: Any = None
+prefetch: Any = None
 unpack: Any = None
 integer: Any = None
 line: Any = None
@@ -118,6 +124,13 @@ def _product(weights, sixteenth, x, y, bias, rows, units, sums, eps, counters, g
     unit = registers()
     weight = registers()
     begin = mad(bits(warp, 0, SPLIT - 1), LANES * UNITS, 0)
+    if DEPENDENT:
+        launch_dependents()
+        if begin < end:
+            for u in unroll(UNITS):
+                for r in unroll(ROWS):
+                    prefetch(weights, sixteenth, mad(end, r, int32(base + begin + LANES * u)))
+        launches_wait()
     while begin < end:
         for u in unroll(UNITS):
             for r in unroll(ROWS):
@@ -261,9 +274,10 @@ def configurations(matrix: DeviceMatrix, n: int, exact: bool = False) -> list[Co
 
 
 @cache
-def kernel(type: str, n: int, shape: Configuration, exact: bool, epilogue: str) -> Any:
+def kernel(type: str, n: int, shape: Configuration, exact: bool, epilogue: str, dependent: bool = False) -> Any:
     """The kernel of a type for n columns; `epilogue` is "", or names: "bias" and "accumulate", or "silu"; for one
-    column "normed", and "recorded" or "recorded_gain" besides."""
+    column "normed", and "recorded" or "recorded_gain" besides. A `dependent` one (launch.py) fetches the first weights
+    into the L2 cache while it waits."""
     from bridge.cuda.launch import Kernel
 
     if epilogue == "silu" and shape.rows % 2:
@@ -273,10 +287,14 @@ def kernel(type: str, n: int, shape: Configuration, exact: bool, epilogue: str) 
         raise BridgeError(f"{type}: {n} columns, {shape} and records of 32 rows do not go together")
     own = functions(type)
     suffix = f"{type}_{n}_{'f32' if exact else 'int8'}_{'_'.join(map(str, shape))}{epilogue and '_'}{epilogue}"
+    suffix += "_dependent" * dependent
+    # what the launch before makes is not constant while a dependent kernel is there
+    x = {"cached_8": load_8, "cached_16": load_16, "cached_16f": load_16f} if dependent else {}
     expanded = expand(
         _product,
         suffix,
         without=() if fused else ("sums", "eps", "counters", "gain", "squares", "made"),
+        DEPENDENT=dependent,
         NORMED="normed" in epilogue,
         RECORDED="recorded" in epilogue,
         GAIN="gain" in epilogue,
@@ -297,14 +315,17 @@ def kernel(type: str, n: int, shape: Configuration, exact: bool, epilogue: str) 
         SILU="silu" in epilogue,
         FACTORED=own.layout.factored,
         load=own.load,
+        prefetch=own.prefetch,
         unpack=own.unpack,
         integer=own.integer,
         line=own.line,
         lifted=own.lifted,
         factor=own.factor,
+        **x,
     )
     more = ", float32[::1], float32, int32[::1], float32[::1], float32[::1], uint8[::1]" if fused else ""
-    return Kernel(expanded, f"void(uint8[::1], int64, uint8[::1], float32[:,::1], float32[::1], int64, int64{more})")
+    signature = f"void(uint8[::1], int64, uint8[::1], float32[:,::1], float32[::1], int64, int64{more})"
+    return Kernel(expanded, signature, dependent=dependent)
 
 
 @dataclass(frozen=True)
@@ -340,13 +361,14 @@ def launch(
     shape: Configuration | None = None,
     normed: Normed | None = None,
     recorded: Recorded | None = None,
+    dependent: bool = False,
 ) -> None:
     """Queue y = W x for the first n columns of the records; y float32 [n, rows], contiguous, on the device.
 
     `accumulate` adds to what is in y, `bias` float32 [rows] is added to every column; the others are for one column.
     """
     epilogue = "_".join(name for name, wanted in (("bias", bias is not None), ("accumulate", accumulate)) if wanted)
-    kernel, *arguments = _launch(matrix, records, y, n, stream, bias, epilogue, shape, normed, recorded)
+    kernel, *arguments = _launch(matrix, records, y, n, stream, bias, epilogue, shape, normed, recorded, dependent)
     kernel.launch(*arguments)
 
 
@@ -366,13 +388,16 @@ def launch_silu(
     shape: Configuration | None = None,
     normed: Normed | None = None,
     recorded: Recorded | None = None,
+    dependent: bool = False,
 ) -> None:
     """Queue y[r] = silu(gate r . x) * (up r . x), the matrix uploaded with interleave; y float32 [n, rows/2]."""
-    kernel, *arguments = _launch(matrix, records, y, n, stream, None, "silu", shape, normed, recorded)
+    kernel, *arguments = _launch(matrix, records, y, n, stream, None, "silu", shape, normed, recorded, dependent)
     kernel.launch(*arguments)
 
 
-def _launch(matrix, records, y, n, stream, bias, epilogue, shape, normed=None, recorded=None) -> tuple[Any, ...]:
+def _launch(
+    matrix, records, y, n, stream, bias, epilogue, shape, normed=None, recorded=None, dependent=False
+) -> tuple[Any, ...]:
     """A kernel, and the arguments of its `launch`."""
     if records.columns != matrix.columns or not 1 <= n <= records.max_n:
         raise BridgeError(
@@ -397,7 +422,7 @@ def _launch(matrix, records, y, n, stream, bias, epilogue, shape, normed=None, r
             more += recorded.counters, *gain, recorded.made.buffer
         epilogue = "_".join(names)
     return (
-        kernel(matrix.type, n, shape, records.exact, epilogue),
+        kernel(matrix.type, n, shape, records.exact, epilogue, dependent),
         grid,
         (32, shape.warps),
         stream,

@@ -37,6 +37,11 @@ from bridge.cuda.intrinsics import (
     low_half,
     mad,
     or_,
+    prefetch_1,
+    prefetch_2,
+    prefetch_4,
+    prefetch_8,
+    prefetch_16,
     prmt,
     shl,
     signed_byte,
@@ -340,7 +345,7 @@ class Functions:
 
     `load_rows` is `load` for a warp whose lanes take few units of many rows: the L2 cache fetches 128 bytes around the
     codes, and what is less than 8 bytes of a unit stays in L1. The weights of `line_exact` and `lifted_exact` are those
-    of `floats`, to the bit but for the sign of 0.
+    of `floats`, to the bit but for the sign of 0. `prefetch` asks the L2 cache for what `load` takes.
     """
 
     layout: Layout
@@ -354,6 +359,7 @@ class Functions:
     load_rows: Any
     line_exact: Any
     lifted_exact: tuple[Any, ...]
+    prefetch: Any
 
 
 @cache
@@ -391,4 +397,6 @@ def functions(name: str) -> Functions:
              ahead_4=cached_4, ahead_2=cached_2),
         make(_line, "_exact", EXACT=True),
         tuple(make(_lifted, f"_{i}_exact", WORD=i, put_high=put_high[i], EXACT=True) for i in range(8)),
+        make(_load, "_prefetch", stream_16=prefetch_16, stream_8=prefetch_8, stream_4=prefetch_4, ahead_16=prefetch_16,
+             ahead_4=prefetch_4, ahead_2=prefetch_2, ahead_1=prefetch_1),
     )  # fmt: skip

@@ -170,11 +170,11 @@ def round_even(value):
 
 
 stream_16 = ahead_16 = cached_16 = load_16 = shared_16 = copied_16 = _loader(np.int32, 4)
-stream_8 = ahead_8 = cached_8 = shared_8 = _loader(np.int32, 2)
+stream_8 = ahead_8 = cached_8 = load_8 = shared_8 = _loader(np.int32, 2)
 stream_4 = ahead_4 = cached_4 = shared_4 = _loader(np.int32, 1)
 ahead_2 = cached_2 = _loader(np.uint16, 1)
 ahead_1 = _loader(np.uint8, 1)
-cached_16f = _loader(np.float32, 4)
+cached_16f = load_16f = _loader(np.float32, 4)
 load_4f = _loader(np.float32, 1)
 store_4 = put_4 = _storer(np.uint32, 0xFFFFFFFF)
 store_2 = _storer(np.uint16, 0xFFFF)
@@ -238,6 +238,29 @@ def copies_end():
 
 def copies_wait():
     pass
+
+
+def launch_dependents():
+    pass
+
+
+def launches_wait():
+    pass
+
+
+def prefetch_1(array, index):
+    return np.int32(0)
+
+
+prefetch_2 = prefetch_4 = prefetch_1
+
+
+def prefetch_8(array, index):
+    return (np.int32(0),) * 2
+
+
+def prefetch_16(array, index):
+    return (np.int32(0),) * 4
 
 
 def _mma(kind: Any) -> Callable[..., Any]:

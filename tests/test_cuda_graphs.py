@@ -30,14 +30,14 @@ pytestmark = [
 
 @pytest.fixture
 def gpu() -> Iterator[Any]:
-    with pretended_gpu(graphs=True) as launches:
+    with pretended_gpu(graphs=True, overlapping=True) as launches:
         yield launches
 
 
 def decoder(path: Path, **options: Any) -> Any:
     from bridge.cuda.decoder import Decoder
 
-    options = {"types": {"": "F16", "attn_output": "Q4_0"}} | options
+    options = {"types": {"output": "F16"}} | options  # one product is torch's
     file = open_gguf(write_decoder(path / "tiny.gguf", **options))
     made = Decoder(file, read_config(file.metadata, file.path), 11, "f16", "f32", "cuda")
     made.prepare()

@@ -152,7 +152,6 @@ def test_what_surrounds_products_compiles_as_well():
         matvec.kernel("Q4_K", 1, Configuration(2, 2, 1, 4), False, "silu"),
         matvec.kernel("Q4_K", 1, Configuration(2, 2, 1, 4), False, "silu_normed_recorded"),
         matvec.kernel("Q4_K", 1, Configuration(2, 2, 2, 4), False, "bias_accumulate_recorded_gain"),
-        matvec.kernel("Q6_K", 1, Configuration(2, 1, 1, 4), True, "bias_normed"),
     ]
     for kernel in kernels:
         code = ptx.ptx_of(kernel, (7, 5))
@@ -160,6 +159,21 @@ def test_what_surrounds_products_compiles_as_well():
             made = ptx.assembled(code, capability)
             assert (made.stack, made.spills) == (0, 0), kernel.name
             assert made.registers <= launch.MAX_REGISTERS
+
+
+@compiler
+@pytest.mark.exhaustive
+@ALL
+@pytest.mark.parametrize("dependent", [False, True])
+def test_no_product_of_a_decoder_s_step_spills(block, dependent):
+    for exact in (False, True):
+        for split, epilogue in ((1, "normed"), (2, "bias_accumulate_recorded_gain"), (1, "silu_normed_recorded")):
+            kernel = matvec.kernel(block.name, 1, Configuration(2, 2 - exact, split, 4), exact, epilogue, dependent)
+            code = ptx.ptx_of(kernel, kernel.oldest)
+            for capability in ((9, 0), (10, 0), (12, 0)) if dependent else CAPABILITIES:
+                made = ptx.assembled(code, capability)
+                assert (made.stack, made.spills) == (0, 0), (kernel.name, capability)
+                assert made.registers <= launch.MAX_REGISTERS
 
 
 @ALL

@@ -25,5 +25,5 @@ def gpu() -> Iterator[Any]:
 
     if (reason := unavailable()) is not None:
         pytest.skip(reason)
-    with pretended_gpu() as launches:
+    with pretended_gpu(overlapping=True) as launches:
         yield launches
