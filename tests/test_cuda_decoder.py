@@ -224,7 +224,8 @@ def kernels(dependent: bool = False) -> dict[str, Any]:
 
 
 # other shapes of what is compiled in any case
-ALIKE = {"llama 2", "qwen2", "heads of 64", "heads of 80", "qwen2, q8_0", "heads of 64, q8_0"}
+ALIKE = {"llama 2", "qwen2", "qwen3", "heads of 64", "heads of 80"}
+ALIKE |= {"llama 3, f32", "qwen2, q8_0", "heads of 64, q8_0", "heads of 80, q8_0"}
 
 
 @pytest.mark.xdist_group("attention")
@@ -254,11 +255,13 @@ def test_machine_code_keeps_everything_in_registers(capability: tuple[int, int],
 
 
 @pytest.mark.xdist_group("attention")
-def test_keys_are_loaded_sixteen_bytes_at_a_time_and_not_past_what_the_step_has_stored() -> None:
+@pytest.mark.parametrize(
+    "name", ["llama 3", "llama 3, q8_0", pytest.param("llama 3, f32", marks=pytest.mark.exhaustive)]
+)
+def test_keys_are_loaded_sixteen_bytes_at_a_time_and_not_past_what_the_step_has_stored(name: str) -> None:
     if (reason := unavailable()) is not None:
         pytest.skip(reason)
-    for name in ("llama 3", "llama 3, q8_0", "llama 3, f32"):
-        ptx = ptx_of(kernels(dependent=True)[name], (9, 0))
-        assert len(re.findall(r"ld\.global\.v4\.u32", ptx)) >= (2 if "q8_0" in name else 4)
-        assert "ld.global.nc" not in ptx
-        assert len(re.findall(r"membar|fence", ptx)) == 2  # before and after the count of finished spans
+    ptx = ptx_of(kernels(dependent=True)[name], (9, 0))
+    assert len(re.findall(r"ld\.global\.v4\.u32", ptx)) >= (2 if "q8_0" in name else 4)
+    assert "ld.global.nc" not in ptx
+    assert len(re.findall(r"membar|fence", ptx)) == 2  # before and after the count of finished spans

@@ -30,15 +30,6 @@ from bridge.cuda.matrix import DeviceMatrix
 from bridge.cuda.matvec import Configuration
 
 CAPABILITIES = [(7, 5), (8, 0), (8, 6), (8, 9), (9, 0)]
-# machine code of a K-quant of each kind and of a plain type; all types run in the simulator
-_SPARED: dict[bool, list[Any]] = {True: [], False: [pytest.mark.exhaustive]}
-COMPILED = pytest.mark.parametrize(
-    "block",
-    [
-        pytest.param(*p.values, id=p.id, marks=[*p.marks, *_SPARED[p.id in ("Q3_K", "Q4_K", "Q8_0")]])
-        for p in ALL.args[1]
-    ],
-)
 compiler = pytest.mark.skipif(ptx.unavailable() is not None, reason=str(ptx.unavailable()))
 
 
@@ -62,17 +53,34 @@ def inner_loop(code: str) -> str:
     return "\n".join(lines[first:last])
 
 
-# (columns, configuration, float32 activations, epilogue): compiled and run for all types
+# (columns, configuration, float32 activations, epilogue): compiled and run
 KINDS = [(1, Configuration(2, 1, 1, 4), False, ""), (1, Configuration(2, 2, 2, 4), False, "")]
 KINDS += [(4, Configuration(2, 1, 2, 4), False, "bias_accumulate"), (8, Configuration(2, 1, 1, 4), False, "")]
 KINDS += [(1, Configuration(2, 1, 1, 4), True, ""), (4, Configuration(2, 1, 2, 4), True, "")]
 KINDS += [(8, Configuration(2, 1, 1, 4), True, "")]
+# Machine code of a type with mins; of one of 3 bits and one of 8 what of it is their own: more columns and units a
+# round are the same code. All types run in the simulator
+_OWN = [KINDS[0], KINDS[2], KINDS[4]]
+COMPILED = pytest.mark.parametrize(
+    ("block", "kinds"),
+    [
+        *(
+            pytest.param(BLOCKS[name], kinds, id=name, marks=pytest.mark.xdist_group(name))
+            for name, kinds in (("Q4_K", KINDS), ("Q3_K", _OWN), ("Q8_0", _OWN))
+        ),
+        *(
+            pytest.param(*p.values, KINDS, id=f"{p.id}, all", marks=[*p.marks, pytest.mark.exhaustive])
+            for p in ALL.args[1]
+            if p.id != "Q4_K"
+        ),
+    ],
+)
 
 
 @compiler
 @COMPILED
-def test_the_inner_loop_has_wide_loads_and_byte_products_and_no_long_multiplications(block):
-    for n, shape, exact, epilogue in (kind for kind in KINDS if kind[1].units == 1):
+def test_the_inner_loop_has_wide_loads_and_byte_products_and_no_long_multiplications(block, kinds):
+    for n, shape, exact, epilogue in (kind for kind in kinds if kind[1].units == 1):
         loop = inner_loop(ptx_of(block.name, n, shape, exact, epilogue))
         own = n if n <= 4 else n // 2  # columns of a lane
         assert loop.count("dp4a.s32.s32") == (0 if exact else 8 * shape.rows * own)
@@ -98,8 +106,8 @@ def test_the_inner_loop_has_wide_loads_and_byte_products_and_no_long_multiplicat
     ],
 )
 @COMPILED
-def test_no_kernel_spills_or_needs_more_than_64_registers(block, capabilities):
-    for kind in KINDS:
+def test_no_kernel_spills_or_needs_more_than_64_registers(block, kinds, capabilities):
+    for kind in kinds:
         code = ptx_of(block.name, *kind)
         for capability in capabilities:
             made = ptx.assembled(code, capability)
@@ -109,13 +117,13 @@ def test_no_kernel_spills_or_needs_more_than_64_registers(block, capabilities):
 
 @compiler
 @COMPILED
-def test_compiled_kernels_multiply_as_float64_does_and_stay_inside_their_arrays(block):
+def test_compiled_kernels_multiply_as_float64_does_and_stay_inside_their_arrays(block, kinds):
     """On the machine of tests/support/gpu: rows that fill no block, columns that fill no round of a warp."""
     with pretended_gpu() as gpu:
         for rows, columns in ((1, 256), (21, 1280)):
             tensor, weights = random_matrix(block, rows, columns, factors=FACTOR)
             matrix = DeviceMatrix.upload(tensor, "cuda")
-            for n, shape, exact, epilogue in KINDS:
+            for n, shape, exact, epilogue in kinds:
                 x = np.random.default_rng(n).standard_normal((n, columns)).astype(np.float32)
                 records = Records(columns, n, "cuda", "f32" if exact else "int8").quantize(x, n)
                 more = "accumulate" in epilogue
@@ -128,14 +136,23 @@ def test_compiled_kernels_multiply_as_float64_does_and_stay_inside_their_arrays(
 
 @compiler
 @pytest.mark.parametrize(
-    "name", ["Q4_K", "Q6_K", *(pytest.param(name, marks=pytest.mark.exhaustive) for name in ("Q8_0", "Q4_0"))]
+    ("name", "kinds"),
+    [
+        pytest.param("Q4_K", KINDS, id="Q4_K", marks=pytest.mark.xdist_group("Q4_K")),
+        # scales that take more than their share of sectors; a round of 32 units, and of 16
+        pytest.param("Q6_K", [KINDS[0], KINDS[3]], id="Q6_K", marks=pytest.mark.xdist_group("Q6_K")),
+        *(
+            pytest.param(name, KINDS, id=f"{name}, all", marks=pytest.mark.exhaustive)
+            for name in ("Q6_K", "Q8_0", "Q4_0")
+        ),
+    ],
 )
-def test_each_byte_of_the_weights_is_fetched_once_for_all_columns(name):
+def test_each_byte_of_the_weights_is_fetched_once_for_all_columns(name, kinds):
     with pretended_gpu() as gpu:
         tensor, _ = random_matrix(BLOCKS[name], 32, 4096)
         matrix = DeviceMatrix.upload(tensor, "cuda")
         fetched = []
-        for n, shape, exact, _ in KINDS:
+        for n, shape, exact, _ in kinds:
             records = Records(4096, n, "cuda", "f32" if exact else "int8")
             matvec.launch(matrix, records, np.zeros((n, 32), np.float32), n, 0, shape=shape)
             fetched.append(gpu.memory.regions[0].fetched)
