@@ -248,8 +248,8 @@ def test_machine_code_keeps_everything_in_registers(capability: tuple[int, int],
             continue
         made = assembled(ptx_of(kernel, min(capability, (9, 0))), capability, kernel.registers)
         assert made.ptx.count("griddepcontrol.wait") == kernel.dependent, name
-        # attention of several heads lacks up to 11 registers on 7.5
-        assert max(made.stack, made.spills) <= (44 if capability == (7, 5) else 0), name
+        # attention of several heads lacks up to 11 registers before 9.0
+        assert max(made.stack, made.spills) <= (44 if capability < (9, 0) else 0), name
         assert ".local" not in made.ptx, name
         assert made.registers <= 64, name
 
