@@ -216,7 +216,7 @@ def test_a_model_is_compared_with_the_cpus_in_prompts_and_in_steps() -> None:
 def test_launches_that_overlap_and_make_other_tokens_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     def build(decoder: Any) -> None:
         draw = decoder._decoder.draw
-        decoder._decoder.draw = lambda *given, **options: [token + 1 for token in draw(*given, **options)]
+        decoder._decoder.draw = lambda *given, **options: (token + 1 for token in draw(*given, **options))
 
     monkeypatch.setattr(check.Stepped, "build", build)
     monkeypatch.setattr(check.model, "LIMITS", {"f32": 1e-3})
