@@ -32,7 +32,7 @@ and from 9.0 on, where a launch may begin before the one before it has ended (se
     launch_dependents  lets the next launch begin, once all blocks of threads have said so or ended
     launches_wait      until the launches before have ended, and what they wrote can be read
 
-Arrays in shared memory that `copy_16` and `copied_16` use must begin on 16 bytes: those of complex128 do.
+Arrays in shared memory that `copy_16` fills must begin on 16 bytes: those of complex128 do.
 """
 
 from __future__ import annotations
@@ -208,20 +208,6 @@ if not SIMULATED:
             return result(array, types.int64), lower
 
         return intrinsic(typed)
-
-    @intrinsic
-    def copied_16(typingctx, array, index):
-        def lower(context, builder, signature, values):
-            place = _in_space(context, builder, signature.args[0], values[0], values[1], 3)
-            kind = ir.LiteralStructType([_INT] * 4)
-            code = "ld.shared.v4.u32 {$0, $1, $2, $3}, [$4];"
-            function = ir.InlineAsm(
-                ir.FunctionType(kind, [place.type]), code, "=r,=r,=r,=r,l,~{memory}", side_effect=True
-            )
-            loaded = builder.call(function, [place])
-            return cgutils.pack_array(builder, [builder.extract_value(loaded, k) for k in range(4)])
-
-        return types.UniTuple(types.int32, 4)(array, types.int64), lower
 
     def _mma(kind: str) -> Any:
         """An intrinsic: the product of tensor cores, of halves of a kind, with sums in float32."""

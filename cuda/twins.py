@@ -169,7 +169,7 @@ def round_even(value):
     return np.int32(0 if np.isnan(value) else np.clip(np.rint(np.float64(value)), -(2.0**31), 2.0**31 - 1))
 
 
-stream_16 = ahead_16 = cached_16 = load_16 = shared_16 = copied_16 = _loader(np.int32, 4)
+stream_16 = ahead_16 = cached_16 = load_16 = shared_16 = _loader(np.int32, 4)
 stream_8 = ahead_8 = cached_8 = load_8 = shared_8 = _loader(np.int32, 2)
 stream_4 = ahead_4 = cached_4 = shared_4 = _loader(np.int32, 1)
 ahead_2 = cached_2 = _loader(np.uint16, 1)

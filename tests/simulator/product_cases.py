@@ -12,7 +12,6 @@ from bridge.cuda.intrinsics import (
     SIMULATED,
     bits,
     bits_float,
-    copied_16,
     copies_end,
     copies_wait,
     copy_16,
@@ -31,6 +30,7 @@ from bridge.cuda.intrinsics import (
     prmt,
     ror,
     round_even,
+    shared_16,
     shl,
     signed_byte,
     sub,
@@ -416,7 +416,7 @@ def _fragments(a, b, out):
     copies_end()
     copies_wait()
     cuda.syncthreads()
-    quad = copied_16(tile, i)
+    quad = shared_16(tile, i)
     zero = np.float32(i)
     start = (zero, zero, zero, zero)
     f16 = mma_f16(start, a[0, i], a[1, i], a[2, i], a[3, i], b[0, i], b[1, i])
