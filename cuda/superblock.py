@@ -334,9 +334,11 @@ def _constants(layout: Layout) -> dict[str, Any]:
     }
 
 
-def device_function(function: Any) -> Any:
-    """A function that kernels call; in the simulator, the function itself."""
-    return function if SIMULATED else cuda.jit(device=True, forceinline=True)(function)
+def device_function(function: Any, waits: bool = False) -> Any:
+    """A function that kernels call; in the simulator, the function itself, unless it `waits` at barriers."""
+    if SIMULATED:
+        return cuda.jit(device=True)(function) if waits else function
+    return cuda.jit(device=True, forceinline=True)(function)
 
 
 @dataclass(frozen=True)
