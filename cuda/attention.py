@@ -29,6 +29,7 @@ from bridge.cuda.intrinsics import (
     bits_float,
     block_x,
     block_y,
+    device_function,
     float_bits,
     launch_dependents,
     launches_wait,
@@ -45,7 +46,6 @@ from bridge.cuda.intrinsics import (
 from bridge.cuda.kv_forms import Form
 from bridge.cuda.kv_tile import functions
 from bridge.cuda.launch import Kernel
-from bridge.cuda.superblock import device_function
 from bridge.cuda.unroll import expand, registers, unroll
 from numba import cuda
 

@@ -12,8 +12,16 @@ from typing import Any
 
 import numpy as np
 from bridge.cuda.attention_shape import Shape
-from bridge.cuda.intrinsics import bits_float, float_bits, load_16, put_16, thread_x, warp_max, warp_sum
-from bridge.cuda.superblock import device_function
+from bridge.cuda.intrinsics import (
+    bits_float,
+    device_function,
+    float_bits,
+    load_16,
+    put_16,
+    thread_x,
+    warp_max,
+    warp_sum,
+)
 from bridge.cuda.unroll import expand, registers, unroll
 from numba import cuda
 

@@ -17,6 +17,7 @@ import numpy as np
 from bridge.cuda.attention_shape import Shape
 from bridge.cuda.intrinsics import (
     bits_float,
+    device_function,
     float_bits,
     load_4f,
     mad,
@@ -31,7 +32,6 @@ from bridge.cuda.intrinsics import (
     warp_sum,
 )
 from bridge.cuda.kv_forms import keep as keep_in
-from bridge.cuda.superblock import device_function
 from bridge.cuda.unroll import expand
 from numba import cuda
 

@@ -73,8 +73,8 @@ class Decoder:
             self._host = torch.zeros(self.cache.context + 1, dtype=torch.int32)
             if self.graphs:
                 self._host = self._host.pin_memory()
-        self._in_file = None
         self.build()
+        self._in_file = None
 
     def build(self) -> None:
         """Make the launches of a token, as `dependent` says."""

@@ -16,6 +16,7 @@ from bridge.cuda import device as devices
 from bridge.cuda.floats import FloatMatrix
 from bridge.cuda.intrinsics import (
     bits,
+    device_function,
     float_bits,
     launch_dependents,
     launches_wait,
@@ -93,7 +94,6 @@ def _dequantize(weights, sixteenth, first, chosen, out, count, units):
 def kernel(type: str, kind: str, chosen: bool, dependent: bool = False) -> Any:
     """The kernel of a type that writes "f32", "f16" or "bf16"."""
     from bridge.cuda.launch import Kernel
-    from bridge.cuda.superblock import device_function
 
     own = functions(type)
     expanded = expand(

@@ -44,7 +44,16 @@ from numba import config, cuda
 
 SIMULATED = bool(config.ENABLE_CUDASIM)  # type: ignore[attr-defined]
 _ALL_LANES = 0xFFFFFFFF
+SIGN_BITS = -0x7F7F7F80  # 0x80808080 as int32
 ALIGNED = None if SIMULATED else 16  # bytes, of cuda.shared.array; the simulator knows no such argument
+
+
+def device_function(function: Any, waits: bool = False) -> Any:
+    """A function that kernels call; in the simulator, the function itself, unless it `waits` at barriers."""
+    if SIMULATED:
+        return cuda.jit(device=True)(function) if waits else function
+    return cuda.jit(device=True, forceinline=True)(function)
+
 
 if not SIMULATED:
     from llvmlite import ir

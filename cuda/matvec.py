@@ -5,20 +5,10 @@ A warp takes `rows` rows (x is loaded once for them) and walks along them, each 
 rows, then the arithmetic, then shuffles add up the lanes. Of five to eight columns of x, lanes 0..15 take one half and
 lanes 16..31 the other, and both the same 16 units: sums of more than four for two rows do not fit into registers.
 
-The floor is bytes over bandwidth: 8192 x 28672 in Q4_K are 132 MB, 30 us at the 4.4 TB/s that an H200 reads. To come
-near it:
-
-    bytes in flight   Little's law: 4.4 TB/s times 0.8 us under load are 3.5 MB, 27 KB for each of 132
-                      multiprocessors, 40 with room. 32 warps (64 registers) that wait for 2 rows x 1 unit of Q4_K,
-                      1152 bytes, make 37 KB; x 2 units 74 KB. So two units where a row has at least four times that
-    warps             what fits at once is one wave: 4224 warps. With fewer, rows are split: 2048 pairs of rows of
-                      4096 x 14336 become 4096 warps of half a row
-    clocks            At 4.4 TB/s and 1.75 GHz a multiprocessor reads 19 bytes a clock. In a clock it issues 4
-                      instructions of a warp, no more than 2 of them to the integer units and 2 to the multipliers of
-                      integers, and moves 128 bytes from L1 to registers: 512 of x take 4 clocks, two rows halve it
-
-What 2048 weights (two rows) take of these, in clocks, counted in the machine code for 9.0; the largest but for memory,
-which is to be hidden behind it, is what stands beside it:
+At 4.4 TB/s and 1.75 GHz one of 132 multiprocessors reads 19 bytes a clock. In a clock it issues 4 instructions of a
+warp, no more than 2 of them to the integer units and 2 to the multipliers of integers, and moves 128 bytes from L1 to
+registers: 512 of x take 4 clocks, two rows halve it. What 2048 weights (two rows) take of these, in clocks, counted in
+the machine code for 9.0; the largest but for memory, which is to be hidden behind it, is what stands beside it:
 
              int8:  1 column       4 columns      8 columns       f32:  1 column       4 columns      8 columns
            memory   issue          issue    L1    issue    L1           issue          issue    L1    issue    L1
@@ -39,7 +29,7 @@ In a decoder's step (products.py) a product can do what stands before it and beh
                them, times `gain` where they are to be normalized first, and stores the sum of their squares
     normed     y times 1 / sqrt(mean of squares + eps), of such sums: the records were made before they were known
 
-This is reasoning, no measurement: scripts/gpu_check.py times `configurations` where there is a GPU.
+This is reasoning, no measurement. How many rows, units and warps: matvec_shape.py.
 """
 
 from __future__ import annotations
@@ -47,7 +37,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from bridge.cuda.activations import FLOAT_RECORD, FLOAT_TILE, RECORD, TILE, Records, store, store_exact
@@ -70,6 +60,7 @@ from bridge.cuda.intrinsics import (
     warp_sum,
 )
 from bridge.cuda.matrix import DeviceMatrix
+from bridge.cuda.matvec_shape import COLUMNS_OF_A_LANE, Configuration, configuration
 from bridge.cuda.superblock import functions
 from bridge.cuda.unroll import expand, registers, unroll
 from numba import cuda
@@ -93,19 +84,6 @@ factor: Any = None
 put: Any = None
 int32 = np.int32
 float32 = np.float32
-
-
-_COLUMNS = 4  # columns a lane takes; of more, each half of a warp takes one half
-_WARPS_AT_ONCE = 32  # warps of 64 registers that a multiprocessor runs at once
-
-
-class Configuration(NamedTuple):
-    """How a kernel shares the work; see above. `warps` are those of a block."""
-
-    rows: int
-    units: int
-    split: int
-    warps: int
 
 
 def _product(weights, sixteenth, x, y, bias, rows, units, sums, eps, counters, gain, squares, made):
@@ -242,37 +220,6 @@ def _product(weights, sixteenth, x, y, bias, rows, units, sums, eps, counters, g
             put(value, group, 0, made)
 
 
-def configuration(matrix: DeviceMatrix, n: int, exact: bool = False) -> Configuration:
-    """The one that products of n columns use; see above."""
-    rows = 2
-    units = 2 if n == 1 and not exact and matrix.units % 64 == 0 and matrix.units >= 256 else 1
-    wanted = _WARPS_AT_ONCE * matrix.device.multiprocessors
-    split = 1
-    while (
-        split < _most_split(n) and matrix.rows // rows * split < wanted * 3 // 4 and matrix.units >= 64 * units * split
-    ):
-        split *= 2
-    return Configuration(rows, units, split, 4)
-
-
-def _most_split(n: int) -> int:
-    """Warps that may share rows; with more, some kernels of several columns run out of registers."""
-    return 4 if n == 1 else 2
-
-
-def configurations(matrix: DeviceMatrix, n: int, exact: bool = False) -> list[Configuration]:
-    """All that may be tried for n columns, the one in use first: `launch(..., shape=)` takes them, to be timed."""
-    chosen = configuration(matrix, n, exact)
-    tried = [
-        Configuration(rows, units, split, warps)
-        for rows in ((2, 1, 4) if n == 1 else (2, 1))
-        for units in ((1, 2, 4) if n == 1 else (1,))
-        for split, warps in ((1, 4), (2, 4), (4, 4), (1, 8), (1, 2))
-        if split <= _most_split(n) and rows * units <= 4 and 32 * units * split <= max(32, matrix.units)
-    ]
-    return [chosen, *(shape for shape in tried if shape != chosen)]
-
-
 @cache
 def kernel(type: str, n: int, shape: Configuration, exact: bool, epilogue: str, dependent: bool = False) -> Any:
     """The kernel of a type for n columns; `epilogue` is "", or names: "bias" and "accumulate", or "silu"; for one
@@ -301,9 +248,9 @@ def kernel(type: str, n: int, shape: Configuration, exact: bool, epilogue: str, 
         MADE=shape.warps // shape.split * shape.rows >> ("silu" in epilogue),
         put=store_exact if exact else store,
         COLUMNS=n,
-        TOKENS=n if n <= _COLUMNS else (n + 1) // 2,
-        LANES=32 if n <= _COLUMNS else 16,
-        LANES_LOG=5 if n <= _COLUMNS else 4,
+        TOKENS=n if n <= COLUMNS_OF_A_LANE else (n + 1) // 2,
+        LANES=32 if n <= COLUMNS_OF_A_LANE else 16,
+        LANES_LOG=5 if n <= COLUMNS_OF_A_LANE else 4,
         ROWS=shape.rows,
         UNITS=shape.units,
         SPLIT=shape.split,
@@ -366,6 +313,7 @@ def launch(
     """Queue y = W x for the first n columns of the records; y float32 [n, rows], contiguous, on the device.
 
     `accumulate` adds to what is in y, `bias` float32 [rows] is added to every column; the others are for one column.
+    `dependent`: it may begin while the launch before it ends (launch.py).
     """
     epilogue = "_".join(name for name, wanted in (("bias", bias is not None), ("accumulate", accumulate)) if wanted)
     kernel, *arguments = _launch(matrix, records, y, n, stream, bias, epilogue, shape, normed, recorded, dependent)

@@ -12,6 +12,8 @@ They are 5 a layer where all its matrices are of one type, and nothing in them d
         x += W_down ..., as W_o
     logits = W_output norm(x);  state[TOKEN] = the next token                   sampling.py
 
+From compute capability 9.0 on each may begin while the one before it ends: see launch.py.
+
 A norm has a launch of its own where torch multiplies with what comes of it, or with what comes before it.
 """
 

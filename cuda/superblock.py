@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 from bridge.cuda import scales, tables
 from bridge.cuda.intrinsics import (
-    SIMULATED,
+    SIGN_BITS,
     ahead_1,
     ahead_2,
     ahead_4,
@@ -30,6 +30,7 @@ from bridge.cuda.intrinsics import (
     cached_2,
     cached_4,
     cached_16,
+    device_function,
     dp2a,
     dp4a,
     fma,
@@ -53,11 +54,8 @@ from bridge.cuda.intrinsics import (
 )
 from bridge.cuda.layout import THIRD_BIT, Layout
 from bridge.cuda.unroll import expand, gathered, registers, unroll
-from numba import cuda
 
 from bridge.blocks import TYPES
-
-SIGN_BITS = -0x7F7F7F80  # 0x80808080 as int32
 
 # set per type by `expand`; tuples have one entry a piece or plane
 PIECES = PLANES = CODE_WORDS = HELD = BLOCK_LOG = WORD = 0
@@ -332,13 +330,6 @@ def _constants(layout: Layout) -> dict[str, Any]:
         "LIFT": 0x8000 + 0x80 if eight else 1 << bits,
         "THIRD": tuple(map(int, THIRD_BIT)),
     }
-
-
-def device_function(function: Any, waits: bool = False) -> Any:
-    """A function that kernels call; in the simulator, the function itself, unless it `waits` at barriers."""
-    if SIMULATED:
-        return cuda.jit(device=True)(function) if waits else function
-    return cuda.jit(device=True, forceinline=True)(function)
 
 
 @dataclass(frozen=True)

@@ -23,11 +23,11 @@ from tests.support.simulator import run_cases
 
 pytest.importorskip("numba_cuda", reason="numba-cuda is not installed")
 
-from bridge.cuda import activations, dequantize, launch, layout, matvec, tensor
+from bridge.cuda import activations, dequantize, launch, layout, matvec, matvec_shape, tensor
 from bridge.cuda import device as devices
 from bridge.cuda.activations import Records
 from bridge.cuda.matrix import DeviceMatrix
-from bridge.cuda.matvec import Configuration
+from bridge.cuda.matvec_shape import Configuration
 
 CAPABILITIES = [(7, 5), (8, 0), (8, 6), (8, 9), (9, 0)]
 compiler = pytest.mark.skipif(ptx.unavailable() is not None, reason=str(ptx.unavailable()))
@@ -217,9 +217,9 @@ def test_rows_are_shared_where_there_are_few_and_units_doubled_where_there_are_m
 
     def shape(rows: int, columns: int, n: int = 1) -> Configuration:
         matrix: Any = SimpleNamespace(rows=rows, units=columns // 32, device=gpu)
-        chosen = matvec.configuration(matrix, n)
-        assert matvec.configurations(matrix, n)[0] == chosen
-        assert len(set(matvec.configurations(matrix, n))) == len(matvec.configurations(matrix, n))
+        chosen = matvec_shape.configuration(matrix, n)
+        assert matvec_shape.configurations(matrix, n)[0] == chosen
+        assert len(set(matvec_shape.configurations(matrix, n))) == len(matvec_shape.configurations(matrix, n))
         return chosen
 
     assert shape(8192, 28672) == Configuration(2, 2, 1, 4)

@@ -56,10 +56,10 @@ def tokens(shape: str, type: str) -> dict[str, Any]:
 
 def configurations(shape: str, type: str, columns: str) -> dict[str, Any]:
     """Seconds of every way to share the work; the first is the one in use."""
-    from bridge.cuda import matvec
+    from bridge.cuda import matvec_shape
 
     own, n = _bench(shape, type), int(columns)
-    tried = matvec.configurations(own.matrix, n)
+    tried = matvec_shape.configurations(own.matrix, n)
     return {"tried": [[list(chosen), own.product(n, shape=chosen)] for chosen in tried]}
 
 
