@@ -1,7 +1,9 @@
 """The spans of a context put together: the last part of attention, by the block of a head that ends last.
 
-parts      f32 [kv_heads, spans, heads of a block * head_dim]: a span's weighted sums, not divided by their weights
-part_sums  f32 [kv_heads, spans, 2 * heads of a block]: each head's highest score, and then the sums of the weights
+    parts      f32 [kv_heads, spans, heads of a block * head_dim]: a span's weighted sums, not divided by their weights
+    part_sums  f32 [kv_heads, spans, 2 * heads of a block]: each head's highest score, and then the sums of the weights
+
+A thread adds up 4 columns of every MERGERS-th span, so that loads of MERGED spans are on their way at once.
 """
 
 from __future__ import annotations

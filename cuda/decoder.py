@@ -77,7 +77,8 @@ class Decoder:
         self._in_file = None
 
     def build(self) -> None:
-        """Make the launches of a token, as `dependent` says."""
+        """Make the launches of a token, as `dependent` says; the cache holds nothing then."""
+        self.cache.length = 0
         with self._active():
             self.step = Step(self.weights, self.config, self.cache, self.device, self.precision, self.dependent)
             self._captured.clear()

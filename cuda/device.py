@@ -22,6 +22,7 @@ from bridge.errors import BridgeError
 from bridge.runtime.operands import is_torch
 
 _OLDEST = (7, 5)  # compute capability: what CUDA 13 still compiles for
+OVERLAPPING = (9, 0)  # from which launches may begin before those before them end
 
 
 def _simulated() -> bool:
@@ -271,7 +272,7 @@ def overlaps(device: Device) -> bool:
 
     Drivers before CUDA 12.3 cannot capture them, nor does an old cuda.core launch them.
     """
-    if os.environ.get("BRIDGE_PDL") == "0" or not packs() or device.capability < (9, 0):
+    if os.environ.get("BRIDGE_PDL") == "0" or not packs() or device.capability < OVERLAPPING:
         return False
     from cuda.core import LaunchConfig
 

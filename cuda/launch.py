@@ -33,7 +33,6 @@ from numba import cuda
 from bridge.errors import BridgeError
 
 MAX_REGISTERS = 64  # so that 32 warps find room on a multiprocessor
-OVERLAPPING = (9, 0)  # compute capability from which launches may
 
 
 class Launch:
@@ -62,7 +61,7 @@ class Launch:
 class Kernel:
     """A kernel of one signature and at most so many registers, for the compute capability `oldest` and newer.
 
-    `dependent`: it waits for the launch before it itself.
+    `dependent`: it is launched while the one before it may run, and waits for that itself; see above.
     """
 
     def __init__(
@@ -76,7 +75,7 @@ class Kernel:
         self.function = function
         self.signature = signature
         self.registers = registers
-        self.oldest = OVERLAPPING if dependent else oldest
+        self.oldest = devices.OVERLAPPING if dependent else oldest
         self.dependent = dependent
         self.name = function.__name__
         self._compiled: Any = None
