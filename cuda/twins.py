@@ -186,24 +186,32 @@ def shared_16_further(array, index, more):
     return shared_16(array, int(index) + int(more))
 
 
-def _exchange(value: Any) -> tuple[int, list[Any]]:
-    """This thread's lane, and what all lanes of its warp gave."""
+def _exchange(value: Any, make: Callable[[list[Any]], Any] = list) -> tuple[int, Any]:
+    """This thread's lane, and what is made of all that the lanes of its warp gave: once, by the first to come by."""
     thread = _thread()
-    given = thread._manager.__dict__.setdefault("given", {})
+    thread.exchanges = getattr(thread, "exchanges", 0) + 1
+    # two places in turn: who gives something the next time but one has seen all threads come to the next time
+    given = thread._manager.__dict__.setdefault(f"given_{thread.exchanges % 2}", {})
     given[thread.thread_id] = value
     thread.syncthreads()
     first = thread.thread_id // 32 * 32
-    warp = [given[i] for i in range(first, first + 32)]
-    thread.syncthreads()
-    return thread.thread_id % 32, warp
+    made = thread._manager.__dict__.setdefault("made", {})
+    key = first, thread.exchanges
+    if key not in made:
+        made[key] = make([given[i] for i in range(first, first + 32)])
+    return thread.thread_id % 32, made[key]
 
 
 def _butterfly(value: Any, masks: tuple[int, ...], combine: Callable[..., Any]) -> Any:
     """Combined in the order of the shuffles, so that rounding is theirs."""
-    lane, warp = _exchange(value)
-    values = np.array(warp)
-    for mask in masks:
-        values = combine(values, values[np.arange(32) ^ mask])
+
+    def combined(warp: list[Any]) -> np.ndarray:
+        values = np.array(warp)
+        for mask in masks:
+            values = combine(values, values[np.arange(32) ^ mask])
+        return values
+
+    lane, values = _exchange(value, combined)
     return values[lane]
 
 
@@ -220,7 +228,7 @@ def warp_max(value):
 
 
 def warp_any(condition):
-    return any(_exchange(condition)[1])
+    return _exchange(condition, any)[1]
 
 
 def other_half(value):

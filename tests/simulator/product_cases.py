@@ -123,7 +123,7 @@ def test_odd_shapes(rows, columns, shape):
         assert_product(product(DeviceMatrix.upload(tensor, "cuda"), x, shape=shape), rounded(x), weights)
 
 
-@pytest.mark.parametrize("precision", ["int8", "f32"])
+@pytest.mark.parametrize("precision", ["int8", pytest.param("f32", marks=on_request)])
 @pytest.mark.parametrize(
     ("name", "rows", "columns", "n", "units", "split"),
     [
