@@ -194,7 +194,9 @@ def calibration(a: argparse.Namespace, progress: Any) -> Any:
             )
         return None
     from bridge.calibration import Calibration
+    from bridge.freed_memory import return_freed_memory
 
+    return_freed_memory()
     return Calibration(a.calibrate, **given, progress=progress)
 
 

@@ -5,19 +5,22 @@
 Both see the same tokens: ggml (through the library of the tests' wheel) the mean square of each linear's inputs,
 ours the Hessians. All linears get one type, embeddings and head stay floats. What is measured is the mean
 Kullback-Leibler divergence from the float model over windows of the test text, float32 arithmetic. `gguf-bridge plot`
-draws what --json writes.
+draws what --json writes. A type's first line is plain GPTQ with scales fitted as gptq-gguf-toolkit fits them.
 
---groups adds GPTQ and AWQ on groups, beside llm-compressor in a Python that has it.
+--auto-round adds auto-round's GGUF, of its linears alone, and --groups GPTQ and AWQ on groups beside llm-compressor;
+each in a Python that has it.
 
---steps shows what each step brings: plain GPTQ with gptq-gguf-toolkit's scales and with weighted ones, columns by
-falling diag H, refinement, targets from the float model's inputs.
+--steps shows what each step brings: weighted scales, columns by falling diag H, refinement, targets from the float
+model's inputs.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import subprocess
 import sys
+import tempfile
 import time
 from functools import partial
 from pathlib import Path
@@ -33,7 +36,8 @@ from bridge.blocks import BLOCKS
 from bridge.quantize import Method, quantize_model, superblocks
 from bridge.quantize.superblock_grid import SuperblockGrid
 from bridge.runtime.cpu import dequantize
-from scripts.peers import ggml, reference
+from scripts.peers import auto_round_gguf, ggml, reference
+from scripts.peers.gguf_file import gguf_weights
 
 
 class Unweighted(SuperblockGrid):
@@ -80,7 +84,7 @@ def main() -> None:
         peer = divergence(reference.hf_model(options.model, theirs))
         bpw = BLOCKS[name].bpw
         points.append({"name": name, "maker": "llama.cpp's quantizer, imatrix", "bpw": bpw, "kl": peer})
-        for step, settings, cross in STEPS if options.steps else STEPS[-1:]:
+        for step, settings, cross in STEPS if options.steps else (STEPS[0], STEPS[-1]):
             model = reference.hf_model(options.model, weights)
             begun = time.perf_counter()
             grid = partial(Unweighted, BLOCKS[name], spread=False) if "unweighted" in step else superblocks(name)
@@ -91,6 +95,15 @@ def main() -> None:
             own = divergence(model)
             print(f"| {name} | {step} | {own:.3e} | {peer:.3e} | {own / peer:.3f} | {seconds:.0f} |", flush=True)
         points.append({"name": name, "maker": "gguf-bridge quantize", "bpw": bpw, "kl": own})
+        if options.auto_round:
+            begun = time.perf_counter()
+            made = by_auto_round(options.auto_round, options.model, calibration, name, options.threads)
+            seconds = time.perf_counter() - begun
+            theirs |= {key: made[key] for key in reference.linears(weights)}
+            found = divergence(reference.hf_model(options.model, theirs))
+            print(
+                f"| {name} | auto-round | {found:.3e} | {peer:.3e} | {found / peer:.3f} | {seconds:.0f} |", flush=True
+            )
     if options.json:
         record = {"model": options.model.name, "machine": machine(), "bits_of": "linears", "formats": points}
         options.json.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
@@ -113,9 +126,23 @@ def parse() -> argparse.Namespace:
     parser.add_argument(
         "--groups", type=Path, metavar="PYTHON", help="GPTQ and AWQ too, beside this Python's llm-compressor"
     )
+    parser.add_argument("--auto-round", type=Path, metavar="PYTHON", help="this Python's auto-round too")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the divergences there, for gguf-bridge plot")
     parser.add_argument("--threads", type=int, default=2, metavar="N", help="default: %(default)s")
     return parser.parse_args()
+
+
+def by_auto_round(python: Path, folder: Path, tokens: np.ndarray, type: str, threads: int) -> reference.Weights:
+    """The weights of auto-round's GGUF by their Hugging Face names, float32."""
+    with tempfile.TemporaryDirectory() as temporary:
+        given, made = Path(temporary) / "tokens.npy", Path(temporary) / "model.gguf"
+        np.save(given, tokens)
+        command = [str(python), auto_round_gguf.__file__, str(folder.resolve()), str(given), str(made)]
+        command += ["--type", type, "--threads", str(threads)]
+        done = subprocess.run(command, cwd=temporary, capture_output=True, text=True)
+        if done.returncode:
+            sys.exit(f"{python}: auto-round failed:\n{done.stderr[-2000:]}")
+        return gguf_weights(made)
 
 
 @torch.no_grad()

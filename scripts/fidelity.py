@@ -1,11 +1,12 @@
 """Convert checkpoints and measure what it cost, in weights and in predictions; print a markdown table.
 
-    python scripts/fidelity.py CHECKPOINT... --text wiki_test.txt [--float MODEL] [--type auto]
+    python scripts/fidelity.py CHECKPOINT... --text wiki_test.txt [--float MODEL] [--type auto] [--calibrate FILE]
 
 KL divergence is the mean over the tokens of the text's first windows, in nats, of the checkpoint in
 float32 against the same model with the GGUF's dequantized weights: of the linears alone (embeddings,
 norms and head are the checkpoint's), and of the whole file. With `--float`, the model the checkpoints
-were quantized from, the last column is the checkpoint against that: what quantizing it cost.
+were quantized from, the last column is the checkpoint against that: what quantizing it cost. `--calibrate` is
+convert's, with 256 sequences of 256 tokens.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import bridge
+from bridge.calibration import Calibration
+from bridge.report import CALIBRATED, CODED
 from scripts.peers import reference
 from scripts.peers.fidelity import Reference, measure
 
@@ -42,6 +45,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("checkpoints", nargs="+", type=Path, metavar="CHECKPOINT")
     parser.add_argument("--text", type=Path, required=True, metavar="FILE")
     parser.add_argument("--float", type=Path, nargs="+", default=[], metavar="MODEL", help="unquantized models")
+    parser.add_argument("--calibrate", type=Path, metavar="FILE", help="a text for codes that cannot be kept")
     parser.add_argument("--type", default="auto", help="as gguf-bridge takes it; default: %(default)s")
     parser.add_argument("--windows", type=int, default=24, metavar="N", help="default: %(default)s")
     parser.add_argument("--length", type=int, default=256, metavar="TOKENS", help="of a window; default: %(default)s")
@@ -52,7 +56,8 @@ def row(folder: Path, text: str, floats: dict, options: argparse.Namespace) -> l
     """One checkpoint's line of the table."""
     with tempfile.TemporaryDirectory(prefix="gguf-bridge-") as scratch, bridge.open_checkpoint(folder) as checkpoint:
         path = Path(scratch) / "model.gguf"
-        codes = bridge.convert(folder, path, type=options.type).total()
+        text_of = options.calibrate and Calibration(options.calibrate, samples=256, length=256)
+        codes = bridge.convert(folder, path, type=options.type, calibrate=text_of).total((*CODED, CALIBRATED))
         against = Reference(folder, checkpoint, text, options.windows, options.length)
         found = measure(path, against)
     types = ", ".join(f"{count} {name}" if len(found.types) > 1 else name for name, count in found.types.most_common())

@@ -3,10 +3,15 @@ activations."""
 
 from __future__ import annotations
 
+import os
+import platform
+import subprocess
+import sys
 import tracemalloc
 import weakref
 from typing import Any
 
+import pytest
 import torch
 import transformers
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -75,3 +80,43 @@ def test_calibrating_a_layer_takes_its_weights_four_times_and_its_hessian_three_
         assert calibrate(model) == 7
     assert live.now < weights / 4
     assert weights + live.most < 1.2 * (4 * weights + 3 * 4 * INNER**2 + activations)
+
+
+RESIDENT = """
+import argparse, os
+import numpy as np
+from bridge.options import calibration
+
+def resident():
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+given = dict.fromkeys(("samples", "seed", "act_order", "damping", "alpha", "sweeps", "feed", "device", "offload"))
+more = {"imatrix_out": None, "sequence_length": None, "calibrate": "text.txt", "method": None}
+calibration(argparse.Namespace(**given, **more), None)
+np.ones(24 << 20, np.uint8)  # freed: glibc's own threshold rises
+begin = resident()
+kept = []
+for _ in range(16):
+    kept += [np.ones(4 << 20, np.uint8), np.ones(1 << 18, np.uint8)]  # a matrix, and what stands above it on the heap
+held = resident() - begin
+kept = kept[1::2]
+print(held >> 20, resident() - begin >> 20)
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="other C libraries have no such threshold")
+def test_a_commands_freed_matrices_go_back_to_the_system() -> None:
+    def resident(**variables: str) -> list[int]:
+        done = subprocess.run(
+            [sys.executable, "-c", RESIDENT],
+            capture_output=True,
+            text=True,
+            check=True,
+            env={**os.environ, **variables},
+        )
+        return [int(x) for x in done.stdout.split()]
+
+    held, left = resident()
+    assert held >= 60 > 16 > left
+    assert resident(MALLOC_MMAP_THRESHOLD_="33554432")[1] > 40  # a threshold that is given stays

@@ -1,8 +1,8 @@
 """After GPTQ: codes and scales are moved, all others held, wherever tr(E H E^T) falls.
 
 With G = (W - W') H, moving a row's weights by v changes its error by  v H v^T - 2 G v^T. So for any run of columns
-H's diagonal block and G are all that a move must know; once a run is done, G follows by one matrix product. In
-turn, for each run of columns (`Refinable.refit` and `descend`):
+H's diagonal block and the run's columns of G are all that a move must know: one matrix product before each run, with
+what the weights have lost by then. In turn, for each run of columns (`Refinable.refit` and `descend`):
 
     lines    each sub-run tries lines a * q + c near its own, each with codes found as GPTQ finds them, against the
              sub-run's block of H and the target that G implies: W' + G H^-1. The error of that is the sum of
@@ -14,8 +14,7 @@ turn, for each run of columns (`Refinable.refit` and `descend`):
 
 Costs, in operations per weight and sweep for a superblock of n = 256 columns in sub-blocks of 32: per try of d and
 dmin 32 for the target, 16 per line and n to follow G; chains n for each start, of which those that cost more than half
-of a code's own step are not tried before the last sweep; n to bring a block's moves to all of G, as a matrix product
-(there n is all columns).
+of a code's own step are not tried; as many as there are columns for G.
 """
 
 from __future__ import annotations
@@ -30,11 +29,11 @@ from bridge.jit import inner, kernel
 from bridge.mapping.quantize_loops import add, greater
 from bridge.quantize.hessian import damped_factor, inverse_factor
 from bridge.quantize.rows import over_rows, tiles
-from bridge.quantize.solver import Grid, dequantize
+from bridge.quantize.solver import Grid, dequantize, values_of
 
 _DESCENTS = 8  # passes of coordinate descent over a run at most
 _CHAIN = 4  # codes in a chain
-_STARTS = (0.5, 0.2)  # share of its cost that a chain's first move must bring; in the last sweep
+_START = np.float32(0.5)  # share of its cost that a chain's first move must bring
 _GAIN = np.float32(0.9999)  # a line is taken only if it leaves less than this share of the error
 _ZERO = np.float32(0)
 _NEVER = np.float32(-np.inf)
@@ -70,33 +69,29 @@ def refine(weight: torch.Tensor, hessian: torch.Tensor, grid: Refinable, codes: 
     weight float [rows, columns], hessian float [columns, columns] positive definite.
     """
     columns = weight.shape[1]
-    gradient = torch.empty_like(weight)
+    lost = torch.empty_like(weight)  # W - W'
     for r in tiles(len(codes)):
-        gradient[r] = (weight[r] - torch.from_numpy(dequantize(codes[r], grid, r)).to(weight)) @ hessian
+        lost[r] = weight[r] - torch.from_numpy(dequantize(codes[r], grid, r)).to(weight)
     spans = [slice(at, min(at + grid.run, columns)) for at in range(0, columns, grid.run)]
     metrics = [_metric(hessian[span, span], grid.sub) for span in spans]
     for sweep in range(sweeps):
-        last = sweep == sweeps - 1
         for run, span in enumerate(spans):
-            part = np.array(gradient[:, span].cpu().numpy(), np.float32, order="C")
+            part = np.array((lost @ hessian[:, span]).cpu().numpy(), np.float32, order="C")
             own = np.ascontiguousarray(codes[:, span])
-            before = run_values(grid, run, own)
             grid.refit(run, own, part, metrics[run], sweep)
-            _descent(grid, run, own, part, metrics[run], _STARTS[last])
+            _descent(grid, run, own, part, metrics[run])
             codes[:, span] = own
-            moved = torch.from_numpy(run_values(grid, run, own) - before).to(weight)
-            wanted = slice(span.stop if last else 0, columns)
-            gradient[:, wanted].addmm_(moved, hessian[span, wanted], alpha=-1)
+            lost[:, span] = weight[:, span] - torch.from_numpy(run_values(grid, run, own)).to(weight)
 
 
-def _descent(grid: Grid, run: int, codes: np.ndarray, g: np.ndarray, metric: Metric, start: float) -> None:
+def _descent(grid: Grid, run: int, codes: np.ndarray, g: np.ndarray, metric: Metric) -> None:
     """Coordinate descent and chains on the codes int16 [rows, n] of a run; g float32 [rows, n] follows."""
     a = _of_run(grid, run, grid.a)
     sub, low, high = grid.sub, grid.low, grid.high
 
     def work(r: slice) -> None:
         _descend(codes[r], g[r], metric.hessian, a[r], sub, low, high)
-        _chains(codes[r], g[r], metric.hessian, a[r], sub, low, high, np.float32(start))
+        _chains(codes[r], g[r], metric.hessian, a[r], sub, low, high)
 
     over_rows(len(codes), work)
 
@@ -108,9 +103,7 @@ def _of_run(grid: Grid, run: int, lines: np.ndarray) -> np.ndarray:
 
 def run_values(grid: Grid, run: int, codes: np.ndarray) -> np.ndarray:
     """The values float32 [rows, n] of the codes of a run."""
-    line = np.arange(codes.shape[1]) // grid.sub
-    a, c = (_of_run(grid, run, lines)[:, line] for lines in (grid.a, grid.c))
-    return a * codes.astype(np.float32) + c
+    return values_of(codes, _of_run(grid, run, grid.a), _of_run(grid, run, grid.c), grid)
 
 
 def _metric(hessian: torch.Tensor, sub: int) -> Metric:
@@ -158,7 +151,7 @@ def _descend(codes, g, hessian, a, sub, low, high):
 
 
 @kernel
-def _chains(codes, g, hessian, a, sub, low, high, start):
+def _chains(codes, g, hessian, a, sub, low, high):
     n = codes.shape[1]
     least = np.float32(low)
     most = np.float32(high)
@@ -186,7 +179,7 @@ def _chains(codes, g, hessian, a, sub, low, high, start):
             sign = np.float32(1) if g[row, at] * step[at] > _ZERO else np.float32(-1)
             if (up[at] if sign > _ZERO else down[at]) == _NEVER:
                 sign = -sign
-            if np.float32(2) * sign * step[at] * g[row, at] < start * cost[at]:
+            if np.float32(2) * sign * step[at] * g[row, at] < _START * cost[at]:
                 continue
             for k in range(n):
                 slope[k] = g[row, k]

@@ -33,7 +33,8 @@ from bridge.jit import inner, kernel
 from bridge.quantize.hessian import damped_factor
 from bridge.quantize.rows import over_rows, tiles
 
-_LEAF = 128  # columns that are rounded without a matrix product between them
+_LEAF = 32  # columns that are rounded without a matrix product between them
+_SAMPLE = 128  # rows that tell whether rounding to nearest serves any better
 
 
 class Grid(Protocol):
@@ -89,7 +90,7 @@ def solve(
     Columns whose diagonal of H is 0 are dead: their weights are taken for 0. Raises BridgeError where the order
     tears runs apart and they are to be fitted when reached.
     """
-    rows, columns = weight.shape
+    columns = weight.shape[1]
     order = np.arange(columns) if order is None else np.asarray(order)
     at = torch.from_numpy(order).to(weight.device)
     hessian = hessian.to(weight)
@@ -109,8 +110,7 @@ def solve(
     walk.importance = importance if fit == "reached" else None
     walk.quick = bool(found)
     walk.over(_runs(order, grid.run, fit != "reached"), walk.run)
-    codes = np.empty((rows, columns), np.int16)
-    codes[:, order] = walk.codes
+    codes = torch.from_numpy(walk.codes)[:, _back(order)].numpy()
     damping = found[1] if found else float("inf")
     most = torch.linalg.vector_norm(walk.errors, dim=1).square().cpu().numpy()  # of the damped H
     del found, factor, shift, walk  # their memory, before more is wanted
@@ -131,27 +131,31 @@ def _keep_nearest(
 
     most  [rows]: what a row's error is at most
 
-    Few rows come near: a quick fit finds them, and only they are fitted with care.
+    Few rows come near: quick fits find them, and only they are fitted with care. Where of a sample of rows none comes
+    near, no others are looked at.
     """
-    other = grid if importance is None else replace(grid, rows=len(codes))  # type: ignore[type-var]
-    if importance is not None:
-        fit_all(weight, other, importance, quick=True)
-    nearest = _nearest_codes(weight, other)
-    near = np.flatnonzero(row_errors(weight, nearest, other, hessian) < 1.2 * most)
+
+    def rounded(rows: np.ndarray, quick: bool = True) -> tuple[np.ndarray, Grid, np.ndarray]:
+        own = weight if len(rows) == len(weight) else weight[torch.from_numpy(rows).to(weight.device)]
+        other = replace(grid, rows=len(rows))  # type: ignore[type-var]
+        if importance is None:
+            other.take(grid, np.arange(len(rows)), rows)
+        else:
+            fit_all(own, other, importance, quick)
+        nearest = _nearest_codes(own, other)
+        return nearest, other, row_errors(own, nearest, other, hessian)
+
+    rows = np.arange(len(codes))
+    sample = rows[:: max(1, len(rows) // _SAMPLE)]
+    if len(sample) < len(rows) and not (rounded(sample)[2] < 1.5 * most[sample]).any():
+        return
+    near = rows[rounded(rows)[2] < 1.2 * most]
     if not len(near):
         return
-    weight, nearest = weight[near], nearest[near]
-    own = row_errors(weight, codes[near], grid, hessian, near)
-    if importance is None:
-        theirs = row_errors(weight, nearest, grid, hessian, near)
-    else:
-        other = replace(grid, rows=len(near))  # type: ignore[type-var]
-        nearest = round_to_nearest(weight, other, importance)
-        theirs = row_errors(weight, nearest, other, hessian)
-    better = theirs < own
+    nearest, other, theirs = rounded(near, quick=False)
+    better = theirs < row_errors(weight[torch.from_numpy(near).to(weight.device)], codes[near], grid, hessian, near)
     codes[near[better]] = nearest[better]
-    if other is not grid:
-        grid.take(other, near[better], better)
+    grid.take(other, near[better], better)
 
 
 def row_errors(
@@ -160,7 +164,7 @@ def row_errors(
     """diag(E H E^T) [rows] of E = weight - the values of codes on these rows of a grid."""
     a, c = grid.a[rows], grid.c[rows]
     found = [
-        _errors(weight[r] - torch.from_numpy(_values(codes[r], a[r], c[r], grid)).to(weight), hessian)
+        _errors(weight[r] - torch.from_numpy(values_of(codes[r], a[r], c[r], grid)).to(weight), hessian)
         for r in tiles(len(codes))
     ]
     return torch.cat(found).cpu().numpy()
@@ -200,11 +204,13 @@ def _nearest_codes(weight: torch.Tensor, grid: Grid) -> np.ndarray:
 
 def dequantize(codes: np.ndarray, grid: Grid, rows: slice = slice(None)) -> np.ndarray:
     """The values a * q + c [rows, columns] of codes on a grid, or on some rows of one."""
-    return _values(codes, grid.a[rows], grid.c[rows], grid)
+    return values_of(codes, grid.a[rows], grid.c[rows], grid)
 
 
-def _values(codes: np.ndarray, a: np.ndarray, c: np.ndarray, grid: Grid) -> np.ndarray:
+def values_of(codes: np.ndarray, a: np.ndarray, c: np.ndarray, grid: Grid) -> np.ndarray:
+    """The values of codes [rows, columns] on lines a, c [rows, columns / sub]."""
     values = np.empty(codes.shape, a.dtype)
+    a, c = np.ascontiguousarray(a), np.ascontiguousarray(c)
     over_rows(len(codes), lambda r: _dequantize(codes[r], a[r], c[r], grid.sub, grid.ternary, values[r]))
     return values
 
@@ -270,8 +276,7 @@ class _Walk:
         if self.importance is not None:
             columns = self.order[begin:end]
             run = int(columns[0]) // self.grid.run
-            values = np.empty((len(self.codes), end - begin), self.grid.a.dtype)
-            values[:, columns - run * self.grid.run] = self.weight[:, begin:end].cpu().numpy()
+            values = self.weight[:, begin:end][:, _back(columns)].cpu().numpy().astype(self.grid.a.dtype, copy=False)
             self.grid.fit(run, values, self.importance[run * self.grid.run :][: end - begin], self.quick)
         starts = list(range(begin, end, _LEAF))
         self.over(list(zip(starts, [*starts[1:], end], strict=True)), self.leaf)
@@ -291,6 +296,11 @@ class _Walk:
         self.errors[:, begin:end] = torch.from_numpy(errors).to(self.errors.device)
         if self.shift is not None:
             self.weight[:, begin:end] = torch.from_numpy(weight).to(self.weight.device)
+
+
+def _back(order: np.ndarray) -> torch.Tensor:
+    """The place in `order` of each column, the columns as they stand."""
+    return torch.from_numpy(np.argsort(order))
 
 
 def _numpy(tensor: torch.Tensor) -> np.ndarray:
