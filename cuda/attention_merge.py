@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 from bridge.cuda.attention_shape import Shape
 from bridge.cuda.intrinsics import (
+    bits,
     bits_float,
     device_function,
     float_bits,
@@ -37,7 +38,7 @@ _LOW = np.float32(-np.inf)
 
 def _merge(tile, parts, part_sums, top, total, h, spans, active):
     """MERGERS pieces of the weighted sums to `tile`, and the heads' highest scores and weights to `top` and `total`."""
-    thread = thread_x()
+    thread = bits(thread_x(), 0, BLOCK - 1)
     warp = thread >> 5
     lane = thread & 31
     sums = registers()

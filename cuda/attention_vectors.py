@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from bridge.cuda.attention_shape import Shape
 from bridge.cuda.intrinsics import (
+    bits,
     bits_float,
     device_function,
     float_bits,
@@ -49,7 +50,7 @@ int32: Any = np.int32
 
 def _turn(vector, qkv, q_norm, k_norm, cos, sin, h, kv_heads, position, count, eps):
     """The first `count` of the queries and the key, ready for use behind the barrier at the end."""
-    thread = thread_x()
+    thread = bits(thread_x(), 0, BLOCK - 1)
     warp = thread >> 5
     lane = thread & 31
     for i in range(thread, int32(count * HEAD_DIM), int32(BLOCK)):
@@ -92,7 +93,7 @@ def _turn(vector, qkv, q_norm, k_norm, cos, sin, h, kv_heads, position, count, e
 
 def _keep(vector, qkv, keys, values, h, kv_heads, rows, position):
     """The new key and value."""
-    thread = thread_x()
+    thread = bits(thread_x(), 0, BLOCK - 1)
     warp = thread >> 5
     lane = thread & 31
     key_at = int32(kv_heads * HEADS * HEAD_DIM)
