@@ -3,7 +3,8 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN = $(VENV)/bin
 EXTRAS ?= test
-PIP = $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+# compiling all of torch and transformers ahead takes longer than what is used of them
+PIP = $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt
 
 .PHONY: demo test test-all lint bench docs pictures clean
 

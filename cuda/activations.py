@@ -26,6 +26,8 @@ from bridge.cuda.intrinsics import (
     bits_float,
     float_bits,
     half_warp_sum,
+    launch_dependents,
+    launches_wait,
     low_half,
     or_,
     other_half,
@@ -56,7 +58,7 @@ _WARPS = 4  # warps in a block of `quantize`
 float32 = np.float32
 int32 = np.int32
 KIND = "f32"
-EXACT = False
+DEPENDENT = False
 
 
 def _store(value, group, column, records):
@@ -99,6 +101,9 @@ put: Any = None
 
 def _quantize(x, groups, tokens, records):
     """x [tokens, 32 * groups] -> records; a warp a block of 32 and token; f16 and bf16 come as their bits, int16."""
+    if DEPENDENT:
+        launch_dependents()
+        launches_wait()
     lane = cuda.threadIdx.x
     number = cuda.blockIdx.x * _WARPS + cuda.threadIdx.y
     token = number // groups
@@ -116,13 +121,14 @@ def _quantize(x, groups, tokens, records):
 
 
 @cache
-def quantizer(kind: str, exact: bool) -> Any:
+def quantizer(kind: str, exact: bool, dependent: bool = False) -> Any:
     """The kernel `quantize(x, groups, tokens, records)` for x of "f32", "f16" or "bf16"."""
     from bridge.cuda.launch import Kernel
 
-    expanded = expand(_quantize, f"{kind}_{'f32' if exact else 'int8'}", KIND=kind, put=store_exact if exact else store)
+    name = f"{kind}_{'f32' if exact else 'int8'}{'_dependent' * dependent}"
+    expanded = expand(_quantize, name, KIND=kind, DEPENDENT=dependent, put=store_exact if exact else store)
     element = "float32" if kind == "f32" else "int16"
-    return Kernel(expanded, f"void({element}[:,::1], int64, int64, uint8[::1])")
+    return Kernel(expanded, f"void({element}[:,::1], int64, int64, uint8[::1])", dependent=dependent)
 
 
 class Records:
@@ -140,9 +146,9 @@ class Records:
         tiles = -(-columns // 1024) + BEYOND
         self.buffer = self.device.upload(np.zeros(tiles * (FLOAT_TILE if self.exact else TILE), np.uint8))
 
-    def quantize(self, x: Any, n: int, stream: Any = 0) -> Records:
+    def quantize(self, x: Any, n: int, stream: Any = 0, dependent: bool = False) -> Records:
         """Fill from x [>= n, columns], float32, float16 or bfloat16, contiguous, on the device; returns self."""
-        kernel, *arguments = self._launch(x, n, stream)
+        kernel, *arguments = self._launch(x, n, stream, dependent)
         kernel.launch(*arguments)
         return self
 
@@ -152,7 +158,7 @@ class Records:
         found: Launch = kernel.bind(*arguments)
         return found
 
-    def _launch(self, x: Any, n: int, stream: Any) -> tuple[Any, ...]:
+    def _launch(self, x: Any, n: int, stream: Any, dependent: bool = False) -> tuple[Any, ...]:
         """A kernel, and the arguments of its `launch`."""
         from bridge.cuda import device as devices
 
@@ -161,4 +167,4 @@ class Records:
             raise BridgeError(f"x has dtype {x.dtype}; float32, float16 or bfloat16 is wanted")
         groups = self.columns // 32
         grid = (-(-n * groups // _WARPS), 1)
-        return quantizer(kind, self.exact), grid, (32, _WARPS), stream, array, groups, n, self.buffer
+        return quantizer(kind, self.exact, dependent), grid, (32, _WARPS), stream, array, groups, n, self.buffer

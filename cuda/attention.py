@@ -7,12 +7,11 @@
 A block serves one key-value head, all query heads that share it, and one span of the context; blockIdx is
 (kv head, span). attention_shape.py says how many spans a grid has; they are whole tiles and at least SPAN positions,
 and blocks that a context does not need yet end at once. The block whose span holds the new position also stores its
-key and value. Tiles of keys and values come into shared memory, each byte once (kv_tile.py): the next keys are on
-their way to registers during the weighted sum, the values during the softmax. Nothing behind the last position is
-read. Within a span, tiles go through an
-online softmax (Milakov and Gimelshein 2018, arXiv:1805.02867); spans are put together by the block that ends last
-(Dao's flash-decoding), which needs no second launch. The result is written as floats, and as records where a head
-is whole blocks of 32.
+key and value (attention_vectors.py). Tiles of keys and values come into shared memory, each byte once (kv_tile.py):
+the next keys are on their way to registers during the weighted sum, the values during the softmax. Nothing behind the
+last position is read. Within a span, tiles go through an online softmax (Milakov and Gimelshein 2018,
+arXiv:1805.02867); spans are put together by the block that ends last (Dao's flash-decoding, attention_merge.py), which
+needs no second launch. The result is written as floats, and as records where a head is whole blocks of 32.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from functools import cache
 from typing import Any
 
 import numpy as np
-from bridge.cuda import attention_shape
+from bridge.cuda import attention_merge, attention_shape, attention_vectors
 from bridge.cuda.activations import store, store_exact
 from bridge.cuda.intrinsics import (
     ALIGNED,
@@ -30,28 +29,23 @@ from bridge.cuda.intrinsics import (
     bits_float,
     block_x,
     block_y,
+    device_function,
     float_bits,
-    load_4f,
-    load_16,
+    launch_dependents,
+    launches_wait,
     mad,
     put_4,
     put_16,
-    round_even,
     shared_4,
     shared_16,
     shared_16_further,
-    store_1,
-    store_2,
     thread_x,
-    to_half,
     warp_max,
     warp_sum,
 )
 from bridge.cuda.kv_forms import Form
-from bridge.cuda.kv_forms import keep as keep_in
 from bridge.cuda.kv_tile import functions
 from bridge.cuda.launch import Kernel
-from bridge.cuda.superblock import device_function
 from bridge.cuda.unroll import expand, registers, unroll
 from numba import cuda
 
@@ -62,21 +56,19 @@ POSITION, TOKEN, STEP, STATE = 0, 1, 2, 4  # words of `state`, and its size
 SPAN = HEADS = HEAD_DIM = TILE = BLOCK = WARPS = 0
 PADDED = 0  # heads with the last one repeated, so that all chunks are whole
 TILE_WORDS = SCORE_WORDS = WEIGHT_WORDS = 0
-HALF = STRIDE = OTHER = 0  # rotary pairs of a head, floats from one to the next, and between its two
 SHARE = CHUNKS = UNITS = SUBSETS = SETS = SLICES = SLICE = MERGERS = 0
 QUADS = FOURS = 0  # 16 bytes of a row, and fours of numbers in them
-MERGED = 4  # spans whose sums a thread loads together
-SCORE_ROUNDS = HEAD_ROUNDS = NORM_ROUNDS = PER_LANE = RECORDS = RECORD_ROUNDS = 0
-ROW_WORDS = STEP_WORDS = 0  # see kv_forms.py
-KEPT = KEPT_ROUNDS = 0  # blocks of 32 of a head, and rounds of the warps over those of key and value
-NORMED = RECORDED = QUANTIZED = False
+SCORE_ROUNDS = HEAD_ROUNDS = RECORDS = RECORD_ROUNDS = 0
+RECORDED = DEPENDENT = False
 put: Any = None
+turn: Any = None
 fetch: Any = None
 stage: Any = None
 quad_of: Any = None
 floats: Any = None
 four: Any = None
 keep: Any = None
+merge: Any = None
 summed: Any = None
 
 float32 = np.float32
@@ -91,6 +83,9 @@ def recorded(head_dim: int) -> bool:
 
 def _attend(qkv, q_norm, k_norm, cos, sin, keys, values, state, parts, part_sums, counters, out, records,
             rows, eps, scale):  # fmt: skip
+    if DEPENDENT:
+        launch_dependents()
+        launches_wait()
     thread = int32(cuda.threadIdx.x)
     warp = thread >> 5
     lane = thread & 31
@@ -124,12 +119,6 @@ def _attend(qkv, q_norm, k_norm, cos, sin, keys, values, state, parts, part_sums
     # queries, and the key where it is this block's, to shared memory
     newest = last == length
     count = PADDED + 1 if newest else PADDED
-    key_at = int32(kv_heads * HEADS * HEAD_DIM)
-    steps = int32(all_rows * ROW_WORDS)  # where those of q8_0 begin
-    for i in range(thread, int32(count * HEAD_DIM), int32(BLOCK)):
-        j = int32(i // HEAD_DIM)
-        source = mad(h, HEADS, min(j, int32(HEADS - 1))) if j < PADDED else mad(kv_heads, HEADS, h)
-        put_4(vector, i, float_bits(load_4f(qkv, mad(int32(source - j), HEAD_DIM, i))))
     if thread == 0:
         flag[1] = active
     if thread < PADDED:
@@ -137,73 +126,13 @@ def _attend(qkv, q_norm, k_norm, cos, sin, keys, values, state, parts, part_sums
         total[thread] = float32(0)
     for i in range(thread, int32(WEIGHT_WORDS), int32(BLOCK)):  # some places belong to no head
         put_4(weight, i, int32(0))
-    cuda.syncthreads()
-    if NORMED:
-        for r in range(NORM_ROUNDS):
-            j = r * WARPS + warp
-            squares = float32(0)
-            if j < count:
-                for i in range(PER_LANE):
-                    e = i * 32 + lane
-                    if e < HEAD_DIM:
-                        x = vector[j * HEAD_DIM + e]
-                        squares += x * x
-            squares = warp_sum(squares)
-            if j < count:
-                inverse = float32(1) / math.sqrt(squares / float32(HEAD_DIM) + eps)
-                for i in range(PER_LANE):
-                    e = i * 32 + lane
-                    if e < HEAD_DIM:
-                        w = q_norm[e] if j < PADDED else k_norm[e]
-                        vector[j * HEAD_DIM + e] = vector[j * HEAD_DIM + e] * inverse * w
-        cuda.syncthreads()
-    for i in range(thread, int32(count * HALF), int32(BLOCK)):
-        j = int32(i // HALF)
-        e = int32(i - j * HALF)
-        one = mad(j, HEAD_DIM, int32(e * STRIDE))
-        other = int32(one + OTHER)
-        c = load_4f(cos, mad(position, HALF, e))
-        s = load_4f(sin, mad(position, HALF, e))
-        a = bits_float(shared_4(vector, one))
-        b = bits_float(shared_4(vector, other))
-        put_4(vector, one, float_bits(a * c - b * s))
-        put_4(vector, other, float_bits(a * s + b * c))
-    cuda.syncthreads()
+    turn(vector, qkv, q_norm, k_norm, cos, sin, h, kv_heads, position, count, eps)
     if newest:
-        to = h * rows + position
-        if QUANTIZED:
-            for r in range(KEPT_ROUNDS):
-                item = r * WARPS + warp
-                block = item % KEPT
-                e = block * 32 + lane
-                x = float32(0)
-                if item < 2 * KEPT and e < HEAD_DIM:
-                    x = vector[PADDED * HEAD_DIM + e] if item < KEPT else qkv[key_at + (kv_heads + h) * HEAD_DIM + e]
-                step = warp_max(abs(x)) / float32(127)
-                code = round_even(x * (float32(1) / step if step > float32(0) else float32(0)))
-                byte = to * HEAD_DIM + e
-                place = 2 * (steps + to * STEP_WORDS) + block
-                if item < KEPT:
-                    if e < HEAD_DIM:
-                        store_1(keys, byte, code)
-                    if lane == 0:
-                        store_2(keys, place, to_half(step))
-                elif item < 2 * KEPT:
-                    if e < HEAD_DIM:
-                        store_1(values, byte, code)
-                    if lane == 0:
-                        store_2(values, place, to_half(step))
-        else:
-            for i in range(thread, HEAD_DIM, BLOCK):
-                keep(keys, to, i, vector[PADDED * HEAD_DIM + i])
-                keep(values, to, i, qkv[key_at + (kv_heads + h) * HEAD_DIM + i])
+        keep(vector, qkv, keys, values, h, kv_heads, rows, position)
         cuda.syncthreads()  # also makes what was just stored visible to this block
 
     dot = registers()
     score = registers()
-    sums = registers()
-    found = registers()
-    highest = registers()
     acc = registers()  # the weighted sums of this thread's heads and columns
     for j in unroll(SHARE):
         for e in unroll(4):
@@ -336,43 +265,7 @@ def _attend(qkv, q_norm, k_norm, cos, sin, keys, values, state, parts, part_sums
         cuda.threadfence()
         if thread == 0:
             counters[h] = int32(0)
-        for r in range(HEAD_ROUNDS):
-            j = r * WARPS + warp
-            high = _LOW
-            if j < HEADS:
-                for i in range(lane, active, 32):
-                    high = max(high, part_sums[(h * spans + i) * (2 * HEADS) + j])
-            high = warp_max(high)
-            weights = float32(0)
-            if j < HEADS:
-                for i in range(lane, active, 32):
-                    at = (h * spans + i) * (2 * HEADS) + j
-                    weights += part_sums[at + HEADS] * math.exp(part_sums[at] - high)
-            weights = warp_sum(weights)
-            if j < HEADS and lane == 0:
-                top[j] = high
-                total[j] = weights
-        cuda.syncthreads()
-        for item in range(thread, MERGERS * HEADS * UNITS, BLOCK):
-            merger = item // (HEADS * UNITS)
-            at = item % (HEADS * UNITS)
-            j = at // UNITS
-            for e in unroll(4):
-                sums[e] = float32(0)
-            for i in range(merger, active, MERGERS * MERGED):
-                for u in unroll(MERGED):  # these loads are on their way together
-                    one = h * spans + min(i + u * MERGERS, active - 1)
-                    found[u] = load_16(parts, one * (HEADS * UNITS) + at)
-                    highest[u] = part_sums[one * (2 * HEADS) + j]
-                for u in unroll(MERGED):
-                    if i + u * MERGERS < active:
-                        w = math.exp(highest[u] - top[j])
-                        for e in unroll(4):
-                            sums[e] += w * bits_float(found[u][e])
-            put_16(
-                tile, int32(item), (float_bits(sums[0]), float_bits(sums[1]), float_bits(sums[2]), float_bits(sums[3]))
-            )
-        cuda.syncthreads()
+        merge(tile, parts, part_sums, top, total, h, spans, active)
         pieces = MERGERS
 
     to = h * HEADS * HEAD_DIM
@@ -397,16 +290,16 @@ def _summed(tile, i, count):
 
 @cache
 def kernel(
-    head_dim: int, group: int, rotated: int, neighbours: bool, normed: bool, exact: bool, kind: str = "f16"
-) -> Kernel:
+    head_dim: int, group: int, rotated: int, neighbours: bool, normed: bool, exact: bool, kind: str = "f16",
+    dependent: bool = False,
+) -> Kernel:  # fmt: skip
     """The kernel for heads of that shape. `neighbours`: rotary pairs are (2i, 2i + 1); `normed`: q and k are;
     `exact`: the records are float32; `kind`: how keys and values are kept."""
     form = Form(kind, head_dim)
     s = attention_shape.shape(form, group)
-    own = functions(s)
-    kept = -(-head_dim // 32)
+    own, vectors = functions(s), attention_vectors.functions(s, rotated, neighbours, normed)
     records = group * head_dim // 32
-    name = f"{head_dim}_{group}_{rotated}_{int(neighbours)}{int(normed)}{int(exact)}_{kind}"
+    name = f"{head_dim}_{group}_{rotated}_{int(neighbours)}{int(normed)}{int(exact)}_{kind}{'_dependent' * dependent}"
     function = expand(
         _attend,
         name,
@@ -420,9 +313,6 @@ def kernel(
         TILE_WORDS=s.tile_words,
         SCORE_WORDS=s.part_words,
         WEIGHT_WORDS=s.weight_words,
-        HALF=rotated // 2,
-        STRIDE=2 if neighbours else 1,
-        OTHER=1 if neighbours else rotated // 2,
         SHARE=s.share,
         CHUNKS=s.chunks,
         UNITS=s.units,
@@ -435,20 +325,15 @@ def kernel(
         MERGERS=s.mergers,
         SCORE_ROUNDS=-(-s.sets * s.chunks * s.slices // s.warps),
         HEAD_ROUNDS=-(-s.share * s.chunks // s.warps),
-        NORM_ROUNDS=-(-(s.share * s.chunks + 1) // s.warps),
-        PER_LANE=-(-head_dim // 32),
         RECORDS=records,
         RECORD_ROUNDS=-(-records // s.warps),
-        NORMED=normed,
+        DEPENDENT=dependent,
         RECORDED=recorded(head_dim),
         put=store_exact if exact else store,
-        QUANTIZED=kind == "q8_0",
-        ROW_WORDS=form.row_words,
-        STEP_WORDS=form.step_words,
-        KEPT=kept,
-        KEPT_ROUNDS=-(-2 * kept // s.warps),
         summed=device_function(expand(_summed, f"{head_dim}_{group}", HEADS=group, HEAD_DIM=head_dim)),
-        keep=keep_in(form),
+        turn=vectors.turn,
+        keep=vectors.keep,
+        merge=attention_merge.function(s),
         fetch=own.fetch,
         stage=own.stage,
         quad_of=own.quad,
@@ -457,4 +342,4 @@ def kernel(
     )
     reals, words = "float32[::1]", "int32[::1]"
     types = [reals] * 5 + [words] * 3 + [reals] * 2 + [words, reals, "uint8[::1]", "int32", "float32", "float32"]
-    return Kernel(function, f"void({', '.join(types)})")
+    return Kernel(function, f"void({', '.join(types)})", dependent=dependent)

@@ -51,6 +51,7 @@ class Decoder:
         with self._active():
             self.device.check_memory(self.nbytes + _WORK, f"{file.path} with a context of {context}")
         self.graphs = devices.captures()  # False: every launch by itself
+        self.dependent = devices.overlaps(self.device)  # launches begin early; as it is when `build` is called
         self.preparing = 0.0  # nothing is repacked between tokens, as it is on the CPU
         self._tokens: list[int] = []  # that the cache holds; of those that were drawn, as far as the host has seen them
         self._captured: dict[int | None, Graph] = {}
@@ -68,14 +69,21 @@ class Decoder:
 
         with self._active():
             self.cache.reserve(self.device)
-            of = self.config, self.cache, self.device, self.precision
-            self.weights = DeviceWeights(self._in_file, *of)
-            self.step = Step(self.weights, *of)
+            self.weights = DeviceWeights(self._in_file, self.config, self.cache, self.device, self.precision)
             self._host = torch.zeros(self.cache.context + 1, dtype=torch.int32)
             if self.graphs:
                 self._host = self._host.pin_memory()
-            self._ready(None)
+        self.build()
         self._in_file = None
+
+    def build(self) -> None:
+        """Make the launches of a token, as `dependent` says; the cache holds nothing then."""
+        self.cache.length = 0
+        with self._active():
+            self.step = Step(self.weights, self.config, self.cache, self.device, self.precision, self.dependent)
+            self._captured.clear()
+            self._samplers.clear()
+            self._ready(None)
 
     def _ready(self, count: int | None) -> None:
         """See to it that steps with this sampling can be launched; the first one is captured here."""

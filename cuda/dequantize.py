@@ -14,7 +14,18 @@ from typing import Any
 import numpy as np
 from bridge.cuda import device as devices
 from bridge.cuda.floats import FloatMatrix
-from bridge.cuda.intrinsics import bits, float_bits, mad, or_, shl, store_16, to_half
+from bridge.cuda.intrinsics import (
+    bits,
+    device_function,
+    float_bits,
+    launch_dependents,
+    launches_wait,
+    mad,
+    or_,
+    shl,
+    store_16,
+    to_half,
+)
 from bridge.cuda.matrix import DeviceMatrix
 from bridge.cuda.superblock import functions
 from bridge.cuda.unroll import expand, gathered, registers, unroll
@@ -23,7 +34,7 @@ from numba import cuda
 from bridge.errors import BridgeError
 
 # set per kernel by `expand`
-CHOSEN = FACTORED = False
+CHOSEN = FACTORED = DEPENDENT = False
 KIND = "f32"
 load: Any = None
 unpack: Any = None
@@ -51,6 +62,9 @@ packed: Any = None
 
 def _dequantize(weights, sixteenth, first, chosen, out, count, units):
     """Rows first.. of a matrix, or those in int32 `chosen`, to out [count, columns]."""
+    if DEPENDENT:
+        launch_dependents()
+        launches_wait()
     number = cuda.grid(1)
     if number < count * units:
         place = int32(number // units)
@@ -77,16 +91,16 @@ def _dequantize(weights, sixteenth, first, chosen, out, count, units):
 
 
 @cache
-def kernel(type: str, kind: str, chosen: bool) -> Any:
+def kernel(type: str, kind: str, chosen: bool, dependent: bool = False) -> Any:
     """The kernel of a type that writes "f32", "f16" or "bf16"."""
     from bridge.cuda.launch import Kernel
-    from bridge.cuda.superblock import device_function
 
     own = functions(type)
     expanded = expand(
         _dequantize,
-        f"{type}_{kind}{'_rows' * chosen}",
+        f"{type}_{kind}{'_rows' * chosen}{'_dependent' * dependent}",
         CHOSEN=chosen,
+        DEPENDENT=dependent,
         KIND=kind,
         load=own.load,
         unpack=own.unpack,
@@ -96,7 +110,8 @@ def kernel(type: str, kind: str, chosen: bool) -> Any:
         packed=device_function(expand(_packed, kind, KIND=kind)),
     )
     element = _ELEMENT[kind]
-    return Kernel(expanded, f"void(uint8[::1], int64, int64, int32[::1], {element}[:,::1], int64, int64)")
+    signature = f"void(uint8[::1], int64, int64, int32[::1], {element}[:,::1], int64, int64)"
+    return Kernel(expanded, signature, dependent=dependent)
 
 
 def tile(matrix: DeviceMatrix | FloatMatrix, first: int, count: int, out: Any, stream: Any) -> None:
@@ -106,24 +121,24 @@ def tile(matrix: DeviceMatrix | FloatMatrix, first: int, count: int, out: Any, s
     if isinstance(matrix, FloatMatrix):
         out.copy_(matrix.weight[first : first + count])
     else:
-        _launch(matrix, first, None, count, out, stream)
+        _launch(matrix, first, None, count, out, stream, False)
 
 
-def rows(matrix: DeviceMatrix | FloatMatrix, ids: Any, out: Any, n: int, stream: Any) -> None:
+def rows(matrix: DeviceMatrix | FloatMatrix, ids: Any, out: Any, n: int, stream: Any, dependent: bool = False) -> None:
     """Queue the rows that the first n of int32 `ids` on the device name to `out` [n, columns]; ids go unchecked."""
     if isinstance(matrix, FloatMatrix):
         out[:n].copy_(matrix.weight.index_select(0, ids[:n]))
     else:
-        _launch(matrix, 0, ids, n, out, stream)
+        _launch(matrix, 0, ids, n, out, stream, dependent)
 
 
-def _launch(matrix: DeviceMatrix, first: int, ids: Any, count: int, out: Any, stream: Any) -> None:
+def _launch(matrix: DeviceMatrix, first: int, ids: Any, count: int, out: Any, stream: Any, dependent: bool) -> None:
     kind = devices.kind(out)
     if kind is None or tuple(out.shape) < (count, matrix.columns) or out.shape[1] != matrix.columns:
         raise BridgeError(f"{matrix.name}: out is {out.dtype} {list(out.shape)}; [{count}, {matrix.columns}] is wanted")
     if not count:
         return
-    kernel(matrix.type, kind, ids is not None).launch(
+    kernel(matrix.type, kind, ids is not None, dependent).launch(
         -(-count * matrix.units // _THREADS),
         _THREADS,
         stream,

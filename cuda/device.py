@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import os
 import sys
 from dataclasses import dataclass
 from functools import cache
@@ -21,6 +22,7 @@ from bridge.errors import BridgeError
 from bridge.runtime.operands import is_torch
 
 _OLDEST = (7, 5)  # compute capability: what CUDA 13 still compiles for
+OVERLAPPING = (9, 0)  # from which launches may begin before those before them end
 
 
 def _simulated() -> bool:
@@ -263,6 +265,18 @@ def captures() -> bool:
 def packs() -> bool:
     """Whether launches can be packed for cuda.core: not in the simulator."""
     return not _simulated()
+
+
+def overlaps(device: Device) -> bool:
+    """Whether launches may begin before those before them end, see launch.py; BRIDGE_PDL=0 says no.
+
+    Drivers before CUDA 12.3 cannot capture them, nor does an old cuda.core launch them.
+    """
+    if os.environ.get("BRIDGE_PDL") == "0" or not packs() or device.capability < OVERLAPPING:
+        return False
+    from cuda.core import LaunchConfig
+
+    return hasattr(LaunchConfig, "programmatic_stream_serialization") and tuple(_driver().get_version())[:2] >= (12, 3)
 
 
 def capturing(stream: Any) -> bool:

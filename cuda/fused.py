@@ -20,10 +20,12 @@ from typing import Any, NamedTuple
 import numpy as np
 from bridge.cuda.device import Device, view
 from bridge.cuda.intrinsics import (
+    SIGN_BITS,
     ahead_2,
     bits,
     bits_float,
     block_x,
+    device_function,
     dp4a,
     float_bits,
     fma,
@@ -38,7 +40,6 @@ from bridge.cuda.intrinsics import (
     to_half,
     xor,
 )
-from bridge.cuda.superblock import SIGN_BITS, device_function
 from bridge.cuda.unroll import expand, registers, unroll
 from numba import cuda
 

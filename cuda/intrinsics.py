@@ -10,7 +10,8 @@ Loads take an array of any element type, and an index in units of what they load
 on 256 bytes, those in shared memory (`shared_`; `put_` stores) on 16 if ALIGNED is given to them.
 `stream_` reads memory that nobody writes meanwhile and passes the L1 cache by (weights: every byte
 once); `ahead_` does so and lets the L2 cache fetch 128 bytes around (scales, of which a warp takes little at a time);
-`cached_` keeps it in L1 (activations: every row reads them); `load_` may read what the same launch writes.
+`cached_` keeps it in L1 (activations: every row reads them); `load_` may read what the same launch writes, or one
+that has not ended when it begins. `prefetch_` only asks the L2 cache for what a load would take, and gives zeros.
 
 All 32 lanes of a warp must take part in `warp_sum`, `warp_max`, `warp_any` and `mma_*`; in the simulator all threads
 of a block must, the same number of times.
@@ -26,7 +27,12 @@ From compute capability 8.0 on there are
                        of copies before it; `copies_wait` waits until all groups of the thread but the last have
                        arrived, after which a barrier shows them to the others
 
-Arrays in shared memory that `copy_16` and `copied_16` use must begin on 16 bytes: those of complex128 do.
+and from 9.0 on, where a launch may begin before the one before it has ended (see launch.py):
+
+    launch_dependents  lets the next launch begin, once all blocks of threads have said so or ended
+    launches_wait      until the launches before have ended, and what they wrote can be read
+
+Arrays in shared memory that `copy_16` fills must begin on 16 bytes: those of complex128 do.
 """
 
 from __future__ import annotations
@@ -38,7 +44,16 @@ from numba import config, cuda
 
 SIMULATED = bool(config.ENABLE_CUDASIM)  # type: ignore[attr-defined]
 _ALL_LANES = 0xFFFFFFFF
+SIGN_BITS = -0x7F7F7F80  # 0x80808080 as int32
 ALIGNED = None if SIMULATED else 16  # bytes, of cuda.shared.array; the simulator knows no such argument
+
+
+def device_function(function: Any, waits: bool = False) -> Any:
+    """A function that kernels call; in the simulator, the function itself, unless it `waits` at barriers."""
+    if SIMULATED:
+        return cuda.jit(device=True)(function) if waits else function
+    return cuda.jit(device=True, forceinline=True)(function)
+
 
 if not SIMULATED:
     from llvmlite import ir
@@ -181,20 +196,27 @@ if not SIMULATED:
 
     copies_end = _statement("cp.async.commit_group;")
     copies_wait = _statement("cp.async.wait_group 1;")
+    launch_dependents = _statement("griddepcontrol.launch_dependents;")
+    launches_wait = _statement("griddepcontrol.wait;")
 
-    @intrinsic
-    def copied_16(typingctx, array, index):
-        def lower(context, builder, signature, values):
-            place = _in_space(context, builder, signature.args[0], values[0], values[1], 3)
-            kind = ir.LiteralStructType([_INT] * 4)
-            code = "ld.shared.v4.u32 {$0, $1, $2, $3}, [$4];"
-            function = ir.InlineAsm(
-                ir.FunctionType(kind, [place.type]), code, "=r,=r,=r,=r,l,~{memory}", side_effect=True
-            )
-            loaded = builder.call(function, [place])
-            return cgutils.pack_array(builder, [builder.extract_value(loaded, k) for k in range(4)])
+    def _prefetch(count: int, nbytes: int) -> Any:
+        """An intrinsic (array, index) in units of `nbytes`, with as many zeros for a result as a load has words."""
 
-        return types.UniTuple(types.int32, 4)(array, types.int64), lower
+        def typed(typingctx, array, index):
+            result = types.int32 if count == 1 else types.UniTuple(types.int32, count)
+
+            def lower(context, builder, signature, values):
+                data = context.make_array(signature.args[0])(context, builder, values[0]).data
+                data = builder.addrspacecast(data, ir.IntType(8).as_pointer(1), "global")
+                piece = ir.ArrayType(ir.IntType(8), nbytes)
+                place = builder.gep(builder.bitcast(data, ir.PointerType(piece, addrspace=1)), values[1:])
+                function = ir.FunctionType(ir.VoidType(), [place.type])
+                builder.call(ir.InlineAsm(function, "prefetch.global.L2 [$0];", "l", side_effect=True), [place])
+                return context.get_constant_null(result)
+
+            return result(array, types.int64), lower
+
+        return intrinsic(typed)
 
     def _mma(kind: str) -> Any:
         """An intrinsic: the product of tensor cores, of halves of a kind, with sums in float32."""
@@ -315,7 +337,11 @@ if not SIMULATED:
     cached_2 = _load("ld.global.nc.u16", 1, _i)
     cached_16f = _load("ld.global.nc.v4.f32", 4, _f)
     load_16 = _load("ld.global.v4.u32", 4, _i, changing=True)
+    load_8 = _load("ld.global.v2.u32", 2, _i, changing=True)
+    load_16f = _load("ld.global.v4.f32", 4, _f, changing=True)
     load_4f = _load("ld.global.f32", 1, _f, changing=True)
+    prefetch_16, prefetch_8, prefetch_4 = _prefetch(4, 16), _prefetch(2, 8), _prefetch(1, 4)
+    prefetch_2, prefetch_1 = _prefetch(1, 2), _prefetch(1, 1)
     shared_16, shared_8, shared_4 = _shared(4), _shared(2), _shared(1)
     shared_16_further = _shared(4, further=True)
     put_16, put_4 = _put(4), _put(1)

@@ -15,8 +15,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-from bridge.cuda.intrinsics import float_bits, store_2, store_4, to_half
-from bridge.cuda.superblock import device_function
+from bridge.cuda.intrinsics import device_function, float_bits, store_2, store_4, to_half
 from bridge.cuda.unroll import expand
 
 from bridge.errors import BridgeError

@@ -16,8 +16,10 @@ from typing import Any, NamedTuple
 import numpy as np
 from bridge.cuda.attention_shape import Shape
 from bridge.cuda.intrinsics import (
+    SIGN_BITS,
     bits,
     bits_float,
+    device_function,
     fma,
     high_half,
     load_16,
@@ -32,7 +34,6 @@ from bridge.cuda.intrinsics import (
     thread_x,
     xor,
 )
-from bridge.cuda.superblock import SIGN_BITS, device_function
 from bridge.cuda.unroll import expand, gathered, registers, unroll
 
 # set by `functions`: quads (16 bytes) of a row and from one row to the next, of a tile's rows and of its steps;

@@ -6,6 +6,16 @@ captured into a CUDA graph: `warm` does it beforehand. In the simulator a kernel
 Numba compiles and loads; what it does for every launch (arguments looked at and wrapped, a grid weighed) takes 0.2 ms,
 so launches go from here to cuda.core. An array is seven or more numbers to a kernel of Numba's: `bind` packs them
 once, and of those that are elsewhere the next time `Launch.point` changes the address.
+
+A chain of short kernels waits at each end: the last blocks run alone, and a launch takes the GPU a microsecond or two.
+From compute capability 9.0 on a `dependent` kernel may be launched while the one before it runs (programmatic dependent
+launch). Such a kernel says at once that the next one may come (launch_dependents), so several may be on their way, and
+
+    every thread waits (launches_wait) before it loads or stores anything in global memory: it may only prefetch
+    so a kernel ends after all those before it, and what a wait shows is everything that came before
+    what others write is never loaded past the coherent cache (ld.global.nc): it changes while the kernel is there
+
+so that it needs to know nothing of what is launched before or behind it, be it a copy or somebody else's kernel.
 """
 
 from __future__ import annotations
@@ -30,11 +40,12 @@ class Launch:
 
     __slots__ = ("_addresses", "_arguments", "_config", "_device", "_kernel", "_start")
 
-    def __init__(self, overload: Any, grid: Any, block: Any, arguments: Sequence[Any]):
+    def __init__(self, overload: Any, grid: Any, block: Any, arguments: Sequence[Any], dependent: bool = False):
         core = _core()
         self._device = cuda.get_current_device().id
         self._kernel = overload._codelibrary.get_cufunc().kernel
-        self._config = core.LaunchConfig(grid=grid, block=block)
+        more = {"programmatic_stream_serialization": True} if dependent else {}
+        self._config = core.LaunchConfig(grid=grid, block=block, **more)
         self._start = core.launch
         self._arguments, self._addresses = _packed(overload.argument_types, arguments)
 
@@ -48,7 +59,10 @@ class Launch:
 
 
 class Kernel:
-    """A kernel of one signature and at most so many registers, for the compute capability `oldest` and newer."""
+    """A kernel of one signature and at most so many registers, for the compute capability `oldest` and newer.
+
+    `dependent`: it is launched while the one before it may run, and waits for that itself; see above.
+    """
 
     def __init__(
         self,
@@ -56,11 +70,13 @@ class Kernel:
         signature: str,
         registers: int = MAX_REGISTERS,
         oldest: tuple[int, int] = (7, 5),
+        dependent: bool = False,
     ):
         self.function = function
         self.signature = signature
         self.registers = registers
-        self.oldest = oldest
+        self.oldest = devices.OVERLAPPING if dependent else oldest
+        self.dependent = dependent
         self.name = function.__name__
         self._compiled: Any = None
         self._loaded: set[int] = set()
@@ -98,7 +114,7 @@ class Kernel:
     def bind(self, grid: Any, block: Any, stream: Any, *arguments: Any) -> Launch:
         """Pack the arguments, for a current device and not for the simulator; raises as `warm` does."""
         (overload,) = self.warm(stream).overloads.values()
-        return Launch(overload, grid, block, arguments)
+        return Launch(overload, grid, block, arguments, self.dependent)
 
     def launch(self, grid: Any, block: Any, stream: Any, *arguments: Any) -> None:
         """Queue it on a stream."""

@@ -5,20 +5,10 @@ A warp takes `rows` rows (x is loaded once for them) and walks along them, each 
 rows, then the arithmetic, then shuffles add up the lanes. Of five to eight columns of x, lanes 0..15 take one half and
 lanes 16..31 the other, and both the same 16 units: sums of more than four for two rows do not fit into registers.
 
-The floor is bytes over bandwidth: 8192 x 28672 in Q4_K are 132 MB, 30 us at the 4.4 TB/s that an H200 reads. To come
-near it:
-
-    bytes in flight   Little's law: 4.4 TB/s times 0.8 us under load are 3.5 MB, 27 KB for each of 132
-                      multiprocessors, 40 with room. 32 warps (64 registers) that wait for 2 rows x 1 unit of Q4_K,
-                      1152 bytes, make 37 KB; x 2 units 74 KB. So two units where a row has at least four times that
-    warps             what fits at once is one wave: 4224 warps. With fewer, rows are split: 2048 pairs of rows of
-                      4096 x 14336 become 4096 warps of half a row
-    clocks            At 4.4 TB/s and 1.75 GHz a multiprocessor reads 19 bytes a clock. In a clock it issues 4
-                      instructions of a warp, no more than 2 of them to the integer units and 2 to the multipliers of
-                      integers, and moves 128 bytes from L1 to registers: 512 of x take 4 clocks, two rows halve it
-
-What 2048 weights (two rows) take of these, in clocks, counted in the machine code for 9.0; the largest but for memory,
-which is to be hidden behind it, is what stands beside it:
+At 4.4 TB/s and 1.75 GHz one of 132 multiprocessors reads 19 bytes a clock. In a clock it issues 4 instructions of a
+warp, no more than 2 of them to the integer units and 2 to the multipliers of integers, and moves 128 bytes from L1 to
+registers: 512 of x take 4 clocks, two rows halve it. What 2048 weights (two rows) take of these, in clocks, counted in
+the machine code for 9.0; the largest but for memory, which is to be hidden behind it, is what stands beside it:
 
              int8:  1 column       4 columns      8 columns       f32:  1 column       4 columns      8 columns
            memory   issue          issue    L1    issue    L1           issue          issue    L1    issue    L1
@@ -39,7 +29,7 @@ In a decoder's step (products.py) a product can do what stands before it and beh
                them, times `gain` where they are to be normalized first, and stores the sum of their squares
     normed     y times 1 / sqrt(mean of squares + eps), of such sums: the records were made before they were known
 
-This is reasoning, no measurement: scripts/gpu_check.py times `configurations` where there is a GPU.
+This is reasoning, no measurement. How many rows, units and warps: matvec_shape.py.
 """
 
 from __future__ import annotations
@@ -47,7 +37,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from bridge.cuda.activations import FLOAT_RECORD, FLOAT_TILE, RECORD, TILE, Records, store, store_exact
@@ -59,12 +49,18 @@ from bridge.cuda.intrinsics import (
     cached_16,
     cached_16f,
     half_warp_sum,
+    launch_dependents,
+    launches_wait,
+    load_8,
+    load_16,
+    load_16f,
     mad,
     thread_x,
     thread_y,
     warp_sum,
 )
 from bridge.cuda.matrix import DeviceMatrix
+from bridge.cuda.matvec_shape import COLUMNS_OF_A_LANE, Configuration, configuration
 from bridge.cuda.superblock import functions
 from bridge.cuda.unroll import expand, registers, unroll
 from numba import cuda
@@ -76,9 +72,10 @@ if TYPE_CHECKING:
 
 # set per kernel by `expand`
 ROWS = UNITS = SPLIT = SPLIT_LOG = WARPS = COLUMNS = TOKENS = LANES = LANES_LOG = 0
-EXACT = ACCUMULATE = BIAS = SILU = FACTORED = NORMED = RECORDED = GAIN = False
+EXACT = ACCUMULATE = BIAS = SILU = FACTORED = NORMED = RECORDED = GAIN = DEPENDENT = False
 MADE = 0  # values that a block of threads makes
 load: Any = None
+prefetch: Any = None
 unpack: Any = None
 integer: Any = None
 line: Any = None
@@ -87,19 +84,6 @@ factor: Any = None
 put: Any = None
 int32 = np.int32
 float32 = np.float32
-
-
-_COLUMNS = 4  # columns a lane takes; of more, each half of a warp takes one half
-_WARPS_AT_ONCE = 32  # warps of 64 registers that a multiprocessor runs at once
-
-
-class Configuration(NamedTuple):
-    """How a kernel shares the work; see above. `warps` are those of a block."""
-
-    rows: int
-    units: int
-    split: int
-    warps: int
 
 
 def _product(weights, sixteenth, x, y, bias, rows, units, sums, eps, counters, gain, squares, made):
@@ -118,6 +102,13 @@ def _product(weights, sixteenth, x, y, bias, rows, units, sums, eps, counters, g
     unit = registers()
     weight = registers()
     begin = mad(bits(warp, 0, SPLIT - 1), LANES * UNITS, 0)
+    if DEPENDENT:
+        launch_dependents()
+        if begin < end:
+            for u in unroll(UNITS):
+                for r in unroll(ROWS):
+                    prefetch(weights, sixteenth, mad(end, r, int32(base + begin + LANES * u)))
+        launches_wait()
     while begin < end:
         for u in unroll(UNITS):
             for r in unroll(ROWS):
@@ -229,41 +220,11 @@ def _product(weights, sixteenth, x, y, bias, rows, units, sums, eps, counters, g
             put(value, group, 0, made)
 
 
-def configuration(matrix: DeviceMatrix, n: int, exact: bool = False) -> Configuration:
-    """The one that products of n columns use; see above."""
-    rows = 2
-    units = 2 if n == 1 and not exact and matrix.units % 64 == 0 and matrix.units >= 256 else 1
-    wanted = _WARPS_AT_ONCE * matrix.device.multiprocessors
-    split = 1
-    while (
-        split < _most_split(n) and matrix.rows // rows * split < wanted * 3 // 4 and matrix.units >= 64 * units * split
-    ):
-        split *= 2
-    return Configuration(rows, units, split, 4)
-
-
-def _most_split(n: int) -> int:
-    """Warps that may share rows; with more, some kernels of several columns run out of registers."""
-    return 4 if n == 1 else 2
-
-
-def configurations(matrix: DeviceMatrix, n: int, exact: bool = False) -> list[Configuration]:
-    """All that may be tried for n columns, the one in use first: `launch(..., shape=)` takes them, to be timed."""
-    chosen = configuration(matrix, n, exact)
-    tried = [
-        Configuration(rows, units, split, warps)
-        for rows in ((2, 1, 4) if n == 1 else (2, 1))
-        for units in ((1, 2, 4) if n == 1 else (1,))
-        for split, warps in ((1, 4), (2, 4), (4, 4), (1, 8), (1, 2))
-        if split <= _most_split(n) and rows * units <= 4 and 32 * units * split <= max(32, matrix.units)
-    ]
-    return [chosen, *(shape for shape in tried if shape != chosen)]
-
-
 @cache
-def kernel(type: str, n: int, shape: Configuration, exact: bool, epilogue: str) -> Any:
+def kernel(type: str, n: int, shape: Configuration, exact: bool, epilogue: str, dependent: bool = False) -> Any:
     """The kernel of a type for n columns; `epilogue` is "", or names: "bias" and "accumulate", or "silu"; for one
-    column "normed", and "recorded" or "recorded_gain" besides."""
+    column "normed", and "recorded" or "recorded_gain" besides. A `dependent` one (launch.py) fetches the first weights
+    into the L2 cache while it waits."""
     from bridge.cuda.launch import Kernel
 
     if epilogue == "silu" and shape.rows % 2:
@@ -273,19 +234,23 @@ def kernel(type: str, n: int, shape: Configuration, exact: bool, epilogue: str) 
         raise BridgeError(f"{type}: {n} columns, {shape} and records of 32 rows do not go together")
     own = functions(type)
     suffix = f"{type}_{n}_{'f32' if exact else 'int8'}_{'_'.join(map(str, shape))}{epilogue and '_'}{epilogue}"
+    suffix += "_dependent" * dependent
+    # what the launch before makes is not constant while a dependent kernel is there
+    x = {"cached_8": load_8, "cached_16": load_16, "cached_16f": load_16f} if dependent else {}
     expanded = expand(
         _product,
         suffix,
         without=() if fused else ("sums", "eps", "counters", "gain", "squares", "made"),
+        DEPENDENT=dependent,
         NORMED="normed" in epilogue,
         RECORDED="recorded" in epilogue,
         GAIN="gain" in epilogue,
         MADE=shape.warps // shape.split * shape.rows >> ("silu" in epilogue),
         put=store_exact if exact else store,
         COLUMNS=n,
-        TOKENS=n if n <= _COLUMNS else (n + 1) // 2,
-        LANES=32 if n <= _COLUMNS else 16,
-        LANES_LOG=5 if n <= _COLUMNS else 4,
+        TOKENS=n if n <= COLUMNS_OF_A_LANE else (n + 1) // 2,
+        LANES=32 if n <= COLUMNS_OF_A_LANE else 16,
+        LANES_LOG=5 if n <= COLUMNS_OF_A_LANE else 4,
         ROWS=shape.rows,
         UNITS=shape.units,
         SPLIT=shape.split,
@@ -297,14 +262,17 @@ def kernel(type: str, n: int, shape: Configuration, exact: bool, epilogue: str) 
         SILU="silu" in epilogue,
         FACTORED=own.layout.factored,
         load=own.load,
+        prefetch=own.prefetch,
         unpack=own.unpack,
         integer=own.integer,
         line=own.line,
         lifted=own.lifted,
         factor=own.factor,
+        **x,
     )
     more = ", float32[::1], float32, int32[::1], float32[::1], float32[::1], uint8[::1]" if fused else ""
-    return Kernel(expanded, f"void(uint8[::1], int64, uint8[::1], float32[:,::1], float32[::1], int64, int64{more})")
+    signature = f"void(uint8[::1], int64, uint8[::1], float32[:,::1], float32[::1], int64, int64{more})"
+    return Kernel(expanded, signature, dependent=dependent)
 
 
 @dataclass(frozen=True)
@@ -340,13 +308,15 @@ def launch(
     shape: Configuration | None = None,
     normed: Normed | None = None,
     recorded: Recorded | None = None,
+    dependent: bool = False,
 ) -> None:
     """Queue y = W x for the first n columns of the records; y float32 [n, rows], contiguous, on the device.
 
     `accumulate` adds to what is in y, `bias` float32 [rows] is added to every column; the others are for one column.
+    `dependent`: it may begin while the launch before it ends (launch.py).
     """
     epilogue = "_".join(name for name, wanted in (("bias", bias is not None), ("accumulate", accumulate)) if wanted)
-    kernel, *arguments = _launch(matrix, records, y, n, stream, bias, epilogue, shape, normed, recorded)
+    kernel, *arguments = _launch(matrix, records, y, n, stream, bias, epilogue, shape, normed, recorded, dependent)
     kernel.launch(*arguments)
 
 
@@ -366,13 +336,16 @@ def launch_silu(
     shape: Configuration | None = None,
     normed: Normed | None = None,
     recorded: Recorded | None = None,
+    dependent: bool = False,
 ) -> None:
     """Queue y[r] = silu(gate r . x) * (up r . x), the matrix uploaded with interleave; y float32 [n, rows/2]."""
-    kernel, *arguments = _launch(matrix, records, y, n, stream, None, "silu", shape, normed, recorded)
+    kernel, *arguments = _launch(matrix, records, y, n, stream, None, "silu", shape, normed, recorded, dependent)
     kernel.launch(*arguments)
 
 
-def _launch(matrix, records, y, n, stream, bias, epilogue, shape, normed=None, recorded=None) -> tuple[Any, ...]:
+def _launch(
+    matrix, records, y, n, stream, bias, epilogue, shape, normed=None, recorded=None, dependent=False
+) -> tuple[Any, ...]:
     """A kernel, and the arguments of its `launch`."""
     if records.columns != matrix.columns or not 1 <= n <= records.max_n:
         raise BridgeError(
@@ -397,7 +370,7 @@ def _launch(matrix, records, y, n, stream, bias, epilogue, shape, normed=None, r
             more += recorded.counters, *gain, recorded.made.buffer
         epilogue = "_".join(names)
     return (
-        kernel(matrix.type, n, shape, records.exact, epilogue),
+        kernel(matrix.type, n, shape, records.exact, epilogue, dependent),
         grid,
         (32, shape.warps),
         stream,

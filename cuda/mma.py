@@ -46,7 +46,6 @@ from bridge.cuda.intrinsics import (
     bits,
     block_x,
     block_y,
-    copied_16,
     copies_end,
     copies_wait,
     copy_16,
@@ -56,6 +55,7 @@ from bridge.cuda.intrinsics import (
     or_,
     pack_bf16,
     pack_f16,
+    shared_16_further,
     shl,
     thread_x,
     thread_y,
@@ -177,7 +177,7 @@ def _product(weights, sixteenth, x, scale, y, bias, rows, units, tokens, per):
                     a[i, 2 + r] = pack(quad[2], quad[3])
             here = mad(xor(place, 4 * ORDER[j]), 1, buffer)
             for m in unroll(TILES):
-                b = copied_16(tile, here + 128 * m)  # in 64 bits, so that the sum becomes part of the instruction
+                b = shared_16_further(tile, here, 128 * m)
                 total[m] = mma(total[m], a[0, 0], a[0, 1], a[0, 2], a[0, 3], b[0], b[1])
                 total[m] = mma(total[m], a[1, 0], a[1, 1], a[1, 2], a[1, 3], b[2], b[3])
         for r in unroll(2):

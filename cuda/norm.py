@@ -15,13 +15,14 @@ from typing import Any
 
 import numpy as np
 from bridge.cuda.activations import store, store_exact
-from bridge.cuda.intrinsics import warp_sum
+from bridge.cuda.intrinsics import launch_dependents, launches_wait, warp_sum
 from bridge.cuda.launch import Kernel
 from bridge.cuda.unroll import expand, unroll
 from numba import cuda
 
 # set per kernel by `expand`
 HIDDEN = BLOCK = WARPS = ROUNDS = 0
+DEPENDENT = False
 put: Any = None
 
 float32 = np.float32
@@ -35,6 +36,9 @@ def norm_threads(hidden: int) -> int:
 
 
 def _norm(x, weight, y, records, eps):
+    if DEPENDENT:
+        launch_dependents()
+        launches_wait()
     thread = int32(cuda.threadIdx.x)
     warp = thread >> 5
     lane = thread & 31
@@ -58,6 +62,9 @@ def _norm(x, weight, y, records, eps):
 
 
 def _silu(gate_up, y, records, inner):
+    if DEPENDENT:
+        launch_dependents()
+        launches_wait()
     thread = int32(cuda.threadIdx.x)
     i = min(int32(cuda.blockIdx.x) * BLOCK + (thread & -32), inner - 32) + (thread & 31)
     gate = gate_up[i]
@@ -67,26 +74,34 @@ def _silu(gate_up, y, records, inner):
 
 
 @cache
-def norm_kernel(hidden: int, exact: bool) -> Kernel:
+def norm_kernel(hidden: int, exact: bool, dependent: bool = False) -> Kernel:
     """norm(x, weight, y, records, eps): x f32 [hidden] -> y and its records. One block; hidden a multiple of 32."""
     block = norm_threads(hidden)
     function = expand(
         _norm,
-        f"{hidden}_{int(exact)}",
+        f"{hidden}_{int(exact)}{'_dependent' * dependent}",
         HIDDEN=hidden,
         BLOCK=block,
         WARPS=block // 32,
         ROUNDS=-(-hidden // block),
+        DEPENDENT=dependent,
         put=store_exact if exact else store,
     )
-    return Kernel(function, "void(float32[::1], float32[::1], float32[::1], uint8[::1], float32)")
+    signature = "void(float32[::1], float32[::1], float32[::1], uint8[::1], float32)"
+    return Kernel(function, signature, dependent=dependent)
 
 
 @cache
-def silu_kernel(exact: bool) -> Kernel:
+def silu_kernel(exact: bool, dependent: bool = False) -> Kernel:
     """silu(gate_up, y, records, inner): f32 [2 * inner], gate first -> y and its records; inner a multiple of 32."""
-    function = expand(_silu, str(int(exact)), BLOCK=32 * _SILU_WARPS, put=store_exact if exact else store)
-    return Kernel(function, "void(float32[::1], float32[::1], uint8[::1], int32)")
+    function = expand(
+        _silu,
+        f"{int(exact)}{'_dependent' * dependent}",
+        BLOCK=32 * _SILU_WARPS,
+        DEPENDENT=dependent,
+        put=store_exact if exact else store,
+    )
+    return Kernel(function, "void(float32[::1], float32[::1], uint8[::1], int32)", dependent=dependent)
 
 
 def silu_grid(inner: int) -> tuple[int, int]:

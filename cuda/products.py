@@ -52,9 +52,9 @@ class Vector:
         self.records = Records(columns, 1, device, precision)
         self._row = view(self.floats.reshape(1, -1))
 
-    def quantize(self) -> None:
+    def quantize(self, dependent: bool = False) -> None:
         """Make the records of the floats."""
-        self.records.quantize(self._row, 1, self.records.device.stream())
+        self.records.quantize(self._row, 1, self.records.device.stream(), dependent)
 
 
 class Stack:
@@ -94,9 +94,11 @@ class Stack:
         accumulate: bool = False,
         normed: Normed | None = None,
         recorded: Recorded | None = None,
+        dependent: bool = False,
     ) -> list[Launch]:
-        """What computes y (f32 [rows]) = or += W x for one token; see matvec.py for the last two."""
-        return [self._bound(first, matrix, x, y, accumulate, normed, recorded) for first, matrix in self.parts]
+        """What computes y (f32 [rows]) = or += W x for one token; see matvec.py for the last three."""
+        more = normed, recorded, dependent
+        return [self._bound(first, matrix, x, y, accumulate, *more) for first, matrix in self.parts]
 
     def _bound(
         self,
@@ -107,6 +109,7 @@ class Stack:
         accumulate: bool,
         normed: Normed | None,
         recorded: Recorded | None,
+        dependent: bool,
     ) -> Launch:
         out = y[first : first + matrix.rows]
         bias = None if self.bias is None else self.bias[first : first + matrix.rows]
@@ -123,7 +126,7 @@ class Stack:
 
         def launch() -> None:
             stream = self.multiplier.device.stream()
-            matvec.launch(matrix, x.records, rows, 1, stream, accumulate, offset, None, normed, recorded)
+            matvec.launch(matrix, x.records, rows, 1, stream, accumulate, offset, None, normed, recorded, dependent)
 
         return launch
 
@@ -155,8 +158,8 @@ class Gated:
         """Whether its launches can be given what stands before the product."""
         return self.fused or self.stack.fuses
 
-    def bind(self, x: Vector, y: Vector, normed: Normed | None = None) -> list[Launch]:
-        """What computes y and its records for one token; see matvec.py for `normed`."""
+    def bind(self, x: Vector, y: Vector, normed: Normed | None = None, dependent: bool = False) -> list[Launch]:
+        """What computes y and its records for one token; see matvec.py for `normed` and `dependent`."""
         device = self.multiplier.device
         if self.fused:
             import torch
@@ -165,14 +168,15 @@ class Gated:
             recorded = Recorded(y.records, view(zeros(device, self.inner // 32, torch.int32)))
 
             def launch() -> None:
-                matvec.launch_silu(self.matrix, x.records, out, 1, device.stream(), None, normed, recorded)
+                matvec.launch_silu(self.matrix, x.records, out, 1, device.stream(), None, normed, recorded, dependent)
 
             return [launch]
         both = zeros(device, 2 * self.inner)
-        kernel = silu_kernel(self.multiplier.precision == "f32")
+        kernel = silu_kernel(self.multiplier.precision == "f32", dependent)
         arguments = view(both), view(y.floats), y.records.buffer, np.int32(self.inner)
         grid = silu_grid(self.inner)
-        return [*self.stack.bind(x, both, normed=normed), lambda: kernel.launch(*grid, device.stream(), *arguments)]
+        products = self.stack.bind(x, both, normed=normed, dependent=dependent)
+        return [*products, lambda: kernel.launch(*grid, device.stream(), *arguments)]
 
     def multiply(self, x: Any) -> Any:
         """x f32 [n, columns] -> f32 [n, inner]."""

@@ -14,10 +14,12 @@ numbers come from the host's generator, so that equal logits and seeds give equa
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from functools import cache
 
 import numpy as np
 from bridge.cuda.attention import POSITION, STEP, TOKEN
+from bridge.cuda.intrinsics import launch_dependents, launches_wait
 from bridge.cuda.launch import Kernel
 from bridge.cuda.unroll import expand
 from numba import cuda
@@ -30,6 +32,7 @@ DRAW_THREADS = 256
 
 # set per kernel by `expand`
 THREADS = 0
+DEPENDENT = False
 
 float32 = np.float32
 float64 = np.float64
@@ -76,6 +79,9 @@ shared_sums = cuda.jit(device=True)(_shared_sums)
 
 
 def _greedy(logits, vocab, tops, places, counter, state, made):
+    if DEPENDENT:
+        launch_dependents()
+        launches_wait()
     top = cuda.shared.array(THREADS, float32)
     place = cuda.shared.array(THREADS, int32)
     flag = cuda.shared.array(1, int32)
@@ -110,6 +116,9 @@ def _greedy(logits, vocab, tops, places, counter, state, made):
 
 
 def _draw(scores, tokens, count, how, uniform, state, made):
+    if DEPENDENT:
+        launch_dependents()
+        launches_wait()
     sums = cuda.shared.array(THREADS, float64)
     found = cuda.shared.array(1, int32)
     thread = int32(cuda.threadIdx.x)
@@ -164,16 +173,21 @@ def greedy_blocks(vocab: int) -> int:
 
 
 @cache
-def greedy_kernel(threads: int) -> Kernel:
+def greedy_kernel(threads: int, dependent: bool = False) -> Kernel:
     """greedy(logits f32 [vocab], vocab, tops f32 and places int32, a word per block, counter int32 [1], 0 before and
     after, state, made)."""
     words = "int32[::1]"
     signature = f"void(float32[::1], int32, float32[::1], {words}, {words}, {words}, {words})"
-    return Kernel(expand(_greedy, str(threads), THREADS=threads), signature)
+    return _kernel(_greedy, threads, signature, dependent)
 
 
 @cache
-def draw_kernel(threads: int) -> Kernel:
+def draw_kernel(threads: int, dependent: bool = False) -> Kernel:
     """draw(scores f32 [count], descending, tokens int64, count, how f64 [3], uniform f64 [steps], state, made)."""
     signature = "void(float32[::1], int64[::1], int32, float64[::1], float64[::1], int32[::1], int32[::1])"
-    return Kernel(expand(_draw, str(threads), THREADS=threads), signature)
+    return _kernel(_draw, threads, signature, dependent)
+
+
+def _kernel(function: Callable[..., None], threads: int, signature: str, dependent: bool) -> Kernel:
+    name = f"{threads}{'_dependent' * dependent}"
+    return Kernel(expand(function, name, THREADS=threads, DEPENDENT=dependent), signature, dependent=dependent)

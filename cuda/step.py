@@ -12,12 +12,15 @@ They are 5 a layer where all its matrices are of one type, and nothing in them d
         x += W_down ..., as W_o
     logits = W_output norm(x);  state[TOKEN] = the next token                   sampling.py
 
+From compute capability 9.0 on each may begin while the one before it ends: see launch.py.
+
 A norm has a launch of its own where torch multiplies with what comes of it, or with what comes before it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -41,9 +44,13 @@ class Step:
     """`launches`, all but the sampling, and what they work on: `state` (see attention.py), `logits` f32 [vocab], and
     `made` int32 [context + 1], the tokens drawn so far."""
 
-    def __init__(self, weights: DeviceWeights, c: DecoderConfig, cache: KVCache, device: Device, precision: str):
+    def __init__(
+        self, weights: DeviceWeights, c: DecoderConfig, cache: KVCache, device: Device, precision: str, dependent: bool
+    ):
+        """`dependent`: launches may begin while the one before them ends (launch.py)."""
         import torch
 
+        self.dependent = dependent
         self.config, self.weights, self.cache = c, weights, cache
         self.device, self.precision = device, precision
         self.vocab = weights.output.rows
@@ -70,32 +77,32 @@ class Step:
         program.append(self._norm(layers[0].attn_norm if layers else self.weights.output_norm))
         normed = None
         for i, layer in enumerate(layers):
-            program += layer.qkv.bind(self.normed, qkv, normed=normed)
+            program += layer.qkv.bind(self.normed, qkv, normed=normed, dependent=self.dependent)
             program += attention(i, layer)
             added, normed = self._added(layer.o, self.attended, layer.ffn_norm, layer.gated)
-            program += added + layer.gated.bind(self.normed, self.activated, normed)
+            program += added + layer.gated.bind(self.normed, self.activated, normed, self.dependent)
             last = i + 1 == len(layers)
             weight = self.weights.output_norm if last else layers[i + 1].attn_norm
             added, normed = self._added(
                 layer.down, self.activated, weight, self.weights.output if last else layers[i + 1].qkv
             )
             program += added
-        return program + self.weights.output.bind(self.normed, self.logits, normed=normed)
+        return program + self.weights.output.bind(self.normed, self.logits, normed=normed, dependent=self.dependent)
 
     def _added(self, matrix: Stack, x: Vector, weight: Any, then: Stack | Gated) -> tuple[list[Launch], Normed | None]:
         """x += W x' with the norm that follows: what `then` multiplies, and what it has yet to be divided by."""
         if not (matrix.records and then.fuses):
-            return [*matrix.bind(x, self.x, accumulate=True), self._norm(weight)], None
+            return [*matrix.bind(x, self.x, accumulate=True, dependent=self.dependent), self._norm(weight)], None
         recorded = Recorded(self.normed.records, self._counters, view(weight), self._squares)
-        added = matrix.bind(x, self.x, accumulate=True, recorded=recorded)
+        added = matrix.bind(x, self.x, accumulate=True, recorded=recorded, dependent=self.dependent)
         return added, Normed(self._squares, self.config.norm_eps)
 
     def _embed(self) -> Launch:
         ids, out = self.state[attn.TOKEN : attn.TOKEN + 1], self.x.reshape(1, -1)
-        return lambda: rows(self.weights.embedding, ids, out, 1, self.device.stream())
+        return lambda: rows(self.weights.embedding, ids, out, 1, self.device.stream(), self.dependent)
 
     def _norm(self, weight: Any) -> Launch:
-        kernel = norm_kernel(self.config.hidden, self.precision == "f32")
+        kernel = norm_kernel(self.config.hidden, self.precision == "f32", self.dependent)
         arguments = [view(t) for t in (self.x, weight, self.normed.floats)]
         eps, threads = np.float32(self.config.norm_eps), norm_threads(self.config.hidden)
         return lambda: kernel.launch(1, threads, self.device.stream(), *arguments, self.normed.records.buffer, eps)
@@ -113,13 +120,14 @@ class Step:
         shared = [view(t) for t in (self.state, parts, sums, counters, self.attended.floats)]
         angles = [view(self.weights.cos.reshape(-1)), view(self.weights.sin.reshape(-1))]
         vector, records = view(qkv), self.attended.records.buffer
+        quantize = partial(self.attended.quantize, self.dependent)
         grid, threads = (c.kv_heads, blocks), shape(self.cache.form, group).threads
         numbers = np.int32(self.cache.rows), np.float32(c.norm_eps), np.float32(c.attention_scale)
 
         def launches(index: int, layer: DeviceLayer) -> list[Launch]:
             normed = layer.q_norm is not None
             exact, kind = self.precision == "f32", self.cache.form.kind
-            kernel = attn.kernel(c.head_dim, group, c.rotated, c.neighbours, normed, exact, kind)
+            kernel = attn.kernel(c.head_dim, group, c.rotated, c.neighbours, normed, exact, kind, self.dependent)
             norms = [view(n) if normed else angles[0] for n in (layer.q_norm, layer.k_norm)]
             cache = [view(t[index]) for t in (self.cache.keys, self.cache.values)]
             arguments = [vector, *norms, *angles, *cache, *shared, records, *numbers]
@@ -127,7 +135,7 @@ class Step:
             def run() -> None:
                 kernel.launch(grid, threads, device.stream(), *arguments)
 
-            return [run] if attn.recorded(c.head_dim) else [run, self.attended.quantize]
+            return [run] if attn.recorded(c.head_dim) else [run, quantize]
 
         return launches
 
@@ -141,11 +149,11 @@ class Step:
             blocks = sampling.greedy_blocks(self.vocab)
             best = [zeros(device, blocks), zeros(device, blocks, torch.int32), zeros(device, 1, torch.int32)]
             arguments = [view(self.logits), np.int32(self.vocab), *(view(t) for t in best), state, made]
-            greedy = sampling.greedy_kernel(sampling.GREEDY_THREADS)
+            greedy = sampling.greedy_kernel(sampling.GREEDY_THREADS, self.dependent)
             return [lambda: greedy.launch(blocks, sampling.GREEDY_THREADS, device.stream(), *arguments)]
         scores, tokens = chosen = zeros(device, count), zeros(device, count, torch.int64)
         arguments = [view(scores), view(tokens), np.int32(count), view(self.how), view(self.uniform), state, made]
-        draw = sampling.draw_kernel(sampling.DRAW_THREADS)
+        draw = sampling.draw_kernel(sampling.DRAW_THREADS, self.dependent)
 
         def sort() -> None:
             if count < self.vocab:

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 from bridge.cuda import scales, tables
 from bridge.cuda.intrinsics import (
-    SIMULATED,
+    SIGN_BITS,
     ahead_1,
     ahead_2,
     ahead_4,
@@ -30,6 +30,7 @@ from bridge.cuda.intrinsics import (
     cached_2,
     cached_4,
     cached_16,
+    device_function,
     dp2a,
     dp4a,
     fma,
@@ -37,6 +38,11 @@ from bridge.cuda.intrinsics import (
     low_half,
     mad,
     or_,
+    prefetch_1,
+    prefetch_2,
+    prefetch_4,
+    prefetch_8,
+    prefetch_16,
     prmt,
     shl,
     signed_byte,
@@ -48,11 +54,8 @@ from bridge.cuda.intrinsics import (
 )
 from bridge.cuda.layout import THIRD_BIT, Layout
 from bridge.cuda.unroll import expand, gathered, registers, unroll
-from numba import cuda
 
 from bridge.blocks import TYPES
-
-SIGN_BITS = -0x7F7F7F80  # 0x80808080 as int32
 
 # set per type by `expand`; tuples have one entry a piece or plane
 PIECES = PLANES = CODE_WORDS = HELD = BLOCK_LOG = WORD = 0
@@ -329,18 +332,13 @@ def _constants(layout: Layout) -> dict[str, Any]:
     }
 
 
-def device_function(function: Any) -> Any:
-    """A function that kernels call; in the simulator, the function itself."""
-    return function if SIMULATED else cuda.jit(device=True, forceinline=True)(function)
-
-
 @dataclass(frozen=True)
 class Functions:
     """A type's functions on the device; `floats` and `lifted` have one for each word of a unit.
 
     `load_rows` is `load` for a warp whose lanes take few units of many rows: the L2 cache fetches 128 bytes around the
     codes, and what is less than 8 bytes of a unit stays in L1. The weights of `line_exact` and `lifted_exact` are those
-    of `floats`, to the bit but for the sign of 0.
+    of `floats`, to the bit but for the sign of 0. `prefetch` asks the L2 cache for what `load` takes.
     """
 
     layout: Layout
@@ -354,6 +352,7 @@ class Functions:
     load_rows: Any
     line_exact: Any
     lifted_exact: tuple[Any, ...]
+    prefetch: Any
 
 
 @cache
@@ -391,4 +390,6 @@ def functions(name: str) -> Functions:
              ahead_4=cached_4, ahead_2=cached_2),
         make(_line, "_exact", EXACT=True),
         tuple(make(_lifted, f"_{i}_exact", WORD=i, put_high=put_high[i], EXACT=True) for i in range(8)),
+        make(_load, "_prefetch", stream_16=prefetch_16, stream_8=prefetch_8, stream_4=prefetch_4, ahead_16=prefetch_16,
+             ahead_4=prefetch_4, ahead_2=prefetch_2, ahead_1=prefetch_1),
     )  # fmt: skip

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from typing import Any
 from weakref import WeakValueDictionary
 
-from bridge.cuda import dequantize, matvec
+from bridge.cuda import dequantize, matvec_shape
 from bridge.cuda import device as devices
 from bridge.cuda.activations import COLUMNS
 from bridge.cuda.floats import KINDS, FloatMatrix
@@ -76,7 +76,7 @@ class CudaTensor:
         """The kernel of a product with one vector, for instance "cuda/q4_k, 2 rows a warp"."""
         if isinstance(self.matrix, FloatMatrix):
             return f"{self.matrix.weight.dtype} product"
-        shape = matvec.configuration(self.matrix, 1)
+        shape = matvec_shape.configuration(self.matrix, 1)
         shared = f", {shape.split} warps a row" if shape.split > 1 else ""
         return f"cuda/{self.type.lower()}, {shape.rows} rows a warp{shared}"
 

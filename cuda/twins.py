@@ -169,12 +169,12 @@ def round_even(value):
     return np.int32(0 if np.isnan(value) else np.clip(np.rint(np.float64(value)), -(2.0**31), 2.0**31 - 1))
 
 
-stream_16 = ahead_16 = cached_16 = load_16 = shared_16 = copied_16 = _loader(np.int32, 4)
-stream_8 = ahead_8 = cached_8 = shared_8 = _loader(np.int32, 2)
+stream_16 = ahead_16 = cached_16 = load_16 = shared_16 = _loader(np.int32, 4)
+stream_8 = ahead_8 = cached_8 = load_8 = shared_8 = _loader(np.int32, 2)
 stream_4 = ahead_4 = cached_4 = shared_4 = _loader(np.int32, 1)
 ahead_2 = cached_2 = _loader(np.uint16, 1)
 ahead_1 = _loader(np.uint8, 1)
-cached_16f = _loader(np.float32, 4)
+cached_16f = load_16f = _loader(np.float32, 4)
 load_4f = _loader(np.float32, 1)
 store_4 = put_4 = _storer(np.uint32, 0xFFFFFFFF)
 store_2 = _storer(np.uint16, 0xFFFF)
@@ -186,24 +186,32 @@ def shared_16_further(array, index, more):
     return shared_16(array, int(index) + int(more))
 
 
-def _exchange(value: Any) -> tuple[int, list[Any]]:
-    """This thread's lane, and what all lanes of its warp gave."""
+def _exchange(value: Any, make: Callable[[list[Any]], Any] = list) -> tuple[int, Any]:
+    """This thread's lane, and what is made of all that the lanes of its warp gave: once, by the first to come by."""
     thread = _thread()
-    given = thread._manager.__dict__.setdefault("given", {})
+    thread.exchanges = getattr(thread, "exchanges", 0) + 1
+    # two places in turn: who gives something the next time but one has seen all threads come to the next time
+    given = thread._manager.__dict__.setdefault(f"given_{thread.exchanges % 2}", {})
     given[thread.thread_id] = value
     thread.syncthreads()
     first = thread.thread_id // 32 * 32
-    warp = [given[i] for i in range(first, first + 32)]
-    thread.syncthreads()
-    return thread.thread_id % 32, warp
+    made = thread._manager.__dict__.setdefault("made", {})
+    key = first, thread.exchanges
+    if key not in made:
+        made[key] = make([given[i] for i in range(first, first + 32)])
+    return thread.thread_id % 32, made[key]
 
 
 def _butterfly(value: Any, masks: tuple[int, ...], combine: Callable[..., Any]) -> Any:
     """Combined in the order of the shuffles, so that rounding is theirs."""
-    lane, warp = _exchange(value)
-    values = np.array(warp)
-    for mask in masks:
-        values = combine(values, values[np.arange(32) ^ mask])
+
+    def combined(warp: list[Any]) -> np.ndarray:
+        values = np.array(warp)
+        for mask in masks:
+            values = combine(values, values[np.arange(32) ^ mask])
+        return values
+
+    lane, values = _exchange(value, combined)
     return values[lane]
 
 
@@ -220,7 +228,7 @@ def warp_max(value):
 
 
 def warp_any(condition):
-    return any(_exchange(condition)[1])
+    return _exchange(condition, any)[1]
 
 
 def other_half(value):
@@ -238,6 +246,29 @@ def copies_end():
 
 def copies_wait():
     pass
+
+
+def launch_dependents():
+    pass
+
+
+def launches_wait():
+    pass
+
+
+def prefetch_1(array, index):
+    return np.int32(0)
+
+
+prefetch_2 = prefetch_4 = prefetch_1
+
+
+def prefetch_8(array, index):
+    return (np.int32(0),) * 2
+
+
+def prefetch_16(array, index):
+    return (np.int32(0),) * 4
 
 
 def _mma(kind: Any) -> Callable[..., Any]:

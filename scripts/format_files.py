@@ -9,6 +9,7 @@ from typing import Any
 import gguf
 
 import bridge
+from bridge.budget import Budget
 from bridge.calibration import Calibration
 from bridge.progress import Bar
 from bridge.quantizing import quantize_checkpoint
@@ -17,7 +18,9 @@ from scripts.peers import llama_quantizer
 
 PRESETS = ("Q8_0", "Q5_K_M", "Q4_K_M", "Q3_K_M", "Q2_K")
 GRIDS = ("Q4_K", "Q3_K", "Q2_K")
+BITS = 4.0  # a weight, of the size budget
 LLAMA_CPP = "llama.cpp's quantizer, imatrix"
+OWN = "gguf-bridge quantize"
 
 Make = Callable[[Path], str | None] | Path  # writes the file, or says why it cannot; or a checkpoint to convert
 
@@ -44,7 +47,8 @@ class Formats:
         rows["GPTQ 4-bit g128, act-order"] = (carried, lambda out: self._groups(out, "gptq_v2", act_order="free"))
         rows["AWQ 4-bit g128"] = (carried, lambda out: self._groups(out, "awq", method="awq"))
         for name in GRIDS:
-            rows[f"{name}, GPTQ on the grid"] = ("gguf-bridge quantize", lambda out, name=name: self._grid(name, out))
+            rows[f"{name}, GPTQ on the grid"] = (OWN, lambda out, name=name: self._grid(name, out))
+        rows[f"size budget, {BITS} bits a weight"] = (OWN, self._budget)
         return rows
 
     def path(self, name: str) -> Path:
@@ -102,6 +106,15 @@ class Formats:
         with Bar(name, unit=" layers") as bar:
             calibration = Calibration(**self._calibration, progress=bar, **more)  # type: ignore[arg-type]
             bridge.convert(self.model, out, type=name, output_type="Q6_K", calibrate=calibration, force=True)
+
+    def _budget(self, out: Path) -> None:
+        with Bar(out.stem, unit=" steps") as bar:
+            bridge.convert(
+                self.model,
+                out,
+                budget=Budget(bpw=BITS, progress=bar),
+                calibrate=Calibration(**self._calibration),  # type: ignore[arg-type]
+            )
 
     def _groups(self, out: Path, format: str, **more: Any) -> None:
         folder = out.with_suffix("")

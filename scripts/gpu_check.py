@@ -4,12 +4,13 @@
 
 First correctness, in several processes at once, which also compiles what is timed later: products of all types against
 float64 (1 to 8 columns, rounded activations and floats, 9 to 64 columns on tensor cores, odd shapes, outputs poisoned
-before and guarded behind), epilogues, dequantization, tensors as Python has them, and the model in tests/data against
-the CPU runtime, its captured steps against steps launch by launch. Then times, of replays of CUDA graphs whose weights
-are rotated beyond the L2 cache: the read bandwidth, products, those of 16 and 64 columns against dequantizing first,
-torch's f16 product, tokens of a synthetic 8B model, and other launch configurations. The table comes last. What there
-was no time for is listed as not run. Exit code 1 where a result is wrong or below its bar, or a check or a bar was not
-run, 2 where nothing could be checked.
+before and guarded behind), epilogues, dequantization, tensors as Python has them, QuantLinear with its gradient and
+compiled, trellis codes, and the model in tests/data against the CPU runtime: its captured steps against steps launch
+by launch, and launches that begin while others end against launches one after the other; as a transformers model too.
+Then times, of replays of CUDA graphs whose weights are rotated beyond the L2 cache: the read bandwidth, products, those
+of 16 and 64 columns against dequantizing first, torch's f16 product, tokens of a synthetic 8B model both ways of
+launching, and other launch configurations. The table comes last. What there was no time for is listed as not run. Exit
+code 1 where a result is wrong or below its bar, or a check or a bar was not run, 2 where nothing could be checked.
 """
 
 from __future__ import annotations

@@ -14,10 +14,14 @@ from bridge.cuda.device import available
 from bridge.cuda.kv_forms import Form
 
 import bridge
+from bridge.blocks import TYPES
 from bridge.cli import main
 from bridge.errors import BridgeError
 from tests.conftest import ROOT
-from tests.support.ptx import compiled, unavailable
+from tests.support.gpu.device import pretended_gpu
+from tests.support.gpu.memory import GpuError
+from tests.support.ptx import assembled, ptx_of, unavailable
+from tests.support.random_blocks import random_matrix
 from tests.support.simulator import run_cases
 from tests.support.tiny_gguf import write_decoder
 
@@ -99,20 +103,22 @@ def test_a_step_of_an_8b_model_is_at_most_170_launches(tmp_path: Path, monkeypat
     from bridge.cuda.launch import Kernel
 
     from bridge.runtime.decoder_config import read_config
-    from tests.support.gpu.device import pretended_gpu
 
     file = bridge.open_gguf(write_decoder(tmp_path / "8b.gguf", layers=32, types={"output": "Q8_0"}))
     mixed = bridge.open_gguf(write_decoder(tmp_path / "mixed.gguf", layers=32, types={"attn_v": "Q8_0"}))
     floats = bridge.open_gguf(write_decoder(tmp_path / "floats.gguf", layers=2, types={"attn_q": "F16"}))
     found = []
     with pretended_gpu(), monkeypatch.context() as patch:
-        launched: list[str] = []
-        patch.setattr(Kernel, "launch", lambda self, *given: launched.append(self.name))
+        launched: list[bool] = []
+        patch.setattr(Kernel, "launch", lambda self, *given: launched.append(self.dependent))
         for one in (file, mixed, floats):
-            decoder = Decoder(one, read_config(one.metadata, one.path), 24, "f16", "int8", "cuda")
-            decoder.prepare()
-            launched.clear()
-            decoder._launch(None)
+            for dependent in (False, True) if one is file else (True,):
+                decoder = Decoder(one, read_config(one.metadata, one.path), 24, "f16", "int8", "cuda")
+                decoder.dependent = dependent
+                decoder.prepare()
+                launched.clear()
+                decoder._launch(None)
+                assert set(launched) == {dependent}
             found.append(len(launched))
     # where torch multiplies (q of floats), the norm before it stays a launch
     assert found == [164, 164 + 32, 4 + 2 * 5 + 1]
@@ -140,36 +146,86 @@ def test_every_known_shape_of_heads_has_a_block_whose_shared_memory_a_kernel_may
     assert not supported(2048, 4, kind)
 
 
+# --- launches that begin while the one before them ends ---
+
+
+def test_a_kernel_that_does_not_wait_or_takes_for_constant_what_others_make_is_found(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Kernels of the decoder with what keeps them apart left out."""
+    import numpy as np
+    from bridge.cuda import matvec
+    from bridge.cuda.activations import Records, quantizer
+    from bridge.cuda.launch import Kernel
+    from bridge.cuda.matrix import DeviceMatrix
+
+    if (reason := unavailable()) is not None:
+        pytest.skip(reason)
+    x, shape = np.ones((1, 64), np.float32), matvec.Configuration(2, 1, 1, 4)
+    plain = quantizer("f32", True)
+    with pretended_gpu(overlapping=True):
+        hasty = Kernel(plain.function, plain.signature, dependent=True)
+        monkeypatch.setattr("bridge.cuda.activations.quantizer", lambda *kind: hasty)
+        with pytest.raises(GpuError, match=r"_quantize_f32_f32: .*global memory before griddepcontrol\.wait"):
+            Records(64, 1, "cuda", "f32").quantize(x, 1, dependent=True)
+    monkeypatch.undo()
+
+    def step() -> list[str]:
+        with pretended_gpu(overlapping=True) as gpu:
+            matrix = DeviceMatrix.upload(random_matrix(TYPES["Q4_0"], 4, 64)[0], "cuda")
+            records = Records(64, 1, "cuda", "f32").quantize(x, 1, dependent=True)
+            matvec.launch(matrix, records, np.zeros((1, 4), np.float32), 1, 0, shape=shape, dependent=True)
+            return gpu.dependent
+
+    assert len(step()) == 2
+    monkeypatch.setattr(matvec, "load_16f", matvec.cached_16f)
+    monkeypatch.setattr(matvec, "kernel", matvec.kernel.__wrapped__)
+    with pytest.raises(GpuError, match="256 bytes that a launch stored are read past the coherent cache by another"):
+        step()
+
+
 # --- machine code ---
 
 
-def kernels() -> dict[str, Any]:
+def kernels(dependent: bool = False) -> dict[str, Any]:
     """The model's own, for the shapes of known models: Llama 3 8B, Llama 2 7B, Qwen2.5 7B, Qwen3 8B, a head of 80."""
-    from bridge.cuda import attention, bench, norm, sampling
+    from bridge.cuda import activations, attention, bench, dequantize, matvec, norm, sampling
+
+    def attend(*given: Any) -> Any:
+        return attention.kernel(*given, "f16", dependent) if len(given) == 6 else attention.kernel(*given, dependent)
+
+    def product(type: str, exact: bool, epilogue: str) -> Any:
+        return matvec.kernel(type, 1, matvec.Configuration(2, 1 if exact else 2, 1, 4), exact, epilogue, dependent)
 
     return {
-        "llama 3": attention.kernel(128, 4, 128, True, False, False),
-        "llama 2": attention.kernel(128, 1, 128, True, False, False),
-        "qwen2": attention.kernel(128, 7, 128, False, False, True),
-        "qwen3": attention.kernel(128, 4, 128, False, True, False),
-        "heads of 64": attention.kernel(64, 8, 64, True, False, False),
-        "heads of 80": attention.kernel(80, 5, 40, False, False, False),
-        "llama 3, q8_0": attention.kernel(128, 4, 128, True, False, False, "q8_0"),
-        "llama 3, f32": attention.kernel(128, 4, 128, True, False, False, "f32"),
-        "qwen2, q8_0": attention.kernel(128, 7, 128, False, False, True, "q8_0"),
-        "heads of 64, q8_0": attention.kernel(64, 8, 64, True, False, False, "q8_0"),
-        "heads of 80, q8_0": attention.kernel(80, 5, 40, False, False, True, "q8_0"),
-        "norm": norm.norm_kernel(4096, False),
-        "norm, floats": norm.norm_kernel(5120, True),
-        "silu": norm.silu_kernel(False),
-        "greedy": sampling.greedy_kernel(sampling.GREEDY_THREADS),
-        "draw": sampling.draw_kernel(sampling.DRAW_THREADS),
+        "embedding": dequantize.kernel("Q4_K", "f32", True, dependent),
+        "q, k, v": product("Q6_K", True, "bias_normed"),
+        "records": activations.quantizer("f32", False, dependent),
+        "output and down": product("Q4_K", False, "bias_accumulate_recorded_gain"),
+        "gate and up": product("Q4_K", False, "silu_normed_recorded"),
+        "llama 3": attend(128, 4, 128, True, False, False),
+        "llama 2": attend(128, 1, 128, True, False, False),
+        "qwen2": attend(128, 7, 128, False, False, True),
+        "qwen3": attend(128, 4, 128, False, True, False),
+        "heads of 64": attend(64, 8, 64, True, False, False),
+        "heads of 80": attend(80, 5, 40, False, False, False),
+        "llama 3, q8_0": attend(128, 4, 128, True, False, False, "q8_0"),
+        "llama 3, f32": attend(128, 4, 128, True, False, False, "f32"),
+        "qwen2, q8_0": attend(128, 7, 128, False, False, True, "q8_0"),
+        "heads of 64, q8_0": attend(64, 8, 64, True, False, False, "q8_0"),
+        "heads of 80, q8_0": attend(80, 5, 40, False, False, True, "q8_0"),
+        "norm": norm.norm_kernel(4096, False, dependent),
+        "norm, floats": norm.norm_kernel(5120, True, dependent),
+        "silu": norm.silu_kernel(False, dependent),
+        "greedy": sampling.greedy_kernel(sampling.GREEDY_THREADS, dependent),
+        "draw": sampling.draw_kernel(sampling.DRAW_THREADS, dependent),
         "read": bench._reader(),
     }
 
 
 # other shapes of what is compiled in any case
-ALIKE = {"llama 2", "qwen2", "heads of 64", "heads of 80", "qwen2, q8_0", "heads of 64, q8_0"}
+ALIKE = {"llama 2", "qwen2", "qwen3", "heads of 64", "heads of 80"}
+ALIKE |= {"llama 3, f32", "qwen2, q8_0", "heads of 64, q8_0", "heads of 80, q8_0"}
 
 
 @pytest.mark.xdist_group("attention")
@@ -178,28 +234,34 @@ ALIKE = {"llama 2", "qwen2", "heads of 64", "heads of 80", "qwen2, q8_0", "heads
     [
         pytest.param((9, 0), {False}, id="9.0"),
         pytest.param((9, 0), {True}, id="9.0, other shapes", marks=pytest.mark.exhaustive),
+        pytest.param((10, 0), {False, True}, id="10.0", marks=pytest.mark.exhaustive),
+        pytest.param((12, 0), {False, True}, id="12.0", marks=pytest.mark.exhaustive),
+        pytest.param((8, 9), {False, True}, id="8.9", marks=pytest.mark.exhaustive),
         pytest.param((7, 5), {False, True}, id="7.5", marks=pytest.mark.exhaustive),
     ],
 )
 def test_machine_code_keeps_everything_in_registers(capability: tuple[int, int], alike: set[bool]) -> None:
     if (reason := unavailable()) is not None:
         pytest.skip(reason)
-    for name, kernel in kernels().items():
+    for name, kernel in kernels(dependent=capability >= (9, 0)).items():
         if (name in ALIKE) not in alike:
             continue
-        made = compiled(kernel, capability)
-        # attention of several heads lacks up to 11 registers on 7.5
-        assert max(made.stack, made.spills) <= (44 if capability == (7, 5) else 0), name
+        made = assembled(ptx_of(kernel, min(capability, (9, 0))), capability, kernel.registers)
+        assert made.ptx.count("griddepcontrol.wait") == kernel.dependent, name
+        # attention of several heads lacks up to 11 registers before 9.0
+        assert max(made.stack, made.spills) <= (44 if capability < (9, 0) else 0), name
         assert ".local" not in made.ptx, name
         assert made.registers <= 64, name
 
 
 @pytest.mark.xdist_group("attention")
-def test_keys_are_loaded_sixteen_bytes_at_a_time_and_not_past_what_the_step_has_stored() -> None:
+@pytest.mark.parametrize(
+    "name", ["llama 3", "llama 3, q8_0", pytest.param("llama 3, f32", marks=pytest.mark.exhaustive)]
+)
+def test_keys_are_loaded_sixteen_bytes_at_a_time_and_not_past_what_the_step_has_stored(name: str) -> None:
     if (reason := unavailable()) is not None:
         pytest.skip(reason)
-    for name in ("llama 3", "llama 3, q8_0", "llama 3, f32"):
-        ptx = compiled(kernels()[name], (9, 0)).ptx
-        assert len(re.findall(r"ld\.global\.v4\.u32", ptx)) >= (2 if "q8_0" in name else 4)
-        assert "ld.global.nc" not in ptx
-        assert len(re.findall(r"membar|fence", ptx)) == 2  # before and after the count of finished spans
+    ptx = ptx_of(kernels(dependent=True)[name], (9, 0))
+    assert len(re.findall(r"ld\.global\.v4\.u32", ptx)) >= (2 if "q8_0" in name else 4)
+    assert "ld.global.nc" not in ptx
+    assert len(re.findall(r"membar|fence", ptx)) == 2  # before and after the count of finished spans

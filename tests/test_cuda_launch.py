@@ -110,6 +110,53 @@ def test_a_kernel_is_compiled_once_for_all_processes_and_launched_with_the_numbe
     assert arguments[28].value == np.float32(1e-5)
 
 
+def test_a_dependent_kernel_is_launched_while_the_one_before_it_may_run(driver: Driver) -> None:
+    """By the attribute of cuLaunchKernelEx; on a stream that is captured, it makes the edge of a graph."""
+    from bridge.cuda import launch
+    from bridge.cuda.sampling import greedy_kernel
+    from cuda.core import LaunchConfig
+
+    configs: list[Any] = []
+    core: Any = launch._core()
+    core.LaunchConfig = LaunchConfig
+    core.launch = lambda stream, config, kernel, *arguments: configs.append(config)
+    for dependent in (False, True):
+        kernel = greedy_kernel.__wrapped__(32, dependent)
+        (overload,) = kernel.warm().overloads.values()
+        arguments = [np.zeros(8, str(kind.dtype)) if hasattr(kind, "ndim") else 3 for kind in overload.argument_types]
+        kernel.launch(2, 32, 0, *arguments)
+        kernel.bind(2, 32, 0, *arguments)(0)
+    assert [config.programmatic_stream_serialization for config in configs] == [False, False, True, True]
+    assert [config.grid for config in configs] == [(2, 1, 1)] * 4
+    assert kernel.oldest == (9, 0)
+
+
+@pytest.mark.parametrize(
+    ("capability", "driver_version", "switch", "wanted"),
+    [
+        ((9, 0), (12, 3), None, True),
+        ((12, 0), (13, 0), "1", True),
+        ((8, 9), (13, 0), None, False),
+        ((9, 0), (12, 2), None, False),  # which captures no such launch
+        ((9, 0), (13, 0), "0", False),
+    ],
+)
+def test_launches_overlap_where_gpu_and_driver_can_and_nobody_says_no(
+    capability: tuple[int, int], driver_version: tuple[int, int], switch: str | None, wanted: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    from bridge.cuda import device as devices
+
+    monkeypatch.setattr(devices, "_driver", lambda: SimpleNamespace(get_version=lambda: driver_version))
+    monkeypatch.delenv("BRIDGE_PDL", raising=False)
+    if switch is not None:
+        monkeypatch.setenv("BRIDGE_PDL", switch)
+    gpu = devices.Device(0, "NVIDIA H200", capability, 132)
+    assert devices.overlaps(gpu) is wanted
+    monkeypatch.setattr("cuda.core.LaunchConfig", object)  # an old one
+    assert not devices.overlaps(gpu)
+
+
 def test_arguments_are_packed_as_numba_itself_packs_them(driver: Driver) -> None:
     """All kinds of them: arrays of one and two dimensions, floats, integers of 32 and 64 bits, doubles."""
     from bridge.cuda import matvec, sampling
@@ -234,7 +281,7 @@ def moved(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 def test_registers_are_limited_in_what_runs_and_not_only_in_what_was_tried(driver: Driver) -> None:
     from bridge.cuda import matvec
     from bridge.cuda.launch import MAX_REGISTERS
-    from bridge.cuda.matvec import Configuration
+    from bridge.cuda.matvec_shape import Configuration
 
     kernel = matvec.kernel.__wrapped__("Q4_0", 4, Configuration(2, 1, 2, 4), False, "")
     (made,) = kernel.warm().overloads.values()

@@ -23,22 +23,13 @@ from tests.support.simulator import run_cases
 
 pytest.importorskip("numba_cuda", reason="numba-cuda is not installed")
 
-from bridge.cuda import activations, dequantize, launch, layout, matvec, tensor
+from bridge.cuda import activations, dequantize, launch, layout, matvec, matvec_shape, tensor
 from bridge.cuda import device as devices
 from bridge.cuda.activations import Records
 from bridge.cuda.matrix import DeviceMatrix
-from bridge.cuda.matvec import Configuration
+from bridge.cuda.matvec_shape import Configuration
 
 CAPABILITIES = [(7, 5), (8, 0), (8, 6), (8, 9), (9, 0)]
-# machine code of a K-quant of each kind and of a plain type; all types run in the simulator
-_SPARED: dict[bool, list[Any]] = {True: [], False: [pytest.mark.exhaustive]}
-COMPILED = pytest.mark.parametrize(
-    "block",
-    [
-        pytest.param(*p.values, id=p.id, marks=[*p.marks, *_SPARED[p.id in ("Q3_K", "Q4_K", "Q8_0")]])
-        for p in ALL.args[1]
-    ],
-)
 compiler = pytest.mark.skipif(ptx.unavailable() is not None, reason=str(ptx.unavailable()))
 
 
@@ -62,17 +53,34 @@ def inner_loop(code: str) -> str:
     return "\n".join(lines[first:last])
 
 
-# (columns, configuration, float32 activations, epilogue): compiled and run for all types
+# (columns, configuration, float32 activations, epilogue): compiled and run
 KINDS = [(1, Configuration(2, 1, 1, 4), False, ""), (1, Configuration(2, 2, 2, 4), False, "")]
 KINDS += [(4, Configuration(2, 1, 2, 4), False, "bias_accumulate"), (8, Configuration(2, 1, 1, 4), False, "")]
 KINDS += [(1, Configuration(2, 1, 1, 4), True, ""), (4, Configuration(2, 1, 2, 4), True, "")]
 KINDS += [(8, Configuration(2, 1, 1, 4), True, "")]
+# Machine code of a type with mins; of one of 3 bits and one of 8 what of it is their own: more columns and units a
+# round are the same code. All types run in the simulator
+_OWN = [KINDS[0], KINDS[2], KINDS[4]]
+_MOST = KINDS[:-1]  # eight columns of floats have nothing that these have not, and take the compiler longest
+COMPILED = pytest.mark.parametrize(
+    ("block", "kinds"),
+    [
+        *(
+            pytest.param(BLOCKS[name], kinds, id=name, marks=pytest.mark.xdist_group(name))
+            for name, kinds in (("Q4_K", _MOST), ("Q3_K", _OWN), ("Q8_0", _OWN))
+        ),
+        *(
+            pytest.param(*p.values, KINDS, id=f"{p.id}, all", marks=[*p.marks, pytest.mark.exhaustive])
+            for p in ALL.args[1]
+        ),
+    ],
+)
 
 
 @compiler
 @COMPILED
-def test_the_inner_loop_has_wide_loads_and_byte_products_and_no_long_multiplications(block):
-    for n, shape, exact, epilogue in (kind for kind in KINDS if kind[1].units == 1):
+def test_the_inner_loop_has_wide_loads_and_byte_products_and_no_long_multiplications(block, kinds):
+    for n, shape, exact, epilogue in (kind for kind in kinds if kind[1].units == 1):
         loop = inner_loop(ptx_of(block.name, n, shape, exact, epilogue))
         own = n if n <= 4 else n // 2  # columns of a lane
         assert loop.count("dp4a.s32.s32") == (0 if exact else 8 * shape.rows * own)
@@ -98,8 +106,8 @@ def test_the_inner_loop_has_wide_loads_and_byte_products_and_no_long_multiplicat
     ],
 )
 @COMPILED
-def test_no_kernel_spills_or_needs_more_than_64_registers(block, capabilities):
-    for kind in KINDS:
+def test_no_kernel_spills_or_needs_more_than_64_registers(block, kinds, capabilities):
+    for kind in kinds:
         code = ptx_of(block.name, *kind)
         for capability in capabilities:
             made = ptx.assembled(code, capability)
@@ -109,13 +117,13 @@ def test_no_kernel_spills_or_needs_more_than_64_registers(block, capabilities):
 
 @compiler
 @COMPILED
-def test_compiled_kernels_multiply_as_float64_does_and_stay_inside_their_arrays(block):
+def test_compiled_kernels_multiply_as_float64_does_and_stay_inside_their_arrays(block, kinds):
     """On the machine of tests/support/gpu: rows that fill no block, columns that fill no round of a warp."""
     with pretended_gpu() as gpu:
         for rows, columns in ((1, 256), (21, 1280)):
             tensor, weights = random_matrix(block, rows, columns, factors=FACTOR)
             matrix = DeviceMatrix.upload(tensor, "cuda")
-            for n, shape, exact, epilogue in KINDS:
+            for n, shape, exact, epilogue in kinds:
                 x = np.random.default_rng(n).standard_normal((n, columns)).astype(np.float32)
                 records = Records(columns, n, "cuda", "f32" if exact else "int8").quantize(x, n)
                 more = "accumulate" in epilogue
@@ -128,14 +136,23 @@ def test_compiled_kernels_multiply_as_float64_does_and_stay_inside_their_arrays(
 
 @compiler
 @pytest.mark.parametrize(
-    "name", ["Q4_K", "Q6_K", *(pytest.param(name, marks=pytest.mark.exhaustive) for name in ("Q8_0", "Q4_0"))]
+    ("name", "kinds"),
+    [
+        pytest.param("Q4_K", _MOST, id="Q4_K", marks=pytest.mark.xdist_group("Q4_K")),
+        # scales that take more than their share of sectors; a round of 32 units, and of 16
+        pytest.param("Q6_K", [KINDS[0], KINDS[3]], id="Q6_K", marks=pytest.mark.xdist_group("Q6_K")),
+        *(
+            pytest.param(name, KINDS, id=f"{name}, all", marks=pytest.mark.exhaustive)
+            for name in ("Q4_K", "Q6_K", "Q8_0", "Q4_0")
+        ),
+    ],
 )
-def test_each_byte_of_the_weights_is_fetched_once_for_all_columns(name):
+def test_each_byte_of_the_weights_is_fetched_once_for_all_columns(name, kinds):
     with pretended_gpu() as gpu:
         tensor, _ = random_matrix(BLOCKS[name], 32, 4096)
         matrix = DeviceMatrix.upload(tensor, "cuda")
         fetched = []
-        for n, shape, exact, _ in KINDS:
+        for n, shape, exact, _ in kinds:
             records = Records(4096, n, "cuda", "f32" if exact else "int8")
             matvec.launch(matrix, records, np.zeros((n, 32), np.float32), n, 0, shape=shape)
             fetched.append(gpu.memory.regions[0].fetched)
@@ -152,7 +169,6 @@ def test_what_surrounds_products_compiles_as_well():
         matvec.kernel("Q4_K", 1, Configuration(2, 2, 1, 4), False, "silu"),
         matvec.kernel("Q4_K", 1, Configuration(2, 2, 1, 4), False, "silu_normed_recorded"),
         matvec.kernel("Q4_K", 1, Configuration(2, 2, 2, 4), False, "bias_accumulate_recorded_gain"),
-        matvec.kernel("Q6_K", 1, Configuration(2, 1, 1, 4), True, "bias_normed"),
     ]
     for kernel in kernels:
         code = ptx.ptx_of(kernel, (7, 5))
@@ -160,6 +176,21 @@ def test_what_surrounds_products_compiles_as_well():
             made = ptx.assembled(code, capability)
             assert (made.stack, made.spills) == (0, 0), kernel.name
             assert made.registers <= launch.MAX_REGISTERS
+
+
+@compiler
+@pytest.mark.exhaustive
+@ALL
+@pytest.mark.parametrize("dependent", [False, True])
+def test_no_product_of_a_decoder_s_step_spills(block, dependent):
+    for exact in (False, True):
+        for split, epilogue in ((1, "normed"), (2, "bias_accumulate_recorded_gain"), (1, "silu_normed_recorded")):
+            kernel = matvec.kernel(block.name, 1, Configuration(2, 2 - exact, split, 4), exact, epilogue, dependent)
+            code = ptx.ptx_of(kernel, kernel.oldest)
+            for capability in ((9, 0), (10, 0), (12, 0)) if dependent else CAPABILITIES:
+                made = ptx.assembled(code, capability)
+                assert (made.stack, made.spills) == (0, 0), (kernel.name, capability)
+                assert made.registers <= launch.MAX_REGISTERS
 
 
 @ALL
@@ -186,9 +217,9 @@ def test_rows_are_shared_where_there_are_few_and_units_doubled_where_there_are_m
 
     def shape(rows: int, columns: int, n: int = 1) -> Configuration:
         matrix: Any = SimpleNamespace(rows=rows, units=columns // 32, device=gpu)
-        chosen = matvec.configuration(matrix, n)
-        assert matvec.configurations(matrix, n)[0] == chosen
-        assert len(set(matvec.configurations(matrix, n))) == len(matvec.configurations(matrix, n))
+        chosen = matvec_shape.configuration(matrix, n)
+        assert matvec_shape.configurations(matrix, n)[0] == chosen
+        assert len(set(matvec_shape.configurations(matrix, n))) == len(matvec_shape.configurations(matrix, n))
         return chosen
 
     assert shape(8192, 28672) == Configuration(2, 2, 1, 4)

@@ -145,7 +145,7 @@ def test_all_of_it_runs_and_ends_in_the_table(
     assert found["wrong"] == []
     assert code == 0
     assert list(found["correctness"]) == jobs.CORRECT
-    assert len(jobs.CORRECT) == 2 + len(products.TRIED) + 2 * 13 + 10
+    assert len(jobs.CORRECT) == 2 + len(products.TRIED) + 2 * 13 + 10 + 3 + 6
     assert "4 of 4 greedy tokens are the CPU's" in found["correctness"]["correct/model"]["notes"]
     assert all(result["wrong"] == [] for result in found["correctness"].values())
     assert found["times"]["time/product/8x512/Q4_K"].keys() == {"nbytes", "int8", "int8_4", "int8_8", "f32"}
@@ -187,6 +187,23 @@ def test_what_is_wrong_or_fails_is_reported_and_the_rest_goes_on(
     assert "1 of 4 right." in out
 
 
+def test_wrong_products_of_modules_and_of_trellis_codes_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    from bridge.runtime import QuantTensor
+
+    matmul = QuantTensor.matmul
+    with small_check() as computed:
+        computed.wrong = {"mcg"}
+        assert jobs.run("correct/trellis/3inst")["wrong"] == []
+        wrong = jobs.run("correct/trellis/mcg")["wrong"]
+        assert {line.partition(":")[0] for line in wrong} >= {
+            f"mcg, {k} bits, {n} tokens" for k in (1, 3) for n in (1, 9)
+        }
+        monkeypatch.setattr(QuantTensor, "matmul", lambda *given, **options: 1.03 * matmul(*given, **options))
+        wrong = jobs.run("correct/linears/Q8_0")["wrong"]
+    assert len([line for line in wrong if ", compiled:" in line]) == 2 * 3
+    assert not any("gradient" in line for line in wrong)
+
+
 def test_a_model_is_compared_with_the_cpus_in_prompts_and_in_steps() -> None:
     """Prompts are products and torch's work, and right here; steps have kernels of their own, which do nothing."""
     with small_check(right=False):
@@ -194,6 +211,19 @@ def test_a_model_is_compared_with_the_cpus_in_prompts_and_in_steps() -> None:
     assert [line.partition(": error")[0] for line in found["wrong"]] == [
         "model, f32, tokens after it", "model, int8, tokens after it"
     ]  # fmt: skip
+
+
+def test_launches_that_overlap_and_make_other_tokens_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    def build(decoder: Any) -> None:
+        draw = decoder._decoder.draw
+        decoder._decoder.draw = lambda *given, **options: (token + 1 for token in draw(*given, **options))
+
+    monkeypatch.setattr(check.Stepped, "build", build)
+    monkeypatch.setattr(check.model, "LIMITS", {"f32": 1e-3})
+    with small_check():
+        found = jobs.run("correct/model")
+    assert len(found["wrong"]) == 2 * len(check.model.WAYS)
+    assert all("launches that overlap make other tokens" in line for line in found["wrong"])
 
 
 def test_without_time_nothing_is_begun_and_the_table_is_printed_all_the_same(

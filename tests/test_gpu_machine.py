@@ -348,11 +348,47 @@ def test_a_barrier_does_not_wait_for_threads_that_have_ended() -> None:
 
 @pytest.mark.parametrize(
     "code", ["sin.approx.f32 %f1, %f2;", "add.sat.s32 %r1, %r2, %r3;", "ld.local.u32 %r1, [%rd1];",
-             "cvt.f32.s32 %f1, %r1;", "shfl.bfly.b32 %r1, %r2, 1, 31;", "mul.s32 %r1, %r2, %r3;"],
+             "prefetch.global.L1 [%rd1];", "cvt.f32.s32 %f1, %r1;", "shfl.bfly.b32 %r1, %r2, 1, 31;",
+             "mul.s32 %r1, %r2, %r3;"],
 )  # fmt: skip
 def test_instructions_it_does_not_know_are_named(code: str) -> None:
     with pytest.raises(NotImplementedError, match=code.split()[0].replace(".", r"\.")):
         kernel(code)
+
+
+WAIT = "griddepcontrol.wait;"
+STORE = "add.s64 %rd31, %rd1, %rd30; st.global.u32 [%rd31], %r30;"
+
+
+def test_a_launch_that_may_begin_early_waits_before_it_touches_memory() -> None:
+    code = f"griddepcontrol.launch_dependents; prefetch.global.L2 [%rd2+64]; {WAIT} ld.global.u32 %r1, [%rd2]; {STORE}"
+    out, source = np.zeros(64, np.uint32), np.ones(64, np.uint32)
+    kernel(code, 2).launch(1, 64, [out, source], dependent=True)
+    assert out.tolist() == list(range(64))
+
+
+@pytest.mark.parametrize(
+    ("code", "message"),
+    [
+        (f"ld.global.u32 %r1, [%rd2]; {WAIT} {STORE}", "ld.global.u32 .*: global memory before griddepcontrol.wait"),
+        (f"ld.global.nc.u32 %r1, [%rd2]; {WAIT} {STORE}", "ld.global.nc.*: global memory before griddepcontrol.wait"),
+        (f"{STORE} {WAIT}", "st.global.u32 .*: global memory before griddepcontrol.wait"),
+        (f"atom.global.add.u32 %r1, [%rd1], 2; {WAIT}", "atom.*: global memory before griddepcontrol.wait"),
+        (f"cp.async.cg.shared.global [own], [%rd2], 16; {WAIT}", "cp.async.*: global memory before"),
+        (STORE, "global memory before griddepcontrol.wait"),
+        ("griddepcontrol.launch_dependents;", "a thread ends without griddepcontrol.wait"),
+        # one thread of many
+        (f"setp.eq.s32 %p1, %r30, 7; @%p1 bra $A; {WAIT} $A: {STORE}", "global memory before griddepcontrol.wait"),
+        (f"setp.eq.s32 %p1, %r30, 7; @%p1 ret; {WAIT} {STORE}", "a thread ends without griddepcontrol.wait"),
+        ("prefetch.global.L2 [%rd2+256];", "byte 256 of argument 1"),
+    ],
+)
+def test_a_launch_that_may_begin_early_and_does_not_wait_is_an_error(code: str, message: str) -> None:
+    arrays = [np.zeros(64, np.uint32), np.ones(64, np.uint32)]
+    with pytest.raises(GpuError, match=message):
+        kernel(code, 2, 16).launch(1, 64, arrays, dependent=True)
+    if "prefetch" not in code:  # launched behind the others it is none
+        kernel(code, 2, 16).launch(1, 64, arrays)
 
 
 def test_what_stays_in_l1_is_loaded_once_by_a_block() -> None:

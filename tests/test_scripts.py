@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 
 import bridge
 from scripts.peers.llama_cpp import LlamaCpp
@@ -79,13 +82,27 @@ def test_the_benchmark_prints_its_table_for_any_checkpoint(tmp_path: Path) -> No
     assert '"convert_gb_per_second"' in (tmp_path / "x").read_text()
 
 
+def first_layer(model: Path, folder: Path) -> Path:
+    """A copy of a model that has its first layer alone: as good a witness, in a quarter of the time."""
+    folder.mkdir()
+    for file in model.glob("*.json"):
+        shutil.copyfile(file, folder / file.name)
+    config = json.loads((model / "config.json").read_text())
+    config |= {"num_hidden_layers": 1, "layer_types": config["layer_types"][:1]}
+    (folder / "config.json").write_text(json.dumps(config))
+    weights = load_file(model / "model.safetensors")
+    kept = {name: w for name, w in weights.items() if not name.startswith("model.layers.") or ".layers.0." in name}
+    save_file(kept, folder / "model.safetensors", {"format": "pt"})
+    return folder
+
+
 def test_quantizing_is_measured_beside_ggml_and_is_nearer_to_the_floats(tmp_path: Path) -> None:
     text = shared("text/shakespeare_val.txt").read_text(encoding="utf-8")
     for name, part in {"calibrate": text[:40_000], "test": text[60_000:70_000]}.items():
         (tmp_path / name).write_text(part, encoding="utf-8")
     printed = run(
         "bench_quantize.py",
-        str(shared("models/tiny-qwen3")),
+        str(first_layer(shared("models/tiny-qwen3"), tmp_path / "model")),
         f"--calibrate={tmp_path / 'calibrate'}",
         f"--test={tmp_path / 'test'}",
         *("--types=Q4_0", "--samples=24", "--length=64", "--windows=4"),

@@ -62,4 +62,5 @@ def merge_pairs(model: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 def merge_strings(model: Mapping[str, Any]) -> list[str]:
     """Merges as GGUF holds them, "a b"; a space within a token, which byte-level text has not, as its byte."""
-    return [" ".join(part.replace(" ", "\u0120") for part in pair) for pair in merge_pairs(model)]
+    space = "\u0120"
+    return [f"{left.replace(' ', space)} {right.replace(' ', space)}" for left, right in merge_pairs(model)]

@@ -283,7 +283,8 @@ class Model:
 
         if self.chat_template is None:
             raise BridgeError(
-                f"{self.path}: no chat template in the file; give the whole prompt as a text (no --chat; generate)"
+                f"{self.path}: no chat template in the file; give the whole prompt as a text, to `gguf-bridge run -p` "
+                "without --chat or to Model.generate"
             )
         bos = self.tokenizer.text(self.tokenizer.bos)
         try:

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 from typing import Any
 
-from gpu_checks import model, products, timing, tokens
+from gpu_checks import linears, model, products, timing, tokens, trellis
 
 LARGE, SMALL = "8192x28672", "4096x14336"
 TYPES = ("Q4_K", "Q6_K", "Q8_0", "Q4_0", "Q2_K", "Q3_K", "Q5_K", "Q4_1", "Q5_0", "Q5_1", "MXFP4", "NVFP4", "Q2_0")
 OTHERWISE = ("MXFP4", "NVFP4", "Q2_0")  # not multiplied on tensor cores
 TOKENS = ("Q4_K", "Q6_K", "Q8_0")  # timed with many tokens
+LINEARS = ("Q4_K", "Q8_0")
 CACHES = ("f16", "q8_0", "f32")
 
 # the longest first
 CORRECT = ["correct/model", "correct/tensors", *(f"correct/configurations/{type}" for type in products.TRIED)]
 CORRECT += [f"correct/tokens/{type}" for type in TYPES if type not in OTHERWISE]
 CORRECT += [f"correct/products/{type}/{precision}" for precision in ("int8", "f32") for type in TYPES]
+
+CORRECT += ["correct/load", *(f"correct/linears/{type}" for type in LINEARS)]
+CORRECT += [f"correct/trellis/{mode}" for mode in trellis.WAYS]
 
 # what has a bar first
 TIMES = ["time/reading", f"time/torch_product/{LARGE}", f"time/torch_product/{SMALL}"]
@@ -35,6 +39,9 @@ _KNOWN = {
         "model": model.check,
         "products": products.check,
         "tokens": tokens.check,
+        "linears": linears.check,
+        "load": linears.check_load,
+        "trellis": trellis.check,
         "tensors": products.check_tensors,
         "configurations": products.check_configurations,
     },

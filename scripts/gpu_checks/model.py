@@ -1,4 +1,5 @@
-"""Correctness of whole models: CUDA's logits beside the CPU's, captured steps beside launches by themselves."""
+"""Correctness of whole models: CUDA's logits beside the CPU's, captured steps beside launches by themselves, and
+launches that begin while those before them end beside launches one after the other."""
 
 from __future__ import annotations
 
@@ -69,6 +70,16 @@ def _check(path: Path, precision: str) -> tuple[list[str], str]:
             if captured != again:
                 wrong.append(f"model, {precision}, {how}: captured steps make other tokens than {name}")
     greedy = made(True)
+    if own.dependent:
+        overlapping = [made(True, **how) for how in WAYS]
+        own.dependent = False
+        own.build()
+        for how, found in zip(WAYS, overlapping, strict=True):
+            for graphs in (True, False):
+                if found != made(graphs, **how):
+                    wrong.append(f"model, {precision}, {how}: launches that overlap make other tokens than others")
+    else:
+        notes.append("launches do not overlap here")
     same = sum(a == b for a, b in zip(greedy, islice(cpu.generate_tokens(prompt, MADE), len(greedy)), strict=False))
     notes.append(f"{same} of {len(greedy)} greedy tokens are the CPU's")
     return wrong, "; ".join(notes)

@@ -180,7 +180,7 @@ def check_tensors() -> dict[str, Any]:
 def check_configurations(type: str) -> dict[str, Any]:
     """Every configuration that is timed later makes the product that the table's own makes; compiles them too."""
     import torch
-    from bridge.cuda import matvec
+    from bridge.cuda import matvec, matvec_shape
     from bridge.cuda.activations import Records
     from bridge.cuda.bench import LARGE
     from bridge.cuda.device import require, torch_device, view
@@ -196,7 +196,7 @@ def check_configurations(type: str) -> dict[str, Any]:
         x = np.random.default_rng(3).standard_normal((n, columns)).astype(np.float32)
         records = Records(columns, n, device).quantize(torch.from_numpy(x).to(place), n, device.stream())
         expected = taken(x, "int8") @ weights.T
-        for shape in matvec.configurations(uploaded, n):
+        for shape in matvec_shape.configurations(uploaded, n):
             y = torch.full((n, rows), float("nan"), device=place)
             matvec.launch(uploaded, records, view(y), n, device.stream(), shape=shape)
             judge(f"{type}, {n} columns, {shape}", y, expected, 1e-5)

@@ -129,6 +129,8 @@ def _decode(times: dict[str, dict[str, Any]]) -> Row:
         f"{1e3 * time['step_seconds']:.3f} ms; sampled {time['sampled']['tokens_per_second']:.1f}; after a long prompt "
         f"{long['tokens_per_second']:.1f}, the prompt in {long['prompt_seconds']:.2f} s; upload {time['upload']:.0f} s"
     )
+    if (apart := time.get("step_seconds, one after the other")) is not None:
+        detail += f"; launches one after the other {1e3 * apart:.3f} ms"
     share = 100 * speed / bound
     return Row(what, wanted, f"{share:.1f}% of bandwidth/size", share >= OF_DECODE, detail)
 

@@ -56,10 +56,10 @@ def tokens(shape: str, type: str) -> dict[str, Any]:
 
 def configurations(shape: str, type: str, columns: str) -> dict[str, Any]:
     """Seconds of every way to share the work; the first is the one in use."""
-    from bridge.cuda import matvec
+    from bridge.cuda import matvec_shape
 
     own, n = _bench(shape, type), int(columns)
-    tried = matvec.configurations(own.matrix, n)
+    tried = matvec_shape.configurations(own.matrix, n)
     return {"tried": [[list(chosen), own.product(n, shape=chosen)] for chosen in tried]}
 
 
@@ -109,7 +109,6 @@ def attention(kind: str) -> dict[str, Any]:
 
 def decode() -> dict[str, Any]:
     """Tokens a second with the host reading each, and of the captured step alone, of a synthetic Llama 3 8B in Q4_K."""
-    import torch
     from bridge.cuda.decoder import Decoder
     from bridge.cuda.device import require
 
@@ -135,13 +134,24 @@ def decode() -> dict[str, Any]:
             next(stream)
         found[name] = {"tokens_per_second": DECODED / (time.perf_counter() - first), "prompt_seconds": first - start}
         stream.close()
+    found["step_seconds"] = _step(decoder, short)
+    if decoder.dependent:
+        decoder.dependent = False
+        decoder.build()
+        found["step_seconds, one after the other"] = _step(decoder, short)
+    return found
+
+
+def _step(decoder: Any, position: int) -> float:
+    """Seconds of the captured step."""
+    import torch
+
     torch.cuda.synchronize()
-    decoder._set_state(short, 1)
+    decoder._set_state(position, 1)
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     begin.record()
     for _ in range(DECODED):
         decoder._captured[None].replay()
     end.record()
     end.synchronize()
-    found["step_seconds"] = begin.elapsed_time(end) / 1000 / DECODED
-    return found
+    return begin.elapsed_time(end) / 1000 / DECODED

@@ -15,12 +15,15 @@ def gpu() -> Iterator[Any]:
     from bridge.cuda.intrinsics import SIMULATED
 
     if SIMULATED:
-        yield None
+        from tests.support.simulator_threads import one_at_a_time
+
+        with one_at_a_time():
+            yield None
         return
     from tests.support.gpu.device import pretended_gpu
     from tests.support.ptx import unavailable
 
     if (reason := unavailable()) is not None:
         pytest.skip(reason)
-    with pretended_gpu() as launches:
+    with pretended_gpu(overlapping=True) as launches:
         yield launches

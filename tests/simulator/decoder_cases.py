@@ -93,7 +93,14 @@ def attention_reference(
         pytest.param(2, 1, 32, 32, True, False, 63, "q8_0", marks=on_request),
         (1, 1, 80, 80, False, True, 5, "q8_0"),  # the last block is half a one
         # spans as on a GPU, and a context's end that they do not share evenly
-        *([] if SIMULATED else [(8, 2, 128, 128, True, False, 1087, kind) for kind in ("f16", "q8_0")]),
+        *(
+            []
+            if SIMULATED
+            else [
+                pytest.param(8, 2, 128, 128, True, False, 1087, kind, marks=pytest.mark.xdist_group("attention"))
+                for kind in ("f16", "q8_0")
+            ]
+        ),
     ],
 )
 def test_attention_rotates_stores_and_sums(
@@ -118,7 +125,8 @@ def test_attention_rotates_stores_and_sums(
     counters, state = np.zeros(kv, np.int32), np.array([position, 0, 0, 0], np.int32)
     out = np.full(heads * head_dim, np.nan, np.float32)
     records = Records(-(-out.size // 32) * 32, 1)
-    kernel = attention.kernel(head_dim, group, rotated, neighbours, normed, False, kind)
+    dependent = head_dim == 128  # as test_cuda_decoder.py compiles it too
+    kernel = attention.kernel(head_dim, group, rotated, neighbours, normed, False, kind, dependent)
     arguments = [
         qkv, q_norm, k_norm, cos.reshape(-1), sin.reshape(-1), own_keys.numpy(), own_values.numpy(),
         state, parts, sums, counters, out, records.buffer, np.int32(rows), np.float32(EPS), np.float32(head_dim**-0.5),
@@ -137,7 +145,12 @@ if not SIMULATED:  # which counts no bytes
 
     @pytest.mark.parametrize(
         ("heads", "kind"),
-        [(8, "f16"), pytest.param(7, "q8_0", marks=on_request), pytest.param(4, "f32", marks=on_request)],
+        [
+            pytest.param(4, "f16", marks=pytest.mark.xdist_group("attention")),
+            pytest.param(8, "f16", marks=pytest.mark.exhaustive),
+            pytest.param(7, "q8_0", marks=pytest.mark.exhaustive),
+            pytest.param(4, "f32", marks=pytest.mark.exhaustive),
+        ],
     )
     def test_keys_and_values_of_a_long_context_are_loaded_once_for_all_query_heads(
         heads: int, kind: str, gpu: Any
@@ -157,7 +170,7 @@ if not SIMULATED:  # which counts no bytes
         expected = attention_reference(qkv, keys, values, length - 1, heads, head_dim, True, None, cos, sin, kind)
         parts, sums = np.zeros(heads * spans * head_dim, np.float32), np.zeros(2 * heads * spans, np.float32)
         out, records = np.zeros(heads * head_dim, np.float32), Records(heads * head_dim, 1)
-        kernel = attention.kernel(head_dim, heads, head_dim, True, False, False, kind)
+        kernel = attention.kernel(head_dim, heads, head_dim, True, False, False, kind, True)
         arguments = [
             qkv, qkv, qkv, cos.reshape(-1), sin.reshape(-1), *(part.numpy() for part in cache),
             np.array([length - 1, 0, 0, 0], np.int32), parts, sums, np.zeros(1, np.int32), out, records.buffer,

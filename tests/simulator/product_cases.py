@@ -12,7 +12,6 @@ from bridge.cuda.intrinsics import (
     SIMULATED,
     bits,
     bits_float,
-    copied_16,
     copies_end,
     copies_wait,
     copy_16,
@@ -31,6 +30,7 @@ from bridge.cuda.intrinsics import (
     prmt,
     ror,
     round_even,
+    shared_16,
     shl,
     signed_byte,
     sub,
@@ -40,7 +40,7 @@ from bridge.cuda.intrinsics import (
 )
 from bridge.cuda.launch import Kernel
 from bridge.cuda.matrix import DeviceMatrix
-from bridge.cuda.matvec import Configuration
+from bridge.cuda.matvec_shape import Configuration
 from numba import cuda
 
 from bridge.blocks import TYPES
@@ -60,6 +60,40 @@ def product(matrix: DeviceMatrix, x: np.ndarray, precision: str = "int8", **opti
     records = Records(matrix.columns, len(x), "cuda", precision).quantize(x, len(x))
     matvec.launch(matrix, records, y, len(x), 0, **{"shape": SMALL} | options)
     return y
+
+
+if SIMULATED:  # whose threads tests/support/simulator_threads.py sees to
+
+    def _neighbours(a, barrier):
+        i = cuda.threadIdx.x
+        shared = cuda.shared.array(64, np.int32)
+        if i == 63:
+            return
+        shared[i] = i
+        if barrier == 2:
+            a[i + 1] = 1  # one is beyond the end, the others come to the barrier
+        for _ in range(2):
+            if barrier:
+                cuda.syncthreads()
+            x = shared[(i + 1) % 63]
+            y = shared[(i + 62) % 63]
+            if barrier:
+                cuda.syncthreads()
+            shared[i] = x + y
+        a[i] = shared[i]
+
+    def test_threads_of_the_simulator_wait_at_a_barrier_for_those_that_have_not_ended():
+        found = np.zeros(63, np.int32)
+        cuda.jit(_neighbours)[1, 64](found, 1)
+        i = np.arange(63)
+        assert (found == (i + 2) % 63 + (i + 61) % 63 + 2 * i).all()
+        again = np.zeros(63, np.int32)
+        cuda.jit(_neighbours)[1, 64](again, 0)
+        assert (again != found).any()
+
+    def test_what_a_thread_of_the_simulator_raises_ends_the_launch():
+        with pytest.raises(IndexError, match=r"tid=\[62, 0, 0\] .*out of bounds"):
+            cuda.jit(_neighbours)[1, 64](np.zeros(63, np.int32), 2)
 
 
 @ALL
@@ -89,7 +123,7 @@ def test_odd_shapes(rows, columns, shape):
         assert_product(product(DeviceMatrix.upload(tensor, "cuda"), x, shape=shape), rounded(x), weights)
 
 
-@pytest.mark.parametrize("precision", ["int8", "f32"])
+@pytest.mark.parametrize("precision", ["int8", pytest.param("f32", marks=on_request)])
 @pytest.mark.parametrize(
     ("name", "rows", "columns", "n", "units", "split"),
     [
@@ -382,7 +416,7 @@ def _fragments(a, b, out):
     copies_end()
     copies_wait()
     cuda.syncthreads()
-    quad = copied_16(tile, i)
+    quad = shared_16(tile, i)
     zero = np.float32(i)
     start = (zero, zero, zero, zero)
     f16 = mma_f16(start, a[0, i], a[1, i], a[2, i], a[3, i], b[0, i], b[1, i])

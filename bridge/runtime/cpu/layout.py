@@ -112,11 +112,6 @@ class Layout:
         return np.concatenate(parts)
 
 
-def _fours(numbers: list[int]) -> np.ndarray:
-    """Numbers of 8 bits, signed or not -> uint32, four in each."""
-    return np.array(numbers).astype(np.uint8).view(np.uint32)
-
-
 def _planes(words: np.ndarray, bits: int) -> np.ndarray:
     """uint32 [count] of four codes each -> their planes, uint32 [count * bits / 8]."""
     planes, shift = [], 0

@@ -24,7 +24,7 @@ from tests.support.random_blocks import rounded
 sys.path.append(str(ROOT / "scripts"))
 
 import gpu_check
-from gpu_checks import jobs, model, products, report, runner, synthetic, timing, tokens
+from gpu_checks import jobs, linears, model, products, report, runner, synthetic, timing, tokens, trellis
 
 
 class Products:
@@ -40,11 +40,13 @@ class Products:
         """In place of the kernels' results."""
         from bridge.cuda import decoder, dequantize, matvec, mma
         from bridge.cuda.activations import Records
+        from bridge.cuda.fused import FusedOnDevice
         from bridge.cuda.matrix import DeviceMatrix
+        from bridge.cuda.trellis_layer import CudaTrellisLayer
 
         upload, quantize = DeviceMatrix.upload.__func__, Records.quantize  # type: ignore[attr-defined]
         multiply, silu, tile, rows = matvec.launch, matvec.launch_silu, dequantize.tile, dequantize.rows
-        tensor_cores = mma.launch
+        tensor_cores, move, run = mma.launch, CudaTrellisLayer.__init__, FusedOnDevice.run
 
         def uploaded(cls: Any, tensors: Any, device: Any = None, interleave: bool = False) -> Any:
             found = upload(cls, tensors, device, interleave)
@@ -54,8 +56,8 @@ class Products:
             self.weights[id(found)] = weights * (1.01 if found.type in self.wrong else 1)
             return found
 
-        def quantized(records: Any, x: Any, n: int, stream: Any = 0) -> Any:
-            quantize(records, x, n, stream)
+        def quantized(records: Any, x: Any, n: int, stream: Any = 0, dependent: bool = False) -> Any:
+            quantize(records, x, n, stream, dependent)
             values = torch.as_tensor(x[:n]).float().numpy()
             records.values = values.astype(np.float64) if records.exact else rounded(values)
             return records
@@ -92,13 +94,23 @@ class Products:
             if id(matrix) in self.weights:  # no floats, which need no kernel
                 out.copy_(torch.from_numpy(self.weights[id(matrix)][first : first + count]))
 
-        def chosen(matrix: Any, ids: Any, out: Any, n: int, stream: Any) -> None:
-            rows(matrix, ids, out, n, stream)
+        def chosen(matrix: Any, ids: Any, out: Any, n: int, stream: Any, dependent: bool = False) -> None:
+            rows(matrix, ids, out, n, stream, dependent)
             if id(matrix) in self.weights:
                 out[:n] = torch.from_numpy(self.weights[id(matrix)])[ids[:n]]
 
+        def moved(layer: Any, source: Any, device: Any = None) -> None:
+            move(layer, source, device)
+            unit = layer._fused.code.unit
+            layer._fused.weights = source.decoded() / unit * (1.01 if source.name in self.wrong else 1)
+
+        def decoded(fused: Any, x: Any, y: Any, split: int = 4) -> None:
+            run(fused, x, y, split)
+            y.copy_(x.double() @ torch.from_numpy(fused.weights).double().T)
+
         with ExitStack() as stack:
             for owner, name, own in (
+                (CudaTrellisLayer, "__init__", moved), (FusedOnDevice, "run", decoded),
                 (DeviceMatrix, "upload", classmethod(uploaded)), (Records, "quantize", quantized),
                 (matvec, "launch", multiplied), (matvec, "launch_silu", gated),
                 (mma, "launch", of_tokens), (dequantize, "tile", tiled), (dequantize, "rows", chosen),
@@ -113,10 +125,13 @@ class Stepped:
 
     def __init__(self, decoder: Any):
         self._decoder = decoder
-        self.graphs = True
+        self.graphs = self.dependent = True
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._decoder, name)
+
+    def build(self) -> None:
+        """Nothing depends on how launches are made where there are none."""
 
     def next_scores(self, token: int) -> np.ndarray:
         """As bridge.cuda's."""
@@ -149,9 +164,9 @@ def small_check(right: bool = True) -> Iterator[Products]:
 
     Models are the CPU's in disguise, or where not `right`, those of bridge.cuda, whose steps then do nothing.
     """
-    from bridge.cuda import bench, matvec
+    from bridge.cuda import bench, matvec_shape
 
-    every, load = matvec.configurations, bridge.Model.load
+    every, load = matvec_shape.configurations, bridge.Model.load
     computed = Products()
 
     def loaded(path: Any, device: str = "cpu", **options: Any) -> Any:
@@ -172,6 +187,8 @@ def small_check(right: bool = True) -> Iterator[Products]:
             (products, "EPILOGUES", (10, 256)), (products, "COLUMNS", (1, 5)),
             (tokens, "SHAPES", [(3, 512)]), (tokens, "SMALL_BLOCKS", [(5, 32)]), (tokens, "TOKENS", (9,)),
             (tokens, "EPILOGUES", (10, 256)),
+            (linears, "SHAPE", (10, 256)), (linears, "MANY", (13, 5)),
+            (trellis, "SHAPE", (128, 128)), (trellis, "TOKENS", (1, 9)), (trellis, "BITS", (1, 3)),
             (model, "CONTEXT", 64), (model, "PROMPTS", (20, 5, 1)), (model, "STEPPED", 3), (model, "MADE", 4),
             (timing, "DECODED", 2), (timing, "CONTEXT", 64), (timing, "PROMPTS", (4, 12)),
             (timing, "ATTENDED", (128, 4, 2, 32)),
@@ -179,11 +196,11 @@ def small_check(right: bool = True) -> Iterator[Products]:
             (synthetic.SyntheticFile, "HEADS", 4), (synthetic.SyntheticFile, "KV_HEADS", 2),
             (synthetic.SyntheticFile, "LAYERS", 2), (synthetic.SyntheticFile, "VOCAB", 96),
             (bench, "LARGE", (8, 512)), (bench, "_READ", 1 << 23), (bench, "_WARM", 0), (bench, "ROUNDS", 1),
-            (bench, "LAUNCHES", 2), (matvec, "configurations", lambda *given: every(*given)[:2]),
+            (bench, "LAUNCHES", 2), (matvec_shape, "configurations", lambda *given: every(*given)[:2]),
             (bridge.Model, "load", loaded), (device.Launches, "run", _only_checked),
         ):  # fmt: skip
             stack.enter_context(mock.patch.object(owner, name, value))
-        stack.enter_context(device.pretended_gpu(multiprocessors=2, graphs=True))
+        stack.enter_context(device.pretended_gpu(multiprocessors=2, graphs=True, overlapping=True))
         stack.enter_context(computed.installed())
         yield computed
 

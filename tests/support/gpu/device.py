@@ -22,20 +22,42 @@ _NUMBERS = {"int32": np.int32, "float32": np.float32, "int64": int, "float64": f
 
 
 class Launches:
-    """What has been launched: names of kernels, and the memory of the last."""
+    """What has been launched: names of kernels, those that may begin early, and the memory of the last.
+
+    Of those that may begin early, places are kept: of what they stored, and of what they took for constant.
+    """
 
     def __init__(self) -> None:
         self.names: list[str] = []
+        self.dependent: list[str] = []
         self.memory: Memory | None = None
+        self._stored: list[np.ndarray] = []
+        self._constant: list[np.ndarray] = []
+        self._kept: list[np.ndarray] = []  # so that a place stays theirs
 
     def run(self, kernel: Any, grid: Any, block: Any, arguments: Any) -> None:
         """Run a kernel as compiled for the oldest GPU that it runs on."""
         arguments = [_checked(kernel, *pair) for pair in zip(_types(kernel.signature), arguments, strict=True)]
         self.names.append(kernel.name)
+        if kernel.dependent:
+            self.dependent.append(kernel.name)
         try:
-            self.memory = program(ptx_of(kernel, kernel.oldest)).launch(grid, block, arguments)
+            self.memory = program(ptx_of(kernel, kernel.oldest)).launch(grid, block, arguments, kernel.dependent)
         except GpuError as problem:
             raise GpuError(f"{kernel.name}: {problem}") from problem
+        if kernel.dependent:
+            for region in self.memory.regions:
+                here = region.data.ctypes.data
+                self._stored.append(here + np.flatnonzero(region.stored))
+                self._constant.append(here + np.flatnonzero(region.frozen))
+                self._kept.append(region.data)
+
+    def check_constants(self) -> None:
+        """Raises GpuError where one launch stored what another one, which may have run meanwhile, took for constant."""
+        if self._kept:
+            both = np.intersect1d(np.concatenate(self._stored), np.concatenate(self._constant))
+            if len(both):
+                raise GpuError(f"{len(both)} bytes that a launch stored are read past the coherent cache by another")
 
 
 def _types(signature: str) -> list[str]:
@@ -58,9 +80,12 @@ def _checked(kernel: Any, wanted: str, given: Any) -> Any:
 
 @contextmanager
 def pretended_gpu(
-    multiprocessors: int = 132, graphs: bool = False, capability: tuple[int, int] = (9, 0)
+    multiprocessors: int = 132,
+    graphs: bool = False,
+    capability: tuple[int, int] = (9, 0),
+    overlapping: bool = False,
 ) -> Iterator[Launches]:
-    """A GPU of that size and compute capability stands behind bridge.cuda."""
+    """A GPU of that size and compute capability stands behind bridge.cuda; a decoder's launches may overlap."""
     from bridge.cuda import device as devices
     from bridge.cuda import launch
 
@@ -89,6 +114,7 @@ def pretended_gpu(
         mock.patch.object(devices, "_simulated", return_value=True),
         mock.patch.object(devices, "_opened", opened),
         mock.patch.object(devices, "captures", return_value=graphs),
+        mock.patch.object(devices, "overlaps", return_value=overlapping),
         mock.patch.object(devices, "capturing", capturing),
         mock.patch.object(devices.Device, "empty", lambda self, nbytes, what="": np.zeros(nbytes, np.uint8)),
         mock.patch.object(devices.Device, "upload", lambda self, host, what="": host.copy()),
@@ -96,4 +122,5 @@ def pretended_gpu(
         streams.pretended_torch() if graphs else nullcontext(),
     ):
         yield launches
+        launches.check_constants()
     forget()

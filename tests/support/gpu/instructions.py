@@ -54,6 +54,17 @@ def _jump(c: Context) -> Step:
     return step
 
 
+def _wait(c: Context) -> Step:
+    """For the launches before; that the next ones may come changes nothing in this one."""
+    if c.modifiers not in (["wait"], ["launch_dependents"]):
+        raise NotImplementedError(f"modifiers {c.modifiers}")
+
+    def step(lanes: Lanes, mask: Any) -> None:
+        lanes.early[slice(None) if mask is None else mask] = False
+
+    return step if c.modifiers == ["wait"] else lambda lanes, mask: None
+
+
 _BUILDERS: dict[str, Callable[[Context], Step]] = {
     "add": a.plain(np.add, 2, "rn"),
     "sub": a.plain(np.subtract, 2, "rn"),
@@ -89,12 +100,14 @@ _BUILDERS: dict[str, Callable[[Context], Step]] = {
     "ld": m.load,
     "st": m.store,
     "atom": m.atomic,
+    "prefetch": m.prefetch,
     "cp": t.copy,
     "mma": t.multiply,
     "shfl": m.shuffle,
     "vote": m.vote,
     "bar": _nothing,
     "membar": _nothing,
+    "griddepcontrol": _wait,
     "bra": _jump,
     "ret": lambda c: lambda lanes, mask: lanes.leave(mask),
 }

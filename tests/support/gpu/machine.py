@@ -33,8 +33,13 @@ class Program:
         ]
         self.meets = [_meeting(block) for block in self.kernel.blocks]
 
-    def launch(self, grid: Sequence[int], block: Sequence[int], arguments: Sequence[Any]) -> Memory:
-        """Run with arguments as numba passes them: contiguous arrays and numbers; the memory says what was loaded."""
+    def launch(
+        self, grid: Sequence[int], block: Sequence[int], arguments: Sequence[Any], dependent: bool = False
+    ) -> Memory:
+        """Run with arguments as numba passes them: contiguous arrays and numbers; the memory says what was loaded.
+
+        `dependent`: as if launches before were still running until a thread waits for them (griddepcontrol.wait).
+        """
         grid, block = _three(grid), _three(block)
         threads, blocks = int(np.prod(block)), int(np.prod(grid))
         if threads % WARP or threads > 1024 or blocks < 1:
@@ -44,7 +49,9 @@ class Program:
         at_once = max(1, _CAPACITY // threads)
         for first in range(0, blocks, at_once):
             with np.errstate(all="ignore"):
-                Lanes(self, memory, parameters, grid, block, first, min(blocks - first, at_once)).run()
+                lanes = Lanes(self, memory, parameters, grid, block, first, min(blocks - first, at_once))
+                lanes.early[:] = dependent
+                lanes.run()
         return memory
 
 
@@ -106,6 +113,7 @@ class Lanes:
         self.barriers = np.zeros(self.count, np.int32)
         self.meetings = np.zeros(self.count, np.int32)
         self.copies = Copies(self.count)
+        self.early = np.zeros(self.count, bool)  # lanes that have yet to wait for the launches before
         self._moved: Any = None
         rng = np.random.default_rng(0)  # whatever was in the registers before
         self.registers: dict[str, np.ndarray] = {}
@@ -131,15 +139,19 @@ class Lanes:
 
     def access(self, mask: Any, instruction: Instruction) -> Access:
         chosen = slice(None) if mask is None else mask
+        early = bool(self.early[chosen].any())
         return Access(
-            self.thread[chosen], self.barriers[chosen], self.meetings[chosen], self.per_block, instruction.text
+            self.thread[chosen], self.barriers[chosen], self.meetings[chosen], self.per_block, instruction.text, early
         )
 
     def jump(self, target: int, mask: Any) -> None:
         self._moved = (target, mask)
 
     def leave(self, mask: Any) -> None:
-        self.ended[slice(None) if mask is None else mask] = True
+        ending = slice(None) if mask is None else mask
+        if self.early[ending].any():
+            raise GpuError("a thread ends without griddepcontrol.wait: its launch may end before those before it")
+        self.ended[ending] = True
         self.waiting[:] = False  # others may have waited for these
 
     # who runs when

@@ -8,6 +8,8 @@ otherwise, or reads what is not ours). Beyond that it is refused
     in a launch       that threads of two blocks store different values at one place, other than by atomics
                       that `ld.global.nc`, which may come from a cache nobody invalidates, reads what is stored
     in shared memory  that something is read before anything was stored
+    where launches    that a thread loads or stores in global memory before griddepcontrol.wait, or ends without it
+    overlap
 """
 
 from __future__ import annotations
@@ -35,6 +37,12 @@ class Access:
     meetings: np.ndarray  # that its warp has passed
     per_block: int
     text: str
+    early: bool = False  # whether one of them has not waited for the launches before
+
+    def check_time(self) -> None:
+        """Before an access to global memory."""
+        if self.early:
+            raise GpuError(f"{self.text}: global memory before griddepcontrol.wait, while launches before run")
 
 
 class Region:
@@ -163,7 +171,7 @@ class Memory:
                 raise GpuError(f"{who.text}: reads shared memory that nobody has stored to")
             return self.shared.read(at, who)
         result = np.empty((len(address), width), np.uint8)
-        for region, lanes in self._split(address, who.text):
+        for region, lanes in self._split(address, who):
             at = region.places(address[lanes], width, who.text)
             result[lanes] = region.read(at, _some(who, lanes), frozen, kept)
         return result
@@ -173,7 +181,7 @@ class Memory:
         if space == "shared":
             self.shared.write(self._shared(address, values.shape[1], who), values, who)
             return
-        for region, lanes in self._split(address, who.text):
+        for region, lanes in self._split(address, who):
             at = region.places(address[lanes], values.shape[1], who.text)
             region.write(at, values[lanes], _some(who, lanes))
 
@@ -190,7 +198,7 @@ class Memory:
             if space == "shared":
                 region, at = self.shared, self._shared(address[lane : lane + 1], operands.itemsize, who, lane)
             else:
-                ((region, _),) = self._split(address[lane : lane + 1], who.text)
+                ((region, _),) = self._split(address[lane : lane + 1], who)
                 at = region.places(address[lane : lane + 1], operands.itemsize, who.text)
             old[lane] = region.data[at].view(operands.dtype)[0, 0]
             new = np.asarray(combine(old[lane], operands[lane]), operands.dtype)
@@ -207,7 +215,17 @@ class Memory:
             raise GpuError(f"{who.text}: shared memory beyond an array")
         return at + (thread // who.per_block * self._size)[:, None]
 
-    def _split(self, address: np.ndarray, text: str) -> list[tuple[Region, Any]]:
+    def reach(self, address: np.ndarray, width: int, who: Access) -> None:
+        """A prefetch, which reads nothing."""
+        for region, lanes in self._regions(address, who.text):
+            region.places(address[lanes], width, who.text)
+
+    def _split(self, address: np.ndarray, who: Access) -> list[tuple[Region, Any]]:
+        """The regions that lanes load from or store to."""
+        who.check_time()
+        return self._regions(address, who.text)
+
+    def _regions(self, address: np.ndarray, text: str) -> list[tuple[Region, Any]]:
         """The regions that lanes' addresses lie in."""
         number = (address >> np.uint64(REGION)).astype(np.int64) - 1
         if (number < 0).any() or (number >= len(self.regions)).any():
@@ -220,4 +238,4 @@ class Memory:
 def _some(who: Access, lanes: Any) -> Access:
     if isinstance(lanes, slice):
         return who
-    return Access(who.thread[lanes], who.barriers[lanes], who.meetings[lanes], who.per_block, who.text)
+    return Access(who.thread[lanes], who.barriers[lanes], who.meetings[lanes], who.per_block, who.text, who.early)

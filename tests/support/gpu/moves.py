@@ -170,6 +170,18 @@ def load(c: Context) -> Step:
     return step
 
 
+def prefetch(c: Context) -> Step:
+    if c.modifiers != ["global", "L2"]:
+        raise NotImplementedError(f"modifiers {c.modifiers}")
+    place = address(c, c.operands[0])
+
+    def step(lanes: Lanes, mask: Any) -> None:
+        at = place(lanes)
+        lanes.memory.reach(at if mask is None else at[mask], 1, lanes.access(mask, c.instruction))
+
+    return step
+
+
 def store(c: Context) -> Step:
     space = c.modifiers.pop(0)
     count = 4 if c.take("v4") else 2 if c.take("v2") else 1

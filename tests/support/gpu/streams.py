@@ -161,6 +161,8 @@ def pretended_torch() -> Iterator[None]:
         "is_available": lambda: True,
         "synchronize": lambda device=None: _refuse_while_capturing("synchronize"),
         "empty_cache": lambda: None,
+        "get_rng_state": lambda device="cuda": torch.empty(0, dtype=torch.uint8),  # which a compiler keeps
+        "set_rng_state": lambda state, device="cuda": None,
         "get_device_properties": lambda device: SimpleNamespace(L2_cache_size=1 << 12),
     }
     with ExitStack() as stack:

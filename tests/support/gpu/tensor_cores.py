@@ -122,7 +122,9 @@ def copy(c: Context) -> Step:
     def begin(lanes: Lanes, mask: Any) -> None:
         chosen = np.flatnonzero(_lanes(lanes, mask))
         target, source = (place(lanes)[chosen] for place in places)
-        lanes.memory.awaited(target, 16, lanes.access(chosen, c.instruction))
+        who = lanes.access(chosen, c.instruction)
+        who.check_time()
+        lanes.memory.awaited(target, 16, who)
         lanes.copies.pending.append((chosen, lanes.copies.closed[chosen], target, source, 16))
 
     return begin

@@ -1,0 +1,82 @@
+"""Correctness of bridge.nn on the device: QuantLinear, its gradient and torch.compile, and a model on a GGUF."""
+
+from __future__ import annotations
+
+import importlib.util
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from gpu_checks.model import CHECKPOINT
+from gpu_checks.products import Judge, random_matrix
+
+SHAPE = (1000, 2304)
+FEW, MANY = (3, 5), (40, 2)  # [batch, tokens] of x: products of 9 to 64 columns, and of more
+PROMPT = 24  # tokens
+_LIMITS = {"f32": 1e-5, "int8": 0.02}  # relative
+_LOGITS = 1e-3
+
+
+def check(type: str) -> dict[str, Any]:
+    """QuantLinear with a bias and an order of its rows: forward, backward, and both in one compiled graph."""
+    import torch
+    from bridge.cuda.device import require, torch_device
+
+    from bridge.nn import QuantLinear
+
+    judge, place, rng = Judge(), torch_device(require("cuda")), np.random.default_rng(0)
+    rows, columns = SHAPE
+    tensor, weights = random_matrix(type, rows, columns)
+    order, bias = rng.permutation(rows), rng.standard_normal(rows).astype(np.float32)
+    ordered = weights[order]
+    for precision, limit in _LIMITS.items():
+        layer = QuantLinear(tensor, torch.from_numpy(bias), order, precision).to(place)
+        if (there := getattr(layer.tensor, "device", "cpu")) != place:
+            judge.wrong.append(f"QuantLinear of {type}: its tensor is on {there}")
+        torch._dynamo.reset()
+        compiled = torch.compile(layer, backend="aot_eager", fullgraph=True, dynamic=False)
+        for shape in ((), FEW, MANY):
+            x = torch.from_numpy(rng.standard_normal((*shape, columns)).astype(np.float32)).to(place)
+            exact = x.double().cpu().numpy() @ ordered.T + bias
+            out = torch.from_numpy(rng.standard_normal(exact.shape).astype(np.float32)).to(place)
+            for name, function in (("", layer), (", compiled", compiled)):
+                given = x.clone().requires_grad_()
+                y = function(given)
+                what = f"QuantLinear of {type}, x {list(x.shape)}, {precision}{name}"
+                judge(what, y.detach(), exact, limit)
+                y.backward(out)
+                judge(f"{what}, its gradient", given.grad, out.double().cpu().numpy() @ ordered, 1e-5)
+        half = layer(x.half())
+        if half.dtype != torch.float16:
+            judge.wrong.append(f"QuantLinear of {type}: {half.dtype} of float16")
+        judge(f"QuantLinear of {type}, float16, {precision}", half.detach(), exact, 0.02)
+    return {"wrong": judge.wrong, "notes": f"largest relative error of floats {judge.worst:.1e}"}
+
+
+def check_load() -> dict[str, Any]:
+    """bridge.nn.load of the checkpoint in tests/data, moved to the device, beside the same model on the CPU."""
+    if importlib.util.find_spec("transformers") is None:
+        return {"wrong": [], "notes": "transformers is not installed"}
+    import torch
+    from bridge.cuda.device import require, torch_device
+
+    import bridge
+
+    judge, place = Judge(), torch_device(require("cuda"))
+    with tempfile.TemporaryDirectory() as folder, torch.no_grad():
+        path = Path(folder) / "model.gguf"
+        bridge.convert(CHECKPOINT, path)
+        tokens = torch.arange(PROMPT)[None] * 7 % 100
+        model = bridge.nn.load(CHECKPOINT, path, precision="f32")
+        expected = model(tokens).logits.double().numpy()
+        moved = model.to(place)
+        places = {str(t.device) for t in (*moved.parameters(), *moved.buffers())}
+        if places != {place}:
+            judge.wrong.append(f"bridge.nn.load: parts of the model are on {', '.join(sorted(places))}")
+        judge("bridge.nn.load, logits", moved(tokens.to(place)).logits, expected, _LOGITS)
+        torch._dynamo.reset()
+        graph = torch.compile(lambda given: moved(given, use_cache=False).logits, backend="aot_eager", dynamic=False)
+        judge("bridge.nn.load, compiled, logits", graph(tokens.to(place)), expected, _LOGITS)
+    return {"wrong": judge.wrong, "notes": ""}
