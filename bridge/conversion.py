@@ -142,14 +142,14 @@ def convert(
             kept, calibrated = quantize_planned(
                 ckpt, chosen, source, importance, calibrate, layers_of(path), force, optional=budget is not None
             )
-        executor = Executor(source, importance, kept.layers if kept else {})
+        executor = Executor(source, importance, kept.layers if kept else {}, threads)
         results: list[TensorReport] = []
         final = given is not None or budget is not None  # its types are not to be chosen again
         settled = {t.name for t in chosen.tensors} if final else set()
         while True:
             try:
                 with GGUFOutput(path, chosen, force, shard, inputs) as output:
-                    results = list(_written(executor, output, settled, threads, progress))
+                    results = list(_written(executor, output, settled, progress))
                     files = output.finish()
                 break
             except _Unconfirmed as missed:
@@ -188,14 +188,14 @@ def _check_budget(
 
 
 def _written(
-    executor: Executor, output: GGUFOutput, settled: Collection[str], threads: int | None, progress: Progress | None
+    executor: Executor, output: GGUFOutput, settled: Collection[str], progress: Progress | None
 ) -> Iterator[TensorReport]:
     """Makes and writes an output's tensors; raises _Unconfirmed where one that is not settled is beyond its limit."""
     done = 0
     total = sum(executor.source.nbytes(t) for t in output.tensors)
     if progress:
         progress(0, total, "")
-    for tensor, result in zip(output.tensors, executor.results(output.tensors, threads), strict=True):
+    for tensor, result in zip(output.tensors, executor.results(output.tensors), strict=True):
         if tensor.name not in settled and _beyond(tensor, result.report):
             raise _Unconfirmed(tensor.name)
         output.write(result.data)

@@ -22,6 +22,7 @@ from bridge.importance import Importance
 from bridge.plan import Part, PlannedTensor
 from bridge.recipe import block_type
 from bridge.report import AS_IS, CALIBRATED, FLOAT, REQUANTIZED, TensorReport, how_kept, lost_codes
+from bridge.rows import over_rows
 from bridge.source import Source
 
 if TYPE_CHECKING:
@@ -44,16 +45,18 @@ class Result:
 class Executor:
     """Makes any tensor of a plan; `results` makes several.
 
-    layers  those that were quantized with a text, by module: their blocks are taken as they are
+    layers   those that were quantized with a text, by module: their blocks are taken as they are
+    threads  that work at a time; None: as many as there are CPUs
     """
 
     source: Source
     importance: Importance
     layers: Mapping[str, KeptLayer] = field(default_factory=dict)
+    threads: int | None = None
 
-    def results(self, tensors: Sequence[PlannedTensor], threads: int | None = None) -> Iterator[Result]:
+    def results(self, tensors: Sequence[PlannedTensor]) -> Iterator[Result]:
         """Tensors in order, made by worker threads a few ahead of the consumer, fewer where they are large."""
-        workers = threads or usable_cpus()
+        workers = self.threads or usable_cpus()
         pending: deque[tuple[Future[Result], int]] = deque()
         with ThreadPoolExecutor(max_workers=workers, thread_name_prefix="convert") as pool:
             try:
@@ -86,7 +89,6 @@ class Executor:
         from bridge.mapping.carry import Fidelity
         from bridge.mapping.choose import exact_type, map_to, must_keep
         from bridge.mapping.pack import row_bytes
-        from bridge.mapping.quantize_rows import quantize_rows
 
         columns = tensor.shape[-1]
         keep = must_keep(tensor.limit)
@@ -125,10 +127,8 @@ class Executor:
                 continue
             came_as_floats += 1
             for x in self.source.floats(part):
-                quantized = quantize_rows(x, block, importance)
-                data[at : at + len(x)] = quantized.data
+                floats += self._quantized(x, block, importance, data[at : at + len(x)])
                 at += len(x)
-                floats += Fidelity(x.size, quantized.error, quantized.signal, 0.0, 0)
         if calibrated.weights == math.prod(tensor.shape):
             report.how, report.fidelity = CALIBRATED, calibrated
             return data
@@ -147,6 +147,15 @@ class Executor:
                 f"like the others (NMSE {floats.nmse:.1e})"
             )
         return data
+
+    def _quantized(self, x: np.ndarray, block: BlockType, importance: np.ndarray | None, out: np.ndarray) -> Fidelity:
+        """Quantize float rows to `out`, on several threads: embeddings and head are the largest tensors, and the first
+        and the last, when others have nothing to do."""
+        from bridge.mapping.carry import Fidelity
+        from bridge.mapping.quantize_rows import quantize_rows
+
+        parts = over_rows(len(x), lambda r: quantize_rows(x[r], block, importance, out[r]), self.threads)
+        return Fidelity(x.size, sum(p.error for p in parts), sum(p.signal for p in parts), 0.0, 0)
 
     def _layer(self, part: Part, block: BlockType) -> KeptLayer | None:
         """The part as it was quantized to this type with a text, if it was."""

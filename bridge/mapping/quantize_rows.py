@@ -40,11 +40,14 @@ class QuantizedRows:
         return float(self.errors.sum())
 
 
-def quantize_rows(x: np.ndarray, block: BlockType, importance: np.ndarray | None = None) -> QuantizedRows:
+def quantize_rows(
+    x: np.ndarray, block: BlockType, importance: np.ndarray | None = None, out: np.ndarray | None = None
+) -> QuantizedRows:
     """Quantize rows, minimizing their importance-weighted squared error.
 
     x            float32 [rows, in], `in` a multiple of `block.size`
     importance   float32 [in], not negative: what a squared error of each column costs; None: 1
+    out          uint8 [rows, row_bytes], contiguous, for the blocks; None: fresh memory
 
     Safe to call from several threads at once; the GIL is released. Raises BridgeError where `in` or
     the importance's length does not fit, or where a weight or an importance is not finite.
@@ -62,7 +65,7 @@ def quantize_rows(x: np.ndarray, block: BlockType, importance: np.ndarray | None
     quantizer = (affine_quantizer if block.has_min else scaled_quantizer) if block.is_k else plain_quantizer
     quantize = quantizer(block.name)
     pack = packer(block.name)
-    data = np.empty((rows, row_bytes(block, columns)), np.uint8)
+    data = np.empty((rows, row_bytes(block, columns)), np.uint8) if out is None else out
     sums = np.zeros((rows, 3))
     step = min(rows, max(1, _CHUNK // max(columns, 1)))
     blocks = columns // block.size

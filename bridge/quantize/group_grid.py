@@ -17,7 +17,7 @@ from bridge.checkpoint.grouped import GroupedTensor
 from bridge.errors import BridgeError
 from bridge.quantize.group_refit import refitter
 from bridge.quantize.refine import Metric
-from bridge.quantize.rows import over_rows
+from bridge.rows import over_rows
 
 _SHRINKS = np.linspace(1.0, 0.4, 31)
 

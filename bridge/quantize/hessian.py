@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from bridge.errors import BridgeError
-from bridge.quantize.rows import tiles
+from bridge.rows import tiles
 
 _HELD_BACK = 8  # one token of so many
 _TILE = 256

@@ -26,7 +26,7 @@ from bridge.errors import BridgeError
 from bridge.files import read_json, write_text
 from bridge.quantize.group_grid import GroupGrid
 from bridge.quantize.method import Quantized
-from bridge.quantize.rows import tiles
+from bridge.rows import tiles
 
 _JOB = "job.json"
 

@@ -28,8 +28,8 @@ import torch
 from bridge.jit import inner, kernel
 from bridge.mapping.quantize_loops import add, greater
 from bridge.quantize.hessian import damped_factor, inverse_factor
-from bridge.quantize.rows import over_rows, tiles
 from bridge.quantize.solver import Grid, dequantize, values_of
+from bridge.rows import over_rows, tiles
 
 _DESCENTS = 8  # passes of coordinate descent over a run at most
 _CHAIN = 4  # codes in a chain

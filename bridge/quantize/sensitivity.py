@@ -32,7 +32,7 @@ from bridge.blocks import BLOCKS
 from bridge.mapping.pack import row_bytes
 from bridge.mapping.quantize_rows import quantize_rows
 from bridge.quantize.hessian import Hessian
-from bridge.quantize.rows import over_rows
+from bridge.rows import over_rows
 
 _FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
@@ -68,7 +68,7 @@ def nearest_blocks(weight: torch.Tensor, type: str, importance: np.ndarray | Non
     blocks = np.empty((len(values), row_bytes(block, values.shape[1])), np.uint8)
 
     def work(rows: slice) -> None:
-        blocks[rows] = quantize_rows(values[rows], block, importance).data
+        quantize_rows(values[rows], block, importance, blocks[rows])
 
     over_rows(len(values), work)
     return blocks

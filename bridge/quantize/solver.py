@@ -31,7 +31,7 @@ import torch
 from bridge.errors import BridgeError
 from bridge.jit import inner, kernel
 from bridge.quantize.hessian import damped_factor
-from bridge.quantize.rows import over_rows, tiles
+from bridge.rows import over_rows, tiles
 
 _LEAF = 32  # columns that are rounded without a matrix product between them
 _SAMPLE = 128  # rows that tell whether rounding to nearest serves any better

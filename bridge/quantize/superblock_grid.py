@@ -25,8 +25,8 @@ from bridge.mapping.quantize_affine import affine_quantizer
 from bridge.mapping.quantize_plain import plain_quantizer
 from bridge.mapping.quantize_scaled import scaled_quantizer
 from bridge.quantize.refine import Metric, run_values
-from bridge.quantize.rows import over_rows
 from bridge.quantize.superblock_refit import refitter
+from bridge.rows import over_rows
 
 # what a refit multiplies d and dmin with to begin a block again, sweeps in turn; without dmin always the first. Costs
 # three times a sweep without, and brings less than another sweep: only what the first ones reached is begun again

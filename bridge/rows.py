@@ -1,10 +1,11 @@
-"""Rows are independent once H is known: kernels without the GIL run on chunks of them, a thread each."""
+"""Rows are independent of each other: kernels without the GIL run on chunks of them, a thread each."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
+from typing import TypeVar
 
 import numpy as np
 
@@ -12,17 +13,19 @@ from bridge.cpus import usable_cpus
 
 _TILE = 512
 
+T = TypeVar("T")
 
-def over_rows(rows: int, work: Callable[[slice], object]) -> None:
-    """Call `work` on slices that cover 0..rows, on as many threads as there are CPUs; errors are raised here."""
-    threads = max(1, min(usable_cpus(), rows))
+
+def over_rows(rows: int, work: Callable[[slice], T], threads: int | None = None) -> list[T]:
+    """Call `work` on slices that cover 0..rows, each on a thread, by default as many as there are CPUs: the results in
+    order. Errors are raised here."""
+    threads = max(1, min(threads or usable_cpus(), rows))
     cuts = np.linspace(0, rows, threads + 1).astype(int)
     slices = [slice(int(a), int(b)) for a, b in pairwise(cuts)]
     if threads == 1:
-        work(slices[0])
-        return
+        return [work(slices[0])]
     with ThreadPoolExecutor(threads) as pool:
-        list(pool.map(work, slices))
+        return list(pool.map(work, slices))
 
 
 def tiles(rows: int) -> Iterator[slice]:
