@@ -188,12 +188,17 @@ def synthetic(scratch: Path, experts: bool) -> Path:
 # --- speed, memory, start ---
 
 
+def both_sides(peer: str) -> tuple[dict[str, tuple[str, str]], bool]:
+    """Python and code of a process of each side, and whether the peer's has llama_cpp."""
+    native = subprocess.run([peer, "-c", "import llama_cpp"], capture_output=True).returncode == 0
+    theirs = (peer, THEIRS + REPORT) if native else (sys.executable, WHEEL + REPORT)
+    return {"ours": (sys.executable, OURS + REPORT), "theirs": theirs}, native
+
+
 def print_speed(path: Path, peer: str, threads: list[int], turns: int) -> None:
-    has_peer = subprocess.run([peer, "-c", "import llama_cpp"], capture_output=True).returncode == 0
-    if not has_peer:
+    sides, native = both_sides(peer)
+    if not native:
         print(f"({peer} has no llama_cpp: the xllamacpp wheel's is the peer)\n", file=sys.stderr)
-    theirs = (peer, THEIRS) if has_peer else (sys.executable, WHEEL)
-    sides = {"ours": (sys.executable, OURS + REPORT), "theirs": (theirs[0], theirs[1] + REPORT)}
     turn("ours", *sides["ours"], path, threads[0])  # compile what is not compiled yet; fill the page cache
     print("| what | threads | gguf-bridge | llama.cpp | ratio |\n|---|---|---|---|---|")
     peak = 0

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import statistics
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -18,33 +17,7 @@ from scripts.peers.gguf_file import rewrite
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from bench_model import OURS, THEIRS, turn
-
-WHEEL = """
-import json, os, sys, time
-sys.path.insert(0, os.getcwd())
-from scripts.peers.llama_cpp import LlamaCpp
-path, threads = sys.argv[1], int(sys.argv[2])
-model = LlamaCpp(path, n_ctx=2048, n_threads=threads, float_kv=False, n_batch=512)
-def make(count):
-    token = int(model.next_logits(list(range(5, 13))).argmax())
-    start = time.perf_counter()
-    for i in range(count):
-        token = int(model.next_logits([token], 8 + i).argmax())
-    return count / (time.perf_counter() - start)
-make(1)
-first = time.time()
-make(64)
-last = time.time()
-tokens = [(i * 7919) % 4000 for i in range(512)]
-def prompt():
-    start = time.perf_counter()
-    model.next_logits(tokens)
-    return 512 / (time.perf_counter() - start)
-prompt()
-read = prompt()
-made = make(64)
-"""
+from bench_model import both_sides, turn
 
 
 class Speeds:
@@ -52,12 +25,8 @@ class Speeds:
 
     def __init__(self, work: Path, speed_of: Path | None, python: str, threads: int, turns: int) -> None:
         self._work, self._of, self._threads, self._turns = work, speed_of, threads, turns
-        native = subprocess.run([python, "-c", "import llama_cpp"], capture_output=True).returncode == 0
+        self._sides, native = both_sides(python)
         self.peer = "llama-cpp-python" if native else f"the xllamacpp wheel ({_instructions()})"
-        self._sides = {
-            "ours": (sys.executable, OURS),
-            "theirs": (python, THEIRS) if native else (sys.executable, WHEEL),
-        }
 
     def of_types(self, types: dict[str, str]) -> dict[str, dict[str, float]]:
         """Those of the other model in these types: tensor of this model -> type."""
