@@ -7,8 +7,8 @@ The peer is ggml, one mul_mat on its own threads through llama-cpp-python built 
 --no-binary llama-cpp-python .[peers]); without it its columns stay empty. PEER_GGML may name the folder of its
 libggml*.so. Both sides repack the weights beforehand, ggml those that llama.cpp repacks when it loads them: the last
 column names ggml's layout, CPU for weights as in the file. All contenders take turns in one run; ratios are medians
-over rounds. A product from memory is on 40960 x 4096, one in the cache on 2048 x 4096. First calls are timed in
-processes of their own.
+over rounds. A product from memory is on 40960 x 4096 (--rows: more, where a cache holds that), one in the cache on
+2048 x 4096. First calls are timed in processes of their own.
 """
 
 from __future__ import annotations
@@ -126,6 +126,7 @@ def main() -> None:
     parser.add_argument("types", nargs="*", default=list(TYPES), metavar="TYPE", help="all by default")
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--rows", type=int, default=bench.LARGE[0], metavar="N", help="of the product from memory")
     parser.add_argument("--no-first", action="store_true", help="leave out the timing of first calls")
     parser.add_argument("--json", type=Path, help="write all figures here")
     arguments = parser.parse_args()
@@ -135,7 +136,7 @@ def main() -> None:
     print("|---|---|---|---|---|---|---|---|---|")
     rows = []
     for type in arguments.types:
-        for shape in (bench.LARGE, bench.SMALL):
+        for shape in ((arguments.rows, bench.LARGE[1]), bench.SMALL):
             for threads in arguments.threads:
                 row = product(type, shape, threads, library, arguments.rounds)
                 rows.append(row)
