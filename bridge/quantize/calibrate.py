@@ -136,7 +136,7 @@ def quantize_model(
     if positions and tokens.shape[1] > positions:
         raise BridgeError(
             f"calibration sequences of {tokens.shape[1]} tokens, and the model knows {positions} positions; "
-            "take shorter sequences"
+            f"take shorter ones (--sequence-length {positions})"
         )
     source.model.eval()
     with Folder(offload) as folder:
