@@ -22,7 +22,7 @@ from bridge.importance import Importance
 from bridge.plan import Part, PlannedTensor
 from bridge.recipe import block_type
 from bridge.report import AS_IS, CALIBRATED, FLOAT, REQUANTIZED, TensorReport, how_kept, lost_codes
-from bridge.rows import over_rows
+from bridge.rows import slices
 from bridge.source import Source
 
 if TYPE_CHECKING:
@@ -53,12 +53,17 @@ class Executor:
     importance: Importance
     layers: Mapping[str, KeptLayer] = field(default_factory=dict)
     threads: int | None = None
+    _rows: ThreadPoolExecutor = field(init=False, repr=False)  # while there are results
 
     def results(self, tensors: Sequence[PlannedTensor]) -> Iterator[Result]:
         """Tensors in order, made by worker threads a few ahead of the consumer, fewer where they are large."""
         workers = self.threads or usable_cpus()
         pending: deque[tuple[Future[Result], int]] = deque()
-        with ThreadPoolExecutor(max_workers=workers, thread_name_prefix="convert") as pool:
+        # two pools: a tensor waits for its rows, so rows in the first one could wait for each other
+        with (
+            ThreadPoolExecutor(max_workers=workers, thread_name_prefix="rows") as self._rows,
+            ThreadPoolExecutor(max_workers=workers, thread_name_prefix="convert") as pool,
+        ):
             try:
                 for tensor in tensors:
                     nbytes = self.source.nbytes(tensor)
@@ -154,7 +159,12 @@ class Executor:
         from bridge.mapping.carry import Fidelity
         from bridge.mapping.quantize_rows import quantize_rows
 
-        parts = over_rows(len(x), lambda r: quantize_rows(x[r], block, importance, out[r]), self.threads)
+        parts = list(
+            self._rows.map(
+                lambda r: quantize_rows(x[r], block, importance, out[r]),
+                slices(len(x), self.threads or usable_cpus()),
+            )
+        )
         return Fidelity(x.size, sum(p.error for p in parts), sum(p.signal for p in parts), 0.0, 0)
 
     def _layer(self, part: Part, block: BlockType) -> KeptLayer | None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
-from typing import TypeVar
 
 import numpy as np
 
@@ -13,19 +12,21 @@ from bridge.cpus import usable_cpus
 
 _TILE = 512
 
-T = TypeVar("T")
+
+def slices(rows: int, count: int) -> list[slice]:
+    """At most `count` slices of about equal length that cover 0..rows, one at least."""
+    cuts = np.linspace(0, rows, max(1, min(count, rows)) + 1).astype(int)
+    return [slice(int(a), int(b)) for a, b in pairwise(cuts)]
 
 
-def over_rows(rows: int, work: Callable[[slice], T], threads: int | None = None) -> list[T]:
-    """Call `work` on slices that cover 0..rows, each on a thread, by default as many as there are CPUs: the results in
-    order. Errors are raised here."""
-    threads = max(1, min(threads or usable_cpus(), rows))
-    cuts = np.linspace(0, rows, threads + 1).astype(int)
-    slices = [slice(int(a), int(b)) for a, b in pairwise(cuts)]
-    if threads == 1:
-        return [work(slices[0])]
-    with ThreadPoolExecutor(threads) as pool:
-        return list(pool.map(work, slices))
+def over_rows(rows: int, work: Callable[[slice], object]) -> None:
+    """Call `work` on slices that cover 0..rows, on as many threads as there are CPUs; errors are raised here."""
+    parts = slices(rows, usable_cpus())
+    if len(parts) == 1:
+        work(parts[0])
+        return
+    with ThreadPoolExecutor(len(parts)) as pool:
+        list(pool.map(work, parts))
 
 
 def tiles(rows: int) -> Iterator[slice]:

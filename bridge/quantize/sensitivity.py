@@ -66,11 +66,7 @@ def nearest_blocks(weight: torch.Tensor, type: str, importance: np.ndarray | Non
     """The same as blocks, uint8 [rows, row bytes], of a block type."""
     block, values = BLOCKS[type], weight.detach().cpu().numpy()
     blocks = np.empty((len(values), row_bytes(block, values.shape[1])), np.uint8)
-
-    def work(rows: slice) -> None:
-        quantize_rows(values[rows], block, importance, blocks[rows])
-
-    over_rows(len(values), work)
+    over_rows(len(values), lambda r: quantize_rows(values[r], block, importance, blocks[r]))
     return blocks
 
 
