@@ -25,6 +25,7 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ["OMP_NUM_THREADS"] = "1"  # torch's threads; each worker has a core, and spinning for two costs both
 
 ROOT = Path(__file__).resolve().parent.parent
+PATIENCE = 600  # seconds until a process that a test started hangs: no test fails because a machine is slow
 CHECKPOINT = ROOT / "tests" / "data" / "qwen3-gptq-4bit-g128-sym"  # the project's own
 settings.register_profile("bridge", deadline=None)  # the first call of a kernel compiles it
 settings.load_profile("bridge")

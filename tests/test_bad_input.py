@@ -23,7 +23,7 @@ import bridge
 from bridge.cli import main
 from bridge.errors import BridgeError
 from bridge.template.template_file import expect_texts
-from tests.conftest import CHECKPOINT, ROOT
+from tests.conftest import CHECKPOINT, PATIENCE, ROOT
 from tests.support.raw import Raw, edit_raw, shard
 
 GATE = "model.layers.2.mlp.gate_proj"
@@ -301,10 +301,11 @@ LLAMA3 = {"factor": 8, "low_freq_factor": 1, "high_freq_factor": 4, "original_ma
 )
 def test_counts_far_beyond_the_tensors_cost_neither_time_nor_memory(model, tmp_path, changes, said):
     edit_json(model / "config.json", **changes)
-    limit = "resource.setrlimit(resource.RLIMIT_AS, (3 << 30, 3 << 30))\nrun()"
+    limit = "resource.setrlimit(resource.RLIMIT_AS, (3 << 30, 3 << 30))\n"
+    limit += "resource.setrlimit(resource.RLIMIT_CPU, (60, 60))\nrun()"
     with bridge_process(limit, "convert", model, tmp_path / "out.gguf") as process:
         try:
-            _, error = process.communicate(timeout=30)
+            _, error = process.communicate(timeout=PATIENCE)
         finally:
             process.kill()
     assert process.returncode == 2
@@ -599,14 +600,14 @@ def test_an_interrupt_leaves_what_was_there_and_nothing_else(model, tmp_path, se
         out.write_bytes(OLD)
     before = contents(tmp_path)
     process = bridge_process(SLOWLY, "convert", model, out, "--force", "--threads=1")
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + PATIENCE
     while not list(tmp_path.glob(".out.gguf.*/out.gguf")):
         assert process.poll() is None, process.communicate()
         assert time.monotonic() < deadline
         time.sleep(0.02)
     time.sleep(0.5)
     process.send_signal(sent)
-    _, error = process.communicate(timeout=60)
+    _, error = process.communicate(timeout=PATIENCE)
     assert process.returncode == 2
     assert "interrupted" in one_line(error)
     assert contents(tmp_path) == before
@@ -648,9 +649,7 @@ def test_a_mistake_of_our_own_is_one_line_too(model, refused, monkeypatch):
 @pytest.mark.parametrize("how", [{"HF_HUB_OFFLINE": "1"}, {"HF_ENDPOINT": "http://127.0.0.1:9"}])
 @pytest.mark.parametrize("command", ["convert", "inspect"])
 def test_a_hub_id_without_a_network_is_one_clear_line_at_once(tmp_path, how, command):
-    started = time.monotonic()
     process = bridge_process("run()", command, "org/no-such-model", HF_HOME=str(tmp_path), **how)
-    _, error = process.communicate()
+    _, error = process.communicate(timeout=PATIENCE)
     assert process.returncode == 2
     assert "org/no-such-model: no such folder here, and the Hub cannot be reached" in one_line(error)
-    assert time.monotonic() - started < 20

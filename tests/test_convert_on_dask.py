@@ -13,7 +13,7 @@ import pytest
 
 import bridge
 from bridge.conversion import plan_checkpoint
-from tests.conftest import CHECKPOINT, ROOT
+from tests.conftest import CHECKPOINT, PATIENCE, ROOT
 
 pytest.importorskip("distributed", reason="the extra dask is not installed")
 SPLIT = 300_000
@@ -36,7 +36,7 @@ def test_a_killed_workers_shards_are_made_by_the_other(tmp_path: Path) -> None:
     workers = [p for p in psutil.Process(process.pid).children(recursive=True) if is_worker(p)]
     assert len(workers) == 2
     os.kill(workers[0].pid, signal.SIGKILL)
-    rest, errors = process.communicate(timeout=300)
+    rest, errors = process.communicate(timeout=PATIENCE)
     assert process.returncode == 0, errors
     assert len((first + rest).splitlines()) == len(whole) > 5
     made = sorted((tmp_path / "out").iterdir())

@@ -17,7 +17,7 @@ import bridge
 from bridge.cli import main
 from bridge.converted_cache import converted
 from bridge.errors import BridgeError
-from tests.conftest import CHECKPOINT, ROOT
+from tests.conftest import CHECKPOINT, PATIENCE, ROOT
 
 
 @pytest.fixture
@@ -166,7 +166,7 @@ def test_two_processes_at_once_convert_once(cache, model):
     both = [
         subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for _ in range(2)
     ]
-    ended = [process.communicate(timeout=120) for process in both]
+    ended = [process.communicate(timeout=PATIENCE) for process in both]
     assert [process.returncode for process in both] == [0, 0], ended
     assert ended[0][0] == ended[1][0] == f"{kept(cache)[0]}\n"
     assert sum("codes kept" in error for _, error in ended) == 1

@@ -13,6 +13,7 @@ import pytest
 
 pytest.importorskip("numba_cuda", reason="numba-cuda is not installed")
 
+from tests.conftest import PATIENCE
 from tests.support.gpu import check
 from tests.support.gpu.check import jobs, products, report, runner, small_check, timing
 
@@ -94,7 +95,7 @@ for job in sys.argv[1:]:
     if job == "dies":
         sys.exit("Traceback\\nCudaError: an illegal address")
     if job == "hangs":
-        time.sleep(60)
+        time.sleep(600)
     print(f'\\nRESULT ["{job}", {{"seconds": 1}}]', flush=True)
 """
 
@@ -108,15 +109,13 @@ def processes(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("processes")
 def test_a_process_that_dies_takes_one_job_with_it_and_no_time_ends_the_rest() -> None:
     shown = []
-    found = runner.in_turn(["one", "dies", "two"], time.monotonic() + 60, lambda job, result: shown.append(job))
+    found = runner.in_turn(["one", "dies", "two"], time.monotonic() + PATIENCE, lambda job, result: shown.append(job))
     assert shown == ["one", "dies", "two"]
     assert found["one"] == found["two"] == {"seconds": 1}
     assert found["dies"] == {"failed": "exit code 1: Traceback CudaError: an illegal address"}
-    begun = time.monotonic()
-    found = runner.in_turn(["one", "hangs", "two"], begun + 2, lambda job, result: None)
-    assert time.monotonic() - begun < 20
+    found = runner.in_turn(["one", "hangs", "two"], time.monotonic() + 8, lambda job, result: None)
     assert found == {"one": {"seconds": 1}, "hangs": {"late": runner.CUT}, "two": {"late": runner.LATE}}
-    found = runner.at_once(["one", "dies"], time.monotonic() + 60, lambda job, result: None)
+    found = runner.at_once(["one", "dies"], time.monotonic() + PATIENCE, lambda job, result: None)
     assert found["one"] == {"seconds": 1}
     assert "illegal address" in found["dies"]["failed"]
 

@@ -177,6 +177,19 @@ def test_the_running_mean_is_that_of_all_tokens_at_once() -> None:
     torch.testing.assert_close(hessian.cross, 2 / 700 * (x_float - x).T @ x)
 
 
+def test_a_hessian_is_symmetric_whatever_the_blas_returns(monkeypatch: pytest.MonkeyPatch) -> None:
+    addmm_ = torch.Tensor.addmm_
+
+    def uneven(self: torch.Tensor, *factors: torch.Tensor, **scales: float) -> torch.Tensor:
+        return addmm_(self, *factors, **scales).mul_(1 + 1e-6 * torch.rand(self.shape))
+
+    monkeypatch.setattr(torch.Tensor, "addmm_", uneven)
+    hessian = Hessian("layer", 1100)
+    for _ in range(2):
+        hessian.add(torch.randn(40, 1100))
+    assert torch.equal(hessian.matrix, hessian.matrix.T)
+
+
 def test_activations_that_overflow_name_the_layer() -> None:
     x = torch.ones(4, 8)
     x[2, 3] = torch.inf

@@ -1,7 +1,8 @@
 """What a layer's inputs say about its weights: H = 2/n sum x x^T, and the triangular factor that GPTQ walks along.
 
 The error of quantized weights W' on the calibration text is  tr(E H E^T) / 2  with E = W - W', per token. H is
-kept as a running mean in float32: a batch of m tokens after n others moves it by m / (n + m) of the difference.
+kept as a running mean in float32: a batch of m tokens after n others moves it by m / (n + m) of the difference. Its
+upper half is accumulated and mirrored, since a BLAS need not return a symmetric x^T x.
 
 For GPTAQ (arXiv 2504.02692) there is also the cross term  C = 2/n sum (x_float - x) x^T: how the inputs that the
 quantized layers before deliver differ from the float model's. How much of that is chance shows on an eighth of the
@@ -57,7 +58,12 @@ class Hessian:
         self.tokens += len(x)
         share = len(x) / self.tokens
         each = 2 * share / len(x)
-        self.matrix.addmm_(x.T, x, beta=1 - share, alpha=each)
+        for t in tiles(len(self.matrix)):
+            upper = self.matrix[t, t.start :]
+            upper.addmm_(x[:, t].T, x[:, t.start :], beta=1 - share, alpha=each)
+            square = self.matrix[t, t]
+            square.copy_(square.triu() + square.triu(1).T)
+            self.matrix[t.stop :, t] = self.matrix[t, t.stop :].T
         if not torch.isfinite(self.matrix.diagonal()).all():
             raise BridgeError(
                 f"{self.name}: its inputs hold NaN or infinity on the calibration text; "
