@@ -23,12 +23,12 @@ __version__ = "0.2.0"
 
 _LAZY = {
     "BridgeError": "bridge.errors",
-    "convert": "bridge.conversion",
+    "convert": "bridge.conversion.converter",
     "open_checkpoint": "bridge.checkpoint",
-    "repack": "bridge.repacking",
+    "repack": "bridge.checkpoint.repack",
     "open_gguf": "bridge.runtime",
     "Model": "bridge.runtime.model",
-    "verify": "bridge.verification",
+    "verify": "bridge.conversion.verify",
 }
 _LAZY_MODULES = {"nn": "bridge.nn", "quantize": "bridge.quantize", "trellis": "bridge.trellis"}
 

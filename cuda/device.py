@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from bridge.errors import BridgeError
-from bridge.runtime.operands import is_torch
+from bridge.system.operands import is_torch
 
 _OLDEST = (7, 5)  # compute capability: what CUDA 13 still compiles for
 OVERLAPPING = (9, 0)  # from which launches may begin before those before them end

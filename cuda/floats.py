@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 from bridge.cuda.device import Device, torch_device
 
-from bridge.runtime.operands import check_matrix
 from bridge.runtime.quant_tensor import QuantTensor
+from bridge.system.operands import check_matrix
 
 KINDS = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}  # what holds a type as it is; others become float16
 _PART = 1 << 25  # weights uploaded at a time

@@ -38,8 +38,8 @@ import numpy as np
 from bridge.cuda import scales
 
 from bridge.blocks import TYPES, BlockType
-from bridge.jit import from_plain, inlined, specialize
 from bridge.runtime.cpu.layout import PLANES
+from bridge.system.jit import from_plain, inlined, specialize
 
 UNIT = 32  # columns
 _EVEN = 128  # units

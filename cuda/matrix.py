@@ -15,10 +15,10 @@ from bridge.cuda import device as devices
 from bridge.cuda.layout import UNIT, Layout, repacker
 
 from bridge.blocks import TYPES
-from bridge.cpus import usable_cpus
 from bridge.errors import BridgeError
-from bridge.runtime.operands import check_matrix
 from bridge.runtime.quant_tensor import QuantTensor
+from bridge.system.cpus import usable_cpus
+from bridge.system.operands import check_matrix
 
 _PART = 1 << 22  # bytes repacked at a time by one thread
 

@@ -24,8 +24,8 @@ from bridge.cuda.matmul import Multiplier
 from bridge.cuda.matrix import DeviceMatrix
 
 from bridge.errors import BridgeError
-from bridge.runtime.operands import check_indices, check_input, check_out, check_precision, is_torch
 from bridge.runtime.quant_tensor import QuantTensor
+from bridge.system.operands import check_indices, check_input, check_out, check_precision, is_torch
 
 _moved: WeakValueDictionary[tuple[int, devices.Device], CudaTensor] = WeakValueDictionary()  # by the id of the source
 

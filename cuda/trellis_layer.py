@@ -14,7 +14,7 @@ from bridge.cuda import device as devices
 from bridge.cuda.fused import FusedOnDevice
 
 from bridge.errors import BridgeError
-from bridge.runtime.operands import check_input, is_torch
+from bridge.system.operands import check_input, is_torch
 from bridge.trellis.hadamard import Rotation, had
 from bridge.trellis.layer import TrellisLayer
 from bridge.trellis.streams import TILE

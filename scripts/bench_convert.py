@@ -169,7 +169,7 @@ def python(*arguments: str, environment: dict | None = None) -> Run:
 def machine() -> str:
     """CPU, cores, system and versions, in one line."""
     sys.path.insert(0, str(ROOT))
-    from bridge.cpus import usable_cpus
+    from bridge.system.cpus import usable_cpus
 
     cpu = platform.processor() or platform.machine()
     info = Path("/proc/cpuinfo")

@@ -20,8 +20,8 @@ from bench_convert import ROOT, machine
 sys.path.insert(0, str(ROOT))
 
 from bridge.quantize import Method, superblocks
-from bridge.quantize.calibrate import Calibrated
 from bridge.quantize.hessian import Hessian
+from bridge.quantize.walk import Calibrated
 from scripts.peers import gptqmodel_layer
 
 

@@ -116,7 +116,7 @@ def machine() -> str:
         models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
         if models:
             name = f"{models[0]}, {len(models)} cores"
-    from bridge.runtime.cpu import targets
+    from bridge.system import targets
 
     return f"{name}, {targets.chosen()}"
 

@@ -311,8 +311,8 @@ def peers_perplexity(path: Path, folder: Path, model: Any, text: str, count: int
     """llama.cpp's and transformers' on the same windows."""
     import numpy as np
 
-    from bridge.cpus import usable_cpus
     from bridge.runtime.perplexity import cut_windows
+    from bridge.system.cpus import usable_cpus
     from scripts.peers.gguf_file import gguf_weights
     from scripts.peers.llama_cpp import LlamaCpp
     from scripts.peers.reference import hf_model, log_softmax, logits

@@ -34,7 +34,7 @@ sys.path.insert(0, str(ROOT))
 
 from bridge.blocks import BLOCKS
 from bridge.quantize import Method, quantize_model, superblocks
-from bridge.quantize.superblock_grid import SuperblockGrid
+from bridge.quantize.grids.superblock import SuperblockGrid
 from bridge.runtime.cpu import dequantize
 from scripts.peers import auto_round_gguf, ggml, reference
 from scripts.peers.gguf_file import gguf_weights

@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import numpy as np
 
 from bridge.runtime.bench import random_tensor, taking_turns
-from bridge.runtime.cpu import pool, targets
+from bridge.system import pool, targets
 from bridge.trellis import BitshiftCodebook, TrellisLayer
 from bridge.trellis.decode import decode
 from bridge.trellis.packed import exl3_layer, qtip_layer

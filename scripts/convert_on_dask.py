@@ -17,8 +17,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import bridge
-from bridge.output import shards_of
-from bridge.plan_file import load_plan
+from bridge.conversion.gguf_writer import shards_of
+from bridge.conversion.plan_file import load_plan
 
 
 def write_shard(plan: str, out: str, shard: int, count: int) -> str:

@@ -9,11 +9,11 @@ from typing import Any
 import gguf
 
 import bridge
-from bridge.budget import Budget
-from bridge.calibration import Calibration
-from bridge.progress import Bar
-from bridge.quantizing import quantize_checkpoint
+from bridge.conversion.calibrate_plan import Calibration
+from bridge.conversion.size_budget import Budget
+from bridge.conversion.to_checkpoint import quantize_checkpoint
 from bridge.runtime.perplexity import perplexity
+from bridge.system.progress import Bar
 from scripts.peers import llama_quantizer
 
 PRESETS = ("Q8_0", "Q5_K_M", "Q4_K_M", "Q3_K_M", "Q2_K")

@@ -18,7 +18,7 @@ from hypothesis import settings
 import bridge
 
 if TYPE_CHECKING:
-    from bridge.report import Report
+    from bridge.conversion.report import Report
     from scripts.peers.fidelity import Reference
 
 if "PYTEST_XDIST_WORKER" in os.environ:

@@ -17,18 +17,18 @@ from typing import Any
 
 import numpy as np
 
+from bridge.checkpoint.files.store import Store, TensorInfo
+from bridge.checkpoint.files.weight_files import open_store
+from bridge.checkpoint.formats.lattice import Lattice, find_lattice
+from bridge.checkpoint.formats.module_reader import ACTIVATIONS, ModuleInfo, Reader
+from bridge.checkpoint.formats.scaled_floats import FLOAT8
+from bridge.checkpoint.formats.trellis_coded import TrellisReader
 from bridge.checkpoint.grouped import CodedTensor, GroupedTensor
-from bridge.checkpoint.lattice import Lattice, find_lattice
-from bridge.checkpoint.methods import READERS, read_quant_config
-from bridge.checkpoint.module_reader import ACTIVATIONS, ModuleInfo, Reader
-from bridge.checkpoint.quant_config import QuantConfig
-from bridge.checkpoint.scaled_floats import FLOAT8
-from bridge.checkpoint.store import Store, TensorInfo
-from bridge.checkpoint.trellis_coded import TrellisReader
-from bridge.checkpoint.unlabelled import recognise
-from bridge.checkpoint.weight_files import open_store
+from bridge.checkpoint.labels.detect_format import READERS, read_quant_config
+from bridge.checkpoint.labels.quant_config import QuantConfig
+from bridge.checkpoint.labels.unlabelled import recognise
 from bridge.errors import BridgeError
-from bridge.files import read_json
+from bridge.system.files import read_json
 from bridge.trellis.layer import TrellisLayer
 
 __all__ = ["Checkpoint", "CodedTensor", "GroupedTensor", "ModuleInfo", "QuantConfig", "TensorInfo", "open_checkpoint"]
@@ -111,8 +111,8 @@ class Checkpoint:
                 found[name.removesuffix(".weight")] = grid
         return found
 
-    def take_lattices(self) -> None:
-        """Let the matrices that lie on such grids, all of them, be modules of codes; a note says which."""
+    def _take_lattices(self) -> None:
+        """Make every matrix that lies on such a grid a module of codes, with a note."""
         for name, grid in self.find_lattices().items():
             if grid.read(self._store, name) is not None:
                 info = self.tensors.pop(grid.weight.name)
@@ -213,11 +213,14 @@ def counted(words: Iterable[str]) -> str:
     return ", ".join(word if len(found) == 1 else f"{word} ({count})" for word, count in sorted(found.items()))
 
 
-def open_checkpoint(path: str | Path, config: str | Path | None = None, *, needs_config: bool = True) -> Checkpoint:
+def open_checkpoint(
+    path: str | Path, config: str | Path | None = None, *, needs_config: bool = True, detect_lattice: bool = False
+) -> Checkpoint:
     """Open a local checkpoint: a folder, or one file of weights (.pt of the first GPTQ tools).
 
-    config        the folder with config.json and tokenizer, where `path` has none
-    needs_config  whether a config.json must be there; without one, the quantization must be described elsewhere
+    config          the folder with config.json and tokenizer, where `path` has none
+    needs_config    whether a config.json must be there; without one, the quantization must be described elsewhere
+    detect_lattice  whether float matrices that lie on a hidden grid become modules of codes; a note lists them
 
     Raises BridgeError if it is incomplete, damaged, or quantized in a way that is not supported.
     """
@@ -244,4 +247,7 @@ def open_checkpoint(path: str | Path, config: str | Path | None = None, *, needs
         quant = read_quant_config(home, values)
     stem = quant.raw.get("model_file_base_name")
     store = open_store(path, stem if isinstance(stem, str) and "/" not in stem and "\\" not in stem else None)
-    return Checkpoint(path, values, recognise(store, quant, values), store, home)
+    checkpoint = Checkpoint(path, values, recognise(store, quant, values), store, home)
+    if detect_lattice:
+        checkpoint._take_lattices()
+    return checkpoint

@@ -1,6 +1,6 @@
 """From a Hugging Face directory (config, tokenizer, tensor names) to GGUF names and metadata.
 
-    describe_model(config, folder, names)     what becomes of the checkpoint: a `bridge.plan.Outline`
+    describe_model(config, folder, names)     what becomes of the checkpoint: a `bridge.models.outline.Outline`
     architecture(folder)                      its architecture's name in GGUF
 
 A family is one table of tensors in families/ (`family` says what such a table is) and the arguments that all share
@@ -21,16 +21,16 @@ from gguf import GGUFValueType
 from gguf.gguf_writer import GGUFValue
 
 from bridge.errors import BridgeError
-from bridge.files import read_json
 from bridge.models.arguments import read_arguments
 from bridge.models.families import ALL, FAMILIES
 from bridge.models.family import HEAD, Family
 from bridge.models.gguf_tokenizer import read_tokenizer
 from bridge.models.model_config import Config
+from bridge.models.outline import Outline
 from bridge.models.provenance import read_provenance
 from bridge.models.table import fill_table
 from bridge.models.wrapper import left_out, renamed, text_config, text_names, without_prediction
-from bridge.plan import Outline
+from bridge.system.files import read_json
 
 __all__ = ["architecture", "describe_model"]
 

@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from bridge.chat_template import TemplateFailed, compile_template
+from bridge.gguf_file.chat_template import TemplateFailed, compile_template
 
 _SYSTEM, _USERS, _REPLIES = "Systemprobe0", ("Userprobe1", "Userprobe2", "Userprobe3"), ("Replyprobe1", "Replyprobe2")
 

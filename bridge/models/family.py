@@ -17,7 +17,7 @@ from typing import Any
 
 from bridge.models.arguments import Arguments
 from bridge.models.model_config import Config
-from bridge.plan import Part
+from bridge.models.outline import Part
 
 Rule = Callable[[Arguments], bool]
 

@@ -14,14 +14,14 @@ from typing import Any
 from gguf import TokenType
 
 from bridge.errors import BridgeError
-from bridge.files import read_json
+from bridge.gguf_file.pretokenizers import rules_of
 from bridge.models.bpe_vocabulary import byte_level_vocabulary, is_byte_level
 from bridge.models.model_config import Config
 from bridge.models.sentencepiece import vocabulary_of_json, vocabulary_of_model
 from bridge.models.special import add_bos_and_eos, add_special_tokens
 from bridge.models.tiktoken import vocabulary_of_tiktoken
 from bridge.models.vocabulary import Added, Tokenizer, Vocabulary
-from bridge.vocab_rules import rules_of
+from bridge.system.files import read_json
 
 _LEAST_SHARE = 0.9  # of the embedding's rows: padding is at most some thousand of a hundred thousand
 

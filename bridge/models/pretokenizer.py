@@ -20,7 +20,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from bridge.errors import BridgeError
-from bridge.vocab_rules import BYTES, DEEPSEEK_LLM, DIGIT_RUN, GPT2_BYTES, NAMES, ONE_DIGIT, Step
+from bridge.gguf_file.pretokenizers import BYTES, DEEPSEEK_LLM, DIGIT_RUN, GPT2_BYTES, NAMES, ONE_DIGIT, Step
 
 
 def recognize(pre_tokenizer: dict[str, Any] | None, ignore_merges: bool, vocab: Iterable[str]) -> tuple[str, list[str]]:

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import gguf
 
-from bridge.files import read_json
 from bridge.models.model_config import Config
+from bridge.system.files import read_json
 
 _REPOSITORY = re.compile(r"[\w.-]+/[\w.-]+$")
 _CACHE = re.compile(r"models--([\w.-]+?)--([\w.-]+)$")  # huggingface_hub's folder of a repository

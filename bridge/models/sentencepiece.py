@@ -27,9 +27,9 @@ from typing import Any
 from gguf import TokenType
 
 from bridge.errors import BridgeError
-from bridge.files import read_small
 from bridge.models.bpe_vocabulary import merge_pairs
 from bridge.models.vocabulary import Added, Vocabulary
+from bridge.system.files import read_small
 
 SPACE = "\u2581"  # how SentencePiece writes a space
 _BYTE = re.compile(r"<0x[0-9A-Fa-f]{2}>\Z")

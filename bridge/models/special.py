@@ -11,10 +11,10 @@ from typing import Any
 
 from gguf import TokenType
 
-from bridge.files import read_json
+from bridge.gguf_file.pretokenizers import KNOWN_ENDS
 from bridge.models.model_config import Config
 from bridge.models.vocabulary import Tokenizer
-from bridge.vocab_rules import KNOWN_ENDS
+from bridge.system.files import read_json
 
 _ROLES = ("bos", "eos", "unk", "pad", "sep", "mask")
 

@@ -10,10 +10,10 @@ import gguf
 import numpy as np
 
 from bridge.errors import BridgeError
+from bridge.gguf_file.rope_rows import interleaved_rows
 from bridge.models.arguments import Arguments
 from bridge.models.family import HEAD, Family, Row
-from bridge.plan import AS_IT_IS, FROM_CONFIG, Fold, Outline, Part, PlannedTensor
-from bridge.row_order import interleaved_rows
+from bridge.models.outline import AS_IT_IS, FROM_CONFIG, Fold, Outline, Part, PlannedTensor
 
 _LAYER = re.compile(r"\.(?:layers|h)\.(\d+)\.")
 # buffers that old checkpoints carry and every runtime computes anew

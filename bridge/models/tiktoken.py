@@ -16,9 +16,9 @@ from typing import Any
 from gguf import TokenType
 
 from bridge.errors import BridgeError
-from bridge.files import read_small
+from bridge.gguf_file.pretokenizers import byte_of
 from bridge.models.vocabulary import Added, Vocabulary
-from bridge.vocab_rules import byte_of
+from bridge.system.files import read_small
 
 _RULES = {"TikTokenTokenizer": "kimi-k2"}  # tokenizer_class -> tokenizer.ggml.pre
 

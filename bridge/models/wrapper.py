@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
-from bridge.plan import Fold, Outline, Part, PlannedTensor
+from bridge.models.outline import Fold, Outline, Part, PlannedTensor
 
 TEXT_PREFIXES = (("model.language_model.", "model."), ("language_model.model.", "model."), ("language_model.", ""))
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")

@@ -10,10 +10,10 @@ Needs PyTorch, and for whole models transformers (the `quantize` extra).
 
 from __future__ import annotations
 
-from bridge.quantize.calibrate import quantize_block, quantize_model
 from bridge.quantize.checkpoint_writer import CheckpointWriter, Groups, write_checkpoint
 from bridge.quantize.float_model import FloatModel
 from bridge.quantize.method import Method, Quantized, gptq, groups, superblocks
+from bridge.quantize.walk import quantize_block, quantize_model
 
 __all__ = [
     "CheckpointWriter", "FloatModel", "Groups", "Method", "Quantized", "gptq", "groups", "quantize_block",

@@ -23,13 +23,13 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from bridge.quantize.awq_search import clipped, fold, smoothing
-from bridge.quantize.calibrate import Calibrated
-from bridge.quantize.feeds import Feed
+from bridge.quantize.block_inputs import Feed
+from bridge.quantize.gptq_solver import dequantize, error, round_to_nearest
 from bridge.quantize.hessian import Hessian
-from bridge.quantize.kept import file_of, keep
+from bridge.quantize.layer_store import file_of, keep
 from bridge.quantize.method import Method, Quantized
-from bridge.quantize.solver import dequantize, error, round_to_nearest
 from bridge.quantize.stages import find_stages, inputs
+from bridge.quantize.walk import Calibrated
 
 _CLOSE = 1e-3  # of the largest output
 

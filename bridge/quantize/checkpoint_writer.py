@@ -27,14 +27,14 @@ import numpy as np
 
 import bridge
 from bridge.checkpoint import Checkpoint, TensorInfo
-from bridge.checkpoint.dtypes import NUMPY, from_float32
+from bridge.checkpoint.files.dtypes import NUMPY, from_float32
+from bridge.checkpoint.files.folder import CheckpointFolder, sync
+from bridge.checkpoint.files.store import header_of
+from bridge.checkpoint.formats.layouts import LAYOUTS, raised
+from bridge.checkpoint.formats.zeros import OWN_BITS_SINCE
 from bridge.checkpoint.grouped import GroupedTensor
-from bridge.checkpoint.layouts import LAYOUTS, raised
-from bridge.checkpoint.store import header_of
-from bridge.checkpoint.zeros import OWN_BITS_SINCE
-from bridge.checkpoint_folder import CheckpointFolder, sync
 from bridge.errors import BridgeError
-from bridge.report import fold_notes, size_text
+from bridge.system.text import size_text, summarise_notes
 
 FORMATS = tuple(LAYOUTS)
 _CHUNK = 8 << 20  # bytes of floats copied at a time
@@ -79,7 +79,7 @@ class Written:
             )
         if self.left_out:
             lines.append(f"left out    {', '.join(self.left_out)}: no part of the checkpoint that was read")
-        lines += [f"note: {note}" for note in fold_notes(self.notes)]
+        lines += [f"note: {note}" for note in summarise_notes(self.notes)]
         return "\n".join([*lines, f"wrote {self.out}"])
 
 

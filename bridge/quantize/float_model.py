@@ -21,10 +21,10 @@ from torch import nn
 
 from bridge.checkpoint import Checkpoint
 from bridge.errors import BridgeError
-from bridge.quantize.calibrate import decoder_blocks
+from bridge.quantize.experts import take_apart
 from bridge.quantize.head import head_of
 from bridge.quantize.layers import is_layer, matrix_shape, set_matrix
-from bridge.quantize.mixture import take_apart
+from bridge.quantize.walk import decoder_blocks
 
 _MIXTRAL = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
 _MATRIX = re.compile(r"(.*\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")

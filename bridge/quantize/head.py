@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from bridge.quantize.feeds import StopForward, after_blocks
+from bridge.quantize.block_inputs import StopForward, after_blocks
 from bridge.quantize.hessian import Hessian
 
 

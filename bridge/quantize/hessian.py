@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from bridge.errors import BridgeError
-from bridge.rows import tiles
+from bridge.system.row_threads import tiles
 
 _HELD_BACK = 8  # one token of so many
 _TILE = 256

@@ -17,13 +17,13 @@ import torch
 from bridge.blocks import BLOCKS
 from bridge.checkpoint.grouped import GroupedTensor
 from bridge.errors import BridgeError
-from bridge.quantize.calibrate import Calibrated, quantize_block
-from bridge.quantize.feeds import Feed
-from bridge.quantize.group_grid import GroupGrid
+from bridge.quantize.block_inputs import Feed
+from bridge.quantize.gptq_solver import dequantize, error, falling, solve
+from bridge.quantize.grids.group import GroupGrid
+from bridge.quantize.grids.superblock import SuperblockGrid
 from bridge.quantize.hessian import damp, target_of
 from bridge.quantize.refine import refine
-from bridge.quantize.solver import dequantize, error, falling, solve
-from bridge.quantize.superblock_grid import SuperblockGrid
+from bridge.quantize.walk import Calibrated, quantize_block
 
 _ROWS = 512  # that tell the error; all of them would take a product as long as a sweep of refinement
 ACT_ORDERS = ("none", "free", "static", "fixed")

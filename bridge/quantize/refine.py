@@ -25,11 +25,11 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from bridge.jit import inner, kernel
-from bridge.mapping.quantize_loops import add, greater
+from bridge.encode.round_loops import add, greater
+from bridge.quantize.gptq_solver import Grid, dequantize, values_of
 from bridge.quantize.hessian import damped_factor, inverse_factor
-from bridge.quantize.solver import Grid, dequantize, values_of
-from bridge.rows import over_rows, tiles
+from bridge.system.jit import inner, kernel
+from bridge.system.row_threads import over_rows, tiles
 
 _DESCENTS = 8  # passes of coordinate descent over a run at most
 _CHAIN = 4  # codes in a chain

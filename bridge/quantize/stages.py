@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from bridge.quantize.feeds import Feed, StopForward
+from bridge.quantize.block_inputs import Feed, StopForward
+from bridge.quantize.experts import SeparateExperts, expert_of
 from bridge.quantize.layers import matrix_shape, vectors
-from bridge.quantize.mixture import SeparateExperts, expert_of
 
 _TOGETHER = 2 << 30  # bytes of Hessians that are gathered in one pass
 

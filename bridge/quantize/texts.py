@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from bridge.errors import BridgeError
-from bridge.files import missing, refuse_pointer
+from bridge.system.files import missing, refuse_pointer
 
 TOKEN_FILES = (".pt", ".safetensors", ".npy")
 _NAMES = ("input_ids", "tokens")  # of token tensors, where a file holds several

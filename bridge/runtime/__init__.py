@@ -15,13 +15,13 @@ __all__ = ["GGUFFile", "QuantTensor", "get_num_threads", "open_gguf", "set_num_t
 
 def get_num_threads() -> int:
     """Threads that a product uses: as set, else BRIDGE_THREADS, else the cores this process may use."""
-    from bridge.runtime.cpu import pool
+    from bridge.system import pool
 
     return pool.get_num_threads()
 
 
 def set_num_threads(threads: int) -> None:
     """Use that many threads from the next product on."""
-    from bridge.runtime.cpu import pool
+    from bridge.system import pool
 
     pool.set_num_threads(threads)

@@ -16,9 +16,9 @@ import numpy as np
 
 from bridge.blocks import TYPES
 from bridge.errors import BridgeError
-from bridge.runtime.devices import choose, cuda
 from bridge.runtime.quant_tensor import QuantTensor
 from bridge.runtime.reader import open_gguf
+from bridge.system.devices import choose, cuda
 
 LARGE = (40960, 4096)  # from memory
 SMALL = (2048, 4096)  # from the cache
@@ -81,8 +81,8 @@ def measure(
     until the threads of the one before have ceased to spin for work: libgomp's do so for some 5 ms, on a core that
     the next one needs. `rest` is called after each of the others, to stop threads that would spin for longer.
     """
-    from bridge.runtime.cpu import pool
     from bridge.runtime.cpu.readbw import Reader
+    from bridge.system import pool
 
     before = pool.get_num_threads()
     pool.set_num_threads(threads)
@@ -150,7 +150,7 @@ def bench(
 
     `what` is a type (then `shape` may be given) or the path of a GGUF, whose largest tensor of each type is timed.
     """
-    from bridge.runtime.cpu.pool import get_num_threads
+    from bridge.system.pool import get_num_threads
 
     if device != "cpu":
         device, note = choose(device)

@@ -21,11 +21,11 @@ from bridge.runtime.buffers import Places, address, buffer, product
 from bridge.runtime.cpu import decoder_ops as ops
 from bridge.runtime.cpu import expert_ops
 from bridge.runtime.cpu.floats import rows_function
-from bridge.runtime.cpu.pool import ALONE
 from bridge.runtime.cpu.program import Program, add_products
 from bridge.runtime.decoder_config import DecoderConfig
 from bridge.runtime.quant_tensor import QuantTensor
 from bridge.runtime.weights import Experts
+from bridge.system.pool import ALONE
 
 _WORTH = 1 << 15  # numbers before it is worth waking others
 Products = Callable[[Program, np.ndarray, list[tuple[QuantTensor, np.ndarray]]], None]

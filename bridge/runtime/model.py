@@ -29,13 +29,13 @@ from bridge.errors import BridgeError
 from bridge.runtime.batches import common_prefix
 from bridge.runtime.decoder import Decoder
 from bridge.runtime.decoder_config import DecoderConfig, read_config
-from bridge.runtime.devices import choose, cpu_note, cuda
-from bridge.runtime.operands import check_precision
 from bridge.runtime.reader import GGUFFile, open_gguf
 from bridge.runtime.replies import Reply, ScoredToken, scored, stop_texts, until
 from bridge.runtime.sampling import Sampler, Sampling
 from bridge.runtime.sequences import Sequenced, Together
 from bridge.runtime.tokenizer import Tokenizer
+from bridge.system.devices import choose, cpu_note, cuda
+from bridge.system.operands import check_precision
 
 DEFAULT_CONTEXT = 4096  # tokens, where the model was trained for more
 
@@ -103,7 +103,7 @@ class Model:
         if (context is not None and context < 1) or (threads is not None and threads < 1):
             raise BridgeError(f"context {context}, threads {threads}: at least 1 of each is needed")
         if threads is not None:
-            from bridge.runtime.cpu import pool
+            from bridge.system import pool
 
             pool.set_num_threads(threads)
         return cls(open_gguf(path), kv, context, precision, str(device))
@@ -279,7 +279,7 @@ class Model:
 
     def chat_tokens(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
         """A conversation as token ids, up to where the reply begins."""
-        from bridge.chat_template import TemplateFailed, compile_template
+        from bridge.gguf_file.chat_template import TemplateFailed, compile_template
 
         if self.chat_template is None:
             raise BridgeError(

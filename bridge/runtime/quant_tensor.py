@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from bridge.errors import BridgeError
-from bridge.runtime.devices import cuda
-from bridge.runtime.operands import check_indices, check_input, check_matrix, check_out, check_precision, is_torch
+from bridge.system.devices import cuda
+from bridge.system.operands import check_indices, check_input, check_matrix, check_out, check_precision, is_torch
 
 if TYPE_CHECKING:
     from bridge.runtime.cpu.portable import Engine

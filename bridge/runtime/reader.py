@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import mmap
 import os
-import re
 from pathlib import Path
 
 import numpy as np
 
 from bridge.errors import BridgeError
-from bridge.files import missing
-from bridge.runtime.header import Metadata, TensorInfo, read_header
+from bridge.gguf_file.header import Metadata, TensorInfo, read_header
+from bridge.gguf_file.shards import shards
 from bridge.runtime.quant_tensor import QuantTensor
+from bridge.system.files import missing
 
 
 class GGUFFile:
@@ -125,16 +125,3 @@ def _map(path: Path) -> mmap.mmap:
 def _tensor(data: mmap.mmap, info: TensorInfo) -> QuantTensor:
     raw = np.frombuffer(data, np.uint8, info.nbytes, info.start)
     return QuantTensor(info.name, info.type, info.shape, raw)
-
-
-def shards(path: Path) -> list[Path]:
-    """The files of a GGUF of which `path` is the only one or any shard, in order; BridgeError where one is missing."""
-    match = re.fullmatch(r"(.*)-\d{5}-of-(\d{5})\.gguf", path.name)
-    if not match:
-        return [path]
-    count = int(match[2])
-    files = [path.with_name(f"{match[1]}-{i:05d}-of-{count:05d}.gguf") for i in range(1, count + 1)]
-    missing = [file for file in files if not file.is_file()]
-    if missing:
-        raise BridgeError(f"{missing[0]}: this shard is missing; all {count} must be in one folder")
-    return files

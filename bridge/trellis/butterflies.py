@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from bridge.jit import inlined, kernel
+from bridge.system.jit import inlined, kernel
 
 _COLUMNS = 32  # taken together, so that memory is read in whole lines
 

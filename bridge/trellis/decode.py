@@ -14,10 +14,10 @@ from llvmlite import ir
 from numba.core import cgutils, types
 from numba.extending import intrinsic
 
-from bridge.jit import kernel
-from bridge.runtime.cpu import pool, targets
-from bridge.runtime.cpu.memory import LANES, c_function, pointer
-from bridge.runtime.cpu.pool import run, share
+from bridge.system import pool, targets
+from bridge.system.jit import kernel
+from bridge.system.memory import LANES, c_function, pointer
+from bridge.system.pool import run, share
 from bridge.trellis.codebooks import BitshiftCodebook
 from bridge.trellis.streams import states_of
 from bridge.trellis.vector import I64, Code, Lanes

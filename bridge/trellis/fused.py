@@ -22,10 +22,10 @@ from llvmlite import ir
 from numba.core import cgutils, types
 from numba.extending import intrinsic
 
-from bridge.jit import kernel
-from bridge.runtime.cpu import pool
-from bridge.runtime.cpu.memory import LANES, c_function, floats
-from bridge.runtime.cpu.pool import run, share
+from bridge.system import pool
+from bridge.system.jit import kernel
+from bridge.system.memory import LANES, c_function, floats
+from bridge.system.pool import run, share
 from bridge.trellis.streams import TILE
 from bridge.trellis.vector import FLOATS, I64, Code, Lanes
 

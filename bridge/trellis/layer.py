@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 
 from bridge.errors import BridgeError
-from bridge.runtime.devices import cuda
-from bridge.runtime.operands import check_indices, check_input, is_torch
+from bridge.system.devices import cuda
+from bridge.system.operands import check_indices, check_input, is_torch
 from bridge.trellis.codebooks import BitshiftCodebook
 from bridge.trellis.hadamard import Rotation
 from bridge.trellis.streams import TILE
@@ -155,7 +155,7 @@ class TrellisLayer:
     @cached_property
     def _fused(self) -> Any:
         """The prepared codes; None where tiles are not those that the kernels are for."""
-        from bridge.runtime.cpu import targets
+        from bridge.system import targets
         from bridge.trellis.fused import Fused, Units
         from bridge.trellis.vector import Code
 

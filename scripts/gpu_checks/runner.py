@@ -19,7 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from bridge.cpus import usable_cpus
+from bridge.system.cpus import usable_cpus
 
 ROOT = Path(__file__).resolve().parents[2]
 COMMAND = [sys.executable, str(ROOT / "scripts" / "gpu_check.py"), "--jobs"]
@@ -93,6 +93,6 @@ def _environment() -> dict[str, str]:
     """Ours; what one process compiles the next one finds, even where there is no home to keep it in."""
     import numba
 
-    import bridge.jit  # noqa: F401  # chooses the folder
+    import bridge.system.jit  # noqa: F401  # chooses the folder
 
     return os.environ | {"NUMBA_CACHE_DIR": str(numba.config.CACHE_DIR)}

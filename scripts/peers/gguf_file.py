@@ -10,8 +10,9 @@ import gguf
 import numpy as np
 from gguf.gguf_writer import GGUFValue
 
-from bridge.output import GGUFOutput
-from bridge.plan import Plan, PlannedTensor
+from bridge.conversion.gguf_writer import GGUFOutput
+from bridge.conversion.plan import Plan
+from bridge.models.outline import PlannedTensor
 
 
 def gguf_weights(path: str | Path) -> dict[str, np.ndarray]:

@@ -1,9 +1,9 @@
 """What llama.cpp's quantizer makes of an unquantized GGUF, through the library inside the xllamacpp wheel.
 
 The wheel leaves out `llama_model_quantize`, but has what that calls for every tensor: ggml_quantize_chunk. The mixture
-of types that a preset is (Q4_K_M, ...) is `bridge.recipe`'s; a test holds the result beside a file of llama.cpp's own
-quantizer, byte for byte. The imatrix is used as llama.cpp does: for the tensors that it names, the others are rounded
-without.
+of types that a preset is (Q4_K_M, ...) comes from `bridge.conversion.recipe`; a test compares the result with a file of
+llama.cpp's own quantizer, byte for byte. The imatrix is used as llama.cpp does: for the tensors that it names; the
+others are rounded without.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ import numpy as np
 from gguf import GGUFValueType
 from gguf.gguf_writer import GGUFValue
 
-from bridge.mapping.imatrix import read_imatrix
-from bridge.recipe import Recipe, TensorPlace
+from bridge.conversion.recipe import Recipe, TensorPlace
+from bridge.gguf_file.imatrix import read_imatrix
 from scripts.peers import ggml
 from scripts.peers.gguf_file import rewrite
 

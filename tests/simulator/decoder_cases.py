@@ -1,4 +1,4 @@
-"""The model's kernels in the CUDA simulator, against NumPy and the CPU runtime; test_cuda_decoder.py runs this file.
+"""The model's kernels in the CUDA simulator, against NumPy and the CPU runtime; tests/cuda/test_decoder.py runs this file.
 
 Threads are Python threads here, so shapes are tiny, and a context is cut into spans much sooner than on a GPU.
 """
@@ -125,7 +125,7 @@ def test_attention_rotates_stores_and_sums(
     counters, state = np.zeros(kv, np.int32), np.array([position, 0, 0, 0], np.int32)
     out = np.full(heads * head_dim, np.nan, np.float32)
     records = Records(-(-out.size // 32) * 32, 1)
-    dependent = head_dim == 128  # as test_cuda_decoder.py compiles it too
+    dependent = head_dim == 128  # as tests/cuda/test_decoder.py compiles it too
     kernel = attention.kernel(head_dim, group, rotated, neighbours, normed, False, kind, dependent)
     arguments = [
         qkv, q_norm, k_norm, cos.reshape(-1), sin.reshape(-1), own_keys.numpy(), own_values.numpy(),

@@ -1,4 +1,4 @@
-"""Products on CUDA in the simulator, against float64; test_cuda_products.py runs this file."""
+"""Products on CUDA in the simulator, against float64; tests/cuda/test_products.py runs this file."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ from bridge.runtime.cpu.activations import round32_twin
 from tests.support.random_blocks import ALL, FACTOR, assert_product, random_matrix, rounded
 from tests.support.simulator import on_host
 
-# cases that compiled kernels are spared: test_cuda_products.py has them run the same products
+# cases that compiled kernels are spared: tests/cuda/test_products.py has them run the same products
 on_request = [] if SIMULATED else [pytest.mark.exhaustive]
 SMALL = Configuration(2, 1, 1, 1 if SIMULATED else 4)  # a thread of Python for each of a block
 

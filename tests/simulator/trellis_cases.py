@@ -1,4 +1,4 @@
-"""Products with trellis codes on CUDA, against float64; test_cuda_trellis.py runs this file in the simulator too."""
+"""Products with trellis codes on CUDA, against float64; tests/cuda/test_trellis.py runs this file in the simulator too."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from bridge.cuda.fused import FusedOnDevice
 from bridge.cuda.intrinsics import SIMULATED
 
 from bridge.errors import BridgeError
+from bridge.nn.trellis_linear import replace_trellis
 from bridge.trellis import BitshiftCodebook, TrellisLayer
 from bridge.trellis.gemm import layer_of
 from bridge.trellis.packed import exl3_layer, qtip_layer
 from bridge.trellis.vector import Code
-from bridge.trellis_linears import replace_trellis
 from tests.support.encode import write_folder
 from tests.support.encode_trellis import QTIP, Coding, exl3_tensors, gaussian_table, plain_tensors, qtip_tensors
 from tests.support.gpu.disguise import disguised_gpu

@@ -33,7 +33,7 @@ from typing import Any
 
 import numpy as np
 
-from bridge.checkpoint.dtypes import NUMPY
+from bridge.checkpoint.files.dtypes import NUMPY
 from tests.support import tokenizers_by_hand
 
 _FILLED = 2 << 20  # bytes at the start of a tensor that are no hole

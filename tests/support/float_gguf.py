@@ -11,7 +11,7 @@ import gguf
 import numpy as np
 
 from bridge.models import describe_model
-from bridge.plan import Outline
+from bridge.models.outline import Outline
 
 
 def outline_of(folder: Path, names: Any, **options: Any) -> Outline:

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from bridge.plan import Outline
+from bridge.models.outline import Outline
 from tests.support.float_gguf import outline_of, write_gguf
 
 PARTS = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj")

@@ -15,8 +15,8 @@ from bridge.errors import BridgeError
 from bridge.models.arguments import Arguments
 from bridge.models.family import EXPERTS, SILU, Family, Row, decoder, gated_mlp, leading, sparse
 from bridge.models.model_config import Config
+from bridge.models.outline import Part
 from bridge.models.rope import yarn_betas
-from bridge.plan import Part
 
 
 def _sizes(config: Config, args: Arguments) -> dict[str, int]:

@@ -2,7 +2,7 @@
 
 Every second layer, from the first on, attends to a window alone: llama.cpp has that compiled in. The experts' gate and
 up are one matrix, row by row in turn, and GGUF has them apart. As they are published (MXFP4) the reader parts them
-already, see `bridge.checkpoint.fp4_experts`; as floats they are [experts, in, out].
+already, see `bridge.checkpoint.formats.fp4_experts`; as floats they are [experts, in, out].
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ import numpy as np
 from bridge.models.arguments import Arguments
 from bridge.models.family import SILU, Expected, Family, Row, decoder, required
 from bridge.models.model_config import Config
+from bridge.models.outline import Part
 from bridge.models.rope import yarn_betas
-from bridge.plan import Part
 
 _WHY = "llama.cpp's graph for this architecture has no other"
 _EXPERTS = "mlp.experts"

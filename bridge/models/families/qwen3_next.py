@@ -13,7 +13,7 @@ import numpy as np
 from bridge.models.arguments import Arguments
 from bridge.models.family import ALL_SPARSE, EXPERTS, NORM, SILU, Expected, Family, Row, decoder, gated_mlp
 from bridge.models.model_config import Config
-from bridge.plan import Part
+from bridge.models.outline import Part
 
 
 def _sizes(config: Config, args: Arguments) -> dict[str, int]:

@@ -31,8 +31,8 @@ from numba.core import types
 from numba.extending import intrinsic
 
 from bridge.blocks import TYPES, BlockType
-from bridge.jit import kernel, specialize
 from bridge.runtime.cpu.vectors import Emitter
+from bridge.system.jit import kernel, specialize
 
 # set per type by `specialize`
 size = subs = sub = record = sums_at = d_at = 0

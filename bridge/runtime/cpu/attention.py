@@ -26,9 +26,9 @@ from typing import Any
 import numba
 import numpy as np
 
-from bridge.jit import kernel, specialize
 from bridge.runtime.cpu.decoder_ops import exp, square_sum
-from bridge.runtime.cpu.memory import c_function, floats, from_half, panel, pointer, to_half
+from bridge.system.jit import kernel, specialize
+from bridge.system.memory import c_function, floats, from_half, panel, pointer, to_half
 
 # words of a layer's block; addresses first. Biases, head norms, the cap on scores and the window may be 0
 (Q, K, V, Q_BIAS, K_BIAS, V_BIAS, Q_NORM, K_NORM, COS, SIN, KEYS, VALUES, KEY_SCALES, VALUE_SCALES, START, OUT,

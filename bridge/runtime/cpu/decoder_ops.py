@@ -15,7 +15,7 @@ import numpy as np
 from bridge.blocks import TYPES
 from bridge.runtime.cpu import rowmajor
 from bridge.runtime.cpu.activations import copier, float_record, quantizer, record_of
-from bridge.runtime.cpu.memory import c_function, floats, pointer
+from bridge.system.memory import c_function, floats, pointer
 
 # set by `quantize_function` and `look_up_function`
 fill: Any = None

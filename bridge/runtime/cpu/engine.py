@@ -6,12 +6,12 @@ import warnings
 from functools import cache
 
 from bridge.blocks import TYPES
-from bridge.runtime.cpu import targets
 from bridge.runtime.cpu.dequantize import FLOATS
 from bridge.runtime.cpu.floats import SIZES, FloatRows
 from bridge.runtime.cpu.portable import Dequantizing, Engine, Matrix, RowMajor
 from bridge.runtime.cpu.prepared import Prepared
 from bridge.runtime.cpu.tiled import Tiled
+from bridge.system import targets
 
 
 def unprepared(matrix: Matrix) -> Engine:

@@ -9,8 +9,8 @@ import numba
 import numpy as np
 
 from bridge.runtime.cpu.decoder_ops import exp
-from bridge.runtime.cpu.memory import c_function, floats, pointer
 from bridge.runtime.cpu.program import FIELDS
+from bridge.system.memory import c_function, floats, pointer
 
 # words of what `choose` works on, all addresses
 LOGITS, CHOSEN, WEIGHTS, FIRST, SECOND, WORDS = range(6)

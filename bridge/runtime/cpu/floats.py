@@ -16,10 +16,10 @@ from llvmlite import ir
 from numba.core import cgutils, types
 from numba.extending import intrinsic
 
-from bridge.jit import kernel
-from bridge.runtime.cpu.memory import LANES, c_function, floats
-from bridge.runtime.cpu.pool import ALONE, run, share
 from bridge.runtime.cpu.portable import Dequantizing, Matrix
+from bridge.system.jit import kernel
+from bridge.system.memory import LANES, c_function, floats
+from bridge.system.pool import ALONE, run, share
 
 SIZES = {"F32": 4, "F16": 2, "BF16": 2}  # bytes of a number
 _FEW = 4  # most tokens that are multiplied one after the other; more go through a dense product

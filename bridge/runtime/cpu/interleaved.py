@@ -34,9 +34,10 @@ import numba
 from llvmlite.binding import get_host_cpu_name
 from numba.core import types
 
-from bridge.runtime.cpu import targets, vectors
+from bridge.runtime.cpu import vectors
 from bridge.runtime.cpu.activations import float_record, record_of
 from bridge.runtime.cpu.layout import Layout
+from bridge.system import targets
 
 # set per kernel by `_scope`
 zeros: Any = None
@@ -92,7 +93,7 @@ def _scope(
 
 
 def _copy(scope: dict[str, Any], name: str) -> Any:
-    """`_rows` with its globals set; see bridge.jit.specialize."""
+    """`_rows` with its globals set; see bridge.system.jit.specialize."""
     clone = FunctionType(_rows.__code__, {**_rows.__globals__, **scope}, name)
     clone.__module__ = _rows.__module__
     clone.__qualname__ = name

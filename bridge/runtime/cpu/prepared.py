@@ -8,10 +8,11 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 
 from bridge.errors import BridgeError
-from bridge.runtime.cpu import interleaved, pool
+from bridge.runtime.cpu import interleaved
 from bridge.runtime.cpu.portable import Matrix
 from bridge.runtime.cpu.products import Interleaved
 from bridge.runtime.cpu.repack import repacker
+from bridge.system import pool
 
 _HUGE = 1 << 21  # bytes of a huge page
 _SLAB = 16 * _HUGE  # small tensors share memory of this size

@@ -12,12 +12,12 @@ from typing import Any
 import numpy as np
 
 from bridge.blocks import TYPES
-from bridge.jit import inner, specialize
-from bridge.runtime.cpu import targets
 from bridge.runtime.cpu.activations import copier, float_record, quantizer, record_of
 from bridge.runtime.cpu.layout import Layout
-from bridge.runtime.cpu.pool import ALONE, run, share
 from bridge.runtime.cpu.portable import Dequantizing, Matrix
+from bridge.system import targets
+from bridge.system.jit import inner, specialize
+from bridge.system.pool import ALONE, run, share
 
 _NEAR = 1 << 23  # bytes of weights that stay in the cache from one product to the next
 

@@ -18,9 +18,9 @@ from typing import Any, NamedTuple
 import numba
 import numpy as np
 
-from bridge.jit import kernel
-from bridge.runtime.cpu import pool
-from bridge.runtime.cpu.memory import c_function, pointer
+from bridge.system import pool
+from bridge.system.jit import kernel
+from bridge.system.memory import c_function, pointer
 
 ITEMS, SHARED, WORDS = 8, 9, 10
 _LEAST = 1 << 16  # bytes of weights that a range has at least

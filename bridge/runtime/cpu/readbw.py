@@ -14,7 +14,7 @@ from llvmlite import ir
 from numba.core import types
 from numba.extending import intrinsic
 
-from bridge.runtime.cpu import pool
+from bridge.system import pool
 
 _intrinsic: Any = intrinsic
 _WIDE = ir.VectorType(ir.IntType(32), 16)

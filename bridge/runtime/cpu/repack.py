@@ -17,8 +17,8 @@ from numba.core import types
 from numba.extending import intrinsic
 
 from bridge.blocks import TYPES
-from bridge.jit import inner, kernel, specialize
 from bridge.runtime.cpu.layout import Layout
+from bridge.system.jit import inner, kernel, specialize
 
 _I8, _I16, _I32, _I64 = (ir.IntType(bits) for bits in (8, 16, 32, 64))
 _WORD = 32  # bits

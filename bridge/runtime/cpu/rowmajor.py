@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 
 from bridge.blocks import READ, TYPES, BlockType
-from bridge.jit import from_plain, inlined, specialize
 from bridge.runtime.cpu.activations import record_of
+from bridge.system.jit import from_plain, inlined, specialize
 
 # set per type by `specialize`
 unpack: Any = None

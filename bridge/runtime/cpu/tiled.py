@@ -14,11 +14,12 @@ import numba
 import numpy as np
 
 from bridge.errors import BridgeError
-from bridge.runtime.cpu import interleaved, pool
-from bridge.runtime.cpu.memory import c_function, pointer
+from bridge.runtime.cpu import interleaved
 from bridge.runtime.cpu.portable import Matrix
 from bridge.runtime.cpu.products import Interleaved
 from bridge.runtime.cpu.repack import first_bad, group_start, moves, repacker
+from bridge.system import pool
+from bridge.system.memory import c_function, pointer
 
 _TILE = 1 << 17  # bytes
 _LINE = 64

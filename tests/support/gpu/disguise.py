@@ -80,7 +80,7 @@ class _Disguise(TorchDispatchMode):
 
 def _run(function: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     if function.namespace == "gguf_bridge":  # an operator of ours, which sees tensors as they are on a GPU
-        from bridge.runtime import torch_ops
+        from bridge.nn import torch_ops
 
         with _Disguise():
             return getattr(torch_ops, function._opname)._init_fn(*args, **kwargs)

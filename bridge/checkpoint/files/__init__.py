@@ -1,0 +1,1 @@
+"""Files of a checkpoint: folders, the Hub, safetensors and pickles, dtypes."""

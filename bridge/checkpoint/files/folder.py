@@ -1,0 +1,133 @@
+"""A checkpoint folder on its way to disk, never half-written under its final name.
+
+Everything happens in a folder of a temporary name beside the target (see `held`), which is synced and renamed at the
+end. Who writes what into it is another's concern; the files that come with a model are copied here.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable, Collection
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from typing import IO, Self
+
+from bridge.checkpoint import Checkpoint
+from bridge.checkpoint.files.weight_files import NOT_WEIGHTS, WEIGHTS
+from bridge.errors import BridgeError
+from bridge.system.files import disk_errors, expect_regular, sync_folder
+from bridge.system.folder_locks import unfinished
+
+
+class CheckpointFolder:
+    """The new folder. Use as a context manager: leaving it without `finish` removes every trace.
+
+    ckpt   what it is made from
+    path   the folder's final name
+    force  whether a checkpoint of that name may be replaced
+
+    folder    where its files are until then
+    left_out  files of weights beside the checkpoint's own, which would not fit the new ones
+
+    Raises BridgeError for a target that cannot or must not be written.
+    """
+
+    def __init__(self, ckpt: Checkpoint, path: Path, force: bool) -> None:
+        self.path = path
+        self.left_out: list[str] = []
+        self._ckpt, self._force = ckpt, force
+        self._check()
+        self._temporaries = ExitStack()
+        with disk_errors(path, "the folder", "folder"):
+            self._temporary = self._temporaries.enter_context(unfinished(path))
+            self.folder = self._temporary / path.name
+            self.folder.mkdir()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._temporaries.close()
+
+    def _check(self) -> None:
+        """Refuse a target that cannot or must not be written."""
+        path = self.path
+        if path.is_symlink() or (path.exists() and not path.is_dir()):
+            raise BridgeError(f"{path}: is a {'link' if path.is_symlink() else 'file'}; give the folder to write")
+        if not path.parent.is_dir():
+            raise BridgeError(f"{path.parent}: no such folder; make it or give another output")
+        target = path.resolve()
+        for source in {self._ckpt.path.resolve(), self._ckpt.home.resolve()}:
+            if target == source or source in target.parents or target in source.parents:
+                raise BridgeError(f"{path}: is, holds or lies in the source {source}; give another folder to write")
+        if path.is_dir() and any(path.iterdir()):
+            if not self._force:
+                raise BridgeError(f"{path}: exists; --force replaces it")
+            if not (path / "config.json").exists():
+                raise BridgeError(f"{path}: is no checkpoint's folder, and --force replaces nothing else; give another")
+
+    def finish(self) -> None:
+        """Sync and rename into place."""
+        for folder, _, _ in os.walk(self.folder):
+            sync_folder(Path(folder))
+        old = self._temporary.with_suffix(".old")  # beside it: what another run does not remove
+        replaced = self.path.exists()
+        if replaced:
+            self.guard(lambda: os.rename(self.path, old), "the folder")
+        try:
+            os.rename(self.folder, self.path)
+        except BaseException as problem:
+            if replaced and not self.path.exists():
+                os.rename(old, self.path)
+            if isinstance(problem, OSError):
+                raise BridgeError(f"{self.path}: cannot be renamed into place ({problem.strerror})") from problem
+            raise
+        sync_folder(self.path.parent)
+        with suppress(OSError):  # there may be none
+            os.rename(old, self._temporary / "old")
+
+    def copy_rest(self, taken: Collection[Path]) -> None:
+        """All that comes with the model and is not there yet: configs, tokenizer, but no weights of another kind.
+
+        taken  files of the source that the new ones stand for
+        """
+        for root in dict.fromkeys([self._ckpt.home, *([self._ckpt.path] if self._ckpt.path.is_dir() else [])]):
+            for folder, below, files in os.walk(root):
+                below[:] = sorted(name for name in below if not name.startswith("."))  # .git, .cache: not the model's
+                for file in (Path(folder) / name for name in sorted(files)):
+                    target = self.folder / file.relative_to(root)
+                    if file in taken or target.exists():
+                        continue
+                    if self.foreign(file):
+                        self.left_out.append(str(file.relative_to(root)))
+                        continue
+                    self.guard(lambda: self._copy_file(file, target), file.name)  # noqa: B023
+
+    def foreign(self, file: Path) -> bool:
+        """Weights, or an index of weights, that are not what was read."""
+        return file.name.endswith(".index.json") or (file.suffix in (*WEIGHTS, ".pth") and file.name not in NOT_WEIGHTS)
+
+    def _copy_file(self, file: Path, target: Path) -> None:
+        expect_regular(file)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(file, target)
+        with open(target, "rb+") as copy:
+            sync(copy)
+
+    def write_file(self, name: str, data: bytes) -> None:
+        """A whole file of the new folder."""
+        with disk_errors(self.path, name, "folder"), open(self.folder / name, "xb") as out:
+            out.write(data)
+            sync(out)
+
+    def guard(self, action: Callable[[], object], what: str) -> None:
+        """Run something that writes; a full disk becomes one clear line."""
+        with disk_errors(self.path, what, "folder"):
+            action()
+
+
+def sync(file: IO[bytes]) -> None:
+    """What was written goes to disk."""
+    file.flush()
+    os.fsync(file.fileno())

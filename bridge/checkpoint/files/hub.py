@@ -1,0 +1,168 @@
+"""A checkpoint by name: a local folder, or a Hub id that huggingface_hub downloads (with resume) or has cached."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from bridge.checkpoint.files.weight_files import WEIGHTS
+from bridge.errors import BridgeError
+from bridge.system.files import missing
+
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(@[\w./-]+)?")  # @: a branch, tag or commit
+_SNAPSHOT = re.compile(r"models--[\w.-]+?--([\w.-]+)/snapshots/[0-9a-f]+$")  # in huggingface_hub's cache
+_FILES = {".gguf", ".json", *WEIGHTS}  # endings of a mistyped file rather than of a model's name
+# of GGUFs by name: those of 4 bits a weight or more, those that hold no language model, and the number of a shard
+_FINE = re.compile(r"(?<![A-Z])(Q[4-8]_[0-9A-Z_]+|B?F16|F32)(?![0-9A-Z])", re.IGNORECASE)
+_NO_MODEL = re.compile(r"mmproj|imatrix|lora|(^|/)mtp-", re.IGNORECASE)
+_SHARD = re.compile(r"-\d{5}-of-\d{5}")
+_TIMEOUT = 20.0  # seconds to wait for the Hub's first answer
+
+
+def resolve(checkpoint: str | Path, config: str | Path | None = None) -> Path:
+    """The folder of a checkpoint; `org/name` or `org/name@branch` is downloaded where no such folder exists.
+
+    A .pt file is taken by itself, and so is any other file of weights if `config` is the folder that has
+    its config.json. Raises BridgeError for a missing folder, an unknown or gated repository, or no network.
+    """
+    path = Path(checkpoint).expanduser()
+    if config is not None and not Path(config).expanduser().is_dir():
+        raise BridgeError(f"{config}: no such folder; --config takes one with config.json and tokenizer")
+    if path.is_dir():
+        return path
+    if path.is_file() and path.suffix in (WEIGHTS if config is not None else (".pt",)):
+        return path
+    if path.suffix == ".gguf" and path.is_file():
+        raise BridgeError(f"{checkpoint}: is a GGUF already; `gguf-bridge run` runs it, `inspect` says what it holds")
+    if path.exists():
+        raise BridgeError(f"{checkpoint}: is a file; give the folder that holds config.json and the weights")
+    name = str(checkpoint)
+    if path.suffix in _FILES:
+        raise missing(path)
+    if isinstance(checkpoint, Path) or not _HUB_ID.fullmatch(name):
+        raise BridgeError(f"{checkpoint}: no such folder, and not a Hub id (org/name)")
+    return _download(name)
+
+
+def model_name(checkpoint: str) -> str:
+    """What to call the model: the folder's or the file's name, of the Hub's repository where it is one."""
+    path = Path(checkpoint).expanduser().resolve()
+    if not path.exists():
+        name, _, revision = checkpoint.partition("@")
+        return "-".join([name.rsplit("/", 1)[-1], *revision.split("/")]).rstrip("-")
+    if match := _SNAPSHOT.search(path.as_posix()):
+        return match[1]
+    return path.name if path.is_dir() else path.stem
+
+
+def _download(name: str) -> Path:
+    name, _, branch = name.partition("@")
+    found = _files(name, branch or None)
+    if isinstance(found, Path):
+        return found
+    files = needed(list(found))
+    if not any(file.endswith(WEIGHTS) for file in files):
+        raise BridgeError(f"{name}: this model on the Hub has no *.safetensors, *.bin or *.pt; choose another one")
+    return _fetched(name, branch or None, files)
+
+
+def find_template(template: str | Path) -> tuple[Path, str | None]:
+    """A template's file, and what to say of it: of a Hub repository, the smallest of its GGUFs that will do.
+
+    That is one of 4 bits a weight or more: of fewer, what the checkpoint does not have would be taken too coarse.
+    Raises BridgeError where there is none, and as `resolve` does.
+    """
+    name = Path(template).as_posix()
+    if Path(template).exists() or Path(template).suffix == ".gguf" or not _HUB_ID.fullmatch(name):
+        return Path(template), None
+    name, _, branch = name.partition("@")
+    found = _files(name, branch or None)
+    if isinstance(found, Path):
+        found = {f.relative_to(found).as_posix(): f.stat().st_size for f in found.rglob("*.gguf")}
+    models: dict[str, list[str]] = {}
+    for file in sorted(found):
+        if file.endswith(".gguf") and _FINE.search(file) and not _NO_MODEL.search(file):
+            models.setdefault(_SHARD.sub("", file), []).append(file)
+    if not models:
+        raise BridgeError(
+            f"{name}: has no GGUF of 4 bits a weight or more; give one that has, or a file from llama.cpp's converter"
+        )
+    sizes = {model: sum(found[file] for file in files) for model, files in models.items()}
+    smallest = min(sizes, key=lambda model: (sizes[model], model))
+    files = models[smallest]
+    note = f"the template is {files[0]} of {name} ({sizes[smallest] / 1e6:.0f} MB), its smallest file that will do"
+    return _fetched(name, branch or None, files) / files[0], note
+
+
+def _files(name: str, revision: str | None) -> dict[str, int] | Path:
+    """A repository's files with their bytes; without a network, the folder that an earlier run downloaded."""
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import (
+        GatedRepoError,
+        HFValidationError,
+        RepositoryNotFoundError,
+        RevisionNotFoundError,
+    )
+
+    try:
+        # one request without the retries that the listing of files has: no network is known at once
+        repository = HfApi().model_info(name, revision=revision, timeout=_TIMEOUT, files_metadata=True)
+    except HFValidationError:
+        raise BridgeError(f"{name}: no such folder, and not a Hub id (org/name)") from None
+    except GatedRepoError as problem:
+        raise BridgeError(
+            f"{name}: is gated; accept its terms at https://huggingface.co/{name} and log in with `hf auth login`"
+        ) from problem
+    except RepositoryNotFoundError as problem:
+        raise BridgeError(
+            f"{name}: no such folder here, and no such model on the Hub (or it is private: `hf auth login`)"
+        ) from problem
+    except RevisionNotFoundError as problem:
+        raise BridgeError(f"{name}: has no branch, tag or commit {revision!r} on the Hub") from problem
+    except Exception as problem:  # the HTTP client's own errors: it has been requests, httpx and httpx2
+        cached = _cached(name, revision)
+        if cached:
+            return cached
+        raise BridgeError(
+            f"{name}: no such folder here, and the Hub cannot be reached ({_reason(problem)}); "
+            "mend the network, or download the model elsewhere and give its folder"
+        ) from problem
+    return {file.rfilename: getattr(file, "size", None) or 0 for file in repository.siblings or []}
+
+
+def _fetched(name: str, revision: str | None, files: list[str]) -> Path:
+    """The folder of a repository with these files downloaded."""
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(name, revision=revision, allow_patterns=files))
+    except Exception as problem:
+        raise BridgeError(f"{name}: the download broke off ({_reason(problem)}); run it again to resume") from problem
+
+
+def needed(files: list[str]) -> list[str]:
+    """The files of a repository that make its checkpoint: weights once, and what the tokenizer needs."""
+    top = [f for f in files if "/" not in f or f.startswith("additional_chat_templates/")]
+    # consolidated.* is Mistral's own copy of the same weights
+    weights = [f for f in top if f.endswith(".safetensors") and not f.startswith("consolidated")]
+    weights = weights or [f for f in top if f.endswith((".safetensors", ".bin"))]
+    weights = weights or [f for f in top if f.endswith(".pt")]
+    return weights + [f for f in top if f.endswith((".json", ".txt", ".jinja", ".model")) or f == "README.md"]
+
+
+def _cached(name: str, revision: str | None) -> Path | None:
+    """A snapshot that an earlier run downloaded."""
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(name, revision=revision, local_files_only=True))
+    except Exception:
+        return None
+
+
+def _reason(problem: BaseException) -> str:
+    from huggingface_hub.errors import OfflineModeIsEnabled
+
+    if isinstance(problem, OfflineModeIsEnabled):
+        return "its offline mode is on: HF_HUB_OFFLINE"
+    return (str(problem).strip().splitlines() or [type(problem).__name__])[0].rstrip(".")

@@ -1,0 +1,171 @@
+"""Where tensors lie in a checkpoint's files, and their bytes.
+
+safetensors: 8 bytes n (little-endian), n bytes of JSON {name: {dtype, shape, data_offsets: [a, b]}},
+then the data that the offsets count in. The header is parsed here because the library has no bf16
+without torch, and because every offset is checked against the file before anything is read. Reads go
+into buffers of our own: a memory map would count towards the peak of resident memory.
+
+.bin and .pt files are read by `torch_store`.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from bridge.checkpoint.files.dtypes import NUMPY, OTHER_BITS, as_float32
+from bridge.errors import BridgeError
+from bridge.system.files import MAX_SMALL, refuse_pointer
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """A stored tensor: its dtype as safetensors names it (F16, BF16, I32, ...), shape and place."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    nbytes: int
+    file: Path
+    offset: int = 0  # of the first byte in the file; meaningless for .bin
+
+    @property
+    def floating(self) -> bool:
+        return self.dtype.startswith(("F", "BF"))
+
+
+class Store:
+    """The tensors of one or several safetensors files; `notes`: what an index says wrongly."""
+
+    def __init__(self, files: Iterable[Path]) -> None:
+        self.notes: list[str] = []
+        self.files = list(files)
+        self.tensors: dict[str, TensorInfo] = {}
+        for file in self.files:
+            self._add(read_header(file))
+
+    def _add(self, tensors: dict[str, TensorInfo]) -> None:
+        for name, info in tensors.items():
+            if name in self.tensors:
+                raise BridgeError(
+                    f"{name} is both in {self.tensors[name].file.name} and in {info.file.name}; "
+                    "remove the file that is not part of the checkpoint, or give the one file that is"
+                )
+            self.tensors[name] = info
+
+    def read(self, name: str, rows: tuple[int, int] | None = None) -> np.ndarray:
+        """The stored elements, or those of rows start..stop alone; bf16 and 8-bit floats as their bits. Thread-safe.
+
+        Raises BridgeError for a dtype that is not read, or a file cut short since it was opened.
+        """
+        info = self.tensors[name]
+        dtype = NUMPY.get(info.dtype)
+        if dtype is None:
+            raise BridgeError(
+                f"{info.file}: {name} has dtype {info.dtype}, which is not supported; save it as F16, BF16 or F32"
+            )
+        shape = info.shape
+        first, stop = rows or (0, shape[0] if shape else 1)
+        if rows is not None:
+            if not 0 <= first <= stop <= shape[0]:
+                raise ValueError(f"rows {rows} of {name} {list(shape)}")
+            shape = (stop - first, *shape[1:])
+        return self._fetch(info, dtype, shape, first, stop)
+
+    def _fetch(self, info: TensorInfo, dtype: np.dtype, shape: tuple[int, ...], first: int, stop: int) -> np.ndarray:
+        out = np.empty(shape, dtype)
+        view = memoryview(out.reshape(-1).view(np.uint8))  # type: ignore[arg-type]
+        start = info.offset + first * math.prod(info.shape[1:]) * dtype.itemsize
+        try:
+            with open(info.file, "rb", buffering=0) as file:
+                file.seek(start)
+                done = 0
+                while done < len(view):
+                    count = file.readinto(view[done:])
+                    if not count:
+                        raise BridgeError(f"{info.file}: ends within {info.name}; download the file again")
+                    done += count
+        except OSError as problem:
+            raise BridgeError(f"{info.file}: cannot be read ({problem.strerror}); check the disk") from problem
+        return out
+
+    def view(self, name: str) -> np.ndarray:
+        """The stored elements as the file has them, mapped: for reading a few. Raises BridgeError as `read` does."""
+        info = self.tensors[name]
+        if info.dtype not in NUMPY or not info.nbytes or info.offset + info.nbytes > info.file.stat().st_size:
+            return self.read(name)
+        return np.memmap(info.file, NUMPY[info.dtype], "r", info.offset, info.shape)
+
+    def read_float(self, name: str, rows: tuple[int, int] | None = None) -> np.ndarray:
+        """float32 of a floating-point tensor, exact but for F64. Thread-safe."""
+        info = self.tensors[name]
+        if not info.floating:
+            raise BridgeError(f"{info.file}: {name} has dtype {info.dtype} where floats are expected")
+        return as_float32(self.read(name, rows), info.dtype)
+
+    def close(self) -> None:
+        """Let go of whatever is held open."""
+
+
+def read_header(file: Path) -> dict[str, TensorInfo]:
+    """The tensors of one safetensors file; BridgeError unless each lies within it and fits its shape."""
+
+    def damaged(why: str) -> BridgeError:
+        return BridgeError(f"{file}: {why}; the file is damaged, download it again")
+
+    try:
+        size = file.stat().st_size
+        refuse_pointer(file)
+        with open(file, "rb") as stream:
+            length = int.from_bytes(stream.read(8), "little")
+            if size < 8 or length > min(MAX_SMALL, size - 8):
+                raise damaged("not a complete safetensors file (its header does not fit)")
+            text = stream.read(length)
+    except OSError as problem:
+        raise BridgeError(f"{file}: cannot be read ({problem.strerror}); is the download complete?") from problem
+    try:
+        header = json.loads(text)
+    except (ValueError, RecursionError):
+        raise damaged("its header is not JSON") from None
+    if not isinstance(header, dict):
+        raise damaged("its header is not a table of tensors")
+    tensors = {}
+    for name, entry in header.items():
+        if name == "__metadata__":
+            continue
+        try:
+            dtype, shape, (start, stop) = str(entry["dtype"]), tuple(entry["shape"]), entry["data_offsets"]
+            whole = all(type(n) is int and n >= 0 for n in (*shape, start, stop))
+        except (TypeError, KeyError, ValueError):
+            whole = False
+        if not whole:
+            raise damaged(f"the entry of {name} is malformed")
+        if not start <= stop <= size - 8 - length:
+            raise damaged(f"{name} ends at byte {8 + length + stop} of {size}")
+        bits = NUMPY[dtype].itemsize * 8 if dtype in NUMPY else OTHER_BITS.get(dtype)
+        if bits is not None and math.prod(shape) * bits != (stop - start) * 8:
+            raise damaged(f"{name} has {stop - start} bytes, which do not make {dtype} {list(shape)}")
+        tensors[name] = TensorInfo(name, dtype, shape, stop - start, file, 8 + length + start)
+    return tensors
+
+
+def header_of(tensors: Mapping[str, tuple[str, tuple[int, ...], int]]) -> tuple[bytes, dict[str, int]]:
+    """A safetensors file's first bytes for tensors (dtype, shape, nbytes) in this order, and where each will begin.
+
+    The header is padded to 8 bytes; tensors are aligned where none follows one of a narrower dtype.
+    """
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    starts, at = {}, 0
+    for name, (dtype, shape, nbytes) in tensors.items():
+        header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [at, at + nbytes]}
+        starts[name] = at
+        at += nbytes
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    head = len(text).to_bytes(8, "little") + text
+    return head, {name: len(head) + start for name, start in starts.items()}

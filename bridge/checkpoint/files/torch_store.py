@@ -1,0 +1,117 @@
+"""The tensors of .bin and .pt files: zips of a pickle, which only torch reads; with weights_only, never running code.
+
+pytorch_model.bin is transformers' name for it, *.pt that of the first GPTQ tools. bf16, which numpy lacks, is
+handed out as uint16 bits, as from safetensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from bridge.checkpoint.files.store import Store, TensorInfo
+from bridge.errors import BridgeError
+from bridge.system.files import refuse_pointer
+
+
+class HeldStore(Store):
+    """Tensors of torch that are held already, by the file that they are of: {file: {name: tensor}}."""
+
+    def __init__(self, states: Mapping[Path, Mapping[str, Any]]) -> None:
+        import torch
+
+        super().__init__(())
+        self.files = list(states)
+        self._data: dict[str, Any] = {}
+        self._as_bits = {torch.bfloat16: torch.int16, torch.float8_e4m3fn: torch.uint8, torch.float8_e5m2: torch.uint8}
+        names = {
+            torch.bool: "BOOL", torch.uint8: "U8", torch.int8: "I8", torch.int16: "I16", torch.int32: "I32",
+            torch.int64: "I64", torch.float16: "F16", torch.bfloat16: "BF16", torch.float32: "F32",
+            torch.float64: "F64", torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
+        }  # fmt: skip
+        for file, state in states.items():
+            found = {}
+            for name, tensor in state.items():
+                if isinstance(tensor, torch.Tensor):
+                    dtype = names.get(tensor.dtype, str(tensor.dtype).removeprefix("torch."))
+                    found[str(name)] = TensorInfo(str(name), dtype, tuple(tensor.shape), tensor.nbytes, file)
+                    self._data[str(name)] = tensor
+            self._add(found)
+
+    def _fetch(self, info: TensorInfo, dtype: np.dtype, shape: tuple[int, ...], first: int, stop: int) -> np.ndarray:
+        tensor = self._data[info.name].detach()
+        if info.shape:
+            tensor = tensor[first:stop]
+        if tensor.dtype in self._as_bits:
+            tensor = tensor.contiguous().view(self._as_bits[tensor.dtype])
+        return np.array(tensor.numpy(), order="C").view(dtype)  # a copy: the file may be mapped
+
+    def view(self, name: str) -> np.ndarray:
+        """The stored elements: they are held already."""
+        return self.read(name)
+
+    def close(self) -> None:
+        self._data.clear()
+
+
+class TorchStore(HeldStore):
+    """The tensors of .bin and .pt files, through torch."""
+
+    def __init__(self, files: Iterable[Path]) -> None:
+        files = list(files)
+        try:
+            import torch
+        except ImportError:
+            raise BridgeError(
+                f"{files[0]}: {files[0].suffix} files need torch; pip install torch, or convert to safetensors"
+            ) from None
+        super().__init__({file: _flat(torch, _load(torch, file)) for file in files})
+
+
+def _load(torch: Any, file: Path) -> dict[str, Any]:
+    """The state dict of one file, memory-mapped where its layout allows."""
+    import pickle
+
+    try:
+        refuse_pointer(file)
+        try:
+            state = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+        except RuntimeError:  # torch's layout before 1.6 cannot be mapped
+            state = torch.load(file, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError:
+        raise BridgeError(
+            f"{file}: holds pickled objects other than tensors, which could run code; ask for the model as safetensors"
+        ) from None
+    except OSError as problem:
+        raise BridgeError(f"{file}: cannot be read ({problem.strerror}); is the download complete?") from problem
+    except (RuntimeError, EOFError, ValueError, KeyError):
+        raise BridgeError(f"{file}: not a file that torch can read; it is damaged, download it again") from None
+    if not isinstance(state, dict):
+        raise BridgeError(f"{file}: holds no table of tensors; ask for the model as safetensors")
+    inner = [state[key] for key in ("model", "state_dict", "module") if isinstance(state.get(key), dict)]
+    return inner[0] if len(inner) == 1 else state  # training scripts save their own table around the model's
+
+
+def _flat(torch: Any, state: dict[str, Any]) -> dict[str, Any]:
+    """Tensors by full name, where modules have tables of their own, as hqq saves them.
+
+    Numbers, texts and shapes in such a table become tensors too: they are how the module is stored.
+    """
+    flat = {}
+    for name, value in state.items():
+        if not isinstance(value, dict):
+            flat[str(name)] = value
+            continue
+        table = dict(value)
+        if isinstance(table.get("meta"), dict):  # hqq before 0.1.8
+            table |= table.pop("meta")
+        for part, content in _flat(torch, table).items():
+            if isinstance(content, str):
+                content = list(content.encode())
+            if isinstance(content, (int, float, list, tuple)) and content != []:
+                content = torch.tensor(content)
+            flat[f"{name}.{part}"] = content
+    return flat

@@ -1,0 +1,187 @@
+"""AWQ, always 4 bits, zero points as they are. Three layouts, told apart by the tensors' shapes.
+
+    gemm       qweight int32 [in, out/8]    qzeros int32 [G, out/8]    scales [G, out]
+    gemv       qweight int32 [out, in/8]    qzeros int32 [out, zw]     scales [out, zw*8]
+    gemv_fast  qweight int16 [out/4, in]    qzeros fp16 [zw*8, out]    scales [zw*8, out]
+
+gemm interleaves eight output features in a word (see `bits`), gemv has them in natural order.
+gemv_fast (llm-awq's own layout, where qzeros are named scaled_zeros) stores -s*z and shuffles codes
+for its kernel's loads. zw*8 is G rounded up for that kernel: the rest is padding.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from typing import ClassVar
+
+import numpy as np
+
+from bridge.checkpoint.files.store import Store, TensorInfo
+from bridge.checkpoint.formats.checks import contradiction
+from bridge.checkpoint.formats.module_reader import ModuleInfo, Reader
+from bridge.checkpoint.formats.scale_blocks import fit_group_size
+from bridge.checkpoint.formats.scaled_activations import Divided, fed_by
+from bridge.checkpoint.formats.zeros import unscaled
+from bridge.checkpoint.grouped import CodedTensor, GroupedTensor
+from bridge.checkpoint.labels.quant_config import QuantConfig
+from bridge.errors import BridgeError
+
+# gemv_fast: of each 32 input features, which stands where in the stored order
+_FAST_ORDER = np.arange(32).reshape(4, 2, 4).transpose(0, 2, 1).reshape(4, 4, 2).transpose(1, 0, 2).reshape(-1)
+
+
+_VERSIONS = {
+    "gemm": "gemm",
+    "exllama": "gemm",  # kernels that read gemm's layout
+    "exllamav2": "gemm",
+    "ipex": "gemm",
+    "gemv": "gemv",
+    "gemv_fast": "gemv_fast",
+    "gemvfast": "gemv_fast",
+    "llm-awq": "gemv_fast",  # the same layout; qzeros are named scaled_zeros
+}
+
+
+class AwqReader(Reader):
+    """Reads gemm, gemv and gemv_fast checkpoints."""
+
+    parts: ClassVar = ("qweight", "qzeros", "scaled_zeros", "scales", "bias")
+    required: ClassVar = ("qweight", "scales")
+
+    @classmethod
+    def complete(cls, quant: QuantConfig, label: str) -> QuantConfig:
+        raw = quant.raw
+        version = raw.get("version") or label or ("llm-awq" if raw.get("backend") == "llm-awq" else "gemm")
+        version = str(version).lower()
+        if version not in _VERSIONS:
+            raise BridgeError(
+                f"{quant.source}: AWQ version {version!r} is not known (known: {', '.join(sorted(_VERSIONS))}); "
+                "save the checkpoint again as gemm"
+            )
+        return replace(quant, version=_VERSIONS[version], title=f"AWQ version {version}")
+
+    def __init__(self, store: Store, quant: QuantConfig) -> None:
+        self._layouts: dict[str, str] = {}
+        self._divided: set[str] = set()  # tensors of modules that are read as floats
+        super().__init__(store, quant)
+        self.format = f"awq-{next(iter(self._layouts.values()))}"
+        scales = [t for name, t in store.tensors.items() if name.endswith(".scales") and t.floating]
+        for info in [t for t in scales if t.name.removesuffix(".scales") not in self.modules]:
+            self._divide(info)
+
+    def _divide(self, scales: TensorInfo) -> None:
+        """Hand out as floats the layer whose input is divided by an activation's scales."""
+        name, shape = fed_by(self.store, self.modules, scales)
+        info = self.modules.pop(name, None)
+        weight = self.store.tensors.get(f"{name}.weight")
+        codes = None
+        if info is not None:
+            self._divided |= {t.name for part, t in info.tensors.items() if part != "bias"}
+            weight = replace(info.tensors["qweight"], name=f"{name}.weight", shape=shape, nbytes=info.nbytes)
+            codes = partial(self._read, info)
+        assert weight is not None
+        self.floats[weight.name] = Divided(weight, scales, shape, codes)
+        self.notes.append(f"{name}: its input is divided by {scales.name}, which codes cannot be; read as floats")
+
+    def owned(self) -> set[str]:
+        return super().owned() | self._divided
+
+    def describe(self, name: str, tensors: dict[str, TensorInfo]) -> ModuleInfo:
+        weight, scales = tensors["qweight"], tensors["scales"]
+        zeros = tensors.get("qzeros") or tensors.get("scaled_zeros")
+        if zeros is None or any(len(t.shape) != 2 or 0 in t.shape for t in (weight, scales, zeros)):
+            raise contradiction(name, tensors)
+        rows, words = weight.shape
+        claimed = (self.quant.for_module(name) or self.quant).group_size
+        if weight.dtype == "I16":
+            layout, out, columns = "gemv_fast", rows * 4, words
+            size = _padded_group_size(columns, scales.shape[0], claimed)
+            fits = scales.shape[1] == out and zeros.shape == scales.shape and zeros.floating and columns % 64 == 0
+        elif weight.dtype == "I32" and scales.shape[1] == words * 8:
+            layout, out, columns = "gemm", words * 8, rows
+            size = fit_group_size(columns, scales.shape[0], claimed)
+            fits = zeros.dtype == "I32" and zeros.shape == (scales.shape[0], words)
+        else:
+            layout, out, columns = "gemv", rows, words * 8
+            size = _padded_group_size(columns, scales.shape[1], claimed)
+            fits = weight.dtype == zeros.dtype == "I32" and scales.shape == (rows, zeros.shape[1] * 8)
+            fits = fits and zeros.shape[0] == rows
+        if not fits or size is None or ("bias" in tensors and tensors["bias"].shape != (out,)):
+            raise contradiction(name, tensors)
+        self._layouts[name] = layout
+        return ModuleInfo(name, 4, size, (out, columns), sum(t.nbytes for t in tensors.values()), tensors)
+
+    def whole(self, name: str) -> GroupedTensor:
+        return self._read(self.modules[name])
+
+    def read(self, name: str, rows: np.ndarray | None = None) -> CodedTensor:
+        if rows is None or self._layouts[name] != "gemm":
+            return super().read(name, rows)
+        at = np.unique(rows >> 3)  # the words that hold them
+        return self._read(self.modules[name], at).take_rows(np.searchsorted(at, rows >> 3) * 8 + (rows & 7))
+
+    def _read(self, info: ModuleInfo, words_of: np.ndarray | None = None) -> GroupedTensor:
+        """A module; in the gemm layout, where `words_of` is given, the eight rows of each of these words alone."""
+        from bridge.checkpoint.formats.bits import unpack_gemm, unpack_rows
+
+        name = info.name
+        layout = self._layouts[name]
+        out, columns = info.shape
+        groups = -(-columns // info.group_size)
+        scales = self.scales(name)
+        if layout == "gemm":
+            words, zeros = (self.part(name, part, words_of, axis=1) for part in ("qweight", "qzeros"))
+            if words_of is not None:
+                scales = scales.reshape(len(scales), -1, 8)[:, words_of].reshape(len(scales), -1)
+            codes, zeros = unpack_gemm(words), unpack_gemm(zeros).astype(np.float32)
+            scales = np.ascontiguousarray(scales.T)
+        elif layout == "gemv":
+            codes = unpack_rows(self.part(name, "qweight"), 4, columns)
+            zeros = unpack_rows(self.part(name, "qzeros"), 4, groups).astype(np.float32)
+            scales = np.ascontiguousarray(scales[:, :groups])
+        else:
+            stream = unpack_rows(self.part(name, "qweight"), 4, columns * 4).reshape(
+                out // 4, columns // 32 // 2, 4, 2, 32
+            )
+            codes = stream[..., _FAST_ORDER].transpose(0, 2, 1, 3, 4).reshape(out, columns)
+            part = "qzeros" if "qzeros" in info.tensors else "scaled_zeros"
+            scales = np.ascontiguousarray(scales[:groups].T)
+            zeros = unscaled(scales, -self.scales(name, part)[:groups].T)
+        notes = []
+        if layout != self.quant.version:
+            notes.append(
+                f"{name}: stored in the {layout} layout but version says {self.quant.version}; read as {layout}"
+            )
+        claimed = (self.quant.for_module(name) or self.quant).group_size
+        if self.quant.labelled and claimed > 0 and info.group_size not in (claimed, columns):
+            notes.append(
+                f"{name}: scales are for groups of {info.group_size} but group_size says {claimed}; "
+                f"read as {info.group_size}"
+            )
+        return GroupedTensor(
+            name=name,
+            bits=4,
+            codes=codes,
+            scales=scales,
+            zeros=zeros,
+            group_size=info.group_size,
+            bias=self.store.read_float(f"{name}.bias") if "bias" in info.tensors and words_of is None else None,
+            notes=tuple(notes),
+        )
+
+
+def _padded_group_size(columns: int, stored: int, claimed: int) -> int | None:
+    """The group size for which the kernel's layout has `stored` groups: the claimed one if it fits."""
+    for size in (claimed, columns, 128, 64, 32):
+        size = columns if size <= 0 else min(size, columns)
+        if padded_groups(columns, size) == stored:
+            return size
+    return None
+
+
+def padded_groups(columns: int, size: int) -> int:
+    """zw*8: groups as gemv and gemv_fast store them, padded to whole words of their kernel."""
+    multiple = 1 if size >= 128 else 2 if size >= 64 else 4
+    groups = -(-columns // size)
+    return -(-groups // (8 * multiple)) * multiple * 8

@@ -1,0 +1,276 @@
+"""compressed-tensors, which llm-compressor writes. What a module's tensors are tells how it is stored:
+
+weight_packed      int32 [out, w]    codes + 2**(b-1), along the rows of the weight: a dense stream of b bits
+                                     (w = ceil(in*b / 32)) or, of 3, 5, 6, 7 bits before May 2026,
+                                     32 // b to a word (w = ceil(in / (32 // b)))
+                   uint8 [out, in/2] 4-bit floats (nvfp4-pack-quantized, mxfp4-pack-quantized): see `fp4`
+weight_shape       int [2]           out, in; beside integer codes in weight_packed only
+weight             int8 [out, in]    codes from -2**(b-1) on (int-quantized, naive-quantized)
+                   F8_E4M3           8-bit floats, which are no codes: see `fp8`
+weight_scale       float [1], [out, 1], [out, G], or one a block of rows and columns
+weight_zero_point  int8, shaped as the scale; of packed weights int32 [packed out, G] since April 2025
+weight_g_idx       int32 [in]        group of each input feature (act-order); -1 everywhere means none
+weight_global_scale  float32 [1]     of nvfp4-pack-quantized; it divides, as input_global_scale does
+bias               float [out]       optional
+
+W[o, k] = scale * (code - zero point), both signed; here both get 2**(b-1) more
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import ClassVar
+
+import numpy as np
+
+from bridge.checkpoint.files.store import Store, TensorInfo
+from bridge.checkpoint.formats.checks import contradiction
+from bridge.checkpoint.formats.fp4 import Fp4Parts
+from bridge.checkpoint.formats.module_reader import ModuleInfo, Reader
+from bridge.checkpoint.formats.scale_blocks import block_of, spread
+from bridge.checkpoint.formats.scaled_floats import BLOCK, FLOAT8, ScaledFloats, scaled_floats
+from bridge.checkpoint.grouped import CodedTensor, GroupedTensor, column_group_size
+from bridge.checkpoint.labels.quant_config import QuantConfig
+from bridge.checkpoint.labels.schemes import Scheme, ignored, matches, read_schemes, scheme_of
+from bridge.errors import BridgeError
+
+FP4 = Fp4Parts("weight_packed", "weight_scale", "weight_global_scale", reciprocal=True)
+
+
+class CompressedReader(Reader):
+    """Reads pack-, int-, naive- and float-quantized, nvfp4- and mxfp4-pack-quantized checkpoints, and mixtures."""
+
+    parts: ClassVar = (
+        "weight_packed", "weight", "weight_scale", "weight_zero_point", "weight_shape", "weight_g_idx", "bias",
+        "weight_global_scale", "input_global_scale",
+    )  # fmt: skip
+    plain: ClassVar = frozenset({"weight", "bias", "input_global_scale"})
+
+    @classmethod
+    def complete(cls, quant: QuantConfig, label: str) -> QuantConfig:
+        schemes = read_schemes(quant)
+        formats = list(dict.fromkeys(s.format for s in schemes)) or [label or "dense"]
+        several = len(schemes) > 1
+        first = next((s for s in schemes if s.bits == 4 or not s.floats), None)
+        return replace(
+            quant,
+            title=f"compressed-tensors {' and '.join(formats)}",
+            claims=tuple(f"({s} for {', '.join(s.targets)})" if several else str(s) for s in schemes)
+            or ("no weights",),
+            bits=first.bits if first else 8,
+            group_size=(first.block[1] or -1) if first else -1,
+            sym=all(s.sym for s in schemes),
+            desc_act=any(s.act_order for s in schemes),
+        )
+
+    def __init__(self, store: Store, quant: QuantConfig) -> None:
+        self._schemes = read_schemes(quant)
+        self._ignored = ignored(quant)
+        self._blocks: dict[str, tuple[int, int]] = {}
+        super().__init__(store, quant)
+        if any(s.activations for s in self._schemes):
+            self.notes.append(
+                "activations were to be quantized too; a GGUF holds weights alone, and llama.cpp rounds activations "
+                "to 8 bits by itself"
+            )
+
+    def expected(self) -> bool:
+        return bool(self._schemes)
+
+    def claimed(self, module: str) -> bool:
+        named = any(matches(module, scheme.targets) for scheme in self._schemes)
+        return named and not matches(module, self._ignored)  # which must list every linear that is not
+
+    def needs(self, tensors: dict[str, TensorInfo]) -> tuple[str, ...]:
+        if "weight" in tensors or _is_fp4(tensors):
+            return "weight_scale", "weight" if "weight" in tensors else "weight_packed"
+        return "weight_scale", "weight_packed", "weight_shape"
+
+    def describe(self, name: str, tensors: dict[str, TensorInfo]) -> ModuleInfo | ScaledFloats:
+        scheme = scheme_of(name, self._schemes)
+        weight, scale = tensors.get("weight_packed") or tensors["weight"], tensors["weight_scale"]
+        if scheme is None:
+            raise BridgeError(
+                f"{weight.file}: {name} is quantized, but no target in {self.quant.source} is for it; "
+                "take config.json from the model again"
+            )
+        if _is_fp4(tensors):
+            return FP4.describe(name, tensors)
+        if weight.dtype in FLOAT8:
+            if "weight_zero_point" in tensors:
+                raise BridgeError(
+                    f"{weight.file}: {name} has 8-bit floats with zero points, which is not supported; "
+                    "convert the unquantized model instead"
+                )
+            return scaled_floats(name, tensors, "weight_scale", _claimed(scheme))
+        if weight.floating:
+            raise BridgeError(
+                f"{weight.file}: {name} has a weight_scale, but its weight is {weight.dtype}: it was saved before "
+                "it was compressed; save it with save_compressed=True"
+            )
+        packed = "weight_packed" in tensors
+        integers = weight.dtype == ("I32" if packed else "I8") and not scheme.floats
+        if not integers or len(weight.shape) != 2 or (packed and "weight" in tensors):
+            raise contradiction(name, tensors)
+        shape = self._shape(name, tensors, scheme.bits)
+        block = block_of(shape, scale.shape, _claimed(scheme)) if scale.floating else None
+        if block is None and "weight_g_idx" in tensors and len(scale.shape) == 2 and scale.shape[0] == shape[0]:
+            block = 1, -(-shape[1] // max(1, scale.shape[1]))  # as many groups as there are; g_idx deals the columns
+        if block is None or not self._rest_fits(tensors, shape, scheme):
+            raise contradiction(name, tensors)
+        if not scheme.sym and "weight_zero_point" not in tensors:
+            raise BridgeError(
+                f"{weight.file}: {name} has no weight_zero_point, but the config says asymmetric; "
+                "is the checkpoint complete?"
+            )
+        self._blocks[name] = block
+        return ModuleInfo(name, scheme.bits, block[1], shape, sum(t.nbytes for t in tensors.values()), tensors)
+
+    def _shape(self, name: str, tensors: dict[str, TensorInfo], bits: int) -> tuple[int, int]:
+        """(out, in), which weight_packed alone does not tell."""
+        if "weight" in tensors:
+            return tensors["weight"].shape  # type: ignore[return-value]
+        words, told = tensors["weight_packed"], tensors["weight_shape"]
+        shape = self.part(name, "weight_shape").tolist() if told.dtype in ("I64", "I32") and told.shape == (2,) else []
+        if not shape or min(shape) < 1 or shape[0] != words.shape[0] or words.shape[1] not in _lengths(shape[1], bits):
+            raise BridgeError(
+                f"{words.file}: {name}: weight_shape {shape} does not fit weight_packed {list(words.shape)} of "
+                f"{bits} bits; the checkpoint is damaged, or config.json is that of another"
+            )
+        return shape[0], shape[1]
+
+    def _rest_fits(self, tensors: dict[str, TensorInfo], shape: tuple[int, int], scheme: Scheme) -> bool:
+        """Whether zero points, g_idx and bias have the shapes that the weight and its scale ask for."""
+        scale, zeros = tensors["weight_scale"].shape, tensors.get("weight_zero_point")
+        if zeros is not None and zeros.dtype == "I32":
+            words = _length(shape[0], scheme.bits, _by_words(tensors, shape, scheme.bits))
+            if "weight_packed" not in tensors or len(scale) != 2 or scale[0] != shape[0]:
+                return False
+            if zeros.shape != (words, scale[1]):
+                return False
+        elif zeros is not None and (zeros.dtype != "I8" or zeros.shape != scale):
+            return False
+        g_idx = tensors.get("weight_g_idx")
+        if g_idx is not None and (g_idx.dtype not in ("I32", "I64") or g_idx.shape != shape[1:]):
+            return False
+        return "bias" not in tensors or tensors["bias"].shape == shape[:1]
+
+    def read(self, name: str, rows: np.ndarray | None = None) -> CodedTensor:
+        is_fp4 = _is_fp4(self.modules[name].tensors)
+        found: CodedTensor = FP4.read(self, name, rows) if is_fp4 else self._read(name, rows)
+        if matches(name, self._ignored):
+            note = f"{name}: ignore says it is not quantized, but it is; read as it is stored"
+            found = replace(found, notes=(note, *found.notes))  # type: ignore[type-var]
+        return found
+
+    def factors(self, name: str) -> dict[str, float]:
+        return FP4.factors(self, name) if _is_fp4(self.modules[name].tensors) else {}
+
+    def _read(self, name: str, rows: np.ndarray | None) -> GroupedTensor:
+        info, scheme = self.modules[name], self._scheme(name)
+        size, order = self._groups(name)
+        height = self._blocks[name][0]
+        zeros = self._zeros(name, scheme.bits)
+        notes = []
+        if scheme.strategy == "group" and order is None and size not in (scheme.block[1], info.shape[1]):
+            notes.append(f"{name}: groups of {size} but the config says {scheme.block[1]}; read as {size}")
+        if scheme.sym and (zeros != 1 << (scheme.bits - 1)).any():
+            notes.append(f"{name}: has zero points but the config says symmetric; read as asymmetric")
+        scales, zeros = (spread(x, info.shape[0], height) for x in (self.scales(name, "weight_scale"), zeros))
+        return GroupedTensor(
+            name=name,
+            bits=scheme.bits,
+            codes=self._codes(name, scheme.bits, rows),
+            scales=scales if rows is None else scales[rows],
+            zeros=zeros if rows is None else zeros[rows],
+            group_size=size,
+            group_of_column=order,
+            bias=self.bias(name) if rows is None else None,
+            notes=tuple(notes),
+        )
+
+    def group_order(self, name: str) -> np.ndarray | None:
+        return self._groups(name)[1] if self.modules[name].stores_g_idx else None
+
+    def _scheme(self, name: str) -> Scheme:
+        scheme = scheme_of(name, self._schemes)
+        assert scheme is not None  # describe saw to it
+        return scheme
+
+    def _groups(self, name: str) -> tuple[int, np.ndarray | None]:
+        """(group size, None) where groups are consecutive, else (average size, int32 [in])."""
+        info = self.modules[name]
+        if not info.stores_g_idx:
+            return info.group_size, None
+        group = self.part(name, "weight_g_idx").astype(np.int64)
+        if (group == -1).all():  # allocated, never filled
+            return info.group_size, None
+        groups = math.prod(info.tensors["weight_scale"].shape[1:])
+        if group.min() < 0 or group.max() >= groups:
+            raise BridgeError(
+                f"{info.tensors['weight_g_idx'].file}: {name}.weight_g_idx names a group beyond the {groups} there "
+                "are scales for; the checkpoint is damaged"
+            )
+        size = column_group_size(group)
+        if size and -(-info.shape[1] // size) == groups:
+            return size, None
+        return info.group_size, group.astype(np.int32)
+
+    def _codes(self, name: str, bits: int, rows: np.ndarray | None) -> np.ndarray:
+        """uint8 [out, in], or some of the rows."""
+        info = self.modules[name]
+        if "weight_packed" in info.tensors:
+            by_words = _by_words(info.tensors, info.shape, bits)
+            return _unpack(self.part(name, "weight_packed", rows), bits, info.shape[1], by_words)
+        signed, half = self.part(name, "weight", rows), 1 << (bits - 1)
+        if bits < 8 and (signed.min() < -half or signed.max() >= half):
+            raise BridgeError(
+                f"{info.file}: {name}.weight has codes beyond {-half}..{half - 1}, but the config says {bits} bits; "
+                "the checkpoint is damaged, or config.json is that of another"
+            )
+        return signed.view(np.uint8) + np.uint8(half)
+
+    def _zeros(self, name: str, bits: int) -> np.ndarray:
+        """True zero points as float32, laid out as the scale."""
+        info, half = self.modules[name], 1 << (bits - 1)
+        stored = info.tensors.get("weight_zero_point")
+        if stored is None:
+            return np.full(info.tensors["weight_scale"].shape, half, np.float32)
+        zeros = self.part(name, "weight_zero_point")
+        if stored.dtype == "I8":
+            return zeros.astype(np.float32) + np.float32(half)
+        by_words = _by_words(info.tensors, info.shape, bits)
+        return np.ascontiguousarray(_unpack(zeros.T, bits, info.shape[0], by_words).T).astype(np.float32)
+
+
+def _is_fp4(tensors: dict[str, TensorInfo]) -> bool:
+    """Whether these are 4-bit floats: codes of integers are packed in words."""
+    return "weight_packed" in tensors and tensors["weight_packed"].dtype == "U8"
+
+
+def _claimed(scheme: Scheme) -> tuple[int, int]:
+    """The block that the config claims, as `block_of` takes it."""
+    return scheme.block[0] or BLOCK[0], scheme.block[1] or BLOCK[1]
+
+
+def _length(n: int, bits: int, by_words: bool) -> int:
+    """Words of n packed codes."""
+    return -(-n // (32 // bits)) if by_words else -(-n * bits // 32)
+
+
+def _lengths(n: int, bits: int) -> tuple[int, int]:
+    return _length(n, bits, False), _length(n, bits, True)
+
+
+def _by_words(tensors: dict[str, TensorInfo], shape: tuple[int, int], bits: int) -> bool:
+    """Whether no code crosses a word. The weight's width tells, unless its rows are short and end within a word."""
+    words = tensors.get("weight_packed")
+    return words is not None and words.shape[1] != _length(shape[1], bits, False)
+
+
+def _unpack(words: np.ndarray, bits: int, n: int, by_words: bool) -> np.ndarray:
+    """int32 [rows, w] -> uint8 [rows, n]."""
+    from bridge.checkpoint.formats.bits import unpack_rows, unpack_words
+
+    return unpack_words(words, bits, n) if by_words else unpack_rows(words, bits, n)

@@ -1,0 +1,105 @@
+"""EXL3 (exllamav3): trellis codes between Hadamard transforms in blocks of 128.
+
+    trellis     int16 [in/16, out/16, 16K], K of each tensor its own
+    suh, svh    fp16 [in], [out]: scales and signs; or
+    su, sv      int16 [in/16], [out/16]: signs, bit i of word w of element 16 w + i, set for -1
+    mcg, mul1   int32 scalar: the codebook, and its multiplier; neither: 3inst
+    bias        float [out]
+
+Both sides are padded to multiples of 128. The head is coded too, of models too whose config ties it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import ClassVar
+
+import numpy as np
+
+from bridge.checkpoint.files.store import Store, TensorInfo
+from bridge.checkpoint.formats.checks import contradiction
+from bridge.checkpoint.formats.module_reader import ModuleInfo
+from bridge.checkpoint.formats.trellis_coded import TrellisReader
+from bridge.checkpoint.labels.quant_config import QuantConfig
+from bridge.errors import BridgeError
+from bridge.trellis.codebooks import BitshiftCodebook
+from bridge.trellis.layer import TrellisLayer
+from bridge.trellis.packed import EXL3_BLOCK, exl3_layer
+
+
+class Exl3Reader(TrellisReader):
+    """Reads EXL3."""
+
+    parts: ClassVar = ("trellis", "suh", "svh", "su", "sv", "mcg", "mul1", "bias")
+    plain: ClassVar = frozenset({"bias"})
+    padding: ClassVar = EXL3_BLOCK
+
+    @classmethod
+    def complete(cls, quant: QuantConfig, label: str) -> QuantConfig:
+        said = quant.raw.get("bits")
+        claims = (f"{said} bits",) if said is not None else ()
+        head = quant.raw.get("head_bits")
+        return replace(quant, title="EXL3", claims=(*claims, *([f"head {head} bits"] if head is not None else [])))
+
+    def __init__(self, store: Store, quant: QuantConfig) -> None:
+        super().__init__(store, quant)
+        self.format = "EXL3"
+
+    def needs(self, tensors: dict[str, TensorInfo]) -> tuple[str, ...]:
+        legacy = "su" in tensors or "sv" in tensors
+        return ("trellis", "su", "sv") if legacy else ("trellis", "suh", "svh")
+
+    def describe(self, name: str, tensors: dict[str, TensorInfo]) -> ModuleInfo:
+        trellis = tensors["trellis"]
+        _, left, right = self.needs(tensors)
+        if trellis.dtype != "I16" or len(trellis.shape) != 3 or 0 in trellis.shape:
+            raise contradiction(name, tensors)
+        inputs, outputs, words = trellis.shape
+        bits, rest = divmod(words, 16)
+        if rest or not 1 <= bits <= 8:
+            raise BridgeError(
+                f"{trellis.file}: {name}.trellis has {words} words for a tile of 256 weights; 16 to 128 make 1 to 8 "
+                "bits; the checkpoint is damaged"
+            )
+        shape = 16 * outputs, 16 * inputs
+        if shape[0] % EXL3_BLOCK or shape[1] % EXL3_BLOCK:
+            raise BridgeError(
+                f"{trellis.file}: {name} is {shape[0]} x {shape[1]}, no multiple of the transforms' {EXL3_BLOCK}; "
+                "the checkpoint is damaged"
+            )
+        wanted = {left: shape[1], right: shape[0]}
+        for part, size in wanted.items():
+            if left == "su":
+                fits = tensors[part].dtype == "I16" and tensors[part].shape == (size // 16,)
+            else:
+                fits = tensors[part].floating and tensors[part].shape == (size,)
+            if not fits:
+                raise contradiction(name, tensors)
+        bias = tensors["bias"].shape if "bias" in tensors else shape[:1]
+        if len(bias) == 1 and shape[0] - EXL3_BLOCK < bias[0] < shape[0]:
+            shape = bias[0], shape[1]
+        return self.described(name, tensors, bits, shape)
+
+    def layer(self, name: str) -> TrellisLayer:
+        info, where = self.modules[name], self.label(name)
+        _, left, right = self.needs(info.tensors)
+        su, sv = (signs(self.part(name, p)) if left == "su" else self.vector(name, p) for p in (left, right))
+        mode = next((part for part in ("mcg", "mul1") if part in info.tensors), "3inst")
+        multiplier = None
+        if mode != "3inst":
+            stored = self.part(name, mode)
+            if stored.size != 1 or stored.dtype.kind not in "iu":
+                raise BridgeError(
+                    f"{where}: {mode} is {stored.dtype} {list(stored.shape)}, one integer is wanted; "
+                    "the checkpoint is damaged"
+                )
+            multiplier = int(stored.reshape(-1)[0]) & 0xFFFFFFFF
+        book = BitshiftCodebook(16, info.bits, 1, 0, mode, None, multiplier, where)
+        layer = exl3_layer(where, self.part(name, "trellis"), book, su, sv, self.bias(name))
+        return layer.cropped(*info.shape)
+
+
+def signs(words: np.ndarray) -> np.ndarray:
+    """float32 [16 n]: +1 and -1 of int16 [n]."""
+    bits = words.view(np.uint16)[:, None] >> np.arange(16, dtype=np.uint16) & 1
+    return (1 - 2 * bits.astype(np.float32)).reshape(-1)

@@ -1,0 +1,158 @@
+"""Weights of 4-bit floats, two kinds of them, and the one in-memory form of both.
+
+              codes        a scale for        as               and for the whole tensor
+    NVFP4     F4_E2M1      16 columns         F8_E4M3          a float32
+    MXFP4     F4_E2M1      32 columns         F8_E8M0          -
+
+    W[o, k] = tensor_scale * scales[o, k // 16 or 32] * E2M1[codes[o, k]]
+
+Codes are packed two a byte along the row, the first in the low nibble. GGUF's blocks MXFP4 and NVFP4 hold all of it
+bit for bit, the tensor's scale as a tensor of its own.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import ClassVar, NamedTuple
+
+import numpy as np
+
+from bridge.checkpoint.files.dtypes import as_float32
+from bridge.checkpoint.files.store import TensorInfo
+from bridge.checkpoint.formats.checks import contradiction
+from bridge.checkpoint.formats.module_reader import ModuleInfo, Reader
+from bridge.checkpoint.grouped import CodedTensor
+from bridge.errors import BridgeError
+
+# what a code stands for: a sign, two bits of exponent, one of mantissa
+E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
+# the mean squared error of what is rounded to each: (a^3 + b^3) / (3 (a + b)) for a cell that reaches a down and b up
+_NOISE = np.tile(np.array([1 / 48, 1 / 48, 1 / 48, 1 / 48, 1 / 16, 1 / 12, 1 / 4, 1 / 3]), 2)
+GROUPS = {"NVFP4": 16, "MXFP4": 32}
+INPUTS = ("input_scale", "input_global_scale")  # of activations: a GGUF has a place for NVFP4's
+_KINDS = {"F8_E4M3": "NVFP4", "F8_E8M0": "MXFP4", "U8": "MXFP4"}  # by the dtype of their scales
+_SCALES = {"NVFP4": "F8_E4M3", "MXFP4": "F8_E8M0"}
+
+
+@dataclass(frozen=True)
+class Fp4Tensor(CodedTensor):
+    """A linear layer's weight as 4-bit floats.
+
+    kind             NVFP4 or MXFP4
+    codes            uint8 [out, in], 0..15
+    scales           uint8 [out, G], the bits of 8-bit floats
+    tensor_scale     of the whole tensor
+    group_size       16 or 32
+    group_of_column  int32 [in], or None where column k is in group k // group_size
+    """
+
+    name: str
+    kind: str
+    codes: np.ndarray
+    scales: np.ndarray
+    group_size: int
+    tensor_scale: float = 1.0
+    group_of_column: np.ndarray | None = None
+    bias: np.ndarray | None = None
+    notes: tuple[str, ...] = field(default=())
+    bits: int = 4
+    per_group: ClassVar = ("scales",)
+
+    def scale_values(self, rows: slice = slice(None)) -> np.ndarray:
+        """float32 [out, G]: the scales, without that of the tensor."""
+        return as_float32(self.scales[rows], _SCALES[self.kind])
+
+    def dequantize(self, rows: slice = slice(None)) -> np.ndarray:
+        """float32 [out, in], or some of its rows."""
+        weights = E2M1[self.codes[rows]]
+        weights *= self.scale_values(rows)[:, self.groups()]
+        weights *= np.float32(self.tensor_scale)
+        return weights
+
+    def noise(self) -> float:
+        """The checkpoint's own expected quantization noise, summed over all weights."""
+        scales = self.scale_values().astype(np.float64) * self.tensor_scale
+        return float((np.square(scales)[:, self.groups()] * _NOISE[self.codes]).sum())
+
+
+class Fp4Parts(NamedTuple):
+    """What a format calls the tensors of a module, and how it is read from them.
+
+    codes       uint8 [out, in/2]
+    scales      [out, G]: F8_E4M3 of NVFP4, bytes of MXFP4
+    whole       the scale of the whole tensor, which MXFP4 has not
+    reciprocal  that scale divides, and so does that of the activations
+    """
+
+    codes: str
+    scales: str
+    whole: str
+    reciprocal: bool
+
+    def describe(self, name: str, tensors: dict[str, TensorInfo]) -> ModuleInfo:
+        """The module; BridgeError where the shapes do not fit together, or NVFP4's scale of the tensor is missing."""
+        codes, scales = tensors[self.codes], tensors[self.scales]
+        kind = _KINDS.get(scales.dtype, "")
+        if kind == "NVFP4" and self.whole not in tensors:
+            raise BridgeError(
+                f"{codes.file}: {name} has {self.codes} and {self.scales} but no {self.whole}; "
+                "is the checkpoint complete?"
+            )
+        if not kind or (kind == "MXFP4" and self.whole in tensors) or len(codes.shape) != 2 or 0 in codes.shape:
+            raise contradiction(name, tensors)
+        out, columns = codes.shape[0], 2 * codes.shape[1]
+        single = (t for part, t in tensors.items() if part in (self.whole, *INPUTS))
+        if (
+            codes.dtype != "U8"
+            or scales.shape != (out, columns / GROUPS[kind])
+            or not all(t.floating and math.prod(t.shape) == 1 for t in single)
+            or ("bias" in tensors and tensors["bias"].shape != (out,))
+        ):
+            raise contradiction(name, tensors)
+        nbytes = sum(t.nbytes for t in tensors.values())
+        return ModuleInfo(name, 4, GROUPS[kind], (out, columns), nbytes, tensors)
+
+    def read(self, reader: Reader, name: str, rows: np.ndarray | None = None) -> Fp4Tensor:
+        """A module, or some of its rows without its bias."""
+        info = reader.modules[name]
+        kind = _KINDS[info.tensors[self.scales].dtype]
+        return Fp4Tensor(
+            name=name,
+            kind=kind,
+            codes=unpacked(reader.part(name, self.codes, rows)),
+            scales=checked_scales(kind, reader.part(name, self.scales, rows), info.tensors[self.scales]),
+            group_size=info.group_size,
+            tensor_scale=self.factors(reader, name)["scale"],
+            bias=reader.bias(name) if rows is None else None,
+        )
+
+    def factors(self, reader: Reader, name: str) -> dict[str, float]:
+        """The scale of a module's whole weight, and that of its activations where there is one."""
+        found = {"scale": 1.0}
+        for part, key in ((self.whole, "scale"), *((part, "input_scale") for part in INPUTS)):
+            if (info := reader.modules[name].tensors.get(part)) is not None:
+                value = reader.store.read_float(info.name).reshape(-1)[0]
+                if not (np.isfinite(value) and value > 0):
+                    raise BridgeError(f"{info.file}: {info.name} is {value:g}, no scale; quantize the model again")
+                found[key] = float(np.float32(1) / value if self.reciprocal else value)
+        return found
+
+
+def unpacked(packed: np.ndarray) -> np.ndarray:
+    """uint8 [rows, n], two codes a byte -> uint8 [rows, 2n]."""
+    codes = np.empty((packed.shape[0], packed.shape[1] * 2), np.uint8)
+    np.bitwise_and(packed, 15, out=codes[:, ::2])
+    np.right_shift(packed, 4, out=codes[:, 1::2])
+    return codes
+
+
+def checked_scales(kind: str, bits: np.ndarray, info: TensorInfo) -> np.ndarray:
+    """The scales as they are stored; BridgeError where one is negative or no number."""
+    bad = bits == 255 if kind == "MXFP4" else bits >= 127
+    if bad.any():
+        raise BridgeError(
+            f"{info.file}: {np.count_nonzero(bad)} of {bits.size} values of {info.name} are NaN or negative; "
+            "quantize the model again"
+        )
+    return bits

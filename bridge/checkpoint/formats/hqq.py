@@ -1,0 +1,210 @@
+"""HQQ: fractional zero points, W = (q - zero) * scale; as transformers saves it, or hqq itself (qmodel.pt).
+
+    W_q         uint8 or int32   codes of the matrix cut into groups, [G * out, group size], packed down the rows
+    scale,zero  float [G * out, 1]
+    shape       int   [2]        (out, in)
+    nbits, group_size, axis, packing, view_as_float   numbers and a text, each a tensor
+    bias        float [out]      optional
+
+Packing takes the first half of the rows as the high nibbles of bytes and the second half as the low ones;
+2 and 1 bits likewise in quarters and eighths, 3 bits in tenths of an int32 (two bits are left over), 5, 6
+and 8 bits a byte each. 1.58 bits are 2 with three codes. view_as_float only renames the dtype of W_q.
+
+Groups run along the input features with axis 1. With axis 0 they run down the output features, a stride apart:
+every weight of a row then has a scale of its own, which no GGUF block has room for.
+
+Scales, zero points or both may be quantized in the same way (quant_scale, quant_zero; only in a qmodel.pt):
+
+    scale_q, zero_q               codes, in place of `scale`, `zero`
+    meta_scale.X, meta_zero.X     what dequantizes them: scale, zero, shape, packing; along either axis, or one pair
+    zero_scale                    [2, ...] zeros, then scales, in place of both (offload_meta): floats, or codes
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any, ClassVar
+
+import numpy as np
+
+from bridge.checkpoint.files.store import TensorInfo
+from bridge.checkpoint.formats.checks import contradiction
+from bridge.checkpoint.formats.module_reader import ModuleInfo, Reader
+from bridge.checkpoint.grouped import GroupedTensor
+from bridge.checkpoint.labels.quant_config import QuantConfig, whole_number
+from bridge.errors import BridgeError
+
+# packing -> bits of a code, codes of a word, the word
+_PACKINGS: dict[str, tuple[int, int, np.dtype]] = {
+    "8bit_u8": (8, 1, np.dtype("u1")),
+    "4bit_u8": (4, 2, np.dtype("u1")),
+    "3bit_32": (3, 10, np.dtype("<u4")),
+    "2bit_u8": (2, 4, np.dtype("u1")),
+    "1bit_u8": (1, 8, np.dtype("u1")),
+}
+_PACKING_OF = {8: "8bit_u8", 6: "8bit_u8", 5: "8bit_u8", 4: "4bit_u8", 3: "3bit_32", 2: "2bit_u8", 1: "1bit_u8"}
+
+
+class HqqReader(Reader):
+    """Reads HQQ checkpoints of axis 1."""
+
+    parts: ClassVar = (
+        "W_q", "scale", "zero", "shape", "nbits", "group_size", "axis", "packing", "view_as_float", "bias",
+        "scale_q", "zero_q", "zero_scale",
+        *(f"meta_{what}.{part}" for what in ("scale", "zero") for part in ("scale", "zero", "shape", "packing")),
+    )  # fmt: skip
+    required: ClassVar = ("W_q", "shape")
+    settings: ClassVar = frozenset({
+        "channel_wise", "compute_dtype", "encoded_state_dict", "offload_meta", "optimize", "quant_scale", "quant_zero",
+        "round_zero", "stores_quant_config", "unpack_view_dtype",
+    })  # fmt: skip
+    plain: ClassVar = frozenset({"bias"})
+
+    @classmethod
+    def complete(cls, quant: QuantConfig, label: str) -> QuantConfig:
+        settings = quant.raw.get("quant_config")
+        settings = settings if isinstance(settings, dict) else {}
+        own = settings.get("weight_quant_params")
+        if not isinstance(own, dict):  # one such table for each of several kinds of layers
+            own = next((v["weight_quant_params"] for v in settings.values() if _has_params(v)), {})
+        said, size = own.get("nbits", quant.bits), own.get("group_size", quant.group_size)
+        bits = math.ceil(said) if isinstance(said, float) and math.isfinite(said) else whole_number(said)
+        groups = -1 if size is None else whole_number(size)
+        if bits is None or groups is None:
+            raise BridgeError(f"{quant.source}: nbits is {said!r} and group_size {size!r}, no numbers; mend the file")
+        return replace(quant, bits=bits, group_size=groups, sym=False, title="HQQ")
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.format = "hqq"
+
+    @staticmethod
+    def split(name: str) -> tuple[str, str]:
+        module, _, part = name.rpartition(".")
+        outer, _, table = module.rpartition(".")
+        return (outer, f"{table}.{part}") if table in ("meta_scale", "meta_zero") else (module, part)
+
+    def needs(self, tensors: dict[str, TensorInfo]) -> tuple[str, ...]:
+        needed = [*self.required]
+        both = tensors.get("zero_scale")
+        for what in ("scale", "zero"):
+            quantized = f"{what}_q" in tensors if both is None else not both.floating
+            if both is None:
+                needed.append(f"{what}_q" if quantized else what)
+            if quantized:
+                needed += [f"meta_{what}.{part}" for part in ("scale", "zero", "shape", "packing")]
+        return tuple(needed)
+
+    def describe(self, name: str, tensors: dict[str, TensorInfo]) -> ModuleInfo:
+        weight = tensors["W_q"]
+        if tensors["shape"].shape != (2,):
+            raise contradiction(name, tensors)
+        if self._number(tensors, "axis", 1) == 0:
+            raise BridgeError(
+                f"{weight.file}: {name} has groups along axis 0, where every weight of a row has a scale of its own, "
+                "and no GGUF type can hold that; quantize the model again with axis=1"
+            )
+        out, columns = (int(n) for n in self.store.read(tensors["shape"].name))
+        bits = math.ceil(self._number(tensors, "nbits", self.quant.bits))
+        _, lanes, word = _PACKINGS[self._packing(tensors, bits)]
+        runs = self._count(tensors, "scale")
+        if min(out, columns, runs) <= 0 or out * columns % runs:
+            raise contradiction(name, tensors)
+        size = out * columns // runs
+        if self._number(tensors, "group_size", size) != size:
+            raise contradiction(name, tensors)
+        if columns % size:
+            raise BridgeError(
+                f"{weight.file}: {name}: groups of {size} run over the ends of rows of {columns}, which no GGUF type "
+                "can hold; quantize the model again with a group_size that divides them"
+            )
+        fits = weight.nbytes == -(-runs // lanes) * size * word.itemsize and (lanes == 10 or runs % lanes == 0)
+        fits = fits and self._count(tensors, "zero") == runs
+        if not fits or ("bias" in tensors and tensors["bias"].shape != (out,)):
+            raise contradiction(name, tensors)
+        return ModuleInfo(name, bits, size, (out, columns), sum(t.nbytes for t in tensors.values()), tensors)
+
+    def _number(self, tensors: dict[str, TensorInfo], part: str, default: float) -> float:
+        """A setting stored as a tensor of one element."""
+        if part not in tensors:
+            return default
+        values = self.store.read(tensors[part].name).reshape(-1)
+        if values.size != 1 or not np.isfinite(values[0]):
+            raise BridgeError(f"{tensors[part].file}: {tensors[part].name} is no number; the checkpoint is damaged")
+        return float(values[0])
+
+    def _count(self, tensors: dict[str, TensorInfo], what: str) -> int:
+        """How many scales or zero points there are; 0 where they are no floats."""
+        stored = tensors.get(what) or tensors.get("zero_scale")
+        if stored is not None and stored.floating:
+            return math.prod(stored.shape[1:] if what not in tensors else stored.shape)
+        meta = f"meta_{what}.shape"
+        return int(np.prod(self.store.read(tensors[meta].name))) if meta in tensors else 0
+
+    def _packing(self, tensors: dict[str, TensorInfo], bits: int, table: str = "") -> str:
+        packing = _PACKING_OF.get(bits, f"{bits} bits")
+        if f"{table}packing" in tensors:
+            packing = bytes(self.store.read(tensors[f"{table}packing"].name).astype(np.uint8)).decode("latin-1")
+        if packing not in _PACKINGS or _PACKINGS[packing][0] < bits:
+            info = tensors["W_q"]
+            raise BridgeError(
+                f"{info.file}: {info.name} is packed as {packing!r} with nbits {bits}; known: {', '.join(_PACKINGS)}; "
+                "the checkpoint is damaged or of a newer hqq"
+            )
+        return packing
+
+    def whole(self, name: str) -> GroupedTensor:
+        info = self.modules[name]
+        out, columns = info.shape
+        groups = columns // info.group_size
+        rows = _unpack(self.part(name, "W_q"), info.group_size, self._packing(info.tensors, info.bits))
+        codes = rows[: out * groups].reshape(out, columns)
+        if codes.max() >= 2**info.bits:
+            raise BridgeError(
+                f"{info.file}: {name} has the code {codes.max()}, beyond nbits {info.bits}; the checkpoint is damaged"
+            )
+        return GroupedTensor(
+            name=name,
+            bits=info.bits,
+            codes=codes,
+            scales=self._values(name, "scale").reshape(out, groups),
+            zeros=self._values(name, "zero").reshape(out, groups),
+            group_size=info.group_size,
+            bias=self.bias(name),
+        )
+
+    def _values(self, name: str, what: str) -> np.ndarray:
+        """float32: the module's scales or zero points, dequantized where they are codes themselves."""
+        tensors = self.modules[name].tensors
+        if what in tensors:
+            return self.scales(name, what)
+        half = 0 if what == "zero" else 1
+        if "zero_scale" in tensors and tensors["zero_scale"].floating:
+            return self.scales(name, "zero_scale")[half]
+        words = self.part(name, "zero_scale")[half] if "zero_scale" in tensors else self.part(name, f"{what}_q")
+        count = self._count(tensors, what)
+        scale, zero = (self.scales(name, f"meta_{what}.{part}") for part in ("scale", "zero"))
+        packing = self._packing(tensors, 1, f"meta_{what}.")
+        if words.size == 0 or words.dtype.itemsize != _PACKINGS[packing][2].itemsize:
+            raise contradiction(name, tensors)
+        columns = words.shape[-1] if words.ndim else 1
+        codes = _unpack(words, columns, packing)[: count // columns]
+        grouped = scale.size == 1 or scale.shape in ((1, columns), (len(codes), 1))
+        if codes.size != count or scale.shape != zero.shape or not grouped:
+            raise contradiction(name, tensors)
+        return (codes - zero) * scale
+
+
+def _unpack(words: np.ndarray, columns: int, packing: str) -> np.ndarray:
+    """uint8 [lanes * words / columns, columns]: the codes of packed words, down the rows."""
+    width, lanes, word = _PACKINGS[packing]
+    words = words.reshape(-1).view(word).reshape(-1, columns)
+    rows = np.empty((lanes, *words.shape), np.uint8)
+    for i in range(lanes):  # the first lane is the highest
+        rows[i] = words >> word.type(width * (lanes - 1 - i)) & word.type(2**width - 1)
+    return rows.reshape(-1, columns)
+
+
+def _has_params(value: Any) -> bool:
+    return isinstance(value, dict) and isinstance(value.get("weight_quant_params"), dict)

@@ -1,0 +1,172 @@
+"""GroupedTensor -> a module's tensors as a checkpoint holds them: what the readers in `gptq` and `awq` undo.
+
+    gptq, gptq_v2   2, 3, 4 and 8 bits, in and out whole 32-bit words of codes; any groups, act-order too
+                    qweight int32 [in*b/32, out], qzeros int32 [G, out*b/32] (z - 1, or z), scales fp16 [G, out],
+                    g_idx int32 [in]
+    awq             4 bits, out a multiple of 8, groups that divide in, no act-order (version gemm)
+                    qweight int32 [in, out/8], qzeros int32 [G, out/8], scales fp16 [G, out]
+
+v1 has no zero point of 0: see `zeros`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from bridge.checkpoint.formats.zeros import Dialect, recode
+from bridge.checkpoint.grouped import GroupedTensor
+from bridge.errors import BridgeError
+
+Parts = dict[str, np.ndarray]  # by their last name
+Shapes = dict[str, tuple[str, tuple[int, int] | tuple[int]]]  # dtype as safetensors names it, shape
+
+GPTQ_BITS = (2, 3, 4, 8)
+_GEMM_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # nibble i of a word is output feature order[i] of its eight
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How one format stores a module.
+
+    refusal  of (bits, group size, (out, in)): why the format cannot hold such a module, None where it can
+    shapes   of the same: its tensors' dtypes and shapes
+    pack     a tensor that can be held -> its tensors
+    """
+
+    name: str
+    refusal: Callable[[int, int, tuple[int, int]], str | None]
+    shapes: Callable[[int, int, tuple[int, int]], Shapes]
+    pack: Callable[[GroupedTensor], Parts]
+
+
+def check(tensor: GroupedTensor, layout: Layout) -> np.ndarray:
+    """The scales as halves; BridgeError unless the layout can hold the tensor as it is, zero points of 0 aside."""
+    scales = tensor.scales.astype(np.float16)
+    top = 2**tensor.bits - 1
+    why = layout.refusal(tensor.bits, tensor.group_size, tensor.shape)
+    if tensor.group_of_column is not None and layout.name == "awq":
+        why = "awq has no act-order; quantize with groups of consecutive columns"
+    elif tensor.codes.max(initial=0) > top:
+        why = f"a code of {tensor.codes.max()} is beyond {tensor.bits} bits"
+    elif not ((tensor.zeros == np.rint(tensor.zeros)) & (tensor.zeros >= 0) & (tensor.zeros <= top)).all():
+        why = f"{layout.name} holds zero points that are whole numbers of 0 to {top} alone; write a GGUF instead"
+    elif not (scales == tensor.scales).all() or not np.isfinite(scales).all():
+        why = "its scales are no half-precision numbers; round them before the codes are chosen"
+    if why:
+        raise BridgeError(f"{tensor.name}: {why}")
+    return scales
+
+
+def zeros_of_0(tensor: GroupedTensor) -> int:
+    """How many groups have a zero point of 0, which v1 cannot hold."""
+    return int(np.count_nonzero(tensor.zeros == 0))
+
+
+def raised(tensor: GroupedTensor) -> tuple[GroupedTensor, int]:
+    """The tensor with zero points of 0 made 1 and their codes one more: the same weights, but for those of the
+    greatest code, which lose a step. Also the count of these."""
+    by = (tensor.zeros == 0)[:, tensor.groups()]
+    lost = by & (tensor.codes == 2**tensor.bits - 1)
+    codes = tensor.codes + (by & ~lost).astype(np.uint8)
+    return replace(tensor, codes=codes, zeros=np.maximum(tensor.zeros, 1)), int(lost.sum())
+
+
+def pack_columns(codes: np.ndarray, bits: int) -> np.ndarray:
+    """Codes uint8 [out, n] as a stream of `bits` bits down the columns: int32 [ceil(n * bits / 32), out]."""
+    out, n = codes.shape
+    blocks = np.zeros((-(-n // 32), 32, out), np.uint8)
+    blocks.reshape(-1, out)[:n] = codes.T
+    words = np.zeros((len(blocks), bits, out), np.uint32)
+    for i in range(32):
+        code = blocks[:, i].astype(np.uint32)
+        word, at = divmod(i * bits, 32)
+        words[:, word] |= code << np.uint32(at)
+        if at + bits > 32:
+            words[:, word + 1] |= code >> np.uint32(32 - at)
+    return words.reshape(-1, out)[: -(-n * bits // 32)].view(np.int32)
+
+
+def pack_gemm(codes: np.ndarray) -> np.ndarray:
+    """4-bit codes uint8 [out, in], AWQ's way: int32 [in, out/8]."""
+    words = np.zeros((codes.shape[1], codes.shape[0] // 8), np.uint32)
+    for i, row in enumerate(_GEMM_ORDER):
+        words |= codes[row::8].T.astype(np.uint32) << np.uint32(4 * i)
+    return words.view(np.int32)
+
+
+def _group_count(size: int, columns: int) -> int:
+    return -(-columns // size) if size > 0 else 1
+
+
+def _gptq_refusal(bits: int, size: int, shape: tuple[int, int]) -> str | None:
+    if bits not in GPTQ_BITS:
+        return f"{bits} bits are no GPTQ v1 or v2; 2, 3, 4 and 8 are"
+    for count, what in ((shape[1], "columns"), (shape[0], "rows")):
+        if count * bits % 32:
+            return f"{count} {what} of {bits} bits do not fill whole 32-bit words, as GPTQ needs; leave it in floats"
+    return None
+
+
+def _gptq_shapes(bits: int, size: int, shape: tuple[int, int]) -> Shapes:
+    out, columns = shape
+    groups = _group_count(size, columns)
+    return {
+        "qweight": ("I32", (columns * bits // 32, out)),
+        "qzeros": ("I32", (groups, out * bits // 32)),
+        "scales": ("F16", (groups, out)),
+        "g_idx": ("I32", (columns,)),
+    }
+
+
+def _gptq(tensor: GroupedTensor, layout: str) -> Parts:
+    scales = check(tensor, LAYOUTS[layout])
+    if layout == "gptq" and (count := zeros_of_0(tensor)):
+        raise BridgeError(
+            f"{tensor.name}: {count} groups have a zero point of 0, which GPTQ v1 cannot hold; --clamp makes them 1, "
+            "gptq_v2 keeps them"
+        )
+    zeros = np.ascontiguousarray(pack_columns(tensor.zeros.astype(np.uint8).T, tensor.bits).T)
+    return {
+        "qweight": pack_columns(tensor.codes, tensor.bits),
+        "qzeros": zeros if layout == "gptq_v2" else recode(zeros, tensor.bits, Dialect(), Dialect(tensor.bits)),
+        "scales": np.ascontiguousarray(scales.T),
+        "g_idx": tensor.groups().astype(np.int32),
+    }
+
+
+def _awq_refusal(bits: int, size: int, shape: tuple[int, int]) -> str | None:
+    out, columns = shape
+    if bits != 4:
+        return f"{bits} bits are no AWQ; 4 are, and GPTQ holds 2, 3 and 8 too"
+    if size > 0 and columns % size:
+        return f"groups of {size} do not divide {columns} columns, as AWQ needs; leave it in floats"
+    return f"{out} rows do not fill whole words of 8, as AWQ needs; leave it in floats" if out % 8 else None
+
+
+def _awq_shapes(bits: int, size: int, shape: tuple[int, int]) -> Shapes:
+    out, columns = shape
+    groups = _group_count(size, columns)
+    return {
+        "qweight": ("I32", (columns, out // 8)),
+        "qzeros": ("I32", (groups, out // 8)),
+        "scales": ("F16", (groups, out)),
+    }
+
+
+def _awq(tensor: GroupedTensor) -> Parts:
+    scales = check(tensor, LAYOUTS["awq"])
+    return {
+        "qweight": pack_gemm(tensor.codes),
+        "qzeros": pack_gemm(tensor.zeros.astype(np.uint8)),
+        "scales": np.ascontiguousarray(scales.T),
+    }
+
+
+LAYOUTS = {
+    "gptq": Layout("gptq", _gptq_refusal, _gptq_shapes, lambda tensor: _gptq(tensor, "gptq")),
+    "gptq_v2": Layout("gptq_v2", _gptq_refusal, _gptq_shapes, lambda tensor: _gptq(tensor, "gptq_v2")),
+    "awq": Layout("awq", _awq_refusal, _awq_shapes, _awq),
+}

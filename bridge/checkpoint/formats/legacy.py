@@ -1,0 +1,97 @@
+"""The first GPTQ tools: IST-DASLab/gptq, GPTQ-for-LLaMa, and whatever carries GPTQ tensors and no config.
+
+    qweight  int32 [in*b/32, out]          codes, as in `gptq`
+    scales   float [out, 1] or [G, out]
+    zeros    as scales                     s*z: W = s*q - zeros
+    bias     float [out]                   written always, of zeros where the layer has none
+    g_idx    int32 [in]                    group of each input feature; absent before April 2023
+
+IST-DASLab's Quant3Linear has 3 bits and one group a row; GPTQ-for-LLaMa had 2, 3, 4 and 8 bits in the same
+way until March 2023. Its later files store qzeros as AutoGPTQ does and are read as GPTQ v1. Neither tool
+wrote a config: bits and group size are found from the shapes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import ClassVar
+
+import numpy as np
+
+from bridge.checkpoint.files.store import Store, TensorInfo
+from bridge.checkpoint.formats.checks import contradiction
+from bridge.checkpoint.formats.gptq import GptqReader
+from bridge.checkpoint.formats.module_reader import ModuleInfo
+from bridge.checkpoint.formats.scale_blocks import fit_group_size
+from bridge.checkpoint.formats.zeros import unscaled
+from bridge.checkpoint.grouped import GroupedTensor
+from bridge.checkpoint.labels.quant_config import QuantConfig
+from bridge.errors import BridgeError
+
+BITS = (2, 3, 4, 8)
+
+
+class FloatZerosReader(GptqReader):
+    """Reads GPTQ codes whose zero points are stored as floats, times their scale."""
+
+    parts: ClassVar = ("qweight", "zeros", "scales", "g_idx", "bias")
+    required: ClassVar = ("qweight", "zeros", "scales")
+
+    @classmethod
+    def complete(cls, quant: QuantConfig, label: str) -> QuantConfig:
+        return replace(quant, title="GPTQ with float zero points")
+
+    def __init__(self, store: Store, quant: QuantConfig) -> None:
+        super().__init__(store, quant)
+        self.format = "gptq with float zeros"
+
+    def describe(self, name: str, tensors: dict[str, TensorInfo]) -> ModuleInfo:
+        weight, zeros, scales = (tensors[p] for p in ("qweight", "zeros", "scales"))
+        bits, g_idx = self.quant.bits, tensors.get("g_idx")
+        fits = len(weight.shape) == len(scales.shape) == 2 and weight.dtype == "I32" and 0 not in weight.shape
+        if not fits or not zeros.floating or zeros.shape != scales.shape:
+            raise contradiction(name, tensors)
+        (rows, out), columns = weight.shape, weight.shape[0] * 32 // bits
+        groups = 1 if scales.shape == (out, 1) else scales.shape[0]
+        size = fit_group_size(columns, groups, self.quant.group_size)
+        if scales.shape not in ((out, 1), (groups, out)) or columns * bits != rows * 32:
+            raise contradiction(name, tensors)
+        if (g_idx and g_idx.shape != (columns,)) or (size is None and not g_idx):
+            raise contradiction(name, tensors)
+        if "bias" in tensors and tensors["bias"].shape != (out,):
+            raise contradiction(name, tensors)
+        nbytes = sum(t.nbytes for t in tensors.values())
+        return ModuleInfo(name, bits, size or -(-columns // groups), (out, columns), nbytes, tensors)
+
+    def read(self, name: str, rows: np.ndarray | None = None) -> GroupedTensor:
+        from bridge.checkpoint.formats.bits import unpack_columns
+
+        info = self.modules[name]
+        notes: list[str] = []
+        size, order = self._groups(name, notes)
+        scales, products = self.scales(name), self.scales(name, "zeros")
+        if scales.shape != (info.shape[0], 1):
+            scales, products = (np.ascontiguousarray(x.T) for x in (scales, products))
+        if (products[scales == 0] != 0).any():
+            raise BridgeError(
+                f"{info.file}: {name} has zeros where the scale is 0, which are no group's zero point; "
+                "the checkpoint is damaged"
+            )
+        if rows is not None:
+            scales, products = scales[rows], products[rows]
+        return GroupedTensor(
+            name=name,
+            bits=info.bits,
+            codes=unpack_columns(self.part(name, "qweight", rows, axis=1), info.bits, info.shape[1]),
+            scales=scales,
+            zeros=unscaled(scales, products),
+            group_size=size,
+            group_of_column=order,
+            bias=self.bias(name) if rows is None else None,
+            notes=tuple(notes),
+        )
+
+    def _stored_groups(self, name: str) -> int:
+        info = self.modules[name]
+        stored = info.tensors["scales"].shape
+        return 1 if stored == (info.shape[0], 1) else stored[0]

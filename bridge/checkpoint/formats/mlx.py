@@ -1,0 +1,254 @@
+"""MLX: what Apple's mlx-lm writes, 2 to 8 bits; embeddings and head may be quantized too.
+
+    weight   uint32 [out, in*b/32]   codes, a stream of b bits along the row
+    scales   float  [out, G]         may be negative
+    biases   float  [out, G]         W = s * q + b
+    bias     float  [out]            the layer's own, optional
+
+The modes of floats have no biases. mxfp8 is read as other 8-bit floats are (see `fp8`), the others as `fp4` says:
+
+             weight uint32                                          scales uint8
+    mxfp8    [out, in/4], four F8_E4M3 a word, lowest byte first    [out, in/32] F8_E8M0: powers of two
+    mxfp4    [out, in/8], eight codes a word, lowest bits first     [out, in/32] F8_E8M0
+    nvfp4    as mxfp4                                               [out, in/16] F8_E4M3
+
+A mixture's experts are stacked, switch_mlp.gate_proj.weight [experts, out, in*b/32] and so on: they become modules
+of their own, experts.E.gate_proj.
+
+config.json: quantization {group_size, bits, mode}, in the same table by module: false, or {group_size, bits},
+where null stands for mlx's own defaults, 64 and 4.
+The zero point is -b/s. mlx chooses b as s times an integer, then rounds both: it comes out near that integer.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+import numpy as np
+
+from bridge.checkpoint.files.dtypes import as_float32
+from bridge.checkpoint.files.store import Store, TensorInfo
+from bridge.checkpoint.formats.checks import contradiction, finite_scales
+from bridge.checkpoint.formats.fp4 import GROUPS, Fp4Tensor, checked_scales, unpacked
+from bridge.checkpoint.formats.module_reader import ModuleInfo, Reader
+from bridge.checkpoint.formats.scaled_floats import ScaledFloats
+from bridge.checkpoint.grouped import CodedTensor, GroupedTensor
+from bridge.checkpoint.labels.quant_config import QuantConfig, whole_number
+from bridge.errors import BridgeError
+
+_MODES = ("affine", "mxfp8", "mxfp4", "nvfp4")
+_FAR = 1 << 12  # a zero point so many steps away is that of a constant group: mlx's smallest scale is 1e-7
+
+
+@dataclass(frozen=True)
+class Mxfp8(ScaledFloats):
+    """A weight in mode mxfp8.
+
+    source  the tensor that holds it
+    at      which matrix of it, where it is a stack
+    """
+
+    source: str
+    at: int | None = None
+
+    def stored(self, store: Store, rows: tuple[int, int] | None) -> tuple[np.ndarray, np.ndarray]:
+        def read(name: str, rows: tuple[int, int] | None = None) -> np.ndarray:
+            if self.at is None:
+                return store.read(name, rows)
+            return store.read(name, (self.at, self.at + 1))[0][slice(*(rows or (None,)))]
+
+        scales = as_float32(read(self.scale.name), "F8_E8M0")
+        if not np.isfinite(scales).all():
+            raise BridgeError(f"{self.scale.file}: {self.scale.name} has scales that are no numbers; download it again")
+        return as_float32(read(self.source, rows).view(np.uint8), "F8_E4M3"), scales
+
+
+class MlxReader(Reader):
+    """Reads mlx-lm's modes."""
+
+    parts: ClassVar = ("weight", "scales", "biases", "bias", "global_scale")
+    required: ClassVar = ("weight", "scales", "biases")
+
+    @classmethod
+    def complete(cls, quant: QuantConfig, label: str) -> QuantConfig:
+        for module, own in [("", quant.raw), *quant.raw.items()]:
+            if isinstance(own, dict) and own.get("mode", "affine") not in _MODES:
+                raise BridgeError(
+                    f"{quant.source}: {module + ': ' if module else ''}MLX's mode {own['mode']!r} is not supported, "
+                    f"{', '.join(_MODES)} are; quantize the model again with --q-mode affine"
+                )
+        default, mode = 64 if quant.raw.get("group_size") is None else quant.group_size, quant.raw.get("mode", "affine")
+        size = 16 if mode == "nvfp4" else 32
+        claims = () if mode == "affine" else (f"{mode[-1]}-bit floats", f"groups of {size}")
+        return replace(quant, sym=False, group_size=default, title=f"MLX, {mode}", claims=claims)
+
+    def __init__(self, *args: Any) -> None:
+        self._expert: dict[str, tuple[str, int]] = {}  # module -> the stack that it is in, and where
+        super().__init__(*args)
+        self.format = "mlx"
+        for stack, info in list(self.modules.items()):
+            count = info.tensors["weight"].shape[0]
+            if len(info.tensors["weight"].shape) == 3:
+                del self.modules[stack]
+                for i in range(count):
+                    name = stack.replace(".switch_mlp.", f".experts.{i}.")
+                    self._expert[name] = stack, i
+                    self.modules[name] = replace(info, name=name, nbytes=info.nbytes // count)
+        for stack, scaled in list(self.floats.items()):
+            if isinstance(scaled, Mxfp8) and len(scaled.weight.shape) == 3:
+                del self.floats[stack]
+                count, *shape = scaled.weight.shape
+                for i in range(count):
+                    name = stack.replace(".switch_mlp.", f".experts.{i}.")
+                    weight = replace(scaled.weight, name=name, shape=tuple(shape), nbytes=scaled.weight.nbytes // count)
+                    self.floats[name] = replace(scaled, weight=weight, at=i)
+
+    def owned(self) -> set[str]:
+        return super().owned() | {f.source for f in self.floats.values() if isinstance(f, Mxfp8)}
+
+    def needs(self, tensors: dict[str, TensorInfo]) -> tuple[str, ...]:
+        return self.required[:2] if _is_mx(tensors) and "biases" not in tensors else self.required
+
+    def is_plain(self, tensors: dict[str, TensorInfo]) -> bool:
+        return tensors.keys() <= {"weight", "bias"} and not ("weight" in tensors and tensors["weight"].dtype == "U32")
+
+    def describe(self, name: str, tensors: dict[str, TensorInfo]) -> ModuleInfo | ScaledFloats:
+        if "global_scale" in tensors:
+            raise BridgeError(
+                f"{tensors['global_scale'].file}: {name} has a global_scale, which is not supported; "
+                "quantize the model again without"
+            )
+        if _is_mx(tensors):
+            return self._floats(name, tensors)
+        weight, scales, biases = (tensors[part] for part in self.required)
+        dimensions = 3 if ".switch_mlp." in name else 2
+        if any(len(t.shape) != dimensions or 0 in t.shape for t in (weight, scales, biases)) or not (
+            weight.dtype == "U32" and scales.floating and biases.floating
+        ):
+            raise contradiction(name, tensors)
+        (*rows, words), groups = weight.shape, scales.shape[-1]
+        out = rows[-1]
+        bits, size = self._claims(name)
+        if scales.shape != (*rows, groups) or biases.shape != scales.shape:
+            raise contradiction(name, tensors)
+        if words * 32 != groups * size * bits or not 2 <= bits <= 8:
+            raise BridgeError(
+                f"{weight.file}: {name} has {words} words and {groups} groups a row, which are not {bits} bits in "
+                f"groups of {size} as {self.quant.source} says; take config and weights of the same model"
+            )
+        if "bias" in tensors and tensors["bias"].shape != tuple(rows):
+            raise contradiction(name, tensors)
+        nbytes = sum(t.nbytes for t in tensors.values())
+        return ModuleInfo(name, bits, size, (out, groups * size), nbytes, tensors)
+
+    def _floats(self, name: str, tensors: dict[str, TensorInfo]) -> ModuleInfo | Mxfp8:
+        """A module of mode mxfp8, mxfp4 or nvfp4, which words and groups in a row tell apart."""
+        weight, scales = tensors["weight"], tensors["scales"]
+        rows, bias = weight.shape[:-1], tensors.get("bias")
+        dimensions = 3 if ".switch_mlp." in name else 2
+        fits = len(weight.shape) == dimensions and 0 not in weight.shape and scales.shape[:-1] == rows
+        if not fits or weight.dtype != "U32" or "biases" in tensors or (bias and bias.shape != rows):
+            raise contradiction(name, tensors)
+        words, groups = weight.shape[-1], scales.shape[-1]
+        own = self.quant.raw.get(name)
+        said = {**self.quant.raw, **(own if isinstance(own, dict) else {})}.get("mode")
+        mode = {8 * groups: "mxfp8", 4 * groups: "mxfp4", 2 * groups: "nvfp4"}.get(words, "")
+        if not mode or said != mode:
+            raise BridgeError(
+                f"{weight.file}: {name} has {words} words and {groups} groups a row, which are not {said} as "
+                f"{self.quant.source} says; take config and weights of the same model"
+            )
+        if mode == "mxfp8":
+            values = replace(weight, name=f"{name}.weight", dtype="F8_E4M3", shape=(*rows, 4 * words))
+            return Mxfp8(values, scales, (1, 32), source=weight.name)
+        nbytes = sum(t.nbytes for t in tensors.values())
+        return ModuleInfo(name, 4, GROUPS[mode.upper()], (rows[-1], 8 * words), nbytes, tensors)
+
+    def _claims(self, name: str) -> tuple[int, int]:
+        """(bits, group size) of a module, which shapes alone do not tell: 4 bits by 64 look like 8 by 32."""
+        own = self.quant.raw.get(name)
+        own = own if isinstance(own, dict) else {"bits": self.quant.bits, "group_size": self.quant.group_size}
+        said = tuple(default if own.get(k) is None else own[k] for k, default in (("bits", 4), ("group_size", 64)))
+        bits, size = map(whole_number, said)
+        if bits is None or size is None:
+            raise BridgeError(
+                f"{self.quant.source}: {name} has bits {said[0]!r}, group_size {said[1]!r}; mend the file"
+            )
+        return bits, size
+
+    def factors(self, name: str) -> dict[str, float]:
+        return {"scale": 1.0} if _is_mx(self.modules[name].tensors) else {}
+
+    def read(self, name: str, rows: np.ndarray | None = None) -> CodedTensor:
+        info = self.modules[name]
+        stack, at = self._expert.get(name, (name, None))
+        expert = None if at is None else (at, at + 1)
+
+        def stored(part: str) -> np.ndarray:
+            if rows is None:
+                return self.store.read(f"{stack}.{part}", expert).reshape(info.shape[0], -1)
+            view = self.store.view(f"{stack}.{part}")
+            return np.ascontiguousarray((view if at is None else view[at])[rows])
+
+        has_bias = rows is None and "bias" in info.tensors
+        bias = self.store.read_float(f"{stack}.bias", expert).reshape(-1) if has_bias else None
+        if _is_mx(info.tensors):
+            kind = "NVFP4" if info.group_size == 16 else "MXFP4"
+            bits = checked_scales(kind, stored("scales"), info.tensors["scales"])
+            return Fp4Tensor(name, kind, unpacked(stored("weight").view(np.uint8)), bits, info.group_size, bias=bias)
+        from bridge.checkpoint.formats.bits import unpack_rows
+
+        scales, offsets = (
+            finite_scales(self.store, f"{stack}.{part}", expert).reshape(info.shape[0], -1)
+            for part in ("scales", "biases")
+        )
+        if rows is not None:
+            scales, offsets = scales[rows], offsets[rows]
+        codes = unpack_rows(stored("weight"), info.bits, info.shape[1])
+        notes = []
+        if self.quant.raw.get(stack) is False:
+            notes.append(f"{name}: quantization says it is not quantized, but it is; read as it is stored")
+        scales, zeros = affine_zeros(codes, scales, offsets, info.group_size)
+        if not np.isfinite(zeros).all():
+            raise BridgeError(
+                f"{info.file}: {name} has biases out of all proportion to its scales; the checkpoint is damaged"
+            )
+        return GroupedTensor(
+            name=name,
+            bits=info.bits,
+            codes=codes,
+            scales=scales,
+            zeros=zeros,
+            group_size=info.group_size,
+            bias=bias,
+            notes=tuple(notes),
+        )
+
+
+def _is_mx(tensors: dict[str, TensorInfo]) -> bool:
+    """Whether the scales are bytes, as in the modes of floats."""
+    return "scales" in tensors and tensors["scales"].dtype == "U8"
+
+
+def affine_zeros(
+    codes: np.ndarray, scales: np.ndarray, offsets: np.ndarray, group_size: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """(scales, zero points) float32 [out, G] of W = s * q + offset; groups are runs of `group_size` columns.
+
+    Groups of one value have a scale of nothing and so no zero point, or one out of all proportion. Their codes,
+    which say nothing, are overwritten: 1, with the value for scale and 0 for zero point. In place.
+    """
+    with np.errstate(over="ignore"):
+        zeros = np.divide(-offsets, scales, out=np.zeros_like(scales), where=scales != 0)
+    far = (np.abs(zeros) > _FAR) | ((scales == 0) & (offsets != 0))
+    if not far.any():
+        return scales, zeros
+    scales = scales.copy()
+    for row, group in zip(*np.nonzero(far), strict=True):
+        run = codes[row, group * group_size : (group + 1) * group_size]
+        if (run == run[0]).all() or scales[row, group] == 0:
+            scales[row, group] = scales[row, group] * run[0] + offsets[row, group]
+            zeros[row, group] = 0
+            run[:] = 1
+    return scales, zeros

@@ -1,0 +1,171 @@
+"""What the readers of all formats share: which tensors make a module.
+
+A module is codes (ModuleInfo, read as CodedTensor) or 8-bit floats with scales (`floats`, read as float32).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar
+
+import numpy as np
+
+from bridge.checkpoint.files.store import Store, TensorInfo
+from bridge.checkpoint.formats.checks import finite_scales
+from bridge.checkpoint.formats.scaled_floats import ScaledFloats
+from bridge.checkpoint.grouped import CodedTensor
+from bridge.checkpoint.labels.quant_config import QuantConfig
+from bridge.errors import BridgeError
+
+# scales and zero points of activations and of the key-value cache: a GGUF has no use for them
+ACTIVATIONS = frozenset(
+    f"{what}_{part}"
+    for what in ("input", "output", "q", "k", "v", "kv", "prob")
+    for part in ("scale", "zero_point", "global_scale", "scale_ub")
+)
+
+
+@dataclass(frozen=True)
+class ModuleInfo:
+    """A quantized linear layer as its tensors' shapes tell; nothing of it has been read yet.
+
+    group_size   the config's where the shapes agree with it; with act-order, the average
+    shape        (out, in)
+    nbytes       of all its tensors
+    tensors      by their last name, a Reader's `parts`
+    """
+
+    name: str
+    bits: int
+    group_size: int
+    shape: tuple[int, int]
+    nbytes: int
+    tensors: dict[str, TensorInfo]
+
+    @property
+    def stores_g_idx(self) -> bool:
+        return "g_idx" in self.tensors or "weight_g_idx" in self.tensors
+
+    @property
+    def file(self) -> Path:
+        """That of its codes, for messages."""
+        return next(iter(self.tensors.values())).file
+
+
+class Reader:
+    """The quantized modules of one checkpoint."""
+
+    parts: ClassVar[tuple[str, ...]] = ()  # last names of the tensors that belong to a module
+    required: ClassVar[tuple[str, ...]] = ()
+    settings: ClassVar[frozenset[str]] = frozenset()  # tensors of integers that modules have and nobody needs
+    plain: ClassVar[frozenset[str]] = frozenset({"bias", "scales"})  # what other layers have too (AWQ: act.scales)
+
+    def __init__(self, store: Store, quant: QuantConfig) -> None:
+        self.store = store
+        self.quant = quant
+        self.format = quant.title
+        self.modules: dict[str, ModuleInfo] = {}
+        self.floats: dict[str, ScaledFloats] = {}  # by the weight's full name
+        self.notes: list[str] = []  # on the whole checkpoint
+        found: dict[str, dict[str, TensorInfo]] = {}
+        for name, info in store.tensors.items():
+            module, part = self.split(name)
+            if part in self.parts:
+                found.setdefault(module, {})[part] = info
+            elif part == "B" and info.dtype == "I32":
+                raise BridgeError(
+                    f"{info.file}: {name} is in the marlin layout but {quant.source} says {quant.method}; "
+                    "set checkpoint_format to marlin there"
+                )
+        for module, tensors in found.items():
+            if self.is_plain(tensors):
+                continue
+            for part in self.needs(tensors):
+                if part not in tensors:
+                    some = next(iter(tensors.values()))
+                    raise BridgeError(
+                        f"{some.file}: {module} has {', '.join(sorted(tensors))} but no {part}; "
+                        "is the checkpoint complete?"
+                    )
+            described = self.describe(module, tensors)
+            if isinstance(described, ModuleInfo):
+                self.modules[module] = described
+            else:
+                self.floats[described.weight.name] = described
+        if not self.modules and not self.floats and self.expected():
+            raise BridgeError(
+                f"{quant.source}: says {quant.method}, but no tensor of the checkpoint ends in "
+                f".{self.needs({})[0]}; is this the folder of the quantized model?"
+            )
+
+    @staticmethod
+    def split(name: str) -> tuple[str, str]:
+        """A tensor's full name as that of its module and that of a part of it."""
+        module, _, part = name.rpartition(".")
+        return module, part
+
+    def owned(self) -> set[str]:
+        """The tensors that modules are made of, by full name: codes, scales and the like, but no bias."""
+        codes = {t.name for m in self.modules.values() for part, t in m.tensors.items() if part != "bias"}
+        return codes | {f.scale.name for f in self.floats.values()}
+
+    @classmethod
+    def complete(cls, quant: QuantConfig, label: str) -> QuantConfig:
+        """The config with what is the format's own; `label` is its checkpoint_format or format, in lower case.
+
+        Raises BridgeError for what cannot be read.
+        """
+        return quant
+
+    def expected(self) -> bool:
+        """Whether the config says that there are quantized modules at all."""
+        return True
+
+    def claimed(self, module: str) -> bool:
+        """Whether the label says of a module that it is quantized; what holds for all linears alike is not counted."""
+        return self.quant.names(module)
+
+    def is_plain(self, tensors: dict[str, TensorInfo]) -> bool:
+        """Whether these are the parts of a layer that is not quantized."""
+        return self.plain.issuperset(tensors)
+
+    def needs(self, tensors: dict[str, TensorInfo]) -> tuple[str, ...]:
+        """The parts without which a module that has `tensors` is incomplete; first the one that marks modules."""
+        return self.required
+
+    def describe(self, name: str, tensors: dict[str, TensorInfo]) -> ModuleInfo | ScaledFloats:
+        """What the shapes tell; BridgeError where they contradict each other."""
+        raise NotImplementedError
+
+    def read(self, name: str, rows: np.ndarray | None = None) -> CodedTensor:
+        """One module, or some of its rows (int64, ascending): no others' codes are read where the layout allows that.
+
+        Thread-safe.
+        """
+        t = self.whole(name)
+        return t if rows is None else t.take_rows(rows)
+
+    def whole(self, name: str) -> CodedTensor:
+        """One module, of readers whose layout is read as a whole."""
+        raise NotImplementedError
+
+    def factors(self, name: str) -> dict[str, float]:
+        """What GGUF keeps beside the blocks of NVFP4: `scale`, of the whole weight, and `input_scale`; else nothing."""
+        return {}
+
+    def group_order(self, name: str) -> np.ndarray | None:
+        """int32 [in]: the group of each column under act-order, else None."""
+        return None
+
+    def part(self, name: str, part: str, some: np.ndarray | None = None, axis: int = 0) -> np.ndarray:
+        """A module's tensor as it is stored, or some of it along an axis."""
+        full = f"{name}.{part}"
+        return self.store.read(full) if some is None else np.take(self.store.view(full), some, axis)
+
+    def bias(self, name: str) -> np.ndarray | None:
+        return self.store.read_float(f"{name}.bias") if "bias" in self.modules[name].tensors else None
+
+    def scales(self, name: str, part: str = "scales") -> np.ndarray:
+        """float32, as laid out in the file; BridgeError where one is infinite or no number."""
+        return finite_scales(self.store, f"{name}.{part}")

@@ -1,0 +1,135 @@
+"""QTIP: trellis codes between two Hadamard transforms (Tseng et al. 2024).
+
+    trellis        int16 [tiles, td_x * td_y * K / 16], or flattened
+    SU, SV         float [in], [out]: signs, tuned ones, with the weight's scale in one of them
+    tlut           float [2^tlut_bits, V], for modes that look up
+    rcp, tp_rank   integers: 1 for a transform of the input dealt out to tp_rank blocks, 2 of the output, 0 for neither
+    bias           float [out]
+
+config.json has `quip_params`; K comes of the size of each module's codes. A plain layout without transforms, of states
+that are not packed, is known by its int32: `trellis` or `qweight` [tiles, states], with quantize_config.json.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import ClassVar
+
+import numpy as np
+
+from bridge.checkpoint.files.store import Store, TensorInfo
+from bridge.checkpoint.formats.module_reader import ModuleInfo
+from bridge.checkpoint.formats.trellis_coded import TrellisReader, length
+from bridge.checkpoint.labels.quant_config import QuantConfig, whole_number
+from bridge.errors import BridgeError
+from bridge.trellis.codebooks import MODES, BitshiftCodebook
+from bridge.trellis.layer import TrellisLayer
+from bridge.trellis.packed import bits_of, plain_layer, qtip_layer
+
+_NUMBERS = {"L": 16, "K": 2, "V": 1, "tlut_bits": 0, "td_x": 16, "td_y": 16}  # with what is usual
+_RANKS = 8  # of split_for_tp, where a tuned file has lost tp_rank
+
+
+class QtipReader(TrellisReader):
+    """Reads QTIP's own layout, and plain states."""
+
+    parts: ClassVar = ("trellis", "qweight", "SU", "SV", "tlut", "bias", "rcp", "tp_rank")
+    plain: ClassVar = frozenset({"bias"})
+
+    @classmethod
+    def complete(cls, quant: QuantConfig, label: str) -> QuantConfig:
+        raw, source = quant.raw, quant.source
+        codebook = str(raw.get("codebook", "bitshift"))
+        if codebook != "bitshift":
+            raise BridgeError(
+                f"{source}: codebook {codebook!r} is QuIP#'s or another's, not QTIP's bitshift trellis, and is not "
+                "supported; convert the unquantized model instead"
+            )
+        settings = {}
+        for key, usual in _NUMBERS.items():
+            value = whole_number(raw.get(key, usual))
+            if value is None:
+                raise BridgeError(f"{source}: {key} is {raw[key]!r}, not a whole number; take the model's own config")
+            settings[key] = value
+        mode = str(raw.get("decode_mode", "(none)")).lower()
+        if mode not in (*MODES[:3], *MODES[5:], "hyb"):
+            known = ", ".join((*MODES[:3], *MODES[5:]))
+            raise BridgeError(f"{source}: decode_mode {mode!r} does not exist; there are {known}")
+        claims = (f"{settings['K']} bits", mode, f"L {settings['L']}, V {settings['V']}")
+        return replace(
+            quant, title="QTIP", claims=claims, bits=settings["K"], raw={**raw, **settings, "decode_mode": mode}
+        )
+
+    def __init__(self, store: Store, quant: QuantConfig) -> None:
+        super().__init__(store, quant)
+        self.format = f"QTIP {quant.raw['decode_mode']}"
+        if quant.raw.get("split_for_tp") and (lost := [n for n, m in self.modules.items() if "rcp" not in m.tensors]):
+            self.notes.append(
+                f"{lost[0]}: rcp is missing here and in {len(lost) - 1} more; as split_for_tp says, the transforms of "
+                f"o_proj's and down_proj's inputs and of the others' outputs are taken to be of {_RANKS} blocks"
+            )
+
+    def needs(self, tensors: dict[str, TensorInfo]) -> tuple[str, ...]:
+        return "qweight" if "qweight" in tensors else "trellis", "SU", "SV"
+
+    def describe(self, name: str, tensors: dict[str, TensorInfo]) -> ModuleInfo:
+        codes = tensors[self.needs(tensors)[0]]
+        out, columns = length(name, tensors, "SV"), length(name, tensors, "SU")
+        where = f"{codes.file}: {name}"
+        raw = self.quant.raw
+        if codes.dtype == "I16":
+            count = int(np.prod(codes.shape))
+            bits = bits_of(where, count, out, columns, (raw["td_x"], raw["td_y"]), raw["V"])
+        elif codes.dtype in ("I32", "I64") and len(codes.shape) == 2:
+            bits = raw["K"]
+        else:
+            raise BridgeError(
+                f"{where}: {codes.name.rpartition('.')[2]} is {codes.dtype} {list(codes.shape)}; int16 streams or "
+                "int32 states are wanted; the checkpoint is damaged"
+            )
+        self._book(where, bits, tensors.get("tlut"))
+        return self.described(name, tensors, bits, (out, columns))
+
+    def _book(self, where: str, bits: int, tlut: TensorInfo | None, read: bool = False) -> BitshiftCodebook:
+        """The codebook; unless its table is read, with one of zeros of the same shape: to check what can be checked."""
+        raw = self.quant.raw
+        table = None
+        if tlut is not None:
+            table = self.store.read_float(tlut.name) if read else np.zeros(tlut.shape, np.float32)
+        return BitshiftCodebook(raw["L"], bits, raw["V"], raw["tlut_bits"], raw["decode_mode"], table, name=where)
+
+    def layer(self, name: str) -> TrellisLayer:
+        tensors, where, raw = self.modules[name].tensors, self.label(name), self.quant.raw
+        book = self._book(where, self.modules[name].bits, tensors.get("tlut"), read=True)
+        part = self.needs(tensors)[0]
+        codes, tile = self.part(name, part), (raw["td_x"], raw["td_y"])
+        su, sv, bias = self.vector(name, "SU"), self.vector(name, "SV"), self.bias(name)
+        if codes.dtype == np.int16:
+            return qtip_layer(where, codes, book, tile, su, sv, self._blocks(name), bias)
+        scale = raw.get("scale", 32.0)
+        if isinstance(scale, bool) or not isinstance(scale, (int, float)) or not np.isfinite(scale):
+            raise BridgeError(f"{self.quant.source}: scale is {scale!r}, not a number; take the model's own config")
+        return plain_layer(where, codes, book, tile, su, sv, float(scale), bias)
+
+    def _blocks(self, name: str) -> tuple[int, int]:
+        """Blocks of the transforms on the input and the output side."""
+        tensors = self.modules[name].tensors
+        side, ranks = 0, _RANKS
+        if "rcp" in tensors:
+            side = self._scalar(name, "rcp")
+        elif self.quant.raw.get("split_for_tp"):
+            side = 1 if name.endswith(("o_proj", "down_proj")) else 2
+        if side and "tp_rank" in tensors:
+            ranks = self._scalar(name, "tp_rank")
+        if side not in (0, 1, 2):
+            raise BridgeError(f"{self.label(name)}: rcp is {side}; 0, 1 and 2 are known; the checkpoint is damaged")
+        return ranks if side == 1 else 1, ranks if side == 2 else 1
+
+    def _scalar(self, name: str, part: str) -> int:
+        values = self.part(name, part)
+        if values.size != 1 or values.dtype.kind not in "iu":
+            raise BridgeError(
+                f"{self.label(name)}: {part} is {values.dtype} {list(values.shape)}, one integer is wanted; "
+                "the checkpoint is damaged"
+            )
+        return int(values.reshape(-1)[0])

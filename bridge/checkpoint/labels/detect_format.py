@@ -1,0 +1,180 @@
+"""Quantization methods: the reader of each, and the claim of a checkpoint's configs.
+
+quantize_config.json   GPTQModel, AutoGPTQ (no quant_method: gptq)
+quant_config.json      AutoAWQ, llm-awq (w_bit, q_group_size)
+config.json            quantization_config, written by all of them today; quip_params, QTIP's
+hf_quant_config.json   ModelOpt: {quantization: {quant_algo: FP8, ...}}; counts where the others say nothing
+
+The first that exists counts, completed from config.json. `unlabelled` is for checkpoints without any.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from bridge.checkpoint.formats.awq import AwqReader
+from bridge.checkpoint.formats.compressed import CompressedReader
+from bridge.checkpoint.formats.exl3 import Exl3Reader
+from bridge.checkpoint.formats.fp4_experts import GptOssReader
+from bridge.checkpoint.formats.fp8 import Fp8Reader
+from bridge.checkpoint.formats.gptq import GptqReader
+from bridge.checkpoint.formats.hqq import HqqReader
+from bridge.checkpoint.formats.legacy import FloatZerosReader
+from bridge.checkpoint.formats.marlin import MarlinReader
+from bridge.checkpoint.formats.mlx import MlxReader
+from bridge.checkpoint.formats.modelopt import ModelOptReader
+from bridge.checkpoint.formats.module_reader import Reader
+from bridge.checkpoint.formats.qtip import QtipReader
+from bridge.checkpoint.labels.quant_config import QuantConfig, compiles, whole_number
+from bridge.errors import BridgeError
+from bridge.system.files import read_json
+
+# quant_method -> its reader; auto-round packs as one or the other
+READERS: dict[str, type[Reader]] = {
+    "gptq": GptqReader,
+    "gptq-float-zeros": FloatZerosReader,  # told by its tensors, never by a config
+    "awq": AwqReader,
+    "compressed-tensors": CompressedReader,
+    "fp8": Fp8Reader,
+    "fbgemm_fp8": Fp8Reader,
+    "modelopt": ModelOptReader,
+    "mxfp4": GptOssReader,
+    "mlx": MlxReader,
+    "hqq": HqqReader,
+    "marlin": MarlinReader,
+    "qtip": QtipReader,
+    "exl3": Exl3Reader,
+}
+NAMES = tuple(sorted({*READERS, "auto-round"} - {"gptq-float-zeros"}))
+
+
+def read_quant_config(folder: Path, config: dict[str, Any]) -> QuantConfig:
+    """The quantization of the checkpoint in `folder`, `config` being its config.json.
+
+    Raises BridgeError for methods and layouts that no reader knows.
+    """
+    inner = next((q for part in _parts(config) if isinstance(q := part.get("quantization_config"), dict)), None)
+    raw: dict[str, Any] = dict(inner or {})
+    if not raw and isinstance(old := config.get("compression_config"), dict) and old:  # its name in 2024
+        raw = {"quant_method": "compressed-tensors", **old}
+    source = folder / "config.json"
+    for name, method in (("quantize_config.json", "gptq"), ("quant_config.json", "awq")):
+        if (folder / name).exists():
+            source = folder / name
+            raw = {**raw, **{k: v for k, v in read_json(source).items() if v is not None}}
+            raw.setdefault("quant_method", raw.get("method", method))
+            break
+    own = config.get("quantization")  # mlx-lm's; its quantization_config is a copy
+    if not raw.keys() & {"quant_method", "method"} or str(raw.get("packing_format")).endswith("mlx"):
+        own = own if isinstance(own, dict) else raw
+        if {"bits", "group_size"} <= own.keys() and not own.keys() & {"desc_act", "sym", "zero_point"}:
+            raw = {**own, "quant_method": "mlx"}
+    if not raw and isinstance(config.get("quip_params"), dict):
+        raw = {"codebook": "(none)", **config["quip_params"], "quant_method": "qtip"}
+    if not raw:
+        source = folder / "hf_quant_config.json"
+        said = read_json(source, optional=True).get("quantization")
+        if not isinstance(said, dict) or not said.get("quant_algo"):  # none: the key-value cache alone is quantized
+            return QuantConfig(source=None)
+        raw = {"quant_method": "modelopt", **said}
+    method = str(raw.get("quant_method") or raw.get("method") or "(none)").lower()
+    label = str(raw.get("checkpoint_format") or raw.get("format") or "").lower()
+    auto_round = method in ("auto-round", "auto_round", "intel/auto-round")
+    if auto_round:
+        method, label = _auto_round(source, raw)
+    if method not in NAMES:
+        raise BridgeError(
+            f"{source}: quantization method {method!r} is not supported (supported: {', '.join(NAMES)}); "
+            "convert the unquantized model instead"
+        )
+    if raw.get("is_marlin_format") or "marlin" in (label, str(raw.get("version", "")).lower()):
+        method = "marlin"
+    if label in ("bitblas", "qqq", "ipex") and not (method == "awq" and label == "ipex"):
+        raise BridgeError(
+            f"{source}: the {label} layout is made for one GPU kernel and is not supported; "
+            f"take the checkpoint that it was made from, in the {'gemm' if method == 'awq' else 'gptq'} layout"
+        )
+    rotation = raw.get("rotation") or raw.get("rotation_config")  # GPTQModel's, auto-round's
+    if rotation and str(rotation).lower() != "none":
+        raise BridgeError(
+            f"{source}: rotation {rotation!r} needs a Hadamard transform at run time, which GGUF lacks; "
+            "take a checkpoint quantized without rotation"
+        )
+    meta = raw.get("meta")
+    writers = [meta.get(key) if isinstance(meta, dict) else None for key in ("quantizer", "packer")]
+    quantizer, packer = (tuple(map(str, w if isinstance(w, list) else [w] if w else [])) for w in writers)
+    dynamic = raw.get("dynamic")
+    result = QuantConfig(
+        method=method,
+        bits=4 if method == "exl3" else _number(source, raw, ("bits", "w_bit"), 4),  # EXL3's is an average
+        group_size=_number(source, raw, ("group_size", "q_group_size"), 128),
+        sym=bool(raw.get("sym", not raw.get("zero_point", method == "awq"))),
+        desc_act=bool(raw.get("desc_act", False)),
+        dynamic=dynamic if isinstance(dynamic, dict) else {},
+        quantizer=quantizer,
+        packer=packer,
+        raw=raw,
+        source=source,
+    )
+    result = replace(result, notes=tuple(_unread_patterns(result)))
+    result = READERS[method].complete(result, label)
+    return replace(result, title=f"auto-round, packed as {result.title}") if auto_round else result
+
+
+def _parts(config: dict[str, Any]) -> list[dict[str, Any]]:
+    """Where a config.json may have its quantization_config: at its top, or in the language model's part."""
+    parts = (config.get(key) for key in ("text_config", "language_config", "llm_config"))
+    return [config, *(part for part in parts if isinstance(part, dict))]
+
+
+def _number(source: Path, raw: dict[str, Any], keys: tuple[str, ...], default: int) -> int:
+    for key in keys:
+        value = raw.get(key)
+        if value is not None:
+            if (number := whole_number(value)) is None:
+                raise BridgeError(f"{source}: {key} is {value!r}, not a whole number; mend the file")
+            return number
+    return default
+
+
+def _auto_round(source: Path, raw: dict[str, Any]) -> tuple[str, str]:
+    """(method, label) of auto-round's packing_format, or backend as it was called before.
+
+    auto_round:auto_gptq stores z - 1; auto_round and auto_round:gptqmodel store z itself.
+    """
+    packing = str(raw.get("packing_format") or raw.get("backend") or "auto_round").lower()
+    words = set(packing.removeprefix("auto_round").removeprefix("autoround").split(":")) - {""}
+    kind = str(raw.get("data_type") or "int").lower()
+    if kind in ("int", "int_sym", "int_asym"):
+        if words & {"awq", "auto_awq"}:
+            return "awq", "gemm"
+        if words & {"gptq", "auto_gptq"}:
+            return "gptq", "gptq"
+        if words <= {"gptqmodel", "exllamav2", "tritonv2", "triton", "torch"}:
+            return "gptq", "gptq_v2"
+    if kind.startswith(("nv_fp", "mx_fp", "nvfp4", "mxfp4")) and whole_number(raw.get("bits")) == 4:
+        return "modelopt", "nvfp4" if kind.startswith("nv") else "mxfp4"
+    if kind.startswith("fp") and whole_number(raw.get("bits")) == 8 and words <= {"fp8", "fp8_static"}:
+        return "fp8", ""
+    raise BridgeError(
+        f"{source}: auto-round's packing_format {packing!r} with data_type {kind!r} is not supported (supported: "
+        "int as auto_round, auto_round:auto_gptq, auto_round:gptqmodel, auto_round:auto_awq, auto_round:mlx; 8-bit fp "
+        "as auto_round:fp8, auto_round:fp8_static; 4-bit nv_fp and mx_fp); export it as one of these"
+    )
+
+
+def _unread_patterns(quant: QuantConfig) -> Iterator[str]:
+    """A note on each pattern that is passed over: other tools' expressions (PCRE) or globs. The tensors tell enough.
+
+    Raises BridgeError where a pattern's settings are no table.
+    """
+    for key, rules in (("dynamic", quant.dynamic), ("extra_config", quant.extra)):
+        for pattern, change in rules.items():
+            if not isinstance(change, dict) and not (key == "dynamic" and (change is False or pattern[:2] == "-:")):
+                raise BridgeError(f"{quant.source}: {key} {pattern!r} is {change!r}, not a table; mend the file")
+            by_name = key == "dynamic" and pattern[:2] in ("-:", "+:")
+            if problem := compiles(pattern[2:] if by_name else pattern):
+                yield f"{key} has the pattern {pattern!r:.80}, which cannot be read ({problem}); it is passed over"

@@ -1,0 +1,147 @@
+"""What a checkpoint claims of its own quantization: one dataclass for all formats.
+
+Readers trust the tensors over it, and note where the two disagree.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from bridge.checkpoint.formats.zeros import OWN_BITS_SINCE
+
+
+@dataclass(frozen=True)
+class QuantConfig:
+    """How the checkpoint says it was quantized.
+
+    method             a key of `methods.READERS`, or None for a checkpoint of plain floats
+    title              the format's name for people: "AWQ version gemm"
+    claims             what it says of itself, for people, where bits, group_size and sym do not tell
+    bits, group_size   defaults; group_size -1 is one group per row
+    sym                whether zero points are all 2**(bits-1)
+    desc_act           act-order was asked for; g_idx says whether it happened
+    checkpoint_format  GPTQ's label: gptq (v1), gptq_v2, gptq_p, marlin, ...
+    version            AWQ's label: gemm, gemv, gemv_fast, llm-awq, ...
+    dynamic            GPTQModel's per-module overrides: {regex: False or {bits: ..}}
+    quantizer          who wrote it, e.g. ("gptqmodel:7.6.0",)
+    packer             who rewrote its zero points, e.g. ("gguf-bridge:0.1.0",); see bridge.repack
+    notes              what of it was passed over, for people
+    """
+
+    method: str | None = None
+    title: str = ""
+    claims: tuple[str, ...] = ()
+    bits: int = 4
+    group_size: int = 128
+    sym: bool = True
+    desc_act: bool = False
+    checkpoint_format: str = ""
+    version: str = ""
+    dynamic: dict[str, Any] = field(default_factory=dict)
+    quantizer: tuple[str, ...] = ()
+    packer: tuple[str, ...] = ()
+    raw: dict[str, Any] = field(default_factory=dict)
+    source: Path | None = None
+    notes: tuple[str, ...] = ()
+
+    def for_module(self, name: str) -> QuantConfig | None:
+        """The config with the dynamic overrides for one module; None where it is to stay unquantized.
+
+        Negative patterns (-:) first, then the first that matches from the name's start.
+        """
+        ordered = sorted(self.dynamic.items(), key=lambda item: not item[0].startswith("-:"))
+        for pattern, change in ordered:
+            if not _found(re.match, pattern[2:] if pattern[:2] in ("-:", "+:") else pattern, name):
+                continue
+            if pattern.startswith("-:") or change is False:
+                return None
+            return self._with(change)
+        extra = self.extra
+        if name in extra:
+            return self._with(extra[name])
+        for pattern, change in extra.items():
+            if change and _found(re.search, pattern, name):
+                return self._with(change)
+        return self
+
+    def names(self, module: str) -> bool:
+        """Whether the label says of this very module that it is quantized, by a rule or by an entry of its name.
+
+        The entries are mlx-lm's, and "lm_head": true of GPTQ.
+        """
+        own = self.for_module(module)
+        return own is not None and (own is not self or bool(self.raw.get(module)))
+
+    @property
+    def extra(self) -> dict[str, Any]:
+        """auto-round's settings of single modules: by name, else by the first regex found in the name."""
+        extra = self.raw.get("extra_config")
+        return extra if isinstance(extra, dict) else {}
+
+    def _with(self, change: dict[str, Any]) -> QuantConfig | None:
+        numbers = {k: whole_number(change.get(k)) for k in ("bits", "group_size")}
+        if (numbers["bits"] or 0) >= 16:
+            return None
+        known = numbers | {k: change.get(k) for k in ("sym", "desc_act")}
+        return replace(self, **{k: value for k, value in known.items() if value is not None})  # type: ignore[arg-type]
+
+    def describe(self) -> str:
+        """For people: the format and what it says about itself."""
+        if not self.labelled:
+            return "nothing about quantization"
+        if self.claims:
+            return ", ".join([self.title, *self.claims])
+        rules = len(self.dynamic) + len(self.extra)
+        overrides = f", {rules} rule{'s' * (rules != 1)} for single modules" if rules else ""
+        return ", ".join([
+            self.title,
+            f"{self.bits} bits",
+            "one group a row" if self.group_size <= 0 else f"groups of {self.group_size}",
+            "symmetric" if self.sym else "asymmetric",
+            "act-order" if self.desc_act else "no act-order",
+        ]) + overrides  # fmt: skip
+
+    @property
+    def labelled(self) -> bool:
+        """Whether a config says this, and not the tensors' shapes alone."""
+        return bool(self.raw)
+
+    @property
+    def gptqmodel(self) -> tuple[int, ...] | None:
+        """GPTQModel's version as numbers, or None where something else wrote the checkpoint.
+
+        Of a checkpoint that `repack` has rewritten it is the first version that writes zero points likewise.
+        """
+        if any(writer.startswith("gguf-bridge:") for writer in self.packer):
+            return OWN_BITS_SINCE
+        for writer in self.quantizer:
+            name, _, version = writer.partition(":")
+            if name.strip().lower() == "gptqmodel":
+                return tuple(int(n) for n in re.findall(r"\d+", version)[:3])
+        return None
+
+
+def whole_number(value: object) -> int | None:
+    """An integer as JSON's writers spell it, 4, 4.0 or "4"; None for anything else."""
+    if isinstance(value, str) and re.fullmatch(r"-?[0-9]{1,9}", value):
+        return int(value)
+    if isinstance(value, float) and value.is_integer():
+        return int(value)
+    return value if type(value) is int else None
+
+
+def compiles(pattern: str) -> str | None:
+    """What Python's regular expressions have against a pattern, None where they take it."""
+    try:
+        re.compile(pattern)
+    except (re.error, OverflowError, RecursionError) as problem:
+        return str(problem)
+    return None
+
+
+def _found(find: Callable[[str, str], object], pattern: str, name: str) -> bool:
+    return compiles(pattern) is None and find(pattern, name) is not None

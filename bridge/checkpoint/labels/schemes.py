@@ -1,0 +1,199 @@
+"""What a compressed-tensors config says: schemes, and which module has which.
+
+    quantization_config
+        format            pack-quantized, int-quantized, ...; "mixed-precision" where each group has its own
+        config_groups     {name: {targets: [...], format, weights: {num_bits, type, symmetric, strategy,
+                          group_size, block_structure, actorder}, input_activations, ...}}
+        ignore            [...] as targets; written as floats
+        transform_config  rotations: those of weights are folded into them, those of activations are not
+        sparsity_config, kv_cache_scheme
+
+A target is a module's name, "re:" and a regular expression that matches from the name's start, or a class
+(Linear, Embedding). A name counts more than an expression, an expression more than a class; of several
+expressions the first in alphabetical order counts, as in the compressed-tensors package.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from bridge.checkpoint.formats.scale_blocks import read_block
+from bridge.checkpoint.labels.quant_config import QuantConfig, compiles, whole_number
+from bridge.errors import BridgeError
+
+FORMATS = (
+    "pack-quantized", "int-quantized", "naive-quantized", "float-quantized", "nvfp4-pack-quantized",
+    "mxfp4-pack-quantized", "dense", "mixed-precision",
+)  # fmt: skip
+STRATEGIES = ("tensor", "channel", "group", "tensor_group", "block")
+_FOLDED = ("weight_input", "weight_output")  # places of a rotation that is applied to the weights, once and for all
+_EMBEDDING = re.compile(r"(.*\.)?(embed_tokens|wte|word_embeddings|embed_in|tok_embeddings)$")
+
+
+@dataclass(frozen=True)
+class Scheme:
+    """How one group of modules is quantized.
+
+    block        (rows, columns) that share a scale; 0 is all there are
+    act_order    g_idx is stored
+    activations  they were to be quantized as well
+    """
+
+    targets: tuple[str, ...]
+    format: str
+    bits: int
+    floats: bool
+    sym: bool
+    strategy: str
+    block: tuple[int, int]
+    act_order: bool = False
+    activations: bool = False
+
+    def __str__(self) -> str:
+        rows, columns = self.block
+        where = {
+            "tensor": "one scale a tensor",
+            "channel": "one group a row",
+            "group": f"groups of {columns}",
+            "tensor_group": f"groups of {columns}",
+            "block": f"blocks of {rows}x{columns}",
+        }[self.strategy]
+        if self.floats:
+            return f"{self.bits}-bit floats, {where}"
+        order = ", act-order" if self.act_order else ""
+        return f"{self.bits} bits, {where}, {'symmetric' if self.sym else 'asymmetric'}{order}"
+
+
+def matches(name: str, targets: Sequence[str]) -> bool:
+    """Whether a target names the module, says its class, or has an expression for it."""
+    return any(_rank(name, target) is not None for target in targets)
+
+
+def scheme_of(name: str, schemes: Sequence[Scheme]) -> Scheme | None:
+    """The scheme that counts for a module; the only one where no target is for it."""
+    ranked = [(r, i) for i, scheme in enumerate(schemes) for t in scheme.targets if (r := _rank(name, t)) is not None]
+    if ranked:
+        return schemes[min(ranked)[1]]
+    return schemes[0] if len(schemes) == 1 else None
+
+
+def _rank(name: str, target: str) -> tuple[int, str] | None:
+    if target == name:
+        return 0, target
+    if target.startswith("re:"):
+        return (1, target) if re.match(target[3:], name) else None
+    if target == ("Embedding" if _EMBEDDING.match(name) else "Linear"):
+        return 2, target
+    return None
+
+
+def read_schemes(quant: QuantConfig) -> list[Scheme]:
+    """The schemes that quantize weights, in the config's order. Raises BridgeError for what cannot be read."""
+    raw, source = quant.raw, quant.source
+    _check_transforms(quant)
+    default = _format(quant, raw.get("format"))
+    sparsity = raw.get("sparsity_config")
+    sparse = str(sparsity.get("format") or "dense") if isinstance(sparsity, dict) else "dense"
+    if sparse != "dense":
+        raise BridgeError(
+            f"{source}: sparsity format {sparse!r} is not supported; save the model again without sparse compression "
+            "(save_pretrained(..., disable_sparse_compression=True) in llm-compressor), or take another one"
+        )
+    groups = raw.get("config_groups") or {}
+    if not isinstance(groups, dict) or not all(isinstance(g, dict) for g in groups.values()):
+        raise BridgeError(f"{source}: config_groups is not a table of tables; take config.json from the model again")
+    schemes = []
+    for key, group in groups.items():
+        weights = group.get("weights")
+        if weights is not None:
+            if not isinstance(weights, dict):
+                raise BridgeError(f"{source}: weights of {key} is not a table; take config.json from the model again")
+            schemes.append(_scheme(quant, key, group, weights, default))
+    patterns = [t for s in schemes for t in s.targets] + ignored(quant)
+    for target in patterns:
+        if target.startswith("re:") and (problem := compiles(target[3:])):
+            raise BridgeError(f"{source}: has the bad pattern {target!r} ({problem}); mend it")
+    return schemes
+
+
+def ignored(quant: QuantConfig) -> list[str]:
+    """The modules that the config says are not quantized, as targets."""
+    ignore = quant.raw.get("ignore")
+    return [t for t in ignore if isinstance(t, str)] if isinstance(ignore, list) else []
+
+
+def _scheme(quant: QuantConfig, key: str, group: dict[str, Any], weights: dict[str, Any], default: str) -> Scheme:
+    where = f"{quant.source}: {key}"
+    form = _format(quant, group.get("format")) if group.get("format") else default
+    kind, size = str(weights.get("type") or "int").lower(), whole_number(weights.get("group_size"))
+    said = weights.get("num_bits", 8)
+    bits = whole_number(said)
+    if bits is None or bits not in {"int": range(2, 9), "float": (4, 8)}.get(kind, ()):
+        raise BridgeError(
+            f"{where}: num_bits {said!r} of type {kind!r} is not supported (integers of 2 to 8 bits and floats of "
+            "4 and 8 bits are); convert the unquantized model instead"
+        )
+    inferred = "channel" if size == -1 else "group" if (size or 0) > 0 else "tensor"
+    strategy = str(weights.get("strategy") or inferred).lower()
+    if strategy not in STRATEGIES:
+        raise BridgeError(
+            f"{where}: strategy {strategy!r} is not known (known: {', '.join(STRATEGIES)}); "
+            "convert the unquantized model instead"
+        )
+    block = read_block(weights.get("block_structure"))
+    if strategy in ("group", "tensor_group") and not (size or 0) > 0:
+        raise BridgeError(
+            f"{where}: strategy {strategy!r} has group_size {weights.get('group_size')!r}; "
+            "take config.json from the model again"
+        )
+    if strategy == "block" and block is None:
+        raise BridgeError(
+            f"{where}: block_structure {weights.get('block_structure')!r} is not [rows, columns]; "
+            "take config.json from the model again"
+        )
+    run = 1, size or 0
+    blocks = {"tensor": (0, 0), "channel": (1, 0), "group": run, "tensor_group": run, "block": block or (0, 0)}
+    targets = group.get("targets")
+    return Scheme(
+        targets=tuple(map(str, targets)) if isinstance(targets, list) else (str(targets),) if targets else (),
+        format=form,
+        bits=bits,
+        floats=kind == "float",
+        sym=bool(weights.get("symmetric", True)),
+        strategy=strategy,
+        block=blocks[strategy],
+        act_order=str(weights.get("actorder")).lower() in ("group", "dynamic"),
+        activations=bool(group.get("input_activations")),
+    )
+
+
+def _format(quant: QuantConfig, value: object) -> str:
+    name = str(value or "pack-quantized").lower()
+    if name not in FORMATS:
+        raise BridgeError(
+            f"{quant.source}: compressed-tensors format {name!r} is not supported (supported: "
+            f"{', '.join(FORMATS)}); quantize to pack-quantized (W4A16), or convert the unquantized model"
+        )
+    return name
+
+
+def _check_transforms(quant: QuantConfig) -> None:
+    """Refuse rotations of activations: they need a Hadamard transform at run time, which GGUF lacks."""
+    transforms = quant.raw.get("transform_config")
+    if not transforms:
+        return
+    groups = transforms.get("config_groups") if isinstance(transforms, dict) else None
+    for key, group in groups.items() if isinstance(groups, dict) else [("", {})]:
+        try:
+            places = [str(step["location"]) for step in group["apply"]]
+        except (TypeError, KeyError):
+            places = ["in an unknown place"]
+        online = [place for place in places if place not in _FOLDED]
+        if online:
+            raise BridgeError(
+                f"{quant.source}: transform_config {key} rotates activations ({', '.join(online)}) at run time, which "
+                "GGUF lacks; take a checkpoint without it, or one whose rotations are all folded into the weights"
+            )

@@ -1,0 +1,81 @@
+"""The formats of checkpoints whose configs say nothing of quantization, told by their tensors."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from typing import Any
+
+from bridge.checkpoint.files.store import Store
+from bridge.checkpoint.formats.awq import AwqReader
+from bridge.checkpoint.formats.hqq import HqqReader
+from bridge.checkpoint.formats.legacy import BITS, FloatZerosReader
+from bridge.checkpoint.formats.scale_blocks import fit_group_size
+from bridge.checkpoint.labels.quant_config import QuantConfig
+from bridge.errors import BridgeError
+
+
+def recognise(store: Store, quant: QuantConfig, config: dict[str, Any]) -> QuantConfig:
+    """`quant`, or what the tensors say where it says nothing: HQQ, llm-awq, float zero points or GPTQ.
+
+    `config` is config.json. Raises BridgeError where tensors speak for two formats at once.
+    """
+    if quant.method is None:
+        parts = {name.rpartition(".")[2] for name in store.tensors}
+        if "W_q" in parts:
+            return HqqReader.complete(replace(quant, method="hqq"), "")
+        if "scaled_zeros" in parts:
+            return AwqReader.complete(replace(quant, method="awq"), "llm-awq")
+    modules = [name.removesuffix(".qweight") for name in store.tensors if name.endswith(".qweight")]
+    if quant.method not in (None, "gptq") or not modules:
+        return quant
+    products = [m for m in modules if f"{m}.zeros" in store.tensors]
+    both = [m for m in products if f"{m}.qzeros" in store.tensors]
+    if both:
+        raise BridgeError(
+            f"{store.tensors[f'{both[0]}.zeros'].file}: {both[0]} has zeros and qzeros, and only one can be right; "
+            "the checkpoint is damaged"
+        )
+    if products:
+        bits = _bits_of_width(store, modules, config) or (quant.bits if quant.labelled else None)
+        if bits is None:
+            raise BridgeError(
+                f"{store.tensors[f'{products[0]}.qweight'].file}: the bits of {products[0]}.qweight cannot be told "
+                "without config.json's hidden_size; give the model's own config.json"
+            )
+        shape = store.tensors[f"{products[0]}.zeros"].shape
+        size = quant.group_size if quant.labelled else -1 if shape[-1:] == (1,) else 128
+        return FloatZerosReader.complete(replace(quant, method="gptq-float-zeros", bits=bits, group_size=size), "")
+    return quant if quant.labelled else _from_shapes(store, modules) or quant
+
+
+def _bits_of_width(store: Store, modules: list[str], config: dict[str, Any]) -> int | None:
+    """Bits of a code where no g_idx gives a layer's width: most layers of a decoder are hidden_size wide."""
+    rows = Counter(store.tensors[f"{m}.qweight"].shape[0] for m in modules if store.tensors[f"{m}.qweight"].shape)
+    for m in modules:
+        g_idx = store.tensors.get(f"{m}.g_idx")
+        if g_idx and len(g_idx.shape) == 1:
+            rows, config = Counter([store.tensors[f"{m}.qweight"].shape[0]]), {"hidden_size": g_idx.shape[0]}
+            break
+    width = next((config[key] for key in ("hidden_size", "n_embd", "d_model") if type(config.get(key)) is int), 0)
+    stored = rows.most_common(1)[0][0] * 32 if rows else 0
+    return next((bits for bits in BITS if width > 0 and bits * width == stored), None)
+
+
+def _from_shapes(store: Store, modules: list[str]) -> QuantConfig | None:
+    """The config of tensors that can only be GPTQ's, in most modules; None where they may be another format's."""
+    found: Counter[tuple[int, int]] = Counter()
+    for module in modules:
+        parts = [store.tensors.get(f"{module}.{part}") for part in ("qweight", "qzeros", "scales")]
+        if all(part and len(part.shape) == 2 and 0 not in part.shape for part in parts):
+            (rows, out), (groups, words), scales = (part.shape for part in parts if part)
+            bits = words * 32 // out
+            columns = rows * 32 // bits if bits in BITS else 0
+            size = fit_group_size(columns, groups, 128)
+            if size and scales == (groups, out) and bits * out == words * 32:
+                found[bits, -1 if groups == 1 else size] += 1
+    if found.total() * 2 <= len(modules):
+        return None
+    bits, size = found.most_common(1)[0][0]
+    quant = QuantConfig(method="gptq", bits=bits, group_size=size, sym=False, checkpoint_format="gptq")
+    return replace(quant, title="GPTQ")

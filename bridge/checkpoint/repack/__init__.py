@@ -1,0 +1,141 @@
+"""GPTQ checkpoints from v1 to v2 and back: the zero points rewritten, everything else byte for byte as it was.
+
+    bridge.repack("model-gptq", "model-gptq-v2", "gptq_v2")
+
+v2 stores a zero point, v1 the zero point less 1 (see `bridge.checkpoint.formats.zeros`). v1 to v2 loses nothing. v2
+to v1 is possible where no zero point is 0: GPTQModel's v1 lets a 0 borrow from its neighbour and reads it
+back, but AutoGPTQ, the kernels in vLLM and transformers, and llama.cpp's converter take 1 from each code
+alone, so the same words mean something else to them.
+
+Which readers a v1 written here is for: without a zero point of 0, taking 1 from each code and taking a
+constant from the whole word are the same, so AutoGPTQ, vLLM, llama.cpp and GPTQModel agree on it, with one
+exception. In a module whose bits are not the checkpoint's default (`dynamic`), GPTQModel until 7.3.1 adds the
+default bits' constant; since 7.3.2 it adds that of the module's own bits, as all others do, and so it is
+written here. And 3-bit modules are written as GPTQModel from 7.0 and AutoGPTQ read them, not as GPTQModel
+before 7.0 did; its files are mended on the way.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from bridge.checkpoint import Checkpoint, open_checkpoint
+from bridge.checkpoint.files.hub import resolve
+from bridge.checkpoint.formats.gptq import GptqReader
+from bridge.checkpoint.repack.folder_output import FolderOutput
+from bridge.checkpoint.repack.labels import Labels
+from bridge.checkpoint.repack.zero_points import Clamped, ZeroPointPlan
+from bridge.errors import BridgeError
+from bridge.system.text import size_text, summarise_notes
+
+FORMATS = ("gptq", "gptq_v2")
+
+
+@dataclass
+class Repacked:
+    """What `repack` did.
+
+    out         the new folder
+    format      gptq or gptq_v2
+    modules     quantized modules in all
+    rewritten   those whose qzeros changed, by how they were stored: {"v1": 28}
+    clamped     what --clamp changed, or None
+    labels      what changed in the configs
+    left_out    weights beside the checkpoint's that were not taken along
+    pickled     whether the source was .bin or .pt
+    notes       what else there is to say
+    nbytes      of the tensors
+    """
+
+    source: str
+    out: Path
+    format: str
+    modules: int
+    rewritten: dict[str, int]
+    clamped: Clamped | None
+    labels: list[str]
+    left_out: list[str]
+    pickled: bool
+    nbytes: int
+    seconds: float
+    notes: list[str] = field(default_factory=list)
+
+    def summary(self) -> str:
+        """For people: what changed and what did not, in a few lines."""
+        changed, new = sum(self.rewritten.values()), "v2" if self.format == "gptq_v2" else "v1"
+        how = ", ".join(f"{count} from {found}" for found, count in self.rewritten.items())
+        lines = [f"qzeros      {changed} of {self.modules} modules rewritten as {new}" + (f": {how}" if how else "")]
+        lines += [f"clamped     {self.clamped}"] if self.clamped else []
+        lines += [f"labels      {change}" for change in self.labels or ["right as they were"]]
+        lines.append(
+            f"the rest    {'the same tensors, as safetensors' if self.pickled else 'as it was, byte for byte'}"
+        )
+        if self.left_out:
+            lines.append(f"left out    {', '.join(self.left_out)}: no part of the checkpoint that was read")
+        lines += [f"note: {note}" for note in summarise_notes(self.notes)]
+        return "\n".join([*lines, f"{size_text(self.nbytes)} in {self.seconds:.1f} s", f"wrote {self.out}"])
+
+
+def repack(
+    source: str | Path,
+    out: str | Path,
+    checkpoint_format: str | None = None,
+    *,
+    config: str | Path | None = None,
+    clamp: bool = False,
+    force: bool = False,
+    progress: Callable[[int, int, str], None] | None = None,
+) -> Repacked:
+    """Rewrite a GPTQ checkpoint with its zero points stored as v1 or v2, and its labels put right.
+
+    source             a folder in Hugging Face layout, a Hub id (org/name) to download, or a .pt file
+    out                the folder to write; .bin and .pt become safetensors
+    checkpoint_format  "gptq" (v1) or "gptq_v2"; None: what the data is (v2 where modules differ)
+    config             folder with config.json and tokenizer, where the source has none of its own
+    clamp              to v1: make zero points of 0, which it cannot hold, 1
+    force              replace a checkpoint that exists
+    progress           called with (bytes done, of all, tensor)
+
+    Raises BridgeError for anything but GPTQ v1 and v2, and to v1 without `clamp` where a zero point is 0.
+    Nothing appears under the final name before everything is on disk.
+    """
+    started = time.perf_counter()
+    if checkpoint_format not in (None, *FORMATS):
+        raise BridgeError(f"--checkpoint-format {checkpoint_format}: not known (known: {', '.join(FORMATS)})")
+    if clamp and checkpoint_format == "gptq_v2":
+        raise BridgeError("--clamp changes what v1 cannot hold, and gptq_v2 holds every zero point; leave it out")
+    with open_checkpoint(resolve(source, config), config) as ckpt:
+        reader = _reader(ckpt)
+        with FolderOutput(ckpt, Path(out).expanduser(), force) as output:
+            plan = ZeroPointPlan(reader, checkpoint_format, clamp)
+            labels = Labels(ckpt, plan)
+            output.write(plan.changes, labels.files, progress)
+            output.finish()
+    return Repacked(
+        source=str(source),
+        out=output.path,
+        format=plan.format,
+        modules=len(reader.modules),
+        rewritten=plan.rewritten,
+        clamped=plan.clamped,
+        labels=labels.changes,
+        left_out=output.left_out,
+        pickled=ckpt.files[0].suffix != ".safetensors",
+        nbytes=ckpt.nbytes,
+        seconds=time.perf_counter() - started,
+        notes=[*ckpt.notes, *plan.notes],
+    )
+
+
+def _reader(ckpt: Checkpoint) -> GptqReader:
+    """The checkpoint's reader, if there is something to repack."""
+    if ckpt.quant.method != "gptq" or not isinstance(ckpt.reader, GptqReader):
+        raise BridgeError(f"{ckpt.path}: is {ckpt.format}; only GPTQ has a v1 and a v2 to repack between")
+    if ckpt.quant.checkpoint_format == "gptq_p":
+        raise BridgeError(
+            f"{ckpt.path}: is planar gptq_p, which stores true zero points already; there is nothing to repack"
+        )
+    return ckpt.reader

@@ -1,0 +1,123 @@
+"""What config.json and quantize_config.json say of the quantization, brought into line with the data."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import bridge
+from bridge.checkpoint import Checkpoint
+from bridge.checkpoint.repack.zero_points import ZeroPointPlan
+from bridge.system.files import read_json
+
+_PACKING = {"gptq": "auto_round:auto_gptq", "gptq_v2": "auto_round:gptqmodel"}  # auto-round's own names
+
+
+class Labels:
+    """The configs as they must be.
+
+    files    name -> text, of the files that change
+    changes  what changed, for people: "checkpoint_format gptq -> gptq_v2 (config.json)"
+    """
+
+    def __init__(self, ckpt: Checkpoint, plan: ZeroPointPlan) -> None:
+        self.files: dict[str, str] = {}
+        self._ckpt, self._plan = ckpt, plan
+        self._changes: dict[str, list[str]] = {}
+        found = False
+        for name in ("config.json", "quantize_config.json", "quant_config.json"):
+            file = next((f for f in (ckpt.home / name, ckpt.path / name) if f.is_file()), None)
+            if file:
+                content = read_json(file)
+                labels = content.get("quantization_config") if name == "config.json" else content
+                if isinstance(labels, dict) and labels:
+                    found = True
+                    self._mend(labels, name)
+                    self._keep(file, content)
+        if not found:
+            content = read_json(ckpt.home / "config.json")
+            content["quantization_config"] = self._new()
+            self._changes["quantization_config added"] = ["config.json"]
+            self._keep(ckpt.home / "config.json", content)
+        self.changes = [f"{change} ({', '.join(names)})" for change, names in self._changes.items()]
+
+    def _mend(self, labels: dict[str, Any], file: str) -> None:
+        for key, value in self._true_values(labels).items():
+            old = labels.get(key)
+            if old != value or type(old) is not type(value):
+                labels[key] = value
+                said = "" if old is None else f"{old} -> " if not isinstance(old, dict) else ""
+                text = value if not isinstance(value, dict) else f"packer {value['packer'][0]}"
+                self._changes.setdefault(f"{key} {said}{text}", []).append(file)
+
+    def _true_values(self, labels: dict[str, Any]) -> dict[str, Any]:
+        """The keys of a config that the data settles, and their values."""
+        quant, plan = self._ckpt.quant, self._plan
+        values: dict[str, Any] = {}
+        if str(labels.get("quant_method")).lower() in ("auto-round", "auto_round", "intel/auto-round"):
+            key = "packing_format" if "packing_format" in labels or "backend" not in labels else "backend"
+            if quant.checkpoint_format != plan.format:
+                values[key] = _PACKING[plan.format]
+        else:
+            if "checkpoint_format" in labels or "format" not in labels:
+                values["checkpoint_format"] = plan.format
+            if "format" in labels:
+                values["format"] = plan.format
+        if plan.restated:
+            meta = labels.get("meta")
+            values["meta"] = {
+                **(meta if isinstance(meta, dict) else {}),
+                "packer": [f"gguf-bridge:{bridge.__version__}"],
+            }
+        if not quant.dynamic and not quant.extra:
+            values |= self._true_shapes(labels)
+        return {key: value for key, value in values.items() if key != "checkpoint_format" or self._needs_format(labels)}
+
+    def _needs_format(self, labels: dict[str, Any]) -> bool:
+        """Whether checkpoint_format must be written: absent, it means v1."""
+        return "checkpoint_format" in labels or self._plan.format != "gptq"
+
+    def _true_shapes(self, labels: dict[str, Any]) -> dict[str, Any]:
+        """bits, group_size, desc_act and sym where the label is wrong in all modules alike."""
+        modules, values = self._ckpt.modules, {}
+        bits = {info.bits for info in modules.values()}
+        if len(bits) == 1 and "bits" in labels:
+            values["bits"] = bits.pop()
+        claimed = labels.get("group_size")
+        if isinstance(claimed, int) and any(
+            info.group_size != (claimed if 0 < claimed < info.shape[1] else info.shape[1]) for info in modules.values()
+        ):
+            sizes = {info.group_size for info in modules.values() if info.group_size < info.shape[1]}
+            if len(sizes) <= 1:
+                values["group_size"] = sizes.pop() if sizes else -1
+        if labels.get("sym") is True and not all(self._plan.symmetric.values()):
+            values["sym"] = False
+        if labels.get("desc_act") is False and self._scattered():
+            values["desc_act"] = True
+        return values
+
+    def _scattered(self) -> bool:
+        return any(self._ckpt.group_order(name) is not None for name in self._ckpt.modules)
+
+    def _new(self) -> dict[str, Any]:
+        """A config where there was none."""
+        quant = self._ckpt.quant
+        return {
+            "quant_method": "gptq",
+            "bits": quant.bits,
+            "group_size": quant.group_size,
+            "desc_act": self._scattered(),
+            "sym": all(self._plan.symmetric.values()),
+            "checkpoint_format": self._plan.format,
+        }
+
+    def _keep(self, file: Path, content: dict[str, Any]) -> None:
+        """The file's new text, indented and ended as the old."""
+        old = file.read_text(encoding="utf-8")
+        if content == json.loads(old):
+            return
+        indent = re.match(r"\{\s*\n( +|\t)", old)
+        text = json.dumps(content, indent=indent[1] if indent else None, ensure_ascii=False)
+        self.files[file.name] = text + ("\n" if old.endswith("\n") else "")

@@ -1,0 +1,188 @@
+"""What is to be done with each module's qzeros: found in a first pass over them, which are a hundredth of a model."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from bridge.checkpoint.formats.gptq import GptqReader
+from bridge.checkpoint.formats.zeros import Dialect, decode, dialects, recode
+from bridge.errors import BridgeError
+
+_BITS = (2, 3, 4, 8)
+_NAMED = 4  # modules in a message
+
+
+@dataclass
+class Clamped:
+    """What making zero points of 0 into 1 does: every weight of such a group loses one step, its scale.
+
+    groups, modules   with a zero point of 0 (a group is one row's)
+    weights           in those groups
+    largest           change of a weight
+    squares           sum of the squared changes
+    total             weights of all modules
+    """
+
+    groups: int = 0
+    modules: int = 0
+    weights: int = 0
+    largest: float = 0.0
+    squares: float = 0.0
+    total: int = 0
+
+    def __str__(self) -> str:
+        here, all_ = (math.sqrt(self.squares / n) if n else 0.0 for n in (self.weights, self.total))
+        return (
+            f"{self.groups} groups in {self.modules} modules had a zero point of 0 and now have 1: their weights "
+            f"change by {self.largest:.3g} at most, RMS {here:.3g} ({all_:.3g} over all quantized weights)"
+        )
+
+
+@dataclass
+class Change:
+    """How one module's qzeros are rewritten."""
+
+    bits: int
+    out: int
+    source: Dialect
+    target: Dialect
+    clamp: bool
+
+    def apply(self, words: np.ndarray) -> np.ndarray:
+        """qzeros in the target's dialect."""
+        raised = decode(words, self.bits, self.out, self.source) == 0 if self.clamp else None
+        return recode(words, self.bits, self.source, self.target, raised)
+
+
+@dataclass
+class _Module:
+    dialect: Dialect
+    zeros: int  # zero points of 0
+    symmetric: bool
+
+
+@dataclass
+class ZeroPointPlan:
+    """Reads all qzeros; `changes` says how to rewrite them.
+
+    reader   of the checkpoint
+    wanted   gptq, gptq_v2, or None for what the data is
+    clamp    zero points of 0 may become 1
+
+    format      gptq or gptq_v2: what the result is
+    changes     by the tensor's full name; a module that is as wanted has none
+    rewritten   how many modules were stored in which other way
+    symmetric   whether all zero points are 2**(bits-1), by module
+    clamped     the damage, None where there is none
+    restated    whether GPTQModel wrote some v1 modules in another way than they now are
+
+    Raises BridgeError where the result would have to hold what it cannot.
+    """
+
+    reader: GptqReader
+    wanted: str | None
+    clamp: bool
+    notes: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._found = {name: self._stored(name) for name in self.reader.modules}
+        v1 = all(module.dialect.undo for module in self._found.values())
+        self.format = self.wanted or ("gptq" if v1 else "gptq_v2")
+        self.symmetric = {name: module.symmetric for name, module in self._found.items()}
+        self.changes: dict[str, Change] = {}
+        self.rewritten: Counter[str] = Counter()
+        self.clamped: Clamped | None = None
+        lost: dict[str, int] = {}  # module -> zero points of 0 that v1 cannot hold
+        for name, module in self._found.items():
+            info, target = self.reader.modules[name], self._target(name)
+            count = module.zeros if target.undo else 0
+            if count and (module.dialect != target or self.clamp):
+                lost[name] = count
+            if module.dialect != target or (count and self.clamp):
+                change = Change(info.bits, info.shape[0], module.dialect, target, bool(count) and self.clamp)
+                self.changes[info.tensors["qzeros"].name] = change
+                self.rewritten[self._dialect_name(name, module.dialect)] += 1
+        if lost and not self.clamp:
+            raise BridgeError(_refusal(str(self.reader.store.files[0].parent), lost))
+        if lost:
+            self.clamped = self._clamped(lost)
+        self._add_notes()
+
+    def _target(self, name: str) -> Dialect:
+        return Dialect(self.reader.modules[name].bits) if self.format == "gptq" else Dialect()
+
+    def _dialect_name(self, name: str, dialect: Dialect) -> str:
+        own = dialect.undo in (0, self.reader.modules[name].bits)
+        return str(dialect) if own else f"{dialect} of {dialect.undo} bits"
+
+    def _stored(self, name: str) -> _Module:
+        info = self.reader.modules[name]
+        file = info.tensors["qzeros"].file
+        if info.bits not in _BITS:
+            raise BridgeError(
+                f"{file}: {name} has {info.bits} bits, which readers of GPTQ v1 and v2 do not know; leave it as it is"
+            )
+        words = self.reader.part(name, "qzeros")
+        dialect = self.reader.dialect(name, words, self.notes)
+        if dialect.planar:
+            raise BridgeError(
+                f"{file}: {name} is planar (gptq_p), which stores true zero points already; there is nothing to repack"
+            )
+        zeros = decode(words, info.bits, info.shape[0], dialect)
+        return _Module(dialect, int(np.count_nonzero(zeros == 0)), bool((zeros == 1 << (info.bits - 1)).all()))
+
+    @property
+    def restated(self) -> bool:
+        quant = self.reader.quant
+        if self.format != "gptq" or quant.gptqmodel is None:
+            return False
+        return any(
+            dialects(info.bits, quant.bits, "gptq", quant.gptqmodel)[0] != Dialect(info.bits)
+            for info in self.reader.modules.values()
+        )
+
+    def _clamped(self, lost: dict[str, int]) -> Clamped:
+        damage = Clamped(sum(lost.values()), len(lost))
+        damage.total = sum(math.prod(info.shape) for info in self.reader.modules.values())
+        for name in lost:
+            info = self.reader.modules[name]
+            order = self.reader.group_order(name)
+            group = order if order is not None else np.arange(info.shape[1]) // info.group_size
+            scales = np.abs(self.reader.scales(name))
+            columns = np.bincount(group, minlength=len(scales))[:, None]
+            zeros = decode(self.reader.part(name, "qzeros"), info.bits, info.shape[0], self._found[name].dialect) == 0
+            damage.weights += int((zeros * columns).sum())
+            damage.largest = max(damage.largest, float((scales * zeros * (columns > 0)).max()))
+            damage.squares += float((np.square(scales, dtype=np.float64) * zeros * columns).sum())
+        return damage
+
+    def _add_notes(self) -> None:
+        """What the user should know of the result's readers."""
+        if self.format != "gptq":
+            return
+        modules, quant = self.reader.modules, self.reader.quant
+        kept = [n for n, m in self._found.items() if m.zeros and modules[n].tensors["qzeros"].name not in self.changes]
+        if kept and quant.gptqmodel is not None:
+            groups = sum(self._found[name].zeros for name in kept)
+            self.notes.append(
+                f"{groups} groups in {len(kept)} modules have a zero point of 0, which of v1's readers GPTQModel alone "
+                "understands; gptq_v2 holds it for all, and --clamp makes it 1"
+            )
+        odd = sum(info.bits != quant.bits for info in modules.values())
+        if odd:
+            self.notes.append(
+                f"{odd} modules have other bits than the default {quant.bits}: GPTQModel before 7.3.2 misreads their v1"
+            )
+
+
+def _refusal(where: str, lost: dict[str, int]) -> str:
+    named = [f"{name} ({count})" for name, count in list(lost.items())[:_NAMED]]
+    more = f" and {len(lost) - _NAMED} more" if len(lost) > _NAMED else ""
+    return (
+        f"{where}: {sum(lost.values())} groups in {len(lost)} modules have a zero point of 0, which GPTQ v1 cannot "
+        f"hold: {', '.join(named)}{more}; --clamp makes them 1 and says what that costs, gptq_v2 keeps them"
+    )

@@ -1,0 +1,7 @@
+"""`python -m bridge.cli`: the command line."""
+
+import sys
+
+from bridge.cli import main
+
+sys.exit(main())

@@ -1,0 +1,54 @@
+"""`gguf-bridge cache`."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from typing import Any
+
+from bridge.errors import BridgeError
+from bridge.system.cache import cache_folder, entries, remove
+from bridge.system.text import align, size_text
+
+_HELP = "list or clear what is kept between runs: GGUFs that `run` made of checkpoints, compiled kernels"
+_ALL = ""
+
+
+def add_parser(commands: Any) -> None:
+    """Add the command to argparse's sub-parsers."""
+    p = commands.add_parser("cache", help=_HELP, description=_HELP[0].upper() + _HELP[1:] + ".")
+    p.set_defaults(run=run)
+    p.add_argument(
+        "--clear", nargs="?", const=_ALL, metavar="NAME",
+        help="remove everything that no process is using; with a name, as the list has it or without the digest at its "
+        "end, that alone",
+    )  # fmt: skip
+    p.add_argument("--debug", action="store_true", help="show where an error comes from (traceback)")
+
+
+def run(a: argparse.Namespace) -> int:
+    """Print the list, or what was removed."""
+    found = entries()
+    if a.clear is None:
+        rows = [
+            (e.kind, e.path.name, size_text(e.nbytes), time.strftime("%Y-%m-%d %H:%M", time.localtime(e.used)))
+            for e in found
+        ]
+        if rows:
+            lines = align([("kind", "name", "size", "last used"), *rows], (True, True, False, True))
+            print("\n".join(lines))
+        print(f"{size_text(sum(e.nbytes for e in found))} in {cache_folder()}")
+        return 0
+    chosen = [e for e in found if a.clear in (_ALL, e.path.name, e.path.name.rpartition("-")[0])]
+    if a.clear and not chosen:
+        raise BridgeError(
+            f"{a.clear}: nothing of that name in {cache_folder()}; `gguf-bridge cache` lists what is there"
+        )
+    freed = 0
+    for entry in chosen:
+        if remove(entry):
+            freed += entry.nbytes
+        else:
+            print(f"kept {entry.path.name}: a process is using it")
+    print(f"removed {size_text(freed)} from {cache_folder()}")
+    return 0

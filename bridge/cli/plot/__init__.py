@@ -1,0 +1,92 @@
+"""Pictures of what was measured: `gguf-bridge plot FILE.json`.
+
+Three kinds of files are known, told apart by what is in them:
+
+    tensors    the report of `convert`, `quantize` or `verify` (--report): error, codes kept and bits, by layer and kind
+    formats    `scripts/bench_formats.py` or `bench_quantize.py` (--json): KL divergence against bits per weight
+    products   `scripts/bench_matvec.py` (--json): GB/s of each type beside ggml's and beside plain reading
+
+matplotlib is an optional extra, `plot`, and is imported when something is drawn.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from bridge.errors import BridgeError
+from bridge.system.files import check_target, read_small, write_bytes
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+    from bridge.cli.plot.theme import Theme
+
+ENDINGS = (".svg", ".png", ".pdf")
+_KNOWN = "the report of `convert --report`, or what a bench in scripts/ wrote with --json"
+
+
+def plot(source: str | Path, out: str | Path | None = None, *, dark: bool = False, force: bool = False) -> Path:
+    """Draw a report or a bench's figures; returns the file.
+
+    source  the JSON file
+    out     .svg, .png or .pdf; default: the source's name with .svg
+    dark    for a dark page; an SVG that is not asked to be dark follows the page that it is shown on
+    force   replace an existing file
+
+    Raises BridgeError where the source is something else, matplotlib is missing, or the file cannot be written.
+    """
+    source = Path(source)
+    path = Path(out) if out is not None else source.with_suffix(".svg")
+    if path.suffix.lower() not in ENDINGS:
+        raise BridgeError(f"{path}: pictures are {', '.join(ENDINGS)}; give a name that ends in one of them")
+    record = _read(source)
+    check_target(path, force, [source])
+    draw = _drawer(source, record)
+    try:
+        from bridge.cli.plot import theme
+    except ModuleNotFoundError as problem:
+        if (problem.name or "").partition(".")[0] != "matplotlib":
+            raise
+        raise BridgeError("plot needs matplotlib; pip install gguf-bridge[plot]") from None
+    colours = theme.DARK if dark else theme.LIGHT
+    try:
+        with theme.style(colours):
+            data = theme.rendered(draw(record, colours), path.suffix[1:].lower(), colours)
+    except theme.NothingToDraw as problem:
+        raise BridgeError(f"{source}: {problem}; there is nothing to draw") from None
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError) as problem:
+        raise BridgeError(f"{source}: is not as it was written ({problem!r}); write it again: {_KNOWN}") from problem
+    write_bytes(path, data)
+    return path
+
+
+def _read(source: Path) -> dict[str, Any]:
+    try:
+        record = json.loads(read_small(source))
+    except FileNotFoundError:
+        raise BridgeError(f"{source}: no such file; give {_KNOWN}") from None
+    except (ValueError, RecursionError) as problem:
+        raise BridgeError(f"{source}: is not JSON ({problem}); give {_KNOWN}") from None
+    if not isinstance(record, dict):
+        raise BridgeError(f"{source}: is no report; give {_KNOWN}")
+    return record
+
+
+def _drawer(source: Path, record: dict[str, Any]) -> Callable[[dict[str, Any], Theme], Figure]:
+    """What draws this file; imported when called."""
+    known = {"tensors": "report_figure", "formats": "kl_figure", "products": "matvec_figure"}
+    for key, module in known.items():
+        if isinstance(record.get(key), list):
+            if not record[key]:
+                raise BridgeError(f"{source}: its list of {key} is empty; there is nothing to draw")
+            return lambda *arguments: _module(module).figure(*arguments)
+    raise BridgeError(f"{source}: is no report; give {_KNOWN}")
+
+
+def _module(name: str) -> Any:
+    from importlib import import_module
+
+    return import_module(f"bridge.cli.plot.{name}")

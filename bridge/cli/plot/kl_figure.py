@@ -1,0 +1,54 @@
+"""KL divergence against size: a point a format, a line a maker."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from bridge.cli.plot.theme import MARKERS, OTHER, OURS, THEIRS, NothingToDraw, Theme, plain_frame
+
+_COLOURS = {"gguf-bridge": OURS, "llama.cpp": THEIRS}
+
+
+def figure(record: dict[str, Any], theme: Theme) -> Figure:
+    """The picture of a bench's JSON: {"model", "formats": [{"name", "maker", "bpw", "kl", "kl_error" or not}]}."""
+    rows = [row for row in record["formats"] if row.get("kl") and row["kl"] > 0]
+    if not rows:
+        raise NothingToDraw("no format in it has a KL divergence")
+    picture = Figure(figsize=(8.2, 5.2), layout="constrained")
+    axes = picture.subplots()
+    makers = list(dict.fromkeys(row["maker"] for row in rows))
+    for maker, marker in zip(makers, MARKERS * len(makers), strict=False):
+        members = sorted((row for row in rows if row["maker"] == maker), key=lambda row: row["bpw"])
+        colour = next((c for name, c in _COLOURS.items() if maker.startswith(name)), OTHER)
+        bits, divergences = ([float(row[key]) for row in members] for key in ("bpw", "kl"))
+        errors = [float(row.get("kl_error") or 0) for row in members]
+        line = "-" if colour in _COLOURS.values() else ""  # makers of sizes, and of single files
+        axes.errorbar(bits, divergences, errors, color=colour, marker=marker, markersize=5, linestyle=line, label=maker)
+        for row, x, y in zip(members, bits, divergences, strict=True):
+            _name(axes, row["name"], x, y, colour, above=sorted(divergences).index(y) % 2 == 1)
+    axes.set_yscale("log")
+    axes.margins(x=0.12, y=0.1)
+    axes.set_xlabel(f"bits a weight, scales included ({record.get('bits_of', 'whole file')})")
+    axes.set_ylabel("KL divergence from the float model (nats a token)")
+    axes.set_title(f"{record['model']}: lower left is better", loc="left")
+    plain_frame(axes)
+    axes.legend(loc="upper right")
+    return picture
+
+
+def _name(axes: Axes, name: str, x: float, y: float, colour: str, above: bool) -> None:
+    """Write a point's name where its line leaves room: ours lies lowest, that of llama.cpp above it.
+
+    above  what has no line: over the point rather than under it
+    """
+    if colour == OURS:
+        name = name.partition(",")[0]  # the legend has the rest
+        place = {"xytext": (-3, -5), "ha": "right", "va": "top"}
+    elif colour == THEIRS:
+        place = {"xytext": (4, 6), "ha": "center", "va": "bottom"}
+    else:
+        place = {"xytext": (5, 3 if above else -3), "ha": "left", "va": "bottom" if above else "top"}
+    axes.annotate(name, (x, y), textcoords="offset points", size=8, **place)  # type: ignore[arg-type]

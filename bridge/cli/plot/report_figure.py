@@ -1,0 +1,144 @@
+"""A report as maps of layers and kinds of tensors: the error that was added, the codes kept, the bits a weight."""
+
+from __future__ import annotations
+
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.cm import ScalarMappable
+from matplotlib.colors import Colormap, LogNorm, Normalize
+from matplotlib.figure import Figure
+
+from bridge.cli.plot.theme import NothingToDraw, Theme
+from bridge.system.text import percent, size_text
+
+_EXACT = "#b6bdc5"
+_MOST_TEXTS = 8  # layers whose cells have room for their values
+_COLOURS = "viridis"  # yellow is what costs: much error, codes lost, many bits
+
+
+class _Cells:
+    """The measured matrices of a report's layers: rows are kinds, columns layers."""
+
+    def __init__(self, tensors: list[dict[str, Any]]) -> None:
+        self.inside: dict[tuple[str, int], dict[str, Any]] = {}
+        self.outside: list[dict[str, Any]] = []
+        for tensor in tensors:
+            if tensor["fidelity"] is None:
+                continue
+            match = re.match(r"blk\.(\d+)\.", tensor["name"])
+            if match:
+                self.inside[tensor["kind"], int(match[1])] = tensor
+            else:
+                self.outside.append(tensor)
+        if not self.inside:
+            raise NothingToDraw("no tensor of a layer was carried or quantized")
+        self.kinds = list(dict.fromkeys(kind for kind, _ in self.inside))
+        self.layers = range(max(layer for _, layer in self.inside) + 1)
+
+    def values(self, of: Any) -> np.ndarray:
+        """float64 [kinds, layers] of a function of the tensors; NaN where there is none."""
+        found = np.full((len(self.kinds), len(self.layers)), np.nan)
+        for (kind, layer), tensor in self.inside.items():
+            value = of(tensor)
+            found[self.kinds.index(kind), layer] = math.nan if value is None else float(value)
+        return found
+
+
+def figure(record: dict[str, Any], theme: Theme) -> Figure:
+    """The picture of a report's JSON."""
+    cells = _Cells(record["tensors"])
+    kept = cells.values(lambda t: t["fidelity"]["codes_kept"])
+    error = cells.values(lambda t: t["fidelity"]["nmse"])
+    bits = cells.values(lambda t: t["bpw"])
+    panels = 2 + bool(np.isfinite(kept).any())
+    height = 0.27 * len(cells.kinds) + 0.75
+    picture = Figure(figsize=(8.2, height * panels + 0.6), layout="constrained")
+    picture.suptitle(_title(record), x=0.01, ha="left", fontsize=11)
+    axes = picture.subplots(panels, 1, squeeze=False)[:, 0]
+    _error_map(axes[0], cells, error)
+    if panels == 3:
+        image = _map(axes[1], cells, kept, Normalize(0, 1), lambda v, _: percent(v, 3), f"{_COLOURS}_r")
+        axes[1].set_title("codes of the checkpoint that are codes of the GGUF", loc="left")
+        bar = axes[1].figure.colorbar(image, ax=axes[1], ticks=[0, 0.5, 1], pad=0.02, aspect=12)
+        bar.ax.set_yticklabels(["0%", "50%", "100%"])
+        _bar_label(bar, "of the weights")
+    _bits_map(axes[-1], cells, bits)
+    axes[-1].set_xlabel("layer" + _outside(cells.outside))
+    return picture
+
+
+def _error_map(axes: Axes, cells: _Cells, error: np.ndarray) -> None:
+    positive = error[error > 0]
+    low, high = (positive.min(), positive.max()) if positive.size else (1e-7, 1e-6)
+    # a decade at least, so that equal errors do not look like contrasts
+    middle = math.sqrt(low * high)
+    low, high = min(low, middle / math.sqrt(10)), max(high, middle * math.sqrt(10))
+    shown = np.where(error == 0, low / 10, error)  # beneath the scale: drawn as exact
+    image = _map(axes, cells, shown, LogNorm(low, high), lambda v, _: "exact" if v < low else f"{v:.1e}")
+    axes.set_title("error that was added, squared, over the squared weights (NMSE)", loc="left")
+    bar = axes.figure.colorbar(image, ax=axes, pad=0.02, aspect=12)
+    _bar_label(bar, "NMSE" + ("; grey: exact" if (error == 0).any() else ""))
+
+
+def _bits_map(axes: Axes, cells: _Cells, bits: np.ndarray) -> None:
+    names = {key: tensor["type"] for key, tensor in cells.inside.items()}
+    low, high = np.nanmin(bits), np.nanmax(bits)
+    norm = Normalize(low - 0.5, high + 0.5)
+    image = _map(axes, cells, bits, norm, lambda v, key: f"{names[key]} {v:.2f}")
+    axes.set_title("bits a weight in the GGUF, scales included", loc="left")
+    levels: dict[float, set[str]] = {}
+    for (kind, layer), name in names.items():
+        levels.setdefault(round(bits[cells.kinds.index(kind), layer], 3), set()).add(name)
+    bar = axes.figure.colorbar(image, ax=axes, pad=0.02, aspect=12)
+    if len(levels) <= 4:
+        bar.set_ticks(sorted(levels))
+        bar.ax.set_yticklabels([f"{level:.2f} {'/'.join(sorted(levels[level]))}" for level in sorted(levels)])
+    _bar_label(bar, "bits a weight")
+
+
+def _map(
+    axes: Axes, cells: _Cells, values: np.ndarray, norm: Normalize, text: Any, colours: str = _COLOURS
+) -> ScalarMappable:
+    """Draw one map; `text(value, (kind, layer))` is what a cell says where there is room."""
+    shades: Colormap = matplotlib.colormaps[colours].with_extremes(under=_EXACT, bad=(0, 0, 0, 0))
+    image = axes.imshow(np.ma.masked_invalid(values), cmap=shades, norm=norm, aspect="auto")
+    axes.set_yticks(range(len(cells.kinds)), cells.kinds)
+    axes.xaxis.get_major_locator().set_params(integer=True)  # type: ignore[call-arg]
+    axes.tick_params(length=0)
+    axes.spines[:].set_visible(False)
+    if len(cells.layers) <= _MOST_TEXTS:
+        axes.set_xticks(list(cells.layers))
+        for (row, column), value in np.ndenumerate(values):
+            if math.isfinite(value):
+                red, green, blue, _ = image.to_rgba(value)
+                light = 0.3 * red + 0.59 * green + 0.11 * blue > 0.5
+                label = text(value, (cells.kinds[row], column))
+                # off black and off white, which are the page's and so change with it
+                axes.text(column, row, label, ha="center", va="center", size=8, color="#000001" if light else "#fffffe")
+    return image
+
+
+def _bar_label(bar: Any, text: str) -> None:
+    bar.outline.set_visible(False)
+    bar.ax.tick_params(length=0, which="both")
+    bar.set_label(text)
+
+
+def _title(record: dict[str, Any]) -> str:
+    weights = sum(math.prod(t["shape"]) for t in record["tensors"])
+    bits = 8 * sum(t["nbytes"] for t in record["tensors"]) / weights
+    source, made = size_text(record["source_bytes"]), size_text(record["output_bytes"])
+    name = Path(record["checkpoint"]).name
+    return f"{name}: {source} {record['format']} to {made} GGUF, {bits:.2f} bits a weight in all"
+
+
+def _outside(tensors: list[dict[str, Any]]) -> str:
+    """Embeddings and head, in words."""
+    said = [f"{t['kind']} {t['type']}, NMSE {t['fidelity']['nmse']:.1e}" for t in tensors]
+    return f"  (not in a layer: {'; '.join(said)})" if said else ""

@@ -1,0 +1,59 @@
+"""`gguf-bridge repack`."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+_HELP = "rewrite a GPTQ checkpoint with its zero points stored as v1 or v2"
+_DESCRIPTION = """\
+Rewrite a GPTQ checkpoint with its zero points stored as v1 or v2, its labels put
+right, and everything else byte for byte as it was. Use it where a program misreads a
+checkpoint ("!!!!" for an answer), where one knows v1 or v2 alone, or for 3-bit files of
+GPTQModel before 7.0. v1 to v2 loses nothing; v1 cannot hold a zero point of 0.
+"""
+
+
+def add_parser(commands: Any) -> None:
+    """Add the command to argparse's sub-parsers."""
+    p = commands.add_parser(
+        "repack", help=_HELP, description=_DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    p.set_defaults(run=run)
+    p.add_argument("source", help="GPTQ checkpoint: a folder, a Hub id (org/name), or a .pt file")
+    p.add_argument("out", type=Path, help="the folder to write (never the source itself)")
+    p.add_argument(
+        "--checkpoint-format",
+        choices=("gptq", "gptq_v2"),
+        help="gptq is v1, gptq_v2 v2 (default: what the data is; labels and old 3-bit files are mended)",
+    )
+    p.add_argument(
+        "--clamp",
+        action="store_true",
+        help="to v1: make zero points of 0 into 1, which moves those groups' weights by a step, and print the damage",
+    )
+    p.add_argument(
+        "--config", metavar="DIR", type=Path, help="folder with config.json and tokenizer, where the source has none"
+    )
+    p.add_argument("--force", action="store_true", help="replace a checkpoint folder that exists")
+    p.add_argument("--debug", action="store_true", help="show where an error comes from (traceback)")
+
+
+def run(a: argparse.Namespace) -> int:
+    """Repack, with a progress bar, and print what was done."""
+    from bridge.checkpoint.repack import repack
+    from bridge.system.progress import Bar
+
+    with Bar("repacking") as bar:
+        done = repack(
+            a.source,
+            a.out,
+            a.checkpoint_format,
+            config=a.config,
+            clamp=a.clamp,
+            force=a.force,
+            progress=bar,
+        )
+    print(done.summary())
+    return 0

@@ -1,0 +1,243 @@
+"""`gguf-bridge run`, `gguf-bridge chat` and `gguf-bridge perplexity`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from bridge.errors import BridgeError
+
+
+def _as_it_is(a: argparse.Namespace) -> Path:
+    return Path(a.model)
+
+
+def add_parsers(commands: Any, converted: Callable[[argparse.Namespace], Path] = _as_it_is) -> None:
+    """Add the commands to argparse's sub-parsers.
+
+    converted  the GGUF of a command's `model` and `config`; by default they are GGUFs
+    """
+    p = _parser(commands, "run", "continue a text, or answer a question, with a GGUF or a checkpoint", run)
+    _take_checkpoints(p, converted)
+    p.add_argument("-p", "--prompt", required=True, metavar="TEXT", help="the text; - reads it from standard input")
+    p.add_argument("--chat", action="store_true", help="the text is a user's message, for the model's chat template")
+    p.add_argument("--system", metavar="TEXT", help="with --chat: the system message")
+    p.add_argument(
+        "--logprobs", type=int, metavar="N",
+        help="one line a token: the logarithm of its probability, the token, and the N most likely ones with theirs",
+    )  # fmt: skip
+    _add_sampling(p)
+    p = _parser(
+        commands, "chat", "talk with a GGUF or a checkpoint, line by line; /clear begins again, /exit ends", chat
+    )
+    _take_checkpoints(p, converted)
+    p.add_argument("--system", metavar="TEXT", help="the system message")
+    _add_sampling(p)
+    p = _parser(commands, "perplexity", "measure how well a GGUF predicts a text", perplexity)
+    p.add_argument("gguf", type=Path, help="the GGUF, or its first shard")
+    p.add_argument("-f", "--file", required=True, type=Path, metavar="TEXT.txt", help="the text, UTF-8")
+    p.add_argument("--reference", type=Path, metavar="OTHER.gguf", help="print divergences from this model too")
+    p.add_argument("--windows", type=int, metavar="N", help="the first N windows (default: the whole text)")
+    p.add_argument("--length", type=int, default=256, metavar="N", help="tokens of a window (default 256)")
+
+
+def _take_checkpoints(p: argparse.ArgumentParser, converted: Callable[[argparse.Namespace], Path]) -> None:
+    """What runs may be a checkpoint too; `a.converted(a)` is the GGUF of either."""
+    p.add_argument(
+        "model",
+        help="the GGUF (its first shard), or a checkpoint, which is converted first: a folder, Hub id or .pt",
+    )
+    p.add_argument("--config", metavar="DIR", type=Path, help="folder with config.json and tokenizer, for a bare .pt")
+    p.set_defaults(converted=converted)
+
+
+def _add_sampling(p: argparse.ArgumentParser) -> None:
+    """The options of a reply; `_reply_options` reads them."""
+    p.add_argument("-n", "--max-tokens", type=int, default=256, metavar="N", help="tokens at most (default 256)")
+    p.add_argument("--temp", type=float, default=0.8, metavar="T", help="temperature (default 0.8); 0 is greedy")
+    p.add_argument("--top-k", type=int, default=40, metavar="K", help="of the K most likely tokens (default 40)")
+    p.add_argument("--top-p", type=float, default=0.95, metavar="P", help="of those that sum to P (default 0.95)")
+    p.add_argument("--min-p", type=float, default=0.05, metavar="P", help="P times as likely as the first (0.05)")
+    p.add_argument(
+        "--repeat-penalty", type=float, default=1.0, metavar="R",
+        help="divides positive logits of tokens seen lately, multiplies the others (default 1: none)",
+    )  # fmt: skip
+    p.add_argument(
+        "--repeat-last-n", type=int, default=64, metavar="N", help="tokens that count as seen lately (64); -1: all"
+    )
+    p.add_argument(
+        "--logit-bias", type=_bias, action="append", default=[], metavar="ID+B",
+        help="add to the logit of a token, as 15043+1, 15043-1.5 or 15043-inf; may be repeated",
+    )  # fmt: skip
+    p.add_argument(
+        "--stop", action="append", default=[], metavar="TEXT",
+        help="a text that ends the reply and is not printed; may be repeated",
+    )  # fmt: skip
+    p.add_argument("--seed", type=int, metavar="N", help="the same seed gives the same text")
+
+
+def _bias(text: str) -> tuple[int, float]:
+    """The token and what is added, of "15043-1.5"."""
+    token, added = re.fullmatch(r"(\d*)(.*)", text, re.DOTALL).groups()  # type: ignore[union-attr]
+    try:
+        return int(token), float(added if added[:1] in ("+", "-") else "")
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r}: a token's id and what is added, as 15043+1 or 15043-inf") from None
+
+
+def _reply_options(a: argparse.Namespace) -> dict[str, Any]:
+    """What `Model.generate` takes besides the prompt."""
+    return {
+        "max_tokens": a.max_tokens, "temperature": a.temp, "top_k": a.top_k, "top_p": a.top_p, "min_p": a.min_p,
+        "seed": a.seed, "stop": a.stop, "repeat_penalty": a.repeat_penalty, "repeat_last_n": a.repeat_last_n,
+        "logit_bias": dict(a.logit_bias),
+    }  # fmt: skip
+
+
+def _parser(commands: Any, name: str, help: str, handler: Any) -> argparse.ArgumentParser:
+    parser = commands.add_parser(name, help=help, description=help[0].upper() + help[1:] + ".")
+    parser.set_defaults(run=handler)
+    parser.add_argument("--threads", type=int, metavar="N", help="CPU threads (default: the cores)")
+    parser.add_argument("--context", type=int, metavar="N", help="tokens (default: the model's, at most 4096)")
+    parser.add_argument("--kv", default="f16", choices=("f16", "q8_0", "f32"), help="type of keys and values")
+    parser.add_argument(
+        "--precision", default="int8", choices=("int8", "f32"), help="of activations (default int8, as in llama.cpp)"
+    )
+    parser.add_argument("--device", default="cpu", help="cpu (default), cuda, cuda:1 ..., or auto: cuda if it can be")
+    parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
+    return parser
+
+
+def _load(a: argparse.Namespace, path: Path, context: int | None) -> Any:
+    from bridge.runtime.model import Model
+
+    model = Model.load(path, a.threads, a.kv, context, a.precision, a.device)
+    if model.note:
+        print(model.note, file=sys.stderr)
+    if model.context > model.config.context:
+        print(f"{path}: trained for {model.config.context} tokens, fewer than the context asked for", file=sys.stderr)
+    return model
+
+
+def run(a: argparse.Namespace) -> int:
+    """Stream a continuation to standard output; the speeds go to standard error."""
+    text = _standard_input() if a.prompt == "-" else a.prompt
+    if a.system is not None and not a.chat:
+        raise BridgeError("--system is part of a conversation; give --chat too")
+    model = _load(a, a.converted(a), a.context)
+    prompt = text
+    if a.chat:
+        system = [{"role": "system", "content": a.system}] if a.system is not None else []
+        prompt = model.chat_tokens([*system, {"role": "user", "content": text}])
+    if a.logprobs is not None:
+        for token in model.generate_scored(prompt, logprobs=a.logprobs, **_reply_options(a)):
+            print(_scored_line(model, token), flush=True)
+    else:
+        pieces = model.generate(prompt, **_reply_options(a))
+        try:
+            if not a.chat:
+                print(text, end="", flush=True)
+            for piece in pieces:
+                print(piece, end="", flush=True)
+        finally:
+            print(flush=True)
+    print(_speeds(model), file=sys.stderr)
+    return 0
+
+
+def _scored_line(model: Any, token: Any) -> str:
+    """Its log-probability and its text, then those of the most likely tokens, between tabs."""
+
+    def pair(logprob: float, text: str) -> str:
+        return f"{logprob:.4f} {json.dumps(text, ensure_ascii=False)}"
+
+    return "\t".join([pair(token.logprob, token.text), *(pair(p, model.tokenizer.decode([t])) for t, p in token.top)])
+
+
+def _speeds(model: Any) -> str:
+    """What the last reply took."""
+    t = model.timing
+    kept = f" ({t.kept_tokens} of them kept)" if t.kept_tokens else ""
+    return (
+        f"prompt: {t.prompt_tokens} tokens{kept}, {_speed(t.prompt_tokens - t.kept_tokens, t.prompt_seconds)}; "
+        f"generation: {t.tokens} tokens, {_speed(t.tokens, t.seconds)}"
+    )
+
+
+def chat(a: argparse.Namespace) -> int:
+    """Answer the lines of standard input, which are one conversation; the speeds go to standard error."""
+    from bridge.cli.conversation import Conversation, lines
+
+    model = _load(a, a.converted(a), a.context)
+    options = _reply_options(a)
+    talk = Conversation(model, a.system)
+    talk.check()
+    for line in lines():
+        if line == "/exit":
+            break
+        if line == "/clear":
+            talk.clear()
+            continue
+        try:
+            for piece in talk.reply(line, **options):
+                print(piece, end="", flush=True)
+        except KeyboardInterrupt:  # of this reply; what there is of it stays
+            pass
+        except BridgeError as problem:
+            if not sys.stdin.isatty():
+                raise
+            print(f"error: {problem}; /clear begins again", file=sys.stderr)
+            continue
+        print(flush=True)
+        if sys.stdin.isatty():
+            print(_speeds(model), file=sys.stderr)
+    return 0
+
+
+def _standard_input() -> str:
+    """The text on standard input; BridgeError where it is not UTF-8."""
+    try:
+        return sys.stdin.buffer.read().decode("utf-8")
+    except UnicodeDecodeError as problem:
+        raise BridgeError(f"standard input is not UTF-8 (byte {problem.start}); convert it first") from None
+
+
+def perplexity(a: argparse.Namespace) -> int:
+    """Print perplexity, and with a reference the divergences from it."""
+    from tqdm import tqdm
+
+    from bridge.runtime import perplexity as measure
+
+    try:
+        text = a.file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as problem:
+        raise BridgeError(f"{a.file}: {getattr(problem, 'strerror', None) or 'not UTF-8'}") from problem
+    context = a.context or a.length
+    model = _load(a, a.gguf, context)
+    reference = _load(a, a.reference, context) if a.reference else None
+    with tqdm(total=0, unit="window", disable=None, leave=False) as bar:
+
+        def progress(done: int, total: int, value: float) -> None:
+            bar.total = total
+            bar.set_postfix_str(f"perplexity {value:.4f}", refresh=False)
+            bar.update(done - bar.n)
+
+        found = measure.perplexity(model, text, a.length, a.windows, reference, progress)
+    print(f"perplexity {found.perplexity:.4f} +- {found.error:.4f} ({found.windows} windows of {found.window} tokens)")
+    if (d := found.divergence) is not None:
+        ratio = found.perplexity / d.reference_perplexity
+        print(f"the reference's perplexity {d.reference_perplexity:.4f}; ratio {ratio:.6f}")
+        print(f"KL divergence: mean {d.mean:.6f} +- {d.mean_error:.6f}, median {d.median:.6f}, 99% {d.p99:.6f}, "
+              f"maximum {d.maximum:.6f}")  # fmt: skip
+        print(f"same top token: {d.same_top:.3%}")
+        print(f"delta p: mean {d.delta_p:+.4%}, RMS {d.delta_p_rms:.4%}")
+    return 0
+
+
+def _speed(tokens: int, seconds: float) -> str:
+    return f"{tokens / seconds:.1f} tokens/s" if tokens and seconds else "no time measured"

@@ -1,0 +1,1 @@
+"""Checkpoint in, GGUF out: plan, executor, writer, report, verify."""

@@ -1,0 +1,169 @@
+"""GGUFs made of checkpoints for whoever wants to run them now, kept until they are cleared.
+
+    models/NAME-DIGEST/          in the cache folder, held by the processes that use it
+        NAME.gguf                as `convert` makes it without options
+        checkpoints.json         where its contents were seen: folder -> {file: [bytes, time of change, inode]},
+                                 and by which version of this program
+        lock                     locked by the process that converts
+
+DIGEST is of the contents of all files that a conversion reads, and of this program's version. Reading them whole takes
+seconds a run, so a folder whose files have the sizes, times and inodes noted in checkpoints.json is taken to have those
+contents, as git does. Whoever comes while another process converts waits for it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import sys
+from collections.abc import Collection, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import bridge
+from bridge.checkpoint.files.hub import model_name, resolve
+from bridge.checkpoint.files.weight_files import WEIGHTS
+from bridge.conversion.converter import Progress, convert
+from bridge.errors import BridgeError
+from bridge.models import architecture
+from bridge.system.cache import cache_folder
+from bridge.system.files import read_json, write_text
+from bridge.system.folder_locks import hold, remove_unheld
+from bridge.system.text import percent, size_text
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None  # type: ignore[assignment]
+
+_SMALL = (".json", ".txt", ".jinja", ".model", "README.md")  # endings of what else a conversion reads
+_NOTES = "checkpoints.json"
+_in_use: list[int] = []  # handles of held folders, until the process ends
+
+
+def converted(
+    checkpoint: str | Path,
+    config: str | Path | None = None,
+    runnable: Collection[str] = (),
+    progress: Progress | None = None,
+) -> Path:
+    """The GGUF of a checkpoint, converted where it is not kept yet; what happens goes to standard error.
+
+    checkpoint  a folder, a Hub id, or a .pt, as for `convert`; config likewise
+    runnable    GGUF architectures: others are refused before anything is converted
+    progress    as for `convert`
+
+    Raises BridgeError as `convert` does, and where the cache folder cannot be written.
+    """
+    home = resolve(checkpoint, config)
+    arch = architecture(Path(config) if config is not None else home if home.is_dir() else home.parent)
+    if runnable and arch not in runnable:
+        raise BridgeError(
+            f"{checkpoint}: the architecture is {arch}, which llama.cpp runs and this program does not; "
+            f"`gguf-bridge convert {checkpoint}` makes a GGUF for it"
+        )
+    files = _files(home, Path(config) if config is not None else None)
+    seen = {"by": bridge.__version__, **{name: _status(file) for name, file in files.items()}}
+    models = cache_folder() / "models"
+    folder = next((f for f in sorted(models.glob("*")) if _notes(f).get(str(home.resolve())) == seen), None)
+    name = model_name(str(checkpoint))
+    if folder is None:
+        digest = _digest(files)
+        folder = next(iter(sorted(models.glob(f"*-{digest}"))), models / f"{name}-{digest}")
+    _, handle = _held(folder)
+    try:
+        with _locked(folder / "lock"):
+            path = next(iter(folder.glob("*.gguf")), folder / f"{name}.gguf")
+            if not path.exists():
+                print(f"converting {checkpoint}; the GGUF is kept, see `gguf-bridge cache`", file=sys.stderr)
+                _convert(home, path, config, progress)
+            if (notes := _notes(folder)).get(str(home.resolve())) != seen:
+                write_text(folder / _NOTES, json.dumps({**notes, str(home.resolve()): seen}, indent=1) + "\n")
+    except BaseException:
+        if handle is not None:
+            os.close(handle)
+        if not any(folder.glob("*.gguf")):
+            remove_unheld(folder)
+        raise
+    if handle is not None:
+        _in_use.append(handle)
+    with suppress(OSError):
+        os.utime(folder)  # its last use
+    return path
+
+
+def _convert(home: Path, path: Path, config: str | Path | None, progress: Progress | None) -> None:
+    report = convert(home, path, config=config, progress=progress, force=True)
+    total = report.total()
+    kept = f"{percent(total.kept / total.weights, 4)} of its codes kept, " if total else ""
+    print(f"{kept}{size_text(report.output_bytes)} in {report.seconds:.1f} s", file=sys.stderr)
+
+
+def _files(home: Path, config: Path | None) -> dict[str, Path]:
+    """What a conversion reads, by its name in the checkpoint."""
+    found = {home.name: home} if home.is_file() else {}
+    for root in [home] if config is None else [home, config]:
+        for folder, below, names in os.walk(root):  # nothing where it is a file
+            below[:] = sorted(part for part in below if not part.startswith("."))
+            for file in (Path(folder) / name for name in sorted(names) if name.endswith((*WEIGHTS, *_SMALL))):
+                found[f"{'config/' if root == config else ''}{file.relative_to(root).as_posix()}"] = file
+    return found
+
+
+def _status(file: Path) -> list[int]:
+    status = file.stat()
+    return [status.st_size, status.st_mtime_ns, status.st_ino]
+
+
+def _digest(files: dict[str, Path]) -> str:
+    """Twelve hexadecimal digits of all contents."""
+
+    def contents(file: Path) -> bytes:
+        with open(file, "rb") as stream:
+            return hashlib.file_digest(stream, "sha256").digest()
+
+    total = hashlib.sha256(bridge.__version__.encode())
+    with ThreadPoolExecutor(max_workers=4) as pool:
+        for name, digest in zip(files, pool.map(contents, files.values()), strict=True):
+            total.update(name.encode("utf-8", "surrogateescape") + b"\0" + digest)
+    return total.hexdigest()[:12]
+
+
+def _notes(folder: Path) -> dict[str, Any]:
+    """What an entry says of the folders that its contents were seen in; nothing where that cannot be read."""
+    try:
+        return read_json(folder / _NOTES, optional=True)
+    except BridgeError:
+        return {}
+
+
+def _held(folder: Path) -> tuple[Path, int | None]:
+    def made() -> Path:
+        folder.mkdir(parents=True, exist_ok=True)
+        return folder
+
+    try:
+        return hold(made)
+    except OSError as problem:
+        raise BridgeError(
+            f"{folder}: cannot be made ({problem.strerror}); set XDG_CACHE_HOME to a folder with room, or "
+            "`gguf-bridge convert` to a file and run that"
+        ) from problem
+
+
+@contextmanager
+def _locked(file: Path) -> Iterator[None]:
+    """Hold a lock that one process has at a time; the system lets go of it when the process ends, however."""
+    if fcntl is None:  # then two may convert at once, each to a file of its own, and the last one's stays
+        yield
+        return
+    with open(file, "wb") as stream:
+        try:
+            fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            print("another process is converting it; waiting", file=sys.stderr)
+            fcntl.flock(stream, fcntl.LOCK_EX)
+        yield

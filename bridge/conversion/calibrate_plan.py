@@ -1,0 +1,341 @@
+"""Tensors whose codes cannot be carried, or that came as floats, quantized with a calibration text.
+
+The plan says what type each tensor is to have; here every layer that needs it is quantized to that type with the
+Hessian of its inputs (`bridge.quantize`), in the model's own order. `executor` then takes the finished
+blocks.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Set
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from bridge.blocks import Q8_0
+from bridge.checkpoint import Checkpoint
+from bridge.conversion.importance import Importance
+from bridge.conversion.part_reader import Source
+from bridge.conversion.plan import Plan
+from bridge.conversion.recipe import block_type
+from bridge.errors import BridgeError
+from bridge.models.outline import AS_IT_IS, Part, PlannedTensor
+from bridge.system.cpus import usable_cpus
+from bridge.system.files import check_target
+from bridge.system.text import percent
+
+if TYPE_CHECKING:
+    import torch
+
+    from bridge.quantize.awq_method import Awq
+    from bridge.quantize.layer_store import KeptLayer, KeptLayers
+    from bridge.quantize.method import Method
+    from bridge.quantize.walk import Calibrated, Prepare
+
+Progress = Callable[[int, int, str], None]
+METHODS = ("gptaq", "gptq", "awq", "rtn")
+_TOKENS_AT_ONCE = 4096
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """How layers are quantized with a text.
+
+    text        plain text, .jsonl, or token ids (.pt, .npy, .safetensors)
+    samples     sequences, at most
+    length      tokens in each
+    seed        of the choice of sequences; None: the first ones
+    method      "gptaq": GPTQ that also makes good what the quantized layers before have done to the inputs; "gptq";
+                "awq", for checkpoints; "rtn": round to nearest
+    act_order   see `bridge.quantize.Method`
+    damping     of H, times the mean of its diagonal
+    alpha       the most of the inputs' mismatch that GPTAQ makes good; less where tokens held back gain by it
+    sweeps      of refinement after GPTQ
+    feed        whose outputs the next layer gets, "quantized" or "float"
+    device      that the model's layers are on, "cpu" or "cuda"
+    offload     keep activations in this folder instead of in memory
+    imatrix_out  also write llama.cpp's importance matrix of the same tokens there
+    progress    called after each layer with how many are done, of how many, and the last one's name and error
+    """
+
+    text: Path | str | None
+    samples: int = 128
+    length: int = 2048
+    seed: int | None = None
+    method: str = "gptaq"
+    act_order: str = "fixed"
+    damping: float = 0.01
+    alpha: float = 1.0
+    sweeps: int = 2
+    feed: str = "quantized"
+    device: str = "cpu"
+    offload: Path | None = None
+    imatrix_out: Path | None = None
+    progress: Progress | None = field(default=None, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        if self.method not in METHODS:
+            raise BridgeError(f"method {self.method!r}; one of {', '.join(METHODS)} is possible")
+        for package in ("torch", "transformers"):
+            if find_spec(package) is None:
+                raise BridgeError(f"quantizing with a text needs {package}: pip install 'gguf-bridge[quantize]'")
+        for name, least in {"samples": 1, "length": 1, "damping": 0, "alpha": 0, "sweeps": 0}.items():
+            if not getattr(self, name) >= least:
+                raise BridgeError(f"{name} {getattr(self, name)}: at least {least} is needed")
+
+    @property
+    def cross(self) -> bool:
+        """Whether the float model's inputs are wanted too."""
+        return self.method == "gptaq" and self.alpha != 0
+
+    def quantizer(self, grid: Callable[[int, int], Any]) -> Method:
+        """The method on a grid."""
+        from bridge.quantize import Method
+
+        if self.method in ("rtn", "awq"):
+            return Method(grid, "none", float("inf"), sweeps=0)
+        alpha = self.alpha if self.cross else 0.0
+        return Method(grid, self.act_order, self.damping, alpha, self.sweeps)
+
+
+@dataclass(frozen=True)
+class Wish:
+    """What a layer is to become.
+
+    grid     "Q4_K", for the record
+    method   how
+    columns  int [columns], their order in the GGUF if not as they stand
+    """
+
+    grid: str
+    method: Method | Awq
+    columns: np.ndarray | None = None
+
+
+def needed(plan: Plan, source: Source, importance: Importance) -> dict[str, tuple[str, np.ndarray | None]]:
+    """The layers that the plan wants in a block type and that cannot keep their codes in it: those inside decoder
+    blocks, and the output head if it is to have less than 8 bits.
+
+    By module: the type, and the order of columns if not as they stand.
+    """
+    parts: list[tuple[PlannedTensor, int, Part]] = []
+    for tensor in plan.tensors:
+        block = block_type(str(tensor.type))
+        inside = tensor.layer is not None or (tensor.kind == "output" and block is not Q8_0)
+        if inside and block is not None and tensor.reason != AS_IT_IS:
+            parts += [(tensor, i, part) for i, part in enumerate(tensor.parts) if part.layer is not None]
+
+    def loses(item: tuple[PlannedTensor, int, Part]) -> bool:
+        from bridge.encode.type_choice import keeps_codes, must_keep
+
+        tensor, number, part = item
+        if not source.coded(part):
+            return True
+        block = block_type(str(tensor.type))
+        assert block is not None
+        return not (must_keep(tensor.limit) or keeps_codes(source.grouped(part), block, importance.of(tensor, number)))
+
+    with ThreadPoolExecutor(usable_cpus(), thread_name_prefix="look") as pool:
+        found = [item for item, lost in zip(parts, pool.map(loses, parts), strict=True) if lost]
+    return {str(part.layer): (str(tensor.type), part.columns) for tensor, _, part in found}
+
+
+def quantize_layers(
+    ckpt: Checkpoint,
+    settings: Calibration,
+    wishes: dict[str, Wish],
+    folder: Path,
+    force: bool,
+    prepare: Prepare | None = None,
+) -> tuple[KeptLayers, list[str]]:
+    """Quantize the named layers of a checkpoint one after the other; those that are kept already are not made again.
+
+    wishes  by module
+    folder  where finished layers are kept; force: begin anew where it is of another run
+    prepare  see `quantize_model`
+
+    Returns the kept layers and notes. Raises BridgeError as `read_tokens` and `quantize_model` do.
+    """
+    from bridge.quantize.layer_store import KeptLayers
+
+    tokens = None if settings.method == "rtn" else calibration_tokens(ckpt, settings)
+    layers = KeptLayers(folder, _job(ckpt, settings, wishes, tokens), force)
+    done = len(layers.layers)
+
+    def quantizer(layer: Calibrated) -> tuple[torch.Tensor, None]:
+        nonlocal done
+        wish = wishes[layer.name]
+        values, quantized = wish.method.layer(layer, wish.columns)
+        layers.save(quantized, layer.weight.cpu().numpy(), layer.hessian.mean_squares(), layer.hessian.tokens)
+        done += 1
+        if settings.progress:
+            settings.progress(done, len(wishes), f"{layer.name} error {quantized.error:.2e}")
+        return values, None
+
+    if settings.progress:
+        settings.progress(done, len(wishes), "")
+    try:
+        if tokens is None:
+            _round_to_nearest(ckpt, wishes.keys() - layers.layers.keys(), quantizer)
+        else:
+            _walk(ckpt, settings, tokens, wishes, quantizer, layers, prepare)
+    except KeyboardInterrupt:
+        if not layers.layers:
+            layers.remove()
+            raise
+        raise BridgeError(
+            f"interrupted; {len(layers.layers)} of {len(wishes)} layers are kept in {folder}: "
+            "the same command goes on from there"
+        ) from None
+    missed = sorted(wishes.keys() - layers.layers.keys())
+    notes = [_lost_note(layers.layers, settings)] if tokens is not None and layers.layers else []
+    notes += [f"{name}: not seen among the model's layers; rounded to nearest instead" for name in missed]
+    return layers, notes + [note for layer in layers.layers.values() if (note := _damping_note(layer, settings))]
+
+
+def calibration_tokens(ckpt: Checkpoint, settings: Calibration) -> torch.Tensor:
+    """int64 [sequences, length] of the text. Raises BridgeError as `read_tokens` does."""
+    from bridge.quantize.texts import TOKEN_FILES, load_tokenizer, read_tokens
+
+    if settings.text is None:
+        raise BridgeError(f"{settings.method} needs a calibration text; only rtn does without")
+    tokenizer = None if Path(settings.text).suffix in TOKEN_FILES else load_tokenizer(ckpt.home)
+    vocabulary = ckpt.config.get("vocab_size")
+    return read_tokens(settings.text, tokenizer, settings.samples, settings.length, settings.seed, vocabulary)
+
+
+def _walk(
+    ckpt: Checkpoint,
+    settings: Calibration,
+    tokens: torch.Tensor,
+    wishes: dict[str, Wish],
+    quantizer: Callable[[Calibrated], tuple[torch.Tensor, None]],
+    layers: KeptLayers,
+    prepare: Prepare | None,
+) -> None:
+    """Take the tokens through the model, layer by layer."""
+    from bridge.quantize import quantize_model
+    from bridge.quantize.float_model import FloatModel
+
+    walk = quantize_model(
+        FloatModel(ckpt, device=settings.device),
+        tokens,
+        quantizer,
+        feed=settings.feed,
+        cross=settings.cross,
+        batch=max(1, _TOKENS_AT_ONCE // settings.length),
+        wanted=wishes.__contains__,
+        known=layers.values,
+        offload=settings.offload,
+        prepare=prepare,
+        head=True,
+    )
+    for _ in walk:
+        pass
+
+
+def _round_to_nearest(ckpt: Checkpoint, names: Set[str], quantizer: Callable[[Calibrated], object]) -> None:
+    """Without a text: every layer by itself."""
+    import torch
+
+    from bridge.quantize.hessian import Hessian
+    from bridge.quantize.walk import Calibrated
+
+    for name in sorted(names):
+        coded = name in ckpt.modules
+        weight = ckpt.read_module(name).dequantize() if coded else ckpt.read_float(f"{name}.weight")
+        quantizer(Calibrated(name, torch.from_numpy(weight), Hessian(name, weight.shape[1])))
+
+
+def quantize_planned(
+    ckpt: Checkpoint,
+    plan: Plan,
+    source: Source,
+    importance: Importance,
+    settings: Calibration,
+    folder: Path,
+    force: bool,
+    optional: bool = False,
+) -> tuple[KeptLayers | None, list[str]]:
+    """Quantize the layers of a plan that need it (see `needed`); returns as `quantize_layers`.
+
+    optional  no layers where none needs it, instead of BridgeError
+    """
+    from bridge.quantize import superblocks
+
+    if settings.method == "awq":
+        raise BridgeError("method awq: its scales belong to a checkpoint; give --format, or gptaq for a GGUF")
+    if settings.act_order == "free":
+        raise BridgeError("act-order free: GGUF cannot permute columns; choose fixed, static or none")
+    if settings.imatrix_out is not None:
+        check_target(settings.imatrix_out, force)
+    wishes = {
+        name: Wish(type_, settings.quantizer(superblocks(type_)), columns)
+        for name, (type_, columns) in needed(plan, source, importance).items()
+        # by themselves, matrices of 3-D tensors are rounded when they are written
+        if settings.method != "rtn" or name in ckpt.modules or f"{name}.weight" in ckpt.tensors
+    }
+    if not wishes and optional:
+        return None, []
+    if not wishes:
+        raise BridgeError(f"{ckpt.path}: every layer keeps its codes in these types; convert it without --calibrate")
+    layers, notes = quantize_layers(ckpt, settings, wishes, folder, force)
+    if settings.imatrix_out is not None:
+        _write_imatrix(plan, layers, settings)
+    return layers, notes
+
+
+def _write_imatrix(plan: Plan, kept: KeptLayers, settings: Calibration) -> None:
+    """llama.cpp's importance matrix, of the tensors whose every part was calibrated."""
+    from bridge.gguf_file.imatrix import write_imatrix
+
+    found: dict[str, tuple[np.ndarray, np.ndarray]] = {}
+    for tensor in plan.tensors:
+        layers = [layer for part in tensor.parts if (layer := kept.layers.get(part.layer or ""))]
+        if layers and len(layers) == len(tensor.parts):
+            rows = layers if len(tensor.shape) == 3 else layers[:1]  # parts of a fused matrix share their inputs
+            found[tensor.name] = (
+                np.stack([layer.importance() for layer in rows]), np.array([layer.tokens for layer in rows])
+            )  # fmt: skip
+    assert settings.imatrix_out is not None
+    write_imatrix(settings.imatrix_out, found, settings.length, [str(settings.text)])
+
+
+def _job(
+    ckpt: Checkpoint, settings: Calibration, wishes: dict[str, Wish], tokens: torch.Tensor | None
+) -> dict[str, Any]:
+    """What the layers depend on."""
+    options = {k: v for k, v in asdict(settings).items() if k not in ("text", "offload", "imatrix_out", "progress")}
+    files = [[f.name, f.stat().st_size, f.stat().st_mtime_ns] for f in ckpt.files]
+    said = [[name, w.grid, None if w.columns is None else w.columns.tolist()] for name, w in sorted(wishes.items())]
+    return {
+        "checkpoint": str(ckpt.path.resolve()),
+        "files": files,
+        "options": options,
+        "tokens": None if tokens is None else hashlib.sha256(tokens.numpy().tobytes()).hexdigest(),
+        "layers": hashlib.sha256(json.dumps(said).encode()).hexdigest(),
+    }
+
+
+def _lost_note(layers: dict[str, KeptLayer], settings: Calibration) -> str:
+    worst = max(layers.values(), key=lambda layer: layer.error)
+    mean = sum(layer.error for layer in layers.values()) / len(layers)
+    tokens = max(layer.tokens for layer in layers.values())
+    return (
+        f"{len(layers)} layers calibrated on {tokens} tokens of {settings.text}: "
+        f"their outputs lost {percent(mean)} of their power on average, {percent(worst.error)} at most ({worst.name})"
+    )
+
+
+def _damping_note(layer: KeptLayer, settings: Calibration) -> str | None:
+    if settings.method in ("rtn", "awq") or layer.damping == settings.damping:
+        return None
+    if layer.damping == float("inf"):
+        return f"{layer.name}: no damping makes its Hessian positive definite; rounded to nearest"
+    return f"{layer.name}: its Hessian took a damping of {layer.damping:g} instead of {settings.damping:g}"

@@ -1,0 +1,212 @@
+"""The GGUF on its way to disk: streamed tensor by tensor, and never half-written under its final name.
+
+The plan knows every type, so `gguf.GGUFWriter` writes a file's head once, then the data as it comes; of a split
+model one shard after another, each a file of its own.
+
+Everything happens in a temporary folder beside the target (see `held`); `finish` syncs and renames. What has been
+written goes to disk meanwhile, on a thread of its own, so that little is left to wait for.
+"""
+
+from __future__ import annotations
+
+import glob
+import os
+import tempfile
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, suppress
+from pathlib import Path
+
+import gguf
+import numpy as np
+from gguf.gguf_writer import SHARD_NAME_FORMAT
+
+from bridge.conversion.plan import Plan
+from bridge.errors import BridgeError
+from bridge.models.outline import PlannedTensor
+from bridge.system.files import check_target, disk_errors, sync_folder
+from bridge.system.folder_locks import unfinished
+
+_SYNC_BYTES = 64 << 20  # written between two requests to bring them to disk
+
+
+def shards_of(plan: Plan) -> list[list[PlannedTensor]]:
+    """The tensors of each shard: as many as fit in `split_max_size` bytes, by GGUFWriter's own rule."""
+    splitter = gguf.GGUFWriter(None, plan.arch, split_max_size=plan.split_max_size or 0)
+    for tensor in plan.tensors:
+        _add_info(splitter, tensor)
+    by_name = {t.name: t for t in plan.tensors}
+    return [[by_name[name] for name in shard] for shard in splitter.tensors]
+
+
+def _add_info(writer: gguf.GGUFWriter, tensor: PlannedTensor) -> None:
+    # of a plain dtype, so that the shape is taken as that of the weights
+    qtype = gguf.GGMLQuantizationType[str(tensor.type)]
+    writer.add_tensor_info(tensor.name, tensor.shape, np.dtype(np.float32), tensor.nbytes, qtype)
+
+
+def padded(nbytes: int) -> int:
+    """Bytes that a tensor takes in a file, with what aligns the next."""
+    return gguf.GGUFWriter.ggml_pad(nbytes, gguf.GGUF_DEFAULT_ALIGNMENT)
+
+
+def file_bytes(plan: Plan) -> int:
+    """Size of the one file that a plan makes."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "head.gguf"
+        writer = gguf.GGUFWriter(path, plan.arch)
+        try:
+            _add_metadata(writer, plan)
+            for tensor in plan.tensors:
+                _add_info(writer, tensor)
+            _write_head(writer)
+        finally:
+            writer.close()
+        return padded(path.stat().st_size) + sum(padded(t.nbytes) for t in plan.tensors)
+
+
+def _add_metadata(writer: gguf.GGUFWriter, plan: Plan) -> None:
+    for key, v in plan.metadata.items():
+        if key != gguf.Keys.General.ARCHITECTURE:  # the writer has added it
+            writer.add_key_value(key, v.value, v.type, v.sub_type)
+
+
+def _write_head(writer: gguf.GGUFWriter) -> None:
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_ti_data_to_file()
+
+
+class GGUFOutput:
+    """A GGUF being written. Use as a context manager: leaving it without `finish` removes every trace.
+
+    path    the final name (of the first shard: llama.cpp's names are derived from it)
+    plan    its metadata, its tensors with their types, the size of its shards
+    force   whether files of that name may be replaced
+    shard   (i, n): the i-th of n shards alone, counted from 1; None for all
+    inputs  files that are read meanwhile, and never replaced
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        plan: Plan,
+        force: bool = False,
+        shard: tuple[int, int] | None = None,
+        inputs: Sequence[Path] = (),
+    ) -> None:
+        self.path = path
+        self._plan = plan
+        self._force, self._inputs = force, inputs
+        self._shards = shards_of(plan)
+        count = len(self._shards)
+        if shard is not None and not (shard[1] == count and 1 <= shard[0] <= count):
+            raise BridgeError(
+                f"--shard {shard[0]}/{shard[1]}: the plan makes {count} shards, 1/{count} to {count}/{count}"
+            )
+        self._todo = [shard[0] - 1] if shard else list(range(count))
+        self.tensors = [t for i in self._todo for t in self._shards[i]]
+        self._left: list[PlannedTensor] = []  # of the shard that is being written
+        self._writer: gguf.GGUFWriter | None = None
+        self._background = ThreadPoolExecutor(max_workers=1, thread_name_prefix="sync")
+        self._syncing: Future[None] | None = None
+        self._unsynced = 0
+        self._check_targets([path])
+        self._targets = [path] if count == 1 else [
+            path.with_name(SHARD_NAME_FORMAT.format(path.stem, i + 1, count)) for i in self._todo
+        ]  # fmt: skip
+        if count > 1 and shard is None:
+            # a shard of another count beside these would be taken for one of them
+            others = path.parent.glob(f"{glob.escape(path.stem)}-[0-9]*-of-[0-9]*.gguf")
+            self._check_targets(sorted(others))
+        self._check_targets(self._targets)
+        self._temporaries = ExitStack()
+        try:
+            self._folder = self._temporaries.enter_context(unfinished(path))
+        except OSError as problem:
+            raise BridgeError(f"{path.parent}: cannot write there: {problem.strerror}") from None
+
+    def __enter__(self) -> GGUFOutput:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._discard()
+
+    def _discard(self) -> None:
+        """Close and remove what is temporary. Closing writes what is buffered, which a full disk refuses again."""
+        self._background.shutdown()
+        with suppress(OSError):
+            if self._writer is not None:
+                self._writer.close()
+        self._temporaries.close()
+
+    def write(self, data: np.ndarray) -> None:
+        """Append the next tensor of `tensors`: its bytes in any dtype. The first of a shard comes after its head, which
+        is written only then: meanwhile the next tensors are made."""
+        if not self._left:
+            with disk_errors(self.path, "metadata", "output"):
+                self._next_shard()
+        tensor = self._left.pop(0)
+        assert self._writer is not None
+        assert self._writer.fout is not None
+        with disk_errors(self.path, tensor.name, "output"):
+            self._writer.write_tensor_data(data)
+            self._unsynced += data.nbytes
+            if self._unsynced >= _SYNC_BYTES and (self._syncing is None or self._syncing.done()):
+                self._wait()  # raises what the system said of the last one
+                self._syncing = self._background.submit(_sync_data, self._writer.fout[0].fileno())
+                self._unsynced = 0
+
+    def _next_shard(self) -> None:
+        """Close the shard that is whole; write the head of the next, if there is one."""
+        self._wait()
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None
+        if not self._todo:
+            return
+        i = self._todo.pop(0)
+        self._left = list(self._shards[i])
+        target = self._targets[len(self._targets) - len(self._todo) - 1]
+        writer = self._writer = gguf.GGUFWriter(self._folder / target.name, self._plan.arch)
+        if i == 0:
+            _add_metadata(writer, self._plan)
+        if len(self._shards) > 1:
+            writer.add_uint16(gguf.Keys.Split.LLM_KV_SPLIT_NO, i)
+            writer.add_uint16(gguf.Keys.Split.LLM_KV_SPLIT_COUNT, len(self._shards))
+            writer.add_int32(gguf.Keys.Split.LLM_KV_SPLIT_TENSORS_COUNT, len(self._plan.tensors))
+        for tensor in self._left:
+            _add_info(writer, tensor)
+        _write_head(writer)
+
+    def _wait(self) -> None:
+        if self._syncing is not None:
+            self._syncing.result()
+            self._syncing = None
+
+    def finish(self) -> list[Path]:
+        """Sync, and rename into place. Returns the files."""
+        missing = [*self._left, *(t for i in self._todo for t in self._shards[i])]
+        if missing:
+            count = f"{len(missing)} of {len(self.tensors)} tensors is missing, {missing[0].name} first"
+            raise BridgeError(f"{self.path}: {count}; this is a defect of the program, please report it")
+        with disk_errors(self.path, "the last tensors", "output"):
+            while self._todo or self._writer is not None:
+                self._next_shard()
+        self._check_targets(self._targets)
+        for target in self._targets:
+            with open(self._folder / target.name, "rb") as file, disk_errors(self.path, target.name, "output"):
+                os.fsync(file.fileno())
+        for target in self._targets:
+            os.replace(self._folder / target.name, target)
+        sync_folder(self.path.parent)
+        return self._targets
+
+    def _check_targets(self, paths: Sequence[Path]) -> None:
+        for path in paths:
+            check_target(path, self._force, self._inputs)
+
+
+def _sync_data(file: int) -> None:
+    """Bring a file's contents to disk; releases the GIL meanwhile."""
+    getattr(os, "fdatasync", os.fsync)(file)

@@ -1,0 +1,51 @@
+"""The importance of a model's columns, for tensors that are quantized from floats."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from bridge.errors import BridgeError
+from bridge.models.outline import PlannedTensor
+
+
+@dataclass
+class Importance:
+    """The importance matrix: what a squared error in each column costs, by GGUF tensor; and the file it is from."""
+
+    by_name: dict[str, np.ndarray]
+    path: str | None = None
+
+    @classmethod
+    def read(cls, path: str | Path | None) -> Importance:
+        """That of llama.cpp's GGUF; an empty one without a path."""
+        if path is None:
+            return cls({})
+        from bridge.gguf_file.imatrix import read_imatrix
+
+        return cls(read_imatrix(Path(path)), str(path))
+
+    def check(self, tensors: Sequence[PlannedTensor]) -> None:
+        """BridgeError where it names no tensor of the model."""
+        if self.by_name and not any(t.name in self.by_name for t in tensors):
+            raise BridgeError("the imatrix names no tensor of this model; it was made for another one")
+
+    def of(self, tensor: PlannedTensor, part: int = 0) -> np.ndarray | None:
+        """float32 [in] of one of a tensor's parts, in the GGUF's order; None where it is not known."""
+        if not self.by_name:
+            return None
+        from bridge.gguf_file.imatrix import for_tensor
+
+        experts = tensor.shape[0] if len(tensor.shape) == 3 else 1
+        importance = for_tensor(self.by_name, tensor.name, tensor.shape[-1], experts)
+        if importance is None:
+            return None
+        if experts > 1:  # a part is of one expert, or of several
+            parts = len(tensor.parts)
+            first, stop = part * experts // parts, (part + 1) * experts // parts
+            importance = importance[first : max(first + 1, stop)].mean(0)
+        order = tensor.parts[part].columns
+        return importance if order is None else importance[order]

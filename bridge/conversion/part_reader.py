@@ -1,0 +1,168 @@
+"""A planned tensor's codes or floats as the checkpoint has them, with rows and columns in the GGUF's order."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from bridge.checkpoint import Checkpoint
+from bridge.errors import BridgeError
+from bridge.models.outline import Part, PlannedTensor
+
+if TYPE_CHECKING:
+    from bridge.checkpoint.grouped import CodedTensor
+
+_CHUNK_WEIGHTS = 1 << 22  # float rows read at a time
+_WINDOW = 16  # rows of a sample that stand together: a cache line of GPTQ's words
+_WINDOWS = 3  # first, middle, last
+
+
+@dataclass
+class Source:
+    """Reads the parts of planned tensors from a checkpoint."""
+
+    ckpt: Checkpoint
+
+    def check(self, tensors: list[PlannedTensor]) -> None:
+        """BridgeError where a part is missing, or smaller than planned. A larger one may be padded with zeros."""
+        for part in (part for t in tensors for part in t.parts):
+            if part.source not in self.ckpt.tensors and not self._module(part):
+                raise BridgeError(f"{self.ckpt.path}: has no {part.source}; the plan is of another checkpoint")
+            shape, _ = self._stored(part)
+            expected = part.stored or part.shape
+            if len(shape) != len(expected) or any(a < b for a, b in zip(shape, expected, strict=True)):
+                raise self._other_shape(part)
+
+    def coded(self, part: Part) -> bool:
+        """Whether the part is codes; else it is floats, or made floats by what it changes."""
+        return part.change in (None, "conv1d") and self._module(part)
+
+    def _module(self, part: Part) -> bool:
+        """Whether the checkpoint has the part's source as a quantized module."""
+        return part.module in self.ckpt.modules and part.source != part.module
+
+    def stored_as(self, part: Part) -> str:
+        """For people: the dtype of a part that is floats here; "codes" where it is made of them."""
+        return "codes" if self._module(part) else self.ckpt.stored_as(part.source)
+
+    def nbytes(self, tensor: PlannedTensor) -> int:
+        """Bytes of the tensor in the checkpoint."""
+        total = 0
+        for part in tensor.parts:
+            if self._module(part):
+                nbytes = self.ckpt.modules[part.module].nbytes
+            else:
+                info = self.ckpt.tensors[part.source]
+                nbytes = info.nbytes if part.matrix is None else info.nbytes // info.shape[0]
+            share = math.prod(part.shape) / math.prod(part.stored) if part.stored else 1.0
+            total += math.ceil(nbytes * share)
+        return total
+
+    def grouped(self, part: Part) -> CodedTensor:
+        """A part's codes with rows and columns as the GGUF has them."""
+        if part.stored is not None and part.rows is not None and (np.diff(part.rows) > 0).all():
+            return self._fitted(self.ckpt.read_module(part.module, part.rows), part, len(part.rows))
+        t = self._fitted(self.ckpt.read_module(part.module), part)
+        return t if part.rows is None else t.take_rows(part.rows)
+
+    def sample(self, part: Part) -> CodedTensor:
+        """Codes of some of a part's rows, in any order: what a type is chosen by."""
+        rows = np.arange(part.shape[0]) if part.rows is None else np.sort(part.rows)
+        if len(part.shape) < 2 or len(rows) <= 2 * _WINDOW * _WINDOWS:
+            return self.grouped(part)
+        last = len(rows) - _WINDOW
+        at = np.concatenate([np.arange(start, start + _WINDOW) for start in (0, last // 2, last)])
+        return self._fitted(self.ckpt.read_module(part.module, rows[at]), part, len(at))
+
+    def _fitted(self, t: CodedTensor, part: Part, rows: int | None = None) -> CodedTensor:
+        """Without zero padding beyond the part's true shape, columns in the GGUF's order; `rows`: of a sample."""
+        shape = part.stored or part.shape
+        out, columns = shape if len(shape) == 2 else (1, *shape)
+        out = rows or out
+        if t.shape != (out, columns):
+            weights = t.dequantize()
+            beyond = t.shape[0] - out >= t.padding or t.shape[1] - columns >= t.padding
+            if beyond and (weights[out:].any() or weights[:, columns:].any()):
+                raise self._other_shape(part)
+            t = t.crop(out, columns)
+        return t if part.columns is None else t.take_columns(part.columns)
+
+    def floats(self, part: Part) -> Iterator[np.ndarray]:
+        """A float part's rows as the GGUF has them, in chunks of float32."""
+        if part.change in ("transposed", "conv1d"):
+            yield self._transposed(part)
+            return
+        if part.change is not None:
+            whole = self._cropped(self._read_whole(part), part)
+            whole = whole + np.float32(1) if part.change == "+1" else -np.exp(whole) if part.change == "-exp" else whole
+            yield whole if part.rows is None else whole[part.rows]
+            return
+        if part.matrix is not None or len(part.shape) == 1 or part.rows is not None:
+            whole = self._cropped(self._read_whole(part), part)
+            yield whole if part.rows is None else whole[part.rows]
+            return
+        stored, step = self.ckpt.tensors[part.source].shape[0], max(1, _CHUNK_WEIGHTS // part.shape[1])
+        for start in range(0, stored, step):
+            rows = (start, min(start + step, stored))
+            chunk = self._cropped(self.ckpt.read_float(part.source, rows), part, start)
+            if len(chunk):
+                yield chunk
+
+    def _read_whole(self, part: Part) -> np.ndarray:
+        """float32 of a part as it is stored, of as many dimensions as it is to have."""
+        rows = None if part.matrix is None else (part.matrix, part.matrix + 1)
+        stored = self.ckpt.read_float(part.source, rows)
+        return stored.reshape(self._stored(part)[0])
+
+    def _transposed(self, part: Part) -> np.ndarray:
+        """float32 of a part whose columns are rows of the source: of codes, no other rows are read."""
+        columns = np.arange((part.stored or part.shape)[1]) if part.columns is None else part.columns
+        if self._module(part):
+            turned = self.ckpt.read_module(part.module, columns).dequantize().T
+        else:
+            matrix = 0 if part.matrix is None else part.matrix
+            rows = (matrix, matrix + 1) if part.matrix is not None else (int(columns.min()), int(columns.max()) + 1)
+            stored = self.ckpt.read_float(part.source, rows)
+            turned = (stored[0][columns] if part.matrix is not None else stored[columns - rows[0]]).T
+        turned = turned if part.rows is None else turned[part.rows]
+        return self._cropped(turned, Part(part.source, part.shape))
+
+    def _cropped(self, x: np.ndarray, part: Part, start: int = 0) -> np.ndarray:
+        """Finite rows of a float part from `start` on, without zero padding beyond the model's true shape."""
+        rows, *columns = part.stored or part.shape
+        inner = tuple(slice(size) for size in (max(0, rows - start), *columns))
+        kept = np.ascontiguousarray(x[inner])
+        if kept.shape != x.shape and np.count_nonzero(x) > np.count_nonzero(kept):
+            raise self._other_shape(part)
+        if not np.isfinite(kept).all():
+            _, file = self._stored(part)
+            raise BridgeError(
+                f"{file}: {part.source} holds NaN or infinite values; the checkpoint is damaged, download it again"
+            )
+        return kept
+
+    def _stored(self, part: Part) -> tuple[tuple[int, ...], Path]:
+        """Shape in the checkpoint, and the file. A vector may be stored as a matrix of one row."""
+        shape: tuple[int, ...]
+        if self._module(part):
+            shape, file = self.ckpt.modules[part.module].shape, self.ckpt.modules[part.module].file
+        else:
+            plain = self.ckpt.tensors[part.source]
+            shape, file = plain.shape if part.matrix is None else plain.shape[1:], plain.file
+        if part.change == "transposed" or (part.change == "conv1d" and not self._module(part)):
+            return shape[::-1], file
+        if part.change == "squeezed":
+            return tuple(n for n in shape if n > 1), file
+        return shape[1:] if len(part.shape) == 1 and shape[:1] == (1,) and len(shape) == 2 else shape, file
+
+    def _other_shape(self, part: Part) -> BridgeError:
+        shape, file = self._stored(part)
+        return BridgeError(
+            f"{file}: {part.source} has shape {list(shape)} where config.json makes it {list(part.shape)}; "
+            "config and weights are not of the same model"
+        )

@@ -1,0 +1,19 @@
+"""Names of what a conversion writes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from bridge.checkpoint.files.hub import model_name
+from bridge.conversion.recipe import Recipe
+
+
+def layers_of(path: Path) -> Path:
+    """The folder beside a GGUF in which its finished layers are kept while it is made."""
+    return path.with_name(f"{path.name}.layers")
+
+
+def default_name(checkpoint: str, recipe: Recipe) -> str:
+    """`<checkpoint>-<TYPE>.gguf`, or `<checkpoint>.gguf` for auto."""
+    stem = model_name(checkpoint)
+    return f"{stem}.gguf" if recipe.type == "auto" else f"{stem}-{recipe.type}.gguf"

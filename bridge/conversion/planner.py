@@ -1,0 +1,331 @@
+"""Makes plans: a family's or a template's outline, with the checkpoint's data looked at and every type chosen.
+
+Types are chosen on sampled rows, where that is clear, and confirmed when the whole tensor is converted
+(`bridge.conversion.executor`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+from gguf import GGML_QUANT_VERSION, GGUFValueType, LlamaFileType
+from gguf.gguf_writer import GGUFValue
+
+from bridge.blocks import FP4, MXFP4, NVFP4, Q2_0, BlockType
+from bridge.checkpoint import Checkpoint
+from bridge.conversion.importance import Importance
+from bridge.conversion.part_reader import Source
+from bridge.conversion.plan import Plan
+from bridge.conversion.recipe import PRESETS, Q2_0_SINCE, Recipe, TensorPlace, block_type
+from bridge.errors import BridgeError
+from bridge.models.outline import BESIDE_NVFP4, Outline, Part, PlannedTensor, number
+from bridge.system.cpus import usable_cpus
+
+if TYPE_CHECKING:
+    from bridge.checkpoint.grouped import CodedTensor
+
+_ROWS = 1024  # of a matrix, looked at together
+# the tensors whose scale llama.cpp's graph multiplies by (build 11549): others' are loaded, and left unused
+_NVFP4_SCALES = {
+    "llama": ("attn_", "ffn_", "output"),
+    "qwen3": ("attn_", "ffn_", "output"),
+    "qwen3moe": ("attn_", "ffn_", "output"),
+    "qwen2": ("attn_", "output"),
+    "qwen2moe": ("attn_", "output"),
+}
+_SAMPLED_PARTS = 3  # of a stack: first, middle, last
+
+
+def outline_of(ckpt: Checkpoint, pre: str | None = None, template: str | Path | None = None) -> Outline:
+    """A checkpoint's outline, by its family or a template; folds are carried out, biases of zeros left out.
+
+    pre  overrides the recognition of the pre-tokenizer
+
+    Raises BridgeError where the checkpoint is of no known family, incomplete, or holds a bias that llama.cpp has no
+    place for.
+    """
+    if template is not None:
+        from bridge.models.template import describe_template
+
+        outline = describe_template(ckpt, template)
+    else:
+        from bridge.models import describe_model
+
+        shapes = {name: info.shape for name, info in ckpt.tensors.items()}
+        shapes |= {f"{module}.weight": info.shape for module, info in ckpt.modules.items()}
+        config, notes = _mended(ckpt)
+        outline = describe_model(config, ckpt.home, shapes, pre)
+        outline.notes += notes
+    for name in outline.zero_only:
+        if ckpt.read_float(name).any():
+            arch = outline.metadata["general.architecture"].value
+            raise BridgeError(f"{name}: llama.cpp's {arch} has no such tensor, and it is not zero; it cannot be kept")
+    left_out = {name for name in outline.optional if not ckpt.read_float(name).any()}
+    outline.tensors = [t for t in outline.tensors if t.source not in left_out]
+    Source(ckpt).check(outline.tensors)
+    outline.tensors = _folded(ckpt, outline)
+    return outline
+
+
+def _mended(ckpt: Checkpoint) -> tuple[dict[str, Any], list[str]]:
+    """config.json and notes: a head that differs from the embeddings is not tied to them, whatever it says.
+
+    Values are compared, whether they are stored as floats or as codes, over the rows and columns that both have:
+    what one has beyond is padding.
+    """
+    from bridge.models.wrapper import text_names
+
+    tied = ckpt.config.get("tie_word_embeddings")
+    text, _ = text_names([*ckpt.tensors, *(f"{module}.weight" for module in ckpt.modules)])
+    stored = (text.get(f"{name}.weight", "").removesuffix(".weight") for name in ("lm_head", "model.embed_tokens"))
+    head, embedding = (_weight(ckpt, name) if tied and name else None for name in stored)
+    if head is None or embedding is None:
+        return ckpt.config, []
+    rows, columns = map(min, zip(head.shape, embedding.shape, strict=True))
+    for start in range(0, rows, _ROWS):
+        stop = min(start + _ROWS, rows)
+        if not np.array_equal(head.rows(start, stop)[:, :columns], embedding.rows(start, stop)[:, :columns]):
+            note = "config.json ties lm_head to the embeddings, but it is stored with other values; it is kept"
+            return {**ckpt.config, "tie_word_embeddings": False}, [note]
+    return ckpt.config, []
+
+
+class _Weight(NamedTuple):
+    """A matrix: `rows` gives float32 of the rows start..stop."""
+
+    shape: tuple[int, ...]
+    rows: Callable[[int, int], np.ndarray]
+
+
+def _weight(ckpt: Checkpoint, name: str) -> _Weight | None:
+    """A module's matrix, whichever way it is stored; None where there is none."""
+    if name in ckpt.modules:
+        t = ckpt.read_module(name)
+        return _Weight(t.shape, lambda start, stop: t.dequantize(slice(start, stop)))
+    info = ckpt.tensors.get(f"{name}.weight")
+    if info is None or len(info.shape) != 2:
+        return None
+    return _Weight(info.shape, lambda start, stop: ckpt.read_float(info.name, (start, stop)))
+
+
+def _folded(ckpt: Checkpoint, outline: Outline) -> list[PlannedTensor]:
+    """The tensors with act-order undone where it can be: a consumer's columns and its producers' rows permuted."""
+    widths = {part.module: part.shape[-1] for t in outline.tensors for part in t.parts}
+    heights = {part.module: part.shape[0] for t in outline.tensors for part in t.parts}
+    rows: dict[str, np.ndarray] = {}
+    columns: dict[str, np.ndarray] = {}
+    for fold in outline.folds:
+        group = ckpt.group_order(fold.consumer) if fold.consumer in ckpt.modules else None
+        if group is not None:
+            # columns beyond the model's true width are padding, and will be cropped
+            order = np.argsort(group[: widths[fold.consumer]], kind="stable")
+            columns[fold.consumer] = order
+            for producer in fold.producers:  # one that holds gate and up has the rows of both
+                starts = np.arange(0, heights[producer], len(order))
+                rows[producer] = (starts[:, None] + order).reshape(-1)
+
+    def ordered(part: Part) -> Part:
+        """The fold's permutation, then the architecture's; a producer's bias goes with its rows."""
+        fold = rows.get(part.source.rpartition(".")[0])
+        if fold is not None:
+            part = replace(part, rows=fold if part.rows is None else fold[part.rows])
+        return replace(part, columns=columns[part.module]) if part.module in columns else part
+
+    return [replace(t, parts=tuple(map(ordered, t.parts))) for t in outline.tensors]
+
+
+def make_plan(
+    ckpt: Checkpoint,
+    recipe: Recipe,
+    importance: Importance,
+    *,
+    pre: str | None = None,
+    template: str | Path | None = None,
+    split_max_size: int | None = None,
+    threads: int | None = None,
+    progress: Callable[[int, int, str], None] | None = None,
+) -> Plan:
+    """What becomes of a checkpoint: every tensor with its type. Raises BridgeError as `bridge.convert` does."""
+    outline = outline_of(ckpt, pre, template)
+    importance.check(outline.tensors)
+    chooser = _Chooser(Source(ckpt), recipe, importance, outline)
+    recipe.check([t.name for t in outline.tensors if t.type is None])
+    done, total = 0, sum(len(t.parts) for t in outline.tensors)
+    tensors: list[PlannedTensor] = []
+    with ThreadPoolExecutor(max_workers=threads or usable_cpus(), thread_name_prefix="plan") as pool:
+        try:
+            for tensor in pool.map(chooser.chosen, outline.tensors):
+                tensors.append(tensor)
+                done += len(tensor.parts)
+                if progress:
+                    progress(done, total, tensor.name)
+        except BaseException:
+            pool.shutdown(cancel_futures=True)
+            raise
+    tensors = with_factors(ckpt, tensors)
+    metadata = dict(outline.metadata)
+    metadata["general.quantization_version"] = GGUFValue(GGML_QUANT_VERSION, GGUFValueType.UINT32)
+    metadata["general.file_type"] = GGUFValue(_file_type(recipe, tensors), GGUFValueType.UINT32)
+    notes = [*ckpt.notes, *outline.notes]
+    if any(t.type == "Q2_0" for t in tensors) and recipe.uses_q2_0 is None:
+        notes.append(
+            f"Q2_0 is known to llama.cpp since build {Q2_0_SINCE} (July 2026): earlier ones cannot load this file"
+        )
+    if outline.unused:
+        notes.append(f"not needed in GGUF and left out: {', '.join(outline.unused)}")
+    return Plan(
+        metadata, tensors, outline.stop, notes, None if template is None else str(template), importance.path,
+        split_max_size,
+    )  # fmt: skip
+
+
+def rechosen(ckpt: Checkpoint, plan: Plan, recipe: Recipe, importance: Importance, name: str) -> Plan:
+    """The plan with the type of one tensor chosen on all its rows: what was chosen on a sample did not hold."""
+    chooser = _Chooser(Source(ckpt), recipe, importance, plan)
+    tensors = [chooser.chosen(t, whole=True) if t.name == name else t for t in plan.tensors]
+    return replace(plan, tensors=with_factors(ckpt, tensors))
+
+
+def retyped(ckpt: Checkpoint, plan: Plan, recipe: Recipe, types: Mapping[str, tuple[str, str]]) -> Plan:
+    """The plan with other types for some tensors: by name, the type and the reason."""
+    tensors = [
+        replace(t, type=types[t.name][0], reason=types[t.name][1], limit=None) if t.name in types else t
+        for t in plan.tensors
+    ]
+    tensors = with_factors(ckpt, tensors)
+    file_type = GGUFValue(_file_type(recipe, tensors), GGUFValueType.UINT32)
+    return replace(plan, tensors=tensors, metadata={**plan.metadata, "general.file_type": file_type})
+
+
+def with_factors(ckpt: Checkpoint, tensors: Sequence[PlannedTensor]) -> list[PlannedTensor]:
+    """The tensors, and after each that is NVFP4 the scale of the whole of it, and of its input, that llama.cpp takes
+    beside it: "blk.0.attn_q.scale", one number or one an expert. A scale of 1 is left out."""
+    found = []
+    for tensor in (t for t in tensors if t.reason != BESIDE_NVFP4):
+        found.append(tensor)
+        if tensor.type != "NVFP4":
+            continue
+        count = tensor.shape[0] if len(tensor.shape) == 3 else 1
+        factors = [ckpt.factors(part.module) for part in tensor.parts][:count]
+        for key in ("scale", "input_scale"):
+            values = np.array([f[key] for f in factors if key in f], np.float32)
+            if len(values) == count and (key != "scale" or (values != 1).any()):
+                name = f"{tensor.name.removesuffix('.weight')}.{key}"
+                found.append(PlannedTensor(name, (count,), data=values, type="F32", reason=BESIDE_NVFP4))
+    return found
+
+
+@dataclass
+class _Chooser:
+    """Chooses types for one checkpoint."""
+
+    source: Source
+    recipe: Recipe
+    importance: Importance
+    outline: Outline | Plan
+
+    def __post_init__(self) -> None:
+        metadata = self.outline.metadata
+        heads = number(metadata, "attention.head_count", 1)
+        self._layers = number(metadata, "block_count")
+        self._gqa = heads // max(1, number(metadata, "attention.head_count_kv", heads))
+        self._experts = number(metadata, "expert_count")
+        self._tied = all(t.name != "output.weight" for t in self.outline.tensors)
+
+    def chosen(self, tensor: PlannedTensor, whole: bool = False) -> PlannedTensor:
+        """The tensor with its type; `whole`: all rows are looked at, even where its type was chosen before."""
+        if tensor.type is not None and not whole:
+            return tensor
+        from bridge.encode.type_choice import choose
+
+        place = self._place(tensor)
+        coded = [part for part in tensor.parts if self.source.coded(part)]
+        if not coded:
+            return replace(tensor, type=self.recipe.wanted(place, as_codes=False).type, reason="came as floats")
+        samples: list[tuple[CodedTensor, np.ndarray | None]] = []
+        wanted = self.recipe.wanted(place, as_codes=True)
+        if wanted.mode != "forced" or self.recipe.actorder_type:
+            samples += self._look(tensor, sampled=True)
+            wanted = self.recipe.wanted(place, as_codes=True, act_order=any(not t.sequential for t, _ in samples))
+        if wanted.mode == "forced" and block_type(str(wanted.type)) is None:
+            return replace(tensor, type=wanted.type, reason="as floats")
+        asked = None if wanted.type is None else block_type(wanted.type)
+
+        def look(sampled: bool) -> Iterator[tuple[CodedTensor, np.ndarray | None]]:
+            return iter(samples) if sampled and not whole else self._look(tensor, sampled=False)
+
+        if asked is not None and wanted.mode == "forced" and asked.name in FP4:
+            self._check_fp4(tensor, asked.name, [t for t, _ in samples or self._look(tensor, sampled=True)])
+        choice = choose(wanted.mode, asked, look, tensor.shape[-1], self._special(tensor, wanted.mode))
+        return replace(tensor, type=choice.type, reason=choice.reason, limit=choice.limit)
+
+    def _look(self, tensor: PlannedTensor, sampled: bool) -> Iterator[tuple[CodedTensor, np.ndarray | None]]:
+        """A tensor's parts that are codes, with the importance of their columns; or some rows of some of them."""
+        coded = [i for i, part in enumerate(tensor.parts) if self.source.coded(part)]
+        if sampled:
+            coded = sorted({coded[0], coded[len(coded) // 2], coded[-1]})[:_SAMPLED_PARTS]
+        for i in coded:
+            part = tensor.parts[i]
+            yield self.source.sample(part) if sampled else self.source.grouped(part), self.importance.of(tensor, i)
+
+    def _special(self, tensor: PlannedTensor, mode: str) -> list[BlockType]:
+        """The types beyond BLOCKS that the tensor may become, the smallest first."""
+        known = self.recipe.uses_q2_0
+        q2_0 = [Q2_0] if known or (known is None and mode == "exact") else []
+        fp4 = (
+            [MXFP4, *([NVFP4] if self._holds_nvfp4(tensor) else [])]
+            if all(map(self.source.coded, tensor.parts))
+            else []
+        )
+        return [*q2_0, *fp4]
+
+    def _holds_nvfp4(self, tensor: PlannedTensor) -> bool:
+        """Whether llama.cpp has a place for the scales of all parts and computes with them: one for a matrix, one an
+        expert, none for an embedding."""
+        factors = [self.source.ckpt.factors(part.module) for part in tensor.parts if self.source.coded(part)]
+        scales = [f.get("scale", 1.0) for f in factors]
+        if all(scale == 1 for scale in scales):
+            return True
+        arch = str(self.outline.metadata["general.architecture"].value)
+        if not tensor.kind.startswith(_NVFP4_SCALES.get(arch, ())):
+            return False
+        return len(set(scales)) == 1 or (len(tensor.shape) == 3 and len(tensor.parts) == tensor.shape[0])
+
+    def _check_fp4(self, tensor: PlannedTensor, asked: str, samples: Sequence[CodedTensor]) -> None:
+        """BridgeError where a tensor cannot become the type of 4-bit floats that is asked for."""
+        from bridge.encode.carry import why_not
+
+        reason = next((why for t in samples if (why := why_not(t, FP4[asked]))), None)
+        if reason is None and asked == "NVFP4" and not self._holds_nvfp4(tensor):
+            reason = "llama.cpp does not compute with its scale"
+        if reason is not None:
+            raise BridgeError(f"{tensor.name}: cannot become {asked}, {reason}; choose another type for it")
+
+    def _place(self, tensor: PlannedTensor) -> TensorPlace:
+        """Where a tensor stands in the model."""
+        tied = tensor.kind == "token_embd" and self._tied
+        return TensorPlace(
+            tensor.name, tensor.kind, tensor.layer, self._layers, self._gqa, tensor.shape[-1], tied, self._experts
+        )
+
+
+def _file_type(recipe: Recipe, tensors: Sequence[PlannedTensor]) -> int:
+    """general.file_type: the preset, or the type that most weights have."""
+    name = recipe.type
+    if name not in PRESETS:
+        weights: dict[str, int] = {}
+        for t in tensors:
+            if len(t.shape) > 1 and t.kind not in ("token_embd", "output"):
+                weights[str(t.type)] = weights.get(str(t.type), 0) + int(np.prod(t.shape))
+        name = max(weights, key=lambda k: weights[k]) if weights else "F32"
+    if name == "Q2_0":  # which the gguf package does not know yet
+        return 41
+    for candidate in (name, f"{name}_M", f"{name}_S", f"{name}_MOE"):
+        if f"MOSTLY_{candidate}" in LlamaFileType.__members__:
+            return int(LlamaFileType[f"MOSTLY_{candidate}"])
+    return int(LlamaFileType.ALL_F32)

@@ -1,0 +1,222 @@
+"""What a conversion or a verification found, per tensor, and the table that says it to a person."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from bridge.errors import BridgeError
+from bridge.system.files import check_target, write_text
+from bridge.system.text import align, percent, size_text, summarise_notes
+
+if TYPE_CHECKING:
+    from bridge.encode.carry import Fidelity
+
+CARRIED = "codes carried"
+PARTLY = "codes carried in part"
+REQUANTIZED = "requantized"
+FLOAT = "from float"
+CALIBRATED = "calibrated"  # quantized with the Hessian of a text
+AS_IS = "kept float"
+CODED = (CARRIED, PARTLY, REQUANTIZED)
+
+_START = b'{\n "checkpoint": '  # of a report's file
+
+MAX_SHARE = 0.15  # of the checkpoint's own noise: the most that `--type auto` adds, but for Q8_0
+MAX_NMSE = 1e-4  # for tensors that came as floats; Q8_0 is at 3e-5
+
+
+@dataclass
+class TensorReport:
+    """One tensor of the GGUF. Fidelity is None for tensors stored as they were."""
+
+    name: str
+    source: str | None  # name in the checkpoint; None for generated tensors
+    kind: str
+    type: str
+    shape: tuple[int, ...]
+    nbytes: int
+    how: str  # one of CARRIED, PARTLY, REQUANTIZED, CALIBRATED, FLOAT, AS_IS
+    fidelity: Fidelity | None = None
+    exact_for_free: str | None = None  # a bit-exact type that is no larger, where `type` is not exact
+    notes: list[str] = field(default_factory=list)
+    codes_missing: int = 0  # found by verify: codes that are not in the file, though its type holds them bit for bit
+    stored: str | None = None  # how a tensor of floats lies in the checkpoint: "BF16"
+
+    @property
+    def weights(self) -> int:
+        return math.prod(self.shape)
+
+    def as_dict(self) -> dict[str, object]:
+        """For JSON: the fields, with what the fidelity's sums amount to."""
+        row: dict[str, object] = {**asdict(self), "bpw": 8 * self.nbytes / self.weights}
+        if self.fidelity:
+            row["fidelity"] = {
+                "nmse": self.fidelity.nmse,
+                "share_of_noise": self.fidelity.share if self.fidelity.noise else None,
+                "codes_kept": self.fidelity.kept / self.fidelity.weights if self.has_codes else None,
+                **asdict(self.fidelity),
+            }
+        return row
+
+    @property
+    def has_codes(self) -> bool:
+        """Whether the tensor arrived as codes."""
+        return self.how in CODED
+
+
+def how_kept(fidelity: Fidelity) -> str:
+    """CARRIED, PARTLY or REQUANTIZED."""
+    return CARRIED if fidelity.kept == fidelity.weights else PARTLY if fidelity.kept else REQUANTIZED
+
+
+def lost_codes(tensor: str, whys: Sequence[str], fidelity: Fidelity) -> list[str]:
+    """Why a tensor could not keep all its codes: a line for each reason; `whys`: of each part, empty where it did."""
+    of = f" of its {len(whys)} parts: " if len(whys) > 1 else ""
+    kept = f"{percent(fidelity.kept / fidelity.weights, 4)} of its codes kept" if fidelity.kept else "codes not kept"
+    adds = f"adds {percent(fidelity.share)} of the checkpoint's noise"
+    counts = Counter(why for why in whys if why)
+    return [f"{tensor}: {f'{count}{of}' if of else ''}{kept}, {why}; {adds}" for why, count in counts.items()]
+
+
+def beyond_auto(report: TensorReport) -> str | None:
+    """What to say of a tensor that no type holds as well as `--type auto` promises; None where one does."""
+    f = report.fidelity
+    if f is None or report.how == CALIBRATED or f.nmse <= MAX_NMSE or (report.has_codes and f.share <= MAX_SHARE):
+        return None
+    return (
+        f"{report.name}: is far off (NMSE {f.nmse:.2g}): its values are beyond what {report.type}'s half-precision "
+        "scales reach; if the checkpoint is sound, keep it as floats with --tensor-type REGEX=BF16"
+    )
+
+
+@dataclass
+class Report:
+    """The whole file."""
+
+    checkpoint: str
+    checkpoint_format: str
+    outputs: list[Path]
+    tensors: list[TensorReport]
+    source_bytes: int
+    seconds: float
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def output_bytes(self) -> int:
+        """Size of the GGUF's files on disk."""
+        return sum(p.stat().st_size for p in self.outputs)
+
+    def total(self, hows: Iterable[str] = CODED) -> Fidelity | None:
+        """The sums over all tensors that were handled in one of these ways."""
+        total = None
+        for t in self.tensors:
+            if t.how in hows and t.fidelity:
+                total = t.fidelity if total is None else total + t.fidelity
+        return total
+
+    def bpw(self, hows: Iterable[str] = CODED) -> float:
+        """Bits per weight over the tensors that were handled in one of these ways."""
+        chosen = [t for t in self.tensors if t.how in hows]
+        weights = sum(t.weights for t in chosen)
+        return 8 * sum(t.nbytes for t in chosen) / weights if weights else 0.0
+
+    def save(self, path: Path) -> None:
+        """Write everything as JSON; an earlier report is replaced. Raises BridgeError where that fails."""
+        check_report(path)
+        record = {
+            "checkpoint": self.checkpoint,
+            "format": self.checkpoint_format,
+            "outputs": [str(p) for p in self.outputs],
+            "source_bytes": self.source_bytes,
+            "output_bytes": self.output_bytes,
+            "seconds": round(self.seconds, 3),
+            "notes": self.notes,
+            "tensors": [t.as_dict() for t in self.tensors],
+        }
+        write_text(path, json.dumps(record, indent=1) + "\n")
+
+    def table(self, done: str = "wrote") -> str:
+        """The closing table: a row per kind of tensor, then sizes, time and notes."""
+        rows: list[tuple[str, ...]] = [("tensors", "", "type", "bpw", "codes kept", "NMSE", "of source noise")]
+        groups: dict[tuple[str, str], list[TensorReport]] = {}
+        for t in self.tensors:
+            kind = t.kind if t.fidelity else "norms, biases and other floats"
+            groups.setdefault((kind, t.how), []).append(t)
+        for (kind, _), members in groups.items():
+            rows.append(_row(kind, members))
+        coded = [t for t in self.tensors if t.has_codes]
+        if len({t.kind for t in coded}) > 1:
+            rows.append(_row("all that came as codes", coded))
+        lines = align(rows, (True, False, True, False, False, False, False))
+        lines.insert(1, "-" * max(map(len, lines)))
+        lines += ["", *self._closing(done)]
+        return "\n".join(lines)
+
+    def _closing(self, done: str) -> list[str]:
+        lines = []
+        if any(t.has_codes for t in self.tensors):
+            trellis = self.checkpoint_format.startswith(("QTIP", "EXL3"))
+            whose = "codes cost on Gaussian weights" if trellis else "rounding costs, s^2/12 a weight"
+            lines.append(f"of source noise: the error beside what the checkpoint's own {whose}")
+        free = Counter(t.exact_for_free for t in self.tensors if t.exact_for_free)
+        for name, count in free.items():
+            lines.append(f"{count} of these tensors would be bit-exact at no extra size as {name}: use --exact")
+        partly = self.total([PARTLY])
+        if partly:
+            kept = percent(partly.kept / partly.weights, 4)
+            count = sum(t.how == PARTLY for t in self.tensors)
+            lines.append(
+                f"{count} tensors kept {kept} of their codes; the others were requantized (--report says which)"
+            )
+        rounded = sum(t.how == REQUANTIZED and t.fidelity is not None and t.fidelity.error > 0 for t in self.tensors)
+        if rounded:
+            lines.append(f"{rounded} tensors could not keep their codes and were requantized (--report says which)")
+        if any(t.how == CALIBRATED for t in self.tensors):
+            lines.append(
+                "calibrated: least error in the layers' outputs on the text; the weights' own NMSE rises for that"
+            )
+        lines += [f"note: {note}" for note in summarise_notes(self.notes)]
+        size_in, size_out = self.source_bytes, self.output_bytes
+        rate = size_text(size_in / max(self.seconds, 1e-9))
+        sizes = f"{size_text(size_in)} {self.checkpoint_format} -> {size_text(size_out)} GGUF"
+        lines.append(f"{sizes} in {self.seconds:.1f} s ({rate}/s)")
+        lines += [f"{done} {path}" for path in self.outputs]
+        return lines
+
+
+def check_report(path: Path) -> None:
+    """BridgeError unless a report of that name can be made; of files that exist only earlier reports are replaced."""
+    check_target(path, force=True)
+    try:
+        with open(path, "rb") as file:
+            start = file.read(len(_START))
+    except FileNotFoundError:
+        return
+    except OSError as problem:
+        raise BridgeError(f"{path}: cannot be read ({problem.strerror}); give the report another name") from None
+    if start not in (b"", _START):
+        raise BridgeError(f"{path}: exists and is no report; give the report another name")
+
+
+def _row(kind: str, members: list[TensorReport]) -> tuple[str, ...]:
+    types = "+".join(sorted({t.type for t in members}))
+    bpw = 8 * sum(t.nbytes for t in members) / sum(t.weights for t in members)
+    fidelities = [t.fidelity for t in members if t.fidelity]
+    head = (kind, str(len(members)), types, f"{bpw:.2f}")
+    if not fidelities:
+        return (*head, "", "as they were", "")
+    total = fidelities[0]
+    for f in fidelities[1:]:
+        total = total + f
+    came = "8-bit floats" if str(members[0].stored).startswith("F8") else "floats"
+    how = CALIBRATED if members[0].how == CALIBRATED else f"came as {came}"
+    kept = percent(total.kept / total.weights, 4) if members[0].has_codes else how
+    error = "exact" if total.error == 0 else f"{total.nmse:.1e}"
+    share = percent(total.share) if total.noise else ""
+    return (*head, kept, error, share)

@@ -1,0 +1,276 @@
+"""A size budget: the type of each tensor of a plan chosen so that the file fits its bytes and the model loses least.
+
+What a tensor loses in each type is estimated from a text (`quantize.budget.sensitivity`), the types are allocated
+under the exact limit and judged by the KL divergence that trial models measure (`quantize.budget.search`). Tensors
+that keep their codes, norms, and what the user gave a type keep what the plan says, and count with their bytes.
+
+Cost: a pass of the text for the Hessians (quantizing takes four to six), a pass of 4096 tokens there and back, and for
+each of about 55 trial models one of these tokens through half the layers, on average.
+"""
+
+from __future__ import annotations
+
+import math
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from bridge.checkpoint import Checkpoint
+from bridge.conversion.calibrate_plan import Calibration, calibration_tokens
+from bridge.conversion.gguf_writer import file_bytes, padded
+from bridge.conversion.importance import Importance
+from bridge.conversion.layer_costs import LayerCosts
+from bridge.conversion.part_reader import Source
+from bridge.conversion.plan import Plan
+from bridge.conversion.planner import retyped
+from bridge.conversion.recipe import Recipe, TensorPlace, block_type
+from bridge.errors import BridgeError
+from bridge.models.outline import AS_IT_IS, FROM_TEMPLATE, PlannedTensor
+from bridge.system.text import size_text
+
+if TYPE_CHECKING:
+    import torch
+
+    from bridge.quantize.float_model import FloatModel
+
+Progress = Callable[[int, int, str], None]
+_GROUPS = 32  # of tensors, at most, whose estimates are checked
+_CURVE = 13  # points
+_WINDOW = 256  # tokens of a trial's sequences
+
+
+@dataclass(frozen=True)
+class Budget:
+    """How large a file may be, and what finding its types may cost.
+
+    size        bytes of the whole file
+    bpw         instead: bits for each weight of the tensors' data, the head of the file not counted
+    swaps       trial models that are measured to better the allocation, after about 30 to check the estimates
+    tokens      that trial models are measured on
+    requantize  give tensors that could keep their codes another type too, where that pays
+    plan_out    write the plan there, with the curve of KL divergence against size
+    progress    called with how many steps are done, of how many, and the last one's name
+    """
+
+    size: int | None = None
+    bpw: float | None = None
+    swaps: int = 24
+    tokens: int = 4096
+    requantize: bool = False
+    plan_out: Path | None = None
+    progress: Progress | None = field(default=None, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        if (self.size is None) == (self.bpw is None):
+            raise BridgeError("--size and --bpw ask for different things; give one")
+        if self.bpw is not None and not 0 < self.bpw <= 32:
+            raise BridgeError(f"--bpw {self.bpw}: bits a weight, such as 4.3")
+
+
+@dataclass(frozen=True)
+class _Item:
+    """A tensor whose type is to be chosen: the types, and its bytes in each."""
+
+    tensor: PlannedTensor
+    types: list[str]
+    sizes: np.ndarray
+
+
+def within_budget(
+    ckpt: Checkpoint,
+    plan: Plan,
+    recipe: Recipe,
+    source: Source,
+    importance: Importance,
+    settings: Calibration,
+    budget: Budget,
+) -> Plan:
+    """The plan with types that fit the budget, and notes on what that costs.
+
+    Raises BridgeError where no types fit it, or all that there are leave bytes over, before anything is measured.
+    """
+    from bridge.quantize.float_model import FloatModel
+
+    if plan.split_max_size is not None:
+        raise BridgeError(
+            "a size budget is for one file: take --plan-out, set split_max_size there, and convert --plan"
+        )
+    model = FloatModel(ckpt, device=settings.device)
+    layers = {*model.linears(), *model.ends()}
+    wanted = [t for t in plan.tensors if _is_free(t, plan, recipe, source, importance, budget)]
+    items = [_item(t, source) for t in wanted if all(part.module in layers for part in t.parts)]
+    left = [t for t in wanted if any(part.module not in layers for part in t.parts)]
+    fixed = file_bytes(plan) - sum(padded(item.tensor.nbytes) for item in items)
+    limit = _limit(plan, budget)
+    least, most = (fixed + sum(int(f(item.sizes)) for item in items) for f in (np.min, np.max))
+    asked = f"--size {budget.size}" if budget.size is not None else f"--bpw {budget.bpw:g} ({limit} bytes)"
+    if limit < least:
+        raise BridgeError(f"{asked}: too small; the smallest file that can be made of {ckpt.path} has {least} bytes")
+    if limit > most:
+        raise BridgeError(f"{asked}: too large; the largest file that can be made of {ckpt.path} has {most} bytes")
+    embeddings, head = model.ends()
+    ends = embeddings, embeddings if _is_tied(plan) else head
+    search = _Search(source, model, ends, settings, budget, items, limit - fixed)
+    chosen = retyped(ckpt, plan, recipe, search.types())
+    size = file_bytes(chosen)
+    assert size <= limit
+    chosen.curve = search.curve(fixed)
+    used = f"{size} of {limit} bytes" if limit - size else f"{size} bytes, all of them"
+    chosen.notes = [*plan.notes, *(f"{t.name}: no layer that can be measured; stays {t.type}" for t in left)]
+    chosen.notes.append(f"size budget: {size_text(size)}, {used}; {search.note()}")
+    return chosen
+
+
+def _limit(plan: Plan, budget: Budget) -> int:
+    """Bytes that the file may have."""
+    if budget.size is not None:
+        return budget.size
+    assert budget.bpw is not None
+    head = file_bytes(plan) - sum(padded(t.nbytes) for t in plan.tensors)
+    return head + int(budget.bpw * sum(math.prod(t.shape) for t in plan.tensors) / 8)
+
+
+def _is_free(
+    tensor: PlannedTensor, plan: Plan, recipe: Recipe, source: Source, importance: Importance, budget: Budget
+) -> bool:
+    """Whether the tensor's type is to be chosen: a matrix of floats, or of codes that it cannot keep."""
+    from bridge.encode.type_choice import keeps_codes
+
+    block = block_type(str(tensor.type))
+    if block is None or not tensor.parts or tensor.reason in (AS_IT_IS, FROM_TEMPLATE):
+        return False
+    place = TensorPlace(tensor.name, tensor.kind, tensor.layer, 0, 1, tensor.shape[-1], _is_tied(plan))
+    if recipe.explicit(place) is not None:
+        return False
+    coded = [(number, part) for number, part in enumerate(tensor.parts) if source.coded(part)]
+    return budget.requantize or not any(
+        keeps_codes(source.grouped(part), block, importance.of(tensor, number)) for number, part in coded
+    )
+
+
+def _is_tied(plan: Plan) -> bool:
+    """Whether the embeddings are the output head too."""
+    return all(t.kind != "output" for t in plan.tensors)
+
+
+def _item(tensor: PlannedTensor, source: Source) -> _Item:
+    """With the types that the tensor's rows fill, and the 16-bit floats that it comes as or goes into."""
+    from bridge.encode.type_choice import requantizers
+
+    stored = {source.stored_as(part) for part in tensor.parts}
+    types = [block.name for block in requantizers(tensor.shape[-1])]
+    types.append("BF16" if stored == {"BF16"} else "F16")
+    sizes = [padded(replace(tensor, type=type).nbytes) for type in types]
+    return _Item(tensor, types, np.array(sizes, np.int64))
+
+
+class _Search:
+    """One search for the types of items under a limit of bytes, and what it found."""
+
+    def __init__(
+        self,
+        source: Source,
+        model: FloatModel,
+        ends: tuple[str, str],
+        settings: Calibration,
+        budget: Budget,
+        items: Sequence[_Item],
+        limit: int,
+    ) -> None:
+        import torch
+
+        from bridge.quantize.budget.divergence import Divergence, Rounded
+        from bridge.quantize.budget.forward_passes import Passes
+        from bridge.quantize.budget.search import FLOAT, search
+
+        self.items, self.progress = items, budget.progress
+        parts = {part.module: part for item in items for part in item.tensor.parts}
+        types = {part.module: item.types for item in items for part in item.tensor.parts}
+        self.groups = _groups([item.tensor for item in items])
+        self.done, self.steps = 0, len(parts) + len(self.groups) + budget.swaps + 2
+        tokens = calibration_tokens(source.ckpt, settings)
+        self.probe = _probe(tokens, budget.tokens)
+        layers = LayerCosts(source, settings, parts, types, ends, self._step)
+        with torch.no_grad(), tempfile.TemporaryDirectory(dir=settings.offload) as folder:
+            passes = Passes(model, self.probe, max(1, 4096 // self.probe.shape[1]))
+            layers.measure(passes, tokens)
+            divergence = Divergence(passes, layers.squares.get, Path(folder), ends)
+
+            def measure(taken: np.ndarray, keep: bool) -> float:
+                trial = {}
+                for item, option in zip(self.items, taken.tolist(), strict=True):
+                    for part in item.tensor.parts:
+                        if option != FLOAT:
+                            type = item.types[option]
+                            trial[part.module] = Rounded(type, layers.costs[part.module][type].left)
+                if not keep:
+                    self._step("trial models")
+                return divergence.measure(trial, keep)
+
+            losses = [
+                np.array([sum(layers.costs[p.module][t].loss for p in item.tensor.parts) for t in item.types])
+                for item in items
+            ]
+            self.found = search([item.sizes for item in items], losses, limit, measure, self.groups, budget.swaps)
+
+    def types(self) -> dict[str, tuple[str, str]]:
+        """The type of each tensor, and why."""
+        return {
+            item.tensor.name: (item.types[t], f"size budget: adds {own[t]:.1e} nats a token")
+            for item, own, t in zip(self.items, self.found.losses, self.found.taken, strict=True)
+        }
+
+    def note(self) -> str:
+        """What was measured, for people."""
+        found = self.found
+        text = (
+            f"KL divergence about {found.measured[-1]:.1e} nats a token ({found.measured[0]:.1e} before {found.trials} "
+            f"trial models on {self.probe.numel()} tokens"
+        )
+        if len(self.groups) > 1:
+            text += f"; rank correlation of estimated and measured losses {found.agreement():.2f}"
+        return f"{text})"
+
+    def _step(self, what: str) -> None:
+        self.done = min(self.done + 1, self.steps)
+        if self.progress:
+            self.progress(self.done, self.steps, what)
+
+    def curve(self, fixed: int) -> list[tuple[int, float]]:
+        """Bytes of the file and estimated KL divergence: of this one, and the best from the smallest to the largest."""
+        from bridge.quantize.budget.allocation import allocate
+
+        sizes = [item.sizes for item in self.items]
+        least, most = (sum(int(f(s)) for s in sizes) for f in (np.min, np.max))
+        limits = np.linspace(least, most, _CURVE).astype(np.int64)
+        points = []
+        for taken in (self.found.taken, *(allocate(sizes, self.found.losses, limit) for limit in limits.tolist())):
+            size = sum(int(s[t]) for s, t in zip(sizes, taken, strict=True))
+            loss = sum(float(x[t]) for x, t in zip(self.found.losses, taken, strict=True))
+            points.append((fixed + size, loss))
+        return sorted(set(points))
+
+
+def _probe(tokens: torch.Tensor, count: int) -> torch.Tensor:
+    """Windows of the text for trial models, int64 [windows, at most 256 tokens], evenly spaced, of `count` tokens."""
+    length = min(_WINDOW, tokens.shape[1])
+    windows = tokens[:, : tokens.shape[1] // length * length].reshape(-1, length)
+    chosen = np.linspace(0, len(windows) - 1, min(len(windows), max(1, count // length))).round()
+    return windows[chosen.astype(np.int64)]
+
+
+def _groups(tensors: Sequence[PlannedTensor]) -> list[list[int]]:
+    """Tensors whose estimates are corrected together: each by itself, or those of a kind in a range of layers."""
+    if len(tensors) <= _GROUPS:
+        return [[i] for i in range(len(tensors))]
+    kinds = {t.kind for t in tensors}
+    layers = 1 + max((t.layer for t in tensors if t.layer is not None), default=0)
+    ranges = max(1, _GROUPS // len(kinds))
+    groups: dict[tuple[str, int], list[int]] = {}
+    for i, t in enumerate(tensors):
+        groups.setdefault((t.kind, (t.layer or 0) * ranges // layers), []).append(i)
+    return list(groups.values())

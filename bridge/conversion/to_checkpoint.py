@@ -1,0 +1,99 @@
+"""A float model becomes a GPTQ or AWQ checkpoint: layers quantized with a text, everything else copied."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from bridge.checkpoint.by_name import open_by_name
+from bridge.checkpoint.files.hub import model_name
+from bridge.conversion.calibrate_plan import Calibration, Wish, quantize_layers
+from bridge.conversion.paths import layers_of
+from bridge.errors import BridgeError
+
+if TYPE_CHECKING:
+    import torch
+
+    from bridge.checkpoint import Checkpoint
+    from bridge.quantize.checkpoint_writer import Written
+
+_ROUTERS = ("gate", "router", "shared_expert_gate")  # small, and what they choose is all or nothing
+
+
+def quantize_checkpoint(
+    checkpoint: str | Path,
+    out: str | Path | None = None,
+    format: str = "gptq_v2",
+    *,
+    config: str | Path | None = None,
+    bits: int = 4,
+    group_size: int = 128,
+    symmetric: bool = True,
+    calibrate: Calibration,
+    clamp: bool = False,
+    force: bool = False,
+    progress: Callable[[int, int, str], None] | None = None,
+) -> Written:
+    """Quantize the linear layers of a float model's decoder blocks and write a checkpoint folder.
+
+    checkpoint  a folder in Hugging Face layout, or a Hub id
+    out         the folder to write; default: the model's name and the format, in the current folder
+    format      "gptq" (v1), "gptq_v2", or "awq" (gemm)
+    group_size  columns in a group; -1: whole rows
+    calibrate   the text and the method. Finished layers are kept in the folder `<out>.layers` until all is written: a
+                second run goes on where a killed one stopped
+    clamp       v1: make zero points of 0, which it cannot hold, into 1
+    progress    called with bytes written, of all, and the tensor
+
+    Raises BridgeError for anything wrong with the input, and where the format cannot hold what is asked for.
+    """
+    from bridge.quantize import groups
+    from bridge.quantize.awq_method import Awq
+    from bridge.quantize.checkpoint_writer import Groups, refusal, write_checkpoint
+
+    path = Path(out) if out is not None else Path(f"{model_name(str(checkpoint))}-{format}-{bits}bit")
+    with open_by_name(checkpoint, config) as ckpt:
+        grid = f"{bits} bits, groups of {group_size}, {'symmetric' if symmetric else 'asymmetric'}"
+        method = calibrate.quantizer(groups(bits, group_size, symmetric))
+        awq = Awq(method, stored=_norms(ckpt), folder=layers_of(path)) if calibrate.method == "awq" else None
+        shapes = _linears(ckpt)
+        whys = {name: refusal(format, Groups(bits, group_size), shape) for name, shape in shapes.items()}
+        wishes = {name: Wish(grid, awq or method) for name, why in whys.items() if why is None}
+        if not wishes:
+            raise BridgeError(
+                f"{ckpt.path}: no layer can be {format} with {grid}: {next(iter(whys.values()), 'no layers')}"
+            )
+        prepare = awq.prepare if awq else None
+        kept, notes = quantize_layers(ckpt, calibrate, wishes, layers_of(path), force, prepare)
+        notes += [f"{name}: stays float: {why}" for name, why in whys.items() if why]
+        written = write_checkpoint(
+            ckpt,
+            path,
+            format,
+            dict.fromkeys(wishes, Groups(bits, group_size)),
+            (kept.layers[name].tensor() for name in wishes),
+            floats=awq.floats if awq else None,
+            clamp=clamp,
+            force=force,
+            progress=progress,
+        )
+        kept.remove()
+    written.notes += notes
+    return written
+
+
+def _norms(ckpt: Checkpoint) -> torch.dtype:
+    """The dtype of the norms: what AWQ changes of the floats is stored in it again."""
+    import torch
+
+    dtypes = {"F32": torch.float32, "BF16": torch.bfloat16}
+    return dtypes.get(next((i.dtype for i in ckpt.tensors.values() if len(i.shape) == 1), "F16"), torch.float16)
+
+
+def _linears(ckpt: Checkpoint) -> dict[str, tuple[int, int]]:
+    """(out, in) of the linear layers inside the decoder's blocks, but for routers, by name."""
+    from bridge.quantize.float_model import FloatModel
+
+    shapes = FloatModel(ckpt).linears()
+    return {name: shape for name, shape in shapes.items() if name.rpartition(".")[2] not in _ROUTERS}

@@ -1,0 +1,81 @@
+"""From the fields of blocks to their bytes: `bridge.blocks`' own pack functions, compiled, row by row.
+
+Fields of `rows` rows of `n` blocks each:
+
+    q          uint8  [rows, n * size]        codes
+    sc         int8   [rows, n * size/sub]    scale codes; any array for plain types
+    mn         uint8  [rows, n * size/sub]    min codes; any array for types without them
+    d, dmin    float32 [rows, n]              exact halves; dmin any array for types without it
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import numpy as np
+
+from bridge.blocks import TYPES, BlockType
+from bridge.system.half import half_bits
+from bridge.system.jit import from_plain, inlined, specialize
+
+# set per type by `specialize`
+pack: Any = None
+unpack: Any = None
+size = subs = nbytes = 0
+
+
+def _pack_rows(q, sc, mn, d, dmin, out):
+    for row in range(out.shape[0]):
+        for b in range(d.shape[1]):
+            pack(
+                q[row, b * size : (b + 1) * size],
+                sc[row, b * subs : (b + 1) * subs],
+                mn[row, b * subs : (b + 1) * subs],
+                half_bits(d[row, b]),
+                half_bits(dmin[row, b]),
+                out[row, b * nbytes : (b + 1) * nbytes],
+            )
+
+
+@cache
+def packer(name: str) -> Callable[..., None]:
+    """The compiled `pack_rows(q, sc, mn, d, dmin, out)` of a type; out is uint8 [rows, n * nbytes]."""
+    block = TYPES[name]
+    return specialize(
+        _pack_rows, name, pack=from_plain(block.pack, inlined), size=block.size, subs=block.subs, nbytes=block.nbytes
+    )
+
+
+def _unpack_rows(raw, q):
+    sc = np.empty(subs, np.int8)
+    mn = np.empty(subs, np.uint8)
+    for row in range(q.shape[0]):
+        for b in range(q.shape[1] // size):
+            unpack(raw[row, b * nbytes : (b + 1) * nbytes], q[row, b * size : (b + 1) * size], sc, mn)
+
+
+@cache
+def _unpacker(name: str) -> Callable[..., None]:
+    block = TYPES[name]
+    return specialize(
+        _unpack_rows,
+        name,
+        unpack=from_plain(block.unpack, inlined),
+        size=block.size,
+        subs=block.subs,
+        nbytes=block.nbytes,
+    )
+
+
+def unpack_codes(block: BlockType, raw: np.ndarray) -> np.ndarray:
+    """The codes uint8 [rows, in] in blocks uint8 [rows, row bytes]."""
+    q = np.empty((raw.shape[0], raw.shape[1] // block.nbytes * block.size), np.uint8)
+    _unpacker(block.name)(raw, q)
+    return q
+
+
+def row_bytes(block: BlockType, columns: int) -> int:
+    """Bytes of one row of `columns` weights; `columns` is a multiple of the block's size."""
+    return columns // block.size * block.nbytes

@@ -1,0 +1,285 @@
+"""Carrying a checkpoint's integer codes onto GGUF blocks: only scales and zero points are re-encoded.
+
+Four families (see `bridge.blocks.base`):
+
+    affine   codes as they are; d, sc, dmin, mn are fitted           Q2_K, Q4_K, Q5_K
+    scaled   codes shifted by zero - z; d, sc are fitted             Q3_K, Q6_K
+    plain    codes shifted by zero - z, d = s                        Q2_0, Q4_0, Q5_0, Q8_0
+             codes as they are, d = s, m = -s * z                    Q4_1, Q5_1
+    floats   4-bit floats and their scales as they are               MXFP4, NVFP4
+
+Where codes are shifted, a fractional zero point is rounded, and what that costs is counted. The affine types'
+scale codes have no sign, d has: groups whose scale has the other sign are mirrored (q -> 2^bits - 1 - q), which
+changes no weight. Which sign that is, is free: the fit takes the one with which it comes closer.
+
+A type can carry a tensor when its sub-blocks do not straddle groups, its codes are wide enough and the
+shifted codes fit. Q8_0 alone makes do where some blocks do not fit (8-bit asymmetric): in those the few codes
+that leave it are clipped, or all are requantized to 127 steps, whichever is closer; what is not kept is counted.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from bridge.blocks import Q2_0, BlockType
+from bridge.checkpoint.formats.fp4 import Fp4Tensor
+from bridge.checkpoint.grouped import CodedTensor, GroupedTensor
+from bridge.checkpoint.trellis_floats import DecodedTensor
+from bridge.encode.block_bytes import packer, row_bytes
+from bridge.encode.carry_kernels import (
+    add_shift_error,
+    carry_affine,
+    carry_plain,
+    carry_scaled,
+    shift_codes,
+)
+from bridge.encode.round_plain import plain_quantizer
+from bridge.errors import BridgeError
+
+_CHUNK_WEIGHTS = 1 << 20  # rows are taken in chunks that stay in cache
+_MAX_SHIFT = 1 << 15  # of codes by zero points
+
+
+class CannotCarryError(BridgeError):
+    """The type cannot hold the tensor's codes; `reason` says why."""
+
+    def __init__(self, name: str, reason: str) -> None:
+        super().__init__(f"{name}: {reason}")
+        self.reason = reason
+
+
+@dataclass(frozen=True)
+class Fidelity:
+    """How far a GGUF tensor is from the checkpoint's. Sums over all weights."""
+
+    weights: int
+    error: float  # sum (w' - w)^2
+    signal: float  # sum w^2, w the checkpoint's dequantized weights
+    noise: float  # sum s^2 / 12: what the checkpoint's own rounding is expected to cost
+    kept: int  # weights whose integer code is the checkpoint's
+
+    @property
+    def nmse(self) -> float:
+        """Squared error over squared weights."""
+        return self.error / self.signal if self.signal else float(self.error > 0)
+
+    @property
+    def share(self) -> float:
+        """Squared error over the checkpoint's own expected quantization noise."""
+        return self.error / self.noise if self.noise else (float("inf") if self.error else 0.0)
+
+    def __add__(self, other: Fidelity) -> Fidelity:
+        return Fidelity(
+            self.weights + other.weights,
+            self.error + other.error,
+            self.signal + other.signal,
+            self.noise + other.noise,
+            self.kept + other.kept,
+        )
+
+
+@dataclass(frozen=True)
+class Mapped:
+    """A tensor as GGUF blocks: `data` uint8 [out, row bytes]; `why` not all codes were kept, where that is so."""
+
+    block: BlockType
+    data: np.ndarray
+    fidelity: Fidelity
+    why: str = ""
+
+
+def sub_block_groups(t: CodedTensor, sub: int) -> np.ndarray | None:
+    """int32 [in / sub]: the group of each run of `sub` columns, or None where a run straddles groups."""
+    columns = t.shape[1]
+    if columns % sub:
+        return None
+    if t.sequential:
+        straddle = t.group_size % sub and t.group_size < columns
+        return None if straddle else np.arange(0, columns, sub, dtype=np.int32) // np.int32(t.group_size)
+    runs = t.groups().reshape(-1, sub)
+    return np.ascontiguousarray(runs[:, 0]) if (runs == runs[:, :1]).all() else None
+
+
+def why_not(t: CodedTensor, block: BlockType) -> str | None:
+    """Why `block` cannot carry the codes of `t`, as far as shapes tell; None where nothing speaks against it."""
+    if isinstance(t, DecodedTensor):
+        return t.why_not
+    columns = t.shape[1]
+    if columns % block.size:
+        return f"rows of {columns} are not a multiple of {block.name}'s {block.size}"
+    if sub_block_groups(t, block.sub) is None:
+        if not t.sequential:
+            return "act-order groups are scattered over the columns"
+        return f"groups of {t.group_size} do not hold whole sub-blocks of {block.sub}"
+    if isinstance(t, Fp4Tensor):
+        return None if t.kind == block.name else f"{t.kind}'s 4-bit floats are no steps of {block.name}"
+    if not isinstance(t, GroupedTensor) or block.scales:
+        return f"integer codes are no floats of {block.name}"
+    if block.zero == 0 and 2**t.bits > block.levels:
+        return f"{t.bits}-bit codes do not fit in {block.name}'s 0..{block.levels - 1}"
+    if block.zero:
+        low, high = float(np.rint(t.zeros.min())), float(np.rint(t.zeros.max()))
+        if max(-low, high) > _MAX_SHIFT:
+            return f"zero points of {low:g} to {high:g} cannot be shifted into {block.name}'s codes"
+        if block.name != "Q8_0" and (high - low > block.levels or 2**t.bits > block.levels):
+            return f"{t.bits}-bit codes less their zero points do not fit in {block.name}'s {block.levels} codes"
+    return None
+
+
+def fractional(zeros: np.ndarray) -> bool:
+    """Whether a zero point is no integer."""
+    return not np.array_equal(zeros, np.rint(zeros))
+
+
+def _one_power_of_two(zeros: np.ndarray, block: BlockType) -> bool:
+    """Whether mn = sc and dmin = d * z hold all zero points exactly: a z that no half is rounded by."""
+    z = float(zeros.flat[0])
+    return block.scale_hi <= block.min_hi and z in (0, 1, 2, 4, 8, 16, 32, 64, 128) and bool((zeros == z).all())
+
+
+def facing(t: GroupedTensor, block: BlockType) -> GroupedTensor:
+    """The tensor with its codes as the block can hold them: Q2_0 reaches from -1 to 2, symmetric 2 bits from -2 to 1.
+
+    Mirrored codes (q -> 3 - q, with -s) are the same weights.
+    """
+    if block is not Q2_0 or t.bits != 2 or t.zeros.min(initial=3) < 1.5:
+        return t
+    return replace(t, codes=3 - t.codes, scales=-t.scales, zeros=3 - t.zeros)
+
+
+def stored_codes(t: CodedTensor, block: BlockType, raw: np.ndarray, rows: slice = slice(None)) -> np.ndarray:
+    """int16 [rows, in]: the codes that the blocks uint8 [rows, row bytes] hold if they are those of some rows of `t`.
+
+    That is: mirrored where d's sign says so, or less their zero points.
+    """
+    if not isinstance(t, GroupedTensor):
+        return t.codes[rows].astype(np.int16)
+    t = facing(t, block)
+    codes = t.codes[rows].astype(np.int16)
+    if block.zero:
+        return codes + block.zero - np.rint(t.zeros[rows]).astype(np.int16)[:, t.groups()]
+    group = sub_block_groups(t, block.sub)
+    if block.is_k and group is not None:
+        signs = raw.reshape(len(raw), -1, block.nbytes)[:, :, block.d_at + 1] >> 7
+        mirrored = (t.scales[rows] < 0)[:, group] != np.repeat(signs == 1, block.subs, axis=1)
+        codes ^= np.repeat(np.where(mirrored, np.int16(2**t.bits - 1), np.int16(0)), block.sub, axis=1)
+    return codes
+
+
+def _mixes_signs(t: GroupedTensor, block: BlockType) -> bool:
+    """Whether scales of both signs meet in a superblock of an affine K-quant."""
+    if not (block.is_k and block.has_min) or not (t.scales < 0).any() or why_not(t, block):
+        return False
+    negative = (t.scales < 0)[:, sub_block_groups(t, block.sub)].reshape(-1, block.subs)
+    return bool((negative != negative[:, :1]).any())
+
+
+def carry(t: CodedTensor, block: BlockType, rows: slice = slice(None)) -> Mapped:
+    """Put the codes of `t` (or of some of its rows) into blocks of a type.
+
+    Raises CannotCarryError where the type cannot hold them.
+    """
+    reason = why_not(t, block)
+    if reason:
+        raise CannotCarryError(t.name, reason)
+    if not isinstance(t, GroupedTensor):
+        assert isinstance(t, Fp4Tensor)
+        return _carry_floats(t, block, rows)
+    t = facing(t, block)
+    group = sub_block_groups(t, block.sub)
+    assert group is not None
+    # contiguous, so that kernels are compiled for one layout only
+    codes, scales, zeros = (np.ascontiguousarray(x[rows]) for x in (t.codes, t.scales, t.zeros))
+    out, columns = codes.shape
+    n = columns // block.size
+    data = np.empty((out, row_bytes(block, columns)), np.uint8)
+    sums = np.zeros(3)
+    lost = 0
+    step = max(1, _CHUNK_WEIGHTS // columns)
+    keeps_zeros = not block.has_min or (_one_power_of_two(t.zeros, block) and not _mixes_signs(t, block))
+    fits_mins = block.is_k and not keeps_zeros
+    stored = np.empty((min(step, out), columns), np.uint8) if block.zero or fits_mins else codes
+    sc = np.zeros((min(step, out), n * block.subs), np.int8)
+    mn = np.zeros((min(step, out), n * block.subs), np.uint8)
+    d = np.zeros((min(step, out), n), np.float32)
+    dmin = np.zeros((min(step, out), n), np.float32)
+    pack = packer(block.name)
+    for start in range(0, out, step):
+        stop = min(start + step, out)
+        m = stop - start
+        part = (codes[start:stop], scales[start:stop], zeros[start:stop], group)
+        q = part[0]
+        if fits_mins:
+            q = stored[:m]
+            limits = (2**t.bits - 1, block.sub, block.subs, block.scale_hi, block.min_hi)
+            carry_affine(*part, *limits, q, sc[:m], mn[:m], d[:m], dmin[:m], sums)
+        elif block.is_k:
+            limits = (block.sub, block.subs, block.scale_lo, block.scale_hi, block.min_hi)
+            carry_scaled(*part, *limits, sc[:m], mn[:m], d[:m], dmin[:m], sums)
+        else:
+            carry_plain(*part, block.has_min, d[:m], dmin[:m], sums)
+        if block.zero and fractional(zeros[start:stop]):
+            add_shift_error(*part, block.sub, sc[:m] if block.is_k else sc[:m, :0], d[:m], sums)
+        if block.zero and not (zeros[start:stop] == block.zero).all():
+            q = stored[:m]
+            bad = shift_codes(part[0], part[2], group, block.sub, block.zero, block.levels, q)
+            if bad and block.name == "Q8_0":
+                lost += _requantize_q8_0(*part, q, d[:m], sums)
+            elif bad:
+                reason = f"codes less their zero points do not fit in {block.name}'s {block.levels} codes"
+                raise CannotCarryError(t.name, reason)
+        pack(q, sc[:m], mn[:m], d[:m], dmin[:m], data[start:stop])
+    fidelity = Fidelity(out * columns, max(float(sums[0]), 0.0), float(sums[1]), float(sums[2]), out * columns - lost)
+    return Mapped(block, data, fidelity, "some codes less their zero points leave Q8_0's -128..127" if lost else "")
+
+
+def _carry_floats(t: Fp4Tensor, block: BlockType, rows: slice) -> Mapped:
+    """4-bit floats and their scales, bit for bit; the scale of the whole tensor is kept beside it."""
+    codes, scales = (np.ascontiguousarray(x[rows]) for x in (t.codes, t.scales))
+    out, columns = codes.shape
+    data = np.empty((out, row_bytes(block, columns)), np.uint8)
+    none = np.zeros((out, columns // block.size), np.float32)
+    packer(block.name)(codes, scales.view(np.int8), scales, none, none, data)
+    part = replace(t, codes=codes, scales=scales)
+    signal, step = 0.0, max(1, _CHUNK_WEIGHTS // columns)
+    for start in range(0, out, step):
+        signal += float(np.square(part.dequantize(slice(start, start + step)), dtype=np.float64).sum())
+    return Mapped(block, data, Fidelity(out * columns, 0.0, signal, part.noise(), out * columns))
+
+
+def _requantize_q8_0(
+    codes: np.ndarray,
+    scales: np.ndarray,
+    zeros: np.ndarray,
+    group: np.ndarray,
+    q: np.ndarray,
+    d: np.ndarray,
+    sums: np.ndarray,
+) -> int:
+    """The blocks whose codes less their zero points leave -128..127: see the module's head.
+
+    q uint8 [rows, in], d float32 [rows, blocks], sums [3]: as if they had room, in; mended, out. Returns how many
+    codes are not kept.
+    """
+    runs = codes.reshape(*d.shape, 32)
+    whole = np.rint(zeros)[:, group]
+    at = np.nonzero((runs.min(-1) - whole < -128) | (runs.max(-1) - whole > 127))
+    p = runs[at] - whole[at][:, None].astype(np.float64)
+    x = scales[:, group][at][:, None].astype(np.float64) * (runs[at] - zeros[:, group][at][:, None].astype(np.float64))
+    n = len(x)
+    new, new_d = np.empty((1, n, 32), np.uint8), np.empty((1, n), np.float32)
+    fields = new, np.empty((1, n), np.int8), np.empty((1, n), np.uint8), new_d, new_d.copy(), np.zeros((1, 3))
+    plain_quantizer("Q8_0")(x.astype(np.float32)[None], np.ones((n, 32), np.float32), *fields)
+
+    def errors(d: np.ndarray, p: np.ndarray) -> np.ndarray:
+        return np.square(d[:, None].astype(np.float64) * p - x).sum(-1)
+
+    clipped = np.clip(p, -128, 127)
+    clip_error, new_error = errors(d[at], clipped), errors(new_d[0], new[0] - 128.0)
+    clip = clip_error <= new_error
+    sums[0] += (np.minimum(clip_error, new_error) - errors(d[at], p)).sum()
+    q.reshape(runs.shape)[at] = np.where(clip[:, None], clipped + 128, new[0]).astype(np.uint8)
+    d[at] = np.where(clip, d[at], new_d[0])
+    return int(32 * (~clip).sum() + (clipped != p)[clip].sum())

@@ -1,0 +1,162 @@
+"""The search over d: which code the largest scale (or min) of a superblock gets.
+
+Giving the largest scale s_max the code c makes d = s_max / c and all other codes; least squares refines d,
+and the error is taken after d is rounded to a half. So a d that would be subnormal loses to one with smaller
+codes, and exact solutions (error 0) are found as such. The loops run over candidates innermost, so that they
+vectorize; see `bridge.encode.carry_fit` for units and weights.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from bridge.system.jit import inlined, inner
+
+STARTS = 64  # a power of two, and whole vectors
+BATCH = 128  # superblocks that `fit_scaled` takes at once
+_MIDDLES = np.arange(0.5, STARTS, dtype=np.float32)  # of the steps from the first start to the last
+
+
+@inlined
+def _round_half_branchless(x):
+    """`round_half` without branches, so that it vectorizes."""
+    split = np.float32(8193.0) * x
+    normal = np.float32(split - np.float32(split - x))
+    grid = np.float32(0.75)
+    subnormal = np.float32((x + grid) - grid)
+    rounded = subnormal if abs(x) < np.float32(6.103515625e-05) else normal
+    return rounded if abs(rounded) < np.float32(65504.0) else np.float32(np.copysign(np.float32(65504.0), x))
+
+
+@inlined
+def _skipped(top, hi):
+    """How many of the codes 1..hi need not be tried for the largest value `top`."""
+    return (hi - 1) // 2 if abs(top) > np.float32(6.2e-05) * np.float32(hi + 1) else 0
+
+
+@inlined
+def candidates(units, value, weight, hi, cand_d, cand_e, num, den):
+    """For each of STARTS codes of the largest value, fractions among them: d (a half) and the error of all values.
+
+    units     how many units
+    value, weight   float32 [units]: scales or mins, which negative ones get the code 0; weights of squared errors
+    hi        the largest code
+    cand_d, cand_e   float32 [STARTS], out: d and sum weight * (d * code - value)^2
+    num, den  float32 [STARTS], scratch
+    returns   whether any value is positive; where none is, nothing is filled
+
+    The codes are those that the unrounded d gives: the nearest ones. Starts between whole codes find the
+    vectors of codes at which the largest value is off itself: with four values, half steps find nearly all.
+    Only the upper half of the codes is tried: twice the codes with half the d are the same values, unless d
+    falls among the subnormals. Starts are innermost, so that the loops vectorize.
+    """
+    top = np.float32(0.0)
+    for u in range(units):
+        top = max(top, value[u])
+    if top <= 0:
+        return False
+    skipped = _skipped(top, hi)
+    first = np.float32(skipped) + np.float32(0.5)
+    step = np.float32(hi - skipped) / np.float32(STARTS)
+    inverse = np.float32(1.0) / top
+    for c in range(STARTS):
+        num[c] = np.float32(0.0)
+        den[c] = np.float32(1e-30)
+        cand_e[c] = np.float32(0.0)
+    for u in range(units):
+        v = max(value[u], np.float32(0.0))
+        ratio = v * inverse
+        w = weight[u]
+        for c in range(STARTS):
+            code = np.rint(ratio * (first + step * _MIDDLES[c]))
+            wc = w * code
+            num[c] += wc * v
+            den[c] += wc * code
+    for c in range(STARTS):
+        cand_d[c] = _round_half_branchless(num[c] / den[c])
+    for u in range(units):
+        v = value[u]
+        ratio = max(v, np.float32(0.0)) * inverse
+        w = weight[u]
+        for c in range(STARTS):
+            miss = cand_d[c] * np.rint(ratio * (first + step * _MIDDLES[c])) - v
+            cand_e[c] += w * (miss * miss)
+    return True
+
+
+@inlined
+def best_candidate(errors):
+    """The index of the smallest of STARTS errors >= 0, near enough: ties within 1e-5 go to the first.
+
+    For floats >= 0 the order of the bit patterns is that of the values; with the index in the lowest
+    six bits the minimum is one integer reduction, which vectorizes.
+    """
+    bits = errors.view(np.int32)
+    best = np.int32(0x7FFFFFFF)
+    for c in range(STARTS):
+        best = min(best, np.int32((bits[c] & np.int32(-STARTS)) | np.int32(c)))
+    return best & np.int32(STARTS - 1)
+
+
+@inner
+def fit_scaled(units, s, weight, lo, hi, d, code, ratio, num, den, skipped, best, error):
+    """Fit BATCH superblocks at once where zero points are kept exactly, so that E = sum alpha^2 A.
+
+    units        how many units the longest of them has
+    s, weight    float32 [units, BATCH]: scales and A; 0 where a superblock has fewer units
+    lo, hi       range of scale codes
+    d            float32 [BATCH], out: halves; 0 where all scales are 0
+    code         float32 [units, BATCH], out: scale codes
+    ratio        float32 [units, BATCH], scratch; num .. error float32 [BATCH], scratch
+
+    The candidates are those of `candidates`; here the superblocks are innermost: a vector holds one
+    candidate of sixteen of them, and no minimum is taken across its lanes.
+    """
+    top = best  # the largest scales, until the codes begin
+    for i in range(BATCH):
+        top[i] = s[0, i]
+    for u in range(1, units):
+        for i in range(BATCH):
+            top[i] = s[u, i] if abs(s[u, i]) > abs(top[i]) else top[i]
+    first = np.int64(hi)
+    for i in range(BATCH):
+        skip = _skipped(top[i], hi)
+        first = min(first, skip) if top[i] != 0 else first
+        skipped[i] = np.float32(skip)
+    for u in range(units):
+        for i in range(BATCH):
+            usable = top[i] != 0 and (lo < 0 or s[u, i] * top[i] > 0)
+            ratio[u, i] = s[u, i] / top[i] if usable else np.float32(0.0)
+    for i in range(BATCH):
+        d[i] = np.float32(0.0)
+        best[i] = np.float32(0.0)
+        error[i] = np.float32(np.inf)
+    for c in range(first + 1, hi + (2 if lo < -hi else 1)):  # the code beyond hi stands for -(hi + 1), with -d
+        largest = np.float32(c)
+        for i in range(BATCH):
+            num[i] = np.float32(0.0)
+            den[i] = np.float32(1e-30)
+        for u in range(units):
+            for i in range(BATCH):
+                q = np.rint(ratio[u, i] * largest)
+                num[i] += weight[u, i] * s[u, i] * q
+                den[i] += weight[u, i] * (q * q)
+        for i in range(BATCH):
+            num[i] = _round_half_branchless(num[i] / den[i])
+            den[i] = np.float32(0.0)
+        for u in range(units):
+            for i in range(BATCH):
+                miss = num[i] * np.rint(ratio[u, i] * largest) - s[u, i]
+                den[i] += weight[u, i] * (miss * miss)
+        for i in range(BATCH):
+            better = den[i] < error[i] and largest > skipped[i]
+            error[i] = den[i] if better else error[i]
+            d[i] = num[i] if better else d[i]
+            best[i] = largest if better else best[i]
+    for i in range(BATCH):
+        flip = np.float32(-1.0) if best[i] > hi else np.float32(1.0)
+        d[i] *= flip
+        best[i] *= flip
+    for u in range(units):
+        for i in range(BATCH):
+            code[u, i] = min(np.rint(ratio[u, i] * best[i]), np.float32(hi))

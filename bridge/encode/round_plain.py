@@ -1,0 +1,248 @@
+"""Floats to plain types: w = d * (q - zero) (Q2_0, Q4_0, Q5_0, Q8_0) and w = d * q + m (Q4_1, Q5_1).
+
+As for K-quants, the error that is minimized is that of the block as stored: d and m are halves
+before any code is rounded against them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import numpy as np
+
+from bridge.blocks import TYPES
+from bridge.encode.round_loops import (
+    add,
+    affine_errors,
+    affine_fit,
+    affine_write,
+    greater,
+    lesser,
+    scaled_errors,
+    scaled_fit,
+    scaled_write,
+    scope_of,
+)
+from bridge.system.half import round_half
+from bridge.system.jit import specialize
+
+_ZERO = np.float32(0)
+_ONE = np.float32(1)
+_INFINITY = np.float32(np.inf)
+_STEP = np.float32(0.75 * 2.0**-10)  # of a half to its neighbour, relative
+_LEAST = np.float32(2.0**-24)  # the least positive half
+
+# Starts of the search: the widest weight at code  last code + first + step * k,  k < count
+_STARTS = {
+    "Q2_0": (-0.3, 0.06, 16), "Q4_0": (-1.0, 0.15, 16), "Q5_0": (-1.2, 0.12, 24), "Q4_1": (-1.0, 0.2, 12),
+    "Q5_1": (-1.2, 0.3, 12),
+}  # fmt: skip
+_SHIFTS, _SHIFT = 3, np.float32(0.35)  # starts of m, in steps of d
+_HOPELESS = np.float32(1.5)  # a start this much above the best is given up
+_WINDOW = 2  # steps to either side of the best line that are tried again
+# Q8_0: 128 is the code of the widest weight with d negated; fewer codes cost 1.6% each, but each d
+# gives the block other codes, and the best of six is a fifth below the average
+_Q8_0_CODES = np.array([127, -128, 126, -127.4, 125, 124], np.float32)
+
+# set per type by `specialize`
+sub = starts = 0
+low = high = first = step = _ZERO
+search: Any = None
+
+
+def _scaled(x, w):
+    """The best half d for one block."""
+    bottom = _ZERO
+    peak = _ZERO
+    for i in range(sub):
+        bottom = lesser(bottom, x[i])
+        peak = greater(peak, x[i])
+    best = _INFINITY
+    best_d = _ZERO
+    if not peak > bottom:
+        return best_d
+    for negative in range(2):
+        sign = -_ONE if negative else _ONE
+        full = sign * max(peak / (low if negative else high) * sign, bottom / (high if negative else low) * sign)
+        for k in range(starts):
+            a = full * low / (low + first + step * np.float32(k))
+            d0 = round_half(a)
+            if d0 == _ZERO:
+                d0 = np.float32(np.copysign(_LEAST, a))
+            _, sqq, srq = scaled_fit(x, w, d0)
+            d1 = round_half(d0 + srq / sqq) if sqq > _ZERO else d0
+            e0, e1 = scaled_errors(x, w, d0, d1)
+            if e0 < best:
+                best, best_d = e0, d0
+            if e1 < best:
+                best, best_d = e1, d1
+    for _ in range(4):  # neighbouring halves, and least squares again
+        _, sqq, srq = scaled_fit(x, w, best_d)
+        reach = max(abs(best_d) * _STEP, _LEAST)
+        e0, e1 = scaled_errors(x, w, round_half(best_d - reach), round_half(best_d + reach))
+        d = best_d
+        if e0 < best:
+            best, d = e0, round_half(best_d - reach)
+        if e1 < best:
+            best, d = e1, round_half(best_d + reach)
+        if sqq > _ZERO:
+            refined = round_half(best_d + srq / sqq)
+            e0, _ = scaled_errors(x, w, refined, refined)
+            if e0 < best:
+                best, d = e0, refined
+        if d == best_d:
+            break
+        best_d = d
+    return best_d
+
+
+def _affine(x, w):
+    """The best halves d >= 0 and m for one block."""
+    lo = x[0]
+    hi = x[0]
+    weight = _ZERO
+    for i in range(sub):
+        lo = lesser(lo, x[i])
+        hi = greater(hi, x[i])
+        weight = add(weight, w[i])
+    sw = np.float64(weight)
+    best = _INFINITY
+    best_d = _ZERO
+    best_m = round_half(lo)
+    for k in range(starts * _SHIFTS):  # spread, and shift of the least weight
+        a = round_half((hi - lo) / (high + first + step * np.float32(k // _SHIFTS)))
+        b = -round_half(lo + a * _SHIFT * np.float32(k % _SHIFTS - _SHIFTS // 2))
+        last = _INFINITY
+        for _ in range(4):
+            e, f_q, f_qq, f_r, f_rq = affine_fit(x, w, a, b)
+            if e < best:
+                best, best_d, best_m = e, a, -b
+            if not e < last or (last < _INFINITY and e > best * _HOPELESS):
+                break
+            last = e
+            sq, sqq, sr, srq = np.float64(f_q), np.float64(f_qq), np.float64(f_r), np.float64(f_rq)
+            det = sqq * sw - sq * sq
+            if not det > 1e-6 * sqq * sw:
+                break
+            new_b = round_half(b + (sq * srq - sqq * sr) / det)
+            new_a = round_half(a + (srq + sq * (np.float64(new_b) - b)) / sqq)  # given the m that is stored
+            if (new_a == a and new_b == b) or not new_a > 0:
+                break
+            a, b = new_a, new_b
+    # around the best, in steps of half a code at the far end and a quarter at the near: codes, least squares, codes
+    d, m = best_d, best_m
+    for i in range(-_WINDOW, _WINDOW + 1):
+        a = d * (_ONE + np.float32(i) * np.float32(0.5) / high)
+        for k in range(-_WINDOW, _WINDOW + 1):
+            b = np.float32(k) * np.float32(0.25) * d - m
+            _, sq, sqq, sr, srq = affine_fit(x, w, a, b)
+            det = sqq * weight - sq * sq
+            if not det > np.float32(1e-4) * sqq * weight:
+                continue
+            b1 = round_half(b + (sq * srq - sqq * sr) / det)
+            a1 = round_half(a + (srq + sq * (b1 - b)) / sqq)
+            if a1 > _ZERO:
+                e1, e2 = affine_errors(x, w, a1, b1, a1, -m)
+                if e1 < best:
+                    best, best_d, best_m = e1, a1, -b1
+                if e2 < best:
+                    best, best_d, best_m = e2, a1, m
+    for _ in range(4):  # neighbouring halves
+        d, m = best_d, best_m
+        reach_d = max(abs(d) * _STEP, _LEAST)
+        reach_m = max(abs(m) * _STEP, _LEAST)
+        for dm in range(-1, 2):
+            m1 = round_half(m + np.float32(dm) * reach_m)
+            # the d that best goes with this m, and with this m and the codes of either end
+            _, _, f_qq, _, f_rq = affine_fit(x, w, d, -m1)
+            a = d + f_rq / f_qq if f_qq > _ZERO else (hi - m1) / high
+            a = round_half(max(a, _ZERO))
+            e1, e2 = affine_errors(x, w, a, -m1, round_half(a + reach_d), -m1)
+            if e1 < best:
+                best, best_d, best_m = e1, a, m1
+            if e2 < best:
+                best, best_d, best_m = e2, round_half(a + reach_d), m1
+            e1, e2 = affine_errors(x, w, round_half(max(a - reach_d, _ZERO)), -m1, d, -m1)
+            if e1 < best:
+                best, best_d, best_m = e1, round_half(max(a - reach_d, _ZERO)), m1
+            if e2 < best:
+                best, best_d, best_m = e2, d, m1
+        if best_d == d and best_m == m:
+            break
+    return best_d, best_m
+
+
+def _q8_0(x, w):
+    """The best of a few half d for one block: quick, as with 256 codes there is little to gain."""
+    bottom = _ZERO
+    peak = _ZERO
+    for i in range(sub):
+        bottom = lesser(bottom, x[i])
+        peak = greater(peak, x[i])
+    widest = peak if peak > -bottom else bottom
+    best = _INFINITY
+    best_d = _ZERO
+    if widest == _ZERO:
+        return best_d
+    for k in range(0, 6, 2):
+        d0 = round_half(widest / _Q8_0_CODES[k])
+        d1 = round_half(widest / _Q8_0_CODES[k + 1])
+        e0, e1 = scaled_errors(x, w, d0, d1)
+        if e0 < best:
+            best, best_d = e0, d0
+        if e1 < best:
+            best, best_d = e1, d1
+    if abs(best_d) < np.float32(2.0**-14):  # subnormal: the halves lie far apart
+        for k in range(1, 4):
+            d0 = np.float32(k) * _LEAST
+            e0, e1 = scaled_errors(x, w, d0, -d0)
+            if e0 < best:
+                best, best_d = e0, d0
+            if e1 < best:
+                best, best_d = e1, -d0
+    return best_d
+
+
+def _scaled_rows(x, w, q, sc, mn, d, dmin, sums):
+    """x [rows, n, 32], w [n, 32] -> fields as `mapping.pack` wants them; sums as in `quantize_affine`."""
+    for row in range(x.shape[0]):
+        for n in range(d.shape[1]):
+            best = search(x[row, n], w[n])
+            d[row, n] = best
+            error, signal, weighted = scaled_write(x[row, n], w[n], best, q[row, n])
+            sums[row, 0] += error
+            sums[row, 1] += signal
+            sums[row, 2] += weighted
+
+
+def _affine_rows(x, w, q, sc, mn, d, dmin, sums):
+    """As `_scaled_rows`, with m in `dmin`."""
+    for row in range(x.shape[0]):
+        for n in range(d.shape[1]):
+            best_d, best_m = search(x[row, n], w[n])
+            d[row, n] = best_d
+            dmin[row, n] = best_m
+            error, signal, weighted = affine_write(x[row, n], w[n], best_d, -best_m, q[row, n])
+            sums[row, 0] += error
+            sums[row, 1] += signal
+            sums[row, 2] += weighted
+
+
+@cache
+def plain_quantizer(name: str) -> Callable[..., None]:
+    """The compiled `_scaled_rows` or `_affine_rows` of a plain type."""
+    kind = TYPES[name]
+    if name == "Q8_0":
+        scope = scope_of(kind, scaled_errors, scaled_write)
+        return specialize(_scaled_rows, name, **scope, search=specialize(_q8_0, name, **scope))
+    lowest, by, count = _STARTS[name]
+    if kind.has_min:
+        scope = scope_of(kind, affine_errors, affine_fit, affine_write)
+    else:
+        scope = scope_of(kind, scaled_errors, scaled_fit, scaled_write)
+    scope |= {"first": np.float32(lowest), "step": np.float32(by), "starts": count}
+    if kind.has_min:
+        return specialize(_affine_rows, name, **scope, search=specialize(_affine, name, **scope))
+    return specialize(_scaled_rows, name, **scope, search=specialize(_scaled, name, **scope))

@@ -1,0 +1,1 @@
+"""The GGUF file and llama.cpp's conventions."""

@@ -1,0 +1,164 @@
+"""A model as GGUF wants it, before the checkpoint's data is looked at: names, sources, row orders, metadata.
+
+A family (`bridge.models`) or a template (`bridge.models.template`) makes an Outline; `bridge.conversion.planner` makes
+a Plan of it. It holds no weights, but for small tensors that are made from the config and those that a template keeps.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from gguf.gguf_writer import GGUFValue
+
+from bridge.blocks.ggml import GGML_QUANT_SIZES, GGMLQuantizationType
+
+AS_IT_IS = "as it is"  # never quantized: norms, biases, routers
+FROM_TEMPLATE = "the template's"
+FROM_CONFIG = "made from the config"
+BESIDE_NVFP4 = "beside NVFP4's blocks"
+CHANGES = ("transposed", "conv1d", "squeezed", "+1", "-exp")
+
+_BLOCK = re.compile(r"blk\.(\d+)\.")
+
+
+@dataclass(frozen=True, eq=False)
+class Part:
+    """Rows that a tensor of the GGUF takes from one tensor of the checkpoint.
+
+    source   in the checkpoint, "model.layers.0.self_attn.q_proj.weight", of a quantized module too
+    shape    (out, in) or (n,) as the GGUF has it: a stored tensor may be padded with zeros beyond it
+    rows     int64 [out] or None: row i of the GGUF is row rows[i] of the source
+    columns  int64 [in] or None: likewise; undoes act-order
+    matrix   which matrix of a 3-D source this is
+    stored   the source's shape where `rows` or `columns` pick from more than they return; after `change`
+    change   what is done to the source before rows and columns are picked: "transposed"; "squeezed", dimensions of
+             one dropped; "+1", one added; "-exp", minus e to the power of it: the result is floats, whatever it was.
+             "conv1d": transposed where it is floats, for quantizers turn such layers into linear ones
+    """
+
+    source: str
+    shape: tuple[int, ...]
+    rows: np.ndarray | None = None
+    columns: np.ndarray | None = None
+    matrix: int | None = None
+    stored: tuple[int, ...] | None = None
+    change: str | None = None
+
+    @property
+    def module(self) -> str:
+        """The linear layer that this is the weight of."""
+        return self.source.removesuffix(".weight")
+
+    @property
+    def layer(self) -> str | None:
+        """What calibration calls the linear layer: a matrix of a 3-D tensor as if it stood by itself.
+
+        experts.gate_up_proj -> experts.3.gate_proj, its first half of rows, or experts.3.up_proj; None: neither
+        """
+        if self.matrix is None:
+            return self.module
+        experts, _, name = self.source.rpartition(".")
+        if name == "gate_up_proj" and self.rows is not None:
+            starts = set((self.rows - np.arange(len(self.rows))).tolist())
+            name = "gate_proj" if starts == {0} else "up_proj" if starts == {len(self.rows)} else ""
+        elif name != "down_proj" or self.rows is not None:
+            name = ""
+        return f"{experts}.{self.matrix}.{name}" if name and self.change is None else None
+
+
+@dataclass(frozen=True, eq=False)
+class PlannedTensor:
+    """One tensor of the GGUF.
+
+    name    in the GGUF, "blk.0.attn_q.weight"
+    shape   in row-major order, (out, in), (experts, out, in) or (n,)
+    parts   what it is read from, one after another: one, a layer's experts, or q, k and v of a fused matrix
+    data    instead of parts: float32 values, or the bytes of `type`
+    type    a block or float type; None as long as it is to be chosen
+    reason  why that type, for people
+    limit   the most of the checkpoint's own noise that it may add; None: whatever it adds
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    parts: tuple[Part, ...] = ()
+    data: np.ndarray | None = field(default=None, repr=False)
+    type: str | None = None
+    reason: str = ""
+    limit: float | None = None
+
+    @property
+    def kind(self) -> str:
+        """The name without layer and suffix: "attn_q", "ffn_down", "token_embd"."""
+        name = _BLOCK.sub("", self.name, count=1)
+        return name.rpartition(".")[0] or name
+
+    @property
+    def layer(self) -> int | None:
+        """0-based; None outside the blocks."""
+        block = _BLOCK.match(self.name)
+        return int(block[1]) if block else None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in the GGUF; the type must have been chosen."""
+        size, nbytes = GGML_QUANT_SIZES[GGMLQuantizationType[str(self.type)]]
+        return math.prod(self.shape) // size * nbytes
+
+    @property
+    def source(self) -> str | None:
+        """Its name in the checkpoint; of experts, with * for their number; None where it has none."""
+        if not self.parts:
+            return None
+        name = self.parts[0].source
+        return name if len(self.parts) == 1 else re.sub(r"\bexperts\.\d+", "experts.*", name)
+
+
+@dataclass(frozen=True)
+class Fold:
+    """A linear layer whose columns are the rows of others, element by element: module names.
+
+    Permuting the columns of `consumer` and the rows of every producer alike changes nothing.
+    """
+
+    consumer: str
+    producers: tuple[str, ...]
+
+
+@dataclass(eq=False)
+class Outline:
+    """A model as GGUF wants it, before the checkpoint's data is looked at.
+
+    metadata   every key but general.file_type and general.quantization_version
+    tensors    in the order in which they are to be written
+    folds      where act-order can be undone by permuting rows elsewhere
+    unused     tensors of the checkpoint that GGUF does not need
+    zero_only  tensors that llama.cpp's graph has no place for: they must be all zeros (old GPTQ tools write such
+               biases), or the model is refused
+    optional   biases that are left out where they are all zeros: old GPTQ tools write them for every layer
+    stop       the texts of the tokens that end a reply, the EOS token first
+    notes      what the reader of the report should know
+    """
+
+    metadata: dict[str, GGUFValue]
+    tensors: list[PlannedTensor]
+    folds: list[Fold] = field(default_factory=list)
+    unused: list[str] = field(default_factory=list)
+    zero_only: list[str] = field(default_factory=list)
+    optional: frozenset[str] = frozenset()
+    stop: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+
+def number(metadata: Mapping[str, GGUFValue], key: str, default: int = 0) -> int:
+    """A count of the architecture's, such as block_count; the largest where layers differ."""
+    found = metadata.get(f"{metadata['general.architecture'].value}.{key}")
+    if found is None:
+        return default
+    value: Any = found.value
+    return int(max(value, default=default) if isinstance(value, (list, tuple)) else value)

@@ -1,0 +1,148 @@
+"""Of what the new file's tensors are made: the template's, with what was found of them in the checkpoint."""
+
+from __future__ import annotations
+
+import re
+
+import numpy as np
+
+from bridge.checkpoint import Checkpoint
+from bridge.models.outline import AS_IT_IS, FROM_TEMPLATE, Fold, Part, PlannedTensor
+from bridge.models.template.matrices import BLOCK, Matrices, Run
+from bridge.models.template.norms_and_biases import Found, Vectors
+from bridge.runtime.quant_tensor import QuantTensor
+from bridge.runtime.reader import GGUFFile
+
+
+class Builder:
+    """The outcome of matching a template with a checkpoint. Raises BridgeError where they are not of one model.
+
+    notes  a line for every tensor that is taken from the template
+    """
+
+    def __init__(self, ckpt: Checkpoint, file: GGUFFile) -> None:
+        self.ckpt, self.file = ckpt, file
+        self._matrices = Matrices(ckpt, file)
+        self._matrices.find()
+        vectors = Vectors(self._matrices)
+        vectors.find()
+        self._runs, self._vectors = self._matrices.runs, vectors.found
+        self._all, self._used = self._matrices.all, self._matrices.used
+        self.notes: list[str] = []
+
+    def tensors(self) -> list[PlannedTensor]:
+        """The new file's tensors in the template's order; every one that is taken from the template gets a note."""
+        made = []
+        for name, tensor in self.file.tensors.items():
+            if name in self._runs:
+                type, reason = (None, "") if _quantizable(tensor) else ("F32", AS_IT_IS)
+                parts = tuple(self._matrix(run, tensor.shape[-1]) for run in self._runs[name])
+                made.append(PlannedTensor(name, tensor.shape, parts, type=type, reason=reason))
+            elif name in self._vectors:
+                made.append(self._vector(tensor, self._vectors[name]))
+            else:
+                made.append(kept(tensor))
+                reason = self._matrices.reasons.get(name, "no tensor of the checkpoint is this one")
+                self.notes.append(f"{name}: taken from the template as {tensor.type}, {reason}")
+        return made
+
+    def _matrix(self, run: Run, columns: int) -> Part:
+        part = _part(run.owner.source, (len(run.rows), columns), run.rows, (run.owner.shape[0], columns))
+        if part.stored is not None and self._rest_is_zero(run, columns):
+            return Part(part.source, part.shape)
+        return part
+
+    def _vector(self, tensor: QuantTensor, found: Found) -> PlannedTensor:
+        if found.offset:
+            stored = self.ckpt.read_float(found.parts[0][0].source) + np.float32(found.offset)
+            values = np.ascontiguousarray(stored.reshape(tensor.shape), np.float32)
+            return PlannedTensor(tensor.name, tensor.shape, data=values, type="F32", reason=AS_IT_IS)
+        parts = [_part(owner.source, rows.shape, rows, (int(np.prod(owner.shape)),)) for owner, rows in found.parts]
+        if len(parts) == 1 and parts[0].rows is None:
+            parts = [Part(parts[0].source, tensor.shape)]
+        return PlannedTensor(tensor.name, tensor.shape, tuple(parts), type="F32", reason=AS_IT_IS)
+
+    def _rest_is_zero(self, run: Run, columns: int) -> bool:
+        """Whether the rows are the first in order, and what follows them is padding."""
+        n = len(run.rows)
+        if not np.array_equal(run.rows, np.arange(n)):
+            return False
+        matrix = self._matrices.of_checkpoint(run.owner, columns)
+        return not any(matrix.read(max(a, n), b).any() for a, b in matrix.chunks() if b > n)
+
+    def folds(self) -> list[Fold]:
+        """Where act-order of ffn_down can be undone by the rows of what comes before it."""
+        found = []
+        for name, downs in self._runs.items():
+            block = BLOCK.match(name)
+            kind = name.removeprefix(block[0]) if block else ""
+            if block is None or kind not in ("ffn_down.weight", "ffn_down_exps.weight", "ffn_down_shexp.weight"):
+                continue
+            before = [f"{block[0]}{kind.replace('ffn_down', part)}" for part in ("ffn_gate", "ffn_up")]
+            before = [other for other in before if other in self.file]
+            if not self._foldable(name, before):
+                continue
+            for i, down in enumerate(downs):
+                producers = [self._runs[other][i].owner for other in before]
+                if down.owner.module and all(p.module or len(p.shape) == 2 for p in producers):
+                    names = tuple(p.source.removesuffix(".weight") for p in producers)
+                    found.append(Fold(down.owner.module, names))
+        return found
+
+    def _foldable(self, down: str, before: list[str]) -> bool:
+        """Whether nothing but the rows of `before`, and their biases, goes by ffn_down's columns."""
+        inner, downs = self.file[down].shape[-1], self._runs[down]
+        for other in before:
+            runs = self._runs.get(other, [])
+            in_order = all(np.array_equal(run.rows, np.arange(inner)) for run in runs)
+            bias = other.removesuffix(".weight") + ".bias"
+            if len(runs) != len(downs) or not in_order or (bias in self.file and bias not in self._vectors):
+                return False
+            if any(run.owner.shape[0] != inner for run in runs):
+                return False
+        prefix = down.rpartition("ffn_down")[0] + "ffn_"
+        known = {f"{prefix}{n}" for n in ("norm.weight", "norm.bias", "gate_inp.weight", "gate_inp_shexp.weight")}
+        known |= {other.removesuffix("weight") + "bias" for other in (*before, down)}
+        vectors = {n for n, t in self.file.tensors.items() if n.startswith(prefix) and len(t.shape) < 2}
+        return bool(before) and vectors <= known
+
+    def unused(self) -> list[str]:
+        """The checkpoint's tensors that are nowhere in the new file, nor the template's in their place."""
+        zeros = self.biases_without_place()
+        taken = self.file.tensors.keys() - self._runs.keys() - self._vectors.keys()
+        return sorted(
+            c.source for c in self._all if c not in self._used and c.source not in zeros and c.name not in taken
+        )
+
+    def biases_without_place(self) -> list[str]:
+        """Biases whose matrix is in the template, and they are not: they must be zero."""
+        return [
+            c.source for c in self._all
+            if c not in self._used and c.source.endswith(".bias") and c.name is not None
+            and c.name not in self.file and c.name.removesuffix("bias") + "weight" in self.file
+        ]  # fmt: skip
+
+
+def kept(tensor: QuantTensor) -> PlannedTensor:
+    """A template's tensor as it is."""
+    return PlannedTensor(tensor.name, tensor.shape, data=tensor.raw, type=tensor.type, reason=FROM_TEMPLATE)
+
+
+def _part(source: str, shape: tuple[int, ...], rows: np.ndarray, stored: tuple[int, ...]) -> Part:
+    """These rows of a tensor that is stored in that shape."""
+    if np.array_equal(rows, np.arange(stored[0])):
+        return Part(source, shape)
+    return Part(source, shape, rows, stored=None if len(rows) == stored[0] else stored)
+
+
+def _quantizable(tensor: QuantTensor) -> bool:
+    """As llama.cpp's quantizer and its converter see it: what the converter left in F32 has its reason.
+
+    llama_tensor_get_type's list of what stays as it is; an all-F32 template leaves the usual matrices to be named.
+    """
+    kind = tensor.name.rpartition("blk.")[2]
+    linear = re.search(r"(^|\.)(token_embd|output|attn_|ffn_)", kind) is not None
+    return (
+        len(tensor.shape) in (2, 3) and tensor.shape[0] > 1 and tensor.name.endswith(".weight")
+        and "_norm" not in kind and "ffn_gate_inp" not in kind and (linear or tensor.type != "F32")
+    )  # fmt: skip

@@ -1,0 +1,259 @@
+"""Finds a template's matrices in the checkpoint.
+
+They are looked for by name first; those of a layer that are left over are looked for by their rows among the
+layer's modules that are left over, which finds q, k and v in one matrix, gate and up in one, and the other way
+about.
+
+Multi-head latent attention (DeepSeek): kv_b_proj has k's rows and v's of one head after another. The converter makes
+them attn_v_b [heads, v, rank], whose rows are found, and attn_k_b [heads, rank, k], each head's transposed: no codes
+could be kept in it, it stays the template's.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import numpy as np
+
+from bridge.checkpoint import Checkpoint
+from bridge.errors import BridgeError
+from bridge.gguf_file.rope_rows import interleaved_rows
+from bridge.models.template.match import Matrix, find_in_several, find_rows, rounding_of
+from bridge.models.template.names import Candidate, candidates
+from bridge.models.template.template_file import number
+from bridge.runtime.cpu import dequantize
+from bridge.runtime.quant_tensor import QuantTensor
+from bridge.runtime.reader import GGUFFile
+from bridge.system.cpus import usable_cpus
+
+BLOCK = re.compile(r"blk\.(\d+)\.")
+# of the checkpoint's own floats
+_FLOAT_ROUNDING = {"F32": 1e-6, "F16": 1e-6, "BF16": 1e-5, "F8_E4M3": 5e-3, "F8_E5M2": 2e-2}
+
+
+@dataclass(frozen=True)
+class Run:
+    """Rows of the checkpoint's that stand one after another in the template: of whom, and which."""
+
+    owner: Candidate
+    rows: np.ndarray  # int64
+    scaled: bool = False
+
+
+class Matrices:
+    """The matching of one template's matrices with one checkpoint; `find` does it.
+
+    all      the checkpoint's tensors
+    named    those that the name map knows, by their GGUF name
+    runs     what each matrix that was found is made of, by GGUF name; of experts one after another
+    used     the checkpoint's tensors that are in `runs`
+    reasons  why a tensor of the template is not the one of its name
+    flipped  stacks that stay the template's because the checkpoint has each of their matrices transposed
+    """
+
+    def __init__(self, ckpt: Checkpoint, file: GGUFFile) -> None:
+        self.ckpt, self.file = ckpt, file
+        heads = number(file, "attention.head_count", 0)
+        self._heads = (heads, number(file, "attention.head_count_kv", heads))
+        self.all = candidates(ckpt, file.arch, number(file, "block_count"), file.tensors)
+        self.named: dict[str, list[Candidate]] = {}
+        for candidate in self.all:
+            self.named.setdefault(candidate.name or "", []).append(candidate)
+        self.runs: dict[str, list[Run]] = {}
+        self.used: set[Candidate] = set()
+        self.reasons: dict[str, str] = {}
+        self.flipped: set[str] = set()
+
+    def find(self) -> None:
+        """Match everything. Raises BridgeError where the two are not of one model."""
+        self._check_vocabulary()
+        wanted = [t for t in self.file.tensors.values() if is_matrix(t)]
+        with ThreadPoolExecutor(max_workers=usable_cpus(), thread_name_prefix="match") as pool:
+            for tensor, runs in zip(wanted, pool.map(self._by_name, wanted), strict=True):
+                self._place(tensor, runs)
+            taken = set(self.used)
+            left = [t for t in wanted if t.name not in self.runs]
+            for tensor, runs in zip(left, pool.map(lambda t: self._by_rows(t, taken), left), strict=True):
+                self._place(tensor, runs)
+        self._check_modules()
+
+    def _place(self, tensor: QuantTensor, runs: list[Run] | None) -> None:
+        if runs is not None:
+            self.runs[tensor.name] = runs
+            self.used.update(run.owner for run in runs)
+
+    def _by_name(self, tensor: QuantTensor) -> list[Run] | None:
+        """The tensor's rows, or those of its experts, in the candidates of its name; None where they are not."""
+        offered = self.named.get(tensor.name, [])
+        if len(tensor.shape) == 2:
+            for candidate in offered:
+                if len(candidate.shape) == 2 and candidate.expert is None:
+                    found = self._find_in(tensor, candidate)
+                    if found is not None:
+                        return [found]
+            if offered:
+                self.reasons[tensor.name] = self._difference(tensor, offered[0])
+            return None
+        by_expert = {candidate.expert: candidate for candidate in offered if len(candidate.shape) == 2}
+        runs = []
+        for expert in range(tensor.shape[0]):
+            matrix = tensor[expert]
+            found = self._find_in(matrix, by_expert[expert]) if expert in by_expert else None
+            if found is None:
+                if expert in by_expert:
+                    self.reasons[tensor.name] = self._difference(matrix, by_expert[expert])
+                return None
+            runs.append(found)
+        return runs
+
+    def _find_in(self, tensor: QuantTensor, candidate: Candidate) -> Run | None:
+        rows, columns = tensor.shape
+        if candidate.shape[0] < rows or candidate.shape[1] < columns:
+            return None
+        found = find_rows(_of_template(tensor), self.of_checkpoint(candidate, columns), self._interleaved(rows))
+        return None if found is None else Run(candidate, found.order, found.scaled)
+
+    def _by_rows(self, tensor: QuantTensor, taken: set[Candidate]) -> list[Run] | None:
+        """The tensor's rows among all matrices of its layer that are not taken; each expert's among that expert's."""
+        block = BLOCK.match(tensor.name)
+        layer = int(block[1]) if block else None
+        columns = tensor.shape[-1]
+        left = [c for c in self.all if c not in taken and c.layer == layer and len(c.shape) == 2]
+        free = [c for c in left if c.shape[1] == columns]
+        if len(tensor.shape) == 2:
+            return self._in_pool(tensor, [c for c in free if c.expert is None])
+        runs: list[Run] = []
+        for expert in range(tensor.shape[0]):
+            found = self._in_pool(tensor[expert], [c for c in free if c.expert == expert])
+            if found is None:
+                return self._by_head(tensor, [c for c in left if c.expert is None])
+            runs += found
+        return runs
+
+    def _by_head(self, tensor: QuantTensor, pool: Sequence[Candidate]) -> list[Run] | None:
+        """The rows of a stack whose matrices are parts of the heads of one matrix; a note where they are transposed."""
+        heads, rows, columns = tensor.shape
+        for flipped in (False, True):
+            size, width = (columns, rows) if flipped else (rows, columns)
+            for candidate in pool:
+                if candidate.shape[1] != width or candidate.shape[0] < heads * size:
+                    continue
+                matrix = self.of_checkpoint(candidate, width)
+                template = _flipped(tensor) if flipped else _of_template(tensor)
+                found = find_rows(template, matrix, _rows_of_heads(heads, size, candidate.shape[0]))
+                if found is not None and not flipped:
+                    return [Run(candidate, found.order, found.scaled)]
+                if found is not None:
+                    self.flipped.add(tensor.name)
+                    self.reasons[tensor.name] = f"the checkpoint has it transposed, in {candidate.source}"
+                    return None
+        return None
+
+    def _in_pool(self, tensor: QuantTensor, pool: Sequence[Candidate]) -> list[Run] | None:
+        template = _of_template(tensor)
+        matrices = [self.of_checkpoint(candidate, tensor.shape[1]) for candidate in pool]
+        for candidate, matrix in zip(pool, matrices, strict=True):
+            found = find_rows(template, matrix, self._interleaved(tensor.shape[0]))
+            if found is not None:
+                return [Run(candidate, found.order, found.scaled)]
+        several = find_in_several(template, matrices) if len(pool) > 1 else None
+        return None if several is None else [Run(pool[which], rows) for which, rows in several]
+
+    def _interleaved(self, rows: int) -> list[np.ndarray]:
+        """The orders of q's and k's rows in llama's GGUF."""
+        return [interleaved_rows(n, rows // n) for n in dict.fromkeys(self._heads) if n and rows % (2 * n) == 0]
+
+    def of_checkpoint(self, candidate: Candidate, columns: int) -> Matrix:
+        """The first `columns` columns of a candidate: what is beyond them is padding, and checked when it is read."""
+        rows = candidate.shape[0]
+        if candidate.module is not None:
+            t = self.ckpt.read_module(candidate.module)
+            return Matrix(
+                (rows, columns),
+                lambda a, b: t.dequantize(slice(a, b))[:, :columns],
+                lambda order: t.take_rows(order).dequantize()[:, :columns],
+                noise=t.noise() / math.prod(t.shape),
+            )
+        rounding = _FLOAT_ROUNDING.get(self.ckpt.tensors[candidate.source].dtype, 1e-6)
+        return Matrix(
+            (rows, columns), lambda a, b: self.ckpt.read_float(candidate.source, (a, b))[:, :columns], rounding=rounding
+        )
+
+    def _difference(self, tensor: QuantTensor, candidate: Candidate) -> str:
+        """Why a candidate of the right name is not the tensor."""
+        shape = tuple(tensor.shape)
+        if candidate.shape != shape:
+            if candidate.shape == shape[::-1]:
+                return f"{candidate.source} is stored transposed"
+            return f"{candidate.source} has shape {list(candidate.shape)}, not {list(shape)}"
+        rows = min(shape[0], 64)
+        t = tensor.rows(np.arange(rows))
+        w = self.of_checkpoint(candidate, shape[1]).read(0, rows)
+        share = float(np.square(t - w, dtype=np.float64).sum()) / max(
+            float(np.square(t, dtype=np.float64).sum()), 1e-30
+        )
+        return f"its values are not those of {candidate.source} (NMSE {share:.1g})"
+
+    def _check_vocabulary(self) -> None:
+        """Embeddings of another number of rows are another vocabulary's."""
+        wanted = self.file["token_embd.weight"].shape
+        for candidate in self.named.get("token_embd.weight", []):
+            if candidate.shape[0] < wanted[0] or candidate.shape[1:] != wanted[1:]:
+                raise BridgeError(
+                    f"{self.file.path}: token_embd.weight is {list(wanted)}, but {candidate.source} "
+                    f"{list(candidate.shape)}; the template is of another model or vocabulary"
+                )
+
+    def _check_modules(self) -> None:
+        """Refuse a template of another model, and one that lacks a tensor."""
+        matrices = [c for c in self.all if len(c.shape) == 2 and min(c.shape) > 1]
+        wanted = [c for c in matrices if c.module is not None] or matrices
+        lost = [c for c in wanted if c not in self.used]
+        if 2 * len(lost) > len(wanted):
+            first = next((r for r in self.reasons.values()), f"{lost[0].source} is not in it")
+            raise BridgeError(
+                f"{self.file.path}: {len(lost)} of {len(wanted)} matrices of {self.ckpt.path} are not in this template "
+                f"({first}); it is of another model"
+            )
+        for candidate in lost:
+            if candidate.module is not None and candidate.name is not None and candidate.name not in self.file:
+                raise BridgeError(
+                    f"{self.file.path}: {candidate.name} is missing, which {candidate.source} would be, and no other "
+                    "tensor has its rows; make the template again"
+                )
+
+
+def is_matrix(tensor: QuantTensor) -> bool:
+    """Of the template: a matrix, or a stack of them."""
+    return len(tensor.shape) in (2, 3) and tensor.shape[0] > 1
+
+
+def _of_template(tensor: QuantTensor) -> Matrix:
+    """A matrix, or a stack's matrices one after another."""
+    *outer, columns = tensor.shape
+    rows = math.prod(outer)
+    raw = tensor.raw.reshape(rows, -1)
+
+    def values(which: slice | np.ndarray) -> np.ndarray:
+        return dequantize.rows(tensor.type, raw[which])
+
+    return Matrix((rows, columns), lambda a, b: values(slice(a, b)), values, rounding=rounding_of(tensor.type))
+
+
+def _flipped(stack: QuantTensor) -> Matrix:
+    """A stack's matrices, each transposed, one after another."""
+    values = stack.dequantize().swapaxes(1, 2).reshape(-1, stack.shape[1])
+    return Matrix(values.shape, lambda a, b: values[a:b], rounding=rounding_of(stack.type))
+
+
+def _rows_of_heads(heads: int, size: int, rows: int) -> list[np.ndarray]:
+    """int64 [heads * size] each: the first and the last `size` rows of each head of a matrix."""
+    each = rows // heads
+    if rows % heads or each < size:
+        return []
+    ends = [np.arange(size), np.arange(each - size, each)]
+    return [(each * np.arange(heads)[:, None] + end).reshape(-1) for end in ends]

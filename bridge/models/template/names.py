@@ -1,0 +1,67 @@
+"""Which tensor of the GGUF a tensor of the checkpoint becomes, by gguf's own name map of the architecture."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Container
+from dataclasses import dataclass
+
+import gguf
+
+from bridge.checkpoint import Checkpoint
+from bridge.models.wrapper import TEXT_PREFIXES
+
+_EXPERT = re.compile(r"(\.experts)\.(\d+)(?=\.)")
+_LAYER = re.compile(r"\.(\d+)\.")
+_PREFIXES = (*TEXT_PREFIXES, ("transformer.", ""))  # the second: Bloom's are mapped without it
+_BIASES = (".bias", "_proj.bias")  # e_score_correction_bias, dt_bias
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A tensor of the checkpoint that may be, or be part of, one of the GGUF.
+
+    source  as in `bridge.conversion.plan.Part`: of a quantized module "<module>.weight"
+    module  of a quantized one its name, else None
+    shape   (out, in) or (n,); a matrix of one row that GGUF has as a vector keeps its two dimensions
+    layer   None outside the blocks
+    name    in the GGUF as the map has it, or None
+    expert  its number; None for what is no expert's
+    """
+
+    source: str
+    module: str | None
+    shape: tuple[int, ...]
+    layer: int | None
+    name: str | None
+    expert: int | None
+
+
+def candidates(ckpt: Checkpoint, arch: str, n_layers: int, stored: Container[str]) -> list[Candidate]:
+    """Every tensor of the checkpoint. Of an architecture that gguf does not know no names are known.
+
+    stored  the names of the template's tensors
+    """
+    known = {name: key for key, name in gguf.MODEL_ARCH_NAMES.items()}.get(arch)
+    names = None if known is None else gguf.get_tensor_name_map(known, n_layers)
+    shapes: list[tuple[str, str | None, tuple[int, ...]]] = [
+        *((f"{module}.weight", module, info.shape) for module, info in ckpt.modules.items()),
+        *((name, None, info.shape) for name, info in ckpt.tensors.items()),
+    ]
+    listed = []
+    for source, module, shape in shapes:
+        expert, layer = _EXPERT.search(source), _LAYER.search(source)
+        name = None if names is None else _gguf_name(names, _EXPERT.sub(r"\1", source), stored)
+        number = int(layer[1]) if layer else None
+        listed.append(Candidate(source, module, shape, number, name, int(expert[2]) if expert else None))
+    return listed
+
+
+def _gguf_name(names: gguf.TensorNameMap, source: str, stored: Container[str]) -> str | None:
+    """The name in the GGUF; the converter gives endings to tensors without one, and biases another."""
+    forms = [source] + [new + source.removeprefix(old) for old, new in _PREFIXES if source.startswith(old)]
+    forms += [form.removesuffix("_bias") + ending for form in forms if form.endswith("_bias") for ending in _BIASES]
+    for form in forms:
+        if (name := names.get_name(form, try_suffixes=(".weight", ".bias"))) is not None:
+            return next((name + ending for ending in ("", ".weight", ".bias") if name + ending in stored), name)
+    return None

@@ -1,0 +1,160 @@
+"""A template's norms, biases and other vectors in the checkpoint: by name and value, biases by their matrix's rows.
+
+AWQ divides a norm by what it multiplies the columns of the matrices after it by. Such a norm differs from the
+template's as those columns do, and must be the checkpoint's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from bridge.checkpoint import Checkpoint
+from bridge.errors import BridgeError
+from bridge.models.template.match import fit_factors
+from bridge.models.template.matrices import BLOCK, Matrices, Run
+from bridge.models.template.names import Candidate
+from bridge.runtime.quant_tensor import QuantTensor
+from bridge.runtime.reader import GGUFFile
+
+_FACTOR_ROWS = 1024  # of a matrix, for the factors of its columns
+_CORRELATED = 0.9  # 0.99 and more seen
+_FACTORS = 0.75  # of the squared error left once factors are fitted: less shows that there are some
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a vector is made of: rows of one or several tensors, one after another, and what is added to them."""
+
+    parts: list[tuple[Candidate, np.ndarray]]
+    offset: float = 0.0
+
+
+@dataclass
+class Vectors:
+    """The matching of one template's vectors, the matrices having been found; `find` does it.
+
+    found  by GGUF name
+    """
+
+    matrices: Matrices
+    found: dict[str, Found] = field(default_factory=dict)
+
+    @property
+    def ckpt(self) -> Checkpoint:
+        return self.matrices.ckpt
+
+    @property
+    def file(self) -> GGUFFile:
+        return self.matrices.file
+
+    def find(self) -> None:
+        """Match everything. Raises BridgeError where AWQ's factors cannot be told from a difference of models."""
+        for tensor in self.file.tensors.values():
+            if sum(n > 1 for n in tensor.shape) <= 1:
+                self._find_vector(tensor)
+        for found in self.found.values():
+            self.matrices.used.update(candidate for candidate, _ in found.parts)
+
+    def _find_vector(self, tensor: QuantTensor) -> None:
+        """A norm, a bias, or whatever else is no matrix."""
+        values = tensor.dequantize().reshape(-1)
+        base, _, suffix = tensor.name.rpartition(".")
+        if suffix == "bias" and self._find_bias(tensor, values, self.matrices.runs.get(f"{base}.weight")):
+            return
+        for candidate in self.matrices.named.get(tensor.name, []):
+            if candidate.module is not None or int(np.prod(candidate.shape)) != values.size:
+                continue
+            stored = self.ckpt.read_float(candidate.source).reshape(-1)
+            if not _equal(values, stored):
+                offset = self._awq_offset(tensor.name, values, stored)
+                if offset is None:
+                    one_more = _equal(values, stored + 1)  # Gemma's norms
+                    self.matrices.reasons[tensor.name] = (
+                        f"its values are {'1 more than' if one_more else 'not'} those of {candidate.source}"
+                    )
+                    if not one_more and tensor.name.endswith("norm.weight"):
+                        self._refuse_lost_factors(tensor, candidate)
+                    continue
+                self._refuse_flipped(tensor, candidate)
+            else:
+                offset = 0.0
+            self.found[tensor.name] = Found([(candidate, np.arange(stored.size))], offset)
+            return
+
+    def _find_bias(self, tensor: QuantTensor, values: np.ndarray, runs: list[Run] | None) -> bool:
+        """The biases of the modules that the matrix beside is made of, in the order of its rows."""
+        sources = {c.source: c for c in self.matrices.all}
+        names = [run.owner.source.removesuffix(".weight") + ".bias" for run in runs or ()]
+        if not runs or not all(name in sources for name in names) or len(tensor.shape) > 1:
+            return False
+        stored = [self.ckpt.read_float(name) for name in names]
+        if any(run.rows.max() >= len(bias) for run, bias in zip(runs, stored, strict=True)):
+            return False
+        made = np.concatenate([bias[run.rows] for run, bias in zip(runs, stored, strict=True)])
+        if not _equal(values, made):
+            if len(runs) > 1:
+                return False
+            weight = self.file[tensor.name.removesuffix("bias") + "weight"]
+            r, _ = fit_factors(
+                weight.dequantize(), self.matrices.of_checkpoint(runs[0].owner, weight.shape[1]).take(runs[0].rows)
+            )
+            if np.square(values - made * r).sum() > 0.01 * np.square(values).sum():
+                return False
+        self.found[tensor.name] = Found([(sources[name], run.rows) for name, run in zip(names, runs, strict=True)])
+        return True
+
+    def _awq_offset(self, name: str, values: np.ndarray, stored: np.ndarray) -> float | None:
+        """Whether a norm differs from the template's as the columns of a matrix after it do, which is AWQ's doing.
+
+        By how much is not compared: AutoAWQ 0.2.9 has been seen to scale columns by the square of the norm's factor.
+        Returns what the converter adds to the checkpoint's norms (Gemma: 1), None where the two do not correlate.
+        """
+        for t, w in self._matrices_after(name, values.size):
+            _, c = fit_factors(t, w)
+            for offset in (0.0, 1.0):
+                with np.errstate(divide="ignore", invalid="ignore"):
+                    factors, columns = np.log(values / (stored + np.float32(offset))), -np.log(c)
+                    if np.corrcoef(factors, columns)[0, 1] > _CORRELATED:  # NaN, where a sign differs, is not
+                        return offset
+        return None
+
+    def _matrices_after(self, norm: str, columns: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        """Rows of matrices of a norm's layer that have its width, the template's and the checkpoint's."""
+        block = BLOCK.match(norm)
+        for name, runs in self.matrices.runs.items():
+            tensor = self.file[name]
+            if block and name.startswith(block[0]) and tensor.shape[-1] == columns:
+                matrix = tensor if len(tensor.shape) == 2 else tensor[0]
+                rows = runs[0].rows[: matrix.shape[0]]
+                some = np.unique(np.linspace(0, len(rows) - 1, _FACTOR_ROWS).astype(np.int64))
+                yield matrix.rows(some), self.matrices.of_checkpoint(runs[0].owner, columns).take(rows[some])
+
+    def _refuse_flipped(self, norm: QuantTensor, candidate: Candidate) -> None:
+        """A matrix that stays the template's would lack the factors that the checkpoint's norm was divided by."""
+        block = BLOCK.match(norm.name)
+        for name in sorted(self.matrices.flipped):
+            if block and name.startswith(block[0]) and self.file[name].shape[1] == norm.shape[-1]:
+                raise BridgeError(
+                    f"{self.file.path}: {norm.name} is not {candidate.source}, which AWQ has divided by factors that "
+                    f"{name}, which stays the template's, would lack; make the template from this checkpoint's weights"
+                )
+
+    def _refuse_lost_factors(self, norm: QuantTensor, candidate: Candidate) -> None:
+        """A template's norm before matrices whose columns carry factors would make nonsense."""
+        for t, w in self._matrices_after(norm.name, norm.shape[-1]):
+            r, c = fit_factors(t, w)
+            explained = np.square(t - w * r[:, None] * c).sum() / max(np.square(t - w).sum(), 1e-30)
+            if explained < _FACTORS:
+                raise BridgeError(
+                    f"{self.file.path}: {norm.name} is not {candidate.source}, and the matrices after it differ by "
+                    "factors of their columns; make the template from this checkpoint, or from the model before it"
+                )
+
+
+def _equal(values: np.ndarray, stored: np.ndarray) -> bool:
+    """Whether vectors are the same but for the rounding of float types."""
+    error = float(np.square(values - stored, dtype=np.float64).sum())
+    return error <= 1e-5 * float(np.square(values, dtype=np.float64).sum())

@@ -1,0 +1,66 @@
+"""A `transformers` model on a GGUF, of which nothing is held twice: the floats that the file replaces never exist.
+
+model = bridge.nn.load("org/model", "model.gguf")
+"""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from bridge.errors import BridgeError
+from bridge.nn.quant_linear import replace_linears
+from bridge.runtime import GGUFFile
+
+
+def load(
+    model_id_or_config: str | Path | Any,
+    gguf: str | Path | GGUFFile,
+    precision: str = "int8",
+    dtype: torch.dtype = torch.float32,
+    device: str = "cpu",
+) -> Any:
+    """A transformers model for inference with a GGUF's weights: a Llama, Mistral, Qwen2 or Qwen3.
+
+    model_id_or_config  a repository on the Hub, a folder with config.json, or a transformers config
+    precision           of activations in products: see QuantLinear
+    dtype               of everything between the products
+    device              "cpu", "cuda", "cuda:1" ...
+
+    Raises:
+        BridgeError: there is no such config, the file is of another architecture or shape, or lacks something.
+    """
+    import transformers
+
+    config: Any = model_id_or_config
+    source = str(config) if isinstance(config, str | Path) else None
+    if source is not None:
+        try:
+            config = transformers.AutoConfig.from_pretrained(source)
+        except (OSError, ValueError) as problem:
+            raise BridgeError(f"{source}: no config of transformers: {' '.join(str(problem).split())[:200]}") from None
+    if getattr(config, "quantization_config", None) is not None:
+        config = type(config).from_dict({k: v for k, v in config.to_dict().items() if k != "quantization_config"})
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(config).to(dtype)
+    replace_linears(model, gguf, precision, prepare=device == "cpu")
+    _make_rotary(model)
+    for name, tensor in chain(model.named_parameters(), model.named_buffers()):
+        if tensor.is_meta:
+            raise BridgeError(f"{name}: {type(model).__name__} has it, and the GGUF has not; it is of another model")
+    if source is not None:
+        with suppress(OSError):  # what generate() stops at may stand there alone
+            model.generation_config = transformers.GenerationConfig.from_pretrained(source)
+    return model.to(device).eval()
+
+
+def _make_rotary(model: nn.Module) -> None:
+    """The angles of rotary embeddings, which are in no file but follow from the config."""
+    for name, module in list(model.named_modules()):
+        if any(buffer.is_meta for buffer in module.buffers(recurse=False)) and hasattr(module, "config"):
+            model.set_submodule(name, type(module)(config=module.config))

@@ -1,0 +1,1 @@
+"""A size budget: which type each tensor gets."""

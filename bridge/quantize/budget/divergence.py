@@ -1,0 +1,122 @@
+"""Measured KL divergence of trial models from the float one, on the tokens of `Passes`.
+
+A trial says a type for each layer. Its weights are rounded to nearest, and the errors made as much smaller as the
+layer's own method would leave them: W + sqrt(left) (W' - W), see `sensitivity`. In the first two blocks of a small
+Llama the divergence of one layer so made was within 26% of that of the layer as GPTQ makes it, but for attn_v in 2
+bits (54%). Rounded layers are kept in a temporary folder, as blocks; a trial that differs from the best one so far
+begins at the first block that differs.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import nn
+
+from bridge.blocks import BLOCKS
+from bridge.quantize.budget.forward_passes import Passes
+from bridge.quantize.budget.sensitivity import block_values, nearest, nearest_blocks
+from bridge.quantize.layers import matrix, set_matrix
+
+_POSITIONS = 256  # whose probabilities are held in float64 at a time
+
+
+@dataclass(frozen=True)
+class Rounded:
+    """How a layer's weights are made in a trial.
+
+    type  what they are rounded to
+    left  of the error of rounding to nearest, its share that stays
+    """
+
+    type: str
+    left: float = 1.0
+
+
+Trial = Mapping[str, Rounded]  # by layer; those not named stay floats
+
+
+@dataclass
+class Divergence:
+    """Measures trials.
+
+    importance  what a squared error in each column of a layer costs, float32 [columns]; None: alike
+    folder      for rounded layers
+    ends        the names of the embeddings and of the output head; one name where one tensor serves for both
+    """
+
+    passes: Passes
+    importance: Callable[[str], np.ndarray | None]
+    folder: Path
+    ends: tuple[str, str]
+    _base: dict[str, Rounded] = field(default_factory=dict)
+    _last: tuple[dict[str, Rounded], list[list[torch.Tensor]], float] | None = None
+
+    def __post_init__(self) -> None:
+        self._inputs = self.passes.inputs
+        self._order = {name: i for i in range(len(self.passes.model.blocks)) for name, _ in self.passes.layers(i)}
+        embeddings, head = self.ends
+        self._order |= {head: len(self.passes.model.blocks), embeddings: -1}
+
+    def measure(self, trial: Trial, keep: bool = False) -> float:
+        """Mean over the tokens of KL(float || trial), nats; `keep`: later trials are much like this one."""
+        if self._last is None or self._last[0] != trial:
+            inputs = self._run(trial)
+            self._last = dict(trial), inputs, self._divergence(inputs[-1], trial.get(self.ends[1]))
+        if keep:
+            self._base, self._inputs = self._last[:2]
+        return self._last[2]
+
+    def _run(self, trial: Trial) -> list[list[torch.Tensor]]:
+        """What each block gets, and the outputs of the last; from the first block on that differs from the base."""
+        differing = [i for name, i in self._order.items() if trial.get(name) != self._base.get(name)]
+        first = min(differing, default=len(self.passes.model.blocks))
+        inputs = self._inputs[: max(first, 0) + 1]
+        embeddings = self.ends[0]
+        if first < 0:
+            inputs = [self.passes.inputs[0]]
+            if embeddings in trial:
+                module = self.passes.model.model.get_input_embeddings()
+                with self.passes.changed(module, self._values(embeddings, module, trial[embeddings])):
+                    inputs = [self.passes.embedded()]
+        return inputs + self.passes.outputs(max(first, 0), inputs[-1], lambda n, m: self._change(n, m, trial))
+
+    def _change(self, name: str, module: nn.Module, trial: Trial) -> None:
+        if name in trial:
+            set_matrix(module, self._values(name, module, trial[name]))
+
+    def _values(self, name: str, module: nn.Module, rounded: Rounded) -> torch.Tensor:
+        """float32 [out, columns]."""
+        weight = matrix(module)
+        if rounded.type not in BLOCKS:
+            return nearest(weight, rounded.type)
+        file = self.folder / f"{hashlib.sha256(name.encode()).hexdigest()[:24]}-{rounded.type}.npy"
+        if not file.exists():
+            np.save(file, nearest_blocks(weight, rounded.type, self.importance(name)))
+        values = torch.from_numpy(block_values(np.load(file), rounded.type))
+        return weight.lerp(values.to(weight), math.sqrt(rounded.left))
+
+    def _divergence(self, outputs: list[torch.Tensor], rounded: Rounded | None) -> float:
+        """Of the last block's outputs, with another head or the float model's."""
+        module = self.passes.model.model.get_output_embeddings()
+        other = None if rounded is None else self._values(self.ends[1], module, rounded)
+        total = 0.0
+        for batch, (floats, own) in enumerate(zip(self.passes.inputs[-1], outputs, strict=True)):
+            expected = self.passes.logits(batch, floats)
+            with ExitStack() as stack:
+                if other is not None:
+                    stack.enter_context(self.passes.changed(module, other))
+                found = self.passes.logits(batch, own)
+            for p, q in zip(
+                expected.flatten(0, 1).split(_POSITIONS), found.flatten(0, 1).split(_POSITIONS), strict=True
+            ):
+                log_p, log_q = (x.double().log_softmax(-1) for x in (p, q))
+                total += float((log_p.exp() * (log_p - log_q)).sum())
+        return total / self.passes.tokens.numel()

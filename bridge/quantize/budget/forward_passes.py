@@ -1,0 +1,163 @@
+"""Passes of a few tokens through a whole model, a block in memory at a time: forwards to logits, and back again.
+
+A forward pass keeps what each block was called with, float32 [tokens, hidden] a block. From that a later pass can
+begin at any block, and gradients can be taken back block by block, each run again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from bridge.quantize.block_inputs import Feed, Folder, after_blocks, first_feeds
+from bridge.quantize.float_model import FloatModel
+from bridge.quantize.head import head_hessian
+from bridge.quantize.hessian import Hessian
+from bridge.quantize.layers import is_layer
+
+# gets a layer's name in the checkpoint and its module, whose weights it may replace
+Change = Callable[[str, nn.Module], None]
+
+
+@dataclass
+class Passes:
+    """Token sequences int64 [sequences, length] and a model; see the module's docstring.
+
+    feeds   what the blocks are called with, for each batch
+    inputs  [block][batch]: what each block got in the pass of the float model; after the last block, its outputs
+    """
+
+    model: FloatModel
+    tokens: torch.Tensor
+    batch: int
+
+    def __post_init__(self) -> None:
+        self.load_ends()
+        self.batches = self.tokens.split(self.batch)
+        self.feeds: list[Feed] = first_feeds(self.model.model, self.model.blocks, self.batches, Folder(None))
+        self.inputs = [[f.x for f in self.feeds]]
+        self.inputs += self.outputs(0, self.inputs[0])
+
+    def load_ends(self) -> None:
+        """Bring in what is outside the blocks, which `quantize_model` takes away."""
+        self.model.load(None)
+        self.model.load_head()
+
+    def embedded(self) -> list[torch.Tensor]:
+        """What the first block gets, of the embeddings as they are now."""
+        return [f.x for f in first_feeds(self.model.model, self.model.blocks, self.batches, Folder(None))]
+
+    @torch.no_grad()
+    def outputs(self, first: int, x: Sequence[torch.Tensor], change: Change | None = None) -> list[list[torch.Tensor]]:
+        """The outputs of each block from `first` on, which gets x of each batch."""
+        found = []
+        for i in range(first, len(self.model.blocks)):
+            block = self.model.blocks[i]
+            self.model.load(i)
+            try:
+                if change is not None:
+                    for name, module in self.layers(i):
+                        change(name, module)
+                x = [self._call(i, block, f, own) for f, own in zip(self.feeds, x, strict=True)]
+            finally:
+                self.model.drop(i)
+            found.append(list(x))
+        return found
+
+    def layers(self, block: int) -> Iterator[tuple[str, nn.Module]]:
+        """A block's layers by their names in the checkpoint."""
+        for name, module in self.model.blocks[block].named_modules():
+            if is_layer(module):
+                yield self.model.name(f"{self.model.prefix}.{block}.{name}"), module
+
+    def logits(self, batch: int, x: torch.Tensor) -> torch.Tensor:
+        """[sequences, length, vocabulary] of the last block's outputs of a batch; gradients pass."""
+        return after_blocks(self.model.model, self.model.blocks, self.batches[batch], x).logits.float()
+
+    @contextmanager
+    def changed(self, module: nn.Module, values: torch.Tensor) -> Iterator[None]:
+        """With other weights in the embeddings or the head."""
+        kept = module.weight
+        module.weight = nn.Parameter(values, requires_grad=False)
+        try:
+            yield
+        finally:
+            module.weight = kept
+
+    def _call(self, number: int, block: nn.Module, feed: Feed, x: torch.Tensor) -> torch.Tensor:
+        feed.at(number)
+        feed.x = x
+        output = feed.into(block)
+        return output[0] if isinstance(output, tuple) else output
+
+    def mean_square_gradients(self, seed: int = 0) -> Iterator[tuple[str, torch.Tensor]]:
+        """How much each output of each layer says about the prediction: mean squared gradients, by layer, last first.
+
+        The gradient is that of log p(token), token drawn from the model's own prediction, summed over a sequence's
+        positions; the square is summed over the tokens that reach the layer and divided by all. So with errors e in the
+        outputs, independent of it, the mean KL divergence becomes  sum gradient^2 e^2 / 2  (Fisher information).
+        float64 [out], and for the embeddings [hidden], under "embeddings".
+        """
+        generator = torch.Generator().manual_seed(seed)
+        total = self.tokens.numel()
+        gradients = [self._last_gradient(b, generator) for b in range(len(self.batches))]
+        for i in reversed(range(len(self.model.blocks))):
+            self.model.load(i)
+            sums: dict[str, torch.Tensor] = {}
+            hooks = [module.register_forward_hook(_adding(name, sums)) for name, module in self.layers(i)]
+            try:
+                for b, feed in enumerate(self.feeds):
+                    x = self.inputs[i][b].detach().requires_grad_()
+                    with torch.enable_grad():
+                        self._call(i, self.model.blocks[i], feed, x).backward(gradients[b])
+                    assert x.grad is not None
+                    gradients[b] = x.grad
+            finally:
+                for hook in hooks:
+                    hook.remove()
+                self.model.drop(i)
+            for name, found in sums.items():
+                yield name, found / total
+        yield "embeddings", torch.stack([g.double().square().sum((0, 1)) for g in gradients]).sum(0) / total
+
+    @torch.no_grad()
+    def head_gradients(self) -> torch.Tensor:
+        """The mean squared gradients of the output head's outputs, float64 [out]: of p (1 - p), without drawing."""
+        sums = []
+        for batch, x in enumerate(self.inputs[-1]):
+            p = self.logits(batch, x).softmax(-1)
+            sums.append((p - p.square()).sum((0, 1), dtype=torch.float64))
+        return torch.stack(sums).sum(0) / self.tokens.numel()
+
+    @torch.no_grad()
+    def head_hessian(self) -> Hessian:
+        """The Hessian of the output head's inputs."""
+        return head_hessian(self.model.model, self.model.blocks, self.batches, self.inputs[-1])
+
+    def _last_gradient(self, batch: int, generator: torch.Generator) -> torch.Tensor:
+        """Of the last block's outputs."""
+        x = self.inputs[-1][batch].detach().requires_grad_()
+        with torch.enable_grad():
+            scores = self.logits(batch, x).log_softmax(-1).flatten(0, 1)
+            drawn = torch.multinomial(scores.detach().exp().cpu(), 1, generator=generator).to(scores.device)
+            scores.gather(1, drawn).sum().backward()
+        assert x.grad is not None
+        return x.grad
+
+
+def _adding(name: str, sums: dict[str, torch.Tensor]) -> Callable[..., None]:
+    """A forward hook that adds the squared gradients of a layer's outputs to sums[name]."""
+
+    def squares(gradient: torch.Tensor) -> None:
+        own = gradient.reshape(-1, gradient.shape[-1]).double().square().sum(0)
+        sums[name] = sums[name] + own if name in sums else own
+
+    def hook(_module: nn.Module, _args: object, output: torch.Tensor) -> None:
+        if output.requires_grad:
+            output.register_hook(squares)
+
+    return hook

@@ -1,0 +1,131 @@
+"""Types under a limit of bytes, found with estimated losses and judged by what whole models measure.
+
+Losses of single tensors do not simply add up: what one layer loses, others may make worse, or hide. So
+
+    1. the exact best allocation of the estimates (`allocation`) is measured as a whole;
+    2. for each group of tensors (a tensor, or those of a kind in a range of layers) it is measured without what the
+       group loses. What that gains, over what was estimated, corrects the group's estimates, and the best allocation
+       of the corrected ones is measured;
+    3. swaps: for each tensor and each other type of it, the best allocation in which it has that one. The most
+       promising by the estimates are measured.
+
+At each step only what measures lower is kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from bridge.quantize.budget.allocation import allocate
+
+FLOAT = -1  # an option that loses nothing, in a trial alone
+_MOST = 4.0  # by which a measured loss may correct an estimated one, either way
+
+# gets the option of each item, and whether later calls will be much like this; returns a loss
+Measure = Callable[[np.ndarray, bool], float]
+
+
+@dataclass
+class Found:
+    """What a search has come to.
+
+    taken     int [items], the option of each
+    losses    float [options] of each item, corrected
+    measured  of the allocation: after each step that was kept, falling
+    trials    measured in all
+    estimated, marginal   of the groups, in the first allocation: what they lose by the estimates, and by measurement
+    """
+
+    taken: np.ndarray
+    losses: list[np.ndarray]
+    measured: list[float] = field(default_factory=list)
+    trials: int = 0
+    estimated: np.ndarray = field(default_factory=lambda: np.empty(0))
+    marginal: np.ndarray = field(default_factory=lambda: np.empty(0))
+
+    def agreement(self) -> float:
+        """Spearman's rank correlation of the groups' estimated and measured losses."""
+        ranks: list[np.ndarray] = [np.argsort(np.argsort(x)) for x in (self.estimated, self.marginal)]
+        return float(np.corrcoef(ranks[0], ranks[1]).flat[1])
+
+
+def search(
+    sizes: Sequence[np.ndarray],
+    losses: Sequence[np.ndarray],
+    limit: int,
+    measure: Measure,
+    groups: Sequence[Sequence[int]],
+    swaps: int,
+) -> Found:
+    """Allocate by estimates, correct them, swap; see the module's docstring.
+
+    sizes, losses, limit  as `allocate` takes them, with estimated losses
+    groups                of items, whose estimates are corrected together
+    swaps                 how many are measured at most
+    """
+    found = Found(allocate(sizes, losses, limit), [np.asarray(x, float) for x in losses])
+    found.measured.append(measure(found.taken, True))
+    found.trials = 1
+    seen = {found.taken.tobytes()}
+
+    def attempt(taken: np.ndarray) -> bool:
+        seen.add(taken.tobytes())
+        found.trials += 1
+        loss = measure(taken, False)
+        if loss >= found.measured[-1]:
+            return False
+        found.taken = taken
+        found.measured.append(loss)
+        measure(taken, True)
+        return True
+
+    _correct(found, measure, groups)
+    better = allocate(sizes, found.losses, limit)
+    if better.tobytes() not in seen:
+        attempt(better)
+    while swaps:
+        ranked = [t for t in _neighbours(sizes, found, limit) if t.tobytes() not in seen][:swaps]
+        for taken in ranked:
+            swaps -= 1
+            if attempt(taken):
+                break
+        else:
+            break
+    return found
+
+
+def _correct(found: Found, measure: Measure, groups: Sequence[Sequence[int]]) -> None:
+    """Scale the losses of each group by what it is measured to lose."""
+    marginal, estimated = [], []
+    for group in groups:
+        without = found.taken.copy()
+        without[list(group)] = FLOAT
+        marginal.append(found.measured[0] - measure(without, False))
+        estimated.append(sum(float(found.losses[i][found.taken[i]]) for i in group))
+        found.trials += 1
+    found.marginal, found.estimated = np.array(marginal), np.array(estimated)
+    for group, own, guess in zip(groups, marginal, estimated, strict=True):
+        if guess > 0:
+            factor = min(max(own / guess, 1 / _MOST), _MOST)
+            for i in group:
+                found.losses[i] = found.losses[i] * factor
+
+
+def _neighbours(sizes: Sequence[np.ndarray], found: Found, limit: int) -> list[np.ndarray]:
+    """The best allocations in which one item has another option, the least estimate first."""
+    ranked: dict[bytes, tuple[float, np.ndarray]] = {}
+    for i, own in enumerate(found.taken.tolist()):
+        for option in range(len(sizes[i])):
+            one = np.array([option])
+            some = [s[one] if k == i else s for k, s in enumerate(sizes)]
+            if option == own or sum(int(s.min()) for s in some) > limit:
+                continue
+            some_losses = [x[one] if k == i else x for k, x in enumerate(found.losses)]
+            taken = allocate(some, some_losses, limit)
+            loss = sum(float(x[t]) for x, t in zip(some_losses, taken, strict=True))
+            taken[i] = option
+            ranked[taken.tobytes()] = loss, taken
+    return [taken for _, taken in sorted(ranked.values(), key=lambda r: r[0])]

@@ -1,0 +1,363 @@
+"""GPTQ (Frantar et al. 2022): round a weight matrix column by column, each error made good by the columns after it.
+
+It knows W, H and a *grid*: the values that weights may take. A grid is cut into runs of columns whose parameters
+are fitted together (a group, a superblock), and each run into sub-runs with one line a * q + c per row:
+
+    run, sub     columns in each
+    low, high    range of codes q
+    a, c         float32 [rows, columns / sub], the lines; valid for runs that were fitted
+    ternary      whether codes 0, 1, 2 are c, 0, a instead: the line bends
+    fit(run, weights, importance, quick)
+    take(other, rows)
+
+Rows are independent, so a column's step is a compiled loop over rows (`_leaf`). What it does to later columns is
+put off and applied as matrix products: the columns are halved again and again, and once the left half is
+rounded, its errors move the right half at once. Where codes are few, what rows have to make good can be too much for
+their grid: rows that rounding to nearest serves better get that.
+
+The order in which columns are rounded is free as long as a run's columns stay together, or the runs are fitted
+beforehand. The usual act-order (groups cut from the order) is this on columns that were permuted first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Protocol, Self
+
+import numpy as np
+import torch
+
+from bridge.errors import BridgeError
+from bridge.quantize.hessian import damped_factor
+from bridge.system.jit import inner, kernel
+from bridge.system.row_threads import over_rows, tiles
+
+_LEAF = 32  # columns that are rounded without a matrix product between them
+_SAMPLE = 128  # rows that tell whether rounding to nearest serves any better
+
+
+class Grid(Protocol):
+    """The values that weights may take; see the module's docstring."""
+
+    run: int
+    sub: int
+    low: int
+    high: int
+    a: np.ndarray
+    c: np.ndarray
+    ternary: bool
+
+    def fit(self, run: int, weights: np.ndarray, importance: np.ndarray, quick: bool = False) -> None:
+        """Fit a run to weights [rows, run columns]; importance [run columns]: what a squared error of each costs.
+
+        quick  a thorough search would be in vain: later columns make good what is lost
+        """
+
+    def take(self, other: Self, rows: np.ndarray, theirs: np.ndarray) -> None:
+        """Take all parameters of some rows from rows of a grid of the same kind."""
+
+
+@dataclass(frozen=True)
+class Solution:
+    """Codes int16 [rows, columns], low..high of the grid, and how they were found."""
+
+    codes: np.ndarray
+    damping: float  # that H took; infinity where no damping was enough and weights were rounded to nearest
+
+
+def solve(
+    weight: torch.Tensor,
+    hessian: torch.Tensor,
+    grid: Grid,
+    *,
+    order: np.ndarray | None = None,
+    fit: str = "reached",
+    damping: float = 0.01,
+    cross: torch.Tensor | None = None,
+    alpha: float = 0.25,
+    nearest: bool = True,
+) -> Solution:
+    """Round weight float [rows, columns] on the grid against hessian [columns, columns].
+
+    order       int [columns], the columns in the order in which they are rounded; None: as they stand
+    fit         "reached": a run is fitted when the order reaches it; "first": all on the weights as they are (static
+                groups); "none": the grid stays as it is
+    damping     of H, times the mean of its diagonal; tenfold where that is not enough
+    cross       GPTAQ's C [columns, columns] of `Hessian.cross`, and alpha, how much of it counts
+    nearest     rows that rounding to nearest serves better get that (but with `cross`, whose error is another)
+
+    Columns whose diagonal of H is 0 are dead: their weights are taken for 0. Raises BridgeError where the order
+    tears runs apart and they are to be fitted when reached.
+    """
+    columns = weight.shape[1]
+    order = np.arange(columns) if order is None else np.asarray(order)
+    at = torch.from_numpy(order).to(weight.device)
+    hessian = hessian.to(weight)
+    importance = hessian.diagonal().cpu().numpy()
+    found = damped_factor(hessian, damping, at)
+    factor = found[0] if found else torch.eye(columns, dtype=weight.dtype, device=weight.device)
+    shift = None
+    if cross is not None and found:
+        shift = alpha * torch.triu(cross.to(weight)[at[:, None], at] @ factor.T, 1) @ factor
+    dead = hessian.diagonal() == 0
+    if dead.any():
+        weight = weight.clone()
+        weight[:, dead] = 0
+    if fit == "first":
+        fit_all(weight, grid, importance)
+    walk = _Walk(weight[:, at].contiguous(), factor, shift, grid, order)
+    walk.importance = importance if fit == "reached" else None
+    walk.quick = bool(found)
+    walk.over(_runs(order, grid.run, fit != "reached"), walk.run)
+    codes = torch.from_numpy(walk.codes)[:, _back(order)].numpy()
+    damping = found[1] if found else float("inf")
+    most = torch.linalg.vector_norm(walk.errors, dim=1).square().cpu().numpy()  # of the damped H
+    del found, factor, shift, walk  # their memory, before more is wanted
+    if nearest and damping < float("inf") and cross is None:
+        _keep_nearest(weight, hessian, grid, codes, importance if fit == "reached" else None, most)
+    return Solution(codes, damping)
+
+
+def _keep_nearest(
+    weight: torch.Tensor,
+    hessian: torch.Tensor,
+    grid: Grid,
+    codes: np.ndarray,
+    importance: np.ndarray | None,
+    most: np.ndarray,
+) -> None:
+    """Give rows that rounding to nearest serves better those codes, and a grid of theirs where `importance` is given.
+
+    most  [rows]: what a row's error is at most
+
+    Few rows come near: quick fits find them, and only they are fitted with care. Where of a sample of rows none comes
+    near, no others are looked at.
+    """
+
+    def rounded(rows: np.ndarray, quick: bool = True) -> tuple[np.ndarray, Grid, np.ndarray]:
+        own = weight if len(rows) == len(weight) else weight[torch.from_numpy(rows).to(weight.device)]
+        other = replace(grid, rows=len(rows))  # type: ignore[type-var]
+        if importance is None:
+            other.take(grid, np.arange(len(rows)), rows)
+        else:
+            fit_all(own, other, importance, quick)
+        nearest = _nearest_codes(own, other)
+        return nearest, other, row_errors(own, nearest, other, hessian)
+
+    rows = np.arange(len(codes))
+    sample = rows[:: max(1, len(rows) // _SAMPLE)]
+    if len(sample) < len(rows) and not (rounded(sample)[2] < 1.5 * most[sample]).any():
+        return
+    near = rows[rounded(rows)[2] < 1.2 * most]
+    if not len(near):
+        return
+    nearest, other, theirs = rounded(near, quick=False)
+    better = theirs < row_errors(weight[torch.from_numpy(near).to(weight.device)], codes[near], grid, hessian, near)
+    codes[near[better]] = nearest[better]
+    grid.take(other, near[better], better)
+
+
+def row_errors(
+    weight: torch.Tensor, codes: np.ndarray, grid: Grid, hessian: torch.Tensor, rows: np.ndarray | slice = slice(None)
+) -> np.ndarray:
+    """diag(E H E^T) [rows] of E = weight - the values of codes on these rows of a grid."""
+    a, c = grid.a[rows], grid.c[rows]
+    found = [
+        _errors(weight[r] - torch.from_numpy(values_of(codes[r], a[r], c[r], grid)).to(weight), hessian)
+        for r in tiles(len(codes))
+    ]
+    return torch.cat(found).cpu().numpy()
+
+
+def _errors(lost: torch.Tensor, hessian: torch.Tensor) -> torch.Tensor:
+    """diag(E H E^T) of E, float64 [rows]; H is symmetric, so its lower half counts twice."""
+    total = torch.zeros(len(lost), dtype=torch.float64, device=lost.device)
+    for c in tiles(lost.shape[1]):
+        own, later = lost[:, c], lost[:, c.stop :]
+        product = (own @ hessian[c, c]).add_(later @ hessian[c.stop :, c], alpha=2)
+        total += product.mul_(own).sum(1, dtype=torch.float64)
+    return total
+
+
+def fit_all(weight: torch.Tensor, grid: Grid, importance: np.ndarray, quick: bool = False) -> None:
+    """Fit every run on the weights as they are."""
+    values = weight.cpu().numpy()
+    for run in range(values.shape[1] // grid.run + (values.shape[1] % grid.run > 0)):
+        span = slice(run * grid.run, (run + 1) * grid.run)
+        grid.fit(run, np.ascontiguousarray(values[:, span]), importance[span], quick)
+
+
+def round_to_nearest(weight: torch.Tensor, grid: Grid, importance: np.ndarray) -> np.ndarray:
+    """RTN: fit every run and round every weight by itself -> codes int16 [rows, columns]."""
+    fit_all(weight, grid, importance)
+    return _nearest_codes(weight, grid)
+
+
+def _nearest_codes(weight: torch.Tensor, grid: Grid) -> np.ndarray:
+    values = np.ascontiguousarray(weight.cpu().numpy())
+    codes = np.empty(values.shape, np.int16)
+    low, high, ternary, a, c = grid.low, grid.high, grid.ternary, grid.a, grid.c
+    over_rows(len(codes), lambda r: _nearest(values[r], a[r], c[r], grid.sub, low, high, ternary, codes[r]))
+    return codes
+
+
+def dequantize(codes: np.ndarray, grid: Grid, rows: slice = slice(None)) -> np.ndarray:
+    """The values a * q + c [rows, columns] of codes on a grid, or on some rows of one."""
+    return values_of(codes, grid.a[rows], grid.c[rows], grid)
+
+
+def values_of(codes: np.ndarray, a: np.ndarray, c: np.ndarray, grid: Grid) -> np.ndarray:
+    """The values of codes [rows, columns] on lines a, c [rows, columns / sub]."""
+    values = np.empty(codes.shape, a.dtype)
+    a, c = np.ascontiguousarray(a), np.ascontiguousarray(c)
+    over_rows(len(codes), lambda r: _dequantize(codes[r], a[r], c[r], grid.sub, grid.ternary, values[r]))
+    return values
+
+
+def error(weight: torch.Tensor, values: np.ndarray | torch.Tensor, hessian: torch.Tensor) -> float:
+    """tr(E H E^T) of E = weight - values."""
+    hessian, total = hessian.to(weight), 0.0
+    for r in tiles(len(weight)):
+        lost = weight[r] - torch.as_tensor(values[r], dtype=weight.dtype, device=weight.device)
+        total += float(_errors(lost, hessian).sum())
+    return total
+
+
+def falling(hessian: torch.Tensor, run: int) -> np.ndarray:
+    """Act-order inside fixed groups: runs by falling sum of diag H, their columns likewise -> int [columns]."""
+    diagonal = hessian.diagonal().double().cpu().numpy()
+    runs = np.arange(len(diagonal)) // run
+    sums = np.bincount(runs, diagonal)
+    return np.lexsort((np.arange(len(diagonal)), -diagonal, runs, -sums[runs]))
+
+
+def _runs(order: np.ndarray, run: int, fitted: bool) -> list[tuple[int, int]]:
+    """Spans of the order that belong to one run; leaves where runs are fitted already."""
+    if fitted:
+        starts = list(range(0, len(order), _LEAF))
+    else:
+        of_run = order // run
+        starts = [0, *(np.flatnonzero(np.diff(of_run)) + 1).tolist()]
+        if len(starts) != len(np.unique(of_run)):
+            raise BridgeError("the order of columns tears groups apart; fit the grid first, or permute the columns")
+    return list(zip(starts, [*starts[1:], len(order)], strict=True))
+
+
+class _Walk:
+    """The state of one solve, columns in the order in which they are rounded."""
+
+    def __init__(
+        self, weight: torch.Tensor, factor: torch.Tensor, shift: torch.Tensor | None, grid: Grid, order: np.ndarray
+    ) -> None:
+        self.weight, self.factor, self.shift, self.grid, self.order = weight, factor, shift, grid, order
+        # where no later column asks for what rounded ones were, their errors take their place
+        self.errors = weight if shift is None else torch.zeros_like(weight)
+        self.codes = np.empty(weight.shape, np.int16)
+        self.importance: np.ndarray | None = None
+        self.quick = False
+
+    def over(self, spans: list[tuple[int, int]], visit: Callable[[int, int], None]) -> None:
+        """Visit spans of columns in order, each with all earlier errors made good."""
+        if len(spans) == 1:
+            visit(*spans[0])
+            return
+        half = len(spans) // 2
+        self.over(spans[:half], visit)
+        begin, middle, end = spans[0][0], spans[half][0], spans[-1][1]
+        after = self.weight[:, middle:end]
+        after.addmm_(self.errors[:, begin:middle], self.factor[begin:middle, middle:end], alpha=-1)
+        if self.shift is not None:  # what is left in `weight` of rounded columns is what they were rounded from
+            after.addmm_(self.weight[:, begin:middle], self.shift[begin:middle, middle:end])
+        self.over(spans[half:], visit)
+
+    def run(self, begin: int, end: int) -> None:
+        """Fit the run of these columns unless all are, and round it."""
+        if self.importance is not None:
+            columns = self.order[begin:end]
+            run = int(columns[0]) // self.grid.run
+            values = self.weight[:, begin:end][:, _back(columns)].cpu().numpy().astype(self.grid.a.dtype, copy=False)
+            self.grid.fit(run, values, self.importance[run * self.grid.run :][: end - begin], self.quick)
+        starts = list(range(begin, end, _LEAF))
+        self.over(list(zip(starts, [*starts[1:], end], strict=True)), self.leaf)
+
+    def leaf(self, begin: int, end: int) -> None:
+        """Round some columns one after the other."""
+        lines = self.order[begin:end] // self.grid.sub
+        weight, factor = (_numpy(t) for t in (self.weight[:, begin:end], self.factor[begin:end, begin:end]))
+        shift = np.empty((0, 0), factor.dtype) if self.shift is None else _numpy(self.shift[begin:end, begin:end])
+        errors = np.empty_like(weight)
+        codes, a, c = self.codes[:, begin:end], self.grid.a, self.grid.c
+        low, high, ternary = self.grid.low, self.grid.high, self.grid.ternary
+        over_rows(
+            len(codes),
+            lambda r: _leaf(weight[r], factor, shift, a[r], c[r], lines, low, high, ternary, codes[r], errors[r]),
+        )
+        self.errors[:, begin:end] = torch.from_numpy(errors).to(self.errors.device)
+        if self.shift is not None:
+            self.weight[:, begin:end] = torch.from_numpy(weight).to(self.weight.device)
+
+
+def _back(order: np.ndarray) -> torch.Tensor:
+    """The place in `order` of each column, the columns as they stand."""
+    return torch.from_numpy(np.argsort(order))
+
+
+def _numpy(tensor: torch.Tensor) -> np.ndarray:
+    return np.array(tensor.cpu().numpy(), order="C")
+
+
+@inner
+def _code(w, a, c, low, high, ternary):
+    """The code, as a float, that is nearest to w on a line."""
+    if ternary:
+        return high if w + w > a else (low if w + w < c else low + type(w)(1))
+    return min(max(np.rint(w / a - c / a) if a != 0 else a, low), high)
+
+
+@inner
+def _value(q, a, c, ternary):
+    if ternary:
+        return a if q > 1 else (c if q < 1 else type(a)(0))
+    return a * q + c
+
+
+@kernel
+def _leaf(weight, factor, shift, a, c, lines, low, high, ternary, codes, errors):
+    """weight [rows, n], changed to what was rounded; factor (and shift, unless empty) [n, n]; lines int [n] into a, c;
+    codes [rows, n] and errors [rows, n] (over the factor's diagonal) are written."""
+    n = weight.shape[1]
+    least = weight.dtype.type(low)
+    most = weight.dtype.type(high)
+    for row in range(weight.shape[0]):
+        w = weight[row]
+        for i in range(n):
+            slope = weight.dtype.type(a[row, lines[i]])
+            base = weight.dtype.type(c[row, lines[i]])
+            q = _code(w[i], slope, base, least, most, ternary)
+            codes[row, i] = np.int16(q)
+            e = (w[i] - _value(q, slope, base, ternary)) / factor[i, i]
+            errors[row, i] = e
+            for k in range(i + 1, n):
+                w[k] -= e * factor[i, k]
+            if len(shift):
+                value = w[i]
+                for k in range(i + 1, n):
+                    w[k] += value * shift[i, k]
+
+
+@kernel
+def _nearest(weight, a, c, sub, low, high, ternary, codes):
+    least = a.dtype.type(low)
+    most = a.dtype.type(high)
+    for row in range(codes.shape[0]):
+        for i in range(codes.shape[1]):
+            w = a.dtype.type(weight[row, i])
+            codes[row, i] = np.int16(_code(w, a[row, i // sub], c[row, i // sub], least, most, ternary))
+
+
+@kernel
+def _dequantize(codes, a, c, sub, ternary, values):
+    for row in range(codes.shape[0]):
+        for i in range(codes.shape[1]):
+            values[row, i] = _value(a.dtype.type(codes[row, i]), a[row, i // sub], c[row, i // sub], ternary)

@@ -1,0 +1,1 @@
+"""Grids that codes are rounded onto."""

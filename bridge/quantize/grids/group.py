@@ -1,0 +1,141 @@
+"""The grid of GPTQ and AWQ: per row and group of columns a scale and an integer zero point, w = scale * (q - zero).
+
+Fitted as GPTQ does: from the least to the greatest weight, 0 always among them; symmetric: zero in the middle.
+Ternary, as the reference GPTQ's quantizer with maxq < 0: codes 0, 1, 2 are the least weight, 0 and the greatest, and
+a weight becomes one of the outer two where it is beyond half of it.
+`shrink` also tries narrower ranges and keeps the one of least weighted squared error (what clips outliers pays
+where codes are few).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from bridge.checkpoint.grouped import GroupedTensor
+from bridge.errors import BridgeError
+from bridge.quantize.grids.group_refit import refitter
+from bridge.quantize.refine import Metric
+from bridge.system.row_threads import over_rows
+
+_SHRINKS = np.linspace(1.0, 0.4, 31)
+
+
+@dataclass
+class GroupGrid:
+    """Groups of `group_size` columns (-1: the whole row) with codes of `bits` bits; `bits` 0: ternary.
+
+    A last group may be short. Scales are rounded to halves where `half` is set, as checkpoints store them.
+    """
+
+    rows: int
+    columns: int
+    bits: int = 4
+    group_size: int = 128
+    symmetric: bool = True
+    shrink: bool = False
+    half: bool = True
+    dtype: type = np.float32
+    a: np.ndarray = field(init=False)
+    c: np.ndarray = field(init=False)
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.bits <= 8 or self.bits == 1:
+            raise BridgeError(f"{self.bits} bits a code; 2 to 8 are possible, or 0 for ternary weights")
+        if self.group_size == -1:
+            self.group_size = self.columns
+        if self.group_size < 1:
+            raise BridgeError(f"groups of {self.group_size} columns; give a positive number, or -1 for the whole row")
+        self.run = self.sub = self.group_size
+        self.low, self.high = 0, 2**self.bits - 1 if self.bits else 2
+        self.ternary = not self.bits
+        groups = -(-self.columns // self.group_size)
+        self.scales: np.ndarray = np.ones((self.rows, groups), self.dtype)
+        self.zeros: np.ndarray = np.zeros((self.rows, groups), self.dtype)
+        self.a = np.ones((self.rows, groups), self.dtype)
+        self.c = np.zeros((self.rows, groups), self.dtype)
+
+    def fit(self, run: int, weights: np.ndarray, importance: np.ndarray, quick: bool = False) -> None:
+        """Fit group `run` to weights [rows, n], n columns of importance [n]."""
+        low = np.minimum(weights.min(axis=1), 0)
+        high = np.maximum(weights.max(axis=1), 0)
+        if self.symmetric:
+            high = np.maximum(-low, high)
+            low = np.where(low < 0, -high, low)
+        empty = (low == 0) & (high == 0)
+        low, high = np.where(empty, -1, low), np.where(empty, 1, high)
+        if self.ternary:
+            self.a[:, run], self.c[:, run] = (x.astype(np.float16) if self.half else x for x in (high, low))
+            self.scales[:, run], self.zeros[:, run] = self.a[:, run], 1
+            return
+        best = np.full(self.rows, np.inf)
+        for share in _SHRINKS if self.shrink else _SHRINKS[:1]:
+            scale = self._stored((high - low) * share / self.high)
+            zero = np.full_like(scale, (self.high + 1) // 2) if self.symmetric else np.rint(-low * share / scale)
+            zero = np.clip(zero, self.low, self.high)
+            if self.shrink:
+                q = np.clip(np.rint(weights / scale[:, None] + zero[:, None]), self.low, self.high)
+                lost = ((scale[:, None] * (q - zero[:, None]) - weights) ** 2) @ importance
+            else:
+                lost = np.zeros(self.rows)
+            better = lost < best
+            best = np.where(better, lost, best)
+            self.scales[:, run] = np.where(better, scale, self.scales[:, run])
+            self.zeros[:, run] = np.where(better, zero, self.zeros[:, run])
+        self.set_lines(run)
+
+    def refit(self, run: int, codes: np.ndarray, g: np.ndarray, metric: Metric, sweep: int) -> None:
+        """Move the scale and zero point of group `run`; see `refine.Refinable`. Only for scales that are halves."""
+        if not self.half:
+            return
+        scales, zeros = (np.ascontiguousarray(f[:, run], np.float32) for f in (self.scales, self.zeros))
+        order, push, inverse = metric.order[0], metric.push[0], metric.inverse[0]
+        move = refitter(self.symmetric)
+        over_rows(
+            self.rows,
+            lambda r: move(codes[r], g[r], metric.hessian, order, push, inverse, scales[r], zeros[r], self.high),
+        )
+        self.scales[:, run], self.zeros[:, run] = scales, zeros
+        self.set_lines(run)
+
+    def take(self, other: GroupGrid, rows: np.ndarray, theirs: np.ndarray) -> None:
+        """See `solver.Grid`."""
+        for name in ("scales", "zeros", "a", "c"):
+            getattr(self, name)[rows] = getattr(other, name)[theirs]
+
+    def set_lines(self, run: int) -> None:
+        """The line of a group after its scale or zero point has changed."""
+        self.a[:, run] = self.scales[:, run]
+        self.c[:, run] = -self.scales[:, run] * self.zeros[:, run]
+
+    def _stored(self, scale: np.ndarray) -> np.ndarray:
+        if not self.half:
+            return scale.astype(self.dtype)
+        return np.maximum(scale.astype(np.float16), np.float16(2.0**-24)).astype(self.dtype)
+
+    def tensor(
+        self, name: str, codes: np.ndarray, layout: np.ndarray | None = None, bias: np.ndarray | None = None
+    ) -> GroupedTensor:
+        """The result. layout int [columns]: the columns of the weight matrix in the order in which groups were cut
+        (act-order); None: as they stand. Raises BridgeError for ternary groups that are not symmetric."""
+        if self.ternary and ((self.c != -self.a) & (self.c != 0)).any():
+            raise BridgeError(f"{name}: a checkpoint cannot hold ternary weights from -a to b; use symmetric groups")
+        group_of_column = None
+        codes = codes.astype(np.uint8)
+        if layout is not None:
+            group_of_column = np.empty(self.columns, np.int32)
+            group_of_column[layout] = np.arange(self.columns) // self.group_size
+            back = np.empty_like(codes)
+            back[:, layout] = codes
+            codes = back
+        return GroupedTensor(
+            name=name,
+            bits=self.bits or 2,
+            codes=codes,
+            scales=self.scales.astype(np.float32),
+            zeros=self.zeros.astype(np.float32),
+            group_size=self.group_size,
+            group_of_column=group_of_column,
+            bias=bias,
+        )

@@ -1,0 +1,171 @@
+"""The grid of GGUF's block types: d and dmin per block, sc and m per sub-block, fitted by our own float search.
+
+    affine types   a * q + c,  a = d * sc,  c = -dmin * mn     (Q4_1, Q5_1: a = d, c = m)
+    scaled types   a * q,      a = d * sc                      q counted from the type's zero
+
+The fit of a block weighs a column by  h_j * sqrt(sigma^2 + w^2)  with h_j = diag H, as llama.cpp weighs it by its
+imatrix: a large weight's rounding error counts for more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+import numpy as np
+
+from bridge.blocks import BlockType
+from bridge.encode.block_bytes import packer, row_bytes
+from bridge.encode.round_affine import affine_quantizer
+from bridge.encode.round_plain import plain_quantizer
+from bridge.encode.round_scaled import scaled_quantizer
+from bridge.errors import BridgeError
+from bridge.quantize.grids.superblock_refit import refitter
+from bridge.quantize.refine import Metric, run_values
+from bridge.system.jit import specialize
+from bridge.system.row_threads import over_rows
+
+# what a refit multiplies d and dmin with to begin a block again, sweeps in turn; without dmin always the first. Costs
+# three times a sweep without, and brings less than another sweep: only what the first ones reached is begun again
+_FIRST_SWEEPS = 2
+_OFF = (0.97, 1.03)
+_TRIES = [[(1.0, 1.0), *more] for more in (((f, f) for f in _OFF), ((f, 1.0) for f in _OFF), ((1.0, f) for f in _OFF))]
+
+# a quick fit comes near the best one where no column counts for more than so many times the mean of its block
+_EVEN = 16
+
+# set per type by `specialize`
+search: Any = None
+subs = sub = 0
+
+
+def _fit_rows(x, h, spread, q, sc, mn, d, dmin, sums):
+    """x float32 [rows, size], h [size] -> the fields of one block a row; codes are a by-product."""
+    for row in range(x.shape[0]):
+        square = np.float32(0)
+        for i in range(x.shape[1]):
+            square += x[row, i] * x[row, i]
+        square /= np.float32(x.shape[1])
+        w = np.empty((subs, sub), np.float32)
+        total = np.float32(0)
+        for j in range(subs):
+            for i in range(sub):
+                v = x[row, j * sub + i]
+                w[j, i] = h[j * sub + i] * (np.sqrt(square + v * v) if spread else np.float32(1))
+                total += w[j, i]
+        scale = np.float32(x.shape[1]) / total if total > 0 else np.float32(1)
+        for j in range(subs):
+            for i in range(sub):
+                w[j, i] = max(w[j, i] * scale, np.float32(1e-6))
+        one = slice(row, row + 1)
+        search(x[one].reshape(1, subs, sub), w, q[one], sc[one], mn[one], d[one], dmin[one], sums[one])
+
+
+@cache
+def _fitter(block: BlockType, quick: bool) -> Callable[..., None]:
+    if not block.is_k:
+        rows = plain_quantizer(block.name)
+    elif block.has_min:
+        rows = affine_quantizer(block.name, quick)
+    else:
+        rows = scaled_quantizer(block.name)
+    name = f"{block.name}_quick" if quick else block.name
+    return specialize(_fit_rows, name, search=rows, subs=block.subs, sub=block.sub)
+
+
+@dataclass
+class SuperblockGrid:
+    """Blocks of one GGUF type over [rows, columns]. Raises BridgeError where `columns` do not fill blocks."""
+
+    block: BlockType
+    rows: int
+    columns: int
+    spread: bool = True  # weigh by sqrt(sigma^2 + w^2) too
+    a: np.ndarray = field(init=False)
+    c: np.ndarray = field(init=False)
+    ternary: bool = field(default=False, init=False)
+
+    def __post_init__(self) -> None:
+        if self.columns % self.block.size:
+            raise BridgeError(
+                f"rows of {self.columns} weights do not fill {self.block} blocks of {self.block.size}; use another type"
+            )
+        self.run, self.sub = self.block.size, self.block.sub
+        self.low, self.high = -self.block.zero, self.block.levels - 1 - self.block.zero
+        lines = (self.rows, self.columns // self.sub)
+        blocks = (self.rows, self.columns // self.run)
+        self.sc = np.ones(lines, np.int8)
+        self.mn = np.zeros(lines, np.uint8)
+        self.d = np.zeros(blocks, np.float32)
+        self.dmin = np.zeros(blocks, np.float32)
+        self.a = np.zeros(lines, np.float32)
+        self.c = np.zeros(lines, np.float32)
+
+    def fit(self, run: int, weights: np.ndarray, importance: np.ndarray, quick: bool = False) -> None:
+        """Fit block `run` of every row to weights float32 [rows, size], columns of importance float32 [size]."""
+        h = importance.astype(np.float32)
+        q = np.empty((self.rows, self.block.subs, self.sub), np.uint8)
+        sums = np.zeros((self.rows, 3))
+        even = bool(h.max() <= _EVEN * h.mean())
+        fitter = _fitter(self.block, quick and even and self.block.is_k and self.block.has_min)
+        with self._fields(run) as (sc, mn, d, dmin):
+            over_rows(
+                self.rows,
+                lambda r: fitter(weights[r], h, self.spread, q[r], sc[r], mn[r], d[r], dmin[r], sums[r]),
+            )
+
+    def refit(self, run: int, codes: np.ndarray, g: np.ndarray, metric: Metric, sweep: int) -> None:
+        """Move d, dmin, sc and m of block `run`; see `refine.Refinable`."""
+        fitter = refitter(self.block)
+        tries = np.array(_TRIES[sweep % len(_TRIES) if self.block.has_min else 0], np.float32)
+        if sweep < _FIRST_SWEEPS:
+            tries = tries[:1]
+        hessian, sums, order = metric.hessian, metric.sums, metric.order
+        push, inverse = metric.push, metric.inverse
+        hw = run_values(self, run, codes) @ hessian
+        with self._fields(run) as (sc, mn, d, dmin):
+            over_rows(
+                self.rows,
+                lambda r: fitter(
+                    codes[r], g[r], hw[r], hessian, sums, order, push, inverse, sc[r], mn[r], d[r], dmin[r], tries
+                ),
+            )
+
+    def take(self, other: SuperblockGrid, rows: np.ndarray, theirs: np.ndarray) -> None:
+        """See `solver.Grid`."""
+        for name in ("sc", "mn", "d", "dmin", "a", "c"):
+            getattr(self, name)[rows] = getattr(other, name)[theirs]
+
+    @contextmanager
+    def _fields(self, run: int) -> Iterator[list[np.ndarray]]:
+        """Contiguous sc, mn, d, dmin of a block of every row, to be changed; the lines follow."""
+        subs = self.block.subs
+        of_run = slice(run * subs, (run + 1) * subs)
+        block = slice(run, run + 1)
+        fields: list[np.ndarray] = [self.sc[:, of_run], self.mn[:, of_run], self.d[:, block], self.dmin[:, block]]
+        copies = [np.ascontiguousarray(f) for f in fields]
+        yield copies
+        for own, changed in zip(fields, copies, strict=True):
+            np.copyto(own, changed)
+        self._set_lines(run)
+
+    def _set_lines(self, run: int) -> None:
+        """The lines of a block after its fields have changed, rounded as dequantizing rounds them."""
+        subs = self.block.subs
+        of_run = slice(run * subs, (run + 1) * subs)
+        self.a[:, of_run] = self.d[:, run : run + 1] * self.sc[:, of_run].astype(np.float32)
+        if not self.block.has_min:
+            return
+        dmin = self.dmin[:, run : run + 1]
+        self.c[:, of_run] = -(dmin * self.mn[:, of_run].astype(np.float32)) if self.block.is_k else dmin
+
+    def pack(self, codes: np.ndarray) -> np.ndarray:
+        """The blocks, uint8 [rows, row bytes], of codes int16 [rows, columns] in low..high."""
+        data = np.empty((self.rows, row_bytes(self.block, self.columns)), np.uint8)
+        q = (codes - self.low).astype(np.uint8)
+        pack = packer(self.block.name)
+        over_rows(self.rows, lambda r: pack(q[r], self.sc[r], self.mn[r], self.d[r], self.dmin[r], data[r]))
+        return data

@@ -1,0 +1,176 @@
+"""Text to token ids and back, from a GGUF's metadata alone, as llama.cpp does it.
+
+    tokenizer.ggml.model  "gpt2": byte-level BPE (`bpe.py`); "llama": SentencePiece's joining by score (`spm.py`)
+
+Both are wrapped in the same way: control and user-defined tokens are matched in the raw text first, the
+longest at each place, and only what lies between them is cut and merged; BOS and EOS go around a text where
+the file asks for them.
+"""
+
+from __future__ import annotations
+
+import codecs
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import accumulate, takewhile
+from typing import Any, Protocol
+
+from bridge.errors import BridgeError
+from bridge.gguf_file.pretokenizers import KNOWN_ENDS
+from bridge.runtime.batches import common_prefix
+from bridge.runtime.tokenizer.spm import SentencePiece, byte_of_token
+
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)  # tokenizer.ggml.token_type
+
+
+_SURROGATE = re.compile("[\ud800-\udfff]")
+
+
+class Cutter(Protocol):
+    """The part that differs: ordinary text to ids, an ordinary token to bytes."""
+
+    add_bos: bool  # the default, for a file that does not say
+    add_eos: bool
+
+    def encode(self, text: str, after_special: bool) -> list[int]:
+        """ids of text without special tokens; `after_special`: it stands first, or after one."""
+
+    def piece(self, text: str) -> bytes:
+        """The bytes of a normal token."""
+
+
+class Tokenizer:
+    """`tokens` and `types` by id; ids by role (None where there is none); `stops`: the ids that end a reply."""
+
+    def __init__(self, metadata: Mapping[str, Any]):
+        tokens = _items(metadata, "tokens", str)
+        if not tokens:
+            raise BridgeError("tokenizer.ggml.tokens is missing from the GGUF; it has no tokenizer that can be used")
+        self.tokens: list[str] = tokens
+        self.types: list[int] = _items(metadata, "token_type", int, len(tokens)) or [NORMAL] * len(tokens)
+        self._cut = self._cutter(metadata)
+        self.bos = self._role_token(metadata, "bos")
+        self.eos = self._role_token(metadata, "eos")
+        add_bos = metadata.get("tokenizer.ggml.add_bos_token", self._cut.add_bos)
+        self.add_bos = bool(add_bos) and self.bos is not None
+        self.add_eos = bool(metadata.get("tokenizer.ggml.add_eos_token", False)) and self.eos is not None
+        named = {self._role_token(metadata, role) for role in ("eos", "eot", "eom")}
+        self.stops = frozenset(t for t in named if t is not None) | {
+            i for i, text in enumerate(self.tokens) if text in KNOWN_ENDS
+        }
+        self._special = {True: self._pattern({CONTROL, UNKNOWN, USER_DEFINED}), False: self._pattern({USER_DEFINED})}
+        self._pieces: dict[int, bytes] = {}
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def text(self, token: int | None) -> str:
+        """A token as the vocabulary spells it, "" for None."""
+        return "" if token is None else self.tokens[token]
+
+    def encode(self, text: str, add_special: bool = True, parse_special: bool = True) -> list[int]:
+        """Token ids of a text.
+
+        add_special    BOS before and EOS after it, where the file asks for them
+        parse_special  control tokens spelled out in the text become those tokens
+
+        Raises BridgeError where the text is not one: halves of characters, which stand for bytes that are not UTF-8.
+        """
+        if not text.isascii() and (found := _SURROGATE.search(text)):
+            raise BridgeError(f"the text is not UTF-8 at character {found.start()}; convert it first")
+        ids = [self.bos] if add_special and self.add_bos and self.bos is not None else []
+        pattern, index = self._special[parse_special]
+        after_special = True
+        for part in pattern.split(text) if pattern else [text]:
+            if part in index:
+                ids.append(index[part])
+                after_special = True
+            elif part:
+                ids += self._cut.encode(part, after_special)
+                after_special = False
+        if add_special and self.add_eos and self.eos is not None:
+            ids.append(self.eos)
+        return ids
+
+    def piece(self, token: int, special: bool = False) -> bytes:
+        """The bytes that a token adds to a text; those of control tokens only with `special`."""
+        if not 0 <= token < len(self.tokens):
+            raise BridgeError(f"token {token}: the vocabulary has {len(self.tokens)}")
+        kind = self.types[token]
+        if kind in (CONTROL, UNKNOWN) and not special:
+            return b""
+        if token not in self._pieces:
+            self._pieces[token] = self._piece(token, kind)
+        return self._pieces[token]
+
+    def decode(self, tokens: Iterable[int], special: bool = False) -> str:
+        """The text of token ids; bytes that are no UTF-8 become U+FFFD."""
+        return b"".join(self.piece(token, special) for token in tokens).decode("utf-8", "replace")
+
+    def spelled_as(self, tokens: Sequence[int], earlier: Sequence[int]) -> list[int]:
+        """The same text, as far as it is that of `earlier` too in the same tokens as there.
+
+        A model may choose other tokens for a text than the tokenizer cuts it into; its keys and values are of those.
+        """
+        alike = common_prefix(tokens, earlier)
+        texts, ends = [], []
+        for rest in (tokens[alike:], earlier[alike:]):
+            pieces = [self.piece(t, special=True) for t in takewhile(lambda token: token < len(self.tokens), rest)]
+            texts.append(b"".join(pieces))
+            ends.append({end: n + 1 for n, end in enumerate(accumulate(map(len, pieces)))})
+        same = common_prefix(*texts)
+        if not (both := [end for end in ends[0] if end in ends[1] and end <= same]):
+            return list(tokens)
+        end = max(both)
+        return [*earlier[: alike + ends[1][end]], *tokens[alike + ends[0][end] :]]
+
+    def stream(self, tokens: Iterable[int], special: bool = False) -> Iterator[str]:
+        """The text of token ids as they come, whole characters only: one string, perhaps empty, for each token."""
+        decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        for token in tokens:
+            yield decoder.decode(self.piece(token, special))
+        if rest := decoder.decode(b"", True):
+            yield rest
+
+    def _piece(self, token: int, kind: int) -> bytes:
+        text = self.tokens[token]
+        if kind in (CONTROL, UNKNOWN, USER_DEFINED):
+            return text.encode("utf-8")
+        if kind == BYTE:
+            byte = byte_of_token(text)
+            return text.encode("utf-8") if byte is None else bytes([byte])
+        return self._cut.piece(text) if kind == NORMAL else b""
+
+    def _cutter(self, metadata: Mapping[str, Any]) -> Cutter:
+        model = metadata.get("tokenizer.ggml.model")
+        if model == "gpt2":
+            from bridge.runtime.tokenizer.bpe import ByteLevel
+
+            return ByteLevel(
+                self.tokens, _items(metadata, "merges", str), metadata.get("tokenizer.ggml.pre", "default")
+            )
+        if model == "llama":
+            scores = _items(metadata, "scores", float, len(self.tokens)) or [0.0] * len(self.tokens)
+            prefix = bool(metadata.get("tokenizer.ggml.add_space_prefix", True))
+            return SentencePiece(self.tokens, self.types, scores, self._role_token(metadata, "unknown"), prefix)
+        raise BridgeError(f"tokenizer.ggml.model is {model!r}; gpt2 (byte-level BPE) and llama are known here")
+
+    def _role_token(self, metadata: Mapping[str, Any], role: str) -> int | None:
+        token = metadata.get(f"tokenizer.ggml.{role}_token_id")
+        return token if isinstance(token, int) and 0 <= token < len(self.tokens) else None
+
+    def _pattern(self, kinds: set[int]) -> tuple[re.Pattern[str] | None, dict[str, int]]:
+        index = {self.tokens[i]: i for i, kind in enumerate(self.types) if kind in kinds and self.tokens[i]}
+        longest_first: Sequence[str] = sorted(index, key=len, reverse=True)
+        return (re.compile(f"({'|'.join(map(re.escape, longest_first))})") if index else None), index
+
+
+def _items(metadata: Mapping[str, Any], key: str, kind: type, count: int | None = None) -> list[Any]:
+    """An array of the vocabulary's, [] where there is none; BridgeError where it is of another kind or length."""
+    items = metadata.get(f"tokenizer.ggml.{key}") or []
+    # an array in a GGUF has items of one type
+    if not isinstance(items, list) or not all(isinstance(item, kind) for item in items[:1]):
+        raise BridgeError(f"tokenizer.ggml.{key} is no array of {kind.__name__}; convert the model again")
+    if items and count is not None and len(items) != count:
+        raise BridgeError(f"tokenizer.ggml.{key} has {len(items)} values for {count} tokens; convert the model again")
+    return items

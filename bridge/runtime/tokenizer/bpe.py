@@ -1,0 +1,59 @@
+"""Byte-level BPE through the `tokenizers` library, set up from tokenizer.ggml.pre and the merges."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from bridge.errors import BridgeError
+from bridge.gguf_file.pretokenizers import BYTES, DIGIT_RUN, GPT2_BYTES, ONE_DIGIT, Step, byte_of, rules_of
+
+
+class ByteLevel:
+    """A Cutter (see tokenizer.py) for tokenizer.ggml.model gpt2; `pre` names its rules for cutting words."""
+
+    add_eos = False
+
+    def __init__(self, tokens: Sequence[str], merges: Sequence[str], pre: Any):
+        from tokenizers import Tokenizer, models, pre_tokenizers
+
+        rules = rules_of(pre) if isinstance(pre, str) else None
+        if rules is None:
+            raise BridgeError(
+                f"tokenizer.ggml.pre is {pre!r}, whose rules for cutting words are unknown here; the tokens of a text "
+                "cannot be told, logits() of token ids can be computed"
+            )
+        steps, ignore_merges, self.add_bos = rules
+        vocab = {text: token for token, text in enumerate(tokens)}
+        pairs = []
+        for merge in merges:
+            at = merge.find(" ", 1)
+            pair = merge[:at], merge[at + 1 :]
+            if at > 0 and pair[0] in vocab and pair[1] in vocab and pair[0] + pair[1] in vocab:
+                pairs.append(pair)
+        if not pairs:
+            raise BridgeError("tokenizer.ggml.merges is missing from the GGUF or empty; convert the model again")
+        self._tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=pairs, ignore_merges=ignore_merges))
+        self._tokenizer.pre_tokenizer = pre_tokenizers.Sequence([_pre_tokenizer(step) for step in steps])
+
+    def encode(self, text: str, after_special: bool) -> list[int]:
+        return self._tokenizer.encode(text, add_special_tokens=False).ids
+
+    def piece(self, text: str) -> bytes:
+        table = byte_of()
+        if all(c in table for c in text):
+            return bytes(table[c] for c in text)
+        return text.encode("utf-8")
+
+
+def _pre_tokenizer(step: Step) -> Any:
+    from tokenizers import Regex, pre_tokenizers
+
+    if step in (BYTES, GPT2_BYTES):
+        return pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=step == GPT2_BYTES)
+    if step in (ONE_DIGIT, DIGIT_RUN):
+        return pre_tokenizers.Digits(individual_digits=step == ONE_DIGIT)
+    if step[0] == "punctuation":
+        return pre_tokenizers.Punctuation(step[1])
+    assert step[0] == "split", step
+    return pre_tokenizers.Split(Regex(step[1]), "isolated")

@@ -1,0 +1,1 @@
+"""The machine: CPUs, Numba, threads, files, locks, caches, progress, text for people."""

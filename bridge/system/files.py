@@ -1,0 +1,142 @@
+"""Small files that come with a model, and what may stand in the place of any file."""
+
+from __future__ import annotations
+
+import glob
+import json
+import os
+import shutil
+import stat
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from bridge.errors import BridgeError
+from bridge.system.folder_locks import unfinished
+
+MAX_SMALL = 100_000_000  # bytes; the safetensors library's limit for a header. Vocabularies have up to 40 MB
+_POINTER = b"version https://git-lfs.github.com/spec/"
+
+
+def expect_regular(file: Path) -> None:
+    """BridgeError where a file is a pipe, a device or a folder: the first two may never end."""
+    if not stat.S_ISREG(file.stat().st_mode):
+        raise BridgeError(f"{file}: is not a regular file; put the model's own file in its place")
+
+
+def refuse_pointer(file: Path) -> None:
+    """BridgeError where a file is Git LFS's note of where the file is, as a clone without git-lfs has, or no file."""
+    expect_regular(file)
+    with open(file, "rb") as stream:
+        if stream.read(len(_POINTER)) == _POINTER:
+            raise BridgeError(f"{file}: is a Git LFS pointer, not the file itself; run `git lfs pull` in its folder")
+
+
+def missing(path: Path) -> BridgeError:
+    """No such file; where it is a GGUF that was split, the first shard is named."""
+    first = min(path.parent.glob(f"{glob.escape(path.stem)}-00001-of-*.gguf"), default=None)
+    return BridgeError(f"{path}: no such file" + (f"; it was split: give {first}" if first else ""))
+
+
+def read_small(file: Path) -> bytes:
+    """A file that comes beside the weights, whole.
+
+    Raises FileNotFoundError, and BridgeError where it cannot be read, is no file or has more than MAX_SMALL bytes.
+    """
+    try:
+        refuse_pointer(file)
+        with open(file, "rb") as stream:
+            data = stream.read(MAX_SMALL + 1)  # what the system makes up while it is read tells no size before
+    except FileNotFoundError:
+        raise
+    except OSError as problem:
+        raise BridgeError(f"{file}: cannot be read ({problem.strerror})") from problem
+    if len(data) > MAX_SMALL:
+        raise BridgeError(f"{file}: has more than {MAX_SMALL // 10**6} MB, as no such file has; download it again")
+    return data
+
+
+def read_json(file: Path, optional: bool = False) -> dict[str, Any]:
+    """A JSON object, with or without a byte order mark.
+
+    optional  {} where there is no such file
+
+    Raises BridgeError if the file is missing, cannot be read or is something else.
+    """
+    try:
+        content = json.loads(read_small(file).decode("utf-8-sig"))
+    except FileNotFoundError:
+        if optional:
+            return {}
+        raise BridgeError(f"{file}: not found; is this the folder of a whole checkpoint?") from None
+    except (ValueError, RecursionError) as problem:
+        raise BridgeError(f"{file}: not JSON ({problem}); download it again") from None
+    if not isinstance(content, dict):
+        raise BridgeError(f"{file}: not a JSON object but a {type(content).__name__}; download it again")
+    return content
+
+
+def check_target(path: Path, force: bool, inputs: Iterable[Path] = ()) -> None:
+    """BridgeError unless a file of that name can be made (or, with `force`, replaced).
+
+    inputs  what is read to make it, which is never replaced
+    """
+    if path.is_dir():
+        raise BridgeError(f"{path}: is a folder; give the name of the file to write")
+    if not path.parent.is_dir():
+        raise BridgeError(f"{path.parent}: no such folder; make it or give another output")
+    if os.path.lexists(path) and not force:
+        raise BridgeError(f"{path}: exists; --force replaces it")
+    if not path.exists():
+        return
+    if not path.is_file():
+        raise BridgeError(f"{path}: is no file but a device or a pipe, which is not replaced; give another name")
+    if any(file.exists() and path.samefile(file) for file in inputs):
+        raise BridgeError(f"{path}: is read to make the new file, and so is not replaced; give another name")
+
+
+@contextmanager
+def disk_errors(path: Path, what: str, instead: str) -> Iterator[None]:
+    """What the system says against writing, as one line: `what` could not be written, give another `instead`."""
+    try:
+        yield
+    except OSError as problem:
+        free = ""
+        with suppress(OSError):
+            free = f"; {shutil.disk_usage(path.parent).free / 1e9:.2f} GB free there"
+        reason = problem.strerror or "the disk took only a part of it"  # numpy's tofile does not say why
+        raise BridgeError(
+            f"{path}: writing {what} failed ({reason}{free}); make room or give another {instead}. "
+            "Nothing half-written was left behind"
+        ) from problem
+
+
+def write_text(path: Path, text: str) -> None:
+    """`write_bytes` of a text, in UTF-8."""
+    write_bytes(path, text.encode("utf-8"))
+
+
+def write_bytes(path: Path, data: bytes) -> None:
+    """Write a small file whole or not at all; BridgeError where that fails."""
+    try:
+        with unfinished(path) as folder:
+            with open(folder / path.name, "xb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(folder / path.name, path)
+    except OSError as problem:
+        raise BridgeError(
+            f"{path}: cannot be written ({problem.strerror}); make room or give another name"
+        ) from problem
+
+
+def sync_folder(folder: Path) -> None:
+    """Make renames last through a crash, where the system lets folders be synced."""
+    with suppress(OSError):
+        handle = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)

@@ -1,0 +1,118 @@
+"""Kernels on plain addresses: C functions, pointers, halves and small vector products.
+
+A decoder's kernels get addresses as the products do (see interleaved.py), and have the same signature, so
+that a whole token is computed by one table of calls (see program.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import numba
+import numpy as np
+from llvmlite import ir
+from numba.core import cgutils, types
+from numba.extending import intrinsic
+
+from bridge.system.jit import kernel, specialize
+
+SIGNATURE = types.void(*[types.int64] * 9)  # seven arguments, and the range that the call is for
+LANES = 16  # floats of a vector here; LLVM splits it where registers are smaller
+
+_F32, _F16, _I16, _I64 = ir.FloatType(), ir.HalfType(), ir.IntType(16), ir.IntType(64)
+
+
+@intrinsic
+def _pointer(typingctx, address):
+    """An address as what `numba.carray` takes."""
+
+    def emit(context, builder, signature, arguments):
+        return builder.inttoptr(arguments[0], ir.IntType(8).as_pointer())
+
+    return types.voidptr(types.int64), emit
+
+
+@intrinsic
+def _to_half(typingctx, value):
+    """float32 -> the bits of the nearest half."""
+
+    def emit(context, builder, signature, arguments):
+        return builder.bitcast(builder.fptrunc(arguments[0], _F16), _I16)
+
+    return types.uint16(types.float32), emit
+
+
+@intrinsic
+def _from_half(typingctx, bits):
+    """The bits of a half -> float32."""
+
+    def emit(context, builder, signature, arguments):
+        return builder.fpext(builder.bitcast(arguments[0], _F16), _F32)
+
+    return types.float32(types.uint16), emit
+
+
+# mypy takes intrinsics for functions of a typing context
+pointer: Any = _pointer
+to_half: Any = _to_half
+from_half: Any = _from_half
+
+
+@kernel
+def floats(address, count):
+    """float32 [count] at an address."""
+    return numba.carray(pointer(address), (count,), np.float32)
+
+
+def c_function(function: Callable[..., Any], suffix: str = "c", **scope: Any) -> Any:
+    """`function` of nine int64, some of its globals set, as a numba CFunc: its `.address` is callable."""
+    return numba.cfunc(SIGNATURE, cache=True, error_model="numpy")(specialize(function, suffix, **scope).py_func)
+
+
+@cache
+def panel(rows: int, halves: bool) -> Any:
+    """panel(a, a_stride, b, b_stride, count, c, c_stride): c[r, :] = sum over i < count of a[r, i] * b[i, :].
+
+    r < rows; c and b have 16 columns; a and c are float32, b is float32 or halves. Strides in bytes.
+    """
+    item = _F16 if halves else _F32
+
+    @intrinsic
+    def multiply(typingctx, a, a_stride, b, b_stride, count, c, c_stride):
+        def emit(context, builder, signature, arguments):
+            a, a_stride, b, b_stride, count, c, c_stride = arguments
+            floats = ir.VectorType(_F32, LANES)
+            zero = ir.Constant(floats, [0.0] * LANES)
+            totals = [cgutils.alloca_once_value(builder, zero) for _ in range(rows)]
+            starts = [builder.add(a, builder.mul(a_stride, _I64(r))) for r in range(rows)]
+            with cgutils.for_range(builder, count) as loop:
+                at = builder.add(b, builder.mul(b_stride, loop.index))
+                vector = ir.VectorType(item, LANES)
+                values = builder.load(builder.inttoptr(at, vector.as_pointer()), align=2 if halves else 4)
+                if halves:
+                    values = builder.fpext(values, floats)
+                for start, total in zip(starts, totals, strict=True):
+                    place = builder.add(start, builder.shl(loop.index, _I64(2)))
+                    scalar = builder.load(builder.inttoptr(place, _F32.as_pointer()), align=4)
+                    spread = _spread(builder, scalar, floats)
+                    kind = ir.FunctionType(floats, [floats] * 3)
+                    fma = builder.module.declare_intrinsic(f"llvm.fma.v{LANES}f32", fnty=kind)
+                    builder.store(builder.call(fma, [spread, values, builder.load(total)]), total)
+            for r, total in enumerate(totals):
+                place = builder.add(c, builder.mul(c_stride, _I64(r)))
+                builder.store(builder.load(total), builder.inttoptr(place, floats.as_pointer()), align=4)
+            return context.get_dummy_value()
+
+        return types.void(*[types.int64] * 7), emit
+
+    return multiply
+
+
+def _spread(builder: ir.IRBuilder, scalar: ir.Value, kind: ir.VectorType) -> ir.Value:
+    empty = ir.Constant(kind, ir.Undefined)
+    first = builder.insert_element(empty, scalar, ir.Constant(ir.IntType(32), 0))
+    return builder.shuffle_vector(
+        first, empty, ir.Constant(ir.VectorType(ir.IntType(32), kind.count), [0] * kind.count)
+    )

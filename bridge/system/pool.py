@@ -1,0 +1,326 @@
+"""Threads that run a compiled kernel over chunks of rows.
+
+Numba's own threading layers were no fit: workqueue costs 25 to 39 us a call and aborts on concurrent calls,
+omp needs a libgomp that may be missing, ends the process on fork and fights with torch's threads over the
+cores, tbb is an extra package. Here the workers are Python threads that live in one compiled function,
+never holding the GIL. An idle worker spins for some 50 us, so that it is there for the next product of a
+model, then sleeps on a condition variable.
+
+A job is one word: its number above, the chunks left below. Taking a chunk is a compare-and-swap on it, so a
+worker that comes late finds nothing and disturbs nobody, and no one waits for a worker that sleeps: whoever
+is free takes the next chunk, the calling thread among them.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from llvmlite import ir
+from numba.core import types
+from numba.extending import intrinsic
+
+from bridge.errors import BridgeError
+from bridge.system.cpus import usable_cpus
+from bridge.system.jit import inner, kernel
+
+_intrinsic: Any = intrinsic  # mypy takes it for a function of its typing context
+_function: Any = types.ExternalFunction
+_I32, _I64 = ir.IntType(32), ir.IntType(64)
+_NOTHING = ir.FunctionType(ir.VoidType(), [])
+
+# words of the shared state, a cache line apart where different threads write them
+_TICKET, _DONE, _SLEEPERS, _STOP = 0, 8, 16, 24
+_FUNCTION, _GROUPS, _CHUNK, _ARGUMENTS = 32, 33, 34, 35
+ARGUMENTS = 7  # int64 arguments of a kernel, before its first and last row group
+_MUTEX, _CONDITION = 48, 64  # 128 bytes each, more than any system's
+_WORDS = 80
+
+_LEFT = (1 << 20) - 1
+_SPINS = 1500  # pauses, of some 30 ns, before a worker sleeps
+_POLITE = 20000  # pauses before a waiting caller begins to yield its core
+_MOST_THREADS = 1024
+ALONE = 1 << 17  # bytes of weights below which waking others costs more than it saves
+_PER_THREAD = 12  # chunks: few enough to stream, enough to make up for a thread that is held up
+
+_int32: Any = types.int32
+_lock_of = _function("pthread_mutex_lock", _int32(types.intp))
+_unlock = _function("pthread_mutex_unlock", _int32(types.intp))
+_wait = _function("pthread_cond_wait", _int32(types.intp, types.intp))
+_wake = _function("pthread_cond_broadcast", _int32(types.intp))
+_mutex_init = _function("pthread_mutex_init", _int32(types.intp, types.intp))
+_condition_init = _function("pthread_cond_init", _int32(types.intp, types.intp))
+_yield = _function("sched_yield", _int32())
+
+
+def _word(builder: ir.IRBuilder, address: ir.Value, index: ir.Value) -> ir.Value:
+    return builder.gep(builder.inttoptr(address, _I64.as_pointer()), [index])
+
+
+@_intrinsic
+def read(typingctx, state, index):
+    """Word `index` of the state, after everything that was written before it."""
+
+    def emit(context, builder, signature, arguments):
+        return builder.load_atomic(_word(builder, *arguments), "seq_cst", 8)
+
+    return types.int64(types.int64, types.int64), emit
+
+
+@_intrinsic
+def write(typingctx, state, index, value):
+    def emit(context, builder, signature, arguments):
+        builder.store_atomic(arguments[2], _word(builder, *arguments[:2]), "seq_cst", 8)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64, types.int64), emit
+
+
+@_intrinsic
+def add(typingctx, state, index, value):
+    """Add to a word; returns what it was."""
+
+    def emit(context, builder, signature, arguments):
+        return builder.atomic_rmw("add", _word(builder, *arguments[:2]), arguments[2], "seq_cst")
+
+    return types.int64(types.int64, types.int64, types.int64), emit
+
+
+@_intrinsic
+def swap(typingctx, state, index, old, new):
+    """Replace a word that is still `old`; returns whether it was."""
+
+    def emit(context, builder, signature, arguments):
+        pair = builder.cmpxchg(_word(builder, *arguments[:2]), *arguments[2:], "seq_cst", "seq_cst")
+        return builder.extract_value(pair, 1)
+
+    return types.boolean(types.int64, types.int64, types.int64, types.int64), emit
+
+
+@_intrinsic
+def pause(typingctx):
+    """Tell the core that this is a waiting loop."""
+
+    def emit(context, builder, signature, arguments):
+        if platform.machine() in ("x86_64", "AMD64"):
+            builder.call(builder.module.declare_intrinsic("llvm.x86.sse2.pause", fnty=_NOTHING), [])
+        elif platform.machine() in ("aarch64", "arm64"):
+            hint = builder.module.declare_intrinsic("llvm.aarch64.hint", fnty=ir.FunctionType(ir.VoidType(), [_I32]))
+            builder.call(hint, [ir.Constant(_I32, 1)])  # yield
+        return context.get_dummy_value()
+
+    return types.void(), emit
+
+
+@_intrinsic
+def call(typingctx, function, a, b, c, d, e, f, g, first, last):
+    """Call the compiled kernel at an address."""
+    integers = [types.int64] * (ARGUMENTS + 3)
+
+    def emit(context, builder, signature, arguments):
+        kind = ir.FunctionType(ir.VoidType(), [_I64] * (ARGUMENTS + 2))
+        builder.call(builder.inttoptr(arguments[0], kind.as_pointer()), arguments[1:])
+        return context.get_dummy_value()
+
+    return types.void(*integers), emit
+
+
+@kernel
+def _init(state):
+    _mutex_init(state + 8 * _MUTEX, 0)
+    _condition_init(state + 8 * _CONDITION, 0)
+
+
+@inner
+def _take(state):
+    """Run chunks until there are none."""
+    while True:
+        ticket = read(state, _TICKET)
+        left = ticket & _LEFT
+        if left == 0:
+            return
+        if not swap(state, _TICKET, ticket, ticket - 1):
+            continue
+        chunk = read(state, _CHUNK)
+        first = (left - 1) * chunk
+        call(
+            read(state, _FUNCTION),
+            read(state, _ARGUMENTS),
+            read(state, _ARGUMENTS + 1),
+            read(state, _ARGUMENTS + 2),
+            read(state, _ARGUMENTS + 3),
+            read(state, _ARGUMENTS + 4),
+            read(state, _ARGUMENTS + 5),
+            read(state, _ARGUMENTS + 6),
+            first,
+            min(first + chunk, read(state, _GROUPS)),
+        )
+        add(state, _DONE, 1)
+
+
+@kernel
+def _serve(state):
+    """A worker's life."""
+    spins = 0
+    while read(state, _STOP) == 0:
+        if read(state, _TICKET) & _LEFT:
+            _take(state)
+            spins = 0
+            continue
+        spins += 1
+        if spins < _SPINS:
+            pause()
+            continue
+        _lock_of(state + 8 * _MUTEX)
+        add(state, _SLEEPERS, 1)
+        while read(state, _TICKET) & _LEFT == 0 and read(state, _STOP) == 0:
+            _wait(state + 8 * _CONDITION, state + 8 * _MUTEX)
+        add(state, _SLEEPERS, -1)
+        _unlock(state + 8 * _MUTEX)
+        spins = 0
+
+
+@inner
+def _wake_all(state):
+    if read(state, _SLEEPERS) > 0:
+        _lock_of(state + 8 * _MUTEX)
+        _wake(state + 8 * _CONDITION)
+        _unlock(state + 8 * _MUTEX)
+
+
+@kernel
+def run(state, threads, function, a, b, c, d, e, f, g, groups):
+    """Call a kernel for row groups 0..groups-1; state 0, or one chunk, means: in this thread."""
+    chunk = max(1, -(-groups // (threads * _PER_THREAD)))
+    chunks = -(-groups // chunk)
+    if state == 0 or chunks < 2:
+        call(function, a, b, c, d, e, f, g, 0, groups)
+        return
+    write(state, _FUNCTION, function)
+    write(state, _GROUPS, groups)
+    write(state, _CHUNK, chunk)
+    write(state, _ARGUMENTS, a)
+    write(state, _ARGUMENTS + 1, b)
+    write(state, _ARGUMENTS + 2, c)
+    write(state, _ARGUMENTS + 3, d)
+    write(state, _ARGUMENTS + 4, e)
+    write(state, _ARGUMENTS + 5, f)
+    write(state, _ARGUMENTS + 6, g)
+    write(state, _DONE, 0)
+    write(state, _TICKET, ((read(state, _TICKET) >> 20) + 1) << 20 | chunks)
+    _wake_all(state)
+    _take(state)
+    spins = 0
+    while read(state, _DONE) < chunks:
+        spins += 1
+        if spins < _POLITE:
+            pause()
+        else:
+            _yield()
+
+
+class Pool:
+    """`threads` threads, the caller's included. `lock` is held by the caller whose job runs."""
+
+    def __init__(self, threads: int):
+        self.threads = threads
+        self.lock = threading.Lock()
+        self._memory = np.zeros(_WORDS + 8, np.int64)
+        address = self._memory.ctypes.data
+        self.state = 0
+        if threads > 1:
+            self.state = -(-address // 64) * 64
+            _init(self.state)
+            for number in range(threads - 1):
+                worker = threading.Thread(target=_work, args=(self,), name=f"gguf-bridge-{number}", daemon=True)
+                worker.start()
+
+    def stop(self) -> None:
+        """Let the workers end."""
+        if self.state:
+            _stop(self.state)
+
+
+def _work(pool: Pool) -> None:
+    _serve(pool.state)  # `pool` keeps the shared memory alive
+
+
+@kernel
+def _stop(state):
+    write(state, _STOP, 1)
+    _lock_of(state + 8 * _MUTEX)
+    _wake(state + 8 * _CONDITION)
+    _unlock(state + 8 * _MUTEX)
+
+
+_pool: Pool | None = None
+_wanted: int | None = None
+_choosing = threading.Lock()  # held while the two change
+
+
+def get_num_threads() -> int:
+    """Threads that a product uses: set_num_threads, else BRIDGE_THREADS, else the cores this process may use."""
+    if _wanted is not None:
+        return _wanted
+    configured = os.environ.get("BRIDGE_THREADS", "")
+    if not configured:
+        return usable_cpus()
+    if not configured.isdecimal() or not 1 <= int(configured) <= _MOST_THREADS:
+        raise BridgeError(f"BRIDGE_THREADS={configured}: a number from 1 to {_MOST_THREADS} is wanted")
+    return int(configured)
+
+
+def set_num_threads(threads: int) -> None:
+    """Use that many threads from the next product on."""
+    global _wanted, _pool
+    if not 1 <= threads <= _MOST_THREADS:
+        raise BridgeError(f"{threads} threads: 1 to {_MOST_THREADS} are possible, as many as there are cores best")
+    with _choosing:
+        _wanted, old = threads, _pool
+        if old is None or old.threads == threads:
+            return
+        _pool = None
+    with old.lock:
+        old.stop()
+
+
+def get_pool() -> Pool:
+    """The process's pool, started when first wanted."""
+    global _pool
+    if (pool := _pool) is None:
+        with _choosing:
+            if (pool := _pool) is None:
+                threads = get_num_threads() if os.name == "posix" else 1  # no pthreads elsewhere
+                _pool = pool = Pool(threads)
+    return pool
+
+
+def share(worth: bool, function: Callable[..., None], *arguments: Any) -> None:
+    """function(state, threads, *arguments), which passes the first two to `run`.
+
+    With the pool's, if that is `worth` it and no other caller has them; else with those of this thread alone.
+    """
+    pool = get_pool() if worth else None
+    if pool is not None and pool.state and pool.lock.acquire(blocking=False):
+        try:
+            function(pool.state, pool.threads, *arguments)
+        finally:
+            pool.lock.release()
+    else:
+        function(0, 1, *arguments)
+
+
+def _after_fork() -> None:
+    global _pool, _choosing
+    _pool = None  # its workers are the parent's
+    _choosing = threading.Lock()  # who held it may be one of the parent's threads
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)
+
+__all__: list[Any] = ["ALONE", "Pool", "get_num_threads", "get_pool", "run", "set_num_threads", "share"]

@@ -1,0 +1,35 @@
+"""The progress bar that long commands share."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+
+class Bar:
+    """A progress bar on standard error, where that is a terminal."""
+
+    def __init__(self, verb: str, unit: str = "B") -> None:
+        self.verb = verb
+        self.unit = unit
+        self.bar: Any = None
+
+    def __enter__(self) -> Bar:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.bar:
+            self.bar.close()
+
+    def __call__(self, done: int, total: int, name: str) -> None:
+        if self.bar is None:
+            from tqdm import tqdm
+
+            verb = self.verb
+            if sys.stderr.isatty():
+                from bridge.system import jit
+
+                verb += " (first run: compiling)" if jit.first_run else ""
+            self.bar = tqdm(total=total, unit=self.unit, unit_scale=True, desc=verb, disable=None, leave=False)
+        self.bar.set_postfix_str(name, refresh=False)
+        self.bar.update(done - self.bar.n)

@@ -1,0 +1,34 @@
+"""Rows are independent of each other: kernels without the GIL run on chunks of them, a thread each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
+
+import numpy as np
+
+from bridge.system.cpus import usable_cpus
+
+_TILE = 512
+
+
+def slices(rows: int, count: int) -> list[slice]:
+    """At most `count` slices of about equal length that cover 0..rows, one at least."""
+    cuts = np.linspace(0, rows, max(1, min(count, rows)) + 1).astype(int)
+    return [slice(int(a), int(b)) for a, b in pairwise(cuts)]
+
+
+def over_rows(rows: int, work: Callable[[slice], object]) -> None:
+    """Call `work` on slices that cover 0..rows, on as many threads as there are CPUs; errors are raised here."""
+    parts = slices(rows, usable_cpus())
+    if len(parts) == 1:
+        work(parts[0])
+        return
+    with ThreadPoolExecutor(len(parts)) as pool:
+        list(pool.map(work, parts))
+
+
+def tiles(rows: int) -> Iterator[slice]:
+    """Slices that cover 0..rows, few rows each: what is as large as the matrix itself is made tile by tile."""
+    return (slice(at, min(at + _TILE, rows)) for at in range(0, rows, _TILE))

@@ -1,0 +1,43 @@
+"""Text for people: tables, percentages, sizes, and notes on many modules told once."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+
+from bridge.errors import shortened
+
+
+def summarise_notes(notes: Iterable[str]) -> list[str]:
+    """For people: what is said of many modules ("<module>: ...", numbers aside) becomes one line with their count."""
+    alike: dict[str, list[str]] = {}
+    for note in notes:
+        name, colon, text = note.partition(": ")
+        of_module = colon and re.fullmatch(r"[\w.]+\.[\w.]+", name)
+        alike.setdefault(re.sub(r"\d+(\.\d+)?(e-\d+)?", "#", text) if of_module else note, []).append(note)
+    lines = []
+    for members in alike.values():
+        first, more = members[0], len(members) - 1
+        name, _, text = first.partition(": ")
+        lines.append(shortened(f"{name} and {more} more: {text}" if more and text else first))
+    return lines
+
+
+def align(rows: list[tuple[str, ...]], left: tuple[bool, ...]) -> list[str]:
+    """The lines of a table; `left` says which columns are aligned to the left."""
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    return [
+        "  ".join(c.ljust(w) if a else c.rjust(w) for c, w, a in zip(row, widths, left, strict=True)).rstrip()
+        for row in rows
+    ]
+
+
+def percent(share: float, digits: int = 2) -> str:
+    """Of a hundred, to some digits, and in full where there are more: "0.0039%", "180%"."""
+    text = f"{100 * share:.{digits}g}%"
+    return f"{100 * share:.0f}%" if "e+" in text else text
+
+
+def size_text(n: float) -> str:
+    """Bytes as MB or GB (powers of ten)."""
+    return f"{n / 1e9:.2f} GB" if n >= 1e9 else f"{n / 1e6:.1f} MB"

@@ -1,0 +1,206 @@
+"""8-bit floats with scales come out as the floats they stand for, and go the way of floats."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+import torch
+
+import bridge
+from bridge.checkpoint import open_checkpoint
+from bridge.checkpoint.files.dtypes import as_float32
+from bridge.cli.inspect import describe
+from bridge.conversion.verify import failures, verify
+from scripts.peers.gguf_file import gguf_weights
+from tests.support.encode import load_floats, write_folder
+from tests.support.encode_compressed import config, float8_tensors, save_float8, scheme, write_float8
+from tests.support.encode_formats import write_mxfp8
+from tests.support.raw import edit_raw
+from tests.support.refusal import refusal
+
+NAME = "model.layers.0.mlp.up_proj"
+WEIGHT = f"{NAME}.weight"
+FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+BLOCKS = [(1, 256), (1, 64), (200, 256), (128, 128), (64, 32)]
+
+
+def weights(out: int = 200, columns: int = 256) -> np.ndarray:
+    return np.random.default_rng(0).normal(0, 0.05, (out, columns)).astype(np.float32)
+
+
+def write(folder, tensors, quantization):
+    write_folder(folder, tensors, quantization)
+    save_float8(folder)
+    return folder
+
+
+def good(scale: str = "weight_scale_inv") -> dict[str, np.ndarray]:
+    return float8_tensors(NAME, weights(), (128, 128), scale)[0]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "twin"),
+    [("F8_E4M3", torch.float8_e4m3fn), ("F8_E5M2", torch.float8_e5m2), ("F8_E8M0", torch.float8_e8m0fnu)],
+)
+def test_every_byte_has_the_value_that_torch_gives_it(dtype, twin):
+    if not hasattr(torch, str(twin).removeprefix("torch.")):
+        pytest.skip(f"this torch has no {twin}")
+    every = np.arange(256, dtype=np.uint8)
+    assert np.array_equal(as_float32(every, dtype), torch.from_numpy(every).view(twin).float().numpy(), equal_nan=True)
+
+
+@pytest.mark.parametrize("block", BLOCKS)
+@pytest.mark.parametrize("method", ["fp8", "compressed-tensors"])
+def test_what_was_stored_comes_back_whole_and_in_rows(tmp_path, block, method):
+    tensors, meant = float8_tensors(NAME, weights(), block, "weight_scale_inv" if method == "fp8" else "weight_scale")
+    strategy = scheme(8, "block", None, type="float", block_structure=list(block))
+    said = {**FP8, "weight_block_size": list(block)} if method == "fp8" else config(strategy, form="float-quantized")
+    with open_checkpoint(write(tmp_path, tensors, said)) as checkpoint:
+        assert not checkpoint.modules
+        assert list(checkpoint.tensors) == [WEIGHT]
+        assert checkpoint.stored_as(WEIGHT).startswith("F8_E4M3, ")
+        assert np.array_equal(checkpoint.read_float(WEIGHT), meant)
+        for rows in ((0, 1), (63, 65), (100, 200), (199, 200), (5, 5)):
+            assert np.array_equal(checkpoint.read_float(WEIGHT, rows), meant[slice(*rows)])
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (1, 1), (200,), (200, 1)])
+@pytest.mark.parametrize("method", ["fp8", "fbgemm_fp8", "modelopt"])
+def test_one_scale_a_tensor_or_a_row_in_every_shape_it_has_had(tmp_path, shape, method):
+    tensors, meant = float8_tensors(NAME, weights(), (200, 256) if np.prod(shape) == 1 else (1, 256))
+    tensors[f"{NAME}.weight_scale"] = tensors[f"{NAME}.weight_scale"].reshape(shape)
+    with open_checkpoint(write(tmp_path, tensors, {"quant_method": method})) as checkpoint:
+        assert checkpoint.format.startswith("FP8")
+        assert np.array_equal(checkpoint.read_float(WEIGHT), meant)
+
+
+def test_scales_may_be_powers_of_two_in_a_byte(tmp_path):
+    tensors, _ = float8_tensors(NAME, weights(), (128, 128), "weight_scale_inv")
+    exponents = np.array([[120, 121], [119, 127]], np.uint8)
+    tensors[f"{NAME}.weight_scale_inv"] = exponents
+    folder = write(tmp_path, tensors, FP8)
+    edit_raw(folder / "model.safetensors", lambda raw: raw[f"{NAME}.weight_scale_inv"][0].update(dtype="F8_E8M0"))
+    each = np.ldexp(1.0, exponents.astype(int) - 127).repeat(128, 0).repeat(128, 1)[:200]
+    with open_checkpoint(folder) as checkpoint:
+        plain = torch.from_numpy(tensors[WEIGHT]).view(torch.float8_e4m3fn).double().numpy()
+        assert np.array_equal(checkpoint.read_float(WEIGHT), plain * each)
+        assert list(checkpoint.tensors) == [WEIGHT]
+
+
+def test_8_bit_floats_in_a_bin_file(tmp_path):
+    tensors, meant = float8_tensors(NAME, weights(), (128, 128), "weight_scale_inv")
+    write_folder(tmp_path, {}, FP8)
+    (tmp_path / "model.safetensors").unlink()
+    state = {name: torch.from_numpy(values) for name, values in tensors.items()}
+    state[WEIGHT] = state[WEIGHT].view(torch.float8_e4m3fn)
+    torch.save(state, tmp_path / "pytorch_model.bin")
+    with open_checkpoint(tmp_path) as checkpoint:
+        assert np.array_equal(checkpoint.read_float(WEIGHT), meant)
+
+
+@pytest.mark.parametrize("method", ["fp8", "compressed-tensors"])
+@pytest.mark.parametrize("kind", ["auto", "Q6_K"])
+def test_a_model_becomes_q8_0_or_what_was_asked_for(tmp_path, small_model, method, kind):
+    folder = tmp_path / "fp8"
+    meant = write_float8(folder, small_model, (128, 128), method)
+    report = bridge.convert(folder, tmp_path / "model.gguf", type=kind)
+    linears = [t for t in report.tensors if str(t.source).removesuffix(".weight") in meant]
+    assert {t.type for t in linears} == {"Q8_0" if kind == "auto" else "Q6_K"}
+    assert "came as 8-bit floats" in report.table()
+    assert "k_scale left out" in "".join(report.notes)
+    made = gguf_weights(tmp_path / "model.gguf")
+    bound = 1e-4 if kind == "auto" else 1e-3
+    for name, values in meant.items():
+        assert np.square(made[f"{name}.weight"] - values).sum() < bound * np.square(values).sum()
+    floats = load_floats(small_model)
+    assert set(made) == set(floats)
+
+
+def test_mlxs_8_bit_floats_become_q8_0_too(tmp_path, small_model):
+    meant = write_mxfp8(tmp_path / "mlx", small_model)
+    report = bridge.convert(tmp_path / "mlx", tmp_path / "model.gguf")
+    assert {t.type for t in report.tensors if str(t.source).removesuffix(".weight") in meant} == {"Q8_0"}
+    assert "came as 8-bit floats" in report.table()
+    made = gguf_weights(tmp_path / "model.gguf")
+    for name, values in meant.items():
+        assert np.square(made[f"{name}.weight"] - values).sum() < 1e-4 * np.square(values).sum()
+    assert failures(verify(tmp_path / "model.gguf", tmp_path / "mlx")) == []
+    assert "F8_E4M3, groups of 32" in describe(tmp_path / "mlx")
+
+
+def test_inspect_names_the_format_and_what_it_becomes(tmp_path, small_model):
+    write_float8(tmp_path / "a", small_model, (128, 128), "fp8")
+    text = describe(tmp_path / "a")
+    assert "the label says  FP8, 8-bit floats, blocks of 128x128" in text
+    assert "no quantized module, 46 float tensors, 28 of 8-bit floats (F8_E4M3, blocks of 128x128)" in text
+    assert "F8_E4M3, blocks of 128x128" in next(line for line in text.splitlines() if line.startswith("ffn_down"))
+    write_float8(tmp_path / "b", small_model, (1, 1 << 20))
+    assert "compressed-tensors float-quantized" in describe(tmp_path / "b")
+
+
+# damaged input
+
+
+@pytest.mark.parametrize(
+    ("part", "value", "said"),
+    [
+        ("weight_scale_inv", None, "without a scale"),
+        ("weight_scale_inv", np.full((2, 2), np.nan, np.float32), "4 of 4 values"),
+        ("weight_scale_inv", np.ones((3, 2), np.float32), "the shapes contradict each other"),
+        ("weight_scale_inv", np.ones(3, np.float32), "the shapes contradict each other"),
+        ("weight_scale_inv", np.ones((2, 2), np.int32), "the shapes contradict each other"),
+        ("weight_scale_inv", np.ones((2, 2, 1), np.float32), "the shapes contradict each other"),
+        ("weight", None, "no weight"),
+        ("weight", np.zeros((200, 256), np.float16), "its weight is F16, not 8-bit floats"),
+        ("weight", np.zeros((2, 200, 256), np.uint8), "the shapes contradict each other"),
+        ("bias", np.zeros(199, np.float32), "the shapes contradict each other"),
+    ],
+)
+def test_parts_that_do_not_fit_are_refused(tmp_path, part, value, said):
+    whole = {name.replace("up_proj", "gate_proj"): values for name, values in good().items()}
+    tensors = whole | good() | {f"{NAME}.bias": np.zeros(200, np.float32)}
+    tensors.pop(f"{NAME}.{part}")
+    if value is not None:
+        tensors[f"{NAME}.{part}"] = value
+    message = refusal(write(tmp_path, tensors, FP8))
+    assert said in message
+    assert NAME in message
+
+
+def test_8_bit_floats_without_a_label_are_not_taken_for_plain_ones(tmp_path):
+    assert "no quantization_config" in refusal(write(tmp_path, good(), None))
+
+
+def test_8_bit_floats_with_zero_points(tmp_path):
+    tensors = good("weight_scale") | {f"{NAME}.weight_zero_point": np.zeros((2, 2), np.int8)}
+    said = config(scheme(8, "block", None, type="float", block_structure="128x128"), form="float-quantized")
+    assert "8-bit floats with zero points" in refusal(write(tmp_path, tensors, said))
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "title"),
+    [
+        ("FP8", "FP8 (modelopt), 8-bit floats"),
+        ("FP8_PER_CHANNEL_PER_TOKEN", "FP8 (modelopt), 8-bit floats"),
+        ("MIXED_PRECISION", "ModelOpt, floats of 4 and 8 bits"),
+    ],
+)
+def test_modelopts_own_file_is_a_label_too(tmp_path, algorithm, title):
+    tensors, meant = float8_tensors(NAME, weights(), (200, 256))
+    write(tmp_path, tensors, None)
+    said = {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": algorithm, "kv_cache_quant_algo": "FP8"}}
+    (tmp_path / "hf_quant_config.json").write_text(json.dumps(said))
+    with open_checkpoint(tmp_path) as checkpoint:
+        assert checkpoint.quant.describe() == title
+        assert np.array_equal(checkpoint.read_float(WEIGHT), meant)
+
+
+@pytest.mark.parametrize("said", [{}, {"quantization": None}, {"quantization": {"quant_algo": None}}])
+def test_modelopts_file_that_says_nothing_of_weights_does_no_harm(tmp_path, said):
+    write_folder(tmp_path, {WEIGHT: weights()}, None)
+    (tmp_path / "hf_quant_config.json").write_text(json.dumps(said))
+    with open_checkpoint(tmp_path) as checkpoint:
+        assert checkpoint.format == "float"
+        assert checkpoint.notes == []

@@ -1,0 +1,303 @@
+"""`quantize` and `convert --calibrate`: a float model and a text become files."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+import torch
+
+from bridge.cli import main
+from bridge.conversion.calibrate_plan import Calibration
+from bridge.conversion.converter import convert
+from bridge.conversion.report import CALIBRATED, CARRIED, FLOAT
+from bridge.conversion.to_checkpoint import quantize_checkpoint
+from bridge.errors import BridgeError
+from bridge.gguf_file.imatrix import read_imatrix
+from bridge.quantize import awq_method
+from bridge.quantize.texts import load_tokenizer, read_tokens
+from tests.support.tiny_models import predict, save_model
+
+TEXT = "The quick brown fox jumps over the lazy dog; and then it sleeps, until the dog wakes up again. "
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Llama of two layers whose inputs of 256 fill a superblock."""
+    return save_model(tmp_path_factory.mktemp("model"), "LlamaConfig", vocab_size=2048)
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("text") / "text.txt"
+    words = TEXT.split()
+    rng = np.random.default_rng(0)
+    path.write_text(" ".join(rng.choice(words) for _ in range(4000)))
+    return path
+
+
+def settings(text: Path, **options: Any) -> Calibration:
+    return Calibration(text, **{"samples": 16, "length": 64, "sweeps": 1, **options})
+
+
+def logits_of(path: Path, folder: Path, tmp: Path, tokens: list[int]) -> np.ndarray:
+    """float32 [tokens, vocab] of the GGUF's weights in transformers' model."""
+    from safetensors.numpy import load_file, save_file
+
+    reader = gguf.GGUFReader(path)
+    values = {t.name: gguf.quants.dequantize(t.data, t.tensor_type) for t in reader.tensors}
+    names = {"q_proj": "attn_q", "k_proj": "attn_k"}
+    weights = load_file(folder / "model.safetensors")
+    rest = {
+        "v_proj": "attn_v",
+        "o_proj": "attn_output",
+        "gate_proj": "ffn_gate",
+        "up_proj": "ffn_up",
+        "down_proj": "ffn_down",
+    }
+    for name, old in weights.items():
+        parts = name.split(".")
+        if parts[1] == "layers" and parts[-2] in {**names, **rest}:
+            new = values[f"blk.{parts[2]}.{({**names, **rest})[parts[-2]]}.weight"].reshape(old.shape)
+            if parts[-2] in names:  # GGUF's rows of q and k interleave the two halves of each head
+                heads = 4 if parts[-2] == "q_proj" else 2
+                new = new.reshape(heads, -1, 2, old.shape[1]).swapaxes(1, 2).reshape(old.shape)
+            weights[name] = np.ascontiguousarray(new, np.float32)
+    tmp.mkdir()
+    for file in folder.iterdir():
+        if file.suffix == ".json":
+            (tmp / file.name).write_bytes(file.read_bytes())
+    save_file(weights, tmp / "model.safetensors", {"format": "pt"})
+    return predict(tmp, tokens)
+
+
+def test_a_calibrated_gguf_is_nearer_to_the_model_than_one_rounded_to_nearest(model, text, tmp_path) -> None:
+    tokens = read_tokens(text, load_tokenizer(model), 100, 64)[-4:].flatten().tolist()  # not calibrated on
+    expected = predict(model, tokens)
+    errors = {}
+    for name, calibrate in {"rtn": None, "gptq": settings(text)}.items():
+        out = tmp_path / f"{name}.gguf"
+        report = convert(model, out, type="Q3_K", calibrate=calibrate)
+        hows = {t.how for t in report.tensors if t.kind.startswith(("attn_q", "ffn_"))} - {"kept float"}
+        assert (CALIBRATED in hows) == (name == "gptq")
+        errors[name] = np.square(logits_of(out, model, tmp_path / name, tokens) - expected).mean()
+        assert not out.with_name(f"{out.name}.layers").exists()
+    assert errors["gptq"] < 0.5 * errors["rtn"]
+
+
+def test_a_second_run_goes_on_where_a_killed_one_stopped_and_ends_in_the_same_file(model, text, tmp_path) -> None:
+    seen: list[str] = []
+
+    def stop(done: int, total: int, name: str) -> None:
+        if done == 5:
+            raise KeyboardInterrupt
+
+    whole, halted = tmp_path / "whole.gguf", tmp_path / "halted.gguf"
+    convert(model, whole, type="Q4_K", calibrate=settings(text))
+    with pytest.raises(BridgeError, match=r"interrupted; 5 of 15 layers are kept"):
+        convert(model, halted, type="Q4_K", calibrate=settings(text, progress=stop))
+    assert not halted.exists()
+    with pytest.raises(BridgeError, match="run with other options"):
+        convert(model, halted, type="Q4_K", calibrate=settings(text, damping=0.1))
+    convert(model, halted, type="Q4_K", calibrate=settings(text, progress=lambda done, total, name: seen.append(name)))
+    assert len(seen) == 1 + 15 - 5
+    assert whole.read_bytes() == halted.read_bytes()
+
+
+def test_the_experts_of_3d_tensors_are_quantized_as_those_that_stand_by_themselves(text, tmp_path) -> None:
+    fields: dict[str, Any] = {"vocab_size": 2048, "num_hidden_layers": 1, "head_dim": 32, "norm_topk_prob": True}
+    fields |= {"num_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 256}
+    found = []
+    for original in (True, False):
+        folder = save_model(tmp_path / f"model-{original}", "Qwen3MoeConfig", original_format=original, **fields)
+        report = convert(folder, tmp_path / f"{original}.gguf", type="Q8_0", calibrate=settings(text, sweeps=0))
+        experts = [t for t in report.tensors if "_exps" in t.name]
+        assert [t.how for t in experts] == [CALIBRATED] * 3
+        found.append({t.name: t.data for t in gguf.GGUFReader(tmp_path / f"{original}.gguf").tensors})
+    assert all(np.array_equal(values, found[1][name]) for name, values in found[0].items())
+    rtn = Calibration(None, method="rtn")
+    report = convert(folder, tmp_path / "rtn.gguf", type="Q8_0", calibrate=rtn)
+    assert {t.how for t in report.tensors if "_exps" in t.name} == {FLOAT}
+
+
+def test_a_damaged_kept_layer_is_made_again(model, text, tmp_path) -> None:
+    def stop(done: int, total: int, name: str) -> None:
+        if done == 3:
+            raise KeyboardInterrupt
+
+    out = tmp_path / "out.gguf"
+    with pytest.raises(BridgeError, match="interrupted"):
+        convert(model, out, type="Q4_K", calibrate=settings(text, progress=stop))
+    file = next((tmp_path / "out.gguf.layers").glob("*.safetensors"))
+    file.write_bytes(file.read_bytes()[:100])
+    assert {t.how for t in convert(model, out, type="Q4_K", calibrate=settings(text)).tensors} >= {CALIBRATED}
+
+
+def test_codes_that_fit_are_carried_beside_layers_that_are_calibrated(text, tmp_path) -> None:
+    """Of a GPTQ checkpoint, only what its type cannot hold is quantized again."""
+    from tests.conftest import CHECKPOINT
+
+    report = convert(
+        CHECKPOINT, tmp_path / "out.gguf", tensor_types=[("blk.0.ffn_up", "Q3_K")], calibrate=settings(text)
+    )
+    hows = {t.name: t.how for t in report.tensors}
+    assert hows["blk.0.ffn_up.weight"] == CALIBRATED
+    assert hows["blk.0.ffn_gate.weight"] == CARRIED
+    assert "calibrated" in report.table()
+
+
+def test_the_imatrix_of_the_same_tokens_is_llama_cpps(model, text, tmp_path) -> None:
+    path = tmp_path / "imatrix.gguf"
+    convert(
+        model,
+        tmp_path / "out.gguf",
+        type="Q4_K",
+        calibrate=settings(text, imatrix_out=path, feed="float", method="gptq"),
+    )
+    found = read_imatrix(path)
+    assert len(found) == 15
+    assert {v.shape for v in found.values()} == {(256,)}
+    np.testing.assert_array_equal(found["blk.0.attn_q.weight"], found["blk.0.attn_k.weight"])
+    reader = gguf.GGUFReader(path)
+    assert reader.fields["imatrix.chunk_size"].contents() == 64
+    assert "general.architecture" not in reader.fields
+    again = convert(model, tmp_path / "again.gguf", type="Q4_K", imatrix=path)
+    assert again.tensors
+
+
+def test_the_command_line_quantizes_to_gguf_and_says_what_it_did(model, text, tmp_path, capsys) -> None:
+    out = tmp_path / "out.gguf"
+    arguments = [str(model), str(out), "--type", "Q4_K", "--calibrate", str(text)]
+    assert main(["quantize", *arguments, "--samples", "8", "--sequence-length", "64", "--sweeps", "0"]) == 0
+    said = capsys.readouterr().out
+    assert "15 layers calibrated on 512 tokens" in said
+    types = {t.name: t.tensor_type.name for t in gguf.GGUFReader(out).tensors}
+    assert types["blk.1.ffn_down.weight"] == "Q4_K"
+    assert types["output.weight"] == "Q6_K"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["quantize", "MODEL", "o.gguf"], "needs a text"),
+        (["quantize", "MODEL", "o.gguf", "--calibrate", "none.txt"], "no such file"),
+        (["quantize", "MODEL", "o.gguf", "--calibrate", "TEXT", "--sequence-length", "1000000"], "give a longer text"),
+        (["quantize", "MODEL", "o.gguf", "--calibrate", "TEXT", "--act-order", "free"], "GGUF cannot permute columns"),
+        (["quantize", "MODEL", "o.gguf", "--calibrate", "TEXT", "--act-order", "up"], "act-order 'up'"),
+        (["quantize", "MODEL", "o.gguf", "--calibrate", "TEXT", "--method", "magic"], "method 'magic'"),
+        (["quantize", "MODEL", "o.gguf", "--calibrate", "TEXT", "--method", "awq"], "give --format"),
+        (["quantize", "MODEL", "o", "--format", "gptq", "--bits", "9", "--calibrate", "TEXT"], "9"),
+        (["quantize", "MODEL", "o", "--format", "awq", "--bits", "3", "--calibrate", "TEXT"], "3 bits are no AWQ"),
+        (
+            ["quantize", "MODEL", "o.gguf", "--calibrate", "TEXT", "--damping", "-1"],
+            "damping -1.0: at least 0 is needed",
+        ),
+        (["convert", "MODEL", "o.gguf", "--damping", "1"], "--damping is for calibration"),
+        (["convert", "GPTQ", "o.gguf", "--calibrate", "TEXT"], "every layer keeps its codes"),
+    ],
+)
+def test_bad_input_is_one_line(arguments, message, model, text, tmp_path, monkeypatch, capsys) -> None:
+    from tests.conftest import CHECKPOINT
+
+    monkeypatch.chdir(tmp_path)
+    places = {"MODEL": str(model), "TEXT": str(text), "GPTQ": str(CHECKPOINT)}
+    assert main([places.get(a, a) for a in arguments]) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("format", ["gptq", "gptq_v2", "awq"])
+def test_a_written_checkpoint_converts_with_all_its_codes(format, model, text, tmp_path, capsys) -> None:
+    out = tmp_path / "out"
+    arguments = ["--format", format, "--group-size", "32", "--calibrate", str(text), "--samples", "8"]
+    assert main(["quantize", str(model), str(out), *arguments, "--sequence-length", "64", "--sweeps", "0"]) == 0
+    assert "14 layers" in capsys.readouterr().out
+    report = convert(out, tmp_path / "out.gguf")
+    assert {t.how for t in report.tensors if t.has_codes} == {CARRIED}
+    assert json.loads((out / "config.json").read_text())["quantization_config"]["bits"] == 4
+
+
+def test_awq_scales_reach_the_norms_and_the_model_is_nearer_than_by_rounding(model, text, tmp_path) -> None:
+    from safetensors.numpy import load_file
+
+    tokens = read_tokens(text, load_tokenizer(model), 100, 64)[-4:].flatten().tolist()
+    options = ["--format", "awq", "--group-size", "32", "--calibrate", str(text), "--samples", "8"]
+    errors = {}
+    for method in ("awq", "rtn"):
+        out = tmp_path / method
+        assert main(["quantize", str(model), str(out), *options, "--sequence-length", "64", "--method", method]) == 0
+        report = convert(out, tmp_path / f"{method}.gguf")
+        assert {t.how for t in report.tensors if t.has_codes} == {CARRIED}
+        errors[method] = np.square(
+            predict(out_floats(out, tmp_path / f"{method}-f"), tokens) - predict(model, tokens)
+        ).mean()
+    norm = "model.layers.0.input_layernorm.weight"
+    assert not np.array_equal(*(load_file(f / "model.safetensors")[norm] for f in (model, tmp_path / "awq")))
+    assert errors["awq"] < errors["rtn"]
+
+
+def test_awq_goes_on_with_the_scales_that_a_killed_run_has_found(model, text, tmp_path, monkeypatch) -> None:
+    def stop(done: int, total: int, name: str) -> None:
+        if done == 9:
+            raise KeyboardInterrupt
+
+    awq = settings(text, method="awq")
+    quantize_checkpoint(model, tmp_path / "whole", "awq", group_size=32, calibrate=awq)
+    with pytest.raises(BridgeError, match="interrupted; 9 of 14"):
+        quantize_checkpoint(model, tmp_path / "out", "awq", group_size=32, calibrate=replace(awq, progress=stop))
+    assert len(list((tmp_path / "out.layers").glob("*.scales"))) == 2
+    monkeypatch.setattr(awq_method, "smoothing", None)  # nothing is searched again
+    quantize_checkpoint(model, tmp_path / "out", "awq", group_size=32, calibrate=awq)
+    one, other = ((tmp_path / name / "model.safetensors").read_bytes() for name in ("whole", "out"))
+    assert one == other
+
+
+def out_floats(folder: Path, floats: Path) -> Path:
+    """A quantized checkpoint as the float model of its own weights."""
+    from safetensors.numpy import save_file
+
+    from bridge.checkpoint import open_checkpoint
+
+    floats.mkdir()
+    with open_checkpoint(folder) as checkpoint:
+        weights = {name: checkpoint.read_float(name) for name in checkpoint.tensors}
+        weights |= {f"{name}.weight": checkpoint.read_module(name).dequantize() for name in checkpoint.modules}
+    for file in folder.glob("*.json"):
+        (floats / file.name).write_bytes(file.read_bytes())
+    config = json.loads((floats / "config.json").read_text())
+    config.pop("quantization_config")
+    (floats / "config.json").write_text(json.dumps(config))
+    save_file(weights, floats / "model.safetensors", {"format": "pt"})
+    return floats
+
+
+def test_rounding_to_nearest_needs_no_text(model, tmp_path) -> None:
+    assert main(["quantize", str(model), str(tmp_path / "o"), "--format", "gptq_v2", "--method", "rtn"]) == 0
+    assert main(["quantize", str(model), str(tmp_path / "o.gguf"), "--method", "rtn"]) == 0
+
+
+def test_without_torch_the_package_to_install_is_named(text, monkeypatch) -> None:
+    monkeypatch.setattr("bridge.conversion.calibrate_plan.find_spec", lambda name: None)
+    with pytest.raises(BridgeError, match=r"needs torch: pip install 'gguf-bridge\[quantize\]'"):
+        Calibration(text)
+
+
+def test_nan_in_activations_names_the_layer(model, text, tmp_path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    broken = tmp_path / "broken"
+    broken.mkdir()
+    for file in model.iterdir():
+        (broken / file.name).write_bytes(file.read_bytes())
+    weights = load_file(broken / "model.safetensors")
+    weights["model.layers.1.input_layernorm.weight"] = torch.full_like(weights["model.norm.weight"], 3e38)
+    save_file(weights, broken / "model.safetensors", {"format": "pt"})
+    with pytest.raises(BridgeError, match=r"model\.layers\.1\.self_attn\.\w+_proj: its inputs hold NaN or inf"):
+        convert(broken, tmp_path / "o.gguf", type="Q4_K", calibrate=settings(text))

@@ -1,0 +1,221 @@
+"""`run` with a checkpoint: what is converted is kept, named by its contents, made once, listed and cleared."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+import bridge
+from bridge.cli import main
+from bridge.conversion.cache import converted
+from bridge.errors import BridgeError
+from tests.conftest import CHECKPOINT, PATIENCE, ROOT
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty cache folder of this test's own."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "gguf-bridge"
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    return Path(shutil.copytree(CHECKPOINT, tmp_path / "shakespeare-gptq"))
+
+
+@pytest.fixture
+def release(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """release(): let go of the entries that this process uses, as its end would."""
+    handles: list[int] = []
+    monkeypatch.setattr("bridge.conversion.cache._in_use", handles)
+
+    def close() -> None:
+        while handles:
+            os.close(handles.pop())
+
+    return close
+
+
+def kept(cache: Path) -> list[Path]:
+    return sorted((cache / "models").glob("*/*.gguf"))
+
+
+def test_run_converts_a_checkpoint_once_and_keeps_the_gguf(cache, model, tmp_path, capsys):
+    bridge.convert(model, tmp_path / "here.gguf")
+    printed = []
+    for _ in range(2):
+        assert main(["run", str(model), "-p", "KING", "-n", "3", "--temp", "0"]) == 0
+        printed.append(capsys.readouterr())
+    (path,) = kept(cache)
+    assert path.name == "shakespeare-gptq.gguf"
+    assert path.parent.name.startswith("shakespeare-gptq-")
+    assert path.read_bytes() == (tmp_path / "here.gguf").read_bytes()
+    assert printed[0].out == printed[1].out
+    assert printed[0].out.startswith("KING")
+    assert "100% of its codes kept" in printed[0].err
+    assert "converting" not in printed[1].err
+
+
+def test_an_entry_is_named_by_contents(cache, model, tmp_path, release):
+    first = converted(model)
+    other = Path(shutil.copytree(model, tmp_path / "elsewhere"))  # a copy, with other times
+    assert converted(other) == first
+    config = model / "generation_config.json"
+    config.write_text(config.read_text().replace("{", '{"top_k": 7,', 1))
+    second = converted(model)
+    assert second != first
+    assert converted(other) == first
+    assert len(kept(cache)) == 2
+
+
+def test_a_hub_ids_entry_is_named_by_the_repository(cache, tmp_path, monkeypatch, release, capsys):
+    snapshot = tmp_path / "hub" / "models--org--bard-gptq" / "snapshots" / ("0123456789" * 4)
+    shutil.copytree(CHECKPOINT, snapshot)
+    asked = []
+    monkeypatch.setattr("bridge.conversion.cache.resolve", lambda name, config: asked.append(name) or snapshot)
+    path = converted("org/bard-gptq")
+    assert path.name == "bard-gptq.gguf"
+    assert converted("org/bard-gptq") == path
+    assert asked == ["org/bard-gptq"] * 2
+    assert "converting org/bard-gptq;" in capsys.readouterr().err
+
+
+def test_contents_are_read_again_only_where_a_file_was_touched(cache, model, monkeypatch, release):
+    first = converted(model)
+    read = []
+    digest = bridge.conversion.cache._digest  # type: ignore[attr-defined]
+    monkeypatch.setattr("bridge.conversion.cache._digest", lambda files: read.append(1) or digest(files))
+    assert converted(model) == first
+    assert not read
+    os.utime(model / "model.safetensors")
+    assert converted(model) == first  # the same contents
+    assert converted(model) == first
+    assert read == [1]
+    monkeypatch.setattr("bridge.__version__", "9.9")
+    assert converted(model) != first  # another version may convert otherwise
+
+
+def test_the_cache_is_listed_and_cleared_but_for_what_is_in_use(cache, model, release, capsys):
+    converted(model)
+    (cache / "numba" / "0123").mkdir(parents=True)
+    (cache / "numba" / "0123" / "kernel.nbc").write_bytes(bytes(1000))
+    (path,) = kept(cache)
+    name = path.parent.name
+    capsys.readouterr()
+    assert main(["cache"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[1].split()[:4] == ["models", name, "2.4", "MB"]
+    assert lines[2].split()[:2] == ["numba", "0123"]
+    assert lines[-1].endswith(f"in {cache}")
+    assert main(["cache", "--clear", "nothing"]) == 2
+    assert "nothing of that name" in capsys.readouterr().err
+    assert main(["cache", "--clear", "shakespeare-gptq"]) == 0  # this process uses it
+    assert f"kept {name}: a process is using it" in capsys.readouterr().out
+    assert path.exists()
+    release()
+    assert main(["cache", "--clear", "shakespeare-gptq"]) == 0
+    assert not path.parent.exists()
+    assert (cache / "numba" / "0123").exists()
+    assert main(["cache", "--clear"]) == 0
+    assert list(cache.glob("*/*")) == []
+    capsys.readouterr()
+    assert main(["cache"]) == 0
+    assert capsys.readouterr().out == f"0.0 MB in {cache}\n"
+
+
+KILLED = """
+import os, signal, sys
+from bridge.conversion.cache import converted
+def progress(done, total, name):
+    if done > total / 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+converted(sys.argv[1], progress=progress)
+"""
+
+
+def test_a_killed_conversion_leaves_no_half_file_and_the_next_makes_it(cache, model, release):
+    done = subprocess.run([sys.executable, "-c", KILLED, model], cwd=ROOT, capture_output=True)
+    assert done.returncode == -signal.SIGKILL
+    assert kept(cache) == []
+    assert list((cache / "models").glob("*/.*.unfinished"))
+    path = converted(model)
+    assert kept(cache) == [path]
+    assert not list(path.parent.glob(".*"))
+    bridge.open_gguf(path)
+
+
+def test_a_conversion_that_fails_leaves_nothing(cache, model):
+    (model / "model.safetensors").write_bytes((model / "model.safetensors").read_bytes()[:-1000])
+    with pytest.raises(BridgeError):
+        converted(model)
+    assert list(cache.rglob("*")) == [cache / "models"]
+
+
+def test_two_processes_at_once_convert_once(cache, model):
+    code = "import sys; from bridge.conversion.cache import converted; print(converted(sys.argv[1]))"
+    command = [sys.executable, "-c", code, model]
+    both = [
+        subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for _ in range(2)
+    ]
+    ended = [process.communicate(timeout=PATIENCE) for process in both]
+    assert [process.returncode for process in both] == [0, 0], ended
+    assert ended[0][0] == ended[1][0] == f"{kept(cache)[0]}\n"
+    assert sum("codes kept" in error for _, error in ended) == 1
+
+
+def test_who_comes_while_another_converts_waits(cache, model, release, capsys):
+    import fcntl
+    import threading
+
+    path = converted(model)
+    with open(path.parent / "lock", "wb") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        threading.Timer(0.3, lambda: fcntl.flock(lock, fcntl.LOCK_UN)).start()
+        begun = time.perf_counter()
+        assert converted(model) == path
+        assert time.perf_counter() - begun > 0.2
+    assert "another process is converting it; waiting" in capsys.readouterr().err
+
+
+def test_what_this_program_does_not_run_is_refused_before_it_is_converted(cache, model):
+    with pytest.raises(BridgeError, match=r"the architecture is qwen3, which .* runs and this program does not"):
+        converted(model, runnable=["llama"])
+    assert not cache.exists()
+
+
+@pytest.mark.parametrize("name", ["no/such/folder", "nothing.gguf"])
+def test_what_is_neither_a_gguf_nor_a_checkpoint_is_refused(cache, name, tmp_path, capsys):
+    assert main(["run", str(tmp_path / name), "-p", "x"]) == 2
+    assert "no such f" in capsys.readouterr().err
+    assert not cache.exists()
+
+
+def test_a_cache_that_cannot_be_written_is_one_line(model, tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    with pytest.raises(BridgeError, match=r"cannot be made .*; set XDG_CACHE_HOME"):
+        converted(model)
+
+
+def test_a_gguf_without_the_ending_runs_as_it_is(cache, model, tmp_path, capsys):
+    bridge.convert(model, tmp_path / "m.gguf")
+    (tmp_path / "m.gguf").rename(tmp_path / "blob")
+    assert main(["run", str(tmp_path / "blob"), "-p", "KING", "-n", "1", "--temp", "0"]) == 0
+    assert not cache.exists()
+    capsys.readouterr()
+
+
+def test_an_entry_whose_notes_are_damaged_is_found_by_its_contents(cache, model, release):
+    path = converted(model)
+    (path.parent / "checkpoints.json").write_text("{")
+    assert converted(model) == path
+    assert kept(cache) == [path]

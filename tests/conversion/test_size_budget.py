@@ -1,0 +1,270 @@
+"""A size budget: types per tensor that fit the bytes and lose least."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+import torch
+import transformers
+
+from bridge.blocks import BLOCKS
+from bridge.checkpoint import open_checkpoint
+from bridge.cli import main
+from bridge.conversion.calibrate_plan import Calibration
+from bridge.conversion.converter import convert, plan_checkpoint
+from bridge.conversion.gguf_writer import file_bytes
+from bridge.conversion.plan_file import load_plan
+from bridge.conversion.report import CALIBRATED, CARRIED
+from bridge.conversion.size_budget import Budget
+from bridge.errors import BridgeError
+from bridge.quantize.budget.divergence import Divergence, Rounded
+from bridge.quantize.budget.forward_passes import Passes
+from bridge.quantize.budget.search import FLOAT, search
+from bridge.quantize.budget.sensitivity import layer_costs, nearest
+from bridge.quantize.float_model import FloatModel
+from tests.conftest import CHECKPOINT
+from tests.support.tiny_models import save_model
+
+pytestmark = pytest.mark.xdist_group("budget")  # its files are made once
+LENGTH = 32
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Llama of two layers whose inputs of 256 fill a superblock."""
+    return save_model(tmp_path_factory.mktemp("model"), "LlamaConfig")
+
+
+@pytest.fixture(scope="module")
+def tokens(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("tokens") / "tokens.npy"
+    np.save(path, np.random.default_rng(0).integers(0, 300, (24, LENGTH)))
+    return path
+
+
+def settings(tokens: Path, **options: Any) -> Calibration:
+    return Calibration(tokens, **{"samples": 24, "length": LENGTH, "sweeps": 0, "method": "gptq", **options})
+
+
+@pytest.fixture(scope="module")
+def passes(model: Path, tokens: Path) -> Passes:
+    with torch.no_grad():
+        return Passes(FloatModel(open_checkpoint(model)), torch.from_numpy(np.load(tokens))[:12], 5)
+
+
+@pytest.fixture(scope="module")
+def made(model: Path, tokens: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the file of a budget, its plan and its report."""
+    folder = tmp_path_factory.mktemp("made")
+    size = file_bytes(plan_checkpoint(model, type="Q3_K_M")) + 1234
+    command = ["quantize", str(model), str(folder / "out.gguf"), "--size", str(size), "--calibrate", str(tokens)]
+    command += ["--sequence-length", str(LENGTH), "--sweeps", "0", "--method", "gptq", "--swaps", "3"]
+    command += ["--plan-out", str(folder / "plan.json"), "--report", str(folder / "report.json")]
+    assert main(command) == 0
+    (folder / "size").write_text(str(size))
+    return folder
+
+
+def test_the_file_has_at_most_the_bytes_and_no_tensor_could_have_a_larger_type(made: Path) -> None:
+    limit = int((made / "size").read_text())
+    size = (made / "out.gguf").stat().st_size
+    tensors = gguf.GGUFReader(made / "out.gguf").tensors
+    assert len({t.tensor_type for t in tensors if len(t.shape) == 2}) > 1
+    larger = []
+    for t in tensors:
+        if len(t.shape) == 2:
+            sizes = sorted(b.nbytes * int(t.n_elements) // b.size for b in BLOCKS.values() if b.is_k)
+            larger += [n - int(t.n_bytes) for n in sizes if n > t.n_bytes]
+    assert limit - min(larger) < size <= limit
+
+
+def test_the_plan_is_written_with_its_curve_and_makes_the_same_file(made: Path, model, tokens, tmp_path) -> None:
+    plan, checkpoint = load_plan(made / "plan.json")
+    assert checkpoint == str(model)
+    size = (made / "out.gguf").stat().st_size
+    assert file_bytes(plan) == size
+    assert size in [n for n, _ in plan.curve]
+    others = [point for point in plan.curve if point[0] != size]
+    assert others == sorted(others)
+    assert others == sorted(others, key=lambda point: -point[1])
+    assert len(others) > 8
+    convert(plan=made / "plan.json", out=tmp_path / "again.gguf", calibrate=settings(tokens, samples=128))
+    assert (tmp_path / "again.gguf").read_bytes() == (made / "out.gguf").read_bytes()
+
+
+def test_experts_and_embeddings_that_are_the_head_too_fit_a_budget(tokens: Path, tmp_path: Path) -> None:
+    fields = {"num_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 256, "head_dim": 64}
+    folder = save_model(
+        tmp_path / "m", "Qwen3MoeConfig", tie_word_embeddings=True, num_hidden_layers=1, norm_topk_prob=True, **fields
+    )
+    report = convert(folder, tmp_path / "out.gguf", calibrate=settings(tokens), budget=Budget(bpw=4.5, swaps=2))
+    matrices = [t for t in report.tensors if t.kind == "token_embd" or t.kind.endswith("_exps")]
+    assert len({t.type for t in matrices}) > 1
+    weights = sum(t.weights for t in report.tensors)
+    assert 4.4 < 8 * sum(t.nbytes for t in report.tensors) / weights <= 4.5
+    assert {t.how for t in matrices if t.kind != "token_embd"} == {CALIBRATED}
+
+
+def test_the_report_says_what_was_measured(made: Path) -> None:
+    notes = json.loads((made / "report.json").read_text())["notes"]
+    assert any("KL divergence about" in note and "rank correlation" in note for note in notes)
+
+
+def test_gradients_are_those_of_the_whole_model(model: Path, passes: Passes) -> None:
+    """Block by block as autograd finds them in one piece, for the tokens that are drawn."""
+    found = dict(passes.mean_square_gradients())
+    whole = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    layer = whole.model.layers[0].mlp.up_proj
+    generator, total = torch.Generator().manual_seed(0), torch.zeros(256, dtype=torch.float64)
+    for batch in passes.batches:
+        outputs = []
+        handle = layer.register_forward_hook(lambda m, a, out, outputs=outputs: outputs.append(out))
+        scores = whole(batch).logits.float().log_softmax(-1).flatten(0, 1)
+        handle.remove()
+        drawn = torch.multinomial(scores.detach().exp(), 1, generator=generator)
+        (gradient,) = torch.autograd.grad(scores.gather(1, drawn).sum(), outputs[0])
+        total += gradient.double().square().sum((0, 1))
+    expected = total / passes.tokens.numel()
+    np.testing.assert_allclose(found["model.layers.0.mlp.up_proj"], expected, rtol=1e-3)
+    assert found.keys() == {"embeddings", *FloatModel(open_checkpoint(model)).linears()}
+
+
+@pytest.mark.parametrize("name", ["model.layers.1.self_attn.q_proj", "model.layers.0.mlp.down_proj", "lm_head"])
+def test_estimates_are_near_to_what_a_trial_measures(name: str, passes: Passes, tmp_path: Path) -> None:
+    from bridge.quantize import quantize_model
+
+    seen = {}
+    gradients = dict(passes.mean_square_gradients())
+    if name == "lm_head":
+        weight = passes.model.model.get_output_embeddings().weight
+        costs = layer_costs(
+            weight, passes.head_hessian(), passes.head_gradients(), dict.fromkeys(["Q3_K", "Q4_K"]), samples=256
+        )
+    else:
+        walk = quantize_model(
+            passes.model, passes.tokens, lambda layer: (layer.weight, seen.update({layer.name: layer})),
+            wanted=name.__eq__,
+        )  # fmt: skip
+        assert [n for n, _ in walk] == [name]
+        passes.load_ends()
+        layer = seen[name]
+        costs = layer_costs(layer.weight, layer.hessian, gradients[name], dict.fromkeys(["Q3_K", "Q4_K"]), samples=256)
+    divergence = Divergence(passes, lambda name: None, tmp_path, passes.model.ends())
+    measured = {type: divergence.measure({name: Rounded(type)}) for type in costs}
+    for type, cost in costs.items():
+        assert 0.5 < measured[type] / cost.loss < 2
+    assert measured["Q4_K"] < 0.5 * measured["Q3_K"]
+
+
+def test_a_trial_that_begins_late_measures_the_same(passes: Passes, tmp_path: Path) -> None:
+    up, down, embeddings = "model.layers.0.mlp.up_proj", "model.layers.1.mlp.down_proj", "model.embed_tokens"
+    first = {up: Rounded("Q3_K"), down: Rounded("Q4_K", 0.3), embeddings: Rounded("Q4_K")}
+    second = {**first, down: Rounded("Q3_K"), "lm_head": Rounded("F16")}
+    begun, anew = (Divergence(passes, lambda name: None, tmp_path, passes.model.ends()) for _ in range(2))
+    begun.measure(first, keep=True)
+    assert begun.measure(second) == pytest.approx(anew.measure(second), rel=1e-6)
+    assert anew.measure({}) == 0
+
+
+def test_rounding_floats_to_floats_changes_only_what_they_cannot_hold() -> None:
+    x = torch.tensor([[1.0, 1 + 2.0**-9, 2.0**-30]])
+    assert nearest(x, "F16").tolist() == [[1.0, 1 + 2.0**-9, 0.0]]
+    assert nearest(x, "BF16").tolist() == [[1.0, 1.0, 2.0**-30]]
+
+
+def test_swaps_never_raise_what_is_measured_and_find_what_estimates_cannot_know() -> None:
+    """Two tensors of six lose ten times as much together: no sum of single losses says so."""
+    rng = np.random.default_rng(3)
+    sizes = [np.array([2, 3, 4, 6])] * 6
+    losses = [rng.uniform(0.5, 2) * np.array([16.0, 6, 2, 0.3]) for _ in sizes]
+    tried = []
+
+    def measure(taken: np.ndarray, keep: bool) -> float:
+        own = [0.0 if t == FLOAT else float(x[t]) for x, t in zip(losses, taken, strict=True)]
+        tried.append(taken.copy())
+        return sum(own) + 10 * min(own[0], own[1])
+
+    limit = 21
+    plain = search(sizes, losses, limit, measure, [], 0)
+    found = search(sizes, losses, limit, measure, [[i] for i in range(6)], 12)
+    assert found.measured == sorted(found.measured, reverse=True)
+    assert found.measured[0] == plain.measured[0]
+    assert found.measured[-1] < 0.8 * plain.measured[-1]
+    assert measure(found.taken, False) == found.measured[-1]
+    whole = [t for t in tried if FLOAT not in t]
+    assert all(sum(int(s[o]) for s, o in zip(sizes, t, strict=True)) <= limit for t in whole)
+
+
+def test_codes_that_are_carried_keep_their_type_and_count_with_their_bytes(tokens: Path, tmp_path: Path) -> None:
+    plan = plan_checkpoint(CHECKPOINT)
+    floats = [t for t in plan.tensors if t.kind in ("token_embd", "output")]
+    size = file_bytes(plan) - sum(t.nbytes for t in floats) // 4
+    out = tmp_path / "out.gguf"
+    report = convert(CHECKPOINT, out, calibrate=settings(tokens), budget=Budget(size, swaps=1))
+    assert size - 100_000 < out.stat().st_size <= size
+    types = {t.name: t.type for t in plan.tensors}
+    coded = [t for t in report.tensors if t.kind.startswith(("attn_q.", "ffn_")) and len(t.shape) == 2]
+    assert all((t.how, t.type) == (CARRIED, types[t.name]) for t in coded)
+    assert {t.type for t in report.tensors if t.kind in ("token_embd", "output")} != {"Q8_0"}
+
+
+def test_codes_are_rounded_again_where_that_is_asked_for(tokens: Path, tmp_path: Path) -> None:
+    """And only where the type cannot hold them: what can costs nothing."""
+    fixed = [("token_embd", "Q6_K"), (r"blk\.[1-9]", "Q4_K"), ("attn", "Q4_K")]
+    size = file_bytes(plan_checkpoint(CHECKPOINT, tensor_types=fixed))
+    given = {"tensor_types": fixed, "calibrate": settings(tokens)}
+    with pytest.raises(BridgeError, match=f"too small; .* has {size} bytes"):
+        convert(CHECKPOINT, tmp_path / "out.gguf", **given, budget=Budget(size - 100_000))
+    budget = Budget(size - 100_000, swaps=0, requantize=True)
+    report = convert(CHECKPOINT, tmp_path / "out.gguf", **given, budget=budget)
+    assert (tmp_path / "out.gguf").stat().st_size <= budget.size
+    found = {t.name: (t.type, t.how) for t in report.tensors if t.name.startswith("blk.0.ffn_") and len(t.shape) == 2}
+    assert CALIBRATED in {how for _, how in found.values()}
+    assert all((how == CARRIED) == (type == "Q4_K") for type, how in found.values())
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--size", "20K"], r"--size 20000: too small; the smallest file that can be made of .* has \d+ bytes"),
+        (["--bpw", "1.5"], r"--bpw 1.5 \(\d+ bytes\): too small; the smallest file .* has \d+ bytes"),
+        (["--size", "2G"], r"too large; the largest file that can be made of .* has \d+ bytes"),
+        (["--size", "900K", "--bpw", "4"], "give one"),
+        (["--bpw", "0"], "bits a weight, such as 4.3"),
+        (["--bpw", "nan"], "bits a weight, such as 4.3"),
+        (["--size", "900K", "--type", "Q4_K"], "Q4_K is one; --tensor-type gives single ones"),
+        (["--size", "900K", "--split-max-size", "500K"], "a size budget is for one file"),
+        (["--size", "900K", "--format", "gptq"], "choose among GGUF types"),
+        (["--size", "900K", "--method", "rtn"], "measured with a text and gptaq or gptq"),
+        (["--plan-out", "plan.json"], "--plan-out is for a size budget: give --size or --bpw"),
+        (["--swaps", "0"], "--swaps is for a size budget"),
+        (["--size", "4.2X"], "is not a size such as 4G or 500M"),
+    ],
+)
+def test_a_budget_that_cannot_be_is_refused_in_one_line(options, message, model, tokens, tmp_path, capsys) -> None:
+    command = ["quantize", str(model), str(tmp_path / "out.gguf"), "--calibrate", str(tokens), *options]
+    assert main([*command, "--sequence-length", str(LENGTH)]) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    assert re.search(message, error), error
+    assert not (tmp_path / "out.gguf").exists()
+
+
+def test_a_budget_wants_a_text_and_no_plan_of_its_types(model: Path, made: Path, tmp_path: Path) -> None:
+    with pytest.raises(BridgeError, match="give --calibrate FILE"):
+        convert(model, tmp_path / "out.gguf", budget=Budget(900_000))
+    with pytest.raises(BridgeError, match="a plan says every type"):
+        convert(plan=made / "plan.json", out=tmp_path / "out.gguf", budget=Budget(900_000))
+    with pytest.raises(BridgeError, match=r"plan.json.*exists"):
+        convert(
+            model,
+            tmp_path / "out.gguf",
+            calibrate=settings(tmp_path / "tokens.npy"),
+            budget=Budget(900_000, plan_out=made / "plan.json"),
+        )

@@ -1,0 +1,391 @@
+"""Products on CUDA, as far as a machine without a GPU can tell: simulator, machine code, bytes, what is refused."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from bridge.blocks import BLOCKS
+from bridge.errors import BridgeError
+from bridge.runtime import QuantTensor
+from tests.conftest import ROOT
+from tests.support import ptx
+from tests.support.gpu.device import pretended_gpu
+from tests.support.random_blocks import ALL, FACTOR, assert_product, random_matrix, rounded
+from tests.support.simulator import run_cases
+
+pytest.importorskip("numba_cuda", reason="numba-cuda is not installed")
+
+from bridge.cuda import activations, dequantize, launch, layout, matvec, matvec_shape, tensor
+from bridge.cuda import device as devices
+from bridge.cuda.activations import Records
+from bridge.cuda.matrix import DeviceMatrix
+from bridge.cuda.matvec_shape import Configuration
+
+CAPABILITIES = [(7, 5), (8, 0), (8, 6), (8, 9), (9, 0)]
+compiler = pytest.mark.skipif(ptx.unavailable() is not None, reason=str(ptx.unavailable()))
+
+
+def test_products_hold_in_the_simulator():
+    run_cases("product_cases.py")
+
+
+def ptx_of(type: str, n: int, shape: Configuration, exact: bool, epilogue: str = "") -> str:
+    return ptx.ptx_of(matvec.kernel(type, n, shape, exact, epilogue), (7, 5))
+
+
+def inner_loop(code: str) -> str:
+    """The lines between a label and the last jump back to it."""
+    lines = code.splitlines()
+    labels = {line.rstrip(":"): i for i, line in enumerate(lines) if line.startswith("$L")}
+    jumps = [
+        (labels.get(m[1], i), i) for i, line in enumerate(lines) if (m := re.search(r"bra(?:\.uni)?\s+(\$L\w+)", line))
+    ]
+    first, last = max(jumps, key=lambda jump: jump[1] - jump[0])
+    assert last > first
+    return "\n".join(lines[first:last])
+
+
+# (columns, configuration, float32 activations, epilogue): compiled and run
+KINDS = [(1, Configuration(2, 1, 1, 4), False, ""), (1, Configuration(2, 2, 2, 4), False, "")]
+KINDS += [(4, Configuration(2, 1, 2, 4), False, "bias_accumulate"), (8, Configuration(2, 1, 1, 4), False, "")]
+KINDS += [(1, Configuration(2, 1, 1, 4), True, ""), (4, Configuration(2, 1, 2, 4), True, "")]
+KINDS += [(8, Configuration(2, 1, 1, 4), True, "")]
+# Machine code of a type with mins; of one of 3 bits and one of 8 what of it is their own: more columns and units a
+# round are the same code. All types run in the simulator
+_OWN = [KINDS[0], KINDS[2], KINDS[4]]
+_MOST = KINDS[:-1]  # eight columns of floats have nothing that these have not, and take the compiler longest
+COMPILED = pytest.mark.parametrize(
+    ("block", "kinds"),
+    [
+        *(
+            pytest.param(BLOCKS[name], kinds, id=name, marks=pytest.mark.xdist_group(name))
+            for name, kinds in (("Q4_K", _MOST), ("Q3_K", _OWN), ("Q8_0", _OWN))
+        ),
+        *(
+            pytest.param(*p.values, KINDS, id=f"{p.id}, all", marks=[*p.marks, pytest.mark.exhaustive])
+            for p in ALL.args[1]
+        ),
+    ],
+)
+
+
+@compiler
+@COMPILED
+def test_the_inner_loop_has_wide_loads_and_byte_products_and_no_long_multiplications(block, kinds):
+    for n, shape, exact, epilogue in (kind for kind in kinds if kind[1].units == 1):
+        loop = inner_loop(ptx_of(block.name, n, shape, exact, epilogue))
+        own = n if n <= 4 else n // 2  # columns of a lane
+        assert loop.count("dp4a.s32.s32") == (0 if exact else 8 * shape.rows * own)
+        if exact:  # a multiplication for every weight and column, one more and a permutation of bytes for the weight
+            assert len(re.findall(r"fma\.rn\.f32", loop)) <= 32 * shape.rows * (own + 1) + 4 * shape.rows
+            assert loop.count("prmt.b32") <= (48 if block.values else 32) * shape.rows  # two look up four codes
+            assert "cvt.rn.f32.s8" not in loop
+        weights = re.findall(r"ld\.global\.nc\.L1::no_allocate\S*\.(v4|v2)\.u32", loop)
+        pieces = layout.Layout(block).pieces + ([4] if block.name in ("Q3_K", "Q4_K", "Q5_K") else [])
+        wanted = [f"v{words}" for words in pieces if words > 1] * shape.rows
+        assert sorted(weights) == sorted(wanted)
+        assert len(re.findall(r"ld\.global\.nc\.v4\.[uf]32", loop)) == (8 if exact else 2) * own  # x
+        assert not re.search(r"mul\.lo\.[su]64|mad\.lo\.[su]64|div\.|rem\.", loop)
+        assert "local" not in loop
+
+
+@compiler
+@pytest.mark.parametrize(
+    "capabilities",
+    [
+        pytest.param((CAPABILITIES[0], CAPABILITIES[-1]), id="oldest and newest"),
+        pytest.param(CAPABILITIES[1:-1], id="between", marks=pytest.mark.exhaustive),
+    ],
+)
+@COMPILED
+def test_no_kernel_spills_or_needs_more_than_64_registers(block, kinds, capabilities):
+    for kind in kinds:
+        code = ptx_of(block.name, *kind)
+        for capability in capabilities:
+            made = ptx.assembled(code, capability)
+            assert (made.stack, made.spills) == (0, 0), f"{block}, {kind}, {capability}: {made.stack}, {made.spills}"
+            assert made.registers <= launch.MAX_REGISTERS
+
+
+@compiler
+@COMPILED
+def test_compiled_kernels_multiply_as_float64_does_and_stay_inside_their_arrays(block, kinds):
+    """On the machine of tests/support/gpu: rows that fill no block, columns that fill no round of a warp."""
+    with pretended_gpu() as gpu:
+        for rows, columns in ((1, 256), (21, 1280)):
+            tensor, weights = random_matrix(block, rows, columns, factors=FACTOR)
+            matrix = DeviceMatrix.upload(tensor, "cuda")
+            for n, shape, exact, epilogue in kinds:
+                x = np.random.default_rng(n).standard_normal((n, columns)).astype(np.float32)
+                records = Records(columns, n, "cuda", "f32" if exact else "int8").quantize(x, n)
+                more = "accumulate" in epilogue
+                bias = np.arange(rows, dtype=np.float32) / 256 if more else None
+                y = np.full((n, rows), 0.25 if more else np.nan, np.float32)
+                matvec.launch(matrix, records, y, n, 0, more, bias, shape)
+                assert_product(y - (0.25 + bias if more else 0), x if exact else rounded(x), weights)
+            assert gpu.memory is not None
+
+
+@compiler
+@pytest.mark.parametrize(
+    ("name", "kinds"),
+    [
+        pytest.param("Q4_K", _MOST, id="Q4_K", marks=pytest.mark.xdist_group("Q4_K")),
+        # scales that take more than their share of sectors; a round of 32 units, and of 16
+        pytest.param("Q6_K", [KINDS[0], KINDS[3]], id="Q6_K", marks=pytest.mark.xdist_group("Q6_K")),
+        *(
+            pytest.param(name, KINDS, id=f"{name}, all", marks=pytest.mark.exhaustive)
+            for name in ("Q4_K", "Q6_K", "Q8_0", "Q4_0")
+        ),
+    ],
+)
+def test_each_byte_of_the_weights_is_fetched_once_for_all_columns(name, kinds):
+    with pretended_gpu() as gpu:
+        tensor, _ = random_matrix(BLOCKS[name], 32, 4096)
+        matrix = DeviceMatrix.upload(tensor, "cuda")
+        fetched = []
+        for n, shape, exact, _ in kinds:
+            records = Records(4096, n, "cuda", "f32" if exact else "int8")
+            matvec.launch(matrix, records, np.zeros((n, 32), np.float32), n, 0, shape=shape)
+            fetched.append(gpu.memory.regions[0].fetched)
+        # more are sectors of which a warp needs 8 bytes, or half a warp 4: Q6_K has 2 of them a superblock
+        assert max(fetched) <= 1.07 * 32 * 4096 * matrix.layout.bpw / 8, fetched
+
+
+@compiler
+def test_what_surrounds_products_compiles_as_well():
+    kernels = [activations.quantizer(kind, exact) for kind, exact in (("f32", False), ("bf16", False), ("f16", True))]
+    kernels += [dequantize.kernel("Q6_K", "f16", False), dequantize.kernel("Q3_K", "bf16", False)]
+    kernels += [
+        dequantize.kernel("Q4_K", "f32", True),
+        matvec.kernel("Q4_K", 1, Configuration(2, 2, 1, 4), False, "silu"),
+        matvec.kernel("Q4_K", 1, Configuration(2, 2, 1, 4), False, "silu_normed_recorded"),
+        matvec.kernel("Q4_K", 1, Configuration(2, 2, 2, 4), False, "bias_accumulate_recorded_gain"),
+    ]
+    for kernel in kernels:
+        code = ptx.ptx_of(kernel, (7, 5))
+        for capability in CAPABILITIES:
+            made = ptx.assembled(code, capability)
+            assert (made.stack, made.spills) == (0, 0), kernel.name
+            assert made.registers <= launch.MAX_REGISTERS
+
+
+@compiler
+@pytest.mark.exhaustive
+@ALL
+@pytest.mark.parametrize("dependent", [False, True])
+def test_no_product_of_a_decoder_s_step_spills(block, dependent):
+    for exact in (False, True):
+        for split, epilogue in ((1, "normed"), (2, "bias_accumulate_recorded_gain"), (1, "silu_normed_recorded")):
+            kernel = matvec.kernel(block.name, 1, Configuration(2, 2 - exact, split, 4), exact, epilogue, dependent)
+            code = ptx.ptx_of(kernel, kernel.oldest)
+            for capability in ((9, 0), (10, 0), (12, 0)) if dependent else CAPABILITIES:
+                made = ptx.assembled(code, capability)
+                assert (made.stack, made.spills) == (0, 0), (kernel.name, capability)
+                assert made.registers <= launch.MAX_REGISTERS
+
+
+@ALL
+def test_a_product_reads_hardly_more_bytes_than_the_file_has(block):
+    form = layout.Layout(block)
+    assert block.bpw <= form.bpw <= 1.03 * block.bpw
+    rows, columns = 4096, 14336
+    assert form.nbytes(rows, columns) * 8 <= 1.03 * block.bpw * rows * columns
+
+
+def test_bytes_of_the_layout_are_those_that_kernels_load():
+    """What a lane loads for its unit, from the code itself; 16 bytes of scales serve a superblock."""
+    for block in BLOCKS.values():
+        form = layout.Layout(block)
+        words = sum(form.pieces)
+        per_block = 4 * words * form.units_per_block + form.scale_bytes + form.half_bytes
+        assert per_block == pytest.approx(form.bpw * block.size / 8)
+        assert per_block - block.nbytes in (0, 2)
+
+
+@pytest.mark.parametrize("block", [BLOCKS["Q4_K"]], ids=str)
+def test_rows_are_shared_where_there_are_few_and_units_doubled_where_there_are_many(block):
+    gpu = devices.Device(0, "NVIDIA H200", (9, 0), 132)
+
+    def shape(rows: int, columns: int, n: int = 1) -> Configuration:
+        matrix: Any = SimpleNamespace(rows=rows, units=columns // 32, device=gpu)
+        chosen = matvec_shape.configuration(matrix, n)
+        assert matvec_shape.configurations(matrix, n)[0] == chosen
+        assert len(set(matvec_shape.configurations(matrix, n))) == len(matvec_shape.configurations(matrix, n))
+        return chosen
+
+    assert shape(8192, 28672) == Configuration(2, 2, 1, 4)
+    assert shape(4096, 14336).split == 2
+    assert shape(1024, 4096).split == 4
+    assert shape(4096, 4096, 8) == Configuration(2, 1, 2, 4)
+
+
+# what is refused
+
+
+class FakeDriver:
+    """As much of numba-cuda's driver as is asked of it."""
+
+    initialization_error = None
+
+    def __init__(self, version: tuple[int, int] = (13, 0), devices: int = 1):
+        self.version, self.devices = version, devices
+
+    def get_version(self) -> tuple[int, int]:
+        return self.version
+
+    def get_device_count(self) -> int:
+        return self.devices
+
+
+@pytest.fixture
+def small() -> QuantTensor:
+    return QuantTensor("blk.0.w", "Q4_0", (1, 32), np.zeros(18, np.uint8))
+
+
+def test_no_driver_is_said_in_one_line(small, monkeypatch):
+    def missing():
+        raise ImportError("CUDA driver library cannot be found.\nEnsure that one is installed\n:")
+
+    monkeypatch.setattr(devices, "_driver", missing)
+    with pytest.raises(BridgeError, match=r"device 'cuda': no NVIDIA driver .*\(CUDA driver library cannot be") as e:
+        small.to("cuda")
+    assert "\n" not in str(e.value)
+
+
+def test_a_driver_older_than_the_toolkit_is_said(small, monkeypatch):
+    monkeypatch.setattr(devices, "_driver", lambda: FakeDriver((12, 8)))
+    monkeypatch.setattr(devices, "_toolkit", lambda: (13, 4))
+    with pytest.raises(BridgeError, match=r"knows CUDA 12.8, older than the toolkit, 13.4; .*numba-cuda\[cu12\]"):
+        small.to("cuda")
+
+
+def test_missing_gpus_devices_and_packages_are_said(small, monkeypatch):
+    monkeypatch.setattr(devices, "_toolkit", lambda: (13, 4))
+    monkeypatch.setattr(devices, "_driver", lambda: FakeDriver(devices=0))
+    with pytest.raises(BridgeError, match="the NVIDIA driver sees no GPU"):
+        small.to("cuda")
+    monkeypatch.setattr(devices, "_driver", FakeDriver)
+    with pytest.raises(BridgeError, match="'cuda:7': there is 1, from cuda:0 on"):
+        small.to("cuda:7")
+    monkeypatch.setattr(devices.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(BridgeError, match=r"numba-cuda is not installed; pip install numba-cuda\[cu13\]"):
+        small.to("cuda")
+    for wrong in ("cuda:x", "gpu"):
+        with pytest.raises(BridgeError, match=r"cuda, cuda:0, cuda:1 \.\.\. are known"):
+            small.to(wrong)
+
+
+def test_too_little_memory_says_how_much_is_needed_and_free(monkeypatch):
+    gpu = devices.Device(0, "NVIDIA H200", (9, 0), 132)
+    monkeypatch.setattr(devices.Device, "free", lambda self: 3 << 29)
+    monkeypatch.setattr(devices.Device, "_give_back", lambda self: None)
+    monkeypatch.setattr(devices.Device, "stream", lambda self: 0)
+    monkeypatch.setattr(devices, "capturing", lambda stream: False)
+    with pytest.raises(BridgeError, match=r"cuda:0: blk.0.w needs 2.0 GiB, 1.5 GiB are free"):
+        gpu.empty(1 << 31, "blk.0.w")
+    monkeypatch.setattr(devices, "capturing", lambda stream: True)
+    with pytest.raises(BridgeError, match=r"cuda:0: blk.0.w needs memory and the stream is being captured; run the"):
+        gpu.empty(1, "blk.0.w")
+
+
+def test_a_first_compilation_while_a_graph_is_captured_is_refused(monkeypatch):
+    from numba import cuda
+
+    monkeypatch.setattr(cuda, "get_current_device", lambda: SimpleNamespace(id=0))
+    monkeypatch.setattr(devices, "capturing", lambda stream: True)
+    kernel = matvec.kernel("Q4_0", 1, Configuration(1, 1, 1, 1), False, "")
+    with pytest.raises(BridgeError, match="is not compiled yet and the stream is being captured; run the product once"):
+        kernel.warm()
+
+
+def test_a_compiler_that_fails_is_one_line(monkeypatch):
+    from numba import cuda
+
+    def refuse(*signature: Any, **options: Any) -> Any:
+        raise RuntimeError("NVJITLINK_ERROR_PTX_COMPILE:\nPTX version 9.4 is not known")
+
+    monkeypatch.setattr(cuda, "get_current_device", lambda: SimpleNamespace(id=0))
+    monkeypatch.setattr(cuda, "jit", refuse)
+    monkeypatch.setattr(devices, "capturing", lambda stream: False)
+    with pytest.raises(BridgeError, match=r"_reads cannot be compiled .*9\.4 is not known; the CUDA packages") as e:
+        launch.Kernel(SimpleNamespace(__name__="_reads"), "void()").warm()  # type: ignore[arg-type]
+    assert "\n" not in str(e.value)
+
+
+def test_a_gpu_that_is_too_old_is_refused_and_auto_takes_the_cpu(monkeypatch):
+    from numba import cuda
+
+    from bridge.system.devices import choose
+
+    old = SimpleNamespace(compute_capability=(6, 1), name="GeForce GTX 1080")
+    monkeypatch.setattr(devices, "_toolkit", lambda: (12, 9))
+    monkeypatch.setattr(devices, "_driver", FakeDriver)
+    monkeypatch.setattr(cuda, "gpus", [old])
+    with pytest.raises(BridgeError, match=r"'cuda:0': GeForce GTX 1080 has compute capability 6.1; 7.5 or newer"):
+        devices.require("cuda")
+    assert choose("auto") == (
+        "cpu",
+        "running on the CPU: device 'cuda:0': GeForce GTX 1080 has compute capability 6.1; 7.5 or newer is wanted",
+    )
+
+
+def test_a_compiler_without_its_library_is_said(small, monkeypatch):
+    """torch brings a compiler of CUDA C, and not the one that kernels of Numba need."""
+    from numba.cuda.cudadrv import nvvm
+
+    def missing() -> None:
+        raise nvvm.NvvmSupportError("libNVVM cannot be found.\nconda install cuda-nvcc")
+
+    monkeypatch.setattr(devices, "_driver", FakeDriver)
+    monkeypatch.setattr(nvvm, "NVVM", missing)
+    with pytest.raises(BridgeError, match=r"no CUDA compiler was found \(libNVVM cannot be found.*numba-cuda\[cu12\]"):
+        small.to("cuda")
+
+
+def test_a_tensor_whose_strides_a_kernel_would_not_see_is_refused():
+    import torch
+
+    with pytest.raises(BridgeError, match=r"a tensor \[3, 4\] with strides \[1, 3\]; a contiguous one is wanted"):
+        devices.view(torch.zeros(4, 3).T)
+
+
+def test_a_tensor_on_another_device_is_refused():
+    gpu = devices.Device(1, "NVIDIA H200", (9, 0), 132)
+    moved = object.__new__(tensor.CudaTensor)
+    moved.name, moved.matrix = "blk.0.w", SimpleNamespace(device=gpu)  # type: ignore[assignment]
+
+    class Tensor:
+        device = "cuda:0"
+
+        def detach(self) -> None: ...
+
+    Tensor.__module__ = "torch"
+    with pytest.raises(BridgeError, match=r"blk\.0\.w: x is on cuda:0, the tensor on cuda:1"):
+        moved.matvec(Tensor())
+
+
+def test_the_package_and_its_gpu_part_import_from_anywhere(tmp_path):
+    """bridge itself without numba; bridge.cuda.device without numba-cuda or a GPU."""
+    code = (
+        "import sys, bridge; assert 'numba' not in sys.modules\n"
+        "import bridge.runtime, bridge.cuda.device as d; assert 'numba.cuda' not in sys.modules\n"
+        "print(d.__file__)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout.strip() == str(ROOT / "cuda" / "device.py")

@@ -1,0 +1,93 @@
+"""Importance matrices in llama.cpp's GGUF form."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+
+from bridge.errors import BridgeError
+from bridge.gguf_file.imatrix import for_tensor, read_imatrix
+
+
+def write(path, tensors: dict[str, Any], kind: str = "imatrix"):
+    writer = gguf.GGUFWriter(path, arch="llama")
+    writer.add_type(kind)
+    for name, value in tensors.items():
+        writer.add_tensor(name, np.asarray(value, np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def test_importance_is_the_mean_square_of_each_column(tmp_path):
+    path = write(
+        tmp_path / "i.gguf",
+        {"blk.0.ffn_down.weight.in_sum2": [[2, 4, 6, 8]], "blk.0.ffn_down.weight.counts": [[2]]},
+    )
+    found = read_imatrix(path)
+    assert list(found) == ["blk.0.ffn_down.weight"]
+    assert found["blk.0.ffn_down.weight"].tolist() == [1, 2, 3, 4]
+    assert for_tensor(found, "blk.0.ffn_down.weight", 4) is found["blk.0.ffn_down.weight"]
+    assert for_tensor(found, "token_embd.weight", 4) is None
+
+
+def test_experts_have_a_row_each_and_an_unused_one_gets_ones(tmp_path):
+    path = write(tmp_path / "i.gguf", {"e.in_sum2": [[2, 4], [7, 7], [3, 9]], "e.counts": [[2], [0], [3]]})
+    found = read_imatrix(path)
+    assert found["e"].tolist() == [[1, 2], [1, 1], [1, 3]]
+    assert for_tensor(found, "e", 2, experts=3) is not None
+
+
+def test_an_imatrix_of_another_model_is_refused(tmp_path):
+    found = read_imatrix(write(tmp_path / "i.gguf", {"t.in_sum2": [[1, 1]], "t.counts": [[1]]}))
+    with pytest.raises(BridgeError, match="of another model"):
+        for_tensor(found, "t", 4)
+    with pytest.raises(BridgeError, match="of another model"):
+        for_tensor(found, "t", 2, experts=8)
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -1])
+def test_values_that_are_no_mean_squares_are_refused(tmp_path, bad):
+    path = write(tmp_path / "i.gguf", {"t.in_sum2": [[1, bad]], "t.counts": [[1]]})
+    with pytest.raises(BridgeError, match=r"t holds NaN"):
+        read_imatrix(path)
+
+
+def test_sums_without_counts_are_refused(tmp_path):
+    with pytest.raises(BridgeError, match=r"no t\.counts"):
+        read_imatrix(write(tmp_path / "i.gguf", {"t.in_sum2": [[1, 1]]}))
+    with pytest.raises(BridgeError, match="2 counts"):
+        read_imatrix(write(tmp_path / "j.gguf", {"t.in_sum2": [[1, 1]], "t.counts": [[1], [1]]}))
+
+
+def test_a_model_is_not_an_imatrix(tmp_path):
+    with pytest.raises(BridgeError, match="not 'imatrix'"):
+        read_imatrix(write(tmp_path / "m.gguf", {"t": [1, 1]}, kind="model"))
+
+
+def test_the_old_binary_format_is_refused_with_the_way_to_convert_it(tmp_path):
+    for name in ("old.dat", "old.imatrix"):
+        path = tmp_path / name
+        path.write_bytes(np.array([224, 20], "<i4").tobytes() + b"blk.0.ffn_down.weigh" + bytes(64))
+        with pytest.raises(
+            BridgeError, match=r"llama-imatrix --in-file old\.(dat|imatrix) -o old\.gguf --output-format gguf"
+        ):
+            read_imatrix(path)
+
+
+def test_files_that_are_missing_cut_short_or_something_else_are_refused(tmp_path):
+    with pytest.raises(BridgeError, match="No such file"):
+        read_imatrix(tmp_path / "none.gguf")
+    (tmp_path / "text.gguf").write_text("hello, world: not a model at all")
+    with pytest.raises(BridgeError, match="not a GGUF"):
+        read_imatrix(tmp_path / "text.gguf")
+    whole = write(tmp_path / "i.gguf", {"t.in_sum2": np.ones((1, 64)), "t.counts": [[1]]}).read_bytes()
+    for size in (4, 20, len(whole) // 2, len(whole) - 64):
+        (tmp_path / "cut.gguf").write_bytes(whole[:size])
+        with pytest.raises(BridgeError, match="cut short"):
+            read_imatrix(tmp_path / "cut.gguf")

@@ -1,0 +1,164 @@
+"""Small models of the families, against what llama.cpp's own converter makes of them (tests/data/converter).
+
+A golden has config.json, the checkpoint's names and shapes, and of the converter's GGUF the keys and every tensor with
+its shape and a checksum. `tests.support.make_families` wrote them.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+import bridge
+from bridge.conversion.verify import verify
+from bridge.models import describe_model
+from scripts.peers.llama_cpp import LlamaCpp
+from scripts.peers.reference import mean_kl
+from tests.support.encode import load_floats, write_gptq
+from tests.support.family_models import copy_tokenizer, new_model, randomized
+from tests.support.make_families import GOLDENS, checksum, plain, values_of
+
+pytest.importorskip("torch")
+pytest.importorskip("transformers")
+from tests.support.tiny_models import dequantized, predict
+
+# what llama.cpp takes for granted where it is not said, or never reads
+MORE = {
+    "vocab_size", "attention.key_length", "attention.value_length", "rope.dimension_count", "rope.freq_base",
+    "rope.freq_base_swa", "attention.sliding_window", "rope.scaling.attn_factor", "attention.head_count_kv",
+    "expert_gating_func", "leading_dense_block_count", "expert_weights_scale", "expert_weights_norm",
+    "rope.scaling.original_context_length",
+}  # fmt: skip
+TOKENS = np.random.default_rng(1).integers(0, 2048, 48).tolist()
+
+
+def write_checkpoint(golden: dict, folder: Path) -> Path:
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(golden["config"]))
+    weights = {name: values_of(name, tuple(shape)) for name, shape in golden["checkpoint"].items()}
+    save_file(weights, folder / "model.safetensors")
+    return copy_tokenizer(folder)
+
+
+@pytest.mark.parametrize("name", sorted(path.stem for path in GOLDENS.glob("*.json")))
+def test_a_familys_gguf_is_what_llama_cpps_converter_makes_of_it(name: str, tmp_path: Path) -> None:
+    golden = json.loads((GOLDENS / f"{name}.json").read_text())
+    bridge.convert(write_checkpoint(golden, tmp_path / name), tmp_path / "m.gguf", tensor_types=[(".*", "F32")])
+    reader = gguf.GGUFReader(tmp_path / "m.gguf")
+    arch = reader.fields["general.architecture"].contents()
+    assert arch == golden["arch"]
+    keys = {key: plain(field.contents()) for key, field in reader.fields.items()}
+    assert {key: keys.get(key) for key in golden["keys"]} == golden["keys"]
+    own = {key.removeprefix(f"{arch}.") for key in keys if key.startswith(f"{arch}.")}
+    assert own - {key.removeprefix(f"{arch}.") for key in golden["keys"]} <= MORE
+    tensors = {t.name: [[int(n) for n in reversed(t.shape) if n > 1], checksum(_floats(t))] for t in reader.tensors}
+    assert tensors == {name: [[n for n in shape if n > 1], sum_] for name, (shape, sum_) in golden["tensors"].items()}
+
+
+def old_rope(config: dict[str, Any], kind: str | None) -> dict[str, Any]:
+    """rope_theta and rope_scaling, as configs had them before transformers 5."""
+    rules = dict(config.pop("rope_parameters"))
+    config["rope_theta"] = rules.pop("rope_theta")
+    rules.pop("rope_type")
+    config["rope_scaling"] = {"type": kind, **rules} if kind else None
+    return config
+
+
+def old_gemma3(config: dict[str, Any]) -> dict[str, Any]:
+    rules = config.pop("rope_parameters")
+    config["rope_local_base_freq"] = rules["sliding_attention"]["rope_theta"]
+    config["rope_theta"] = rules["full_attention"]["rope_theta"]
+    return {**config, "layer_types": None, "sliding_window_pattern": 6}
+
+
+# what repositories have of before transformers 5: config.json, and the beginnings of names
+PUBLISHED: dict[str, tuple[Callable[[dict[str, Any]], dict[str, Any]], tuple[tuple[str, str], ...]]] = {
+    "qwen2.5-vl": (
+        lambda config: old_rope(config.pop("text_config") | {"architectures": config["architectures"]}, "mrope"),
+        (("model.language_model.", "model."), ("model.visual.", "visual.")),
+    ),
+    "gemma3": (old_gemma3, ()),
+    "gemma3 in a larger model": (
+        lambda config: {"architectures": ["Gemma3ForConditionalGeneration"], "text_config": old_gemma3(config)},
+        (("model.", "language_model.model."),),
+    ),
+    "phi3-longrope": (lambda config: old_rope(config, "su"), ()),
+    "deepseek3": (lambda config: old_rope(config | {"scoring_func": "sigmoid"}, "yarn"), ()),
+    "gpt2": (dict, (("transformer.", ""),)),
+    "gpt-oss": (lambda config: old_rope(config, "yarn"), ()),
+    "glm4-moe": (lambda config: {**config, "num_nextn_predict_layers": 1}, ()),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_older_configs_and_names_give_the_same_file(name: str, tmp_path: Path) -> None:
+    change, renamed = PUBLISHED[name]
+    golden = json.loads((GOLDENS / f"{name.partition(' ')[0]}.json").read_text())
+
+    def made(config: dict[str, Any], names: dict[str, list[int]]) -> tuple[dict[str, Any], list[Any]]:
+        outline = describe_model(
+            config, write_checkpoint({**golden, "checkpoint": {}}, tmp_path / str(len(names))), names
+        )
+        keys = {key: entry.value for key, entry in outline.metadata.items() if key.startswith(golden["arch"])}
+        return keys, [(t.name, t.shape, t.type, [p.shape for p in t.parts]) for t in outline.tensors]
+
+    names = golden["checkpoint"]
+    older: dict[str, list[int]] = {"rotary_emb.inv_freq": [2]}
+    if name == "glm4-moe":
+        older |= {"model.layers.3.eh_proj.weight": [1, 1]}  # a layer that predicts a second token
+    for key, shape in names.items():
+        old, new = next((pair for pair in renamed if key.startswith(pair[0])), ("", ""))
+        older[new + key.removeprefix(old)] = shape
+    expected = made(golden["config"], names)
+    assert made(change(golden["config"]), older) == expected
+
+
+# act-order, and sides of whole groups of 32
+QUANTIZED: dict[str, tuple[bool, dict[str, int]]] = {
+    "phi3": (True, {}), "glm4": (True, {}), "gpt2": (False, {}), "gemma2": (False, {}),
+    "qwen3-next": (False, {"moe_intermediate_size": 32, "shared_expert_intermediate_size": 32}),
+    "deepseek3": (False, {"q_lora_rank": 32, "kv_lora_rank": 32, "v_head_dim": 16, "moe_intermediate_size": 32}),
+    "glm4-moe": (False, {"moe_intermediate_size": 32}),
+}  # fmt: skip
+
+
+def transpose_layers(folder: Path) -> None:
+    weights = {name: v.T if v.ndim == 2 and ".h." in name else v for name, v in load_floats(folder).items()}
+    contiguous = {name: np.ascontiguousarray(v) for name, v in weights.items()}
+    save_file(contiguous, folder / "model.safetensors", {"format": "pt"})
+
+
+@pytest.mark.parametrize("name", QUANTIZED)
+def test_a_quantized_familys_codes_are_carried_and_its_weights_are_the_checkpoints(name: str, tmp_path: Path) -> None:
+    """Fused matrices fold with act-order; rows of several tensors and heads keep their codes; k_b is dequantized."""
+    act_order, fields = QUANTIZED[name]
+    randomized(new_model(name, **fields)).save_pretrained(tmp_path / "float", save_original_format=True)
+    copy_tokenizer(tmp_path / "float")
+    if name == "gpt2":  # a quantizer makes linear layers of its Conv1D
+        transpose_layers(tmp_path / "float")
+    stored = write_gptq(tmp_path / "gptq", tmp_path / "float", group_size=32, desc_act=act_order)
+    report = bridge.convert(tmp_path / "gptq", tmp_path / "m.gguf", type="exact")
+    assert verify(tmp_path / "m.gguf", tmp_path / "gptq").total() is not None
+    of_codes = {t.name: t for t in report.tensors if str(t.source).removesuffix(".weight").replace("*", "0") in stored}
+    carried = {
+        n: t.how for n, t in of_codes.items() if t.kind != "attn_k_b" and (t.kind == "ffn_down" or not act_order)
+    }
+    assert {*carried.values()} == {"codes carried"}
+    assert len(carried) > 3 or act_order
+    bridge.convert(tmp_path / "gptq", tmp_path / "f.gguf", tensor_types=[(".*", "F32")])
+    reference = dequantized(tmp_path / "reference", tmp_path / "float", stored)
+    if name == "gpt2":
+        transpose_layers(reference)
+    with LlamaCpp(tmp_path / "f.gguf") as loaded:
+        assert mean_kl(predict(reference, TOKENS), loaded.logits(TOKENS)) < 1e-5
+
+
+def _floats(tensor: gguf.ReaderTensor) -> np.ndarray:
+    return np.asarray(tensor.data, np.float32).reshape(-1)

@@ -1,0 +1,84 @@
+"""What every family makes of a small model, held against tests/data/families.txt.
+
+A case there is a title, what its config.json has beside CONFIG, and then `listing`, line by line. A new case needs the
+names of its tensors in any listing; the failing test shows the whole of what it should have been.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bridge.models import describe_model
+from bridge.models.families import ALL
+from bridge.models.outline import Outline, Part, PlannedTensor
+from tests.conftest import CHECKPOINT, ROOT
+from tests.support.make_families import GOLDENS
+
+CONFIG: dict[str, Any] = {
+    "hidden_size": 8, "intermediate_size": 12, "num_hidden_layers": 1, "num_attention_heads": 2,
+    "num_key_value_heads": 1, "max_position_embeddings": 128, "rms_norm_eps": 1e-5, "vocab_size": 2048,
+}  # fmt: skip
+_NAME = re.compile(r"\b(?:model|lm_head)\.[\w.]*(?:weight|bias|inv_freq|experts\.[a-z]\w+)\b")
+CASES = [
+    (title, json.loads(config), lines)
+    for title, config, *lines in (
+        case.splitlines() for case in (ROOT / "tests/data/families.txt").read_text(encoding="utf-8").split("\n\n")
+    )
+]
+
+
+def listing(outline: Outline, names: Sequence[str]) -> list[str]:
+    """Everything but the general and the tokenizer's keys, a line each."""
+    arch = outline.metadata["general.architecture"].value
+    keys = [f"{key} = {v.value!r}" for key, v in outline.metadata.items() if key.startswith(f"{arch}.")]
+    named = {part.source for tensor in outline.tensors for part in tensor.parts}
+    left = [
+        *(f"unused {name}" for name in outline.unused),
+        *(f"must be zero {name}" for name in outline.zero_only),
+        *(f"dropped {name}" for name in sorted({*names} - named - {*outline.unused, *outline.zero_only})),
+    ]
+    folds = [f"{fold.consumer} folds into {' and '.join(fold.producers)}" for fold in outline.folds]
+    return [
+        *(f"note {note}" for note in outline.notes), *keys, *left, *folds,
+        *(tensor_line(tensor, outline) for tensor in outline.tensors),
+    ]  # fmt: skip
+
+
+def tensor_line(tensor: PlannedTensor, outline: Outline) -> str:
+    line = f"{tensor.name} {'x'.join(map(str, tensor.shape))} {tensor.type or '-'}"
+    if tensor.data is not None:
+        return f"{line} = {' '.join(f'{value:g}' for value in tensor.data)}"
+    optional = " if not zero" if tensor.source in outline.optional else ""
+    return f"{line} <- {' + '.join(map(part_text, tensor.parts))}{optional}"
+
+
+def part_text(part: Part) -> str:
+    matrix = f"[{part.matrix}]" if part.matrix is not None else ""
+    rows = f" rows {','.join(map(str, part.rows))}" if part.rows is not None else ""
+    return part.source + matrix + rows + (f" of {part.stored[0]}" if part.stored else "")
+
+
+@pytest.mark.parametrize(("title", "config", "lines"), CASES, ids=[title for title, *_ in CASES])
+def test_a_familys_model_is_planned_as_it_was(
+    title: str, config: dict[str, Any], lines: list[str], tmp_path: Path
+) -> None:
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copyfile(CHECKPOINT / file, tmp_path / file)
+    names = sorted({*_NAME.findall("\n".join(lines))})
+    values = {key: value for key, value in (CONFIG | config).items() if value is not None}
+    assert listing(describe_model(values, tmp_path, names), names) == lines
+
+
+def test_every_family_has_a_case() -> None:
+    """Here, or among those of llama.cpp's converter."""
+    known = {name for _, config, _ in CASES for name in config.get("architectures") or [config["model_type"]]}
+    for golden in GOLDENS.glob("*.json"):
+        known |= {*json.loads(golden.read_text())["config"]["architectures"]}
+    assert not [family.arch for family in ALL if not known & {*family.architectures, family.model_type}]

@@ -1,0 +1,122 @@
+"""The memory that calibrating a decoder layer takes: its weights four times, its largest Hessian three times, and the
+activations."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+import sys
+import tracemalloc
+import weakref
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from bridge.quantize import Method, quantize_model, superblocks
+
+HIDDEN, INNER, TOKENS = 256, 1536, 256
+
+
+class Live(TorchDispatchMode):
+    """The most bytes that torch's tensors and numpy's arrays have held together since it was entered."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.most = 0
+        self.known: set[int] = set()
+
+    def __enter__(self) -> Live:
+        tracemalloc.start()
+        super().__enter__()
+        return self
+
+    def __exit__(self, *args: Any) -> None:
+        super().__exit__(*args)
+        tracemalloc.stop()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        arguments = {t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)}
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, torch.Tensor):
+                storage = tensor.untyped_storage()
+                if storage._cdata not in self.known | arguments:
+                    self.known.add(storage._cdata)
+                    self.now += storage.nbytes()
+                    weakref.finalize(storage, self._freed, storage._cdata, storage.nbytes())
+        self.most = max(self.most, self.now + tracemalloc.get_traced_memory()[0])
+        return result
+
+    def _freed(self, key: int, size: int) -> None:
+        self.known.discard(key)
+        self.now -= size
+
+
+def decoder(inner: int) -> Any:
+    config = transformers.LlamaConfig(
+        hidden_size=HIDDEN, intermediate_size=inner, num_hidden_layers=1, num_attention_heads=2, vocab_size=64
+    )
+    torch.manual_seed(0)
+    return transformers.LlamaForCausalLM(config).eval()
+
+
+def calibrate(model: Any) -> int:
+    method = Method(superblocks("Q4_K"), sweeps=1)
+    tokens = torch.randint(0, 64, (2, TOKENS // 2))
+    return len([n for n, _ in quantize_model(model, tokens, lambda x: (method.layer(x)[0], None), cross=True)])
+
+
+def test_calibrating_a_layer_takes_its_weights_four_times_and_its_hessian_three_times() -> None:
+    calibrate(decoder(256))  # the kernels are compiled
+    model = decoder(INNER)
+    weights = 4 * sum(p.numel() for p in model.model.layers.parameters())
+    activations = 4 * TOKENS * (2 * HIDDEN + 4 * INNER)
+    with Live() as live:
+        assert calibrate(model) == 7
+    assert live.now < weights / 4
+    assert weights + live.most < 1.2 * (4 * weights + 3 * 4 * INNER**2 + activations)
+
+
+RESIDENT = """
+import argparse, os
+import numpy as np
+from bridge.cli.options import calibration
+
+def resident():
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+given = dict.fromkeys(("samples", "seed", "act_order", "damping", "alpha", "sweeps", "feed", "device", "offload"))
+more = {"imatrix_out": None, "sequence_length": None, "calibrate": "text.txt", "method": None}
+calibration(argparse.Namespace(**given, **more), None)
+np.ones(24 << 20, np.uint8)  # freed: glibc's own threshold rises
+begin = resident()
+kept = []
+for _ in range(16):
+    kept += [np.ones(4 << 20, np.uint8), np.ones(1 << 18, np.uint8)]  # a matrix, and what stands above it on the heap
+held = resident() - begin
+kept = kept[1::2]
+print(held >> 20, resident() - begin >> 20)
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="other C libraries have no such threshold")
+def test_a_commands_freed_matrices_go_back_to_the_system() -> None:
+    def resident(**variables: str) -> list[int]:
+        done = subprocess.run(
+            [sys.executable, "-c", RESIDENT],
+            capture_output=True,
+            text=True,
+            check=True,
+            env={**os.environ, **variables},
+        )
+        return [int(x) for x in done.stdout.split()]
+
+    held, left = resident()
+    assert held >= 60 > 16 > left
+    assert resident(MALLOC_MMAP_THRESHOLD_="33554432")[1] > 40  # a threshold that is given stays

@@ -1,0 +1,335 @@
+"""CPU kernels against a slow numpy reference, and against ggml itself."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+
+import llvmlite.binding as llvm
+import numpy as np
+import pytest
+from llvmlite import ir
+
+from bridge.blocks import BLOCKS, TYPES, BlockType
+from bridge.errors import BridgeError
+from bridge.runtime import QuantTensor
+from bridge.runtime.cpu import activations, interleaved, layout, repack, superblock, vectors
+from bridge.runtime.cpu.portable import RowMajor
+from bridge.runtime.cpu.prepared import Prepared
+from bridge.system import pool, targets
+from scripts.peers import ggml_matvec
+from tests.conftest import ROOT
+from tests.support.random_blocks import random_matrix
+
+ALL = pytest.mark.parametrize("block", TYPES.values(), ids=str)
+HERE = [name for name in targets.available() if name != targets.PORTABLE]
+# every way a kernel can differ: affine, scaled, plain with and without zero point, 8 bits
+KINDS = [BLOCKS[name] for name in ("Q4_K", "Q6_K", "Q4_1", "Q5_0", "Q8_0")]
+
+
+def rounded(x: np.ndarray) -> np.ndarray:
+    """What the int8 path makes of x, in float64: multiples of a 128th of each 32 columns' largest magnitude."""
+    out = []
+    for part in x.reshape(-1, 32):
+        largest = part[np.abs(part).argmax()]
+        d = largest / np.float32(-128)
+        out.append(np.minimum(np.rint(part * (np.float32(1) / d)), 127).astype(np.float64) * d if d else part * 0.0)
+    return np.array(out).reshape(x.shape)
+
+
+def close(y: np.ndarray, x: np.ndarray, weights: np.ndarray, block: BlockType, integer: bool = True) -> None:
+    """Within float32 rounding of the sum, whose terms may cancel; with K mins, the 14 bits of sums of x."""
+    tolerance = 3e-6 if not integer else 5e-4 if block.is_k and block.has_min else 3e-5
+    scale = np.sqrt((x.astype(np.float64) ** 2) @ (weights.T**2))
+    assert np.abs((y - x @ weights.T) / scale).max() < tolerance
+
+
+def run(engine, x: np.ndarray, rows: int, integer: bool = True) -> np.ndarray:
+    y = np.full((x.shape[0], rows), np.nan, np.float32)
+    engine.run(x, y, integer)
+    return y
+
+
+@ALL
+def test_unprepared_and_prepared_products_are_those_of_the_rounded_x(block):
+    rows = 35  # two row groups and a bit
+    tensor, weights = random_matrix(block, rows, 512)
+    x = np.random.default_rng(1).standard_normal((3, 512)).astype(np.float32)
+    expected = rounded(x)
+    close(tensor.matmul(x), expected, weights, block)
+    tensor.prepare()
+    close(tensor.matmul(x), expected, weights, block)
+    close(tensor.matvec(x[0])[None], expected[:1], weights, block)
+
+
+@ALL
+def test_the_portable_kernel_multiplies_the_files_own_blocks(block):
+    tensor, weights = random_matrix(block, 19, 512)
+    x = np.random.default_rng(12).standard_normal((3, 512)).astype(np.float32)
+    close(run(RowMajor(tensor), x, 19), rounded(x), weights, block)
+
+
+@ALL
+def test_a_product_is_the_same_with_weights_from_the_cache(block):
+    tensor, _ = random_matrix(block, 40, 512)
+    tensor.prepare()
+    x = np.random.default_rng(13).standard_normal(512).astype(np.float32)
+    first = tensor.matvec(x)
+    np.testing.assert_array_equal(tensor.matvec(x), first)
+    assert {near for _, _, near in tensor._engine._plans} == {False, True}
+
+
+@pytest.mark.parametrize("target", HERE)
+@ALL
+def test_repacked_words_are_those_of_the_layout(block, target):
+    lanes = targets.module(target).LANES
+    form = layout.Layout(block, lanes)
+    rows, blocks = lanes + 3, 2  # a second row group with three rows
+    raw = np.random.default_rng(14).integers(0, 256, (rows, blocks * block.nbytes), np.uint8)
+    finite = range(block.subs) if block.scales else [at + 1 for at in (block.d_at, block.dmin_at) if at >= 0]
+    raw.reshape(-1, block.nbytes)[:, finite] &= 0x3F
+    stride = form.stride(blocks)
+    memory = np.zeros(2 * stride + 64, np.uint8)
+    memory = memory[-memory.ctypes.data % 64 :][: 2 * stride]
+    assert repack.repacker(block.name, lanes)(raw, 0, 2, stride, form.codes_from(blocks), memory) == -1
+    for row in range(rows):
+        group = memory[row // lanes * stride :][:stride]
+        codes = group[form.codes_from(blocks) :].view(np.uint32).reshape(blocks, -1, lanes)
+        kind = np.uint8 if block.scales else np.uint16
+        halves = group[: blocks * form.halves_bytes].view(kind).reshape(blocks, -1, lanes)
+        for b, part in enumerate(raw[row].reshape(blocks, -1)):
+            np.testing.assert_array_equal(codes[b, :, row % lanes], form.words(part))
+            first = part[: block.subs] if block.scales else part[block.d_at : block.d_at + 2].view(np.uint16)
+            np.testing.assert_array_equal(halves[b, : len(first), row % lanes], first)
+    assert not halves[:, :, 3:].any()
+
+
+@ALL
+def test_float_precision_rounds_nothing(block):
+    tensor, weights = random_matrix(block, 17, 512)
+    x = np.random.default_rng(2).standard_normal((3, 512)).astype(np.float32)
+    close(tensor.matmul(x, precision="f32"), x, weights, block, integer=False)
+    close(tensor.prepare().matvec(x[0], precision="f32")[None], x[:1], weights, block, integer=False)
+
+
+@pytest.mark.parametrize("target", HERE)
+@pytest.mark.parametrize("rows", [1, 33])
+@pytest.mark.parametrize("block", KINDS, ids=str)
+def test_every_target_of_this_machine(block, rows, target):
+    columns = block.size * (3 if block.is_k else 5)
+    tensor, weights = random_matrix(block, rows, columns)
+    tokens = 11 if rows == 33 else 3  # more than a kernel takes at once, and a rest
+    x = np.random.default_rng(3).standard_normal((tokens, columns)).astype(np.float32)
+    engine = Prepared(tensor, target)
+    assert engine.name.startswith(target)
+    close(run(engine, x, rows), rounded(x), weights, block)
+    close(run(engine, x[:1], rows), rounded(x[:1]), weights, block)
+
+
+@pytest.mark.parametrize("target", ["avx512", "avxvnni", "avx512bw", "avx2", "neon"])
+@ALL
+def test_every_target_in_python(block, target):
+    """The twin runs the kernel's own lines on numpy arrays, also where the target does not exist."""
+    module = targets.module(target)
+    lanes, columns = module.LANES, block.size * 2
+    tensor, weights = random_matrix(block, lanes, columns)
+    form = layout.Layout(block, lanes)
+    blocks = columns // block.size
+    stride = form.stride(blocks)
+    memory = np.zeros(stride, np.uint8)
+    raw = tensor.raw.reshape(lanes, -1)
+    assert repack.repacker(block.name, lanes)(raw, 0, 1, stride, form.codes_from(blocks), memory) == -1
+    x = np.random.default_rng(4).standard_normal((2, columns)).astype(np.float32)
+    records = activations.records(x, block, columns=2)
+    y = np.zeros((2, lanes), np.float32)
+    kernel = interleaved.twin(block.name, target, 2, True)
+    kernel(memory.ctypes.data, records.ctypes.data, y.ctypes.data, blocks, stride, 1, 4 * lanes, 0, 1)
+    close(y, rounded(x), weights, block)
+
+
+@pytest.mark.parametrize(
+    ("target", "triple", "features", "instruction"),
+    [
+        ("neon", "aarch64-linux-gnu", "+neon,+dotprod", "sdot"),
+        ("avx2", "x86_64-linux-gnu", "+avx2,+fma,+f16c", "vpmaddubsw"),
+        ("avxvnni", "x86_64-linux-gnu", "+avx2,+fma,+f16c,+avxvnni", "vpdpbusd"),
+        ("avx512bw", "x86_64-linux-gnu", "+avx512f,+avx512bw,+avx512vl,+f16c,+fma", "vpmaddubsw"),
+        ("avx512", "x86_64-linux-gnu", "+avx512f,+avx512bw,+avx512vl,+avx512vnni,+f16c,+fma", "vpdpbusd"),
+    ],
+)
+@ALL
+def test_every_target_compiles_to_its_instruction(block, target, triple, features, instruction):
+    """LLVM compiles for machines that this one is not."""
+    llvm.initialize_all_targets()
+    llvm.initialize_all_asmprinters()
+    try:
+        processor = llvm.Target.from_triple(triple)
+    except RuntimeError:
+        pytest.skip(f"this llvmlite does not know {triple}")
+    module = targets.module(target)
+    words = ir.IntType(64)
+    code = ir.Module()
+    code.triple = triple
+    function = ir.Function(code, ir.FunctionType(ir.VoidType(), [words] * 4), "block")
+    emitter = vectors.Emitter(ir.IRBuilder(function.append_basic_block()), module, ahead=(2048,))
+    body = superblock.k_block if block.is_k else superblock.plain_block
+    form = layout.Layout(block, module.LANES)
+    weights, halves, x, y = function.args
+    (total,) = body(emitter, form, [emitter.zero_float()], weights, halves, x)
+    emitter.store(total, y)
+    emitter.builder.ret_void()
+    assembly = processor.create_target_machine(features=features).emit_assembly(llvm.parse_assembly(str(code)))
+    assert instruction in assembly
+    assert "prefetch" in assembly or "prfm" in assembly
+    assert "\tcall" not in assembly  # of a library, for what the target lacks
+    assert "\tbl\t" not in assembly
+
+
+@pytest.mark.parametrize("lanes", [4, 8, 16])
+@ALL
+def test_the_repacked_form_has_the_bytes_of_the_file(block, lanes):
+    form = layout.Layout(block, lanes)
+    assert form.block_bytes + form.halves_bytes == lanes * block.nbytes
+
+
+@ALL
+def test_the_int8_path_errs_no_more_than_ggml(block):
+    columns, rows, tokens = 2048, 128, 64
+    rng = np.random.default_rng(5)
+    tensor, weights = random_matrix(block, rows, columns)
+    tensor.prepare()
+    peer = ggml_matvec.Matrix(ggml_matvec.wheel(), block.name, tensor.raw.reshape(rows, -1), columns, tokens)
+    for x in (rng.standard_normal((tokens, columns)), rng.standard_t(3, (tokens, columns))):
+        x = x.astype(np.float32)
+        exact = x.astype(np.float64) @ weights.T
+        y = np.concatenate([tensor.matmul(part) for part in x.reshape(-1, 4, columns)])
+        ours, theirs = (np.sqrt(np.mean((values - exact) ** 2)) for values in (y, peer.matmul(x)))
+        # plain types: the same 32-blocks; the two roundings are as good as independent, their errors are 1% noise
+        assert ours < theirs * (0.85 if block.is_k else 1.005)
+    peer.close()
+
+
+@ALL
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_scales_that_are_not_finite_are_refused(block, bad):
+    tensor, _ = random_matrix(block, 20, 512)
+    raw = tensor.raw.reshape(20, -1).copy()
+    if block.scales:
+        raw[18, block.nbytes] = block.no_scale  # of the second block
+    else:
+        raw[18, block.d_at : block.d_at + 2] = np.array([bad], np.float16).view(np.uint8)
+    damaged = QuantTensor("blk.0.w", block.name, (20, 512), raw.reshape(-1))
+    x = np.ones(512, np.float32)
+    for _ in range(2):
+        with pytest.raises(BridgeError, match=r"blk\.0\.w: the scales of row 18 are not finite"):
+            damaged.matvec(x)
+    with pytest.raises(BridgeError, match="row 18"):
+        run(RowMajor(damaged), x[None], 20)
+    with pytest.raises(BridgeError, match="row 18"):
+        damaged.prepare()
+
+
+@pytest.mark.parametrize("block", KINDS, ids=str)
+def test_odd_values_of_x(block):
+    tensor, weights = random_matrix(block, 16, 512)
+    tensor.prepare()
+    zero = np.zeros(512, np.float32)
+    assert not tensor.matvec(zero).any()
+    for value in (np.nan, np.inf, -np.inf):
+        x = zero.copy()
+        x[300] = value
+        assert np.isnan(tensor.matvec(x)).all()
+    tiny = np.full(512, 1e-42, np.float32)
+    assert np.isfinite(tensor.matvec(tiny)).all()
+    large = np.random.default_rng(6).standard_normal(512).astype(np.float32) * np.float32(1e30)
+    close(tensor.matvec(large)[None], rounded(large[None]), weights, block)
+
+
+@pytest.mark.parametrize("sub", [16, 32])
+def test_rounding_32_values_is_its_twin(sub):
+    block = BLOCKS["Q6_K" if sub == 16 else "Q4_0"]
+    rng = np.random.default_rng(7)
+    x = (rng.standard_normal((1, 2560)) * 10.0 ** rng.integers(-30, 30, (1, 2560))).astype(np.float32)
+    x[0, 32:64], x[0, 70], x[0, 100] = 0, np.nan, np.inf
+    record = activations.record_of(block)
+    records = activations.records(x, block).reshape(-1, record.nbytes)
+    q = records[:, : block.size].view(np.int8).reshape(-1, 32)
+    d = records[:, record.d_at : record.d_at + 4 * (block.size // 32)].copy().view(np.float32).reshape(-1)
+    sums = records[:, record.sums_at : record.d_at].copy().view(np.int32).reshape(-1, 32 // sub)
+    for i, part in enumerate(x.reshape(-1, 32)):
+        wanted_q, wanted_d, wanted_sums = activations.round32_twin(part, sub)
+        np.testing.assert_array_equal(d[i], wanted_d)
+        if wanted_d == wanted_d:
+            np.testing.assert_array_equal(q[i], wanted_q)
+            np.testing.assert_array_equal(sums[i], -block.zero * wanted_sums)
+
+
+def test_threads_agree_with_one_thread():
+    tensor, _ = random_matrix(BLOCKS["Q4_K"], 3000, 512)
+    tensor.prepare()
+    x = np.random.default_rng(8).standard_normal((5, 512)).astype(np.float32)
+    before = pool.get_num_threads()
+    try:
+        pool.set_num_threads(1)
+        alone = tensor.matmul(x)
+        pool.set_num_threads(3)
+        for _ in range(200):
+            np.testing.assert_array_equal(tensor.matmul(x), alone)
+    finally:
+        pool.set_num_threads(before)
+
+
+@pytest.mark.parametrize("value", ["many", "0", "-1", "999999"])
+def test_a_number_of_threads_that_is_none_is_refused(monkeypatch, value):
+    monkeypatch.setattr("bridge.system.pool._wanted", None)
+    monkeypatch.setenv("BRIDGE_THREADS", value)
+    with pytest.raises(BridgeError, match=f"BRIDGE_THREADS={value}: a number from 1 to 1024 is wanted"):
+        pool.get_num_threads()
+
+
+def test_many_python_threads_may_multiply_at_once():
+    from concurrent.futures import ThreadPoolExecutor
+
+    tensor, _ = random_matrix(BLOCKS["Q4_K"], 3000, 512)
+    tensor.prepare()
+    x = np.random.default_rng(9).standard_normal((40, 512)).astype(np.float32)
+    expected = [tensor.matvec(row) for row in x]
+    with ThreadPoolExecutor(4) as executor:
+        for y, wanted in zip(executor.map(tensor.matvec, x), expected, strict=True):
+            np.testing.assert_array_equal(y, wanted)
+
+
+def test_callers_that_come_at_once_start_one_pool(monkeypatch):
+    from concurrent.futures import ThreadPoolExecutor
+
+    started = []
+
+    class Slow:
+        def __init__(self, threads: int):
+            time.sleep(0.05)
+            started.append(self)
+
+    monkeypatch.setattr(pool, "_pool", None)
+    monkeypatch.setattr(pool, "Pool", Slow)
+    with ThreadPoolExecutor(4) as executor:
+        found = list(executor.map(lambda _: pool.get_pool(), range(4)))
+    assert len(started) == 1
+    assert found == started * 4
+
+
+def test_numba_is_loaded_without_touching_the_hosts_garbage_collector():
+    code = "import gc, numba\ncalls = []\nfor name in ('disable', 'enable', 'freeze', 'unfreeze', 'set_threshold'):\n"
+    code += "    setattr(gc, name, lambda *_, name=name: calls.append(name))\nimport bridge.system.jit\nprint(calls)"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"
+
+
+def test_a_home_that_cannot_be_written_to_costs_the_cache_and_nothing_else() -> None:
+    code = "import os, colorsys, numba; import bridge.system.jit as j; j.kernel(colorsys.rgb_to_yiq); "
+    code += "print(os.path.isdir(numba.config.CACHE_DIR))"
+    environment = {k: v for k, v in os.environ.items() if k != "NUMBA_CACHE_DIR"} | {"XDG_CACHE_HOME": os.devnull}
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert (done.stdout, done.returncode) == ("True\n", 0), done.stderr
+    assert "kernels are compiled in every process anew" in done.stderr

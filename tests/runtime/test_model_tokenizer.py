@@ -1,0 +1,150 @@
+"""A GGUF's tokenizer: ids and texts must be llama.cpp's, for every kind and every cutting rule."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import bridge
+from bridge.errors import BridgeError
+from bridge.runtime.tokenizer import Tokenizer
+from scripts.peers.llama_cpp import LlamaCpp
+from tests.models.test_pretokenizer import RULES, tokenizer_json
+from tests.models.test_pretokenizer import TEXTS as CUT_TEXTS
+from tests.models.test_tokenizer import (
+    SPM_SETTINGS,
+    TEXTS,
+    copy_tokenizer,
+    save,
+    sentencepiece_model,  # noqa: F401  (a fixture)
+)
+from tests.support.tiny_vocab import vocab_gguf
+
+
+def same_as_llama_cpp(path: Path, texts: list[str]) -> Tokenizer:
+    tokenizer = Tokenizer(bridge.open_gguf(path).metadata)
+    with LlamaCpp(path) as other:
+        for text in texts:
+            for special in (False, True):
+                for parse in (False, True):
+                    assert tokenizer.encode(text, special, parse) == other.tokenize(text, special, parse), text
+            ids = tokenizer.encode(text)
+            assert tokenizer.decode(ids, special=True) == other.detokenize(ids)
+            assert tokenizer.decode(ids) == other.detokenize(ids, special=False)
+            assert "".join(tokenizer.stream(ids)) == tokenizer.decode(ids)
+    return tokenizer
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_words_are_cut_as_in_llama_cpp(name: str, tmp_path: Path) -> None:
+    data = tokenizer_json(*RULES[name])
+    (tmp_path / "tokenizer.json").write_text(json.dumps(data))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|endoftext|>"}))
+    _, path = vocab_gguf(tmp_path, len(data["model"]["vocab"]))
+    same_as_llama_cpp(path, [*CUT_TEXTS, "a<|endoftext|>b <|endoftext|>\n"])
+
+
+def test_a_file_that_names_no_rules_is_cut_by_llama_cpps_default_ones(tmp_path: Path) -> None:
+    data = tokenizer_json(*RULES["gpt-2"])
+    (tmp_path / "tokenizer.json").write_text(json.dumps(data))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|endoftext|>"}))
+    _, path = vocab_gguf(tmp_path, len(data["model"]["vocab"]), pre="default")
+    tokenizer = same_as_llama_cpp(path, CUT_TEXTS)
+    metadata = dict(bridge.open_gguf(path).metadata)
+    assert metadata.pop("tokenizer.ggml.pre") == "default"
+    assert all(Tokenizer(metadata).encode(text) == tokenizer.encode(text) for text in CUT_TEXTS)
+
+
+def test_added_tokens_are_found_in_the_text(tmp_path: Path) -> None:
+    data = copy_tokenizer("tiny-qwen3", tmp_path)
+    added = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
+    data["added_tokens"] += [
+        {"id": 2048, "content": "<|im_end|>", "special": True, **added},
+        {"id": 2049, "content": "<tool_call>", "special": False, **added},
+        {"id": 2050, "content": "<tool_call>s", "special": False, **added},
+    ]
+    save(tmp_path, data, eos_token={"content": "<|im_end|>", "special": True})
+    _, path = vocab_gguf(tmp_path, 2053)
+    texts = [*TEXTS, "a<|im_end|>b", "call <tool_call>{} x<tool_call>s<tool_call>", "<|endoftext|><|im_end|>"]
+    tokenizer = same_as_llama_cpp(path, texts)
+    assert tokenizer.stops == {0, 2048}
+    assert tokenizer.encode("<tool_call>s", parse_special=False) == [2050]
+
+
+@pytest.mark.parametrize("prefix", [True, False])
+def test_sentencepiece_ids_are_those_of_llama_cpp(prefix: bool, sentencepiece_model: Path, tmp_path: Path) -> None:  # noqa: F811
+    shutil.copyfile(sentencepiece_model, tmp_path / "tokenizer.model")
+    settings = SPM_SETTINGS | {"add_prefix_space": prefix, "add_bos_token": True}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    (tmp_path / "added_tokens.json").write_text(json.dumps({"<extra>": 1000}))
+    _, path = vocab_gguf(tmp_path, 1001)
+    texts = [*TEXTS, "one<s>two </s> three", "<extra> more<extra>", "a\u2581b  \u2581 c", "x" * 300, "\x00\x7f é"]
+    tokenizer = same_as_llama_cpp(path, texts)
+    assert tokenizer.add_bos
+    assert tokenizer.stops == {2}
+    monkey = Tokenizer(bridge.open_gguf(path).metadata)
+    monkey._cut._words = False  # type: ignore[attr-defined]
+    for text in texts:
+        assert monkey.encode(text) == tokenizer.encode(text)
+
+
+def test_a_text_without_bos_in_the_vocabulary_has_none(tmp_path: Path) -> None:
+    data = copy_tokenizer("tiny-qwen3", tmp_path)
+    save(tmp_path, data, add_bos_token=True)
+    _, path = vocab_gguf(tmp_path, 2048)
+    assert same_as_llama_cpp(path, ["Hello"]).bos is None
+
+
+def test_damaged_vocabularies_are_refused() -> None:
+    good = {
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": "gpt-2",
+        "tokenizer.ggml.tokens": ["a", "b", "ab"],
+        "tokenizer.ggml.merges": ["a b"],
+    }
+    assert Tokenizer(good).encode("ab") == [2]
+    for change, message in (
+        ({"tokenizer.ggml.token_type": [1]}, "token_type has 1 values for 3 tokens"),
+        ({"tokenizer.ggml.merges": []}, "merges is missing"),
+        ({"tokenizer.ggml.tokens": []}, "tokens is missing"),
+        ({"tokenizer.ggml.tokens": "abc"}, "tokens is no array of str"),
+        ({"tokenizer.ggml.tokens": [1, 2, 3]}, "tokens is no array of str"),
+        ({"tokenizer.ggml.token_type": ["1", "1", "1"]}, "token_type is no array of int"),
+        ({"tokenizer.ggml.token_type": 3}, "token_type is no array of int"),
+        ({"tokenizer.ggml.merges": [1]}, "merges is no array of str"),
+        ({"tokenizer.ggml.pre": "klingon"}, "tokenizer.ggml.pre is 'klingon'"),
+    ):
+        with pytest.raises(BridgeError, match=message):
+            Tokenizer(good | change)
+    with pytest.raises(BridgeError, match="token 3: the vocabulary has 3"):
+        Tokenizer(good).decode([3])
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"scores": [0.0, 0.0]}, "scores has 2 values for 4 tokens"),
+        ({"scores": ["0"] * 4}, "scores is no array of float"),
+        ({"tokens": [1, 2, 3, 4]}, "tokens is no array of str"),
+        ({"tokens": [["a"]] * 4}, "tokens is no array of str"),
+        *(
+            ({"tokens": ["<unk>", "a", "ab", text]}, f"token 3 is a byte's, but is spelled {text!r}")
+            for text in ("<0xZZ>", "<0x+1>", "<0x4>", "4", "")
+        ),
+    ],
+)
+def test_damaged_sentencepiece_vocabularies_are_refused(change: dict[str, list], message: str) -> None:
+    good = {"model": "llama", "tokens": ["<unk>", "a", "ab", "<0x62>"], "token_type": [2, 1, 1, 6], "scores": [0.0] * 4}
+
+    def tokenizer(**values: Any) -> Tokenizer:
+        return Tokenizer({f"tokenizer.ggml.{key}": value for key, value in (good | values).items()})
+
+    assert tokenizer(add_space_prefix=False).encode("abba") == [2, 3, 1]
+    assert tokenizer(add_space_prefix=False, unknown_token_id="?").encode("c") == [0]
+    with pytest.raises(BridgeError, match=re.escape(message)):
+        tokenizer(**change)

@@ -1,0 +1,139 @@
+"""Folders that processes work in: what a killed one left is removed by the next, what a living one holds is not."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+import bridge
+from bridge.conversion.report import Report
+from bridge.system.folder_locks import hold, remove_unheld, unfinished
+from tests.conftest import CHECKPOINT, ROOT
+
+pytest.importorskip("fcntl", reason="folders cannot be locked here")
+
+KILLED = """
+import os, pathlib, sys
+import bridge
+from bridge.conversion.report import Report
+os.fsync = lambda _: os.kill(os.getpid(), 9)
+source, out = map(pathlib.Path, sys.argv[1:])
+"""
+WRITING = {
+    "a GGUF": "bridge.convert(source, out)",
+    "shards": "bridge.convert(source, out, split_max_size=10**6)",
+    "a report": "Report('', '', [], [], 0, 0.0, []).save(out)",
+    "a checkpoint": "bridge.repack(source, out)",
+}
+
+
+@contextmanager
+def process(code: str, *arguments: Path) -> Iterator[subprocess.Popen[str]]:
+    """A Python process that has printed a line; killed at the end."""
+    command = [sys.executable, "-c", code, *map(str, arguments)]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as running:
+        try:
+            assert running.stdout is not None
+            running.stdout.readline()
+            yield running
+        finally:
+            running.kill()
+
+
+@pytest.mark.parametrize("what", WRITING)
+def test_what_a_killed_process_left_is_removed_by_the_next_run_to_the_same_target(what: str, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    command = [sys.executable, "-c", KILLED + WRITING[what], str(CHECKPOINT), str(out)]
+    assert subprocess.run(command, cwd=ROOT).returncode == -signal.SIGKILL
+    left = os.listdir(tmp_path)
+    assert len(left) == 1
+    assert left != ["out"]
+    other = tmp_path / left[0].replace(".out.", ".other.")
+    other.mkdir()
+    exec(WRITING[what], {"source": CHECKPOINT, "out": out, "bridge": bridge, "Report": Report})
+    assert other.is_dir()  # of another target
+    assert not [name for name in os.listdir(tmp_path) if name.startswith(".out")]
+
+
+def test_what_a_living_process_writes_is_left_alone(tmp_path: Path) -> None:
+    code = "import pathlib, sys, time; from bridge.system.folder_locks import unfinished\n"
+    code += "with unfinished(pathlib.Path(sys.argv[1])) as folder: print(folder, flush=True); time.sleep(600)"
+    with process(code, tmp_path / "out") as running:
+        (theirs,) = tmp_path.iterdir()
+        with unfinished(tmp_path / "out") as ours:
+            assert {theirs, ours} == set(tmp_path.iterdir())
+        assert [theirs] == list(tmp_path.iterdir())
+        running.kill()
+        running.wait()
+        with unfinished(tmp_path / "out") as ours:
+            assert [ours] == list(tmp_path.iterdir())
+
+
+def test_a_folder_that_is_removed_before_it_is_held_is_made_again(tmp_path: Path) -> None:
+    made = []
+
+    def make() -> Path:
+        folder = tmp_path / "cache"
+        folder.mkdir(exist_ok=True)
+        made.append(folder)
+        if len(made) == 1:
+            remove_unheld(folder)
+        return folder
+
+    folder, handle = hold(make)
+    assert len(made) == 2
+    remove_unheld(folder)
+    assert folder.is_dir()
+    assert handle is not None
+    os.close(handle)
+    remove_unheld(folder)
+    assert not folder.exists()
+
+
+def test_only_folders_themselves_are_removed(tmp_path: Path) -> None:
+    (tmp_path / "folder").mkdir()
+    (tmp_path / ".out.link.unfinished").symlink_to(tmp_path / "folder")
+    (tmp_path / ".out.file.unfinished").write_text("mine")
+    with unfinished(tmp_path / "out"):
+        pass
+    assert sorted(os.listdir(tmp_path)) == [".out.file.unfinished", ".out.link.unfinished", "folder"]
+
+
+# the compile cache
+
+
+def test_processes_that_run_first_at_the_same_time_share_one_compile_cache(tmp_path: Path) -> None:
+    """Each finds no cache, and makes one after the others have looked."""
+    code = "import os, pathlib, sys; real = pathlib.Path.exists\n"
+    code += "pathlib.Path.exists = lambda p, **o: 'gguf-bridge' not in str(p) and real(p, **o)\n"
+    code += "import bridge.system.jit; print(bridge.system.jit.numba.config.CACHE_DIR)"
+    environment = {k: v for k, v in os.environ.items() if k != "NUMBA_CACHE_DIR"} | {"XDG_CACHE_HOME": str(tmp_path)}
+    for _ in range(2):
+        done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True)
+        assert done.stderr == ""
+        assert done.stdout.startswith(str(tmp_path))
+
+
+def test_compile_caches_are_removed_by_their_last_use_and_never_while_they_are_used(tmp_path: Path) -> None:
+    caches = tmp_path / "gguf-bridge" / "numba"
+    for age in range(6):
+        (caches / f"{age}").mkdir(parents=True)
+        os.utime(caches / f"{age}", (1e9 - age, 1e9 - age))
+    environment = {k: v for k, v in os.environ.items() if k != "NUMBA_CACHE_DIR"} | {"XDG_CACHE_HOME": str(tmp_path)}
+    _, handle = hold(lambda: caches / "5")
+    assert handle is not None
+    code = "import bridge.system.jit; print(bridge.system.jit._dir.name)"
+    command = [sys.executable, "-c", code]
+    ours = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True).stdout.strip()
+    os.close(handle)
+    assert set(os.listdir(caches)) == {ours, "0", "1", "2", "5"}
+    os.utime(caches / ours, (1, 1))
+    subprocess.run(command, cwd=ROOT, env=environment, check=True)
+    assert (caches / ours).stat().st_mtime > 1e9
