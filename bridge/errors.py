@@ -1,8 +1,14 @@
 """The one kind of error a user may see.
 
-A message states the fact, the file or tensor, and the way out, in one line. The command line
-prints it and exits with 2; anything else that is raised is a defect of ours and shows a traceback.
+A message states the fact, the file or tensor, and the way out, in one line. The command line prints it and exits with
+2; anything else that is raised is a defect of ours and shows a traceback. A message that names an argument does so
+with `parameter`: `force=True` in Python, `--force` on the command line.
 """
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 _LONGEST, _END = 1000, 300  # characters of a line
 
@@ -18,3 +24,26 @@ def shortened(line: str) -> str:
     """A line for people: where a name or a text out of somebody's file makes it endless, its middle is left out."""
     cut = " ... "
     return line if len(line) <= _LONGEST else line[: _LONGEST - _END - len(cut)] + cut + line[-_END:]
+
+
+def _in_python(name: str, value: object) -> str:
+    return name if value is None else f"{name}={value!r}"
+
+
+_spelling: Callable[[str, object], str] = _in_python
+
+
+def parameter(name: str, value: object = None) -> str:
+    """An argument as the user gave it or would give it: "force=True", or "--force" on the command line."""
+    return _spelling(name, value)
+
+
+@contextmanager
+def spelled(spelling: Callable[[str, object], str]) -> Iterator[None]:
+    """Have `parameter` answer with `spelling(name, value)` meanwhile."""
+    global _spelling
+    before, _spelling = _spelling, spelling
+    try:
+        yield
+    finally:
+        _spelling = before
