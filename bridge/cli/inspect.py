@@ -20,7 +20,7 @@ from bridge.checkpoint.formats.scaled_floats import FLOAT8
 from bridge.checkpoint.trellis_floats import DecodedTensor
 from bridge.conversion.gguf_writer import shards_of
 from bridge.conversion.importance import Importance
-from bridge.conversion.part_reader import Source
+from bridge.conversion.part_reader import PartReader
 from bridge.conversion.plan import Plan
 from bridge.conversion.planner import make_plan
 from bridge.conversion.recipe import Recipe
@@ -104,7 +104,7 @@ def _claims(ckpt: Checkpoint, plan: Plan, scattered: int) -> list[str]:
 
 def _table(ckpt: Checkpoint, plan: Plan) -> tuple[list[str], list[str]]:
     """A row per kind of tensor, with what its first and its last are; and the readers' notes on those."""
-    source = Source(ckpt)
+    source = PartReader(ckpt)
     kinds: dict[str, list[PlannedTensor]] = {}
     for tensor in plan.tensors:
         if len(tensor.shape) > 1:
@@ -120,7 +120,7 @@ def _table(ckpt: Checkpoint, plan: Plan) -> tuple[list[str], list[str]]:
     return align(rows, left=(True, False, True, True, True, True, True)), notes
 
 
-def _arrival(source: Source, tensor: PlannedTensor, notes: list[str]) -> tuple[str, str, str]:
+def _arrival(reader: PartReader, tensor: PlannedTensor, notes: list[str]) -> tuple[str, str, str]:
     """Shape, form and zero points of a tensor in the checkpoint."""
     shape = "x".join(map(str, tensor.shape))
     if not tensor.parts:

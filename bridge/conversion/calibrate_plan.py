@@ -21,7 +21,7 @@ import numpy as np
 from bridge.blocks import Q8_0
 from bridge.checkpoint import Checkpoint
 from bridge.conversion.importance import Importance
-from bridge.conversion.part_reader import Source
+from bridge.conversion.part_reader import PartReader
 from bridge.conversion.plan import Plan
 from bridge.conversion.recipe import block_type
 from bridge.errors import BridgeError
@@ -118,7 +118,7 @@ class Wish:
     columns: np.ndarray | None = None
 
 
-def needed(plan: Plan, source: Source, importance: Importance) -> dict[str, tuple[str, np.ndarray | None]]:
+def needed(plan: Plan, reader: PartReader, importance: Importance) -> dict[str, tuple[str, np.ndarray | None]]:
     """The layers that the plan wants in a block type and that cannot keep their codes in it: those inside decoder
     blocks, and the output head if it is to have less than 8 bits.
 
@@ -256,7 +256,7 @@ def _round_to_nearest(ckpt: Checkpoint, names: Set[str], quantizer: Callable[[Ca
 def quantize_planned(
     ckpt: Checkpoint,
     plan: Plan,
-    source: Source,
+    reader: PartReader,
     importance: Importance,
     settings: Calibration,
     folder: Path,

@@ -18,7 +18,7 @@ from bridge.conversion.calibrate_plan import Calibration, quantize_planned
 from bridge.conversion.executor import Executor
 from bridge.conversion.gguf_writer import GGUFOutput
 from bridge.conversion.importance import Importance
-from bridge.conversion.part_reader import Source
+from bridge.conversion.part_reader import PartReader
 from bridge.conversion.paths import default_name, layers_of
 from bridge.conversion.plan import Plan
 from bridge.conversion.plan_file import load_plan, save_plan
@@ -125,7 +125,7 @@ def convert(
         raise BridgeError("--pre and --template: the tokenizer is the template's; give one of the two")
     shape = template or (given.template if given else None)
     with open_by_name(checkpoint, config, needs_config=shape is None, detect_lattice=detect_lattice) as ckpt:
-        source = Source(ckpt)
+        source = PartReader(ckpt)
         inputs = _inputs(ckpt, [template, imatrix, plan] if given is None else [given.template, given.imatrix, plan])
         check_target(path, force, inputs)
         if given is not None:

@@ -17,7 +17,7 @@ import numpy as np
 
 from bridge.blocks import TYPES, BlockType
 from bridge.conversion.importance import Importance
-from bridge.conversion.part_reader import Source
+from bridge.conversion.part_reader import PartReader
 from bridge.conversion.recipe import block_type
 from bridge.conversion.report import AS_IS, CALIBRATED, FLOAT, REQUANTIZED, TensorReport, how_kept, lost_codes
 from bridge.errors import BridgeError
@@ -49,7 +49,7 @@ class Executor:
     threads  that work at a time; None: as many as there are CPUs
     """
 
-    source: Source
+    reader: PartReader
     importance: Importance
     layers: Mapping[str, KeptLayer] = field(default_factory=dict)
     threads: int | None = None

@@ -17,7 +17,7 @@ import numpy as np
 
 from bridge.blocks import BLOCKS
 from bridge.conversion.calibrate_plan import Calibration
-from bridge.conversion.part_reader import Source
+from bridge.conversion.part_reader import PartReader
 from bridge.models.outline import Part
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ class LayerCosts:
     squares   by layer, likewise: the mean square of each input, float32 [columns]
     """
 
-    source: Source
+    reader: PartReader
     settings: Calibration
     parts: Mapping[str, Part]
     types: Mapping[str, list[str]]

@@ -24,7 +24,7 @@ from bridge.conversion.calibrate_plan import Calibration, calibration_tokens
 from bridge.conversion.gguf_writer import file_bytes, padded
 from bridge.conversion.importance import Importance
 from bridge.conversion.layer_costs import LayerCosts
-from bridge.conversion.part_reader import Source
+from bridge.conversion.part_reader import PartReader
 from bridge.conversion.plan import Plan
 from bridge.conversion.planner import retyped
 from bridge.conversion.recipe import Recipe, TensorPlace, block_type
@@ -84,7 +84,7 @@ def within_budget(
     ckpt: Checkpoint,
     plan: Plan,
     recipe: Recipe,
-    source: Source,
+    reader: PartReader,
     importance: Importance,
     settings: Calibration,
     budget: Budget,
@@ -135,7 +135,7 @@ def _limit(plan: Plan, budget: Budget) -> int:
 
 
 def _is_free(
-    tensor: PlannedTensor, plan: Plan, recipe: Recipe, source: Source, importance: Importance, budget: Budget
+    tensor: PlannedTensor, plan: Plan, recipe: Recipe, reader: PartReader, importance: Importance, budget: Budget
 ) -> bool:
     """Whether the tensor's type is to be chosen: a matrix of floats, or of codes that it cannot keep."""
     from bridge.encode.type_choice import keeps_codes
@@ -157,7 +157,7 @@ def _is_tied(plan: Plan) -> bool:
     return all(t.kind != "output" for t in plan.tensors)
 
 
-def _item(tensor: PlannedTensor, source: Source) -> _Item:
+def _item(tensor: PlannedTensor, reader: PartReader) -> _Item:
     """With the types that the tensor's rows fill, and the 16-bit floats that it comes as or goes into."""
     from bridge.encode.type_choice import requantizers
 
@@ -173,7 +173,7 @@ class _Search:
 
     def __init__(
         self,
-        source: Source,
+        reader: PartReader,
         model: FloatModel,
         ends: tuple[str, str],
         settings: Calibration,

@@ -18,7 +18,7 @@ import numpy as np
 from bridge.blocks import NEWER
 from bridge.checkpoint.by_name import open_by_name
 from bridge.conversion.converter import Progress
-from bridge.conversion.part_reader import Source
+from bridge.conversion.part_reader import PartReader
 from bridge.conversion.planner import outline_of
 from bridge.conversion.recipe import block_type
 from bridge.conversion.report import AS_IS, FLOAT, MAX_NMSE, MAX_SHARE, Report, TensorReport, how_kept, lost_codes
@@ -57,7 +57,7 @@ def verify(
         stored.update((t.name, t) for t in read_gguf(file).tensors)
     with open_by_name(checkpoint, config, needs_config=template is None) as ckpt:
         tensors = outline_of(ckpt, "default", template).tensors  # they alone are compared: any pre-tokenizer will do
-        source = Source(ckpt)
+        source = PartReader(ckpt)
         beside = {f"{t.name.removesuffix('.weight')}.{key}" for t in tensors for key in ("scale", "input_scale")}
         factors = {name: stored.pop(name) for name in beside & set(stored)}
         _same_names(str(gguf_path), str(checkpoint), {t.name for t in tensors}, set(stored))
@@ -134,7 +134,7 @@ class _Stored:
         self.factors = np.repeat(values, rows // len(values))[:, None] if len(values) > 1 else values
 
 
-def _compare(source: Source, tensor: PlannedTensor, stored: _Stored) -> TensorReport:
+def _compare(reader: PartReader, tensor: PlannedTensor, stored: _Stored) -> TensorReport:
     """One tensor of the file against the checkpoint's."""
     from bridge.encode.carry import Fidelity
 
@@ -162,7 +162,7 @@ def _compare(source: Source, tensor: PlannedTensor, stored: _Stored) -> TensorRe
     return report
 
 
-def _compare_codes(source: Source, tensor: PlannedTensor, stored: _Stored, report: TensorReport) -> TensorReport:
+def _compare_codes(reader: PartReader, tensor: PlannedTensor, stored: _Stored, report: TensorReport) -> TensorReport:
     """A tensor that came as codes, all of it or most parts. Parts that came as floats are not in its fidelity."""
     from bridge.encode.carry import Fidelity, why_not
 
@@ -214,7 +214,7 @@ def _grouped_pairs(t: CodedTensor, stored: _Stored, at: int) -> Iterator[tuple[n
         yield t.dequantize(slice(start, stop)), _values(stored, at + start, at + stop)
 
 
-def _float_pairs(source: Source, tensor: PlannedTensor, stored: _Stored) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+def _float_pairs(reader: PartReader, tensor: PlannedTensor, stored: _Stored) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     start = 0
     for part in tensor.parts:
         for x in source.floats(part):

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from typing import Any
+
+# (steps or bytes done, of how many, what was just done: "" at first)
+Progress = Callable[[int, int, str], None]
 
 
 class Bar:

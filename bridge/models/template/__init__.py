@@ -15,7 +15,7 @@ from pathlib import Path
 from bridge.checkpoint import Checkpoint
 from bridge.checkpoint.files.hub import find_template
 from bridge.errors import BridgeError
-from bridge.models.outline import Outline, PlannedTensor
+from bridge.models.outline import Outline, OutlineTensor
 from bridge.models.template.build import Builder, kept
 from bridge.models.template.template_file import copied_metadata, number, open_template, stop_texts
 
@@ -54,6 +54,6 @@ def describe_template(ckpt: Checkpoint, template: str | Path) -> Outline:
     return outline
 
 
-def kept_tensors(template: str | Path) -> dict[str, PlannedTensor]:
+def kept_tensors(template: str | Path) -> dict[str, OutlineTensor]:
     """Every tensor of a template as it is, by name. Raises BridgeError where it is no model's GGUF."""
     return {name: kept(tensor) for name, tensor in open_template(find_template(template)[0]).tensors.items()}
