@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from bridge.blocks import BLOCKS
-from bridge.conversion.calibrate_plan import Calibration
 from bridge.conversion.part_reader import Source
 from bridge.models.outline import Part
+from bridge.quantize.settings import Calibration
 
 if TYPE_CHECKING:
     import torch

@@ -10,6 +10,7 @@ with the default at the end of its help.
 
 from __future__ import annotations
 
+from argparse import ArgumentTypeError
 from collections.abc import Callable, Sequence
 from dataclasses import MISSING, field
 from typing import Any, NamedTuple
@@ -47,3 +48,17 @@ def option(
     """A dataclass field with a flag; see `Flag` for the arguments, `says` is its `default`."""
     metadata = {"flag": Flag(help, flag, metavar, parse, choices, says)}
     return field(default=default, metadata=metadata) if default is not MISSING else field(metadata=metadata)
+
+
+def positive(text: str) -> int:
+    """A whole number of at least 1, as argparse's `type`."""
+    if not text.isdecimal() or not int(text):
+        raise ArgumentTypeError(f"{text!r} is not a positive integer")
+    return int(text)
+
+
+def count(text: str) -> int:
+    """A whole number of at least 0, as argparse's `type`."""
+    if not text.isdecimal():
+        raise ArgumentTypeError(f"{text!r} is not a whole number")
+    return int(text)

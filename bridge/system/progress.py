@@ -1,9 +1,12 @@
-"""The progress bar that long commands share."""
+"""The progress bar that long commands share, and what they call it with."""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from typing import Any
+
+Progress = Callable[[int, int, str], None]  # done, of how many, and the name of the last one ("" at first)
 
 
 class Bar:
