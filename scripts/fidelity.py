@@ -19,8 +19,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import bridge
-from bridge.conversion.calibrate_plan import Calibration
 from bridge.conversion.report import CALIBRATED, CODED
+from bridge.quantize.settings import Calibration
 from scripts.peers import reference
 from scripts.peers.fidelity import Reference, measure
 

@@ -23,7 +23,7 @@ def add_config(p: argparse.ArgumentParser) -> None:
 
 
 def add_calibration(p: argparse.ArgumentParser, text: str) -> None:
-    """The options of `bridge.conversion.calibrate_plan.Calibration`."""
+    """The options of `bridge.quantize.settings.Calibration`."""
     group = p.add_argument_group("calibration")
     group.add_argument("--calibrate", metavar="FILE", type=Path, help=text)
     group.add_argument("--samples", type=positive, metavar="N", help="sequences at most (default: 128)")
@@ -193,7 +193,7 @@ def calibration(a: argparse.Namespace, progress: Any) -> Any:
                 f"--{next(iter(given)).replace('_', '-')} is for calibration: give the text, --calibrate FILE"
             )
         return None
-    from bridge.conversion.calibrate_plan import Calibration
+    from bridge.quantize.settings import Calibration
     from bridge.system.malloc import return_freed_memory
 
     return_freed_memory()

@@ -11,8 +11,7 @@ import hashlib
 import json
 from collections.abc import Callable, Set
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field
-from importlib.util import find_spec
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +25,7 @@ from bridge.conversion.plan import Plan
 from bridge.conversion.recipe import block_type
 from bridge.errors import BridgeError
 from bridge.models.outline import AS_IT_IS, Part, PlannedTensor
+from bridge.quantize.settings import Calibration
 from bridge.system.cpus import usable_cpus
 from bridge.system.files import check_target
 from bridge.system.text import percent
@@ -38,70 +38,7 @@ if TYPE_CHECKING:
     from bridge.quantize.method import Method
     from bridge.quantize.walk import Calibrated, Prepare
 
-Progress = Callable[[int, int, str], None]
-METHODS = ("gptaq", "gptq", "awq", "rtn")
 _TOKENS_AT_ONCE = 4096
-
-
-@dataclass(frozen=True)
-class Calibration:
-    """How layers are quantized with a text.
-
-    text        plain text, .jsonl, or token ids (.pt, .npy, .safetensors)
-    samples     sequences, at most
-    length      tokens in each
-    seed        of the choice of sequences; None: the first ones
-    method      "gptaq": GPTQ that also makes good what the quantized layers before have done to the inputs; "gptq";
-                "awq", for checkpoints; "rtn": round to nearest
-    act_order   see `bridge.quantize.Method`
-    damping     of H, times the mean of its diagonal
-    alpha       the most of the inputs' mismatch that GPTAQ makes good; less where tokens held back gain by it
-    sweeps      of refinement after GPTQ
-    feed        whose outputs the next layer gets, "quantized" or "float"
-    device      that the model's layers are on, "cpu" or "cuda"
-    offload     keep activations in this folder instead of in memory
-    imatrix_out  also write llama.cpp's importance matrix of the same tokens there
-    progress    called after each layer with how many are done, of how many, and the last one's name and error
-    """
-
-    text: Path | str | None
-    samples: int = 128
-    length: int = 2048
-    seed: int | None = None
-    method: str = "gptaq"
-    act_order: str = "fixed"
-    damping: float = 0.01
-    alpha: float = 1.0
-    sweeps: int = 2
-    feed: str = "quantized"
-    device: str = "cpu"
-    offload: Path | None = None
-    imatrix_out: Path | None = None
-    progress: Progress | None = field(default=None, compare=False, repr=False)
-
-    def __post_init__(self) -> None:
-        if self.method not in METHODS:
-            raise BridgeError(f"method {self.method!r}; one of {', '.join(METHODS)} is possible")
-        for package in ("torch", "transformers"):
-            if find_spec(package) is None:
-                raise BridgeError(f"quantizing with a text needs {package}: pip install 'gguf-bridge[quantize]'")
-        for name, least in {"samples": 1, "length": 1, "damping": 0, "alpha": 0, "sweeps": 0}.items():
-            if not getattr(self, name) >= least:
-                raise BridgeError(f"{name} {getattr(self, name)}: at least {least} is needed")
-
-    @property
-    def cross(self) -> bool:
-        """Whether the float model's inputs are wanted too."""
-        return self.method == "gptaq" and self.alpha != 0
-
-    def quantizer(self, grid: Callable[[int, int], Any]) -> Method:
-        """The method on a grid."""
-        from bridge.quantize import Method
-
-        if self.method in ("rtn", "awq"):
-            return Method(grid, "none", float("inf"), sweeps=0)
-        alpha = self.alpha if self.cross else 0.0
-        return Method(grid, self.act_order, self.damping, alpha, self.sweeps)
 
 
 @dataclass(frozen=True)

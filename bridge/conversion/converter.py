@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from bridge.checkpoint import Checkpoint
 from bridge.checkpoint.by_name import open_by_name
-from bridge.conversion.calibrate_plan import Calibration, quantize_planned
+from bridge.conversion.calibrate_plan import quantize_planned
 from bridge.conversion.executor import Executor
 from bridge.conversion.gguf_writer import GGUFOutput
 from bridge.conversion.importance import Importance
@@ -29,6 +29,7 @@ from bridge.conversion.size_budget import Budget, within_budget
 from bridge.errors import BridgeError
 from bridge.gguf_file.shards import shards
 from bridge.models.outline import PlannedTensor
+from bridge.quantize.settings import Calibration
 from bridge.system.files import check_target, read_json, write_text
 from bridge.system.text import percent
 

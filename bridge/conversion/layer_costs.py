@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from bridge.blocks import BLOCKS
-from bridge.conversion.calibrate_plan import Calibration
+from bridge.quantize.settings import Calibration
 from bridge.conversion.part_reader import PartReader
 from bridge.models.outline import Part
 

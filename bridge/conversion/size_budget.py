@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from bridge.checkpoint import Checkpoint
-from bridge.conversion.calibrate_plan import Calibration, calibration_tokens
+from bridge.conversion.calibrate_plan import calibration_tokens
 from bridge.conversion.gguf_writer import file_bytes, padded
 from bridge.conversion.importance import Importance
 from bridge.conversion.layer_costs import LayerCosts
@@ -30,6 +30,7 @@ from bridge.conversion.planner import retyped
 from bridge.conversion.recipe import Recipe, TensorPlace, block_type
 from bridge.errors import BridgeError
 from bridge.models.outline import AS_IT_IS, FROM_TEMPLATE, PlannedTensor
+from bridge.quantize.settings import Calibration
 from bridge.system.text import size_text
 
 if TYPE_CHECKING:

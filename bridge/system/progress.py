@@ -1,4 +1,4 @@
-"""The progress bar that long commands share."""
+"""The progress bar that long commands share, and what they call it with."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-# (steps or bytes done, of how many, what was just done: "" at first)
-Progress = Callable[[int, int, str], None]
+Progress = Callable[[int, int, str], None]  # done, of how many, and the name of the last one ("" at first)
 
 
 class Bar:

@@ -15,10 +15,10 @@ import bridge
 from bridge.checkpoint import open_checkpoint
 from bridge.checkpoint.trellis_floats import DecodedTensor
 from bridge.cli.inspect import describe
-from bridge.conversion.calibrate_plan import Calibration
 from bridge.conversion.report import CALIBRATED
 from bridge.conversion.verify import failures, verify
 from bridge.errors import BridgeError
+from bridge.quantize.settings import Calibration
 from scripts.peers.gguf_file import gguf_weights
 from scripts.peers.llama_cpp import LlamaCpp
 from scripts.peers.reference import mean_kl

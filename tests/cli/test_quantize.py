@@ -13,13 +13,13 @@ import pytest
 import torch
 
 from bridge.cli import main
-from bridge.conversion.calibrate_plan import Calibration
 from bridge.conversion.converter import convert
 from bridge.conversion.report import CALIBRATED, CARRIED, FLOAT
 from bridge.conversion.to_checkpoint import quantize_checkpoint
 from bridge.errors import BridgeError
 from bridge.gguf_file.imatrix import read_imatrix
 from bridge.quantize import awq_method
+from bridge.quantize.settings import Calibration
 from bridge.quantize.texts import load_tokenizer, read_tokens
 from tests.support.tiny_models import predict, save_model
 
@@ -195,7 +195,7 @@ def test_the_command_line_quantizes_to_gguf_and_says_what_it_did(model, text, tm
         (["quantize", "MODEL", "o", "--format", "awq", "--bits", "3", "--calibrate", "TEXT"], "3 bits are no AWQ"),
         (
             ["quantize", "MODEL", "o.gguf", "--calibrate", "TEXT", "--damping", "-1"],
-            "damping -1.0: at least 0 is needed",
+            "damping=-1.0: must be at least 0",
         ),
         (["convert", "MODEL", "o.gguf", "--damping", "1"], "--damping is for calibration"),
         (["convert", "GPTQ", "o.gguf", "--calibrate", "TEXT"], "every layer keeps its codes"),
@@ -284,7 +284,7 @@ def test_rounding_to_nearest_needs_no_text(model, tmp_path) -> None:
 
 
 def test_without_torch_the_package_to_install_is_named(text, monkeypatch) -> None:
-    monkeypatch.setattr("bridge.conversion.calibrate_plan.find_spec", lambda name: None)
+    monkeypatch.setattr("bridge.quantize.settings.find_spec", lambda name: None)
     with pytest.raises(BridgeError, match=r"needs torch: pip install 'gguf-bridge\[quantize\]'"):
         Calibration(text)
 

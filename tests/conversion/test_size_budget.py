@@ -16,7 +16,6 @@ import transformers
 from bridge.blocks import BLOCKS
 from bridge.checkpoint import open_checkpoint
 from bridge.cli import main
-from bridge.conversion.calibrate_plan import Calibration
 from bridge.conversion.converter import convert, plan_checkpoint
 from bridge.conversion.gguf_writer import file_bytes
 from bridge.conversion.plan_file import load_plan
@@ -28,6 +27,7 @@ from bridge.quantize.budget.forward_passes import Passes
 from bridge.quantize.budget.search import FLOAT, search
 from bridge.quantize.budget.sensitivity import layer_costs, nearest
 from bridge.quantize.float_model import FloatModel
+from bridge.quantize.settings import Calibration
 from tests.conftest import CHECKPOINT
 from tests.support.tiny_models import save_model
 
