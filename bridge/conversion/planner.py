@@ -167,9 +167,7 @@ def make_plan(
     metadata["general.file_type"] = GGUFValue(_file_type(options, tensors), GGUFValueType.UINT32)
     notes = [*ckpt.notes, *outline.notes]
     if any(t.type == "Q2_0" for t in tensors) and options.uses_q2_0 is None:
-        notes.append(
-            f"llama.cpp has Q2_0 since build {Q2_0_SINCE} (July 2026): earlier ones cannot load this file"
-        )
+        notes.append(f"llama.cpp has Q2_0 since build {Q2_0_SINCE} (July 2026): earlier ones cannot load this file")
     if outline.unused:
         notes.append(f"not needed in GGUF and left out: {', '.join(outline.unused)}")
     return Plan(
@@ -198,9 +196,7 @@ def tensors_to_write(ckpt: Checkpoint, plan: Plan) -> list[PlannedTensor]:
             values = np.array([s[key] for s in scales if key in s], np.float32)
             if len(values) == count and (key != "scale" or (values != 1).any()):
                 name = f"{tensor.name.removesuffix('.weight')}.{key}"
-                found.append(
-                    PlannedTensor(name, (count,), data=values, origin="scale", type="F32", quantizable=False)
-                )
+                found.append(PlannedTensor(name, (count,), data=values, origin="scale", type="F32", quantizable=False))
     return found
 
 
@@ -208,7 +204,11 @@ def holds(tensor: PlannedTensor, fidelity: Fidelity | None) -> bool:
     """Whether a converted tensor adds no more than the plan lets it, and has kept the codes that it was to carry."""
     if tensor.limit is None or fidelity is None or "calibrated" in tensor.how:
         return True
-    lost = must_carry(tensor.limit) and fidelity.kept < fidelity.weights and not (fidelity.kept and TYPES[tensor.type].clips)
+    lost = (
+        must_carry(tensor.limit)
+        and fidelity.kept < fidelity.weights
+        and not (fidelity.kept and TYPES[tensor.type].clips)
+    )
     return fidelity.share <= tensor.limit and not lost
 
 

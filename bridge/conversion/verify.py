@@ -17,7 +17,6 @@ import numpy as np
 
 from bridge.blocks import NEWER
 from bridge.checkpoint.by_name import open_by_name
-from bridge.conversion.converter import Progress
 from bridge.conversion.part_reader import PartReader
 from bridge.conversion.planner import outline_of
 from bridge.conversion.recipe import block_type
@@ -27,6 +26,7 @@ from bridge.gguf_file.shards import shards
 from bridge.models.outline import FROM_TEMPLATE, PlannedTensor
 from bridge.runtime.cpu import dequantize
 from bridge.system.files import missing
+from bridge.system.progress import Progress
 from bridge.system.text import percent
 
 if TYPE_CHECKING:

@@ -14,7 +14,6 @@ from typing import Any, Literal
 import numpy as np
 from gguf.gguf_writer import GGUFValue
 
-
 # where a tensor comes from; "scale": what multiplies a tensor of NVFP4, a tensor of its own
 Origin = Literal["checkpoint", "config", "template", "scale"]
 CHANGES = ("transposed", "conv1d", "squeezed", "+1", "-exp")

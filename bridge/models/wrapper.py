@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
-from bridge.models.outline import Fold, Outline, Part, OutlineTensor
+from bridge.models.outline import Fold, Outline, OutlineTensor, Part
 
 TEXT_PREFIXES = (("model.language_model.", "model."), ("language_model.model.", "model."), ("language_model.", ""))
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")

@@ -87,6 +87,15 @@ class Calibration:
             if not getattr(self, name) >= least:
                 raise BridgeError(f"{parameter(name, getattr(self, name))}: must be at least {least}")
 
+    def check_gguf(self) -> None:
+        """BridgeError where layers cannot be quantized like this for a GGUF."""
+        if self.method == "awq":
+            given = parameter("method", "awq")
+            raise BridgeError(f"{given}: AWQ's scales belong to a checkpoint; choose gptaq or gptq for a GGUF")
+        if self.act_order == "free":
+            given = parameter("act_order", "free")
+            raise BridgeError(f"{given}: a GGUF has no column permutation; choose fixed, static or none")
+
     @property
     def cross(self) -> bool:
         """Whether the float model's inputs are needed too."""
