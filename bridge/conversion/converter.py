@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from bridge.blocks import TYPES
 from bridge.checkpoint import Checkpoint
 from bridge.checkpoint.by_name import open_by_name
 from bridge.conversion.calibrate_plan import Calibration, quantize_planned
@@ -217,7 +218,7 @@ def _beyond(tensor: PlannedTensor, report: TensorReport) -> bool:
 
     if tensor.limit is None or report.fidelity is None or report.how == CALIBRATED:
         return False
-    lost = report.how == REQUANTIZED or (report.how == PARTLY and report.type != "Q8_0")
+    lost = report.how == REQUANTIZED or (report.how == PARTLY and not TYPES[report.type].clips)
     return report.fidelity.share > tensor.limit or (lost and must_keep(tensor.limit))
 
 

@@ -104,8 +104,7 @@ def _first_within(
         try:
             share = _share(samples, block, mapped)
             near = limit / near_by < share <= near_by * limit
-            # Q8_0 clips what leaves it
-            fits = block is Q8_0 or mapped is not carry_part or all(_fits_any(t, block) for t, _ in samples)
+            fits = block.clips or mapped is not carry_part or all(_fits_any(t, block) for t, _ in samples)
             if near or (share <= limit and not fits):
                 share = _share(look(False), block, mapped)
         except CannotCarryError:
@@ -135,7 +134,7 @@ def carriers(tensors: Sequence[CodedTensor], special: Sequence[BlockType] = ()) 
     """The types that `auto` tries for codes, in its order, as far as shapes tell that they can hold all of these."""
     wide = any(t.bits >= 7 for t in tensors)
     tried: set[tuple[int, ...]] = set()
-    usual = sorted(BLOCKS.values(), key=lambda b: b is not Q8_0 if wide else not b.is_k)
+    usual = sorted(BLOCKS.values(), key=lambda b: not b.last_resort if wide else not b.is_k)
     for block in (*special, *usual):
         grid = (block.sub, block.zero, block.scale_hi, block.min_hi, block.dmin_at)
         if (block.is_k and grid in tried) or any(why_not(t, block) for t in tensors):
@@ -147,7 +146,7 @@ def carriers(tensors: Sequence[CodedTensor], special: Sequence[BlockType] = ()) 
 def requantizers(columns: int) -> list[BlockType]:
     """The types that weights are requantized to, the smallest first, Q8_0 last."""
     k_quants = columns % 256 == 0
-    fitting = [b for b in BLOCKS.values() if b is not Q8_0 and columns % b.size == 0 and b.is_k == k_quants]
+    fitting = [b for b in BLOCKS.values() if not b.last_resort and columns % b.size == 0 and b.is_k == k_quants]
     return [*fitting, Q8_0]
 
 
