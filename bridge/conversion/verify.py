@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import gguf
 import numpy as np
 
-from bridge.blocks import NEWER
+from bridge.blocks import NEWER, TYPES
 from bridge.checkpoint.by_name import open_by_name
 from bridge.conversion.part_reader import PartReader
 from bridge.conversion.planner import outline_of
@@ -86,7 +86,7 @@ def failures(report: Report, max_share: float | None = None, max_nmse: float = M
         if f is None:
             continue
         allowed = MAX_SHARE if max_share is None else max_share
-        last_resort = max_share is None and t.type == "Q8_0" and f.nmse <= max_nmse
+        last_resort = max_share is None and t.type in TYPES and TYPES[t.type].last_resort and f.nmse <= max_nmse
         if t.codes_missing:
             lines.append(
                 f"{t.name}: {percent(t.codes_missing / f.weights)} of its codes are not the checkpoint's, though "
@@ -256,6 +256,6 @@ def _codes_kept(t: CodedTensor, stored: _Stored, at: int) -> tuple[int, int]:
         kept += int(same.sum())
         if exact:
             fits = (codes.min(-1) >= 0) & (codes.max(-1) < block.levels)
-            exact = bool(fits.all()) or block.name == "Q8_0"
+            exact = bool(fits.all()) or block.clips
             missing += int((~same[fits]).sum())
     return kept, missing if exact else 0

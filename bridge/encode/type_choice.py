@@ -106,8 +106,7 @@ def _first_within(
         try:
             share = _share(samples, block, mapped)
             near = limit / within < share <= within * limit
-            # Q8_0 clips what leaves it
-            fits = block is Q8_0 or mapped is not carry_part or all(_fits_any(t, block) for t, _ in samples)
+            fits = block.clips or mapped is not carry_part or all(_fits_any(t, block) for t, _ in samples)
             if near or (share <= limit and not fits):
                 share = _share(read_parts(False), block, mapped)
         except CannotCarryError:
@@ -137,7 +136,7 @@ def carriers(tensors: Sequence[CodedTensor], extra_types: Sequence[BlockType] = 
     """The types that `auto` tries for codes, in its order, as far as shapes tell that they can hold all of these."""
     wide = any(t.bits >= 7 for t in tensors)
     tried: set[tuple[int, ...]] = set()
-    usual = sorted(BLOCKS.values(), key=lambda b: b is not Q8_0 if wide else not b.is_k)
+    usual = sorted(BLOCKS.values(), key=lambda b: not b.last_resort if wide else not b.is_k)
     for block in (*extra_types, *usual):
         grid = (block.sub, block.zero, block.scale_hi, block.min_hi, block.dmin_at)
         if (block.is_k and grid in tried) or any(why_not(t, block) for t in tensors):
@@ -149,7 +148,7 @@ def carriers(tensors: Sequence[CodedTensor], extra_types: Sequence[BlockType] = 
 def requantizers(columns: int) -> list[BlockType]:
     """The types that weights are requantized to, the smallest first, Q8_0 last."""
     k_quants = columns % 256 == 0
-    fitting = [b for b in BLOCKS.values() if b is not Q8_0 and columns % b.size == 0 and b.is_k == k_quants]
+    fitting = [b for b in BLOCKS.values() if not b.last_resort and columns % b.size == 0 and b.is_k == k_quants]
     return [*fitting, Q8_0]
 
 
@@ -261,7 +260,7 @@ def _why_requantized(t: CodedTensor, block: BlockType) -> str:
         return reason
     if block.zero and isinstance(t, GroupedTensor) and fractional(t.zeros):
         return f"{block.name} has no place for fractional zero points"
-    if not (block is Q8_0 or _fits_any(t, block)):
+    if not (block.clips or _fits_any(t, block)):
         return f"codes less their zero points do not fit in {block.name}'s {block.levels} codes"
     return f"{block.name} comes closer to the weights with other codes"
 
