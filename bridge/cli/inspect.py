@@ -7,10 +7,8 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import Any
 
 import gguf
-import numpy as np
 
 from bridge.checkpoint import Checkpoint, GroupedTensor, counted, lattice_notes
 from bridge.checkpoint.by_name import open_by_name
@@ -24,9 +22,8 @@ from bridge.conversion.part_reader import Source
 from bridge.conversion.plan import Plan
 from bridge.conversion.planner import make_plan
 from bridge.conversion.recipe import Recipe
-from bridge.conversion.verify import read_gguf
 from bridge.errors import BridgeError, shortened
-from bridge.gguf_file.shards import shards
+from bridge.gguf_file.reader import StoredTensor, read_gguf
 from bridge.models.outline import AS_IT_IS, FROM_TEMPLATE, PlannedTensor, number
 from bridge.system.text import align, size_text, summarise_notes
 
@@ -165,32 +162,28 @@ def plan_table(plan: Plan) -> list[str]:
 
 
 def _describe_gguf(path: Path) -> list[str]:
-    files = shards(path)
-    readers = [read_gguf(file) for file in files]
-    keys = readers[0].fields
-
-    def value(key: str) -> Any:
-        return keys[key].contents() if key in keys else None
-
-    arch = value("general.architecture")
-    tensors = [t for reader in readers for t in reader.tensors]
-    weights = sum(int(np.prod(t.shape)) for t in tensors)
-    nbytes = sum(int(t.n_bytes) for t in tensors)
-    lines = [
-        f"{path}: {size_text(sum(f.stat().st_size for f in files))} in {len(files)} file{'s' * (len(files) != 1)}",
+    file = read_gguf(path)
+    value, arch = file.metadata.get, file.metadata.get("general.architecture")
+    tokens = value("tokenizer.ggml.tokens")
+    size = sum(f.stat().st_size for f in file.files)
+    types: dict[str, list[StoredTensor]] = {"": list(file.tensors.values())}
+    for tensor in types[""]:
+        types.setdefault(tensor.type, []).append(tensor)
+    sums = {
+        name: (len(members), sum(math.prod(t.shape) for t in members), sum(t.raw.size for t in members))
+        for name, members in types.items()
+    }
+    count, weights, nbytes = sums.pop("")
+    rows: list[tuple[str, ...]] = [("type", "tensors", "weights (M)", "bytes (MB)", "bpw")]
+    for name, (n, w, b) in sorted(sums.items(), key=lambda item: -item[1][2]):
+        rows.append((name, str(n), f"{w / 1e6:.2f}", f"{b / 1e6:.2f}", f"{8 * b / w:.2f}"))
+    return [
+        f"{path}: {size_text(size)} in {len(file.files)} file{'s' * (len(file.files) != 1)}",
         f"name            {value('general.name')}",
         f"architecture    {arch}, {value(f'{arch}.block_count')} layers, context {value(f'{arch}.context_length')}",
         f"tokenizer       {value('tokenizer.ggml.model')}, pre {value('tokenizer.ggml.pre')}, "
-        f"{len(value('tokenizer.ggml.tokens') or ())} tokens",
-        f"weights         {weights / 1e6:.1f} M in {len(tensors)} tensors, {8 * nbytes / max(weights, 1):.2f} bpw",
+        f"{len(tokens) if isinstance(tokens, list) else 0} tokens",
+        f"weights         {weights / 1e6:.1f} M in {count} tensors, {8 * nbytes / max(weights, 1):.2f} bpw",
         "",
+        *align(rows, left=(True, False, False, False, False)),
     ]
-    rows: list[tuple[str, ...]] = [("type", "tensors", "weights (M)", "bytes (MB)", "bpw")]
-    types: dict[str, list[Any]] = {}
-    for t in tensors:
-        types.setdefault(t.tensor_type.name, []).append(t)
-    for name, members in sorted(types.items(), key=lambda item: -sum(int(t.n_bytes) for t in item[1])):
-        count = sum(int(np.prod(t.shape)) for t in members)
-        size = sum(int(t.n_bytes) for t in members)
-        rows.append((name, str(len(members)), f"{count / 1e6:.2f}", f"{size / 1e6:.2f}", f"{8 * size / count:.2f}"))
-    return [*lines, *align(rows, left=(True, False, False, False, False))]

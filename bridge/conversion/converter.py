@@ -27,7 +27,7 @@ from bridge.conversion.recipe import Recipe
 from bridge.conversion.report import CALIBRATED, PARTLY, REQUANTIZED, Report, TensorReport, beyond_auto
 from bridge.conversion.size_budget import Budget, within_budget
 from bridge.errors import BridgeError
-from bridge.gguf_file.shards import shards
+from bridge.gguf_file.reader import shards
 from bridge.models.outline import PlannedTensor
 from bridge.system.files import check_target, read_json, write_text
 from bridge.system.text import percent
