@@ -7,10 +7,8 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import Any
 
 import gguf
-import numpy as np
 
 from bridge.checkpoint import Checkpoint, GroupedTensor, counted, lattice_notes
 from bridge.checkpoint.by_name import open_by_name
@@ -20,14 +18,13 @@ from bridge.checkpoint.formats.scaled_floats import FLOAT8
 from bridge.checkpoint.trellis_floats import DecodedTensor
 from bridge.conversion.gguf_writer import shards_of
 from bridge.conversion.importance import Importance
+from bridge.conversion.options import PlanOptions
 from bridge.conversion.part_reader import PartReader
-from bridge.conversion.plan import Plan
+from bridge.conversion.plan import Plan, PlannedTensor
 from bridge.conversion.planner import make_plan
-from bridge.conversion.recipe import Recipe
-from bridge.conversion.verify import read_gguf
 from bridge.errors import BridgeError, shortened
-from bridge.gguf_file.shards import shards
-from bridge.models.outline import AS_IT_IS, FROM_TEMPLATE, PlannedTensor, number
+from bridge.gguf_file.reader import StoredTensor, read_gguf
+from bridge.models.outline import number
 from bridge.system.text import align, size_text, summarise_notes
 
 
@@ -55,7 +52,7 @@ def _describe_checkpoint(ckpt: Checkpoint, template: str | Path | None) -> list[
         f"the data says   {_data_says(ckpt, scattered)}",
     ]
     try:
-        plan = make_plan(ckpt, Recipe(), Importance({}), template=template)
+        plan = make_plan(ckpt, PlanOptions(template=template), Importance({}))
         table, notes = _table(ckpt, plan)
     except BridgeError as problem:
         return [*lines, *(f"note: {note}" for note in summarise_notes(ckpt.notes)), f"convert would stop: {problem}"]
@@ -94,7 +91,7 @@ def _claims(ckpt: Checkpoint, plan: Plan, scattered: int) -> list[str]:
         wrong.append("the label says act-order, but all groups are consecutive")
     if scattered and not ckpt.quant.desc_act:
         wrong.append(f"the label says no act-order, but {scattered} modules have it")
-    for part in (part for tensor in plan.tensors if tensor.reason != AS_IT_IS for part in tensor.parts):
+    for part in (part for tensor in plan.tensors if tensor.quantizable for part in tensor.parts):
         floats = part.source in ckpt.tensors and part.source not in ckpt.reader.floats
         if floats and ckpt.reader.claimed(part.module):
             stored = ckpt.stored_as(part.source)
@@ -104,7 +101,7 @@ def _claims(ckpt: Checkpoint, plan: Plan, scattered: int) -> list[str]:
 
 def _table(ckpt: Checkpoint, plan: Plan) -> tuple[list[str], list[str]]:
     """A row per kind of tensor, with what its first and its last are; and the readers' notes on those."""
-    source = PartReader(ckpt)
+    reader = PartReader(ckpt)
     kinds: dict[str, list[PlannedTensor]] = {}
     for tensor in plan.tensors:
         if len(tensor.shape) > 1:
@@ -112,10 +109,10 @@ def _table(ckpt: Checkpoint, plan: Plan) -> tuple[list[str], list[str]]:
     rows: list[tuple[str, ...]] = [("tensors", "", "shape", "arrives as", "zero points", "convert makes it", "")]
     notes: list[str] = []
     for kind, members in kinds.items():
-        ends = [_arrival(source, tensor, notes) for tensor in dict.fromkeys((members[0], members[-1]))]
+        ends = [_arrival(reader, tensor, notes) for tensor in dict.fromkeys((members[0], members[-1]))]
         cells = [list(cell) for cell in zip(*ends, strict=True)]
-        coded = [t for t in members if any(source.coded(part) for part in t.parts) and t.reason != AS_IT_IS]
-        cells += [[str(t.type) for t in members], [t.reason for t in coded]]
+        coded = [t for t in members if any(reader.coded(part) for part in t.parts) and t.quantizable]
+        cells += [[t.type for t in members], [t.reason for t in coded]]
         rows.append((kind, str(len(members)), *(" / ".join(dict.fromkeys(cell)) for cell in cells)))
     return align(rows, left=(True, False, True, True, True, True, True)), notes
 
@@ -124,11 +121,11 @@ def _arrival(reader: PartReader, tensor: PlannedTensor, notes: list[str]) -> tup
     """Shape, form and zero points of a tensor in the checkpoint."""
     shape = "x".join(map(str, tensor.shape))
     if not tensor.parts:
-        return shape, "taken from the template" if tensor.reason == FROM_TEMPLATE else tensor.reason, ""
-    part = next((part for part in tensor.parts if source.coded(part)), tensor.parts[0])  # of experts, the first
-    if not source.coded(part):
-        return shape, source.stored_as(part), ""
-    t = source.sample(part)
+        return shape, "taken from the template" if tensor.origin == "template" else tensor.reason, ""
+    part = next((part for part in tensor.parts if reader.coded(part)), tensor.parts[0])  # of experts, the first
+    if not reader.coded(part):
+        return shape, reader.stored_as(part), ""
+    t = reader.sample(part)
     notes += t.notes
     if isinstance(t, DecodedTensor):
         return shape, f"trellis codes of {t.bits} bits", ""
@@ -149,7 +146,7 @@ def plan_table(plan: Plan) -> list[str]:
     groups: dict[tuple[str, str, str], list[PlannedTensor]] = {}
     for t in plan.tensors:
         kind = t.kind if len(t.shape) > 1 else "norms, biases and other vectors"
-        groups.setdefault((kind, str(t.type), t.reason), []).append(t)
+        groups.setdefault((kind, t.type, t.reason), []).append(t)
     for (kind, type_, reason), members in groups.items():
         shapes = dict.fromkeys("x".join(map(str, t.shape)) for t in members)
         size, nbytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[type_]]
@@ -165,32 +162,28 @@ def plan_table(plan: Plan) -> list[str]:
 
 
 def _describe_gguf(path: Path) -> list[str]:
-    files = shards(path)
-    readers = [read_gguf(file) for file in files]
-    keys = readers[0].fields
-
-    def value(key: str) -> Any:
-        return keys[key].contents() if key in keys else None
-
-    arch = value("general.architecture")
-    tensors = [t for reader in readers for t in reader.tensors]
-    weights = sum(int(np.prod(t.shape)) for t in tensors)
-    nbytes = sum(int(t.n_bytes) for t in tensors)
-    lines = [
-        f"{path}: {size_text(sum(f.stat().st_size for f in files))} in {len(files)} file{'s' * (len(files) != 1)}",
+    file = read_gguf(path)
+    value, arch = file.metadata.get, file.metadata.get("general.architecture")
+    tokens = value("tokenizer.ggml.tokens")
+    size = sum(f.stat().st_size for f in file.files)
+    types: dict[str, list[StoredTensor]] = {"": list(file.tensors.values())}
+    for tensor in types[""]:
+        types.setdefault(tensor.type, []).append(tensor)
+    sums = {
+        name: (len(members), sum(math.prod(t.shape) for t in members), sum(t.raw.size for t in members))
+        for name, members in types.items()
+    }
+    count, weights, nbytes = sums.pop("")
+    rows: list[tuple[str, ...]] = [("type", "tensors", "weights (M)", "bytes (MB)", "bpw")]
+    for name, (n, w, b) in sorted(sums.items(), key=lambda item: -item[1][2]):
+        rows.append((name, str(n), f"{w / 1e6:.2f}", f"{b / 1e6:.2f}", f"{8 * b / w:.2f}"))
+    return [
+        f"{path}: {size_text(size)} in {len(file.files)} file{'s' * (len(file.files) != 1)}",
         f"name            {value('general.name')}",
         f"architecture    {arch}, {value(f'{arch}.block_count')} layers, context {value(f'{arch}.context_length')}",
         f"tokenizer       {value('tokenizer.ggml.model')}, pre {value('tokenizer.ggml.pre')}, "
-        f"{len(value('tokenizer.ggml.tokens') or ())} tokens",
-        f"weights         {weights / 1e6:.1f} M in {len(tensors)} tensors, {8 * nbytes / max(weights, 1):.2f} bpw",
+        f"{len(tokens) if isinstance(tokens, list) else 0} tokens",
+        f"weights         {weights / 1e6:.1f} M in {count} tensors, {8 * nbytes / max(weights, 1):.2f} bpw",
         "",
+        *align(rows, left=(True, False, False, False, False)),
     ]
-    rows: list[tuple[str, ...]] = [("type", "tensors", "weights (M)", "bytes (MB)", "bpw")]
-    types: dict[str, list[Any]] = {}
-    for t in tensors:
-        types.setdefault(t.tensor_type.name, []).append(t)
-    for name, members in sorted(types.items(), key=lambda item: -sum(int(t.n_bytes) for t in item[1])):
-        count = sum(int(np.prod(t.shape)) for t in members)
-        size = sum(int(t.n_bytes) for t in members)
-        rows.append((name, str(len(members)), f"{count / 1e6:.2f}", f"{size / 1e6:.2f}", f"{8 * size / count:.2f}"))
-    return [*lines, *align(rows, left=(True, False, False, False, False))]

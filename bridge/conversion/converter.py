@@ -27,7 +27,7 @@ from bridge.conversion.planner import Planner, holds, make_plan, tensors_to_writ
 from bridge.conversion.report import Report, TensorReport, beyond_auto
 from bridge.conversion.size_budget import within_budget
 from bridge.errors import BridgeError
-from bridge.gguf_file.shards import shards
+from bridge.gguf_file.reader import shards
 from bridge.system.files import check_target, read_json, write_text
 from bridge.system.progress import Progress
 from bridge.system.text import percent
@@ -42,8 +42,8 @@ def convert(
 ) -> Report:
     """Convert a quantized checkpoint to a GGUF file, carrying its integer codes.
 
-    checkpoint  a folder in Hugging Face layout, a Hub id to download (org/name, org/name@branch), or a .pt; with a plan,
-                the plan's if not given
+    checkpoint  a folder in Hugging Face layout, a Hub id to download (org/name, org/name@branch), or a .pt; the plan's
+                where a plan is given without one
     out         the GGUF to write; default: the checkpoint's name and the type, in the current folder
     progress    called with the bytes of the checkpoint that are done, of how many, and the tensor just written
     options     fields of `bridge.conversion.options.ConvertOptions`, such as type="Q4_K", template="model-f16.gguf",
@@ -88,7 +88,8 @@ def convert_as(
         else:
             plan = _completed(Planner(ckpt, options, importance, given))
         planner = Planner(ckpt, options, importance, plan, calibrated=options.calibrate is not None)
-        layers, notes = None, []
+        layers = None
+        notes: list[str] = []
         if options.budget is not None:
             assert options.calibrate is not None
             plan = within_budget(plan, planner, options.calibrate, options.budget)
@@ -134,7 +135,7 @@ def _completed(planner: Planner) -> Plan:
 def _written(
     executor: Executor, output: GGUFOutput, planner: Planner | None, progress: Progress | None
 ) -> Iterator[TensorReport]:
-    """Makes and writes an output's tensors; a type that does not hold is chosen again by the planner, if there is one."""
+    """Makes and writes an output's tensors; the planner, if there is one, chooses types that do not hold again."""
     done = 0
     total = sum(executor.reader.nbytes(t) for t in output.tensors)
     if progress:

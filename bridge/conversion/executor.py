@@ -175,7 +175,8 @@ class Executor:
         """A tensor's parts as F32, F16 or BF16; codes are dequantized."""
         chunks: list[np.ndarray] = []
         coded: Fidelity | None = None
-        stored, notes = None, []
+        stored: str | None = None
+        notes: list[str] = []
         for part, how in zip(tensor.parts, tensor.how, strict=True):
             if how == "as it came":
                 chunks += [as_float(x, tensor.type, tensor.name) for x in self.reader.floats(part)]

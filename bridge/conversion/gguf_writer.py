@@ -1,8 +1,8 @@
 """The GGUF on its way to disk: streamed tensor by tensor, and never half-written under its final name.
 
-The plan has every type, so `gguf.GGUFWriter` writes a file's head first, then the data as it comes; of a split model one
-shard after another, each a file of its own. Types and offsets have fixed sizes in the head: where a type is chosen again
-late, the table of tensors is written once more when the file is finished.
+The plan has every type, so `gguf.GGUFWriter` writes a file's head first, then the data as it comes; of a split model
+one shard after another, each a file of its own. Types and offsets have fixed sizes in the head: where a type is chosen
+again late, the table of tensors is written once more when the file is finished.
 
 Everything happens in a temporary folder beside the target (see `held`); `finish` syncs and renames. What has been
 written goes to disk meanwhile, on a thread of its own, so that little is left to wait for.

@@ -176,7 +176,7 @@ def _how(entry: dict[str, Any], parts: int) -> tuple[How, ...]:
     """What happens to each part; () where the type is another than the one that was planned."""
     if entry.get("planned_type") != entry["type"]:
         return ()
-    found = [entry["how"]] * parts if isinstance(entry["how"], str) else list(entry["how"])
+    found: list[Any] = [entry["how"]] * parts if isinstance(entry["how"], str) else list(entry["how"])
     if len(found) != parts or not set(found) <= _EXECUTED:
         raise ValueError(f"how is {entry['how']!r}, not one of {', '.join(sorted(_EXECUTED))} for each part")
     return tuple(found)

@@ -1,5 +1,5 @@
-"""Makes plans: a family's or a template's outline, with the checkpoint's data looked at, every type chosen, and for every
-part what happens to it.
+"""Makes plans: a family's or a template's outline, with the checkpoint's data looked at, every type chosen, and what
+happens to every part.
 
 Both are judged by sampled rows where those tell, else by all rows. A type is confirmed when the whole tensor has been
 converted (`holds`), and chosen again on all rows where it does not hold.
@@ -338,7 +338,7 @@ class Planner:
 
     def _extra_types(self, tensor: ModelTensor, mode: str) -> list[BlockType]:
         """The types beyond BLOCKS that the tensor may become, the smallest first."""
-        known = self.recipe.uses_q2_0
+        known = self.options.uses_q2_0
         q2_0 = [Q2_0] if known or (known is None and mode == "exact") else []
         fp4 = (
             [MXFP4, *([NVFP4] if self._holds_nvfp4(tensor) else [])]

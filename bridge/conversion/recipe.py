@@ -75,10 +75,10 @@ class Recipe:
     type: str = option(
         "auto",
         "auto: the smallest K-quant (Q8_0 for 8 bits) that carries the codes and adds under "
-        f"{CARRIED_LIMIT:.0%} of the checkpoint's own quantization noise, or where no type does, the smallest that adds "
-        f"under {REQUANTIZED_LIMIT:.0%}, Q8_0 at worst; exact: the smallest bit-exact type, auto's where there is none; a "
-        f"block type ({', '.join(TYPES)}); or a llama.cpp preset (Q4_K_M, Q3_K_L, ...): its mixture for tensors that "
-        "arrive as floats, and an upper bound for those that arrive as codes",
+        f"{CARRIED_LIMIT:.0%} of the checkpoint's own quantization noise, or where no type does, the smallest that "
+        f"adds under {REQUANTIZED_LIMIT:.0%}, Q8_0 at worst; exact: the smallest bit-exact type, auto's where there is "
+        f"none; a block type ({', '.join(TYPES)}); or a llama.cpp preset (Q4_K_M, Q3_K_L, ...): its mixture for "
+        "tensors that arrive as floats, and an upper bound for those that arrive as codes",
         metavar="TYPE",
     )
     output_type: str | None = option(

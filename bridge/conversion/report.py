@@ -92,7 +92,7 @@ def carried_outcome(fidelity: Fidelity) -> str:
 
 
 def lost_codes(tensor: str, reasons: Sequence[str], fidelity: Fidelity) -> list[str]:
-    """Why a tensor could not keep all its codes: a line for each reason; `reasons`: of each part, empty where it did."""
+    """Why a tensor could not keep all its codes, a line for each reason; `reasons`: of each part, "" where it did."""
     of = f" of its {len(reasons)} parts: " if len(reasons) > 1 else ""
     kept = f"{percent(fidelity.kept / fidelity.weights, 4)} of its codes kept" if fidelity.kept else "codes not kept"
     adds = f"adds {percent(fidelity.share)} of the checkpoint's noise"

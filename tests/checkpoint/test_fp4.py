@@ -391,5 +391,5 @@ def test_a_damaged_scale_beside_nvfp4_is_refused(tmp_path, small_model):
     at = data.index(name) + len(name) + 4  # then its one dimension
     assert int.from_bytes(data[at : at + 8], "little") == 1
     (tmp_path / "m.gguf").write_bytes(data[:at] + (2).to_bytes(8, "little") + data[at + 8 :])
-    with pytest.raises(BridgeError, match=r"blk\.0\.ffn_up\.scale is F32 \[2\], no scale of blk\.0\.ffn_up\.weight"):
+    with pytest.raises(BridgeError, match=r"blk\.0\.ffn_up\.scale is F32 \[2\], not a scale of blk\.0\.ffn_up\.weight"):
         bridge.open_gguf(tmp_path / "m.gguf")
