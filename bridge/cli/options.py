@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import argparse
 import re
+from collections.abc import Sequence
+from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import Any
 
 from bridge.blocks import TYPES
 from bridge.errors import BridgeError
+from bridge.system.options import Flag
 
 
 def add_config(p: argparse.ArgumentParser) -> None:
@@ -233,3 +236,34 @@ def _size(text: str) -> int:
     if not match or not float(match[1]):
         raise argparse.ArgumentTypeError(f"{text!r} is not a size such as 4G or 500M")
     return int(float(match[1]) * 1000 ** ("KMGT".index(match[2]) + 1 if match[2] else 0))
+
+
+def add_options(to: Any, settings: type, names: Sequence[str] | None = None) -> None:
+    """Add a flag to a parser or group for each field of a dataclass that `option` made, or for those in `names`.
+
+    A field whose default is () may be given several times; numbers are parsed as their default's type.
+    """
+    for f in fields(settings):
+        flag: Flag | None = f.metadata.get("flag")
+        if flag is None or (names is not None and f.name not in names):
+            continue
+        how: dict[str, Any] = {"dest": f.name, "default": argparse.SUPPRESS}
+        if f.default is False:
+            how["action"] = "store_true"
+        else:
+            number = type(f.default) if isinstance(f.default, int | float) else None
+            how |= {"metavar": flag.metavar, "type": flag.parse or number or str, "choices": flag.choices}
+        if f.default == ():
+            how["action"] = "append"
+        shown = f"{f.default:g}" if isinstance(f.default, float) else str(f.default)
+        unset = f.default in (None, MISSING, "", ()) or f.default is False
+        default = flag.default if flag.default is not None else "" if unset else shown
+        help = f"{flag.help} (default: {default})" if default else flag.help
+        spelled = flag.flag or "--" + f.name.replace("_", "-")
+        to.add_argument(*spelled.split(), help=help.replace("%", "%%"), **how)
+
+
+def given(namespace: argparse.Namespace, settings: type) -> dict[str, Any]:
+    """The values that the command line gave for fields of a dataclass, by the fields' names."""
+    names = [f.name for f in fields(settings) if "flag" in f.metadata and hasattr(namespace, f.name)]
+    return {name: getattr(namespace, name) for name in names}
