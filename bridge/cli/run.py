@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from bridge.cli.options import add_options, given
 from bridge.errors import BridgeError
+from bridge.runtime.sampling import Sampling
 
 
 def _as_it_is(a: argparse.Namespace) -> Path:
@@ -58,45 +59,17 @@ def _take_checkpoints(p: argparse.ArgumentParser, converted: Callable[[argparse.
 
 def _add_sampling(p: argparse.ArgumentParser) -> None:
     """The options of a reply; `_reply_options` reads them."""
-    p.add_argument("-n", "--max-tokens", type=int, default=256, metavar="N", help="tokens at most (default 256)")
-    p.add_argument("--temp", type=float, default=0.8, metavar="T", help="temperature (default 0.8); 0 is greedy")
-    p.add_argument("--top-k", type=int, default=40, metavar="K", help="of the K most likely tokens (default 40)")
-    p.add_argument("--top-p", type=float, default=0.95, metavar="P", help="of those that sum to P (default 0.95)")
-    p.add_argument("--min-p", type=float, default=0.05, metavar="P", help="P times as likely as the first (0.05)")
-    p.add_argument(
-        "--repeat-penalty", type=float, default=1.0, metavar="R",
-        help="divides positive logits of tokens seen lately, multiplies the others (default 1: none)",
-    )  # fmt: skip
-    p.add_argument(
-        "--repeat-last-n", type=int, default=64, metavar="N", help="tokens that count as seen lately (64); -1: all"
-    )
-    p.add_argument(
-        "--logit-bias", type=_bias, action="append", default=[], metavar="ID+B",
-        help="add to the logit of a token, as 15043+1, 15043-1.5 or 15043-inf; may be repeated",
-    )  # fmt: skip
+    p.add_argument("-n", "--max-tokens", type=int, default=256, metavar="N", help="tokens at most (default: 256)")
     p.add_argument(
         "--stop", action="append", default=[], metavar="TEXT",
-        help="a text that ends the reply and is not printed; may be repeated",
+        help="text that ends the reply and is not printed; may be repeated",
     )  # fmt: skip
-    p.add_argument("--seed", type=int, metavar="N", help="the same seed gives the same text")
-
-
-def _bias(text: str) -> tuple[int, float]:
-    """The token and what is added, of "15043-1.5"."""
-    token, added = re.fullmatch(r"(\d*)(.*)", text, re.DOTALL).groups()  # type: ignore[union-attr]
-    try:
-        return int(token), float(added if added[:1] in ("+", "-") else "")
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r}: a token's id and what is added, as 15043+1 or 15043-inf") from None
+    add_options(p, Sampling)
 
 
 def _reply_options(a: argparse.Namespace) -> dict[str, Any]:
-    """What `Model.generate` takes besides the prompt."""
-    return {
-        "max_tokens": a.max_tokens, "temperature": a.temp, "top_k": a.top_k, "top_p": a.top_p, "min_p": a.min_p,
-        "seed": a.seed, "stop": a.stop, "repeat_penalty": a.repeat_penalty, "repeat_last_n": a.repeat_last_n,
-        "logit_bias": dict(a.logit_bias),
-    }  # fmt: skip
+    """The arguments of `Model.generate` after the prompt."""
+    return {"max_tokens": a.max_tokens, "stop": a.stop, **given(a, Sampling)}
 
 
 def _parser(commands: Any, name: str, help: str, handler: Any) -> argparse.ArgumentParser:

@@ -21,7 +21,7 @@ class Flag(NamedTuple):
     """How the command line asks for a field.
 
     help     a noun phrase or an imperative that stands without the flag's name
-    flag     "--top-k"; None: made of the field's name
+    flag     "--top-k", or several with spaces between them; None: made of the field's name
     metavar  what stands for the value in the help; None for a switch
     parse    from text to the value, as argparse's `type`
     choices  the values that are possible, if they are few
