@@ -32,7 +32,7 @@ sys.path.insert(0, str(ROOT))
 from bridge.blocks import BLOCKS
 from bridge.conversion.converter import convert, plan_checkpoint
 from bridge.conversion.gguf_writer import file_bytes
-from bridge.conversion.size_budget import Budget
+from bridge.conversion.options import Budget
 from bridge.quantize.settings import Calibration
 from bridge.runtime.cpu import dequantize
 from scripts.peers import ggml, reference

@@ -9,7 +9,7 @@ from typing import Any
 import gguf
 
 import bridge
-from bridge.conversion.size_budget import Budget
+from bridge.conversion.options import Budget
 from bridge.conversion.to_checkpoint import quantize_checkpoint
 from bridge.quantize.settings import Calibration
 from bridge.runtime.perplexity import perplexity

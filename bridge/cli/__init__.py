@@ -15,8 +15,9 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import NoReturn
 
-from bridge.cli import bench, cache, convert, inspect, plan, plot, quantize, repack, run, verify
+from bridge.cli import bench, cache, convert, inspect, plan, quantize, repack, run, verify
 from bridge.cli.options import as_flag
+from bridge.cli.plot import command as plot
 from bridge.errors import BridgeError, shortened, spelled
 
 _DESCRIPTION = """\

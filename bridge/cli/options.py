@@ -1,7 +1,7 @@
 """Commands and their options: flags are made of the fields of the dataclasses that Python takes too.
 
-    add_options(parser, Sampling)            a flag for each field
-    Sampling(**given(namespace, Sampling))   with what was asked for; defaults and checks are the dataclass's
+add_options(parser, Sampling)            a flag for each field
+Sampling(**given(namespace, Sampling))   with what was asked for; defaults and checks are the dataclass's
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ def add_parser(commands: Any) -> None:
 
 def run(a: argparse.Namespace) -> int:
     """Make a plan, with a progress bar, and print it."""
-    from bridge.cli.inspect import plan_table
+    from bridge.cli.describe import plan_table
     from bridge.conversion.converter import plan_as
 
     with Bar("planning", unit=" tensors") as bar:

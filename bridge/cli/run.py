@@ -5,26 +5,18 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from bridge.cli.options import add_options, given
+from bridge.cli.options import add_options, command, given
 from bridge.errors import BridgeError
 from bridge.runtime.sampling import Sampling
 
 
-def _as_it_is(a: argparse.Namespace) -> Path:
-    return Path(a.model)
-
-
-def add_parsers(commands: Any, converted: Callable[[argparse.Namespace], Path] = _as_it_is) -> None:
-    """Add the commands to argparse's sub-parsers.
-
-    converted  the GGUF of a command's `model` and `config`; by default they are GGUFs
-    """
+def add_parser(commands: Any) -> None:
+    """Add the commands to argparse's sub-parsers."""
     p = _parser(commands, "run", "continue a text, or answer a question, with a GGUF or a checkpoint", run)
-    _take_checkpoints(p, converted)
+    _take_checkpoints(p)
     p.add_argument("-p", "--prompt", required=True, metavar="TEXT", help="the text; - reads it from standard input")
     p.add_argument("--chat", action="store_true", help="the text is a user's message, for the model's chat template")
     p.add_argument("--system", metavar="TEXT", help="with --chat: the system message")
@@ -36,7 +28,7 @@ def add_parsers(commands: Any, converted: Callable[[argparse.Namespace], Path] =
     p = _parser(
         commands, "chat", "talk with a GGUF or a checkpoint, line by line; /clear begins again, /exit ends", chat
     )
-    _take_checkpoints(p, converted)
+    _take_checkpoints(p)
     p.add_argument("--system", metavar="TEXT", help="the system message")
     _add_sampling(p)
     p = _parser(commands, "perplexity", "measure how well a GGUF predicts a text", perplexity)
@@ -47,14 +39,26 @@ def add_parsers(commands: Any, converted: Callable[[argparse.Namespace], Path] =
     p.add_argument("--length", type=int, default=256, metavar="N", help="tokens of a window (default 256)")
 
 
-def _take_checkpoints(p: argparse.ArgumentParser, converted: Callable[[argparse.Namespace], Path]) -> None:
-    """What runs may be a checkpoint too; `a.converted(a)` is the GGUF of either."""
+def _take_checkpoints(p: argparse.ArgumentParser) -> None:
+    """The model to run, which may be a checkpoint; `_converted` returns the GGUF of either."""
     p.add_argument(
         "model",
         help="the GGUF (its first shard), or a checkpoint, which is converted first: a folder, Hub id or .pt",
     )
     p.add_argument("--config", metavar="DIR", type=Path, help="folder with config.json and tokenizer, for a bare .pt")
-    p.set_defaults(converted=converted)
+
+
+def _converted(a: argparse.Namespace) -> Path:
+    """The GGUF that the command was given, or that is made of the checkpoint it was given."""
+    path = Path(a.model)
+    if path.suffix == ".gguf" or (path.is_file() and path.suffix != ".pt" and a.config is None):
+        return path
+    from bridge.conversion.cache import converted
+    from bridge.runtime.decoder_config import ARCHITECTURES
+    from bridge.system.progress import Bar
+
+    with Bar("converting") as bar:
+        return converted(a.model, a.config, ARCHITECTURES, bar)
 
 
 def _add_sampling(p: argparse.ArgumentParser) -> None:
@@ -73,8 +77,7 @@ def _reply_options(a: argparse.Namespace) -> dict[str, Any]:
 
 
 def _parser(commands: Any, name: str, help: str, handler: Any) -> argparse.ArgumentParser:
-    parser = commands.add_parser(name, help=help, description=help[0].upper() + help[1:] + ".")
-    parser.set_defaults(run=handler)
+    parser = command(commands, name, help, handler)
     parser.add_argument("--threads", type=int, metavar="N", help="CPU threads (default: the cores)")
     parser.add_argument("--context", type=int, metavar="N", help="tokens (default: the model's, at most 4096)")
     parser.add_argument("--kv", default="f16", choices=("f16", "q8_0", "f32"), help="type of keys and values")
@@ -82,7 +85,6 @@ def _parser(commands: Any, name: str, help: str, handler: Any) -> argparse.Argum
         "--precision", default="int8", choices=("int8", "f32"), help="of activations (default int8, as in llama.cpp)"
     )
     parser.add_argument("--device", default="cpu", help="cpu (default), cuda, cuda:1 ..., or auto: cuda if it can be")
-    parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
     return parser
 
 
@@ -102,7 +104,7 @@ def run(a: argparse.Namespace) -> int:
     text = _standard_input() if a.prompt == "-" else a.prompt
     if a.system is not None and not a.chat:
         raise BridgeError("--system is part of a conversation; give --chat too")
-    model = _load(a, a.converted(a), a.context)
+    model = _load(a, _converted(a), a.context)
     prompt = text
     if a.chat:
         system = [{"role": "system", "content": a.system}] if a.system is not None else []
@@ -146,7 +148,7 @@ def chat(a: argparse.Namespace) -> int:
     """Answer the lines of standard input, which are one conversation; the speeds go to standard error."""
     from bridge.cli.conversation import Conversation, lines
 
-    model = _load(a, a.converted(a), a.context)
+    model = _load(a, _converted(a), a.context)
     options = _reply_options(a)
     talk = Conversation(model, a.system)
     talk.check()

@@ -70,7 +70,8 @@ class TensorReport:
 
     def as_dict(self) -> dict[str, object]:
         """For JSON: the fields, with what the fidelity's sums amount to."""
-        row: dict[str, object] = {**asdict(self), "how": self.outcome, "bpw": 8 * self.nbytes / self.weights}
+        row: dict[str, object] = {**asdict(self), "bpw": 8 * self.nbytes / self.weights}
+        row["how"] = row.pop("outcome")
         if self.fidelity:
             row["fidelity"] = {
                 "nmse": self.fidelity.nmse,

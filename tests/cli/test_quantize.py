@@ -83,7 +83,7 @@ def test_a_calibrated_gguf_is_nearer_to_the_model_than_one_rounded_to_nearest(mo
     for name, calibrate in {"rtn": None, "gptq": settings(text)}.items():
         out = tmp_path / f"{name}.gguf"
         report = convert(model, out, type="Q3_K", calibrate=calibrate)
-        hows = {t.how for t in report.tensors if t.kind.startswith(("attn_q", "ffn_"))} - {"kept float"}
+        hows = {t.outcome for t in report.tensors if t.kind.startswith(("attn_q", "ffn_"))} - {"kept float"}
         assert (CALIBRATED in hows) == (name == "gptq")
         errors[name] = np.square(logits_of(out, model, tmp_path / name, tokens) - expected).mean()
         assert not out.with_name(f"{out.name}.layers").exists()
@@ -117,12 +117,12 @@ def test_the_experts_of_3d_tensors_are_quantized_as_those_that_stand_by_themselv
         folder = save_model(tmp_path / f"model-{original}", "Qwen3MoeConfig", original_format=original, **fields)
         report = convert(folder, tmp_path / f"{original}.gguf", type="Q8_0", calibrate=settings(text, sweeps=0))
         experts = [t for t in report.tensors if "_exps" in t.name]
-        assert [t.how for t in experts] == [CALIBRATED] * 3
+        assert [t.outcome for t in experts] == [CALIBRATED] * 3
         found.append({t.name: t.data for t in gguf.GGUFReader(tmp_path / f"{original}.gguf").tensors})
     assert all(np.array_equal(values, found[1][name]) for name, values in found[0].items())
     rtn = Calibration(None, method="rtn")
     report = convert(folder, tmp_path / "rtn.gguf", type="Q8_0", calibrate=rtn)
-    assert {t.how for t in report.tensors if "_exps" in t.name} == {FLOAT}
+    assert {t.outcome for t in report.tensors if "_exps" in t.name} == {FLOAT}
 
 
 def test_a_damaged_kept_layer_is_made_again(model, text, tmp_path) -> None:
@@ -135,7 +135,7 @@ def test_a_damaged_kept_layer_is_made_again(model, text, tmp_path) -> None:
         convert(model, out, type="Q4_K", calibrate=settings(text, progress=stop))
     file = next((tmp_path / "out.gguf.layers").glob("*.safetensors"))
     file.write_bytes(file.read_bytes()[:100])
-    assert {t.how for t in convert(model, out, type="Q4_K", calibrate=settings(text)).tensors} >= {CALIBRATED}
+    assert {t.outcome for t in convert(model, out, type="Q4_K", calibrate=settings(text)).tensors} >= {CALIBRATED}
 
 
 def test_codes_that_fit_are_carried_beside_layers_that_are_calibrated(text, tmp_path) -> None:
@@ -145,7 +145,7 @@ def test_codes_that_fit_are_carried_beside_layers_that_are_calibrated(text, tmp_
     report = convert(
         CHECKPOINT, tmp_path / "out.gguf", tensor_types=[("blk.0.ffn_up", "Q3_K")], calibrate=settings(text)
     )
-    hows = {t.name: t.how for t in report.tensors}
+    hows = {t.name: t.outcome for t in report.tensors}
     assert hows["blk.0.ffn_up.weight"] == CALIBRATED
     assert hows["blk.0.ffn_gate.weight"] == CARRIED
     assert "calibrated" in report.table()
@@ -220,7 +220,7 @@ def test_a_written_checkpoint_converts_with_all_its_codes(format, model, text, t
     assert main(["quantize", str(model), str(out), *arguments, "--sequence-length", "64", "--sweeps", "0"]) == 0
     assert "14 layers" in capsys.readouterr().out
     report = convert(out, tmp_path / "out.gguf")
-    assert {t.how for t in report.tensors if t.has_codes} == {CARRIED}
+    assert {t.outcome for t in report.tensors if t.has_codes} == {CARRIED}
     assert json.loads((out / "config.json").read_text())["quantization_config"]["bits"] == 4
 
 
@@ -234,7 +234,7 @@ def test_awq_scales_reach_the_norms_and_the_model_is_nearer_than_by_rounding(mod
         out = tmp_path / method
         assert main(["quantize", str(model), str(out), *options, "--sequence-length", "64", "--method", method]) == 0
         report = convert(out, tmp_path / f"{method}.gguf")
-        assert {t.how for t in report.tensors if t.has_codes} == {CARRIED}
+        assert {t.outcome for t in report.tensors if t.has_codes} == {CARRIED}
         errors[method] = np.square(
             predict(out_floats(out, tmp_path / f"{method}-f"), tokens) - predict(model, tokens)
         ).mean()
