@@ -17,7 +17,7 @@ from typing import NoReturn
 
 from bridge.cli import bench, cache, convert, inspect, plan, quantize, repack, run, verify
 from bridge.cli.options import as_flag
-from bridge.cli.plot import command as plot
+from bridge.cli.plot import command as plot_command
 from bridge.errors import BridgeError, shortened, spelled
 
 _DESCRIPTION = """\
@@ -106,6 +106,6 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND", title="commands")
-    for module in (convert, quantize, plan, verify, inspect, repack, run, bench, plot, cache):
+    for module in (convert, quantize, plan, verify, inspect, repack, run, bench, plot_command, cache):
         module.add_parser(commands)
     return parser

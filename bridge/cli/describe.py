@@ -21,7 +21,6 @@ from bridge.conversion.importance import Importance
 from bridge.conversion.options import PlanOptions
 from bridge.conversion.part_reader import PartReader
 from bridge.conversion.plan import Plan, PlannedTensor
-from bridge.conversion.planner import make_plan
 from bridge.errors import BridgeError, shortened
 from bridge.gguf_file.reader import StoredTensor, read_gguf
 from bridge.models.outline import number
@@ -51,6 +50,8 @@ def _describe_checkpoint(ckpt: Checkpoint, template: str | Path | None) -> list[
         f"the label says  {ckpt.quant.describe()}",
         f"the data says   {_data_says(ckpt, scattered)}",
     ]
+    from bridge.conversion.planner import make_plan  # loads Numba
+
     try:
         plan = make_plan(ckpt, PlanOptions(template=template), Importance({}))
         table, notes = _table(ckpt, plan)

@@ -52,7 +52,7 @@ def listing(outline: Outline, names: Sequence[str]) -> list[str]:
 
 
 def tensor_line(tensor: OutlineTensor, outline: Outline) -> str:
-    line = f"{tensor.name} {'x'.join(map(str, tensor.shape))} {tensor.fixed_type or "-"}"
+    line = f"{tensor.name} {'x'.join(map(str, tensor.shape))} {tensor.fixed_type or '-'}"
     if tensor.data is not None:
         return f"{line} = {' '.join(f'{value:g}' for value in tensor.data)}"
     optional = " if not zero" if tensor.source in outline.optional else ""

@@ -61,7 +61,7 @@ def test_tensors_are_named_shaped_and_ordered_as_llama_cpp_lists_them(folder: Pa
     assert {"token_embd", "output", "output_norm", "attn_norm", "attn_q", "ffn_down", "ffn_norm"} <= set(by_kind)
     assert by_kind["attn_q"].layer == 0
     assert by_kind["output"].layer is None
-    assert [kind for kind, tensor in by_kind.items() if tensor.type == "F32"] == [
+    assert [kind for kind, tensor in by_kind.items() if tensor.fixed_type == "F32"] == [
         "attn_norm", "ffn_norm", "output_norm",
     ]  # fmt: skip
     assert [(fold.consumer, fold.producers) for fold in outline.folds] == [
