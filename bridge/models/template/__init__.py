@@ -56,4 +56,4 @@ def describe_template(ckpt: Checkpoint, template: str | Path) -> Outline:
 
 def kept_tensors(template: str | Path) -> dict[str, PlannedTensor]:
     """Every tensor of a template as it is, by name. Raises BridgeError where it is no model's GGUF."""
-    return {name: kept(tensor) for name, tensor in open_template(find_template(template)[0]).tensors.items()}
+    return {name: kept(tensor) for name, tensor in open_template(find_template(template)[0]).items()}

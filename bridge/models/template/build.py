@@ -33,7 +33,7 @@ class Builder:
     def tensors(self) -> list[PlannedTensor]:
         """The new file's tensors in the template's order; every one that is taken from the template gets a note."""
         made = []
-        for name, tensor in self.file.tensors.items():
+        for name, tensor in self.file.items():
             if name in self._runs:
                 type, reason = (None, "") if _quantizable(tensor) else ("F32", AS_IT_IS)
                 parts = tuple(self._matrix(run, tensor.shape[-1]) for run in self._runs[name])
@@ -103,13 +103,13 @@ class Builder:
         prefix = down.rpartition("ffn_down")[0] + "ffn_"
         known = {f"{prefix}{n}" for n in ("norm.weight", "norm.bias", "gate_inp.weight", "gate_inp_shexp.weight")}
         known |= {other.removesuffix("weight") + "bias" for other in (*before, down)}
-        vectors = {n for n, t in self.file.tensors.items() if n.startswith(prefix) and len(t.shape) < 2}
+        vectors = {n for n, t in self.file.items() if n.startswith(prefix) and len(t.shape) < 2}
         return bool(before) and vectors <= known
 
     def unused(self) -> list[str]:
         """The checkpoint's tensors that are nowhere in the new file, nor the template's in their place."""
         zeros = self.biases_without_place()
-        taken = self.file.tensors.keys() - self._runs.keys() - self._vectors.keys()
+        taken = self.file.keys() - self._runs.keys() - self._vectors.keys()
         return sorted(
             c.source for c in self._all if c not in self._used and c.source not in zeros and c.name not in taken
         )

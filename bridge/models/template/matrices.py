@@ -59,7 +59,7 @@ class Matrices:
         self.ckpt, self.file = ckpt, file
         heads = number(file, "attention.head_count", 0)
         self._heads = (heads, number(file, "attention.head_count_kv", heads))
-        self.all = candidates(ckpt, file.arch, number(file, "block_count"), file.tensors)
+        self.all = candidates(ckpt, file.arch, number(file, "block_count"), file)
         self.named: dict[str, list[Candidate]] = {}
         for candidate in self.all:
             self.named.setdefault(candidate.name or "", []).append(candidate)
@@ -71,7 +71,7 @@ class Matrices:
     def find(self) -> None:
         """Match everything. Raises BridgeError where the two are not of one model."""
         self._check_vocabulary()
-        wanted = [t for t in self.file.tensors.values() if is_matrix(t)]
+        wanted = [t for t in self.file.values() if is_matrix(t)]
         with ThreadPoolExecutor(max_workers=usable_cpus(), thread_name_prefix="match") as pool:
             for tensor, runs in zip(wanted, pool.map(self._by_name, wanted), strict=True):
                 self._place(tensor, runs)

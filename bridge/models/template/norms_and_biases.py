@@ -52,7 +52,7 @@ class Vectors:
 
     def find(self) -> None:
         """Match everything. Raises BridgeError where AWQ's factors cannot be told from a difference of models."""
-        for tensor in self.file.tensors.values():
+        for tensor in self.file.values():
             if sum(n > 1 for n in tensor.shape) <= 1:
                 self._find_vector(tensor)
         for found in self.found.values():
