@@ -135,9 +135,9 @@ def load_plan(path: Path) -> tuple[Plan, str]:
 
 
 def _template_tensors(template: str) -> dict[str, Any]:
-    from bridge.models.template import kept_tensors
+    from bridge.models.template import template_tensors
 
-    return kept_tensors(template)
+    return template_tensors(template)
 
 
 def _tensor(entry: dict[str, Any], orders: list[np.ndarray], kept: dict[str, PlannedTensor]) -> PlannedTensor:

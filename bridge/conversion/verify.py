@@ -16,7 +16,6 @@ import gguf
 import numpy as np
 
 from bridge.checkpoint.by_name import open_by_name
-from bridge.conversion.converter import Progress
 from bridge.conversion.part_reader import Source
 from bridge.conversion.planner import outline_of
 from bridge.conversion.recipe import block_type
@@ -25,6 +24,7 @@ from bridge.errors import BridgeError
 from bridge.gguf_file.reader import StoredTensor, read_gguf
 from bridge.models.outline import FROM_TEMPLATE, PlannedTensor
 from bridge.runtime.cpu import dequantize
+from bridge.system.progress import Progress
 from bridge.system.text import percent
 
 if TYPE_CHECKING:

@@ -26,7 +26,7 @@ from bridge.conversion.planner import outline_of
 from bridge.conversion.verify import failures, verify
 from bridge.errors import BridgeError
 from bridge.gguf_file.rope_rows import interleaved_rows
-from bridge.models.template.match import Matrix, find_in_several, find_rows
+from bridge.models.template.match import LazyMatrix, find_in_several, find_rows
 from bridge.models.template.names import candidates
 from scripts.peers import ggml
 from scripts.peers.llama_cpp import LlamaCpp
@@ -743,8 +743,8 @@ def test_an_unknown_architecture_is_told_of_the_template(tmp_path):
 # --- rows ---
 
 
-def matrix(values: np.ndarray, noise: float = 0.0) -> Matrix:
-    return Matrix((len(values), values.shape[1]), lambda a, b: values[a:b], noise=noise)
+def matrix(values: np.ndarray, noise: float = 0.0) -> LazyMatrix:
+    return LazyMatrix((len(values), values.shape[1]), lambda a, b: values[a:b], noise=noise)
 
 
 def test_any_permutation_of_rows_is_found_through_quantization_noise():

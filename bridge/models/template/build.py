@@ -9,7 +9,7 @@ import numpy as np
 from bridge.checkpoint import Checkpoint
 from bridge.models.outline import AS_IT_IS, FROM_TEMPLATE, Fold, Part, PlannedTensor
 from bridge.models.template.matrices import BLOCK, Matrices, Run
-from bridge.models.template.norms_and_biases import Found, Vectors
+from bridge.models.template.norms_and_biases import VectorMatch, Vectors
 from bridge.runtime.quant_tensor import QuantTensor
 from bridge.runtime.reader import GGUFFile
 
@@ -26,7 +26,7 @@ class Builder:
         self._matrices.find()
         vectors = Vectors(self._matrices)
         vectors.find()
-        self._runs, self._vectors = self._matrices.runs, vectors.found
+        self._runs, self._vectors = self._matrices.runs, vectors.matches
         self._all, self._used = self._matrices.all, self._matrices.used
         self.notes: list[str] = []
 
@@ -41,7 +41,7 @@ class Builder:
             elif name in self._vectors:
                 made.append(self._vector(tensor, self._vectors[name]))
             else:
-                made.append(kept(tensor))
+                made.append(from_template(tensor))
                 reason = self._matrices.reasons.get(name, "no tensor of the checkpoint is this one")
                 self.notes.append(f"{name}: taken from the template as {tensor.type}, {reason}")
         return made
@@ -52,7 +52,7 @@ class Builder:
             return Part(part.source, part.shape)
         return part
 
-    def _vector(self, tensor: QuantTensor, found: Found) -> PlannedTensor:
+    def _vector(self, tensor: QuantTensor, found: VectorMatch) -> PlannedTensor:
         if found.offset:
             stored = self.ckpt.read_float(found.parts[0][0].source) + np.float32(found.offset)
             values = np.ascontiguousarray(stored.reshape(tensor.shape), np.float32)
@@ -123,7 +123,7 @@ class Builder:
         ]  # fmt: skip
 
 
-def kept(tensor: QuantTensor) -> PlannedTensor:
+def from_template(tensor: QuantTensor) -> PlannedTensor:
     """A template's tensor as it is."""
     return PlannedTensor(tensor.name, tensor.shape, data=tensor.raw, type=tensor.type, reason=FROM_TEMPLATE)
 
