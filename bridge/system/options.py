@@ -4,8 +4,8 @@
     class Sampling:
         top_k: int = option(40, "draw from the N most likely tokens, 0: from all", metavar="N")
 
-The dataclass holds the default and checks it in `__post_init__`; `bridge.cli.options` makes the flag --top-k of it, with
-the default at the end of its help.
+The dataclass holds the default and checks it in `__post_init__`; `bridge.cli.options` makes the flag --top-k of it,
+with the default at the end of its help.
 """
 
 from __future__ import annotations
