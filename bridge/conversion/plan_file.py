@@ -143,9 +143,9 @@ def load_plan(path: Path) -> tuple[Plan, str]:
 
 
 def _template_tensors(template: str) -> dict[str, OutlineTensor]:
-    from bridge.models.template import kept_tensors
+    from bridge.models.template import template_tensors
 
-    return kept_tensors(template)
+    return template_tensors(template)
 
 
 def _tensor(entry: dict[str, Any], orders: list[np.ndarray], stored: dict[str, OutlineTensor]) -> PlannedTensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from bridge.errors import BridgeError
@@ -10,8 +11,22 @@ from bridge.gguf_file.reader import read_gguf
 from bridge.runtime.quant_tensor import QuantTensor
 
 
-class GGUFFile:
-    """An open GGUF, all shards of it. Indexing by name gives a QuantTensor."""
+class MissingTensor(BridgeError, KeyError):
+    """The GGUF has no tensor of that name. It is a KeyError too, for `Mapping.get` and whoever else expects one."""
+
+    __str__ = BridgeError.__str__  # KeyError's would quote the message
+
+
+class GGUFFile(Mapping[str, QuantTensor]):
+    """An open GGUF, all shards of it: a mapping of tensor names, in the file's order, to QuantTensors.
+
+    path      as it was given
+    metadata  of the first shard, which has it all
+    tensors   the mapping as a dict
+
+    `file[name]` raises MissingTensor, a BridgeError, for an unknown name. A closed file has no tensors. Two files are
+    equal only if they are the same object.
+    """
 
     path: Path
     metadata: Metadata
@@ -37,20 +52,25 @@ class GGUFFile:
     @property
     def nbytes(self) -> int:
         """Bytes of all tensors."""
-        return sum(t.nbytes for t in self.tensors.values())
+        return sum(t.nbytes for t in self.values())
 
     def __getitem__(self, name: str) -> QuantTensor:
         try:
             return self.tensors[name]
         except KeyError:
             what = f"it has {len(self.tensors)} others" if self.tensors else "it has none, or was closed"
-            raise BridgeError(f"{self.path}: no tensor {name}; {what}") from None
+            raise MissingTensor(f"{self.path}: no tensor {name}; {what}") from None
 
-    def __contains__(self, name: object) -> bool:
-        return name in self.tensors
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.tensors)
+
+    def __len__(self) -> int:
+        return len(self.tensors)
+
+    __eq__, __hash__ = object.__eq__, object.__hash__
 
     def close(self) -> None:
-        """Forget the tensors; the mapping goes when the last of them does."""
+        """Forget the tensors; the file stays mapped until the last of them is gone."""
         self.metadata.load()
         self.tensors = {}
 

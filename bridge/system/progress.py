@@ -1,4 +1,4 @@
-"""The progress bar that long commands share, and what they call it with."""
+"""How long work reports its progress, and the bar that commands show it with."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-Progress = Callable[[int, int, str], None]  # done, of how many, and the name of the last one ("" at first)
+Progress = Callable[[int, int, str], None]  # units done, of how many, name of what was just done
 
 
 class Bar:
-    """A progress bar on standard error, where that is a terminal."""
+    """A progress bar on standard error, if that is a terminal."""
 
     def __init__(self, verb: str, unit: str = "B") -> None:
         self.verb = verb

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+import tracemalloc
 from pathlib import Path
 
 import gguf
@@ -102,6 +103,19 @@ def test_a_gguf_that_is_none_or_cut_short(model, refused, tmp_path):
         fact = "cut.gguf: not a GGUF file" if length < 24 else "cut.gguf: damaged or truncated"
         assert fact in refused("verify", cut, model)
         assert fact in refused("inspect", cut)
+
+
+@pytest.mark.parametrize("command", ["inspect", "verify"])
+def test_a_header_that_claims_more_than_the_file_holds_takes_no_memory(model, refused, tmp_path, command):
+    hostile = tmp_path / "hostile.gguf"
+    hostile.write_bytes(b"GGUF" + struct.pack("<IQQ", 3, 1 << 60, 1) + bytes(1000))
+    tracemalloc.start()
+    try:
+        error = refused(command, hostile, *[model] * (command == "verify"))
+        assert f"{1 << 60} tensors and 1 keys do not fit in 1024 bytes" in error
+        assert tracemalloc.get_traced_memory()[1] < 64 << 20
+    finally:
+        tracemalloc.stop()
 
 
 @pytest.mark.parametrize("command", [("run", "-p", "x"), ("inspect",)])
