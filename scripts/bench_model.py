@@ -41,10 +41,10 @@ path, threads = sys.argv[1], int(sys.argv[2])
 model = bridge.Model.load(path, threads=threads, context=512).prepare()
 model.tokenizer.stops = frozenset()
 def speed(count):
-    model.generate_batch([range(5 + i, 13 + i) for i in range(count)], 65)
+    model.generate_batch([range(5 + i, 13 + i) for i in range(count)], 65, temperature=0)
     return model.timing.tokens / model.timing.seconds
 speed(4)
-list(model.generate_tokens(range(5, 13), 65))
+list(model.generate_tokens(range(5, 13), 65, temperature=0))
 one = model.timing.tokens / model.timing.seconds
 print("RESULT" + json.dumps({"one": one, **{str(n): speed(n) for n in (2, 4, 8)}}))
 """
@@ -144,10 +144,10 @@ def print_conversation(path: Path) -> None:
     model = bridge.Model.load(path, context=2048)
     model.tokenizer.stops = frozenset()
     first = [(i * 7919) % 4000 for i in range(1500)]
-    reply = list(model.generate_tokens(first, 64))
+    reply = list(model.generate_tokens(first, 64, temperature=0))
     t = model.timing
     print(f"first turn: {t.prompt_tokens} tokens, {t.prompt_seconds:.2f} s to the first of the reply", flush=True)
-    list(model.generate_tokens(first + reply + list(range(32)), 1))
+    list(model.generate_tokens(first + reply + list(range(32)), 1, temperature=0))
     t = model.timing
     read = t.prompt_tokens - t.kept_tokens
     print(f"second turn: {t.prompt_tokens} tokens, {read} of them read, {t.prompt_seconds:.2f} s")

@@ -27,7 +27,7 @@ import bridge
 path, threads = sys.argv[1], int(sys.argv[2])
 model = bridge.Model.load(path, threads=threads, context=2048)
 model.tokenizer.stops = frozenset()
-made = model.generate_tokens(range(5, 13), 64)
+made = model.generate_tokens(range(5, 13), 64, temperature=0)
 next(made)
 first = time.time()
 list(made)
@@ -40,7 +40,7 @@ def prompt():
 prompt()
 read = prompt()
 model.prepare()
-list(model.generate_tokens(range(5, 13), 65))
+list(model.generate_tokens(range(5, 13), 65, temperature=0))
 made = model.timing.tokens / model.timing.seconds
 """
 THEIRS = """
