@@ -1,8 +1,4 @@
-<<<<<<< HEAD
-"""The model's kernels in the CUDA simulator, against NumPy and the CPU runtime; run by tests/cuda/test_decoder.py.
-=======
 """The model's kernels in the CUDA simulator, against NumPy and the CPU; tests/cuda/test_decoder.py runs this file.
->>>>>>> main
 
 Threads are Python threads here, so shapes are tiny, and a context is cut into spans much sooner than on a GPU.
 """
