@@ -22,6 +22,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+from bridge.blocks import BlockType
 from bridge.runtime.cpu.activations import float_record, record_of
 from bridge.runtime.cpu.layout import GROUP, PLANES, Layout
 
@@ -201,3 +202,10 @@ def float_block(v: Any, layout: Layout, totals: list[Any], weights: Any, halves:
                     s = v.broadcast_float(x, record * c + 4 * (block.size + j))
                     totals[c] = v.fma(low, s, totals[c])
     return totals
+
+
+def arithmetic(block: BlockType, integer: bool) -> Callable[..., list[Any]]:
+    """The function above that multiplies a block of a type by int8 or float32 values."""
+    if not integer:
+        return float_block
+    return k_block if block.is_k else plain_block
