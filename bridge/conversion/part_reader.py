@@ -1,4 +1,4 @@
-"""A planned tensor's codes or floats as the checkpoint has them, with rows and columns in the GGUF's order."""
+"""Reads a tensor's codes or floats from the checkpoint, with rows and columns in the GGUF's order."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ import numpy as np
 from bridge.checkpoint import Checkpoint
 from bridge.errors import BridgeError
 from bridge.models.outline import ModelTensor, Part
+from bridge.system.row_threads import chunks
 
 if TYPE_CHECKING:
     from bridge.checkpoint.grouped import CodedTensor
 
-_CHUNK_WEIGHTS = 1 << 22  # float rows read at a time
 _WINDOW = 16  # rows of a sample that stand together: a cache line of GPTQ's words
 _WINDOWS = 3  # first, middle, last
 
@@ -106,10 +106,9 @@ class PartReader:
             whole = self._cropped(self._read_whole(part), part)
             yield whole if part.rows is None else whole[part.rows]
             return
-        stored, step = self.ckpt.tensors[part.source].shape[0], max(1, _CHUNK_WEIGHTS // part.shape[1])
-        for start in range(0, stored, step):
-            rows = (start, min(start + step, stored))
-            chunk = self._cropped(self.ckpt.read_float(part.source, rows), part, start)
+        for rows in chunks(self.ckpt.tensors[part.source].shape[0], part.shape[1]):
+            stored = self.ckpt.read_float(part.source, (rows.start, rows.stop))
+            chunk = self._cropped(stored, part, rows.start)
             if len(chunk):
                 yield chunk
 

@@ -1,4 +1,4 @@
-"""What a conversion or a verification found, per tensor, and the table that says it to a person."""
+"""What a conversion or a verification found, per tensor, and the table that shows it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from bridge.encode.limits import FLOAT_LIMIT, REQUANTIZED_LIMIT
-from bridge.errors import BridgeError
+from bridge.errors import BridgeError, parameter
 from bridge.system.files import check_target, write_text
 from bridge.system.text import align, percent, size_text, summarise_notes
 
@@ -102,7 +102,7 @@ def lost_codes(tensor: str, reasons: Sequence[str], fidelity: Fidelity) -> list[
 
 
 def beyond_auto(report: TensorReport) -> str | None:
-    """What to say of a tensor that no type holds as well as `--type auto` promises; None where one does."""
+    """A note on a tensor that no type holds as well as type auto promises; None where one does."""
     f = report.fidelity
     if (
         f is None
@@ -113,7 +113,7 @@ def beyond_auto(report: TensorReport) -> str | None:
         return None
     return (
         f"{report.name}: is far off (NMSE {f.nmse:.2g}): its values are beyond what {report.type}'s half-precision "
-        "scales reach; if the checkpoint is sound, keep it as floats with --tensor-type REGEX=BF16"
+        f"scales reach; if the checkpoint is sound, keep it as floats with {parameter('tensor_types')} REGEX=BF16"
     )
 
 
@@ -186,21 +186,22 @@ class Report:
             trellis = self.checkpoint_format.startswith(("QTIP", "EXL3"))
             whose = "coding error on Gaussian weights" if trellis else "rounding error (s^2/12 per weight)"
             lines.append(f"source noise: added error as a share of the checkpoint's own {whose}")
+        exact = parameter("type", "exact")
         free = Counter(t.exact_for_free for t in self.tensors if t.exact_for_free)
         for name, count in free.items():
-            lines.append(f"{count} of these tensors would be bit-exact at no extra size as {name}: use --exact")
+            lines.append(f"{count} of these tensors would be bit-exact at no extra size as {name}: use {exact}")
         partly = self.total([PARTLY])
         if partly:
             kept = percent(partly.kept / partly.weights, 4)
             count = sum(t.outcome == PARTLY for t in self.tensors)
             lines.append(
-                f"{count} tensors kept {kept} of their codes; the others were requantized (--report says which)"
+                f"{count} tensors kept {kept} of their codes; the others were requantized (the report lists them)"
             )
         rounded = sum(
             t.outcome == REQUANTIZED and t.fidelity is not None and t.fidelity.error > 0 for t in self.tensors
         )
         if rounded:
-            lines.append(f"{rounded} tensors could not keep their codes and were requantized (--report says which)")
+            lines.append(f"{rounded} tensors could not keep their codes and were requantized (the report lists them)")
         if any(t.outcome == CALIBRATED for t in self.tensors):
             lines.append(
                 "calibrated: least error in the layers' outputs on the text; the weights' own NMSE rises for that"

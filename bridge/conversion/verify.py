@@ -26,12 +26,11 @@ from bridge.gguf_file.reader import StoredTensor, read_gguf
 from bridge.models.outline import OutlineTensor
 from bridge.runtime.cpu import dequantize
 from bridge.system.progress import Progress
+from bridge.system.row_threads import chunks
 from bridge.system.text import percent
 
 if TYPE_CHECKING:
     from bridge.checkpoint.grouped import CodedTensor
-
-_CHUNK_WEIGHTS = 1 << 22
 
 
 def verify(
@@ -190,10 +189,8 @@ def _grouped_pairs(t: CodedTensor, stored: _Stored, at: int) -> Iterator[tuple[n
     if stored.vector:  # in the GGUF; a matrix of one row in the checkpoint
         yield t.dequantize(), stored.values(0, None).reshape(t.shape)
         return
-    step = max(1, _CHUNK_WEIGHTS // t.shape[1])
-    for start in range(0, t.shape[0], step):
-        stop = min(start + step, t.shape[0])
-        yield t.dequantize(slice(start, stop)), stored.values(at + start, at + stop)
+    for rows in chunks(*t.shape):
+        yield t.dequantize(rows), stored.values(at + rows.start, at + rows.stop)
 
 
 def _float_pairs(reader: PartReader, tensor: OutlineTensor, stored: _Stored) -> Iterator[tuple[np.ndarray, np.ndarray]]:
@@ -229,11 +226,9 @@ def _codes_kept(t: CodedTensor, stored: _Stored, at: int) -> tuple[int, int]:
         return int(same.sum()) * block.size, int((~same).sum()) * block.size
     exact = not block.is_k and not block.has_min and in_halves(t)
     kept = missing = 0
-    step = max(1, _CHUNK_WEIGHTS // t.shape[1])
-    for start in range(0, t.shape[0], step):
-        stop = min(start + step, t.shape[0])
-        raw = stored.rows[at + start : at + stop]
-        codes = stored_codes(t, block, raw, slice(start, stop)).reshape(-1, block.sub)
+    for rows in chunks(*t.shape):
+        raw = stored.rows[at + rows.start : at + rows.stop]
+        codes = stored_codes(t, block, raw, rows).reshape(-1, block.sub)
         same = unpack_codes(block, raw).reshape(codes.shape) == codes
         kept += int(same.sum())
         if exact:

@@ -29,11 +29,11 @@ from bridge.checkpoint.trellis_floats import DecodedTensor
 from bridge.encode.carry import CannotCarryError, Fidelity, Mapped, carry, facing, fractional, why_not
 from bridge.encode.limits import CARRIED_LIMIT, REQUANTIZED_LIMIT
 from bridge.encode.round_rows import actorder_importance, quantize_rows
+from bridge.system.row_threads import chunks
 
 # a sample's share within this factor of the limit decides nothing
 _UNDECIDED_CARRIED = 1.5  # few rows may cost most
 _UNDECIDED_REQUANTIZED = 1.1  # rows are alike
-_CHUNK_WEIGHTS = 1 << 22  # rows dequantized at a time
 
 # read_parts(sampled): a tensor's parts, whole or sampled rows of some, each with the importance of its columns or None
 Parts = Iterable[tuple[CodedTensor, np.ndarray | None]]
@@ -194,9 +194,8 @@ def requantize(t: CodedTensor, block: BlockType, importance: np.ndarray | None =
     out, columns = t.shape
     parts = []
     error = signal = 0.0
-    step = max(1, _CHUNK_WEIGHTS // columns)
-    for start in range(0, out, step):
-        part = quantize_rows(t.dequantize(slice(start, start + step)), block, importance)
+    for rows in chunks(out, columns):
+        part = quantize_rows(t.dequantize(rows), block, importance)
         parts.append(part.data)
         error += part.error
         signal += part.signal
