@@ -26,6 +26,7 @@ from bridge.cli.options import (
     add_file,
     add_output,
     add_types,
+    as_flag,
     budget,
     calibration,
     choices,
@@ -35,7 +36,7 @@ from bridge.cli.options import (
 from bridge.cli.plot.command import add_parser as add_plot
 from bridge.cli.repack import add_parser as add_repack
 from bridge.cli.run import add_parsers
-from bridge.errors import BridgeError, shortened
+from bridge.errors import BridgeError, shortened, spelled
 from bridge.system.progress import Bar
 
 _DESCRIPTION = """\
@@ -73,7 +74,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
         sys.stdout.reconfigure(errors="replace")  # a model may say what the console's encoding has not
     try:
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), spelled(as_flag):
             if not debug:
                 warnings.simplefilter("ignore")  # the libraries' own, such as torch's on odd pickles
             arguments = _parser().parse_args(argv or ["--help"])
@@ -364,9 +365,12 @@ def _inspect(a: argparse.Namespace) -> int:
 
 def _converted(a: argparse.Namespace) -> Path:
     """The GGUF that `run` was given, or made of the checkpoint that it was given."""
-    path = Path(a.model)
-    if path.suffix == ".gguf" or (path.is_file() and path.suffix != ".pt" and a.config is None):
-        return path
+    if a.model.endswith(".gguf"):
+        return Path(a.model)  # without the time that it takes to import what follows
+    from bridge.checkpoint.files.hub import kind_of
+
+    if kind_of(a.model, a.config) in ("gguf", "part"):
+        return Path(a.model)
     from bridge.conversion.cache import converted
     from bridge.runtime.decoder_config import ARCHITECTURES
 

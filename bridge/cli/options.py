@@ -22,6 +22,12 @@ def add_config(p: argparse.ArgumentParser) -> None:
     )
 
 
+def as_flag(name: str, value: object = None) -> str:
+    """How the command line spells an argument of Python."""
+    flag = f"--{name.replace('_', '-')}"
+    return flag if value is None or value is True else f"{flag} {value}"
+
+
 def add_calibration(p: argparse.ArgumentParser, text: str) -> None:
     """The options of `bridge.conversion.calibrate_plan.Calibration`."""
     group = p.add_argument_group("calibration")

@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from bridge.blocks import TYPES, BlockType
+from bridge.checkpoint.files.dtypes import as_float32, from_float32
 from bridge.conversion.importance import Importance
 from bridge.conversion.part_reader import Source
 from bridge.conversion.recipe import block_type
 from bridge.conversion.report import AS_IS, CALIBRATED, FLOAT, REQUANTIZED, TensorReport, how_kept, lost_codes
-from bridge.errors import BridgeError
 from bridge.models.outline import Part, PlannedTensor
 from bridge.system.cpus import usable_cpus
 from bridge.system.row_threads import slices
@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from bridge.quantize.layer_store import KeptLayer
 
 _IN_FLIGHT = 1 << 29  # bytes of the checkpoint that are worked on at a time; one tensor may be larger
-_FLOAT_DTYPES = {"F32": np.float32, "F16": np.float16, "BF16": np.uint16}
 
 
 @dataclass
@@ -125,7 +124,7 @@ class Executor:
                     data[at : at + len(mapped.data)] = mapped.data
                     at += len(mapped.data)
                 coded += mapped.fidelity
-                whys.append(mapped.why)
+                whys.append(mapped.reason)
                 free = exact_type(t) if exact else None
                 exact &= {free.name} if free else set()
                 report.notes += t.notes
@@ -190,13 +189,13 @@ class Executor:
         coded = Fidelity(0, 0.0, 0.0, 0.0, 0)
         for part in tensor.parts:
             if not self.source.coded(part):
-                chunks += [as_float(x, report.type, tensor.name) for x in self.source.floats(part)]
+                chunks += [from_float32(x, report.type, tensor.name) for x in self.source.floats(part)]
                 report.stored = self.source.stored_as(part)
                 continue
             t = self.source.grouped(part)
             exact = t.dequantize()
-            chunks.append(as_float(exact, report.type, tensor.name))
-            error = float(np.square(float_value(chunks[-1], report.type) - exact, dtype=np.float64).sum())
+            chunks.append(from_float32(exact, report.type, tensor.name))
+            error = float(np.square(as_float32(chunks[-1], report.type) - exact, dtype=np.float64).sum())
             signal = float(np.square(exact, dtype=np.float64).sum())
             coded += Fidelity(exact.size, error, signal, t.noise(), 0)
             report.how = REQUANTIZED
@@ -206,20 +205,3 @@ class Executor:
             if coded.error:
                 report.notes += lost_codes(tensor.name, [f"stored as {report.type}"], coded)
         return np.concatenate(chunks).reshape(tensor.shape)
-
-
-def as_float(x: np.ndarray, name: str, tensor: str) -> np.ndarray:
-    """float32 as F32, F16 or BF16 (uint16 bits, rounded to nearest even)."""
-    if name != "BF16":
-        with np.errstate(over="ignore"):
-            data = x.astype(_FLOAT_DTYPES[name])
-        if name == "F16" and not np.isfinite(data).all():
-            raise BridgeError(f"{tensor}: has values beyond half precision's 65504; choose BF16 or F32 for it")
-        return data
-    bits = x.view(np.uint32)
-    return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
-
-
-def float_value(data: np.ndarray, name: str) -> np.ndarray:
-    """The inverse of `as_float`."""
-    return (data.astype(np.uint32) << 16).view(np.float32) if name == "BF16" else data.astype(np.float32)

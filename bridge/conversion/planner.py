@@ -211,7 +211,7 @@ def with_factors(ckpt: Checkpoint, tensors: Sequence[PlannedTensor]) -> list[Pla
         if tensor.type != "NVFP4":
             continue
         count = tensor.shape[0] if len(tensor.shape) == 3 else 1
-        factors = [ckpt.factors(part.module) for part in tensor.parts][:count]
+        factors = [ckpt.tensor_scales(part.module) for part in tensor.parts][:count]
         for key in ("scale", "input_scale"):
             values = np.array([f[key] for f in factors if key in f], np.float32)
             if len(values) == count and (key != "scale" or (values != 1).any()):
@@ -287,7 +287,7 @@ class _Chooser:
     def _holds_nvfp4(self, tensor: PlannedTensor) -> bool:
         """Whether llama.cpp has a place for the scales of all parts and computes with them: one for a matrix, one an
         expert, none for an embedding."""
-        factors = [self.source.ckpt.factors(part.module) for part in tensor.parts if self.source.coded(part)]
+        factors = [self.source.ckpt.tensor_scales(part.module) for part in tensor.parts if self.source.coded(part)]
         scales = [f.get("scale", 1.0) for f in factors]
         if all(scale == 1 for scale in scales):
             return True
@@ -298,9 +298,9 @@ class _Chooser:
 
     def _check_fp4(self, tensor: PlannedTensor, asked: str, samples: Sequence[CodedTensor]) -> None:
         """BridgeError where a tensor cannot become the type of 4-bit floats that is asked for."""
-        from bridge.encode.carry import why_not
+        from bridge.encode.carry import obstacle
 
-        reason = next((why for t in samples if (why := why_not(t, FP4[asked]))), None)
+        reason = next((why for t in samples if (why := obstacle(t, FP4[asked]))), None)
         if reason is None and asked == "NVFP4" and not self._holds_nvfp4(tensor):
             reason = "llama.cpp does not compute with its scale"
         if reason is not None:

@@ -164,7 +164,7 @@ def _compare(source: Source, tensor: PlannedTensor, stored: _Stored) -> TensorRe
 
 def _compare_codes(source: Source, tensor: PlannedTensor, stored: _Stored, report: TensorReport) -> TensorReport:
     """A tensor that came as codes, all of it or most parts. Parts that came as floats are not in its fidelity."""
-    from bridge.encode.carry import Fidelity, why_not
+    from bridge.encode.carry import Fidelity, obstacle
 
     block = block_type(report.type)
     whys: list[str] = []
@@ -178,7 +178,7 @@ def _compare_codes(source: Source, tensor: PlannedTensor, stored: _Stored, repor
             report.codes_missing += missing
             found = Fidelity(math.prod(t.shape), error, signal, t.noise(), kept)
             report.fidelity = found if report.fidelity is None else report.fidelity + found
-            why = f"stored as {report.type}" if block is None else why_not(t, block)
+            why = f"stored as {report.type}" if block is None else obstacle(t, block)
             whys.append("" if found.kept == found.weights or not error else why or "the file has others")
         at += part.shape[0]
     assert report.fidelity is not None
@@ -235,17 +235,17 @@ def _codes_kept(t: CodedTensor, stored: _Stored, at: int) -> tuple[int, int]:
     """How many integer codes in the file are the checkpoint's, shifted or mirrored as the type has them; and how many
     are not, though a plain type holds them bit for bit: Q8_0 by the block, the others all or none."""
     from bridge.encode.block_bytes import unpack_codes
-    from bridge.encode.carry import carry, stored_codes, why_not
-    from bridge.encode.type_choice import in_halves
+    from bridge.encode.carry import carry, obstacle, stored_codes
+    from bridge.encode.type_choice import has_exact_fp16_scales
 
     block = block_type(stored.tensor_type.name)
-    if block is None or why_not(t, block):
+    if block is None or obstacle(t, block):
         return 0, 0
     if block.scales:  # scales and all, by the block
         raw = _rows(stored)[at : at + t.shape[0]]
         same = (raw == carry(t, block).data).reshape(-1, block.nbytes).all(1)
         return int(same.sum()) * block.size, int((~same).sum()) * block.size
-    exact = not block.is_k and not block.has_min and in_halves(t)
+    exact = not block.is_k and not block.has_min and has_exact_fp16_scales(t)
     kept = missing = 0
     step = max(1, _CHUNK_WEIGHTS // t.shape[1])
     for start in range(0, t.shape[0], step):

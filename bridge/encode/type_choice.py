@@ -26,7 +26,7 @@ from bridge.blocks import BLOCKS, FP4, NEWER, Q8_0, TYPES, BlockType
 from bridge.checkpoint.formats.fp4 import Fp4Tensor
 from bridge.checkpoint.grouped import CodedTensor, GroupedTensor
 from bridge.checkpoint.trellis_floats import DecodedTensor
-from bridge.encode.carry import CannotCarryError, Fidelity, Mapped, carry, facing, fractional, why_not
+from bridge.encode.carry import CannotCarryError, Fidelity, Mapped, carry, fractional, mirrored_to_fit, obstacle
 from bridge.encode.round_rows import actorder_importance, quantize_rows
 
 CARRIED_LIMIT = 0.01  # of the checkpoint's noise: what auto lets carried tensors add
@@ -81,7 +81,7 @@ def _auto(
         return Choice(block.name, "codes carried", CARRIED_LIMIT)
     why = "act-order" if not all(t.sequential for t in tensors) else "no type carries its codes within 1%"
     if any(isinstance(t, DecodedTensor) for t in tensors):
-        why = DecodedTensor.why_not
+        why = DecodedTensor.obstacle
     bits = max(t.bits for t in tensors)
     # a type of a quarter of the levels would add 16 times the noise: no need to compile its kernels
     smaller = [b for b in requantizers(columns)[:-1] if 4 * b.levels > 2**bits]
@@ -138,7 +138,7 @@ def carriers(tensors: Sequence[CodedTensor], special: Sequence[BlockType] = ()) 
     usual = sorted(BLOCKS.values(), key=lambda b: b is not Q8_0 if wide else not b.is_k)
     for block in (*special, *usual):
         grid = (block.sub, block.zero, block.scale_hi, block.min_hi, block.dmin_at)
-        if (block.is_k and grid in tried) or any(why_not(t, block) for t in tensors):
+        if (block.is_k and grid in tried) or any(obstacle(t, block) for t in tensors):
             continue  # the same grid of scales with wider codes gains nothing
         tried.add(grid)
         yield block
@@ -155,13 +155,13 @@ def _fits_any(t: CodedTensor, block: BlockType) -> bool:
     """Whether a type holds whatever codes there may be about these zero points."""
     if not isinstance(t, GroupedTensor):
         return True
-    t = facing(t, block)
+    t = mirrored_to_fit(t, block)
     return not block.zero or bool(
         block.zero >= t.zeros.max() and block.zero + 2**t.bits - 1 - t.zeros.min() < block.levels
     )
 
 
-def in_halves(t: CodedTensor) -> bool:
+def has_exact_fp16_scales(t: CodedTensor) -> bool:
     """Whether plain types hold the scales and zero points exactly: halves and integers."""
     return (
         isinstance(t, GroupedTensor)
@@ -173,11 +173,11 @@ def in_halves(t: CodedTensor) -> bool:
 def exact_type(t: CodedTensor) -> BlockType | None:
     """The smallest plain type that holds the tensor bit for bit, judged from its scales and zero points alone."""
     if isinstance(t, Fp4Tensor):
-        return FP4[t.kind] if why_not(t, FP4[t.kind]) is None else None
-    if not in_halves(t):
+        return FP4[t.kind] if obstacle(t, FP4[t.kind]) is None else None
+    if not has_exact_fp16_scales(t):
         return None
     for block in (NEWER | BLOCKS).values():
-        if not block.is_k and not block.has_min and why_not(t, block) is None and _fits_any(t, block):
+        if not block.is_k and not block.has_min and obstacle(t, block) is None and _fits_any(t, block):
             return block
     return None
 
@@ -208,7 +208,7 @@ def map_to(t: CodedTensor, block: BlockType, importance: np.ndarray | None = Non
     mapped, why = _carried_or_why(t, block, importance, keep)
     if not why and mapped is not None:
         return mapped
-    return replace(requantize(t, block, importance) if mapped is None else mapped, why=why)
+    return replace(requantize(t, block, importance) if mapped is None else mapped, reason=why)
 
 
 def keeps_codes(t: CodedTensor, block: BlockType, importance: np.ndarray | None = None, keep: bool = False) -> bool:

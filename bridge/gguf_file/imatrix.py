@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 
 from bridge.errors import BridgeError
-from bridge.system.folder_locks import unfinished
+from bridge.system.folder_locks import temporary_beside
 
 _SUMS, _COUNTS = ".in_sum2", ".counts"
 
@@ -78,7 +78,7 @@ def write_imatrix(
 
     chunks = max((int(tokens.sum()) // length for _, tokens in found.values()), default=0)
     try:
-        with unfinished(path) as folder:
+        with temporary_beside(path) as folder:
             writer = GGUFWriter(folder / path.name, "")  # of no architecture
             writer.add_type("imatrix")
             writer.add_array("imatrix.datasets", list(datasets))

@@ -192,7 +192,7 @@ def test_the_command_line_quantizes_to_gguf_and_says_what_it_did(model, text, tm
         (["quantize", "MODEL", "o.gguf", "--calibrate", "TEXT", "--method", "magic"], "method 'magic'"),
         (["quantize", "MODEL", "o.gguf", "--calibrate", "TEXT", "--method", "awq"], "give --format"),
         (["quantize", "MODEL", "o", "--format", "gptq", "--bits", "9", "--calibrate", "TEXT"], "9"),
-        (["quantize", "MODEL", "o", "--format", "awq", "--bits", "3", "--calibrate", "TEXT"], "3 bits are no AWQ"),
+        (["quantize", "MODEL", "o", "--format", "awq", "--bits", "3", "--calibrate", "TEXT"], "AWQ cannot hold 3 bits"),
         (
             ["quantize", "MODEL", "o.gguf", "--calibrate", "TEXT", "--damping", "-1"],
             "damping -1.0: at least 0 is needed",
