@@ -12,9 +12,9 @@ import gguf
 
 from bridge.checkpoint import Checkpoint, GroupedTensor, counted, lattice_notes
 from bridge.checkpoint.by_name import open_by_name
-from bridge.checkpoint.files.weight_files import WEIGHTS
+from bridge.checkpoint.files.hub import kind_of
 from bridge.checkpoint.formats.fp4 import Fp4Tensor
-from bridge.checkpoint.formats.scaled_floats import FLOAT8
+from bridge.checkpoint.formats.fp8 import FLOAT8
 from bridge.checkpoint.trellis_floats import DecodedTensor
 from bridge.conversion.gguf_writer import shards_of
 from bridge.conversion.importance import Importance
@@ -32,10 +32,10 @@ def describe(path: str | Path, config: str | Path | None = None, template: str |
 
     Raises BridgeError.
     """
-    suffix = Path(path).suffix
-    if Path(path).is_file() and suffix != ".pt" and (config is None or suffix not in WEIGHTS):
-        if suffix == ".json" or suffix in WEIGHTS:
-            raise BridgeError(f"{path}: is one file of a checkpoint; give the folder that it is in")
+    kind = kind_of(path, config)
+    if kind == "part":
+        raise BridgeError(f"{path}: is one file of a checkpoint; give the folder that it is in")
+    if kind == "gguf":
         if template is not None:
             raise BridgeError(f"{path}: is no checkpoint; --template says what a checkpoint would become")
         return "\n".join(map(shortened, _describe_gguf(Path(path))))

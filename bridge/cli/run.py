@@ -50,9 +50,12 @@ def _take_checkpoints(p: argparse.ArgumentParser) -> None:
 
 def _converted(a: argparse.Namespace) -> Path:
     """The GGUF that the command was given, or that is made of the checkpoint it was given."""
-    path = Path(a.model)
-    if path.suffix == ".gguf" or (path.is_file() and path.suffix != ".pt" and a.config is None):
-        return path
+    if a.model.endswith(".gguf"):
+        return Path(a.model)  # without the time that it takes to import what follows
+    from bridge.checkpoint.files.hub import kind_of
+
+    if kind_of(a.model, a.config) in ("gguf", "part"):
+        return Path(a.model)
     from bridge.conversion.cache import converted
     from bridge.runtime.decoder_config import ARCHITECTURES
     from bridge.system.progress import Bar

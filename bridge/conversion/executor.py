@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from bridge.blocks import TYPES, BlockType
+from bridge.checkpoint.files.dtypes import as_float32, from_float32
 from bridge.conversion.importance import Importance
 from bridge.conversion.part_reader import PartReader
 from bridge.conversion.plan import PlannedTensor
@@ -33,7 +34,6 @@ from bridge.encode.block_bytes import row_bytes
 from bridge.encode.carry import Fidelity
 from bridge.encode.round_rows import quantize_rows
 from bridge.encode.type_choice import carry_or_requantize, exact_type
-from bridge.errors import BridgeError
 from bridge.models.outline import Part
 from bridge.system.cpus import usable_cpus
 from bridge.system.row_threads import slices
@@ -42,7 +42,6 @@ if TYPE_CHECKING:
     from bridge.quantize.layer_store import KeptLayer
 
 _IN_FLIGHT = 1 << 29  # bytes of the checkpoint that are worked on at a time; one tensor may be larger
-_FLOAT_DTYPES = {"F32": np.float32, "F16": np.float16, "BF16": np.uint16}
 
 
 @dataclass
@@ -179,13 +178,13 @@ class Executor:
         notes: list[str] = []
         for part, how in zip(tensor.parts, tensor.how, strict=True):
             if how == "as it came":
-                chunks += [as_float(x, tensor.type, tensor.name) for x in self.reader.floats(part)]
+                chunks += [from_float32(x, tensor.type, tensor.name) for x in self.reader.floats(part)]
                 stored = self.reader.stored_as(part)
                 continue
             t = self.reader.grouped(part)
             exact = t.dequantize()
-            chunks.append(as_float(exact, tensor.type, tensor.name))
-            error = float(np.square(float_value(chunks[-1], tensor.type) - exact, dtype=np.float64).sum())
+            chunks.append(from_float32(exact, tensor.type, tensor.name))
+            error = float(np.square(as_float32(chunks[-1], tensor.type) - exact, dtype=np.float64).sum())
             signal = float(np.square(exact, dtype=np.float64).sum())
             found = Fidelity(exact.size, error, signal, t.noise(), 0)
             coded = found if coded is None else coded + found
@@ -196,20 +195,3 @@ class Executor:
         if coded.error:
             notes += lost_codes(tensor.name, [f"stored as {tensor.type}"], coded)
         return data, Outcome(REQUANTIZED, coded, notes, stored)
-
-
-def as_float(x: np.ndarray, name: str, tensor: str) -> np.ndarray:
-    """float32 as F32, F16 or BF16 (uint16 bits, rounded to nearest even)."""
-    if name != "BF16":
-        with np.errstate(over="ignore"):
-            data = x.astype(_FLOAT_DTYPES[name])
-        if name == "F16" and not np.isfinite(data).all():
-            raise BridgeError(f"{tensor}: has values beyond half precision's 65504; choose BF16 or F32 for it")
-        return data
-    bits = x.view(np.uint32)
-    return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
-
-
-def float_value(data: np.ndarray, name: str) -> np.ndarray:
-    """The inverse of `as_float`."""
-    return (data.astype(np.uint32) << 16).view(np.float32) if name == "BF16" else data.astype(np.float32)

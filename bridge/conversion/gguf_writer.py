@@ -25,7 +25,7 @@ from gguf.gguf_writer import SHARD_NAME_FORMAT, TensorInfo, WriterState
 from bridge.conversion.plan import Plan, PlannedTensor
 from bridge.errors import BridgeError, parameter
 from bridge.system.files import check_target, disk_errors, sync_folder
-from bridge.system.folder_locks import unfinished
+from bridge.system.folder_locks import temporary_beside
 
 _SYNC_BYTES = 64 << 20  # written between two requests to bring them to disk
 
@@ -130,7 +130,7 @@ class GGUFOutput:
         self._check_targets(self._targets)
         self._temporaries = ExitStack()
         try:
-            self._folder = self._temporaries.enter_context(unfinished(path))
+            self._folder = self._temporaries.enter_context(temporary_beside(path))
         except OSError as problem:
             raise BridgeError(f"{path.parent}: cannot write there: {problem.strerror}") from None
 

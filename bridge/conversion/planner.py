@@ -24,7 +24,7 @@ from bridge.conversion.options import PlanOptions
 from bridge.conversion.part_reader import PartReader
 from bridge.conversion.plan import How, Plan, PlannedTensor
 from bridge.conversion.recipe import PRESETS, Q2_0_SINCE, Recipe, TensorPlace
-from bridge.encode.carry import Fidelity, why_not
+from bridge.encode.carry import Fidelity, obstacle
 from bridge.encode.type_choice import Choice, carries, choose, must_carry
 from bridge.errors import BridgeError
 from bridge.models.outline import ModelTensor, Outline, OutlineTensor, Part, number, tied
@@ -191,7 +191,7 @@ def tensors_to_write(ckpt: Checkpoint, plan: Plan) -> list[PlannedTensor]:
         if tensor.type != "NVFP4":
             continue
         count = tensor.shape[0] if len(tensor.shape) == 3 else 1
-        scales = [ckpt.factors(part.module) for part in tensor.parts][:count]
+        scales = [ckpt.tensor_scales(part.module) for part in tensor.parts][:count]
         for key in ("scale", "input_scale"):
             values = np.array([s[key] for s in scales if key in s], np.float32)
             if len(values) == count and (key != "scale" or (values != 1).any()):
@@ -350,7 +350,7 @@ class Planner:
     def _holds_nvfp4(self, tensor: ModelTensor) -> bool:
         """Whether llama.cpp has a place for the scales of all parts and computes with them: one for a matrix, one an
         expert, none for an embedding."""
-        factors = [self.ckpt.factors(part.module) for part in tensor.parts if self.reader.coded(part)]
+        factors = [self.ckpt.tensor_scales(part.module) for part in tensor.parts if self.reader.coded(part)]
         scales = [f.get("scale", 1.0) for f in factors]
         if all(scale == 1 for scale in scales):
             return True
@@ -361,7 +361,7 @@ class Planner:
 
     def _check_fp4(self, tensor: ModelTensor, asked: str, samples: Sequence[CodedTensor]) -> None:
         """BridgeError where a tensor cannot become the type of 4-bit floats that is asked for."""
-        reason = next((why for t in samples if (why := why_not(t, FP4[asked]))), None)
+        reason = next((why for t in samples if (why := obstacle(t, FP4[asked]))), None)
         if reason is None and asked == "NVFP4" and not self._holds_nvfp4(tensor):
             reason = "llama.cpp does not compute with its scale"
         if reason is not None:

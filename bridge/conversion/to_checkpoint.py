@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from bridge.checkpoint.by_name import open_by_name
+from bridge.checkpoint.files.dtypes import torch_dtype
 from bridge.checkpoint.files.hub import model_name
 from bridge.conversion.calibrate_plan import Wish, quantize_layers
 from bridge.conversion.paths import layers_of
@@ -86,10 +87,8 @@ def quantize_checkpoint(
 
 def _norms(ckpt: Checkpoint) -> torch.dtype:
     """The dtype of the norms: what AWQ changes of the floats is stored in it again."""
-    import torch
-
-    dtypes = {"F32": torch.float32, "BF16": torch.bfloat16}
-    return dtypes.get(next((i.dtype for i in ckpt.tensors.values() if len(i.shape) == 1), "F16"), torch.float16)
+    stored = next((i.dtype for i in ckpt.tensors.values() if len(i.shape) == 1), "F16")
+    return torch_dtype(stored if stored in ("F32", "BF16") else "F16")
 
 
 def _linears(ckpt: Checkpoint) -> dict[str, tuple[int, int]]:

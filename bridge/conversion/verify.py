@@ -162,7 +162,7 @@ def _compare_floats(reader: PartReader, tensor: OutlineTensor, stored: _Stored) 
 
 def _compare_codes(reader: PartReader, tensor: OutlineTensor, stored: _Stored) -> Outcome:
     """A tensor that came as codes, all of it or most parts. Parts that came as floats are not in its fidelity."""
-    from bridge.encode.carry import Fidelity, why_not
+    from bridge.encode.carry import Fidelity, obstacle
 
     block = TYPES.get(stored.type)
     reasons: list[str] = []
@@ -177,7 +177,7 @@ def _compare_codes(reader: PartReader, tensor: OutlineTensor, stored: _Stored) -
             kept, missing = _codes_kept(t, stored, at)
             all_missing += missing
             total += Fidelity(math.prod(t.shape), error, signal, t.noise(), kept)
-            reason = f"stored as {stored.type}" if block is None else why_not(t, block)
+            reason = f"stored as {stored.type}" if block is None else obstacle(t, block)
             reasons.append("" if kept == math.prod(t.shape) or not error else reason or "the file has others")
         at += part.shape[0]
     notes += lost_codes(tensor.name, reasons, total)
@@ -214,17 +214,17 @@ def _codes_kept(t: CodedTensor, stored: _Stored, at: int) -> tuple[int, int]:
     """How many integer codes in the file are the checkpoint's, shifted or mirrored as the type has them; and how many
     are not, though a plain type holds them bit for bit: Q8_0 by the block, the others all or none."""
     from bridge.encode.block_bytes import unpack_codes
-    from bridge.encode.carry import carry, stored_codes, why_not
-    from bridge.encode.type_choice import in_halves
+    from bridge.encode.carry import carry, obstacle, stored_codes
+    from bridge.encode.type_choice import has_exact_fp16_scales
 
     block = TYPES.get(stored.type)
-    if block is None or why_not(t, block):
+    if block is None or obstacle(t, block):
         return 0, 0
     if block.scales:  # scales and all, by the block
         raw = stored.rows[at : at + t.shape[0]]
         same = (raw == carry(t, block).data).reshape(-1, block.nbytes).all(1)
         return int(same.sum()) * block.size, int((~same).sum()) * block.size
-    exact = not block.is_k and not block.has_min and in_halves(t)
+    exact = not block.is_k and not block.has_min and has_exact_fp16_scales(t)
     kept = missing = 0
     for rows in chunks(*t.shape):
         raw = stored.rows[at + rows.start : at + rows.stop]

@@ -26,7 +26,7 @@ from bridge.blocks import BLOCKS, FP4, NEWER, Q8_0, TYPES, BlockType
 from bridge.checkpoint.formats.fp4 import Fp4Tensor
 from bridge.checkpoint.grouped import CodedTensor, GroupedTensor
 from bridge.checkpoint.trellis_floats import DecodedTensor
-from bridge.encode.carry import CannotCarryError, Fidelity, Mapped, carry, facing, fractional, why_not
+from bridge.encode.carry import CannotCarryError, Fidelity, Mapped, carry, fractional, mirrored_to_fit, obstacle
 from bridge.encode.limits import CARRIED_LIMIT, REQUANTIZED_LIMIT
 from bridge.encode.round_rows import actorder_importance, quantize_rows
 from bridge.system.row_threads import chunks
@@ -82,7 +82,7 @@ def _auto(samples: Parts, read_parts: ReadParts, columns: int, extra_types: Sequ
         return Choice(block.name, "codes carried", CARRIED_LIMIT)
     why = f"no type carries its codes within {CARRIED_LIMIT:.0%}" if all(t.sequential for t in tensors) else "act-order"
     if any(isinstance(t, DecodedTensor) for t in tensors):
-        why = DecodedTensor.why_not
+        why = DecodedTensor.obstacle
     bits = max(t.bits for t in tensors)
     # a type of a quarter of the levels would add 16 times the noise: no need to compile its kernels
     smaller = [b for b in requantizers(columns)[:-1] if 4 * b.levels > 2**bits]
@@ -139,7 +139,7 @@ def carriers(tensors: Sequence[CodedTensor], extra_types: Sequence[BlockType] = 
     usual = sorted(BLOCKS.values(), key=lambda b: not b.last_resort if wide else not b.is_k)
     for block in (*extra_types, *usual):
         grid = (block.sub, block.zero, block.scale_hi, block.min_hi, block.dmin_at)
-        if (block.is_k and grid in tried) or any(why_not(t, block) for t in tensors):
+        if (block.is_k and grid in tried) or any(obstacle(t, block) for t in tensors):
             continue  # the same grid of scales with wider codes gains nothing
         tried.add(grid)
         yield block
@@ -156,13 +156,13 @@ def _fits_any(t: CodedTensor, block: BlockType) -> bool:
     """Whether a type holds whatever codes there may be about these zero points."""
     if not isinstance(t, GroupedTensor):
         return True
-    t = facing(t, block)
+    t = mirrored_to_fit(t, block)
     return not block.zero or bool(
         block.zero >= t.zeros.max() and block.zero + 2**t.bits - 1 - t.zeros.min() < block.levels
     )
 
 
-def in_halves(t: CodedTensor) -> bool:
+def has_exact_fp16_scales(t: CodedTensor) -> bool:
     """Whether plain types hold the scales and zero points exactly: halves and integers."""
     return (
         isinstance(t, GroupedTensor)
@@ -174,11 +174,11 @@ def in_halves(t: CodedTensor) -> bool:
 def exact_type(t: CodedTensor) -> BlockType | None:
     """The smallest plain type that holds the tensor bit for bit, judged from its scales and zero points alone."""
     if isinstance(t, Fp4Tensor):
-        return FP4[t.kind] if why_not(t, FP4[t.kind]) is None else None
-    if not in_halves(t):
+        return FP4[t.kind] if obstacle(t, FP4[t.kind]) is None else None
+    if not has_exact_fp16_scales(t):
         return None
     for block in (NEWER | BLOCKS).values():
-        if not block.is_k and not block.has_min and why_not(t, block) is None and _fits_any(t, block):
+        if not block.is_k and not block.has_min and obstacle(t, block) is None and _fits_any(t, block):
             return block
     return None
 
@@ -247,14 +247,14 @@ def carry_or_requantize(
     if carried:
         try:
             mapped = carry(t, block)
-            return mapped, mapped.why
+            return mapped, mapped.reason
         except CannotCarryError as cannot:
             reason = cannot.reason
     return requantize(t, block, importance), reason or _why_requantized(t, block)
 
 
 def _why_requantized(t: CodedTensor, block: BlockType) -> str:
-    reason = why_not(t, block)
+    reason = obstacle(t, block)
     if reason is not None:
         return reason
     if block.zero and isinstance(t, GroupedTensor) and fractional(t.zeros):

@@ -19,7 +19,7 @@ import numpy as np
 
 from bridge.errors import BridgeError
 from bridge.gguf_file.reader import read_gguf
-from bridge.system.folder_locks import unfinished
+from bridge.system.folder_locks import temporary_beside
 
 _SUMS, _COUNTS = ".in_sum2", ".counts"
 
@@ -67,7 +67,7 @@ def write_imatrix(
 
     chunks = max((int(tokens.sum()) // length for _, tokens in found.values()), default=0)
     try:
-        with unfinished(path) as folder:
+        with temporary_beside(path) as folder:
             writer = GGUFWriter(folder / path.name, "")  # of no architecture
             writer.add_type("imatrix")
             writer.add_array("imatrix.datasets", list(datasets))

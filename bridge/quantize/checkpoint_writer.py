@@ -25,7 +25,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-import bridge
 from bridge.checkpoint import Checkpoint, TensorInfo
 from bridge.checkpoint.files.dtypes import NUMPY, from_float32
 from bridge.checkpoint.files.folder import CheckpointFolder, sync
@@ -33,6 +32,7 @@ from bridge.checkpoint.files.store import header_of
 from bridge.checkpoint.formats.layouts import LAYOUTS, raised
 from bridge.checkpoint.formats.zeros import OWN_BITS_SINCE
 from bridge.checkpoint.grouped import GroupedTensor
+from bridge.checkpoint.labels.gptq_labels import gptq_labels, packer
 from bridge.errors import BridgeError
 from bridge.system.text import size_text, summarise_notes
 
@@ -301,26 +301,20 @@ class CheckpointWriter:
 
     def _gptq_labels(self) -> dict[str, Any]:
         usual = self._usual()
-        dynamic: dict[str, Any] = {f"-:^{re.escape(name)}$": {} for name in self._left()}
-        for name, groups in self._layers.items():
-            if groups != usual:
-                dynamic[f"+:^{re.escape(name)}$"] = groups._asdict()
-        writers = [f"gguf-bridge:{bridge.__version__}"]
+        writers = packer()
         if self._asymmetric and self._layout.name == "gptq":
             # GPTQModel reads v1 with varying zero points from itself alone; this is the version that packs as we do
             writers.append(f"gptqmodel:{'.'.join(map(str, OWN_BITS_SINCE))}")
-        return {
-            **usual._asdict(),
-            "desc_act": self._scattered,
-            "sym": not self._asymmetric,
-            "lm_head": "lm_head" in self._layers,
-            "quant_method": "gptq",
-            "checkpoint_format": self._layout.name,
-            "format": self._layout.name,
-            "pack_dtype": "int32",
-            **({"dynamic": dynamic} if dynamic else {}),
-            "meta": {"quantizer": writers, "packer": writers[:1]},
-        }
+        labels = gptq_labels(
+            self._layout.name,
+            *usual,
+            desc_act=self._scattered,
+            sym=not self._asymmetric,
+            floats=self._left(),
+            others={name: groups._asdict() for name, groups in self._layers.items() if groups != usual},
+        )
+        labels |= {"lm_head": "lm_head" in self._layers, "format": self._layout.name, "pack_dtype": "int32"}
+        return labels | {"meta": {"quantizer": writers, "packer": packer()}}
 
     def _awq_labels(self) -> dict[str, Any]:
         if len(set(self._layers.values())) > 1:

@@ -225,7 +225,7 @@ def test_modelopts_scales_stand_beside_their_tensors(tmp_path, small_model):
     for i, name in enumerate(("attn_q", "ffn_down")):
         module = f"model.layers.1.{('self_attn.q_proj', 'mlp.down_proj')[i]}"
         with open_checkpoint(tmp_path / "in") as checkpoint:
-            assert on_disk[f"blk.1.{name}.scale"].data[0] == np.float32(checkpoint.factors(module)["scale"])
+            assert on_disk[f"blk.1.{name}.scale"].data[0] == np.float32(checkpoint.tensor_scales(module)["scale"])
         assert on_disk[f"blk.1.{name}.input_scale"].data[0] == np.float32(0.02)
     assert {t.type for t in report.tensors if t.has_codes} == {"NVFP4"}
     assert any("k_scale left out" in note for note in report.notes)

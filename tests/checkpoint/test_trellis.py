@@ -170,8 +170,8 @@ GOOD = qtip_tensors(NAME, weights(), HYB, layout="swizzled", rcp=0, search=False
         ({"bias": np.zeros(63, np.float32)}, {}, "the shapes contradict each other"),
         ({}, {"codebook": "E8P12"}, "codebook 'E8P12' is QuIP#'s"),
         ({}, {"codebook": None}, "codebook 'None'"),
-        ({}, {"decode_mode": "4mad"}, "decode_mode '4mad' does not exist; there are 1mad, 2mad, 3inst, lut"),
-        ({}, {"decode_mode": "mcg"}, "decode_mode 'mcg' does not exist"),
+        ({}, {"decode_mode": "4mad"}, "unknown decode_mode '4mad'; QTIP has 1mad, 2mad, 3inst, lut"),
+        ({}, {"decode_mode": "mcg"}, "unknown decode_mode 'mcg'"),
         ({}, {"L": "sixteen"}, "L is 'sixteen', not a whole number"),
         ({}, {"L": 17}, "L = 17"),
         ({}, {"V": 3}, "V = 3"),
@@ -201,7 +201,7 @@ def test_quip_sharp_is_named_without_any_codebook_that_is_known(tmp_path):
 
 
 def test_only_trellis_codes_are_read_as_a_layer():
-    with open_checkpoint(CHECKPOINT) as checkpoint, pytest.raises(BridgeError, match="is gptq, no trellis codes"):
+    with open_checkpoint(CHECKPOINT) as checkpoint, pytest.raises(BridgeError, match="is gptq, not trellis codes"):
         checkpoint.read_trellis(next(iter(checkpoint.modules)))
 
 

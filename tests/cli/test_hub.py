@@ -62,10 +62,13 @@ def test_a_branch_of_a_repository_is_downloaded_and_named(run, tmp_path, monkeyp
 
 
 def test_bin_files_are_downloaded_where_there_is_nothing_else_and_pt_files_last():
-    from bridge.checkpoint.files.hub import needed
+    from bridge.checkpoint.files.weight_files import checkpoint_files
 
-    assert needed(["pytorch_model.bin", "config.json", "model.onnx", "a.pt"]) == ["pytorch_model.bin", "config.json"]
-    assert needed(["llama-7b-4bit.pt", "config.json", "model.onnx"]) == ["llama-7b-4bit.pt", "config.json"]
+    assert checkpoint_files(["pytorch_model.bin", "config.json", "model.onnx", "a.pt"]) == [
+        "pytorch_model.bin",
+        "config.json",
+    ]
+    assert checkpoint_files(["llama-7b-4bit.pt", "config.json", "model.onnx"]) == ["llama-7b-4bit.pt", "config.json"]
 
 
 def test_a_downloaded_model_is_found_without_a_network(run, tmp_path, monkeypatch):

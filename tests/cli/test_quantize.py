@@ -198,7 +198,7 @@ def test_the_command_line_quantizes_to_gguf_and_says_what_it_did(model, text, tm
             "--method awq: AWQ's scales belong to a checkpoint",
         ),
         (["quantize", "MODEL", "o", "--format", "gptq", "--bits", "9", "--calibrate", "TEXT"], "9"),
-        (["quantize", "MODEL", "o", "--format", "awq", "--bits", "3", "--calibrate", "TEXT"], "3 bits are no AWQ"),
+        (["quantize", "MODEL", "o", "--format", "awq", "--bits", "3", "--calibrate", "TEXT"], "AWQ cannot hold 3 bits"),
         (
             ["quantize", "MODEL", "o.gguf", "--calibrate", "TEXT", "--damping", "-1"],
             "--damping -1.0: must be at least 0",

@@ -233,8 +233,8 @@ def test_v1_refuses_a_zero_point_of_0_and_clamp_moves_its_codes_along(tmp_path: 
 def test_what_a_format_cannot_hold_is_refused_by_name(tmp_path: Path, model: Path) -> None:
     up = "model.layers.0.mlp.up_proj"
     cases: list[tuple[str, dict[str, Groups], str]] = [
-        ("gptq", {up: Groups(5, 64)}, f"{up}: 5 bits are no GPTQ"),
-        ("awq", {up: Groups(3, 64)}, f"{up}: 3 bits are no AWQ"),
+        ("gptq", {up: Groups(5, 64)}, f"{up}: GPTQ v1 and v2 cannot hold 5 bits"),
+        ("awq", {up: Groups(3, 64)}, f"{up}: AWQ cannot hold 3 bits"),
         ("awq", {up: Groups(4, 96)}, "groups of 96 do not divide 256 columns"),
         ("awq", {"lm_head": Groups(4, 64)}, "tied to the embeddings"),
         ("awq", {"model.norm": Groups(4, 64)}, "is it another model's"),
@@ -279,12 +279,12 @@ def test_an_interrupted_run_leaves_what_was_there_and_nothing_else(
     def stop(*_: object) -> None:
         raise problem
 
-    with pytest.raises(BridgeError, match="--force replaces it"):
+    with pytest.raises(BridgeError, match="force=True replaces it"):
         write(model, out, "gptq_v2", tensors)
     for where in (
         "quantize.checkpoint_writer.CheckpointWriter._write_heads",
         "quantize.checkpoint_writer.sync",
-        "checkpoint_folder.shutil.copyfile",
+        "checkpoint.files.folder.shutil.copyfile",
     ):
         monkeypatch.setattr(f"bridge.{where}", stop)
         with pytest.raises((KeyboardInterrupt, BridgeError)):

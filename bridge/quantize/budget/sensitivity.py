@@ -29,12 +29,11 @@ from gguf import GGMLQuantizationType
 from gguf.quants import dequantize
 
 from bridge.blocks import BLOCKS
+from bridge.checkpoint.files.dtypes import torch_dtype
 from bridge.encode.block_bytes import row_bytes
 from bridge.encode.round_rows import quantize_rows
 from bridge.quantize.hessian import Hessian
 from bridge.system.row_threads import over_rows
-
-_FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 # float [rows, columns] and a type -> what they become in it
 Rounding = Callable[[torch.Tensor, str], torch.Tensor]
@@ -57,8 +56,8 @@ class Cost:
 
 def nearest(weight: torch.Tensor, type: str, importance: np.ndarray | None = None) -> torch.Tensor:
     """float32 [rows, columns] rounded to a type; importance float32 [columns]: what a squared error of each costs."""
-    if type in _FLOATS:
-        return weight.to(_FLOATS[type]).float()
+    if type not in BLOCKS:
+        return weight.to(torch_dtype(type)).float()
     return torch.from_numpy(block_values(nearest_blocks(weight, type, importance), type)).to(weight.device)
 
 

@@ -41,7 +41,7 @@ def test_of_a_repository_the_smallest_gguf_that_will_do_is_the_template_and_name
     hub = Hub(monkeypatch, folder, sizes)
     report = bridge.convert(CHECKPOINT, tmp_path / "m.gguf", template="org/m-GGUF@v1")
     assert hub.asked == ["org/m-GGUF", "v1", "m-Q4_K_M.gguf"]
-    said = "the template is m-Q4_K_M.gguf of org/m-GGUF (20 MB), its smallest file that will do"
+    said = "the template is m-Q4_K_M.gguf of org/m-GGUF (20 MB), its smallest suitable file"
     assert said in report.notes
     plan = plan_checkpoint(CHECKPOINT, template="org/m-GGUF", out=tmp_path / "plan.json")
     assert plan.template == "org/m-GGUF"
