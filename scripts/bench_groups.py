@@ -18,7 +18,7 @@ import torch
 from safetensors.numpy import load_file
 
 from bridge.quantize import Method, groups, quantize_model
-from bridge.quantize.awq_method import Awq
+from bridge.quantize.awq import Awq
 from scripts.peers import llm_compressor, reference
 
 # method, bits, group size, symmetric

@@ -21,7 +21,7 @@ sys.path.insert(0, str(ROOT))
 
 from bridge.quantize import Method, superblocks
 from bridge.quantize.hessian import Hessian
-from bridge.quantize.walk import Calibrated
+from bridge.quantize.walk import LayerInput
 from scripts.peers import gptqmodel_layer
 
 
@@ -53,7 +53,7 @@ def seconds(type: str, rows: int, columns: int) -> tuple[float, float]:
     hessian = Hessian("layer", columns)
     hessian.matrix, hessian.tokens = matrix, 2 * columns
     begun = time.process_time()
-    _, done = Method(superblocks(type)).layer(Calibrated("layer", weight, hessian))
+    _, done = Method(superblocks(type)).layer(LayerInput("layer", weight, hessian))
     return time.process_time() - begun, done.error
 
 

@@ -34,7 +34,7 @@ from bridge.system.files import check_target, read_json, write_text
 from bridge.system.text import percent
 
 if TYPE_CHECKING:
-    from bridge.quantize.layer_store import KeptLayers
+    from bridge.quantize.layer_store import LayerStore
 
 Progress = Callable[[int, int, str], None]  # (bytes of checkpoint done, of all, tensor just written: at first none)
 
@@ -143,7 +143,7 @@ def convert(
             chosen.detect_lattice = detect_lattice
             if budget.plan_out is not None:
                 save_plan(chosen, str(checkpoint), budget.plan_out)
-        kept: KeptLayers | None = None
+        kept: LayerStore | None = None
         calibrated: list[str] = []
         if calibrate is not None:
             kept, calibrated = quantize_planned(

@@ -27,7 +27,7 @@ from bridge.system.row_threads import slices
 
 if TYPE_CHECKING:
     from bridge.encode.carry import Fidelity
-    from bridge.quantize.layer_store import KeptLayer
+    from bridge.quantize.layer_store import StoredLayer
 
 _IN_FLIGHT = 1 << 29  # bytes of the checkpoint that are worked on at a time; one tensor may be larger
 _FLOAT_DTYPES = {"F32": np.float32, "F16": np.float16, "BF16": np.uint16}
@@ -51,7 +51,7 @@ class Executor:
 
     source: Source
     importance: Importance
-    layers: Mapping[str, KeptLayer] = field(default_factory=dict)
+    layers: Mapping[str, StoredLayer] = field(default_factory=dict)
     threads: int | None = None
     _rows: ThreadPoolExecutor = field(init=False, repr=False)  # while there are results
 
@@ -167,12 +167,12 @@ class Executor:
         )
         return Fidelity(x.size, sum(p.error for p in parts), sum(p.signal for p in parts), 0.0, 0)
 
-    def _layer(self, part: Part, block: BlockType) -> KeptLayer | None:
+    def _layer(self, part: Part, block: BlockType) -> StoredLayer | None:
         """The part as it was quantized to this type with a text, if it was."""
         layer = self.layers.get(part.layer) if part.layer is not None else None
         return layer if layer is not None and layer.type == block.name else None
 
-    def _calibrated(self, layer: KeptLayer, part: Part) -> tuple[np.ndarray, Fidelity]:
+    def _calibrated(self, layer: StoredLayer, part: Part) -> tuple[np.ndarray, Fidelity]:
         """A part's blocks, uint8 [rows, row bytes], rows in the GGUF's order, and how close they are."""
         from bridge.encode.carry import Fidelity
 

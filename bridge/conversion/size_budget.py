@@ -101,7 +101,7 @@ def within_budget(
             "a size budget is for one file: take --plan-out, set split_max_size there, and convert --plan"
         )
     model = FloatModel(ckpt, device=settings.device)
-    layers = {*model.linears(), *model.ends()}
+    layers = {*model.linears(), *model.embedding_and_head()}
     wanted = [t for t in plan.tensors if _is_free(t, plan, recipe, source, importance, budget)]
     items = [_item(t, source) for t in wanted if all(part.module in layers for part in t.parts)]
     left = [t for t in wanted if any(part.module not in layers for part in t.parts)]
@@ -113,7 +113,7 @@ def within_budget(
         raise BridgeError(f"{asked}: too small; the smallest file that can be made of {ckpt.path} has {least} bytes")
     if limit > most:
         raise BridgeError(f"{asked}: too large; the largest file that can be made of {ckpt.path} has {most} bytes")
-    embeddings, head = model.ends()
+    embeddings, head = model.embedding_and_head()
     ends = embeddings, embeddings if _is_tied(plan) else head
     search = _Search(source, model, ends, settings, budget, items, limit - fixed)
     chosen = retyped(ckpt, plan, recipe, search.types())
@@ -201,16 +201,16 @@ class _Search:
             layers.measure(passes, tokens)
             divergence = Divergence(passes, layers.squares.get, Path(folder), ends)
 
-            def measure(taken: np.ndarray, keep: bool) -> float:
+            def measure(taken: np.ndarray, as_new_base: bool) -> float:
                 trial = {}
                 for item, option in zip(self.items, taken.tolist(), strict=True):
                     for part in item.tensor.parts:
                         if option != FLOAT:
                             type = item.types[option]
-                            trial[part.module] = Rounded(type, layers.costs[part.module][type].left)
-                if not keep:
+                            trial[part.module] = Rounded(type, layers.costs[part.module][type].error_ratio)
+                if not as_new_base:
                     self._step("trial models")
-                return divergence.measure(trial, keep)
+                return divergence.measure(trial, as_new_base)
 
             losses = [
                 np.array([sum(layers.costs[p.module][t].loss for p in item.tensor.parts) for t in item.types])
