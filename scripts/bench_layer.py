@@ -17,7 +17,7 @@ from benchlib import head, machine, parser, run_peer
 
 from bridge.quantize import Method, superblocks
 from bridge.quantize.hessian import Hessian
-from bridge.quantize.walk import Calibrated
+from bridge.quantize.walk import LayerInput
 from scripts.peers import gptqmodel_layer
 
 
@@ -46,7 +46,7 @@ def seconds(type: str, rows: int, columns: int) -> tuple[float, float]:
     hessian = Hessian("layer", columns)
     hessian.matrix, hessian.tokens = matrix, 2 * columns
     begun = time.process_time()
-    _, done = Method(superblocks(type)).layer(Calibrated("layer", weight, hessian))
+    _, done = Method(superblocks(type)).layer(LayerInput("layer", weight, hessian))
     return time.process_time() - begun, done.error
 
 

@@ -28,10 +28,10 @@ from bridge.system.text import percent
 if TYPE_CHECKING:
     import torch
 
-    from bridge.quantize.awq_method import Awq
-    from bridge.quantize.layer_store import KeptLayer, KeptLayers
+    from bridge.quantize.awq import Awq
+    from bridge.quantize.layer_store import LayerStore, StoredLayer
     from bridge.quantize.method import Method
-    from bridge.quantize.walk import Calibrated, Prepare
+    from bridge.quantize.walk import LayerInput, Prepare
 
 _TOKENS_AT_ONCE = 4096
 
@@ -91,7 +91,7 @@ def quantize_layers(
     folder: Path,
     force: bool,
     prepare: Prepare | None = None,
-) -> tuple[KeptLayers, list[str]]:
+) -> tuple[LayerStore, list[str]]:
     """Quantize the named layers of a checkpoint one after the other; those that are kept already are not made again.
 
     wishes  by module
@@ -100,13 +100,13 @@ def quantize_layers(
 
     Returns the kept layers and notes. Raises BridgeError as `read_tokens` and `quantize_model` do.
     """
-    from bridge.quantize.layer_store import KeptLayers
+    from bridge.quantize.layer_store import LayerStore
 
     tokens = None if settings.method == "rtn" else calibration_tokens(ckpt, settings)
-    layers = KeptLayers(folder, _job(ckpt, settings, wishes, tokens), force)
+    layers = LayerStore(folder, _job(ckpt, settings, wishes, tokens), force)
     done = len(layers.layers)
 
-    def quantizer(layer: Calibrated) -> tuple[torch.Tensor, None]:
+    def quantizer(layer: LayerInput) -> tuple[torch.Tensor, None]:
         nonlocal done
         wish = wishes[layer.name]
         values, quantized = wish.method.layer(layer, wish.columns)
@@ -154,8 +154,8 @@ def _walk(
     settings: Calibration,
     tokens: torch.Tensor,
     wishes: dict[str, Wish],
-    quantizer: Callable[[Calibrated], tuple[torch.Tensor, None]],
-    layers: KeptLayers,
+    quantizer: Callable[[LayerInput], tuple[torch.Tensor, None]],
+    layers: LayerStore,
     prepare: Prepare | None,
 ) -> None:
     """Take the tokens through the model, layer by layer."""
@@ -179,22 +179,22 @@ def _walk(
         pass
 
 
-def _round_to_nearest(ckpt: Checkpoint, names: Set[str], quantizer: Callable[[Calibrated], object]) -> None:
+def _round_to_nearest(ckpt: Checkpoint, names: Set[str], quantizer: Callable[[LayerInput], object]) -> None:
     """Without a text: every layer by itself."""
     import torch
 
     from bridge.quantize.hessian import Hessian
-    from bridge.quantize.walk import Calibrated
+    from bridge.quantize.walk import LayerInput
 
     for name in sorted(names):
         coded = name in ckpt.modules
         weight = ckpt.read_module(name).dequantize() if coded else ckpt.read_float(f"{name}.weight")
-        quantizer(Calibrated(name, torch.from_numpy(weight), Hessian(name, weight.shape[1])))
+        quantizer(LayerInput(name, torch.from_numpy(weight), Hessian(name, weight.shape[1])))
 
 
 def quantize_planned(
     ckpt: Checkpoint, plan: Plan, reader: PartReader, settings: Calibration, folder: Path, force: bool, optional: bool
-) -> tuple[Plan, KeptLayers | None, list[str]]:
+) -> tuple[Plan, LayerStore | None, list[str]]:
     """Quantize the layers of a plan that cannot keep their codes.
 
     optional  no layers where every one keeps its codes, instead of BridgeError
@@ -226,7 +226,7 @@ def quantize_planned(
     return _with_how(marked, seen), layers, notes
 
 
-def _write_imatrix(plan: Plan, kept: KeptLayers, settings: Calibration) -> None:
+def _write_imatrix(plan: Plan, kept: LayerStore, settings: Calibration) -> None:
     """llama.cpp's importance matrix, of the tensors whose every part was calibrated."""
     from bridge.gguf_file.imatrix import write_imatrix
 
@@ -258,7 +258,7 @@ def _job(
     }
 
 
-def _lost_note(layers: dict[str, KeptLayer], settings: Calibration) -> str:
+def _lost_note(layers: dict[str, StoredLayer], settings: Calibration) -> str:
     worst = max(layers.values(), key=lambda layer: layer.error)
     mean = sum(layer.error for layer in layers.values()) / len(layers)
     tokens = max(layer.tokens for layer in layers.values())
@@ -268,7 +268,7 @@ def _lost_note(layers: dict[str, KeptLayer], settings: Calibration) -> str:
     )
 
 
-def _damping_note(layer: KeptLayer, settings: Calibration) -> str | None:
+def _damping_note(layer: StoredLayer, settings: Calibration) -> str | None:
     if settings.method in ("rtn", "awq") or layer.damping == settings.damping:
         return None
     if layer.damping == float("inf"):

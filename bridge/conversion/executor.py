@@ -39,7 +39,7 @@ from bridge.system.cpus import usable_cpus
 from bridge.system.row_threads import slices
 
 if TYPE_CHECKING:
-    from bridge.quantize.layer_store import KeptLayer
+    from bridge.quantize.layer_store import StoredLayer
 
 _IN_FLIGHT = 1 << 29  # bytes of the checkpoint that are worked on at a time; one tensor may be larger
 
@@ -62,7 +62,7 @@ class Executor:
 
     reader: PartReader
     importance: Importance
-    layers: Mapping[str, KeptLayer] = field(default_factory=dict)
+    layers: Mapping[str, StoredLayer] = field(default_factory=dict)
     threads: int | None = None
     _rows: ThreadPoolExecutor = field(init=False, repr=False)  # while there are results
 

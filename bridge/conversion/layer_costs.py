@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from bridge.quantize.budget.forward_passes import Passes
     from bridge.quantize.budget.sensitivity import Cost
-    from bridge.quantize.walk import Calibrated
+    from bridge.quantize.walk import LayerInput
 
 _TOKENS_AT_ONCE = 4096
 
@@ -67,7 +67,7 @@ class LayerCosts:
             self.costs[embeddings] = self._embedding_costs(passes, gradients)
             self.step(embeddings)
 
-        def measure(layer: Calibrated) -> tuple[torch.Tensor, None]:
+        def measure(layer: LayerInput) -> tuple[torch.Tensor, None]:
             self.costs[layer.name] = self._layer_costs(layer, gradients.get(layer.name))
             self.squares[layer.name] = layer.hessian.mean_squares()
             self.step(layer.name)
@@ -79,7 +79,7 @@ class LayerCosts:
         )  # fmt: skip
         for _ in walk:
             pass
-        passes.load_ends()
+        passes.load_embedding_and_head()
 
     def _embedding_costs(self, passes: Passes, gradients: Mapping[str, Any]) -> dict[str, Cost]:
         """Of the embeddings, rounded to nearest; as the head too, where they are that."""
@@ -94,10 +94,10 @@ class LayerCosts:
         found = layer_costs(weight, passes.head_hessian(), gradients[head], dict.fromkeys(types))
         return {type: cost + found[type] for type, cost in costs.items()}
 
-    def _layer_costs(self, layer: Calibrated, gradients: torch.Tensor | None) -> dict[str, Cost]:
+    def _layer_costs(self, layer: LayerInput, gradients: torch.Tensor | None) -> dict[str, Cost]:
         from bridge.quantize import superblocks
         from bridge.quantize.budget.sensitivity import Cost, layer_costs
-        from bridge.quantize.walk import Calibrated
+        from bridge.quantize.walk import LayerInput
 
         types = self.types[layer.name]
         if gradients is None or not layer.hessian.tokens:  # an expert that no token reached
@@ -106,7 +106,7 @@ class LayerCosts:
 
         def rounded(rows: torch.Tensor, type: str) -> torch.Tensor:
             method = self.settings.quantizer(superblocks(type))
-            return method.layer(Calibrated(layer.name, rows, layer.hessian), columns)[0]
+            return method.layer(LayerInput(layer.name, rows, layer.hessian), columns)[0]
 
         def calibrated(type: str) -> bool:
             return type in BLOCKS and not (layer.name == self.ends[1] and type == "Q8_0")

@@ -60,7 +60,7 @@ def within_budget(plan: Plan, planner: Planner, settings: Calibration, budget: B
 
     ckpt, reader = planner.ckpt, planner.reader
     model = FloatModel(ckpt, device=settings.device)
-    layers = {*model.linears(), *model.ends()}
+    layers = {*model.linears(), *model.embedding_and_head()}
     wanted = [t for t in plan.tensors if _is_free(t, plan, planner.options, budget)]
     items = [_item(t, reader) for t in wanted if all(part.module in layers for part in t.parts)]
     left = [t for t in wanted if any(part.module not in layers for part in t.parts)]
@@ -73,7 +73,7 @@ def within_budget(plan: Plan, planner: Planner, settings: Calibration, budget: B
         raise BridgeError(f"{given}: too small; the smallest file that can be made of {ckpt.path} has {least} bytes")
     if limit > most:
         raise BridgeError(f"{given}: too large; the largest file that can be made of {ckpt.path} has {most} bytes")
-    embeddings, head = model.ends()
+    embeddings, head = model.embedding_and_head()
     ends = embeddings, embeddings if plan.tied else head
     search = _Search(planner, model, ends, settings, budget, items, limit - fixed)
     chosen = planner.retyped(plan, search.types())
@@ -151,16 +151,16 @@ class _Search:
             layers.measure(passes, tokens)
             divergence = Divergence(passes, layers.squares.get, Path(folder), ends)
 
-            def measure(taken: np.ndarray, keep: bool) -> float:
+            def measure(taken: np.ndarray, as_new_base: bool) -> float:
                 trial = {}
                 for item, option in zip(self.items, taken.tolist(), strict=True):
                     for part in item.tensor.parts:
                         if option != FLOAT:
                             type = item.types[option]
-                            trial[part.module] = Rounded(type, layers.costs[part.module][type].left)
-                if not keep:
+                            trial[part.module] = Rounded(type, layers.costs[part.module][type].error_ratio)
+                if not as_new_base:
                     self._step("trial models")
-                return divergence.measure(trial, keep)
+                return divergence.measure(trial, as_new_base)
 
             losses = [
                 np.array([sum(layers.costs[p.module][t].loss for p in item.tensor.parts) for t in item.types])

@@ -51,7 +51,7 @@ def quantize_checkpoint(
     Raises BridgeError for anything wrong with the input, and where the format cannot hold what is asked for.
     """
     from bridge.quantize import groups
-    from bridge.quantize.awq_method import Awq
+    from bridge.quantize.awq import Awq
     from bridge.quantize.checkpoint_writer import Groups, refusal, write_checkpoint
 
     path = Path(out) if out is not None else Path(f"{model_name(str(checkpoint))}-{format}-{bits}bit")

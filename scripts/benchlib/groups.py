@@ -16,7 +16,7 @@ import torch
 from safetensors.numpy import load_file
 
 from bridge.quantize import Method, groups, quantize_model
-from bridge.quantize.awq_method import Awq
+from bridge.quantize.awq import Awq
 from scripts.peers import llm_compressor
 
 from . import head, run_peer

@@ -18,7 +18,6 @@ from bridge.conversion.report import CALIBRATED, CARRIED, FLOAT
 from bridge.conversion.to_checkpoint import quantize_checkpoint
 from bridge.errors import BridgeError
 from bridge.gguf_file.imatrix import read_imatrix
-from bridge.quantize import awq_method
 from bridge.quantize.settings import Calibration
 from bridge.quantize.texts import load_tokenizer, read_tokens
 from tests.support.tiny_models import predict, save_model
@@ -191,7 +190,7 @@ def test_the_command_line_quantizes_to_gguf_and_says_what_it_did(model, text, tm
             ["quantize", "MODEL", "o.gguf", "--calibrate", "TEXT", "--act-order", "free"],
             "--act-order free: a GGUF has no column permutation",
         ),
-        (["quantize", "MODEL", "o.gguf", "--calibrate", "TEXT", "--act-order", "up"], "act-order 'up'"),
+        (["quantize", "MODEL", "o.gguf", "--calibrate", "TEXT", "--act-order", "up"], "choose none, free, static"),
         (["quantize", "MODEL", "o.gguf", "--calibrate", "TEXT", "--method", "magic"], "invalid choice: 'magic'"),
         (
             ["quantize", "MODEL", "o.gguf", "--calibrate", "TEXT", "--method", "awq"],
@@ -259,7 +258,7 @@ def test_awq_goes_on_with_the_scales_that_a_killed_run_has_found(model, text, tm
     with pytest.raises(BridgeError, match="interrupted; 9 of 14"):
         quantize_checkpoint(model, tmp_path / "out", "awq", group_size=32, calibrate=replace(awq, progress=stop))
     assert len(list((tmp_path / "out.layers").glob("*.scales"))) == 2
-    monkeypatch.setattr(awq_method, "smoothing", None)  # nothing is searched again
+    monkeypatch.setattr("bridge.quantize.awq.smoothing", None)  # nothing is searched again
     quantize_checkpoint(model, tmp_path / "out", "awq", group_size=32, calibrate=awq)
     one, other = ((tmp_path / name / "model.safetensors").read_bytes() for name in ("whole", "out"))
     assert one == other

@@ -152,10 +152,10 @@ def test_estimates_are_near_to_what_a_trial_measures(name: str, passes: Passes, 
             wanted=name.__eq__,
         )  # fmt: skip
         assert [n for n, _ in walk] == [name]
-        passes.load_ends()
+        passes.load_embedding_and_head()
         layer = seen[name]
         costs = layer_costs(layer.weight, layer.hessian, gradients[name], dict.fromkeys(["Q3_K", "Q4_K"]), samples=256)
-    divergence = Divergence(passes, lambda name: None, tmp_path, passes.model.ends())
+    divergence = Divergence(passes, lambda name: None, tmp_path, passes.model.embedding_and_head())
     measured = {type: divergence.measure({name: Rounded(type)}) for type in costs}
     for type, cost in costs.items():
         assert 0.5 < measured[type] / cost.loss < 2
@@ -166,8 +166,8 @@ def test_a_trial_that_begins_late_measures_the_same(passes: Passes, tmp_path: Pa
     up, down, embeddings = "model.layers.0.mlp.up_proj", "model.layers.1.mlp.down_proj", "model.embed_tokens"
     first = {up: Rounded("Q3_K"), down: Rounded("Q4_K", 0.3), embeddings: Rounded("Q4_K")}
     second = {**first, down: Rounded("Q3_K"), "lm_head": Rounded("F16")}
-    begun, anew = (Divergence(passes, lambda name: None, tmp_path, passes.model.ends()) for _ in range(2))
-    begun.measure(first, keep=True)
+    begun, anew = (Divergence(passes, lambda name: None, tmp_path, passes.model.embedding_and_head()) for _ in range(2))
+    begun.measure(first, as_new_base=True)
     assert begun.measure(second) == pytest.approx(anew.measure(second), rel=1e-6)
     assert anew.measure({}) == 0
 

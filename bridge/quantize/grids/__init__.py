@@ -1,4 +1,1 @@
-"""Grids that codes are rounded onto: `group` for checkpoints, `superblock` for K-quants, each with its refit of scales.
-
-`try_lines` is the inner loop of both refits: many scales and offsets tried at once.
-"""
+"""Grids onto which weights are rounded: groups of checkpoints, blocks of GGUF files, and how refinement moves them."""
