@@ -25,7 +25,7 @@ from bridge.cuda.step import Step
 from bridge.cuda.weights import DeviceWeights, matrix_bytes
 
 from bridge.errors import BridgeError
-from bridge.runtime.batches import last_states
+from bridge.runtime.decoder import last_states
 from bridge.runtime.decoder_config import DecoderConfig
 from bridge.runtime.reader import GGUFFile
 from bridge.runtime.sampling import Sampler, drawn_on_host

@@ -26,14 +26,12 @@ from typing import Any
 import numpy as np
 
 from bridge.errors import BridgeError
-from bridge.runtime.batches import common_prefix
 from bridge.runtime.decoder import Decoder
 from bridge.runtime.decoder_config import DecoderConfig, read_config
+from bridge.runtime.generation import BatchRunner, Reply, ScoredToken, SequenceState, scored, stop_texts, until
 from bridge.runtime.reader import GGUFFile, open_gguf
-from bridge.runtime.replies import Reply, ScoredToken, scored, stop_texts, until
 from bridge.runtime.sampling import Sampler, Sampling
-from bridge.runtime.sequences import Sequenced, Together
-from bridge.runtime.tokenizer import Tokenizer
+from bridge.runtime.tokenizer import Tokenizer, common_prefix
 from bridge.system.devices import choose, cpu_note, cuda
 from bridge.system.operands import check_precision
 
@@ -238,25 +236,25 @@ class Model:
         for prompt, limit, end in zip(prompts, limits, ends, strict=True):
             ids, sampler = self._start(prompt, limit, Sampler(how))
             reply = Reply(self.tokenizer, stop_texts(stop) + stop_texts(end))
-            sequences.append(Sequenced(ids, sampler, reply, limit))
+            sequences.append(SequenceState(ids, sampler, reply, limit))
         self._run_together(sequences)
         return [sequence.reply.text for sequence in sequences]
 
-    def _run_together(self, sequences: list[Sequenced]) -> None:
+    def _run_together(self, sequences: list[SequenceState]) -> None:
         timing = self.timing = Timing(prompt_tokens=sum(len(sequence.prompt) for sequence in sequences))
         with self._lock:
-            together = Together(self._decoder, sequences)
+            runner = BatchRunner(self._decoder, sequences)
         left = True
         while left:
             with self._lock:
-                start, preparing, steps = time.perf_counter(), self._decoder.preparing, together.steps
-                left = together.advance()
+                start, preparing, steps = time.perf_counter(), self._decoder.preparing, runner.steps
+                left = runner.advance()
                 seconds = time.perf_counter() - start - (self._decoder.preparing - preparing)
-            if together.steps == steps:
+            if runner.steps == steps:
                 timing.prompt_seconds += seconds
             else:
                 timing.seconds += seconds
-        timing.tokens = together.tokens
+        timing.tokens = runner.tokens
 
     def chat(self, messages: Sequence[Mapping[str, Any]], max_tokens: int = 256, **options: Any) -> Iterator[str]:
         """The model's reply to [{"role": "user", "content": ...}, ...], by the file's own chat template.

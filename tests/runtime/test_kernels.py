@@ -285,7 +285,7 @@ def test_threads_agree_with_one_thread():
 def test_a_number_of_threads_that_is_none_is_refused(monkeypatch, value):
     monkeypatch.setattr("bridge.system.pool._wanted", None)
     monkeypatch.setenv("BRIDGE_THREADS", value)
-    with pytest.raises(BridgeError, match=f"BRIDGE_THREADS={value}: a number from 1 to 1024 is wanted"):
+    with pytest.raises(BridgeError, match=f"BRIDGE_THREADS={value}: must be between 1 and 1024"):
         pool.get_num_threads()
 
 

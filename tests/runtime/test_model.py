@@ -103,7 +103,7 @@ def test_a_table_of_calls_computes_what_matrix_by_matrix_does(embedding: str, tm
     prepared, plain = (bridge.Model.load(path, precision="f32", context=32) for _ in range(2))
     tokens = prepared.tokenizer.encode(PROMPT)
     prepared.prepare()
-    plain._decoder._tables.complete = lambda work: None
+    plain._decoder._builder.add_full_program = lambda buffers: None
     rows = [np.stack([m._decoder.next_scores(t).copy() for t in tokens]) for m in (prepared, plain)]
     assert (prepared._decoder._one.scores.size > 0) == (embedding in BLOCKS)
     np.testing.assert_allclose(rows[0], rows[1], rtol=1e-3, atol=1e-3)
@@ -122,7 +122,7 @@ def test_weights_are_repacked_between_tokens_for_a_share_of_their_time(share: fl
         counts.append(sum(m.prepared for m in matrices))
     assert counts == sorted(counts)
     assert counts[-1] == (len(matrices) if share else 0)
-    assert model._decoder._one.whole is not None
+    assert model._decoder._one.full_program is not None
     if share:
         assert 0 < counts[0] < len(matrices)
         assert made == list(bridge.Model.load(path, context=64).prepare().generate_tokens(PROMPT, 12, temperature=0))
@@ -297,7 +297,7 @@ def test_a_prompt_that_does_not_fit_is_refused_before_anything_is_computed(path:
         ({"kv": "q4_0"}, "kv 'q4_0': f16, q8_0, f32 are known"),
         ({"context": 0}, "context 0"),
         ({"threads": 0}, "threads 0"),
-        ({"threads": 100_000}, "100000 threads: 1 to 1024 are possible"),
+        ({"threads": 100_000}, "threads=100000: must be between 1 and 1024"),
     ],
 )
 def test_options_that_mean_nothing_are_refused(options: dict[str, Any], message: str, path: Path) -> None:

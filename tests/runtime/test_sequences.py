@@ -95,7 +95,7 @@ def test_logits_are_those_of_one_context(count: int, precision: str, kv: str, pr
     for prompt, cache in zip(prompts, caches, strict=True):
         decoder.run(prompt, cache=cache)
     together = np.array([decoder.step(caches, tokens).copy() for tokens in new])
-    assert decoder._others.whole is not None or not prepared
+    assert decoder._others.full_program is not None or not prepared
     assert [cache.length for cache in caches] == [len(prompt) + 3 for prompt in prompts]
     for i, prompt in enumerate(prompts):
         alone = decoder.scores(prompt + [tokens[i] for tokens in new], 3)
@@ -124,7 +124,7 @@ def test_the_models_own_context_stays(model: Model) -> None:
         ({"prompts": ["KING"], "max_tokens": -1}, "-1 tokens at most"),
         ({"prompts": ["KING"], "repeat_penalty": -1.0}, "repeat_penalty -1.0"),
         ({"prompts": ["KING"], "logit_bias": {9999: 1.0}}, "logit_bias of token 9999"),
-        ({"prompts": ["KING"], "stop": 3}, "stop 3: texts are wanted"),
+        ({"prompts": ["KING"], "stop": 3}, "stop 3: must be a text or a list of texts"),
     ],
 )
 def test_a_batch_that_makes_no_sense_is_refused(options: dict[str, Any], message: str, model: Model) -> None:

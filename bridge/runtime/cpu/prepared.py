@@ -65,7 +65,7 @@ class Prepared(Interleaved):
         repack = repacker(self.block.name, self.lanes)
         codes_from = self.layout.codes_from(self.blocks)
         threads = pool.get_num_threads()
-        step = max(-(-self.groups // (4 * threads)), pool.ALONE // self.stride + 1)
+        step = max(-(-self.groups // (4 * threads)), pool.MIN_BYTES_TO_SHARE // self.stride + 1)
         starts = range(0, self.groups, step)
 
         def part(first: int) -> int:

@@ -17,7 +17,7 @@ from bridge.runtime.cpu.layout import Layout
 from bridge.runtime.cpu.portable import Dequantizing, Matrix
 from bridge.system import targets
 from bridge.system.jit import inner, specialize
-from bridge.system.pool import ALONE, run, share
+from bridge.system.pool import MIN_BYTES_TO_SHARE, run, share
 
 _NEAR = 1 << 23  # bytes of weights that stay in the cache from one product to the next
 
@@ -121,5 +121,5 @@ class Interleaved:
             plan = (_compiled(self.block.name, integer), record, *self.kernel(columns, integer, near))
             self._plans[columns, integer, near] = plan
         product, record, function, weights = plan
-        worth = self.groups * self.stride * x.shape[0] >= ALONE
+        worth = self.groups * self.stride * x.shape[0] >= MIN_BYTES_TO_SHARE
         share(worth, product, x, y, columns, record, self.blocks, self.lanes, function, weights, self.stride)

@@ -17,7 +17,6 @@ from typing import Any, Protocol
 
 from bridge.errors import BridgeError
 from bridge.gguf_file.pretokenizers import KNOWN_ENDS
-from bridge.runtime.batches import common_prefix
 from bridge.runtime.tokenizer.spm import SentencePiece, byte_of_token
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)  # tokenizer.ggml.token_type
@@ -174,3 +173,9 @@ def _items(metadata: Mapping[str, Any], key: str, kind: type, count: int | None 
     if items and count is not None and len(items) != count:
         raise BridgeError(f"tokenizer.ggml.{key} has {len(items)} values for {count} tokens; convert the model again")
     return items
+
+
+def common_prefix(read: Sequence[int], tokens: Sequence[int]) -> int:
+    """How many tokens two sequences begin with alike."""
+    alike = (a == b for a, b in zip(read, tokens, strict=False))
+    return next((n for n, same in enumerate(alike) if not same), min(len(read), len(tokens)))
