@@ -19,7 +19,7 @@ from bridge.cuda.buffers import check_torch, upload, zeros
 from bridge.cuda.dequantize import rows
 from bridge.cuda.graph import Graph
 from bridge.cuda.kv_cache import KVCache
-from bridge.cuda.products import Launch
+from bridge.cuda.products import Call
 from bridge.cuda.prompt import attend, rms
 from bridge.cuda.step import Step
 from bridge.cuda.weights import DeviceWeights, matrix_bytes
@@ -55,7 +55,7 @@ class Decoder:
         self.preparing = 0.0  # nothing is repacked between tokens, as it is on the CPU
         self._tokens: list[int] = []  # that the cache holds; of those that were drawn, as far as the host has seen them
         self._captured: dict[int | None, Graph] = {}
-        self._samplers: dict[int | None, list[Launch]] = {}
+        self._samplers: dict[int | None, list[Call]] = {}
 
     def begin(self) -> None:
         """Be ready for tokens."""

@@ -29,7 +29,7 @@ HEAD_DIM = 0
 
 
 @dataclass(frozen=True)
-class Form:
+class KVForm:
     """Sizes of what is kept."""
 
     kind: str
@@ -105,6 +105,6 @@ def _keep(cache, row, e, value):
 
 
 @cache
-def keep(form: Form) -> Any:
+def keep(form: KVForm) -> Any:
     """The function above for a form."""
     return device_function(expand(_keep, f"{form.kind}_{form.head_dim}", KIND=form.kind, HEAD_DIM=form.head_dim))

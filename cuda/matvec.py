@@ -60,7 +60,7 @@ from bridge.cuda.intrinsics import (
     warp_sum,
 )
 from bridge.cuda.matrix import DeviceMatrix
-from bridge.cuda.matvec_shape import COLUMNS_OF_A_LANE, Configuration, configuration
+from bridge.cuda.matvec_shape import COLUMNS_OF_A_LANE, MatvecShape, choose_shape
 from bridge.cuda.superblock import functions
 from bridge.cuda.unroll import expand, registers, unroll
 from numba import cuda
@@ -221,7 +221,7 @@ def _product(weights, sixteenth, x, y, bias, rows, units, sums, eps, counters, g
 
 
 @cache
-def kernel(type: str, n: int, shape: Configuration, exact: bool, epilogue: str, dependent: bool = False) -> Any:
+def kernel(type: str, n: int, shape: MatvecShape, exact: bool, epilogue: str, dependent: bool = False) -> Any:
     """The kernel of a type for n columns; `epilogue` is "", or names: "bias" and "accumulate", or "silu"; for one
     column "normed", and "recorded" or "recorded_gain" besides. A `dependent` one (launch.py) fetches the first weights
     into the L2 cache while it waits."""
@@ -305,7 +305,7 @@ def launch(
     stream: Any,
     accumulate: bool = False,
     bias: Any = None,
-    shape: Configuration | None = None,
+    shape: MatvecShape | None = None,
     normed: Normed | None = None,
     recorded: Recorded | None = None,
     dependent: bool = False,
@@ -333,7 +333,7 @@ def launch_silu(
     y: Any,
     n: int,
     stream: Any,
-    shape: Configuration | None = None,
+    shape: MatvecShape | None = None,
     normed: Normed | None = None,
     recorded: Recorded | None = None,
     dependent: bool = False,
@@ -352,7 +352,7 @@ def _launch(
             f"{matrix.name}: {n} columns of {records.columns} values; 1 to {records.max_n} of {matrix.columns} are "
             f"wanted"
         )
-    shape = shape or configuration(matrix, n, records.exact)
+    shape = shape or choose_shape(matrix, n, records.exact)
     if shape.rows > matrix.rows:
         shape = shape._replace(rows=1)
     sets = -(-matrix.rows // shape.rows)

@@ -76,7 +76,7 @@ class CudaTensor:
         """The kernel of a product with one vector, for instance "cuda/q4_k, 2 rows a warp"."""
         if isinstance(self.matrix, FloatMatrix):
             return f"{self.matrix.weight.dtype} product"
-        shape = matvec_shape.configuration(self.matrix, 1)
+        shape = matvec_shape.choose_shape(self.matrix, 1)
         shared = f", {shape.split} warps a row" if shape.split > 1 else ""
         return f"cuda/{self.type.lower()}, {shape.rows} rows a warp{shared}"
 

@@ -377,6 +377,6 @@ def _converted(a: argparse.Namespace) -> Path:
 def _bench(a: argparse.Namespace) -> int:
     from bridge.runtime.bench import bench
 
-    for line in bench(a.what, a.threads, device=a.device):
+    for line in bench(a.what, device=a.device, threads=a.threads):
         print(line, flush=True)
     return 0

@@ -21,7 +21,7 @@ Progress = Callable[[int, int, float], None]  # windows done, of how many, perpl
 
 
 @dataclass(frozen=True)
-class Divergence:
+class Divergences:
     """A model beside its reference; Δp is the probability of the text's own token, model less reference."""
 
     mean: float  # Kullback-Leibler divergence, nats a token
@@ -44,7 +44,7 @@ class Perplexity:
     tokens: int
     windows: int
     window: int
-    divergence: Divergence | None = None
+    divergence: Divergences | None = None
 
 
 def perplexity(
@@ -88,8 +88,8 @@ def perplexity(
     return Perplexity(result.perplexity, result.error, len(loss), len(windows), window, _divergence(*columns))
 
 
-def _divergence(kl: np.ndarray, same: np.ndarray, delta: np.ndarray, base_loss: np.ndarray) -> Divergence:
-    return Divergence(
+def _divergence(kl: np.ndarray, same: np.ndarray, delta: np.ndarray, base_loss: np.ndarray) -> Divergences:
+    return Divergences(
         mean=float(kl.mean()),
         mean_error=_error(kl),
         median=float(np.median(kl)),

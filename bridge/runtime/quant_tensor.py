@@ -163,18 +163,18 @@ class QuantTensor:
 
     # weights
 
-    def dequantize(self, dtype: Any = np.float32) -> np.ndarray:
-        """The weights as floats, of the tensor's shape."""
+    def dequantize(self, dtype: Any = None) -> np.ndarray:
+        """The weights as floats of a type, by default float32, in the tensor's shape."""
         from bridge.runtime.cpu import dequantize
 
-        out = np.empty(self.shape, dtype)
+        out = np.empty(self.shape, dtype or np.float32)
         flat = out.reshape(-1, self.shape[-1])
         raw = self.raw.reshape(flat.shape[0], -1)
         step = max(1, _TILE // self.shape[-1])
         for start in range(0, flat.shape[0], step):
             flat[start : start + step] = dequantize.rows(self.type, raw[start : start + step])
         if self.factors is not None:
-            out *= self.factors.reshape(-1, *[1] * (len(self.shape) - 1)).astype(dtype)
+            out *= self.factors.reshape(-1, *[1] * (len(self.shape) - 1)).astype(out.dtype)
         return out
 
     def rows(self, indices: Any) -> np.ndarray:

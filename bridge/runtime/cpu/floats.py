@@ -16,7 +16,7 @@ from llvmlite import ir
 from numba.core import cgutils, types
 from numba.extending import intrinsic
 
-from bridge.runtime.cpu.portable import Dequantizing, Matrix
+from bridge.runtime.cpu.portable import Dequantizing, RawMatrix
 from bridge.system.jit import kernel
 from bridge.system.memory import LANES, c_function, floats
 from bridge.system.pool import MIN_BYTES_TO_SHARE, run, share
@@ -114,7 +114,7 @@ def _product(state, threads, x, y, function, weights, stride):
 class FloatRows(Dequantizing):
     """The engine of a float matrix."""
 
-    def __init__(self, matrix: Matrix):
+    def __init__(self, matrix: RawMatrix):
         super().__init__(matrix)
         self.name = f"vector/{matrix.type.lower()} rows"
 

@@ -13,8 +13,8 @@ import numpy as np
 
 from bridge.blocks import TYPES
 from bridge.runtime.cpu.activations import copier, float_record, quantizer, record_of
-from bridge.runtime.cpu.layout import Layout
-from bridge.runtime.cpu.portable import Dequantizing, Matrix
+from bridge.runtime.cpu.layout import PackedLayout
+from bridge.runtime.cpu.portable import Dequantizing, RawMatrix
 from bridge.system import targets
 from bridge.system.jit import inner, specialize
 from bridge.system.pool import MIN_BYTES_TO_SHARE, run, share
@@ -63,7 +63,7 @@ class Interleaved:
 
     name: str
 
-    def __init__(self, matrix: Matrix, target: str):
+    def __init__(self, matrix: RawMatrix, target: str):
         block = TYPES[matrix.type]
         module = targets.module(target)
         self.matrix = matrix
@@ -71,7 +71,7 @@ class Interleaved:
         self.target = target
         self.widths: tuple[int, ...] = module.WIDTHS
         self.lanes: int = module.LANES
-        self.layout = Layout(block, self.lanes)
+        self.layout = PackedLayout(block, self.lanes)
         rows, columns = matrix.shape
         self.blocks = columns // block.size
         self.groups = -(-rows // self.lanes)
