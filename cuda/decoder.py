@@ -249,7 +249,7 @@ def _check_shape(c: DecoderConfig, file: GGUFFile, kv: str) -> None:
     if not supported(c.head_dim, c.heads // c.kv_heads, kv) or c.hidden % 32 or c.inner % 32:
         raise BridgeError(
             f"{file.path}: {c.heads} heads of {c.head_dim} over {c.kv_heads}, {c.hidden} hidden and {c.inner} inner "
-            "features cannot be run on CUDA here; take the CPU"
+            "features cannot run on CUDA here; use the CPU"
         )
     if c.heads * c.head_dim % 32:
-        raise BridgeError(f"{file.path}: {c.heads} heads of {c.head_dim} are no whole blocks of 32; take the CPU")
+        raise BridgeError(f"{file.path}: {c.heads} heads of {c.head_dim} are not a multiple of 32; use the CPU")

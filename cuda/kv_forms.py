@@ -37,9 +37,11 @@ class KVForm:
 
     def __post_init__(self) -> None:
         if self.kind not in _BYTES:
-            raise BridgeError(f"kv {self.kind!r}: {', '.join(_BYTES)} are known")
+            raise BridgeError(f"unknown kv {self.kind!r}: choose {', '.join(_BYTES)}")
         if self.head_dim * _BYTES[self.kind] % 16:
-            raise BridgeError(f"kv {self.kind!r}: on CUDA a head of {self.head_dim} is no whole 16 bytes; take kv f16")
+            raise BridgeError(
+                f"kv {self.kind!r}: on CUDA a head of {self.head_dim} is not a multiple of 16 bytes; use f16"
+            )
 
     @property
     def row_words(self) -> int:

@@ -57,7 +57,7 @@ class DeviceMatrix:
                 )
             if (tensor.type, tensor.shape[1]) != (first.type, first.shape[1]):
                 raise BridgeError(
-                    f"{tensor.name}: {tensor.type} of {tensor.shape[1]} columns cannot stand beside {first.name}, "
+                    f"{tensor.name}: {tensor.type} of {tensor.shape[1]} columns cannot be combined with {first.name}, "
                     f"{first.type} of {first.shape[1]}"
                 )
             if interleave and tensor.shape[0] != first.shape[0]:

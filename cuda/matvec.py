@@ -228,7 +228,7 @@ def kernel(type: str, n: int, shape: MatvecShape, exact: bool, epilogue: str, de
     from bridge.cuda.launch import Kernel
 
     if epilogue == "silu" and shape.rows % 2:
-        raise BridgeError(f"{type}: {shape} parts gate from up, whose rows take turns; rows 2 or 4 are wanted")
+        raise BridgeError(f"{type}: {shape} parts gate from up, whose rows take turns; rows must be 2 or 4")
     fused = "normed" in epilogue or "recorded" in epilogue
     if fused and (n > 1 or (32 << ("silu" in epilogue)) % (shape.warps // shape.split * shape.rows)):
         raise BridgeError(f"{type}: {n} columns, {shape} and records of 32 rows do not go together")
@@ -349,8 +349,7 @@ def _launch(
     """A kernel, and the arguments of its `launch`."""
     if records.columns != matrix.columns or not 1 <= n <= records.max_n:
         raise BridgeError(
-            f"{matrix.name}: {n} columns of {records.columns} values; 1 to {records.max_n} of {matrix.columns} are "
-            f"wanted"
+            f"{matrix.name}: {n} columns of {records.columns} values; must be 1 to {records.max_n} of {matrix.columns}"
         )
     shape = shape or choose_shape(matrix, n, records.exact)
     if shape.rows > matrix.rows:

@@ -305,8 +305,8 @@ def launch(
     n, kind = x.shape[0], devices.kind(x)
     if kind not in ("f16", "bf16") or x.shape[1] != matrix.columns or not 1 <= n <= TOKENS:
         raise BridgeError(
-            f"{matrix.name}: x is {x.dtype} {list(x.shape)}; float16 or bfloat16 of 1 to {TOKENS} times "
-            f"{matrix.columns} is wanted"
+            f"{matrix.name}: x is {x.dtype} {list(x.shape)}; must be float16 or bfloat16 of 1 to {TOKENS} times "
+            f"{matrix.columns}"
         )
     import torch
 

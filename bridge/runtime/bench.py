@@ -51,10 +51,10 @@ class ProductTiming:
 def random_tensor(type: str, rows: int, columns: int) -> QuantTensor:
     """A tensor of random codes, with scales around 0.01."""
     if type not in TYPES:
-        raise BridgeError(f"type {type}: {', '.join(TYPES)} can be timed")
+        raise BridgeError(f"unknown type {type}: choose one of {', '.join(TYPES)}")
     block = TYPES[type]
     if columns % block.size:
-        raise BridgeError(f"{type}: {columns} columns are no whole blocks of {block.size}")
+        raise BridgeError(f"{type}: {columns} columns are not a multiple of {block.size}")
     rng = np.random.default_rng(0)
     raw = rng.integers(0, 256, (min(rows, _DISTINCT), columns // block.size, block.nbytes), np.uint8)
     for at in (block.d_at, block.dmin_at):

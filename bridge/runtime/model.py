@@ -25,7 +25,7 @@ from typing import Any
 
 import numpy as np
 
-from bridge.errors import BridgeError
+from bridge.errors import BridgeError, parameter
 from bridge.runtime.decoder import Decoder
 from bridge.runtime.decoder_config import DecoderConfig, read_config
 from bridge.runtime.generation import BatchRunner, Reply, ScoredToken, SequenceState, scored, stop_texts, until
@@ -98,8 +98,9 @@ class Model:
                 that is missing or has too little memory.
         """
         check_precision(precision)
-        if (context is not None and context < 1) or (threads is not None and threads < 1):
-            raise BridgeError(f"context {context}, threads {threads}: at least 1 of each is needed")
+        for name, value in (("context", context), ("threads", threads)):
+            if value is not None and value < 1:
+                raise BridgeError(f"{parameter(name, value)}: must be at least 1")
         if threads is not None:
             from bridge.system import pool
 
@@ -155,7 +156,7 @@ class Model:
         """float32 [tokens, vocab]: what follows each position (of the `last` ones only), from an empty context."""
         ids = self._checked(tokens)
         if last is not None and last < 1:
-            raise BridgeError(f"the last {last} positions: at least 1 is needed")
+            raise BridgeError(f"{parameter('last', last)}: must be at least 1")
         with self._lock:
             self._turn += 1
             self._decoder.begin()
@@ -221,16 +222,16 @@ class Model:
         if not isinstance(self._decoder, Decoder):
             self._decoder.begin()  # a closed model says that it is
             raise BridgeError(
-                f"device {self.device}: several sequences at once run on the CPU alone; generate one after another"
+                f"device {self.device}: several sequences at once only run on the CPU; generate one after another"
             )
         if isinstance(prompts, str | bytes):
-            raise BridgeError(f"the prompts are a {type(prompts).__name__}; a list of texts or token ids is wanted")
+            raise BridgeError(f"prompts is a {type(prompts).__name__}; must be a list of texts or token ids")
         prompts = list(prompts)
         limits = [max_tokens] * len(prompts) if isinstance(max_tokens, int) else list(max_tokens)
         ends = [None] * len(prompts) if stops is None else list(stops)
         if not len(prompts) == len(limits) == len(ends):
             counts = f"{len(prompts)} prompts, {len(limits)} max_tokens, {len(ends)} stops"
-            raise BridgeError(f"{counts}: one for each prompt is wanted")
+            raise BridgeError(f"{counts}: must be one for each prompt")
         how = Sampling(**sampling)
         sequences = []
         for prompt, limit, end in zip(prompts, limits, ends, strict=True):
@@ -272,7 +273,7 @@ class Model:
 
         if self.chat_template is None:
             raise BridgeError(
-                f"{self.path}: no chat template in the file; give the whole prompt as a text, to `gguf-bridge run -p` "
+                f"{self.path}: the file has no chat template; give the whole prompt as a text, to `gguf-bridge run -p` "
                 "without --chat or to Model.generate"
             )
         bos = self.tokenizer.text(self.tokenizer.bos)
@@ -285,13 +286,13 @@ class Model:
 
     def _checked(self, tokens: Sequence[int], max_tokens: int = 0) -> list[int]:
         if max_tokens < 0:
-            raise BridgeError(f"{max_tokens} tokens at most: 0 or more are possible")
+            raise BridgeError(f"{parameter('max_tokens', max_tokens)}: must be at least 0")
         try:
             if isinstance(tokens, (str, bytes)):
                 raise TypeError
             ids = [operator.index(token) for token in tokens]
         except TypeError:
-            raise BridgeError(f"the prompt is a {type(tokens).__name__}; a text or token ids [n] are wanted") from None
+            raise BridgeError(f"the prompt is a {type(tokens).__name__}; must be a text or token ids [n]") from None
         if not ids and self.tokenizer.bos is not None:
             ids = [self.tokenizer.bos]
         if not ids:
@@ -303,7 +304,7 @@ class Model:
             )
         bad = next((token for token in ids if not 0 <= token < self._decoder.vocab), None)
         if bad is not None:
-            raise BridgeError(f"token {bad}: the vocabulary has {self._decoder.vocab}")
+            raise BridgeError(f"token {bad}: the vocabulary has {self._decoder.vocab} tokens")
         return ids
 
     def _started(self, prompt: str | Sequence[int], max_tokens: int, sampler: Sampler) -> Iterator[int]:
@@ -346,8 +347,8 @@ class Model:
                     raise _closed(self.path)
                 if self._turn != turn:
                     raise BridgeError(
-                        f"{self.path}: another call on this model has begun and taken its context; finish one before "
-                        "the next, or load the model once for each"
+                        f"{self.path}: another call on this model has taken its context; finish one before the "
+                        "next, or load the model once for each"
                     )
                 token = next(drawn, None)
             if token is None:

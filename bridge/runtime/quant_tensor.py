@@ -133,15 +133,15 @@ class QuantTensor:
         if type(x) is np.ndarray:
             values = x
             if x.dtype.kind != "f" and x.dtype.name != "bfloat16":
-                raise BridgeError(f"{self.name}: x has dtype {x.dtype}; float32 is wanted")
+                raise BridgeError(f"{self.name}: x has dtype {x.dtype}; must be float32")
         elif is_torch(x):
             if x.device.type != "cpu":
                 raise BridgeError(f"{self.name}: x is on {x.device}, the tensor on the CPU")
             if not x.dtype.is_floating_point or str(x.layout) != "torch.strided":
-                raise BridgeError(f"{self.name}: x is {x.dtype}, {x.layout}; a dense tensor of float32 is wanted")
+                raise BridgeError(f"{self.name}: x is {x.dtype}, {x.layout}; must be a dense tensor of float32")
             values = x.float().numpy(force=True)
         else:
-            raise BridgeError(f"{self.name}: x is a {type(x).__name__}; a numpy array or a torch tensor is wanted")
+            raise BridgeError(f"{self.name}: x is a {type(x).__name__}; must be a numpy array or a torch tensor")
         check_input(self, values, dimensions)
         if values.dtype != np.float32 or not values.flags.c_contiguous:
             values = np.ascontiguousarray(values, np.float32)
@@ -154,8 +154,7 @@ class QuantTensor:
             array = out if isinstance(out, np.ndarray) else out.detach().numpy()
         except (RuntimeError, TypeError):
             raise BridgeError(
-                f"{self.name}: out is {out.dtype} on {out.device}; contiguous float32 {list(shape)} on the CPU is "
-                "wanted"
+                f"{self.name}: out is {out.dtype} on {out.device}; must be contiguous float32 {list(shape)} on the CPU"
             ) from None
         flags = array.flags
         check_out(self, array, shape, array.dtype == np.float32 and flags.c_contiguous and flags.writeable)
@@ -226,7 +225,7 @@ class QuantTensor:
         if device == "cpu":
             return self
         if device.partition(":")[0] != "cuda":
-            raise BridgeError(f"{self.name}: device {device!r}: cpu, cuda, cuda:0, cuda:1 ... are known")
+            raise BridgeError(f"{self.name}: unknown device {device!r}: choose cpu, cuda, cuda:0, cuda:1 ...")
         found = cuda("device").require(device)
         return cuda("tensor").moved(self, found)
 

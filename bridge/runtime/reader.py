@@ -65,7 +65,7 @@ class GGUFFile:
         """general.architecture, for instance "llama"."""
         arch = self.metadata.get("general.architecture")
         if not isinstance(arch, str):
-            raise BridgeError(f"{self.path}: general.architecture is missing; this is no model")
+            raise BridgeError(f"{self.path}: general.architecture is missing; this is not a model")
         return arch
 
     @property
@@ -116,7 +116,7 @@ def _map(path: Path) -> mmap.mmap:
         raise missing(path) from None
     except IsADirectoryError:
         raise BridgeError(
-            f"{path}: is a folder; a GGUF file is wanted, which `gguf-bridge convert` makes of a checkpoint"
+            f"{path}: is a folder, not a GGUF file; `gguf-bridge convert` makes one from a checkpoint"
         ) from None
     except (OSError, ValueError) as problem:
         raise BridgeError(f"{path}: {getattr(problem, 'strerror', None) or problem}") from problem

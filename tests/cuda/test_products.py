@@ -280,7 +280,7 @@ def test_missing_gpus_devices_and_packages_are_said(small, monkeypatch):
     with pytest.raises(BridgeError, match=r"numba-cuda is not installed; pip install numba-cuda\[cu13\]"):
         small.to("cuda")
     for wrong in ("cuda:x", "gpu"):
-        with pytest.raises(BridgeError, match=r"cuda, cuda:0, cuda:1 \.\.\. are known"):
+        with pytest.raises(BridgeError, match=r"choose cuda, cuda:0, cuda:1 \.\.\."):
             small.to(wrong)
 
 
@@ -334,7 +334,7 @@ def test_a_gpu_that_is_too_old_is_refused_and_auto_takes_the_cpu(monkeypatch):
         devices.require("cuda")
     assert choose("auto") == (
         "cpu",
-        "running on the CPU: device 'cuda:0': GeForce GTX 1080 has compute capability 6.1; 7.5 or newer is wanted",
+        "running on the CPU: device 'cuda:0': GeForce GTX 1080 has compute capability 6.1; must be 7.5 or newer",
     )
 
 
@@ -354,7 +354,7 @@ def test_a_compiler_without_its_library_is_said(small, monkeypatch):
 def test_a_tensor_whose_strides_a_kernel_would_not_see_is_refused():
     import torch
 
-    with pytest.raises(BridgeError, match=r"a tensor \[3, 4\] with strides \[1, 3\]; a contiguous one is wanted"):
+    with pytest.raises(BridgeError, match=r"a tensor \[3, 4\] with strides \[1, 3\]; must be contiguous"):
         devices.view(torch.zeros(4, 3).T)
 
 

@@ -286,7 +286,7 @@ def test_a_chat_that_cannot_be_says_why_in_one_line(path: Path, monkeypatch, cap
     assert capsys.readouterr().err == "error: standard input is not UTF-8 (byte 1); convert it first\n"
     bare = changed(path, tmp_path / "bare.gguf", drop=("tokenizer.chat_template",))
     assert talk(bare, b"Who?\n", monkeypatch) == 2
-    assert "no chat template in the file" in capsys.readouterr().err
+    assert "the file has no chat template" in capsys.readouterr().err
 
 
 def test_an_interrupted_reply_is_remembered_as_far_as_it_was_read(model: Model) -> None:

@@ -352,14 +352,12 @@ def test_tokens_that_are_kept_are_not_read_again(tmp_path: Path) -> None:
 def test_what_the_kernels_are_not_made_for_is_refused(tmp_path: Path) -> None:
     file = open_gguf(write_decoder(tmp_path / "odd.gguf", head_dim=36, heads=8, types={"": "F16"}))
     config = read_config(file.metadata, file.path)
-    with pytest.raises(
-        BridgeError, match=r"8 heads of 36 over 1, .* cannot be run on CUDA here; take the CPU"
-    ) as error:
+    with pytest.raises(BridgeError, match=r"8 heads of 36 over 1, .* cannot run on CUDA here; use the CPU") as error:
         Decoder(file, config, 16, "f16", "int8", "cuda")
     assert "\n" not in str(error.value)
-    with pytest.raises(BridgeError, match=r"kv 'q8_0': on CUDA a head of 40 is no whole 16 bytes; take kv f16"):
+    with pytest.raises(BridgeError, match=r"kv 'q8_0': on CUDA a head of 40 is not a multiple of 16 bytes; use f16"):
         KVForm("q8_0", 40)
-    with pytest.raises(BridgeError, match=r"kv 'q4_0': f16, q8_0, f32 are known"):
+    with pytest.raises(BridgeError, match=r"unknown kv 'q4_0': choose f16, q8_0, f32"):
         pair(tmp_path, "int8", kv="q4_0")
 
 

@@ -351,14 +351,14 @@ def test_what_a_tensor_on_the_device_refuses():
     moved = random_matrix(TYPES["Q4_0"], 4, 96)[0].to("cuda")
     x = torch.zeros(96)
     for wrong, message in (
-        (x.numpy(), "w0: x is a ndarray; a torch tensor is wanted"),
+        (x.numpy(), "w0: x is a ndarray; must be a torch tensor"),
         (x.to("meta"), "w0: x is on meta, the tensor on cpu"),
-        (x.double(), "w0: x has dtype torch.float64; float32, float16 or bfloat16 is wanted"),
-        (x[:64], r"w0: x has shape \[64\]; \[96\] is wanted"),
+        (x.double(), "w0: x has dtype torch.float64; must be float32, float16 or bfloat16"),
+        (x[:64], r"w0: x has shape \[64\]; must be \[96\]"),
     ):
         with pytest.raises(BridgeError, match=message):
             moved.matvec(wrong)
-    with pytest.raises(BridgeError, match=r"out is torch.float16 \[4\]; contiguous float32 \[4\] is wanted"):
+    with pytest.raises(BridgeError, match=r"out is torch.float16 \[4\]; must be contiguous float32 \[4\]"):
         moved.matvec(x, out=torch.empty(4, dtype=torch.float16))
     with pytest.raises(BridgeError, match="w0: row 4 of 4"):
         moved.rows([4])
@@ -389,7 +389,7 @@ def test_matrices_that_cannot_be_uploaded_are_refused():
         DeviceMatrix.upload(coded, "cuda")
     with pytest.raises(BridgeError, match="float: no CUDA kernel for F32"):
         DeviceMatrix.upload(QuantTensor("float", "F32", (1, 4), np.zeros(16, np.uint8)), "cuda")
-    with pytest.raises(BridgeError, match="cannot stand beside"):
+    with pytest.raises(BridgeError, match="cannot be combined with"):
         DeviceMatrix.upload([tensor, random_matrix(TYPES["Q5_K"], 4, 256)[0]], "cuda")
     with pytest.raises(BridgeError, match="5 rows cannot alternate with 4"):
         DeviceMatrix.upload([tensor, random_matrix(TYPES["Q4_K"], 5, 256)[0]], "cuda", interleave=True)
