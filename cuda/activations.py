@@ -164,7 +164,7 @@ class Records:
 
         array, kind = devices.view(x), devices.kind(x)
         if kind is None:
-            raise BridgeError(f"x has dtype {x.dtype}; float32, float16 or bfloat16 is wanted")
+            raise BridgeError(f"x has dtype {x.dtype}; must be float32, float16 or bfloat16")
         groups = self.columns // 32
         grid = (-(-n * groups // _WARPS), 1)
         return quantizer(kind, self.exact, dependent), grid, (32, _WARPS), stream, array, groups, n, self.buffer

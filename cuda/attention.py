@@ -43,7 +43,7 @@ from bridge.cuda.intrinsics import (
     warp_max,
     warp_sum,
 )
-from bridge.cuda.kv_forms import Form
+from bridge.cuda.kv_forms import KVForm
 from bridge.cuda.kv_tile import functions
 from bridge.cuda.launch import Kernel
 from bridge.cuda.unroll import expand, registers, unroll
@@ -295,7 +295,7 @@ def kernel(
 ) -> Kernel:  # fmt: skip
     """The kernel for heads of that shape. `neighbours`: rotary pairs are (2i, 2i + 1); `normed`: q and k are;
     `exact`: the records are float32; `kind`: how keys and values are kept."""
-    form = Form(kind, head_dim)
+    form = KVForm(kind, head_dim)
     s = attention_shape.shape(form, group)
     own, vectors = functions(s), attention_vectors.functions(s, rotated, neighbours, normed)
     records = group * head_dim // 32

@@ -13,7 +13,7 @@ from functools import cache
 from typing import Any
 
 import numpy as np
-from bridge.cuda.attention_shape import Shape
+from bridge.cuda.attention_shape import AttentionShape
 from bridge.cuda.intrinsics import (
     bits,
     bits_float,
@@ -82,7 +82,7 @@ def _merge(tile, parts, part_sums, top, total, h, spans, active):
 
 
 @cache
-def function(shape: Shape) -> Any:
+def function(shape: AttentionShape) -> Any:
     """The function above for blocks of a shape."""
     heads = shape.chunks * shape.share
     expanded = expand(

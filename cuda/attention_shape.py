@@ -13,7 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cache
 
-from bridge.cuda.kv_forms import Form
+from bridge.cuda.kv_forms import KVForm
 
 THREADS = 256  # of a block, where they are enough for the weighted sum
 ROWS = 64  # positions of a tile, at most
@@ -31,10 +31,10 @@ def spans(multiprocessors: int, kv_heads: int, context: int) -> int:
 
 
 @dataclass(frozen=True)
-class Shape:
+class AttentionShape:
     """A block that serves `group` query heads, with tiles of `rows` positions, a power of two."""
 
-    form: Form
+    form: KVForm
     group: int
     rows: int
 
@@ -118,11 +118,11 @@ class Shape:
 
 
 @cache
-def _fitting(form: Form, group: int) -> Shape | None:
+def _fitting(form: KVForm, group: int) -> AttentionShape | None:
     """The shape with the largest tile; None where a block's threads or shared memory do not suffice."""
     rows = min(ROWS, _power(LOADS * THREADS // (form.row_words // 4)))
     while rows >= 4:  # a tile's steps are whole 16 bytes
-        found = Shape(form, group, rows)
+        found = AttentionShape(form, group, rows)
         if found.threads <= 1024 and found.shared <= _SHARED:
             return found
         rows //= 2
@@ -131,10 +131,10 @@ def _fitting(form: Form, group: int) -> Shape | None:
 
 def supported(head_dim: int, group: int, kind: str) -> bool:
     """Whether there is a kernel for heads of that size, so many of them for one of keys and values."""
-    return head_dim % 8 == 0 and group <= 32 and _fitting(Form(kind, head_dim), group) is not None
+    return head_dim % 8 == 0 and group <= 32 and _fitting(KVForm(kind, head_dim), group) is not None
 
 
-def shape(form: Form, group: int) -> Shape:
+def shape(form: KVForm, group: int) -> AttentionShape:
     """Of a supported block."""
     found = _fitting(form, group)
     assert found is not None

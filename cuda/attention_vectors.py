@@ -14,7 +14,7 @@ from functools import cache
 from typing import Any, NamedTuple
 
 import numpy as np
-from bridge.cuda.attention_shape import Shape
+from bridge.cuda.attention_shape import AttentionShape
 from bridge.cuda.intrinsics import (
     bits,
     bits_float,
@@ -127,7 +127,7 @@ def _keep(vector, qkv, keys, values, h, kv_heads, rows, position):
             keep_one(values, to, i, qkv[key_at + (kv_heads + h) * HEAD_DIM + i])
 
 
-class Functions(NamedTuple):
+class VectorFunctions(NamedTuple):
     """What the kernel calls."""
 
     turn: Any
@@ -135,7 +135,7 @@ class Functions(NamedTuple):
 
 
 @cache
-def functions(shape: Shape, rotated: int, neighbours: bool, normed: bool) -> Functions:
+def functions(shape: AttentionShape, rotated: int, neighbours: bool, normed: bool) -> VectorFunctions:
     """The functions above for blocks of a shape."""
     form = shape.form
     kept = -(-form.head_dim // 32)
@@ -161,4 +161,4 @@ def functions(shape: Shape, rotated: int, neighbours: bool, normed: bool) -> Fun
     }
     name = f"{form.kind}_{form.head_dim}_{shape.group}_{rotated}_{int(neighbours)}{int(normed)}"
     turn, keep = (device_function(expand(function, name, **given), True) for function in (_turn, _keep))
-    return Functions(turn, keep)
+    return VectorFunctions(turn, keep)

@@ -151,7 +151,7 @@ class Bench:
         return self._copies[number]
 
     def product(self, n: int = 1, precision: str = "int8", shape: Any = None) -> float:
-        """Seconds of a product with n columns; `shape`: another matvec.Configuration than the table's."""
+        """Seconds of a product with n columns; `shape`: another matvec.MatvecShape than the table's."""
         import torch
 
         m = self.matrix
@@ -218,17 +218,17 @@ class Line:
         )
 
 
-def bench(what: str | Path, device_name: str, shape: tuple[int, int] | None = None) -> list[str]:
+def bench(what: str | Path, shape: tuple[int, int] | None = None, device: str = "cuda") -> list[str]:
     """Lines to print for a type of block or the matrices of a GGUF; see runtime.bench."""
-    device = require(device_name)
-    check_torch(device)
+    found = require(device)
+    check_torch(found)
     import torch
 
     tensors = tensors_to_time(what, [shape] if shape else [LARGE, SMALL])
-    with device.active(), torch.cuda.device(device.index):
-        bandwidth = read_bandwidth(device)
-        lines = [f"{device.name}, {device}"]
+    with found.active(), torch.cuda.device(found.index):
+        bandwidth = read_bandwidth(found)
+        lines = [f"{found.name}, {found}"]
         for tensor in tensors:
-            own = Bench(tensor, device)
+            own = Bench(tensor, found)
             lines.append(str(Line(tensor, own.product(), own.matrix.nbytes, bandwidth)))
     return lines

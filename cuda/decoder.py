@@ -19,13 +19,13 @@ from bridge.cuda.buffers import check_torch, upload, zeros
 from bridge.cuda.dequantize import rows
 from bridge.cuda.graph import Graph
 from bridge.cuda.kv_cache import KVCache
-from bridge.cuda.products import Launch
+from bridge.cuda.products import Call
 from bridge.cuda.prompt import attend, rms
 from bridge.cuda.step import Step
 from bridge.cuda.weights import DeviceWeights, matrix_bytes
 
 from bridge.errors import BridgeError
-from bridge.runtime.batches import last_states
+from bridge.runtime.decoder import last_states
 from bridge.runtime.decoder_config import DecoderConfig
 from bridge.runtime.reader import GGUFFile
 from bridge.runtime.sampling import Sampler, drawn_on_host
@@ -55,7 +55,7 @@ class Decoder:
         self.preparing = 0.0  # nothing is repacked between tokens, as it is on the CPU
         self._tokens: list[int] = []  # that the cache holds; of those that were drawn, as far as the host has seen them
         self._captured: dict[int | None, Graph] = {}
-        self._samplers: dict[int | None, list[Launch]] = {}
+        self._samplers: dict[int | None, list[Call]] = {}
 
     def begin(self) -> None:
         """Be ready for tokens."""
@@ -249,7 +249,7 @@ def _check_shape(c: DecoderConfig, file: GGUFFile, kv: str) -> None:
     if not supported(c.head_dim, c.heads // c.kv_heads, kv) or c.hidden % 32 or c.inner % 32:
         raise BridgeError(
             f"{file.path}: {c.heads} heads of {c.head_dim} over {c.kv_heads}, {c.hidden} hidden and {c.inner} inner "
-            "features cannot be run on CUDA here; take the CPU"
+            "features cannot run on CUDA here; use the CPU"
         )
     if c.heads * c.head_dim % 32:
-        raise BridgeError(f"{file.path}: {c.heads} heads of {c.head_dim} are no whole blocks of 32; take the CPU")
+        raise BridgeError(f"{file.path}: {c.heads} heads of {c.head_dim} are not a multiple of 32; use the CPU")

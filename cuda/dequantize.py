@@ -135,7 +135,7 @@ def rows(matrix: DeviceMatrix | FloatMatrix, ids: Any, out: Any, n: int, stream:
 def _launch(matrix: DeviceMatrix, first: int, ids: Any, count: int, out: Any, stream: Any, dependent: bool) -> None:
     kind = devices.kind(out)
     if kind is None or tuple(out.shape) < (count, matrix.columns) or out.shape[1] != matrix.columns:
-        raise BridgeError(f"{matrix.name}: out is {out.dtype} {list(out.shape)}; [{count}, {matrix.columns}] is wanted")
+        raise BridgeError(f"{matrix.name}: out is {out.dtype} {list(out.shape)}; must be [{count}, {matrix.columns}]")
     if not count:
         return
     kernel(matrix.type, kind, ids is not None, dependent).launch(

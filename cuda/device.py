@@ -133,8 +133,8 @@ class Device:
 
     def too_little(self, needed: int, what: str) -> BridgeError:
         return BridgeError(
-            f"{self}: {what} needs {_size(needed)}, {_size(self.free())} are free; close what else uses the GPU, or "
-            f"take a smaller model"
+            f"{self}: {what} needs {_size(needed)}, {_size(self.free())} are free; stop other programs on the GPU, or "
+            f"choose a smaller model"
         )
 
     def empty(self, nbytes: int, what: str = "a buffer") -> Any:
@@ -147,7 +147,7 @@ class Device:
         if _simulated():
             return cuda.to_device(np.zeros(nbytes, np.uint8))
         if capturing(self.stream()):
-            raise BridgeError(f"{self}: {what} needs memory and the stream is being captured; run the step once before")
+            raise BridgeError(f"{self}: {what} needs memory and the stream is being captured; run the step once first")
         self.check_memory(nbytes, what)
         with self.active():
             try:
@@ -216,7 +216,7 @@ def require(device: Any = None) -> Device:
     if text.isdigit():
         kind, number = "cuda", text
     if kind != "cuda" or (number and not number.isdigit()):
-        raise BridgeError(f"device {text!r}: cuda, cuda:0, cuda:1 ... are known")
+        raise BridgeError(f"unknown device {text!r}: choose cuda, cuda:0, cuda:1 ...")
     reason = available()
     if reason:
         raise BridgeError(f"device {text!r}: {reason}")
@@ -247,7 +247,7 @@ def _opened(index: int) -> Device:
     if capability < _OLDEST:
         raise BridgeError(
             f"device 'cuda:{index}': {name} has compute capability {capability[0]}.{capability[1]}; "
-            f"{_OLDEST[0]}.{_OLDEST[1]} or newer is wanted"
+            f"must be {_OLDEST[0]}.{_OLDEST[1]} or newer"
         )
     return Device(index, name, capability, gpu.MULTIPROCESSOR_COUNT)  # type: ignore[arg-type]
 
@@ -304,7 +304,7 @@ def view(x: Any) -> Any:
     if is_torch(x):
         x = x.detach()
         if not x.is_contiguous():
-            raise BridgeError(f"a tensor {list(x.shape)} with strides {list(x.stride())}; a contiguous one is wanted")
+            raise BridgeError(f"a tensor {list(x.shape)} with strides {list(x.stride())}; must be contiguous")
         if kind(x) in ("f16", "bf16"):
             import torch
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from bridge.cuda.buffers import zeros
 from bridge.cuda.device import Device
-from bridge.cuda.kv_forms import Form
+from bridge.cuda.kv_forms import KVForm
 
 from bridge.runtime.decoder_config import DecoderConfig
 
@@ -23,8 +23,8 @@ class KVCache:
     keys: Any  # torch int32
     values: Any
 
-    def __init__(self, config: DecoderConfig, context: int, kind: str):
-        self.form = Form(kind, config.head_dim)
+    def __init__(self, config: DecoderConfig, context: int, kind: str = "f16"):
+        self.form = KVForm(kind, config.head_dim)
         self.context = context
         self.rows = -(-context // _ROWS) * _ROWS
         self.length = 0

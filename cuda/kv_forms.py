@@ -29,7 +29,7 @@ HEAD_DIM = 0
 
 
 @dataclass(frozen=True)
-class Form:
+class KVForm:
     """Sizes of what is kept."""
 
     kind: str
@@ -37,9 +37,11 @@ class Form:
 
     def __post_init__(self) -> None:
         if self.kind not in _BYTES:
-            raise BridgeError(f"kv {self.kind!r}: {', '.join(_BYTES)} are known")
+            raise BridgeError(f"unknown kv {self.kind!r}: choose {', '.join(_BYTES)}")
         if self.head_dim * _BYTES[self.kind] % 16:
-            raise BridgeError(f"kv {self.kind!r}: on CUDA a head of {self.head_dim} is no whole 16 bytes; take kv f16")
+            raise BridgeError(
+                f"kv {self.kind!r}: on CUDA a head of {self.head_dim} is not a multiple of 16 bytes; use f16"
+            )
 
     @property
     def row_words(self) -> int:
@@ -105,6 +107,6 @@ def _keep(cache, row, e, value):
 
 
 @cache
-def keep(form: Form) -> Any:
+def keep(form: KVForm) -> Any:
     """The function above for a form."""
     return device_function(expand(_keep, f"{form.kind}_{form.head_dim}", KIND=form.kind, HEAD_DIM=form.head_dim))

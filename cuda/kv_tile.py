@@ -14,7 +14,7 @@ from functools import cache
 from typing import Any, NamedTuple
 
 import numpy as np
-from bridge.cuda.attention_shape import Shape
+from bridge.cuda.attention_shape import AttentionShape
 from bridge.cuda.intrinsics import (
     SIGN_BITS,
     bits,
@@ -127,7 +127,7 @@ def _four(tile, row, unit):
     return low_half(pair[0]), high_half(pair[0]), low_half(pair[1]), high_half(pair[1])
 
 
-class Functions(NamedTuple):
+class TileFunctions(NamedTuple):
     """What the kernel calls."""
 
     fetch: Any
@@ -138,7 +138,7 @@ class Functions(NamedTuple):
 
 
 @cache
-def functions(shape: Shape) -> Functions:
+def functions(shape: AttentionShape) -> TileFunctions:
     """The functions above for tiles of a shape."""
     form, threads = shape.form, shape.threads
     loads = -(-shape.rows * shape.quads // threads)
@@ -160,4 +160,4 @@ def functions(shape: Shape) -> Functions:
     fetch, stage, quad, four = (device_function(expand(f, name, **given)) for f in (_fetch, _stage, _quad, _four))
     fours = range(form.head_dim // shape.quads // 4)
     floats = tuple(device_function(expand(_floats, f"{name}_{i}", FOUR=i, **given)) for i in fours)
-    return Functions(fetch, stage, quad, floats, four)
+    return TileFunctions(fetch, stage, quad, floats, four)

@@ -93,7 +93,7 @@ class Kernel:
         if number not in self._loaded:
             if devices.capturing(stream):
                 raise BridgeError(
-                    f"{self.name} is not compiled yet and the stream is being captured; run the product once before"
+                    f"{self.name} is not compiled yet and the stream is being captured; run the product once first"
                 )
             try:
                 if self._compiled is None:

@@ -47,7 +47,7 @@ THIRD_BIT = np.array([2, 1, 4, 3, 6, 5, 7, 0], np.uint32)  # the bit of each wor
 
 
 @dataclass(frozen=True)
-class Layout:
+class DeviceLayout:
     """Sizes and places of a type's arrays; bytes are those of a unit."""
 
     block: BlockType
@@ -222,7 +222,7 @@ def _no_scales(sc, mn, d, dmin, out):
 @cache
 def repacker(name: str) -> Any:
     """The compiled `repack(raw, first, step, out, spaced)` of a type."""
-    layout = Layout(TYPES[name])
+    layout = DeviceLayout(TYPES[name])
     block = layout.block
     (low, _), *high = layout.planes
     return specialize(

@@ -84,7 +84,7 @@ class Multiplier:
         columns = matrix.columns
         if columns not in self._records:
             if devices.capturing(stream):
-                raise BridgeError(f"{matrix.name}: the stream is being captured; run the product once before")
+                raise BridgeError(f"{matrix.name}: the stream is being captured; run the product once first")
             self._records[columns] = Records(columns, COLUMNS, self.device, self.precision)
         return self._records[columns]
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 from bridge.cuda import device as devices
-from bridge.cuda.layout import UNIT, Layout, repacker
+from bridge.cuda.layout import UNIT, DeviceLayout, repacker
 
 from bridge.blocks import TYPES
 from bridge.errors import BridgeError
@@ -33,7 +33,7 @@ class DeviceMatrix:
         self.columns = columns
         self.buffer = buffer
         self.device = device
-        self.layout = Layout(TYPES[type])
+        self.layout = DeviceLayout(TYPES[type])
         self.units = columns // UNIT
         self.spaced = self.layout.spaced(rows, columns)
 
@@ -57,13 +57,13 @@ class DeviceMatrix:
                 )
             if (tensor.type, tensor.shape[1]) != (first.type, first.shape[1]):
                 raise BridgeError(
-                    f"{tensor.name}: {tensor.type} of {tensor.shape[1]} columns cannot stand beside {first.name}, "
+                    f"{tensor.name}: {tensor.type} of {tensor.shape[1]} columns cannot be combined with {first.name}, "
                     f"{first.type} of {first.shape[1]}"
                 )
             if interleave and tensor.shape[0] != first.shape[0]:
                 raise BridgeError(f"{tensor.name}: {tensor.shape[0]} rows cannot alternate with {first.shape[0]}")
         rows, columns = sum(tensor.shape[0] for tensor in tensors), first.shape[1]
-        layout = Layout(TYPES[first.type])
+        layout = DeviceLayout(TYPES[first.type])
         spaced = layout.spaced(rows, columns)
         if layout.nbytes(rows, columns) >= layout.largest:
             raise BridgeError(f"{first.name}: {rows} rows of {columns} are too many for one matrix on a GPU")

@@ -60,7 +60,7 @@ from bridge.cuda.intrinsics import (
     warp_sum,
 )
 from bridge.cuda.matrix import DeviceMatrix
-from bridge.cuda.matvec_shape import COLUMNS_OF_A_LANE, Configuration, configuration
+from bridge.cuda.matvec_shape import COLUMNS_OF_A_LANE, MatvecShape, choose_shape
 from bridge.cuda.superblock import functions
 from bridge.cuda.unroll import expand, registers, unroll
 from numba import cuda
@@ -221,14 +221,14 @@ def _product(weights, sixteenth, x, y, bias, rows, units, sums, eps, counters, g
 
 
 @cache
-def kernel(type: str, n: int, shape: Configuration, exact: bool, epilogue: str, dependent: bool = False) -> Any:
+def kernel(type: str, n: int, shape: MatvecShape, exact: bool, epilogue: str, dependent: bool = False) -> Any:
     """The kernel of a type for n columns; `epilogue` is "", or names: "bias" and "accumulate", or "silu"; for one
     column "normed", and "recorded" or "recorded_gain" besides. A `dependent` one (launch.py) fetches the first weights
     into the L2 cache while it waits."""
     from bridge.cuda.launch import Kernel
 
     if epilogue == "silu" and shape.rows % 2:
-        raise BridgeError(f"{type}: {shape} parts gate from up, whose rows take turns; rows 2 or 4 are wanted")
+        raise BridgeError(f"{type}: {shape} parts gate from up, whose rows take turns; rows must be 2 or 4")
     fused = "normed" in epilogue or "recorded" in epilogue
     if fused and (n > 1 or (32 << ("silu" in epilogue)) % (shape.warps // shape.split * shape.rows)):
         raise BridgeError(f"{type}: {n} columns, {shape} and records of 32 rows do not go together")
@@ -305,7 +305,7 @@ def launch(
     stream: Any,
     accumulate: bool = False,
     bias: Any = None,
-    shape: Configuration | None = None,
+    shape: MatvecShape | None = None,
     normed: Normed | None = None,
     recorded: Recorded | None = None,
     dependent: bool = False,
@@ -333,7 +333,7 @@ def launch_silu(
     y: Any,
     n: int,
     stream: Any,
-    shape: Configuration | None = None,
+    shape: MatvecShape | None = None,
     normed: Normed | None = None,
     recorded: Recorded | None = None,
     dependent: bool = False,
@@ -349,10 +349,9 @@ def _launch(
     """A kernel, and the arguments of its `launch`."""
     if records.columns != matrix.columns or not 1 <= n <= records.max_n:
         raise BridgeError(
-            f"{matrix.name}: {n} columns of {records.columns} values; 1 to {records.max_n} of {matrix.columns} are "
-            f"wanted"
+            f"{matrix.name}: {n} columns of {records.columns} values; must be 1 to {records.max_n} of {matrix.columns}"
         )
-    shape = shape or configuration(matrix, n, records.exact)
+    shape = shape or choose_shape(matrix, n, records.exact)
     if shape.rows > matrix.rows:
         shape = shape._replace(rows=1)
     sets = -(-matrix.rows // shape.rows)

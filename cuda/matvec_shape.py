@@ -22,7 +22,7 @@ COLUMNS_OF_A_LANE = 4  # of x; of more, each half of a warp takes one half
 _WARPS_AT_ONCE = 32  # warps of 64 registers that a multiprocessor runs at once
 
 
-class Configuration(NamedTuple):
+class MatvecShape(NamedTuple):
     """How a kernel shares the work; see above. `warps` are those of a block."""
 
     rows: int
@@ -31,7 +31,7 @@ class Configuration(NamedTuple):
     warps: int
 
 
-def configuration(matrix: DeviceMatrix, n: int, exact: bool = False) -> Configuration:
+def choose_shape(matrix: DeviceMatrix, n: int, exact: bool = False) -> MatvecShape:
     """The one that products of n columns use; see above."""
     rows = 2
     units = 2 if n == 1 and not exact and matrix.units % 64 == 0 and matrix.units >= 256 else 1
@@ -41,7 +41,7 @@ def configuration(matrix: DeviceMatrix, n: int, exact: bool = False) -> Configur
         split < _most_split(n) and matrix.rows // rows * split < wanted * 3 // 4 and matrix.units >= 64 * units * split
     ):
         split *= 2
-    return Configuration(rows, units, split, 4)
+    return MatvecShape(rows, units, split, 4)
 
 
 def _most_split(n: int) -> int:
@@ -49,11 +49,11 @@ def _most_split(n: int) -> int:
     return 4 if n == 1 else 2
 
 
-def configurations(matrix: DeviceMatrix, n: int, exact: bool = False) -> list[Configuration]:
+def shapes_to_try(matrix: DeviceMatrix, n: int, exact: bool = False) -> list[MatvecShape]:
     """All that may be tried for n columns, the one in use first: `launch(..., shape=)` takes them, to be timed."""
-    chosen = configuration(matrix, n, exact)
+    chosen = choose_shape(matrix, n, exact)
     tried = [
-        Configuration(rows, units, split, warps)
+        MatvecShape(rows, units, split, warps)
         for rows in ((2, 1, 4) if n == 1 else (2, 1))
         for units in ((1, 2, 4) if n == 1 else (1,))
         for split, warps in ((1, 4), (2, 4), (4, 4), (1, 8), (1, 2))

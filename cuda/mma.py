@@ -97,7 +97,7 @@ _THREADS = 128  # in a block of `_combine`
 _BLOCKS_AT_ONCE = 2  # of 8 warps of 128 registers on a multiprocessor
 
 
-class Configuration(NamedTuple):
+class MMAShape(NamedTuple):
     """How a product is shared: warps of a block, 16 rows each, and parts of the columns, a block each."""
 
     warps: int
@@ -226,7 +226,7 @@ def takes(matrix: DeviceMatrix | FloatMatrix, n: int) -> bool:
     return known and 1 <= n <= TOKENS and matrix.device.capability >= OLDEST
 
 
-def configuration(matrix: DeviceMatrix, n: int) -> Configuration:
+def choose_shape(matrix: DeviceMatrix, n: int) -> MMAShape:
     """As many warps a block as there are rows for; as many parts as take the least time, counted in bytes.
 
     A block takes the time of its bytes, as many blocks as the device has room for run at once, and sums of parts are
@@ -244,7 +244,7 @@ def configuration(matrix: DeviceMatrix, n: int) -> Configuration:
         return rounds * at_once / (blocks * parts) * matrix.nbytes + (8 * n * matrix.rows * parts if parts > 1 else 0)
 
     parts = min(range(1, max(1, min(_MOST_PARTS, steps // _LEAST_STEPS)) + 1), key=time)
-    return Configuration(warps, -(-steps // -(-steps // parts)))
+    return MMAShape(warps, -(-steps // -(-steps // parts)))
 
 
 @cache
@@ -295,7 +295,7 @@ def launch(
     scale: Any = None,
     accumulate: bool = False,
     bias: Any = None,
-    shape: Configuration | None = None,
+    shape: MMAShape | None = None,
 ) -> None:
     """Queue y = x W^T * scale + bias for x float16 or bfloat16 [n, columns] and y float32 [n, rows].
 
@@ -305,12 +305,12 @@ def launch(
     n, kind = x.shape[0], devices.kind(x)
     if kind not in ("f16", "bf16") or x.shape[1] != matrix.columns or not 1 <= n <= TOKENS:
         raise BridgeError(
-            f"{matrix.name}: x is {x.dtype} {list(x.shape)}; float16 or bfloat16 of 1 to {TOKENS} times "
-            f"{matrix.columns} is wanted"
+            f"{matrix.name}: x is {x.dtype} {list(x.shape)}; must be float16 or bfloat16 of 1 to {TOKENS} times "
+            f"{matrix.columns}"
         )
     import torch
 
-    warps, parts = shape or configuration(matrix, n)
+    warps, parts = shape or choose_shape(matrix, n)
     wanted = {"scaled": scale is not None, "bias": bias is not None, "accumulate": accumulate}
     epilogue = "_".join(name for name in wanted if wanted[name])
     tiles = -(-n // (2 * _TILE)) * 2

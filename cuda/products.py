@@ -19,7 +19,7 @@ from bridge.cuda.activations import Records
 from bridge.cuda.buffers import zeros
 from bridge.cuda.device import Device, view
 from bridge.cuda.floats import FloatMatrix, kind_of
-from bridge.cuda.layout import Layout
+from bridge.cuda.layout import DeviceLayout
 from bridge.cuda.matmul import Multiplier, product
 from bridge.cuda.matrix import DeviceMatrix
 from bridge.cuda.matvec import Normed, Recorded
@@ -28,7 +28,7 @@ from bridge.cuda.norm import silu_grid, silu_kernel
 from bridge.blocks import TYPES
 from bridge.runtime.quant_tensor import QuantTensor
 
-Launch = Callable[[], None]
+Call = Callable[[], None]
 
 
 def quantized(type: str) -> bool:
@@ -40,7 +40,7 @@ def device_bytes(tensor: QuantTensor, precision: str) -> int:
     """What a matrix takes on the device."""
     rows, columns = tensor.shape
     if quantized(tensor.type):
-        return Layout(TYPES[tensor.type]).nbytes(rows, columns)
+        return DeviceLayout(TYPES[tensor.type]).nbytes(rows, columns)
     return rows * columns * (4 if kind_of(tensor.type, precision) == "float32" else 2)
 
 
@@ -95,7 +95,7 @@ class Stack:
         normed: Normed | None = None,
         recorded: Recorded | None = None,
         dependent: bool = False,
-    ) -> list[Launch]:
+    ) -> list[Call]:
         """What computes y (f32 [rows]) = or += W x for one token; see matvec.py for the last three."""
         more = normed, recorded, dependent
         return [self._bound(first, matrix, x, y, accumulate, *more) for first, matrix in self.parts]
@@ -110,7 +110,7 @@ class Stack:
         normed: Normed | None,
         recorded: Recorded | None,
         dependent: bool,
-    ) -> Launch:
+    ) -> Call:
         out = y[first : first + matrix.rows]
         bias = None if self.bias is None else self.bias[first : first + matrix.rows]
         if isinstance(matrix, FloatMatrix):
@@ -158,7 +158,7 @@ class Gated:
         """Whether its launches can be given what stands before the product."""
         return self.fused or self.stack.fuses
 
-    def bind(self, x: Vector, y: Vector, normed: Normed | None = None, dependent: bool = False) -> list[Launch]:
+    def bind(self, x: Vector, y: Vector, normed: Normed | None = None, dependent: bool = False) -> list[Call]:
         """What computes y and its records for one token; see matvec.py for `normed` and `dependent`."""
         device = self.multiplier.device
         if self.fused:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from bridge.cuda.kv_forms import Form
+from bridge.cuda.kv_forms import KVForm
 
 from bridge.runtime.decoder_config import DecoderConfig
 
@@ -27,8 +27,8 @@ def rotate(x: Any, cos: Any, sin: Any, rotated: int, neighbours: bool) -> Any:
 
 
 def attend(
-    c: DecoderConfig, qkv: Any, q_norm: Any, k_norm: Any, cos: Any, sin: Any, cache: tuple[Form, Any, Any], start: int,
-    exact: bool,
+    c: DecoderConfig, qkv: Any, q_norm: Any, k_norm: Any, cos: Any, sin: Any, cache: tuple[KVForm, Any, Any],
+    start: int, exact: bool,
 ) -> Any:  # fmt: skip
     """Attention of n tokens at positions from `start` on: f32 [n, heads * head_dim].
 

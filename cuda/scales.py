@@ -26,7 +26,7 @@ import numpy as np
 from bridge.cuda.intrinsics import bits, or_, ror, shl, sub, xor
 
 
-class Form(NamedTuple):
+class ScaleForm(NamedTuple):
     """How a type's scales are packed."""
 
     pack: Callable[..., None]  # (sc, mn, d, dmin, out uint32 [4])
@@ -101,9 +101,9 @@ def read_q6(words, lane):
 
 
 FORMS = {
-    "Q2_K": Form(_pack_q2, read_q2, holds_halves=False, whole=False),
-    "Q3_K": Form(_pack_q3, read_q3, holds_halves=True, whole=True),
-    "Q4_K": Form(_pack_32, read_32, holds_halves=True, whole=True),
-    "Q5_K": Form(_pack_32, read_32, holds_halves=True, whole=True),
-    "Q6_K": Form(_pack_q6, read_q6, holds_halves=False, whole=False),
+    "Q2_K": ScaleForm(_pack_q2, read_q2, holds_halves=False, whole=False),
+    "Q3_K": ScaleForm(_pack_q3, read_q3, holds_halves=True, whole=True),
+    "Q4_K": ScaleForm(_pack_32, read_32, holds_halves=True, whole=True),
+    "Q5_K": ScaleForm(_pack_32, read_32, holds_halves=True, whole=True),
+    "Q6_K": ScaleForm(_pack_q6, read_q6, holds_halves=False, whole=False),
 }

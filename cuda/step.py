@@ -33,7 +33,7 @@ from bridge.cuda.device import Device, view
 from bridge.cuda.kv_cache import KVCache
 from bridge.cuda.matvec import Normed, Recorded
 from bridge.cuda.norm import norm_kernel, norm_threads
-from bridge.cuda.products import Gated, Launch, Stack, Vector
+from bridge.cuda.products import Call, Gated, Stack, Vector
 from bridge.cuda.weights import DeviceLayer, DeviceWeights
 
 from bridge.runtime.decoder_config import DecoderConfig
@@ -67,7 +67,7 @@ class Step:
         self._squares = view(zeros(device, c.hidden // 32))
         self.launches = self._token()
 
-    def _token(self) -> list[Launch]:
+    def _token(self) -> list[Call]:
         """All launches of a token but the sampling."""
         c = self.config
         program = [self._embed()]
@@ -89,7 +89,7 @@ class Step:
             program += added
         return program + self.weights.output.bind(self.normed, self.logits, normed=normed, dependent=self.dependent)
 
-    def _added(self, matrix: Stack, x: Vector, weight: Any, then: Stack | Gated) -> tuple[list[Launch], Normed | None]:
+    def _added(self, matrix: Stack, x: Vector, weight: Any, then: Stack | Gated) -> tuple[list[Call], Normed | None]:
         """x += W x' with the norm that follows: what `then` multiplies, and what it has yet to be divided by."""
         if not (matrix.records and then.fuses):
             return [*matrix.bind(x, self.x, accumulate=True, dependent=self.dependent), self._norm(weight)], None
@@ -97,17 +97,17 @@ class Step:
         added = matrix.bind(x, self.x, accumulate=True, recorded=recorded, dependent=self.dependent)
         return added, Normed(self._squares, self.config.norm_eps)
 
-    def _embed(self) -> Launch:
+    def _embed(self) -> Call:
         ids, out = self.state[attn.TOKEN : attn.TOKEN + 1], self.x.reshape(1, -1)
         return lambda: rows(self.weights.embedding, ids, out, 1, self.device.stream(), self.dependent)
 
-    def _norm(self, weight: Any) -> Launch:
+    def _norm(self, weight: Any) -> Call:
         kernel = norm_kernel(self.config.hidden, self.precision == "f32", self.dependent)
         arguments = [view(t) for t in (self.x, weight, self.normed.floats)]
         eps, threads = np.float32(self.config.norm_eps), norm_threads(self.config.hidden)
         return lambda: kernel.launch(1, threads, self.device.stream(), *arguments, self.normed.records.buffer, eps)
 
-    def _attention(self, qkv: Any) -> Callable[[int, DeviceLayer], list[Launch]]:
+    def _attention(self, qkv: Any) -> Callable[[int, DeviceLayer], list[Call]]:
         """What makes a layer's launches: its norms and its part of the cache differ, the rest is shared."""
         import torch
 
@@ -124,7 +124,7 @@ class Step:
         grid, threads = (c.kv_heads, blocks), shape(self.cache.form, group).threads
         numbers = np.int32(self.cache.rows), np.float32(c.norm_eps), np.float32(c.attention_scale)
 
-        def launches(index: int, layer: DeviceLayer) -> list[Launch]:
+        def launches(index: int, layer: DeviceLayer) -> list[Call]:
             normed = layer.q_norm is not None
             exact, kind = self.precision == "f32", self.cache.form.kind
             kernel = attn.kernel(c.head_dim, group, c.rotated, c.neighbours, normed, exact, kind, self.dependent)
@@ -139,7 +139,7 @@ class Step:
 
         return launches
 
-    def choose(self, count: int | None) -> list[Launch]:
+    def choose(self, count: int | None) -> list[Call]:
         """What turns logits into the next token: greedily, or drawn from the `count` best."""
         import torch
 

@@ -52,7 +52,7 @@ from bridge.cuda.intrinsics import (
     sub,
     xor,
 )
-from bridge.cuda.layout import THIRD_BIT, Layout
+from bridge.cuda.layout import THIRD_BIT, DeviceLayout
 from bridge.cuda.unroll import expand, gathered, registers, unroll
 
 from bridge.blocks import TYPES
@@ -279,7 +279,7 @@ def _factor(weights, sixteenth, row):
     return bits_float(stream_4(weights, mad(sixteenth, FACTORS_AT // 4, row)))
 
 
-def _constants(layout: Layout) -> dict[str, Any]:
+def _constants(layout: DeviceLayout) -> dict[str, Any]:
     block = layout.block
     first, low, table = 0, 0, []
     for width, count in layout.planes:
@@ -333,7 +333,7 @@ def _constants(layout: Layout) -> dict[str, Any]:
 
 
 @dataclass(frozen=True)
-class Functions:
+class BlockFunctions:
     """A type's functions on the device; `floats` and `lifted` have one for each word of a unit.
 
     `load_rows` is `load` for a warp whose lanes take few units of many rows: the L2 cache fetches 128 bytes around the
@@ -341,7 +341,7 @@ class Functions:
     of `floats`, to the bit but for the sign of 0. `prefetch` asks the L2 cache for what `load` takes.
     """
 
-    layout: Layout
+    layout: DeviceLayout
     load: Any
     unpack: Any
     integer: Any
@@ -356,9 +356,9 @@ class Functions:
 
 
 @cache
-def functions(name: str) -> Functions:
+def functions(name: str) -> BlockFunctions:
     """The functions of a type, made from those above."""
-    layout = Layout(TYPES[name])
+    layout = DeviceLayout(TYPES[name])
     constants = _constants(layout)
 
     def make(function: Any, suffix: str = "", **scope: Any) -> Any:
@@ -377,7 +377,7 @@ def functions(name: str) -> Functions:
         )
     constants["steps"] = make(_steps)
     words = [(f"_{i}", {"WORD": i, "signed": make(_signed, f"_{i}", WORD=i)}) for i in range(8)]
-    return Functions(
+    return BlockFunctions(
         layout,
         make(_load),
         make(_unpack),

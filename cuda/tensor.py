@@ -76,7 +76,7 @@ class CudaTensor:
         """The kernel of a product with one vector, for instance "cuda/q4_k, 2 rows a warp"."""
         if isinstance(self.matrix, FloatMatrix):
             return f"{self.matrix.weight.dtype} product"
-        shape = matvec_shape.configuration(self.matrix, 1)
+        shape = matvec_shape.choose_shape(self.matrix, 1)
         shared = f", {shape.split} warps a row" if shape.split > 1 else ""
         return f"cuda/{self.type.lower()}, {shape.rows} rows a warp{shared}"
 
@@ -156,7 +156,7 @@ class CudaTensor:
 
     def _check_place(self, what: str, tensor: Any) -> None:
         if not is_torch(tensor):
-            raise BridgeError(f"{self.name}: {what} is a {type(tensor).__name__}; a torch tensor is wanted")
+            raise BridgeError(f"{self.name}: {what} is a {type(tensor).__name__}; must be a torch tensor")
         wanted = devices.torch_device(self.matrix.device)
         if str(tensor.device) != wanted:
             raise BridgeError(f"{self.name}: {what} is on {tensor.device}, the tensor on {wanted}")
@@ -165,7 +165,7 @@ class CudaTensor:
         """x as a contiguous tensor [tokens, in] of one of the three types."""
         self._check_place("x", x)
         if devices.kind(x) is None:
-            raise BridgeError(f"{self.name}: x has dtype {x.dtype}; float32, float16 or bfloat16 is wanted")
+            raise BridgeError(f"{self.name}: x has dtype {x.dtype}; must be float32, float16 or bfloat16")
         check_input(self, x, dimensions)
         return x.detach().contiguous().view(-1, self.shape[1])
 
@@ -183,7 +183,7 @@ class CudaTensor:
         kind = dtype or torch.float32
         out = torch.empty(self.shape, dtype=kind, device=devices.torch_device(self.matrix.device))
         if devices.kind(out) is None:
-            raise BridgeError(f"{self.name}: dtype {kind}; float32, float16 or bfloat16 is wanted")
+            raise BridgeError(f"{self.name}: dtype {kind}; must be float32, float16 or bfloat16")
         with self.matrix.device.active():
             dequantize.tile(self.matrix, 0, self.shape[0], out, self.matrix.device.stream())
         return out

@@ -71,7 +71,7 @@ class CudaTrellisLayer:
 
         place = devices.torch_device(self._device)
         if not is_torch(x) or str(x.device) != place or not x.dtype.is_floating_point:
-            raise BridgeError(f"{self.name}: x is {_said(x)}; floats on {place} are wanted")
+            raise BridgeError(f"{self.name}: x is {_said(x)}; must be floats on {place}")
         check_input(self, x, 2)
         out, columns = self.shape
         values = torch.zeros((len(x), len(self._su)), device=place)

@@ -38,6 +38,16 @@ ALLOWED = {
     },
 }  # fmt: skip
 
+# classes and functions on the CPU -> those that do the same on CUDA
+TWINS = {
+    "bridge/runtime/quant_tensor.py:QuantTensor": "cuda/tensor.py:CudaTensor",
+    "bridge/runtime/decoder.py:Decoder": "cuda/decoder.py:Decoder",
+    "bridge/runtime/kv_cache.py:KVCache": "cuda/kv_cache.py:KVCache",
+    "bridge/runtime/bench.py:bench": "cuda/bench.py:bench",
+    "bridge/trellis/layer.py:TrellisLayer": "cuda/trellis_layer.py:CudaTrellisLayer",
+}
+ONE_SIDED = {"device", "threads"}  # parameters that only one of the two may have, or with another default
+
 
 def imported(module: Path) -> set[str]:
     """The dotted names of ours that a module imports, wherever in it."""
@@ -181,3 +191,31 @@ def test_every_package_that_a_test_can_do_without_is_installed_for_the_tests():
     }
     assert "torch" in asked
     assert asked - set(sys.stdlib_module_names) <= installed
+
+
+def signatures(place: str) -> dict[str, list[str]]:
+    """The parameters, with their defaults, of a function, or of a class's public methods: from the source alone."""
+    file, name = place.split(":")
+    tree = ast.parse((ROOT / file).read_text(encoding="utf-8"))
+    (node,) = (n for n in tree.body if isinstance(n, ast.FunctionDef | ast.ClassDef) and n.name == name)
+    functions = [n for n in getattr(node, "body", []) if isinstance(n, ast.FunctionDef)]
+    found = {}
+    for f in [node] if isinstance(node, ast.FunctionDef) else functions:
+        names = [a.arg for a in f.args.args]
+        given = [""] * (len(names) - len(f.args.defaults)) + [f"={ast.unparse(d)}" for d in f.args.defaults]
+        kept = [n + d for n, d in zip(names, given, strict=True) if n not in ONE_SIDED]
+        if not f.name.startswith("_"):
+            found[f.name] = [ast.unparse(d) for d in f.decorator_list] + kept
+        elif f.name == "__init__":
+            found[f.name] = kept
+    return found
+
+
+@pytest.mark.parametrize("place", TWINS)
+def test_a_step_has_the_same_signature_on_the_cpu_and_on_cuda(place):
+    own, other = signatures(place), signatures(TWINS[place])
+    if other.get("__init__", [])[1:2] == ["tensor"]:
+        del other["__init__"]  # made from its twin
+    both = own.keys() & other.keys()
+    assert both
+    assert {name: own[name] for name in both} == {name: other[name] for name in both}

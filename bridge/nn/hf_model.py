@@ -52,7 +52,9 @@ def load(
     _make_rotary(model)
     for name, tensor in chain(model.named_parameters(), model.named_buffers()):
         if tensor.is_meta:
-            raise BridgeError(f"{name}: {type(model).__name__} has it, and the GGUF has not; it is of another model")
+            raise BridgeError(
+                f"{name}: {type(model).__name__} has it, and the GGUF has not; it belongs to another model"
+            )
     if source is not None:
         with suppress(OSError):  # what generate() stops at may stand there alone
             model.generation_config = transformers.GenerationConfig.from_pretrained(source)

@@ -99,7 +99,7 @@ class QuantLinear(Placed):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [..., in] of any float type, where the tensor is -> [..., out] of the same type."""
         if x.shape[-1:] != (self.in_features,):
-            raise BridgeError(f"{self.tensor.name}: x has shape {list(x.shape)}; [..., {self.in_features}] is wanted")
+            raise BridgeError(f"{self.tensor.name}: x has shape {list(x.shape)}; must be [..., {self.in_features}]")
         y: Any = product(x.reshape(-1, self.in_features).float(), self.number, self.out_features, self.precision)
         if self.order is not None:
             y = y[:, self.order]
@@ -145,11 +145,13 @@ def replace_linears(
     file = gguf if isinstance(gguf, GGUFFile) else open_gguf(gguf)
     config = read_config(file.metadata, file.path)
     if any(name == f"model.layers.{config.layers}" for name, _ in model.named_modules()):
-        raise BridgeError(f"{file.path}: has {config.layers} layers, fewer than the model; it is of another model")
+        raise BridgeError(f"{file.path}: has {config.layers} layers, fewer than the model; it belongs to another model")
     if not config.experts and not config.plain:
-        raise BridgeError(f"{file.path}: {config.arch} cannot be put under a transformers model; Model runs it")
+        raise BridgeError(f"{file.path}: {config.arch} cannot be used in a transformers model; bridge.Model runs it")
     if config.experts:
-        raise BridgeError(f"{file.path}: a mixture of experts cannot be put under a transformers model; Model runs it")
+        raise BridgeError(
+            f"{file.path}: a mixture of experts cannot be used in a transformers model; bridge.Model runs it"
+        )
     for i in range(config.layers):
         for path, part in _LINEARS.items():
             heads = {"attn_q": config.heads, "attn_k": config.kv_heads}.get(part)

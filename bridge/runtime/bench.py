@@ -1,4 +1,4 @@
-"""Timing products beside the machine's own limit: how fast memory can be read with the same threads.
+"""ProductTiming products beside the machine's own limit: how fast memory can be read with the same threads.
 
 Contenders take turns within one run and are compared by the median of their ratios, because the clock and
 the neighbours of a machine change between runs. Bytes are those of the GGUF tensor, whatever a kernel reads.
@@ -28,7 +28,7 @@ _DISTINCT = 512  # rows that are drawn; the others repeat them
 
 
 @dataclass
-class Timing:
+class ProductTiming:
     """One tensor, one number of threads."""
 
     type: str
@@ -51,10 +51,10 @@ class Timing:
 def random_tensor(type: str, rows: int, columns: int) -> QuantTensor:
     """A tensor of random codes, with scales around 0.01."""
     if type not in TYPES:
-        raise BridgeError(f"type {type}: {', '.join(TYPES)} can be timed")
+        raise BridgeError(f"unknown type {type}: choose one of {', '.join(TYPES)}")
     block = TYPES[type]
     if columns % block.size:
-        raise BridgeError(f"{type}: {columns} columns are no whole blocks of {block.size}")
+        raise BridgeError(f"{type}: {columns} columns are not a multiple of {block.size}")
     rng = np.random.default_rng(0)
     raw = rng.integers(0, 256, (min(rows, _DISTINCT), columns // block.size, block.nbytes), np.uint8)
     for at in (block.d_at, block.dmin_at):
@@ -74,7 +74,7 @@ def measure(
     others: dict[str, Callable[[], object]] | None = None,
     rounds: int = _ROUNDS,
     rest: Callable[[], object] | None = None,
-) -> Timing:
+) -> ProductTiming:
     """Time tensor.matvec, reading as many bytes ("read"), and `others`, taking turns. Prepares the tensor.
 
     Before its timed run each contender runs alone until its data are what the caches hold, as far as they can, and
@@ -96,7 +96,7 @@ def measure(
             "read": Reader(tensor.nbytes).run,
             **(others or {}),
         }
-        timing = Timing(tensor.type, tensor.shape, tensor.kernel, threads, tensor.nbytes)
+        timing = ProductTiming(tensor.type, tensor.shape, tensor.kernel, threads, tensor.nbytes)
         timing.seconds = taking_turns(contenders, rounds, dict.fromkeys(others or {}, rest) if rest else None)
         return timing
     finally:
@@ -144,7 +144,7 @@ def tensors_to_time(what: str | Path, shapes: Sequence[tuple[int, int]]) -> list
 
 
 def bench(
-    what: str | Path, threads: int | None = None, shape: tuple[int, int] | None = None, device: str = "cpu"
+    what: str | Path, shape: tuple[int, int] | None = None, device: str = "cpu", threads: int | None = None
 ) -> list[str]:
     """Lines to print: GB/s and the share of the read bandwidth, for a type of block or the matrices of a GGUF.
 
@@ -155,8 +155,8 @@ def bench(
     if device != "cpu":
         device, note = choose(device)
         if device != "cpu":
-            return cuda("bench").bench(what, device, shape)  # type: ignore[no-any-return]
-        return [note or "", *bench(what, threads, shape)]
+            return cuda("bench").bench(what, shape, device)  # type: ignore[no-any-return]
+        return [note or "", *bench(what, shape, threads=threads)]
     count = threads or get_num_threads()
     lines = []
     for tensor in tensors_to_time(what, [shape] if shape else [LARGE, SMALL]):

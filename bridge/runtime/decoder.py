@@ -11,38 +11,38 @@
 Granite multiplies embeddings and what is added by factors; GLM-4, OLMo 2 and Gemma normalize what is added, OLMo 2 that
 alone; Gemma caps scores and logits by tanh, and attends to a window in most layers (`DecoderConfig`).
 
-A single token runs as one table of calls (`tables.py`), and so does a token of each of several contexts, where all
-matrices are of blocks that there are kernels for. Everything else, prompts above all, goes matrix by matrix through
+A single token runs as one table of calls (`tables.py`), and so does a token of each of several contexts, if there are
+kernels for all matrices. Everything else, prompts above all, goes matrix by matrix through
 `QuantTensor.matmul`, with the same functions in between.
 
-The file's own blocks are what is multiplied first. A repacked copy of each matrix is faster, but takes fresh memory,
-which costs a virtual machine up to 2 s a GB. So copies are made between tokens, as long as they have taken no more than
-a tenth of the tokens' time: where memory is cheap all are made within the first 64 or so, elsewhere nobody waits for
-them; and who reads one prompt and no more never pays for a copy.
+At first the file's own blocks are multiplied. A repacked copy of each matrix is faster, but takes fresh memory, which
+costs a virtual machine up to 2 s a GB. So copies are made between tokens, as long as they have taken no more than a
+tenth of the tokens' time: where memory is cheap all are made within the first 64 or so, elsewhere nobody waits for
+them; and a single prompt never pays for a copy.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import numpy as np
 
 from bridge.blocks import READ
-from bridge.runtime.batches import last_states
 from bridge.runtime.cpu.program import Program
 from bridge.runtime.decoder_config import DecoderConfig
 from bridge.runtime.experts import mix
 from bridge.runtime.kv_cache import KVCache
 from bridge.runtime.reader import GGUFFile
 from bridge.runtime.sampling import Sampler, drawn_on_host
-from bridge.runtime.tables import Tables, Work
+from bridge.runtime.tables import DecodeBuffers, ProgramBuilder
 from bridge.runtime.weights import read_weights
 
 BATCH = 512  # tokens that pass through the layers together
 _SHARE = 0.1  # of the time that tokens take, for repacking
-_PARTS = 8  # at most so manieth a part of the weights is repacked before a batch
+_PARTS = 8  # at most one part in so many of the weights is repacked before a batch
 
 
 class Decoder:
@@ -61,33 +61,33 @@ class Decoder:
             factors = weights.long_factors
         angles = config.angles(self.cache.rows, factors)
         local = config.local().angles(self.cache.rows, None) if config.window else angles
-        self._tables = Tables(config, weights, precision, angles, local)
-        self._one: Work | None = None  # of one token
-        self._others: Work | None = None
+        self._builder = ProgramBuilder(config, weights, precision, angles, local)
+        self._one: DecodeBuffers | None = None  # of one token
+        self._others: DecodeBuffers | None = None
         self._matrices = [m for layer in self.layers for m in layer.matrices] + [self.output]
-        self._prepared = 0  # so many of these matrices are repacked
+        self._prepared = 0  # number of these matrices that are repacked
         self._nbytes = sum(m.nbytes for m in self._matrices)
         self._computing = 0.0  # seconds that tokens have taken so far
         self.preparing = 0.0  # seconds that repacking has taken so far
 
     def begin(self) -> None:
-        """Be ready for tokens: as it is."""
+        """Get ready for tokens: nothing to do."""
 
     def prepare(self) -> None:
         """Repack every matrix for this machine, and let go of the file's own pages."""
         self._prepare(math.inf, math.inf)
 
     def _prepare(self, nbytes: float, seconds: float) -> None:
-        """Repack matrices of so many bytes, while all repacking has not taken so many seconds."""
+        """Repack matrices of up to `nbytes`, until all repacking has taken `seconds`."""
         while nbytes > 0 and self.preparing < seconds and self._prepared < len(self._matrices):
             start = time.perf_counter()
             matrix = self._matrices[self._prepared]
             if not matrix.prepared:
                 matrix.prepare()
                 matrix.release_raw()
-                for work in (self._one, self._others):
-                    if work is not None and work.places is not None:
-                        work.places.renew(matrix)
+                for buffers in (self._one, self._others):
+                    if buffers is not None and buffers.slots is not None:
+                        buffers.slots.refresh(matrix)
             nbytes -= matrix.nbytes
             self._prepared += 1
             self.preparing += time.perf_counter() - start
@@ -95,11 +95,11 @@ class Decoder:
     def run(self, tokens: Sequence[int], keep: int = 1, cache: KVCache | None = None) -> np.ndarray:
         """Append tokens to the cache; the last `keep` of their normalized hidden states, float32 [keep, hidden].
 
-        The tokens must fit the cache, `Model` sees to that. `cache`: another than the decoder's own.
+        The tokens must fit the cache, which `Model` ensures. `cache`: by default the decoder's own.
         """
 
         def batch(tokens: Sequence[int]) -> np.ndarray:
-            return self._through(self._work_on([cache or self.cache], len(tokens)), tokens)
+            return self._through(self._buffers_for([cache or self.cache], len(tokens)), tokens)
 
         return np.concatenate([hidden.copy() for hidden in last_states(batch, tokens, BATCH, keep)])
 
@@ -136,65 +136,78 @@ class Decoder:
 
     def step(self, caches: Sequence[KVCache], tokens: Sequence[int]) -> np.ndarray:
         """Append a token to each cache: float32 [caches, vocab] of what follows; the next call may overwrite them."""
-        work = self._work_on(caches, len(tokens))
-        hidden = self._through(work, tokens)
-        return self._capped(work.scores) if work.scores.size else self.logits(hidden)
+        buffers = self._buffers_for(caches, len(tokens))
+        hidden = self._through(buffers, tokens)
+        return self._capped(buffers.scores) if buffers.scores.size else self.logits(hidden)
 
-    def _work_on(self, caches: Sequence[KVCache], n: int) -> Work:
-        """Buffers and tables for n tokens; those of one token are kept, and the last others."""
+    def _buffers_for(self, caches: Sequence[KVCache], n: int) -> DecodeBuffers:
+        """Buffers and tables for n tokens; those of one token are kept, and the last ones of several."""
         if len(caches) == 1:
-            work = self._one if n == 1 else self._others
-            if work is not None and (work.n, len(work.caches)) == (n, 1):
-                work.use(caches[0])
-                return work
+            buffers = self._one if n == 1 else self._others
+            if buffers is not None and (buffers.n, len(buffers.caches)) == (n, 1):
+                buffers.use(caches[0])
+                return buffers
         elif self._others is not None and self._others.caches == caches:
             return self._others
-        work = self._tables.work(n, caches)
+        buffers = self._builder.buffers(n, caches)
         if n == 1:
-            self._one = work
+            self._one = buffers
         else:
-            self._others = work
-        return work
+            self._others = buffers
+        return buffers
 
-    def _through(self, work: Work, tokens: Sequence[int]) -> np.ndarray:
+    def _through(self, buffers: DecodeBuffers, tokens: Sequence[int]) -> np.ndarray:
         """Tokens through the layers, into the caches; their normalized hidden states, float32 [n, hidden]."""
         self._prepare(self._nbytes / _PARTS, _SHARE * self._computing)
         start = time.perf_counter()
-        work.begin(tokens, self._tables.spread(work))
-        if (whole := self._whole_way(work)) is not None:
+        buffers.begin(tokens, self._builder.spread(buffers))
+        if (whole := self._full_program(buffers)) is not None:
             if self.embedding.type not in READ:
-                work.x[:] = self.embedding.rows(tokens)
+                buffers.x[:] = self.embedding.rows(tokens)
             whole.run()
         else:
-            work.x[:] = self.embedding.rows(tokens)
-            work.x *= np.float32(self.config.embedding_scale)
-            self._layer_by_layer(work)
-        parts = [[token] for token in tokens] if len(work.caches) > 1 else [list(tokens)]
-        for cache, part in zip(work.caches, parts, strict=True):
+            buffers.x[:] = self.embedding.rows(tokens)
+            buffers.x *= np.float32(self.config.embedding_scale)
+            self._layer_by_layer(buffers)
+        parts = [[token] for token in tokens] if len(buffers.caches) > 1 else [list(tokens)]
+        for cache, part in zip(buffers.caches, parts, strict=True):
             cache.append(part)
         self._computing += time.perf_counter() - start
-        return work.xn
+        return buffers.xn
 
-    def _whole_way(self, work: Work) -> Program | None:
-        """The table of the whole way, where there can be one."""
-        if work.steps and not work.tried:
-            work.tried = True
-            self._tables.complete(work)
-        return work.whole
+    def _full_program(self, buffers: DecodeBuffers) -> Program | None:
+        """The table of the whole way through the layers, if there can be one."""
+        if buffers.steps and not buffers.full_program_tried:
+            buffers.full_program_tried = True
+            self._builder.add_full_program(buffers)
+        return buffers.full_program
 
-    def _layer_by_layer(self, work: Work) -> None:
-        for layer, (before, middle, after, end) in zip(self.layers, work.programs, strict=True):
+    def _layer_by_layer(self, buffers: DecodeBuffers) -> None:
+        for layer, (before, middle, after, end) in zip(self.layers, buffers.programs, strict=True):
             before.run()
-            for matrix, y in ((layer.q, work.q), (layer.k, work.k), (layer.v, work.v)):
-                matrix.matmul(work.xn, y, self.precision)
+            for matrix, y in ((layer.q, buffers.q), (layer.k, buffers.k), (layer.v, buffers.v)):
+                matrix.matmul(buffers.xn, y, self.precision)
             middle.run()
-            layer.o.matmul(work.attended, work.delta, self.precision)
+            layer.o.matmul(buffers.attended, buffers.delta, self.precision)
             after.run()
             if layer.experts is not None:
-                work.delta[:] = mix(layer.experts, work.xn, self.config, self.precision)
+                buffers.delta[:] = mix(layer.experts, buffers.xn, self.config, self.precision)
                 continue
-            layer.gate.matmul(work.xn, work.gate, self.precision)
-            layer.up.matmul(work.xn, work.up, self.precision)
+            layer.gate.matmul(buffers.xn, buffers.gate, self.precision)
+            layer.up.matmul(buffers.xn, buffers.up, self.precision)
             end.run()
-            layer.down.matmul(work.gate, work.delta, self.precision)
-        work.last.run()
+            layer.down.matmul(buffers.gate, buffers.delta, self.precision)
+        buffers.final_norm.run()
+
+
+def last_states(layers: Callable[[Sequence[int]], Any], tokens: Sequence[int], size: int, keep: int) -> Iterator[Any]:
+    """Tokens through `layers`, `size` at a time; batch by batch the states [n, hidden] of the last `keep` tokens.
+
+    What `layers` returns may be overwritten by its next call, which comes before the next states do.
+    """
+    for at in range(0, len(tokens), size):
+        batch = tokens[at : at + size]
+        states = layers(batch)
+        first = max(0, len(tokens) - keep - at)
+        if first < len(batch):
+            yield states[first:]

@@ -142,7 +142,7 @@ def read_config(metadata: Mapping[str, Any], path: Path) -> DecoderConfig:
     arch = metadata.get("general.architecture")
     if arch not in ARCHITECTURES:
         raise BridgeError(
-            f"{path}: architecture {arch!r} cannot be run here, llama.cpp runs it; {', '.join(ARCHITECTURES)} can"
+            f"{path}: architecture {arch!r} cannot run here; llama.cpp can run it. Known: {', '.join(ARCHITECTURES)}"
         )
 
     graph = ARCHITECTURES[arch]
@@ -153,7 +153,8 @@ def read_config(metadata: Mapping[str, Any], path: Path) -> DecoderConfig:
             raise BridgeError(f"{path}: {arch}.{key} is missing; convert the model again")
         numbers: Any = (int, float) if kind is float else kind
         if not isinstance(value, numbers) or isinstance(value, bool) or (kind is not str and value <= 0):
-            raise BridgeError(f"{path}: {arch}.{key} is {value!r}, which makes no sense; convert the model again")
+            must = "a text" if kind is str else "above 0"
+            raise BridgeError(f"{path}: {arch}.{key} is {value!r}; must be {must}; convert the model again")
         return kind(value)
 
     experts = get("expert_count", int) if metadata.get(f"{arch}.expert_count") else 0
@@ -169,16 +170,16 @@ def read_config(metadata: Mapping[str, Any], path: Path) -> DecoderConfig:
     if get("attention.value_length", int, head_dim) != head_dim or head_dim % 2 or rotated % 2 or rotated > head_dim:
         raise BridgeError(
             f"{path}: heads of {head_dim} for keys, {metadata.get(f'{arch}.attention.value_length')} for values with "
-            f"{rotated} rotated cannot be run here; keys and values of one even size can"
+            f"{rotated} rotated cannot run here; keys and values must have the same even size"
         )
     scaling, factor = get("rope.scaling.type", str, "none"), get("rope.scaling.factor", float, 1.0)
     if scaling == "none" and f"{arch}.rope.scale_linear" in metadata:
         scaling, factor = "linear", get("rope.scale_linear", float)
     if scaling not in ("none", "linear", "yarn"):
-        raise BridgeError(f"{path}: rope scaling {scaling!r} is unknown here; none, linear and yarn are known")
+        raise BridgeError(f"{path}: unknown rope scaling {scaling!r}: must be none, linear or yarn")
     if f"{arch}.attention.temperature_scale" in metadata:
         raise BridgeError(
-            f"{path}: attention whose temperature grows with the position cannot be run here, llama.cpp does"
+            f"{path}: attention whose temperature grows with the position cannot run here; llama.cpp can run it"
         )
     window = int(metadata.get(f"{arch}.attention.sliding_window", 4096 if arch == "gemma2" else 0))
     base = get("rope.freq_base", float, 10000.0)

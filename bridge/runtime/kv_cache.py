@@ -24,7 +24,7 @@ class KVCache:
 
     def __init__(self, config: DecoderConfig, context: int, kind: str = "f16"):
         if kind not in KINDS:
-            raise BridgeError(f"kv {kind!r}: {', '.join(KINDS)} are known")
+            raise BridgeError(f"unknown kv {kind!r}: choose {', '.join(KINDS)}")
         self.kind = kind = kind if _has_halves() else "f32"
         self.context = context
         self.rows = -(-context // _LANES) * _LANES

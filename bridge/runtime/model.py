@@ -25,15 +25,13 @@ from typing import Any
 
 import numpy as np
 
-from bridge.errors import BridgeError
-from bridge.runtime.batches import common_prefix
+from bridge.errors import BridgeError, parameter
 from bridge.runtime.decoder import Decoder
 from bridge.runtime.decoder_config import DecoderConfig, read_config
+from bridge.runtime.generation import BatchRunner, Reply, ScoredToken, SequenceState, scored, stop_texts, until
 from bridge.runtime.reader import GGUFFile, open_gguf
-from bridge.runtime.replies import Reply, ScoredToken, scored, stop_texts, until
 from bridge.runtime.sampling import Sampler, Sampling
-from bridge.runtime.sequences import Sequenced, Together
-from bridge.runtime.tokenizer import Tokenizer
+from bridge.runtime.tokenizer import Tokenizer, common_prefix
 from bridge.system.devices import choose, cpu_note, cuda
 from bridge.system.operands import check_precision
 
@@ -100,8 +98,9 @@ class Model:
                 that is missing or has too little memory.
         """
         check_precision(precision)
-        if (context is not None and context < 1) or (threads is not None and threads < 1):
-            raise BridgeError(f"context {context}, threads {threads}: at least 1 of each is needed")
+        for name, value in (("context", context), ("threads", threads)):
+            if value is not None and value < 1:
+                raise BridgeError(f"{parameter(name, value)}: must be at least 1")
         if threads is not None:
             from bridge.system import pool
 
@@ -157,7 +156,7 @@ class Model:
         """float32 [tokens, vocab]: what follows each position (of the `last` ones only), from an empty context."""
         ids = self._checked(tokens)
         if last is not None and last < 1:
-            raise BridgeError(f"the last {last} positions: at least 1 is needed")
+            raise BridgeError(f"{parameter('last', last)}: must be at least 1")
         with self._lock:
             self._turn += 1
             self._decoder.begin()
@@ -223,40 +222,40 @@ class Model:
         if not isinstance(self._decoder, Decoder):
             self._decoder.begin()  # a closed model says that it is
             raise BridgeError(
-                f"device {self.device}: several sequences at once run on the CPU alone; generate one after another"
+                f"device {self.device}: several sequences at once only run on the CPU; generate one after another"
             )
         if isinstance(prompts, str | bytes):
-            raise BridgeError(f"the prompts are a {type(prompts).__name__}; a list of texts or token ids is wanted")
+            raise BridgeError(f"prompts is a {type(prompts).__name__}; must be a list of texts or token ids")
         prompts = list(prompts)
         limits = [max_tokens] * len(prompts) if isinstance(max_tokens, int) else list(max_tokens)
         ends = [None] * len(prompts) if stops is None else list(stops)
         if not len(prompts) == len(limits) == len(ends):
             counts = f"{len(prompts)} prompts, {len(limits)} max_tokens, {len(ends)} stops"
-            raise BridgeError(f"{counts}: one for each prompt is wanted")
+            raise BridgeError(f"{counts}: must be one for each prompt")
         how = Sampling(**sampling)
         sequences = []
         for prompt, limit, end in zip(prompts, limits, ends, strict=True):
             ids, sampler = self._start(prompt, limit, Sampler(how))
             reply = Reply(self.tokenizer, stop_texts(stop) + stop_texts(end))
-            sequences.append(Sequenced(ids, sampler, reply, limit))
+            sequences.append(SequenceState(ids, sampler, reply, limit))
         self._run_together(sequences)
         return [sequence.reply.text for sequence in sequences]
 
-    def _run_together(self, sequences: list[Sequenced]) -> None:
+    def _run_together(self, sequences: list[SequenceState]) -> None:
         timing = self.timing = Timing(prompt_tokens=sum(len(sequence.prompt) for sequence in sequences))
         with self._lock:
-            together = Together(self._decoder, sequences)
+            runner = BatchRunner(self._decoder, sequences)
         left = True
         while left:
             with self._lock:
-                start, preparing, steps = time.perf_counter(), self._decoder.preparing, together.steps
-                left = together.advance()
+                start, preparing, steps = time.perf_counter(), self._decoder.preparing, runner.steps
+                left = runner.advance()
                 seconds = time.perf_counter() - start - (self._decoder.preparing - preparing)
-            if together.steps == steps:
+            if runner.steps == steps:
                 timing.prompt_seconds += seconds
             else:
                 timing.seconds += seconds
-        timing.tokens = together.tokens
+        timing.tokens = runner.tokens
 
     def chat(self, messages: Sequence[Mapping[str, Any]], max_tokens: int = 256, **options: Any) -> Iterator[str]:
         """The model's reply to [{"role": "user", "content": ...}, ...], by the file's own chat template.
@@ -274,7 +273,7 @@ class Model:
 
         if self.chat_template is None:
             raise BridgeError(
-                f"{self.path}: no chat template in the file; give the whole prompt as a text, to `gguf-bridge run -p` "
+                f"{self.path}: the file has no chat template; give the whole prompt as a text, to `gguf-bridge run -p` "
                 "without --chat or to Model.generate"
             )
         bos = self.tokenizer.text(self.tokenizer.bos)
@@ -287,13 +286,13 @@ class Model:
 
     def _checked(self, tokens: Sequence[int], max_tokens: int = 0) -> list[int]:
         if max_tokens < 0:
-            raise BridgeError(f"{max_tokens} tokens at most: 0 or more are possible")
+            raise BridgeError(f"{parameter('max_tokens', max_tokens)}: must be at least 0")
         try:
             if isinstance(tokens, (str, bytes)):
                 raise TypeError
             ids = [operator.index(token) for token in tokens]
         except TypeError:
-            raise BridgeError(f"the prompt is a {type(tokens).__name__}; a text or token ids [n] are wanted") from None
+            raise BridgeError(f"the prompt is a {type(tokens).__name__}; must be a text or token ids [n]") from None
         if not ids and self.tokenizer.bos is not None:
             ids = [self.tokenizer.bos]
         if not ids:
@@ -305,7 +304,7 @@ class Model:
             )
         bad = next((token for token in ids if not 0 <= token < self._decoder.vocab), None)
         if bad is not None:
-            raise BridgeError(f"token {bad}: the vocabulary has {self._decoder.vocab}")
+            raise BridgeError(f"token {bad}: the vocabulary has {self._decoder.vocab} tokens")
         return ids
 
     def _started(self, prompt: str | Sequence[int], max_tokens: int, sampler: Sampler) -> Iterator[int]:
@@ -348,8 +347,8 @@ class Model:
                     raise _closed(self.path)
                 if self._turn != turn:
                     raise BridgeError(
-                        f"{self.path}: another call on this model has begun and taken its context; finish one before "
-                        "the next, or load the model once for each"
+                        f"{self.path}: another call on this model has taken its context; finish one before the "
+                        "next, or load the model once for each"
                     )
                 token = next(drawn, None)
             if token is None:

@@ -21,7 +21,7 @@ Progress = Callable[[int, int, float], None]  # windows done, of how many, perpl
 
 
 @dataclass(frozen=True)
-class Divergence:
+class Divergences:
     """A model beside its reference; Δp is the probability of the text's own token, model less reference."""
 
     mean: float  # Kullback-Leibler divergence, nats a token
@@ -44,7 +44,7 @@ class Perplexity:
     tokens: int
     windows: int
     window: int
-    divergence: Divergence | None = None
+    divergence: Divergences | None = None
 
 
 def perplexity(
@@ -88,8 +88,8 @@ def perplexity(
     return Perplexity(result.perplexity, result.error, len(loss), len(windows), window, _divergence(*columns))
 
 
-def _divergence(kl: np.ndarray, same: np.ndarray, delta: np.ndarray, base_loss: np.ndarray) -> Divergence:
-    return Divergence(
+def _divergence(kl: np.ndarray, same: np.ndarray, delta: np.ndarray, base_loss: np.ndarray) -> Divergences:
+    return Divergences(
         mean=float(kl.mean()),
         mean_error=_error(kl),
         median=float(np.median(kl)),
@@ -105,7 +105,7 @@ def _divergence(kl: np.ndarray, same: np.ndarray, delta: np.ndarray, base_loss: 
 def cut_windows(model: Model, text: str, window: int, count: int | None) -> list[list[int]]:
     """The first `count` windows of a text in tokens, or all whole ones; see `perplexity` for what is refused."""
     if window < 4 or window > model.context:
-        raise BridgeError(f"windows of {window} tokens: 4 to {model.context}, the context, are possible")
+        raise BridgeError(f"window of {window} tokens: must be between 4 and the context length, {model.context}")
     if count is not None and count < 1:
         raise BridgeError(f"{count} windows: at least 1 is needed")
     tokenizer = model.tokenizer
@@ -114,7 +114,7 @@ def cut_windows(model: Model, text: str, window: int, count: int | None) -> list
         tokens.pop()
     whole = len(tokens) // window
     if whole < (count or 1):
-        raise BridgeError(f"the text has {len(tokens)} tokens, {whole} windows of {window}; {count or 1} are wanted")
+        raise BridgeError(f"the text has {len(tokens)} tokens, {whole} windows of {window}; {count or 1} needed")
     return list(_cut(tokens, window, count or whole, tokenizer.bos if tokenizer.add_bos else None))
 
 

@@ -133,15 +133,15 @@ class QuantTensor:
         if type(x) is np.ndarray:
             values = x
             if x.dtype.kind != "f" and x.dtype.name != "bfloat16":
-                raise BridgeError(f"{self.name}: x has dtype {x.dtype}; float32 is wanted")
+                raise BridgeError(f"{self.name}: x has dtype {x.dtype}; must be float32")
         elif is_torch(x):
             if x.device.type != "cpu":
                 raise BridgeError(f"{self.name}: x is on {x.device}, the tensor on the CPU")
             if not x.dtype.is_floating_point or str(x.layout) != "torch.strided":
-                raise BridgeError(f"{self.name}: x is {x.dtype}, {x.layout}; a dense tensor of float32 is wanted")
+                raise BridgeError(f"{self.name}: x is {x.dtype}, {x.layout}; must be a dense tensor of float32")
             values = x.float().numpy(force=True)
         else:
-            raise BridgeError(f"{self.name}: x is a {type(x).__name__}; a numpy array or a torch tensor is wanted")
+            raise BridgeError(f"{self.name}: x is a {type(x).__name__}; must be a numpy array or a torch tensor")
         check_input(self, values, dimensions)
         if values.dtype != np.float32 or not values.flags.c_contiguous:
             values = np.ascontiguousarray(values, np.float32)
@@ -154,8 +154,7 @@ class QuantTensor:
             array = out if isinstance(out, np.ndarray) else out.detach().numpy()
         except (RuntimeError, TypeError):
             raise BridgeError(
-                f"{self.name}: out is {out.dtype} on {out.device}; contiguous float32 {list(shape)} on the CPU is "
-                "wanted"
+                f"{self.name}: out is {out.dtype} on {out.device}; must be contiguous float32 {list(shape)} on the CPU"
             ) from None
         flags = array.flags
         check_out(self, array, shape, array.dtype == np.float32 and flags.c_contiguous and flags.writeable)
@@ -163,18 +162,18 @@ class QuantTensor:
 
     # weights
 
-    def dequantize(self, dtype: Any = np.float32) -> np.ndarray:
-        """The weights as floats, of the tensor's shape."""
+    def dequantize(self, dtype: Any = None) -> np.ndarray:
+        """The weights as floats of a type, by default float32, in the tensor's shape."""
         from bridge.runtime.cpu import dequantize
 
-        out = np.empty(self.shape, dtype)
+        out = np.empty(self.shape, dtype or np.float32)
         flat = out.reshape(-1, self.shape[-1])
         raw = self.raw.reshape(flat.shape[0], -1)
         step = max(1, _TILE // self.shape[-1])
         for start in range(0, flat.shape[0], step):
             flat[start : start + step] = dequantize.rows(self.type, raw[start : start + step])
         if self.factors is not None:
-            out *= self.factors.reshape(-1, *[1] * (len(self.shape) - 1)).astype(dtype)
+            out *= self.factors.reshape(-1, *[1] * (len(self.shape) - 1)).astype(out.dtype)
         return out
 
     def rows(self, indices: Any) -> np.ndarray:
@@ -226,7 +225,7 @@ class QuantTensor:
         if device == "cpu":
             return self
         if device.partition(":")[0] != "cuda":
-            raise BridgeError(f"{self.name}: device {device!r}: cpu, cuda, cuda:0, cuda:1 ... are known")
+            raise BridgeError(f"{self.name}: unknown device {device!r}: choose cpu, cuda, cuda:0, cuda:1 ...")
         found = cuda("device").require(device)
         return cuda("tensor").moved(self, found)
 

@@ -46,7 +46,7 @@ class GGUFFile(Mapping[str, QuantTensor]):
         """general.architecture, for instance "llama"."""
         arch = self.metadata.get("general.architecture")
         if not isinstance(arch, str):
-            raise BridgeError(f"{self.path}: general.architecture is missing; it is not a model")
+            raise BridgeError(f"{self.path}: general.architecture is missing; this is not a model")
         return arch
 
     @property

@@ -1,8 +1,8 @@
-"""A decoder's computation as tables of calls (cpu/program.py): what is between its products, and a token's whole way.
+"""A decoder's computation as tables of calls (cpu/program.py): the steps between its products, or all of a token's.
 
-A `Work` is the buffers and tables for n tokens: those that follow one another in one context, or one of each of several
-contexts. The second kind, and a single token, has a table for the whole way through the layers once all matrices are
-prepared; in it, matrices that multiply the same vectors share their int8 records.
+`DecodeBuffers` holds the buffers and tables for n tokens: those that follow one another in one context, or one of each
+of several contexts. The second kind, and a single token, has a table for the whole way through the layers, if there are
+kernels for all matrices; in it, matrices that multiply the same vectors share their int8 records.
 """
 
 from __future__ import annotations
@@ -13,21 +13,20 @@ from typing import Any
 import numpy as np
 
 from bridge.blocks import READ
-from bridge.runtime.buffers import Places, address, bits, buffer, product
 from bridge.runtime.cpu import attention as attn
 from bridge.runtime.cpu import decoder_ops as ops
-from bridge.runtime.cpu.program import FIELDS, Program, add_products
+from bridge.runtime.cpu.program import FIELDS, KernelSlots, Program, add_products, address, bits, buffer, product
 from bridge.runtime.decoder_config import DecoderConfig
-from bridge.runtime.expert_tables import ExpertTables
+from bridge.runtime.experts import ExpertTables
 from bridge.runtime.kv_cache import KVCache
 from bridge.runtime.quant_tensor import QuantTensor
 from bridge.runtime.weights import Layer, Weights
 
-_WORTH = 1 << 16  # numbers that `merge` reads before it is worth waking others
+MIN_VALUES_TO_SHARE = 1 << 16  # values that a call reads before it is worth waking other threads
 
 
-class Work:
-    """Buffers for n tokens, and the calls that stand between the products.
+class DecodeBuffers:
+    """Buffers for n tokens, and the calls between the products.
 
     caches  one for tokens that follow one another, or n: a token of each
     """
@@ -52,11 +51,11 @@ class Work:
         self.sums = np.zeros((len(caches), c.heads, most, 2), np.float32)
         self.block = np.zeros((c.layers, len(caches), attn.WORDS), np.int64)
         self.programs: list[tuple[Program, ...]] = []
-        self.last = Program()
-        self.whole: Program | None = None
-        self.tried = False  # whether it is known if there can be one
-        self.places: Places | None = None  # of its matrices
-        self.scores = np.empty((n, 0), np.float32)  # of the whole way, if it ends in logits
+        self.final_norm = Program()
+        self.full_program: Program | None = None
+        self.full_program_tried = False
+        self.slots: KernelSlots | None = None  # of the full program's matrices
+        self.scores = np.empty((n, 0), np.float32)  # the logits, if the full program computes them
         self._attending: list[tuple[Program, int, int]] = []  # calls of attend, and of merge
 
     @property
@@ -65,7 +64,7 @@ class Work:
         return self.n == len(self.caches)
 
     def begin(self, tokens: Sequence[int], spread: int) -> None:
-        """Note the tokens and where they stand; `spread`: calls of attend for a span."""
+        """Set the tokens and their positions; `spread`: calls of attend for a span."""
         self.tokens[:] = tokens
         self.starts[:] = [cache.length for cache in self.caches]
         spans = -(-(int(self.starts.max()) + 1) // attn.SPAN) if self.steps else 1
@@ -74,10 +73,12 @@ class Work:
             heads = self.parts.shape[0] * self.parts.shape[1]
             for program, attend, merge in self._attending:
                 program.resize([attend], spread * spans, True)
-                program.resize([merge], heads if spans > 1 else 0, heads * spans * self.parts.shape[3] > _WORTH)
+                program.resize(
+                    [merge], heads if spans > 1 else 0, heads * spans * self.parts.shape[3] > MIN_VALUES_TO_SHARE
+                )
 
-    def attending(self, program: Program, attend: int, merge: int) -> None:
-        """The numbers of two calls in a program, whose items `begin` keeps up with the context."""
+    def track_attention(self, program: Program, attend: int, merge: int) -> None:
+        """Let `begin` adapt the items of two calls of a program to the context's length."""
         self._attending.append((program, attend, merge))
 
     def use(self, cache: KVCache) -> None:
@@ -120,8 +121,8 @@ class Work:
             self._store_in(m)
 
 
-class Tables:
-    """What builds the tables of a decoder."""
+class ProgramBuilder:
+    """Builds the programs of a decoder."""
 
     def __init__(self, config: DecoderConfig, weights: Weights, precision: str, angles: Any, local_angles: Any):
         self.config, self.precision = config, precision
@@ -129,65 +130,65 @@ class Tables:
         self.layers = weights.layers
         self._angles, self._local_angles = angles, local_angles
         self._eps = bits(config.norm_eps)
-        self._places = Places(precision == "int8")
+        self._slots = KernelSlots(precision == "int8")
 
-    def work(self, n: int, caches: Sequence[KVCache]) -> Work:
-        """Buffers, and the programs between a layer's products."""
-        work = Work(self.config, n, caches)
-        work.fill_blocks(self.config, self.layers, self._angles, self._local_angles)
+    def buffers(self, n: int, caches: Sequence[KVCache]) -> DecodeBuffers:
+        """Buffers for n tokens, with the programs between a layer's products."""
+        buffers = DecodeBuffers(self.config, n, caches)
+        buffers.fill_blocks(self.config, self.layers, self._angles, self._local_angles)
         for i, layer in enumerate(self.layers):
             parts = tuple(Program() for _ in range(4))
-            self._before(parts[0], work, i)
-            self._middle(parts[1], work, i)
-            self._after(parts[2], work, layer)
-            self._end(parts[3], work, layer)
-            work.programs.append(parts)
-        self._last(work.last, work)
-        return work
+            self._before(parts[0], buffers, i)
+            self._middle(parts[1], buffers, i)
+            self._after(parts[2], buffers, layer)
+            self._end(parts[3], buffers, layer)
+            buffers.programs.append(parts)
+        self._final_norm(buffers.final_norm, buffers)
+        return buffers
 
-    def spread(self, work: Work) -> int:
+    def spread(self, buffers: DecodeBuffers) -> int:
         """Items of `attend` for one span."""
-        tokens = 1 if work.steps else work.n
+        tokens = 1 if buffers.steps else buffers.n
         rows = -(-tokens * (self.config.heads // self.config.kv_heads) // attn.ROWS)
-        return rows * self.config.kv_heads * len(work.caches)
+        return rows * self.config.kv_heads * len(buffers.caches)
 
-    def complete(self, work: Work) -> None:
-        """Make the whole way of `work`, if all matrices between its ends multiply by row groups, prepared or not.
+    def add_full_program(self, buffers: DecodeBuffers) -> None:
+        """Set `full_program`, if all matrices of the layers multiply by row groups, prepared or not.
 
-        It goes on to the logits if the output matrix does so too: one of halves does not.
+        It includes the logits if the output matrix does so too: one of half floats does not.
         """
         from bridge.runtime.cpu.products import Interleaved
 
         inner: list[Any] = [m._get_engine() for layer in self.layers for m in layer.matrices]
         if not all(isinstance(engine, Interleaved) for engine in inner):
             return
-        several = work.n > 1 or self.config.experts > 0  # rows of y, into which the one before must not reach
+        several = buffers.n > 1 or self.config.experts > 0  # rows of y, into which the one before must not reach
         if several and any(engine.matrix.shape[0] % engine.lanes for engine in inner):
             return
         program = Program()
-        work.places = self._places = Places(self.precision == "int8")
-        self._look_up(program, work)
-        experts = ExpertTables(self.config, work.n, work.places, self.products) if self.config.experts else None
+        buffers.slots = self._slots = KernelSlots(self.precision == "int8")
+        self._look_up(program, buffers)
+        experts = ExpertTables(self.config, buffers.n, buffers.slots, self.products) if self.config.experts else None
         program.keep(experts)
         for i, layer in enumerate(self.layers):
-            self._before(program, work, i)
-            self.products(program, work.xn, [(layer.q, work.q), (layer.k, work.k), (layer.v, work.v)])
-            self._middle(program, work, i)
-            self.products(program, work.attended, [(layer.o, work.delta)])
-            self._after(program, work, layer)
+            self._before(program, buffers, i)
+            self.products(program, buffers.xn, [(layer.q, buffers.q), (layer.k, buffers.k), (layer.v, buffers.v)])
+            self._middle(program, buffers, i)
+            self.products(program, buffers.attended, [(layer.o, buffers.delta)])
+            self._after(program, buffers, layer)
             if experts is not None and layer.experts is not None:
-                experts.add(program, layer.experts, work.xn, work.delta)
+                experts.add(program, layer.experts, buffers.xn, buffers.delta)
                 continue
-            self.products(program, work.xn, [(layer.gate, work.gate), (layer.up, work.up)])
-            self._end(program, work, layer)
-            self.products(program, work.gate, [(layer.down, work.delta)])
-        self._last(program, work)
+            self.products(program, buffers.xn, [(layer.gate, buffers.gate), (layer.up, buffers.up)])
+            self._end(program, buffers, layer)
+            self.products(program, buffers.gate, [(layer.down, buffers.delta)])
+        self._final_norm(program, buffers)
         engine: Any = self.output._get_engine()
         if isinstance(engine, Interleaved):
-            scores = buffer(work.n, engine.groups * engine.lanes)
-            self.products(program, work.xn, [(self.output, scores)])
-            work.scores = scores[:, : self.output.shape[0]]
-        work.whole = program
+            scores = buffer(buffers.n, engine.groups * engine.lanes)
+            self.products(program, buffers.xn, [(self.output, scores)])
+            buffers.scores = scores[:, : self.output.shape[0]]
+        buffers.full_program = program
 
     def products(self, program: Program, x: np.ndarray, products: list[tuple[QuantTensor, np.ndarray]]) -> None:
         """y = W x for each pair, of buffers [n, in] and [n, rows]; types that read the same records share them."""
@@ -206,82 +207,88 @@ class Tables:
                 size = ops.record_bytes(matrix.type, x.shape[1], integer)
                 records[kind] = np.zeros(turns * columns * size, np.uint8)
                 arguments = address(x), address(records[kind]), x.shape[1], columns
-                program.add(ops.quantize_function(matrix.type, integer), *arguments, items=n, shared=x.size > _WORTH)
+                program.add(
+                    ops.quantize_function(matrix.type, integer),
+                    *arguments,
+                    items=n,
+                    shared=x.size > MIN_VALUES_TO_SHARE,
+                )
                 program.keep(records[kind])
             parts.append(product(engine, records[kind], y, turns, columns, integer))
             program.keep(engine)
         fields = add_products(program, parts)
         for i, (matrix, y) in enumerate(products):
-            self._places.note(matrix, fields[i * FIELDS : i * FIELDS + 2], widths[i])
+            self._slots.register(matrix, fields[i * FIELDS : i * FIELDS + 2], widths[i])
             if matrix.factor != 1:
                 program.add(ops.function("scale"), address(y), y.size, bits(matrix.factor), items=1)
 
-    def _look_up(self, program: Program, work: Work) -> None:
-        """The tokens' rows of the embedding; the decoder does it for types that are no blocks."""
+    def _look_up(self, program: Program, buffers: DecodeBuffers) -> None:
+        """The tokens' rows of the embedding; the decoder looks them up for types that are not block types."""
         if self.embedding.type in READ:
             table = self.embedding.raw
-            for t in range(work.n):
-                place = address(work.tokens[t:]), address(work.x[t:]), self.config.hidden
+            for t in range(buffers.n):
+                place = address(buffers.tokens[t:]), address(buffers.x[t:]), self.config.hidden
                 program.add(
                     ops.look_up_function(self.embedding.type), address(table), table.nbytes // self.embedding.shape[0],
                     *place, items=1,
                 )  # fmt: skip
             program.keep(table)
         if self.config.embedding_scale != 1:
-            arguments = address(work.x), work.x.size, bits(self.config.embedding_scale)
+            arguments = address(buffers.x), buffers.x.size, bits(self.config.embedding_scale)
             program.add(ops.function("scale"), *arguments, items=1)
 
-    def _before(self, program: Program, work: Work, index: int) -> None:
+    def _before(self, program: Program, buffers: DecodeBuffers, index: int) -> None:
         """The last layer's result is added, x normalized."""
         if index:
-            self._added(program, work, self.layers[index - 1])
-        self._norm(program, work, work.delta if index else None, self.layers[index].attn_norm)
+            self._added(program, buffers, self.layers[index - 1])
+        self._norm(program, buffers, buffers.delta if index else None, self.layers[index].attn_norm)
 
-    def _added(self, program: Program, work: Work, layer: Layer) -> None:
-        """What a layer's network adds, made ready."""
-        self._bias(program, layer.down_bias, work.delta)
-        self._normalize(program, work.delta, layer.ffn_post_norm)
+    def _added(self, program: Program, buffers: DecodeBuffers, layer: Layer) -> None:
+        """Bias and norm of what a layer's network adds."""
+        self._bias(program, layer.down_bias, buffers.delta)
+        self._normalize(program, buffers.delta, layer.ffn_post_norm)
 
     def _normalize(self, program: Program, x: np.ndarray, weight: np.ndarray | None) -> None:
-        """x normalized in place, if there is a weight for it."""
+        """Normalize x in place, if there is a weight for it."""
         if weight is not None:
             arguments = address(x), 0, address(weight), address(x), x.shape[-1], self._eps, bits(1.0)
             program.add(ops.function("norm"), *arguments, items=len(x), shared=len(x) > 1)
 
-    def _middle(self, program: Program, work: Work, index: int) -> None:
+    def _middle(self, program: Program, buffers: DecodeBuffers, index: int) -> None:
         """Rotation, storing, attention."""
-        layer, block, kind = self.layers[index], address(work.block[index]), work.caches[0].kind
+        layer, block, kind = self.layers[index], address(buffers.block[index]), buffers.caches[0].kind
         if self.config.graph.normed and not _by_head(self.config, layer.q_norm):
-            self._normalize(program, work.q, layer.q_norm)
-            self._normalize(program, work.k, layer.k_norm)
-        count = len(work.caches)
-        program.add(attn.function("store", kind), block, count, items=work.n, shared=work.n > 1)
-        arguments = block, count, address(work.spans), address(work.parts), address(work.sums), work.parts.shape[2]
-        spans = int(work.spans[0])
-        attend = program.add(attn.function("attend", kind), *arguments, items=self.spread(work) * spans, shared=True)
+            self._normalize(program, buffers.q, layer.q_norm)
+            self._normalize(program, buffers.k, layer.k_norm)
+        count = len(buffers.caches)
+        program.add(attn.function("store", kind), block, count, items=buffers.n, shared=buffers.n > 1)
+        spans, most = int(buffers.spans[0]), buffers.parts.shape[2]
+        arguments = block, count, address(buffers.spans), address(buffers.parts), address(buffers.sums), most
+        items = self.spread(buffers) * spans
+        attend = program.add(attn.function("attend", kind), *arguments, items=items, shared=True)
         merge = program.add(attn.function("merge", kind), *arguments, items=count * self.config.heads * (spans > 1))
-        work.attending(program, attend, merge)
+        buffers.track_attention(program, attend, merge)
 
-    def _after(self, program: Program, work: Work, layer: Layer) -> None:
-        self._bias(program, layer.o_bias, work.delta)
-        self._normalize(program, work.delta, layer.attn_post_norm)
-        self._norm(program, work, work.delta, layer.ffn_norm)
+    def _after(self, program: Program, buffers: DecodeBuffers, layer: Layer) -> None:
+        self._bias(program, layer.o_bias, buffers.delta)
+        self._normalize(program, buffers.delta, layer.attn_post_norm)
+        self._norm(program, buffers, buffers.delta, layer.ffn_norm)
 
-    def _end(self, program: Program, work: Work, layer: Layer) -> None:
-        self._bias(program, layer.gate_bias, work.gate)
-        self._bias(program, layer.up_bias, work.up)
-        arguments = address(work.gate), address(work.up), self.config.inner
+    def _end(self, program: Program, buffers: DecodeBuffers, layer: Layer) -> None:
+        self._bias(program, layer.gate_bias, buffers.gate)
+        self._bias(program, layer.up_bias, buffers.up)
+        arguments = address(buffers.gate), address(buffers.up), self.config.inner
         name = "geglu" if self.config.graph.gelu else "swiglu"
-        program.add(ops.function(name), *arguments, items=work.n, shared=work.n > 1)
+        program.add(ops.function(name), *arguments, items=buffers.n, shared=buffers.n > 1)
 
-    def _last(self, program: Program, work: Work) -> None:
-        self._added(program, work, self.layers[-1])
-        self._norm(program, work, work.delta, self.output_norm)
+    def _final_norm(self, program: Program, buffers: DecodeBuffers) -> None:
+        self._added(program, buffers, self.layers[-1])
+        self._norm(program, buffers, buffers.delta, self.output_norm)
 
-    def _norm(self, program: Program, work: Work, delta: np.ndarray | None, weight: Any) -> None:
-        arguments = address(work.x), address(delta), address(weight), address(work.xn), self.config.hidden
+    def _norm(self, program: Program, buffers: DecodeBuffers, delta: np.ndarray | None, weight: Any) -> None:
+        arguments = address(buffers.x), address(delta), address(weight), address(buffers.xn), self.config.hidden
         scale = bits(self.config.residual_scale)
-        program.add(ops.function("norm"), *arguments, self._eps, scale, items=work.n, shared=work.n > 1)
+        program.add(ops.function("norm"), *arguments, self._eps, scale, items=buffers.n, shared=buffers.n > 1)
 
     def _bias(self, program: Program, bias: np.ndarray | None, y: np.ndarray) -> None:
         if bias is not None:

@@ -181,7 +181,7 @@ def _vector(file: GGUFFile, name: str, size: int, needed: bool = False) -> Any:
         return None
     tensor = file[name]
     if tensor.shape != (size,):
-        raise BridgeError(f"{name}: shape {list(tensor.shape)}, [{size}] is wanted; convert the model again")
+        raise BridgeError(f"{name}: shape {list(tensor.shape)}; must be [{size}]; convert the model again")
     return np.ascontiguousarray(tensor.dequantize())
 
 

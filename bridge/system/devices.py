@@ -21,7 +21,7 @@ def choose(device: str) -> tuple[str, str | None]:
     if device == "cpu":
         return device, None
     if device != "auto" and device.partition(":")[0] != "cuda":
-        raise BridgeError(f"device {device!r}: cpu, cuda, cuda:1 and so on, and auto are known")
+        raise BridgeError(f"unknown device {device!r}: choose cpu, cuda, cuda:1 ..., or auto")
     devices = cuda("device")
     if device != "auto":
         return str(devices.require(device)), None

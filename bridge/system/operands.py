@@ -17,7 +17,7 @@ def is_torch(x: Any) -> bool:
 def check_precision(precision: str) -> None:
     """Of the activations: "int8" or "f32"."""
     if precision not in _PRECISIONS:
-        raise BridgeError(f"precision {precision!r}: int8 and f32 are known")
+        raise BridgeError(f"unknown precision {precision!r}: choose int8 or f32")
 
 
 def check_matrix(tensor: Any) -> None:
@@ -31,22 +31,20 @@ def check_input(tensor: Any, x: Any, dimensions: int) -> None:
     columns = tensor.shape[1]
     if x.ndim != dimensions or x.shape[-1] != columns:
         wanted = f"[{columns}]" if dimensions == 1 else f"[tokens, {columns}]"
-        raise BridgeError(f"{tensor.name}: x has shape {list(x.shape)}; {wanted} is wanted")
+        raise BridgeError(f"{tensor.name}: x has shape {list(x.shape)}; must be {wanted}")
 
 
 def check_out(tensor: Any, out: Any, shape: tuple[int, ...], usable: bool) -> None:
     """out has the result's shape, and is `usable`: float32 and contiguous."""
     if not usable or tuple(out.shape) != shape:
         raise BridgeError(
-            f"{tensor.name}: out is {out.dtype} {list(out.shape)}; contiguous float32 {list(shape)} is wanted"
+            f"{tensor.name}: out is {out.dtype} {list(out.shape)}; must be contiguous float32 {list(shape)}"
         )
 
 
 def check_indices(tensor: Any, indices: Any, integers: bool) -> None:
     """Indices [n], numpy's or torch's, are integers and rows of the tensor."""
     if indices.ndim != 1 or (len(indices) and not integers):
-        raise BridgeError(
-            f"{tensor.name}: row indices are {indices.dtype} {list(indices.shape)}; integers [n] are wanted"
-        )
+        raise BridgeError(f"{tensor.name}: row indices are {indices.dtype} {list(indices.shape)}; must be integers [n]")
     if len(indices) and not 0 <= (least := int(indices.min())) <= (most := int(indices.max())) < tensor.shape[0]:
         raise BridgeError(f"{tensor.name}: row {least if least < 0 else most} of {tensor.shape[0]}")

@@ -1,6 +1,6 @@
 """Threads that run a compiled kernel over chunks of rows.
 
-Numba's own threading layers were no fit: workqueue costs 25 to 39 us a call and aborts on concurrent calls,
+Numba's own threading layers do not fit: workqueue costs 25 to 39 us a call and aborts on concurrent calls,
 omp needs a libgomp that may be missing, ends the process on fork and fights with torch's threads over the
 cores, tbb is an extra package. Here the workers are Python threads that live in one compiled function,
 never holding the GIL. An idle worker spins for some 50 us, so that it is there for the next product of a
@@ -24,7 +24,7 @@ from llvmlite import ir
 from numba.core import types
 from numba.extending import intrinsic
 
-from bridge.errors import BridgeError
+from bridge.errors import BridgeError, parameter
 from bridge.system.cpus import usable_cpus
 from bridge.system.jit import inner, kernel
 
@@ -40,11 +40,11 @@ ARGUMENTS = 7  # int64 arguments of a kernel, before its first and last row grou
 _MUTEX, _CONDITION = 48, 64  # 128 bytes each, more than any system's
 _WORDS = 80
 
-_LEFT = (1 << 20) - 1
-_SPINS = 1500  # pauses, of some 30 ns, before a worker sleeps
-_POLITE = 20000  # pauses before a waiting caller begins to yield its core
-_MOST_THREADS = 1024
-ALONE = 1 << 17  # bytes of weights below which waking others costs more than it saves
+_CHUNKS_LEFT = (1 << 20) - 1  # mask of the ticket
+_SPINS_BEFORE_SLEEP = 1500  # pauses, of some 30 ns, before a worker sleeps
+_SPINS_BEFORE_YIELD = 20000  # pauses before a waiting caller begins to yield its core
+_MAX_THREADS = 1024
+MIN_BYTES_TO_SHARE = 1 << 17  # of weights: below, waking other threads costs more than it saves
 _PER_THREAD = 12  # chunks: few enough to stream, enough to make up for a thread that is held up
 
 _int32: Any = types.int32
@@ -140,7 +140,7 @@ def _take(state):
     """Run chunks until there are none."""
     while True:
         ticket = read(state, _TICKET)
-        left = ticket & _LEFT
+        left = ticket & _CHUNKS_LEFT
         if left == 0:
             return
         if not swap(state, _TICKET, ticket, ticket - 1):
@@ -167,17 +167,17 @@ def _serve(state):
     """A worker's life."""
     spins = 0
     while read(state, _STOP) == 0:
-        if read(state, _TICKET) & _LEFT:
+        if read(state, _TICKET) & _CHUNKS_LEFT:
             _take(state)
             spins = 0
             continue
         spins += 1
-        if spins < _SPINS:
+        if spins < _SPINS_BEFORE_SLEEP:
             pause()
             continue
         _lock_of(state + 8 * _MUTEX)
         add(state, _SLEEPERS, 1)
-        while read(state, _TICKET) & _LEFT == 0 and read(state, _STOP) == 0:
+        while read(state, _TICKET) & _CHUNKS_LEFT == 0 and read(state, _STOP) == 0:
             _wait(state + 8 * _CONDITION, state + 8 * _MUTEX)
         add(state, _SLEEPERS, -1)
         _unlock(state + 8 * _MUTEX)
@@ -217,14 +217,14 @@ def run(state, threads, function, a, b, c, d, e, f, g, groups):
     spins = 0
     while read(state, _DONE) < chunks:
         spins += 1
-        if spins < _POLITE:
+        if spins < _SPINS_BEFORE_YIELD:
             pause()
         else:
             _yield()
 
 
 class Pool:
-    """`threads` threads, the caller's included. `lock` is held by the caller whose job runs."""
+    """`threads` threads, including the caller's. `lock` is held by the caller whose job runs."""
 
     def __init__(self, threads: int):
         self.threads = threads
@@ -269,16 +269,16 @@ def get_num_threads() -> int:
     configured = os.environ.get("BRIDGE_THREADS", "")
     if not configured:
         return usable_cpus()
-    if not configured.isdecimal() or not 1 <= int(configured) <= _MOST_THREADS:
-        raise BridgeError(f"BRIDGE_THREADS={configured}: a number from 1 to {_MOST_THREADS} is wanted")
+    if not configured.isdecimal() or not 1 <= int(configured) <= _MAX_THREADS:
+        raise BridgeError(f"BRIDGE_THREADS={configured}: must be between 1 and {_MAX_THREADS}")
     return int(configured)
 
 
 def set_num_threads(threads: int) -> None:
     """Use that many threads from the next product on."""
     global _wanted, _pool
-    if not 1 <= threads <= _MOST_THREADS:
-        raise BridgeError(f"{threads} threads: 1 to {_MOST_THREADS} are possible, as many as there are cores best")
+    if not 1 <= threads <= _MAX_THREADS:
+        raise BridgeError(f"{parameter('threads', threads)}: must be between 1 and {_MAX_THREADS}")
     with _choosing:
         _wanted, old = threads, _pool
         if old is None or old.threads == threads:
@@ -302,7 +302,7 @@ def get_pool() -> Pool:
 def share(worth: bool, function: Callable[..., None], *arguments: Any) -> None:
     """function(state, threads, *arguments), which passes the first two to `run`.
 
-    With the pool's, if that is `worth` it and no other caller has them; else with those of this thread alone.
+    With the pool's threads, if that is `worth` it and no other caller has them; else in this thread alone.
     """
     pool = get_pool() if worth else None
     if pool is not None and pool.state and pool.lock.acquire(blocking=False):
@@ -317,10 +317,10 @@ def share(worth: bool, function: Callable[..., None], *arguments: Any) -> None:
 def _after_fork() -> None:
     global _pool, _choosing
     _pool = None  # its workers are the parent's
-    _choosing = threading.Lock()  # who held it may be one of the parent's threads
+    _choosing = threading.Lock()  # its holder may be one of the parent's threads
 
 
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_after_fork)
 
-__all__: list[Any] = ["ALONE", "Pool", "get_num_threads", "get_pool", "run", "set_num_threads", "share"]
+__all__: list[Any] = ["MIN_BYTES_TO_SHARE", "Pool", "get_num_threads", "get_pool", "run", "set_num_threads", "share"]

@@ -49,5 +49,5 @@ def chosen() -> str:
     if not wanted:
         return names[0]
     if wanted not in names:
-        raise BridgeError(f"BRIDGE_CPU={wanted}: this machine runs {', '.join(names)}")
+        raise BridgeError(f"BRIDGE_CPU={wanted}: must be one that this machine runs: {', '.join(names)}")
     return wanted

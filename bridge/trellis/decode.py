@@ -125,7 +125,7 @@ def decode(
     sizes = np.array([count, height, width, states // LANES, in_order], np.int64)
     table = code.table(book)
     share(
-        words.nbytes >= pool.ALONE, _run, _kernel(code).address, words.ctypes.data, out.ctypes.data,
+        words.nbytes >= pool.MIN_BYTES_TO_SHARE, _run, _kernel(code).address, words.ctypes.data, out.ctypes.data,
         table.ctypes.data, order.ctypes.data, columns, sizes.ctypes.data, rows,
     )  # fmt: skip
     return out

@@ -192,7 +192,7 @@ class Fused:
             x = np.concatenate([x, np.zeros((padded - tokens, x.shape[1]), np.float32)])
         y = np.empty((padded, self.groups * ROWS), np.float32)
         function = _kernel(self.code, self.units, step, self.count)
-        worth = self.prepared.nbytes * tokens >= pool.ALONE
+        worth = self.prepared.nbytes * tokens >= pool.MIN_BYTES_TO_SHARE
         share(
             worth, _run, function.address, self.prepared.ctypes.data, x, y, self.columns, self.table.ctypes.data,
             self.groups,

@@ -39,7 +39,7 @@ def layer_of(
         return qtip_layer("bitshift_gemm", codes, codebook, (td_x, td_y), su, sv)
     if codes.dtype.kind in "iu":
         return plain_layer("bitshift_gemm", codes, codebook, (td_x, td_y), su, sv, scale)
-    raise BridgeError(f"bitshift_gemm: trellis is {codes.dtype}; int16 streams or int32 states are wanted")
+    raise BridgeError(f"bitshift_gemm: trellis is {codes.dtype}; must be int16 streams or int32 states")
 
 
 def as_array(values: Any) -> np.ndarray:

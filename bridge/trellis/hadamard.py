@@ -85,7 +85,7 @@ def order_for(size: int, name: str) -> int:
         if not over and rest & (rest - 1) == 0 and rest:
             return order
     raise BridgeError(
-        f"{name}: no Hadamard matrix is known for {size}, which is none of {', '.join(map(str, ORDERS))} or 1 times a "
+        f"{name}: no Hadamard matrix is known for {size}: must be 1, {', '.join(map(str, ORDERS))} times a "
         "power of two; the checkpoint is damaged, or made with another transform"
     )
 

@@ -73,7 +73,7 @@ class TrellisLayer:
         """The same layer without padding beyond its true shape. Raises BridgeError where it is smaller than that."""
         if out > len(self.sv) or columns > len(self.su):
             raise BridgeError(
-                f"{self.name}: is {list(self.shape)}, smaller than {[out, columns]}; it is another model's"
+                f"{self.name}: is {list(self.shape)}, smaller than {[out, columns]}; it belongs to another model"
             )
         return replace(self, shape=(out, columns))
 
@@ -123,12 +123,10 @@ class TrellisLayer:
             import torch
 
             if x.device.type != "cpu" or not x.dtype.is_floating_point:
-                raise BridgeError(f"{self.name}: x is {x.dtype} on {x.device}; floats on the CPU are wanted")
+                raise BridgeError(f"{self.name}: x is {x.dtype} on {x.device}; must be floats on the CPU")
             return torch.from_numpy(self._product(x.detach().float().numpy())).to(x.dtype)
         if not isinstance(x, np.ndarray) or x.dtype.kind != "f":
-            raise BridgeError(
-                f"{self.name}: x is {getattr(x, 'dtype', type(x).__name__)}; an array of floats is wanted"
-            )
+            raise BridgeError(f"{self.name}: x is {getattr(x, 'dtype', type(x).__name__)}; must be an array of floats")
         return self._product(x).astype(x.dtype, copy=False)
 
     def _product(self, x: np.ndarray) -> np.ndarray:

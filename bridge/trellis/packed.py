@@ -59,7 +59,7 @@ def qtip_layer(
     stored = np.ascontiguousarray(trellis).reshape(-1)
     if is_swizzled(book, tile):
         if rows % 2 or width % 2:
-            raise BridgeError(f"{name}: {out} x {columns} is no multiple of 32 x 32; the checkpoint is damaged")
+            raise BridgeError(f"{name}: {out} x {columns} is not a multiple of 32 x 32; the checkpoint is damaged")
         words, positions = streams.swizzled_words(stored, rows, width), streams.swizzled()
     else:
         words, positions = streams.qtip_words(stored, rows, width), streams.row_major(*tile)
@@ -78,14 +78,14 @@ def plain_layer(
     if columns % 256 == 0 and states.shape == (columns // 256, out) and states.shape[1] != td_x * td_y // book.V:
         raise BridgeError(
             f"{name}: trellis is packed words [{columns // 256}, {out}], which cannot hold states of {book.L} bits "
-            "for every weight; states [tiles, td_x * td_y / V] are wanted"
+            "for every weight; must be states [tiles, td_x * td_y / V]"
         )
     fits = td_x > 0 and td_y > 0 and columns % td_x == 0 and out % td_y == 0 and td_y % book.V == 0
     wanted = [columns // td_x * (out // td_y), td_x * td_y // book.V] if fits else None
     if wanted is None or list(states.shape) != wanted:
         raise BridgeError(
             f"{name}: trellis is {list(states.shape)}, blocks of {td_x} x {td_y} with V = {book.V} over "
-            f"{columns} x {out} are {wanted or 'not whole'}; the sizes are another model's"
+            f"{columns} x {out} are {wanted or 'not whole'}; the sizes belong to another model"
         )
     if states.size and not 0 <= (worst := int(states.min() if states.min() < 0 else states.max())) < 2**book.L:
         raise BridgeError(

@@ -20,7 +20,6 @@ from bridge.cuda.bench import Bench, read_bandwidth, seconds_from_memory
 from bridge.cuda.buffers import zeros
 from bridge.cuda.decoder import Decoder
 from bridge.cuda.device import require, view
-from bridge.cuda.kv_forms import Form
 
 from bridge.runtime.bench import random_tensor
 from bridge.runtime.decoder_config import read_config
@@ -62,10 +61,10 @@ def tokens(shape: str, type: str) -> dict[str, Any]:
     return {f"{way}_{n}": own.tokens(n, way == "torch") for n in (16, 64) for way in ("cores", "torch")}
 
 
-def configurations(shape: str, type: str, columns: str) -> dict[str, Any]:
-    """Seconds of every launch configuration; the first is the one in use."""
+def shapes_to_try(shape: str, type: str, columns: str) -> dict[str, Any]:
+    """Seconds of every way to share the work; the first is the one in use."""
     own, n = _bench(shape, type), int(columns)
-    tried = matvec_shape.configurations(own.matrix, n)
+    tried = matvec_shape.shapes_to_try(own.matrix, n)
     return {"tried": [[list(chosen), own.product(n, shape=chosen)] for chosen in tried]}
 
 
@@ -77,7 +76,7 @@ def attention(kind: str) -> dict[str, Any]:
     """Bytes of the keys and values of a layer at the end of a long context, and seconds of a token's attention."""
     device = require("cuda")
     length, heads, kv_heads, head_dim = ATTENDED
-    form, count = Form(kind, head_dim), spans(device.multiprocessors, kv_heads, length)
+    form, count = KVForm(kind, head_dim), spans(device.multiprocessors, kv_heads, length)
     kernel = attn.kernel(head_dim, heads // kv_heads, head_dim, True, False, False, kind)
     threads = shape(form, heads // kv_heads).threads
     state = zeros(device, attn.STATE, torch.int32)

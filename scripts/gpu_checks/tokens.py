@@ -49,7 +49,7 @@ def check(type: str) -> dict[str, Any]:
     ends = [end.double().cpu().numpy() for end in (scale, bias, before)]
     for parts in (1, 3):
         y = before.clone()
-        shape = mma.Configuration(8, parts)
+        shape = mma.MMAShape(8, parts)
         mma.launch(matrix, x, y, device.stream(), scale, True, bias, shape)
         wanted = exact @ halves.T * ends[0][:, None] + ends[1] + ends[2]
         judge(f"{type}, {parts} parts, scale, bias and sum", y, wanted, _LIMIT)

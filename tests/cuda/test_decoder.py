@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from bridge.cuda.attention_shape import shape, spans, supported
 from bridge.cuda.device import available
-from bridge.cuda.kv_forms import Form
+from bridge.cuda.kv_forms import KVForm
 
 import bridge
 from bridge.blocks import TYPES
@@ -138,7 +138,7 @@ def test_spans_follow_the_multiprocessors_and_end_with_the_context() -> None:
 def test_every_known_shape_of_heads_has_a_block_whose_shared_memory_a_kernel_may_declare(kind: str) -> None:
     for head_dim, group in [(64, 1), (64, 8), (80, 5), (96, 1), (128, 1), (128, 7), (128, 8), (128, 16), (256, 8)]:
         assert supported(head_dim, group, kind)
-        found = shape(Form(kind, head_dim), group)
+        found = shape(KVForm(kind, head_dim), group)
         assert found.shared <= 48 << 10
         assert found.pitch % 2
         assert found.rows * found.quads <= 4 * found.threads  # loads that a thread keeps in registers
@@ -161,7 +161,7 @@ def test_a_kernel_that_does_not_wait_or_takes_for_constant_what_others_make_is_f
 
     if (reason := unavailable()) is not None:
         pytest.skip(reason)
-    x, shape = np.ones((1, 64), np.float32), matvec.Configuration(2, 1, 1, 4)
+    x, shape = np.ones((1, 64), np.float32), matvec.MatvecShape(2, 1, 1, 4)
     plain = quantizer("f32", True)
     with pretended_gpu(overlapping=True):
         hasty = Kernel(plain.function, plain.signature, dependent=True)
@@ -195,7 +195,7 @@ def kernels(dependent: bool = False) -> dict[str, Any]:
         return attention.kernel(*given, "f16", dependent) if len(given) == 6 else attention.kernel(*given, dependent)
 
     def product(type: str, exact: bool, epilogue: str) -> Any:
-        return matvec.kernel(type, 1, matvec.Configuration(2, 1 if exact else 2, 1, 4), exact, epilogue, dependent)
+        return matvec.kernel(type, 1, matvec.MatvecShape(2, 1 if exact else 2, 1, 4), exact, epilogue, dependent)
 
     return {
         "embedding": dequantize.kernel("Q4_K", "f32", True, dependent),

@@ -92,7 +92,7 @@ def test_products_of_a_tensor_can_be_captured_once_they_have_run(gpu: Any) -> No
     x = torch.zeros(96)
     graph = torch.cuda.CUDAGraph()
     with (
-        pytest.raises(BridgeError, match="w0: the stream is being captured; run the product once before"),
+        pytest.raises(BridgeError, match="w0: the stream is being captured; run the product once first"),
         torch.cuda.graph(graph),
     ):
         moved.matvec(x)

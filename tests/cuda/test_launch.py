@@ -166,7 +166,7 @@ def test_arguments_are_packed_as_numba_itself_packs_them(driver: Driver) -> None
 
     assert isinstance(DeviceNDArray.device_ctypes_pointer, property)  # what an address is taken from
     kernels = [norm_kernel.__wrapped__(96, False), quantizer.__wrapped__("f16", False)]
-    kernels.append(matvec.kernel.__wrapped__("Q4_0", 3, matvec.Configuration(2, 1, 1, 4), False, ""))
+    kernels.append(matvec.kernel.__wrapped__("Q4_0", 3, matvec.MatvecShape(2, 1, 1, 4), False, ""))
     kernels.append(sampling.draw_kernel.__wrapped__(32))
     for kernel in kernels:
         (overload,) = kernel.warm().overloads.values()
@@ -281,9 +281,9 @@ def moved(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 def test_registers_are_limited_in_what_runs_and_not_only_in_what_was_tried(driver: Driver) -> None:
     from bridge.cuda import matvec
     from bridge.cuda.launch import MAX_REGISTERS
-    from bridge.cuda.matvec_shape import Configuration
+    from bridge.cuda.matvec_shape import MatvecShape
 
-    kernel = matvec.kernel.__wrapped__("Q4_0", 4, Configuration(2, 1, 2, 4), False, "")
+    kernel = matvec.kernel.__wrapped__("Q4_0", 4, MatvecShape(2, 1, 2, 4), False, "")
     (made,) = kernel.warm().overloads.values()
     assert made._codelibrary._max_registers == MAX_REGISTERS
     assert not made._codelibrary._lto

@@ -20,7 +20,7 @@ pytest.importorskip("numba_cuda", reason="numba-cuda is not installed")
 from bridge.cuda import dequantize, launch, mma
 from bridge.cuda import device as devices
 from bridge.cuda.matrix import DeviceMatrix
-from bridge.cuda.mma import Configuration
+from bridge.cuda.mma import MMAShape
 
 pytestmark = pytest.mark.skipif(ptx.unavailable() is not None, reason=str(ptx.unavailable()))
 
@@ -65,7 +65,7 @@ def test_weights_are_those_of_dequantization_to_the_bit(block):
     with pretended_gpu():
         matrix, weights = made(block, 128, 1024)
         y = torch.full((64, 128), float("nan"))
-        mma.launch(matrix, torch.eye(1024)[chosen].half(), y, 0, shape=Configuration(8, 1))
+        mma.launch(matrix, torch.eye(1024)[chosen].half(), y, 0, shape=MMAShape(8, 1))
         torch.testing.assert_close(y.T, weights[:, chosen].float(), rtol=0, atol=0)
 
 
@@ -74,7 +74,7 @@ def test_each_byte_of_the_weights_is_loaded_once_for_64_tokens(block):
     with pretended_gpu() as gpu:
         matrix, weights = made(block, 128, 1024)
         x, y = values(64, 1024), torch.empty(64, 128)
-        mma.launch(matrix, x, y, 0, shape=Configuration(8, 1))
+        mma.launch(matrix, x, y, 0, shape=MMAShape(8, 1))
         assert_sums(y, x, weights)
         assert gpu.memory is not None
         loaded = gpu.memory.regions[0]
@@ -86,12 +86,12 @@ def test_each_byte_of_the_weights_is_loaded_once_for_64_tokens(block):
 @pytest.mark.parametrize(
     ("name", "rows", "columns", "n", "shape", "kind", "ends"),
     [
-        ("Q4_K", 33, 1280, 9, Configuration(1, 1), torch.float16, ""),  # rows and tokens that fill no tile
-        ("Q4_K", 40, 768, 15, Configuration(2, 3), torch.float16, "scale accumulate bias"),  # summed in parts
-        ("Q4_K", 20, 768, 16, Configuration(2, 1), torch.float16, "scale accumulate bias"),
-        ("Q6_K", 20, 512, 10, Configuration(2, 1), torch.bfloat16, ""),
-        ("Q8_0", 17, 416, 12, Configuration(1, 2), torch.float16, ""),  # 13 units: the last step has one, its part two
-        ("Q8_0", 1, 32, 1, Configuration(1, 1), torch.float16, ""),
+        ("Q4_K", 33, 1280, 9, MMAShape(1, 1), torch.float16, ""),  # rows and tokens that fill no tile
+        ("Q4_K", 40, 768, 15, MMAShape(2, 3), torch.float16, "scale accumulate bias"),  # summed in parts
+        ("Q4_K", 20, 768, 16, MMAShape(2, 1), torch.float16, "scale accumulate bias"),
+        ("Q6_K", 20, 512, 10, MMAShape(2, 1), torch.bfloat16, ""),
+        ("Q8_0", 17, 416, 12, MMAShape(1, 2), torch.float16, ""),  # 13 units: the last step has one, its part two
+        ("Q8_0", 1, 32, 1, MMAShape(1, 1), torch.float16, ""),
     ],
 )
 def test_odd_shapes_parts_and_what_ends_a_product(name, rows, columns, n, shape, kind, ends):
@@ -117,7 +117,7 @@ def test_what_is_not_finite_stays_with_its_row_or_token():
         matrix = DeviceMatrix.upload(tensor, "cuda")
         x, y = values(3, 32), torch.empty(3, 3)
         x[1, 5] = float("nan")
-        mma.launch(matrix, x, y, 0, shape=Configuration(1, 1))
+        mma.launch(matrix, x, y, 0, shape=MMAShape(1, 1))
         assert y[[0, 2]][:, [0, 2]].isfinite().all()
         assert not y[:, 1].isfinite().any()
         assert y[1].isnan().all()
@@ -197,20 +197,20 @@ def test_a_view_that_begins_between_16_bytes_is_multiplied_too():
 
 
 def test_blocks_fill_the_device_and_warps_have_rows():
-    def shape(rows: int, columns: int, n: int = 64) -> Configuration:
+    def shape(rows: int, columns: int, n: int = 64) -> MMAShape:
         gpu = devices.Device(0, "NVIDIA H200", (9, 0), 132)
         nbytes = rows * columns * 9 // 16
         matrix: Any = SimpleNamespace(rows=rows, units=columns // 32, nbytes=nbytes, device=gpu)
-        return mma.configuration(matrix, n)
+        return mma.choose_shape(matrix, n)
 
-    assert shape(8192, 28672) == Configuration(8, 4)  # 256 of 264 blocks that find room
-    assert shape(4096, 14336) == Configuration(8, 8)
-    assert shape(28672, 4096) == Configuration(8, 1)  # 224 blocks; sums of parts are as many bytes as the weights
-    assert shape(128256, 4096) == Configuration(8, 1)
+    assert shape(8192, 28672) == MMAShape(8, 4)  # 256 of 264 blocks that find room
+    assert shape(4096, 14336) == MMAShape(8, 8)
+    assert shape(28672, 4096) == MMAShape(8, 1)  # 224 blocks; sums of parts are as many bytes as the weights
+    assert shape(128256, 4096) == MMAShape(8, 1)
     assert shape(8192, 2048, 16).parts > shape(8192, 2048, 64).parts
-    assert shape(16, 4096) == Configuration(1, 8)
+    assert shape(16, 4096) == MMAShape(1, 8)
     assert shape(17, 4096).warps == 2
-    assert shape(16, 256) == Configuration(1, 1)
+    assert shape(16, 256) == MMAShape(1, 1)
     for columns in range(32, 8192, 96):  # every part has steps
         steps, parts = -(-columns // 128), shape(256, columns).parts
         assert (parts - 1) * -(-steps // parts) < steps
@@ -222,7 +222,7 @@ def test_what_does_not_fit_is_refused():
         y = torch.empty(9, 16)
         for x, message in (
             (values(9, 256, torch.float32), r"w0: x is torch.float32 \[9, 256\]; float16 or bfloat16 of 1 to 64 times"),
-            (values(9, 512), r"w0: x is torch.float16 \[9, 512\]; float16 or bfloat16 of 1 to 64 times 256 is wanted"),
+            (values(9, 512), r"w0: x is torch.float16 \[9, 512\]; must be float16 or bfloat16 of 1 to 64 times 256"),
             (values(65, 256), r"w0: x is torch.float16 \[65, 256\]"),
         ):  # fmt: skip
             with pytest.raises(BridgeError, match=message):

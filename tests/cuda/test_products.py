@@ -27,7 +27,7 @@ from bridge.cuda import activations, dequantize, launch, layout, matvec, matvec_
 from bridge.cuda import device as devices
 from bridge.cuda.activations import Records
 from bridge.cuda.matrix import DeviceMatrix
-from bridge.cuda.matvec_shape import Configuration
+from bridge.cuda.matvec_shape import MatvecShape
 
 CAPABILITIES = [(7, 5), (8, 0), (8, 6), (8, 9), (9, 0)]
 compiler = pytest.mark.skipif(ptx.unavailable() is not None, reason=str(ptx.unavailable()))
@@ -37,7 +37,7 @@ def test_products_hold_in_the_simulator():
     run_cases("product_cases.py")
 
 
-def ptx_of(type: str, n: int, shape: Configuration, exact: bool, epilogue: str = "") -> str:
+def ptx_of(type: str, n: int, shape: MatvecShape, exact: bool, epilogue: str = "") -> str:
     return ptx.ptx_of(matvec.kernel(type, n, shape, exact, epilogue), (7, 5))
 
 
@@ -54,10 +54,10 @@ def inner_loop(code: str) -> str:
 
 
 # (columns, configuration, float32 activations, epilogue): compiled and run
-KINDS = [(1, Configuration(2, 1, 1, 4), False, ""), (1, Configuration(2, 2, 2, 4), False, "")]
-KINDS += [(4, Configuration(2, 1, 2, 4), False, "bias_accumulate"), (8, Configuration(2, 1, 1, 4), False, "")]
-KINDS += [(1, Configuration(2, 1, 1, 4), True, ""), (4, Configuration(2, 1, 2, 4), True, "")]
-KINDS += [(8, Configuration(2, 1, 1, 4), True, "")]
+KINDS = [(1, MatvecShape(2, 1, 1, 4), False, ""), (1, MatvecShape(2, 2, 2, 4), False, "")]
+KINDS += [(4, MatvecShape(2, 1, 2, 4), False, "bias_accumulate"), (8, MatvecShape(2, 1, 1, 4), False, "")]
+KINDS += [(1, MatvecShape(2, 1, 1, 4), True, ""), (4, MatvecShape(2, 1, 2, 4), True, "")]
+KINDS += [(8, MatvecShape(2, 1, 1, 4), True, "")]
 # Machine code of a type with mins; of one of 3 bits and one of 8 what of it is their own: more columns and units a
 # round are the same code. All types run in the simulator
 _OWN = [KINDS[0], KINDS[2], KINDS[4]]
@@ -89,7 +89,7 @@ def test_the_inner_loop_has_wide_loads_and_byte_products_and_no_long_multiplicat
             assert loop.count("prmt.b32") <= (48 if block.values else 32) * shape.rows  # two look up four codes
             assert "cvt.rn.f32.s8" not in loop
         weights = re.findall(r"ld\.global\.nc\.L1::no_allocate\S*\.(v4|v2)\.u32", loop)
-        pieces = layout.Layout(block).pieces + ([4] if block.name in ("Q3_K", "Q4_K", "Q5_K") else [])
+        pieces = layout.DeviceLayout(block).pieces + ([4] if block.name in ("Q3_K", "Q4_K", "Q5_K") else [])
         wanted = [f"v{words}" for words in pieces if words > 1] * shape.rows
         assert sorted(weights) == sorted(wanted)
         assert len(re.findall(r"ld\.global\.nc\.v4\.[uf]32", loop)) == (8 if exact else 2) * own  # x
@@ -166,9 +166,9 @@ def test_what_surrounds_products_compiles_as_well():
     kernels += [dequantize.kernel("Q6_K", "f16", False), dequantize.kernel("Q3_K", "bf16", False)]
     kernels += [
         dequantize.kernel("Q4_K", "f32", True),
-        matvec.kernel("Q4_K", 1, Configuration(2, 2, 1, 4), False, "silu"),
-        matvec.kernel("Q4_K", 1, Configuration(2, 2, 1, 4), False, "silu_normed_recorded"),
-        matvec.kernel("Q4_K", 1, Configuration(2, 2, 2, 4), False, "bias_accumulate_recorded_gain"),
+        matvec.kernel("Q4_K", 1, MatvecShape(2, 2, 1, 4), False, "silu"),
+        matvec.kernel("Q4_K", 1, MatvecShape(2, 2, 1, 4), False, "silu_normed_recorded"),
+        matvec.kernel("Q4_K", 1, MatvecShape(2, 2, 2, 4), False, "bias_accumulate_recorded_gain"),
     ]
     for kernel in kernels:
         code = ptx.ptx_of(kernel, (7, 5))
@@ -185,7 +185,7 @@ def test_what_surrounds_products_compiles_as_well():
 def test_no_product_of_a_decoder_s_step_spills(block, dependent):
     for exact in (False, True):
         for split, epilogue in ((1, "normed"), (2, "bias_accumulate_recorded_gain"), (1, "silu_normed_recorded")):
-            kernel = matvec.kernel(block.name, 1, Configuration(2, 2 - exact, split, 4), exact, epilogue, dependent)
+            kernel = matvec.kernel(block.name, 1, MatvecShape(2, 2 - exact, split, 4), exact, epilogue, dependent)
             code = ptx.ptx_of(kernel, kernel.oldest)
             for capability in ((9, 0), (10, 0), (12, 0)) if dependent else CAPABILITIES:
                 made = ptx.assembled(code, capability)
@@ -195,7 +195,7 @@ def test_no_product_of_a_decoder_s_step_spills(block, dependent):
 
 @ALL
 def test_a_product_reads_hardly_more_bytes_than_the_file_has(block):
-    form = layout.Layout(block)
+    form = layout.DeviceLayout(block)
     assert block.bpw <= form.bpw <= 1.03 * block.bpw
     rows, columns = 4096, 14336
     assert form.nbytes(rows, columns) * 8 <= 1.03 * block.bpw * rows * columns
@@ -204,7 +204,7 @@ def test_a_product_reads_hardly_more_bytes_than_the_file_has(block):
 def test_bytes_of_the_layout_are_those_that_kernels_load():
     """What a lane loads for its unit, from the code itself; 16 bytes of scales serve a superblock."""
     for block in BLOCKS.values():
-        form = layout.Layout(block)
+        form = layout.DeviceLayout(block)
         words = sum(form.pieces)
         per_block = 4 * words * form.units_per_block + form.scale_bytes + form.half_bytes
         assert per_block == pytest.approx(form.bpw * block.size / 8)
@@ -215,17 +215,17 @@ def test_bytes_of_the_layout_are_those_that_kernels_load():
 def test_rows_are_shared_where_there_are_few_and_units_doubled_where_there_are_many(block):
     gpu = devices.Device(0, "NVIDIA H200", (9, 0), 132)
 
-    def shape(rows: int, columns: int, n: int = 1) -> Configuration:
+    def shape(rows: int, columns: int, n: int = 1) -> MatvecShape:
         matrix: Any = SimpleNamespace(rows=rows, units=columns // 32, device=gpu)
-        chosen = matvec_shape.configuration(matrix, n)
-        assert matvec_shape.configurations(matrix, n)[0] == chosen
-        assert len(set(matvec_shape.configurations(matrix, n))) == len(matvec_shape.configurations(matrix, n))
+        chosen = matvec_shape.choose_shape(matrix, n)
+        assert matvec_shape.shapes_to_try(matrix, n)[0] == chosen
+        assert len(set(matvec_shape.shapes_to_try(matrix, n))) == len(matvec_shape.shapes_to_try(matrix, n))
         return chosen
 
-    assert shape(8192, 28672) == Configuration(2, 2, 1, 4)
+    assert shape(8192, 28672) == MatvecShape(2, 2, 1, 4)
     assert shape(4096, 14336).split == 2
     assert shape(1024, 4096).split == 4
-    assert shape(4096, 4096, 8) == Configuration(2, 1, 2, 4)
+    assert shape(4096, 4096, 8) == MatvecShape(2, 1, 2, 4)
 
 
 # what is refused
@@ -280,7 +280,7 @@ def test_missing_gpus_devices_and_packages_are_said(small, monkeypatch):
     with pytest.raises(BridgeError, match=r"numba-cuda is not installed; pip install numba-cuda\[cu13\]"):
         small.to("cuda")
     for wrong in ("cuda:x", "gpu"):
-        with pytest.raises(BridgeError, match=r"cuda, cuda:0, cuda:1 \.\.\. are known"):
+        with pytest.raises(BridgeError, match=r"choose cuda, cuda:0, cuda:1 \.\.\."):
             small.to(wrong)
 
 
@@ -302,7 +302,7 @@ def test_a_first_compilation_while_a_graph_is_captured_is_refused(monkeypatch):
 
     monkeypatch.setattr(cuda, "get_current_device", lambda: SimpleNamespace(id=0))
     monkeypatch.setattr(devices, "capturing", lambda stream: True)
-    kernel = matvec.kernel("Q4_0", 1, Configuration(1, 1, 1, 1), False, "")
+    kernel = matvec.kernel("Q4_0", 1, MatvecShape(1, 1, 1, 1), False, "")
     with pytest.raises(BridgeError, match="is not compiled yet and the stream is being captured; run the product once"):
         kernel.warm()
 
@@ -334,7 +334,7 @@ def test_a_gpu_that_is_too_old_is_refused_and_auto_takes_the_cpu(monkeypatch):
         devices.require("cuda")
     assert choose("auto") == (
         "cpu",
-        "running on the CPU: device 'cuda:0': GeForce GTX 1080 has compute capability 6.1; 7.5 or newer is wanted",
+        "running on the CPU: device 'cuda:0': GeForce GTX 1080 has compute capability 6.1; must be 7.5 or newer",
     )
 
 
@@ -354,7 +354,7 @@ def test_a_compiler_without_its_library_is_said(small, monkeypatch):
 def test_a_tensor_whose_strides_a_kernel_would_not_see_is_refused():
     import torch
 
-    with pytest.raises(BridgeError, match=r"a tensor \[3, 4\] with strides \[1, 3\]; a contiguous one is wanted"):
+    with pytest.raises(BridgeError, match=r"a tensor \[3, 4\] with strides \[1, 3\]; must be contiguous"):
         devices.view(torch.zeros(4, 3).T)
 
 

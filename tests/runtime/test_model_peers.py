@@ -148,7 +148,7 @@ def test_a_quantized_linear_is_a_linear(tmp_path: Path) -> None:
     torch.testing.assert_close(layer(x), expected, rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(layer(x[0, 0]), expected[0, 0], rtol=1e-4, atol=1e-4)
     assert layer(x.half()).dtype == torch.float16
-    with pytest.raises(BridgeError, match=r"blk.0.ffn_up.weight: x has shape \[2, 255\]; \[..., 256\] is wanted"):
+    with pytest.raises(BridgeError, match=r"blk.0.ffn_up.weight: x has shape \[2, 255\]; must be \[..., 256\]"):
         layer(torch.ones(2, 255))
     norm = bridge.open_gguf(tmp_path / "m.gguf")["output_norm.weight"]
     with pytest.raises(BridgeError, match=r"output_norm.weight: no matrix"):

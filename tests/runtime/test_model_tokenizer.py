@@ -112,11 +112,11 @@ def test_damaged_vocabularies_are_refused() -> None:
         ({"tokenizer.ggml.token_type": [1]}, "token_type has 1 values for 3 tokens"),
         ({"tokenizer.ggml.merges": []}, "merges is missing"),
         ({"tokenizer.ggml.tokens": []}, "tokens is missing"),
-        ({"tokenizer.ggml.tokens": "abc"}, "tokens is no array of str"),
-        ({"tokenizer.ggml.tokens": [1, 2, 3]}, "tokens is no array of str"),
-        ({"tokenizer.ggml.token_type": ["1", "1", "1"]}, "token_type is no array of int"),
-        ({"tokenizer.ggml.token_type": 3}, "token_type is no array of int"),
-        ({"tokenizer.ggml.merges": [1]}, "merges is no array of str"),
+        ({"tokenizer.ggml.tokens": "abc"}, "tokens is not an array of str"),
+        ({"tokenizer.ggml.tokens": [1, 2, 3]}, "tokens is not an array of str"),
+        ({"tokenizer.ggml.token_type": ["1", "1", "1"]}, "token_type is not an array of int"),
+        ({"tokenizer.ggml.token_type": 3}, "token_type is not an array of int"),
+        ({"tokenizer.ggml.merges": [1]}, "merges is not an array of str"),
         ({"tokenizer.ggml.pre": "klingon"}, "tokenizer.ggml.pre is 'klingon'"),
     ):
         with pytest.raises(BridgeError, match=message):
@@ -129,9 +129,9 @@ def test_damaged_vocabularies_are_refused() -> None:
     ("change", "message"),
     [
         ({"scores": [0.0, 0.0]}, "scores has 2 values for 4 tokens"),
-        ({"scores": ["0"] * 4}, "scores is no array of float"),
-        ({"tokens": [1, 2, 3, 4]}, "tokens is no array of str"),
-        ({"tokens": [["a"]] * 4}, "tokens is no array of str"),
+        ({"scores": ["0"] * 4}, "scores is not an array of float"),
+        ({"tokens": [1, 2, 3, 4]}, "tokens is not an array of str"),
+        ({"tokens": [["a"]] * 4}, "tokens is not an array of str"),
         *(
             ({"tokens": ["<unk>", "a", "ab", text]}, f"token 3 is a byte's, but is spelled {text!r}")
             for text in ("<0xZZ>", "<0x+1>", "<0x4>", "4", "")

@@ -13,8 +13,8 @@ import bridge
 from bridge.cli import main
 from bridge.errors import BridgeError
 from bridge.runtime.decoder import Decoder
+from bridge.runtime.generation import until
 from bridge.runtime.model import Model
-from bridge.runtime.replies import until
 from bridge.runtime.sampling import Sampler, Sampling
 from tests.conftest import CHECKPOINT
 from tests.runtime.test_model import changed
@@ -138,7 +138,7 @@ def test_stop_texts_on_the_command_line_end_the_reply_across_tokens(path: Path, 
     options = ["run", str(path), "-p", PROMPT, "-n", "40", "--temp", "0"]
     assert main([*options, "--stop", "not in it", "--stop", stop]) == 0
     assert capsys.readouterr().out == PROMPT + whole[: whole.index(stop)] + "\n"
-    with pytest.raises(BridgeError, match="stop 7: texts are wanted"):
+    with pytest.raises(BridgeError, match="stop 7: must be a text or a list of texts"):
         model.generate(PROMPT, stop=[7], temperature=0)  # type: ignore[list-item]
 
 
@@ -286,11 +286,11 @@ def test_a_chat_that_cannot_be_says_why_in_one_line(path: Path, monkeypatch, cap
     assert capsys.readouterr().err == "error: standard input is not UTF-8 (byte 1); convert it first\n"
     bare = changed(path, tmp_path / "bare.gguf", drop=("tokenizer.chat_template",))
     assert talk(bare, b"Who?\n", monkeypatch) == 2
-    assert "no chat template in the file" in capsys.readouterr().err
+    assert "the file has no chat template" in capsys.readouterr().err
 
 
 def test_an_interrupted_reply_is_remembered_as_far_as_it_was_read(model: Model) -> None:
-    from bridge.cli.conversation import Conversation
+    from bridge.cli.run import Conversation
 
     talk = Conversation(model)
     reply = talk.reply("Who is there?", max_tokens=10, temperature=0)

@@ -95,7 +95,7 @@ def test_logits_are_those_of_one_context(count: int, precision: str, kv: str, pr
     for prompt, cache in zip(prompts, caches, strict=True):
         decoder.run(prompt, cache=cache)
     together = np.array([decoder.step(caches, tokens).copy() for tokens in new])
-    assert decoder._others.whole is not None or not prepared
+    assert decoder._others.full_program is not None or not prepared
     assert [cache.length for cache in caches] == [len(prompt) + 3 for prompt in prompts]
     for i, prompt in enumerate(prompts):
         alone = decoder.scores(prompt + [tokens[i] for tokens in new], 3)
@@ -116,15 +116,18 @@ def test_the_models_own_context_stays(model: Model) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"prompts": "KING"}, "the prompts are a str; a list of texts or token ids is wanted"),
+        ({"prompts": "KING"}, "prompts is a str; must be a list of texts or token ids"),
         ({"prompts": ["KING", ""]}, "the prompt is empty"),
         ({"prompts": ["KING", "a " * 400]}, r"the prompt has \d+ tokens, the context holds 300"),
-        ({"prompts": ["KING", "a"], "max_tokens": [3]}, "2 prompts, 1 max_tokens, 2 stops: one for each prompt"),
+        (
+            {"prompts": ["KING", "a"], "max_tokens": [3]},
+            "2 prompts, 1 max_tokens, 2 stops: must be one for each",
+        ),
         ({"prompts": ["KING", "a"], "stops": ["x"]}, "2 prompts, 2 max_tokens, 1 stops"),
-        ({"prompts": ["KING"], "max_tokens": -1}, "-1 tokens at most"),
+        ({"prompts": ["KING"], "max_tokens": -1}, "max_tokens=-1: must be at least 0"),
         ({"prompts": ["KING"], "repeat_penalty": -1.0}, "repeat_penalty -1.0"),
         ({"prompts": ["KING"], "logit_bias": {9999: 1.0}}, "logit_bias of token 9999"),
-        ({"prompts": ["KING"], "stop": 3}, "stop 3: texts are wanted"),
+        ({"prompts": ["KING"], "stop": 3}, "stop 3: must be a text or a list of texts"),
     ],
 )
 def test_a_batch_that_makes_no_sense_is_refused(options: dict[str, Any], message: str, model: Model) -> None:
@@ -139,7 +142,7 @@ def test_a_device_that_cannot_says_so(model: Model, path: Path, monkeypatch: pyt
         begin = staticmethod(lambda: None)
 
     monkeypatch.setattr(model, "_decoder", Other())
-    with pytest.raises(BridgeError, match="device cuda:0: several sequences at once run on the CPU alone"):
+    with pytest.raises(BridgeError, match="device cuda:0: several sequences at once only run on the CPU"):
         model.generate_batch(PROMPTS, temperature=0)
     closed = bridge.Model.load(path)
     closed.close()

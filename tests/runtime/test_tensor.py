@@ -84,13 +84,13 @@ def test_no_tokens_give_no_rows(tensor):
 @pytest.mark.parametrize(
     ("make", "match"),
     [
-        (lambda x: x[:-1], r"x has shape \[511\]; \[512\] is wanted"),
+        (lambda x: x[:-1], r"x has shape \[511\]; must be \[512\]"),
         (lambda x: x[None], r"x has shape \[1, 512\]"),
         (lambda x: x.astype(np.int32), "dtype int32"),
         (lambda x: x.astype(np.complex64), "dtype complex64"),
         (lambda x: torch.ones(COLUMNS, dtype=torch.int8), "int8"),
         (lambda x: torch.ones(COLUMNS, device="meta"), "on meta"),
-        (lambda x: torch.from_numpy(x).to_sparse(), "torch.sparse_coo; a dense tensor"),
+        (lambda x: torch.from_numpy(x).to_sparse(), "torch.sparse_coo; must be a dense tensor"),
         (lambda x: x.tolist(), "x is a list"),
         (lambda x: None, "x is a NoneType"),
     ],
@@ -111,7 +111,7 @@ def test_out_that_does_not_fit_is_refused(tensor, x):
         with pytest.raises(BridgeError, match="out is"):
             tensor.matvec(x, out=out)
     for kind in ({"dtype": torch.bfloat16}, {"device": "meta"}, {"dtype": torch.float64}):
-        with pytest.raises(BridgeError, match=r"out is .*; contiguous float32 \[\d+\]"):
+        with pytest.raises(BridgeError, match=r"out is .*; must be contiguous float32 \[\d+\]"):
             tensor.matvec(torch.from_numpy(x), out=torch.empty(ROWS, **kind))
     with pytest.raises(BridgeError, match="precision 'int4'"):
         tensor.matvec(x, precision="int4")
@@ -257,7 +257,7 @@ def test_bridge_cpu_overrides_the_choice(target):
 
 def test_a_target_that_does_not_run_here_is_refused(monkeypatch):
     monkeypatch.setenv("BRIDGE_CPU", "pentium")
-    with pytest.raises(BridgeError, match=r"BRIDGE_CPU=pentium: this machine runs .*portable"):
+    with pytest.raises(BridgeError, match=r"BRIDGE_CPU=pentium: must be one that this machine runs .*portable"):
         targets.chosen()
 
 

@@ -16,7 +16,7 @@ from bridge.cuda import attention, attention_shape, sampling
 from bridge.cuda.activations import Records
 from bridge.cuda.decoder import Decoder
 from bridge.cuda.intrinsics import SIMULATED
-from bridge.cuda.kv_forms import Form
+from bridge.cuda.kv_forms import KVForm
 from bridge.cuda.norm import norm_kernel, norm_threads, silu_grid, silu_kernel
 
 from bridge.errors import BridgeError
@@ -108,7 +108,7 @@ def test_attention_rotates_stores_and_sums(
 ) -> None:
     rng = np.random.default_rng(position)
     rows, group = (position // 64 + 1) * 64, heads // kv
-    form = Form(kind, head_dim)
+    form = KVForm(kind, head_dim)
     own_keys, own_values = (torch.zeros(form.words(kv * rows), dtype=torch.int32) for _ in range(2))
     for part in (own_keys, own_values):
         form.store(part, 0, torch.from_numpy(rng.normal(size=(rows, kv, head_dim)).astype(np.float32)))
@@ -160,7 +160,7 @@ if not SIMULATED:  # which counts no bytes
         spans = attention_shape.spans(132, 4, length)
         assert spans == 66
         rng = np.random.default_rng(0)
-        form = Form(kind, head_dim)
+        form = KVForm(kind, head_dim)
         cache = [torch.zeros(form.words(length), dtype=torch.int32) for _ in range(2)]
         for part in cache:
             form.store(part, 0, torch.from_numpy(rng.normal(size=(length, 1, head_dim)).astype(np.float32)))
@@ -352,14 +352,12 @@ def test_tokens_that_are_kept_are_not_read_again(tmp_path: Path) -> None:
 def test_what_the_kernels_are_not_made_for_is_refused(tmp_path: Path) -> None:
     file = open_gguf(write_decoder(tmp_path / "odd.gguf", head_dim=36, heads=8, types={"": "F16"}))
     config = read_config(file.metadata, file.path)
-    with pytest.raises(
-        BridgeError, match=r"8 heads of 36 over 1, .* cannot be run on CUDA here; take the CPU"
-    ) as error:
+    with pytest.raises(BridgeError, match=r"8 heads of 36 over 1, .* cannot run on CUDA here; use the CPU") as error:
         Decoder(file, config, 16, "f16", "int8", "cuda")
     assert "\n" not in str(error.value)
-    with pytest.raises(BridgeError, match=r"kv 'q8_0': on CUDA a head of 40 is no whole 16 bytes; take kv f16"):
-        Form("q8_0", 40)
-    with pytest.raises(BridgeError, match=r"kv 'q4_0': f16, q8_0, f32 are known"):
+    with pytest.raises(BridgeError, match=r"kv 'q8_0': on CUDA a head of 40 is not a multiple of 16 bytes; use f16"):
+        KVForm("q8_0", 40)
+    with pytest.raises(BridgeError, match=r"unknown kv 'q4_0': choose f16, q8_0, f32"):
         pair(tmp_path, "int8", kv="q4_0")
 
 

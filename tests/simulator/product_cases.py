@@ -40,7 +40,7 @@ from bridge.cuda.intrinsics import (
 )
 from bridge.cuda.launch import Kernel
 from bridge.cuda.matrix import DeviceMatrix
-from bridge.cuda.matvec_shape import Configuration
+from bridge.cuda.matvec_shape import MatvecShape
 from numba import cuda
 
 from bridge.blocks import TYPES
@@ -52,7 +52,7 @@ from tests.support.simulator import on_host
 
 # cases that compiled kernels are spared: tests/cuda/test_products.py has them run the same products
 on_request = [] if SIMULATED else [pytest.mark.exhaustive]
-SMALL = Configuration(2, 1, 1, 1 if SIMULATED else 4)  # a thread of Python for each of a block
+SMALL = MatvecShape(2, 1, 1, 1 if SIMULATED else 4)  # a thread of Python for each of a block
 
 
 def product(matrix: DeviceMatrix, x: np.ndarray, precision: str = "int8", **options) -> np.ndarray:
@@ -109,11 +109,11 @@ def test_products_of_every_type_equal_float64(block, precision):
 @pytest.mark.parametrize(
     ("rows", "columns", "shape"),
     [
-        (1, 256, Configuration(2, 1, 1, 1)),  # one row, one superblock
-        (5, 256, Configuration(4, 1, 1, 2)),  # rows that do not fill the last warps
+        (1, 256, MatvecShape(2, 1, 1, 1)),  # one row, one superblock
+        (5, 256, MatvecShape(4, 1, 1, 2)),  # rows that do not fill the last warps
         # columns that do not fill the last units, shared by two warps
-        *([] if SIMULATED else [(1, 2304, Configuration(1, 2, 2, 2))]),
-        (2, 512, Configuration(2, 4, 1, 1)),  # more units at a time than there are
+        *([] if SIMULATED else [(1, 2304, MatvecShape(1, 2, 2, 2))]),
+        (2, 512, MatvecShape(2, 4, 1, 1)),  # more units at a time than there are
     ],
 )
 def test_odd_shapes(rows, columns, shape):
@@ -137,7 +137,7 @@ def test_odd_shapes(rows, columns, shape):
 def test_several_columns(name, rows, columns, n, units, split, precision):
     tensor, weights = random_matrix(TYPES[name], rows, columns)
     x = np.random.default_rng(3).standard_normal((n, columns)).astype(np.float32)
-    y = product(DeviceMatrix.upload(tensor, "cuda"), x, precision, shape=Configuration(2, units, split, split))
+    y = product(DeviceMatrix.upload(tensor, "cuda"), x, precision, shape=MatvecShape(2, units, split, split))
     assert_product(y, rounded(x) if precision == "int8" else x, weights)
 
 
@@ -151,7 +151,7 @@ def test_bias_accumulation_and_silu_of_alternating_rows():
     pair = DeviceMatrix.upload([gate, up], "cuda", interleave=True)
     matvec.launch_silu(pair, records, y, 1, 0, SMALL)
     np.testing.assert_allclose(y, one / (1 + np.exp(-one)) * other, rtol=1e-4, atol=1e-6)
-    with pytest.raises(BridgeError, match=r"Q4_0: Configuration\(rows=1.* parts gate from up"):
+    with pytest.raises(BridgeError, match=r"Q4_0: MatvecShape\(rows=1.* parts gate from up"):
         matvec.launch_silu(pair, records, y, 1, 0, SMALL._replace(rows=1))
     both = DeviceMatrix.upload([gate, up], "cuda")
     y = np.ones((1, 6), np.float32)
@@ -162,7 +162,7 @@ def test_bias_accumulation_and_silu_of_alternating_rows():
 
 @pytest.mark.parametrize("precision", ["int8", pytest.param("f32", marks=on_request)])
 @pytest.mark.parametrize(
-    "shape", [Configuration(2, 1, 1, 4), pytest.param(Configuration(2, 1, 2, 4), marks=pytest.mark.exhaustive)]
+    "shape", [MatvecShape(2, 1, 1, 4), pytest.param(MatvecShape(2, 1, 2, 4), marks=pytest.mark.exhaustive)]
 )
 def test_a_product_makes_the_records_of_the_next_one_and_is_normalized_after_it(precision, shape):
     """Each record by the last of 4 or 8 blocks of threads; twice, for what counts them must be zero again."""
@@ -196,7 +196,7 @@ def test_gated_values_are_recorded_where_they_are_made():
     x = np.random.default_rng(6).standard_normal((1, 32)).astype(np.float32)
     records, made = Records(32, 1, "cuda").quantize(x, 1), Records(32, 1, "cuda")
     plain, y, counters = (np.zeros(shape, kind) for shape, kind in (((1, 32), "f4"), ((1, 32), "f4"), (1, "i4")))
-    shape = Configuration(2, 1, 1, 4)
+    shape = MatvecShape(2, 1, 1, 4)
     matvec.launch_silu(pair, records, plain, 1, 0, shape)
     sums = np.array([24], np.float32)
     recorded = matvec.Recorded(made, counters)
@@ -351,14 +351,14 @@ def test_what_a_tensor_on_the_device_refuses():
     moved = random_matrix(TYPES["Q4_0"], 4, 96)[0].to("cuda")
     x = torch.zeros(96)
     for wrong, message in (
-        (x.numpy(), "w0: x is a ndarray; a torch tensor is wanted"),
+        (x.numpy(), "w0: x is a ndarray; must be a torch tensor"),
         (x.to("meta"), "w0: x is on meta, the tensor on cpu"),
-        (x.double(), "w0: x has dtype torch.float64; float32, float16 or bfloat16 is wanted"),
-        (x[:64], r"w0: x has shape \[64\]; \[96\] is wanted"),
+        (x.double(), "w0: x has dtype torch.float64; must be float32, float16 or bfloat16"),
+        (x[:64], r"w0: x has shape \[64\]; must be \[96\]"),
     ):
         with pytest.raises(BridgeError, match=message):
             moved.matvec(wrong)
-    with pytest.raises(BridgeError, match=r"out is torch.float16 \[4\]; contiguous float32 \[4\] is wanted"):
+    with pytest.raises(BridgeError, match=r"out is torch.float16 \[4\]; must be contiguous float32 \[4\]"):
         moved.matvec(x, out=torch.empty(4, dtype=torch.float16))
     with pytest.raises(BridgeError, match="w0: row 4 of 4"):
         moved.rows([4])
@@ -389,7 +389,7 @@ def test_matrices_that_cannot_be_uploaded_are_refused():
         DeviceMatrix.upload(coded, "cuda")
     with pytest.raises(BridgeError, match="float: no CUDA kernel for F32"):
         DeviceMatrix.upload(QuantTensor("float", "F32", (1, 4), np.zeros(16, np.uint8)), "cuda")
-    with pytest.raises(BridgeError, match="cannot stand beside"):
+    with pytest.raises(BridgeError, match="cannot be combined with"):
         DeviceMatrix.upload([tensor, random_matrix(TYPES["Q5_K"], 4, 256)[0]], "cuda")
     with pytest.raises(BridgeError, match="5 rows cannot alternate with 4"):
         DeviceMatrix.upload([tensor, random_matrix(TYPES["Q4_K"], 5, 256)[0]], "cuda", interleave=True)
@@ -457,7 +457,7 @@ def test_products_of_tensor_cores_equal_float64(name):
     weights = tensor.dequantize().astype(np.float16).astype(np.float64)
     x = torch.randn(10, columns, generator=torch.Generator().manual_seed(3)).half()
     y = torch.full((10, 5), float("nan"))
-    mma.launch(matrix, x, y, 0, shape=mma.Configuration(1, 1))
+    mma.launch(matrix, x, y, 0, shape=mma.MMAShape(1, 1))
     scale = np.sqrt((x.double().numpy() ** 2) @ (weights.T**2))
     assert np.abs((y.numpy() - x.double().numpy() @ weights.T) / scale).max() < 2e-6
 

@@ -89,7 +89,7 @@ def test_linears_of_a_model_go_to_the_device_and_back(tmp_path):
         assert str(y.device) == "cuda:0"
         assert np.abs(y.cpu().numpy() - exact).max() < 3e-6 * np.abs(exact).max()
         there.names.clear()
-        with pytest.raises(BridgeError, match=r"mlp: x is torch.float32 on cpu; floats on cuda:0 are wanted"):
+        with pytest.raises(BridgeError, match=r"mlp: x is torch.float32 on cpu; must be floats on cuda:0"):
             model(x)
         assert model.to("cpu").to("cpu").mlp.tensor.to("cpu") is model.mlp.tensor
         assert np.abs(model(x).numpy() - exact).max() < 3e-6 * np.abs(exact).max()

@@ -8,13 +8,13 @@ from functools import cache
 from bridge.blocks import TYPES
 from bridge.runtime.cpu.dequantize import FLOATS
 from bridge.runtime.cpu.floats import SIZES, FloatRows
-from bridge.runtime.cpu.portable import Dequantizing, Engine, Matrix, RowMajor
+from bridge.runtime.cpu.portable import Dequantizing, Engine, RawMatrix, RowMajor
 from bridge.runtime.cpu.prepared import Prepared
 from bridge.runtime.cpu.tiled import Tiled
 from bridge.system import targets
 
 
-def unprepared(matrix: Matrix) -> Engine:
+def unprepared(matrix: RawMatrix) -> Engine:
     """The engine that needs no copy of the weights."""
     if matrix.type in TYPES:
         target = targets.chosen()
@@ -26,7 +26,7 @@ def unprepared(matrix: Matrix) -> Engine:
     return Dequantizing(matrix)
 
 
-def prepare(matrix: Matrix) -> Engine:
+def prepare(matrix: RawMatrix) -> Engine:
     """The fastest engine of this machine, with its own copy of the weights."""
     if matrix.type in TYPES and (target := targets.chosen()) != targets.PORTABLE:
         return Prepared(matrix, target)

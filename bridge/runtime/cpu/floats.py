@@ -16,10 +16,10 @@ from llvmlite import ir
 from numba.core import cgutils, types
 from numba.extending import intrinsic
 
-from bridge.runtime.cpu.portable import Dequantizing, Matrix
+from bridge.runtime.cpu.portable import Dequantizing, RawMatrix
 from bridge.system.jit import kernel
 from bridge.system.memory import LANES, c_function, floats
-from bridge.system.pool import ALONE, run, share
+from bridge.system.pool import MIN_BYTES_TO_SHARE, run, share
 
 SIZES = {"F32": 4, "F16": 2, "BF16": 2}  # bytes of a number
 _FEW = 4  # most tokens that are multiplied one after the other; more go through a dense product
@@ -114,7 +114,7 @@ def _product(state, threads, x, y, function, weights, stride):
 class FloatRows(Dequantizing):
     """The engine of a float matrix."""
 
-    def __init__(self, matrix: Matrix):
+    def __init__(self, matrix: RawMatrix):
         super().__init__(matrix)
         self.name = f"vector/{matrix.type.lower()} rows"
 
@@ -122,4 +122,6 @@ class FloatRows(Dequantizing):
         if x.shape[0] > _FEW:
             return super().run(x, y, integer)
         weights, stride = self.raw.ctypes.data, self.raw.shape[1]
-        return share(self.raw.nbytes >= ALONE, _product, x, y, rows_function(self.type).address, weights, stride)
+        return share(
+            self.raw.nbytes >= MIN_BYTES_TO_SHARE, _product, x, y, rows_function(self.type).address, weights, stride
+        )

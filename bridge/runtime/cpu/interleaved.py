@@ -36,7 +36,7 @@ from numba.core import types
 from bridge.blocks import TYPES
 from bridge.runtime.cpu import vectors
 from bridge.runtime.cpu.activations import float_record, record_of
-from bridge.runtime.cpu.layout import Layout
+from bridge.runtime.cpu.layout import PackedLayout
 from bridge.runtime.cpu.superblock import arithmetic
 from bridge.system import targets
 
@@ -76,7 +76,7 @@ def _scope(
 ) -> tuple[dict[str, int], tuple[ModuleType, int, vectors.Body]]:
     block = TYPES[name]
     module = targets.module(target)
-    layout = Layout(block, module.LANES)
+    layout = PackedLayout(block, module.LANES)
     multiply = arithmetic(block, integer)
 
     def body(v: Any, totals: list[Any], weights: Any, halves: Any, x: Any) -> list[Any]:

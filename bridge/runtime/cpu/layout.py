@@ -47,7 +47,7 @@ _LINE = 64
 
 
 @dataclass(frozen=True)
-class Layout:
+class PackedLayout:
     """Sizes, in bytes, of the repacked form of a type for a number of lanes."""
 
     block: BlockType

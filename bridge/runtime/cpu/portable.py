@@ -17,7 +17,7 @@ from bridge.runtime.cpu.activations import records
 _TILE = 1 << 20  # weights dequantized at a time
 
 
-class Matrix(Protocol):
+class RawMatrix(Protocol):
     """What an engine multiplies with: a QuantTensor of two dimensions."""
 
     name: str
@@ -41,7 +41,7 @@ class Engine(Protocol):
 class Dequantizing:
     """Tiles of rows become float32 and go through numpy's matrix product."""
 
-    def __init__(self, matrix: Matrix):
+    def __init__(self, matrix: RawMatrix):
         self.name = f"numpy/{matrix.type.lower()} dequantized"
         self.type = matrix.type
         self.raw = matrix.raw.reshape(matrix.shape[0], -1)
@@ -56,7 +56,7 @@ class Dequantizing:
 class RowMajor(Dequantizing):
     """The file's own blocks, unpacked as they are multiplied."""
 
-    def __init__(self, matrix: Matrix):
+    def __init__(self, matrix: RawMatrix):
         super().__init__(matrix)
         self.name = f"portable/{matrix.type.lower()} row-major"
         self.matrix = matrix.name

@@ -9,7 +9,7 @@ import numpy as np
 
 from bridge.errors import BridgeError
 from bridge.runtime.cpu import interleaved
-from bridge.runtime.cpu.portable import Matrix
+from bridge.runtime.cpu.portable import RawMatrix
 from bridge.runtime.cpu.products import Interleaved
 from bridge.runtime.cpu.repack import repacker
 from bridge.system import pool
@@ -53,7 +53,7 @@ _slabs = _Slabs()
 class Prepared(Interleaved):
     """The engine of a prepared tensor."""
 
-    def __init__(self, matrix: Matrix, target: str):
+    def __init__(self, matrix: RawMatrix, target: str):
         super().__init__(matrix, target)
         self.name = f"{target}/{matrix.type.lower()}, {self.lanes} rows interleaved"
         self.memory = _slabs.take(self.groups * self.stride)
@@ -65,7 +65,7 @@ class Prepared(Interleaved):
         repack = repacker(self.block.name, self.lanes)
         codes_from = self.layout.codes_from(self.blocks)
         threads = pool.get_num_threads()
-        step = max(-(-self.groups // (4 * threads)), pool.ALONE // self.stride + 1)
+        step = max(-(-self.groups // (4 * threads)), pool.MIN_BYTES_TO_SHARE // self.stride + 1)
         starts = range(0, self.groups, step)
 
         def part(first: int) -> int:

@@ -13,11 +13,11 @@ import numpy as np
 
 from bridge.blocks import TYPES
 from bridge.runtime.cpu.activations import copier, float_record, quantizer, record_of
-from bridge.runtime.cpu.layout import Layout
-from bridge.runtime.cpu.portable import Dequantizing, Matrix
+from bridge.runtime.cpu.layout import PackedLayout
+from bridge.runtime.cpu.portable import Dequantizing, RawMatrix
 from bridge.system import targets
 from bridge.system.jit import inner, specialize
-from bridge.system.pool import ALONE, run, share
+from bridge.system.pool import MIN_BYTES_TO_SHARE, run, share
 
 _NEAR = 1 << 23  # bytes of weights that stay in the cache from one product to the next
 
@@ -63,7 +63,7 @@ class Interleaved:
 
     name: str
 
-    def __init__(self, matrix: Matrix, target: str):
+    def __init__(self, matrix: RawMatrix, target: str):
         block = TYPES[matrix.type]
         module = targets.module(target)
         self.matrix = matrix
@@ -71,7 +71,7 @@ class Interleaved:
         self.target = target
         self.widths: tuple[int, ...] = module.WIDTHS
         self.lanes: int = module.LANES
-        self.layout = Layout(block, self.lanes)
+        self.layout = PackedLayout(block, self.lanes)
         rows, columns = matrix.shape
         self.blocks = columns // block.size
         self.groups = -(-rows // self.lanes)
@@ -121,5 +121,5 @@ class Interleaved:
             plan = (_compiled(self.block.name, integer), record, *self.kernel(columns, integer, near))
             self._plans[columns, integer, near] = plan
         product, record, function, weights = plan
-        worth = self.groups * self.stride * x.shape[0] >= ALONE
+        worth = self.groups * self.stride * x.shape[0] >= MIN_BYTES_TO_SHARE
         share(worth, product, x, y, columns, record, self.blocks, self.lanes, function, weights, self.stride)

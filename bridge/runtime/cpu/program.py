@@ -24,6 +24,7 @@ from bridge.system.memory import c_function, pointer
 
 ITEMS, SHARED, WORDS = 8, 9, 10
 _LEAST = 1 << 16  # bytes of weights that a range has at least
+_COLUMNS = 8  # of the widest kernel: buffers have rows for all of them
 
 
 @kernel
@@ -118,7 +119,8 @@ def add_products(program: Program, products: list[Product]) -> np.ndarray:
     block = np.array([*[word for p in products for word in p], *bounds], np.int64)
     program.keep(block)
     ranges = len(bounds) - 1
-    program.add(_several_function(), block.ctypes.data, len(products), ranges, items=ranges, shared=size >= pool.ALONE)
+    worth = size >= pool.MIN_BYTES_TO_SHARE
+    program.add(_several_function(), block.ctypes.data, len(products), ranges, items=ranges, shared=worth)
     return block
 
 
@@ -135,3 +137,46 @@ def _shrinking(count: int, least: int, threads: int) -> list[int]:
                 sizes.append(min(left, size))
                 left -= sizes[-1]
     return [0, *np.cumsum(sizes[::-1]).tolist()]
+
+
+def product(engine: Any, records: np.ndarray, y: np.ndarray, turns: int, columns: int, integer: bool) -> Product:
+    """A matrix times records, into a buffer's rows."""
+    if y.base is None or (turns * columns - 1) * y.shape[-1] + engine.groups * engine.lanes > y.base.size:
+        raise AssertionError(f"{engine.matrix.name}: rows beyond the buffer")
+    function, weights = engine.kernel(columns, integer, False)
+    place = address(records), address(y)
+    return Product(function, weights, *place, engine.blocks, engine.stride, turns, 4 * y.shape[-1], engine.groups)
+
+
+class KernelSlots:
+    """The words of tables that hold a matrix's kernel and weights: they change when it is prepared."""
+
+    def __init__(self, integer: bool):
+        self.integer = integer
+        self._found: dict[int, list[tuple[np.ndarray, int]]] = {}
+
+    def register(self, matrix: Any, words: np.ndarray, columns: int) -> None:
+        """Remember int64 [2] that a matrix's kernel of so many columns fills."""
+        self._found.setdefault(id(matrix), []).append((words, columns))
+
+    def refresh(self, matrix: Any) -> None:
+        """Let the tables use the matrix's present engine."""
+        engine: Any = matrix._get_engine()
+        for words, columns in self._found.get(id(matrix), ()):
+            words[:] = engine.kernel(columns, self.integer, False)
+
+
+def buffer(n: int, columns: int) -> np.ndarray:
+    """float32 [n, columns], and room behind it: for a kernel's unused columns, or a last row group beyond the rows."""
+    whole = -(-n // _COLUMNS) * _COLUMNS if n > 1 else 1
+    return np.zeros(whole * columns + 16, np.float32)[: n * columns].reshape(n, columns)
+
+
+def bits(value: float) -> int:
+    """The bits of a float64, as an argument of a call."""
+    return int(np.array(value, np.float64).view(np.int64))
+
+
+def address(array: np.ndarray | None) -> int:
+    """Where an array begins; 0 for None."""
+    return 0 if array is None else array.ctypes.data

@@ -1,7 +1,7 @@
 """The file's blocks -> the repacked form (layout.py), a row group's rows side by side in vector registers.
 
 Repacking only moves bits: each bit of a repacked word is one bit of the file's block, or its complement. Which
-one is found by asking `Layout.words` about a few well-chosen blocks, so that no type is described twice. Bits
+one is found by asking `PackedLayout.words` about a few well-chosen blocks, so that no type is described twice. Bits
 that move the same way are moved together: a word is an or of a few words of the file, shifted and masked.
 """
 
@@ -17,7 +17,7 @@ from numba.core import types
 from numba.extending import intrinsic
 
 from bridge.blocks import TYPES
-from bridge.runtime.cpu.layout import Layout
+from bridge.runtime.cpu.layout import PackedLayout
 from bridge.system.jit import inner, kernel, specialize
 
 _I8, _I16, _I32, _I64 = (ir.IntType(bits) for bits in (8, 16, 32, 64))
@@ -49,7 +49,7 @@ class Word(NamedTuple):
 def words(name: str) -> tuple[Word, ...]:
     """Where the words of a repacked block come from."""
     block = TYPES[name]
-    layout = Layout(block, 1)
+    layout = PackedLayout(block, 1)
 
     def repacked(bits: np.ndarray) -> np.ndarray:
         found = layout.words(np.packbits(bits, bitorder="little"))
@@ -281,7 +281,7 @@ def _repack(raw, first, last, stride, codes_from, out):
 @cache
 def moves(name: str, lanes: int) -> dict[str, Any]:
     """`move` and `fetch` of a type, and the sizes of its blocks."""
-    layout = Layout(TYPES[name], lanes)
+    layout = PackedLayout(TYPES[name], lanes)
     return {
         "move": _mover(name, lanes),
         "fetch": _fetcher(lanes * layout.block.nbytes),

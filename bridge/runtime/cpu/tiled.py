@@ -15,7 +15,7 @@ import numpy as np
 
 from bridge.errors import BridgeError
 from bridge.runtime.cpu import interleaved
-from bridge.runtime.cpu.portable import Matrix
+from bridge.runtime.cpu.portable import RawMatrix
 from bridge.runtime.cpu.products import Interleaved
 from bridge.runtime.cpu.repack import first_bad, group_start, moves, repacker
 from bridge.system import pool
@@ -97,7 +97,7 @@ def _block_function(name: str, target: str, lanes: int, integer: bool) -> Any:
 class Tiled(Interleaved):
     """The engine of a tensor before it is prepared."""
 
-    def __init__(self, matrix: Matrix, target: str):
+    def __init__(self, matrix: RawMatrix, target: str):
         super().__init__(matrix, target)
         self.name = f"{target}/{matrix.type.lower()}, rows interleaved on the way"
         self._blocks: list[np.ndarray] = []

@@ -17,7 +17,6 @@ from typing import Any, Protocol
 
 from bridge.errors import BridgeError
 from bridge.gguf_file.pretokenizers import KNOWN_ENDS
-from bridge.runtime.batches import common_prefix
 from bridge.runtime.tokenizer.spm import SentencePiece, byte_of_token
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)  # tokenizer.ggml.token_type
@@ -95,7 +94,7 @@ class Tokenizer:
     def piece(self, token: int, special: bool = False) -> bytes:
         """The bytes that a token adds to a text; those of control tokens only with `special`."""
         if not 0 <= token < len(self.tokens):
-            raise BridgeError(f"token {token}: the vocabulary has {len(self.tokens)}")
+            raise BridgeError(f"token {token}: the vocabulary has {len(self.tokens)} tokens")
         kind = self.types[token]
         if kind in (CONTROL, UNKNOWN) and not special:
             return b""
@@ -153,7 +152,7 @@ class Tokenizer:
             scores = _items(metadata, "scores", float, len(self.tokens)) or [0.0] * len(self.tokens)
             prefix = bool(metadata.get("tokenizer.ggml.add_space_prefix", True))
             return SentencePiece(self.tokens, self.types, scores, self._role_token(metadata, "unknown"), prefix)
-        raise BridgeError(f"tokenizer.ggml.model is {model!r}; gpt2 (byte-level BPE) and llama are known here")
+        raise BridgeError(f"tokenizer.ggml.model is {model!r}; must be gpt2 (byte-level BPE) or llama")
 
     def _role_token(self, metadata: Mapping[str, Any], role: str) -> int | None:
         token = metadata.get(f"tokenizer.ggml.{role}_token_id")
@@ -170,7 +169,13 @@ def _items(metadata: Mapping[str, Any], key: str, kind: type, count: int | None 
     items = metadata.get(f"tokenizer.ggml.{key}") or []
     # an array in a GGUF has items of one type
     if not isinstance(items, list) or not all(isinstance(item, kind) for item in items[:1]):
-        raise BridgeError(f"tokenizer.ggml.{key} is no array of {kind.__name__}; convert the model again")
+        raise BridgeError(f"tokenizer.ggml.{key} is not an array of {kind.__name__}; convert the model again")
     if items and count is not None and len(items) != count:
         raise BridgeError(f"tokenizer.ggml.{key} has {len(items)} values for {count} tokens; convert the model again")
     return items
+
+
+def common_prefix(read: Sequence[int], tokens: Sequence[int]) -> int:
+    """How many tokens two sequences begin with alike."""
+    alike = (a == b for a, b in zip(read, tokens, strict=False))
+    return next((n for n, same in enumerate(alike) if not same), min(len(read), len(tokens)))

@@ -1,4 +1,10 @@
-"""From drawn tokens to what a reader sees: texts that end a reply, and the probabilities of its tokens."""
+"""From drawn tokens to replies: texts that end one, the probabilities of its tokens, and several replies at once.
+
+A decode step reads every weight once, however many tokens it computes: the kernels of 4 and 8 columns multiply a word
+of weights with as many vectors while it is in a register. So `BatchRunner` takes a token of each sequence through the
+layers together. Prompts are read one after another, each into a context of its own; where there are more sequences
+than a step takes, the next one begins when another has ended.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +14,13 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from bridge.errors import BridgeError
+from bridge.errors import BridgeError, parameter
+from bridge.runtime.decoder import Decoder
+from bridge.runtime.kv_cache import KVCache
 from bridge.runtime.sampling import Sampler
 from bridge.runtime.tokenizer import Tokenizer
+
+MAX_BATCH = 8  # sequences in a step: columns of the widest kernel
 
 
 @dataclass(frozen=True)
@@ -28,16 +38,16 @@ class ScoredToken:
 
 
 def stop_texts(stop: str | Sequence[str] | None) -> list[str]:
-    """One text or several as a list, without empty ones. Raises BridgeError for what is no text."""
+    """One text or several as a list, without empty ones. Raises BridgeError if one is not a text."""
     stops: list[Any] = [stop] if isinstance(stop, str) or not isinstance(stop, Iterable) else list(stop)
     for text in stops:
         if not isinstance(text, str | None):
-            raise BridgeError(f"stop {text!r}: texts are wanted")
+            raise BridgeError(f"{parameter('stop')} {text!r}: must be a text or a list of texts")
     return [text for text in stops if text]
 
 
 class Stopping:
-    """Text that comes in pieces and ends before the first of the stops; what may begin one of them is held back."""
+    """Text in pieces that ends before the first stop text; a piece that may be the start of one is held back."""
 
     def __init__(self, stops: list[str]):
         self.ended = False
@@ -45,7 +55,7 @@ class Stopping:
         self._stops = stops
 
     def add(self, piece: str) -> str:
-        """What may be shown now."""
+        """The text that may be shown now."""
         text = self.held + piece
         found = [at for at in (text.find(stop) for stop in self._stops) if at >= 0]
         if found:
@@ -124,3 +134,56 @@ class Reply:
             return False
         self._shown.append(self._text.add(self._bytes.decode(self._tokenizer.piece(token))))
         return not self._text.ended
+
+
+@dataclass
+class SequenceState:
+    """One of the sequences: its prompt and the reply so far."""
+
+    prompt: list[int]
+    sampler: Sampler
+    reply: Reply
+    max_tokens: int
+    made: int = 0
+    token: int = -1  # the last one, which is not in the context yet
+
+    def take(self, token: int, cache: KVCache) -> bool:
+        """Add the next token; whether another may follow."""
+        self.made += 1
+        self.token = token
+        return self.reply.add(token) and self.made < self.max_tokens and cache.length < cache.context
+
+
+class BatchRunner:
+    """Runs several sequences step by step."""
+
+    def __init__(self, decoder: Decoder, sequences: Sequence[SequenceState]):
+        self._decoder = decoder
+        self._waiting = deque(sequence for sequence in sequences if sequence.max_tokens)
+        self._free = [decoder.new_cache() for _ in range(min(MAX_BATCH, len(self._waiting)))]
+        self._running: list[tuple[SequenceState, KVCache]] = []
+        self.steps = 0
+        self.tokens = 0  # made so far, without the first of each sequence
+
+    def advance(self) -> bool:
+        """Read a prompt if one can begin, else make one more token of each; whether there is more to do."""
+        if self._waiting and self._free:
+            sequence, cache = self._waiting.popleft(), self._free.pop()
+            cache.length = 0
+            row = self._decoder.logits(self._decoder.run(sequence.prompt, cache=cache))[0]
+            self._go_on([(sequence, cache)], [sequence.sampler(row)])
+        elif self._running:
+            running, self._running = self._running, []
+            rows = self._decoder.step([cache for _, cache in running], [sequence.token for sequence, _ in running])
+            self.steps += 1
+            self.tokens += len(running)
+            self._go_on(running, [sequence.sampler(row) for (sequence, _), row in zip(running, rows, strict=True)])
+        return bool(self._waiting or self._running)
+
+    def _go_on(self, running: list[tuple[SequenceState, KVCache]], tokens: list[int]) -> None:
+        """Hand the tokens to their sequences; those that end leave their context to others."""
+        for (sequence, cache), token in zip(running, tokens, strict=True):
+            if sequence.take(token, cache):
+                self._running.append((sequence, cache))
+            else:
+                self._free.append(cache)
