@@ -31,11 +31,8 @@ class Calibration:
     text: Path | str | None = option(
         MISSING,
         "calibration text: plain text, .jsonl, or token ids (.pt, .npy, .safetensors)",
-        flag="--calibrate",
-        metavar="FILE",
-        parse=Path,
-        says="",
-    )
+        flag="--calibrate", metavar="FILE", parse=Path, says="",
+    )  # fmt: skip
     samples: int = option(128, "maximum number of calibration sequences", metavar="N", parse=positive)
     length: int = option(2048, "tokens in each sequence", flag="--sequence-length", metavar="N", parse=positive)
     seed: int | None = option(
@@ -45,16 +42,14 @@ class Calibration:
         "gptaq",
         "gptaq: GPTQ that also compensates for the error of earlier quantized layers; gptq; awq (checkpoints only); "
         "rtn: round to nearest",
-        metavar="NAME",
-        choices=METHODS,
-    )
+        metavar="NAME", choices=METHODS,
+    )  # fmt: skip
     act_order: str = option(
         "fixed",
         "order in which columns are rounded; none: from first to last; free: by falling Hessian diagonal, groups cut "
         "from that order; static: the same order, groups fitted beforehand; fixed: group by group",
-        metavar="ORDER",
-        parse=str,
-    )
+        metavar="ORDER", parse=str,
+    )  # fmt: skip
     damping: float = option(
         0.01, "added to the Hessian's diagonal, as a fraction of its mean", metavar="X", parse=float
     )

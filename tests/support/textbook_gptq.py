@@ -1,7 +1,7 @@
-"""GPTQ as the paper writes it (Frantar et al. 2022, algorithm 1), plain float64 numpy: no blocks, no lazy updates.
+"""GPTQ as the paper writes it (Frantar et al. 2022, algorithm 1), in plain float64 numpy: no blocks, no lazy updates.
 
-What the solver must agree with. Groups are fitted from the least to the greatest weight when their first column is
-reached; the inverse is downdated column by column, so not even a Cholesky factor is shared with the solver.
+`bridge.quantize.gptq_solver` must agree with it. Groups are fitted from the least to the greatest weight when their
+first column is reached; the inverse is downdated column by column, so the solver's Cholesky factor is not used either.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ def gptq(
     cross: np.ndarray | None = None,
     alpha: float = 0.0,
 ) -> np.ndarray:
-    """weight [rows, columns] -> what it is rounded to, float64. A `group_size` of -1 is the whole row.
+    """weight [rows, columns] -> the rounded values, float64. A `group_size` of -1 is the whole row.
 
-    ties  int [rows, columns]: the codes to take of two that are equally near. A symmetric group's least weight, where
-          it is the widest, is such a tie, and which way it goes is noise of the last bit
-    order  int [columns]: static groups, fitted before on the weights as they are, and columns rounded in this order
-    cross  float [columns, columns]: GPTAQ (arXiv 2504.02692). A column j that is rounded moves those after it, F, by
+    ties  int [rows, columns]: the code to choose when two are equally near. A symmetric group's least weight, if it is
+          the largest in size, is such a tie, decided by noise in the last bit
+    order  int [columns]: static groups, fitted on the original weights, and columns rounded in this order
+    cross  float [columns, columns]: GPTAQ (arXiv 2504.02692). Rounding a column j moves the columns after it, F, by
            alpha w_j C[j, F] H_FF^-1
     """
     work = weight.astype(np.float64)
@@ -57,7 +57,7 @@ def gptq(
         error = (work[:, j] - done[:, j]) / inverse[j, j]
         work[:, left] -= np.outer(error, inverse[j, left])
         inverse -= np.outer(inverse[:, j], inverse[j]) / inverse[j, j]
-        if cross is not None:  # what is left of the inverse is that of H_FF
+        if cross is not None:  # the rest of the inverse is H_FF^-1
             work[:, left] += alpha * np.outer(work[:, j], cross[j, left] @ inverse[np.ix_(left, left)])
     return done
 

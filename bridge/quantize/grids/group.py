@@ -14,9 +14,8 @@ import numpy as np
 
 from bridge.checkpoint.grouped import GroupedTensor
 from bridge.errors import BridgeError
-from bridge.quantize.grids.line_refit import group_refitter
+from bridge.quantize.grids.line_refit import refit_lines
 from bridge.quantize.refine import Metric
-from bridge.system.row_threads import over_rows
 
 _SHRINKS = np.linspace(1.0, 0.4, 31)
 
@@ -89,13 +88,7 @@ class GroupGrid:
         if not self.half:
             return
         scales, zeros = (np.ascontiguousarray(f[:, run], np.float32) for f in (self.scales, self.zeros))
-        order, push, inverse = metric.order[0], metric.push[0], metric.inverse[0]
-        low, high = np.float32(self.low), np.float32(self.high)
-        move = group_refitter(self.symmetric)
-        over_rows(
-            self.rows,
-            lambda r: move(codes[r], g[r], metric.hessian, order, push, inverse, scales[r], zeros[r], low, high),
-        )
+        refit_lines("symmetric" if self.symmetric else "asymmetric", codes, g, metric, scales, zeros, self)
         self.scales[:, run], self.zeros[:, run] = scales, zeros
         self.set_lines(run)
 

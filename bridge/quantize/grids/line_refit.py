@@ -12,11 +12,12 @@ from typing import Any
 
 import numpy as np
 
-from bridge.blocks import BlockType
+from bridge.quantize.gptq_solver import Grid
 from bridge.quantize.grids.try_lines import least, line_search
-from bridge.quantize.refine import GAIN, line_target, move
+from bridge.quantize.refine import GAIN, Metric, line_target, move
 from bridge.system.half import round_half
 from bridge.system.jit import inlined, specialize
+from bridge.system.row_threads import over_rows
 
 _ZERO = np.float32(0)
 _STEPS = 3  # tries of the slope to either side
@@ -25,7 +26,6 @@ _PLAIN_STEP = np.float32(0.25)  # of the step of a code, at the end of the range
 
 # set by `specialize`; others: tries of the second parameter for each slope
 lanes = others = 0
-mins = False
 neighbours: Any = None
 try_lines: Any = None
 
@@ -47,7 +47,7 @@ def _plain(d, m, high, tried):
         at = np.float32(lane // others - _STEPS)
         m_at = np.float32(lane % others - _STEPS)
         tried[0, lane] = round_half(d * (np.float32(1) + at * _PLAIN_STEP / high))
-        tried[1, lane] = round_half(m + (m_at - at) * _PLAIN_STEP * d) if mins else _ZERO
+        tried[1, lane] = round_half(m + (m_at - at) * _PLAIN_STEP * d) if others > 1 else _ZERO
         tried[3, lane] = tried[1, lane]
     return m
 
@@ -73,23 +73,33 @@ def _refit(codes, g, hessian, order, push, inverse, slopes, seconds, low, high):
             move(order, scratch[0, :, best], tried[0, best], tried[1, best], codes[row], values, g[row], hessian)
 
 
-def group_refitter(symmetric: bool) -> Callable[..., None]:
-    """refit(codes, g, hessian, order, push, inverse, slopes, seconds, low, high), compiled.
-
-    codes int16 [rows, n] and g float32 [rows, n] of one run; slopes (scales) and seconds (zero points) float32 [rows],
-    changed; low, high float32, the range of codes; the rest as in `refine.Metric`. Zero points of symmetric groups
-    stay.
-    """
-    return _refitter("symmetric", _group, 8, 1) if symmetric else _refitter("asymmetric", _group, 32, 3)
-
-
-def plain_refitter(block: BlockType) -> Callable[..., None]:
-    """The same for a type that is not a K-quant: slopes are d, seconds are m, which stays 0 in types without it."""
-    return _refitter("minimum", _plain, 64, 7, True) if block.has_min else _refitter("no_minimum", _plain, 8, 1)
+# by kind: the lines that are tried, how many, and how many of them share a slope
+_KINDS = {
+    "symmetric": (_group, 8, 1),  # zero points stay
+    "asymmetric": (_group, 32, 3),
+    "plain": (_plain, 8, 1),
+    "plain with minimum": (_plain, 64, 7),
+}
 
 
 @cache
-def _refitter(name: str, tries: Callable[..., Any], lanes: int, others: int, mins: bool = False) -> Callable[..., None]:
-    scope = {"lanes": lanes, "others": others}
-    own = specialize(tries, name, inlined, **scope, mins=mins)
+def _refitter(kind: str) -> Callable[..., None]:
+    tries, lanes, others = _KINDS[kind]
+    name = kind.replace(" ", "_")
+    own = specialize(tries, name, inlined, lanes=lanes, others=others)
     return specialize(_refit, name, lanes=lanes, neighbours=own, try_lines=line_search(lanes))
+
+
+def refit_lines(
+    kind: str, codes: np.ndarray, g: np.ndarray, metric: Metric, slopes: np.ndarray, seconds: np.ndarray, grid: Grid
+) -> None:
+    """Move one run of each row; updates codes int16 [rows, n], g float32 [rows, n], and float32 [rows] of slopes (scale
+    or d) and seconds (zero point or m, 0 in types without it)."""
+    move = _refitter(kind)
+    order, push, inverse = metric.order[0], metric.push[0], metric.inverse[0]
+    low, high = np.float32(grid.low), np.float32(grid.high)
+
+    def work(r: slice) -> None:
+        move(codes[r], g[r], metric.hessian, order, push, inverse, slopes[r], seconds[r], low, high)
+
+    over_rows(len(codes), work)

@@ -23,7 +23,7 @@ from bridge.encode.round_affine import affine_quantizer
 from bridge.encode.round_plain import plain_quantizer
 from bridge.encode.round_scaled import scaled_quantizer
 from bridge.errors import BridgeError
-from bridge.quantize.grids.line_refit import plain_refitter
+from bridge.quantize.grids.line_refit import refit_lines
 from bridge.quantize.grids.superblock_refit import refitter
 from bridge.quantize.refine import Metric, run_values
 from bridge.system.jit import specialize
@@ -121,7 +121,9 @@ class SuperblockGrid:
     def refit(self, run: int, codes: np.ndarray, g: np.ndarray, metric: Metric, sweep: int) -> None:
         """Move d, dmin, sc and m of block `run`; see `refine.Refinable`."""
         if not self.block.is_k:
-            self._refit_plain(run, codes, g, metric)
+            kind = "plain with minimum" if self.block.has_min else "plain"
+            with self._fields(run) as (_, _, d, dmin):
+                refit_lines(kind, codes, g, metric, d[:, 0], dmin[:, 0], self)
             return
         fitter = refitter(self.block)
         tries = np.array(_TRIES[sweep % len(_TRIES) if self.block.has_min else 0], np.float32)
@@ -136,16 +138,6 @@ class SuperblockGrid:
                 lambda r: fitter(
                     codes[r], g[r], hw[r], hessian, sums, order, push, inverse, sc[r], mn[r], d[r], dmin[r], tries
                 ),
-            )
-
-    def _refit_plain(self, run: int, codes: np.ndarray, g: np.ndarray, metric: Metric) -> None:
-        order, push, inverse = metric.order[0], metric.push[0], metric.inverse[0]
-        low, high = np.float32(self.low), np.float32(self.high)
-        move = plain_refitter(self.block)
-        with self._fields(run) as (_, _, d, dmin):
-            over_rows(
-                self.rows,
-                lambda r: move(codes[r], g[r], metric.hessian, order, push, inverse, d[r, 0], dmin[r, 0], low, high),
             )
 
     def copy_rows(self, rows: np.ndarray, source: SuperblockGrid, source_rows: np.ndarray) -> None:

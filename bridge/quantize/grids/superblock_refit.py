@@ -148,10 +148,8 @@ def _refit_k(codes, g, hw, hessian, sums, order, push, inverse, sc, mn, d, dmin,
     best_slope = np.empty(size, np.float32)
     for row in range(codes.shape[0]):
         for k in range(size):
-            j = k // sub
-            old[k] = d[row, 0] * np.float32(sc[row, j]) * np.float32(codes[row, k]) - dmin[row, 0] * np.float32(
-                mn[row, j]
-            )
+            s, m = np.float32(sc[row, k // sub]), np.float32(mn[row, k // sub])
+            old[k] = d[row, 0] * s * np.float32(codes[row, k]) - dmin[row, 0] * m
         best = 0.0
         best_d = d[row, 0]
         best_dmin = dmin[row, 0]
@@ -170,23 +168,9 @@ def _refit_k(codes, g, hw, hessian, sums, order, push, inverse, sc, mn, d, dmin,
                 own_sc[j] = np.int32(min(max(s, np.float32(scale_lo)), np.float32(scale_hi)))
                 own_mn[j] = np.int32(min(m, np.float32(min_hi)))
             if not lines(
-                own,
-                values,
-                slope,
-                hessian,
-                order,
-                push,
-                inverse,
-                own_sc,
-                own_mn,
-                fields[0],
-                fields[1],
-                t > 0,
-                gathered,
-                target,
-                scratch,
-                tried,
-            ):
+                own, values, slope, hessian, order, push, inverse, own_sc, own_mn, fields[0], fields[1], t > 0,
+                gathered, target, scratch, tried,
+            ):  # fmt: skip
                 continue
             for k in range(size):
                 now[k] = hw[row, k] + g[row, k] - slope[k]
@@ -217,19 +201,9 @@ def _refit_k(codes, g, hw, hessian, sums, order, push, inverse, sc, mn, d, dmin,
 def refitter(block: BlockType) -> Callable[..., None]:
     """The compiled refit of a K-quant; codes [rows, size] and g: one block per row."""
     lanes, m_tries = (32, 5) if block.has_min else (8, 1)  # lines tried side by side; of these, with the same sc
-    scope: dict[str, Any] = {
-        "size": block.size,
-        "subs": block.subs,
-        "sub": block.sub,
-        "scale_lo": np.int32(block.scale_lo),
-        "scale_hi": np.int32(block.scale_hi),
-        "min_hi": np.int32(block.min_hi),
-        "low": np.float32(-block.zero),
-        "high": np.float32(block.levels - 1 - block.zero),
-        "mins": block.has_min,
-        "lanes": lanes,
-        "m_tries": m_tries,
-        "try_lines": line_search(lanes),
-    }
+    scope: dict[str, Any] = {name: np.int32(getattr(block, name)) for name in ("scale_lo", "scale_hi", "min_hi")}
+    scope |= {"size": block.size, "subs": block.subs, "sub": block.sub, "mins": block.has_min}
+    scope |= {"low": np.float32(-block.zero), "high": np.float32(block.levels - 1 - block.zero)}
+    scope |= {"lanes": lanes, "m_tries": m_tries, "try_lines": line_search(lanes)}
     moves = {f.__name__[1:]: specialize(f, block.name, **scope) for f in (_lines, _scales)}
     return specialize(_refit_k, block.name, **scope, **moves)
