@@ -26,10 +26,10 @@ from benchlib import head, machine, parser
 from benchlib.divergence import FloatModel
 
 from bridge.blocks import BLOCKS
-from bridge.conversion.calibrate_plan import Calibration
 from bridge.conversion.converter import convert, plan_checkpoint
 from bridge.conversion.gguf_writer import file_bytes
-from bridge.conversion.size_budget import Budget
+from bridge.conversion.options import Budget
+from bridge.quantize.settings import Calibration
 from bridge.runtime.cpu import dequantize
 from scripts.peers import ggml
 from scripts.peers.gguf_file import gguf_weights

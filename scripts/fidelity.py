@@ -18,8 +18,8 @@ from pathlib import Path
 from benchlib import head, parser
 
 import bridge
-from bridge.conversion.calibrate_plan import Calibration
 from bridge.conversion.report import CALIBRATED, CODED
+from bridge.quantize.settings import Calibration
 from scripts.peers import reference
 from scripts.peers.fidelity import Reference, measure
 

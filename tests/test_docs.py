@@ -112,6 +112,27 @@ def test_scripts_and_modules_that_the_pages_name_exist():
             assert (ROOT / name).exists(), f"{page.name}: {name}"
 
 
+@pytest.mark.parametrize("page", ["architecture.md", "extending.md"])
+def test_files_that_are_named_by_the_end_of_their_paths_exist(page):
+    ours = {
+        f"/{file.relative_to(ROOT)}" for part in ("bridge", "cuda", "tests") for file in (ROOT / part).rglob("*.py")
+    }
+    named = re.findall(r"(?<![\w/.*])[\w/]+\.py\b", (ROOT / "docs" / page).read_text(encoding="utf-8"))
+    assert len(named) > 15
+    assert [name for name in named if not any(file.endswith(f"/{name}") for file in ours)] == []
+
+
+def test_the_floors_of_architecture_are_those_of_the_imports():
+    from tests.test_layout import ALLOWED
+
+    floors = {
+        row[1].strip("`").removesuffix(".py").rstrip("/"): int(row[0]) for row in cells("architecture.md", "| floor")
+    }
+    assert floors.keys() == ALLOWED.keys()
+    for package, below in ALLOWED.items():
+        assert floors[package] == max((floors[other] + 1 for other in below), default=0)
+
+
 def cells(page: str, head: str) -> list[list[str]]:
     """The rows of the table of a page whose first line begins so."""
     lines = (ROOT / "docs" / page).read_text(encoding="utf-8").splitlines()

@@ -31,25 +31,27 @@ from dataclasses import dataclass
 from typing import Any
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class BlockType:
-    """One GGUF block type: what its fields may hold and how they lie in memory."""
+    """One GGUF block type: what its fields may hold and how they lie in memory. A default means: no such field."""
 
     name: str  # as gguf.GGMLQuantizationType spells it
     size: int  # weights in a block
     sub: int  # weights in a sub-block
     nbytes: int  # bytes in a block
     levels: int  # number of codes
-    zero: int  # the code that stands for 0; affine types have none: 0
-    scale_lo: int  # range of sub-block scale codes; 1..1 where there are none
-    scale_hi: int
-    min_hi: int  # min codes run 0..min_hi; 0 where there are none
-    d_at: int  # byte offset of d in the block; -1 where there is none
-    dmin_at: int  # byte offset of dmin (Q4_1, Q5_1: m); -1 where there is none
+    zero: int = 0  # the code that means 0
+    scale_lo: int = 1  # range of sub-block scale codes
+    scale_hi: int = 1
+    min_hi: int = 0  # min codes are 0..min_hi
+    d_at: int = -1  # byte offset of d in the block
+    dmin_at: int = -1  # byte offset of dmin (Q4_1, Q5_1: m)
     pack: Callable[..., None]
     unpack: Callable[..., None]
-    values: tuple[int, ...] = ()  # table types: what each code stands for
-    scales: tuple[float, ...] = ()  # and each scale byte, where there is no d
+    values: tuple[int, ...] = ()  # table types: the value of each code
+    scales: tuple[float, ...] = ()  # and of each scale byte, where there is no d
+    clips: bool = False  # codes that leave the range are clipped; other types cannot carry them
+    last_resort: bool = False  # taken when no other type is good enough
 
     @property
     def bpw(self) -> float:
@@ -62,8 +64,8 @@ class BlockType:
         return self.size // self.sub
 
     @property
-    def run(self) -> int:
-        """Columns that share a scale, 32 at most: what kernels take the sums of activations over."""
+    def sum_span(self) -> int:
+        """Columns that share a scale, at most 32: kernels take the sums of activations over as many."""
         return min(self.sub, 32)
 
     @property

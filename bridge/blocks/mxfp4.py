@@ -25,5 +25,8 @@ def unpack(raw, q, sc, mn):
         q[i + 16] = raw[1 + i] >> 4
 
 
-MXFP4 = BlockType("MXFP4", 32, 32, 17, 16, 0, -128, 127, 0, -1, -1, pack, unpack, E2M1, _SCALES)
+MXFP4 = BlockType(
+    name="MXFP4", size=32, sub=32, nbytes=17, levels=16,
+    scale_lo=-128, scale_hi=127, values=E2M1, scales=_SCALES, pack=pack, unpack=unpack,
+)  # fmt: skip
 assert MXFP4.nbytes == 1 + 16

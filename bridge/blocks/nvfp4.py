@@ -34,5 +34,8 @@ def unpack(raw, q, sc, mn):
 
 
 _SCALES = tuple(_ue4m3(code) / 2 for code in range(256))
-NVFP4 = BlockType("NVFP4", 64, 16, 36, 16, 0, -128, 127, 0, -1, -1, pack, unpack, E2M1, _SCALES)
+NVFP4 = BlockType(
+    name="NVFP4", size=64, sub=16, nbytes=36, levels=16,
+    scale_lo=-128, scale_hi=127, values=E2M1, scales=_SCALES, pack=pack, unpack=unpack,
+)  # fmt: skip
 assert NVFP4.nbytes == 4 + 32

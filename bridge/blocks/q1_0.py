@@ -23,5 +23,5 @@ def unpack(raw, q, sc, mn):
             q[8 * i + j] = (raw[2 + i] >> j) & 1
 
 
-Q1_0 = BlockType("Q1_0", 128, 128, 18, 2, 0, 1, 1, 0, 0, -1, pack, unpack, (-1, 1))
+Q1_0 = BlockType(name="Q1_0", size=128, sub=128, nbytes=18, levels=2, values=(-1, 1), d_at=0, pack=pack, unpack=unpack)
 assert Q1_0.nbytes == 2 + 16

@@ -20,5 +20,5 @@ def unpack(raw, q, sc, mn):
             q[4 * i + j] = (raw[2 + i] >> (2 * j)) & 3
 
 
-Q2_0 = BlockType("Q2_0", 64, 64, 18, 4, 1, 1, 1, 0, 0, -1, pack, unpack)
+Q2_0 = BlockType(name="Q2_0", size=64, sub=64, nbytes=18, levels=4, zero=1, d_at=0, pack=pack, unpack=unpack)
 assert Q2_0.nbytes == 2 + 16

@@ -32,5 +32,8 @@ def unpack(raw, q, sc, mn):
                 q[128 * h + 32 * j + i] = (raw[16 + 32 * h + i] >> (2 * j)) & 3
 
 
-Q2_K = BlockType("Q2_K", 256, 16, 84, 4, 0, 0, 15, 15, 80, 82, pack, unpack)
+Q2_K = BlockType(
+    name="Q2_K", size=256, sub=16, nbytes=84, levels=4,
+    scale_lo=0, scale_hi=15, min_hi=15, d_at=80, dmin_at=82, pack=pack, unpack=unpack,
+)  # fmt: skip
 assert Q2_K.nbytes == 16 + 64 + 2 + 2

@@ -48,5 +48,8 @@ def unpack(raw, q, sc, mn):
         sc[j] = (low | (high << 4)) - 32
 
 
-Q3_K = BlockType("Q3_K", 256, 16, 110, 8, 4, -32, 31, 0, 108, -1, pack, unpack)
+Q3_K = BlockType(
+    name="Q3_K", size=256, sub=16, nbytes=110, levels=8, zero=4,
+    scale_lo=-32, scale_hi=31, d_at=108, pack=pack, unpack=unpack,
+)  # fmt: skip
 assert Q3_K.nbytes == 32 + 64 + 12 + 2

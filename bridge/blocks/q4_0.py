@@ -20,5 +20,5 @@ def unpack(raw, q, sc, mn):
         q[i + 16] = raw[2 + i] >> 4
 
 
-Q4_0 = BlockType("Q4_0", 32, 32, 18, 16, 8, 1, 1, 0, 0, -1, pack, unpack)
+Q4_0 = BlockType(name="Q4_0", size=32, sub=32, nbytes=18, levels=16, zero=8, d_at=0, pack=pack, unpack=unpack)
 assert Q4_0.nbytes == 2 + 16

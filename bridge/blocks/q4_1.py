@@ -23,5 +23,5 @@ def unpack(raw, q, sc, mn):
         q[i + 16] = raw[4 + i] >> 4
 
 
-Q4_1 = BlockType("Q4_1", 32, 32, 20, 16, 0, 1, 1, 0, 0, 2, pack, unpack)
+Q4_1 = BlockType(name="Q4_1", size=32, sub=32, nbytes=20, levels=16, d_at=0, dmin_at=2, pack=pack, unpack=unpack)
 assert Q4_1.nbytes == 2 + 2 + 16

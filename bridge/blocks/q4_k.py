@@ -53,5 +53,8 @@ def unpack(raw, q, sc, mn):
             q[64 * c + 32 + i] = raw[16 + 32 * c + i] >> 4
 
 
-Q4_K = BlockType("Q4_K", 256, 32, 144, 16, 0, 0, 63, 63, 0, 2, pack, unpack)
+Q4_K = BlockType(
+    name="Q4_K", size=256, sub=32, nbytes=144, levels=16,
+    scale_lo=0, scale_hi=63, min_hi=63, d_at=0, dmin_at=2, pack=pack, unpack=unpack,
+)  # fmt: skip
 assert Q4_K.nbytes == 2 + 2 + 12 + 128

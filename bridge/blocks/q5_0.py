@@ -26,5 +26,5 @@ def unpack(raw, q, sc, mn):
         q[i + 16] = (raw[6 + i] >> 4) | (((raw[4 + (i >> 3)] >> (i & 7)) & 1) << 4)
 
 
-Q5_0 = BlockType("Q5_0", 32, 32, 22, 32, 16, 1, 1, 0, 0, -1, pack, unpack)
+Q5_0 = BlockType(name="Q5_0", size=32, sub=32, nbytes=22, levels=32, zero=16, d_at=0, pack=pack, unpack=unpack)
 assert Q5_0.nbytes == 2 + 4 + 16

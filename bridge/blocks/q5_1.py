@@ -29,5 +29,5 @@ def unpack(raw, q, sc, mn):
         q[i + 16] = (raw[8 + i] >> 4) | (((raw[6 + (i >> 3)] >> (i & 7)) & 1) << 4)
 
 
-Q5_1 = BlockType("Q5_1", 32, 32, 24, 32, 0, 1, 1, 0, 0, 2, pack, unpack)
+Q5_1 = BlockType(name="Q5_1", size=32, sub=32, nbytes=24, levels=32, d_at=0, dmin_at=2, pack=pack, unpack=unpack)
 assert Q5_1.nbytes == 2 + 2 + 4 + 16

@@ -37,5 +37,8 @@ def unpack(raw, q, sc, mn):
             q[64 * c + 32 + i] = (low >> 4) | (((high >> 1) & 1) << 4)
 
 
-Q5_K = BlockType("Q5_K", 256, 32, 176, 32, 0, 0, 63, 63, 0, 2, pack, unpack)
+Q5_K = BlockType(
+    name="Q5_K", size=256, sub=32, nbytes=176, levels=32,
+    scale_lo=0, scale_hi=63, min_hi=63, d_at=0, dmin_at=2, pack=pack, unpack=unpack,
+)  # fmt: skip
 assert Q5_K.nbytes == 2 + 2 + 12 + 32 + 128

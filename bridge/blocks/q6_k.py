@@ -39,5 +39,8 @@ def unpack(raw, q, sc, mn):
         sc[j] = (raw[192 + j] ^ 128) - 128
 
 
-Q6_K = BlockType("Q6_K", 256, 16, 210, 64, 32, -128, 127, 0, 208, -1, pack, unpack)
+Q6_K = BlockType(
+    name="Q6_K", size=256, sub=16, nbytes=210, levels=64, zero=32,
+    scale_lo=-128, scale_hi=127, d_at=208, pack=pack, unpack=unpack,
+)  # fmt: skip
 assert Q6_K.nbytes == 128 + 64 + 16 + 2

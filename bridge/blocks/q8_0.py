@@ -19,5 +19,8 @@ def unpack(raw, q, sc, mn):
         q[i] = raw[2 + i] ^ 128
 
 
-Q8_0 = BlockType("Q8_0", 32, 32, 34, 256, 128, 1, 1, 0, 0, -1, pack, unpack)
+Q8_0 = BlockType(
+    name="Q8_0", size=32, sub=32, nbytes=34, levels=256, zero=128,
+    clips=True, last_resort=True, d_at=0, pack=pack, unpack=unpack,
+)  # fmt: skip
 assert Q8_0.nbytes == 2 + 32

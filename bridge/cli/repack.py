@@ -6,6 +6,8 @@ import argparse
 from pathlib import Path
 from typing import Any
 
+from bridge.cli.options import command
+
 _HELP = "rewrite a GPTQ checkpoint with its zero points stored as v1 or v2"
 _DESCRIPTION = """\
 Rewrite a GPTQ checkpoint with its zero points stored as v1 or v2, its labels put
@@ -17,10 +19,7 @@ GPTQModel before 7.0. v1 to v2 loses nothing; v1 cannot hold a zero point of 0.
 
 def add_parser(commands: Any) -> None:
     """Add the command to argparse's sub-parsers."""
-    p = commands.add_parser(
-        "repack", help=_HELP, description=_DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    p.set_defaults(run=run)
+    p = command(commands, "repack", _HELP, run, _DESCRIPTION)
     p.add_argument("source", help="GPTQ checkpoint: a folder, a Hub id (org/name), or a .pt file")
     p.add_argument("out", type=Path, help="the folder to write (never the source itself)")
     p.add_argument(
@@ -37,7 +36,6 @@ def add_parser(commands: Any) -> None:
         "--config", metavar="DIR", type=Path, help="folder with config.json and tokenizer, where the source has none"
     )
     p.add_argument("--force", action="store_true", help="replace a checkpoint folder that exists")
-    p.add_argument("--debug", action="store_true", help="show where an error comes from (traceback)")
 
 
 def run(a: argparse.Namespace) -> int:

@@ -4,26 +4,19 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from bridge.cli.options import add_options, command, given
 from bridge.errors import BridgeError
+from bridge.runtime.sampling import Sampling
 
 
-def _as_it_is(a: argparse.Namespace) -> Path:
-    return Path(a.model)
-
-
-def add_parsers(commands: Any, converted: Callable[[argparse.Namespace], Path] = _as_it_is) -> None:
-    """Add the commands to argparse's sub-parsers.
-
-    converted  the GGUF of a command's `model` and `config`; by default they are GGUFs
-    """
+def add_parser(commands: Any) -> None:
+    """Add the commands to argparse's sub-parsers."""
     p = _parser(commands, "run", "continue a text, or answer a question, with a GGUF or a checkpoint", run)
-    _take_checkpoints(p, converted)
+    _take_checkpoints(p)
     p.add_argument("-p", "--prompt", required=True, metavar="TEXT", help="the text; - reads it from standard input")
     p.add_argument("--chat", action="store_true", help="the text is a user's message, for the model's chat template")
     p.add_argument("--system", metavar="TEXT", help="with --chat: the system message")
@@ -35,7 +28,7 @@ def add_parsers(commands: Any, converted: Callable[[argparse.Namespace], Path] =
     p = _parser(
         commands, "chat", "talk with a GGUF or a checkpoint, line by line; /clear begins again, /exit ends", chat
     )
-    _take_checkpoints(p, converted)
+    _take_checkpoints(p)
     p.add_argument("--system", metavar="TEXT", help="the system message")
     _add_sampling(p)
     p = _parser(commands, "perplexity", "measure how well a GGUF predicts a text", perplexity)
@@ -46,62 +39,45 @@ def add_parsers(commands: Any, converted: Callable[[argparse.Namespace], Path] =
     p.add_argument("--length", type=int, default=256, metavar="N", help="tokens of a window (default 256)")
 
 
-def _take_checkpoints(p: argparse.ArgumentParser, converted: Callable[[argparse.Namespace], Path]) -> None:
-    """What runs may be a checkpoint too; `a.converted(a)` is the GGUF of either."""
+def _take_checkpoints(p: argparse.ArgumentParser) -> None:
+    """The model to run, which may be a checkpoint; `_converted` returns the GGUF of either."""
     p.add_argument(
         "model",
         help="the GGUF (its first shard), or a checkpoint, which is converted first: a folder, Hub id or .pt",
     )
     p.add_argument("--config", metavar="DIR", type=Path, help="folder with config.json and tokenizer, for a bare .pt")
-    p.set_defaults(converted=converted)
+
+
+def _converted(a: argparse.Namespace) -> Path:
+    """The GGUF that the command was given, or that is made of the checkpoint it was given."""
+    path = Path(a.model)
+    if path.suffix == ".gguf" or (path.is_file() and path.suffix != ".pt" and a.config is None):
+        return path
+    from bridge.conversion.cache import converted
+    from bridge.runtime.decoder_config import ARCHITECTURES
+    from bridge.system.progress import Bar
+
+    with Bar("converting") as bar:
+        return converted(a.model, a.config, ARCHITECTURES, bar)
 
 
 def _add_sampling(p: argparse.ArgumentParser) -> None:
     """The options of a reply; `_reply_options` reads them."""
-    p.add_argument("-n", "--max-tokens", type=int, default=256, metavar="N", help="tokens at most (default 256)")
-    p.add_argument("--temp", type=float, default=0.8, metavar="T", help="temperature (default 0.8); 0 is greedy")
-    p.add_argument("--top-k", type=int, default=40, metavar="K", help="of the K most likely tokens (default 40)")
-    p.add_argument("--top-p", type=float, default=0.95, metavar="P", help="of those that sum to P (default 0.95)")
-    p.add_argument("--min-p", type=float, default=0.05, metavar="P", help="P times as likely as the first (0.05)")
-    p.add_argument(
-        "--repeat-penalty", type=float, default=1.0, metavar="R",
-        help="divides positive logits of tokens seen lately, multiplies the others (default 1: none)",
-    )  # fmt: skip
-    p.add_argument(
-        "--repeat-last-n", type=int, default=64, metavar="N", help="tokens that count as seen lately (64); -1: all"
-    )
-    p.add_argument(
-        "--logit-bias", type=_bias, action="append", default=[], metavar="ID+B",
-        help="add to the logit of a token, as 15043+1, 15043-1.5 or 15043-inf; may be repeated",
-    )  # fmt: skip
+    p.add_argument("-n", "--max-tokens", type=int, default=256, metavar="N", help="tokens at most (default: 256)")
     p.add_argument(
         "--stop", action="append", default=[], metavar="TEXT",
-        help="a text that ends the reply and is not printed; may be repeated",
+        help="text that ends the reply and is not printed; may be repeated",
     )  # fmt: skip
-    p.add_argument("--seed", type=int, metavar="N", help="the same seed gives the same text")
-
-
-def _bias(text: str) -> tuple[int, float]:
-    """The token and what is added, of "15043-1.5"."""
-    token, added = re.fullmatch(r"(\d*)(.*)", text, re.DOTALL).groups()  # type: ignore[union-attr]
-    try:
-        return int(token), float(added if added[:1] in ("+", "-") else "")
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r}: a token's id and what is added, as 15043+1 or 15043-inf") from None
+    add_options(p, Sampling)
 
 
 def _reply_options(a: argparse.Namespace) -> dict[str, Any]:
-    """What `Model.generate` takes besides the prompt."""
-    return {
-        "max_tokens": a.max_tokens, "temperature": a.temp, "top_k": a.top_k, "top_p": a.top_p, "min_p": a.min_p,
-        "seed": a.seed, "stop": a.stop, "repeat_penalty": a.repeat_penalty, "repeat_last_n": a.repeat_last_n,
-        "logit_bias": dict(a.logit_bias),
-    }  # fmt: skip
+    """The arguments of `Model.generate` after the prompt."""
+    return {"max_tokens": a.max_tokens, "stop": a.stop, **given(a, Sampling)}
 
 
 def _parser(commands: Any, name: str, help: str, handler: Any) -> argparse.ArgumentParser:
-    parser = commands.add_parser(name, help=help, description=help[0].upper() + help[1:] + ".")
-    parser.set_defaults(run=handler)
+    parser = command(commands, name, help, handler)
     parser.add_argument("--threads", type=int, metavar="N", help="CPU threads (default: the cores)")
     parser.add_argument("--context", type=int, metavar="N", help="tokens (default: the model's, at most 4096)")
     parser.add_argument("--kv", default="f16", choices=("f16", "q8_0", "f32"), help="type of keys and values")
@@ -109,7 +85,6 @@ def _parser(commands: Any, name: str, help: str, handler: Any) -> argparse.Argum
         "--precision", default="int8", choices=("int8", "f32"), help="of activations (default int8, as in llama.cpp)"
     )
     parser.add_argument("--device", default="cpu", help="cpu (default), cuda, cuda:1 ..., or auto: cuda if it can be")
-    parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
     return parser
 
 
@@ -129,7 +104,7 @@ def run(a: argparse.Namespace) -> int:
     text = _standard_input() if a.prompt == "-" else a.prompt
     if a.system is not None and not a.chat:
         raise BridgeError("--system is part of a conversation; give --chat too")
-    model = _load(a, a.converted(a), a.context)
+    model = _load(a, _converted(a), a.context)
     prompt = text
     if a.chat:
         system = [{"role": "system", "content": a.system}] if a.system is not None else []
@@ -173,7 +148,7 @@ def chat(a: argparse.Namespace) -> int:
     """Answer the lines of standard input, which are one conversation; the speeds go to standard error."""
     from bridge.cli.conversation import Conversation, lines
 
-    model = _load(a, a.converted(a), a.context)
+    model = _load(a, _converted(a), a.context)
     options = _reply_options(a)
     talk = Conversation(model, a.system)
     talk.check()

@@ -26,12 +26,13 @@ from typing import Any
 import bridge
 from bridge.checkpoint.files.hub import model_name, resolve
 from bridge.checkpoint.files.weight_files import WEIGHTS
-from bridge.conversion.converter import Progress, convert
+from bridge.conversion.converter import convert
 from bridge.errors import BridgeError
 from bridge.models import architecture
 from bridge.system.cache import cache_folder
 from bridge.system.files import read_json, write_text
 from bridge.system.folder_locks import hold, remove_unheld
+from bridge.system.progress import Progress
 from bridge.system.text import percent, size_text
 
 try:

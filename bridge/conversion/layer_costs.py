@@ -16,9 +16,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from bridge.blocks import BLOCKS
-from bridge.conversion.calibrate_plan import Calibration
-from bridge.conversion.part_reader import Source
 from bridge.models.outline import Part
+from bridge.quantize.settings import Calibration
 
 if TYPE_CHECKING:
     import torch
@@ -34,7 +33,7 @@ _TOKENS_AT_ONCE = 4096
 class LayerCosts:
     """Measures layers.
 
-    source    the checkpoint
+    carries   whether a layer keeps its codes in a type, and so loses nothing
     settings  how the layers will be quantized
     parts     by layer: where it is in the GGUF
     types     by layer: those that it may get
@@ -44,7 +43,7 @@ class LayerCosts:
     squares   by layer, likewise: the mean square of each input, float32 [columns]
     """
 
-    source: Source
+    carries: Callable[[str, str], bool]
     settings: Calibration
     parts: Mapping[str, Part]
     types: Mapping[str, list[str]]
@@ -114,11 +113,4 @@ class LayerCosts:
 
         methods = {type: rounded if calibrated(type) else None for type in types}
         costs = layer_costs(layer.weight, layer.hessian, gradients, methods, layer.hessian.mean_squares())
-        return costs | {type: Cost(0.0, 0.0) for type in types if self._keeps_codes(layer.name, type)}
-
-    def _keeps_codes(self, module: str, type: str) -> bool:
-        """Whether a layer loses nothing in a type."""
-        from bridge.encode.type_choice import keeps_codes
-
-        part = self.parts[module]
-        return type in BLOCKS and self.source.coded(part) and keeps_codes(self.source.grouped(part), BLOCKS[type])
+        return costs | {type: Cost(0.0, 0.0) for type in types if self.carries(layer.name, type)}

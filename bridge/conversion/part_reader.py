@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -12,7 +12,7 @@ import numpy as np
 
 from bridge.checkpoint import Checkpoint
 from bridge.errors import BridgeError
-from bridge.models.outline import Part, PlannedTensor
+from bridge.models.outline import ModelTensor, Part
 
 if TYPE_CHECKING:
     from bridge.checkpoint.grouped import CodedTensor
@@ -23,12 +23,12 @@ _WINDOWS = 3  # first, middle, last
 
 
 @dataclass
-class Source:
+class PartReader:
     """Reads the parts of planned tensors from a checkpoint."""
 
     ckpt: Checkpoint
 
-    def check(self, tensors: list[PlannedTensor]) -> None:
+    def check(self, tensors: Sequence[ModelTensor]) -> None:
         """BridgeError where a part is missing, or smaller than planned. A larger one may be padded with zeros."""
         for part in (part for t in tensors for part in t.parts):
             if part.source not in self.ckpt.tensors and not self._module(part):
@@ -50,7 +50,7 @@ class Source:
         """For people: the dtype of a part that is floats here; "codes" where it is made of them."""
         return "codes" if self._module(part) else self.ckpt.stored_as(part.source)
 
-    def nbytes(self, tensor: PlannedTensor) -> int:
+    def nbytes(self, tensor: ModelTensor) -> int:
         """Bytes of the tensor in the checkpoint."""
         total = 0
         for part in tensor.parts:

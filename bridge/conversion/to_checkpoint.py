@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING
 
 from bridge.checkpoint.by_name import open_by_name
 from bridge.checkpoint.files.hub import model_name
-from bridge.conversion.calibrate_plan import Calibration, Wish, quantize_layers
+from bridge.conversion.calibrate_plan import Wish, quantize_layers
 from bridge.conversion.paths import layers_of
 from bridge.errors import BridgeError
+from bridge.quantize.settings import Calibration
 
 if TYPE_CHECKING:
     import torch

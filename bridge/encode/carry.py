@@ -123,7 +123,7 @@ def why_not(t: CodedTensor, block: BlockType) -> str | None:
         low, high = float(np.rint(t.zeros.min())), float(np.rint(t.zeros.max()))
         if max(-low, high) > _MAX_SHIFT:
             return f"zero points of {low:g} to {high:g} cannot be shifted into {block.name}'s codes"
-        if block.name != "Q8_0" and (high - low > block.levels or 2**t.bits > block.levels):
+        if not block.clips and (high - low > block.levels or 2**t.bits > block.levels):
             return f"{t.bits}-bit codes less their zero points do not fit in {block.name}'s {block.levels} codes"
     return None
 
@@ -225,7 +225,7 @@ def carry(t: CodedTensor, block: BlockType, rows: slice = slice(None)) -> Mapped
         if block.zero and not (zeros[start:stop] == block.zero).all():
             q = stored[:m]
             bad = shift_codes(part[0], part[2], group, block.sub, block.zero, block.levels, q)
-            if bad and block.name == "Q8_0":
+            if bad and block.clips:
                 lost += _requantize_q8_0(*part, q, d[:m], sums)
             elif bad:
                 reason = f"codes less their zero points do not fit in {block.name}'s {block.levels} codes"

@@ -10,12 +10,31 @@ Needs PyTorch, and for whole models transformers (the `quantize` extra).
 
 from __future__ import annotations
 
-from bridge.quantize.checkpoint_writer import CheckpointWriter, Groups, write_checkpoint
-from bridge.quantize.float_model import FloatModel
-from bridge.quantize.method import Method, Quantized, gptq, groups, superblocks
-from bridge.quantize.walk import quantize_block, quantize_model
+import importlib
+from typing import Any
 
-__all__ = [
-    "CheckpointWriter", "FloatModel", "Groups", "Method", "Quantized", "gptq", "groups", "quantize_block",
-    "quantize_model", "superblocks", "write_checkpoint",
-]  # fmt: skip
+_LAZY = {
+    "Calibration": "settings",
+    "CheckpointWriter": "checkpoint_writer",
+    "FloatModel": "float_model",
+    "Groups": "checkpoint_writer",
+    "Method": "method",
+    "Quantized": "method",
+    "gptq": "method",
+    "groups": "method",
+    "quantize_block": "walk",
+    "quantize_model": "walk",
+    "superblocks": "method",
+    "write_checkpoint": "checkpoint_writer",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LAZY:
+        raise AttributeError(f"module 'bridge.quantize' has no attribute {name!r}")
+    value = globals()[name] = getattr(importlib.import_module(f"bridge.quantize.{_LAZY[name]}"), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_LAZY])

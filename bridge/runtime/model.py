@@ -167,28 +167,19 @@ class Model:
         self,
         prompt: str | Sequence[int],
         max_tokens: int = 256,
-        temperature: float = 0.0,
-        top_k: int = 40,
-        top_p: float = 0.95,
-        min_p: float = 0.05,
-        seed: int | None = None,
         stop: str | Sequence[str] | None = (),
-        repeat_penalty: float = 1.0,
-        repeat_last_n: int = 64,
-        logit_bias: Mapping[int, float] | None = None,
+        **sampling: Any,
     ) -> Iterator[str]:
         """Continue a text, piece by piece as tokens come; pieces are whole characters.
 
-        prompt          a text (BOS is added where the file asks for it) or token ids
-        temperature     0: always the most likely token; see bridge.runtime.sampling for it and the others
-        stop            texts that end the reply and are not part of it, besides the model's own end tokens
-        repeat_penalty  makes the tokens among the last `repeat_last_n` (-1: all) less likely, where above 1
-        logit_bias      token id -> what is added to its logit; -inf forbids it
+        prompt    a text (BOS is added where the file asks for it) or token ids
+        stop      texts that end the reply and are not part of it, besides the model's own end tokens
+        sampling  fields of `bridge.runtime.sampling.Sampling`: temperature (0: always the most likely token), top_k,
+                  top_p, min_p, seed, repeat_penalty, repeat_last_n, logit_bias ({token id: number added to its logit})
 
-        Raises BridgeError, before anything is computed, where the prompt does not fit.
+        Raises BridgeError, before anything is computed, if the prompt does not fit.
         """
-        how = Sampling(temperature, top_k, top_p, min_p, seed, repeat_penalty, repeat_last_n, logit_bias)
-        tokens = self._started(prompt, max_tokens, Sampler(how))
+        tokens = self._started(prompt, max_tokens, Sampler(Sampling(**sampling)))
         return until(self.tokenizer.stream(tokens), stop_texts(stop))
 
     def generate_tokens(self, prompt: str | Sequence[int], max_tokens: int = 256, **sampling: Any) -> Iterator[int]:

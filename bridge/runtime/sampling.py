@@ -8,6 +8,8 @@ first; then the temperature, then the draw.
 from __future__ import annotations
 
 import math
+import re
+from argparse import ArgumentTypeError
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,45 +17,69 @@ from typing import Any
 
 import numpy as np
 
-from bridge.errors import BridgeError
+from bridge.errors import BridgeError, parameter
+from bridge.system.options import option
+
+
+def _id_and_bias(text: str) -> tuple[int, float]:
+    """Of "15043-1.5": the token, and the number that is added to its logit."""
+    token, added = re.fullmatch(r"(\d*)(.*)", text, re.DOTALL).groups()  # type: ignore[union-attr]
+    try:
+        return int(token), float(added if added[:1] in ("+", "-") else "")
+    except ValueError:
+        raise ArgumentTypeError(f"{text!r}: must be a token id and a number, as 15043+1 or 15043-inf") from None
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """temperature 0 is greedy; top_k 0, top_p 1 and min_p 0 leave everything in; seed None: another every time.
+    """How the next token is drawn: the defaults, in Python and on the command line, are llama.cpp's."""
 
-    repeat_penalty  positive logits of the tokens seen lately are divided by it, the others multiplied; 1: nothing
-    repeat_last_n   how many tokens of prompt and reply count as seen lately; 0: none, -1: all
-    logit_bias      added to the logits of tokens, by id; -inf forbids one
-    """
-
-    temperature: float = 0.0
-    top_k: int = 40
-    top_p: float = 0.95
-    min_p: float = 0.05
-    seed: int | None = None
-    repeat_penalty: float = 1.0
-    repeat_last_n: int = 64
-    logit_bias: Mapping[int, float] | None = None
+    temperature: float = option(
+        0.8, "divisor of the logits before the draw; 0: always the most likely token", flag="--temp --temperature",
+        metavar="T",
+    )  # fmt: skip
+    top_k: int = option(40, "number of the most likely tokens to draw from; 0: all", metavar="K")
+    top_p: float = option(0.95, "draw from the fewest tokens whose probabilities add up to P; 1: all", metavar="P")
+    min_p: float = option(
+        0.05, "draw from tokens at least P times as likely as the most likely one; 0: all", metavar="P"
+    )
+    seed: int | None = option(
+        None, "seed of the draws: the same one gives the same text", metavar="N", parse=int, says="random"
+    )
+    repeat_penalty: float = option(
+        1.0, "divisor of the positive logits, and factor of the negative ones, of recent tokens; 1: none", metavar="R"
+    )
+    repeat_last_n: int = option(
+        64, "number of tokens of prompt and reply that count as recent; 0: none, -1: all", metavar="N"
+    )
+    logit_bias: Mapping[int, float] | Sequence[tuple[int, float]] | None = option(
+        (), "number to add to a token's logit, as 15043+1, 15043-1.5 or 15043-inf (never drawn); may be repeated",
+        metavar="ID+B", parse=_id_and_bias,
+    )  # fmt: skip
 
     def __post_init__(self) -> None:
-        if self.seed is not None and self.seed < 0:
-            raise BridgeError(f"seed {self.seed}: 0 or more are possible; without one it is another every time")
-        if not (self.temperature >= 0 and self.top_k >= 0 and 0 < self.top_p <= 1 and 0 <= self.min_p <= 1):
-            raise BridgeError(
-                f"sampling with temperature {self.temperature}, top_k {self.top_k}, top_p {self.top_p}, min_p "
-                f"{self.min_p}: temperature and top_k are at least 0, top_p is in (0, 1], min_p in [0, 1]"
-            )
-        if not 0 < self.repeat_penalty < math.inf or self.repeat_last_n < -1:
-            raise BridgeError(
-                f"repeat_penalty {self.repeat_penalty} over the last {self.repeat_last_n} tokens: the penalty is above "
-                "0 (1 changes nothing), the number of tokens 0 or more, or -1 for all"
-            )
-        for token, bias in (self.logit_bias or {}).items():
+        ranges: dict[str, tuple[bool, str]] = {
+            "temperature": (self.temperature >= 0, "at least 0"),
+            "top_k": (self.top_k >= 0, "at least 0"),
+            "top_p": (0 < self.top_p <= 1, "above 0 and at most 1"),
+            "min_p": (0 <= self.min_p <= 1, "between 0 and 1"),
+            "seed": (self.seed is None or self.seed >= 0, "at least 0"),
+            "repeat_penalty": (0 < self.repeat_penalty < math.inf, "above 0; 1 changes nothing"),
+            "repeat_last_n": (self.repeat_last_n >= -1, "at least 0, or -1 for all tokens"),
+        }
+        for name, (fits, range) in ranges.items():
+            if not fits:
+                raise BridgeError(f"{parameter(name)} {getattr(self, name)}: must be {range}")
+        for token, bias in self.biases.items():
             if isinstance(token, bool) or not isinstance(token, int | np.integer) or token < 0:
-                raise BridgeError(f"logit_bias of token {token!r}: the key is a token's id")
+                raise BridgeError(f"{parameter('logit_bias')} of token {token!r}: the key must be a token id")
             if not bias < math.inf:
-                raise BridgeError(f"logit_bias {bias} of token {token}: a number or -inf is wanted")
+                raise BridgeError(f"{parameter('logit_bias')} {bias} of token {token}: must be a number or -inf")
+
+    @property
+    def biases(self) -> dict[int, float]:
+        """What is added to the logits of tokens, by token id; -inf forbids one."""
+        return dict(self.logit_bias or ())
 
     @property
     def penalizes(self) -> bool:
@@ -63,9 +89,10 @@ class Sampling:
 
 @dataclass(frozen=True)
 class Probabilities:
-    """Of a token that was drawn: natural logarithms of the model's own probabilities, before any sampling.
+    """Natural logarithms of the model's own probabilities for a draw, before any sampling.
 
-    top  the most likely tokens and theirs, most likely first
+    logprob  of the drawn token
+    top      (token, logprob) of the most likely tokens, most likely first
     """
 
     logprob: float
@@ -75,24 +102,24 @@ class Probabilities:
 class Sampler:
     """Draws tokens one after another.
 
-    logprobs  so many of the most likely tokens are noted in `probabilities` with every draw; None: nothing is
+    logprobs  number of the most likely tokens that `probabilities` lists after every draw; None: it stays None
     """
 
     def __init__(self, how: Sampling, logprobs: int | None = None):
         if logprobs is not None and logprobs < 0:
-            raise BridgeError(f"logprobs of the {logprobs} most likely tokens: 0 or more are possible")
+            raise BridgeError(f"{parameter('logprobs')} {logprobs}: must be at least 0")
         self.how = how
         self.probabilities: Probabilities | None = None  # of the last draw
         self._logprobs = logprobs
         self._random = np.random.default_rng(how.seed)
         self._seen: deque[int] = deque(maxlen=how.repeat_last_n if how.repeat_last_n >= 0 else None)
-        bias = how.logit_bias or {}
+        bias = how.biases
         self._biased = np.array(list(bias), np.int64)
         self._bias = np.array(list(bias.values()), np.float32)
 
     @property
     def plain(self) -> bool:
-        """Whether a draw depends on nothing but its logits, and nothing is noted of it."""
+        """Whether a draw depends on its logits alone, and its probability is not asked for."""
         return not (self.how.penalizes or self._biased.size) and self._logprobs is None
 
     def see(self, tokens: Sequence[int]) -> None:
@@ -101,12 +128,12 @@ class Sampler:
             self._seen.extend(tokens)
 
     def check(self, vocab: int) -> None:
-        """Raise BridgeError where a biased token is none of the vocabulary's."""
+        """Raise BridgeError if a biased token is not in the vocabulary."""
         if self._biased.size and (largest := int(self._biased.max())) >= vocab:
-            raise BridgeError(f"logit_bias of token {largest}: the vocabulary has {vocab}")
+            raise BridgeError(f"{parameter('logit_bias')} of token {largest}: the vocabulary has {vocab} tokens")
 
     def __call__(self, logits: np.ndarray) -> int:
-        """A token for logits float32 [vocab]. Raises BridgeError where they are NaN, or none is finite."""
+        """A token for logits float32 [vocab]. Raises BridgeError if one is NaN or none is finite."""
         top = logits.max()  # NaN, where there is one
         if not np.isfinite(top):
             raise BridgeError(f"the model computes {top} for the next token: the file is damaged; convert it again")
@@ -126,7 +153,7 @@ class Sampler:
         return int(tokens[min(np.searchsorted(weights, drawn, "right"), len(tokens) - 1)])
 
     def _adjusted(self, logits: np.ndarray) -> np.ndarray:
-        """With biases, then with the penalty of repetition; a copy where there are any."""
+        """The logits with biases, then with the penalty of repetition; a copy if anything changes."""
         if not self._biased.size and not self._seen:
             return logits
         logits = logits.copy()
@@ -136,7 +163,7 @@ class Sampler:
             values, penalty = logits[seen], np.float32(self.how.repeat_penalty)
             logits[seen] = np.where(values > 0, values / penalty, values * penalty)
         if not np.isfinite(logits.max()):
-            raise BridgeError("logit_bias leaves no token that could be next; forbid fewer")
+            raise BridgeError(f"{parameter('logit_bias')} forbids every possible next token; forbid fewer")
         return logits
 
     def _note(self, logits: np.ndarray, token: int) -> Probabilities:

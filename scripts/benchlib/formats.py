@@ -9,9 +9,9 @@ from typing import Any
 import gguf
 
 import bridge
-from bridge.conversion.calibrate_plan import Calibration
-from bridge.conversion.size_budget import Budget
+from bridge.conversion.options import Budget
 from bridge.conversion.to_checkpoint import quantize_checkpoint
+from bridge.quantize.settings import Calibration
 from bridge.runtime.perplexity import perplexity
 from bridge.system.progress import Bar
 from scripts.peers import llama_quantizer

@@ -108,9 +108,9 @@ def decode() -> dict[str, Any]:
     found: dict[str, Any] = {"file": file.nbytes, "upload": time.perf_counter() - begun}
     short, long = PROMPTS
     for name, prompt, how in (
-        ("greedy", short, Sampling()),
+        ("greedy", short, Sampling(0)),
         ("sampled", short, Sampling(0.8, seed=1)),
-        ("greedy, long prompt", long, Sampling()),
+        ("greedy, long prompt", long, Sampling(0)),
     ):
         stream = decoder.draw([i * 7919 % file.VOCAB for i in range(prompt)], Sampler(how))
         start = time.perf_counter()

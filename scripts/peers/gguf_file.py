@@ -11,8 +11,7 @@ import numpy as np
 from gguf.gguf_writer import GGUFValue
 
 from bridge.conversion.gguf_writer import GGUFOutput
-from bridge.conversion.plan import Plan
-from bridge.models.outline import PlannedTensor
+from bridge.conversion.plan import Plan, PlannedTensor
 
 
 def gguf_weights(path: str | Path) -> dict[str, np.ndarray]:

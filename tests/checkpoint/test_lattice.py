@@ -13,7 +13,7 @@ import bridge
 from bridge.checkpoint import open_checkpoint
 from bridge.checkpoint.files.store import Store
 from bridge.checkpoint.formats.lattice import find_lattice
-from bridge.cli.inspect import describe
+from bridge.cli.describe import describe
 from bridge.conversion.executor import as_float, float_value
 from bridge.conversion.report import CARRIED, FLOAT
 from scripts.peers.gguf_file import gguf_weights
@@ -103,7 +103,7 @@ def test_a_bf16_model_that_was_dequantized_comes_back_exact(tmp_path, small_mode
     report = bridge.convert(tmp_path / "in", tmp_path / "m.gguf", type="exact", detect_lattice=True)
     coded = {t.name: t for t in report.tensors if t.has_codes}
     assert len(coded) == len(codes)
-    assert {(t.type, t.how, t.fidelity.error) for t in coded.values()} == {("Q4_0", CARRIED, 0.0)}
+    assert {(t.type, t.outcome, t.fidelity.error) for t in coded.values()} == {("Q4_0", CARRIED, 0.0)}
     found = gguf_weights(tmp_path / "m.gguf")
     with open_checkpoint(tmp_path / "in") as checkpoint:
         for module, q in codes.items():
@@ -117,7 +117,7 @@ def test_a_bf16_model_that_was_dequantized_comes_back_exact(tmp_path, small_mode
 def test_without_being_asked_nothing_is_detected_but_inspect_says_so(tmp_path, small_model):
     dequantized_model(tmp_path / "in", small_model)
     report = bridge.convert(tmp_path / "in", tmp_path / "m.gguf")
-    assert {t.how for t in report.tensors if len(t.shape) == 2} == {FLOAT}
+    assert {t.outcome for t in report.tensors if len(t.shape) == 2} == {FLOAT}
     assert "lie on a grid (4 bits, groups of 32, symmetric): --detect-lattice carries their codes" in describe(
         tmp_path / "in"
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+import tracemalloc
 from pathlib import Path
 
 import gguf
@@ -20,7 +21,7 @@ from tests.support.raw import edit_raw
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (["--type", "Q9_K"], "'Q9_K'; known: auto, exact, Q2_K"),
+        (["--type", "Q9_K"], "'Q9_K': choose one of auto, exact, Q2_K"),
         (["--type", "F16"], "'F16'"),
         (["--exact", "--type", "Q4_K"], "give one"),
         (["--output-type", "Q4_K_M"], "'Q4_K_M'"),
@@ -42,7 +43,7 @@ def test_options_that_make_no_sense(model, convert, options, said):
 
 @pytest.mark.parametrize("options", [{"threads": 0}, {"threads": -1}, {"split_max_size": 0}])
 def test_numbers_below_one_are_refused(model, tmp_path, options):
-    with pytest.raises(BridgeError, match=r"(threads|split_max_size) -?\d: at least 1 is needed"):
+    with pytest.raises(BridgeError, match=r"(threads|split_max_size)=-?\d: must be at least 1"):
         bridge.convert(model, tmp_path / "out.gguf", **options)
 
 
@@ -99,8 +100,22 @@ def test_a_gguf_that_is_none_or_cut_short(model, refused, tmp_path):
     for length in (0, 3, 30, 2000, size // 2, size - 1000):
         cut = tmp_path / "cut.gguf"
         cut.write_bytes(whole.read_bytes()[:length])
-        assert "cut.gguf: not a readable GGUF" in refused("verify", cut, model)
-        assert "cut.gguf: not a readable GGUF" in refused("inspect", cut)
+        fact = "cut.gguf: not a GGUF file" if length < 24 else "cut.gguf: damaged or truncated"
+        assert fact in refused("verify", cut, model)
+        assert fact in refused("inspect", cut)
+
+
+@pytest.mark.parametrize("command", ["inspect", "verify"])
+def test_a_header_that_claims_more_than_the_file_holds_takes_no_memory(model, refused, tmp_path, command):
+    hostile = tmp_path / "hostile.gguf"
+    hostile.write_bytes(b"GGUF" + struct.pack("<IQQ", 3, 1 << 60, 1) + bytes(1000))
+    tracemalloc.start()
+    try:
+        error = refused(command, hostile, *[model] * (command == "verify"))
+        assert f"{1 << 60} tensors and 1 keys do not fit in 1024 bytes" in error
+        assert tracemalloc.get_traced_memory()[1] < 64 << 20
+    finally:
+        tracemalloc.stop()
 
 
 @pytest.mark.parametrize("command", [("run", "-p", "x"), ("inspect",)])

@@ -33,7 +33,7 @@ def test_the_table_says_what_became_of_each_kind_of_tensor(run, tmp_path):
     assert "28 of these tensors would be bit-exact at no extra size as Q4_0: use --exact" in out
     assert f"wrote {tmp_path / 'out.gguf'}" in out
     assert "2.7 MB gptq -> 2.4 MB GGUF in " in out
-    assert "of source noise: the error beside what the checkpoint's own rounding costs" in out
+    assert "source noise: added error as a share of the checkpoint's own rounding error" in out
 
 
 def test_exact_is_bit_exact(run, tmp_path):

@@ -10,9 +10,8 @@ from gguf import GGMLQuantizationType as Type
 
 from bridge.conversion import gguf_writer as output
 from bridge.conversion.gguf_writer import GGUFOutput
-from bridge.conversion.plan import Plan
+from bridge.conversion.plan import Plan, PlannedTensor
 from bridge.errors import BridgeError
-from bridge.models.outline import PlannedTensor
 
 TENSORS = [("a.weight", (4, 256), Type.Q4_K), ("b.weight", (8, 256), Type.Q8_0), ("norm.weight", (256,), Type.F32)]
 

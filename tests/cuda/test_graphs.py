@@ -51,7 +51,7 @@ def test_captured_steps_make_the_tokens_that_launches_make(
     device = decoder(tmp_path)
     prompt = list(range(9))
     # more ways of sampling than graphs are kept for, and one of them again
-    hows = [Sampling(), Sampling(0.9, 3, 0.95, 0.02, seed=1), Sampling(0.9, 0, seed=2), Sampling(1.0, 3, seed=3)]
+    hows = [Sampling(0), Sampling(0.9, 3, 0.95, 0.02, seed=1), Sampling(0.9, 0, seed=2), Sampling(1.0, 3, seed=3)]
     for how in hows:
         device.graphs = True
         captured = list(device.draw(prompt, Sampler(how)))

@@ -98,7 +98,7 @@ def test_what_was_written_is_read_back_and_its_codes_are_carried(
         assert biases & left
     if bits == 4 and format != "gptq" and not act_order:
         report = bridge.convert(tmp_path / "out", tmp_path / "out.gguf")
-        assert {t.how for t in report.tensors if t.has_codes} == {"codes carried"}
+        assert {t.outcome for t in report.tensors if t.has_codes} == {"codes carried"}
 
 
 @pytest.mark.parametrize("bits", [2, 3, 4, 8])

@@ -72,7 +72,7 @@ def changed(path: Path, out: Path, drop: tuple[str, ...] = (), **values: Any) ->
 def test_greedy_text_is_llama_cpps(model: Model, path: Path) -> None:
     """Token by token its first choice, or as good: 8-bit activations decide near-ties anew."""
     start = model.tokenizer.encode(PROMPT)
-    made = list(model.generate_tokens(start, 40))
+    made = list(model.generate_tokens(start, 40, temperature=0))
     with LlamaCpp(path) as other:
         assert other.tokenize(PROMPT, add_special=True) == start
         scores = other.logits(start + made)[len(start) - 1 : -1]
@@ -80,7 +80,7 @@ def test_greedy_text_is_llama_cpps(model: Model, path: Path) -> None:
     assert len(made) == 40
     assert behind.max() < 0.5
     assert (behind > 0).mean() <= 0.1
-    assert model.tokenizer.decode(made) == "".join(model.generate(PROMPT, 40))
+    assert model.tokenizer.decode(made) == "".join(model.generate(PROMPT, 40, temperature=0))
 
 
 @pytest.mark.parametrize("precision", ["int8", "f32"])
@@ -117,7 +117,7 @@ def test_weights_are_repacked_between_tokens_for_a_share_of_their_time(share: fl
     model.logits(model.tokenizer.encode(TEXT)[:20])
     assert not any(matrix.prepared for matrix in matrices)
     made, counts = [], []
-    for token in model.generate_tokens(PROMPT, 12):
+    for token in model.generate_tokens(PROMPT, 12, temperature=0):
         made.append(token)
         counts.append(sum(m.prepared for m in matrices))
     assert counts == sorted(counts)
@@ -125,7 +125,7 @@ def test_weights_are_repacked_between_tokens_for_a_share_of_their_time(share: fl
     assert model._decoder._one.whole is not None
     if share:
         assert 0 < counts[0] < len(matrices)
-        assert made == list(bridge.Model.load(path, context=64).prepare().generate_tokens(PROMPT, 12))
+        assert made == list(bridge.Model.load(path, context=64).prepare().generate_tokens(PROMPT, 12, temperature=0))
         assert model._decoder.preparing > 0
 
 
@@ -153,7 +153,7 @@ def test_one_seed_gives_one_text(model: Model) -> None:
 
     assert text(3) == text(3)
     assert len({text(seed) for seed in range(4)}) > 1
-    assert text(None, top_k=1) == "".join(model.generate(PROMPT, 24))
+    assert text(None, top_k=1) == "".join(model.generate(PROMPT, 24, temperature=0))
 
 
 def test_sampling_draws_from_what_is_left_in() -> None:
@@ -175,7 +175,7 @@ def test_sampling_draws_from_what_is_left_in() -> None:
     np.testing.assert_allclose(counts, [0.05, 0.5, 0.3, 0.1, 0.05], atol=0.03)
 
 
-@pytest.mark.parametrize("options", [{}, {"temperature": 1.0}, {"temperature": 1.0, "top_p": 1.0, "min_p": 0.1}])
+@pytest.mark.parametrize("options", [{"temperature": 0}, {}, {"temperature": 1.0, "top_p": 1.0, "min_p": 0.1}])
 @pytest.mark.parametrize("wrong", [np.nan, np.inf, -np.inf])
 def test_logits_that_are_no_numbers_say_that_the_file_is_damaged(options: dict[str, float], wrong: float) -> None:
     sampler = Sampler(Sampling(**options))  # type: ignore[arg-type]
@@ -196,22 +196,25 @@ def test_pieces_are_whole_characters(model: Model) -> None:
 
 
 def test_a_stop_text_ends_the_reply_and_is_not_part_of_it(model: Model) -> None:
-    whole = "".join(model.generate(PROMPT, 40))
+    whole = "".join(model.generate(PROMPT, 40, temperature=0))
     stop = whole[20:26]
-    assert "".join(model.generate(PROMPT, 40, stop=stop)) == whole[: whole.index(stop)]
-    assert "".join(model.generate(PROMPT, 40, stop=["not in it", whole[30:]])) == whole[: whole.index(whole[30:])]
+    assert "".join(model.generate(PROMPT, 40, stop=stop, temperature=0)) == whole[: whole.index(stop)]
+    assert (
+        "".join(model.generate(PROMPT, 40, stop=["not in it", whole[30:]], temperature=0))
+        == whole[: whole.index(whole[30:])]
+    )
 
 
 def test_an_end_token_ends_the_reply(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
-    made = list(model.generate_tokens(PROMPT, 10))
+    made = list(model.generate_tokens(PROMPT, 10, temperature=0))
     monkeypatch.setattr(model.tokenizer, "stops", frozenset({made[4]}))
-    assert list(model.generate_tokens(PROMPT, 10)) == made[: made.index(made[4])]
+    assert list(model.generate_tokens(PROMPT, 10, temperature=0)) == made[: made.index(made[4])]
 
 
 def test_a_reply_ends_where_the_context_does(path: Path) -> None:
     model = bridge.Model.load(path, context=16)
     start = model.tokenizer.encode(PROMPT)
-    made = list(model.generate_tokens(start, 100))
+    made = list(model.generate_tokens(start, 100, temperature=0))
     assert len(start) + len(made) == 17  # the last one need not be read
     assert model.timing.prompt_tokens == len(start)
     assert model.timing.tokens == len(made) - 1
@@ -219,7 +222,7 @@ def test_a_reply_ends_where_the_context_does(path: Path) -> None:
 
 def test_a_conversation_goes_through_the_files_template(model: Model, path: Path, tmp_path: Path) -> None:
     with pytest.raises(BridgeError, match="no chat template"):
-        model.chat([{"role": "user", "content": "hello"}])
+        model.chat([{"role": "user", "content": "hello"}], temperature=0)
     template = (
         "{% for m in messages %}<{{ m.role }}>{{ m.content }}{{ eos_token }}{% endfor %}"
         "{% if add_generation_prompt %}<assistant>{% endif %}"
@@ -230,7 +233,7 @@ def test_a_conversation_goes_through_the_files_template(model: Model, path: Path
     expected = "<system>be brief<|endoftext|><user>hello<|endoftext|><assistant>"
     assert loaded.tokenizer.decode(tokens, special=True) == expected
     assert tokens.count(0) == 2
-    assert "".join(loaded.chat(messages, 8)) == "".join(loaded.generate(tokens, 8))
+    assert "".join(loaded.chat(messages, 8, temperature=0)) == "".join(loaded.generate(tokens, 8, temperature=0))
     broken = bridge.Model.load(changed(path, tmp_path / "broken.gguf", chat_template="{{ raise_exception('no') }}"))
     with pytest.raises(BridgeError, match="chat template cannot be used"):
         broken.chat(messages)
@@ -278,9 +281,9 @@ def test_texts_and_windows_that_do_not_fit_are_refused(model: Model) -> None:
 def test_a_prompt_that_does_not_fit_is_refused_before_anything_is_computed(path: Path) -> None:
     model = bridge.Model.load(path, context=8)
     with pytest.raises(BridgeError, match=r"the prompt has \d+ tokens, the context holds 8; shorten it"):
-        model.generate(TEXT)
+        model.generate(TEXT, temperature=0)
     with pytest.raises(BridgeError, match="the prompt is empty"):
-        model.generate("")
+        model.generate("", temperature=0)
     with pytest.raises(BridgeError, match="token 99999: the vocabulary has 2048"):
         model.logits([1, 99999])
     assert not model._decoder.output.prepared
@@ -337,15 +340,15 @@ def test_a_truncated_file_is_refused(path: Path, tmp_path: Path) -> None:
 
 
 def test_a_later_call_takes_the_context_and_the_earlier_one_says_so(model: Model) -> None:
-    alone = "".join(model.generate(PROMPT, 8))
-    earlier = model.generate("KING", 8)
+    alone = "".join(model.generate(PROMPT, 8, temperature=0))
+    earlier = model.generate("KING", 8, temperature=0)
     next(earlier)
-    later = model.generate(PROMPT, 8)
+    later = model.generate(PROMPT, 8, temperature=0)
     first = next(later)
     with pytest.raises(BridgeError, match="another call on this model has begun and taken its context"):
         list(earlier)
     assert first + "".join(later) == alone
-    earlier = model.generate("KING", 8)
+    earlier = model.generate("KING", 8, temperature=0)
     next(earlier)
     model.logits([1, 2, 3])
     with pytest.raises(BridgeError, match="another call"):
@@ -353,13 +356,13 @@ def test_a_later_call_takes_the_context_and_the_earlier_one_says_so(model: Model
 
 
 def test_a_generation_goes_on_where_it_was_left(model: Model) -> None:
-    pieces = model.generate(PROMPT, 8)
-    assert next(pieces) + "".join(pieces) == "".join(model.generate(PROMPT, 8))
+    pieces = model.generate(PROMPT, 8, temperature=0)
+    assert next(pieces) + "".join(pieces) == "".join(model.generate(PROMPT, 8, temperature=0))
 
 
 def test_threads_that_share_a_model_get_the_right_text_or_an_error(model: Model, path: Path) -> None:
     prompts = ["KING", "ROMEO:", PROMPT]
-    alone = {prompt: "".join(model.generate(prompt, 12)) for prompt in prompts}
+    alone = {prompt: "".join(model.generate(prompt, 12, temperature=0)) for prompt in prompts}
     other = bridge.Model.load(path)
     wrong: list[str] = []
     finished: list[str] = []
@@ -367,7 +370,7 @@ def test_threads_that_share_a_model_get_the_right_text_or_an_error(model: Model,
     def work(chosen: Model, prompt: str) -> None:
         for _ in range(5):
             with contextlib.suppress(BridgeError):
-                text = "".join(chosen.generate(prompt, 12))
+                text = "".join(chosen.generate(prompt, 12, temperature=0))
                 finished.append(prompt)
                 if text != alone[prompt]:
                     wrong.append(text)
@@ -383,7 +386,7 @@ def test_threads_that_share_a_model_get_the_right_text_or_an_error(model: Model,
 
 def test_a_closed_model_says_that_it_is(path: Path) -> None:
     model = bridge.Model.load(path)
-    pieces = model.generate(PROMPT, 8)
+    pieces = model.generate(PROMPT, 8, temperature=0)
     next(pieces)
     model.close()
     with pytest.raises(BridgeError, match="this model was closed"):
@@ -410,7 +413,8 @@ def test_a_prompt_or_an_option_that_makes_no_sense_is_refused_at_once(model: Mod
 
 
 def test_no_stop_text_may_be_none(model: Model) -> None:
-    assert "".join(model.generate(PROMPT, 4, stop=None)) == "".join(model.generate(PROMPT, 4))
+    alone = "".join(model.generate(PROMPT, 4, temperature=0))
+    assert "".join(model.generate(PROMPT, 4, stop=None, temperature=0)) == alone
 
 
 def test_positions_that_are_none_are_refused(model: Model) -> None:
@@ -423,7 +427,7 @@ def test_positions_that_are_none_are_refused(model: Model) -> None:
 
 def call(*arguments: str) -> int:
     parser = argparse.ArgumentParser()
-    commands.add_parsers(parser.add_subparsers(required=True))
+    commands.add_parser(parser.add_subparsers(required=True))
     options = parser.parse_args(arguments)
     return options.run(options)
 
@@ -431,7 +435,7 @@ def call(*arguments: str) -> int:
 def test_run_streams_the_text_and_ends_with_the_speeds(path: Path, model: Model, capsys) -> None:
     assert call("run", str(path), "-p", PROMPT, "-n", "12", "--temp", "0") == 0
     found = capsys.readouterr()
-    assert found.out == PROMPT + "".join(model.generate(PROMPT, 12)) + "\n"
+    assert found.out == PROMPT + "".join(model.generate(PROMPT, 12, temperature=0)) + "\n"
     assert "prompt: 8 tokens" in found.err
     assert found.err.count("tokens/s") == 2
     with pytest.raises(BridgeError, match="--system"):

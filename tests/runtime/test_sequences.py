@@ -50,28 +50,28 @@ def test_replies_made_together_are_those_made_one_at_a_time(model: Model, steps:
     limits = [12, 3, 0, 1, 400, 9, 7, 15, 4, 6]
     alone = [next_to(model, prompt, limit) for prompt, limit in zip(prompts, limits, strict=True)]
     del steps[:]
-    assert model.generate_batch(prompts, limits) == alone
+    assert model.generate_batch(prompts, limits, temperature=0) == alone
     assert max(steps) == 8
     assert sum(steps) == model.timing.tokens
     assert steps.count(1) > 200  # the long one, in the end
 
 
 def next_to(model: Model, prompt: str, limit: int, **options: Any) -> str:
-    return "".join(model.generate(prompt, limit, **options))
+    return "".join(model.generate(prompt, limit, **{"temperature": 0} | options))
 
 
 def test_each_ends_at_its_own_stop_text_or_end_token(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     alone = [next_to(model, prompt, 20) for prompt in PROMPTS]
     ends = [text[4:8] for text in alone]
     cut = [text[: text.index(end)] for text, end in zip(alone, ends, strict=True)]
-    assert model.generate_batch(PROMPTS, 20, stops=[*ends[:2], None, [ends[3]], ""]) == [
+    assert model.generate_batch(PROMPTS, 20, stops=[*ends[:2], None, [ends[3]], ""], temperature=0) == [
         *cut[:2], alone[2], cut[3], alone[4]
     ]  # fmt: skip
     alone = [next_to(model, prompt, 20, stop=ends[0]) for prompt in PROMPTS]
-    assert model.generate_batch(PROMPTS, 20, stop=ends[0]) == alone
-    token = list(model.generate_tokens(PROMPTS[1], 5))[2]
+    assert model.generate_batch(PROMPTS, 20, stop=ends[0], temperature=0) == alone
+    token = list(model.generate_tokens(PROMPTS[1], 5, temperature=0))[2]
     monkeypatch.setattr(model.tokenizer, "stops", frozenset({token}))
-    assert model.generate_batch(PROMPTS, 20) == [next_to(model, prompt, 20) for prompt in PROMPTS]
+    assert model.generate_batch(PROMPTS, 20, temperature=0) == [next_to(model, prompt, 20) for prompt in PROMPTS]
 
 
 def test_sequences_draw_as_they_would_alone(model: Model) -> None:
@@ -104,13 +104,13 @@ def test_logits_are_those_of_one_context(count: int, precision: str, kv: str, pr
 
 def test_the_models_own_context_stays(model: Model) -> None:
     alone = next_to(model, PROMPTS[1], 12)
-    pieces = model.generate(PROMPTS[1], 12)
+    pieces = model.generate(PROMPTS[1], 12, temperature=0)
     begun = next(pieces) + next(pieces)
-    model.generate_batch(PROMPTS, 5)
+    model.generate_batch(PROMPTS, 5, temperature=0)
     assert begun + "".join(pieces) == alone
     next_to(model, PROMPTS[1], 12)
     assert model.timing.kept_tokens == model.timing.prompt_tokens - 1
-    assert model.generate_batch([], 5) == []
+    assert model.generate_batch([], 5, temperature=0) == []
 
 
 @pytest.mark.parametrize(
@@ -140,11 +140,11 @@ def test_a_device_that_cannot_says_so(model: Model, path: Path, monkeypatch: pyt
 
     monkeypatch.setattr(model, "_decoder", Other())
     with pytest.raises(BridgeError, match="device cuda:0: several sequences at once run on the CPU alone"):
-        model.generate_batch(PROMPTS)
+        model.generate_batch(PROMPTS, temperature=0)
     closed = bridge.Model.load(path)
     closed.close()
     with pytest.raises(BridgeError, match="this model was closed"):
-        closed.generate_batch(PROMPTS)
+        closed.generate_batch(PROMPTS, temperature=0)
 
 
 # --- long contexts on many cores ---

@@ -1,4 +1,4 @@
-"""The model's kernels in the CUDA simulator, against NumPy and the CPU; tests/cuda/test_decoder.py runs this file.
+"""The model's kernels in the CUDA simulator, against NumPy and the CPU runtime; run by tests/cuda/test_decoder.py.
 
 Threads are Python threads here, so shapes are tiny, and a context is cut into spans much sooner than on a GPU.
 """
@@ -326,7 +326,7 @@ def test_a_long_prompt_goes_through_in_batches(tmp_path: Path, monkeypatch: pyte
 def test_what_is_drawn_is_what_the_cpu_draws_until_the_context_is_full(tmp_path: Path) -> None:
     cpu, device = pair(tmp_path, "f32", context=11, types={"": "F16"})
     prompt = list(range(9))
-    for how in (Sampling(), Sampling(1.0, 5, 0.9, 0.05, seed=7), Sampling(0.9, 0, 0.8, 0.0, seed=3)):
+    for how in (Sampling(0), Sampling(1.0, 5, 0.9, 0.05, seed=7), Sampling(0.9, 0, 0.8, 0.0, seed=3)):
         made = list(device.draw(prompt, Sampler(how)))
         assert made == list(cpu.draw(prompt, Sampler(how)))
         assert len(made) == 3  # the last one need not be read
@@ -335,13 +335,13 @@ def test_what_is_drawn_is_what_the_cpu_draws_until_the_context_is_full(tmp_path:
 @compiled
 def test_tokens_that_are_kept_are_not_read_again(tmp_path: Path) -> None:
     cpu, device = pair(tmp_path, "f32", context=20, types={"": "F16"})
-    first = list(device.draw(range(5), Sampler(Sampling())))[:3]
+    first = list(device.draw(range(5), Sampler(Sampling(0))))[:3]
     prompt = [*range(5), *first, 9, 10]
     assert device.read[:8] == prompt[:8]
     read: list[int] = []
     batch = device._batch
     device._batch = lambda tokens: (read.extend(tokens), batch(tokens))[1]  # type: ignore[method-assign]
-    for how in (Sampling(), Sampling(repeat_penalty=3.0, logit_bias={4: 2.0})):  # the second one on the host
+    for how in (Sampling(0), Sampling(0, repeat_penalty=3.0, logit_bias={4: 2.0})):  # the second one on the host
         del read[:]
         made = list(islice(device.draw(prompt, Sampler(how), kept=8), 4))
         assert read == [9, 10]

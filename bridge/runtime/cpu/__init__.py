@@ -6,6 +6,5 @@ layout.py         the repacked form: 16 (8, 4) rows interleaved, codes and scale
 activations.py    x rounded to int8 blocks, as ggml does it
 superblock.py     the arithmetic of one block of the repacked form, written once for all targets
 vectors.py        vector code for numba through llvmlite; intrinsics_*.py: what a target adds
-q4_k.py ...       one module a type
-pool.py           threads that take chunks of rows
+interleaved.py    the kernels made of these three
 """

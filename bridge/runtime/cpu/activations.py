@@ -56,7 +56,7 @@ class Record(NamedTuple):
 
 def record_of(block: BlockType) -> Record:
     """The integer record of a type."""
-    sums = 2 * block.subs if block.is_k and block.has_min else 4 * (block.size // block.run)
+    sums = 2 * block.subs if block.is_k and block.has_min else 4 * (block.size // block.sum_span)
     d_at = block.size + sums
     low_at = d_at + 4 * (block.size // _GROUP)
     return Record(block.size, d_at, low_at, low_at + 4 * (block.is_k and block.has_min))
@@ -64,7 +64,7 @@ def record_of(block: BlockType) -> Record:
 
 def float_record(block: BlockType) -> int:
     """Bytes of the float record of a type."""
-    return 4 * (block.size + block.size // block.run)
+    return 4 * (block.size + block.size // block.sum_span)
 
 
 def _round32(v: Any, sub: int, factor: int | None, x: Any, q: Any, d_at: Any, sums_at: Any) -> None:
@@ -191,15 +191,15 @@ def _copy(x, columns, out):
 def quantizer(name: str, compile: Callable[..., Any] = kernel) -> Any:
     """The compiled `quantize(x, columns, out)` of a type. Shared by types whose records are alike."""
     block = TYPES[name]
-    kind = f"{block.size}_{block.run}_{block.lift}_{int(block.has_min)}"
+    kind = f"{block.size}_{block.sum_span}_{block.lift}_{int(block.has_min)}"
     return specialize(
         _quantize,
         kind,
         compile,
         size=block.size,
-        sub=block.run,
-        subs=block.size // block.run,
-        round32=_round32_intrinsic(block.run, None if block.has_min else -block.lift),
+        sub=block.sum_span,
+        subs=block.size // block.sum_span,
+        round32=_round32_intrinsic(block.sum_span, None if block.has_min else -block.lift),
         record=record_of(block).nbytes,
         sums_at=record_of(block).sums_at,
         d_at=record_of(block).d_at,
@@ -211,8 +211,8 @@ def quantizer(name: str, compile: Callable[..., Any] = kernel) -> Any:
 def copier(name: str, compile: Callable[..., Any] = kernel) -> Any:
     """The compiled `copy(x, columns, out)` of a type."""
     block = TYPES[name]
-    runs = block.size // block.run
-    return specialize(_copy, f"{block.size}_{block.run}", compile, size=block.size, sub=block.run, subs=runs)
+    runs = block.size // block.sum_span
+    return specialize(_copy, f"{block.size}_{block.sum_span}", compile, size=block.size, sub=block.sum_span, subs=runs)
 
 
 def records(x: np.ndarray, block: BlockType, columns: int = 1, integer: bool = True) -> np.ndarray:

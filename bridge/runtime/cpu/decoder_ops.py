@@ -140,7 +140,7 @@ def look_up_function(type: str) -> Any:
 def record_kind(type: str, integer: bool) -> tuple[Any, ...]:
     """What tells records apart: tensors with the same kind share them."""
     block = TYPES[type]
-    return block.size, block.run, block.lift, block.has_min, integer
+    return block.size, block.sum_span, block.lift, block.has_min, integer
 
 
 def record_bytes(type: str, columns: int, integer: bool) -> int:

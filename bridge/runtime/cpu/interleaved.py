@@ -24,7 +24,6 @@ kernels without any (`near`), for weights that are known to be there.
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable
 from functools import cache
 from types import FunctionType, ModuleType
@@ -34,9 +33,11 @@ import numba
 from llvmlite.binding import get_host_cpu_name
 from numba.core import types
 
+from bridge.blocks import TYPES
 from bridge.runtime.cpu import vectors
 from bridge.runtime.cpu.activations import float_record, record_of
 from bridge.runtime.cpu.layout import Layout
+from bridge.runtime.cpu.superblock import arithmetic
 from bridge.system import targets
 
 # set per kernel by `_scope`
@@ -73,14 +74,13 @@ def _rows(weights, x, y, blocks, stride, tokens, y_stride, first, last):
 def _scope(
     name: str, target: str, width: int, integer: bool
 ) -> tuple[dict[str, int], tuple[ModuleType, int, vectors.Body]]:
-    block_module = importlib.import_module(f"bridge.runtime.cpu.{name.lower()}")
-    block = block_module.BLOCK
+    block = TYPES[name]
     module = targets.module(target)
     layout = Layout(block, module.LANES)
-    arithmetic = block_module.integer if integer else block_module.exact
+    multiply = arithmetic(block, integer)
 
     def body(v: Any, totals: list[Any], weights: Any, halves: Any, x: Any) -> list[Any]:
-        return arithmetic(v, layout, totals, weights, halves, x)
+        return multiply(v, layout, totals, weights, halves, x)
 
     sizes = {
         "columns": width,

@@ -24,7 +24,13 @@ A block of a row group (K-quants: 256 columns; others: 32 or 64):
 
 A row group: the halves (per block: d of each row, then dmin of each row; of MXFP4 and NVFP4 the scale bytes of each
 row, those of one sub-block after those of another), padded to 64 bytes; then its blocks.
-Rows are padded with zeros to a multiple of `lanes`. The bytes of the file's tensor are all here and no more.
+Rows are padded with zeros to a multiple of `lanes`. The bytes of the file's tensor are all here and no more: for
+instance, a row's share of a block of Q4_K is the 144 bytes of the file's block,
+
+    halves   d, dmin, f16: 4 bytes
+    bytes    0..11     8 sc, 8 mn of 6 bits: low nibbles, then high pairs of bits
+             12..27    q[0..31]: nibbles
+             28..139   the other seven groups of 32
 """
 
 from __future__ import annotations

@@ -54,7 +54,7 @@ def _product(state, threads, x, y, columns, record, blocks, lanes, function, wei
 @cache
 def _compiled(name: str, integer: bool) -> Any:
     block = TYPES[name]
-    kind = f"{'int8' if integer else 'f32'}_{block.size}_{block.run}_{block.lift}_{int(block.has_min)}"
+    kind = f"{'int8' if integer else 'f32'}_{block.size}_{block.sum_span}_{block.lift}_{int(block.has_min)}"
     return specialize(_product, kind, fill=(quantizer if integer else copier)(name, inner))
 
 

@@ -22,6 +22,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+from bridge.blocks import BlockType
 from bridge.runtime.cpu.activations import float_record, record_of
 from bridge.runtime.cpu.layout import GROUP, PLANES, Layout
 
@@ -146,18 +147,18 @@ def plain_block(v: Any, layout: Layout, totals: list[Any], weights: Any, halves:
     columns = range(len(totals))
     signed = layout.code_bits == 8 and v.signed_dots  # the target multiplies q - 128 by itself
     bits = (max(block.values) + block.lift).bit_length() if block.values else layout.code_bits
-    order = _paired(layout.code_bits, block.run // 4)
+    order = _paired(layout.code_bits, block.sum_span // 4)
     totals = list(totals)
-    for j in range(block.size // block.run):
-        group, first = j * block.run // 32, j * block.run % 32 // 4
+    for j in range(block.size // block.sum_span):
+        group, first = j * block.sum_span // 32, j * block.sum_span % 32 // 4
         codes = _codes(v, layout, weights, group)
         if block.lift and not signed:
             parts = [v.broadcast(x, record.nbytes * c + record.sums_at + 4 * j) for c in columns]
         else:
             parts = [v.zero() for _ in columns]
-        places = [[record.nbytes * c + block.run * j + 4 * k for k in order] for c in columns]
+        places = [[record.nbytes * c + block.sum_span * j + 4 * k for k in order] for c in columns]
         parts = v.dots(parts, [codes[first + k] for k in order], x, places, bits)
-        scale = _scale(v, layout, halves, j * block.run // block.sub)
+        scale = _scale(v, layout, halves, j * block.sum_span // block.sub)
         for c in columns:
             dx = v.broadcast_float(x, record.nbytes * c + record.d_at + 4 * group)
             totals[c] = v.fma(v.to_float(parts[c]), v.fmul(scale, dx), totals[c])
@@ -173,7 +174,7 @@ def float_block(v: Any, layout: Layout, totals: list[Any], weights: Any, halves:
     columns = range(len(totals))
     record = float_record(block)
     scales = words(v, weights, 0, layout.scale_bits, layout.scale_words) if block.is_k else []
-    per_group = 32 // block.run
+    per_group = 32 // block.sum_span
     d = v.load_half(halves, 0) if not block.scales else None
     dmin = v.load_half(halves, 2 * v.lanes) if block.has_min else None
     for group in range(block.size // 32):
@@ -181,12 +182,12 @@ def float_block(v: Any, layout: Layout, totals: list[Any], weights: Any, halves:
         for i in range(per_group):
             j = group * per_group + i
             parts = [v.zero_float() for _ in columns]
-            for k in range(block.run // 4):
+            for k in range(block.sum_span // 4):
                 for byte in range(4):
-                    code = v.and_(v.shr(codes[i * block.run // 4 + k](), 8 * byte), 255)
+                    code = v.and_(v.shr(codes[i * block.sum_span // 4 + k](), 8 * byte), 255)
                     value = v.to_float(v.add(code, v.splat(-block.lift)) if block.lift else code)
                     for c in columns:
-                        at = record * c + 4 * (block.run * j + 4 * k + byte)
+                        at = record * c + 4 * (block.sum_span * j + 4 * k + byte)
                         parts[c] = v.fma(value, v.broadcast_float(x, at), parts[c])
             scale = d if d is not None else _scale(v, layout, halves, j)
             if block.is_k:
@@ -201,3 +202,10 @@ def float_block(v: Any, layout: Layout, totals: list[Any], weights: Any, halves:
                     s = v.broadcast_float(x, record * c + 4 * (block.size + j))
                     totals[c] = v.fma(low, s, totals[c])
     return totals
+
+
+def arithmetic(block: BlockType, integer: bool) -> Callable[..., list[Any]]:
+    """The function above that multiplies a block of a type by int8 or float32 values."""
+    if not integer:
+        return float_block
+    return k_block if block.is_k else plain_block

@@ -82,7 +82,7 @@ def test_an_unknown_architecture_keeps_its_codes_and_its_logits(arch, act_order,
         down = name.endswith(("down_proj", "mlp.c_proj"))
         foldable = down and arch != "phi3"  # its gate and up are one matrix
         expected = "codes carried" if foldable or not act_order else "requantized"
-        assert made[f"{name}.weight"].how == expected, name
+        assert made[f"{name}.weight"].outcome == expected, name
     kept = [note for note in report.notes if "taken from the template" in note]
     assert {note.partition(":")[0].rpartition(".")[0].rpartition(".")[2] for note in kept} == (
         {"attn_norm", "ffn_norm", "output_norm"} if arch == "gemma" else set()
@@ -178,7 +178,7 @@ def test_modules_that_the_template_has_fused_are_put_together(model, tmp_path):
     stored = write_gptq(tmp_path / "gptq", separate)
     report = bridge.convert(tmp_path / "gptq", tmp_path / "m.gguf", template=template)
     kinds = {t.kind: t for t in report.tensors}
-    assert kinds["attn_qkv"].how == kinds["ffn_up"].how == "codes carried"
+    assert kinds["attn_qkv"].outcome == kinds["ffn_up"].outcome == "codes carried"
     assert kinds["attn_qkv"].shape == (512, 256)
     for layer in range(2):
         prefix = f"model.layers.{layer}"
@@ -205,7 +205,7 @@ def test_a_module_that_the_template_has_in_parts_is_taken_apart(model, tmp_path)
 
     stored = write_gptq(tmp_path / "gptq", rewritten(floats, tmp_path / "fused", fuse))
     report = bridge.convert(tmp_path / "gptq", tmp_path / "m.gguf", template=template)
-    assert {t.how for t in report.tensors if t.kind in ("attn_q", "attn_k", "attn_v")} == {"codes carried"}
+    assert {t.outcome for t in report.tensors if t.kind in ("attn_q", "attn_k", "attn_v")} == {"codes carried"}
     q, k, v = np.split(stored["model.layers.1.self_attn.qkv_proj"].dequantize(), [256, 384])
     for name, rows in (("q", q[interleaved_rows(4, 64)]), ("k", k[interleaved_rows(2, 64)]), ("v", v)):
         assert np.abs(values_of(tmp_path / "m.gguf", f"blk.1.attn_{name}.weight") - rows).max() < 1e-3
@@ -229,7 +229,7 @@ def test_experts_whose_gate_and_up_the_template_has_in_one_tensor_are_stacked_so
     stored = write_gptq(tmp_path / "gptq", floats)
     report = bridge.convert(tmp_path / "gptq", tmp_path / "m.gguf", template=template)
     (fused,) = [t for t in report.tensors if t.name == "blk.1.ffn_gate_up_exps.weight"]
-    assert (fused.how, fused.shape, fused.type) == ("codes carried", (4, 512, 256), "Q4_K")
+    assert (fused.outcome, fused.shape, fused.type) == ("codes carried", (4, 512, 256), "Q4_K")
     found = values_of(tmp_path / "m.gguf", fused.name)
     for expert in range(4):
         module = f"model.layers.1.block_sparse_moe.experts.{expert}"
@@ -259,7 +259,7 @@ def test_awqs_norms_are_the_checkpoints_even_where_the_converter_adds_one(model,
     with bridge.open_checkpoint(tmp_path / "awq") as opened:
         wanted = 1 + opened.read_float("model.layers.1.input_layernorm.weight")
     np.testing.assert_array_equal(values_of(tmp_path / "m.gguf", "blk.1.attn_norm.weight"), wanted)
-    assert {t.how for t in report.tensors if t.kind == "attn_q"} == {"codes carried"}
+    assert {t.outcome for t in report.tensors if t.kind == "attn_q"} == {"codes carried"}
     kept = " ".join(note for note in report.notes if "taken" in note)
     assert "ffn_norm" in kept
     assert "attn_norm" not in kept

@@ -7,7 +7,7 @@ import pytest
 
 import bridge
 from bridge.cli import main
-from bridge.cli.inspect import describe
+from bridge.cli.describe import describe
 from bridge.errors import BridgeError
 from tests.support.encode import write_gptq
 from tests.support.template import (
@@ -33,8 +33,8 @@ def test_inspect_says_what_convert_would_make_with_the_template(model, tmp_path,
     assert "blk.0.attn_norm.weight and 1 more: taken from the template as F32" in said
     report = bridge.convert(tmp_path / "gptq", tmp_path / "m.gguf", template=template)
     rows = {line.split()[0]: line for line in said.splitlines() if "codes carried" in line}
-    assert rows.keys() == {t.kind for t in report.tensors if t.how == "codes carried"}
-    assert all(t.type in rows[t.kind].split() for t in report.tensors if t.how == "codes carried")
+    assert rows.keys() == {t.kind for t in report.tensors if t.outcome == "codes carried"}
+    assert all(t.type in rows[t.kind].split() for t in report.tensors if t.outcome == "codes carried")
 
 
 def test_inspect_says_which_matrices_would_stay_the_templates(model, tmp_path):

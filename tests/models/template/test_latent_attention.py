@@ -66,7 +66,7 @@ def test_latent_attention_keeps_the_codes_of_its_values_and_takes_its_keys_from_
     report = bridge.convert(tmp_path / "gptq", tmp_path / "m.gguf", template=template)
     kinds = {t.kind: t for t in report.tensors}
     assert (kinds["attn_v_b"].shape, kinds["attn_k_b"].shape) == ((HEADS, VALUE, RANK), (HEADS, RANK, KEY))
-    assert kinds["attn_v_b"].how == ("requantized" if act_order else "codes carried")
+    assert kinds["attn_v_b"].outcome == ("requantized" if act_order else "codes carried")
     kept = [note for note in report.notes if "the template as" in note]
     assert len(kept) == 2
     for note, layer in zip(kept, range(2), strict=True):

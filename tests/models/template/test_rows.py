@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 
-from bridge.models.template.match import Matrix, find_in_several, find_rows
+from bridge.models.template.match import LazyMatrix, find_in_several, find_rows
 
 
-def matrix(values: np.ndarray, noise: float = 0.0) -> Matrix:
-    return Matrix((len(values), values.shape[1]), lambda a, b: values[a:b], noise=noise)
+def matrix(values: np.ndarray, noise: float = 0.0) -> LazyMatrix:
+    return LazyMatrix((len(values), values.shape[1]), lambda a, b: values[a:b], noise=noise)
 
 
 def test_any_permutation_of_rows_is_found_through_quantization_noise():

@@ -48,7 +48,7 @@ def test_what_cannot_be_matched_is_kept_and_reported_one_by_one(model, tmp_path)
     for name in kept:
         assert np.array_equal(tensors(tmp_path / "m.gguf")[name].data, tensors(template)[name].data)
     # without ffn_up's rows ffn_down's columns cannot be put in order
-    downs = {t.name: t.how for t in report.tensors if t.kind == "ffn_down"}
+    downs = {t.name: t.outcome for t in report.tensors if t.kind == "ffn_down"}
     assert downs == {"blk.0.ffn_down.weight": "requantized", "blk.1.ffn_down.weight": "codes carried"}
     assert not [note for note in report.notes if "left out" in note]
     verify(tmp_path / "m.gguf", tmp_path / "gptq", template=template)
