@@ -1,18 +1,20 @@
-"""README and docs/: links lead somewhere, commands are what the program takes, pages are in the site."""
+"""README and docs/: links work, commands and Python snippets run, figures are those of the pictures."""
 
 from __future__ import annotations
 
 import json
 import re
 import shlex
-from functools import cache
+from functools import cache, partial
 from itertools import takewhile
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+import bridge
 from bridge.cli import _parser
-from tests.conftest import ROOT
+from tests.conftest import CHECKPOINT, ROOT
 
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
 NAMES = [str(page.relative_to(ROOT)) for page in PAGES]
@@ -110,6 +112,27 @@ def test_scripts_and_modules_that_the_pages_name_exist():
             assert (ROOT / name).exists(), f"{page.name}: {name}"
 
 
+@pytest.mark.parametrize("page", ["architecture.md", "extending.md"])
+def test_files_that_are_named_by_the_end_of_their_paths_exist(page):
+    ours = {
+        f"/{file.relative_to(ROOT)}" for part in ("bridge", "cuda", "tests") for file in (ROOT / part).rglob("*.py")
+    }
+    named = re.findall(r"(?<![\w/.*])[\w/]+\.py\b", (ROOT / "docs" / page).read_text(encoding="utf-8"))
+    assert len(named) > 15
+    assert [name for name in named if not any(file.endswith(f"/{name}") for file in ours)] == []
+
+
+def test_the_floors_of_architecture_are_those_of_the_imports():
+    from tests.test_layout import ALLOWED
+
+    floors = {
+        row[1].strip("`").removesuffix(".py").rstrip("/"): int(row[0]) for row in cells("architecture.md", "| floor")
+    }
+    assert floors.keys() == ALLOWED.keys()
+    for package, below in ALLOWED.items():
+        assert floors[package] == max((floors[other] + 1 for other in below), default=0)
+
+
 def cells(page: str, head: str) -> list[list[str]]:
     """The rows of the table of a page whose first line begins so."""
     lines = (ROOT / "docs" / page).read_text(encoding="utf-8").splitlines()
@@ -151,7 +174,58 @@ def test_the_table_of_formats_is_of_the_figures_that_the_picture_shows():
         assert shown[name][4].split(" ")[0] == ("" if row.get("kl") is None else f"{row['kl']:.2e}")
 
 
-def test_the_changelogs_first_entry_is_this_version():
-    import bridge
+def test_the_changelogs_first_release_is_this_version():
+    entries = re.findall(r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text(), flags=re.MULTILINE)
+    assert next(name for name in entries if name != "Unreleased") == bridge.__version__
 
-    assert re.search(r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text(), flags=re.MULTILINE)[1] == bridge.__version__  # type: ignore[index]
+
+SNIPPETS = [
+    pytest.param(match[1], id=f"{page.name}-{number}")
+    for page in PAGES
+    for number, match in enumerate(
+        re.finditer(r"^```python\n(.*?)^```", page.read_text("utf-8"), re.MULTILINE | re.DOTALL)
+    )
+]
+
+
+def test_snippets_are_found():
+    assert len(SNIPPETS) > 6
+
+
+@pytest.fixture(scope="module")
+def trellis_checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A random Llama of one layer in the codes of EXL3 and QTIP."""
+    from tests.support.encode_trellis import EXL3, QTIP, Coding, exl3_tensors, qtip_tensors, write_trellis
+    from tests.support.tiny_models import save_model
+
+    root = tmp_path_factory.mktemp("trellis")
+    floats = save_model(root / "float", "LlamaConfig", num_hidden_layers=1)
+    mcg, mad = Coding("mcg", 3, multiplier=0xCBAC1FED), Coding("1mad", 2)
+    exl3 = partial(exl3_tensors, coding=mcg, search=False)
+    qtip = partial(qtip_tensors, coding=mad, layout="swizzled", search=False)
+    write_trellis(root / "exl3", floats, lambda n, w, i: exl3(n, w, seed=i), {"quantization_config": EXL3})
+    write_trellis(root / "qtip", floats, lambda n, w, i: qtip(n, w, seed=i), {"quip_params": QTIP})
+    return {"llama-exl3": root / "exl3", "llama-qtip": root / "qtip"}
+
+
+X = np.ones((4, 256), np.float32)
+
+
+@pytest.mark.parametrize("code", SNIPPETS)
+def test_a_python_snippet_runs(code, tmp_path, small_model, request, monkeypatch):
+    """In a folder that has the files that it names."""
+    torch = pytest.importorskip("torch")
+    if '.to("cuda")' in re.sub("#.*", "", code) and not torch.cuda.is_available():
+        pytest.skip("needs a GPU")
+    if "transformers" in code or "llama-" in code:
+        pytest.importorskip("transformers")
+    monkeypatch.chdir(tmp_path)
+    files = {"model-gptq": CHECKPOINT, "org/model": small_model}
+    if "llama-" in code:
+        files |= request.getfixturevalue("trellis_checkpoints")
+    for name, there in files.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).symlink_to(there)
+    if "bridge.convert(" not in code:
+        bridge.convert(CHECKPOINT, tmp_path / "model.gguf")
+    exec(compile(code, "snippet", "exec"), {"bridge": bridge, "torch": torch, "x": X[0], "X": X})

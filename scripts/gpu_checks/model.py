@@ -66,7 +66,7 @@ def _check(path: Path, precision: str) -> tuple[list[str], str]:
         for name, again in (("launches", made(False, **how)), ("the same steps again", made(True, **how))):
             if captured != again:
                 wrong.append(f"model, {precision}, {how}: captured steps make other tokens than {name}")
-    greedy = made(True)
+    greedy = made(True, temperature=0)
     if own.dependent:
         overlapping = [made(True, **how) for how in WAYS]
         own.dependent = False

@@ -38,7 +38,7 @@ def auto(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def mislabelled(tmp_path: Path) -> Path:
-    """The checkpoint, labelled as GPTQ v2 with act-order, neither of which it has."""
+    """The checkpoint, wrongly labelled as GPTQ v2 with act-order."""
     folder = Path(shutil.copytree(CHECKPOINT, tmp_path / "mislabelled"))
     changes = {"checkpoint_format": "gptq_v2", "desc_act": True}
     file = folder / "quantize_config.json"

@@ -1,4 +1,4 @@
-"""An output head beside a config that ties it to the embeddings: it is kept where its values differ."""
+"""An output head that the config ties to the embeddings: it is kept where its values differ."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The table of formats: its rows, that it goes on where it was stopped; llama.cpp's quantizer beside the real one."""
+"""The table of formats: its rows, and that a run continues where it was stopped; the quantizer against the real one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One model shared out over processes, one of which is killed on the way."""
+"""One model distributed over processes; one of them is killed during the conversion."""
 
 from __future__ import annotations
 
