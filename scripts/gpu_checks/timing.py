@@ -20,6 +20,7 @@ from bridge.cuda.bench import Bench, read_bandwidth, seconds_from_memory
 from bridge.cuda.buffers import zeros
 from bridge.cuda.decoder import Decoder
 from bridge.cuda.device import require, view
+from bridge.cuda.kv_forms import KVForm
 
 from bridge.runtime.bench import random_tensor
 from bridge.runtime.decoder_config import read_config
