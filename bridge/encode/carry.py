@@ -19,7 +19,8 @@ that leave it are clipped, or all are requantized to 127 steps, whichever is clo
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+import operator
+from dataclasses import astuple, dataclass, replace
 
 import numpy as np
 
@@ -70,13 +71,7 @@ class Fidelity:
         return self.error / self.noise if self.noise else (float("inf") if self.error else 0.0)
 
     def __add__(self, other: Fidelity) -> Fidelity:
-        return Fidelity(
-            self.weights + other.weights,
-            self.error + other.error,
-            self.signal + other.signal,
-            self.noise + other.noise,
-            self.kept + other.kept,
-        )
+        return Fidelity(*map(operator.add, astuple(self), astuple(other)))
 
 
 @dataclass(frozen=True)

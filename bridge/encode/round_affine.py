@@ -22,9 +22,8 @@ from typing import Any
 import numpy as np
 
 from bridge.blocks import BLOCKS
-from bridge.encode.round_loops import add, affine_errors, affine_fit, affine_write, rows_quantizer, scope_of
+from bridge.encode.round_loops import add, affine_errors, affine_fit, affine_write, rows_quantizer
 from bridge.system.half import round_half
-from bridge.system.jit import specialize
 
 _ZERO = np.float32(0)
 _ONE = np.float32(1)
@@ -299,10 +298,8 @@ def affine_quantizer(name: str, quick: bool = False) -> Callable[..., None]:
 
     quick  one grid and no wide sweep, in a third of the time: for a start that is going to be moved anyway
     """
-    scope = scope_of(BLOCKS[name], affine_errors, affine_fit, affine_write)
-    scope |= {key: np.float32(value) if type(value) is float else value for key, value in _SETTINGS[name].items()}
-    scope |= {"_GRIDS": 1, "_WIDE": _NEAR} if quick else {}
+    settings = _SETTINGS[name] | ({"_GRIDS": 1, "_WIDE": _NEAR} if quick else {})
+    loops = affine_errors, affine_fit, affine_write
+    stages = _line, _dmin_for, _grids, _sweep, _refit, _block
     suffix = f"{name}_quick" if quick else name
-    for function in (_line, _dmin_for, _grids, _sweep, _refit, _block):
-        scope[function.__name__[1:]] = specialize(function, suffix, **scope)
-    return rows_quantizer(suffix, scope, _workspace, _search, scope["affine_write"])
+    return rows_quantizer(BLOCKS[name], suffix, loops, stages, _workspace, _search, **settings)

@@ -13,7 +13,7 @@ with `sub`, `low` and `high` set.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -197,21 +197,6 @@ def scaled_write(x, w, a, _, codes):
     return error, signal, weighted
 
 
-def scope_of(kind: BlockType, *functions: Any) -> dict[str, Any]:
-    """What the kernels of a type need as globals: its constants, and these functions compiled for them."""
-    constants: dict[str, Any] = {
-        "sub": kind.sub,
-        "subs": kind.subs,
-        "plain": not kind.is_k,
-        "scale_lo": kind.scale_lo,
-        "scale_hi": kind.scale_hi,
-        "min_hi": kind.min_hi,
-        "low": np.float32(-kind.zero),
-        "high": np.float32(kind.levels - 1 - kind.zero),
-    }
-    return constants | {f.__name__: specialize(f, kind.name, **constants) for f in functions}
-
-
 def _rows(x, w, q, sc, mn, d, dmin, sums):
     """x [rows, n * subs, sub], w [n * subs, sub] -> fields as `block_bytes` packs them.
 
@@ -233,13 +218,37 @@ def _rows(x, w, q, sc, mn, d, dmin, sums):
                 sums[row, 2] += weighted
 
 
-def rows_quantizer(suffix: str, scope: dict[str, Any], workspace: Any, search: Any, write: Any) -> Callable[..., None]:
+def rows_quantizer(
+    kind: BlockType,
+    suffix: str,
+    loops: Sequence[Any],
+    stages: Sequence[Any],
+    workspace: Any,
+    search: Any,
+    **settings: float,
+) -> Callable[..., None]:
     """The compiled `_rows` of a type.
 
+    loops      functions of this module that the stages use; the last is `affine_write` or `scaled_write`
+    stages     each, `_stage`, may call those before it as `stage`; the last, as `block`, is the search of one block
     workspace  () -> arrays that `search` may write to
-    search     (x, w, row, block's first sub-block, workspace, sc, mn) -> d, and dmin or m; fills its part of sc and mn
-    write      `affine_write` or `scaled_write`
+    search     (x, w, row, a block's first sub-block, workspace, sc, mn) -> d, and dmin or m
+    settings   further constants
     """
+    scope: dict[str, Any] = {
+        "sub": kind.sub,
+        "subs": kind.subs,
+        "plain": not kind.is_k,
+        "scale_lo": kind.scale_lo,
+        "scale_hi": kind.scale_hi,
+        "min_hi": kind.min_hi,
+        "low": np.float32(-kind.zero),
+        "high": np.float32(kind.levels - 1 - kind.zero),
+    }
+    scope |= {f.__name__: specialize(f, kind.name, **scope) for f in loops}
+    scope |= {key: np.float32(value) if type(value) is float else value for key, value in settings.items()}
+    for stage in stages:
+        scope[stage.__name__[1:]] = scope["block"] = specialize(stage, suffix, **scope)
     for name, function in (("workspace", workspace), ("search", search)):
         scope[name] = specialize(function, suffix, inlined, **scope)
-    return specialize(_rows, suffix, **scope, write=write)
+    return specialize(_rows, suffix, **scope, write=scope[loops[-1].__name__])

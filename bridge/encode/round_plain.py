@@ -25,10 +25,8 @@ from bridge.encode.round_loops import (
     scaled_errors,
     scaled_fit,
     scaled_write,
-    scope_of,
 )
 from bridge.system.half import round_half
-from bridge.system.jit import specialize
 
 _ZERO = np.float32(0)
 _ONE = np.float32(1)
@@ -51,7 +49,7 @@ _Q8_0_CODES = np.array([127, -128, 126, -127.4, 125, 124], np.float32)
 # set per type by `specialize`
 sub = starts = 0
 low = high = first = step = _ZERO
-best_line: Any = None
+block: Any = None
 
 
 def _scaled(x, w):
@@ -204,19 +202,16 @@ def _workspace():
 
 
 def _search(x, w, row, at, scratch, sc, mn):
-    return best_line(x[row, at], w[at])
+    return block(x[row, at], w[at])
 
 
 @cache
 def plain_quantizer(name: str) -> Callable[..., None]:
     """The compiled loop over rows of a plain type, see `rows_quantizer`."""
     kind = TYPES[name]
-    functions: tuple[Any, ...]
-    if kind.has_min:
-        best, functions = _affine, (affine_errors, affine_fit, affine_write)
-    else:
-        best, functions = _q8_0 if name == "Q8_0" else _scaled, (extremes, scaled_errors, scaled_fit, scaled_write)
-    lowest, by, count = _STARTS.get(name, (0.0, 0.0, 0))
-    scope = scope_of(kind, *functions) | {"first": np.float32(lowest), "step": np.float32(by), "starts": count}
-    scope["best_line"] = specialize(best, name, **scope)
-    return rows_quantizer(name, scope, _workspace, _search, scope[functions[-1].__name__])
+    loops: tuple[Any, ...] = affine_errors, affine_fit, affine_write
+    if not kind.has_min:
+        loops = extremes, scaled_errors, scaled_fit, scaled_write
+    stage = _affine if kind.has_min else _q8_0 if name == "Q8_0" else _scaled
+    first, step, starts = _STARTS.get(name, (0.0, 0.0, 0))
+    return rows_quantizer(kind, name, loops, [stage], _workspace, _search, first=first, step=step, starts=starts)

@@ -14,9 +14,8 @@ from typing import Any
 import numpy as np
 
 from bridge.blocks import BLOCKS
-from bridge.encode.round_loops import add, extremes, rows_quantizer, scaled_errors, scaled_fit, scaled_write, scope_of
+from bridge.encode.round_loops import add, extremes, rows_quantizer, scaled_errors, scaled_fit, scaled_write
 from bridge.system.half import round_half
-from bridge.system.jit import specialize
 
 _ZERO = np.float32(0)
 _ONE = np.float32(1)
@@ -235,8 +234,6 @@ def _search(x, w, row, at, scratch, sc, mn):
 @cache
 def scaled_quantizer(name: str) -> Callable[..., None]:
     """The compiled loop over rows of Q3_K or Q6_K, see `rows_quantizer`."""
-    scope = scope_of(BLOCKS[name], extremes, scaled_errors, scaled_fit, scaled_write)
-    scope |= {key: np.float32(value) if type(value) is float else value for key, value in _SETTINGS[name].items()}
-    for function in (_scale, _grids, _sweep, _refit, _block):
-        scope[function.__name__[1:]] = specialize(function, name, **scope)
-    return rows_quantizer(name, scope, _workspace, _search, scope["scaled_write"])
+    loops = extremes, scaled_errors, scaled_fit, scaled_write
+    stages = _scale, _grids, _sweep, _refit, _block
+    return rows_quantizer(BLOCKS[name], name, loops, stages, _workspace, _search, **_SETTINGS[name])

@@ -31,7 +31,7 @@ from bridge.checkpoint.files.store import header_of
 from bridge.checkpoint.formats.layouts import LAYOUTS, raised
 from bridge.checkpoint.formats.zeros import OWN_BITS_SINCE
 from bridge.checkpoint.grouped import GroupedTensor
-from bridge.checkpoint.labels.gptq_labels import gptq_labels, packer
+from bridge.checkpoint.labels.quant_config import gptq_labels, packer
 from bridge.errors import BridgeError
 from bridge.system.progress import Progress
 from bridge.system.text import size_text, summarise_notes

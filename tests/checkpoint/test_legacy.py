@@ -178,7 +178,7 @@ def test_inspect_names_what_it_is(tmp_path, model_weights, capsys):
     assert main(["inspect", str(pt), "--config", str(config)]) == 0
     out, _ = capsys.readouterr()
     assert "the label says  nothing about quantization" in out
-    assert "the tensors do: GPTQ with float zero points, 4 bits, one group a row" in out
+    assert "by its tensors it is GPTQ with float zero points, 4 bits, one group a row" in out
     assert "28 quantized modules, 4 bits, one group a row" in out
     assert "they agree" not in out
 

@@ -512,7 +512,7 @@ def test_targets_that_are_no_place_for_it(tmp_path, refused):
     assert "no such folder" in refused(source, tmp_path / "no" / "b")
     assert "invalid choice" in refused(source, tmp_path / "b", "--checkpoint-format", "v3")
     assert "leave out --clamp" in refused(source, tmp_path / "b", "--checkpoint-format", "gptq_v2", "--clamp")
-    with pytest.raises(BridgeError, match="not known"):
+    with pytest.raises(BridgeError, match="unknown checkpoint_format='v3': choose"):
         bridge.repack(source, tmp_path / "b", "v3")
 
 

@@ -251,8 +251,8 @@ def test_what_a_format_cannot_hold_is_refused_by_name(tmp_path: Path, model: Pat
     assert "rows" in str(refusal("awq", Groups(4, 64), (100, 256)))
     tensor = layers_of(model)[up]
     bad = [
-        (replace(tensor, scales=tensor.scales * np.float32(1.0001)), "no half-precision"),
-        (replace(tensor, zeros=tensor.zeros + np.float32(0.5)), "whole numbers"),
+        (replace(tensor, scales=tensor.scales * np.float32(1.0001)), "not half-precision"),
+        (replace(tensor, zeros=tensor.zeros + np.float32(0.5)), "integers from 0 to 15"),
         (replace(tensor, codes=tensor.codes + np.uint8(16)), "beyond 4 bits"),
         (replace(tensor, name="other"), "not a layer to be quantized"),
         (layers_of(model, size=32)[up], "announced was"),

@@ -27,7 +27,14 @@ from typing import ClassVar
 import numpy as np
 
 from bridge.checkpoint.files.store import Store, TensorInfo
-from bridge.checkpoint.formats.module_reader import FloatWeight, ModuleInfo, Reader, contradiction, finite_scales
+from bridge.checkpoint.formats.module_reader import (
+    FloatWeight,
+    ModuleInfo,
+    Reader,
+    contradiction,
+    finite_scales,
+    module_info,
+)
 from bridge.checkpoint.formats.zeros import unscaled
 from bridge.checkpoint.grouped import CodedTensor, GroupedTensor, fit_group_size
 from bridge.checkpoint.labels.quant_config import QuantConfig
@@ -113,10 +120,10 @@ class AwqReader(Reader):
             size = _padded_group_size(columns, scales.shape[1], claimed)
             fits = weight.dtype == zeros.dtype == "I32" and scales.shape == (rows, zeros.shape[1] * 8)
             fits = fits and zeros.shape[0] == rows
-        if not fits or size is None or ("bias" in tensors and tensors["bias"].shape != (out,)):
+        if not fits or size is None:
             raise contradiction(name, tensors)
         self._layouts[name] = layout
-        return ModuleInfo(name, 4, size, (out, columns), sum(t.nbytes for t in tensors.values()), tensors)
+        return module_info(name, tensors, 4, size, (out, columns))
 
     def whole(self, name: str) -> GroupedTensor:
         return self._read(self.modules[name])

@@ -17,7 +17,7 @@ from typing import ClassVar
 import numpy as np
 
 from bridge.checkpoint.files.store import Store, TensorInfo
-from bridge.checkpoint.formats.module_reader import ModuleInfo, contradiction
+from bridge.checkpoint.formats.module_reader import ModuleInfo, contradiction, module_info
 from bridge.checkpoint.formats.trellis_coded import TrellisReader
 from bridge.checkpoint.labels.quant_config import QuantConfig
 from bridge.errors import BridgeError
@@ -77,7 +77,7 @@ class Exl3Reader(TrellisReader):
         bias = tensors["bias"].shape if "bias" in tensors else shape[:1]
         if len(bias) == 1 and shape[0] - EXL3_BLOCK < bias[0] < shape[0]:
             shape = bias[0], shape[1]
-        return self.described(name, tensors, bits, shape)
+        return module_info(name, tensors, bits, 0, shape)
 
     def layer(self, name: str) -> TrellisLayer:
         info, where = self.modules[name], self.label(name)

@@ -20,7 +20,7 @@ import numpy as np
 
 from bridge.checkpoint.files.dtypes import as_float32
 from bridge.checkpoint.files.store import TensorInfo
-from bridge.checkpoint.formats.module_reader import ModuleInfo, Reader, contradiction
+from bridge.checkpoint.formats.module_reader import ModuleInfo, Reader, contradiction, module_info
 from bridge.checkpoint.grouped import CodedTensor
 from bridge.errors import BridgeError
 
@@ -106,11 +106,9 @@ class Fp4Parts(NamedTuple):
             codes.dtype != "U8"
             or scales.shape != (out, columns / GROUPS[kind])
             or not all(t.floating and math.prod(t.shape) == 1 for t in single)
-            or ("bias" in tensors and tensors["bias"].shape != (out,))
         ):
             raise contradiction(name, tensors)
-        nbytes = sum(t.nbytes for t in tensors.values())
-        return ModuleInfo(name, 4, GROUPS[kind], (out, columns), nbytes, tensors)
+        return module_info(name, tensors, 4, GROUPS[kind], (out, columns))
 
     def read(self, reader: Reader, name: str, rows: np.ndarray | None = None) -> Fp4Tensor:
         """A module, or some of its rows without its bias."""

@@ -19,7 +19,7 @@ from typing import ClassVar
 import numpy as np
 
 from bridge.checkpoint.files.store import Store, TensorInfo
-from bridge.checkpoint.formats.module_reader import ModuleInfo, Reader, contradiction
+from bridge.checkpoint.formats.module_reader import ModuleInfo, Reader, contradiction, module_info
 from bridge.checkpoint.formats.zeros import Dialect, code_means, decode, dialects, lost_words, symmetric_dialect
 from bridge.checkpoint.grouped import GroupedTensor, column_group_size, fit_group_size
 from bridge.checkpoint.labels.quant_config import QuantConfig
@@ -72,13 +72,10 @@ class GptqReader(Reader):
             raise contradiction(name, tensors)
         if columns is None:
             columns = rows * _WORD_BITS[weight.dtype] // bits
-        if "bias" in tensors and tensors["bias"].shape != (out,):
-            raise contradiction(name, tensors)
         size = fit_group_size(columns, groups, quant.group_size)
         if size is None and g_idx is None:
             raise contradiction(name, tensors)
-        nbytes = sum(t.nbytes for t in tensors.values())
-        return ModuleInfo(name, bits, size or -(-columns // groups), (out, columns), nbytes, tensors)
+        return module_info(name, tensors, bits, size or -(-columns // groups), (out, columns))
 
     def read(self, name: str, rows: np.ndarray | None = None) -> GroupedTensor:
         from bridge.checkpoint.formats.bits import unpack_columns

@@ -29,7 +29,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from bridge.checkpoint.files.store import TensorInfo
-from bridge.checkpoint.formats.module_reader import ModuleInfo, Reader, contradiction
+from bridge.checkpoint.formats.module_reader import ModuleInfo, Reader, contradiction, module_info
 from bridge.checkpoint.grouped import GroupedTensor
 from bridge.checkpoint.labels.quant_config import QuantConfig, whole_number
 from bridge.errors import BridgeError
@@ -120,9 +120,9 @@ class HqqReader(Reader):
             )
         fits = weight.nbytes == -(-runs // lanes) * size * word.itemsize and (lanes == 10 or runs % lanes == 0)
         fits = fits and self._count(tensors, "zero") == runs
-        if not fits or ("bias" in tensors and tensors["bias"].shape != (out,)):
+        if not fits:
             raise contradiction(name, tensors)
-        return ModuleInfo(name, bits, size, (out, columns), sum(t.nbytes for t in tensors.values()), tensors)
+        return module_info(name, tensors, bits, size, (out, columns))
 
     def _number(self, tensors: dict[str, TensorInfo], part: str, default: float) -> float:
         """A setting stored as a tensor of one element."""

@@ -20,7 +20,7 @@ import numpy as np
 
 from bridge.checkpoint.files.store import Store, TensorInfo
 from bridge.checkpoint.formats.gptq import GptqReader
-from bridge.checkpoint.formats.module_reader import ModuleInfo, contradiction
+from bridge.checkpoint.formats.module_reader import ModuleInfo, contradiction, module_info
 from bridge.checkpoint.formats.zeros import unscaled
 from bridge.checkpoint.grouped import GroupedTensor, fit_group_size
 from bridge.checkpoint.labels.quant_config import QuantConfig
@@ -56,10 +56,7 @@ class FloatZerosReader(GptqReader):
             raise contradiction(name, tensors)
         if (g_idx and g_idx.shape != (columns,)) or (size is None and not g_idx):
             raise contradiction(name, tensors)
-        if "bias" in tensors and tensors["bias"].shape != (out,):
-            raise contradiction(name, tensors)
-        nbytes = sum(t.nbytes for t in tensors.values())
-        return ModuleInfo(name, bits, size or -(-columns // groups), (out, columns), nbytes, tensors)
+        return module_info(name, tensors, bits, size or -(-columns // groups), (out, columns))
 
     def read(self, name: str, rows: np.ndarray | None = None) -> GroupedTensor:
         from bridge.checkpoint.formats.bits import unpack_columns

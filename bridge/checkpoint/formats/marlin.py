@@ -23,7 +23,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from bridge.checkpoint.files.store import TensorInfo
-from bridge.checkpoint.formats.module_reader import ModuleInfo, Reader, contradiction
+from bridge.checkpoint.formats.module_reader import ModuleInfo, Reader, contradiction, module_info
 from bridge.checkpoint.grouped import GroupedTensor
 from bridge.checkpoint.labels.quant_config import QuantConfig
 from bridge.errors import BridgeError
@@ -77,11 +77,9 @@ class MarlinReader(Reader):
             or out % 64
             or columns % groups
             or not (groups == 1 or size == self.quant.group_size or size & (size - 1) == 0)
-            or ("bias" in tensors and tensors["bias"].shape != (out,))
         ):
             raise contradiction(name, tensors)
-        nbytes = sum(t.nbytes for t in tensors.values())
-        return ModuleInfo(name, bits, size, (out, columns), nbytes, tensors)
+        return module_info(name, tensors, bits, size, (out, columns))
 
     def whole(self, name: str) -> GroupedTensor:
         from bridge.checkpoint.formats.bits import unpack_rows

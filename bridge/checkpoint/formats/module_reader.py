@@ -181,6 +181,15 @@ class Reader:
         return finite_scales(self.store, f"{name}.{part}")
 
 
+def module_info(
+    name: str, tensors: dict[str, TensorInfo], bits: int, group_size: int, shape: tuple[int, int]
+) -> ModuleInfo:
+    """A module of that shape. Raises BridgeError where its bias does not fit."""
+    if "bias" in tensors and tensors["bias"].shape != shape[:1]:
+        raise contradiction(name, tensors)
+    return ModuleInfo(name, bits, group_size, shape, sum(t.nbytes for t in tensors.values()), tensors)
+
+
 def finite_scales(store: Store, name: str, rows: tuple[int, int] | None = None) -> np.ndarray:
     """float32 as it is stored, or its rows start..stop; BridgeError where a value is infinite or no number."""
     scales = store.read_float(name, rows)

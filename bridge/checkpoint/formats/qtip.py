@@ -18,7 +18,7 @@ from typing import ClassVar
 import numpy as np
 
 from bridge.checkpoint.files.store import Store, TensorInfo
-from bridge.checkpoint.formats.module_reader import ModuleInfo
+from bridge.checkpoint.formats.module_reader import ModuleInfo, module_info
 from bridge.checkpoint.formats.trellis_coded import TrellisReader, length
 from bridge.checkpoint.labels.quant_config import QuantConfig, whole_number
 from bridge.errors import BridgeError
@@ -87,7 +87,7 @@ class QtipReader(TrellisReader):
                 "int32 states are wanted; the checkpoint is damaged"
             )
         self._book(where, bits, tensors.get("tlut"))
-        return self.described(name, tensors, bits, (out, columns))
+        return module_info(name, tensors, bits, 0, (out, columns))
 
     def _book(self, where: str, bits: int, tlut: TensorInfo | None, read: bool = False) -> BitshiftCodebook:
         """The codebook; unless its table is read, with one of zeros of the same shape: to check what can be checked."""

@@ -7,7 +7,7 @@ from typing import ClassVar
 import numpy as np
 
 from bridge.checkpoint.files.store import TensorInfo
-from bridge.checkpoint.formats.module_reader import ModuleInfo, Reader, contradiction, finite_scales
+from bridge.checkpoint.formats.module_reader import Reader, finite_scales
 from bridge.checkpoint.trellis_floats import DecodedTensor
 from bridge.errors import BridgeError
 from bridge.trellis import TrellisLayer
@@ -31,12 +31,6 @@ class TrellisReader(Reader):
     def label(self, name: str) -> str:
         """Of a module, for messages."""
         return f"{self.modules[name].file}: {name}"
-
-    def described(self, name: str, tensors: dict[str, TensorInfo], bits: int, shape: tuple[int, int]) -> ModuleInfo:
-        """A module of that shape. Raises BridgeError where its bias is not of it."""
-        if "bias" in tensors and tensors["bias"].shape != shape[:1]:
-            raise contradiction(name, tensors)
-        return ModuleInfo(name, bits, 0, shape, sum(t.nbytes for t in tensors.values()), tensors)
 
     def vector(self, name: str, part: str) -> np.ndarray:
         """float32 [n] of a vector of floats, of any shape. Raises BridgeError where one is no number."""

@@ -1,4 +1,4 @@
-"""What a checkpoint claims of its own quantization: one dataclass for all formats.
+"""What a checkpoint claims about its own quantization: one dataclass for all formats, and GPTQ's claim to be written.
 
 Readers trust the tensors over it, and note where the two disagree.
 """
@@ -6,11 +6,12 @@ Readers trust the tensors over it, and note where the two disagree.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import bridge
 from bridge.checkpoint.formats.zeros import OWN_BITS_SINCE
 
 
@@ -123,6 +124,40 @@ class QuantConfig:
             if name.strip().lower() == "gptqmodel":
                 return tuple(int(n) for n in re.findall(r"\d+", version)[:3])
         return None
+
+
+def gptq_labels(
+    checkpoint_format: str,
+    bits: int,
+    group_size: int,
+    *,
+    desc_act: bool,
+    sym: bool,
+    floats: Iterable[str] = (),
+    others: Mapping[str, dict[str, Any]] | None = None,
+) -> dict[str, Any]:
+    """A quantization_config.
+
+    checkpoint_format  gptq (v1) or gptq_v2
+    floats             modules that are not quantized
+    others             {module: its bits and group_size}, where these are not the default
+    """
+    rules: dict[str, Any] = {f"-:^{re.escape(name)}$": {} for name in floats}
+    rules |= {f"+:^{re.escape(name)}$": own for name, own in (others or {}).items()}
+    return {
+        "quant_method": "gptq",
+        "bits": bits,
+        "group_size": group_size,
+        "desc_act": desc_act,
+        "sym": sym,
+        "checkpoint_format": checkpoint_format,
+        **({"dynamic": rules} if rules else {}),
+    }
+
+
+def packer() -> list[str]:
+    """The `packer` of a config's meta: who wrote the zero points, see `QuantConfig.gptqmodel`."""
+    return [f"gguf-bridge:{bridge.__version__}"]
 
 
 def whole_number(value: object) -> int | None:

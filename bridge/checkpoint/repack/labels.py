@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from bridge.checkpoint import Checkpoint
-from bridge.checkpoint.labels.gptq_labels import gptq_labels, packer
+from bridge.checkpoint.labels.quant_config import gptq_labels, packer
 from bridge.checkpoint.repack.zero_points import ZeroPointPlan
 from bridge.system.files import read_json
 
