@@ -16,6 +16,8 @@ import bridge
 from bridge.cli import main
 from bridge.conversion.converter import plan_checkpoint
 from bridge.conversion.plan_file import load_plan
+from bridge.conversion.report import CARRIED, REQUANTIZED
+from bridge.conversion.verify import failures
 from bridge.errors import BridgeError
 from scripts.peers.llama_cpp import LlamaCpp
 from tests.conftest import CHECKPOINT, checkpoint_names, shared
@@ -170,6 +172,41 @@ def test_a_type_that_holds_for_sampled_rows_alone_is_chosen_again(small_model: P
     assert made[name].fidelity.share <= 0.01
     assert {n: t.type for n, t in made.items() if n != name} == {n: t.type for n, t in planned.items() if n != name}
     assert sorted(p.name for p in tmp_path.iterdir()) == ["gptq", "m.gguf"]
+    stored = {t.name: t.tensor_type.name for t in gguf.GGUFReader(tmp_path / "m.gguf").tensors}
+    assert stored == {n: t.type for n, t in made.items()}
+    assert not failures(bridge.verify(tmp_path / "m.gguf", tmp_path / "gptq"))
+    with LlamaCpp(tmp_path / "m.gguf") as model:
+        assert model.generate_greedy([1, 2, 3], 2)
+
+
+def test_a_type_that_is_chosen_again_changes_the_table_of_its_shard_alone(small_model: Path, tmp_path: Path) -> None:
+    name = rows_that_deceive(tmp_path / "gptq", small_model)
+    whole = bridge.convert(tmp_path / "gptq", tmp_path / "whole.gguf")
+    report = bridge.convert(tmp_path / "gptq", tmp_path / "m.gguf", split_max_size=60_000)
+    assert len(report.outputs) > 2
+    tensors = {t.name: t for file in report.outputs for t in gguf.GGUFReader(file).tensors}
+    expected = {t.name: t for t in gguf.GGUFReader(tmp_path / "whole.gguf").tensors}
+    assert {n: t.tensor_type for n, t in tensors.items()} == {n: t.tensor_type for n, t in expected.items()}
+    assert {t.name: t.type for t in whole.tensors}[name] != "Q5_K"
+    assert all(np.array_equal(t.data, expected[n].data) for n, t in tensors.items())
+
+
+def test_each_part_says_what_happens_to_it(small_model: Path, tmp_path: Path) -> None:
+    """And convert does that: what is edited is decided anew, what is written is obeyed."""
+    plan = plan_checkpoint(CHECKPOINT, tensor_types=[("ffn_up", "Q2_K"), ("ffn_gate", "F16")])
+    how = {t.kind: set(t.how) for t in plan.tensors}
+    assert how["ffn_down"] == how["attn_q"] == {"carried"}
+    assert how["ffn_up"] == how["ffn_gate"] == {"requantized"}
+    assert (how["token_embd"], how["attn_norm"]) == ({"rounded"}, {"as it came"})
+    path = tmp_path / "plan.json"
+    plan_checkpoint(CHECKPOINT, out=path)
+    record = json.loads(path.read_text())
+    for entry in record["tensors"]:
+        if "ffn_down" in entry["name"]:
+            entry["how"] = "requantized"
+    path.write_text(json.dumps(record))
+    outcomes = {t.kind: t.outcome for t in bridge.convert(out=tmp_path / "m.gguf", plan=path).tensors}
+    assert (outcomes["ffn_down"], outcomes["ffn_up"]) == (REQUANTIZED, CARRIED)
 
 
 def nothing(_record: dict[str, Any]) -> None:
@@ -199,6 +236,12 @@ def first_tensor(key: str, value: Any) -> Any:
         (lambda r: r.update(split_max_size=0), [], "split_max_size is 0"),
         (lambda r: r.update(gguf_bridge_plan=1), [], "is not a plan of this version"),
         (lambda r: r.pop("orders"), [], "'orders'"),
+        (
+            first_tensor("how", "carried twice"),
+            [],
+            r"tensor token_embd.weight .*how is 'carried twice', not one of as it",
+        ),
+        (first_tensor("how", ["rounded", "rounded"]), [], r"tensor token_embd.weight .*not one of .* for each part"),
         (nothing, ["--shard", "3/12"], "--shard 3/12: the plan makes 3 shards, 1/3 to 3/3"),
         (nothing, ["--shard", "0/3"], "--shard 0/3: the plan makes 3 shards"),
         (nothing, ["--shard", "three"], "'three' is not I/N such as 3/12"),

@@ -17,8 +17,10 @@ from bridge.blocks import BLOCKS
 from bridge.checkpoint import open_checkpoint
 from bridge.cli import main
 from bridge.conversion.converter import convert, plan_checkpoint
+from bridge.conversion.executor import Executor
 from bridge.conversion.gguf_writer import file_bytes
 from bridge.conversion.options import Budget
+from bridge.conversion.part_reader import PartReader
 from bridge.conversion.plan_file import load_plan
 from bridge.conversion.report import CALIBRATED, CARRIED
 from bridge.errors import BridgeError
@@ -212,6 +214,22 @@ def test_codes_that_are_carried_keep_their_type_and_count_with_their_bytes(token
     coded = [t for t in report.tensors if t.kind.startswith(("attn_q.", "ffn_")) and len(t.shape) == 2]
     assert all((t.outcome, t.type) == (CARRIED, types[t.name]) for t in coded)
     assert {t.type for t in report.tensors if t.kind in ("token_embd", "output")} != {"Q8_0"}
+
+
+def test_no_codes_are_read_whole_before_they_are_converted(
+    tokens: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Planning has decided what is carried: whether a type may be chosen is read from it."""
+    read: list[str] = []
+    grouped, results = PartReader.grouped, Executor.results
+    monkeypatch.setattr(PartReader, "grouped", lambda self, part: (read.append(part.source), grouped(self, part))[1])
+    monkeypatch.setattr(Executor, "results", lambda self, tensors: (read.append("executor"), results(self, tensors))[1])
+    size = file_bytes(plan_checkpoint(CHECKPOINT)) - 100_000
+    read.clear()
+    convert(CHECKPOINT, tmp_path / "out.gguf", calibrate=settings(tokens), budget=Budget(size, swaps=0))
+    small = [s for s in read[: read.index("executor")] if not s.endswith(("k_proj.weight", "v_proj.weight"))]
+    assert not small
+    assert len(read) > 28
 
 
 def test_codes_are_rounded_again_where_that_is_asked_for(tokens: Path, tmp_path: Path) -> None:

@@ -1,0 +1,86 @@
+"""The command line and Python are two fronts of one request: the same request gives the same file."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+
+import bridge
+from bridge.cli import main
+from bridge.cli.options import as_flag
+from bridge.conversion.options import Budget, ConvertOptions
+from bridge.errors import BridgeError, parameter, spelled
+from bridge.quantize.settings import Calibration
+from tests.conftest import CHECKPOINT
+from tests.support.tiny_models import save_model
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A float model whose output head is a tensor of its own."""
+    return save_model(tmp_path_factory.mktemp("model"), "LlamaConfig")
+
+
+@pytest.fixture(scope="module")
+def tokens(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("tokens") / "tokens.npy"
+    np.save(path, np.random.default_rng(0).integers(0, 300, (4, 32)))
+    return path
+
+
+@pytest.mark.parametrize(("settings", "without"), [
+    (ConvertOptions, {"calibrate", "budget"}),
+    (Calibration, {"progress"}),
+    (Budget, {"tokens", "progress"}),
+])  # fmt: skip
+def test_every_option_has_a_flag(settings: type, without: set[str]) -> None:
+    assert {f.name for f in fields(settings) if "flag" not in f.metadata} == without
+
+
+def types(path: Path) -> dict[str, str]:
+    return {t.name: t.tensor_type.name for t in gguf.GGUFReader(path).tensors}
+
+
+@pytest.mark.parametrize("command", ["quantize", "convert"])
+def test_a_calibrated_block_type_gives_the_same_file_head_and_all(
+    model: Path, tokens: Path, tmp_path: Path, command: str
+) -> None:
+    mine, theirs = tmp_path / "mine.gguf", tmp_path / "theirs.gguf"
+    options = ["--calibrate", str(tokens), "--sequence-length", "32", "--sweeps", "0"]
+    assert main([command, str(model), str(mine), "--type", "Q4_K", *options]) == 0
+    bridge.convert(model, theirs, type="Q4_K", calibrate=Calibration(tokens, length=32, sweeps=0))
+    assert mine.read_bytes() == theirs.read_bytes()
+    assert types(mine)["output.weight"] == "Q6_K"  # as in llama.cpp's presets
+    assert types(mine)["blk.0.ffn_up.weight"] == "Q4_K"
+
+
+@pytest.mark.parametrize(("flags", "options"), [
+    ([], {}),
+    (["--exact"], {"type": "exact"}),
+    (["--type", "q4_k_m", "--tensor-type", "ffn_down=Q6_K"], {"type": "Q4_K_M", "tensor_types": [("ffn_down", "q6_k")]}),
+    (["--token-embd-type", "F16", "--output-type=Q5_K"], {"token_embd_type": "F16", "output_type": "Q5_K"}),
+    (["--for", "llama.cpp@11549", "--pre", "qwen2"], {"target": "llama.cpp@11549", "pre": "qwen2"}),
+])  # fmt: skip
+def test_the_same_options_give_the_same_file(flags: list[str], options: dict[str, Any], tmp_path: Path) -> None:
+    assert main(["convert", str(CHECKPOINT), str(tmp_path / "mine.gguf"), *flags]) == 0
+    bridge.convert(CHECKPOINT, tmp_path / "theirs.gguf", **options)
+    assert (tmp_path / "mine.gguf").read_bytes() == (tmp_path / "theirs.gguf").read_bytes()
+
+
+def test_errors_spell_an_argument_as_its_user_does(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "out.gguf").write_bytes(b"")
+    with pytest.raises(BridgeError, match=r"out.gguf: exists; force=True replaces it"):
+        bridge.convert(CHECKPOINT, tmp_path / "out.gguf")
+    assert main(["convert", str(CHECKPOINT), str(tmp_path / "out.gguf")]) == 2
+    assert "out.gguf: exists; --force replaces it" in capsys.readouterr().err
+    assert parameter("shard", (3, 12)) == "shard=(3, 12)"
+    with spelled(as_flag):
+        spoken = [parameter("shard", (3, 12)), parameter("length", 9), parameter("target"), parameter("text")]
+        assert spoken == ["--shard 3/12", "--sequence-length 9", "--for", "--calibrate"]
+        assert parameter("tensor_types", ("ffn", "Q9_K")) == "--tensor-type ffn=Q9_K"
+    assert parameter("text") == "text"
