@@ -11,7 +11,7 @@ from bridge.errors import BridgeError
 from bridge.system.cache import cache_folder, entries, remove
 from bridge.system.text import align, size_text
 
-_HELP = "list or clear what is kept between runs: GGUFs that `run` made of checkpoints, compiled kernels"
+_HELP = "list or clear the cache: GGUFs that `run` made from checkpoints, compiled kernels"
 _ALL = ""
 
 
@@ -20,13 +20,13 @@ def add_parser(commands: Any) -> None:
     p = command(commands, "cache", _HELP, run)
     p.add_argument(
         "--clear", nargs="?", const=_ALL, metavar="NAME",
-        help="remove everything that no process is using; with a name, as the list has it or without the digest at its "
-        "end, that alone",
+        help="remove everything that no process is using; with a name from the list, with or without the digest at its "
+        "end, only that entry",
     )  # fmt: skip
 
 
 def run(a: argparse.Namespace) -> int:
-    """Print the list, or what was removed."""
+    """Print the list, or the size of what was removed."""
     found = entries()
     if a.clear is None:
         rows = [
@@ -40,14 +40,12 @@ def run(a: argparse.Namespace) -> int:
         return 0
     chosen = [e for e in found if a.clear in (_ALL, e.path.name, e.path.name.rpartition("-")[0])]
     if a.clear and not chosen:
-        raise BridgeError(
-            f"{a.clear}: nothing of that name in {cache_folder()}; `gguf-bridge cache` lists what is there"
-        )
+        raise BridgeError(f"{a.clear}: no such entry in {cache_folder()}; `gguf-bridge cache` lists the entries")
     freed = 0
     for entry in chosen:
         if remove(entry):
             freed += entry.nbytes
         else:
-            print(f"kept {entry.path.name}: a process is using it")
+            print(f"not removed: {entry.path.name}, a process is using it")
     print(f"removed {size_text(freed)} from {cache_folder()}")
     return 0

@@ -1,14 +1,14 @@
-"""GGUFs made of checkpoints for whoever wants to run them now, kept until they are cleared.
+"""The cache of GGUFs made from checkpoints, for `run` and `chat`.
 
-    models/NAME-DIGEST/          in the cache folder, held by the processes that use it
+    models/NAME-DIGEST/          in the cache folder, locked by the processes that use it
         NAME.gguf                as `convert` makes it without options
         checkpoints.json         where its contents were seen: folder -> {file: [bytes, time of change, inode]},
-                                 and by which version of this program
+                                 and the version of this program
         lock                     locked by the process that converts
 
-DIGEST is of the contents of all files that a conversion reads, and of this program's version. Reading them whole takes
-seconds a run, so a folder whose files have the sizes, times and inodes noted in checkpoints.json is taken to have those
-contents, as git does. Whoever comes while another process converts waits for it.
+DIGEST covers the contents of all files that a conversion reads, and the version of this program. Hashing them takes
+seconds, so a folder whose files have the sizes, times and inodes noted in checkpoints.json is assumed to have those
+contents, as git does. A second process that needs the same GGUF waits for the first to finish.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
 
 _NOTES = "checkpoints.json"
-_in_use: list[int] = []  # handles of held folders, until the process ends
+_in_use: list[int] = []  # handles of locked folders, until the process ends
 
 
 def converted(
@@ -50,19 +50,18 @@ def converted(
     runnable: Collection[str] = (),
     progress: Progress | None = None,
 ) -> Path:
-    """The GGUF of a checkpoint, converted where it is not kept yet; what happens goes to standard error.
+    """The GGUF of a checkpoint, converted unless it is in the cache; progress goes to standard error.
 
-    checkpoint  a folder, a Hub id, or a .pt, as for `convert`; config likewise
-    runnable    GGUF architectures: others are refused before anything is converted
-    progress    as for `convert`
+    checkpoint, config, progress  as for `convert`
+    runnable                      GGUF architectures; others are refused before anything is converted
 
-    Raises BridgeError as `convert` does, and where the cache folder cannot be written.
+    Raises BridgeError as `convert` does, and if the cache folder cannot be written.
     """
     home = resolve(checkpoint, config)
     arch = architecture(config_folder(home, config))
     if runnable and arch not in runnable:
         raise BridgeError(
-            f"{checkpoint}: the architecture is {arch}, which llama.cpp runs and this program does not; "
+            f"{checkpoint}: this program cannot run the architecture {arch}, llama.cpp can; "
             f"`gguf-bridge convert {checkpoint}` makes a GGUF for it"
         )
     files = _files(home, Path(config) if config is not None else None)
@@ -78,7 +77,7 @@ def converted(
         with _locked(folder / "lock"):
             path = next(iter(folder.glob("*.gguf")), folder / f"{name}.gguf")
             if not path.exists():
-                print(f"converting {checkpoint}; the GGUF is kept, see `gguf-bridge cache`", file=sys.stderr)
+                print(f"converting {checkpoint}; the GGUF is cached, see `gguf-bridge cache`", file=sys.stderr)
                 _convert(home, path, config, progress)
             if (notes := _notes(folder)).get(str(home.resolve())) != seen:
                 write_text(folder / _NOTES, json.dumps({**notes, str(home.resolve()): seen}, indent=1) + "\n")
@@ -91,7 +90,7 @@ def converted(
     if handle is not None:
         _in_use.append(handle)
     with suppress(OSError):
-        os.utime(folder)  # its last use
+        os.utime(folder)  # time of last use
     return path
 
 
@@ -103,7 +102,7 @@ def _convert(home: Path, path: Path, config: str | Path | None, progress: Progre
 
 
 def _files(home: Path, config: Path | None) -> dict[str, Path]:
-    """What a conversion reads, by its name in the checkpoint."""
+    """The files that a conversion reads, by name in the checkpoint."""
     found = {home.name: home} if home.is_file() else {}
     for root in [home] if config is None else [home, config]:
         for file in files_below(root):
@@ -118,7 +117,7 @@ def _status(file: Path) -> list[int]:
 
 
 def _digest(files: dict[str, Path]) -> str:
-    """Twelve hexadecimal digits of all contents."""
+    """Twelve hexadecimal digits for all contents."""
 
     def contents(file: Path) -> bytes:
         with open(file, "rb") as stream:
@@ -132,7 +131,7 @@ def _digest(files: dict[str, Path]) -> str:
 
 
 def _notes(folder: Path) -> dict[str, Any]:
-    """What an entry says of the folders that its contents were seen in; nothing where that cannot be read."""
+    """An entry's checkpoints.json; empty if it cannot be read."""
     try:
         return read_json(folder / _NOTES, optional=True)
     except BridgeError:
@@ -148,21 +147,21 @@ def _held(folder: Path) -> tuple[Path, int | None]:
         return lock_shared(made)
     except OSError as problem:
         raise BridgeError(
-            f"{folder}: cannot be made ({problem.strerror}); set XDG_CACHE_HOME to a folder with room, or "
-            "`gguf-bridge convert` to a file and run that"
+            f"{folder}: cannot be created ({problem.strerror}); set XDG_CACHE_HOME to a folder with free space, or "
+            "convert to a file with `gguf-bridge convert` and run that"
         ) from problem
 
 
 @contextmanager
 def _locked(file: Path) -> Iterator[None]:
-    """Hold a lock that one process has at a time; the system lets go of it when the process ends, however."""
-    if fcntl is None:  # then two may convert at once, each to a file of its own, and the last one's stays
+    """Hold an exclusive lock; the system releases it when the process ends, however that happens."""
+    if fcntl is None:  # two processes may convert at once, each to its own file; the last one's remains
         yield
         return
     with open(file, "wb") as stream:
         try:
             fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            print("another process is converting it; waiting", file=sys.stderr)
+            print("waiting for another process that is converting it", file=sys.stderr)
             fcntl.flock(stream, fcntl.LOCK_EX)
         yield

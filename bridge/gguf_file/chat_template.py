@@ -1,4 +1,4 @@
-"""Jinja chat templates, rendered in the environment that transformers gives its own: sandboxed and immutable."""
+"""Jinja chat templates, rendered in the same kind of environment as in transformers: sandboxed and immutable."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-_GENERATION = re.compile(r"\{%-?\s*(end)?generation\s*-?%\}")  # a mark for training, not part of jinja
+_GENERATION = re.compile(r"\{%-?\s*(end)?generation\s*-?%\}")  # marks for training, not part of jinja
 
 Render = Callable[[Sequence[Mapping[str, Any]], bool], str]
 
@@ -17,11 +17,11 @@ class TemplateFailed(Exception):
 
 
 def compile_template(template: str, bos: str, eos: str) -> Render:
-    """(messages as {"role", "content"}, whether to prompt for a reply) -> text.
+    """A function (messages as {"role", "content"}, whether to prompt for a reply) -> text.
 
     bos, eos  texts of the tokens, which templates refer to
 
-    Raises TemplateFailed; so does what is returned.
+    Raises TemplateFailed, and so does the function.
     """
     import jinja2
     from jinja2.ext import loopcontrols
@@ -48,7 +48,7 @@ def compile_template(template: str, bos: str, eos: str) -> Render:
                 tools=None,
                 documents=None,
             )
-        except Exception as error:  # whatever a template's code may raise
+        except Exception as error:  # a template's code may raise anything
             raise TemplateFailed(f"it fails with: {str(error) or type(error).__name__}") from error
 
     return render

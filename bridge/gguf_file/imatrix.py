@@ -1,4 +1,4 @@
-"""llama.cpp's importance matrices: how much the square of each input column's activation was, on average.
+"""llama.cpp's importance matrices: the mean square of each input column's activations.
 
 A GGUF file of `general.type` "imatrix" holds, for each weight tensor `name` (as llama.cpp names it,
 "blk.0.ffn_down.weight"), two float32 tensors:
@@ -6,7 +6,7 @@ A GGUF file of `general.type` "imatrix" holds, for each weight tensor `name` (as
     name.in_sum2   [experts, in]   sums over tokens of the squared activations
     name.counts    [experts, 1]    tokens seen
 
-The importance is their quotient; an expert that saw no token gets ones.
+The importance is their quotient; it is 1 for an expert that saw no token.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _SUMS, _COUNTS = ".in_sum2", ".counts"
 def read_imatrix(path: str | Path) -> dict[str, np.ndarray]:
     """GGUF tensor name -> float32 [in], or [experts, in] for a tensor of several experts.
 
-    Raises BridgeError where the file is missing, is no imatrix, or holds NaN or negative values.
+    Raises BridgeError if the file is missing, is not an imatrix, or holds NaN or negative values.
     """
     path = Path(path)
     if _is_legacy(path):
@@ -59,9 +59,9 @@ def write_imatrix(
 
     found     GGUF tensor name -> mean squares float32 [experts, in] and tokens seen int [experts]
     length    tokens in a sequence
-    datasets  what it was made of, for people
+    datasets  names of the texts that it was made from
 
-    Raises BridgeError where writing fails.
+    Raises BridgeError if writing fails.
     """
     from gguf import GGUFWriter
 
@@ -83,26 +83,30 @@ def write_imatrix(
             writer.close()
             os.replace(folder / path.name, path)
     except OSError as problem:
-        raise BridgeError(f"{path}: cannot be written ({problem.strerror}); make room or give another name") from None
+        raise BridgeError(
+            f"{path}: cannot be written ({problem.strerror}); free some space or choose another name"
+        ) from None
 
 
 def for_tensor(imatrix: dict[str, np.ndarray], name: str, columns: int, experts: int = 1) -> np.ndarray | None:
     """The importance of a tensor's input columns: float32 [columns], [experts, columns] for several experts, or None
-    where the file does not know the tensor (as with embeddings). Raises BridgeError where its length is another."""
+    if the file lacks the tensor (as with embeddings). Raises BridgeError if its length differs."""
     found = imatrix.get(name)
     if found is None:
         return None
     expected = (experts, columns) if experts > 1 else (columns,)
     if found.shape != expected:
         have, need = ("x".join(map(str, shape)) for shape in (found.shape, expected))
-        raise BridgeError(f"{name}: the imatrix has {have} columns, the tensor {need}; it is of another model")
+        raise BridgeError(
+            f"{name}: the imatrix has {have} columns, the tensor {need}; the imatrix belongs to another model"
+        )
     return found
 
 
 def _importance(path: Path, name: str, sums: np.ndarray, tensors: dict[str, np.ndarray]) -> np.ndarray:
     counts = tensors.get(name + _COUNTS)
     if counts is None:
-        raise BridgeError(f"{path}: {name}{_SUMS} has no {name}{_COUNTS} beside it; make the imatrix again")
+        raise BridgeError(f"{path}: {name}{_SUMS} has no matching {name}{_COUNTS}; make the imatrix again")
     sums = sums.reshape(-1, sums.shape[-1])
     counts = counts.reshape(-1, 1)
     if len(counts) != len(sums):
@@ -120,7 +124,7 @@ def _is_legacy(path: Path) -> bool:
     try:
         with path.open("rb") as file:
             head = file.read(8)
-    except OSError:  # for the reader to report
+    except OSError:  # the reader reports it
         return False
     entries, length = np.frombuffer(head.ljust(8, b"\0"), "<i4")
     return (path.suffix == ".dat" and head[:4] != b"GGUF") or (0 < entries < 100_000 and 0 < length < 256)

@@ -1,15 +1,15 @@
-"""What llama.cpp's names of tokenizers stand for: rules that the converter and the runtime share.
+"""The meaning of llama.cpp's names of pre-tokenizers, for the converter and the runtime.
 
 A byte-level BPE first cuts a text into words, and merges only within them. tokenizer.ggml.pre names the
-cutting rules, which llama.cpp has compiled in; here they are in the notation of `tokenizers`:
+cutting rules, which are compiled into llama.cpp; here they are in the notation of `tokenizers`:
 
     split       Split(regex, Isolated)
     digits      Digits: one by one, or as a run
     bytes       ByteLevel; "regex" applies GPT-2's own regex too
     punctuation Punctuation(Contiguous)
 
-Several names stand for the same cutting rule and differ in ignore_merges: whether a word that is a
-token is taken whole before any merge is tried.
+Several names have the same cutting rules and differ in ignore_merges: whether a word that is itself a
+token is used as a whole before any merge is tried.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from functools import cache
 
 Step = tuple[str, str]
 
-# texts that llama.cpp takes for the end of a reply by themselves
+# texts that llama.cpp recognizes as the end of a reply without being told
 KNOWN_ENDS = {
     "<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "</s>", "<|eom_id|>", "<EOT>", "_<EOT>",
     "<|end_of_text|>", "<end_of_utterance>", "<\uff5cend\u2581of\u2581sentence\uff5c>",
 }  # fmt: skip
 
-# the parts that the regexes of this field are made of
+# the building blocks of the regexes
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _PUNCTUATION = r" ?[^\s\p{L}\p{N}]+[\r\n]*"
 _SPACES = r"\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -63,7 +63,7 @@ def _split(regex: str) -> Step:
     return ("split", regex)
 
 
-# rules -> (name where ignore_merges is false, name where it is true); None: llama.cpp has no such pair
+# rules -> (name if ignore_merges is false, name if it is true); None: llama.cpp has no such pair
 NAMES: dict[tuple[Step, ...], tuple[str | None, str | None]] = {
     (_split(_cl100k(r"\p{N}{1,3}")), BYTES): ("smaug-bpe", "llama-bpe"),
     (_split(_cl100k(r"\p{N}")), BYTES): ("qwen2", None),
@@ -83,7 +83,7 @@ NAMES: dict[tuple[Step, ...], tuple[str | None, str | None]] = {
     (("punctuation", "contiguous"), GPT2_BYTES, DIGIT_RUN, _split("[0-9][0-9][0-9]")): ("falcon", None),
 }
 
-# DeepSeek's second rule spells out a table of letters; its ends, and what surrounds it, are telling enough
+# DeepSeek's second rule spells out a table of letters; its ends and its neighbours are enough to recognize it
 DEEPSEEK_LLM = (
     _split(r"[\r\n]"),
     ("split", "letters"),
@@ -92,7 +92,7 @@ DEEPSEEK_LLM = (
     _split(_DEEPSEEK_CJK),
 )
 
-# what llama.cpp does where a file names no rules (as files of 2023 do not), or "default"
+# llama.cpp's rules if a file names none (as files of 2023), or "default"
 _DEFAULT = (
     _split(r"[\p{P}\$\+<=>\^~\|]+"),
     _split(r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"),
@@ -101,10 +101,10 @@ _DEFAULT = (
     BYTES,
 )
 
-# what deepseek-llm's spelled-out table amounts to: letters that have a case
+# deepseek-llm's spelled-out table: the letters that have a case
 _CASED = r"\s?[\p{Lu}\p{Ll}\p{Lt}]+"
 
-# other names under which llama.cpp knows the same rules
+# other names of the same rules in llama.cpp
 _ALIASES = {
     "llama-bpe": ("llama3", "llama-v3", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2", "jina-v5-nano"),
     "gpt-2": ("phi-2", "jina-es", "jina-de", "jina-v2-es", "jina-v2-de", "gigachat", "a.x-4.0", "mellum",
@@ -115,20 +115,20 @@ _ALIASES = {
     "deepseek-v3": ("hunyuan-dense", "joyai-llm"),
     "bailingmoe": ("bailingmoe2", "llada-moe"),
 }  # fmt: skip
-# names whose rules imply a BOS where tokenizer.ggml.add_bos_token does not say
+# names that imply a BOS unless tokenizer.ggml.add_bos_token is set
 _WITH_BOS = {"llama-bpe", "tekken"}
 
 
 @cache
 def byte_of() -> dict[str, int]:
-    """GPT-2's 256 printable characters -> the bytes that they stand for."""
+    """GPT-2's 256 printable characters -> the bytes that they represent."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(b): b for b in printable} | {chr(256 + i): b for i, b in enumerate(others)}
 
 
 def rules_of(pre: str) -> tuple[tuple[Step, ...], bool, bool] | None:
-    """What a tokenizer.ggml.pre means: cutting rules, ignore_merges, whether a BOS is the default. None: unknown."""
+    """The meaning of a tokenizer.ggml.pre: cutting rules, ignore_merges, default of add_bos. None: an unknown name."""
     name = next((own for own, others in _ALIASES.items() if pre in others), pre)
     if name == "default":
         return _DEFAULT, False, False

@@ -1,4 +1,4 @@
-"""Opening a GGUF, whoever wants it: all its files are mapped, their headers checked, the tensors views of the mapping.
+"""Opens a GGUF: maps all its files, checks their headers, and returns the tensors as views of the mapping.
 
 Opening costs a few milliseconds plus a walk over the vocabulary (40 ms for 150,000 tokens); weights are read from disk
 when they are first used. A mapping lives as long as any tensor or undecoded metadata that refers to it.
@@ -43,9 +43,9 @@ class StoredModel:
     tensors: dict[str, StoredTensor]
 
     def scales_of(self, tensor: StoredTensor) -> np.ndarray | None:
-        """What multiplies a tensor of NVFP4: float32, one number or one for each of its matrices; None: nothing does.
+        """What multiplies a tensor of NVFP4: float32, one number or one for each of its matrices; None: no scale.
 
-        Raises BridgeError where the tensor of that name is no such scale.
+        Raises BridgeError if the tensor of that name cannot be the scale.
         """
         scale = self.tensors.get(f"{tensor.name.removesuffix('.weight')}.scale") if tensor.type == "NVFP4" else None
         if scale is None or scale is tensor:
@@ -62,7 +62,7 @@ class StoredModel:
 def read_gguf(path: str | Path) -> StoredModel:
     """Map a GGUF file, or all shards of one, any of which may be named.
 
-    Raises BridgeError where a file is missing, truncated, damaged or of an unknown version.
+    Raises BridgeError if a file is missing, truncated, damaged or of an unknown version.
     """
     files = shards(Path(path))
     headers = [_read(file) for file in files]
@@ -79,7 +79,7 @@ def read_gguf(path: str | Path) -> StoredModel:
 
 
 def shards(path: Path) -> list[Path]:
-    """The files of a GGUF, in order; `path` is the only one or any shard. BridgeError where one is missing."""
+    """The files of a GGUF, in order; `path` is the only one or any shard. BridgeError if one is missing."""
     match = re.fullmatch(r"(.*)-\d{5}-of-(?!0{5})(\d{5})\.gguf", path.name)
     if not match:
         return [path]

@@ -1,4 +1,4 @@
-"""The order of the rows of q and k, which GGUF's llama keeps otherwise than Hugging Face does."""
+"""The order of the rows of q and k, which differs between GGUF's llama and Hugging Face."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import numpy as np
 
 
 def interleaved_rows(heads: int, head_dim: int) -> np.ndarray:
-    """int64 [heads * head_dim]: the Hugging Face row of each GGUF row of q or k; `np.argsort` of it is the way back.
+    """int64 [heads * head_dim]: the Hugging Face row for each GGUF row of q or k; its `np.argsort` is the inverse.
 
     GGUF row 2j + s of a head is its row s * head_dim/2 + j.
     """

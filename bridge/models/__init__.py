@@ -1,11 +1,12 @@
 """From a Hugging Face directory (config, tokenizer, tensor names) to GGUF names and metadata.
 
-    describe_model(config, folder, names)     what becomes of the checkpoint: a `bridge.models.outline.Outline`
+    describe_model(config, folder, names)     the model as GGUF has it: an `outline.Outline`
     architecture(folder)                      its architecture's name in GGUF
 
-A family is one table of tensors in families/ (`family` says what such a table is) and the arguments that all share
-(`arguments`, `rope`); `table` fills it in. gguf_tokenizer, bpe_vocabulary, sentencepiece, pretokenizer and special are
-for the vocabulary; chat and modelfile for Ollama.
+Read `outline` first, the result, then `family` and one module of families/: a family is a table of tensors, filled in
+by `table`, with arguments from config.json (`arguments`, `rope`). gguf_tokenizer, bpe_vocabulary, sentencepiece,
+tiktoken, pretokenizer and special_tokens make the vocabulary, provenance makes general.*, chat and modelfile write for
+Ollama. template/ makes the same Outline from a GGUF of the model instead, for any architecture.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import numpy as np
 from gguf import GGUFValueType
 from gguf.gguf_writer import GGUFValue
 
-from bridge.errors import BridgeError
+from bridge.errors import BridgeError, parameter
 from bridge.models.arguments import read_arguments
 from bridge.models.families import ALL, FAMILIES
 from bridge.models.family import HEAD, Family
@@ -36,7 +37,7 @@ __all__ = ["architecture", "describe_model"]
 
 
 def architecture(folder: Path) -> str:
-    """The GGUF architecture of a folder's config.json: "qwen3". Raises BridgeError where it is unknown here."""
+    """The GGUF architecture of a folder's config.json: "qwen3". Raises BridgeError if it is unknown."""
     path = Path(folder) / "config.json"
     return _family(Config(read_json(path), path)).arch
 
@@ -44,18 +45,18 @@ def architecture(folder: Path) -> str:
 def describe_model(
     config: dict[str, Any], folder: Path, names: Mapping[str, Sequence[int]] | Collection[str], pre: str | None = None
 ) -> Outline:
-    """What a checkpoint becomes in GGUF.
+    """The outline of the GGUF that a checkpoint becomes.
 
     config  the parsed config.json
     folder  the Hugging Face directory, for tokenizer, generation config and model card
     names   every tensor as a float checkpoint names it, "<module>.weight" and "<module>.bias";
-            a quantized module is listed by its weight too. With shapes, none of config's counts
-            may be beyond them
+            a quantized module is listed by its weight too. If it maps to shapes, no count of the
+            config may exceed them
     pre     overrides the recognition of tokenizer.ggml.pre
 
     Raises:
-        BridgeError: an architecture, a rule of the config or a tokenizer that is unknown here; a key
-            or a tensor that is missing; a tensor that nobody knows.
+        BridgeError: the architecture, a rule of the config or the tokenizer is unknown; a key or a
+            tensor is missing; the family has no such tensor.
     """
     folder = Path(folder)
     family = _family(Config(config, folder / "config.json"))
@@ -80,7 +81,7 @@ def describe_model(
         typed = {key: None if value is None else _typed(value) for key, value in more_keys.items()}
     except (AttributeError, KeyError, TypeError, ValueError) as problem:
         raise BridgeError(
-            f"{values.path}: a key of {family.arch}'s is not what it should be ({type(problem).__name__}: {problem}); "
+            f"{values.path}: a key for {family.arch} has an unexpected value ({type(problem).__name__}: {problem}); "
             "take the config.json of the original model"
         ) from problem
     shapes = {name: names[stored] if isinstance(names, Mapping) else () for name, stored in own.items()}
@@ -89,7 +90,7 @@ def describe_model(
     generation = read_json(folder / "generation_config.json", optional=True)
     tokenizer = read_tokenizer(values, folder, generation, pre)
     writer = gguf.GGUFWriter(None, family.arch)
-    for tensor in outline.tensors:  # to be counted
+    for tensor in outline.tensors:  # the writer counts parameters
         writer.add_tensor_info(tensor.name, tensor.shape, np.dtype(np.float32), 0)
     provenance, notes = read_provenance(values, folder, writer.get_total_parameter_count())
 
@@ -103,14 +104,14 @@ def describe_model(
     tokenizer.add_metadata(writer)
     outline.metadata = writer.kv_data[0]
     if templates := outline.metadata.get(gguf.Keys.Tokenizer.CHAT_TEMPLATES):
-        templates.value = sorted(templates.value)  # gguf makes it from a set, whose order is another in each process
+        templates.value = sorted(templates.value)  # gguf makes it from a set, whose order differs between processes
     outline.stop = [tokenizer.tokens[token] for token in tokenizer.stop_ids]
     outline.notes = [*left_out(others, more), *args.notes, *tokenizer.notes, *notes]
     return outline
 
 
 def _typed(value: Any) -> GGUFValue:
-    """A value with the type that GGUF's keys have for its kind: counts are unsigned, numbers 32 bits wide."""
+    """A value with its GGUF type: counts are unsigned, numbers 32 bits wide."""
     kinds = {
         bool: GGUFValueType.BOOL,
         int: GGUFValueType.UINT32,
@@ -128,22 +129,19 @@ def _family(config: Config) -> Family:
     architectures = architectures if isinstance(architectures, list) else [architectures]
     if not all(isinstance(name, str) for name in [*architectures, model_type]):
         raise BridgeError(
-            f"{config.path}: architectures is {architectures!r:.80} and model_type {model_type!r:.80}, names are "
-            "expected; take the config.json of the original model"
+            f"{config.path}: architectures is {architectures!r:.80} and model_type {model_type!r:.80}, must be "
+            "names; take the config.json of the original model"
         )
     names = architectures or [model_type]
     for name in names:
         if name in FAMILIES:
             return FAMILIES[name]
     if not any(names):
-        raise BridgeError(
-            f"{config.path}: the keys 'architectures' and 'model_type' are missing; one of them must be there"
-        )
+        raise BridgeError(f"{config.path}: has neither 'architectures' nor 'model_type'; one is needed")
     known = ", ".join(dict.fromkeys(family.arch for family in ALL))
     tool = "llama.cpp's `python convert_hf_to_gguf.py MODEL --outtype f16 --outfile model-f16.gguf`"
     raise BridgeError(
-        f"{config.path}: the architecture is {', '.join(names)}; without help {known} are converted. For any other "
-        "give a GGUF of the same model in any type: from the Hub with "
-        f"`gguf-bridge convert {config.path.parent} --template OWNER/MODEL-GGUF`, or --template model-f16.gguf after "
-        f"{tool} on the unquantized model"
+        f"{config.path}: unknown architecture {', '.join(names)}; known are {known}. Any other needs a GGUF of the "
+        f"same model, of any type: one from the Hub, {parameter('template', 'OWNER/MODEL-GGUF')}, or "
+        f"{parameter('template', 'model-f16.gguf')} made by {tool} from the unquantized model"
     )

@@ -1,4 +1,4 @@
-"""What a family's graph is told: config.json's values under one set of names, checked, and as GGUF's metadata."""
+"""The arguments of a model's graph: checked values of config.json under common names, and as GGUF metadata."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from bridge.models.rope import Rope, read_rope
 
 @dataclass(frozen=True, eq=False)
 class Arguments:
-    """The arguments of every family; False, None or 0 where a family has no such thing.
+    """The arguments of all families; False, None or 0 if a family has no such thing.
 
     inner                  width of the dense feed-forward network
     head_dim               elements of a head
     norm_eps               of RMSNorm
-    tied                   whether the embeddings are the output matrix too
-    attention_bias         whether q, k, v (and o, as the family has it) must have biases; likewise mlp_bias
+    tied                   whether the embeddings are also the output matrix
+    attention_bias         whether q, k, v (and o, in some families) must have biases; mlp_bias is the same for the MLP
     window                 tokens that every layer attends to; None: all
-    upper_window           likewise of the upper layers alone: GGUF has no key for it
-    experts, experts_used  in a layer, and by a token
-    expert_inner           width of an expert, 0 where it is that of `inner`
-    shared_inner           width of the expert that all tokens share, 0 where there is none
-    rotated                elements of a head that are rotated, the first ones
-    qk_norm                whether heads of q and k are normalized, where models of a family differ
+    upper_window           tokens that the upper layers attend to, for which GGUF has no key
+    experts, experts_used  per layer, and per token
+    expert_inner           width of an expert, 0 if it is `inner`
+    shared_inner           width of the expert that all tokens share, 0 if there is none
+    rotated                number of elements of a head that are rotated, the first ones
+    qk_norm                whether heads of q and k are normalized, if models of a family differ
     leading                layers before the first that has experts
-    more                   further sizes, a family's own
+    more                   sizes that only one family has
     """
 
     hidden: int
@@ -59,7 +59,7 @@ class Arguments:
 
     @property
     def sizes(self) -> dict[str, int]:
-        """By the names that the shapes of a table are made of."""
+        """Sizes by the names that `Row.shape` uses."""
         return {
             "vocab": self.vocab, "hidden": self.hidden, "inner": self.inner,
             "q": self.heads * self.head_dim, "kv": self.kv_heads * self.head_dim, "head": self.head_dim,
@@ -70,15 +70,15 @@ class Arguments:
 
     @property
     def notes(self) -> list[str]:
-        """What is lost, for the report."""
+        """Notes for the report: what the conversion loses."""
         window = self.window or self.upper_window
         if window is None or window >= self.context:
             return list(self.rope.notes)
-        lost = f"llama.cpp does not apply the sliding window of {window} tokens: it attends to all of them"
+        lost = f"llama.cpp does not apply the sliding window of {window} tokens: it attends to all tokens"
         return [*self.rope.notes, lost]
 
     def add_metadata(self, writer: gguf.GGUFWriter, layer_norm: bool, rotary: bool) -> None:
-        """Every key of the architecture that several have. `layer_norm`, `rotary`: as in `Family`."""
+        """The keys that several architectures have. `layer_norm`, `rotary`: as in `Family`."""
         writer.add_context_length(self.context)
         writer.add_embedding_length(self.hidden)
         writer.add_block_count(self.layers)
@@ -107,10 +107,10 @@ class Arguments:
 
 
 def read_arguments(config: Config, keys: Mapping[str, Any]) -> Arguments:
-    """The arguments of a config.json; BridgeError where one is missing, out of range or contradicts another.
+    """The arguments of a config.json; BridgeError if one is missing, out of range or contradicts another.
 
-    keys  what the family has beyond the keys of every decoder, and defaults of its own: key -> the value where
-          config.json does not say. A key that is not listed means nothing to the family, whatever config.json says
+    keys  optional keys of the family, and its own defaults: key -> the value if config.json has none. A key that is
+          not listed has no meaning in the family and is ignored
     """
 
     def count(key: str) -> int:
@@ -127,20 +127,20 @@ def read_arguments(config: Config, keys: Mapping[str, Any]) -> Arguments:
     head_dim = config.get("head_dim", keys.get("head_dim"))
     if head_dim is None and hidden % heads:
         raise BridgeError(
-            f"{config.path}: hidden_size {hidden} is no multiple of {heads} heads and head_dim is missing"
+            f"{config.path}: hidden_size {hidden} is not a multiple of {heads} heads, and head_dim is missing"
         )
     if heads % kv_heads:
         raise BridgeError(f"{config.path}: {heads} heads cannot share {kv_heads} key-value heads")
     head_dim = config.integer("head_dim", head_dim or hidden // heads)
     config.within_sides("num_attention_heads times head_dim", heads * head_dim)
     if head_dim % 2:
-        raise BridgeError(f"{config.path}: head_dim {head_dim} is odd, rotary embeddings pair its elements")
+        raise BridgeError(f"{config.path}: head_dim {head_dim} is odd; rotary embeddings need pairs of elements")
     experts = used = 0
     if "num_experts" in keys:
         key = "num_local_experts" if config.get("num_local_experts") is not None else "num_experts"
         experts, used = config.side(key), config.integer("num_experts_per_tok")
     if used > experts:
-        raise BridgeError(f"{config.path}: num_experts_per_tok is {used}, of {experts} experts")
+        raise BridgeError(f"{config.path}: num_experts_per_tok is {used}, but there are {experts} experts")
     rotated = head_dim
     partial = (config.get("rope_parameters") or {}).get("partial_rotary_factor", config.get("partial_rotary_factor"))
     if "partial_rotary_factor" in keys:
@@ -153,7 +153,7 @@ def read_arguments(config: Config, keys: Mapping[str, Any]) -> Arguments:
     width = config.side if experts and not expert_inner else config.integer
     return Arguments(
         hidden=hidden,
-        # the dense width is of no use where every layer has experts, and some configs leave it out
+        # if every layer has experts the dense width is unused, and some configs omit it
         inner=width(
             "intermediate_size", shared_inner or expert_inner or keys.get("inner_per_hidden", 0) * hidden or None
         ),
@@ -181,12 +181,12 @@ def read_arguments(config: Config, keys: Mapping[str, Any]) -> Arguments:
 
 
 def _leading(config: Config, default: int | None) -> int:
-    """Layers before the first with experts, of families that may have any."""
+    """Layers before the first with experts, in families that may have such layers."""
     key = "first_k_dense_replace"
     return config.integer(key, default) if default is not None and config.get(key, default) != 0 else 0
 
 
 def _share(config: Config, value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value <= 1:
-        raise BridgeError(f"{config.path}: partial_rotary_factor is {value!r}, a number up to 1 is expected")
+        raise BridgeError(f"{config.path}: partial_rotary_factor is {value!r}, must be a number up to 1")
     return float(value)

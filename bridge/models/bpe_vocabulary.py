@@ -1,8 +1,8 @@
 """Byte-level BPE from tokenizer.json: GPT-2's scheme, which Llama 3, Qwen and most others use.
 
-Tokens are written over 256 printable characters, one for each byte; merges are pairs of tokens by
-rank. Added tokens are raw text, matched before any cutting: control tokens where they are special,
-user-defined ones otherwise.
+Tokens are written in 256 printable characters, one for each byte; merges are pairs of tokens by
+rank. Added tokens are raw text, matched before any cutting: control tokens if they are special,
+user-defined tokens otherwise.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ def byte_level_vocabulary(data: Mapping[str, Any], added: Sequence[Added], pre: 
         entries[token.id] = (token.content, TokenType.CONTROL if token.special else TokenType.USER_DEFINED)
     normalizer = data.get("normalizer") or {}
     for part in normalizer.get("normalizers", [normalizer]):
-        if part.get("type") not in (None, "NFC"):  # text is nearly always in NFC already
-            notes.append(f"the tokenizer's normalizer {part['type']} is left out: llama.cpp takes text as it is")
+        if part.get("type") not in (None, "NFC"):  # text nearly always is NFC already
+            notes.append(f"the tokenizer's normalizer {part['type']} is dropped: llama.cpp does not normalize text")
     if any(model.get(key) for key in ("continuing_subword_prefix", "end_of_word_suffix")):
         notes.append("the tokenizer marks parts of words, which llama.cpp's byte-level BPE does not")
     return Vocabulary("gpt2", pre, entries, merges=merge_strings(model), unk=model.get("unk_token"), notes=notes)
@@ -53,7 +53,7 @@ def merge_pairs(model: Mapping[str, Any]) -> list[tuple[str, str]]:
     for merge in model.get("merges") or []:
         left, found, right = merge.partition(" ") if isinstance(merge, str) else (merge[0], " ", merge[1])
         if not found or not left or not right:
-            raise BridgeError(f"tokenizer.json: the merge {merge!r} is no pair of tokens; the file is damaged")
+            raise BridgeError(f"tokenizer.json: the merge {merge!r} is not a pair of tokens; the file is damaged")
         pairs.append((left, right))
     if not pairs:
         raise BridgeError("tokenizer.json: the BPE model has no merges; the file is damaged")
@@ -61,6 +61,6 @@ def merge_pairs(model: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 
 def merge_strings(model: Mapping[str, Any]) -> list[str]:
-    """Merges as GGUF holds them, "a b"; a space within a token, which byte-level text has not, as its byte."""
+    """Merges as in GGUF, "a b"; a space within a token, which is not byte-level text, as the character of its byte."""
     space = "\u0120"
     return [f"{left.replace(' ', space)} {right.replace(' ', space)}" for left, right in merge_pairs(model)]

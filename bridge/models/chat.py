@@ -1,16 +1,16 @@
 """A jinja chat template, understood by rendering it.
 
-Marked messages are rendered and what stands between the marks is read off:
+Messages with known texts are rendered, and the parts around them are read off:
 
-    opening                              what a conversation without a system message begins with
+    opening                              the start of a conversation without a system message
     before_system S after_system         a system message, in a block of its own ("block")
     before_user U after_user             a turn of the user
     before_reply A after_reply           a turn of the assistant
-    prompt                               after the last turn of the user: where the next reply begins
+    prompt                               after the last turn of the user: the start of the next reply
 
-or, where a system message is put inside the user's first turn ("first") or last ("last"), before_system
-and after_system stand between before_user and U. A template is only taken as understood when these
-parts, put together again, give what jinja gives for several conversations.
+If a system message goes inside the user's first turn ("first") or last ("last"), before_system and
+after_system are between before_user and U. A template counts as understood only if these parts, put
+together again, give the text that jinja gives, for several conversations.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ Messages = Sequence[tuple[str, str]]  # (role, content)
 
 
 class NotUnderstood(Exception):
-    """The reason for which a chat template cannot be taken apart."""
+    """The reason why a chat template cannot be taken apart."""
 
 
 @dataclass(frozen=True)
 class ChatParts:
-    """The texts around messages; `bos` is the text that the runtime puts before everything by itself."""
+    """The texts around messages, without the BOS that the runtime adds in front of everything."""
 
-    layout: str  # "block", "first", "last" or "none": where a system message goes
+    layout: str  # place of a system message: "block", "first", "last" or "none"
     opening: str
     before_system: str
     after_system: str
@@ -43,10 +43,10 @@ class ChatParts:
     before_reply: str
     after_reply: str
     prompt: str
-    between_turns: str = ""  # after a reply, before the next turn: a BOS for each turn
+    between_turns: str = ""  # after a reply, before the next turn: a BOS if each turn has one
 
     def render(self, messages: Messages, prompt: bool = True) -> str:
-        """The text of a conversation; with `prompt`, up to where the next reply begins."""
+        """The text of a conversation; with `prompt`, up to the start of the next reply."""
         text, system = "", None
         if messages[0][0] != "system" or self.layout != "block":
             text = self.opening
@@ -71,10 +71,10 @@ def take_apart(template: str, bos: str, eos: str, strip_bos: bool) -> ChatParts:
 
     template   jinja
     bos, eos   texts of the tokens, which templates refer to
-    strip_bos  leave out the BOS with which the text begins: the runtime adds it
+    strip_bos  leave out the BOS at the start: the runtime adds it
 
     Raises:
-        NotUnderstood: the template fails, or is more than these parts.
+        NotUnderstood: the template fails, or consists of more than these parts.
     """
     render = _renderer(template, bos, eos)
     bos = bos if strip_bos else ""
@@ -90,7 +90,7 @@ def take_apart(template: str, bos: str, eos: str, strip_bos: bool) -> ChatParts:
 
 
 def _verify(parts: ChatParts, render: Any, bos: str) -> None:
-    """`NotUnderstood` unless the parts give what jinja gives, for conversations of up to three turns."""
+    """Raise NotUnderstood unless the parts give the same text as jinja for conversations of up to three turns."""
     user, reply = _USERS, _REPLIES
     turns = [("user", user[0]), ("assistant", reply[0]), ("user", user[1]), ("assistant", reply[1]), ("user", user[2])]
     conversations: list[Messages] = [turns[:1], turns[:3], turns]
@@ -113,7 +113,7 @@ def _read_parts(render: Any, bos: str) -> ChatParts:
         or tail != after_first
         or start != head
     ):
-        raise NotUnderstood("the prompt for a reply depends on what was said before")
+        raise NotUnderstood("the prompt for a reply depends on earlier messages")
     if not between.startswith(ended):
         raise NotUnderstood("a reply ends differently when another message follows")
     before_reply, before_user = to_reply[len(after_user) :], between[len(ended) :]
@@ -132,11 +132,11 @@ def _read_parts(render: Any, bos: str) -> ChatParts:
         return ChatParts("block", opening, before, after[: len(after) - len(before_user)], *common)
     if before.startswith(head):
         return ChatParts("first", opening, before[len(head) :], after, *common)
-    raise NotUnderstood("a system message stands neither before nor inside the first message of the user")
+    raise NotUnderstood("a system message is neither before nor inside the first message of the user")
 
 
 def _cut(text: str, marks: Sequence[str]) -> list[str]:
-    """What stands before, between and after marks, each of which must occur once, in this order."""
+    """The texts before, between and after the marks, which must occur once each, in this order."""
     pieces = []
     for mark in marks:
         if text.count(mark) != 1:
@@ -155,7 +155,7 @@ def _with_bos(text: str, bos: str) -> str:
 
 
 def _renderer(template: str, bos: str, eos: str) -> Callable[[Messages, bool], str]:
-    """(messages, prompt for a reply) -> text; NotUnderstood where the template fails."""
+    """A function (messages, prompt for a reply) -> text; NotUnderstood if the template fails."""
 
     def render(messages: Messages, prompt: bool) -> str:
         entries = [{"role": role, "content": content} for role, content in messages]

@@ -1,4 +1,4 @@
-"""What a family of models is: its names, the keys of its config.json, and one table of its tensors.
+"""A family of models: its names, the keys of its config.json, and one table of its tensors.
 
     table=decoder(
         Row("input_layernorm", "hidden"),                   model.layers.0.input_layernorm.weight, in every layer
@@ -6,7 +6,7 @@
         ...
     )
 
-The tensors of the GGUF stand in the order of the table; their names are those of gguf's map.
+The tensors of the GGUF are in the order of the table; their names come from gguf's name map.
 """
 
 from __future__ import annotations
@@ -23,36 +23,36 @@ Rule = Callable[[Arguments], bool]
 
 
 def required(_args: Arguments) -> bool:
-    """There in every model of the family."""
+    """Present in every model of the family."""
     return True
 
 
 def optional(_args: Arguments) -> bool:
-    """Taken where it is there: llama.cpp's graph can do without it."""
+    """Used if present: llama.cpp's graph does not need it."""
     return False
 
 
 @dataclass(frozen=True)
 class Row:
-    """A tensor, and the bias beside it.
+    """A tensor, and its bias.
 
-    source       the module in the checkpoint; {} is the number of the layer. With * for the number of an expert the
-                 experts' matrices are one 3-D tensor of the GGUF
+    source       the module in the checkpoint; {} is the number of the layer. If it has * for the number of an expert,
+                 the experts' matrices are one 3-D tensor of the GGUF
     shape        names of `Arguments.sizes`, "q hidden" or "hidden"; with + for rows of several, "q+kv+kv hidden"
-    also         other names of the source. Of experts without *: one 3-D tensor of that very name has them all, and
-                 with [0/2] they are the first half of its matrices' rows, with [0::2] every second row; with ^ those
-                 are transposed in the file where the shapes do not tell
-    bias         None: llama.cpp's graph has none, it must be zero; else whether it must be there
-    interleaved  of q and k where GGUF rotates neighbouring rows of a head: see `interleaved_rows`
+    also         other names of the source. For experts, a name without * is one 3-D tensor that has them all: with
+                 [0/2] they are the first half of its matrices' rows, with [0::2] every second row; ^ means that these
+                 are transposed in the file if the shapes do not tell
+    bias         None: llama.cpp's graph has none, it must be zero; else whether it must be present
+    interleaved  for q and k if GGUF rotates neighbouring rows of a head: see `interleaved_rows`
     columns_of   the modules whose rows its columns are, element by element: see `Fold`
-    floats       the float type that it has: never quantized, as no vector is
+    floats       its float type; it is never quantized, like all vectors
     when         whether it is in the GGUF
-    layers       whether it is in a layer of this number; None: in every one
-    optional     whether a checkpoint may do without it
-    exact        the source is the tensor's whole name, no ".weight" follows
-    name         in the GGUF, after "blk.0.", where gguf's map and ".weight" do not give it
-    change       what is done to its values, see `Part`
-    parts        what it is made of, where that is not simply the source: (arguments, name in the checkpoint) -> parts
+    layers       whether a layer of this number has it; None: every layer does
+    optional     whether the checkpoint may lack it
+    exact        the source is the tensor's whole name, without ".weight"
+    name         in the GGUF, after "blk.0.", if it is not the name of gguf's map with ".weight"
+    change       how its values are changed, see `Part`
+    parts        its parts, if not simply the source: (arguments, name in the checkpoint) -> parts
     """
 
     source: str
@@ -73,7 +73,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Expected:
-    """The one value of a key of config.json that llama.cpp's graph can express, with its other names, and why."""
+    """The only value of a config.json key that llama.cpp's graph can express, with its synonyms, and why."""
 
     key: str
     values: tuple[Any, ...]
@@ -93,18 +93,18 @@ class Family:
 
     arch           the GGUF architecture
     architectures  its names in config.json
-    model_type     its name there where `architectures` is missing
+    model_type     its name in config.json if `architectures` is missing
     keys           the optional keys of its config.json with their defaults, see `read_arguments`
-    expects        what llama.cpp's graph takes for granted
-    names          its config.json's own names for keys: usual name -> its name
+    expects        values that llama.cpp's graph assumes
+    names          its config.json's names of keys: usual name -> its name
     sizes          more names for shapes: (config, arguments) -> name -> size
-    metadata       more keys of the GGUF, without the architecture's name: (config, arguments) -> key -> value, None
-                   for one that is not to be there
+    metadata       more keys of the GGUF, without the architecture's name: (config, arguments) -> key -> value, or None
+                   to omit the key
     layer_norm     whether its norms are layer norms, not RMS norms
     rotary         whether positions are rotations of q and k
     wrapped        whether the language model may be a part of a larger one, see `wrapper`
-    predicts       whether layers beyond the last, or mtp.*, may be there that predict further tokens at once
-    prefix         what all names of the table begin with and some checkpoints leave out
+    predicts       whether there may be extra layers, or mtp.*, that predict further tokens at once
+    prefix         the start of all names in the table, which some checkpoints omit
     """
 
     arch: str
@@ -131,7 +131,7 @@ HEAD = Row("lm_head", "vocab hidden", when=lambda args: not args.tied)
 def decoder(
     *rows: Row, head: Row = HEAD, first: tuple[Row, ...] = (EMBEDDINGS,), norm: Row = NORM, block: str = "model.layers"
 ) -> tuple[Row, ...]:
-    """A table of embeddings, the rows in every layer (named from there on), the last norm and the head."""
+    """A table: embeddings, the rows of every layer (their names follow `block`), the last norm and the head."""
 
     def named(*names: str) -> tuple[str, ...]:
         return tuple(f"{block}.{{}}.{name}" for name in names)
@@ -144,7 +144,7 @@ def decoder(
 
 
 def gated_mlp(module: str, inner: str, bias: Rule | None = None) -> tuple[Row, ...]:
-    """down(silu(gate(x)) * up(x)), of the width `inner`."""
+    """down(silu(gate(x)) * up(x)), `inner` wide."""
     gate, up = f"{module}.gate_proj", f"{module}.up_proj"
     return (
         Row(gate, f"{inner} hidden", bias=bias),
@@ -163,8 +163,8 @@ def sparse(*rows: Row) -> tuple[Row, ...]:
     return tuple(replace(row, layers=lambda args, layer: layer >= args.leading) for row in rows)
 
 
-# the router and the experts, as Qwen names them (and transformers 5 Mixtral), as Mixtral does, and as transformers 5
-# holds them in memory
+# the router and the experts with Qwen's names (in transformers 5 Mixtral's too), with Mixtral's, and as transformers 5
+# has them in memory
 EXPERTS = (
     Row("mlp.gate", "experts hidden", ("block_sparse_moe.gate",), floats="F32"),
     Row(

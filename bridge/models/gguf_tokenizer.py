@@ -1,8 +1,8 @@
 """A Hugging Face tokenizer as the tokenizer.* keys of a GGUF.
 
 Two kinds reach GGUF: byte-level BPE ("gpt2": tokens and merges, see `bridge.models.bpe_vocabulary` and `tiktoken`) and
-SentencePiece BPE ("llama": tokens and scores, see `bridge.models.sentencepiece`). This module finds
-out which it is and adds what both have: special tokens, added tokens, chat template.
+SentencePiece BPE ("llama": tokens and scores, see `bridge.models.sentencepiece`). This module detects
+the kind and adds what both have: special tokens, added tokens, chat template.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 from gguf import TokenType
 
-from bridge.errors import BridgeError
+from bridge.errors import BridgeError, parameter
 from bridge.gguf_file.pretokenizers import rules_of
 from bridge.models.bpe_vocabulary import byte_level_vocabulary, is_byte_level
 from bridge.models.model_config import Config
@@ -23,7 +23,7 @@ from bridge.models.tiktoken import vocabulary_of_tiktoken
 from bridge.models.vocabulary import Added, GGUFTokenizer, Vocabulary
 from bridge.system.files import read_json
 
-_LEAST_SHARE = 0.9  # of the embedding's rows: padding is at most some thousand of a hundred thousand
+_LEAST_SHARE = 0.9  # of the embedding's rows have a token: padding is a few thousand in a hundred thousand
 
 
 def read_tokenizer(config: Config, folder: Path, generation: Mapping[str, Any], pre: str | None) -> GGUFTokenizer:
@@ -38,7 +38,7 @@ def read_tokenizer(config: Config, folder: Path, generation: Mapping[str, Any], 
         return _read(config, folder, generation, pre)
     except (AttributeError, IndexError, KeyError, TypeError, ValueError) as problem:
         raise BridgeError(
-            f"{folder}: tokenizer.json, tokenizer_config.json or a file beside them is not as tokenizers and "
+            f"{folder}: a tokenizer file (tokenizer.json, tokenizer_config.json ...) is not as tokenizers and "
             f"transformers write it ({type(problem).__name__}: {problem}); take them from the original model"
         ) from problem
 
@@ -51,8 +51,8 @@ def _read(config: Config, folder: Path, generation: Mapping[str, Any], pre: str 
         model = data.get("model") or {}
         if model.get("type", "BPE" if "merges" in model else None) != "BPE":
             raise BridgeError(
-                f"{folder / 'tokenizer.json'}: the tokenizer is a {model.get('type')}, BPE alone can be converted; "
-                "--template takes the tokenizer of another GGUF of this model"
+                f"{folder / 'tokenizer.json'}: the tokenizer is a {model.get('type')}, only BPE can be converted; "
+                f"{parameter('template')} uses the tokenizer of a GGUF of this model"
             )
         if not model.get("vocab"):
             raise BridgeError(f"{folder / 'tokenizer.json'}: has no vocabulary; it is damaged, download it again")
@@ -69,7 +69,7 @@ def _read(config: Config, folder: Path, generation: Mapping[str, Any], pre: str 
     if pre is not None:
         vocabulary.pre = pre
         if rules_of(pre) is None:
-            vocabulary.notes.append(f"--pre {pre}: a name unknown here; llama.cpp will not load the file if it is none")
+            vocabulary.notes.append(f"{parameter('pre', pre)}: unknown name, which llama.cpp may refuse")
     if vocabulary.model == "llama" and isinstance(settings.get("add_prefix_space"), bool):
         vocabulary.add_space_prefix = settings["add_prefix_space"]
     tokens, types, scores, notes = _rows(vocabulary, config.integer("vocab_size"))
@@ -78,7 +78,7 @@ def _read(config: Config, folder: Path, generation: Mapping[str, Any], pre: str 
         add_space_prefix=vocabulary.add_space_prefix, chat_templates=read_chat_templates(folder, settings),
         notes=vocabulary.notes + notes,
     )  # fmt: skip
-    # GGUF's texts are UTF-8, which JSON's escapes of half a character are not
+    # texts in GGUF are UTF-8; JSON can escape half a character, which is not
     "".join([*tokens, *(vocabulary.merges or []), *tokenizer.chat_templates.values()]).encode("utf-8")
     add_special_tokens(tokenizer, config, folder, settings, generation, vocabulary.unk)
     add_bos_and_eos(tokenizer, data, settings)
@@ -106,18 +106,20 @@ def _added_tokens(folder: Path, settings: Mapping[str, Any], data: Mapping[str, 
 
 
 def _rows(vocabulary: Vocabulary, size: int) -> tuple[list[str], list[int], list[float] | None, list[str]]:
-    """Lists by id: gaps and the tail are filled with unused tokens, ids beyond the embedding left out."""
+    """Lists by id: gaps and the tail are filled with unused tokens, ids beyond the embedding are dropped."""
     entries, notes = vocabulary.entries, []
     if beyond := sorted(token for token in entries if token >= size):
         shown = ", ".join(entries[token][0] for token in beyond[:3])
-        notes.append(f"{len(beyond)} tokens have no row in the embedding of {size} rows and are left out: {shown}")
+        notes.append(f"{len(beyond)} tokens have no row in the embedding of {size} rows and are dropped: {shown}")
     elif len(entries) < _LEAST_SHARE * size:
-        notes.append(f"the tokenizer has {len(entries)} tokens for an embedding of {size} rows; is it this model's?")
+        notes.append(
+            f"the tokenizer has {len(entries)} tokens for an embedding of {size} rows; it may belong to another model"
+        )
     tokens, types = [], []
     taken: set[str] = set()
     for token in range(size):
         text, kind = entries.get(token, (f"[PAD{token}]", int(TokenType.UNUSED)))
-        while text in taken:  # llama.cpp refuses a vocabulary with a text twice
+        while text in taken:  # llama.cpp refuses a vocabulary with duplicate texts
             text, kind = f"{text}[{token}]", int(TokenType.UNUSED)
         taken.add(text)
         tokens.append(text)
@@ -128,7 +130,7 @@ def _rows(vocabulary: Vocabulary, size: int) -> tuple[list[str], list[int], list
 
 
 def read_chat_templates(folder: Path, settings: Mapping[str, Any]) -> dict[str, str]:
-    """Jinja chat templates by name; files beside the tokenizer overrule tokenizer_config.json."""
+    """Jinja chat templates by name; separate files take precedence over tokenizer_config.json."""
     templates: dict[str, str] = {}
     value = settings.get("chat_template")
     if value is None:

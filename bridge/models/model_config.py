@@ -1,4 +1,4 @@
-"""config.json as a mapping that complains by name."""
+"""config.json as a mapping whose errors name the key."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ class Config:
 
     values   the parsed file
     path     for messages
-    longest  name and length of the checkpoint's longest side of a tensor; None: not to be compared
-    names    key -> the name that this config.json has for it
+    longest  name and length of the longest side of any tensor in the checkpoint; None: unknown
+    names    key -> its name in this config.json
     """
 
     def __init__(
@@ -33,28 +33,28 @@ class Config:
         self.longest = longest
 
     def get(self, key: str, default: Any = None) -> Any:
-        """The value, or the default where the key is absent or null."""
+        """The value, or the default if the key is absent or null."""
         value = self.values.get(self.names.get(key, key))
         return default if value is None else value
 
     def integer(self, key: str, default: int | None = None) -> int:
-        """A positive integer; `BridgeError` where it is missing without a default, or is something else."""
+        """A positive integer; BridgeError if it is missing without a default, or is something else."""
         value, key = self.get(key, default), self.names.get(key, key)
         if value is None:
             raise BridgeError(f"{self.path}: the key {key!r} is missing; take the config.json of the original model")
         if isinstance(value, bool) or not isinstance(value, int) or not 0 < value < 1 << 31:
-            raise BridgeError(f"{self.path}: {key} is {value!r}, a positive integer is expected")
+            raise BridgeError(f"{self.path}: {key} is {value!r}, must be a positive integer")
         return value
 
     def side(self, key: str, default: int | None = None) -> int:
-        """A positive integer that is a side of some tensor, or less; raises like `integer`, and where none is so long.
+        """A positive integer up to the longest side of any tensor; raises like `integer`, and if it is longer.
 
-        For what lists are made of: a config may say any number, and the tensors' sizes are the file's.
+        It bounds the lists that are made from a config, which may contain any number; sizes of tensors are real.
         """
         return self.within_sides(key, self.integer(key, default))
 
     def within_sides(self, what: str, count: int) -> int:
-        """The count itself; `BridgeError` where no tensor has so long a side."""
+        """The count itself; BridgeError if no tensor has a side of that length."""
         if self.longest is not None and count > self.longest[1]:
             name, length = self.longest
             raise BridgeError(
@@ -69,11 +69,11 @@ class Config:
         if value is None:
             raise BridgeError(f"{self.path}: the key {key!r} is missing; take the config.json of the original model")
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
-            raise BridgeError(f"{self.path}: {key} is {value!r}, a positive number is expected")
+            raise BridgeError(f"{self.path}: {key} is {value!r}, must be a positive number")
         return float(value)
 
     def expect(self, key: str, supported: tuple[Any, ...], why: str, default: Any) -> None:
-        """`BridgeError` unless the value, or the default, can be expressed; the message names the first that can."""
+        """BridgeError unless the value, or the default, is supported; the message names the first that is."""
         value = self.get(key, default)
         if value not in supported:
             raise BridgeError(f"{self.path}: {key} is {value!r}; {why}: only {supported[0]!r} can be converted")

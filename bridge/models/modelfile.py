@@ -1,8 +1,8 @@
 """An Ollama Modelfile for a converted model.
 
-Ollama's templates are Go's: literal text with {{ actions }}. From the parts of a chat template
-(`bridge.models.chat`) one is written that ranges over .Messages and puts each between the texts of
-its role. No line break or space stands between actions: it would be part of the prompt.
+Ollama's templates are Go templates: literal text with {{ actions }}. This one, made from the parts of a
+chat template (`bridge.models.chat`), ranges over .Messages and puts each between the texts of its
+role. There is no line break or space between actions: it would be part of the prompt.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _SAMPLING = {
 def modelfile(
     metadata: Mapping[str, GGUFValue], stop: Sequence[str], generation: Mapping[str, Any], gguf_name: str
 ) -> str:
-    """The text of a Modelfile that stands beside the GGUF `gguf_name`.
+    """The text of a Modelfile for the GGUF `gguf_name` in the same folder.
 
     metadata    of the GGUF
     stop        the texts of the tokens that end a reply
@@ -51,7 +51,7 @@ def modelfile(
 
 
 def ollama_line(gguf: Path) -> str:
-    """The command that makes a model of Ollama's from the GGUF and the Modelfile beside it."""
+    """The command that makes an Ollama model from the GGUF and the Modelfile in its folder."""
     stem = re.sub(r"-\d{5}-of-\d{5}$", "", gguf.stem)
     name = re.sub(r"[^a-z0-9._-]+", "-", stem.lower()).strip("-._") or "model"
     return f"ollama create {name} -f {shlex.quote(str(gguf.parent / 'Modelfile'))}"
@@ -73,14 +73,14 @@ def _template_lines(metadata: Mapping[str, GGUFValue]) -> list[str]:
             "# Ollama uses the template inside the GGUF where it recognizes it.",
             "",
         ]
-    lines = ["# From the checkpoint's chat template; calls of tools are not translated."]
+    lines = ["# From the checkpoint's chat template; tool calls are not translated."]
     if parts.layout == "none":
         lines.append("# The checkpoint's chat template has no place for a system message.")
     return [*lines, f"TEMPLATE {_quote(go_template(parts))}", ""]
 
 
 def go_template(parts: ChatParts) -> str:
-    """The Go template that renders what `parts.render` does; its actions end where the next begins."""
+    """The Go template that renders what `parts.render` does."""
     opening, loop = _literal(parts.opening), "{{ range $i, $_ := .Messages }}"
     if opening and parts.layout == "block":
         opening = _if('ne (index .Messages 0).Role "system"', opening)
@@ -93,7 +93,7 @@ def go_template(parts: ChatParts) -> str:
         turn = "(le $i 1)" if parts.layout == "first" else "$last"
         inner = _if(f"and $.System {turn}", before_system + "{{ $.System }}" + after_system)
     user = _literal(parts.before_user) + inner + "{{ .Content }}" + _literal(parts.after_user)
-    # a reply that comes last is one to be continued: it is not ended
+    # if a reply is last it will be continued, so it is not ended
     ended = _if("not $last", _literal(parts.after_reply + parts.between_turns))
     reply = _literal(parts.before_reply) + "{{ .Content }}" + ended
     prompt = _if('and $last (ne .Role "assistant")', _literal(parts.prompt))
@@ -106,7 +106,7 @@ def _if(condition: str, body: str) -> str:
 
 
 def _literal(text: str) -> str:
-    """Text that a Go template gives back: what its syntax or the Modelfile's would change, as an action."""
+    """Text for a Go template; what the syntax of Go or of the Modelfile would change becomes an action."""
     out = []
     for piece in _pieces(text):
         plain = all(c.isprintable() or c == "\n" for c in piece) and "{{" not in piece and '"""' not in piece
@@ -115,7 +115,7 @@ def _literal(text: str) -> str:
 
 
 def _pieces(text: str) -> list[str]:
-    """Runs of characters, those that need quoting by themselves."""
+    """Runs of characters that need quoting, and of those that do not."""
     pieces: list[str] = []
     odd_before: bool | None = None
     for c in text:
@@ -143,7 +143,7 @@ def _go_string(text: str) -> str:
 
 
 def _quote(text: str) -> str:
-    """A value of a Modelfile; its strings have no escapes, so one with quotes or line breaks takes three."""
+    """A value of a Modelfile; strings have no escapes, so one with quotes or line breaks needs triple quotes."""
     return f'"""{text}"""' if '"' in text or "\n" in text or "{{" in text else f'"{text}"'
 
 

@@ -1,16 +1,12 @@
-"""tokenizer.ggml.pre: which of llama.cpp's pre-tokenizers splits text as tokenizer.json's rules do.
+"""tokenizer.ggml.pre: the pre-tokenizer of llama.cpp that splits text by the rules in tokenizer.json.
 
-A byte-level BPE first cuts the text into words, and merges only within them. llama.cpp has the
-cutting rules compiled in, under names; a wrong name gives a working model of lower quality. So the
-rules themselves are compared, after bringing them to one notation:
+The rules are compiled into llama.cpp, under names (`bridge.gguf_file.pretokenizers`); a wrong name gives
+a working model of lower quality. So the rules themselves are compared, in one notation:
 
     split       Split(regex, Isolated); (Removed, invert) is the same where the regex matches everything
     digits      Digits: one by one, or as a run
     bytes       ByteLevel; with use_regex it applies GPT-2's own regex
     punctuation Punctuation(Contiguous)
-
-Several names stand for the same cutting rule and differ in ignore_merges: whether a word that is a
-token is taken whole before any merge is tried.
 """
 
 from __future__ import annotations
@@ -19,7 +15,7 @@ import json
 from collections.abc import Iterable
 from typing import Any
 
-from bridge.errors import BridgeError
+from bridge.errors import BridgeError, parameter
 from bridge.gguf_file.pretokenizers import BYTES, DEEPSEEK_LLM, DIGIT_RUN, GPT2_BYTES, NAMES, ONE_DIGIT, Step
 
 
@@ -31,7 +27,7 @@ def recognize(pre_tokenizer: dict[str, Any] | None, ignore_merges: bool, vocab: 
     vocab           the tokens, byte-level
 
     Raises:
-        BridgeError: the rules are not among those known here; it shows them and names --pre.
+        BridgeError: the rules are unknown; the message shows them and names `pre`.
     """
     steps = tuple(_steps(pre_tokenizer))
     plain, whole = NAMES.get(steps, (None, None))
@@ -43,11 +39,11 @@ def recognize(pre_tokenizer: dict[str, Any] | None, ignore_merges: bool, vocab: 
     if other := plain or whole:
         return other, [
             f"the tokenizer's ignore_merges is {str(ignore_merges).lower()}, which llama.cpp does not offer with "
-            f"its pre-tokenizer {other!r}: rare words may be cut differently"
+            f"its pre-tokenizer {other!r}: rare words may be split differently"
         ]
     raise BridgeError(
-        f"tokenizer.json: none of llama.cpp's pre-tokenizers known here has these rules: {_show(pre_tokenizer)}; "
-        "give --pre NAME with the name that llama.cpp's own converter uses for this tokenizer"
+        f"tokenizer.json: unknown pre-tokenizer rules: {_show(pre_tokenizer)}; give {parameter('pre', 'NAME')}, "
+        "the name that llama.cpp's converter uses for this tokenizer"
     )
 
 
@@ -59,7 +55,7 @@ def _is_deepseek_llm(steps: tuple[Step, ...], vocab: Iterable[str]) -> bool:
         return False
     if any(step != rule for step, rule in zip(steps, DEEPSEEK_LLM, strict=False) if rule[1] != "letters"):
         return False
-    # llama.cpp cuts digits as runs: the same thing as one by one where no token joins two
+    # llama.cpp splits off runs of digits, which is the same as single digits if no token has two
     return steps[-2] == DIGIT_RUN or not any(len(token) > 1 and token.isdecimal() for token in vocab)
 
 

@@ -1,7 +1,7 @@
-"""general.*: what a model is called, where it came from, and under which license.
+"""general.*: name, origin and license of a model.
 
 From the model card (README.md front matter), generation_config.json (sampling defaults), config.json
-and the folder's name, by the rules of gguf's own `Metadata`; the checkpoint's repository is its source.
+and the folder's name, by the rules of gguf's `Metadata`; the checkpoint's repository is the source.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ _CACHE = re.compile(r"models--([\w.-]+?)--([\w.-]+)$")  # huggingface_hub's fold
 def read_provenance(
     config: Config, folder: Path, parameters: tuple[int, int, int, int]
 ) -> tuple[gguf.Metadata, list[str]]:
-    """gguf's metadata of a checkpoint, and notes; `parameters`: its writer's count of them."""
+    """gguf's metadata of a checkpoint, and notes; `parameters` is from the writer's get_total_parameter_count."""
     notes: list[str] = []
-    log = logging.getLogger("metadata")  # gguf's; it tells of every guess
+    log = logging.getLogger("metadata")  # gguf's; it reports every guess
     level, log.level = log.level, logging.ERROR
     try:
         metadata = gguf.Metadata.load(model_path=folder, total_params=parameters[0])
-    except Exception as error:  # a model card is written by hand and may hold anything
-        notes.append(f"README.md is left out of the metadata: {str(error).splitlines()[0]}")
+    except Exception as error:  # a model card is written by hand and may contain anything
+        notes.append(f"README.md is not used for the metadata: {str(error).splitlines()[0]}")
         metadata = gguf.Metadata()
     finally:
         log.setLevel(level)
@@ -49,7 +49,7 @@ def read_provenance(
 
 
 def _mend_sampling(metadata: gguf.Metadata, folder: Path) -> None:
-    """Sampling defaults as the numbers that GGUF wants, and none where the model is to be run greedily."""
+    """Make sampling defaults the types that GGUF has; drop them if do_sample is false."""
     greedy = read_json(folder / "generation_config.json", optional=True).get("do_sample") is False
     for name, value in vars(metadata).items():
         if name.startswith("sampling_") and value is not None:

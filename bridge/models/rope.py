@@ -1,18 +1,18 @@
-"""Rotary position embedding: the config's scaling rules, as llama.cpp applies them.
+"""Rotary position embedding: the scaling rules of a config, as llama.cpp applies them.
 
     transformers          GGUF
-    default               rope.freq_base alone
+    default               rope.freq_base
     linear                rope.scaling.type linear, factor: angles divided by the factor
     llama3                a tensor rope_freqs.weight [rotated / 2]: each frequency's own divisor
     longrope              two such tensors, for contexts up to the original one and beyond, and an attention factor
     yarn                  rope.scaling.type yarn, factor, original context, betas, attention factor
-    dynamic               nothing: up to the original context it is the default rule, and beyond it
+    dynamic               nothing: up to the original context it is the default rule; beyond it the rule
                           depends on the length of the prompt, which llama.cpp cannot express
 
-Older configs say rope_theta and rope_scaling, transformers 5 says rope_parameters for both.
+Older configs have rope_theta and rope_scaling, transformers 5 has rope_parameters for both.
 
-Hugging Face rotates row j of a head with row j + head_dim/2. GGUF's llama rotates neighbours, 2j and 2j + 1: the rows
-of q and k are reordered for it, biases with them. Qwen's GGUF architectures keep the order.
+Hugging Face rotates row j of a head with row j + head_dim/2. GGUF's llama rotates neighbours, 2j and 2j + 1, so the
+rows of q and k are reordered for it, and their biases. Qwen's GGUF architectures leave the order unchanged.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from typing import Any, TypeGuard
 import gguf
 import numpy as np
 
-from bridge.errors import BridgeError
+from bridge.errors import BridgeError, parameter
 from bridge.models.model_config import Config
 
 
 @dataclass(frozen=True, eq=False)
 class Rope:
-    """base: theta of the frequencies theta**(-2i / rotated); factors: float32 divisors of them, by GGUF name."""
+    """base: theta in the frequencies theta**(-2i / rotated); factors: their float32 divisors, by GGUF name."""
 
     base: float
     type: str = "default"
@@ -61,18 +61,18 @@ class Rope:
 
 
 def read_rope(config: Config, rotated: int, default_base: float = 10000.0, truncate: bool = True) -> Rope:
-    """The rope of a config for so many elements of a head; `BridgeError` for rules that llama.cpp does not have.
+    """The rope of a config for `rotated` elements of a head; BridgeError for rules that llama.cpp does not have.
 
-    truncate  False for a family trained with yarn's truncate false, which llama.cpp runs rounded: a note then
+    truncate  False for a family trained with yarn's truncate: false, which llama.cpp runs rounded; a note tells
     """
     rules = config.get("rope_parameters") or config.get("rope_scaling") or {}
     if not isinstance(rules, dict):
-        raise BridgeError(f"{config.path}: the rope scaling is {rules!r}, an object is expected")
+        raise BridgeError(f"{config.path}: the rope scaling is {rules!r}, must be an object")
     if isinstance(rules.get("full_attention"), dict):
         rules = rules["full_attention"]
     base = _number(config, rules, "rope_theta", config.get("rope_theta", default_base))
     kind = rules.get("rope_type") or rules.get("type") or "default"
-    if kind in ("default", "mrope"):  # mrope on text alone is the default rule: all its positions are equal
+    if kind in ("default", "mrope"):  # for text, mrope is the default rule: its three positions are equal
         return Rope(base)
     if kind == "linear":
         return Rope(base, kind, factor=_number(config, rules, "factor"))
@@ -84,11 +84,11 @@ def read_rope(config: Config, rotated: int, default_base: float = 10000.0, trunc
         return _yarn(config, rules, base, truncate)
     if kind == "dynamic":
         context = config.integer("max_position_embeddings")
-        note = f"dynamic rope scaling is left out: the model is as trained up to {context} tokens, and not beyond"
+        note = f"dynamic rope scaling is dropped: the model works up to {context} tokens, as trained, not beyond"
         return Rope(base, kind, notes=(note,))
     raise BridgeError(
-        f"{config.path}: rope type {kind!r} is unknown here; default, linear, llama3, longrope, mrope, yarn and "
-        "dynamic are known, any other needs --template"
+        f"{config.path}: unknown rope type {kind!r}; known are default, linear, llama3, longrope, mrope, yarn and "
+        f"dynamic, any other needs {parameter('template')}"
     )
 
 
@@ -99,7 +99,7 @@ def _number(
     if value is None:
         value = default
     if not _positive(value) or not value < below:
-        raise BridgeError(f"{config.path}: the rope parameters' {key} is {value!r}, a positive number is expected")
+        raise BridgeError(f"{config.path}: the rope parameters' {key} is {value!r}, must be a positive number")
     return float(value)
 
 
@@ -109,9 +109,9 @@ def _llama3_factors(config: Config, rules: dict[str, Any], base: float, rotated:
     low, high = _number(config, rules, "low_freq_factor"), _number(config, rules, "high_freq_factor")
     context = _number(config, rules, "original_max_position_embeddings", config.get("original_max_position_embeddings"))
     wavelength = 2 * math.pi * base ** (np.arange(0, rotated, 2) / rotated)
-    # how far a frequency keeps its trained speed: 0 beyond context / low, 1 below context / high
-    kept = np.clip((context / wavelength - low) / (high - low), 0.0, 1.0)
-    return (1.0 / ((1.0 - kept) / factor + kept)).astype(np.float32)
+    # share of the trained frequency: 0 for wavelengths above context / low, 1 below context / high
+    trained = np.clip((context / wavelength - low) / (high - low), 0.0, 1.0)
+    return (1.0 / ((1.0 - trained) / factor + trained)).astype(np.float32)
 
 
 def _longrope(config: Config, rules: dict[str, Any], base: float, rotated: int) -> Rope:
@@ -123,7 +123,7 @@ def _longrope(config: Config, rules: dict[str, Any], base: float, rotated: int) 
         values = rules.get(f"{name}_factor")
         if not isinstance(values, list) or len(values) != rotated // 2 or not all(_positive(v) for v in values):
             found = f"{name}_factor is {values!r:.60}"
-            raise BridgeError(f"{config.path}: the rope parameters' {found}; {rotated // 2} numbers belong there")
+            raise BridgeError(f"{config.path}: the rope parameters' {found}, must be {rotated // 2} numbers")
         factors[f"rope_factors_{name}"] = np.array(values, np.float32)
     scale = context / original
     size = math.sqrt(1 + math.log(scale) / math.log(original)) if scale > 1 and original > 1 else 1.0
@@ -144,8 +144,8 @@ def _yarn(config: Config, rules: dict[str, Any], base: float, truncate: bool) ->
     if (fast, slow) != (32.0, 1.0):
         # llama.cpp reads the two keys for a few other architectures only
         raise BridgeError(
-            f"{config.path}: yarn with beta_fast {fast:g} and beta_slow {slow:g}; llama.cpp runs this architecture "
-            "with 32 and 1 alone"
+            f"{config.path}: yarn with beta_fast {fast:g} and beta_slow {slow:g}; llama.cpp supports only 32 "
+            "and 1 for this architecture"
         )
     notes: tuple[str, ...] = ()
     if rules.get("truncate") is False:
@@ -167,6 +167,6 @@ def _yarn(config: Config, rules: dict[str, Any], base: float, truncate: bool) ->
 
 
 def yarn_betas(config: Config, rope: Rope) -> dict[str, float]:
-    """The keys of yarn's betas, which llama.cpp's converter writes where config.json says them."""
+    """The keys of yarn's betas, which llama.cpp's converter writes if config.json has them."""
     rules = (config.get("rope_parameters") or config.get("rope_scaling") or {}) if rope.type == "yarn" else {}
     return {f"rope.scaling.yarn_{key}": float(rules[key]) for key in ("beta_fast", "beta_slow") if key in rules}

@@ -1,13 +1,13 @@
 """SentencePiece BPE (Llama 1 and 2, Mistral): tokens with scores, from tokenizer.json or tokenizer.model.
 
 llama.cpp joins the two neighbours whose joint token has the highest score, the leftmost first.
-tokenizer.model holds those scores. tokenizer.json holds merges by rank instead, so a token's score is
-minus the rank of the first merge that makes it: the order of joining is then the same.
+tokenizer.model has these scores. tokenizer.json has merges by rank instead, so a token's score is
+minus the rank of the first merge that makes it, which gives the same order of joining.
 
-A leading space is given to every text or to none. transformers' newer Metaspace rule leaves out the
-one before a text that begins with a space, and after special tokens; llama.cpp cannot.
+Either every text gets a leading space or none does. transformers' newer Metaspace rule omits it before
+a text that begins with a space, and after special tokens; llama.cpp cannot.
 
-A tokenizer.model is a protocol buffer, of which little is needed:
+A tokenizer.model is a protocol buffer. These fields are read:
 
     ModelProto       1: SentencePiece (repeated)   2: TrainerSpec   3: NormalizerSpec
     SentencePiece    1: piece, text   2: score, float32   3: type; the numbers are GGUF's token types
@@ -31,7 +31,7 @@ from bridge.models.bpe_vocabulary import merge_pairs
 from bridge.models.vocabulary import Added, Vocabulary
 from bridge.system.files import read_small
 
-SPACE = "\u2581"  # how SentencePiece writes a space
+SPACE = "\u2581"  # SentencePiece's spelling of a space
 _BYTE = re.compile(r"<0x[0-9A-Fa-f]{2}>\Z")
 _UNIGRAM, _BPE = 1, 2
 
@@ -41,7 +41,7 @@ def vocabulary_of_json(data: Mapping[str, Any], added: Sequence[Added]) -> Vocab
     model = data["model"]
     if not model.get("byte_fallback"):
         raise BridgeError(
-            "tokenizer.json: a BPE that is neither byte-level nor has byte_fallback; llama.cpp has no tokenizer for it"
+            "tokenizer.json: the BPE is neither byte-level nor has byte_fallback; llama.cpp has no such tokenizer"
         )
     rank: dict[str, int] = {}
     for i, (left, right) in enumerate(merge_pairs(model)):
@@ -52,7 +52,7 @@ def vocabulary_of_json(data: Mapping[str, Any], added: Sequence[Added]) -> Vocab
     for text, token in model["vocab"].items():
         kind = TokenType.UNKNOWN if text == unk else TokenType.BYTE if _BYTE.match(text) else TokenType.NORMAL
         entries[token] = (text, kind)
-        # single characters come from no merge and need no score; below all others, as in a tokenizer.model
+        # no merge makes a single character; its score is below all others, as in a tokenizer.model
         scores[token] = 0.0 if kind != TokenType.NORMAL else -float(rank.get(text, len(rank)))
     _add(entries, scores, added)
     prefix, notes = _space_prefix(data)
@@ -60,18 +60,18 @@ def vocabulary_of_json(data: Mapping[str, Any], added: Sequence[Added]) -> Vocab
 
 
 def _space_prefix(data: Mapping[str, Any]) -> tuple[bool, list[str]]:
-    """Whether a text is given a leading space, by the normalizer or the pre-tokenizer."""
+    """Whether the normalizer or the pre-tokenizer gives a text a leading space."""
     prefix, notes = False, []
     for part in _parts(data.get("normalizer"), "normalizers"):
         if part.get("type") == "Prepend":
             prefix = True
         elif part.get("type") not in ("Replace", None):
-            notes.append(f"the tokenizer's normalizer {part['type']} is left out: llama.cpp takes text as it is")
+            notes.append(f"the tokenizer's normalizer {part['type']} is dropped: llama.cpp does not normalize text")
     for part in _parts(data.get("pre_tokenizer"), "pretokenizers"):
         if part.get("type") == "Metaspace":
             prefix = part.get("prepend_scheme", "always" if part.get("add_prefix_space", True) else "never") != "never"
         else:
-            notes.append(f"the tokenizer's pre-tokenizer {part.get('type')} is left out: llama.cpp has none here")
+            notes.append(f"the tokenizer's pre-tokenizer {part.get('type')} is dropped: llama.cpp has none here")
     return prefix, notes
 
 
@@ -94,9 +94,9 @@ def vocabulary_of_model(path: Path, added: Sequence[Added]) -> Vocabulary:
                 entries[token] = (text, TokenType(piece.get(3, TokenType.NORMAL)))
                 scores[token] = piece.get(2, 0.0)
                 if not math.isfinite(scores[token]) or isinstance(scores[token], int):
-                    raise ValueError("a score that is no number")
+                    raise ValueError("a score is not a number")
                 if entries[token][1] == TokenType.BYTE and not _BYTE.match(text):
-                    raise ValueError("a byte that is none")
+                    raise ValueError("a byte token is not <0xNN>")
                 unk = text if entries[token][1] == TokenType.UNKNOWN else unk
             elif number == 2:
                 kind = dict(_fields(value)).get(3, _UNIGRAM)
@@ -107,13 +107,13 @@ def vocabulary_of_model(path: Path, added: Sequence[Added]) -> Vocabulary:
     if not entries:
         raise BridgeError(f"{path}: not a SentencePiece model; take the tokenizer.json of the original model")
     if kind != _BPE:
-        raise BridgeError(f"{path}: a SentencePiece model of type {kind}; llama.cpp joins by score, which is BPE (2)")
+        raise BridgeError(f"{path}: a SentencePiece model of type {kind}; must be BPE (2), which llama.cpp supports")
     _add(entries, scores, added)
     return Vocabulary("llama", "default", entries, scores, unk=unk, add_space_prefix=prefix)
 
 
 def _add(entries: dict[int, tuple[str, int]], scores: dict[int, float], added: Sequence[Added]) -> None:
-    """Added tokens: they are raw text, matched before anything else."""
+    """Add the added tokens: raw text, matched before anything else."""
     for token in added:
         if entries.get(token.id, ("", TokenType.NORMAL))[1] == TokenType.UNKNOWN:
             continue
@@ -146,7 +146,7 @@ def _fields(data: bytes) -> Iterator[tuple[int, Any]]:
         elif wire == 2:
             length = varint()
             if at + length > len(data):
-                raise ValueError("a field reaches beyond the end")
+                raise ValueError("a field extends beyond the end")
             at += length
             yield number, data[at - length : at]
         elif wire == 5:

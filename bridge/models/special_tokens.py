@@ -1,6 +1,6 @@
-"""Special tokens: which id serves for what, which end a reply, and whether BOS and EOS are added to a text.
+"""Special tokens: the id of each role, the tokens that end a reply, and whether BOS and EOS are added to a text.
 
-The tokenizer's own files are believed before config.json, whose ids stay in when a tokenizer is changed.
+The tokenizer's files take precedence over config.json, whose ids are often not updated with the tokenizer.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def add_special_tokens(
     tokenizer: GGUFTokenizer, config: Config, folder: Path, settings: Mapping[str, Any],
     generation: Mapping[str, Any], unk: str | None,
 ) -> None:  # fmt: skip
-    """Ids by role: from the tokenizer's files, else config.json's; and all the tokens that end a reply."""
+    """Set ids by role, from the tokenizer's files or else config.json, and all tokens that end a reply."""
     index = {text: i for i, text in enumerate(tokenizer.tokens)}
     special_map = read_json(folder / "special_tokens_map.json", optional=True)
     for role in _ROLES:
@@ -45,7 +45,7 @@ def add_special_tokens(
             tokenizer.ids[role] = token
             if role == "unk" and tokenizer.model == "llama":
                 tokenizer.types[token] = int(TokenType.UNKNOWN)
-            # padding may be an ordinary token: what a text contains must stay one
+            # padding may be an ordinary token, which must remain one in a text
             kinds = (TokenType.NORMAL, TokenType.USER_DEFINED) if role in ("bos", "eos") else (TokenType.USER_DEFINED,)
             if named and role != "unk" and tokenizer.types[token] in kinds:
                 tokenizer.types[token] = int(TokenType.CONTROL)
@@ -54,12 +54,12 @@ def add_special_tokens(
         if token < len(tokenizer.tokens) and token not in stops:
             stops.append(token)
     tokenizer.stop_ids = stops
-    # two more ids fit the metadata; the usual texts need none
+    # the metadata has room for two more ids; llama.cpp knows the usual texts without them
     for token in stops[1:]:
         if tokenizer.tokens[token] not in KNOWN_ENDS:
             free = next((role for role in ("eot", "eom") if role not in tokenizer.ids), None)
             if free is None:
-                tokenizer.notes.append(f"llama.cpp is not told that {tokenizer.tokens[token]!r} ends a reply")
+                tokenizer.notes.append(f"GGUF has no key left for {tokenizer.tokens[token]!r}, which also ends a reply")
             else:
                 tokenizer.ids[free] = token
 
@@ -70,9 +70,9 @@ def _id_list(value: Any) -> list[int]:
 
 
 def add_bos_and_eos(tokenizer: GGUFTokenizer, data: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
-    """Whether a prompt is given BOS and EOS: the post-processor's template, overruled by explicit settings."""
+    """Set whether a prompt gets BOS and EOS: by explicit settings, else by the post-processor's template."""
     template = _template(data.get("post_processor"))
-    # transformers' Llama classes prepend BOS unless told otherwise; a tokenizer.model alone is read by one of them
+    # transformers' Llama classes prepend BOS by default; they also read a tokenizer.model without tokenizer.json
     reader = str(settings.get("tokenizer_class") or ("" if data else "LlamaTokenizer")).lower()
     add_bos = template is None and reader.startswith(("llamatok", "codellamatok"))
     add_eos = False
@@ -83,7 +83,7 @@ def add_bos_and_eos(tokenizer: GGUFTokenizer, data: Mapping[str, Any], settings:
         if len(before) > int(add_bos) or len(after) > int(add_eos):
             tokenizer.notes.append(
                 f"the tokenizer puts {' '.join(before)} before and {' '.join(after)} after a text; "
-                "llama.cpp puts no more than BOS and EOS there"
+                "llama.cpp only puts BOS and EOS there"
             )
     if isinstance(settings.get("add_bos_token"), bool):
         add_bos = settings["add_bos_token"]
@@ -94,7 +94,7 @@ def add_bos_and_eos(tokenizer: GGUFTokenizer, data: Mapping[str, Any], settings:
 
 
 def _template(processor: Mapping[str, Any] | None) -> Sequence[Mapping[str, Any]] | None:
-    """The `single` template of a post-processor, None where it has none."""
+    """The `single` template of a post-processor, or None."""
     for part in (processor or {}).get("processors", [processor or {}]):
         if part.get("type") == "TemplateProcessing":
             return part.get("single") or []

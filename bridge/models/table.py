@@ -16,15 +16,15 @@ from bridge.models.family import HEAD, Family, Row
 from bridge.models.outline import Fold, Outline, OutlineTensor, Part
 
 _LAYER = re.compile(r"\.(?:layers|h)\.(\d+)\.")
-# buffers that old checkpoints carry and every runtime computes anew
+# buffers in old checkpoints that every runtime computes itself
 _BUFFERS = re.compile(r"(.*\.)?(rotary_emb\.(inv_freq|cos_cached|sin_cached)|attn\.(masked_)?bias|self_attn\.bias)$")
 
 
 def fill_table(family: Family, args: Arguments, names: Mapping[str, Sequence[int]]) -> Outline:
-    """The tensors of a model, and which of the checkpoint's are not among them; no metadata yet.
+    """The tensors of a model, and the checkpoint's tensors that are not among them; no metadata yet.
 
     Raises:
-        BridgeError: a tensor is missing, or one is there that the family does not know.
+        BridgeError: a tensor is missing, or is unknown to the family.
     """
     filled = _Filled(family, args, names)
     for repeated, group in groupby(family.table, lambda row: "{}" in row.source):
@@ -43,10 +43,10 @@ def fill_table(family: Family, args: Arguments, names: Mapping[str, Sequence[int
 
 
 class _Filled:
-    """The rows that are filled in so far, and which names of the checkpoint they use.
+    """The rows filled in so far, and the names in the checkpoint that they use.
 
-    modules   linear layers in the checkpoint, several of experts, by the table's name
-    optional  biases that are there and need not be
+    modules   linear layers in the checkpoint, several for experts, by the table's name
+    optional  biases that the checkpoint has and need not have
     """
 
     def __init__(self, family: Family, args: Arguments, names: Mapping[str, Sequence[int]]) -> None:
@@ -67,7 +67,7 @@ class _Filled:
         self.saved_as = dict.fromkeys(tied, saved)
 
     def add(self, row: Row, layer: int) -> None:
-        """The tensor of a row in one layer, and its bias; BridgeError where it is not in the checkpoint."""
+        """Add the tensor of a row in one layer, and its bias; BridgeError if it is not in the checkpoint."""
         source = row.source.format(layer)
         shape = tuple(sum(self.sizes[name] for name in side.split("+")) for side in row.shape.split())
         parts = self._parts(row, layer, shape)
@@ -91,7 +91,7 @@ class _Filled:
         return f"{self.map[source.replace('.*', '')]}.{suffix}"
 
     def _parts(self, row: Row, layer: int, shape: tuple[int, ...]) -> tuple[Part, ...]:
-        """What a tensor is read from, by the first of its sources that the checkpoint has anything of."""
+        """The parts of a tensor, from the first of its sources that the checkpoint has."""
         sources = [source.format(layer) for source in (row.source, *row.also)]
         if "*" in row.source:
             for source in sources:
@@ -114,27 +114,27 @@ class _Filled:
         self.tensors.append(OutlineTensor(name, shape, parts, fixed_type=fixed))
 
     def _use(self, source: str) -> None:
-        """Note that a tensor of the checkpoint is needed; BridgeError where it is not there."""
+        """Note that a tensor of the checkpoint is used; BridgeError if it is missing."""
         if source not in self.names:
             alike = next((name for name in sorted(self.names) if name.endswith(source.removeprefix("model."))), None)
             if alike is not None:
                 raise BridgeError(
-                    f"{source} is missing from the checkpoint, which has {alike}; it is another kind of model than its "
-                    "config.json says, or a part of one: take the checkpoint of the language model alone"
+                    f"{source} is missing from the checkpoint, which has {alike}; it is not the kind of model that its "
+                    "config.json names, or a larger one: take the checkpoint of the language model"
                 )
             tied = ", or config.json should say tie_word_embeddings: true" if source == f"{HEAD.source}.weight" else ""
             raise BridgeError(f"{source} is missing from the checkpoint; a shard may not have been downloaded{tied}")
         self.used.add(source)
 
     def leftovers(self) -> tuple[list[str], list[str]]:
-        """What is in the checkpoint and not in the GGUF: names to report, and biases to be zero."""
+        """The checkpoint's tensors that are not in the GGUF: names to report, and biases that must be zero."""
         biases = {f"{module}.bias" for modules in ([HEAD.source], *self.modules.values()) for module in modules}
         unused, zero_only = [], []
         for name in sorted(self.names - self.used):
             if name in biases:
                 zero_only.append(name)
             elif name == f"{HEAD.source}.weight":
-                unused.append(name)  # a saved copy of tied embeddings
+                unused.append(name)  # a copy of tied embeddings
             elif not _BUFFERS.match(name):
                 raise BridgeError(
                     f"{name}: no tensor of a {self.family.arch} model of {self.args.layers} layers has this name; "
@@ -144,7 +144,7 @@ class _Filled:
 
 
 def _experts(source: str, count: int, shape: tuple[int, ...], shapes: Mapping[str, Sequence[int]]) -> tuple[Part, ...]:
-    """One matrix of every expert, whichever way a `Row` names them."""
+    """One matrix of every expert, for each way in which a `Row` can name them."""
     if "*" in source:
         return tuple(Part(f"{source.replace('*', str(expert))}.weight", shape) for expert in range(count))
     turned = source.endswith("^")
@@ -156,7 +156,7 @@ def _experts(source: str, count: int, shape: tuple[int, ...], shapes: Mapping[st
         rows = which + of * np.arange(shape[0]) if "::" in share else which * shape[0] + np.arange(shape[0])
         stored = (of * shape[0], *shape[1:])
     whole = tuple(stored or shape)
-    if whole[0] != whole[1] and source in shapes:  # both ways of keeping them are published
+    if whole[0] != whole[1] and source in shapes:  # checkpoints of both orders are published
         turned = tuple(shapes[source][1:]) == whole[::-1]
     change = "transposed" if turned else None
     return tuple(Part(source, shape, rows, matrix=expert, stored=stored, change=change) for expert in range(count))

@@ -1,7 +1,7 @@
-"""Byte-level BPE from a tiktoken.model (Kimi K2): a token a line, its bytes in base64 and its rank, which is its id.
+"""Byte-level BPE from a tiktoken.model (Kimi K2): each line is a token's bytes in base64 and its rank, which is its id.
 
-The merges are implied: a token is made of the two parts that it falls into when only lower ranks are joined. How text
-is cut into words is not in the file but in the code beside it.
+The merges are implied: a token is the merge of the two parts that remain when only lower ranks are joined. The rules
+for splitting text into words are not in the file but in the repository's code.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 
 from gguf import TokenType
 
-from bridge.errors import BridgeError
+from bridge.errors import BridgeError, parameter
 from bridge.gguf_file.pretokenizers import byte_of
 from bridge.models.vocabulary import Added, Vocabulary
 from bridge.system.files import read_small
@@ -26,11 +26,11 @@ _RULES = {"TikTokenTokenizer": "kimi-k2"}  # tokenizer_class -> tokenizer.ggml.p
 def vocabulary_of_tiktoken(
     path: Path, added: Sequence[Added], settings: Mapping[str, Any], pre: str | None
 ) -> Vocabulary:
-    """The vocabulary of a tiktoken.model; BridgeError where it is none, or its rules for cutting are not known."""
+    """The vocabulary of a tiktoken.model; BridgeError if it is not one, or its splitting rules are unknown."""
     pre = pre or _RULES.get(str(settings.get("tokenizer_class")))
     if pre is None:
         raise BridgeError(
-            f"{path}: how it cuts words is in code beside it; give --pre NAME as llama.cpp calls its rules"
+            f"{path}: its splitting rules are unknown; give {parameter('pre', 'NAME')}, llama.cpp's name for them"
         )
     try:
         pairs = (line.split() for line in read_small(path).splitlines() if line.strip())
@@ -38,7 +38,7 @@ def vocabulary_of_tiktoken(
     except (ValueError, binascii.Error):
         ranks = {}
     if not ranks:
-        raise BridgeError(f"{path}: is no list of tokens and ranks; take it from the original model")
+        raise BridgeError(f"{path}: is not a list of tokens and ranks; take it from the original model")
     character = {byte: text for text, byte in byte_of().items()}
 
     def text(token: bytes) -> str:
@@ -56,7 +56,7 @@ def vocabulary_of_tiktoken(
 
 
 def _parts(token: bytes, ranks: Mapping[bytes, int]) -> list[bytes]:
-    """What a token is joined of by lower ranks than its own."""
+    """The parts from which a token is joined using lower ranks only."""
     parts = [token[i : i + 1] for i in range(len(token))]
     limit = ranks[token]
     while len(parts) > 2:

@@ -1,4 +1,4 @@
-"""A vocabulary on its way: `Vocabulary` as a tokenizer file holds it, `GGUFTokenizer` as GGUF does."""
+"""A tokenizer in two forms: `Vocabulary` as its file has it, `GGUFTokenizer` as GGUF has it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _ID_KEYS = {
 
 @dataclass(frozen=True)
 class Added:
-    """A token outside the merges; `normalized`: it is looked for after the normalizer has run."""
+    """A token outside the merges; `normalized`: it is matched after the normalizer has run."""
 
     id: int
     content: str
@@ -32,7 +32,7 @@ class Added:
 
 @dataclass
 class Vocabulary:
-    """What the two kinds of tokenizer yield before special tokens and padding are seen to.
+    """A vocabulary of either kind, before special tokens and padding.
 
     entries  id -> (text, type)
     scores   id -> score, or None
@@ -67,7 +67,7 @@ class GGUFTokenizer:
     notes: list[str] = field(default_factory=list)
 
     def text(self, role: str) -> str:
-        """The text of a special token, "" where there is none."""
+        """The text of a special token, or ""."""
         return self.tokens[self.ids[role]] if role in self.ids else ""
 
     def add_metadata(self, writer: gguf.GGUFWriter) -> None:
@@ -92,6 +92,6 @@ class GGUFTokenizer:
 
 
 def special_text(metadata: Mapping[str, GGUFValue], key: str) -> str:
-    """The text of the token whose id a GGUF has under `key`, "" where there is none."""
+    """The text of the token whose id a GGUF has under `key`, or ""."""
     tokens, token = (metadata[k].value if k in metadata else None for k in (gguf.Keys.Tokenizer.LIST, key))
     return tokens[token] if tokens and isinstance(token, int) and 0 <= token < len(tokens) else ""

@@ -1,9 +1,9 @@
 """The language model inside a model of several parts: its config, and its tensors under a language model's own names.
 
-config.json               text_config, laid over the rest
+config.json               text_config, merged over the rest
 model.language_model.X    model.X, as transformers writes since 4.52
-language_model.model.X    model.X, as it did before; language_model.lm_head likewise
-visual.*, vision_tower.*  other parts: left out, llama.cpp has them in a file of their own (mmproj)
+language_model.model.X    model.X, as before; language_model.lm_head is lm_head
+visual.*, vision_tower.*  other parts: dropped, llama.cpp has them in a separate file (mmproj)
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ def text_config(config: dict[str, Any]) -> dict[str, Any]:
     text = config.get("text_config")
     if not isinstance(text, dict):
         return config
-    kept = ("architectures", "tie_word_embeddings")  # of the whole
-    return {**config, **{key: value for key, value in text.items() if key not in kept or key not in config}}
+    outer = ("architectures", "tie_word_embeddings")  # the whole model's values apply
+    return {**config, **{key: value for key, value in text.items() if key not in outer or key not in config}}
 
 
 def text_names(names: Iterable[str]) -> tuple[dict[str, str], list[str]]:
-    """A language model's name -> the checkpoint's, and the names that are of other parts."""
+    """A language model's names -> the checkpoint's, and the names of other parts."""
     own, others = {}, []
     for name in names:
         if _OTHERS.match(name):
@@ -61,7 +61,7 @@ def renamed(outline: Outline, names: dict[str, str]) -> None:
 
 
 def without_prediction(names: dict[str, str], layers: Any) -> tuple[dict[str, str], list[str]]:
-    """Names without those of the layers that predict further tokens at once, and what those are called."""
+    """Names without the layers that predict further tokens at once, and the names of those layers."""
 
     def predicts(name: str) -> bool:
         found = _LAYER.match(name)
@@ -71,16 +71,16 @@ def without_prediction(names: dict[str, str], layers: Any) -> tuple[dict[str, st
 
 
 def left_out(others: list[str], prediction: list[str]) -> list[str]:
-    """Notes for the report: what is not of the language model, and what it does not need."""
+    """Notes for the report about the tensors that are not converted."""
     notes = []
     if others:
         parts = sorted({f"{found[0]}*" for name in others if (found := _OTHERS.match(name))})
         notes.append(
-            f"the language model alone is converted: {len(others)} tensors of {', '.join(parts)} are left out; "
-            "llama.cpp takes images and sound from a file of their own (mmproj), made from the original"
+            f"only the language model is converted: {len(others)} tensors of {', '.join(parts)} are dropped; "
+            "llama.cpp reads images and sound with a separate file (mmproj), made from the original"
         )
     if prediction:
         notes.append(
-            f"{len(prediction)} tensors that predict further tokens at once (MTP) are left out: they only speed up"
+            f"{len(prediction)} tensors that predict further tokens at once (MTP) are dropped: they affect only speed"
         )
     return notes

@@ -87,6 +87,6 @@ class GGUFFile(Mapping[str, QuantTensor]):
 def open_gguf(path: str | Path) -> GGUFFile:
     """Map a GGUF file, or all shards of one, any of which may be named.
 
-    Raises BridgeError where a file is missing, truncated, damaged or of an unknown version.
+    Raises BridgeError if a file is missing, truncated, damaged or of an unknown version.
     """
     return GGUFFile(path)

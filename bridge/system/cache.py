@@ -1,11 +1,11 @@
-"""The folder of everything that is kept between runs, and what is in it.
+"""The cache folder: what is stored between runs, and how it is listed and removed.
 
     ~/.cache/gguf-bridge/            or $XDG_CACHE_HOME/gguf-bridge
-        numba/DIGEST/                compiled kernels (`jit`); NUMBA_CACHE_DIR, where set, is used instead
-        models/NAME-DIGEST/          GGUFs made of checkpoints for `run` (`converted_cache`)
+        numba/DIGEST/                compiled kernels (`jit`), unless NUMBA_CACHE_DIR is set
+        models/NAME-DIGEST/          GGUFs made from checkpoints for `run` (`bridge.conversion.cache`)
 
-An entry is whatever stands in one of these folders. A process that uses an entry holds its folder (see `held`), and an
-entry that is held is not removed.
+An entry is a file or folder in one of these folders. A process that uses an entry locks its folder
+(`bridge.system.folder_locks`), and a locked entry is not removed.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def cache_folder() -> Path:
 
 @dataclass(frozen=True)
 class Entry:
-    """Something that is kept. `used` is when it was used last, in seconds since 1970."""
+    """An entry of the cache. `used` is the time of its last use, in seconds since 1970."""
 
     kind: str  # "models", "numba", ...
     path: Path
@@ -34,7 +34,7 @@ class Entry:
 
 
 def entries() -> list[Entry]:
-    """All that is kept, largest first."""
+    """All entries, largest first."""
     found = [_entry(path) for path in cache_folder().glob("*/*")]
     return sorted(found, key=lambda entry: (-entry.nbytes, entry.path))
 
@@ -50,7 +50,7 @@ def _entry(path: Path) -> Entry:
 
 
 def remove(entry: Entry) -> bool:
-    """Remove an entry that no process holds; returns whether it is gone."""
+    """Remove an entry unless a process is using it; returns whether it is gone."""
     if entry.path.is_dir() and not entry.path.is_symlink():
         remove_if_unlocked(entry.path)
     else:

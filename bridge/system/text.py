@@ -1,4 +1,4 @@
-"""Text for people: tables, percentages, sizes, and notes on many modules told once."""
+"""Formatting for the terminal: tables, percentages, sizes, and one line for notes that many modules share."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from bridge.errors import shortened
 
 
 def summarise_notes(notes: Iterable[str]) -> list[str]:
-    """For people: what is said of many modules ("<module>: ...", numbers aside) becomes one line with their count."""
+    """Notes about many modules ("<module>: ...") that differ in numbers only become one line with their count."""
     alike: dict[str, list[str]] = {}
     for note in notes:
         name, colon, text = note.partition(": ")
@@ -24,7 +24,7 @@ def summarise_notes(notes: Iterable[str]) -> list[str]:
 
 
 def align(rows: list[tuple[str, ...]], left: tuple[bool, ...]) -> list[str]:
-    """The lines of a table; `left` says which columns are aligned to the left."""
+    """The lines of a table; `left` tells which columns are left-aligned."""
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     return [
         "  ".join(c.ljust(w) if a else c.rjust(w) for c, w, a in zip(row, widths, left, strict=True)).rstrip()
@@ -33,7 +33,7 @@ def align(rows: list[tuple[str, ...]], left: tuple[bool, ...]) -> list[str]:
 
 
 def percent(share: float, digits: int = 2) -> str:
-    """Of a hundred, to some digits, and in full where there are more: "0.0039%", "180%"."""
+    """A share as a percentage with `digits` significant digits, more before the point: "0.0039%", "180%"."""
     text = f"{100 * share:.{digits}g}%"
     return f"{100 * share:.0f}%" if "e+" in text else text
 

@@ -146,7 +146,7 @@ def test_a_template_of_more_blocks_than_tensors(model, convert, tmp_path):
 
 @pytest.mark.parametrize("tokens", [17, "abc", [1, 2], ["a", 2], [["a"]]])
 def test_a_template_whose_tokens_are_no_texts(tokens):
-    with pytest.raises(BridgeError, match="tokens is no list of texts; make the template again"):
+    with pytest.raises(BridgeError, match="tokens is not a list of texts; make the template again"):
         expect_texts(tokens)
 
 

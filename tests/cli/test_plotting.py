@@ -64,8 +64,8 @@ def test_a_report_becomes_maps_of_its_layers_and_kinds(report, capsys):
     assert {"4.50 Q4_K", "8.50 Q8_0"} < set(found)  # the scale
     assert found.count("exact") == 1
     assert found.count("100%") == 28 + 1
-    assert "bits a weight" in found
-    assert "codes of the checkpoint that are codes of the GGUF" in found
+    assert "bits per weight in the GGUF, scales included" in found
+    assert "share of the checkpoint's codes in the GGUF" in found
     assert svg.stat().st_size < 60_000
 
 
@@ -139,13 +139,13 @@ def test_other_kinds_of_pictures_go_by_the_name(ending, start, tmp_path):
 REFUSED: dict[str, tuple[Any, str]] = {
     "no file": (None, "no such file; give the report"),
     "no JSON": ("{", "is not JSON"),
-    "a list": ([], "is no report; give the report"),
-    "another object": ({"version": 1, "tensors": 3}, "is no report"),
+    "a list": ([], "is not a report; give the report"),
+    "another object": ({"version": 1, "tensors": 3}, "is not a report"),
     "nothing measured": ({"tensors": []}, "its list of tensors is empty"),
-    "no divergence": ({"model": "m", "formats": [FORMATS["formats"][0]]}, "no format in it has a KL divergence"),  # type: ignore[index]
-    "a field missing": ({"model": "m", "formats": [{"kl": 0.1}]}, "is not as it was written"),
-    "a word for a number": ({"products": [{"shape": ["many", 2], "threads": 1}]}, "is not as it was written"),
-    "tensors of a plan": ({"tensors": [{"name": "blk.0.attn_q.weight"}]}, "is not as it was written"),
+    "no divergence": ({"model": "m", "formats": [FORMATS["formats"][0]]}, "none of its formats has a KL divergence"),  # type: ignore[index]
+    "a field missing": ({"model": "m", "formats": [{"kl": 0.1}]}, "has been changed"),
+    "a word for a number": ({"products": [{"shape": ["many", 2], "threads": 1}]}, "has been changed"),
+    "tensors of a plan": ({"tensors": [{"name": "blk.0.attn_q.weight"}]}, "has been changed"),
 }
 
 
@@ -178,7 +178,7 @@ def test_pictures_are_replaced_with_force_alone_and_go_by_known_endings(tmp_path
     assert "--force replaces it" in capsys.readouterr().err
     assert (tmp_path / "x.svg").read_text() == "mine"
     assert main(["plot", str(source), "--force"]) == 0
-    for name, said in ((source, "pictures are .svg, .png, .pdf"), ("no/x.svg", "no such folder")):
+    for name, said in ((source, "choose a name that ends in .svg, .png, .pdf"), ("no/x.svg", "no such folder")):
         assert main(["plot", str(source), "-o", str(tmp_path / name), "--force"]) == 2
         assert said in capsys.readouterr().err
     assert json.loads(source.read_text()) == FORMATS

@@ -256,10 +256,10 @@ def test_codes_are_rounded_again_where_that_is_asked_for(tokens: Path, tmp_path:
         (["--bpw", "1.5"], r"--bpw 1.5 \(\d+ bytes\): too small; the smallest file .* has \d+ bytes"),
         (["--size", "2G"], r"too large; the largest file that can be made of .* has \d+ bytes"),
         (["--size", "900K", "--bpw", "4"], "give one"),
-        (["--bpw", "0"], "bits a weight, such as 4.3"),
-        (["--bpw", "nan"], "bits a weight, such as 4.3"),
-        (["--size", "900K", "--type", "Q4_K"], "Q4_K is one; --tensor-type gives single ones"),
-        (["--size", "900K", "--split-max-size", "500K"], "a size budget is for one file"),
+        (["--bpw", "0"], "must be bits per weight, such as 4.3"),
+        (["--bpw", "nan"], "must be bits per weight, such as 4.3"),
+        (["--size", "900K", "--type", "Q4_K"], "chooses the types itself, .* --type Q4_K; pin single tensors with --tensor-type"),
+        (["--size", "900K", "--split-max-size", "500K"], "--size is for one file: write the plan with --plan-out"),
         (["--size", "900K", "--format", "gptq"], "choose among GGUF types"),
         (["--size", "900K", "--method", "rtn"], "measured with a text and gptaq or gptq"),
         (["--plan-out", "plan.json"], "--plan-out is for a size budget: give --size or --bpw"),
@@ -277,9 +277,9 @@ def test_a_budget_that_cannot_be_is_refused_in_one_line(options, message, model,
 
 
 def test_a_budget_wants_a_text_and_no_plan_of_its_types(model: Path, made: Path, tmp_path: Path) -> None:
-    with pytest.raises(BridgeError, match="give --calibrate FILE"):
+    with pytest.raises(BridgeError, match="size is measured with a text and gptaq or gptq: give calibrate"):
         convert(model, tmp_path / "out.gguf", budget=Budget(900_000))
-    with pytest.raises(BridgeError, match="a plan says every type"):
+    with pytest.raises(BridgeError, match="a plan defines every type; give size without plan"):
         convert(plan=made / "plan.json", out=tmp_path / "out.gguf", budget=Budget(900_000))
     with pytest.raises(BridgeError, match=r"plan.json.*exists"):
         convert(

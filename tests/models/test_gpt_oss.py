@@ -96,8 +96,8 @@ def test_that_llama_cpp_rounds_the_ends_of_yarns_ramp_is_said(tmp_path: Path) ->
         ({"swiglu_alpha": 1.0}, "swiglu_alpha is 1.0; llama.cpp's graph"),
         ({"attention_bias": False}, "attention_bias is False; llama.cpp's graph"),
         ({"layer_types": ["full_attention"] * 3}, "llama.cpp gives every second layer a window, from the first on"),
-        ({"sliding_window": 0}, "sliding_window is 0, a positive integer is expected"),
-        ({"num_experts_per_tok": 4}, "num_experts_per_tok is 4, of 3 experts"),
+        ({"sliding_window": 0}, "sliding_window is 0, must be a positive integer"),
+        ({"num_experts_per_tok": 4}, "num_experts_per_tok is 4, but there are 3 experts"),
         ({"rope_parameters": YARN | {"beta_fast": 16.0}}, "yarn with beta_fast 16"),
     ],
 )

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from bridge.errors import BridgeError
+from bridge.errors import BridgeError, spelled
 from bridge.models.pretokenizer import recognize
 from scripts.peers.llama_cpp import LlamaCpp
 from tests.support.tiny_vocab import vocab_gguf, vocabulary
@@ -176,16 +176,18 @@ def test_a_pair_of_rules_and_ignore_merges_that_llama_cpp_lacks_is_noted() -> No
     ],
 )
 def test_unknown_rules_are_refused_with_the_rules_and_the_option(pre: dict[str, Any] | None) -> None:
-    with pytest.raises(BridgeError, match="--pre") as error:
+    with pytest.raises(BridgeError, match="pre='NAME'") as error:
         recognize(pre, False, [])
     if pre and pre["type"] == "Sequence":
         assert pre["pretokenizers"][0]["pattern"]["Regex"] in str(error.value)
+    with spelled(lambda name, value: f"--{name} {value}"), pytest.raises(BridgeError, match="--pre NAME"):
+        recognize(pre, False, [])
 
 
 def test_deepseek_rules_with_tokens_of_several_digits_are_not_taken_for_llama_cpps() -> None:
     pre = {"type": "Sequence", "pretokenizers": list(DEEPSEEK_LLM)}
     assert recognize(pre, False, ["1", "2"])[0] == "deepseek-llm"
-    with pytest.raises(BridgeError, match="--pre"):
+    with pytest.raises(BridgeError, match="pre='NAME'"):
         recognize(pre, False, ["1", "12"])
 
 

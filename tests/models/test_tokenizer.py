@@ -163,7 +163,7 @@ def test_every_end_token_of_the_generation_config_stops_a_reply(tmp_path: Path) 
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [1, 2048, 2049, 2050, 2051]}))
     outline, path = vocab_gguf(tmp_path, 2052, eos_token_id=1)
     assert outline.stop == ["<|end_of_text|>", *texts]
-    assert any("'<|show_over|>' ends a reply" in note for note in outline.notes)
+    assert any("'<|show_over|>', which also ends a reply" in note for note in outline.notes)
     with LlamaCpp(path) as loaded:
         assert [
             bool(loaded._lib.llama_vocab_is_eog(loaded._vocab, token)) for token in (1, 2048, 2049, 2050, 2051, 5)
@@ -409,7 +409,7 @@ def test_a_damaged_tokenizer_json_is_refused_by_name(tmp_path: Path) -> None:
 def test_a_damaged_merge_is_shown(tmp_path: Path) -> None:
     data = {"model": {"type": "BPE", "byte_fallback": True, "vocab": {"a": 0}, "merges": ["aa"]}}
     save(tmp_path, data)
-    refused(tmp_path, "the merge 'aa' is no pair of tokens")
+    refused(tmp_path, "the merge 'aa' is not a pair of tokens")
 
 
 def test_a_tokenizer_model_of_another_format_is_refused(tmp_path: Path) -> None:
@@ -471,7 +471,7 @@ def test_a_byte_token_has_nothing_behind_it(sentencepiece_model: Path, tmp_path:
 def test_a_unigram_tokenizer_model_is_refused(tmp_path: Path) -> None:
     piece = b"\x0a\x01a\x15\x00\x00\x00\x00"
     (tmp_path / "tokenizer.model").write_bytes(b"\x0a" + bytes([len(piece)]) + piece + b"\x12\x02\x18\x01")
-    refused(tmp_path, "type 1; llama.cpp joins by score")
+    refused(tmp_path, "type 1; must be BPE")
 
 
 def write_tiktoken(folder: Path, vocab: dict[str, int], **settings: Any) -> None:
@@ -502,9 +502,9 @@ def test_a_tiktoken_model_gives_the_merges_that_its_ranks_imply(tmp_path: Path) 
         (
             b"IQ== 0",
             {"tokenizer_class": "Other"},
-            r"tiktoken.model: how it cuts words is in code beside it; give --pre",
+            r"tiktoken.model: its splitting rules are unknown; give pre='NAME'",
         ),
-        (b"I? 0", {"tokenizer_class": "TikTokenTokenizer"}, r"tiktoken.model: is no list of tokens and ranks"),
+        (b"I? 0", {"tokenizer_class": "TikTokenTokenizer"}, r"tiktoken.model: is not a list of tokens and ranks"),
     ],
 )
 def test_a_tiktoken_model_that_is_none_is_refused(content: bytes, settings: dict, message: str, tmp_path: Path) -> None:

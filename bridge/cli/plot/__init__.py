@@ -1,12 +1,13 @@
-"""Pictures of what was measured: `gguf-bridge plot FILE.json`.
+"""Figures of reports and benchmarks: `gguf-bridge plot FILE.json`.
 
-Three kinds of files are known, told apart by what is in them:
+A JSON file goes in, a picture comes out. `plot` detects three kinds of files by their content, each drawn by its module
+(report_figure, kl_figure, matvec_figure); `theme` has the colours and makes the file:
 
     tensors    the report of `convert`, `quantize` or `verify` (--report): error, codes kept and bits, by layer and kind
     formats    `scripts/bench_formats.py` or `bench_quantize.py` (--json): KL divergence against bits per weight
-    products   `scripts/bench_matvec.py` (--json): GB/s of each type beside ggml's and beside plain reading
+    products   `scripts/bench_matvec.py` (--json): GB/s of each type, compared with ggml and with plain reading
 
-matplotlib is an optional extra, `plot`, and is imported when something is drawn.
+matplotlib is an optional extra, `plot`, and is imported when a figure is drawn.
 """
 
 from __future__ import annotations
@@ -25,23 +26,23 @@ if TYPE_CHECKING:
     from bridge.cli.plot.theme import Theme
 
 ENDINGS = (".svg", ".png", ".pdf")
-_KNOWN = "the report of `convert --report`, or what a bench in scripts/ wrote with --json"
+_KNOWN = "the report of `convert --report`, or the --json of a benchmark in scripts/"
 
 
 def plot(source: str | Path, out: str | Path | None = None, *, dark: bool = False, force: bool = False) -> Path:
-    """Draw a report or a bench's figures; returns the file.
+    """Draw a report or a benchmark; returns the picture's path.
 
     source  the JSON file
     out     .svg, .png or .pdf; default: the source's name with .svg
-    dark    for a dark page; an SVG that is not asked to be dark follows the page that it is shown on
+    dark    for a dark page; otherwise an SVG follows the page that shows it
     force   replace an existing file
 
-    Raises BridgeError where the source is something else, matplotlib is missing, or the file cannot be written.
+    Raises BridgeError if the source is something else, matplotlib is missing, or the file cannot be written.
     """
     source = Path(source)
     path = Path(out) if out is not None else source.with_suffix(".svg")
     if path.suffix.lower() not in ENDINGS:
-        raise BridgeError(f"{path}: pictures are {', '.join(ENDINGS)}; give a name that ends in one of them")
+        raise BridgeError(f"{path}: unknown kind of picture; choose a name that ends in {', '.join(ENDINGS)}")
     record = _read(source)
     check_target(path, force, [source])
     draw = _drawer(source, record)
@@ -58,7 +59,7 @@ def plot(source: str | Path, out: str | Path | None = None, *, dark: bool = Fals
     except theme.NothingToDraw as problem:
         raise BridgeError(f"{source}: {problem}; there is nothing to draw") from None
     except (KeyError, TypeError, ValueError, AttributeError, IndexError) as problem:
-        raise BridgeError(f"{source}: is not as it was written ({problem!r}); write it again: {_KNOWN}") from problem
+        raise BridgeError(f"{source}: has been changed ({problem!r}); write it again: {_KNOWN}") from problem
     write_bytes(path, data)
     return path
 
@@ -71,19 +72,19 @@ def _read(source: Path) -> dict[str, Any]:
     except (ValueError, RecursionError) as problem:
         raise BridgeError(f"{source}: is not JSON ({problem}); give {_KNOWN}") from None
     if not isinstance(record, dict):
-        raise BridgeError(f"{source}: is no report; give {_KNOWN}")
+        raise BridgeError(f"{source}: is not a report; give {_KNOWN}")
     return record
 
 
 def _drawer(source: Path, record: dict[str, Any]) -> Callable[[dict[str, Any], Theme], Figure]:
-    """What draws this file; imported when called."""
+    """The function that draws this file; it imports its module when called."""
     known = {"tensors": "report_figure", "formats": "kl_figure", "products": "matvec_figure"}
     for key, module in known.items():
         if isinstance(record.get(key), list):
             if not record[key]:
                 raise BridgeError(f"{source}: its list of {key} is empty; there is nothing to draw")
             return lambda *arguments: _module(module).figure(*arguments)
-    raise BridgeError(f"{source}: is no report; give {_KNOWN}")
+    raise BridgeError(f"{source}: is not a report; give {_KNOWN}")
 
 
 def _module(name: str) -> Any:

@@ -13,7 +13,7 @@ _DESCRIPTION = """\
 Draw what was measured: of a report (convert, quantize or verify --report) the
 error, the codes kept and the bits of each layer; of bench_formats.py and
 bench_quantize.py --json the KL divergence against size; of bench_matvec.py
---json the speed beside plain reading.
+--json the speed compared with plain reading.
 """
 
 
@@ -22,16 +22,16 @@ def add_parser(commands: Any) -> None:
     p = command(commands, "plot", _HELP, run, _DESCRIPTION)
     p.add_argument("source", metavar="FILE.json", type=Path, help="the report, or the benchmark's --json")
     p.add_argument(
-        "-o", "--out", type=Path, metavar="PICTURE", help=".svg, .png or .pdf (default: FILE.svg beside the source)"
+        "-o", "--out", type=Path, metavar="PICTURE", help=".svg, .png or .pdf (default: FILE.svg next to the source)"
     )
     p.add_argument(
-        "--dark", action="store_true", help="for a dark page; an SVG without it follows the page that it is shown on"
+        "--dark", action="store_true", help="draw for a dark page; by default an SVG follows the page that shows it"
     )
     p.add_argument("--force", action="store_true", help="replace a picture that exists")
 
 
 def run(a: argparse.Namespace) -> int:
-    """Draw, and say where."""
+    """Draw, and print the path."""
     from bridge.cli.plot import plot
 
     print(f"wrote {plot(a.source, a.out, dark=a.dark, force=a.force)}")

@@ -1,4 +1,4 @@
-"""KL divergence against size: a point a format, a line a maker."""
+"""KL divergence against size: a point for each format, a line for each maker."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ _COLOURS = {"gguf-bridge": OURS, "llama.cpp": THEIRS}
 
 
 def figure(record: dict[str, Any], theme: Theme) -> Figure:
-    """The picture of a bench's JSON: {"model", "formats": [{"name", "maker", "bpw", "kl", "kl_error" or not}]}."""
+    """The picture of a benchmark's JSON: {"model", "formats": [{"name", "maker", "bpw", "kl", maybe "kl_error"}]}."""
     rows = [row for row in record["formats"] if row.get("kl") and row["kl"] > 0]
     if not rows:
-        raise NothingToDraw("no format in it has a KL divergence")
+        raise NothingToDraw("none of its formats has a KL divergence")
     picture = Figure(figsize=(8.2, 5.2), layout="constrained")
     axes = picture.subplots()
     makers = list(dict.fromkeys(row["maker"] for row in rows))
@@ -25,14 +25,14 @@ def figure(record: dict[str, Any], theme: Theme) -> Figure:
         colour = next((c for name, c in _COLOURS.items() if maker.startswith(name)), OTHER)
         bits, divergences = ([float(row[key]) for row in members] for key in ("bpw", "kl"))
         errors = [float(row.get("kl_error") or 0) for row in members]
-        line = "-" if colour in _COLOURS.values() else ""  # makers of sizes, and of single files
+        line = "-" if colour in _COLOURS.values() else ""  # none for makers of single files
         axes.errorbar(bits, divergences, errors, color=colour, marker=marker, markersize=5, linestyle=line, label=maker)
         for row, x, y in zip(members, bits, divergences, strict=True):
             _name(axes, row["name"], x, y, colour, above=sorted(divergences).index(y) % 2 == 1)
     axes.set_yscale("log")
     axes.margins(x=0.12, y=0.1)
-    axes.set_xlabel(f"bits a weight, scales included ({record.get('bits_of', 'whole file')})")
-    axes.set_ylabel("KL divergence from the float model (nats a token)")
+    axes.set_xlabel(f"bits per weight, scales included ({record.get('bits_of', 'whole file')})")
+    axes.set_ylabel("KL divergence from the float model (nats per token)")
     axes.set_title(f"{record['model']}: lower left is better", loc="left")
     plain_frame(axes)
     axes.legend(loc="upper right")
@@ -40,9 +40,9 @@ def figure(record: dict[str, Any], theme: Theme) -> Figure:
 
 
 def _name(axes: Axes, name: str, x: float, y: float, colour: str, above: bool) -> None:
-    """Write a point's name where its line leaves room: ours lies lowest, that of llama.cpp above it.
+    """Write a point's name where its line leaves room: our line is the lowest, that of llama.cpp is above it.
 
-    above  what has no line: over the point rather than under it
+    above  a name without a line goes above the point, not below
     """
     if colour == OURS:
         name = name.partition(",")[0]  # the legend has the rest

@@ -1,4 +1,4 @@
-"""Matrix times vector: bars of GB/s for each type, beside ggml's, and the speed of plain reading as a mark."""
+"""Matrix times vector: bars of GB/s for each type, ours and ggml's, with marks for the speed of plain reading."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from matplotlib.figure import Figure
 
 from bridge.cli.plot.theme import OURS, THEIRS, Theme, plain_frame
 
-_WIDTH = 0.38  # of a bar; two and a gap are 1
-_CACHED = 32 << 20  # weights beyond which a matrix comes from memory
+_WIDTH = 0.38  # of a bar; two bars and a gap are 1
+_CACHED = 32 << 20  # weights above which a matrix comes from memory
 
 
 def figure(record: dict[str, Any], theme: Theme) -> Figure:
@@ -39,11 +39,11 @@ def figure(record: dict[str, Any], theme: Theme) -> Figure:
 
 
 def _bars(axes: Axes, rows: list[dict[str, Any]], theme: Theme) -> None:
-    beside = any(row.get("ggml_gbs") for row in rows)
-    shift = _WIDTH / 2 if beside else 0
+    both = any(row.get("ggml_gbs") for row in rows)
+    shift = _WIDTH / 2 if both else 0
     places = range(len(rows))
     axes.bar([i - shift for i in places], [row["gbs"] for row in rows], _WIDTH, color=OURS, label="gguf-bridge")
-    if beside:
+    if both:
         theirs = [row.get("ggml_gbs") or 0 for row in rows]
         axes.bar([i + shift for i in places], theirs, _WIDTH, color=THEIRS, label="ggml")
     half = _WIDTH + 0.05

@@ -1,4 +1,4 @@
-"""A report as maps of layers and kinds of tensors: the error that was added, the codes kept, the bits a weight."""
+"""A report as maps of layers and kinds of tensors: added error, codes kept, bits per weight."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from bridge.system.text import percent, size_text
 
 _EXACT = "#b6bdc5"
 _MOST_TEXTS = 8  # layers whose cells have room for their values
-_COLOURS = "viridis"  # yellow is what costs: much error, codes lost, many bits
+_COLOURS = "viridis"  # yellow is worst: much error, codes lost, many bits
 
 
 class _Cells:
@@ -42,7 +42,7 @@ class _Cells:
         self.layers = range(max(layer for _, layer in self.inside) + 1)
 
     def values(self, of: Any) -> np.ndarray:
-        """float64 [kinds, layers] of a function of the tensors; NaN where there is none."""
+        """float64 [kinds, layers] of a function of the tensors; NaN without a tensor."""
         found = np.full((len(self.kinds), len(self.layers)), np.nan)
         for (kind, layer), tensor in self.inside.items():
             value = of(tensor)
@@ -64,7 +64,7 @@ def figure(record: dict[str, Any], theme: Theme) -> Figure:
     _error_map(axes[0], cells, error)
     if panels == 3:
         image = _map(axes[1], cells, kept, Normalize(0, 1), lambda v, _: percent(v, 3), f"{_COLOURS}_r")
-        axes[1].set_title("codes of the checkpoint that are codes of the GGUF", loc="left")
+        axes[1].set_title("share of the checkpoint's codes in the GGUF", loc="left")
         bar = axes[1].figure.colorbar(image, ax=axes[1], ticks=[0, 0.5, 1], pad=0.02, aspect=12)
         bar.ax.set_yticklabels(["0%", "50%", "100%"])
         _bar_label(bar, "of the weights")
@@ -76,12 +76,12 @@ def figure(record: dict[str, Any], theme: Theme) -> Figure:
 def _error_map(axes: Axes, cells: _Cells, error: np.ndarray) -> None:
     positive = error[error > 0]
     low, high = (positive.min(), positive.max()) if positive.size else (1e-7, 1e-6)
-    # a decade at least, so that equal errors do not look like contrasts
+    # at least a decade, so that similar errors look similar
     middle = math.sqrt(low * high)
     low, high = min(low, middle / math.sqrt(10)), max(high, middle * math.sqrt(10))
-    shown = np.where(error == 0, low / 10, error)  # beneath the scale: drawn as exact
+    shown = np.where(error == 0, low / 10, error)  # below the scale: drawn as exact
     image = _map(axes, cells, shown, LogNorm(low, high), lambda v, _: "exact" if v < low else f"{v:.1e}")
-    axes.set_title("error that was added, squared, over the squared weights (NMSE)", loc="left")
+    axes.set_title("added squared error over squared weights (NMSE)", loc="left")
     bar = axes.figure.colorbar(image, ax=axes, pad=0.02, aspect=12)
     _bar_label(bar, "NMSE" + ("; grey: exact" if (error == 0).any() else ""))
 
@@ -91,7 +91,7 @@ def _bits_map(axes: Axes, cells: _Cells, bits: np.ndarray) -> None:
     low, high = np.nanmin(bits), np.nanmax(bits)
     norm = Normalize(low - 0.5, high + 0.5)
     image = _map(axes, cells, bits, norm, lambda v, key: f"{names[key]} {v:.2f}")
-    axes.set_title("bits a weight in the GGUF, scales included", loc="left")
+    axes.set_title("bits per weight in the GGUF, scales included", loc="left")
     levels: dict[float, set[str]] = {}
     for (kind, layer), name in names.items():
         levels.setdefault(round(bits[cells.kinds.index(kind), layer], 3), set()).add(name)
@@ -99,13 +99,13 @@ def _bits_map(axes: Axes, cells: _Cells, bits: np.ndarray) -> None:
     if len(levels) <= 4:
         bar.set_ticks(sorted(levels))
         bar.ax.set_yticklabels([f"{level:.2f} {'/'.join(sorted(levels[level]))}" for level in sorted(levels)])
-    _bar_label(bar, "bits a weight")
+    _bar_label(bar, "bits per weight")
 
 
 def _map(
     axes: Axes, cells: _Cells, values: np.ndarray, norm: Normalize, text: Any, colours: str = _COLOURS
 ) -> ScalarMappable:
-    """Draw one map; `text(value, (kind, layer))` is what a cell says where there is room."""
+    """Draw one map; `text(value, (kind, layer))` is the text of a cell if there is room."""
     shades: Colormap = matplotlib.colormaps[colours].with_extremes(under=_EXACT, bad=(0, 0, 0, 0))
     image = axes.imshow(np.ma.masked_invalid(values), cmap=shades, norm=norm, aspect="auto")
     axes.set_yticks(range(len(cells.kinds)), cells.kinds)
@@ -119,7 +119,7 @@ def _map(
                 red, green, blue, _ = image.to_rgba(value)
                 light = 0.3 * red + 0.59 * green + 0.11 * blue > 0.5
                 label = text(value, (cells.kinds[row], column))
-                # off black and off white, which are the page's and so change with it
+                # near black and near white: the theme's own colours would change with the page
                 axes.text(column, row, label, ha="center", va="center", size=8, color="#000001" if light else "#fffffe")
     return image
 
@@ -135,7 +135,7 @@ def _title(record: dict[str, Any]) -> str:
     bits = 8 * sum(t["nbytes"] for t in record["tensors"]) / weights
     source, made = size_text(record["source_bytes"]), size_text(record["output_bytes"])
     name = Path(record["checkpoint"]).name
-    return f"{name}: {source} {record['format']} to {made} GGUF, {bits:.2f} bits a weight in all"
+    return f"{name}: {source} {record['format']} to {made} GGUF, {bits:.2f} bits per weight in all"
 
 
 def _outside(tensors: list[dict[str, Any]]) -> str:

@@ -1,8 +1,8 @@
-"""What all pictures share: colours for light and dark pages, sizes of text, and how a figure becomes a file.
+"""The common part of all pictures: colours for light and dark pages, sizes of text, and writing a figure to a file.
 
-An SVG is drawn for a light page and carries a style sheet that exchanges the page's and the ink's colours where the
-reader's page is dark (prefers-color-scheme). Its background is opaque: it can be read on any page. Its texts stay
-text, which keeps the file small and lets it be searched.
+An SVG is drawn for a light page and has a style sheet that swaps the colours of page and ink if the reader's page is
+dark (prefers-color-scheme). Its background is opaque, so it can be read on any page. Texts remain text, which makes
+the file small and searchable.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-OURS, THEIRS, OTHER = "#2f7fe0", "#d9822b", "#4a9d5b"  # of 3:1 or more to both pages
+OURS, THEIRS, OTHER = "#2f7fe0", "#d9822b", "#4a9d5b"  # contrast of 3:1 or more with both pages
 MARKERS = "osD^v"
 _DOTS_PER_INCH = 144  # of a PNG
 
 
 class NothingToDraw(Exception):
-    """A file of a known kind without a figure in it; says why."""
+    """The file is of a known kind but has nothing to draw; the message tells why."""
 
 
 @dataclass(frozen=True)
@@ -64,8 +64,8 @@ def style(theme: Theme) -> AbstractContextManager[None]:
         "ytick.color": theme.faint,
         "ytick.labelcolor": theme.ink,
         "svg.fonttype": "none",
-        "svg.hashsalt": "gguf-bridge",  # the same figures make the same file
-        "image.interpolation": "none",  # one pixel a cell in the file
+        "svg.hashsalt": "gguf-bridge",  # equal figures make equal files
+        "image.interpolation": "none",  # one pixel per cell in the file
     }
     return matplotlib.rc_context(settings)
 
@@ -92,6 +92,6 @@ def _following(svg: str) -> str:
 
 
 def plain_frame(axes: Axes, grid: str = "both") -> None:
-    """A grid behind the data, no ticks' strokes."""
+    """A grid behind the data, and no tick marks."""
     axes.grid(True, axis=grid)  # type: ignore[arg-type]
     axes.tick_params(length=0, which="both")

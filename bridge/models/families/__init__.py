@@ -1,4 +1,4 @@
-"""The families that are known, by every name that a config.json may give them."""
+"""The known families, by every name that a config.json may have for them."""
 
 from __future__ import annotations
 

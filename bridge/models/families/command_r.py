@@ -1,4 +1,4 @@
-"""Command-R and Aya: attention and network side by side on one layer norm without bias, logits scaled, tied."""
+"""Command-R and Aya: attention and network in parallel after one layer norm without bias; scaled logits, tied."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from bridge.models.model_config import Config
 
 
 def _logits(config: Config, _args: Arguments) -> dict[str, Any]:
-    context = config.get("model_max_length")  # what the models were trained for; the other key says 8192
+    context = config.get("model_max_length")  # the trained context; the other key says 8192
     found = {"logit_scale": config.number("logit_scale", 0.0625), "rope.scaling.type": "none"}
     return found | ({"context_length": config.integer("model_max_length")} if context else {})
 

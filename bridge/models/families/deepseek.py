@@ -1,8 +1,8 @@
-"""DeepSeek V2, V3, R1 and Kimi K2: attention on a latent vector, fine-grained experts beside shared ones.
+"""DeepSeek V2, V3, R1 and Kimi K2: attention on a latent vector, many small experts and shared ones.
 
 kv_b_proj makes each head's keys (without position) and values from the latent vector. llama.cpp multiplies q by the
-first and the attended latent vectors by the second, so GGUF has the two apart, a matrix a head, and that for the keys
-transposed: its columns were rows, no code of theirs survives, and it goes as F16. That for the values keeps its codes.
+first and the attended latent vectors by the second, so GGUF separates them, one matrix per head. The one for the keys
+is transposed: no codes can be carried, and it becomes F16. The codes of the one for the values are carried.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def _sizes(config: Config, args: Arguments) -> dict[str, int]:
 
 
 def _keys(args: Arguments, source: str) -> tuple[Part, ...]:
-    """Of each head: [latent, head], the transpose of its first rows."""
+    """One part per head: [latent, head], the transpose of its first rows."""
     m = args.sizes
     each, stored = m["nope"] + m["v_head"], (m["lora"], args.heads * (m["nope"] + m["v_head"]))
     starts = (head * each + np.arange(m["nope"]) for head in range(args.heads))
@@ -41,7 +41,7 @@ def _keys(args: Arguments, source: str) -> tuple[Part, ...]:
 
 
 def _values(args: Arguments, source: str) -> tuple[Part, ...]:
-    """Of each head: [head, latent], its last rows."""
+    """One part per head: [head, latent], its last rows."""
     m = args.sizes
     each = m["nope"] + m["v_head"]
     rows = (head * each + m["nope"] + np.arange(m["v_head"]) for head in range(args.heads))
@@ -56,7 +56,7 @@ def _latent(config: Config, args: Arguments) -> dict[str, Any]:
         whole = rules.get("mscale_all_dim") or 0.0
         if rules.get("mscale", 1.0) != whole:
             factors = f"mscale {rules.get('mscale')} and mscale_all_dim {whole}"
-            raise BridgeError(f"{config.path}: yarn with {factors}; llama.cpp has one number for both")
+            raise BridgeError(f"{config.path}: yarn with {factors}; must be equal for llama.cpp")
         scaling["rope.scaling.yarn_log_multiplier"] = 0.1 * whole
     return {
         "attention.head_count_kv": 1,

@@ -1,7 +1,7 @@
-"""Gemma 2 and 3: norms around attention and network, stored less one; layers that attend to a window alone.
+"""Gemma 2 and 3: norms around attention and network, stored minus one; layers that only attend to a window.
 
-Gemma 2 caps attention scores and logits by tanh, Gemma 3 normalizes q and k instead. Which layers attend to everything,
-every second and every sixth, llama.cpp has compiled in, and the scale of attention scores by the size of the model.
+Gemma 2 caps attention scores and logits by tanh, Gemma 3 normalizes q and k instead. Compiled into llama.cpp are the
+layers with full attention, every second or every sixth, and the scale of attention scores by the size of the model.
 """
 
 from __future__ import annotations
@@ -20,20 +20,18 @@ _LARGEST = {"gemma2": 46, "gemma3": 62}  # layers of the 27 B models
 
 
 def _checked(config: Config, args: Arguments, arch: str, period: int) -> None:
-    """BridgeError where the scale of attention or the layers with a window are not llama.cpp's."""
+    """BridgeError if the scale of attention or the layers with a window are not llama.cpp's."""
     scalar = config.number("query_pre_attn_scalar", 256)
     scale = args.hidden // args.heads if args.layers == _LARGEST[arch] else args.head_dim
     if scalar != scale:
-        raise BridgeError(f"{config.path}: query_pre_attn_scalar is {scalar:g}; llama.cpp takes {scale} for this model")
+        raise BridgeError(f"{config.path}: query_pre_attn_scalar is {scalar:g}; llama.cpp uses {scale} for this model")
     types = config.get("layer_types")
     if types is None:
         period = config.integer("sliding_window_pattern", period)
         types = [("full" if (i + 1) % period == 0 else "sliding") + "_attention" for i in range(args.layers)]
     usual = {"gemma2": 2, "gemma3": 6}[arch]
     if [kind == "sliding_attention" for kind in types] != [(i + 1) % usual != 0 for i in range(args.layers)]:
-        raise BridgeError(
-            f"{config.path}: the layers with a window are others than llama.cpp's: all but every {usual}th"
-        )
+        raise BridgeError(f"{config.path}: the layers with a window must be all but every {usual}th, as in llama.cpp")
 
 
 def _gemma2(config: Config, args: Arguments) -> dict[str, Any]:

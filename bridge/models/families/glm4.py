@@ -1,7 +1,7 @@
 """GLM-4-0414: norms before and after attention and network, half of each head rotated, gate and up in one matrix.
 
-GLM-4.5 and its successors are mixtures of experts with a shared one; the router's sigmoid is shifted by a bias when
-experts are chosen, and not when they are weighed.
+GLM-4.5 and its successors are mixtures of experts with a shared one; a bias is added to the router's sigmoid to choose
+experts, but not to weight them.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""GPT-2: positions are embeddings too, q, k and v one matrix. Its layers are Conv1D: floats are stored transposed."""
+"""GPT-2: embeddings for positions; q, k and v in one matrix. Its layers are Conv1D: floats are stored transposed."""
 
 from __future__ import annotations
 

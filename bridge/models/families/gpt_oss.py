@@ -1,8 +1,8 @@
-"""gpt-oss: experts with biases and a clamped SwiGLU, a learned sink beside each head's scores.
+"""gpt-oss: experts with biases and a clamped SwiGLU, a learned sink for each head's scores.
 
-Every second layer, from the first on, attends to a window alone: llama.cpp has that compiled in. The experts' gate and
-up are one matrix, row by row in turn, and GGUF has them apart. As they are published (MXFP4) the reader parts them
-already, see `bridge.checkpoint.formats.fp4_experts`; as floats they are [experts, in, out].
+Every second layer, starting with the first, attends only to a window, which is compiled into llama.cpp. The experts'
+gate and up alternate row by row in one matrix; GGUF separates them. In the published MXFP4 files the reader does that,
+see `bridge.checkpoint.formats.fp4_experts`; as floats they are [experts, in, out].
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def _metadata(config: Config, args: Arguments) -> dict[str, Any]:
 
 
 def _biases(size: str, start: int = 0, step: int = 1) -> Callable[[Arguments, str], tuple[Part, ...]]:
-    """Of each expert: every so manieth element of its row of [experts, step * size]."""
+    """One part per expert: every `step`-th element of its row of [experts, step * size]."""
 
     def parts(args: Arguments, source: str) -> tuple[Part, ...]:
         count = args.sizes[size]

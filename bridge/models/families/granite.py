@@ -1,4 +1,4 @@
-"""Granite 3: Llama's decoder with four factors: on embeddings, attention scores, what each layer adds, and logits."""
+"""Granite 3: Llama's decoder with four factors: of embeddings, attention scores, each layer's output, and logits."""
 
 from __future__ import annotations
 

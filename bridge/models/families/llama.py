@@ -1,4 +1,4 @@
-"""Llama 1 to 3.x, and the many models that publish themselves as LlamaForCausalLM."""
+"""Llama 1 to 3.x, and the many other models published as LlamaForCausalLM."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from bridge.models.family import Family, Row, decoder, gated_mlp
 
 LLAMA = Family(
     arch="llama",
-    architectures=("LlamaForCausalLM", "LLaMAForCausalLM"),  # the second in its first weeks
+    architectures=("LlamaForCausalLM", "LLaMAForCausalLM"),  # the second is from its first weeks
     model_type="llama",
-    # 2048 is what transformers assumes for the configs of the first Llama
+    # 2048 is transformers' default, for the configs of the first Llama
     keys={"max_position_embeddings": 2048, "attention_bias": False, "mlp_bias": False},
     table=decoder(
         Row("input_layernorm", "hidden"),

@@ -1,8 +1,8 @@
-"""Mistral: Llama's graph, in GGUF as in the paper but for the sliding window. Mixtral: the same with experts.
+"""Mistral: Llama's graph, plus a sliding window in the paper. Mixtral: the same with experts.
 
 llama.cpp's llama graph attends to the whole context. A window is written to the metadata and
-reported; up to its length the two agree. The weights of a token's experts are normalized to a sum of one,
-in transformers and in llama.cpp alike.
+reported; up to its length the two agree. Both transformers and llama.cpp normalize the weights of a
+token's experts to a sum of one.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Mistral Small 3.1 and its kin: Mistral's language model inside one that sees. Ministral 3 goes by a template."""
+"""Mistral Small 3.1 and similar: Mistral's language model inside a vision model. Ministral 3 needs a template."""
 
 from __future__ import annotations
 
@@ -12,6 +12,6 @@ MISTRAL3 = replace(
     arch="mistral3",
     architectures=("Mistral3ForConditionalGeneration",),
     model_type="mistral3",
-    expects=(SILU, Expected("model_type", ("mistral", "mistral3"), "another language model than Mistral's is inside")),
+    expects=(SILU, Expected("model_type", ("mistral", "mistral3"), "the language model inside is not Mistral's")),
     wrapped=True,
 )

@@ -1,4 +1,4 @@
-"""OLMo 2: no norms before attention and network but after them, and q and k normalized over all heads at once."""
+"""OLMo 2: norms after attention and network, not before them; q and k are normalized over all heads at once."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from bridge.models.model_config import Config
 
 def _context(config: Config, args: Arguments) -> dict[str, Any]:
     original = args.rope.original_context or config.integer("original_max_position_embeddings", args.context)
-    # llama.cpp takes 0 for a model without a window
+    # llama.cpp expects 0 for a model without a window
     return {"rope.scaling.original_context_length": original, "attention.sliding_window": args.window or 0}
 
 

@@ -1,7 +1,7 @@
 """Qwen2 and Qwen2.5: Llama's decoder with biases on q, k and v; heads are rotated by halves.
 
-Qwen1.5-MoE and Qwen2-MoE have many small experts, and one shared by all tokens. llama.cpp takes the router's
-probabilities as they are: norm_topk_prob must be false.
+Qwen1.5-MoE and Qwen2-MoE have many small experts, and one shared by all tokens. llama.cpp does not normalize the
+router's probabilities: norm_topk_prob must be false.
 """
 
 from __future__ import annotations
@@ -42,6 +42,6 @@ QWEN2_MOE = Family(
         *EXPERTS,
         Row("mlp.shared_expert_gate", "hidden"),  # a matrix of one row
         *gated_mlp("mlp.shared_expert", "shared"),
-        head=Row("lm_head", "vocab hidden"),  # llama.cpp's graph wants one even where the embeddings are tied
+        head=Row("lm_head", "vocab hidden"),  # llama.cpp's graph needs one even if the embeddings are tied
     ),
 )

@@ -1,7 +1,7 @@
 """Qwen3: no biases, heads of q and k normalized, head_dim independent of the hidden size.
 
 Qwen3-MoE has experts, none of them shared. llama.cpp normalizes the weights of a token's experts to a sum of one:
-norm_topk_prob must be true, and transformers takes it as false where config.json does not say.
+norm_topk_prob must be true, and transformers' default is false.
 """
 
 from __future__ import annotations

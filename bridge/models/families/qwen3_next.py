@@ -1,7 +1,7 @@
 """Qwen3-Next: three of four layers have linear attention (a gated delta net), the fourth full attention with a gate.
 
-The linear layers' q, k, v and z stand head by head in one matrix; GGUF has all q, all k and all v in one, z in another.
-All norms but the linear layers' are stored less one.
+The linear layers' q, k, v and z are head by head in one matrix; GGUF has all q, all k and all v in one, z in another.
+All norms except the linear layers' are stored minus one.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def _full(args: Arguments, layer: int) -> bool:
 
 
 def _rows(args: Arguments, which: slice) -> np.ndarray:
-    """Rows of in_proj_qkvz that are these of q, k, v and z, of one head after another."""
+    """The rows of in_proj_qkvz that are those of q, k, v and z that `which` selects, one head after another."""
     m = args.sizes
     widths = [m["k_dim"], m["k_dim"], *2 * [m["values"] // m["k_heads"]]]
     starts = np.cumsum([0, *widths])
@@ -56,7 +56,7 @@ def _part(which: slice) -> Any:
 def _metadata(config: Config, args: Arguments) -> dict[str, Any]:
     m = args.sizes
     expected = ["linear_attention" if _linear(args, i) else "full_attention" for i in range(args.layers)]
-    config.expect("layer_types", (expected,), "the layers with full attention are at no fixed interval", expected)
+    config.expect("layer_types", (expected,), "the layers with full attention must be at a fixed interval", expected)
     return {
         "ssm.conv_kernel": m["kernel"], "ssm.state_size": m["k_dim"], "ssm.group_count": m["k_heads"],
         "ssm.time_step_rank": m["v_heads"], "ssm.inner_size": m["values"], "full_attention_interval": m["interval"],
@@ -91,7 +91,7 @@ QWEN3_NEXT = Family(
     predicts=True,
     table=decoder(
         Row("input_layernorm", "hidden", change="+1"),
-        _full_row("q_proj", "q+q hidden"),  # and the gate, head by head
+        _full_row("q_proj", "q+q hidden"),  # with the gate, head by head
         _full_row("k_proj", "kv hidden"),
         _full_row("v_proj", "kv hidden"),
         _full_row("q_norm", "head", change="+1"),

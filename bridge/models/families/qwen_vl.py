@@ -1,7 +1,7 @@
 """The language models of Qwen2-VL, Qwen2.5-VL and Qwen3-VL: Qwen2's and Qwen3's, rotated by three positions.
 
-A token of text has the same position three times, so that on text alone they are Qwen2 and Qwen3. The sections say how
-many pairs of a head turn by which position.
+A token of text has three equal positions, so for text they are Qwen2 and Qwen3. The sections tell how many pairs of a
+head each position rotates.
 """
 
 from __future__ import annotations
@@ -21,14 +21,12 @@ def _sections(config: Config, _args: Arguments) -> dict[str, Any]:
     rules = config.get("rope_parameters") or config.get("rope_scaling") or {}
     sections = rules.get("mrope_section") if isinstance(rules, dict) else None
     if not isinstance(sections, list) or len(sections) != 3 or not all(type(n) is int for n in sections):
-        raise BridgeError(
-            f"{config.path}: the rope parameters' mrope_section is {sections!r}; three counts belong there"
-        )
+        raise BridgeError(f"{config.path}: the rope parameters' mrope_section is {sections!r}, must be three counts")
     return {"rope.dimension_sections": [*sections, 0]}
 
 
 def _deepstack(config: Config, args: Arguments) -> dict[str, Any]:
-    """Besides, in how many of the first layers features of images are added."""
+    """The sections, and the number of first layers to which image features are added."""
     layers = (config.get("vision_config") or {}).get("deepstack_visual_indexes") or []
     return {**_sections(config, args), "n_deepstack_layers": len(layers)}
 

@@ -1,4 +1,4 @@
-"""SmolLM3: Llama's decoder, in which every fourth layer rotates nothing; llama.cpp has that four compiled in."""
+"""SmolLM3: Llama's decoder without rotation in every fourth layer, an interval that is compiled into llama.cpp."""
 
 from __future__ import annotations
 
@@ -14,9 +14,7 @@ from bridge.models.model_config import Config
 def _every_fourth(config: Config, args: Arguments) -> dict[str, Any]:
     found = config.get("no_rope_layers")
     if found and list(map(bool, found)) != [(layer + 1) % 4 != 0 for layer in range(args.layers)]:
-        raise BridgeError(
-            f"{config.path}: no_rope_layers is {found}; llama.cpp leaves rotation out in every fourth layer"
-        )
+        raise BridgeError(f"{config.path}: no_rope_layers is {found}; llama.cpp omits rotation in every fourth layer")
     return {}
 
 
@@ -25,7 +23,7 @@ SMOLLM3 = Family(
     architectures=("SmolLM3ForCausalLM",),
     model_type="smollm3",
     keys={**LLAMA.keys, "tie_word_embeddings": True, "rope_theta": 2000000.0},
-    expects=(SILU, Expected("no_rope_layer_interval", (4,), "llama.cpp leaves rotation out in every fourth layer")),
+    expects=(SILU, Expected("no_rope_layer_interval", (4,), "llama.cpp omits rotation in every fourth layer")),
     metadata=_every_fourth,
     table=LLAMA.table,
 )

@@ -1,4 +1,4 @@
-"""StarCoder2: layer norms and biases throughout, and a network of two matrices with gelu between."""
+"""StarCoder2: layer norms and biases throughout, and a network of two matrices with gelu."""
 
 from __future__ import annotations
 

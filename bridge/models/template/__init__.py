@@ -1,11 +1,11 @@
-"""A GGUF that llama.cpp's converter made of the same model, as a template: whatever architecture it is of.
+"""Any architecture, with a template: a GGUF that llama.cpp's converter made from the same model.
 
     outline = describe_template(checkpoint, Path("model-f16.gguf"))
 
-Names, metadata, tokenizer and tensors are the template's; each tensor that can be found in the checkpoint, by
-gguf's name map and by its values, is made of the checkpoint's instead, and so keeps its codes. What cannot be
-found stays as it is and is reported. `template_file` has the template's file, `names` the name map, `match` the
-comparison of values, `matrices` and `norms_and_biases` the search, `build` its outcome.
+Names, metadata, tokenizer and tensors are the template's; each tensor that is found in the checkpoint, by gguf's
+name map and by its values, is made from the checkpoint's instead, so its codes are carried. The others are copied
+from the template and reported. Read `build` first, the outcome, then `matrices` and `norms_and_biases`, the
+search; `match` compares values, `names` has the name map, `template_file` the file.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from bridge.models.template.template_file import copied_metadata, number, open_t
 
 __all__ = ["describe_template", "template_tensors"]
 
-# what planning reads besides
+# other keys that planning reads
 _COUNTS = ("attention.head_count_kv", "expert_count")
 
 
 def describe_template(ckpt: Checkpoint, template: str | Path) -> Outline:
-    """What a checkpoint becomes in the shape of a template. Compares all weights of the two, so it takes a while.
+    """The outline of a checkpoint in the form of a template. It compares all weights of both, which takes a while.
 
-    template  a GGUF, or a repository on the Hub that has some: the smallest that will do is fetched, a note says which
+    template  a GGUF, or a repository on the Hub with GGUFs: the smallest suitable one is fetched, and noted
 
-    Raises BridgeError where the template is no model's GGUF, is of another model or vocabulary, or lacks a
+    Raises BridgeError if the template is not a model's GGUF, is of another model or vocabulary, or lacks a
     tensor for a quantized module.
     """
     path, said = find_template(template)
@@ -50,10 +50,10 @@ def describe_template(ckpt: Checkpoint, template: str | Path) -> Outline:
         notes=[*([said] if said else []), *build.notes],
     )
     if unused := build.unused():
-        outline.notes.append(f"found nowhere in the template and left out: {', '.join(unused)}")
+        outline.notes.append(f"not found in the template and dropped: {', '.join(unused)}")
     return outline
 
 
 def template_tensors(template: str | Path) -> dict[str, OutlineTensor]:
-    """Every tensor of a template as it is, by name. Raises BridgeError where it is no model's GGUF."""
+    """All tensors of a template, by name. Raises BridgeError if it is not a model's GGUF."""
     return {name: from_template(tensor) for name, tensor in open_template(find_template(template)[0]).items()}

@@ -1,4 +1,4 @@
-"""Of what the new file's tensors are made: the template's, with what was found of them in the checkpoint."""
+"""The parts of the new file's tensors: the template's tensors, or their matches in the checkpoint."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from bridge.runtime.reader import GGUFFile
 
 
 class Builder:
-    """The outcome of matching a template with a checkpoint. Raises BridgeError where they are not of one model.
+    """The outcome of matching a template with a checkpoint. Raises BridgeError if they are not the same model.
 
     notes  a line for every tensor that is taken from the template
     """
@@ -31,7 +31,7 @@ class Builder:
         self.notes: list[str] = []
 
     def tensors(self) -> list[OutlineTensor]:
-        """The new file's tensors in the template's order; every one that is taken from the template gets a note."""
+        """The new file's tensors in the template's order; those copied from the template get a note."""
         made = []
         for name, tensor in self.file.items():
             if name in self._runs:
@@ -63,7 +63,7 @@ class Builder:
         return OutlineTensor(tensor.name, tensor.shape, tuple(parts), fixed_type="F32")
 
     def _rest_is_zero(self, run: Run, columns: int) -> bool:
-        """Whether the rows are the first in order, and what follows them is padding."""
+        """Whether the rows are the first ones in order, and all others are padding."""
         n = len(run.rows)
         if not np.array_equal(run.rows, np.arange(n)):
             return False
@@ -71,7 +71,7 @@ class Builder:
         return not any(matrix.read(max(a, n), b).any() for a, b in matrix.chunks() if b > n)
 
     def folds(self) -> list[Fold]:
-        """Where act-order of ffn_down can be undone by the rows of what comes before it."""
+        """Where act-order of ffn_down can be undone by permuting the rows of the matrices before it."""
         found = []
         for name, downs in self._runs.items():
             block = BLOCK.match(name)
@@ -90,7 +90,7 @@ class Builder:
         return found
 
     def _foldable(self, down: str, before: list[str]) -> bool:
-        """Whether nothing but the rows of `before`, and their biases, goes by ffn_down's columns."""
+        """Whether only the rows of `before`, and their biases, depend on the order of ffn_down's columns."""
         inner, downs = self.file[down].shape[-1], self._runs[down]
         for other in before:
             runs = self._runs.get(other, [])
@@ -107,7 +107,7 @@ class Builder:
         return bool(before) and vectors <= known
 
     def unused(self) -> list[str]:
-        """The checkpoint's tensors that are nowhere in the new file, nor the template's in their place."""
+        """The checkpoint's tensors that are not in the new file, and not replaced by the template's either."""
         zeros = self.biases_without_place()
         taken = self.file.keys() - self._runs.keys() - self._vectors.keys()
         return sorted(
@@ -115,7 +115,7 @@ class Builder:
         )
 
     def biases_without_place(self) -> list[str]:
-        """Biases whose matrix is in the template, and they are not: they must be zero."""
+        """Biases that the template lacks although it has their matrix: they must be zero."""
         return [
             c.source for c in self._all
             if c not in self._used and c.source.endswith(".bias") and c.name is not None
@@ -124,21 +124,21 @@ class Builder:
 
 
 def from_template(tensor: QuantTensor) -> OutlineTensor:
-    """A template's tensor as it is."""
+    """A tensor copied from the template."""
     return OutlineTensor(tensor.name, tensor.shape, data=tensor.raw, origin="template", fixed_type=tensor.type)
 
 
 def _part(source: str, shape: tuple[int, ...], rows: np.ndarray, stored: tuple[int, ...]) -> Part:
-    """These rows of a tensor that is stored in that shape."""
+    """Rows of a tensor whose stored shape is `stored`."""
     if np.array_equal(rows, np.arange(stored[0])):
         return Part(source, shape)
     return Part(source, shape, rows, stored=None if len(rows) == stored[0] else stored)
 
 
 def _quantizable(tensor: QuantTensor) -> bool:
-    """As llama.cpp's quantizer and its converter see it: what the converter left in F32 has its reason.
+    """Whether llama.cpp's quantizer would quantize it: the exceptions of llama_tensor_get_type.
 
-    llama_tensor_get_type's list of what stays as it is; an all-F32 template leaves the usual matrices to be named.
+    A tensor that the converter left in F32 has its reason; in an all-F32 template only usual matrices are quantized.
     """
     kind = tensor.name.rpartition("blk.")[2]
     linear = re.search(r"(^|\.)(token_embd|output|attn_|ffn_)", kind) is not None

@@ -1,13 +1,12 @@
-"""Whether a matrix of the checkpoint is one of the template, and which of its rows stand where.
+"""Whether a matrix of the checkpoint is one of the template, and the order of its rows.
 
-Two templates serve: one made of this very checkpoint, which differs by the rounding of its own type alone, and
-one made of the unquantized model, which differs by the checkpoint's quantization too. That is expected to be
-sum(s^2 / 12), and error-compensating quantizers cost a few times that; another model's weights are off by more
-than all of their squared sum.
+A template made from this checkpoint differs only by the rounding of its type. One made from the unquantized model also
+differs by the checkpoint's quantization: sum(s^2 / 12) is expected, and error-compensating quantizers cost a few times
+that. Another model's weights differ by more than their sum of squares.
 
-A permutation is looked for where the rows do not stand in order: what converters are known to do first, then the
-nearest row by cosine over some columns. AWQ multiplies columns by what it divides the layer before by; for such
-checkpoints one factor per row and column is fitted before the comparison.
+If the rows are not in order, permutations of known converters are tried first, then the nearest row by cosine over
+some columns. AWQ multiplies columns by factors by which it divides the layer before; for such checkpoints one factor
+per row and column is fitted before the comparison.
 """
 
 from __future__ import annotations
@@ -17,26 +16,26 @@ from dataclasses import dataclass
 
 import numpy as np
 
-# squared error over squared weights that a template's type accounts for, with room to spare
+# squared error over squared weights due to rounding to a template's type, with some margin
 ROUNDING = {"F64": 1e-6, "F32": 1e-6, "F16": 1e-6, "BF16": 1e-5, "Q8_0": 5e-4, "Q6_K": 5e-3}
 _COARSE = {"Q5": 2e-2, "Q4": 6e-2, "IQ4": 6e-2, "MXFP4": 6e-2, "Q3": 0.15, "IQ3": 0.15}
-_NOISES = 16  # how many times its expected noise a checkpoint may be off
-_LARGEST = 0.4  # of the squared weights: no noise excuses more
+_NOISES = 16  # a checkpoint's error may be this many times its expected noise
+_LARGEST = 0.4  # share of the squared weights, whatever the noise
 _CHUNK_WEIGHTS = 1 << 22
 _SAMPLE_ROWS = 64
 _SEARCH_COLUMNS = 256
-_SEARCH_ROWS = 1 << 15  # more are not permuted by anyone, and searching grows with their square
+_SEARCH_ROWS = 1 << 15  # no converter permutes more, and the search is quadratic
 _SIMILAR = 0.7  # cosine of a row and its quantized self; 0.9 for 2 bits
 
 
 @dataclass(frozen=True)
 class LazyMatrix:
-    """Rows of float32, read when they are asked for.
+    """Rows of float32, read on demand.
 
     read      (start, stop) -> float32 [stop - start, columns]
-    pick      int64 [n] -> float32 [n, columns]: rows in any order; None: they are picked out of what `read` returns
-    noise     expected squared error of one weight from quantization
-    rounding  squared error over squared weights from the type it is stored in
+    pick      int64 [n] -> float32 [n, columns]: rows in any order; None: `read` is used
+    noise     expected squared error of one weight due to quantization
+    rounding  squared error over squared weights due to its stored type
     """
 
     shape: tuple[int, int]
@@ -65,35 +64,35 @@ class LazyMatrix:
 
 
 def rounding_of(type_: str) -> float:
-    """What a GGUF type accounts for."""
+    """Squared error over squared weights due to rounding to a GGUF type."""
     if type_ in ROUNDING:
         return ROUNDING[type_]
     return next((share for start, share in _COARSE.items() if type_.startswith(start)), 0.3)
 
 
 def alike(template: LazyMatrix, checkpoint: LazyMatrix, t: np.ndarray, w: np.ndarray) -> bool:
-    """Whether rows of the two are the same but for rounding and noise."""
+    """Whether rows of the two differ only by rounding and noise."""
     return _sum_of_squares(t - w) <= allowed(template, checkpoint, _sum_of_squares(t), t.size)
 
 
 def allowed(template: LazyMatrix, checkpoint: LazyMatrix, signal: float, weights: int) -> float:
-    """The largest squared error of so many weights that is no difference."""
+    """The largest squared error at which so many weights count as equal."""
     rounding = (template.rounding + checkpoint.rounding) * signal
     return min(rounding + _NOISES * checkpoint.noise * weights, max(rounding, _LARGEST * signal))
 
 
 @dataclass(frozen=True)
 class RowMatch:
-    """Where a matrix's rows are: int64 [rows] of the checkpoint's, and whether factors stand between the two."""
+    """The places of a matrix's rows, int64 [rows] in the checkpoint, and whether the two differ by factors."""
 
     order: np.ndarray
     scaled: bool = False
 
 
 def find_rows(template: LazyMatrix, checkpoint: LazyMatrix, known: Iterable[np.ndarray] = ()) -> RowMatch | None:
-    """The checkpoint's row of each of the template's; None where the two are different matrices.
+    """The checkpoint's row for each of the template's; None if the two are different matrices.
 
-    known  orders that converters put rows in, int64 [rows]: tried after that of the checkpoint, before any other
+    known  orders that converters use, int64 [rows]: tried after the checkpoint's own, before any other
     """
     rows = template.shape[0]
     if rows > checkpoint.shape[0] or template.shape[1] != checkpoint.shape[1]:
@@ -114,7 +113,7 @@ def find_rows(template: LazyMatrix, checkpoint: LazyMatrix, known: Iterable[np.n
 
 
 def same(template: LazyMatrix, checkpoint: LazyMatrix, order: np.ndarray, scaled: bool = False) -> bool:
-    """Whether all rows are the same, the checkpoint's taken in `order`; `scaled`: but for factors."""
+    """Whether all rows are the same, the checkpoint's in `order`; `scaled`: up to factors."""
     error = signal = 0.0
     for start, stop in template.chunks():
         t, w = template.read(start, stop), checkpoint.take(order[start:stop])
@@ -147,7 +146,7 @@ def find_in_several(template: LazyMatrix, pool: Sequence[LazyMatrix]) -> list[tu
 
 
 def _most_similar_rows(template: LazyMatrix, pool: Sequence[LazyMatrix]) -> np.ndarray | None:
-    """int64 [rows]: the most similar row of the pool's, counted through; None where some row has none."""
+    """int64 [rows]: the most similar row of the whole pool; None if some row has no similar one."""
     rows = template.shape[0]
     total = sum(m.shape[0] for m in pool)
     if max(rows, total) > _SEARCH_ROWS or rows > total:
@@ -177,7 +176,7 @@ def _sum_of_squares(x: np.ndarray) -> float:
 
 
 def fit_factors(t: np.ndarray, w: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """[rows] and [columns]: the factors of w's rows and columns that bring it closest to t, by turns."""
+    """[rows] and [columns]: factors of w's rows and columns that minimize its distance to t, by turns."""
     products, powers = t * w, np.square(w)
     r, c = np.ones(len(w), w.dtype), np.ones(w.shape[1], w.dtype)
     for _ in range(4):
@@ -187,6 +186,6 @@ def fit_factors(t: np.ndarray, w: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _fitted(t: np.ndarray, w: np.ndarray) -> np.ndarray:
-    """w times those factors; w itself where one is not positive, which no quantizer's is."""
+    """w times those factors; w itself if one is not positive, since quantizers only use positive ones."""
     r, c = fit_factors(t, w)
     return w * r[:, None] * c if (r > 0).all() and (c > 0).all() else w

@@ -1,12 +1,11 @@
 """Finds a template's matrices in the checkpoint.
 
-They are looked for by name first; those of a layer that are left over are looked for by their rows among the
-layer's modules that are left over, which finds q, k and v in one matrix, gate and up in one, and the other way
-about.
+They are searched by name first. The rest of a layer is searched by rows among the rest of the layer's modules, which
+finds q, k and v in one matrix, gate and up in one, and the reverse.
 
-Multi-head latent attention (DeepSeek): kv_b_proj has k's rows and v's of one head after another. The converter makes
-them attn_v_b [heads, v, rank], whose rows are found, and attn_k_b [heads, rank, k], each head's transposed: no codes
-could be kept in it, it stays the template's.
+Multi-head latent attention (DeepSeek): kv_b_proj has k's and v's rows of one head after another. The converter makes
+them attn_v_b [heads, v, rank], whose rows are found, and attn_k_b [heads, rank, k], each head's transposed: it cannot
+carry codes and is copied from the template.
 """
 
 from __future__ import annotations
@@ -31,13 +30,13 @@ from bridge.runtime.reader import GGUFFile
 from bridge.system.cpus import usable_cpus
 
 BLOCK = re.compile(r"blk\.(\d+)\.")
-# of the checkpoint's own floats
+# of the checkpoint's floats
 _FLOAT_ROUNDING = {"F32": 1e-6, "F16": 1e-6, "BF16": 1e-5, "F8_E4M3": 5e-3, "F8_E5M2": 2e-2}
 
 
 @dataclass(frozen=True)
 class Run:
-    """Rows of the checkpoint's that stand one after another in the template: of whom, and which."""
+    """Rows of one tensor of the checkpoint that follow each other in the template."""
 
     owner: Candidate
     rows: np.ndarray  # int64
@@ -49,10 +48,10 @@ class Matrices:
 
     all      the checkpoint's tensors
     named    those that the name map knows, by their GGUF name
-    runs     what each matrix that was found is made of, by GGUF name; of experts one after another
+    runs     the rows of each matrix that was found, by GGUF name; experts one after another
     used     the checkpoint's tensors that are in `runs`
-    reasons  why a tensor of the template is not the one of its name
-    flipped  stacks that stay the template's because the checkpoint has each of their matrices transposed
+    reasons  why a tensor of the template is not the checkpoint's of its name
+    flipped  stacks copied from the template because the checkpoint has each of their matrices transposed
     """
 
     def __init__(self, ckpt: Checkpoint, file: GGUFFile) -> None:
@@ -69,7 +68,7 @@ class Matrices:
         self.flipped: set[str] = set()
 
     def find(self) -> None:
-        """Match everything. Raises BridgeError where the two are not of one model."""
+        """Match everything. Raises BridgeError if the two are not the same model."""
         self._check_vocabulary()
         wanted = [t for t in self.file.values() if is_matrix(t)]
         with ThreadPoolExecutor(max_workers=usable_cpus(), thread_name_prefix="match") as pool:
@@ -87,7 +86,7 @@ class Matrices:
             self.used.update(run.owner for run in runs)
 
     def _by_name(self, tensor: QuantTensor) -> list[Run] | None:
-        """The tensor's rows, or those of its experts, in the candidates of its name; None where they are not."""
+        """The tensor's rows, or those of its experts, in the candidates of its name; None if they are not there."""
         offered = self.named.get(tensor.name, [])
         if len(tensor.shape) == 2:
             for candidate in offered:
@@ -135,7 +134,7 @@ class Matrices:
         return runs
 
     def _by_head(self, tensor: QuantTensor, pool: Sequence[Candidate]) -> list[Run] | None:
-        """The rows of a stack whose matrices are parts of the heads of one matrix; a note where they are transposed."""
+        """The rows of a stack whose matrices are parts of the heads of one matrix; a reason if they are transposed."""
         heads, rows, columns = tensor.shape
         for flipped in (False, True):
             size, width = (columns, rows) if flipped else (rows, columns)
@@ -168,7 +167,7 @@ class Matrices:
         return [interleaved_rows(n, rows // n) for n in dict.fromkeys(self._heads) if n and rows % (2 * n) == 0]
 
     def of_checkpoint(self, candidate: Candidate, columns: int) -> LazyMatrix:
-        """The first `columns` columns of a candidate: what is beyond them is padding, and checked when it is read."""
+        """The first `columns` columns of a candidate; the others are padding, which is checked when it is read."""
         rows = candidate.shape[0]
         if candidate.module is not None:
             t = self.ckpt.read_module(candidate.module)
@@ -184,7 +183,7 @@ class Matrices:
         )
 
     def _difference(self, tensor: QuantTensor, candidate: Candidate) -> str:
-        """Why a candidate of the right name is not the tensor."""
+        """The reason why a candidate of the right name is not the tensor."""
         shape = tuple(tensor.shape)
         if candidate.shape != shape:
             if candidate.shape == shape[::-1]:
@@ -199,13 +198,13 @@ class Matrices:
         return f"its values are not those of {candidate.source} (NMSE {share:.1g})"
 
     def _check_vocabulary(self) -> None:
-        """Embeddings of another number of rows are another vocabulary's."""
+        """Refuse embeddings with another number of rows: the vocabulary differs."""
         wanted = self.file["token_embd.weight"].shape
         for candidate in self.named.get("token_embd.weight", []):
             if candidate.shape[0] < wanted[0] or candidate.shape[1:] != wanted[1:]:
                 raise BridgeError(
                     f"{self.file.path}: token_embd.weight is {list(wanted)}, but {candidate.source} "
-                    f"{list(candidate.shape)}; the template is of another model or vocabulary"
+                    f"{list(candidate.shape)}; the template has another model or vocabulary"
                 )
 
     def _check_modules(self) -> None:
@@ -222,13 +221,13 @@ class Matrices:
         for candidate in lost:
             if candidate.module is not None and candidate.name is not None and candidate.name not in self.file:
                 raise BridgeError(
-                    f"{self.file.path}: {candidate.name} is missing, which {candidate.source} would be, and no other "
-                    "tensor has its rows; make the template again"
+                    f"{self.file.path}: {candidate.name}, the counterpart of {candidate.source}, is missing, and no "
+                    "other tensor has its rows; make the template again"
                 )
 
 
 def is_matrix(tensor: QuantTensor) -> bool:
-    """Of the template: a matrix, or a stack of them."""
+    """Whether a tensor of the template is a matrix, or a stack of them."""
     return len(tensor.shape) in (2, 3) and tensor.shape[0] > 1
 
 

@@ -1,4 +1,4 @@
-"""Which tensor of the GGUF a tensor of the checkpoint becomes, by gguf's own name map of the architecture."""
+"""The GGUF name of each tensor of the checkpoint, by gguf's name map of the architecture."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from bridge.models.wrapper import TEXT_PREFIXES
 
 _EXPERT = re.compile(r"(\.experts)\.(\d+)(?=\.)")
 _LAYER = re.compile(r"\.(\d+)\.")
-_PREFIXES = (*TEXT_PREFIXES, ("transformer.", ""))  # the second: Bloom's are mapped without it
+_PREFIXES = (*TEXT_PREFIXES, ("transformer.", ""))  # the last: the map has Bloom's names without it
 _BIASES = (".bias", "_proj.bias")  # e_score_correction_bias, dt_bias
 
 
@@ -21,12 +21,12 @@ _BIASES = (".bias", "_proj.bias")  # e_score_correction_bias, dt_bias
 class Candidate:
     """A tensor of the checkpoint that may be, or be part of, one of the GGUF.
 
-    source  as in `bridge.conversion.plan.Part`: of a quantized module "<module>.weight"
-    module  of a quantized one its name, else None
-    shape   (out, in) or (n,); a matrix of one row that GGUF has as a vector keeps its two dimensions
+    source  as in `bridge.models.outline.Part`: "<module>.weight" for a quantized module
+    module  the name of a quantized module, else None
+    shape   (out, in) or (n,); a matrix of one row that is a vector in GGUF has two dimensions here
     layer   None outside the blocks
-    name    in the GGUF as the map has it, or None
-    expert  its number; None for what is no expert's
+    name    in the GGUF, by the map, or None
+    expert  its number, or None
     """
 
     source: str
@@ -38,7 +38,7 @@ class Candidate:
 
 
 def candidates(ckpt: Checkpoint, arch: str, n_layers: int, stored: Container[str]) -> list[Candidate]:
-    """Every tensor of the checkpoint. Of an architecture that gguf does not know no names are known.
+    """All tensors of the checkpoint. They have no names if gguf does not know the architecture.
 
     stored  the names of the template's tensors
     """
@@ -58,7 +58,7 @@ def candidates(ckpt: Checkpoint, arch: str, n_layers: int, stored: Container[str
 
 
 def _gguf_name(names: gguf.TensorNameMap, source: str, stored: Container[str]) -> str | None:
-    """The name in the GGUF; the converter gives endings to tensors without one, and biases another."""
+    """The name in the GGUF; the converter adds endings to tensors without one, and changes those of biases."""
     forms = [source] + [new + source.removeprefix(old) for old, new in _PREFIXES if source.startswith(old)]
     forms += [form.removesuffix("_bias") + ending for form in forms if form.endswith("_bias") for ending in _BIASES]
     for form in forms:

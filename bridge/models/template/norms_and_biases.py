@@ -1,7 +1,7 @@
 """A template's norms, biases and other vectors in the checkpoint: by name and value, biases by their matrix's rows.
 
-AWQ divides a norm by what it multiplies the columns of the matrices after it by. Such a norm differs from the
-template's as those columns do, and must be the checkpoint's.
+AWQ divides a norm by the factors by which it multiplies the columns of the matrices after it. Such a norm differs from
+the template's as those columns do, and must be the checkpoint's.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from bridge.models.template.names import Candidate
 from bridge.runtime.quant_tensor import QuantTensor
 from bridge.runtime.reader import GGUFFile
 
-_FACTOR_ROWS = 1024  # of a matrix, for the factors of its columns
-_CORRELATED = 0.9  # 0.99 and more seen
-_FACTORS = 0.75  # of the squared error left once factors are fitted: less shows that there are some
+_FACTOR_ROWS = 1024  # rows of a matrix from which the factors of its columns are fitted
+_CORRELATED = 0.9  # 0.99 and more in practice
+_FACTORS = 0.75  # remaining share of the squared error once factors are fitted; less proves that there are factors
 
 
 @dataclass(frozen=True)
 class VectorMatch:
-    """What a vector is made of: rows of one or several tensors, one after another, and what is added to them."""
+    """The parts of a vector: rows of one or several tensors, one after another, and an offset added to them."""
 
     parts: list[tuple[Candidate, np.ndarray]]
     offset: float = 0.0
@@ -34,7 +34,7 @@ class VectorMatch:
 
 @dataclass
 class Vectors:
-    """The matching of one template's vectors, the matrices having been found; `find` does it.
+    """The matching of one template's vectors, after its matrices; `find` does it.
 
     matches  by GGUF name
     """
@@ -51,7 +51,7 @@ class Vectors:
         return self.matrices.file
 
     def find(self) -> None:
-        """Match everything. Raises BridgeError where AWQ's factors cannot be told from a difference of models."""
+        """Match everything. Raises BridgeError if AWQ's factors cannot be told from a difference of models."""
         for tensor in self.file.values():
             if sum(n > 1 for n in tensor.shape) <= 1:
                 self._find_vector(tensor)
@@ -59,7 +59,7 @@ class Vectors:
             self.matrices.used.update(candidate for candidate, _ in found.parts)
 
     def _find_vector(self, tensor: QuantTensor) -> None:
-        """A norm, a bias, or whatever else is no matrix."""
+        """A norm, a bias, or another vector."""
         values = tensor.dequantize().reshape(-1)
         base, _, suffix = tensor.name.rpartition(".")
         if suffix == "bias" and self._find_bias(tensor, values, self.matrices.runs.get(f"{base}.weight")):
@@ -85,7 +85,7 @@ class Vectors:
             return
 
     def _find_bias(self, tensor: QuantTensor, values: np.ndarray, runs: list[Run] | None) -> bool:
-        """The biases of the modules that the matrix beside is made of, in the order of its rows."""
+        """The biases of the modules in the corresponding matrix, in the order of its rows."""
         sources = {c.source: c for c in self.matrices.all}
         names = [run.owner.source.removesuffix(".weight") + ".bias" for run in runs or ()]
         if not runs or not all(name in sources for name in names) or len(tensor.shape) > 1:
@@ -109,22 +109,22 @@ class Vectors:
         return True
 
     def _awq_offset(self, name: str, values: np.ndarray, stored: np.ndarray) -> float | None:
-        """Whether a norm differs from the template's as the columns of a matrix after it do, which is AWQ's doing.
+        """Whether a norm differs from the template's as the columns of a matrix after it do, which AWQ causes.
 
-        By how much is not compared: AutoAWQ 0.2.9 has been seen to scale columns by the square of the norm's factor.
-        Returns what the converter adds to the checkpoint's norms (Gemma: 1), None where the two do not correlate.
+        The amounts are not compared: AutoAWQ 0.2.9 can scale columns by the square of the norm's factor.
+        Returns the offset that the converter adds to norms (Gemma: 1), None if the two do not correlate.
         """
         for t, w in self._matrices_after(name, values.size):
             _, c = fit_factors(t, w)
             for offset in (0.0, 1.0):
                 with np.errstate(divide="ignore", invalid="ignore"):
                     factors, columns = np.log(values / (stored + np.float32(offset))), -np.log(c)
-                    if np.corrcoef(factors, columns)[0, 1] > _CORRELATED:  # NaN, where a sign differs, is not
+                    if np.corrcoef(factors, columns)[0, 1] > _CORRELATED:  # False for NaN, from different signs
                         return offset
         return None
 
     def _matrices_after(self, norm: str, columns: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """Rows of matrices of a norm's layer that have its width, the template's and the checkpoint's."""
+        """Rows of the matrices in a norm's layer that have its width: the template's and the checkpoint's."""
         block = BLOCK.match(norm)
         for name, runs in self.matrices.runs.items():
             tensor = self.file[name]
@@ -135,17 +135,17 @@ class Vectors:
                 yield matrix.rows(some), self.matrices.of_checkpoint(runs[0].owner, columns).take(rows[some])
 
     def _refuse_flipped(self, norm: QuantTensor, candidate: Candidate) -> None:
-        """A matrix that stays the template's would lack the factors that the checkpoint's norm was divided by."""
+        """Refuse a matrix copied from the template: it lacks the factors by which the checkpoint's norm was divided."""
         block = BLOCK.match(norm.name)
         for name in sorted(self.matrices.flipped):
             if block and name.startswith(block[0]) and self.file[name].shape[1] == norm.shape[-1]:
                 raise BridgeError(
-                    f"{self.file.path}: {norm.name} is not {candidate.source}, which AWQ has divided by factors that "
-                    f"{name}, which stays the template's, would lack; make the template from this checkpoint's weights"
+                    f"{self.file.path}: AWQ divided {candidate.source} by factors that {name}, which "
+                    "is copied from the template, lacks; make the template from this checkpoint's weights"
                 )
 
     def _refuse_lost_factors(self, norm: QuantTensor, candidate: Candidate) -> None:
-        """A template's norm before matrices whose columns carry factors would make nonsense."""
+        """Refuse the template's norm before matrices whose columns have factors: the result would be wrong."""
         for t, w in self._matrices_after(norm.name, norm.shape[-1]):
             r, c = fit_factors(t, w)
             explained = np.square(t - w * r[:, None] * c).sum() / max(np.square(t - w).sum(), 1e-30)
@@ -157,6 +157,6 @@ class Vectors:
 
 
 def _equal(values: np.ndarray, stored: np.ndarray) -> bool:
-    """Whether vectors are the same but for the rounding of float types."""
+    """Whether vectors differ only by the rounding of float types."""
     error = float(np.square(values - stored, dtype=np.float64).sum())
     return error <= 1e-5 * float(np.square(values, dtype=np.float64).sum())

@@ -121,5 +121,5 @@ def test_latent_attention_whose_norm_awq_has_divided_is_refused(model, tmp_path)
 
     write_awq(tmp_path / "awq", rewritten(floats, tmp_path / "scaled", scale))
     template = deepseek(floats, tmp_path / "template.gguf")
-    with pytest.raises(BridgeError, match=r"attn_kv_a_norm.weight is not .*AWQ .* blk.0.attn_k_b.weight, which stays"):
+    with pytest.raises(BridgeError, match=r"AWQ divided .*norm.weight by .* blk.0.attn_k_b.weight, which is copied"):
         bridge.convert(tmp_path / "awq", tmp_path / "m.gguf", template=template)
