@@ -1,13 +1,12 @@
-"""Measure speed and memory of a conversion, and print a markdown table with the machine's name.
+"""Measure speed and memory of a conversion; print a markdown table.
 
     python scripts/bench_convert.py                    # a synthetic 1B checkpoint, made and removed
     python scripts/bench_convert.py --checkpoint DIR   # one of yours
 
-Every run is a process of its own, so that what a process pays once (imports, loading compiled
-kernels) is in every figure. The page cache is warm: the checkpoint has just been read; the output
-is written and fsynced. Peak memory is the largest resident set (ru_maxrss), which counts every page
-of a mapped checkpoint file that is in use just then, less the same figure of a process that imports
-the same modules and stops; what compiled kernels occupy is therefore in it. Its anonymous part,
+Every run is a process of its own, so that one-time costs (imports, loading compiled kernels) are in every figure. The
+page cache is warm: the checkpoint has just been read. The output is written and fsynced. Peak memory is the largest
+resident set (ru_maxrss), which counts every mapped page of the checkpoint that is in use at that moment, minus the same
+figure of a process that only imports the same modules; it therefore includes compiled kernels. Its anonymous part,
 which no file backs, is sampled every 20 ms.
 """
 
@@ -16,18 +15,17 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from dataclasses import dataclass
-from importlib.metadata import version
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
-DOOR = ROOT / "scripts" / "gptq2gguf.py"
+from benchlib import ROOT, head, machine, parser
+
+SCRIPT = ROOT / "scripts" / "gptq2gguf.py"
 
 CONVERT = """
 import json, resource, sys, time
@@ -62,7 +60,7 @@ class Run:
     """One child process."""
 
     seconds: float
-    anonymous_mib: float | None  # its largest RssAnon, None where the system does not tell
+    anonymous_mib: float | None  # its largest RssAnon; None where the system does not report it
     output: str
 
 
@@ -80,12 +78,13 @@ def main() -> None:
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
-    parser.add_argument("--checkpoint", type=Path, metavar="DIR", help="default: a synthetic 1B GPTQ 4-bit g128")
-    parser.add_argument("--runs", type=int, default=5, metavar="N", help="the median of N; default: %(default)s")
-    parser.add_argument("--no-cold", action="store_true", help="leave out the run that compiles everything anew")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there too")
-    return parser.parse_args()
+    options = parser(__doc__, "--json")
+    options.add_argument("--checkpoint", type=Path, metavar="DIR", help="default: a synthetic 1B GPTQ 4-bit g128")
+    options.add_argument(
+        "--runs", type=int, default=5, metavar="N", help="take the median of N runs; default: %(default)s"
+    )
+    options.add_argument("--no-cold", action="store_true", help="leave out the run that compiles everything")
+    return options.parse_args()
 
 
 def measure(checkpoint: Path, scratch: Path, runs: int, with_cold: bool) -> dict:
@@ -100,10 +99,10 @@ def measure(checkpoint: Path, scratch: Path, runs: int, with_cold: bool) -> dict
         return run, json.loads(record.read_text())
 
     def convert_by_script(environment: dict | None = None) -> Run:
-        return python(str(DOOR), str(checkpoint), str(out), "--force", environment=environment)
+        return python(str(SCRIPT), str(checkpoint), str(out), "--force", environment=environment)
 
     convert_by_script()  # compile what is not compiled yet
-    whole = median([convert_by_script().seconds for _ in range(runs)])
+    whole = statistics.median([convert_by_script().seconds for _ in range(runs)])
     inside = [convert_inside() for _ in range(runs)]
     imports = [int(python("-c", IMPORT_ONLY, str(record)).output) for _ in range(3)]
     unit = 1 << 20 if sys.platform == "darwin" else 1 << 10  # ru_maxrss: bytes there, KiB elsewhere
@@ -112,7 +111,7 @@ def measure(checkpoint: Path, scratch: Path, runs: int, with_cold: bool) -> dict
         fresh = {name: value for name, value in os.environ.items() if name != "NUMBA_CACHE_DIR"}
         with tempfile.TemporaryDirectory() as empty:
             cold = convert_by_script(fresh | {"XDG_CACHE_HOME": empty}).seconds
-    seconds = median([found["seconds"] for _, found in inside])
+    seconds = statistics.median([found["seconds"] for _, found in inside])
     anonymous = [run.anonymous_mib for run, _ in inside if run.anonymous_mib is not None]
     return {
         "machine": machine(),
@@ -122,15 +121,15 @@ def measure(checkpoint: Path, scratch: Path, runs: int, with_cold: bool) -> dict
         "runs": runs,
         "convert_seconds": seconds,
         "convert_gb_per_second": size / 1e9 / seconds,
-        "again_seconds": median([found["again"] for _, found in inside]),
+        "again_seconds": statistics.median([found["again"] for _, found in inside]),
         "process_seconds": whole,
         "process_gb_per_second": size / 1e9 / whole,
         "peak_mib": max(found["peak"] for _, found in inside) / unit,
-        "imports_mib": median(imports) / unit,
+        "imports_mib": statistics.median(imports) / unit,
         "anonymous_mib": max(anonymous, default=None),
         "cold_seconds": cold,
-        "import_seconds": median([float(python("-c", IMPORT_TIME).output) for _ in range(runs)]),
-        "help_seconds": median([python("-m", "bridge.cli", "--help").seconds for _ in range(runs)]),
+        "import_seconds": statistics.median([float(python("-c", IMPORT_TIME).output) for _ in range(runs)]),
+        "help_seconds": statistics.median([python("-m", "bridge.cli", "--help").seconds for _ in range(runs)]),
     }
 
 
@@ -166,25 +165,6 @@ def python(*arguments: str, environment: dict | None = None) -> Run:
     return Run(seconds, largest, output.decode())
 
 
-def machine() -> str:
-    """CPU, cores, system and versions, in one line."""
-    sys.path.insert(0, str(ROOT))
-    from bridge.system.cpus import usable_cpus
-
-    cpu = platform.processor() or platform.machine()
-    info = Path("/proc/cpuinfo")
-    if info.exists():
-        named = [line.partition(":")[2].strip() for line in info.read_text().splitlines() if "model name" in line]
-        cpu = named[0] if named else cpu
-    kernel = ".".join(platform.release().split(".")[:2])
-    parts = [cpu, f"{usable_cpus()} cores", f"{platform.system()} {kernel}", f"Python {platform.python_version()}"]
-    return ", ".join(parts + [f"{name} {version(name)}" for name in ("numba", "numpy", "gguf")])
-
-
-def median(values: list) -> float:
-    return statistics.median(values)
-
-
 def print_table(rows: dict) -> None:
     print(f"Machine: {rows['machine']}.\n")
     print(
@@ -214,7 +194,7 @@ def print_table(rows: dict) -> None:
     if rows["cold_seconds"] is not None:
         extra = rows["cold_seconds"] - rows["process_seconds"]
         table["first run, compile caches cold"] = f"{extra:.1f} s more than a warm one", f"{rows['cold_seconds']:.1f} s"
-    print("| what | measured | in detail |\n|---|---|---|")
+    print(head("what", "measured", "in detail"))
     for what, (measured, detail) in table.items():
         print(f"| {what} | {measured} | {detail} |")
 

@@ -1,16 +1,16 @@
-"""One model in every format, in one run on one machine: bits, size, perplexity, KL divergence, speed and memory.
+"""Measure one model in every format on one machine: bits, size, perplexity, KL divergence, speed and memory.
 
     python scripts/bench_formats.py MODEL --calibrate train.txt --test test.txt
     python scripts/bench_formats.py MODEL --speed-of CHECKPOINT      speeds on a model of another size, a synthetic one
-    python scripts/bench_formats.py MODEL --add "NVFP4=model-nvfp4"  and what somebody else quantized
+    python scripts/bench_formats.py MODEL --add "NVFP4=model-nvfp4"  and somebody else's checkpoint
 
 Every quantizer sees the same tokens of --calibrate: llama.cpp's as an imatrix, GPTQ and AWQ as inputs of the layers.
-Perplexity and KL divergence (from the F16 file) are over windows of --test of which the second half counts, activations
-in float32, so that the rows differ in their weights alone. Speeds are of processes that take turns: 64 tokens made
-after 8, and a prompt of 512, in llama.cpp and in our runtime; memory is each process's peak.
+Perplexity and KL divergence (from the F16 file) are taken over the second halves of windows of --test, with activations
+in float32, so that the rows differ only in their weights. Speeds are measured in processes that take turns: 64 tokens
+generated after 8, and a prompt of 512, in llama.cpp and in our runtime; memory is each process's peak.
 
-llama.cpp is that of llama-cpp-python, where --peer-python has it, else of the xllamacpp wheel, which is built for AVX2
-alone: a native build is faster. Rows are kept in the work folder as they are done: the same command goes on where it
+llama.cpp is that of llama-cpp-python where --peer-python has it, otherwise that of the xllamacpp wheel, which is built
+for AVX2: a native build is faster. Finished rows are kept in the work folder, so the same command continues where it
 was stopped. `gguf-bridge plot` draws what --json writes.
 """
 
@@ -22,12 +22,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from bench_convert import ROOT, machine
-
-sys.path.insert(0, str(ROOT))
-
-from scripts.format_files import Formats, summary
-from scripts.format_speed import Speeds
+from benchlib import ROOT, head, machine, parser
+from benchlib.formats import Formats, summary
+from benchlib.speeds import Speeds
 
 TEXTS = ROOT.parent / "shared" / "text"
 QUALITY_HEAD = ("format", "bits a weight", "file, MB", "perplexity", "KL, nats a token", "same top token")
@@ -74,7 +71,7 @@ def main() -> None:
 
 
 class Rows:
-    """What has been measured, kept in the work folder; its quality of one set of settings, its speed of another."""
+    """The measured rows, kept in the work folder; settings of quality and of speed are checked separately."""
 
     def __init__(self, work: Path, options: argparse.Namespace) -> None:
         settings, timed = (
@@ -115,10 +112,10 @@ def print_table(options: argparse.Namespace, rows: dict[str, dict[str, Any]], sp
         + (f" Speed and memory of {of}, median of {options.turns}." if options.turns else "")
         + "\n"
     )
-    head = QUALITY_HEAD + (SPEED_HEAD if options.turns else ())
-    print(f"| {' | '.join(head)} |\n|{'---|' * len(head)}")
+    columns = QUALITY_HEAD + (SPEED_HEAD if options.turns else ())
+    print(head(*columns))
     for name, row in rows.items():
-        print(f"| {' | '.join([name, *cells(row, len(head) - 1)])} |")
+        print(f"| {' | '.join([name, *cells(row, len(columns) - 1)])} |")
 
 
 def cells(row: dict[str, Any], count: int) -> list[str]:
@@ -161,30 +158,20 @@ def named(text: str) -> tuple[str, Path]:
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
-    parser.add_argument("model", type=Path, metavar="MODEL", help="a float model's folder")
-    for name, file, what in (
-        ("calibrate", "calib_wiki.txt", "what quantizers see"),
-        ("test", "wiki_test.txt", "other"),
-    ):
-        parser.add_argument(f"--{name}", type=Path, default=TEXTS / file, metavar="FILE", help=f"a text: {what}")
-    parser.add_argument("--samples", type=int, default=256, metavar="N", help="sequences; default: %(default)s")
-    parser.add_argument("--length", type=int, default=256, metavar="N", help="tokens in each; default: %(default)s")
-    parser.add_argument("--windows", type=int, default=24, metavar="N", help="of the test; default: %(default)s")
-    parser.add_argument("--threads", type=int, default=2, metavar="N", help="default: %(default)s")
-    parser.add_argument("--turns", type=int, default=3, metavar="N", help="of speeds, 0: none; default: %(default)s")
-    parser.add_argument("--speed-of", type=Path, metavar="DIR", help="measure speeds on this checkpoint's shapes")
-    parser.add_argument("--peer-python", default=sys.executable, metavar="PYTHON", help="one that has llama_cpp")
-    parser.add_argument("--add", type=named, action="append", default=[], metavar="NAME=DIR", help="another row")
-    parser.add_argument("--only", nargs="+", metavar="NAME", help="these rows alone")
-    parser.add_argument("--work", type=Path, metavar="DIR", help="default: bench-formats-MODEL, here")
-    parser.add_argument("--keep", action="store_true", help="leave the GGUFs in the work folder")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there too")
-    options = parser.parse_args()
-    for name in ("calibrate", "test"):
-        if not getattr(options, name).is_file():
-            parser.error(f"{getattr(options, name)}: no such text; give --{name} FILE")
-    return options
+    texts = {"calibrate": TEXTS / "calib_wiki.txt", "test": TEXTS / "wiki_test.txt"}
+    common = ("model", *(f"--{name}" for name in texts), "--samples", "--length", "--windows", "--threads", "--turns")
+    defaults = {name: {"default": path} for name, path in texts.items()}
+    options = parser(__doc__, *common, "--peer-python", "--json", **defaults)
+    options.add_argument("--speed-of", type=Path, metavar="DIR", help="measure speeds on this checkpoint's shapes")
+    options.add_argument("--add", type=named, action="append", default=[], metavar="NAME=DIR", help="another row")
+    options.add_argument("--only", nargs="+", metavar="NAME", help="print only these rows")
+    options.add_argument("--work", type=Path, metavar="DIR", help="work folder; default: ./bench-formats-MODEL")
+    options.add_argument("--keep", action="store_true", help="leave the GGUFs in the work folder")
+    found = options.parse_args()
+    for name in texts:
+        if not getattr(found, name).is_file():
+            options.error(f"{getattr(found, name)}: no such text; give --{name} FILE")
+    return found
 
 
 if __name__ == "__main__":

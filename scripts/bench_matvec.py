@@ -1,23 +1,21 @@
-"""Matrix times vector: GB/s of GGUF bytes, the share of this machine's read bandwidth, and the ratio to ggml.
+"""Measure matrix times vector: GB/s of GGUF bytes, their share of the read bandwidth, and the ratio to ggml.
 
     python scripts/bench_matvec.py                        all types, 1 and 2 threads
     python scripts/bench_matvec.py Q4_K Q6_K --json x.json
 
 The peer is ggml, one mul_mat on its own threads through llama-cpp-python built natively (pip install
---no-binary llama-cpp-python .[peers]); without it its columns stay empty. PEER_GGML may name the folder of its
-libggml*.so. Both sides repack the weights beforehand, ggml those that llama.cpp repacks when it loads them: the last
-column names ggml's layout, CPU for weights as in the file. All contenders take turns in one run; ratios are medians
-over rounds. A product from memory is on 40960 x 4096 (--rows: more, where a cache holds that), one in the cache on
-2048 x 4096. First calls are timed in processes of their own.
+--no-binary llama-cpp-python .[peers]); without it, its columns stay empty. PEER_GGML may name the folder of its
+libggml*.so. Both sides repack the weights beforehand, ggml those that llama.cpp repacks on loading: the last
+column names ggml's layout (CPU: as in the file). All contenders take turns in one run; ratios are medians
+over rounds. The product from memory is on 40960 x 4096 (--rows: more, where a cache holds that), the one in the cache
+on 2048 x 4096. First calls are timed in processes of their own.
 """
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
 import json
 import os
-import platform
 import statistics
 import subprocess
 import sys
@@ -26,9 +24,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
 import numpy as np
+from benchlib import head, machine, parser
 
 from bridge.blocks import TYPES
 from bridge.runtime import bench
@@ -47,7 +44,7 @@ print(time.perf_counter() - start)
 
 
 def peer_library() -> ggml_matvec.Library | None:
-    """ggml beside llama-cpp-python, where it is installed."""
+    """llama-cpp-python's ggml, where it is installed."""
     folder = os.environ.get("PEER_GGML")
     if folder is None:
         found = importlib.util.find_spec("llama_cpp")
@@ -109,31 +106,17 @@ def first_calls(type: str) -> tuple[float, float]:
     return times[0], statistics.median(times[1:])
 
 
-def machine() -> str:
-    name = platform.processor() or platform.machine()
-    if Path("/proc/cpuinfo").exists():
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-        if models:
-            name = f"{models[0]}, {len(models)} cores"
-    from bridge.system import targets
-
-    return f"{name}, {targets.chosen()}"
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("types", nargs="*", default=list(TYPES), metavar="TYPE", help="all by default")
-    parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
-    parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--rows", type=int, default=bench.LARGE[0], metavar="N", help="of the product from memory")
-    parser.add_argument("--no-first", action="store_true", help="leave out the timing of first calls")
-    parser.add_argument("--json", type=Path, help="write all figures here")
-    arguments = parser.parse_args()
+    threads = {"nargs": "+", "default": [1, 2]}
+    options = parser(__doc__, "--threads", "--rounds", "--json", threads=threads, rounds={"default": 15})
+    options.add_argument("types", nargs="*", default=list(TYPES), metavar="TYPE", help="all by default")
+    options.add_argument("--rows", type=int, default=bench.LARGE[0], metavar="N", help="of the product from memory")
+    options.add_argument("--no-first", action="store_true", help="leave out the timing of first calls")
+    arguments = options.parse_args()
     library = peer_library()
     print(f"{machine()}; peer: {'ggml' if library else 'none (llama-cpp-python is not installed)'}\n")
-    print("| type | shape | threads | GB/s | of read | read GB/s | ggml GB/s | times ggml | ggml's layout |")
-    print("|---|---|---|---|---|---|---|---|---|")
+    columns = "type", "shape", "threads", "GB/s", "of read", "read GB/s", "ggml GB/s", "times ggml", "ggml's layout"
+    print(head(*columns))
     rows = []
     for type in arguments.types:
         for shape in ((arguments.rows, bench.LARGE[1]), bench.SMALL):
@@ -149,7 +132,7 @@ def main() -> None:
                     flush=True,
                 )
     result: dict[str, Any] = {"machine": machine(), "products": rows, "calls": []}
-    print("\n| type | call on 256 x 256 (us) | first call, cold (s) | first call, compiled (s) |\n|---|---|---|---|")
+    print("\n" + head("type", "call on 256 x 256 (us)", "first call, cold (s)", "first call, compiled (s)"))
     for type in arguments.types:
         cold, warm = (None, None) if arguments.no_first else first_calls(type)
         cost = call_cost(type)

@@ -1,30 +1,25 @@
-"""Trellis codes: how fast they decode, and how fast a layer multiplies without being decoded.
+"""Measure how fast trellis codes decode, and how fast a layer multiplies without being decoded.
 
     python scripts/bench_trellis.py                      1mad, 3inst, EXL3's mul1, quantlut and hyb, 4096 x 4096, 2 bits
     python scripts/bench_trellis.py 1mad --bits 4 --shape 11008 4096 --threads 1
 
-decode    millions of weights a second from codes to floats in memory that is there, without transforms
-fused     one product with the layer as it is, transforms on x and y included; GB/s of trellis bytes
+decode    millions of weights a second from codes to floats in allocated memory, without transforms
+fused     one product with the packed layer, transforms on x and y included; GB/s of trellis bytes
 times (a) how many times as fast as decoding the whole layer (transforms included), then multiplying
 times (b) how many times as fast as the same layer as Q2_K with this project's own kernel, x in 8 bits
 
-Contenders take turns; figures are medians over rounds, of decode and fused the best round stands beside it.
+Contenders take turns; figures are medians over rounds, for decode and fused with the best round in parentheses.
 """
 
 from __future__ import annotations
 
-import argparse
-import platform
 import statistics
-import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import numpy as np
+from benchlib import head, machine, parser
 
 from bridge.runtime.bench import random_tensor, taking_turns
-from bridge.system import pool, targets
+from bridge.system import pool
 from bridge.trellis import BitshiftCodebook, TrellisLayer
 from bridge.trellis.decode import decode
 from bridge.trellis.packed import exl3_layer, qtip_layer
@@ -77,22 +72,17 @@ def row(mode: str, bits: int, shape: tuple[int, int], batch: int, rounds: int) -
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("modes", nargs="*", default=list(MODES), metavar="MODE", help="default: %(default)s")
-    parser.add_argument("--bits", type=int, default=2, metavar="K", help="default: %(default)s")
-    parser.add_argument("--shape", type=int, nargs=2, default=(4096, 4096), metavar=("OUT", "IN"))
-    parser.add_argument("--batch", type=int, nargs="+", default=[1, 4], metavar="N", help="default: 1 4")
-    parser.add_argument("--threads", type=int, default=2, metavar="N", help="default: %(default)s")
-    parser.add_argument("--rounds", type=int, default=9, metavar="N", help="default: %(default)s")
-    arguments = parser.parse_args()
+    options = parser(__doc__, "--threads", "--rounds", rounds={"default": 9})
+    options.add_argument("modes", nargs="*", default=list(MODES), metavar="MODE", help="default: %(default)s")
+    options.add_argument("--bits", type=int, default=2, metavar="K", help="default: %(default)s")
+    options.add_argument("--shape", type=int, nargs=2, default=(4096, 4096), metavar=("OUT", "IN"))
+    options.add_argument("--batch", type=int, nargs="+", default=[1, 4], metavar="N", help="default: 1 4")
+    arguments = options.parse_args()
     pool.set_num_threads(arguments.threads)
     out, columns = arguments.shape
-    print(
-        f"{platform.processor() or platform.machine()}, {targets.chosen()}, {arguments.threads} threads; "
-        f"{out} x {columns}, {arguments.bits} bits\n"
-    )
-    print("| mode | tokens | decode, M weights/s (best) | fused, ms | fused, GB/s (best) | times (a) | times (b) |")
-    print("|---|---|---|---|---|---|---|")
+    print(f"{machine()}, {arguments.threads} threads; {out} x {columns}, {arguments.bits} bits\n")
+    rates = "decode, M weights/s (best)", "fused, ms", "fused, GB/s (best)"
+    print(head("mode", "tokens", *rates, "times (a)", "times (b)"))
     for mode in arguments.modes:
         for batch in arguments.batch:
             print(row(mode, arguments.bits, (out, columns), batch, arguments.rounds), flush=True)

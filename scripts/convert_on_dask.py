@@ -1,9 +1,9 @@
 """python scripts/convert_on_dask.py PLAN.json OUT.gguf [--scheduler tcp://HOST:8786 | --workers N]
 
-Shares the shards of one model out over the machines of a Dask cluster; the plan (`gguf-bridge plan CHECKPOINT -o
-PLAN.json --split-max-size 4G`) says what is in each. Every worker needs this program, and the checkpoint, the plan
-and the output's folder under the same paths. A shard whose worker is lost is made by another one. Without
---scheduler, N processes of this machine share it out.
+Distributes the shards of one model over the machines of a Dask cluster; the plan (`gguf-bridge plan CHECKPOINT -o
+PLAN.json --split-max-size 4G`) defines the shards. Every worker needs this program, and the checkpoint, the plan and
+the output's folder under the same paths. If a worker is lost, another one writes its shard. Without --scheduler, N
+processes on this machine do the work.
 
 Needs `pip install .[dask]`.
 """
@@ -22,12 +22,12 @@ from bridge.conversion.plan_file import load_plan
 
 
 def write_shard(plan: str, out: str, shard: int, count: int) -> str:
-    """Write one shard, in place of what another worker may have left. Returns its path."""
+    """Write one shard, replacing what another worker may have left. Returns its path."""
     return str(bridge.convert(out=out, plan=plan, shard=(shard, count), force=True).outputs[0])
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="Share the shards of one model out over a Dask cluster.")
+    parser = argparse.ArgumentParser(description="Distribute the shards of one model over a Dask cluster.")
     parser.add_argument("plan", type=Path, help="written by `gguf-bridge plan --split-max-size SIZE`")
     parser.add_argument("out", type=Path, help="the GGUF; its shards are OUT-00001-of-0000N.gguf")
     parser.add_argument("--scheduler", help="address of a running Dask scheduler, tcp://HOST:8786")

@@ -1,4 +1,4 @@
-"""Convert the checkpoint in tests/data, print the table, and let llama.cpp go on with a line of Shakespeare."""
+"""Convert the checkpoint in tests/data, print the table, and let llama.cpp continue a line of Shakespeare."""
 
 import sys
 from pathlib import Path
@@ -14,7 +14,7 @@ TOKENS = 60
 
 
 def continuation(gguf: Path, prompt: str) -> str:
-    """What llama.cpp writes after the prompt, greedily."""
+    """llama.cpp's greedy continuation of the prompt."""
     import xllamacpp
 
     params = xllamacpp.CommonParams()
@@ -34,5 +34,5 @@ if __name__ == "__main__":
     print(f"$ gguf-bridge convert {CHECKPOINT.relative_to(ROOT)} {gguf.relative_to(ROOT)} --force")
     if code := main(["convert", str(CHECKPOINT), str(gguf), "--force"]):
         sys.exit(code)
-    print(f"\nllama.cpp goes on from {gguf.relative_to(ROOT)}:\n")
+    print(f"\nllama.cpp continues with {gguf.relative_to(ROOT)}:\n")
     print(LINE + continuation(gguf, LINE))

@@ -1,26 +1,25 @@
-"""Convert checkpoints and measure what it cost, in weights and in predictions; print a markdown table.
+"""Convert checkpoints and measure the cost, in weights and in predictions; print a markdown table.
 
     python scripts/fidelity.py CHECKPOINT... --text wiki_test.txt [--float MODEL] [--type auto] [--calibrate FILE]
 
-KL divergence is the mean over the tokens of the text's first windows, in nats, of the checkpoint in
-float32 against the same model with the GGUF's dequantized weights: of the linears alone (embeddings,
-norms and head are the checkpoint's), and of the whole file. With `--float`, the model the checkpoints
-were quantized from, the last column is the checkpoint against that: what quantizing it cost. `--calibrate` is
-convert's, with 256 sequences of 256 tokens.
+KL divergence is the mean over the tokens of the text's first windows, in nats, of the checkpoint in float32 against the
+same model with the GGUF's dequantized weights: of the linears only (embeddings, norms and head are the checkpoint's),
+and of the whole file. With `--float`, the model that the checkpoints were quantized from, the last column compares the
+checkpoint with that model: the cost of quantizing it. `--calibrate` is the option of convert, with 256 sequences of 256
+tokens.
 """
 
 from __future__ import annotations
 
 import argparse
-import sys
 import tempfile
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from benchlib import head, parser
 
 import bridge
-from bridge.conversion.calibrate_plan import Calibration
 from bridge.conversion.report import CALIBRATED, CODED
+from bridge.quantize.settings import Calibration
 from scripts.peers import reference
 from scripts.peers.fidelity import Reference, measure
 
@@ -31,29 +30,26 @@ def main() -> None:
     options = parse()
     text = options.text.read_text(encoding="utf-8")
     floats = {folder: reference.float_weights(folder) for folder in options.float}
-    head = HEAD + (("KLD, checkpoint from its float model",) if floats else ())
+    columns = HEAD + (("KLD, checkpoint from its float model",) if floats else ())
     print(
         f"First {options.windows} windows of {options.length} tokens of {options.text.name}; --type {options.type}.\n"
     )
-    print(f"| {' | '.join(head)} |\n|{'---|' * len(head)}")
+    print(head(*columns))
     for folder in options.checkpoints:
         print(f"| {' | '.join(row(folder, text, floats, options))} |", flush=True)
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
-    parser.add_argument("checkpoints", nargs="+", type=Path, metavar="CHECKPOINT")
-    parser.add_argument("--text", type=Path, required=True, metavar="FILE")
-    parser.add_argument("--float", type=Path, nargs="+", default=[], metavar="MODEL", help="unquantized models")
-    parser.add_argument("--calibrate", type=Path, metavar="FILE", help="a text for codes that cannot be kept")
-    parser.add_argument("--type", default="auto", help="as gguf-bridge takes it; default: %(default)s")
-    parser.add_argument("--windows", type=int, default=24, metavar="N", help="default: %(default)s")
-    parser.add_argument("--length", type=int, default=256, metavar="TOKENS", help="of a window; default: %(default)s")
-    return parser.parse_args()
+    options = parser(__doc__, "--text", "--windows", "--length", text={"required": True})
+    options.add_argument("checkpoints", nargs="+", type=Path, metavar="CHECKPOINT")
+    options.add_argument("--float", type=Path, nargs="+", default=[], metavar="MODEL", help="unquantized models")
+    options.add_argument("--calibrate", type=Path, metavar="FILE", help="a text for codes that cannot be kept")
+    options.add_argument("--type", default="auto", help="as gguf-bridge takes it; default: %(default)s")
+    return options.parse_args()
 
 
 def row(folder: Path, text: str, floats: dict, options: argparse.Namespace) -> list[str]:
-    """One checkpoint's line of the table."""
+    """The table's line of one checkpoint."""
     with tempfile.TemporaryDirectory(prefix="gguf-bridge-") as scratch, bridge.open_checkpoint(folder) as checkpoint:
         path = Path(scratch) / "model.gguf"
         text_of = options.calibrate and Calibration(options.calibrate, samples=256, length=256)

@@ -1,16 +1,17 @@
-"""Everything there is to check and to measure on a machine with an NVIDIA GPU, in one go of at most 8 minutes.
+"""Check and measure everything on a machine with an NVIDIA GPU, in one run of at most 8 minutes.
 
     python scripts/gpu_check.py [--json gpu_check.json]
 
-First correctness, in several processes at once, which also compiles what is timed later: products of all types against
-float64 (1 to 8 columns, rounded activations and floats, 9 to 64 columns on tensor cores, odd shapes, outputs poisoned
-before and guarded behind), epilogues, dequantization, tensors as Python has them, QuantLinear with its gradient and
-compiled, trellis codes, and the model in tests/data against the CPU runtime: its captured steps against steps launch
-by launch, and launches that begin while others end against launches one after the other; as a transformers model too.
-Then times, of replays of CUDA graphs whose weights are rotated beyond the L2 cache: the read bandwidth, products, those
-of 16 and 64 columns against dequantizing first, torch's f16 product, tokens of a synthetic 8B model both ways of
-launching, and other launch configurations. The table comes last. What there was no time for is listed as not run. Exit
-code 1 where a result is wrong or below its bar, or a check or a bar was not run, 2 where nothing could be checked.
+Correctness comes first, in several processes at once, which also compiles the kernels that are timed later: products of
+all types against float64 (1 to 8 columns, rounded activations and floats, 9 to 64 columns on tensor cores, odd shapes,
+outputs poisoned before and guarded behind), epilogues, dequantization, the tensors' Python methods, QuantLinear with
+its gradient and compiled, trellis codes, and the model in tests/data against the CPU runtime and in transformers:
+captured steps against single launches, and overlapping launches against launches one after the other. Then times are
+measured on replays of CUDA graphs whose weights rotate beyond the L2 cache: read bandwidth, products, products of 16
+and 64 columns against dequantizing first, torch's f16 product, tokens of a synthetic 8B model with both ways of
+launching, and other launch configurations. The table comes last. Jobs for which no time is left are listed as not run.
+The exit code is 1 if a result is wrong or below its bar, or if a check or a bar was not run; 2 if nothing can be
+checked.
 """
 
 from __future__ import annotations
@@ -23,19 +24,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
+from benchlib import parser
 
-BUDGET = 465.0  # seconds, after which nothing runs but the printing of the table
-FOR_CORRECTNESS = 0.6  # of it, at most
+BUDGET = 465.0  # seconds, after which only the table is printed
+FOR_CORRECTNESS = 0.6  # at most this share of it
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    options = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
-    options.add_argument(
-        "--json", type=Path, default=Path("gpu_check.json"), metavar="FILE", help="default: %(default)s"
-    )
-    options.add_argument("--seconds", type=float, default=BUDGET, help="that all may take, default: %(default)s")
+    options = parser(__doc__, "--json", json={"default": Path("gpu_check.json")})
+    options.add_argument("--seconds", type=float, default=BUDGET, help="limit for the whole run; default: %(default)s")
     options.add_argument("--jobs", nargs="+", help=argparse.SUPPRESS)
     begun = time.monotonic()
     a = options.parse_args(arguments)
@@ -83,12 +80,12 @@ def check(out: Path, begun: float, seconds: float) -> int:
 
 
 def missing() -> str | None:
-    """What stands in the way, in a line."""
+    """Why nothing can be checked, in one line; None if it can."""
     try:
         import torch
         from bridge.cuda.device import require
 
-        import bridge.runtime.model  # noqa: F401  # and what it needs
+        import bridge.runtime.model  # noqa: F401  # with its dependencies
         from bridge.errors import BridgeError
     except ImportError as problem:
         return f"{problem.name or problem} is missing"
@@ -102,7 +99,7 @@ def missing() -> str | None:
 
 
 def machine() -> str:
-    """The GPU and the versions, in a line."""
+    """The GPU and the versions, in one line."""
     import numba
     import numba_cuda
     import torch

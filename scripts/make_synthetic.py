@@ -3,10 +3,10 @@
     python scripts/make_synthetic.py OUT_DIR --vocab 4096        # 1.0B parameters, 0.54 GB
     python scripts/make_synthetic.py OUT_DIR --vocab 4096 --experts 64 --layers 6 --intermediate 768   # 1.9B, 1.0 GB
 
-Its codes are distributed as those of rounded Gaussian weights, its scales vary by 20% around 0.01:
-what a converter does with them costs what it would on a real checkpoint, and the text the model
-produces is noise. The layout is GPTQ v1 (zero points stored minus one), as GPTQModel writes it, in
-shards of a few layers, so that memory stays at some 300 MB however large the model.
+Its codes are distributed like those of rounded Gaussian weights, and its scales vary by 20% around 0.01: converting it
+costs as much as converting a real checkpoint, while the model's text is noise. The layout is GPTQ v1 (zero points
+stored minus one), as GPTQModel writes it, in shards of a few layers, so that memory stays near 300 MB whatever the
+model's size.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from pathlib import Path
 from string import ascii_lowercase
 
 import numpy as np
+from benchlib import parser
 from safetensors.numpy import save_file
 
 LAYERS_PER_SHARD = 4
@@ -36,25 +37,18 @@ def main() -> None:
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
-    parser.add_argument("out", type=Path, metavar="OUT_DIR")
-    for name, default in (
-        ("layers", 22),
-        ("hidden", 2048),
-        ("intermediate", 5632),
-        ("heads", 32),
-        ("kv-heads", 4),
-        ("vocab", 32000),
-        ("group-size", 128),
-        ("experts", 0),
-        ("experts-used", 8),
-        ("seed", 0),
-    ):
-        parser.add_argument(f"--{name}", type=int, default=default, help="default: %(default)s")
-    parser.add_argument("--bits", type=int, default=4, choices=(2, 3, 4, 8), help="default: %(default)s")
-    parser.add_argument("--asym", action="store_true", help="zero points that differ from group to group")
-    parser.add_argument("--act-order", action="store_true", help="columns in groups in no particular order")
-    return parser.parse_args()
+    options = parser(__doc__)
+    options.add_argument("out", type=Path, metavar="OUT_DIR")
+    sizes = {
+        "layers": 22, "hidden": 2048, "intermediate": 5632, "heads": 32, "kv-heads": 4, "vocab": 32000,
+        "group-size": 128, "experts": 0, "experts-used": 8, "seed": 0,
+    }  # fmt: skip
+    for name, default in sizes.items():
+        options.add_argument(f"--{name}", type=int, default=default, help="default: %(default)s")
+    options.add_argument("--bits", type=int, default=4, choices=(2, 3, 4, 8), help="default: %(default)s")
+    options.add_argument("--asym", action="store_true", help="give each group its own zero point")
+    options.add_argument("--act-order", action="store_true", help="assign columns to groups in random order")
+    return options.parse_args()
 
 
 def make(options: argparse.Namespace) -> None:
@@ -125,7 +119,7 @@ def gaussian(rng: np.random.Generator, shape: tuple[int, int]) -> np.ndarray:
 def linear(rng: np.random.Generator, rows: int, group: np.ndarray, bits: int, asym: bool) -> dict[str, np.ndarray]:
     """One module's tensors. group: int32 [columns], the group of each column."""
     groups, top, half = int(group.max()) + 1, 2**bits - 1, 2 ** (bits - 1)
-    # P(code) of a Gaussian rounded to 2^bits levels whose outermost lie at 2.75 standard deviations
+    # P(code) of a Gaussian rounded to 2^bits levels, the outermost at 2.75 standard deviations
     edges = (np.arange(1, top + 1) - half) / (top / 2 / 2.75)
     below = np.array([0.5 * (1 + math.erf(edge / math.sqrt(2))) for edge in edges])
     code_of = np.searchsorted(below, (np.arange(1 << 16) + 0.5) / (1 << 16)).astype(np.uint32)
@@ -143,7 +137,7 @@ def linear(rng: np.random.Generator, rows: int, group: np.ndarray, bits: int, as
 
 def pack(codes: np.ndarray, bits: int) -> np.ndarray:
     """uint32 codes [n, m] -> int32 words [n * bits / 32, m]: along the first axis, lowest bits first."""
-    values = 32 // math.gcd(bits, 32)  # codes in the smallest run that ends on a word's end
+    values = 32 // math.gcd(bits, 32)  # codes in the smallest run that ends with a word
     runs = codes.reshape(-1, values, codes.shape[1])
     words = np.zeros((len(runs), values * bits // 32, codes.shape[1]), np.uint32)
     for i in range(values):
@@ -156,53 +150,30 @@ def pack(codes: np.ndarray, bits: int) -> np.ndarray:
 
 def write_config(options: argparse.Namespace, head_dim: int) -> None:
     quantization = {
-        "quant_method": "gptq",
-        "bits": options.bits,
-        "group_size": options.group_size,
-        "sym": not options.asym,
-        "desc_act": options.act_order,
-        "lm_head": False,
-        "checkpoint_format": "gptq",
-        "pack_dtype": "int32",
-        "meta": {"quantizer": ["gptqmodel:7.6.0"]},  # whose 3-bit packing this is
-    }
+        "quant_method": "gptq", "bits": options.bits, "group_size": options.group_size, "sym": not options.asym,
+        "desc_act": options.act_order, "lm_head": False, "checkpoint_format": "gptq", "pack_dtype": "int32",
+        "meta": {"quantizer": ["gptqmodel:7.6.0"]},  # it packs 3 bits this way
+    }  # fmt: skip
     config = {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "vocab_size": options.vocab,
-        "hidden_size": options.hidden,
-        "intermediate_size": options.intermediate,
-        "num_hidden_layers": options.layers,
-        "num_attention_heads": options.heads,
-        "num_key_value_heads": options.kv_heads,
-        "head_dim": head_dim,
-        "hidden_act": "silu",
-        "max_position_embeddings": 2048,
-        "rms_norm_eps": 1e-5,
-        "rope_theta": 10000.0,
-        "tie_word_embeddings": False,
-        "bos_token_id": options.vocab - 2,
-        "eos_token_id": options.vocab - 1,
-        "torch_dtype": "float16",
-        "quantization_config": quantization,
-    }
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": options.vocab,
+        "hidden_size": options.hidden, "intermediate_size": options.intermediate, "hidden_act": "silu",
+        "num_hidden_layers": options.layers, "num_attention_heads": options.heads, "head_dim": head_dim,
+        "num_key_value_heads": options.kv_heads, "max_position_embeddings": 2048, "rms_norm_eps": 1e-5,
+        "rope_theta": 10000.0, "tie_word_embeddings": False, "bos_token_id": options.vocab - 2,
+        "eos_token_id": options.vocab - 1, "torch_dtype": "float16", "quantization_config": quantization,
+    }  # fmt: skip
     if options.experts:
         config |= {
-            "architectures": ["Qwen3MoeForCausalLM"],
-            "model_type": "qwen3_moe",
-            "num_experts": options.experts,
-            "num_experts_per_tok": options.experts_used,
-            "moe_intermediate_size": options.intermediate,
-            "norm_topk_prob": True,
-            "decoder_sparse_step": 1,
-            "mlp_only_layers": [],
-        }
+            "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "num_experts": options.experts,
+            "num_experts_per_tok": options.experts_used, "moe_intermediate_size": options.intermediate,
+            "norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": [],
+        }  # fmt: skip
     write_json(options.out / "config.json", config)
     write_json(options.out / "quantize_config.json", quantization)
 
 
 def write_tokenizer(folder: Path, vocab: int) -> None:
-    """A byte-level BPE whose merges make two letters of one, then four of two, until `vocab` is full."""
+    """A byte-level BPE whose merges join two letters, then two pairs, until `vocab` is full."""
     printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
     others = [byte for byte in range(256) if byte not in printable]
     single = [chr(byte if byte in printable else 256 + others.index(byte)) for byte in range(256)]
@@ -214,7 +185,7 @@ def write_tokenizer(folder: Path, vocab: int) -> None:
     tokens = single + [a + b for a, b in merges]
     if len(tokens) + len(special) != vocab:
         raise SystemExit(
-            f"--vocab {vocab}: between 258 and {258 + len(twos) * (1 + len(ascii_lowercase) ** 2)} is possible"
+            f"--vocab {vocab}: must be between 258 and {258 + len(twos) * (1 + len(ascii_lowercase) ** 2)}"
         )
     first = len(tokens)
     flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)

@@ -1,4 +1,4 @@
-"""Train a small character-level GPT, quantize its 61 linear layers, and print what rounding and GPTQ cost.
+"""Train a small character-level GPT, quantize its 61 linear layers, and print the cost of rounding and of GPTQ.
 
     python scripts/nanogpt_gptq.py [--train shakespeare_train.txt] [--validate shakespeare_val.txt]
 
@@ -13,19 +13,16 @@ import argparse
 import copy
 import math
 import os
-import sys
 import time
 from pathlib import Path
 
 import torch
+from benchlib import ROOT, head, parser
 from torch import nn
 from torch.nn import functional
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
 from bridge.quantize import gptq
 
-ROOT = Path(__file__).resolve().parent.parent
 TEXT = Path(os.environ.get("BRIDGE_SHARED", ROOT.parent / "shared")) / "text"
 LAYERS, HEADS, WIDTH, CONTEXT, BATCH = 4, 4, 64, 64, 32
 
@@ -88,7 +85,7 @@ def main() -> None:
     print(f"{count} parameters, {linears} linear layers, {options.steps} steps in {seconds:.0f} s\n")
     batches = [windows(train, at)[0] for at in starts(train, 10)]
     floats = loss(model, validation)
-    print("| bits | columns in a group | method | loss | perplexity | more |\n|---|---|---|---|---|---|")
+    print(head("bits", "columns in a group", "method", "loss", "perplexity", "more"))
     print(f"| float | | | {floats:.4f} | {math.exp(floats):.3f} | |", flush=True)
     for bits in options.bits:
         size = -1 if bits == 8 else 32
@@ -138,14 +135,14 @@ def loss(model: nn.Module, text: torch.Tensor) -> float:
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
+    options = parser(__doc__)
     for name in ("train", "validate"):
         default = TEXT / f"shakespeare_{'val' if name == 'validate' else name}.txt"
-        parser.add_argument(f"--{name}", type=Path, default=default, metavar="FILE", help="default: %(default)s")
-    parser.add_argument("--steps", type=int, default=1500, metavar="N", help="of training; default: %(default)s")
-    parser.add_argument("--bits", type=int, nargs="+", default=[8, 4, 3], metavar="N", help="default: 8 4 3")
-    parser.add_argument("--seed", type=int, default=1337, metavar="N", help="default: %(default)s")
-    return parser.parse_args()
+        options.add_argument(f"--{name}", type=Path, default=default, metavar="FILE", help="default: %(default)s")
+    options.add_argument("--steps", type=int, default=1500, metavar="N", help="training steps; default: %(default)s")
+    options.add_argument("--bits", type=int, nargs="+", default=[8, 4, 3], metavar="N", help="default: 8 4 3")
+    options.add_argument("--seed", type=int, default=1337, metavar="N", help="default: %(default)s")
+    return options.parse_args()
 
 
 if __name__ == "__main__":

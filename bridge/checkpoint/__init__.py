@@ -1,10 +1,12 @@
-"""Checkpoints on disk: whatever the format, modules come out as CodedTensor, the rest as float32.
+"""Checkpoints on disk: in goes a folder, out come quantized layers as CodedTensor and everything else as float32.
 
     with open_checkpoint("Qwen2.5-7B-GPTQ") as checkpoint:
         for name in checkpoint.modules:
             tensor = checkpoint.read_module(name)
 
-Opening reads configs and headers only. Reading is thread-safe, into memory of its own.
+Opening reads configs and headers only. Reading is thread-safe, into memory of its own. Read `grouped` first, the form
+that all formats are brought to. files/ finds and reads tensors, labels/ tells the format, formats/ has a reader for
+each, repack/ rewrites GPTQ's zero points. `by_name` also downloads from the Hub.
 """
 
 from __future__ import annotations
@@ -18,22 +20,22 @@ from typing import Any
 import numpy as np
 
 from bridge.checkpoint.files.store import Store, TensorInfo
-from bridge.checkpoint.files.weight_files import open_store
+from bridge.checkpoint.files.weight_files import config_folder, open_store
+from bridge.checkpoint.formats.fp8 import FLOAT8
 from bridge.checkpoint.formats.lattice import Lattice, find_lattice
 from bridge.checkpoint.formats.module_reader import ACTIVATIONS, ModuleInfo, Reader
-from bridge.checkpoint.formats.scaled_floats import FLOAT8
 from bridge.checkpoint.formats.trellis_coded import TrellisReader
 from bridge.checkpoint.grouped import CodedTensor, GroupedTensor
 from bridge.checkpoint.labels.detect_format import READERS, read_quant_config
 from bridge.checkpoint.labels.quant_config import QuantConfig
 from bridge.checkpoint.labels.unlabelled import recognise
-from bridge.errors import BridgeError
+from bridge.errors import BridgeError, parameter
 from bridge.system.files import read_json
 from bridge.trellis.layer import TrellisLayer
 
 __all__ = ["Checkpoint", "CodedTensor", "GroupedTensor", "ModuleInfo", "QuantConfig", "TensorInfo", "open_checkpoint"]
 
-_CODES = ("qweight", "weight_packed")  # what codes are called where no config says what they are
+_CODES = ("qweight", "weight_packed")  # names of codes whose format no config tells
 
 
 class Checkpoint:
@@ -42,14 +44,14 @@ class Checkpoint:
     path      its folder, or its one file
     home      the folder with config.json and tokenizer
     config    config.json
-    quant     what it says about its quantization
+    quant     the quantization that its configs claim
     format    gptq, gptq_v2, gptq_p, awq-gemm, awq-gemv, awq-gemv_fast, marlin, mlx, hqq,
               compressed-tensors ..., FP8, QTIP ..., EXL3, or float
-    modules   the linear layers that come as codes, by Hugging Face name, without ".weight"
+    modules   the linear layers that are stored as codes, by Hugging Face name, without ".weight"
     tensors   the floating-point tensors by full name, biases of quantized modules and weights of 8-bit floats too
     files     the files that hold them
     nbytes    of all tensors
-    notes     what was found contrary to the labels and concerns the whole checkpoint
+    notes     contradictions between labels and data that concern the whole checkpoint
     """
 
     def __init__(
@@ -89,11 +91,13 @@ class Checkpoint:
         self.tensors |= {name: scaled.weight for name, scaled in self._floats.items()}
         self.notes = [*quant.notes, *store.notes, *(self._reader.notes if self._reader else [])]
         if quant.method is not None and not quant.labelled:
-            self.notes.append(f"no config speaks of quantization; the tensors do: {quant.title}, {self.settings()}")
+            self.notes.append(
+                f"no config describes the quantization; by its tensors it is {quant.title}, {self.settings()}"
+            )
         if left_out:
             parts = ", ".join(sorted(left_out))
             self.notes.append(f"scales of activations and of the key-value cache are not needed: {parts} left out")
-        self.notes += [f"{name}: is of integers that nothing here knows; left out" for name in unknown]
+        self.notes += [f"{name}: integer tensor of unknown purpose; skipped" for name in unknown]
 
     def _unlabelled(self, info: TensorInfo) -> BridgeError:
         if self._reader:
@@ -123,7 +127,7 @@ class Checkpoint:
         self.notes += lattice_notes(self._lattices, "their codes are carried")
 
     def settings(self) -> str:
-        """For people: bits and group sizes of the modules, with counts where they differ."""
+        """Bits and group sizes of the modules in words, with counts where they differ."""
         modules = self.modules.values()
         if isinstance(self._reader, TrellisReader):
             return counted(f"trellis codes of {m.bits} bits" for m in modules)
@@ -133,19 +137,19 @@ class Checkpoint:
         return ", ".join([counted(f"{m.bits} bits" for m in modules), *([sizes] if sizes else []), *whole])
 
     def read_trellis(self, name: str) -> TrellisLayer:
-        """A trellis-coded linear layer as it is, to be multiplied. Thread-safe.
+        """A trellis-coded linear layer, still coded, to be multiplied. Thread-safe.
 
         Raises KeyError for a name that is not in `modules`, BridgeError for damaged data and other formats.
         """
         self.modules[name]
         if not isinstance(self._reader, TrellisReader):
-            raise BridgeError(f"{name}: is {self.format}, no trellis codes; read_module reads it")
+            raise BridgeError(f"{name}: is {self.format}, not trellis codes; read_module reads it")
         return self._reader.layer(name)
 
     def read_module(self, name: str, rows: np.ndarray | None = None) -> CodedTensor:
         """A quantized linear layer, or some of its rows (int64, ascending) without its bias. Thread-safe.
 
-        Of trellis codes a DecodedTensor, which is floats.
+        Trellis codes become a DecodedTensor, which holds floats.
 
         Raises KeyError for a name that is not in `modules`, BridgeError for damaged data.
         """
@@ -169,12 +173,12 @@ class Checkpoint:
         return scaled.read(self._store, rows) if scaled else self._store.read_float(name, rows)
 
     def stored_as(self, name: str) -> str:
-        """For people: the dtype of a tensor, and how its scales lie where it has any."""
+        """The dtype of a tensor in words, with the layout of its scales where it has any."""
         return str(self._floats.get(name, self.tensors[name].dtype))
 
-    def factors(self, name: str) -> dict[str, float]:
-        """See `Reader.factors`."""
-        return self._reader.factors(name) if self._reader and name not in self._lattices else {}
+    def tensor_scales(self, name: str) -> dict[str, float]:
+        """See `Reader.tensor_scales`."""
+        return self._reader.tensor_scales(name) if self._reader and name not in self._lattices else {}
 
     def group_order(self, name: str) -> np.ndarray | None:
         """int32 [in]: the group of each column, or None where groups are consecutive. Reads g_idx alone."""
@@ -182,16 +186,16 @@ class Checkpoint:
 
     @property
     def reader(self) -> Reader | None:
-        """What reads the modules; None where all tensors are floats."""
+        """The format's reader; None where all tensors are floats."""
         return self._reader
 
     @property
     def store(self) -> Store:
-        """The tensors as they are stored."""
+        """The stored tensors."""
         return self._store
 
     def close(self) -> None:
-        """Let go of the files."""
+        """Close the files."""
         self._store.close()
 
     def __enter__(self) -> Checkpoint:
@@ -202,13 +206,13 @@ class Checkpoint:
 
 
 def lattice_notes(lattices: Mapping[str, Lattice], what: str) -> list[str]:
-    """For people: which grids there are, and `what` that means."""
+    """A note on each kind of grid: how many matrices lie on it, and `what` that means."""
     kinds = Counter(map(str, lattices.values()))
     return [f"{count} matrices of floats lie on a grid ({kind}): {what}" for kind, count in kinds.items()]
 
 
 def counted(words: Iterable[str]) -> str:
-    """For people: what there is; with counts where there are several."""
+    """The different words, with counts where there are several."""
     found = Counter(words)
     return ", ".join(word if len(found) == 1 else f"{word} ({count})" for word, count in sorted(found.items()))
 
@@ -227,16 +231,14 @@ def open_checkpoint(
     path = Path(path)
     if not path.exists():
         raise BridgeError(f"{path}: not a folder; give the folder that holds config.json and the weights")
-    home = Path(config).expanduser() if config is not None else path if path.is_dir() else path.parent
+    home = config_folder(path, config)
     found = (home / "config.json").exists()
     if needs_config and not found and (home / "adapter_config.json").exists():
-        raise BridgeError(
-            f"{home}: is an adapter (LoRA), not a whole model; merge it into the model that it was trained on"
-        )
+        raise BridgeError(f"{home}: is an adapter (LoRA), not a whole model; merge it into its base model")
     if needs_config and not found:
         raise BridgeError(
             f"{home / 'config.json'}: not found; is this the folder of a whole checkpoint? "
-            "--config takes config.json and tokenizer from another folder"
+            f"{parameter('config')} takes config.json and tokenizer from another folder"
         )
     values = read_json(home / "config.json") if found else {}
     quant = QuantConfig()

@@ -2,8 +2,8 @@
 
 W[o, k] = scales[o, g] * (codes[o, k] - zeros[o, g]),   g = group_of_column[k]
 
-Scales may be negative (MLX, auto-round), zero points fractional (MLX, HQQ). Codes of 4-bit floats have a form of their
-own (see `fp4`) that is handled alike: both are CodedTensors.
+Scales may be negative (MLX, auto-round), zero points fractional (MLX, HQQ). Codes of 4-bit floats (`fp4`) and decoded
+trellis codes (`trellis_floats`) have forms of their own that are handled alike: all are CodedTensors.
 """
 
 from __future__ import annotations
@@ -19,21 +19,23 @@ from bridge.errors import BridgeError
 class CodedTensor:
     """A linear layer's weight as codes in groups of columns, whatever a code stands for."""
 
+    per_weight: ClassVar[str] = "codes"  # the field that is [out, in]
     per_group: ClassVar[tuple[str, ...]]  # the fields that are [out, G]
-    padding: ClassVar = 1  # sides may be padded with zeros alone
+    obstacle: ClassVar[str | None] = None  # why no block type can carry such codes
+    padding: int = 1  # sides may be padded with zeros alone
     name: str
     bits: int
     codes: np.ndarray
     scales: np.ndarray
     group_size: int
-    group_of_column: np.ndarray | None
+    group_of_column: np.ndarray | None = None
     bias: np.ndarray | None
     notes: tuple[str, ...]
 
     @property
     def shape(self) -> tuple[int, int]:
         """(out, in)."""
-        return self.codes.shape  # type: ignore[return-value]
+        return getattr(self, self.per_weight).shape  # type: ignore[no-any-return]
 
     @property
     def sequential(self) -> bool:
@@ -54,16 +56,17 @@ class CodedTensor:
         """The checkpoint's own expected quantization noise, summed over all weights."""
         raise NotImplementedError
 
-    def _grouped(self, at: object) -> dict[str, np.ndarray]:
-        return {field: np.ascontiguousarray(getattr(self, field)[at]) for field in self.per_group}
+    def _taken(self, at: object, groups_at: object) -> dict[str, np.ndarray]:
+        """The weights' field, and those of the groups, at some rows and columns."""
+        cut = {field: np.ascontiguousarray(getattr(self, field)[groups_at]) for field in self.per_group}
+        return {self.per_weight: np.ascontiguousarray(getattr(self, self.per_weight)[at]), **cut}
 
     def take_rows(self, order: np.ndarray) -> Self:
         """Permute the rows (output features): codes, scales, zero points and bias alike."""
         return replace(  # type: ignore[type-var]
             self,
-            codes=self.codes[order],
             bias=None if self.bias is None else self.bias[order],
-            **self._grouped(order),
+            **self._taken(order, order),
         )
 
     def take_columns(self, order: np.ndarray) -> Self:
@@ -73,10 +76,9 @@ class CodedTensor:
         used = int(group[-1]) + 1 if size else self.scales.shape[1]  # cropping may have emptied the last groups
         return replace(  # type: ignore[type-var]
             self,
-            codes=np.ascontiguousarray(self.codes[:, order]),
             group_size=size or self.group_size,
             group_of_column=None if size else group,
-            **self._grouped((slice(None), slice(used))),
+            **self._taken((slice(None), order), (slice(None), slice(used))),
         )
 
     def crop(self, out: int, columns: int) -> Self:
@@ -93,13 +95,10 @@ class CodedTensor:
             )
         order = self.group_of_column
         groups = self.scales.shape[1] if order is not None else -(-columns // self.group_size)
-        return replace(  # type: ignore[type-var]
-            self,
-            codes=np.ascontiguousarray(self.codes[:out, :columns]),
-            group_of_column=None if order is None else order[:columns],
-            bias=None if self.bias is None else self.bias[:out],
-            **self._grouped((slice(out), slice(groups))),
-        )
+        cut = self._taken((slice(out), slice(columns)), (slice(out), slice(groups)))
+        if order is not None:
+            cut["group_of_column"] = order[:columns]
+        return replace(self, bias=None if self.bias is None else self.bias[:out], **cut)  # type: ignore[type-var]
 
 
 @dataclass(frozen=True)
@@ -164,4 +163,12 @@ def column_group_size(group: np.ndarray) -> int | None:
     size = int(np.searchsorted(group, 1)) if group[0] == 0 else 0
     if size and np.array_equal(group, np.arange(len(group)) // size):
         return size
+    return None
+
+
+def fit_group_size(columns: int, groups: int, claimed: int) -> int | None:
+    """The group size that makes `groups` of `columns`: the claimed one, else a power of two, else None."""
+    for size in (claimed, columns if groups == 1 else 0, *(1 << n for n in range(3, 15))):
+        if size > 0 and -(-columns // size) == groups:
+            return min(size, columns)
     return None

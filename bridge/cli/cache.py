@@ -6,6 +6,7 @@ import argparse
 import time
 from typing import Any
 
+from bridge.cli.options import command
 from bridge.errors import BridgeError
 from bridge.system.cache import cache_folder, entries, remove
 from bridge.system.text import align, size_text
@@ -16,14 +17,12 @@ _ALL = ""
 
 def add_parser(commands: Any) -> None:
     """Add the command to argparse's sub-parsers."""
-    p = commands.add_parser("cache", help=_HELP, description=_HELP[0].upper() + _HELP[1:] + ".")
-    p.set_defaults(run=run)
+    p = command(commands, "cache", _HELP, run)
     p.add_argument(
         "--clear", nargs="?", const=_ALL, metavar="NAME",
         help="remove everything that no process is using; with a name, as the list has it or without the digest at its "
         "end, that alone",
     )  # fmt: skip
-    p.add_argument("--debug", action="store_true", help="show where an error comes from (traceback)")
 
 
 def run(a: argparse.Namespace) -> int:

@@ -1,196 +1,25 @@
-"""`gguf-bridge inspect`: what a checkpoint or a GGUF holds, and what `convert` would make of it.
-
-A checkpoint's label is set beside what its tensors say; what becomes of them is the plan that `convert` would execute.
-"""
+"""`gguf-bridge inspect`."""
 
 from __future__ import annotations
 
-import math
+import argparse
 from pathlib import Path
 from typing import Any
 
-import gguf
-import numpy as np
-
-from bridge.checkpoint import Checkpoint, GroupedTensor, counted, lattice_notes
-from bridge.checkpoint.by_name import open_by_name
-from bridge.checkpoint.files.weight_files import WEIGHTS
-from bridge.checkpoint.formats.fp4 import Fp4Tensor
-from bridge.checkpoint.formats.scaled_floats import FLOAT8
-from bridge.checkpoint.trellis_floats import DecodedTensor
-from bridge.conversion.gguf_writer import shards_of
-from bridge.conversion.importance import Importance
-from bridge.conversion.part_reader import Source
-from bridge.conversion.plan import Plan
-from bridge.conversion.planner import make_plan
-from bridge.conversion.recipe import Recipe
-from bridge.conversion.verify import read_gguf
-from bridge.errors import BridgeError, shortened
-from bridge.gguf_file.shards import shards
-from bridge.models.outline import AS_IT_IS, FROM_TEMPLATE, PlannedTensor, number
-from bridge.system.text import align, size_text, summarise_notes
+from bridge.cli.options import command
 
 
-def describe(path: str | Path, config: str | Path | None = None, template: str | Path | None = None) -> str:
-    """A few lines about a checkpoint folder, a Hub id, a .pt or a GGUF file; `config`, `template` as for `convert`.
-
-    Raises BridgeError.
-    """
-    suffix = Path(path).suffix
-    if Path(path).is_file() and suffix != ".pt" and (config is None or suffix not in WEIGHTS):
-        if suffix == ".json" or suffix in WEIGHTS:
-            raise BridgeError(f"{path}: is one file of a checkpoint; give the folder that it is in")
-        if template is not None:
-            raise BridgeError(f"{path}: is no checkpoint; --template says what a checkpoint would become")
-        return "\n".join(map(shortened, _describe_gguf(Path(path))))
-    with open_by_name(path, config, needs_config=template is None) as ckpt:
-        return "\n".join(map(shortened, _describe_checkpoint(ckpt, template)))
+def add_parser(commands: Any) -> None:
+    """Add the command to argparse's sub-parsers."""
+    p = command(commands, "inspect", "describe a checkpoint or a GGUF, and what convert would do", run)
+    p.add_argument("path", help="checkpoint folder, Hub id (org/name), .pt or GGUF file")
+    p.add_argument("--config", metavar="DIR", type=Path, help="folder with config.json and tokenizer, for a bare .pt")
+    p.add_argument("--template", metavar="MODEL.gguf", help="the template that convert would be given")
 
 
-def _describe_checkpoint(ckpt: Checkpoint, template: str | Path | None) -> list[str]:
-    scattered = sum(ckpt.group_order(name) is not None for name in ckpt.modules)
-    lines = [
-        f"{ckpt.path}: {size_text(ckpt.nbytes)} in {len(ckpt.files)} file{'s' * (len(ckpt.files) != 1)}",
-        f"the label says  {ckpt.quant.describe()}",
-        f"the data says   {_data_says(ckpt, scattered)}",
-    ]
-    try:
-        plan = make_plan(ckpt, Recipe(), Importance({}), template=template)
-        table, notes = _table(ckpt, plan)
-    except BridgeError as problem:
-        return [*lines, *(f"note: {note}" for note in summarise_notes(ckpt.notes)), f"convert would stop: {problem}"]
-    contrary = summarise_notes([*_claims(ckpt, plan, scattered), *notes])
-    lines += [f"they differ     {note}" for note in contrary]
-    if ckpt.modules and ckpt.quant.labelled and not contrary:
-        lines.append("they agree      in all that was looked at")
-    whose = f", as {template} has them" if template is not None else ""
-    lines.append(f"architecture    {plan.arch}, {number(plan.metadata, 'block_count')} layers{whose}")
-    grids = {} if ckpt.modules else ckpt.find_lattices()
-    hidden = lattice_notes(grids, "--detect-lattice carries their codes")
-    lines += [f"note: {note}" for note in [*summarise_notes(plan.notes), *hidden]]
-    return [*lines, "", *table]
+def run(a: argparse.Namespace) -> int:
+    """Print the description."""
+    from bridge.cli.describe import describe
 
-
-def _data_says(ckpt: Checkpoint, scattered: int) -> str:
-    floats = f"{len(ckpt.tensors)} float tensors"
-    if small := [ckpt.stored_as(name) for name, info in ckpt.tensors.items() if info.dtype in FLOAT8]:
-        floats += f", {len(small)} of 8-bit floats ({counted(small)})"
-    if not ckpt.modules:
-        return f"no quantized module, {floats}"
-    return ", ".join([
-        f"{len(ckpt.modules)} quantized modules",
-        ckpt.settings(),
-        f"act-order in {scattered}" if scattered else "no act-order",
-        floats,
-    ])  # fmt: skip
-
-
-def _claims(ckpt: Checkpoint, plan: Plan, scattered: int) -> list[str]:
-    """Where the label is wrong about act-order, or about what is quantized; the readers' notes have everything else."""
-    if not ckpt.quant.labelled or ckpt.reader is None:
-        return []
-    wrong = []
-    if ckpt.quant.desc_act and not scattered:
-        wrong.append("the label says act-order, but all groups are consecutive")
-    if scattered and not ckpt.quant.desc_act:
-        wrong.append(f"the label says no act-order, but {scattered} modules have it")
-    for part in (part for tensor in plan.tensors if tensor.reason != AS_IT_IS for part in tensor.parts):
-        floats = part.source in ckpt.tensors and part.source not in ckpt.reader.floats
-        if floats and ckpt.reader.claimed(part.module):
-            stored = ckpt.stored_as(part.source)
-            wrong.append(f"{part.module}: the label says that it is quantized, but it is stored as {stored}")
-    return wrong
-
-
-def _table(ckpt: Checkpoint, plan: Plan) -> tuple[list[str], list[str]]:
-    """A row per kind of tensor, with what its first and its last are; and the readers' notes on those."""
-    source = Source(ckpt)
-    kinds: dict[str, list[PlannedTensor]] = {}
-    for tensor in plan.tensors:
-        if len(tensor.shape) > 1:
-            kinds.setdefault(tensor.kind, []).append(tensor)
-    rows: list[tuple[str, ...]] = [("tensors", "", "shape", "arrives as", "zero points", "convert makes it", "")]
-    notes: list[str] = []
-    for kind, members in kinds.items():
-        ends = [_arrival(source, tensor, notes) for tensor in dict.fromkeys((members[0], members[-1]))]
-        cells = [list(cell) for cell in zip(*ends, strict=True)]
-        coded = [t for t in members if any(source.coded(part) for part in t.parts) and t.reason != AS_IT_IS]
-        cells += [[str(t.type) for t in members], [t.reason for t in coded]]
-        rows.append((kind, str(len(members)), *(" / ".join(dict.fromkeys(cell)) for cell in cells)))
-    return align(rows, left=(True, False, True, True, True, True, True)), notes
-
-
-def _arrival(source: Source, tensor: PlannedTensor, notes: list[str]) -> tuple[str, str, str]:
-    """Shape, form and zero points of a tensor in the checkpoint."""
-    shape = "x".join(map(str, tensor.shape))
-    if not tensor.parts:
-        return shape, "taken from the template" if tensor.reason == FROM_TEMPLATE else tensor.reason, ""
-    part = next((part for part in tensor.parts if source.coded(part)), tensor.parts[0])  # of experts, the first
-    if not source.coded(part):
-        return shape, source.stored_as(part), ""
-    t = source.sample(part)
-    notes += t.notes
-    if isinstance(t, DecodedTensor):
-        return shape, f"trellis codes of {t.bits} bits", ""
-    groups = f"groups of {t.group_size}" if t.sequential else "act-order"
-    if part.columns is not None:
-        groups = f"act-order that folds into {groups}"
-    if isinstance(t, Fp4Tensor):
-        return shape, f"{t.kind}, {groups}", ""
-    assert isinstance(t, GroupedTensor)
-    low, high = t.zeros.min(), t.zeros.max()
-    zeros = f"{low:g}" + ("" if low == high else f"..{high:g}")
-    return shape, f"{t.bits} bits, {groups}", zeros
-
-
-def plan_table(plan: Plan) -> list[str]:
-    """A plan for people: a row per kind of tensor, type and reason."""
-    rows: list[tuple[str, ...]] = [("tensors", "", "shape", "type", "bpw", "why")]
-    groups: dict[tuple[str, str, str], list[PlannedTensor]] = {}
-    for t in plan.tensors:
-        kind = t.kind if len(t.shape) > 1 else "norms, biases and other vectors"
-        groups.setdefault((kind, str(t.type), t.reason), []).append(t)
-    for (kind, type_, reason), members in groups.items():
-        shapes = dict.fromkeys("x".join(map(str, t.shape)) for t in members)
-        size, nbytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[type_]]
-        shape = " / ".join(shapes) if len(shapes) < 3 else "various"
-        rows.append((kind, str(len(members)), shape, type_, f"{8 * nbytes / size:.2f}", reason))
-    lines = align(rows, left=(True, False, True, True, False, True))
-    weights = sum(math.prod(t.shape) for t in plan.tensors)
-    nbytes = sum(t.nbytes for t in plan.tensors)
-    lines += ["", f"{plan.arch}: {weights / 1e6:.1f} M weights, {size_text(nbytes)}, {8 * nbytes / weights:.2f} bpw"]
-    if (count := len(shards_of(plan))) > 1:
-        lines.append(f"{count} shards: convert --plan PLAN.json --shard 1/{count} to {count}/{count}")
-    return lines
-
-
-def _describe_gguf(path: Path) -> list[str]:
-    files = shards(path)
-    readers = [read_gguf(file) for file in files]
-    keys = readers[0].fields
-
-    def value(key: str) -> Any:
-        return keys[key].contents() if key in keys else None
-
-    arch = value("general.architecture")
-    tensors = [t for reader in readers for t in reader.tensors]
-    weights = sum(int(np.prod(t.shape)) for t in tensors)
-    nbytes = sum(int(t.n_bytes) for t in tensors)
-    lines = [
-        f"{path}: {size_text(sum(f.stat().st_size for f in files))} in {len(files)} file{'s' * (len(files) != 1)}",
-        f"name            {value('general.name')}",
-        f"architecture    {arch}, {value(f'{arch}.block_count')} layers, context {value(f'{arch}.context_length')}",
-        f"tokenizer       {value('tokenizer.ggml.model')}, pre {value('tokenizer.ggml.pre')}, "
-        f"{len(value('tokenizer.ggml.tokens') or ())} tokens",
-        f"weights         {weights / 1e6:.1f} M in {len(tensors)} tensors, {8 * nbytes / max(weights, 1):.2f} bpw",
-        "",
-    ]
-    rows: list[tuple[str, ...]] = [("type", "tensors", "weights (M)", "bytes (MB)", "bpw")]
-    types: dict[str, list[Any]] = {}
-    for t in tensors:
-        types.setdefault(t.tensor_type.name, []).append(t)
-    for name, members in sorted(types.items(), key=lambda item: -sum(int(t.n_bytes) for t in item[1])):
-        count = sum(int(np.prod(t.shape)) for t in members)
-        size = sum(int(t.n_bytes) for t in members)
-        rows.append((name, str(len(members)), f"{count / 1e6:.2f}", f"{size / 1e6:.2f}", f"{8 * size / count:.2f}"))
-    return [*lines, *align(rows, left=(True, False, False, False, False))]
+    print(describe(a.path, a.config, a.template))
+    return 0

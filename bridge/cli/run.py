@@ -5,27 +5,20 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from bridge.cli.options import add_options, given
+from bridge.cli.options import add_options, command, given
 from bridge.errors import BridgeError
 from bridge.runtime.sampling import Sampling
 
 
-def _as_it_is(a: argparse.Namespace) -> Path:
-    return Path(a.model)
-
-
-def add_parsers(commands: Any, converted: Callable[[argparse.Namespace], Path] = _as_it_is) -> None:
-    """Add the commands to argparse's sub-parsers.
-
-    converted  the GGUF of a command's `model` and `config`; by default they are GGUFs
-    """
+def add_parser(commands: Any) -> None:
+    """Add the commands to argparse's sub-parsers."""
     p = _parser(commands, "run", "continue a text, or answer a question, with a GGUF or a checkpoint", run)
-    _take_checkpoints(p, converted)
+    _take_checkpoints(p)
     p.add_argument(
         "-p", "--prompt", required=True, metavar="TEXT", help="text to continue; - reads it from standard input"
     )
@@ -41,7 +34,7 @@ def add_parsers(commands: Any, converted: Callable[[argparse.Namespace], Path] =
     p = _parser(
         commands, "chat", "talk with a GGUF or a checkpoint, line by line; /clear starts over, /exit ends", chat
     )
-    _take_checkpoints(p, converted)
+    _take_checkpoints(p)
     p.add_argument("--system", metavar="TEXT", help="system message")
     _add_sampling(p)
     p = _parser(commands, "perplexity", "measure how well a GGUF predicts a text", perplexity)
@@ -55,14 +48,29 @@ def add_parsers(commands: Any, converted: Callable[[argparse.Namespace], Path] =
     p.add_argument("--length", type=int, default=256, metavar="N", help="tokens in a window (default: 256)")
 
 
-def _take_checkpoints(p: argparse.ArgumentParser, converted: Callable[[argparse.Namespace], Path]) -> None:
-    """Let `model` be a GGUF or a checkpoint; `a.converted(a)` is the GGUF of either."""
+def _take_checkpoints(p: argparse.ArgumentParser) -> None:
+    """The model to run, which may be a checkpoint; `_converted` returns the GGUF of either."""
     p.add_argument(
         "model",
         help="GGUF (or its first shard), or a checkpoint, which is converted first: a folder, Hub id or .pt",
     )
     p.add_argument("--config", metavar="DIR", type=Path, help="folder with the config.json and tokenizer of a bare .pt")
-    p.set_defaults(converted=converted)
+
+
+def _converted(a: argparse.Namespace) -> Path:
+    """The GGUF that the command was given, or that is made of the checkpoint it was given."""
+    if a.model.endswith(".gguf"):
+        return Path(a.model)  # without the time that it takes to import what follows
+    from bridge.checkpoint.files.hub import kind_of
+
+    if kind_of(a.model, a.config) in ("gguf", "part"):
+        return Path(a.model)
+    from bridge.conversion.cache import converted
+    from bridge.runtime.decoder_config import ARCHITECTURES
+    from bridge.system.progress import Bar
+
+    with Bar("converting") as bar:
+        return converted(a.model, a.config, ARCHITECTURES, bar)
 
 
 def _add_sampling(p: argparse.ArgumentParser) -> None:
@@ -84,8 +92,7 @@ def _reply_options(a: argparse.Namespace) -> dict[str, Any]:
 
 
 def _parser(commands: Any, name: str, help: str, handler: Any) -> argparse.ArgumentParser:
-    parser = commands.add_parser(name, help=help, description=help[0].upper() + help[1:] + ".")
-    parser.set_defaults(run=handler)
+    parser = command(commands, name, help, handler)
     parser.add_argument("--threads", type=int, metavar="N", help="number of CPU threads (default: one per core)")
     parser.add_argument(
         "--context", type=int, metavar="N",
@@ -101,7 +108,6 @@ def _parser(commands: Any, name: str, help: str, handler: Any) -> argparse.Argum
     parser.add_argument(
         "--device", default="cpu", help="cpu, cuda, cuda:1 ..., or auto: cuda if possible (default: cpu)"
     )
-    parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
     return parser
 
 
@@ -121,7 +127,7 @@ def run(a: argparse.Namespace) -> int:
     text = _standard_input() if a.prompt == "-" else a.prompt
     if a.system is not None and not a.chat:
         raise BridgeError("--system needs --chat")
-    model = _load(a, a.converted(a), a.context)
+    model = _load(a, _converted(a), a.context)
     prompt = text
     if a.chat:
         system = [{"role": "system", "content": a.system}] if a.system is not None else []
@@ -163,7 +169,7 @@ def _speeds(model: Any) -> str:
 
 def chat(a: argparse.Namespace) -> int:
     """Answer the lines of standard input, which are one conversation; the speeds go to standard error."""
-    model = _load(a, a.converted(a), a.context)
+    model = _load(a, _converted(a), a.context)
     options = _reply_options(a)
     talk = Conversation(model, a.system)
     talk.check()

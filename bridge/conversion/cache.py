@@ -25,13 +25,14 @@ from typing import Any
 
 import bridge
 from bridge.checkpoint.files.hub import model_name, resolve
-from bridge.checkpoint.files.weight_files import WEIGHTS
-from bridge.conversion.converter import Progress, convert
+from bridge.checkpoint.files.weight_files import CONFIGS, WEIGHTS, config_folder, files_below
+from bridge.conversion.converter import convert
 from bridge.errors import BridgeError
 from bridge.models import architecture
 from bridge.system.cache import cache_folder
 from bridge.system.files import read_json, write_text
-from bridge.system.folder_locks import hold, remove_unheld
+from bridge.system.folder_locks import lock_shared, remove_if_unlocked
+from bridge.system.progress import Progress
 from bridge.system.text import percent, size_text
 
 try:
@@ -39,7 +40,6 @@ try:
 except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
 
-_SMALL = (".json", ".txt", ".jinja", ".model", "README.md")  # endings of what else a conversion reads
 _NOTES = "checkpoints.json"
 _in_use: list[int] = []  # handles of held folders, until the process ends
 
@@ -59,7 +59,7 @@ def converted(
     Raises BridgeError as `convert` does, and where the cache folder cannot be written.
     """
     home = resolve(checkpoint, config)
-    arch = architecture(Path(config) if config is not None else home if home.is_dir() else home.parent)
+    arch = architecture(config_folder(home, config))
     if runnable and arch not in runnable:
         raise BridgeError(
             f"{checkpoint}: the architecture is {arch}, which llama.cpp runs and this program does not; "
@@ -86,7 +86,7 @@ def converted(
         if handle is not None:
             os.close(handle)
         if not any(folder.glob("*.gguf")):
-            remove_unheld(folder)
+            remove_if_unlocked(folder)
         raise
     if handle is not None:
         _in_use.append(handle)
@@ -106,9 +106,8 @@ def _files(home: Path, config: Path | None) -> dict[str, Path]:
     """What a conversion reads, by its name in the checkpoint."""
     found = {home.name: home} if home.is_file() else {}
     for root in [home] if config is None else [home, config]:
-        for folder, below, names in os.walk(root):  # nothing where it is a file
-            below[:] = sorted(part for part in below if not part.startswith("."))
-            for file in (Path(folder) / name for name in sorted(names) if name.endswith((*WEIGHTS, *_SMALL))):
+        for file in files_below(root):
+            if file.name.endswith((*WEIGHTS, *CONFIGS)):
                 found[f"{'config/' if root == config else ''}{file.relative_to(root).as_posix()}"] = file
     return found
 
@@ -146,7 +145,7 @@ def _held(folder: Path) -> tuple[Path, int | None]:
         return folder
 
     try:
-        return hold(made)
+        return lock_shared(made)
     except OSError as problem:
         raise BridgeError(
             f"{folder}: cannot be made ({problem.strerror}); set XDG_CACHE_HOME to a folder with room, or "

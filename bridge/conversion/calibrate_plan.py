@@ -10,98 +10,30 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Set
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field
-from importlib.util import find_spec
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from bridge.blocks import Q8_0
+from bridge.blocks import Q8_0, TYPES
 from bridge.checkpoint import Checkpoint
-from bridge.conversion.importance import Importance
-from bridge.conversion.part_reader import Source
-from bridge.conversion.plan import Plan
-from bridge.conversion.recipe import block_type
-from bridge.errors import BridgeError
-from bridge.models.outline import AS_IT_IS, Part, PlannedTensor
-from bridge.system.cpus import usable_cpus
-from bridge.system.files import check_target
+from bridge.conversion.part_reader import PartReader
+from bridge.conversion.plan import How, Plan, PlannedTensor
+from bridge.errors import BridgeError, parameter
+from bridge.models.outline import Part
+from bridge.quantize.settings import Calibration
 from bridge.system.text import percent
 
 if TYPE_CHECKING:
     import torch
 
-    from bridge.quantize.awq_method import Awq
-    from bridge.quantize.layer_store import KeptLayer, KeptLayers
+    from bridge.quantize.awq import Awq
+    from bridge.quantize.layer_store import LayerStore, StoredLayer
     from bridge.quantize.method import Method
-    from bridge.quantize.walk import Calibrated, Prepare
+    from bridge.quantize.walk import LayerInput, Prepare
 
-Progress = Callable[[int, int, str], None]
-METHODS = ("gptaq", "gptq", "awq", "rtn")
 _TOKENS_AT_ONCE = 4096
-
-
-@dataclass(frozen=True)
-class Calibration:
-    """How layers are quantized with a text.
-
-    text        plain text, .jsonl, or token ids (.pt, .npy, .safetensors)
-    samples     sequences, at most
-    length      tokens in each
-    seed        of the choice of sequences; None: the first ones
-    method      "gptaq": GPTQ that also makes good what the quantized layers before have done to the inputs; "gptq";
-                "awq", for checkpoints; "rtn": round to nearest
-    act_order   see `bridge.quantize.Method`
-    damping     of H, times the mean of its diagonal
-    alpha       the most of the inputs' mismatch that GPTAQ makes good; less where tokens held back gain by it
-    sweeps      of refinement after GPTQ
-    feed        whose outputs the next layer gets, "quantized" or "float"
-    device      that the model's layers are on, "cpu" or "cuda"
-    offload     keep activations in this folder instead of in memory
-    imatrix_out  also write llama.cpp's importance matrix of the same tokens there
-    progress    called after each layer with how many are done, of how many, and the last one's name and error
-    """
-
-    text: Path | str | None
-    samples: int = 128
-    length: int = 2048
-    seed: int | None = None
-    method: str = "gptaq"
-    act_order: str = "fixed"
-    damping: float = 0.01
-    alpha: float = 1.0
-    sweeps: int = 2
-    feed: str = "quantized"
-    device: str = "cpu"
-    offload: Path | None = None
-    imatrix_out: Path | None = None
-    progress: Progress | None = field(default=None, compare=False, repr=False)
-
-    def __post_init__(self) -> None:
-        if self.method not in METHODS:
-            raise BridgeError(f"method {self.method!r}; one of {', '.join(METHODS)} is possible")
-        for package in ("torch", "transformers"):
-            if find_spec(package) is None:
-                raise BridgeError(f"quantizing with a text needs {package}: pip install 'gguf-bridge[quantize]'")
-        for name, least in {"samples": 1, "length": 1, "damping": 0, "alpha": 0, "sweeps": 0}.items():
-            if not getattr(self, name) >= least:
-                raise BridgeError(f"{name} {getattr(self, name)}: at least {least} is needed")
-
-    @property
-    def cross(self) -> bool:
-        """Whether the float model's inputs are wanted too."""
-        return self.method == "gptaq" and self.alpha != 0
-
-    def quantizer(self, grid: Callable[[int, int], Any]) -> Method:
-        """The method on a grid."""
-        from bridge.quantize import Method
-
-        if self.method in ("rtn", "awq"):
-            return Method(grid, "none", float("inf"), sweeps=0)
-        alpha = self.alpha if self.cross else 0.0
-        return Method(grid, self.act_order, self.damping, alpha, self.sweeps)
 
 
 @dataclass(frozen=True)
@@ -118,32 +50,38 @@ class Wish:
     columns: np.ndarray | None = None
 
 
-def needed(plan: Plan, source: Source, importance: Importance) -> dict[str, tuple[str, np.ndarray | None]]:
-    """The layers that the plan wants in a block type and that cannot keep their codes in it: those inside decoder
-    blocks, and the output head if it is to have less than 8 bits.
+def mark_calibrated(plan: Plan, reader: PartReader, method: str) -> Plan:
+    """The plan in which parts that cannot keep their codes are calibrated: those in block types inside decoder blocks,
+    and those of the output head if it is to have less than 8 bits."""
+    return _with_how(plan, lambda t, part, how: "calibrated" if _is_calibrated(t, part, how, reader, method) else how)
 
-    By module: the type, and the order of columns if not as they stand.
-    """
-    parts: list[tuple[PlannedTensor, int, Part]] = []
-    for tensor in plan.tensors:
-        block = block_type(str(tensor.type))
-        inside = tensor.layer is not None or (tensor.kind == "output" and block is not Q8_0)
-        if inside and block is not None and tensor.reason != AS_IT_IS:
-            parts += [(tensor, i, part) for i, part in enumerate(tensor.parts) if part.layer is not None]
 
-    def loses(item: tuple[PlannedTensor, int, Part]) -> bool:
-        from bridge.encode.type_choice import keeps_codes, must_keep
+def _is_calibrated(tensor: PlannedTensor, part: Part, how: How, reader: PartReader, method: str) -> bool:
+    block = TYPES.get(tensor.type)
+    inside = tensor.layer is not None or (tensor.kind == "output" and block is not Q8_0)
+    if not (tensor.quantizable and inside and block is not None and part.layer is not None):
+        return False
+    # matrices of 3-D tensors are rounded to nearest when they are written
+    whole = part.layer in reader.ckpt.modules or f"{part.layer}.weight" in reader.ckpt.tensors
+    return how in ("requantized", "rounded") and (method != "rtn" or whole)
 
-        tensor, number, part = item
-        if not source.coded(part):
-            return True
-        block = block_type(str(tensor.type))
-        assert block is not None
-        return not (must_keep(tensor.limit) or keeps_codes(source.grouped(part), block, importance.of(tensor, number)))
 
-    with ThreadPoolExecutor(usable_cpus(), thread_name_prefix="look") as pool:
-        found = [item for item, lost in zip(parts, pool.map(loses, parts), strict=True) if lost]
-    return {str(part.layer): (str(tensor.type), part.columns) for tensor, _, part in found}
+def _layers(plan: Plan) -> dict[str, tuple[str, np.ndarray | None]]:
+    """The layers to calibrate: by module, the type, and the order of columns if they are permuted."""
+    return {
+        str(part.layer): (t.type, part.columns)
+        for t in plan.tensors
+        for part, how in zip(t.parts, t.how, strict=True)
+        if how == "calibrated"
+    }
+
+
+def _with_how(plan: Plan, change: Callable[[PlannedTensor, Part, How], How]) -> Plan:
+    tensors = [
+        replace(t, how=tuple(change(t, part, how) for part, how in zip(t.parts, t.how, strict=True)))
+        for t in plan.tensors
+    ]
+    return replace(plan, tensors=tensors)
 
 
 def quantize_layers(
@@ -153,7 +91,7 @@ def quantize_layers(
     folder: Path,
     force: bool,
     prepare: Prepare | None = None,
-) -> tuple[KeptLayers, list[str]]:
+) -> tuple[LayerStore, list[str]]:
     """Quantize the named layers of a checkpoint one after the other; those that are kept already are not made again.
 
     wishes  by module
@@ -162,13 +100,13 @@ def quantize_layers(
 
     Returns the kept layers and notes. Raises BridgeError as `read_tokens` and `quantize_model` do.
     """
-    from bridge.quantize.layer_store import KeptLayers
+    from bridge.quantize.layer_store import LayerStore
 
     tokens = None if settings.method == "rtn" else calibration_tokens(ckpt, settings)
-    layers = KeptLayers(folder, _job(ckpt, settings, wishes, tokens), force)
+    layers = LayerStore(folder, _job(ckpt, settings, wishes, tokens), force)
     done = len(layers.layers)
 
-    def quantizer(layer: Calibrated) -> tuple[torch.Tensor, None]:
+    def quantizer(layer: LayerInput) -> tuple[torch.Tensor, None]:
         nonlocal done
         wish = wishes[layer.name]
         values, quantized = wish.method.layer(layer, wish.columns)
@@ -204,7 +142,8 @@ def calibration_tokens(ckpt: Checkpoint, settings: Calibration) -> torch.Tensor:
     from bridge.quantize.texts import TOKEN_FILES, load_tokenizer, read_tokens
 
     if settings.text is None:
-        raise BridgeError(f"{settings.method} needs a calibration text; only rtn does without")
+        given = parameter("method", settings.method)
+        raise BridgeError(f"{given}: needs a calibration text; only rtn does without")
     tokenizer = None if Path(settings.text).suffix in TOKEN_FILES else load_tokenizer(ckpt.home)
     vocabulary = ckpt.config.get("vocab_size")
     return read_tokens(settings.text, tokenizer, settings.samples, settings.length, settings.seed, vocabulary)
@@ -215,8 +154,8 @@ def _walk(
     settings: Calibration,
     tokens: torch.Tensor,
     wishes: dict[str, Wish],
-    quantizer: Callable[[Calibrated], tuple[torch.Tensor, None]],
-    layers: KeptLayers,
+    quantizer: Callable[[LayerInput], tuple[torch.Tensor, None]],
+    layers: LayerStore,
     prepare: Prepare | None,
 ) -> None:
     """Take the tokens through the model, layer by layer."""
@@ -240,58 +179,54 @@ def _walk(
         pass
 
 
-def _round_to_nearest(ckpt: Checkpoint, names: Set[str], quantizer: Callable[[Calibrated], object]) -> None:
+def _round_to_nearest(ckpt: Checkpoint, names: Set[str], quantizer: Callable[[LayerInput], object]) -> None:
     """Without a text: every layer by itself."""
     import torch
 
     from bridge.quantize.hessian import Hessian
-    from bridge.quantize.walk import Calibrated
+    from bridge.quantize.walk import LayerInput
 
     for name in sorted(names):
         coded = name in ckpt.modules
         weight = ckpt.read_module(name).dequantize() if coded else ckpt.read_float(f"{name}.weight")
-        quantizer(Calibrated(name, torch.from_numpy(weight), Hessian(name, weight.shape[1])))
+        quantizer(LayerInput(name, torch.from_numpy(weight), Hessian(name, weight.shape[1])))
 
 
 def quantize_planned(
-    ckpt: Checkpoint,
-    plan: Plan,
-    source: Source,
-    importance: Importance,
-    settings: Calibration,
-    folder: Path,
-    force: bool,
-    optional: bool = False,
-) -> tuple[KeptLayers | None, list[str]]:
-    """Quantize the layers of a plan that need it (see `needed`); returns as `quantize_layers`.
+    ckpt: Checkpoint, plan: Plan, reader: PartReader, settings: Calibration, folder: Path, force: bool, optional: bool
+) -> tuple[Plan, LayerStore | None, list[str]]:
+    """Quantize the layers of a plan that cannot keep their codes.
 
-    optional  no layers where none needs it, instead of BridgeError
+    optional  no layers where every one keeps its codes, instead of BridgeError
+
+    Returns the plan with the parts that are calibrated marked, their layers, and notes. Raises BridgeError as
+    `quantize_layers` does.
     """
     from bridge.quantize import superblocks
 
-    if settings.method == "awq":
-        raise BridgeError("method awq: its scales belong to a checkpoint; give --format, or gptaq for a GGUF")
-    if settings.act_order == "free":
-        raise BridgeError("act-order free: GGUF cannot permute columns; choose fixed, static or none")
-    if settings.imatrix_out is not None:
-        check_target(settings.imatrix_out, force)
+    marked = mark_calibrated(plan, reader, settings.method)
     wishes = {
         name: Wish(type_, settings.quantizer(superblocks(type_)), columns)
-        for name, (type_, columns) in needed(plan, source, importance).items()
-        # by themselves, matrices of 3-D tensors are rounded when they are written
-        if settings.method != "rtn" or name in ckpt.modules or f"{name}.weight" in ckpt.tensors
+        for name, (type_, columns) in _layers(marked).items()
     }
     if not wishes and optional:
-        return None, []
+        return plan, None, []
     if not wishes:
-        raise BridgeError(f"{ckpt.path}: every layer keeps its codes in these types; convert it without --calibrate")
+        given = parameter("calibrate")
+        raise BridgeError(f"{ckpt.path}: every layer keeps its codes in these types; convert it without {given}")
     layers, notes = quantize_layers(ckpt, settings, wishes, folder, force)
     if settings.imatrix_out is not None:
-        _write_imatrix(plan, layers, settings)
-    return layers, notes
+        _write_imatrix(marked, layers, settings)
+
+    def seen(tensor: PlannedTensor, part: Part, how: How) -> How:
+        if how != "calibrated" or part.layer in layers.layers:
+            return how
+        return "requantized" if reader.coded(part) else "rounded"
+
+    return _with_how(marked, seen), layers, notes
 
 
-def _write_imatrix(plan: Plan, kept: KeptLayers, settings: Calibration) -> None:
+def _write_imatrix(plan: Plan, kept: LayerStore, settings: Calibration) -> None:
     """llama.cpp's importance matrix, of the tensors whose every part was calibrated."""
     from bridge.gguf_file.imatrix import write_imatrix
 
@@ -323,7 +258,7 @@ def _job(
     }
 
 
-def _lost_note(layers: dict[str, KeptLayer], settings: Calibration) -> str:
+def _lost_note(layers: dict[str, StoredLayer], settings: Calibration) -> str:
     worst = max(layers.values(), key=lambda layer: layer.error)
     mean = sum(layer.error for layer in layers.values()) / len(layers)
     tokens = max(layer.tokens for layer in layers.values())
@@ -333,7 +268,7 @@ def _lost_note(layers: dict[str, KeptLayer], settings: Calibration) -> str:
     )
 
 
-def _damping_note(layer: KeptLayer, settings: Calibration) -> str | None:
+def _damping_note(layer: StoredLayer, settings: Calibration) -> str | None:
     if settings.method in ("rtn", "awq") or layer.damping == settings.damping:
         return None
     if layer.damping == float("inf"):

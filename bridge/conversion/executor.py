@@ -16,21 +16,32 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from bridge.blocks import TYPES, BlockType
+from bridge.checkpoint.files.dtypes import as_float32, from_float32
 from bridge.conversion.importance import Importance
-from bridge.conversion.part_reader import Source
-from bridge.conversion.recipe import block_type
-from bridge.conversion.report import AS_IS, CALIBRATED, FLOAT, REQUANTIZED, TensorReport, how_kept, lost_codes
-from bridge.errors import BridgeError
-from bridge.models.outline import Part, PlannedTensor
+from bridge.conversion.part_reader import PartReader
+from bridge.conversion.plan import PlannedTensor
+from bridge.conversion.report import (
+    AS_IS,
+    CALIBRATED,
+    FLOAT,
+    REQUANTIZED,
+    Outcome,
+    TensorReport,
+    carried_outcome,
+    lost_codes,
+)
+from bridge.encode.block_bytes import row_bytes
+from bridge.encode.carry import Fidelity
+from bridge.encode.round_rows import quantize_rows
+from bridge.encode.type_choice import carry_or_requantize, exact_type
+from bridge.models.outline import Part
 from bridge.system.cpus import usable_cpus
 from bridge.system.row_threads import slices
 
 if TYPE_CHECKING:
-    from bridge.encode.carry import Fidelity
-    from bridge.quantize.layer_store import KeptLayer
+    from bridge.quantize.layer_store import StoredLayer
 
 _IN_FLIGHT = 1 << 29  # bytes of the checkpoint that are worked on at a time; one tensor may be larger
-_FLOAT_DTYPES = {"F32": np.float32, "F16": np.float16, "BF16": np.uint16}
 
 
 @dataclass
@@ -49,9 +60,9 @@ class Executor:
     threads  that work at a time; None: as many as there are CPUs
     """
 
-    source: Source
+    reader: PartReader
     importance: Importance
-    layers: Mapping[str, KeptLayer] = field(default_factory=dict)
+    layers: Mapping[str, StoredLayer] = field(default_factory=dict)
     threads: int | None = None
     _rows: ThreadPoolExecutor = field(init=False, repr=False)  # while there are results
 
@@ -66,7 +77,7 @@ class Executor:
         ):
             try:
                 for tensor in tensors:
-                    nbytes = self.source.nbytes(tensor)
+                    nbytes = self.reader.nbytes(tensor)
                     while pending and sum(n for _, n in pending) + nbytes > _IN_FLIGHT:
                         yield pending.popleft()[0].result()
                     pending.append((pool.submit(self.make, tensor), nbytes))
@@ -80,146 +91,107 @@ class Executor:
 
     def make(self, tensor: PlannedTensor) -> Result:
         """Read and map one tensor."""
-        report = TensorReport(tensor.name, tensor.source, tensor.kind, str(tensor.type), tensor.shape, 0, AS_IS)
+        block = TYPES.get(tensor.type)
         if tensor.data is not None:
-            data = tensor.data
+            data, outcome = tensor.data, Outcome(AS_IS)
+        elif block is None:
+            data, outcome = self._as_floats(tensor)
         else:
-            block = block_type(str(tensor.type))
-            data = self._as_floats(tensor, report) if block is None else self._as_blocks(tensor, block, report)
-        report.nbytes = data.nbytes
-        return Result(data, report)
+            data, outcome = self._as_blocks(tensor, block)
+        return Result(data, TensorReport.of(tensor, tensor.type, data.nbytes, outcome))
 
-    def _as_blocks(self, tensor: PlannedTensor, block: BlockType, report: TensorReport) -> np.ndarray:
-        """A tensor's parts in a block type. Fills the report."""
-        from bridge.encode.block_bytes import row_bytes
-        from bridge.encode.carry import Fidelity
-        from bridge.encode.type_choice import exact_type, map_to, must_keep
-
-        columns = tensor.shape[-1]
-        keep = must_keep(tensor.limit)
-        shape = math.prod(tensor.shape[:-1]), row_bytes(block, columns)
-        # fresh memory is dear: that of the one part serves
-        alone = (
-            len(tensor.parts) == 1 and self.source.coded(tensor.parts[0]) and not self._layer(tensor.parts[0], block)
-        )
-        data = np.empty((0, 0) if alone else shape, np.uint8)
-        coded = floats = calibrated = Fidelity(0, 0.0, 0.0, 0.0, 0)
+    def _as_blocks(self, tensor: PlannedTensor, block: BlockType) -> tuple[np.ndarray, Outcome]:
+        """A tensor's parts in a block type."""
+        rows = math.prod(tensor.shape[:-1])
+        # a second large allocation is avoided: the blocks of a single part are the result
+        data = np.empty((0, 0) if len(tensor.parts) == 1 else (rows, row_bytes(block, tensor.shape[-1])), np.uint8)
+        coded = floats = Fidelity(0, 0.0, 0.0, 0.0, 0)
         exact = set(TYPES)  # the types that would hold every part bit for bit
-        whys: list[str] = []
-        at = came_as_floats = 0
-        for number, part in enumerate(tensor.parts):
+        reasons: list[str] = []
+        notes: list[str] = []
+        at = 0
+        for number, (part, how) in enumerate(zip(tensor.parts, tensor.how, strict=True)):
             importance = self.importance.of(tensor, number)
-            layer = self._layer(part, block)
-            if layer is not None:
-                rows, fidelity = self._calibrated(layer, part)
-                data[at : at + len(rows)] = rows
-                at += len(rows)
-                calibrated += fidelity
-                continue
-            if self.source.coded(part):
-                t = self.source.grouped(part)
-                mapped = map_to(t, block, importance, keep)
-                if alone:
-                    data = mapped.data
-                else:
-                    data[at : at + len(mapped.data)] = mapped.data
-                    at += len(mapped.data)
+            if how == "calibrated":
+                made, fidelity = self._calibrated(part)
+                coded += fidelity
+            elif how == "rounded":
+                made, fidelity = self._rounded(part, block, importance)
+                floats += fidelity
+            else:
+                t = self.reader.grouped(part)
+                mapped, reason = carry_or_requantize(t, block, importance, how == "carried")
+                made = mapped.data
                 coded += mapped.fidelity
-                whys.append(mapped.why)
+                reasons.append(reason)
+                notes += t.notes
                 free = exact_type(t) if exact else None
                 exact &= {free.name} if free else set()
-                report.notes += t.notes
-                continue
-            came_as_floats += 1
-            for x in self.source.floats(part):
-                floats += self._quantized(x, block, importance, data[at : at + len(x)])
-                at += len(x)
-        if calibrated.weights == math.prod(tensor.shape):
-            report.how, report.fidelity = CALIBRATED, calibrated
-            return data
-        coded += calibrated
-        if came_as_floats == len(tensor.parts):
-            report.how, report.fidelity = FLOAT, floats
-            report.stored = self.source.stored_as(tensor.parts[0])
-            return data
-        report.how, report.fidelity = how_kept(coded), coded
-        report.notes += lost_codes(tensor.name, whys, coded)
-        if coded.error and exact and TYPES[name := exact.pop()].bpw <= block.bpw:
-            report.exact_for_free = name
-        if came_as_floats:
-            report.notes.append(
-                f"{tensor.name}: {came_as_floats} of its {len(tensor.parts)} parts came as floats and are {block.name} "
-                f"like the others (NMSE {floats.nmse:.1e})"
+            if len(tensor.parts) == 1:
+                data = made
+            else:
+                data[at : at + len(made)] = made
+                at += len(made)
+        hows = set(tensor.how)
+        if hows == {"calibrated"}:
+            return data, Outcome(CALIBRATED, coded)
+        if hows == {"rounded"}:
+            return data, Outcome(FLOAT, floats, stored=self.reader.stored_as(tensor.parts[0]))
+        notes += lost_codes(tensor.name, reasons, coded)
+        smaller = next(iter(exact), None) if coded.error else None
+        if "rounded" in hows:
+            notes.append(
+                f"{tensor.name}: {tensor.how.count('rounded')} of its {len(tensor.parts)} parts came as floats and are "
+                f"{block.name} like the others (NMSE {floats.nmse:.1e})"
             )
-        return data
+        free_type = smaller if smaller and TYPES[smaller].bpw <= block.bpw else None
+        return data, Outcome(carried_outcome(coded), coded, notes, exact_for_free=free_type)
 
-    def _quantized(self, x: np.ndarray, block: BlockType, importance: np.ndarray | None, out: np.ndarray) -> Fidelity:
-        """Quantize float rows to `out`, on several threads: embeddings and head are the largest tensors, and the first
-        and the last, when others have nothing to do."""
-        from bridge.encode.carry import Fidelity
-        from bridge.encode.round_rows import quantize_rows
+    def _rounded(self, part: Part, block: BlockType, importance: np.ndarray | None) -> tuple[np.ndarray, Fidelity]:
+        """A part of floats in a block type, uint8 [rows, row bytes]. Rows are divided among several threads: embeddings
+        and head are the largest tensors, and the first and the last, when no others are at work."""
+        data = np.empty((part.shape[0] if len(part.shape) > 1 else 1, row_bytes(block, part.shape[-1])), np.uint8)
+        total = Fidelity(0, 0.0, 0.0, 0.0, 0)
+        at = 0
+        for x in self.reader.floats(part):
+            out = data[at : at + len(x)]
+            spans = slices(len(x), self.threads or usable_cpus())
+            done = list(self._rows.map(lambda r, x=x, out=out: quantize_rows(x[r], block, importance, out[r]), spans))
+            total += Fidelity(x.size, sum(p.error for p in done), sum(p.signal for p in done), 0.0, 0)
+            at += len(x)
+        return data, total
 
-        parts = list(
-            self._rows.map(
-                lambda r: quantize_rows(x[r], block, importance, out[r]),
-                slices(len(x), self.threads or usable_cpus()),
-            )
-        )
-        return Fidelity(x.size, sum(p.error for p in parts), sum(p.signal for p in parts), 0.0, 0)
-
-    def _layer(self, part: Part, block: BlockType) -> KeptLayer | None:
-        """The part as it was quantized to this type with a text, if it was."""
-        layer = self.layers.get(part.layer) if part.layer is not None else None
-        return layer if layer is not None and layer.type == block.name else None
-
-    def _calibrated(self, layer: KeptLayer, part: Part) -> tuple[np.ndarray, Fidelity]:
-        """A part's blocks, uint8 [rows, row bytes], rows in the GGUF's order, and how close they are."""
-        from bridge.encode.carry import Fidelity
-
-        # the layer of a matrix of a 3-D source is no more than the part's own rows
+    def _calibrated(self, part: Part) -> tuple[np.ndarray, Fidelity]:
+        """A calibrated part's blocks, uint8 [rows, row bytes], rows in the GGUF's order, and how close they are."""
+        layer = self.layers[str(part.layer)]
+        # the layer of a matrix of a 3-D source has the part's own rows only
         rows = np.arange(part.shape[0]) if part.rows is None or part.matrix is not None else part.rows
-        noise = self.source.grouped(part).noise() if self.source.coded(part) else 0.0
+        noise = self.reader.grouped(part).noise() if self.reader.coded(part) else 0.0
         error, signal = layer.errors()[:, rows].sum(1).tolist()
         return layer.blocks()[rows], Fidelity(math.prod(part.shape), error, signal, noise, 0)
 
-    def _as_floats(self, tensor: PlannedTensor, report: TensorReport) -> np.ndarray:
-        """A tensor's parts as F32, F16 or BF16; codes are dequantized. Fills the report."""
-        from bridge.encode.carry import Fidelity
-
+    def _as_floats(self, tensor: PlannedTensor) -> tuple[np.ndarray, Outcome]:
+        """A tensor's parts as F32, F16 or BF16; codes are dequantized."""
         chunks: list[np.ndarray] = []
-        coded = Fidelity(0, 0.0, 0.0, 0.0, 0)
-        for part in tensor.parts:
-            if not self.source.coded(part):
-                chunks += [as_float(x, report.type, tensor.name) for x in self.source.floats(part)]
-                report.stored = self.source.stored_as(part)
+        coded: Fidelity | None = None
+        stored: str | None = None
+        notes: list[str] = []
+        for part, how in zip(tensor.parts, tensor.how, strict=True):
+            if how == "as it came":
+                chunks += [from_float32(x, tensor.type, tensor.name) for x in self.reader.floats(part)]
+                stored = self.reader.stored_as(part)
                 continue
-            t = self.source.grouped(part)
+            t = self.reader.grouped(part)
             exact = t.dequantize()
-            chunks.append(as_float(exact, report.type, tensor.name))
-            error = float(np.square(float_value(chunks[-1], report.type) - exact, dtype=np.float64).sum())
+            chunks.append(from_float32(exact, tensor.type, tensor.name))
+            error = float(np.square(as_float32(chunks[-1], tensor.type) - exact, dtype=np.float64).sum())
             signal = float(np.square(exact, dtype=np.float64).sum())
-            coded += Fidelity(exact.size, error, signal, t.noise(), 0)
-            report.how = REQUANTIZED
-            report.notes += t.notes
-        if report.how == REQUANTIZED:
-            report.fidelity = coded
-            if coded.error:
-                report.notes += lost_codes(tensor.name, [f"stored as {report.type}"], coded)
-        return np.concatenate(chunks).reshape(tensor.shape)
-
-
-def as_float(x: np.ndarray, name: str, tensor: str) -> np.ndarray:
-    """float32 as F32, F16 or BF16 (uint16 bits, rounded to nearest even)."""
-    if name != "BF16":
-        with np.errstate(over="ignore"):
-            data = x.astype(_FLOAT_DTYPES[name])
-        if name == "F16" and not np.isfinite(data).all():
-            raise BridgeError(f"{tensor}: has values beyond half precision's 65504; choose BF16 or F32 for it")
-        return data
-    bits = x.view(np.uint32)
-    return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
-
-
-def float_value(data: np.ndarray, name: str) -> np.ndarray:
-    """The inverse of `as_float`."""
-    return (data.astype(np.uint32) << 16).view(np.float32) if name == "BF16" else data.astype(np.float32)
+            found = Fidelity(exact.size, error, signal, t.noise(), 0)
+            coded = found if coded is None else coded + found
+            notes += t.notes
+        data = np.concatenate(chunks).reshape(tensor.shape)
+        if coded is None:
+            return data, Outcome(AS_IS, stored=stored)
+        if coded.error:
+            notes += lost_codes(tensor.name, [f"stored as {tensor.type}"], coded)
+        return data, Outcome(REQUANTIZED, coded, notes, stored)

@@ -1,7 +1,8 @@
 """The GGUF on its way to disk: streamed tensor by tensor, and never half-written under its final name.
 
-The plan knows every type, so `gguf.GGUFWriter` writes a file's head once, then the data as it comes; of a split
-model one shard after another, each a file of its own.
+The plan has every type, so `gguf.GGUFWriter` writes a file's head first, then the data as it comes; of a split model
+one shard after another, each a file of its own. Types and offsets have fixed sizes in the head: where a type is chosen
+again late, the table of tensors is written once more when the file is finished.
 
 Everything happens in a temporary folder beside the target (see `held`); `finish` syncs and renames. What has been
 written goes to disk meanwhile, on a thread of its own, so that little is left to wait for.
@@ -19,13 +20,12 @@ from pathlib import Path
 
 import gguf
 import numpy as np
-from gguf.gguf_writer import SHARD_NAME_FORMAT
+from gguf.gguf_writer import SHARD_NAME_FORMAT, TensorInfo, WriterState
 
-from bridge.conversion.plan import Plan
-from bridge.errors import BridgeError
-from bridge.models.outline import PlannedTensor
+from bridge.conversion.plan import Plan, PlannedTensor
+from bridge.errors import BridgeError, parameter
 from bridge.system.files import check_target, disk_errors, sync_folder
-from bridge.system.folder_locks import unfinished
+from bridge.system.folder_locks import temporary_beside
 
 _SYNC_BYTES = 64 << 20  # written between two requests to bring them to disk
 
@@ -41,7 +41,7 @@ def shards_of(plan: Plan) -> list[list[PlannedTensor]]:
 
 def _add_info(writer: gguf.GGUFWriter, tensor: PlannedTensor) -> None:
     # of a plain dtype, so that the shape is taken as that of the weights
-    qtype = gguf.GGMLQuantizationType[str(tensor.type)]
+    qtype = gguf.GGMLQuantizationType[tensor.type]
     writer.add_tensor_info(tensor.name, tensor.shape, np.dtype(np.float32), tensor.nbytes, qtype)
 
 
@@ -71,10 +71,14 @@ def _add_metadata(writer: gguf.GGUFWriter, plan: Plan) -> None:
             writer.add_key_value(key, v.value, v.type, v.sub_type)
 
 
-def _write_head(writer: gguf.GGUFWriter) -> None:
+def _write_head(writer: gguf.GGUFWriter) -> int:
+    """Write all that precedes the data. Returns the position of the table of tensors in the file."""
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
+    assert writer.fout is not None
+    table_at = writer.fout[0].tell()
     writer.write_ti_data_to_file()
+    return table_at
 
 
 class GGUFOutput:
@@ -102,11 +106,15 @@ class GGUFOutput:
         count = len(self._shards)
         if shard is not None and not (shard[1] == count and 1 <= shard[0] <= count):
             raise BridgeError(
-                f"--shard {shard[0]}/{shard[1]}: the plan makes {count} shards, 1/{count} to {count}/{count}"
+                f"{parameter('shard', shard)}: the plan makes {count} shards, 1/{count} to {count}/{count}"
             )
         self._todo = [shard[0] - 1] if shard else list(range(count))
         self.tensors = [t for i in self._todo for t in self._shards[i]]
-        self._left: list[PlannedTensor] = []  # of the shard that is being written
+        # of the shard that is being written
+        self._left: list[PlannedTensor] = []
+        self._table: dict[str, TensorInfo] = {}
+        self._table_at = 0
+        self._retyped = False
         self._writer: gguf.GGUFWriter | None = None
         self._background = ThreadPoolExecutor(max_workers=1, thread_name_prefix="sync")
         self._syncing: Future[None] | None = None
@@ -122,7 +130,7 @@ class GGUFOutput:
         self._check_targets(self._targets)
         self._temporaries = ExitStack()
         try:
-            self._folder = self._temporaries.enter_context(unfinished(path))
+            self._folder = self._temporaries.enter_context(temporary_beside(path))
         except OSError as problem:
             raise BridgeError(f"{path.parent}: cannot write there: {problem.strerror}") from None
 
@@ -140,15 +148,23 @@ class GGUFOutput:
                 self._writer.close()
         self._temporaries.close()
 
-    def write(self, data: np.ndarray) -> None:
-        """Append the next tensor of `tensors`: its bytes in any dtype. The first of a shard comes after its head, which
-        is written only then: meanwhile the next tensors are made."""
+    def write(self, data: np.ndarray, tensor: PlannedTensor | None = None) -> None:
+        """Append the next tensor of `tensors`: its bytes in any dtype. A shard's head is written with its first tensor,
+        so that the next tensors can be made meanwhile.
+
+        tensor  with the type that was chosen in the end, where it is another than the plan's
+        """
         if not self._left:
             with disk_errors(self.path, "metadata", "output"):
                 self._next_shard()
-        tensor = self._left.pop(0)
+        planned = self._left.pop(0)
+        tensor = tensor or planned
         assert self._writer is not None
         assert self._writer.fout is not None
+        if tensor.type != planned.type:
+            self._retyped = True
+            info = TensorInfo(tensor.shape, gguf.GGMLQuantizationType[tensor.type], tensor.nbytes)
+            self._table[tensor.name] = self._writer.tensors[0][tensor.name] = info
         with disk_errors(self.path, tensor.name, "output"):
             self._writer.write_tensor_data(data)
             self._unsynced += data.nbytes
@@ -161,6 +177,8 @@ class GGUFOutput:
         """Close the shard that is whole; write the head of the next, if there is one."""
         self._wait()
         if self._writer is not None:
+            if self._retyped:
+                self._write_table_again(self._writer)
             self._writer.close()
             self._writer = None
         if not self._todo:
@@ -177,7 +195,15 @@ class GGUFOutput:
             writer.add_int32(gguf.Keys.Split.LLM_KV_SPLIT_TENSORS_COUNT, len(self._plan.tensors))
         for tensor in self._left:
             _add_info(writer, tensor)
-        _write_head(writer)
+        self._table, self._retyped = dict(writer.tensors[0]), False
+        self._table_at = _write_head(writer)
+
+    def _write_table_again(self, writer: gguf.GGUFWriter) -> None:
+        """Types and offsets as they are in the end."""
+        assert writer.fout is not None
+        writer.fout[0].seek(self._table_at)
+        writer.tensors, writer.state = [self._table], WriterState.KV_DATA
+        writer.write_ti_data_to_file()
 
     def _wait(self) -> None:
         if self._syncing is not None:

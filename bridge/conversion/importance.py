@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from bridge.errors import BridgeError
-from bridge.models.outline import PlannedTensor
+from bridge.models.outline import ModelTensor
 
 
 @dataclass
@@ -28,12 +28,12 @@ class Importance:
 
         return cls(read_imatrix(Path(path)), str(path))
 
-    def check(self, tensors: Sequence[PlannedTensor]) -> None:
+    def check(self, tensors: Sequence[ModelTensor]) -> None:
         """BridgeError where it names no tensor of the model."""
         if self.by_name and not any(t.name in self.by_name for t in tensors):
             raise BridgeError("the imatrix names no tensor of this model; it was made for another one")
 
-    def of(self, tensor: PlannedTensor, part: int = 0) -> np.ndarray | None:
+    def of(self, tensor: ModelTensor, part: int = 0) -> np.ndarray | None:
         """float32 [in] of one of a tensor's parts, in the GGUF's order; None where it is not known."""
         if not self.by_name:
             return None

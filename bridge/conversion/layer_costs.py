@@ -16,16 +16,15 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from bridge.blocks import BLOCKS
-from bridge.conversion.calibrate_plan import Calibration
-from bridge.conversion.part_reader import Source
 from bridge.models.outline import Part
+from bridge.quantize.settings import Calibration
 
 if TYPE_CHECKING:
     import torch
 
     from bridge.quantize.budget.forward_passes import Passes
     from bridge.quantize.budget.sensitivity import Cost
-    from bridge.quantize.walk import Calibrated
+    from bridge.quantize.walk import LayerInput
 
 _TOKENS_AT_ONCE = 4096
 
@@ -34,7 +33,7 @@ _TOKENS_AT_ONCE = 4096
 class LayerCosts:
     """Measures layers.
 
-    source    the checkpoint
+    carries   whether a layer keeps its codes in a type, and so loses nothing
     settings  how the layers will be quantized
     parts     by layer: where it is in the GGUF
     types     by layer: those that it may get
@@ -44,7 +43,7 @@ class LayerCosts:
     squares   by layer, likewise: the mean square of each input, float32 [columns]
     """
 
-    source: Source
+    carries: Callable[[str, str], bool]
     settings: Calibration
     parts: Mapping[str, Part]
     types: Mapping[str, list[str]]
@@ -68,7 +67,7 @@ class LayerCosts:
             self.costs[embeddings] = self._embedding_costs(passes, gradients)
             self.step(embeddings)
 
-        def measure(layer: Calibrated) -> tuple[torch.Tensor, None]:
+        def measure(layer: LayerInput) -> tuple[torch.Tensor, None]:
             self.costs[layer.name] = self._layer_costs(layer, gradients.get(layer.name))
             self.squares[layer.name] = layer.hessian.mean_squares()
             self.step(layer.name)
@@ -80,7 +79,7 @@ class LayerCosts:
         )  # fmt: skip
         for _ in walk:
             pass
-        passes.load_ends()
+        passes.load_embedding_and_head()
 
     def _embedding_costs(self, passes: Passes, gradients: Mapping[str, Any]) -> dict[str, Cost]:
         """Of the embeddings, rounded to nearest; as the head too, where they are that."""
@@ -95,10 +94,10 @@ class LayerCosts:
         found = layer_costs(weight, passes.head_hessian(), gradients[head], dict.fromkeys(types))
         return {type: cost + found[type] for type, cost in costs.items()}
 
-    def _layer_costs(self, layer: Calibrated, gradients: torch.Tensor | None) -> dict[str, Cost]:
+    def _layer_costs(self, layer: LayerInput, gradients: torch.Tensor | None) -> dict[str, Cost]:
         from bridge.quantize import superblocks
         from bridge.quantize.budget.sensitivity import Cost, layer_costs
-        from bridge.quantize.walk import Calibrated
+        from bridge.quantize.walk import LayerInput
 
         types = self.types[layer.name]
         if gradients is None or not layer.hessian.tokens:  # an expert that no token reached
@@ -107,18 +106,11 @@ class LayerCosts:
 
         def rounded(rows: torch.Tensor, type: str) -> torch.Tensor:
             method = self.settings.quantizer(superblocks(type))
-            return method.layer(Calibrated(layer.name, rows, layer.hessian), columns)[0]
+            return method.layer(LayerInput(layer.name, rows, layer.hessian), columns)[0]
 
         def calibrated(type: str) -> bool:
             return type in BLOCKS and not (layer.name == self.ends[1] and type == "Q8_0")
 
         methods = {type: rounded if calibrated(type) else None for type in types}
         costs = layer_costs(layer.weight, layer.hessian, gradients, methods, layer.hessian.mean_squares())
-        return costs | {type: Cost(0.0, 0.0) for type in types if self._keeps_codes(layer.name, type)}
-
-    def _keeps_codes(self, module: str, type: str) -> bool:
-        """Whether a layer loses nothing in a type."""
-        from bridge.encode.type_choice import keeps_codes
-
-        part = self.parts[module]
-        return type in BLOCKS and self.source.coded(part) and keeps_codes(self.source.grouped(part), BLOCKS[type])
+        return costs | {type: Cost(0.0, 0.0) for type in types if self.carries(layer.name, type)}

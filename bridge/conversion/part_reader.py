@@ -1,9 +1,9 @@
-"""A planned tensor's codes or floats as the checkpoint has them, with rows and columns in the GGUF's order."""
+"""Reads a tensor's codes or floats from the checkpoint, with rows and columns in the GGUF's order."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -12,23 +12,23 @@ import numpy as np
 
 from bridge.checkpoint import Checkpoint
 from bridge.errors import BridgeError
-from bridge.models.outline import Part, PlannedTensor
+from bridge.models.outline import ModelTensor, Part
+from bridge.system.row_threads import chunks
 
 if TYPE_CHECKING:
     from bridge.checkpoint.grouped import CodedTensor
 
-_CHUNK_WEIGHTS = 1 << 22  # float rows read at a time
 _WINDOW = 16  # rows of a sample that stand together: a cache line of GPTQ's words
 _WINDOWS = 3  # first, middle, last
 
 
 @dataclass
-class Source:
+class PartReader:
     """Reads the parts of planned tensors from a checkpoint."""
 
     ckpt: Checkpoint
 
-    def check(self, tensors: list[PlannedTensor]) -> None:
+    def check(self, tensors: Sequence[ModelTensor]) -> None:
         """BridgeError where a part is missing, or smaller than planned. A larger one may be padded with zeros."""
         for part in (part for t in tensors for part in t.parts):
             if part.source not in self.ckpt.tensors and not self._module(part):
@@ -50,7 +50,7 @@ class Source:
         """For people: the dtype of a part that is floats here; "codes" where it is made of them."""
         return "codes" if self._module(part) else self.ckpt.stored_as(part.source)
 
-    def nbytes(self, tensor: PlannedTensor) -> int:
+    def nbytes(self, tensor: ModelTensor) -> int:
         """Bytes of the tensor in the checkpoint."""
         total = 0
         for part in tensor.parts:
@@ -106,10 +106,9 @@ class Source:
             whole = self._cropped(self._read_whole(part), part)
             yield whole if part.rows is None else whole[part.rows]
             return
-        stored, step = self.ckpt.tensors[part.source].shape[0], max(1, _CHUNK_WEIGHTS // part.shape[1])
-        for start in range(0, stored, step):
-            rows = (start, min(start + step, stored))
-            chunk = self._cropped(self.ckpt.read_float(part.source, rows), part, start)
+        for rows in chunks(self.ckpt.tensors[part.source].shape[0], part.shape[1]):
+            stored = self.ckpt.read_float(part.source, (rows.start, rows.stop))
+            chunk = self._cropped(stored, part, rows.start)
             if len(chunk):
                 yield chunk
 

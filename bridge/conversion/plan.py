@@ -1,15 +1,53 @@
 """What becomes of every tensor of a model, decided before anything is written.
 
-`convert` executes a plan, `plan` and `inspect` print it.
+`bridge.conversion.planner` makes a plan, `convert` executes it, `plan` and `inspect` print it, and a user may edit it.
+Whoever wants to know what happens to a tensor reads `how`.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
+from typing import Literal
 
 from gguf.gguf_writer import GGUFValue
 
-from bridge.models.outline import PlannedTensor
+from bridge.blocks.ggml import GGML_QUANT_SIZES, GGMLQuantizationType
+from bridge.models.outline import ModelTensor, tied
+
+How = Literal["carried", "requantized", "calibrated", "rounded", "as it came"]
+"""What happens to a part of a tensor.
+
+carried      its integer codes become the GGUF's
+requantized  its codes are made floats, and these are quantized to another grid or stored
+calibrated   it is quantized with the Hessians of a text
+rounded      it came as floats, which are quantized to nearest
+as it came   it came as floats and is stored as floats
+"""
+
+
+@dataclass(frozen=True, eq=False)
+class PlannedTensor(ModelTensor):
+    """A tensor with its type.
+
+    type         a block or float type
+    how          of each part
+    reason       why that type: text for people, which nothing reads
+    limit        the most of the checkpoint's own noise that it may add; None: whatever it adds
+    quantizable  whether a type was chosen for it; norms, biases, routers and a template's tensors have one type only
+    """
+
+    type: str = field(kw_only=True)
+    how: tuple[How, ...] = ()
+    reason: str = ""
+    limit: float | None = None
+    quantizable: bool = True
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in the GGUF."""
+        size, nbytes = GGML_QUANT_SIZES[GGMLQuantizationType[self.type]]
+        return math.prod(self.shape) // size * nbytes
 
 
 @dataclass(eq=False)
@@ -17,10 +55,10 @@ class Plan:
     """A whole GGUF, or its shards: every tensor with its type.
 
     metadata, stop, notes  as in Outline, general.file_type among the keys
-    template        path of the GGUF that tensors are kept from, if any
+    template        path of the GGUF that tensors are taken from, if any
     imatrix         path of the importance matrix for tensors that are quantized from floats, if any
     split_max_size  bytes of tensor data in a shard; None for one file
-    detect_lattice  floats on a hidden grid are taken for codes
+    detect_lattice  whether floats on a hidden grid are taken for codes
     curve           (bytes of the file, estimated KL divergence in nats a token) of other sizes, from a size budget
     """
 
@@ -38,3 +76,8 @@ class Plan:
     def arch(self) -> str:
         """The GGUF architecture."""
         return str(self.metadata["general.architecture"].value)
+
+    @property
+    def tied(self) -> bool:
+        """Whether the embeddings are the output head too."""
+        return tied(self.tensors)

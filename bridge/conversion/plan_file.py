@@ -1,13 +1,15 @@
 """A plan as a JSON file, to be read, edited (a type changed) and executed, on another machine too.
 
-    {"gguf_bridge_plan": 1, "checkpoint": ..., "template": ..., "imatrix": ..., "split_max_size": ...,
+    {"gguf_bridge_plan": 2, "checkpoint": ..., "template": ..., "imatrix": ..., "split_max_size": ...,
      "curve": [[bytes, KL divergence], ...],
-     "tensors": [{"name", "type", "reason", "limit", "shape", "parts": [{"source", "shape", "rows", ...}]}, ...],
+     "tensors": [{"name", "type", "how", "reason", "limit", "shape", "parts": [{"source", "shape", "rows", ...}]}, ...],
      "metadata": {"llama.block_count": ["UINT32", 32], "tokenizer.ggml.tokens": ["ARRAY", [...], "STRING"], ...},
      "orders": [[0, 64, 1, 65, ...], ...]}
 
-`rows` and `columns` are numbers of the lists in `orders`, of which each stands there once. Values that no checkpoint
-stores are in "values"; a tensor that is the template's is read from the template again.
+"how" is what happens to the tensor, or to each of its parts; it and "limit" are those of "planned_type". Where "type"
+was edited, how the tensor gets there is decided when the plan is executed. `rows` and `columns` are indices into
+`orders`, where each list is stored once. Values that no checkpoint stores are in "values"; a tensor of the template is
+read from the template again.
 """
 
 from __future__ import annotations
@@ -15,20 +17,21 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 from gguf import GGUFValueType
 from gguf.gguf_writer import GGUFValue
 
 from bridge.blocks import TYPES
-from bridge.conversion.plan import Plan
+from bridge.conversion.plan import How, Plan, PlannedTensor
 from bridge.conversion.recipe import FLOAT_TYPES
 from bridge.errors import BridgeError
-from bridge.models.outline import CHANGES, FROM_TEMPLATE, Part, PlannedTensor
+from bridge.models.outline import CHANGES, OutlineTensor, Part
 from bridge.system.files import read_json, write_text
 
-_VERSION = 1
+_VERSION = 2
+_EXECUTED = set(get_args(How)) - {"calibrated"}  # which --calibrate makes of others
 
 
 class _Orders:
@@ -71,10 +74,13 @@ def save_plan(plan: Plan, checkpoint: str, path: Path) -> None:
 
 
 def _tensor_entry(t: PlannedTensor, orders: _Orders) -> dict[str, Any]:
-    entry: dict[str, Any] = {"name": t.name, "type": t.type, "reason": t.reason, "limit": t.limit, "shape": t.shape}
+    how = t.how[0] if len(set(t.how)) == 1 else list(t.how) or None
+    entry: dict[str, Any] = {"name": t.name, "type": t.type, "how": how, "reason": t.reason, "limit": t.limit}
+    entry |= {"planned_type": t.type if t.parts else None, "shape": t.shape}
+    entry |= {"origin": None if t.origin == "checkpoint" else t.origin, "fixed": None if t.quantizable else True}
     if t.parts:
         entry["parts"] = [_part_entry(part, orders) for part in t.parts]
-    elif t.reason != FROM_TEMPLATE:
+    elif t.origin != "template":
         entry["values"] = np.asarray(t.data, np.float32).reshape(-1).tolist()
     return {key: value for key, value in entry.items() if value is not None}
 
@@ -99,22 +105,24 @@ def _plain(value: Any) -> Any:
 
 
 def load_plan(path: Path) -> tuple[Plan, str]:
-    """The plan of a file, and the checkpoint that it names.
+    """The plan of a file, and the checkpoint that it names. Tensors whose type was edited have no `how` yet.
 
-    Raises BridgeError where the file is no plan, or an entry of it cannot be executed; the entry is named.
+    Raises BridgeError where the file is not a plan, or an entry of it cannot be executed; the entry is named.
     """
     record = read_json(path)
     if record.get("gguf_bridge_plan") != _VERSION:
-        raise BridgeError(f"{path}: is no plan of this version; make one with `gguf-bridge plan CHECKPOINT -o {path}`")
+        raise BridgeError(
+            f"{path}: is not a plan of this version; make one with `gguf-bridge plan CHECKPOINT -o {path}`"
+        )
     where = "the head"
     try:
         orders = [np.array(order, np.int64) for order in record["orders"]]
         template = record.get("template")
-        kept = _template_tensors(template) if template else {}
+        stored = _template_tensors(template) if template else {}
         tensors = []
         for number, entry in enumerate(record["tensors"]):
             where = f"tensor {entry.get('name', number)}"
-            tensors.append(_tensor(entry, orders, kept))
+            tensors.append(_tensor(entry, orders, stored))
         metadata = {}
         for key, (kind, value, *sub) in record["metadata"].items():
             where = f"the key {key}"
@@ -134,27 +142,44 @@ def load_plan(path: Path) -> tuple[Plan, str]:
         raise BridgeError(f"{path}: {where} cannot be understood ({type(problem).__name__}: {problem})") from None
 
 
-def _template_tensors(template: str) -> dict[str, Any]:
-    from bridge.models.template import kept_tensors
+def _template_tensors(template: str) -> dict[str, OutlineTensor]:
+    from bridge.models.template import template_tensors
 
-    return kept_tensors(template)
+    return template_tensors(template)
 
 
-def _tensor(entry: dict[str, Any], orders: list[np.ndarray], kept: dict[str, PlannedTensor]) -> PlannedTensor:
+def _tensor(entry: dict[str, Any], orders: list[np.ndarray], stored: dict[str, OutlineTensor]) -> PlannedTensor:
     name, shape, type_ = entry["name"], tuple(entry["shape"]), entry["type"]
-    if entry.get("reason") == FROM_TEMPLATE:
-        found = kept[name]
-        if (found.type, found.shape) != (type_, shape):
-            raise ValueError(f"the template has it as {found.type} {list(found.shape)}")
-        return found
+    reason, origin = entry.get("reason", ""), entry.get("origin", "checkpoint")
+    if origin == "template":
+        found = stored[name]
+        if (found.fixed_type, found.shape) != (type_, shape):
+            raise ValueError(f"the template has it as {found.fixed_type} {list(found.shape)}")
+        return PlannedTensor(
+            name, shape, data=found.data, origin="template", type=type_, reason=reason, quantizable=False
+        )
     if type_ not in TYPES and type_ not in FLOAT_TYPES:
-        raise ValueError(f"type {type_!r}; known: {', '.join((*TYPES, *FLOAT_TYPES))}")
+        raise ValueError(f"unknown type {type_!r}: choose one of {', '.join((*TYPES, *FLOAT_TYPES))}")
     if type_ in TYPES and shape[-1] % TYPES[type_].size:
         raise ValueError(f"rows of {shape[-1]} do not hold whole {type_} blocks of {TYPES[type_].size}")
-    tensor = PlannedTensor(name, shape, type=type_, reason=entry.get("reason", ""), limit=entry.get("limit"))
+    tensor = PlannedTensor(
+        name, shape, origin=origin, type=type_, reason=reason, limit=entry.get("limit"),
+        quantizable=not entry.get("fixed"),
+    )  # fmt: skip
     if "values" in entry:
         return replace(tensor, data=np.array(entry["values"], np.float32).reshape(shape))
-    return replace(tensor, parts=tuple(_part(part, orders) for part in entry["parts"]))
+    parts = tuple(_part(part, orders) for part in entry["parts"])
+    return replace(tensor, parts=parts, how=_how(entry, len(parts)))
+
+
+def _how(entry: dict[str, Any], parts: int) -> tuple[How, ...]:
+    """What happens to each part; () where the type is another than the one that was planned."""
+    if entry.get("planned_type") != entry["type"]:
+        return ()
+    found: list[Any] = [entry["how"]] * parts if isinstance(entry["how"], str) else list(entry["how"])
+    if len(found) != parts or not set(found) <= _EXECUTED:
+        raise ValueError(f"how is {entry['how']!r}, not one of {', '.join(sorted(_EXECUTED))} for each part")
+    return tuple(found)
 
 
 def _part(entry: dict[str, Any], orders: list[np.ndarray]) -> Part:
@@ -165,7 +190,7 @@ def _part(entry: dict[str, Any], orders: list[np.ndarray]) -> Part:
         if order.shape != (size,) or order.min(initial=0) < 0 or order.max(initial=0) >= beyond:
             raise ValueError(f"{name} of {entry['source']} are not {size} numbers below {beyond}")
     if entry.get("change") not in (None, *CHANGES):
-        raise ValueError(f"the change {entry['change']!r}; known: {', '.join(CHANGES)}")
+        raise ValueError(f"unknown change {entry['change']!r}: choose one of {', '.join(CHANGES)}")
     return Part(
         entry["source"], shape, found.get("rows"), found.get("columns"), entry.get("matrix"),
         tuple(stored) if stored is not None else None, entry.get("change"),

@@ -1,7 +1,8 @@
-"""Makes plans: a family's or a template's outline, with the checkpoint's data looked at and every type chosen.
+"""Makes plans: a family's or a template's outline, with the checkpoint's data looked at, every type chosen, and what
+happens to every part.
 
-Types are chosen on sampled rows, where that is clear, and confirmed when the whole tensor is converted
-(`bridge.conversion.executor`).
+Both are judged by sampled rows where those tell, else by all rows. A type is confirmed when the whole tensor has been
+converted (`holds`), and chosen again on all rows where it does not hold.
 """
 
 from __future__ import annotations
@@ -10,24 +11,30 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import numpy as np
 from gguf import GGML_QUANT_VERSION, GGUFValueType, LlamaFileType
 from gguf.gguf_writer import GGUFValue
 
-from bridge.blocks import FP4, MXFP4, NVFP4, Q2_0, BlockType
+from bridge.blocks import FP4, MXFP4, NVFP4, Q2_0, TYPES, BlockType
 from bridge.checkpoint import Checkpoint
 from bridge.conversion.importance import Importance
-from bridge.conversion.part_reader import Source
-from bridge.conversion.plan import Plan
-from bridge.conversion.recipe import PRESETS, Q2_0_SINCE, Recipe, TensorPlace, block_type
+from bridge.conversion.options import PlanOptions
+from bridge.conversion.part_reader import PartReader
+from bridge.conversion.plan import How, Plan, PlannedTensor
+from bridge.conversion.recipe import PRESETS, Q2_0_SINCE, Recipe, TensorPlace
+from bridge.encode.carry import Fidelity, obstacle
+from bridge.encode.type_choice import Choice, carries, choose, must_carry
 from bridge.errors import BridgeError
-from bridge.models.outline import BESIDE_NVFP4, Outline, Part, PlannedTensor, number
+from bridge.models.outline import ModelTensor, Outline, OutlineTensor, Part, number, tied
 from bridge.system.cpus import usable_cpus
+from bridge.system.progress import Progress
 
 if TYPE_CHECKING:
     from bridge.checkpoint.grouped import CodedTensor
+
+AnyTensor = TypeVar("AnyTensor", bound=ModelTensor)
 
 _ROWS = 1024  # of a matrix, looked at together
 # the tensors whose scale llama.cpp's graph multiplies by (build 11549): others' are loaded, and left unused
@@ -67,7 +74,7 @@ def outline_of(ckpt: Checkpoint, pre: str | None = None, template: str | Path | 
             raise BridgeError(f"{name}: llama.cpp's {arch} has no such tensor, and it is not zero; it cannot be kept")
     left_out = {name for name in outline.optional if not ckpt.read_float(name).any()}
     outline.tensors = [t for t in outline.tensors if t.source not in left_out]
-    Source(ckpt).check(outline.tensors)
+    PartReader(ckpt).check(outline.tensors)
     outline.tensors = _folded(ckpt, outline)
     return outline
 
@@ -113,7 +120,7 @@ def _weight(ckpt: Checkpoint, name: str) -> _Weight | None:
     return _Weight(info.shape, lambda start, stop: ckpt.read_float(info.name, (start, stop)))
 
 
-def _folded(ckpt: Checkpoint, outline: Outline) -> list[PlannedTensor]:
+def _folded(ckpt: Checkpoint, outline: Outline) -> list[OutlineTensor]:
     """The tensors with act-order undone where it can be: a consumer's columns and its producers' rows permuted."""
     widths = {part.module: part.shape[-1] for t in outline.tensors for part in t.parts}
     heights = {part.module: part.shape[0] for t in outline.tensors for part in t.parts}
@@ -141,177 +148,237 @@ def _folded(ckpt: Checkpoint, outline: Outline) -> list[PlannedTensor]:
 
 def make_plan(
     ckpt: Checkpoint,
-    recipe: Recipe,
+    options: PlanOptions,
     importance: Importance,
-    *,
-    pre: str | None = None,
-    template: str | Path | None = None,
-    split_max_size: int | None = None,
-    threads: int | None = None,
-    progress: Callable[[int, int, str], None] | None = None,
+    calibrated: bool = False,
+    progress: Progress | None = None,
 ) -> Plan:
-    """What becomes of a checkpoint: every tensor with its type. Raises BridgeError as `bridge.convert` does."""
-    outline = outline_of(ckpt, pre, template)
+    """What becomes of a checkpoint: every tensor with its type. Raises BridgeError as `bridge.convert` does.
+
+    calibrated  whether floats and codes that cannot be carried will be quantized with a text
+    """
+    outline = outline_of(ckpt, options.pre, options.template)
     importance.check(outline.tensors)
-    chooser = _Chooser(Source(ckpt), recipe, importance, outline)
-    recipe.check([t.name for t in outline.tensors if t.type is None])
-    done, total = 0, sum(len(t.parts) for t in outline.tensors)
-    tensors: list[PlannedTensor] = []
-    with ThreadPoolExecutor(max_workers=threads or usable_cpus(), thread_name_prefix="plan") as pool:
-        try:
-            for tensor in pool.map(chooser.chosen, outline.tensors):
-                tensors.append(tensor)
-                done += len(tensor.parts)
-                if progress:
-                    progress(done, total, tensor.name)
-        except BaseException:
-            pool.shutdown(cancel_futures=True)
-            raise
-    tensors = with_factors(ckpt, tensors)
+    planner = Planner(ckpt, options, importance, outline, calibrated)
+    options.check([t.name for t in outline.tensors if t.fixed_type is None])
+    tensors = planner.each(planner.planned, outline.tensors, progress)
     metadata = dict(outline.metadata)
     metadata["general.quantization_version"] = GGUFValue(GGML_QUANT_VERSION, GGUFValueType.UINT32)
-    metadata["general.file_type"] = GGUFValue(_file_type(recipe, tensors), GGUFValueType.UINT32)
+    metadata["general.file_type"] = GGUFValue(_file_type(options, tensors), GGUFValueType.UINT32)
     notes = [*ckpt.notes, *outline.notes]
-    if any(t.type == "Q2_0" for t in tensors) and recipe.uses_q2_0 is None:
-        notes.append(
-            f"Q2_0 is known to llama.cpp since build {Q2_0_SINCE} (July 2026): earlier ones cannot load this file"
-        )
+    if any(t.type == "Q2_0" for t in tensors) and options.uses_q2_0 is None:
+        notes.append(f"llama.cpp has Q2_0 since build {Q2_0_SINCE} (July 2026): earlier ones cannot load this file")
     if outline.unused:
         notes.append(f"not needed in GGUF and left out: {', '.join(outline.unused)}")
     return Plan(
-        metadata, tensors, outline.stop, notes, None if template is None else str(template), importance.path,
-        split_max_size,
-    )  # fmt: skip
+        metadata,
+        tensors,
+        outline.stop,
+        notes,
+        None if options.template is None else str(options.template),
+        importance.path,
+        options.split_max_size,
+        options.detect_lattice,
+    )
 
 
-def rechosen(ckpt: Checkpoint, plan: Plan, recipe: Recipe, importance: Importance, name: str) -> Plan:
-    """The plan with the type of one tensor chosen on all its rows: what was chosen on a sample did not hold."""
-    chooser = _Chooser(Source(ckpt), recipe, importance, plan)
-    tensors = [chooser.chosen(t, whole=True) if t.name == name else t for t in plan.tensors]
-    return replace(plan, tensors=with_factors(ckpt, tensors))
-
-
-def retyped(ckpt: Checkpoint, plan: Plan, recipe: Recipe, types: Mapping[str, tuple[str, str]]) -> Plan:
-    """The plan with other types for some tensors: by name, the type and the reason."""
-    tensors = [
-        replace(t, type=types[t.name][0], reason=types[t.name][1], limit=None) if t.name in types else t
-        for t in plan.tensors
-    ]
-    tensors = with_factors(ckpt, tensors)
-    file_type = GGUFValue(_file_type(recipe, tensors), GGUFValueType.UINT32)
-    return replace(plan, tensors=tensors, metadata={**plan.metadata, "general.file_type": file_type})
-
-
-def with_factors(ckpt: Checkpoint, tensors: Sequence[PlannedTensor]) -> list[PlannedTensor]:
-    """The tensors, and after each that is NVFP4 the scale of the whole of it, and of its input, that llama.cpp takes
-    beside it: "blk.0.attn_q.scale", one number or one an expert. A scale of 1 is left out."""
+def tensors_to_write(ckpt: Checkpoint, plan: Plan) -> list[PlannedTensor]:
+    """A plan's tensors, and after each that is NVFP4 the scale of the whole of it, and of its input, that llama.cpp
+    multiplies by: "blk.0.attn_q.scale", one number or one an expert. A scale of 1 is left out."""
     found = []
-    for tensor in (t for t in tensors if t.reason != BESIDE_NVFP4):
+    for tensor in plan.tensors:
         found.append(tensor)
         if tensor.type != "NVFP4":
             continue
         count = tensor.shape[0] if len(tensor.shape) == 3 else 1
-        factors = [ckpt.factors(part.module) for part in tensor.parts][:count]
+        scales = [ckpt.tensor_scales(part.module) for part in tensor.parts][:count]
         for key in ("scale", "input_scale"):
-            values = np.array([f[key] for f in factors if key in f], np.float32)
+            values = np.array([s[key] for s in scales if key in s], np.float32)
             if len(values) == count and (key != "scale" or (values != 1).any()):
                 name = f"{tensor.name.removesuffix('.weight')}.{key}"
-                found.append(PlannedTensor(name, (count,), data=values, type="F32", reason=BESIDE_NVFP4))
+                found.append(PlannedTensor(name, (count,), data=values, origin="scale", type="F32", quantizable=False))
     return found
 
 
-@dataclass
-class _Chooser:
-    """Chooses types for one checkpoint."""
+def holds(tensor: PlannedTensor, fidelity: Fidelity | None) -> bool:
+    """Whether a converted tensor adds no more than the plan lets it, and has kept the codes that it was to carry."""
+    if tensor.limit is None or fidelity is None or "calibrated" in tensor.how:
+        return True
+    lost = (
+        must_carry(tensor.limit)
+        and fidelity.kept < fidelity.weights
+        and not (fidelity.kept and TYPES[tensor.type].clips)
+    )
+    return fidelity.share <= tensor.limit and not lost
 
-    source: Source
-    recipe: Recipe
+
+@dataclass
+class Planner:
+    """Chooses types for one checkpoint, and what happens to each part.
+
+    model       the outline or plan whose metadata and tensors describe the model
+    calibrated  see `make_plan`
+    """
+
+    ckpt: Checkpoint
+    options: PlanOptions
     importance: Importance
-    outline: Outline | Plan
+    model: Outline | Plan
+    calibrated: bool = False
 
     def __post_init__(self) -> None:
-        metadata = self.outline.metadata
+        metadata = self.model.metadata
         heads = number(metadata, "attention.head_count", 1)
+        self.reader = PartReader(self.ckpt)
         self._layers = number(metadata, "block_count")
         self._gqa = heads // max(1, number(metadata, "attention.head_count_kv", heads))
         self._experts = number(metadata, "expert_count")
-        self._tied = all(t.name != "output.weight" for t in self.outline.tensors)
+        self._tied = tied(self.model.tensors)
 
-    def chosen(self, tensor: PlannedTensor, whole: bool = False) -> PlannedTensor:
-        """The tensor with its type; `whole`: all rows are looked at, even where its type was chosen before."""
-        if tensor.type is not None and not whole:
-            return tensor
-        from bridge.encode.type_choice import choose
+    def each(
+        self,
+        work: Callable[[AnyTensor], PlannedTensor],
+        tensors: Sequence[AnyTensor],
+        progress: Progress | None = None,
+    ) -> list[PlannedTensor]:
+        """`work` of every tensor, several at a time."""
+        done, total = 0, sum(len(t.parts) for t in tensors)
+        found: list[PlannedTensor] = []
+        workers = self.options.threads or usable_cpus()
+        with ThreadPoolExecutor(max_workers=workers, thread_name_prefix="plan") as pool:
+            try:
+                for tensor in pool.map(work, tensors):
+                    found.append(tensor)
+                    done += len(tensor.parts)
+                    if progress:
+                        progress(done, total, tensor.name)
+            except BaseException:
+                pool.shutdown(cancel_futures=True)
+                raise
+        return found
 
+    def planned(self, tensor: OutlineTensor) -> PlannedTensor:
+        """The tensor with its type."""
+        if tensor.fixed_type is not None:
+            return self._with(tensor, Choice(tensor.fixed_type, _reason(tensor)), quantizable=False)
+        return self._with(tensor, self._choice(tensor, whole=False))
+
+    def chosen_again(self, tensor: PlannedTensor) -> PlannedTensor:
+        """The tensor with a type chosen on all its rows: the one that sampled rows suggested did not hold."""
+        return self._with(tensor, self._choice(tensor, whole=True))
+
+    def with_type(self, tensor: PlannedTensor, type: str, reason: str, limit: float | None = None) -> PlannedTensor:
+        """The tensor in another type."""
+        return self._with(tensor, Choice(type, reason, limit), quantizable=tensor.quantizable)
+
+    def retyped(self, plan: Plan, types: Mapping[str, tuple[str, str]]) -> Plan:
+        """The plan with other types for some tensors: by name, the type and the reason."""
+        tensors = [self.with_type(t, *types[t.name]) if t.name in types else t for t in plan.tensors]
+        file_type = GGUFValue(_file_type(self.options, tensors), GGUFValueType.UINT32)
+        return replace(plan, tensors=tensors, metadata={**plan.metadata, "general.file_type": file_type})
+
+    def carries(self, tensor: ModelTensor, number: int, type: str) -> bool:
+        """Whether one of a tensor's parts keeps its codes in a type."""
+        part, block = tensor.parts[number], TYPES.get(type)
+        if block is None or not self.reader.coded(part):
+            return False
+        return carries(
+            lambda sampled: self.reader.sample(part) if sampled else self.reader.grouped(part),
+            block,
+            self.importance.of(tensor, number),
+        )
+
+    def _with(self, tensor: ModelTensor, choice: Choice, quantizable: bool = True) -> PlannedTensor:
+        how = tuple(self._how(tensor, i, choice) for i in range(len(tensor.parts)))
+        return PlannedTensor(
+            tensor.name, tensor.shape, tensor.parts, tensor.data, tensor.origin, type=choice.type, how=how,
+            reason=choice.reason, limit=choice.limit, quantizable=quantizable,
+        )  # fmt: skip
+
+    def _how(self, tensor: ModelTensor, number: int, choice: Choice) -> How:
+        """What happens to a part."""
+        block = TYPES.get(choice.type)
+        if not self.reader.coded(tensor.parts[number]):
+            return "as it came" if block is None else "rounded"
+        if block is not None and (must_carry(choice.limit) or self.carries(tensor, number, choice.type)):
+            return "carried"
+        return "requantized"
+
+    def _choice(self, tensor: ModelTensor, whole: bool) -> Choice:
+        """The type of a tensor; `whole`: judged by all rows."""
         place = self._place(tensor)
-        coded = [part for part in tensor.parts if self.source.coded(part)]
+        coded = [part for part in tensor.parts if self.reader.coded(part)]
         if not coded:
-            return replace(tensor, type=self.recipe.wanted(place, as_codes=False).type, reason="came as floats")
+            wanted = self.options.wanted(place, as_codes=False, calibrated=self.calibrated)
+            return Choice(str(wanted.type), "came as floats")
         samples: list[tuple[CodedTensor, np.ndarray | None]] = []
-        wanted = self.recipe.wanted(place, as_codes=True)
-        if wanted.mode != "forced" or self.recipe.actorder_type:
-            samples += self._look(tensor, sampled=True)
-            wanted = self.recipe.wanted(place, as_codes=True, act_order=any(not t.sequential for t, _ in samples))
-        if wanted.mode == "forced" and block_type(str(wanted.type)) is None:
-            return replace(tensor, type=wanted.type, reason="as floats")
-        asked = None if wanted.type is None else block_type(wanted.type)
+        wanted = self.options.wanted(place, as_codes=True)
+        if wanted.mode != "forced" or self.options.actorder_type:
+            samples += self._read_parts(tensor, sampled=True)
+            wanted = self.options.wanted(place, as_codes=True, act_order=any(not t.sequential for t, _ in samples))
+        asked = TYPES.get(str(wanted.type))
+        if wanted.mode == "forced" and asked is None:
+            return Choice(str(wanted.type), "as floats")
 
-        def look(sampled: bool) -> Iterator[tuple[CodedTensor, np.ndarray | None]]:
-            return iter(samples) if sampled and not whole else self._look(tensor, sampled=False)
+        def read_parts(sampled: bool) -> Iterator[tuple[CodedTensor, np.ndarray | None]]:
+            return iter(samples) if sampled and not whole else self._read_parts(tensor, sampled=False)
 
         if asked is not None and wanted.mode == "forced" and asked.name in FP4:
-            self._check_fp4(tensor, asked.name, [t for t, _ in samples or self._look(tensor, sampled=True)])
-        choice = choose(wanted.mode, asked, look, tensor.shape[-1], self._special(tensor, wanted.mode))
-        return replace(tensor, type=choice.type, reason=choice.reason, limit=choice.limit)
+            self._check_fp4(tensor, asked.name, [t for t, _ in samples or self._read_parts(tensor, sampled=True)])
+        return choose(wanted.mode, asked, read_parts, tensor.shape[-1], self._extra_types(tensor, wanted.mode))
 
-    def _look(self, tensor: PlannedTensor, sampled: bool) -> Iterator[tuple[CodedTensor, np.ndarray | None]]:
+    def _read_parts(self, tensor: ModelTensor, sampled: bool) -> Iterator[tuple[CodedTensor, np.ndarray | None]]:
         """A tensor's parts that are codes, with the importance of their columns; or some rows of some of them."""
-        coded = [i for i, part in enumerate(tensor.parts) if self.source.coded(part)]
+        coded = [i for i, part in enumerate(tensor.parts) if self.reader.coded(part)]
         if sampled:
             coded = sorted({coded[0], coded[len(coded) // 2], coded[-1]})[:_SAMPLED_PARTS]
         for i in coded:
             part = tensor.parts[i]
-            yield self.source.sample(part) if sampled else self.source.grouped(part), self.importance.of(tensor, i)
+            yield self.reader.sample(part) if sampled else self.reader.grouped(part), self.importance.of(tensor, i)
 
-    def _special(self, tensor: PlannedTensor, mode: str) -> list[BlockType]:
+    def _extra_types(self, tensor: ModelTensor, mode: str) -> list[BlockType]:
         """The types beyond BLOCKS that the tensor may become, the smallest first."""
-        known = self.recipe.uses_q2_0
+        known = self.options.uses_q2_0
         q2_0 = [Q2_0] if known or (known is None and mode == "exact") else []
         fp4 = (
             [MXFP4, *([NVFP4] if self._holds_nvfp4(tensor) else [])]
-            if all(map(self.source.coded, tensor.parts))
+            if all(map(self.reader.coded, tensor.parts))
             else []
         )
         return [*q2_0, *fp4]
 
-    def _holds_nvfp4(self, tensor: PlannedTensor) -> bool:
+    def _holds_nvfp4(self, tensor: ModelTensor) -> bool:
         """Whether llama.cpp has a place for the scales of all parts and computes with them: one for a matrix, one an
         expert, none for an embedding."""
-        factors = [self.source.ckpt.factors(part.module) for part in tensor.parts if self.source.coded(part)]
+        factors = [self.ckpt.tensor_scales(part.module) for part in tensor.parts if self.reader.coded(part)]
         scales = [f.get("scale", 1.0) for f in factors]
         if all(scale == 1 for scale in scales):
             return True
-        arch = str(self.outline.metadata["general.architecture"].value)
+        arch = str(self.model.metadata["general.architecture"].value)
         if not tensor.kind.startswith(_NVFP4_SCALES.get(arch, ())):
             return False
         return len(set(scales)) == 1 or (len(tensor.shape) == 3 and len(tensor.parts) == tensor.shape[0])
 
-    def _check_fp4(self, tensor: PlannedTensor, asked: str, samples: Sequence[CodedTensor]) -> None:
+    def _check_fp4(self, tensor: ModelTensor, asked: str, samples: Sequence[CodedTensor]) -> None:
         """BridgeError where a tensor cannot become the type of 4-bit floats that is asked for."""
-        from bridge.encode.carry import why_not
-
-        reason = next((why for t in samples if (why := why_not(t, FP4[asked]))), None)
+        reason = next((why for t in samples if (why := obstacle(t, FP4[asked]))), None)
         if reason is None and asked == "NVFP4" and not self._holds_nvfp4(tensor):
             reason = "llama.cpp does not compute with its scale"
         if reason is not None:
             raise BridgeError(f"{tensor.name}: cannot become {asked}, {reason}; choose another type for it")
 
-    def _place(self, tensor: PlannedTensor) -> TensorPlace:
-        """Where a tensor stands in the model."""
+    def _place(self, tensor: ModelTensor) -> TensorPlace:
+        """Where a tensor is in the model."""
         tied = tensor.kind == "token_embd" and self._tied
         return TensorPlace(
             tensor.name, tensor.kind, tensor.layer, self._layers, self._gqa, tensor.shape[-1], tied, self._experts
         )
+
+
+def _reason(tensor: OutlineTensor) -> str:
+    """Why a tensor's type is fixed."""
+    reasons = {"config": "made from the config", "template": "the template's"}
+    return reasons.get(tensor.origin, "as it is")
 
 
 def _file_type(recipe: Recipe, tensors: Sequence[PlannedTensor]) -> int:
@@ -321,7 +388,7 @@ def _file_type(recipe: Recipe, tensors: Sequence[PlannedTensor]) -> int:
         weights: dict[str, int] = {}
         for t in tensors:
             if len(t.shape) > 1 and t.kind not in ("token_embd", "output"):
-                weights[str(t.type)] = weights.get(str(t.type), 0) + int(np.prod(t.shape))
+                weights[t.type] = weights.get(t.type, 0) + int(np.prod(t.shape))
         name = max(weights, key=lambda k: weights[k]) if weights else "F32"
     if name == "Q2_0":  # which the gguf package does not know yet
         return 41

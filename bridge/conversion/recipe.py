@@ -7,19 +7,21 @@ spends bits on codes that already fit a smaller type. A block type is taken lite
 Explicit options for single tensors win over `--type`, the most specific first: `--tensor-type REGEX=TYPE`
 (searched in the GGUF name, last match wins), then `--output-type`, `--token-embd-type`, `--actorder-type`.
 
-`--for llama.cpp@BUILD` says what the file is for. Q2_0 is known to llama.cpp since build 10015 (July 2026): `auto` uses
-it where the file is for such a build, `exact` unless it is for an earlier one.
+`--for llama.cpp@BUILD` names the build that must load the file. llama.cpp has Q2_0 since build 10015 (July 2026):
+`auto` uses it where the file is for such a build, `exact` unless it is for an earlier one.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal
 
-from bridge.blocks import BLOCKS, FP4, TYPES, BlockType
-from bridge.errors import BridgeError
+from bridge.blocks import BLOCKS, FP4, TYPES
+from bridge.encode.limits import CARRIED_LIMIT, REQUANTIZED_LIMIT
+from bridge.errors import BridgeError, parameter
+from bridge.system.options import option, pair
 
 FLOAT_TYPES = ("F32", "F16", "BF16")
 # preset -> base type of its mixture; Q2_K, Q6_K and Q8_0 are block types too
@@ -46,7 +48,7 @@ Mode = Literal["auto", "exact", "forced", "at_most"]
 
 @dataclass(frozen=True)
 class TensorPlace:
-    """Where a tensor stands in the model: what mixtures and options go by."""
+    """Where a tensor is in the model: what mixtures and options depend on."""
 
     name: str  # in the GGUF
     kind: str  # "attn_q", "ffn_down", "token_embd", "output", ...
@@ -70,52 +72,80 @@ class Wanted:
 class Recipe:
     """The options of a conversion that decide on types. Names are checked and spelled as ggml does."""
 
-    type: str = "auto"
-    output_type: str | None = None
-    token_embd_type: str | None = None
-    actorder_type: str | None = None
-    tensor_types: Sequence[tuple[str, str]] = field(default=())
-    target: str | None = None  # "llama.cpp@11549"
+    type: str = option(
+        "auto",
+        "auto: the smallest K-quant (Q8_0 for 8 bits) that carries the codes and adds under "
+        f"{CARRIED_LIMIT:.0%} of the checkpoint's own quantization noise, or where no type does, the smallest that "
+        f"adds under {REQUANTIZED_LIMIT:.0%}, Q8_0 at worst; exact: the smallest bit-exact type, auto's where there is "
+        f"none; a block type ({', '.join(TYPES)}); or a llama.cpp preset (Q4_K_M, Q3_K_L, ...): its mixture for "
+        "tensors that arrive as floats, and an upper bound for those that arrive as codes",
+        metavar="TYPE",
+    )
+    output_type: str | None = option(
+        None, "type of the output head: a block type, F16, BF16 or F32", metavar="TYPE", says="by --type"
+    )
+    token_embd_type: str | None = option(None, "type of the token embeddings", metavar="TYPE", says="by --type")
+    actorder_type: str | None = option(
+        None,
+        "type of act-order tensors, whose codes GGUF cannot hold",
+        metavar="TYPE",
+        says=f"the smallest that adds under {REQUANTIZED_LIMIT:.0%} of the noise",
+    )
+    tensor_types: Sequence[tuple[str, str]] = option(
+        (),
+        "type of the tensors whose GGUF name matches, such as 'ffn_down=Q6_K'; may be repeated, the last match wins",
+        flag="--tensor-type",
+        metavar="REGEX=TYPE",
+        parse=pair,
+    )
+    target: str | None = option(
+        None,
+        "the llama.cpp build that must be able to load the file. Since build 10015 (July 2026) llama.cpp has Q2_0, "
+        "2.25 bits per weight, which holds symmetric 2-bit codes bit for bit: auto uses it for such builds only, exact "
+        "unless an earlier one is named",
+        flag="--for",
+        metavar="llama.cpp@BUILD",
+    )
 
     def __post_init__(self) -> None:
         base = {"AUTO": "auto", "EXACT": "exact"}.get(self.type.upper(), self.type.upper())
         if base not in ("auto", "exact", *TYPES, *PRESETS):
             known = ", ".join(["auto", "exact", *TYPES, *(p for p in PRESETS if p not in TYPES)])
-            raise BridgeError(f"unknown type {self.type!r}; known: {known}")
+            raise BridgeError(f"unknown type {self.type!r}: choose one of {known}")
         object.__setattr__(self, "type", base)
-        for option in ("output_type", "token_embd_type", "actorder_type"):
-            if getattr(self, option):
-                object.__setattr__(self, option, _tensor_type(getattr(self, option)))
+        for name in ("output_type", "token_embd_type", "actorder_type"):
+            if getattr(self, name):
+                object.__setattr__(self, name, _tensor_type(getattr(self, name)))
         if self.actorder_type in FLOAT_TYPES:
-            raise BridgeError(f"--actorder-type {self.actorder_type} is not a block type; known: {', '.join(BLOCKS)}")
+            given = parameter("actorder_type", self.actorder_type)
+            raise BridgeError(f"{given}: is not a block type; choose one of {', '.join(BLOCKS)}")
         checked = []
         for pattern, name in self.tensor_types:
             try:
                 re.compile(pattern)
             except re.error as problem:
-                raise BridgeError(f"--tensor-type {pattern}={name}: not a regular expression: {problem}") from None
+                given = parameter("tensor_types", (pattern, name))
+                raise BridgeError(f"{given}: is not a regular expression: {problem}") from None
             checked.append((pattern, _tensor_type(name)))
         object.__setattr__(self, "tensor_types", tuple(checked))
         if self.target is not None and not re.fullmatch(_TARGET, self.target):
-            raise BridgeError(f"--for {self.target}: llama.cpp and its build are wanted, as in llama.cpp@11549")
+            given = parameter("target", self.target)
+            raise BridgeError(f"{given}: must be llama.cpp and its build, as in llama.cpp@11549")
         asked = (self.type, self.output_type, self.token_embd_type, self.actorder_type, *(t for _, t in checked))
         if "Q2_0" in asked and self.uses_q2_0 is False:
-            raise BridgeError(
-                f"--for {self.target}: llama.cpp knows Q2_0 since build {Q2_0_SINCE}; choose another type"
-            )
+            given = parameter("target", self.target)
+            raise BridgeError(f"{given}: llama.cpp has Q2_0 since build {Q2_0_SINCE}; choose another type")
 
     def check(self, names: Sequence[str]) -> None:
         """BridgeError where a tensor_types pattern matches none of the tensors that can be quantized, `names`."""
         for pattern, name in self.tensor_types:
             if not any(re.search(pattern, n) for n in names):
-                raise BridgeError(
-                    f"--tensor-type {pattern}={name}: matches no tensor that can be quantized; "
-                    f"they are named as {names[0]}"
-                )
+                given = parameter("tensor_types", (pattern, name))
+                raise BridgeError(f"{given}: matches no tensor that can be quantized; they have names like {names[0]}")
 
     @property
     def uses_q2_0(self) -> bool | None:
-        """Whether the llama.cpp that the file is for knows Q2_0; None where it is not said."""
+        """Whether the llama.cpp that the file is for has Q2_0; None where no build is named."""
         return None if self.target is None else int(re.fullmatch(_TARGET, self.target)[1]) >= Q2_0_SINCE  # type: ignore[index]
 
     @property
@@ -124,9 +154,13 @@ class Recipe:
         given = self.output_type or self.token_embd_type or self.actorder_type or self.tensor_types
         return self.type in ("auto", "exact") and not given
 
-    def wanted(self, place: TensorPlace, as_codes: bool, act_order: bool = False) -> Wanted:
-        """The type for a 2-D tensor that arrives as codes or as floats; `act_order`: codes that cannot be carried."""
-        explicit = self.explicit(place)
+    def wanted(self, place: TensorPlace, as_codes: bool, act_order: bool = False, calibrated: bool = False) -> Wanted:
+        """The type for a 2-D tensor that arrives as codes or as floats.
+
+        act_order   codes that cannot be carried
+        calibrated  with a calibration text, a head of floats below Q6_K gets that, as in llama.cpp's presets
+        """
+        explicit = self.explicit(place.name, place.kind, place.tied)
         if explicit is None and act_order:
             explicit = self.actorder_type
         if explicit is not None:
@@ -138,16 +172,19 @@ class Recipe:
         if as_codes and self.type in TYPES:
             return Wanted("forced", for_rows(self.type, place.columns))
         name = _mixture(self.type, place) if self.type in PRESETS else self.type
+        is_head = place.kind == "output" or place.tied
+        if calibrated and is_head and not as_codes and BLOCKS.get(name, BLOCKS["Q6_K"]).bpw < BLOCKS["Q6_K"].bpw:
+            name = "Q6_K"
         return Wanted("at_most" if as_codes else "forced", for_rows(name, place.columns))
 
-    def explicit(self, place: TensorPlace) -> str | None:
-        """The type that an option for single tensors gives it, if one does."""
-        for pattern, name in reversed(self.tensor_types):
-            if re.search(pattern, place.name):
-                return name
-        if place.kind == "output" or (place.tied and self.output_type):  # as llama.cpp: the head's type comes first
+    def explicit(self, name: str, kind: str, tied: bool) -> str | None:
+        """The type that an option for single tensors gives a tensor, if one does; `tied`: it is the head too."""
+        for pattern, type in reversed(self.tensor_types):
+            if re.search(pattern, name):
+                return type
+        if kind == "output" or (tied and self.output_type):  # as llama.cpp: the head's type comes first
             return self.output_type
-        return self.token_embd_type if place.kind == "token_embd" else None
+        return self.token_embd_type if kind == "token_embd" else None
 
 
 def for_rows(name: str, columns: int) -> str:
@@ -159,15 +196,10 @@ def for_rows(name: str, columns: int) -> str:
     return name
 
 
-def block_type(name: str) -> BlockType | None:
-    """The block type of that name; None for F32, F16, BF16."""
-    return TYPES.get(name)
-
-
 def _tensor_type(name: str) -> str:
     upper = name.upper()
     if upper not in TYPES and upper not in FLOAT_TYPES:
-        raise BridgeError(f"unknown tensor type {name!r}; known: {', '.join((*TYPES, *FLOAT_TYPES))}")
+        raise BridgeError(f"unknown tensor type {name!r}: choose one of {', '.join((*TYPES, *FLOAT_TYPES))}")
     return upper
 
 

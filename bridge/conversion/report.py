@@ -1,4 +1,4 @@
-"""What a conversion or a verification found, per tensor, and the table that says it to a person."""
+"""What a conversion or a verification found, per tensor, and the table that shows it."""
 
 from __future__ import annotations
 
@@ -10,12 +10,14 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from bridge.errors import BridgeError
+from bridge.encode.limits import FLOAT_LIMIT, REQUANTIZED_LIMIT
+from bridge.errors import BridgeError, parameter
 from bridge.system.files import check_target, write_text
 from bridge.system.text import align, percent, size_text, summarise_notes
 
 if TYPE_CHECKING:
     from bridge.encode.carry import Fidelity
+    from bridge.models.outline import ModelTensor
 
 CARRIED = "codes carried"
 PARTLY = "codes carried in part"
@@ -27,8 +29,17 @@ CODED = (CARRIED, PARTLY, REQUANTIZED)
 
 _START = b'{\n "checkpoint": '  # of a report's file
 
-MAX_SHARE = 0.15  # of the checkpoint's own noise: the most that `--type auto` adds, but for Q8_0
-MAX_NMSE = 1e-4  # for tensors that came as floats; Q8_0 is at 3e-5
+
+@dataclass
+class Outcome:
+    """What became of a tensor: the fields of `TensorReport` that are found when it is made, or compared."""
+
+    outcome: str
+    fidelity: Fidelity | None = None
+    notes: list[str] = field(default_factory=list)
+    stored: str | None = None
+    exact_for_free: str | None = None
+    codes_missing: int = 0
 
 
 @dataclass
@@ -41,12 +52,17 @@ class TensorReport:
     type: str
     shape: tuple[int, ...]
     nbytes: int
-    how: str  # one of CARRIED, PARTLY, REQUANTIZED, CALIBRATED, FLOAT, AS_IS
+    outcome: str  # one of CARRIED, PARTLY, REQUANTIZED, CALIBRATED, FLOAT, AS_IS
     fidelity: Fidelity | None = None
     exact_for_free: str | None = None  # a bit-exact type that is no larger, where `type` is not exact
     notes: list[str] = field(default_factory=list)
     codes_missing: int = 0  # found by verify: codes that are not in the file, though its type holds them bit for bit
-    stored: str | None = None  # how a tensor of floats lies in the checkpoint: "BF16"
+    stored: str | None = None  # dtype of a tensor of floats in the checkpoint: "BF16"
+
+    @classmethod
+    def of(cls, tensor: ModelTensor, type: str, nbytes: int, outcome: Outcome) -> TensorReport:
+        """The report on a tensor of a plan or an outline that is of a type in the GGUF."""
+        return cls(tensor.name, tensor.source, tensor.kind, type, tensor.shape, nbytes, **vars(outcome))
 
     @property
     def weights(self) -> int:
@@ -55,6 +71,7 @@ class TensorReport:
     def as_dict(self) -> dict[str, object]:
         """For JSON: the fields, with what the fidelity's sums amount to."""
         row: dict[str, object] = {**asdict(self), "bpw": 8 * self.nbytes / self.weights}
+        row["how"] = row.pop("outcome")
         if self.fidelity:
             row["fidelity"] = {
                 "nmse": self.fidelity.nmse,
@@ -67,31 +84,36 @@ class TensorReport:
     @property
     def has_codes(self) -> bool:
         """Whether the tensor arrived as codes."""
-        return self.how in CODED
+        return self.outcome in CODED
 
 
-def how_kept(fidelity: Fidelity) -> str:
+def carried_outcome(fidelity: Fidelity) -> str:
     """CARRIED, PARTLY or REQUANTIZED."""
     return CARRIED if fidelity.kept == fidelity.weights else PARTLY if fidelity.kept else REQUANTIZED
 
 
-def lost_codes(tensor: str, whys: Sequence[str], fidelity: Fidelity) -> list[str]:
-    """Why a tensor could not keep all its codes: a line for each reason; `whys`: of each part, empty where it did."""
-    of = f" of its {len(whys)} parts: " if len(whys) > 1 else ""
+def lost_codes(tensor: str, reasons: Sequence[str], fidelity: Fidelity) -> list[str]:
+    """Why a tensor could not keep all its codes, a line for each reason; `reasons`: of each part, "" where it did."""
+    of = f" of its {len(reasons)} parts: " if len(reasons) > 1 else ""
     kept = f"{percent(fidelity.kept / fidelity.weights, 4)} of its codes kept" if fidelity.kept else "codes not kept"
     adds = f"adds {percent(fidelity.share)} of the checkpoint's noise"
-    counts = Counter(why for why in whys if why)
-    return [f"{tensor}: {f'{count}{of}' if of else ''}{kept}, {why}; {adds}" for why, count in counts.items()]
+    counts = Counter(filter(None, reasons))
+    return [f"{tensor}: {f'{count}{of}' if of else ''}{kept}, {reason}; {adds}" for reason, count in counts.items()]
 
 
 def beyond_auto(report: TensorReport) -> str | None:
-    """What to say of a tensor that no type holds as well as `--type auto` promises; None where one does."""
+    """A note on a tensor that no type holds as well as type auto promises; None where one does."""
     f = report.fidelity
-    if f is None or report.how == CALIBRATED or f.nmse <= MAX_NMSE or (report.has_codes and f.share <= MAX_SHARE):
+    if (
+        f is None
+        or report.outcome == CALIBRATED
+        or f.nmse <= FLOAT_LIMIT
+        or (report.has_codes and f.share <= REQUANTIZED_LIMIT)
+    ):
         return None
     return (
         f"{report.name}: is far off (NMSE {f.nmse:.2g}): its values are beyond what {report.type}'s half-precision "
-        "scales reach; if the checkpoint is sound, keep it as floats with --tensor-type REGEX=BF16"
+        f"scales reach; if the checkpoint is sound, keep it as floats with {parameter('tensor_types')} REGEX=BF16"
     )
 
 
@@ -112,17 +134,17 @@ class Report:
         """Size of the GGUF's files on disk."""
         return sum(p.stat().st_size for p in self.outputs)
 
-    def total(self, hows: Iterable[str] = CODED) -> Fidelity | None:
+    def total(self, outcomes: Iterable[str] = CODED) -> Fidelity | None:
         """The sums over all tensors that were handled in one of these ways."""
         total = None
         for t in self.tensors:
-            if t.how in hows and t.fidelity:
+            if t.outcome in outcomes and t.fidelity:
                 total = t.fidelity if total is None else total + t.fidelity
         return total
 
-    def bpw(self, hows: Iterable[str] = CODED) -> float:
+    def bpw(self, outcomes: Iterable[str] = CODED) -> float:
         """Bits per weight over the tensors that were handled in one of these ways."""
-        chosen = [t for t in self.tensors if t.how in hows]
+        chosen = [t for t in self.tensors if t.outcome in outcomes]
         weights = sum(t.weights for t in chosen)
         return 8 * sum(t.nbytes for t in chosen) / weights if weights else 0.0
 
@@ -147,7 +169,7 @@ class Report:
         groups: dict[tuple[str, str], list[TensorReport]] = {}
         for t in self.tensors:
             kind = t.kind if t.fidelity else "norms, biases and other floats"
-            groups.setdefault((kind, t.how), []).append(t)
+            groups.setdefault((kind, t.outcome), []).append(t)
         for (kind, _), members in groups.items():
             rows.append(_row(kind, members))
         coded = [t for t in self.tensors if t.has_codes]
@@ -162,22 +184,25 @@ class Report:
         lines = []
         if any(t.has_codes for t in self.tensors):
             trellis = self.checkpoint_format.startswith(("QTIP", "EXL3"))
-            whose = "codes cost on Gaussian weights" if trellis else "rounding costs, s^2/12 a weight"
-            lines.append(f"of source noise: the error beside what the checkpoint's own {whose}")
+            whose = "coding error on Gaussian weights" if trellis else "rounding error (s^2/12 per weight)"
+            lines.append(f"source noise: added error as a share of the checkpoint's own {whose}")
+        exact = parameter("type", "exact")
         free = Counter(t.exact_for_free for t in self.tensors if t.exact_for_free)
         for name, count in free.items():
-            lines.append(f"{count} of these tensors would be bit-exact at no extra size as {name}: use --exact")
+            lines.append(f"{count} of these tensors would be bit-exact at no extra size as {name}: use {exact}")
         partly = self.total([PARTLY])
         if partly:
             kept = percent(partly.kept / partly.weights, 4)
-            count = sum(t.how == PARTLY for t in self.tensors)
+            count = sum(t.outcome == PARTLY for t in self.tensors)
             lines.append(
-                f"{count} tensors kept {kept} of their codes; the others were requantized (--report says which)"
+                f"{count} tensors kept {kept} of their codes; the others were requantized (the report lists them)"
             )
-        rounded = sum(t.how == REQUANTIZED and t.fidelity is not None and t.fidelity.error > 0 for t in self.tensors)
+        rounded = sum(
+            t.outcome == REQUANTIZED and t.fidelity is not None and t.fidelity.error > 0 for t in self.tensors
+        )
         if rounded:
-            lines.append(f"{rounded} tensors could not keep their codes and were requantized (--report says which)")
-        if any(t.how == CALIBRATED for t in self.tensors):
+            lines.append(f"{rounded} tensors could not keep their codes and were requantized (the report lists them)")
+        if any(t.outcome == CALIBRATED for t in self.tensors):
             lines.append(
                 "calibrated: least error in the layers' outputs on the text; the weights' own NMSE rises for that"
             )
@@ -215,7 +240,7 @@ def _row(kind: str, members: list[TensorReport]) -> tuple[str, ...]:
     for f in fidelities[1:]:
         total = total + f
     came = "8-bit floats" if str(members[0].stored).startswith("F8") else "floats"
-    how = CALIBRATED if members[0].how == CALIBRATED else f"came as {came}"
+    how = CALIBRATED if members[0].outcome == CALIBRATED else f"came as {came}"
     kept = percent(total.kept / total.weights, 4) if members[0].has_codes else how
     error = "exact" if total.error == 0 else f"{total.nmse:.1e}"
     share = percent(total.share) if total.noise else ""

@@ -12,24 +12,24 @@ from __future__ import annotations
 
 import math
 import tempfile
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from bridge.checkpoint import Checkpoint
-from bridge.conversion.calibrate_plan import Calibration, calibration_tokens
+from bridge.blocks import TYPES
+from bridge.conversion.calibrate_plan import calibration_tokens
 from bridge.conversion.gguf_writer import file_bytes, padded
-from bridge.conversion.importance import Importance
 from bridge.conversion.layer_costs import LayerCosts
-from bridge.conversion.part_reader import Source
-from bridge.conversion.plan import Plan
-from bridge.conversion.planner import retyped
-from bridge.conversion.recipe import Recipe, TensorPlace, block_type
-from bridge.errors import BridgeError
-from bridge.models.outline import AS_IT_IS, FROM_TEMPLATE, PlannedTensor
+from bridge.conversion.options import Budget
+from bridge.conversion.part_reader import PartReader
+from bridge.conversion.plan import Plan, PlannedTensor
+from bridge.conversion.planner import Planner, tensors_to_write
+from bridge.conversion.recipe import Recipe
+from bridge.errors import BridgeError, parameter
+from bridge.quantize.settings import Calibration
 from bridge.system.text import size_text
 
 if TYPE_CHECKING:
@@ -37,38 +37,9 @@ if TYPE_CHECKING:
 
     from bridge.quantize.float_model import FloatModel
 
-Progress = Callable[[int, int, str], None]
 _GROUPS = 32  # of tensors, at most, whose estimates are checked
 _CURVE = 13  # points
 _WINDOW = 256  # tokens of a trial's sequences
-
-
-@dataclass(frozen=True)
-class Budget:
-    """How large a file may be, and what finding its types may cost.
-
-    size        bytes of the whole file
-    bpw         instead: bits for each weight of the tensors' data, the head of the file not counted
-    swaps       trial models that are measured to better the allocation, after about 30 to check the estimates
-    tokens      that trial models are measured on
-    requantize  give tensors that could keep their codes another type too, where that pays
-    plan_out    write the plan there, with the curve of KL divergence against size
-    progress    called with how many steps are done, of how many, and the last one's name
-    """
-
-    size: int | None = None
-    bpw: float | None = None
-    swaps: int = 24
-    tokens: int = 4096
-    requantize: bool = False
-    plan_out: Path | None = None
-    progress: Progress | None = field(default=None, compare=False, repr=False)
-
-    def __post_init__(self) -> None:
-        if (self.size is None) == (self.bpw is None):
-            raise BridgeError("--size and --bpw ask for different things; give one")
-        if self.bpw is not None and not 0 < self.bpw <= 32:
-            raise BridgeError(f"--bpw {self.bpw}: bits a weight, such as 4.3")
 
 
 @dataclass(frozen=True)
@@ -80,43 +51,33 @@ class _Item:
     sizes: np.ndarray
 
 
-def within_budget(
-    ckpt: Checkpoint,
-    plan: Plan,
-    recipe: Recipe,
-    source: Source,
-    importance: Importance,
-    settings: Calibration,
-    budget: Budget,
-) -> Plan:
+def within_budget(plan: Plan, planner: Planner, settings: Calibration, budget: Budget) -> Plan:
     """The plan with types that fit the budget, and notes on what that costs.
 
     Raises BridgeError where no types fit it, or all that there are leave bytes over, before anything is measured.
     """
     from bridge.quantize.float_model import FloatModel
 
-    if plan.split_max_size is not None:
-        raise BridgeError(
-            "a size budget is for one file: take --plan-out, set split_max_size there, and convert --plan"
-        )
+    ckpt, reader = planner.ckpt, planner.reader
     model = FloatModel(ckpt, device=settings.device)
-    layers = {*model.linears(), *model.ends()}
-    wanted = [t for t in plan.tensors if _is_free(t, plan, recipe, source, importance, budget)]
-    items = [_item(t, source) for t in wanted if all(part.module in layers for part in t.parts)]
+    layers = {*model.linears(), *model.embedding_and_head()}
+    wanted = [t for t in plan.tensors if _is_free(t, plan, planner.options, budget)]
+    items = [_item(t, reader) for t in wanted if all(part.module in layers for part in t.parts)]
     left = [t for t in wanted if any(part.module not in layers for part in t.parts)]
-    fixed = file_bytes(plan) - sum(padded(item.tensor.nbytes) for item in items)
-    limit = _limit(plan, budget)
+    whole = replace(plan, tensors=tensors_to_write(ckpt, plan))
+    fixed = file_bytes(whole) - sum(padded(item.tensor.nbytes) for item in items)
+    limit = _limit(whole, budget)
     least, most = (fixed + sum(int(f(item.sizes)) for item in items) for f in (np.min, np.max))
-    asked = f"--size {budget.size}" if budget.size is not None else f"--bpw {budget.bpw:g} ({limit} bytes)"
+    given = parameter("size", budget.size) if budget.bpw is None else f"{parameter('bpw', budget.bpw)} ({limit} bytes)"
     if limit < least:
-        raise BridgeError(f"{asked}: too small; the smallest file that can be made of {ckpt.path} has {least} bytes")
+        raise BridgeError(f"{given}: too small; the smallest file that can be made of {ckpt.path} has {least} bytes")
     if limit > most:
-        raise BridgeError(f"{asked}: too large; the largest file that can be made of {ckpt.path} has {most} bytes")
-    embeddings, head = model.ends()
-    ends = embeddings, embeddings if _is_tied(plan) else head
-    search = _Search(source, model, ends, settings, budget, items, limit - fixed)
-    chosen = retyped(ckpt, plan, recipe, search.types())
-    size = file_bytes(chosen)
+        raise BridgeError(f"{given}: too large; the largest file that can be made of {ckpt.path} has {most} bytes")
+    embeddings, head = model.embedding_and_head()
+    ends = embeddings, embeddings if plan.tied else head
+    search = _Search(planner, model, ends, settings, budget, items, limit - fixed)
+    chosen = planner.retyped(plan, search.types())
+    size = file_bytes(replace(chosen, tensors=tensors_to_write(ckpt, chosen)))
     assert size <= limit
     chosen.curve = search.curve(fixed)
     used = f"{size} of {limit} bytes" if limit - size else f"{size} bytes, all of them"
@@ -134,34 +95,21 @@ def _limit(plan: Plan, budget: Budget) -> int:
     return head + int(budget.bpw * sum(math.prod(t.shape) for t in plan.tensors) / 8)
 
 
-def _is_free(
-    tensor: PlannedTensor, plan: Plan, recipe: Recipe, source: Source, importance: Importance, budget: Budget
-) -> bool:
+def _is_free(tensor: PlannedTensor, plan: Plan, recipe: Recipe, budget: Budget) -> bool:
     """Whether the tensor's type is to be chosen: a matrix of floats, or of codes that it cannot keep."""
-    from bridge.encode.type_choice import keeps_codes
-
-    block = block_type(str(tensor.type))
-    if block is None or not tensor.parts or tensor.reason in (AS_IT_IS, FROM_TEMPLATE):
+    if tensor.type not in TYPES or not tensor.parts or not tensor.quantizable:
         return False
-    place = TensorPlace(tensor.name, tensor.kind, tensor.layer, 0, 1, tensor.shape[-1], _is_tied(plan))
-    if recipe.explicit(place) is not None:
+    tied = tensor.kind == "token_embd" and plan.tied
+    if recipe.explicit(tensor.name, tensor.kind, tied) is not None:
         return False
-    coded = [(number, part) for number, part in enumerate(tensor.parts) if source.coded(part)]
-    return budget.requantize or not any(
-        keeps_codes(source.grouped(part), block, importance.of(tensor, number)) for number, part in coded
-    )
+    return budget.requantize or "carried" not in tensor.how
 
 
-def _is_tied(plan: Plan) -> bool:
-    """Whether the embeddings are the output head too."""
-    return all(t.kind != "output" for t in plan.tensors)
-
-
-def _item(tensor: PlannedTensor, source: Source) -> _Item:
+def _item(tensor: PlannedTensor, reader: PartReader) -> _Item:
     """With the types that the tensor's rows fill, and the 16-bit floats that it comes as or goes into."""
     from bridge.encode.type_choice import requantizers
 
-    stored = {source.stored_as(part) for part in tensor.parts}
+    stored = {reader.stored_as(part) for part in tensor.parts}
     types = [block.name for block in requantizers(tensor.shape[-1])]
     types.append("BF16" if stored == {"BF16"} else "F16")
     sizes = [padded(replace(tensor, type=type).nbytes) for type in types]
@@ -173,7 +121,7 @@ class _Search:
 
     def __init__(
         self,
-        source: Source,
+        planner: Planner,
         model: FloatModel,
         ends: tuple[str, str],
         settings: Calibration,
@@ -189,27 +137,30 @@ class _Search:
 
         self.items, self.progress = items, budget.progress
         parts = {part.module: part for item in items for part in item.tensor.parts}
+        places = {part.module: (item.tensor, i) for item in items for i, part in enumerate(item.tensor.parts)}
         types = {part.module: item.types for item in items for part in item.tensor.parts}
         self.groups = _groups([item.tensor for item in items])
         self.done, self.steps = 0, len(parts) + len(self.groups) + budget.swaps + 2
-        tokens = calibration_tokens(source.ckpt, settings)
+        tokens = calibration_tokens(planner.ckpt, settings)
         self.probe = _probe(tokens, budget.tokens)
-        layers = LayerCosts(source, settings, parts, types, ends, self._step)
+        layers = LayerCosts(
+            lambda module, type: planner.carries(*places[module], type), settings, parts, types, ends, self._step
+        )
         with torch.no_grad(), tempfile.TemporaryDirectory(dir=settings.offload) as folder:
             passes = Passes(model, self.probe, max(1, 4096 // self.probe.shape[1]))
             layers.measure(passes, tokens)
             divergence = Divergence(passes, layers.squares.get, Path(folder), ends)
 
-            def measure(taken: np.ndarray, keep: bool) -> float:
+            def measure(taken: np.ndarray, as_new_base: bool) -> float:
                 trial = {}
                 for item, option in zip(self.items, taken.tolist(), strict=True):
                     for part in item.tensor.parts:
                         if option != FLOAT:
                             type = item.types[option]
-                            trial[part.module] = Rounded(type, layers.costs[part.module][type].left)
-                if not keep:
+                            trial[part.module] = Rounded(type, layers.costs[part.module][type].error_ratio)
+                if not as_new_base:
                     self._step("trial models")
-                return divergence.measure(trial, keep)
+                return divergence.measure(trial, as_new_base)
 
             losses = [
                 np.array([sum(layers.costs[p.module][t].loss for p in item.tensor.parts) for t in item.types])

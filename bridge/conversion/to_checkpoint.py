@@ -7,10 +7,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from bridge.checkpoint.by_name import open_by_name
+from bridge.checkpoint.files.dtypes import torch_dtype
 from bridge.checkpoint.files.hub import model_name
-from bridge.conversion.calibrate_plan import Calibration, Wish, quantize_layers
+from bridge.conversion.calibrate_plan import Wish, quantize_layers
 from bridge.conversion.paths import layers_of
 from bridge.errors import BridgeError
+from bridge.quantize.settings import Calibration
 
 if TYPE_CHECKING:
     import torch
@@ -49,7 +51,7 @@ def quantize_checkpoint(
     Raises BridgeError for anything wrong with the input, and where the format cannot hold what is asked for.
     """
     from bridge.quantize import groups
-    from bridge.quantize.awq_method import Awq
+    from bridge.quantize.awq import Awq
     from bridge.quantize.checkpoint_writer import Groups, refusal, write_checkpoint
 
     path = Path(out) if out is not None else Path(f"{model_name(str(checkpoint))}-{format}-{bits}bit")
@@ -85,10 +87,8 @@ def quantize_checkpoint(
 
 def _norms(ckpt: Checkpoint) -> torch.dtype:
     """The dtype of the norms: what AWQ changes of the floats is stored in it again."""
-    import torch
-
-    dtypes = {"F32": torch.float32, "BF16": torch.bfloat16}
-    return dtypes.get(next((i.dtype for i in ckpt.tensors.values() if len(i.shape) == 1), "F16"), torch.float16)
+    stored = next((i.dtype for i in ckpt.tensors.values() if len(i.shape) == 1), "F16")
+    return torch_dtype(stored if stored in ("F32", "BF16") else "F16")
 
 
 def _linears(ckpt: Checkpoint) -> dict[str, tuple[int, int]]:

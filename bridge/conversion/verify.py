@@ -10,29 +10,27 @@ import math
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import gguf
 import numpy as np
 
-from bridge.blocks import NEWER, TYPES
+from bridge.blocks import TYPES
 from bridge.checkpoint.by_name import open_by_name
-from bridge.conversion.converter import Progress
-from bridge.conversion.part_reader import Source
+from bridge.conversion.part_reader import PartReader
 from bridge.conversion.planner import outline_of
-from bridge.conversion.recipe import block_type
-from bridge.conversion.report import AS_IS, FLOAT, MAX_NMSE, MAX_SHARE, Report, TensorReport, how_kept, lost_codes
+from bridge.conversion.report import AS_IS, FLOAT, Outcome, Report, TensorReport, carried_outcome, lost_codes
+from bridge.encode.limits import FLOAT_LIMIT, REQUANTIZED_LIMIT
 from bridge.errors import BridgeError
-from bridge.gguf_file.shards import shards
-from bridge.models.outline import FROM_TEMPLATE, PlannedTensor
+from bridge.gguf_file.reader import StoredTensor, read_gguf
+from bridge.models.outline import OutlineTensor
 from bridge.runtime.cpu import dequantize
-from bridge.system.files import missing
+from bridge.system.progress import Progress
+from bridge.system.row_threads import chunks
 from bridge.system.text import percent
 
 if TYPE_CHECKING:
     from bridge.checkpoint.grouped import CodedTensor
-
-_CHUNK_WEIGHTS = 1 << 22
 
 
 def verify(
@@ -51,33 +49,29 @@ def verify(
     Raises BridgeError where the two do not hold the same tensors.
     """
     started = time.perf_counter()
-    files = shards(Path(gguf_path))
-    stored: dict[str, Any] = {}
-    for file in files:
-        stored.update((t.name, t) for t in read_gguf(file).tensors)
+    file = read_gguf(gguf_path)
     with open_by_name(checkpoint, config, needs_config=template is None) as ckpt:
         tensors = outline_of(ckpt, "default", template).tensors  # they alone are compared: any pre-tokenizer will do
-        source = Source(ckpt)
+        reader = PartReader(ckpt)
         beside = {f"{t.name.removesuffix('.weight')}.{key}" for t in tensors for key in ("scale", "input_scale")}
-        factors = {name: stored.pop(name) for name in beside & set(stored)}
-        _same_names(str(gguf_path), str(checkpoint), {t.name for t in tensors}, set(stored))
+        _same_names(str(gguf_path), str(checkpoint), {t.name for t in tensors}, set(file.tensors) - beside)
         reports = []
-        done, total = 0, sum(source.nbytes(t) for t in tensors)
+        done, total = 0, sum(reader.nbytes(t) for t in tensors)
         for tensor in tensors:
-            factor = factors.get(f"{tensor.name.removesuffix('.weight')}.scale")
-            reports.append(_compare(source, tensor, _Stored(stored[tensor.name], factor)))
-            done += source.nbytes(tensor)
+            stored = file.tensors[tensor.name]
+            reports.append(_compare(reader, tensor, _Stored(stored, file.scales_of(stored))))
+            done += reader.nbytes(tensor)
             if progress:
                 progress(done, total, tensor.name)
     notes = [note for t in reports for note in t.notes]
-    return Report(str(checkpoint), ckpt.format, files, reports, ckpt.nbytes, time.perf_counter() - started, notes)
+    return Report(str(checkpoint), ckpt.format, file.files, reports, ckpt.nbytes, time.perf_counter() - started, notes)
 
 
-def failures(report: Report, max_share: float | None = None, max_nmse: float = MAX_NMSE) -> list[str]:
+def failures(report: Report, max_share: float | None = None, max_nmse: float = FLOAT_LIMIT) -> list[str]:
     """A line for each tensor that lacks codes which its type holds, or is further from the checkpoint than allowed.
 
-    max_share  of the checkpoint's own quantization noise, for tensors that came as codes; None: MAX_SHARE, or for
-               those that became Q8_0, the last resort for 8-bit codes, max_nmse as well
+    max_share  of the checkpoint's own quantization noise, for tensors that came as codes; None: REQUANTIZED_LIMIT,
+               or for those that became Q8_0, the last resort for 8-bit codes, max_nmse as well
     max_nmse   squared error over squared weights, for tensors that came as floats
     """
     lines = []
@@ -85,7 +79,7 @@ def failures(report: Report, max_share: float | None = None, max_nmse: float = M
         f = t.fidelity
         if f is None:
             continue
-        allowed = MAX_SHARE if max_share is None else max_share
+        allowed = REQUANTIZED_LIMIT if max_share is None else max_share
         last_resort = max_share is None and t.type in TYPES and TYPES[t.type].last_resort and f.nmse <= max_nmse
         if t.codes_missing:
             lines.append(
@@ -99,20 +93,6 @@ def failures(report: Report, max_share: float | None = None, max_nmse: float = M
     return lines
 
 
-def read_gguf(path: Path) -> gguf.GGUFReader:
-    """Open a GGUF; BridgeError where it is not one or is damaged."""
-    if path.is_dir():
-        raise BridgeError(f"{path}: is a folder; give the GGUF first, then the checkpoint")
-    if not path.is_file():
-        raise missing(path)
-    try:
-        return gguf.GGUFReader(path)
-    except PermissionError:
-        raise BridgeError(f"{path}: may not be read; mend its permissions") from None
-    except (ValueError, IndexError, KeyError, OverflowError, OSError, UnicodeDecodeError) as problem:
-        raise BridgeError(f"{path}: not a readable GGUF file ({problem}); convert or download it again") from problem
-
-
 def _same_names(path: str, checkpoint: str, expected: set[str], stored: set[str]) -> None:
     if expected - stored:
         name = min(expected - stored)
@@ -123,102 +103,101 @@ def _same_names(path: str, checkpoint: str, expected: set[str], stored: set[str]
 
 
 class _Stored:
-    """A tensor of the file, with the scale of all of it, or of each expert, that may stand beside it."""
+    """A tensor of the file by rows, those of experts one after another, and what multiplies it.
 
-    def __init__(self, tensor: Any, factor: Any) -> None:
-        self.shape, self.tensor_type, self.n_bytes, self.data = (
-            tensor.shape, tensor.tensor_type, tensor.n_bytes, tensor.data,
-        )  # fmt: skip
-        rows = math.prod(map(int, tensor.shape[1:]))
-        values = np.ones(1, np.float32) if factor is None else factor.data.reshape(-1)
+    rows     uint8 [rows, bytes]; of a vector of floats, [values, bytes of one]
+    factors  float32 [1], or [rows, 1] where experts differ
+    """
+
+    def __init__(self, tensor: StoredTensor, scales: np.ndarray | None) -> None:
+        self.type, self.shape, self.raw = tensor.type, tensor.shape, tensor.raw
+        self.vector = len(tensor.shape) == 1
+        rows = math.prod(tensor.shape if self.vector and tensor.type in dequantize.FLOATS else tensor.shape[:-1])
+        self.rows = tensor.raw.reshape(rows, -1)
+        values = np.ones(1, np.float32) if scales is None else scales
         self.factors = np.repeat(values, rows // len(values))[:, None] if len(values) > 1 else values
 
+    def values(self, start: int, stop: int | None) -> np.ndarray:
+        """float32 rows, or values of a vector, by the gguf package."""
+        raw = self.rows[start:stop]
+        try:
+            values = gguf.quants.dequantize(raw, gguf.GGMLQuantizationType[self.type])
+        except NotImplementedError:  # a type newer than the package
+            values = dequantize.rows(self.type, raw)
+        values = values * (self.factors[start:stop] if self.factors.ndim > 1 else self.factors)
+        return values.reshape(-1) if self.vector else values
 
-def _compare(source: Source, tensor: PlannedTensor, stored: _Stored) -> TensorReport:
+
+def _compare(reader: PartReader, tensor: OutlineTensor, stored: _Stored) -> TensorReport:
     """One tensor of the file against the checkpoint's."""
+    if stored.shape != tensor.shape:
+        raise BridgeError(
+            f"{tensor.name}: shape {list(stored.shape)} in the GGUF, {list(tensor.shape)} in the checkpoint"
+        )
+    if any(reader.coded(part) for part in tensor.parts):
+        outcome = _compare_codes(reader, tensor, stored)
+    elif tensor.origin == "template":
+        assert tensor.data is not None
+        if stored.type != tensor.fixed_type or not np.array_equal(stored.raw, tensor.data):
+            raise BridgeError(f"{tensor.name}: is not the template's, from which it should have been taken")
+        outcome = Outcome(AS_IS)
+    else:
+        outcome = _compare_floats(reader, tensor, stored)
+    return TensorReport.of(tensor, stored.type, stored.raw.nbytes, outcome)
+
+
+def _compare_floats(reader: PartReader, tensor: OutlineTensor, stored: _Stored) -> Outcome:
+    """A tensor that came as floats."""
     from bridge.encode.carry import Fidelity
 
-    shape = tuple(int(n) for n in reversed(stored.shape))
-    if shape != tensor.shape:
-        raise BridgeError(f"{tensor.name}: shape {list(shape)} in the GGUF, {list(tensor.shape)} in the checkpoint")
-    name = stored.tensor_type.name
-    nbytes = int(stored.n_bytes)
-    report = TensorReport(tensor.name, tensor.source, tensor.kind, name, tensor.shape, nbytes, AS_IS)
-    if any(source.coded(part) for part in tensor.parts):
-        return _compare_codes(source, tensor, stored, report)
-    if tensor.reason == FROM_TEMPLATE:
-        assert tensor.data is not None
-        if name != tensor.type or not np.array_equal(stored.data.reshape(-1).view(np.uint8), tensor.data):
-            raise BridgeError(f"{tensor.name}: is not the template's, from which it should have been taken")
-        return report
     if tensor.data is not None:
-        pairs: Iterator[tuple[np.ndarray, np.ndarray]] = iter([(tensor.data.reshape(shape), _values(stored, 0, None))])
+        values = stored.values(0, None).reshape(tensor.shape)
+        error, signal = _sums(iter([(tensor.data.reshape(tensor.shape), values)]))
     else:
-        pairs = _float_pairs(source, tensor, stored)
-    error, signal = _sums(pairs)
-    if error or block_type(name):
-        report.how = FLOAT
-        report.fidelity = Fidelity(int(np.prod(shape)), error, signal, 0.0, 0)
-    return report
+        error, signal = _sums(_float_pairs(reader, tensor, stored))
+    if not error and stored.type not in TYPES:
+        return Outcome(AS_IS)
+    return Outcome(FLOAT, Fidelity(math.prod(tensor.shape), error, signal, 0.0, 0))
 
 
-def _compare_codes(source: Source, tensor: PlannedTensor, stored: _Stored, report: TensorReport) -> TensorReport:
+def _compare_codes(reader: PartReader, tensor: OutlineTensor, stored: _Stored) -> Outcome:
     """A tensor that came as codes, all of it or most parts. Parts that came as floats are not in its fidelity."""
-    from bridge.encode.carry import Fidelity, why_not
+    from bridge.encode.carry import Fidelity, obstacle
 
-    block = block_type(report.type)
-    whys: list[str] = []
-    at = 0
+    block = TYPES.get(stored.type)
+    reasons: list[str] = []
+    notes: list[str] = []
+    total = Fidelity(0, 0.0, 0.0, 0.0, 0)
+    at = all_missing = 0
     for part in tensor.parts:
-        if source.coded(part):
-            t = source.grouped(part)
-            report.notes += t.notes
+        if reader.coded(part):
+            t = reader.grouped(part)
+            notes += t.notes
             error, signal = _sums(_grouped_pairs(t, stored, at))
             kept, missing = _codes_kept(t, stored, at)
-            report.codes_missing += missing
-            found = Fidelity(math.prod(t.shape), error, signal, t.noise(), kept)
-            report.fidelity = found if report.fidelity is None else report.fidelity + found
-            why = f"stored as {report.type}" if block is None else why_not(t, block)
-            whys.append("" if found.kept == found.weights or not error else why or "the file has others")
+            all_missing += missing
+            total += Fidelity(math.prod(t.shape), error, signal, t.noise(), kept)
+            reason = f"stored as {stored.type}" if block is None else obstacle(t, block)
+            reasons.append("" if kept == math.prod(t.shape) or not error else reason or "the file has others")
         at += part.shape[0]
-    assert report.fidelity is not None
-    report.how = how_kept(report.fidelity)
-    report.notes += lost_codes(tensor.name, whys, report.fidelity)
-    return report
-
-
-def _rows(stored: _Stored) -> np.ndarray:
-    """The stored bytes or floats of a GGUF tensor by row; those of experts one after another."""
-    return stored.data.reshape(-1, stored.data.shape[-1]) if stored.data.ndim > 2 else stored.data
-
-
-def _values(stored: _Stored, start: int, stop: int | None) -> np.ndarray:
-    """float32 rows of a GGUF tensor, by the gguf package."""
-    data = _rows(stored)[start:stop]
-    if stored.tensor_type.name in ("F32", "F16"):
-        return data.astype(np.float32)
-    if stored.tensor_type.name in NEWER:
-        return dequantize.rows(stored.tensor_type.name, data)
-    factors = stored.factors[start:stop] if stored.factors.ndim > 1 else stored.factors
-    return np.asarray(gguf.quants.dequantize(data, stored.tensor_type) * factors, np.float32)
+    notes += lost_codes(tensor.name, reasons, total)
+    return Outcome(carried_outcome(total), total, notes, codes_missing=all_missing)
 
 
 def _grouped_pairs(t: CodedTensor, stored: _Stored, at: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """Rows of the checkpoint's and the file's weights, whose first row is `at`."""
-    if stored.data.ndim == 1:  # a matrix of one row that the GGUF has as a vector
-        yield t.dequantize(), _values(stored, 0, None).reshape(t.shape)
+    if stored.vector:  # in the GGUF; a matrix of one row in the checkpoint
+        yield t.dequantize(), stored.values(0, None).reshape(t.shape)
         return
-    step = max(1, _CHUNK_WEIGHTS // t.shape[1])
-    for start in range(0, t.shape[0], step):
-        stop = min(start + step, t.shape[0])
-        yield t.dequantize(slice(start, stop)), _values(stored, at + start, at + stop)
+    for rows in chunks(*t.shape):
+        yield t.dequantize(rows), stored.values(at + rows.start, at + rows.stop)
 
 
-def _float_pairs(source: Source, tensor: PlannedTensor, stored: _Stored) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+def _float_pairs(reader: PartReader, tensor: OutlineTensor, stored: _Stored) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     start = 0
     for part in tensor.parts:
-        for x in source.floats(part):
-            yield x, _values(stored, start, start + len(x))
+        for x in reader.floats(part):
+            yield x, stored.values(start, start + len(x))
             start += len(x)
 
 
@@ -235,23 +214,21 @@ def _codes_kept(t: CodedTensor, stored: _Stored, at: int) -> tuple[int, int]:
     """How many integer codes in the file are the checkpoint's, shifted or mirrored as the type has them; and how many
     are not, though a plain type holds them bit for bit: Q8_0 by the block, the others all or none."""
     from bridge.encode.block_bytes import unpack_codes
-    from bridge.encode.carry import carry, stored_codes, why_not
-    from bridge.encode.type_choice import in_halves
+    from bridge.encode.carry import carry, obstacle, stored_codes
+    from bridge.encode.type_choice import has_exact_fp16_scales
 
-    block = block_type(stored.tensor_type.name)
-    if block is None or why_not(t, block):
+    block = TYPES.get(stored.type)
+    if block is None or obstacle(t, block):
         return 0, 0
     if block.scales:  # scales and all, by the block
-        raw = _rows(stored)[at : at + t.shape[0]]
+        raw = stored.rows[at : at + t.shape[0]]
         same = (raw == carry(t, block).data).reshape(-1, block.nbytes).all(1)
         return int(same.sum()) * block.size, int((~same).sum()) * block.size
-    exact = not block.is_k and not block.has_min and in_halves(t)
+    exact = not block.is_k and not block.has_min and has_exact_fp16_scales(t)
     kept = missing = 0
-    step = max(1, _CHUNK_WEIGHTS // t.shape[1])
-    for start in range(0, t.shape[0], step):
-        stop = min(start + step, t.shape[0])
-        raw = _rows(stored)[at + start : at + stop]
-        codes = stored_codes(t, block, raw, slice(start, stop)).reshape(-1, block.sub)
+    for rows in chunks(*t.shape):
+        raw = stored.rows[at + rows.start : at + rows.stop]
+        codes = stored_codes(t, block, raw, rows).reshape(-1, block.sub)
         same = unpack_codes(block, raw).reshape(codes.shape) == codes
         kept += int(same.sum())
         if exact:

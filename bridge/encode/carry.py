@@ -26,7 +26,6 @@ import numpy as np
 from bridge.blocks import Q2_0, BlockType
 from bridge.checkpoint.formats.fp4 import Fp4Tensor
 from bridge.checkpoint.grouped import CodedTensor, GroupedTensor
-from bridge.checkpoint.trellis_floats import DecodedTensor
 from bridge.encode.block_bytes import packer, row_bytes
 from bridge.encode.carry_kernels import (
     add_shift_error,
@@ -82,12 +81,12 @@ class Fidelity:
 
 @dataclass(frozen=True)
 class Mapped:
-    """A tensor as GGUF blocks: `data` uint8 [out, row bytes]; `why` not all codes were kept, where that is so."""
+    """A tensor as GGUF blocks: `data` uint8 [out, row bytes]; `reason`: why codes were lost, where some were."""
 
     block: BlockType
     data: np.ndarray
     fidelity: Fidelity
-    why: str = ""
+    reason: str = ""
 
 
 def sub_block_groups(t: CodedTensor, sub: int) -> np.ndarray | None:
@@ -102,10 +101,10 @@ def sub_block_groups(t: CodedTensor, sub: int) -> np.ndarray | None:
     return np.ascontiguousarray(runs[:, 0]) if (runs == runs[:, :1]).all() else None
 
 
-def why_not(t: CodedTensor, block: BlockType) -> str | None:
-    """Why `block` cannot carry the codes of `t`, as far as shapes tell; None where nothing speaks against it."""
-    if isinstance(t, DecodedTensor):
-        return t.why_not
+def obstacle(t: CodedTensor, block: BlockType) -> str | None:
+    """Why `block` cannot carry the codes of `t`, as far as shapes tell; None where they show no reason."""
+    if t.obstacle:
+        return t.obstacle
     columns = t.shape[1]
     if columns % block.size:
         return f"rows of {columns} are not a multiple of {block.name}'s {block.size}"
@@ -139,7 +138,7 @@ def _one_power_of_two(zeros: np.ndarray, block: BlockType) -> bool:
     return block.scale_hi <= block.min_hi and z in (0, 1, 2, 4, 8, 16, 32, 64, 128) and bool((zeros == z).all())
 
 
-def facing(t: GroupedTensor, block: BlockType) -> GroupedTensor:
+def mirrored_to_fit(t: GroupedTensor, block: BlockType) -> GroupedTensor:
     """The tensor with its codes as the block can hold them: Q2_0 reaches from -1 to 2, symmetric 2 bits from -2 to 1.
 
     Mirrored codes (q -> 3 - q, with -s) are the same weights.
@@ -156,7 +155,7 @@ def stored_codes(t: CodedTensor, block: BlockType, raw: np.ndarray, rows: slice 
     """
     if not isinstance(t, GroupedTensor):
         return t.codes[rows].astype(np.int16)
-    t = facing(t, block)
+    t = mirrored_to_fit(t, block)
     codes = t.codes[rows].astype(np.int16)
     if block.zero:
         return codes + block.zero - np.rint(t.zeros[rows]).astype(np.int16)[:, t.groups()]
@@ -170,7 +169,7 @@ def stored_codes(t: CodedTensor, block: BlockType, raw: np.ndarray, rows: slice 
 
 def _mixes_signs(t: GroupedTensor, block: BlockType) -> bool:
     """Whether scales of both signs meet in a superblock of an affine K-quant."""
-    if not (block.is_k and block.has_min) or not (t.scales < 0).any() or why_not(t, block):
+    if not (block.is_k and block.has_min) or not (t.scales < 0).any() or obstacle(t, block):
         return False
     negative = (t.scales < 0)[:, sub_block_groups(t, block.sub)].reshape(-1, block.subs)
     return bool((negative != negative[:, :1]).any())
@@ -181,13 +180,13 @@ def carry(t: CodedTensor, block: BlockType, rows: slice = slice(None)) -> Mapped
 
     Raises CannotCarryError where the type cannot hold them.
     """
-    reason = why_not(t, block)
+    reason = obstacle(t, block)
     if reason:
         raise CannotCarryError(t.name, reason)
     if not isinstance(t, GroupedTensor):
         assert isinstance(t, Fp4Tensor)
         return _carry_floats(t, block, rows)
-    t = facing(t, block)
+    t = mirrored_to_fit(t, block)
     group = sub_block_groups(t, block.sub)
     assert group is not None
     # contiguous, so that kernels are compiled for one layout only

@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from bridge.blocks import BLOCKS
-from bridge.encode.round_loops import add, affine_errors, affine_fit, affine_write, scope_of
+from bridge.encode.round_loops import add, affine_errors, affine_fit, affine_write, rows_quantizer, scope_of
 from bridge.system.half import round_half
 from bridge.system.jit import specialize
 
@@ -273,45 +273,36 @@ def _block(x, w, lines, follow, pairs, trial, sc, mn):
     return best_d, best_dmin
 
 
-def _rows(x, w, q, sc, mn, d, dmin, sums):
-    """x [rows, n*subs, sub], w [n*subs, sub] -> fields as `mapping.pack` wants them.
+def _workspace():
+    """lines, follow, pairs, trial and codes of one superblock."""
+    return (
+        np.zeros((5, subs), np.float32),
+        np.zeros(subs, np.float32),
+        np.zeros((_GRIDS, 3), np.float32),
+        np.zeros((2, subs), np.int32),
+        np.zeros((2, subs), np.int32),
+    )
 
-    sums float64 [rows, 3]: error, signal, error weighted with w.
-    """
-    lines = np.zeros((5, subs), np.float32)
-    follow = np.zeros(subs, np.float32)
-    pairs = np.zeros((_GRIDS, 3), np.float32)
-    trial = np.zeros((2, subs), np.int32)
-    best_sc = np.zeros(subs, np.int32)
-    best_mn = np.zeros(subs, np.int32)
-    for row in range(x.shape[0]):
-        for n in range(d.shape[1]):
-            at = n * subs
-            best_d, best_dmin = block(
-                x[row, at : at + subs], w[at : at + subs], lines, follow, pairs, trial, best_sc, best_mn
-            )
-            d[row, n] = best_d
-            dmin[row, n] = best_dmin
-            for j in range(subs):
-                sc[row, at + j] = best_sc[j]
-                mn[row, at + j] = best_mn[j]
-                a = best_d * np.float32(best_sc[j])
-                b = best_dmin * np.float32(best_mn[j])
-                error, signal, weighted = affine_write(x[row, at + j], w[at + j], a, b, q[row, at + j])
-                sums[row, 0] += error
-                sums[row, 1] += signal
-                sums[row, 2] += weighted
+
+def _search(x, w, row, at, scratch, sc, mn):
+    lines, follow, pairs, trial, codes = scratch
+    d, dmin = block(x[row, at : at + subs], w[at : at + subs], lines, follow, pairs, trial, codes[0], codes[1])
+    for j in range(subs):
+        sc[row, at + j] = codes[0, j]
+        mn[row, at + j] = codes[1, j]
+    return d, dmin
 
 
 @cache
 def affine_quantizer(name: str, quick: bool = False) -> Callable[..., None]:
-    """The compiled `_rows` of Q2_K, Q4_K or Q5_K.
+    """The compiled loop over rows of Q2_K, Q4_K or Q5_K, see `rows_quantizer`.
 
     quick  one grid and no wide sweep, in a third of the time: for a start that is going to be moved anyway
     """
     scope = scope_of(BLOCKS[name], affine_errors, affine_fit, affine_write)
     scope |= {key: np.float32(value) if type(value) is float else value for key, value in _SETTINGS[name].items()}
     scope |= {"_GRIDS": 1, "_WIDE": _NEAR} if quick else {}
+    suffix = f"{name}_quick" if quick else name
     for function in (_line, _dmin_for, _grids, _sweep, _refit, _block):
-        scope[function.__name__[1:]] = specialize(function, f"{name}_quick" if quick else name, **scope)
-    return specialize(_rows, f"{name}_quick" if quick else name, **scope)
+        scope[function.__name__[1:]] = specialize(function, suffix, **scope)
+    return rows_quantizer(suffix, scope, _workspace, _search, scope["affine_write"])

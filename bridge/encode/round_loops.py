@@ -3,6 +3,8 @@
     affine   w' = a * q - b    q 0..high           `affine_errors`, `affine_fit`, `affine_write`
     scaled   w' = a * q        q low..high         `scaled_errors`, `scaled_fit`, `scaled_write`
 
+and the loop over blocks that all types have in common, `rows_quantizer`.
+
 All float32 over a constant trip count, for LLVM to turn into vectors: 4 ns for one error over 32
 weights with AVX-512. Two errors at a time, because LLVM unrolls a loop over 16 weights with less
 work in it before it would vectorize it. The kernels that use these pass them through `specialize`,
@@ -11,6 +13,7 @@ with `sub`, `low` and `high` set.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -19,14 +22,18 @@ from numba.core import types
 from numba.extending import intrinsic
 
 from bridge.blocks import BlockType
-from bridge.system.jit import specialize
+from bridge.system.jit import inlined, specialize
 
 _ZERO = np.float32(0)
 _ONE = np.float32(1)
 
 # set per type by `specialize`
-sub = 0
+sub = subs = 0
 low = high = _ZERO
+plain = False
+workspace: Any = None
+search: Any = None
+write: Any = None
 
 
 def _add(typingctx, total, term):
@@ -58,6 +65,16 @@ def _extreme(name):
 add: Any = intrinsic(_add)
 lesser: Any = _extreme("minnum")
 greater: Any = _extreme("maxnum")
+
+
+def extremes(x):
+    """The least of the weights and 0, and the greatest."""
+    bottom = _ZERO
+    peak = _ZERO
+    for i in range(sub):
+        bottom = lesser(bottom, x[i])
+        peak = greater(peak, x[i])
+    return bottom, peak
 
 
 def affine_errors(x, w, a1, b1, a2, b2):
@@ -162,8 +179,8 @@ def scaled_fit(x, w, a):
     return e, sqq, srq
 
 
-def scaled_write(x, w, a, codes):
-    """As `affine_write`; the codes are written as stored, 0..high - low."""
+def scaled_write(x, w, a, _, codes):
+    """As `affine_write`, without b; the codes are written as stored, 0..high - low."""
     inverse = _ONE / a if a != _ZERO else _ZERO
     error = _ZERO
     signal = _ZERO
@@ -185,6 +202,7 @@ def scope_of(kind: BlockType, *functions: Any) -> dict[str, Any]:
     constants: dict[str, Any] = {
         "sub": kind.sub,
         "subs": kind.subs,
+        "plain": not kind.is_k,
         "scale_lo": kind.scale_lo,
         "scale_hi": kind.scale_hi,
         "min_hi": kind.min_hi,
@@ -192,3 +210,36 @@ def scope_of(kind: BlockType, *functions: Any) -> dict[str, Any]:
         "high": np.float32(kind.levels - 1 - kind.zero),
     }
     return constants | {f.__name__: specialize(f, kind.name, **constants) for f in functions}
+
+
+def _rows(x, w, q, sc, mn, d, dmin, sums):
+    """x [rows, n * subs, sub], w [n * subs, sub] -> fields as `block_bytes` packs them.
+
+    sums float64 [rows, 3]: error, signal, error weighted with w.
+    """
+    scratch = workspace()
+    for row in range(x.shape[0]):
+        for n in range(d.shape[1]):
+            at = n * subs
+            best_d, best_m = search(x, w, row, at, scratch, sc, mn)
+            d[row, n] = best_d
+            dmin[row, n] = best_m
+            for j in range(at, at + subs):
+                a = best_d if plain else best_d * np.float32(sc[row, j])
+                b = -best_m if plain else best_m * np.float32(mn[row, j])
+                error, signal, weighted = write(x[row, j], w[j], a, b, q[row, j])
+                sums[row, 0] += error
+                sums[row, 1] += signal
+                sums[row, 2] += weighted
+
+
+def rows_quantizer(suffix: str, scope: dict[str, Any], workspace: Any, search: Any, write: Any) -> Callable[..., None]:
+    """The compiled `_rows` of a type.
+
+    workspace  () -> arrays that `search` may write to
+    search     (x, w, row, block's first sub-block, workspace, sc, mn) -> d, and dmin or m; fills its part of sc and mn
+    write      `affine_write` or `scaled_write`
+    """
+    for name, function in (("workspace", workspace), ("search", search)):
+        scope[name] = specialize(function, suffix, inlined, **scope)
+    return specialize(_rows, suffix, **scope, write=write)

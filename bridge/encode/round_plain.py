@@ -18,8 +18,10 @@ from bridge.encode.round_loops import (
     affine_errors,
     affine_fit,
     affine_write,
+    extremes,
     greater,
     lesser,
+    rows_quantizer,
     scaled_errors,
     scaled_fit,
     scaled_write,
@@ -49,20 +51,16 @@ _Q8_0_CODES = np.array([127, -128, 126, -127.4, 125, 124], np.float32)
 # set per type by `specialize`
 sub = starts = 0
 low = high = first = step = _ZERO
-search: Any = None
+best_line: Any = None
 
 
 def _scaled(x, w):
-    """The best half d for one block."""
-    bottom = _ZERO
-    peak = _ZERO
-    for i in range(sub):
-        bottom = lesser(bottom, x[i])
-        peak = greater(peak, x[i])
+    """The best half d for one block, and 0 for m."""
+    bottom, peak = extremes(x)
     best = _INFINITY
     best_d = _ZERO
     if not peak > bottom:
-        return best_d
+        return best_d, _ZERO
     for negative in range(2):
         sign = -_ONE if negative else _ONE
         full = sign * max(peak / (low if negative else high) * sign, bottom / (high if negative else low) * sign)
@@ -95,7 +93,7 @@ def _scaled(x, w):
         if d == best_d:
             break
         best_d = d
-    return best_d
+    return best_d, _ZERO
 
 
 def _affine(x, w):
@@ -175,17 +173,13 @@ def _affine(x, w):
 
 
 def _q8_0(x, w):
-    """The best of a few half d for one block: quick, as with 256 codes there is little to gain."""
-    bottom = _ZERO
-    peak = _ZERO
-    for i in range(sub):
-        bottom = lesser(bottom, x[i])
-        peak = greater(peak, x[i])
+    """As `_scaled`, of a few halves: quick, as with 256 codes there is little to gain."""
+    bottom, peak = extremes(x)
     widest = peak if peak > -bottom else bottom
     best = _INFINITY
     best_d = _ZERO
     if widest == _ZERO:
-        return best_d
+        return best_d, _ZERO
     for k in range(0, 6, 2):
         d0 = round_half(widest / _Q8_0_CODES[k])
         d1 = round_half(widest / _Q8_0_CODES[k + 1])
@@ -202,47 +196,27 @@ def _q8_0(x, w):
                 best, best_d = e0, d0
             if e1 < best:
                 best, best_d = e1, -d0
-    return best_d
+    return best_d, _ZERO
 
 
-def _scaled_rows(x, w, q, sc, mn, d, dmin, sums):
-    """x [rows, n, 32], w [n, 32] -> fields as `mapping.pack` wants them; sums as in `quantize_affine`."""
-    for row in range(x.shape[0]):
-        for n in range(d.shape[1]):
-            best = search(x[row, n], w[n])
-            d[row, n] = best
-            error, signal, weighted = scaled_write(x[row, n], w[n], best, q[row, n])
-            sums[row, 0] += error
-            sums[row, 1] += signal
-            sums[row, 2] += weighted
+def _workspace():
+    return ()
 
 
-def _affine_rows(x, w, q, sc, mn, d, dmin, sums):
-    """As `_scaled_rows`, with m in `dmin`."""
-    for row in range(x.shape[0]):
-        for n in range(d.shape[1]):
-            best_d, best_m = search(x[row, n], w[n])
-            d[row, n] = best_d
-            dmin[row, n] = best_m
-            error, signal, weighted = affine_write(x[row, n], w[n], best_d, -best_m, q[row, n])
-            sums[row, 0] += error
-            sums[row, 1] += signal
-            sums[row, 2] += weighted
+def _search(x, w, row, at, scratch, sc, mn):
+    return best_line(x[row, at], w[at])
 
 
 @cache
 def plain_quantizer(name: str) -> Callable[..., None]:
-    """The compiled `_scaled_rows` or `_affine_rows` of a plain type."""
+    """The compiled loop over rows of a plain type, see `rows_quantizer`."""
     kind = TYPES[name]
-    if name == "Q8_0":
-        scope = scope_of(kind, scaled_errors, scaled_write)
-        return specialize(_scaled_rows, name, **scope, search=specialize(_q8_0, name, **scope))
-    lowest, by, count = _STARTS[name]
+    functions: tuple[Any, ...]
     if kind.has_min:
-        scope = scope_of(kind, affine_errors, affine_fit, affine_write)
+        best, functions = _affine, (affine_errors, affine_fit, affine_write)
     else:
-        scope = scope_of(kind, scaled_errors, scaled_fit, scaled_write)
-    scope |= {"first": np.float32(lowest), "step": np.float32(by), "starts": count}
-    if kind.has_min:
-        return specialize(_affine_rows, name, **scope, search=specialize(_affine, name, **scope))
-    return specialize(_scaled_rows, name, **scope, search=specialize(_scaled, name, **scope))
+        best, functions = _q8_0 if name == "Q8_0" else _scaled, (extremes, scaled_errors, scaled_fit, scaled_write)
+    lowest, by, count = _STARTS.get(name, (0.0, 0.0, 0))
+    scope = scope_of(kind, *functions) | {"first": np.float32(lowest), "step": np.float32(by), "starts": count}
+    scope["best_line"] = specialize(best, name, **scope)
+    return rows_quantizer(name, scope, _workspace, _search, scope[functions[-1].__name__])

@@ -1,6 +1,6 @@
 """Floats to scaled K-quants: w = d * sc * (q - zero), d and sc of either sign (Q3_K, Q6_K).
 
-The stages are those of `quantize_affine`, with one number less per sub-block. Codes reach one step
+The stages are those of `round_affine`, with one number less per sub-block. Codes reach one step
 further below zero than above, so both signs of a sub-block's scale are searched and kept until
 the grid decides between them.
 """
@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from bridge.blocks import BLOCKS
-from bridge.encode.round_loops import add, scaled_errors, scaled_fit, scaled_write, scope_of
+from bridge.encode.round_loops import add, extremes, rows_quantizer, scaled_errors, scaled_fit, scaled_write, scope_of
 from bridge.system.half import round_half
 from bridge.system.jit import specialize
 
@@ -55,11 +55,7 @@ block: Any = None
 
 def _scale(x, w, scales, j):
     """Search the best positive and negative scale of one sub-block, into column j of `scales`."""
-    bottom = _ZERO
-    peak = _ZERO
-    for i in range(sub):
-        bottom = min(bottom, x[i])
-        peak = max(peak, x[i])
+    bottom, peak = extremes(x)
     for negative in range(2):
         sign = -_ONE if negative else _ONE
         # the scale at which nothing is clipped
@@ -218,34 +214,29 @@ def _block(x, w, scales, tries, trial, sc):
     return best_d
 
 
-def _rows(x, w, q, sc, mn, d, dmin, sums):
-    """x [rows, n*subs, sub], w [n*subs, sub] -> fields as `mapping.pack` wants them; mn and dmin are left alone.
+def _workspace():
+    """scales, tries, trial and codes of one superblock."""
+    return (
+        np.zeros((2, 3, subs), np.float32),
+        np.zeros((_TRIES, 2), np.float32),
+        np.zeros(subs, np.int32),
+        np.zeros(subs, np.int32),
+    )
 
-    sums float64 [rows, 3]: error, signal, error weighted with w.
-    """
-    scales = np.zeros((2, 3, subs), np.float32)
-    tries = np.zeros((_TRIES, 2), np.float32)
-    trial = np.zeros(subs, np.int32)
-    best_sc = np.zeros(subs, np.int32)
-    for row in range(x.shape[0]):
-        for n in range(d.shape[1]):
-            at = n * subs
-            best_d = block(x[row, at : at + subs], w[at : at + subs], scales, tries, trial, best_sc)
-            d[row, n] = best_d
-            for j in range(subs):
-                sc[row, at + j] = best_sc[j]
-                a = best_d * np.float32(best_sc[j])
-                error, signal, weighted = scaled_write(x[row, at + j], w[at + j], a, q[row, at + j])
-                sums[row, 0] += error
-                sums[row, 1] += signal
-                sums[row, 2] += weighted
+
+def _search(x, w, row, at, scratch, sc, mn):
+    scales, tries, trial, codes = scratch
+    d = block(x[row, at : at + subs], w[at : at + subs], scales, tries, trial, codes)
+    for j in range(subs):
+        sc[row, at + j] = codes[j]
+    return d, _ZERO
 
 
 @cache
 def scaled_quantizer(name: str) -> Callable[..., None]:
-    """The compiled `_rows` of Q3_K or Q6_K."""
-    scope = scope_of(BLOCKS[name], scaled_errors, scaled_fit, scaled_write)
+    """The compiled loop over rows of Q3_K or Q6_K, see `rows_quantizer`."""
+    scope = scope_of(BLOCKS[name], extremes, scaled_errors, scaled_fit, scaled_write)
     scope |= {key: np.float32(value) if type(value) is float else value for key, value in _SETTINGS[name].items()}
     for function in (_scale, _grids, _sweep, _refit, _block):
         scope[function.__name__[1:]] = specialize(function, name, **scope)
-    return specialize(_rows, name, **scope)
+    return rows_quantizer(name, scope, _workspace, _search, scope["scaled_write"])

@@ -11,14 +11,14 @@
 Types that only some checkpoints or some builds of llama.cpp have a use for (4-bit floats, Q2_0) are tried where they
 are named, before all others.
 
-A type is judged by sampled rows. Where they leave it open (near the limit, or whether shifted codes fit), all rows are
-looked at.
+A type is judged by sampled rows, and by all rows where those are too close to a limit to tell. Whether a part's codes
+are carried to a type that is given is judged in the same way (`carries`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -26,18 +26,18 @@ from bridge.blocks import BLOCKS, FP4, NEWER, Q8_0, TYPES, BlockType
 from bridge.checkpoint.formats.fp4 import Fp4Tensor
 from bridge.checkpoint.grouped import CodedTensor, GroupedTensor
 from bridge.checkpoint.trellis_floats import DecodedTensor
-from bridge.encode.carry import CannotCarryError, Fidelity, Mapped, carry, facing, fractional, why_not
+from bridge.encode.carry import CannotCarryError, Fidelity, Mapped, carry, fractional, mirrored_to_fit, obstacle
+from bridge.encode.limits import CARRIED_LIMIT, REQUANTIZED_LIMIT
 from bridge.encode.round_rows import actorder_importance, quantize_rows
+from bridge.system.row_threads import chunks
 
-CARRIED_LIMIT = 0.01  # of the checkpoint's noise: what auto lets carried tensors add
-REQUANTIZED_LIMIT = 0.15  # and tensors that must be requantized
-# a sample's share this near to the limit, either way, says nothing
-_OPEN_CARRIED = 1.5  # few rows may cost most
-_OPEN_REQUANTIZED = 1.1  # rows are alike
-_CHUNK_WEIGHTS = 1 << 22  # rows dequantized at a time
+# a sample's share within this factor of the limit decides nothing
+_UNDECIDED_CARRIED = 1.5  # few rows may cost most
+_UNDECIDED_REQUANTIZED = 1.1  # rows are alike
 
-# a tensor's parts, whole or sampled rows of some, each with the importance of its columns or None
-Look = Callable[[bool], Iterable[tuple[CodedTensor, np.ndarray | None]]]
+# read_parts(sampled): a tensor's parts, whole or sampled rows of some, each with the importance of its columns or None
+Parts = Iterable[tuple[CodedTensor, np.ndarray | None]]
+ReadParts = Callable[[bool], Parts]
 
 
 @dataclass(frozen=True)
@@ -49,22 +49,25 @@ class Choice:
     limit: float | None = None
 
 
-def choose(mode: str, asked: BlockType | None, look: Look, columns: int, special: Sequence[BlockType] = ()) -> Choice:
+def choose(
+    mode: str, asked: BlockType | None, read_parts: ReadParts, columns: int, extra_types: Sequence[BlockType] = ()
+) -> Choice:
     """The type of a tensor of codes.
 
-    mode     auto, exact, forced or at_most; the last two with the type `asked`
-    look     look(sampled) yields the tensor's parts
-    columns  of the tensor
-    special  types beyond BLOCKS that may be used
+    mode         auto, exact, forced or at_most; the last two with the type `asked`
+    read_parts   read_parts(sampled) yields the tensor's parts
+    columns      of the tensor
+    extra_types  types beyond BLOCKS that may be used
     """
     if mode == "forced":
         assert asked is not None
         return Choice(asked.name, "asked for")
-    samples = list(look(True))
-    exact = _first_within([*special, *BLOCKS.values()], 0.0, samples, look, carry_part) if mode == "exact" else None
-    if exact is not None:
-        return Choice(exact.name, "bit-exact", 0.0)
-    auto = _auto(samples, look, columns, special)
+    samples = list(read_parts(True))
+    if mode == "exact":
+        exact = _first_within([*extra_types, *BLOCKS.values()], 0.0, samples, read_parts, carry_part)
+        if exact is not None:
+            return Choice(exact.name, "bit-exact", 0.0)
+    auto = _auto(samples, read_parts, columns, extra_types)
     if mode == "exact":
         return Choice(auto.type, f"no type holds it bit for bit; {auto.reason}", auto.limit)
     if asked is not None and TYPES[auto.type].bpw > asked.bpw:
@@ -72,41 +75,40 @@ def choose(mode: str, asked: BlockType | None, look: Look, columns: int, special
     return auto
 
 
-def _auto(
-    samples: Sequence[tuple[CodedTensor, np.ndarray | None]], look: Look, columns: int, special: Sequence[BlockType]
-) -> Choice:
+def _auto(samples: Parts, read_parts: ReadParts, columns: int, extra_types: Sequence[BlockType]) -> Choice:
     tensors = [t for t, _ in samples]
-    block = _first_within(carriers(tensors, special), CARRIED_LIMIT, samples, look, carry_part)
+    block = _first_within(carriers(tensors, extra_types), CARRIED_LIMIT, samples, read_parts, carry_part)
     if block is not None:
         return Choice(block.name, "codes carried", CARRIED_LIMIT)
-    why = "act-order" if not all(t.sequential for t in tensors) else "no type carries its codes within 1%"
+    why = f"no type carries its codes within {CARRIED_LIMIT:.0%}" if all(t.sequential for t in tensors) else "act-order"
     if any(isinstance(t, DecodedTensor) for t in tensors):
-        why = DecodedTensor.why_not
+        why = DecodedTensor.obstacle
     bits = max(t.bits for t in tensors)
     # a type of a quarter of the levels would add 16 times the noise: no need to compile its kernels
     smaller = [b for b in requantizers(columns)[:-1] if 4 * b.levels > 2**bits]
-    block = _first_within(smaller, REQUANTIZED_LIMIT, samples, look, map_to)
+    block = _first_within(smaller, REQUANTIZED_LIMIT, samples, read_parts, map_to)
     if block is not None:
-        return Choice(block.name, f"{why}: the smallest type that adds under 15% of its noise", REQUANTIZED_LIMIT)
-    return Choice(Q8_0.name, f"{why}, nor does a smaller type add under 15%")
+        why += f": the smallest type that adds under {REQUANTIZED_LIMIT:.0%} of its noise"
+        return Choice(block.name, why, REQUANTIZED_LIMIT)
+    return Choice(Q8_0.name, f"{why}, nor does a smaller type add under {REQUANTIZED_LIMIT:.0%}")
 
 
 def _first_within(
     blocks: Iterable[BlockType],
     limit: float,
-    samples: Sequence[tuple[CodedTensor, np.ndarray | None]],
-    look: Look,
+    samples: Parts,
+    read_parts: ReadParts,
     mapped: Callable[[CodedTensor, BlockType, np.ndarray | None], Mapped],
 ) -> BlockType | None:
     """The first of some types in which all parts together add at most `limit` of their noise; None where none does."""
-    near_by = _OPEN_CARRIED if mapped is carry_part else _OPEN_REQUANTIZED
+    within = _UNDECIDED_CARRIED if mapped is carry_part else _UNDECIDED_REQUANTIZED
     for block in blocks:
         try:
             share = _share(samples, block, mapped)
-            near = limit / near_by < share <= near_by * limit
+            near = limit / within < share <= within * limit
             fits = block.clips or mapped is not carry_part or all(_fits_any(t, block) for t, _ in samples)
             if near or (share <= limit and not fits):
-                share = _share(look(False), block, mapped)
+                share = _share(read_parts(False), block, mapped)
         except CannotCarryError:
             continue
         if share <= limit:
@@ -115,7 +117,7 @@ def _first_within(
 
 
 def _share(
-    parts: Iterable[tuple[CodedTensor, np.ndarray | None]],
+    parts: Parts,
     block: BlockType,
     mapped: Callable[[CodedTensor, BlockType, np.ndarray | None], Mapped],
 ) -> float:
@@ -130,14 +132,14 @@ def carry_part(t: CodedTensor, block: BlockType, importance: np.ndarray | None =
     return carry(t, block)
 
 
-def carriers(tensors: Sequence[CodedTensor], special: Sequence[BlockType] = ()) -> Iterator[BlockType]:
+def carriers(tensors: Sequence[CodedTensor], extra_types: Sequence[BlockType] = ()) -> Iterator[BlockType]:
     """The types that `auto` tries for codes, in its order, as far as shapes tell that they can hold all of these."""
     wide = any(t.bits >= 7 for t in tensors)
     tried: set[tuple[int, ...]] = set()
     usual = sorted(BLOCKS.values(), key=lambda b: not b.last_resort if wide else not b.is_k)
-    for block in (*special, *usual):
+    for block in (*extra_types, *usual):
         grid = (block.sub, block.zero, block.scale_hi, block.min_hi, block.dmin_at)
-        if (block.is_k and grid in tried) or any(why_not(t, block) for t in tensors):
+        if (block.is_k and grid in tried) or any(obstacle(t, block) for t in tensors):
             continue  # the same grid of scales with wider codes gains nothing
         tried.add(grid)
         yield block
@@ -154,13 +156,13 @@ def _fits_any(t: CodedTensor, block: BlockType) -> bool:
     """Whether a type holds whatever codes there may be about these zero points."""
     if not isinstance(t, GroupedTensor):
         return True
-    t = facing(t, block)
+    t = mirrored_to_fit(t, block)
     return not block.zero or bool(
         block.zero >= t.zeros.max() and block.zero + 2**t.bits - 1 - t.zeros.min() < block.levels
     )
 
 
-def in_halves(t: CodedTensor) -> bool:
+def has_exact_fp16_scales(t: CodedTensor) -> bool:
     """Whether plain types hold the scales and zero points exactly: halves and integers."""
     return (
         isinstance(t, GroupedTensor)
@@ -172,11 +174,11 @@ def in_halves(t: CodedTensor) -> bool:
 def exact_type(t: CodedTensor) -> BlockType | None:
     """The smallest plain type that holds the tensor bit for bit, judged from its scales and zero points alone."""
     if isinstance(t, Fp4Tensor):
-        return FP4[t.kind] if why_not(t, FP4[t.kind]) is None else None
-    if not in_halves(t):
+        return FP4[t.kind] if obstacle(t, FP4[t.kind]) is None else None
+    if not has_exact_fp16_scales(t):
         return None
     for block in (NEWER | BLOCKS).values():
-        if not block.is_k and not block.has_min and why_not(t, block) is None and _fits_any(t, block):
+        if not block.is_k and not block.has_min and obstacle(t, block) is None and _fits_any(t, block):
             return block
     return None
 
@@ -192,47 +194,76 @@ def requantize(t: CodedTensor, block: BlockType, importance: np.ndarray | None =
     out, columns = t.shape
     parts = []
     error = signal = 0.0
-    step = max(1, _CHUNK_WEIGHTS // columns)
-    for start in range(0, out, step):
-        part = quantize_rows(t.dequantize(slice(start, start + step)), block, importance)
+    for rows in chunks(out, columns):
+        part = quantize_rows(t.dequantize(rows), block, importance)
         parts.append(part.data)
         error += part.error
         signal += part.signal
     return Mapped(block, np.concatenate(parts), Fidelity(out * columns, error, signal, t.noise(), 0))
 
 
-def map_to(t: CodedTensor, block: BlockType, importance: np.ndarray | None = None, keep: bool = False) -> Mapped:
-    """A part in a given type: codes carried where it can hold them; but without `keep` requantized where carrying adds
-    more than `CARRIED_LIMIT` and requantizing comes closer."""
-    mapped, why = _carried_or_why(t, block, importance, keep)
-    if not why and mapped is not None:
-        return mapped
-    return replace(requantize(t, block, importance) if mapped is None else mapped, why=why)
+def map_to(t: CodedTensor, block: BlockType, importance: np.ndarray | None = None) -> Mapped:
+    """A part in a given type, as `carries` would have it for all its rows."""
+    return _carried_if_closer(t, block, importance)[0]
 
 
-def keeps_codes(t: CodedTensor, block: BlockType, importance: np.ndarray | None = None, keep: bool = False) -> bool:
-    """Whether `map_to` carries the codes."""
-    return not _carried_or_why(t, block, importance, keep)[1]
-
-
-def must_keep(limit: float | None) -> bool:
-    """Whether a type of this limit was chosen because it carries every code."""
-    return limit is not None and limit <= CARRIED_LIMIT
-
-
-def _carried_or_why(
-    t: CodedTensor, block: BlockType, importance: np.ndarray | None, keep: bool
-) -> tuple[Mapped | None, str]:
-    """The codes carried and no reason; or why not, with what requantizing gave where that decided."""
+def _carried_if_closer(t: CodedTensor, block: BlockType, importance: np.ndarray | None) -> tuple[Mapped, bool]:
+    """A part in a given type, and whether its codes are carried."""
     try:
         carried = carry(t, block)
-    except CannotCarryError as cannot:
-        return None, cannot.reason
-    if keep or carried.fidelity.share <= CARRIED_LIMIT:
-        return carried, ""
+    except CannotCarryError:
+        return requantize(t, block, importance), False
+    if carried.fidelity.share <= CARRIED_LIMIT:
+        return carried, True
     other = requantize(t, block, importance)
-    if carried.fidelity.error <= other.fidelity.error:
-        return carried, ""
-    shifted = block.zero and isinstance(t, GroupedTensor) and fractional(t.zeros)
-    why = "has no place for fractional zero points" if shifted else "comes closer to the weights with other codes"
-    return other, f"{block.name} {why}"
+    return (carried, True) if carried.fidelity.error <= other.fidelity.error else (other, False)
+
+
+def carries(read: Callable[[bool], CodedTensor], block: BlockType, importance: np.ndarray | None = None) -> bool:
+    """Whether a part's codes are carried to a given type: where they fit, unless that adds more than `CARRIED_LIMIT`
+    and requantizing comes closer.
+
+    read  read(sampled) returns some of the part's rows, or all of them
+    """
+    t = read(True)
+    try:
+        share = carry(t, block).fidelity.share
+        if not CARRIED_LIMIT / _UNDECIDED_CARRIED < share <= _UNDECIDED_CARRIED * CARRIED_LIMIT:
+            if share <= CARRIED_LIMIT:
+                return True
+            other = requantize(t, block, importance).fidelity.share
+            if not other / _UNDECIDED_CARRIED < share < _UNDECIDED_CARRIED * other:
+                return share <= other
+        return _carried_if_closer(read(False), block, importance)[1]
+    except CannotCarryError:
+        return False
+
+
+def carry_or_requantize(
+    t: CodedTensor, block: BlockType, importance: np.ndarray | None = None, carried: bool = True
+) -> tuple[Mapped, str]:
+    """A part as planned, and why codes were lost, if some were. Codes that cannot be carried are requantized."""
+    reason = ""
+    if carried:
+        try:
+            mapped = carry(t, block)
+            return mapped, mapped.reason
+        except CannotCarryError as cannot:
+            reason = cannot.reason
+    return requantize(t, block, importance), reason or _why_requantized(t, block)
+
+
+def _why_requantized(t: CodedTensor, block: BlockType) -> str:
+    reason = obstacle(t, block)
+    if reason is not None:
+        return reason
+    if block.zero and isinstance(t, GroupedTensor) and fractional(t.zeros):
+        return f"{block.name} has no place for fractional zero points"
+    if not (block.clips or _fits_any(t, block)):
+        return f"codes less their zero points do not fit in {block.name}'s {block.levels} codes"
+    return f"{block.name} comes closer to the weights with other codes"
+
+
+def must_carry(limit: float | None) -> bool:
+    """Whether a type of this limit was chosen because it carries every code."""
+    return limit is not None and limit <= CARRIED_LIMIT

@@ -1,4 +1,4 @@
-"""The header of a GGUF file, read with suspicion: every count and length is checked against the file's size.
+"""The header of a GGUF file. The file is not trusted: every count and length is checked against its size.
 
     "GGUF"  version u32  tensors u64  pairs u64
     pairs   times  (key, value type u32, value)
@@ -8,8 +8,8 @@
 A string is a u64 length and UTF-8; an array is the type u32 of its items, a u64 count, and the items.
 
 `gguf.GGUFReader` is not used: it trusts what it reads (a hostile count makes it run out of memory) and
-builds two numpy arrays per string, two seconds for a vocabulary of 150,000. Here a value is only skipped
-over, and decoded when it is asked for.
+builds two numpy arrays per string, which takes two seconds for a vocabulary of 150,000. Here a value is
+skipped at first and decoded when it is used.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ _MAX_NESTING = 4
 _MAX_WEIGHTS = 1 << 60  # of one tensor, so that its size in bytes stays far from overflowing
 
 
-class TensorInfo(NamedTuple):
-    """Where a tensor lies in its file."""
+class TensorEntry(NamedTuple):
+    """The place of a tensor in its file."""
 
     name: str
     type: str  # as gguf.GGMLQuantizationType spells it
@@ -51,7 +51,7 @@ class _Where(NamedTuple):
 
 
 class Metadata(Mapping[str, Any]):
-    """The key-value pairs as Python values (numbers, str, bool, lists of them), decoded when asked for."""
+    """The key-value pairs as Python values (numbers, str, bool, lists of them), decoded on first use."""
 
     def __init__(self, header: _Cursor, places: dict[str, _Where]):
         self._cursor = header
@@ -65,7 +65,7 @@ class Metadata(Mapping[str, Any]):
         return self._values[key]
 
     def kind(self, key: str) -> tuple[int, int | None]:
-        """The GGUF value type of a key, and that of its items where it is an array."""
+        """The GGUF value type of a key, and that of its items if it is an array."""
         place = self._places[key]
         return place.kind, self._cursor.scalar(place.start, "I") if place.kind == _ARRAY else None
 
@@ -82,7 +82,7 @@ class Metadata(Mapping[str, Any]):
         return f"Metadata({', '.join(self._places)})"
 
     def load(self) -> None:
-        """Decode everything that is left, so that the file may be closed."""
+        """Decode all remaining values, so that the file may be closed."""
         for key in self:
             self[key]
 
@@ -101,7 +101,7 @@ class _Cursor:
 
     def check_room(self, at: int, count: int) -> None:
         if count > self.size - at:
-            raise self.error(f"damaged or truncated: {count} bytes wanted at {at}, the file has {self.size}")
+            raise self.error(f"damaged or truncated: {count} bytes expected at {at}, the file has {self.size}")
 
     def scalar(self, at: int, code: str) -> Any:
         size = struct.calcsize("<" + code)
@@ -176,8 +176,8 @@ class _Cursor:
         return values
 
 
-def read_header(data: mmap.mmap | bytes, path: Path) -> tuple[Metadata, list[TensorInfo]]:
-    """The metadata and the tensors of a mapped GGUF file. Raises BridgeError where anything is amiss."""
+def read_header(data: mmap.mmap | bytes, path: Path) -> tuple[Metadata, list[TensorEntry]]:
+    """The metadata and the tensors of a mapped GGUF file. Raises BridgeError for anything inconsistent."""
     cursor = _Cursor(data, path)
     if data[:4] != b"GGUF":
         raise BridgeError(f"{path}: not a GGUF file (it starts with {bytes(data[:4])!r})")
@@ -186,7 +186,7 @@ def read_header(data: mmap.mmap | bytes, path: Path) -> tuple[Metadata, list[Ten
     if version not in (2, 3):
         swapped = version & 0xFFFF == 0
         fact = "big-endian" if swapped else f"version {version}"
-        raise BridgeError(f"{path}: this GGUF is {fact}; versions 2 and 3, little-endian, can be read")
+        raise BridgeError(f"{path}: this GGUF is {fact}; only little-endian versions 2 and 3 can be read")
     at = 24
     if n_tensors * _LEAST_TENSOR + n_pairs * _LEAST_PAIR > cursor.size - at:
         raise cursor.error(
@@ -207,13 +207,13 @@ def read_header(data: mmap.mmap | bytes, path: Path) -> tuple[Metadata, list[Ten
     return metadata, _tensors(cursor, at, n_tensors, alignment)
 
 
-def _tensors(cursor: _Cursor, at: int, count: int, alignment: int) -> list[TensorInfo]:
+def _tensors(cursor: _Cursor, at: int, count: int, alignment: int) -> list[TensorEntry]:
     raw = []
     for _ in range(count):
         name, at = cursor.string(at)
         dimensions = cursor.scalar(at, "I")
         if not 1 <= dimensions <= _MAX_DIMENSIONS:
-            raise cursor.error(f"{name}: {dimensions} dimensions, 1 to {_MAX_DIMENSIONS} are possible")
+            raise cursor.error(f"{name}: {dimensions} dimensions; must be 1 to {_MAX_DIMENSIONS}")
         cursor.check_room(at + 4, 8 * dimensions)
         shape = struct.unpack_from(f"<{dimensions}Q", cursor.data, at + 4)
         at += 4 + 8 * dimensions
@@ -229,29 +229,27 @@ def _tensors(cursor: _Cursor, at: int, count: int, alignment: int) -> list[Tenso
         if first.start + first.nbytes > second.start:
             raise cursor.error(
                 f"damaged: {first.name} ({first.type} {list(first.shape)}) needs {first.nbytes} bytes, "
-                f"{second.name} starts after {second.start - first.start}"
+                f"but {second.name} starts after {second.start - first.start}"
             )
     return tensors
 
 
 def _tensor(
     cursor: _Cursor, data_start: int, alignment: int, name: str, shape: tuple[int, ...], kind: int, offset: int
-) -> TensorInfo:
+) -> TensorEntry:
     from bridge.blocks.ggml import GGML_QUANT_SIZES, GGMLQuantizationType
 
     try:
         type_ = GGMLQuantizationType(kind)
     except ValueError:
         raise BridgeError(
-            f"{cursor.path}: {name} has type {kind}, unknown here; a newer gguf package may know it"
+            f"{cursor.path}: {name} has the unknown type {kind}; a newer gguf package may know it"
         ) from None
     if 0 in shape or math.prod(shape) > _MAX_WEIGHTS:
         raise cursor.error(f"{name}: impossible shape {list(shape)}")
     size, nbytes = GGML_QUANT_SIZES[type_]
     if shape[-1] % size:
-        raise cursor.error(
-            f"{name}: rows of {shape[-1]} are no whole blocks of {type_.name}, which hold {size} weights"
-        )
+        raise cursor.error(f"{name}: rows of {shape[-1]} weights are not whole {type_.name} blocks of {size}")
     nbytes *= math.prod(shape) // size
     start = data_start + offset
     if offset % alignment:
@@ -261,4 +259,4 @@ def _tensor(
             f"damaged or truncated: {name} ({type_.name} {list(shape)}) ends at byte {start + nbytes}, "
             f"the file at {cursor.size}"
         )
-    return TensorInfo(name, type_.name, shape, start, nbytes)
+    return TensorEntry(name, type_.name, shape, start, nbytes)

@@ -18,7 +18,8 @@ from pathlib import Path
 import numpy as np
 
 from bridge.errors import BridgeError
-from bridge.system.folder_locks import unfinished
+from bridge.gguf_file.reader import read_gguf
+from bridge.system.folder_locks import temporary_beside
 
 _SUMS, _COUNTS = ".in_sum2", ".counts"
 
@@ -28,34 +29,22 @@ def read_imatrix(path: str | Path) -> dict[str, np.ndarray]:
 
     Raises BridgeError where the file is missing, is no imatrix, or holds NaN or negative values.
     """
-    from gguf import GGUFReader
-
     path = Path(path)
-    try:
-        with path.open("rb") as file:
-            magic = file.read(4)
-    except OSError as problem:
-        raise BridgeError(f"{path}: {problem.strerror or problem}; give a llama.cpp imatrix file") from None
-    if magic != b"GGUF":
-        if path.suffix == ".dat" or _looks_legacy(path):
-            raise BridgeError(
-                f"{path}: an imatrix in the old binary format; convert it with "
-                f"llama-imatrix --in-file {path.name} -o {path.stem}.gguf --output-format gguf"
-            )
-        raise BridgeError(f"{path}: not a GGUF file; make an importance matrix with llama-imatrix -o imatrix.gguf")
-    try:
-        reader = GGUFReader(path)
-        field = reader.fields.get("general.type")
-        kind = field.contents() if field else "model"
-        tensors = (
-            {tensor.name: np.array(tensor.data, np.float32) for tensor in reader.tensors} if kind == "imatrix" else {}
+    if _is_legacy(path):
+        raise BridgeError(
+            f"{path}: an imatrix in the old binary format; convert it with "
+            f"llama-imatrix --in-file {path.name} -o {path.stem}.gguf --output-format gguf"
         )
-    except (ValueError, IndexError, KeyError) as problem:
-        raise BridgeError(f"{path}: damaged or cut short ({problem}); fetch or make it again") from None
+    file = read_gguf(path)
+    kind = file.metadata.get("general.type", "model")
     if kind != "imatrix":
         raise BridgeError(
             f"{path}: a GGUF of type {kind!r}, not 'imatrix'; make one with llama-imatrix -o imatrix.gguf"
         )
+    found = {name: t for name, t in file.tensors.items() if name.endswith((_SUMS, _COUNTS))}
+    if other := next((t for t in found.values() if t.type != "F32"), None):
+        raise BridgeError(f"{path}: {other.name} is {other.type}, must be F32; make the imatrix again")
+    tensors = {name: t.raw.view("<f4").reshape(t.shape) for name, t in found.items()}
     return {
         name.removesuffix(_SUMS): _importance(path, name.removesuffix(_SUMS), sums, tensors)
         for name, sums in tensors.items()
@@ -78,7 +67,7 @@ def write_imatrix(
 
     chunks = max((int(tokens.sum()) // length for _, tokens in found.values()), default=0)
     try:
-        with unfinished(path) as folder:
+        with temporary_beside(path) as folder:
             writer = GGUFWriter(folder / path.name, "")  # of no architecture
             writer.add_type("imatrix")
             writer.add_array("imatrix.datasets", list(datasets))
@@ -126,8 +115,12 @@ def _importance(path: Path, name: str, sums: np.ndarray, tensors: dict[str, np.n
     return importance[0] if len(importance) == 1 else importance
 
 
-def _looks_legacy(path: Path) -> bool:
+def _is_legacy(path: Path) -> bool:
     """The old format opens with the number of entries and the length of the first one's name, both int32."""
-    with path.open("rb") as file:
-        head = np.frombuffer(file.read(8), "<i4")
-    return len(head) == 2 and 0 < head[0] < 100_000 and 0 < head[1] < 256
+    try:
+        with path.open("rb") as file:
+            head = file.read(8)
+    except OSError:  # for the reader to report
+        return False
+    entries, length = np.frombuffer(head.ljust(8, b"\0"), "<i4")
+    return (path.suffix == ".dat" and head[:4] != b"GGUF") or (0 < entries < 100_000 and 0 < length < 256)

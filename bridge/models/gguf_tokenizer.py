@@ -18,15 +18,15 @@ from bridge.gguf_file.pretokenizers import rules_of
 from bridge.models.bpe_vocabulary import byte_level_vocabulary, is_byte_level
 from bridge.models.model_config import Config
 from bridge.models.sentencepiece import vocabulary_of_json, vocabulary_of_model
-from bridge.models.special import add_bos_and_eos, add_special_tokens
+from bridge.models.special_tokens import add_bos_and_eos, add_special_tokens
 from bridge.models.tiktoken import vocabulary_of_tiktoken
-from bridge.models.vocabulary import Added, Tokenizer, Vocabulary
+from bridge.models.vocabulary import Added, GGUFTokenizer, Vocabulary
 from bridge.system.files import read_json
 
 _LEAST_SHARE = 0.9  # of the embedding's rows: padding is at most some thousand of a hundred thousand
 
 
-def read_tokenizer(config: Config, folder: Path, generation: Mapping[str, Any], pre: str | None) -> Tokenizer:
+def read_tokenizer(config: Config, folder: Path, generation: Mapping[str, Any], pre: str | None) -> GGUFTokenizer:
     """The tokenizer of a Hugging Face directory, with as many tokens as config.json's vocab_size.
 
     pre  overrides the recognition of the pre-tokenizer
@@ -43,7 +43,7 @@ def read_tokenizer(config: Config, folder: Path, generation: Mapping[str, Any], 
         ) from problem
 
 
-def _read(config: Config, folder: Path, generation: Mapping[str, Any], pre: str | None) -> Tokenizer:
+def _read(config: Config, folder: Path, generation: Mapping[str, Any], pre: str | None) -> GGUFTokenizer:
     settings = read_json(folder / "tokenizer_config.json", optional=True)
     data = read_json(folder / "tokenizer.json", optional=True)
     added = _added_tokens(folder, settings, data)
@@ -73,7 +73,7 @@ def _read(config: Config, folder: Path, generation: Mapping[str, Any], pre: str 
     if vocabulary.model == "llama" and isinstance(settings.get("add_prefix_space"), bool):
         vocabulary.add_space_prefix = settings["add_prefix_space"]
     tokens, types, scores, notes = _rows(vocabulary, config.integer("vocab_size"))
-    tokenizer = Tokenizer(
+    tokenizer = GGUFTokenizer(
         vocabulary.model, vocabulary.pre, tokens, types, scores, vocabulary.merges,
         add_space_prefix=vocabulary.add_space_prefix, chat_templates=read_chat_templates(folder, settings),
         notes=vocabulary.notes + notes,

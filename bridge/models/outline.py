@@ -6,21 +6,16 @@ a Plan of it. It holds no weights, but for small tensors that are made from the 
 
 from __future__ import annotations
 
-import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from gguf.gguf_writer import GGUFValue
 
-from bridge.blocks.ggml import GGML_QUANT_SIZES, GGMLQuantizationType
-
-AS_IT_IS = "as it is"  # never quantized: norms, biases, routers
-FROM_TEMPLATE = "the template's"
-FROM_CONFIG = "made from the config"
-BESIDE_NVFP4 = "beside NVFP4's blocks"
+# where a tensor comes from; "scale": what multiplies a tensor of NVFP4, a tensor of its own
+Origin = Literal["checkpoint", "config", "template", "scale"]
 CHANGES = ("transposed", "conv1d", "squeezed", "+1", "-exp")
 
 _BLOCK = re.compile(r"blk\.(\d+)\.")
@@ -72,25 +67,21 @@ class Part:
 
 
 @dataclass(frozen=True, eq=False)
-class PlannedTensor:
-    """One tensor of the GGUF.
+class ModelTensor:
+    """One tensor of the GGUF, whatever its type.
 
     name    in the GGUF, "blk.0.attn_q.weight"
     shape   in row-major order, (out, in), (experts, out, in) or (n,)
     parts   what it is read from, one after another: one, a layer's experts, or q, k and v of a fused matrix
-    data    instead of parts: float32 values, or the bytes of `type`
-    type    a block or float type; None as long as it is to be chosen
-    reason  why that type, for people
-    limit   the most of the checkpoint's own noise that it may add; None: whatever it adds
+    data    instead of parts: float32 values, or the bytes of its type
+    origin  where parts or data come from
     """
 
     name: str
     shape: tuple[int, ...]
     parts: tuple[Part, ...] = ()
     data: np.ndarray | None = field(default=None, repr=False)
-    type: str | None = None
-    reason: str = ""
-    limit: float | None = None
+    origin: Origin = "checkpoint"
 
     @property
     def kind(self) -> str:
@@ -105,18 +96,22 @@ class PlannedTensor:
         return int(block[1]) if block else None
 
     @property
-    def nbytes(self) -> int:
-        """Bytes in the GGUF; the type must have been chosen."""
-        size, nbytes = GGML_QUANT_SIZES[GGMLQuantizationType[str(self.type)]]
-        return math.prod(self.shape) // size * nbytes
-
-    @property
     def source(self) -> str | None:
         """Its name in the checkpoint; of experts, with * for their number; None where it has none."""
         if not self.parts:
             return None
         name = self.parts[0].source
         return name if len(self.parts) == 1 else re.sub(r"\bexperts\.\d+", "experts.*", name)
+
+
+@dataclass(frozen=True, eq=False)
+class OutlineTensor(ModelTensor):
+    """A tensor before types are chosen.
+
+    fixed_type  the type it must have: F32 for norms, biases and routers, a template's own; None: to be chosen
+    """
+
+    fixed_type: str | None = None
 
 
 @dataclass(frozen=True)
@@ -146,13 +141,18 @@ class Outline:
     """
 
     metadata: dict[str, GGUFValue]
-    tensors: list[PlannedTensor]
+    tensors: list[OutlineTensor]
     folds: list[Fold] = field(default_factory=list)
     unused: list[str] = field(default_factory=list)
     zero_only: list[str] = field(default_factory=list)
     optional: frozenset[str] = frozenset()
     stop: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+
+
+def tied(tensors: Iterable[ModelTensor]) -> bool:
+    """Whether the embeddings are the output head too."""
+    return all(tensor.kind != "output" for tensor in tensors)
 
 
 def number(metadata: Mapping[str, GGUFValue], key: str, default: int = 0) -> int:

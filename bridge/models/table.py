@@ -13,7 +13,7 @@ from bridge.errors import BridgeError
 from bridge.gguf_file.rope_rows import interleaved_rows
 from bridge.models.arguments import Arguments
 from bridge.models.family import HEAD, Family, Row
-from bridge.models.outline import AS_IT_IS, FROM_CONFIG, Fold, Outline, Part, PlannedTensor
+from bridge.models.outline import Fold, Outline, OutlineTensor, Part
 
 _LAYER = re.compile(r"\.(?:layers|h)\.(\d+)\.")
 # buffers that old checkpoints carry and every runtime computes anew
@@ -35,7 +35,7 @@ def fill_table(family: Family, args: Arguments, names: Mapping[str, Sequence[int
                     filled.add(row, layer)
     outline = Outline({}, filled.tensors, filled.folds, optional=frozenset(filled.optional))
     outline.tensors += [
-        PlannedTensor(f"{name}.weight", factors.shape, data=factors, type="F32", reason=FROM_CONFIG)
+        OutlineTensor(f"{name}.weight", factors.shape, data=factors, origin="config", fixed_type="F32")
         for name, factors in args.rope.factors.items()
     ]
     outline.unused, outline.zero_only = filled.leftovers()
@@ -55,7 +55,7 @@ class _Filled:
         arch = {name: key for key, name in gguf.MODEL_ARCH_NAMES.items()}[family.arch]
         layers = {found[1] for name in self.names if (found := _LAYER.search(name))}
         self.map = gguf.get_tensor_name_map(arch, min(args.layers, len(layers)))  # others are found to be missing
-        self.tensors: list[PlannedTensor] = []
+        self.tensors: list[OutlineTensor] = []
         self.folds: list[Fold] = []
         self.modules: dict[str, list[str]] = {}
         self.optional: set[str] = set()
@@ -110,9 +110,8 @@ class _Filled:
     def _plan(self, name: str, shape: tuple[int, ...], parts: tuple[Part, ...], type: str | None) -> None:
         for part in parts:
             self._use(part.source)
-        vector = len(shape) == 1
-        reason = AS_IT_IS if vector or type else ""
-        self.tensors.append(PlannedTensor(name, shape, parts, type=type or ("F32" if vector else None), reason=reason))
+        fixed = type or ("F32" if len(shape) == 1 else None)
+        self.tensors.append(OutlineTensor(name, shape, parts, fixed_type=fixed))
 
     def _use(self, source: str) -> None:
         """Note that a tensor of the checkpoint is needed; BridgeError where it is not there."""

@@ -1,4 +1,4 @@
-"""A vocabulary on its way: `Vocabulary` as a tokenizer file holds it, `Tokenizer` as GGUF does."""
+"""A vocabulary on its way: `Vocabulary` as a tokenizer file holds it, `GGUFTokenizer` as GGUF does."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Vocabulary:
 
 
 @dataclass
-class Tokenizer:
+class GGUFTokenizer:
     """tokens, types, scores: one per row of the embedding; merges: "a b", by rank; ids: by role."""
 
     model: str  # tokenizer.ggml.model: "gpt2" or "llama"

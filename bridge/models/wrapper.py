@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
-from bridge.models.outline import Fold, Outline, Part, PlannedTensor
+from bridge.models.outline import Fold, Outline, OutlineTensor, Part
 
 TEXT_PREFIXES = (("model.language_model.", "model."), ("language_model.model.", "model."), ("language_model.", ""))
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
@@ -48,7 +48,7 @@ def renamed(outline: Outline, names: dict[str, str]) -> None:
     def part(p: Part) -> Part:
         return replace(p, source=names.get(p.source, p.source))
 
-    def tensor(t: PlannedTensor) -> PlannedTensor:
+    def tensor(t: OutlineTensor) -> OutlineTensor:
         return replace(t, parts=tuple(map(part, t.parts)))
 
     def fold(f: Fold) -> Fold:

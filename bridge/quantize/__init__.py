@@ -1,21 +1,51 @@
-"""Quantizing from floats: a model and a text go in, codes chosen with each layer's Hessian come out.
+"""Quantizing from floats: a model and a calibration text -> codes, chosen with the Hessian of each layer's inputs.
 
     gptq(module, batches)              any torch module, in place
     quantize_model(model, tokens, ..)  a `transformers` decoder, layer by layer, in place
     Method(superblocks("Q4_K"))        how each layer is quantized; `groups(bits, size, symmetric)` for checkpoints
-    write_checkpoint(ckpt, path, ..)   GPTQ or AWQ checkpoints of the result
+    write_checkpoint(ckpt, path, ..)   writes the result as a GPTQ or AWQ checkpoint
 
-Needs PyTorch, and for whole models transformers (the `quantize` extra).
+Read tests/support/textbook_gptq.py first, GPTQ in one page; the solver must agree with it. Then, in the data's order:
+
+    settings, texts                    the options; a text becomes tokens
+    float_model, block_inputs          the model, one block in memory at a time, and what its blocks are called with
+    walk, stages, experts              block by block, stage by stage: the inputs of each layer
+    hessian                            H of these inputs
+    method, gptq_solver, refine, awq   a layer's weights and H -> codes
+    grids/                             the values that codes may have: groups, GGUF blocks
+    layer_store, checkpoint_writer     finished layers on disk; checkpoints
+    budget/                            a type for each tensor under a size limit
+
+Needs PyTorch, and for whole models transformers (the `quantize` extra). Names are imported when first used.
 """
 
 from __future__ import annotations
 
-from bridge.quantize.checkpoint_writer import CheckpointWriter, Groups, write_checkpoint
-from bridge.quantize.float_model import FloatModel
-from bridge.quantize.method import Method, Quantized, gptq, groups, superblocks
-from bridge.quantize.walk import quantize_block, quantize_model
+import importlib
+from typing import Any
 
-__all__ = [
-    "CheckpointWriter", "FloatModel", "Groups", "Method", "Quantized", "gptq", "groups", "quantize_block",
-    "quantize_model", "superblocks", "write_checkpoint",
-]  # fmt: skip
+_LAZY = {
+    "Calibration": "settings",
+    "CheckpointWriter": "checkpoint_writer",
+    "FloatModel": "float_model",
+    "Groups": "checkpoint_writer",
+    "Method": "method",
+    "Quantized": "method",
+    "gptq": "method",
+    "groups": "method",
+    "quantize_block": "walk",
+    "quantize_model": "walk",
+    "superblocks": "method",
+    "write_checkpoint": "checkpoint_writer",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LAZY:
+        raise AttributeError(f"module 'bridge.quantize' has no attribute {name!r}")
+    value = globals()[name] = getattr(importlib.import_module(f"bridge.quantize.{_LAZY[name]}"), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_LAZY])

@@ -1,6 +1,11 @@
-"""What the blocks of a model are called with: activations that go from block to block, and all else that stays.
+"""The inputs of a model's blocks, of the layers in them, and of the output head.
 
-The activations, [sequences, length, hidden] a batch, are kept in memory or in a folder.
+The activations between blocks, [sequences, length, hidden] a batch, are kept in memory or in a folder. A layer that
+can be quantized is seen as a matrix [out, columns] and its inputs as vectors [tokens, columns]:
+
+    torch.nn.Linear       weight unchanged
+    transformers' Conv1D  weight [in, out], so transposed
+    torch.nn.Conv2d       weight [out, in * kernel], inputs are the patches under the kernel; one group
 """
 
 from __future__ import annotations
@@ -16,24 +21,26 @@ import torch
 from torch import nn
 
 from bridge.errors import BridgeError
+from bridge.quantize.hessian import Hessian
 
 
 @dataclass
-class Feed:
-    """What one call of a block gets: the first positional argument goes from block to block, the rest stays.
+class BlockInputs:
+    """The arguments of a block for one batch: the first positional one goes from block to block, the others stay.
 
-    calls   the rest of it for each block of a model, in which a later block may see another mask than the first
-    file    where the first argument is while no block needs it; None: in memory
+    named   there is no positional argument
+    calls   the other arguments for each block of a model: a later block may see another mask than the first
+    file    holds the first argument while no block needs it; None: in memory
     """
 
     x: Any
     args: tuple[Any, ...] = ()
     kwargs: dict[str, Any] = field(default_factory=dict)
-    named: bool = False  # there is no positional argument
+    named: bool = False
     calls: Sequence[tuple[tuple[Any, ...], dict[str, Any]]] = ()
     file: Path | None = None
 
-    def into(self, block: nn.Module) -> Any:
+    def run(self, block: nn.Module) -> Any:
         """Call the block."""
         if self.named:
             return block(**self.kwargs)
@@ -43,12 +50,12 @@ class Feed:
         """The first argument."""
         return self.x if self.file is None else torch.load(self.file, map_location=self.x.device, weights_only=True)
 
-    def at(self, block: int) -> None:
-        """From now on, the block of this number is called."""
+    def select_block(self, block: int) -> None:
+        """Take the other arguments of the block with this number."""
         self.args, self.kwargs = self.calls[block]
 
-    def pass_on(self, output: Any) -> None:
-        """A block's output becomes the next one's input."""
+    def advance(self, output: Any) -> None:
+        """Make a block's output the next block's input."""
         x = output[0] if isinstance(output, tuple) else output
         if self.file is None:
             self.x = x
@@ -58,16 +65,16 @@ class Feed:
         except (OSError, RuntimeError) as problem:  # torch's writer raises the latter where a disk is full
             raise BridgeError(
                 f"{self.file.parent}: activations cannot be written ({str(problem).splitlines()[0]}); "
-                "free the disk, give another folder, or keep them in memory"
+                "free disk space, choose another folder, or keep them in memory"
             ) from None
         self.x = torch.empty(0, device=x.device)
 
-    def copy(self) -> Feed:
-        """Another one for the same calls."""
+    def copy(self) -> BlockInputs:
+        """The same inputs, to go through other blocks."""
         if self.file is None:
             return replace(self)
         twin = replace(self, file=self.file.with_suffix(".float"))
-        twin.pass_on(torch.load(self.file, map_location=self.x.device, weights_only=True))
+        twin.advance(torch.load(self.file, map_location=self.x.device, weights_only=True))
         return twin
 
 
@@ -81,11 +88,11 @@ class Folder:
                 self._made = tempfile.TemporaryDirectory(prefix="activations-", dir=inside)
             except OSError as problem:
                 raise BridgeError(
-                    f"{inside}: no folder for activations can be made there ({problem.strerror})"
+                    f"{inside}: cannot create a folder for activations there ({problem.strerror})"
                 ) from None
 
     def file(self, number: int) -> Path | None:
-        """Where the activations of a batch go."""
+        """The file for the activations of a batch; None: they stay in memory."""
         return Path(self._made.name) / f"{number}.pt" if self._made else None
 
     def __enter__(self) -> Folder:
@@ -98,23 +105,23 @@ class Folder:
 
 
 class StopForward(Exception):
-    """What is wanted of a forward pass has been seen."""
+    """Ends a forward pass whose rest is not needed."""
 
 
-def first_feeds(
+def first_inputs(
     model: nn.Module, blocks: Sequence[nn.Module], batches: Iterable[torch.Tensor], folder: Folder
-) -> list[Feed]:
-    """What the blocks are called with, batch by batch. No block runs: each hands on what the first one got."""
+) -> list[BlockInputs]:
+    """The blocks' inputs, batch by batch. No block runs: each returns the first one's input."""
     calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
     first: list[torch.Tensor] = []
-    feeds: list[Feed] = []
+    found: list[BlockInputs] = []
 
-    def stand_in(number: int) -> Any:
+    def replacement(number: int) -> Any:
         def forward(*args: Any, **kwargs: Any) -> torch.Tensor:
             x = args[0] if args else kwargs.pop("hidden_states")
             if not number:
                 first.append(x)
-            known = feeds[0].calls[number][1] if feeds else calls[-1][1] if calls else {}
+            known = found[0].calls[number][1] if found else calls[-1][1] if calls else {}
             kwargs = {k: _one(v, known.get(k)) for k, v in kwargs.items() if "past_key_value" not in k}
             calls.append((args[1:], kwargs | {"use_cache": False} if "use_cache" in kwargs else kwargs))
             if number + 1 == len(blocks):
@@ -124,24 +131,23 @@ def first_feeds(
         return forward
 
     for number, block in enumerate(blocks):
-        block.forward = stand_in(number)
+        block.forward = replacement(number)
     try:
         device = next(p.device for p in model.parameters() if p.device.type != "meta")
         for tokens in batches:
             with suppress(StopForward):
                 model(tokens.to(device), use_cache=False)
-            feed = Feed(None, calls=calls, file=folder.file(len(feeds)))
-            feed.pass_on(first[0])
-            feeds.append(feed)
+            found.append(BlockInputs(None, calls=calls, file=folder.file(len(found))))
+            found[-1].advance(first[0])
             calls, first = [], []
     finally:
         for block in blocks:
             del block.forward
-    return feeds
+    return found
 
 
 def after_blocks(model: Any, blocks: Sequence[nn.Module], tokens: torch.Tensor, x: torch.Tensor) -> Any:
-    """The model's output where the last block's is x [sequences, length, hidden]. No block runs; gradients pass."""
+    """The model's output, given the last block's x [sequences, length, hidden]. No block runs; gradients pass."""
     for block in blocks:
         block.forward = lambda *args, **kwargs: x  # type: ignore[method-assign]
     try:
@@ -152,9 +158,97 @@ def after_blocks(model: Any, blocks: Sequence[nn.Module], tokens: torch.Tensor, 
 
 
 def _one(value: Any, known: Any) -> Any:
-    """The one that is known already where two arguments are equal: a mask is kept once, not for every batch."""
+    """`known` if it equals `value`: a mask is kept once, not for every batch."""
     if isinstance(value, tuple) and isinstance(known, tuple) and len(value) == len(known):
         return tuple(map(_one, value, known))
     if isinstance(value, torch.Tensor) and isinstance(known, torch.Tensor) and value.dtype == known.dtype:
         return known if torch.equal(value, known) else value
     return value
+
+
+def is_layer(module: nn.Module) -> bool:
+    """Whether `matrix`, `set_matrix` and `vectors` support this kind of module."""
+    if isinstance(module, nn.Conv2d):
+        return module.groups == 1 and module.padding_mode == "zeros" and not isinstance(module.padding, str)
+    return isinstance(module, nn.Linear) or _is_conv1d(module)
+
+
+def _is_conv1d(module: nn.Module) -> bool:
+    return type(module).__name__ == "Conv1D" and hasattr(module, "nf")
+
+
+def matrix(module: nn.Module) -> torch.Tensor:
+    """The weights as float32 [out, columns], a copy."""
+    weight: torch.Tensor = module.weight.data  # type: ignore[assignment]
+    weight = weight.T if _is_conv1d(module) else weight.flatten(1)
+    return weight.to(torch.float32, copy=True).contiguous()
+
+
+def matrix_shape(module: nn.Module) -> tuple[int, int]:
+    """(out, columns) of `matrix`."""
+    weight: torch.Tensor = module.weight  # type: ignore[assignment]
+    rows, columns = weight.shape[0], weight.numel() // weight.shape[0]
+    return (columns, rows) if _is_conv1d(module) else (rows, columns)
+
+
+def set_matrix(module: nn.Module, values: torch.Tensor) -> None:
+    """Replace the weights by float [out, columns]."""
+    weight: torch.Tensor = module.weight.data  # type: ignore[assignment]
+    weight.copy_((values.T if _is_conv1d(module) else values).reshape(weight.shape))
+
+
+def vectors(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    """A module's input as vectors [tokens, columns], which its matrix multiplies."""
+    if isinstance(module, nn.Conv2d):
+        assert not isinstance(module.padding, str)
+        images = x if x.ndim == 4 else x[None]
+        patches = nn.functional.unfold(images, module.kernel_size, module.dilation, module.padding, module.stride)
+        return patches.transpose(1, 2).flatten(0, 1)
+    return x.reshape(-1, x.shape[-1])
+
+
+def head_of(model: Any) -> tuple[str, nn.Module]:
+    """The name and the module of the output head."""
+    head = model.get_output_embeddings()
+    return next(name for name, module in model.named_modules() if module is head), head
+
+
+def head_hessian(
+    model: nn.Module,
+    blocks: Sequence[nn.Module],
+    batches: Iterable[torch.Tensor],
+    outputs: Iterable[torch.Tensor],
+    float_outputs: Iterable[torch.Tensor] | None = None,
+) -> Hessian:
+    """The Hessian of the head's inputs.
+
+    batches        tokens int [sequences, length]
+    outputs        the last block's, for each batch
+    float_outputs  the same of the float model, for the cross term
+    """
+    name, head = head_of(model)
+    hessian = Hessian(name, head.weight.shape[1], head.weight.device)  # type: ignore[index, union-attr, arg-type]
+    floats = None if float_outputs is None else iter(float_outputs)
+    for tokens, x in zip(batches, outputs, strict=True):
+        own = _head_inputs(model, blocks, head, tokens, x)
+        hessian.add(own, None if floats is None else _head_inputs(model, blocks, head, tokens, next(floats)))
+    return hessian
+
+
+def _head_inputs(
+    model: nn.Module, blocks: Sequence[nn.Module], head: nn.Module, tokens: torch.Tensor, x: torch.Tensor
+) -> torch.Tensor:
+    """The head's input [sequences, length, hidden]; the head does not run."""
+    seen: list[torch.Tensor] = []
+
+    def note(_module: nn.Module, args: tuple[torch.Tensor]) -> None:
+        seen.append(args[0])
+        raise StopForward
+
+    hook = head.register_forward_pre_hook(note)
+    try:
+        with suppress(StopForward):
+            after_blocks(model, blocks, tokens, x)
+    finally:
+        hook.remove()
+    return seen[0]

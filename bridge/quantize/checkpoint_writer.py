@@ -1,4 +1,4 @@
-"""Quantized layers as a checkpoint: GPTQ v1, GPTQ v2 or AWQ (gemm), beside everything else that the float model has.
+"""Quantized layers as a checkpoint: GPTQ v1, GPTQ v2 or AWQ (gemm), with all other tensors of the float model.
 
     with open_checkpoint("Qwen3-8B") as ckpt:
         layers = {name: Groups(4, 128) for name in ...}
@@ -6,9 +6,8 @@
             for ...: writer.add(quantized.tensor())
             done = writer.finish()
 
-The shapes of all tensors are known beforehand, so each file's head is written first, and layers are written where
-they belong as they come, in any order: none is kept. Floats keep their dtypes; tied embeddings, tokenizer and all
-other files are copied.
+The shapes of all tensors are known beforehand, so each file's header is written first, and layers go to their places
+in any order: none stays in memory. Floats keep their dtypes; tied embeddings, tokenizer and all other files are copied.
 """
 
 from __future__ import annotations
@@ -18,14 +17,13 @@ import math
 import re
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
-import bridge
 from bridge.checkpoint import Checkpoint, TensorInfo
 from bridge.checkpoint.files.dtypes import NUMPY, from_float32
 from bridge.checkpoint.files.folder import CheckpointFolder, sync
@@ -33,7 +31,9 @@ from bridge.checkpoint.files.store import header_of
 from bridge.checkpoint.formats.layouts import LAYOUTS, raised
 from bridge.checkpoint.formats.zeros import OWN_BITS_SINCE
 from bridge.checkpoint.grouped import GroupedTensor
+from bridge.checkpoint.labels.gptq_labels import gptq_labels, packer
 from bridge.errors import BridgeError
+from bridge.system.progress import Progress
 from bridge.system.text import size_text, summarise_notes
 
 FORMATS = tuple(LAYOUTS)
@@ -42,7 +42,7 @@ _BLOCK = re.compile(r"(.*?\.)?\d+\.")  # model.layers.0. of a layer's name
 
 
 class Groups(NamedTuple):
-    """How one layer is quantized; group_size -1: one group a row. Ternary codes have 2 bits."""
+    """How one layer is quantized; group_size -1: one group per row. Ternary codes have 2 bits."""
 
     bits: int
     group_size: int
@@ -50,13 +50,13 @@ class Groups(NamedTuple):
 
 @dataclass
 class Written:
-    """What was written.
+    """A report.
 
-    modules   quantized layers
-    nbytes    of all tensors
-    raised    zero points of 0 that became 1, and the weights that lost a step by it
-    left_out  weights beside the checkpoint's that were not taken along
-    notes     what else the user should know
+    modules   number of quantized layers
+    nbytes    size of all tensors
+    raised    number of zero points of 0 that became 1, and of weights that lost a step by it
+    left_out  files with other weights that were not copied
+    notes     for the user
     """
 
     out: Path
@@ -69,39 +69,39 @@ class Written:
     notes: list[str] = field(default_factory=list)
 
     def summary(self) -> str:
-        """For people, in a few lines."""
+        """The report in a few lines."""
         size = size_text(self.nbytes)
         lines = [f"{self.modules} layers quantized as {self.format}, {size} written in {self.seconds:.1f} s"]
         if self.raised[0]:
             lines.append(
-                f"clamped     {self.raised[0]} zero points of 0, which GPTQ v1 cannot hold, are 1, and their codes one "
-                f"more; {self.raised[1]} weights of the greatest code lost a step"
+                f"clamped     {self.raised[0]} zero points of 0, which GPTQ v1 cannot hold, became 1, and their codes "
+                f"rose by 1; {self.raised[1]} weights with the greatest code lost a step"
             )
         if self.left_out:
-            lines.append(f"left out    {', '.join(self.left_out)}: no part of the checkpoint that was read")
+            lines.append(f"left out    {', '.join(self.left_out)}: not part of the checkpoint that was read")
         lines += [f"note: {note}" for note in summarise_notes(self.notes)]
         return "\n".join([*lines, f"wrote {self.out}"])
 
 
 def refusal(format: str, groups: Groups, shape: tuple[int, int]) -> str | None:
-    """Why a format cannot hold a layer (out, in), in one line; None where it can."""
+    """Why a format cannot hold a layer (out, in), in one line; None if it can."""
     return LAYOUTS[format].refusal(*groups, shape)
 
 
 class CheckpointWriter:
     """The new checkpoint. Use as a context manager: leaving it without `finish` removes every trace.
 
-    ckpt        the float model's
+    ckpt        of the float model
     path        the folder to write
     format      gptq (v1), gptq_v2 or awq
     layers      the layers to be quantized, by their names in the checkpoint, without ".weight"
-    transposed  those whose weight is stored as [in, out] (Conv1D of transformers)
-    clamp       v1: make zero points of 0 into 1, their codes with them
-    shard_size  bytes in a file
-    force       replace a checkpoint that exists
-    progress    called with (bytes done, of all, tensor)
+    transposed  layers whose weight is stored as [in, out] (Conv1D of transformers)
+    clamp       v1: raise zero points of 0 to 1, with their codes
+    shard_size  bytes per file
+    force       replace an existing checkpoint
+    progress    called with (bytes done, bytes in all, tensor)
 
-    Raises BridgeError for a layer that is not there or that the format cannot hold, and for a target that cannot be
+    Raises BridgeError for a layer that is missing or that the format cannot hold, and for a target that cannot be
     written.
     """
 
@@ -116,12 +116,12 @@ class CheckpointWriter:
         clamp: bool = False,
         shard_size: int = 5_000_000_000,
         force: bool = False,
-        progress: Callable[[int, int, str], None] | None = None,
+        progress: Progress | None = None,
     ) -> None:
         if format not in LAYOUTS:
-            raise BridgeError(f"checkpoint format {format!r}: not known (known: {', '.join(LAYOUTS)})")
+            raise BridgeError(f"unknown checkpoint format {format!r}: choose one of {', '.join(LAYOUTS)}")
         if ckpt.quant.method is not None:
-            raise BridgeError(f"{ckpt.path}: is {ckpt.format} already; quantize the float model that it was made from")
+            raise BridgeError(f"{ckpt.path}: is already {ckpt.format}; quantize the original float model")
         self._begun = time.perf_counter()
         self._ckpt, self._layers, self._clamp = ckpt, dict(layers), clamp
         self._layout, self._tick = LAYOUTS[format], progress or (lambda *_: None)
@@ -133,7 +133,7 @@ class CheckpointWriter:
         self._plan(shard_size)
         self._folder = CheckpointFolder(ckpt, Path(path).expanduser(), force)
         try:
-            self._folder.guard(self._write_heads, "the heads of the files")
+            self._folder.guard(self._write_heads, "the headers of the files")
         except BaseException:
             self._folder.__exit__()
             raise
@@ -145,17 +145,17 @@ class CheckpointWriter:
         self._folder.__exit__()
 
     def add(self, tensor: GroupedTensor) -> None:
-        """Write one layer. Raises BridgeError where it is not as announced, or cannot be held as it is."""
+        """Write one layer. Raises BridgeError if it is not as announced, or the format cannot hold it."""
         name = tensor.name
         if name not in self._todo:
-            raise BridgeError(f"{name}: is no layer that was to be quantized, or came twice")
+            raise BridgeError(f"{name}: is not a layer to be quantized, or was added twice")
         bits, size = self._layers[name]
         count = tensor.scales.shape[1]
         shapes = self._layout.shapes(bits, size, self._shapes[name])
         if (tensor.bits, tensor.shape, count) != (bits, self._shapes[name], shapes["scales"][1][0]):
             raise BridgeError(
-                f"{name}: came as {list(tensor.shape)} of {tensor.bits} bits in {count} groups a row; "
-                f"{list(self._shapes[name])} of {bits} bits in groups of {size} was announced"
+                f"{name}: is {list(tensor.shape)} of {tensor.bits} bits in {count} groups per row; "
+                f"announced was {list(self._shapes[name])} of {bits} bits in groups of {size}"
             )
         if self._layout.name == "gptq" and self._clamp:
             count = int(np.count_nonzero(tensor.zeros == 0))
@@ -170,17 +170,17 @@ class CheckpointWriter:
     def finish(self, floats: Mapping[str, np.ndarray] | None = None) -> Written:
         """Write everything else, sync, and rename into place.
 
-        floats  tensors that have changed, by full name (AWQ's norms and biases); the others are copied
+        floats  tensors that have changed, by full name (AWQ's norms and biases); all others are copied
         """
         floats = floats or {}
         if self._todo:
             raise BridgeError(
                 f"{self._folder.path}: {len(self._todo)} of {len(self._layers)} layers have not been quantized, "
-                f"{min(self._todo)} first"
+                f"starting with {min(self._todo)}"
             )
         unknown = floats.keys() - self._floats.keys()
         if unknown:
-            raise BridgeError(f"{min(unknown)}: has changed but is no float tensor of the new checkpoint")
+            raise BridgeError(f"{min(unknown)}: has changed but is not a float tensor of the new checkpoint")
         for name, info in self._floats.items():
             self._write(name, [_stored(floats[name], info)] if name in floats else self._copied(info))
         for file in self._files:
@@ -214,7 +214,7 @@ class CheckpointWriter:
         return out, columns
 
     def _plan(self, shard_size: int) -> None:
-        """Which tensors come, in which file and where."""
+        """Assign all tensors to files and positions."""
         shards: list[dict[str, tuple[str, tuple[int, ...], int]]] = [{}]
         self._floats: dict[str, TensorInfo] = {}
         room = shard_size
@@ -253,7 +253,7 @@ class CheckpointWriter:
                 out.truncate(self._files[file])
 
     def _write(self, name: str, pieces: Iterable[np.ndarray]) -> None:
-        """The bytes of a tensor, piece by piece."""
+        """Write the bytes of a tensor, piece by piece."""
         file, start = self._places[name]
 
         def write() -> None:
@@ -267,7 +267,7 @@ class CheckpointWriter:
         self._folder.guard(write, name)
 
     def _copied(self, info: TensorInfo) -> Iterable[np.ndarray]:
-        """A float tensor as it is stored, some rows at a time."""
+        """A float tensor as it is stored, in slices of rows."""
         if not info.shape or not info.nbytes:
             return [self._ckpt.store.read(info.name)]
         step = max(1, _CHUNK * info.shape[0] // info.nbytes)
@@ -277,7 +277,7 @@ class CheckpointWriter:
     # the labels
 
     def _configs(self) -> dict[str, Any]:
-        """config.json and the other small files that say what is in the weights."""
+        """config.json and the other small files that describe the weights."""
         labels = self._awq_labels() if self._layout.name == "awq" else self._gptq_labels()
         configs: dict[str, Any] = {"config.json": {**self._ckpt.config, "quantization_config": labels}}
         if self._layout.name != "awq":
@@ -292,7 +292,7 @@ class CheckpointWriter:
         return Counter(self._layers.values()).most_common(1)[0][0] if self._layers else Groups(4, 128)
 
     def _left(self) -> list[str]:
-        """Matrices of the decoder's blocks that stay floats, by module: what a reader would take for quantized."""
+        """Modules of the decoder's blocks whose matrices stay floats, which a reader would expect to be quantized."""
         blocks = {found[1] for name in self._layers if (found := _BLOCK.match(name))}
         names = [
             n.removesuffix(".weight") for n, i in self._floats.items() if n.endswith(".weight") and len(i.shape) == 2
@@ -301,37 +301,31 @@ class CheckpointWriter:
 
     def _gptq_labels(self) -> dict[str, Any]:
         usual = self._usual()
-        dynamic: dict[str, Any] = {f"-:^{re.escape(name)}$": {} for name in self._left()}
-        for name, groups in self._layers.items():
-            if groups != usual:
-                dynamic[f"+:^{re.escape(name)}$"] = groups._asdict()
-        writers = [f"gguf-bridge:{bridge.__version__}"]
+        writers = packer()
         if self._asymmetric and self._layout.name == "gptq":
-            # GPTQModel reads v1 with varying zero points from itself alone; this is the version that packs as we do
+            # GPTQModel reads v1 with varying zero points only from itself; this version packs as we do
             writers.append(f"gptqmodel:{'.'.join(map(str, OWN_BITS_SINCE))}")
-        return {
-            **usual._asdict(),
-            "desc_act": self._scattered,
-            "sym": not self._asymmetric,
-            "lm_head": "lm_head" in self._layers,
-            "quant_method": "gptq",
-            "checkpoint_format": self._layout.name,
-            "format": self._layout.name,
-            "pack_dtype": "int32",
-            **({"dynamic": dynamic} if dynamic else {}),
-            "meta": {"quantizer": writers, "packer": writers[:1]},
-        }
+        labels = gptq_labels(
+            self._layout.name,
+            *usual,
+            desc_act=self._scattered,
+            sym=not self._asymmetric,
+            floats=self._left(),
+            others={name: groups._asdict() for name, groups in self._layers.items() if groups != usual},
+        )
+        labels |= {"lm_head": "lm_head" in self._layers, "format": self._layout.name, "pack_dtype": "int32"}
+        return labels | {"meta": {"quantizer": writers, "packer": packer()}}
 
     def _awq_labels(self) -> dict[str, Any]:
         if len(set(self._layers.values())) > 1:
-            raise BridgeError(f"{self._folder.path}: AWQ has one group size for all layers; gptq_v2 has one for each")
-        # names are looked for within names: one that is part of a quantized layer's would leave that out too
+            raise BridgeError(f"{self._folder.path}: AWQ has one group size for all layers; gptq_v2 has one per layer")
+        # readers search names within names: one that is part of a quantized layer's would exclude that too
         left = [name for name in self._left() if not any(name in layer for layer in self._layers)]
         return {
             **self._usual()._asdict(),
             "quant_method": "awq",
             "version": "gemm",
-            "zero_point": True,  # qzeros are there, symmetric or not
+            "zero_point": True,  # qzeros exist, symmetric or not
             "modules_to_not_convert": left or None,
         }
 
@@ -346,10 +340,10 @@ def write_checkpoint(
     floats: Mapping[str, np.ndarray] | None = None,
     **options: Any,
 ) -> Written:
-    """Write a checkpoint of layers as they come, or of a mapping by name, which may load each when asked for it.
+    """Write a checkpoint of layers in any order, or of a mapping by name, which may load each on access.
 
     floats   see `CheckpointWriter.finish`
-    options  those of `CheckpointWriter`
+    options  see `CheckpointWriter`
     """
     with CheckpointWriter(ckpt, path, format, layers, **options) as writer:
         for tensor in (tensors[name] for name in layers) if isinstance(tensors, Mapping) else tensors:
@@ -358,9 +352,9 @@ def write_checkpoint(
 
 
 def _stored(values: np.ndarray, info: TensorInfo) -> np.ndarray:
-    """float32 in the dtype of the tensor in whose place it comes."""
+    """float32 values in the dtype of the tensor that they replace."""
     if values.shape != info.shape:
-        raise BridgeError(f"{info.name}: came as {list(values.shape)} where the model has {list(info.shape)}")
+        raise BridgeError(f"{info.name}: is {list(values.shape)}, but {list(info.shape)} in the model")
     if not np.isfinite(stored := from_float32(values, info.dtype)).all() and info.dtype != "BF16":
-        raise BridgeError(f"{info.name}: is too large for {info.dtype} after scaling; save the model as bf16")
+        raise BridgeError(f"{info.name}: too large for {info.dtype} after scaling; save the model as bf16")
     return stored

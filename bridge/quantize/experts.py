@@ -1,14 +1,14 @@
-"""Experts that `transformers` holds in two 3-D tensors, taken apart into linear layers that see their own tokens.
+"""Experts that `transformers` holds in two 3-D tensors, split into linear layers that see their own tokens.
 
     experts.gate_up_proj [experts, 2 inner, hidden]  ->  experts.3.gate_proj, experts.3.up_proj   [inner, hidden]
     experts.down_proj    [experts, hidden, inner]    ->  experts.3.down_proj                      [hidden, inner]
 
-The layers' weights are views of the 3-D tensors: what is put into one is in the other too.
+The layers' weights are views of the 3-D tensors: a change of one changes the other.
 
-An expert that saw fewer tokens than its matrix has columns is lent the rest by its fellows: its H becomes the mean
-over its own tokens and as many of the mean token of all experts as are missing. An expert without tokens has the
-fellows' mean alone. So a rare expert is still rounded against inputs of its kind, and one that is never chosen
-against those that the others get. Neither has tokens to hold back, so neither uses GPTAQ's term (`alpha_of`).
+An expert that saw fewer tokens than its matrix has columns borrows the rest from the other experts: its H becomes the
+mean over its own tokens and as many copies of the mean token of all experts as are missing. An expert without tokens
+gets that mean alone. So a rare expert is still rounded for inputs of its kind, and one that is never chosen for the
+inputs of the others. Neither can hold tokens back, so neither uses GPTAQ's term (`alpha_of`).
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ _EXPERT = re.compile(r"(?<=\.experts\.)\d+(?=\.)")
 
 
 def expert_of(name: str) -> tuple[str, str] | None:
-    """The name of an expert's layer with * for the expert's number, and the number; None of another layer."""
+    """The name of an expert's layer with its number replaced by *, and the number; None for other layers."""
     found = _EXPERT.search(f".{name}")
     return (_EXPERT.sub("*", f".{name}", count=1)[1:], found[0]) if found else None
 
 
 class SeparateExperts(nn.Module):
-    """One module for each expert, called and numerically equal to what it stands for.
+    """One module for each expert; called like the fused module, with the same results.
 
     routing  int [tokens, chosen]: the experts of the tokens in the last call
-    imposed  experts for the tokens of the next calls in the place of those that the router chooses
+    imposed  experts for the tokens of the next calls, instead of those that the router chooses
     """
 
     def __init__(self, fused: Any) -> None:
@@ -69,10 +69,10 @@ class SeparateExperts(nn.Module):
         return output
 
 
-def take_apart(block: nn.Module) -> list[tuple[nn.Module, str, nn.Module]]:
-    """Put SeparateExperts in the place of a block's fused experts; what `put_back` undoes it with.
+def split_experts(block: nn.Module) -> list[tuple[nn.Module, str, nn.Module]]:
+    """Replace a block's fused experts by SeparateExperts; returns the argument of `restore_experts`.
 
-    Experts of another kind (transposed, with biases, with a gate of their own) are left alone.
+    Experts of another kind (transposed, with biases, with another gate) stay as they are.
     """
     found = [
         (parent, name, child)
@@ -85,9 +85,9 @@ def take_apart(block: nn.Module) -> list[tuple[nn.Module, str, nn.Module]]:
     return found
 
 
-def put_back(taken: Sequence[tuple[nn.Module, str, nn.Module]]) -> None:
-    """The modules that were taken apart, with the weights that their layers have now."""
-    for parent, name, child in taken:
+def restore_experts(split: Sequence[tuple[nn.Module, str, nn.Module]]) -> None:
+    """Put the fused modules back; they have the weights that the layers have now."""
+    for parent, name, child in split:
         parent.add_module(name, child)
 
 
@@ -107,8 +107,8 @@ def _is_known(module: Any) -> bool:
     )
 
 
-def lend(hessians: Sequence[Hessian]) -> None:
-    """Fill the Hessians of fellow experts up to as many tokens as they have columns; see the module's docstring."""
+def share_statistics(hessians: Sequence[Hessian]) -> None:
+    """Fill up the Hessians of a mixture's experts to as many tokens as columns; see the module's docstring."""
     tokens = sum(h.tokens for h in hessians)
     if not tokens:
         return
@@ -121,7 +121,7 @@ def lend(hessians: Sequence[Hessian]) -> None:
                 share = h.tokens / wanted
                 setattr(h, name, mean * (1 - share) if m is None else mean.lerp(m, share))
     for h in hessians:
-        h.lent = max(len(h.matrix) - h.tokens, 0)
-        h.tokens += h.lent
-        if h.lent:
+        h.borrowed_tokens = max(len(h.matrix) - h.tokens, 0)
+        h.tokens += h.borrowed_tokens
+        if h.borrowed_tokens:
             h.held = None

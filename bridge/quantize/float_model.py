@@ -1,12 +1,12 @@
-"""A checkpoint's model in `transformers`, float, its decoder blocks brought in one at a time.
+"""A checkpoint's float model in `transformers`, its decoder blocks loaded one at a time.
 
-The model is built on the meta device, where tensors have shapes and no memory. A block gets its weights when
-calibration reaches it and loses them after, so memory holds one block. Quantized modules come dequantized: GPTQ, AWQ
-and 8-bit checkpoints serve as well as floats.
+The model is built on the meta device, where tensors have shapes and no memory. A block is loaded when calibration
+reaches it and freed afterwards, so memory holds one block. Quantized modules are dequantized: GPTQ, AWQ and 8-bit
+checkpoints can be calibrated as well.
 
 Names differ in two ways. Mixtral's checkpoints say block_sparse_moe.experts.3.w1 where `transformers` has mlp and
-gate_proj. And `transformers` holds experts in 3-D tensors, which here are taken apart into one layer for each matrix;
-a checkpoint may have them as single matrices, or as those 3-D tensors.
+gate_proj. And `transformers` holds experts in 3-D tensors, which are split here into one layer for each matrix; a
+checkpoint may have them as single matrices, or as those 3-D tensors.
 """
 
 from __future__ import annotations
@@ -21,9 +21,8 @@ from torch import nn
 
 from bridge.checkpoint import Checkpoint
 from bridge.errors import BridgeError
-from bridge.quantize.experts import take_apart
-from bridge.quantize.head import head_of
-from bridge.quantize.layers import is_layer, matrix_shape, set_matrix
+from bridge.quantize.block_inputs import head_of, is_layer, matrix_shape, set_matrix
+from bridge.quantize.experts import split_experts
 from bridge.quantize.walk import decoder_blocks
 
 _MIXTRAL = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
@@ -31,11 +30,11 @@ _MATRIX = re.compile(r"(.*\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")
 
 
 class FloatModel:
-    """A `transformers` decoder that reads its weights from an opened checkpoint; a source for `quantize_model`.
+    """A `transformers` decoder that reads its weights from an opened checkpoint; a `StreamedModel`.
 
     dtype   of the weights and of all arithmetic
 
-    Raises BridgeError where `transformers` does not know the model, and for models of more than text.
+    Raises BridgeError if `transformers` does not know the model, and for models of more than text.
     """
 
     def __init__(
@@ -46,16 +45,16 @@ class FloatModel:
         self.blocks: Sequence[nn.Module]
         self.prefix, self.blocks = decoder_blocks(self.model)  # type: ignore[assignment]
         for block in self.blocks:
-            take_apart(block)
+            split_experts(block)
         _fill_buffers(self.model, self.device)
 
     @property
     def vocabulary(self) -> int:
-        """How many tokens the model knows."""
+        """The number of tokens in the vocabulary."""
         return self.model.get_input_embeddings().weight.shape[0]
 
     def linears(self) -> dict[str, tuple[int, int]]:
-        """(out, in) of the layers inside the blocks that can be quantized, by their names in the checkpoint."""
+        """(out, in) of the blocks' layers that can be quantized, by their names in the checkpoint."""
         return {
             self.name(f"{self.prefix}.{i}.{name}"): matrix_shape(module)
             for i, block in enumerate(self.blocks)
@@ -64,9 +63,9 @@ class FloatModel:
         }
 
     def load(self, block: int | None) -> None:
-        """Give a block its weights; None: what is outside the blocks, but for the output head.
+        """Load a block's weights; None: those of everything outside the blocks except the head.
 
-        Raises BridgeError where the checkpoint lacks a tensor, or has it in another shape.
+        Raises BridgeError if the checkpoint lacks a tensor, or has it in another shape.
         """
         for name, module in self._modules(block):
             for own, value in _tensors(module):
@@ -74,7 +73,7 @@ class FloatModel:
                     self._set(module, own, value, f"{name}.{own}")
 
     def load_head(self) -> None:
-        """Give the output head its weights: those of the embeddings where it has none of its own."""
+        """Load the output head's weights; a tied head gets the embeddings."""
         embeddings: Any = self.model.get_input_embeddings()
         name, head = head_of(self.model)
         for own, value in _tensors(head):
@@ -84,19 +83,19 @@ class FloatModel:
                 self._set(head, own, value, f"{name}.{own}")
 
     def drop_head(self) -> None:
-        """Take the output head's weights away again."""
+        """Free the output head's weights."""
         head = self.model.get_output_embeddings()
         for own, value in _tensors(head):
             _put(head, own, torch.empty_like(value, device="meta"))
 
     def drop(self, block: int | None) -> None:
-        """Take its weights away again."""
+        """Free the weights that `load` has loaded."""
         for _, module in self._modules(block):
             for own, value in _tensors(module):
                 _put(module, own, torch.empty_like(value, device="meta"))
 
     def name(self, layer: str) -> str:
-        """A layer's name in the checkpoint. Experts of a 3-D tensor are named as if they stood by themselves."""
+        """A layer's name in the checkpoint. Experts of a 3-D tensor are named like single matrices."""
         stored = self._stored(f"{layer}.weight")
         if stored is None:
             return layer
@@ -105,8 +104,8 @@ class FloatModel:
         _, found, own = layer.rpartition(".experts.")
         return f"{stored.rpartition('.')[0]}.{own}" if found else layer
 
-    def ends(self) -> tuple[str, str]:
-        """The names of the embeddings and the output head in the checkpoint; one name where one serves for both."""
+    def embedding_and_head(self) -> tuple[str, str]:
+        """Their names in the checkpoint; the same name twice if they are tied."""
         head, _ = head_of(self.model)
         embeddings = next(n for n, m in self.model.named_modules() if m is self.model.get_input_embeddings())
         tied = self._stored(f"{head}.weight") is None and self.model.config.tie_word_embeddings
@@ -122,7 +121,7 @@ class FloatModel:
                 yield name, module
 
     def _stored(self, name: str) -> str | None:
-        """The checkpoint's name of a tensor; of a 3-D one that holds it, if so; None: it has none."""
+        """The checkpoint's name of a tensor, or of the 3-D tensor that holds it; None: it is missing."""
         base = f"{self.model.base_model_prefix}."
         names = [name]
         if ".mlp." in name:
@@ -142,7 +141,7 @@ class FloatModel:
         stored = self._stored(name)
         if stored is None:
             raise BridgeError(
-                f"{self.ckpt.path}: has no {name}, which {type(self.model).__name__} of transformers is made of; "
+                f"{self.ckpt.path}: has no {name}, a part of transformers' {type(self.model).__name__}; "
                 "is the checkpoint complete?"
             )
         quantized = stored.removesuffix(".weight")
@@ -160,7 +159,7 @@ class FloatModel:
         _put(module, own, torch.from_numpy(np.ascontiguousarray(floats)).to(self.device, self.dtype))
 
     def _floats(self, stored: str, name: str) -> np.ndarray:
-        if stored.removesuffix(".weight") in self.ckpt.modules:  # embeddings, too, may come as codes
+        if stored.removesuffix(".weight") in self.ckpt.modules:  # embeddings may be quantized too
             return self.ckpt.read_module(stored.removesuffix(".weight")).dequantize()
         matrix = _MATRIX.fullmatch(name)
         if matrix is None or stored.endswith(".weight"):
@@ -175,8 +174,8 @@ class FloatModel:
     def _expect(self, name: str, found: tuple[int, ...], wanted: tuple[int, ...]) -> None:
         if found != wanted:
             raise BridgeError(
-                f"{self.ckpt.path}: {name} is {list(found)}, and config.json makes it {list(wanted)}; "
-                "take the config.json that came with these weights"
+                f"{self.ckpt.path}: {name} is {list(found)}, but {list(wanted)} by config.json; "
+                "use the config.json that belongs to these weights"
             )
 
 
@@ -189,25 +188,25 @@ def _build(ckpt: Checkpoint, dtype: torch.dtype) -> nn.Module:
     kind = ckpt.config.get("model_type")
     if "text_config" in ckpt.config or "vision_config" in ckpt.config:
         raise BridgeError(
-            f"{ckpt.home}: {kind} sees more than text, and calibration runs text models alone; "
-            "give a checkpoint of its language model"
+            f"{ckpt.home}: {kind} is not a text-only model, which calibration needs; "
+            "use a checkpoint of its language model"
         )
     fields = {key: value for key, value in ckpt.config.items() if key != "quantization_config"}
     try:
         config = transformers.AutoConfig.for_model(**fields)
         with torch.device("meta"):
             model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
-    except Exception as problem:  # unknown kinds, and what a damaged config.json makes of a known one
+    except Exception as problem:  # unknown kinds, and whatever a damaged config.json causes
         why = str(problem).strip().splitlines()
         raise BridgeError(
-            f"{ckpt.home / 'config.json'}: transformers {transformers.__version__} makes no text model of {kind} "
-            f"({why[0] if why else type(problem).__name__}); calibration runs what it knows without further code"
+            f"{ckpt.home / 'config.json'}: transformers {transformers.__version__} cannot build a text model of {kind} "
+            f"({why[0] if why else type(problem).__name__}); calibration supports only models that it includes"
         ) from None
     return model.eval().requires_grad_(False)
 
 
 def _tensors(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
-    """A module's own parameters, and the buffers that a checkpoint holds."""
+    """A module's own parameters, and the buffers that a checkpoint stores."""
     kept = {n: b for n, b in module._buffers.items() if n not in module._non_persistent_buffers_set}
     return [(n, t) for n, t in {**module._parameters, **kept}.items() if t is not None]
 
@@ -220,7 +219,7 @@ def _put(module: nn.Module, name: str, value: torch.Tensor) -> None:
 
 
 def _fill_buffers(model: Any, device: torch.device) -> None:
-    """Give buffers that no checkpoint holds (rotary frequencies) the values that `transformers` computes for them."""
+    """Fill buffers that no checkpoint stores (rotary frequencies) with the values that `transformers` computes."""
     for name, module in model.named_modules():
         own = [n for n in module._non_persistent_buffers_set if module._buffers[n] is not None]
         for n in own:
@@ -234,6 +233,6 @@ def _fill_buffers(model: Any, device: torch.device) -> None:
             value = module._buffers[n]
             if (value != value).any() or (not value.is_floating_point() and (value < 0).any()):
                 raise BridgeError(
-                    f"{type(model).__name__}: this version of transformers does not tell the values of {name}.{n}; "
+                    f"{type(model).__name__}: this version of transformers does not compute the values of {name}.{n}; "
                     "pip install --upgrade transformers, or calibrate the model in memory"
                 )

@@ -1,22 +1,24 @@
-"""GPTQ (Frantar et al. 2022): round a weight matrix column by column, each error made good by the columns after it.
+"""GPTQ (Frantar et al. 2022): round a weight matrix column by column; later columns compensate for each error.
 
-It knows W, H and a *grid*: the values that weights may take. A grid is cut into runs of columns whose parameters
-are fitted together (a group, a superblock), and each run into sub-runs with one line a * q + c per row:
+tests/support/textbook_gptq.py does the same in one page, without blocks and lazy updates.
 
-    run, sub     columns in each
-    low, high    range of codes q
-    a, c         float32 [rows, columns / sub], the lines; valid for runs that were fitted
-    ternary      whether codes 0, 1, 2 are c, 0, a instead: the line bends
+The solver needs W, H and a *grid*: the values that weights may take. A grid is divided into runs of columns whose
+parameters are fitted together (a group, a superblock), and each run into sub-runs with one line a * q + c per row:
+
+    fit_columns, sub   columns in a run and in a sub-run
+    low, high          range of codes q
+    a, c               float32 [rows, columns / sub], the lines; valid for runs that were fitted
+    ternary            codes 0, 1, 2 mean c, 0, a: the line bends
     fit(run, weights, importance, quick)
-    take(other, rows)
+    copy_rows(rows, source, source_rows)
 
-Rows are independent, so a column's step is a compiled loop over rows (`_leaf`). What it does to later columns is
-put off and applied as matrix products: the columns are halved again and again, and once the left half is
-rounded, its errors move the right half at once. Where codes are few, what rows have to make good can be too much for
-their grid: rows that rounding to nearest serves better get that.
+Rows are independent, so a column's step is a compiled loop over rows (`_leaf`). Its effect on later columns is
+applied later, as matrix products: the columns are halved recursively, and once the left half is rounded, its errors
+move the right half at once. With few codes, error feedback can push a row outside its grid; such rows are rounded to
+nearest instead.
 
-The order in which columns are rounded is free as long as a run's columns stay together, or the runs are fitted
-beforehand. The usual act-order (groups cut from the order) is this on columns that were permuted first.
+Columns may be rounded in any order that keeps a run's columns together; in any order at all if the runs are fitted
+beforehand. The usual act-order (groups cut from the order) permutes the columns first.
 """
 
 from __future__ import annotations
@@ -34,13 +36,13 @@ from bridge.system.jit import inner, kernel
 from bridge.system.row_threads import over_rows, tiles
 
 _LEAF = 32  # columns that are rounded without a matrix product between them
-_SAMPLE = 128  # rows that tell whether rounding to nearest serves any better
+_SAMPLE = 128  # rows sampled to see whether rounding to nearest is ever better
 
 
 class Grid(Protocol):
     """The values that weights may take; see the module's docstring."""
 
-    run: int
+    fit_columns: int
     sub: int
     low: int
     high: int
@@ -49,13 +51,13 @@ class Grid(Protocol):
     ternary: bool
 
     def fit(self, run: int, weights: np.ndarray, importance: np.ndarray, quick: bool = False) -> None:
-        """Fit a run to weights [rows, run columns]; importance [run columns]: what a squared error of each costs.
+        """Fit a run to weights [rows, fit_columns]; importance [fit_columns]: the cost of a squared error in each.
 
-        quick  a thorough search would be in vain: later columns make good what is lost
+        quick  skip the thorough search: later columns compensate for its gain
         """
 
-    def take(self, other: Self, rows: np.ndarray, theirs: np.ndarray) -> None:
-        """Take all parameters of some rows from rows of a grid of the same kind."""
+    def copy_rows(self, rows: np.ndarray, source: Self, source_rows: np.ndarray) -> None:
+        """Set the parameters of rows to those of `source_rows` of another grid of the same kind."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +65,7 @@ class Solution:
     """Codes int16 [rows, columns], low..high of the grid, and how they were found."""
 
     codes: np.ndarray
-    damping: float  # that H took; infinity where no damping was enough and weights were rounded to nearest
+    damping: float  # of H; infinity: no damping was enough, and weights were rounded to nearest
 
 
 def solve(
@@ -80,15 +82,15 @@ def solve(
 ) -> Solution:
     """Round weight float [rows, columns] on the grid against hessian [columns, columns].
 
-    order       int [columns], the columns in the order in which they are rounded; None: as they stand
-    fit         "reached": a run is fitted when the order reaches it; "first": all on the weights as they are (static
-                groups); "none": the grid stays as it is
-    damping     of H, times the mean of its diagonal; tenfold where that is not enough
-    cross       GPTAQ's C [columns, columns] of `Hessian.cross`, and alpha, how much of it counts
-    nearest     rows that rounding to nearest serves better get that (but with `cross`, whose error is another)
+    order       int [columns], the columns in the order in which they are rounded; None: from first to last
+    fit         "reached": a run is fitted when the order reaches it; "first": all runs are fitted on the original
+                weights (static groups); "none": the grid stays unchanged
+    damping     added to the diagonal of H, as a fraction of its mean; tenfold until it is enough
+    cross       GPTAQ's C [columns, columns] of `Hessian.cross`; alpha: its share
+    nearest     round rows to nearest where that is better (not with `cross`, which has another error)
 
-    Columns whose diagonal of H is 0 are dead: their weights are taken for 0. Raises BridgeError where the order
-    tears runs apart and they are to be fitted when reached.
+    Columns with 0 on the diagonal of H are dead: their weights count as 0. Raises BridgeError if the order separates
+    columns of a run that is fitted when reached.
     """
     columns = weight.shape[1]
     order = np.arange(columns) if order is None else np.asarray(order)
@@ -106,20 +108,20 @@ def solve(
         weight[:, dead] = 0
     if fit == "first":
         fit_all(weight, grid, importance)
-    walk = _Walk(weight[:, at].contiguous(), factor, shift, grid, order)
-    walk.importance = importance if fit == "reached" else None
-    walk.quick = bool(found)
-    walk.over(_runs(order, grid.run, fit != "reached"), walk.run)
-    codes = torch.from_numpy(walk.codes)[:, _back(order)].numpy()
+    state = _State(weight[:, at].contiguous(), factor, shift, grid, order)
+    state.importance = importance if fit == "reached" else None
+    state.quick = bool(found)
+    state.over(_runs(order, grid.fit_columns, fit != "reached"), state.run)
+    codes = torch.from_numpy(state.codes)[:, _back(order)].numpy()
     damping = found[1] if found else float("inf")
-    most = torch.linalg.vector_norm(walk.errors, dim=1).square().cpu().numpy()  # of the damped H
-    del found, factor, shift, walk  # their memory, before more is wanted
+    most = torch.linalg.vector_norm(state.errors, dim=1).square().cpu().numpy()  # of the damped H
+    del found, factor, shift, state  # free their memory before more is needed
     if nearest and damping < float("inf") and cross is None:
-        _keep_nearest(weight, hessian, grid, codes, importance if fit == "reached" else None, most)
+        _prefer_nearest(weight, hessian, grid, codes, importance if fit == "reached" else None, most)
     return Solution(codes, damping)
 
 
-def _keep_nearest(
+def _prefer_nearest(
     weight: torch.Tensor,
     hessian: torch.Tensor,
     grid: Grid,
@@ -127,19 +129,19 @@ def _keep_nearest(
     importance: np.ndarray | None,
     most: np.ndarray,
 ) -> None:
-    """Give rows that rounding to nearest serves better those codes, and a grid of theirs where `importance` is given.
+    """Round rows to nearest where that is better; with `importance`, their runs are fitted anew too.
 
-    most  [rows]: what a row's error is at most
+    most  [rows]: upper bound of each row's error
 
-    Few rows come near: quick fits find them, and only they are fitted with care. Where of a sample of rows none comes
-    near, no others are looked at.
+    Few rows come near that bound: quick fits find them, and only they are fitted thoroughly. If no row of a sample
+    comes near, the others are skipped.
     """
 
     def rounded(rows: np.ndarray, quick: bool = True) -> tuple[np.ndarray, Grid, np.ndarray]:
         own = weight if len(rows) == len(weight) else weight[torch.from_numpy(rows).to(weight.device)]
         other = replace(grid, rows=len(rows))  # type: ignore[type-var]
         if importance is None:
-            other.take(grid, np.arange(len(rows)), rows)
+            other.copy_rows(np.arange(len(rows)), grid, rows)
         else:
             fit_all(own, other, importance, quick)
         nearest = _nearest_codes(own, other)
@@ -155,13 +157,13 @@ def _keep_nearest(
     nearest, other, theirs = rounded(near, quick=False)
     better = theirs < row_errors(weight[torch.from_numpy(near).to(weight.device)], codes[near], grid, hessian, near)
     codes[near[better]] = nearest[better]
-    grid.take(other, near[better], better)
+    grid.copy_rows(near[better], other, better)
 
 
 def row_errors(
     weight: torch.Tensor, codes: np.ndarray, grid: Grid, hessian: torch.Tensor, rows: np.ndarray | slice = slice(None)
 ) -> np.ndarray:
-    """diag(E H E^T) [rows] of E = weight - the values of codes on these rows of a grid."""
+    """diag(E H E^T) [rows], E = weight - values of the codes on these rows of a grid."""
     a, c = grid.a[rows], grid.c[rows]
     found = [
         _errors(weight[r] - torch.from_numpy(values_of(codes[r], a[r], c[r], grid)).to(weight), hessian)
@@ -181,15 +183,15 @@ def _errors(lost: torch.Tensor, hessian: torch.Tensor) -> torch.Tensor:
 
 
 def fit_all(weight: torch.Tensor, grid: Grid, importance: np.ndarray, quick: bool = False) -> None:
-    """Fit every run on the weights as they are."""
+    """Fit every run on the original weights."""
     values = weight.cpu().numpy()
-    for run in range(values.shape[1] // grid.run + (values.shape[1] % grid.run > 0)):
-        span = slice(run * grid.run, (run + 1) * grid.run)
+    for run in range(values.shape[1] // grid.fit_columns + (values.shape[1] % grid.fit_columns > 0)):
+        span = slice(run * grid.fit_columns, (run + 1) * grid.fit_columns)
         grid.fit(run, np.ascontiguousarray(values[:, span]), importance[span], quick)
 
 
 def round_to_nearest(weight: torch.Tensor, grid: Grid, importance: np.ndarray) -> np.ndarray:
-    """RTN: fit every run and round every weight by itself -> codes int16 [rows, columns]."""
+    """RTN: fit every run and round each weight alone -> codes int16 [rows, columns]."""
     fit_all(weight, grid, importance)
     return _nearest_codes(weight, grid)
 
@@ -224,41 +226,41 @@ def error(weight: torch.Tensor, values: np.ndarray | torch.Tensor, hessian: torc
     return total
 
 
-def falling(hessian: torch.Tensor, run: int) -> np.ndarray:
-    """Act-order inside fixed groups: runs by falling sum of diag H, their columns likewise -> int [columns]."""
+def grouped_act_order(hessian: torch.Tensor, fit_columns: int) -> np.ndarray:
+    """Act-order inside fixed groups: runs by falling sum of diag H, columns by falling diag H -> int [columns]."""
     diagonal = hessian.diagonal().double().cpu().numpy()
-    runs = np.arange(len(diagonal)) // run
+    runs = np.arange(len(diagonal)) // fit_columns
     sums = np.bincount(runs, diagonal)
     return np.lexsort((np.arange(len(diagonal)), -diagonal, runs, -sums[runs]))
 
 
-def _runs(order: np.ndarray, run: int, fitted: bool) -> list[tuple[int, int]]:
-    """Spans of the order that belong to one run; leaves where runs are fitted already."""
+def _runs(order: np.ndarray, fit_columns: int, fitted: bool) -> list[tuple[int, int]]:
+    """Spans of the order that belong to one run; leaves if the runs are already fitted."""
     if fitted:
         starts = list(range(0, len(order), _LEAF))
     else:
-        of_run = order // run
+        of_run = order // fit_columns
         starts = [0, *(np.flatnonzero(np.diff(of_run)) + 1).tolist()]
         if len(starts) != len(np.unique(of_run)):
-            raise BridgeError("the order of columns tears groups apart; fit the grid first, or permute the columns")
+            raise BridgeError("the order separates columns of one group; fit the grid first, or permute the columns")
     return list(zip(starts, [*starts[1:], len(order)], strict=True))
 
 
-class _Walk:
-    """The state of one solve, columns in the order in which they are rounded."""
+class _State:
+    """Weights, errors and codes of one solve, columns in the order in which they are rounded."""
 
     def __init__(
         self, weight: torch.Tensor, factor: torch.Tensor, shift: torch.Tensor | None, grid: Grid, order: np.ndarray
     ) -> None:
         self.weight, self.factor, self.shift, self.grid, self.order = weight, factor, shift, grid, order
-        # where no later column asks for what rounded ones were, their errors take their place
+        # unless later columns need the weights of rounded ones, the errors overwrite them
         self.errors = weight if shift is None else torch.zeros_like(weight)
         self.codes = np.empty(weight.shape, np.int16)
         self.importance: np.ndarray | None = None
         self.quick = False
 
     def over(self, spans: list[tuple[int, int]], visit: Callable[[int, int], None]) -> None:
-        """Visit spans of columns in order, each with all earlier errors made good."""
+        """Visit spans of columns in order, each after all earlier errors were applied to it."""
         if len(spans) == 1:
             visit(*spans[0])
             return
@@ -267,22 +269,22 @@ class _Walk:
         begin, middle, end = spans[0][0], spans[half][0], spans[-1][1]
         after = self.weight[:, middle:end]
         after.addmm_(self.errors[:, begin:middle], self.factor[begin:middle, middle:end], alpha=-1)
-        if self.shift is not None:  # what is left in `weight` of rounded columns is what they were rounded from
+        if self.shift is not None:  # `weight` keeps what rounded columns were rounded from
             after.addmm_(self.weight[:, begin:middle], self.shift[begin:middle, middle:end])
         self.over(spans[half:], visit)
 
     def run(self, begin: int, end: int) -> None:
-        """Fit the run of these columns unless all are, and round it."""
+        """Fit the run of these columns if it is to be fitted now, and round it."""
         if self.importance is not None:
             columns = self.order[begin:end]
-            run = int(columns[0]) // self.grid.run
+            run = int(columns[0]) // self.grid.fit_columns
             values = self.weight[:, begin:end][:, _back(columns)].cpu().numpy().astype(self.grid.a.dtype, copy=False)
-            self.grid.fit(run, values, self.importance[run * self.grid.run :][: end - begin], self.quick)
+            self.grid.fit(run, values, self.importance[run * self.grid.fit_columns :][: end - begin], self.quick)
         starts = list(range(begin, end, _LEAF))
         self.over(list(zip(starts, [*starts[1:], end], strict=True)), self.leaf)
 
     def leaf(self, begin: int, end: int) -> None:
-        """Round some columns one after the other."""
+        """Round at most _LEAF columns one after the other."""
         lines = self.order[begin:end] // self.grid.sub
         weight, factor = (_numpy(t) for t in (self.weight[:, begin:end], self.factor[begin:end, begin:end]))
         shift = np.empty((0, 0), factor.dtype) if self.shift is None else _numpy(self.shift[begin:end, begin:end])
@@ -299,7 +301,7 @@ class _Walk:
 
 
 def _back(order: np.ndarray) -> torch.Tensor:
-    """The place in `order` of each column, the columns as they stand."""
+    """int64 [columns]: the position of each column in `order`."""
     return torch.from_numpy(np.argsort(order))
 
 
@@ -309,7 +311,7 @@ def _numpy(tensor: torch.Tensor) -> np.ndarray:
 
 @inner
 def _code(w, a, c, low, high, ternary):
-    """The code, as a float, that is nearest to w on a line."""
+    """The code nearest to w on a line, as a float."""
     if ternary:
         return high if w + w > a else (low if w + w < c else low + type(w)(1))
     return min(max(np.rint(w / a - c / a) if a != 0 else a, low), high)
@@ -324,8 +326,8 @@ def _value(q, a, c, ternary):
 
 @kernel
 def _leaf(weight, factor, shift, a, c, lines, low, high, ternary, codes, errors):
-    """weight [rows, n], changed to what was rounded; factor (and shift, unless empty) [n, n]; lines int [n] into a, c;
-    codes [rows, n] and errors [rows, n] (over the factor's diagonal) are written."""
+    """weight [rows, n], set to what was rounded; factor (and shift, unless empty) [n, n]; lines int [n] into a, c;
+    codes [rows, n] and errors [rows, n] (divided by the factor's diagonal) are written."""
     n = weight.shape[1]
     least = weight.dtype.type(low)
     most = weight.dtype.type(high)

@@ -1,12 +1,12 @@
-"""What a layer's inputs say about its weights: H = 2/n sum x x^T, and the triangular factor that GPTQ walks along.
+"""The Hessian of a layer's error: H = 2/n sum x x^T over its inputs, and the triangular factor that GPTQ uses.
 
 The error of quantized weights W' on the calibration text is  tr(E H E^T) / 2  with E = W - W', per token. H is
 kept as a running mean in float32: a batch of m tokens after n others moves it by m / (n + m) of the difference. Its
 upper half is accumulated and mirrored, since a BLAS need not return a symmetric x^T x.
 
-For GPTAQ (arXiv 2504.02692) there is also the cross term  C = 2/n sum (x_float - x) x^T: how the inputs that the
-quantized layers before deliver differ from the float model's. How much of that is chance shows on an eighth of the
-tokens, whose share of H and C is kept apart as well (`alpha_of`).
+GPTAQ (arXiv 2504.02692) also needs the cross term  C = 2/n sum (x_float - x) x^T: how the inputs, which come from
+quantized layers, differ from the float model's. An eighth of the tokens is held back to show how much of that is
+chance: their H and C are also kept separately (`alpha_of`).
 """
 
 from __future__ import annotations
@@ -19,27 +19,27 @@ from bridge.system.row_threads import tiles
 
 _HELD_BACK = 8  # one token of so many
 _TILE = 256
-MOST_DAMPING = 1.0  # times the mean of diag H; beyond it, the Hessian says nothing any more
+MOST_DAMPING = 1.0  # times the mean of diag H; beyond it, little of the Hessian is left
 
 
 class Hessian:
-    """H of one layer, float32 [columns, columns], accumulated batch by batch; `cross` where float inputs are given.
+    """H of one layer, float32 [columns, columns], accumulated batch by batch; with float inputs also `cross`.
 
-    held  that of the last eighth of each batch alone, where float inputs are given
+    held  the Hessian of the last eighth of each batch, with float inputs only
     """
 
     def __init__(self, name: str, columns: int, device: torch.device | str = "cpu") -> None:
         self.name = name
         self.tokens = 0
-        self.lent = 0  # of these tokens, the share of fellow experts (see `mixture`)
+        self.borrowed_tokens = 0  # included in `tokens`, see `experts`
         self.matrix = torch.zeros(columns, columns, device=device)
         self.cross: torch.Tensor | None = None
         self.held: Hessian | None = None
 
     def add(self, x: torch.Tensor, x_float: torch.Tensor | None = None) -> None:
-        """Add tokens: x [tokens, columns] as the quantized model has them, x_float the float model's.
+        """Add tokens: x [tokens, columns] of the quantized model, x_float of the float model.
 
-        Raises BridgeError where an activation is NaN or infinite.
+        Raises BridgeError if an activation is NaN or infinite.
         """
         x = x.reshape(-1, x.shape[-1]).to(self.matrix.device, torch.float32)
         last = len(x) - len(x) // _HELD_BACK
@@ -67,7 +67,7 @@ class Hessian:
         if not torch.isfinite(self.matrix.diagonal()).all():
             raise BridgeError(
                 f"{self.name}: its inputs hold NaN or infinity on the calibration text; "
-                "the layers before it overflow, or the checkpoint is damaged"
+                "earlier layers overflow, or the checkpoint is damaged"
             )
         if x_float is not None:
             if self.cross is None:
@@ -82,16 +82,16 @@ class Hessian:
 
 
 def damp(hessian: torch.Tensor, damping: float) -> None:
-    """H + damping * mean(diag H) * I, in place; columns that no input ever reached get 1 on the diagonal."""
+    """H + damping * mean(diag H) * I, in place; columns whose input is always 0 get 1 on the diagonal."""
     diagonal = hessian.diagonal()
     dead = diagonal == 0
     diagonal += damping * diagonal.mean() + dead.to(hessian.dtype)
 
 
 def target_of(weight: torch.Tensor, hessian: Hessian, damping: float, alpha: float, last: bool) -> torch.Tensor:
-    """The weights that GPTAQ quantizes in the place of W: `retarget` with the alpha of `alpha_of`, `alpha` at most.
+    """The weights that GPTAQ quantizes instead of W: `retarget` with the alpha of `alpha_of`, at most `alpha`.
 
-    last  no other layer needs C, nor what is of the held-back tokens: their memory is freed
+    last  no other layer needs C and the held-back tokens' Hessian: their memory is freed
     """
     held = hessian.held
     if hessian.cross is None or held is None or held.cross is None:
@@ -107,13 +107,13 @@ def target_of(weight: torch.Tensor, hessian: Hessian, damping: float, alpha: flo
 def retarget(
     weight: torch.Tensor, hessian: torch.Tensor, product: torch.Tensor, damping: float, alpha: float
 ) -> torch.Tensor:
-    """The weights that, on the inputs as they are, come closest to the float layer's outputs: W + alpha W C H^-1.
+    """The weights that, on the quantized model's inputs, come closest to the float outputs: W + alpha W C H^-1.
 
     product  W C
 
-    GPTAQ's objective in closed form: for alpha 1, sum |W x_float - W' x|^2 is  tr(E H E^T) of E = W* - W' and a
-    constant. All that quantizes against H can so quantize against both. Where the damped H is not positive definite,
-    or not finite, the weights stay as they are. `hessian` is overwritten.
+    GPTAQ's objective in closed form: for alpha 1, sum |W x_float - W' x|^2 is  tr(E H E^T) of E = W* - W' plus a
+    constant. So any method that minimizes the error under H minimizes this one too. If the damped H is not positive
+    definite, or not finite, the weights are returned unchanged. `hessian` is overwritten.
     """
     moved = _solved(product, hessian, damping) if alpha else None
     return weight if moved is None else moved.mul_(alpha).add_(weight)
@@ -122,12 +122,12 @@ def retarget(
 def alpha_of(
     product: torch.Tensor, held_product: torch.Tensor, hessian: Hessian, held: Hessian, damping: float
 ) -> float:
-    """The alpha of `retarget` that serves the held-back tokens best, 0 where none does: 0..1.
+    """The alpha of `retarget`, 0..1, with the least error on the held-back tokens.
 
     product, held_product  W C of all tokens, and of those held back
 
-    With W + alpha D from all other tokens, the error sum |W x_float - W' x|^2 of W' = W + alpha D on the held-back
-    ones is  alpha^2 tr(D H D^T) - 2 alpha tr(D (W C)^T)  and a constant, H and C being theirs: a parabola.
+    With D from all other tokens, the error sum |W x_float - W' x|^2 of W' = W + alpha D on the held-back ones is a
+    parabola,  alpha^2 tr(D H D^T) - 2 alpha tr(D (W C)^T)  plus a constant, with their H and C.
     """
     if not 0 < held.tokens < hessian.tokens:
         return 0.0
@@ -146,17 +146,17 @@ def alpha_of(
 
 
 def _solved(product: torch.Tensor, hessian: torch.Tensor, damping: float) -> torch.Tensor | None:
-    """product H^-1 of the damped H, which is overwritten; None where it is not positive definite."""
+    """product H^-1 of the damped H, which is overwritten; None if it is not positive definite."""
     damp(hessian, damping)
     factor = inverse_factor(hessian)
     return None if factor is None else product @ factor.to(product).T @ factor.to(product)
 
 
 def inverse_factor(hessian: torch.Tensor) -> torch.Tensor | None:
-    """U, upper triangular, with H^-1 = U^T U, written over H; None where H is not positive definite.
+    """U, upper triangular, with H^-1 = U^T U, written over H; None if H is not positive definite.
 
     With H = R R^T, R upper (the Cholesky factor of H read backwards), U is R^-1: one factorization and one
-    triangular inverse, where inverting H and factoring again takes three times as long. Both go by tiles, each summed
+    triangular inverse; inverting H and factoring again would take three times as long. Both go by tiles, each summed
     in float64 and rounded once, so that a float32 H takes no memory but its own. Only H's upper half is read.
     """
     n = len(hessian)
@@ -185,9 +185,9 @@ def inverse_factor(hessian: torch.Tensor) -> torch.Tensor | None:
 def damped_factor(
     hessian: torch.Tensor, damping: float, order: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, float] | None:
-    """(U of the damped H, the damping it took): tenfold until it is positive definite, or None past MOST_DAMPING.
+    """(U of the damped H, its damping): tenfold until it is positive definite; None beyond MOST_DAMPING.
 
-    order  int64 [columns], the order of columns in which U is wanted; None: as they stand
+    order  int64 [columns], the order of U's columns; None: unchanged
     """
     while damping <= MOST_DAMPING:
         work = hessian.clone() if order is None else hessian[order[:, None], order]

@@ -1,7 +1,7 @@
-"""Quantized layers on disk, a file each: what a killed run has finished is not made again.
+"""Quantized layers on disk, one file each, so that a killed run can be resumed.
 
-A file holds a layer's GGUF blocks, or the codes, scales and zero points of its groups; beside them what was measured.
-The folder says in `job.json` what run its layers are of.
+A file holds a layer's GGUF blocks, or the codes, scales and zero points of its groups, and its errors. `job.json`
+says which run the layers belong to.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from bridge.checkpoint.grouped import GroupedTensor
-from bridge.errors import BridgeError
+from bridge.errors import BridgeError, parameter
 from bridge.quantize.grids.group import GroupGrid
 from bridge.quantize.method import Quantized
 from bridge.system.files import read_json, write_text
@@ -32,14 +32,14 @@ _JOB = "job.json"
 
 
 @dataclass(frozen=True)
-class KeptLayer:
+class StoredLayer:
     """A quantized layer in its file.
 
     name       the module's, in the checkpoint
     type       the GGUF type of its blocks; "groups" for a checkpoint's codes
-    error      tr(E H E^T) over tr(W H W^T), H of the calibration text
-    damping    that H took; infinity: rounded to nearest
-    tokens     that H has seen
+    error      tr(E H E^T) / tr(W H W^T), H of the calibration text
+    damping    of H; infinity: rounded to nearest
+    tokens     in H
     """
 
     file: Path
@@ -62,7 +62,7 @@ class KeptLayer:
         return self._read("importance")
 
     def tensor(self, bias: np.ndarray | None = None) -> GroupedTensor:
-        """The codes as a checkpoint holds them; of groups only."""
+        """The codes as a checkpoint stores them; groups only."""
         with safe_open(self.file, "np") as file:
             meta = file.metadata()
             group = file.get_tensor("group_of_column") if "group_of_column" in file.keys() else None  # noqa: SIM118
@@ -72,7 +72,7 @@ class KeptLayer:
         )  # fmt: skip
 
     def values(self) -> np.ndarray:
-        """The dequantized weights float32 [rows, columns], columns as they stand in the checkpoint."""
+        """The dequantized weights float32 [rows, columns], in the checkpoint's order of columns."""
         if self.type == "groups":
             return self.tensor().dequantize()
         values = gguf.quants.dequantize(self.blocks(), gguf.GGMLQuantizationType[self.type])
@@ -87,12 +87,12 @@ class KeptLayer:
 
 
 def file_of(folder: Path, name: str, suffix: str) -> Path:
-    """Where what is known of a module is kept."""
+    """The file for a module's data."""
     return folder / f"{hashlib.sha256(name.encode()).hexdigest()[:24]}{suffix}"
 
 
-def keep(file: Path, name: str, tensors: Mapping[str, np.ndarray], metadata: dict[str, str]) -> None:
-    """Write a file of safetensors, whole or not at all. Raises BridgeError where the disk is full."""
+def write_tensors(file: Path, name: str, tensors: Mapping[str, np.ndarray], metadata: dict[str, str]) -> None:
+    """Write a safetensors file, whole or not at all. Raises BridgeError, with `name`, if the disk is full."""
     part = file.with_suffix(f".{os.getpid()}")
     try:
         save_file({k: np.ascontiguousarray(v) for k, v in tensors.items()}, part, metadata)
@@ -100,63 +100,62 @@ def keep(file: Path, name: str, tensors: Mapping[str, np.ndarray], metadata: dic
     except (OSError, SafetensorError) as problem:
         part.unlink(missing_ok=True)
         raise BridgeError(
-            f"{file.parent}: keeping {name} failed ({problem}); make room and run again: finished layers are kept there"
+            f"{file.parent}: cannot write {name} ({problem}); free disk space and run again: finished layers are kept"
         ) from None
 
 
-class KeptLayers:
-    """The folder of a run's finished layers; made where it does not exist.
+class LayerStore:
+    """The folder of a run's finished layers; created if it does not exist.
 
-    job    what the layers depend on, as JSON knows it
-    force  begin anew where the folder is of another run
+    job    everything that the layers depend on, as JSON
+    force  start over if the folder belongs to another run
 
-    Raises BridgeError where it is of another run, or holds anything else.
+    Raises BridgeError if it belongs to another run, or holds anything else.
     """
 
     def __init__(self, folder: Path, job: Mapping[str, Any], force: bool = False) -> None:
         self.folder = folder
-        self.layers: dict[str, KeptLayer] = {}
+        self.layers: dict[str, StoredLayer] = {}
         job = json.loads(json.dumps(job))
         if folder.exists():
             if not (folder / _JOB).is_file():
-                raise BridgeError(f"{folder}: is no folder of quantized layers; move it away or give another output")
+                raise BridgeError(f"{folder}: is not a folder of quantized layers; move it or choose another output")
             if read_json(folder / _JOB) == job:
                 self._load()
                 return
             if not force:
-                raise BridgeError(
-                    f"{folder}: holds the layers of a run with other options or inputs; --force begins anew"
-                )
+                restart = f"{parameter('force', True)} starts over"
+                raise BridgeError(f"{folder}: holds layers of a run with other options or inputs; {restart}")
             shutil.rmtree(folder)
         try:
             folder.mkdir()
         except OSError as problem:
-            raise BridgeError(f"{folder}: cannot be made ({problem.strerror}); give another output") from None
+            raise BridgeError(f"{folder}: cannot be created ({problem.strerror}); choose another output") from None
         write_text(folder / _JOB, json.dumps(job, indent=1) + "\n")
 
     def _load(self) -> None:
-        """What is there and whole; what is not is made again."""
+        """Load the files that are whole; remove the others."""
         for file in sorted(self.folder.glob("*.safetensors")):
             try:
                 with safe_open(file, "np") as stored:
-                    layer = KeptLayer(file, **json.loads(stored.metadata()["layer"]))
+                    layer = StoredLayer(file, **json.loads(stored.metadata()["layer"]))
             except (SafetensorError, TypeError, KeyError, ValueError):
                 file.unlink()
                 continue
             self.layers[layer.name] = layer
 
     def values(self, name: str) -> torch.Tensor | None:
-        """A finished layer's weights float32 [rows, columns]; None where it is to be made."""
+        """A finished layer's weights float32 [rows, columns]; None for other layers."""
         layer = self.layers.get(name)
         return None if layer is None else torch.from_numpy(layer.values())
 
-    def save(self, done: Quantized, weight: np.ndarray, importance: np.ndarray, tokens: int) -> KeptLayer:
-        """Keep a layer.
+    def save(self, done: Quantized, weight: np.ndarray, importance: np.ndarray, tokens: int) -> StoredLayer:
+        """Save a layer.
 
-        weight      float32 [rows, columns], what was quantized
+        weight      float32 [rows, columns], before quantization
         importance  float32 [columns], the mean square of each input
 
-        Raises BridgeError where the disk is full.
+        Raises BridgeError if the disk is full.
         """
         values = done.values().cpu().numpy()
         errors = np.empty((2, len(weight)))
@@ -175,12 +174,12 @@ class KeptLayers:
             if done.layout is not None:
                 tensors["layout"] = done.layout
         file = file_of(self.folder, done.name, ".safetensors")
-        layer = KeptLayer(file, done.name, type_, done.error, done.damping, tokens)
+        layer = StoredLayer(file, done.name, type_, done.error, done.damping, tokens)
         record = {key: value for key, value in asdict(layer).items() if key != "file"}
-        keep(file, done.name, tensors, {"layer": json.dumps(record), **extra})
+        write_tensors(file, done.name, tensors, {"layer": json.dumps(record), **extra})
         self.layers[layer.name] = layer
         return layer
 
     def remove(self) -> None:
-        """Remove the folder: what was made of it is written."""
+        """Remove the folder, once its layers are in the output."""
         shutil.rmtree(self.folder, ignore_errors=True)

@@ -1,4 +1,4 @@
-"""How a layer is quantized: target, order of columns, solver and refinement put together; and any module in one call.
+"""How a layer is quantized: target, order of columns, solver, refinement; and a whole module in one call.
 
 for name, layer in quantize_model(model, tokens, Method(superblocks("Q4_K")).layer, cross=True): ...
 gptq(module, batches, bits=4, group_size=128)
@@ -16,16 +16,16 @@ import torch
 
 from bridge.blocks import BLOCKS
 from bridge.checkpoint.grouped import GroupedTensor
-from bridge.errors import BridgeError
-from bridge.quantize.block_inputs import Feed
-from bridge.quantize.gptq_solver import dequantize, error, falling, solve
+from bridge.errors import BridgeError, parameter
+from bridge.quantize.block_inputs import BlockInputs
+from bridge.quantize.gptq_solver import dequantize, error, grouped_act_order, solve
 from bridge.quantize.grids.group import GroupGrid
 from bridge.quantize.grids.superblock import SuperblockGrid
 from bridge.quantize.hessian import damp, target_of
 from bridge.quantize.refine import refine
-from bridge.quantize.walk import Calibrated, quantize_block
+from bridge.quantize.walk import LayerInput, quantize_block
 
-_ROWS = 512  # that tell the error; all of them would take a product as long as a sweep of refinement
+_ROWS = 512  # sampled for the error: the product for all rows takes as long as a sweep of refinement
 ACT_ORDERS = ("none", "free", "static", "fixed")
 
 
@@ -36,33 +36,33 @@ class Quantized:
     name: str
     grid: GroupGrid | SuperblockGrid
     codes: np.ndarray  # int16 [rows, columns]
-    layout: np.ndarray | None  # int [columns], the columns in the grid's order; None: as they stand
-    error: float  # tr(E H E^T) over tr(W H W^T), of some of the rows where there are many
+    layout: np.ndarray | None  # int [columns], the columns in the grid's order; None: unchanged
+    error: float  # tr(E H E^T) / tr(W H W^T), of a sample of rows
     damping: float  # infinity: no damping was enough, rounded to nearest
     seconds: float
 
     def values(self) -> torch.Tensor:
-        """The dequantized weights float32 [rows, columns], columns as they stand."""
+        """The dequantized weights float32 [rows, columns], in the weight matrix's order of columns."""
         values = torch.from_numpy(dequantize(self.codes, self.grid).astype(np.float32, copy=False))
         return values if self.layout is None else values[:, np.argsort(self.layout)]
 
     def tensor(self, bias: np.ndarray | None = None) -> GroupedTensor:
-        """The layer as a checkpoint holds it; group grids only."""
+        """The layer as a checkpoint stores it; group grids only."""
         if not isinstance(self.grid, GroupGrid):
-            raise BridgeError(f"{self.name}: {self.grid.block} blocks are no groups; a checkpoint cannot hold them")
+            raise BridgeError(f"{self.name}: a checkpoint cannot hold {self.grid.block} blocks; quantize to groups")
         return self.grid.tensor(self.name, self.codes, self.layout, bias)
 
     def blocks(self) -> np.ndarray:
-        """The layer as a GGUF holds it, uint8 [rows, row bytes]; superblock grids only."""
+        """The layer as a GGUF stores it, uint8 [rows, row bytes]; superblock grids only."""
         if not isinstance(self.grid, SuperblockGrid):
-            raise BridgeError(f"{self.name}: groups are no GGUF blocks; write a checkpoint and convert it")
+            raise BridgeError(f"{self.name}: groups are not GGUF blocks; write a checkpoint and convert it")
         return self.grid.pack(self.codes)
 
 
 def superblocks(type: str) -> Callable[[int, int], SuperblockGrid]:
     """Grids of a GGUF type for (rows, columns)."""
     if type not in BLOCKS:
-        raise BridgeError(f"type {type!r}; one of {', '.join(BLOCKS)} can be quantized to")
+        raise BridgeError(f"unknown type {type!r}: choose one of {', '.join(BLOCKS)}")
     return lambda rows, columns: SuperblockGrid(BLOCKS[type], rows, columns)
 
 
@@ -73,14 +73,15 @@ def groups(bits: int, group_size: int, symmetric: bool, shrink: bool = False) ->
 
 @dataclass(frozen=True)
 class Method:
-    """A quantizer for `calibrate`.
+    """A quantizer for `quantize_model`.
 
     grid       makes the grid of a layer of (rows, columns)
-    act_order  "none"; "free": columns by falling diag H, groups cut from that (desc_act); "static": groups fitted
-               first, columns likewise; "fixed": groups by falling sum of diag H, columns inside them likewise
-    damping    of H, times the mean of its diagonal; infinity: RTN
-    alpha      how much of the mismatch of inputs is made good at most, where the cross term was gathered (GPTAQ):
-               less, or nothing, for a layer where that serves tokens better that were held back (`alpha_of`)
+    act_order  the order in which columns are rounded. "none": unchanged; "free": by falling diag H, groups cut from
+               that order (desc_act); "static": the same order, groups fitted first; "fixed": groups by falling sum of
+               diag H, columns inside them by falling diag H
+    damping    added to the diagonal of H, as a fraction of its mean; infinity: RTN
+    alpha      upper limit on how much of the mismatch of inputs is compensated if the cross term was gathered (GPTAQ);
+               each layer uses as much as held-back tokens confirm (`alpha_of`)
     sweeps     of refinement; 0: plain GPTQ. Ternary groups are not refined
     """
 
@@ -92,12 +93,15 @@ class Method:
 
     def __post_init__(self) -> None:
         if self.act_order not in ACT_ORDERS:
-            raise BridgeError(f"act-order {self.act_order!r}; one of {', '.join(ACT_ORDERS)} is possible")
+            *others, last = ACT_ORDERS
+            raise BridgeError(
+                f"unknown {parameter('act_order')} {self.act_order!r}: choose {', '.join(others)} or {last}"
+            )
 
-    def layer(self, layer: Calibrated, columns: np.ndarray | None = None) -> tuple[torch.Tensor, Quantized]:
-        """Quantize one layer: its dequantized weights, and what is kept of it.
+    def layer(self, layer: LayerInput, columns: np.ndarray | None = None) -> tuple[torch.Tensor, Quantized]:
+        """Quantize one layer: its dequantized weights, and the codes.
 
-        columns  int [columns], the order in which the grid lies over them, if not as they stand; "free" has its own
+        columns  int [columns], their order on the grid; None: unchanged. Ignored by "free", which has its own
         """
         begun = time.perf_counter()
         weight, hessian = layer.weight, layer.hessian.matrix
@@ -109,14 +113,14 @@ class Method:
         if self.alpha:
             target = target_of(weight, layer.hessian, self.damping, self.alpha, layer.last)
         grid = self.grid(*weight.shape)
-        layout = _falls(hessian) if self.act_order == "free" else columns
+        layout = columns_by_diagonal(hessian) if self.act_order == "free" else columns
         if layout is not None:
             target, hessian = target[:, layout], hessian[layout[:, None], layout]
         order = None
         if self.act_order == "static":
-            order = _falls(hessian)
+            order = columns_by_diagonal(hessian)
         elif self.act_order == "fixed":
-            order = falling(hessian, grid.run)
+            order = grouped_act_order(hessian, grid.fit_columns)
         fit = "first" if self.act_order == "static" else "reached"
         solution = solve(target, hessian, grid, order=order, fit=fit, damping=self.damping)
         if self.sweeps and solution.damping < float("inf") and not grid.ternary:
@@ -135,7 +139,8 @@ class Method:
         return done.values().to(weight.device), done
 
 
-def _falls(hessian: torch.Tensor) -> np.ndarray:
+def columns_by_diagonal(hessian: torch.Tensor) -> np.ndarray:
+    """Act-order: int [columns], by falling diagonal."""
     return np.argsort(-hessian.diagonal().cpu().numpy(), kind="stable")
 
 
@@ -152,31 +157,31 @@ def gptq(
     type: str | None = None,
     wanted: Callable[[str], bool] = lambda name: True,
 ) -> dict[str, Quantized]:
-    """Quantize every Linear, Conv1D and Conv2d of a module in place, in the order of their calls, inputs by hooks.
+    """Quantize every Linear, Conv1D and Conv2d of a module in place, in the order of their calls.
 
-    batches     what the module is called with: a tensor, a tuple of positional or a mapping of named arguments each
+    batches     the module's arguments: for each call a tensor, a tuple of positional or a mapping of named ones
     bits, group_size, symmetric   of the groups; group_size -1: one group a row; bits 0: ternary
-    damping     of H, times the mean of its diagonal; infinity: RTN
+    act_order, damping   see `Method`
     sweeps      of refinement after GPTQ; 0: none
-    type        a GGUF type: its blocks instead of groups
-    wanted      whether a layer of this name is to be quantized
+    type        a GGUF type, whose blocks replace the groups
+    wanted      whether to quantize the layer of this name
 
-    Every layer sees the inputs that the quantized layers before it deliver. Returns the layers by name.
+    Every layer is calibrated on inputs from the quantized layers before it. Returns the layers by name.
     """
-    feeds = [_feed(batch) for batch in batches]
-    if not feeds:
+    inputs = [_block_inputs(batch) for batch in batches]
+    if not inputs:
         raise BridgeError("no calibration batches; give at least one")
     grid = superblocks(type) if type else groups(bits, group_size, symmetric)
     method = Method(grid, act_order, damping, sweeps=sweeps)
     training = module.training
     module.eval()
     try:
-        return dict(quantize_block(module, feeds, method.layer, wanted=wanted))
+        return dict(quantize_block(module, inputs, method.layer, wanted=wanted))
     finally:
         module.train(training)
 
 
-def _feed(batch: Any) -> Feed:
+def _block_inputs(batch: Any) -> BlockInputs:
     if isinstance(batch, Mapping):
-        return Feed(None, kwargs=dict(batch), named=True)
-    return Feed(batch[0], tuple(batch[1:])) if isinstance(batch, tuple | list) else Feed(batch)
+        return BlockInputs(None, kwargs=dict(batch), named=True)
+    return BlockInputs(batch[0], tuple(batch[1:])) if isinstance(batch, tuple | list) else BlockInputs(batch)

@@ -1,20 +1,20 @@
-"""After GPTQ: codes and scales are moved, all others held, wherever tr(E H E^T) falls.
+"""After GPTQ: move codes and scales, some at a time, wherever tr(E H E^T) falls.
 
-With G = (W - W') H, moving a row's weights by v changes its error by  v H v^T - 2 G v^T. So for any run of columns
-H's diagonal block and the run's columns of G are all that a move must know: one matrix product before each run, with
-what the weights have lost by then. In turn, for each run of columns (`Refinable.refit` and `descend`):
+With G = (W - W') H, moving a row's weights by v changes its error by  v H v^T - 2 G v^T. So a move inside a run of
+columns needs only H's diagonal block and the run's columns of G: one matrix product before each run, with the errors
+at that time. In turn, for each run of columns (`Refinable.refit` and `_descent`):
 
     lines    each sub-run tries lines a * q + c near its own, each with codes found as GPTQ finds them, against the
-             sub-run's block of H and the target that G implies: W' + G H^-1. The error of that is the sum of
-             squares of what GPTQ pushes on. Lines are tried side by side, see `lanes`
-    scales   what sub-runs share (d, dmin) by least squares in the metric of H, codes held
-    codes    coordinate descent: code j moves by round(G_j / (H_jj a_j)). Where no code alone helps any more, chains
-             (Lin-Kernighan): a code moves by one although it costs, then the one that then gains most, and so on;
-             a chain is kept up to where its sum was best, if that is a gain
+             sub-run's block of H and the target that G implies: W' + G H^-1. Its error is the sum of squares of
+             the errors that GPTQ feeds forward. Lines are tried side by side, see `try_lines`
+    scales   the parameters that sub-runs share (d, dmin), by least squares in the metric of H, codes fixed
+    codes    coordinate descent: code j moves by round(G_j / (H_jj a_j)). When no single code helps any more, chains
+             (Lin-Kernighan): a code moves by one at a loss, then the one that now gains most, and so on; a chain is
+             kept up to its best sum, if that is a gain
 
 Costs, in operations per weight and sweep for a superblock of n = 256 columns in sub-blocks of 32: per try of d and
-dmin 32 for the target, 16 per line and n to follow G; chains n for each start, of which those that cost more than half
-of a code's own step are not tried; as many as there are columns for G.
+dmin 32 for the target, 16 per line and n to update G; chains n for each start, skipping starts that cost more than
+half of a code's own step; for G, the number of columns.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ from bridge.system.row_threads import over_rows, tiles
 _DESCENTS = 8  # passes of coordinate descent over a run at most
 _CHAIN = 4  # codes in a chain
 _START = np.float32(0.5)  # share of its cost that a chain's first move must bring
-_GAIN = np.float32(0.9999)  # a line is taken only if it leaves less than this share of the error
+GAIN = np.float32(0.9999)  # a line is taken only if its error is below this share of the old one
 _ZERO = np.float32(0)
 _NEVER = np.float32(-np.inf)
 
 
 @dataclass(frozen=True)
 class Metric:
-    """H of one run of columns, and of each sub-run what trying lines needs, its columns by falling diagonal.
+    """H of one run of columns, and what trying lines needs of each sub-run, its columns by falling diagonal.
 
-    order    int64 [subs, sub]: the columns of a sub-run as they are rounded, counted from the run's first
+    order    int64 [subs, sub]: the columns of a sub-run in rounding order, counted from the run's first
     push     float32 [subs, sub, sub]: U^T of H^-1 = U^T U, the diagonal inverted
     inverse  float32 [subs, sub, sub]: H^-1
     sums     float32 [subs, n]: rows of H summed over each sub-run
@@ -60,7 +60,7 @@ class Refinable(Grid, Protocol):
     """A grid whose parameters can be moved."""
 
     def refit(self, run: int, codes: np.ndarray, g: np.ndarray, metric: Metric, sweep: int) -> None:
-        """Move lines of a run where the error falls: codes int16 [rows, n] and g float32 [rows, n] follow."""
+        """Move lines of a run where the error falls; updates codes int16 [rows, n] and g float32 [rows, n]."""
 
 
 def refine(weight: torch.Tensor, hessian: torch.Tensor, grid: Refinable, codes: np.ndarray, sweeps: int = 2) -> None:
@@ -72,7 +72,7 @@ def refine(weight: torch.Tensor, hessian: torch.Tensor, grid: Refinable, codes: 
     lost = torch.empty_like(weight)  # W - W'
     for r in tiles(len(codes)):
         lost[r] = weight[r] - torch.from_numpy(dequantize(codes[r], grid, r)).to(weight)
-    spans = [slice(at, min(at + grid.run, columns)) for at in range(0, columns, grid.run)]
+    spans = [slice(at, min(at + grid.fit_columns, columns)) for at in range(0, columns, grid.fit_columns)]
     metrics = [_metric(hessian[span, span], grid.sub) for span in spans]
     for sweep in range(sweeps):
         for run, span in enumerate(spans):
@@ -85,7 +85,7 @@ def refine(weight: torch.Tensor, hessian: torch.Tensor, grid: Refinable, codes: 
 
 
 def _descent(grid: Grid, run: int, codes: np.ndarray, g: np.ndarray, metric: Metric) -> None:
-    """Coordinate descent and chains on the codes int16 [rows, n] of a run; g float32 [rows, n] follows."""
+    """Coordinate descent and chains on the codes int16 [rows, n] of a run; updates g float32 [rows, n]."""
     a = _of_run(grid, run, grid.a)
     sub, low, high = grid.sub, grid.low, grid.high
 
@@ -97,7 +97,7 @@ def _descent(grid: Grid, run: int, codes: np.ndarray, g: np.ndarray, metric: Met
 
 
 def _of_run(grid: Grid, run: int, lines: np.ndarray) -> np.ndarray:
-    subs = grid.run // grid.sub
+    subs = grid.fit_columns // grid.sub
     return np.ascontiguousarray(lines[:, run * subs : (run + 1) * subs], np.float32)
 
 
@@ -113,7 +113,7 @@ def _metric(hessian: torch.Tensor, sub: int) -> Metric:
         order = at + np.argsort(-h.diagonal()[at : at + sub], kind="stable")
         part = torch.from_numpy(h[np.ix_(order, order)].astype(np.float64))
         factor = inverse_factor(part)
-        if factor is None:  # float32 has lost what damping there was
+        if factor is None:  # float32 has lost the damping
             found = damped_factor(part, 1e-6)
             factor = torch.eye(len(part), dtype=torch.float64) if found is None else found[0]
         inverses.append((factor.T @ factor).numpy())
@@ -138,7 +138,7 @@ def _descend(codes, g, hessian, a, sub, low, high):
                 if curve == _ZERO:
                     continue
                 old = np.float32(codes[row, j])
-                new = min(max(old + np.rint(slope[j] / curve * _GAIN), least), most)
+                new = min(max(old + np.rint(slope[j] / curve * GAIN), least), most)
                 if new == old:
                     continue
                 changed = True
@@ -155,8 +155,8 @@ def _chains(codes, g, hessian, a, sub, low, high):
     n = codes.shape[1]
     least = np.float32(low)
     most = np.float32(high)
-    step = np.empty(n, np.float32)  # what a code's move by one moves the weight
-    cost = np.empty(n, np.float32)  # of that alone: step^2 H_jj
+    step = np.empty(n, np.float32)  # the weight's move when its code moves by one
+    cost = np.empty(n, np.float32)  # step^2 H_jj
     up = np.empty(n, np.float32)  # 0 where the code may rise, else -infinity
     down = np.empty(n, np.float32)
     gain = np.empty(n, np.float32)
@@ -175,7 +175,7 @@ def _chains(codes, g, hessian, a, sub, low, high):
             continue
         for first in range(n):
             at = first
-            # the way that costs less
+            # the cheaper direction
             sign = np.float32(1) if g[row, at] * step[at] > _ZERO else np.float32(-1)
             if (up[at] if sign > _ZERO else down[at]) == _NEVER:
                 sign = -sign
@@ -207,7 +207,7 @@ def _chains(codes, g, hessian, a, sub, low, high):
                     gain[chain[d]] = _NEVER
                 for k in range(n):
                     top = greater(top, gain[k])
-                if not so_far + top > -cost[first]:  # or there is none
+                if not so_far + top > -cost[first]:  # or no code can move
                     break
                 at = 0
                 while gain[at] != top:
@@ -227,10 +227,7 @@ def _chains(codes, g, hessian, a, sub, low, high):
 
 @inner
 def line_target(values, g, order, inverse, own, target):
-    """The target W' + G H^-1 of a sub-run, in rounding order, into `target`; the error that is left now.
-
-    own float32 [n] is scratch
-    """
+    """Write the target W' + G H^-1 of a sub-run, in rounding order; returns its present error. `own` [n] is scratch."""
     n = len(order)
     for k in range(n):
         own[k] = g[order[k]]
@@ -246,7 +243,7 @@ def line_target(values, g, order, inverse, own, target):
 
 @inner
 def move(order, codes, a, c, row_codes, values, g, hessian):
-    """Put codes float32 [n], in rounding order, on the line a * q + c in the place of a sub-run's; g follows."""
+    """Replace a sub-run's codes by float32 [n], in rounding order, on the line a * q + c; updates g."""
     for i in range(len(order)):
         j = order[i]
         row_codes[j] = np.int16(codes[i])

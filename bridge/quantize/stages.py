@@ -1,8 +1,8 @@
-"""The layers of a block in stages: those whose inputs are known once all layers before them are quantized.
+"""The stages of a block: layers whose inputs are known once all layers before them are quantized.
 
 Layers that are called with the same tensor one after the other (q, k and v; gate and up) share a stage and one
 Hessian. Experts of a mixture do not depend on each other: gate and up of all of them are one stage, down the next,
-a Hessian for each expert. Layers that no token of the text reaches come last.
+with a Hessian for each expert. Layers that no token of the text reaches come last.
 """
 
 from __future__ import annotations
@@ -15,42 +15,40 @@ from typing import Any
 import torch
 from torch import nn
 
-from bridge.quantize.block_inputs import Feed, StopForward
+from bridge.quantize.block_inputs import BlockInputs, StopForward, matrix_shape, vectors
 from bridge.quantize.experts import SeparateExperts, expert_of
-from bridge.quantize.layers import matrix_shape, vectors
 
-_TOGETHER = 2 << 30  # bytes of Hessians that are gathered in one pass
+_TOGETHER = 2 << 30  # bytes of Hessians gathered in one pass
 
 
 @dataclass
 class Stage:
-    """Layers by name; each group shares an input.
+    """Names of layers, in groups that share an input.
 
-    fellows  the groups are experts of one mixture
-    once     each layer is called but once in a pass
+    experts  the groups are experts of one mixture
+    once     each layer is called only once in a pass
     """
 
     groups: dict[str, list[str]] = field(default_factory=dict)
-    fellows: bool = False
+    experts: bool = False
     once: bool = True
 
     def parts(self, layers: Mapping[str, nn.Module], cross: bool) -> Iterator[Stage]:
-        """The stage in parts whose Hessians fit in memory together."""
-        part, size = Stage(fellows=self.fellows, once=self.once), 0
+        """The stage, cut into parts whose Hessians fit in memory together."""
+        part, size = Stage(experts=self.experts, once=self.once), 0
         for key, group in self.groups.items():
-            needed = (
-                4 * matrix_shape(layers[group[0]])[1] ** 2 * (4 if cross else 1)
-            )  # with C, and both of the held-back tokens
+            matrices = 4 if cross else 1  # H and C, of all tokens and of those held back
+            needed = 4 * matrix_shape(layers[group[0]])[1] ** 2 * matrices
             if part.groups and size + needed > _TOGETHER:
                 yield part
-                part, size = Stage(fellows=self.fellows, once=self.once), 0
+                part, size = Stage(experts=self.experts, once=self.once), 0
             part.groups[key] = group
             size += needed
         yield part
 
 
-def find_stages(block: nn.Module, layers: Mapping[str, nn.Module], feeds: Sequence[Feed]) -> list[Stage]:
-    """The stages of these layers, in the order of their calls. Feeds are called until each layer was reached."""
+def find_stages(block: nn.Module, layers: Mapping[str, nn.Module], batches: Sequence[BlockInputs]) -> list[Stage]:
+    """The stages of these layers, in the order of their calls. Batches are run until each layer was reached."""
     seen: dict[str, torch.Tensor | None] = {}
     order: list[tuple[str, str | None]] = []  # a layer, and the one before it with the same input
     again: set[str] = set()
@@ -69,41 +67,41 @@ def find_stages(block: nn.Module, layers: Mapping[str, nn.Module], feeds: Sequen
     with ExitStack() as stack:
         for name, module in layers.items():
             stack.callback(module.register_forward_pre_hook(note(name)).remove)
-        for feed in feeds:
-            feed.into(block)
+        for batch in batches:
+            batch.run(block)
             if len(seen) == len(layers):
                 break
-            seen.update(dict.fromkeys(seen))  # inputs of another feed are others
+            seen.update(dict.fromkeys(seen))  # another batch has other inputs
     return _in_stages([*order, *((name, None) for name in layers if name not in seen)], not again)
 
 
 def _in_stages(order: Sequence[tuple[str, str | None]], once: bool) -> list[Stage]:
     stages: list[Stage] = []
-    of: dict[str, Stage] = {}  # by the layer's name, * for the number of an expert
+    of: dict[str, Stage] = {}  # by the layer's name, an expert's number replaced by *
     for name, same in order:
         pattern, number = expert_of(name) or (name, "")
         stage = of.get(pattern) or (of.get((expert_of(same) or (same,))[0]) if same else None)
-        if stage is None or stage.fellows != bool(number):
-            stage = Stage(fellows=bool(number), once=once)
+        if stage is None or stage.experts != bool(number):
+            stage = Stage(experts=bool(number), once=once)
             stages.append(stage)
         of[pattern] = stage
         stage.groups.setdefault(number, []).append(name)
     return stages
 
 
-def inputs(
-    block: nn.Module, stage: Stage, layers: Mapping[str, nn.Module], feed: Feed, routed: Any = None
+def stage_inputs(
+    block: nn.Module, stage: Stage, layers: Mapping[str, nn.Module], batch: BlockInputs, routed: Any = None
 ) -> dict[str, torch.Tensor]:
-    """What each group of a stage gets in one call of the block, [tokens, columns], none where no token reaches it.
+    """The inputs [tokens, columns] of each group of a stage in one call of the block; no key if no token reaches it.
 
-    routed  of the pass whose tokens the experts are to get (`routing`); None: as the router chooses
+    routed  the `routing` of another pass, whose tokens the experts get; None: the router chooses
     """
     seen: dict[str, list[torch.Tensor]] = {}
 
     def note(key: str) -> Any:
         def hook(module: nn.Module, args: tuple[Any, ...]) -> None:
             seen.setdefault(key, []).append(vectors(module, args[0]).float())
-            if stage.once and not stage.fellows:
+            if stage.once and not stage.experts:
                 raise StopForward
 
         return hook
@@ -120,13 +118,13 @@ def inputs(
             stack.callback(setattr, mixture, "imposed", None)
             stack.callback(mixture.register_forward_hook(stop).remove)
         with suppress(StopForward):
-            feed.into(block)
+            batch.run(block)
     return {key: torch.cat(found) for key, found in seen.items()}
 
 
 def mixture_of(block: nn.Module, stage: Stage, layers: Mapping[str, nn.Module]) -> SeparateExperts | None:
-    """The module whose experts a stage's groups are."""
-    if not stage.fellows:
+    """The mixture whose experts are the groups of a stage, if they are."""
+    if not stage.experts:
         return None
     layer = layers[next(iter(stage.groups.values()))[0]]
     mixtures = (m for m in block.modules() if isinstance(m, SeparateExperts))

@@ -1,13 +1,13 @@
-"""Calibration tokens: a text, its documents or ready tokens become sequences of one length.
+"""Calibration tokens: a text, documents or token ids become sequences of equal length.
 
-    .jsonl                         a document a line: the field "text", or the only field that holds a string; or a
-                                   chat in "messages", written out by the tokenizer's own chat template
-    .pt .safetensors .npy          token ids, [sequences, tokens] or one flat run of them
+    .jsonl                         one document per line: the field "text", or the only field that holds a string; or
+                                   a chat in "messages", formatted by the tokenizer's chat template
+    .pt .safetensors .npy          token ids, [sequences, tokens] or one flat array
     anything else                  plain text, UTF-8
 
-Documents are joined by an empty line, tokenized without special tokens, and cut into windows of `length` tokens one
-after the other; what is left at the end, and at the end of a row of ready tokens, is not used. Without a seed the
-first windows are taken, whatever the rest of the file holds; with one, a random choice of all, in the text's order.
+Documents are joined by an empty line, tokenized without special tokens, and cut into consecutive windows of `length`
+tokens; a shorter rest, of the text or of a row of token ids, is not used. Without a seed the first windows are taken;
+with one, a random choice of all, in the text's order.
 """
 
 from __future__ import annotations
@@ -24,26 +24,24 @@ from bridge.errors import BridgeError
 from bridge.system.files import missing, refuse_pointer
 
 TOKEN_FILES = (".pt", ".safetensors", ".npy")
-_NAMES = ("input_ids", "tokens")  # of token tensors, where a file holds several
-_PIECE = 1 << 22  # characters tokenized at a time, to the end of a line: a tokenizer's notes take 100 bytes a token
+_NAMES = ("input_ids", "tokens")  # of the tensor to read from a file with several
+_PIECE = 1 << 22  # characters tokenized at a time, to the end of a line: a tokenizer takes 100 bytes a token
 
 
 def read_tokens(
     path: str | Path, tokenizer: Any, samples: int, length: int, seed: int | None = None, vocabulary: int | None = None
 ) -> torch.Tensor:
-    """int64 [n, length], n at most `samples`: calibration sequences from a file.
+    """Calibration sequences from a file: int64 [n, length], n at most `samples`.
 
-    tokenizer   of `load_tokenizer`; None will do for files of tokens
-    seed        of the choice of windows; None: the first ones
-    vocabulary  how many tokens the model knows
+    tokenizer   from `load_tokenizer`; not needed for token files
+    seed        for the choice of windows; None: the first ones
+    vocabulary  the model's number of tokens
 
-    Raises BridgeError where the file cannot be read or gives not one sequence, and where the model lacks a token.
+    Raises BridgeError if the file cannot be read, has fewer than `length` tokens, or has a token unknown to the model.
     """
     path = Path(path)
     if samples < 1 or length < 1:
-        raise BridgeError(
-            f"{samples} calibration sequences of {length} tokens; give at least one of at least one token"
-        )
+        raise BridgeError(f"{samples} calibration sequences of {length} tokens: both must be at least 1")
     _expect_file(path)
     rows = _token_rows(path) if path.suffix in TOKEN_FILES else None
     if rows is None:
@@ -53,7 +51,7 @@ def read_tokens(
     if not rows.size or not whole:
         found = f"{len(rows)} rows of {rows.shape[1]} tokens" if len(rows) > 1 else f"{rows.size} tokens"
         raise BridgeError(
-            f"{path}: {found}, and a calibration sequence is {length}; give a longer text, or shorter sequences"
+            f"{path}: {found}, but a calibration sequence has {length}; give a longer text, or shorter sequences"
         )
     windows = rows[:, : whole * length].reshape(-1, length)
     if len(windows) > samples:
@@ -64,16 +62,16 @@ def read_tokens(
     low, high = int(windows.min()), int(windows.max())
     if low < 0 or (vocabulary is not None and high >= vocabulary):
         raise BridgeError(
-            f"{path}: holds token {low if low < 0 else high}, and the model's vocabulary is of {vocabulary} tokens; "
-            "take the model's own tokenizer"
+            f"{path}: holds token {low if low < 0 else high}, but the model's vocabulary has {vocabulary} tokens; "
+            "use the model's own tokenizer"
         )
     return torch.from_numpy(windows.astype(np.int64))
 
 
 def load_tokenizer(folder: str | Path) -> Any:
-    """The tokenizer of a checkpoint's folder, through `transformers`; nothing is downloaded.
+    """The tokenizer of a checkpoint's folder, read by `transformers`; nothing is downloaded.
 
-    Raises BridgeError where there is none, or it cannot be loaded.
+    Raises BridgeError if there is none, or it cannot be loaded.
     """
     try:
         from transformers import AutoTokenizer
@@ -81,11 +79,11 @@ def load_tokenizer(folder: str | Path) -> Any:
         raise BridgeError("calibration on a text needs transformers; pip install transformers") from None
     try:
         return AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    except Exception as problem:  # whatever a damaged file makes of its many parts
+    except Exception as problem:  # whatever a damaged file causes
         why = str(problem).strip().splitlines()
         raise BridgeError(
             f"{folder}: its tokenizer cannot be loaded ({why[0] if why else type(problem).__name__}); "
-            "put the model's tokenizer files there, or calibrate on a file of tokens"
+            "copy the model's tokenizer files there, or calibrate on a token file"
         ) from None
 
 
@@ -93,16 +91,16 @@ def _expect_file(path: Path) -> None:
     if not path.exists():
         raise missing(path)
     if path.is_dir():
-        raise BridgeError(f"{path}: is a folder; give a text, a .jsonl or a file of tokens")
+        raise BridgeError(f"{path}: is a folder; give a text, .jsonl or token file")
     refuse_pointer(path)
     if not path.stat().st_size:
         raise BridgeError(f"{path}: is empty; give a text to calibrate on")
 
 
 def _tokenize(path: Path, tokenizer: Any, enough: int | None) -> np.ndarray:
-    """int64 [tokens] of a text; tokenizing ends where there are more than `enough`."""
+    """int64 [tokens] of a text; stops once there are more than `enough`."""
     if tokenizer is None:
-        raise BridgeError(f"{path}: is a text, and there is no tokenizer; give a file of tokens")
+        raise BridgeError(f"{path}: a text needs a tokenizer; give a token file")
     found: list[np.ndarray] = []
     total = 0
     for piece in _pieces(path, tokenizer):
@@ -112,7 +110,7 @@ def _tokenize(path: Path, tokenizer: Any, enough: int | None) -> np.ndarray:
         if enough is not None and total > enough:
             break
     if not total:
-        raise BridgeError(f"{path}: the tokenizer makes no tokens of it; is it a text, and the model's tokenizer?")
+        raise BridgeError(f"{path}: the tokenizer finds no tokens in it; is it a text, and the tokenizer the model's?")
     return np.concatenate(found)
 
 
@@ -131,12 +129,12 @@ def _pieces(path: Path, tokenizer: Any) -> Iterator[str]:
 
 
 def _lines(path: Path) -> Iterator[str]:
-    """A file's lines with their ends as they are, a byte order mark left out."""
+    """A file's lines with their line ends, without a byte order mark."""
     try:
         with open(path, encoding="utf-8-sig", newline="") as stream:
             yield from stream
     except UnicodeDecodeError as problem:
-        raise BridgeError(f"{path}: is no UTF-8 text ({problem.reason} at byte {problem.start}); convert it") from None
+        raise BridgeError(f"{path}: is not UTF-8 text ({problem.reason} at byte {problem.start}); convert it") from None
     except OSError as problem:
         raise BridgeError(f"{path}: cannot be read ({problem.strerror})") from None
 
@@ -156,14 +154,14 @@ def _documents(path: Path, tokenizer: Any) -> Iterator[str]:
             fields = ", ".join(map(repr, record)) if isinstance(record, dict) else f"a {type(record).__name__}"
             raise BridgeError(
                 f"{path}: line {number} has no text, but {fields or 'no field'}; "
-                'name the field of the text "text", or give a chat as "messages"'
+                'call the field with the text "text", or use "messages" for a chat'
             )
         yield between + text
         between = "\n\n"
 
 
 def _text(record: Any, tokenizer: Any) -> str | None:
-    """What a line of a .jsonl says; None where it cannot be told."""
+    """The text of a line of a .jsonl; None if there is none, or several."""
     if isinstance(record, str):
         return record
     if not isinstance(record, dict):
@@ -173,10 +171,10 @@ def _text(record: Any, tokenizer: Any) -> str | None:
     if isinstance(record.get("messages"), list):
         try:
             return tokenizer.apply_chat_template(record["messages"], tokenize=False)
-        except Exception as problem:  # templates raise what they like
+        except Exception as problem:  # templates raise anything
             why = str(problem).strip().splitlines()
             raise BridgeError(
-                f"a chat cannot be written out by the tokenizer's chat template ({why[0] if why else problem!r}); "
+                f"the tokenizer's chat template cannot format a chat ({why[0] if why else problem!r}); "
                 'give its text as "text"'
             ) from None
     texts = [value for value in record.values() if isinstance(value, str)]
@@ -184,18 +182,18 @@ def _text(record: Any, tokenizer: Any) -> str | None:
 
 
 def _token_rows(path: Path) -> np.ndarray:
-    """Integers [rows, tokens] of a file of tokens."""
+    """Integers [rows, tokens] of a token file."""
     try:
         tokens = _read_array(path)
     except BridgeError:
         raise
     except Exception as problem:  # pickles, headers and zips break in many ways
         raise BridgeError(
-            f"{path}: cannot be read as a tensor of tokens ({type(problem).__name__}); make it again"
+            f"{path}: cannot be read as a tensor of tokens ({type(problem).__name__}); write it again"
         ) from None
     if not np.issubdtype(tokens.dtype, np.integer) or tokens.ndim not in (1, 2):
         raise BridgeError(
-            f"{path}: {tokens.dtype} of shape {list(tokens.shape)} is no list of tokens; "
+            f"{path}: {tokens.dtype} of shape {list(tokens.shape)} is not a list of tokens; "
             "save integers [sequences, tokens]"
         )
     return np.atleast_2d(tokens)

@@ -1,12 +1,12 @@
-"""Calibration: a text goes through a model layer by layer, and each layer is quantized on the inputs it will see.
+"""Calibration: tokens pass through a model layer by layer, and each layer is quantized for the inputs it will see.
 
-A decoder layer (any block of modules) is taken in stages (`stages`). Each stage's Hessians are gathered with all
-stages before it quantized already; then the block's outputs, now of quantized weights, are the next block's inputs.
-With feed="float" they are the float model's.
+A decoder block (any module) is processed in stages (`stages`). Each stage's Hessians are gathered after all stages
+before it have been quantized; the block's outputs, with quantized weights, are then the next block's inputs. With
+feed="float" those are the float model's.
 
-Memory: one block's weights twice where float inputs are wanted too, its Hessians, and the activations between
-blocks, float32 [tokens, hidden], once or twice, or none of them where they go to disk. The model itself may be in
-memory, or come block by block from a checkpoint (`float_model`).
+Memory: one block's weights (twice if float inputs are needed too), its Hessians, and the activations between blocks,
+float32 [tokens, hidden], once or twice, unless they go to disk. The model itself may be in memory, or be read block
+by block from a checkpoint (`float_model`).
 """
 
 from __future__ import annotations
@@ -20,18 +20,26 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from bridge.errors import BridgeError
-from bridge.quantize.block_inputs import Feed, Folder, first_feeds
-from bridge.quantize.experts import lend, put_back, take_apart
-from bridge.quantize.head import head_hessian, head_of
+from bridge.errors import BridgeError, parameter
+from bridge.quantize.block_inputs import (
+    BlockInputs,
+    Folder,
+    first_inputs,
+    head_hessian,
+    head_of,
+    is_layer,
+    matrix,
+    matrix_shape,
+    set_matrix,
+)
+from bridge.quantize.experts import restore_experts, share_statistics, split_experts
 from bridge.quantize.hessian import Hessian
-from bridge.quantize.layers import is_layer, matrix, matrix_shape, set_matrix
-from bridge.quantize.stages import Stage, find_stages, inputs, mixture_of
+from bridge.quantize.stages import Stage, find_stages, mixture_of, stage_inputs
 
 
 @dataclass(frozen=True)
-class Calibrated:
-    """One layer, ready to be quantized."""
+class LayerInput:
+    """What a quantizer gets: one layer, not yet quantized."""
 
     name: str
     weight: torch.Tensor  # float32 [out, columns], the float model's
@@ -39,15 +47,15 @@ class Calibrated:
     last: bool = False  # no other layer has this Hessian
 
 
-# gets a layer; returns its quantized weights as floats [out, columns], and whatever the caller wants to keep of them
-Quantizer = Callable[[Calibrated], tuple[torch.Tensor, Any]]
+# a layer -> its quantized weights as floats [out, columns], and anything that the caller wants to have of it
+Quantizer = Callable[[LayerInput], tuple[torch.Tensor, Any]]
 Known = Callable[[str], torch.Tensor | None]
-# gets a block, its layers, its feeds, and what the checkpoint calls a module of the block; may change floats in place
-Prepare = Callable[[nn.Module, Mapping[str, nn.Module], Sequence[Feed], Callable[[str], str]], None]
+# (block, its layers, its inputs, name in the block -> name in the checkpoint); may change floats in place
+Prepare = Callable[[nn.Module, Mapping[str, nn.Module], Sequence[BlockInputs], Callable[[str], str]], None]
 
 
-class Source(Protocol):
-    """A model whose weights are brought in when they are wanted.
+class StreamedModel(Protocol):
+    """A model whose weights are loaded when they are needed.
 
     model, prefix, blocks   a `transformers` decoder, the name of its list of blocks, and the list
     """
@@ -60,37 +68,37 @@ class Source(Protocol):
     def blocks(self) -> Sequence[nn.Module]: ...
 
     def load(self, block: int | None) -> None:
-        """Give a block its weights; None: what runs before the blocks."""
+        """Load a block's weights; None: those of everything outside the blocks except the head."""
 
     def drop(self, block: int | None) -> None:
-        """Take them away."""
+        """Free what `load` has loaded."""
 
     def load_head(self) -> None:
-        """Give the output head its weights."""
+        """Load the output head's weights."""
 
     def drop_head(self) -> None:
-        """Take them away."""
+        """Free them."""
 
     def name(self, layer: str) -> str:
-        """A layer's name in the checkpoint, of its name in the model."""
+        """A layer's name in the checkpoint, given its name in the model."""
 
 
 class InMemory:
-    """A model that is whole in memory; its experts are taken apart while their block is calibrated."""
+    """A model that is completely in memory; its experts are split while their block is calibrated."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
         self.prefix, blocks = decoder_blocks(model)
         self.blocks: Sequence[nn.Module] = list(blocks)
-        self._taken: list[tuple[nn.Module, str, nn.Module]] = []
+        self._split: list[tuple[nn.Module, str, nn.Module]] = []
 
     def load(self, block: int | None) -> None:
         if block is not None:
-            self._taken = take_apart(self.blocks[block])
+            self._split = split_experts(self.blocks[block])
 
     def drop(self, block: int | None) -> None:
-        put_back(self._taken)
-        self._taken = []
+        restore_experts(self._split)
+        self._split = []
 
     def load_head(self) -> None: ...
 
@@ -102,7 +110,7 @@ class InMemory:
 
 @torch.no_grad()
 def quantize_model(
-    model: nn.Module | Source,
+    model: nn.Module | StreamedModel,
     tokens: torch.Tensor,
     quantizer: Quantizer,
     *,
@@ -115,83 +123,82 @@ def quantize_model(
     prepare: Prepare | None = None,
     head: bool = False,
 ) -> Iterator[tuple[str, Any]]:
-    """Quantize the layers inside a `transformers` decoder's blocks in place; yields (name, what the quantizer kept).
+    """Quantize the layers of a `transformers` decoder's blocks in place; yields (name, the quantizer's other result).
 
-    model    in memory, or a `FloatModel`, which keeps nothing of the quantized weights and whose layers are named
-             as the checkpoint's
+    model    in memory, or a `FloatModel`, which drops the quantized weights and names layers as the checkpoint does
     tokens   int [sequences, length]
-    feed     whose outputs the next block gets: "quantized" or "float"
-    cross    gather GPTAQ's cross term too, which runs the float blocks beside the quantized ones
+    feed     which blocks feed the next one: "quantized" or "float"
+    cross    gather GPTAQ's cross term too, which also runs the float blocks
     batch    sequences in a forward pass
-    wanted   whether a layer of this name is to be quantized
-    known    weights [out, columns] of a layer that was quantized before, or None: it is not quantized again
+    wanted   whether to quantize the layer of this name
+    known    weights [out, columns] of a layer that was quantized before; None: quantize it
     offload  a folder for the activations between blocks; None: they stay in memory
-    prepare  called with each block before its layers are quantized, to change it without changing what it computes
-    head     quantize the output head too, unless it is the embeddings
+    prepare  called before a block's layers are quantized; may change its weights, but not what it computes
+    head     quantize the output head too, unless it is tied to the embeddings
     """
     if feed not in ("quantized", "float"):
-        raise BridgeError(f"inputs of the next layer from {feed!r}; 'quantized' and 'float' are possible")
-    source: Source = InMemory(model) if isinstance(model, nn.Module) else model
+        raise BridgeError(f"unknown {parameter('feed')} {feed!r}: choose quantized or float")
+    source: StreamedModel = InMemory(model) if isinstance(model, nn.Module) else model
     positions = getattr(source.model.config, "max_position_embeddings", None)
     if positions and tokens.shape[1] > positions:
         raise BridgeError(
-            f"calibration sequences of {tokens.shape[1]} tokens, and the model knows {positions} positions; "
-            f"take shorter ones (--sequence-length {positions})"
+            f"calibration sequences have {tokens.shape[1]} tokens, but the model has {positions} positions; "
+            f"use shorter ones: {parameter('length', positions)}"
         )
     source.model.eval()
     with Folder(offload) as folder:
         source.load(None)
         try:
-            feeds = first_feeds(source.model, source.blocks, tokens.split(batch), folder)
+            batches = first_inputs(source.model, source.blocks, tokens.split(batch), folder)
         finally:
             source.drop(None)
-        float_feeds = [f.copy() for f in feeds] if cross else None
+        float_batches = [b.copy() for b in batches] if cross else None
         for i, block in enumerate(source.blocks):
             source.load(i)
             try:
-                for f in (*feeds, *(float_feeds or ())):
-                    f.at(i)
+                for b in (*batches, *(float_batches or ())):
+                    b.select_block(i)
                 prefix = f"{source.prefix}.{i}."
                 layers = {source.name(prefix + n): m for n, m in block.named_modules() if is_layer(m)}
                 layers = {n: m for n, m in layers.items() if wanted(n)}
                 if prepare is not None:
-                    prepare(block, layers, feeds, lambda n, prefix=prefix: source.name(prefix + n))  # type: ignore[misc]
+                    prepare(block, layers, batches, lambda n, prefix=prefix: source.name(prefix + n))  # type: ignore[misc]
                 original = _float_twin(block) if cross or feed == "float" else None
-                yield from _quantize_layers(block, layers, feeds, quantizer, original, float_feeds, known)
-                for f in feeds:
-                    f.pass_on(f.into(original if feed == "float" and original is not None else block))
-                for f in float_feeds or ():
+                yield from _quantize_layers(block, layers, batches, quantizer, original, float_batches, known)
+                for b in batches:
+                    b.advance(b.run(original if feed == "float" and original is not None else block))
+                for b in float_batches or ():
                     assert original is not None
-                    f.pass_on(f.into(original))
+                    b.advance(b.run(original))
             finally:
                 source.drop(i)
         if head:
-            yield from _quantize_head(source, tokens.split(batch), feeds, float_feeds, quantizer, wanted, known)
+            yield from _quantize_head(source, tokens.split(batch), batches, float_batches, quantizer, wanted, known)
 
 
 @torch.no_grad()
 def quantize_block(
     block: nn.Module,
-    feeds: Sequence[Feed],
+    batches: Sequence[BlockInputs],
     quantizer: Quantizer,
     *,
     wanted: Callable[[str], bool] = lambda name: True,
 ) -> Iterator[tuple[str, Any]]:
     """Quantize the layers inside any module, stage by stage in the order of their calls; yields as `quantize_model`."""
     layers = {n: m for n, m in block.named_modules() if is_layer(m) and wanted(n)}
-    yield from _quantize_layers(block, layers, feeds, quantizer)
+    yield from _quantize_layers(block, layers, batches, quantizer)
 
 
 def _quantize_layers(
     block: nn.Module,
     layers: Mapping[str, nn.Module],
-    feeds: Sequence[Feed],
+    batches: Sequence[BlockInputs],
     quantizer: Quantizer,
     original: nn.Module | None = None,
-    float_feeds: Sequence[Feed] | None = None,
+    float_batches: Sequence[BlockInputs] | None = None,
     known: Known = lambda name: None,
 ) -> Iterator[tuple[str, Any]]:
-    """original  the float block (`_float_twin`); float_feeds  the float model's inputs"""
+    """original: the float block (`_float_twin`); float_batches: the float model's inputs."""
     of = dict(zip(block.modules(), original.modules(), strict=True)) if original is not None else {}
     originals = {n: of[m] for n, m in layers.items() if m in of}
     done = {n: values for n in layers if (values := known(n)) is not None}
@@ -199,20 +206,20 @@ def _quantize_layers(
         for n in layers:
             _replace(layers[n], done.pop(n), originals.get(n))
         return
-    for whole in find_stages(block, layers, feeds):
-        for stage in whole.parts(layers, bool(float_feeds)):
+    for whole in find_stages(block, layers, batches):
+        for stage in whole.parts(layers, bool(float_batches)):
             names = [n for group in stage.groups.values() for n in group]
             if all(n in done for n in names):
                 hessians = {}
             else:
-                hessians = _gather(block, stage, layers, feeds, original, originals, float_feeds)
+                hessians = _gather(block, stage, layers, batches, original, originals, float_batches)
             for key, group in stage.groups.items():
                 missing = [n for n in group if n not in done]
                 for n in group:
                     if n in done:
                         _replace(layers[n], done.pop(n), originals.get(n))
                         continue
-                    values, kept = quantizer(Calibrated(n, matrix(layers[n]), hessians[key], n == missing[-1]))
+                    values, kept = quantizer(LayerInput(n, matrix(layers[n]), hessians[key], n == missing[-1]))
                     _replace(layers[n], values, originals.get(n))
                     del values
                     yield n, kept
@@ -221,7 +228,7 @@ def _quantize_layers(
 
 
 def _replace(layer: nn.Module, values: torch.Tensor, original: nn.Module | None) -> None:
-    """Put quantized weights in the place of a layer's; what shared them in the float block gets them as they were."""
+    """Set a layer's quantized weights; the same layer of the float block, which shared them, gets a copy first."""
     if original is not None:
         weight: torch.Tensor = original.weight  # type: ignore[assignment]
         original.weight = nn.Parameter(weight.detach().clone(), requires_grad=False)
@@ -229,15 +236,15 @@ def _replace(layer: nn.Module, values: torch.Tensor, original: nn.Module | None)
 
 
 def _quantize_head(
-    source: Source,
-    batches: Sequence[torch.Tensor],
-    feeds: Sequence[Feed],
-    float_feeds: Sequence[Feed] | None,
+    source: StreamedModel,
+    tokens: Sequence[torch.Tensor],
+    outputs: Sequence[BlockInputs],
+    float_outputs: Sequence[BlockInputs] | None,
     quantizer: Quantizer,
     wanted: Callable[[str], bool],
     known: Known,
 ) -> Iterator[tuple[str, Any]]:
-    """feeds hold the last block's outputs."""
+    """outputs: those of the last block for each batch of tokens."""
     name, module = head_of(source.model)
     name = source.name(name)
     if not wanted(name) or known(name) is not None:
@@ -246,9 +253,9 @@ def _quantize_head(
     source.load_head()
     try:
         if module.weight is not source.model.get_input_embeddings().weight:  # type: ignore[operator]
-            floats = (f.value() for f in float_feeds) if float_feeds else None
-            hessian = head_hessian(source.model, source.blocks, batches, (f.value() for f in feeds), floats)
-            values, kept = quantizer(Calibrated(name, matrix(module), hessian))
+            floats = (b.value() for b in float_outputs) if float_outputs else None
+            hessian = head_hessian(source.model, source.blocks, tokens, (b.value() for b in outputs), floats)
+            values, kept = quantizer(LayerInput(name, matrix(module), hessian))
             set_matrix(module, values)
             yield name, kept
     finally:
@@ -260,10 +267,10 @@ def _gather(
     block: nn.Module,
     stage: Stage,
     layers: Mapping[str, nn.Module],
-    feeds: Sequence[Feed],
+    batches: Sequence[BlockInputs],
     original: nn.Module | None,
     originals: Mapping[str, nn.Module],
-    float_feeds: Sequence[Feed] | None,
+    float_batches: Sequence[BlockInputs] | None,
 ) -> dict[str, Hessian]:
     """The Hessian of each group of a stage."""
     hessians = {}
@@ -271,16 +278,16 @@ def _gather(
         first = layers[group[0]]
         hessians[key] = Hessian(group[0], matrix_shape(first)[1], next(first.parameters()).device)
     mixture = mixture_of(block, stage, layers)
-    for i, f in enumerate(feeds):
-        seen = inputs(block, stage, layers, f)
+    for i, batch in enumerate(batches):
+        seen = stage_inputs(block, stage, layers, batch)
         floats: dict[str, torch.Tensor] = {}
-        # where experts are modules of their own from the start, the float model's may see other tokens: no cross term
-        if original is not None and float_feeds and (mixture or not stage.fellows):
-            floats = inputs(original, stage, originals, float_feeds[i], mixture.routing if mixture else None)
+        # experts that are separate modules in the model itself may see other tokens in the float model: no cross term
+        if original is not None and float_batches and (mixture or not stage.experts):
+            floats = stage_inputs(original, stage, originals, float_batches[i], mixture.routing if mixture else None)
         for key, x in seen.items():
             hessians[key].add(x, floats.pop(key, None))
-    if stage.fellows:
-        lend(list(hessians.values()))
+    if stage.experts:
+        share_statistics(list(hessians.values()))
     return hessians
 
 
@@ -290,7 +297,7 @@ def _float_twin(block: nn.Module) -> nn.Module:
 
 
 def decoder_blocks(model: nn.Module) -> tuple[str, nn.ModuleList]:
-    """The name and the list of a `transformers` model's decoder blocks. Raises BridgeError where there is none."""
+    """The name and the list of a `transformers` model's decoder blocks. Raises BridgeError if there is none."""
     config: Any = getattr(model, "config", None)
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     count = getattr(text, "num_hidden_layers", None)

@@ -1,90 +1,76 @@
-"""Opening a GGUF: the file is mapped, its header read, its tensors are views over the mapping.
-
-Opening costs a few milliseconds plus a walk over the vocabulary (40 ms for 150,000 tokens); weights are
-read from disk when they are first used. The mapping lives as long as the file object or any tensor of it.
-"""
+"""A GGUF whose tensors multiply: `bridge.open_gguf`. The files are opened by `bridge.gguf_file.reader`."""
 
 from __future__ import annotations
 
-import mmap
-import os
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-import numpy as np
-
 from bridge.errors import BridgeError
-from bridge.gguf_file.header import Metadata, TensorInfo, read_header
-from bridge.gguf_file.shards import shards
+from bridge.gguf_file.header import Metadata
+from bridge.gguf_file.reader import read_gguf
 from bridge.runtime.quant_tensor import QuantTensor
-from bridge.system.files import missing
 
 
-class GGUFFile:
-    """An open GGUF, all shards of it. Indexing by name gives a QuantTensor."""
+class MissingTensor(BridgeError, KeyError):
+    """The GGUF has no tensor of that name. It is a KeyError too, for `Mapping.get` and whoever else expects one."""
+
+    __str__ = BridgeError.__str__  # KeyError's would quote the message
+
+
+class GGUFFile(Mapping[str, QuantTensor]):
+    """An open GGUF, all shards of it: a mapping of tensor names, in the file's order, to QuantTensors.
+
+    path      as it was given
+    metadata  of the first shard, which has it all
+    tensors   the mapping as a dict
+
+    `file[name]` raises MissingTensor, a BridgeError, for an unknown name. A closed file has no tensors. Two files are
+    equal only if they are the same object.
+    """
 
     path: Path
-    metadata: Metadata  # of the first shard, which has it all
+    metadata: Metadata
     tensors: dict[str, QuantTensor]
 
     def __init__(self, path: str | Path):
         self.path = Path(path)
+        stored = read_gguf(self.path)
+        self.metadata = stored.metadata
         self.tensors = {}
-        files = shards(self.path)
-        for number, file in enumerate(files):
-            data = _map(file)
-            metadata, tensors = read_header(data, file)
-            if number == 0:
-                self.metadata = metadata
-                if len(files) == 1 and (metadata.get("split.count") or 1) != 1:
-                    raise BridgeError(
-                        f"{file}: one of {metadata['split.count']} shards, but its name does not say which"
-                    )
-            for info in tensors:
-                if info.name in self.tensors:
-                    raise BridgeError(f"{file}: {info.name} is also in another shard; download the files again")
-                self.tensors[info.name] = _tensor(data, info)
-        for tensor in self.tensors.values():
-            if tensor.type == "NVFP4":
-                tensor.factors = self._factors(tensor)
-
-    def _factors(self, tensor: QuantTensor) -> np.ndarray | None:
-        """What multiplies a tensor of NVFP4: the F32 tensor beside it, one number or one for each of its matrices."""
-        found = self.tensors.get(f"{tensor.name.removesuffix('.weight')}.scale")
-        if found is None or found is tensor:
-            return None
-        wanted = tensor.shape[0] if len(tensor.shape) == 3 else 1
-        if found.type != "F32" or found.raw.size not in (4, 4 * wanted):
-            raise BridgeError(
-                f"{self.path}: {found.name} is {found.type} {list(found.shape)}, no scale of {tensor.name}; "
-                "convert or download it again"
-            )
-        return found.raw.view(np.float32)
+        for name, t in stored.tensors.items():
+            self.tensors[name] = QuantTensor(name, t.type, t.shape, t.raw)
+            self.tensors[name].factors = stored.scales_of(t)
 
     @property
     def arch(self) -> str:
         """general.architecture, for instance "llama"."""
         arch = self.metadata.get("general.architecture")
         if not isinstance(arch, str):
-            raise BridgeError(f"{self.path}: general.architecture is missing; this is not a model")
+            raise BridgeError(f"{self.path}: general.architecture is missing; it is not a model")
         return arch
 
     @property
     def nbytes(self) -> int:
         """Bytes of all tensors."""
-        return sum(t.nbytes for t in self.tensors.values())
+        return sum(t.nbytes for t in self.values())
 
     def __getitem__(self, name: str) -> QuantTensor:
         try:
             return self.tensors[name]
         except KeyError:
             what = f"it has {len(self.tensors)} others" if self.tensors else "it has none, or was closed"
-            raise BridgeError(f"{self.path}: no tensor {name}; {what}") from None
+            raise MissingTensor(f"{self.path}: no tensor {name}; {what}") from None
 
-    def __contains__(self, name: object) -> bool:
-        return name in self.tensors
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.tensors)
+
+    def __len__(self) -> int:
+        return len(self.tensors)
+
+    __eq__, __hash__ = object.__eq__, object.__hash__
 
     def close(self) -> None:
-        """Forget the tensors; the mapping goes when the last of them does."""
+        """Forget the tensors; the file stays mapped until the last of them is gone."""
         self.metadata.load()
         self.tensors = {}
 
@@ -99,29 +85,8 @@ class GGUFFile:
 
 
 def open_gguf(path: str | Path) -> GGUFFile:
-    """Map a GGUF file, or all shards of one (any of them may be named).
+    """Map a GGUF file, or all shards of one, any of which may be named.
 
-    Raises BridgeError where the file is missing, truncated, damaged or of an unknown version.
+    Raises BridgeError where a file is missing, truncated, damaged or of an unknown version.
     """
     return GGUFFile(path)
-
-
-def _map(path: Path) -> mmap.mmap:
-    try:
-        with open(path, "rb") as file:
-            if os.fstat(file.fileno()).st_size < 24:
-                raise BridgeError(f"{path}: not a GGUF file (shorter than a header)")
-            return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-    except FileNotFoundError:
-        raise missing(path) from None
-    except IsADirectoryError:
-        raise BridgeError(
-            f"{path}: is a folder, not a GGUF file; `gguf-bridge convert` makes one from a checkpoint"
-        ) from None
-    except (OSError, ValueError) as problem:
-        raise BridgeError(f"{path}: {getattr(problem, 'strerror', None) or problem}") from problem
-
-
-def _tensor(data: mmap.mmap, info: TensorInfo) -> QuantTensor:
-    raw = np.frombuffer(data, np.uint8, info.nbytes, info.start)
-    return QuantTensor(info.name, info.type, info.shape, raw)

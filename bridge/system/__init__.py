@@ -1,5 +1,5 @@
-"""The machine: CPUs, Numba, threads, files, locks, caches, progress, text for people.
+"""The machine: CPUs, Numba, threads, files, locks, caches, progress, options, and text for people.
 
-Every package may use these modules, which know nothing of models. Read `pool.py` for the threads that kernels run on,
-`targets.py` for the instruction sets they are compiled for, and `files.py` for how files are written.
+Nothing here knows checkpoints, GGUF or models. `jit` is where Numba is configured, `pool` runs kernels on threads,
+`files` and `folder_locks` make sure that nothing half-written is left, `options` ties dataclasses to flags.
 """

@@ -15,7 +15,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from bridge.system.folder_locks import remove_unheld
+from bridge.system.folder_locks import remove_if_unlocked
 
 
 def cache_folder() -> Path:
@@ -52,7 +52,7 @@ def _entry(path: Path) -> Entry:
 def remove(entry: Entry) -> bool:
     """Remove an entry that no process holds; returns whether it is gone."""
     if entry.path.is_dir() and not entry.path.is_symlink():
-        remove_unheld(entry.path)
+        remove_if_unlocked(entry.path)
     else:
         with suppress(OSError):
             entry.path.unlink()

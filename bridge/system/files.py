@@ -1,4 +1,4 @@
-"""Small files that come with a model, and what may stand in the place of any file."""
+"""Small files that come with a model, and checks of the files to be read and written."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from bridge.errors import BridgeError
-from bridge.system.folder_locks import unfinished
+from bridge.errors import BridgeError, parameter
+from bridge.system.folder_locks import temporary_beside
 
 MAX_SMALL = 100_000_000  # bytes; the safetensors library's limit for a header. Vocabularies have up to 40 MB
 _POINTER = b"version https://git-lfs.github.com/spec/"
@@ -26,7 +26,7 @@ def expect_regular(file: Path) -> None:
 
 
 def refuse_pointer(file: Path) -> None:
-    """BridgeError where a file is Git LFS's note of where the file is, as a clone without git-lfs has, or no file."""
+    """BridgeError where a file is not a regular one, or a Git LFS pointer, which a clone without git-lfs has."""
     expect_regular(file)
     with open(file, "rb") as stream:
         if stream.read(len(_POINTER)) == _POINTER:
@@ -40,20 +40,22 @@ def missing(path: Path) -> BridgeError:
 
 
 def read_small(file: Path) -> bytes:
-    """A file that comes beside the weights, whole.
+    """The bytes of a file that comes with the weights.
 
-    Raises FileNotFoundError, and BridgeError where it cannot be read, is no file or has more than MAX_SMALL bytes.
+    Raises FileNotFoundError, and BridgeError where it cannot be read, is not a regular file or exceeds MAX_SMALL.
     """
     try:
         refuse_pointer(file)
         with open(file, "rb") as stream:
-            data = stream.read(MAX_SMALL + 1)  # what the system makes up while it is read tells no size before
+            data = stream.read(MAX_SMALL + 1)  # files that the system generates (/proc) have no size before
     except FileNotFoundError:
         raise
     except OSError as problem:
         raise BridgeError(f"{file}: cannot be read ({problem.strerror})") from problem
     if len(data) > MAX_SMALL:
-        raise BridgeError(f"{file}: has more than {MAX_SMALL // 10**6} MB, as no such file has; download it again")
+        raise BridgeError(
+            f"{file}: has more than {MAX_SMALL // 10**6} MB, which is too large for it; download it again"
+        )
     return data
 
 
@@ -87,18 +89,18 @@ def check_target(path: Path, force: bool, inputs: Iterable[Path] = ()) -> None:
     if not path.parent.is_dir():
         raise BridgeError(f"{path.parent}: no such folder; make it or give another output")
     if os.path.lexists(path) and not force:
-        raise BridgeError(f"{path}: exists; --force replaces it")
+        raise BridgeError(f"{path}: exists; {parameter('force', True)} replaces it")
     if not path.exists():
         return
     if not path.is_file():
-        raise BridgeError(f"{path}: is no file but a device or a pipe, which is not replaced; give another name")
+        raise BridgeError(f"{path}: is a device or a pipe, which is not replaced; give another name")
     if any(file.exists() and path.samefile(file) for file in inputs):
-        raise BridgeError(f"{path}: is read to make the new file, and so is not replaced; give another name")
+        raise BridgeError(f"{path}: is read to make the new file and cannot be replaced; give another name")
 
 
 @contextmanager
 def disk_errors(path: Path, what: str, instead: str) -> Iterator[None]:
-    """What the system says against writing, as one line: `what` could not be written, give another `instead`."""
+    """Turn an OSError into one line: `what` could not be written, give another `instead`."""
     try:
         yield
     except OSError as problem:
@@ -120,7 +122,7 @@ def write_text(path: Path, text: str) -> None:
 def write_bytes(path: Path, data: bytes) -> None:
     """Write a small file whole or not at all; BridgeError where that fails."""
     try:
-        with unfinished(path) as folder:
+        with temporary_beside(path) as folder:
             with open(folder / path.name, "xb") as file:
                 file.write(data)
                 file.flush()

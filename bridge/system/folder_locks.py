@@ -1,8 +1,8 @@
 """Folders that a process works in, which others leave alone until it has ended, in whatever way.
 
-A folder is locked as a whole (flock) while a process holds it; the system lets go of the lock when the process ends,
-kill -9 included. Several processes may hold the same folder. Where the system cannot lock folders (Windows, some
-network file systems), nobody knows what is in use, and nothing is removed.
+A folder is locked as a whole (flock, shared) by each process that uses it; the system releases the lock when the
+process ends, kill -9 included. Where the system cannot lock folders (Windows, some network file systems), nobody knows
+what is in use, and nothing is removed.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
 
 
-def hold(make: Callable[[], Path]) -> tuple[Path, int | None]:
-    """The folder that `make` makes or finds, held until the handle is closed; no handle where none can be locked."""
+def lock_shared(make: Callable[[], Path]) -> tuple[Path, int | None]:
+    """The folder that `make` makes or finds, locked until the handle is closed; no handle where none can be locked."""
     while True:
         folder = make()
         if fcntl is None:
@@ -37,8 +37,8 @@ def hold(make: Callable[[], Path]) -> tuple[Path, int | None]:
             os.close(handle)
 
 
-def remove_unheld(folder: Path) -> None:
-    """Remove a folder that no process holds."""
+def remove_if_unlocked(folder: Path) -> None:
+    """Remove a folder that no process has locked."""
     if fcntl is None:
         return
     with suppress(OSError):
@@ -51,7 +51,7 @@ def remove_unheld(folder: Path) -> None:
 
 
 @contextmanager
-def unfinished(path: Path) -> Iterator[Path]:
+def temporary_beside(path: Path) -> Iterator[Path]:
     """A new folder beside `path` for what will be renamed to it; removed at the end.
 
     Those of processes that were killed while they wrote to the same path are removed first. Raises OSError where no
@@ -59,8 +59,8 @@ def unfinished(path: Path) -> Iterator[Path]:
     """
     before, after = f".{path.name}.", ".unfinished"
     for left in path.parent.glob(f"{glob.escape(before)}*{after}"):
-        remove_unheld(left)
-    folder, handle = hold(lambda: Path(tempfile.mkdtemp(after, before, path.parent)))
+        remove_if_unlocked(left)
+    folder, handle = lock_shared(lambda: Path(tempfile.mkdtemp(after, before, path.parent)))
     try:
         yield folder
     finally:

@@ -24,7 +24,7 @@ import numba
 
 import bridge
 from bridge.system.cache import cache_folder
-from bridge.system.folder_locks import hold, remove_unheld
+from bridge.system.folder_locks import lock_shared, remove_if_unlocked
 
 _KEPT_CACHES = 3  # digests of other checkouts or versions that stay beside ours
 
@@ -49,7 +49,7 @@ def _prune(keep: Path) -> None:
     with suppress(OSError):  # another process prunes as well
         others = sorted((p for p in keep.parent.iterdir() if p != keep), key=lambda p: p.stat().st_mtime)
         for old in others[:-_KEPT_CACHES]:
-            remove_unheld(old)
+            remove_if_unlocked(old)
 
 
 first_run = False  # whether nothing has been compiled on this machine yet, as far as the cache's folder tells
@@ -57,7 +57,7 @@ if not os.environ.get("NUMBA_CACHE_DIR"):
     try:
         _dir = _cache_dir()
         first_run = not _dir.exists()
-        _, _held = hold(lambda: _made(_dir))  # until the process ends
+        _, _held = lock_shared(lambda: _made(_dir))  # until the process ends
         with suppress(OSError):  # a cache that came with the machine, read-only
             os.utime(_dir)  # its last use
         if first_run:

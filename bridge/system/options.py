@@ -10,6 +10,8 @@ with the default at the end of its help.
 
 from __future__ import annotations
 
+import argparse
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import MISSING, field
 from typing import Any, NamedTuple
@@ -47,3 +49,41 @@ def option(
     """A dataclass field with a flag; see `Flag` for the arguments, `says` is its `default`."""
     metadata = {"flag": Flag(help, flag, metavar, parse, choices, says)}
     return field(default=default, metadata=metadata) if default is not MISSING else field(metadata=metadata)
+
+
+def positive(text: str) -> int:
+    """A count of at least 1."""
+    if not text.isascii() or not text.isdecimal() or not int(text):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive integer")
+    return int(text)
+
+
+def count(text: str) -> int:
+    """0 or more."""
+    if not text.isascii() or not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number")
+    return int(text)
+
+
+def size(text: str) -> int:
+    """4000000000 of "4G"."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([KMGT]?)B?", text.upper())
+    if not match or not float(match[1]):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a size such as 4G or 500M")
+    return int(float(match[1]) * 1000 ** ("KMGT".index(match[2]) + 1 if match[2] else 0))
+
+
+def pair(text: str) -> tuple[str, str]:
+    """("ffn_down", "Q6_K") of "ffn_down=Q6_K"."""
+    pattern, sign, name = text.rpartition("=")
+    if not sign:
+        raise argparse.ArgumentTypeError(f"{text!r} is not REGEX=TYPE")
+    return pattern, name
+
+
+def share(text: str) -> tuple[int, int]:
+    """(3, 12) of "3/12"."""
+    match = re.fullmatch(r"(\d+)/(\d+)", text)
+    if not match:
+        raise argparse.ArgumentTypeError(f"{text!r} is not I/N such as 3/12")
+    return int(match[1]), int(match[2])

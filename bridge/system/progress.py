@@ -1,13 +1,16 @@
-"""The progress bar that long commands share."""
+"""How long work reports its progress, and the bar that commands show it with."""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from typing import Any
+
+Progress = Callable[[int, int, str], None]  # units done, of how many, name of what was just done
 
 
 class Bar:
-    """A progress bar on standard error, where that is a terminal."""
+    """A progress bar on standard error, if that is a terminal."""
 
     def __init__(self, verb: str, unit: str = "B") -> None:
         self.verb = verb

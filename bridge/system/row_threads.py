@@ -11,6 +11,7 @@ import numpy as np
 from bridge.system.cpus import usable_cpus
 
 _TILE = 512
+_CHUNK_VALUES = 1 << 22
 
 
 def slices(rows: int, count: int) -> list[slice]:
@@ -27,6 +28,12 @@ def over_rows(rows: int, work: Callable[[slice], object]) -> None:
         return
     with ThreadPoolExecutor(len(parts)) as pool:
         list(pool.map(work, parts))
+
+
+def chunks(rows: int, columns: int) -> Iterator[slice]:
+    """Slices that cover 0..rows, about four million values each: what is made from a file piece by piece."""
+    step = max(1, _CHUNK_VALUES // max(1, columns))
+    return (slice(at, min(at + step, rows)) for at in range(0, rows, step))
 
 
 def tiles(rows: int) -> Iterator[slice]:

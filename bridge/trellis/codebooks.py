@@ -26,8 +26,11 @@ import numpy as np
 from bridge.errors import BridgeError
 
 MAX_L = 16
-COMPUTED = ("1mad", "2mad", "3inst", "mcg", "mul1")
+_QTIP_COMPUTED = ("1mad", "2mad", "3inst")
+EXL3_MODES = ("mcg", "mul1")  # beside 3inst
 LOOKED_UP = ("lut", "quantlut", "quantlut_sym")
+COMPUTED = _QTIP_COMPUTED + EXL3_MODES
+QTIP_MODES = _QTIP_COMPUTED + LOOKED_UP
 MODES = COMPUTED + LOOKED_UP
 BYTES_MEAN, BYTES_SCALE = 510, np.float32(147.800537109375)  # of a sum of four bytes
 HALVES_MASK, HALVES_FLIP = 0x8FFF8FFF, 0x3B603B60

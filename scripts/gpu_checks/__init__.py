@@ -1,1 +1,1 @@
-"""What scripts/gpu_check.py does, by concern: jobs and their processes, correctness, times, the table."""
+"""The parts of scripts/gpu_check.py: jobs and their processes, correctness, times, the table."""

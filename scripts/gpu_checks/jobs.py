@@ -1,14 +1,17 @@
-"""All jobs by name: "correct/..." may run side by side, "time/..." one after the other."""
+"""All jobs by name: "correct/..." may run in parallel, "time/..." one after the other."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import torch
+from bridge.cuda.device import require
+
 from gpu_checks import linears, model, products, timing, tokens, trellis
 
 LARGE, SMALL = "8192x28672", "4096x14336"
 TYPES = ("Q4_K", "Q6_K", "Q8_0", "Q4_0", "Q2_K", "Q3_K", "Q5_K", "Q4_1", "Q5_0", "Q5_1", "MXFP4", "NVFP4", "Q2_0")
-OTHERWISE = ("MXFP4", "NVFP4", "Q2_0")  # not multiplied on tensor cores
+OTHERWISE = ("MXFP4", "NVFP4", "Q2_0")  # not on tensor cores
 TOKENS = ("Q4_K", "Q6_K", "Q8_0")  # timed with many tokens
 LINEARS = ("Q4_K", "Q8_0")
 CACHES = ("f16", "q8_0", "f32")
@@ -21,7 +24,7 @@ CORRECT += [f"correct/products/{type}/{precision}" for precision in ("int8", "f3
 CORRECT += ["correct/load", *(f"correct/linears/{type}" for type in LINEARS)]
 CORRECT += [f"correct/trellis/{mode}" for mode in trellis.WAYS]
 
-# what has a bar first
+# jobs with a bar first
 TIMES = ["time/reading", f"time/torch_product/{LARGE}", f"time/torch_product/{SMALL}"]
 TIMES += [f"time/product/{LARGE}/{type}" for type in TYPES] + [f"time/product/{SMALL}/Q4_K", "time/decode"]
 TIMES += [f"time/tokens/{LARGE}/{type}" for type in TOKENS]
@@ -58,10 +61,7 @@ _KNOWN = {
 
 
 def run(job: str) -> dict[str, Any]:
-    """What a job finds: {"wrong": [...], "notes": "..."} or times in seconds."""
-    import torch
-    from bridge.cuda.device import require
-
+    """The result of a job: {"wrong": [...], "notes": "..."} or times in seconds."""
     part, name, *arguments = job.split("/")
     device = require("cuda")
     with device.active(), torch.cuda.device(device.index):

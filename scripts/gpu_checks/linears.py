@@ -8,12 +8,16 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
+from bridge.cuda.device import require, torch_device
 
+import bridge
+from bridge.nn import QuantLinear
 from gpu_checks.model import CHECKPOINT
 from gpu_checks.products import Judge, random_matrix
 
 SHAPE = (1000, 2304)
-FEW, MANY = (3, 5), (40, 2)  # [batch, tokens] of x: products of 9 to 64 columns, and of more
+FEW, MANY = (3, 5), (40, 2)  # [batch, tokens] of x: 9 to 64 columns, and more
 PROMPT = 24  # tokens
 _LIMITS = {"f32": 1e-5, "int8": 0.02}  # relative
 _LOGITS = 1e-3
@@ -21,11 +25,6 @@ _LOGITS = 1e-3
 
 def check(type: str) -> dict[str, Any]:
     """QuantLinear with a bias and an order of its rows: forward, backward, and both in one compiled graph."""
-    import torch
-    from bridge.cuda.device import require, torch_device
-
-    from bridge.nn import QuantLinear
-
     judge, place, rng = Judge(), torch_device(require("cuda")), np.random.default_rng(0)
     rows, columns = SHAPE
     tensor, weights = random_matrix(type, rows, columns)
@@ -56,14 +55,9 @@ def check(type: str) -> dict[str, Any]:
 
 
 def check_load() -> dict[str, Any]:
-    """bridge.nn.load of the checkpoint in tests/data, moved to the device, beside the same model on the CPU."""
+    """bridge.nn.load of the checkpoint in tests/data, moved to the device, against the same model on the CPU."""
     if importlib.util.find_spec("transformers") is None:
         return {"wrong": [], "notes": "transformers is not installed"}
-    import torch
-    from bridge.cuda.device import require, torch_device
-
-    import bridge
-
     judge, place = Judge(), torch_device(require("cuda"))
     with tempfile.TemporaryDirectory() as folder, torch.no_grad():
         path = Path(folder) / "model.gguf"

@@ -1,5 +1,5 @@
-"""Correctness of whole models: CUDA's logits beside the CPU's, captured steps beside launches by themselves, and
-launches that begin while those before them end beside launches one after the other."""
+"""Correctness of whole models: CUDA's logits against the CPU's, captured steps against single launches, and
+overlapping launches against launches one after the other."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+import bridge
 from gpu_checks.products import difference
 
 CHECKPOINT = Path(__file__).resolve().parents[2] / "tests" / "data" / "qwen3-gptq-4bit-g128-sym"
@@ -27,8 +28,6 @@ WAYS: tuple[dict[str, Any], ...] = (
 
 def check() -> dict[str, Any]:
     """The checkpoint in tests/data."""
-    import bridge
-
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "model.gguf"
         bridge.convert(CHECKPOINT, path)
@@ -37,8 +36,6 @@ def check() -> dict[str, Any]:
 
 
 def _check(path: Path, precision: str) -> tuple[list[str], str]:
-    import bridge
-
     wrong: list[str] = []
     notes = []
     cpu = bridge.Model.load(path, precision=precision, context=CONTEXT)

@@ -1,13 +1,22 @@
-"""Correctness of products: all types against float64, outputs poisoned before and guarded behind."""
+"""Correctness of products: all types against float64, with outputs poisoned before and guarded behind."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import numpy as np
+import torch
+from bridge.cuda import bench, dequantize, matvec, matvec_shape
+from bridge.cuda.activations import Records
+from bridge.cuda.device import require, torch_device, view
+from bridge.cuda.matrix import DeviceMatrix
+
+from bridge.blocks import TYPES
+from bridge.runtime import QuantTensor
+from bridge.runtime.bench import random_tensor
 
 SHAPES = [(1, 256), (3, 512), (129, 1280), (1000, 2304), (2050, 4096)]
-SMALL_BLOCKS = [(5, 32), (131, 96)]  # as well, where a block has 32 columns
+SMALL_BLOCKS = [(5, 32), (131, 96)]  # added where a block has 32 columns
 EPILOGUES = (1000, 2304)
 COLUMNS = range(1, 9)
 ROWS_OF_CONFIGURATIONS = 71
@@ -21,7 +30,7 @@ def difference(one: Any, other: Any) -> float:
 
 
 def taken(x: np.ndarray, precision: str) -> np.ndarray:
-    """x in float64 as the records hold it: int8 in steps that map the largest of 32 values onto -128."""
+    """x in float64 as the records store it: int8 in steps that map the largest of 32 values to -128."""
     if precision == "f32":
         return x.astype(np.float64)
     blocks = x.reshape(-1, 32)
@@ -33,14 +42,14 @@ def taken(x: np.ndarray, precision: str) -> np.ndarray:
 
 
 class Judge:
-    """Collects what is wrong, and the largest error of what is right to float32."""
+    """Collects wrong results, and the largest error of those that are right to float32."""
 
     def __init__(self) -> None:
         self.wrong: list[str] = []
         self.worst = 0.0
 
     def __call__(self, what: str, found: Any, expected: np.ndarray, limit: float) -> None:
-        """`found`, a torch tensor, is the expected one up to a relative error."""
+        """Check that `found`, a torch tensor, is the expected one up to a relative error."""
         error = difference(found.double().cpu().numpy(), expected)
         if limit <= 1e-4:  # halves aside
             self.worst = max(self.worst, error)
@@ -50,10 +59,6 @@ class Judge:
 
 def check(type: str, precision: str) -> dict[str, Any]:
     """Products of 1 to 8 columns, epilogues, and the weights as floats."""
-    from bridge.cuda.device import require
-
-    from bridge.blocks import TYPES
-
     judge, device = Judge(), require("cuda")
     for shape in SHAPES + (SMALL_BLOCKS if TYPES[type].size == 32 else []):
         _products(judge, type, precision, shape, device)
@@ -64,12 +69,6 @@ def check(type: str, precision: str) -> dict[str, Any]:
 
 
 def _products(judge: Judge, type: str, precision: str, shape: tuple[int, int], device: Any) -> None:
-    import torch
-    from bridge.cuda import matvec
-    from bridge.cuda.activations import Records
-    from bridge.cuda.device import torch_device, view
-    from bridge.cuda.matrix import DeviceMatrix
-
     rng = np.random.default_rng(0)
     rows, columns = shape
     place = torch_device(device)
@@ -89,12 +88,6 @@ def _products(judge: Judge, type: str, precision: str, shape: tuple[int, int], d
 
 def _epilogues(judge: Judge, type: str, precision: str, device: Any) -> None:
     """y += W x + bias, for x of all three types."""
-    import torch
-    from bridge.cuda import matvec
-    from bridge.cuda.activations import Records
-    from bridge.cuda.device import torch_device, view
-    from bridge.cuda.matrix import DeviceMatrix
-
     rng = np.random.default_rng(1)
     rows, columns = EPILOGUES
     place = torch_device(device)
@@ -112,12 +105,6 @@ def _epilogues(judge: Judge, type: str, precision: str, device: Any) -> None:
 
 def _silu(judge: Judge, type: str, precision: str, device: Any) -> None:
     """silu(gate x) * (up x), both matrices the same."""
-    import torch
-    from bridge.cuda import matvec
-    from bridge.cuda.activations import Records
-    from bridge.cuda.device import torch_device, view
-    from bridge.cuda.matrix import DeviceMatrix
-
     rows, columns = EPILOGUES
     place = torch_device(device)
     matrix, weights = random_matrix(type, rows, columns)
@@ -134,11 +121,6 @@ def _silu(judge: Judge, type: str, precision: str, device: Any) -> None:
 
 def _floats(judge: Judge, type: str, device: Any) -> None:
     """A tile of the weights in all three types, and rows of them."""
-    import torch
-    from bridge.cuda import dequantize
-    from bridge.cuda.device import torch_device, view
-    from bridge.cuda.matrix import DeviceMatrix
-
     rows, columns = EPILOGUES
     place = torch_device(device)
     matrix, weights = random_matrix(type, rows, columns)
@@ -155,12 +137,7 @@ def _floats(judge: Judge, type: str, device: Any) -> None:
 
 
 def check_tensors() -> dict[str, Any]:
-    """What QuantTensor.to gives, of floats and of codes: few and many tokens, beyond the range of halves too."""
-    import torch
-    from bridge.cuda.device import require, torch_device
-
-    from bridge.runtime import QuantTensor
-
+    """QuantTensor.to with floats and codes: few and many tokens, also beyond the range of halves."""
     judge, device = Judge(), require("cuda")
     rows, columns = EPILOGUES
     values = torch.from_numpy(np.random.default_rng(4).standard_normal((rows, columns)).astype(np.float32))
@@ -178,17 +155,10 @@ def check_tensors() -> dict[str, Any]:
 
 
 def check_configurations(type: str) -> dict[str, Any]:
-    """Every configuration that is timed later makes the product that the table's own makes; compiles them too."""
-    import torch
-    from bridge.cuda import matvec, matvec_shape
-    from bridge.cuda.activations import Records
-    from bridge.cuda.bench import LARGE
-    from bridge.cuda.device import require, torch_device, view
-    from bridge.cuda.matrix import DeviceMatrix
-
+    """Every configuration that is timed later computes the right product; this compiles them too."""
     device = require("cuda")
     place = torch_device(device)
-    rows, columns = ROWS_OF_CONFIGURATIONS, LARGE[1]
+    rows, columns = ROWS_OF_CONFIGURATIONS, bench.LARGE[1]
     matrix, weights = random_matrix(type, rows, columns)
     uploaded = DeviceMatrix.upload(matrix, device)
     judge = Judge()
@@ -205,8 +175,6 @@ def check_configurations(type: str) -> dict[str, Any]:
 
 def random_matrix(type: str, rows: int, columns: int) -> tuple[Any, np.ndarray]:
     """A tensor of random codes and its weights in float64."""
-    from bridge.runtime.bench import random_tensor
-
     tensor = random_tensor(type, rows, columns)
     if type == "NVFP4":
         tensor.factors = np.array([0.7], np.float32)

@@ -1,4 +1,4 @@
-"""What was found, as a table: bars first, each with what was measured and whether it is met."""
+"""The results as a table: bars first, each with its measurement and whether it is met."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _NOT_MEASURED, _NOT_RUN = "not measured", "not run"
 
 
 class Row(NamedTuple):
-    """`met` is None where there is no bar, or what it takes was not run."""
+    """`met` is None where there is no bar, or its jobs were not run."""
 
     what: str
     bar: str
@@ -39,7 +39,7 @@ def rows(times: dict[str, dict[str, Any]]) -> list[Row]:
 
 
 def _measured(times: dict[str, dict[str, Any]], *jobs: str) -> list[Any]:
-    """What each job found; None for those that failed, or were not run."""
+    """The result of each job; None for those that failed or were not run."""
     found = [times.get(job, {"failed": ""}) for job in jobs]
     return [None if "failed" in result or "late" in result else result for result in found]
 
@@ -53,7 +53,7 @@ def _without(times: dict[str, dict[str, Any]], jobs: list[str], what: str, bar: 
 
 
 def _share(times: dict[str, dict[str, Any]], type: str, shape: str, bar: int | None) -> Row:
-    """A product's bytes a second, of those that reading gets."""
+    """A product's bytes a second, as a share of plain reading."""
     what, wanted = f"{type} matvec, {shape}", "" if bar is None else f">= {bar}%"
     needed = [f"product/{shape}/{type}", "reading"]
     time, reading, torch = _measured(times, *needed, f"torch_product/{shape}")
@@ -67,7 +67,7 @@ def _share(times: dict[str, dict[str, Any]], type: str, shape: str, bar: int | N
 
 
 def _attention(times: dict[str, dict[str, Any]], kind: str) -> Row:
-    """Bytes of keys and values a second, of those that reading gets."""
+    """Bytes of keys and values a second, as a share of plain reading."""
     what, needed = f"attention, 8,192 positions, {kind}", [f"attention/{kind}", "reading"]
     time, reading = _measured(times, *needed)
     if time is None or reading is None:
@@ -117,7 +117,7 @@ def _tokens(times: dict[str, dict[str, Any]]) -> Row:
 
 
 def _decode(times: dict[str, dict[str, Any]]) -> Row:
-    """Tokens a second, of as many as the file's bytes could be read in that second."""
+    """Tokens a second, as a share of the bound that reading the whole file for each token sets."""
     what, wanted = "decode, 8B Q4_K, batch 1", f">= {OF_DECODE}%"
     time, reading = _measured(times, "decode", "reading")
     if time is None or reading is None:
@@ -157,13 +157,13 @@ def _ranked(tried: list[Any]) -> list[Any]:
 
 
 def printed(found: dict[str, Any], table: list[Row], wrong: list[str]) -> str:
-    """The end of the output: what is wrong, and the table."""
+    """The end of the output: wrong results, and the table."""
     checks = found["correctness"].values()
     right = sum(not (job.get("wrong") or "failed" in job or "late" in job) for job in checks)
     lines = ["", f"{found['machine']}. {found['seconds']:.0f} s in all; {right} of {len(checks)} right."]
     lines += [f"FAILED {line}" for line in wrong]
     if found["not_run"]:
-        lines.append(f"Not run, for want of time: {', '.join(found['not_run'])}.")
+        lines.append(f"Not run, for lack of time: {', '.join(found['not_run'])}.")
     if (reading := found["times"].get("time/reading", {}).get("bandwidth")) is not None:
         lines.append(f"Read bandwidth in the same run: {reading / 1e9:.0f} GB/s.")
     lines += ["", "| what | bar | measured | met | in detail |", "|---|---|---|---|---|"]

@@ -1,8 +1,8 @@
-"""Jobs in processes of their own: a kernel that goes wrong takes its process with it, and no more than that.
+"""Jobs in separate processes: a kernel that crashes ends only its own process.
 
-A process is given several jobs and reports each as a line on stdout. Where it dies, the job it was at has failed and
-another process goes on with the rest. When time is up it is killed; what it has reported stays, and what is left has
-not failed, but was not run.
+A process gets several jobs and reports each as a line on stdout. If it dies, its current job has failed and another
+process continues with the rest. When time is up it is killed: reported results stay, and the remaining jobs count as
+not run, not as failed.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ PROCESSES = max(1, min(12, usable_cpus() - 2))
 LATE = "no time was left"
 CUT = "no end in time"
 _MARK = "RESULT "
-_SHORTEST = 5.0  # seconds; with less, no process is begun
+_SHORTEST = 5.0  # seconds; with less, no process is started
 
-Result = dict[str, Any]  # what a job found, {"failed": why}, or {"late": why} where it was not run or not to its end
+Result = dict[str, Any]  # of a job, {"failed": why}, or {"late": why} if it was not run to its end
 Note = Callable[[str, Result], None]
 
 
 def work(jobs: Sequence[str], known: Callable[[str], Result]) -> None:
-    """What a process does: its jobs, one after the other; the first that fails ends it."""
+    """A process's work: its jobs, one after the other; the first failure ends it."""
     for job in jobs:
         print(f"\n{_MARK}{json.dumps([job, known(job)])}", flush=True)
 
@@ -66,7 +66,7 @@ def in_turn(jobs: Sequence[str], until: float, show: Note) -> dict[str, Result]:
 
 
 def process(jobs: Sequence[str], until: float, note: Note) -> Result:
-    """Run one process, noting what it reports; what that makes of the job it ended at."""
+    """Run one process and note its reports; returns the result of the job at which it ended."""
     with tempfile.TemporaryFile("w+", errors="replace") as errors:
         started = subprocess.Popen(
             [*COMMAND, *jobs], stdout=subprocess.PIPE, stderr=errors, text=True, cwd=ROOT, env=_environment()
@@ -90,7 +90,7 @@ def process(jobs: Sequence[str], until: float, note: Note) -> Result:
 
 
 def _environment() -> dict[str, str]:
-    """Ours; what one process compiles the next one finds, even where there is no home to keep it in."""
+    """Our environment, with a compile cache that all processes share, even without a home folder."""
     import numba
 
     import bridge.system.jit  # noqa: F401  # chooses the folder

@@ -7,15 +7,15 @@ from typing import Any
 
 import numpy as np
 
+from bridge.runtime.quant_tensor import QuantTensor
+
 
 class SyntheticFile:
-    """As much of a GGUFFile as a decoder looks at; matrices of one shape share their bytes here."""
+    """The part of a GGUFFile that a decoder uses; matrices of equal shape share their bytes."""
 
     HIDDEN, INNER, HEADS, KV_HEADS, LAYERS, VOCAB = 4096, 14336, 32, 8, 32, 128256
 
     def __init__(self) -> None:
-        from bridge.runtime.quant_tensor import QuantTensor
-
         self.path = Path("synthetic-8b")
         self.metadata = {
             "general.architecture": "llama", "llama.block_count": self.LAYERS, "llama.context_length": 8192,

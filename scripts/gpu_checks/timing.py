@@ -1,6 +1,7 @@
 """Times: read bandwidth, products, torch's f16 product, other configurations, attention, tokens of an 8B model.
 
-All but whole tokens: replays of CUDA graphs whose weights are rotated beyond the L2 cache, see cuda/bench.py.
+All times except those of whole tokens are of replays of CUDA graphs whose weights rotate beyond the L2 cache: see
+cuda/bench.py.
 """
 
 from __future__ import annotations
@@ -10,7 +11,20 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+import torch
+from bridge.cuda import attention as attn
+from bridge.cuda import bench, matvec_shape
+from bridge.cuda.activations import Records
+from bridge.cuda.attention_shape import shape, spans
+from bridge.cuda.bench import Bench, read_bandwidth, seconds_from_memory
+from bridge.cuda.buffers import zeros
+from bridge.cuda.decoder import Decoder
+from bridge.cuda.device import require, view
+from bridge.cuda.kv_forms import KVForm
 
+from bridge.runtime.bench import random_tensor
+from bridge.runtime.decoder_config import read_config
+from bridge.runtime.sampling import Sampler, Sampling
 from gpu_checks.synthetic import SyntheticFile
 
 DECODED = 96  # tokens
@@ -26,18 +40,12 @@ def shape_of(text: str) -> tuple[int, int]:
 
 
 def reading() -> dict[str, Any]:
-    """Bytes a second that a kernel gets which does nothing but read."""
-    from bridge.cuda.bench import read_bandwidth
-    from bridge.cuda.device import require
-
+    """Bytes a second of a kernel that only reads."""
     return {"bandwidth": read_bandwidth(require("cuda"))}
 
 
 def torch_product(shape: str) -> dict[str, Any]:
     """Seconds of torch's f16 product with one vector."""
-    from bridge.cuda import bench
-    from bridge.cuda.device import require
-
     return {"seconds": bench.torch_product(shape_of(shape), require("cuda"))}
 
 
@@ -55,34 +63,18 @@ def tokens(shape: str, type: str) -> dict[str, Any]:
 
 
 def configurations(shape: str, type: str, columns: str) -> dict[str, Any]:
-    """Seconds of every way to share the work; the first is the one in use."""
-    from bridge.cuda import matvec_shape
-
+    """Seconds of every launch configuration; the first is the one in use."""
     own, n = _bench(shape, type), int(columns)
     tried = matvec_shape.shapes_to_try(own.matrix, n)
     return {"tried": [[list(chosen), own.product(n, shape=chosen)] for chosen in tried]}
 
 
 def _bench(shape: str, type: str) -> Any:
-    from bridge.cuda.bench import Bench
-    from bridge.cuda.device import require
-
-    from bridge.runtime.bench import random_tensor
-
     return Bench(random_tensor(type, *shape_of(shape)), require("cuda"))
 
 
 def attention(kind: str) -> dict[str, Any]:
     """Bytes of the keys and values of a layer at the end of a long context, and seconds of a token's attention."""
-    import torch
-    from bridge.cuda import attention as attn
-    from bridge.cuda.activations import Records
-    from bridge.cuda.attention_shape import shape, spans
-    from bridge.cuda.bench import seconds_from_memory
-    from bridge.cuda.buffers import zeros
-    from bridge.cuda.device import require, view
-    from bridge.cuda.kv_forms import KVForm
-
     device = require("cuda")
     length, heads, kv_heads, head_dim = ATTENDED
     form, count = KVForm(kind, head_dim), spans(device.multiprocessors, kv_heads, length)
@@ -108,13 +100,7 @@ def attention(kind: str) -> dict[str, Any]:
 
 
 def decode() -> dict[str, Any]:
-    """Tokens a second with the host reading each, and of the captured step alone, of a synthetic Llama 3 8B in Q4_K."""
-    from bridge.cuda.decoder import Decoder
-    from bridge.cuda.device import require
-
-    from bridge.runtime.decoder_config import read_config
-    from bridge.runtime.sampling import Sampler, Sampling
-
+    """Tokens a second of a synthetic Llama 3 8B in Q4_K, with the host reading each, and of the captured step alone."""
     file: Any = SyntheticFile()
     begun = time.perf_counter()
     decoder = Decoder(file, read_config(file.metadata, file.path), CONTEXT, "f16", "int8", str(require("cuda")))
@@ -144,8 +130,6 @@ def decode() -> dict[str, Any]:
 
 def _step(decoder: Any, position: int) -> float:
     """Seconds of the captured step."""
-    import torch
-
     torch.cuda.synchronize()
     decoder._set_state(position, 1)
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))

@@ -1,28 +1,26 @@
-"""Correctness of products on tensor cores: 9 to 64 tokens, rows and columns that fill no tile, all epilogues."""
+"""Correctness of products on tensor cores: 9 to 64 tokens, partial tiles, all epilogues."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import numpy as np
+import torch
+from bridge.cuda import mma
+from bridge.cuda.device import require, torch_device
+from bridge.cuda.matrix import DeviceMatrix
 
+from bridge.blocks import BLOCKS
 from gpu_checks.products import EPILOGUES, Judge, random_matrix
 
 SHAPES = [(3, 512), (129, 1280), (2050, 4096)]
-SMALL_BLOCKS = [(131, 96)]  # as well, where a block has 32 columns
+SMALL_BLOCKS = [(131, 96)]  # added where a block has 32 columns
 TOKENS = (9, 33, 64)
-_LIMIT = 1e-4  # relative; that of weights that are not rounded to halves is 3e-4
+_LIMIT = 1e-4  # relative; 3e-4 for weights not rounded to halves
 
 
 def check(type: str) -> dict[str, Any]:
-    """Products of halves, sums of parts with all that may end them, and of bfloat16."""
-    import torch
-    from bridge.cuda import mma
-    from bridge.cuda.device import require, torch_device
-    from bridge.cuda.matrix import DeviceMatrix
-
-    from bridge.blocks import BLOCKS
-
+    """Products of halves and of bfloat16, and sums of parts with every epilogue."""
     judge, device = Judge(), require("cuda")
     if device.capability < mma.OLDEST:
         return {"wrong": [], "notes": f"not for compute capability {device.capability}"}

@@ -1,25 +1,26 @@
-"""Correctness of trellis codes on the device: QTIP's and EXL3's layers against the weights that their codes mean."""
+"""Correctness of trellis codes on the device: layers of QTIP and EXL3 against their dequantized weights."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import numpy as np
+import torch
+from bridge.cuda.device import require, torch_device
 
+from bridge.trellis import BitshiftCodebook
+from bridge.trellis.packed import exl3_layer, qtip_layer
 from gpu_checks.products import Judge
 
 SHAPE = (512, 768)
 TOKENS = (1, 8, 20)  # 8 in a launch
 BITS = (1, 2, 3, 4)
-WAYS = ("1mad", "2mad", "3inst", "quantlut_sym", "mcg", "mul1")  # EXL3's are the last two, and 3inst's constants
+WAYS = ("1mad", "2mad", "3inst", "quantlut_sym", "mcg", "mul1")  # the last two, and 3inst's constants, are EXL3's
 _LIMIT = 1e-5  # relative
 
 
 def check(mode: str) -> dict[str, Any]:
-    """All bits of a codebook; codes are random, as every sequence of bits is a path through the trellis."""
-    import torch
-    from bridge.cuda.device import require, torch_device
-
+    """All bit widths of a codebook. Codes are random: every sequence of bits is a path through the trellis."""
     judge, device = Judge(), require("cuda")
     for bits in BITS if mode != "quantlut_sym" else BITS[1:]:
         layer = random_layer(mode, bits)
@@ -34,10 +35,7 @@ def check(mode: str) -> dict[str, Any]:
 
 
 def random_layer(mode: str, bits: int) -> Any:
-    """A layer of EXL3 where the mode is its own, otherwise of QTIP."""
-    from bridge.trellis import BitshiftCodebook
-    from bridge.trellis.packed import exl3_layer, qtip_layer
-
+    """A layer of EXL3 for its own modes, otherwise of QTIP."""
     rng = np.random.default_rng(bits)
     out, columns = SHAPE
     su, sv = (rng.choice([-1.0, 1.0], n).astype(np.float32) for n in (columns, out))

@@ -1,1 +1,1 @@
-"""What scripts and tests measure with: llama.cpp, ggml and transformers on our files."""
+"""Other programs that scripts and tests compare with: llama.cpp, ggml and transformers on our files."""

@@ -1,9 +1,9 @@
-"""A GGUF by auto-round's export, a peer to quantizing from floats, in whatever Python has it:
+"""A GGUF by auto-round's export, a peer to quantizing from floats; runs in any Python that has it:
 
     PYTHON scripts/peers/auto_round_gguf.py MODEL tokens.npy out.gguf --type Q4_K
 
-tokens.npy holds int64 [sequences, length], all of which it is calibrated on. The types are those of the preset Q4_K_S
-(Q2_K_S, ...): of a small model, attn_v gets Q5_K. All other settings are the library's own defaults, and the model runs
+tokens.npy holds int64 [sequences, length], all used for calibration. The types are those of the preset Q4_K_S
+(Q2_K_S, ...): in a small model, attn_v gets Q5_K. All other settings are the library's own defaults, and the model runs
 in float32.
 """
 
@@ -29,7 +29,7 @@ def main() -> None:
     class_of = ConversionContext.get_model_class
 
     def get_model_class(*args: Any, **kwargs: Any) -> Any:
-        """The tokenizers that it knows are a list of hashes, and a small model's own is not among them."""
+        """auto-round knows tokenizers by their hashes, which lack that of a small model's own."""
         found = class_of(*args, **kwargs)
         found.get_vocab_base_pre = lambda self, tokenizer: "llama-bpe"
         return found

@@ -1,4 +1,4 @@
-"""The logits of a quantized checkpoint as GPTQModel or transformers loads it, in whatever Python has them:
+"""The logits of a quantized checkpoint as GPTQModel or transformers loads it; runs in any Python that has them:
 
     PYTHON scripts/peers/checkpoint_logits.py CHECKPOINT tokens.npy logits.npy --loader gptqmodel
 
@@ -38,7 +38,7 @@ def load(folder: Path, loader: str) -> Any:
     if loader == "transformers":
         from transformers import AutoModelForCausalLM, AwqConfig, GPTQConfig
 
-        # of these only the kernel is taken: the checkpoint's own config wins
+        # only the kernel is taken from this: the checkpoint's own config wins
         kernel = AwqConfig(backend="torch_awq") if awq else GPTQConfig(bits=4, backend="torch")
         return AutoModelForCausalLM.from_pretrained(
             folder, dtype=torch.float16, device_map="cpu", quantization_config=kernel

@@ -1,8 +1,8 @@
-"""How far a GGUF is from the checkpoint it was made of, from the file on disk.
+"""How far a GGUF on disk is from the checkpoint it was made from.
 
-Nothing of the converter takes part: the GGUF is dequantized by `gguf`, mapped back to Hugging Face's
-names and row order by `gguf_file`, and both models run in `transformers`. Only the checkpoint is read
-by the project's readers, which have tests of their own.
+The converter takes no part: the GGUF is dequantized by `gguf`, mapped back to Hugging Face's names and row order by
+`gguf_file`, and both models run in `transformers`. Only the checkpoint is read by the project's readers, which have
+tests of their own.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from scripts.peers.reference import Weights
 
 
 class Reference:
-    """A checkpoint in float, and what it predicts on the first windows of a text.
+    """A checkpoint in float, and its predictions on the first windows of a text.
 
     folder      the checkpoint's
     checkpoint  as `bridge.open_checkpoint` returns it
@@ -58,7 +58,7 @@ class Reference:
         return reference.mean_kl(self.logits, self.predict(weights))
 
     def kl_from(self, weights: Weights) -> float:
-        """The other direction: of the checkpoint from the same model with these weights."""
+        """The other direction: from the same model with these weights to the checkpoint."""
         return reference.mean_kl(self.predict(weights), self.logits)
 
     def linears_of(self, other: Weights) -> dict[str, np.ndarray]:
@@ -66,7 +66,7 @@ class Reference:
         return self.weights | {name: other[name] for name in self.linears}
 
     def unfold(self, weights: Weights) -> dict[str, np.ndarray]:
-        """Undo what makes an act-order down_proj sequential: its columns, and gate's and up's rows, by group."""
+        """Undo the folding of an act-order down_proj: restore its columns, and the rows of gate and up."""
         unfolded = dict(weights)
         for name, group in self.act_order.items():
             if not name.endswith("mlp.down_proj.weight"):
@@ -81,14 +81,14 @@ class Reference:
 
 @dataclass
 class Measured:
-    """A GGUF against its checkpoint; divergences in nats a token, NaN where they were not asked for."""
+    """A GGUF against its checkpoint; divergences in nats a token, NaN where they were not requested."""
 
     types: Counter  # block type -> number of linears
     bpw: float  # bits per weight over the linears
     error: dict[str, float]  # of each linear: sum (w' - w)^2
     power: dict[str, float]  # sum w^2, w the checkpoint's
-    kl_linears: float = math.nan  # only the linears are the GGUF's
-    kl_file: float = math.nan  # all tensors are
+    kl_linears: float = math.nan  # with the linears of the GGUF
+    kl_file: float = math.nan  # with all its tensors
 
     @property
     def nmse(self) -> float:
@@ -96,13 +96,13 @@ class Measured:
         return self.nmse_of(self.error)
 
     def nmse_of(self, names: Iterable[str]) -> float:
-        """The same of some of them."""
+        """The same for some of them."""
         chosen = list(names)
         return sum(self.error[name] for name in chosen) / sum(self.power[name] for name in chosen)
 
 
 def measure(path: Path, against: Reference, predictions: bool = True) -> Measured:
-    """Measure the GGUF at `path`: its weights, and with `predictions` what it predicts."""
+    """Measure the GGUF at `path`: its weights and, with `predictions`, its logits."""
     blocks = [
         tensor
         for tensor in gguf.GGUFReader(str(path)).tensors

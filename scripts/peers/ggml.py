@@ -1,4 +1,4 @@
-"""ggml's own quantizer and what it reads blocks as, through the shared library inside the xllamacpp wheel: the peer our
+"""ggml's own quantizer and dequantizer, through the shared library inside the xllamacpp wheel: the peer that our
 quantizers must beat."""
 
 from __future__ import annotations

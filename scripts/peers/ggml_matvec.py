@@ -1,7 +1,7 @@
-"""ggml multiplying: one mul_mat node on its own threads, through any shared library that exports ggml's C API.
+"""Products by ggml: one mul_mat node on its own threads, through any shared library that exports ggml's C API.
 
-The weights lie as in the file, or as llama.cpp keeps them in memory: repacked, where ggml has a repacked kernel for
-their type and number of rows on this processor. Used by tests (the xllamacpp wheel) and by scripts/bench_matvec.py
+The weights are laid out as in the file, or repacked as in llama.cpp, where ggml has a repacked kernel for the type and
+the number of rows on this processor. Used by tests (the xllamacpp wheel) and by scripts/bench_matvec.py
 (llama-cpp-python, built natively).
 """
 
@@ -80,9 +80,9 @@ class Library:
         self.device = self.backend_reg_dev_get(self.backend_cpu_reg(), 0)
 
     def buffer_types(self) -> list[int]:
-        """Where weights can lie, in llama.cpp's order: repacked for this processor in some way, then as in the file."""
+        """The buffers for weights, in llama.cpp's order: repacked layouts for this processor, then as in the file."""
         address = self.backend_reg_get_proc_address(self.backend_cpu_reg(), b"ggml_backend_dev_get_extra_bufts")
-        repacked = takewhile(bool, _ListBufferTypes(address)(self.device)) if address else ()  # ends with a null
+        repacked = takewhile(bool, _ListBufferTypes(address)(self.device)) if address else ()  # null-terminated
         return [*repacked, self.backend_cpu_buffer_type()]
 
     def _find(self, name: str) -> Any:
@@ -96,10 +96,10 @@ class Library:
 
 
 class Matrix:
-    """A weight matrix in ggml's hands: `matmul(x)` with x float32 [tokens, in].
+    """A weight matrix in ggml: `matmul(x)` with x float32 [tokens, in].
 
-    repack  as llama.cpp does when it loads a model
-    layout  ggml's name of where the weights lie: CPU as in the file, CPU_REPACK and others repacked
+    repack  repack the weights as llama.cpp does when it loads a model
+    layout  ggml's name of the layout: CPU as in the file, CPU_REPACK and others repacked
     """
 
     def __init__(
@@ -155,7 +155,7 @@ class Matrix:
         return np.frombuffer(buffer, np.float32).reshape(shape)
 
     def run(self) -> None:
-        """y = W x for the x that was put into `self.x`."""
+        """y = W x, with x taken from `self.x`."""
         if self.resting:
             self.lib.threadpool_resume(self.pool)
             self.resting = False
@@ -163,9 +163,9 @@ class Matrix:
         assert status == 0
 
     def rest(self) -> None:
-        """Let ggml's own threads sleep until the next run: they spin for a tenth of a second, on others' cores.
+        """Let ggml's threads sleep until the next run; otherwise they spin for a tenth of a second on others' cores.
 
-        Those of a build with OpenMP do not heed it; they spin for some 5 ms.
+        An OpenMP build ignores this; its threads spin for about 5 ms.
         """
         self.lib.threadpool_pause(self.pool)
         self.resting = True
@@ -191,7 +191,7 @@ def wheel() -> Library:
 
 
 def native(folder: Path) -> Library:
-    """ggml beside llama-cpp-python: its three shared libraries, which then keep silent about what they repack."""
+    """The ggml of llama-cpp-python: its three shared libraries, with their log silenced."""
     library: Any = Library(*(folder / f"lib{name}.so" for name in ("ggml-base", "ggml-cpu", "ggml")))
     library.log_set(_silent, None)
     return library

@@ -1,5 +1,5 @@
-"""A GGUF seen as the Hugging Face model it came from: its weights in that model's names and order. And written again
-with other types."""
+"""A GGUF read as the Hugging Face model it came from, in that model's names and row order; and rewritten with other
+types."""
 
 from __future__ import annotations
 
@@ -11,14 +11,13 @@ import numpy as np
 from gguf.gguf_writer import GGUFValue
 
 from bridge.conversion.gguf_writer import GGUFOutput
-from bridge.conversion.plan import Plan
-from bridge.models.outline import PlannedTensor
+from bridge.conversion.plan import Plan, PlannedTensor
 
 
 def gguf_weights(path: str | Path) -> dict[str, np.ndarray]:
     """A GGUF's tensors dequantized, by their Hugging Face names, q and k rows in Hugging Face's order.
 
-    What stands beside NVFP4's blocks, the scale of the whole tensor, is multiplied in.
+    The scale of a whole NVFP4 tensor, which is a tensor of its own, is multiplied in.
     """
     reader = gguf.GGUFReader(str(path))
     arch = reader.get_field("general.architecture").contents()
@@ -46,7 +45,7 @@ def unpermute(rows: np.ndarray, heads: int) -> np.ndarray:
 
 
 def _permuted_heads(reader: gguf.GGUFReader, arch: str) -> dict[str, int]:
-    """The projections whose rows llama.cpp wants permuted, and their number of heads."""
+    """The projections whose rows llama.cpp permutes, and their number of heads."""
     if arch != "llama":
         return {}
     count = {"q_proj": "head_count", "k_proj": "head_count_kv"}
@@ -75,10 +74,10 @@ def rewrite(
     data_of: Callable[[gguf.ReaderTensor, str], np.ndarray],
     metadata: Mapping[str, GGUFValue] | None = None,
 ) -> None:
-    """Write a GGUF again with tensors of other types.
+    """Rewrite a GGUF with tensors of other types.
 
     type_of   the new type of a tensor
-    data_of   its bytes in that type, where the type is another
+    data_of   its bytes in that type, where the type changes
     metadata  keys to replace
     """
     reader = gguf.GGUFReader(str(source))

@@ -1,4 +1,4 @@
-"""GPTQModel's GPTQ of one linear layer, a peer to our solver, in whatever Python has it:
+"""GPTQModel's GPTQ of one linear layer, a peer to our solver; runs in any Python that has it:
 
     PYTHON scripts/peers/gptqmodel_layer.py ROWS COLUMNS
 
@@ -23,7 +23,7 @@ def layer(rows: int, columns: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def quantized(weight: torch.Tensor, hessian: torch.Tensor) -> tuple[torch.Tensor, float]:
-    """The weights as they are rounded, and the CPU seconds that took."""
+    """The rounded weights, and the CPU seconds that rounding took."""
     from gptqmodel.quantization.config import QuantizeConfig
     from gptqmodel.quantization.gptq import GPTQ
 
@@ -32,7 +32,7 @@ def quantized(weight: torch.Tensor, hessian: torch.Tensor) -> tuple[torch.Tensor
     solver = GPTQ(linear, QuantizeConfig(bits=4, group_size=128, sym=True))
     solver.quantizer.configure(perchannel=True)
     solver.H, solver.nsamples = hessian.clone(), 2 * len(hessian)
-    solver.finalize_hessian = lambda target_device=None: solver.H  # else it is summed from batches
+    solver.finalize_hessian = lambda target_device=None: solver.H  # otherwise it is summed from batches
     begun = time.process_time()
     values = solver.quantize()[0]
     return values.float(), time.process_time() - begun

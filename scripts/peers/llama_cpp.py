@@ -1,11 +1,10 @@
 """llama.cpp through its C API, by ctypes over the same shared library as `ggml.py`.
 
-The wheel's Python layer serves requests; the tests need logits at every position, so they call the
-C functions under it. Two parameter structs travel by value and grow with every llama.cpp release.
-They are declared larger than they are: a callee returns such a struct through a hidden pointer and
-reads only the part of an argument that it knows, so an oversized one is safe on x86-64 and Arm64.
-Of the context's struct the fields below are set, after their documented defaults were found in
-their places; a release that moves them is noticed, not guessed at.
+The wheel's Python layer serves requests; the tests need logits at every position, so they call the C functions below
+it. Two parameter structs are passed by value and grow with every llama.cpp release. They are declared larger than they
+are: a callee returns such a struct through a hidden pointer and reads only the part of an argument that it knows, so an
+oversized one is safe on x86-64 and Arm64. The fields of the context's struct below are set only after their documented
+defaults were found in their places, so a release that moves them is noticed.
 """
 
 from __future__ import annotations
@@ -238,7 +237,9 @@ def _context_params(lib: Any, n_ctx: int, float_kv: bool, n_batch: int) -> _Para
     params = lib.llama_context_default_params()
     for word, (field, default) in _CONTEXT_WORDS.items():
         if params.words[word] != default:
-            raise RuntimeError(f"llama_context_params.{field} is not where this llama.cpp keeps it; mend tests/support")
+            raise RuntimeError(
+                f"llama_context_params.{field} is not where this llama.cpp keeps it; adapt scripts/peers/llama_cpp.py"
+            )
     # one decode call takes all tokens of a batch, and yields logits for all of them
     params.words[0], params.words[1], params.words[2] = n_ctx, n_batch, n_batch
     if float_kv:
@@ -248,7 +249,7 @@ def _context_params(lib: Any, n_ctx: int, float_kv: bool, n_batch: int) -> _Para
 
 
 def _complaint() -> str:
-    """What llama.cpp said last that sounds like the cause."""
+    """The last messages of llama.cpp that sound like the cause."""
     lines = [line.strip() for line in "".join(_log_tail).splitlines() if line.strip()]
     blamed = [line for line in lines if "error" in line.lower() or "fail" in line.lower()]
     return "; ".join(blamed[:3]) or "; ".join(lines[-3:]) or "it gave no reason"

@@ -1,8 +1,8 @@
-"""What llama.cpp's quantizer makes of an unquantized GGUF, through the library inside the xllamacpp wheel.
+"""llama.cpp's quantizer for an unquantized GGUF, through the library inside the xllamacpp wheel.
 
-The wheel leaves out `llama_model_quantize`, but has what that calls for every tensor: ggml_quantize_chunk. The mixture
-of types that a preset is (Q4_K_M, ...) comes from `bridge.conversion.recipe`; a test compares the result with a file of
-llama.cpp's own quantizer, byte for byte. The imatrix is used as llama.cpp does: for the tensors that it names; the
+The wheel leaves out `llama_model_quantize`, but has the function that it calls for every tensor: ggml_quantize_chunk.
+A preset's mixture of types (Q4_K_M, ...) comes from `bridge.conversion.recipe`; a test compares the result with a file
+of llama.cpp's own quantizer, byte for byte. As in llama.cpp, the imatrix is used for the tensors that it names; the
 others are rounded without.
 """
 
@@ -27,12 +27,12 @@ _ROWS = 512  # of a matrix, quantized together
 
 
 def available() -> bool:
-    """Whether there is a quantizer."""
+    """Whether the quantizer is installed."""
     return find_spec("xllamacpp") is not None
 
 
 def quantize(source: Path, out: Path, preset: str, imatrix: Path | None = None, threads: int = 1) -> None:
-    """Write `source`, a GGUF whose matrices are F16, BF16 or F32, as one of llama.cpp's presets."""
+    """Write `source`, a GGUF with matrices in F16, BF16 or F32, as one of llama.cpp's presets."""
     reader = gguf.GGUFReader(str(source))
     recipe = Recipe(preset)
     importance = read_imatrix(imatrix) if imatrix is not None else {}
@@ -59,7 +59,7 @@ def quantize(source: Path, out: Path, preset: str, imatrix: Path | None = None, 
 
 
 def _places(reader: gguf.GGUFReader) -> dict[str, TensorPlace]:
-    """The tensors that are quantized, and where they stand."""
+    """The tensors that are quantized, and their places in the model."""
 
     def number(key: str) -> int:
         field = reader.get_field(f"{arch}.{key}")

@@ -1,8 +1,8 @@
-"""GPTQ and AWQ by llm-compressor, a peer to quantizing from floats, in whatever Python has it:
+"""GPTQ and AWQ by llm-compressor, a peer to quantizing from floats; runs in any Python that has it:
 
     PYTHON scripts/peers/llm_compressor.py MODEL tokens.npy out.safetensors --method gptq --bits 4 --group-size 128
 
-tokens.npy holds int64 [sequences, length], all of which it is calibrated on. out.safetensors gets the model's tensors
+tokens.npy holds int64 [sequences, length], all used for calibration. out.safetensors gets the model's tensors
 in float32, the linears of the decoder as their codes dequantize. The settings are the library's own defaults, and the
 model runs in float32.
 """
@@ -25,7 +25,7 @@ def main() -> None:
     from transformers import AutoModelForCausalLM
 
     torch.set_num_threads(options.threads)
-    if not torch.accelerator.is_available():  # AWQ pins its inputs' memory for a transfer that never comes
+    if not torch.accelerator.is_available():  # AWQ pins its inputs' memory for a transfer that never happens
         torch.Tensor.pin_memory = lambda tensor: tensor  # type: ignore[method-assign,assignment]
     tokens = np.load(options.tokens)
     model = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32)

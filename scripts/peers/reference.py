@@ -1,7 +1,7 @@
-"""A checkpoint as float weights, and float weights run in `transformers`: what fidelity is measured with.
+"""A checkpoint as float weights, and float weights run in `transformers`, to measure fidelity.
 
-The measure is the mean Kullback-Leibler divergence per token between two models that share code,
-config and float32 arithmetic and differ in their weights alone.
+The measure is the mean Kullback-Leibler divergence per token between two models that share code, config and float32
+arithmetic and differ only in their weights.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def float_weights(folder: Path) -> dict[str, np.ndarray]:
 
 
 def linears(weights: Weights) -> list[str]:
-    """The names of the decoder's linear layers: what GPTQ and AWQ quantize."""
+    """The names of the decoder's linear layers, which GPTQ and AWQ quantize."""
     return [name for name in weights if name.endswith("_proj.weight")]
 
 
@@ -68,7 +68,7 @@ def windows(tokenizer: Any, text: str, n: int = 24, length: int = 256) -> np.nda
 
 @torch.no_grad()
 def logits(model: torch.nn.Module, tokens: np.ndarray) -> np.ndarray:
-    """float32 [windows, length, vocab]: what follows each position, each window from an empty context."""
+    """float32 [windows, length, vocab]: after each position, each window from an empty context."""
     return torch.stack([model(torch.from_numpy(window[None])).logits[0] for window in tokens]).numpy()
 
 

@@ -12,7 +12,7 @@ from safetensors.numpy import load_file
 import bridge
 from bridge.checkpoint import open_checkpoint
 from bridge.checkpoint.formats.fp4 import E2M1, Fp4Tensor
-from bridge.cli.inspect import describe
+from bridge.cli.describe import describe
 from bridge.conversion.report import CARRIED, FLOAT, REQUANTIZED
 from bridge.conversion.verify import failures, verify
 from bridge.errors import BridgeError
@@ -225,7 +225,7 @@ def test_modelopts_scales_stand_beside_their_tensors(tmp_path, small_model):
     for i, name in enumerate(("attn_q", "ffn_down")):
         module = f"model.layers.1.{('self_attn.q_proj', 'mlp.down_proj')[i]}"
         with open_checkpoint(tmp_path / "in") as checkpoint:
-            assert on_disk[f"blk.1.{name}.scale"].data[0] == np.float32(checkpoint.factors(module)["scale"])
+            assert on_disk[f"blk.1.{name}.scale"].data[0] == np.float32(checkpoint.tensor_scales(module)["scale"])
         assert on_disk[f"blk.1.{name}.input_scale"].data[0] == np.float32(0.02)
     assert {t.type for t in report.tensors if t.has_codes} == {"NVFP4"}
     assert any("k_scale left out" in note for note in report.notes)
@@ -236,7 +236,7 @@ def test_another_type_takes_the_scale_in(tmp_path, small_model):
     stored = fp4.write_modelopt(tmp_path / "in", small_model, head=True)
     report = bridge.convert(tmp_path / "in", tmp_path / "m.gguf", type="Q8_0")
     assert not any(t.name.endswith("scale") for t in report.tensors)
-    assert {t.how for t in report.tensors if t.kind.startswith("attn_") and len(t.shape) == 2} == {REQUANTIZED}
+    assert {t.outcome for t in report.tensors if t.kind.startswith("attn_") and len(t.shape) == 2} == {REQUANTIZED}
     found = gguf_weights(tmp_path / "m.gguf")
     for name, values in stored.items():
         np.testing.assert_allclose(found[f"{name}.weight"], values, atol=np.abs(values).max() / 100)
@@ -262,7 +262,7 @@ def test_a_type_edited_in_a_plan_takes_its_scale_with_it(tmp_path, small_model):
 def test_groups_of_nvfp4_fp8_and_integers_stand_side_by_side(tmp_path, small_model, type):
     codes, floats = fp4.write_compressed_mixed(tmp_path / "in", small_model)
     report = bridge.convert(tmp_path / "in", tmp_path / "m.gguf", type=type)
-    types = {t.name: (t.type, t.how) for t in report.tensors}
+    types = {t.name: (t.type, t.outcome) for t in report.tensors}
     assert types["blk.0.attn_q.weight"] == ("NVFP4", CARRIED)
     assert types["blk.0.ffn_down.weight"] == ("Q8_0", FLOAT)
     assert types["blk.0.ffn_up.weight"] == ("Q4_K" if type == "auto" else "Q4_0", CARRIED)
@@ -279,7 +279,7 @@ def test_groups_of_nvfp4_fp8_and_integers_stand_side_by_side(tmp_path, small_mod
 def test_modelopts_mixture_is_read_layer_by_layer(tmp_path, small_model):
     stored = fp4.write_modelopt_mixed(tmp_path / "in", small_model)
     report = bridge.convert(tmp_path / "in", tmp_path / "m.gguf")
-    types = {t.name: (t.type, t.how) for t in report.tensors}
+    types = {t.name: (t.type, t.outcome) for t in report.tensors}
     assert types["blk.0.attn_q.weight"] == ("Q8_0", FLOAT)
     assert types["blk.0.ffn_up.weight"] == ("NVFP4", CARRIED)
     found = gguf_weights(tmp_path / "m.gguf")
@@ -292,7 +292,7 @@ def test_a_type_of_4_bit_floats_is_for_such_tensors_alone(tmp_path, small_model)
     with pytest.raises(BridgeError, match=r"blk\.0\.attn_q\.weight: cannot become NVFP4, MXFP4's 4-bit floats are no"):
         bridge.convert(tmp_path / "in", tmp_path / "m.gguf", type="NVFP4")
     report = bridge.convert(tmp_path / "in", tmp_path / "m.gguf", type="MXFP4")
-    assert {t.type for t in report.tensors if t.how == FLOAT} == {"Q8_0"}
+    assert {t.type for t in report.tensors if t.outcome == FLOAT} == {"Q8_0"}
     with pytest.raises(BridgeError, match="MXFP4 takes the 4-bit floats of a checkpoint alone"):
         bridge.convert(tmp_path / "in", tmp_path / "n.gguf", output_type="MXFP4", token_embd_type="MXFP4")
 
@@ -391,5 +391,5 @@ def test_a_damaged_scale_beside_nvfp4_is_refused(tmp_path, small_model):
     at = data.index(name) + len(name) + 4  # then its one dimension
     assert int.from_bytes(data[at : at + 8], "little") == 1
     (tmp_path / "m.gguf").write_bytes(data[:at] + (2).to_bytes(8, "little") + data[at + 8 :])
-    with pytest.raises(BridgeError, match=r"blk\.0\.ffn_up\.scale is F32 \[2\], no scale of blk\.0\.ffn_up\.weight"):
+    with pytest.raises(BridgeError, match=r"blk\.0\.ffn_up\.scale is F32 \[2\], not a scale of blk\.0\.ffn_up\.weight"):
         bridge.open_gguf(tmp_path / "m.gguf")

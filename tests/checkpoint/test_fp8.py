@@ -11,7 +11,7 @@ import torch
 import bridge
 from bridge.checkpoint import open_checkpoint
 from bridge.checkpoint.files.dtypes import as_float32
-from bridge.cli.inspect import describe
+from bridge.cli.describe import describe
 from bridge.conversion.verify import failures, verify
 from scripts.peers.gguf_file import gguf_weights
 from tests.support.encode import load_floats, write_folder

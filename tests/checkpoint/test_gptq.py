@@ -319,5 +319,5 @@ def test_integers_that_nothing_here_knows_are_left_out_and_said(tmp_path):
     tensors = gptq_tensors(NAME, quantize(weights(), 4, 64, sym=True), 4)
     tensors |= {f"{NAME}.perm": np.arange(256, dtype=np.int32), "model.norm.weight": np.ones(4, np.float32)}
     with open_checkpoint(write_folder(tmp_path, tensors, config())) as checkpoint:
-        assert checkpoint.notes == [f"{NAME}.perm: is of integers that nothing here knows; left out"]
+        assert checkpoint.notes == [f"{NAME}.perm: integer tensor of unknown purpose; skipped"]
         assert set(checkpoint.tensors) == {"model.norm.weight"}

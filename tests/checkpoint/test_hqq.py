@@ -153,7 +153,9 @@ def test_codes_beyond_their_bits_are_damage(tmp_path):
 @pytest.mark.parametrize(("bits", "size", "groups"), [(3, 64, "groups of 64"), (4, 32, "groups of 32")])
 def test_where_no_config_speaks_of_it_the_tensors_settings_are_told(tmp_path, bits, size, groups):
     with open_checkpoint(write_folder(tmp_path, tensors(bits, size)[0], None)) as checkpoint:
-        assert checkpoint.notes == [f"no config speaks of quantization; the tensors do: HQQ, {bits} bits, {groups}"]
+        assert checkpoint.notes == [
+            f"no config describes the quantization; by its tensors it is HQQ, {bits} bits, {groups}"
+        ]
 
 
 def test_tables_within_tables_are_read_as_hqq_once_wrote_them(tmp_path):

@@ -11,10 +11,10 @@ from safetensors.numpy import save_file
 
 import bridge
 from bridge.checkpoint import open_checkpoint
+from bridge.checkpoint.files.dtypes import as_float32, from_float32
 from bridge.checkpoint.files.store import Store
 from bridge.checkpoint.formats.lattice import find_lattice
-from bridge.cli.inspect import describe
-from bridge.conversion.executor import as_float, float_value
+from bridge.cli.describe import describe
 from bridge.conversion.report import CARRIED, FLOAT
 from scripts.peers.gguf_file import gguf_weights
 from tests.support.encode import load_floats, quantize
@@ -24,7 +24,7 @@ from tests.support.tiny_models import save_model
 
 def stored(tmp_path, x, dtype):
     """The one tensor "w.weight" of a file, in F32, F16 or BF16."""
-    values = as_float(x.astype(np.float32), dtype, "w")
+    values = from_float32(x.astype(np.float32), dtype, "w")
     save_file({"w.weight": values}, tmp_path / "w.safetensors")
     if dtype == "BF16":
         edit_raw(tmp_path / "w.safetensors", lambda raw: raw["w.weight"][0].update(dtype="BF16"))
@@ -49,7 +49,7 @@ def test_a_grid_is_found_and_gives_the_floats_back(tmp_path, dtype, bits, group_
     assert found.group_size == group_size
     assert found.bits <= bits + (not sym)  # codes that are not all used take fewer
     tensor = found.read(store, "w")
-    back = float_value(as_float(tensor.dequantize(), dtype, "w"), dtype)
+    back = as_float32(from_float32(tensor.dequantize(), dtype, "w"), dtype)
     np.testing.assert_array_equal(back, x)  # as it is stored
     some = found.read(store, "w", np.array([3, 17]))
     np.testing.assert_array_equal(some.dequantize(), tensor.dequantize()[[3, 17]])
@@ -89,7 +89,7 @@ def dequantized_model(folder, model_folder, bits=4, group_size=32):
         if weight.ndim == 2 and ".layers." in name:
             codes[module] = quantize(weight, bits, group_size, True)
             weight = codes[module].dequantize()
-        tensors[name] = as_float(weight.astype(np.float32), "BF16", name)
+        tensors[name] = from_float32(weight.astype(np.float32), "BF16", name)
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     edit_raw(folder / "model.safetensors", lambda raw: [entry.update(dtype="BF16") for entry, _ in raw.values()])
     for file in model_folder.glob("*.json"):
@@ -103,13 +103,13 @@ def test_a_bf16_model_that_was_dequantized_comes_back_exact(tmp_path, small_mode
     report = bridge.convert(tmp_path / "in", tmp_path / "m.gguf", type="exact", detect_lattice=True)
     coded = {t.name: t for t in report.tensors if t.has_codes}
     assert len(coded) == len(codes)
-    assert {(t.type, t.how, t.fidelity.error) for t in coded.values()} == {("Q4_0", CARRIED, 0.0)}
+    assert {(t.type, t.outcome, t.fidelity.error) for t in coded.values()} == {("Q4_0", CARRIED, 0.0)}
     found = gguf_weights(tmp_path / "m.gguf")
     with open_checkpoint(tmp_path / "in") as checkpoint:
         for module, q in codes.items():
             weights = found[f"{module}.weight"]
             published = checkpoint.read_float(f"{module}.weight")
-            np.testing.assert_array_equal(float_value(as_float(weights, "BF16", ""), "BF16"), published)
+            np.testing.assert_array_equal(as_float32(from_float32(weights, "BF16", ""), "BF16"), published)
             np.testing.assert_allclose(weights, q.dequantize(), rtol=2**-8)
     assert any("lie on a grid (4 bits, groups of 32, symmetric)" in note for note in report.notes)
 
@@ -117,7 +117,7 @@ def test_a_bf16_model_that_was_dequantized_comes_back_exact(tmp_path, small_mode
 def test_without_being_asked_nothing_is_detected_but_inspect_says_so(tmp_path, small_model):
     dequantized_model(tmp_path / "in", small_model)
     report = bridge.convert(tmp_path / "in", tmp_path / "m.gguf")
-    assert {t.how for t in report.tensors if len(t.shape) == 2} == {FLOAT}
+    assert {t.outcome for t in report.tensors if len(t.shape) == 2} == {FLOAT}
     assert "lie on a grid (4 bits, groups of 32, symmetric): --detect-lattice carries their codes" in describe(
         tmp_path / "in"
     )

@@ -76,7 +76,7 @@ def test_every_dialect_comes_back_without_a_word_from_any_config(tmp_path, diale
     with open_checkpoint(tmp_path) as checkpoint:
         assert checkpoint.modules[NAME].bits == bits
         tensor = checkpoint.read_module(NAME)
-        assert "no config speaks of quantization" in checkpoint.notes[0]
+        assert "no config describes the quantization" in checkpoint.notes[0]
         assert checkpoint.format == ("gptq" if dialect in ("qzeros", "g_idx") else "gptq with float zeros")
     assert_same(tensor, q)
     assert tensor.sequential == (dialect != "g_idx")
@@ -264,9 +264,9 @@ def test_bits_that_cannot_be_told(tmp_path, config):
 
 def test_a_bare_file_says_what_it_lacks(tmp_path):
     file = save_pt(tmp_path / "model.pt", legacy_tensors(NAME, quantized(), 4, "qzeros"))
-    assert "--config takes config.json and tokenizer" in refusal(file)
-    assert "--config takes config.json and tokenizer" in refusal(file, tmp_path)
-    with pytest.raises(BridgeError, match="no such folder; --config"):
+    assert "config takes config.json and tokenizer" in refusal(file)
+    assert "config takes config.json and tokenizer" in refusal(file, tmp_path)
+    with pytest.raises(BridgeError, match="no such folder; config takes"):
         bridge.convert(file, tmp_path / "out.gguf", config=tmp_path / "nowhere")
 
 

@@ -498,7 +498,7 @@ def test_force_replaces_a_checkpoint_and_nothing_else(tmp_path, refused):
     home = tmp_path / "home"
     home.mkdir()
     (home / "letters.txt").write_text("dear")
-    assert "is no checkpoint's folder" in refused(source, home, "--force")
+    assert "is not a checkpoint folder" in refused(source, home, "--force")
 
 
 def test_targets_that_are_no_place_for_it(tmp_path, refused):
@@ -511,7 +511,7 @@ def test_targets_that_are_no_place_for_it(tmp_path, refused):
     assert "is a link" in refused(source, tmp_path / "link")
     assert "no such folder" in refused(source, tmp_path / "no" / "b")
     assert "invalid choice" in refused(source, tmp_path / "b", "--checkpoint-format", "v3")
-    assert "leave it out" in refused(source, tmp_path / "b", "--checkpoint-format", "gptq_v2", "--clamp")
+    assert "leave out --clamp" in refused(source, tmp_path / "b", "--checkpoint-format", "gptq_v2", "--clamp")
     with pytest.raises(BridgeError, match="not known"):
         bridge.repack(source, tmp_path / "b", "v3")
 
@@ -555,9 +555,9 @@ def test_the_summary_says_what_changed_and_what_did_not(tmp_path, capsys):
     assert error == ""
     assert "28 of 28 modules rewritten as v2: 28 from v1" in out
     assert "checkpoint_format gptq -> gptq_v2 (config.json, quantize_config.json)" in out
-    assert "the rest    as it was, byte for byte" in out
+    assert "the rest    copied byte for byte" in out
     assert f"wrote {tmp_path / 'b'}" in out
     assert main(["repack", str(tmp_path / "b"), str(tmp_path / "c")]) == 0
     out, _ = capsys.readouterr()
     assert "0 of 28 modules rewritten as v2" in out
-    assert "labels      right as they were" in out
+    assert "labels      unchanged" in out

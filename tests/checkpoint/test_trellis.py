@@ -14,11 +14,11 @@ from safetensors.numpy import load_file, save_file
 import bridge
 from bridge.checkpoint import open_checkpoint
 from bridge.checkpoint.trellis_floats import DecodedTensor
-from bridge.cli.inspect import describe
-from bridge.conversion.calibrate_plan import Calibration
+from bridge.cli.describe import describe
 from bridge.conversion.report import CALIBRATED
 from bridge.conversion.verify import failures, verify
 from bridge.errors import BridgeError
+from bridge.quantize.settings import Calibration
 from scripts.peers.gguf_file import gguf_weights
 from scripts.peers.llama_cpp import LlamaCpp
 from scripts.peers.reference import mean_kl
@@ -170,8 +170,8 @@ GOOD = qtip_tensors(NAME, weights(), HYB, layout="swizzled", rcp=0, search=False
         ({"bias": np.zeros(63, np.float32)}, {}, "the shapes contradict each other"),
         ({}, {"codebook": "E8P12"}, "codebook 'E8P12' is QuIP#'s"),
         ({}, {"codebook": None}, "codebook 'None'"),
-        ({}, {"decode_mode": "4mad"}, "decode_mode '4mad' does not exist; there are 1mad, 2mad, 3inst, lut"),
-        ({}, {"decode_mode": "mcg"}, "decode_mode 'mcg' does not exist"),
+        ({}, {"decode_mode": "4mad"}, "unknown decode_mode '4mad'; QTIP has 1mad, 2mad, 3inst, lut"),
+        ({}, {"decode_mode": "mcg"}, "unknown decode_mode 'mcg'"),
         ({}, {"L": "sixteen"}, "L is 'sixteen', not a whole number"),
         ({}, {"L": 17}, "L = 17"),
         ({}, {"V": 3}, "V = 3"),
@@ -201,7 +201,7 @@ def test_quip_sharp_is_named_without_any_codebook_that_is_known(tmp_path):
 
 
 def test_only_trellis_codes_are_read_as_a_layer():
-    with open_checkpoint(CHECKPOINT) as checkpoint, pytest.raises(BridgeError, match="is gptq, no trellis codes"):
+    with open_checkpoint(CHECKPOINT) as checkpoint, pytest.raises(BridgeError, match="is gptq, not trellis codes"):
         checkpoint.read_trellis(next(iter(checkpoint.modules)))
 
 
@@ -361,7 +361,7 @@ def test_with_a_text_trellis_codes_go_through_the_solver(tmp_path, coded, padded
     np.save(tmp_path / "tokens.npy", tokens)
     settings = Calibration(tmp_path / "tokens.npy", samples=8, length=64, sweeps=1)
     report = bridge.convert(folder, tmp_path / "model.gguf", type="Q4_0", calibrate=settings)
-    made = [t for t in report.tensors if t.how == CALIBRATED and t.kind != "output"]  # the head came as floats
+    made = [t for t in report.tensors if t.outcome == CALIBRATED and t.kind != "output"]  # the head came as floats
     assert {str(t.source).removesuffix(".weight") for t in made} == set(meant)
     assert all(0 < t.fidelity.share < 1 and t.fidelity.noise for t in made), [t.fidelity.share for t in made]
 

@@ -13,13 +13,12 @@ import pytest
 import torch
 
 from bridge.cli import main
-from bridge.conversion.calibrate_plan import Calibration
 from bridge.conversion.converter import convert
 from bridge.conversion.report import CALIBRATED, CARRIED, FLOAT
 from bridge.conversion.to_checkpoint import quantize_checkpoint
 from bridge.errors import BridgeError
 from bridge.gguf_file.imatrix import read_imatrix
-from bridge.quantize import awq_method
+from bridge.quantize.settings import Calibration
 from bridge.quantize.texts import load_tokenizer, read_tokens
 from tests.support.tiny_models import predict, save_model
 
@@ -83,7 +82,7 @@ def test_a_calibrated_gguf_is_nearer_to_the_model_than_one_rounded_to_nearest(mo
     for name, calibrate in {"rtn": None, "gptq": settings(text)}.items():
         out = tmp_path / f"{name}.gguf"
         report = convert(model, out, type="Q3_K", calibrate=calibrate)
-        hows = {t.how for t in report.tensors if t.kind.startswith(("attn_q", "ffn_"))} - {"kept float"}
+        hows = {t.outcome for t in report.tensors if t.kind.startswith(("attn_q", "ffn_"))} - {"kept float"}
         assert (CALIBRATED in hows) == (name == "gptq")
         errors[name] = np.square(logits_of(out, model, tmp_path / name, tokens) - expected).mean()
         assert not out.with_name(f"{out.name}.layers").exists()
@@ -117,12 +116,12 @@ def test_the_experts_of_3d_tensors_are_quantized_as_those_that_stand_by_themselv
         folder = save_model(tmp_path / f"model-{original}", "Qwen3MoeConfig", original_format=original, **fields)
         report = convert(folder, tmp_path / f"{original}.gguf", type="Q8_0", calibrate=settings(text, sweeps=0))
         experts = [t for t in report.tensors if "_exps" in t.name]
-        assert [t.how for t in experts] == [CALIBRATED] * 3
+        assert [t.outcome for t in experts] == [CALIBRATED] * 3
         found.append({t.name: t.data for t in gguf.GGUFReader(tmp_path / f"{original}.gguf").tensors})
     assert all(np.array_equal(values, found[1][name]) for name, values in found[0].items())
     rtn = Calibration(None, method="rtn")
     report = convert(folder, tmp_path / "rtn.gguf", type="Q8_0", calibrate=rtn)
-    assert {t.how for t in report.tensors if "_exps" in t.name} == {FLOAT}
+    assert {t.outcome for t in report.tensors if "_exps" in t.name} == {FLOAT}
 
 
 def test_a_damaged_kept_layer_is_made_again(model, text, tmp_path) -> None:
@@ -135,7 +134,7 @@ def test_a_damaged_kept_layer_is_made_again(model, text, tmp_path) -> None:
         convert(model, out, type="Q4_K", calibrate=settings(text, progress=stop))
     file = next((tmp_path / "out.gguf.layers").glob("*.safetensors"))
     file.write_bytes(file.read_bytes()[:100])
-    assert {t.how for t in convert(model, out, type="Q4_K", calibrate=settings(text)).tensors} >= {CALIBRATED}
+    assert {t.outcome for t in convert(model, out, type="Q4_K", calibrate=settings(text)).tensors} >= {CALIBRATED}
 
 
 def test_codes_that_fit_are_carried_beside_layers_that_are_calibrated(text, tmp_path) -> None:
@@ -145,7 +144,7 @@ def test_codes_that_fit_are_carried_beside_layers_that_are_calibrated(text, tmp_
     report = convert(
         CHECKPOINT, tmp_path / "out.gguf", tensor_types=[("blk.0.ffn_up", "Q3_K")], calibrate=settings(text)
     )
-    hows = {t.name: t.how for t in report.tensors}
+    hows = {t.name: t.outcome for t in report.tensors}
     assert hows["blk.0.ffn_up.weight"] == CALIBRATED
     assert hows["blk.0.ffn_gate.weight"] == CARRIED
     assert "calibrated" in report.table()
@@ -187,15 +186,21 @@ def test_the_command_line_quantizes_to_gguf_and_says_what_it_did(model, text, tm
         (["quantize", "MODEL", "o.gguf"], "needs a text"),
         (["quantize", "MODEL", "o.gguf", "--calibrate", "none.txt"], "no such file"),
         (["quantize", "MODEL", "o.gguf", "--calibrate", "TEXT", "--sequence-length", "1000000"], "give a longer text"),
-        (["quantize", "MODEL", "o.gguf", "--calibrate", "TEXT", "--act-order", "free"], "GGUF cannot permute columns"),
-        (["quantize", "MODEL", "o.gguf", "--calibrate", "TEXT", "--act-order", "up"], "act-order 'up'"),
-        (["quantize", "MODEL", "o.gguf", "--calibrate", "TEXT", "--method", "magic"], "method 'magic'"),
-        (["quantize", "MODEL", "o.gguf", "--calibrate", "TEXT", "--method", "awq"], "give --format"),
+        (
+            ["quantize", "MODEL", "o.gguf", "--calibrate", "TEXT", "--act-order", "free"],
+            "--act-order free: a GGUF has no column permutation",
+        ),
+        (["quantize", "MODEL", "o.gguf", "--calibrate", "TEXT", "--act-order", "up"], "choose none, free, static"),
+        (["quantize", "MODEL", "o.gguf", "--calibrate", "TEXT", "--method", "magic"], "invalid choice: 'magic'"),
+        (
+            ["quantize", "MODEL", "o.gguf", "--calibrate", "TEXT", "--method", "awq"],
+            "--method awq: AWQ's scales belong to a checkpoint",
+        ),
         (["quantize", "MODEL", "o", "--format", "gptq", "--bits", "9", "--calibrate", "TEXT"], "9"),
-        (["quantize", "MODEL", "o", "--format", "awq", "--bits", "3", "--calibrate", "TEXT"], "3 bits are no AWQ"),
+        (["quantize", "MODEL", "o", "--format", "awq", "--bits", "3", "--calibrate", "TEXT"], "AWQ cannot hold 3 bits"),
         (
             ["quantize", "MODEL", "o.gguf", "--calibrate", "TEXT", "--damping", "-1"],
-            "damping -1.0: at least 0 is needed",
+            "--damping -1.0: must be at least 0",
         ),
         (["convert", "MODEL", "o.gguf", "--damping", "1"], "--damping is for calibration"),
         (["convert", "GPTQ", "o.gguf", "--calibrate", "TEXT"], "every layer keeps its codes"),
@@ -220,7 +225,7 @@ def test_a_written_checkpoint_converts_with_all_its_codes(format, model, text, t
     assert main(["quantize", str(model), str(out), *arguments, "--sequence-length", "64", "--sweeps", "0"]) == 0
     assert "14 layers" in capsys.readouterr().out
     report = convert(out, tmp_path / "out.gguf")
-    assert {t.how for t in report.tensors if t.has_codes} == {CARRIED}
+    assert {t.outcome for t in report.tensors if t.has_codes} == {CARRIED}
     assert json.loads((out / "config.json").read_text())["quantization_config"]["bits"] == 4
 
 
@@ -234,7 +239,7 @@ def test_awq_scales_reach_the_norms_and_the_model_is_nearer_than_by_rounding(mod
         out = tmp_path / method
         assert main(["quantize", str(model), str(out), *options, "--sequence-length", "64", "--method", method]) == 0
         report = convert(out, tmp_path / f"{method}.gguf")
-        assert {t.how for t in report.tensors if t.has_codes} == {CARRIED}
+        assert {t.outcome for t in report.tensors if t.has_codes} == {CARRIED}
         errors[method] = np.square(
             predict(out_floats(out, tmp_path / f"{method}-f"), tokens) - predict(model, tokens)
         ).mean()
@@ -253,7 +258,7 @@ def test_awq_goes_on_with_the_scales_that_a_killed_run_has_found(model, text, tm
     with pytest.raises(BridgeError, match="interrupted; 9 of 14"):
         quantize_checkpoint(model, tmp_path / "out", "awq", group_size=32, calibrate=replace(awq, progress=stop))
     assert len(list((tmp_path / "out.layers").glob("*.scales"))) == 2
-    monkeypatch.setattr(awq_method, "smoothing", None)  # nothing is searched again
+    monkeypatch.setattr("bridge.quantize.awq.smoothing", None)  # nothing is searched again
     quantize_checkpoint(model, tmp_path / "out", "awq", group_size=32, calibrate=awq)
     one, other = ((tmp_path / name / "model.safetensors").read_bytes() for name in ("whole", "out"))
     assert one == other
@@ -284,7 +289,7 @@ def test_rounding_to_nearest_needs_no_text(model, tmp_path) -> None:
 
 
 def test_without_torch_the_package_to_install_is_named(text, monkeypatch) -> None:
-    monkeypatch.setattr("bridge.conversion.calibrate_plan.find_spec", lambda name: None)
+    monkeypatch.setattr("bridge.quantize.settings.find_spec", lambda name: None)
     with pytest.raises(BridgeError, match=r"needs torch: pip install 'gguf-bridge\[quantize\]'"):
         Calibration(text)
 

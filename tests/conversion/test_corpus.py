@@ -17,9 +17,8 @@ import numpy as np
 import pytest
 
 from bridge.conversion.converter import plan_checkpoint
-from bridge.conversion.plan import Plan
+from bridge.conversion.plan import Plan, PlannedTensor
 from bridge.errors import BridgeError
-from bridge.models.outline import PlannedTensor
 from tests.conftest import ROOT
 from tests.support.corpus import unfold
 

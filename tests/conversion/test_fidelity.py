@@ -62,7 +62,7 @@ def group(name: str, *others: str) -> object:
 def test_carried_tensors_lose_no_more_than_their_type_must(name: str, type: str, converted, reference_of) -> None:
     path, report = converted(name, type)
     found = measure(path, reference_of(name), predictions=False)
-    carried = {t.source for t in report.tensors if t.how == CARRIED}
+    carried = {t.source for t in report.tensors if t.outcome == CARRIED}
     assert carried
     assert found.nmse_of(carried) <= NMSE[name, type]
 

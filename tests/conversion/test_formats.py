@@ -15,7 +15,7 @@ from safetensors.numpy import load_file, save_file
 
 import bridge
 from bridge.checkpoint import open_checkpoint
-from bridge.cli.inspect import describe
+from bridge.cli.describe import describe
 from bridge.conversion.report import CARRIED, FLOAT, PARTLY, REQUANTIZED
 from bridge.conversion.verify import failures, verify
 from scripts.peers import reference
@@ -188,7 +188,7 @@ def test_mlx_embeddings_keep_their_codes_and_serve_as_the_head(tmp_path, small_m
     write.write_mlx(tmp_path / "mlx", small_model)
     report = bridge.convert(tmp_path / "mlx", tmp_path / "model.gguf", type="Q4_K_M")
     embedding = next(t for t in report.tensors if t.kind == "token_embd")
-    assert (embedding.type, embedding.how) == ("Q4_K", CARRIED)
+    assert (embedding.type, embedding.outcome) == ("Q4_K", CARRIED)
     assert embedding.fidelity.kept == embedding.weights
 
 
@@ -218,7 +218,7 @@ def test_tensors_that_keep_some_of_their_codes_say_how_many(tmp_path, small_mode
     write.write_mlx(tmp_path / "mlx", small_model, 8)
     report = bridge.convert(tmp_path / "mlx", tmp_path / "model.gguf")
     coded = [t for t in report.tensors if t.has_codes]
-    assert {t.how for t in coded} == {PARTLY}
+    assert {t.outcome for t in coded} == {PARTLY}
     kept = f"{100 * report.total().kept / report.total().weights:.4g}%"
     assert f"{len(coded)} tensors kept {kept} of their codes" in report.table()
     why = "some codes less their zero points leave Q8_0's"
@@ -239,7 +239,7 @@ def test_groups_of_16_that_lose_their_codes_say_why_and_what_it_costs(bits, type
     write.write_hqq(tmp_path / "hqq", small_model, bits, 16)
     report = bridge.convert(tmp_path / "hqq", tmp_path / "model.gguf")
     coded = [t for t in report.tensors if t.has_codes]
-    assert {(t.type, t.how, t.fidelity.share < 0.15) for t in coded} == {(type, REQUANTIZED, True)}
+    assert {(t.type, t.outcome, t.fidelity.share < 0.15) for t in coded} == {(type, REQUANTIZED, True)}
     first, share = coded[0].name, f"{100 * coded[0].fidelity.share:.2g}%"
     table = report.table()
     assert f"{len(coded)} tensors could not keep their codes" in table
@@ -281,7 +281,7 @@ def test_a_layer_after_a_scaled_activation_is_quantized_from_what_it_amounts_to(
     save_file({**tensors, "model.layers.0.mlp.act.scales": scales}, tmp_path / "awq" / "model.safetensors")
     report = bridge.convert(tmp_path / "awq", tmp_path / "model.gguf")
     found = next(t for t in report.tensors if t.source == f"{name}.weight")
-    assert (found.how, found.type) == (FLOAT, "Q8_0")
+    assert (found.outcome, found.type) == (FLOAT, "Q8_0")
     assert any(f"{name}: its input is divided by" in note for note in report.notes)
     meant = stored[name].dequantize() / scales.astype(np.float32)
     error = gguf_weights(tmp_path / "model.gguf")[f"{name}.weight"] - meant

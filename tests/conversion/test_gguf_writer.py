@@ -10,9 +10,8 @@ from gguf import GGMLQuantizationType as Type
 
 from bridge.conversion import gguf_writer as output
 from bridge.conversion.gguf_writer import GGUFOutput
-from bridge.conversion.plan import Plan
+from bridge.conversion.plan import Plan, PlannedTensor
 from bridge.errors import BridgeError
-from bridge.models.outline import PlannedTensor
 
 TENSORS = [("a.weight", (4, 256), Type.Q4_K), ("b.weight", (8, 256), Type.Q8_0), ("norm.weight", (256,), Type.F32)]
 
@@ -66,7 +65,7 @@ def test_an_existing_file_is_kept_without_force_and_replaced_with_it(tmp_path):
     path = tmp_path / "m.gguf"
     path.write_bytes(b"old")
     payload = data(np.random.default_rng(0))
-    with pytest.raises(BridgeError, match=r"m\.gguf: exists; --force"):
+    with pytest.raises(BridgeError, match=r"m\.gguf: exists; force=True"):
         write(path, payload)
     assert path.read_bytes() == b"old"
     write(path, payload, force=True)
@@ -145,7 +144,7 @@ def test_shards_have_llama_cpps_names_and_metadata(tmp_path):
 
 def test_shards_are_not_written_over_without_force(tmp_path):
     (tmp_path / "m-00001-of-00002.gguf").write_bytes(b"old")
-    with pytest.raises(BridgeError, match="exists; --force"):
+    with pytest.raises(BridgeError, match="exists; force=True"):
         write(tmp_path / "m.gguf", data(np.random.default_rng(0)), split_max_size=3300)
     assert (tmp_path / "m-00001-of-00002.gguf").read_bytes() == b"old"
     assert len(list(tmp_path.iterdir())) == 1
@@ -171,7 +170,7 @@ def test_a_file_that_is_read_is_not_replaced_even_with_force(tmp_path, split):
 def test_a_link_to_nothing_is_replaced_with_force_alone(tmp_path):
     path = tmp_path / "m.gguf"
     path.symlink_to("nowhere")
-    with pytest.raises(BridgeError, match=r"m\.gguf: exists; --force replaces it"):
+    with pytest.raises(BridgeError, match=r"m\.gguf: exists; force=True replaces it"):
         write(path, data(np.random.default_rng(0)))
     assert path.is_symlink()
     write(path, data(np.random.default_rng(0)), force=True)
@@ -187,7 +186,7 @@ def test_what_is_no_regular_file_is_never_replaced(tmp_path, linked):
     else:
         os.mkfifo(path)
     before = path.lstat().st_ino
-    with pytest.raises(BridgeError, match="is no file but a device or a pipe"):
+    with pytest.raises(BridgeError, match="is a device or a pipe"):
         write(path, data(np.random.default_rng(0)), force=True)
     assert path.lstat().st_ino == before
     assert [p.name for p in tmp_path.iterdir()] == ["m.gguf"]

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import bridge
-from bridge.cli.inspect import describe
+from bridge.cli.describe import describe
 from bridge.conversion.recipe import BLOCKS, Recipe, TensorPlace
 from bridge.conversion.verify import failures, verify
 from bridge.encode.round_rows import quantize_rows
@@ -108,7 +108,7 @@ def test_experts_keep_all_their_codes_and_llama_cpp_says_what_transformers_says(
     report = bridge.convert(folder, path)
     experts = {t.name: t for t in report.tensors if t.kind.endswith("_exps")}
     assert len(experts) == 2 * 3
-    assert {(t.type, t.shape, t.how) for t in experts.values()} == {
+    assert {(t.type, t.shape, t.outcome) for t in experts.values()} == {
         ("Q4_K", (EXPERTS[kind], 256, 256), "codes carried")
     }
     total = report.total()
@@ -197,9 +197,9 @@ def test_act_order_of_each_experts_down_is_folded_into_its_own_gate_and_up(check
     folder, _, stored = checkpoint("mixtral", desc_act=True, sym=False)
     report = bridge.convert(folder, tmp_path / "m.gguf")
     by_kind = {t.kind: t for t in report.tensors}
-    assert by_kind["ffn_down_exps"].how == "codes carried"
+    assert by_kind["ffn_down_exps"].outcome == "codes carried"
     assert by_kind["ffn_down_exps"].type == "Q4_K"
-    assert by_kind["ffn_gate_exps"].how == "requantized"
+    assert by_kind["ffn_gate_exps"].outcome == "requantized"
     fidelity = by_kind["ffn_gate_exps"].fidelity
     assert fidelity is not None
     assert 0 < fidelity.share < 0.15
@@ -227,7 +227,7 @@ def test_a_stack_has_the_one_type_that_holds_every_expert(checkpoint, tmp_path):
     report = bridge.convert(folder, tmp_path / "m.gguf")
     by_name = {t.name: t for t in report.tensors}
     wide = by_name["blk.0.ffn_gate_exps.weight"]
-    assert (wide.type, wide.how) == ("Q8_0", "codes carried")
+    assert (wide.type, wide.outcome) == ("Q8_0", "codes carried")
     assert wide.fidelity is not None
     assert wide.fidelity.error == 0
     assert by_name["blk.0.ffn_up_exps.weight"].type == "Q4_K"
@@ -264,7 +264,7 @@ def test_a_stack_decides_between_its_codes_and_closer_ones_as_a_matrix_does(bits
 def test_types_are_chosen_as_for_other_tensors(options, type_, how, checkpoint, tmp_path):
     report = bridge.convert(checkpoint("qwen3moe", desc_act=False, sym=True)[0], tmp_path / "m.gguf", **options)
     experts = [t for t in report.tensors if t.kind == "ffn_gate_exps"]
-    assert {(t.type, t.how) for t in experts} == {(type_, how)}
+    assert {(t.type, t.outcome) for t in experts} == {(type_, how)}
     if options.get("type") == "exact":
         assert {t.fidelity.error for t in experts if t.fidelity} == {0}
 

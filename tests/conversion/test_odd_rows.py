@@ -11,7 +11,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 import bridge
-from bridge.cli.inspect import describe
+from bridge.cli.describe import describe
 from bridge.conversion.verify import failures, verify
 from scripts.peers.gguf_file import gguf_weights
 from scripts.peers.llama_cpp import LlamaCpp

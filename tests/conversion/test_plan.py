@@ -139,7 +139,7 @@ def test_a_type_that_was_edited_is_made(plan_file: Path, tmp_path: Path) -> None
     assert types["blk.0.ffn_up.weight"] == "Q2_K"
     assert types["blk.0.ffn_gate.weight"] == "F16"
     # the plan's limit was that of codes carried: what is beyond it is said, and done
-    assert any("blk.0.ffn_up.weight: adds" in n and "the plan meant at most 1%" in n for n in report.notes)
+    assert any("blk.0.ffn_up.weight: adds" in n and "the plan allows 1%" in n for n in report.notes)
 
 
 def rows_that_deceive(folder: Path, model_folder: Path) -> str:
@@ -186,7 +186,7 @@ def first_tensor(key: str, value: Any) -> Any:
 @pytest.mark.parametrize(
     ("change", "options", "message"),
     [
-        (first_tensor("type", "Q9_K"), [], r"tensor token_embd.weight .*'Q9_K'; known: Q"),
+        (first_tensor("type", "Q9_K"), [], r"tensor token_embd.weight .*'Q9_K': choose one of Q"),
         (first_tensor("shape", [2048, 250]), [], r"tensor token_embd.weight .*rows of 250"),
         (first_tensor("parts", [{"source": "x"}]), [], r"tensor token_embd.weight .*'shape'"),
         (
@@ -197,12 +197,12 @@ def first_tensor(key: str, value: Any) -> Any:
         (lambda r: r["tensors"][0]["parts"][0].update(rows=0), [], "rows of model.embed_tokens.weight are not 2048"),
         (lambda r: r["metadata"].update({"a.b": ["INT33", 1]}), [], r"the key a.b .*INT33"),
         (lambda r: r.update(split_max_size=0), [], "split_max_size is 0"),
-        (lambda r: r.update(gguf_bridge_plan=2), [], "no plan of this version"),
+        (lambda r: r.update(gguf_bridge_plan=1), [], "is not a plan of this version"),
         (lambda r: r.pop("orders"), [], "'orders'"),
         (nothing, ["--shard", "3/12"], "--shard 3/12: the plan makes 3 shards, 1/3 to 3/3"),
         (nothing, ["--shard", "0/3"], "--shard 0/3: the plan makes 3 shards"),
         (nothing, ["--shard", "three"], "'three' is not I/N such as 3/12"),
-        (nothing, ["--type", "Q4_K"], "a plan says all about types"),
+        (nothing, ["--type", "Q4_K"], "a plan defines types"),
     ],
 )
 def test_a_plan_that_cannot_be_executed_is_refused_in_a_line(
@@ -216,14 +216,14 @@ def test_a_plan_that_cannot_be_executed_is_refused_in_a_line(
 
 
 def test_a_shard_needs_a_plan(tmp_path: Path) -> None:
-    with pytest.raises(BridgeError, match="--shard needs --plan"):
+    with pytest.raises(BridgeError, match="shard needs plan, which defines the shards"):
         bridge.convert(CHECKPOINT, tmp_path / "m.gguf", shard=(1, 2))
 
 
 def test_a_plan_is_a_line_for_each_tensor(plan_file: Path) -> None:
     lines = plan_file.read_text().splitlines()
     (line,) = [line for line in lines if line.startswith('{"name": "blk.0.attn_q.weight"')]
-    assert '"type": "Q4_K", "reason": "codes carried"' in line
+    assert '"type": "Q4_K", "how": "carried", "reason": "codes carried"' in line
     plan, checkpoint = load_plan(plan_file)
     assert checkpoint == str(CHECKPOINT)
     assert plan.split_max_size == SPLIT

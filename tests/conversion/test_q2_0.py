@@ -66,7 +66,7 @@ def test_exact_takes_it_and_llama_cpp_loads_it(tmp_path, small_model, writer):
         stored = write_auto_round(tmp_path / "in", small_model, "auto_round:auto_gptq", 2, 128)
     report = bridge.convert(tmp_path / "in", tmp_path / "m.gguf", type="exact")
     coded = [t for t in report.tensors if t.has_codes]
-    assert {(t.type, t.how, t.fidelity.error) for t in coded} == {("Q2_0", CARRIED, 0)}
+    assert {(t.type, t.outcome, t.fidelity.error) for t in coded} == {("Q2_0", CARRIED, 0)}
     assert any("Q2_0 is known to llama.cpp since build 10015 (July 2026)" in note for note in report.notes)
     for tensor in gguf.GGUFReader(str(tmp_path / "m.gguf")).tensors:
         if tensor.name == "blk.1.ffn_up.weight":

@@ -90,7 +90,7 @@ def test_rows_that_do_not_hold_blocks_fall_back_as_in_llama_cpp():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"type": "Q4_X"}, "unknown type 'Q4_X'; known: auto, exact, Q2_K"),
+        ({"type": "Q4_X"}, "unknown type 'Q4_X': choose one of auto, exact, Q2_K"),
         ({"output_type": "Q4_K_M"}, "unknown tensor type 'Q4_K_M'"),
         ({"tensor_types": [("(", "Q4_K")]}, "not a regular expression"),
         ({"tensor_types": [("x", "Q9")]}, "unknown tensor type 'Q9'"),

@@ -16,18 +16,18 @@ import transformers
 from bridge.blocks import BLOCKS
 from bridge.checkpoint import open_checkpoint
 from bridge.cli import main
-from bridge.conversion.calibrate_plan import Calibration
 from bridge.conversion.converter import convert, plan_checkpoint
 from bridge.conversion.gguf_writer import file_bytes
+from bridge.conversion.options import Budget
 from bridge.conversion.plan_file import load_plan
 from bridge.conversion.report import CALIBRATED, CARRIED
-from bridge.conversion.size_budget import Budget
 from bridge.errors import BridgeError
 from bridge.quantize.budget.divergence import Divergence, Rounded
 from bridge.quantize.budget.forward_passes import Passes
 from bridge.quantize.budget.search import FLOAT, search
 from bridge.quantize.budget.sensitivity import layer_costs, nearest
 from bridge.quantize.float_model import FloatModel
+from bridge.quantize.settings import Calibration
 from tests.conftest import CHECKPOINT
 from tests.support.tiny_models import save_model
 
@@ -108,7 +108,7 @@ def test_experts_and_embeddings_that_are_the_head_too_fit_a_budget(tokens: Path,
     assert len({t.type for t in matrices}) > 1
     weights = sum(t.weights for t in report.tensors)
     assert 4.4 < 8 * sum(t.nbytes for t in report.tensors) / weights <= 4.5
-    assert {t.how for t in matrices if t.kind != "token_embd"} == {CALIBRATED}
+    assert {t.outcome for t in matrices if t.kind != "token_embd"} == {CALIBRATED}
 
 
 def test_the_report_says_what_was_measured(made: Path) -> None:
@@ -152,10 +152,10 @@ def test_estimates_are_near_to_what_a_trial_measures(name: str, passes: Passes, 
             wanted=name.__eq__,
         )  # fmt: skip
         assert [n for n, _ in walk] == [name]
-        passes.load_ends()
+        passes.load_embedding_and_head()
         layer = seen[name]
         costs = layer_costs(layer.weight, layer.hessian, gradients[name], dict.fromkeys(["Q3_K", "Q4_K"]), samples=256)
-    divergence = Divergence(passes, lambda name: None, tmp_path, passes.model.ends())
+    divergence = Divergence(passes, lambda name: None, tmp_path, passes.model.embedding_and_head())
     measured = {type: divergence.measure({name: Rounded(type)}) for type in costs}
     for type, cost in costs.items():
         assert 0.5 < measured[type] / cost.loss < 2
@@ -166,8 +166,8 @@ def test_a_trial_that_begins_late_measures_the_same(passes: Passes, tmp_path: Pa
     up, down, embeddings = "model.layers.0.mlp.up_proj", "model.layers.1.mlp.down_proj", "model.embed_tokens"
     first = {up: Rounded("Q3_K"), down: Rounded("Q4_K", 0.3), embeddings: Rounded("Q4_K")}
     second = {**first, down: Rounded("Q3_K"), "lm_head": Rounded("F16")}
-    begun, anew = (Divergence(passes, lambda name: None, tmp_path, passes.model.ends()) for _ in range(2))
-    begun.measure(first, keep=True)
+    begun, anew = (Divergence(passes, lambda name: None, tmp_path, passes.model.embedding_and_head()) for _ in range(2))
+    begun.measure(first, as_new_base=True)
     assert begun.measure(second) == pytest.approx(anew.measure(second), rel=1e-6)
     assert anew.measure({}) == 0
 
@@ -210,7 +210,7 @@ def test_codes_that_are_carried_keep_their_type_and_count_with_their_bytes(token
     assert size - 100_000 < out.stat().st_size <= size
     types = {t.name: t.type for t in plan.tensors}
     coded = [t for t in report.tensors if t.kind.startswith(("attn_q.", "ffn_")) and len(t.shape) == 2]
-    assert all((t.how, t.type) == (CARRIED, types[t.name]) for t in coded)
+    assert all((t.outcome, t.type) == (CARRIED, types[t.name]) for t in coded)
     assert {t.type for t in report.tensors if t.kind in ("token_embd", "output")} != {"Q8_0"}
 
 
@@ -224,7 +224,9 @@ def test_codes_are_rounded_again_where_that_is_asked_for(tokens: Path, tmp_path:
     budget = Budget(size - 100_000, swaps=0, requantize=True)
     report = convert(CHECKPOINT, tmp_path / "out.gguf", **given, budget=budget)
     assert (tmp_path / "out.gguf").stat().st_size <= budget.size
-    found = {t.name: (t.type, t.how) for t in report.tensors if t.name.startswith("blk.0.ffn_") and len(t.shape) == 2}
+    found = {
+        t.name: (t.type, t.outcome) for t in report.tensors if t.name.startswith("blk.0.ffn_") and len(t.shape) == 2
+    }
     assert CALIBRATED in {how for _, how in found.values()}
     assert all((how == CARRIED) == (type == "Q4_K") for type, how in found.values())
 

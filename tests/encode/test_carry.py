@@ -410,7 +410,7 @@ def test_codes_that_cost_more_than_one_percent_are_kept_where_other_codes_of_tha
     mapped = automatic(t)
     assert mapped.fidelity.kept == t.codes.size
     assert 0.01 < mapped.fidelity.share <= requantize(t, mapped.block).fidelity.share
-    assert mapped.why == ""
+    assert mapped.reason == ""
 
 
 def test_codes_that_no_type_holds_well_are_given_up_for_closer_ones_and_it_is_said_why():
@@ -418,8 +418,8 @@ def test_codes_that_no_type_holds_well_are_given_up_for_closer_ones_and_it_is_sa
     mapped = automatic(t)
     assert (mapped.block, mapped.fidelity.kept) == (Q6_K, 0)
     assert mapped.fidelity.share < 0.15 < carry(t, Q6_K).fidelity.share
-    assert mapped.why == "Q6_K has no place for fractional zero points"
-    assert automatic(fractional_zeros(3, 16)).why == "groups of 16 do not hold whole sub-blocks of 32"
+    assert mapped.reason == "Q6_K has no place for fractional zero points"
+    assert automatic(fractional_zeros(3, 16)).reason == "groups of 16 do not hold whole sub-blocks of 32"
 
 
 def test_auto_takes_a_plain_type_where_rows_do_not_hold_superblocks():

@@ -148,7 +148,7 @@ def test_a_quantized_familys_codes_are_carried_and_its_weights_are_the_checkpoin
     assert verify(tmp_path / "m.gguf", tmp_path / "gptq").total() is not None
     of_codes = {t.name: t for t in report.tensors if str(t.source).removesuffix(".weight").replace("*", "0") in stored}
     carried = {
-        n: t.how for n, t in of_codes.items() if t.kind != "attn_k_b" and (t.kind == "ffn_down" or not act_order)
+        n: t.outcome for n, t in of_codes.items() if t.kind != "attn_k_b" and (t.kind == "ffn_down" or not act_order)
     }
     assert {*carried.values()} == {"codes carried"}
     assert len(carried) > 3 or act_order

@@ -17,7 +17,7 @@ import pytest
 
 from bridge.models import describe_model
 from bridge.models.families import ALL
-from bridge.models.outline import Outline, Part, PlannedTensor
+from bridge.models.outline import Outline, OutlineTensor, Part
 from tests.conftest import CHECKPOINT, ROOT
 from tests.support.make_families import GOLDENS
 
@@ -51,8 +51,8 @@ def listing(outline: Outline, names: Sequence[str]) -> list[str]:
     ]  # fmt: skip
 
 
-def tensor_line(tensor: PlannedTensor, outline: Outline) -> str:
-    line = f"{tensor.name} {'x'.join(map(str, tensor.shape))} {tensor.type or '-'}"
+def tensor_line(tensor: OutlineTensor, outline: Outline) -> str:
+    line = f"{tensor.name} {'x'.join(map(str, tensor.shape))} {tensor.fixed_type or '-'}"
     if tensor.data is not None:
         return f"{line} = {' '.join(f'{value:g}' for value in tensor.data)}"
     optional = " if not zero" if tensor.source in outline.optional else ""

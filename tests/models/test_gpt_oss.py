@@ -55,7 +55,7 @@ def test_mxfp4_experts_are_carried_and_give_the_logits_of_transformers_in_llama_
     report = bridge.convert(tmp_path / "model", tmp_path / "m.gguf", type="exact")
     experts = {t.name: t for t in report.tensors if "_exps.weight" in t.name}
     assert len(experts) == 9
-    assert {(t.type, t.how) for t in experts.values()} == {("MXFP4", "codes carried")}
+    assert {(t.type, t.outcome) for t in experts.values()} == {("MXFP4", "codes carried")}
     assert verify(tmp_path / "m.gguf", tmp_path / "model").total() is not None
     tensors = {t.name: t for t in gguf.GGUFReader(tmp_path / "m.gguf").tensors}
     for source, stack in stacks.items():

@@ -14,7 +14,7 @@ import pytest
 
 from bridge.errors import BridgeError
 from bridge.gguf_file.rope_rows import interleaved_rows
-from bridge.models.outline import FROM_CONFIG, Outline, number
+from bridge.models.outline import Outline, number
 from tests.conftest import CHECKPOINT
 from tests.support.float_gguf import outline_of, write_keys
 from tests.support.tiny_vocab import NAMES, write_config
@@ -61,7 +61,7 @@ def test_tensors_are_named_shaped_and_ordered_as_llama_cpp_lists_them(folder: Pa
     assert {"token_embd", "output", "output_norm", "attn_norm", "attn_q", "ffn_down", "ffn_norm"} <= set(by_kind)
     assert by_kind["attn_q"].layer == 0
     assert by_kind["output"].layer is None
-    assert [kind for kind, tensor in by_kind.items() if tensor.type == "F32"] == [
+    assert [kind for kind, tensor in by_kind.items() if tensor.fixed_type == "F32"] == [
         "attn_norm", "ffn_norm", "output_norm",
     ]  # fmt: skip
     assert [(fold.consumer, fold.producers) for fold in outline.folds] == [
@@ -127,7 +127,7 @@ def test_llama3_factors_are_those_of_transformers(folder: Path) -> None:
     }  # fmt: skip
     fields = {"hidden_size": 256, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 128}
     outline = describe(folder, rope_parameters=rope, **fields)
-    (made,) = (tensor for tensor in outline.tensors if tensor.reason == FROM_CONFIG)
+    (made,) = (tensor for tensor in outline.tensors if tensor.origin == "config")
     config = transformers.LlamaConfig(**fields, rope_parameters=rope)
     scaled, _ = ROPE_INIT_FUNCTIONS["llama3"](config, "cpu")
     plain = 500000.0 ** (-np.arange(0, 128, 2) / 128)

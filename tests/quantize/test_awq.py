@@ -13,8 +13,7 @@ from torch import nn
 
 from bridge.checkpoint import open_checkpoint
 from bridge.quantize import Groups, Method, groups, quantize_model, write_checkpoint
-from bridge.quantize.awq_method import Awq
-from bridge.quantize.awq_search import clipped, fold, smoothing
+from bridge.quantize.awq import Awq, clipped, fold_scales, smoothing
 from bridge.quantize.float_model import FloatModel
 from tests.support.tiny_models import save_model
 
@@ -78,7 +77,7 @@ def test_folded_scales_leave_the_outputs_as_they_were() -> None:
         linears = [torch.nn.Linear(24, 8) for _ in range(2)]
         with torch.no_grad():
             expected = [linear(before(x)) for linear in linears]
-            fold(before, linears, torch.rand(24) + 0.5)
+            fold_scales(before, linears, torch.rand(24) + 0.5)
             for linear, y in zip(linears, expected, strict=True):
                 torch.testing.assert_close(linear(before(x)), y)
 

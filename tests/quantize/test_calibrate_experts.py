@@ -13,8 +13,8 @@ from torch import nn
 
 from bridge.checkpoint import open_checkpoint
 from bridge.quantize import FloatModel, Method, groups, quantize_block, quantize_model, stages
-from bridge.quantize.block_inputs import Feed
-from bridge.quantize.experts import SeparateExperts, lend, put_back, take_apart
+from bridge.quantize.block_inputs import BlockInputs
+from bridge.quantize.experts import SeparateExperts, restore_experts, share_statistics, split_experts
 from bridge.quantize.hessian import Hessian
 from tests.support.tiny_models import save_model
 
@@ -49,11 +49,11 @@ def test_experts_taken_apart_compute_what_they_did_together_and_share_their_weig
     expected = model(TOKENS).logits
     block = model.model.layers[1]
     fused = block.mlp.experts
-    taken = take_apart(block)
+    taken = split_experts(block)
     assert isinstance(block.mlp.experts, SeparateExperts)
     torch.testing.assert_close(model(TOKENS).logits, expected)
     block.mlp.experts.get_submodule("3").down_proj.weight.zero_()
-    put_back(taken)
+    restore_experts(taken)
     assert block.mlp.experts is fused
     assert not fused.down_proj[3].any()
     assert fused.down_proj[2].any()
@@ -119,7 +119,7 @@ def test_an_experts_hessians_are_of_the_tokens_that_reach_it_in_both_models(fold
         x, x_float = quantized[token], floats[token]
         for name in ("gate_proj", "down_proj"):
             h = seen[f"model.layers.0.mlp.experts.{number}.{name}"]
-            assert (h.tokens, h.lent) == (len(x), 0)
+            assert (h.tokens, h.borrowed_tokens) == (len(x), 0)
         h = seen[f"model.layers.0.mlp.experts.{number}.up_proj"]
         torch.testing.assert_close(h.matrix, 2 / len(x) * x.T @ x, rtol=1e-3, atol=1e-3)
         torch.testing.assert_close(h.cross, 2 / len(x) * (x_float - x).T @ x, rtol=1e-3, atol=1e-3)
@@ -139,7 +139,7 @@ def test_experts_whose_hessians_do_not_fit_in_memory_together_are_gathered_one_a
     assert order[:3] == ["0.gate_proj", "0.up_proj", "1.gate_proj"]
     assert set(together) == set(apart)
     for name, (_, hessian) in together.items():
-        assert hessian.lent == 0
+        assert hessian.borrowed_tokens == 0
         torch.testing.assert_close(apart[name][1].matrix, hessian.matrix)
 
 
@@ -150,7 +150,7 @@ def test_an_expert_with_too_few_tokens_is_lent_the_mean_of_all_of_them() -> None
     for i, x in enumerate(inputs):
         hessians.append(Hessian(f"expert {i}", 8))
         hessians[-1].add(x, 1.5 * x)
-    lend(hessians)
+    share_statistics(hessians)
     every = torch.cat(inputs)
     mean = 2 / len(every) * every.T @ every
     own = [2 / max(len(x), 1) * x.T @ x for x in inputs]
@@ -161,10 +161,10 @@ def test_an_expert_with_too_few_tokens_is_lent_the_mean_of_all_of_them() -> None
     torch.testing.assert_close(hessians[2].cross, 0.5 * mean)
     torch.testing.assert_close(hessians[3].matrix, own[3])
     assert [h.tokens for h in hessians] == [30, 8, 8, 8]
-    assert [h.lent for h in hessians] == [0, 6, 8, 0]
+    assert [h.borrowed_tokens for h in hessians] == [0, 6, 8, 0]
     nothing = Hessian("expert", 8)
-    lend([nothing])
-    assert (nothing.tokens, nothing.lent) == (0, 0)
+    share_statistics([nothing])
+    assert (nothing.tokens, nothing.borrowed_tokens) == (0, 0)
 
 
 class Mixture(nn.Module):
@@ -193,10 +193,10 @@ def test_experts_that_the_first_batch_does_not_reach_are_no_later_and_none_is_fo
     tokens: dict[str, tuple[int, int]] = {}
 
     def note(layer: Any) -> tuple[torch.Tensor, None]:
-        tokens[layer.name] = (layer.hessian.tokens, layer.hessian.lent)
+        tokens[layer.name] = (layer.hessian.tokens, layer.hessian.borrowed_tokens)
         return layer.weight, None
 
-    names = [n for n, _ in quantize_block(mixture, [Feed(x) for x in batches], note)]
+    names = [n for n, _ in quantize_block(mixture, [BlockInputs(x) for x in batches], note)]
     firsts, seconds = ([f"experts.{i}.{j}" for i in range(4)] for j in (0, 2))
     assert names[0] == "before"
     assert sorted(names[1:5]) == firsts
@@ -215,6 +215,8 @@ def test_layers_that_no_token_reaches_are_rounded_as_if_all_inputs_counted_alike
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return self.used(x)
 
-    found = dict(quantize_block(Halves(), [Feed(torch.randn(64, 16))], Method(groups(4, 16, False), sweeps=0).layer))
+    found = dict(
+        quantize_block(Halves(), [BlockInputs(torch.randn(64, 16))], Method(groups(4, 16, False), sweeps=0).layer)
+    )
     assert list(found) == ["used", "unused"]
     assert found["unused"].damping == 0.01

@@ -8,7 +8,7 @@ import torch
 from bridge.errors import BridgeError
 from bridge.quantize.hessian import Hessian, alpha_of, retarget
 from bridge.quantize.method import Method, groups
-from bridge.quantize.walk import Calibrated
+from bridge.quantize.walk import LayerInput
 
 COLUMNS = 24
 
@@ -62,9 +62,9 @@ def test_a_mismatch_that_lasts_is_made_good_and_one_of_chance_is_not() -> None:
 
 def test_without_tokens_held_back_nothing_is_made_good() -> None:
     hessian, weight, _ = gathered(128, "lasting")
-    expected, _ = Method(groups(4, 8, False), sweeps=0, alpha=0).layer(Calibrated("layer", weight, hessian))
+    expected, _ = Method(groups(4, 8, False), sweeps=0, alpha=0).layer(LayerInput("layer", weight, hessian))
     hessian.held = None
-    found, _ = Method(groups(4, 8, False), sweeps=0).layer(Calibrated("layer", weight, hessian))
+    found, _ = Method(groups(4, 8, False), sweeps=0).layer(LayerInput("layer", weight, hessian))
     torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
 

@@ -99,7 +99,7 @@ def test_what_cannot_be_run_is_refused_in_one_line(tmp_path: Path) -> None:
             FloatModel(checkpoint).load(1)
         assert "\n" not in str(caught.value)
 
-    refused("makes no text model of nonesuch", model_type="nonesuch")
-    refused("sees more than text", text_config={"hidden_size": 64})
-    refused(r"gate_proj.weight is \[96, 64\], and config.json makes it \[128, 64\]", intermediate_size=128)
-    refused("has no model.layers.1.self_attn.q_proj.bias, which LlamaForCausalLM", attention_bias=True)
+    refused("cannot build a text model of nonesuch", model_type="nonesuch")
+    refused("is not a text-only model", text_config={"hidden_size": 64})
+    refused(r"gate_proj.weight is \[96, 64\], but \[128, 64\] by config.json", intermediate_size=128)
+    refused("has no model.layers.1.self_attn.q_proj.bias, a part of", attention_bias=True)

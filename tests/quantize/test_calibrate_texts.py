@@ -96,7 +96,7 @@ def test_jsonl_gives_the_field_text_or_the_only_one_or_a_chat_by_the_tokenizers_
 
     expected = ids(tokenizer, "First document.\n\nSecond document.\n\nThird document.\n\n<user>Hello")
     np.testing.assert_array_equal(read_tokens(path, Chatty(), 99, len(expected))[0].numpy(), expected)
-    with pytest.raises(BridgeError, match=r"chat template \(.*\); give its text"):
+    with pytest.raises(BridgeError, match=r"chat template cannot format a chat \(.*\); give its text"):
         read_tokens(path, tokenizer, 1, 4)  # this one has no template
 
 
@@ -123,21 +123,21 @@ def test_what_gives_no_sequence_is_refused_in_one_line_that_says_how_to_mend_it(
     refused(tmp_path, "is a folder; give a text")
     refused(write(tmp_path / "empty.txt", ""), "is empty")
     count = len(ids(tokenizer, "A short text."))
-    refused(write(tmp_path / "short.txt", "A short text."), rf"{count} tokens, and a calibration sequence is 64; give")
-    refused(write(tmp_path / "a.txt", TEXT), "makes no tokens of it", tokenizer=lambda text, **_: {"input_ids": []})
-    refused(tmp_path / "a.txt", "there is no tokenizer; give a file of tokens", tokenizer=None)
+    refused(write(tmp_path / "short.txt", "A short text."), rf"{count} tokens, but a calibration sequence has 64; give")
+    refused(write(tmp_path / "a.txt", TEXT), "finds no tokens in it", tokenizer=lambda text, **_: {"input_ids": []})
+    refused(tmp_path / "a.txt", "a text needs a tokenizer; give a token file", tokenizer=None)
     refused(tmp_path / "a.txt", "0 calibration sequences", samples=0)
-    refused(tmp_path / "a.txt", r"holds token \d+, and the model's vocabulary is of 30 tokens", vocabulary=30)
+    refused(tmp_path / "a.txt", r"holds token \d+, but the model's vocabulary has 30 tokens", vocabulary=30)
     (tmp_path / "latin.txt").write_bytes(b"caf\xe9 " * 99)
-    refused(tmp_path / "latin.txt", "is no UTF-8 text")
+    refused(tmp_path / "latin.txt", "is not UTF-8 text")
     refused(write(tmp_path / "a.jsonl", '{"prompt": "a", "answer": "b"}\n'), "line 1 has no text, but 'prompt', 'ans")
     refused(write(tmp_path / "a.jsonl", '{"text": "a"}\n[1]\n'), "line 2 has no text, but a list")
     refused(write(tmp_path / "a.jsonl", "plain\n"), "line 1 is not JSON")
     refused(write(tmp_path / "a.npy", "no array"), "cannot be read as a tensor of tokens")
     np.save(tmp_path / "a.npy", np.zeros((2, 64), np.float32))
-    refused(tmp_path / "a.npy", r"float32 of shape \[2, 64\] is no list of tokens")
+    refused(tmp_path / "a.npy", r"float32 of shape \[2, 64\] is not a list of tokens")
     np.save(tmp_path / "a.npy", np.zeros((2, 63), np.int64))
-    refused(tmp_path / "a.npy", "2 rows of 63 tokens, and a calibration sequence is 64")
+    refused(tmp_path / "a.npy", "2 rows of 63 tokens, but a calibration sequence has 64")
     np.save(tmp_path / "a.npy", np.full((2, 64), -1))
     refused(tmp_path / "a.npy", "holds token -1")
     torch.save({"a": torch.zeros(1), "b": torch.zeros(1)}, tmp_path / "a.pt")

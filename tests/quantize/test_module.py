@@ -14,7 +14,7 @@ from transformers.pytorch_utils import Conv1D
 from bridge.errors import BridgeError
 from bridge.quantize import Method, gptq, groups, quantize_model, superblocks
 from bridge.quantize.hessian import Hessian
-from bridge.quantize.walk import Calibrated
+from bridge.quantize.walk import LayerInput
 from bridge.runtime.cpu.dequantize import rows as dequantize_blocks
 
 
@@ -84,11 +84,11 @@ def test_what_cannot_be_quantized_is_refused_in_one_line() -> None:
     net, batches = net_and_batches()
     with pytest.raises(BridgeError, match="no calibration batches"):
         gptq(net, [])
-    with pytest.raises(BridgeError, match="2 to 8 are possible"):
+    with pytest.raises(BridgeError, match="must be 2 to 8"):
         gptq(net, batches, bits=9)
     with pytest.raises(BridgeError, match="rows of 27 weights do not fill Q4_0 blocks of 32"):
         gptq(net, batches, type="Q4_0")
-    with pytest.raises(BridgeError, match="act-order 'desc'"):
+    with pytest.raises(BridgeError, match="unknown act_order 'desc'"):
         gptq(net, batches, act_order="desc")
 
 
@@ -174,14 +174,14 @@ def test_activations_that_cannot_be_written_are_told_in_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, tokens = decoder()
-    with pytest.raises(BridgeError, match="no folder for activations can be made there"):
+    with pytest.raises(BridgeError, match="cannot create a folder for activations there"):
         next(quantize_model(model, tokens, rounded, offload=tmp_path / "none"))
 
     def full(*_: Any) -> None:
         raise RuntimeError("PytorchStreamWriter failed writing file data/0: file write failed\nmore")
 
     monkeypatch.setattr(torch, "save", full)
-    with pytest.raises(BridgeError, match=r"activations cannot be written \(Pytorch.*\); free the disk"):
+    with pytest.raises(BridgeError, match=r"activations cannot be written \(Pytorch.*\); free disk space"):
         next(quantize_model(model, tokens, rounded, offload=tmp_path))
     assert not list(tmp_path.iterdir())
 
@@ -189,7 +189,7 @@ def test_activations_that_cannot_be_written_are_told_in_one_line(
 def test_sequences_beyond_the_models_positions_are_refused() -> None:
     model, tokens = decoder()
     model.config.max_position_embeddings = 40
-    with pytest.raises(BridgeError, match=r"model knows 40 positions; take shorter ones [(]--sequence-length 40"):
+    with pytest.raises(BridgeError, match=r"the model has 40 positions; use shorter ones: length=40"):
         next(quantize_model(model, tokens, rounded))
 
 
@@ -238,11 +238,11 @@ def test_every_block_is_called_with_its_own_mask() -> None:
 def test_groups_that_no_gguf_holds_and_blocks_that_no_checkpoint_holds_say_so() -> None:
     model, tokens = decoder()
     _, done = next(iter(quantize_model(model, tokens, Method(groups(4, 32, True)).layer)))
-    with pytest.raises(BridgeError, match="groups are no GGUF blocks"):
+    with pytest.raises(BridgeError, match="groups are not GGUF blocks"):
         done.blocks()
     model, tokens = decoder()
     _, done = next(iter(quantize_model(model, tokens, Method(superblocks("Q8_0")).layer)))
-    with pytest.raises(BridgeError, match="a checkpoint cannot hold them"):
+    with pytest.raises(BridgeError, match="a checkpoint cannot hold Q8_0 blocks"):
         done.tensor()
 
 
@@ -251,7 +251,7 @@ def test_the_error_of_many_rows_is_told_by_some_of_them() -> None:
     x = torch.randn(512, 64, generator=random) @ torch.randn(64, 64, generator=random)
     weight, hessian = torch.randn(1100, 64, generator=random), Hessian("layer", 64)
     hessian.add(x)
-    values, done = Method(groups(3, 32, True), sweeps=0).layer(Calibrated("layer", weight, hessian))
+    values, done = Method(groups(3, 32, True), sweeps=0).layer(LayerInput("layer", weight, hessian))
     exact = (x @ (weight - values).T).square().sum() / (x @ weight.T).square().sum()
     assert done.error == pytest.approx(float(exact), rel=0.1)
     assert done.error != pytest.approx(float(exact), rel=1e-6)

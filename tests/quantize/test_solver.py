@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from bridge.blocks import BLOCKS
 from bridge.errors import BridgeError
-from bridge.quantize.gptq_solver import dequantize, error, falling, round_to_nearest, solve
+from bridge.quantize.gptq_solver import dequantize, error, grouped_act_order, round_to_nearest, solve
 from bridge.quantize.grids.group import GroupGrid
 from bridge.quantize.grids.superblock import SuperblockGrid
 from bridge.quantize.grids.try_lines import line_search
@@ -212,7 +212,7 @@ def test_damping_rises_until_it_is_enough_and_past_the_limit_weights_are_rounded
 def test_an_order_that_tears_groups_apart_wants_them_fitted_first() -> None:
     weight, hessian = layer(5, 4, 64)
     order = np.arange(64).reshape(2, 32).T.reshape(-1)
-    with pytest.raises(BridgeError, match="tears groups apart"):
+    with pytest.raises(BridgeError, match="separates columns of one group"):
         solve(weight, hessian, GroupGrid(4, 64, group_size=32), order=order)
     grid = GroupGrid(4, 64, group_size=32)
     solution = solve(weight, hessian, grid, order=order, fit="first")
@@ -224,8 +224,8 @@ def test_an_order_that_tears_groups_apart_wants_them_fitted_first() -> None:
 
 def test_runs_fall_by_their_sum_and_columns_inside_them_by_their_own_diagonal() -> None:
     hessian = torch.diag(torch.tensor([1.0, 5, 2, 9, 0, 3, 4, 7]))
-    assert falling(hessian, 4).tolist() == [3, 1, 2, 0, 7, 6, 5, 4]
-    assert falling(hessian, 2).tolist() == [3, 2, 7, 6, 1, 0, 5, 4]
+    assert grouped_act_order(hessian, 4).tolist() == [3, 1, 2, 0, 7, 6, 5, 4]
+    assert grouped_act_order(hessian, 2).tolist() == [3, 2, 7, 6, 1, 0, 5, 4]
 
 
 def test_without_a_mismatch_of_inputs_gptaq_is_gptq() -> None:
@@ -264,7 +264,9 @@ def test_on_superblocks_the_error_is_below_rtns_and_refining_never_raises_it(
     codes = round_to_nearest(weight, grid, hessian.diagonal().numpy())
     nearest = error(weight, dequantize(codes, grid), hessian)
     grid = SuperblockGrid(block, 8, 512)
-    solution = solve(weight, hessian, grid, order=falling(hessian, grid.run) if ordered else None, damping=0)
+    solution = solve(
+        weight, hessian, grid, order=grouped_act_order(hessian, grid.fit_columns) if ordered else None, damping=0
+    )
     last = error(weight, dequantize(solution.codes, grid), hessian)
     assert last <= nearest * (1 + 1e-5)  # weights are float32
     for _ in range(2):
@@ -303,7 +305,7 @@ def test_on_groups_the_error_is_below_rtns_and_refining_never_raises_it(
     grid = GroupGrid(8, 128, bits, group_size, symmetric)
     nearest = error(weight, dequantize(round_to_nearest(weight, grid, hessian.diagonal().numpy()), grid), hessian)
     grid = GroupGrid(8, 128, bits, group_size, symmetric)
-    codes = solve(weight, hessian, grid, order=falling(hessian, grid.run), fit=fit, damping=0).codes
+    codes = solve(weight, hessian, grid, order=grouped_act_order(hessian, grid.fit_columns), fit=fit, damping=0).codes
     last = error(weight, dequantize(codes, grid), hessian)
     assert last <= nearest * (1 + 1e-5)  # weights are float32
     for _ in range(2):

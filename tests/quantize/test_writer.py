@@ -98,7 +98,7 @@ def test_what_was_written_is_read_back_and_its_codes_are_carried(
         assert biases & left
     if bits == 4 and format != "gptq" and not act_order:
         report = bridge.convert(tmp_path / "out", tmp_path / "out.gguf")
-        assert {t.how for t in report.tensors if t.has_codes} == {"codes carried"}
+        assert {t.outcome for t in report.tensors if t.has_codes} == {"codes carried"}
 
 
 @pytest.mark.parametrize("bits", [2, 3, 4, 8])
@@ -197,10 +197,13 @@ def test_changed_floats_are_stored_in_the_dtype_of_what_they_replace(tmp_path: P
     with open_checkpoint(tmp_path / "out") as ckpt:
         np.testing.assert_array_equal(ckpt.read_float(norm), torch.from_numpy(changed[norm]).bfloat16().float().numpy())
         np.testing.assert_array_equal(ckpt.read_float(bias), changed[bias].astype(np.float16))
-    for wrong, message in (({norm: np.ones(3)}, "came as"), ({bias: changed[bias] + 1e6}, "too large for F16")):
+    for wrong, message in (
+        ({norm: np.ones(3)}, "in the model"),
+        ({bias: changed[bias] + 1e6}, "too large for F16"),
+    ):
         with pytest.raises(BridgeError, match=message):
             write(source, tmp_path / "no", "awq", tensors, floats=wrong)
-    with pytest.raises(BridgeError, match="is no float tensor"):
+    with pytest.raises(BridgeError, match="is not a float tensor"):
         write(source, tmp_path / "no", "awq", tensors, floats={"model.norm": np.ones(3)})
 
 
@@ -233,12 +236,12 @@ def test_v1_refuses_a_zero_point_of_0_and_clamp_moves_its_codes_along(tmp_path: 
 def test_what_a_format_cannot_hold_is_refused_by_name(tmp_path: Path, model: Path) -> None:
     up = "model.layers.0.mlp.up_proj"
     cases: list[tuple[str, dict[str, Groups], str]] = [
-        ("gptq", {up: Groups(5, 64)}, f"{up}: 5 bits are no GPTQ"),
-        ("awq", {up: Groups(3, 64)}, f"{up}: 3 bits are no AWQ"),
+        ("gptq", {up: Groups(5, 64)}, f"{up}: GPTQ v1 and v2 cannot hold 5 bits"),
+        ("awq", {up: Groups(3, 64)}, f"{up}: AWQ cannot hold 3 bits"),
         ("awq", {up: Groups(4, 96)}, "groups of 96 do not divide 256 columns"),
         ("awq", {"lm_head": Groups(4, 64)}, "tied to the embeddings"),
         ("awq", {"model.norm": Groups(4, 64)}, "is it another model's"),
-        ("gguf", {up: Groups(4, 64)}, "not known"),
+        ("gguf", {up: Groups(4, 64)}, "unknown checkpoint format"),
     ]
     with open_checkpoint(model) as ckpt:
         for format, layers, message in cases:
@@ -251,8 +254,8 @@ def test_what_a_format_cannot_hold_is_refused_by_name(tmp_path: Path, model: Pat
         (replace(tensor, scales=tensor.scales * np.float32(1.0001)), "no half-precision"),
         (replace(tensor, zeros=tensor.zeros + np.float32(0.5)), "whole numbers"),
         (replace(tensor, codes=tensor.codes + np.uint8(16)), "beyond 4 bits"),
-        (replace(tensor, name="other"), "no layer that was to be quantized"),
-        (layers_of(model, size=32)[up], "was announced"),
+        (replace(tensor, name="other"), "not a layer to be quantized"),
+        (layers_of(model, size=32)[up], "announced was"),
     ]
     for wrong, message in bad:
         with open_checkpoint(model) as ckpt, pytest.raises(BridgeError, match=message):
@@ -264,7 +267,7 @@ def test_what_a_format_cannot_hold_is_refused_by_name(tmp_path: Path, model: Pat
 
 
 def test_a_checkpoint_that_is_quantized_already_is_no_source(tmp_path: Path) -> None:
-    with open_checkpoint(CHECKPOINT) as ckpt, pytest.raises(BridgeError, match="quantize the float model"):
+    with open_checkpoint(CHECKPOINT) as ckpt, pytest.raises(BridgeError, match="quantize the original float model"):
         CheckpointWriter(ckpt, tmp_path / "out", "gptq", {})
 
 
@@ -279,12 +282,12 @@ def test_an_interrupted_run_leaves_what_was_there_and_nothing_else(
     def stop(*_: object) -> None:
         raise problem
 
-    with pytest.raises(BridgeError, match="--force replaces it"):
+    with pytest.raises(BridgeError, match="force=True replaces it"):
         write(model, out, "gptq_v2", tensors)
     for where in (
         "quantize.checkpoint_writer.CheckpointWriter._write_heads",
         "quantize.checkpoint_writer.sync",
-        "checkpoint_folder.shutil.copyfile",
+        "checkpoint.files.folder.shutil.copyfile",
     ):
         monkeypatch.setattr(f"bridge.{where}", stop)
         with pytest.raises((KeyboardInterrupt, BridgeError)):

@@ -427,7 +427,7 @@ def test_positions_that_are_none_are_refused(model: Model) -> None:
 
 def call(*arguments: str) -> int:
     parser = argparse.ArgumentParser()
-    commands.add_parsers(parser.add_subparsers(required=True))
+    commands.add_parser(parser.add_subparsers(required=True))
     options = parser.parse_args(arguments)
     return options.run(options)
 

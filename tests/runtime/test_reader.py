@@ -6,6 +6,7 @@ import struct
 import subprocess
 import sys
 import tracemalloc
+from collections.abc import Mapping
 from pathlib import Path
 
 import gguf
@@ -71,7 +72,29 @@ def test_metadata_and_tensors_are_those_of_gguf(file):
             )
 
 
-def test_metadata_is_decoded_when_asked_for(file):
+def test_a_file_is_a_mapping_of_names_to_tensors(file):
+    with bridge.open_gguf(file) as opened:
+        names = ["float", "half", "q8", "vector"]
+        assert isinstance(opened, Mapping)
+        assert list(opened) == list(opened.keys()) == names
+        assert len(opened) == 4
+        assert [tensor.name for tensor in opened.values()] == names
+        assert dict(opened.items()) == opened.tensors
+        assert "q8" in opened
+        assert "other" not in opened
+        assert opened.get("q8") is opened["q8"]
+        assert opened.get("other") is None
+        with pytest.raises(BridgeError, match=r"small\.gguf: no tensor other; it has 4 others$") as error:
+            opened["other"]
+        assert isinstance(error.value, KeyError)
+        assert str(error.value).startswith(str(file))
+        assert opened == opened
+        with bridge.open_gguf(file) as again:
+            assert len({opened, again}) == 2
+    assert list(opened) == []
+
+
+def test_metadata_is_decoded_on_first_use(file):
     opened = bridge.open_gguf(file)
     assert "tokenizer.ggml.tokens" in opened.metadata
     assert opened.metadata._values == {}
@@ -160,7 +183,7 @@ def test_tensors_that_contradict_themselves(content):
     refuse(changed(2, 64, 7, 8, offset + 1), "not a multiple of 32")
     refuse(changed(2, 64, 8, 8, offset), "damaged: q8 .*vector starts")
     refuse(changed(2, 64, 7, 0, offset), "damaged or truncated: q8")
-    refuse(changed(2, 48, 7, 8, offset), "no whole blocks")
+    refuse(changed(2, 48, 7, 8, offset), "not whole Q8_0 blocks")
     refuse(changed(2, 0, 7, 8, offset), "impossible shape")
     refuse(changed(2, 1 << 40, 1 << 40, 8, offset), "impossible shape")
     refuse(changed(2, 64, 7, 4, offset), "type 4")

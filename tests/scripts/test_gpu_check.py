@@ -240,7 +240,7 @@ def test_without_time_nothing_is_begun_and_the_table_is_printed_all_the_same(
     assert [row["measured"] for row in found["table"]] == ["not run"] * len(found["table"])
     out = capsys.readouterr().out
     assert out.count("| not run |  |") == len(found["table"])
-    assert f"0 of {len(jobs.CORRECT)} right.\nNot run, for want of time: correct/model, " in out
+    assert f"0 of {len(jobs.CORRECT)} right.\nNot run, for lack of time: correct/model, " in out
     assert "FAILED" not in out
 
 
@@ -263,7 +263,7 @@ def test_what_was_not_run_is_no_failure_and_counts_where_it_has_a_bar_or_is_a_ch
     assert (found_code, found["wrong"], found["not_run"]) == (code, [], [late])
     assert {row["met"] for row in found["table"] if row["bar"]} == ({True, None} if job == "time/decode" else {True})
     out = capsys.readouterr().out
-    assert f"{2 - (job is None)} of 2 right.\nNot run, for want of time: {late}." in out
+    assert f"{2 - (job is None)} of 2 right.\nNot run, for lack of time: {late}." in out
 
 
 def test_a_folder_that_cannot_be_written_to_is_said_before_anything_runs(

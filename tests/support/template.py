@@ -1,21 +1,32 @@
-"""GGUF files as llama.cpp's converter makes them of a float model: names by gguf's map, rows as its graphs want."""
+"""GGUF files as llama.cpp's converter makes them from a float model: names by gguf's map, rows as its graphs want."""
 
 from __future__ import annotations
 
 import json
 import re
+import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import gguf
 import numpy as np
+from safetensors.numpy import save_file
 
+from bridge.gguf_file.rope_rows import interleaved_rows
 from bridge.models.gguf_tokenizer import read_tokenizer
 from bridge.models.model_config import Config
 from tests.support.encode import load_floats
 
 Change = Callable[[str, np.ndarray], Mapping[str, np.ndarray]]  # GGUF name and values -> what is stored
+TOKENS = np.random.default_rng(1).integers(0, 320, 48).tolist()
+FLOAT32 = [(".*", "F32")]
+LLAMA = {
+    "attention__layer_norm_rms_epsilon": 1e-6,
+    "rope__dimension_count": 64,
+    "rope__freq_base": 10000.0,
+    "vocab_size": 320,
+}
 
 
 def write_template(
@@ -83,3 +94,44 @@ def template_tensors(folder: Path, arch: str, layers: int, change: Change) -> di
     for name, values in whole.items():
         made |= {new: np.ascontiguousarray(v, np.float32) for new, v in change(name, values).items()}
     return made
+
+
+def tensors(path: Path) -> dict[str, Any]:
+    return {tensor.name: tensor for tensor in gguf.GGUFReader(path).tensors}
+
+
+def values_of(path: Path, name: str) -> np.ndarray:
+    tensor = tensors(path)[name]
+    return gguf.quants.dequantize(tensor.data, tensor.tensor_type)
+
+
+def interleave(heads: int, kv_heads: int) -> Callable[[str, np.ndarray], dict[str, np.ndarray]]:
+    """What the converter does to q and k of a llama."""
+
+    def change(name: str, values: np.ndarray) -> dict[str, np.ndarray]:
+        for part, n in (("attn_q.", heads), ("attn_k.", kv_heads)):
+            if part in name:
+                return {name: values[interleaved_rows(n, len(values) // n)]}
+        return {name: values}
+
+    return change
+
+
+def rewritten(source: Path, folder: Path, change: Callable[[dict[str, np.ndarray]], dict[str, np.ndarray]]) -> Path:
+    """A copy of a float model with its tensors changed."""
+    shutil.copytree(source, folder)
+    made = {name: np.ascontiguousarray(v, np.float32) for name, v in change(load_floats(source)).items()}
+    save_file(made, folder / "model.safetensors", {"format": "pt"})
+    return folder
+
+
+def phi3(floats: Path, path: Path) -> Path:
+    return write_template(path, floats, "phi3", **{k: v for k, v in LLAMA.items() if k != "vocab_size"})
+
+
+def gemma(floats: Path, path: Path) -> Path:
+    def change(name: str, values: np.ndarray) -> dict[str, np.ndarray]:
+        return {name: values + 1 if "norm" in name else values}
+
+    sizes = {"attention__key_length": 64, "attention__value_length": 64}
+    return write_template(path, floats, "gemma", change, attention__layer_norm_rms_epsilon=1e-6, **sizes)

@@ -14,7 +14,7 @@ import pytest
 
 import bridge
 from bridge.conversion.report import Report
-from bridge.system.folder_locks import hold, remove_unheld, unfinished
+from bridge.system.folder_locks import lock_shared, remove_if_unlocked, temporary_beside
 from tests.conftest import CHECKPOINT, ROOT
 
 pytest.importorskip("fcntl", reason="folders cannot be locked here")
@@ -63,16 +63,16 @@ def test_what_a_killed_process_left_is_removed_by_the_next_run_to_the_same_targe
 
 
 def test_what_a_living_process_writes_is_left_alone(tmp_path: Path) -> None:
-    code = "import pathlib, sys, time; from bridge.system.folder_locks import unfinished\n"
-    code += "with unfinished(pathlib.Path(sys.argv[1])) as folder: print(folder, flush=True); time.sleep(600)"
+    code = "import pathlib, sys, time; from bridge.system.folder_locks import temporary_beside\n"
+    code += "with temporary_beside(pathlib.Path(sys.argv[1])) as folder: print(folder, flush=True); time.sleep(600)"
     with process(code, tmp_path / "out") as running:
         (theirs,) = tmp_path.iterdir()
-        with unfinished(tmp_path / "out") as ours:
+        with temporary_beside(tmp_path / "out") as ours:
             assert {theirs, ours} == set(tmp_path.iterdir())
         assert [theirs] == list(tmp_path.iterdir())
         running.kill()
         running.wait()
-        with unfinished(tmp_path / "out") as ours:
+        with temporary_beside(tmp_path / "out") as ours:
             assert [ours] == list(tmp_path.iterdir())
 
 
@@ -84,16 +84,16 @@ def test_a_folder_that_is_removed_before_it_is_held_is_made_again(tmp_path: Path
         folder.mkdir(exist_ok=True)
         made.append(folder)
         if len(made) == 1:
-            remove_unheld(folder)
+            remove_if_unlocked(folder)
         return folder
 
-    folder, handle = hold(make)
+    folder, handle = lock_shared(make)
     assert len(made) == 2
-    remove_unheld(folder)
+    remove_if_unlocked(folder)
     assert folder.is_dir()
     assert handle is not None
     os.close(handle)
-    remove_unheld(folder)
+    remove_if_unlocked(folder)
     assert not folder.exists()
 
 
@@ -101,7 +101,7 @@ def test_only_folders_themselves_are_removed(tmp_path: Path) -> None:
     (tmp_path / "folder").mkdir()
     (tmp_path / ".out.link.unfinished").symlink_to(tmp_path / "folder")
     (tmp_path / ".out.file.unfinished").write_text("mine")
-    with unfinished(tmp_path / "out"):
+    with temporary_beside(tmp_path / "out"):
         pass
     assert sorted(os.listdir(tmp_path)) == [".out.file.unfinished", ".out.link.unfinished", "folder"]
 
@@ -127,7 +127,7 @@ def test_compile_caches_are_removed_by_their_last_use_and_never_while_they_are_u
         (caches / f"{age}").mkdir(parents=True)
         os.utime(caches / f"{age}", (1e9 - age, 1e9 - age))
     environment = {k: v for k, v in os.environ.items() if k != "NUMBA_CACHE_DIR"} | {"XDG_CACHE_HOME": str(tmp_path)}
-    _, handle = hold(lambda: caches / "5")
+    _, handle = lock_shared(lambda: caches / "5")
     assert handle is not None
     code = "import bridge.system.jit; print(bridge.system.jit._dir.name)"
     command = [sys.executable, "-c", code]

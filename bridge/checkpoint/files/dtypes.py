@@ -1,4 +1,4 @@
-"""The dtypes of safetensors: their numpy twins, and float32 from what numpy has no name for.
+"""The dtypes of safetensors: their twins in numpy and torch, and float32 to and from those that numpy does not have.
 
 BF16      the upper half of a float32
 F8_E4M3   seeeemmm, bias 7; no infinities, s1111111 is NaN (torch's float8_e4m3fn)
@@ -9,8 +9,14 @@ F8_E8M0   eeeeeeee, a power of two: 2**(e - 127), 255 is NaN; scales only
 from __future__ import annotations
 
 from functools import cache
+from typing import TYPE_CHECKING
 
 import numpy as np
+
+from bridge.errors import BridgeError
+
+if TYPE_CHECKING:
+    import torch
 
 # bf16 is read as its bits, 8-bit floats as their byte
 NUMPY = {
@@ -32,6 +38,17 @@ NUMPY = {
     "F64": np.dtype("<f8"),
 }
 OTHER_BITS = {"C64": 64}  # sized, never read
+TORCH = {
+    "BOOL": "bool", "U8": "uint8", "I8": "int8", "I16": "int16", "I32": "int32", "I64": "int64", "F16": "float16",
+    "BF16": "bfloat16", "F32": "float32", "F64": "float64", "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2",
+}  # fmt: skip
+
+
+def torch_dtype(dtype: str) -> torch.dtype:
+    """torch's dtype of a safetensors dtype; KeyError for one that is not in TORCH."""
+    import torch
+
+    return getattr(torch, TORCH[dtype])  # type: ignore[no-any-return]
 
 
 def as_float32(raw: np.ndarray, dtype: str) -> np.ndarray:
@@ -45,11 +62,17 @@ def as_float32(raw: np.ndarray, dtype: str) -> np.ndarray:
     return out
 
 
-def from_float32(values: np.ndarray, dtype: str) -> np.ndarray:
-    """float32 values as F16, BF16 (as bits) or F32 stores them, rounded to the nearest even."""
+def from_float32(values: np.ndarray, dtype: str, tensor: str | None = None) -> np.ndarray:
+    """float32 values as F16, BF16 (as bits) or F32 stores them, rounded to the nearest even.
+
+    Raises BridgeError where one becomes infinite in F16, if the tensor's name is given.
+    """
     if dtype != "BF16":
         with np.errstate(over="ignore"):  # becomes infinite
-            return values.astype(NUMPY[dtype])
+            data = values.astype(NUMPY[dtype])
+        if tensor is not None and dtype == "F16" and not np.isfinite(data).all():
+            raise BridgeError(f"{tensor}: has values beyond half precision's 65504; choose BF16 or F32 for it")
+        return data
     bits = np.ascontiguousarray(values, np.float32).view(np.uint32)
     return ((bits + (0x7FFF + (bits >> 16 & 1))) >> 16).astype(np.uint16)
 

@@ -1,7 +1,7 @@
 """A checkpoint folder on its way to disk, never half-written under its final name.
 
-Everything happens in a folder of a temporary name beside the target (see `held`), which is synced and renamed at the
-end. Who writes what into it is another's concern; the files that come with a model are copied here.
+Files are written to a temporary folder next to the target (see `folder_locks`), which is synced and renamed at the end.
+The callers write the weights; the files that come with a model are copied here.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import IO, Self
 
 from bridge.checkpoint import Checkpoint
-from bridge.checkpoint.files.weight_files import NOT_WEIGHTS, WEIGHTS
-from bridge.errors import BridgeError
+from bridge.checkpoint.files.weight_files import NOT_WEIGHTS, WEIGHTS, files_below
+from bridge.errors import BridgeError, parameter
 from bridge.system.files import disk_errors, expect_regular, sync_folder
-from bridge.system.folder_locks import unfinished
+from bridge.system.folder_locks import temporary_beside
 
 
 class CheckpointFolder:
@@ -28,7 +28,7 @@ class CheckpointFolder:
     force  whether a checkpoint of that name may be replaced
 
     folder    where its files are until then
-    left_out  files of weights beside the checkpoint's own, which would not fit the new ones
+    left_out  files of weights that are not the checkpoint's own and would not fit the new ones
 
     Raises BridgeError for a target that cannot or must not be written.
     """
@@ -40,7 +40,7 @@ class CheckpointFolder:
         self._check()
         self._temporaries = ExitStack()
         with disk_errors(path, "the folder", "folder"):
-            self._temporary = self._temporaries.enter_context(unfinished(path))
+            self._temporary = self._temporaries.enter_context(temporary_beside(path))
             self.folder = self._temporary / path.name
             self.folder.mkdir()
 
@@ -63,15 +63,18 @@ class CheckpointFolder:
                 raise BridgeError(f"{path}: is, holds or lies in the source {source}; give another folder to write")
         if path.is_dir() and any(path.iterdir()):
             if not self._force:
-                raise BridgeError(f"{path}: exists; --force replaces it")
+                raise BridgeError(f"{path}: exists; {parameter('force', True)} replaces it")
             if not (path / "config.json").exists():
-                raise BridgeError(f"{path}: is no checkpoint's folder, and --force replaces nothing else; give another")
+                raise BridgeError(
+                    f"{path}: is not a checkpoint folder; {parameter('force', True)} only replaces checkpoints. "
+                    "Choose another output"
+                )
 
     def finish(self) -> None:
         """Sync and rename into place."""
         for folder, _, _ in os.walk(self.folder):
             sync_folder(Path(folder))
-        old = self._temporary.with_suffix(".old")  # beside it: what another run does not remove
+        old = self._temporary.with_suffix(".old")  # a name that another run does not remove
         replaced = self.path.exists()
         if replaced:
             self.guard(lambda: os.rename(self.path, old), "the folder")
@@ -90,19 +93,17 @@ class CheckpointFolder:
     def copy_rest(self, taken: Collection[Path]) -> None:
         """All that comes with the model and is not there yet: configs, tokenizer, but no weights of another kind.
 
-        taken  files of the source that the new ones stand for
+        taken  files of the source that the new ones replace
         """
         for root in dict.fromkeys([self._ckpt.home, *([self._ckpt.path] if self._ckpt.path.is_dir() else [])]):
-            for folder, below, files in os.walk(root):
-                below[:] = sorted(name for name in below if not name.startswith("."))  # .git, .cache: not the model's
-                for file in (Path(folder) / name for name in sorted(files)):
-                    target = self.folder / file.relative_to(root)
-                    if file in taken or target.exists():
-                        continue
-                    if self.foreign(file):
-                        self.left_out.append(str(file.relative_to(root)))
-                        continue
-                    self.guard(lambda: self._copy_file(file, target), file.name)  # noqa: B023
+            for file in files_below(root):
+                target = self.folder / file.relative_to(root)
+                if file in taken or target.exists():
+                    continue
+                if self.foreign(file):
+                    self.left_out.append(str(file.relative_to(root)))
+                    continue
+                self.guard(lambda: self._copy_file(file, target), file.name)  # noqa: B023
 
     def foreign(self, file: Path) -> bool:
         """Weights, or an index of weights, that are not what was read."""
@@ -128,6 +129,6 @@ class CheckpointFolder:
 
 
 def sync(file: IO[bytes]) -> None:
-    """What was written goes to disk."""
+    """Write to disk what the system has buffered."""
     file.flush()
     os.fsync(file.fileno())

@@ -4,19 +4,42 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Literal
 
-from bridge.checkpoint.files.weight_files import WEIGHTS
-from bridge.errors import BridgeError
+from bridge.checkpoint.files.weight_files import WEIGHTS, checkpoint_files
+from bridge.errors import BridgeError, parameter
 from bridge.system.files import missing
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(@[\w./-]+)?")  # @: a branch, tag or commit
 _SNAPSHOT = re.compile(r"models--[\w.-]+?--([\w.-]+)/snapshots/[0-9a-f]+$")  # in huggingface_hub's cache
-_FILES = {".gguf", ".json", *WEIGHTS}  # endings of a mistyped file rather than of a model's name
+_FILES = (".gguf", ".json", *WEIGHTS)  # endings of a mistyped file rather than of a model's name
 # of GGUFs by name: those of 4 bits a weight or more, those that hold no language model, and the number of a shard
 _FINE = re.compile(r"(?<![A-Z])(Q[4-8]_[0-9A-Z_]+|B?F16|F32)(?![0-9A-Z])", re.IGNORECASE)
 _NO_MODEL = re.compile(r"mmproj|imatrix|lora|(^|/)mtp-", re.IGNORECASE)
 _SHARD = re.compile(r"-\d{5}-of-\d{5}")
 _TIMEOUT = 20.0  # seconds to wait for the Hub's first answer
+
+
+def kind_of(
+    argument: str | Path, config: str | Path | None = None
+) -> Literal["checkpoint", "part", "gguf", "hub", "none"]:
+    """The kind of thing that an argument names.
+
+    checkpoint  a folder; a .pt file, or any file of weights if `config` is the folder that has its config.json
+    part        another file of a checkpoint: weights, JSON
+    gguf        any other file, whatever its ending, and a .gguf that does not exist
+    hub         a Hub id, org/name or org/name@branch
+    none        nothing that exists
+    """
+    path = Path(argument).expanduser()
+    if path.is_dir() or (path.is_file() and path.suffix in (WEIGHTS if config is not None else (".pt",))):
+        return "checkpoint"
+    if path.is_file() and path.suffix in (".json", *WEIGHTS):
+        return "part"
+    if path.is_file() or path.suffix == ".gguf":
+        return "gguf"
+    named = isinstance(argument, str) and path.suffix not in _FILES and not path.exists()
+    return "hub" if named and _HUB_ID.fullmatch(str(argument)) else "none"
 
 
 def resolve(checkpoint: str | Path, config: str | Path | None = None) -> Path:
@@ -25,27 +48,24 @@ def resolve(checkpoint: str | Path, config: str | Path | None = None) -> Path:
     A .pt file is taken by itself, and so is any other file of weights if `config` is the folder that has
     its config.json. Raises BridgeError for a missing folder, an unknown or gated repository, or no network.
     """
-    path = Path(checkpoint).expanduser()
+    path, kind = Path(checkpoint).expanduser(), kind_of(checkpoint, config)
     if config is not None and not Path(config).expanduser().is_dir():
-        raise BridgeError(f"{config}: no such folder; --config takes one with config.json and tokenizer")
-    if path.is_dir():
-        return path
-    if path.is_file() and path.suffix in (WEIGHTS if config is not None else (".pt",)):
+        raise BridgeError(f"{config}: no such folder; {parameter('config')} takes one with config.json and tokenizer")
+    if kind == "checkpoint":
         return path
     if path.suffix == ".gguf" and path.is_file():
-        raise BridgeError(f"{checkpoint}: is a GGUF already; `gguf-bridge run` runs it, `inspect` says what it holds")
+        raise BridgeError(f"{checkpoint}: is a GGUF already; `gguf-bridge run` runs it, `inspect` shows its contents")
     if path.exists():
         raise BridgeError(f"{checkpoint}: is a file; give the folder that holds config.json and the weights")
-    name = str(checkpoint)
     if path.suffix in _FILES:
         raise missing(path)
-    if isinstance(checkpoint, Path) or not _HUB_ID.fullmatch(name):
+    if kind != "hub":
         raise BridgeError(f"{checkpoint}: no such folder, and not a Hub id (org/name)")
-    return _download(name)
+    return _download(str(checkpoint))
 
 
 def model_name(checkpoint: str) -> str:
-    """What to call the model: the folder's or the file's name, of the Hub's repository where it is one."""
+    """The model's name: that of the folder, the file or the Hub's repository."""
     path = Path(checkpoint).expanduser().resolve()
     if not path.exists():
         name, _, revision = checkpoint.partition("@")
@@ -60,17 +80,17 @@ def _download(name: str) -> Path:
     found = _files(name, branch or None)
     if isinstance(found, Path):
         return found
-    files = needed(list(found))
+    files = checkpoint_files(found)
     if not any(file.endswith(WEIGHTS) for file in files):
         raise BridgeError(f"{name}: this model on the Hub has no *.safetensors, *.bin or *.pt; choose another one")
     return _fetched(name, branch or None, files)
 
 
 def find_template(template: str | Path) -> tuple[Path, str | None]:
-    """A template's file, and what to say of it: of a Hub repository, the smallest of its GGUFs that will do.
+    """A template's file, and a note on it: of a Hub repository, the smallest GGUF of 4 bits a weight or more.
 
-    That is one of 4 bits a weight or more: of fewer, what the checkpoint does not have would be taken too coarse.
-    Raises BridgeError where there is none, and as `resolve` does.
+    With fewer bits, the tensors that the checkpoint lacks would be taken over too coarse. Raises BridgeError where
+    there is no such file, and as `resolve` does.
     """
     name = Path(template).as_posix()
     if Path(template).exists() or Path(template).suffix == ".gguf" or not _HUB_ID.fullmatch(name):
@@ -85,12 +105,12 @@ def find_template(template: str | Path) -> tuple[Path, str | None]:
             models.setdefault(_SHARD.sub("", file), []).append(file)
     if not models:
         raise BridgeError(
-            f"{name}: has no GGUF of 4 bits a weight or more; give one that has, or a file from llama.cpp's converter"
+            f"{name}: has no GGUF of 4 bits a weight or more; give another repository or llama.cpp's conversion"
         )
     sizes = {model: sum(found[file] for file in files) for model, files in models.items()}
     smallest = min(sizes, key=lambda model: (sizes[model], model))
     files = models[smallest]
-    note = f"the template is {files[0]} of {name} ({sizes[smallest] / 1e6:.0f} MB), its smallest file that will do"
+    note = f"the template is {files[0]} of {name} ({sizes[smallest] / 1e6:.0f} MB), its smallest suitable file"
     return _fetched(name, branch or None, files) / files[0], note
 
 
@@ -137,17 +157,7 @@ def _fetched(name: str, revision: str | None, files: list[str]) -> Path:
     try:
         return Path(snapshot_download(name, revision=revision, allow_patterns=files))
     except Exception as problem:
-        raise BridgeError(f"{name}: the download broke off ({_reason(problem)}); run it again to resume") from problem
-
-
-def needed(files: list[str]) -> list[str]:
-    """The files of a repository that make its checkpoint: weights once, and what the tokenizer needs."""
-    top = [f for f in files if "/" not in f or f.startswith("additional_chat_templates/")]
-    # consolidated.* is Mistral's own copy of the same weights
-    weights = [f for f in top if f.endswith(".safetensors") and not f.startswith("consolidated")]
-    weights = weights or [f for f in top if f.endswith((".safetensors", ".bin"))]
-    weights = weights or [f for f in top if f.endswith(".pt")]
-    return weights + [f for f in top if f.endswith((".json", ".txt", ".jinja", ".model")) or f == "README.md"]
+        raise BridgeError(f"{name}: the download failed ({_reason(problem)}); run it again to resume") from problem
 
 
 def _cached(name: str, revision: str | None) -> Path | None:

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from bridge.checkpoint.files.dtypes import TORCH, torch_dtype
 from bridge.checkpoint.files.store import Store, TensorInfo
 from bridge.errors import BridgeError
 from bridge.system.files import refuse_pointer
@@ -27,11 +28,7 @@ class HeldStore(Store):
         self.files = list(states)
         self._data: dict[str, Any] = {}
         self._as_bits = {torch.bfloat16: torch.int16, torch.float8_e4m3fn: torch.uint8, torch.float8_e5m2: torch.uint8}
-        names = {
-            torch.bool: "BOOL", torch.uint8: "U8", torch.int8: "I8", torch.int16: "I16", torch.int32: "I32",
-            torch.int64: "I64", torch.float16: "F16", torch.bfloat16: "BF16", torch.float32: "F32",
-            torch.float64: "F64", torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
-        }  # fmt: skip
+        names = {torch_dtype(name): name for name in TORCH}
         for file, state in states.items():
             found = {}
             for name, tensor in state.items():

@@ -1,10 +1,10 @@
-"""Which files of a folder hold the checkpoint's weights, and whether they are all there."""
+"""Which files make a checkpoint, which of them hold its weights, and whether these are all there."""
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path, PurePosixPath, PureWindowsPath
 
 from bridge.checkpoint.files.store import Store
@@ -12,10 +12,37 @@ from bridge.checkpoint.files.torch_store import TorchStore
 from bridge.errors import BridgeError
 from bridge.system.files import read_json
 
-WEIGHTS = (".safetensors", ".bin", ".pt")  # endings of files with weights
+WEIGHTS = (".safetensors", ".bin", ".pt")  # endings of files with weights, in the order in which they are looked for
+CONFIGS = (".json", ".txt", ".jinja", ".model", "README.md")  # of everything else that is read
 NOT_WEIGHTS = {"training_args.bin", "optimizer.bin", "scheduler.bin", "sentencepiece.bpe.bin", "optimizer.pt",
                 "scheduler.pt", "adapter_model.safetensors", "adapter_model.bin"}  # fmt: skip
 _RUN = re.compile(r"(.*)-(\d{5})-of-(\d{5})(\..*)")  # the name of one of several files
+
+
+def checkpoint_files(names: Iterable[str]) -> list[str]:
+    """Of a repository's files those that make its checkpoint: weights of one kind, configs and the tokenizer."""
+    top = [name for name in names if "/" not in name or name.startswith("additional_chat_templates/")]
+    weights = next((found for ending in WEIGHTS if (found := _weights(top, ending))), [])
+    weights = weights or [name for name in top if name.endswith(WEIGHTS)]
+    return weights + [name for name in top if name.endswith(CONFIGS)]
+
+
+def _weights(names: Iterable[str], ending: str) -> list[str]:
+    """The files of weights with that ending; without consolidated.*, Mistral's own copy, where there are others."""
+    found = [name for name in names if name.endswith(ending) and name not in NOT_WEIGHTS]
+    return [name for name in found if not name.startswith("consolidated")] or found
+
+
+def files_below(folder: Path) -> Iterator[Path]:
+    """All files of a folder, without hidden folders (.git, .cache), in order; none where it is a file."""
+    for parent, below, names in os.walk(folder):
+        below[:] = sorted(name for name in below if not name.startswith("."))
+        yield from (Path(parent) / name for name in sorted(names))
+
+
+def config_folder(path: Path, config: str | Path | None = None) -> Path:
+    """The folder with config.json and tokenizer of a checkpoint: `config`, or where the weights are."""
+    return Path(config).expanduser() if config is not None else path if path.is_dir() else path.parent
 
 
 def open_store(path: Path, stem: str | None = None) -> Store:
@@ -30,15 +57,13 @@ def open_store(path: Path, stem: str | None = None) -> Store:
         if shard and int(shard[3]) > 1:
             raise BridgeError(f"{path}: is one file of several; give the folder that it is in")
         return _open([path])
-    for name, ending in (("model", "safetensors"), ("pytorch_model", "bin"), ("model", "pt")):
-        stems = [s for s in (stem, name) if s]
-        indexes = [path / f"{s}.{ending}.index.json" for s in stems]
-        found = [f for f in indexes if f.exists()] or sorted(path.glob(f"*.{ending}.index.json"))
-        files = [f for s in stems if (f := path / f"{s}.{ending}").exists()][:1]
-        if not files:
-            files = [f for f in sorted(path.glob(f"*.{ending}")) if f.name not in NOT_WEIGHTS]
-        # consolidated.* is Mistral's own copy of the same weights
-        files = [f for f in files if not f.name.startswith("consolidated")] or files
+    names = sorted(file.name for file in path.glob("*"))
+    for usual, ending in zip(("model", "pytorch_model", "model"), WEIGHTS, strict=True):
+        stems = [s for s in (stem, usual) if s]
+        indexes = [path / f"{s}{ending}.index.json" for s in stems]
+        found = [f for f in indexes if f.exists()] or sorted(path.glob(f"*{ending}.index.json"))
+        files = [f for s in stems if (f := path / f"{s}{ending}").exists()][:1]
+        files = files or [path / name for name in _weights(names, ending)]
         if found:
             return _indexed(path, found[0], files)
         if files:

@@ -7,23 +7,29 @@
 gemm interleaves eight output features in a word (see `bits`), gemv has them in natural order.
 gemv_fast (llm-awq's own layout, where qzeros are named scaled_zeros) stores -s*z and shuffles codes
 for its kernel's loads. zw*8 is G rounded up for that kernel: the rest is padding.
+
+In Falcon, MPT, Bloom and others the activation function is followed by `/ scales`, which AWQ could not fold into a
+layer before, as the function lies between:
+
+    mlp.act.scales             float [in]     MPT: ffn.act; Bloom: mlp.gelu_impl
+    mlp.dense_4h_to_h.qweight  ...            the linear layer that it feeds: as wide, in the same module
+
+Together they are a linear layer with its input columns divided, which no group of codes holds: it is read as floats.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import ClassVar
 
 import numpy as np
 
 from bridge.checkpoint.files.store import Store, TensorInfo
-from bridge.checkpoint.formats.checks import contradiction
-from bridge.checkpoint.formats.module_reader import ModuleInfo, Reader
-from bridge.checkpoint.formats.scale_blocks import fit_group_size
-from bridge.checkpoint.formats.scaled_activations import Divided, fed_by
+from bridge.checkpoint.formats.module_reader import FloatWeight, ModuleInfo, Reader, contradiction, finite_scales
 from bridge.checkpoint.formats.zeros import unscaled
-from bridge.checkpoint.grouped import CodedTensor, GroupedTensor
+from bridge.checkpoint.grouped import CodedTensor, GroupedTensor, fit_group_size
 from bridge.checkpoint.labels.quant_config import QuantConfig
 from bridge.errors import BridgeError
 
@@ -72,7 +78,7 @@ class AwqReader(Reader):
 
     def _divide(self, scales: TensorInfo) -> None:
         """Hand out as floats the layer whose input is divided by an activation's scales."""
-        name, shape = fed_by(self.store, self.modules, scales)
+        name, shape = _fed_by(self.store, self.modules, scales)
         info = self.modules.pop(name, None)
         weight = self.store.tensors.get(f"{name}.weight")
         codes = None
@@ -81,7 +87,7 @@ class AwqReader(Reader):
             weight = replace(info.tensors["qweight"], name=f"{name}.weight", shape=shape, nbytes=info.nbytes)
             codes = partial(self._read, info)
         assert weight is not None
-        self.floats[weight.name] = Divided(weight, scales, shape, codes)
+        self.floats[weight.name] = DividedFloats(weight, scales, codes)
         self.notes.append(f"{name}: its input is divided by {scales.name}, which codes cannot be; read as floats")
 
     def owned(self) -> set[str]:
@@ -169,6 +175,43 @@ class AwqReader(Reader):
             bias=self.store.read_float(f"{name}.bias") if "bias" in info.tensors and words_of is None else None,
             notes=tuple(notes),
         )
+
+
+@dataclass(frozen=True)
+class DividedFloats(FloatWeight):
+    """A weight to be divided by the activation's scales; `codes` reads it where it is quantized."""
+
+    codes: Callable[[], GroupedTensor] | None = None
+
+    def __str__(self) -> str:
+        return f"{'codes' if self.codes else self.weight.dtype} over activation scales"
+
+    def read(self, store: Store, rows: tuple[int, int] | None = None) -> np.ndarray:
+        scales = finite_scales(store, self.scale.name).reshape(-1)
+        if not scales.all():
+            raise BridgeError(f"{self.scale.file}: {self.scale.name} holds zeros; quantize the model again")
+        if self.codes is None:
+            return store.read_float(self.weight.name, rows) / scales
+        return self.codes().dequantize(slice(*(rows or (None,)))) / scales
+
+
+def _fed_by(store: Store, modules: dict[str, ModuleInfo], scales: TensorInfo) -> tuple[str, tuple[int, int]]:
+    """(module, shape) of the one linear layer that an activation feeds; BridgeError unless just one is as wide."""
+    activation = scales.name.removesuffix(".scales")
+    parent = activation.rpartition(".")[0] + "."
+    width = int(np.prod(scales.shape))
+    shapes = {name: info.shape for name, info in modules.items()}
+    for name, info in store.tensors.items():
+        if name.endswith(".weight") and info.floating and len(info.shape) == 2:
+            shapes[name.removesuffix(".weight")] = (info.shape[0], info.shape[1])
+    found = [n for n, s in shapes.items() if n.startswith(parent) and "." not in n[len(parent) :] and s[1] == width]
+    if len(found) != 1:
+        named = ", ".join(found) or "none"
+        raise BridgeError(
+            f"{scales.file}: {scales.name} divides the input of one linear layer of {parent.rstrip('.')}, where "
+            f"{len(found)} are {width} wide ({named}); quantize the model again without scaled activations"
+        )
+    return found[0], shapes[found[0]]
 
 
 def _padded_group_size(columns: int, stored: int, claimed: int) -> int | None:

@@ -25,11 +25,9 @@ from typing import ClassVar
 import numpy as np
 
 from bridge.checkpoint.files.store import Store, TensorInfo
-from bridge.checkpoint.formats.checks import contradiction
 from bridge.checkpoint.formats.fp4 import Fp4Parts
-from bridge.checkpoint.formats.module_reader import ModuleInfo, Reader
-from bridge.checkpoint.formats.scale_blocks import block_of, spread
-from bridge.checkpoint.formats.scaled_floats import BLOCK, FLOAT8, ScaledFloats, scaled_floats
+from bridge.checkpoint.formats.fp8 import BLOCK, FLOAT8, ScaledFloats, block_of, scaled_floats, spread
+from bridge.checkpoint.formats.module_reader import ModuleInfo, Reader, contradiction
 from bridge.checkpoint.grouped import CodedTensor, GroupedTensor, column_group_size
 from bridge.checkpoint.labels.quant_config import QuantConfig
 from bridge.checkpoint.labels.schemes import Scheme, ignored, matches, read_schemes, scheme_of
@@ -164,8 +162,8 @@ class CompressedReader(Reader):
             found = replace(found, notes=(note, *found.notes))  # type: ignore[type-var]
         return found
 
-    def factors(self, name: str) -> dict[str, float]:
-        return FP4.factors(self, name) if _is_fp4(self.modules[name].tensors) else {}
+    def tensor_scales(self, name: str) -> dict[str, float]:
+        return FP4.tensor_scales(self, name) if _is_fp4(self.modules[name].tensors) else {}
 
     def _read(self, name: str, rows: np.ndarray | None) -> GroupedTensor:
         info, scheme = self.modules[name], self._scheme(name)

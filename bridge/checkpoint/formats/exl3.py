@@ -17,12 +17,11 @@ from typing import ClassVar
 import numpy as np
 
 from bridge.checkpoint.files.store import Store, TensorInfo
-from bridge.checkpoint.formats.checks import contradiction
-from bridge.checkpoint.formats.module_reader import ModuleInfo
+from bridge.checkpoint.formats.module_reader import ModuleInfo, contradiction
 from bridge.checkpoint.formats.trellis_coded import TrellisReader
 from bridge.checkpoint.labels.quant_config import QuantConfig
 from bridge.errors import BridgeError
-from bridge.trellis.codebooks import BitshiftCodebook
+from bridge.trellis.codebooks import EXL3_MODES, BitshiftCodebook
 from bridge.trellis.layer import TrellisLayer
 from bridge.trellis.packed import EXL3_BLOCK, exl3_layer
 
@@ -84,7 +83,7 @@ class Exl3Reader(TrellisReader):
         info, where = self.modules[name], self.label(name)
         _, left, right = self.needs(info.tensors)
         su, sv = (signs(self.part(name, p)) if left == "su" else self.vector(name, p) for p in (left, right))
-        mode = next((part for part in ("mcg", "mul1") if part in info.tensors), "3inst")
+        mode = next((part for part in EXL3_MODES if part in info.tensors), "3inst")
         multiplier = None
         if mode != "3inst":
             stored = self.part(name, mode)

@@ -20,8 +20,7 @@ import numpy as np
 
 from bridge.checkpoint.files.dtypes import as_float32
 from bridge.checkpoint.files.store import TensorInfo
-from bridge.checkpoint.formats.checks import contradiction
-from bridge.checkpoint.formats.module_reader import ModuleInfo, Reader
+from bridge.checkpoint.formats.module_reader import ModuleInfo, Reader, contradiction
 from bridge.checkpoint.grouped import CodedTensor
 from bridge.errors import BridgeError
 
@@ -123,11 +122,11 @@ class Fp4Parts(NamedTuple):
             codes=unpacked(reader.part(name, self.codes, rows)),
             scales=checked_scales(kind, reader.part(name, self.scales, rows), info.tensors[self.scales]),
             group_size=info.group_size,
-            tensor_scale=self.factors(reader, name)["scale"],
+            tensor_scale=self.tensor_scales(reader, name)["scale"],
             bias=reader.bias(name) if rows is None else None,
         )
 
-    def factors(self, reader: Reader, name: str) -> dict[str, float]:
+    def tensor_scales(self, reader: Reader, name: str) -> dict[str, float]:
         """The scale of a module's whole weight, and that of its activations where there is one."""
         found = {"scale": 1.0}
         for part, key in ((self.whole, "scale"), *((part, "input_scale") for part in INPUTS)):

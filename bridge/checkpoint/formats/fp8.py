@@ -1,4 +1,4 @@
-"""Weights of 8-bit floats with scales beside them: read as the float32 values they stand for.
+"""Weights of 8-bit floats with scales, read as the float32 values they stand for.
 
     weight            F8_E4M3 or F8_E5M2 [out, in]
     weight_scale      float [] or [1], [out] or [out, 1], or [out/r, in/c]: one, one a row, one a block
@@ -7,21 +7,99 @@
 
     W[o, k] = scale[o // r, k // c] * weight[o, k]
 
-The labels fp8 (DeepSeek, Qwen: blocks of 128 x 128) and fbgemm_fp8 mean this and nothing else; modelopt and
-compressed-tensors have it among others.
+These are not codes: steps between 8-bit floats grow with the value, so no block type holds them as they are. The labels
+fp8 (DeepSeek, Qwen: blocks of 128 x 128) and fbgemm_fp8 mean nothing else; modelopt and compressed-tensors have other
+formats too.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
+import math
+import re
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from bridge.checkpoint.files.store import TensorInfo
-from bridge.checkpoint.formats.module_reader import ModuleInfo, Reader
-from bridge.checkpoint.formats.scale_blocks import read_block
-from bridge.checkpoint.formats.scaled_floats import BLOCK, FLOAT8, ScaledFloats, scaled_floats
+import numpy as np
+
+from bridge.checkpoint.files.store import Store, TensorInfo
+from bridge.checkpoint.formats.module_reader import FloatWeight, ModuleInfo, Reader, contradiction, finite_scales
+from bridge.checkpoint.grouped import fit_group_size
 from bridge.checkpoint.labels.quant_config import QuantConfig
 from bridge.errors import BridgeError
+
+FLOAT8 = ("F8_E4M3", "F8_E5M2")
+BLOCK = (128, 128)  # what everybody uses
+
+
+@dataclass(frozen=True)
+class ScaledFloats(FloatWeight):
+    """A weight of 8-bit floats; `block`: (rows, columns) that share a scale."""
+
+    block: tuple[int, int]
+
+    def __str__(self) -> str:
+        rows, columns = self.block
+        wide = columns >= self.weight.shape[1]
+        if wide and rows >= self.weight.shape[0]:
+            return f"{self.weight.dtype}, one scale"
+        if rows == 1:
+            return f"{self.weight.dtype}, " + ("one scale a row" if wide else f"groups of {columns}")
+        return f"{self.weight.dtype}, blocks of {rows}x{columns}"
+
+    def read(self, store: Store, rows: tuple[int, int] | None = None) -> np.ndarray:
+        out, scales = self.stored(store, rows)
+        start, stop = rows or (0, len(out))
+        scale = spread(scales, stop, self.block[0])[start:]
+        for i in range(0, len(out), 64):  # the scale of every weight would take as much memory again
+            part = scale[i : i + 64]
+            out[i : i + 64] *= np.repeat(part, self.block[1], axis=1)[:, : out.shape[1]]
+        return out
+
+    def stored(self, store: Store, rows: tuple[int, int] | None) -> tuple[np.ndarray, np.ndarray]:
+        """float32: rows of the weight, still without scales, and all scales."""
+        return store.read_float(self.weight.name, rows), finite_scales(store, self.scale.name)
+
+
+def scaled_floats(name: str, tensors: dict[str, TensorInfo], scale: str, block: tuple[int, int]) -> ScaledFloats:
+    """A module's weight with the scale of that name; `block` is the config's.
+
+    Raises BridgeError where the shapes do not fit together.
+    """
+    weight, scales = tensors["weight"], tensors[scale]
+    fits = len(weight.shape) == 2 and 0 not in weight.shape and scales.floating
+    found = block_of(weight.shape, scales.shape, block) if fits else None  # type: ignore[arg-type]
+    if found is None or ("bias" in tensors and tensors["bias"].shape != weight.shape[:1]):
+        raise contradiction(name, tensors)
+    return ScaledFloats(weight, scales, found)
+
+
+def block_of(shape: tuple[int, int], scale: tuple[int, ...], claimed: tuple[int, int]) -> tuple[int, int] | None:
+    """(rows, columns) that share a scale, from the scale's shape; the claimed ones where they fit; else None."""
+    out, columns = shape
+    if math.prod(scale) == 1:
+        return out, columns
+    if scale == (out,):
+        return 1, columns
+    if len(scale) != 2:
+        return None
+    rows = 1 if scale[0] == out else fit_group_size(out, scale[0], claimed[0])
+    width = fit_group_size(columns, scale[1], claimed[1])
+    return (rows, width) if rows and width else None
+
+
+def spread(scale: np.ndarray, out: int, rows: int) -> np.ndarray:
+    """A scale or zero point as stored, `rows` rows of the weight sharing one -> one a row and group, [out, G]."""
+    grid = scale if scale.ndim == 2 else scale.reshape(-1, 1)
+    return grid[np.arange(out) // rows]
+
+
+def read_block(value: object) -> tuple[int, int] | None:
+    """A config's [rows, columns] of a block, "128x128" in old files; None for anything else."""
+    if isinstance(value, str) and (sides := re.fullmatch(r"(\d+)x(\d+)", value)):
+        value = [int(n) for n in sides.groups()]
+    if isinstance(value, list) and len(value) == 2 and all(type(n) is int and n > 0 for n in value):
+        return value[0], value[1]
+    return None
 
 
 class Fp8Reader(Reader):

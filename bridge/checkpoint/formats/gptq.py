@@ -19,11 +19,9 @@ from typing import ClassVar
 import numpy as np
 
 from bridge.checkpoint.files.store import Store, TensorInfo
-from bridge.checkpoint.formats.checks import contradiction
-from bridge.checkpoint.formats.module_reader import ModuleInfo, Reader
-from bridge.checkpoint.formats.scale_blocks import fit_group_size
+from bridge.checkpoint.formats.module_reader import ModuleInfo, Reader, contradiction
 from bridge.checkpoint.formats.zeros import Dialect, code_means, decode, dialects, lost_words, symmetric_dialect
-from bridge.checkpoint.grouped import GroupedTensor, column_group_size
+from bridge.checkpoint.grouped import GroupedTensor, column_group_size, fit_group_size
 from bridge.checkpoint.labels.quant_config import QuantConfig
 from bridge.errors import BridgeError
 

@@ -1,4 +1,4 @@
-"""GroupedTensor -> a module's tensors as a checkpoint holds them: what the readers in `gptq` and `awq` undo.
+"""GroupedTensor -> a module's tensors as a checkpoint holds them; the readers `gptq` and `awq` undo this.
 
     gptq, gptq_v2   2, 3, 4 and 8 bits, in and out whole 32-bit words of codes; any groups, act-order too
                     qweight int32 [in*b/32, out], qzeros int32 [G, out*b/32] (z - 1, or z), scales fp16 [G, out],
@@ -18,7 +18,7 @@ import numpy as np
 
 from bridge.checkpoint.formats.zeros import Dialect, recode
 from bridge.checkpoint.grouped import GroupedTensor
-from bridge.errors import BridgeError
+from bridge.errors import BridgeError, parameter
 
 Parts = dict[str, np.ndarray]  # by their last name
 Shapes = dict[str, tuple[str, tuple[int, int] | tuple[int]]]  # dtype as safetensors names it, shape
@@ -43,7 +43,7 @@ class Layout:
 
 
 def check(tensor: GroupedTensor, layout: Layout) -> np.ndarray:
-    """The scales as halves; BridgeError unless the layout can hold the tensor as it is, zero points of 0 aside."""
+    """The scales as halves; BridgeError unless the layout can hold the tensor exactly, zero points of 0 aside."""
     scales = tensor.scales.astype(np.float16)
     top = 2**tensor.bits - 1
     why = layout.refusal(tensor.bits, tensor.group_size, tensor.shape)
@@ -52,9 +52,9 @@ def check(tensor: GroupedTensor, layout: Layout) -> np.ndarray:
     elif tensor.codes.max(initial=0) > top:
         why = f"a code of {tensor.codes.max()} is beyond {tensor.bits} bits"
     elif not ((tensor.zeros == np.rint(tensor.zeros)) & (tensor.zeros >= 0) & (tensor.zeros <= top)).all():
-        why = f"{layout.name} holds zero points that are whole numbers of 0 to {top} alone; write a GGUF instead"
+        why = f"{layout.name} can only hold zero points that are integers from 0 to {top}; write a GGUF instead"
     elif not (scales == tensor.scales).all() or not np.isfinite(scales).all():
-        why = "its scales are no half-precision numbers; round them before the codes are chosen"
+        why = "its scales are not half-precision numbers; round them before choosing codes"
     if why:
         raise BridgeError(f"{tensor.name}: {why}")
     return scales
@@ -103,7 +103,7 @@ def _group_count(size: int, columns: int) -> int:
 
 def _gptq_refusal(bits: int, size: int, shape: tuple[int, int]) -> str | None:
     if bits not in GPTQ_BITS:
-        return f"{bits} bits are no GPTQ v1 or v2; 2, 3, 4 and 8 are"
+        return f"GPTQ v1 and v2 cannot hold {bits} bits; choose 2, 3, 4 or 8"
     for count, what in ((shape[1], "columns"), (shape[0], "rows")):
         if count * bits % 32:
             return f"{count} {what} of {bits} bits do not fill whole 32-bit words, as GPTQ needs; leave it in floats"
@@ -125,8 +125,8 @@ def _gptq(tensor: GroupedTensor, layout: str) -> Parts:
     scales = check(tensor, LAYOUTS[layout])
     if layout == "gptq" and (count := zeros_of_0(tensor)):
         raise BridgeError(
-            f"{tensor.name}: {count} groups have a zero point of 0, which GPTQ v1 cannot hold; --clamp makes them 1, "
-            "gptq_v2 keeps them"
+            f"{tensor.name}: {count} groups have a zero point of 0, which GPTQ v1 cannot hold; "
+            f"{parameter('clamp', True)} makes them 1, gptq_v2 keeps them"
         )
     zeros = np.ascontiguousarray(pack_columns(tensor.zeros.astype(np.uint8).T, tensor.bits).T)
     return {
@@ -140,7 +140,7 @@ def _gptq(tensor: GroupedTensor, layout: str) -> Parts:
 def _awq_refusal(bits: int, size: int, shape: tuple[int, int]) -> str | None:
     out, columns = shape
     if bits != 4:
-        return f"{bits} bits are no AWQ; 4 are, and GPTQ holds 2, 3 and 8 too"
+        return f"AWQ cannot hold {bits} bits; choose 4, or GPTQ for 2, 3 and 8"
     if size > 0 and columns % size:
         return f"groups of {size} do not divide {columns} columns, as AWQ needs; leave it in floats"
     return f"{out} rows do not fill whole words of 8, as AWQ needs; leave it in floats" if out % 8 else None

@@ -19,12 +19,10 @@ from typing import ClassVar
 import numpy as np
 
 from bridge.checkpoint.files.store import Store, TensorInfo
-from bridge.checkpoint.formats.checks import contradiction
 from bridge.checkpoint.formats.gptq import GptqReader
-from bridge.checkpoint.formats.module_reader import ModuleInfo
-from bridge.checkpoint.formats.scale_blocks import fit_group_size
+from bridge.checkpoint.formats.module_reader import ModuleInfo, contradiction
 from bridge.checkpoint.formats.zeros import unscaled
-from bridge.checkpoint.grouped import GroupedTensor
+from bridge.checkpoint.grouped import GroupedTensor, fit_group_size
 from bridge.checkpoint.labels.quant_config import QuantConfig
 from bridge.errors import BridgeError
 

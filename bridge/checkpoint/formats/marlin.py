@@ -23,8 +23,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from bridge.checkpoint.files.store import TensorInfo
-from bridge.checkpoint.formats.checks import contradiction
-from bridge.checkpoint.formats.module_reader import ModuleInfo, Reader
+from bridge.checkpoint.formats.module_reader import ModuleInfo, Reader, contradiction
 from bridge.checkpoint.grouped import GroupedTensor
 from bridge.checkpoint.labels.quant_config import QuantConfig
 from bridge.errors import BridgeError

@@ -29,10 +29,9 @@ import numpy as np
 
 from bridge.checkpoint.files.dtypes import as_float32
 from bridge.checkpoint.files.store import Store, TensorInfo
-from bridge.checkpoint.formats.checks import contradiction, finite_scales
 from bridge.checkpoint.formats.fp4 import GROUPS, Fp4Tensor, checked_scales, unpacked
-from bridge.checkpoint.formats.module_reader import ModuleInfo, Reader
-from bridge.checkpoint.formats.scaled_floats import ScaledFloats
+from bridge.checkpoint.formats.fp8 import ScaledFloats
+from bridge.checkpoint.formats.module_reader import ModuleInfo, Reader, contradiction, finite_scales
 from bridge.checkpoint.grouped import CodedTensor, GroupedTensor
 from bridge.checkpoint.labels.quant_config import QuantConfig, whole_number
 from bridge.errors import BridgeError
@@ -177,7 +176,7 @@ class MlxReader(Reader):
             )
         return bits, size
 
-    def factors(self, name: str) -> dict[str, float]:
+    def tensor_scales(self, name: str) -> dict[str, float]:
         return {"scale": 1.0} if _is_mx(self.modules[name].tensors) else {}
 
     def read(self, name: str, rows: np.ndarray | None = None) -> CodedTensor:

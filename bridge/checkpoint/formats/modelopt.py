@@ -17,9 +17,8 @@ import numpy as np
 from bridge.checkpoint.files.store import TensorInfo
 from bridge.checkpoint.formats.compressed import FP4
 from bridge.checkpoint.formats.fp4 import INPUTS, Fp4Parts
-from bridge.checkpoint.formats.fp8 import Fp8Reader
+from bridge.checkpoint.formats.fp8 import Fp8Reader, ScaledFloats
 from bridge.checkpoint.formats.module_reader import ModuleInfo
-from bridge.checkpoint.formats.scaled_floats import ScaledFloats
 from bridge.checkpoint.grouped import CodedTensor
 from bridge.checkpoint.labels.quant_config import QuantConfig
 from bridge.errors import BridgeError
@@ -68,8 +67,8 @@ class ModelOptReader(Fp8Reader):
     def read(self, name: str, rows: np.ndarray | None = None) -> CodedTensor:
         return self._fp4(self.modules[name].tensors).read(self, name, rows)
 
-    def factors(self, name: str) -> dict[str, float]:
-        return self._fp4(self.modules[name].tensors).factors(self, name)
+    def tensor_scales(self, name: str) -> dict[str, float]:
+        return self._fp4(self.modules[name].tensors).tensor_scales(self, name)
 
     @staticmethod
     def _fp4(tensors: dict[str, TensorInfo]) -> Fp4Parts:

@@ -1,6 +1,6 @@
 """What the readers of all formats share: which tensors make a module.
 
-A module is codes (ModuleInfo, read as CodedTensor) or 8-bit floats with scales (`floats`, read as float32).
+A module is codes (ModuleInfo, read as CodedTensor) or a FloatWeight (8-bit floats with scales: read as float32).
 """
 
 from __future__ import annotations
@@ -12,8 +12,6 @@ from typing import ClassVar
 import numpy as np
 
 from bridge.checkpoint.files.store import Store, TensorInfo
-from bridge.checkpoint.formats.checks import finite_scales
-from bridge.checkpoint.formats.scaled_floats import ScaledFloats
 from bridge.checkpoint.grouped import CodedTensor
 from bridge.checkpoint.labels.quant_config import QuantConfig
 from bridge.errors import BridgeError
@@ -53,6 +51,18 @@ class ModuleInfo:
         return next(iter(self.tensors.values())).file
 
 
+@dataclass(frozen=True)
+class FloatWeight:
+    """A weight to be read as floats that are not stored: 8-bit ones times their scale, for example."""
+
+    weight: TensorInfo
+    scale: TensorInfo
+
+    def read(self, store: Store, rows: tuple[int, int] | None = None) -> np.ndarray:
+        """float32 [out, in], or its rows start..stop alone. Raises BridgeError where a scale is not a number."""
+        raise NotImplementedError
+
+
 class Reader:
     """The quantized modules of one checkpoint."""
 
@@ -66,7 +76,7 @@ class Reader:
         self.quant = quant
         self.format = quant.title
         self.modules: dict[str, ModuleInfo] = {}
-        self.floats: dict[str, ScaledFloats] = {}  # by the weight's full name
+        self.floats: dict[str, FloatWeight] = {}  # by the weight's full name
         self.notes: list[str] = []  # on the whole checkpoint
         found: dict[str, dict[str, TensorInfo]] = {}
         for name, info in store.tensors.items():
@@ -134,7 +144,7 @@ class Reader:
         """The parts without which a module that has `tensors` is incomplete; first the one that marks modules."""
         return self.required
 
-    def describe(self, name: str, tensors: dict[str, TensorInfo]) -> ModuleInfo | ScaledFloats:
+    def describe(self, name: str, tensors: dict[str, TensorInfo]) -> ModuleInfo | FloatWeight:
         """What the shapes tell; BridgeError where they contradict each other."""
         raise NotImplementedError
 
@@ -150,7 +160,7 @@ class Reader:
         """One module, of readers whose layout is read as a whole."""
         raise NotImplementedError
 
-    def factors(self, name: str) -> dict[str, float]:
+    def tensor_scales(self, name: str) -> dict[str, float]:
         """What GGUF keeps beside the blocks of NVFP4: `scale`, of the whole weight, and `input_scale`; else nothing."""
         return {}
 
@@ -169,3 +179,25 @@ class Reader:
     def scales(self, name: str, part: str = "scales") -> np.ndarray:
         """float32, as laid out in the file; BridgeError where one is infinite or no number."""
         return finite_scales(self.store, f"{name}.{part}")
+
+
+def finite_scales(store: Store, name: str, rows: tuple[int, int] | None = None) -> np.ndarray:
+    """float32 as it is stored, or its rows start..stop; BridgeError where a value is infinite or no number."""
+    scales = store.read_float(name, rows)
+    if not np.isfinite(scales).all():
+        bad = np.count_nonzero(~np.isfinite(scales))
+        raise BridgeError(
+            f"{store.tensors[name].file}: {bad} of {scales.size} values of {name} are NaN or infinite; "
+            "quantize the model again"
+        )
+    return scales
+
+
+def contradiction(name: str, tensors: dict[str, TensorInfo]) -> BridgeError:
+    """The shapes of a module's tensors do not fit together."""
+    shapes = ", ".join(f"{part} {i.dtype} {list(i.shape)}" for part, i in sorted(tensors.items()))
+    file = next(iter(tensors.values())).file
+    return BridgeError(
+        f"{file}: {name}: the shapes contradict each other ({shapes}); the checkpoint is damaged, or its config names "
+        "another method than it was quantized with"
+    )

@@ -22,7 +22,7 @@ from bridge.checkpoint.formats.module_reader import ModuleInfo
 from bridge.checkpoint.formats.trellis_coded import TrellisReader, length
 from bridge.checkpoint.labels.quant_config import QuantConfig, whole_number
 from bridge.errors import BridgeError
-from bridge.trellis.codebooks import MODES, BitshiftCodebook
+from bridge.trellis.codebooks import QTIP_MODES, BitshiftCodebook
 from bridge.trellis.layer import TrellisLayer
 from bridge.trellis.packed import bits_of, plain_layer, qtip_layer
 
@@ -52,9 +52,8 @@ class QtipReader(TrellisReader):
                 raise BridgeError(f"{source}: {key} is {raw[key]!r}, not a whole number; take the model's own config")
             settings[key] = value
         mode = str(raw.get("decode_mode", "(none)")).lower()
-        if mode not in (*MODES[:3], *MODES[5:], "hyb"):
-            known = ", ".join((*MODES[:3], *MODES[5:]))
-            raise BridgeError(f"{source}: decode_mode {mode!r} does not exist; there are {known}")
+        if mode not in (*QTIP_MODES, "hyb"):
+            raise BridgeError(f"{source}: unknown decode_mode {mode!r}; QTIP has {', '.join(QTIP_MODES)}")
         claims = (f"{settings['K']} bits", mode, f"L {settings['L']}, V {settings['V']}")
         return replace(
             quant, title="QTIP", claims=claims, bits=settings["K"], raw={**raw, **settings, "decode_mode": mode}

@@ -7,8 +7,7 @@ from typing import ClassVar
 import numpy as np
 
 from bridge.checkpoint.files.store import TensorInfo
-from bridge.checkpoint.formats.checks import contradiction, finite_scales
-from bridge.checkpoint.formats.module_reader import ModuleInfo, Reader
+from bridge.checkpoint.formats.module_reader import ModuleInfo, Reader, contradiction, finite_scales
 from bridge.checkpoint.trellis_floats import DecodedTensor
 from bridge.errors import BridgeError
 from bridge.trellis import TrellisLayer
@@ -24,7 +23,7 @@ class TrellisReader(Reader):
         """A module as it is. Raises BridgeError where its sizes or its values cannot be."""
         raise NotImplementedError
 
-    def whole(self, name: str) -> DecodedTensor:  # type: ignore[override]
+    def whole(self, name: str) -> DecodedTensor:
         layer = self.layer(name)
         weights, distortion = layer.dequantize(), layer.book.distortion
         return DecodedTensor(name, layer.book.K, weights, distortion, self.padding, layer.bias)

@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from bridge.checkpoint.formats.scale_blocks import read_block
+from bridge.checkpoint.formats.fp8 import read_block
 from bridge.checkpoint.labels.quant_config import QuantConfig, compiles, whole_number
 from bridge.errors import BridgeError
 

@@ -10,7 +10,7 @@ from bridge.checkpoint.files.store import Store
 from bridge.checkpoint.formats.awq import AwqReader
 from bridge.checkpoint.formats.hqq import HqqReader
 from bridge.checkpoint.formats.legacy import BITS, FloatZerosReader
-from bridge.checkpoint.formats.scale_blocks import fit_group_size
+from bridge.checkpoint.grouped import fit_group_size
 from bridge.checkpoint.labels.quant_config import QuantConfig
 from bridge.errors import BridgeError
 

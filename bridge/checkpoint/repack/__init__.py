@@ -1,4 +1,4 @@
-"""GPTQ checkpoints from v1 to v2 and back: the zero points rewritten, everything else byte for byte as it was.
+"""GPTQ checkpoints from v1 to v2 and back: zero points are rewritten, everything else is copied byte for byte.
 
     bridge.repack("model-gptq", "model-gptq-v2", "gptq_v2")
 
@@ -12,7 +12,7 @@ constant from the whole word are the same, so AutoGPTQ, vLLM, llama.cpp and GPTQ
 exception. In a module whose bits are not the checkpoint's default (`dynamic`), GPTQModel until 7.3.1 adds the
 default bits' constant; since 7.3.2 it adds that of the module's own bits, as all others do, and so it is
 written here. And 3-bit modules are written as GPTQModel from 7.0 and AutoGPTQ read them, not as GPTQModel
-before 7.0 did; its files are mended on the way.
+before 7.0 did; its files are corrected.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from bridge.checkpoint.formats.gptq import GptqReader
 from bridge.checkpoint.repack.folder_output import FolderOutput
 from bridge.checkpoint.repack.labels import Labels
 from bridge.checkpoint.repack.zero_points import Clamped, ZeroPointPlan
-from bridge.errors import BridgeError
+from bridge.errors import BridgeError, parameter
 from bridge.system.text import size_text, summarise_notes
 
 FORMATS = ("gptq", "gptq_v2")
@@ -42,11 +42,11 @@ class Repacked:
     format      gptq or gptq_v2
     modules     quantized modules in all
     rewritten   those whose qzeros changed, by how they were stored: {"v1": 28}
-    clamped     what --clamp changed, or None
+    clamped     what `clamp` changed, or None
     labels      what changed in the configs
-    left_out    weights beside the checkpoint's that were not taken along
+    left_out    weights in the folder that are not the checkpoint's and were not copied
     pickled     whether the source was .bin or .pt
-    notes       what else there is to say
+    notes       further remarks
     nbytes      of the tensors
     """
 
@@ -64,17 +64,15 @@ class Repacked:
     notes: list[str] = field(default_factory=list)
 
     def summary(self) -> str:
-        """For people: what changed and what did not, in a few lines."""
+        """A few lines: what changed and what did not."""
         changed, new = sum(self.rewritten.values()), "v2" if self.format == "gptq_v2" else "v1"
         how = ", ".join(f"{count} from {found}" for found, count in self.rewritten.items())
         lines = [f"qzeros      {changed} of {self.modules} modules rewritten as {new}" + (f": {how}" if how else "")]
         lines += [f"clamped     {self.clamped}"] if self.clamped else []
-        lines += [f"labels      {change}" for change in self.labels or ["right as they were"]]
-        lines.append(
-            f"the rest    {'the same tensors, as safetensors' if self.pickled else 'as it was, byte for byte'}"
-        )
+        lines += [f"labels      {change}" for change in self.labels or ["unchanged"]]
+        lines.append(f"the rest    {'the same tensors, as safetensors' if self.pickled else 'copied byte for byte'}")
         if self.left_out:
-            lines.append(f"left out    {', '.join(self.left_out)}: no part of the checkpoint that was read")
+            lines.append(f"left out    {', '.join(self.left_out)}: not part of the checkpoint")
         lines += [f"note: {note}" for note in summarise_notes(self.notes)]
         return "\n".join([*lines, f"{size_text(self.nbytes)} in {self.seconds:.1f} s", f"wrote {self.out}"])
 
@@ -89,13 +87,13 @@ def repack(
     force: bool = False,
     progress: Callable[[int, int, str], None] | None = None,
 ) -> Repacked:
-    """Rewrite a GPTQ checkpoint with its zero points stored as v1 or v2, and its labels put right.
+    """Rewrite a GPTQ checkpoint with its zero points stored as v1 or v2, and correct its labels.
 
     source             a folder in Hugging Face layout, a Hub id (org/name) to download, or a .pt file
     out                the folder to write; .bin and .pt become safetensors
-    checkpoint_format  "gptq" (v1) or "gptq_v2"; None: what the data is (v2 where modules differ)
+    checkpoint_format  "gptq" (v1) or "gptq_v2"; None: the data's own (v2 where modules differ)
     config             folder with config.json and tokenizer, where the source has none of its own
-    clamp              to v1: make zero points of 0, which it cannot hold, 1
+    clamp              to v1: change zero points of 0, which it cannot hold, to 1
     force              replace a checkpoint that exists
     progress           called with (bytes done, of all, tensor)
 
@@ -104,9 +102,9 @@ def repack(
     """
     started = time.perf_counter()
     if checkpoint_format not in (None, *FORMATS):
-        raise BridgeError(f"--checkpoint-format {checkpoint_format}: not known (known: {', '.join(FORMATS)})")
+        raise BridgeError(f"unknown {parameter('checkpoint_format', checkpoint_format)}: choose {' or '.join(FORMATS)}")
     if clamp and checkpoint_format == "gptq_v2":
-        raise BridgeError("--clamp changes what v1 cannot hold, and gptq_v2 holds every zero point; leave it out")
+        raise BridgeError(f"gptq_v2 holds every zero point; leave out {parameter('clamp', True)}, which is for v1")
     with open_checkpoint(resolve(source, config), config) as ckpt:
         reader = _reader(ckpt)
         with FolderOutput(ckpt, Path(out).expanduser(), force) as output:

@@ -24,7 +24,7 @@ _CHUNK = 8 << 20  # bytes copied at a time
 
 
 class Change(Protocol):
-    """What becomes of a tensor: same shape, same dtype."""
+    """A new value of a tensor, of the same shape and dtype."""
 
     def apply(self, words: np.ndarray) -> np.ndarray: ...
 
@@ -106,13 +106,13 @@ class FolderOutput(CheckpointFolder):
             self._advance(info.nbytes, info.name)
 
     def _advance(self, count: int, name: str) -> None:
-        self._done = min(self._done + count, self._ckpt.nbytes)  # a header is no tensor
+        self._done = min(self._done + count, self._ckpt.nbytes)  # headers are not counted
         self._tick(self._done, self._ckpt.nbytes, name)
 
     # everything else
 
     def _write_rest(self, names: Mapping[Path, str], configs: Mapping[str, str]) -> None:
-        """Configs, indexes, and all that is no weight of another kind."""
+        """Configs, indexes, and all other files but foreign weights."""
         indexes, renamed = self._indexes(names)
         for name, text in {**configs, **indexes}.items():
             self.write_file(name, text.encode())

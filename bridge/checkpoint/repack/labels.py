@@ -1,4 +1,4 @@
-"""What config.json and quantize_config.json say of the quantization, brought into line with the data."""
+"""config.json and quantize_config.json, corrected to match the data."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import re
 from pathlib import Path
 from typing import Any
 
-import bridge
 from bridge.checkpoint import Checkpoint
+from bridge.checkpoint.labels.gptq_labels import gptq_labels, packer
 from bridge.checkpoint.repack.zero_points import ZeroPointPlan
 from bridge.system.files import read_json
 
@@ -16,10 +16,10 @@ _PACKING = {"gptq": "auto_round:auto_gptq", "gptq_v2": "auto_round:gptqmodel"}  
 
 
 class Labels:
-    """The configs as they must be.
+    """The corrected configs.
 
     files    name -> text, of the files that change
-    changes  what changed, for people: "checkpoint_format gptq -> gptq_v2 (config.json)"
+    changes  in words: "checkpoint_format gptq -> gptq_v2 (config.json)"
     """
 
     def __init__(self, ckpt: Checkpoint, plan: ZeroPointPlan) -> None:
@@ -67,10 +67,7 @@ class Labels:
                 values["format"] = plan.format
         if plan.restated:
             meta = labels.get("meta")
-            values["meta"] = {
-                **(meta if isinstance(meta, dict) else {}),
-                "packer": [f"gguf-bridge:{bridge.__version__}"],
-            }
+            values["meta"] = {**(meta if isinstance(meta, dict) else {}), "packer": packer()}
         if not quant.dynamic and not quant.extra:
             values |= self._true_shapes(labels)
         return {key: value for key, value in values.items() if key != "checkpoint_format" or self._needs_format(labels)}
@@ -104,14 +101,8 @@ class Labels:
     def _new(self) -> dict[str, Any]:
         """A config where there was none."""
         quant = self._ckpt.quant
-        return {
-            "quant_method": "gptq",
-            "bits": quant.bits,
-            "group_size": quant.group_size,
-            "desc_act": self._scattered(),
-            "sym": all(self._plan.symmetric.values()),
-            "checkpoint_format": self._plan.format,
-        }
+        sym = all(self._plan.symmetric.values())
+        return gptq_labels(self._plan.format, quant.bits, quant.group_size, desc_act=self._scattered(), sym=sym)
 
     def _keep(self, file: Path, content: dict[str, Any]) -> None:
         """The file's new text, indented and ended as the old."""

@@ -1,4 +1,4 @@
-"""What is to be done with each module's qzeros: found in a first pass over them, which are a hundredth of a model."""
+"""How each module's qzeros must change: found in a first pass over them; they are a hundredth of a model."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 
 from bridge.checkpoint.formats.gptq import GptqReader
 from bridge.checkpoint.formats.zeros import Dialect, decode, dialects, recode
-from bridge.errors import BridgeError
+from bridge.errors import BridgeError, parameter
 
 _BITS = (2, 3, 4, 8)
 _NAMED = 4  # modules in a message
@@ -18,7 +18,7 @@ _NAMED = 4  # modules in a message
 
 @dataclass
 class Clamped:
-    """What making zero points of 0 into 1 does: every weight of such a group loses one step, its scale.
+    """The cost of changing zero points of 0 to 1: every weight of such a group loses one step, its scale.
 
     groups, modules   with a zero point of 0 (a group is one row's)
     weights           in those groups
@@ -70,7 +70,7 @@ class ZeroPointPlan:
     """Reads all qzeros; `changes` says how to rewrite them.
 
     reader   of the checkpoint
-    wanted   gptq, gptq_v2, or None for what the data is
+    wanted   gptq, gptq_v2, or None for the data's own
     clamp    zero points of 0 may become 1
 
     format      gptq or gptq_v2: what the result is
@@ -124,7 +124,7 @@ class ZeroPointPlan:
         file = info.tensors["qzeros"].file
         if info.bits not in _BITS:
             raise BridgeError(
-                f"{file}: {name} has {info.bits} bits, which readers of GPTQ v1 and v2 do not know; leave it as it is"
+                f"{file}: {name} has {info.bits} bits, which GPTQ v1 and v2 do not have; it cannot be repacked"
             )
         words = self.reader.part(name, "qzeros")
         dialect = self.reader.dialect(name, words, self.notes)
@@ -161,7 +161,7 @@ class ZeroPointPlan:
         return damage
 
     def _add_notes(self) -> None:
-        """What the user should know of the result's readers."""
+        """What the user should know about programs that read the result."""
         if self.format != "gptq":
             return
         modules, quant = self.reader.modules, self.reader.quant
@@ -170,7 +170,7 @@ class ZeroPointPlan:
             groups = sum(self._found[name].zeros for name in kept)
             self.notes.append(
                 f"{groups} groups in {len(kept)} modules have a zero point of 0, which of v1's readers GPTQModel alone "
-                "understands; gptq_v2 holds it for all, and --clamp makes it 1"
+                f"understands; gptq_v2 holds it for all, and {parameter('clamp', True)} makes it 1"
             )
         odd = sum(info.bits != quant.bits for info in modules.values())
         if odd:
@@ -184,5 +184,6 @@ def _refusal(where: str, lost: dict[str, int]) -> str:
     more = f" and {len(lost) - _NAMED} more" if len(lost) > _NAMED else ""
     return (
         f"{where}: {sum(lost.values())} groups in {len(lost)} modules have a zero point of 0, which GPTQ v1 cannot "
-        f"hold: {', '.join(named)}{more}; --clamp makes them 1 and says what that costs, gptq_v2 keeps them"
+        f"hold: {', '.join(named)}{more}; {parameter('clamp', True)} makes them 1 and reports the cost, "
+        "gptq_v2 keeps them"
     )

@@ -6,6 +6,8 @@ import argparse
 from pathlib import Path
 from typing import Any
 
+from bridge.cli.options import command
+
 _HELP = "draw a report, or a benchmark's figures"
 _DESCRIPTION = """\
 Draw what was measured: of a report (convert, quantize or verify --report) the
@@ -17,10 +19,7 @@ bench_quantize.py --json the KL divergence against size; of bench_matvec.py
 
 def add_parser(commands: Any) -> None:
     """Add the command to argparse's sub-parsers."""
-    p = commands.add_parser(
-        "plot", help=_HELP, description=_DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    p.set_defaults(run=run)
+    p = command(commands, "plot", _HELP, run, _DESCRIPTION)
     p.add_argument("source", metavar="FILE.json", type=Path, help="the report, or the benchmark's --json")
     p.add_argument(
         "-o", "--out", type=Path, metavar="PICTURE", help=".svg, .png or .pdf (default: FILE.svg beside the source)"
@@ -29,7 +28,6 @@ def add_parser(commands: Any) -> None:
         "--dark", action="store_true", help="for a dark page; an SVG without it follows the page that it is shown on"
     )
     p.add_argument("--force", action="store_true", help="replace a picture that exists")
-    p.add_argument("--debug", action="store_true", help="show where an error comes from (traceback)")
 
 
 def run(a: argparse.Namespace) -> int:

@@ -15,11 +15,11 @@ from pathlib import Path
 from bridge.checkpoint import Checkpoint
 from bridge.checkpoint.files.hub import find_template
 from bridge.errors import BridgeError
-from bridge.models.outline import Outline, PlannedTensor
-from bridge.models.template.build import Builder, kept
+from bridge.models.outline import Outline, OutlineTensor
+from bridge.models.template.build import Builder, from_template
 from bridge.models.template.template_file import copied_metadata, number, open_template, stop_texts
 
-__all__ = ["describe_template", "kept_tensors"]
+__all__ = ["describe_template", "template_tensors"]
 
 # what planning reads besides
 _COUNTS = ("attention.head_count_kv", "expert_count")
@@ -54,6 +54,6 @@ def describe_template(ckpt: Checkpoint, template: str | Path) -> Outline:
     return outline
 
 
-def kept_tensors(template: str | Path) -> dict[str, PlannedTensor]:
+def template_tensors(template: str | Path) -> dict[str, OutlineTensor]:
     """Every tensor of a template as it is, by name. Raises BridgeError where it is no model's GGUF."""
-    return {name: kept(tensor) for name, tensor in open_template(find_template(template)[0]).tensors.items()}
+    return {name: from_template(tensor) for name, tensor in open_template(find_template(template)[0]).items()}

@@ -7,9 +7,9 @@ import re
 import numpy as np
 
 from bridge.checkpoint import Checkpoint
-from bridge.models.outline import AS_IT_IS, FROM_TEMPLATE, Fold, Part, PlannedTensor
+from bridge.models.outline import Fold, OutlineTensor, Part
 from bridge.models.template.matrices import BLOCK, Matrices, Run
-from bridge.models.template.norms_and_biases import Found, Vectors
+from bridge.models.template.norms_and_biases import VectorMatch, Vectors
 from bridge.runtime.quant_tensor import QuantTensor
 from bridge.runtime.reader import GGUFFile
 
@@ -26,22 +26,22 @@ class Builder:
         self._matrices.find()
         vectors = Vectors(self._matrices)
         vectors.find()
-        self._runs, self._vectors = self._matrices.runs, vectors.found
+        self._runs, self._vectors = self._matrices.runs, vectors.matches
         self._all, self._used = self._matrices.all, self._matrices.used
         self.notes: list[str] = []
 
-    def tensors(self) -> list[PlannedTensor]:
+    def tensors(self) -> list[OutlineTensor]:
         """The new file's tensors in the template's order; every one that is taken from the template gets a note."""
         made = []
-        for name, tensor in self.file.tensors.items():
+        for name, tensor in self.file.items():
             if name in self._runs:
-                type, reason = (None, "") if _quantizable(tensor) else ("F32", AS_IT_IS)
                 parts = tuple(self._matrix(run, tensor.shape[-1]) for run in self._runs[name])
-                made.append(PlannedTensor(name, tensor.shape, parts, type=type, reason=reason))
+                fixed = None if _quantizable(tensor) else "F32"
+                made.append(OutlineTensor(name, tensor.shape, parts, fixed_type=fixed))
             elif name in self._vectors:
                 made.append(self._vector(tensor, self._vectors[name]))
             else:
-                made.append(kept(tensor))
+                made.append(from_template(tensor))
                 reason = self._matrices.reasons.get(name, "no tensor of the checkpoint is this one")
                 self.notes.append(f"{name}: taken from the template as {tensor.type}, {reason}")
         return made
@@ -52,15 +52,15 @@ class Builder:
             return Part(part.source, part.shape)
         return part
 
-    def _vector(self, tensor: QuantTensor, found: Found) -> PlannedTensor:
+    def _vector(self, tensor: QuantTensor, found: VectorMatch) -> OutlineTensor:
         if found.offset:
             stored = self.ckpt.read_float(found.parts[0][0].source) + np.float32(found.offset)
             values = np.ascontiguousarray(stored.reshape(tensor.shape), np.float32)
-            return PlannedTensor(tensor.name, tensor.shape, data=values, type="F32", reason=AS_IT_IS)
+            return OutlineTensor(tensor.name, tensor.shape, data=values, fixed_type="F32")
         parts = [_part(owner.source, rows.shape, rows, (int(np.prod(owner.shape)),)) for owner, rows in found.parts]
         if len(parts) == 1 and parts[0].rows is None:
             parts = [Part(parts[0].source, tensor.shape)]
-        return PlannedTensor(tensor.name, tensor.shape, tuple(parts), type="F32", reason=AS_IT_IS)
+        return OutlineTensor(tensor.name, tensor.shape, tuple(parts), fixed_type="F32")
 
     def _rest_is_zero(self, run: Run, columns: int) -> bool:
         """Whether the rows are the first in order, and what follows them is padding."""
@@ -103,13 +103,13 @@ class Builder:
         prefix = down.rpartition("ffn_down")[0] + "ffn_"
         known = {f"{prefix}{n}" for n in ("norm.weight", "norm.bias", "gate_inp.weight", "gate_inp_shexp.weight")}
         known |= {other.removesuffix("weight") + "bias" for other in (*before, down)}
-        vectors = {n for n, t in self.file.tensors.items() if n.startswith(prefix) and len(t.shape) < 2}
+        vectors = {n for n, t in self.file.items() if n.startswith(prefix) and len(t.shape) < 2}
         return bool(before) and vectors <= known
 
     def unused(self) -> list[str]:
         """The checkpoint's tensors that are nowhere in the new file, nor the template's in their place."""
         zeros = self.biases_without_place()
-        taken = self.file.tensors.keys() - self._runs.keys() - self._vectors.keys()
+        taken = self.file.keys() - self._runs.keys() - self._vectors.keys()
         return sorted(
             c.source for c in self._all if c not in self._used and c.source not in zeros and c.name not in taken
         )
@@ -123,9 +123,9 @@ class Builder:
         ]  # fmt: skip
 
 
-def kept(tensor: QuantTensor) -> PlannedTensor:
+def from_template(tensor: QuantTensor) -> OutlineTensor:
     """A template's tensor as it is."""
-    return PlannedTensor(tensor.name, tensor.shape, data=tensor.raw, type=tensor.type, reason=FROM_TEMPLATE)
+    return OutlineTensor(tensor.name, tensor.shape, data=tensor.raw, origin="template", fixed_type=tensor.type)
 
 
 def _part(source: str, shape: tuple[int, ...], rows: np.ndarray, stored: tuple[int, ...]) -> Part:

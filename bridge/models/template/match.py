@@ -30,7 +30,7 @@ _SIMILAR = 0.7  # cosine of a row and its quantized self; 0.9 for 2 bits
 
 
 @dataclass(frozen=True)
-class Matrix:
+class LazyMatrix:
     """Rows of float32, read when they are asked for.
 
     read      (start, stop) -> float32 [stop - start, columns]
@@ -71,26 +71,26 @@ def rounding_of(type_: str) -> float:
     return next((share for start, share in _COARSE.items() if type_.startswith(start)), 0.3)
 
 
-def alike(template: Matrix, checkpoint: Matrix, t: np.ndarray, w: np.ndarray) -> bool:
+def alike(template: LazyMatrix, checkpoint: LazyMatrix, t: np.ndarray, w: np.ndarray) -> bool:
     """Whether rows of the two are the same but for rounding and noise."""
     return _sum_of_squares(t - w) <= allowed(template, checkpoint, _sum_of_squares(t), t.size)
 
 
-def allowed(template: Matrix, checkpoint: Matrix, signal: float, weights: int) -> float:
+def allowed(template: LazyMatrix, checkpoint: LazyMatrix, signal: float, weights: int) -> float:
     """The largest squared error of so many weights that is no difference."""
     rounding = (template.rounding + checkpoint.rounding) * signal
     return min(rounding + _NOISES * checkpoint.noise * weights, max(rounding, _LARGEST * signal))
 
 
 @dataclass(frozen=True)
-class Found:
+class RowMatch:
     """Where a matrix's rows are: int64 [rows] of the checkpoint's, and whether factors stand between the two."""
 
     order: np.ndarray
     scaled: bool = False
 
 
-def find_rows(template: Matrix, checkpoint: Matrix, known: Iterable[np.ndarray] = ()) -> Found | None:
+def find_rows(template: LazyMatrix, checkpoint: LazyMatrix, known: Iterable[np.ndarray] = ()) -> RowMatch | None:
     """The checkpoint's row of each of the template's; None where the two are different matrices.
 
     known  orders that converters put rows in, int64 [rows]: tried after that of the checkpoint, before any other
@@ -106,14 +106,14 @@ def find_rows(template: Matrix, checkpoint: Matrix, known: Iterable[np.ndarray] 
             w = checkpoint.take(order[sample])
             near = alike(template, checkpoint, t, _fitted(t, w) if scaled else w)
             if near and same(template, checkpoint, order, scaled):
-                return Found(order, scaled)
+                return RowMatch(order, scaled)
     searched = _most_similar_rows(template, [checkpoint])
     if searched is None or np.unique(searched).size < rows:
         return None
-    return next((Found(searched, s) for s in (False, True) if same(template, checkpoint, searched, s)), None)
+    return next((RowMatch(searched, s) for s in (False, True) if same(template, checkpoint, searched, s)), None)
 
 
-def same(template: Matrix, checkpoint: Matrix, order: np.ndarray, scaled: bool = False) -> bool:
+def same(template: LazyMatrix, checkpoint: LazyMatrix, order: np.ndarray, scaled: bool = False) -> bool:
     """Whether all rows are the same, the checkpoint's taken in `order`; `scaled`: but for factors."""
     error = signal = 0.0
     for start, stop in template.chunks():
@@ -124,7 +124,7 @@ def same(template: Matrix, checkpoint: Matrix, order: np.ndarray, scaled: bool =
     return error <= allowed(template, checkpoint, signal, template.shape[0] * template.shape[1])
 
 
-def find_in_several(template: Matrix, pool: Sequence[Matrix]) -> list[tuple[int, np.ndarray]] | None:
+def find_in_several(template: LazyMatrix, pool: Sequence[LazyMatrix]) -> list[tuple[int, np.ndarray]] | None:
     """The template's rows as runs of rows of several matrices: (which, int64 rows) one after another, or None."""
     order = _most_similar_rows(template, pool)
     if order is None or np.unique(order).size < template.shape[0]:
@@ -136,7 +136,7 @@ def find_in_several(template: Matrix, pool: Sequence[Matrix]) -> list[tuple[int,
     for start, stop in zip([0, *cuts], [*cuts, len(order)], strict=True):
         owner = int(which[start])
         rows = order[start:stop] - starts[owner]
-        part = Matrix(
+        part = LazyMatrix(
             (stop - start, template.shape[1]), lambda a, b, at=start: template.read(at + a, at + b),  # type: ignore[misc]
             rounding=template.rounding,
         )  # fmt: skip
@@ -146,7 +146,7 @@ def find_in_several(template: Matrix, pool: Sequence[Matrix]) -> list[tuple[int,
     return runs
 
 
-def _most_similar_rows(template: Matrix, pool: Sequence[Matrix]) -> np.ndarray | None:
+def _most_similar_rows(template: LazyMatrix, pool: Sequence[LazyMatrix]) -> np.ndarray | None:
     """int64 [rows]: the most similar row of the pool's, counted through; None where some row has none."""
     rows = template.shape[0]
     total = sum(m.shape[0] for m in pool)
@@ -164,7 +164,7 @@ def _most_similar_rows(template: Matrix, pool: Sequence[Matrix]) -> np.ndarray |
     return order
 
 
-def _unit(matrix: Matrix, columns: np.ndarray) -> np.ndarray:
+def _unit(matrix: LazyMatrix, columns: np.ndarray) -> np.ndarray:
     """Some columns of all rows, each row of length 1."""
     out = np.concatenate([matrix.read(start, stop)[:, columns] for start, stop in matrix.chunks()])
     return out / np.maximum(np.linalg.norm(out, axis=1, keepdims=True), 1e-30)

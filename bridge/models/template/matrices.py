@@ -22,7 +22,7 @@ import numpy as np
 from bridge.checkpoint import Checkpoint
 from bridge.errors import BridgeError
 from bridge.gguf_file.rope_rows import interleaved_rows
-from bridge.models.template.match import Matrix, find_in_several, find_rows, rounding_of
+from bridge.models.template.match import LazyMatrix, find_in_several, find_rows, rounding_of
 from bridge.models.template.names import Candidate, candidates
 from bridge.models.template.template_file import number
 from bridge.runtime.cpu import dequantize
@@ -59,7 +59,7 @@ class Matrices:
         self.ckpt, self.file = ckpt, file
         heads = number(file, "attention.head_count", 0)
         self._heads = (heads, number(file, "attention.head_count_kv", heads))
-        self.all = candidates(ckpt, file.arch, number(file, "block_count"), file.tensors)
+        self.all = candidates(ckpt, file.arch, number(file, "block_count"), file)
         self.named: dict[str, list[Candidate]] = {}
         for candidate in self.all:
             self.named.setdefault(candidate.name or "", []).append(candidate)
@@ -71,7 +71,7 @@ class Matrices:
     def find(self) -> None:
         """Match everything. Raises BridgeError where the two are not of one model."""
         self._check_vocabulary()
-        wanted = [t for t in self.file.tensors.values() if is_matrix(t)]
+        wanted = [t for t in self.file.values() if is_matrix(t)]
         with ThreadPoolExecutor(max_workers=usable_cpus(), thread_name_prefix="match") as pool:
             for tensor, runs in zip(wanted, pool.map(self._by_name, wanted), strict=True):
                 self._place(tensor, runs)
@@ -167,19 +167,19 @@ class Matrices:
         """The orders of q's and k's rows in llama's GGUF."""
         return [interleaved_rows(n, rows // n) for n in dict.fromkeys(self._heads) if n and rows % (2 * n) == 0]
 
-    def of_checkpoint(self, candidate: Candidate, columns: int) -> Matrix:
+    def of_checkpoint(self, candidate: Candidate, columns: int) -> LazyMatrix:
         """The first `columns` columns of a candidate: what is beyond them is padding, and checked when it is read."""
         rows = candidate.shape[0]
         if candidate.module is not None:
             t = self.ckpt.read_module(candidate.module)
-            return Matrix(
+            return LazyMatrix(
                 (rows, columns),
                 lambda a, b: t.dequantize(slice(a, b))[:, :columns],
                 lambda order: t.take_rows(order).dequantize()[:, :columns],
                 noise=t.noise() / math.prod(t.shape),
             )
         rounding = _FLOAT_ROUNDING.get(self.ckpt.tensors[candidate.source].dtype, 1e-6)
-        return Matrix(
+        return LazyMatrix(
             (rows, columns), lambda a, b: self.ckpt.read_float(candidate.source, (a, b))[:, :columns], rounding=rounding
         )
 
@@ -232,7 +232,7 @@ def is_matrix(tensor: QuantTensor) -> bool:
     return len(tensor.shape) in (2, 3) and tensor.shape[0] > 1
 
 
-def _of_template(tensor: QuantTensor) -> Matrix:
+def _of_template(tensor: QuantTensor) -> LazyMatrix:
     """A matrix, or a stack's matrices one after another."""
     *outer, columns = tensor.shape
     rows = math.prod(outer)
@@ -241,13 +241,13 @@ def _of_template(tensor: QuantTensor) -> Matrix:
     def values(which: slice | np.ndarray) -> np.ndarray:
         return dequantize.rows(tensor.type, raw[which])
 
-    return Matrix((rows, columns), lambda a, b: values(slice(a, b)), values, rounding=rounding_of(tensor.type))
+    return LazyMatrix((rows, columns), lambda a, b: values(slice(a, b)), values, rounding=rounding_of(tensor.type))
 
 
-def _flipped(stack: QuantTensor) -> Matrix:
+def _flipped(stack: QuantTensor) -> LazyMatrix:
     """A stack's matrices, each transposed, one after another."""
     values = stack.dequantize().swapaxes(1, 2).reshape(-1, stack.shape[1])
-    return Matrix(values.shape, lambda a, b: values[a:b], rounding=rounding_of(stack.type))
+    return LazyMatrix(values.shape, lambda a, b: values[a:b], rounding=rounding_of(stack.type))
 
 
 def _rows_of_heads(heads: int, size: int, rows: int) -> list[np.ndarray]:

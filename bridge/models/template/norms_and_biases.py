@@ -25,7 +25,7 @@ _FACTORS = 0.75  # of the squared error left once factors are fitted: less shows
 
 
 @dataclass(frozen=True)
-class Found:
+class VectorMatch:
     """What a vector is made of: rows of one or several tensors, one after another, and what is added to them."""
 
     parts: list[tuple[Candidate, np.ndarray]]
@@ -36,11 +36,11 @@ class Found:
 class Vectors:
     """The matching of one template's vectors, the matrices having been found; `find` does it.
 
-    found  by GGUF name
+    matches  by GGUF name
     """
 
     matrices: Matrices
-    found: dict[str, Found] = field(default_factory=dict)
+    matches: dict[str, VectorMatch] = field(default_factory=dict)
 
     @property
     def ckpt(self) -> Checkpoint:
@@ -52,10 +52,10 @@ class Vectors:
 
     def find(self) -> None:
         """Match everything. Raises BridgeError where AWQ's factors cannot be told from a difference of models."""
-        for tensor in self.file.tensors.values():
+        for tensor in self.file.values():
             if sum(n > 1 for n in tensor.shape) <= 1:
                 self._find_vector(tensor)
-        for found in self.found.values():
+        for found in self.matches.values():
             self.matrices.used.update(candidate for candidate, _ in found.parts)
 
     def _find_vector(self, tensor: QuantTensor) -> None:
@@ -81,7 +81,7 @@ class Vectors:
                 self._refuse_flipped(tensor, candidate)
             else:
                 offset = 0.0
-            self.found[tensor.name] = Found([(candidate, np.arange(stored.size))], offset)
+            self.matches[tensor.name] = VectorMatch([(candidate, np.arange(stored.size))], offset)
             return
 
     def _find_bias(self, tensor: QuantTensor, values: np.ndarray, runs: list[Run] | None) -> bool:
@@ -103,7 +103,9 @@ class Vectors:
             )
             if np.square(values - made * r).sum() > 0.01 * np.square(values).sum():
                 return False
-        self.found[tensor.name] = Found([(sources[name], run.rows) for name, run in zip(names, runs, strict=True)])
+        self.matches[tensor.name] = VectorMatch(
+            [(sources[name], run.rows) for name, run in zip(names, runs, strict=True)]
+        )
         return True
 
     def _awq_offset(self, name: str, values: np.ndarray, stored: np.ndarray) -> float | None:

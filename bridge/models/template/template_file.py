@@ -30,8 +30,8 @@ def open_template(path: Path) -> GGUFFile:
         what = f"of type {kind!r}" if kind != "model" else "without token_embd.weight"
         raise BridgeError(f"{path}: a GGUF {what} is no template; give the model that llama.cpp's converter made")
     blocks = number(file, "block_count")
-    if blocks > len(file.tensors):
-        raise BridgeError(f"{path}: has {blocks} blocks and {len(file.tensors)} tensors; make the template again")
+    if blocks > len(file):
+        raise BridgeError(f"{path}: has {blocks} blocks and {len(file)} tensors; make the template again")
     return file
 
 

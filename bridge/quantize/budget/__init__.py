@@ -1,1 +1,1 @@
-"""A size budget: which type each tensor gets."""
+"""A type for each tensor under a size budget: costs (`sensitivity`), the best allocation, and measured trials."""

@@ -1,16 +1,16 @@
 """A type for every tensor under a limit of bytes: the multiple-choice knapsack, solved exactly.
 
-Each item (a tensor) has options (types) of a size and a loss; one of each is taken, so that the sizes' sum stays within
-the limit and the losses' sum is least.
+Each item (a tensor) has options (types) with a size and a loss; the least sum of losses is wanted whose sum of sizes
+is within the limit.
 
-    hull       with a price p per byte, each item alone takes the option of least loss + p * size; by falling p these
-               are the corners of its lower convex hull, and the steps between them, all items' steps sorted by the
-               loss that they save a byte, are taken as long as they fit. The first that does not sets the price
-    fill       further steps that fit, smaller ones, use what is left: a solution, near to the best
-    rest       at that price no solution can be better than the bound  sum(min(loss + p * size)) - p * limit. What an
-               option costs above its item's minimum, and what bytes left over cost, must stay below the gap between
-               solution and bound: few options are left, and those are gone through, states by size and loss with the
-               dominated ones dropped (Dyer, Zemel; Pisinger 1995)
+    hull       at a price p per byte, each item takes the option of least loss + p * size: with falling p, the corners
+               of its lower convex hull. The steps between corners, sorted over all items by the loss saved per byte,
+               are taken as long as they fit. The first that does not fit sets the price
+    fill       smaller steps that still fit use the bytes left: a solution near the optimum
+    search     at that price no solution is better than the bound  sum(min(loss + p * size)) - p * limit. The cost of
+               options above their items' minima, plus the price of unused bytes, must be below the gap between
+               solution and bound. Few options remain; they are enumerated as states of size and loss without the
+               dominated ones (Dyer, Zemel; Pisinger 1995)
 """
 
 from __future__ import annotations
@@ -20,19 +20,21 @@ from itertools import pairwise
 
 import numpy as np
 
-_STATES = 1 << 17  # kept at a time; beyond it the cheapest, and the result is near to the best only
+_STATES = 1 << 17  # at a time; of more, the cheapest are kept, and the result is only near the optimum
 
 
 def allocate(sizes: Sequence[np.ndarray], losses: Sequence[np.ndarray], limit: int) -> np.ndarray:
-    """The option of each item, int [items]: least sum of losses with a sum of sizes of at most `limit`.
+    """The option of each item, int [items]: the least sum of losses whose sum of sizes is at most `limit`.
 
     sizes   int [options] of each item, in any order
     losses  float [options] of each item
 
-    Raises ValueError where the smallest options exceed the limit.
+    Raises ValueError if the smallest options exceed the limit.
     """
     if sum(int(s.min()) for s in sizes) > limit:
-        raise ValueError(f"the smallest options take {sum(int(s.min()) for s in sizes)}, and {limit} is the limit")
+        raise ValueError(
+            f"the smallest options take {sum(int(s.min()) for s in sizes)} bytes, over the limit of {limit}"
+        )
     if not len(sizes):
         return np.empty(0, np.int64)
     price, taken = _fill(sizes, losses, limit)
@@ -59,7 +61,7 @@ def hull(sizes: np.ndarray, losses: np.ndarray) -> list[int]:
 
 
 def _slope(sizes: np.ndarray, losses: np.ndarray, a: int, b: int) -> float:
-    """Loss saved a byte from option a to the larger b."""
+    """Loss saved per byte from option a to the larger b."""
     return float(losses[a] - losses[b]) / max(int(sizes[b] - sizes[a]), 1)
 
 
@@ -89,7 +91,7 @@ def _fill(sizes: Sequence[np.ndarray], losses: Sequence[np.ndarray], limit: int)
 def _search(
     sizes: Sequence[np.ndarray], reduced: Sequence[np.ndarray], price: float, limit: int, gap: float
 ) -> np.ndarray | None:
-    """The options whose reduced losses and price of what is left over sum to the least below `gap`; None: none do."""
+    """The options with the least sum of reduced losses and price of unused bytes; None if that is not below `gap`."""
     kept = [np.flatnonzero(r < gap) for r in reduced]
     if any(not len(k) for k in kept):
         return None
@@ -104,7 +106,7 @@ def _search(
         costs = (cost[:, None] + reduced[i][options]).ravel()
         unused = np.maximum(limit - sums - int(most[step + 1 :].sum()), 0)
         ok = np.flatnonzero((sums + int(least[step + 1 :].sum()) <= limit) & (costs + price * unused < gap))
-        # of two states the smaller dominates where it is not dearer even with its bytes left unused
+        # the smaller of two states dominates if it is not dearer even with its spare bytes unused
         ok = ok[np.lexsort((costs[ok], sums[ok]))]
         total = costs[ok] - price * sums[ok]
         before = np.minimum.accumulate(np.concatenate([[np.inf], total]))[:-1]

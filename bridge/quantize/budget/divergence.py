@@ -1,10 +1,10 @@
 """Measured KL divergence of trial models from the float one, on the tokens of `Passes`.
 
-A trial says a type for each layer. Its weights are rounded to nearest, and the errors made as much smaller as the
-layer's own method would leave them: W + sqrt(left) (W' - W), see `sensitivity`. In the first two blocks of a small
-Llama the divergence of one layer so made was within 26% of that of the layer as GPTQ makes it, but for attn_v in 2
-bits (54%). Rounded layers are kept in a temporary folder, as blocks; a trial that differs from the best one so far
-begins at the first block that differs.
+A trial maps layers to types. Their weights are rounded to nearest, and the errors are reduced as much as the layer's
+own method reduces them: W + sqrt(error_ratio) (W' - W), see `sensitivity`. In the first two blocks of a small Llama
+the divergence of one such layer was within 26% of that of the layer quantized by GPTQ, except attn_v in 2 bits (54%).
+Rounded layers are stored in a temporary folder, as blocks; a trial starts at the first block that differs from the
+base, the best trial so far.
 """
 
 from __future__ import annotations
@@ -21,23 +21,23 @@ import torch
 from torch import nn
 
 from bridge.blocks import BLOCKS
+from bridge.quantize.block_inputs import matrix, set_matrix
 from bridge.quantize.budget.forward_passes import Passes
 from bridge.quantize.budget.sensitivity import block_values, nearest, nearest_blocks
-from bridge.quantize.layers import matrix, set_matrix
 
-_POSITIONS = 256  # whose probabilities are held in float64 at a time
+_POSITIONS = 256  # whose probabilities are in float64 at a time
 
 
 @dataclass(frozen=True)
 class Rounded:
-    """How a layer's weights are made in a trial.
+    """How a layer's weights are rounded in a trial.
 
-    type  what they are rounded to
-    left  of the error of rounding to nearest, its share that stays
+    type         they are rounded to
+    error_ratio  the squared error, as a share of that of rounding to nearest
     """
 
     type: str
-    left: float = 1.0
+    error_ratio: float = 1.0
 
 
 Trial = Mapping[str, Rounded]  # by layer; those not named stay floats
@@ -47,39 +47,39 @@ Trial = Mapping[str, Rounded]  # by layer; those not named stay floats
 class Divergence:
     """Measures trials.
 
-    importance  what a squared error in each column of a layer costs, float32 [columns]; None: alike
+    importance  a layer's name -> the cost of a squared error in each column, float32 [columns]; None: 1
     folder      for rounded layers
-    ends        the names of the embeddings and of the output head; one name where one tensor serves for both
+    embedding_and_head  their names; the same name twice if they are tied
     """
 
     passes: Passes
     importance: Callable[[str], np.ndarray | None]
     folder: Path
-    ends: tuple[str, str]
+    embedding_and_head: tuple[str, str]
     _base: dict[str, Rounded] = field(default_factory=dict)
     _last: tuple[dict[str, Rounded], list[list[torch.Tensor]], float] | None = None
 
     def __post_init__(self) -> None:
         self._inputs = self.passes.inputs
         self._order = {name: i for i in range(len(self.passes.model.blocks)) for name, _ in self.passes.layers(i)}
-        embeddings, head = self.ends
+        embeddings, head = self.embedding_and_head
         self._order |= {head: len(self.passes.model.blocks), embeddings: -1}
 
-    def measure(self, trial: Trial, keep: bool = False) -> float:
-        """Mean over the tokens of KL(float || trial), nats; `keep`: later trials are much like this one."""
+    def measure(self, trial: Trial, as_new_base: bool = False) -> float:
+        """Mean over the tokens of KL(float || trial), nats; as_new_base: later trials will differ little from this."""
         if self._last is None or self._last[0] != trial:
             inputs = self._run(trial)
-            self._last = dict(trial), inputs, self._divergence(inputs[-1], trial.get(self.ends[1]))
-        if keep:
+            self._last = dict(trial), inputs, self._divergence(inputs[-1], trial.get(self.embedding_and_head[1]))
+        if as_new_base:
             self._base, self._inputs = self._last[:2]
         return self._last[2]
 
     def _run(self, trial: Trial) -> list[list[torch.Tensor]]:
-        """What each block gets, and the outputs of the last; from the first block on that differs from the base."""
+        """The inputs of each block and the outputs of the last, from the first block on that differs from the base."""
         differing = [i for name, i in self._order.items() if trial.get(name) != self._base.get(name)]
         first = min(differing, default=len(self.passes.model.blocks))
         inputs = self._inputs[: max(first, 0) + 1]
-        embeddings = self.ends[0]
+        embeddings = self.embedding_and_head[0]
         if first < 0:
             inputs = [self.passes.inputs[0]]
             if embeddings in trial:
@@ -101,12 +101,12 @@ class Divergence:
         if not file.exists():
             np.save(file, nearest_blocks(weight, rounded.type, self.importance(name)))
         values = torch.from_numpy(block_values(np.load(file), rounded.type))
-        return weight.lerp(values.to(weight), math.sqrt(rounded.left))
+        return weight.lerp(values.to(weight), math.sqrt(rounded.error_ratio))
 
     def _divergence(self, outputs: list[torch.Tensor], rounded: Rounded | None) -> float:
-        """Of the last block's outputs, with another head or the float model's."""
+        """The divergence of the last block's outputs, through a rounded head or the float one."""
         module = self.passes.model.model.get_output_embeddings()
-        other = None if rounded is None else self._values(self.ends[1], module, rounded)
+        other = None if rounded is None else self._values(self.embedding_and_head[1], module, rounded)
         total = 0.0
         for batch, (floats, own) in enumerate(zip(self.passes.inputs[-1], outputs, strict=True)):
             expected = self.passes.logits(batch, floats)

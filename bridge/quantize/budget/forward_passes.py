@@ -1,7 +1,7 @@
-"""Passes of a few tokens through a whole model, a block in memory at a time: forwards to logits, and back again.
+"""Passes of a few tokens through a whole model, one block in memory at a time: forward to logits, and backward.
 
-A forward pass keeps what each block was called with, float32 [tokens, hidden] a block. From that a later pass can
-begin at any block, and gradients can be taken back block by block, each run again.
+A forward pass keeps each block's inputs, float32 [tokens, hidden]. From these a later pass can start at any block,
+and gradients are propagated back block by block, running each again.
 """
 
 from __future__ import annotations
@@ -13,22 +13,20 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from bridge.quantize.block_inputs import Feed, Folder, after_blocks, first_feeds
+from bridge.quantize.block_inputs import BlockInputs, Folder, after_blocks, first_inputs, head_hessian, is_layer
 from bridge.quantize.float_model import FloatModel
-from bridge.quantize.head import head_hessian
 from bridge.quantize.hessian import Hessian
-from bridge.quantize.layers import is_layer
 
-# gets a layer's name in the checkpoint and its module, whose weights it may replace
-Change = Callable[[str, nn.Module], None]
+# (a layer's name in the checkpoint, its module): may replace the weights
+LayerChange = Callable[[str, nn.Module], None]
 
 
 @dataclass
 class Passes:
     """Token sequences int64 [sequences, length] and a model; see the module's docstring.
 
-    feeds   what the blocks are called with, for each batch
-    inputs  [block][batch]: what each block got in the pass of the float model; after the last block, its outputs
+    calls   the blocks' arguments, for each batch
+    inputs  [block][batch]: each block's inputs in the float model; after the last block, its outputs
     """
 
     model: FloatModel
@@ -36,24 +34,26 @@ class Passes:
     batch: int
 
     def __post_init__(self) -> None:
-        self.load_ends()
+        self.load_embedding_and_head()
         self.batches = self.tokens.split(self.batch)
-        self.feeds: list[Feed] = first_feeds(self.model.model, self.model.blocks, self.batches, Folder(None))
-        self.inputs = [[f.x for f in self.feeds]]
+        self.calls: list[BlockInputs] = first_inputs(self.model.model, self.model.blocks, self.batches, Folder(None))
+        self.inputs = [[f.x for f in self.calls]]
         self.inputs += self.outputs(0, self.inputs[0])
 
-    def load_ends(self) -> None:
-        """Bring in what is outside the blocks, which `quantize_model` takes away."""
+    def load_embedding_and_head(self) -> None:
+        """Load everything outside the blocks, which `quantize_model` frees."""
         self.model.load(None)
         self.model.load_head()
 
     def embedded(self) -> list[torch.Tensor]:
-        """What the first block gets, of the embeddings as they are now."""
-        return [f.x for f in first_feeds(self.model.model, self.model.blocks, self.batches, Folder(None))]
+        """The first block's inputs, from the present embeddings."""
+        return [f.x for f in first_inputs(self.model.model, self.model.blocks, self.batches, Folder(None))]
 
     @torch.no_grad()
-    def outputs(self, first: int, x: Sequence[torch.Tensor], change: Change | None = None) -> list[list[torch.Tensor]]:
-        """The outputs of each block from `first` on, which gets x of each batch."""
+    def outputs(
+        self, first: int, x: Sequence[torch.Tensor], change: LayerChange | None = None
+    ) -> list[list[torch.Tensor]]:
+        """The outputs of each block from `first` on, whose inputs are x of each batch."""
         found = []
         for i in range(first, len(self.model.blocks)):
             block = self.model.blocks[i]
@@ -62,7 +62,7 @@ class Passes:
                 if change is not None:
                     for name, module in self.layers(i):
                         change(name, module)
-                x = [self._call(i, block, f, own) for f, own in zip(self.feeds, x, strict=True)]
+                x = [self._call(i, block, call, own) for call, own in zip(self.calls, x, strict=True)]
             finally:
                 self.model.drop(i)
             found.append(list(x))
@@ -75,12 +75,12 @@ class Passes:
                 yield self.model.name(f"{self.model.prefix}.{block}.{name}"), module
 
     def logits(self, batch: int, x: torch.Tensor) -> torch.Tensor:
-        """[sequences, length, vocabulary] of the last block's outputs of a batch; gradients pass."""
+        """[sequences, length, vocabulary] for the last block's outputs of a batch; gradients pass."""
         return after_blocks(self.model.model, self.model.blocks, self.batches[batch], x).logits.float()
 
     @contextmanager
     def changed(self, module: nn.Module, values: torch.Tensor) -> Iterator[None]:
-        """With other weights in the embeddings or the head."""
+        """Replace the weights of the embeddings or the head meanwhile."""
         kept = module.weight
         module.weight = nn.Parameter(values, requires_grad=False)
         try:
@@ -88,10 +88,10 @@ class Passes:
         finally:
             module.weight = kept
 
-    def _call(self, number: int, block: nn.Module, feed: Feed, x: torch.Tensor) -> torch.Tensor:
-        feed.at(number)
-        feed.x = x
-        output = feed.into(block)
+    def _call(self, number: int, block: nn.Module, call: BlockInputs, x: torch.Tensor) -> torch.Tensor:
+        call.select_block(number)
+        call.x = x
+        output = call.run(block)
         return output[0] if isinstance(output, tuple) else output
 
     def mean_square_gradients(self, seed: int = 0) -> Iterator[tuple[str, torch.Tensor]]:
@@ -110,10 +110,10 @@ class Passes:
             sums: dict[str, torch.Tensor] = {}
             hooks = [module.register_forward_hook(_adding(name, sums)) for name, module in self.layers(i)]
             try:
-                for b, feed in enumerate(self.feeds):
+                for b, call in enumerate(self.calls):
                     x = self.inputs[i][b].detach().requires_grad_()
                     with torch.enable_grad():
-                        self._call(i, self.model.blocks[i], feed, x).backward(gradients[b])
+                        self._call(i, self.model.blocks[i], call, x).backward(gradients[b])
                     assert x.grad is not None
                     gradients[b] = x.grad
             finally:
@@ -139,7 +139,7 @@ class Passes:
         return head_hessian(self.model.model, self.model.blocks, self.batches, self.inputs[-1])
 
     def _last_gradient(self, batch: int, generator: torch.Generator) -> torch.Tensor:
-        """Of the last block's outputs."""
+        """The gradient at the last block's outputs."""
         x = self.inputs[-1][batch].detach().requires_grad_()
         with torch.enable_grad():
             scores = self.logits(batch, x).log_softmax(-1).flatten(0, 1)

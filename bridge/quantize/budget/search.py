@@ -1,15 +1,15 @@
-"""Types under a limit of bytes, found with estimated losses and judged by what whole models measure.
+"""Types under a limit of bytes, found with estimated losses and checked by measuring whole models.
 
-Losses of single tensors do not simply add up: what one layer loses, others may make worse, or hide. So
+Losses of single tensors do not simply add up: other layers may amplify or hide the loss of one. So
 
     1. the exact best allocation of the estimates (`allocation`) is measured as a whole;
-    2. for each group of tensors (a tensor, or those of a kind in a range of layers) it is measured without what the
-       group loses. What that gains, over what was estimated, corrects the group's estimates, and the best allocation
-       of the corrected ones is measured;
-    3. swaps: for each tensor and each other type of it, the best allocation in which it has that one. The most
+    2. it is measured again with each group of tensors (a tensor, or those of a kind in a range of layers) as floats.
+       The ratio of measured and estimated gain corrects the group's estimates, and the best allocation of the
+       corrected ones is measured;
+    3. swaps: for each tensor and each other type of it, the best allocation in which it has that type. The most
        promising by the estimates are measured.
 
-At each step only what measures lower is kept.
+Each step is kept only if it measures lower.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ import numpy as np
 
 from bridge.quantize.budget.allocation import allocate
 
-FLOAT = -1  # an option that loses nothing, in a trial alone
-_MOST = 4.0  # by which a measured loss may correct an estimated one, either way
+FLOAT = -1  # an option without loss, for trials only
+_MOST = 4.0  # the largest factor by which a measured loss corrects an estimated one, up or down
 
-# gets the option of each item, and whether later calls will be much like this; returns a loss
+# (the option of each item, whether later calls will differ little from this) -> loss
 Measure = Callable[[np.ndarray, bool], float]
 
 
 @dataclass
-class Found:
-    """What a search has come to.
+class SearchResult:
+    """The result of `search`.
 
     taken     int [items], the option of each
     losses    float [options] of each item, corrected
-    measured  of the allocation: after each step that was kept, falling
-    trials    measured in all
-    estimated, marginal   of the groups, in the first allocation: what they lose by the estimates, and by measurement
+    measured  losses of the allocation after each step that was kept, falling
+    trials    number of models measured
+    estimated, marginal   losses of the groups in the first allocation, estimated and measured
     """
 
     taken: np.ndarray
@@ -59,14 +59,14 @@ def search(
     measure: Measure,
     groups: Sequence[Sequence[int]],
     swaps: int,
-) -> Found:
+) -> SearchResult:
     """Allocate by estimates, correct them, swap; see the module's docstring.
 
-    sizes, losses, limit  as `allocate` takes them, with estimated losses
-    groups                of items, whose estimates are corrected together
-    swaps                 how many are measured at most
+    sizes, losses, limit  see `allocate`; losses are estimates
+    groups                items whose estimates are corrected together
+    swaps                 maximum number of swaps to measure
     """
-    found = Found(allocate(sizes, losses, limit), [np.asarray(x, float) for x in losses])
+    found = SearchResult(allocate(sizes, losses, limit), [np.asarray(x, float) for x in losses])
     found.measured.append(measure(found.taken, True))
     found.trials = 1
     seen = {found.taken.tobytes()}
@@ -97,8 +97,8 @@ def search(
     return found
 
 
-def _correct(found: Found, measure: Measure, groups: Sequence[Sequence[int]]) -> None:
-    """Scale the losses of each group by what it is measured to lose."""
+def _correct(found: SearchResult, measure: Measure, groups: Sequence[Sequence[int]]) -> None:
+    """Scale the losses of each group by the ratio of its measured and estimated loss."""
     marginal, estimated = [], []
     for group in groups:
         without = found.taken.copy()
@@ -114,8 +114,8 @@ def _correct(found: Found, measure: Measure, groups: Sequence[Sequence[int]]) ->
                 found.losses[i] = found.losses[i] * factor
 
 
-def _neighbours(sizes: Sequence[np.ndarray], found: Found, limit: int) -> list[np.ndarray]:
-    """The best allocations in which one item has another option, the least estimate first."""
+def _neighbours(sizes: Sequence[np.ndarray], found: SearchResult, limit: int) -> list[np.ndarray]:
+    """The best allocations in which one item has another option, the lowest estimate first."""
     ranked: dict[bytes, tuple[float, np.ndarray]] = {}
     for i, own in enumerate(found.taken.tolist()):
         for option in range(len(sizes[i])):

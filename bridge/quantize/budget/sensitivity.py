@@ -1,18 +1,17 @@
-"""What rounding a layer to each type costs the model's prediction, estimated for one layer at a time.
+"""The cost of rounding a layer to each type, for the model's prediction; estimated for one layer at a time.
 
-With E = W - W' and a layer's inputs x, its outputs miss by E x. To second order in that, and with row i's mean
-squared gradient g_i (`Passes.mean_square_gradients`) taken to be independent of x, the mean KL divergence from the
-float model is
+With E = W - W' and a layer's inputs x, the error of its outputs is E x. To second order, and with row i's mean squared
+gradient g_i (`Passes.mean_square_gradients`) assumed to be independent of x, the mean KL divergence from the float
+model is
 
     sum_i g_i e_i H e_i^T / 4        nats a token, H = 2/n sum x x^T
 
 Measured one layer at a time, KL divergences of a small Llama, its first two blocks, were 0.97 to 1.46 times that from 2
 to 6 bits; over all its layers the rank correlation was 0.87 to 0.90.
 
-Rows are rounded independently of each other, so a few tell what all of them lose. They are drawn in proportion to
-what they weigh, g_i sum_j H_jj w_ij^2, and rounded by the very method that the layer will be rounded by. What that
-leaves of the error of rounding to nearest is kept too: a trial model (`divergence`) can then do with the latter, made
-smaller.
+Rows are rounded independently, so a few give an estimate for all. They are drawn in proportion to their weight,
+g_i sum_j H_jj w_ij^2, and rounded by the method that the layer will be rounded by. The ratio of its error to that of
+rounding to nearest is kept too: a trial model (`divergence`) rounds to nearest and scales the error down.
 
 Cost: for each layer and type that of quantizing 32 rows, most of it the factorization of H.
 """
@@ -29,12 +28,11 @@ from gguf import GGMLQuantizationType
 from gguf.quants import dequantize
 
 from bridge.blocks import BLOCKS
+from bridge.checkpoint.files.dtypes import torch_dtype
 from bridge.encode.block_bytes import row_bytes
 from bridge.encode.round_rows import quantize_rows
 from bridge.quantize.hessian import Hessian
 from bridge.system.row_threads import over_rows
-
-_FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 # float [rows, columns] and a type -> what they become in it
 Rounding = Callable[[torch.Tensor, str], torch.Tensor]
@@ -42,28 +40,28 @@ Rounding = Callable[[torch.Tensor, str], torch.Tensor]
 
 @dataclass(frozen=True)
 class Cost:
-    """Of a layer in a type.
+    """The cost of a layer in a type.
 
-    loss  nats a token
-    left  of the error that rounding to nearest makes, in the metric of H: the share that the layer's method leaves
+    loss         nats per token
+    error_ratio  the method's error divided by that of rounding to nearest, in the metric of H
     """
 
     loss: float
-    left: float = 1.0
+    error_ratio: float = 1.0
 
     def __add__(self, other: Cost) -> Cost:
-        return Cost(self.loss + other.loss, self.left)
+        return Cost(self.loss + other.loss, self.error_ratio)
 
 
 def nearest(weight: torch.Tensor, type: str, importance: np.ndarray | None = None) -> torch.Tensor:
     """float32 [rows, columns] rounded to a type; importance float32 [columns]: what a squared error of each costs."""
-    if type in _FLOATS:
-        return weight.to(_FLOATS[type]).float()
+    if type not in BLOCKS:
+        return weight.to(torch_dtype(type)).float()
     return torch.from_numpy(block_values(nearest_blocks(weight, type, importance), type)).to(weight.device)
 
 
 def nearest_blocks(weight: torch.Tensor, type: str, importance: np.ndarray | None = None) -> np.ndarray:
-    """The same as blocks, uint8 [rows, row bytes], of a block type."""
+    """The same for a block type, as its blocks uint8 [rows, row bytes]."""
     block, values = BLOCKS[type], weight.detach().cpu().numpy()
     blocks = np.empty((len(values), row_bytes(block, values.shape[1])), np.uint8)
     over_rows(len(values), lambda r: quantize_rows(values[r], block, importance, blocks[r]))
@@ -92,15 +90,15 @@ def layer_costs(
 ) -> dict[str, Cost]:
     """The cost of each type.
 
-    weight      float32 [out, columns], columns as the GGUF has them, as in `hessian`
+    weight      float32 [out, columns], columns in the GGUF's order, as in `hessian`
     gradients   float64 [out], mean squares
-    methods     by type: how rows are rounded; None: to nearest, by `importance`
-    samples     rows that are drawn; one may be drawn several times
+    methods     by type: rounds rows; None: to nearest, with `importance`
+    samples     number of rows drawn; one may be drawn several times
     """
     h = hessian.matrix
     squares = (weight.double().square() @ h.diagonal().double()) * gradients.to(h.device)
     total = float(squares.sum())
-    if not total > 0:  # nothing that the text says reaches the prediction through here
+    if not total > 0:  # this layer does not affect the prediction on this text
         return dict.fromkeys(methods, Cost(0.0))
     rows, counts = draw(squares, samples)
     own = weight[rows]
@@ -119,7 +117,7 @@ def layer_costs(
 def _loss(weight: torch.Tensor, values: torch.Tensor, hessian: torch.Tensor, factor: torch.Tensor) -> float:
     errors = weight - values
     loss = float(((errors @ hessian) * errors).double().sum(1) @ factor)
-    return loss if math.isfinite(loss) else math.inf  # half precision does not reach these weights
+    return loss if math.isfinite(loss) else math.inf  # too large for half precision
 
 
 def embedding_costs(
@@ -131,7 +129,7 @@ def embedding_costs(
 ) -> dict[str, Cost]:
     """The cost of each type of the embeddings float32 [vocabulary, hidden]: sum_i g_i e_vi^2 / 2, mean over tokens v.
 
-    tokens     int, those of a text
+    tokens     int, of a text
     gradients  float64 [hidden], mean squares at the embeddings
     """
     flat = tokens.flatten()
@@ -148,7 +146,7 @@ def embedding_costs(
 
 
 def draw(weights: torch.Tensor, samples: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Indices drawn in proportion to weights float64 [n], evenly spaced on their running sum, and how often each."""
+    """Indices drawn in proportion to weights float64 [n], evenly spaced on the running sum, and each one's count."""
     sums = weights.cumsum(0)
     at = (torch.arange(samples, dtype=sums.dtype, device=sums.device) + 0.5) * (sums[-1] / samples)
     return torch.searchsorted(sums, at).clamp(max=len(weights) - 1).unique(return_counts=True)

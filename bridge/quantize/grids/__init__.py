@@ -1,1 +1,1 @@
-"""Grids that codes are rounded onto."""
+"""Grids onto which weights are rounded: groups of checkpoints, blocks of GGUF files, and how refinement moves them."""

@@ -1,10 +1,9 @@
 """The grid of GPTQ and AWQ: per row and group of columns a scale and an integer zero point, w = scale * (q - zero).
 
-Fitted as GPTQ does: from the least to the greatest weight, 0 always among them; symmetric: zero in the middle.
-Ternary, as the reference GPTQ's quantizer with maxq < 0: codes 0, 1, 2 are the least weight, 0 and the greatest, and
-a weight becomes one of the outer two where it is beyond half of it.
-`shrink` also tries narrower ranges and keeps the one of least weighted squared error (what clips outliers pays
-where codes are few).
+Fitted as GPTQ does: from the least to the greatest weight, including 0; symmetric: zero in the middle. Ternary, as in
+the reference GPTQ's quantizer with maxq < 0: codes 0, 1, 2 are the least weight, 0 and the greatest, and a weight
+becomes one of the outer two if it is beyond half of it. `shrink` also tries narrower ranges and keeps the one with the
+least weighted squared error: with few codes, clipping outliers helps.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ import numpy as np
 
 from bridge.checkpoint.grouped import GroupedTensor
 from bridge.errors import BridgeError
-from bridge.quantize.grids.group_refit import refitter
+from bridge.quantize.grids.line_refit import group_refitter
 from bridge.quantize.refine import Metric
 from bridge.system.row_threads import over_rows
 
@@ -26,7 +25,7 @@ _SHRINKS = np.linspace(1.0, 0.4, 31)
 class GroupGrid:
     """Groups of `group_size` columns (-1: the whole row) with codes of `bits` bits; `bits` 0: ternary.
 
-    A last group may be short. Scales are rounded to halves where `half` is set, as checkpoints store them.
+    The last group may be shorter. With `half`, scales are rounded to float16, as checkpoints store them.
     """
 
     rows: int
@@ -42,12 +41,12 @@ class GroupGrid:
 
     def __post_init__(self) -> None:
         if not 0 <= self.bits <= 8 or self.bits == 1:
-            raise BridgeError(f"{self.bits} bits a code; 2 to 8 are possible, or 0 for ternary weights")
+            raise BridgeError(f"{self.bits} bits per code: must be 2 to 8, or 0 for ternary weights")
         if self.group_size == -1:
             self.group_size = self.columns
         if self.group_size < 1:
-            raise BridgeError(f"groups of {self.group_size} columns; give a positive number, or -1 for the whole row")
-        self.run = self.sub = self.group_size
+            raise BridgeError(f"groups of {self.group_size} columns: must be positive, or -1 for the whole row")
+        self.fit_columns = self.sub = self.group_size
         self.low, self.high = 0, 2**self.bits - 1 if self.bits else 2
         self.ternary = not self.bits
         groups = -(-self.columns // self.group_size)
@@ -86,23 +85,24 @@ class GroupGrid:
         self.set_lines(run)
 
     def refit(self, run: int, codes: np.ndarray, g: np.ndarray, metric: Metric, sweep: int) -> None:
-        """Move the scale and zero point of group `run`; see `refine.Refinable`. Only for scales that are halves."""
+        """Move the scale and zero point of group `run`; see `refine.Refinable`. Does nothing without `half`."""
         if not self.half:
             return
         scales, zeros = (np.ascontiguousarray(f[:, run], np.float32) for f in (self.scales, self.zeros))
         order, push, inverse = metric.order[0], metric.push[0], metric.inverse[0]
-        move = refitter(self.symmetric)
+        low, high = np.float32(self.low), np.float32(self.high)
+        move = group_refitter(self.symmetric)
         over_rows(
             self.rows,
-            lambda r: move(codes[r], g[r], metric.hessian, order, push, inverse, scales[r], zeros[r], self.high),
+            lambda r: move(codes[r], g[r], metric.hessian, order, push, inverse, scales[r], zeros[r], low, high),
         )
         self.scales[:, run], self.zeros[:, run] = scales, zeros
         self.set_lines(run)
 
-    def take(self, other: GroupGrid, rows: np.ndarray, theirs: np.ndarray) -> None:
-        """See `solver.Grid`."""
+    def copy_rows(self, rows: np.ndarray, source: GroupGrid, source_rows: np.ndarray) -> None:
+        """See `gptq_solver.Grid`."""
         for name in ("scales", "zeros", "a", "c"):
-            getattr(self, name)[rows] = getattr(other, name)[theirs]
+            getattr(self, name)[rows] = getattr(source, name)[source_rows]
 
     def set_lines(self, run: int) -> None:
         """The line of a group after its scale or zero point has changed."""
@@ -117,8 +117,8 @@ class GroupGrid:
     def tensor(
         self, name: str, codes: np.ndarray, layout: np.ndarray | None = None, bias: np.ndarray | None = None
     ) -> GroupedTensor:
-        """The result. layout int [columns]: the columns of the weight matrix in the order in which groups were cut
-        (act-order); None: as they stand. Raises BridgeError for ternary groups that are not symmetric."""
+        """The quantized layer. layout int [columns]: the weight matrix's columns in the order in which groups were cut
+        (act-order); None: unchanged. Raises BridgeError for ternary groups that are not symmetric."""
         if self.ternary and ((self.c != -self.a) & (self.c != 0)).any():
             raise BridgeError(f"{name}: a checkpoint cannot hold ternary weights from -a to b; use symmetric groups")
         group_of_column = None

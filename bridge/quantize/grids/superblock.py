@@ -1,10 +1,10 @@
-"""The grid of GGUF's block types: d and dmin per block, sc and m per sub-block, fitted by our own float search.
+"""The grid of GGUF's block types: d and dmin per block, sc and m per sub-block, fitted as floats are rounded.
 
     affine types   a * q + c,  a = d * sc,  c = -dmin * mn     (Q4_1, Q5_1: a = d, c = m)
     scaled types   a * q,      a = d * sc                      q counted from the type's zero
 
-The fit of a block weighs a column by  h_j * sqrt(sigma^2 + w^2)  with h_j = diag H, as llama.cpp weighs it by its
-imatrix: a large weight's rounding error counts for more.
+The fit of a block weights a column by  h_j * sqrt(sigma^2 + w^2)  with h_j = diag H, as llama.cpp does with its
+imatrix: the rounding error of a large weight counts for more.
 """
 
 from __future__ import annotations
@@ -23,18 +23,19 @@ from bridge.encode.round_affine import affine_quantizer
 from bridge.encode.round_plain import plain_quantizer
 from bridge.encode.round_scaled import scaled_quantizer
 from bridge.errors import BridgeError
+from bridge.quantize.grids.line_refit import plain_refitter
 from bridge.quantize.grids.superblock_refit import refitter
 from bridge.quantize.refine import Metric, run_values
 from bridge.system.jit import specialize
 from bridge.system.row_threads import over_rows
 
-# what a refit multiplies d and dmin with to begin a block again, sweeps in turn; without dmin always the first. Costs
-# three times a sweep without, and brings less than another sweep: only what the first ones reached is begun again
+# factors of d and dmin with which a refit starts a block over, one list per sweep in turn; without dmin always the
+# first. Costs as much as three sweeps without and gains less than one more, so it starts after the first sweeps
 _FIRST_SWEEPS = 2
 _OFF = (0.97, 1.03)
 _TRIES = [[(1.0, 1.0), *more] for more in (((f, f) for f in _OFF), ((f, 1.0) for f in _OFF), ((1.0, f) for f in _OFF))]
 
-# a quick fit comes near the best one where no column counts for more than so many times the mean of its block
+# a quick fit is near the best one if no column counts for more than this many times the mean of its block
 _EVEN = 16
 
 # set per type by `specialize`
@@ -43,7 +44,7 @@ subs = sub = 0
 
 
 def _fit_rows(x, h, spread, q, sc, mn, d, dmin, sums):
-    """x float32 [rows, size], h [size] -> the fields of one block a row; codes are a by-product."""
+    """x float32 [rows, size], h [size] -> the fields of one block per row; codes are a by-product."""
     for row in range(x.shape[0]):
         square = np.float32(0)
         for i in range(x.shape[1]):
@@ -78,12 +79,12 @@ def _fitter(block: BlockType, quick: bool) -> Callable[..., None]:
 
 @dataclass
 class SuperblockGrid:
-    """Blocks of one GGUF type over [rows, columns]. Raises BridgeError where `columns` do not fill blocks."""
+    """Blocks of one GGUF type over [rows, columns]. Raises BridgeError if `columns` do not fill blocks."""
 
     block: BlockType
     rows: int
     columns: int
-    spread: bool = True  # weigh by sqrt(sigma^2 + w^2) too
+    spread: bool = True  # weight by sqrt(sigma^2 + w^2) too
     a: np.ndarray = field(init=False)
     c: np.ndarray = field(init=False)
     ternary: bool = field(default=False, init=False)
@@ -93,10 +94,10 @@ class SuperblockGrid:
             raise BridgeError(
                 f"rows of {self.columns} weights do not fill {self.block} blocks of {self.block.size}; use another type"
             )
-        self.run, self.sub = self.block.size, self.block.sub
+        self.fit_columns, self.sub = self.block.size, self.block.sub
         self.low, self.high = -self.block.zero, self.block.levels - 1 - self.block.zero
         lines = (self.rows, self.columns // self.sub)
-        blocks = (self.rows, self.columns // self.run)
+        blocks = (self.rows, self.columns // self.fit_columns)
         self.sc = np.ones(lines, np.int8)
         self.mn = np.zeros(lines, np.uint8)
         self.d = np.zeros(blocks, np.float32)
@@ -119,6 +120,9 @@ class SuperblockGrid:
 
     def refit(self, run: int, codes: np.ndarray, g: np.ndarray, metric: Metric, sweep: int) -> None:
         """Move d, dmin, sc and m of block `run`; see `refine.Refinable`."""
+        if not self.block.is_k:
+            self._refit_plain(run, codes, g, metric)
+            return
         fitter = refitter(self.block)
         tries = np.array(_TRIES[sweep % len(_TRIES) if self.block.has_min else 0], np.float32)
         if sweep < _FIRST_SWEEPS:
@@ -134,14 +138,24 @@ class SuperblockGrid:
                 ),
             )
 
-    def take(self, other: SuperblockGrid, rows: np.ndarray, theirs: np.ndarray) -> None:
-        """See `solver.Grid`."""
+    def _refit_plain(self, run: int, codes: np.ndarray, g: np.ndarray, metric: Metric) -> None:
+        order, push, inverse = metric.order[0], metric.push[0], metric.inverse[0]
+        low, high = np.float32(self.low), np.float32(self.high)
+        move = plain_refitter(self.block)
+        with self._fields(run) as (_, _, d, dmin):
+            over_rows(
+                self.rows,
+                lambda r: move(codes[r], g[r], metric.hessian, order, push, inverse, d[r, 0], dmin[r, 0], low, high),
+            )
+
+    def copy_rows(self, rows: np.ndarray, source: SuperblockGrid, source_rows: np.ndarray) -> None:
+        """See `gptq_solver.Grid`."""
         for name in ("sc", "mn", "d", "dmin", "a", "c"):
-            getattr(self, name)[rows] = getattr(other, name)[theirs]
+            getattr(self, name)[rows] = getattr(source, name)[source_rows]
 
     @contextmanager
     def _fields(self, run: int) -> Iterator[list[np.ndarray]]:
-        """Contiguous sc, mn, d, dmin of a block of every row, to be changed; the lines follow."""
+        """Contiguous copies of a block's sc, mn, d, dmin in every row, written back at the end; updates the lines."""
         subs = self.block.subs
         of_run = slice(run * subs, (run + 1) * subs)
         block = slice(run, run + 1)
@@ -153,7 +167,7 @@ class SuperblockGrid:
         self._set_lines(run)
 
     def _set_lines(self, run: int) -> None:
-        """The lines of a block after its fields have changed, rounded as dequantizing rounds them."""
+        """Update the lines of a block after a change of its fields, rounded as dequantizing rounds them."""
         subs = self.block.subs
         of_run = slice(run * subs, (run + 1) * subs)
         self.a[:, of_run] = self.d[:, run : run + 1] * self.sc[:, of_run].astype(np.float32)

@@ -1,8 +1,7 @@
-"""Moves of a block's d, dmin, sc and m in the metric of H, codes following; see `refine`.
+"""Moves of a K-quant block's d, dmin, sc and m in the metric of H, codes following; see `refine`.
 
-K-quants: each sub-block tries its neighbours (sc + i, m + j), i and j of 1 or 2, m following sc so that the mean
-of the line stays; then d and dmin together by least squares. Plain types have d (and m) alone, real numbers: tries
-are some hundredths of the code range away.
+Each sub-block tries lines (sc + i, m + j) near its own, i and j up to 2, m following sc so that the mean of the line
+stays; then d and dmin are fitted together by least squares.
 """
 
 from __future__ import annotations
@@ -15,14 +14,11 @@ import numpy as np
 
 from bridge.blocks import BlockType
 from bridge.quantize.grids.try_lines import least, line_search
-from bridge.quantize.refine import line_target, move
+from bridge.quantize.refine import GAIN, line_target, move
 from bridge.system.half import round_half
 from bridge.system.jit import specialize
 
-_GAIN = np.float32(0.9999)
 _ZERO = np.float32(0)
-# lines tried side by side, and how many of them share sc; by: is a K-quant, has a minimum
-LANES = {(True, True): (32, 5), (True, False): (8, 1), (False, True): (64, 7), (False, False): (8, 1)}
 
 # set per type by `specialize`
 size = subs = sub = 0
@@ -38,9 +34,9 @@ try_lines: Any = None
 
 
 def _scales(codes, values, g, hw, sums, sc, mn, fields, hu, hv):
-    """d and dmin by least squares for the codes there are, as halves; taken if the exact error falls.
+    """d and dmin by least squares for the present codes, as halves; taken if the exact error falls.
 
-    hw  [size]: W' H as the codes are. With W' = d u + dmin v it says what u H is, which would take a product with H
+    hw  [size]: W' H of the present codes. With W' = d u + dmin v it gives u H without another product with H
     """
     d = fields[0]
     dmin = fields[1]
@@ -94,13 +90,13 @@ def _scales(codes, values, g, hw, sums, sc, mn, fields, hu, hv):
 
 
 def _lines(codes, values, g, hessian, order, push, inverse, sc, mn, d, dmin, forced, own, target, scratch, tried):
-    """Each sub-block's best line near its own; `forced`: it must be one of d and dmin, though it were worse.
+    """Each sub-block's best line near its own; `forced`: a line of d and dmin even if it is worse.
 
     scratch float32 [2, sub, lanes], tried float32 [5, lanes]: lines a, c, their errors, and sc and m of each
     """
     for j in range(subs):
         left = line_target(values, g, order[j], inverse[j], own, target)
-        bound = np.float32(np.inf) if forced else left * _GAIN
+        bound = np.float32(np.inf) if forced else left * GAIN
         old_s = np.int32(sc[j])
         old_m = np.int32(mn[j])
         slope = _ZERO
@@ -130,8 +126,8 @@ def _lines(codes, values, g, hessian, order, push, inverse, sc, mn, d, dmin, for
 
 
 def _refit_k(codes, g, hw, hessian, sums, order, push, inverse, sc, mn, d, dmin, tries):
-    """hw float32 [rows, size]: W' H of the block; tries float32 [n, 2]: what d and dmin are multiplied with to begin
-    again; the first is 1, 1."""
+    """hw float32 [rows, size]: W' H of the block; tries float32 [n, 2]: factors of d and dmin to start over
+    with; the first is 1, 1."""
     gathered = np.empty(sub, np.float32)
     target = np.empty(sub, np.float32)
     scratch = np.empty((2, sub, lanes), np.float32)
@@ -217,40 +213,10 @@ def _refit_k(codes, g, hw, hessian, sums, order, push, inverse, sc, mn, d, dmin,
                 mn[row, j] = best_mn[j]
 
 
-_STEPS = 3  # tries of d to either side, and of m
-_STEP = np.float32(0.25)  # of the step of a code, at the end of the range
-
-
-def _refit_plain(codes, g, hw, hessian, sums, order, push, inverse, sc, mn, d, dmin, tries):
-    own = np.empty(sub, np.float32)
-    target = np.empty(sub, np.float32)
-    scratch = np.empty((2, sub, lanes), np.float32)
-    tried = np.empty((3, lanes), np.float32)
-    values = np.empty(size, np.float32)
-    for row in range(codes.shape[0]):
-        old_d = d[row, 0]
-        old_m = dmin[row, 0]
-        for k in range(size):
-            values[k] = old_d * np.float32(codes[row, k]) + old_m
-        bound = line_target(values, g[row], order[0], inverse[0], own, target) * _GAIN
-        for lane in range(lanes):
-            at = np.float32(lane // m_tries - _STEPS)
-            m_at = np.float32(lane % m_tries - _STEPS)
-            tried[0, lane] = round_half(old_d * (np.float32(1) + at * _STEP / high))
-            tried[1, lane] = round_half(old_m + (m_at - at) * _STEP * old_d) if mins else _ZERO
-        try_lines(target, push[0], tried[0], tried[1], low, high, scratch[0], scratch[1], tried[2])
-        best = least(tried[2], bound)
-        if best >= 0:
-            a, c = tried[0, best], tried[1, best]
-            d[row, 0] = a
-            dmin[row, 0] = c
-            move(order[0], scratch[0, :, best], a, c, codes[row], values, g[row], hessian)
-
-
 @cache
 def refitter(block: BlockType) -> Callable[..., None]:
-    """The compiled refit of a type; codes [rows, size] and g are those of one block a row."""
-    lanes, m_tries = LANES[block.is_k, block.has_min]
+    """The compiled refit of a K-quant; codes [rows, size] and g: one block per row."""
+    lanes, m_tries = (32, 5) if block.has_min else (8, 1)  # lines tried side by side; of these, with the same sc
     scope: dict[str, Any] = {
         "size": block.size,
         "subs": block.subs,
@@ -265,7 +231,5 @@ def refitter(block: BlockType) -> Callable[..., None]:
         "m_tries": m_tries,
         "try_lines": line_search(lanes),
     }
-    if not block.is_k:
-        return specialize(_refit_plain, block.name, **scope)
     moves = {f.__name__[1:]: specialize(f, block.name, **scope) for f in (_lines, _scales)}
     return specialize(_refit_k, block.name, **scope, **moves)

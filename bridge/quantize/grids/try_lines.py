@@ -1,8 +1,8 @@
 """Many lines a * q + c tried at once on a sub-run, one in each lane of a vector; see `refine`.
 
-Alone, a line costs 30 cycles a weight: each code waits for the one before, and what it pushes on are too few numbers
-for vectors. Side by side, lines share the loads and hide each other's delays; 32 of them take as long as two.
-Written as LLVM's vector instructions, since Numba makes no vectors of loops with so many arrays.
+Alone, a line costs 30 cycles per weight: each code waits for the one before, and its error moves too few numbers for
+vectors. Side by side, lines share loads and hide each other's latency; 32 of them take as long as two. Written as LLVM
+vector instructions, since Numba does not vectorize loops with so many arrays.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ def line_search(lanes: int) -> Any:
     a, c      float32 [lanes], the lines
     low, high float32, of codes
     codes     float32 [n, lanes], written
-    errors    float32 [n, lanes], written: what each step pushes on
+    errors    float32 [n, lanes], written: the errors that each step feeds forward
     lost      float32 [lanes], written: the error of each line, the sum of squares of `errors`
 
-    Arrays are C-contiguous. Costs n^2 / 2 operations a line.
+    Arrays are C-contiguous. Costs n^2 / 2 operations per line.
     """
     vector = ir.VectorType(_F32, lanes)
 
@@ -56,7 +56,7 @@ def line_search(lanes: int) -> Any:
 
 @inlined
 def least(lost, bound):
-    """The lane of the least error below `bound`; -1 where there is none."""
+    """The lane of the least error below `bound`; -1 if there is none."""
     best = -1
     for lane in range(len(lost)):
         if lost[lane] < bound:
@@ -102,7 +102,7 @@ def _emit(builder: ir.IRBuilder, vector: ir.VectorType, data: dict[str, ir.Value
     low, high = spread(data["low"]), spread(data["high"])
     total = cgutils.alloca_once_value(builder, zero)
     builder.store(zero, total)
-    sums = [cgutils.alloca_once(builder, vector) for _ in range(2)]  # two, as a sum waits for the one before
+    sums = [cgutils.alloca_once(builder, vector) for _ in range(2)]  # two, since each sum waits for the one before
     with cgutils.for_range(builder, n) as outer:
         i = outer.index
         row = builder.gep(data["push"], [builder.mul(i, n)])

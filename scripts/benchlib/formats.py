@@ -1,4 +1,4 @@
-"""The files of `bench_formats.py`: one model in every format, and how close each is."""
+"""One model as a GGUF in every format, and how close each is to the F16 file."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import Any
 import gguf
 
 import bridge
-from bridge.conversion.calibrate_plan import Calibration
-from bridge.conversion.size_budget import Budget
+from bridge.conversion.options import Budget
 from bridge.conversion.to_checkpoint import quantize_checkpoint
+from bridge.quantize.settings import Calibration
 from bridge.runtime.perplexity import perplexity
 from bridge.system.progress import Bar
 from scripts.peers import llama_quantizer
@@ -22,14 +22,14 @@ BITS = 4.0  # a weight, of the size budget
 LLAMA_CPP = "llama.cpp's quantizer, imatrix"
 OWN = "gguf-bridge quantize"
 
-Make = Callable[[Path], str | None] | Path  # writes the file, or says why it cannot; or a checkpoint to convert
+Make = Callable[[Path], str | None] | Path  # writes the file or returns why it cannot; or a checkpoint to convert
 
 
 class Formats:
     """The GGUFs of one model in the work folder.
 
     model      a float model's folder
-    text       what quantizers see: `samples` sequences of `length` tokens of it
+    text       quantizers see `samples` sequences of `length` tokens of it
     """
 
     def __init__(self, model: Path, work: Path, text: Path, samples: int, length: int, threads: int) -> None:
@@ -38,7 +38,7 @@ class Formats:
         self.needed = ("F16",)  # for other rows
 
     def makers(self) -> dict[str, tuple[str, Make]]:
-        """Every row: whose it is, and what writes its file."""
+        """Every row: who makes it, and what writes its file."""
         rows: dict[str, tuple[str, Make]] = {"F16": ("float", self._f16)}
         for name in PRESETS:
             rows[name] = (LLAMA_CPP, lambda out, name=name: self._preset(name, out))
@@ -52,11 +52,11 @@ class Formats:
         return rows
 
     def path(self, name: str) -> Path:
-        """Where a row's GGUF is, or is to be."""
+        """The path of a row's GGUF."""
         return self.work / f"{name.replace(' ', '-').replace(',', '').replace('/', '-')}.gguf"
 
     def file(self, name: str, make: Make) -> Path | str:
-        """A row's GGUF, made where it is not there; or why it cannot be."""
+        """A row's GGUF, made if it does not exist yet; or why it cannot be made."""
         path = self.path(name)
         if not path.exists():
             if isinstance(make, Path):
@@ -66,7 +66,7 @@ class Formats:
         return path
 
     def quality(self, path: Path, text: str, length: int, windows: int) -> dict[str, Any]:
-        """Perplexity, and but for F16 itself the divergences from F16."""
+        """Perplexity, and the divergence from F16 (except for F16 itself)."""
         base = self.path("F16")
         with bridge.Model.load(path, self.threads, context=length, precision="f32", kv="f32") as model:
             if path == base:
@@ -90,7 +90,7 @@ class Formats:
         return path
 
     def _imatrix(self) -> Path:
-        """llama.cpp's importance matrix of the tokens that all quantizers see."""
+        """llama.cpp's importance matrix, from the tokens that all quantizers see."""
         path = self.work / "imatrix.gguf"
         if not path.exists():
             self._grid("Q4_K", self.path("Q4_K, GPTQ on the grid"), imatrix_out=path)
@@ -98,7 +98,7 @@ class Formats:
 
     def _preset(self, name: str, out: Path) -> str | None:
         if not llama_quantizer.available():
-            return "nothing here quantizes as llama.cpp does: pip install xllamacpp"
+            return "no llama.cpp quantizer here: pip install xllamacpp"
         llama_quantizer.quantize(self._f16_there(), out, name, self._imatrix(), self.threads)
         return None
 

@@ -13,7 +13,7 @@ from gguf import TokenType
 
 from bridge.gguf_file.pretokenizers import KNOWN_ENDS
 from bridge.models.model_config import Config
-from bridge.models.vocabulary import Tokenizer
+from bridge.models.vocabulary import GGUFTokenizer
 from bridge.system.files import read_json
 
 _ROLES = ("bos", "eos", "unk", "pad", "sep", "mask")
@@ -26,7 +26,7 @@ def _content(value: Any) -> str | None:
 
 
 def add_special_tokens(
-    tokenizer: Tokenizer, config: Config, folder: Path, settings: Mapping[str, Any],
+    tokenizer: GGUFTokenizer, config: Config, folder: Path, settings: Mapping[str, Any],
     generation: Mapping[str, Any], unk: str | None,
 ) -> None:  # fmt: skip
     """Ids by role: from the tokenizer's files, else config.json's; and all the tokens that end a reply."""
@@ -69,7 +69,7 @@ def _id_list(value: Any) -> list[int]:
     return [v for v in values if isinstance(v, int) and not isinstance(v, bool) and v >= 0]
 
 
-def add_bos_and_eos(tokenizer: Tokenizer, data: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
+def add_bos_and_eos(tokenizer: GGUFTokenizer, data: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
     """Whether a prompt is given BOS and EOS: the post-processor's template, overruled by explicit settings."""
     template = _template(data.get("post_processor"))
     # transformers' Llama classes prepend BOS unless told otherwise; a tokenizer.model alone is read by one of them

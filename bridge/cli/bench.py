@@ -1,0 +1,27 @@
+"""`gguf-bridge bench`."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from bridge.blocks import TYPES
+from bridge.cli.options import command
+from bridge.system.options import positive
+
+
+def add_parser(commands: Any) -> None:
+    """Add the command to argparse's sub-parsers."""
+    p = command(commands, "bench", "time products with quantized weights, compared with the memory's own speed", run)
+    p.add_argument("what", help=f"a GGUF, whose largest tensor of each type is timed, or a type ({', '.join(TYPES)})")
+    p.add_argument("--threads", type=positive, metavar="N", help="CPU threads (default: all)")
+    p.add_argument("--device", default="cpu", help="cpu (default), cuda, cuda:1 ..., or auto: cuda if it can be")
+
+
+def run(a: argparse.Namespace) -> int:
+    """Print a line for each product as it is timed."""
+    from bridge.runtime.bench import bench
+
+    for line in bench(a.what, device=a.device, threads=a.threads):
+        print(line, flush=True)
+    return 0

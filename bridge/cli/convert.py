@@ -1,0 +1,82 @@
+"""`gguf-bridge convert`."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from bridge.cli.options import (
+    CHECKPOINT,
+    add_budget,
+    add_calibration,
+    add_options,
+    add_output,
+    budget,
+    calibration,
+    command,
+    given,
+)
+from bridge.conversion.options import ConvertOptions
+from bridge.errors import BridgeError
+from bridge.system.progress import Bar
+
+TYPES = ["type", "output_type", "token_embd_type", "tensor_types"]
+MODEL = ["config", "template", "pre"]
+
+
+def add_parser(commands: Any) -> None:
+    """Add the command to argparse's sub-parsers."""
+    p = command(commands, "convert", "write a checkpoint as a GGUF file, carrying its integer codes", run)
+    p.add_argument("checkpoint", nargs="?", help=f"{CHECKPOINT}; that of --plan if not given")
+    p.add_argument("out", nargs="?", help="the GGUF to write (default: the checkpoint's name, in the current folder)")
+    add_plan_options(p)
+    add_options(p.add_argument_group("plan"), ConvertOptions, ["plan", "shard"])
+    add_calibration(p)
+    add_budget(p, requantize=True)
+    add_output(p)
+
+
+def add_plan_options(p: argparse.ArgumentParser) -> None:
+    """The options that a plan depends on; `choices` reads them."""
+    add_options(p.add_argument_group("model"), ConvertOptions, MODEL)
+    types = p.add_argument_group("types")
+    add_options(types, ConvertOptions, [*TYPES, "actorder_type", "target", "detect_lattice", "imatrix"])
+    types.add_argument("--exact", action="store_true", help="short for --type exact")
+
+
+def choices(a: argparse.Namespace) -> dict[str, Any]:
+    """The fields of ConvertOptions that the command line gave."""
+    values = given(a, ConvertOptions)
+    if getattr(a, "exact", False):
+        if "type" in values:
+            raise BridgeError("--exact and --type ask for different things; give one")
+        values["type"] = "exact"
+    return values
+
+
+def run(a: argparse.Namespace) -> int:
+    """Convert, with progress bars, and print the report."""
+    from bridge.conversion.converter import convert_as
+    from bridge.conversion.report import check_report
+    from bridge.models.modelfile import ollama_line
+
+    plan = getattr(a, "plan", None)
+    if a.checkpoint is None and plan is None:
+        raise BridgeError("give the checkpoint to convert, or --plan; see gguf-bridge convert --help")
+    if plan is not None and a.out is None and str(a.checkpoint).endswith(".gguf"):
+        a.checkpoint, a.out = None, a.checkpoint  # `convert --plan plan.json out.gguf`
+    if a.report:
+        check_report(a.report)
+    with (
+        Bar("measuring", unit=" steps") as steps,
+        Bar("quantizing", unit=" layers") as layers,
+        Bar("converting") as bar,
+    ):
+        options = ConvertOptions(**choices(a), calibrate=calibration(a, layers), budget=budget(a, steps))
+        report = convert_as(a.checkpoint, a.out, options, bar)
+    print(report.table())
+    if options.modelfile:
+        print(f"Ollama takes it: {ollama_line(report.outputs[0])}")
+    if a.report:
+        report.save(a.report)
+    return 0

@@ -1,0 +1,40 @@
+"""`gguf-bridge plan`."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from bridge.cli.convert import add_plan_options, choices
+from bridge.cli.options import CHECKPOINT, add_options, command
+from bridge.conversion.options import PlanOptions
+from bridge.system.progress import Bar
+
+
+def add_parser(commands: Any) -> None:
+    """Add the command to argparse's sub-parsers."""
+    p = command(commands, "plan", "show or write what convert would do, tensor by tensor", run)
+    p.add_argument("checkpoint", help=CHECKPOINT)
+    p.add_argument(
+        "-o",
+        "--out",
+        metavar="PLAN.json",
+        type=Path,
+        help="write the plan for `convert --plan`; types in it may be edited",
+    )
+    add_plan_options(p)
+    add_options(p.add_argument_group("output"), PlanOptions, ["split_max_size", "force", "threads"])
+
+
+def run(a: argparse.Namespace) -> int:
+    """Make a plan, with a progress bar, and print it."""
+    from bridge.cli.describe import plan_table
+    from bridge.conversion.converter import plan_as
+
+    with Bar("planning", unit=" tensors") as bar:
+        plan = plan_as(a.checkpoint, a.out, PlanOptions(**choices(a)), bar)
+    print("\n".join(plan_table(plan)))
+    if a.out:
+        print(f"wrote {a.out}")
+    return 0

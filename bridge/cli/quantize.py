@@ -1,0 +1,75 @@
+"""`gguf-bridge quantize`."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from bridge.cli import convert
+from bridge.cli.options import add_budget, add_calibration, add_options, add_output, budget, calibration, command
+from bridge.conversion.options import ConvertOptions
+from bridge.errors import BridgeError
+from bridge.system.progress import Bar
+
+_DEFAULT_TYPE = "Q4_K"
+
+
+def add_parser(commands: Any) -> None:
+    """Add the command to argparse's sub-parsers."""
+    p = command(commands, "quantize", "quantize a float model with the Hessians of a text, as GGUF or checkpoint", run)
+    p.set_defaults(exact=False)
+    p.add_argument(
+        "checkpoint", metavar="MODEL", help="folder with config.json and float weights, or a Hub id (org/name)"
+    )
+    p.add_argument("out", nargs="?", help="the GGUF to write, or the folder of --format (default: the model's name)")
+    add_calibration(p)
+    add_budget(p)
+    types = p.add_argument_group("types")
+    types.add_argument(
+        "--type",
+        default=argparse.SUPPRESS,
+        metavar="TYPE",
+        help=f"a block type or a llama.cpp preset for the layers (default: {_DEFAULT_TYPE}, without --size or --bpw)",
+    )
+    add_options(types, ConvertOptions, [name for name in convert.TYPES if name != "type"])
+    add_options(p.add_argument_group("model"), ConvertOptions, convert.MODEL)
+    groups = p.add_argument_group("a checkpoint instead of a GGUF")
+    groups.add_argument("--format", choices=("gptq", "gptq_v2", "awq"), help="gptq is v1, awq AutoAWQ's gemm layout")
+    groups.add_argument("--bits", type=int, default=4, metavar="N", help="bits of a code (default: %(default)s)")
+    groups.add_argument(
+        "--group-size", type=int, default=128, metavar="N", help="columns in a group, -1: all (default: %(default)s)"
+    )
+    groups.add_argument("--asymmetric", action="store_true", help="store a zero point for each group (awq: always)")
+    add_output(p)
+
+
+def run(a: argparse.Namespace) -> int:
+    """Quantize to a GGUF as `convert` does, or to a checkpoint."""
+    if not hasattr(a, "text") and getattr(a, "method", None) != "rtn":
+        raise BridgeError("quantize needs a text: --calibrate FILE; without one, `convert` rounds floats to nearest")
+    asked = budget(a, None)
+    if a.format is None:
+        if not hasattr(a, "type") and asked is None:
+            a.type = _DEFAULT_TYPE
+        return convert.run(a)
+    if asked is not None:
+        raise BridgeError("--size and --bpw choose among GGUF types; a checkpoint's groups are all alike, see --bits")
+    from bridge.conversion.to_checkpoint import quantize_checkpoint
+
+    with Bar("quantizing", unit=" layers") as layers, Bar("writing") as bar:
+        settings = calibration(a, layers)
+        assert settings is not None
+        done = quantize_checkpoint(
+            a.checkpoint,
+            a.out,
+            a.format,
+            config=getattr(a, "config", None),
+            bits=a.bits,
+            group_size=a.group_size,
+            symmetric=not (a.asymmetric or a.format == "awq"),
+            calibrate=settings,
+            force=getattr(a, "force", False),
+            progress=bar,
+        )
+    print(done.summary())
+    return 0

@@ -1,0 +1,157 @@
+"""What a user asks of a conversion: one object for the command line and for Python, with its defaults and checks.
+
+    PlanOptions      what a plan depends on; types are in `recipe.Recipe`
+    ConvertOptions   a plan's options and what is done with it
+    Budget           a size, and what finding types that fit it may cost
+
+How layers are quantized with a text is `bridge.quantize.settings.Calibration`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+
+from bridge.conversion.recipe import Recipe
+from bridge.errors import BridgeError, parameter
+from bridge.quantize.settings import Calibration
+from bridge.system.files import check_target
+from bridge.system.options import count, option, positive, share, size
+from bridge.system.progress import Progress
+
+
+@dataclass(frozen=True)
+class PlanOptions(Recipe):
+    """What a plan depends on, besides the checkpoint."""
+
+    config: Path | None = option(
+        None,
+        "folder with config.json and tokenizer of the model that a bare .pt or .safetensors was made from",
+        metavar="DIR",
+        parse=Path,
+    )
+    detect_lattice: bool = option(
+        False,
+        "take floats that lie on a hidden grid (of models that somebody dequantized, or trained for it) for the codes "
+        "they were made from; `inspect` tells where there are any",
+    )
+    imatrix: Path | None = option(
+        None,
+        "llama.cpp's importance matrix (GGUF), for tensors that are quantized from floats",
+        metavar="FILE",
+        parse=Path,
+    )
+    template: str | Path | None = option(
+        None,
+        "a GGUF of the same model from llama.cpp's converter, in any type, or a Hub repository that has some "
+        "(org/model-GGUF: its smallest suitable file): for architectures that are not supported here. Names, metadata, "
+        "tokenizer, and tensors that are not in the checkpoint are taken from it",
+        metavar="MODEL.gguf",
+    )
+    split_max_size: int | None = option(
+        None, "write shards of at most this size, such as 4G or 500M", metavar="SIZE", parse=size
+    )
+    pre: str | None = option(
+        None, "tokenizer.ggml.pre, where the pre-tokenizer is not recognised (such as qwen2)", metavar="NAME"
+    )
+    threads: int | None = option(None, "worker threads", metavar="N", parse=positive, says="one per CPU")
+    force: bool = option(False, "replace files that exist")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("threads", "split_max_size"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise BridgeError(f"{parameter(name, value)}: must be at least 1")
+        if self.template is not None and self.pre is not None:
+            both = f"{parameter('pre')} and {parameter('template')}"
+            raise BridgeError(f"{both}: the tokenizer is the template's; give one of the two")
+
+
+@dataclass(frozen=True)
+class Budget:
+    """How large a file may be, and what finding its types may cost; `size` or `bpw` is given."""
+
+    size: int | None = option(
+        None,
+        "size of the whole file, such as 4.2G, never exceeded: each tensor gets the type that loses least",
+        metavar="SIZE",
+        parse=size,
+    )
+    bpw: float | None = option(
+        None,
+        "instead of --size: bits per weight over all tensors' data, without the file's head",
+        metavar="X",
+        parse=float,
+    )
+    swaps: int = option(24, "maximum number of trial models used to improve the allocation", metavar="N", parse=count)
+    requantize: bool = option(False, "choose types for tensors that could keep their codes too, where that pays")
+    plan_out: Path | None = option(
+        None, "write the plan found, with the curve of KL divergence against size", metavar="PLAN.json", parse=Path
+    )
+    tokens: int = 4096  # that trial models are measured on
+    progress: Progress | None = field(default=None, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        if (self.size is None) == (self.bpw is None):
+            both = f"{parameter('size')} and {parameter('bpw')}"
+            raise BridgeError(f"{both} ask for different things; give one")
+        if self.bpw is not None and not 0 < self.bpw <= 32:
+            raise BridgeError(f"{parameter('bpw', self.bpw)}: must be bits per weight, such as 4.3")
+
+
+@dataclass(frozen=True)
+class ConvertOptions(PlanOptions):
+    """What `bridge.convert` takes besides the checkpoint and the output's name."""
+
+    plan: Path | None = option(
+        None,
+        "execute this plan of `gguf-bridge plan`, instead of choosing types; types in it may have been edited",
+        metavar="PLAN.json",
+        parse=Path,
+    )
+    shard: tuple[int, int] | None = option(
+        None,
+        "with --plan: write only shard I of N (identical to the one a full run writes)",
+        metavar="I/N",
+        parse=share,
+    )
+    modelfile: bool = option(False, "write an Ollama Modelfile next to the GGUF")
+    calibrate: Calibration | None = None
+    budget: Budget | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.plan is None and self.shard is not None:
+            raise BridgeError(f"{parameter('shard')} needs {parameter('plan')}, which defines the shards")
+        if self.plan is not None:
+            mine = {f.name for f in fields(PlanOptions)} - {"config", "threads", "force"}
+            if any(getattr(self, f.name) != f.default for f in fields(self) if f.name in mine):
+                raise BridgeError("a plan defines types, tokenizer, template and shards; give it alone or edit it")
+        if self.calibrate is not None:
+            self.calibrate.check_gguf()
+            if self.calibrate.imatrix_out is not None:
+                check_target(self.calibrate.imatrix_out, self.force)
+        if self.budget is not None:
+            self._check_budget(self.budget)
+
+    def _check_budget(self, budget: Budget) -> None:
+        asked = "size" if budget.size is not None else "bpw"
+        if self.plan is not None:
+            raise BridgeError(f"a plan defines every type; give {parameter(asked)} without {parameter('plan')}")
+        if self.type != "auto":
+            raise BridgeError(
+                f"{parameter(asked)} chooses the types itself, so it cannot be combined with "
+                f"{parameter('type', self.type)}; pin single tensors with {parameter('tensor_types')}"
+            )
+        if self.calibrate is None or self.calibrate.text is None or self.calibrate.method not in ("gptaq", "gptq"):
+            raise BridgeError(
+                f"{parameter(asked)} is measured with a text and gptaq or gptq: give {parameter('calibrate')}"
+            )
+        if self.split_max_size is not None:
+            raise BridgeError(
+                f"{parameter(asked)} is for one file: write the plan with {parameter('plan_out')}, set split_max_size "
+                f"in it, and convert with {parameter('plan')}"
+            )
+        if budget.plan_out is not None:
+            check_target(budget.plan_out, self.force)

@@ -1,0 +1,291 @@
+"""AWQ (Lin et al. 2023): weights that see large inputs are scaled up before rounding, their inputs scaled down.
+
+    awq = Awq(Method(groups(4, 128, False), "none", damping=inf, sweeps=0), stored=torch.float16)
+    for name, quantized in quantize_model(model, tokens, awq.layer, prepare=awq.prepare): ...
+    awq.floats      norms and biases that have changed, to be written with the codes
+
+For a norm (or linear) and the linears that read its output:  W x = (W diag(s)) (diag(s)^-1 x), with
+
+    s = mean|x|^alpha / sqrt(max * min)     the best of 20 alphas in 0..1, by the output error
+
+then each group's range is clipped where that reduces the output error.
+
+The module that feeds a group of layers is found by trial, not by name: among the norms and linears that ran before
+it, the one whose outputs can be divided by powers of two, and the layers' columns multiplied, without a change of the
+block's output. So a norm whose output also goes elsewhere (a router), or values that several heads share, are left
+alone.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import nn
+
+from bridge.quantize.block_inputs import BlockInputs
+from bridge.quantize.gptq_solver import dequantize, error, round_to_nearest
+from bridge.quantize.hessian import Hessian
+from bridge.quantize.layer_store import file_of, write_tensors
+from bridge.quantize.method import Method, Quantized
+from bridge.quantize.stages import find_stages, stage_inputs
+from bridge.quantize.walk import LayerInput
+
+Rounding = Callable[[torch.Tensor], torch.Tensor]  # float [rows, columns] -> rounded
+
+ALPHAS = 20
+_LEAST = 1e-4  # of mean|x|
+_CLIPS, _MOST_CLIPPED = 20, 0.5  # ranges tried: 1 - k / 20, down to a half
+_CLOSE = 1e-3  # of the largest output
+
+
+def smoothing(
+    weights: Sequence[torch.Tensor], size: torch.Tensor, hessian: torch.Tensor, rounding: Rounding
+) -> tuple[torch.Tensor, float, list[float]]:
+    """The scales s float32 [columns] of linears float [rows, columns] with the same inputs x.
+
+    size     float [columns], mean|x|
+    hessian  [columns, columns], a multiple of sum x x^T
+
+    Returns s, its alpha, and the output errors tr(E H E^T) of all alphas, summed over the linears. Alpha 0 is s = 1:
+    plain rounding.
+    """
+    size = size.float().clamp(min=_LEAST)
+    best, best_alpha, best_error = torch.ones_like(size), 0.0, float("inf")
+    errors = []
+    for step in range(ALPHAS):
+        alpha = step / ALPHAS
+        s = size**alpha
+        s = s / (s.max() * s.min()).sqrt()
+        lost = 0.0
+        for weight in weights:
+            difference = weight - rounding(weight * s) / s
+            lost += float(((difference @ hessian).double() * difference).sum())
+        errors.append(lost)
+        if lost < best_error:
+            best, best_alpha, best_error = s, alpha, lost
+    return best, best_alpha, errors
+
+
+def clipped(weight: torch.Tensor, hessian: torch.Tensor, group_size: int, rounding: Rounding) -> torch.Tensor:
+    """The weights, each group's range clipped to the share with the least output error of that group alone.
+
+    weight    float [rows, columns], already scaled by s; hessian: of the inputs, already divided by s
+    rounding  rounds one group's columns [rows, group_size]
+    """
+    done = weight.clone()
+    for at in range(0, weight.shape[1], group_size):
+        span = slice(at, at + group_size)
+        group, own = weight[:, span], hessian[span, span]
+        most = group.abs().amax(1, keepdim=True)
+        best = torch.full((len(group),), float("inf"), device=weight.device)
+        for k in range(int(_CLIPS * _MOST_CLIPPED)):
+            limit = most * (1 - k / _CLIPS)
+            narrow = group.clamp(-limit, limit)
+            difference = group - rounding(narrow)
+            lost = ((difference @ own) * difference).sum(1)
+            better = lost < best
+            best = torch.where(better, lost, best)
+            done[:, span][better] = narrow[better]
+    return done
+
+
+def fold_scales(before: torch.nn.Module, linears: Sequence[torch.nn.Module], s: torch.Tensor) -> None:
+    """Scale in place: the linears' columns by s, and the module that feeds them (a norm or linear) by 1 / s."""
+    weight: torch.Tensor = before.weight.data  # type: ignore[assignment]
+    weight.div_(s if weight.ndim == 1 else s[:, None])
+    bias = getattr(before, "bias", None)
+    if bias is not None:
+        bias.data.div_(s)
+    for linear in linears:
+        columns: torch.Tensor = linear.weight.data  # type: ignore[assignment]
+        columns.mul_(s)
+
+
+@dataclass(frozen=True)
+class ScaleFold:
+    """Scales moved from a module into the layers that it feeds.
+
+    gain  the output error, divided by that of alpha 0
+    """
+
+    before: str
+    layers: tuple[str, ...]
+    alpha: float
+    gain: float
+
+
+@dataclass
+class Awq:
+    """AWQ's two searches, followed by a method that rounds.
+
+    method  rounds the scaled and clipped weights on its group grid: RTN as in the paper, or GPTQ
+    clip    search for clipped ranges too
+    stored  the dtype of floats in the checkpoint
+    folder  keeps the scales of each block for a second run; None: they are not kept
+
+    floats  norms and biases that have changed, float32 by full name, rounded to `stored`
+    folds   the scales of each group of layers
+    """
+
+    method: Method
+    clip: bool = True
+    stored: torch.dtype = torch.float16
+    folder: Path | None = None
+    floats: dict[str, np.ndarray] = field(default_factory=dict)
+    folds: list[ScaleFold] = field(default_factory=list)
+
+    def prepare(
+        self,
+        block: nn.Module,
+        layers: Mapping[str, nn.Module],
+        batches: Sequence[BlockInputs],
+        name_of: Callable[[str], str] = lambda name: name,
+    ) -> None:
+        """Search and fold the scales of a block in place.
+
+        layers   those that will be quantized, by name
+        name_of  the name in the checkpoint of a module of the block
+        """
+        file = None if self.folder is None else file_of(self.folder, next(iter(layers), ""), ".scales")
+        known_folds = None if file is None else _read_scales(file)
+        if known_folds is not None:
+            for own, known, s in known_folds:
+                self._apply(block.get_submodule(own), own, known, s, layers, name_of)
+            return
+        done: list[tuple[str, ScaleFold, torch.Tensor]] = []
+        ran = _call_order(block, batches[0])
+        for stage in find_stages(block, layers, batches):
+            if stage.experts:  # all experts read one norm, and so does their router
+                continue
+            for key, names in stage.groups.items():
+                linears = [module for name in names if isinstance(module := layers[name], nn.Linear)]
+                found = _feeding_module(block, ran, linears, batches[0]) if len(linears) == len(names) else None
+                if found is None:
+                    continue
+                hessian = Hessian(names[0], linears[0].in_features, linears[0].weight.device)
+                size = torch.zeros(len(hessian.matrix), dtype=torch.float64)
+                for batch in batches:
+                    for x in stage_inputs(block, stage, layers, batch).get(key, torch.empty(0)).split(1 << 16):
+                        hessian.add(x)
+                        size += x.abs().double().sum(0).cpu()
+                weights = [linear.weight.data.float() for linear in linears]
+                s, alpha, errors = smoothing(
+                    weights, (size / hessian.tokens).to(weights[0]), hessian.matrix, self._rounding
+                )
+                own = next(name for name, module in block.named_modules() if module is found)
+                gain = min(errors) / errors[0] if errors[0] else 1.0
+                done.append((own, ScaleFold(name_of(own), tuple(names), alpha, gain), s))
+                self._apply(found, *done[-1], layers, name_of)
+        if file is not None:
+            folds = json.dumps([(own, asdict(found)) for own, found, _ in done])
+            scales = {str(i): s.cpu().numpy() for i, (_, _, s) in enumerate(done)}
+            write_tensors(file, "the scales of a block", scales, {"folds": folds})
+
+    def _apply(
+        self,
+        before: nn.Module,
+        own: str,
+        known: ScaleFold,
+        s: torch.Tensor,
+        layers: Mapping[str, nn.Module],
+        name_of: Callable[[str], str],
+    ) -> None:
+        """Fold scales in place and record what has changed; own: the name in the block of the feeding module."""
+        self.folds.append(known)
+        if known.alpha:
+            linears = [layers[name] for name in known.layers]
+            weight: torch.Tensor = linears[0].weight  # type: ignore[assignment]
+            fold_scales(before, linears, s.to(weight))
+            self._record(before, name_of(own), before in layers.values())
+
+    def layer(self, layer: LayerInput, columns: np.ndarray | None = None) -> tuple[torch.Tensor, Quantized]:
+        """Clip and quantize one layer; arguments and result are those of `Method.layer`."""
+        weight, hessian = layer.weight, layer.hessian.matrix
+        if self.clip and layer.hessian.tokens:
+            size = self.method.grid(*weight.shape).fit_columns
+            layer = replace(layer, weight=clipped(weight, hessian, size, self._rounding))
+        values, done = self.method.layer(layer, columns)
+        whole = error(weight, torch.zeros_like(weight), hessian)
+        return values, replace(done, error=error(weight, values, hessian) / whole if whole else 0.0)
+
+    def _rounding(self, weight: torch.Tensor) -> torch.Tensor:
+        """To nearest, on the method's grid."""
+        grid = self.method.grid(*weight.shape)
+        codes = round_to_nearest(weight, grid, np.ones(weight.shape[1], np.float32))
+        return torch.from_numpy(dequantize(codes, grid)).to(weight)
+
+    def _record(self, module: nn.Module, name: str, quantized: bool) -> None:
+        """Round the floats of a changed module as they will be stored, and keep them for the checkpoint."""
+        for part in ("bias",) if quantized else ("weight", "bias"):
+            values = getattr(module, part, None)
+            if values is not None:
+                values.data.copy_(values.data.to(self.stored))
+                self.floats[f"{name}.{part}"] = values.data.float().cpu().numpy().copy()
+
+
+def _read_scales(file: Path) -> list[tuple[str, ScaleFold, torch.Tensor]] | None:
+    """The folds that an earlier run found for a block: feeding module, fold and s; None if there are none."""
+    try:
+        with safe_open(file, "pt") as stored:
+            folds = json.loads(stored.metadata()["folds"])
+            return [
+                (own, ScaleFold(**{**known, "layers": tuple(known["layers"])}), stored.get_tensor(str(i)))
+                for i, (own, known) in enumerate(folds)
+            ]
+    except (OSError, SafetensorError, TypeError, KeyError, ValueError):
+        return None
+
+
+def _call_order(block: nn.Module, batch: BlockInputs) -> list[nn.Module]:
+    """The modules whose weights can be scaled, in the order of their first calls."""
+    ran: list[nn.Module] = []
+
+    def note(module: nn.Module, *_: Any) -> None:
+        if module not in ran:
+            ran.append(module)
+
+    able = [m for m in block.modules() if isinstance(m, nn.Linear) or getattr(getattr(m, "weight", 0), "ndim", 0) == 1]
+    handles = [module.register_forward_pre_hook(note) for module in able]
+    try:
+        batch.run(block)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return ran
+
+
+def _feeding_module(
+    block: nn.Module, ran: Sequence[nn.Module], linears: Sequence[nn.Linear], batch: BlockInputs
+) -> nn.Module | None:
+    """The module whose outputs only these linears read; None if there is none that can be scaled."""
+    first = linears[0]
+    if first not in ran:
+        return None
+    columns = first.in_features
+    expected = None
+    for module in reversed(ran[: ran.index(first)]):
+        weight: torch.Tensor = module.weight  # type: ignore[assignment]
+        if len(weight) != columns or module in linears:
+            continue
+        if expected is None:
+            expected = _output(batch, block)
+        s = torch.ones((columns,), dtype=weight.dtype, device=weight.device)
+        s[::2], s[1::3] = 2.0, 0.5  # powers of two: no rounding changes
+        fold_scales(module, linears, s)
+        same = (_output(batch, block) - expected).abs().max() <= _CLOSE * expected.abs().max()
+        fold_scales(module, linears, 1 / s)
+        if same:
+            return module
+    return None
+
+
+def _output(batch: BlockInputs, block: nn.Module) -> torch.Tensor:
+    output = batch.run(block)
+    return (output[0] if isinstance(output, tuple) else output).float()

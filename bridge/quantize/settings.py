@@ -1,0 +1,111 @@
+"""How layers are calibrated: the options that Python, `bridge.conversion` and the command line share.
+
+Importing this needs neither PyTorch nor NumPy; making a `Calibration` says what is missing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import MISSING, dataclass, field
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from bridge.errors import BridgeError, parameter
+from bridge.system.options import count, option, positive
+from bridge.system.progress import Progress
+
+if TYPE_CHECKING:
+    from bridge.quantize.method import Method
+
+METHODS = ("gptaq", "gptq", "awq", "rtn")
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """How layers are quantized with a text; see the help of each field.
+
+    progress  called after each layer with the number done, the number of all, and the layer's name and error
+    """
+
+    text: Path | str | None = option(
+        MISSING,
+        "calibration text: plain text, .jsonl, or token ids (.pt, .npy, .safetensors)",
+        flag="--calibrate",
+        metavar="FILE",
+        parse=Path,
+        says="",
+    )
+    samples: int = option(128, "maximum number of calibration sequences", metavar="N", parse=positive)
+    length: int = option(2048, "tokens in each sequence", flag="--sequence-length", metavar="N", parse=positive)
+    seed: int | None = option(
+        None, "seed for choosing sequences at random", metavar="N", parse=int, says="the first sequences"
+    )
+    method: str = option(
+        "gptaq",
+        "gptaq: GPTQ that also compensates for the error of earlier quantized layers; gptq; awq (checkpoints only); "
+        "rtn: round to nearest",
+        metavar="NAME",
+        choices=METHODS,
+    )
+    act_order: str = option(
+        "fixed",
+        "order in which columns are rounded; none: from first to last; free: by falling Hessian diagonal, groups cut "
+        "from that order; static: the same order, groups fitted beforehand; fixed: group by group",
+        metavar="ORDER",
+        parse=str,
+    )
+    damping: float = option(
+        0.01, "added to the Hessian's diagonal, as a fraction of its mean", metavar="X", parse=float
+    )
+    alpha: float = option(
+        1.0, "upper limit (0-1) on how much earlier error GPTAQ compensates", metavar="X", parse=float
+    )
+    sweeps: int = option(2, "sweeps of refinement after GPTQ", metavar="N", parse=count)
+    feed: str = option(
+        "quantized",
+        "layers whose outputs the next layer is calibrated on: quantized or float",
+        metavar="WHAT",
+        parse=str,
+    )
+    device: str = option("cpu", "device that calibrates the layers: cpu or cuda", metavar="NAME", parse=str)
+    offload: Path | None = option(
+        None, "keep activations in this folder instead of in memory", metavar="DIR", parse=Path, says=""
+    )
+    imatrix_out: Path | None = option(
+        None, "also write llama.cpp's importance matrix of the same tokens", metavar="FILE", parse=Path, says=""
+    )
+    progress: Progress | None = field(default=None, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        if self.method not in METHODS:
+            raise BridgeError(f"unknown method {self.method!r}: choose {', '.join(METHODS[:-1])} or {METHODS[-1]}")
+        for package in ("torch", "transformers"):
+            if find_spec(package) is None:
+                raise BridgeError(f"quantizing with a text needs {package}: pip install 'gguf-bridge[quantize]'")
+        for name, least in {"samples": 1, "length": 1, "damping": 0, "alpha": 0, "sweeps": 0}.items():
+            if not getattr(self, name) >= least:
+                raise BridgeError(f"{parameter(name, getattr(self, name))}: must be at least {least}")
+
+    def check_gguf(self) -> None:
+        """BridgeError where layers cannot be quantized like this for a GGUF."""
+        if self.method == "awq":
+            given = parameter("method", "awq")
+            raise BridgeError(f"{given}: AWQ's scales belong to a checkpoint; choose gptaq or gptq for a GGUF")
+        if self.act_order == "free":
+            given = parameter("act_order", "free")
+            raise BridgeError(f"{given}: a GGUF has no column permutation; choose fixed, static or none")
+
+    @property
+    def cross(self) -> bool:
+        """Whether the float model's inputs are needed too."""
+        return self.method == "gptaq" and self.alpha != 0
+
+    def quantizer(self, grid: Callable[[int, int], Any]) -> Method:
+        """The method on a grid."""
+        from bridge.quantize.method import Method
+
+        if self.method in ("rtn", "awq"):
+            return Method(grid, "none", float("inf"), sweeps=0)
+        alpha = self.alpha if self.cross else 0.0
+        return Method(grid, self.act_order, self.damping, alpha, self.sweeps)

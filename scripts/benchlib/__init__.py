@@ -1,0 +1,84 @@
+"""What the measuring scripts share: their options, the line that describes the machine, other projects' processes.
+
+`python scripts/x.py` puts scripts/ on the path, so scripts import `benchlib`; that puts the checkout on the path too,
+for bridge and scripts.peers. Tests import `scripts.benchlib`.
+
+    divergence  a float model, its texts, and how far other weights are from it
+    formats     one model as a GGUF in every format
+    groups      GPTQ and AWQ on groups, compared with llm-compressor
+    speeds      processes of both runtimes that take turns on a file
+"""
+
+from __future__ import annotations
+
+import argparse
+import platform
+import subprocess
+import sys
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+if str(ROOT) not in sys.path:
+    sys.path.insert(0, str(ROOT))
+
+# options of several scripts -> what add_argument takes
+_COMMON: dict[str, dict[str, Any]] = {
+    "model": {"type": Path, "metavar": "MODEL", "help": "a float model's folder"},
+    "--calibrate": {"type": Path, "metavar": "FILE", "help": "the text that quantizers see"},
+    "--test": {"type": Path, "metavar": "FILE", "help": "the text that is predicted"},
+    "--text": {"type": Path, "metavar": "FILE", "help": "the text that is predicted"},
+    "--samples": {"type": int, "default": 256, "metavar": "N", "help": "calibration sequences"},
+    "--length": {"type": int, "default": 256, "metavar": "N", "help": "tokens in a sequence or window"},
+    "--windows": {"type": int, "default": 24, "metavar": "N", "help": "windows of the predicted text"},
+    "--threads": {"type": int, "default": 2, "metavar": "N", "help": "threads of every contender"},
+    "--rounds": {"type": int, "default": 3, "metavar": "N", "help": "rounds of measurements"},
+    "--turns": {"type": int, "default": 3, "metavar": "N", "help": "processes of each side"},
+    "--peer-python": {"default": sys.executable, "metavar": "PYTHON", "help": "an interpreter that has llama_cpp"},
+    "--json": {"type": Path, "metavar": "FILE", "help": "also write the figures to this file"},
+}
+
+
+def parser(doc: str | None, *names: str, **more: dict[str, Any]) -> argparse.ArgumentParser:
+    """A parser described by the first paragraph of a script's docstring.
+
+    names  the common options that the script takes
+    more   changes to them, by their names without dashes: `threads={"default": 1}`
+    """
+    made = argparse.ArgumentParser(description=(doc or "").split("\n\n")[0])
+    for name in names:
+        settings = _COMMON[name] | more.get(name.lstrip("-").replace("-", "_"), {})
+        if settings.get("default") is not None:
+            settings["help"] += "; default: %(default)s"
+        made.add_argument(name, **settings)
+    return made
+
+
+def machine() -> str:
+    """CPU, cores, instructions, system and versions, in one line."""
+    from bridge.system import targets
+    from bridge.system.cpus import usable_cpus
+
+    cpu = platform.processor() or platform.machine()
+    info = Path("/proc/cpuinfo")
+    if info.exists():
+        named = [line.partition(":")[2].strip() for line in info.read_text().splitlines() if "model name" in line]
+        cpu = named[0] if named else cpu
+    kernel = ".".join(platform.release().split(".")[:2])
+    parts = [cpu, f"{usable_cpus()} cores", str(targets.chosen()), f"{platform.system()} {kernel}"]
+    parts.append(f"Python {platform.python_version()}")
+    return ", ".join(parts + [f"{name} {version(name)}" for name in ("numba", "numpy", "gguf")])
+
+
+def head(*columns: str) -> str:
+    """The first two lines of a markdown table."""
+    return f"| {' | '.join(columns)} |\n|{'---|' * len(columns)}"
+
+
+def run_peer(python: Path, script: str | None, *arguments: object, cwd: str | None = None) -> str:
+    """What another project's script prints in a Python that has it; exits with its complaint where it fails."""
+    done = subprocess.run([str(python), str(script), *map(str, arguments)], cwd=cwd, capture_output=True, text=True)
+    if done.returncode:
+        sys.exit(f"{python}: {Path(str(script)).name} failed:\n{done.stderr[-2000:]}")
+    return done.stdout

@@ -1,0 +1,73 @@
+"""A float model on a test text, and the KL divergence of the same model with other weights from it."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from scripts.peers import reference
+
+
+class FloatModel:
+    """What is compared with: a model's weights and predictions, and the activations that an imatrix is made of.
+
+    options      model, calibrate, test, samples, length, windows and threads, as the common options give them
+
+    calibration  int64 [samples, length], what every quantizer sees
+    importance   weight name -> float32 [in]: the mean square of the linear's inputs
+    """
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        from transformers import AutoTokenizer
+
+        torch.set_num_threads(options.threads)
+        self.folder = options.model
+        tokenizer = AutoTokenizer.from_pretrained(self.folder)
+        self.calibration, self._test = (
+            reference.windows(tokenizer, path.read_text(encoding="utf-8"), count, options.length)
+            for path, count in ((options.calibrate, options.samples), (options.test, options.windows))
+        )
+        self.weights = reference.float_weights(self.folder)
+        self._expected = reference.logits(self.with_weights(self.weights), self._test)
+        self.importance = self._imatrix()
+        self.about = (
+            f"{options.threads} threads. {self.folder.name}, {self.calibration.size} tokens of "
+            f"{options.calibrate.name}, {options.windows} windows of {options.test.name}."
+        )
+
+    def with_weights(self, weights: reference.Weights) -> torch.nn.Module:
+        """The model with other weights."""
+        return reference.hf_model(self.folder, weights)
+
+    def divergence(self, other: torch.nn.Module | reference.Weights) -> float:
+        """Mean KL divergence, in nats a token, of a model or of this one with other weights."""
+        model = other if isinstance(other, torch.nn.Module) else self.with_weights(other)
+        return reference.mean_kl(self._expected, reference.logits(model, self._test))
+
+    @torch.no_grad()
+    def _imatrix(self) -> dict[str, np.ndarray]:
+        model = self.with_weights(self.weights)
+        sums: dict[str, torch.Tensor] = {}
+
+        def note(name: str) -> Any:
+            def hook(_module: torch.nn.Module, args: tuple[torch.Tensor]) -> None:
+                sums[name] = sums.get(name, 0) + args[0].double().square().sum((0, 1))
+
+            return hook
+
+        for key in reference.linears(self.weights):
+            model.get_submodule(key.removesuffix(".weight")).register_forward_pre_hook(note(key))
+        for batch in torch.from_numpy(self.calibration).split(16):
+            model(batch)
+        return {key: (total / self.calibration.size).float().numpy() for key, total in sums.items()}
+
+
+def save_tokens(tokens: np.ndarray, folder: str) -> Path:
+    """The tokens as the file that scripts of other projects read."""
+    path = Path(folder) / "tokens.npy"
+    np.save(path, tokens)
+    return path

@@ -1,0 +1,196 @@
+"""Processes of llama.cpp and of our runtime that take turns on the same file."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+
+import bridge
+from bridge.runtime.bench import random_tensor
+from scripts.peers.gguf_file import rewrite
+
+from . import ROOT
+
+OURS = """
+import json, os, sys, time
+import bridge
+path, threads = sys.argv[1], int(sys.argv[2])
+model = bridge.Model.load(path, threads=threads, context=2048)
+model.tokenizer.stops = frozenset()
+made = model.generate_tokens(range(5, 13), 64, temperature=0)
+next(made)
+first = time.time()
+list(made)
+last = time.time()
+tokens = [(i * 7919) % 4000 for i in range(512)]
+def prompt():
+    start = time.perf_counter()
+    model.logits(tokens, last=1)
+    return 512 / (time.perf_counter() - start)
+prompt()
+read = prompt()
+model.prepare()
+list(model.generate_tokens(range(5, 13), 65, temperature=0))
+made = model.timing.tokens / model.timing.seconds
+"""
+THEIRS = """
+import json, os, sys, time
+import llama_cpp
+path, threads = sys.argv[1], int(sys.argv[2])
+model = llama_cpp.Llama(path, n_ctx=2048, n_batch=512, n_ubatch=512, n_threads=threads, n_threads_batch=threads,
+                        verbose=False)
+def token():
+    return int(model.scores[model.n_tokens - 1].argmax())
+model.eval(list(range(5, 13)))
+token()
+first = time.time()
+for _ in range(63):
+    model.eval([token()])
+token()
+last = time.time()
+tokens = [(i * 7919) % 4000 for i in range(512)]
+def prompt():
+    model.reset()
+    start = time.perf_counter()
+    model.eval(tokens)
+    return 512 / (time.perf_counter() - start)
+prompt()
+read = prompt()
+model.reset()
+model.eval(list(range(5, 13)))
+start = time.perf_counter()
+for _ in range(64):
+    model.eval([token()])
+made = 64 / (time.perf_counter() - start)
+"""
+WHEEL = """
+import json, os, sys, time
+from scripts.peers.llama_cpp import LlamaCpp
+path, threads = sys.argv[1], int(sys.argv[2])
+model = LlamaCpp(path, n_ctx=2048, n_threads=threads, float_kv=False)
+def make(count):
+    row = model.next_logits(list(range(5, 13)), 0)
+    yield
+    for n in range(count):
+        row = model.next_logits([int(row.argmax())], 8 + n)
+    yield
+made = make(63)
+next(made)
+first = time.time()
+next(made)
+last = time.time()
+tokens = [(i * 7919) % 4000 for i in range(512)]
+def prompt():
+    start = time.perf_counter()
+    model.next_logits(tokens, 0)
+    return 512 / (time.perf_counter() - start)
+prompt()
+read = prompt()
+made = make(64)
+next(made)
+start = time.perf_counter()
+next(made)
+made = 64 / (time.perf_counter() - start)
+"""
+REPORT = """
+peak = None
+if os.path.exists("/proc/self/status"):
+    peak = next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmHWM:")) * 1024
+print("RESULT" + json.dumps({"first": first, "last": last, "prompt": read, "decode": made, "peak": peak}))
+"""
+
+
+def both_sides(peer: str) -> tuple[dict[str, tuple[str, str]], bool]:
+    """The Python and the code of each side's process, and whether the peer's Python has llama_cpp."""
+    native = subprocess.run([peer, "-c", "import llama_cpp"], capture_output=True).returncode == 0
+    theirs = (peer, THEIRS + REPORT) if native else (sys.executable, WHEEL + REPORT)
+    return {"ours": (sys.executable, OURS + REPORT), "theirs": theirs}, native
+
+
+def turn(name: str, python: str, code: str, path: Path, threads: int) -> dict[str, float]:
+    """The figures of one process, run to its end."""
+    variables = {key: value for key, value in os.environ.items() if key != "BRIDGE_THREADS"}
+    begun = time.time()
+    done = subprocess.run(
+        [python, "-c", code, str(path), str(threads)], cwd=ROOT, env=variables, capture_output=True, text=True
+    )
+    if done.returncode:
+        raise SystemExit(f"{name}: exit code {done.returncode}\n{done.stderr[-2000:]}")
+    found = json.loads(done.stdout.partition("RESULT")[2])
+    if "first" in found:
+        found |= {"start": found["first"] - begun, "end": found["last"] - begun}
+    return dict(found)
+
+
+class Speeds:
+    """Both runtimes on the files of the table, or on files of another model with the same types."""
+
+    def __init__(self, work: Path, speed_of: Path | None, python: str, threads: int, turns: int) -> None:
+        self._work, self._of, self._threads, self._turns = work, speed_of, threads, turns
+        self._sides, native = both_sides(python)
+        self.peer = "llama-cpp-python" if native else f"the xllamacpp wheel ({_instructions()})"
+
+    def of_types(self, types: dict[str, str]) -> dict[str, dict[str, float]]:
+        """The speeds of the other model in these types (tensor of this model -> type)."""
+        file = self._like(types)
+        try:
+            return self.of_file(file)
+        finally:
+            file.unlink()
+
+    def of_file(self, file: Path) -> dict[str, dict[str, float]]:
+        """The medians of each side: tokens a second, generated and of a prompt, and peak memory in bytes."""
+        turn("ours", *self._sides["ours"], file, self._threads)  # compile the kernels, fill the page cache
+        found: dict[str, list[dict[str, Any]]] = {side: [] for side in self._sides}
+        for _ in range(self._turns):
+            for side, how in self._sides.items():
+                found[side].append(turn(side, *how, file, self._threads))
+        keys = ("decode", "prompt", "peak")
+        return {side: {k: statistics.median(r[k] or 0 for r in runs) for k in keys} for side, runs in found.items()}
+
+    def _like(self, types: dict[str, str]) -> Path:
+        """A file of the other model in these types; layers correspond by their relative depth."""
+        base = self._work / "speed.gguf"
+        if not base.exists():
+            assert self._of is not None
+            bridge.convert(self._of, base)
+        count, own = (_layers(list(names)) for names in (types, [t.name for t in gguf.GGUFReader(str(base)).tensors]))
+
+        def type_of(tensor: gguf.ReaderTensor) -> str:
+            name = re.sub(r"^blk\.(\d+)", lambda m: f"blk.{int(m[1]) * count // own}", tensor.name)
+            return str(types.get(name, tensor.tensor_type.name)) if len(tensor.shape) > 1 else tensor.tensor_type.name
+
+        out = self._work / "like.gguf"
+        rewrite(base, out, type_of, _random)
+        return out
+
+
+def _random(tensor: gguf.ReaderTensor, type: str) -> np.ndarray:
+    """Random blocks of a type in the tensor's shape: speed does not depend on the values."""
+    columns, rows = (int(n) for n in tensor.shape)
+    if type in ("F16", "F32"):
+        values = np.random.default_rng(0).standard_normal((512, columns)) * 0.02
+        return np.resize(values.astype({"F16": np.float16, "F32": np.float32}[type]), (rows, columns))
+    return random_tensor(type, rows, columns).raw
+
+
+def _layers(names: list[str]) -> int:
+    return 1 + max((int(m[1]) for name in names if (m := re.match(r"blk\.(\d+)\.", name))), default=0)
+
+
+def _instructions() -> str:
+    """The instructions that the wheel was built for: "AVX2"."""
+    import xllamacpp
+
+    found = re.findall(r"(\w+) = 1", xllamacpp.get_system_info())
+    return ", ".join(name for name in found if name.startswith(("AVX", "AMX", "NEON", "SVE"))) or "no vectors"
