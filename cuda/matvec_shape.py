@@ -9,7 +9,7 @@ near it:
     warps             what fits at once is one wave: 4224 warps. With fewer, rows are split: 2048 pairs of rows of
                       4096 x 14336 become 4096 warps of half a row
 
-This is reasoning, no measurement: scripts/gpu_check.py times `configurations` where there is a GPU.
+This is reasoning, no measurement: scripts/gpu_check.py times `shapes_to_try` where there is a GPU.
 """
 
 from __future__ import annotations

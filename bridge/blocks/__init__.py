@@ -1,7 +1,9 @@
-"""What a GGUF block type is: formula, bit layout, size. One module a type; nothing of ours is imported.
+"""GGUF's block types: formula, bit layout and size. One module a type; nothing else of ours is imported.
 
-BLOCKS  the types that codes of any checkpoint may go to, in order of bits per weight, K-quants first among equals
-FP4     types that hold 4-bit floats: for checkpoints of such, or where they are asked for
+Read `base.py` first, then `q4_k.py`. Everything that packs, reads or multiplies blocks is derived from these records.
+
+BLOCKS  types for the codes of any checkpoint, in order of bits per weight, K-quants first among equals
+FP4     types of 4-bit floats: for checkpoints of these, or on request
 NEWER   types that llama.cpp loads since July 2026
 TYPES   all that are written
 READ    all that are read

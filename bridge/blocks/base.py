@@ -1,4 +1,4 @@
-"""What all GGUF block types share: the fields of a block, and the record that describes a type.
+"""The common parts of GGUF block types: the fields of a block, and the record that describes a type.
 
 A block holds `size` consecutive weights of one row. It is split into sub-blocks of `sub` weights,
 each with its own scale code (and min code); the block's f16 `d` (and `dmin`) turn those into reals:
@@ -10,8 +10,8 @@ each with its own scale code (and min code); the block's f16 `d` (and `dmin`) tu
     table types    w = scales[sc] * values[q]    sc a byte, no d           (MXFP4, NVFP4)
                    w = d * values[q]                                       (Q1_0)
 
-Each type's module defines `pack` and `unpack` for one block in plain Python that numba can compile
-as it stands: they are at once the readable reference and the source of every fast kernel.
+Each type's module defines `pack` and `unpack` for one block in plain Python that Numba can compile
+unchanged: they are both the readable reference and the source of every fast kernel.
 
     pack(q, sc, mn, d, dmin, out)
         q    uint8 [size]        codes, 0..levels-1
@@ -70,12 +70,12 @@ class BlockType:
 
     @property
     def lift(self) -> int:
-        """What codes, or the values they stand for, are too high by where kernels hold them unsigned."""
+        """The offset that makes codes, or their values, unsigned in kernels."""
         return -min(self.values) if self.values else self.zero
 
     @property
     def no_scale(self) -> int:
-        """The bits that are all set in a scale byte that is no number; the top bit of NVFP4's is no part of it."""
+        """The bits that are all set in a scale byte that means NaN; NVFP4 ignores the top bit."""
         return 255 if self.subs == 1 else 127
 
     @property

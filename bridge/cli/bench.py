@@ -22,6 +22,6 @@ def run(a: argparse.Namespace) -> int:
     """Print a line for each product as it is timed."""
     from bridge.runtime.bench import bench
 
-    for line in bench(a.what, a.threads, device=a.device):
+    for line in bench(a.what, device=a.device, threads=a.threads):
         print(line, flush=True)
     return 0

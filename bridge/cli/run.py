@@ -19,35 +19,42 @@ def add_parser(commands: Any) -> None:
     """Add the commands to argparse's sub-parsers."""
     p = _parser(commands, "run", "continue a text, or answer a question, with a GGUF or a checkpoint", run)
     _take_checkpoints(p)
-    p.add_argument("-p", "--prompt", required=True, metavar="TEXT", help="the text; - reads it from standard input")
-    p.add_argument("--chat", action="store_true", help="the text is a user's message, for the model's chat template")
-    p.add_argument("--system", metavar="TEXT", help="with --chat: the system message")
+    p.add_argument(
+        "-p", "--prompt", required=True, metavar="TEXT", help="text to continue; - reads it from standard input"
+    )
+    p.add_argument(
+        "--chat", action="store_true", help="treat the text as a user's message, by the model's chat template"
+    )
+    p.add_argument("--system", metavar="TEXT", help="system message, with --chat")
     p.add_argument(
         "--logprobs", type=int, metavar="N",
-        help="one line a token: the logarithm of its probability, the token, and the N most likely ones with theirs",
+        help="print a line for each token: the logarithm of its probability, its text, and the N most likely tokens",
     )  # fmt: skip
     _add_sampling(p)
     p = _parser(
-        commands, "chat", "talk with a GGUF or a checkpoint, line by line; /clear begins again, /exit ends", chat
+        commands, "chat", "talk with a GGUF or a checkpoint, line by line; /clear starts over, /exit ends", chat
     )
     _take_checkpoints(p)
-    p.add_argument("--system", metavar="TEXT", help="the system message")
+    p.add_argument("--system", metavar="TEXT", help="system message")
     _add_sampling(p)
     p = _parser(commands, "perplexity", "measure how well a GGUF predicts a text", perplexity)
-    p.add_argument("gguf", type=Path, help="the GGUF, or its first shard")
-    p.add_argument("-f", "--file", required=True, type=Path, metavar="TEXT.txt", help="the text, UTF-8")
-    p.add_argument("--reference", type=Path, metavar="OTHER.gguf", help="print divergences from this model too")
-    p.add_argument("--windows", type=int, metavar="N", help="the first N windows (default: the whole text)")
-    p.add_argument("--length", type=int, default=256, metavar="N", help="tokens of a window (default 256)")
+    p.add_argument("gguf", type=Path, help="GGUF file, or its first shard")
+    p.add_argument("-f", "--file", required=True, type=Path, metavar="TEXT.txt", help="text in UTF-8")
+    p.add_argument(
+        "--reference", type=Path, metavar="OTHER.gguf",
+        help="GGUF whose predictions to compare with: prints the divergences",
+    )  # fmt: skip
+    p.add_argument("--windows", type=int, metavar="N", help="number of windows (default: the whole text)")
+    p.add_argument("--length", type=int, default=256, metavar="N", help="tokens in a window (default: 256)")
 
 
 def _take_checkpoints(p: argparse.ArgumentParser) -> None:
     """The model to run, which may be a checkpoint; `_converted` returns the GGUF of either."""
     p.add_argument(
         "model",
-        help="the GGUF (its first shard), or a checkpoint, which is converted first: a folder, Hub id or .pt",
+        help="GGUF (or its first shard), or a checkpoint, which is converted first: a folder, Hub id or .pt",
     )
-    p.add_argument("--config", metavar="DIR", type=Path, help="folder with config.json and tokenizer, for a bare .pt")
+    p.add_argument("--config", metavar="DIR", type=Path, help="folder with the config.json and tokenizer of a bare .pt")
 
 
 def _converted(a: argparse.Namespace) -> Path:
@@ -68,7 +75,10 @@ def _converted(a: argparse.Namespace) -> Path:
 
 def _add_sampling(p: argparse.ArgumentParser) -> None:
     """The options of a reply; `_reply_options` reads them."""
-    p.add_argument("-n", "--max-tokens", type=int, default=256, metavar="N", help="tokens at most (default: 256)")
+    p.add_argument(
+        "-n", "--max-tokens", type=int, default=256, metavar="N",
+        help="maximum number of tokens in the reply (default: 256)",
+    )  # fmt: skip
     p.add_argument(
         "--stop", action="append", default=[], metavar="TEXT",
         help="text that ends the reply and is not printed; may be repeated",
@@ -83,13 +93,21 @@ def _reply_options(a: argparse.Namespace) -> dict[str, Any]:
 
 def _parser(commands: Any, name: str, help: str, handler: Any) -> argparse.ArgumentParser:
     parser = command(commands, name, help, handler)
-    parser.add_argument("--threads", type=int, metavar="N", help="CPU threads (default: the cores)")
-    parser.add_argument("--context", type=int, metavar="N", help="tokens (default: the model's, at most 4096)")
-    parser.add_argument("--kv", default="f16", choices=("f16", "q8_0", "f32"), help="type of keys and values")
+    parser.add_argument("--threads", type=int, metavar="N", help="number of CPU threads (default: one per core)")
     parser.add_argument(
-        "--precision", default="int8", choices=("int8", "f32"), help="of activations (default int8, as in llama.cpp)"
+        "--context", type=int, metavar="N",
+        help="tokens that prompt and reply may have (default: the model's, at most 4096)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--kv", default="f16", choices=("f16", "q8_0", "f32"), help="type of keys and values (default: f16)"
     )
-    parser.add_argument("--device", default="cpu", help="cpu (default), cuda, cuda:1 ..., or auto: cuda if it can be")
+    parser.add_argument(
+        "--precision", default="int8", choices=("int8", "f32"),
+        help="precision of activations (default: int8, as in llama.cpp)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--device", default="cpu", help="cpu, cuda, cuda:1 ..., or auto: cuda if possible (default: cpu)"
+    )
     return parser
 
 
@@ -100,7 +118,7 @@ def _load(a: argparse.Namespace, path: Path, context: int | None) -> Any:
     if model.note:
         print(model.note, file=sys.stderr)
     if model.context > model.config.context:
-        print(f"{path}: trained for {model.config.context} tokens, fewer than the context asked for", file=sys.stderr)
+        print(f"{path}: trained for {model.config.context} tokens, fewer than the requested context", file=sys.stderr)
     return model
 
 
@@ -108,7 +126,7 @@ def run(a: argparse.Namespace) -> int:
     """Stream a continuation to standard output; the speeds go to standard error."""
     text = _standard_input() if a.prompt == "-" else a.prompt
     if a.system is not None and not a.chat:
-        raise BridgeError("--system is part of a conversation; give --chat too")
+        raise BridgeError("--system needs --chat")
     model = _load(a, _converted(a), a.context)
     prompt = text
     if a.chat:
@@ -140,7 +158,7 @@ def _scored_line(model: Any, token: Any) -> str:
 
 
 def _speeds(model: Any) -> str:
-    """What the last reply took."""
+    """The speeds of the last reply."""
     t = model.timing
     kept = f" ({t.kept_tokens} of them kept)" if t.kept_tokens else ""
     return (
@@ -164,12 +182,12 @@ def chat(a: argparse.Namespace) -> int:
         try:
             for piece in talk.reply(line, **options):
                 print(piece, end="", flush=True)
-        except KeyboardInterrupt:  # of this reply; what there is of it stays
+        except KeyboardInterrupt:  # the reply so far is kept
             pass
         except BridgeError as problem:
             if not sys.stdin.isatty():
                 raise
-            print(f"error: {problem}; /clear begins again", file=sys.stderr)
+            print(f"error: {problem}; /clear starts over", file=sys.stderr)
             continue
         print(flush=True)
         if sys.stdin.isatty():
@@ -187,18 +205,18 @@ class Conversation:
         self.clear()
 
     def check(self) -> None:
-        """Raise BridgeError where the model cannot hold a conversation."""
+        """Raise BridgeError if the model has no usable chat template."""
         self.model.chat_tokens([*self._first, {"role": "user", "content": "?"}])
 
     def clear(self) -> None:
-        """Begin again."""
+        """Start over."""
         self.messages = list(self._first)
 
     def reply(self, text: str, **options: Any) -> Iterator[str]:
-        """What the model says to a text, piece by piece; `options` as in Model.generate.
+        """The model's reply to a text, piece by piece; `options` as in Model.generate.
 
-        A reply that is not read to its end is remembered as far as it was. Raises BridgeError where the conversation
-        no longer fits the context; the text is then not part of it.
+        The conversation keeps the part of a reply that was read. Raises BridgeError if the conversation no longer fits
+        the context; the text is then not part of it.
         """
         self.messages.append({"role": "user", "content": text})
         try:
@@ -216,7 +234,7 @@ class Conversation:
 
 
 def lines() -> Iterator[str]:
-    """The messages on standard input, a line each; a line that ends in a backslash goes on in the next."""
+    """The messages on standard input, one a line; a backslash at the end of a line continues it in the next."""
     asks = sys.stdin.isatty()
     if asks:
         with suppress(ImportError):

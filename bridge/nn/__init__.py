@@ -1,11 +1,12 @@
 """Quantized weights under a `transformers` model: a GGUF's tensors, or a checkpoint's trellis codes.
 
-    load("org/model", "model.gguf")           a model on a GGUF, whose own floats never exist
-    replace_linears(model, "model.gguf")      linears, embedding and norms of a GGUF, in a model that is there
-    replace_trellis(model, "folder")          linears of a QTIP or EXL3 checkpoint, multiplied as they are
-    register_quantizers()                     from then on `from_pretrained` reads EXL3 and QTIP itself
+    load("org/model", "model.gguf")           a model on a GGUF, without floats of its own
+    replace_linears(model, "model.gguf")      linears, embedding and norms of a GGUF, in an existing model
+    replace_trellis(model, "folder")          linears of a QTIP or EXL3 checkpoint, which stay coded
+    register_quantizers()                     afterwards `from_pretrained` reads EXL3 and QTIP itself
 
-QTIP's config.json does not say in transformers' way what it is: pass quantization_config=QtipConfig() too.
+A torch model and a file go in; the same model with quantized modules comes out. Read `quant_linear.py` first.
+QTIP's config.json has no label that transformers knows: pass quantization_config=QtipConfig() too.
 """
 
 from __future__ import annotations

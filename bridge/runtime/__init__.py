@@ -4,7 +4,9 @@
     w = f["blk.0.ffn_down.weight"].prepare()      a QuantTensor, repacked for this machine
     y = w.matvec(x)                               numpy or torch in, the same out
 
-`open_gguf` maps the file and reads its header; nothing is decoded before it is asked for.
+A GGUF goes in; products, logits and text come out. Read `model.py` first (text in, text out), then `decoder.py` (the
+layers), `quant_tensor.py` (one tensor's products) and `cpu/` (their kernels). `open_gguf` maps the file and reads its
+header; nothing else is decoded in advance.
 """
 
 from bridge.runtime.quant_tensor import QuantTensor

@@ -1,7 +1,7 @@
-"""Which device is meant by a name: "cpu", "cuda", "cuda:1" ..., or "auto", the GPU where there is one.
+"""Devices by name: "cpu", "cuda", "cuda:1" ..., or "auto", which is the GPU if there is one.
 
-And the one door from here to bridge.cuda. That folder imports the runtime's tensors, weights and samplers; were it
-imported by name from here, the two would be a circle.
+And the only way from here to bridge.cuda, which imports the runtime's tensors, weights and samplers: importing it by
+name would make a circle.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from bridge.errors import BridgeError
 
 
 def choose(device: str) -> tuple[str, str | None]:
-    """The device, and for "auto" a note where it is the CPU and why.
+    """The device, and for "auto" a note why it is the CPU, if so.
 
-    Raises BridgeError where the name means nothing, or the GPU cannot be used. bridge.cuda.device can be imported
-    without numba-cuda, and says whether that is there.
+    Raises BridgeError if the name is unknown or the GPU cannot be used. bridge.cuda.device can be imported without
+    numba-cuda, and tells whether it is installed.
     """
     if device == "cpu":
         return device, None
@@ -37,5 +37,5 @@ def cuda(module: str) -> Any:
 
 
 def cpu_note(reason: object) -> str:
-    """What "auto" says of a machine or a model that cannot use CUDA."""
+    """The note of "auto" for a machine or a model that cannot use CUDA."""
     return f"running on the CPU: {reason}"

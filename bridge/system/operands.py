@@ -1,4 +1,4 @@
-"""What products and look-ups are given, checked alike on the CPU and on a GPU. All raise BridgeError."""
+"""Checks of the operands of products and look-ups, the same on the CPU and on a GPU. All raise BridgeError."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ _PRECISIONS = ("int8", "f32")
 
 
 def is_torch(x: Any) -> bool:
-    """Whether it is a tensor of torch, which is not imported to find out."""
+    """Whether x is a torch tensor; does not import torch."""
     return type(x).__module__.partition(".")[0] == "torch" and hasattr(x, "detach")
 
 
 def check_precision(precision: str) -> None:
-    """Of the activations: "int8" or "f32"."""
+    """The precision of activations must be "int8" or "f32"."""
     if precision not in _PRECISIONS:
         raise BridgeError(f"unknown precision {precision!r}: choose int8 or f32")
 

@@ -258,7 +258,10 @@ def test_codes_are_rounded_again_where_that_is_asked_for(tokens: Path, tmp_path:
         (["--size", "900K", "--bpw", "4"], "give one"),
         (["--bpw", "0"], "must be bits per weight, such as 4.3"),
         (["--bpw", "nan"], "must be bits per weight, such as 4.3"),
-        (["--size", "900K", "--type", "Q4_K"], "chooses the types itself, .* --type Q4_K; pin single tensors with --tensor-type"),
+        (
+            ["--size", "900K", "--type", "Q4_K"],
+            "chooses the types itself, .* --type Q4_K; pin single tensors with --tensor-type",
+        ),
         (["--size", "900K", "--split-max-size", "500K"], "--size is for one file: write the plan with --plan-out"),
         (["--size", "900K", "--format", "gptq"], "choose among GGUF types"),
         (["--size", "900K", "--method", "rtn"], "measured with a text and gptaq or gptq"),
