@@ -13,8 +13,6 @@
 Everything is imported when first used, so `import bridge` costs nothing.
 """
 
-from __future__ import annotations
-
 import importlib
 from pathlib import Path
 from typing import Any

@@ -5,8 +5,6 @@ A message states the fact, the file or tensor, and the way out, in one line. The
 with `parameter`: `force=True` in Python, `--force` on the command line.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 

@@ -14,8 +14,6 @@ arXiv:1805.02867); spans are put together by the block that ends last (Dao's fla
 needs no second launch. The result is written as floats, and as records where a head is whole blocks of 32.
 """
 
-from __future__ import annotations
-
 import math
 from functools import cache
 from typing import Any

@@ -6,8 +6,6 @@
 A thread adds up 4 columns of every MERGERS-th span, so that loads of MERGED spans are on their way at once.
 """
 
-from __future__ import annotations
-
 import math
 from functools import cache
 from typing import Any

@@ -8,8 +8,6 @@ of them:
     weighted sum    a thread: 4 columns, `share` heads, every subsets-th position; the subsets are summed at the end
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import cache
 

@@ -7,8 +7,6 @@
 the cache (kv_forms.py). All threads of a block take part in both.
 """
 
-from __future__ import annotations
-
 import math
 from functools import cache
 from typing import Any, NamedTuple

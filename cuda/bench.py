@@ -5,8 +5,6 @@ cache, so that every one reads from memory. The time of a launch is that of a re
 launches included; of ROUNDS replays the median counts. Bytes of a product are those of its matrix on the device.
 """
 
-from __future__ import annotations
-
 import statistics
 import time
 from collections.abc import Callable, Sequence

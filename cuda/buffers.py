@@ -1,7 +1,5 @@
 """Device memory for the decoder's own arrays, which torch keeps: it reuses what prompts leave behind."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -5,8 +5,6 @@ token is on its way while the host reads the last one. Prompts go through the la
 dequantized tiles, and torch's attention.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any

@@ -6,8 +6,6 @@ A thread takes a unit of a row and stores 16 bytes at a time. Values are those o
 rounding of float32: d * sc * q and dmin * mn are subtracted in one step.
 """
 
-from __future__ import annotations
-
 from functools import cache
 from typing import Any
 

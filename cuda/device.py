@@ -6,8 +6,6 @@ machine without it, or without a GPU, gets a sentence instead of a traceback.
 In the simulator (NUMBA_ENABLE_CUDASIM=1) there is one device, its memory is the host's, and streams mean nothing.
 """
 
-from __future__ import annotations
-
 import contextlib
 import importlib.util
 import os

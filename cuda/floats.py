@@ -1,7 +1,5 @@
 """Matrices of types without a kernel (F32, F16, BF16, IQ* ...), as torch has them; matmul.py multiplies with them."""
 
-from __future__ import annotations
-
 import numpy as np
 from bridge.cuda.device import Device, torch_device
 

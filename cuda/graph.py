@@ -5,8 +5,6 @@ for every step. A step runs once before it is captured: Numba compiles, CUDA loa
 workspace on first use, none of which may happen while a stream is capturing.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -35,8 +35,6 @@ and from 9.0 on, where a launch may begin before the one before it has ended (se
 Arrays in shared memory that `copy_16` fills must begin on 16 bytes: those of complex128 do.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

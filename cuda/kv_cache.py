@@ -4,8 +4,6 @@ Rows are reserved for the whole context, in multiples of 64, attention.py's larg
 at whole 16 bytes. What has not been written yet is zero, so that it is finite.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from bridge.cuda.buffers import zeros

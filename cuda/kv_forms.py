@@ -9,8 +9,6 @@ its values. Bytes a number:
                       padded to whole words
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import cache
 from typing import Any

@@ -8,8 +8,6 @@ two a block can work on the tile before. Then all its threads read what they nee
 `floats` of it) or 4 columns (`four`), as floats.
 """
 
-from __future__ import annotations
-
 from functools import cache
 from typing import Any, NamedTuple
 

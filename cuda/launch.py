@@ -18,8 +18,6 @@ launch). Such a kernel says at once that the next one may come (launch_dependent
 so that it needs to know nothing of what is launched before or behind it, be it a copy or somebody else's kernel.
 """
 
-from __future__ import annotations
-
 import ctypes
 import importlib
 from collections.abc import Callable, Sequence

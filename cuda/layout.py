@@ -28,8 +28,6 @@ All arrays lie in one buffer, one after the other, each as long as if there were
 are, rounded up to 128. So every array begins on 128 bytes, and a warp may read on beyond the end of the last row.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import cache
 from typing import Any

@@ -5,8 +5,6 @@ that are too old for it, and where nothing may be rounded. Halves hold nothing b
 float32 is scaled to +-8 before: neither it nor torch's result leaves their range.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -12,8 +12,6 @@ near it:
 This is reasoning, no measurement: scripts/gpu_check.py times `shapes_to_try` where there is a GPU.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 from bridge.cuda.matrix import DeviceMatrix

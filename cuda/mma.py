@@ -34,8 +34,6 @@ so that 16 warps run at once. Scales and other small fields, of which a row take
 the L1 cache for the next steps.
 """
 
-from __future__ import annotations
-
 from functools import cache
 from typing import Any, NamedTuple
 

@@ -7,8 +7,6 @@ for one token. Both write y as floats and as records of 32 values (activations.p
 reads those, and no launch of its own has to make them.
 """
 
-from __future__ import annotations
-
 import math
 from functools import cache
 from typing import Any

@@ -7,8 +7,6 @@
 One token is multiplied by what `bind` gives, launch by launch; several go through matmul.py.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from itertools import groupby
 from typing import Any

@@ -1,7 +1,5 @@
 """What a prompt's tokens go through between the matrix products, in torch: many at once, each step a few launches."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from bridge.cuda.kv_forms import KVForm

@@ -11,8 +11,6 @@ sums over stretches say in which one a bound lies. Weights and sums are float64,
 numbers come from the host's generator, so that equal logits and seeds give equal tokens.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from functools import cache

@@ -17,8 +17,6 @@ last two. What it makes of them for its unit, whose number in the superblock is 
     others       the scales of its two sub-blocks in bytes 0 and 1, and their mins likewise
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, NamedTuple
 

@@ -17,8 +17,6 @@ From compute capability 9.0 on each may begin while the one before it ends: see 
 A norm has a launch of its own where torch multiplies with what comes of it, or with what comes before it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any

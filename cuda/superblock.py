@@ -10,8 +10,6 @@ x_j are the int8 values of sub-block j (16 or 32 columns), s_j their sum, dx the
 the brackets everything is exact in int32; float32 rounds twice for every 32 columns.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import cache
 from typing import Any

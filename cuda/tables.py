@@ -11,8 +11,6 @@ their highest bit set, codes 8..15 find 255 in the table of 0..7, and codes 0..7
 are turned around; both together (and) are the table of 16.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -4,8 +4,6 @@ Codes are multiplied by fused.py; the transforms are torch's products with small
 is H_a kron H_b. Everything is queued on torch's current stream.
 """
 
-from __future__ import annotations
-
 from functools import cache
 from typing import Any
 

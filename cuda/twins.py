@@ -3,8 +3,6 @@
 In the simulator each thread of a block is one of Python; a warp's lanes find each other at a barrier of the block.
 """
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable
 from typing import Any

@@ -13,8 +13,6 @@ unrolled, and nothing promises that the compiler will. So `expand` rewrites the 
 What is left is plain Python without any of this, for the compiler and the simulator alike.
 """
 
-from __future__ import annotations
-
 import ast
 import copy
 import inspect

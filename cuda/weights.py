@@ -1,7 +1,5 @@
 """A decoder's weights on the device, the twin of bridge/runtime/weights.py."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

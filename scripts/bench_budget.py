@@ -11,8 +11,6 @@ The measure is the mean Kullback-Leibler divergence from the float model over wi
 weights in the file, in float32 arithmetic. Files are kept in --folder and reused.
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 import tempfile

@@ -10,8 +10,6 @@ figure of a process that only imports the same modules; it therefore includes co
 which no file backs, is sampled every 20 ms.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

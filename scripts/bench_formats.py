@@ -14,8 +14,6 @@ for AVX2: a native build is faster. Finished rows are kept in the work folder, s
 was stopped. `gguf-bridge plot` draws what --json writes.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys

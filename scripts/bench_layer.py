@@ -5,8 +5,6 @@
 CPU seconds of the process, with kernels compiled beforehand; GPTQModel (4 bits, groups of 128) in a Python that has it.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import time

@@ -11,8 +11,6 @@ over rounds. The product from memory is on 40960 x 4096 (--rows: more, where a c
 on 2048 x 4096. First calls are timed in processes of their own.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import os

@@ -20,8 +20,6 @@ with llama.cpp's (float32 keys and values; the xllamacpp wheel of the tests) and
 transformers on the dequantized weights.
 """
 
-from __future__ import annotations
-
 import argparse
 import math
 import statistics

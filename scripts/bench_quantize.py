@@ -14,8 +14,6 @@ llm-compressor; each runs in a Python that has it.
 model's inputs.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import tempfile

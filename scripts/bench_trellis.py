@@ -11,8 +11,6 @@ times (b) how many times as fast as the same layer as Q2_K with this project's o
 Contenders take turns; figures are medians over rounds, for decode and fused with the best round in parentheses.
 """
 
-from __future__ import annotations
-
 import statistics
 
 import numpy as np

@@ -8,8 +8,6 @@ processes on this machine do the work.
 Needs `pip install .[dask]`.
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 from pathlib import Path

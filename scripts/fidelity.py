@@ -9,8 +9,6 @@ checkpoint with that model: the cost of quantizing it. `--calibrate` is the opti
 tokens.
 """
 
-from __future__ import annotations
-
 import argparse
 import tempfile
 from pathlib import Path

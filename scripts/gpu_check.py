@@ -14,8 +14,6 @@ The exit code is 1 if a result is wrong or below its bar, or if a check or a bar
 checked.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys

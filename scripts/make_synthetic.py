@@ -9,8 +9,6 @@ stored minus one), as GPTQModel writes it, in shards of a few layers, so that me
 model's size.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import math

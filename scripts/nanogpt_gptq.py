@@ -7,8 +7,6 @@ are gathered by forward hooks on 10 batches of the training text. The loss is th
 cut into windows one after the other, the same for every line of the table.
 """
 
-from __future__ import annotations
-
 import argparse
 import copy
 import math

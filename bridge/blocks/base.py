@@ -24,8 +24,6 @@ unchanged: they are both the readable reference and the source of every fast ker
                                  at byte offsets `d_at` and `dmin_at`
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """A checkpoint by name: a local folder, or a Hub id that is downloaded first."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from bridge.checkpoint import Checkpoint, open_checkpoint

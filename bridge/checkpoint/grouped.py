@@ -6,8 +6,6 @@ Scales may be negative (MLX, auto-round), zero points fractional (MLX, HQQ). Cod
 trellis codes (`trellis_floats`) have forms of their own that are handled alike: all are CodedTensors.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field, replace
 from typing import ClassVar, Self
 

@@ -1,7 +1,5 @@
 """The command line: arguments to calls, results to text. Errors are one line and exit code 2."""
 
-from __future__ import annotations
-
 import argparse
 import gc
 import io

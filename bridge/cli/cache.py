@@ -1,7 +1,5 @@
 """`gguf-bridge cache`."""
 
-from __future__ import annotations
-
 import argparse
 import time
 from typing import Any

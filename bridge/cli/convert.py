@@ -1,7 +1,5 @@
 """`gguf-bridge convert`."""
 
-from __future__ import annotations
-
 import argparse
 from typing import Any
 

@@ -3,8 +3,6 @@
 A checkpoint's label is set beside what its tensors say; what becomes of them is the plan that `convert` would execute.
 """
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 

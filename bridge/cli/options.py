@@ -4,8 +4,6 @@ add_options(parser, Sampling)            a flag for each field
 Sampling(**given(namespace, Sampling))   with what was asked for; defaults and checks are the dataclass's
 """
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Callable, Sequence
 from dataclasses import MISSING, fields

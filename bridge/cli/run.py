@@ -1,7 +1,5 @@
 """`gguf-bridge run`, `gguf-bridge chat` and `gguf-bridge perplexity`."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys

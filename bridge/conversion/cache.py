@@ -11,8 +11,6 @@ seconds, so a folder whose files have the sizes, times and inodes noted in check
 contents, as git does. A second process that needs the same GGUF waits for the first to finish.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

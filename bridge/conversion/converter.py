@@ -5,8 +5,6 @@ plan allows), the type is chosen again on all rows before the tensor is written.
 size budget, are not chosen again; the report tells where they do not hold.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace

@@ -7,8 +7,6 @@
 How layers are quantized with a text is `bridge.quantize.settings.Calibration`.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 

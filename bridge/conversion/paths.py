@@ -1,7 +1,5 @@
 """Names of what a conversion writes."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from bridge.checkpoint.files.hub import model_name

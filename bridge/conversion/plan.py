@@ -4,8 +4,6 @@
 Whoever wants to know what happens to a tensor reads `how`.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, field
 from typing import Literal

@@ -12,8 +12,6 @@ was edited, how the tensor gets there is decided when the plan is executed. `row
 read from the template again.
 """
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

@@ -11,8 +11,6 @@ Explicit options for single tensors win over `--type`, the most specific first: 
 `auto` uses it where the file is for such a build, `exact` unless it is for an earlier one.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -8,8 +8,6 @@ Fields of `rows` rows of `n` blocks each:
     d, dmin    float32 [rows, n]              exact halves; dmin any array for types without it
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import cache
 from typing import Any

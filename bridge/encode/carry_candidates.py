@@ -6,8 +6,6 @@ codes, and exact solutions (error 0) are found as such. The loops run over candi
 vectorize; see `bridge.encode.carry_fit` for units and weights.
 """
 
-from __future__ import annotations
-
 import numpy as np
 
 from bridge.system.jit import inlined, inner

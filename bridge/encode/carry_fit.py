@@ -31,8 +31,6 @@ lists of arguments: out of a NamedTuple numba takes each array with two such ope
 5% longer with `fit_affine`'s arguments grouped so, 15% with those of the functions that it calls.
 """
 
-from __future__ import annotations
-
 import numpy as np
 
 from bridge.encode.carry_candidates import STARTS, best_candidate, candidates

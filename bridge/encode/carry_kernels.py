@@ -7,8 +7,6 @@ Arguments that all kernels share:
     sums                   float64 [3], added to: error, signal, noise (see `carry.Fidelity`)
 """
 
-from __future__ import annotations
-
 import numpy as np
 
 from bridge.encode.carry_candidates import BATCH, STARTS, fit_scaled

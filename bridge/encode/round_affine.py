@@ -13,8 +13,6 @@ stored. One superblock goes through these stages:
 4. `_refit`   d and dmin by joint least squares for the codes reached, and 3 again, while it helps.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import cache
 from typing import Any

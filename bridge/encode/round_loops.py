@@ -11,8 +11,6 @@ work in it before it would vectorize it. The kernels that use these pass them th
 with `sub`, `low` and `high` set.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

@@ -4,8 +4,6 @@ As for K-quants, the error that is minimized is that of the block as stored: d a
 before any code is rounded against them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import cache
 from typing import Any

@@ -8,8 +8,6 @@ Q4_0 and Q5_0 20, Q6_K 12, Q4_K and Q5_K 10, Q3_K 7, Q2_K, Q4_1 and Q5_1 6.
 The search is in `quantize_affine` (Q2_K, Q4_K, Q5_K), `quantize_scaled` (Q3_K, Q6_K) and `quantize_plain`.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np

@@ -5,8 +5,6 @@ further below zero than above, so both signs of a sub-block's scale are searched
 the grid decides between them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import cache
 from typing import Any

@@ -15,8 +15,6 @@ A type is judged by sampled rows, and by all rows where those are too close to a
 are carried to a type that is given is judged in the same way (`carries`).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 

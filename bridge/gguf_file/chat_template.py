@@ -1,7 +1,5 @@
 """Jinja chat templates, rendered in the same kind of environment as in transformers: sandboxed and immutable."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence

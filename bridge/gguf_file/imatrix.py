@@ -9,8 +9,6 @@ A GGUF file of `general.type` "imatrix" holds, for each weight tensor `name` (as
 The importance is their quotient; it is 1 for an expert that saw no token.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path

@@ -12,8 +12,6 @@ Several names have the same cutting rules and differ in ignore_merges: whether a
 token is used as a whole before any merge is tried.
 """
 
-from __future__ import annotations
-
 from functools import cache
 
 Step = tuple[str, str]

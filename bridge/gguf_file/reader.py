@@ -4,8 +4,6 @@ Opening costs a few milliseconds plus a walk over the vocabulary (40 ms for 150,
 when they are first used. A mapping lives as long as any tensor or undecoded metadata that refers to it.
 """
 
-from __future__ import annotations
-
 import mmap
 import os
 import re

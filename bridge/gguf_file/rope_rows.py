@@ -1,7 +1,5 @@
 """The order of the rows of q and k, which differs between GGUF's llama and Hugging Face."""
 
-from __future__ import annotations
-
 import numpy as np
 
 

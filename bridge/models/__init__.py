@@ -9,8 +9,6 @@ tiktoken, pretokenizer and special_tokens make the vocabulary, provenance makes 
 Ollama. template/ makes the same Outline from a GGUF of the model instead, for any architecture.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path

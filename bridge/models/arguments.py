@@ -1,7 +1,5 @@
 """The arguments of a model's graph: checked values of config.json under common names, and as GGUF metadata."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any

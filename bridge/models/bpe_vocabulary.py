@@ -5,8 +5,6 @@ rank. Added tokens are raw text, matched before any cutting: control tokens if t
 user-defined tokens otherwise.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

@@ -13,8 +13,6 @@ after_system are between before_user and U. A template counts as understood only
 together again, give the text that jinja gives, for several conversations.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any

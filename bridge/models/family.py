@@ -9,8 +9,6 @@
 The tensors of the GGUF are in the order of the table; their names come from gguf's name map.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any

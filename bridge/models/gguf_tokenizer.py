@@ -5,8 +5,6 @@ SentencePiece BPE ("llama": tokens and scores, see `bridge.models.sentencepiece`
 the kind and adds what both have: special tokens, added tokens, chat template.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any

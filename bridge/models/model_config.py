@@ -1,7 +1,5 @@
 """config.json as a mapping whose errors name the key."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from pathlib import Path

@@ -5,8 +5,6 @@ chat template (`bridge.models.chat`), ranges over .Messages and puts each betwee
 role. There is no line break or space between actions: it would be part of the prompt.
 """
 
-from __future__ import annotations
-
 import re
 import shlex
 from collections.abc import Mapping, Sequence

@@ -4,8 +4,6 @@ A family (`bridge.models`) or a template (`bridge.models.template`) makes an Out
 a Plan of it. It holds no weights, but for small tensors that are made from the config and those that a template keeps.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field

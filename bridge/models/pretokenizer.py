@@ -9,8 +9,6 @@ a working model of lower quality. So the rules themselves are compared, in one n
     punctuation Punctuation(Contiguous)
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable
 from typing import Any

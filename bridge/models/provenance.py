@@ -4,8 +4,6 @@ From the model card (README.md front matter), generation_config.json (sampling d
 and the folder's name, by the rules of gguf's `Metadata`; the checkpoint's repository is the source.
 """
 
-from __future__ import annotations
-
 import logging
 import re
 from pathlib import Path

@@ -15,8 +15,6 @@ Hugging Face rotates row j of a head with row j + head_dim/2. GGUF's llama rotat
 rows of q and k are reordered for it, and their biases. Qwen's GGUF architectures leave the order unchanged.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field

@@ -15,8 +15,6 @@ A tokenizer.model is a protocol buffer. These fields are read:
     NormalizerSpec   3: add_dummy_prefix, a truth value (true if absent)
 """
 
-from __future__ import annotations
-
 import math
 import re
 import struct

@@ -3,8 +3,6 @@
 The tokenizer's files take precedence over config.json, whose ids are often not updated with the tokenizer.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """A family's table of tensors, filled in for one checkpoint."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping, Sequence
 from itertools import groupby

@@ -4,8 +4,6 @@ The merges are implied: a token is the merge of the two parts that remain when o
 for splitting text into words are not in the file but in the repository's code.
 """
 
-from __future__ import annotations
-
 import base64
 import binascii
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """A tokenizer in two forms: `Vocabulary` as its file has it, `GGUFTokenizer` as GGUF has it."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 

@@ -6,8 +6,6 @@ language_model.model.X    model.X, as before; language_model.lm_head is lm_head
 visual.*, vision_tower.*  other parts: dropped, llama.cpp has them in a separate file (mmproj)
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable
 from dataclasses import replace

@@ -9,8 +9,6 @@ A torch model and a file go in; the same model with quantized modules comes out.
 QTIP's config.json has no label that transformers knows: pass quantization_config=QtipConfig() too.
 """
 
-from __future__ import annotations
-
 import importlib
 from typing import Any
 

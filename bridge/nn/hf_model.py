@@ -3,8 +3,6 @@
 model = bridge.nn.load("org/model", "model.gguf")
 """
 
-from __future__ import annotations
-
 from contextlib import suppress
 from itertools import chain
 from pathlib import Path

@@ -8,8 +8,6 @@ input. Weights stay quantized, and go along when the model is moved to a GPU; `t
 are. `bridge.nn.load` makes such a model without ever holding the floats that are replaced.
 """
 
-from __future__ import annotations
-
 from itertools import chain
 from pathlib import Path
 from typing import Any

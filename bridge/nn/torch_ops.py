@@ -8,8 +8,6 @@ A tensor in blocks is none of torch's: operators take its number, and the size t
 where only shapes are computed. They run where the tensor is, on the CPU or a GPU.
 """
 
-from __future__ import annotations
-
 from itertools import count
 from typing import Any
 from weakref import WeakValueDictionary

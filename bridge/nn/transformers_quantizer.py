@@ -4,8 +4,6 @@ The layers are read by this project's own readers when the model's skeleton is t
 of a whole weight never exist. The rest of the checkpoint is left to transformers.
 """
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """A checkpoint's trellis-coded layers in place of a torch model's Linears."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import torch

@@ -19,8 +19,6 @@ Read tests/support/textbook_gptq.py first, GPTQ in one page; the solver must agr
 Needs PyTorch, and for whole models transformers (the `quantize` extra). Names are imported when first used.
 """
 
-from __future__ import annotations
-
 import importlib
 from typing import Any
 

@@ -16,8 +16,6 @@ block's output. So a norm whose output also goes elsewhere (a router), or values
 alone.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace

@@ -11,8 +11,6 @@ gets that mean alone. So a rare expert is still rounded for inputs of its kind, 
 inputs of the others. Neither can hold tokens back, so neither uses GPTAQ's term (`alpha_of`).
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from typing import Any

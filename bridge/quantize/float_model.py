@@ -9,8 +9,6 @@ gate_proj. And `transformers` holds experts in 3-D tensors, which are split here
 checkpoint may have them as single matrices, or as those 3-D tensors.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator, Sequence
 from typing import Any

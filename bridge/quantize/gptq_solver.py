@@ -21,8 +21,6 @@ Columns may be rounded in any order that keeps a run's columns together; in any 
 beforehand. The usual act-order (groups cut from the order) permutes the columns first.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Protocol, Self

@@ -9,8 +9,6 @@ quantized layers, differ from the float model's. An eighth of the tokens is held
 chance: their H and C are also kept separately (`alpha_of`).
 """
 
-from __future__ import annotations
-
 import numpy as np
 import torch
 

@@ -4,8 +4,6 @@ A file holds a layer's GGUF blocks, or the codes, scales and zero points of its 
 says which run the layers belong to.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

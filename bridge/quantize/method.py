@@ -4,8 +4,6 @@ for name, layer in quantize_model(model, tokens, Method(superblocks("Q4_K")).lay
 gptq(module, batches, bits=4, group_size=128)
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass

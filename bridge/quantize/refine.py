@@ -17,8 +17,6 @@ dmin 32 for the target, 16 per line and n to update G; chains n for each start, 
 half of a code's own step; for G, the number of columns.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Protocol
 

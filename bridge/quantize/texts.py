@@ -10,8 +10,6 @@ tokens; a shorter rest, of the text or of a row of token ids, is not used. Witho
 with one, a random choice of all, in the text's order.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from pathlib import Path

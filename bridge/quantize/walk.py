@@ -9,8 +9,6 @@ float32 [tokens, hidden], once or twice, unless they go to disk. The model itsel
 by block from a checkpoint (`float_model`).
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass

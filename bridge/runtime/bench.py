@@ -4,8 +4,6 @@ Contenders take turns within one run and are compared by the median of their rat
 the neighbours of a machine change between runs. Bytes are those of the GGUF tensor, whatever a kernel reads.
 """
 
-from __future__ import annotations
-
 import statistics
 import time
 from collections.abc import Callable, Sequence

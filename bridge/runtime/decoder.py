@@ -21,8 +21,6 @@ tenth of the tokens' time: where memory is cheap all are made within the first 6
 them; and a single prompt never pays for a copy.
 """
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence

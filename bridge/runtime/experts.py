@@ -19,8 +19,6 @@ The tokens of a batch that chose the same expert go through it together.
 From Python a token of Qwen3-30B-A3B would make 1,150 calls, one for each matrix of each expert used.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -6,8 +6,6 @@ layers together. Prompts are read one after another, each into a context of its 
 than a step takes, the next one begins when another has ended.
 """
 
-from __future__ import annotations
-
 import codecs
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence

@@ -5,8 +5,6 @@ Bytes a token and layer: 2 * kv_heads * head_dim, times 2 (f16), 4 (f32) or 1.06
 2012 has no instructions for halves: float32 is kept there, whatever was asked for.
 """
 
-from __future__ import annotations
-
 import platform
 from collections.abc import Sequence
 

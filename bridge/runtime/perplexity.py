@@ -6,8 +6,6 @@ counts: positions n/2 .. n-2 predict tokens n/2+1 .. n-1, so that every predicti
 before it. perplexity = exp(mean of -ln p); its error is that of the mean, times the perplexity.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass

@@ -5,8 +5,6 @@ likely; of these the fewest whose probabilities sum to top_p; of these the ones 
 first; then the temperature, then the draw.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from argparse import ArgumentTypeError

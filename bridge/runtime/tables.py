@@ -5,8 +5,6 @@ of several contexts. The second kind, and a single token, has a table for the wh
 kernels for all matrices; in it, matrices that multiply the same vectors share their int8 records.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The tensors that a decoder runs on, found in a GGUF and held against its metadata. Matrices stay in the file."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

@@ -8,8 +8,6 @@ An entry is a file or folder in one of these folders. A process that uses an ent
 (`bridge.system.folder_locks`), and a locked entry is not removed.
 """
 
-from __future__ import annotations
-
 import os
 from contextlib import suppress
 from dataclasses import dataclass

@@ -8,8 +8,6 @@ them:
     cgroup v1   cpu.cfs_quota_us, cpu.cfs_period_us      200000 or -1, and 100000
 """
 
-from __future__ import annotations
-
 import math
 import os
 from collections.abc import Iterator

@@ -4,8 +4,6 @@ And the only way from here to bridge.cuda, which imports the runtime's tensors, 
 name would make a circle.
 """
 
-from __future__ import annotations
-
 import importlib
 from typing import Any
 

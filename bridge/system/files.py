@@ -1,7 +1,5 @@
 """Small files that come with a model, and checks of the files to be read and written."""
 
-from __future__ import annotations
-
 import glob
 import json
 import os

@@ -5,8 +5,6 @@ process ends, kill -9 included. Where the system cannot lock folders (Windows, s
 what is in use, and nothing is removed.
 """
 
-from __future__ import annotations
-
 import glob
 import os
 import shutil

@@ -8,8 +8,6 @@ does not notice edits in a file that a kernel merely calls into. NUMBA_CACHE_DIR
 sources are removed, but for those used last and those that a process holds.
 """
 
-from __future__ import annotations
-
 import hashlib
 import os
 import sys

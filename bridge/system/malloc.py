@@ -6,8 +6,6 @@ calibrating a block of 1024 x 2816 weights to Q4_K takes 330 to 440 MB instead o
 It costs 5 to 10% of the time: memory from the system is cleared before use.
 """
 
-from __future__ import annotations
-
 import ctypes
 import os
 from contextlib import suppress

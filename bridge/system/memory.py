@@ -4,8 +4,6 @@ A decoder's kernels get addresses as the products do (see interleaved.py), and h
 that a whole token is computed by one table of calls (see program.py).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import cache
 from typing import Any

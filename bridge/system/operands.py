@@ -1,7 +1,5 @@
 """Checks of the operands of products and look-ups, the same on the CPU and on a GPU. All raise BridgeError."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from bridge.errors import BridgeError

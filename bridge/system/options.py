@@ -8,8 +8,6 @@ The dataclass holds the default and checks it in `__post_init__`; `bridge.cli.op
 with the default at the end of its help.
 """
 
-from __future__ import annotations
-
 import argparse
 import re
 from collections.abc import Callable, Sequence

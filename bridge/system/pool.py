@@ -11,8 +11,6 @@ worker that comes late finds nothing and disturbs nobody, and no one waits for a
 is free takes the next chunk, the calling thread among them.
 """
 
-from __future__ import annotations
-
 import os
 import platform
 import threading

@@ -1,7 +1,5 @@
 """Rows are independent of each other: kernels without the GIL run on chunks of them, a thread each."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise

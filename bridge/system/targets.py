@@ -5,8 +5,6 @@ the CPU lacks ends the process, so asking for one is an error. NUMBA_CPU_NAME an
 the CPU's description where they are set, since numba compiles for them.
 """
 
-from __future__ import annotations
-
 import importlib
 import os
 from functools import cache

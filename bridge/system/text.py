@@ -1,7 +1,5 @@
 """Formatting for the terminal: tables, percentages, sizes, and one line for notes that many modules share."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable
 

@@ -1,7 +1,5 @@
 """The fast Walsh-Hadamard transform: log2(size) passes of sums and differences, compiled."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from bridge.system.jit import inlined, kernel

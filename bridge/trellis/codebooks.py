@@ -15,8 +15,6 @@ A state is L bits, V values come of it. What is computed needs no table; the oth
 Sources: Tseng et al. 2024 (QTIP, arXiv 2406.11235) for all but mcg and mul1, which are exllamav3's.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any

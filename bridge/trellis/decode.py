@@ -3,8 +3,6 @@
 Where a tile has no multiple of 16 states (hand-made files), numpy looks them up in a table of all states instead.
 """
 
-from __future__ import annotations
-
 from functools import cache
 from typing import Any
 

@@ -1,7 +1,5 @@
 """One product from bare tensors: `bitshift_gemm`. A layer that is multiplied again is better made once."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Layers from what checkpoints store: QTIP's packed tiles, EXL3's, and plain states."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

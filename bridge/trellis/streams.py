@@ -12,8 +12,6 @@ Rows are output features. Layouts (m out, n in):
     plain     int32 [tiles, states], unpacked: blocks of td_x along in, td_y along out, V values along td_y
 """
 
-from __future__ import annotations
-
 import numpy as np
 
 TILE = 16  # rows and columns of a tile, everywhere but in hand-made files

@@ -9,8 +9,6 @@ for bridge and scripts.peers. Tests import `scripts.benchlib`.
     speeds      processes of both runtimes that take turns on a file
 """
 
-from __future__ import annotations
-
 import argparse
 import platform
 import subprocess

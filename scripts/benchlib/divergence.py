@@ -1,7 +1,5 @@
 """A float model on a test text, and the KL divergence of the same model with other weights from it."""
 
-from __future__ import annotations
-
 import argparse
 from pathlib import Path
 from typing import Any

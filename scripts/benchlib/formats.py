@@ -1,7 +1,5 @@
 """One model as a GGUF in every format, and how close each is to the F16 file."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

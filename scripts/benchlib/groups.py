@@ -4,8 +4,6 @@ llm-compressor runs in a Python of its own (see `peers/llm_compressor.py`), sinc
 transformers.
 """
 
-from __future__ import annotations
-
 import tempfile
 import time
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Processes of llama.cpp and of our runtime that take turns on the same file."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

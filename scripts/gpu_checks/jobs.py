@@ -1,7 +1,5 @@
 """All jobs by name: "correct/..." may run in parallel, "time/..." one after the other."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """Correctness of bridge.nn on the device: QuantLinear, its gradient and torch.compile, and a model on a GGUF."""
 
-from __future__ import annotations
-
 import importlib.util
 import tempfile
 from pathlib import Path

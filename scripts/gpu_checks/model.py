@@ -1,8 +1,6 @@
 """Correctness of whole models: CUDA's logits against the CPU's, captured steps against single launches, and
 overlapping launches against launches one after the other."""
 
-from __future__ import annotations
-
 import tempfile
 from itertools import islice
 from pathlib import Path

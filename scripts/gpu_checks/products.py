@@ -1,7 +1,5 @@
 """Correctness of products: all types against float64, with outputs poisoned before and guarded behind."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """The results as a table: bars first, each with its measurement and whether it is met."""
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 from gpu_checks.jobs import CACHES, LARGE, SMALL, TOKENS, TYPES

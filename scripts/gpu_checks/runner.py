@@ -5,8 +5,6 @@ process continues with the rest. When time is up it is killed: reported results 
 not run, not as failed.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

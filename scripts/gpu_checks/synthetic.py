@@ -1,7 +1,5 @@
 """A GGUF of a Llama 3 8B's shape that exists in memory only: every matrix Q4_K, of random codes."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -4,8 +4,6 @@ All times except those of whole tokens are of replays of CUDA graphs whose weigh
 cuda/bench.py.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """Correctness of products on tensor cores: 9 to 64 tokens, partial tiles, all epilogues."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

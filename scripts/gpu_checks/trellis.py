@@ -1,7 +1,5 @@
 """Correctness of trellis codes on the device: layers of QTIP and EXL3 against their dequantized weights."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -7,8 +7,6 @@ tokens.npy holds int64 [sequences, length], all used for calibration. The types 
 in float32.
 """
 
-from __future__ import annotations
-
 import argparse
 import shutil
 import tempfile

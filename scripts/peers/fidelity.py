@@ -5,8 +5,6 @@ The converter takes no part: the GGUF is dequantized by `gguf`, mapped back to H
 tests of their own.
 """
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Iterable

@@ -1,8 +1,6 @@
 """ggml's own quantizer and dequantizer, through the shared library inside the xllamacpp wheel: the peer that our
 quantizers must beat."""
 
-from __future__ import annotations
-
 import ctypes
 from functools import cache
 from pathlib import Path

@@ -5,8 +5,6 @@ the number of rows on this processor. Used by tests (the xllamacpp wheel) and by
 (llama-cpp-python, built natively).
 """
 
-from __future__ import annotations
-
 import ctypes
 from functools import cache
 from itertools import takewhile

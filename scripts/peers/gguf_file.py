@@ -1,8 +1,6 @@
 """A GGUF read as the Hugging Face model it came from, in that model's names and row order; and rewritten with other
 types."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from pathlib import Path
 

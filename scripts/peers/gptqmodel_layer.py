@@ -5,8 +5,6 @@
 4 bits, symmetric groups of 128, the Hessian given. Prints CPU seconds and tr(E H E^T) over tr(W H W^T).
 """
 
-from __future__ import annotations
-
 import sys
 import time
 

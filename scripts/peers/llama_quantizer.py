@@ -6,8 +6,6 @@ of llama.cpp's own quantizer, byte for byte. As in llama.cpp, the imatrix is use
 others are rounded without.
 """
 
-from __future__ import annotations
-
 import re
 from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec

@@ -7,8 +7,6 @@ in float32, the linears of the decoder as their codes dequantize. The settings a
 model runs in float32.
 """
 
-from __future__ import annotations
-
 import argparse
 from pathlib import Path
 from typing import Any

@@ -4,8 +4,6 @@ The measure is the mean Kullback-Leibler divergence per token between two models
 arithmetic and differ only in their weights.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from pathlib import Path

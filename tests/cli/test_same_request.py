@@ -62,7 +62,7 @@ def test_a_calibrated_block_type_gives_the_same_file_head_and_all(
 @pytest.mark.parametrize(("flags", "options"), [
     ([], {}),
     (["--exact"], {"type": "exact"}),
-    (["--type", "q4_k_m", "--tensor-type", "ffn_down=Q6_K"], {"type": "Q4_K_M", "tensor_types": [("ffn_down", "q6_k")]}),
+    (["--type", "q4_k_m", "--tensor-type", "ffn=Q6_K"], {"type": "Q4_K_M", "tensor_types": [("ffn", "q6_k")]}),
     (["--token-embd-type", "F16", "--output-type=Q5_K"], {"token_embd_type": "F16", "output_type": "Q5_K"}),
     (["--for", "llama.cpp@11549", "--pre", "qwen2"], {"target": "llama.cpp@11549", "pre": "qwen2"}),
 ])  # fmt: skip

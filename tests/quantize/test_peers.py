@@ -17,7 +17,8 @@ import pytest
 
 from bridge.checkpoint import GroupedTensor, open_checkpoint
 from bridge.quantize import Groups, write_checkpoint
-from scripts.peers import checkpoint_logits, reference
+from scripts.peers import reference
+from tests.support import checkpoint_logits
 from tests.support.encode import quantize
 from tests.support.tiny_models import save_model
 

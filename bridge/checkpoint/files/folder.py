@@ -4,8 +4,6 @@ Files are written to a temporary folder next to the target (see `folder_locks`),
 The callers write the weights; the files that come with a model are copied here.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 from collections.abc import Callable, Collection

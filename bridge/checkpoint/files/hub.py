@@ -1,7 +1,5 @@
 """A checkpoint by name: a local folder, or a Hub id that huggingface_hub downloads (with resume) or has cached."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Literal

@@ -8,8 +8,6 @@ into buffers of our own: a memory map would count towards the peak of resident m
 .bin and .pt files are read by `torch_store`.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Iterable, Mapping

@@ -4,8 +4,6 @@ pytorch_model.bin is transformers' name for it, *.pt that of the first GPTQ tool
 handed out as uint16 bits, as from safetensors.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Which files make a checkpoint, which of them hold its weights, and whether these are all there."""
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Iterable, Iterator

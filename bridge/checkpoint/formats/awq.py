@@ -17,8 +17,6 @@ layer before, as the function lies between:
 Together they are a linear layer with its input columns divided, which no group of codes holds: it is read as floats.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial

@@ -14,8 +14,6 @@ Planar packing (gptq_p) is the same stream several times: in each block of 32 co
 GPTQ's words run down the input features, so codes are transposed: in tiles that stay in cache.
 """
 
-from __future__ import annotations
-
 import numpy as np
 
 from bridge.system.jit import kernel

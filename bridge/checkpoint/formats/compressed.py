@@ -16,8 +16,6 @@ bias               float [out]       optional
 W[o, k] = scale * (code - zero point), both signed; here both get 2**(b-1) more
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from typing import ClassVar

@@ -9,8 +9,6 @@
 Both sides are padded to multiples of 128. The head is coded too, of models too whose config ties it.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import ClassVar
 

@@ -10,8 +10,6 @@ Codes are packed two a byte along the row, the first in the low nibble. GGUF's b
 bit for bit, the tensor's scale as a tensor of its own.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, field
 from typing import ClassVar, NamedTuple

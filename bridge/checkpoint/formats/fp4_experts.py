@@ -8,8 +8,6 @@ They become modules of their own, experts.E.gate_proj (the even rows), .up_proj 
 (gate_up_proj_bias [experts, 2 * out]) are floats as they are.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any, ClassVar
 

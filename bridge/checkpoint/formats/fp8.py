@@ -12,8 +12,6 @@ fp8 (DeepSeek, Qwen: blocks of 128 x 128) and fbgemm_fp8 mean nothing else; mode
 formats too.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from dataclasses import dataclass, replace

@@ -10,8 +10,6 @@ Bits, group size and act-order are taken from the tensors, module by module; the
 what breaks a tie.
 """
 
-from __future__ import annotations
-
 import threading
 from dataclasses import replace
 from typing import ClassVar

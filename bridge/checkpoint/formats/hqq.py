@@ -20,8 +20,6 @@ Scales, zero points or both may be quantized in the same way (quant_scale, quant
     zero_scale                    [2, ...] zeros, then scales, in place of both (offload_meta): floats, or codes
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from typing import Any, ClassVar

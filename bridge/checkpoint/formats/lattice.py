@@ -9,8 +9,6 @@ that of BF16 (p = 8) grids of 4, 5 bits are found, of F16 (p = 11) those of 8. T
 a half if there is one, of which every weight is the rounded multiple: the stored floats come back, bit for bit.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np

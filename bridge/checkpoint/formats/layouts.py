@@ -9,8 +9,6 @@
 v1 has no zero point of 0: see `zeros`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 

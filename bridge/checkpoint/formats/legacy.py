@@ -11,8 +11,6 @@ way until March 2023. Its later files store qzeros as AutoGPTQ does and are read
 wrote a config: bits and group size are found from the shapes.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import ClassVar
 

@@ -15,8 +15,6 @@ Scales lie in the order of a thread's outputs: 8 x 8 transposed over 64 features
 pairs of 8 features apart. The zero point is 2^(b-1).
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any, ClassVar
 

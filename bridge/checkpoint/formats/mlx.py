@@ -20,8 +20,6 @@ where null stands for mlx's own defaults, 64 and 4.
 The zero point is -b/s. mlx chooses b as s times an integer, then rounds both: it comes out near that integer.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 

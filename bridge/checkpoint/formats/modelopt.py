@@ -7,8 +7,6 @@ auto-round   weight_packed   weight_scale    weight_global_scale, divides     in
 What they hold says `fp4`; modules of 8-bit floats are those of `fp8`.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import ClassVar
 

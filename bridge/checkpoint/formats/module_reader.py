@@ -3,8 +3,6 @@
 A module is codes (ModuleInfo, read as CodedTensor) or a FloatWeight (8-bit floats with scales: read as float32).
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar

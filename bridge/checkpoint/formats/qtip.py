@@ -10,8 +10,6 @@ config.json has `quip_params`; K comes of the size of each module's codes. A pla
 that are not packed, is known by its int32: `trellis` or `qweight` [tiles, states], with quantize_config.json.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import ClassVar
 

@@ -1,7 +1,5 @@
 """What the readers of trellis-coded layers share: a layer that can be multiplied as it is, or decoded to floats."""
 
-from __future__ import annotations
-
 from typing import ClassVar
 
 import numpy as np

@@ -21,8 +21,6 @@ it, and a dialect that is off by one has (mean - z)**2 greater by 1 - 2 * (mean 
 the median group.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np

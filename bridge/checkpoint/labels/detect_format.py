@@ -8,8 +8,6 @@ hf_quant_config.json   ModelOpt: {quantization: {quant_algo: FP8, ...}}; counts 
 The first that exists counts, completed from config.json. `unlabelled` is for checkpoints without any.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path

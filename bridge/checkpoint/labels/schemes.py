@@ -13,8 +13,6 @@ A target is a module's name, "re:" and a regular expression that matches from th
 expressions the first in alphabetical order counts, as in the compressed-tensors package.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """The formats of checkpoints whose configs say nothing of quantization, told by their tensors."""
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import replace
 from typing import Any

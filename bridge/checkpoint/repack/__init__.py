@@ -15,8 +15,6 @@ written here. And 3-bit modules are written as GPTQModel from 7.0 and AutoGPTQ r
 before 7.0 did; its files are corrected.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field

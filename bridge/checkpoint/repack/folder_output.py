@@ -4,8 +4,6 @@ A safetensors file is copied with its header, and only the ranges of the tensors
 order, dtypes, metadata and sharding stay. .bin and .pt files become safetensors, tensor by tensor.
 """
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Callable, Mapping

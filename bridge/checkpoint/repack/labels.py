@@ -1,7 +1,5 @@
 """config.json and quantize_config.json, corrected to match the data."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """How each module's qzeros must change: found in a first pass over them; they are a hundredth of a model."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from dataclasses import dataclass, field

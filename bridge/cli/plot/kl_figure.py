@@ -1,7 +1,5 @@
 """KL divergence against size: a point for each format, a line for each maker."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from matplotlib.axes import Axes

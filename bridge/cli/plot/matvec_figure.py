@@ -1,7 +1,5 @@
 """Matrix times vector: bars of GB/s for each type, ours and ggml's, with marks for the speed of plain reading."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from matplotlib.axes import Axes

@@ -1,7 +1,5 @@
 """A report as maps of layers and kinds of tensors: added error, codes kept, bits per weight."""
 
-from __future__ import annotations
-
 import math
 import re
 from pathlib import Path

@@ -5,8 +5,6 @@ dark (prefers-color-scheme). Its background is opaque, so it can be read on any 
 the file small and searchable.
 """
 
-from __future__ import annotations
-
 import io
 from contextlib import AbstractContextManager
 from dataclasses import astuple, dataclass

@@ -1,7 +1,5 @@
 """The known families, by every name that a config.json may have for them."""
 
-from __future__ import annotations
-
 from bridge.models.families.command_r import COMMAND_R
 from bridge.models.families.deepseek import DEEPSEEK2
 from bridge.models.families.gemma import GEMMA2, GEMMA3

@@ -1,7 +1,5 @@
 """Command-R and Aya: attention and network in parallel after one layer norm without bias; scaled logits, tied."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from bridge.models.arguments import Arguments

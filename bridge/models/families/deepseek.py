@@ -5,8 +5,6 @@ first and the attended latent vectors by the second, so GGUF separates them, one
 is transposed: no codes can be carried, and it becomes F16. The codes of the one for the values are carried.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

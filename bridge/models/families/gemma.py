@@ -4,8 +4,6 @@ Gemma 2 caps attention scores and logits by tanh, Gemma 3 normalizes q and k ins
 layers with full attention, every second or every sixth, and the scale of attention scores by the size of the model.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from bridge.errors import BridgeError

@@ -4,8 +4,6 @@ GLM-4.5 and its successors are mixtures of experts with a shared one; a bias is 
 experts, but not to weight them.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from bridge.models.arguments import Arguments

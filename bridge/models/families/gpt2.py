@@ -1,7 +1,5 @@
 """GPT-2: embeddings for positions; q, k and v in one matrix. Its layers are Conv1D: floats are stored transposed."""
 
-from __future__ import annotations
-
 from bridge.models.arguments import Arguments
 from bridge.models.family import Expected, Family, Row, decoder, required
 from bridge.models.model_config import Config

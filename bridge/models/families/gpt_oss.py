@@ -5,8 +5,6 @@ gate and up alternate row by row in one matrix; GGUF separates them. In the publ
 see `bridge.checkpoint.formats.fp4_experts`; as floats they are [experts, in, out].
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Granite 3: Llama's decoder with four factors: of embeddings, attention scores, each layer's output, and logits."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from bridge.models.arguments import Arguments

@@ -1,7 +1,5 @@
 """Llama 1 to 3.x, and the many other models published as LlamaForCausalLM."""
 
-from __future__ import annotations
-
 from bridge.models.family import Family, Row, decoder, gated_mlp
 
 LLAMA = Family(

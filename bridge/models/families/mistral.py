@@ -5,8 +5,6 @@ reported; up to its length the two agree. Both transformers and llama.cpp normal
 token's experts to a sum of one.
 """
 
-from __future__ import annotations
-
 from bridge.models.family import EXPERTS, Family, Row, decoder, gated_mlp, optional
 
 _ATTENTION = (

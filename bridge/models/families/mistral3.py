@@ -1,7 +1,5 @@
 """Mistral Small 3.1 and similar: Mistral's language model inside a vision model. Ministral 3 needs a template."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from bridge.models.families.mistral import MISTRAL

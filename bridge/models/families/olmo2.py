@@ -1,7 +1,5 @@
 """OLMo 2: norms after attention and network, not before them; q and k are normalized over all heads at once."""
 
-from __future__ import annotations
-
 from bridge.models.family import SILU, Expected, Family, Row, decoder, gated_mlp
 
 OLMO2 = Family(

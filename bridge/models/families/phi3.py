@@ -3,8 +3,6 @@
 llama.cpp runs its sliding window as full attention.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from bridge.models.arguments import Arguments

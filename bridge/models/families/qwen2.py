@@ -4,8 +4,6 @@ Qwen1.5-MoE and Qwen2-MoE have many small experts, and one shared by all tokens.
 router's probabilities: norm_topk_prob must be false.
 """
 
-from __future__ import annotations
-
 from bridge.models.family import ALL_SPARSE, EXPERTS, SILU, Expected, Family, Row, decoder, gated_mlp, required
 
 _KEYS = {"max_position_embeddings": 32768, "use_sliding_window": False}

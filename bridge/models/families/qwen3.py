@@ -4,8 +4,6 @@ Qwen3-MoE has experts, none of them shared. llama.cpp normalizes the weights of 
 norm_topk_prob must be true, and transformers' default is false.
 """
 
-from __future__ import annotations
-
 from bridge.models.family import ALL_SPARSE, EXPERTS, SILU, Expected, Family, Row, decoder, gated_mlp
 
 # 128 is transformers' default, whatever hidden_size / num_attention_heads is

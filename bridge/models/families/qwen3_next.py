@@ -4,8 +4,6 @@ The linear layers' q, k, v and z are head by head in one matrix; GGUF has all q,
 All norms except the linear layers' are stored minus one.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -4,8 +4,6 @@ A token of text has three equal positions, so for text they are Qwen2 and Qwen3.
 head each position rotates.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """SmolLM3: Llama's decoder without rotation in every fourth layer, an interval that is compiled into llama.cpp."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from bridge.errors import BridgeError

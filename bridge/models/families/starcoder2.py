@@ -1,7 +1,5 @@
 """StarCoder2: layer norms and biases throughout, and a network of two matrices with gelu."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from bridge.models.family import NORM, Expected, Family, Row, decoder, required

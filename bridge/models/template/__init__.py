@@ -8,8 +8,6 @@ from the template and reported. Read `build` first, the outcome, then `matrices`
 search; `match` compares values, `names` has the name map, `template_file` the file.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from bridge.checkpoint import Checkpoint

@@ -1,7 +1,5 @@
 """The parts of the new file's tensors: the template's tensors, or their matches in the checkpoint."""
 
-from __future__ import annotations
-
 import re
 
 import numpy as np

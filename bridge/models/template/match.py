@@ -9,8 +9,6 @@ some columns. AWQ multiplies columns by factors by which it divides the layer be
 per row and column is fitted before the comparison.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 

@@ -8,8 +8,6 @@ them attn_v_b [heads, v, rank], whose rows are found, and attn_k_b [heads, rank,
 carry codes and is copied from the template.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Sequence

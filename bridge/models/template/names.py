@@ -1,7 +1,5 @@
 """The GGUF name of each tensor of the checkpoint, by gguf's name map of the architecture."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Container
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ AWQ divides a norm by the factors by which it multiplies the columns of the matr
 the template's as those columns do, and must be the checkpoint's.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 

@@ -1,7 +1,5 @@
 """The template's file: opening it, and copying its metadata."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any

@@ -13,8 +13,6 @@ is within the limit.
                dominated ones (Dyer, Zemel; Pisinger 1995)
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import pairwise
 

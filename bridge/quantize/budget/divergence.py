@@ -7,8 +7,6 @@ Rounded layers are stored in a temporary folder, as blocks; a trial starts at th
 base, the best trial so far.
 """
 
-from __future__ import annotations
-
 import hashlib
 import math
 from collections.abc import Callable, Mapping

@@ -4,8 +4,6 @@ A forward pass keeps each block's inputs, float32 [tokens, hidden]. From these a
 and gradients are propagated back block by block, running each again.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass

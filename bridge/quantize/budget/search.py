@@ -12,8 +12,6 @@ Losses of single tensors do not simply add up: other layers may amplify or hide 
 Each step is kept only if it measures lower.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 

@@ -4,8 +4,6 @@ Groups try scales near their own with zero points near their own. GGUF's plain t
 numbers: tries are some hundredths of the code range away.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import cache
 from typing import Any

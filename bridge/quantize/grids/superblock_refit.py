@@ -4,8 +4,6 @@ Each sub-block tries lines (sc + i, m + j) near its own, i and j up to 2, m foll
 stays; then d and dmin are fitted together by least squares.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import cache
 from typing import Any

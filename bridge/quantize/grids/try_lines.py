@@ -5,8 +5,6 @@ vectors. Side by side, lines share loads and hide each other's latency; 32 of th
 vector instructions, since Numba does not vectorize loops with so many arrays.
 """
 
-from __future__ import annotations
-
 from functools import cache
 from typing import Any
 

@@ -19,8 +19,6 @@ The float record holds x itself, then the float32 sums over sub-blocks.
 Records of `columns` tokens lie side by side for each block: [tokens/columns, blocks, columns, record].
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import cache
 from typing import Any, NamedTuple

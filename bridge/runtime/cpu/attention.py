@@ -18,8 +18,6 @@ What is computed stands in blocks of int64 words, named below: one for the token
 several sequences, of which every one has a cache of its own and a single token.
 """
 
-from __future__ import annotations
-
 from functools import cache
 from typing import Any
 

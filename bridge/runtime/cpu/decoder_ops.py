@@ -4,8 +4,6 @@ Each is a C function of nine int64, as the products are: seven of its own and a 
 a token's whole computation is a table of calls (see program.py), and a batch's may be shared among threads.
 """
 
-from __future__ import annotations
-
 from functools import cache
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Blocks to float32 for any GGUF type: compiled for ours, float types by themselves, the rest through gguf."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from bridge.blocks import READ

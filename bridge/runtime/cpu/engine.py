@@ -1,7 +1,5 @@
 """Which engine multiplies a matrix on this machine; portable.py says what an engine is."""
 
-from __future__ import annotations
-
 import warnings
 from functools import cache
 

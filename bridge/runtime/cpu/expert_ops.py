@@ -1,7 +1,5 @@
 """What a mixture of experts does between its products; C functions as those of decoder_ops.py."""
 
-from __future__ import annotations
-
 from functools import cache
 from typing import Any
 

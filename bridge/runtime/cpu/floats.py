@@ -6,8 +6,6 @@ C function as those of interleaved.py are; its "row groups" are single rows, `bl
 product of dequantized tiles where that is less work than passing over the weights again.
 """
 
-from __future__ import annotations
-
 from functools import cache
 from typing import Any
 

@@ -22,8 +22,6 @@ for it). Four distances gain nothing from memory. In the cache three cost a quar
 kernels without any (`near`), for weights that are known to be there.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import cache
 from types import FunctionType, ModuleType

@@ -33,8 +33,6 @@ instance, a row's share of a block of Q4_K is the 144 bytes of the file's block,
              28..139   the other seven groups of 32
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np

@@ -3,8 +3,6 @@
 `Dequantizing` needs nothing but dequantized rows, so it serves all types; `RowMajor` multiplies the file's own blocks.
 """
 
-from __future__ import annotations
-
 from typing import Protocol
 
 import numpy as np

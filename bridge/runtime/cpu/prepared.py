@@ -1,7 +1,5 @@
 """A repacked copy of a tensor, in memory of its own."""
 
-from __future__ import annotations
-
 import threading
 from concurrent.futures import ThreadPoolExecutor
 

@@ -3,8 +3,6 @@
 All of it happens in one compiled call, because from Python every step would cost a microsecond or more.
 """
 
-from __future__ import annotations
-
 from functools import cache
 from itertools import count
 from typing import Any

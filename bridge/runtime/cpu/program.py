@@ -9,8 +9,6 @@ row groups that shrink, so that few begin with memory that nobody fetched ahead,
 to be waited for: 5% faster from memory than the pool's own even chunks.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import cache
 from typing import Any, NamedTuple

@@ -3,8 +3,6 @@
 The same chunks, threads and huge pages as a product, every cache line loaded and added up, nothing else done.
 """
 
-from __future__ import annotations
-
 from functools import cache
 from typing import Any
 

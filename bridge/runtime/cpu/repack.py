@@ -5,8 +5,6 @@ one is found by asking `PackedLayout.words` about a few well-chosen blocks, so t
 that move the same way are moved together: a word is an or of a few words of the file, shifted and masked.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from functools import cache
 from typing import Any, NamedTuple

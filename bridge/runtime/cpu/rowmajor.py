@@ -5,8 +5,6 @@ int32 (LLVM vectorizes the plain loops) or in float32. This is what `BRIDGE_CPU=
 of weights, on one thread.
 """
 
-from __future__ import annotations
-
 from functools import cache
 from typing import Any
 

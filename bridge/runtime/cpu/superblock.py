@@ -16,8 +16,6 @@ x_j are the int8 values of sub-block j, s_j their sum, dx_g the scale of x for 3
 activations.py. Sums over 32 columns are exact in int32; above them float32 rounds once for every 32 columns.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any

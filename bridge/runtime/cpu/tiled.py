@@ -5,8 +5,6 @@ about twice as long as the product itself. With many, a tile of row groups is re
 and repacking hardly counts. No memory is taken but a tile a thread.
 """
 
-from __future__ import annotations
-
 from functools import cache
 from typing import Any
 

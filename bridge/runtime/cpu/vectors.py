@@ -7,8 +7,6 @@ superblock.py written out, and `store(totals, y, stride)`. Addresses are plain i
 What differs between targets is the dot product: see the intrinsics_*.py modules.
 """
 
-from __future__ import annotations
-
 import ctypes
 from collections.abc import Callable
 from types import ModuleType

@@ -7,8 +7,6 @@ longest at each place, and only what lies between them is cut and merged; BOS an
 the file asks for them.
 """
 
-from __future__ import annotations
-
 import codecs
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence

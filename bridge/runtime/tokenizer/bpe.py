@@ -1,7 +1,5 @@
 """Byte-level BPE through the `tokenizers` library, set up from tokenizer.ggml.pre and the merges."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -5,8 +5,6 @@ become their bytes' tokens. A heap of candidate pairs makes a text of n characte
 into words before, and words are remembered, where no token has a space after its first other character.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator, Sequence
 from heapq import heapify, heappop, heappush

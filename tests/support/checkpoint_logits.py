@@ -1,11 +1,9 @@
 """The logits of a quantized checkpoint as GPTQModel or transformers loads it; runs in any Python that has them:
 
-    PYTHON scripts/peers/checkpoint_logits.py CHECKPOINT tokens.npy logits.npy --loader gptqmodel
+    PYTHON tests/support/checkpoint_logits.py CHECKPOINT tokens.npy logits.npy --loader gptqmodel
 
 tokens.npy holds int64 [windows, length]; logits.npy gets float32 [windows, length, vocab].
 """
-
-from __future__ import annotations
 
 import argparse
 import os
