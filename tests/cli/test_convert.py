@@ -58,13 +58,13 @@ def test_a_report_replaces_reports_alone(auto, tmp_path, capsys):
     weights = Path(shutil.copyfile(CHECKPOINT / "model.safetensors", tmp_path / "model.safetensors"))
     for command in ("convert", CHECKPOINT, tmp_path / "out.gguf"), ("verify", auto, CHECKPOINT):
         assert main([*map(str, command), "--report", str(weights)]) == 2
-        assert "exists and is no report" in capsys.readouterr().err
+        assert "exists and is not a report" in capsys.readouterr().err
     assert weights.read_bytes() == (CHECKPOINT / "model.safetensors").read_bytes()
     assert not (tmp_path / "out.gguf").exists()
     report = bridge.verify(auto, CHECKPOINT)
     for _ in range(2):
         report.save(tmp_path / "report.json")
-    with pytest.raises(BridgeError, match="is no report"):
+    with pytest.raises(BridgeError, match="is not a report"):
         report.save(auto)
 
 
