@@ -7,11 +7,7 @@ from bridge.checkpoint.files.hub import resolve
 
 
 def open_by_name(
-    checkpoint: str | Path,
-    config: str | Path | None = None,
-    *,
-    needs_config: bool = True,
-    detect_lattice: bool = False,
+    checkpoint: str | Path, config: str | Path | None = None, *, needs_config: bool = True, detect_lattice: bool = False
 ) -> Checkpoint:
     """`open_checkpoint` of a folder or a Hub id. Raises BridgeError as that and `resolve` do."""
     return open_checkpoint(

@@ -62,9 +62,7 @@ class CodedTensor:
     def take_rows(self, order: np.ndarray) -> Self:
         """Permute the rows (output features): codes, scales, zero points and bias alike."""
         return replace(  # type: ignore[type-var]
-            self,
-            bias=None if self.bias is None else self.bias[order],
-            **self._taken(order, order),
+            self, bias=None if self.bias is None else self.bias[order], **self._taken(order, order)
         )
 
     def take_columns(self, order: np.ndarray) -> Self:

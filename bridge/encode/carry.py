@@ -28,13 +28,7 @@ from bridge.blocks import Q2_0, BlockType
 from bridge.checkpoint.formats.fp4 import Fp4Tensor
 from bridge.checkpoint.grouped import CodedTensor, GroupedTensor
 from bridge.encode.block_bytes import packer, row_bytes
-from bridge.encode.carry_kernels import (
-    add_shift_error,
-    carry_affine,
-    carry_plain,
-    carry_scaled,
-    shift_codes,
-)
+from bridge.encode.carry_kernels import add_shift_error, carry_affine, carry_plain, carry_scaled, shift_codes
 from bridge.encode.round_plain import plain_quantizer
 from bridge.errors import BridgeError
 

@@ -115,9 +115,7 @@ def _first_within(
 
 
 def _share(
-    parts: Parts,
-    block: BlockType,
-    mapped: Callable[[CodedTensor, BlockType, np.ndarray | None], Mapped],
+    parts: Parts, block: BlockType, mapped: Callable[[CodedTensor, BlockType, np.ndarray | None], Mapped]
 ) -> float:
     total = Fidelity(0, 0.0, 0.0, 0.0, 0)
     for t, importance in parts:

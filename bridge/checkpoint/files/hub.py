@@ -115,12 +115,7 @@ def find_template(template: str | Path) -> tuple[Path, str | None]:
 def _files(name: str, revision: str | None) -> dict[str, int] | Path:
     """A repository's files with their bytes; without a network, the folder that an earlier run downloaded."""
     from huggingface_hub import HfApi
-    from huggingface_hub.errors import (
-        GatedRepoError,
-        HFValidationError,
-        RepositoryNotFoundError,
-        RevisionNotFoundError,
-    )
+    from huggingface_hub.errors import GatedRepoError, HFValidationError, RepositoryNotFoundError, RevisionNotFoundError
 
     try:
         # one request without the retries that the listing of files has: no network is known at once

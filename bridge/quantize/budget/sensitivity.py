@@ -121,11 +121,7 @@ def _loss(weight: torch.Tensor, values: torch.Tensor, hessian: torch.Tensor, fac
 
 
 def embedding_costs(
-    weight: torch.Tensor,
-    tokens: torch.Tensor,
-    gradients: torch.Tensor,
-    types: Iterable[str],
-    samples: int = 1024,
+    weight: torch.Tensor, tokens: torch.Tensor, gradients: torch.Tensor, types: Iterable[str], samples: int = 1024
 ) -> dict[str, Cost]:
     """The cost of each type of the embeddings float32 [vocabulary, hidden]: sum_i g_i e_vi^2 / 2, mean over tokens v.
 

@@ -114,8 +114,7 @@ class SuperblockGrid:
         fitter = _fitter(self.block, quick and even and self.block.is_k and self.block.has_min)
         with self._fields(run) as (sc, mn, d, dmin):
             over_rows(
-                self.rows,
-                lambda r: fitter(weights[r], h, self.spread, q[r], sc[r], mn[r], d[r], dmin[r], sums[r]),
+                self.rows, lambda r: fitter(weights[r], h, self.spread, q[r], sc[r], mn[r], d[r], dmin[r], sums[r])
             )
 
     def refit(self, run: int, codes: np.ndarray, g: np.ndarray, metric: Metric, sweep: int) -> None:
