@@ -168,7 +168,7 @@ def test_a_vocabulary_that_is_none(model, convert, vocab):
 @pytest.mark.parametrize("changes", [{"added_tokens_decoder": ["a"]}, {"added_tokens_decoder": {"0": "a"}}])
 def test_settings_of_a_tokenizer_that_are_not_as_they_should_be(model, convert, changes):
     edit_json(model / "tokenizer_config.json", **changes)
-    assert "tokenizer_config.json or a file beside them is not as" in convert()
+    assert "a tokenizer file (tokenizer.json, tokenizer_config.json ...) is not as" in convert()
 
 
 def test_a_tokenizer_that_is_too_small_for_the_embedding_is_reported(model, tmp_path, capsys):

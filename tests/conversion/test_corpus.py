@@ -10,14 +10,17 @@ import json
 import shutil
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from bridge.checkpoint import open_checkpoint
 from bridge.conversion.converter import plan_checkpoint
 from bridge.conversion.plan import Plan, PlannedTensor
+from bridge.conversion.planner import tensors_to_write
 from bridge.errors import BridgeError
 from tests.conftest import ROOT
 from tests.support.corpus import unfold
@@ -68,7 +71,9 @@ def test_a_repository_is_planned_as_it_was(case: Path, folder: Path) -> None:
     unfold(record, folder)
     found: dict[str, Any] = {}
     try:
-        found["plan"] = plan_lines(plan_checkpoint(folder, type=record.get("type", "auto")))
+        plan = plan_checkpoint(folder, type=record.get("type", "auto"))
+        with open_checkpoint(folder) as ckpt:
+            found["plan"] = plan_lines(replace(plan, tensors=tensors_to_write(ckpt, plan)))
     except BridgeError as refused:
         found["refused"] = str(refused).replace(str(folder), "model")
     assert found == {key: record[key] for key in ("plan", "refused") if key in record}

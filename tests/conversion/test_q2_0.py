@@ -67,7 +67,7 @@ def test_exact_takes_it_and_llama_cpp_loads_it(tmp_path, small_model, writer):
     report = bridge.convert(tmp_path / "in", tmp_path / "m.gguf", type="exact")
     coded = [t for t in report.tensors if t.has_codes]
     assert {(t.type, t.outcome, t.fidelity.error) for t in coded} == {("Q2_0", CARRIED, 0)}
-    assert any("Q2_0 is known to llama.cpp since build 10015 (July 2026)" in note for note in report.notes)
+    assert any("llama.cpp has Q2_0 since build 10015 (July 2026)" in note for note in report.notes)
     for tensor in gguf.GGUFReader(str(tmp_path / "m.gguf")).tensors:
         if tensor.name == "blk.1.ffn_up.weight":
             read = ggml.dequantize(tensor.data, int(Q2_0.ggml))
@@ -94,7 +94,7 @@ def test_auto_takes_it_for_builds_that_know_it_alone(tmp_path, small_model):
 
 def test_a_target_is_llama_cpp_and_a_build():
     for target in ("llama.cpp", "ollama@3", "llama.cpp@new"):
-        with pytest.raises(BridgeError, match=r"llama\.cpp and its build are wanted"):
+        with pytest.raises(BridgeError, match=r"must be llama.cpp and its build"):
             Recipe(target=target)
-    with pytest.raises(BridgeError, match=r"llama\.cpp knows Q2_0 since build 10015; choose another type"):
+    with pytest.raises(BridgeError, match=r"llama\.cpp has Q2_0 since build 10015; choose another type"):
         Recipe("Q2_0", target="llama.cpp@9000")
