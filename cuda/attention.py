@@ -1,7 +1,9 @@
 """Attention of one token over the cache on the device: rotation, storing and the weighted sum in one launch.
 
     qkv     f32 [(heads + 2 kv_heads) * head_dim], as the products left it (biases are in it)
-    keys    int32 words of a layer's [kv_heads, rows, head_dim], in a form of kv_forms.py; values likewise
+    keys    int32 words of a layer's [kv_heads, rows, head_dim], in a form of kv_cache.py; values likewise
+    parts   f32 [kv_heads, spans, heads of a block * head_dim]: a span's weighted sums, not divided by their weights
+    part_sums  f32 [kv_heads, spans, 2 * heads of a block]: each head's highest score, and then the sums of the weights
     state   int32: the position of this token is state[POSITION], so that one captured launch serves every token
 
 A block serves one key-value head, all query heads that share it, and one span of the context; blockIdx is
@@ -10,7 +12,7 @@ and blocks that a context does not need yet end at once. The block whose span ho
 key and value (attention_vectors.py). Tiles of keys and values come into shared memory, each byte once (kv_tile.py):
 the next keys are on their way to registers during the weighted sum, the values during the softmax. Nothing behind the
 last position is read. Within a span, tiles go through an online softmax (Milakov and Gimelshein 2018,
-arXiv:1805.02867); spans are put together by the block that ends last (Dao's flash-decoding, attention_merge.py), which
+arXiv:1805.02867); spans are put together by the block that ends last (Dao's flash-decoding, `_merge`), which
 needs no second launch. The result is written as floats, and as records where a head is whole blocks of 32.
 """
 
@@ -19,7 +21,7 @@ from functools import cache
 from typing import Any
 
 import numpy as np
-from bridge.cuda import attention_merge, attention_shape, attention_vectors
+from bridge.cuda import attention_shape, attention_vectors
 from bridge.cuda.activations import store, store_exact
 from bridge.cuda.intrinsics import (
     ALIGNED,
@@ -31,6 +33,7 @@ from bridge.cuda.intrinsics import (
     float_bits,
     launch_dependents,
     launches_wait,
+    load_16,
     mad,
     put_4,
     put_16,
@@ -41,7 +44,7 @@ from bridge.cuda.intrinsics import (
     warp_max,
     warp_sum,
 )
-from bridge.cuda.kv_forms import KVForm
+from bridge.cuda.kv_cache import KVForm
 from bridge.cuda.kv_tile import functions
 from bridge.cuda.launch import Kernel
 from bridge.cuda.unroll import expand, registers, unroll
@@ -55,6 +58,7 @@ SPAN = HEADS = HEAD_DIM = TILE = BLOCK = WARPS = 0
 PADDED = 0  # heads with the last one repeated, so that all chunks are whole
 TILE_WORDS = SCORE_WORDS = WEIGHT_WORDS = 0
 SHARE = CHUNKS = UNITS = SUBSETS = SETS = SLICES = SLICE = MERGERS = 0
+MERGED = 4  # spans whose sums a thread loads together
 QUADS = FOURS = 0  # 16 bytes of a row, and fours of numbers in them
 SCORE_ROUNDS = HEAD_ROUNDS = RECORDS = RECORD_ROUNDS = 0
 RECORDED = DEPENDENT = False
@@ -286,6 +290,51 @@ def _summed(tile, i, count):
     return x
 
 
+def _merge(tile, parts, part_sums, top, total, h, spans, active):
+    """MERGERS pieces of the weighted sums to `tile`, and the heads' highest scores and weights to `top` and `total`."""
+    thread = bits(thread_x(), 0, BLOCK - 1)
+    warp = thread >> 5
+    lane = thread & 31
+    sums = registers()
+    found = registers()
+    highest = registers()
+    for r in range(HEAD_ROUNDS):
+        j = r * WARPS + warp
+        high = _LOW
+        if j < HEADS:
+            for i in range(lane, active, 32):
+                high = max(high, part_sums[(h * spans + i) * (2 * HEADS) + j])
+        high = warp_max(high)
+        weights = float32(0)
+        if j < HEADS:
+            for i in range(lane, active, 32):
+                at = (h * spans + i) * (2 * HEADS) + j
+                weights += part_sums[at + HEADS] * math.exp(part_sums[at] - high)
+        weights = warp_sum(weights)
+        if j < HEADS and lane == 0:
+            top[j] = high
+            total[j] = weights
+    cuda.syncthreads()
+    for item in range(thread, MERGERS * HEADS * UNITS, BLOCK):
+        merger = item // (HEADS * UNITS)
+        at = item % (HEADS * UNITS)
+        j = at // UNITS
+        for e in unroll(4):
+            sums[e] = float32(0)
+        for i in range(merger, active, MERGERS * MERGED):
+            for u in unroll(MERGED):  # these loads are on their way together
+                one = h * spans + min(i + u * MERGERS, active - 1)
+                found[u] = load_16(parts, one * (HEADS * UNITS) + at)
+                highest[u] = part_sums[one * (2 * HEADS) + j]
+            for u in unroll(MERGED):
+                if i + u * MERGERS < active:
+                    w = math.exp(highest[u] - top[j])
+                    for e in unroll(4):
+                        sums[e] += w * bits_float(found[u][e])
+        put_16(tile, int32(item), (float_bits(sums[0]), float_bits(sums[1]), float_bits(sums[2]), float_bits(sums[3])))
+    cuda.syncthreads()
+
+
 @cache
 def kernel(
     head_dim: int, group: int, rotated: int, neighbours: bool, normed: bool, exact: bool, kind: str = "f16",
@@ -295,49 +344,18 @@ def kernel(
     `exact`: the records are float32; `kind`: how keys and values are kept."""
     form = KVForm(kind, head_dim)
     s = attention_shape.shape(form, group)
-    own, vectors = functions(s), attention_vectors.functions(s, rotated, neighbours, normed)
     records = group * head_dim // 32
     name = f"{head_dim}_{group}_{rotated}_{int(neighbours)}{int(normed)}{int(exact)}_{kind}{'_dependent' * dependent}"
     function = expand(
-        _attend,
-        name,
-        HEADS=group,
-        PADDED=s.chunks * s.share,
-        HEAD_DIM=head_dim,
-        SPAN=attention_shape.SPAN,
-        TILE=s.rows,
-        BLOCK=s.threads,
-        WARPS=s.warps,
-        TILE_WORDS=s.tile_words,
-        SCORE_WORDS=s.part_words,
-        WEIGHT_WORDS=s.weight_words,
-        SHARE=s.share,
-        CHUNKS=s.chunks,
-        UNITS=s.units,
-        SUBSETS=s.subsets,
-        SETS=s.sets,
-        SLICES=s.slices,
-        SLICE=-(-s.quads // s.slices),
-        QUADS=s.quads,
-        FOURS=s.units // s.quads,
-        MERGERS=s.mergers,
-        SCORE_ROUNDS=-(-s.sets * s.chunks * s.slices // s.warps),
-        HEAD_ROUNDS=-(-s.share * s.chunks // s.warps),
-        RECORDS=records,
-        RECORD_ROUNDS=-(-records // s.warps),
-        DEPENDENT=dependent,
-        RECORDED=recorded(head_dim),
+        _attend, name, **s.constants, SPAN=attention_shape.SPAN, TILE_WORDS=s.tile_words,
+        SCORE_WORDS=s.part_words, WEIGHT_WORDS=s.weight_words, SLICE=-(-s.quads // s.slices),
+        FOURS=s.units // s.quads, SCORE_ROUNDS=-(-s.sets * s.chunks * s.slices // s.warps), RECORDS=records,
+        RECORD_ROUNDS=-(-records // s.warps), DEPENDENT=dependent, RECORDED=recorded(head_dim),
         put=store_exact if exact else store,
-        summed=device_function(expand(_summed, f"{head_dim}_{group}", HEADS=group, HEAD_DIM=head_dim)),
-        turn=vectors.turn,
-        keep=vectors.keep,
-        merge=attention_merge.function(s),
-        fetch=own.fetch,
-        stage=own.stage,
-        quad_of=own.quad,
-        floats=own.floats,
-        four=own.four,
-    )
+        summed=device_function(expand(_summed, f"{head_dim}_{group}", **s.constants)),
+        **attention_vectors.functions(s, rotated, neighbours, normed), **functions(s),
+        merge=device_function(expand(_merge, f"{head_dim}_{group}_{s.threads}", **s.constants), True),
+    )  # fmt: skip
     reals, words = "float32[::1]", "int32[::1]"
     types = [reals] * 5 + [words] * 3 + [reals] * 2 + [words, reals, "uint8[::1]", "int32", "float32", "float32"]
     return Kernel(function, f"void({', '.join(types)})", dependent=dependent)

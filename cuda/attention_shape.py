@@ -10,8 +10,9 @@ of them:
 
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
-from bridge.cuda.kv_forms import KVForm
+from bridge.cuda.kv_cache import KVForm
 
 THREADS = 256  # of a block, where they are enough for the weighted sum
 ROWS = 64  # positions of a tile, at most
@@ -106,6 +107,22 @@ class AttentionShape:
     def weight_words(self) -> int:
         """Words of a tile's weights, 4 for each chunk: [rows, chunks, 4]."""
         return self.rows * self.chunks * 4
+
+    @property
+    def constants(self) -> dict[str, Any]:
+        """What the functions of the kernel see of all this."""
+        form, heads = self.form, self.chunks * self.share
+        names = "chunks", "mergers", "pitch", "quads", "share", "sets", "slices", "subsets", "units", "warps"
+        return {name.upper(): getattr(self, name) for name in names} | {
+            "KIND": form.kind,
+            "HEADS": self.group,
+            "HEAD_DIM": form.head_dim,
+            "PADDED": heads,
+            "TILE": self.rows,
+            "BLOCK": self.threads,
+            "STEP_WORDS": form.step_words,
+            "HEAD_ROUNDS": -(-heads // self.warps),
+        }
 
     @property
     def shared(self) -> int:

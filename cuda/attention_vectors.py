@@ -4,12 +4,12 @@
             (attention_shape.py), and behind them, in the block whose span holds the new position, the key
 
 `turn` loads them, normalizes them where the model does and rotates their pairs; `keep` stores the new key and value in
-the cache (kv_forms.py). All threads of a block take part in both.
+the cache (kv_cache.py). All threads of a block take part in both.
 """
 
 import math
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from bridge.cuda.attention_shape import AttentionShape
@@ -25,12 +25,12 @@ from bridge.cuda.intrinsics import (
     shared_4,
     store_1,
     store_2,
+    store_4,
     thread_x,
     to_half,
     warp_max,
     warp_sum,
 )
-from bridge.cuda.kv_forms import keep as keep_in
 from bridge.cuda.unroll import expand
 from numba import cuda
 
@@ -38,8 +38,9 @@ from numba import cuda
 HEADS = PADDED = HEAD_DIM = BLOCK = WARPS = 0
 HALF = STRIDE = OTHER = 0  # rotary pairs of a head, floats from one to the next, and between its two
 NORM_ROUNDS = PER_LANE = 0
-ROW_WORDS = STEP_WORDS = 0  # see kv_forms.py
+ROW_WORDS = STEP_WORDS = 0  # see kv_cache.py
 KEPT = KEPT_ROUNDS = 0  # blocks of 32 of a head, and rounds of the warps over those of key and value
+KIND = ""
 NORMED = QUANTIZED = False
 keep_one: Any = None
 float32 = np.float32
@@ -125,38 +126,32 @@ def _keep(vector, qkv, keys, values, h, kv_heads, rows, position):
             keep_one(values, to, i, qkv[key_at + (kv_heads + h) * HEAD_DIM + i])
 
 
-class VectorFunctions(NamedTuple):
-    """What the kernel calls."""
-
-    turn: Any
-    keep: Any
+def _keep_one(cache, row, e, value):
+    """Store number e of a row, where it is kept as it is."""
+    if KIND == "f32":
+        store_4(cache, row * HEAD_DIM + e, float_bits(value))
+    else:
+        store_2(cache, row * HEAD_DIM + e, to_half(value))
 
 
 @cache
-def functions(shape: AttentionShape, rotated: int, neighbours: bool, normed: bool) -> VectorFunctions:
-    """The functions above for blocks of a shape."""
+def functions(shape: AttentionShape, rotated: int, neighbours: bool, normed: bool) -> dict[str, Any]:
+    """`turn` and `keep` for blocks of a shape."""
     form = shape.form
     kept = -(-form.head_dim // 32)
-    heads = shape.chunks * shape.share
-    given: dict[str, Any] = {
-        "HEADS": shape.group,
-        "PADDED": heads,
-        "HEAD_DIM": form.head_dim,
-        "BLOCK": shape.threads,
-        "WARPS": shape.warps,
+    given = shape.constants
+    given |= {
         "HALF": rotated // 2,
         "STRIDE": 2 if neighbours else 1,
         "OTHER": 1 if neighbours else rotated // 2,
-        "NORM_ROUNDS": -(-(heads + 1) // shape.warps),
+        "NORM_ROUNDS": -(-(given["PADDED"] + 1) // shape.warps),
         "PER_LANE": kept,
         "ROW_WORDS": form.row_words,
-        "STEP_WORDS": form.step_words,
         "KEPT": kept,
         "KEPT_ROUNDS": -(-2 * kept // shape.warps),
         "NORMED": normed,
         "QUANTIZED": form.kind == "q8_0",
-        "keep_one": keep_in(form),
     }
+    given["keep_one"] = device_function(expand(_keep_one, f"{form.kind}_{form.head_dim}", **given))
     name = f"{form.kind}_{form.head_dim}_{shape.group}_{rotated}_{int(neighbours)}{int(normed)}"
-    turn, keep = (device_function(expand(function, name, **given), True) for function in (_turn, _keep))
-    return VectorFunctions(turn, keep)
+    return {f.__name__[1:]: device_function(expand(f, name, **given), True) for f in (_turn, _keep)}

@@ -16,11 +16,9 @@ from typing import Any
 import numpy as np
 from bridge.cuda import matmul, matvec, mma
 from bridge.cuda.activations import Records
-from bridge.cuda.buffers import check_torch, zeros
-from bridge.cuda.device import Device, require, torch_device, view
-from bridge.cuda.graph import captured
+from bridge.cuda.device import Device, check_torch, require, torch_device, view, zeros
 from bridge.cuda.intrinsics import stream_16, xor
-from bridge.cuda.launch import Kernel
+from bridge.cuda.launch import Kernel, captured
 from bridge.cuda.matrix import DeviceMatrix
 from bridge.cuda.unroll import expand, registers, unroll
 from numba import cuda

@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 from bridge.cuda import device as devices
-from bridge.cuda.floats import FloatMatrix
 from bridge.cuda.intrinsics import (
     bits,
     device_function,
@@ -24,7 +23,7 @@ from bridge.cuda.intrinsics import (
     store_16,
     to_half,
 )
-from bridge.cuda.matrix import DeviceMatrix
+from bridge.cuda.matrix import DeviceMatrix, FloatMatrix
 from bridge.cuda.superblock import functions
 from bridge.cuda.unroll import expand, gathered, registers, unroll
 from numba import cuda
@@ -95,18 +94,11 @@ def kernel(type: str, kind: str, chosen: bool, dependent: bool = False) -> Any:
 
     own = functions(type)
     expanded = expand(
-        _dequantize,
-        f"{type}_{kind}{'_rows' * chosen}{'_dependent' * dependent}",
-        CHOSEN=chosen,
-        DEPENDENT=dependent,
-        KIND=kind,
-        load=own.load,
-        unpack=own.unpack,
-        floats=own.floats,
-        FACTORED=own.layout.factored,
-        factor=own.factor,
+        _dequantize, f"{type}_{kind}{'_rows' * chosen}{'_dependent' * dependent}", CHOSEN=chosen,
+        DEPENDENT=dependent, KIND=kind, load=own.load, unpack=own.unpack, floats=own.floats,
+        FACTORED=own.layout.factored, factor=own.factor,
         packed=device_function(expand(_packed, kind, KIND=kind)),
-    )
+    )  # fmt: skip
     element = _ELEMENT[kind]
     signature = f"void(uint8[::1], int64, int64, int32[::1], {element}[:,::1], int64, int64)"
     return Kernel(expanded, signature, dependent=dependent)

@@ -1,15 +1,15 @@
-"""A tile of keys or values in shared memory: some rows of one key-value head, as their cache keeps them (kv_forms.py).
+"""A tile of keys or values in shared memory: some rows of one key-value head, as their cache keeps them (kv_cache.py).
 
     words   int32: the rows, `pitch` times 16 bytes each; for q8_0 then their steps, as they lie in the cache
 
 A block's threads load it together, 16 bytes each at a time, so that a warp asks for 512 bytes that follow one another
 and nothing is asked for twice: `fetch` begins the loads, `stage` puts what has come into shared memory. Between the
-two a block can work on the tile before. Then all its threads read what they need, 16 bytes of a row (`quad`, then
-`floats` of it) or 4 columns (`four`), as floats.
+two a block can work on the tile before. Then all its threads read what they need, 16 bytes of a row (`quad_of`,
+then `floats` of it) or 4 columns (`four`), as floats.
 """
 
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from bridge.cuda.attention_shape import AttentionShape
@@ -38,7 +38,7 @@ from bridge.cuda.unroll import expand, gathered, registers, unroll
 # loads of a thread, and with that of steps
 KIND = ""
 QUADS = PITCH = ROW_QUADS = STEP_QUADS = LOADS = HELD = 0
-THREADS = STEP_WORDS = STEPS = 0
+BLOCK = STEP_WORDS = STEPS = 0
 FOUR = 0
 codes: Any = None
 step_of: Any = None
@@ -52,11 +52,11 @@ def _fetch(cache, row, stop, rows):
     The cache has `rows` rows in all. In place of what lies behind row `stop` - 1, its last quad is loaded.
     """
     quad = registers()
-    thread = bits(thread_x(), 0, THREADS - 1)
+    thread = bits(thread_x(), 0, BLOCK - 1)
     first = mad(row, QUADS, thread)
     last = int32(stop * QUADS - 1)
     for k in unroll(LOADS):
-        quad[k] = load_16(cache, min(int32(first + k * THREADS), last))
+        quad[k] = load_16(cache, min(int32(first + k * BLOCK), last))
     if KIND == "q8_0":
         step = int32(row * STEP_WORDS // 4 + min(thread, int32(STEP_QUADS - 1)))
         last = int32((stop * STEP_WORDS - 1) // 4)
@@ -66,9 +66,9 @@ def _fetch(cache, row, stop, rows):
 
 def _stage(tile, held):
     """What `fetch` gave, to shared memory."""
-    thread = bits(thread_x(), 0, THREADS - 1)
+    thread = bits(thread_x(), 0, BLOCK - 1)
     for k in unroll(LOADS):
-        i = int32(thread + k * THREADS)
+        i = int32(thread + k * BLOCK)
         if i < ROW_QUADS:
             put_16(tile, mad(int32(i // QUADS), PITCH, int32(i % QUADS)), held[k])
     if KIND == "q8_0":  # noqa: SIM102  # decided when the kernel is made
@@ -92,7 +92,7 @@ def _codes(word, step):
     return gathered(x, 4)
 
 
-def _quad(tile, row, quad):
+def _quad_of(tile, row, quad):
     """16 bytes of a row, and for q8_0 their step."""
     words = shared_16(tile, mad(row, PITCH, quad))
     if KIND == "q8_0":
@@ -101,7 +101,7 @@ def _quad(tile, row, quad):
 
 
 def _floats(quad):
-    """The FOUR-th four of the numbers in what `quad` gave."""
+    """The FOUR-th four of the numbers in what `quad_of` gave."""
     if KIND == "q8_0":
         return codes(quad[FOUR], quad[4])
     if KIND == "f32":
@@ -125,37 +125,22 @@ def _four(tile, row, unit):
     return low_half(pair[0]), high_half(pair[0]), low_half(pair[1]), high_half(pair[1])
 
 
-class TileFunctions(NamedTuple):
-    """What the kernel calls."""
-
-    fetch: Any
-    stage: Any
-    quad: Any
-    floats: tuple[Any, ...]  # for each four of a quad
-    four: Any
-
-
 @cache
-def functions(shape: AttentionShape) -> TileFunctions:
-    """The functions above for tiles of a shape."""
+def functions(shape: AttentionShape) -> dict[str, Any]:
+    """`fetch`, `stage`, `quad_of`, `four`, and `floats`, one for each four of a quad, for tiles of a shape."""
     form, threads = shape.form, shape.threads
     loads = -(-shape.rows * shape.quads // threads)
     given: dict[str, Any] = {
-        "KIND": form.kind,
-        "QUADS": shape.quads,
-        "PITCH": shape.pitch,
+        **shape.constants,
         "ROW_QUADS": shape.rows * shape.quads,
         "STEP_QUADS": shape.rows * form.step_words // 4,
         "LOADS": loads,
         "HELD": loads + (form.kind == "q8_0"),
-        "THREADS": threads,
-        "STEP_WORDS": form.step_words,
         "STEPS": 4 * shape.rows * shape.pitch,
     }
     name = f"{form.kind}_{form.head_dim}_{shape.rows}_{threads}"
     given["step_of"] = device_function(expand(_step, name, **given))
     given["codes"] = device_function(expand(_codes, name))
-    fetch, stage, quad, four = (device_function(expand(f, name, **given)) for f in (_fetch, _stage, _quad, _four))
+    made = {f.__name__[1:]: device_function(expand(f, name, **given)) for f in (_fetch, _stage, _quad_of, _four)}
     fours = range(form.head_dim // shape.quads // 4)
-    floats = tuple(device_function(expand(_floats, f"{name}_{i}", FOUR=i, **given)) for i in fours)
-    return TileFunctions(fetch, stage, quad, floats, four)
+    return made | {"floats": tuple(device_function(expand(_floats, f"{name}_{i}", FOUR=i, **given)) for i in fours)}

@@ -16,6 +16,10 @@ launch). Such a kernel says at once that the next one may come (launch_dependent
     what others write is never loaded past the coherent cache (ld.global.nc): it changes while the kernel is there
 
 so that it needs to know nothing of what is launched before or behind it, be it a copy or somebody else's kernel.
+
+A step of a decoder is captured once in a CUDA graph (`Graph`) and replayed: 160 launches cost the host as much as one.
+What a step reads that changes (token, position, uniform numbers) lies in device memory, so the graph is the same for
+every step. A step runs once before it is captured, as cuBLAS, too, takes its workspace on first use.
 """
 
 import ctypes
@@ -63,13 +67,9 @@ class Kernel:
     """
 
     def __init__(
-        self,
-        function: Callable[..., None],
-        signature: str,
-        registers: int = MAX_REGISTERS,
-        oldest: tuple[int, int] = (7, 5),
-        dependent: bool = False,
-    ):
+        self, function: Callable[..., None], signature: str, registers: int = MAX_REGISTERS,
+        oldest: tuple[int, int] = (7, 5), dependent: bool = False,
+    ):  # fmt: skip
         self.function = function
         self.signature = signature
         self.registers = registers
@@ -163,3 +163,36 @@ def _core() -> Any:
 @cache
 def _core_stream(device: int, number: int) -> Any:
     return _core().Stream.from_handle(number)
+
+
+def captured(step: Callable[[], None], stream: Any) -> Any:
+    """A torch.cuda.CUDAGraph of what step() launches; it must have run on the stream before."""
+    import torch
+
+    graph = torch.cuda.CUDAGraph()
+    # nor may numba free what it has collected meanwhile
+    with cuda.defer_cleanup(), torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+        step()
+    return graph
+
+
+class Graph:
+    """`replay()` launches what `step()` launched, on torch's current stream."""
+
+    def __init__(self, step: Callable[[], None], state: Any):
+        """`state`: the tensor that says where a step is; the first run, for its side effects, leaves it as it was."""
+        import torch
+
+        kept = state.clone()
+        stream = torch.cuda.Stream(state.device)
+        stream.wait_stream(torch.cuda.current_stream(state.device))
+        with torch.cuda.stream(stream):
+            step()
+            state.copy_(kept)
+        stream.synchronize()
+        self._graph = captured(step, stream)
+        torch.cuda.current_stream(state.device).wait_stream(stream)
+
+    def replay(self) -> None:
+        """Launch the step."""
+        self._graph.replay()

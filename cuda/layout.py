@@ -224,22 +224,10 @@ def repacker(name: str) -> Any:
     block = layout.block
     (low, _), *high = layout.planes
     return specialize(
-        _repack,
-        f"{name}_cuda",
-        unpack=from_plain(block.unpack, inlined),
+        _repack, f"{name}_cuda", unpack=from_plain(block.unpack, inlined),
         pack_scales=from_plain(scales.FORMS[name].pack if block.is_k else _no_scales, inlined),
-        size=block.size,
-        subs=block.subs,
-        nbytes=block.nbytes,
-        d_at=block.d_at,
-        dmin_at=block.dmin_at,
-        thirds=layout.code_bits == 3,
-        tabled=bool(block.values),
-        no_scale=np.int32(block.no_scale),
-        flip=int(layout.code_bits == 8),
-        low_width=low,
-        high_width=sum(width for width, _ in high),
-        scales_at=layout.scales_at,
-        scale_bytes=layout.scale_bytes,
-        half_bytes=layout.half_bytes,
-    )
+        size=block.size, subs=block.subs, nbytes=block.nbytes, d_at=block.d_at, dmin_at=block.dmin_at,
+        thirds=layout.code_bits == 3, tabled=bool(block.values), no_scale=np.int32(block.no_scale),
+        flip=int(layout.code_bits == 8), low_width=low, high_width=sum(width for width, _ in high),
+        scales_at=layout.scales_at, scale_bytes=layout.scale_bytes, half_bytes=layout.half_bytes,
+    )  # fmt: skip

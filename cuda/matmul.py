@@ -11,8 +11,7 @@ from typing import Any
 from bridge.cuda import dequantize, matvec, mma
 from bridge.cuda import device as devices
 from bridge.cuda.activations import COLUMNS, Records
-from bridge.cuda.floats import FloatMatrix
-from bridge.cuda.matrix import DeviceMatrix
+from bridge.cuda.matrix import DeviceMatrix, FloatMatrix
 
 from bridge.errors import BridgeError
 

@@ -1,17 +1,16 @@
-"""A quantized matrix in device memory, in the form of layout.py; several tensors can share one.
+"""A matrix in device memory: quantized, in the form of layout.py (several tensors can share one), or of floats.
 
 Uploading repacks on the CPU, all cores at once, and copies once. What arrives is checked: a scale that is not finite
-is refused with its tensor and row.
+is refused with its tensor and row. Matrices of types without a kernel (F32, F16, BF16, IQ* ...) are torch's
+(FloatMatrix); matmul.py multiplies with them.
 """
-
-from __future__ import annotations
 
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
-from bridge.cuda import device as devices
+from bridge.cuda.device import Device, require, torch_device
 from bridge.cuda.layout import UNIT, DeviceLayout, repacker
 
 from bridge.blocks import TYPES
@@ -20,13 +19,15 @@ from bridge.runtime.quant_tensor import QuantTensor
 from bridge.system.cpus import usable_cpus
 from bridge.system.operands import check_matrix
 
+KINDS = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}  # what holds a type as it is; others become float16
 _PART = 1 << 22  # bytes repacked at a time by one thread
+_FLOATS = 1 << 25  # weights uploaded at a time where they are floats
 
 
 class DeviceMatrix:
     """`type`, `rows`, `columns`, the `buffer` uint8 [nbytes] in device memory, `names` of the tensors it came from."""
 
-    def __init__(self, names: list[str], type: str, rows: int, columns: int, buffer: Any, device: devices.Device):
+    def __init__(self, names: list[str], type: str, rows: int, columns: int, buffer: Any, device: Device):
         self.names = names
         self.type = type
         self.rows = rows
@@ -38,16 +39,14 @@ class DeviceMatrix:
         self.spaced = self.layout.spaced(rows, columns)
 
     @classmethod
-    def upload(
-        cls, tensors: QuantTensor | Sequence[QuantTensor], device: Any = None, interleave: bool = False
-    ) -> DeviceMatrix:
+    def upload(cls, tensors: QuantTensor | Sequence[QuantTensor], device: Any = None, interleave: bool = False) -> Self:
         """The tensors as one matrix: their rows one after the other, or in turn (0, 0', 1, 1', ...) with `interleave`.
 
         Raises BridgeError where they are not matrices of one type and width (of equal height, to be interleaved),
         where the type has no kernel, where a scale is not finite, and where memory does not suffice.
         """
         tensors = [tensors] if isinstance(tensors, QuantTensor) else list(tensors)
-        found = devices.require(device)
+        found = require(device)
         first = tensors[0]
         for tensor in tensors:
             check_matrix(tensor)
@@ -119,3 +118,40 @@ def _factors(tensor: QuantTensor, factors: np.ndarray, first: int, step: int) ->
     if not np.isfinite(tensor.factor):
         raise BridgeError(f"{tensor.name}: its scale is {tensor.factor}; the file is damaged")
     factors[first : first + step * tensor.shape[0] : step] = tensor.factor
+
+
+def kind_of(type: str, precision: str) -> str:
+    """What a type is kept as: with precision "f32" all are float32."""
+    return "float32" if precision == "f32" else KINDS.get(type, "float16")
+
+
+class FloatMatrix:
+    """`name`, `rows`, `columns`, `device`, and `weight`, a torch tensor [rows, columns] of a float type."""
+
+    def __init__(self, tensor: QuantTensor, device: Device, precision: str = "int8"):
+        """Raises BridgeError where the tensor is no matrix, and where memory does not suffice."""
+        import torch
+
+        check_matrix(tensor)
+        self.name, self.device = tensor.name, device
+        self.rows, self.columns = tensor.shape
+        dtype = getattr(torch, kind_of(tensor.type, precision))
+        device.check_memory(self.rows * self.columns * dtype.itemsize, tensor.name)
+        self.weight = torch.empty(tensor.shape, dtype=dtype, device=torch_device(device))
+        step = max(1, _FLOATS // self.columns)
+        for first in range(0, self.rows, step):
+            part = torch.from_numpy(tensor.rows(np.arange(first, min(first + step, self.rows))))
+            self.weight[first : first + step] = part.to(self.weight.device)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in device memory."""
+        return int(self.weight.nbytes)
+
+    @property
+    def bpw(self) -> float:
+        """Bits per weight."""
+        return float(8 * self.weight.itemsize)
+
+    def __repr__(self) -> str:
+        return f"FloatMatrix({self.name!r}, {self.weight.dtype}, {[self.rows, self.columns]}, {self.device})"

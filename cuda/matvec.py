@@ -29,7 +29,16 @@ In a decoder's step (products.py) a product can do what stands before it and beh
                them, times `gain` where they are to be normalized first, and stores the sum of their squares
     normed     y times 1 / sqrt(mean of squares + eps), of such sums: the records were made before they were known
 
-This is reasoning, no measurement. How many rows, units and warps: matvec_shape.py.
+How many rows, units and warps (`choose_shape`): the floor is bytes over bandwidth, 8192 x 28672 in Q4_K are 132 MB,
+30 us at 4.4 TB/s. To come near it:
+
+    bytes in flight   Little's law: 4.4 TB/s times 0.8 us under load are 3.5 MB, 27 KB for each of 132
+                      multiprocessors, 40 with room. 32 warps (64 registers) that wait for 2 rows x 1 unit of Q4_K,
+                      1152 bytes, make 37 KB; x 2 units 74 KB. So two units where a row has at least four times that
+    warps             what fits at once is one wave: 4224 warps. With fewer, rows are split: 2048 pairs of rows of
+                      4096 x 14336 become 4096 warps of half a row
+
+This is reasoning, not measurement: scripts/gpu_check.py times `shapes_to_try` where there is a GPU.
 """
 
 from __future__ import annotations
@@ -37,7 +46,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from bridge.cuda.activations import FLOAT_RECORD, FLOAT_TILE, RECORD, TILE, Records, store, store_exact
@@ -60,7 +69,6 @@ from bridge.cuda.intrinsics import (
     warp_sum,
 )
 from bridge.cuda.matrix import DeviceMatrix
-from bridge.cuda.matvec_shape import COLUMNS_OF_A_LANE, MatvecShape, choose_shape
 from bridge.cuda.superblock import functions
 from bridge.cuda.unroll import expand, registers, unroll
 from numba import cuda
@@ -69,6 +77,50 @@ from bridge.errors import BridgeError
 
 if TYPE_CHECKING:
     from bridge.cuda.launch import Launch
+
+COLUMNS_OF_A_LANE = 4  # of x; of more, each half of a warp takes one half
+_WARPS_AT_ONCE = 32  # warps of 64 registers that a multiprocessor runs at once
+
+
+class MatvecShape(NamedTuple):
+    """How a kernel shares the work; see above. `warps` are those of a block."""
+
+    rows: int
+    units: int
+    split: int
+    warps: int
+
+
+def choose_shape(matrix: DeviceMatrix, n: int, exact: bool = False) -> MatvecShape:
+    """The one that products of n columns use; see above."""
+    rows = 2
+    units = 2 if n == 1 and not exact and matrix.units % 64 == 0 and matrix.units >= 256 else 1
+    wanted = _WARPS_AT_ONCE * matrix.device.multiprocessors
+    split = 1
+    while (
+        split < _most_split(n) and matrix.rows // rows * split < wanted * 3 // 4 and matrix.units >= 64 * units * split
+    ):
+        split *= 2
+    return MatvecShape(rows, units, split, 4)
+
+
+def _most_split(n: int) -> int:
+    """Warps that may share rows; with more, some kernels of several columns run out of registers."""
+    return 4 if n == 1 else 2
+
+
+def shapes_to_try(matrix: DeviceMatrix, n: int, exact: bool = False) -> list[MatvecShape]:
+    """All that may be tried for n columns, the one in use first: `launch(..., shape=)` takes them, to be timed."""
+    chosen = choose_shape(matrix, n, exact)
+    tried = [
+        MatvecShape(rows, units, split, warps)
+        for rows in ((2, 1, 4) if n == 1 else (2, 1))
+        for units in ((1, 2, 4) if n == 1 else (1,))
+        for split, warps in ((1, 4), (2, 4), (4, 4), (1, 8), (1, 2))
+        if split <= _most_split(n) and rows * units <= 4 and 32 * units * split <= max(32, matrix.units)
+    ]
+    return [chosen, *(shape for shape in tried if shape != chosen)]
+
 
 # set per kernel by `expand`
 ROWS = UNITS = SPLIT = SPLIT_LOG = WARPS = COLUMNS = TOKENS = LANES = LANES_LOG = 0
@@ -238,38 +290,16 @@ def kernel(type: str, n: int, shape: MatvecShape, exact: bool, epilogue: str, de
     # what the launch before makes is not constant while a dependent kernel is there
     x = {"cached_8": load_8, "cached_16": load_16, "cached_16f": load_16f} if dependent else {}
     expanded = expand(
-        _product,
-        suffix,
-        without=() if fused else ("sums", "eps", "counters", "gain", "squares", "made"),
-        DEPENDENT=dependent,
-        NORMED="normed" in epilogue,
-        RECORDED="recorded" in epilogue,
-        GAIN="gain" in epilogue,
-        MADE=shape.warps // shape.split * shape.rows >> ("silu" in epilogue),
-        put=store_exact if exact else store,
-        COLUMNS=n,
-        TOKENS=n if n <= COLUMNS_OF_A_LANE else (n + 1) // 2,
-        LANES=32 if n <= COLUMNS_OF_A_LANE else 16,
-        LANES_LOG=5 if n <= COLUMNS_OF_A_LANE else 4,
-        ROWS=shape.rows,
-        UNITS=shape.units,
-        SPLIT=shape.split,
-        SPLIT_LOG=shape.split.bit_length() - 1,
-        WARPS=shape.warps,
-        EXACT=exact,
-        ACCUMULATE="accumulate" in epilogue,
-        BIAS="bias" in epilogue,
-        SILU="silu" in epilogue,
-        FACTORED=own.layout.factored,
-        load=own.load,
-        prefetch=own.prefetch,
-        unpack=own.unpack,
-        integer=own.integer,
-        line=own.line,
-        lifted=own.lifted,
-        factor=own.factor,
-        **x,
-    )
+        _product, suffix, without=() if fused else ("sums", "eps", "counters", "gain", "squares", "made"),
+        DEPENDENT=dependent, NORMED="normed" in epilogue, RECORDED="recorded" in epilogue,
+        GAIN="gain" in epilogue, MADE=shape.warps // shape.split * shape.rows >> ("silu" in epilogue),
+        put=store_exact if exact else store, COLUMNS=n, TOKENS=n if n <= COLUMNS_OF_A_LANE else (n + 1) // 2,
+        LANES=32 if n <= COLUMNS_OF_A_LANE else 16, LANES_LOG=5 if n <= COLUMNS_OF_A_LANE else 4,
+        ROWS=shape.rows, UNITS=shape.units, SPLIT=shape.split, SPLIT_LOG=shape.split.bit_length() - 1,
+        WARPS=shape.warps, EXACT=exact, ACCUMULATE="accumulate" in epilogue, BIAS="bias" in epilogue,
+        SILU="silu" in epilogue, FACTORED=own.layout.factored, load=own.load, prefetch=own.prefetch,
+        unpack=own.unpack, integer=own.integer, line=own.line, lifted=own.lifted, factor=own.factor, **x,
+    )  # fmt: skip
     more = ", float32[::1], float32, int32[::1], float32[::1], float32[::1], uint8[::1]" if fused else ""
     signature = f"void(uint8[::1], int64, uint8[::1], float32[:,::1], float32[::1], int64, int64{more})"
     return Kernel(expanded, signature, dependent=dependent)
@@ -298,18 +328,10 @@ class Recorded:
 
 
 def launch(
-    matrix: DeviceMatrix,
-    records: Records,
-    y: Any,
-    n: int,
-    stream: Any,
-    accumulate: bool = False,
-    bias: Any = None,
-    shape: MatvecShape | None = None,
-    normed: Normed | None = None,
-    recorded: Recorded | None = None,
-    dependent: bool = False,
-) -> None:
+    matrix: DeviceMatrix, records: Records, y: Any, n: int, stream: Any, accumulate: bool = False,
+    bias: Any = None, shape: MatvecShape | None = None, normed: Normed | None = None,
+    recorded: Recorded | None = None, dependent: bool = False,
+) -> None:  # fmt: skip
     """Queue y = W x for the first n columns of the records; y float32 [n, rows], contiguous, on the device.
 
     `accumulate` adds to what is in y, `bias` float32 [rows] is added to every column; the others are for one column.
@@ -328,16 +350,9 @@ def bind(matrix: DeviceMatrix, records: Records, y: Any, n: int, stream: Any) ->
 
 
 def launch_silu(
-    matrix: DeviceMatrix,
-    records: Records,
-    y: Any,
-    n: int,
-    stream: Any,
-    shape: MatvecShape | None = None,
-    normed: Normed | None = None,
-    recorded: Recorded | None = None,
-    dependent: bool = False,
-) -> None:
+    matrix: DeviceMatrix, records: Records, y: Any, n: int, stream: Any, shape: MatvecShape | None = None,
+    normed: Normed | None = None, recorded: Recorded | None = None, dependent: bool = False,
+) -> None:  # fmt: skip
     """Queue y[r] = silu(gate r . x) * (up r . x), the matrix uploaded with interleave; y float32 [n, rows/2]."""
     kernel, *arguments = _launch(matrix, records, y, n, stream, None, "silu", shape, normed, recorded, dependent)
     kernel.launch(*arguments)

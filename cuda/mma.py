@@ -39,7 +39,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from bridge.cuda import device as devices
-from bridge.cuda.floats import FloatMatrix
 from bridge.cuda.intrinsics import (
     bits,
     block_x,
@@ -59,7 +58,7 @@ from bridge.cuda.intrinsics import (
     thread_y,
     xor,
 )
-from bridge.cuda.matrix import DeviceMatrix
+from bridge.cuda.matrix import DeviceMatrix, FloatMatrix
 from bridge.cuda.superblock import functions
 from bridge.cuda.unroll import expand, registers, unroll
 from numba import cuda
@@ -255,18 +254,11 @@ def kernel(type: str, kind: str, tiles: int, warps: int, ragged: bool, epilogue:
 
     own = functions(type)
     expanded = expand(
-        _product,
-        f"mma_{type}_{kind}_{tiles}_{warps}{'_ragged' * ragged}{epilogue and '_'}{epilogue}",
-        TILES=tiles,
-        WARPS=warps,
-        RAGGED=ragged,
-        **_epilogue(epilogue),
-        load=own.load_rows,
-        line=own.line_exact,
-        lifted=own.lifted_exact,
-        mma=mma_f16 if kind == "f16" else mma_bf16,
+        _product, f"mma_{type}_{kind}_{tiles}_{warps}{'_ragged' * ragged}{epilogue and '_'}{epilogue}",
+        TILES=tiles, WARPS=warps, RAGGED=ragged, **_epilogue(epilogue), load=own.load_rows,
+        line=own.line_exact, lifted=own.lifted_exact, mma=mma_f16 if kind == "f16" else mma_bf16,
         pack=pack_f16 if kind == "f16" else pack_bf16,
-    )
+    )  # fmt: skip
     arrays = "int16[:,::1], float32[::1], float32[:,::1], float32[::1]"
     signature = f"void(uint8[::1], int64, {arrays}, int64, int64, int64, int64)"
     return Kernel(expanded, signature, MAX_REGISTERS if warps == _MOST_WARPS else _ALL_REGISTERS, OLDEST)
@@ -286,15 +278,9 @@ def _epilogue(names: str) -> dict[str, bool]:
 
 
 def launch(
-    matrix: DeviceMatrix,
-    x: Any,
-    y: Any,
-    stream: Any,
-    scale: Any = None,
-    accumulate: bool = False,
-    bias: Any = None,
-    shape: MMAShape | None = None,
-) -> None:
+    matrix: DeviceMatrix, x: Any, y: Any, stream: Any, scale: Any = None, accumulate: bool = False,
+    bias: Any = None, shape: MMAShape | None = None,
+) -> None:  # fmt: skip
     """Queue y = x W^T * scale + bias for x float16 or bfloat16 [n, columns] and y float32 [n, rows].
 
     All are contiguous tensors on the device, and x begins on 16 bytes. `scale` float32 [n] multiplies the sums of each

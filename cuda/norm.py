@@ -76,15 +76,10 @@ def norm_kernel(hidden: int, exact: bool, dependent: bool = False) -> Kernel:
     """norm(x, weight, y, records, eps): x f32 [hidden] -> y and its records. One block; hidden a multiple of 32."""
     block = norm_threads(hidden)
     function = expand(
-        _norm,
-        f"{hidden}_{int(exact)}{'_dependent' * dependent}",
-        HIDDEN=hidden,
-        BLOCK=block,
-        WARPS=block // 32,
-        ROUNDS=-(-hidden // block),
-        DEPENDENT=dependent,
+        _norm, f"{hidden}_{int(exact)}{'_dependent' * dependent}", HIDDEN=hidden, BLOCK=block,
+        WARPS=block // 32, ROUNDS=-(-hidden // block), DEPENDENT=dependent,
         put=store_exact if exact else store,
-    )
+    )  # fmt: skip
     signature = "void(float32[::1], float32[::1], float32[::1], uint8[::1], float32)"
     return Kernel(function, signature, dependent=dependent)
 

@@ -1,7 +1,7 @@
 """A decoder's matrices on the device: those that multiply one vector, in as few launches as their types allow.
 
     Stack     matrices of one input, their outputs one after the other (q, k, v); neighbours of one type are one
-              matrix on the device, and one launch. Those of types without a kernel (floats.py) torch multiplies
+              matrix on the device, and one launch. Those of types without a kernel (FloatMatrix) torch multiplies
     Gated     gate and up: where both are of one type, row by row in turn, so that the launch ends with SwiGLU
 
 One token is multiplied by what `bind` gives, launch by launch; several go through matmul.py.
@@ -14,12 +14,10 @@ from typing import Any
 import numpy as np
 from bridge.cuda import matvec
 from bridge.cuda.activations import Records
-from bridge.cuda.buffers import zeros
-from bridge.cuda.device import Device, view
-from bridge.cuda.floats import FloatMatrix, kind_of
+from bridge.cuda.device import Device, view, zeros
 from bridge.cuda.layout import DeviceLayout
 from bridge.cuda.matmul import Multiplier, product
-from bridge.cuda.matrix import DeviceMatrix
+from bridge.cuda.matrix import DeviceMatrix, FloatMatrix, kind_of
 from bridge.cuda.matvec import Normed, Recorded
 from bridge.cuda.norm import silu_grid, silu_kernel
 
@@ -86,29 +84,17 @@ class Stack:
         return self.fuses and len(self.parts) == 1 and self.rows % 32 == 0
 
     def bind(
-        self,
-        x: Vector,
-        y: Any,
-        accumulate: bool = False,
-        normed: Normed | None = None,
-        recorded: Recorded | None = None,
-        dependent: bool = False,
-    ) -> list[Call]:
+        self, x: Vector, y: Any, accumulate: bool = False, normed: Normed | None = None,
+        recorded: Recorded | None = None, dependent: bool = False,
+    ) -> list[Call]:  # fmt: skip
         """What computes y (f32 [rows]) = or += W x for one token; see matvec.py for the last three."""
         more = normed, recorded, dependent
         return [self._bound(first, matrix, x, y, accumulate, *more) for first, matrix in self.parts]
 
     def _bound(
-        self,
-        first: int,
-        matrix: Any,
-        x: Vector,
-        y: Any,
-        accumulate: bool,
-        normed: Normed | None,
-        recorded: Recorded | None,
-        dependent: bool,
-    ) -> Call:
+        self, first: int, matrix: Any, x: Vector, y: Any, accumulate: bool, normed: Normed | None,
+        recorded: Recorded | None, dependent: bool,
+    ) -> Call:  # fmt: skip
         out = y[first : first + matrix.rows]
         bias = None if self.bias is None else self.bias[first : first + matrix.rows]
         if isinstance(matrix, FloatMatrix):

@@ -17,12 +17,9 @@ from bridge.runtime import GGUFFile
 
 
 def load(
-    model_id_or_config: str | Path | Any,
-    gguf: str | Path | GGUFFile,
-    precision: str = "int8",
-    dtype: torch.dtype = torch.float32,
-    device: str = "cpu",
-) -> Any:
+    model_id_or_config: str | Path | Any, gguf: str | Path | GGUFFile, precision: str = "int8",
+    dtype: torch.dtype = torch.float32, device: str = "cpu",
+) -> Any:  # fmt: skip
     """A transformers model for inference with a GGUF's weights: a Llama, Mistral, Qwen2 or Qwen3.
 
     model_id_or_config  a repository on the Hub, a folder with config.json, or a transformers config

@@ -81,12 +81,9 @@ class QuantLinear(Placed):
     """
 
     def __init__(
-        self,
-        tensor: Any,
-        bias: torch.Tensor | None = None,
-        order: np.ndarray | None = None,
+        self, tensor: Any, bias: torch.Tensor | None = None, order: np.ndarray | None = None,
         precision: str = "int8",
-    ):
+    ):  # fmt: skip
         super().__init__(tensor)
         self.out_features, self.in_features = tensor.shape
         self.precision = precision

@@ -89,15 +89,9 @@ class QTIPLinearMethod(LinearMethodBase):
         self.config = config
 
     def create_weights(
-        self,
-        layer: Any,
-        input_size_per_partition: int,
-        output_partition_sizes: list[int],
-        input_size: int,
-        output_size: int,
-        params_dtype: torch.dtype,
-        **_: Any,
-    ) -> None:
+        self, layer: Any, input_size_per_partition: int, output_partition_sizes: list[int], input_size: int,
+        output_size: int, params_dtype: torch.dtype, **_: Any,
+    ) -> None:  # fmt: skip
         """Names for the loader, without sizes: those of the codes are known when they come.
 
         Raises BridgeError under tensor parallelism.

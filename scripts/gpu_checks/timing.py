@@ -11,14 +11,13 @@ from typing import Any
 import numpy as np
 import torch
 from bridge.cuda import attention as attn
-from bridge.cuda import bench, matvec_shape
+from bridge.cuda import bench, matvec
 from bridge.cuda.activations import Records
 from bridge.cuda.attention_shape import shape, spans
 from bridge.cuda.bench import Bench, read_bandwidth, seconds_from_memory
-from bridge.cuda.buffers import zeros
 from bridge.cuda.decoder import Decoder
-from bridge.cuda.device import require, view
-from bridge.cuda.kv_forms import KVForm
+from bridge.cuda.device import require, view, zeros
+from bridge.cuda.kv_cache import KVForm
 
 from bridge.runtime.bench import random_tensor
 from bridge.runtime.decoder_config import read_config
@@ -63,7 +62,7 @@ def tokens(shape: str, type: str) -> dict[str, Any]:
 def configurations(shape: str, type: str, columns: str) -> dict[str, Any]:
     """Seconds of every way to share the work; the first is the one in use."""
     own, n = _bench(shape, type), int(columns)
-    tried = matvec_shape.shapes_to_try(own.matrix, n)
+    tried = matvec.shapes_to_try(own.matrix, n)
     return {"tried": [[list(chosen), own.product(n, shape=chosen)] for chosen in tried]}
 
 

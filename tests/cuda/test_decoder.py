@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from bridge.cuda.attention_shape import shape, spans, supported
 from bridge.cuda.device import available
-from bridge.cuda.kv_forms import KVForm
+from bridge.cuda.kv_cache import KVForm
 
 import bridge
 from bridge.blocks import TYPES

@@ -68,7 +68,7 @@ def test_captured_steps_make_the_tokens_that_launches_make(
 
 
 def test_a_capture_changes_nothing_and_its_replay_reads_what_is_there_then(gpu: Any, tmp_path: Path) -> None:
-    from bridge.cuda.graph import Graph
+    from bridge.cuda.launch import Graph
 
     state, x, y = torch.zeros(4, dtype=torch.int32), torch.ones(3), torch.zeros(3)
 

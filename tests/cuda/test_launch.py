@@ -281,7 +281,7 @@ def moved(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 def test_registers_are_limited_in_what_runs_and_not_only_in_what_was_tried(driver: Driver) -> None:
     from bridge.cuda import matvec
     from bridge.cuda.launch import MAX_REGISTERS
-    from bridge.cuda.matvec_shape import MatvecShape
+    from bridge.cuda.matvec import MatvecShape
 
     kernel = matvec.kernel.__wrapped__("Q4_0", 4, MatvecShape(2, 1, 2, 4), False, "")
     (made,) = kernel.warm().overloads.values()

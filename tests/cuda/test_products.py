@@ -23,11 +23,11 @@ from tests.support.simulator import run_cases
 
 pytest.importorskip("numba_cuda", reason="numba-cuda is not installed")
 
-from bridge.cuda import activations, dequantize, launch, layout, matvec, matvec_shape, tensor
+from bridge.cuda import activations, dequantize, launch, layout, matvec, tensor
 from bridge.cuda import device as devices
 from bridge.cuda.activations import Records
 from bridge.cuda.matrix import DeviceMatrix
-from bridge.cuda.matvec_shape import MatvecShape
+from bridge.cuda.matvec import MatvecShape
 
 CAPABILITIES = [(7, 5), (8, 0), (8, 6), (8, 9), (9, 0)]
 compiler = pytest.mark.skipif(ptx.unavailable() is not None, reason=str(ptx.unavailable()))
@@ -217,9 +217,9 @@ def test_rows_are_shared_where_there_are_few_and_units_doubled_where_there_are_m
 
     def shape(rows: int, columns: int, n: int = 1) -> MatvecShape:
         matrix: Any = SimpleNamespace(rows=rows, units=columns // 32, device=gpu)
-        chosen = matvec_shape.choose_shape(matrix, n)
-        assert matvec_shape.shapes_to_try(matrix, n)[0] == chosen
-        assert len(set(matvec_shape.shapes_to_try(matrix, n))) == len(matvec_shape.shapes_to_try(matrix, n))
+        chosen = matvec.choose_shape(matrix, n)
+        assert matvec.shapes_to_try(matrix, n)[0] == chosen
+        assert len(set(matvec.shapes_to_try(matrix, n))) == len(matvec.shapes_to_try(matrix, n))
         return chosen
 
     assert shape(8192, 28672) == MatvecShape(2, 2, 1, 4)

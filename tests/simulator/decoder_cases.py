@@ -16,7 +16,7 @@ from bridge.cuda import attention, attention_shape, sampling
 from bridge.cuda.activations import Records
 from bridge.cuda.decoder import Decoder
 from bridge.cuda.intrinsics import SIMULATED
-from bridge.cuda.kv_forms import KVForm
+from bridge.cuda.kv_cache import KVForm
 from bridge.cuda.norm import norm_kernel, norm_threads, silu_grid, silu_kernel
 
 from bridge.errors import BridgeError

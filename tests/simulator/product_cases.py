@@ -40,7 +40,7 @@ from bridge.cuda.intrinsics import (
 )
 from bridge.cuda.launch import Kernel
 from bridge.cuda.matrix import DeviceMatrix
-from bridge.cuda.matvec_shape import MatvecShape
+from bridge.cuda.matvec import MatvecShape
 from numba import cuda
 
 from bridge.blocks import TYPES
