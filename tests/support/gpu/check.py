@@ -166,11 +166,7 @@ def small_check(right: bool = True) -> Iterator[Products]:
     """
     from bridge.cuda import bench, matvec
 
-<<<<<<< HEAD
-    every, load = matvec_shape.shapes_to_try, bridge.Model.load
-=======
     every, load = matvec.shapes_to_try, bridge.Model.load
->>>>>>> trim-cuda
     computed = Products()
 
     def loaded(path: Any, device: str = "cpu", **options: Any) -> Any:
@@ -200,11 +196,7 @@ def small_check(right: bool = True) -> Iterator[Products]:
             (synthetic.SyntheticFile, "HEADS", 4), (synthetic.SyntheticFile, "KV_HEADS", 2),
             (synthetic.SyntheticFile, "LAYERS", 2), (synthetic.SyntheticFile, "VOCAB", 96),
             (bench, "LARGE", (8, 512)), (bench, "_READ", 1 << 23), (bench, "_WARM", 0), (bench, "ROUNDS", 1),
-<<<<<<< HEAD
-            (bench, "LAUNCHES", 2), (matvec_shape, "shapes_to_try", lambda *given: every(*given)[:2]),
-=======
             (bench, "LAUNCHES", 2), (matvec, "shapes_to_try", lambda *given: every(*given)[:2]),
->>>>>>> trim-cuda
             (bridge.Model, "load", loaded), (device.Launches, "run", _only_checked),
         ):  # fmt: skip
             stack.enter_context(mock.patch.object(owner, name, value))
