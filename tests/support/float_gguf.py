@@ -31,7 +31,7 @@ def write_gguf(outline: Outline, weights: Mapping[str, np.ndarray], path: Path, 
             values = weights[part.source][tuple(slice(n) for n in part.shape)]
             values = values if part.rows is None else values[part.rows]
         assert values.shape == tensor.shape, tensor.name
-        writer.add_tensor(tensor.name, np.ascontiguousarray(values, np.float32 if tensor.type else dtype))
+        writer.add_tensor(tensor.name, np.ascontiguousarray(values, np.float32 if tensor.fixed_type else dtype))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
