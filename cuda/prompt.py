@@ -39,7 +39,7 @@ def attend(
     q, k, v = (part.reshape(n, -1, c.head_dim) for part in _split(c, qkv))
     if q_norm is not None:
         q, k = rms(q, q_norm, c.norm_eps), rms(k, k_norm, c.norm_eps)
-    q, k = (rotate(part, cos, sin, c.rotated, c.neighbours) for part in (q, k))
+    q, k = (rotate(part, cos, sin, c.rotated, c.graph.neighbours) for part in (q, k))
     form, *parts = cache
     dtype = torch.float32 if exact else torch.float16
     for part, given in zip(parts, (k, v), strict=True):

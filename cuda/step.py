@@ -125,7 +125,7 @@ class Step:
         def launches(index: int, layer: DeviceLayer) -> list[Call]:
             normed = layer.q_norm is not None
             exact, kind = self.precision == "f32", self.cache.form.kind
-            kernel = attn.kernel(c.head_dim, group, c.rotated, c.neighbours, normed, exact, kind, self.dependent)
+            kernel = attn.kernel(c.head_dim, group, c.rotated, c.graph.neighbours, normed, exact, kind, self.dependent)
             norms = [view(n) if normed else angles[0] for n in (layer.q_norm, layer.k_norm)]
             cache = [view(t[index]) for t in (self.cache.keys, self.cache.values)]
             arguments = [vector, *norms, *angles, *cache, *shared, records, *numbers]

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from benchlib import head, machine, parser
+from benchlib import head, line, machine, parser
 from benchlib.divergence import FloatModel
 
 from bridge.blocks import BLOCKS
@@ -83,14 +83,14 @@ def main() -> None:
             types = {"tensor_types": [(r"^(blk|token_embd)\b", type)], "output_type": "Q6_K"}
             size, loss, seconds = bench.made(f"all-{type}", **types)
             uniform.append((size, loss))
-            print(f"| {type} | {size} | {loss:.3e} | {seconds} |", flush=True)
+            line(type, size, f"{loss:.3e}", seconds)
         columns = "bytes of", "bytes", "llama.cpp", "one type, interpolated", "size budget", "bytes left"
         print(f"\n{head(*columns, 'over llama.cpp', 'over one type', 'seconds')}")
         for name, (size, theirs) in presets.items():
             alike = interpolated(uniform, size)
             own_size, own, seconds = budgets[name]
-            print(f"| {name} | {size} | {theirs:.3e} | {alike:.3e} | {own:.3e} | {size - own_size} "
-                  f"| {own / theirs:.3f} | {own / alike:.3f} | {seconds} |", flush=True)  # fmt: skip
+            losses = [f"{loss:.3e}" for loss in (theirs, alike, own)]
+            line(name, size, *losses, size - own_size, f"{own / theirs:.3f}", f"{own / alike:.3f}", seconds)
 
 
 def interpolated(points: list[tuple[int, float]], size: int) -> float:

@@ -13,15 +13,17 @@ which no file backs, is sampled every 20 ms.
 import argparse
 import json
 import os
+import re
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchlib import ROOT, head, machine, parser
+from benchlib import ROOT, head, line, machine, parser
 
 SCRIPT = ROOT / "scripts" / "gptq2gguf.py"
 
@@ -78,9 +80,7 @@ def main() -> None:
 def parse() -> argparse.Namespace:
     options = parser(__doc__, "--json")
     options.add_argument("--checkpoint", type=Path, metavar="DIR", help="default: a synthetic 1B GPTQ 4-bit g128")
-    options.add_argument(
-        "--runs", type=int, default=5, metavar="N", help="take the median of N runs; default: %(default)s"
-    )
+    options.add_argument("--runs", type=int, default=5, metavar="N", help="runs of each kind; default: %(default)s")
     options.add_argument("--no-cold", action="store_true", help="leave out the run that compiles everything")
     return options.parse_args()
 
@@ -152,11 +152,9 @@ def python(*arguments: str, environment: dict | None = None) -> Run:
             output, complaint = child.communicate(timeout=0.02)
             break
         except subprocess.TimeoutExpired:
-            try:
-                lines = [line for line in status.read_text().splitlines() if line.startswith("RssAnon:")]
-            except OSError:
-                continue
-            largest = max([largest or 0, *(int(line.split()[1]) / 1024 for line in lines)]) if lines else largest
+            with suppress(OSError):  # not Linux
+                for kib in re.findall(r"RssAnon:\s+(\d+)", status.read_text()):
+                    largest = max(largest or 0, int(kib) / 1024)
     seconds = time.perf_counter() - start
     if child.returncode:
         raise SystemExit(f"{' '.join(arguments[:2])}: exit code {child.returncode}\n{complaint.decode()}")
@@ -169,32 +167,23 @@ def print_table(rows: dict) -> None:
         f"Checkpoint: {rows['checkpoint']}, {rows['checkpoint_gb']:.2f} GB of tensors; its GGUF: "
         f"{rows['gguf_gb']:.2f} GB. Median of {rows['runs']} processes, page cache and compile caches warm.\n"
     )
+    print(head("what", "measured", "in detail"))
+    for what, key in (
+        ("conversion, `bridge.convert` alone", "convert_seconds"),
+        ("conversion, whole process", "process_seconds"),
+        ("the same again in one process: imports done, kernels loaded", "again_seconds"),
+    ):
+        seconds = rows[key]
+        line(what, f"{rows['checkpoint_gb'] / seconds:.2f} GB of checkpoint a second", f"{seconds:.2f} s")
     memory = f"{rows['peak_mib']:.0f} MiB in all, {rows['imports_mib']:.0f} MiB with the imports alone"
     if rows["anonymous_mib"] is not None:
         memory += f"; never more than {rows['anonymous_mib']:.0f} MiB anonymous"
-    table = {
-        "conversion, `bridge.convert` alone": (
-            f"{rows['convert_gb_per_second']:.2f} GB of checkpoint a second",
-            f"{rows['convert_seconds']:.2f} s",
-        ),
-        "conversion, whole process": (
-            f"{rows['process_gb_per_second']:.2f} GB of checkpoint a second",
-            f"{rows['process_seconds']:.2f} s",
-        ),
-        "the same again in one process: imports done, kernels loaded": (
-            f"{rows['checkpoint_gb'] / rows['again_seconds']:.2f} GB of checkpoint a second",
-            f"{rows['again_seconds']:.2f} s",
-        ),
-        "peak memory over the imports": (f"{rows['peak_mib'] - rows['imports_mib']:.0f} MiB", memory),
-        "`import bridge`": (f"{rows['import_seconds']:.3f} s", "in a started interpreter"),
-        "`gguf-bridge --help`": (f"{rows['help_seconds']:.2f} s", "whole process"),
-    }
-    if rows["cold_seconds"] is not None:
-        extra = rows["cold_seconds"] - rows["process_seconds"]
-        table["first run, compile caches cold"] = f"{extra:.1f} s more than a warm one", f"{rows['cold_seconds']:.1f} s"
-    print(head("what", "measured", "in detail"))
-    for what, (measured, detail) in table.items():
-        print(f"| {what} | {measured} | {detail} |")
+    line("peak memory over the imports", f"{rows['peak_mib'] - rows['imports_mib']:.0f} MiB", memory)
+    line("`import bridge`", f"{rows['import_seconds']:.3f} s", "in a started interpreter")
+    line("`gguf-bridge --help`", f"{rows['help_seconds']:.2f} s", "whole process")
+    if (cold := rows["cold_seconds"]) is not None:
+        extra = f"{cold - rows['process_seconds']:.1f} s more than a warm one"
+        line("first run, compile caches cold", extra, f"{cold:.1f} s")
 
 
 if __name__ == "__main__":

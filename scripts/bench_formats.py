@@ -20,16 +20,14 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from benchlib import ROOT, head, machine, parser
+from benchlib import ROOT, head, line, machine, parser
 from benchlib.formats import Formats, summary
 from benchlib.speeds import Speeds
 
 TEXTS = ROOT.parent / "shared" / "text"
 QUALITY_HEAD = ("format", "bits a weight", "file, MB", "perplexity", "KL, nats a token", "same top token")
-SPEED_HEAD = (
-    "llama.cpp: made, tokens/s", "prompt, tokens/s", "memory, MB", "here: made, tokens/s", "prompt, tokens/s",
-    "memory, MB",
-)  # fmt: skip
+_SPEED = ("made, tokens/s", "prompt, tokens/s", "memory, MB")
+SPEED_HEAD = (f"llama.cpp: {_SPEED[0]}", *_SPEED[1:], f"here: {_SPEED[0]}", *_SPEED[1:])
 
 
 def main() -> None:
@@ -63,22 +61,19 @@ def main() -> None:
             rows.put(name, row | {"speed": found})
         if name not in formats.needed and not options.keep:
             formats.path(name).unlink(missing_ok=True)
-    print_table(options, {name: rows.get(name) for name in wanted}, speeds)
+    found_rows = {name: rows.get(name) for name in wanted}
+    print_table(options, found_rows, speeds)
     if options.json:
-        options.json.write_text(json.dumps(record(options, {n: rows.get(n) for n in wanted}), indent=1) + "\n")
+        options.json.write_text(json.dumps(record(options, found_rows), indent=1) + "\n")
 
 
 class Rows:
     """The measured rows, kept in the work folder; settings of quality and of speed are checked separately."""
 
     def __init__(self, work: Path, options: argparse.Namespace) -> None:
-        settings, timed = (
-            {name: str(getattr(options, name)) for name in names}
-            for names in (
-                ("model", "calibrate", "test", "samples", "length", "windows"),
-                ("speed_of", "turns", "threads"),
-            )
-        )
+        given = {name: str(value) for name, value in vars(options).items()}
+        settings = {name: given[name] for name in ("model", "calibrate", "test", "samples", "length", "windows")}
+        timed = {name: given[name] for name in ("speed_of", "turns", "threads")}
         work.mkdir(parents=True, exist_ok=True)
         self.file = work / "rows.json"
         self.known = json.loads(self.file.read_text()) if self.file.exists() else {"settings": settings, "rows": {}}
@@ -104,16 +99,15 @@ def print_table(options: argparse.Namespace, rows: dict[str, dict[str, Any]], sp
     """Two lines about the run, and the table."""
     of = options.speed_of.name if options.speed_of else options.model.name
     print(f"Machine: {machine()}, {options.threads} threads. llama.cpp: {speeds.peer}.")
+    timed = f" Speed and memory of {of}, median of {options.turns}." if options.turns else ""
     print(
         f"{options.model.name}'s quality: {options.windows} windows of {options.length} tokens of {options.test.name}; "
-        f"quantizers saw {options.samples} sequences of {options.length} tokens of {options.calibrate.name}."
-        + (f" Speed and memory of {of}, median of {options.turns}." if options.turns else "")
-        + "\n"
+        f"quantizers saw {options.samples} sequences of {options.length} tokens of {options.calibrate.name}.{timed}\n"
     )
     columns = QUALITY_HEAD + (SPEED_HEAD if options.turns else ())
     print(head(*columns))
     for name, row in rows.items():
-        print(f"| {' | '.join([name, *cells(row, len(columns) - 1)])} |")
+        line(name, *cells(row, len(columns) - 1))
 
 
 def cells(row: dict[str, Any], count: int) -> list[str]:
@@ -130,11 +124,10 @@ def cells(row: dict[str, Any], count: int) -> list[str]:
         "" if top is None else f"{top:.1%}",
     ]
     for side in ("theirs", "ours"):
-        found = speed.get(side)
-        if found is None:
-            shown += ["", "", ""]
-        else:
+        if found := speed.get(side):
             shown += [f"{found['decode']:.1f}", f"{found['prompt']:.0f}", f"{(found['peak'] or 0) / 1e6:.0f}"]
+        else:
+            shown += ["", "", ""]
     return shown[:count]
 
 

@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 import torch
-from benchlib import head, machine, parser, run_peer
+from benchlib import head, machine, output_of, parser
 
 from bridge.quantize import Method, superblocks
 from bridge.quantize.hessian import Hessian
@@ -33,7 +33,7 @@ def main() -> None:
         if options.gptqmodel is None:
             print(" | | |")
             continue
-        printed = run_peer(options.gptqmodel, gptqmodel_layer.__file__, options.rows, options.columns)
+        printed = output_of(options.gptqmodel, gptqmodel_layer.__file__, options.rows, options.columns)
         peer, peer_lost = (float(x) for x in printed.split()[-2:])
         print(f" {peer:.2f} | {peer_lost:.2e} | {own / peer:.2f} |", flush=True)
 

@@ -15,7 +15,6 @@ import importlib.util
 import json
 import os
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -23,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from benchlib import head, machine, parser
+from benchlib import head, line, machine, output_of, parser
 
 from bridge.blocks import TYPES
 from bridge.runtime import bench
@@ -62,18 +61,10 @@ def product(type: str, shape: tuple[int, int], threads: int, library: ggml_matve
         matrix.x[:] = 1
         others["ggml"] = matrix.run
     timing = bench.measure(tensor, threads, others, rounds, matrix.rest if matrix else None)
+    row = {"type": type, "shape": list(shape), "threads": threads, "kernel": timing.kernel}
+    row |= {"gbs": timing.speed("matvec"), "read_gbs": timing.speed("read"), "of_read": timing.ratio("read")}
     if matrix is not None:
         matrix.close()
-    row = {
-        "type": type,
-        "shape": list(shape),
-        "threads": threads,
-        "kernel": timing.kernel,
-        "gbs": timing.speed("matvec"),
-        "read_gbs": timing.speed("read"),
-        "of_read": timing.ratio("read"),
-    }
-    if matrix is not None:
         row |= {"ggml_gbs": timing.speed("ggml"), "over_ggml": timing.ratio("ggml"), "ggml_layout": matrix.layout}
     return row
 
@@ -96,11 +87,7 @@ def first_calls(type: str) -> tuple[float, float]:
     """Seconds of prepare and matvec in a new process: nothing compiled before, then all of it (median of 5)."""
     with tempfile.TemporaryDirectory() as cache:
         environment = {**os.environ, "NUMBA_CACHE_DIR": cache, "PYTHONDONTWRITEBYTECODE": ""}  # it is compiled too
-        run = [sys.executable, "-c", FIRST, type]
-        times = []
-        for _ in range(6):
-            done = subprocess.run(run, env=environment, check=True, capture_output=True, text=True)
-            times.append(float(done.stdout))
+        times = [float(output_of(sys.executable, "-c", FIRST, type, env=environment)) for _ in range(6)]
     return times[0], statistics.median(times[1:])
 
 
@@ -121,22 +108,18 @@ def main() -> None:
             for threads in arguments.threads:
                 row = product(type, shape, threads, library, arguments.rounds)
                 rows.append(row)
-                peer = " | | "
+                peer = ["", "", ""]
                 if library:
-                    peer = f"{row['ggml_gbs']:.1f} | {row['over_ggml']:.2f} | {row['ggml_layout']}"
-                print(
-                    f"| {type} | {shape[0]} x {shape[1]} | {threads} | {row['gbs']:.1f} | {row['of_read']:.0%} "
-                    f"| {row['read_gbs']:.1f} | {peer} |",
-                    flush=True,
-                )
+                    peer = [f"{row['ggml_gbs']:.1f}", f"{row['over_ggml']:.2f}", row["ggml_layout"]]
+                own = f"{row['gbs']:.1f}", f"{row['of_read']:.0%}", f"{row['read_gbs']:.1f}"
+                line(type, f"{shape[0]} x {shape[1]}", threads, *own, *peer)
     result: dict[str, Any] = {"machine": machine(), "products": rows, "calls": []}
     print("\n" + head("type", "call on 256 x 256 (us)", "first call, cold (s)", "first call, compiled (s)"))
     for type in arguments.types:
         cold, warm = (None, None) if arguments.no_first else first_calls(type)
         cost = call_cost(type)
         result["calls"].append({"type": type, "call_us": cost, "cold_s": cold, "warm_s": warm})
-        shown = " | " if cold is None else f"{cold:.1f} | {warm:.2f}"
-        print(f"| {type} | {cost:.1f} | {shown} |", flush=True)
+        line(type, f"{cost:.1f}", *(["", ""] if cold is None else [f"{cold:.1f}", f"{warm:.2f}"]))
     if arguments.json:
         arguments.json.write_text(json.dumps(result, indent=1) + "\n")
 

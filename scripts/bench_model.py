@@ -23,19 +23,16 @@ transformers on the dequantized weights.
 import argparse
 import math
 import statistics
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
-from benchlib import ROOT, head, machine, parser
-from benchlib.speeds import both_sides, turn
+from benchlib import ROOT, head, line, machine, output_of, parser
+from benchlib.speeds import BEGIN, both_sides, turn
 
 TOGETHER = """
-import json, os, sys
 import bridge
-path, threads = sys.argv[1], int(sys.argv[2])
 model = bridge.Model.load(path, threads=threads, context=512).prepare()
 model.tokenizer.stops = frozenset()
 def speed(count):
@@ -73,9 +70,7 @@ def parse() -> argparse.Namespace:
     options.add_argument("--experts", action="store_true", help="use a synthetic mixture of 64 experts")
     options.add_argument("--together", action="store_true", help="measure several sequences at once")
     options.add_argument("--conversation", action="store_true", help="count the tokens that a second turn reads")
-    options.add_argument(
-        "--perplexity", type=Path, nargs="+", metavar="DIR", help="measure these checkpoints' perplexity"
-    )
+    options.add_argument("--perplexity", type=Path, nargs="+", metavar="DIR", help="measure perplexity of checkpoints")
     found = options.parse_args()
     if found.perplexity and not found.text:
         options.error("--perplexity needs --text")
@@ -87,8 +82,8 @@ def synthetic(scratch: Path, experts: bool) -> Path:
     import bridge
 
     shape = ["--experts", "64", "--layers", "6", "--intermediate", "768"] if experts else []
-    command = [sys.executable, str(ROOT / "scripts" / "make_synthetic.py"), str(scratch / "made"), "--vocab", "4096"]
-    subprocess.run(command + shape, check=True, stdout=subprocess.DEVNULL)
+    script = ROOT / "scripts" / "make_synthetic.py"
+    output_of(sys.executable, script, scratch / "made", "--vocab", "4096", *shape)
     bridge.convert(scratch / "made", scratch / "made.gguf")
     return scratch / "made.gguf"
 
@@ -100,14 +95,14 @@ def print_speed(path: Path, peer: str, threads: list[int], turns: int) -> None:
     sides, native = both_sides(peer)
     if not native:
         print(f"({peer} has no llama_cpp: the xllamacpp wheel's is the peer)\n", file=sys.stderr)
-    turn("ours", *sides["ours"], path, threads[0])  # compile what is not compiled yet; fill the page cache
+    turn(*sides["ours"], path, threads[0])  # compile what is not compiled yet; fill the page cache
     print(head("what", "threads", "gguf-bridge", "llama.cpp", "ratio"))
     peak = 0
     for count in threads:
         found: dict[str, list[dict[str, float]]] = {name: [] for name in sides}
         for _ in range(turns):
             for name, side in sides.items():
-                found[name].append(turn(name, *side, path, count))
+                found[name].append(turn(*side, path, count))
         peak = max([peak, *(int(r["peak"] or 0) for r in found["ours"])])
         for what, key, unit in (
             ("decode, 64 tokens", "decode", "tokens/s"),
@@ -118,21 +113,21 @@ def print_speed(path: Path, peer: str, threads: list[int], turns: int) -> None:
             own, other = ([r[key] for r in found[side]] for side in ("ours", "theirs"))
             ratio = statistics.median(a / b for a, b in zip(own, other, strict=True))
             medians = [f"{statistics.median(values):.2f} {unit}" for values in (own, other)]
-            print(f"| {what} | {count} | {' | '.join(medians)} | {ratio:.2f} |", flush=True)
+            line(what, count, *medians, f"{ratio:.2f}")
     print_memory(path, peak)
 
 
 def print_together(path: Path, threads: list[int], turns: int) -> None:
     """Tokens a second of all sequences together; the ratio to one is the median of the turns'."""
-    turn("ours", sys.executable, TOGETHER, path, threads[0])
+    turn(sys.executable, BEGIN + TOGETHER, path, threads[0])
     print(head("threads", "one", *(cell for n in (2, 4, 8) for cell in (f"{n} sequences", "ratio"))))
     for count in threads:
-        found = [turn("ours", sys.executable, TOGETHER, path, count) for _ in range(turns)]
-        cells = [f"{count} | {statistics.median(r['one'] for r in found):.2f} tokens/s"]
+        found = [turn(sys.executable, BEGIN + TOGETHER, path, count) for _ in range(turns)]
+        cells = [f"{statistics.median(r['one'] for r in found):.2f} tokens/s"]
         for n in ("2", "4", "8"):
             ratio = statistics.median(r[n] / r["one"] for r in found)
-            cells.append(f"{statistics.median(r[n] for r in found):.2f} | {ratio:.2f}")
-        print(f"| {' | '.join(cells)} |", flush=True)
+            cells += [f"{statistics.median(r[n] for r in found):.2f}", f"{ratio:.2f}"]
+        line(count, *cells)
 
 
 def print_conversation(path: Path) -> None:
@@ -184,11 +179,8 @@ def print_perplexity(checkpoints: list[Path], text_file: Path, count: int, scrat
         with bridge.Model.load(path, precision="f32") as model:
             exact = perplexity(model, text, n_windows=count).perplexity
             peer, floats = peers_perplexity(path, folder, model, text, count)
-        print(
-            f"| {folder.name} | {own:.4f} | {peer:.4f} | {own / peer - 1:+.3%} | {exact:.4f} | {floats:.4f} | "
-            f"{exact / floats - 1:+.4%} |",
-            flush=True,
-        )
+        cells = [f"{own:.4f}", f"{peer:.4f}", f"{own / peer - 1:+.3%}", f"{exact:.4f}", f"{floats:.4f}"]
+        line(folder.name, *cells, f"{exact / floats - 1:+.4%}")
         path.unlink()
 
 

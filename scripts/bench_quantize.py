@@ -16,20 +16,17 @@ model's inputs.
 
 import argparse
 import json
-import tempfile
-import time
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
-from benchlib import head, machine, parser, run_peer
-from benchlib.divergence import FloatModel, save_tokens
+from benchlib import head, line, machine, parser
+from benchlib.divergence import FloatModel
 from benchlib.groups import print_groups
 
 from bridge.blocks import BLOCKS
-from bridge.quantize import Method, quantize_model, superblocks
+from bridge.quantize import Method, superblocks
 from bridge.quantize.grids.superblock import SuperblockGrid
 from bridge.runtime.cpu import dequantize
 from scripts.peers import auto_round_gguf, ggml, reference
@@ -66,24 +63,15 @@ def main() -> None:
         bpw = BLOCKS[name].bpw
         points.append({"name": name, "maker": "llama.cpp's quantizer, imatrix", "bpw": bpw, "kl": peer})
         for step, settings, cross in STEPS if options.steps else (STEPS[0], STEPS[-1]):
-            model = float_model.with_weights(float_model.weights)
-            begun = time.perf_counter()
             grid = partial(Unweighted, BLOCKS[name], spread=False) if "unweighted" in step else superblocks(name)
-            quantizer = Method(grid, **settings).layer
-            for _ in quantize_model(model, torch.from_numpy(float_model.calibration), quantizer, cross=cross):
-                pass
-            seconds = time.perf_counter() - begun
-            own = float_model.divergence(model)
-            print(f"| {name} | {step} | {own:.3e} | {peer:.3e} | {own / peer:.3f} | {seconds:.0f} |", flush=True)
+            own, seconds = float_model.quantized(Method(grid, **settings).layer, cross=cross)
+            line(name, step, f"{own:.3e}", f"{peer:.3e}", f"{own / peer:.3f}", f"{seconds:.0f}")
         points.append({"name": name, "maker": "gguf-bridge quantize", "bpw": bpw, "kl": own})
         if options.auto_round:
-            begun = time.perf_counter()
-            made = by_auto_round(options.auto_round, float_model, name, options.threads)
-            seconds = time.perf_counter() - begun
+            script = auto_round_gguf.__file__, "--type", name, "--threads", options.threads
+            made, seconds = float_model.by_peer(gguf_weights, options.auto_round, *script)
             found = float_model.divergence(theirs | {key: made[key] for key in reference.linears(theirs)})
-            print(
-                f"| {name} | auto-round | {found:.3e} | {peer:.3e} | {found / peer:.3f} | {seconds:.0f} |", flush=True
-            )
+            line(name, "auto-round", f"{found:.3e}", f"{peer:.3e}", f"{found / peer:.3f}", f"{seconds:.0f}")
     if options.json:
         record = {"model": options.model.name, "machine": machine(), "bits_of": "linears", "formats": points}
         options.json.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
@@ -101,15 +89,6 @@ def parse() -> argparse.Namespace:
     options.add_argument("--groups", type=Path, metavar="PYTHON", help="a Python that has llm-compressor")
     options.add_argument("--auto-round", type=Path, metavar="PYTHON", help="a Python that has auto-round")
     return options.parse_args()
-
-
-def by_auto_round(python: Path, model: FloatModel, type: str, threads: int) -> reference.Weights:
-    """The weights of auto-round's GGUF by their Hugging Face names, float32."""
-    with tempfile.TemporaryDirectory() as folder:
-        given, made = save_tokens(model.calibration, folder), Path(folder) / "model.gguf"
-        options = "--type", type, "--threads", threads
-        run_peer(python, auto_round_gguf.__file__, model.folder.resolve(), given, made, *options, cwd=folder)
-        return gguf_weights(made)
 
 
 if __name__ == "__main__":

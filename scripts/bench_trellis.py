@@ -14,7 +14,7 @@ Contenders take turns; figures are medians over rounds, for decode and fused wit
 import statistics
 
 import numpy as np
-from benchlib import head, machine, parser
+from benchlib import head, line, machine, parser
 
 from bridge.runtime.bench import random_tensor, taking_turns
 from bridge.system import pool
@@ -44,8 +44,8 @@ def times(seconds: dict[str, list[float]], name: str) -> float:
     return statistics.median(b / a for a, b in zip(seconds["fused"], seconds[name], strict=True))
 
 
-def row(mode: str, bits: int, shape: tuple[int, int], batch: int, rounds: int) -> str:
-    """A line of the table."""
+def measure(mode: str, bits: int, shape: tuple[int, int], batch: int, rounds: int) -> None:
+    """Print a line of the table."""
     layer = random_layer(mode, bits, *shape).prepare()
     x = np.random.default_rng(1).normal(size=(batch, shape[1])).astype(np.float32)
     held = np.empty(shape, np.float32)
@@ -60,13 +60,11 @@ def row(mode: str, bits: int, shape: tuple[int, int], batch: int, rounds: int) -
         rounds,
     )
     weights = shape[0] * shape[1]
-    rates = [f(weights / s / 1e6 for s in seconds["decode"]) for f in (statistics.median, max)]
-    speeds = [f(layer.nbytes / s / 1e9 for s in seconds["fused"]) for f in (statistics.median, max)]
-    return (
-        f"| {mode} | {batch} | {rates[0]:.0f} ({rates[1]:.0f}) | {1e3 * statistics.median(seconds['fused']):.2f} "
-        f"| {speeds[0]:.2f} ({speeds[1]:.2f}) | {times(seconds, 'decode, then multiply'):.0f} "
-        f"| {times(seconds, 'Q2_K'):.2f} |"
-    )
+    rate, best_rate = (f(weights / s / 1e6 for s in seconds["decode"]) for f in (statistics.median, max))
+    speed, best_speed = (f(layer.nbytes / s / 1e9 for s in seconds["fused"]) for f in (statistics.median, max))
+    fused = f"{1e3 * statistics.median(seconds['fused']):.2f}", f"{speed:.2f} ({best_speed:.2f})"
+    ratios = f"{times(seconds, 'decode, then multiply'):.0f}", f"{times(seconds, 'Q2_K'):.2f}"
+    line(mode, batch, f"{rate:.0f} ({best_rate:.0f})", *fused, *ratios)
 
 
 def main() -> None:
@@ -83,7 +81,7 @@ def main() -> None:
     print(head("mode", "tokens", *rates, "times (a)", "times (b)"))
     for mode in arguments.modes:
         for batch in arguments.batch:
-            print(row(mode, arguments.bits, (out, columns), batch, arguments.rounds), flush=True)
+            measure(mode, arguments.bits, arguments.shape, batch, arguments.rounds)
 
 
 if __name__ == "__main__":

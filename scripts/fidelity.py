@@ -13,7 +13,7 @@ import argparse
 import tempfile
 from pathlib import Path
 
-from benchlib import head, parser
+from benchlib import head, line, parser
 
 import bridge
 from bridge.conversion.report import CALIBRATED, CODED
@@ -29,12 +29,10 @@ def main() -> None:
     text = options.text.read_text(encoding="utf-8")
     floats = {folder: reference.float_weights(folder) for folder in options.float}
     columns = HEAD + (("KLD, checkpoint from its float model",) if floats else ())
-    print(
-        f"First {options.windows} windows of {options.length} tokens of {options.text.name}; --type {options.type}.\n"
-    )
-    print(head(*columns))
+    shown = f"{options.windows} windows of {options.length} tokens of {options.text.name}"
+    print(f"First {shown}; --type {options.type}.\n\n{head(*columns)}")
     for folder in options.checkpoints:
-        print(f"| {' | '.join(row(folder, text, floats, options))} |", flush=True)
+        line(*row(folder, text, floats, options))
 
 
 def parse() -> argparse.Namespace:
@@ -58,9 +56,8 @@ def row(folder: Path, text: str, floats: dict, options: argparse.Namespace) -> l
     cells = [folder.name, types, f"{found.bpw:.2f}", f"{100 * codes.kept / codes.weights:.4g}%"]
     cells += ["exact" if found.nmse == 0 else f"{found.nmse:.1e}", f"{found.kl_linears:.1e}", f"{found.kl_file:.1e}"]
     if floats:
-        same = [w for w in floats.values() if {n: x.shape for n, x in w.items()} == shapes(against.weights)]
-        cost = against.kl_from(same[0]) if same else None
-        cells.append("" if cost is None else f"{cost:.1e}")
+        same = [weights for weights in floats.values() if shapes(weights) == shapes(against.weights)]
+        cells.append(f"{against.kl_from(same[0]):.1e}" if same else "")
     return cells
 
 

@@ -20,6 +20,8 @@ import numpy as np
 from benchlib import parser
 from safetensors.numpy import save_file
 
+from bridge.gguf_file.pretokenizers import byte_of
+
 LAYERS_PER_SHARD = 4
 LLAMA3_SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}|"
@@ -172,9 +174,7 @@ def write_config(options: argparse.Namespace, head_dim: int) -> None:
 
 def write_tokenizer(folder: Path, vocab: int) -> None:
     """A byte-level BPE whose merges join two letters, then two pairs, until `vocab` is full."""
-    printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
-    others = [byte for byte in range(256) if byte not in printable]
-    single = [chr(byte if byte in printable else 256 + others.index(byte)) for byte in range(256)]
+    single = sorted(byte_of(), key=byte_of().__getitem__)
     twos = list(product(("Ġ", *ascii_lowercase), ascii_lowercase))
     fours = product((a + b for a, b in twos), (a + b for a, b in twos if a != "Ġ"))
     special = ["<|begin_of_text|>", "<|end_of_text|>"]
@@ -182,28 +182,19 @@ def write_tokenizer(folder: Path, vocab: int) -> None:
     merges = list(islice(chain(twos, fours), wanted)) if wanted >= 0 else []
     tokens = single + [a + b for a, b in merges]
     if len(tokens) + len(special) != vocab:
-        raise SystemExit(
-            f"--vocab {vocab}: must be between 258 and {258 + len(twos) * (1 + len(ascii_lowercase) ** 2)}"
-        )
-    first = len(tokens)
+        most = 258 + len(twos) * (1 + len(ascii_lowercase) ** 2)
+        raise SystemExit(f"--vocab {vocab}: must be between 258 and {most}")
     flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
     split = {"type": "Split", "pattern": {"Regex": LLAMA3_SPLIT}, "behavior": "Isolated", "invert": False}
+    vocabulary = {token: i for i, token in enumerate(tokens)}
+    added = [{"id": len(tokens) + i, "content": text, "special": True, **flags} for i, text in enumerate(special)]
     tokenizer = {
-        "version": "1.0",
-        "added_tokens": [
-            {"id": first + i, "content": text, "special": True, **flags} for i, text in enumerate(special)
-        ],
-        "normalizer": None,
+        "version": "1.0", "added_tokens": added, "normalizer": None, "post_processor": None,
         "pre_tokenizer": {"type": "Sequence", "pretokenizers": [split, byte_level]},
-        "post_processor": None,
         "decoder": {**byte_level, "use_regex": True},
-        "model": {
-            "type": "BPE",
-            "vocab": {token: i for i, token in enumerate(tokens)},
-            "merges": [f"{a} {b}" for a, b in merges],
-        },
-    }
+        "model": {"type": "BPE", "vocab": vocabulary, "merges": [f"{a} {b}" for a, b in merges]},
+    }  # fmt: skip
     write_json(folder / "tokenizer.json", tokenizer)
     names = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": special[0], "eos_token": special[1]}
     write_json(folder / "tokenizer_config.json", names)

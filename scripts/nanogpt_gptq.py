@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 
 import torch
-from benchlib import ROOT, head, parser
+from benchlib import ROOT, head, line, parser
 from torch import nn
 from torch.nn import functional
 
@@ -84,7 +84,7 @@ def main() -> None:
     batches = [windows(train, at)[0] for at in starts(train, 10)]
     floats = loss(model, validation)
     print(head("bits", "columns in a group", "method", "loss", "perplexity", "more"))
-    print(f"| float | | | {floats:.4f} | {math.exp(floats):.3f} | |", flush=True)
+    line("float", "", "", f"{floats:.4f}", f"{math.exp(floats):.3f}", "")
     for bits in options.bits:
         size = -1 if bits == 8 else 32
         for name, damping in (("RTN", math.inf), ("GPTQ", 0.01)):
@@ -92,9 +92,8 @@ def main() -> None:
             done = gptq(quantized, batches, bits=bits, group_size=size, symmetric=False, damping=damping)
             assert len(done) == linears
             lost = loss(quantized, validation)
-            more = f"{math.expm1(lost - floats):+.3%}"
-            print(f"| {bits} | {size if size > 0 else 'all'} | {name} | {lost:.4f} | {math.exp(lost):.3f} | {more} |",
-                  flush=True)  # fmt: skip
+            results = f"{lost:.4f}", f"{math.exp(lost):.3f}", f"{math.expm1(lost - floats):+.3%}"
+            line(bits, size if size > 0 else "all", name, *results)
 
 
 def starts(text: torch.Tensor, batches: int) -> torch.Tensor:

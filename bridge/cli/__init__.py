@@ -1,4 +1,8 @@
-"""The command line: arguments to calls, results to text. Errors are one line and exit code 2."""
+"""The command line, one module a command: arguments to calls, results to text.
+
+`options` makes flags of the dataclasses that Python takes too; each command has `add_parser` and `run`. Errors are one
+line and exit code 2.
+"""
 
 import argparse
 import gc
@@ -25,7 +29,7 @@ over wherever GGUF can hold them.
 """
 _EXAMPLES = """\
 examples:
-  gguf-bridge inspect Qwen2.5-7B-GPTQ       what it holds, what becomes of it
+  gguf-bridge inspect Qwen2.5-7B-GPTQ       shows its tensors, and what convert would do
   gguf-bridge convert Qwen2.5-7B-GPTQ       writes Qwen2.5-7B-GPTQ.gguf
   gguf-bridge convert org/name out.gguf     downloads from the Hub first
   gguf-bridge quantize Qwen2.5-7B out.gguf --type Q4_K --calibrate text.txt
@@ -87,7 +91,7 @@ def _interrupt(*_: object) -> NoReturn:
 
 
 class _Parser(argparse.ArgumentParser):
-    """argparse whose errors are one line like all others."""
+    """An argparse parser whose errors are one line, like all others."""
 
     def error(self, message: str) -> NoReturn:
         raise BridgeError(f"{message}; see {self.prog} --help")

@@ -17,7 +17,7 @@ def add_parser(commands: Any) -> None:
 
 
 def run(a: argparse.Namespace) -> int:
-    """Print a line for each product as it is timed."""
+    """Time products, and print a line for each."""
     from bridge.runtime.bench import bench
 
     for line in bench(a.what, device=a.device, threads=a.threads):

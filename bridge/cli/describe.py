@@ -1,6 +1,6 @@
-"""`gguf-bridge inspect`: what a checkpoint or a GGUF holds, and what `convert` would make of it.
+"""The description of a checkpoint or a GGUF that `gguf-bridge inspect` prints, and the table of a plan.
 
-A checkpoint's label is set beside what its tensors say; what becomes of them is the plan that `convert` would execute.
+A checkpoint's label is compared with its tensors, and the plan that `convert` would execute is summarised.
 """
 
 import math
@@ -34,7 +34,7 @@ def describe(path: str | Path, config: str | Path | None = None, template: str |
         raise BridgeError(f"{path}: is one file of a checkpoint; give the folder that it is in")
     if kind == "gguf":
         if template is not None:
-            raise BridgeError(f"{path}: is no checkpoint; --template says what a checkpoint would become")
+            raise BridgeError(f"{path}: is not a checkpoint; --template shows what a checkpoint would become")
         return "\n".join(map(shortened, _describe_gguf(Path(path))))
     with open_by_name(path, config, needs_config=template is None) as ckpt:
         return "\n".join(map(shortened, _describe_checkpoint(ckpt, template)))
@@ -93,7 +93,7 @@ def _claims(ckpt: Checkpoint, plan: Plan, scattered: int) -> list[str]:
         floats = part.source in ckpt.tensors and part.source not in ckpt.reader.floats
         if floats and ckpt.reader.claimed(part.module):
             stored = ckpt.stored_as(part.source)
-            wrong.append(f"{part.module}: the label says that it is quantized, but it is stored as {stored}")
+            wrong.append(f"{part.module}: labelled as quantized, but stored as {stored}")
     return wrong
 
 

@@ -42,14 +42,6 @@ def run(a: argparse.Namespace) -> int:
     from bridge.system.progress import Bar
 
     with Bar("repacking") as bar:
-        done = repack(
-            a.source,
-            a.out,
-            a.checkpoint_format,
-            config=a.config,
-            clamp=a.clamp,
-            force=a.force,
-            progress=bar,
-        )
+        done = repack(a.source, a.out, a.checkpoint_format, config=a.config, clamp=a.clamp, force=a.force, progress=bar)
     print(done.summary())
     return 0

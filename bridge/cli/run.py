@@ -49,8 +49,7 @@ def add_parser(commands: Any) -> None:
 def _take_checkpoints(p: argparse.ArgumentParser) -> None:
     """The model to run, which may be a checkpoint; `_converted` returns the GGUF of either."""
     p.add_argument(
-        "model",
-        help="GGUF (or its first shard), or a checkpoint, which is converted first: a folder, Hub id or .pt",
+        "model", help="GGUF (or its first shard), or a checkpoint, which is converted first: a folder, Hub id or .pt"
     )
     p.add_argument("--config", metavar="DIR", type=Path, help="folder with the config.json and tokenizer of a bare .pt")
 

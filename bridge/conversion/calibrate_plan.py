@@ -1,8 +1,7 @@
-"""Tensors whose codes cannot be carried, or that came as floats, quantized with a calibration text.
+"""Quantizes the layers of a plan with a calibration text, where codes cannot be carried or came as floats.
 
-The plan says what type each tensor is to have; here every layer that needs it is quantized to that type with the
-Hessian of its inputs (`bridge.quantize`), in the model's own order. `executor` then takes the finished
-blocks.
+Each of these layers is quantized to the type that the plan has for it, with the Hessian of its inputs
+(`bridge.quantize`), in the model's own order. `executor` writes the finished blocks.
 """
 
 from __future__ import annotations
@@ -37,12 +36,12 @@ _TOKENS_AT_ONCE = 4096
 
 
 @dataclass(frozen=True)
-class Wish:
-    """What a layer is to become.
+class LayerTarget:
+    """What a layer is quantized to.
 
-    grid     "Q4_K", for the record
-    method   how
-    columns  int [columns], their order in the GGUF if not as they stand
+    grid     its name in the job's record, "Q4_K"
+    method   what quantizes it
+    columns  int [columns], their order in the GGUF; None: the checkpoint's
     """
 
     grid: str
@@ -87,51 +86,52 @@ def _with_how(plan: Plan, change: Callable[[PlannedTensor, Part, How], How]) -> 
 def quantize_layers(
     ckpt: Checkpoint,
     settings: Calibration,
-    wishes: dict[str, Wish],
+    targets: dict[str, LayerTarget],
     folder: Path,
     force: bool,
     prepare: Prepare | None = None,
 ) -> tuple[LayerStore, list[str]]:
-    """Quantize the named layers of a checkpoint one after the other; those that are kept already are not made again.
+    """Quantize layers of a checkpoint one after the other; those that are stored already are not made again.
 
-    wishes  by module
-    folder  where finished layers are kept; force: begin anew where it is of another run
+    targets  by module
+    folder   where finished layers are stored
+    force    whether layers of another run may be replaced there
     prepare  see `quantize_model`
 
-    Returns the kept layers and notes. Raises BridgeError as `read_tokens` and `quantize_model` do.
+    Returns the stored layers and notes. Raises BridgeError as `read_tokens` and `quantize_model` do.
     """
     from bridge.quantize.layer_store import LayerStore
 
     tokens = None if settings.method == "rtn" else calibration_tokens(ckpt, settings)
-    layers = LayerStore(folder, _job(ckpt, settings, wishes, tokens), force)
+    layers = LayerStore(folder, _job(ckpt, settings, targets, tokens), force)
     done = len(layers.layers)
 
     def quantizer(layer: LayerInput) -> tuple[torch.Tensor, None]:
         nonlocal done
-        wish = wishes[layer.name]
-        values, quantized = wish.method.layer(layer, wish.columns)
+        target = targets[layer.name]
+        values, quantized = target.method.layer(layer, target.columns)
         layers.save(quantized, layer.weight.cpu().numpy(), layer.hessian.mean_squares(), layer.hessian.tokens)
         done += 1
         if settings.progress:
-            settings.progress(done, len(wishes), f"{layer.name} error {quantized.error:.2e}")
+            settings.progress(done, len(targets), f"{layer.name} error {quantized.error:.2e}")
         return values, None
 
     if settings.progress:
-        settings.progress(done, len(wishes), "")
+        settings.progress(done, len(targets), "")
     try:
         if tokens is None:
-            _round_to_nearest(ckpt, wishes.keys() - layers.layers.keys(), quantizer)
+            _round_to_nearest(ckpt, targets.keys() - layers.layers.keys(), quantizer)
         else:
-            _walk(ckpt, settings, tokens, wishes, quantizer, layers, prepare)
+            _walk(ckpt, settings, tokens, targets, quantizer, layers, prepare)
     except KeyboardInterrupt:
         if not layers.layers:
             layers.remove()
             raise
         raise BridgeError(
-            f"interrupted; {len(layers.layers)} of {len(wishes)} layers are kept in {folder}: "
-            "the same command goes on from there"
+            f"interrupted; {len(layers.layers)} of {len(targets)} layers are stored in {folder}: "
+            "the same command continues from there"
         ) from None
-    missed = sorted(wishes.keys() - layers.layers.keys())
+    missed = sorted(targets.keys() - layers.layers.keys())
     notes = [_lost_note(layers.layers, settings)] if tokens is not None and layers.layers else []
     notes += [f"{name}: not seen among the model's layers; rounded to nearest instead" for name in missed]
     return layers, notes + [note for layer in layers.layers.values() if (note := _damping_note(layer, settings))]
@@ -153,7 +153,7 @@ def _walk(
     ckpt: Checkpoint,
     settings: Calibration,
     tokens: torch.Tensor,
-    wishes: dict[str, Wish],
+    targets: dict[str, LayerTarget],
     quantizer: Callable[[LayerInput], tuple[torch.Tensor, None]],
     layers: LayerStore,
     prepare: Prepare | None,
@@ -169,7 +169,7 @@ def _walk(
         feed=settings.feed,
         cross=settings.cross,
         batch=max(1, _TOKENS_AT_ONCE // settings.length),
-        wanted=wishes.__contains__,
+        wanted=targets.__contains__,
         known=layers.values,
         offload=settings.offload,
         prepare=prepare,
@@ -205,16 +205,16 @@ def quantize_planned(
     from bridge.quantize import superblocks
 
     marked = mark_calibrated(plan, reader, settings.method)
-    wishes = {
-        name: Wish(type_, settings.quantizer(superblocks(type_)), columns)
+    targets = {
+        name: LayerTarget(type_, settings.quantizer(superblocks(type_)), columns)
         for name, (type_, columns) in _layers(marked).items()
     }
-    if not wishes and optional:
+    if not targets and optional:
         return plan, None, []
-    if not wishes:
+    if not targets:
         given = parameter("calibrate")
         raise BridgeError(f"{ckpt.path}: every layer keeps its codes in these types; convert it without {given}")
-    layers, notes = quantize_layers(ckpt, settings, wishes, folder, force)
+    layers, notes = quantize_layers(ckpt, settings, targets, folder, force)
     if settings.imatrix_out is not None:
         _write_imatrix(marked, layers, settings)
 
@@ -227,7 +227,7 @@ def quantize_planned(
 
 
 def _write_imatrix(plan: Plan, kept: LayerStore, settings: Calibration) -> None:
-    """llama.cpp's importance matrix, of the tensors whose every part was calibrated."""
+    """Write llama.cpp's importance matrix of the tensors whose parts were all calibrated."""
     from bridge.gguf_file.imatrix import write_imatrix
 
     found: dict[str, tuple[np.ndarray, np.ndarray]] = {}
@@ -243,12 +243,12 @@ def _write_imatrix(plan: Plan, kept: LayerStore, settings: Calibration) -> None:
 
 
 def _job(
-    ckpt: Checkpoint, settings: Calibration, wishes: dict[str, Wish], tokens: torch.Tensor | None
+    ckpt: Checkpoint, settings: Calibration, targets: dict[str, LayerTarget], tokens: torch.Tensor | None
 ) -> dict[str, Any]:
     """What the layers depend on."""
     options = {k: v for k, v in asdict(settings).items() if k not in ("text", "offload", "imatrix_out", "progress")}
     files = [[f.name, f.stat().st_size, f.stat().st_mtime_ns] for f in ckpt.files]
-    said = [[name, w.grid, None if w.columns is None else w.columns.tolist()] for name, w in sorted(wishes.items())]
+    said = [[name, w.grid, None if w.columns is None else w.columns.tolist()] for name, w in sorted(targets.items())]
     return {
         "checkpoint": str(ckpt.path.resolve()),
         "files": files,

@@ -185,10 +185,7 @@ def plan_as(
     if out is not None:
         check_target(Path(out), options.force)
     with open_by_name(
-        checkpoint,
-        options.config,
-        needs_config=options.template is None,
-        detect_lattice=options.detect_lattice,
+        checkpoint, options.config, needs_config=options.template is None, detect_lattice=options.detect_lattice
     ) as ckpt:
         plan = make_plan(ckpt, options, Importance.read(options.imatrix), progress=progress)
     if out is not None:

@@ -4,7 +4,7 @@ The plan has every type, so `gguf.GGUFWriter` writes a file's head first, then t
 one shard after another, each a file of its own. Types and offsets have fixed sizes in the head: where a type is chosen
 again late, the table of tensors is written once more when the file is finished.
 
-Everything happens in a temporary folder beside the target (see `held`); `finish` syncs and renames. What has been
+Everything happens in a temporary folder next to the target (`folder_locks`); `finish` syncs and renames. What has been
 written goes to disk meanwhile, on a thread of its own, so that little is left to wait for.
 """
 
@@ -87,7 +87,7 @@ class GGUFOutput:
     path    the final name (of the first shard: llama.cpp's names are derived from it)
     plan    its metadata, its tensors with their types, the size of its shards
     force   whether files of that name may be replaced
-    shard   (i, n): the i-th of n shards alone, counted from 1; None for all
+    shard   (i, n): only the i-th of n shards, counted from 1; None for all
     inputs  files that are read meanwhile, and never replaced
     """
 
@@ -124,7 +124,7 @@ class GGUFOutput:
             path.with_name(SHARD_NAME_FORMAT.format(path.stem, i + 1, count)) for i in self._todo
         ]  # fmt: skip
         if count > 1 and shard is None:
-            # a shard of another count beside these would be taken for one of them
+            # a shard of another count in this folder would be mistaken for one of them
             others = path.parent.glob(f"{glob.escape(path.stem)}-[0-9]*-of-[0-9]*.gguf")
             self._check_targets(sorted(others))
         self._check_targets(self._targets)
@@ -169,7 +169,7 @@ class GGUFOutput:
             self._writer.write_tensor_data(data)
             self._unsynced += data.nbytes
             if self._unsynced >= _SYNC_BYTES and (self._syncing is None or self._syncing.done()):
-                self._wait()  # raises what the system said of the last one
+                self._wait()  # raises the error of the last one
                 self._syncing = self._background.submit(_sync_data, self._writer.fout[0].fileno())
                 self._unsynced = 0
 

@@ -1,6 +1,6 @@
 """What each layer of a plan loses in each type that it may get, measured with a text.
 
-One pass of a few tokens there and back finds what outputs say about the prediction (`Passes.mean_square_gradients`),
+A forward and backward pass of a few tokens finds how outputs affect the prediction (`Passes.mean_square_gradients`),
 one of all tokens the layers' Hessians; with both, types are tried on some rows of each layer
 (`bridge.quantize.budget.sensitivity`). Memory holds one block, as when it is quantized, and of the few tokens what each
 block gets. On top of those passes come, for each layer and type, a factorization of its Hessian and 32 rows of its
@@ -40,7 +40,7 @@ class LayerCosts:
     ends      the names of the embeddings and of the output head: the same one where the GGUF has one for both
     step      called with the name of each layer when it is done
     costs     by layer and type, filled by `measure`
-    squares   by layer, likewise: the mean square of each input, float32 [columns]
+    squares   by layer, filled by `measure`: the mean square of each input, float32 [columns]
     """
 
     carries: Callable[[str, str], bool]

@@ -125,7 +125,7 @@ class ConvertOptions(PlanOptions):
         if self.plan is not None:
             mine = {f.name for f in fields(PlanOptions)} - {"config", "threads", "force"}
             if any(getattr(self, f.name) != f.default for f in fields(self) if f.name in mine):
-                raise BridgeError("a plan defines types, tokenizer, template and shards; give it alone or edit it")
+                raise BridgeError("a plan defines types, tokenizer, template and shards; give or edit the plan only")
         if self.calibrate is not None:
             self.calibrate.check_gguf()
             if self.calibrate.imatrix_out is not None:

@@ -18,7 +18,7 @@ from bridge.system.row_threads import chunks
 if TYPE_CHECKING:
     from bridge.checkpoint.grouped import CodedTensor
 
-_WINDOW = 16  # rows of a sample that stand together: a cache line of GPTQ's words
+_WINDOW = 16  # consecutive rows of a sample: a cache line of GPTQ's words
 _WINDOWS = 3  # first, middle, last
 
 
@@ -39,7 +39,7 @@ class PartReader:
                 raise self._other_shape(part)
 
     def coded(self, part: Part) -> bool:
-        """Whether the part is codes; else it is floats, or made floats by what it changes."""
+        """Whether the part is codes; otherwise it is floats, or made floats by its change."""
         return part.change in (None, "conv1d") and self._module(part)
 
     def _module(self, part: Part) -> bool:
@@ -47,7 +47,7 @@ class PartReader:
         return part.module in self.ckpt.modules and part.source != part.module
 
     def stored_as(self, part: Part) -> str:
-        """For people: the dtype of a part that is floats here; "codes" where it is made of them."""
+        """The dtype of a part of floats, for messages; "codes" where it is made of them."""
         return "codes" if self._module(part) else self.ckpt.stored_as(part.source)
 
     def nbytes(self, tensor: ModelTensor) -> int:
@@ -113,7 +113,7 @@ class PartReader:
                 yield chunk
 
     def _read_whole(self, part: Part) -> np.ndarray:
-        """float32 of a part as it is stored, of as many dimensions as it is to have."""
+        """float32 of a part before rows are picked."""
         rows = None if part.matrix is None else (part.matrix, part.matrix + 1)
         stored = self.ckpt.read_float(part.source, rows)
         return stored.reshape(self._stored(part)[0])

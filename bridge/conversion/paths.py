@@ -7,7 +7,7 @@ from bridge.conversion.recipe import Recipe
 
 
 def layers_of(path: Path) -> Path:
-    """The folder beside a GGUF in which its finished layers are kept while it is made."""
+    """The folder next to a GGUF in which its finished layers are stored while it is made."""
     return path.with_name(f"{path.name}.layers")
 
 

@@ -56,7 +56,7 @@ class Plan:
     template        path of the GGUF that tensors are taken from, if any
     imatrix         path of the importance matrix for tensors that are quantized from floats, if any
     split_max_size  bytes of tensor data in a shard; None for one file
-    detect_lattice  whether floats on a hidden grid are taken for codes
+    detect_lattice  whether floats on a hidden grid are read as codes
     curve           (bytes of the file, estimated KL divergence in nats a token) of other sizes, from a size budget
     """
 

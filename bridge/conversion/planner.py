@@ -10,8 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 from gguf import GGML_QUANT_VERSION, GGUFValueType, LlamaFileType
@@ -19,6 +18,7 @@ from gguf.gguf_writer import GGUFValue
 
 from bridge.blocks import FP4, MXFP4, NVFP4, Q2_0, TYPES, BlockType
 from bridge.checkpoint import Checkpoint
+from bridge.conversion.checkpoint_outline import outline_of
 from bridge.conversion.importance import Importance
 from bridge.conversion.options import PlanOptions
 from bridge.conversion.part_reader import PartReader
@@ -27,7 +27,7 @@ from bridge.conversion.recipe import PRESETS, Q2_0_SINCE, Recipe, TensorPlace
 from bridge.encode.carry import Fidelity, obstacle
 from bridge.encode.type_choice import Choice, carries, choose, must_carry
 from bridge.errors import BridgeError
-from bridge.models.outline import ModelTensor, Outline, OutlineTensor, Part, number, tied
+from bridge.models.outline import ModelTensor, Outline, OutlineTensor, number, tied
 from bridge.system.cpus import usable_cpus
 from bridge.system.progress import Progress
 
@@ -36,8 +36,7 @@ if TYPE_CHECKING:
 
 AnyTensor = TypeVar("AnyTensor", bound=ModelTensor)
 
-_ROWS = 1024  # of a matrix, looked at together
-# the tensors whose scale llama.cpp's graph multiplies by (build 11549): others' are loaded, and left unused
+# tensors whose scale llama.cpp's graph multiplies by (build 11549); it loads the others' scales without using them
 _NVFP4_SCALES = {
     "llama": ("attn_", "ffn_", "output"),
     "qwen3": ("attn_", "ffn_", "output"),
@@ -46,104 +45,6 @@ _NVFP4_SCALES = {
     "qwen2moe": ("attn_", "output"),
 }
 _SAMPLED_PARTS = 3  # of a stack: first, middle, last
-
-
-def outline_of(ckpt: Checkpoint, pre: str | None = None, template: str | Path | None = None) -> Outline:
-    """A checkpoint's outline, by its family or a template; folds are carried out, biases of zeros left out.
-
-    pre  overrides the recognition of the pre-tokenizer
-
-    Raises BridgeError where the checkpoint is of no known family, incomplete, or holds a bias that llama.cpp has no
-    place for.
-    """
-    if template is not None:
-        from bridge.models.template import describe_template
-
-        outline = describe_template(ckpt, template)
-    else:
-        from bridge.models import describe_model
-
-        shapes = {name: info.shape for name, info in ckpt.tensors.items()}
-        shapes |= {f"{module}.weight": info.shape for module, info in ckpt.modules.items()}
-        config, notes = _mended(ckpt)
-        outline = describe_model(config, ckpt.home, shapes, pre)
-        outline.notes += notes
-    for name in outline.zero_only:
-        if ckpt.read_float(name).any():
-            arch = outline.metadata["general.architecture"].value
-            raise BridgeError(f"{name}: llama.cpp's {arch} has no such tensor, and it is not zero; it cannot be kept")
-    left_out = {name for name in outline.optional if not ckpt.read_float(name).any()}
-    outline.tensors = [t for t in outline.tensors if t.source not in left_out]
-    PartReader(ckpt).check(outline.tensors)
-    outline.tensors = _folded(ckpt, outline)
-    return outline
-
-
-def _mended(ckpt: Checkpoint) -> tuple[dict[str, Any], list[str]]:
-    """config.json and notes: a head that differs from the embeddings is not tied to them, whatever it says.
-
-    Values are compared, whether they are stored as floats or as codes, over the rows and columns that both have:
-    what one has beyond is padding.
-    """
-    from bridge.models.wrapper import text_names
-
-    tied = ckpt.config.get("tie_word_embeddings")
-    text, _ = text_names([*ckpt.tensors, *(f"{module}.weight" for module in ckpt.modules)])
-    stored = (text.get(f"{name}.weight", "").removesuffix(".weight") for name in ("lm_head", "model.embed_tokens"))
-    head, embedding = (_weight(ckpt, name) if tied and name else None for name in stored)
-    if head is None or embedding is None:
-        return ckpt.config, []
-    rows, columns = map(min, zip(head.shape, embedding.shape, strict=True))
-    for start in range(0, rows, _ROWS):
-        stop = min(start + _ROWS, rows)
-        if not np.array_equal(head.rows(start, stop)[:, :columns], embedding.rows(start, stop)[:, :columns]):
-            note = "config.json ties lm_head to the embeddings, but it is stored with other values; it is kept"
-            return {**ckpt.config, "tie_word_embeddings": False}, [note]
-    return ckpt.config, []
-
-
-class _Weight(NamedTuple):
-    """A matrix: `rows` gives float32 of the rows start..stop."""
-
-    shape: tuple[int, ...]
-    rows: Callable[[int, int], np.ndarray]
-
-
-def _weight(ckpt: Checkpoint, name: str) -> _Weight | None:
-    """A module's matrix, whichever way it is stored; None where there is none."""
-    if name in ckpt.modules:
-        t = ckpt.read_module(name)
-        return _Weight(t.shape, lambda start, stop: t.dequantize(slice(start, stop)))
-    info = ckpt.tensors.get(f"{name}.weight")
-    if info is None or len(info.shape) != 2:
-        return None
-    return _Weight(info.shape, lambda start, stop: ckpt.read_float(info.name, (start, stop)))
-
-
-def _folded(ckpt: Checkpoint, outline: Outline) -> list[OutlineTensor]:
-    """The tensors with act-order undone where it can be: a consumer's columns and its producers' rows permuted."""
-    widths = {part.module: part.shape[-1] for t in outline.tensors for part in t.parts}
-    heights = {part.module: part.shape[0] for t in outline.tensors for part in t.parts}
-    rows: dict[str, np.ndarray] = {}
-    columns: dict[str, np.ndarray] = {}
-    for fold in outline.folds:
-        group = ckpt.group_order(fold.consumer) if fold.consumer in ckpt.modules else None
-        if group is not None:
-            # columns beyond the model's true width are padding, and will be cropped
-            order = np.argsort(group[: widths[fold.consumer]], kind="stable")
-            columns[fold.consumer] = order
-            for producer in fold.producers:  # one that holds gate and up has the rows of both
-                starts = np.arange(0, heights[producer], len(order))
-                rows[producer] = (starts[:, None] + order).reshape(-1)
-
-    def ordered(part: Part) -> Part:
-        """The fold's permutation, then the architecture's; a producer's bias goes with its rows."""
-        fold = rows.get(part.source.rpartition(".")[0])
-        if fold is not None:
-            part = replace(part, rows=fold if part.rows is None else fold[part.rows])
-        return replace(part, columns=columns[part.module]) if part.module in columns else part
-
-    return [replace(t, parts=tuple(map(ordered, t.parts))) for t in outline.tensors]
 
 
 def make_plan(
@@ -236,10 +137,7 @@ class Planner:
         self._tied = tied(self.model.tensors)
 
     def each(
-        self,
-        work: Callable[[AnyTensor], PlannedTensor],
-        tensors: Sequence[AnyTensor],
-        progress: Progress | None = None,
+        self, work: Callable[[AnyTensor], PlannedTensor], tensors: Sequence[AnyTensor], progress: Progress | None = None
     ) -> list[PlannedTensor]:
         """`work` of every tensor, several at a time."""
         done, total = 0, sum(len(t.parts) for t in tensors)

@@ -54,7 +54,7 @@ class TensorPlace:
     n_layers: int
     gqa: int  # query heads per key-value head
     columns: int
-    tied: bool = False  # token_embd that serves as the output head too
+    tied: bool = False  # token_embd that is the output head too
     experts: int = 0  # in a layer; 0 for a dense model
 
 
@@ -148,7 +148,7 @@ class Recipe:
 
     @property
     def promises_closeness(self) -> bool:
-        """Whether every type is chosen here, by what it adds, and none by the user."""
+        """Whether every type is chosen by the error it adds, and none by the user."""
         given = self.output_type or self.token_embd_type or self.actorder_type or self.tensor_types
         return self.type in ("auto", "exact") and not given
 
@@ -210,7 +210,7 @@ def _mixture(preset: str, place: TensorPlace) -> str:
         if base == "Q8_0" or place.columns % 256:
             return "Q8_0"
         return "Q6_K"
-    if place.experts == 8:  # Mixtral: these are small beside the experts
+    if place.experts == 8:  # Mixtral: these are small compared with the experts
         if kind in ("attn_k", "attn_v"):
             return "Q8_0"
         if kind == "attn_output":

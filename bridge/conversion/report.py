@@ -226,7 +226,7 @@ def check_report(path: Path) -> None:
     except OSError as problem:
         raise BridgeError(f"{path}: cannot be read ({problem.strerror}); give the report another name") from None
     if start not in (b"", _START):
-        raise BridgeError(f"{path}: exists and is no report; give the report another name")
+        raise BridgeError(f"{path}: exists and is not a report; give the report another name")
 
 
 def _row(kind: str, members: list[TensorReport]) -> tuple[str, ...]:

@@ -2,7 +2,7 @@
 
 What a tensor loses in each type is estimated from a text (`quantize.budget.sensitivity`), the types are allocated
 under the exact limit and judged by the KL divergence that trial models measure (`quantize.budget.search`). Tensors
-that keep their codes, norms, and what the user gave a type keep what the plan says, and count with their bytes.
+that keep their codes, norms, and tensors with a type from the user stay as planned, and count with their bytes.
 
 Cost: a pass of the text for the Hessians (quantizing takes four to six), a pass of 4096 tokens there and back, and for
 each of about 55 trial models one of these tokens through half the layers, on average.
@@ -37,14 +37,14 @@ if TYPE_CHECKING:
 
     from bridge.quantize.float_model import FloatModel
 
-_GROUPS = 32  # of tensors, at most, whose estimates are checked
+_GROUPS = 32  # maximum number of groups of tensors whose estimates are checked
 _CURVE = 13  # points
 _WINDOW = 256  # tokens of a trial's sequences
 
 
 @dataclass(frozen=True)
 class _Item:
-    """A tensor whose type is to be chosen: the types, and its bytes in each."""
+    """A tensor whose type is chosen: the possible types, and its bytes in each."""
 
     tensor: PlannedTensor
     types: list[str]
@@ -215,7 +215,7 @@ def _probe(tokens: torch.Tensor, count: int) -> torch.Tensor:
 
 
 def _groups(tensors: Sequence[PlannedTensor]) -> list[list[int]]:
-    """Tensors whose estimates are corrected together: each by itself, or those of a kind in a range of layers."""
+    """Tensors whose estimates are corrected together: single ones, or those of a kind in a range of layers."""
     if len(tensors) <= _GROUPS:
         return [[i] for i in range(len(tensors))]
     kinds = {t.kind for t in tensors}

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from bridge.checkpoint.files.dtypes import torch_dtype
 from bridge.checkpoint.files.hub import model_name, open_by_name
-from bridge.conversion.calibrate_plan import Wish, quantize_layers
+from bridge.conversion.calibrate_plan import LayerTarget, quantize_layers
 from bridge.conversion.paths import layers_of
 from bridge.errors import BridgeError
 from bridge.quantize.settings import Calibration
@@ -42,8 +42,8 @@ def quantize_checkpoint(
     out         the folder to write; default: the model's name and the format, in the current folder
     format      "gptq" (v1), "gptq_v2", or "awq" (gemm)
     group_size  columns in a group; -1: whole rows
-    calibrate   the text and the method. Finished layers are kept in the folder `<out>.layers` until all is written: a
-                second run goes on where a killed one stopped
+    calibrate   the text and the method. Finished layers are stored in the folder `<out>.layers` until all is written: a
+                second run continues where an interrupted one stopped
     clamp       v1: make zero points of 0, which it cannot hold, into 1
     progress    called with bytes written, of all, and the tensor
 
@@ -60,20 +60,20 @@ def quantize_checkpoint(
         awq = Awq(method, stored=_norms(ckpt), folder=layers_of(path)) if calibrate.method == "awq" else None
         shapes = _linears(ckpt)
         whys = {name: refusal(format, Groups(bits, group_size), shape) for name, shape in shapes.items()}
-        wishes = {name: Wish(grid, awq or method) for name, why in whys.items() if why is None}
-        if not wishes:
+        targets = {name: LayerTarget(grid, awq or method) for name, why in whys.items() if why is None}
+        if not targets:
             raise BridgeError(
                 f"{ckpt.path}: no layer can be {format} with {grid}: {next(iter(whys.values()), 'no layers')}"
             )
         prepare = awq.prepare if awq else None
-        kept, notes = quantize_layers(ckpt, calibrate, wishes, layers_of(path), force, prepare)
+        kept, notes = quantize_layers(ckpt, calibrate, targets, layers_of(path), force, prepare)
         notes += [f"{name}: stays float: {why}" for name, why in whys.items() if why]
         written = write_checkpoint(
             ckpt,
             path,
             format,
-            dict.fromkeys(wishes, Groups(bits, group_size)),
-            (kept.layers[name].tensor() for name in wishes),
+            dict.fromkeys(targets, Groups(bits, group_size)),
+            (kept.layers[name].tensor() for name in targets),
             floats=awq.floats if awq else None,
             clamp=clamp,
             force=force,

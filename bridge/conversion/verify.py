@@ -17,8 +17,8 @@ import numpy as np
 
 from bridge.blocks import TYPES
 from bridge.checkpoint.files.hub import open_by_name
+from bridge.conversion.checkpoint_outline import outline_of
 from bridge.conversion.part_reader import PartReader
-from bridge.conversion.planner import outline_of
 from bridge.conversion.report import AS_IS, FLOAT, Outcome, Report, TensorReport, carried_outcome, lost_codes
 from bridge.encode.limits import FLOAT_LIMIT, REQUANTIZED_LIMIT
 from bridge.errors import BridgeError
@@ -51,10 +51,10 @@ def verify(
     started = time.perf_counter()
     file = read_gguf(gguf_path)
     with open_by_name(checkpoint, config, needs_config=template is None) as ckpt:
-        tensors = outline_of(ckpt, "default", template).tensors  # they alone are compared: any pre-tokenizer will do
+        tensors = outline_of(ckpt, "default", template).tensors  # any pre-tokenizer will do: only tensors are compared
         reader = PartReader(ckpt)
-        beside = {f"{t.name.removesuffix('.weight')}.{key}" for t in tensors for key in ("scale", "input_scale")}
-        _same_names(str(gguf_path), str(checkpoint), {t.name for t in tensors}, set(file.tensors) - beside)
+        scales = {f"{t.name.removesuffix('.weight')}.{key}" for t in tensors for key in ("scale", "input_scale")}
+        _same_names(str(gguf_path), str(checkpoint), {t.name for t in tensors}, set(file.tensors) - scales)
         reports = []
         done, total = 0, sum(reader.nbytes(t) for t in tensors)
         for tensor in tensors:
@@ -185,7 +185,7 @@ def _compare_codes(reader: PartReader, tensor: OutlineTensor, stored: _Stored) -
 
 
 def _grouped_pairs(t: CodedTensor, stored: _Stored, at: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Rows of the checkpoint's and the file's weights, whose first row is `at`."""
+    """Pairs of rows of the checkpoint's and the file's weights; the part begins at row `at` of the file."""
     if stored.vector:  # in the GGUF; a matrix of one row in the checkpoint
         yield t.dequantize(), stored.values(0, None).reshape(t.shape)
         return

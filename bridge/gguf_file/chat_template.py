@@ -38,14 +38,8 @@ def compile_template(template: str, bos: str, eos: str) -> Render:
 
     def render(messages: Sequence[Mapping[str, Any]], prompt: bool) -> str:
         try:
-            return compiled.render(
-                messages=[dict(message) for message in messages],
-                add_generation_prompt=prompt,
-                bos_token=bos,
-                eos_token=eos,
-                tools=None,
-                documents=None,
-            )
+            turns, known = [dict(message) for message in messages], {"bos_token": bos, "eos_token": eos}
+            return compiled.render(messages=turns, add_generation_prompt=prompt, tools=None, documents=None, **known)
         except Exception as error:  # a template's code may raise anything
             raise TemplateFailed(f"it fails with: {str(error) or type(error).__name__}") from error
 

@@ -72,10 +72,7 @@ NAMES: dict[tuple[Step, ...], tuple[str | None, str | None]] = {
     (_split(_BAILING), BYTES): ("bailingmoe", None),
     (_split(r"\p{N}{1,3}"), _split(f"[{_CJK}{_KANA}]+"), _split(_DEEPSEEK_V3), BYTES): ("deepseek-v3", None),
     (_split(r"\p{N}{1,3}"), _split(_cl100k(r"\p{N}+")), BYTES): (None, "minicpm5"),
-    (_split(r"[\r\n]"), _split(r"\s?\p{L}+"), _split(r"\s?\p{P}+"), _split(_DEEPSEEK_CJK), ONE_DIGIT, BYTES): (
-        "deepseek-coder",
-        None,
-    ),
+    (*map(_split, (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _DEEPSEEK_CJK)), ONE_DIGIT, BYTES): ("deepseek-coder", None),
     (GPT2_BYTES,): ("gpt-2", None),
     (ONE_DIGIT, GPT2_BYTES): ("smollm", None),
     (("punctuation", "contiguous"), GPT2_BYTES, DIGIT_RUN, _split("[0-9][0-9][0-9]")): ("falcon", None),

@@ -153,7 +153,7 @@ def replace_linears(
     for i in range(config.layers):
         for path, part in _LINEARS.items():
             heads = {"attn_q": config.heads, "attn_k": config.kv_heads}.get(part)
-            order = np.argsort(interleaved_rows(heads, config.head_dim)) if heads and config.neighbours else None
+            order = np.argsort(interleaved_rows(heads, config.head_dim)) if heads and config.graph.neighbours else None
             _replace_linear(model, f"model.layers.{i}.{path}", file, f"blk.{i}.{part}", order, precision, prepare)
         for path, part in _NORMS.items():
             if f"blk.{i}.{part}.weight" in file:

@@ -1,11 +1,9 @@
 """What a decoder's GGUF metadata says: its shape, its rotary embedding, which pairs it rotates."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 
@@ -83,11 +81,6 @@ class DecoderConfig:
     local_base: float = 10000.0  # of their rotary embedding
 
     @property
-    def neighbours(self) -> bool:
-        """Whether rotary pairs are neighbours."""
-        return self.graph.neighbours
-
-    @property
     def plain(self) -> bool:
         """Whether it is a decoder as Llama's and Qwen's are."""
         scales = self.embedding_scale, self.residual_scale, self.logit_scale, self.score_cap, self.logit_cap
@@ -102,7 +95,7 @@ class DecoderConfig:
         """Whether a layer's q and k are rotated."""
         return not self.graph.unrotated_every or (layer + 1) % self.graph.unrotated_every != 0
 
-    def local(self) -> DecoderConfig:
+    def local(self) -> Self:
         """With the rotary embedding of the layers with a window."""
         return replace(self, rope_base=self.local_base, rope_scaling="none", rope_factor=1.0)
 
@@ -141,10 +134,8 @@ def read_config(metadata: Mapping[str, Any], path: Path) -> DecoderConfig:
     """The decoder of a GGUF; BridgeError where a key is missing, of the wrong kind, or a rule unknown."""
     arch = metadata.get("general.architecture")
     if arch not in ARCHITECTURES:
-        raise BridgeError(
-            f"{path}: architecture {arch!r} cannot run here; llama.cpp can run it. Known: {', '.join(ARCHITECTURES)}"
-        )
-
+        known = ", ".join(ARCHITECTURES)
+        raise BridgeError(f"{path}: architecture {arch!r} cannot run here; llama.cpp can run it. Known: {known}")
     graph = ARCHITECTURES[arch]
 
     def get(key: str, kind: type, default: Any = None) -> Any:
@@ -185,6 +176,7 @@ def read_config(metadata: Mapping[str, Any], path: Path) -> DecoderConfig:
     base = get("rope.freq_base", float, 10000.0)
     share = hidden // heads if _LARGEST.get(arch) == get("block_count", int) else head_dim
     cap = 50.0 if arch == "gemma2" else 0.0  # llama.cpp's defaults
+    caps_logits = arch == "gemma2" or "gemma3.final_logit_softcapping" in metadata
     context, inner = get("context_length", int), get("feed_forward_length", int)
     return DecoderConfig(
         arch=arch,
@@ -212,9 +204,7 @@ def read_config(metadata: Mapping[str, Any], path: Path) -> DecoderConfig:
         residual_scale=get("residual_scale", float, 1.0),
         logit_scale=get("logit_scale", float, 1.0),
         score_cap=get("attn_logit_softcapping", float, cap) if cap else 0.0,
-        logit_cap=get("final_logit_softcapping", float, 30.0)
-        if cap or "gemma3.final_logit_softcapping" in metadata
-        else 0.0,
+        logit_cap=get("final_logit_softcapping", float, 30.0) if caps_logits else 0.0,
         window=window if graph.full_every else 0,
         local_base=get("rope.freq_base_swa", float, base if arch == "gemma2" else 10000.0),
     )

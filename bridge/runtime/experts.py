@@ -75,14 +75,12 @@ class ExpertTables:
 
     def __init__(self, config: DecoderConfig, n: int, slots: KernelSlots, products: Products):
         self.config, self.n, self.integer = config, n, slots.integer
-        self._slots = slots
-        self._products = products
+        self._slots, self._products = slots, products
         chosen = n * config.experts_used
         self.logits = np.zeros((n, config.experts), np.float32)
         self.chosen = np.zeros(chosen, np.int64)
         self.weights = np.zeros(chosen, np.float32)
-        self.gate = buffer(chosen, config.inner)
-        self.up = buffer(chosen, config.inner)
+        self.gate, self.up = (buffer(chosen, config.inner) for _ in range(2))
         self.down = buffer(chosen, config.hidden)
         self.shared = [buffer(n, width) for width in (config.shared_inner, config.shared_inner, config.hidden)]
 
@@ -106,9 +104,8 @@ class ExpertTables:
         program.add(expert_ops.function("choose"), *choose, items=n)
         first = self._several(program, x, engines[:2], [self.gate, self.up], c.experts_used)
         gated = address(self.gate), address(self.up), c.inner, address(self.chosen), address(factors)
-        program.add(
-            expert_ops.function("gated"), *gated, items=len(self.chosen), shared=self.gate.size > MIN_VALUES_TO_SHARE
-        )
+        shared = self.gate.size > MIN_VALUES_TO_SHARE
+        program.add(expert_ops.function("gated"), *gated, items=len(self.chosen), shared=shared)
         second = self._several(program, self.gate, engines[2:], [self.down], 1)
         arrays: dict[int, np.ndarray] = {
             expert_ops.LOGITS: self.logits, expert_ops.CHOSEN: self.chosen, expert_ops.WEIGHTS: self.weights,
@@ -134,12 +131,8 @@ class ExpertTables:
                 size = ops.record_bytes(name, x.shape[1], self.integer)
                 records[kind] = np.zeros((len(x), size), np.uint8)
                 arguments = address(x), address(records[kind]), x.shape[1], 1
-                program.add(
-                    ops.quantize_function(name, self.integer),
-                    *arguments,
-                    items=len(x),
-                    shared=x.size > MIN_VALUES_TO_SHARE,
-                )
+                shared = x.size > MIN_VALUES_TO_SHARE
+                program.add(ops.quantize_function(name, self.integer), *arguments, items=len(x), shared=shared)
         program.keep(records)
         products = [
             product(engine, records[ops.record_kind(engine.block.name, self.integer)][j // used], y[j : j + 1], 1, 1,

@@ -10,6 +10,7 @@ import codecs
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 from bridge.errors import BridgeError, parameter
@@ -103,12 +104,10 @@ def scored(tokenizer: Tokenizer, tokens: Iterator[int], sampler: Sampler, stops:
             yield piece
 
     shown = 0
-    for text in until(pieces(), stops):
+    for text in chain(until(pieces(), stops), [""]):  # the last tokens may have no text
         shown += len(text)
         while waiting and waiting[0][0] <= shown:
             yield waiting.popleft()[1]
-    while waiting and waiting[0][0] <= shown:
-        yield waiting.popleft()[1]
 
 
 class Reply:

@@ -12,8 +12,6 @@ at once, each in a thread of its own. Tokens with which the call before began as
 `logits`: the second question of a conversation costs its own tokens.
 """
 
-from __future__ import annotations
-
 import operator
 import threading
 import time
@@ -21,7 +19,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 
@@ -83,7 +81,7 @@ class Model:
         context: int | None = None,
         precision: str = "int8",
         device: Any = "cpu",
-    ) -> Model:
+    ) -> Self:
         """Open a GGUF of an architecture that `decoder_config.ARCHITECTURES` names; on CUDA of Llama, Mistral and Qwen.
 
         threads    of the CPU, for the whole process (default: BRIDGE_THREADS, else its cores)
@@ -124,7 +122,7 @@ class Model:
         """Where it runs: "cpu" or, for instance, "cuda:0"."""
         return "cpu" if isinstance(self._decoder, Decoder) else str(self._decoder.device)
 
-    def __enter__(self) -> Model:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -146,7 +144,7 @@ class Model:
         template = self._file.metadata.get("tokenizer.chat_template")
         return template if isinstance(template, str) else None
 
-    def prepare(self) -> Model:
+    def prepare(self) -> Self:
         """Repack the weights now rather than with the first token; returns self."""
         with self._lock:
             self._decoder.prepare()
@@ -163,11 +161,7 @@ class Model:
             return self._decoder.scores(ids, len(ids) if last is None else min(last, len(ids)))
 
     def generate(
-        self,
-        prompt: str | Sequence[int],
-        max_tokens: int = 256,
-        stop: str | Sequence[str] | None = (),
-        **sampling: Any,
+        self, prompt: str | Sequence[int], max_tokens: int = 256, stop: str | Sequence[str] | None = (), **sampling: Any
     ) -> Iterator[str]:
         """Continue a text, piece by piece as tokens come; pieces are whole characters.
 

@@ -7,7 +7,7 @@ before it. perplexity = exp(mean of -ln p); its error is that of the mean, times
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -71,19 +71,14 @@ def perplexity(
         if reference is not None:
             base = _log_probabilities(reference, tokens)
             expected = base[np.arange(len(targets)), targets]
-            divergence = (np.exp(base) * (base - scores)).sum(-1)
-            compared.append(
-                (divergence, scores.argmax(-1) == base.argmax(-1), np.exp(own) - np.exp(expected), -expected)
-            )
+            kl = (np.exp(base) * (base - scores)).sum(-1)
+            compared.append((kl, scores.argmax(-1) == base.argmax(-1), np.exp(own) - np.exp(expected), -expected))
         if progress:
             progress(done + 1, len(windows), math.exp(np.concatenate(losses).mean()))
     loss = np.concatenate(losses)
     value = math.exp(loss.mean())
-    result = Perplexity(value, value * _error(loss), len(loss), len(windows), window)
-    if reference is None:
-        return result
-    columns = [np.concatenate(column) for column in zip(*compared, strict=True)]
-    return Perplexity(result.perplexity, result.error, len(loss), len(windows), window, _divergence(*columns))
+    divergence = _divergence(*map(np.concatenate, zip(*compared, strict=True))) if compared else None
+    return Perplexity(value, value * _error(loss), len(loss), len(windows), window, divergence)
 
 
 def _divergence(kl: np.ndarray, same: np.ndarray, delta: np.ndarray, base_loss: np.ndarray) -> Divergences:
@@ -113,13 +108,8 @@ def cut_windows(model: Model, text: str, window: int, count: int | None) -> list
     whole = len(tokens) // window
     if whole < (count or 1):
         raise BridgeError(f"the text has {len(tokens)} tokens, {whole} windows of {window}; {count or 1} needed")
-    return list(_cut(tokens, window, count or whole, tokenizer.bos if tokenizer.add_bos else None))
-
-
-def _cut(tokens: list[int], window: int, count: int, bos: int | None) -> Iterator[list[int]]:
-    for i in range(count):
-        part = tokens[i * window : (i + 1) * window]
-        yield part if bos is None else [bos, *part[1:]]
+    first = [tokenizer.bos] if tokenizer.add_bos and tokenizer.bos is not None else []
+    return [[*first, *tokens[i * window + len(first) : (i + 1) * window]] for i in range(count or whole)]
 
 
 def _log_probabilities(model: Model, tokens: list[int]) -> np.ndarray:

@@ -6,6 +6,7 @@ copy of the same size for this machine's fastest kernel. Nothing is copied unask
 
 from __future__ import annotations
 
+import math
 import mmap
 from typing import TYPE_CHECKING, Any
 
@@ -31,14 +32,9 @@ class QuantTensor:
         from bridge.blocks.ggml import GGML_QUANT_SIZES, GGMLQuantizationType
 
         size, nbytes = GGML_QUANT_SIZES[GGMLQuantizationType[type]]
-        weights = 1
-        for n in shape:
-            weights *= n
-        if not shape or shape[-1] % size or raw.dtype != np.uint8 or raw.size != weights // size * nbytes:
+        if not shape or shape[-1] % size or raw.dtype != np.uint8 or raw.size != math.prod(shape) // size * nbytes:
             raise BridgeError(f"{name}: {raw.size} bytes are not {type} of shape {list(shape)}")
-        self.name = name
-        self.type = type
-        self.shape = tuple(shape)
+        self.name, self.type, self.shape = name, type, tuple(shape)
         self.raw = raw.reshape(-1)
         self.factors: np.ndarray | None = None
         self._engine: Engine | None = None
@@ -52,7 +48,7 @@ class QuantTensor:
     @property
     def bpw(self) -> float:
         """Bits per weight."""
-        return 8 * self.nbytes / max(1, int(np.prod(self.shape, dtype=np.int64)))
+        return 8 * self.nbytes / max(1, math.prod(self.shape))
 
     @property
     def nbytes(self) -> int:

@@ -1,9 +1,8 @@
 """A GGUF whose tensors multiply: `bridge.open_gguf`. The files are opened by `bridge.gguf_file.reader`."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Self
 
 from bridge.errors import BridgeError
 from bridge.gguf_file.header import Metadata
@@ -74,7 +73,7 @@ class GGUFFile(Mapping[str, QuantTensor]):
         self.metadata.load()
         self.tensors = {}
 
-    def __enter__(self) -> GGUFFile:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:

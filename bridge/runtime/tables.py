@@ -32,15 +32,10 @@ class DecodeBuffers:
     def __init__(self, c: DecoderConfig, n: int, caches: Sequence[KVCache]):
         self.n = n
         self.caches = list(caches)
-        self.x = buffer(n, c.hidden)
-        self.xn = buffer(n, c.hidden)
-        self.delta = buffer(n, c.hidden)
-        self.q = buffer(n, c.heads * c.head_dim)
-        self.k = buffer(n, c.kv_heads * c.head_dim)
-        self.v = buffer(n, c.kv_heads * c.head_dim)
-        self.attended = buffer(n, c.heads * c.head_dim)
-        self.gate = buffer(n, c.inner)
-        self.up = buffer(n, c.inner)
+        self.x, self.xn, self.delta = (buffer(n, c.hidden) for _ in range(3))
+        self.q, self.attended = (buffer(n, c.heads * c.head_dim) for _ in range(2))
+        self.k, self.v = (buffer(n, c.kv_heads * c.head_dim) for _ in range(2))
+        self.gate, self.up = (buffer(n, c.inner) for _ in range(2))
         self.tokens = np.zeros(n, np.int64)
         self.starts = np.zeros(len(caches), np.int64)
         self.spans = np.ones(1, np.int64)
@@ -54,7 +49,7 @@ class DecodeBuffers:
         self.full_program_tried = False
         self.slots: KernelSlots | None = None  # of the full program's matrices
         self.scores = np.empty((n, 0), np.float32)  # the logits, if the full program computes them
-        self._attending: list[tuple[Program, int, int]] = []  # calls of attend, and of merge
+        self.attending: list[tuple[Program, int, int]] = []  # calls of attend and of merge, for `begin` to adapt
 
     @property
     def steps(self) -> bool:
@@ -69,15 +64,10 @@ class DecodeBuffers:
         if spans != self.spans[0]:
             self.spans[0] = spans
             heads = self.parts.shape[0] * self.parts.shape[1]
-            for program, attend, merge in self._attending:
-                program.resize([attend], spread * spans, True)
-                program.resize(
-                    [merge], heads if spans > 1 else 0, heads * spans * self.parts.shape[3] > MIN_VALUES_TO_SHARE
-                )
-
-    def track_attention(self, program: Program, attend: int, merge: int) -> None:
-        """Let `begin` adapt the items of two calls of a program to the context's length."""
-        self._attending.append((program, attend, merge))
+            shared = heads * spans * self.parts.shape[3] > MIN_VALUES_TO_SHARE
+            for program, attend, merge in self.attending:
+                program.resize(attend, spread * spans, True)
+                program.resize(merge, heads if spans > 1 else 0, shared)
 
     def use(self, cache: KVCache) -> None:
         """Let the tokens follow one another in this cache."""
@@ -110,7 +100,7 @@ class DecodeBuffers:
                 for word, array in own.items():
                     block[word] = address(array[m:])
                 block[attn.HEADS], block[attn.KV_HEADS], block[attn.HEAD_DIM] = c.heads, c.kv_heads, c.head_dim
-                block[attn.ROTATED], block[attn.NEIGHBOURS] = c.rotated if c.rotates(i) else 0, int(c.neighbours)
+                block[attn.ROTATED], block[attn.NEIGHBOURS] = c.rotated if c.rotates(i) else 0, int(c.graph.neighbours)
                 block[attn.CONTEXT] = self.caches[m].rows
                 block[attn.TOKENS], block[attn.EPS] = 1 if self.steps else self.n, bits(c.norm_eps)
                 block[attn.SCALE], block[attn.CAP] = bits(c.attention_scale), bits(c.score_cap)
@@ -265,7 +255,7 @@ class ProgramBuilder:
         items = self.spread(buffers) * spans
         attend = program.add(attn.function("attend", kind), *arguments, items=items, shared=True)
         merge = program.add(attn.function("merge", kind), *arguments, items=count * self.config.heads * (spans > 1))
-        buffers.track_attention(program, attend, merge)
+        buffers.attending.append((program, attend, merge))
 
     def _after(self, program: Program, buffers: DecodeBuffers, layer: Layer) -> None:
         self._bias(program, layer.o_bias, buffers.delta)

@@ -1,7 +1,7 @@
 """How many CPUs there are to work on: those of the affinity mask, and no more than a cgroup's quota pays for.
 
 A container of 2 CPUs on a machine of 64 (`docker --cpus=2`) sees all 64; the kernel stops its threads when they have
-used up the time of two. The quota stands in files of the control groups that the process is in, and of those around
+used up the time of two. The quota is in files of the control groups that the process is in, and of those around
 them:
 
     cgroup v2   cpu.max                                  "200000 100000" or "max 100000": microseconds, of so many
@@ -26,7 +26,7 @@ def usable_cpus() -> int:
 
 @cache
 def _quota() -> float:
-    """The smallest of the quotas, in CPUs; asked for once, as the kernel takes most of a millisecond to say it."""
+    """The smallest of the quotas, in CPUs; read once, since that takes most of a millisecond."""
     return min(_quotas(), default=math.inf)
 
 

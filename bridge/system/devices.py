@@ -20,12 +20,11 @@ def choose(device: str) -> tuple[str, str | None]:
         return device, None
     if device != "auto" and device.partition(":")[0] != "cuda":
         raise BridgeError(f"unknown device {device!r}: choose cpu, cuda, cuda:1 ..., or auto")
-    devices = cuda("device")
-    if device != "auto":
-        return str(devices.require(device)), None
     try:
-        return str(devices.require("cuda")), None
+        return str(cuda("device").require("cuda" if device == "auto" else device)), None
     except BridgeError as problem:  # nothing of CUDA, or a GPU that is too old
+        if device != "auto":
+            raise
         return "cpu", cpu_note(str(problem).removeprefix("device 'cuda': "))
 
 

@@ -105,7 +105,7 @@ def disk_errors(path: Path, what: str, instead: str) -> Iterator[None]:
         free = ""
         with suppress(OSError):
             free = f"; {shutil.disk_usage(path.parent).free / 1e9:.2f} GB free there"
-        reason = problem.strerror or "the disk took only a part of it"  # numpy's tofile does not say why
+        reason = problem.strerror or "the disk took only a part of it"  # numpy's tofile gives no reason
         raise BridgeError(
             f"{path}: writing {what} failed ({reason}{free}); make room or give another {instead}. "
             "Nothing half-written was left behind"

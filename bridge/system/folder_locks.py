@@ -1,4 +1,4 @@
-"""Folders that a process works in, which others leave alone until it has ended, in whatever way.
+"""Folders that a process works in, locked against removal by others until it has ended.
 
 A folder is locked as a whole (flock, shared) by each process that uses it; the system releases the lock when the
 process ends, kill -9 included. Where the system cannot lock folders (Windows, some network file systems), nobody knows

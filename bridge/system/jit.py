@@ -24,7 +24,7 @@ import bridge
 from bridge.system.cache import cache_folder
 from bridge.system.folder_locks import lock_shared, remove_if_unlocked
 
-_KEPT_CACHES = 3  # digests of other checkouts or versions that stay beside ours
+_KEPT_CACHES = 3  # caches of other checkouts or versions that are not removed
 
 
 def _cache_dir() -> Path:
@@ -62,7 +62,7 @@ if not os.environ.get("NUMBA_CACHE_DIR"):
             _prune(_dir)
         numba.config.CACHE_DIR = str(_dir)  # type: ignore[attr-defined]
     except OSError as problem:  # a read-only home
-        print(f"compile cache: {problem}; kernels are compiled in every process anew", file=sys.stderr)
+        print(f"compile cache: {problem}; every process compiles its kernels again", file=sys.stderr)
         _temporary = tempfile.TemporaryDirectory(prefix="gguf-bridge-")  # numba refuses to have none
         numba.config.CACHE_DIR = _temporary.name  # type: ignore[attr-defined]
 

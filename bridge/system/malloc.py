@@ -16,7 +16,7 @@ _M_MMAP_THRESHOLD = -3  # of malloc.h
 
 def return_freed_memory() -> None:
     """From now on, memory of a megabyte and more goes back to the system once it is freed. Does nothing where malloc is
-    not glibc's, or where MALLOC_MMAP_THRESHOLD_ says what it is to be."""
+    not glibc's, or where MALLOC_MMAP_THRESHOLD_ sets it."""
     if "MALLOC_MMAP_THRESHOLD_" in os.environ:
         return
     with suppress(AttributeError, OSError, TypeError):  # macOS and musl have no mallopt, Windows no such library

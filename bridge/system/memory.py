@@ -19,11 +19,12 @@ from bridge.system.jit import kernel, specialize
 SIGNATURE = types.void(*[types.int64] * 9)  # seven arguments, and the range that the call is for
 LANES = 16  # floats of a vector here; LLVM splits it where registers are smaller
 
+_intrinsic: Any = intrinsic  # mypy takes it for a function of its typing context
 _F32, _F16, _I16, _I64 = ir.FloatType(), ir.HalfType(), ir.IntType(16), ir.IntType(64)
 
 
-@intrinsic
-def _pointer(typingctx, address):
+@_intrinsic
+def pointer(typingctx, address):
     """An address as what `numba.carray` takes."""
 
     def emit(context, builder, signature, arguments):
@@ -32,8 +33,8 @@ def _pointer(typingctx, address):
     return types.voidptr(types.int64), emit
 
 
-@intrinsic
-def _to_half(typingctx, value):
+@_intrinsic
+def to_half(typingctx, value):
     """float32 -> the bits of the nearest half."""
 
     def emit(context, builder, signature, arguments):
@@ -42,20 +43,14 @@ def _to_half(typingctx, value):
     return types.uint16(types.float32), emit
 
 
-@intrinsic
-def _from_half(typingctx, bits):
+@_intrinsic
+def from_half(typingctx, bits):
     """The bits of a half -> float32."""
 
     def emit(context, builder, signature, arguments):
         return builder.fpext(builder.bitcast(arguments[0], _F16), _F32)
 
     return types.float32(types.uint16), emit
-
-
-# mypy takes intrinsics for functions of a typing context
-pointer: Any = _pointer
-to_half: Any = _to_half
-from_half: Any = _from_half
 
 
 @kernel

@@ -18,12 +18,12 @@ from typing import Any, NamedTuple
 class Flag(NamedTuple):
     """How the command line asks for a field.
 
-    help     a noun phrase or an imperative that stands without the flag's name
+    help     a noun phrase or an imperative that makes sense without the flag's name
     flag     "--top-k", or several with spaces between them; None: made of the field's name
-    metavar  what stands for the value in the help; None for a switch
+    metavar  placeholder of the value in the help; None for a switch
     parse    from text to the value, as argparse's `type`
     choices  the values that are possible, if they are few
-    default  what the help says of the default instead of the value; "" for nothing
+    default  words for the default in the help instead of the value; "" for nothing
     """
 
     help: str

@@ -1,10 +1,8 @@
 """How long work reports its progress, and the bar that commands show it with."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Self
 
 Progress = Callable[[int, int, str], None]  # units done, of how many, name of what was just done
 
@@ -13,11 +11,10 @@ class Bar:
     """A progress bar on standard error, if that is a terminal."""
 
     def __init__(self, verb: str, unit: str = "B") -> None:
-        self.verb = verb
-        self.unit = unit
+        self.verb, self.unit = verb, unit
         self.bar: Any = None
 
-    def __enter__(self) -> Bar:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:

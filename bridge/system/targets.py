@@ -1,4 +1,4 @@
-"""Which instruction set the kernels use: chosen when the program runs, from what the CPU says it has.
+"""Which instruction set the kernels use: chosen when the program runs, from the CPU's features.
 
 BRIDGE_CPU=avx512, avxvnni, avx512bw, avx2, neon or portable overrides the choice, downwards only: an instruction that
 the CPU lacks ends the process, so asking for one is an error. NUMBA_CPU_NAME and NUMBA_CPU_FEATURES count as

@@ -74,9 +74,15 @@ def head(*columns: str) -> str:
     return f"| {' | '.join(columns)} |\n|{'---|' * len(columns)}"
 
 
-def run_peer(python: Path, script: str | None, *arguments: object, cwd: str | None = None) -> str:
-    """What another project's script prints in a Python that has it; exits with its complaint where it fails."""
-    done = subprocess.run([str(python), str(script), *map(str, arguments)], cwd=cwd, capture_output=True, text=True)
+def line(*cells: object) -> None:
+    """Print a line of a markdown table."""
+    print(f"| {' | '.join(map(str, cells))} |", flush=True)
+
+
+def output_of(python: str | Path, *arguments: object, cwd: str | Path = ROOT, env: dict | None = None) -> str:
+    """What a Python prints, run to its end; exits with its complaint if it fails."""
+    command = [str(argument) for argument in (python, *arguments)]
+    done = subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True)
     if done.returncode:
-        sys.exit(f"{python}: {Path(str(script)).name} failed:\n{done.stderr[-2000:]}")
+        sys.exit(f"{python} {command[1]}: exit code {done.returncode}\n{done.stderr[-2000:]}")
     return done.stdout

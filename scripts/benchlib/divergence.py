@@ -1,13 +1,19 @@
 """A float model on a test text, and the KL divergence of the same model with other weights from it."""
 
 import argparse
+import tempfile
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
+from bridge.quantize import quantize_model
 from scripts.peers import reference
+
+from . import output_of
 
 
 class FloatModel:
@@ -46,6 +52,30 @@ class FloatModel:
         model = other if isinstance(other, torch.nn.Module) else self.with_weights(other)
         return reference.mean_kl(self._expected, reference.logits(model, self._test))
 
+    def quantized(self, layer: Any, **options: Any) -> tuple[float, float]:
+        """The divergence after `quantize_model` with this method, and the seconds that quantizing took."""
+        model = self.with_weights(self.weights)
+        begun = time.perf_counter()
+        for _ in quantize_model(model, torch.from_numpy(self.calibration), layer, **options):
+            pass
+        seconds = time.perf_counter() - begun
+        return self.divergence(model), seconds
+
+    def by_peer(
+        self, read: Callable[[Path], reference.Weights], python: Path, script: str | None, *options: object
+    ) -> tuple[reference.Weights, float]:
+        """The float32 weights that another project's script makes of the same tokens, and the seconds it took.
+
+        read    reads the file that the script writes
+        python  an interpreter that has the project
+        """
+        begun = time.perf_counter()
+        with tempfile.TemporaryDirectory() as folder:
+            tokens, made = Path(folder) / "tokens.npy", Path(folder) / "made"
+            np.save(tokens, self.calibration)
+            output_of(python, script, self.folder.resolve(), tokens, made, *options, cwd=folder)
+            return read(made), time.perf_counter() - begun
+
     @torch.no_grad()
     def _imatrix(self) -> dict[str, np.ndarray]:
         model = self.with_weights(self.weights)
@@ -62,10 +92,3 @@ class FloatModel:
         for batch in torch.from_numpy(self.calibration).split(16):
             model(batch)
         return {key: (total / self.calibration.size).float().numpy() for key, total in sums.items()}
-
-
-def save_tokens(tokens: np.ndarray, folder: str) -> Path:
-    """The tokens as the file that scripts of other projects read."""
-    path = Path(folder) / "tokens.npy"
-    np.save(path, tokens)
-    return path

@@ -65,13 +65,12 @@ class Formats:
 
     def quality(self, path: Path, text: str, length: int, windows: int) -> dict[str, Any]:
         """Perplexity, and the divergence from F16 (except for F16 itself)."""
-        base = self.path("F16")
-        with bridge.Model.load(path, self.threads, context=length, precision="f32", kv="f32") as model:
-            if path == base:
+        how: dict[str, Any] = {"threads": self.threads, "context": length, "precision": "f32", "kv": "f32"}
+        with bridge.Model.load(path, **how) as model:
+            if path == self.path("F16"):
                 found = perplexity(model, text, length, windows)
             else:
-                self._f16_there()
-                with bridge.Model.load(base, self.threads, context=length, precision="f32", kv="f32") as reference:
+                with bridge.Model.load(self._f16_there(), **how) as reference:
                     found = perplexity(model, text, length, windows, reference)
         measured: dict[str, Any] = {"perplexity": found.perplexity, "perplexity_error": found.error}
         if (d := found.divergence) is not None:
@@ -107,12 +106,8 @@ class Formats:
 
     def _budget(self, out: Path) -> None:
         with Bar(out.stem, unit=" steps") as bar:
-            bridge.convert(
-                self.model,
-                out,
-                budget=Budget(bpw=BITS, progress=bar),
-                calibrate=Calibration(**self._calibration),  # type: ignore[arg-type]
-            )
+            calibration = Calibration(**self._calibration)  # type: ignore[arg-type]
+            bridge.convert(self.model, out, budget=Budget(bpw=BITS, progress=bar), calibrate=calibration)
 
     def _groups(self, out: Path, format: str, **more: Any) -> None:
         folder = out.with_suffix("")

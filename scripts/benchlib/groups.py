@@ -4,21 +4,17 @@ llm-compressor runs in a Python of its own (see `peers/llm_compressor.py`), sinc
 transformers.
 """
 
-import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import torch
 from safetensors.numpy import load_file
 
-from bridge.quantize import Method, groups, quantize_model
+from bridge.quantize import Method, groups
 from bridge.quantize.awq import Awq
 from scripts.peers import llm_compressor
 
-from . import head, run_peer
-from .divergence import FloatModel, save_tokens
+from . import head, line
+from .divergence import FloatModel
 
 # method, bits, group size, symmetric
 ROWS = [("gptq", 4, 128, True), ("gptq", 3, 128, True), ("gptq", 2, 64, False), ("awq", 4, 128, False)]
@@ -29,21 +25,14 @@ def print_groups(float_model: FloatModel, python: Path) -> None:
     """A markdown table; `python` has llm-compressor."""
     print(f"\n{head('groups', 'KL', 'llm-compressor', 'ratio', 'seconds', 'its seconds')}")
     for method, bits, size, symmetric in ROWS:
-        begun = time.perf_counter()
-        peer = float_model.divergence(by_peer(python, float_model, method, bits, size, symmetric))
-        theirs = time.perf_counter() - begun
+        options = ["--method", method, "--bits", bits, "--group-size", size, *([] if symmetric else ["--asym"])]
+        made, theirs = float_model.by_peer(load_file, python, llm_compressor.__file__, *options)
+        peer = float_model.divergence(made)
         for name, how in own_ways(method, bits, size, symmetric).items():
-            model = float_model.with_weights(float_model.weights)
-            begun = time.perf_counter()
-            more: dict[str, Any] = {"cross": "GPTAQ" in name}
-            if isinstance(how, Awq):
-                more["prepare"] = how.prepare
-            for _ in quantize_model(model, torch.from_numpy(float_model.calibration), how.layer, **more):
-                pass
-            seconds = time.perf_counter() - begun
-            own = float_model.divergence(model)
+            prepare = {"prepare": how.prepare} if isinstance(how, Awq) else {}
+            own, seconds = float_model.quantized(how.layer, cross="GPTAQ" in name, **prepare)
             what = f"{name} {bits}-bit g{size} {'sym' if symmetric else 'asym'}"
-            print(f"| {what} | {own:.3e} | {peer:.3e} | {own / peer:.3f} | {seconds:.0f} | {theirs:.0f} |", flush=True)
+            line(what, f"{own:.3e}", f"{peer:.3e}", f"{own / peer:.3f}", f"{seconds:.0f}", f"{theirs:.0f}")
 
 
 def own_ways(method: str, bits: int, size: int, symmetric: bool) -> dict[str, Method | Awq]:
@@ -52,14 +41,3 @@ def own_ways(method: str, bits: int, size: int, symmetric: bool) -> dict[str, Me
     if method == "awq":
         return {"AWQ": Awq(Method(grid, **RTN)), "AWQ, GPTAQ": Awq(Method(grid), clip=False)}
     return {"GPTQ": Method(grid, act_order="static", sweeps=0), "GPTAQ": Method(grid)}
-
-
-def by_peer(
-    python: Path, model: FloatModel, method: str, bits: int, size: int, symmetric: bool
-) -> dict[str, np.ndarray]:
-    """llm-compressor's weights of the whole model, float32."""
-    with tempfile.TemporaryDirectory() as folder:
-        given, made = save_tokens(model.calibration, folder), Path(folder) / "weights.safetensors"
-        options = ["--method", method, "--bits", bits, "--group-size", size, *([] if symmetric else ["--asym"])]
-        run_peer(python, llm_compressor.__file__, model.folder.resolve(), given, made, *options, cwd=folder)
-        return load_file(made)

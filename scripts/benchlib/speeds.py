@@ -17,114 +17,90 @@ import bridge
 from bridge.runtime.bench import random_tensor
 from scripts.peers.gguf_file import rewrite
 
-from . import ROOT
+from . import output_of
 
-OURS = """
+BEGIN = """
 import json, os, sys, time
-import bridge
 path, threads = sys.argv[1], int(sys.argv[2])
+tokens = [(i * 7919) % 4000 for i in range(512)]
+"""
+# each side: generate(count) yields after every token made from a context of 8; prompt() reads 512; prepare()
+OURS = """
+import bridge
 model = bridge.Model.load(path, threads=threads, context=2048)
 model.tokenizer.stops = frozenset()
-made = model.generate_tokens(range(5, 13), 64, temperature=0)
+def generate(count):
+    return model.generate_tokens(range(5, 13), count, temperature=0)
+def prompt():
+    model.logits(tokens, last=1)
+prepare = model.prepare
+"""
+THEIRS = """
+import llama_cpp
+model = llama_cpp.Llama(path, n_ctx=2048, n_batch=512, n_ubatch=512, n_threads=threads, n_threads_batch=threads,
+                        verbose=False)
+def generate(count):
+    model.reset()
+    made = list(range(5, 13))
+    for _ in range(count):
+        model.eval(made)
+        made = [int(model.scores[model.n_tokens - 1].argmax())]
+        yield
+def prompt():
+    model.reset()
+    model.eval(tokens)
+def prepare():
+    pass
+"""
+WHEEL = """
+from scripts.peers.llama_cpp import LlamaCpp
+model = LlamaCpp(path, n_ctx=2048, n_threads=threads, float_kv=False)
+def generate(count):
+    made, start = list(range(5, 13)), 0
+    for _ in range(count):
+        row = model.next_logits(made, start)
+        made, start = [int(row.argmax())], start + len(made)
+        yield
+def prompt():
+    model.next_logits(tokens, 0)
+def prepare():
+    pass
+"""
+REPORT = """
+made = generate(64)
 next(made)
 first = time.time()
 list(made)
 last = time.time()
-tokens = [(i * 7919) % 4000 for i in range(512)]
-def prompt():
-    start = time.perf_counter()
-    model.logits(tokens, last=1)
-    return 512 / (time.perf_counter() - start)
 prompt()
-read = prompt()
-model.prepare()
-list(model.generate_tokens(range(5, 13), 65, temperature=0))
-made = model.timing.tokens / model.timing.seconds
-"""
-THEIRS = """
-import json, os, sys, time
-import llama_cpp
-path, threads = sys.argv[1], int(sys.argv[2])
-model = llama_cpp.Llama(path, n_ctx=2048, n_batch=512, n_ubatch=512, n_threads=threads, n_threads_batch=threads,
-                        verbose=False)
-def token():
-    return int(model.scores[model.n_tokens - 1].argmax())
-model.eval(list(range(5, 13)))
-token()
-first = time.time()
-for _ in range(63):
-    model.eval([token()])
-token()
-last = time.time()
-tokens = [(i * 7919) % 4000 for i in range(512)]
-def prompt():
-    model.reset()
-    start = time.perf_counter()
-    model.eval(tokens)
-    return 512 / (time.perf_counter() - start)
-prompt()
-read = prompt()
-model.reset()
-model.eval(list(range(5, 13)))
 start = time.perf_counter()
-for _ in range(64):
-    model.eval([token()])
-made = 64 / (time.perf_counter() - start)
-"""
-WHEEL = """
-import json, os, sys, time
-from scripts.peers.llama_cpp import LlamaCpp
-path, threads = sys.argv[1], int(sys.argv[2])
-model = LlamaCpp(path, n_ctx=2048, n_threads=threads, float_kv=False)
-def make(count):
-    row = model.next_logits(list(range(5, 13)), 0)
-    yield
-    for n in range(count):
-        row = model.next_logits([int(row.argmax())], 8 + n)
-    yield
-made = make(63)
-next(made)
-first = time.time()
-next(made)
-last = time.time()
-tokens = [(i * 7919) % 4000 for i in range(512)]
-def prompt():
-    start = time.perf_counter()
-    model.next_logits(tokens, 0)
-    return 512 / (time.perf_counter() - start)
 prompt()
-read = prompt()
-made = make(64)
+read = 512 / (time.perf_counter() - start)
+prepare()
+made = generate(65)
 next(made)
 start = time.perf_counter()
-next(made)
-made = 64 / (time.perf_counter() - start)
-"""
-REPORT = """
+list(made)
+decode = 64 / (time.perf_counter() - start)
 peak = None
 if os.path.exists("/proc/self/status"):
     peak = next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmHWM:")) * 1024
-print("RESULT" + json.dumps({"first": first, "last": last, "prompt": read, "decode": made, "peak": peak}))
+print("RESULT" + json.dumps({"first": first, "last": last, "prompt": read, "decode": decode, "peak": peak}))
 """
 
 
 def both_sides(peer: str) -> tuple[dict[str, tuple[str, str]], bool]:
     """The Python and the code of each side's process, and whether the peer's Python has llama_cpp."""
     native = subprocess.run([peer, "-c", "import llama_cpp"], capture_output=True).returncode == 0
-    theirs = (peer, THEIRS + REPORT) if native else (sys.executable, WHEEL + REPORT)
-    return {"ours": (sys.executable, OURS + REPORT), "theirs": theirs}, native
+    sides = {"ours": (sys.executable, OURS), "theirs": (peer, THEIRS) if native else (sys.executable, WHEEL)}
+    return {side: (python, BEGIN + code + REPORT) for side, (python, code) in sides.items()}, native
 
 
-def turn(name: str, python: str, code: str, path: Path, threads: int) -> dict[str, float]:
+def turn(python: str, code: str, path: Path, threads: int) -> dict[str, float]:
     """The figures of one process, run to its end."""
     variables = {key: value for key, value in os.environ.items() if key != "BRIDGE_THREADS"}
     begun = time.time()
-    done = subprocess.run(
-        [python, "-c", code, str(path), str(threads)], cwd=ROOT, env=variables, capture_output=True, text=True
-    )
-    if done.returncode:
-        raise SystemExit(f"{name}: exit code {done.returncode}\n{done.stderr[-2000:]}")
-    found = json.loads(done.stdout.partition("RESULT")[2])
+    found = json.loads(output_of(python, "-c", code, path, threads, env=variables).partition("RESULT")[2])
     if "first" in found:
         found |= {"start": found["first"] - begun, "end": found["last"] - begun}
     return dict(found)
@@ -148,11 +124,11 @@ class Speeds:
 
     def of_file(self, file: Path) -> dict[str, dict[str, float]]:
         """The medians of each side: tokens a second, generated and of a prompt, and peak memory in bytes."""
-        turn("ours", *self._sides["ours"], file, self._threads)  # compile the kernels, fill the page cache
+        turn(*self._sides["ours"], file, self._threads)  # compile the kernels, fill the page cache
         found: dict[str, list[dict[str, Any]]] = {side: [] for side in self._sides}
         for _ in range(self._turns):
             for side, how in self._sides.items():
-                found[side].append(turn(side, *how, file, self._threads))
+                found[side].append(turn(*how, file, self._threads))
         keys = ("decode", "prompt", "peak")
         return {side: {k: statistics.median(r[k] or 0 for r in runs) for k in keys} for side, runs in found.items()}
 

@@ -60,7 +60,7 @@ def tokens(shape: str, type: str) -> dict[str, Any]:
     return {f"{way}_{n}": own.tokens(n, way == "torch") for n in (16, 64) for way in ("cores", "torch")}
 
 
-def shapes_to_try(shape: str, type: str, columns: str) -> dict[str, Any]:
+def configurations(shape: str, type: str, columns: str) -> dict[str, Any]:
     """Seconds of every way to share the work; the first is the one in use."""
     own, n = _bench(shape, type), int(columns)
     tried = matvec_shape.shapes_to_try(own.matrix, n)

@@ -54,9 +54,8 @@ def main() -> None:
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
-    parser.add_argument("model", type=Path)
-    parser.add_argument("tokens", type=Path)
-    parser.add_argument("out", type=Path)
+    for name in ("model", "tokens", "out"):
+        parser.add_argument(name, type=Path)
     parser.add_argument("--type", default="Q4_K")
     parser.add_argument("--iterations", type=int, help="of tuning; default: the library's")
     parser.add_argument("--threads", type=int, default=2)

@@ -2,6 +2,7 @@
 quantizers must beat."""
 
 import ctypes
+from ctypes import CFUNCTYPE, POINTER, c_bool, c_char_p, c_int, c_int64, c_size_t, c_void_p
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -14,38 +15,48 @@ from bridge.blocks.ggml import GGMLQuantizationType
 class _InitParams(ctypes.Structure):
     """struct ggml_init_params"""
 
-    _fields_ = (("mem_size", ctypes.c_size_t), ("mem_buffer", ctypes.c_void_p), ("no_alloc", ctypes.c_bool))
+    _fields_ = (("mem_size", c_size_t), ("mem_buffer", c_void_p), ("no_alloc", c_bool))
 
 
 class _TypeTraits(ctypes.Structure):
     """The beginning of struct ggml_type_traits"""
 
     _fields_ = (
-        ("name", ctypes.c_char_p),
-        ("size", ctypes.c_int64),
-        ("interleave", ctypes.c_int64),
-        ("nbytes", ctypes.c_size_t),
-        ("quantized", ctypes.c_bool),
-        ("to_float", ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64)),
-    )
+        ("name", c_char_p), ("size", c_int64), ("interleave", c_int64), ("nbytes", c_size_t), ("quantized", c_bool),
+        ("to_float", CFUNCTYPE(None, c_void_p, c_void_p, c_int64)),
+    )  # fmt: skip
+
+
+# name -> result, arguments
+_SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
+    "ggml_init": (c_void_p, [_InitParams]),
+    "ggml_free": (None, [c_void_p]),
+    "ggml_quantize_init": (None, [c_int]),
+    "ggml_row_size": (c_size_t, [c_int, c_int64]),
+    "ggml_quantize_chunk": (c_size_t, [c_int, *[c_void_p] * 2, *[c_int64] * 3, c_void_p]),
+    "ggml_get_type_traits": (POINTER(_TypeTraits), [c_int]),
+}
+
+
+def declare(lib: Any, signatures: dict[str, tuple[Any, list[Any]]]) -> None:
+    """Give a library's functions their types."""
+    for name, (result, arguments) in signatures.items():
+        function = getattr(lib, name)
+        function.restype, function.argtypes = result, arguments
+
+
+def wheel() -> Path:
+    """The shared library inside the xllamacpp wheel."""
+    import xllamacpp
+
+    return Path(xllamacpp.__file__).parent / "xllamacpp.abi3.so"
 
 
 @cache
 def library() -> Any:
     """The loaded library with the signatures used here; its half-precision tables are filled."""
-    import xllamacpp
-
-    lib = ctypes.CDLL(str(Path(xllamacpp.__file__).parent / "xllamacpp.abi3.so"))
-    lib.ggml_init.argtypes = [_InitParams]
-    lib.ggml_init.restype = ctypes.c_void_p
-    lib.ggml_free.argtypes = [ctypes.c_void_p]
-    lib.ggml_quantize_init.argtypes = [ctypes.c_int]
-    lib.ggml_row_size.argtypes = [ctypes.c_int, ctypes.c_int64]
-    lib.ggml_row_size.restype = ctypes.c_size_t
-    lib.ggml_quantize_chunk.argtypes = [ctypes.c_int, *[ctypes.c_void_p] * 2, *[ctypes.c_int64] * 3, ctypes.c_void_p]
-    lib.ggml_quantize_chunk.restype = ctypes.c_size_t
-    lib.ggml_get_type_traits.argtypes = [ctypes.c_int]
-    lib.ggml_get_type_traits.restype = ctypes.POINTER(_TypeTraits)
+    lib = ctypes.CDLL(str(wheel()))
+    declare(lib, _SIGNATURES)
     lib.ggml_free(lib.ggml_init(_InitParams(1 << 16, None, False)))
     return lib
 

@@ -6,6 +6,7 @@ the number of rows on this processor. Used by tests (the xllamacpp wheel) and by
 """
 
 import ctypes
+from ctypes import CFUNCTYPE, POINTER, c_bool, c_char_p, c_int, c_int64, c_size_t, c_uint64, c_void_p
 from functools import cache
 from itertools import takewhile
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import Any
 import gguf
 import numpy as np
 
+from scripts.peers import ggml
 from scripts.peers.ggml import _InitParams
 
 
@@ -21,19 +23,38 @@ class _Plan(ctypes.Structure):
     """struct ggml_cplan, with room for fields that a later version may add"""
 
     _fields_ = (
-        ("work_size", ctypes.c_size_t),
-        ("work_data", ctypes.c_void_p),
-        ("n_threads", ctypes.c_int),
-        ("threadpool", ctypes.c_void_p),
-        ("abort_callback", ctypes.c_void_p),
-        ("abort_callback_data", ctypes.c_void_p),
-        ("later", ctypes.c_uint64 * 8),
-    )
+        ("work_size", c_size_t), ("work_data", c_void_p), ("n_threads", c_int), ("threadpool", c_void_p),
+        ("abort_callback", c_void_p), ("abort_callback_data", c_void_p), ("later", c_uint64 * 8),
+    )  # fmt: skip
 
 
-_Log = ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_char_p, ctypes.c_void_p)
+_Log = CFUNCTYPE(None, c_int, c_char_p, c_void_p)
 _silent = _Log(lambda level, text, data: None)
-_ListBufferTypes = ctypes.CFUNCTYPE(ctypes.POINTER(ctypes.c_void_p), ctypes.c_void_p)
+_ListBufferTypes = CFUNCTYPE(POINTER(c_void_p), c_void_p)
+
+# result, arguments, and the functions that have them
+_SIGNATURES: tuple[tuple[Any, list[Any], str], ...] = (
+    (None, [c_void_p], "ggml_free ggml_threadpool_pause ggml_threadpool_resume ggml_threadpool_free"),
+    (None, [c_void_p], "ggml_backend_buffer_free"),
+    (None, [c_void_p] * 2, "ggml_build_forward_expand"),
+    (None, [c_void_p, c_int], "ggml_threadpool_params_init"),
+    (None, [_Log, c_void_p], "ggml_log_set"),
+    (None, [c_void_p] * 2 + [c_size_t] * 2, "ggml_backend_tensor_set"),
+    (c_void_p, [], "ggml_backend_cpu_reg ggml_backend_cpu_buffer_type"),
+    (c_void_p, [_InitParams], "ggml_init"),
+    (c_void_p, [c_void_p], "ggml_get_data ggml_new_graph ggml_threadpool_new ggml_backend_buffer_get_base"),
+    (c_void_p, [c_void_p] * 2, "ggml_backend_alloc_ctx_tensors_from_buft"),
+    (c_void_p, [c_void_p] * 3, "ggml_mul_mat"),
+    (c_void_p, [c_void_p, c_int, c_int64, c_int64], "ggml_new_tensor_2d"),
+    (c_void_p, [c_void_p, c_size_t], "ggml_backend_reg_dev_get ggml_backend_buft_alloc_buffer"),
+    (c_void_p, [c_void_p, c_char_p], "ggml_backend_reg_get_proc_address"),
+    (c_char_p, [c_void_p], "ggml_backend_buft_name"),
+    (c_size_t, [c_void_p] * 2, "ggml_backend_buft_get_alloc_size"),
+    (c_bool, [c_void_p] * 2, "ggml_backend_dev_supports_op"),
+    (c_int, [c_void_p] * 2, "ggml_graph_compute"),
+    (c_int, [c_void_p] * 3, "ggml_backend_tensor_alloc"),
+    (_Plan, [c_void_p, c_int, c_void_p], "ggml_graph_plan"),
+)
 
 
 class Library:
@@ -41,40 +62,11 @@ class Library:
 
     def __init__(self, *paths: Path):
         self._libraries = [ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL) for path in paths]
-        declare = (
-            ("ggml_init", ctypes.c_void_p, [_InitParams]),
-            ("ggml_free", None, [ctypes.c_void_p]),
-            ("ggml_new_tensor_2d", ctypes.c_void_p, [ctypes.c_void_p, ctypes.c_int, ctypes.c_int64, ctypes.c_int64]),
-            ("ggml_get_data", ctypes.c_void_p, [ctypes.c_void_p]),
-            ("ggml_mul_mat", ctypes.c_void_p, [ctypes.c_void_p] * 3),
-            ("ggml_new_graph", ctypes.c_void_p, [ctypes.c_void_p]),
-            ("ggml_build_forward_expand", None, [ctypes.c_void_p] * 2),
-            ("ggml_graph_plan", _Plan, [ctypes.c_void_p, ctypes.c_int, ctypes.c_void_p]),
-            ("ggml_graph_compute", ctypes.c_int, [ctypes.c_void_p, ctypes.c_void_p]),
-            ("ggml_threadpool_params_init", None, [ctypes.c_void_p, ctypes.c_int]),
-            ("ggml_threadpool_new", ctypes.c_void_p, [ctypes.c_void_p]),
-            ("ggml_threadpool_pause", None, [ctypes.c_void_p]),
-            ("ggml_threadpool_resume", None, [ctypes.c_void_p]),
-            ("ggml_threadpool_free", None, [ctypes.c_void_p]),
-            ("ggml_log_set", None, [_Log, ctypes.c_void_p]),
-            ("ggml_backend_cpu_reg", ctypes.c_void_p, []),
-            ("ggml_backend_cpu_buffer_type", ctypes.c_void_p, []),
-            ("ggml_backend_reg_dev_get", ctypes.c_void_p, [ctypes.c_void_p, ctypes.c_size_t]),
-            ("ggml_backend_reg_get_proc_address", ctypes.c_void_p, [ctypes.c_void_p, ctypes.c_char_p]),
-            ("ggml_backend_buft_name", ctypes.c_char_p, [ctypes.c_void_p]),
-            ("ggml_backend_buft_get_alloc_size", ctypes.c_size_t, [ctypes.c_void_p] * 2),
-            ("ggml_backend_buft_alloc_buffer", ctypes.c_void_p, [ctypes.c_void_p, ctypes.c_size_t]),
-            ("ggml_backend_alloc_ctx_tensors_from_buft", ctypes.c_void_p, [ctypes.c_void_p] * 2),
-            ("ggml_backend_buffer_get_base", ctypes.c_void_p, [ctypes.c_void_p]),
-            ("ggml_backend_buffer_free", None, [ctypes.c_void_p]),
-            ("ggml_backend_tensor_alloc", ctypes.c_int, [ctypes.c_void_p] * 3),
-            ("ggml_backend_tensor_set", None, [ctypes.c_void_p] * 2 + [ctypes.c_size_t] * 2),
-            ("ggml_backend_dev_supports_op", ctypes.c_bool, [ctypes.c_void_p] * 2),
-        )
-        for name, result, arguments in declare:
-            function = self._find(name)
-            function.restype, function.argtypes = result, arguments
-            setattr(self, name.removeprefix("ggml_"), function)
+        for result, arguments, names in _SIGNATURES:
+            for name in names.split():
+                function = self._find(name)
+                function.restype, function.argtypes = result, arguments
+                setattr(self, name.removeprefix("ggml_"), function)
         self.device = self.backend_reg_dev_get(self.backend_cpu_reg(), 0)
 
     def buffer_types(self) -> list[int]:
@@ -183,9 +175,7 @@ class Matrix:
 @cache
 def wheel() -> Library:
     """ggml inside the xllamacpp wheel."""
-    import xllamacpp
-
-    return Library(Path(xllamacpp.__file__).parent / "xllamacpp.abi3.so")
+    return Library(ggml.wheel())
 
 
 def native(folder: Path) -> Library:

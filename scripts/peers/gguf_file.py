@@ -54,12 +54,9 @@ def _hugging_face_names(arch: str, layers: int) -> dict[str, str]:
     """GGUF base name -> the name that a transformers Llama or Qwen gives the same tensor."""
     kind = {name: key for key, name in gguf.MODEL_ARCH_NAMES.items()}[arch]
     mapping = gguf.get_tensor_name_map(kind, layers)
-    parts = (
-        *(f"self_attn.{part}" for part in ("q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm")),
-        *(f"mlp.{part}" for part in ("gate_proj", "up_proj", "down_proj")),
-        "input_layernorm",
-        "post_attention_layernorm",
-    )
+    parts = ["input_layernorm", "post_attention_layernorm"]
+    parts += [f"self_attn.{part}" for part in ("q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm")]
+    parts += [f"mlp.{part}" for part in ("gate_proj", "up_proj", "down_proj")]
     names = ["model.embed_tokens", "model.norm", "lm_head"]
     names += [f"model.layers.{layer}.{part}" for layer in range(layers) for part in parts]
     return {base: name for name in names if (base := mapping.get_name(name)) is not None}
@@ -84,13 +81,9 @@ def rewrite(
         for name, field in reader.fields.items()
         if not name.startswith("GGUF.")
     }
-    types = [type_of(tensor) for tensor in reader.tensors]
-    shapes = [tuple(int(n) for n in reversed(tensor.shape)) for tensor in reader.tensors]
-    tensors = [
-        PlannedTensor(tensor.name, shape, type=type)
-        for tensor, shape, type in zip(reader.tensors, shapes, types, strict=True)
-    ]
+    tensors = [PlannedTensor(t.name, tuple(map(int, reversed(t.shape))), type=type_of(t)) for t in reader.tensors]
     with GGUFOutput(out, Plan({**keys, **(metadata or {})}, tensors), force=True) as output:
-        for tensor, type in zip(reader.tensors, types, strict=True):
-            output.write(tensor.data if type == tensor.tensor_type.name else data_of(tensor, type))
+        for tensor, planned in zip(reader.tensors, tensors, strict=True):
+            same = planned.type == tensor.tensor_type.name
+            output.write(tensor.data if same else data_of(tensor, planned.type))
         output.finish()

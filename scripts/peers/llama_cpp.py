@@ -7,13 +7,11 @@ oversized one is safe on x86-64 and Arm64. The fields of the context's struct be
 defaults were found in their places, so a release that moves them is noticed.
 """
 
-from __future__ import annotations
-
 import ctypes
 from ctypes import POINTER, c_bool, c_char_p, c_float, c_int8, c_int32, c_size_t, c_uint32, c_void_p
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 
@@ -32,26 +30,16 @@ class _Params(ctypes.Structure):
 
 # word offset in llama_context_params -> (field, default value that must be found there)
 _CONTEXT_WORDS = {
-    0: ("n_ctx", 512),
-    1: ("n_batch", 2048),
-    2: ("n_ubatch", 512),
-    3: ("n_seq_max", 1),
-    13: ("flash_attn_type", -1),
-    26: ("type_k", 1),
-    27: ("type_v", 1),
-}
+    0: ("n_ctx", 512), 1: ("n_batch", 2048), 2: ("n_ubatch", 512), 3: ("n_seq_max", 1),
+    13: ("flash_attn_type", -1), 26: ("type_k", 1), 27: ("type_v", 1),
+}  # fmt: skip
 
 
 class _Batch(ctypes.Structure):
     _fields_ = (
-        ("n_tokens", c_int32),
-        ("token", POINTER(c_int32)),
-        ("embd", POINTER(c_float)),
-        ("pos", POINTER(c_int32)),
-        ("n_seq_id", POINTER(c_int32)),
-        ("seq_id", POINTER(POINTER(c_int32))),
-        ("logits", POINTER(c_int8)),
-    )
+        ("n_tokens", c_int32), ("token", POINTER(c_int32)), ("embd", POINTER(c_float)), ("pos", POINTER(c_int32)),
+        ("n_seq_id", POINTER(c_int32)), ("seq_id", POINTER(POINTER(c_int32))), ("logits", POINTER(c_int8)),
+    )  # fmt: skip
 
 
 @ctypes.CFUNCTYPE(None, ctypes.c_int, c_char_p, c_void_p)
@@ -94,9 +82,7 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
 def _library() -> Any:
     """The library with llama.cpp's functions typed; its log goes to a list instead of the terminal."""
     lib = ggml.library()
-    for name, (result, arguments) in _SIGNATURES.items():
-        function = getattr(lib, name)
-        function.restype, function.argtypes = result, arguments
+    ggml.declare(lib, _SIGNATURES)
     lib.llama_log_set(ctypes.cast(_on_log, c_void_p), None)
     lib.llama_backend_init()
     return lib
@@ -114,12 +100,7 @@ class LlamaCpp:
     """
 
     def __init__(
-        self,
-        path: str | Path,
-        n_ctx: int = 512,
-        n_threads: int = 1,
-        float_kv: bool = True,
-        n_batch: int | None = None,
+        self, path: str | Path, n_ctx: int = 512, n_threads: int = 1, float_kv: bool = True, n_batch: int | None = None
     ) -> None:
         self._lib = lib = _library()
         self._model = self._context = None
@@ -139,7 +120,7 @@ class LlamaCpp:
         self.vocab_size = lib.llama_vocab_n_tokens(self._vocab)
         self.bos, self.eos = lib.llama_vocab_bos(self._vocab), lib.llama_vocab_eos(self._vocab)
 
-    def __enter__(self) -> LlamaCpp:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -28,16 +28,9 @@ def main() -> None:
     tokens = np.load(options.tokens)
     model = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32)
     rows = [{"input_ids": ids.tolist(), "attention_mask": [1] * len(ids)} for ids in tokens]
-    oneshot(
-        model=model,
-        dataset=Dataset.from_list(rows),
-        recipe=recipe(options),
-        num_calibration_samples=len(rows),
-        max_seq_length=tokens.shape[1],
-        shuffle_calibration_samples=False,
-        batch_size=16,
-        pipeline="sequential",
-    )
+    calibration = {"num_calibration_samples": len(rows), "max_seq_length": tokens.shape[1], "batch_size": 16}
+    calibration |= {"shuffle_calibration_samples": False, "pipeline": "sequential"}
+    oneshot(model=model, dataset=Dataset.from_list(rows), recipe=recipe(options), **calibration)
     state = {name: values for name, values in model.state_dict().items() if "weight_" not in name}
     for name, module in model.named_modules():
         scheme = getattr(module, "quantization_scheme", None)
@@ -54,10 +47,8 @@ def recipe(options: argparse.Namespace) -> list[Any]:
     from llmcompressor.modifiers.quantization import QuantizationModifier
     from llmcompressor.modifiers.transform.awq import AWQModifier
 
-    weights = {
-        "num_bits": options.bits, "type": "int", "symmetric": not options.asym, "strategy": "group",
-        "group_size": options.group_size,
-    }  # fmt: skip
+    weights = {"num_bits": options.bits, "type": "int", "symmetric": not options.asym}
+    weights |= {"strategy": "group", "group_size": options.group_size}
     groups = {"group_0": {"targets": ["Linear"], "weights": weights}}
     if options.method == "gptq":
         return [GPTQModifier(config_groups=groups, ignore=["lm_head"])]
@@ -74,9 +65,8 @@ def dequantized(module: Any, scheme: Any) -> Any:
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
-    parser.add_argument("model", type=Path)
-    parser.add_argument("tokens", type=Path)
-    parser.add_argument("out", type=Path)
+    for name in ("model", "tokens", "out"):
+        parser.add_argument(name, type=Path)
     parser.add_argument("--method", choices=("gptq", "awq", "rtn"), default="gptq")
     parser.add_argument("--bits", type=int, default=4)
     parser.add_argument("--group-size", type=int, default=128)

@@ -333,7 +333,7 @@ def test_a_checkpoint_becomes_a_gguf_that_llama_cpp_runs_as_transformers_runs_it
     assert all(t.fidelity.kept == 0 and 0 < t.fidelity.share < 0.15 for t in linears)
     text = report.table()
     assert "codes not kept, trellis codes have no place in GGUF; adds 6" in text
-    assert "own codes cost on Gaussian weights" in text
+    assert "own coding error on Gaussian weights" in text
     assert failures(verify(path, folder)) == []
     tokens = list(range(5, 37))
     twin = tmp_path / "twin"

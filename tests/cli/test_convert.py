@@ -30,7 +30,7 @@ def test_the_table_says_what_became_of_each_kind_of_tensor(run, tmp_path):
         assert 0 < float(nmse) < 1e-6
         assert 0 < float(share.removesuffix("%")) < 1
     assert table["token_embd"][:3] == ["1", "Q8_0", "8.50"]
-    assert "28 of these tensors would be bit-exact at no extra size as Q4_0: use --exact" in out
+    assert "28 of these tensors would be bit-exact at no extra size as Q4_0: use --type exact" in out
     assert f"wrote {tmp_path / 'out.gguf'}" in out
     assert "2.7 MB gptq -> 2.4 MB GGUF in " in out
     assert "source noise: added error as a share of the checkpoint's own rounding error" in out
@@ -58,13 +58,13 @@ def test_a_report_replaces_reports_alone(auto, tmp_path, capsys):
     weights = Path(shutil.copyfile(CHECKPOINT / "model.safetensors", tmp_path / "model.safetensors"))
     for command in ("convert", CHECKPOINT, tmp_path / "out.gguf"), ("verify", auto, CHECKPOINT):
         assert main([*map(str, command), "--report", str(weights)]) == 2
-        assert "exists and is no report" in capsys.readouterr().err
+        assert "exists and is not a report" in capsys.readouterr().err
     assert weights.read_bytes() == (CHECKPOINT / "model.safetensors").read_bytes()
     assert not (tmp_path / "out.gguf").exists()
     report = bridge.verify(auto, CHECKPOINT)
     for _ in range(2):
         report.save(tmp_path / "report.json")
-    with pytest.raises(BridgeError, match="is no report"):
+    with pytest.raises(BridgeError, match="is not a report"):
         report.save(auto)
 
 

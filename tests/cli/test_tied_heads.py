@@ -117,5 +117,5 @@ def test_inspect_sees_that_a_head_which_the_label_says_is_quantized_is_not(label
     config = folder / "quantize_config.json"
     config.write_text(json.dumps(json.loads(config.read_text()) | label))
     out = run("inspect", folder)
-    line = "they differ     lm_head: the label says that it is quantized, but it is stored as F32"
+    line = "they differ     lm_head: labelled as quantized, but stored as F32"
     assert (line in out.splitlines(), "they agree" in out) == (differs, not differs)

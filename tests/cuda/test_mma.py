@@ -221,7 +221,7 @@ def test_what_does_not_fit_is_refused():
         matrix, _ = made(BLOCKS["Q4_K"], 16, 256)
         y = torch.empty(9, 16)
         for x, message in (
-            (values(9, 256, torch.float32), r"w0: x is torch.float32 \[9, 256\]; float16 or bfloat16 of 1 to 64 times"),
+            (values(9, 256, torch.float32), r"float32 \[9, 256\]; must be float16 or bfloat16 of 1 to 64 times"),
             (values(9, 512), r"w0: x is torch.float16 \[9, 512\]; must be float16 or bfloat16 of 1 to 64 times 256"),
             (values(65, 256), r"w0: x is torch.float16 \[65, 256\]"),
         ):  # fmt: skip

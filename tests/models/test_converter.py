@@ -107,7 +107,7 @@ def test_older_configs_and_names_give_the_same_file(name: str, tmp_path: Path) -
             config, write_checkpoint({**golden, "checkpoint": {}}, tmp_path / str(len(names))), names
         )
         keys = {key: entry.value for key, entry in outline.metadata.items() if key.startswith(golden["arch"])}
-        return keys, [(t.name, t.shape, t.type, [p.shape for p in t.parts]) for t in outline.tensors]
+        return keys, [(t.name, t.shape, t.fixed_type, [p.shape for p in t.parts]) for t in outline.tensors]
 
     names = golden["checkpoint"]
     older: dict[str, list[int]] = {"rotary_emb.inv_freq": [2]}

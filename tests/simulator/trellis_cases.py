@@ -68,7 +68,7 @@ def test_a_layer_on_the_device_multiplies_as_on_the_cpu():
     assert gpu.to("cpu") is layer
     with pytest.raises(BridgeError, match=r"x has shape \[2, 191\]"):
         gpu.matmul(x[:2, :191])
-    with pytest.raises(BridgeError, match="floats on cpu are wanted"):
+    with pytest.raises(BridgeError, match="must be floats on cpu"):
         gpu.matmul(x.numpy())
 
 

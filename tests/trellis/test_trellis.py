@@ -121,7 +121,7 @@ def test_a_path_comes_back_from_its_bits(k, v, bits, seed):
 
 
 def test_words_of_another_size_are_refused():
-    with pytest.raises(BridgeError, match="sizes are another model's"):
+    with pytest.raises(BridgeError, match="sizes belong to another model"):
         BitshiftCodebook().unpack_trellis(np.zeros((2, 31), np.int16), 256)
 
 
@@ -288,7 +288,7 @@ def test_every_target_of_this_machine_gives_the_same_product(target, monkeypatch
         (lambda a: a | {"td_x": 48}, "are not whole"),
         (lambda a: a | {"SV": a["SV"] * np.nan}, "SV holds NaN"),
         (lambda a: a | {"input": np.zeros((2, 255), np.float32)}, "x has shape [2, 255]"),
-        (lambda a: a | {"input": np.zeros((2, 256), int)}, "an array of floats is wanted"),
+        (lambda a: a | {"input": np.zeros((2, 256), int)}, "must be an array of floats"),
     ],
 )
 def test_products_of_what_does_not_fit_are_refused_in_one_line(change, said):

@@ -72,8 +72,7 @@ def _round32(v: Any, sub: int, factor: int | None, x: Any, q: Any, d_at: Any, su
     Floats as integers are ordered by magnitude, NaN above infinity: a block with either gets d = NaN.
     """
     b = v.builder
-    integers = ir.VectorType(_I32, _GROUP)
-    floats = ir.VectorType(_F32, _GROUP)
+    integers, floats = ir.VectorType(_I32, _GROUP), ir.VectorType(_F32, _GROUP)
 
     def splat(scalar: ir.Value, kind: ir.VectorType) -> ir.Value:
         first = b.insert_element(ir.Constant(kind, ir.Undefined), scalar, ir.Constant(_I32, 0))
@@ -189,20 +188,12 @@ def _copy(x, columns, out):
 def quantizer(name: str, compile: Callable[..., Any] = kernel) -> Any:
     """The compiled `quantize(x, columns, out)` of a type. Shared by types whose records are alike."""
     block = TYPES[name]
-    kind = f"{block.size}_{block.sum_span}_{block.lift}_{int(block.has_min)}"
-    return specialize(
-        _quantize,
-        kind,
-        compile,
-        size=block.size,
-        sub=block.sum_span,
-        subs=block.size // block.sum_span,
-        round32=_round32_intrinsic(block.sum_span, None if block.has_min else -block.lift),
-        record=record_of(block).nbytes,
-        sums_at=record_of(block).sums_at,
-        d_at=record_of(block).d_at,
-        mins=block.has_min,
-    )
+    record, span = record_of(block), block.sum_span
+    kind = f"{block.size}_{span}_{block.lift}_{int(block.has_min)}"
+    sizes = {"size": block.size, "sub": span, "subs": block.size // span, "record": record.nbytes}
+    places = {"sums_at": record.sums_at, "d_at": record.d_at}
+    round32 = _round32_intrinsic(span, None if block.has_min else -block.lift)
+    return specialize(_quantize, kind, compile, round32=round32, mins=block.has_min, **sizes, **places)
 
 
 @cache

@@ -151,10 +151,6 @@ def record_bytes(type: str, columns: int, integer: bool) -> int:
 def quantize_function(type: str, integer: bool) -> Any:
     """The CFunc that makes tokens' records for a type."""
     block = TYPES[type]
-    return c_function(
-        _quantize,
-        "_".join(str(int(part)) for part in record_kind(type, integer)),
-        fill=(quantizer if integer else copier)(type),
-        size=block.size,
-        record=record_of(block).nbytes if integer else float_record(block),
-    )
+    kind = "_".join(str(int(part)) for part in record_kind(type, integer))
+    fill = (quantizer if integer else copier)(type)
+    return c_function(_quantize, kind, fill=fill, size=block.size, record=record_bytes(type, block.size, integer))

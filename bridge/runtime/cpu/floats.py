@@ -61,8 +61,7 @@ def _dot(kind: str) -> Any:
             def pair(index, lanes):
                 at = builder.add(weights, builder.mul(index, _I64(SIZES[kind])))
                 value = builder.inttoptr(
-                    builder.add(x, builder.mul(index, _I64(4))),
-                    (vector if lanes > 1 else _F32).as_pointer(),
+                    builder.add(x, builder.mul(index, _I64(4))), (vector if lanes > 1 else _F32).as_pointer()
                 )
                 return _widened(builder, kind, at, lanes), builder.load(value, align=4)
 

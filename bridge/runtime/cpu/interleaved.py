@@ -49,6 +49,7 @@ _AHEAD = {"znver5": ((2048, 8192), 1)}
 _AHEAD_ELSEWHERE = ((4096, 8192, 16384), 2)
 _TILE = 1 << 18  # bytes
 _SIGNATURE = types.void(*[types.int64] * 9)
+_MadeOf = tuple[ModuleType, int, vectors.Body]  # what `vectors.intrinsics` takes first
 
 
 def _rows(weights, x, y, blocks, stride, tokens, y_stride, first, last):
@@ -69,9 +70,8 @@ def _rows(weights, x, y, blocks, stride, tokens, y_stride, first, last):
                 store(totals, y + t * columns * y_stride + group * lanes * 4, y_stride)
 
 
-def _scope(
-    name: str, target: str, width: int, integer: bool
-) -> tuple[dict[str, int], tuple[ModuleType, int, vectors.Body]]:
+def _scope(name: str, target: str, width: int, integer: bool) -> tuple[dict[str, int], _MadeOf]:
+    """The sizes that a kernel is specialized with, and what its vector functions are made of."""
     block = TYPES[name]
     module = targets.module(target)
     layout = PackedLayout(block, module.LANES)
@@ -80,13 +80,9 @@ def _scope(
     def body(v: Any, totals: list[Any], weights: Any, halves: Any, x: Any) -> list[Any]:
         return multiply(v, layout, totals, weights, halves, x)
 
-    sizes = {
-        "columns": width,
-        "lanes": module.LANES,
-        "record": record_of(block).nbytes if integer else float_record(block),
-        "block_bytes": layout.block_bytes,
-        "halves_bytes": layout.halves_bytes,
-    }
+    record = record_of(block).nbytes if integer else float_record(block)
+    sizes = {"columns": width, "lanes": module.LANES, "record": record}
+    sizes |= {"block_bytes": layout.block_bytes, "halves_bytes": layout.halves_bytes}
     return sizes, (module, width, body)
 
 

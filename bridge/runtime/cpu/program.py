@@ -9,7 +9,6 @@ row groups that shrink, so that few begin with memory that nobody fetched ahead,
 to be waited for: 5% faster from memory than the pool's own even chunks.
 """
 
-from collections.abc import Sequence
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -50,10 +49,9 @@ class Program:
         self._table = None
         return len(self._rows) - 1
 
-    def resize(self, calls: Sequence[int], items: int, shared: bool) -> None:
-        """Give calls another number of items."""
-        for number in calls:
-            self._rows[number][ITEMS:] = items, int(shared)
+    def resize(self, call: int, items: int, shared: bool) -> None:
+        """Give a call another number of items."""
+        self._rows[call][ITEMS:] = items, int(shared)
         self._table = None
 
     def keep(self, *objects: Any) -> None:

@@ -279,15 +279,10 @@ def _repack(raw, first, last, stride, codes_from, out):
 @cache
 def moves(name: str, lanes: int) -> dict[str, Any]:
     """`move` and `fetch` of a type, and the sizes of its blocks."""
-    layout = PackedLayout(TYPES[name], lanes)
-    return {
-        "move": _mover(name, lanes),
-        "fetch": _fetcher(lanes * layout.block.nbytes),
-        "lanes": lanes,
-        "nbytes": layout.block.nbytes,
-        "halves_bytes": layout.halves_bytes,
-        "block_bytes": layout.block_bytes,
-    }
+    layout, nbytes = PackedLayout(TYPES[name], lanes), TYPES[name].nbytes
+    sizes = {"lanes": lanes, "nbytes": nbytes}
+    sizes |= {"halves_bytes": layout.halves_bytes, "block_bytes": layout.block_bytes}
+    return {"move": _mover(name, lanes), "fetch": _fetcher(lanes * nbytes), **sizes}
 
 
 @cache

@@ -124,28 +124,15 @@ def _dequantize(raw, y):
 
 
 def _scope(block: BlockType) -> dict[str, Any]:
-    return {
-        "unpack": from_plain(block.unpack, inlined),
-        "size": block.size,
-        "sub": block.sub,
-        "subs": block.subs,
-        "nbytes": block.nbytes,
-        "run": block.sum_span,
-        "runs": block.size // block.sum_span,
-        "zero": np.int32(block.zero),
-        "lift": np.int32(block.lift),
-        "no_scale": np.int32(block.no_scale),
-        "record": record_of(block).nbytes,
-        "sums_at": record_of(block).sums_at,
-        "x_at": record_of(block).d_at,
-        "d_at": block.d_at,
-        "dmin_at": block.dmin_at,
-        "mins": block.has_min,
-        "is_k": block.is_k,
-        "tabled": bool(block.values),
-        "values": np.array(block.values, np.int8),
+    same = ("size", "sub", "subs", "nbytes", "d_at", "dmin_at", "is_k")
+    record = record_of(block)
+    return {name: getattr(block, name) for name in same} | {
+        "unpack": from_plain(block.unpack, inlined), "run": block.sum_span, "runs": block.size // block.sum_span,
+        "zero": np.int32(block.zero), "lift": np.int32(block.lift), "no_scale": np.int32(block.no_scale),
+        "record": record.nbytes, "sums_at": record.sums_at, "x_at": record.d_at, "mins": block.has_min,
+        "tabled": bool(block.values), "values": np.array(block.values, np.int8),
         "scales": np.array(block.scales, np.float32),
-    }
+    }  # fmt: skip
 
 
 @cache

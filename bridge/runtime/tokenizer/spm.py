@@ -7,7 +7,9 @@ into words before, and words are remembered, where no token has a space after it
 
 import re
 from collections.abc import Iterator, Sequence
+from functools import lru_cache
 from heapq import heapify, heappop, heappush
+from itertools import chain
 
 from bridge.errors import BridgeError
 
@@ -36,7 +38,7 @@ class SentencePiece:
         self._prefix = prefix
         crossing = re.compile(f"[^{SPACE}]{SPACE}")
         self._words = not any(crossing.search(text) for text in tokens)
-        self._known: dict[str, list[int]] = {}
+        self._known = lru_cache(_REMEMBERED)(self._join)
 
     def encode(self, text: str, after_special: bool) -> list[int]:
         text = text.replace(" ", SPACE)
@@ -44,15 +46,8 @@ class SentencePiece:
             text = SPACE + text
         if not self._words:
             return self._join(text)
-        ids: list[int] = []
-        for word in _words(text):
-            found = self._known.get(word)
-            if found is None:
-                found = self._join(word)
-                if len(self._known) < _REMEMBERED:
-                    self._known[word] = found
-            ids += found
-        return ids
+        words = re.finditer(f"{SPACE}+[^{SPACE}]*|[^{SPACE}]+", text)  # cut before every run of spaces
+        return list(chain.from_iterable(self._known(word[0]) for word in words))
 
     def piece(self, text: str) -> bytes:
         return text.replace(SPACE, " ").encode("utf-8")
@@ -88,11 +83,7 @@ class SentencePiece:
             if before[left] >= 0:
                 for entry in candidate(before[left], left):
                     heappush(heap, entry)
-        ids: list[int] = []
-        for symbol in symbols:
-            if symbol:
-                ids += self._ids_of(symbol)
-        return ids
+        return list(chain.from_iterable(self._ids_of(symbol) for symbol in symbols if symbol))
 
     def _ids_of(self, symbol: str) -> list[int]:
         if symbol in self._tokens:
@@ -103,8 +94,3 @@ class SentencePiece:
 def byte_of_token(text: str) -> int | None:
     """The byte that a token of type BYTE stands for: 10 for <0x0A>; None for other spellings."""
     return int(text[3:5], 16) if re.fullmatch(r"<0x[0-9A-Fa-f]{2}>", text) else None
-
-
-def _words(text: str) -> Iterator[str]:
-    """A text cut before every run of spaces."""
-    return (match[0] for match in re.finditer(f"{SPACE}+[^{SPACE}]*|[^{SPACE}]+", text))

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 import bridge
+from bridge.conversion.checkpoint_outline import outline_of
 from bridge.conversion.importance import Importance
-from bridge.conversion.planner import outline_of
 from bridge.conversion.verify import failures, verify
 from bridge.errors import BridgeError
 from scripts.peers.llama_cpp import LlamaCpp

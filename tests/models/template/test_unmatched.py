@@ -174,7 +174,7 @@ def test_a_file_that_is_no_template_is_refused_in_one_line(content, message, mod
 
 
 def test_pre_and_template_exclude_each_other(tmp_path):
-    with pytest.raises(BridgeError, match="--pre and --template"):
+    with pytest.raises(BridgeError, match="pre and template: the tokenizer is"):
         bridge.convert(CHECKPOINT, tmp_path / "m.gguf", template=tmp_path / "t.gguf", pre="qwen2")
 
 

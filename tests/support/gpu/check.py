@@ -166,7 +166,7 @@ def small_check(right: bool = True) -> Iterator[Products]:
     """
     from bridge.cuda import bench, matvec_shape
 
-    every, load = matvec_shape.configurations, bridge.Model.load
+    every, load = matvec_shape.shapes_to_try, bridge.Model.load
     computed = Products()
 
     def loaded(path: Any, device: str = "cpu", **options: Any) -> Any:
@@ -196,7 +196,7 @@ def small_check(right: bool = True) -> Iterator[Products]:
             (synthetic.SyntheticFile, "HEADS", 4), (synthetic.SyntheticFile, "KV_HEADS", 2),
             (synthetic.SyntheticFile, "LAYERS", 2), (synthetic.SyntheticFile, "VOCAB", 96),
             (bench, "LARGE", (8, 512)), (bench, "_READ", 1 << 23), (bench, "_WARM", 0), (bench, "ROUNDS", 1),
-            (bench, "LAUNCHES", 2), (matvec_shape, "configurations", lambda *given: every(*given)[:2]),
+            (bench, "LAUNCHES", 2), (matvec_shape, "shapes_to_try", lambda *given: every(*given)[:2]),
             (bridge.Model, "load", loaded), (device.Launches, "run", _only_checked),
         ):  # fmt: skip
             stack.enter_context(mock.patch.object(owner, name, value))
