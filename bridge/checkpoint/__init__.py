@@ -6,16 +6,13 @@
 
 Opening reads configs and headers only. Reading is thread-safe, into memory of its own. Read `grouped` first, the form
 that all formats are brought to. files/ finds and reads tensors, labels/ tells the format, formats/ has a reader for
-each, repack/ rewrites GPTQ's zero points. `by_name` also downloads from the Hub.
+each, repack/ rewrites GPTQ's zero points. `files.hub` also downloads from the Hub.
 """
-
-from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from types import TracebackType
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 
@@ -52,6 +49,8 @@ class Checkpoint:
     files     the files that hold them
     nbytes    of all tensors
     notes     contradictions between labels and data that concern the whole checkpoint
+    reader    the format's; None if all tensors are floats
+    store     the stored tensors
     """
 
     def __init__(
@@ -59,29 +58,25 @@ class Checkpoint:
     ) -> None:
         self.path = path
         self.home = home or path
-        self.config = config
-        self.quant = quant
-        self._store = store
-        self._reader: Reader | None = None
-        if quant.method is not None:
-            self._reader = READERS[quant.method](store, quant)
-        self.modules: dict[str, ModuleInfo] = self._reader.modules if self._reader else {}
-        self._floats = self._reader.floats if self._reader else {}
-        self.format = self._reader.format if self._reader else "float"
+        self.config, self.quant, self.store = config, quant, store
+        self.reader: Reader | None = None if quant.method is None else READERS[quant.method](store, quant)
+        self.modules: dict[str, ModuleInfo] = self.reader.modules if self.reader else {}
+        self._floats = self.reader.floats if self.reader else {}
+        self.format = self.reader.format if self.reader else "float"
         self.files = store.files
         self.nbytes = sum(info.nbytes for info in store.tensors.values())
         self.tensors: dict[str, TensorInfo] = {}
-        owned = self._reader.owned() if self._reader else set()
+        owned = self.reader.owned() if self.reader else set()
         left_out, unknown = set(), []
         for name, info in store.tensors.items():
             part = name.rpartition(".")[2]
             if name in owned:
                 pass
-            elif self._reader and part in ACTIVATIONS:
+            elif self.reader and part in ACTIVATIONS:
                 left_out.add(part)
             elif info.floating:
                 self.tensors[name] = info
-            elif not (self._reader and part in self._reader.settings):
+            elif not (self.reader and part in self.reader.settings):
                 unknown.append(name)
             codes = part in _CODES or (part == "weight" and not info.floating)
             small = info.dtype in FLOAT8 and name not in self._floats
@@ -89,7 +84,7 @@ class Checkpoint:
                 raise self._unlabelled(info)
         self._lattices: dict[str, Lattice] = {}
         self.tensors |= {name: scaled.weight for name, scaled in self._floats.items()}
-        self.notes = [*quant.notes, *store.notes, *(self._reader.notes if self._reader else [])]
+        self.notes = [*quant.notes, *store.notes, *(self.reader.notes if self.reader else [])]
         if quant.method is not None and not quant.labelled:
             self.notes.append(
                 f"no config describes the quantization; by its tensors it is {quant.title}, {self.settings()}"
@@ -100,7 +95,7 @@ class Checkpoint:
         self.notes += [f"{name}: integer tensor of unknown purpose; skipped" for name in unknown]
 
     def _unlabelled(self, info: TensorInfo) -> BridgeError:
-        if self._reader:
+        if self.reader:
             return BridgeError(f"{info.file}: {info.name} is {info.dtype} without a scale; is the checkpoint complete?")
         return BridgeError(
             f"{info.file}: {info.name} is quantized, but {self.home / 'config.json'} has no quantization_config "
@@ -111,14 +106,14 @@ class Checkpoint:
         """The hidden grids that rows of float matrices lie on, by module."""
         found = {}
         for name, info in self.tensors.items():
-            if name.endswith(".weight") and name not in self._floats and (grid := find_lattice(self._store, info)):
+            if name.endswith(".weight") and name not in self._floats and (grid := find_lattice(self.store, info)):
                 found[name.removesuffix(".weight")] = grid
         return found
 
     def _take_lattices(self) -> None:
         """Make every matrix that lies on such a grid a module of codes, with a note."""
         for name, grid in self.find_lattices().items():
-            if grid.read(self._store, name) is not None:
+            if grid.read(self.store, name) is not None:
                 info = self.tensors.pop(grid.weight.name)
                 self._lattices[name] = grid
                 self.modules[name] = ModuleInfo(
@@ -129,7 +124,7 @@ class Checkpoint:
     def settings(self) -> str:
         """Bits and group sizes of the modules in words, with counts where they differ."""
         modules = self.modules.values()
-        if isinstance(self._reader, TrellisReader):
+        if isinstance(self.reader, TrellisReader):
             return counted(f"trellis codes of {m.bits} bits" for m in modules)
         rows = sum(m.group_size >= m.shape[1] for m in modules)
         sizes = counted(f"groups of {m.group_size}" for m in modules if m.group_size < m.shape[1])
@@ -142,9 +137,9 @@ class Checkpoint:
         Raises KeyError for a name that is not in `modules`, BridgeError for damaged data and other formats.
         """
         self.modules[name]
-        if not isinstance(self._reader, TrellisReader):
+        if not isinstance(self.reader, TrellisReader):
             raise BridgeError(f"{name}: is {self.format}, not trellis codes; read_module reads it")
-        return self._reader.layer(name)
+        return self.reader.layer(name)
 
     def read_module(self, name: str, rows: np.ndarray | None = None) -> CodedTensor:
         """A quantized linear layer, or some of its rows (int64, ascending) without its bias. Thread-safe.
@@ -155,14 +150,11 @@ class Checkpoint:
         """
         self.modules[name]
         if name in self._lattices:
-            return self._read_lattice(name, rows)
-        assert self._reader is not None  # as there are modules
-        return self._reader.read(name, rows)
-
-    def _read_lattice(self, name: str, rows: np.ndarray | None = None) -> CodedTensor:
-        found = self._lattices[name].read(self._store, name, rows)
-        assert found is not None  # all of it was looked at when it was taken
-        return found
+            found = self._lattices[name].read(self.store, name, rows)
+            assert found is not None  # the whole matrix was checked when it was taken
+            return found
+        assert self.reader is not None  # as there are modules
+        return self.reader.read(name, rows)
 
     def read_float(self, name: str, rows: tuple[int, int] | None = None) -> np.ndarray:
         """float32 of a tensor, or of its rows start..stop alone, which are all that is read. Thread-safe.
@@ -170,7 +162,7 @@ class Checkpoint:
         8-bit floats come with their scales applied.
         """
         scaled = self._floats.get(name)
-        return scaled.read(self._store, rows) if scaled else self._store.read_float(name, rows)
+        return scaled.read(self.store, rows) if scaled else self.store.read_float(name, rows)
 
     def stored_as(self, name: str) -> str:
         """The dtype of a tensor in words, with the layout of its scales where it has any."""
@@ -178,30 +170,20 @@ class Checkpoint:
 
     def tensor_scales(self, name: str) -> dict[str, float]:
         """See `Reader.tensor_scales`."""
-        return self._reader.tensor_scales(name) if self._reader and name not in self._lattices else {}
+        return self.reader.tensor_scales(name) if self.reader and name not in self._lattices else {}
 
     def group_order(self, name: str) -> np.ndarray | None:
         """int32 [in]: the group of each column, or None where groups are consecutive. Reads g_idx alone."""
-        return self._reader.group_order(name) if self._reader and name not in self._lattices else None
-
-    @property
-    def reader(self) -> Reader | None:
-        """The format's reader; None where all tensors are floats."""
-        return self._reader
-
-    @property
-    def store(self) -> Store:
-        """The stored tensors."""
-        return self._store
+        return self.reader.group_order(name) if self.reader and name not in self._lattices else None
 
     def close(self) -> None:
         """Close the files."""
-        self._store.close()
+        self.store.close()
 
-    def __enter__(self) -> Checkpoint:
+    def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 

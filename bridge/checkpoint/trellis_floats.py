@@ -1,9 +1,7 @@
 """Weights that came as codes no block type has a place for: floats, with the noise that coding them made."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field, replace
-from typing import ClassVar
+from typing import ClassVar, Self
 
 import numpy as np
 
@@ -46,6 +44,6 @@ class DecodedTensor(CodedTensor):
         kept = float(np.square(self.weights, dtype=np.float64).sum())
         return self.distortion * kept / (1 - self.distortion)
 
-    def take_columns(self, order: np.ndarray) -> DecodedTensor:
+    def take_columns(self, order: np.ndarray) -> Self:
         """Permute the columns."""
         return replace(self, weights=np.ascontiguousarray(self.weights[:, order]))

@@ -9,8 +9,7 @@ from pathlib import Path
 import gguf
 
 from bridge.checkpoint import Checkpoint, GroupedTensor, counted, lattice_notes
-from bridge.checkpoint.by_name import open_by_name
-from bridge.checkpoint.files.hub import kind_of
+from bridge.checkpoint.files.hub import kind_of, open_by_name
 from bridge.checkpoint.formats.fp4 import Fp4Tensor
 from bridge.checkpoint.formats.fp8 import FLOAT8
 from bridge.checkpoint.trellis_floats import DecodedTensor

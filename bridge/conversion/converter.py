@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from bridge.checkpoint import Checkpoint
-from bridge.checkpoint.by_name import open_by_name
+from bridge.checkpoint.files.hub import open_by_name
 from bridge.conversion.calibrate_plan import quantize_planned
 from bridge.conversion.executor import Executor
 from bridge.conversion.gguf_writer import GGUFOutput

@@ -6,9 +6,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from bridge.checkpoint.by_name import open_by_name
 from bridge.checkpoint.files.dtypes import torch_dtype
-from bridge.checkpoint.files.hub import model_name
+from bridge.checkpoint.files.hub import model_name, open_by_name
 from bridge.conversion.calibrate_plan import LayerTarget, quantize_layers
 from bridge.conversion.paths import layers_of
 from bridge.errors import BridgeError

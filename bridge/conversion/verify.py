@@ -16,7 +16,7 @@ import gguf
 import numpy as np
 
 from bridge.blocks import TYPES
-from bridge.checkpoint.by_name import open_by_name
+from bridge.checkpoint.files.hub import open_by_name
 from bridge.conversion.checkpoint_outline import outline_of
 from bridge.conversion.part_reader import PartReader
 from bridge.conversion.report import AS_IS, FLOAT, Outcome, Report, TensorReport, carried_outcome, lost_codes

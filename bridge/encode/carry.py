@@ -8,19 +8,18 @@ Four families (see `bridge.blocks.base`):
              codes as they are, d = s, m = -s * z                    Q4_1, Q5_1
     floats   4-bit floats and their scales as they are               MXFP4, NVFP4
 
-Where codes are shifted, a fractional zero point is rounded, and what that costs is counted. The affine types'
-scale codes have no sign, d has: groups whose scale has the other sign are mirrored (q -> 2^bits - 1 - q), which
-changes no weight. Which sign that is, is free: the fit takes the one with which it comes closer.
+If codes are shifted, fractional zero points are rounded, and the cost is counted. The affine types' scale codes have no
+sign, but d has one: groups whose scale has the other sign are mirrored (q -> 2^bits - 1 - q), which changes no weight.
+The fit tries both signs of d and takes the closer one.
 
-A type can carry a tensor when its sub-blocks do not straddle groups, its codes are wide enough and the
-shifted codes fit. Q8_0 alone makes do where some blocks do not fit (8-bit asymmetric): in those the few codes
-that leave it are clipped, or all are requantized to 127 steps, whichever is closer; what is not kept is counted.
+A type can carry a tensor if its sub-blocks do not straddle groups, its codes are wide enough and the shifted codes fit.
+Q8_0 also accepts tensors of which some blocks do not fit (8-bit asymmetric): there the few codes beyond its range are
+clipped, or all are requantized to 127 steps, whichever is closer; codes that are not kept are counted.
 """
-
-from __future__ import annotations
 
 import operator
 from dataclasses import astuple, dataclass, replace
+from typing import Self
 
 import numpy as np
 
@@ -64,13 +63,13 @@ class Fidelity:
         """Squared error over the checkpoint's own expected quantization noise."""
         return self.error / self.noise if self.noise else (float("inf") if self.error else 0.0)
 
-    def __add__(self, other: Fidelity) -> Fidelity:
-        return Fidelity(*map(operator.add, astuple(self), astuple(other)))
+    def __add__(self, other: Self) -> Self:
+        return type(self)(*map(operator.add, astuple(self), astuple(other)))
 
 
 @dataclass(frozen=True)
 class Mapped:
-    """A tensor as GGUF blocks: `data` uint8 [out, row bytes]; `reason`: why codes were lost, where some were."""
+    """A tensor as GGUF blocks: `data` uint8 [out, row bytes]; `reason`: why codes were lost, if some were."""
 
     block: BlockType
     data: np.ndarray
@@ -91,7 +90,7 @@ def sub_block_groups(t: CodedTensor, sub: int) -> np.ndarray | None:
 
 
 def obstacle(t: CodedTensor, block: BlockType) -> str | None:
-    """Why `block` cannot carry the codes of `t`, as far as shapes tell; None where they show no reason."""
+    """Why `block` cannot carry the codes of `t`, judged by shapes; None if they show no reason."""
     if t.obstacle:
         return t.obstacle
     columns = t.shape[1]
@@ -102,9 +101,9 @@ def obstacle(t: CodedTensor, block: BlockType) -> str | None:
             return "act-order groups are scattered over the columns"
         return f"groups of {t.group_size} do not hold whole sub-blocks of {block.sub}"
     if isinstance(t, Fp4Tensor):
-        return None if t.kind == block.name else f"{t.kind}'s 4-bit floats are no steps of {block.name}"
+        return None if t.kind == block.name else f"{t.kind}'s 4-bit floats are not {block.name}'s"
     if not isinstance(t, GroupedTensor) or block.scales:
-        return f"integer codes are no floats of {block.name}"
+        return f"integer codes are not {block.name}'s floats"
     if block.zero == 0 and 2**t.bits > block.levels:
         return f"{t.bits}-bit codes do not fit in {block.name}'s 0..{block.levels - 1}"
     if block.zero:
@@ -117,18 +116,18 @@ def obstacle(t: CodedTensor, block: BlockType) -> str | None:
 
 
 def fractional(zeros: np.ndarray) -> bool:
-    """Whether a zero point is no integer."""
+    """Whether any zero point is not an integer."""
     return not np.array_equal(zeros, np.rint(zeros))
 
 
 def _one_power_of_two(zeros: np.ndarray, block: BlockType) -> bool:
-    """Whether mn = sc and dmin = d * z hold all zero points exactly: a z that no half is rounded by."""
+    """Whether mn = sc and dmin = d * z hold all zero points exactly: one z, whose product with a half is a half."""
     z = float(zeros.flat[0])
     return block.scale_hi <= block.min_hi and z in (0, 1, 2, 4, 8, 16, 32, 64, 128) and bool((zeros == z).all())
 
 
 def mirrored_to_fit(t: GroupedTensor, block: BlockType) -> GroupedTensor:
-    """The tensor with its codes as the block can hold them: Q2_0 reaches from -1 to 2, symmetric 2 bits from -2 to 1.
+    """The tensor with codes mirrored if the block needs that: Q2_0 holds -1 to 2, symmetric 2 bits are -2 to 1.
 
     Mirrored codes (q -> 3 - q, with -s) are the same weights.
     """
@@ -138,9 +137,9 @@ def mirrored_to_fit(t: GroupedTensor, block: BlockType) -> GroupedTensor:
 
 
 def stored_codes(t: CodedTensor, block: BlockType, raw: np.ndarray, rows: slice = slice(None)) -> np.ndarray:
-    """int16 [rows, in]: the codes that the blocks uint8 [rows, row bytes] hold if they are those of some rows of `t`.
+    """int16 [rows, in]: the codes of some rows of `t` as blocks uint8 [rows, row bytes] would hold them.
 
-    That is: mirrored where d's sign says so, or less their zero points.
+    That is, mirrored if d's sign says so, or less their zero points.
     """
     if not isinstance(t, GroupedTensor):
         return t.codes[rows].astype(np.int16)
@@ -157,7 +156,7 @@ def stored_codes(t: CodedTensor, block: BlockType, raw: np.ndarray, rows: slice 
 
 
 def _mixes_signs(t: GroupedTensor, block: BlockType) -> bool:
-    """Whether scales of both signs meet in a superblock of an affine K-quant."""
+    """Whether a superblock of an affine K-quant would have scales of both signs."""
     if not (block.is_k and block.has_min) or not (t.scales < 0).any() or obstacle(t, block):
         return False
     negative = (t.scales < 0)[:, sub_block_groups(t, block.sub)].reshape(-1, block.subs)
@@ -214,7 +213,7 @@ def carry(t: CodedTensor, block: BlockType, rows: slice = slice(None)) -> Mapped
             q = stored[:m]
             bad = shift_codes(part[0], part[2], group, block.sub, block.zero, block.levels, q)
             if bad and block.clips:
-                lost += _requantize_q8_0(*part, q, d[:m], sums)
+                lost += _requantize_q8_0(part, q, d[:m], sums)
             elif bad:
                 reason = f"codes less their zero points do not fit in {block.name}'s {block.levels} codes"
                 raise CannotCarryError(t.name, reason)
@@ -224,7 +223,7 @@ def carry(t: CodedTensor, block: BlockType, rows: slice = slice(None)) -> Mapped
 
 
 def _carry_floats(t: Fp4Tensor, block: BlockType, rows: slice) -> Mapped:
-    """4-bit floats and their scales, bit for bit; the scale of the whole tensor is kept beside it."""
+    """4-bit floats and their scales, bit for bit; the scale of the whole tensor is a tensor of its own."""
     codes, scales = (np.ascontiguousarray(x[rows]) for x in (t.codes, t.scales))
     out, columns = codes.shape
     data = np.empty((out, row_bytes(block, columns)), np.uint8)
@@ -237,20 +236,14 @@ def _carry_floats(t: Fp4Tensor, block: BlockType, rows: slice) -> Mapped:
     return Mapped(block, data, Fidelity(out * columns, 0.0, signal, part.noise(), out * columns))
 
 
-def _requantize_q8_0(
-    codes: np.ndarray,
-    scales: np.ndarray,
-    zeros: np.ndarray,
-    group: np.ndarray,
-    q: np.ndarray,
-    d: np.ndarray,
-    sums: np.ndarray,
-) -> int:
-    """The blocks whose codes less their zero points leave -128..127: see the module's head.
+def _requantize_q8_0(part: tuple[np.ndarray, ...], q: np.ndarray, d: np.ndarray, sums: np.ndarray) -> int:
+    """Correct the blocks whose codes less their zero points leave -128..127, as the module's head says.
 
-    q uint8 [rows, in], d float32 [rows, blocks], sums [3]: as if they had room, in; mended, out. Returns how many
-    codes are not kept.
+    part  codes, scales, zeros and group of some rows
+
+    q uint8 [rows, in], d float32 [rows, blocks] and sums [3] are changed in place. Returns how many codes are not kept.
     """
+    codes, scales, zeros, group = part
     runs = codes.reshape(*d.shape, 32)
     whole = np.rint(zeros)[:, group]
     at = np.nonzero((runs.min(-1) - whole < -128) | (runs.max(-1) - whole > 127))

@@ -1,9 +1,9 @@
-"""The search over d: which code the largest scale (or min) of a superblock gets.
+"""The search over d, that is, over the code of the largest scale (or min) of a superblock.
 
-Giving the largest scale s_max the code c makes d = s_max / c and all other codes; least squares refines d,
-and the error is taken after d is rounded to a half. So a d that would be subnormal loses to one with smaller
-codes, and exact solutions (error 0) are found as such. The loops run over candidates innermost, so that they
-vectorize; see `bridge.encode.carry_fit` for units and weights.
+If the largest scale s_max gets the code c, d = s_max / c determines all other codes; least squares refines d, and the
+error is computed after d is rounded to a half. So a d that would be subnormal loses to one with smaller codes, and
+exact solutions have the error 0. Candidates are the innermost loops, so that they vectorize; for units and weights see
+`bridge.encode.carry_fit`.
 """
 
 import numpy as np
@@ -34,19 +34,18 @@ def _skipped(top, hi):
 
 @inlined
 def candidates(units, value, weight, hi, cand_d, cand_e, num, den):
-    """For each of STARTS codes of the largest value, fractions among them: d (a half) and the error of all values.
+    """For each of STARTS codes of the largest value, including fractions: d (a half) and the error of all values.
 
     units     how many units
-    value, weight   float32 [units]: scales or mins, which negative ones get the code 0; weights of squared errors
+    value, weight   float32 [units]: scales or mins (negative ones get the code 0); weights of squared errors
     hi        the largest code
     cand_d, cand_e   float32 [STARTS], out: d and sum weight * (d * code - value)^2
     num, den  float32 [STARTS], scratch
     returns   whether any value is positive; where none is, nothing is filled
 
-    The codes are those that the unrounded d gives: the nearest ones. Starts between whole codes find the
-    vectors of codes at which the largest value is off itself: with four values, half steps find nearly all.
-    Only the upper half of the codes is tried: twice the codes with half the d are the same values, unless d
-    falls among the subnormals. Starts are innermost, so that the loops vectorize.
+    Codes are rounded with the unrounded d. Starts between whole codes find the vectors of codes at which the largest
+    value has an error too: with four values, half steps find nearly all. Only the upper half of the codes is tried:
+    twice the codes with half the d are the same values, unless d is subnormal.
     """
     top = np.float32(0.0)
     for u in range(units):
@@ -84,10 +83,10 @@ def candidates(units, value, weight, hi, cand_d, cand_e, num, den):
 
 @inlined
 def best_candidate(errors):
-    """The index of the smallest of STARTS errors >= 0, near enough: ties within 1e-5 go to the first.
+    """The index of the smallest of STARTS errors >= 0; of errors within 1e-5 of each other, the first.
 
-    For floats >= 0 the order of the bit patterns is that of the values; with the index in the lowest
-    six bits the minimum is one integer reduction, which vectorizes.
+    Floats >= 0 have the order of their bit patterns; with the index in the lowest six bits the minimum is one integer
+    reduction, which vectorizes.
     """
     bits = errors.view(np.int32)
     best = np.int32(0x7FFFFFFF)
@@ -107,8 +106,8 @@ def fit_scaled(units, s, weight, lo, hi, d, code, ratio, num, den, skipped, best
     code         float32 [units, BATCH], out: scale codes
     ratio        float32 [units, BATCH], scratch; num .. error float32 [BATCH], scratch
 
-    The candidates are those of `candidates`; here the superblocks are innermost: a vector holds one
-    candidate of sixteen of them, and no minimum is taken across its lanes.
+    As in `candidates`, but with superblocks innermost: a vector holds one candidate of sixteen of them, so no minimum
+    is taken across its lanes.
     """
     top = best  # the largest scales, until the codes begin
     for i in range(BATCH):
@@ -129,7 +128,7 @@ def fit_scaled(units, s, weight, lo, hi, d, code, ratio, num, den, skipped, best
         d[i] = np.float32(0.0)
         best[i] = np.float32(0.0)
         error[i] = np.float32(np.inf)
-    for c in range(first + 1, hi + (2 if lo < -hi else 1)):  # the code beyond hi stands for -(hi + 1), with -d
+    for c in range(first + 1, hi + (2 if lo < -hi else 1)):  # the code beyond hi means -(hi + 1), with -d
         largest = np.float32(c)
         for i in range(BATCH):
             num[i] = np.float32(0.0)

@@ -1,34 +1,34 @@
 """Fitting a superblock's double-quantized scales to the scales and zero points of a checkpoint.
 
-The codes q stay. A *unit* is a run of sub-blocks of one superblock that lie in the same group, so they
-share a scale s and a zero point z. With the sums over the unit's weights
+The codes q are kept. A *unit* is a run of sub-blocks of one superblock that are in the same group, so they share a
+scale s and a zero point z. With the sums over the unit's weights
 
     n,   A = sum (q - z)^2,   B = sum (q - z)
 
-and what the GGUF will hold, d * sc * q - dmin * mn (d, dmin halves, sc, mn small integers), the squared
-error of the unit's weights against s * (q - z) is
+and the GGUF's values d * sc * q - dmin * mn (d, dmin halves, sc, mn small integers), the squared error of the unit's
+weights against s * (q - z) is
 
     alpha = d * sc - s                 error of the scale
     gamma = dmin * mn - d * sc * z     how far the zero point is from where it was
     E     = alpha^2 A - 2 alpha gamma B + gamma^2 n
 
-All functions work on float32: a half times a six-bit integer is exact there, and so is its distance to
-a half-precision s. Where zero points are kept exactly, `candidates.fit_scaled` does; elsewhere:
+All functions use float32, in which a half times a six-bit integer is exact, and so is its distance to a half-precision
+s. If zero points are kept exactly, `carry_candidates.fit_scaled` fits; otherwise:
 
-With the best min for each scale, a scale's error costs alpha^2 (A - B^2 / n) at least. That bound is taken for
-64 d first; then, from the least bound up, the d are given the best of 64 dmin each, until the next bound is
-above the best error found: after 2 (4-bit g128) to 9 (4-bit g64) of them. The winner is polished: neighbouring
-codes, d and dmin refitted by least squares, halves next to them.
+With the best min for each scale, a scale's error costs at least alpha^2 (A - B^2 / n). This bound is computed for 64 d;
+then, from the least bound up, each d is tried with the best of 64 dmin, until the next bound exceeds the best error:
+after 2 (4-bit g128) to 9 (4-bit g64) of them. The winner is polished: neighbouring codes, d and dmin refitted by least
+squares, neighbouring halves.
 
-W = s (q - z) is also -s (q' - z') with mirrored codes q' = top - q and z' = top - z. The mins s z' are other
-numbers than s z, and often smaller, so that dmin's steps are too: each d is tried with both, and the better
-side halves the error. Beside a search of all pairs of halves on both sides this is under 1% off for groups of 64
-and 128, 3% for 5-bit g64, and for g32 1% with 4 bits, 5% with 3 and 15% with 2 (test_carry.py has that search).
+W = s (q - z) is also -s (q' - z') with mirrored codes q' = top - q and z' = top - z. The mins s z' differ from s z and
+are often smaller, and so are dmin's steps: each d is tried with both, and the better side halves the error. Compared to
+a search of all pairs of halves on both sides the error is under 1% larger for groups of 64 and 128, 3% for 5-bit g64,
+and for g32 1% with 4 bits, 5% with 3 and 15% with 2 (test_carry.py has that search).
 
-Scratch arrays are the caller's: a kernel allocates once per call, and no view is made in the inner loops (each
-costs two atomic operations in numba, 100 ns a superblock in all). They come one by one, however long that makes the
-lists of arguments: out of a NamedTuple numba takes each array with two such operations more, and a superblock took
-5% longer with `fit_affine`'s arguments grouped so, 15% with those of the functions that it calls.
+Scratch arrays are the caller's: a kernel allocates once per call, and the inner loops make no views (each costs two
+atomic operations in numba, 100 ns a superblock in all). They are separate arguments, although the lists are long:
+unpacking a NamedTuple costs numba two more such operations for each array, and a superblock took 5% longer with
+`fit_affine`'s arguments grouped, 15% with those of the functions that it calls.
 """
 
 import numpy as np
@@ -43,8 +43,7 @@ _REFITS = 3
 
 @inner
 def _best_codes(units, s, z, n, a, b, d, dmin, hi, min_hi, sc, mn):
-    """Given d and dmin, the best pair of codes of each unit: the nearest scale code or a neighbour, with the
-    min code that suits it. Returns the error."""
+    """Each unit's best codes for d and dmin: the nearest scale code or a neighbour, and a min; returns the error."""
     total = np.float32(0.0)
     for u in range(units):
         near = np.int32(np.rint(s[u] / d))
@@ -107,7 +106,7 @@ def _neighbour(x, up):
 
 @inner
 def _polish(units, s, z, n, a, b, hi, min_hi, d, dmin, sc, mn, try_sc, try_mn):
-    """From good d and dmin to better ones: codes, least squares, codes; at last the halves next to both.
+    """Improve good d and dmin: codes, least squares, codes; at last the halves next to both.
 
     Returns the least error, with its d and dmin; sc, mn int32 [units], out: its codes.
     """

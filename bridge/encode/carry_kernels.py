@@ -19,11 +19,7 @@ _FLOAT32_STEP = 2.0**-23
 
 @inlined
 def _code_sums(codes, row, start, stop):
-    """sum q and sum q^2 of a run of codes of one row.
-
-    32-bit unsigned arithmetic and indices, and no view of the row: so that it vectorizes and touches no
-    reference count.
-    """
+    """sum q and sum q^2 of a run of codes of one row: vectorized by 32-bit unsigned arithmetic, without a view."""
     total = np.uint32(0)
     squares = np.uint32(0)
     for k in range(np.uintp(start), np.uintp(stop)):
@@ -35,8 +31,7 @@ def _code_sums(codes, row, start, stop):
 
 @inner
 def _units(group, subs, blocks):
-    """Of each superblock of a row: how many units it has, the first sub-block of each (and the end), and the
-    unit of each sub-block."""
+    """Each superblock of a row: its number of units, their first sub-blocks and the end, and each sub-block's unit."""
     count = np.zeros(blocks, np.int64)
     first = np.zeros((blocks, subs + 1), np.int64)
     unit = np.zeros((blocks, subs), np.int64)
@@ -71,11 +66,10 @@ def _moments(codes, row, start, stop, zero):
 
 @kernel
 def carry_scaled(codes, scales, zeros, group, sub, subs, lo, hi, min_hi, sc_out, mn_out, d_out, dmin_out, sums):
-    """Fit every superblock of some rows whose zero points keep by themselves.
+    """Fit every superblock of some rows whose zero points need no fitting.
 
-    That is, of a scaled type (min_hi 0), or of an affine one whose zero points are all one power of two, or 0:
-    then mn = sc and dmin = d * z hold them exactly. `group` int32 [in / sub]. sums float64 [3], added to:
-    error, signal, noise.
+    That is, of a scaled type (min_hi 0), or of an affine one whose zero points are all the same power of two, or 0:
+    mn = sc and dmin = d * z hold them exactly.
     """
     blocks = d_out.shape[1]
     count, first, unit = _units(group, subs, blocks)
@@ -138,9 +132,9 @@ def carry_scaled(codes, scales, zeros, group, sub, subs, lo, hi, min_hi, sc_out,
 def carry_affine(
     codes, scales, zeros, group, top, sub, subs, hi, min_hi, q_out, sc_out, mn_out, d_out, dmin_out, sums
 ):  # fmt: skip
-    """As `carry_scaled`, for affine types and zero points of any kind. top: the largest code, 2^bits - 1.
+    """Like `carry_scaled`, for affine types and any zero points. top: the largest code, 2^bits - 1.
 
-    q_out uint8 [rows, in]: the codes, mirrored (top less them) in groups whose scale has not d's sign.
+    q_out uint8 [rows, in]: the codes, mirrored (top - q) in groups whose scale does not have d's sign.
     """
     s = np.empty(subs, np.float32)
     z = np.empty(subs, np.float32)
@@ -262,7 +256,7 @@ def shift_codes(codes, zeros, group, sub, zero, levels, out):
 
 @kernel
 def add_shift_error(codes, scales, zeros, group, sub, sc, d, sums):
-    """What rounding the zero points of a type without a min adds: to sums[0], in place.
+    """Add the error due to rounding the zero points of a type without a min to sums[0], in place.
 
     sc int8 [rows, in / sub], or [rows, 0] for plain types; d float32 [rows, blocks].
     """

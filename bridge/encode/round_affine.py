@@ -1,16 +1,15 @@
 """Floats to affine K-quants: w = d * sc * q - dmin * mn (Q2_K, Q4_K, Q5_K).
 
-What is minimized is sum importance * (w - w')^2 itself, codes always rounded against the scales as
-stored. One superblock goes through these stages:
+Minimizes sum importance * (w - w')^2, with codes always rounded against the stored scales. Stages of one superblock:
 
-1. `_line`    per sub-block, real a and b of  w ~ a * q - b  with b >= 0: many starts, each rounding
-              codes and solving the weighted least squares for them, then alternating.
-2. `_grids`   with codes held, the error is a quadratic in (a, b): cheap to try many d and dmin and
-              to keep the few best grids for a = d * sc, b = dmin * mn.
-3. `_sweep`   on each grid: (sc, mn) move to neighbours while the exact error, codes re-rounded,
-              lessens. The best grid gets one sweep with a wide neighbourhood: with few codes or
-              uneven importance the error has many local minima.
-4. `_refit`   d and dmin by joint least squares for the codes reached, and 3 again, while it helps.
+1. `_line`    per sub-block, real a and b of  w ~ a * q - b  with b >= 0: from many starts, round codes and solve the
+              weighted least squares for them, in turn.
+2. `_grids`   with fixed codes the error is a quadratic in (a, b): it is cheap to try many d and dmin and keep the few
+              best grids for a = d * sc, b = dmin * mn.
+3. `_sweep`   on each grid, (sc, mn) move to neighbours while the exact error, with codes rounded again, falls. The best
+              grid gets one sweep with a wide neighbourhood: with few codes or uneven importance the error has many
+              local minima.
+4. `_refit`   d and dmin by joint least squares for the new codes, then 3 again, while it helps.
 """
 
 from collections.abc import Callable

@@ -5,10 +5,9 @@
 
 and the loop over blocks that all types have in common, `rows_quantizer`.
 
-All float32 over a constant trip count, for LLVM to turn into vectors: 4 ns for one error over 32
-weights with AVX-512. Two errors at a time, because LLVM unrolls a loop over 16 weights with less
-work in it before it would vectorize it. The kernels that use these pass them through `specialize`,
-with `sub`, `low` and `high` set.
+All are float32 with a constant trip count, so that LLVM vectorizes them: 4 ns for one error over 32 weights with
+AVX-512. Two errors are computed at a time, because LLVM unrolls a loop over 16 weights that does less instead of
+vectorizing it. Kernels that use these pass them through `specialize`, with `sub`, `low` and `high` set.
 """
 
 from collections.abc import Callable, Sequence

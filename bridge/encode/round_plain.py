@@ -1,7 +1,6 @@
 """Floats to plain types: w = d * (q - zero) (Q2_0, Q4_0, Q5_0, Q8_0) and w = d * q + m (Q4_1, Q5_1).
 
-As for K-quants, the error that is minimized is that of the block as stored: d and m are halves
-before any code is rounded against them.
+As for K-quants, the stored block's error is minimized: d and m are halves before any code is rounded against them.
 """
 
 from collections.abc import Callable
@@ -23,7 +22,7 @@ from bridge.encode.round_loops import (
     scaled_errors,
     scaled_fit,
     scaled_write,
-)
+)  # fmt: skip
 from bridge.system.half import round_half
 
 _ZERO = np.float32(0)
@@ -169,7 +168,7 @@ def _affine(x, w):
 
 
 def _q8_0(x, w):
-    """As `_scaled`, of a few halves: quick, as with 256 codes there is little to gain."""
+    """Like `_scaled`, with a few halves only: with 256 codes there is little to gain."""
     bottom, peak = extremes(x)
     widest = peak if peak > -bottom else bottom
     best = _INFINITY

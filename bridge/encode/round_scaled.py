@@ -1,8 +1,7 @@
 """Floats to scaled K-quants: w = d * sc * (q - zero), d and sc of either sign (Q3_K, Q6_K).
 
-The stages are those of `round_affine`, with one number less per sub-block. Codes reach one step
-further below zero than above, so both signs of a sub-block's scale are searched and kept until
-the grid decides between them.
+The stages are those of `round_affine`, with one number less per sub-block. Codes reach one step further below zero than
+above, so both signs of a sub-block's scale are searched and kept until the grid decides between them.
 """
 
 from collections.abc import Callable
@@ -89,8 +88,8 @@ def _scale(x, w, scales, j):
 def _grids(scales, tries):
     """Candidates for d and their expected errors into `tries` float32 [_TRIES, 2]; how many of them to search.
 
-    Usually the few of least expected error. But where most scales are small beside the largest, the
-    grid is coarse for them and their quadratics say little: then all are searched.
+    Usually the few of least expected error. But if most scales are much smaller than the largest, the grid is coarse
+    for them and their quadratics are unreliable: then all are searched.
     """
     largest = _ZERO
     signed = _ZERO

@@ -1,18 +1,18 @@
-"""Which block type a tensor of codes becomes, of one part or several (a layer's experts): a matrix is a stack of one.
+"""The block type of a tensor of codes, which has one part or several (a layer's experts).
 
     auto     the smallest K-quant (Q8_0 for 7 and 8 bits) that carries the codes and adds less than 1% of the
-             checkpoint's own noise; where none does, the smallest type of any kind that does. Where no type
-             carries them so closely, or at all (act-order), the smallest type that adds under 15%: in it each
-             part's codes are carried or its exact weights requantized, whichever is closer
-    exact    the smallest type whose weights are the checkpoint's, bit for bit; auto's where there is none
-    forced   a given type: codes carried where it can hold them, else requantized
-    at_most  auto's type, or a given one where that is smaller
+             checkpoint's own noise; if none does, the smallest type of any kind that does. If no type carries them so
+             closely, or at all (act-order), the smallest type that adds under 15%: each part's codes are carried or
+             its exact weights requantized, whichever is closer
+    exact    the smallest type whose weights are the checkpoint's, bit for bit; auto's if there is none
+    forced   a given type: codes are carried if it can hold them, else requantized
+    at_most  auto's type, or a given one if that is smaller
 
-Types that only some checkpoints or some builds of llama.cpp have a use for (4-bit floats, Q2_0) are tried where they
-are named, before all others.
+Types for some checkpoints or some builds of llama.cpp only (4-bit floats, Q2_0) are tried if they are named, before all
+others.
 
-A type is judged by sampled rows, and by all rows where those are too close to a limit to tell. Whether a part's codes
-are carried to a type that is given is judged in the same way (`carries`).
+A type is judged by sampled rows, and by all rows if those are too close to a limit. So is whether a part's codes are
+carried to a given type (`carries`).
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -40,7 +40,7 @@ ReadParts = Callable[[bool], Parts]
 
 @dataclass(frozen=True)
 class Choice:
-    """A type, why, and the most of the checkpoint's noise that it may add (None: whatever it adds)."""
+    """A type, the reason, and the share of the checkpoint's noise that it may add (None: any)."""
 
     type: str
     reason: str
@@ -129,7 +129,7 @@ def carry_part(t: CodedTensor, block: BlockType, importance: np.ndarray | None =
 
 
 def carriers(tensors: Sequence[CodedTensor], extra_types: Sequence[BlockType] = ()) -> Iterator[BlockType]:
-    """The types that `auto` tries for codes, in its order, as far as shapes tell that they can hold all of these."""
+    """The types that `auto` tries for codes, in its order: those that can hold all of these, judged by shapes."""
     wide = any(t.bits >= 7 for t in tensors)
     tried: set[tuple[int, ...]] = set()
     usual = sorted(BLOCKS.values(), key=lambda b: not b.last_resort if wide else not b.is_k)
@@ -149,7 +149,7 @@ def requantizers(columns: int) -> list[BlockType]:
 
 
 def _fits_any(t: CodedTensor, block: BlockType) -> bool:
-    """Whether a type holds whatever codes there may be about these zero points."""
+    """Whether a type holds all codes that are possible with these zero points."""
     if not isinstance(t, GroupedTensor):
         return True
     t = mirrored_to_fit(t, block)
@@ -180,10 +180,9 @@ def exact_type(t: CodedTensor) -> BlockType | None:
 
 
 def requantize(t: CodedTensor, block: BlockType, importance: np.ndarray | None = None) -> Mapped:
-    """Quantize the tensor's dequantized weights to a type; the codes are not the checkpoint's any more.
+    """Quantize the tensor's dequantized weights to a type; the checkpoint's codes are lost.
 
-    importance  float32 [in] or None: what an error in a column weighs; for act-order tensors None means
-                the order itself (`actorder_importance`).
+    importance  float32 [in]: the weight of an error in each column; None: 1, or `actorder_importance` with act-order
     """
     if importance is None and not t.sequential:
         importance = actorder_importance(t.groups())
@@ -216,8 +215,7 @@ def _carried_if_closer(t: CodedTensor, block: BlockType, importance: np.ndarray 
 
 
 def carries(read: Callable[[bool], CodedTensor], block: BlockType, importance: np.ndarray | None = None) -> bool:
-    """Whether a part's codes are carried to a given type: where they fit, unless that adds more than `CARRIED_LIMIT`
-    and requantizing comes closer.
+    """Whether a part's codes are carried to a type: if they fit and add under CARRIED_LIMIT, or requantizing adds more.
 
     read  read(sampled) returns some of the part's rows, or all of them
     """

@@ -117,10 +117,8 @@ def read_arguments(config: Config, keys: Mapping[str, Any]) -> Arguments:
     def flag(key: str) -> bool:
         return key in keys and bool(config.get(key, keys[key]))
 
-    hidden, heads = (
-        config.integer("hidden_size"),
-        config.integer("num_attention_heads", keys.get("num_attention_heads")),
-    )
+    hidden = config.integer("hidden_size")
+    heads = config.integer("num_attention_heads", keys.get("num_attention_heads"))
     kv_heads = config.integer("num_key_value_heads", keys.get("num_key_value_heads") or heads)
     head_dim = config.get("head_dim", keys.get("head_dim"))
     if head_dim is None and hidden % heads:
@@ -149,33 +147,23 @@ def read_arguments(config: Config, keys: Mapping[str, Any]) -> Arguments:
     expert_inner, shared_inner = count("moe_intermediate_size"), count("shared_expert_intermediate_size")
     window = config.integer("sliding_window") if config.get("sliding_window") else None
     width = config.side if experts and not expert_inner else config.integer
+    # if every layer has experts the dense width is unused, and some configs omit it
+    usual_width = shared_inner or expert_inner or keys.get("inner_per_hidden", 0) * hidden or None
+    inner, layers = width("intermediate_size", usual_width), config.integer("num_hidden_layers")
     return Arguments(
-        hidden=hidden,
-        # if every layer has experts the dense width is unused, and some configs omit it
-        inner=width(
-            "intermediate_size", shared_inner or expert_inner or keys.get("inner_per_hidden", 0) * hidden or None
-        ),
-        layers=config.integer("num_hidden_layers"),
-        heads=heads,
-        kv_heads=kv_heads,
-        head_dim=head_dim,
+        hidden, inner, layers, heads, kv_heads, head_dim,
         vocab=config.side("vocab_size", keys.get("vocab_size")),
         context=config.integer("max_position_embeddings", keys.get("max_position_embeddings")),
         norm_eps=config.number("rms_norm_eps", keys.get("rms_norm_eps", 1e-6)),
         tied=bool(config.get("tie_word_embeddings", keys.get("tie_word_embeddings", False))),
         rope=read_rope(config, rotated, keys.get("rope_theta", 10000.0), keys.get("truncate", True)),
-        attention_bias=flag("attention_bias"),
-        mlp_bias=flag("mlp_bias"),
+        attention_bias=flag("attention_bias"), mlp_bias=flag("mlp_bias"),
         window=window if "sliding_window" in keys else None,
         upper_window=window if flag("use_sliding_window") else None,
-        experts=experts,
-        experts_used=used,
-        expert_inner=expert_inner,
-        shared_inner=shared_inner,
-        rotated=rotated,
+        experts=experts, experts_used=used, expert_inner=expert_inner, shared_inner=shared_inner, rotated=rotated,
         qk_norm=flag("use_qk_norm"),
         leading=_leading(config, keys.get("first_k_dense_replace")),
-    )
+    )  # fmt: skip
 
 
 def _leading(config: Config, default: int | None) -> int:

@@ -42,7 +42,9 @@ def byte_level_vocabulary(data: Mapping[str, Any], added: Sequence[Added], pre: 
             notes.append(f"the tokenizer's normalizer {part['type']} is dropped: llama.cpp does not normalize text")
     if any(model.get(key) for key in ("continuing_subword_prefix", "end_of_word_suffix")):
         notes.append("the tokenizer marks parts of words, which llama.cpp's byte-level BPE does not")
-    return Vocabulary("gpt2", pre, entries, merges=merge_strings(model), unk=model.get("unk_token"), notes=notes)
+    space = "\u0120"  # a space within a token, which is not byte-level text, as the character of its byte
+    merges = [f"{left.replace(' ', space)} {right.replace(' ', space)}" for left, right in merge_pairs(model)]
+    return Vocabulary("gpt2", pre, entries, merges=merges, unk=model.get("unk_token"), notes=notes)
 
 
 def merge_pairs(model: Mapping[str, Any]) -> list[tuple[str, str]]:
@@ -56,9 +58,3 @@ def merge_pairs(model: Mapping[str, Any]) -> list[tuple[str, str]]:
     if not pairs:
         raise BridgeError("tokenizer.json: the BPE model has no merges; the file is damaged")
     return pairs
-
-
-def merge_strings(model: Mapping[str, Any]) -> list[str]:
-    """Merges as in GGUF, "a b"; a space within a token, which is not byte-level text, as the character of its byte."""
-    space = "\u0120"
-    return [f"{left.replace(' ', space)} {right.replace(' ', space)}" for left, right in merge_pairs(model)]

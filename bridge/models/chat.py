@@ -95,22 +95,19 @@ def _verify(parts: ChatParts, render: Any, bos: str) -> None:
     if parts.layout != "none":
         conversations += [[("system", _SYSTEM), *turns[:n]] for n in (1, 3, 5)]
     for messages in conversations:
-        if bos + parts.render(messages) != _with_bos(render(messages, True), bos):
+        if parts.render(messages) != render(messages, True).removeprefix(bos):
             raise NotUnderstood(f"a conversation of {len(messages)} messages is not the sum of its turns")
 
 
 def _read_parts(render: Any, bos: str) -> ChatParts:
     user, reply = _USERS, _REPLIES
     one, two = [("user", user[0])], [("user", user[0]), ("assistant", reply[0]), ("user", user[1])]
-    head, after_first = _cut(_without(render(one, True), bos), user[:1])
-    after_user = _cut(_without(render(one, False), bos), user[:1])[1]
-    start, to_reply, between, tail = _cut(_without(render(two, True), bos), (user[0], reply[0], user[1]))
-    ended = _cut(_without(render(two[:2], False), bos), (user[0], reply[0]))[2]
-    if (
-        not (after_first.startswith(after_user) and to_reply.startswith(after_user))
-        or tail != after_first
-        or start != head
-    ):
+    head, after_first = _cut(render(one, True).removeprefix(bos), user[:1])
+    after_user = _cut(render(one, False).removeprefix(bos), user[:1])[1]
+    start, to_reply, between, tail = _cut(render(two, True).removeprefix(bos), (user[0], reply[0], user[1]))
+    ended = _cut(render(two[:2], False).removeprefix(bos), (user[0], reply[0]))[2]
+    same = start == head and tail == after_first
+    if not same or not (after_first.startswith(after_user) and to_reply.startswith(after_user)):
         raise NotUnderstood("the prompt for a reply depends on earlier messages")
     if not between.startswith(ended):
         raise NotUnderstood("a reply ends differently when another message follows")
@@ -123,7 +120,7 @@ def _read_parts(render: Any, bos: str) -> ChatParts:
     opening = head[: len(head) - len(before_user)]
     common = (before_user, after_user, before_reply, ended, after_first[len(after_user) :], turn_bos)
     try:
-        before, after, _ = _cut(_without(render([("system", _SYSTEM), *one], True), bos), (_SYSTEM, user[0]))
+        before, after, _ = _cut(render([("system", _SYSTEM), *one], True).removeprefix(bos), (_SYSTEM, user[0]))
     except NotUnderstood:
         return ChatParts("none", opening, "", "", *common)
     if after.endswith(before_user):
@@ -142,14 +139,6 @@ def _cut(text: str, marks: Sequence[str]) -> list[str]:
         piece, _, text = text.partition(mark)
         pieces.append(piece)
     return [*pieces, text]
-
-
-def _without(text: str, bos: str) -> str:
-    return text.removeprefix(bos) if bos else text
-
-
-def _with_bos(text: str, bos: str) -> str:
-    return text if text.startswith(bos) else bos + text
 
 
 def _renderer(template: str, bos: str, eos: str) -> Callable[[Messages, bool], str]:

@@ -30,6 +30,11 @@ def optional(_args: Arguments) -> bool:
     return False
 
 
+def configured(args: Arguments) -> bool:
+    """Present if config.json's attention_bias is true."""
+    return args.attention_bias
+
+
 @dataclass(frozen=True)
 class Row:
     """A tensor, and its bias.
@@ -78,7 +83,9 @@ class Expected:
     why: str
 
 
-SILU = Expected("hidden_act", ("silu", "swish"), "llama.cpp's graph for this architecture has no other")
+NO_OTHER = "llama.cpp's graph for this architecture has no other"
+SILU = Expected("hidden_act", ("silu", "swish"), NO_OTHER)
+NO_BIASES = Expected("attention_bias", (False,), "llama.cpp's graph for this architecture has no biases")
 ALL_SPARSE = tuple(
     Expected(key, (value,), "some layers have no experts, and llama.cpp's graph for this architecture has them in all")
     for key, value in (("mlp_only_layers", []), ("decoder_sparse_step", 1))
@@ -139,6 +146,19 @@ def decoder(
         for row in rows
     )
     return (*first, *layers, norm, head)
+
+
+def attention(
+    *norms: Row, bias: Rule | None = None, o_bias: Rule | None = None, interleaved: bool = False
+) -> tuple[Row, ...]:
+    """The matrices of q, k and v, with `bias`, the norms of q and k if there are any, and the matrix of the output."""
+    return (
+        Row("self_attn.q_proj", "q hidden", bias=bias, interleaved=interleaved),
+        Row("self_attn.k_proj", "kv hidden", bias=bias, interleaved=interleaved),
+        Row("self_attn.v_proj", "kv hidden", bias=bias),
+        *norms,
+        Row("self_attn.o_proj", "hidden q", bias=o_bias),
+    )
 
 
 def gated_mlp(module: str, inner: str, bias: Rule | None = None) -> tuple[Row, ...]:

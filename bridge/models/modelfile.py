@@ -17,14 +17,8 @@ from gguf.gguf_writer import GGUFValue
 from bridge.models.chat import ChatParts, NotUnderstood, take_apart
 from bridge.models.vocabulary import special_text
 
-# generation_config.json -> Ollama
-_SAMPLING = {
-    "temperature": "temperature",
-    "top_k": "top_k",
-    "top_p": "top_p",
-    "min_p": "min_p",
-    "repetition_penalty": "repeat_penalty",
-}
+# of generation_config.json; the last is Ollama's repeat_penalty
+_SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 
 
 def modelfile(
@@ -38,13 +32,12 @@ def modelfile(
     """
     lines = [f"FROM ./{gguf_name}", ""]
     lines += _template_lines(metadata)
-    for text in stop:
-        lines.append(f"PARAMETER stop {_quote(text)}")
+    lines += [f"PARAMETER stop {_quote(text)}" for text in stop]
     sampled = generation.get("do_sample") is not False
-    for key, parameter in _SAMPLING.items():
+    for key in _SAMPLING:
         value: Any = generation.get(key)
         if sampled and isinstance(value, (int, float)) and not isinstance(value, bool):
-            lines.append(f"PARAMETER {parameter} {value}")
+            lines.append(f"PARAMETER {key.replace('repetition', 'repeat')} {value}")
     return "\n".join(lines) + "\n"
 
 
@@ -67,7 +60,7 @@ def _template_lines(metadata: Mapping[str, GGUFValue]) -> list[str]:
         parts = take_apart(template, bos, eos, strip_bos=adds_bos)
     except NotUnderstood as reason:
         return [
-            f"# No TEMPLATE: the checkpoint's chat template could not be put into Go: {_one_line(str(reason))}.",
+            f"# No TEMPLATE: the checkpoint's chat template could not be put into Go: {' '.join(str(reason).split())}.",
             "# Ollama uses the template inside the GGUF where it recognizes it.",
             "",
         ]
@@ -143,7 +136,3 @@ def _go_string(text: str) -> str:
 def _quote(text: str) -> str:
     """A value of a Modelfile; strings have no escapes, so one with quotes or line breaks needs triple quotes."""
     return f'"""{text}"""' if '"' in text or "\n" in text or "{{" in text else f'"{text}"'
-
-
-def _one_line(text: str) -> str:
-    return " ".join(text.split())

@@ -39,8 +39,9 @@ def recognize(pre_tokenizer: dict[str, Any] | None, ignore_merges: bool, vocab: 
             f"the tokenizer's ignore_merges is {str(ignore_merges).lower()}, which llama.cpp does not offer with "
             f"its pre-tokenizer {other!r}: rare words may be split differently"
         ]
+    shown = " then ".join(f"{kind} {rule}" for kind, rule in steps) or "none"
     raise BridgeError(
-        f"tokenizer.json: unknown pre-tokenizer rules: {_show(pre_tokenizer)}; give {parameter('pre', 'NAME')}, "
+        f"tokenizer.json: unknown pre-tokenizer rules: {shown}; give {parameter('pre', 'NAME')}, "
         "the name that llama.cpp's converter uses for this tokenizer"
     )
 
@@ -67,7 +68,10 @@ def _steps(node: dict[str, Any] | None) -> Iterable[Step]:
     elif kind == "Split":
         pattern = node.get("pattern", {})
         isolated = (node.get("behavior"), bool(node.get("invert"))) in (("Isolated", False), ("Removed", True))
-        yield ("split" if isolated and "Regex" in pattern else "other", _notation(pattern.get("Regex", str(pattern))))
+        regex = (
+            pattern.get("Regex", str(pattern)).replace("\r", r"\r").replace("\n", r"\n")
+        )  # one spelling of line ends
+        yield ("split" if isolated and "Regex" in pattern else "other", regex)
     elif kind == "ByteLevel" and not node.get("add_prefix_space"):
         yield GPT2_BYTES if node.get("use_regex", True) else BYTES
     elif kind == "Digits":
@@ -76,12 +80,3 @@ def _steps(node: dict[str, Any] | None) -> Iterable[Step]:
         yield ("punctuation", "contiguous")
     else:
         yield ("other", json.dumps(node, sort_keys=True))
-
-
-def _notation(regex: str) -> str:
-    """One spelling of a regex: line ends escaped."""
-    return regex.replace("\r", r"\r").replace("\n", r"\n")
-
-
-def _show(node: dict[str, Any] | None) -> str:
-    return " then ".join(f"{kind} {rule}" for kind, rule in _steps(node)) or "none"

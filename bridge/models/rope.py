@@ -43,16 +43,10 @@ class Rope:
 
     def add_metadata(self, writer: gguf.GGUFWriter) -> None:
         writer.add_rope_freq_base(self.base)
-        if self.type == "linear":
-            writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
+        if self.type in ("linear", "yarn"):
+            writer.add_rope_scaling_type(gguf.RopeScalingType(self.type))
             writer.add_rope_scaling_factor(self.factor)
-        elif self.type == "yarn":
-            writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
-            writer.add_rope_scaling_factor(self.factor)
-            assert self.original_context is not None
-            writer.add_rope_scaling_orig_ctx_len(self.original_context)
-        elif self.type == "longrope":
-            assert self.original_context is not None
+        if self.original_context is not None:
             writer.add_rope_scaling_orig_ctx_len(self.original_context)
         if self.attention_factor is not None:
             writer.add_rope_scaling_attn_factors(self.attention_factor)

@@ -6,17 +6,6 @@ from dataclasses import dataclass, field
 import gguf
 from gguf.gguf_writer import GGUFValue
 
-_ID_KEYS = {
-    "bos": gguf.Keys.Tokenizer.BOS_ID,
-    "eos": gguf.Keys.Tokenizer.EOS_ID,
-    "eot": gguf.Keys.Tokenizer.EOT_ID,
-    "eom": gguf.Keys.Tokenizer.EOM_ID,
-    "unk": gguf.Keys.Tokenizer.UNK_ID,
-    "pad": gguf.Keys.Tokenizer.PAD_ID,
-    "sep": gguf.Keys.Tokenizer.SEP_ID,
-    "mask": gguf.Keys.Tokenizer.MASK_ID,
-}
-
 
 @dataclass(frozen=True)
 class Added:
@@ -78,7 +67,7 @@ class GGUFTokenizer:
         if self.merges is not None:
             writer.add_token_merges(self.merges)
         for role, token in self.ids.items():
-            writer.add_uint32(_ID_KEYS[role], token)
+            writer.add_uint32(getattr(gguf.Keys.Tokenizer, f"{role.upper()}_ID"), token)
         writer.add_add_bos_token(self.add_bos)
         writer.add_add_eos_token(self.add_eos)
         if self.add_space_prefix is not None:

@@ -18,6 +18,7 @@ alone.
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -250,12 +251,10 @@ def _call_order(block: nn.Module, batch: BlockInputs) -> list[nn.Module]:
             ran.append(module)
 
     able = [m for m in block.modules() if isinstance(m, nn.Linear) or getattr(getattr(m, "weight", 0), "ndim", 0) == 1]
-    handles = [module.register_forward_pre_hook(note) for module in able]
-    try:
+    with ExitStack() as stack:
+        for module in able:
+            stack.callback(module.register_forward_pre_hook(note).remove)
         batch.run(block)
-    finally:
-        for handle in handles:
-            handle.remove()
     return ran
 
 

@@ -8,14 +8,12 @@ can be quantized is seen as a matrix [out, columns] and its inputs as vectors [t
     torch.nn.Conv2d       weight [out, in * kernel], inputs are the patches under the kernel; one group
 """
 
-from __future__ import annotations
-
 import tempfile
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import nn
@@ -69,7 +67,7 @@ class BlockInputs:
             ) from None
         self.x = torch.empty(0, device=x.device)
 
-    def copy(self) -> BlockInputs:
+    def copy(self) -> Self:
         """The same inputs, to go through other blocks."""
         if self.file is None:
             return replace(self)
@@ -95,7 +93,7 @@ class Folder:
         """The file for the activations of a batch; None: they stay in memory."""
         return Path(self._made.name) / f"{number}.pt" if self._made else None
 
-    def __enter__(self) -> Folder:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:

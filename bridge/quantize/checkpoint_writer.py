@@ -10,8 +10,6 @@ The shapes of all tensors are known beforehand, so each file's header is written
 in any order: none stays in memory. Floats keep their dtypes; tied embeddings, tokenizer and all other files are copied.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import re
@@ -20,7 +18,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 
@@ -138,7 +136,7 @@ class CheckpointWriter:
             self._folder.__exit__()
             raise
 
-    def __enter__(self) -> CheckpointWriter:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -58,11 +58,9 @@ class Calibration:
     )
     sweeps: int = option(2, "sweeps of refinement after GPTQ", metavar="N", parse=count)
     feed: str = option(
-        "quantized",
-        "layers whose outputs the next layer is calibrated on: quantized or float",
-        metavar="WHAT",
-        parse=str,
-    )
+        "quantized", "layers whose outputs the next layer is calibrated on: quantized or float",
+        metavar="WHAT", parse=str,
+    )  # fmt: skip
     device: str = option("cpu", "device that calibrates the layers: cpu or cuda", metavar="NAME", parse=str)
     offload: Path | None = option(
         None, "keep activations in this folder instead of in memory", metavar="DIR", parse=Path, says=""

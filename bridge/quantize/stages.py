@@ -5,12 +5,10 @@ Hessian. Experts of a mixture do not depend on each other: gate and up of all of
 with a Hessian for each expert. Layers that no token of the text reaches come last.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, Self
 
 import torch
 from torch import nn
@@ -33,15 +31,15 @@ class Stage:
     experts: bool = False
     once: bool = True
 
-    def parts(self, layers: Mapping[str, nn.Module], cross: bool) -> Iterator[Stage]:
+    def parts(self, layers: Mapping[str, nn.Module], cross: bool) -> Iterator[Self]:
         """The stage, cut into parts whose Hessians fit in memory together."""
-        part, size = Stage(experts=self.experts, once=self.once), 0
+        part, size = replace(self, groups={}), 0
         for key, group in self.groups.items():
             matrices = 4 if cross else 1  # H and C, of all tokens and of those held back
             needed = 4 * matrix_shape(layers[group[0]])[1] ** 2 * matrices
             if part.groups and size + needed > _TOGETHER:
                 yield part
-                part, size = Stage(experts=self.experts, once=self.once), 0
+                part, size = replace(self, groups={}), 0
             part.groups[key] = group
             size += needed
         yield part

@@ -29,7 +29,7 @@ from bridge.quantize.block_inputs import (
     matrix,
     matrix_shape,
     set_matrix,
-)
+)  # fmt: skip
 from bridge.quantize.experts import restore_experts, share_statistics, split_experts
 from bridge.quantize.hessian import Hessian
 from bridge.quantize.stages import Stage, find_stages, mixture_of, stage_inputs

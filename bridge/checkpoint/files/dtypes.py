@@ -19,24 +19,12 @@ if TYPE_CHECKING:
     import torch
 
 # bf16 is read as its bits, 8-bit floats as their byte
-NUMPY = {
-    "BOOL": np.dtype("bool"),
-    "U8": np.dtype("u1"),
-    "I8": np.dtype("i1"),
-    "U16": np.dtype("<u2"),
-    "I16": np.dtype("<i2"),
-    "U32": np.dtype("<u4"),
-    "I32": np.dtype("<i4"),
-    "U64": np.dtype("<u8"),
-    "I64": np.dtype("<i8"),
-    "F8_E4M3": np.dtype("u1"),
-    "F8_E5M2": np.dtype("u1"),
-    "F8_E8M0": np.dtype("u1"),
-    "F16": np.dtype("<f2"),
-    "BF16": np.dtype("<u2"),
-    "F32": np.dtype("<f4"),
-    "F64": np.dtype("<f8"),
-}
+_CODES = {
+    "BOOL": "bool", "U8": "u1", "I8": "i1", "U16": "<u2", "I16": "<i2", "U32": "<u4", "I32": "<i4", "U64": "<u8",
+    "I64": "<i8", "F8_E4M3": "u1", "F8_E5M2": "u1", "F8_E8M0": "u1", "F16": "<f2", "BF16": "<u2", "F32": "<f4",
+    "F64": "<f8",
+}  # fmt: skip
+NUMPY = {name: np.dtype(code) for name, code in _CODES.items()}
 OTHER_BITS = {"C64": 64}  # sized, never read
 TORCH = {
     "BOOL": "bool", "U8": "uint8", "I8": "int8", "I16": "int16", "I32": "int32", "I64": "int64", "F16": "float16",

@@ -4,6 +4,7 @@ import re
 from pathlib import Path
 from typing import Literal
 
+from bridge.checkpoint import Checkpoint, open_checkpoint
 from bridge.checkpoint.files.weight_files import WEIGHTS, checkpoint_files
 from bridge.errors import BridgeError, parameter
 from bridge.system.files import missing
@@ -60,6 +61,14 @@ def resolve(checkpoint: str | Path, config: str | Path | None = None) -> Path:
     if kind != "hub":
         raise BridgeError(f"{checkpoint}: no such folder, and not a Hub id (org/name)")
     return _download(str(checkpoint))
+
+
+def open_by_name(
+    checkpoint: str | Path, config: str | Path | None = None, *, needs_config: bool = True, detect_lattice: bool = False
+) -> Checkpoint:
+    """`open_checkpoint` of a folder or a Hub id. Raises BridgeError as that and `resolve` do."""
+    folder = resolve(checkpoint, config)
+    return open_checkpoint(folder, config, needs_config=needs_config, detect_lattice=detect_lattice)
 
 
 def model_name(checkpoint: str) -> str:

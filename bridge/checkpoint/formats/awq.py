@@ -1,4 +1,4 @@
-"""AWQ, always 4 bits, zero points as they are. Three layouts, told apart by the tensors' shapes.
+"""AWQ: always 4 bits, true zero points, in three layouts that the tensors' shapes tell apart.
 
     gemm       qweight int32 [in, out/8]    qzeros int32 [G, out/8]    scales [G, out]
     gemv       qweight int32 [out, in/8]    qzeros int32 [out, zw]     scales [out, zw*8]
@@ -8,13 +8,13 @@ gemm interleaves eight output features in a word (see `bits`), gemv has them in 
 gemv_fast (llm-awq's own layout, where qzeros are named scaled_zeros) stores -s*z and shuffles codes
 for its kernel's loads. zw*8 is G rounded up for that kernel: the rest is padding.
 
-In Falcon, MPT, Bloom and others the activation function is followed by `/ scales`, which AWQ could not fold into a
-layer before, as the function lies between:
+In Falcon, MPT, Bloom and others the output of the activation function is divided by scales, which AWQ cannot fold into
+the layer before, because the function lies between:
 
     mlp.act.scales             float [in]     MPT: ffn.act; Bloom: mlp.gelu_impl
     mlp.dense_4h_to_h.qweight  ...            the linear layer that it feeds: as wide, in the same module
 
-Together they are a linear layer with its input columns divided, which no group of codes holds: it is read as floats.
+Together they are a linear layer whose input columns are divided. No group of codes can hold that: it is read as floats.
 """
 
 from collections.abc import Callable
@@ -32,26 +32,21 @@ from bridge.checkpoint.formats.module_reader import (
     contradiction,
     finite_scales,
     module_info,
-)
+)  # fmt: skip
 from bridge.checkpoint.formats.zeros import unscaled
 from bridge.checkpoint.grouped import CodedTensor, GroupedTensor, fit_group_size
 from bridge.checkpoint.labels.quant_config import QuantConfig
 from bridge.errors import BridgeError
 
-# gemv_fast: of each 32 input features, which stands where in the stored order
+# gemv_fast: the stored order of each 32 input features
 _FAST_ORDER = np.arange(32).reshape(4, 2, 4).transpose(0, 2, 1).reshape(4, 4, 2).transpose(1, 0, 2).reshape(-1)
 
 
+# label -> layout; exllama and ipex are kernels that read gemm's, and llm-awq calls gemv_fast's qzeros scaled_zeros
 _VERSIONS = {
-    "gemm": "gemm",
-    "exllama": "gemm",  # kernels that read gemm's layout
-    "exllamav2": "gemm",
-    "ipex": "gemm",
-    "gemv": "gemv",
-    "gemv_fast": "gemv_fast",
-    "gemvfast": "gemv_fast",
-    "llm-awq": "gemv_fast",  # the same layout; qzeros are named scaled_zeros
-}
+    "gemm": "gemm", "exllama": "gemm", "exllamav2": "gemm", "ipex": "gemm", "gemv": "gemv", "gemv_fast": "gemv_fast",
+    "gemvfast": "gemv_fast", "llm-awq": "gemv_fast",
+}  # fmt: skip
 
 
 class AwqReader(Reader):
@@ -152,9 +147,8 @@ class AwqReader(Reader):
             zeros = unpack_rows(self.part(name, "qzeros"), 4, groups).astype(np.float32)
             scales = np.ascontiguousarray(scales[:, :groups])
         else:
-            stream = unpack_rows(self.part(name, "qweight"), 4, columns * 4).reshape(
-                out // 4, columns // 32 // 2, 4, 2, 32
-            )
+            stream = unpack_rows(self.part(name, "qweight"), 4, columns * 4)
+            stream = stream.reshape(out // 4, columns // 32 // 2, 4, 2, 32)
             codes = stream[..., _FAST_ORDER].transpose(0, 2, 1, 3, 4).reshape(out, columns)
             part = "qzeros" if "qzeros" in info.tensors else "scaled_zeros"
             scales = np.ascontiguousarray(scales[:groups].T)
@@ -170,16 +164,8 @@ class AwqReader(Reader):
                 f"{name}: scales are for groups of {info.group_size} but group_size says {claimed}; "
                 f"read as {info.group_size}"
             )
-        return GroupedTensor(
-            name=name,
-            bits=4,
-            codes=codes,
-            scales=scales,
-            zeros=zeros,
-            group_size=info.group_size,
-            bias=self.store.read_float(f"{name}.bias") if "bias" in info.tensors and words_of is None else None,
-            notes=tuple(notes),
-        )
+        bias = self.store.read_float(f"{name}.bias") if "bias" in info.tensors and words_of is None else None
+        return GroupedTensor(name, 4, codes, scales, zeros, info.group_size, bias=bias, notes=tuple(notes))
 
 
 @dataclass(frozen=True)

@@ -1,19 +1,19 @@
-"""compressed-tensors, which llm-compressor writes. What a module's tensors are tells how it is stored:
+"""compressed-tensors, which llm-compressor writes. A module's tensors tell how it is stored:
 
 weight_packed      int32 [out, w]    codes + 2**(b-1), along the rows of the weight: a dense stream of b bits
-                                     (w = ceil(in*b / 32)) or, of 3, 5, 6, 7 bits before May 2026,
+                                     (w = ceil(in*b / 32)) or, for 3, 5, 6, 7 bits before May 2026,
                                      32 // b to a word (w = ceil(in / (32 // b)))
                    uint8 [out, in/2] 4-bit floats (nvfp4-pack-quantized, mxfp4-pack-quantized): see `fp4`
-weight_shape       int [2]           out, in; beside integer codes in weight_packed only
+weight_shape       int [2]           out, in; only with integer codes in weight_packed
 weight             int8 [out, in]    codes from -2**(b-1) on (int-quantized, naive-quantized)
-                   F8_E4M3           8-bit floats, which are no codes: see `fp8`
-weight_scale       float [1], [out, 1], [out, G], or one a block of rows and columns
-weight_zero_point  int8, shaped as the scale; of packed weights int32 [packed out, G] since April 2025
+                   F8_E4M3           8-bit floats, which are not codes: see `fp8`
+weight_scale       float [1], [out, 1], [out, G], or one for each block of rows and columns
+weight_zero_point  int8, shaped as the scale; since April 2025 int32 [packed out, G] for packed weights
 weight_g_idx       int32 [in]        group of each input feature (act-order); -1 everywhere means none
-weight_global_scale  float32 [1]     of nvfp4-pack-quantized; it divides, as input_global_scale does
+weight_global_scale  float32 [1]     nvfp4-pack-quantized; a divisor, as is input_global_scale
 bias               float [out]       optional
 
-W[o, k] = scale * (code - zero point), both signed; here both get 2**(b-1) more
+W[o, k] = scale * (code - zero point), both signed; here 2**(b-1) is added to both
 """
 
 import math
@@ -129,7 +129,8 @@ class CompressedReader(Reader):
             return tensors["weight"].shape  # type: ignore[return-value]
         words, told = tensors["weight_packed"], tensors["weight_shape"]
         shape = self.part(name, "weight_shape").tolist() if told.dtype in ("I64", "I32") and told.shape == (2,) else []
-        if not shape or min(shape) < 1 or shape[0] != words.shape[0] or words.shape[1] not in _lengths(shape[1], bits):
+        lengths = [_length(shape[1], bits, by_words) for by_words in (False, True)] if shape else []
+        if not shape or min(shape) < 1 or shape[0] != words.shape[0] or words.shape[1] not in lengths:
             raise BridgeError(
                 f"{words.file}: {name}: weight_shape {shape} does not fit weight_packed {list(words.shape)} of "
                 f"{bits} bits; the checkpoint is damaged, or config.json is that of another"
@@ -174,17 +175,10 @@ class CompressedReader(Reader):
         if scheme.sym and (zeros != 1 << (scheme.bits - 1)).any():
             notes.append(f"{name}: has zero points but the config says symmetric; read as asymmetric")
         scales, zeros = (spread(x, info.shape[0], height) for x in (self.scales(name, "weight_scale"), zeros))
-        return GroupedTensor(
-            name=name,
-            bits=scheme.bits,
-            codes=self._codes(name, scheme.bits, rows),
-            scales=scales if rows is None else scales[rows],
-            zeros=zeros if rows is None else zeros[rows],
-            group_size=size,
-            group_of_column=order,
-            bias=self.bias(name) if rows is None else None,
-            notes=tuple(notes),
-        )
+        if rows is not None:
+            scales, zeros = scales[rows], zeros[rows]
+        codes, bias = self._codes(name, scheme.bits, rows), self.bias(name, rows)
+        return GroupedTensor(name, scheme.bits, codes, scales, zeros, size, order, bias, tuple(notes))
 
     def group_order(self, name: str) -> np.ndarray | None:
         return self._groups(name)[1] if self.modules[name].stores_g_idx else None
@@ -253,10 +247,6 @@ def _claimed(scheme: Scheme) -> tuple[int, int]:
 def _length(n: int, bits: int, by_words: bool) -> int:
     """Words of n packed codes."""
     return -(-n // (32 // bits)) if by_words else -(-n * bits // 32)
-
-
-def _lengths(n: int, bits: int) -> tuple[int, int]:
-    return _length(n, bits, False), _length(n, bits, True)
 
 
 def _by_words(tensors: dict[str, TensorInfo], shape: tuple[int, int], bits: int) -> bool:

@@ -6,7 +6,7 @@
     mcg, mul1   int32 scalar: the codebook, and its multiplier; neither: 3inst
     bias        float [out]
 
-Both sides are padded to multiples of 128. The head is coded too, of models too whose config ties it.
+Both sides are padded to multiples of 128. The head is coded too, even in models whose config ties it.
 """
 
 from dataclasses import replace
@@ -14,7 +14,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from bridge.checkpoint.files.store import Store, TensorInfo
+from bridge.checkpoint.files.store import TensorInfo
 from bridge.checkpoint.formats.module_reader import ModuleInfo, contradiction, module_info
 from bridge.checkpoint.formats.trellis_coded import TrellisReader
 from bridge.checkpoint.labels.quant_config import QuantConfig
@@ -37,10 +37,6 @@ class Exl3Reader(TrellisReader):
         claims = (f"{said} bits",) if said is not None else ()
         head = quant.raw.get("head_bits")
         return replace(quant, title="EXL3", claims=(*claims, *([f"head {head} bits"] if head is not None else [])))
-
-    def __init__(self, store: Store, quant: QuantConfig) -> None:
-        super().__init__(store, quant)
-        self.format = "EXL3"
 
     def needs(self, tensors: dict[str, TensorInfo]) -> tuple[str, ...]:
         legacy = "su" in tensors or "sv" in tensors
@@ -82,15 +78,7 @@ class Exl3Reader(TrellisReader):
         _, left, right = self.needs(info.tensors)
         su, sv = (signs(self.part(name, p)) if left == "su" else self.vector(name, p) for p in (left, right))
         mode = next((part for part in EXL3_MODES if part in info.tensors), "3inst")
-        multiplier = None
-        if mode != "3inst":
-            stored = self.part(name, mode)
-            if stored.size != 1 or stored.dtype.kind not in "iu":
-                raise BridgeError(
-                    f"{where}: {mode} is {stored.dtype} {list(stored.shape)}, one integer is wanted; "
-                    "the checkpoint is damaged"
-                )
-            multiplier = int(stored.reshape(-1)[0]) & 0xFFFFFFFF
+        multiplier = self.scalar(name, mode) & 0xFFFFFFFF if mode != "3inst" else None
         book = BitshiftCodebook(16, info.bits, 1, 0, mode, None, multiplier, where)
         layer = exl3_layer(where, self.part(name, "trellis"), book, su, sv, self.bias(name))
         return layer.cropped(*info.shape)

@@ -100,11 +100,8 @@ class Fp4Parts(NamedTuple):
             raise contradiction(name, tensors)
         out, columns = codes.shape[0], 2 * codes.shape[1]
         single = (t for part, t in tensors.items() if part in (self.whole, *INPUTS))
-        if (
-            codes.dtype != "U8"
-            or scales.shape != (out, columns / GROUPS[kind])
-            or not all(t.floating and math.prod(t.shape) == 1 for t in single)
-        ):
+        fits = codes.dtype == "U8" and scales.shape == (out, columns / GROUPS[kind])
+        if not fits or not all(t.floating and math.prod(t.shape) == 1 for t in single):
             raise contradiction(name, tensors)
         return module_info(name, tensors, 4, GROUPS[kind], (out, columns))
 
@@ -112,15 +109,10 @@ class Fp4Parts(NamedTuple):
         """A module, or some of its rows without its bias."""
         info = reader.modules[name]
         kind = _KINDS[info.tensors[self.scales].dtype]
-        return Fp4Tensor(
-            name=name,
-            kind=kind,
-            codes=unpacked(reader.part(name, self.codes, rows)),
-            scales=checked_scales(kind, reader.part(name, self.scales, rows), info.tensors[self.scales]),
-            group_size=info.group_size,
-            tensor_scale=self.tensor_scales(reader, name)["scale"],
-            bias=reader.bias(name) if rows is None else None,
-        )
+        codes = unpacked(reader.part(name, self.codes, rows))
+        scales = checked_scales(kind, reader.part(name, self.scales, rows), info.tensors[self.scales])
+        whole, bias = self.tensor_scales(reader, name)["scale"], reader.bias(name, rows)
+        return Fp4Tensor(name, kind, codes, scales, info.group_size, whole, bias=bias)
 
     def tensor_scales(self, reader: Reader, name: str) -> dict[str, float]:
         """The scale of a module's whole weight, and that of its activations where there is one."""

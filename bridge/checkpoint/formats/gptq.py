@@ -1,4 +1,4 @@
-"""GPTQ: AutoGPTQ, GPTQModel, and auto-round where it packs likewise.
+"""GPTQ, as AutoGPTQ, GPTQModel and (with that packing) auto-round write it.
 
     qweight  int [in*b/w, out]   codes, a stream of b bits down each column of w-bit words
     qzeros   int [G, out*b/w]    zero points, the same stream along the rows: see `zeros`
@@ -6,8 +6,7 @@
     g_idx    int32 [in]          group of each input feature; may be absent, negative means + G
     bias     float [out]         optional
 
-Bits, group size and act-order are taken from the tensors, module by module; the config's are only
-what breaks a tie.
+Bits, group size and act-order are taken from the tensors, module by module; the config only breaks ties.
 """
 
 import threading
@@ -49,18 +48,16 @@ class GptqReader(Reader):
 
     def __init__(self, store: Store, quant: QuantConfig) -> None:
         super().__init__(store, quant)
-        self.format = quant.checkpoint_format
+        self.format = self.short or quant.checkpoint_format
         self._lock = threading.Lock()
         self._by_bits: dict[int, Dialect] = {}
 
     def describe(self, name: str, tensors: dict[str, TensorInfo]) -> ModuleInfo:
         weight, zeros, scales = (tensors[p] for p in ("qweight", "qzeros", "scales"))
         g_idx = tensors.get("g_idx")
-        if (
-            any(len(t.shape) != 2 for t in (weight, zeros, scales))
-            or not (weight.dtype in _WORD_BITS and zeros.dtype in _WORD_BITS)
-            or (g_idx and (len(g_idx.shape) != 1 or 0 in g_idx.shape))
-        ):
+        fits = all(len(t.shape) == 2 for t in (weight, zeros, scales))
+        fits = fits and weight.dtype in _WORD_BITS and zeros.dtype in _WORD_BITS
+        if not fits or (g_idx and (len(g_idx.shape) != 1 or 0 in g_idx.shape)):
             raise contradiction(name, tensors)
         quant = self.quant.for_module(name) or self.quant
         (rows, out), groups = weight.shape, scales.shape[0]
@@ -90,17 +87,9 @@ class GptqReader(Reader):
         scales = self.scales(name)[:groups]
         if rows is not None:
             scales, zeros = scales[:, rows], zeros[:, rows]
-        return GroupedTensor(
-            name=name,
-            bits=info.bits,
-            codes=unpack_columns(self.part(name, "qweight", rows, axis=1), info.bits, columns, dialect.planar),
-            scales=np.ascontiguousarray(scales.T),
-            zeros=np.ascontiguousarray(zeros.T).astype(np.float32),
-            group_size=size,
-            group_of_column=order,
-            bias=self.bias(name) if rows is None else None,
-            notes=tuple(notes),
-        )
+        codes = unpack_columns(self.part(name, "qweight", rows, axis=1), info.bits, columns, dialect.planar)
+        scales, zeros = np.ascontiguousarray(scales.T), np.ascontiguousarray(zeros.T).astype(np.float32)
+        return GroupedTensor(name, info.bits, codes, scales, zeros, size, order, self.bias(name, rows), tuple(notes))
 
     def group_order(self, name: str) -> np.ndarray | None:
         return self._groups(name, [])[1] if self.modules[name].stores_g_idx else None

@@ -1,4 +1,4 @@
-"""HQQ: fractional zero points, W = (q - zero) * scale; as transformers saves it, or hqq itself (qmodel.pt).
+"""HQQ: W = (q - zero) * scale with fractional zero points; as transformers or hqq itself (qmodel.pt) saves it.
 
     W_q         uint8 or int32   codes of the matrix cut into groups, [G * out, group size], packed down the rows
     scale,zero  float [G * out, 1]
@@ -6,18 +6,18 @@
     nbits, group_size, axis, packing, view_as_float   numbers and a text, each a tensor
     bias        float [out]      optional
 
-Packing takes the first half of the rows as the high nibbles of bytes and the second half as the low ones;
-2 and 1 bits likewise in quarters and eighths, 3 bits in tenths of an int32 (two bits are left over), 5, 6
-and 8 bits a byte each. 1.58 bits are 2 with three codes. view_as_float only renames the dtype of W_q.
+The first half of the rows becomes the high nibbles of bytes and the second half the low ones. 2 and 1 bits are packed
+likewise in quarters and eighths, 3 bits in tenths of an int32 (two bits are left over); 5, 6 and 8 bits take a byte
+each. 1.58 bits are 2 bits with three codes. view_as_float only renames the dtype of W_q.
 
-Groups run along the input features with axis 1. With axis 0 they run down the output features, a stride apart:
-every weight of a row then has a scale of its own, which no GGUF block has room for.
+With axis 1 groups run along the input features. With axis 0 they run down the output features, a stride apart, so every
+weight of a row has a scale of its own, for which no GGUF block has room.
 
 Scales, zero points or both may be quantized in the same way (quant_scale, quant_zero; only in a qmodel.pt):
 
-    scale_q, zero_q               codes, in place of `scale`, `zero`
-    meta_scale.X, meta_zero.X     what dequantizes them: scale, zero, shape, packing; along either axis, or one pair
-    zero_scale                    [2, ...] zeros, then scales, in place of both (offload_meta): floats, or codes
+    scale_q, zero_q               codes, instead of `scale`, `zero`
+    meta_scale.X, meta_zero.X     to dequantize them: scale, zero, shape, packing; along either axis, or one pair
+    zero_scale                    [2, ...] zeros, then scales, instead of both (offload_meta): floats or codes
 """
 
 import math
@@ -46,6 +46,7 @@ _PACKING_OF = {8: "8bit_u8", 6: "8bit_u8", 5: "8bit_u8", 4: "4bit_u8", 3: "3bit_
 class HqqReader(Reader):
     """Reads HQQ checkpoints of axis 1."""
 
+    short: ClassVar = "hqq"
     parts: ClassVar = (
         "W_q", "scale", "zero", "shape", "nbits", "group_size", "axis", "packing", "view_as_float", "bias",
         "scale_q", "zero_q", "zero_scale",
@@ -71,10 +72,6 @@ class HqqReader(Reader):
         if bits is None or groups is None:
             raise BridgeError(f"{quant.source}: nbits is {said!r} and group_size {size!r}, no numbers; mend the file")
         return replace(quant, bits=bits, group_size=groups, sym=False, title="HQQ")
-
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
-        self.format = "hqq"
 
     @staticmethod
     def split(name: str) -> tuple[str, str]:
@@ -161,15 +158,8 @@ class HqqReader(Reader):
             raise BridgeError(
                 f"{info.file}: {name} has the code {codes.max()}, beyond nbits {info.bits}; the checkpoint is damaged"
             )
-        return GroupedTensor(
-            name=name,
-            bits=info.bits,
-            codes=codes,
-            scales=self._values(name, "scale").reshape(out, groups),
-            zeros=self._values(name, "zero").reshape(out, groups),
-            group_size=info.group_size,
-            bias=self.bias(name),
-        )
+        scales, zeros = (self._values(name, what).reshape(out, groups) for what in ("scale", "zero"))
+        return GroupedTensor(name, info.bits, codes, scales, zeros, info.group_size, bias=self.bias(name))
 
     def _values(self, name: str, what: str) -> np.ndarray:
         """float32: the module's scales or zero points, dequantized where they are codes themselves."""

@@ -3,10 +3,10 @@
 W[o, k] = scale[o, g] * integer,   groups of 32, 64, 128 columns or a row, rounded to the floats they are stored in
 
 The grid of a group is found from its largest magnitude, which is some multiple of the scale: the first multiple that
-makes all other weights integers too, within the rounding of floats with p bits, 2 * 2^-p of themselves. How unlikely
-that is by chance is counted: a weight at the integer m is met by an ordinary one with the probability 4 * 2^-p * m, so
-that of BF16 (p = 8) grids of 4, 5 bits are found, of F16 (p = 11) those of 8. The scale is then a number,
-a half if there is one, of which every weight is the rounded multiple: the stored floats come back, bit for bit.
+makes all other weights integers too, within the rounding of floats with p bits, 2 * 2^-p of themselves. The probability
+of that by chance is summed up: an ordinary weight is that near the integer m with a probability of 4 * 2^-p * m. So in
+BF16 (p = 8) grids of 4 and 5 bits are found, in F16 (p = 11) those of 8. The scale is then a number, if possible a
+half, whose rounded multiples are the weights: the stored floats are reproduced bit for bit.
 """
 
 from dataclasses import dataclass

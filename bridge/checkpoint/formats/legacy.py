@@ -1,14 +1,13 @@
-"""The first GPTQ tools: IST-DASLab/gptq, GPTQ-for-LLaMa, and whatever carries GPTQ tensors and no config.
+"""The first GPTQ tools: IST-DASLab/gptq, GPTQ-for-LLaMa, and others that wrote GPTQ tensors without a config.
 
     qweight  int32 [in*b/32, out]          codes, as in `gptq`
     scales   float [out, 1] or [G, out]
     zeros    as scales                     s*z: W = s*q - zeros
-    bias     float [out]                   written always, of zeros where the layer has none
+    bias     float [out]                   always written, as zeros if the layer has none
     g_idx    int32 [in]                    group of each input feature; absent before April 2023
 
-IST-DASLab's Quant3Linear has 3 bits and one group a row; GPTQ-for-LLaMa had 2, 3, 4 and 8 bits in the same
-way until March 2023. Its later files store qzeros as AutoGPTQ does and are read as GPTQ v1. Neither tool
-wrote a config: bits and group size are found from the shapes.
+IST-DASLab's Quant3Linear has 3 bits and one group a row; until March 2023 GPTQ-for-LLaMa stored 2, 3, 4 and 8 bits in
+the same way. Its later files have qzeros as AutoGPTQ's and are read as GPTQ v1. Bits and group size follow from shapes.
 """
 
 from dataclasses import replace
@@ -16,7 +15,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from bridge.checkpoint.files.store import Store, TensorInfo
+from bridge.checkpoint.files.store import TensorInfo
 from bridge.checkpoint.formats.gptq import GptqReader
 from bridge.checkpoint.formats.module_reader import ModuleInfo, contradiction, module_info
 from bridge.checkpoint.formats.zeros import unscaled
@@ -30,16 +29,13 @@ BITS = (2, 3, 4, 8)
 class FloatZerosReader(GptqReader):
     """Reads GPTQ codes whose zero points are stored as floats, times their scale."""
 
+    short: ClassVar = "gptq with float zeros"
     parts: ClassVar = ("qweight", "zeros", "scales", "g_idx", "bias")
     required: ClassVar = ("qweight", "zeros", "scales")
 
     @classmethod
     def complete(cls, quant: QuantConfig, label: str) -> QuantConfig:
         return replace(quant, title="GPTQ with float zero points")
-
-    def __init__(self, store: Store, quant: QuantConfig) -> None:
-        super().__init__(store, quant)
-        self.format = "gptq with float zeros"
 
     def describe(self, name: str, tensors: dict[str, TensorInfo]) -> ModuleInfo:
         weight, zeros, scales = (tensors[p] for p in ("qweight", "zeros", "scales"))
@@ -72,17 +68,9 @@ class FloatZerosReader(GptqReader):
             )
         if rows is not None:
             scales, products = scales[rows], products[rows]
-        return GroupedTensor(
-            name=name,
-            bits=info.bits,
-            codes=unpack_columns(self.part(name, "qweight", rows, axis=1), info.bits, info.shape[1]),
-            scales=scales,
-            zeros=unscaled(scales, products),
-            group_size=size,
-            group_of_column=order,
-            bias=self.bias(name) if rows is None else None,
-            notes=tuple(notes),
-        )
+        codes = unpack_columns(self.part(name, "qweight", rows, axis=1), info.bits, info.shape[1])
+        zeros, bias = unscaled(scales, products), self.bias(name, rows)
+        return GroupedTensor(name, info.bits, codes, scales, zeros, size, order, bias, tuple(notes))
 
     def _stored_groups(self, name: str) -> int:
         info = self.modules[name]

@@ -1,4 +1,4 @@
-"""Marlin: symmetric 4- and 8-bit codes in the order in which one GPU kernel loads them, put back in rows.
+"""Marlin: symmetric 4- and 8-bit codes in the order in which one GPU kernel loads them, sorted into rows here.
 
     B, or qweight   int32 [in/16, out*b/2]   codes (AutoGPTQ, vLLM; AutoAWQ)
     s, or scales    float [G, out]
@@ -10,13 +10,13 @@ each tile. They are the rows and columns that the tensor cores' 16 x 8 fragment 
     input feature    2 * (t % 4) + {0, 1, 8, 9}
     output feature   t // 4 + {0, 8}
 
-and are dealt out within a word so that two of the fragment's halves come out of one mask: even before odd.
-Scales lie in the order of a thread's outputs: 8 x 8 transposed over 64 features, or with one group a row,
-pairs of 8 features apart. The zero point is 2^(b-1).
+and are ordered within a word so that one mask selects two of the fragment's halves: even before odd. Scales are in the
+order of a thread's outputs: 8 x 8 transposed over 64 features, or with one group a row, pairs of 8 features apart. The
+zero point is 2^(b-1).
 """
 
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 
@@ -41,15 +41,12 @@ def tile_order(bits: int) -> np.ndarray:
 class MarlinReader(Reader):
     """Reads GPTQ and AWQ checkpoints in Marlin's layout."""
 
+    short: ClassVar = "marlin"
     parts: ClassVar = ("B", "qweight", "s", "scales", "qzeros", "g_idx", "bias")
 
     @classmethod
     def complete(cls, quant: QuantConfig, label: str) -> QuantConfig:
         return replace(quant, sym=True, title="Marlin")
-
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
-        self.format = "marlin"
 
     def needs(self, tensors: dict[str, TensorInfo]) -> tuple[str, ...]:
         return ("qweight", "scales") if "qweight" in tensors else ("B", "s")
@@ -101,13 +98,5 @@ class MarlinReader(Reader):
         if info.group_size != claimed:
             notes.append(f"{name}: groups of {info.group_size} but the config says {self.quant.group_size}")
         scales = np.ascontiguousarray(scales.T)
-        return GroupedTensor(
-            name=name,
-            bits=info.bits,
-            codes=codes,
-            scales=scales,
-            zeros=np.full(scales.shape, 2 ** (info.bits - 1), np.float32),
-            group_size=info.group_size,
-            bias=self.bias(name),
-            notes=tuple(notes),
-        )
+        zeros, bias = np.full(scales.shape, 2 ** (info.bits - 1), np.float32), self.bias(name)
+        return GroupedTensor(name, info.bits, codes, scales, zeros, info.group_size, bias=bias, notes=tuple(notes))

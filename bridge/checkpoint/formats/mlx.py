@@ -1,11 +1,11 @@
-"""MLX: what Apple's mlx-lm writes, 2 to 8 bits; embeddings and head may be quantized too.
+"""MLX, which Apple's mlx-lm writes: 2 to 8 bits; embeddings and head may be quantized too.
 
     weight   uint32 [out, in*b/32]   codes, a stream of b bits along the row
     scales   float  [out, G]         may be negative
     biases   float  [out, G]         W = s * q + b
     bias     float  [out]            the layer's own, optional
 
-The modes of floats have no biases. mxfp8 is read as other 8-bit floats are (see `fp8`), the others as `fp4` says:
+The modes of floats have no biases. mxfp8 is read like other 8-bit floats (see `fp8`), the others as in `fp4`:
 
              weight uint32                                          scales uint8
     mxfp8    [out, in/4], four F8_E4M3 a word, lowest byte first    [out, in/32] F8_E8M0: powers of two
@@ -15,9 +15,9 @@ The modes of floats have no biases. mxfp8 is read as other 8-bit floats are (see
 A mixture's experts are stacked, switch_mlp.gate_proj.weight [experts, out, in*b/32] and so on: they become modules
 of their own, experts.E.gate_proj.
 
-config.json: quantization {group_size, bits, mode}, in the same table by module: false, or {group_size, bits},
-where null stands for mlx's own defaults, 64 and 4.
-The zero point is -b/s. mlx chooses b as s times an integer, then rounds both: it comes out near that integer.
+config.json has quantization {group_size, bits, mode} and in the same table, by module, false or {group_size, bits};
+null means mlx's own defaults, 64 and 4.
+The zero point is -b/s. mlx chooses b as s times an integer, then rounds both: -b/s is near that integer.
 """
 
 from dataclasses import dataclass, replace
@@ -64,6 +64,7 @@ class Mxfp8(ScaledFloats):
 class MlxReader(Reader):
     """Reads mlx-lm's modes."""
 
+    short: ClassVar = "mlx"
     parts: ClassVar = ("weight", "scales", "biases", "bias", "global_scale")
     required: ClassVar = ("weight", "scales", "biases")
 
@@ -83,7 +84,6 @@ class MlxReader(Reader):
     def __init__(self, *args: Any) -> None:
         self._expert: dict[str, tuple[str, int]] = {}  # module -> the stack that it is in, and where
         super().__init__(*args)
-        self.format = "mlx"
         for stack, info in list(self.modules.items()):
             count = info.tensors["weight"].shape[0]
             if len(info.tensors["weight"].shape) == 3:
@@ -211,16 +211,7 @@ class MlxReader(Reader):
             raise BridgeError(
                 f"{info.file}: {name} has biases out of all proportion to its scales; the checkpoint is damaged"
             )
-        return GroupedTensor(
-            name=name,
-            bits=info.bits,
-            codes=codes,
-            scales=scales,
-            zeros=zeros,
-            group_size=info.group_size,
-            bias=bias,
-            notes=tuple(notes),
-        )
+        return GroupedTensor(name, info.bits, codes, scales, zeros, info.group_size, bias=bias, notes=tuple(notes))
 
 
 def _is_mx(tensors: dict[str, TensorInfo]) -> bool:

@@ -1,10 +1,10 @@
-"""4-bit floats beside 8-bit ones, as the tensors of each module tell: NVIDIA's ModelOpt, and auto-round's nvfp4, mxfp4.
+"""4-bit and 8-bit floats, told apart by each module's tensors: NVIDIA's ModelOpt, and auto-round's nvfp4 and mxfp4.
 
              codes           scales          of the whole weight              of activations
 ModelOpt     weight          weight_scale    weight_scale_2, multiplies       input_scale
 auto-round   weight_packed   weight_scale    weight_global_scale, divides     input_global_scale
 
-What they hold says `fp4`; modules of 8-bit floats are those of `fp8`.
+`fp4` describes their contents; modules of 8-bit floats are those of `fp8`.
 """
 
 from dataclasses import replace
@@ -22,7 +22,7 @@ from bridge.checkpoint.labels.quant_config import QuantConfig
 from bridge.errors import BridgeError
 
 _MODELOPT = Fp4Parts("weight", "weight_scale", "weight_scale_2", reciprocal=False)
-_ALGORITHMS = ("NVFP4", "W4A16_NVFP4", "NVFP4_AWQ", "MXFP4", "MIXED_PRECISION")  # beside FP8's
+_ALGORITHMS = ("NVFP4", "W4A16_NVFP4", "NVFP4_AWQ", "MXFP4", "MIXED_PRECISION")  # besides FP8's
 
 
 class ModelOptReader(Fp8Reader):

@@ -66,13 +66,14 @@ class Reader:
 
     parts: ClassVar[tuple[str, ...]] = ()  # last names of the tensors that belong to a module
     required: ClassVar[tuple[str, ...]] = ()
+    short: ClassVar[str] = ""  # the format's name where it is not the config's title
     settings: ClassVar[frozenset[str]] = frozenset()  # tensors of integers that modules have and nobody needs
     plain: ClassVar[frozenset[str]] = frozenset({"bias", "scales"})  # what other layers have too (AWQ: act.scales)
 
     def __init__(self, store: Store, quant: QuantConfig) -> None:
         self.store = store
         self.quant = quant
-        self.format = quant.title
+        self.format = self.short or quant.title
         self.modules: dict[str, ModuleInfo] = {}
         self.floats: dict[str, FloatWeight] = {}  # by the weight's full name
         self.notes: list[str] = []  # on the whole checkpoint
@@ -171,8 +172,9 @@ class Reader:
         full = f"{name}.{part}"
         return self.store.read(full) if some is None else np.take(self.store.view(full), some, axis)
 
-    def bias(self, name: str) -> np.ndarray | None:
-        return self.store.read_float(f"{name}.bias") if "bias" in self.modules[name].tensors else None
+    def bias(self, name: str, rows: np.ndarray | None = None) -> np.ndarray | None:
+        """float32 [out] of a whole module; None if it has none, or if only some of its rows are read."""
+        return self.store.read_float(f"{name}.bias") if rows is None and "bias" in self.modules[name].tensors else None
 
     def scales(self, name: str, part: str = "scales") -> np.ndarray:
         """float32, as laid out in the file; BridgeError where one is infinite or no number."""

@@ -1,13 +1,13 @@
 """QTIP: trellis codes between two Hadamard transforms (Tseng et al. 2024).
 
     trellis        int16 [tiles, td_x * td_y * K / 16], or flattened
-    SU, SV         float [in], [out]: signs, tuned ones, with the weight's scale in one of them
+    SU, SV         float [in], [out]: signs, possibly tuned, with the weight's scale in one of them
     tlut           float [2^tlut_bits, V], for modes that look up
-    rcp, tp_rank   integers: 1 for a transform of the input dealt out to tp_rank blocks, 2 of the output, 0 for neither
+    rcp, tp_rank   integers: rcp 1 splits the input's transform into tp_rank blocks, 2 the output's, 0 neither
     bias           float [out]
 
-config.json has `quip_params`; K comes of the size of each module's codes. A plain layout without transforms, of states
-that are not packed, is known by its int32: `trellis` or `qweight` [tiles, states], with quantize_config.json.
+config.json has `quip_params`; K follows from the size of each module's codes. A plain layout without transforms, whose
+states are not packed, is recognised by its int32 `trellis` or `qweight` [tiles, states], with quantize_config.json.
 """
 
 from dataclasses import replace
@@ -113,20 +113,11 @@ class QtipReader(TrellisReader):
         tensors = self.modules[name].tensors
         side, ranks = 0, _RANKS
         if "rcp" in tensors:
-            side = self._scalar(name, "rcp")
+            side = self.scalar(name, "rcp")
         elif self.quant.raw.get("split_for_tp"):
             side = 1 if name.endswith(("o_proj", "down_proj")) else 2
         if side and "tp_rank" in tensors:
-            ranks = self._scalar(name, "tp_rank")
+            ranks = self.scalar(name, "tp_rank")
         if side not in (0, 1, 2):
             raise BridgeError(f"{self.label(name)}: rcp is {side}; 0, 1 and 2 are known; the checkpoint is damaged")
         return ranks if side == 1 else 1, ranks if side == 2 else 1
-
-    def _scalar(self, name: str, part: str) -> int:
-        values = self.part(name, part)
-        if values.size != 1 or values.dtype.kind not in "iu":
-            raise BridgeError(
-                f"{self.label(name)}: {part} is {values.dtype} {list(values.shape)}, one integer is wanted; "
-                "the checkpoint is damaged"
-            )
-        return int(values.reshape(-1)[0])

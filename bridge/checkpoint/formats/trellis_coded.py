@@ -34,6 +34,16 @@ class TrellisReader(Reader):
         """float32 [n] of a vector of floats, of any shape. Raises BridgeError where one is no number."""
         return finite_scales(self.store, f"{name}.{part}").reshape(-1)
 
+    def scalar(self, name: str, part: str) -> int:
+        """An integer that is stored as a tensor of one element; BridgeError for anything else."""
+        values = self.part(name, part)
+        if values.size != 1 or values.dtype.kind not in "iu":
+            raise BridgeError(
+                f"{self.label(name)}: {part} is {values.dtype} {list(values.shape)}, one integer is wanted; "
+                "the checkpoint is damaged"
+            )
+        return int(values.reshape(-1)[0])
+
 
 def length(name: str, tensors: dict[str, TensorInfo], part: str) -> int:
     """Of a vector of floats. Raises BridgeError where it is none."""

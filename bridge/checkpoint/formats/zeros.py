@@ -1,4 +1,4 @@
-"""GPTQ's zero points: who stored them how, and how to tell from the words themselves.
+"""GPTQ's zero points: how each tool stored them, and how the words themselves tell.
 
 `qzeros` holds z (v2) or z - 1 (v1), and v1 was written in more than one way:
 

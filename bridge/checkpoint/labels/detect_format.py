@@ -106,17 +106,13 @@ def read_quant_config(folder: Path, config: dict[str, Any]) -> QuantConfig:
     quantizer, packer = (tuple(map(str, w if isinstance(w, list) else [w] if w else [])) for w in writers)
     dynamic = raw.get("dynamic")
     result = QuantConfig(
-        method=method,
+        method=method, raw=raw, source=source, quantizer=quantizer, packer=packer,
         bits=4 if method == "exl3" else _number(source, raw, ("bits", "w_bit"), 4),  # EXL3's is an average
         group_size=_number(source, raw, ("group_size", "q_group_size"), 128),
         sym=bool(raw.get("sym", not raw.get("zero_point", method == "awq"))),
         desc_act=bool(raw.get("desc_act", False)),
         dynamic=dynamic if isinstance(dynamic, dict) else {},
-        quantizer=quantizer,
-        packer=packer,
-        raw=raw,
-        source=source,
-    )
+    )  # fmt: skip
     result = replace(result, notes=tuple(_unread_patterns(result)))
     result = READERS[method].complete(result, label)
     return replace(result, title=f"auto-round, packed as {result.title}") if auto_round else result

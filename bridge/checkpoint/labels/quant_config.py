@@ -1,15 +1,13 @@
-"""What a checkpoint claims about its own quantization: one dataclass for all formats, and GPTQ's claim to be written.
+"""A checkpoint's claims about its own quantization: one dataclass for all formats, and GPTQ's claim to be written.
 
 Readers trust the tensors over it, and note where the two disagree.
 """
-
-from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import bridge
 from bridge.checkpoint.formats.zeros import OWN_BITS_SINCE
@@ -19,9 +17,9 @@ from bridge.checkpoint.formats.zeros import OWN_BITS_SINCE
 class QuantConfig:
     """How the checkpoint says it was quantized.
 
-    method             a key of `methods.READERS`, or None for a checkpoint of plain floats
+    method             a key of `detect_format.READERS`, or None for a checkpoint of plain floats
     title              the format's name for people: "AWQ version gemm"
-    claims             what it says of itself, for people, where bits, group_size and sym do not tell
+    claims             its own description, for people, if bits, group_size and sym are not enough
     bits, group_size   defaults; group_size -1 is one group per row
     sym                whether zero points are all 2**(bits-1)
     desc_act           act-order was asked for; g_idx says whether it happened
@@ -49,7 +47,7 @@ class QuantConfig:
     source: Path | None = None
     notes: tuple[str, ...] = ()
 
-    def for_module(self, name: str) -> QuantConfig | None:
+    def for_module(self, name: str) -> Self | None:
         """The config with the dynamic overrides for one module; None where it is to stay unquantized.
 
         Negative patterns (-:) first, then the first that matches from the name's start.
@@ -83,7 +81,7 @@ class QuantConfig:
         extra = self.raw.get("extra_config")
         return extra if isinstance(extra, dict) else {}
 
-    def _with(self, change: dict[str, Any]) -> QuantConfig | None:
+    def _with(self, change: dict[str, Any]) -> Self | None:
         numbers = {k: whole_number(change.get(k)) for k in ("bits", "group_size")}
         if (numbers["bits"] or 0) >= 16:
             return None

@@ -1,4 +1,4 @@
-"""What a compressed-tensors config says: schemes, and which module has which.
+"""The schemes of a compressed-tensors config, and the scheme of each module.
 
     quantization_config
         format            pack-quantized, int-quantized, ...; "mixed-precision" where each group has its own
@@ -52,13 +52,8 @@ class Scheme:
 
     def __str__(self) -> str:
         rows, columns = self.block
-        where = {
-            "tensor": "one scale a tensor",
-            "channel": "one group a row",
-            "group": f"groups of {columns}",
-            "tensor_group": f"groups of {columns}",
-            "block": f"blocks of {rows}x{columns}",
-        }[self.strategy]
+        where = f"blocks of {rows}x{columns}" if self.strategy == "block" else f"groups of {columns}"
+        where = {"tensor": "one scale a tensor", "channel": "one group a row"}.get(self.strategy, where)
         if self.floats:
             return f"{self.bits}-bit floats, {where}"
         order = ", act-order" if self.act_order else ""
@@ -154,18 +149,11 @@ def _scheme(quant: QuantConfig, key: str, group: dict[str, Any], weights: dict[s
         )
     run = 1, size or 0
     blocks = {"tensor": (0, 0), "channel": (1, 0), "group": run, "tensor_group": run, "block": block or (0, 0)}
-    targets = group.get("targets")
-    return Scheme(
-        targets=tuple(map(str, targets)) if isinstance(targets, list) else (str(targets),) if targets else (),
-        format=form,
-        bits=bits,
-        floats=kind == "float",
-        sym=bool(weights.get("symmetric", True)),
-        strategy=strategy,
-        block=blocks[strategy],
-        act_order=str(weights.get("actorder")).lower() in ("group", "dynamic"),
-        activations=bool(group.get("input_activations")),
-    )
+    said = group.get("targets")
+    targets = tuple(map(str, said)) if isinstance(said, list) else (str(said),) if said else ()
+    sym, act_order = bool(weights.get("symmetric", True)), str(weights.get("actorder")).lower() in ("group", "dynamic")
+    activations = bool(group.get("input_activations"))
+    return Scheme(targets, form, bits, kind == "float", sym, strategy, blocks[strategy], act_order, activations)
 
 
 def _format(quant: QuantConfig, value: object) -> str:

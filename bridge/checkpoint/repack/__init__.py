@@ -111,19 +111,10 @@ def repack(
             output.write(plan.changes, labels.files, progress)
             output.finish()
     return Repacked(
-        source=str(source),
-        out=output.path,
-        format=plan.format,
-        modules=len(reader.modules),
-        rewritten=plan.rewritten,
-        clamped=plan.clamped,
-        labels=labels.changes,
-        left_out=output.left_out,
-        pickled=ckpt.files[0].suffix != ".safetensors",
-        nbytes=ckpt.nbytes,
-        seconds=time.perf_counter() - started,
-        notes=[*ckpt.notes, *plan.notes],
-    )
+        str(source), output.path, plan.format, len(reader.modules), plan.rewritten, plan.clamped, labels.changes,
+        output.left_out, pickled=ckpt.files[0].suffix != ".safetensors", nbytes=ckpt.nbytes,
+        seconds=time.perf_counter() - started, notes=[*ckpt.notes, *plan.notes],
+    )  # fmt: skip
 
 
 def _reader(ckpt: Checkpoint) -> GptqReader:

@@ -3,7 +3,7 @@
 from typing import Any
 
 from bridge.models.arguments import Arguments
-from bridge.models.family import SILU, Expected, Family, Row, decoder, gated_mlp
+from bridge.models.family import NO_BIASES, SILU, Expected, Family, Row, attention, decoder, gated_mlp
 from bridge.models.model_config import Config
 
 
@@ -20,7 +20,7 @@ COMMAND_R = Family(
     keys={"tie_word_embeddings": True, "max_position_embeddings": 8192, "rms_norm_eps": 1e-5, "use_qk_norm": False},
     expects=(
         SILU,
-        Expected("attention_bias", (False,), "llama.cpp's graph for this architecture has no biases"),
+        NO_BIASES,
         Expected("tie_word_embeddings", (True,), "llama.cpp's graph for this architecture has no head of its own"),
     ),
     names={"rms_norm_eps": "layer_norm_eps"},
@@ -28,12 +28,10 @@ COMMAND_R = Family(
     layer_norm=True,
     table=decoder(
         Row("input_layernorm", "hidden"),
-        Row("self_attn.q_proj", "q hidden"),
-        Row("self_attn.k_proj", "kv hidden"),
-        Row("self_attn.v_proj", "kv hidden"),
-        Row("self_attn.q_norm", "heads head", floats="F32", when=lambda args: args.qk_norm),
-        Row("self_attn.k_norm", "kv_heads head", floats="F32", when=lambda args: args.qk_norm),
-        Row("self_attn.o_proj", "hidden q"),
+        *attention(
+            Row("self_attn.q_norm", "heads head", floats="F32", when=lambda args: args.qk_norm),
+            Row("self_attn.k_norm", "kv_heads head", floats="F32", when=lambda args: args.qk_norm),
+        ),
         *gated_mlp("mlp", "inner"),
     ),
 )

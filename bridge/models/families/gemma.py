@@ -8,12 +8,10 @@ from typing import Any
 
 from bridge.errors import BridgeError
 from bridge.models.arguments import Arguments
-from bridge.models.family import NORM, Expected, Family, Row, decoder, gated_mlp
+from bridge.models.family import NO_BIASES, NO_OTHER, NORM, Expected, Family, Row, attention, decoder, gated_mlp
 from bridge.models.model_config import Config
 
-_GELU = Expected(
-    "hidden_act", ("gelu_pytorch_tanh", "gelu_new"), "llama.cpp's graph for this architecture has no other"
-)
+_GELU = Expected("hidden_act", ("gelu_pytorch_tanh", "gelu_new"), NO_OTHER)
 _LARGEST = {"gemma2": 46, "gemma3": 62}  # layers of the 27 B models
 
 
@@ -54,14 +52,10 @@ def _norm(name: str, size: str = "hidden") -> Row:
     return Row(name, size, change="+1")
 
 
-def _table(*normalized: Row) -> tuple[Row, ...]:
+def _table(*norms: Row) -> tuple[Row, ...]:
     return decoder(
         _norm("input_layernorm"),
-        Row("self_attn.q_proj", "q hidden"),
-        Row("self_attn.k_proj", "kv hidden"),
-        Row("self_attn.v_proj", "kv hidden"),
-        *normalized,
-        Row("self_attn.o_proj", "hidden q"),
+        *attention(*norms),
         _norm("post_attention_layernorm"),
         _norm("pre_feedforward_layernorm"),
         *gated_mlp("mlp", "inner"),
@@ -77,7 +71,7 @@ GEMMA2 = Family(
     architectures=("Gemma2ForCausalLM",),
     model_type="gemma2",
     keys=_KEYS,
-    expects=(_GELU, Expected("attention_bias", (False,), "llama.cpp's graph for this architecture has no biases")),
+    expects=(_GELU, NO_BIASES),
     names={"hidden_act": "hidden_activation"},
     metadata=_gemma2,
     table=_table(),

@@ -7,20 +7,20 @@ experts, but not to weight them.
 from typing import Any
 
 from bridge.models.arguments import Arguments
-from bridge.models.family import EXPERTS, SILU, Expected, Family, Row, decoder, gated_mlp, leading, sparse
+from bridge.models.family import (
+    EXPERTS,
+    SILU,
+    Expected,
+    Family,
+    Row,
+    attention,
+    configured,
+    decoder,
+    gated_mlp,
+    leading,
+    sparse,
+)  # fmt: skip
 from bridge.models.model_config import Config
-
-
-def _attention(*normalized: Row) -> tuple[Row, ...]:
-    return (
-        Row("input_layernorm", "hidden"),
-        Row("self_attn.q_proj", "q hidden", bias=lambda args: args.attention_bias),
-        Row("self_attn.k_proj", "kv hidden", bias=lambda args: args.attention_bias),
-        Row("self_attn.v_proj", "kv hidden", bias=lambda args: args.attention_bias),
-        *normalized,
-        Row("self_attn.o_proj", "hidden q"),
-    )
-
 
 GLM4 = Family(
     arch="glm4",
@@ -28,7 +28,8 @@ GLM4 = Family(
     model_type="glm4",
     keys={"partial_rotary_factor": 0.5, "attention_bias": False, "head_dim": 128, "rms_norm_eps": 1e-5},
     table=decoder(
-        *_attention(),
+        Row("input_layernorm", "hidden"),
+        *attention(bias=configured),
         Row("post_self_attn_layernorm", "hidden"),
         Row("post_attention_layernorm", "hidden"),
         Row("mlp.gate_up_proj", "inner+inner hidden"),
@@ -67,9 +68,11 @@ GLM4_MOE = Family(
     metadata=_router,
     predicts=True,
     table=decoder(
-        *_attention(
+        Row("input_layernorm", "hidden"),
+        *attention(
             Row("self_attn.q_norm", "head", when=lambda args: args.qk_norm),
             Row("self_attn.k_norm", "head", when=lambda args: args.qk_norm),
+            bias=configured,
         ),
         Row("post_attention_layernorm", "hidden"),
         *leading(*gated_mlp("mlp", "inner")),

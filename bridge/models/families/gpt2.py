@@ -1,10 +1,8 @@
 """GPT-2: embeddings for positions; q, k and v in one matrix. Its layers are Conv1D: floats are stored transposed."""
 
 from bridge.models.arguments import Arguments
-from bridge.models.family import Expected, Family, Row, decoder, required
+from bridge.models.family import NO_OTHER, Expected, Family, Row, decoder, required
 from bridge.models.model_config import Config
-
-_WHY = "llama.cpp's graph for this architecture has no other"
 
 
 def _sizes(_config: Config, args: Arguments) -> dict[str, int]:
@@ -21,8 +19,8 @@ GPT2 = Family(
     model_type="gpt2",
     keys={"tie_word_embeddings": True, "rms_norm_eps": 1e-5, "inner_per_hidden": 4},
     expects=(
-        Expected("activation_function", ("gelu_new", "gelu_pytorch_tanh", "gelu"), _WHY),
-        Expected("scale_attn_by_inverse_layer_idx", (False,), _WHY),
+        Expected("activation_function", ("gelu_new", "gelu_pytorch_tanh", "gelu"), NO_OTHER),
+        Expected("scale_attn_by_inverse_layer_idx", (False,), NO_OTHER),
     ),
     names={
         "hidden_size": "n_embd", "num_attention_heads": "n_head", "num_key_value_heads": "n_head",

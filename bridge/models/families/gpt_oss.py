@@ -11,12 +11,11 @@ from typing import Any
 import numpy as np
 
 from bridge.models.arguments import Arguments
-from bridge.models.family import SILU, Expected, Family, Row, decoder, required
+from bridge.models.family import NO_OTHER, SILU, Expected, Family, Row, attention, decoder, required
 from bridge.models.model_config import Config
 from bridge.models.outline import Part
 from bridge.models.rope import yarn_betas
 
-_WHY = "llama.cpp's graph for this architecture has no other"
 _EXPERTS = "mlp.experts"
 
 
@@ -50,16 +49,13 @@ GPT_OSS = Family(
         "truncate": False,
     },
     expects=(
-        SILU, Expected("attention_bias", (True,), _WHY),
-        Expected("swiglu_alpha", (1.702,), _WHY), Expected("swiglu_limit", (7.0,), _WHY),
+        SILU, Expected("attention_bias", (True,), NO_OTHER),
+        Expected("swiglu_alpha", (1.702,), NO_OTHER), Expected("swiglu_limit", (7.0,), NO_OTHER),
     ),
     metadata=_metadata,
     table=decoder(
         Row("input_layernorm", "hidden"),
-        Row("self_attn.q_proj", "q hidden", bias=required),
-        Row("self_attn.k_proj", "kv hidden", bias=required),
-        Row("self_attn.v_proj", "kv hidden", bias=required),
-        Row("self_attn.o_proj", "hidden q", bias=required),
+        *attention(bias=required, o_bias=required),
         Row("self_attn.sinks", "heads", exact=True),
         Row("post_attention_layernorm", "hidden"),
         Row("mlp.router", "experts hidden", bias=required, floats="F32"),

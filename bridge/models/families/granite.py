@@ -1,10 +1,10 @@
 """Granite 3: Llama's decoder with four factors: of embeddings, attention scores, each layer's output, and logits."""
 
+from dataclasses import replace
 from typing import Any
 
 from bridge.models.arguments import Arguments
 from bridge.models.families.llama import LLAMA
-from bridge.models.family import Family
 from bridge.models.model_config import Config
 
 
@@ -17,11 +17,4 @@ def _factors(config: Config, _args: Arguments) -> dict[str, Any]:
     }
 
 
-GRANITE = Family(
-    arch="granite",
-    architectures=("GraniteForCausalLM",),
-    model_type="granite",
-    keys=LLAMA.keys,
-    metadata=_factors,
-    table=LLAMA.table,
-)
+GRANITE = replace(LLAMA, arch="granite", architectures=("GraniteForCausalLM",), model_type="granite", metadata=_factors)

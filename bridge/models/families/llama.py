@@ -1,6 +1,6 @@
 """Llama 1 to 3.x, and the many other models published as LlamaForCausalLM."""
 
-from bridge.models.family import Family, Row, decoder, gated_mlp
+from bridge.models.family import Family, Row, attention, configured, decoder, gated_mlp
 
 LLAMA = Family(
     arch="llama",
@@ -10,10 +10,7 @@ LLAMA = Family(
     keys={"max_position_embeddings": 2048, "attention_bias": False, "mlp_bias": False},
     table=decoder(
         Row("input_layernorm", "hidden"),
-        Row("self_attn.q_proj", "q hidden", bias=lambda args: args.attention_bias, interleaved=True),
-        Row("self_attn.k_proj", "kv hidden", bias=lambda args: args.attention_bias, interleaved=True),
-        Row("self_attn.v_proj", "kv hidden", bias=lambda args: args.attention_bias),
-        Row("self_attn.o_proj", "hidden q", bias=lambda args: args.attention_bias),
+        *attention(bias=configured, o_bias=configured, interleaved=True),
         Row("post_attention_layernorm", "hidden"),
         *gated_mlp("mlp", "inner", bias=lambda args: args.mlp_bias),
     ),

@@ -5,14 +5,11 @@ reported; up to its length the two agree. Both transformers and llama.cpp normal
 token's experts to a sum of one.
 """
 
-from bridge.models.family import EXPERTS, Family, Row, decoder, gated_mlp, optional
+from bridge.models.family import EXPERTS, Family, Row, attention, decoder, gated_mlp, optional
 
 _ATTENTION = (
     Row("input_layernorm", "hidden"),
-    Row("self_attn.q_proj", "q hidden", bias=optional, interleaved=True),
-    Row("self_attn.k_proj", "kv hidden", bias=optional, interleaved=True),
-    Row("self_attn.v_proj", "kv hidden", bias=optional),
-    Row("self_attn.o_proj", "hidden q", bias=optional),
+    *attention(bias=optional, o_bias=optional, interleaved=True),
     Row("post_attention_layernorm", "hidden"),
 )
 

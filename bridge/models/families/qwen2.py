@@ -4,15 +4,24 @@ Qwen1.5-MoE and Qwen2-MoE have many small experts, and one shared by all tokens.
 router's probabilities: norm_topk_prob must be false.
 """
 
-from bridge.models.family import ALL_SPARSE, EXPERTS, SILU, Expected, Family, Row, decoder, gated_mlp, required
+from bridge.models.family import (
+    ALL_SPARSE,
+    EXPERTS,
+    NO_OTHER,
+    SILU,
+    Expected,
+    Family,
+    Row,
+    attention,
+    decoder,
+    gated_mlp,
+    required,
+)  # fmt: skip
 
 _KEYS = {"max_position_embeddings": 32768, "use_sliding_window": False}
 _ATTENTION = (
     Row("input_layernorm", "hidden"),
-    Row("self_attn.q_proj", "q hidden", bias=required),
-    Row("self_attn.k_proj", "kv hidden", bias=required),
-    Row("self_attn.v_proj", "kv hidden", bias=required),
-    Row("self_attn.o_proj", "hidden q"),
+    *attention(bias=required),
     Row("post_attention_layernorm", "hidden"),
 )
 
@@ -33,7 +42,7 @@ QWEN2_MOE = Family(
         SILU,
         *ALL_SPARSE,
         Expected("norm_topk_prob", (False,), "llama.cpp does not normalize this architecture's expert weights"),
-        Expected("qkv_bias", (True,), "llama.cpp's graph for this architecture has no other"),
+        Expected("qkv_bias", (True,), NO_OTHER),
     ),
     table=decoder(
         *_ATTENTION,

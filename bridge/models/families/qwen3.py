@@ -4,18 +4,24 @@ Qwen3-MoE has experts, none of them shared. llama.cpp normalizes the weights of 
 norm_topk_prob must be true, and transformers' default is false.
 """
 
-from bridge.models.family import ALL_SPARSE, EXPERTS, SILU, Expected, Family, Row, decoder, gated_mlp
+from bridge.models.family import (
+    ALL_SPARSE,
+    EXPERTS,
+    SILU,
+    Expected,
+    Family,
+    Row,
+    attention,
+    configured,
+    decoder,
+    gated_mlp,
+)  # fmt: skip
 
 # 128 is transformers' default, whatever hidden_size / num_attention_heads is
 _KEYS = {"max_position_embeddings": 32768, "head_dim": 128, "use_sliding_window": False, "attention_bias": False}
 _ATTENTION = (
     Row("input_layernorm", "hidden"),
-    Row("self_attn.q_proj", "q hidden", bias=lambda args: args.attention_bias),
-    Row("self_attn.k_proj", "kv hidden", bias=lambda args: args.attention_bias),
-    Row("self_attn.v_proj", "kv hidden", bias=lambda args: args.attention_bias),
-    Row("self_attn.q_norm", "head"),
-    Row("self_attn.k_norm", "head"),
-    Row("self_attn.o_proj", "hidden q"),
+    *attention(Row("self_attn.q_norm", "head"), Row("self_attn.k_norm", "head"), bias=configured),
     Row("post_attention_layernorm", "hidden"),
 )
 

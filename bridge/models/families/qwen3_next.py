@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from bridge.models.arguments import Arguments
-from bridge.models.family import ALL_SPARSE, EXPERTS, NORM, SILU, Expected, Family, Row, decoder, gated_mlp
+from bridge.models.family import ALL_SPARSE, EXPERTS, NO_BIASES, NORM, SILU, Expected, Family, Row, decoder, gated_mlp
 from bridge.models.model_config import Config
 from bridge.models.outline import Part
 
@@ -82,7 +82,7 @@ QWEN3_NEXT = Family(
         SILU,
         *ALL_SPARSE,
         Expected("norm_topk_prob", (True,), "llama.cpp normalizes this architecture's expert weights"),
-        Expected("attention_bias", (False,), "llama.cpp's graph for this architecture has no biases"),
+        NO_BIASES,
     ),
     sizes=_sizes,
     metadata=_metadata,

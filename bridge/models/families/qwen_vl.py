@@ -11,7 +11,6 @@ from bridge.errors import BridgeError
 from bridge.models.arguments import Arguments
 from bridge.models.families.qwen2 import QWEN2
 from bridge.models.families.qwen3 import QWEN3, QWEN3_MOE
-from bridge.models.family import Family
 from bridge.models.model_config import Config
 
 
@@ -29,32 +28,30 @@ def _deepstack(config: Config, args: Arguments) -> dict[str, Any]:
     return {**_sections(config, args), "n_deepstack_layers": len(layers)}
 
 
-QWEN2_VL = Family(
+QWEN2_VL = replace(
+    QWEN2,
     arch="qwen2vl",
     architectures=("Qwen2_5_VLForConditionalGeneration", "Qwen2VLForConditionalGeneration"),
     model_type="qwen2_5_vl",
-    keys=QWEN2.keys,
     metadata=_sections,
     wrapped=True,
-    table=QWEN2.table,
 )
 
-QWEN3_VL = Family(
+QWEN3_VL = replace(
+    QWEN3,
     arch="qwen3vl",
     architectures=("Qwen3VLForConditionalGeneration",),
     model_type="qwen3_vl",
-    keys=QWEN3.keys,
     metadata=_deepstack,
     wrapped=True,
-    table=QWEN3.table,
 )
 
-QWEN3_VL_MOE = Family(
+QWEN3_VL_MOE = replace(
+    QWEN3_MOE,
     arch="qwen3vlmoe",
     architectures=("Qwen3VLMoeForConditionalGeneration",),
     model_type="qwen3_vl_moe",
     keys={**QWEN3_MOE.keys, "norm_topk_prob": True},
-    expects=QWEN3_MOE.expects,
     metadata=_deepstack,
     wrapped=True,
     # the published files have each expert's matrices transposed

@@ -1,11 +1,12 @@
 """SmolLM3: Llama's decoder without rotation in every fourth layer, an interval that is compiled into llama.cpp."""
 
+from dataclasses import replace
 from typing import Any
 
 from bridge.errors import BridgeError
 from bridge.models.arguments import Arguments
 from bridge.models.families.llama import LLAMA
-from bridge.models.family import SILU, Expected, Family
+from bridge.models.family import SILU, Expected
 from bridge.models.model_config import Config
 
 
@@ -16,12 +17,12 @@ def _every_fourth(config: Config, args: Arguments) -> dict[str, Any]:
     return {}
 
 
-SMOLLM3 = Family(
+SMOLLM3 = replace(
+    LLAMA,
     arch="smollm3",
     architectures=("SmolLM3ForCausalLM",),
     model_type="smollm3",
     keys={**LLAMA.keys, "tie_word_embeddings": True, "rope_theta": 2000000.0},
     expects=(SILU, Expected("no_rope_layer_interval", (4,), "llama.cpp omits rotation in every fourth layer")),
     metadata=_every_fourth,
-    table=LLAMA.table,
 )

@@ -2,9 +2,7 @@
 
 from dataclasses import replace
 
-from bridge.models.family import NORM, Expected, Family, Row, decoder, required
-
-_WHY = "llama.cpp's graph for this architecture has no other"
+from bridge.models.family import NO_OTHER, NORM, Expected, Family, Row, attention, decoder, required
 
 STARCODER2 = Family(
     arch="starcoder2",
@@ -12,18 +10,15 @@ STARCODER2 = Family(
     model_type="starcoder2",
     keys={"sliding_window": None, "tie_word_embeddings": True, "rms_norm_eps": 1e-5},
     expects=(
-        Expected("hidden_act", ("gelu_pytorch_tanh", "gelu_new", "gelu"), _WHY),
-        Expected("use_bias", (True,), _WHY),
-        Expected("norm_type", ("layer_norm",), _WHY),
+        Expected("hidden_act", ("gelu_pytorch_tanh", "gelu_new", "gelu"), NO_OTHER),
+        Expected("use_bias", (True,), NO_OTHER),
+        Expected("norm_type", ("layer_norm",), NO_OTHER),
     ),
     names={"rms_norm_eps": "norm_epsilon"},
     layer_norm=True,
     table=decoder(
         Row("input_layernorm", "hidden", bias=required),
-        Row("self_attn.q_proj", "q hidden", bias=required),
-        Row("self_attn.k_proj", "kv hidden", bias=required),
-        Row("self_attn.v_proj", "kv hidden", bias=required),
-        Row("self_attn.o_proj", "hidden q", bias=required),
+        *attention(bias=required, o_bias=required),
         Row("post_attention_layernorm", "hidden", bias=required),
         Row("mlp.c_fc", "inner hidden", bias=required),
         Row("mlp.c_proj", "hidden inner", bias=required, columns_of=("mlp.c_fc",)),

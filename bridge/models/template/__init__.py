@@ -19,9 +19,6 @@ from bridge.models.template.template_file import copied_metadata, number, open_t
 
 __all__ = ["describe_template", "template_tensors"]
 
-# other keys that planning reads
-_COUNTS = ("attention.head_count_kv", "expert_count")
-
 
 def describe_template(ckpt: Checkpoint, template: str | Path) -> Outline:
     """The outline of a checkpoint in the form of a template. It compares all weights of both, which takes a while.
@@ -33,7 +30,7 @@ def describe_template(ckpt: Checkpoint, template: str | Path) -> Outline:
     """
     path, said = find_template(template)
     file = open_template(path)
-    for key in _COUNTS:
+    for key in ("attention.head_count_kv", "expert_count"):  # which planning reads
         number(file, key, 0)
     if not number(file, "attention.head_count", 1):
         raise BridgeError(f"{path}: {file.arch}.attention.head_count is 0; only models with attention can be converted")

@@ -168,7 +168,6 @@ def _unit(matrix: LazyMatrix, columns: np.ndarray) -> np.ndarray:
 
 
 def _sum_of_squares(x: np.ndarray) -> float:
-    """Sum of squares."""
     flat = x.reshape(-1)
     return float(np.dot(flat, flat))
 

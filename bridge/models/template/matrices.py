@@ -190,9 +190,8 @@ class Matrices:
         rows = min(shape[0], 64)
         t = tensor.rows(np.arange(rows))
         w = self.of_checkpoint(candidate, shape[1]).read(0, rows)
-        share = float(np.square(t - w, dtype=np.float64).sum()) / max(
-            float(np.square(t, dtype=np.float64).sum()), 1e-30
-        )
+        error, signal = (float(np.square(x, dtype=np.float64).sum()) for x in (t - w, t))
+        share = error / max(signal, 1e-30)
         return f"its values are not those of {candidate.source} (NMSE {share:.1g})"
 
     def _check_vocabulary(self) -> None:

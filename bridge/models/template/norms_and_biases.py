@@ -5,17 +5,15 @@ the template's as those columns do, and must be the checkpoint's.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
-from bridge.checkpoint import Checkpoint
 from bridge.errors import BridgeError
 from bridge.models.template.match import fit_factors
 from bridge.models.template.matrices import BLOCK, Matrices, Run
 from bridge.models.template.names import Candidate
 from bridge.runtime.quant_tensor import QuantTensor
-from bridge.runtime.reader import GGUFFile
 
 _FACTOR_ROWS = 1024  # rows of a matrix from which the factors of its columns are fitted
 _CORRELATED = 0.9  # 0.99 and more in practice
@@ -30,23 +28,15 @@ class VectorMatch:
     offset: float = 0.0
 
 
-@dataclass
 class Vectors:
     """The matching of one template's vectors, after its matrices; `find` does it.
 
     matches  by GGUF name
     """
 
-    matrices: Matrices
-    matches: dict[str, VectorMatch] = field(default_factory=dict)
-
-    @property
-    def ckpt(self) -> Checkpoint:
-        return self.matrices.ckpt
-
-    @property
-    def file(self) -> GGUFFile:
-        return self.matrices.file
+    def __init__(self, matrices: Matrices) -> None:
+        self.matrices, self.ckpt, self.file = matrices, matrices.ckpt, matrices.file
+        self.matches: dict[str, VectorMatch] = {}
 
     def find(self) -> None:
         """Match everything. Raises BridgeError if AWQ's factors cannot be told from a difference of models."""

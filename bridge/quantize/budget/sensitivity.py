@@ -16,11 +16,10 @@ rounding to nearest is kept too: a trial model (`divergence`) rounds to nearest 
 Cost: for each layer and type that of quantizing 32 rows, most of it the factorization of H.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Self
 
 import numpy as np
 import torch
@@ -49,8 +48,8 @@ class Cost:
     loss: float
     error_ratio: float = 1.0
 
-    def __add__(self, other: Cost) -> Cost:
-        return Cost(self.loss + other.loss, self.error_ratio)
+    def __add__(self, other: Self) -> Self:
+        return replace(self, loss=self.loss + other.loss)
 
 
 def nearest(weight: torch.Tensor, type: str, importance: np.ndarray | None = None) -> torch.Tensor:

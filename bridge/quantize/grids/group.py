@@ -6,9 +6,8 @@ becomes one of the outer two if it is beyond half of it. `shrink` also tries nar
 least weighted squared error: with few codes, clipping outliers helps.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
+from typing import Self
 
 import numpy as np
 
@@ -92,7 +91,7 @@ class GroupGrid:
         self.scales[:, run], self.zeros[:, run] = scales, zeros
         self.set_lines(run)
 
-    def copy_rows(self, rows: np.ndarray, source: GroupGrid, source_rows: np.ndarray) -> None:
+    def copy_rows(self, rows: np.ndarray, source: Self, source_rows: np.ndarray) -> None:
         """See `gptq_solver.Grid`."""
         for name in ("scales", "zeros", "a", "c"):
             getattr(self, name)[rows] = getattr(source, name)[source_rows]

@@ -7,13 +7,11 @@ The fit of a block weights a column by  h_j * sqrt(sigma^2 + w^2)  with h_j = di
 imatrix: the rounding error of a large weight counts for more.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 
@@ -139,7 +137,7 @@ class SuperblockGrid:
                 ),
             )
 
-    def copy_rows(self, rows: np.ndarray, source: SuperblockGrid, source_rows: np.ndarray) -> None:
+    def copy_rows(self, rows: np.ndarray, source: Self, source_rows: np.ndarray) -> None:
         """See `gptq_solver.Grid`."""
         for name in ("sc", "mn", "d", "dmin", "a", "c"):
             getattr(self, name)[rows] = getattr(source, name)[source_rows]
