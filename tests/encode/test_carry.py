@@ -1,7 +1,5 @@
 """Carrying codes onto blocks: exactness, error bounds on Gaussian weights, and what is refused."""
 
-from dataclasses import replace
-
 import gguf
 import numpy as np
 import pytest
@@ -12,7 +10,7 @@ from bridge.blocks import BLOCKS, Q2_K, Q3_K, Q4_0, Q4_1, Q4_K, Q5_0, Q5_1, Q5_K
 from bridge.checkpoint.grouped import GroupedTensor
 from bridge.encode.block_bytes import unpack_codes
 from bridge.encode.carry import CannotCarryError, Mapped, carry, stored_codes
-from bridge.encode.type_choice import Choice, carries, carry_or_requantize, choose, exact_type, map_to, requantize
+from bridge.encode.type_choice import Choice, carry_or_requantize, choose, exact_type, map_to, requantize
 from bridge.system.half import half_bits, round_half
 from tests.support.least_error import least_affine_error, least_q8_0_error, least_scaled_error
 
@@ -53,10 +51,7 @@ def choice(t: GroupedTensor, mode: str = "auto") -> Choice:
 
 
 def automatic(t: GroupedTensor) -> Mapped:
-    """As it is planned and converted."""
-    block = BLOCKS[choice(t).type]
-    mapped, reason = carry_or_requantize(t, block, carried=carries(lambda sampled: t, block))
-    return replace(mapped, reason=reason)
+    return map_to(t, BLOCKS[choice(t).type])
 
 
 def exactly(t: GroupedTensor) -> Mapped:
