@@ -30,7 +30,7 @@ class PlanOptions(Recipe):
     )
     detect_lattice: bool = option(
         False,
-        "take floats that lie on a hidden grid (of models that somebody dequantized, or trained for it) for the codes "
+        "read floats that lie on a hidden grid (of models that somebody dequantized, or trained for it) as the codes "
         "they were made from; `inspect` tells where there are any",
     )
     imatrix: Path | None = option(
