@@ -1,10 +1,10 @@
 """Attention of one token over the cache on the device: rotation, storing and the weighted sum in one launch.
 
-    qkv     f32 [(heads + 2 kv_heads) * head_dim], as the products left it (biases are in it)
-    keys    int32 words of a layer's [kv_heads, rows, head_dim], in a form of kv_cache.py; values likewise
-    parts   f32 [kv_heads, spans, heads of a block * head_dim]: a span's weighted sums, not divided by their weights
-    part_sums  f32 [kv_heads, spans, 2 * heads of a block]: each head's highest score, and then the sums of the weights
-    state   int32: the position of this token is state[POSITION], so that one captured launch serves every token
+    qkv        f32 [(heads + 2 kv_heads) * head_dim], as the products left it (biases are in it)
+    keys       int32 words of a layer's [kv_heads, rows, head_dim], in a form of kv_cache.py; values likewise
+    parts      f32 [kv_heads, spans, heads of a block * head_dim]: a span's weighted sums, not divided by their weights
+    part_sums  f32 [kv_heads, spans, 2 * heads of a block]: each head's highest score, then the sums of the weights
+    state      int32: the position of this token is state[POSITION], so that one captured launch serves every token
 
 A block serves one key-value head, all query heads that share it, and one span of the context; blockIdx is
 (kv head, span). attention_shape.py says how many spans a grid has; they are whole tiles and at least SPAN positions,
@@ -12,8 +12,8 @@ and blocks that a context does not need yet end at once. The block whose span ho
 key and value (attention_vectors.py). Tiles of keys and values come into shared memory, each byte once (kv_tile.py):
 the next keys are on their way to registers during the weighted sum, the values during the softmax. Nothing behind the
 last position is read. Within a span, tiles go through an online softmax (Milakov and Gimelshein 2018,
-arXiv:1805.02867); spans are put together by the block that ends last (Dao's flash-decoding, `_merge`), which
-needs no second launch. The result is written as floats, and as records where a head is whole blocks of 32.
+arXiv:1805.02867); spans are put together by the block that ends last (Dao's flash-decoding, `_merge`), which needs
+no second launch. The result is written as floats, and as records where a head is whole blocks of 32.
 """
 
 import math
