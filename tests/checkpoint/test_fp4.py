@@ -13,6 +13,7 @@ import bridge
 from bridge.checkpoint import open_checkpoint
 from bridge.checkpoint.formats.fp4 import E2M1, Fp4Tensor
 from bridge.cli.describe import describe
+from bridge.conversion.converter import plan_checkpoint
 from bridge.conversion.report import CARRIED, FLOAT, REQUANTIZED
 from bridge.conversion.verify import failures, verify
 from bridge.errors import BridgeError
@@ -245,7 +246,7 @@ def test_another_type_takes_the_scale_in(tmp_path, small_model):
 
 def test_a_type_edited_in_a_plan_takes_its_scale_with_it(tmp_path, small_model):
     stored = fp4.write_modelopt(tmp_path / "in", small_model)
-    bridge.conversion.converter.plan_checkpoint(tmp_path / "in", out=tmp_path / "plan.json")
+    plan_checkpoint(tmp_path / "in", out=tmp_path / "plan.json")
     text = (tmp_path / "plan.json").read_text()
     line = next(line for line in text.splitlines() if '"name": "blk.0.ffn_up.weight"' in line)
     (tmp_path / "plan.json").write_text(text.replace(line, line.replace("NVFP4", "Q8_0", 1)))

@@ -9,6 +9,7 @@ import pytest
 import bridge
 from bridge.blocks import Q2_0
 from bridge.checkpoint import GroupedTensor
+from bridge.conversion.converter import plan_checkpoint
 from bridge.conversion.recipe import Recipe
 from bridge.conversion.report import CARRIED
 from bridge.conversion.verify import failures, verify
@@ -81,7 +82,7 @@ def test_auto_takes_it_for_builds_that_know_it_alone(tmp_path, small_model):
     write_gptq(tmp_path / "in", small_model, 2, 64)
 
     def types(**options):
-        plan = bridge.conversion.converter.plan_checkpoint(tmp_path / "in", **options)
+        plan = plan_checkpoint(tmp_path / "in", **options)
         said = any("earlier ones cannot load this file" in note for note in plan.notes)
         return {t.type for t in plan.tensors if t.kind == "ffn_up"}, said
 
