@@ -98,7 +98,7 @@ def test_a_second_run_goes_on_where_a_killed_one_stopped_and_ends_in_the_same_fi
 
     whole, halted = tmp_path / "whole.gguf", tmp_path / "halted.gguf"
     convert(model, whole, type="Q4_K", calibrate=settings(text))
-    with pytest.raises(BridgeError, match=r"interrupted; 5 of 15 layers are kept"):
+    with pytest.raises(BridgeError, match=r"interrupted; 5 of 15 layers are stored"):
         convert(model, halted, type="Q4_K", calibrate=settings(text, progress=stop))
     assert not halted.exists()
     with pytest.raises(BridgeError, match="run with other options"):
