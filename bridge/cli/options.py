@@ -7,6 +7,7 @@ Sampling(**given(namespace, Sampling))   with what was asked for; defaults and c
 import argparse
 from collections.abc import Callable, Sequence
 from dataclasses import MISSING, fields
+from pathlib import Path
 from typing import Any
 
 from bridge.conversion.options import Budget, ConvertOptions
@@ -121,6 +122,4 @@ def add_output(p: argparse.ArgumentParser) -> None:
 
 def add_report(p: Any) -> None:
     """--report, of `convert`, `quantize` and `verify`."""
-    from pathlib import Path
-
     p.add_argument("--report", metavar="FILE.json", type=Path, help="write the fidelity of each tensor as JSON")

@@ -15,7 +15,6 @@ _DEFAULT_TYPE = "Q4_K"
 def add_parser(commands: Any) -> None:
     """Add the command to argparse's sub-parsers."""
     p = command(commands, "quantize", "quantize a float model with the Hessians of a text, as GGUF or checkpoint", run)
-    p.set_defaults(exact=False)
     p.add_argument(
         "checkpoint", metavar="MODEL", help="folder with config.json and float weights, or a Hub id (org/name)"
     )

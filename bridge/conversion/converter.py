@@ -81,11 +81,11 @@ def convert_as(
         inputs = _inputs(ckpt, [template, imatrix, options.plan])
         check_target(path, options.force, inputs)
         importance = Importance.read(imatrix)
-        if given is None:
-            plan = make_plan(ckpt, options, importance, calibrated=options.calibrate is not None)
-        else:
-            plan = _completed(Planner(ckpt, options, importance, given))
-        planner = Planner(ckpt, options, importance, plan, calibrated=options.calibrate is not None)
+        calibrated = options.calibrate is not None
+        plan = make_plan(ckpt, options, importance, calibrated) if given is None else given
+        planner = Planner(ckpt, options, importance, plan, calibrated)
+        if given is not None:
+            plan = _completed(planner, given)
         layers = None
         notes: list[str] = []
         if options.budget is not None:
@@ -118,10 +118,8 @@ def convert_as(
     return Report(str(checkpoint), ckpt.format, files, results, ckpt.nbytes, seconds, notes)
 
 
-def _completed(planner: Planner) -> Plan:
+def _completed(planner: Planner, plan: Plan) -> Plan:
     """A plan that was read, with `how` of the tensors whose type was edited."""
-    assert isinstance(planner.model, Plan)
-    plan = planner.model
     planner.reader.check(plan.tensors)
 
     def complete(t: PlannedTensor) -> PlannedTensor:
