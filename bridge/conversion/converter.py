@@ -21,7 +21,7 @@ from bridge.conversion.options import ConvertOptions, PlanOptions
 from bridge.conversion.paths import default_name, layers_of
 from bridge.conversion.plan import Plan, PlannedTensor
 from bridge.conversion.plan_file import load_plan, save_plan
-from bridge.conversion.planner import Planner, holds, make_plan, tensors_to_write
+from bridge.conversion.planner import Planner, holds, make_plan, with_scales
 from bridge.conversion.report import Report, TensorReport, beyond_auto
 from bridge.conversion.size_budget import within_budget
 from bridge.errors import BridgeError
@@ -100,7 +100,7 @@ def convert_as(
             )
         executor = Executor(planner.reader, importance, layers.layers if layers else {}, options.threads)
         chooses = given is None and options.budget is None
-        whole = replace(plan, tensors=tensors_to_write(ckpt, plan))
+        whole = with_scales(ckpt, plan)
         with GGUFOutput(path, whole, options.force, options.shard, inputs) as output:
             results = list(_written(executor, output, planner if chooses else None, progress))
             files = output.finish()

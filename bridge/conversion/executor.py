@@ -103,8 +103,9 @@ class Executor:
     def _as_blocks(self, tensor: PlannedTensor, block: BlockType) -> tuple[np.ndarray, Outcome]:
         """A tensor's parts in a block type."""
         rows = math.prod(tensor.shape[:-1])
-        # a second large allocation is avoided: the blocks of a single part are the result
-        data = np.empty((0, 0) if len(tensor.parts) == 1 else (rows, row_bytes(block, tensor.shape[-1])), np.uint8)
+        data: np.ndarray | None = None  # of a stack, or of floats; else a single part's blocks are the result
+        if len(tensor.parts) > 1 or tensor.how == ("rounded",):
+            data = np.empty((rows, row_bytes(block, tensor.shape[-1])), np.uint8)
         coded = floats = Fidelity(0, 0.0, 0.0, 0.0, 0)
         exact = set(TYPES)  # the types that would hold every part bit for bit
         reasons: list[str] = []
@@ -112,12 +113,15 @@ class Executor:
         at = 0
         for number, (part, how) in enumerate(zip(tensor.parts, tensor.how, strict=True)):
             importance = self.importance.of(tensor, number)
+            if how == "rounded":
+                assert data is not None
+                count = part.shape[0] if len(part.shape) > 1 else 1
+                floats += self._rounded(part, block, importance, data[at : at + count])
+                at += count
+                continue
             if how == "calibrated":
                 made, fidelity = self._calibrated(part)
                 coded += fidelity
-            elif how == "rounded":
-                made, fidelity = self._rounded(part, block, importance)
-                floats += fidelity
             else:
                 t = self.reader.grouped(part)
                 mapped, reason = carry_or_requantize(t, block, importance, how == "carried")
@@ -127,11 +131,12 @@ class Executor:
                 notes += t.notes
                 free = exact_type(t) if exact else None
                 exact &= {free.name} if free else set()
-            if len(tensor.parts) == 1:
+            if data is None:
                 data = made
             else:
                 data[at : at + len(made)] = made
                 at += len(made)
+        assert data is not None
         hows = set(tensor.how)
         if hows == {"calibrated"}:
             return data, Outcome(CALIBRATED, coded)
@@ -147,10 +152,9 @@ class Executor:
         free_type = smaller if smaller and TYPES[smaller].bpw <= block.bpw else None
         return data, Outcome(carried_outcome(coded), coded, notes, exact_for_free=free_type)
 
-    def _rounded(self, part: Part, block: BlockType, importance: np.ndarray | None) -> tuple[np.ndarray, Fidelity]:
-        """A part of floats in a block type, uint8 [rows, row bytes]. Rows are divided among several threads: embeddings
-        and head are the largest tensors, and the first and the last, when no others are at work."""
-        data = np.empty((part.shape[0] if len(part.shape) > 1 else 1, row_bytes(block, part.shape[-1])), np.uint8)
+    def _rounded(self, part: Part, block: BlockType, importance: np.ndarray | None, data: np.ndarray) -> Fidelity:
+        """Quantize a part of floats into `data`, uint8 [rows, row bytes]. Rows are divided among several threads:
+        embeddings and head are the largest tensors, and the first and the last, when no others are at work."""
         total = Fidelity(0, 0.0, 0.0, 0.0, 0)
         at = 0
         for x in self.reader.floats(part):
@@ -159,7 +163,7 @@ class Executor:
             done = list(self._rows.map(lambda r, x=x, out=out: quantize_rows(x[r], block, importance, out[r]), spans))
             total += Fidelity(x.size, sum(p.error for p in done), sum(p.signal for p in done), 0.0, 0)
             at += len(x)
-        return data, total
+        return total
 
     def _calibrated(self, part: Part) -> tuple[np.ndarray, Fidelity]:
         """A calibrated part's blocks, uint8 [rows, row bytes], rows in the GGUF's order, and how close they are."""

@@ -31,12 +31,19 @@ _SYNC_BYTES = 64 << 20  # written between two requests to bring them to disk
 
 
 def shards_of(plan: Plan) -> list[list[PlannedTensor]]:
-    """The tensors of each shard: as many as fit in `split_max_size` bytes, by GGUFWriter's own rule."""
+    """The tensors of each shard: as many as fit in `split_max_size` bytes, by GGUFWriter's own rule. Scales of NVFP4
+    follow their tensor and do not count: a plan is divided the same with and without them."""
     splitter = gguf.GGUFWriter(None, plan.arch, split_max_size=plan.split_max_size or 0)
     for tensor in plan.tensors:
-        _add_info(splitter, tensor)
-    by_name = {t.name: t for t in plan.tensors}
-    return [[by_name[name] for name in shard] for shard in splitter.tensors]
+        if tensor.origin != "scale":
+            _add_info(splitter, tensor)
+    number = {name: i for i, shard in enumerate(splitter.tensors) for name in shard}
+    shards: list[list[PlannedTensor]] = [[] for _ in splitter.tensors]
+    at = 0
+    for tensor in plan.tensors:
+        at = number.get(tensor.name, at)
+        shards[at].append(tensor)
+    return shards
 
 
 def _add_info(writer: gguf.GGUFWriter, tensor: PlannedTensor) -> None:

@@ -83,9 +83,9 @@ def make_plan(
     )
 
 
-def tensors_to_write(ckpt: Checkpoint, plan: Plan) -> list[PlannedTensor]:
-    """A plan's tensors, and after each that is NVFP4 the scale of the whole of it, and of its input, that llama.cpp
-    multiplies by: "blk.0.attn_q.scale", one number or one an expert. A scale of 1 is left out."""
+def with_scales(ckpt: Checkpoint, plan: Plan) -> Plan:
+    """The plan with the scales that llama.cpp multiplies by after each NVFP4 tensor: of the tensor and of its input,
+    "blk.0.attn_q.scale", one number or one an expert. A scale of 1 is left out."""
     found = []
     for tensor in plan.tensors:
         found.append(tensor)
@@ -98,7 +98,7 @@ def tensors_to_write(ckpt: Checkpoint, plan: Plan) -> list[PlannedTensor]:
             if len(values) == count and (key != "scale" or (values != 1).any()):
                 name = f"{tensor.name.removesuffix('.weight')}.{key}"
                 found.append(PlannedTensor(name, (count,), data=values, origin="scale", type="F32", quantizable=False))
-    return found
+    return replace(plan, tensors=found)
 
 
 def holds(tensor: PlannedTensor, fidelity: Fidelity | None) -> bool:

@@ -26,7 +26,7 @@ from bridge.conversion.layer_costs import LayerCosts
 from bridge.conversion.options import Budget
 from bridge.conversion.part_reader import PartReader
 from bridge.conversion.plan import Plan, PlannedTensor
-from bridge.conversion.planner import Planner, tensors_to_write
+from bridge.conversion.planner import Planner, with_scales
 from bridge.conversion.recipe import Recipe
 from bridge.errors import BridgeError, parameter
 from bridge.quantize.settings import Calibration
@@ -64,7 +64,7 @@ def within_budget(plan: Plan, planner: Planner, settings: Calibration, budget: B
     wanted = [t for t in plan.tensors if _is_free(t, plan, planner.options, budget)]
     items = [_item(t, reader) for t in wanted if all(part.module in layers for part in t.parts)]
     left = [t for t in wanted if any(part.module not in layers for part in t.parts)]
-    whole = replace(plan, tensors=tensors_to_write(ckpt, plan))
+    whole = with_scales(ckpt, plan)
     fixed = file_bytes(whole) - sum(padded(item.tensor.nbytes) for item in items)
     limit = _limit(whole, budget)
     least, most = (fixed + sum(int(f(item.sizes)) for item in items) for f in (np.min, np.max))
@@ -77,7 +77,7 @@ def within_budget(plan: Plan, planner: Planner, settings: Calibration, budget: B
     ends = embeddings, embeddings if plan.tied else head
     search = _Search(planner, model, ends, settings, budget, items, limit - fixed)
     chosen = planner.retyped(plan, search.types())
-    size = file_bytes(replace(chosen, tensors=tensors_to_write(ckpt, chosen)))
+    size = file_bytes(with_scales(ckpt, chosen))
     assert size <= limit
     chosen.curve = search.curve(fixed)
     used = f"{size} of {limit} bytes" if limit - size else f"{size} bytes, all of them"

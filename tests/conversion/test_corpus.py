@@ -10,7 +10,6 @@ import json
 import shutil
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ import pytest
 from bridge.checkpoint import open_checkpoint
 from bridge.conversion.converter import plan_checkpoint
 from bridge.conversion.plan import Plan, PlannedTensor
-from bridge.conversion.planner import tensors_to_write
+from bridge.conversion.planner import with_scales
 from bridge.errors import BridgeError
 from tests.conftest import ROOT
 from tests.support.corpus import unfold
@@ -73,7 +72,7 @@ def test_a_repository_is_planned_as_it_was(case: Path, folder: Path) -> None:
     try:
         plan = plan_checkpoint(folder, type=record.get("type", "auto"))
         with open_checkpoint(folder) as ckpt:
-            found["plan"] = plan_lines(replace(plan, tensors=tensors_to_write(ckpt, plan)))
+            found["plan"] = plan_lines(with_scales(ckpt, plan))
     except BridgeError as refused:
         found["refused"] = str(refused).replace(str(folder), "model")
     assert found == {key: record[key] for key in ("plan", "refused") if key in record}

@@ -2,6 +2,7 @@
 
 import errno
 import os
+from dataclasses import replace
 
 import gguf
 import numpy as np
@@ -140,6 +141,21 @@ def test_shards_have_llama_cpps_names_and_metadata(tmp_path):
     tensors = read_all(files)
     assert set(tensors) == set(payload)
     assert tensors["a.weight"].tensor_type == Type.Q4_K
+
+
+def test_scales_follow_their_tensor_and_move_no_boundary():
+    """A plan has no scales of NVFP4 yet when it tells how many shards it makes."""
+    alone = [PlannedTensor(f"blk.{i}.attn_q.weight", (4, 256), type="NVFP4") for i in range(6)]
+    scales = [
+        PlannedTensor(f"blk.{i}.attn_q.scale", (1,), data=np.ones(1, np.float32), origin="scale", type="F32")
+        for i in range(6)
+    ]
+    both = [t for pair in zip(alone, scales, strict=True) for t in pair]
+    limit = 2 * alone[0].nbytes  # reached by two tensors, passed by their scales
+    before = [[t.name for t in shard] for shard in output.shards_of(replace(plan(limit), tensors=alone))]
+    after = [[t.name for t in shard] for shard in output.shards_of(replace(plan(limit), tensors=both))]
+    assert [len(shard) for shard in before] == [2, 2, 2]
+    assert after == [[x for name in shard for x in (name, name.replace("weight", "scale"))] for shard in before]
 
 
 def test_shards_are_not_written_over_without_force(tmp_path):
