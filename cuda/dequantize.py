@@ -107,7 +107,7 @@ def kernel(type: str, kind: str, chosen: bool, dependent: bool = False) -> Any:
 def tile(matrix: DeviceMatrix | FloatMatrix, first: int, count: int, out: Any, stream: Any) -> None:
     """Queue writing `count` rows from `first` on to `out`, contiguous float16, bfloat16 or float32 [count, columns]."""
     if not 0 <= first <= first + count <= matrix.rows:
-        raise BridgeError(f"{matrix.name}: rows {first} to {first + count} are out of range: there are {matrix.rows}")
+        raise BridgeError(f"{matrix.name}: rows {first} to {first + count} are not in a matrix of {matrix.rows}")
     if isinstance(matrix, FloatMatrix):
         out.copy_(matrix.weight[first : first + count])
     else:

@@ -61,7 +61,7 @@ class CudaTrellisLayer:
         return self.matmul(x[None], precision)[0]
 
     def matmul(self, x: Any, precision: str = "f32") -> Any:
-        """X W^T for X [tokens, in], a torch tensor of floats on the device; returns the same type. No bias is added.
+        """X W^T for X [tokens, in], a torch tensor of floats on the device; returns the same type. Adds no bias.
 
         x is never rounded, whatever `precision` says. Raises BridgeError where x does not fit or is elsewhere.
         """
