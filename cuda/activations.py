@@ -1,7 +1,7 @@
 """Activations on the device: x rounded to int8 in blocks of 32 columns, as ggml's q8_1, or kept as float32.
 
 Both forms are stored in tiles of 32 blocks, so that a warp whose lanes hold consecutive blocks reads 512 contiguous
-bytes. A tile has room for 8 columns of x (tokens). A column is
+bytes. A tile has room for 8 columns of x (tokens). The bytes of a column are
 
     int8       0..511    q[0..15] of 32 blocks          float32   0..4095     x[4k..4k+3] of 32 blocks, k 0..7
              512..1023   q[16..31]

@@ -10,7 +10,7 @@ head_dim / 32, 16], values' [kv_heads, context, head_dim / 32]. The heads that s
 of a prompt, are rows of one product, 8 at a time: each row group reads the cache once.
 
 A model has 4 to 8 key-value heads, fewer than a server has cores. So where a single token is computed, a context of
-more than `SPAN` positions is cut into spans of that: `attend` stores for each head and span the sum of exp(s - max)
+more than `SPAN` positions is cut into spans: `attend` stores for each head and span the sum of exp(s - max)
 v, with max and the sum of exp(s - max), and `merge` weights the spans by exp(max - largest max). Spans are the same
 whatever the number of threads, and so are the results.
 
