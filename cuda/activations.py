@@ -1,18 +1,18 @@
 """Activations on the device: x rounded to int8 in blocks of 32 columns, as ggml's q8_1, or kept as float32.
 
-Both forms come in tiles of 32 blocks, so that a warp whose lanes hold blocks one after the other reads 512 bytes in a
-row. A tile has room for 8 columns of x (tokens), each of
+Both forms are stored in tiles of 32 blocks, so that a warp whose lanes hold consecutive blocks reads 512 contiguous
+bytes. A tile has room for 8 columns of x (tokens). The bytes of a column are
 
     int8       0..511    q[0..15] of 32 blocks          float32   0..4095     x[4k..4k+3] of 32 blocks, k 0..7
              512..1023   q[16..31]
             1024..1279   step d, float32; the sums of
                          q[0..15] and of q[16..31], int16
 
-so that the kernels find every column at a constant distance. x = d * q: d maps the value of largest magnitude onto
--128, whatever its sign, and values of the other sign stop at 127, as bridge/runtime/cpu/activations.py has it. A
-block with NaN or infinity gets d = NaN. A product of one column reads 40 bytes for 32 columns, from the L1 cache.
+so all columns are at constant distances. x = d * q: d maps the value of largest magnitude onto
+-128, whatever its sign, and values of the other sign stop at 127, as in bridge/runtime/cpu/activations.py. A
+block with NaN or infinity gets d = NaN. A product with one token reads 40 bytes for 32 columns, from the L1 cache.
 
-What lies beyond the last block, and some tiles more, is zero and stays so: products read on into it.
+The rest of the last tile and some tiles after it stay zero, because products read beyond the last block.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ RECORD = 1280  # bytes of a column in a tile of int8 records
 FLOAT_RECORD = 4096  # bytes of a column in a tile of float32 records
 TILE = COLUMNS * RECORD
 FLOAT_TILE = COLUMNS * FLOAT_RECORD
-BEYOND = 3  # tiles of zeros behind the last
-_TINY = np.float32(2.0**-120)  # 128 over it is still finite
+BEYOND = 3  # tiles of zeros after the last
+_TINY = np.float32(2.0**-120)  # 128 / _TINY is still finite
 _WARPS = 4  # warps in a block of `quantize`
 
 float32 = np.float32
@@ -62,7 +62,7 @@ DEPENDENT = False
 
 
 def _store(value, group, column, records):
-    """Blocks of 32 values, one a lane -> the int8 record of block `group` of `column`, written by the whole warp."""
+    """Write the int8 record of block `group` of `column` from 32 values, one per lane; takes the whole warp."""
     lane = cuda.threadIdx.x & 31
     largest = warp_max(abs(value))
     positive = warp_any(value == largest)
@@ -100,7 +100,7 @@ put: Any = None
 
 
 def _quantize(x, groups, tokens, records):
-    """x [tokens, 32 * groups] -> records; a warp a block of 32 and token; f16 and bf16 come as their bits, int16."""
+    """x [tokens, 32 * groups] -> records, one warp per token and block of 32; f16 and bf16 are passed as int16 bits."""
     if DEPENDENT:
         launch_dependents()
         launches_wait()
@@ -109,7 +109,7 @@ def _quantize(x, groups, tokens, records):
     token = number // groups
     group = number % groups
     inside = token < tokens
-    if not inside:  # the warp stays, for the others' sake: in the simulator all threads exchange values
+    if not inside:  # the warp must not return: in the simulator all threads exchange values
         token = tokens - 1
     if KIND == "f32":
         value = x[token, group * 32 + lane]
@@ -136,7 +136,7 @@ class Records:
 
     def __init__(self, columns: int, max_n: int, device: Any = None, precision: str = "int8"):
         if columns % 32 or not 1 <= max_n <= COLUMNS:
-            raise BridgeError(f"records of {max_n} times {columns} values; 1 to {COLUMNS} times a multiple of 32")
+            raise BridgeError(f"records of {max_n} x {columns} values: must be 1 to {COLUMNS} times a multiple of 32")
         from bridge.cuda import device as devices
 
         self.columns = columns
@@ -153,7 +153,7 @@ class Records:
         return self
 
     def bind(self, x: Any, n: int, stream: Any) -> Launch:
-        """The launch that fills from x, its array 0, again and again."""
+        """A reusable launch that fills from x, its array 0."""
         kernel, *arguments = self._launch(x, n, stream)
         found: Launch = kernel.bind(*arguments)
         return found

@@ -1,19 +1,19 @@
 """Attention of one token over the cache on the device: rotation, storing and the weighted sum in one launch.
 
-    qkv        f32 [(heads + 2 kv_heads) * head_dim], as the products left it (biases are in it)
-    keys       int32 words of a layer's [kv_heads, rows, head_dim], in a form of kv_cache.py; values likewise
-    parts      f32 [kv_heads, spans, heads of a block * head_dim]: a span's weighted sums, not divided by their weights
+    qkv        f32 [(heads + 2 kv_heads) * head_dim], as the products leave it, with biases added
+    keys       int32 words of a layer's [kv_heads, rows, head_dim], in a form of kv_cache.py; so are values
+    parts      f32 [kv_heads, spans, heads of a block * head_dim]: a span's weighted sums, not divided by the weights
     part_sums  f32 [kv_heads, spans, 2 * heads of a block]: each head's highest score, then the sums of the weights
     state      int32: the position of this token is state[POSITION], so that one captured launch serves every token
 
 A block serves one key-value head, all query heads that share it, and one span of the context; blockIdx is
-(kv head, span). attention_shape.py says how many spans a grid has; they are whole tiles and at least SPAN positions,
-and blocks that a context does not need yet end at once. The block whose span holds the new position also stores its
-key and value (attention_vectors.py). Tiles of keys and values come into shared memory, each byte once (kv_tile.py):
-the next keys are on their way to registers during the weighted sum, the values during the softmax. Nothing behind the
+(kv head, span). attention_shape.py says how many spans a grid has. A span is whole tiles, at least SPAN positions;
+blocks that a context does not need yet end at once. The block whose span holds the new position also stores its
+key and value (attention_vectors.py). Tiles of keys and values are copied to shared memory, each byte once (kv_tile.py):
+the next keys are loaded into registers during the weighted sum, the values during the softmax. Nothing after the
 last position is read. Within a span, tiles go through an online softmax (Milakov and Gimelshein 2018,
-arXiv:1805.02867); spans are put together by the block that ends last (Dao's flash-decoding, `_merge`), which needs
-no second launch. The result is written as floats, and as records where a head is whole blocks of 32.
+arXiv:1805.02867); the block that ends last merges the spans (Dao's flash-decoding, `_merge`), which needs
+no second launch. The result is written as floats, and as records if a head is a multiple of 32.
 """
 
 import math
@@ -55,11 +55,11 @@ POSITION, TOKEN, STEP, STATE = 0, 1, 2, 4  # words of `state`, and its size
 # set by `kernel`; what is not explained here is in attention_shape.py
 # query heads of a block and their size; positions of a tile; threads
 SPAN = HEADS = HEAD_DIM = TILE = BLOCK = WARPS = 0
-PADDED = 0  # heads with the last one repeated, so that all chunks are whole
+PADDED = 0  # heads, the last one repeated to fill the last chunk
 TILE_WORDS = SCORE_WORDS = WEIGHT_WORDS = 0
 SHARE = CHUNKS = UNITS = SUBSETS = SETS = SLICES = SLICE = MERGERS = 0
 MERGED = 4  # spans whose sums a thread loads together
-QUADS = FOURS = 0  # 16 bytes of a row, and fours of numbers in them
+QUADS = FOURS = 0  # quads (16 bytes) of a row, and groups of four numbers in a quad
 SCORE_ROUNDS = HEAD_ROUNDS = RECORDS = RECORD_ROUNDS = 0
 RECORDED = DEPENDENT = False
 put: Any = None
@@ -79,7 +79,7 @@ _LOW = np.float32(-np.inf)
 
 
 def recorded(head_dim: int) -> bool:
-    """Whether the kernel makes the records of its result: a block of 32 may not belong to two heads."""
+    """Whether the kernel writes records of its result: no block of 32 may span two heads."""
     return head_dim % 32 == 0
 
 
@@ -96,7 +96,7 @@ def _attend(qkv, q_norm, k_norm, cos, sin, keys, values, state, parts, part_sums
     kv_heads = int32(cuda.gridDim.x)
     spans = int32(cuda.gridDim.y)
     position = state[POSITION]
-    # what stays until the end is pinned to 32 bits: Numba widens sums and products, and registers are scarce
+    # what is needed until the end is pinned to 32 bits: Numba widens sums and products, and registers are scarce
     length = int32(position + 1)
     size = max(SPAN, (length + spans - 1) // spans)
     size = int32((size + TILE - 1) // TILE * TILE)
@@ -118,7 +118,7 @@ def _attend(qkv, q_norm, k_norm, cos, sin, keys, values, state, parts, part_sums
     factor = cuda.shared.array(PADDED, float32)
     flag = cuda.shared.array(2, int32)
 
-    # queries, and the key where it is this block's, to shared memory
+    # load the queries, and the key if this block stores it, to shared memory
     newest = last == length
     count = PADDED + 1 if newest else PADDED
     if thread == 0:
@@ -165,15 +165,15 @@ def _attend(qkv, q_norm, k_norm, cos, sin, keys, values, state, parts, part_sums
                             y = shared_16_further(vector, query, j * UNITS + i)
                             for e in unroll(4):
                                 dot[j] += x[e] * bits_float(y[e])
-                # made again: registers are scarce
+                # computed again: registers are scarce
                 thread = bits(thread_x(), 0, BLOCK - 1)
                 item = int32((thread >> 5) + r * WARPS)
                 place = mad(int32(item // SETS), SHARE * TILE, int32(item % SETS * 32 + (thread & 31)))
                 for j in unroll(SHARE):
                     put_4(scores, int32(place + j * TILE), float_bits(dot[j]))
         cuda.syncthreads()
-        held = fetch(values, row, stop, all_rows)  # not before: the scores need the registers
-        # softmax so far: a warp for each head; warps to spare look at nothing that others store
+        held = fetch(values, row, stop, all_rows)  # not earlier: the scores need the registers
+        # softmax so far, one warp per head; spare warps read nothing that others store
         thread = bits(thread_x(), 0, BLOCK - 1)
         lane = int32(thread & 31)
         for r in unroll(HEAD_ROUNDS):
@@ -229,7 +229,7 @@ def _attend(qkv, q_norm, k_norm, cos, sin, keys, values, state, parts, part_sums
                         acc[j, e] += bits_float(weights[j]) * values_here[e]
         cuda.syncthreads()
 
-    # the subsets are summed in the tile's place
+    # add up the subsets in the tile's memory
     h = block_x()
     span = block_y()
     active = flag[1]
@@ -250,7 +250,7 @@ def _attend(qkv, q_norm, k_norm, cos, sin, keys, values, state, parts, part_sums
     cuda.syncthreads()
     pieces = SUBSETS
     if active > 1:
-        # leave what this span found; the last block of a head to come here puts the spans together
+        # store this span's result; the last block of a head to get here merges the spans
         to = h * spans + span
         for i in range(thread, HEADS * HEAD_DIM, BLOCK):
             parts[to * (HEADS * HEAD_DIM) + i] = summed(tile, i, SUBSETS)
@@ -291,7 +291,7 @@ def _summed(tile, i, count):
 
 
 def _merge(tile, parts, part_sums, top, total, h, spans, active):
-    """MERGERS pieces of the weighted sums to `tile`, and the heads' highest scores and weights to `top` and `total`."""
+    """Copy MERGERS pieces: weighted sums to `tile`, highest scores and weights of the heads to `top` and `total`."""
     thread = bits(thread_x(), 0, BLOCK - 1)
     warp = thread >> 5
     lane = thread & 31
@@ -322,7 +322,7 @@ def _merge(tile, parts, part_sums, top, total, h, spans, active):
         for e in unroll(4):
             sums[e] = float32(0)
         for i in range(merger, active, MERGERS * MERGED):
-            for u in unroll(MERGED):  # these loads are on their way together
+            for u in unroll(MERGED):  # these loads overlap
                 one = h * spans + min(i + u * MERGERS, active - 1)
                 found[u] = load_16(parts, one * (HEADS * UNITS) + at)
                 highest[u] = part_sums[one * (2 * HEADS) + j]
@@ -340,8 +340,8 @@ def kernel(
     head_dim: int, group: int, rotated: int, neighbours: bool, normed: bool, exact: bool, kind: str = "f16",
     dependent: bool = False,
 ) -> Kernel:  # fmt: skip
-    """The kernel for heads of that shape. `neighbours`: rotary pairs are (2i, 2i + 1); `normed`: q and k are;
-    `exact`: the records are float32; `kind`: how keys and values are kept."""
+    """The kernel for heads of a shape. `neighbours`: rotary pairs are (2i, 2i + 1); `normed`: q and k are normalized;
+    `exact`: the records are float32; `kind`: how keys and values are stored."""
     form = KVForm(kind, head_dim)
     s = attention_shape.shape(form, group)
     records = group * head_dim // 32

@@ -1,7 +1,7 @@
 """How attention.py shares its work: spans of the context among blocks, and within a block tiles, heads and columns.
 
-A block serves one key-value head and one span. It goes through the span in tiles, of keys and of values in turn, that
-lie in shared memory (kv_tile.py). A thread works for `share` query heads, so that what it reads of a tile serves all
+A block serves one key-value head and one span. It goes through the span in tiles of keys and of values, in turn,
+which lie in shared memory (kv_tile.py). A thread works for `share` query heads, so each value that it reads serves all
 of them:
 
     scores          a warp: a set of 32 positions, `share` heads, a slice of the columns; the slices are summed later
@@ -14,11 +14,11 @@ from typing import Any
 
 from bridge.cuda.kv_cache import KVForm
 
-THREADS = 256  # of a block, where they are enough for the weighted sum
+THREADS = 256  # of a block, unless the weighted sum needs more
 ROWS = 64  # positions of a tile, at most
-LOADS = 4  # of 16 bytes that a thread has on their way, at most: 16 registers
+LOADS = 4  # of 16 bytes that a thread has in flight, at most: 16 registers
 SPAN = 64  # positions of a span, at least
-BLOCKS = 2  # a multiprocessor: they have 32 KB on their way; more of them would only take longer to put together
+BLOCKS = 2  # per multiprocessor: they have 32 KB in flight; more blocks would only take longer to merge
 _SHARE = 4  # query heads of a thread, at most: 16 sums in registers
 _SHARED = 48 << 10  # bytes of shared memory that a kernel may declare
 _WARP = 32
@@ -49,17 +49,17 @@ class AttentionShape:
 
     @property
     def units(self) -> int:
-        """Fours of columns."""
+        """Groups of four columns."""
         return self.form.head_dim // 4
 
     @property
     def threads(self) -> int:
-        """Of a block: a power of two, one at least for each unit and chunk."""
+        """Threads of a block: a power of two, at least one for each unit and chunk."""
         return max(THREADS, 1 << (self.units * self.chunks - 1).bit_length())
 
     @property
     def warps(self) -> int:
-        """Of a block."""
+        """Warps of a block."""
         return self.threads // _WARP
 
     @property
@@ -69,7 +69,7 @@ class AttentionShape:
 
     @property
     def pitch(self) -> int:
-        """Quads from one row of a tile to the next: odd, so that 8 lanes that read 8 rows meet in no bank."""
+        """Quads from one row of a tile to the next: odd, so that 8 lanes that read 8 rows use different banks."""
         return self.quads | 1
 
     @property
@@ -89,7 +89,7 @@ class AttentionShape:
 
     @property
     def mergers(self) -> int:
-        """Parts of the spans that different threads put together."""
+        """Parts of the spans that different threads merge."""
         return max(1, self.threads // (self.group * self.units))
 
     @property
@@ -110,7 +110,7 @@ class AttentionShape:
 
     @property
     def constants(self) -> dict[str, Any]:
-        """What the functions of the kernel see of all this."""
+        """The constants that the kernel's functions use."""
         form, heads = self.form, self.chunks * self.share
         names = "chunks", "mergers", "pitch", "quads", "share", "sets", "slices", "subsets", "units", "warps"
         return {name.upper(): getattr(self, name) for name in names} | {
@@ -126,7 +126,7 @@ class AttentionShape:
 
     @property
     def shared(self) -> int:
-        """Bytes of shared memory: of the above, of queries and the key, and of what is known of each head."""
+        """Bytes of shared memory: for the above, the queries and the key, and the state of each head."""
         heads = self.chunks * self.share
         words = self.tile_words + self.part_words + self.weight_words + (heads + 1) * self.form.head_dim
         return 4 * (words + 3 * heads + 1)
@@ -134,9 +134,9 @@ class AttentionShape:
 
 @cache
 def _fitting(form: KVForm, group: int) -> AttentionShape | None:
-    """The shape with the largest tile; None where a block's threads or shared memory do not suffice."""
+    """The shape with the largest tile; None if a block has too few threads or too little shared memory."""
     rows = min(ROWS, _power(LOADS * THREADS // (form.row_words // 4)))
-    while rows >= 4:  # a tile's steps are whole 16 bytes
+    while rows >= 4:  # a tile's steps fill whole 16 bytes
         found = AttentionShape(form, group, rows)
         if found.threads <= 1024 and found.shared <= _SHARED:
             return found
@@ -145,12 +145,12 @@ def _fitting(form: KVForm, group: int) -> AttentionShape | None:
 
 
 def supported(head_dim: int, group: int, kind: str) -> bool:
-    """Whether there is a kernel for heads of that size, so many of them for one of keys and values."""
+    """Whether there is a kernel for heads of that size, `group` of them per key-value head."""
     return head_dim % 8 == 0 and group <= 32 and _fitting(KVForm(kind, head_dim), group) is not None
 
 
 def shape(form: KVForm, group: int) -> AttentionShape:
-    """Of a supported block."""
+    """The shape of a supported block."""
     found = _fitting(form, group)
     assert found is not None
     return found

@@ -1,7 +1,7 @@
 """What attention's blocks do with a token's queries, key and value before they look at the cache.
 
-    vector  f32 in shared memory: the queries of a key-value head, the last one repeated where chunks are not whole
-            (attention_shape.py), and behind them, in the block whose span holds the new position, the key
+    vector  f32 in shared memory: the queries of a key-value head, the last one repeated to fill the last chunk
+            (attention_shape.py), and then, in the block whose span holds the new position, the key
 
 `turn` loads them, normalizes them where the model does and rotates their pairs; `keep` stores the new key and value in
 the cache (kv_cache.py). All threads of a block take part in both.
@@ -36,10 +36,10 @@ from numba import cuda
 
 # set by `functions`: query heads of a block, with those repeated, and their size; threads
 HEADS = PADDED = HEAD_DIM = BLOCK = WARPS = 0
-HALF = STRIDE = OTHER = 0  # rotary pairs of a head, floats from one to the next, and between its two
+HALF = STRIDE = OTHER = 0  # rotary pairs of a head; floats from one pair to the next, and between the two of a pair
 NORM_ROUNDS = PER_LANE = 0
 ROW_WORDS = STEP_WORDS = 0  # see kv_cache.py
-KEPT = KEPT_ROUNDS = 0  # blocks of 32 of a head, and rounds of the warps over those of key and value
+KEPT = KEPT_ROUNDS = 0  # blocks of 32 of a head, and rounds that the warps take to store key and value
 KIND = ""
 NORMED = QUANTIZED = False
 keep_one: Any = None
@@ -48,7 +48,7 @@ int32: Any = np.int32
 
 
 def _turn(vector, qkv, q_norm, k_norm, cos, sin, h, kv_heads, position, count, eps):
-    """The first `count` of the queries and the key, ready for use behind the barrier at the end."""
+    """Load and rotate the first `count` of the queries and the key; usable after the barrier at the end."""
     thread = bits(thread_x(), 0, BLOCK - 1)
     warp = thread >> 5
     lane = thread & 31
@@ -91,12 +91,12 @@ def _turn(vector, qkv, q_norm, k_norm, cos, sin, h, kv_heads, position, count, e
 
 
 def _keep(vector, qkv, keys, values, h, kv_heads, rows, position):
-    """The new key and value."""
+    """Store the new key and value."""
     thread = bits(thread_x(), 0, BLOCK - 1)
     warp = thread >> 5
     lane = thread & 31
     key_at = int32(kv_heads * HEADS * HEAD_DIM)
-    steps = int32(kv_heads * rows * ROW_WORDS)  # where those of q8_0 begin
+    steps = int32(kv_heads * rows * ROW_WORDS)  # where the steps of q8_0 begin
     to = h * rows + position
     if QUANTIZED:
         for r in range(KEPT_ROUNDS):
@@ -127,7 +127,7 @@ def _keep(vector, qkv, keys, values, h, kv_heads, rows, position):
 
 
 def _keep_one(cache, row, e, value):
-    """Store number e of a row, where it is kept as it is."""
+    """Store number e of a row, unchanged."""
     if KIND == "f32":
         store_4(cache, row * HEAD_DIM + e, float_bits(value))
     else:

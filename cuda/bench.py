@@ -1,8 +1,8 @@
-"""Timing products on a GPU beside what its memory can be read with, as replays of CUDA graphs.
+"""Times products on a GPU as replays of CUDA graphs, and compares them with its memory's read bandwidth.
 
-A graph holds LAUNCHES launches, and what they read is rotated among copies that together are several times the L2
-cache, so that every one reads from memory. The time of a launch is that of a replay over LAUNCHES, gaps between
-launches included; of ROUNDS replays the median counts. Bytes of a product are those of its matrix on the device.
+A graph holds LAUNCHES launches that read from several copies in turn. Together these are several times as large as
+the L2 cache, so every launch reads from memory. The time of a launch is that of a replay over LAUNCHES, gaps included,
+as the median of ROUNDS replays. The bytes of a product are those of its matrix on the device.
 """
 
 import statistics
@@ -30,7 +30,7 @@ LAUNCHES = 16
 ROUNDS = 11
 LARGE = (8192, 28672)
 SMALL = (4096, 14336)
-_CACHES = 4  # the copies together are so many times the L2 cache
+_CACHES = 4  # size of all copies together, in L2 caches
 _READ = 1 << 30  # bytes that are read to measure the bandwidth
 _WARM = 0.03  # seconds of untimed replays: an idle GPU's clock is low at first
 
@@ -41,7 +41,7 @@ int32 = np.int32
 
 
 def seconds(launches: Sequence[Callable[[], object]], rounds: int = ROUNDS) -> float:
-    """Of one launch: `launches` are captured in a graph, one after the other, and replayed."""
+    """Seconds of one launch: `launches` are captured in a graph, one after the other, and replayed."""
     import torch
 
     def step() -> None:
@@ -83,7 +83,7 @@ def seconds_from_memory(make: Callable[[int], Callable[[], object]], nbytes: int
 
 
 def _read(source, count, out):
-    """Read `count` times 16 bytes; what they come to is stored only if it is -1, so that nothing is left out."""
+    """Read `count` times 16 bytes; the result is stored only if it is -1, so that no load is optimized away."""
     start = cuda.grid(1)
     step = cuda.gridsize(1)
     total = int32(0)
@@ -104,7 +104,7 @@ def _reader() -> Kernel:
 
 
 def read_bandwidth(device: Device) -> float:
-    """Bytes a second, the best of several grids: what memory gives to a kernel that does nothing but read."""
+    """Bytes a second of a kernel that only reads, the best of several grids."""
     import torch
 
     block = 512
@@ -139,7 +139,7 @@ class Bench:
         self._copies = [self.matrix]
 
     def copy(self, number: int) -> DeviceMatrix:
-        """The matrix for the first, then copies of it."""
+        """The matrix itself first, then copies of it."""
         while len(self._copies) <= number:
             m = self.matrix
             buffer = view(self._source.clone())
@@ -198,7 +198,7 @@ def torch_product(shape: tuple[int, int], device: Device) -> float:
 
 @dataclass
 class Line:
-    """One product beside the read bandwidth of the run."""
+    """One product, with the read bandwidth of the run."""
 
     tensor: QuantTensor
     seconds: float

@@ -47,14 +47,14 @@ class Decoder:
         with self._active():
             self.device.check_memory(self.nbytes + _WORK, f"{file.path} with a context of {context}")
         self.graphs = devices.captures()  # False: every launch by itself
-        self.dependent = devices.overlaps(self.device)  # launches begin early; as it is when `build` is called
-        self.preparing = 0.0  # nothing is repacked between tokens, as it is on the CPU
-        self._tokens: list[int] = []  # that the cache holds; of those that were drawn, as far as the host has seen them
+        self.dependent = devices.overlaps(self.device)  # launches begin early; read by `build`
+        self.preparing = 0.0  # unlike on the CPU, nothing is repacked between tokens
+        self._tokens: list[int] = []  # that the cache holds; drawn ones only once the host has seen them
         self._captured: dict[int | None, Graph] = {}
         self._samplers: dict[int | None, list[Call]] = {}
 
     def begin(self) -> None:
-        """Be ready for tokens."""
+        """Get ready for tokens."""
         self.prepare()
 
     def prepare(self) -> None:
@@ -73,7 +73,7 @@ class Decoder:
         self._in_file = None
 
     def build(self) -> None:
-        """Make the launches of a token, as `dependent` says; the cache holds nothing then."""
+        """Make the launches of a token, overlapping if `dependent`, and empty the cache."""
         self.cache.length = 0
         with self._active():
             self.step = Step(self.weights, self.config, self.cache, self.device, self.precision, self.dependent)
@@ -82,7 +82,7 @@ class Decoder:
             self._ready(None)
 
     def _ready(self, count: int | None) -> None:
-        """See to it that steps with this sampling can be launched; the first one is captured here."""
+        """Make steps with this sampling ready to launch; the first one is captured here."""
         if count not in self._samplers:
             if len(self._samplers) == _GRAPHS:
                 oldest = next(key for key in self._samplers if key is not None)
@@ -90,7 +90,7 @@ class Decoder:
                 self._captured.pop(oldest, None)
             self._samplers[count] = self.step.choose(count)
         if self.graphs and count not in self._captured:
-            self._set_state(self.cache.length, 0)  # the first run writes a row that holds nothing
+            self._set_state(self.cache.length, 0)  # the first run writes an unused row
             self._captured[count] = Graph(lambda: self._launch(count), self.step.state)
 
     def _launch(self, count: int | None) -> None:
@@ -106,14 +106,14 @@ class Decoder:
         self.cache.length += 1
 
     def _set_state(self, position: int, token: int) -> None:
-        """Position and token of the next step, and that nothing has been made so far."""
+        """Set the position and token of the next step, with no token made so far."""
         import torch
 
         words = torch.zeros(attn.STATE, dtype=torch.int32)
         words[attn.POSITION], words[attn.TOKEN] = position, token
         self.step.state.copy_(words)
 
-    # what Model calls
+    # called by Model
 
     def scores(self, tokens: Sequence[int], keep: int) -> np.ndarray:
         """float32 [keep, vocab] of the last `keep` tokens, from an empty context."""
@@ -136,12 +136,12 @@ class Decoder:
         return self._tokens[: self.cache.length]
 
     def _appended(self, tokens: Sequence[int]) -> None:
-        """The cache holds these too."""
+        """Note that the cache holds these too."""
         self._tokens[self.cache.length :] = tokens
         self.cache.length += len(tokens)
 
     def draw(self, tokens: Sequence[int], sampler: Sampler, kept: int = 0) -> Iterator[int]:
-        """What follows the tokens, drawn one by one, until the context is full; the cache holds the first `kept`.
+        """Draw the tokens that follow, one by one, until the context is full; the cache holds the first `kept`.
 
         A sampler that is not plain draws on the host.
         """
@@ -185,7 +185,7 @@ class Decoder:
             made += 1
 
     def _fetch(self, number: int) -> Any:
-        """Queue the copying of a token to the host; the event that says it is there."""
+        """Queue the copy of a token to the host; returns the event that marks its end."""
         import torch
 
         self._host[number : number + 1].copy_(self.step.made[number : number + 1], non_blocking=self.graphs)
@@ -227,7 +227,7 @@ class Decoder:
 
     @contextmanager
     def _active(self) -> Iterator[None]:
-        """This thread works on the device; running out of its memory is an error of one line."""
+        """Work on the device in this thread; running out of its memory becomes a one-line error."""
         import torch
 
         if devices.torch_device(self.device) == "cpu":
@@ -241,7 +241,7 @@ class Decoder:
 
 
 def _check_shape(c: DecoderConfig, file: GGUFFile, kv: str) -> None:
-    """Refuse what the kernels were not made for."""
+    """Refuse models that the kernels do not support."""
     if not supported(c.head_dim, c.heads // c.kv_heads, kv) or c.hidden % 32 or c.inner % 32:
         raise BridgeError(
             f"{file.path}: {c.heads} heads of {c.head_dim} over {c.kv_heads}, {c.hidden} hidden and {c.inner} inner "
@@ -274,8 +274,8 @@ def attend(
 ) -> Any:  # fmt: skip
     """Attention of n tokens at positions from `start` on: f32 [n, heads * head_dim].
 
-    qkv f32 [n, (heads + 2 kv_heads) * head_dim]; the cache's keys and values of the layer, where theirs are stored.
-    The products are of halves, or with `exact` of floats.
+    qkv f32 [n, (heads + 2 kv_heads) * head_dim]; keys and values are stored in the layer's cache.
+    Products are computed in halves, or in float32 with `exact`.
     """
     import torch
 
@@ -304,5 +304,5 @@ def _split(c: DecoderConfig, qkv: Any) -> Any:
 
 
 def _shared(part: Any, group: int) -> Any:
-    """[kv_heads, n, head_dim] -> [1, heads, n, head_dim]: each once for every query head that shares it."""
+    """[kv_heads, n, head_dim] -> [1, heads, n, head_dim]: repeated for every query head that shares it."""
     return part.repeat_interleave(group, dim=0)[None]

@@ -1,6 +1,6 @@
 """Weights of a matrix on the device as floats: tiles for torch's matrix product, rows for an embedding.
 
-Those of a FloatMatrix are copied. Of all others:
+Weights of a FloatMatrix are copied. For all others:
 
 A thread takes a unit of a row and stores 16 bytes at a time. Values are those of gguf's dequantization but for one
 rounding of float32: d * sc * q and dmin * mn are subtracted in one step.
@@ -58,7 +58,7 @@ packed: Any = None
 
 
 def _dequantize(weights, sixteenth, first, chosen, out, count, units):
-    """Rows first.. of a matrix, or those in int32 `chosen`, to out [count, columns]."""
+    """Write rows from `first` on, or those in int32 `chosen`, to out [count, columns]."""
     if DEPENDENT:
         launch_dependents()
         launches_wait()
@@ -105,9 +105,9 @@ def kernel(type: str, kind: str, chosen: bool, dependent: bool = False) -> Any:
 
 
 def tile(matrix: DeviceMatrix | FloatMatrix, first: int, count: int, out: Any, stream: Any) -> None:
-    """Queue rows first .. first + count to `out`, contiguous float16, bfloat16 or float32 [count, columns]."""
+    """Queue writing `count` rows from `first` on to `out`, contiguous float16, bfloat16 or float32 [count, columns]."""
     if not 0 <= first <= first + count <= matrix.rows:
-        raise BridgeError(f"{matrix.name}: rows {first} to {first + count} of {matrix.rows}")
+        raise BridgeError(f"{matrix.name}: rows {first} to {first + count} are not in a matrix of {matrix.rows}")
     if isinstance(matrix, FloatMatrix):
         out.copy_(matrix.weight[first : first + count])
     else:
@@ -115,7 +115,7 @@ def tile(matrix: DeviceMatrix | FloatMatrix, first: int, count: int, out: Any, s
 
 
 def rows(matrix: DeviceMatrix | FloatMatrix, ids: Any, out: Any, n: int, stream: Any, dependent: bool = False) -> None:
-    """Queue the rows that the first n of int32 `ids` on the device name to `out` [n, columns]; ids go unchecked."""
+    """Queue writing the rows in the first n of int32 `ids` on the device to `out` [n, columns]; ids go unchecked."""
     if isinstance(matrix, FloatMatrix):
         out[:n].copy_(matrix.weight.index_select(0, ids[:n]))
     else:

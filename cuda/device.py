@@ -1,4 +1,4 @@
-"""What there is to run on: whether CUDA can be used and why not, a device's memory, torch's stream.
+"""CUDA devices: whether one can be used and why not, its memory, torch's stream.
 
 Nothing here is imported before a device is asked for, and numba-cuda is imported only inside the functions: a
 machine without it, or without a GPU, gets a sentence instead of a traceback.
@@ -19,8 +19,8 @@ import numpy as np
 from bridge.errors import BridgeError
 from bridge.system.operands import is_torch
 
-_OLDEST = (7, 5)  # compute capability: what CUDA 13 still compiles for
-OVERLAPPING = (9, 0)  # from which launches may begin before those before them end
+_OLDEST = (7, 5)  # compute capability: the oldest that CUDA 13 compiles for
+OVERLAPPING = (9, 0)  # from here on a launch may begin before the previous one ends
 
 
 def _simulated() -> bool:
@@ -30,7 +30,7 @@ def _simulated() -> bool:
 
 
 def _missing() -> str | None:
-    """What is not installed."""
+    """What is not installed, and how to install it."""
     if importlib.util.find_spec("numba_cuda") is None:
         return "numba-cuda is not installed; pip install numba-cuda[cu13]"
     return None
@@ -102,7 +102,7 @@ class Device:
         return cuda.gpus[self.index]
 
     def free(self) -> int:
-        """Bytes of memory that nobody has taken; torch keeps some for itself that count as taken."""
+        """Bytes of free memory; what torch keeps in reserve counts as taken."""
         from numba import cuda
 
         if _simulated():
@@ -111,14 +111,14 @@ class Device:
             return int(cuda.current_context().get_memory_info()[0])
 
     def check_memory(self, needed: int, what: str) -> None:
-        """Raises BridgeError, with what is needed and free, where `needed` bytes are not free."""
+        """Raise BridgeError unless `needed` bytes are free; it names both numbers."""
         if needed > self.free():
             self._give_back()
             if needed > self.free():
                 raise self.too_little(needed, what)
 
     def _give_back(self) -> None:
-        """Free what numba has yet to free, and what torch keeps for later."""
+        """Free what numba has not freed yet and what torch keeps in reserve."""
         from numba import cuda
 
         if _simulated():
@@ -164,15 +164,15 @@ class Device:
         memory = self.empty(host.nbytes, what)
         with self.active():
             memory.copy_to_device(host)
-            cuda.default_stream().synchronize()  # other streams of torch do not wait for what is still on its way
+            cuda.default_stream().synchronize()  # torch's other streams do not wait for this copy
         return memory
 
     def placeholder(self) -> Any:
-        """float32 [1], for an argument that a kernel does not look at."""
+        """float32 [1], for an argument that a kernel ignores."""
         return _placeholder(self)
 
     def stream(self) -> Any:
-        """torch's current stream, as numba knows streams; the default one where torch is not in use."""
+        """torch's current stream as one of numba's; the default stream if torch is not in use."""
         from numba import cuda
 
         if _simulated():
@@ -266,9 +266,9 @@ def packs() -> bool:
 
 
 def overlaps(device: Device) -> bool:
-    """Whether launches may begin before those before them end, see launch.py; BRIDGE_PDL=0 says no.
+    """Whether a launch may begin before the previous one ends, see launch.py; BRIDGE_PDL=0 turns it off.
 
-    Drivers before CUDA 12.3 cannot capture them, nor does an old cuda.core launch them.
+    Drivers before CUDA 12.3 cannot capture such launches, and an old cuda.core cannot make them.
     """
     if os.environ.get("BRIDGE_PDL") == "0" or not packs() or device.capability < OVERLAPPING:
         return False
@@ -295,9 +295,9 @@ def kind(x: Any) -> str | None:
 
 
 def view(x: Any) -> Any:
-    """What a kernel takes for a tensor or an array on the device, not copied; halves come as int16 with their bits.
+    """A tensor or an array on the device as a kernel takes it, not copied; halves become int16 with their bits.
 
-    A kernel of one signature does not look at strides: raises BridgeError for a tensor that is not contiguous.
+    Kernels ignore strides, so a tensor that is not contiguous raises BridgeError.
     """
     if is_torch(x):
         x = x.detach()
@@ -325,7 +325,7 @@ def check_torch(device: Device) -> None:
     except ImportError:
         raise BridgeError(f"device {device}: models need torch; pip install torch") from None
     if torch_device(device) != "cpu" and not torch.cuda.is_available():
-        raise BridgeError(f"device {device}: torch {torch.__version__} has no CUDA; install a build of it that has")
+        raise BridgeError(f"device {device}: torch {torch.__version__} has no CUDA; install a build with CUDA")
 
 
 def zeros(device: Device, shape: int | tuple[int, ...], dtype: Any = None) -> Any:

@@ -1,15 +1,15 @@
-"""y = What x without What, on a GPU: the twin of bridge/trellis/fused.py.
+"""y = What x, where What is never stored, on a GPU: the twin of bridge/trellis/fused.py.
 
-A block has a row of tiles, 16 rows of y; its warps share the tile columns, every SPLIT-th each. A lane has 8 weights of
-a tile, which lie in 8K bits that follow one another and belong to one, two or eight rows:
+A block computes a row of tiles, 16 rows of y; each of its SPLIT warps takes every SPLIT-th tile column. A lane has 8
+weights of a tile, stored in 8K consecutive bits, which belong to one, two or eight rows:
 
-    words   uint16 [tile rows, columns, n], as `bridge.trellis.streams` has them
+    words   uint16 [tile rows, columns, n], as in `bridge.trellis.streams`
     x       float32 [tokens, 16 * columns]
     y       float32 [tokens, 16 * tile rows]
-    bases   int32 [32]: the column of each lane's first weight; the others are constants from there on
+    bases   int32 [32]: the column of each lane's first weight; the others are at constant distances from it
     members int32 [16 * 2R]: which sums belong to a row; a lane has R of them, for 1, 2 or 8 rows
 
-Sums of lanes meet in shared memory, always in the same order.
+The lanes' sums are added in shared memory, always in the same order.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def _value(state, table):
         middle = mad(high, SECOND_MAD % 65536, mad(low, SECOND_MAD // 65536, 0))
         middle = mad(bits(mad(low, SECOND_MAD % 65536, 0), 16, 0xFFFF), 1, middle)
         z = mad(mad(high, SECOND_MAD // 65536, bits(middle, 16, 0xFFFF)), 1, z)
-    # bytes less 128 each, for dp4a's are signed
+    # each byte less 128: the bytes of dp4a are signed
     if MODE == "mul1":
         total = dp4a(xor(z, SIGN_BITS), 0x01010101, 1024 + 512)
         return low_half(to_half(fma(float32(total), float32(MUL1_FACTOR), float32(MUL1_ADDEND))))
@@ -133,7 +133,7 @@ def _fused(words, table, x, y, bases, members, columns):
 
 
 class Lanes(NamedTuple):
-    """How a tile's weights lie with the lanes; see above. `sums`, `columns`: of a lane's weights, in order."""
+    """How a tile's weights are shared among lanes; see above. `sums`, `columns`: of a lane's weights, in order."""
 
     bases: np.ndarray
     members: np.ndarray
@@ -142,11 +142,11 @@ class Lanes(NamedTuple):
 
     @classmethod
     def of(cls, positions: np.ndarray) -> Lanes:
-        """Those of a tile of 16 x 16. Raises BridgeError where lanes are not alike."""
+        """The lanes of a 16 x 16 tile. Raises BridgeError if they are not alike."""
         row, column = (part.reshape(32, _WEIGHTS) for part in np.divmod(positions, 16))
         rows, steps = row - row[:, :1], column - column[:, :1]
         if (rows != rows[0]).any() or (steps != steps[0]).any():
-            raise BridgeError("a tile whose weights lie in no regular order cannot be multiplied on a GPU")
+            raise BridgeError("a tile whose weights are in no regular order cannot be multiplied on a GPU")
         distinct = sorted(set(rows[0].tolist()))
         sums = tuple(distinct.index(r) for r in rows[0].tolist())
         of_sum = row[:, [sums.index(k) for k in range(len(distinct))]].reshape(-1)
@@ -156,7 +156,7 @@ class Lanes(NamedTuple):
 
 @cache
 def kernel(code: Code, sums: tuple[int, ...], columns: tuple[int, ...], words: int, tokens: int, split: int) -> Any:
-    """The kernel for a layout and some tokens, of `split` warps."""
+    """The kernel for a layout and a number of tokens, with `split` warps."""
     from bridge.cuda.launch import Kernel
 
     states = _WEIGHTS // code.values
@@ -199,7 +199,7 @@ class FusedOnDevice:
         self.bases, self.members = upload(self.lanes.bases), upload(self.lanes.members)
 
     def run(self, x: Any, y: Any, split: int = 4) -> None:
-        """Queue y [tokens, rows] = x [tokens, in] What^T, but for `Code.unit`; both float32 on the device."""
+        """Queue y [tokens, rows] = x [tokens, in] What^T, without `Code.unit`; both float32 on the device."""
         for first in range(0, len(x), _MOST):
             part, out = x[first : first + _MOST], y[first : first + _MOST]
             made = kernel(self.code, self.lanes.sums, self.lanes.columns, self.count, len(part), split)

@@ -1,17 +1,17 @@
-"""What CUDA offers beyond Numba's own functions: dot products of bytes, wide loads, halves, warps, tensor cores.
+"""CUDA instructions beyond Numba's own functions: dot products of bytes, wide loads, halves, warps, tensor cores.
 
-Each is an instruction or a few of them, and has a twin in twins.py, in Python, for the CUDA simulator
-(NUMBA_ENABLE_CUDASIM=1), which knows no inline assembly and no shuffles. Integers are int32 throughout: Numba
+Each is one instruction or a few, and has a Python twin in twins.py for the CUDA simulator
+(NUMBA_ENABLE_CUDASIM=1), which has no inline assembly and no shuffles. Integers are int32 throughout: Numba
 widens int32 + int32 to int64, which takes a GPU twice the instructions, so the kernels of this folder compute
 with or_, xor, sub, shl, ror (rotate right), mad (a * b + c), prmt (choose bytes) and `bits` (shift right, then mask)
 instead of operators; fma is that of float32.
 
-Loads take an array of any element type, and an index in units of what they load; the arrays of this folder begin
-on 256 bytes, those in shared memory (`shared_`; `put_` stores) on 16 if ALIGNED is given to them.
-`stream_` reads memory that nobody writes meanwhile and passes the L1 cache by (weights: every byte
-once); `ahead_` does so and lets the L2 cache fetch 128 bytes around (scales, of which a warp takes little at a time);
-`cached_` keeps it in L1 (activations: every row reads them); `load_` may read what the same launch writes, or one
-that has not ended when it begins. `prefetch_` only asks the L2 cache for what a load would take, and gives zeros.
+Loads take an array of any element type, and an index in units of what they load; the arrays of this folder are
+aligned to 256 bytes, those in shared memory (`shared_`; `put_` stores) to 16 if declared with ALIGNED.
+`stream_` reads memory that nobody writes meanwhile and bypasses the L1 cache (weights: every byte
+once); `ahead_` does the same and lets the L2 cache fetch the 128 bytes around (scales: a warp takes few at a time);
+`cached_` keeps it in L1 (activations: every row reads them); `load_` may read what the same launch writes, or an
+earlier one that is still running. `prefetch_` only asks the L2 cache for what a load would read, and returns zeros.
 
 All 32 lanes of a warp must take part in `warp_sum`, `warp_max`, `warp_any` and `mma_*`; in the simulator all threads
 of a block must, the same number of times.
@@ -30,9 +30,9 @@ From compute capability 8.0 on there are
 and from 9.0 on, where a launch may begin before the one before it has ended (see launch.py):
 
     launch_dependents  lets the next launch begin, once all blocks of threads have said so or ended
-    launches_wait      until the launches before have ended, and what they wrote can be read
+    launches_wait      waits until the launches before have ended and what they wrote can be read
 
-Arrays in shared memory that `copy_16` fills must begin on 16 bytes: those of complex128 do.
+Arrays in shared memory that `copy_16` fills must be aligned to 16 bytes, as those of complex128 are.
 """
 
 from collections.abc import Callable
@@ -43,7 +43,7 @@ from numba import config, cuda
 SIMULATED = bool(config.ENABLE_CUDASIM)  # type: ignore[attr-defined]
 _ALL_LANES = 0xFFFFFFFF
 SIGN_BITS = -0x7F7F7F80  # 0x80808080 as int32
-ALIGNED = None if SIMULATED else 16  # bytes, of cuda.shared.array; the simulator knows no such argument
+ALIGNED = None if SIMULATED else 16  # bytes, for cuda.shared.array; the simulator has no such argument
 
 
 def device_function(function: Any, waits: bool = False) -> Any:
@@ -87,7 +87,7 @@ if not SIMULATED:
         return _emit(result, arguments, build)
 
     def _register(name: str) -> Any:
-        """An intrinsic that reads a special register; what is made of it is not kept, but made again."""
+        """An intrinsic that reads a special register; values made from it are recomputed rather than kept."""
 
         def typed(typingctx):
             def lower(context, builder, signature, values):
@@ -198,7 +198,7 @@ if not SIMULATED:
     launches_wait = _statement("griddepcontrol.wait;")
 
     def _prefetch(count: int, nbytes: int) -> Any:
-        """An intrinsic (array, index) in units of `nbytes`, with as many zeros for a result as a load has words."""
+        """An intrinsic (array, index) in units of `nbytes`, that returns as many zeros as a load has words."""
 
         def typed(typingctx, array, index):
             result = types.int32 if count == 1 else types.UniTuple(types.int32, count)
@@ -245,7 +245,7 @@ if not SIMULATED:
     def _shared(count: int, further: bool = False) -> Any:
         """An intrinsic (array in shared memory, index) -> `count` words: a scalar for one, otherwise a tuple.
 
-        `further`: (array, index, constant), which is added to the index; one address serves loads that differ in it.
+        `further` takes a constant too, which is added to the index: loads that differ in it share an address.
         """
         result = types.int32 if count == 1 else types.UniTuple(types.int32, count)
 
@@ -349,7 +349,7 @@ if not SIMULATED:
 
     @cuda.jit(device=True, forceinline=True)
     def half_warp_sum(value):
-        """The sum over lanes 0..15 in those, over lanes 16..31 in these."""
+        """In each half of a warp, the sum over its 16 lanes."""
         value += cuda.shfl_xor_sync(_ALL_LANES, value, 8)
         value += cuda.shfl_xor_sync(_ALL_LANES, value, 4)
         value += cuda.shfl_xor_sync(_ALL_LANES, value, 2)
@@ -363,7 +363,7 @@ if not SIMULATED:
 
     @cuda.jit(device=True, forceinline=True)
     def warp_max(value):
-        """The largest over a warp, in all its lanes; of NaN and a number, either."""
+        """The maximum over a warp, in all its lanes; NaN may be dropped."""
         value = max(value, cuda.shfl_xor_sync(_ALL_LANES, value, 16))
         value = max(value, cuda.shfl_xor_sync(_ALL_LANES, value, 8))
         value = max(value, cuda.shfl_xor_sync(_ALL_LANES, value, 4))

@@ -27,7 +27,7 @@ _BYTES = {"f16": 2, "q8_0": 1, "f32": 4}
 
 @dataclass(frozen=True)
 class KVForm:
-    """Sizes of what is kept."""
+    """A form of keys and values, and its sizes."""
 
     kind: str
     head_dim: int
@@ -51,7 +51,7 @@ class KVForm:
         return -(-self.head_dim // (2 * BLOCK)) if self.kind == "q8_0" else 0
 
     def words(self, rows: int) -> int:
-        """Words of as many rows."""
+        """Words of a number of rows."""
         return rows * (self.row_words + self.step_words)
 
     def store(self, part: Any, start: int, x: Any) -> None:
@@ -115,7 +115,7 @@ class KVCache:
         return 8 * layers * words
 
     def reserve(self, device: Device) -> None:
-        """Take the memory."""
+        """Allocate the memory."""
         import torch
 
         self.keys, self.values = (zeros(device, self._shape, torch.int32) for _ in range(2))

@@ -2,9 +2,9 @@
 
     words   int32: the rows, `pitch` times 16 bytes each; for q8_0 then their steps, as they lie in the cache
 
-A block's threads load it together, 16 bytes each at a time, so that a warp asks for 512 bytes that follow one another
-and nothing is asked for twice: `fetch` begins the loads, `stage` puts what has come into shared memory. Between the
-two a block can work on the tile before. Then all its threads read what they need, 16 bytes of a row (`quad_of`,
+A block's threads load it together, 16 bytes each at a time, so that a warp reads 512 contiguous bytes
+and nothing twice: `fetch` begins the loads, `stage` writes what has arrived to shared memory. Between the
+two, a block can work on the previous tile. Then all its threads read what they need, 16 bytes of a row (`quad_of`,
 then `floats` of it) or 4 columns (`four`), as floats.
 """
 
@@ -49,7 +49,7 @@ int32: Any = np.int32
 def _fetch(cache, row, stop, rows):
     """This thread's quads of a tile that begins at `row`, and the one of its steps.
 
-    The cache has `rows` rows in all. In place of what lies behind row `stop` - 1, its last quad is loaded.
+    The cache has `rows` rows in all. For rows from `stop` on, the last quad before them is loaded.
     """
     quad = registers()
     thread = bits(thread_x(), 0, BLOCK - 1)
@@ -65,7 +65,7 @@ def _fetch(cache, row, stop, rows):
 
 
 def _stage(tile, held):
-    """What `fetch` gave, to shared memory."""
+    """Write what `fetch` returned to shared memory."""
     thread = bits(thread_x(), 0, BLOCK - 1)
     for k in unroll(LOADS):
         i = int32(thread + k * BLOCK)
@@ -77,7 +77,7 @@ def _stage(tile, held):
 
 
 def _step(tile, row, block):
-    """Of a block of 32 of a row."""
+    """The step of a block of 32 of a row."""
     word = shared_4(tile, mad(row, STEP_WORDS, int32(STEPS + (block >> 1))))
     return low_half(bits(word, shl(block & 1, 4), 0xFFFF))
 
@@ -87,7 +87,7 @@ def _codes(word, step):
     word = xor(word, SIGN_BITS)  # each plus 128
     zero = step * float32(-32768 - 128)  # exact
     x = registers()
-    for b in unroll(4):  # amid the mantissa of 32768 no code has to be converted
+    for b in unroll(4):  # in the mantissa of 32768, a code needs no conversion
         x[b] = fma(bits_float(prmt(word, 0x47000000, 0x7404 + 16 * b)), step, zero)
     return gathered(x, 4)
 
@@ -101,7 +101,7 @@ def _quad_of(tile, row, quad):
 
 
 def _floats(quad):
-    """The FOUR-th four of the numbers in what `quad_of` gave."""
+    """Group FOUR of four numbers in what `quad_of` returned."""
     if KIND == "q8_0":
         return codes(quad[FOUR], quad[4])
     if KIND == "f32":

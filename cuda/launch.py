@@ -1,24 +1,24 @@
 """Kernels, compiled when they are first needed and launched without waiting.
 
 Compiling takes a second, allocates and talks to the driver, none of which may happen while a stream is being
-captured into a CUDA graph: `warm` does it beforehand. In the simulator a kernel runs as it stands.
+captured into a CUDA graph: `warm` does it beforehand. In the simulator a kernel runs as it is.
 
-Numba compiles and loads; what it does for every launch (arguments looked at and wrapped, a grid weighed) takes 0.2 ms,
-so launches go from here to cuda.core. An array is seven or more numbers to a kernel of Numba's: `bind` packs them
-once, and of those that are elsewhere the next time `Launch.point` changes the address.
+Numba compiles and loads, but its work for every launch (checking and wrapping arguments) takes 0.2 ms, so launches go
+through cuda.core. Numba passes an array to a kernel as seven or more numbers: `bind` packs them once, and
+`Launch.point` changes the address of an array that has moved.
 
 A chain of short kernels waits at each end: the last blocks run alone, and a launch takes the GPU a microsecond or two.
 From compute capability 9.0 on a `dependent` kernel may be launched while the one before it runs (programmatic dependent
-launch). Such a kernel says at once that the next one may come (launch_dependents), so several may be on their way, and
+launch). Such a kernel says at once that the next one may begin (launch_dependents), so several may be in flight, and
 
     every thread waits (launches_wait) before it loads or stores anything in global memory: it may only prefetch
-    so a kernel ends after all those before it, and what a wait shows is everything that came before
-    what others write is never loaded past the coherent cache (ld.global.nc): it changes while the kernel is there
+    so a kernel ends after all those before it, and after a wait everything before it is visible
+    what others write is never loaded through the non-coherent cache (ld.global.nc): it changes while the kernel runs
 
-so that it needs to know nothing of what is launched before or behind it, be it a copy or somebody else's kernel.
+So it need not know what is launched before or after it, be it a copy or somebody else's kernel.
 
 A step of a decoder is captured once in a CUDA graph (`Graph`) and replayed: 160 launches cost the host as much as one.
-What a step reads that changes (token, position, uniform numbers) lies in device memory, so the graph is the same for
+What changes between steps (token, position, uniform numbers) lies in device memory, so the graph is the same for
 every step. A step runs once before it is captured, as cuBLAS, too, takes its workspace on first use.
 """
 
@@ -52,7 +52,7 @@ class Launch:
         self._arguments, self._addresses = _packed(overload.argument_types, arguments)
 
     def point(self, array: int, address: int) -> None:
-        """Let one of the arrays, by its number among them, be elsewhere from now on, of the same shape."""
+        """Change the address of the array with this number, whose shape stays the same."""
         self._arguments[self._addresses[array]] = address
 
     def __call__(self, stream: int) -> None:
@@ -61,9 +61,9 @@ class Launch:
 
 
 class Kernel:
-    """A kernel of one signature and at most so many registers, for the compute capability `oldest` and newer.
+    """A kernel of one signature, limited in registers, for compute capability `oldest` and newer.
 
-    `dependent`: it is launched while the one before it may run, and waits for that itself; see above.
+    `dependent`: it may be launched while the one before it runs, and waits for that itself; see above.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class Kernel:
                 )
             try:
                 if self._compiled is None:
-                    # without link-time optimization: then what ptxas says of the PTX is what runs
+                    # without link-time optimization, what ptxas reports for the PTX is what runs
                     options = {"max_registers": self.registers, "lto": False, "cache": True}
                     self._compiled = cuda.jit(self.signature, **options)(self.function)
                 for overload in self._compiled.overloads.values():
@@ -110,7 +110,7 @@ class Kernel:
         return self._compiled
 
     def bind(self, grid: Any, block: Any, stream: Any, *arguments: Any) -> Launch:
-        """Pack the arguments, for a current device and not for the simulator; raises as `warm` does."""
+        """Pack the arguments for the current device, not the simulator's; raises as `warm` does."""
         (overload,) = self.warm(stream).overloads.values()
         return Launch(overload, grid, block, arguments, self.dependent)
 
@@ -129,7 +129,7 @@ def handle(stream: Any) -> int:
 
 
 def _packed(kinds: Sequence[Any], arguments: Sequence[Any]) -> tuple[list[Any], list[int]]:
-    """What a kernel takes for arguments of Numba's types, and where among it are the addresses of arrays.
+    """The words that a kernel takes for arguments of Numba's types, and which of them are addresses of arrays.
 
     An array, contiguous: no owner, no parent, elements, bytes of an element, address, shape, strides.
     """
@@ -170,7 +170,7 @@ def captured(step: Callable[[], None], stream: Any) -> Any:
     import torch
 
     graph = torch.cuda.CUDAGraph()
-    # nor may numba free what it has collected meanwhile
+    # numba must not free memory during the capture
     with cuda.defer_cleanup(), torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
         step()
     return graph
@@ -180,7 +180,7 @@ class Graph:
     """`replay()` launches what `step()` launched, on torch's current stream."""
 
     def __init__(self, step: Callable[[], None], state: Any):
-        """`state`: the tensor that says where a step is; the first run, for its side effects, leaves it as it was."""
+        """`state`: the tensor with a step's position; it is restored after the first run, made for its side effects."""
         import torch
 
         kept = state.clone()

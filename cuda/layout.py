@@ -1,4 +1,4 @@
-"""The form of a tensor on the device: every field of the blocks in an array of its own, GGUF bytes to the byte.
+"""The form of a tensor on the device: each field of the blocks in its own array, in about as many bytes as in GGUF.
 
 A *unit* is what a lane takes at a time: 32 columns of a row. Unit u of row r has the number r * units + u; there is
 no padding between rows, and the arrays are indexed by that number:
@@ -6,9 +6,9 @@ no padding between rows, and the arrays are indexed by that number:
     codes    planes of bits as in bridge/runtime/cpu/layout.py, for the 8 words of a unit (word i: columns 4i to
              4i + 3, a byte each), cut into pieces of up to 16 bytes; each piece is an array, so that a warp reads
              up to 512 bytes in a row. The third bits of Q3_K are placed so that they fall above their lower two:
-             word 2f + v has bit 2f + 2 - v for f 0..2, bits 7 and 0 for f = 3. Those of table types: tables.py
+             word 2f + v has bit 2f + 2 - v for f 0..2, bits 7 and 0 for f = 3. For table types see tables.py
     scales   K only: 16 bytes a superblock, packed as scales.py says
-    halves   d, or d and dmin, of a block, where the 16 bytes have no room for them; of table types, its scale bytes
+    halves   d, or d and dmin, of a block, if the 16 bytes have no room for them; for table types, the scale bytes
     factors  NVFP4 only: float32 a row, by which its products and weights are multiplied
 
     type          pieces of codes  scales  halves  bits per weight
@@ -24,8 +24,8 @@ no padding between rows, and the arrays are indexed by that number:
     Q6_K          16, 8                16       2   6.5625
     Q8_0          16, 16                -       2   8.5     (codes as int8)
 
-All arrays lie in one buffer, one after the other, each as long as if there were `spaced` units: 128 more than there
-are, rounded up to 128. So every array begins on 128 bytes, and a warp may read on beyond the end of the last row.
+All arrays lie in one buffer, one after the other, each with room for `spaced` units: 128 more than there
+are, rounded up to a multiple of 128. So arrays are aligned to 128 bytes, and a warp may read beyond the last row.
 """
 
 from dataclasses import dataclass
@@ -98,7 +98,7 @@ class DeviceLayout:
 
     @property
     def largest(self) -> int:
-        """Bytes that a buffer can have: kernels count loads in int32, the smallest of which are one byte or two."""
+        """The most bytes that a buffer can have: kernels count loads, the smallest of one byte or two, in int32."""
         return (1 if self.half_bytes == 1 else 2) << 31
 
     def halves_at(self, spaced: int) -> int:
@@ -148,7 +148,7 @@ def _put_plane(words, first, width, shift, thirds, out, at, spaced, unit):
 
 @inlined
 def _put_nibbles(words, first, out, unit):
-    """Codes words[first : first + 8], of 4 bits, as tables.py has them."""
+    """Codes words[first : first + 8], of 4 bits, as in tables.py."""
     for v in range(4):
         value = np.uint32(0)
         for i in range(8):

@@ -1,8 +1,8 @@
 """Y = X W^T for any number of tokens: by matvec.py up to 8, by mma.py up to 64, in floats by torch beyond.
 
-For torch, quantized weights are dequantized tile by tile: so are those of types that mma.py does not have, on GPUs
-that are too old for it, and where nothing may be rounded. Halves hold nothing beyond 65504, so with them each token of
-float32 is scaled to +-8 before: neither it nor torch's result leaves their range.
+For torch, quantized weights are dequantized tile by tile: also for types that mma.py does not have, on GPUs
+that are too old for it, and where nothing may be rounded. Halves end at 65504, so each float32 token is scaled to +-8
+before it becomes halves: neither it nor torch's result leaves their range.
 """
 
 from collections.abc import Callable
@@ -22,7 +22,7 @@ _LARGEST = 8.0  # what tokens are scaled to
 class Multiplier:
     """Products on a device: with precision "int8" x is rounded to 8 bits or to halves, with "f32" nothing is.
 
-    It owns the records of up to 8 tokens, so what shares one works on one stream at a time.
+    It owns the records of up to 8 tokens, so tensors that share one must use one stream at a time.
     """
 
     def __init__(self, device: devices.Device, precision: str):
@@ -43,7 +43,7 @@ class Multiplier:
         out = y if y.is_contiguous() else torch.empty(y.shape, dtype=y.dtype, device=y.device)
         if n > COLUMNS:
             halves, scale = _halves(x) if x.dtype == torch.float32 else (x.contiguous(), None)
-            if halves.data_ptr() % 16:  # a view of others' memory
+            if halves.data_ptr() % 16:  # a view into another tensor
                 halves = halves.clone()
             mma.launch(matrix, halves, out, stream, scale)
         else:
@@ -53,8 +53,8 @@ class Multiplier:
             y.copy_(out)
 
     def bind(self, matrix: DeviceMatrix, x: Any, y: Any) -> Callable[[int, int, int], None]:
-        """What queues y = x W^T for arrays like these, n at most 8, wherever they are: (x, y, stream), addresses and
-        a handle. Not for the simulator."""
+        """A function (x, y, stream), of two addresses and a handle, that queues y = x W^T for arrays like these, n at
+        most 8. Not for the simulator."""
         n, stream = x.shape[0], self.device.stream()
         records = self._records_of(matrix, stream)
         quantize, multiply = records.bind(x, n, stream), matvec.bind(matrix, records, devices.view(y), n, stream)
@@ -68,7 +68,7 @@ class Multiplier:
         return run
 
     def _kind(self, matrix: DeviceMatrix | FloatMatrix, x: Any) -> Any:
-        """The type that torch multiplies in: of the weights where they are floats, of x where it is short."""
+        """The type that torch multiplies in: that of the weights if they are floats, that of x if it has 16 bits."""
         import torch
 
         if self.precision == "f32":

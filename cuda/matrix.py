@@ -19,7 +19,7 @@ from bridge.runtime.quant_tensor import QuantTensor
 from bridge.system.cpus import usable_cpus
 from bridge.system.operands import check_matrix
 
-KINDS = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}  # what holds a type as it is; others become float16
+KINDS = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}  # types kept as they are; others become float16
 _PART = 1 << 22  # bytes repacked at a time by one thread
 _FLOATS = 1 << 25  # weights uploaded at a time where they are floats
 
@@ -121,7 +121,7 @@ def _factors(tensor: QuantTensor, factors: np.ndarray, first: int, step: int) ->
 
 
 def kind_of(type: str, precision: str) -> str:
-    """What a type is kept as: with precision "f32" all are float32."""
+    """The torch dtype that holds a type: with precision "f32" always float32."""
     return "float32" if precision == "f32" else KINDS.get(type, "float16")
 
 
@@ -129,7 +129,7 @@ class FloatMatrix:
     """`name`, `rows`, `columns`, `device`, and `weight`, a torch tensor [rows, columns] of a float type."""
 
     def __init__(self, tensor: QuantTensor, device: Device, precision: str = "int8"):
-        """Raises BridgeError where the tensor is no matrix, and where memory does not suffice."""
+        """Raises BridgeError if the tensor is not a matrix or memory runs out."""
         import torch
 
         check_matrix(tensor)

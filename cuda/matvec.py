@@ -3,12 +3,12 @@
 A warp takes `rows` rows (x is loaded once for them) and walks along them, each lane a unit of 32 columns at a time;
 `split` warps may share these rows, each with its part of the columns. First come the loads of `units` units of all
 rows, then the arithmetic, then shuffles add up the lanes. Of five to eight columns of x, lanes 0..15 take one half and
-lanes 16..31 the other, and both the same 16 units: sums of more than four for two rows do not fit into registers.
+lanes 16..31 the other, for the same 16 units: sums of more than four for two rows do not fit into registers.
 
 At 4.4 TB/s and 1.75 GHz one of 132 multiprocessors reads 19 bytes a clock. In a clock it issues 4 instructions of a
 warp, no more than 2 of them to the integer units and 2 to the multipliers of integers, and moves 128 bytes from L1 to
-registers: 512 of x take 4 clocks, two rows halve it. What 2048 weights (two rows) take of these, in clocks, counted in
-the machine code for 9.0; the largest but for memory, which is to be hidden behind it, is what stands beside it:
+registers: 512 bytes of x take 4 clocks, which two rows share. The table lists the clocks that 2048 weights (two rows)
+take, counted in the machine code for 9.0: for memory, and next to it for the largest of the other limits:
 
              int8:  1 column       4 columns      8 columns       f32:  1 column       4 columns      8 columns
            memory   issue          issue    L1    issue    L1           issue          issue    L1    issue    L1
@@ -20,14 +20,14 @@ the machine code for 9.0; the largest but for memory, which is to be hidden behi
     Q3_K       47      35             62    50      130   100              85            140   138      284   276
     Q5_K       74      38             58    54      117   108              84            139   142      282   284
 
-So int8 products of one column wait for memory, Q2_K and Q3_K least of all; those of four do, but for these two. Float
-products are bound by their arithmetic and by L1: 32 float32 a lane come in for every column.
+So int8 products of one column wait for memory, Q2_K and Q3_K least of all; so do those of four, except these two. Float
+products are bound by arithmetic and by L1: each lane loads 32 float32 for every column.
 
-In a decoder's step (products.py) a product can do what stands before it and behind it, so that fewer launches do:
+In a decoder's step (products.py) a product can include the steps before and after it, which saves launches:
 
-    recorded   where 32 values are all there, the block of threads that comes last makes the next product's record of
-               them, times `gain` where they are to be normalized first, and stores the sum of their squares
-    normed     y times 1 / sqrt(mean of squares + eps), of such sums: the records were made before they were known
+    recorded   once 32 values are complete, the thread block that ends last makes the next product's record of
+               them, times `gain` if they are to be normalized first, and stores the sum of their squares
+    normed     y times 1 / sqrt(mean of squares + eps), from such sums: the records were made before they were known
 
 How many rows, units and warps (`choose_shape`): the floor is bytes over bandwidth, 8192 x 28672 in Q4_K are 132 MB,
 30 us at 4.4 TB/s. To come near it:
@@ -78,7 +78,7 @@ from bridge.errors import BridgeError
 if TYPE_CHECKING:
     from bridge.cuda.launch import Launch
 
-COLUMNS_OF_A_LANE = 4  # of x; of more, each half of a warp takes one half
+COLUMNS_OF_A_LANE = 4  # of x; with more, each half of a warp takes half of them
 _WARPS_AT_ONCE = 32  # warps of 64 registers that a multiprocessor runs at once
 
 
@@ -92,7 +92,7 @@ class MatvecShape(NamedTuple):
 
 
 def choose_shape(matrix: DeviceMatrix, n: int, exact: bool = False) -> MatvecShape:
-    """The one that products of n columns use; see above."""
+    """The shape that products of n columns use; see above."""
     rows = 2
     units = 2 if n == 1 and not exact and matrix.units % 64 == 0 and matrix.units >= 256 else 1
     wanted = _WARPS_AT_ONCE * matrix.device.multiprocessors
@@ -110,7 +110,7 @@ def _most_split(n: int) -> int:
 
 
 def shapes_to_try(matrix: DeviceMatrix, n: int, exact: bool = False) -> list[MatvecShape]:
-    """All that may be tried for n columns, the one in use first: `launch(..., shape=)` takes them, to be timed."""
+    """All shapes for n columns, the one in use first; `launch(..., shape=)` takes them, to be timed."""
     chosen = choose_shape(matrix, n, exact)
     tried = [
         MatvecShape(rows, units, split, warps)
@@ -125,7 +125,7 @@ def shapes_to_try(matrix: DeviceMatrix, n: int, exact: bool = False) -> list[Mat
 # set per kernel by `expand`
 ROWS = UNITS = SPLIT = SPLIT_LOG = WARPS = COLUMNS = TOKENS = LANES = LANES_LOG = 0
 EXACT = ACCUMULATE = BIAS = SILU = FACTORED = NORMED = RECORDED = GAIN = DEPENDENT = False
-MADE = 0  # values that a block of threads makes
+MADE = 0  # values that a thread block computes
 load: Any = None
 prefetch: Any = None
 unpack: Any = None
@@ -166,7 +166,7 @@ def _product(weights, sixteenth, x, y, bias, rows, units, sums, eps, counters, g
             for r in unroll(ROWS):
                 held[u, r] = load(weights, sixteenth, mad(end, r, int32(base + begin + LANES * u)))
         for u in unroll(UNITS):
-            # beyond the end of the row stands the next one, or zeros; the records of x hold zeros there
+            # the next row or zeros follow the end of a row; the records of x hold zeros there
             tile = int32(bits(begin, 5, 0x07FFFFFF) + u)
             if LANES == 16:
                 tile = bits(int32(begin + 16 * u), 5, 0x07FFFFFF)
@@ -178,7 +178,7 @@ def _product(weights, sixteenth, x, y, bias, rows, units, sums, eps, counters, g
                 at = mad(tile, FLOAT_TILE // 16, place)
                 if LANES == 16:
                     at = mad(first, FLOAT_RECORD // 16, at)
-                for k in unroll(8):  # words that share theirs one after the other
+                for k in unroll(8):  # words that share a factor follow one another
                     for r in unroll(ROWS):
                         weight[r] = lifted[k // 2 + k % 2 * 4](held[u, r], unit[r])
                     for c in unroll(TOKENS):
@@ -203,7 +203,7 @@ def _product(weights, sixteenth, x, y, bias, rows, units, sums, eps, counters, g
     for r in unroll(ROWS):
         for c in unroll(TOKENS):
             total[r, c] = warp_sum(total[r, c]) if LANES == 32 else half_warp_sum(total[r, c])
-    # computed again, so that no registers hold it along the row
+    # computed again, so that no registers hold it throughout the row
     lane = thread_x()
     warp = thread_y()
     team = bits(warp, SPLIT_LOG, 31)
@@ -259,7 +259,7 @@ def _product(weights, sixteenth, x, y, bias, rows, units, sums, eps, counters, g
         if lane == 0 and warp == 0:
             flag[0] = int32(cuda.atomic.add(counters, group, int32(1)) == 32 // MADE - 1)
         cuda.syncthreads()
-        if flag[0] != 0:  # the values are all there
+        if flag[0] != 0:  # all values are complete
             cuda.threadfence()
             if lane == 0 and warp == 0:
                 counters[group] = int32(0)
@@ -275,19 +275,19 @@ def _product(weights, sixteenth, x, y, bias, rows, units, sums, eps, counters, g
 @cache
 def kernel(type: str, n: int, shape: MatvecShape, exact: bool, epilogue: str, dependent: bool = False) -> Any:
     """The kernel of a type for n columns; `epilogue` is "", or names: "bias" and "accumulate", or "silu"; for one
-    column "normed", and "recorded" or "recorded_gain" besides. A `dependent` one (launch.py) fetches the first weights
+    column also "normed", and "recorded" or "recorded_gain". A `dependent` one (launch.py) fetches the first weights
     into the L2 cache while it waits."""
     from bridge.cuda.launch import Kernel
 
     if epilogue == "silu" and shape.rows % 2:
-        raise BridgeError(f"{type}: {shape} parts gate from up, whose rows take turns; rows must be 2 or 4")
+        raise BridgeError(f"{type}: {shape} separates gate from up, whose rows alternate; rows must be 2 or 4")
     fused = "normed" in epilogue or "recorded" in epilogue
     if fused and (n > 1 or (32 << ("silu" in epilogue)) % (shape.warps // shape.split * shape.rows)):
         raise BridgeError(f"{type}: {n} columns, {shape} and records of 32 rows do not go together")
     own = functions(type)
     suffix = f"{type}_{n}_{'f32' if exact else 'int8'}_{'_'.join(map(str, shape))}{epilogue and '_'}{epilogue}"
     suffix += "_dependent" * dependent
-    # what the launch before makes is not constant while a dependent kernel is there
+    # what the previous launch writes changes while a dependent kernel runs
     x = {"cached_8": load_8, "cached_16": load_16, "cached_16f": load_16f} if dependent else {}
     expanded = expand(
         _product, suffix, without=() if fused else ("sums", "eps", "counters", "gain", "squares", "made"),
@@ -343,7 +343,7 @@ def launch(
 
 
 def bind(matrix: DeviceMatrix, records: Records, y: Any, n: int, stream: Any) -> Launch:
-    """The launch of y = W x, whose arrays are the weights, the records and y, again and again."""
+    """A reusable launch of y = W x; its arrays are the weights, the records and y."""
     kernel, *arguments = _launch(matrix, records, y, n, stream, None, "", None)
     found: Launch = kernel.bind(*arguments)
     return found

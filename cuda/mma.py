@@ -1,9 +1,9 @@
 """Products of a quantized matrix with 9 to 64 columns of activations on tensor cores: weights are read once.
 
 A warp takes 16 rows and all columns of x (tokens), and walks along the rows 128 columns, a step, at a time. Rows are
-the 16 of mma.sync's A, tokens the 8 of its B. Which columns of the matrix its 16 of k are is free, as long as A and B
+the 16 of mma.sync's A, tokens the 8 of its B. Any 16 columns of the matrix can be its k, as long as A and B
 agree: lane 4g + t holds unit t of the step (32 columns) of rows g and g + 8, as it comes from memory, and the four
-weights of word i are what A wants of the lane in the i-th of 8 products. So codes become fragments without leaving
+weights of word i are what A needs from the lane in the i-th of 8 products. So codes become fragments without leaving
 their lane, and one lane decodes the scales of a unit. Weights are rounded to halves, from the float32 that
 dequantize.py makes of them; the sums are float32.
 
@@ -15,7 +15,7 @@ modulo 128 bytes. Codes of the next step are loaded into registers while this on
 Where rows are too few to fill the device, blocks share rows, each with its part of the steps; `_combine` adds up.
 
 Floors for 8192 x 28672 on 132 multiprocessors of 1.75 GHz that read 4.4 TB/s: clocks of a multiprocessor for 16 rows x
-128 columns, a step of a warp, of which each has 869 (100 clocks: 50 us). It issues 4 instructions of a warp a clock,
+128 columns, a step of a warp; each has 869 steps (100 clocks: 50 us). It issues 4 instructions of a warp a clock,
 counted in the loop's machine code for 9.0, and moves 128 bytes from shared memory to registers; tensor cores multiply
 1024 halves a clock on 8.0, twice that on 9.0:
 
@@ -25,9 +25,9 @@ counted in the loop's machine code for 9.0, and moves 128 bytes from shared memo
     Q8_0        115                  73      36   32                   93     144  128
 
 So 16 tokens of Q4_K wait for their instructions, three or four for a weight, and 64 tokens for shared memory, from
-which every 16 rows take all of x: 32 rows a warp would halve that and need twice the registers for sums. What this way
-replaces, halves of all weights stored and loaded again, takes 213 us more than the bytes of the weights. This is
-reasoning, no measurement: scripts/gpu_check.py times both ways where there is a GPU.
+which every 16 rows read all of x: 32 rows a warp would halve that and need twice the registers for sums. Storing all
+weights as halves and loading them again, which this replaces, takes 213 us more than reading the weights. This is
+reasoning, not measurement: scripts/gpu_check.py times both ways where there is a GPU.
 
 Registers: 32 sums, 36 of codes of this step and the next, 16 of fragments of A and B, and what leads to them: 128,
 so that 16 warps run at once. Scales and other small fields, of which a row takes less than 32 bytes a step, stay in
@@ -111,7 +111,7 @@ def _product(weights, sixteenth, x, scale, y, bias, rows, units, tokens, per):
     step = mad(part, int32(per), 0)
     stop = min(mad(step, 1, int32(per)), bits(mad(end, 1, 3), 2, 0x3FFFFFFF))
     first = mad(block_x(), WARPS * 16, mad(warp, 16, g))
-    # what there is too much of at the end of rows or tokens takes what is last, and nothing of it is stored
+    # beyond the last row or token the last one is repeated, and nothing of it is stored
     at = mad(first, end, mad(step, 4, t))
     last = int32(rows * end - 1)
     total = registers()
@@ -201,7 +201,7 @@ def _product(weights, sixteenth, x, scale, y, bias, rows, units, tokens, per):
 
 
 def _combine(part, scale, bias, y, rows, tokens):
-    """The sums of all parts, and what ends a product."""
+    """Add up all parts, then apply the epilogue."""
     row = int32(cuda.grid(1))
     token = block_y()
     if row < int32(rows):
@@ -226,7 +226,7 @@ def takes(matrix: DeviceMatrix | FloatMatrix, n: int) -> bool:
 def choose_shape(matrix: DeviceMatrix, n: int) -> MMAShape:
     """As many warps a block as there are rows for; as many parts as take the least time, counted in bytes.
 
-    A block takes the time of its bytes, as many blocks as the device has room for run at once, and sums of parts are
+    A block takes the time of its bytes; as many blocks as the device has room for run at once; sums of parts are
     stored and loaded again.
     """
     warps = _MOST_WARPS

@@ -1,10 +1,10 @@
-"""What stands between a decoder's products besides attention: RMS normalization and SwiGLU, each with records.
+"""The steps between a decoder's products besides attention: RMS normalization and SwiGLU, each with records.
 
     norm      y = x / sqrt(mean(x^2) + eps) * weight        one block of threads
     silu      y = gate / (1 + exp(-gate)) * up              a warp for 32 values
 
-for one token. Both write y as floats and as records of 32 values (activations.py): the product that follows
-reads those, and no launch of its own has to make them.
+for one token. Both write y as floats and as records of 32 values (activations.py): the next product
+reads the records, and no extra launch has to make them.
 """
 
 import math
@@ -29,7 +29,7 @@ _SILU_WARPS = 4  # warps in a block
 
 
 def norm_threads(hidden: int) -> int:
-    """Threads of norm's block: a value each as far as 1024 go."""
+    """Threads of norm's block: one per value, at most 1024."""
     return min(1024, -(-hidden // 32) * 32)
 
 

@@ -1,10 +1,10 @@
-"""A decoder's matrices on the device: those that multiply one vector, in as few launches as their types allow.
+"""A decoder's matrices on the device: those with the same input share launches if their types allow it.
 
     Stack     matrices of one input, their outputs one after the other (q, k, v); neighbours of one type are one
-              matrix on the device, and one launch. Those of types without a kernel (FloatMatrix) torch multiplies
+              matrix on the device, and one launch. Types without a kernel (FloatMatrix) are left to torch
     Gated     gate and up: where both are of one type, row by row in turn, so that the launch ends with SwiGLU
 
-One token is multiplied by what `bind` gives, launch by launch; several go through matmul.py.
+`bind` gives the launches for one token; several tokens go through matmul.py.
 """
 
 from collections.abc import Callable, Sequence
@@ -33,7 +33,7 @@ def quantized(type: str) -> bool:
 
 
 def device_bytes(tensor: QuantTensor, precision: str) -> int:
-    """What a matrix takes on the device."""
+    """Bytes that a matrix takes on the device."""
     rows, columns = tensor.shape
     if quantized(tensor.type):
         return DeviceLayout(TYPES[tensor.type]).nbytes(rows, columns)
@@ -54,7 +54,7 @@ class Vector:
 
 
 class Stack:
-    """Matrices that multiply one vector; `rows` of them all. `bias` f32 [rows] or None."""
+    """Matrices that multiply one vector; `rows` in all. `bias` f32 [rows] or None."""
 
     def __init__(self, tensors: Sequence[QuantTensor], multiplier: Multiplier, bias: Any = None):
         self.multiplier, self.bias = multiplier, bias
@@ -75,19 +75,19 @@ class Stack:
 
     @property
     def fuses(self) -> bool:
-        """Whether its launches can be given what stands before or behind a product: none of them is torch's."""
+        """Whether its launches can include the steps before and after a product: none may be torch's."""
         return all(isinstance(matrix, DeviceMatrix) for _, matrix in self.parts)
 
     @property
     def records(self) -> bool:
-        """Whether its launch can make records of the result: there is but one."""
+        """Whether its launch can make records of the result: there must be only one."""
         return self.fuses and len(self.parts) == 1 and self.rows % 32 == 0
 
     def bind(
         self, x: Vector, y: Any, accumulate: bool = False, normed: Normed | None = None,
         recorded: Recorded | None = None, dependent: bool = False,
     ) -> list[Call]:  # fmt: skip
-        """What computes y (f32 [rows]) = or += W x for one token; see matvec.py for the last three."""
+        """Calls that compute y (f32 [rows]) = or += W x for one token; see matvec.py for the last three."""
         more = normed, recorded, dependent
         return [self._bound(first, matrix, x, y, accumulate, *more) for first, matrix in self.parts]
 
@@ -139,11 +139,11 @@ class Gated:
 
     @property
     def fuses(self) -> bool:
-        """Whether its launches can be given what stands before the product."""
+        """Whether its launches can include the step before the product."""
         return self.fused or self.stack.fuses
 
     def bind(self, x: Vector, y: Vector, normed: Normed | None = None, dependent: bool = False) -> list[Call]:
-        """What computes y and its records for one token; see matvec.py for `normed` and `dependent`."""
+        """Calls that compute y and its records for one token; see matvec.py for `normed` and `dependent`."""
         device = self.multiplier.device
         if self.fused:
             import torch

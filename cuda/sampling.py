@@ -46,7 +46,7 @@ def _finish(token, state, made):
 
 
 def _reduce(top, place, thread, threads):
-    """The largest of `top` and its place to word 0; of equals the one that comes first. Threads: a power of two."""
+    """Move the largest of `top`, the first of equals, and its place to word 0. Threads must be a power of two."""
     width = threads >> 1
     while width > 0:
         if thread < width:
@@ -59,7 +59,7 @@ def _reduce(top, place, thread, threads):
 
 
 def _shared_sums(part, sums, thread, threads):
-    """Every thread's `part` into `sums`: the sum over the threads before this one, and over all, in their order."""
+    """Prefix sums of every thread's `part` in `sums`: over the threads before this one, and over all, in order."""
     sums[thread] = part
     cuda.syncthreads()
     below = float64(0)

@@ -11,7 +11,7 @@
     Q6_K         half u       byte j: sc[2u + j]
 
 u is the unit, 32 columns, of a superblock. A lane reads all 16 bytes of the first three, its own half word of the
-last two. What it makes of them for its unit, whose number in the superblock is that of the lane, modulo 8:
+last two. For its unit, number lane modulo 8 of the superblock, it returns:
 
     Q4_K, Q5_K   the scale and the min of its sub-block
     others       the scales of its two sub-blocks in bytes 0 and 1, and their mins likewise
@@ -86,7 +86,7 @@ def read_q3(words, lane):
     low = bits(words[2] if bits(lane, 2, 1) else words[1], at, 0x0F0F)
     at = or_(shl(bits(lane, 2, 1), 4), shl(bits(lane, 0, 3), 1))
     scale = or_(low, bits(ror(words[3], sub(at, 4)), 0, 0x3030))
-    # 32 is taken from each byte: the top bits, set before, stop borrows and come out as the signs inverted
+    # subtract 32 from each byte: the top bits, set before, stop borrows and end up as inverted signs
     return xor(sub(or_(scale, 0x8080), 0x2020), 0x8080), 0
 
 

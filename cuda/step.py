@@ -1,6 +1,6 @@
 """One token through a decoder's layers, as a list of launches.
 
-They are 5 a layer where all its matrices are of one type, and nothing in them depends on the host:
+A layer takes 5 if its matrices are of one type. None depends on the host:
 
     x  = embedding row of state[TOKEN]
     norm of x, with records                                                     norm.py
@@ -14,7 +14,7 @@ They are 5 a layer where all its matrices are of one type, and nothing in them d
 
 From compute capability 9.0 on each may begin while the one before it ends: see launch.py.
 
-A norm has a launch of its own where torch multiplies with what comes of it, or with what comes before it.
+A norm has a launch of its own where torch computes the product before or after it.
 """
 
 from collections.abc import Callable, Sequence
@@ -63,9 +63,9 @@ class DeviceLayer:
 
 
 class DeviceWeights:
-    """All of a model's: layers, embedding, output and its norm, and angles f32 [rows, rotated / 2].
+    """All of a model's weights: layers, embedding, output and its norm, and angles f32 [rows, rotated / 2].
 
-    Pages of the file are let go of as layers are uploaded.
+    The file's pages are released as layers are uploaded.
     """
 
     def __init__(self, w: Weights, c: DecoderConfig, cache: KVCache, device: Device, precision: str):
@@ -140,7 +140,7 @@ class Step:
         return program + self.weights.output.bind(self.normed, self.logits, normed=normed, dependent=self.dependent)
 
     def _added(self, matrix: Stack, x: Vector, weight: Any, then: Stack | Gated) -> tuple[list[Call], Normed | None]:
-        """x += W x' with the norm that follows: what `then` multiplies, and what it has yet to be divided by."""
+        """x += W x' and the norm that follows; the second result is what `then` must still normalize by."""
         if not (matrix.records and then.fuses):
             return [*matrix.bind(x, self.x, accumulate=True, dependent=self.dependent), self._norm(weight)], None
         recorded = Recorded(self.normed.records, self._counters, view(weight), self._squares)
@@ -158,7 +158,7 @@ class Step:
         return lambda: kernel.launch(1, threads, self.device.stream(), *arguments, self.normed.records.buffer, eps)
 
     def _attention(self, qkv: Any) -> Callable[[int, DeviceLayer], list[Call]]:
-        """What makes a layer's launches: its norms and its part of the cache differ, the rest is shared."""
+        """A function that makes a layer's launches: its norms and its part of the cache differ, the rest is shared."""
         import torch
 
         c, device = self.config, self.device
@@ -190,7 +190,7 @@ class Step:
         return launches
 
     def choose(self, count: int | None) -> list[Call]:
-        """What turns logits into the next token: greedily, or drawn from the `count` best."""
+        """Turns logits into the next token: greedily, or drawn from the `count` best."""
         import torch
 
         device = self.device
@@ -214,7 +214,7 @@ class Step:
         return [sort, lambda: draw.launch(1, sampling.DRAW_THREADS, device.stream(), *arguments)]
 
     def set_sampling(self, sampler: Sampler, steps: int) -> None:
-        """Settings and uniform numbers to the device."""
+        """Copy settings and uniform numbers to the device."""
         import torch
 
         how = sampler.how

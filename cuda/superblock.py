@@ -235,10 +235,10 @@ def _line(held, lane):
 def _lifted(held, line):
     """The four weights of word WORD of a unit, for a product.
 
-    A byte becomes a float32 without a conversion: codes of b bits are put at the top of the mantissa of 1, and read
-    v = 1 + code / 2^b; those of 8 bits in the midst of that of 32768, and read v = 32768 + code. The step times 2^b,
-    and a summand that takes off the rest, make the weight of it in one instruction. With mins the summand is rounded
-    once more than `_floats` has it; with EXACT it is the mins alone, and 1 is taken off v.
+    A byte becomes a float32 without a conversion: codes of b bits go to the top of the mantissa of 1, which reads
+    v = 1 + code / 2^b; those of 8 bits to the middle of that of 32768, which reads v = 32768 + code. The step times
+    2^b and a summand that removes the rest make it the weight in one instruction. With mins the summand is rounded
+    once more than in `_floats`; with EXACT it is the mins alone, and 1 is subtracted from v.
     """
     if EIGHT:
         word = xor(held[WORD], SIGN_BITS)
@@ -273,7 +273,7 @@ def _lifted(held, line):
 
 
 def _factor(weights, sixteenth, row):
-    """What a row is multiplied by, where it is."""
+    """The factor of a row."""
     return bits_float(stream_4(weights, mad(sixteenth, FACTORS_AT // 4, row)))
 
 
@@ -336,7 +336,7 @@ class BlockFunctions:
 
     `load_rows` is `load` for a warp whose lanes take few units of many rows: the L2 cache fetches 128 bytes around the
     codes, and what is less than 8 bytes of a unit stays in L1. The weights of `line_exact` and `lifted_exact` are those
-    of `floats`, to the bit but for the sign of 0. `prefetch` asks the L2 cache for what `load` takes.
+    of `floats`, to the bit except for the sign of 0. `prefetch` asks the L2 cache for what `load` takes.
     """
 
     layout: DeviceLayout

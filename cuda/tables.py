@@ -3,12 +3,12 @@
     codes    word v of a unit: the nibbles of columns 8v to 8v + 7 in order, so that a half of it selects four bytes
     scales   MXFP4   a byte, e: w = 2^(e - 128) * value
              NVFP4   two bytes, those of columns 0..15 and 16..31: w = ue4m3 / 2 * value
-    factors  NVFP4   float32 a row: what `<name>.scale` says of its tensor, or 1
+    factors  NVFP4   float32 a row: the value of `<name>.scale`, or 1
 
 A permutation of bytes (prmt) looks up four codes at once, but in 8 bytes: the lower three bits of a nibble are the
-place, and the highest bit asks for the sign of what stands there, eight times. So where all of a table's bytes have
-their highest bit set, codes 8..15 find 255 in the table of 0..7, and codes 0..7 in that of 8..15 if their highest bits
-are turned around; both together (and) are the table of 16.
+place, and the highest bit asks for eight copies of that byte's sign. So if all of a table's bytes have their highest
+bit set, codes 8..15 find 255 in the table of 0..7, and codes 0..7 find it in that of 8..15 if their highest bits are
+flipped; the two results combined with `and` are those of a table of 16.
 """
 
 from collections.abc import Sequence
@@ -53,7 +53,7 @@ def read_mxfp4(scale):
 
 
 def read_nvfp4(scales):
-    """The scale bytes of a unit -> the scales of columns 0..15 and of 16..31. The top bits are no part of them."""
+    """The scale bytes of a unit -> the scales of columns 0..15 and of 16..31. The top bits are ignored."""
     return low_half(shl(bits(scales, 0, 127), 7)) * _HALVED, low_half(shl(bits(scales, 8, 127), 7)) * _HALVED
 
 

@@ -6,7 +6,7 @@
 Products are queued on torch's current stream and can be captured in a CUDA graph, once they have run before. Up to 8
 columns of x the weights stay quantized; up to 64 they become halves in the registers of tensor cores; for more, rows
 become f16 or bf16 tiles for torch's matrix product (matmul.py).
-F32, F16 and BF16 tensors stay as they are, and torch multiplies with them. A tensor has one place for the rounded x:
+F32, F16 and BF16 tensors stay as they are, and torch multiplies with them. A tensor has one buffer for the rounded x:
 multiply with it on one stream at a time.
 """
 
@@ -30,7 +30,7 @@ _moved: WeakValueDictionary[tuple[int, devices.Device], CudaTensor] = WeakValueD
 
 
 def moved(tensor: QuantTensor, device: devices.Device) -> CudaTensor:
-    """The tensor on a GPU: the one that somebody holds already, or a new one."""
+    """The tensor on a GPU: the one that is still referenced, or a new one."""
     found = _moved.get((id(tensor), device))
     if found is None:
         found = _moved[id(tensor), device] = CudaTensor(tensor, device)
@@ -133,7 +133,7 @@ class CudaTensor:
         return result
 
     def _again(self, bound: Callable[[int, int, int], None], x: Any, out: Any) -> Any:
-        """A product of the same type and shape as before, its arguments packed; None where more is to be looked at."""
+        """A product of the same type and shape as before, its arguments packed; None if more must be checked."""
         import torch
 
         place = self._place

@@ -25,7 +25,7 @@ class CudaTrellisLayer:
     type = "trellis"
 
     def __init__(self, layer: TrellisLayer, device: Any = None):
-        """Raises BridgeError where there is no GPU, or the codes are in no tiles of 16 x 16."""
+        """Raises BridgeError where there is no GPU, or the codes are not in tiles of 16 x 16."""
         import torch
 
         if layer.tile != (TILE, TILE):
@@ -61,7 +61,7 @@ class CudaTrellisLayer:
         return self.matmul(x[None], precision)[0]
 
     def matmul(self, x: Any, precision: str = "f32") -> Any:
-        """X W^T for X [tokens, in], a torch tensor of floats on the device; the same type comes back. Without bias.
+        """X W^T for X [tokens, in], a torch tensor of floats on the device; returns the same type. Adds no bias.
 
         x is never rounded, whatever `precision` says. Raises BridgeError where x does not fit or is elsewhere.
         """

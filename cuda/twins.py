@@ -1,6 +1,6 @@
 """What intrinsics.py offers, in Python, for the CUDA simulator: the same names, results and rounding.
 
-In the simulator each thread of a block is one of Python; a warp's lanes find each other at a barrier of the block.
+In the simulator each thread of a block is a Python thread; a warp's lanes exchange values at a barrier of the block.
 """
 
 import threading
@@ -101,7 +101,7 @@ def ror(word, right):
 
 
 def prmt(word, other, selector):
-    """Bytes of the two, the nibbles of the selector say which: 0..3 of the one, 4..7 of the other; 8 more, its sign."""
+    """The bytes that the selector's nibbles choose: 0..3 of the first word, 4..7 of the second; 8 more, its sign."""
     places = [_unsigned(selector) >> 4 * i & 15 for i in range(4)]
     chosen = np.array([word, other], np.int32).view(np.int8)[[place & 7 for place in places]]
     return np.where(np.array(places) > 7, chosen >> 7, chosen).astype(np.int8).view(np.int32)[0]
@@ -185,10 +185,10 @@ def shared_16_further(array, index, more):
 
 
 def _exchange(value: Any, make: Callable[[list[Any]], Any] = list) -> tuple[int, Any]:
-    """This thread's lane, and what is made of all that the lanes of its warp gave: once, by the first to come by."""
+    """This thread's lane, and the result of all values of its warp's lanes, computed once by the first to arrive."""
     thread = _thread()
     thread.exchanges = getattr(thread, "exchanges", 0) + 1
-    # two places in turn: who gives something the next time but one has seen all threads come to the next time
+    # two buffers in turn: a thread that reuses one has seen all threads arrive at the other
     given = thread._manager.__dict__.setdefault(f"given_{thread.exchanges % 2}", {})
     given[thread.thread_id] = value
     thread.syncthreads()
@@ -201,7 +201,7 @@ def _exchange(value: Any, make: Callable[[list[Any]], Any] = list) -> tuple[int,
 
 
 def _butterfly(value: Any, masks: tuple[int, ...], combine: Callable[..., Any]) -> Any:
-    """Combined in the order of the shuffles, so that rounding is theirs."""
+    """Combined in the order of the shuffles, so that it rounds as they do."""
 
     def combined(warp: list[Any]) -> np.ndarray:
         values = np.array(warp)
@@ -276,7 +276,7 @@ def _mma(kind: Any) -> Callable[..., Any]:
         a0, a1, a2, a3, b0, b1 = (np.array(part, np.int32) for part in zip(*warp, strict=True))
 
         def halves(word: np.ndarray, row: int) -> np.ndarray:
-            """What the lanes of a row or column hold, k after k."""
+            """What the lanes of a row or column hold, in order of k."""
             pairs = word[4 * row : 4 * row + 4]
             if kind == "f16":
                 return pairs.view(np.float16).astype(np.float64)

@@ -121,9 +121,9 @@ class _Expander(ast.NodeTransformer):
 
 
 def expand(function: Callable[..., Any], suffix: str, without: tuple[str, ...] = (), **scope: Any) -> Any:
-    """The function with its unrolled loops written out, named `function_suffix`, and less some of its parameters.
+    """The function with its unrolled loops written out, named `function_suffix`, without some of its parameters.
 
-    `scope` gives names values: numbers become constants, functions are what is called under that name. The suffix
+    `scope` gives names values: numbers become constants, functions are called by that name. The suffix
     must tell apart whatever differs, as a compiled function is cached under its name.
     """
     assert isinstance(function, types.FunctionType)

@@ -31,7 +31,7 @@ from typing import Any
 
 @dataclass(frozen=True, kw_only=True)
 class BlockType:
-    """One GGUF block type: what its fields may hold and how they lie in memory. A default means: no such field."""
+    """One GGUF block type: what its fields may hold and how they lie in memory. A default: no such field."""
 
     name: str  # as gguf.GGMLQuantizationType spells it
     size: int  # weights in a block

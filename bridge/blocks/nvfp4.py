@@ -3,7 +3,7 @@
 bytes  0..3   sc[4]    UE4M3: no sign, 4 bits of exponent (bias 7), 3 of mantissa; halved because `values` are doubled
        4..35  qs[32]   byte 8j + l: low nibble q[16j + l], high nibble q[16j + l + 8]
 
-Beside a weight `<name>.weight`, the F32 tensor `<name>.scale` multiplies all of it: one number, or one an expert.
+The F32 tensor `<name>.scale` multiplies all of `<name>.weight`: one number, or one per expert.
 """
 
 from bridge.blocks.base import BlockType
@@ -11,7 +11,7 @@ from bridge.blocks.mxfp4 import E2M1
 
 
 def _ue4m3(code: int) -> float:
-    """The value of a scale byte, whose top bit is no part of it; 127 stands for NaN, which ggml reads as 0."""
+    """The value of a scale byte, whose top bit is ignored; 127 stands for NaN, which ggml reads as 0."""
     exponent, mantissa = code >> 3 & 15, code & 7
     if code in (0, 127):
         return 0.0

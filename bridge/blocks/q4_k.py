@@ -40,7 +40,7 @@ def pack(q, sc, mn, d, dmin, out):
     out[2] = dmin & 255
     out[3] = dmin >> 8
     pack_scales(sc, mn, out)
-    for i in range(32):  # this way round LLVM makes vectors of it
+    for i in range(32):  # in this order LLVM vectorizes it
         for c in range(4):
             out[16 + 32 * c + i] = q[64 * c + i] | (q[64 * c + 32 + i] << 4)
 

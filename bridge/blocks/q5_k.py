@@ -22,7 +22,7 @@ def pack(q, sc, mn, d, dmin, out):
         for j in range(8):
             high |= (q[32 * j + i] >> 4) << j
         out[16 + i] = high
-    for i in range(32):  # this way round LLVM makes vectors of it
+    for i in range(32):  # in this order LLVM vectorizes it
         for c in range(4):
             out[48 + 32 * c + i] = (q[64 * c + i] & 15) | ((q[64 * c + 32 + i] & 15) << 4)
 

@@ -1,4 +1,4 @@
-"""A `transformers` model on a GGUF, of which nothing is held twice: the floats that the file replaces never exist.
+"""A `transformers` model with a GGUF's weights; the floats that the file replaces are never allocated.
 
 model = bridge.nn.load("org/model", "model.gguf")
 """
@@ -28,7 +28,7 @@ def load(
     device              "cpu", "cuda", "cuda:1" ...
 
     Raises:
-        BridgeError: there is no such config, the file is of another architecture or shape, or lacks something.
+        BridgeError: there is no such config, the file is of another architecture or shape, or lacks a tensor.
     """
     import transformers
 
@@ -38,7 +38,7 @@ def load(
         try:
             config = transformers.AutoConfig.from_pretrained(source)
         except (OSError, ValueError) as problem:
-            raise BridgeError(f"{source}: no config of transformers: {' '.join(str(problem).split())[:200]}") from None
+            raise BridgeError(f"{source}: not a transformers config: {' '.join(str(problem).split())[:200]}") from None
     if getattr(config, "quantization_config", None) is not None:
         config = type(config).from_dict({k: v for k, v in config.to_dict().items() if k != "quantization_config"})
     with torch.device("meta"):
@@ -48,10 +48,10 @@ def load(
     for name, tensor in chain(model.named_parameters(), model.named_buffers()):
         if tensor.is_meta:
             raise BridgeError(
-                f"{name}: {type(model).__name__} has it, and the GGUF has not; it belongs to another model"
+                f"{name}: {type(model).__name__} has it, but the GGUF does not; it belongs to another model"
             )
     if source is not None:
-        with suppress(OSError):  # what generate() stops at may stand there alone
+        with suppress(OSError):  # the end tokens may be listed only there
             model.generation_config = transformers.GenerationConfig.from_pretrained(source)
     return model.to(device).eval()
 

@@ -3,7 +3,7 @@
     model = AutoModelForCausalLM.from_config(config)      or from_pretrained: its weights are replaced
     bridge.nn.replace_linears(model, "model.gguf")
 
-For inference, and for training what stands before: the weights have no gradients, but gradients pass through to their
+For inference, and for training earlier layers: the weights have no gradients, but gradients pass through to their
 input. Weights stay quantized, and go along when the model is moved to a GPU; `torch.compile` takes products as they
 are. `bridge.nn.load` makes such a model without ever holding the floats that are replaced.
 """
@@ -41,7 +41,7 @@ _NORMS = {
 
 
 class Placed(nn.Module):
-    """A module with a tensor that is none of torch's, and goes along when the module is moved to another device."""
+    """A module with a tensor that is not torch's and moves with the module to another device."""
 
     place: torch.Tensor  # empty; torch moves it
 
@@ -75,7 +75,7 @@ class Placed(nn.Module):
 class QuantLinear(Placed):
     """y = W x + bias with W [out, in] a QuantTensor. The gradient of x takes a product with the dequantized weights.
 
-    tensor     or what multiplies likewise: a TrellisLayer, whose x is never rounded, and both on a GPU
+    tensor     or another with its methods: a TrellisLayer, whose x is never rounded, and both on a GPU
     order      int64 [out]: output i is row order[i] of the tensor, None for the tensor's own order
     precision  "f32", or "int8" to round x to 8 bits in blocks, as ggml does
     """
@@ -135,7 +135,7 @@ def replace_linears(
     prepare    repack the weights for this CPU now (as much memory again as the file, and many times the speed)
 
     Raises:
-        BridgeError: the file holds another architecture, or shapes that the model has not.
+        BridgeError: the file holds another architecture, or shapes that the model does not have.
     """
     file = gguf if isinstance(gguf, GGUFFile) else open_gguf(gguf)
     config = read_config(file.metadata, file.path)
@@ -195,7 +195,7 @@ def _module(model: nn.Module, path: str) -> Any:
 
 
 def _device(module: nn.Module) -> torch.device:
-    """Where a module's weights are; the CPU where they are nowhere yet."""
+    """The device of a module's weights; the CPU if they are on none yet."""
     first = next(chain(module.parameters(), module.buffers()))
     return torch.device("cpu") if first.is_meta else first.device
 

@@ -4,8 +4,8 @@
     gguf_bridge::product_gradient(y, tensor, columns)   y W of y [n, rows], the gradient of x: float32 [n, columns]
     gguf_bridge::rows(ids, tensor, columns)             rows of W: float32 [n, columns]
 
-A tensor in blocks is none of torch's: operators take its number, and the size that it gives to what comes out, for
-where only shapes are computed. They run where the tensor is, on the CPU or a GPU.
+A quantized tensor is not torch's: operators take its number, and a size of the result, for when only shapes are
+computed. They run where the tensor is, on the CPU or a GPU.
 """
 
 from itertools import count
@@ -23,7 +23,7 @@ _known: WeakValueDictionary[int, Any] = WeakValueDictionary()
 
 
 def number_of(tensor: Any) -> int:
-    """A number by which the operators find a tensor, or whatever multiplies likewise, as long as somebody holds it."""
+    """A number by which the operators find a tensor, or an object with its methods, as long as it is referenced."""
     number = next(_numbers)
     _known[number] = tensor
     return number

@@ -22,7 +22,7 @@ from bridge.nn.trellis_linear import place_layers, settle
 
 
 class QtipConfig(QuantizationConfigMixin):
-    """A QTIP checkpoint; what it says of itself stands in its own config.json."""
+    """A QTIP checkpoint, described by its own config.json."""
 
     def __init__(self, **settings: Any) -> None:
         self.__dict__.update(settings, quant_method="qtip")
@@ -49,7 +49,7 @@ class TrellisQuantizer(HfQuantizer):
     def _process_model_before_weight_loading(self, model: Any, **options: Any) -> None:
         files = options.get("checkpoint_files")
         if not files:
-            raise BridgeError("trellis codes are read from files, and from_pretrained has none; give it the folder")
+            raise BridgeError("trellis codes are read from files, but from_pretrained has none; give it the folder")
         with open_checkpoint(Path(files[0]).parent) as checkpoint:
             place_layers(model, checkpoint)
             own = {f"^{re.escape(t.name)}$" for m in checkpoint.modules.values() for t in m.tensors.values()}

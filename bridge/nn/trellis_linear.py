@@ -32,7 +32,7 @@ def replace_trellis(model: nn.Module, checkpoint: str | Path | Checkpoint, devic
             stored = checkpoint.read_float(name)
             if name not in parameters or parameters[name].shape != stored.shape:
                 raise BridgeError(
-                    f"{name}: is {list(stored.shape)} in {checkpoint.path}, and not so in {type(model).__name__}; "
+                    f"{name}: is {list(stored.shape)} in {checkpoint.path}, but not in {type(model).__name__}; "
                     "the checkpoint is of another model"
                 )
             parameters[name].copy_(torch.from_numpy(stored))
@@ -42,7 +42,7 @@ def replace_trellis(model: nn.Module, checkpoint: str | Path | Checkpoint, devic
 def place_layers(model: nn.Module, checkpoint: Checkpoint, device: str | None = None) -> None:
     """The trellis-coded linears alone, with their biases; without a device, `settle` does the rest.
 
-    Raises BridgeError likewise.
+    Raises BridgeError as `replace_trellis` does.
     """
     for name in checkpoint.modules:
         try:
@@ -75,7 +75,7 @@ def trellis_linear(
 
 
 def settle(model: nn.Module) -> None:
-    """Trellis codes go where their modules' buffers were made anew, and biases, which have no values there, come back.
+    """Move trellis codes to where their modules' buffers were made anew, and restore the biases, which are empty there.
 
     Raises BridgeError where a module was put neither on the CPU nor on a GPU.
     """

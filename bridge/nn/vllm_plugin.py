@@ -33,7 +33,7 @@ _QKV = ("q", "k", "v")  # vLLM numbers the parts of all other merged layers
 
 
 class QTIPConfig(QuantizationConfig):
-    """What a QTIP checkpoint says of itself: quip_params in config.json, or the plain layout's quantize_config.json."""
+    """A QTIP checkpoint's own settings: quip_params in config.json, or the plain layout's quantize_config.json."""
 
     def __init__(self, config: dict[str, Any]) -> None:
         super().__init__()
@@ -42,11 +42,11 @@ class QTIPConfig(QuantizationConfig):
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> QTIPConfig:
-        """Of a config.json, or of the quantization_config in one."""
+        """Made from a config.json, or from the quantization_config in one."""
         return cls(config)
 
     def maybe_update_config(self, model_name: str, *_: Any, **__: Any) -> None:
-        """Read the config, with what else is in the model's folder. Raises BridgeError where it is not QTIP's."""
+        """Read the config, with the other files of the model's folder. Raises BridgeError where it is not QTIP's."""
         quant = read_quant_config(Path(model_name), self._config)
         if quant.method != "qtip":
             raise BridgeError(
@@ -78,7 +78,7 @@ class QTIPConfig(QuantizationConfig):
         )
 
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> QTIPLinearMethod | None:
-        """For every linear: which of them are coded, the checkpoint's tensors tell. Others (the head) are floats."""
+        """One for every linear: the checkpoint's tensors tell which are coded. Others (the head) are floats."""
         return QTIPLinearMethod(self) if isinstance(layer, LinearBase) else None
 
 
@@ -143,7 +143,7 @@ class QTIPLinearMethod(LinearMethodBase):
 def _keep(
     loaded: dict[Any, dict[str, torch.Tensor]], part: str, parameter: Any, tensor: torch.Tensor, shard: Any = None
 ) -> None:
-    """Of vLLM's loader, which says the shard as an argument or as an attribute. A copy: its buffers serve again."""
+    """A tensor from vLLM's loader, which names the shard in an argument or an attribute. Copied: buffers are reused."""
     shard = getattr(tensor, "shard_id", None) if shard is None else shard
     loaded.setdefault(shard, {})[part] = tensor.detach().cpu().clone()
 

@@ -1,4 +1,4 @@
-"""ProductTiming products beside the machine's own limit: how fast memory can be read with the same threads.
+"""Times products and compares them with the machine's limit: how fast the same threads can read memory.
 
 Contenders take turns within one run and are compared by the median of their ratios, because the clock and
 the neighbours of a machine change between runs. Bytes are those of the GGUF tensor, whatever a kernel reads.
@@ -76,7 +76,7 @@ def measure(
     """Time tensor.matvec, reading as many bytes ("read"), and `others`, taking turns. Prepares the tensor.
 
     Before its timed run each contender runs alone until its data are what the caches hold, as far as they can, and
-    until the threads of the one before have ceased to spin for work: libgomp's do so for some 5 ms, on a core that
+    until the threads of the one before have stopped spinning for work: libgomp's spin for some 5 ms, on a core that
     the next one needs. `rest` is called after each of the others, to stop threads that would spin for longer.
     """
     from bridge.runtime.cpu.readbw import Reader
@@ -124,12 +124,12 @@ def taking_turns(
 
 
 def tensors_to_time(what: str | Path, shapes: Sequence[tuple[int, int]]) -> list[QuantTensor]:
-    """What there is to time: random tensors of a type, or a GGUF's largest matrix of each type that has a kernel."""
+    """The tensors to time: random ones of a type, or a GGUF's largest matrix of each type that has a kernel."""
     name = str(what).upper()
     if name in TYPES:
         return [random_tensor(name, *shape) for shape in shapes]
     if not Path(what).exists() and Path(what).suffix != ".gguf":
-        raise BridgeError(f"{what}: neither a GGUF file nor a type ({', '.join(TYPES)})")
+        raise BridgeError(f"{what}: is neither a GGUF file nor a type ({', '.join(TYPES)})")
     largest: dict[str, QuantTensor] = {}
     for tensor in open_gguf(what).tensors.values():
         known = largest.get(tensor.type)

@@ -8,8 +8,8 @@
         x = x + W_down (silu(W_gate x^) * W_up x^)          x^ = norm(x); of experts see experts.py
     logits = W_output norm(x)
 
-Granite multiplies embeddings and what is added by factors; GLM-4, OLMo 2 and Gemma normalize what is added, OLMo 2 that
-alone; Gemma caps scores and logits by tanh, and attends to a window in most layers (`DecoderConfig`).
+Granite multiplies embeddings and what is added by factors; GLM-4, OLMo 2 and Gemma normalize what is added, OLMo 2 only
+that; Gemma caps scores and logits by tanh, and attends to a window in most layers (`DecoderConfig`).
 
 A single token runs as one table of calls (`tables.py`), and so does a token of each of several contexts, if there are
 kernels for all matrices. Everything else, prompts above all, goes matrix by matrix through
@@ -72,7 +72,7 @@ class Decoder:
         """Get ready for tokens: nothing to do."""
 
     def prepare(self) -> None:
-        """Repack every matrix for this machine, and let go of the file's own pages."""
+        """Repack every matrix for this machine, and release the file's own pages."""
         self._prepare(math.inf, math.inf)
 
     def _prepare(self, nbytes: float, seconds: float) -> None:
@@ -124,7 +124,7 @@ class Decoder:
         return self.cache.tokens[: self.cache.length]
 
     def draw(self, tokens: Sequence[int], sampler: Sampler, kept: int = 0) -> Iterator[int]:
-        """What follows the tokens, drawn one by one, until the context is full; the cache holds the first `kept`."""
+        """Draw the tokens that follow, one by one, until the context is full; the cache holds the first `kept`."""
         self.cache.length = kept
         yield from drawn_on_host(self, self.logits(self.run(tokens[kept:]))[0], sampler)
 

@@ -12,7 +12,7 @@ from bridge.errors import BridgeError
 
 @dataclass(frozen=True)
 class Graph:
-    """What an architecture's layers are, beside what its metadata says.
+    """What an architecture's layers do that its metadata does not say.
 
     neighbours       rotary pairs are neighbours (2i, 2i + 1) rather than halves (i, i + n/2)
     normed           q and k are normalized, each head or all of them together
@@ -20,8 +20,8 @@ class Graph:
     post_norm        what they add is normalized too
     gelu             gelu (its tanh form) in place of silu
     scaled           embeddings are multiplied by the root of their width
-    unrotated_every  every so manieth layer rotates nothing; 0: all rotate
-    full_every       every so manieth layer attends to everything, the others to a window; 0: all to everything
+    unrotated_every  every n-th layer rotates nothing; 0: all rotate
+    full_every       every n-th layer attends to everything, the others to a window; 0: all to everything
     """
 
     neighbours: bool = False
@@ -73,10 +73,10 @@ class DecoderConfig:
     shared_inner: int = 0  # of the expert that all tokens pass through; 0 where there is none
     normalized: bool = True  # whether the weights of the experts used sum to one
     embedding_scale: float = 1.0  # what embeddings are multiplied by
-    residual_scale: float = 1.0  # likewise what attention and network add
+    residual_scale: float = 1.0  # the same for what attention and network add
     logit_scale: float = 1.0  # logits are divided by it
     score_cap: float = 0.0  # scores are c tanh(s / c); 0: as they are
-    logit_cap: float = 0.0  # likewise logits
+    logit_cap: float = 0.0  # the same for logits
     window: int = 0  # tokens that the layers with a window attend to
     local_base: float = 10000.0  # of their rotary embedding
 

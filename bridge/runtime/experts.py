@@ -7,7 +7,7 @@
 
 The tokens of a batch that chose the same expert go through it together.
 
-`ExpertTables` writes this as rows of a table of calls, which finds out itself which matrices to multiply:
+`ExpertTables` writes this as rows of a table of calls, whose `choose` picks the matrices to multiply:
 
     logits = W_router x                  float32
     choose                               the largest of softmax(logits): their matrices' addresses go into the products

@@ -1,4 +1,4 @@
-"""From drawn tokens to replies: texts that end one, the probabilities of its tokens, and several replies at once.
+"""From drawn tokens to replies: stop texts, the probabilities of tokens, and several replies at once.
 
 A decode step reads every weight once, however many tokens it computes: the kernels of 4 and 8 columns multiply a word
 of weights with as many vectors while it is in a register. So `BatchRunner` takes a token of each sequence through the

@@ -1,8 +1,8 @@
 """Keys and values of the tokens so far, one layer after another; see cpu/attention.py for the layout.
 
 Memory is reserved for the whole context and taken as it fills: an untouched page costs nothing.
-Bytes a token and layer: 2 * kv_heads * head_dim, times 2 (f16), 4 (f32) or 1.06 (q8_0). An x86 CPU of before
-2012 has no instructions for halves: float32 is kept there, whatever was asked for.
+Bytes a token and layer: 2 * kv_heads * head_dim, times 2 (f16), 4 (f32) or 1.06 (q8_0). An x86 CPU from before
+2012 has no instructions for halves: float32 is stored there, whatever was asked for.
 """
 
 import platform
@@ -37,7 +37,7 @@ class KVCache:
         self.value_scales = np.zeros((layers, heads, scales), np.uint16)
 
     def append(self, tokens: Sequence[int]) -> None:
-        """Note that the keys and values of these stand behind the others."""
+        """Note that the keys and values of these follow the others."""
         self.tokens[self.length :] = tokens
         self.length += len(tokens)
 

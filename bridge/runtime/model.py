@@ -6,9 +6,9 @@
     model.logits(model.tokenizer.encode("Once"))          float32 [tokens, vocab]
 
 Loading reads the header; the weights are repacked for this machine while the first tokens are computed, or by
-`prepare`. Every call of `generate`, `chat` or `logits` takes the context from the call before: a generation that is not
-at its end then raises BridgeError when it is asked for more. So a model serves one caller at a time; two models may run
-at once, each in a thread of its own. Tokens with which the call before began as well are not read again, but for
+`prepare`. Every call of `generate`, `chat` or `logits` takes the context from the call before: a generation that has
+not ended then raises BridgeError when it is asked for more. So a model serves one caller at a time; two models may run
+at once, each in a thread of its own. Tokens with which the call before began as well are not read again, except by
 `logits`: the second question of a conversation costs its own tokens.
 """
 
@@ -38,10 +38,10 @@ DEFAULT_CONTEXT = 4096  # tokens, where the model was trained for more
 
 @dataclass
 class Timing:
-    """Of the last generation, without repacking: the first token belongs to the prompt, where its cost lies."""
+    """Of the last generation, without repacking: the first token counts with the prompt, which computes it."""
 
     prompt_tokens: int = 0
-    kept_tokens: int = 0  # of these, whose keys and values were there from the call before
+    kept_tokens: int = 0  # of these, those whose keys and values the call before left
     prompt_seconds: float = 0.0
     tokens: int = 0
     seconds: float = 0.0
@@ -132,7 +132,7 @@ class Model:
         return f"Model({str(self.path)!r}, {self.config.arch}, {self.config.layers} layers, context {self.context})"
 
     def close(self) -> None:
-        """Let go of the file and the memory; the model is of no use afterwards."""
+        """Release the file and the memory; the model cannot be used afterwards."""
         with self._lock:
             self._turn += 1
             self._file.close()
@@ -214,7 +214,7 @@ class Model:
         Raises BridgeError, before anything is computed, where a prompt does not fit.
         """
         if not isinstance(self._decoder, Decoder):
-            self._decoder.begin()  # a closed model says that it is
+            self._decoder.begin()  # raises if the model is closed
             raise BridgeError(
                 f"device {self.device}: several sequences at once only run on the CPU; generate one after another"
             )
@@ -254,7 +254,7 @@ class Model:
     def chat(self, messages: Sequence[Mapping[str, Any]], max_tokens: int = 256, **options: Any) -> Iterator[str]:
         """The model's reply to [{"role": "user", "content": ...}, ...], by the file's own chat template.
 
-        What it said itself is not read again, even where the tokens it chose are not those that the text is cut into.
+        Its own replies are not read again, even if it chose other tokens than the tokenizer would.
         """
         tokens = self.chat_tokens(messages)
         with self._lock:
@@ -302,12 +302,12 @@ class Model:
         return ids
 
     def _started(self, prompt: str | Sequence[int], max_tokens: int, sampler: Sampler) -> Iterator[int]:
-        """The reply in token ids; what is wrong with the call is said now, everything else happens later."""
+        """The reply in token ids; errors in the call are raised now, everything else happens later."""
         ids, sampler = self._start(prompt, max_tokens, sampler)
         return self._tokens(ids, max_tokens, sampler)
 
     def _start(self, prompt: str | Sequence[int], max_tokens: int, sampler: Sampler) -> tuple[list[int], Sampler]:
-        """The prompt in token ids, and the sampler that has seen them; BridgeError for what cannot be."""
+        """The prompt in token ids, and the sampler that has seen them; BridgeError for invalid arguments."""
         ids = self._checked(self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt, max_tokens)
         sampler.check(self._decoder.vocab)
         sampler.see(ids)
@@ -351,7 +351,7 @@ class Model:
 
 
 class _Closed:
-    """What a closed model has in the place of a decoder."""
+    """Takes the place of a closed model's decoder."""
 
     def __init__(self, path: Path):
         self._path = path

@@ -20,14 +20,14 @@ Progress = Callable[[int, int, float], None]  # windows done, of how many, perpl
 
 @dataclass(frozen=True)
 class Divergences:
-    """A model beside its reference; Δp is the probability of the text's own token, model less reference."""
+    """A model compared with its reference; Δp is the probability of the text's own token, model minus reference."""
 
     mean: float  # Kullback-Leibler divergence, nats a token
     mean_error: float
     median: float
     p99: float
     maximum: float
-    same_top: float  # share of positions where both hold the same token for the most likely
+    same_top: float  # share of positions where both have the same most likely token
     delta_p: float
     delta_p_rms: float
     reference_perplexity: float
@@ -60,7 +60,7 @@ def perplexity(
     """
     windows = cut_windows(model, text, window, n_windows)
     if reference is not None and cut_windows(reference, text, window, n_windows) != windows:
-        raise BridgeError(f"{reference.path}: its tokens are others than those of {model.path}; no reference for it")
+        raise BridgeError(f"{reference.path}: its tokens differ from those of {model.path}; use another reference")
     losses: list[np.ndarray] = []
     compared: list[tuple[np.ndarray, ...]] = []
     for done, tokens in enumerate(windows):
@@ -100,7 +100,7 @@ def cut_windows(model: Model, text: str, window: int, count: int | None) -> list
     if window < 4 or window > model.context:
         raise BridgeError(f"window of {window} tokens: must be between 4 and the context length, {model.context}")
     if count is not None and count < 1:
-        raise BridgeError(f"{count} windows: at least 1 is needed")
+        raise BridgeError(f"{count} windows: must be at least 1")
     tokenizer = model.tokenizer
     tokens = tokenizer.encode(text)
     if tokenizer.add_eos and tokens:

@@ -1,7 +1,7 @@
 """A tensor of a GGUF: bytes in the mapped file, and what can be done with them without unpacking it all.
 
 Before `prepare()` a product repacks the file's own blocks on the way, tile by tile; after it, there is a repacked
-copy of the same size for this machine's fastest kernel. Nothing is copied unasked.
+copy of the same size for this machine's fastest kernel. Nothing else is copied.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _TILE = 1 << 22  # weights dequantized at a time
 class QuantTensor:
     """One tensor: `name`, `type` as gguf spells it, `shape` slowest first ([out, in]), `raw` uint8 bytes.
 
-    `factors`, where there are any, multiply the whole of it, or each of its matrices: they stand beside NVFP4's blocks.
+    `factors`, where there are any, multiply the whole of it, or each of its matrices: NVFP4 has them.
     """
 
     def __init__(self, name: str, type: str, shape: tuple[int, ...], raw: np.ndarray):
@@ -42,7 +42,7 @@ class QuantTensor:
 
     @property
     def factor(self) -> float:
-        """What multiplies a matrix; 1 where nothing does."""
+        """The factor of a matrix; 1 if it has none."""
         return 1.0 if self.factors is None else float(self.factors[0])
 
     @property
@@ -79,7 +79,7 @@ class QuantTensor:
         return matrix
 
     def slice_rows(self, first: int, stop: int) -> QuantTensor:
-        """Rows of a matrix as one of their own, not copied."""
+        """Rows of a matrix as a tensor of their own, not copied."""
         raw = self.raw.reshape(self.shape[0], -1)[first:stop].reshape(-1)
         part = QuantTensor(f"{self.name}[{first}:{stop}]", self.type, (stop - first, self.shape[1]), raw)
         part.factors = self.factors
@@ -187,8 +187,8 @@ class QuantTensor:
     def prepare(self) -> QuantTensor:
         """Repack a copy for the fastest kernel of this machine, once; returns self.
 
-        Takes as many bytes again as the file's; the mapped ones are not touched any more except by `rows` and
-        `dequantize`, and `release_raw` lets go of their pages. Raises BridgeError where a scale is not finite.
+        Takes as many bytes again as the file's; the mapped ones are no longer read except by `rows` and
+        `dequantize`, and `release_raw` releases their pages. Raises BridgeError where a scale is not finite.
         """
         if not self._prepared:
             from bridge.runtime.cpu import engine
@@ -215,7 +215,7 @@ class QuantTensor:
     def to(self, device: Any) -> Any:
         """The tensor on another device, by name or as torch's: "cpu" is where it is, "cuda" makes a CudaTensor.
 
-        One for a GPU, as long as somebody holds it: a tied head and embedding share it.
+        There is one per GPU, as long as it is referenced: a tied head and embedding share it.
         """
         device = str(device)
         if device == "cpu":

@@ -121,7 +121,7 @@ class Sampler:
         return not (self.how.penalizes or self._biased.size) and self._logprobs is None
 
     def see(self, tokens: Sequence[int]) -> None:
-        """The tokens of a prompt; those drawn are seen by themselves."""
+        """Note the tokens of a prompt; those drawn are noted anyway."""
         if self.how.penalizes:
             self._seen.extend(tokens)
 
@@ -171,7 +171,7 @@ class Sampler:
         return Probabilities(float(values[token]), tuple((int(t), float(values[t])) for t in best))
 
     def uniform(self, count: int) -> np.ndarray:
-        """float64 [count]: the numbers in [0, 1) that as many draws would use, for a device that draws by itself."""
+        """float64 [count]: the numbers in [0, 1) that the next draws would use, for a device that draws by itself."""
         return self._random.random(count)
 
     def _candidates(self, logits: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

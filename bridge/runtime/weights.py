@@ -1,4 +1,4 @@
-"""The tensors that a decoder runs on, found in a GGUF and held against its metadata. Matrices stay in the file."""
+"""The tensors that a decoder runs on, found in a GGUF and checked against its metadata. Matrices stay in the file."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -56,7 +56,7 @@ class Layer:
 
     @property
     def matrices(self) -> tuple[QuantTensor, ...]:
-        """All of them, of experts each one's."""
+        """All of them, with those of each expert."""
         attention = self.q, self.k, self.v, self.o
         if self.experts is None:
             return *attention, self.gate, self.up, self.down

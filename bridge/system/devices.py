@@ -1,7 +1,7 @@
 """Devices by name: "cpu", "cuda", "cuda:1" ..., or "auto", which is the GPU if there is one.
 
-And the only way from here to bridge.cuda, which imports the runtime's tensors, weights and samplers: importing it by
-name would make a circle.
+This is also the only way from here to bridge.cuda, which imports the runtime's tensors, weights and samplers: a direct
+import would be circular.
 """
 
 import importlib

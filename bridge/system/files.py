@@ -45,7 +45,7 @@ def read_small(file: Path) -> bytes:
     try:
         refuse_pointer(file)
         with open(file, "rb") as stream:
-            data = stream.read(MAX_SMALL + 1)  # files that the system generates (/proc) have no size before
+            data = stream.read(MAX_SMALL + 1)  # files that the system generates (/proc) report no size
     except FileNotFoundError:
         raise
     except OSError as problem:

@@ -50,7 +50,7 @@ def remove_if_unlocked(folder: Path) -> None:
 
 @contextmanager
 def temporary_beside(path: Path) -> Iterator[Path]:
-    """A new folder beside `path` for what will be renamed to it; removed at the end.
+    """A new folder next to `path` for what will be renamed to it; removed at the end.
 
     Those of processes that were killed while they wrote to the same path are removed first. Raises OSError where no
     folder can be made there.

@@ -91,8 +91,8 @@ def specialize(function: Callable[..., Any], suffix: str, compile: Callable[...,
 
     Why constants come this way, as globals whose values at the module's top are placeholders: LLVM turns a loop into
     vectors where its trip count and limits are known, and an argument is not known (Numba's `literally` takes no
-    floats, and tuples of literals do not stay literal). A closure would say it openly, but is compiled again in every
-    process: compiled functions in its cells do not hash alike, so that the disk cache misses. Type checkers see the
+    floats, and tuples of literals do not stay literal). A closure would be clearer, but is compiled again in every
+    process: compiled functions in its cells hash differently, so that the disk cache misses. Type checkers see the
     placeholders, which are of the constants' types.
     """
     assert isinstance(function, types.FunctionType)

@@ -2,7 +2,7 @@
 
 Blocks above a threshold are mapped from the system and go back to it when freed; but each one that is freed raises the
 threshold, up to 32 MB. After a few layers, matrices come from the heap, where freed ones stay between those in use:
-calibrating a block of 1024 x 2816 weights to Q4_K takes 330 to 440 MB instead of 300. A threshold that is given stays.
+calibrating a block of 1024 x 2816 weights to Q4_K takes 330 to 440 MB instead of 300. A threshold set here stays.
 It costs 5 to 10% of the time: memory from the system is cleared before use.
 """
 

@@ -21,7 +21,7 @@ def check_precision(precision: str) -> None:
 def check_matrix(tensor: Any) -> None:
     """A tensor that is multiplied has two dimensions."""
     if len(tensor.shape) != 2:
-        raise BridgeError(f"{tensor.name}: no matrix, its shape is {list(tensor.shape)}")
+        raise BridgeError(f"{tensor.name}: is not a matrix, its shape is {list(tensor.shape)}")
 
 
 def check_input(tensor: Any, x: Any, dimensions: int) -> None:
@@ -45,4 +45,4 @@ def check_indices(tensor: Any, indices: Any, integers: bool) -> None:
     if indices.ndim != 1 or (len(indices) and not integers):
         raise BridgeError(f"{tensor.name}: row indices are {indices.dtype} {list(indices.shape)}; must be integers [n]")
     if len(indices) and not 0 <= (least := int(indices.min())) <= (most := int(indices.max())) < tensor.shape[0]:
-        raise BridgeError(f"{tensor.name}: row {least if least < 0 else most} of {tensor.shape[0]}")
+        raise BridgeError(f"{tensor.name}: row {least if least < 0 else most} is not one of {tensor.shape[0]}")

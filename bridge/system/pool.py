@@ -6,7 +6,7 @@ cores, tbb is an extra package. Here the workers are Python threads that live in
 never holding the GIL. An idle worker spins for some 50 us, so that it is there for the next product of a
 model, then sleeps on a condition variable.
 
-A job is one word: its number above, the chunks left below. Taking a chunk is a compare-and-swap on it, so a
+A job is one word: its number, then the chunks left in the low bits. Taking a chunk is a compare-and-swap on it, so a
 worker that comes late finds nothing and disturbs nobody, and no one waits for a worker that sleeps: whoever
 is free takes the next chunk, the calling thread among them.
 """

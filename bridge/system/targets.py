@@ -29,7 +29,7 @@ def host_features() -> frozenset[str]:
     features = {name for name, present in llvm.get_host_cpu_features().items() if present}
     wanted = os.environ.get("NUMBA_CPU_FEATURES")
     if wanted is not None or os.environ.get("NUMBA_CPU_NAME"):
-        # nothing is assumed of a named CPU: what is usable must be listed, and be here too
+        # a CPU's name proves nothing: features must be listed, and present here too
         features &= {f[1:] for f in (wanted or "").split(",") if f.startswith("+")}
     return frozenset(features)
 

@@ -12,7 +12,7 @@ def _levels(x, first, count, h, end):
     """The passes of distances h, 2h ... below `end` over x[first : first + count]."""
     while h < end:
         for start in range(first, first + count, 2 * h):
-            low = x[start : start + h]  # slices, so that LLVM sees two runs that may be taken in vectors
+            low = x[start : start + h]  # slices, so that LLVM sees two runs that it can vectorize
             high = x[start + h : start + 2 * h]
             for i in range(h):
                 a = low[i]
@@ -67,7 +67,7 @@ def walsh_hadamard(x, size, scale):
 
 @kernel
 def walsh_hadamard_columns(x, size, scale):
-    """float32 [n * size, columns], in place: likewise down each column."""
+    """float32 [n * size, columns], in place: the same down each column."""
     rows, columns = x.shape
     held = np.empty(size * _COLUMNS, np.float32)
     for first in range(0, rows, size):

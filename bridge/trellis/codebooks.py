@@ -1,12 +1,12 @@
 """The codebooks of trellis-coded weights: which values a state stands for.
 
-A state is L bits, V values come of it. What is computed needs no table; the others look up `tlut`, float [2^Q, V]:
+A state has L bits and stands for V values. Computed modes need no table; the others look up `tlut`, float [2^Q, V]:
 
     mode          values of state x
     1mad          z = 34038481 x + 76625530 mod 2^32; (sum of z's four bytes - 510) / 147.800537109375
     2mad          z = 264435761 x + 1013904223 mod 2^32; z += z * 1664525 >> 32; then as 1mad
     3inst         z = 89226354 x + 64248484 mod 2^32; z = z & 0x8FFF8FFF ^ 0x3B603B60; its two halves added in fp16
-    mcg           as 3inst, z = m x with a multiplier m of the tensor's own           (EXL3)
+    mcg           as 3inst, z = m x with the tensor's own multiplier m                (EXL3)
     mul1          z = m x; (1024 + sum of z's four bytes) * h(0x1EEE) + h(0xC931), one rounding to fp16   (EXL3)
     lut           tlut[x], Q = L
     quantlut      y = x (x + 1); tlut[y >> 16 - Q & 2^Q - 1]
@@ -25,7 +25,7 @@ from bridge.errors import BridgeError
 
 MAX_L = 16
 _QTIP_COMPUTED = ("1mad", "2mad", "3inst")
-EXL3_MODES = ("mcg", "mul1")  # beside 3inst
+EXL3_MODES = ("mcg", "mul1")  # besides 3inst
 LOOKED_UP = ("lut", "quantlut", "quantlut_sym")
 COMPUTED = _QTIP_COMPUTED + EXL3_MODES
 QTIP_MODES = _QTIP_COMPUTED + LOOKED_UP
@@ -38,7 +38,7 @@ _MULTIPLIERS = {"mcg": 0xCBAC1FED, "mul1": 0x83DCD12D}
 SECOND_MAD = 1664525
 
 # mean squared error over variance when Gaussian weights are coded with 1 to 8 bits, L = 16: measured with the encoder
-# of this project's tests; computed modes are alike to 5%. The bound is 4^-K
+# of this project's tests; computed modes agree within 5%. The bound is 4^-K
 _DISTORTION = (0.288, 0.070, 0.0175, 0.0045, 0.00114, 0.0003, 9e-5, 2.1e-5)
 _DISTORTION_OF_TABLES = {2: 0.071, 3: 0.0185, 4: 0.0056}  # of 512 pairs of values
 
@@ -72,19 +72,19 @@ class BitshiftCodebook:
         mode = str(self.decode_mode).lower()
         mode = "quantlut_sym" if mode == "hyb" else mode
         if mode not in MODES:
-            raise self._error(f"decode mode {self.decode_mode!r} does not exist; there are {', '.join(MODES)}")
+            raise self._error(f"unknown decode mode {self.decode_mode!r}: choose one of {', '.join(MODES)}")
         object.__setattr__(self, "decode_mode", mode)
         if not 1 <= self.L <= MAX_L:
-            raise self._error(f"L = {self.L}; states have 1 to {MAX_L} bits")
+            raise self._error(f"L = {self.L}; must be between 1 and {MAX_L}")
         if self.V not in (1, 2) or (mode in COMPUTED and self.V != 1) or (mode == "quantlut_sym" and self.V != 2):
-            raise self._error(f"V = {self.V} does not go with {mode}; take the config that came with the model")
+            raise self._error(f"V = {self.V} does not fit {mode}; use the config that came with the model")
         if not 1 <= self.K <= 8 or self.K * self.V > 16:
-            raise self._error(f"K = {self.K} with V = {self.V}; 1 to 8 bits a weight, 16 a step are read")
+            raise self._error(f"K = {self.K} with V = {self.V}; must be 1 to 8 bits a weight and at most 16 a step")
         if mode not in LOOKED_UP:
             return
         width = self.tlut_bits
         if width < 1 or (mode == "lut" and width != self.L) or width > (15 if mode == "quantlut_sym" else 16):
-            raise self._error(f"tlut_bits = {width} does not go with {mode} and L = {self.L}; take the model's config")
+            raise self._error(f"tlut_bits = {width} does not fit {mode} and L = {self.L}; use the model's config")
         if self.tlut is None:
             raise self._error(
                 f"{mode} needs tlut, a table of {2**width} x {self.V} values; is the checkpoint complete?"
@@ -136,7 +136,7 @@ class BitshiftCodebook:
             halves = np.ascontiguousarray(z & np.uint32(HALVES_MASK) ^ np.uint32(HALVES_FLIP)).view(np.float16)
             return (halves[..., ::2] + halves[..., 1::2]).astype(np.float32).reshape(z.shape)
         total = np.ascontiguousarray(z).view(np.uint8).reshape(*z.shape, 4).sum(-1, dtype=np.int32)
-        if self.decode_mode == "mul1":  # all of it is exact in float32 but the rounding to fp16
+        if self.decode_mode == "mul1":  # exact in float32 except for the rounding to fp16
             product = np.float32(MUL1_FACTOR) * (1024 + total).astype(np.float32) + np.float32(MUL1_ADDEND)
             return product.astype(np.float16).astype(np.float32)
         return (total - BYTES_MEAN).astype(np.float32) / BYTES_SCALE
@@ -170,6 +170,6 @@ class BitshiftCodebook:
 
     @property
     def distortion(self) -> float:
-        """Mean squared error over variance that coding Gaussian weights with it costs."""
+        """Mean squared error over variance when Gaussian weights are coded with it."""
         usual = _DISTORTION[self.K - 1]
         return _DISTORTION_OF_TABLES.get(self.K, usual) if self.decode_mode.startswith("quantlut") else usual

@@ -41,7 +41,7 @@ def _decode_states(code: Code) -> Any:
                 windows = v.pick(v.window(high, low), [word for word, _ in places])
                 found = v.values(v.states(windows, right), table)
                 target = builder.add(out, builder.mul(loop.index, I64(4 * LANES * code.values)))
-                for i in range(code.values):  # lanes of two values are laid side by side
+                for i in range(code.values):  # interleave the lanes of two values
                     vector = found[i]
                     if code.values == 2:
                         lanes = [lane // 2 + LANES * (lane % 2) for lane in range(i * LANES, i * LANES + LANES)]
@@ -75,7 +75,7 @@ def _tiles(words, out, table, order, columns, sizes, _, first, last):
                 ring[count + j] = ring[j % count]
             decode_states(ring.ctypes.data, table, values.ctypes.data, groups)
             base = column * width
-            for r in range(height):  # written row by row; where the tile lies so, a copy of whole vectors
+            for r in range(height):  # row by row; if the tile is stored that way, whole vectors are copied
                 at = base + r * columns * width
                 if in_order and width == 16:
                     for c in range(16):

@@ -1,14 +1,14 @@
-"""y = What x without What: tiles are decoded in registers and multiplied at once. Nothing decoded is ever stored.
+"""y = What x, where What is never stored: tiles are decoded in registers and multiplied at once.
 
-A lane is one row of tiles, 16 of them side by side, so that a weight of all 16 meets the same number of x:
+A lane is one row of tiles; 16 lanes work side by side, so one weight of each meets the same value of x:
 
     prepared   uint16 [groups, tile columns, n, 16]: word j of the streams of 16 rows of tiles
     x          float32 [tokens, 16 * tile columns]
     y          float32 [tokens, groups * 256]; row (16 g + lane) * 16 + r is row r of a lane's tile
 
-The 256 weights of a tile are a loop over units whose weights lie alike: row u, or rows u and u + 8, or column u.
-What a weight costs: with AVX-512 about six instructions for 16 of 1mad's or mul1's, twelve for 3inst's. Several tokens
-share what is decoded.
+The 256 weights of a tile are a loop over units of equal layout: row u, or rows u and u + 8, or column u.
+With AVX-512, 16 weights take about six instructions in 1mad or mul1, twelve in 3inst. Several tokens share the decoded
+weights.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Units:
 
     @classmethod
     def of(cls, positions: np.ndarray) -> Units | None:
-        """The loop over a tile of 16 x 16; None where there is none."""
+        """The loop over a tile of 16 x 16; None if there is none."""
         for count in (16, 8):
             row, column = (part.reshape(count, -1) for part in np.divmod(positions, TILE))
             u = np.arange(count)[:, None]
@@ -170,7 +170,7 @@ def _interleave(words, first, last, out):
 
 
 class Fused:
-    """The prepared form of a layer's codes, as large as they are.
+    """The prepared form of a layer's codes, as large as the codes.
 
     words  uint16 [tile rows, tile columns, n], see `streams`
     """
@@ -184,7 +184,7 @@ class Fused:
         self.table = table
 
     def run(self, x: np.ndarray) -> np.ndarray:
-        """float32 [tokens, rows]: x float32 [tokens, in], contiguous, times the matrix, but for `Code.unit`."""
+        """float32 [tokens, rows]: x float32 [tokens, in], contiguous, times the matrix, without `Code.unit`."""
         tokens = len(x)
         step = WIDTHS[0] if tokens == 1 else WIDTHS[1]
         padded = -(-tokens // step) * step

@@ -1,4 +1,4 @@
-"""One product from bare tensors: `bitshift_gemm`. A layer that is multiplied again is better made once."""
+"""One product from bare tensors: `bitshift_gemm`. To multiply more than once, make a layer."""
 
 from typing import Any
 
@@ -30,7 +30,7 @@ def bitshift_gemm(
 def layer_of(
     trellis: Any, codebook: BitshiftCodebook, td_x: int, td_y: int, scale: float, su: Any, sv: Any
 ) -> TrellisLayer:
-    """The layer of `bitshift_gemm`'s arguments. Raises BridgeError likewise."""
+    """The layer of `bitshift_gemm`'s arguments. Raises BridgeError as it does."""
     codes = as_array(trellis)
     su, sv = (as_array(values).astype(np.float32).reshape(-1) for values in (su, sv))
     if codes.dtype in (np.int16, np.uint16):

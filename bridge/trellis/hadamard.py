@@ -100,17 +100,17 @@ class Rotation:
 
     @classmethod
     def of(cls, size: int, name: str, blocks: int = 1) -> Rotation:
-        """QTIP's for a dimension, in so many blocks. Raises BridgeError where there is none."""
+        """QTIP's transform for a dimension, in `blocks` blocks. Raises BridgeError where there is none."""
         order = order_for(size, name)
         if blocks < 1 or size % blocks or size // blocks % order:
             raise BridgeError(
-                f"{name}: a dimension of {size} with factor {order} cannot be dealt out to tp_rank {blocks}; "
+                f"{name}: a dimension of {size} with factor {order} cannot be split by tp_rank {blocks}; "
                 "the checkpoint is damaged"
             )
         return cls(size, size // blocks, order)
 
     def matrix(self) -> np.ndarray:
-        """float64 [block, block]: one block, written out; to be read, and for tests."""
+        """float64 [block, block]: one block, written out, for reading and for tests."""
         power: np.ndarray = np.ones((1, 1))
         while len(power) < self.block // self.order:
             power = np.kron([[1, 1], [1, -1]], power)

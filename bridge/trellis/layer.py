@@ -1,7 +1,7 @@
 """A trellis-coded linear layer: W = diag(SV) U_out What U_in^T diag(SU), What in a bit stream.
 
-It is multiplied as it is, y = W x by way of x: the transform on x, the fused product of the codes, the transform on
-what comes out. W itself is only made when it is asked for.
+y = W x does not make W: x is transformed, multiplied by the codes in a fused product, and the result is transformed.
+W itself is only made on request.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ class TrellisLayer:
         return np.ascontiguousarray(w)
 
     def rows(self, indices: Any) -> np.ndarray:
-        """float32 [n, in]: rows of W for integer indices [n]; all of it is made on the way."""
+        """float32 [n, in]: rows of W for integer indices [n]; computes all of W."""
         chosen = np.atleast_1d(np.asarray(indices))
         check_indices(self, chosen, chosen.dtype.kind in "iu")
         return self.dequantize()[chosen]
@@ -114,9 +114,9 @@ class TrellisLayer:
         return self.matmul(x[None], precision)[0]
 
     def matmul(self, x: Any, precision: str = "f32") -> Any:
-        """X W^T for X [tokens, in], numpy or torch on the CPU, of any float type; the same kind and type come back.
+        """X W^T for X [tokens, in], numpy or torch on the CPU, of any float type; returns the same kind and type.
 
-        Sums are float32. `precision` is there for callers of QuantTensor.matmul: x is never rounded here. Without bias.
+        Sums are float32. `precision` is there for callers of QuantTensor.matmul: x is never rounded here. Adds no bias.
         Raises BridgeError where x does not fit.
         """
         if is_torch(x):
@@ -152,7 +152,7 @@ class TrellisLayer:
 
     @cached_property
     def _fused(self) -> Any:
-        """The prepared codes; None where tiles are not those that the kernels are for."""
+        """The prepared codes; None if the kernels do not support the tiles."""
         from bridge.system import targets
         from bridge.trellis.fused import Fused, Units
         from bridge.trellis.vector import Code

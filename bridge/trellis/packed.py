@@ -15,7 +15,7 @@ EXL3_BLOCK = 128  # of EXL3's transforms; both sides are padded to it
 
 
 def bits_of(name: str, numel: int, out: int, columns: int, tile: tuple[int, int], values: int) -> int:
-    """K of a QTIP module, of the size of its codes. Raises BridgeError where sizes contradict each other."""
+    """K of a QTIP module, from the size of its codes. Raises BridgeError where sizes contradict each other."""
     td_x, td_y = tile
     if td_x < 1 or td_y < 1 or out % td_x or columns % td_y or td_y % values:
         raise BridgeError(
@@ -32,7 +32,7 @@ def bits_of(name: str, numel: int, out: int, columns: int, tile: tuple[int, int]
 
 
 def is_swizzled(book: BitshiftCodebook, tile: tuple[int, int]) -> bool:
-    """Whether QTIP stores such codes as its kernel loads them."""
+    """Whether QTIP stores such codes in the order of its kernel."""
     usual = (book.L, book.V, book.tlut_bits, *tile) == (16, 2, 9, TILE, TILE)
     return book.decode_mode == "quantlut_sym" and usual and book.K in (2, 3, 4)
 
@@ -43,7 +43,7 @@ def qtip_layer(
 ) -> TrellisLayer:  # fmt: skip
     """QTIP's own layout.
 
-    trellis  int16, tiles flattened or not; K comes of its size
+    trellis  int16, tiles flattened or not; its size gives K
     tile     (td_x, td_y), outputs and inputs
     su, sv   float32 [in], [out]
     blocks   of the transforms on the input and the output side: tp_rank where rcp says so

@@ -1,4 +1,4 @@
-"""How states lie in a tile, and tiles in a checkpoint. All layouts are brought to one:
+"""How states lie in a tile, and tiles in a checkpoint. All layouts are converted to one:
 
     words      uint16 [tile rows, tile columns, n]: a circular stream of 16n bits, from the highest of each word on
     state i    the L bits from bit i * step on; step = K * V, or 16 where each state has a word of its own
@@ -50,7 +50,7 @@ def qtip_words(stored: np.ndarray, rows: int, columns: int) -> np.ndarray:
 
 
 def swizzled_words(stored: np.ndarray, rows: int, columns: int) -> np.ndarray:
-    """Likewise of the swizzled layout; rows and columns of tiles are even."""
+    """The same for the swizzled layout; rows and columns of tiles are even."""
     pairs = stored.reshape(-1).view(np.uint8).reshape(rows // 2, columns // 2, 32, 2, 2, -1)
     ordered = np.ascontiguousarray(pairs.transpose(0, 4, 1, 3, 2, 5)[..., ::-1])
     return ordered.reshape(rows, columns, -1).view(">u2").astype(np.uint16)

@@ -34,7 +34,7 @@ _CONVERTING = ("avx512", "avxvnni", "avx512bw", "avx2", "neon")  # targets whose
 
 @dataclass(frozen=True)
 class Code:
-    """What a kernel is compiled for: how states lie in a stream, and how values come of them."""
+    """What a kernel is compiled for: how states lie in a stream, and how values are made of them."""
 
     mode: str
     bits: int  # L
@@ -53,7 +53,7 @@ class Code:
         return cls(book.decode_mode, book.L, step, book.V, book.tlut_bits, (0, 0), target, halves)
 
     def table(self, book: BitshiftCodebook) -> np.ndarray:
-        """What the kernels look up in: the codebook's table, or its pairs as halves."""
+        """The table that the kernels read: the codebook's table, or its pairs as halves."""
         if not self.table_bits:
             return np.zeros(1, np.float32)
         return book.tlut.astype(np.float16) if self.halves else book.tlut  # type: ignore[no-any-return]
@@ -66,7 +66,7 @@ class Code:
 
     @property
     def unit(self) -> float:
-        """What values that are not `scaled` must be multiplied by."""
+        """The factor for values that are not `scaled`."""
         return 1 / float(BYTES_SCALE) if self.mode in ("1mad", "2mad") else 1.0
 
     def shift(self, state: int) -> tuple[int, int]:
@@ -192,7 +192,7 @@ class Lanes:
         return b.bitcast(b.or_(sign, rest), FLOATS)
 
     def _to_half_precision(self, x: ir.Value) -> ir.Value:
-        """Rounded to eleven bits. Without conversion by Dekker's splitting, which is right for what is no subnormal."""
+        """Rounded to eleven bits. Without hardware conversion by Dekker's splitting, inexact for subnormals."""
         b = self.builder
         if self.code.target != "portable":
             return b.fpext(b.fptrunc(x, ir.VectorType(_F16, LANES)), FLOATS)

@@ -165,7 +165,7 @@ GOOD = qtip_tensors(NAME, weights(), HYB, layout="swizzled", rcp=0, search=False
         ({"SU": np.ones((16, 16), np.float32)}, {}, "SU is F32 [16, 16], a vector of floats is wanted"),
         ({"SV": np.full(64, np.nan, np.float32)}, {}, "64 of 64 values"),
         ({"rcp": np.array(3)}, {}, "rcp is 3"),
-        ({"rcp": np.array(1), "tp_rank": np.array(3)}, {}, "cannot be dealt out to tp_rank 3"),
+        ({"rcp": np.array(1), "tp_rank": np.array(3)}, {}, "cannot be split by tp_rank 3"),
         ({"rcp": np.array([0, 1])}, {}, "one integer is wanted"),
         ({"bias": np.zeros(63, np.float32)}, {}, "the shapes contradict each other"),
         ({}, {"codebook": "E8P12"}, "codebook 'E8P12' is QuIP#'s"),
@@ -176,7 +176,7 @@ GOOD = qtip_tensors(NAME, weights(), HYB, layout="swizzled", rcp=0, search=False
         ({}, {"L": 17}, "L = 17"),
         ({}, {"V": 3}, "V = 3"),
         ({}, {"td_x": 0}, "does not consist of tiles of 0 x 16"),
-        ({}, {"tlut_bits": 16}, "tlut_bits = 16 does not go with quantlut_sym"),
+        ({}, {"tlut_bits": 16}, "tlut_bits = 16 does not fit quantlut_sym"),
     ],
 )  # fmt: skip
 def test_qtip_that_cannot_be_is_refused_by_tensor_and_fact(tmp_path, change, said, found):

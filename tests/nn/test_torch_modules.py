@@ -147,7 +147,7 @@ def test_a_model_is_loaded_by_its_folder_with_what_it_stops_at(path: Path, tmp_p
 
 
 def test_what_is_no_model_or_of_another_is_refused(path: Path, tmp_path: Path) -> None:
-    with pytest.raises(BridgeError, match=r"nowhere: no config of transformers: ") as problem:
+    with pytest.raises(BridgeError, match=r"nowhere: not a transformers config: ") as problem:
         bridge.nn.load(tmp_path / "nowhere", path)
     assert "\n" not in str(problem.value)
     wide = config()
@@ -159,7 +159,7 @@ def test_what_is_no_model_or_of_another_is_refused(path: Path, tmp_path: Path) -
     with pytest.raises(BridgeError, match="has 1 layers, fewer than the model"):
         bridge.nn.load(two, path)
     qwen = transformers.Qwen3Config(**{k: v for k, v in config().to_dict().items() if k != "model_type"})
-    with pytest.raises(BridgeError, match=r"self_attn\.q_norm\.weight: Qwen3ForCausalLM has it, and the GGUF has not"):
+    with pytest.raises(BridgeError, match=r"self_attn\.q_norm\.weight: Qwen3ForCausalLM has it, but the GGUF does not"):
         bridge.nn.load(qwen, path)
 
 

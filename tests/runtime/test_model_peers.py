@@ -151,7 +151,7 @@ def test_a_quantized_linear_is_a_linear(tmp_path: Path) -> None:
     with pytest.raises(BridgeError, match=r"blk.0.ffn_up.weight: x has shape \[2, 255\]; must be \[..., 256\]"):
         layer(torch.ones(2, 255))
     norm = bridge.open_gguf(tmp_path / "m.gguf")["output_norm.weight"]
-    with pytest.raises(BridgeError, match=r"output_norm.weight: no matrix"):
+    with pytest.raises(BridgeError, match=r"output_norm.weight: is not a matrix"):
         bridge.nn.QuantLinear(norm)
 
 

@@ -304,7 +304,7 @@ def test_bench_times_a_type_or_the_matrices_of_a_file_on_a_gpu(tmp_path: Path) -
             assert title == "pretended, cuda:0"
             assert line.startswith(expected)
             assert re.search(r" \d+\.\d us +\d+\.\d GB/s, +\d+% of reading \(\d+ GB/s\)$", line)
-        with pytest.raises(BridgeError, match=r"Q9_K: neither a GGUF file nor a type \(Q"):
+        with pytest.raises(BridgeError, match=r"Q9_K: is neither a GGUF file nor a type \(Q"):
             bench("Q9_K", device="cuda")
 
 

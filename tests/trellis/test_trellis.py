@@ -78,15 +78,15 @@ def test_hyb_is_quantlut_sym_and_looks_up_as_published():
 @pytest.mark.parametrize(
     ("fields", "said"),
     [
-        ({"decode_mode": "4mad"}, "decode mode '4mad' does not exist"),
+        ({"decode_mode": "4mad"}, "unknown decode mode '4mad': choose one of"),
         ({"decode_mode": "quantlut_sym", "V": 2, "tlut_bits": 9}, "quantlut_sym needs tlut"),
         (
             {"decode_mode": "quantlut", "tlut_bits": 9, "tlut": np.ones((512, 2))},
             "tlut is [512, 2] where quantlut wants",
         ),
-        ({"decode_mode": "lut", "tlut_bits": 9, "tlut": np.ones(512)}, "tlut_bits = 9 does not go with lut"),
+        ({"decode_mode": "lut", "tlut_bits": 9, "tlut": np.ones(512)}, "tlut_bits = 9 does not fit lut"),
         ({"decode_mode": "quantlut", "tlut_bits": 2, "tlut": np.full(4, np.nan)}, "tlut holds NaN"),
-        ({"V": 2}, "V = 2 does not go with 1mad"),
+        ({"V": 2}, "V = 2 does not fit 1mad"),
         ({"L": 17}, "L = 17"),
         ({"K": 9}, "K = 9"),
     ],

@@ -8,7 +8,7 @@ The integer record of a block of `size` columns (256 for K-quants, 32 or 64 othe
                         mins, K      int8  [2 * subs]    t_j >> 7, then t_j & 127, to be multiplied as int8
                         mins, plain  float32             d * s
           then        d float32 [size/32]
-          then        with mins, K: float32 e, where d * s_j is e * t_j but for 2^-14 of the largest
+          then        with mins, K: float32 e, where d * s_j is e * t_j within 2^-14 of the largest
 
 ggml's K-quants have one d for 256 columns; with eight the rounding error is a quarter less, and the kernels do
 one operation more for each 32. d maps the value of largest magnitude onto -128, whatever its sign; values of
@@ -38,7 +38,7 @@ mins = False
 round32: Any = None
 
 _GROUP = 32  # columns that share a d
-_TINY = 0x03800000  # bits of 2^-120: 128 over it is still finite
+_TINY = 0x03800000  # bits of 2^-120: 128 / it is still finite
 _I32, _I64, _F32 = ir.IntType(32), ir.IntType(64), ir.FloatType()
 _LOW = np.float32(8128)  # the largest t: 63 * 128 + 64, so that t >> 7 stays a small int8
 
@@ -113,7 +113,7 @@ def _round32(v: Any, sub: int, factor: int | None, x: Any, q: Any, d_at: Any, su
 
 
 def round32_twin(x: np.ndarray, sub: int) -> tuple[np.ndarray, np.float32, np.ndarray]:
-    """q int8 [32], d and the sums int32 [32/sub] for x float32 [32], as the compiled code has them."""
+    """q int8 [32], d and the sums int32 [32/sub] for x float32 [32], as the compiled code computes them."""
     if not np.isfinite(x).all():
         return np.zeros(32, np.int8), np.float32(np.nan), np.zeros(32 // sub, np.int32)
     largest = np.abs(x).max()

@@ -10,12 +10,12 @@ head_dim / 32, 16], values' [kv_heads, context, head_dim / 32]. The heads that s
 of a prompt, are rows of one product, 8 at a time: each row group reads the cache once.
 
 A model has 4 to 8 key-value heads, fewer than a server has cores. So where a single token is computed, a context of
-more than `SPAN` positions is cut into spans of as many: `attend` leaves for each head and span the sum of exp(s - max)
-v, with max and the sum of exp(s - max), and `merge` weighs the spans by exp(max - largest max). Spans are the same
+more than `SPAN` positions is cut into spans: `attend` stores for each head and span the sum of exp(s - max)
+v, with max and the sum of exp(s - max), and `merge` weights the spans by exp(max - largest max). Spans are the same
 whatever the number of threads, and so are the results.
 
-What is computed stands in blocks of int64 words, named below: one for the tokens of a batch, or one for each of
-several sequences, of which every one has a cache of its own and a single token.
+The arguments are blocks of int64 words, named below: one for the tokens of a batch, or one for each of
+several sequences, each of which has its own cache and a single token.
 """
 
 from functools import cache
@@ -256,7 +256,7 @@ def _attend(blocks, count, spans, parts, sums, most, _0, first, last):
 
 
 def _merge(blocks, count, spans, parts, sums, most, _0, first, last):
-    """The spans' parts to out, for heads first..last of all blocks; see `_attend`."""
+    """Merge the spans' parts into out, for heads first..last of all blocks; see `_attend`."""
     used = numba.carray(pointer(spans), (1,), np.int64)[0]
     for item in range(first, last):
         p = numba.carray(pointer(blocks), (WORDS,), np.int64)

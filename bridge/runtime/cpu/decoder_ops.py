@@ -32,7 +32,7 @@ def square_sum(x):
 
 @numba.njit(cache=True, nogil=True, error_model="numpy", fastmath={"contract"})
 def exp(x):
-    """exp of a float32 within 1e-7, of instructions that vectorize (Cephes' expf)."""
+    """exp of a float32 within 1e-7, in instructions that vectorize (Cephes' expf)."""
     x = min(max(x, np.float32(-87.0)), np.float32(88.0))
     n = np.float32(np.rint(x * np.float32(1.44269504)))
     r = x - n * np.float32(0.693359375) + n * np.float32(2.12194440e-4)
@@ -87,7 +87,7 @@ def _swiglu(gate, up, inner, _0, _1, _2, _3, first, last):
 
 
 def _geglu(gate, up, inner, _0, _1, _2, _3, first, last):
-    """gate = gelu(gate) * up likewise, with x / (1 + exp(-2 sqrt(2/pi) (x + 0.044715 x^3))): gelu's tanh form."""
+    """gate = gelu(gate) * up in place, with x / (1 + exp(-2 sqrt(2/pi) (x + 0.044715 x^3))): gelu's tanh form."""
     for t in range(first, last):
         g = floats(gate + 4 * inner * t, inner)
         u = floats(up + 4 * inner * t, inner)
@@ -136,7 +136,7 @@ def look_up_function(type: str) -> Any:
 
 
 def record_kind(type: str, integer: bool) -> tuple[Any, ...]:
-    """What tells records apart: tensors with the same kind share them."""
+    """The kind of a type's records: tensors of the same kind share them."""
     block = TYPES[type]
     return block.size, block.sum_span, block.lift, block.has_min, integer
 

@@ -10,7 +10,7 @@ from bridge.runtime.cpu.decoder_ops import exp
 from bridge.runtime.cpu.program import FIELDS
 from bridge.system.memory import c_function, floats, pointer
 
-# words of what `choose` works on, all addresses
+# words of the block that `choose` works on, all addresses
 LOGITS, CHOSEN, WEIGHTS, FIRST, SECOND, WORDS = range(6)
 
 

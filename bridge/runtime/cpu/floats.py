@@ -1,6 +1,6 @@
 """F32, F16 and BF16 matrices: the file's own rows, widened in registers and multiplied with float32.
 
-A row is `count` numbers of 4 or 2 bytes, as they stand in the file; there is nothing to repack. The kernel is a
+A row is `count` numbers of 4 or 2 bytes, as in the file; there is nothing to repack. The kernel is a
 C function as those of interleaved.py are; its "row groups" are single rows, `blocks` is the row's length and
 `stride` its bytes. From memory it runs at the speed of reading; several tokens at once go through a dense
 product of dequantized tiles where that is less work than passing over the weights again.
@@ -21,7 +21,7 @@ from bridge.system.pool import MIN_BYTES_TO_SHARE, run, share
 
 SIZES = {"F32": 4, "F16": 2, "BF16": 2}  # bytes of a number
 _FEW = 4  # most tokens that are multiplied one after the other; more go through a dense product
-_PARTS = 4  # sums that run beside each other, to hide the latency of additions
+_PARTS = 4  # independent sums, to hide the latency of additions
 
 _F32, _F16, _I16, _I32, _I64 = ir.FloatType(), ir.HalfType(), ir.IntType(16), ir.IntType(32), ir.IntType(64)
 

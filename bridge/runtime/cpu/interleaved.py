@@ -11,14 +11,14 @@ A kernel is a C function of nine int64:
     y_stride  bytes between tokens in y
     first, last   row groups to do
 
-Of many tokens, all pass over a tile of row groups while it is in the second-level cache.
+With many tokens, all pass over a tile of row groups while it is in the second-level cache.
 
-With every line of weights, others further on are prefetched; how far and how near to the core, see `_AHEAD`.
+With every line of weights, later ones are prefetched; how far and how near to the core, see `_AHEAD`.
 Measured from memory, one thread, as a share of plain reading. Zen 5, Q4_K, to the first-level cache: without
-prefetch 0.5, one distance of 4 KB 0.7 to 0.8, 2 and 8 KB 0.85 to 1.0. Zen 4, Q4_K and Q6_K: so it is 0.37, for
+prefetch 0.5, one distance of 4 KB 0.7 to 0.8, 2 and 8 KB 0.85 to 1.0. Zen 4, Q4_K and Q6_K: that gives 0.37, as
 the first level has few misses in flight there; to the second level 2 and 8 KB 0.65, 2, 4 and 8 KB 0.83 to 0.9, 4, 8
 and 16 KB 0.95 to 1.0, with two threads too (a prefetch that finds no room is dropped, and the next distance makes up
-for it). Four distances gain nothing from memory. In the cache three cost a quarter to a third, so that there are
+for it). Four distances gain nothing from memory. In the cache three cost a quarter to a third, so there are
 kernels without any (`near`), for weights that are known to be there.
 """
 

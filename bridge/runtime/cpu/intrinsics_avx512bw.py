@@ -1,6 +1,6 @@
 """AVX-512 without VNNI (Skylake-X and its Xeons): pmaddubsw as in AVX2, on 16 lanes.
 
-Prompts too: a float product (torch, one thread, 64 x 4096 x 1024) takes 1.2 to 2 times as long as the integers' one.
+For prompts too: a float product (torch, one thread, 64 x 4096 x 1024) takes 1.2 to 2 times as long as the integer one.
 """
 
 from bridge.runtime.cpu.intrinsics_avx2 import pmaddubsw, twin_dots

@@ -1,6 +1,6 @@
 """Arm NEON with the dot-product extension: sdot multiplies 16 int8 codes with 16 int8 values into 4 int32.
 
-Codes of up to 6 bits are as good signed; those of 8 bits are made signed by flipping their top bit, which
+Codes of up to 6 bits can be read as signed; those of 8 bits are made signed by flipping their top bit, which
 takes their zero point of 128 off.
 """
 

@@ -1,4 +1,4 @@
-"""The repacked form of a tensor: `lanes` rows interleaved, everything in dense bit-planes, GGUF bytes to the byte.
+"""The repacked form of a tensor: `lanes` rows interleaved, everything in dense bit-planes, in as many bytes as in GGUF.
 
 Codes are handled four at a time: a *word* is 4 bytes holding codes 4i..4i+3 of one row, and a vector is the
 words of `lanes` rows (16 for AVX-512, 8 for AVX2, 4 for NEON). A dot-product instruction multiplies such a

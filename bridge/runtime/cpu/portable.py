@@ -16,7 +16,7 @@ _TILE = 1 << 20  # weights dequantized at a time
 
 
 class RawMatrix(Protocol):
-    """What an engine multiplies with: a QuantTensor of two dimensions."""
+    """The matrix that an engine multiplies: a QuantTensor of two dimensions."""
 
     name: str
     type: str

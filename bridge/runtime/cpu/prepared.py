@@ -24,10 +24,10 @@ def on_huge_pages(nbytes: int) -> np.ndarray:
 
 
 class _Slabs:
-    """Memory on cache lines and in huge pages, for small tensors too: these lie side by side in slabs.
+    """Memory aligned to cache lines, in huge pages; small tensors share slabs.
 
     A matrix of 2 MB on pages of 4 KB costs 600 page faults and has its addresses translated 600 times a product.
-    A slab lives as long as one of its tensors; what of it nobody has touched takes no memory.
+    A slab lives as long as one of its tensors; its untouched pages take no memory.
     """
 
     def __init__(self) -> None:

@@ -27,7 +27,7 @@ fill: Any = None
 
 
 def _product(state, threads, x, y, columns, record, blocks, lanes, function, weights, stride):
-    """y[tokens, rows] = x W^T with a kernel of `columns` columns; y may have less rows than the row groups have."""
+    """y[tokens, rows] = x W^T with a kernel of `columns` columns; y may have fewer rows than the row groups have."""
     tokens, rows = y.shape
     groups = -(-rows // lanes)
     turns = -(-tokens // columns)
@@ -79,7 +79,7 @@ class Interleaved:
         self._plans: dict[tuple[int, bool, bool], tuple[Any, ...]] = {}
 
     def kernel(self, columns: int, integer: bool, near: bool) -> tuple[int, int]:
-        """Addresses of the kernel for so many columns of x, and of what it gets as weights.
+        """Addresses of the kernel for `width` columns of x, and of its weights.
 
         `near`: this tensor was multiplied just before, and is small enough to be in the cache still.
         """

@@ -58,7 +58,7 @@ class Program:
         self._kept += objects
 
     def run(self) -> None:
-        """Make the calls, on the pool's threads if nobody else has them."""
+        """Make the calls, on the pool's threads if they are free."""
         if self._table is None:
             self._table = np.array(self._rows, np.int64).reshape(-1, WORDS)
         pool.share(True, _walk, self._table)
@@ -82,7 +82,7 @@ FIELDS = len(Product._fields)
 
 
 def _several(block, parts, ranges, _0, _1, _2, _3, first, last):
-    """Ranges first..last-1 of the row groups of several products, which count on from one to the next.
+    """Ranges first..last-1 of the row groups of several products, numbered through all of them.
 
     block: the fields of each Product, then ranges + 1 bounds.
     """
@@ -121,7 +121,7 @@ def add_products(program: Program, products: list[Product]) -> np.ndarray:
 
 
 def _shrinking(count: int, least: int, threads: int) -> list[int]:
-    """Bounds of ranges in rounds of one a thread, each round four fifths of what is left ("factoring", Hummel et
+    """Bounds of ranges, in rounds of one per thread: each round is four fifths of what is left ("factoring", Hummel et
     al. 1992). The largest come last: threads take the last first.
     """
     sizes: list[int] = []
@@ -163,7 +163,7 @@ class KernelSlots:
 
 
 def buffer(n: int, columns: int) -> np.ndarray:
-    """float32 [n, columns], and room behind it: for a kernel's unused columns, or a last row group beyond the rows."""
+    """float32 [n, columns], with room after it for a kernel's unused columns, or a last row group beyond the rows."""
     whole = -(-n // _COLUMNS) * _COLUMNS if n > 1 else 1
     return np.zeros(whole * columns + 16, np.float32)[: n * columns].reshape(n, columns)
 

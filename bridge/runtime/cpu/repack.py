@@ -153,7 +153,7 @@ def _mover(name: str, lanes: int) -> Any:
     """move(source, row_bytes, halves, codes): repack one block of `lanes` rows; bit r of the result: row r is bad.
 
     source    address of the block in the first of the rows, which are row_bytes apart
-    halves    where its d, and dmin, go; bad is what is not finite
+    halves    where its d, and dmin, go; one that is not finite is bad
     codes     where its words go
     """
     block = TYPES[name]
@@ -234,7 +234,7 @@ def _fetcher(nbytes: int) -> Any:
 
 @inner
 def group_start(raw, group, lanes, spare):
-    """Where a row group's blocks stand: in raw, or, if it lacks rows, with zeros in spare uint8 [lanes, row bytes]."""
+    """Where a row group's blocks are: in raw, or, if it lacks rows, zero-padded in spare uint8 [lanes, row bytes]."""
     rows, row_bytes = raw.shape
     if (group + 1) * lanes <= rows:
         return raw.ctypes.data + group * lanes * row_bytes

@@ -18,8 +18,8 @@ from bridge.system.jit import from_plain, inlined, specialize
 unpack: Any = None
 size = subs = sub = runs = run = nbytes = zero = lift = no_scale = record = d_at = dmin_at = sums_at = x_at = 0
 mins = is_k = tabled = False
-values = np.zeros(0, np.int8)  # what codes stand for, of table types
-scales = np.zeros(0, np.float32)  # and scale bytes
+values = np.zeros(0, np.int8)  # values of the codes of table types
+scales = np.zeros(0, np.float32)  # and of their scale bytes
 
 
 @inlined

@@ -28,7 +28,7 @@ from bridge.runtime.cpu.layout import GROUP, PLANES, PackedLayout
 def words(v: Any, base: Any, at: int, bits: int, count: int) -> list[Callable[[], Any]]:
     """`count` words of `bits` bits a code from the planes at base + at, each a function that emits its code.
 
-    Called where a word is used: what is computed early waits in a register, and registers are short.
+    Called where a word is used: an early result occupies a register, and registers are scarce.
     """
 
     def word(i: int) -> Any:
@@ -68,7 +68,7 @@ def _code(v: Any, scales: list[Any], j: int, bits: int, signed: bool) -> Any:
 
 
 def _codes(v: Any, layout: PackedLayout, weights: Any, group: int) -> list[Callable[[], Any]]:
-    """The words of 32 columns: codes, or what they stand for where there is a table of it."""
+    """The words of 32 columns: codes, or their values if the type has a table."""
     block = layout.block
     codes = words(v, weights, layout.codes_at + group * layout.group_bytes, layout.code_bits, GROUP)
     if not block.values:
@@ -82,7 +82,7 @@ def _looked_up(v: Any, code: Callable[[], Any], table: tuple[int, ...]) -> Any:
 
 
 def _scale(v: Any, layout: PackedLayout, halves: Any, j: int) -> Any:
-    """The scale of sub-block j of a type that is no K-quant."""
+    """The scale of sub-block j of a type that is not a K-quant."""
     if not layout.block.scales:
         return v.load_half(halves, 0)
     return (v.load_e8m0 if layout.block.subs == 1 else v.load_ue4m3)(halves, v.lanes * j)

@@ -1,6 +1,6 @@
 """A tensor that is not prepared: its blocks are repacked as they are needed, into the core's cache.
 
-With one vector, a block is multiplied right after it was repacked, so that memory is read all the time; repacking takes
+With one vector, a block is multiplied right after it is repacked, so that memory is read all the time; repacking takes
 about twice as long as the product itself. With many, a tile of row groups is repacked before all of them pass over it,
 and repacking hardly counts. No memory is taken but a tile a thread.
 """
@@ -36,7 +36,7 @@ lanes = nbytes = record = halves_bytes = block_bytes = 0
 
 
 def _tiles(block, x, y, blocks, stride, tokens, y_stride, first, last):
-    """As a kernel of interleaved.py, whose weights are made here; the first bad row that is met goes to _BAD."""
+    """Like a kernel of interleaved.py, but repacks its weights first; the first bad row found goes to _BAD."""
     fields = numba.carray(pointer(block), (_WORDS,), np.int64)
     raw = numba.carray(pointer(fields[_RAW]), (fields[_ROWS], fields[_ROW_BYTES]), np.uint8)
     tile = max(1, _TILE // stride)
@@ -53,7 +53,7 @@ def _tiles(block, x, y, blocks, stride, tokens, y_stride, first, last):
 
 
 def _blocks(block, x, y, blocks, stride, tokens, y_stride, first, last):
-    """As `_tiles`, for one vector; several, and none, are left to that."""
+    """`_tiles` for one vector; any other number is left to it."""
     fields = numba.carray(pointer(block), (_WORDS,), np.int64)
     if tokens != 1:
         pool.call(fields[_TILED], block, x, y, blocks, stride, tokens, y_stride, first, last)
@@ -77,7 +77,7 @@ def _blocks(block, x, y, blocks, stride, tokens, y_stride, first, last):
         store(totals, y + group * lanes * 4, y_stride)
         if bad:
             fields[_BAD] = first_bad(bad, group, lanes)
-    memory[0] = 0  # numba frees an array after its last use, and addresses are none
+    memory[0] = 0  # numba frees an array after its last use, and taking its address is not a use
 
 
 @cache

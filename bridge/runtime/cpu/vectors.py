@@ -135,7 +135,7 @@ class Emitter:
         return self.builder.shl(value, self.splat(left)) if left else value
 
     def shr(self, value: ir.Value, right: int) -> ir.Value:
-        """Zeros come in; with `ashr` copies of the sign."""
+        """Shifts in zeros; `ashr` shifts in copies of the sign."""
         return self.builder.lshr(value, self.splat(right)) if right else value
 
     def ashr(self, value: ir.Value, right: int) -> ir.Value:
@@ -187,7 +187,7 @@ class Emitter:
 
 
 class Twin:
-    """The Emitter's methods on numpy arrays, bit for bit but for the FMA, which rounds twice here."""
+    """The Emitter's methods on numpy arrays, bit for bit except for the FMA, which rounds twice here."""
 
     def __init__(self, target: ModuleType):
         self.target = target

@@ -71,7 +71,7 @@ class Tokenizer:
         add_special    BOS before and EOS after it, where the file asks for them
         parse_special  control tokens spelled out in the text become those tokens
 
-        Raises BridgeError where the text is not one: halves of characters, which stand for bytes that are not UTF-8.
+        Raises BridgeError if the text has lone surrogates, which stand for bytes that are not UTF-8.
         """
         if not text.isascii() and (found := _SURROGATE.search(text)):
             raise BridgeError(f"the text is not UTF-8 at character {found.start()}; convert it first")
@@ -101,11 +101,11 @@ class Tokenizer:
         return self._pieces[token]
 
     def decode(self, tokens: Iterable[int], special: bool = False) -> str:
-        """The text of token ids; bytes that are no UTF-8 become U+FFFD."""
+        """The text of token ids; bytes that are not UTF-8 become U+FFFD."""
         return b"".join(self.piece(token, special) for token in tokens).decode("utf-8", "replace")
 
     def spelled_as(self, tokens: Sequence[int], earlier: Sequence[int]) -> list[int]:
-        """The same text, as far as it is that of `earlier` too in the same tokens as there.
+        """Token ids of the same text, with the tokens of `earlier` as far as its text is the same.
 
         A model may choose other tokens for a text than the tokenizer cuts it into; its keys and values are of those.
         """
@@ -174,6 +174,6 @@ def _items(metadata: Mapping[str, Any], key: str, kind: type, count: int | None 
 
 
 def common_prefix(read: Sequence[int], tokens: Sequence[int]) -> int:
-    """How many tokens two sequences begin with alike."""
+    """The number of leading tokens that two sequences share."""
     alike = (a == b for a, b in zip(read, tokens, strict=False))
     return next((n for n, same in enumerate(alike) if not same), min(len(read), len(tokens)))

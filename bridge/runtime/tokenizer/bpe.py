@@ -8,7 +8,7 @@ from bridge.gguf_file.pretokenizers import BYTES, DIGIT_RUN, GPT2_BYTES, ONE_DIG
 
 
 class ByteLevel:
-    """A Cutter (see tokenizer.py) for tokenizer.ggml.model gpt2; `pre` names its rules for cutting words."""
+    """A Cutter (see `__init__.py`) for tokenizer.ggml.model gpt2; `pre` names its rules for cutting words."""
 
     add_eos = False
 

@@ -1,8 +1,8 @@
 """SentencePiece's BPE as llama.cpp does it: of all neighbours that join to a token, those of the highest score first.
 
 Spaces become U+2581, and one is put before a text where the file asks for it. Characters that are no token
-become their bytes' tokens. A heap of candidate pairs makes a text of n characters cost n log n; it is cut
-into words before, and words are remembered, where no token has a space after its first other character.
+become their bytes' tokens. A heap of candidate pairs makes a text of n characters cost n log n; it is first
+cut into words, and words are remembered, where no token has a space after its first other character.
 """
 
 import re
@@ -19,7 +19,7 @@ _UNKNOWN, _BYTE = 2, 6
 
 
 class SentencePiece:
-    """A Cutter (see tokenizer.py) for tokenizer.ggml.model llama."""
+    """A Cutter (see `__init__.py`) for tokenizer.ggml.model llama."""
 
     add_bos, add_eos = True, False
 
