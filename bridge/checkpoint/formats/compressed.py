@@ -78,7 +78,7 @@ class CompressedReader(Reader):
         named = any(matches(module, scheme.targets) for scheme in self._schemes)
         return named and not matches(module, self._ignored)  # which must list every linear that is not
 
-    def needs(self, tensors: dict[str, TensorInfo]) -> tuple[str, ...]:
+    def required_parts(self, tensors: dict[str, TensorInfo]) -> tuple[str, ...]:
         if "weight" in tensors or _is_fp4(tensors):
             return "weight_scale", "weight" if "weight" in tensors else "weight_packed"
         return "weight_scale", "weight_packed", "weight_shape"

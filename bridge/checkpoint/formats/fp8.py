@@ -114,7 +114,7 @@ class Fp8Reader(Reader):
             quant, title="FP8" if quant.method == "fp8" else f"FP8 ({quant.method})", claims=("8-bit floats", *said)
         )
 
-    def needs(self, tensors: dict[str, TensorInfo]) -> tuple[str, ...]:
+    def required_parts(self, tensors: dict[str, TensorInfo]) -> tuple[str, ...]:
         return "weight_scale_inv" if "weight_scale_inv" in tensors else "weight_scale", "weight"
 
     def describe(self, name: str, tensors: dict[str, TensorInfo]) -> ModuleInfo | ScaledFloats:
@@ -125,4 +125,4 @@ class Fp8Reader(Reader):
                 "the checkpoint is not of the format that its config names"
             )
         block = read_block(self.quant.raw.get("weight_block_size"))
-        return scaled_floats(name, tensors, self.needs(tensors)[0], block or BLOCK)
+        return scaled_floats(name, tensors, self.required_parts(tensors)[0], block or BLOCK)

@@ -79,7 +79,7 @@ class HqqReader(Reader):
         outer, _, table = module.rpartition(".")
         return (outer, f"{table}.{part}") if table in ("meta_scale", "meta_zero") else (module, part)
 
-    def needs(self, tensors: dict[str, TensorInfo]) -> tuple[str, ...]:
+    def required_parts(self, tensors: dict[str, TensorInfo]) -> tuple[str, ...]:
         needed = [*self.required]
         both = tensors.get("zero_scale")
         for what in ("scale", "zero"):

@@ -26,7 +26,7 @@ _GEMM_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # nibble i of a word is output feature o
 
 
 @dataclass(frozen=True)
-class Layout:
+class PackedLayout:
     """How one format stores a module.
 
     refusal  of (bits, group size, (out, in)): why the format cannot hold such a module, None where it can
@@ -40,7 +40,7 @@ class Layout:
     pack: Callable[[GroupedTensor], Parts]
 
 
-def check(tensor: GroupedTensor, layout: Layout) -> np.ndarray:
+def check(tensor: GroupedTensor, layout: PackedLayout) -> np.ndarray:
     """The scales as halves; BridgeError unless the layout can hold the tensor exactly, zero points of 0 aside."""
     scales = tensor.scales.astype(np.float16)
     top = 2**tensor.bits - 1
@@ -164,7 +164,7 @@ def _awq(tensor: GroupedTensor) -> Parts:
 
 
 LAYOUTS = {
-    "gptq": Layout("gptq", _gptq_refusal, _gptq_shapes, lambda tensor: _gptq(tensor, "gptq")),
-    "gptq_v2": Layout("gptq_v2", _gptq_refusal, _gptq_shapes, lambda tensor: _gptq(tensor, "gptq_v2")),
-    "awq": Layout("awq", _awq_refusal, _awq_shapes, _awq),
+    "gptq": PackedLayout("gptq", _gptq_refusal, _gptq_shapes, lambda tensor: _gptq(tensor, "gptq")),
+    "gptq_v2": PackedLayout("gptq_v2", _gptq_refusal, _gptq_shapes, lambda tensor: _gptq(tensor, "gptq_v2")),
+    "awq": PackedLayout("awq", _awq_refusal, _awq_shapes, _awq),
 }

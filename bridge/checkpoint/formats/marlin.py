@@ -48,11 +48,11 @@ class MarlinReader(Reader):
     def complete(cls, quant: QuantConfig, label: str) -> QuantConfig:
         return replace(quant, sym=True, title="Marlin")
 
-    def needs(self, tensors: dict[str, TensorInfo]) -> tuple[str, ...]:
+    def required_parts(self, tensors: dict[str, TensorInfo]) -> tuple[str, ...]:
         return ("qweight", "scales") if "qweight" in tensors else ("B", "s")
 
     def describe(self, name: str, tensors: dict[str, TensorInfo]) -> ModuleInfo:
-        weight, scales = (tensors[part] for part in self.needs(tensors))
+        weight, scales = (tensors[part] for part in self.required_parts(tensors))
         for part in ("qzeros", "g_idx"):
             if part in tensors and tensors[part].nbytes:
                 raise BridgeError(
@@ -81,7 +81,7 @@ class MarlinReader(Reader):
 
         info = self.modules[name]
         out, columns = info.shape
-        weight_part, scale_part = self.needs(info.tensors)
+        weight_part, scale_part = self.required_parts(info.tensors)
         words = self.part(name, weight_part)
         stored = unpack_rows(words, info.bits, 16 * out).reshape(-1, 1024)
         codes = stored[:, np.argsort(tile_order(info.bits))]

@@ -104,7 +104,7 @@ class MlxReader(Reader):
     def owned(self) -> set[str]:
         return super().owned() | {f.source for f in self.floats.values() if isinstance(f, Mxfp8)}
 
-    def needs(self, tensors: dict[str, TensorInfo]) -> tuple[str, ...]:
+    def required_parts(self, tensors: dict[str, TensorInfo]) -> tuple[str, ...]:
         return self.required[:2] if _is_mx(tensors) and "biases" not in tensors else self.required
 
     def is_plain(self, tensors: dict[str, TensorInfo]) -> bool:

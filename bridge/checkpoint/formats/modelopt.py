@@ -54,8 +54,8 @@ class ModelOptReader(Fp8Reader):
             quant, title=f"ModelOpt {algorithm}", claims=("4-bit floats", f"groups of {size}"), group_size=size
         )
 
-    def needs(self, tensors: dict[str, TensorInfo]) -> tuple[str, ...]:
-        return ("weight_scale", "weight_packed") if "weight_packed" in tensors else super().needs(tensors)
+    def required_parts(self, tensors: dict[str, TensorInfo]) -> tuple[str, ...]:
+        return ("weight_scale", "weight_packed") if "weight_packed" in tensors else super().required_parts(tensors)
 
     def describe(self, name: str, tensors: dict[str, TensorInfo]) -> ModuleInfo | ScaledFloats:
         if "weight_packed" in tensors or tensors["weight"].dtype == "U8":

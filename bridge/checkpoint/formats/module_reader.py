@@ -90,7 +90,7 @@ class Reader:
         for module, tensors in found.items():
             if self.is_plain(tensors):
                 continue
-            for part in self.needs(tensors):
+            for part in self.required_parts(tensors):
                 if part not in tensors:
                     some = next(iter(tensors.values()))
                     raise BridgeError(
@@ -105,7 +105,7 @@ class Reader:
         if not self.modules and not self.floats and self.expected():
             raise BridgeError(
                 f"{quant.source}: says {quant.method}, but no tensor of the checkpoint ends in "
-                f".{self.needs({})[0]}; is this the folder of the quantized model?"
+                f".{self.required_parts({})[0]}; is this the folder of the quantized model?"
             )
 
     @staticmethod
@@ -139,8 +139,8 @@ class Reader:
         """Whether these are the parts of a layer that is not quantized."""
         return self.plain.issuperset(tensors)
 
-    def needs(self, tensors: dict[str, TensorInfo]) -> tuple[str, ...]:
-        """The parts without which a module that has `tensors` is incomplete; first the one that marks modules."""
+    def required_parts(self, tensors: dict[str, TensorInfo]) -> tuple[str, ...]:
+        """The parts that a module with `tensors` must have, starting with the one that marks a module."""
         return self.required
 
     def describe(self, name: str, tensors: dict[str, TensorInfo]) -> ModuleInfo | FloatWeight:

@@ -66,11 +66,11 @@ class QtipReader(TrellisReader):
                 f"o_proj's and down_proj's inputs and of the others' outputs are taken to be of {_RANKS} blocks"
             )
 
-    def needs(self, tensors: dict[str, TensorInfo]) -> tuple[str, ...]:
+    def required_parts(self, tensors: dict[str, TensorInfo]) -> tuple[str, ...]:
         return "qweight" if "qweight" in tensors else "trellis", "SU", "SV"
 
     def describe(self, name: str, tensors: dict[str, TensorInfo]) -> ModuleInfo:
-        codes = tensors[self.needs(tensors)[0]]
+        codes = tensors[self.required_parts(tensors)[0]]
         out, columns = length(name, tensors, "SV"), length(name, tensors, "SU")
         where = f"{codes.file}: {name}"
         raw = self.quant.raw
@@ -98,7 +98,7 @@ class QtipReader(TrellisReader):
     def layer(self, name: str) -> TrellisLayer:
         tensors, where, raw = self.modules[name].tensors, self.label(name), self.quant.raw
         book = self._book(where, self.modules[name].bits, tensors.get("tlut"), read=True)
-        part = self.needs(tensors)[0]
+        part = self.required_parts(tensors)[0]
         codes, tile = self.part(name, part), (raw["td_x"], raw["td_y"])
         su, sv, bias = self.vector(name, "SU"), self.vector(name, "SV"), self.bias(name)
         if codes.dtype == np.int16:

@@ -21,17 +21,20 @@ Progress = Callable[[int, int, str], None]
 _CHUNK = 8 << 20  # bytes copied at a time
 
 
-class Change(Protocol):
+class TensorChange(Protocol):
     """A new value of a tensor, of the same shape and dtype."""
 
     def apply(self, words: np.ndarray) -> np.ndarray: ...
 
 
+Changes = Mapping[str, TensorChange]  # by the tensor's name
+
+
 class FolderOutput(CheckpointFolder):
     """The repacked checkpoint's folder."""
 
-    def write(self, changes: Mapping[str, Change], configs: Mapping[str, str], progress: Progress | None) -> None:
-        """All files: weights with `changes` by tensor name, `configs` by file name, everything else copied."""
+    def write(self, changes: Changes, configs: Mapping[str, str], progress: Progress | None) -> None:
+        """All files: weights with `changes`, `configs` by file name, everything else copied."""
         store, total = self._ckpt.store, self._ckpt.nbytes
         self._tick = progress or (lambda *_: None)
         self._tick(0, total, "")
@@ -58,7 +61,7 @@ class FolderOutput(CheckpointFolder):
             names[file] = name
         return names
 
-    def _write_weights(self, file: Path, name: str, tensors: list[TensorInfo], changes: Mapping[str, Change]) -> None:
+    def _write_weights(self, file: Path, name: str, tensors: list[TensorInfo], changes: Changes) -> None:
         target = self.folder / name
         target.parent.mkdir(parents=True, exist_ok=True)
         with open(target, "xb") as out:
@@ -68,7 +71,7 @@ class FolderOutput(CheckpointFolder):
                 self._rewrite(out, tensors, changes)
             sync(out)
 
-    def _copy(self, file: Path, out: BinaryIO, tensors: list[TensorInfo], changes: Mapping[str, Change]) -> None:
+    def _copy(self, file: Path, out: BinaryIO, tensors: list[TensorInfo], changes: Changes) -> None:
         """A safetensors file with the bytes of some tensors replaced."""
         changed = sorted((info for info in tensors if info.name in changes), key=lambda info: info.offset)
         with open(file, "rb", buffering=0) as source:
@@ -88,7 +91,7 @@ class FolderOutput(CheckpointFolder):
             out.write(data)
             self._advance(len(data), name)
 
-    def _rewrite(self, out: BinaryIO, tensors: list[TensorInfo], changes: Mapping[str, Change]) -> None:
+    def _rewrite(self, out: BinaryIO, tensors: list[TensorInfo], changes: Changes) -> None:
         """A pickle's tensors as safetensors: the widest dtypes first, so that all are aligned."""
         width = {
             info.name: self._ckpt.store.read(info.name, (0, 0) if info.shape else None).itemsize for info in tensors

@@ -41,7 +41,7 @@ class Clamped:
 
 
 @dataclass
-class Change:
+class ZeroPointChange:
     """How one module's qzeros are rewritten."""
 
     bits: int
@@ -91,7 +91,7 @@ class ZeroPointPlan:
         v1 = all(module.dialect.undo for module in self._found.values())
         self.format = self.wanted or ("gptq" if v1 else "gptq_v2")
         self.symmetric = {name: module.symmetric for name, module in self._found.items()}
-        self.changes: dict[str, Change] = {}
+        self.changes: dict[str, ZeroPointChange] = {}
         self.rewritten: Counter[str] = Counter()
         self.clamped: Clamped | None = None
         lost: dict[str, int] = {}  # module -> zero points of 0 that v1 cannot hold
@@ -101,7 +101,7 @@ class ZeroPointPlan:
             if count and (module.dialect != target or self.clamp):
                 lost[name] = count
             if module.dialect != target or (count and self.clamp):
-                change = Change(info.bits, info.shape[0], module.dialect, target, bool(count) and self.clamp)
+                change = ZeroPointChange(info.bits, info.shape[0], module.dialect, target, bool(count) and self.clamp)
                 self.changes[info.tensors["qzeros"].name] = change
                 self.rewritten[self._dialect_name(name, module.dialect)] += 1
         if lost and not self.clamp:
