@@ -25,7 +25,7 @@ from bridge.trellis.packed import EXL3_BLOCK, exl3_layer
 
 
 class Exl3Reader(TrellisReader):
-    """Reads EXL3."""
+    """Reads EXL3 checkpoints."""
 
     parts: ClassVar = ("trellis", "suh", "svh", "su", "sv", "mcg", "mul1", "bias")
     plain: ClassVar = frozenset({"bias"})
@@ -57,7 +57,7 @@ class Exl3Reader(TrellisReader):
         shape = 16 * outputs, 16 * inputs
         if shape[0] % EXL3_BLOCK or shape[1] % EXL3_BLOCK:
             raise BridgeError(
-                f"{trellis.file}: {name} is {shape[0]} x {shape[1]}, no multiple of the transforms' {EXL3_BLOCK}; "
+                f"{trellis.file}: {name} is {shape[0]} x {shape[1]}, not multiples of the transforms' {EXL3_BLOCK}; "
                 "the checkpoint is damaged"
             )
         wanted = {left: shape[1], right: shape[0]}

@@ -1,4 +1,4 @@
-"""4-bit and 8-bit floats, told apart by each module's tensors: NVIDIA's ModelOpt, and auto-round's nvfp4 and mxfp4.
+"""4-bit and 8-bit floats, distinguished by each module's tensors: NVIDIA's ModelOpt, and auto-round's nvfp4 and mxfp4.
 
              codes           scales          of the whole weight              of activations
 ModelOpt     weight          weight_scale    weight_scale_2, multiplies       input_scale

@@ -25,7 +25,7 @@ from bridge.trellis.layer import TrellisLayer
 from bridge.trellis.packed import bits_of, plain_layer, qtip_layer
 
 _NUMBERS = {"L": 16, "K": 2, "V": 1, "tlut_bits": 0, "td_x": 16, "td_y": 16}  # with what is usual
-_RANKS = 8  # of split_for_tp, where a tuned file has lost tp_rank
+_RANKS = 8  # of split_for_tp, if a tuned file lacks tp_rank
 
 
 class QtipReader(TrellisReader):
@@ -81,14 +81,14 @@ class QtipReader(TrellisReader):
             bits = raw["K"]
         else:
             raise BridgeError(
-                f"{where}: {codes.name.rpartition('.')[2]} is {codes.dtype} {list(codes.shape)}; int16 streams or "
-                "int32 states are wanted; the checkpoint is damaged"
+                f"{where}: {codes.name.rpartition('.')[2]} is {codes.dtype} {list(codes.shape)}; it must be int16 "
+                "streams or int32 states; the checkpoint is damaged"
             )
         self._book(where, bits, tensors.get("tlut"))
         return module_info(name, tensors, bits, 0, (out, columns))
 
     def _book(self, where: str, bits: int, tlut: TensorInfo | None, read: bool = False) -> BitshiftCodebook:
-        """The codebook; unless its table is read, with one of zeros of the same shape: to check what can be checked."""
+        """The codebook; unless `read`, with a table of zeros, which is enough to check shapes."""
         raw = self.quant.raw
         table = None
         if tlut is not None:
@@ -119,5 +119,5 @@ class QtipReader(TrellisReader):
         if side and "tp_rank" in tensors:
             ranks = self.scalar(name, "tp_rank")
         if side not in (0, 1, 2):
-            raise BridgeError(f"{self.label(name)}: rcp is {side}; 0, 1 and 2 are known; the checkpoint is damaged")
+            raise BridgeError(f"{self.label(name)}: rcp is {side}, which must be 0, 1 or 2; the checkpoint is damaged")
         return ranks if side == 1 else 1, ranks if side == 2 else 1
