@@ -86,7 +86,7 @@ def make(options: argparse.Namespace) -> None:
                 tensors[f"{prefix}.{module}.{part}"] = values
         return tensors
 
-    def ends() -> dict[str, np.ndarray]:
+    def embedding_and_head() -> dict[str, np.ndarray]:
         shape = options.vocab, options.hidden
         half = {f"{name}.weight": gaussian(rng, shape) for name in ("model.embed_tokens", "lm_head")}
         return half | {"model.norm.weight": np.ones(options.hidden, np.float16)}
@@ -99,7 +99,7 @@ def make(options: argparse.Namespace) -> None:
             chosen = range(starts[number], min(starts[number] + LAYERS_PER_SHARD, options.layers))
             tensors = {name: values for i in chosen for name, values in layer(i).items()}
         else:
-            tensors = ends()
+            tensors = embedding_and_head()
         save_file(tensors, options.out / file, {"format": "pt"})
         index |= dict.fromkeys(tensors, file)
     write_json(options.out / "model.safetensors.index.json", {"metadata": {}, "weight_map": index})

@@ -1,12 +1,12 @@
-"""Checkpoints on disk: in goes a folder, out come quantized layers as CodedTensor and everything else as float32.
+"""Opens checkpoints on disk: quantized layers are read as CodedTensor, all other tensors as float32.
 
     with open_checkpoint("Qwen2.5-7B-GPTQ") as checkpoint:
         for name in checkpoint.modules:
             tensor = checkpoint.read_module(name)
 
-Opening reads configs and headers only. Reading is thread-safe, into memory of its own. Read `grouped` first, the form
-that all formats are brought to. files/ finds and reads tensors, labels/ tells the format, formats/ has a reader for
-each, repack/ rewrites GPTQ's zero points. `files.hub` also downloads from the Hub.
+Opening reads configs and headers only. Reading is thread-safe; every array is a new one. Start with `grouped`, the form
+to which all formats are converted. files/ finds and reads tensors, labels/ identifies the format, formats/ has a reader
+for each, repack/ rewrites GPTQ's zero points. `files.hub` also downloads from the Hub.
 """
 
 from collections import Counter
@@ -32,7 +32,7 @@ from bridge.trellis.layer import TrellisLayer
 
 __all__ = ["Checkpoint", "CodedTensor", "GroupedTensor", "ModuleInfo", "QuantConfig", "TensorInfo", "open_checkpoint"]
 
-_CODES = ("qweight", "weight_packed")  # names of codes whose format no config tells
+_CODES = ("qweight", "weight_packed")  # names of codes that may lack a config
 
 
 class Checkpoint:
@@ -45,11 +45,11 @@ class Checkpoint:
     format    gptq, gptq_v2, gptq_p, awq-gemm, awq-gemv, awq-gemv_fast, marlin, mlx, hqq,
               compressed-tensors ..., FP8, QTIP ..., EXL3, or float
     modules   the linear layers that are stored as codes, by Hugging Face name, without ".weight"
-    tensors   the floating-point tensors by full name, biases of quantized modules and weights of 8-bit floats too
+    tensors   the floating-point tensors by full name, including biases of quantized modules and 8-bit floats
     files     the files that hold them
     nbytes    of all tensors
     notes     contradictions between labels and data that concern the whole checkpoint
-    reader    the format's; None if all tensors are floats
+    reader    the format's reader; None if all tensors are floats
     store     the stored tensors
     """
 
@@ -87,7 +87,7 @@ class Checkpoint:
         self.notes = [*quant.notes, *store.notes, *(self.reader.notes if self.reader else [])]
         if quant.method is not None and not quant.labelled:
             self.notes.append(
-                f"no config describes the quantization; by its tensors it is {quant.title}, {self.settings()}"
+                f"no config describes the quantization; its tensors show {quant.title}, {self.settings()}"
             )
         if left_out:
             parts = ", ".join(sorted(left_out))
@@ -103,7 +103,7 @@ class Checkpoint:
         )
 
     def find_lattices(self) -> dict[str, Lattice]:
-        """The hidden grids that rows of float matrices lie on, by module."""
+        """The hidden grids of float matrices, by module."""
         found = {}
         for name, info in self.tensors.items():
             if name.endswith(".weight") and name not in self._floats and (grid := find_lattice(self.store, info)):
@@ -111,7 +111,7 @@ class Checkpoint:
         return found
 
     def _take_lattices(self) -> None:
-        """Make every matrix that lies on such a grid a module of codes, with a note."""
+        """Turn every matrix that lies on a hidden grid into a module of codes, with a note."""
         for name, grid in self.find_lattices().items():
             if grid.read(self.store, name) is not None:
                 info = self.tensors.pop(grid.weight.name)
@@ -122,7 +122,7 @@ class Checkpoint:
         self.notes += lattice_notes(self._lattices, "their codes are carried")
 
     def settings(self) -> str:
-        """Bits and group sizes of the modules in words, with counts where they differ."""
+        """The modules' bits and group sizes in words, with counts where they differ."""
         modules = self.modules.values()
         if isinstance(self.reader, TrellisReader):
             return counted(f"trellis codes of {m.bits} bits" for m in modules)
@@ -132,13 +132,13 @@ class Checkpoint:
         return ", ".join([counted(f"{m.bits} bits" for m in modules), *([sizes] if sizes else []), *whole])
 
     def read_trellis(self, name: str) -> TrellisLayer:
-        """A trellis-coded linear layer, still coded, to be multiplied. Thread-safe.
+        """A trellis-coded linear layer, still coded, for multiplication. Thread-safe.
 
         Raises KeyError for a name that is not in `modules`, BridgeError for damaged data and other formats.
         """
         self.modules[name]
         if not isinstance(self.reader, TrellisReader):
-            raise BridgeError(f"{name}: is {self.format}, not trellis codes; read_module reads it")
+            raise BridgeError(f"{name}: is {self.format}, not trellis codes; call read_module")
         return self.reader.layer(name)
 
     def read_module(self, name: str, rows: np.ndarray | None = None) -> CodedTensor:
@@ -157,15 +157,15 @@ class Checkpoint:
         return self.reader.read(name, rows)
 
     def read_float(self, name: str, rows: tuple[int, int] | None = None) -> np.ndarray:
-        """float32 of a tensor, or of its rows start..stop alone, which are all that is read. Thread-safe.
+        """A tensor as float32, or only its rows start..stop; other rows are not read. Thread-safe.
 
-        8-bit floats come with their scales applied.
+        8-bit floats are multiplied by their scales.
         """
         scaled = self._floats.get(name)
         return scaled.read(self.store, rows) if scaled else self.store.read_float(name, rows)
 
     def stored_as(self, name: str) -> str:
-        """The dtype of a tensor in words, with the layout of its scales where it has any."""
+        """The dtype of a tensor in words, with the layout of its scales if it has any."""
         return str(self._floats.get(name, self.tensors[name].dtype))
 
     def tensor_scales(self, name: str) -> dict[str, float]:
@@ -173,7 +173,7 @@ class Checkpoint:
         return self.reader.tensor_scales(name) if self.reader and name not in self._lattices else {}
 
     def group_order(self, name: str) -> np.ndarray | None:
-        """int32 [in]: the group of each column, or None where groups are consecutive. Reads g_idx alone."""
+        """int32 [in]: the group of each column; None if groups are consecutive. Reads only g_idx."""
         return self.reader.group_order(name) if self.reader and name not in self._lattices else None
 
     def close(self) -> None:
@@ -188,13 +188,13 @@ class Checkpoint:
 
 
 def lattice_notes(lattices: Mapping[str, Lattice], what: str) -> list[str]:
-    """A note on each kind of grid: how many matrices lie on it, and `what` that means."""
+    """A note on each kind of grid: how many matrices lie on it, followed by `what`."""
     kinds = Counter(map(str, lattices.values()))
     return [f"{count} matrices of floats lie on a grid ({kind}): {what}" for kind, count in kinds.items()]
 
 
 def counted(words: Iterable[str]) -> str:
-    """The different words, with counts where there are several."""
+    """The distinct words, with counts if there are several."""
     found = Counter(words)
     return ", ".join(word if len(found) == 1 else f"{word} ({count})" for word, count in sorted(found.items()))
 
@@ -205,14 +205,14 @@ def open_checkpoint(
     """Open a local checkpoint: a folder, or one file of weights (.pt of the first GPTQ tools).
 
     config          the folder with config.json and tokenizer, where `path` has none
-    needs_config    whether a config.json must be there; without one, the quantization must be described elsewhere
-    detect_lattice  whether float matrices that lie on a hidden grid become modules of codes; a note lists them
+    needs_config    whether config.json is required; without it, another file must describe the quantization
+    detect_lattice  whether float matrices that lie on a hidden grid become modules of codes, with a note
 
     Raises BridgeError if it is incomplete, damaged, or quantized in a way that is not supported.
     """
     path = Path(path)
     if not path.exists():
-        raise BridgeError(f"{path}: not a folder; give the folder that holds config.json and the weights")
+        raise BridgeError(f"{path}: no such folder; give the folder that holds config.json and the weights")
     home = config_folder(path, config)
     found = (home / "config.json").exists()
     if needs_config and not found and (home / "adapter_config.json").exists():

@@ -1,9 +1,9 @@
-"""The one in-memory form of a group-quantized linear layer: every reader of integer codes ends here.
+"""The one in-memory form of a group-quantized linear layer: every reader of integer codes returns it.
 
 W[o, k] = scales[o, g] * (codes[o, k] - zeros[o, g]),   g = group_of_column[k]
 
 Scales may be negative (MLX, auto-round), zero points fractional (MLX, HQQ). Codes of 4-bit floats (`fp4`) and decoded
-trellis codes (`trellis_floats`) have forms of their own that are handled alike: all are CodedTensors.
+trellis codes (`trellis_floats`) have their own forms; all are CodedTensors.
 """
 
 from dataclasses import dataclass, field, replace
@@ -15,12 +15,12 @@ from bridge.errors import BridgeError
 
 
 class CodedTensor:
-    """A linear layer's weight as codes in groups of columns, whatever a code stands for."""
+    """A linear layer's weight as codes in groups of columns, whatever a code means."""
 
     per_weight: ClassVar[str] = "codes"  # the field that is [out, in]
     per_group: ClassVar[tuple[str, ...]]  # the fields that are [out, G]
-    obstacle: ClassVar[str | None] = None  # why no block type can carry such codes
-    padding: int = 1  # sides may be padded with zeros alone
+    obstacle: ClassVar[str | None] = None  # why no block type can carry these codes
+    padding: int = 1  # 1: sides may be padded with zeros only
     name: str
     bits: int
     codes: np.ndarray
@@ -37,7 +37,7 @@ class CodedTensor:
 
     @property
     def sequential(self) -> bool:
-        """Whether groups are runs of consecutive columns, that is, no act-order."""
+        """Whether groups are runs of consecutive columns (no act-order)."""
         return self.group_of_column is None
 
     def groups(self) -> np.ndarray:
@@ -47,7 +47,7 @@ class CodedTensor:
         return (np.arange(self.codes.shape[1], dtype=np.int32) // self.group_size).astype(np.int32)
 
     def dequantize(self, rows: slice = slice(None)) -> np.ndarray:
-        """float32 [out, in], or some of its rows: the weights; what fidelity is measured against."""
+        """The weights, float32 [out, in], or some of its rows: the reference for fidelity."""
         raise NotImplementedError
 
     def noise(self) -> float:
@@ -55,18 +55,18 @@ class CodedTensor:
         raise NotImplementedError
 
     def _taken(self, at: object, groups_at: object) -> dict[str, np.ndarray]:
-        """The weights' field, and those of the groups, at some rows and columns."""
+        """The per-weight field and the per-group fields at some rows and columns."""
         cut = {field: np.ascontiguousarray(getattr(self, field)[groups_at]) for field in self.per_group}
         return {self.per_weight: np.ascontiguousarray(getattr(self, self.per_weight)[at]), **cut}
 
     def take_rows(self, order: np.ndarray) -> Self:
-        """Permute the rows (output features): codes, scales, zero points and bias alike."""
+        """Permute the rows (output features): codes, scales, zero points and bias."""
         return replace(  # type: ignore[type-var]
             self, bias=None if self.bias is None else self.bias[order], **self._taken(order, order)
         )
 
     def take_columns(self, order: np.ndarray) -> Self:
-        """Permute the columns (input features); groups that become sequential are seen as such."""
+        """Permute the columns (input features); groups that become sequential are recognized."""
         group = self.groups()[order]
         size = column_group_size(group)
         used = int(group[-1]) + 1 if size else self.scales.shape[1]  # cropping may have emptied the last groups
@@ -78,15 +78,15 @@ class CodedTensor:
         )
 
     def crop(self, out: int, columns: int) -> Self:
-        """The first `out` rows and `columns` columns: what is left when zero padding is dropped.
+        """The first `out` rows and `columns` columns: the tensor without its zero padding.
 
-        Raises BridgeError where the tensor is smaller than that.
+        Raises BridgeError if the tensor is smaller.
         """
         if self.shape == (out, columns):
             return self
         if self.shape[0] < out or self.shape[1] < columns:
             raise BridgeError(
-                f"{self.name}: is {list(self.shape)} but the config asks for {[out, columns]}; "
+                f"{self.name}: is {list(self.shape)} but the config requires {[out, columns]}; "
                 "config.json belongs to another model"
             )
         order = self.group_of_column
@@ -99,7 +99,7 @@ class CodedTensor:
 
 @dataclass(frozen=True)
 class GroupedTensor(CodedTensor):
-    """A linear layer's weight as integer codes with one scale and zero point per row and group.
+    """A linear layer's weight as integer codes, with one scale and one zero point per row and group.
 
     codes            uint8 [out, in]
     scales           float32 [out, G], exactly the stored values
@@ -107,7 +107,7 @@ class GroupedTensor(CodedTensor):
     group_size       columns in a group; the last group may be short. Ignored where
                      `group_of_column` is given
     group_of_column  int32 [in], or None where column k is in group k // group_size
-    bits             of a code
+    bits             per code
     name             the module's name in the checkpoint, for messages
     bias             float32 [out] or None
     """
@@ -134,11 +134,11 @@ class GroupedTensor(CodedTensor):
         if self.group_of_column is None and groups != -(-columns // self.group_size):
             raise BridgeError(
                 f"{self.name}: {groups} groups of {self.group_size} do not cover {columns} columns; "
-                "the group size in the config or the scales are wrong"
+                "the group size in the config is wrong, or the scales are"
             )
 
     def dequantize(self, rows: slice = slice(None)) -> np.ndarray:
-        """float32 [out, in], or some of its rows: the weights; what fidelity is measured against."""
+        """The weights, float32 [out, in], or some of its rows: the reference for fidelity."""
         out, columns = self.codes[rows].shape
         if self.sequential and columns == self.scales.shape[1] * self.group_size:  # the same products, group by group
             weights = self.codes[rows].astype(np.float32).reshape(out, -1, self.group_size)

@@ -1,4 +1,4 @@
-"""Weights that came as codes no block type has a place for: floats, with the noise that coding them made."""
+"""Weights decoded from codes that no block type can hold: floats, and the noise of their coding."""
 
 from dataclasses import dataclass, field, replace
 from typing import ClassVar, Self
@@ -14,7 +14,7 @@ class DecodedTensor(CodedTensor):
 
     weights     float32 [out, in]
     bits        per weight, of the codes
-    distortion  mean squared error over the weights' variance that those codes cost
+    distortion  of the codes: mean squared error over the weights' variance
     padding     sides may be padded to multiples of this, with values that are not zeros
     bias        float32 [out] or None
     """
@@ -37,9 +37,9 @@ class DecodedTensor(CodedTensor):
         return self.weights[rows]
 
     def noise(self) -> float:
-        """The expected squared error of the codes, over all weights: what is left of a Gaussian's variance.
+        """The expected squared error of the codes, summed over all weights, which are taken to be Gaussian.
 
-        Values of the code have (1 - distortion) of the variance of the weights that they replace.
+        Decoded values have (1 - distortion) of the variance of the weights that they replace.
         """
         kept = float(np.square(self.weights, dtype=np.float64).sum())
         return self.distortion * kept / (1 - self.distortion)

@@ -33,21 +33,21 @@ _TOKENS_AT_ONCE = 4096
 class LayerCosts:
     """Measures layers.
 
-    carries   whether a layer keeps its codes in a type, and so loses nothing
-    settings  how the layers will be quantized
-    parts     by layer: where it is in the GGUF
-    types     by layer: those that it may get
-    ends      the names of the embeddings and of the output head: the same one where the GGUF has one for both
-    step      called with the name of each layer when it is done
-    costs     by layer and type, filled by `measure`
-    squares   by layer, filled by `measure`: the mean square of each input, float32 [columns]
+    carries             whether a layer keeps its codes in a type, and so loses nothing
+    settings            how the layers will be quantized
+    parts               by layer: where it is in the GGUF
+    types               by layer: those that it may get
+    embedding_and_head  their names; the same name twice where the GGUF has one tensor for both
+    step                called with the name of each layer when it is done
+    costs               by layer and type, filled by `measure`
+    squares             by layer, filled by `measure`: the mean square of each input, float32 [columns]
     """
 
     carries: Callable[[str, str], bool]
     settings: Calibration
     parts: Mapping[str, Part]
     types: Mapping[str, list[str]]
-    ends: tuple[str, str]
+    embedding_and_head: tuple[str, str]
     step: Callable[[str], None]
     costs: dict[str, dict[str, Cost]] = field(default_factory=dict)
     squares: dict[str, np.ndarray] = field(default_factory=dict)
@@ -61,7 +61,7 @@ class LayerCosts:
         from bridge.quantize import quantize_model
 
         gradients = dict(passes.mean_square_gradients())
-        embeddings, head = self.ends
+        embeddings, head = self.embedding_and_head
         gradients[head] = passes.head_gradients()
         if embeddings in self.types:
             self.costs[embeddings] = self._embedding_costs(passes, gradients)
@@ -85,7 +85,7 @@ class LayerCosts:
         """Of the embeddings, rounded to nearest; as the head too, where they are that."""
         from bridge.quantize.budget.sensitivity import embedding_costs, layer_costs
 
-        embeddings, head = self.ends
+        embeddings, head = self.embedding_and_head
         types = self.types[embeddings]
         weight = passes.model.model.get_input_embeddings().weight
         costs = embedding_costs(weight, passes.tokens, gradients["embeddings"], types)
@@ -109,7 +109,7 @@ class LayerCosts:
             return method.layer(LayerInput(layer.name, rows, layer.hessian), columns)[0]
 
         def calibrated(type: str) -> bool:
-            return type in BLOCKS and not (layer.name == self.ends[1] and type == "Q8_0")
+            return type in BLOCKS and not (layer.name == self.embedding_and_head[1] and type == "Q8_0")
 
         methods = {type: rounded if calibrated(type) else None for type in types}
         costs = layer_costs(layer.weight, layer.hessian, gradients, methods, layer.hessian.mean_squares())

@@ -74,8 +74,8 @@ def within_budget(plan: Plan, planner: Planner, settings: Calibration, budget: B
     if limit > most:
         raise BridgeError(f"{given}: too large; the largest file that can be made of {ckpt.path} has {most} bytes")
     embeddings, head = model.embedding_and_head()
-    ends = embeddings, embeddings if plan.tied else head
-    search = _Search(planner, model, ends, settings, budget, items, limit - fixed)
+    names = embeddings, embeddings if plan.tied else head
+    search = _Search(planner, model, names, settings, budget, items, limit - fixed)
     chosen = planner.retyped(plan, search.types())
     size = file_bytes(with_scales(ckpt, chosen))
     assert size <= limit
@@ -123,7 +123,7 @@ class _Search:
         self,
         planner: Planner,
         model: FloatModel,
-        ends: tuple[str, str],
+        embedding_and_head: tuple[str, str],
         settings: Calibration,
         budget: Budget,
         items: Sequence[_Item],
@@ -144,12 +144,13 @@ class _Search:
         tokens = calibration_tokens(planner.ckpt, settings)
         self.probe = _probe(tokens, budget.tokens)
         layers = LayerCosts(
-            lambda module, type: planner.carries(*places[module], type), settings, parts, types, ends, self._step
-        )
+            lambda module, type: planner.carries(*places[module], type), settings, parts, types, embedding_and_head,
+            self._step,
+        )  # fmt: skip
         with torch.no_grad(), tempfile.TemporaryDirectory(dir=settings.offload) as folder:
             passes = Passes(model, self.probe, max(1, 4096 // self.probe.shape[1]))
             layers.measure(passes, tokens)
-            divergence = Divergence(passes, layers.squares.get, Path(folder), ends)
+            divergence = Divergence(passes, layers.squares.get, Path(folder), embedding_and_head)
 
             def measure(taken: np.ndarray, as_new_base: bool) -> float:
                 trial = {}

@@ -41,7 +41,7 @@ def with_header(folder: Path, change: Any) -> Path:
 
 
 def test_a_folder_that_is_none_and_one_without_config_or_weights(tmp_path):
-    assert "not a folder" in refusal(tmp_path / "none")
+    assert "no such folder" in refusal(tmp_path / "none")
     assert "config.json: not found" in refusal(tmp_path)
     (tmp_path / "config.json").write_text("{}")
     assert "neither *.safetensors nor pytorch_model.bin" in refusal(tmp_path)
@@ -108,7 +108,7 @@ def test_hints_do_not_matter_where_the_tensors_are_clear(tmp_path, hints, noted)
         assert (tensor.bits, tensor.group_size, tensor.notes) == (4, 64, ())
         assert len(checkpoint.notes) == (noted is not None)
         assert noted is None or noted in checkpoint.notes[0]
-        assert noted is None or "it is passed over" in checkpoint.notes[0]
+        assert noted is None or "and is ignored" in checkpoint.notes[0]
 
 
 def test_a_tied_head_that_an_index_lists_and_no_file_has_is_not_missed(tmp_path):
@@ -118,7 +118,7 @@ def test_a_tied_head_that_an_index_lists_and_no_file_has_is_not_missed(tmp_path)
     content["weight_map"]["lm_head.weight"] = "model-00001-of-00002.safetensors"
     index.write_text(json.dumps(content))
     with open_checkpoint(tmp_path) as checkpoint:
-        assert checkpoint.notes == ["lm_head.weight is in model.safetensors.index.json and in no file"]
+        assert checkpoint.notes == ["lm_head.weight is listed in model.safetensors.index.json, but no file holds it"]
         assert checkpoint.read_module(NAME).bits == 4
 
 
@@ -246,7 +246,7 @@ def test_a_missing_shard_and_a_shard_without_what_the_index_promises(tmp_path):
     (tmp_path / "model-00002-of-00002.safetensors").unlink()
     assert "named by model.safetensors.index.json but missing" in refusal(tmp_path)
     index.unlink()
-    assert "model-00002-of-00002.safetensors: missing beside" in refusal(tmp_path)
+    assert "model-00002-of-00002.safetensors: missing, though" in refusal(tmp_path)
 
 
 @pytest.mark.parametrize("shard", ["../x.safetensors", "/etc/x.safetensors", "a/../../x", "C:\\x", "..\\x", ""])
@@ -279,7 +279,7 @@ def test_the_same_tensor_in_two_files(tmp_path):
     write_folder(tmp_path, tensors(), GPTQ)
     (tmp_path / "model.safetensors").rename(tmp_path / "a.safetensors")
     (tmp_path / "b.safetensors").write_bytes((tmp_path / "a.safetensors").read_bytes())
-    assert "is both in a.safetensors and in b.safetensors" in refusal(tmp_path)
+    assert "is in both a.safetensors and b.safetensors" in refusal(tmp_path)
 
 
 # .bin

@@ -116,12 +116,12 @@ def test_a_config_of_one_table_for_each_kind_of_layer_is_understood(tmp_path):
     [
         (lambda t: t.update({f"{NAME}.axis": np.array(0, np.int32)}), "axis 0"),
         (lambda t: t.update({f"{NAME}.group_size": np.array(160, np.int32)}), "contradict"),
-        (lambda t: t.update({f"{NAME}.shape": np.array([64, 96])}), "run over the ends of rows"),
+        (lambda t: t.update({f"{NAME}.shape": np.array([64, 96])}), "cross the ends of rows"),
         (lambda t: t.update({f"{NAME}.shape": np.array([24, 128])}), "contradict"),
         (lambda t: t.update({f"{NAME}.shape": np.array([24, -256])}), "contradict"),
         (lambda t: t.update({f"{NAME}.shape": np.array([24, 256, 1])}), "contradict"),
         (lambda t: t.update({f"{NAME}.nbits": np.array(8, np.int32)}), "packed as '4bit_u8' with nbits 8"),
-        (lambda t: t.update({f"{NAME}.nbits": np.array([4, 4], np.int32)}), "nbits is no number"),
+        (lambda t: t.update({f"{NAME}.nbits": np.array([4, 4], np.int32)}), "nbits is not a number"),
         (lambda t: t.update({f"{NAME}.packing": np.frombuffer(b"9bit", np.uint8)}), "packed as '9bit'"),
         (lambda t: t.update({f"{NAME}.packing": np.frombuffer(b"8bit_u8", np.uint8)}), "contradict"),
         (lambda t: t.update({f"{NAME}.W_q": t[f"{NAME}.W_q"][:-1]}), "contradict"),
@@ -154,7 +154,7 @@ def test_codes_beyond_their_bits_are_damage(tmp_path):
 def test_where_no_config_speaks_of_it_the_tensors_settings_are_told(tmp_path, bits, size, groups):
     with open_checkpoint(write_folder(tmp_path, tensors(bits, size)[0], None)) as checkpoint:
         assert checkpoint.notes == [
-            f"no config describes the quantization; by its tensors it is HQQ, {bits} bits, {groups}"
+            f"no config describes the quantization; its tensors show HQQ, {bits} bits, {groups}"
         ]
 
 

@@ -178,7 +178,7 @@ def test_inspect_names_what_it_is(tmp_path, model_weights, capsys):
     assert main(["inspect", str(pt), "--config", str(config)]) == 0
     out, _ = capsys.readouterr()
     assert "the label says  nothing about quantization" in out
-    assert "by its tensors it is GPTQ with float zero points, 4 bits, one group a row" in out
+    assert "its tensors show GPTQ with float zero points, 4 bits, one group a row" in out
     assert "28 quantized modules, 4 bits, one group a row" in out
     assert "they agree" not in out
 
@@ -247,13 +247,13 @@ def test_a_layer_that_lacks_a_part(tmp_path, part):
 def test_zeros_of_both_kinds(tmp_path):
     tensors = legacy_tensors(NAME, quantized(), 4, "qzeros")
     tensors[f"{NAME}.zeros"] = tensors[f"{NAME}.scales"]
-    assert f"{NAME} has zeros and qzeros" in refusal(write(tmp_path, tensors))
+    assert f"{NAME} has both zeros and qzeros" in refusal(write(tmp_path, tensors))
 
 
 def test_zeros_without_a_scale(tmp_path):
     tensors = legacy_tensors(NAME, quantized(4, "float-zeros"), 4, "float-zeros")
     tensors[f"{NAME}.scales"][5] = 0
-    assert "zeros where the scale is 0" in refusal(write(tmp_path, tensors))
+    assert "groups whose scale is 0" in refusal(write(tmp_path, tensors))
 
 
 @pytest.mark.parametrize("config", [{}, {"hidden_size": 300}, {"hidden_size": "256"}])

@@ -45,7 +45,7 @@ def test_8_bit_floats_are_those_that_mlx_computes(tmp_path):
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (lambda t: t["plain.scales"].__setitem__((1, 1), 255), "plain.scales has scales that are no numbers"),
+        (lambda t: t["plain.scales"].__setitem__((1, 1), 255), "plain.scales has scales that are NaN"),
         (lambda t: t.update({"plain.scales": t["plain.scales"].repeat(2, 1)}), "8 groups a row, which are not mxfp8"),
         (lambda t: t.update({"plain.scales": t["plain.scales"][:4].copy()}), "contradict each other"),
         (lambda t: t.update({"plain.weight": t["plain.weight"].view(np.int32)}), "contradict each other"),
@@ -188,7 +188,7 @@ def damaged(change):
         (lambda t, q: t.update({f"{NAME}.bias": np.zeros(7, np.float16)}), "contradict each other"),
         (lambda t, q: t[f"{NAME}.scales"].__setitem__((1, 1), np.nan), "1 of 32 values of model.layers.0.mlp.up_proj"),
         (lambda t, q: t[f"{NAME}.biases"].__setitem__((1, 1), np.inf), ".biases are NaN or infinite"),
-        (lambda t, q: t.update({f"{NAME}.scales": np.full((8, 4), 1e-44, np.float32)}), "out of all proportion"),
+        (lambda t, q: t.update({f"{NAME}.scales": np.full((8, 4), 1e-44, np.float32)}), "far too large for its scales"),
         (lambda t, q: q.update(desc_act=False), "method '(none)' is not supported"),
     ],
 )

@@ -504,7 +504,7 @@ def test_force_replaces_a_checkpoint_and_nothing_else(tmp_path, refused):
 def test_targets_that_are_no_place_for_it(tmp_path, refused):
     source = source_of(tmp_path)
     for out in (source, source / "inside", tmp_path):
-        assert "is, holds or lies in the source" in refused(source, out, "--force")
+        assert "overlaps the source" in refused(source, out, "--force")
     (tmp_path / "file").write_text("")
     (tmp_path / "link").symlink_to(source)
     assert "is a file" in refused(source, tmp_path / "file")

@@ -85,7 +85,7 @@ def test_a_product_is_the_same_with_weights_from_the_cache(block):
 @ALL
 def test_repacked_words_are_those_of_the_layout(block, target):
     lanes = targets.module(target).LANES
-    form = layout.PackedLayout(block, lanes)
+    form = layout.InterleavedLayout(block, lanes)
     rows, blocks = lanes + 3, 2  # a second row group with three rows
     raw = np.random.default_rng(14).integers(0, 256, (rows, blocks * block.nbytes), np.uint8)
     finite = range(block.subs) if block.scales else [at + 1 for at in (block.d_at, block.dmin_at) if at >= 0]
@@ -135,7 +135,7 @@ def test_every_target_in_python(block, target):
     module = targets.module(target)
     lanes, columns = module.LANES, block.size * 2
     tensor, weights = random_matrix(block, lanes, columns)
-    form = layout.PackedLayout(block, lanes)
+    form = layout.InterleavedLayout(block, lanes)
     blocks = columns // block.size
     stride = form.stride(blocks)
     memory = np.zeros(stride, np.uint8)
@@ -175,7 +175,7 @@ def test_every_target_compiles_to_its_instruction(block, target, triple, feature
     function = ir.Function(code, ir.FunctionType(ir.VoidType(), [words] * 4), "block")
     emitter = vectors.Emitter(ir.IRBuilder(function.append_basic_block()), module, ahead=(2048,))
     body = superblock.k_block if block.is_k else superblock.plain_block
-    form = layout.PackedLayout(block, module.LANES)
+    form = layout.InterleavedLayout(block, module.LANES)
     weights, halves, x, y = function.args
     (total,) = body(emitter, form, [emitter.zero_float()], weights, halves, x)
     emitter.store(total, y)
@@ -190,7 +190,7 @@ def test_every_target_compiles_to_its_instruction(block, target, triple, feature
 @pytest.mark.parametrize("lanes", [4, 8, 16])
 @ALL
 def test_the_repacked_form_has_the_bytes_of_the_file(block, lanes):
-    form = layout.PackedLayout(block, lanes)
+    form = layout.InterleavedLayout(block, lanes)
     assert form.block_bytes + form.halves_bytes == lanes * block.nbytes
 
 

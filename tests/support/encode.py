@@ -1,8 +1,8 @@
-"""Checkpoints for tests, written in plain numpy: the formats a second time, from the other side.
+"""Checkpoints for tests, written in plain numpy: packing code independent of the readers.
 
 `write_gptq` and `write_awq` quantize a model folder's linears by rounding to nearest and write a whole
-checkpoint folder; they return what they stored, so that a test can compare. The packing functions below
-them work on arrays.
+checkpoint folder; they return what they stored, so that a test can compare. The packing functions
+work on arrays.
 """
 
 from __future__ import annotations
@@ -203,7 +203,7 @@ def write_model(
     file: str | None,
     shards: int,
 ) -> None:
-    """Replace each linear's weight by what `quantized` makes of it; everything else as it was, in fp16."""
+    """Replace each linear's weight by what `quantized` makes of it; everything else is kept, in fp16."""
     folder.mkdir(parents=True, exist_ok=True)
     tensors: dict[str, np.ndarray] = {}
     for name, weight in load_floats(model_folder).items():

@@ -1,4 +1,4 @@
-"""compressed-tensors and FP8 checkpoints for tests, written in plain numpy: the formats from the other side.
+"""compressed-tensors and FP8 checkpoints for tests, written in plain numpy, independent of the readers.
 
 `quantize` of `encode` makes the codes; here they are laid out as llm-compressor has laid them out over the years.
 8-bit floats are rounded by torch.

@@ -1,4 +1,4 @@
-"""Checkpoints of 4-bit floats for tests, written in plain numpy: the formats from the other side.
+"""Checkpoints of 4-bit floats for tests, written in plain numpy, independent of the readers.
 
 Each `write_...` rounds a model folder's linears to nearest, writes a whole checkpoint folder and returns the weights
 that it stored, float32 by module.
@@ -188,7 +188,7 @@ def write_compressed(folder: Path, model_folder: Path, kind: str) -> Arrays:
 
 
 def write_compressed_mixed(folder: Path, model_folder: Path) -> tuple[Arrays, Arrays]:
-    """Three config groups side by side: attention NVFP4, down_proj FP8, the others 4-bit integers.
+    """Three config groups: attention NVFP4, down_proj FP8, the others 4-bit integers.
 
     Returns what is in codes, and the others.
     """

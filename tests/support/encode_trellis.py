@@ -1,4 +1,4 @@
-"""Trellis-coded checkpoints for tests: QTIP's and EXL3's formats a second time, from the other side.
+"""Trellis-coded checkpoints for tests: packing code for QTIP and EXL3, independent of the readers.
 
 Codebooks are written with Python's integers, one state after another; `viterbi` searches the best tail-biting path, as
 Tseng et al. 2024 do it: freely on the sequence turned by half, then with the bits fixed that the ends share.
@@ -227,10 +227,10 @@ def qtip_tensors(
     rcp: int | None = None, tp_rank: int = 8, tuned: bool = False, dtype: Any = np.float32, flat: bool = False,
     search: bool = True, seed: int = 0,
 ) -> tuple[dict[str, np.ndarray], np.ndarray]:  # fmt: skip
-    """A module's tensors, and the float64 matrix that they stand for.
+    """A module's tensors, and the float64 matrix that they encode.
 
     tuned   SU and SV are not +-1, as after end-to-end tuning
-    search  False: the codes are random, and the matrix stands for nothing but itself
+    search  False: the codes are random, so they approximate no given weight
     """
     rng = np.random.default_rng(seed)
     out, columns = weight.shape

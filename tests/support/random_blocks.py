@@ -25,7 +25,7 @@ def random_matrix(
 ) -> tuple[QuantTensor, np.ndarray]:
     """Blocks of random bits, so that all codes and scales occur, and what they mean, float64.
 
-    factors   what stands beside NVFP4's blocks; other types have none
+    factors   the separate scales of NVFP4; other types have none
     """
     rng = np.random.default_rng(seed)
     raw = rng.integers(0, 256, (rows, columns // block.size, block.nbytes)).astype(np.uint8)

@@ -1,4 +1,4 @@
-"""What a damaged or unreadable checkpoint is refused with."""
+"""The error message for a damaged or unreadable checkpoint."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from bridge.errors import BridgeError
 
 
 def refusal(folder: Path) -> str:
-    """The message that opening and reading everything ends in."""
+    """The error message from opening the folder and reading all of it."""
 
     def read_all() -> None:
         with open_checkpoint(folder) as checkpoint:

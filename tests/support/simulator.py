@@ -27,5 +27,5 @@ def run_cases(name: str) -> None:
 
 
 def on_host(memory: Any) -> np.ndarray:
-    """What stands in device memory, as a plain array: the simulator wraps its arrays."""
+    """The contents of device memory as a plain array: the simulator wraps its arrays."""
     return np.asarray(memory.copy_to_host() if hasattr(memory, "copy_to_host") else memory)

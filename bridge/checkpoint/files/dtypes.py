@@ -1,8 +1,8 @@
-"""The dtypes of safetensors: their twins in numpy and torch, and float32 to and from those that numpy does not have.
+"""The dtypes of safetensors: their equivalents in numpy and torch, and conversion to and from float32.
 
 BF16      the upper half of a float32
 F8_E4M3   seeeemmm, bias 7; no infinities, s1111111 is NaN (torch's float8_e4m3fn)
-F8_E5M2   seeeeemm, bias 15, as IEEE 754 would have it
+F8_E5M2   seeeeemm, bias 15, with infinities and NaN as in IEEE 754
 F8_E8M0   eeeeeeee, a power of two: 2**(e - 127), 255 is NaN; scales only
 """
 
@@ -33,14 +33,14 @@ TORCH = {
 
 
 def torch_dtype(dtype: str) -> torch.dtype:
-    """torch's dtype of a safetensors dtype; KeyError for one that is not in TORCH."""
+    """torch's name for a safetensors dtype; KeyError if TORCH does not have it."""
     import torch
 
     return getattr(torch, TORCH[dtype])  # type: ignore[no-any-return]
 
 
 def as_float32(raw: np.ndarray, dtype: str) -> np.ndarray:
-    """The float32 values of elements as they are stored, exact but for F64."""
+    """The float32 values of stored elements; exact except for F64."""
     if dtype.startswith("F8"):
         return _float8(dtype)[raw]
     if dtype != "BF16":
@@ -53,13 +53,13 @@ def as_float32(raw: np.ndarray, dtype: str) -> np.ndarray:
 def from_float32(values: np.ndarray, dtype: str, tensor: str | None = None) -> np.ndarray:
     """float32 values as F16, BF16 (as bits) or F32 stores them, rounded to the nearest even.
 
-    Raises BridgeError where one becomes infinite in F16, if the tensor's name is given.
+    Raises BridgeError if the tensor's name is given and a value becomes infinite in F16.
     """
     if dtype != "BF16":
         with np.errstate(over="ignore"):  # becomes infinite
             data = values.astype(NUMPY[dtype])
         if tensor is not None and dtype == "F16" and not np.isfinite(data).all():
-            raise BridgeError(f"{tensor}: has values beyond half precision's 65504; choose BF16 or F32 for it")
+            raise BridgeError(f"{tensor}: has values above 65504, the largest of F16; choose BF16 or F32 for it")
         return data
     bits = np.ascontiguousarray(values, np.float32).view(np.uint32)
     return ((bits + (0x7FFF + (bits >> 16 & 1))) >> 16).astype(np.uint16)

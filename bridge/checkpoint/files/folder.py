@@ -1,7 +1,7 @@
-"""A checkpoint folder on its way to disk, never half-written under its final name.
+"""Writes a checkpoint folder, which never exists half-written under its final name.
 
 Files are written to a temporary folder next to the target (see `folder_locks`), which is synced and renamed at the end.
-The callers write the weights; the files that come with a model are copied here.
+The callers write the weights; the model's other files are copied here.
 """
 
 import os
@@ -19,14 +19,14 @@ from bridge.system.folder_locks import temporary_beside
 
 
 class CheckpointFolder:
-    """The new folder. Use as a context manager: leaving it without `finish` removes every trace.
+    """The new folder. Use as a context manager: leaving it without `finish` removes everything written.
 
-    ckpt   what it is made from
+    ckpt   the source
     path   the folder's final name
     force  whether a checkpoint of that name may be replaced
 
-    folder    where its files are until then
-    left_out  files of weights that are not the checkpoint's own and would not fit the new ones
+    folder    the temporary folder
+    left_out  files with other weights than those of the checkpoint, which were not copied
 
     Raises BridgeError for a target that cannot or must not be written.
     """
@@ -54,11 +54,11 @@ class CheckpointFolder:
         if path.is_symlink() or (path.exists() and not path.is_dir()):
             raise BridgeError(f"{path}: is a {'link' if path.is_symlink() else 'file'}; give the folder to write")
         if not path.parent.is_dir():
-            raise BridgeError(f"{path.parent}: no such folder; make it or give another output")
+            raise BridgeError(f"{path.parent}: no such folder; create it or give another output")
         target = path.resolve()
         for source in {self._ckpt.path.resolve(), self._ckpt.home.resolve()}:
             if target == source or source in target.parents or target in source.parents:
-                raise BridgeError(f"{path}: is, holds or lies in the source {source}; give another folder to write")
+                raise BridgeError(f"{path}: overlaps the source {source}; give another folder to write")
         if path.is_dir() and any(path.iterdir()):
             if not self._force:
                 raise BridgeError(f"{path}: exists; {parameter('force', True)} replaces it")
@@ -72,7 +72,7 @@ class CheckpointFolder:
         """Sync and rename into place."""
         for folder, _, _ in os.walk(self.folder):
             sync_folder(Path(folder))
-        old = self._temporary.with_suffix(".old")  # a name that another run does not remove
+        old = self._temporary.with_suffix(".old")  # other runs do not remove this name
         replaced = self.path.exists()
         if replaced:
             self.guard(lambda: os.rename(self.path, old), "the folder")
@@ -89,9 +89,9 @@ class CheckpointFolder:
             os.rename(old, self._temporary / "old")
 
     def copy_rest(self, taken: Collection[Path]) -> None:
-        """All that comes with the model and is not there yet: configs, tokenizer, but no weights of another kind.
+        """Copy the model's other files (configs, tokenizer) that are not there yet, but no other weights.
 
-        taken  files of the source that the new ones replace
+        taken  files of the source that new ones replace
         """
         for root in dict.fromkeys([self._ckpt.home, *([self._ckpt.path] if self._ckpt.path.is_dir() else [])]):
             for file in files_below(root):
@@ -104,7 +104,7 @@ class CheckpointFolder:
                 self.guard(lambda: self._copy_file(file, target), file.name)  # noqa: B023
 
     def foreign(self, file: Path) -> bool:
-        """Weights, or an index of weights, that are not what was read."""
+        """Whether a file holds other weights than those read, or their index."""
         return file.name.endswith(".index.json") or (file.suffix in (*WEIGHTS, ".pth") and file.name not in NOT_WEIGHTS)
 
     def _copy_file(self, file: Path, target: Path) -> None:
@@ -115,18 +115,18 @@ class CheckpointFolder:
             sync(copy)
 
     def write_file(self, name: str, data: bytes) -> None:
-        """A whole file of the new folder."""
+        """Write a whole file of the new folder."""
         with disk_errors(self.path, name, "folder"), open(self.folder / name, "xb") as out:
             out.write(data)
             sync(out)
 
     def guard(self, action: Callable[[], object], what: str) -> None:
-        """Run something that writes; a full disk becomes one clear line."""
+        """Call `action`, which writes; turn a full disk into a one-line error."""
         with disk_errors(self.path, what, "folder"):
             action()
 
 
 def sync(file: IO[bytes]) -> None:
-    """Write to disk what the system has buffered."""
+    """Write buffered data to disk."""
     file.flush()
     os.fsync(file.fileno())

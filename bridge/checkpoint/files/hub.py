@@ -1,4 +1,4 @@
-"""A checkpoint by name: a local folder, or a Hub id that huggingface_hub downloads (with resume) or has cached."""
+"""Finds a checkpoint by name: a local folder, or a Hub id that huggingface_hub downloads or has in its cache."""
 
 import re
 from pathlib import Path
@@ -11,8 +11,8 @@ from bridge.system.files import missing
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(@[\w./-]+)?")  # @: a branch, tag or commit
 _SNAPSHOT = re.compile(r"models--[\w.-]+?--([\w.-]+)/snapshots/[0-9a-f]+$")  # in huggingface_hub's cache
-_FILES = (".gguf", ".json", *WEIGHTS)  # endings of a mistyped file rather than of a model's name
-# of GGUFs by name: those of 4 bits a weight or more, those that hold no language model, and the number of a shard
+_FILES = (".gguf", ".json", *WEIGHTS)  # a name with such an ending is a mistyped file rather than a model
+# GGUF names: of 4 bits a weight or more, of files without a language model, and a shard's number
 _FINE = re.compile(r"(?<![A-Z])(Q[4-8]_[0-9A-Z_]+|B?F16|F32)(?![0-9A-Z])", re.IGNORECASE)
 _NO_MODEL = re.compile(r"mmproj|imatrix|lora|(^|/)mtp-", re.IGNORECASE)
 _SHARD = re.compile(r"-\d{5}-of-\d{5}")
@@ -22,13 +22,13 @@ _TIMEOUT = 20.0  # seconds to wait for the Hub's first answer
 def kind_of(
     argument: str | Path, config: str | Path | None = None
 ) -> Literal["checkpoint", "part", "gguf", "hub", "none"]:
-    """The kind of thing that an argument names.
+    """What an argument names.
 
     checkpoint  a folder; a .pt file, or any file of weights if `config` is the folder that has its config.json
     part        another file of a checkpoint: weights, JSON
     gguf        any other file, whatever its ending, and a .gguf that does not exist
     hub         a Hub id, org/name or org/name@branch
-    none        nothing that exists
+    none        none of these
     """
     path = Path(argument).expanduser()
     if path.is_dir() or (path.is_file() and path.suffix in (WEIGHTS if config is not None else (".pt",))):
@@ -42,14 +42,14 @@ def kind_of(
 
 
 def resolve(checkpoint: str | Path, config: str | Path | None = None) -> Path:
-    """The folder of a checkpoint; `org/name` or `org/name@branch` is downloaded where no such folder exists.
+    """The folder of a checkpoint; `org/name` or `org/name@branch` is downloaded if no such folder exists.
 
-    A .pt file is taken by itself, and so is any other file of weights if `config` is the folder that has
+    A .pt file is returned as it is, and so is any other file of weights if `config` is the folder with
     its config.json. Raises BridgeError for a missing folder, an unknown or gated repository, or no network.
     """
     path, kind = Path(checkpoint).expanduser(), kind_of(checkpoint, config)
     if config is not None and not Path(config).expanduser().is_dir():
-        raise BridgeError(f"{config}: no such folder; {parameter('config')} takes one with config.json and tokenizer")
+        raise BridgeError(f"{config}: no such folder; {parameter('config')} must be one with config.json and tokenizer")
     if kind == "checkpoint":
         return path
     if path.suffix == ".gguf" and path.is_file():
@@ -66,13 +66,13 @@ def resolve(checkpoint: str | Path, config: str | Path | None = None) -> Path:
 def open_by_name(
     checkpoint: str | Path, config: str | Path | None = None, *, needs_config: bool = True, detect_lattice: bool = False
 ) -> Checkpoint:
-    """`open_checkpoint` of a folder or a Hub id. Raises BridgeError as that and `resolve` do."""
+    """Like `open_checkpoint`, for a folder or a Hub id. Raises BridgeError as `resolve` and that do."""
     folder = resolve(checkpoint, config)
     return open_checkpoint(folder, config, needs_config=needs_config, detect_lattice=detect_lattice)
 
 
 def model_name(checkpoint: str) -> str:
-    """The model's name: that of the folder, the file or the Hub's repository."""
+    """The model's name: the name of the folder, the file or the Hub repository."""
     path = Path(checkpoint).expanduser().resolve()
     if not path.exists():
         name, _, revision = checkpoint.partition("@")
@@ -94,10 +94,10 @@ def _download(name: str) -> Path:
 
 
 def find_template(template: str | Path) -> tuple[Path, str | None]:
-    """A template's file, and a note on it: of a Hub repository, the smallest GGUF of 4 bits a weight or more.
+    """A template's file and a note on it; in a Hub repository, the smallest GGUF of 4 bits a weight or more.
 
-    With fewer bits, the tensors that the checkpoint lacks would be taken over too coarse. Raises BridgeError where
-    there is no such file, and as `resolve` does.
+    With fewer bits, the tensors that the checkpoint lacks would be copied too coarsely. Raises BridgeError if there
+    is no such file, and as `resolve` does.
     """
     name = Path(template).as_posix()
     if Path(template).exists() or Path(template).suffix == ".gguf" or not _HUB_ID.fullmatch(name):
@@ -122,12 +122,12 @@ def find_template(template: str | Path) -> tuple[Path, str | None]:
 
 
 def _files(name: str, revision: str | None) -> dict[str, int] | Path:
-    """A repository's files with their bytes; without a network, the folder that an earlier run downloaded."""
+    """A repository's files and their sizes in bytes; without a network, the folder that an earlier run downloaded."""
     from huggingface_hub import HfApi
     from huggingface_hub.errors import GatedRepoError, HFValidationError, RepositoryNotFoundError, RevisionNotFoundError
 
     try:
-        # one request without the retries that the listing of files has: no network is known at once
+        # one request, without the retries of the file listing: a missing network is reported at once
         repository = HfApi().model_info(name, revision=revision, timeout=_TIMEOUT, files_metadata=True)
     except HFValidationError:
         raise BridgeError(f"{name}: no such folder, and not a Hub id (org/name)") from None
@@ -141,13 +141,13 @@ def _files(name: str, revision: str | None) -> dict[str, int] | Path:
         ) from problem
     except RevisionNotFoundError as problem:
         raise BridgeError(f"{name}: has no branch, tag or commit {revision!r} on the Hub") from problem
-    except Exception as problem:  # the HTTP client's own errors: it has been requests, httpx and httpx2
+    except Exception as problem:  # the HTTP client's own errors; the client differs between versions
         cached = _cached(name, revision)
         if cached:
             return cached
         raise BridgeError(
             f"{name}: no such folder here, and the Hub cannot be reached ({_reason(problem)}); "
-            "mend the network, or download the model elsewhere and give its folder"
+            "check the network, or download the model elsewhere and give its folder"
         ) from problem
     return {file.rfilename: getattr(file, "size", None) or 0 for file in repository.siblings or []}
 

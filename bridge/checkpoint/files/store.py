@@ -1,9 +1,9 @@
-"""Where tensors lie in a checkpoint's files, and their bytes.
+"""Locates and reads the tensors of a checkpoint's files.
 
 safetensors: 8 bytes n (little-endian), n bytes of JSON {name: {dtype, shape, data_offsets: [a, b]}},
-then the data that the offsets count in. The header is parsed here because the library has no bf16
-without torch, and because every offset is checked against the file before anything is read. Reads go
-into buffers of our own: a memory map would count towards the peak of resident memory.
+then the data; offsets count from its start. The header is parsed here because the library has no bf16
+without torch, and because every offset is checked against the file before anything is read. Data is
+read into new buffers: a memory map would count towards the peak of resident memory.
 
 .bin and .pt files are read by `torch_store`.
 """
@@ -23,7 +23,7 @@ from bridge.system.files import MAX_SMALL, refuse_pointer
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """A stored tensor: its dtype as safetensors names it (F16, BF16, I32, ...), shape and place."""
+    """A stored tensor: its dtype as safetensors names it (F16, BF16, I32, ...), shape and location."""
 
     name: str
     dtype: str
@@ -38,7 +38,7 @@ class TensorInfo:
 
 
 class Store:
-    """The tensors of one or several safetensors files; `notes`: what an index says wrongly."""
+    """The tensors of one or several safetensors files; `notes` lists errors of their index."""
 
     def __init__(self, files: Iterable[Path]) -> None:
         self.notes: list[str] = []
@@ -51,15 +51,15 @@ class Store:
         for name, info in tensors.items():
             if name in self.tensors:
                 raise BridgeError(
-                    f"{name} is both in {self.tensors[name].file.name} and in {info.file.name}; "
+                    f"{name} is in both {self.tensors[name].file.name} and {info.file.name}; "
                     "remove the file that is not part of the checkpoint, or give the one file that is"
                 )
             self.tensors[name] = info
 
     def read(self, name: str, rows: tuple[int, int] | None = None) -> np.ndarray:
-        """The stored elements, or those of rows start..stop alone; bf16 and 8-bit floats as their bits. Thread-safe.
+        """The stored elements, or only rows start..stop; bf16 and 8-bit floats as their bits. Thread-safe.
 
-        Raises BridgeError for a dtype that is not read, or a file cut short since it was opened.
+        Raises BridgeError for an unsupported dtype, or a file truncated since it was opened.
         """
         info = self.tensors[name]
         dtype = NUMPY.get(info.dtype)
@@ -93,25 +93,25 @@ class Store:
         return out
 
     def view(self, name: str) -> np.ndarray:
-        """The stored elements as the file has them, mapped: for reading a few. Raises BridgeError as `read` does."""
+        """The stored elements, memory-mapped, for reading a few. Raises BridgeError as `read` does."""
         info = self.tensors[name]
         if info.dtype not in NUMPY or not info.nbytes or info.offset + info.nbytes > info.file.stat().st_size:
             return self.read(name)
         return np.memmap(info.file, NUMPY[info.dtype], "r", info.offset, info.shape)
 
     def read_float(self, name: str, rows: tuple[int, int] | None = None) -> np.ndarray:
-        """float32 of a floating-point tensor, exact but for F64. Thread-safe."""
+        """A floating-point tensor as float32; exact except for F64. Thread-safe."""
         info = self.tensors[name]
         if not info.floating:
-            raise BridgeError(f"{info.file}: {name} has dtype {info.dtype} where floats are expected")
+            raise BridgeError(f"{info.file}: {name} has dtype {info.dtype}, but floats are expected")
         return as_float32(self.read(name, rows), info.dtype)
 
     def close(self) -> None:
-        """Let go of whatever is held open."""
+        """Release open resources."""
 
 
 def read_header(file: Path) -> dict[str, TensorInfo]:
-    """The tensors of one safetensors file; BridgeError unless each lies within it and fits its shape."""
+    """The tensors of one safetensors file. Raises BridgeError unless each lies within it and fits its shape."""
 
     def damaged(why: str) -> BridgeError:
         return BridgeError(f"{file}: {why}; the file is damaged, download it again")
@@ -147,15 +147,15 @@ def read_header(file: Path) -> dict[str, TensorInfo]:
             raise damaged(f"{name} ends at byte {8 + length + stop} of {size}")
         bits = NUMPY[dtype].itemsize * 8 if dtype in NUMPY else OTHER_BITS.get(dtype)
         if bits is not None and math.prod(shape) * bits != (stop - start) * 8:
-            raise damaged(f"{name} has {stop - start} bytes, which do not make {dtype} {list(shape)}")
+            raise damaged(f"{name} has {stop - start} bytes, which do not fit {dtype} {list(shape)}")
         tensors[name] = TensorInfo(name, dtype, shape, stop - start, file, 8 + length + start)
     return tensors
 
 
 def header_of(tensors: Mapping[str, tuple[str, tuple[int, ...], int]]) -> tuple[bytes, dict[str, int]]:
-    """A safetensors file's first bytes for tensors (dtype, shape, nbytes) in this order, and where each will begin.
+    """A safetensors file's header for tensors (dtype, shape, nbytes) in this order, and the offset of each.
 
-    The header is padded to 8 bytes; tensors are aligned where none follows one of a narrower dtype.
+    The header is padded to 8 bytes; tensors are aligned if none follows one of a narrower dtype.
     """
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     starts, at = {}, 0

@@ -1,7 +1,7 @@
-"""The tensors of .bin and .pt files: zips of a pickle, which only torch reads; with weights_only, never running code.
+"""Reads the tensors of .bin and .pt files: zipped pickles, which only torch reads; weights_only lets no code run.
 
-pytorch_model.bin is transformers' name for it, *.pt that of the first GPTQ tools. bf16, which numpy lacks, is
-handed out as uint16 bits, as from safetensors.
+transformers writes pytorch_model.bin, the first GPTQ tools *.pt. bf16, which numpy lacks, is returned as uint16
+bits, as from safetensors.
 """
 
 from collections.abc import Iterable, Mapping
@@ -17,7 +17,7 @@ from bridge.system.files import refuse_pointer
 
 
 class HeldStore(Store):
-    """Tensors of torch that are held already, by the file that they are of: {file: {name: tensor}}."""
+    """Torch tensors that are in memory already, by file: {file: {name: tensor}}."""
 
     def __init__(self, states: Mapping[Path, Mapping[str, Any]]) -> None:
         import torch
@@ -45,7 +45,7 @@ class HeldStore(Store):
         return np.array(tensor.numpy(), order="C").view(dtype)  # a copy: the file may be mapped
 
     def view(self, name: str) -> np.ndarray:
-        """The stored elements: they are held already."""
+        """The stored elements, which are in memory already."""
         return self.read(name)
 
     def close(self) -> None:
@@ -53,7 +53,7 @@ class HeldStore(Store):
 
 
 class TorchStore(HeldStore):
-    """The tensors of .bin and .pt files, through torch."""
+    """The tensors of .bin and .pt files."""
 
     def __init__(self, files: Iterable[Path]) -> None:
         files = list(files)
@@ -67,7 +67,7 @@ class TorchStore(HeldStore):
 
 
 def _load(torch: Any, file: Path) -> dict[str, Any]:
-    """The state dict of one file, memory-mapped where its layout allows."""
+    """The state dict of one file, memory-mapped if its layout allows that."""
     import pickle
 
     try:
@@ -85,15 +85,15 @@ def _load(torch: Any, file: Path) -> dict[str, Any]:
     except (RuntimeError, EOFError, ValueError, KeyError):
         raise BridgeError(f"{file}: not a file that torch can read; it is damaged, download it again") from None
     if not isinstance(state, dict):
-        raise BridgeError(f"{file}: holds no table of tensors; ask for the model as safetensors")
+        raise BridgeError(f"{file}: does not hold a table of tensors; ask for the model as safetensors")
     inner = [state[key] for key in ("model", "state_dict", "module") if isinstance(state.get(key), dict)]
-    return inner[0] if len(inner) == 1 else state  # training scripts save their own table around the model's
+    return inner[0] if len(inner) == 1 else state  # training scripts wrap the model's table in their own
 
 
 def _flat(torch: Any, state: dict[str, Any]) -> dict[str, Any]:
-    """Tensors by full name, where modules have tables of their own, as hqq saves them.
+    """Tensors by full name; modules may have tables of their own, as hqq saves them.
 
-    Numbers, texts and shapes in such a table become tensors too: they are how the module is stored.
+    Numbers, texts and shapes in such a table become tensors too: they describe the module's layout.
     """
     flat = {}
     for name, value in state.items():

@@ -1,4 +1,4 @@
-"""Which files make a checkpoint, which of them hold its weights, and whether these are all there."""
+"""Selects the files of a checkpoint and those with its weights, and checks that they are complete."""
 
 import os
 import re
@@ -10,15 +10,15 @@ from bridge.checkpoint.files.torch_store import TorchStore
 from bridge.errors import BridgeError
 from bridge.system.files import read_json
 
-WEIGHTS = (".safetensors", ".bin", ".pt")  # endings of files with weights, in the order in which they are looked for
-CONFIGS = (".json", ".txt", ".jinja", ".model", "README.md")  # of everything else that is read
+WEIGHTS = (".safetensors", ".bin", ".pt")  # endings of files with weights, in order of preference
+CONFIGS = (".json", ".txt", ".jinja", ".model", "README.md")  # endings of all other files that are read
 NOT_WEIGHTS = {"training_args.bin", "optimizer.bin", "scheduler.bin", "sentencepiece.bpe.bin", "optimizer.pt",
                 "scheduler.pt", "adapter_model.safetensors", "adapter_model.bin"}  # fmt: skip
 _RUN = re.compile(r"(.*)-(\d{5})-of-(\d{5})(\..*)")  # the name of one of several files
 
 
 def checkpoint_files(names: Iterable[str]) -> list[str]:
-    """Of a repository's files those that make its checkpoint: weights of one kind, configs and the tokenizer."""
+    """The files of a repository that form its checkpoint: weights of one kind, configs and the tokenizer."""
     top = [name for name in names if "/" not in name or name.startswith("additional_chat_templates/")]
     weights = next((found for ending in WEIGHTS if (found := _weights(top, ending))), [])
     weights = weights or [name for name in top if name.endswith(WEIGHTS)]
@@ -26,34 +26,34 @@ def checkpoint_files(names: Iterable[str]) -> list[str]:
 
 
 def _weights(names: Iterable[str], ending: str) -> list[str]:
-    """The files of weights with that ending; without consolidated.*, Mistral's own copy, where there are others."""
+    """The files of weights with that ending; without consolidated.* (Mistral's own copy) if there are others."""
     found = [name for name in names if name.endswith(ending) and name not in NOT_WEIGHTS]
     return [name for name in found if not name.startswith("consolidated")] or found
 
 
 def files_below(folder: Path) -> Iterator[Path]:
-    """All files of a folder, without hidden folders (.git, .cache), in order; none where it is a file."""
+    """All files of a folder, without hidden folders (.git, .cache), in order; none if `folder` is a file."""
     for parent, below, names in os.walk(folder):
         below[:] = sorted(name for name in below if not name.startswith("."))
         yield from (Path(parent) / name for name in sorted(names))
 
 
 def config_folder(path: Path, config: str | Path | None = None) -> Path:
-    """The folder with config.json and tokenizer of a checkpoint: `config`, or where the weights are."""
+    """The folder with a checkpoint's config.json and tokenizer: `config`, or the folder of the weights."""
     return Path(config).expanduser() if config is not None else path if path.is_dir() else path.parent
 
 
 def open_store(path: Path, stem: str | None = None) -> Store:
     """The weights of a checkpoint folder: safetensors before .bin before .pt, an index before single files.
 
-    `path` may also be the one file that holds them all. `stem` is the file's name without its ending where
-    the config gives one (AutoGPTQ's model_file_base_name). Raises BridgeError where files are missing,
-    damaged or lie elsewhere.
+    `path` may also be the one file that holds them all. `stem` is the file's name without its ending, if
+    the config gives one (AutoGPTQ's model_file_base_name). Raises BridgeError if files are missing,
+    damaged or outside the folder.
     """
     if path.is_file():
         shard = _RUN.fullmatch(path.name)
         if shard and int(shard[3]) > 1:
-            raise BridgeError(f"{path}: is one file of several; give the folder that it is in")
+            raise BridgeError(f"{path}: is one of several shards; give the folder that holds them")
         return _open([path])
     names = sorted(file.name for file in path.glob("*"))
     for usual, ending in zip(("model", "pytorch_model", "model"), WEIGHTS, strict=True):
@@ -78,10 +78,10 @@ def _open(files: Iterable[Path]) -> Store:
 
 
 def _indexed(folder: Path, index: Path, files: list[Path]) -> Store:
-    """The shards that an index names, each within the folder, each with what the index says it holds.
+    """The shards that an index names, which must lie within the folder and hold the tensors that it lists.
 
-    files  what would be opened without an index: where it is one file and no shard is there, the index came along
-           with the unquantized model's config
+    files  those to open without an index: if that is one file and no shard exists, the index is a leftover of the
+           unquantized model
     """
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(v, str) for v in weight_map.values()):
@@ -101,19 +101,19 @@ def _indexed(folder: Path, index: Path, files: list[Path]) -> Store:
     for name, shard in weight_map.items():
         if name in store.tensors:
             continue
-        if name.rpartition(".")[0].endswith("lm_head"):  # of tied embeddings; where it is needed, it will be missed
-            store.notes.append(f"{name} is in {index.name} and in no file")
+        if name.rpartition(".")[0].endswith("lm_head"):  # of tied embeddings; whoever needs it will report it
+            store.notes.append(f"{name} is listed in {index.name}, but no file holds it")
         else:
             raise BridgeError(f"{folder / shard}: lacks {name}, which {index.name} says it holds; download it again")
     return store
 
 
 def _check_run(files: list[Path]) -> None:
-    """Shards without an index must at least be all there: name-00002-of-00003."""
+    """Check that all shards without an index exist: name-00002-of-00003."""
     for file in files:
         match = _RUN.fullmatch(file.name)
         if match:
             for i in range(1, min(int(match[3]), 100_000) + 1):
                 shard = file.with_name(f"{match[1]}-{i:05}-of-{match[3]}{match[4]}")
                 if not os.path.exists(shard):
-                    raise BridgeError(f"{shard}: missing beside {file.name}; is the download complete?")
+                    raise BridgeError(f"{shard}: missing, though {file.name} exists; is the download complete?")

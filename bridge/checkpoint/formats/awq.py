@@ -1,20 +1,20 @@
-"""AWQ: always 4 bits, true zero points, in three layouts that the tensors' shapes tell apart.
+"""AWQ: always 4 bits and true zero points, in three layouts that the tensors' shapes distinguish.
 
     gemm       qweight int32 [in, out/8]    qzeros int32 [G, out/8]    scales [G, out]
     gemv       qweight int32 [out, in/8]    qzeros int32 [out, zw]     scales [out, zw*8]
     gemv_fast  qweight int16 [out/4, in]    qzeros fp16 [zw*8, out]    scales [zw*8, out]
 
-gemm interleaves eight output features in a word (see `bits`), gemv has them in natural order.
+gemm interleaves eight output features in a word (see `bits`), gemv stores codes in their natural order.
 gemv_fast (llm-awq's own layout, where qzeros are named scaled_zeros) stores -s*z and shuffles codes
-for its kernel's loads. zw*8 is G rounded up for that kernel: the rest is padding.
+for its kernel's loads. zw*8 is G rounded up for that kernel; the rest is padding.
 
 In Falcon, MPT, Bloom and others the output of the activation function is divided by scales, which AWQ cannot fold into
 the layer before, because the function lies between:
 
     mlp.act.scales             float [in]     MPT: ffn.act; Bloom: mlp.gelu_impl
-    mlp.dense_4h_to_h.qweight  ...            the linear layer that it feeds: as wide, in the same module
+    mlp.dense_4h_to_h.qweight  ...            the linear layer after it: as wide, in the same module
 
-Together they are a linear layer whose input columns are divided. No group of codes can hold that: it is read as floats.
+Together they are a linear layer whose input columns are divided. Groups of codes cannot express that, so it is floats.
 """
 
 from collections.abc import Callable
@@ -42,7 +42,7 @@ from bridge.errors import BridgeError
 _FAST_ORDER = np.arange(32).reshape(4, 2, 4).transpose(0, 2, 1).reshape(4, 4, 2).transpose(1, 0, 2).reshape(-1)
 
 
-# label -> layout; exllama and ipex are kernels that read gemm's, and llm-awq calls gemv_fast's qzeros scaled_zeros
+# label -> layout; exllama and ipex are kernels that read gemm, and llm-awq calls gemv_fast's qzeros scaled_zeros
 _VERSIONS = {
     "gemm": "gemm", "exllama": "gemm", "exllamav2": "gemm", "ipex": "gemm", "gemv": "gemv", "gemv_fast": "gemv_fast",
     "gemvfast": "gemv_fast", "llm-awq": "gemv_fast",
@@ -62,7 +62,7 @@ class AwqReader(Reader):
         version = str(version).lower()
         if version not in _VERSIONS:
             raise BridgeError(
-                f"{quant.source}: AWQ version {version!r} is not known (known: {', '.join(sorted(_VERSIONS))}); "
+                f"{quant.source}: unknown AWQ version {version!r} (known: {', '.join(sorted(_VERSIONS))}); "
                 "save the checkpoint again as gemm"
             )
         return replace(quant, version=_VERSIONS[version], title=f"AWQ version {version}")
@@ -77,7 +77,7 @@ class AwqReader(Reader):
             self._divide(info)
 
     def _divide(self, scales: TensorInfo) -> None:
-        """Hand out as floats the layer whose input is divided by an activation's scales."""
+        """Make floats of the layer whose input is divided by an activation's scales."""
         name, shape = _fed_by(self.store, self.modules, scales)
         info = self.modules.pop(name, None)
         weight = self.store.tensors.get(f"{name}.weight")
@@ -88,7 +88,7 @@ class AwqReader(Reader):
             codes = partial(self._read, info)
         assert weight is not None
         self.floats[weight.name] = DividedFloats(weight, scales, codes)
-        self.notes.append(f"{name}: its input is divided by {scales.name}, which codes cannot be; read as floats")
+        self.notes.append(f"{name}: its input is divided by {scales.name}, which codes cannot express; read as floats")
 
     def owned(self) -> set[str]:
         return super().owned() | self._divided
@@ -128,7 +128,7 @@ class AwqReader(Reader):
         return self._read(self.modules[name], at).take_rows(np.searchsorted(at, rows >> 3) * 8 + (rows & 7))
 
     def _read(self, info: ModuleInfo, words_of: np.ndarray | None = None) -> GroupedTensor:
-        """A module; in the gemm layout, where `words_of` is given, the eight rows of each of these words alone."""
+        """A module; in the gemm layout, if `words_of` is given, only the eight rows of each of these words."""
         from bridge.checkpoint.formats.bits import unpack_gemm, unpack_rows
 
         name = info.name
@@ -170,7 +170,7 @@ class AwqReader(Reader):
 
 @dataclass(frozen=True)
 class DividedFloats(FloatWeight):
-    """A weight to be divided by the activation's scales; `codes` reads it where it is quantized."""
+    """A weight that is divided by the activation's scales; `codes` reads it if it is quantized."""
 
     codes: Callable[[], GroupedTensor] | None = None
 
@@ -180,14 +180,14 @@ class DividedFloats(FloatWeight):
     def read(self, store: Store, rows: tuple[int, int] | None = None) -> np.ndarray:
         scales = finite_scales(store, self.scale.name).reshape(-1)
         if not scales.all():
-            raise BridgeError(f"{self.scale.file}: {self.scale.name} holds zeros; quantize the model again")
+            raise BridgeError(f"{self.scale.file}: {self.scale.name} contains zeros; quantize the model again")
         if self.codes is None:
             return store.read_float(self.weight.name, rows) / scales
         return self.codes().dequantize(slice(*(rows or (None,)))) / scales
 
 
 def _fed_by(store: Store, modules: dict[str, ModuleInfo], scales: TensorInfo) -> tuple[str, tuple[int, int]]:
-    """(module, shape) of the one linear layer that an activation feeds; BridgeError unless just one is as wide."""
+    """(module, shape) of the one linear layer after an activation. Raises BridgeError unless exactly one is as wide."""
     activation = scales.name.removesuffix(".scales")
     parent = activation.rpartition(".")[0] + "."
     width = int(np.prod(scales.shape))
@@ -199,14 +199,14 @@ def _fed_by(store: Store, modules: dict[str, ModuleInfo], scales: TensorInfo) ->
     if len(found) != 1:
         named = ", ".join(found) or "none"
         raise BridgeError(
-            f"{scales.file}: {scales.name} divides the input of one linear layer of {parent.rstrip('.')}, where "
+            f"{scales.file}: {scales.name} divides the input of one linear layer of {parent.rstrip('.')}, but "
             f"{len(found)} are {width} wide ({named}); quantize the model again without scaled activations"
         )
     return found[0], shapes[found[0]]
 
 
 def _padded_group_size(columns: int, stored: int, claimed: int) -> int | None:
-    """The group size for which the kernel's layout has `stored` groups: the claimed one if it fits."""
+    """The group size that gives `stored` groups in the kernel's layout, preferably the claimed one; else None."""
     for size in (claimed, columns, 128, 64, 32):
         size = columns if size <= 0 else min(size, columns)
         if padded_groups(columns, size) == stored:
@@ -215,7 +215,7 @@ def _padded_group_size(columns: int, stored: int, claimed: int) -> int | None:
 
 
 def padded_groups(columns: int, size: int) -> int:
-    """zw*8: groups as gemv and gemv_fast store them, padded to whole words of their kernel."""
+    """zw*8: the number of groups that gemv and gemv_fast store, padded to whole words of their kernel."""
     multiple = 1 if size >= 128 else 2 if size >= 64 else 4
     groups = -(-columns // size)
     return -(-groups // (8 * multiple)) * multiple * 8

@@ -1,17 +1,17 @@
-"""From packed words to one byte per code, at the speed of memory.
+"""Unpacks words to one byte per code, at the speed of memory.
 
-Everything that is stored is, once a row's words stand one after the other, a little-endian stream of
-b-bit codes, least significant bit first, whatever the width of a word. 2, 4 and 8 bits lie within
-bytes. Of the others eight codes are b bytes, and three shift-and-mask steps spread them over the eight
+A row's words, one after the other, are a little-endian stream of b-bit codes, least significant bit
+first, whatever the width of a word. Codes of 2, 4 and 8 bits do not cross bytes. With other widths,
+eight codes fill b bytes, and three shift-and-mask steps spread them over the eight
 bytes of a uint64:
 
     hgfedcba (b bits each)  ->  ....hgfe ....dcba  ->  ..hg ..fe ..dc ..ba  ->  h g f e d c b a
 
-Planar packing (gptq_p) is the same stream several times: in each block of 32 codes the low plane's
-4*w bytes, then the next plane's; a code is the planes' fields put together. `widths` names the planes:
+Planar packing (gptq_p) uses several such streams: each block of 32 codes holds the low plane's
+4*w bytes, then the next plane's; a code joins the planes' fields. `widths` lists the planes' bits:
 (4,) is plain 4-bit, (4, 1) planar 5-bit.
 
-GPTQ's words run down the input features, so codes are transposed: in tiles that stay in cache.
+GPTQ's words run down the input features, so codes are transposed, in tiles that stay in cache.
 """
 
 import numpy as np
@@ -30,7 +30,7 @@ def _expand(source, widths, bits, n, out):
             out[i] = source[i]
         return
     done = 0
-    if bits == 4:  # lanes that do not cross bytes: LLVM makes vectors of this
+    if bits == 4:  # lanes that do not cross bytes: LLVM vectorizes this
         done = n // 2 * 2
         for i in range(n // 2):
             out[2 * i] = source[i] & 15
@@ -45,7 +45,7 @@ def _expand(source, widths, bits, n, out):
     else:
         done = n // 8 * 8
         _expand_odd(source, widths, bits, done, out)
-    for k in range(done, n):  # plain streams only: planar ones come in 32s
+    for k in range(done, n):  # plain streams only: planar ones have multiples of 32 codes
         at = k * bits
         x = np.uint64(source[at >> 3])
         if (at & 7) + bits > 8:
@@ -55,7 +55,7 @@ def _expand(source, widths, bits, n, out):
 
 @kernel
 def _expand_odd(source, widths, bits, n, out):
-    """Codes that cross bytes, or come in planes: eight at a time, n a multiple of 8."""
+    """Codes that cross bytes or are planar: eight at a time, n a multiple of 8."""
     for group in range(n // 8):
         at = (group >> 2) * 4 * bits
         g = group & 3
@@ -183,7 +183,7 @@ def unpack_rows(words: np.ndarray, bits: int, n: int, planar: bool = False) -> n
 
 
 def unpack_words(words: np.ndarray, bits: int, n: int) -> np.ndarray:
-    """Codes of which none crosses a word, 32 // bits to each: words, int32 [rows, m] -> uint8 [rows, n]."""
+    """Codes that do not cross words, 32 // bits in each: words, int32 [rows, m] -> uint8 [rows, n]."""
     lanes = 32 // bits
     unsigned = words.view(np.uint32)
     out = np.empty((len(words), words.shape[1] * lanes), np.uint8)

@@ -1,11 +1,11 @@
-"""compressed-tensors, which llm-compressor writes. A module's tensors tell how it is stored:
+"""compressed-tensors, which llm-compressor writes. A module's tensors show how it is stored:
 
 weight_packed      int32 [out, w]    codes + 2**(b-1), along the rows of the weight: a dense stream of b bits
                                      (w = ceil(in*b / 32)) or, for 3, 5, 6, 7 bits before May 2026,
                                      32 // b to a word (w = ceil(in / (32 // b)))
                    uint8 [out, in/2] 4-bit floats (nvfp4-pack-quantized, mxfp4-pack-quantized): see `fp4`
 weight_shape       int [2]           out, in; only with integer codes in weight_packed
-weight             int8 [out, in]    codes from -2**(b-1) on (int-quantized, naive-quantized)
+weight             int8 [out, in]    signed codes, the least -2**(b-1) (int-quantized, naive-quantized)
                    F8_E4M3           8-bit floats, which are not codes: see `fp8`
 weight_scale       float [1], [out, 1], [out, G], or one for each block of rows and columns
 weight_zero_point  int8, shaped as the scale; since April 2025 int32 [packed out, G] for packed weights
@@ -67,8 +67,8 @@ class CompressedReader(Reader):
         super().__init__(store, quant)
         if any(s.activations for s in self._schemes):
             self.notes.append(
-                "activations were to be quantized too; a GGUF holds weights alone, and llama.cpp rounds activations "
-                "to 8 bits by itself"
+                "the config quantizes activations too; a GGUF holds only weights, and llama.cpp rounds activations "
+                "to 8 bits itself"
             )
 
     def expected(self) -> bool:
@@ -76,9 +76,9 @@ class CompressedReader(Reader):
 
     def claimed(self, module: str) -> bool:
         named = any(matches(module, scheme.targets) for scheme in self._schemes)
-        return named and not matches(module, self._ignored)  # which must list every linear that is not
+        return named and not matches(module, self._ignored)  # which must list every linear layer that is not quantized
 
-    def needs(self, tensors: dict[str, TensorInfo]) -> tuple[str, ...]:
+    def required_parts(self, tensors: dict[str, TensorInfo]) -> tuple[str, ...]:
         if "weight" in tensors or _is_fp4(tensors):
             return "weight_scale", "weight" if "weight" in tensors else "weight_packed"
         return "weight_scale", "weight_packed", "weight_shape"
@@ -88,8 +88,8 @@ class CompressedReader(Reader):
         weight, scale = tensors.get("weight_packed") or tensors["weight"], tensors["weight_scale"]
         if scheme is None:
             raise BridgeError(
-                f"{weight.file}: {name} is quantized, but no target in {self.quant.source} is for it; "
-                "take config.json from the model again"
+                f"{weight.file}: {name} is quantized, but no target in {self.quant.source} matches it; "
+                "download config.json again"
             )
         if _is_fp4(tensors):
             return FP4.describe(name, tensors)
@@ -112,7 +112,7 @@ class CompressedReader(Reader):
         shape = self._shape(name, tensors, scheme.bits)
         block = block_of(shape, scale.shape, _claimed(scheme)) if scale.floating else None
         if block is None and "weight_g_idx" in tensors and len(scale.shape) == 2 and scale.shape[0] == shape[0]:
-            block = 1, -(-shape[1] // max(1, scale.shape[1]))  # as many groups as there are; g_idx deals the columns
+            block = 1, -(-shape[1] // max(1, scale.shape[1]))  # one group per scale; g_idx assigns the columns
         if block is None or not self._rest_fits(tensors, shape, scheme):
             raise contradiction(name, tensors)
         if not scheme.sym and "weight_zero_point" not in tensors:
@@ -124,7 +124,7 @@ class CompressedReader(Reader):
         return ModuleInfo(name, scheme.bits, block[1], shape, sum(t.nbytes for t in tensors.values()), tensors)
 
     def _shape(self, name: str, tensors: dict[str, TensorInfo], bits: int) -> tuple[int, int]:
-        """(out, in), which weight_packed alone does not tell."""
+        """(out, in), which weight_packed alone does not determine."""
         if "weight" in tensors:
             return tensors["weight"].shape  # type: ignore[return-value]
         words, told = tensors["weight_packed"], tensors["weight_shape"]
@@ -133,12 +133,12 @@ class CompressedReader(Reader):
         if not shape or min(shape) < 1 or shape[0] != words.shape[0] or words.shape[1] not in lengths:
             raise BridgeError(
                 f"{words.file}: {name}: weight_shape {shape} does not fit weight_packed {list(words.shape)} of "
-                f"{bits} bits; the checkpoint is damaged, or config.json is that of another"
+                f"{bits} bits; the checkpoint is damaged, or config.json is another model's"
             )
         return shape[0], shape[1]
 
     def _rest_fits(self, tensors: dict[str, TensorInfo], shape: tuple[int, int], scheme: Scheme) -> bool:
-        """Whether zero points, g_idx and bias have the shapes that the weight and its scale ask for."""
+        """Whether the shapes of zero points, g_idx and bias fit the weight and its scale."""
         scale, zeros = tensors["weight_scale"].shape, tensors.get("weight_zero_point")
         if zeros is not None and zeros.dtype == "I32":
             words = _length(shape[0], scheme.bits, _by_words(tensors, shape, scheme.bits))
@@ -199,8 +199,8 @@ class CompressedReader(Reader):
         groups = math.prod(info.tensors["weight_scale"].shape[1:])
         if group.min() < 0 or group.max() >= groups:
             raise BridgeError(
-                f"{info.tensors['weight_g_idx'].file}: {name}.weight_g_idx names a group beyond the {groups} there "
-                "are scales for; the checkpoint is damaged"
+                f"{info.tensors['weight_g_idx'].file}: {name}.weight_g_idx names a group beyond the {groups} that "
+                "have scales; the checkpoint is damaged"
             )
         size = column_group_size(group)
         if size and -(-info.shape[1] // size) == groups:
@@ -217,7 +217,7 @@ class CompressedReader(Reader):
         if bits < 8 and (signed.min() < -half or signed.max() >= half):
             raise BridgeError(
                 f"{info.file}: {name}.weight has codes beyond {-half}..{half - 1}, but the config says {bits} bits; "
-                "the checkpoint is damaged, or config.json is that of another"
+                "the checkpoint is damaged, or config.json is another model's"
             )
         return signed.view(np.uint8) + np.uint8(half)
 
@@ -250,7 +250,7 @@ def _length(n: int, bits: int, by_words: bool) -> int:
 
 
 def _by_words(tensors: dict[str, TensorInfo], shape: tuple[int, int], bits: int) -> bool:
-    """Whether no code crosses a word. The weight's width tells, unless its rows are short and end within a word."""
+    """Whether no code crosses a word. The weight's width shows it, unless its rows are short and end within a word."""
     words = tensors.get("weight_packed")
     return words is not None and words.shape[1] != _length(shape[1], bits, False)
 

@@ -25,7 +25,7 @@ from bridge.trellis.packed import EXL3_BLOCK, exl3_layer
 
 
 class Exl3Reader(TrellisReader):
-    """Reads EXL3."""
+    """Reads EXL3 checkpoints."""
 
     parts: ClassVar = ("trellis", "suh", "svh", "su", "sv", "mcg", "mul1", "bias")
     plain: ClassVar = frozenset({"bias"})
@@ -38,13 +38,13 @@ class Exl3Reader(TrellisReader):
         head = quant.raw.get("head_bits")
         return replace(quant, title="EXL3", claims=(*claims, *([f"head {head} bits"] if head is not None else [])))
 
-    def needs(self, tensors: dict[str, TensorInfo]) -> tuple[str, ...]:
+    def required_parts(self, tensors: dict[str, TensorInfo]) -> tuple[str, ...]:
         legacy = "su" in tensors or "sv" in tensors
         return ("trellis", "su", "sv") if legacy else ("trellis", "suh", "svh")
 
     def describe(self, name: str, tensors: dict[str, TensorInfo]) -> ModuleInfo:
         trellis = tensors["trellis"]
-        _, left, right = self.needs(tensors)
+        _, left, right = self.required_parts(tensors)
         if trellis.dtype != "I16" or len(trellis.shape) != 3 or 0 in trellis.shape:
             raise contradiction(name, tensors)
         inputs, outputs, words = trellis.shape
@@ -57,7 +57,7 @@ class Exl3Reader(TrellisReader):
         shape = 16 * outputs, 16 * inputs
         if shape[0] % EXL3_BLOCK or shape[1] % EXL3_BLOCK:
             raise BridgeError(
-                f"{trellis.file}: {name} is {shape[0]} x {shape[1]}, no multiple of the transforms' {EXL3_BLOCK}; "
+                f"{trellis.file}: {name} is {shape[0]} x {shape[1]}, not multiples of the transforms' {EXL3_BLOCK}; "
                 "the checkpoint is damaged"
             )
         wanted = {left: shape[1], right: shape[0]}
@@ -75,7 +75,7 @@ class Exl3Reader(TrellisReader):
 
     def layer(self, name: str) -> TrellisLayer:
         info, where = self.modules[name], self.label(name)
-        _, left, right = self.needs(info.tensors)
+        _, left, right = self.required_parts(info.tensors)
         su, sv = (signs(self.part(name, p)) if left == "su" else self.vector(name, p) for p in (left, right))
         mode = next((part for part in EXL3_MODES if part in info.tensors), "3inst")
         multiplier = self.scalar(name, mode) & 0xFFFFFFFF if mode != "3inst" else None

@@ -7,7 +7,7 @@
     W[o, k] = tensor_scale * scales[o, k // 16 or 32] * E2M1[codes[o, k]]
 
 Codes are packed two a byte along the row, the first in the low nibble. GGUF's blocks MXFP4 and NVFP4 hold all of it
-bit for bit, the tensor's scale as a tensor of its own.
+bit for bit; the tensor's scale is a separate tensor.
 """
 
 import math
@@ -22,7 +22,7 @@ from bridge.checkpoint.formats.module_reader import ModuleInfo, Reader, contradi
 from bridge.checkpoint.grouped import CodedTensor
 from bridge.errors import BridgeError
 
-# what a code stands for: a sign, two bits of exponent, one of mantissa
+# the value of a code: a sign, two bits of exponent, one of mantissa
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
 # the mean squared error of what is rounded to each: (a^3 + b^3) / (3 (a + b)) for a cell that reaches a down and b up
 _NOISE = np.tile(np.array([1 / 48, 1 / 48, 1 / 48, 1 / 48, 1 / 16, 1 / 12, 1 / 4, 1 / 3]), 2)
@@ -74,12 +74,12 @@ class Fp4Tensor(CodedTensor):
 
 
 class Fp4Parts(NamedTuple):
-    """What a format calls the tensors of a module, and how it is read from them.
+    """A format's names for the tensors of a module, and how to read them.
 
     codes       uint8 [out, in/2]
     scales      [out, G]: F8_E4M3 of NVFP4, bytes of MXFP4
-    whole       the scale of the whole tensor, which MXFP4 has not
-    reciprocal  that scale divides, and so does that of the activations
+    whole       the scale of the whole tensor, which MXFP4 lacks
+    reciprocal  whether that scale and the activations' divide
     """
 
     codes: str
@@ -88,7 +88,7 @@ class Fp4Parts(NamedTuple):
     reciprocal: bool
 
     def describe(self, name: str, tensors: dict[str, TensorInfo]) -> ModuleInfo:
-        """The module; BridgeError where the shapes do not fit together, or NVFP4's scale of the tensor is missing."""
+        """The module. Raises BridgeError if its shapes do not fit together or NVFP4's tensor scale is missing."""
         codes, scales = tensors[self.codes], tensors[self.scales]
         kind = _KINDS.get(scales.dtype, "")
         if kind == "NVFP4" and self.whole not in tensors:
@@ -121,7 +121,7 @@ class Fp4Parts(NamedTuple):
             if (info := reader.modules[name].tensors.get(part)) is not None:
                 value = reader.store.read_float(info.name).reshape(-1)[0]
                 if not (np.isfinite(value) and value > 0):
-                    raise BridgeError(f"{info.file}: {info.name} is {value:g}, no scale; quantize the model again")
+                    raise BridgeError(f"{info.file}: {info.name} is {value:g}, not a scale; quantize the model again")
                 found[key] = float(np.float32(1) / value if self.reciprocal else value)
         return found
 
@@ -135,7 +135,7 @@ def unpacked(packed: np.ndarray) -> np.ndarray:
 
 
 def checked_scales(kind: str, bits: np.ndarray, info: TensorInfo) -> np.ndarray:
-    """The scales as they are stored; BridgeError where one is negative or no number."""
+    """The stored scales. Raises BridgeError if one is negative or NaN."""
     bad = bits == 255 if kind == "MXFP4" else bits >= 127
     if bad.any():
         raise BridgeError(

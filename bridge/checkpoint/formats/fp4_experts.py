@@ -1,11 +1,11 @@
-"""gpt-oss (quant_method mxfp4): the experts of a layer as stacks of 4-bit floats, gate and up row by row in turn.
+"""gpt-oss (quant_method mxfp4): the experts of a layer as stacks of 4-bit floats; rows of gate and up alternate.
 
     gate_up_proj_blocks   uint8 [experts, 2 * out, G, 16]   32 codes of a group, two a byte, the first in the low nibble
     gate_up_proj_scales   uint8 [experts, 2 * out, G]       F8_E8M0
     down_proj_blocks      uint8 [experts, out, G, 16]       and so on
 
 They become modules of their own, experts.E.gate_proj (the even rows), .up_proj (the odd ones) and .down_proj. Biases
-(gate_up_proj_bias [experts, 2 * out]) are floats as they are.
+(gate_up_proj_bias [experts, 2 * out]) are plain floats.
 """
 
 from dataclasses import replace

@@ -1,14 +1,14 @@
-"""Weights of 8-bit floats with scales, read as the float32 values they stand for.
+"""Weights of 8-bit floats with scales, read as the float32 values that they represent.
 
     weight            F8_E4M3 or F8_E5M2 [out, in]
     weight_scale      float [] or [1], [out] or [out, 1], or [out/r, in/c]: one, one a row, one a block
-    weight_scale_inv  the same under another name: it multiplies too
+    weight_scale_inv  the same under another name; also a factor
     bias              float [out]
 
     W[o, k] = scale[o // r, k // c] * weight[o, k]
 
 These are not codes: steps between 8-bit floats grow with the value, so no block type holds them as they are. The labels
-fp8 (DeepSeek, Qwen: blocks of 128 x 128) and fbgemm_fp8 mean nothing else; modelopt and compressed-tensors have other
+fp8 (DeepSeek, Qwen: blocks of 128 x 128) and fbgemm_fp8 mean only these; modelopt and compressed-tensors have other
 formats too.
 """
 
@@ -26,7 +26,7 @@ from bridge.checkpoint.labels.quant_config import QuantConfig
 from bridge.errors import BridgeError
 
 FLOAT8 = ("F8_E4M3", "F8_E5M2")
-BLOCK = (128, 128)  # what everybody uses
+BLOCK = (128, 128)  # in all known checkpoints
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ def scaled_floats(name: str, tensors: dict[str, TensorInfo], scale: str, block: 
 
 
 def block_of(shape: tuple[int, int], scale: tuple[int, ...], claimed: tuple[int, int]) -> tuple[int, int] | None:
-    """(rows, columns) that share a scale, from the scale's shape; the claimed ones where they fit; else None."""
+    """(rows, columns) that share a scale, from the scale's shape; preferably the claimed ones; else None."""
     out, columns = shape
     if math.prod(scale) == 1:
         return out, columns
@@ -114,7 +114,7 @@ class Fp8Reader(Reader):
             quant, title="FP8" if quant.method == "fp8" else f"FP8 ({quant.method})", claims=("8-bit floats", *said)
         )
 
-    def needs(self, tensors: dict[str, TensorInfo]) -> tuple[str, ...]:
+    def required_parts(self, tensors: dict[str, TensorInfo]) -> tuple[str, ...]:
         return "weight_scale_inv" if "weight_scale_inv" in tensors else "weight_scale", "weight"
 
     def describe(self, name: str, tensors: dict[str, TensorInfo]) -> ModuleInfo | ScaledFloats:
@@ -125,4 +125,4 @@ class Fp8Reader(Reader):
                 "the checkpoint is not of the format that its config names"
             )
         block = read_block(self.quant.raw.get("weight_block_size"))
-        return scaled_floats(name, tensors, self.needs(tensors)[0], block or BLOCK)
+        return scaled_floats(name, tensors, self.required_parts(tensors)[0], block or BLOCK)

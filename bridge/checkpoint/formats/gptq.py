@@ -1,4 +1,4 @@
-"""GPTQ, as AutoGPTQ, GPTQModel and (with that packing) auto-round write it.
+"""GPTQ, as AutoGPTQ, GPTQModel and auto-round (with that packing) write it.
 
     qweight  int [in*b/w, out]   codes, a stream of b bits down each column of w-bit words
     qzeros   int [G, out*b/w]    zero points, the same stream along the rows: see `zeros`
@@ -26,8 +26,8 @@ _WORD_BITS = {"I8": 8, "U8": 8, "I16": 16, "U16": 16, "I32": 32, "U32": 32, "I64
 _SAMPLED_MODULES = 4
 _SAMPLED_COLUMNS = 256
 _SAMPLED_ROWS = 4096
-_FEWEST_CODES = 1 << 14  # below this the codes' mean says too little about the zero points
-_FEWEST_ZEROS = 64  # so many equal zero points are no accident of asymmetric quantization
+_FEWEST_CODES = 1 << 14  # with fewer, the codes' mean says too little about the zero points
+_FEWEST_ZEROS = 64  # so many equal zero points do not occur by chance in asymmetric quantization
 
 
 class GptqReader(Reader):
@@ -41,7 +41,7 @@ class GptqReader(Reader):
         label = label or "gptq"
         if label not in ("gptq", "gptq_v2", "gptq_p"):
             raise BridgeError(
-                f"{quant.source}: checkpoint_format {label!r} is not known (known: gptq, gptq_v2, gptq_p); "
+                f"{quant.source}: unknown checkpoint_format {label!r} (known: gptq, gptq_v2, gptq_p); "
                 "save the checkpoint again as gptq"
             )
         return replace(quant, checkpoint_format=label, title=f"GPTQ, checkpoint_format {label}")
@@ -95,12 +95,12 @@ class GptqReader(Reader):
         return self._groups(name, [])[1] if self.modules[name].stores_g_idx else None
 
     def _note_claims(self, name: str, size: int, sequential: bool, notes: list[str]) -> None:
-        """Where bits and group size differ from the config's."""
+        """Note where bits and group size differ from the config's."""
         info, quant = self.modules[name], self.quant.for_module(name)
         if not self.quant.labelled:
             return
         if quant is None:
-            notes.append(f"{name}: dynamic says it is not quantized, but it is; read as it is stored")
+            notes.append(f"{name}: dynamic says it is not quantized, but it is; read as stored")
             return
         if quant.bits != info.bits:
             notes.append(f"{name}: stored with {info.bits} bits but the config says {quant.bits}; read as {info.bits}")
@@ -109,7 +109,7 @@ class GptqReader(Reader):
             notes.append(f"{name}: groups of {size} but the config says {quant.group_size}; read as {size}")
 
     def _groups(self, name: str, notes: list[str]) -> tuple[int, np.ndarray | None]:
-        """(group size, None) where groups are consecutive, else (average size, int32 [in])."""
+        """(group size, None) if groups are consecutive, else (average size, int32 [in])."""
         info = self.modules[name]
         groups = self._stored_groups(name)
         if not info.stores_g_idx:
@@ -119,8 +119,7 @@ class GptqReader(Reader):
         file = info.tensors["g_idx"].file
         if group.min() < 0 or group.max() >= groups:
             raise BridgeError(
-                f"{file}: {name}.g_idx names a group beyond the {groups} there are scales for; "
-                "the checkpoint is damaged"
+                f"{file}: {name}.g_idx names a group beyond the {groups} that have scales; the checkpoint is damaged"
             )
         if groups > 1 and not group.any():
             if fit_group_size(info.shape[1], groups, info.group_size) is None:
@@ -137,9 +136,9 @@ class GptqReader(Reader):
         return dialects(bits, self.quant.bits, self.quant.checkpoint_format, self.quant.gptqmodel)
 
     def dialect(self, name: str, words: np.ndarray, notes: list[str]) -> Dialect:
-        """How a module's qzeros are stored, from the data where it can tell; see `zeros`.
+        """How a module's qzeros are stored, as far as the data shows it; see `zeros`.
 
-        What is contrary to the label, or wrong for good, is added to `notes`.
+        Contradictions to the config, and zero points that are lost, are added to `notes`.
         """
         found = self._dialect(name, words, notes)
         lost = lost_words(words, self.modules[name].bits) if found.undo and self.quant.gptqmodel is None else 0
@@ -168,11 +167,11 @@ class GptqReader(Reader):
         return found
 
     def _claim(self, label: str) -> str:
-        """What the label says, for a note."""
+        """The config's claim, for a note."""
         return f"checkpoint_format says {label}" if self.quant.labelled else "no config says so"
 
     def _by_evidence(self, bits: int) -> Dialect:
-        """The dialect of asymmetric zero points of `bits`: the label's, unless the codes speak clearly against it."""
+        """The dialect of asymmetric zero points of `bits`: the config's, unless the codes clearly contradict it."""
         with self._lock:
             if bits not in self._by_bits:
                 self._by_bits[bits] = self._weigh(bits)
@@ -189,15 +188,15 @@ class GptqReader(Reader):
             return choices[0]
         gain = np.median(sampled, axis=0)
         best = int(np.argmax(gain))
-        # 8-bit codes scatter by dozens of steps, and their mean by some: only a gross error shows
+        # 8-bit codes scatter by dozens of steps, and their mean by a few: only a gross error is visible
         clear = 0.5 if bits <= 4 else 128.0
         return choices[best] if gain[best] > clear else choices[0]
 
     def _gains(self, name: str, choices: list[Dialect]) -> np.ndarray | None:
-        """How much nearer to the mean code the zero points of each dialect are than those of the first.
+        """How much closer the zero points of each dialect are to the mean code than those of the first dialect.
 
-        Squared steps, in the median group of a corner of the module. None where the module is symmetric
-        or too small to tell.
+        In squared steps, for the median group of a corner of the module. None if the module is symmetric
+        or too small to decide.
         """
         from bridge.checkpoint.formats.bits import unpack_columns
 
@@ -228,8 +227,8 @@ class GptqReader(Reader):
 def _infer_bits(claimed: int, total: int, columns: int | None, zeros: TensorInfo, out: int) -> int | None:
     """Bits of a code: from the words per input feature, else from the zero points per output feature.
 
-    `total` is the bits of one column of qweight, `columns` the length of g_idx. Either may be padded to
-    a word or to 32 codes; what fits without padding is preferred, then what the config claims.
+    `total` is the number of bits in a column of qweight, `columns` the length of g_idx. Either may be padded to
+    a word or to 32 codes; bits that fit without padding are preferred, then those of the config.
     """
     width = _WORD_BITS[zeros.dtype]
     stored = zeros.shape[1] * width

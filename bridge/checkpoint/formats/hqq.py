@@ -64,13 +64,13 @@ class HqqReader(Reader):
         settings = quant.raw.get("quant_config")
         settings = settings if isinstance(settings, dict) else {}
         own = settings.get("weight_quant_params")
-        if not isinstance(own, dict):  # one such table for each of several kinds of layers
+        if not isinstance(own, dict):  # or a table for each kind of layer
             own = next((v["weight_quant_params"] for v in settings.values() if _has_params(v)), {})
         said, size = own.get("nbits", quant.bits), own.get("group_size", quant.group_size)
         bits = math.ceil(said) if isinstance(said, float) and math.isfinite(said) else whole_number(said)
         groups = -1 if size is None else whole_number(size)
         if bits is None or groups is None:
-            raise BridgeError(f"{quant.source}: nbits is {said!r} and group_size {size!r}, no numbers; mend the file")
+            raise BridgeError(f"{quant.source}: nbits is {said!r} and group_size {size!r}, not numbers; edit the file")
         return replace(quant, bits=bits, group_size=groups, sym=False, title="HQQ")
 
     @staticmethod
@@ -79,7 +79,7 @@ class HqqReader(Reader):
         outer, _, table = module.rpartition(".")
         return (outer, f"{table}.{part}") if table in ("meta_scale", "meta_zero") else (module, part)
 
-    def needs(self, tensors: dict[str, TensorInfo]) -> tuple[str, ...]:
+    def required_parts(self, tensors: dict[str, TensorInfo]) -> tuple[str, ...]:
         needed = [*self.required]
         both = tensors.get("zero_scale")
         for what in ("scale", "zero"):
@@ -110,7 +110,7 @@ class HqqReader(Reader):
             raise contradiction(name, tensors)
         if columns % size:
             raise BridgeError(
-                f"{weight.file}: {name}: groups of {size} run over the ends of rows of {columns}, which no GGUF type "
+                f"{weight.file}: {name}: groups of {size} cross the ends of rows of {columns}, which no GGUF type "
                 "can hold; quantize the model again with a group_size that divides them"
             )
         fits = weight.nbytes == -(-runs // lanes) * size * word.itemsize and (lanes == 10 or runs % lanes == 0)
@@ -125,11 +125,11 @@ class HqqReader(Reader):
             return default
         values = self.store.read(tensors[part].name).reshape(-1)
         if values.size != 1 or not np.isfinite(values[0]):
-            raise BridgeError(f"{tensors[part].file}: {tensors[part].name} is no number; the checkpoint is damaged")
+            raise BridgeError(f"{tensors[part].file}: {tensors[part].name} is not a number; the checkpoint is damaged")
         return float(values[0])
 
     def _count(self, tensors: dict[str, TensorInfo], what: str) -> int:
-        """How many scales or zero points there are; 0 where they are no floats."""
+        """How many scales or zero points there are; 0 if they are not floats."""
         stored = tensors.get(what) or tensors.get("zero_scale")
         if stored is not None and stored.floating:
             return math.prod(stored.shape[1:] if what not in tensors else stored.shape)
@@ -143,8 +143,8 @@ class HqqReader(Reader):
         if packing not in _PACKINGS or _PACKINGS[packing][0] < bits:
             info = tensors["W_q"]
             raise BridgeError(
-                f"{info.file}: {info.name} is packed as {packing!r} with nbits {bits}; known: {', '.join(_PACKINGS)}; "
-                "the checkpoint is damaged or of a newer hqq"
+                f"{info.file}: {info.name} is packed as {packing!r} with nbits {bits} (known: {', '.join(_PACKINGS)}); "
+                "the checkpoint is damaged or from a newer hqq"
             )
         return packing
 
@@ -162,7 +162,7 @@ class HqqReader(Reader):
         return GroupedTensor(name, info.bits, codes, scales, zeros, info.group_size, bias=self.bias(name))
 
     def _values(self, name: str, what: str) -> np.ndarray:
-        """float32: the module's scales or zero points, dequantized where they are codes themselves."""
+        """float32: the module's scales or zero points, dequantized if they are stored as codes."""
         tensors = self.modules[name].tensors
         if what in tensors:
             return self.scales(name, what)

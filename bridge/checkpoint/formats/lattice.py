@@ -1,12 +1,12 @@
-"""Floats that lie on a hidden grid: models trained for it, and models that somebody dequantized and published.
+"""Floats that lie on a hidden grid: models trained for it, and models published after dequantization.
 
 W[o, k] = scale[o, g] * integer,   groups of 32, 64, 128 columns or a row, rounded to the floats they are stored in
 
 The grid of a group is found from its largest magnitude, which is some multiple of the scale: the first multiple that
 makes all other weights integers too, within the rounding of floats with p bits, 2 * 2^-p of themselves. The probability
-of that by chance is summed up: an ordinary weight is that near the integer m with a probability of 4 * 2^-p * m. So in
+of chance is summed up: an ordinary weight is that close to the integer m with a probability of 4 * 2^-p * m. So in
 BF16 (p = 8) grids of 4 and 5 bits are found, in F16 (p = 11) those of 8. The scale is then a number, if possible a
-half, whose rounded multiples are the weights: the stored floats are reproduced bit for bit.
+half, whose rounded multiples are exactly the stored floats.
 """
 
 from dataclasses import dataclass
@@ -41,7 +41,7 @@ class Lattice:
         return f"{self.bits} bits, {groups}, {'symmetric' if self.sym else 'asymmetric'}"
 
     def read(self, store: Store, name: str, rows: np.ndarray | None = None) -> GroupedTensor | None:
-        """The matrix, or some of its rows, as codes; None where not all of it lies on such a grid."""
+        """The matrix, or some of its rows, as codes; None unless all of it lies on such a grid."""
         x = store.read_float(self.weight.name)
         fitted = _fit(x if rows is None else x[rows], self.group_size, self.precision, proven=True)
         if fitted is None:
@@ -104,7 +104,7 @@ def _fit(x: np.ndarray, size: int, bits: int, proven: bool = False) -> tuple[np.
 
 
 def _grids(x: np.ndarray, bits: int) -> tuple[np.ndarray, np.ndarray, float] | None:
-    """Of groups float64 [n, size]: scales, integers, and log10 of the probability that ordinary weights lie so."""
+    """Of groups float64 [n, size]: scales, integers, and log10 of the probability that ordinary weights lie on them."""
     unit = 2.0**-bits
     largest = np.abs(x).max(1)
     scales = np.zeros(len(x))
@@ -130,7 +130,7 @@ def _grids(x: np.ndarray, bits: int) -> tuple[np.ndarray, np.ndarray, float] | N
 
 
 def _simplest(x: np.ndarray, integers: np.ndarray, bits: int) -> np.ndarray | None:
-    """float32 [n]: of the scales whose multiples round to x one that is a half, or BF16, if there is; None for none.
+    """float32 [n]: scales whose multiples round to x, preferably halves or BF16; None if there are none.
 
     Floats that were rounded twice may be a little further from them.
     """

@@ -1,9 +1,9 @@
-"""GroupedTensor -> a module's tensors as a checkpoint holds them; the readers `gptq` and `awq` undo this.
+"""Packs a GroupedTensor into a checkpoint's tensors: the inverse of the readers `gptq` and `awq`.
 
-    gptq, gptq_v2   2, 3, 4 and 8 bits, in and out whole 32-bit words of codes; any groups, act-order too
+    gptq, gptq_v2   2, 3, 4 and 8 bits; `in` and `out` codes fill whole 32-bit words; any groups, also act-order
                     qweight int32 [in*b/32, out], qzeros int32 [G, out*b/32] (z - 1, or z), scales fp16 [G, out],
                     g_idx int32 [in]
-    awq             4 bits, out a multiple of 8, groups that divide in, no act-order (version gemm)
+    awq             4 bits, `out` a multiple of 8, groups that divide `in`, no act-order (version gemm)
                     qweight int32 [in, out/8], qzeros int32 [G, out/8], scales fp16 [G, out]
 
 v1 has no zero point of 0: see `zeros`.
@@ -18,7 +18,7 @@ from bridge.checkpoint.formats.zeros import Dialect, recode
 from bridge.checkpoint.grouped import GroupedTensor
 from bridge.errors import BridgeError, parameter
 
-Parts = dict[str, np.ndarray]  # by their last name
+Parts = dict[str, np.ndarray]  # by the last part of the name
 Shapes = dict[str, tuple[str, tuple[int, int] | tuple[int]]]  # dtype as safetensors names it, shape
 
 GPTQ_BITS = (2, 3, 4, 8)
@@ -26,12 +26,12 @@ _GEMM_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # nibble i of a word is output feature o
 
 
 @dataclass(frozen=True)
-class Layout:
+class PackedLayout:
     """How one format stores a module.
 
-    refusal  of (bits, group size, (out, in)): why the format cannot hold such a module, None where it can
-    shapes   of the same: its tensors' dtypes and shapes
-    pack     a tensor that can be held -> its tensors
+    refusal  (bits, group size, (out, in)) -> why the format cannot hold such a module, None if it can
+    shapes   (bits, group size, (out, in)) -> its tensors' dtypes and shapes
+    pack     module -> its tensors
     """
 
     name: str
@@ -40,19 +40,19 @@ class Layout:
     pack: Callable[[GroupedTensor], Parts]
 
 
-def check(tensor: GroupedTensor, layout: Layout) -> np.ndarray:
-    """The scales as halves; BridgeError unless the layout can hold the tensor exactly, zero points of 0 aside."""
+def check(tensor: GroupedTensor, layout: PackedLayout) -> np.ndarray:
+    """The scales as halves. Raises BridgeError unless the layout holds the tensor exactly, except zero points of 0."""
     scales = tensor.scales.astype(np.float16)
     top = 2**tensor.bits - 1
     why = layout.refusal(tensor.bits, tensor.group_size, tensor.shape)
     if tensor.group_of_column is not None and layout.name == "awq":
         why = "awq has no act-order; quantize with groups of consecutive columns"
     elif tensor.codes.max(initial=0) > top:
-        why = f"a code of {tensor.codes.max()} is beyond {tensor.bits} bits"
+        why = f"the code {tensor.codes.max()} is beyond {tensor.bits} bits"
     elif not ((tensor.zeros == np.rint(tensor.zeros)) & (tensor.zeros >= 0) & (tensor.zeros <= top)).all():
         why = f"{layout.name} can only hold zero points that are integers from 0 to {top}; write a GGUF instead"
     elif not (scales == tensor.scales).all() or not np.isfinite(scales).all():
-        why = "its scales are not half-precision numbers; round them before choosing codes"
+        why = "its scales are not half-precision floats; round them before choosing codes"
     if why:
         raise BridgeError(f"{tensor.name}: {why}")
     return scales
@@ -64,8 +64,8 @@ def zeros_of_0(tensor: GroupedTensor) -> int:
 
 
 def raised(tensor: GroupedTensor) -> tuple[GroupedTensor, int]:
-    """The tensor with zero points of 0 made 1 and their codes one more: the same weights, but for those of the
-    greatest code, which lose a step. Also the count of these."""
+    """The tensor with zero points of 0 changed to 1 and those groups' codes raised by 1: the same weights, except
+    at the greatest code, where they lose a step. Also the number of such weights."""
     by = (tensor.zeros == 0)[:, tensor.groups()]
     lost = by & (tensor.codes == 2**tensor.bits - 1)
     codes = tensor.codes + (by & ~lost).astype(np.uint8)
@@ -88,7 +88,7 @@ def pack_columns(codes: np.ndarray, bits: int) -> np.ndarray:
 
 
 def pack_gemm(codes: np.ndarray) -> np.ndarray:
-    """4-bit codes uint8 [out, in], AWQ's way: int32 [in, out/8]."""
+    """4-bit codes uint8 [out, in] in AWQ's order: int32 [in, out/8]."""
     words = np.zeros((codes.shape[1], codes.shape[0] // 8), np.uint32)
     for i, row in enumerate(_GEMM_ORDER):
         words |= codes[row::8].T.astype(np.uint32) << np.uint32(4 * i)
@@ -164,7 +164,7 @@ def _awq(tensor: GroupedTensor) -> Parts:
 
 
 LAYOUTS = {
-    "gptq": Layout("gptq", _gptq_refusal, _gptq_shapes, lambda tensor: _gptq(tensor, "gptq")),
-    "gptq_v2": Layout("gptq_v2", _gptq_refusal, _gptq_shapes, lambda tensor: _gptq(tensor, "gptq_v2")),
-    "awq": Layout("awq", _awq_refusal, _awq_shapes, _awq),
+    "gptq": PackedLayout("gptq", _gptq_refusal, _gptq_shapes, lambda tensor: _gptq(tensor, "gptq")),
+    "gptq_v2": PackedLayout("gptq_v2", _gptq_refusal, _gptq_shapes, lambda tensor: _gptq(tensor, "gptq_v2")),
+    "awq": PackedLayout("awq", _awq_refusal, _awq_shapes, _awq),
 }

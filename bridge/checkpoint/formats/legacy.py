@@ -2,12 +2,12 @@
 
     qweight  int32 [in*b/32, out]          codes, as in `gptq`
     scales   float [out, 1] or [G, out]
-    zeros    as scales                     s*z: W = s*q - zeros
-    bias     float [out]                   always written, as zeros if the layer has none
+    zeros    like scales                   s*z: W = s*q - zeros
+    bias     float [out]                   always written; zeros if the layer has no bias
     g_idx    int32 [in]                    group of each input feature; absent before April 2023
 
 IST-DASLab's Quant3Linear has 3 bits and one group a row; until March 2023 GPTQ-for-LLaMa stored 2, 3, 4 and 8 bits in
-the same way. Its later files have qzeros as AutoGPTQ's and are read as GPTQ v1. Bits and group size follow from shapes.
+the same way. Its later files have qzeros like AutoGPTQ's, read as GPTQ v1. Bits and group size follow from shapes.
 """
 
 from dataclasses import replace
@@ -27,7 +27,7 @@ BITS = (2, 3, 4, 8)
 
 
 class FloatZerosReader(GptqReader):
-    """Reads GPTQ codes whose zero points are stored as floats, times their scale."""
+    """Reads GPTQ codes whose zero points are stored as floats, multiplied by their scales."""
 
     short: ClassVar = "gptq with float zeros"
     parts: ClassVar = ("qweight", "zeros", "scales", "g_idx", "bias")
@@ -63,8 +63,7 @@ class FloatZerosReader(GptqReader):
             scales, products = (np.ascontiguousarray(x.T) for x in (scales, products))
         if (products[scales == 0] != 0).any():
             raise BridgeError(
-                f"{info.file}: {name} has zeros where the scale is 0, which are no group's zero point; "
-                "the checkpoint is damaged"
+                f"{info.file}: {name} has zeros that are not 0 for groups whose scale is 0; the checkpoint is damaged"
             )
         if rows is not None:
             scales, products = scales[rows], products[rows]

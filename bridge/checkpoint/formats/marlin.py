@@ -1,11 +1,11 @@
-"""Marlin: symmetric 4- and 8-bit codes in the order in which one GPU kernel loads them, sorted into rows here.
+"""Marlin: symmetric 4- and 8-bit codes in the order in which a GPU kernel loads them, sorted into rows here.
 
     B, or qweight   int32 [in/16, out*b/2]   codes (AutoGPTQ, vLLM; AutoAWQ)
     s, or scales    float [G, out]
     bias            float [out]              optional
 
 A run of 1024 codes, 4 tiles of 16 input by 16 output features, serves a warp: thread t of 32 loads 8 codes of
-each tile. They are the rows and columns that the tensor cores' 16 x 8 fragment gives to the thread:
+each tile. They are in the rows and columns that the tensor cores' 16 x 8 fragment assigns to the thread:
 
     input feature    2 * (t % 4) + {0, 1, 8, 9}
     output feature   t // 4 + {0, 8}
@@ -30,7 +30,7 @@ _IN_WORD = {4: [0, 2, 4, 6, 1, 3, 5, 7], 8: [0, 2, 1, 3]}
 
 
 def tile_order(bits: int) -> np.ndarray:
-    """int64 [1024]: which weight of a run of 4 tiles stands where; a tile counts 16 * input + output feature."""
+    """int64 [1024]: the weight at each place of a run of 4 tiles; a tile counts 16 * input + output feature."""
     thread, tile, e = np.ogrid[:32, :4, :8]
     feature_in = 2 * (thread % 4) + e % 2 + 8 * (e // 2 % 2)
     feature_out = thread // 4 + 8 * (e // 4)
@@ -48,16 +48,16 @@ class MarlinReader(Reader):
     def complete(cls, quant: QuantConfig, label: str) -> QuantConfig:
         return replace(quant, sym=True, title="Marlin")
 
-    def needs(self, tensors: dict[str, TensorInfo]) -> tuple[str, ...]:
+    def required_parts(self, tensors: dict[str, TensorInfo]) -> tuple[str, ...]:
         return ("qweight", "scales") if "qweight" in tensors else ("B", "s")
 
     def describe(self, name: str, tensors: dict[str, TensorInfo]) -> ModuleInfo:
-        weight, scales = (tensors[part] for part in self.needs(tensors))
+        weight, scales = (tensors[part] for part in self.required_parts(tensors))
         for part in ("qzeros", "g_idx"):
             if part in tensors and tensors[part].nbytes:
                 raise BridgeError(
-                    f"{tensors[part].file}: {name} has {part}, which Marlin's layout on disk does not; if config.json "
-                    "names it wrongly, set checkpoint_format to gptq (AWQ: version to gemm)"
+                    f"{tensors[part].file}: {name} has {part}, which Marlin's layout on disk lacks; if config.json "
+                    "names the wrong layout, set checkpoint_format to gptq (AWQ: version to gemm)"
                 )
         if any(len(t.shape) != 2 or 0 in t.shape for t in (weight, scales)):
             raise contradiction(name, tensors)
@@ -81,7 +81,7 @@ class MarlinReader(Reader):
 
         info = self.modules[name]
         out, columns = info.shape
-        weight_part, scale_part = self.needs(info.tensors)
+        weight_part, scale_part = self.required_parts(info.tensors)
         words = self.part(name, weight_part)
         stored = unpack_rows(words, info.bits, 16 * out).reshape(-1, 1024)
         codes = stored[:, np.argsort(tile_order(info.bits))]

@@ -35,7 +35,7 @@ from bridge.checkpoint.labels.quant_config import QuantConfig, whole_number
 from bridge.errors import BridgeError
 
 _MODES = ("affine", "mxfp8", "mxfp4", "nvfp4")
-_FAR = 1 << 12  # a zero point so many steps away is that of a constant group: mlx's smallest scale is 1e-7
+_FAR = 1 << 12  # a zero point so far away belongs to a constant group: mlx's smallest scale is 1e-7
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class Mxfp8(ScaledFloats):
 
         scales = as_float32(read(self.scale.name), "F8_E8M0")
         if not np.isfinite(scales).all():
-            raise BridgeError(f"{self.scale.file}: {self.scale.name} has scales that are no numbers; download it again")
+            raise BridgeError(f"{self.scale.file}: {self.scale.name} has scales that are NaN; download it again")
         return as_float32(read(self.source, rows).view(np.uint8), "F8_E4M3"), scales
 
 
@@ -104,7 +104,7 @@ class MlxReader(Reader):
     def owned(self) -> set[str]:
         return super().owned() | {f.source for f in self.floats.values() if isinstance(f, Mxfp8)}
 
-    def needs(self, tensors: dict[str, TensorInfo]) -> tuple[str, ...]:
+    def required_parts(self, tensors: dict[str, TensorInfo]) -> tuple[str, ...]:
         return self.required[:2] if _is_mx(tensors) and "biases" not in tensors else self.required
 
     def is_plain(self, tensors: dict[str, TensorInfo]) -> bool:
@@ -114,7 +114,7 @@ class MlxReader(Reader):
         if "global_scale" in tensors:
             raise BridgeError(
                 f"{tensors['global_scale'].file}: {name} has a global_scale, which is not supported; "
-                "quantize the model again without"
+                "quantize the model again without it"
             )
         if _is_mx(tensors):
             return self._floats(name, tensors)
@@ -140,7 +140,7 @@ class MlxReader(Reader):
         return ModuleInfo(name, bits, size, (out, groups * size), nbytes, tensors)
 
     def _floats(self, name: str, tensors: dict[str, TensorInfo]) -> ModuleInfo | Mxfp8:
-        """A module of mode mxfp8, mxfp4 or nvfp4, which words and groups in a row tell apart."""
+        """A module of mode mxfp8, mxfp4 or nvfp4, distinguished by the words and groups in a row."""
         weight, scales = tensors["weight"], tensors["scales"]
         rows, bias = weight.shape[:-1], tensors.get("bias")
         dimensions = 3 if ".switch_mlp." in name else 2
@@ -163,14 +163,14 @@ class MlxReader(Reader):
         return ModuleInfo(name, 4, GROUPS[mode.upper()], (rows[-1], 8 * words), nbytes, tensors)
 
     def _claims(self, name: str) -> tuple[int, int]:
-        """(bits, group size) of a module, which shapes alone do not tell: 4 bits by 64 look like 8 by 32."""
+        """(bits, group size) of a module, which shapes do not determine: 4 bits by 64 look like 8 by 32."""
         own = self.quant.raw.get(name)
         own = own if isinstance(own, dict) else {"bits": self.quant.bits, "group_size": self.quant.group_size}
         said = tuple(default if own.get(k) is None else own[k] for k, default in (("bits", 4), ("group_size", 64)))
         bits, size = map(whole_number, said)
         if bits is None or size is None:
             raise BridgeError(
-                f"{self.quant.source}: {name} has bits {said[0]!r}, group_size {said[1]!r}; mend the file"
+                f"{self.quant.source}: {name} has bits {said[0]!r}, group_size {said[1]!r}; correct the file"
             )
         return bits, size
 
@@ -205,12 +205,10 @@ class MlxReader(Reader):
         codes = unpack_rows(stored("weight"), info.bits, info.shape[1])
         notes = []
         if self.quant.raw.get(stack) is False:
-            notes.append(f"{name}: quantization says it is not quantized, but it is; read as it is stored")
+            notes.append(f"{name}: quantization says it is not quantized, but it is; read as stored")
         scales, zeros = affine_zeros(codes, scales, offsets, info.group_size)
         if not np.isfinite(zeros).all():
-            raise BridgeError(
-                f"{info.file}: {name} has biases out of all proportion to its scales; the checkpoint is damaged"
-            )
+            raise BridgeError(f"{info.file}: {name} has biases far too large for its scales; the checkpoint is damaged")
         return GroupedTensor(name, info.bits, codes, scales, zeros, info.group_size, bias=bias, notes=tuple(notes))
 
 
@@ -224,8 +222,8 @@ def affine_zeros(
 ) -> tuple[np.ndarray, np.ndarray]:
     """(scales, zero points) float32 [out, G] of W = s * q + offset; groups are runs of `group_size` columns.
 
-    Groups of one value have a scale of nothing and so no zero point, or one out of all proportion. Their codes,
-    which say nothing, are overwritten: 1, with the value for scale and 0 for zero point. In place.
+    Groups of a single value have a scale near 0, and no usable zero point. Their codes, which have no effect,
+    become 1, in place, with the value as scale and 0 as zero point.
     """
     with np.errstate(over="ignore"):
         zeros = np.divide(-offsets, scales, out=np.zeros_like(scales), where=scales != 0)

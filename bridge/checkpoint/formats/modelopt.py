@@ -1,4 +1,4 @@
-"""4-bit and 8-bit floats, told apart by each module's tensors: NVIDIA's ModelOpt, and auto-round's nvfp4 and mxfp4.
+"""4-bit and 8-bit floats, distinguished by each module's tensors: NVIDIA's ModelOpt, and auto-round's nvfp4 and mxfp4.
 
              codes           scales          of the whole weight              of activations
 ModelOpt     weight          weight_scale    weight_scale_2, multiplies       input_scale
@@ -54,8 +54,8 @@ class ModelOptReader(Fp8Reader):
             quant, title=f"ModelOpt {algorithm}", claims=("4-bit floats", f"groups of {size}"), group_size=size
         )
 
-    def needs(self, tensors: dict[str, TensorInfo]) -> tuple[str, ...]:
-        return ("weight_scale", "weight_packed") if "weight_packed" in tensors else super().needs(tensors)
+    def required_parts(self, tensors: dict[str, TensorInfo]) -> tuple[str, ...]:
+        return ("weight_scale", "weight_packed") if "weight_packed" in tensors else super().required_parts(tensors)
 
     def describe(self, name: str, tensors: dict[str, TensorInfo]) -> ModuleInfo | ScaledFloats:
         if "weight_packed" in tensors or tensors["weight"].dtype == "U8":

@@ -1,6 +1,6 @@
-"""What the readers of all formats share: which tensors make a module.
+"""The base class of all readers: it finds the tensors of each module.
 
-A module is codes (ModuleInfo, read as CodedTensor) or a FloatWeight (8-bit floats with scales: read as float32).
+A module holds codes (ModuleInfo, read as CodedTensor) or is a FloatWeight (8-bit floats with scales: read as float32).
 """
 
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ from bridge.checkpoint.grouped import CodedTensor
 from bridge.checkpoint.labels.quant_config import QuantConfig
 from bridge.errors import BridgeError
 
-# scales and zero points of activations and of the key-value cache: a GGUF has no use for them
+# scales and zero points of activations and of the key-value cache: a GGUF does not need them
 ACTIVATIONS = frozenset(
     f"{what}_{part}"
     for what in ("input", "output", "q", "k", "v", "kv", "prob")
@@ -24,12 +24,12 @@ ACTIVATIONS = frozenset(
 
 @dataclass(frozen=True)
 class ModuleInfo:
-    """A quantized linear layer as its tensors' shapes tell; nothing of it has been read yet.
+    """A quantized linear layer as its tensors' shapes describe it; its data has not been read.
 
-    group_size   the config's where the shapes agree with it; with act-order, the average
+    group_size   the config's if it fits the shapes; with act-order, the average
     shape        (out, in)
     nbytes       of all its tensors
-    tensors      by their last name, a Reader's `parts`
+    tensors      by the last part of their names, one of a Reader's `parts`
     """
 
     name: str
@@ -45,30 +45,30 @@ class ModuleInfo:
 
     @property
     def file(self) -> Path:
-        """That of its codes, for messages."""
+        """The file of its codes, for messages."""
         return next(iter(self.tensors.values())).file
 
 
 @dataclass(frozen=True)
 class FloatWeight:
-    """A weight to be read as floats that are not stored: 8-bit ones times their scale, for example."""
+    """A weight whose floats are computed when it is read: 8-bit floats times their scale, for example."""
 
     weight: TensorInfo
     scale: TensorInfo
 
     def read(self, store: Store, rows: tuple[int, int] | None = None) -> np.ndarray:
-        """float32 [out, in], or its rows start..stop alone. Raises BridgeError where a scale is not a number."""
+        """float32 [out, in], or only rows start..stop. Raises BridgeError if a scale is NaN or infinite."""
         raise NotImplementedError
 
 
 class Reader:
     """The quantized modules of one checkpoint."""
 
-    parts: ClassVar[tuple[str, ...]] = ()  # last names of the tensors that belong to a module
+    parts: ClassVar[tuple[str, ...]] = ()  # last parts of the names of a module's tensors
     required: ClassVar[tuple[str, ...]] = ()
-    short: ClassVar[str] = ""  # the format's name where it is not the config's title
-    settings: ClassVar[frozenset[str]] = frozenset()  # tensors of integers that modules have and nobody needs
-    plain: ClassVar[frozenset[str]] = frozenset({"bias", "scales"})  # what other layers have too (AWQ: act.scales)
+    short: ClassVar[str] = ""  # the format's name if it is not the config's title
+    settings: ClassVar[frozenset[str]] = frozenset()  # integer tensors of modules that are not needed
+    plain: ClassVar[frozenset[str]] = frozenset({"bias", "scales"})  # other layers have these too (AWQ: act.scales)
 
     def __init__(self, store: Store, quant: QuantConfig) -> None:
         self.store = store
@@ -90,7 +90,7 @@ class Reader:
         for module, tensors in found.items():
             if self.is_plain(tensors):
                 continue
-            for part in self.needs(tensors):
+            for part in self.required_parts(tensors):
                 if part not in tensors:
                     some = next(iter(tensors.values()))
                     raise BridgeError(
@@ -105,50 +105,50 @@ class Reader:
         if not self.modules and not self.floats and self.expected():
             raise BridgeError(
                 f"{quant.source}: says {quant.method}, but no tensor of the checkpoint ends in "
-                f".{self.needs({})[0]}; is this the folder of the quantized model?"
+                f".{self.required_parts({})[0]}; is this the folder of the quantized model?"
             )
 
     @staticmethod
     def split(name: str) -> tuple[str, str]:
-        """A tensor's full name as that of its module and that of a part of it."""
+        """A tensor's full name, split into the module's name and the part's."""
         module, _, part = name.rpartition(".")
         return module, part
 
     def owned(self) -> set[str]:
-        """The tensors that modules are made of, by full name: codes, scales and the like, but no bias."""
+        """The tensors that modules are made of, by full name: codes, scales and so on, but not biases."""
         codes = {t.name for m in self.modules.values() for part, t in m.tensors.items() if part != "bias"}
         return codes | {f.scale.name for f in self.floats.values()}
 
     @classmethod
     def complete(cls, quant: QuantConfig, label: str) -> QuantConfig:
-        """The config with what is the format's own; `label` is its checkpoint_format or format, in lower case.
+        """The config with the format's own entries; `label` is its checkpoint_format or format, in lower case.
 
-        Raises BridgeError for what cannot be read.
+        Raises BridgeError for unsupported entries.
         """
         return quant
 
     def expected(self) -> bool:
-        """Whether the config says that there are quantized modules at all."""
+        """Whether the config says that there are quantized modules."""
         return True
 
     def claimed(self, module: str) -> bool:
-        """Whether the label says of a module that it is quantized; what holds for all linears alike is not counted."""
+        """Whether the config names this module as quantized; rules for all linear layers do not count."""
         return self.quant.names(module)
 
     def is_plain(self, tensors: dict[str, TensorInfo]) -> bool:
         """Whether these are the parts of a layer that is not quantized."""
         return self.plain.issuperset(tensors)
 
-    def needs(self, tensors: dict[str, TensorInfo]) -> tuple[str, ...]:
-        """The parts without which a module that has `tensors` is incomplete; first the one that marks modules."""
+    def required_parts(self, tensors: dict[str, TensorInfo]) -> tuple[str, ...]:
+        """The parts that a module with `tensors` must have, starting with the one that marks a module."""
         return self.required
 
     def describe(self, name: str, tensors: dict[str, TensorInfo]) -> ModuleInfo | FloatWeight:
-        """What the shapes tell; BridgeError where they contradict each other."""
+        """The module that the shapes describe. Raises BridgeError if they contradict each other."""
         raise NotImplementedError
 
     def read(self, name: str, rows: np.ndarray | None = None) -> CodedTensor:
-        """One module, or some of its rows (int64, ascending): no others' codes are read where the layout allows that.
+        """One module, or some of its rows (int64, ascending); if the layout allows it, other rows' codes are not read.
 
         Thread-safe.
         """
@@ -156,11 +156,11 @@ class Reader:
         return t if rows is None else t.take_rows(rows)
 
     def whole(self, name: str) -> CodedTensor:
-        """One module, of readers whose layout is read as a whole."""
+        """One whole module, for layouts that cannot be read row by row."""
         raise NotImplementedError
 
     def tensor_scales(self, name: str) -> dict[str, float]:
-        """What GGUF keeps beside the blocks of NVFP4: `scale`, of the whole weight, and `input_scale`; else nothing."""
+        """The separate tensors of NVFP4 in GGUF: `scale`, of the whole weight, and `input_scale`; else empty."""
         return {}
 
     def group_order(self, name: str) -> np.ndarray | None:
@@ -168,7 +168,7 @@ class Reader:
         return None
 
     def part(self, name: str, part: str, some: np.ndarray | None = None, axis: int = 0) -> np.ndarray:
-        """A module's tensor as it is stored, or some of it along an axis."""
+        """A module's stored tensor, or some of its entries along an axis."""
         full = f"{name}.{part}"
         return self.store.read(full) if some is None else np.take(self.store.view(full), some, axis)
 
@@ -177,21 +177,21 @@ class Reader:
         return self.store.read_float(f"{name}.bias") if rows is None and "bias" in self.modules[name].tensors else None
 
     def scales(self, name: str, part: str = "scales") -> np.ndarray:
-        """float32, as laid out in the file; BridgeError where one is infinite or no number."""
+        """float32, in the file's layout. Raises BridgeError if a value is NaN or infinite."""
         return finite_scales(self.store, f"{name}.{part}")
 
 
 def module_info(
     name: str, tensors: dict[str, TensorInfo], bits: int, group_size: int, shape: tuple[int, int]
 ) -> ModuleInfo:
-    """A module of that shape. Raises BridgeError where its bias does not fit."""
+    """A module of that shape. Raises BridgeError if its bias does not fit."""
     if "bias" in tensors and tensors["bias"].shape != shape[:1]:
         raise contradiction(name, tensors)
     return ModuleInfo(name, bits, group_size, shape, sum(t.nbytes for t in tensors.values()), tensors)
 
 
 def finite_scales(store: Store, name: str, rows: tuple[int, int] | None = None) -> np.ndarray:
-    """float32 as it is stored, or its rows start..stop; BridgeError where a value is infinite or no number."""
+    """A stored tensor, or its rows start..stop, as float32. Raises BridgeError if a value is NaN or infinite."""
     scales = store.read_float(name, rows)
     if not np.isfinite(scales).all():
         bad = np.count_nonzero(~np.isfinite(scales))
@@ -203,10 +203,10 @@ def finite_scales(store: Store, name: str, rows: tuple[int, int] | None = None) 
 
 
 def contradiction(name: str, tensors: dict[str, TensorInfo]) -> BridgeError:
-    """The shapes of a module's tensors do not fit together."""
+    """The error for a module whose tensors' shapes do not fit together."""
     shapes = ", ".join(f"{part} {i.dtype} {list(i.shape)}" for part, i in sorted(tensors.items()))
     file = next(iter(tensors.values())).file
     return BridgeError(
         f"{file}: {name}: the shapes contradict each other ({shapes}); the checkpoint is damaged, or its config names "
-        "another method than it was quantized with"
+        "the wrong method"
     )

@@ -25,7 +25,7 @@ from bridge.trellis.layer import TrellisLayer
 from bridge.trellis.packed import bits_of, plain_layer, qtip_layer
 
 _NUMBERS = {"L": 16, "K": 2, "V": 1, "tlut_bits": 0, "td_x": 16, "td_y": 16}  # with what is usual
-_RANKS = 8  # of split_for_tp, where a tuned file has lost tp_rank
+_RANKS = 8  # of split_for_tp, if a tuned file lacks tp_rank
 
 
 class QtipReader(TrellisReader):
@@ -66,11 +66,11 @@ class QtipReader(TrellisReader):
                 f"o_proj's and down_proj's inputs and of the others' outputs are taken to be of {_RANKS} blocks"
             )
 
-    def needs(self, tensors: dict[str, TensorInfo]) -> tuple[str, ...]:
+    def required_parts(self, tensors: dict[str, TensorInfo]) -> tuple[str, ...]:
         return "qweight" if "qweight" in tensors else "trellis", "SU", "SV"
 
     def describe(self, name: str, tensors: dict[str, TensorInfo]) -> ModuleInfo:
-        codes = tensors[self.needs(tensors)[0]]
+        codes = tensors[self.required_parts(tensors)[0]]
         out, columns = length(name, tensors, "SV"), length(name, tensors, "SU")
         where = f"{codes.file}: {name}"
         raw = self.quant.raw
@@ -81,14 +81,14 @@ class QtipReader(TrellisReader):
             bits = raw["K"]
         else:
             raise BridgeError(
-                f"{where}: {codes.name.rpartition('.')[2]} is {codes.dtype} {list(codes.shape)}; int16 streams or "
-                "int32 states are wanted; the checkpoint is damaged"
+                f"{where}: {codes.name.rpartition('.')[2]} is {codes.dtype} {list(codes.shape)}; it must be int16 "
+                "streams or int32 states; the checkpoint is damaged"
             )
         self._book(where, bits, tensors.get("tlut"))
         return module_info(name, tensors, bits, 0, (out, columns))
 
     def _book(self, where: str, bits: int, tlut: TensorInfo | None, read: bool = False) -> BitshiftCodebook:
-        """The codebook; unless its table is read, with one of zeros of the same shape: to check what can be checked."""
+        """The codebook; unless `read`, with a table of zeros, which is enough to check shapes."""
         raw = self.quant.raw
         table = None
         if tlut is not None:
@@ -98,7 +98,7 @@ class QtipReader(TrellisReader):
     def layer(self, name: str) -> TrellisLayer:
         tensors, where, raw = self.modules[name].tensors, self.label(name), self.quant.raw
         book = self._book(where, self.modules[name].bits, tensors.get("tlut"), read=True)
-        part = self.needs(tensors)[0]
+        part = self.required_parts(tensors)[0]
         codes, tile = self.part(name, part), (raw["td_x"], raw["td_y"])
         su, sv, bias = self.vector(name, "SU"), self.vector(name, "SV"), self.bias(name)
         if codes.dtype == np.int16:
@@ -119,5 +119,5 @@ class QtipReader(TrellisReader):
         if side and "tp_rank" in tensors:
             ranks = self.scalar(name, "tp_rank")
         if side not in (0, 1, 2):
-            raise BridgeError(f"{self.label(name)}: rcp is {side}; 0, 1 and 2 are known; the checkpoint is damaged")
+            raise BridgeError(f"{self.label(name)}: rcp is {side}, which must be 0, 1 or 2; the checkpoint is damaged")
         return ranks if side == 1 else 1, ranks if side == 2 else 1

@@ -1,4 +1,4 @@
-"""What the readers of trellis-coded layers share: a layer that can be multiplied as it is, or decoded to floats."""
+"""The base class of readers of trellis-coded layers, which can be multiplied as they are or decoded to floats."""
 
 from typing import ClassVar
 
@@ -18,7 +18,7 @@ class TrellisReader(Reader):
     padding: ClassVar = 1
 
     def layer(self, name: str) -> TrellisLayer:
-        """A module as it is. Raises BridgeError where its sizes or its values cannot be."""
+        """A module, still coded. Raises BridgeError if its sizes or values are invalid."""
         raise NotImplementedError
 
     def whole(self, name: str) -> DecodedTensor:
@@ -27,31 +27,31 @@ class TrellisReader(Reader):
         return DecodedTensor(name, layer.book.K, weights, distortion, self.padding, layer.bias)
 
     def label(self, name: str) -> str:
-        """Of a module, for messages."""
+        """A module's file and name, for messages."""
         return f"{self.modules[name].file}: {name}"
 
     def vector(self, name: str, part: str) -> np.ndarray:
-        """float32 [n] of a vector of floats, of any shape. Raises BridgeError where one is no number."""
+        """A vector of floats of any shape as float32 [n]. Raises BridgeError if one is NaN or infinite."""
         return finite_scales(self.store, f"{name}.{part}").reshape(-1)
 
     def scalar(self, name: str, part: str) -> int:
-        """An integer that is stored as a tensor of one element; BridgeError for anything else."""
+        """An integer stored as a tensor of one element. Raises BridgeError for anything else."""
         values = self.part(name, part)
         if values.size != 1 or values.dtype.kind not in "iu":
             raise BridgeError(
-                f"{self.label(name)}: {part} is {values.dtype} {list(values.shape)}, one integer is wanted; "
+                f"{self.label(name)}: {part} is {values.dtype} {list(values.shape)}, not one integer; "
                 "the checkpoint is damaged"
             )
         return int(values.reshape(-1)[0])
 
 
 def length(name: str, tensors: dict[str, TensorInfo], part: str) -> int:
-    """Of a vector of floats. Raises BridgeError where it is none."""
+    """The length of a vector of floats. Raises BridgeError if it is not one."""
     info = tensors[part]
     count = int(np.prod(info.shape))
     if not info.floating or not count or max(info.shape, default=1) != count:
         raise BridgeError(
-            f"{info.file}: {name}.{part} is {info.dtype} {list(info.shape)}, a vector of floats is wanted; "
+            f"{info.file}: {name}.{part} is {info.dtype} {list(info.shape)}, not a vector of floats; "
             "the checkpoint is damaged"
         )
     return count

@@ -1,23 +1,23 @@
-"""GPTQ's zero points: how each tool stored them, and how the words themselves tell.
+"""GPTQ's zero points: how each tool stored them, and how to recognize that from the words.
 
 `qzeros` holds z (v2) or z - 1 (v1), and v1 was written in more than one way:
 
     AutoGPTQ      subtracts 1 per code, then ORs the codes into the word unmasked: a z of 0 fills its
-                  lane and all higher lanes of the word with ones, for good
+                  lane and all higher lanes of the word with ones, irrecoverably
     GPTQModel     subtracts a constant from the whole packed word (0x11111111 for 4 bits): a z of 0
-                  borrows from the next lane, and adding the same constant undoes all of it exactly.
+                  borrows from the next lane, and adding the same constant restores it exactly.
                   Before 7.3.2 the constant is that of the checkpoint's default bits, even in a module
-                  that has others; since then each module's own
+                  with other bits; since then that of the module's own bits
     GPTQModel, 3 bits
-                  before 7.0.0 the three words' constants stood in the wrong order; since then 1 is
+                  before 7.0.0 the three words' constants were in the wrong order; since then 1 is
                   subtracted per code, modulo 8
     auto-round, 5 to 7 bits
                   1 is subtracted per code, modulo 2^bits
 
-Each way is a `Dialect`. Symmetric zero points are 2**(bits-1) everywhere, so their words name the
-dialect, whatever the label says; 4 bits: 0x77777777 is v1, 0x88888888 v2. Asymmetric ones follow
-the weights: codes scatter about their zero point, so in the right dialect a group's mean code is near
-it, and a dialect that is off by one has (mean - z)**2 greater by 1 - 2 * (mean - z), which is near 1 in
+Each way is a `Dialect`. Symmetric zero points are 2**(bits-1) everywhere, so their words determine the
+dialect, whatever the config claims; 4 bits: 0x77777777 is v1, 0x88888888 v2. Asymmetric ones follow
+the weights: codes scatter around their zero point, so in the right dialect a group's mean code is close to
+it. In a dialect that is off by one, (mean - z)**2 is larger by 1 - 2 * (mean - z), which is about 1 in
 the median group.
 """
 
@@ -25,18 +25,18 @@ from dataclasses import dataclass
 
 import numpy as np
 
-# GPTQModel < 7 subtracted these from the three words of 32 codes; 49249249 92492492 24924924 is right
+# GPTQModel < 7 subtracted these from the three words of 32 codes; correct is 49249249 92492492 24924924
 _OLD_3BIT = np.array([0x24924924, 0x92492492, 0x49249249], np.uint32)
 
-OWN_BITS_SINCE = (7, 3, 2)  # GPTQModel: from here on, v1's constant is that of a module's own bits
+OWN_BITS_SINCE = (7, 3, 2)  # GPTQModel: since then, v1's constant is that of a module's own bits
 
-# the top bits that AutoGPTQ sets when the lane below the topmost (or any lower) had a zero of 0
+# the top bits that AutoGPTQ sets if the second-highest lane or any lower one had a zero point of 0
 _LOST = {2: (0xF0000000,), 3: (0xF8000000, 0xF0000000, 0xFC000000), 4: (0xFF000000,), 8: (0xFFFF0000,)}
 
 
 @dataclass(frozen=True)
 class Dialect:
-    """How zero points are stored: `undo` is the bits whose constant of ones was subtracted, 0 for v2."""
+    """How zero points are stored: `undo` is the lane width in bits of the subtracted constant, 0 for v2."""
 
     undo: int = 0
     old: bool = False
@@ -49,7 +49,7 @@ class Dialect:
 
 
 def dialects(bits: int, default_bits: int, label: str, version: tuple[int, ...] | None) -> list[Dialect]:
-    """All that may be, what the label says first. `version` is GPTQModel's, None for another writer."""
+    """All possible dialects, the label's first. `version` is GPTQModel's, None for another writer."""
     if bits in (5, 6, 7):  # GPTQModel's are planar, auto-round's a plain stream
         choices = [Dialect(planar=True), Dialect(), Dialect(bits)]
         if version is None and label in ("gptq", "gptq_v2"):
@@ -78,10 +78,10 @@ def decode(words: np.ndarray, bits: int, out: int, dialect: Dialect) -> np.ndarr
 def recode(
     words: np.ndarray, bits: int, source: Dialect, target: Dialect, raised: np.ndarray | None = None
 ) -> np.ndarray:
-    """qzeros of one dialect in another: the same shape and dtype, padding carried along.
+    """qzeros of one dialect in another: the same shape and dtype, including padding.
 
-    raised  bool [G, out]: zero points of 0 to make 1, which v1 needs: a v1 that holds a 0 is read rightly
-            by GPTQModel alone, and a v1 without is the same for all who read it
+    raised  bool [G, out]: zero points of 0 to change to 1, as v1 requires: only GPTQModel reads a v1 with a 0
+            correctly, and all programs agree on a v1 without it
 
     For 2, 3, 4 and 8 bits and dialects that are not planar. v1 is written with the module's own bits.
     """
@@ -99,7 +99,7 @@ def recode(
 
 
 def _restore(words: np.ndarray, dialect: Dialect) -> np.ndarray:
-    """The words as v2 has them, unsigned."""
+    """The words as v2 stores them, unsigned."""
     unsigned = words.view(f"u{words.dtype.itemsize}")
     if dialect.undo == 3:
         if dialect.old and words.dtype.itemsize == 4:
@@ -115,7 +115,7 @@ def _ones(dtype: np.dtype, bits: int) -> np.unsignedinteger:
 
 
 def _lanes(chosen: np.ndarray, bits: int, words: np.ndarray) -> np.ndarray:
-    """Words like `words` with a 1 in the lanes that are chosen, bool [G, out]."""
+    """Words like `words` with a 1 in each chosen lane; `chosen` is bool [G, out]."""
     stream = np.zeros((len(words), words.shape[1] * words.dtype.itemsize * 8), bool)
     stream[: len(chosen), : chosen.shape[1] * bits : bits] = chosen
     return np.packbits(stream, axis=1, bitorder="little").view(f"u{words.dtype.itemsize}")
@@ -133,7 +133,7 @@ def _add_3bit(words: np.ndarray, amount: int) -> np.ndarray:
 
 
 def unscaled(scales: np.ndarray, products: np.ndarray) -> np.ndarray:
-    """Zero points float32 from products s*z, which fp16 may have rounded; integers wherever they are near one."""
+    """Zero points float32 from products s*z, which fp16 may have rounded; integers if they are near one."""
     zeros = np.divide(products, scales, out=np.zeros_like(scales), where=scales != 0)
     whole = np.rint(zeros)
     return np.ascontiguousarray(np.where(np.abs(zeros - whole) < 0.1, whole, zeros), dtype=np.float32)
@@ -151,9 +151,9 @@ def symmetric_dialect(words: np.ndarray, bits: int, out: int, choices: list[Dial
 
 
 def lost_words(words: np.ndarray, bits: int) -> int:
-    """How many words AutoGPTQ filled with ones from a zero point of 0 upwards: their zeros are gone.
+    """How many words AutoGPTQ filled with ones from a zero point of 0 upwards: their zero points are lost.
 
-    A lane of ones never is a v1 zero point but 0 - 1; in the topmost lane alone it is still known.
+    In v1, a lane of ones can only be 0 - 1. If only the topmost lane is ones, no zero point is lost.
     """
     if words.dtype.itemsize != 4 or bits not in _LOST:
         return 0

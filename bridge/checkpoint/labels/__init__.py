@@ -1,5 +1,5 @@
-"""What a checkpoint's configs claim about its quantization: config files go in, a QuantConfig comes out.
+"""What a checkpoint's configs claim about its quantization: config files are parsed into a QuantConfig.
 
-`quant_config` is the claim, `detect_format` reads it (start there), `schemes` parses compressed-tensors' configs, and
-`unlabelled` recognises formats by their tensors where no config tells.
+`quant_config` defines the claim, `detect_format` reads it (start there), `schemes` parses compressed-tensors' configs,
+and `unlabelled` recognises formats by their tensors if no config names them.
 """

@@ -1,11 +1,11 @@
-"""Quantization methods: the reader of each, and the claim of a checkpoint's configs.
+"""Quantization methods: the reader of each, and which one a checkpoint's configs name.
 
 quantize_config.json   GPTQModel, AutoGPTQ (no quant_method: gptq)
 quant_config.json      AutoAWQ, llm-awq (w_bit, q_group_size)
-config.json            quantization_config, written by all of them today; quip_params, QTIP's
-hf_quant_config.json   ModelOpt: {quantization: {quant_algo: FP8, ...}}; counts where the others say nothing
+config.json            quantization_config, written by all of them today; QTIP has quip_params
+hf_quant_config.json   ModelOpt: {quantization: {quant_algo: FP8, ...}}; used if the others name no quantization
 
-The first that exists counts, completed from config.json. `unlabelled` is for checkpoints without any.
+The first that exists is used, completed from config.json. `unlabelled` is for checkpoints without any.
 """
 
 from collections.abc import Iterator
@@ -30,10 +30,10 @@ from bridge.checkpoint.labels.quant_config import QuantConfig, compiles, whole_n
 from bridge.errors import BridgeError
 from bridge.system.files import read_json
 
-# quant_method -> its reader; auto-round packs as one or the other
+# quant_method -> its reader; auto-round packs as one of them
 READERS: dict[str, type[Reader]] = {
     "gptq": GptqReader,
-    "gptq-float-zeros": FloatZerosReader,  # told by its tensors, never by a config
+    "gptq-float-zeros": FloatZerosReader,  # recognized by its tensors, never by a config
     "awq": AwqReader,
     "compressed-tensors": CompressedReader,
     "fp8": Fp8Reader,
@@ -50,9 +50,9 @@ NAMES = tuple(sorted({*READERS, "auto-round"} - {"gptq-float-zeros"}))
 
 
 def read_quant_config(folder: Path, config: dict[str, Any]) -> QuantConfig:
-    """The quantization of the checkpoint in `folder`, `config` being its config.json.
+    """The quantization of the checkpoint in `folder`; `config` is its config.json.
 
-    Raises BridgeError for methods and layouts that no reader knows.
+    Raises BridgeError for methods and layouts that no reader supports.
     """
     inner = next((q for part in _parts(config) if isinstance(q := part.get("quantization_config"), dict)), None)
     raw: dict[str, Any] = dict(inner or {})
@@ -75,7 +75,7 @@ def read_quant_config(folder: Path, config: dict[str, Any]) -> QuantConfig:
     if not raw:
         source = folder / "hf_quant_config.json"
         said = read_json(source, optional=True).get("quantization")
-        if not isinstance(said, dict) or not said.get("quant_algo"):  # none: the key-value cache alone is quantized
+        if not isinstance(said, dict) or not said.get("quant_algo"):  # only the key-value cache is quantized
             return QuantConfig(source=None)
         raw = {"quant_method": "modelopt", **said}
     method = str(raw.get("quant_method") or raw.get("method") or "(none)").lower()
@@ -93,13 +93,13 @@ def read_quant_config(folder: Path, config: dict[str, Any]) -> QuantConfig:
     if label in ("bitblas", "qqq", "ipex") and not (method == "awq" and label == "ipex"):
         raise BridgeError(
             f"{source}: the {label} layout is made for one GPU kernel and is not supported; "
-            f"take the checkpoint that it was made from, in the {'gemm' if method == 'awq' else 'gptq'} layout"
+            f"use the checkpoint from which it was made, in the {'gemm' if method == 'awq' else 'gptq'} layout"
         )
     rotation = raw.get("rotation") or raw.get("rotation_config")  # GPTQModel's, auto-round's
     if rotation and str(rotation).lower() != "none":
         raise BridgeError(
             f"{source}: rotation {rotation!r} needs a Hadamard transform at run time, which GGUF lacks; "
-            "take a checkpoint quantized without rotation"
+            "use a checkpoint quantized without rotation"
         )
     meta = raw.get("meta")
     writers = [meta.get(key) if isinstance(meta, dict) else None for key in ("quantizer", "packer")]
@@ -119,7 +119,7 @@ def read_quant_config(folder: Path, config: dict[str, Any]) -> QuantConfig:
 
 
 def _parts(config: dict[str, Any]) -> list[dict[str, Any]]:
-    """Where a config.json may have its quantization_config: at its top, or in the language model's part."""
+    """The parts of a config.json that may hold quantization_config: the whole, and the language model's part."""
     parts = (config.get(key) for key in ("text_config", "language_config", "llm_config"))
     return [config, *(part for part in parts if isinstance(part, dict))]
 
@@ -129,13 +129,13 @@ def _number(source: Path, raw: dict[str, Any], keys: tuple[str, ...], default: i
         value = raw.get(key)
         if value is not None:
             if (number := whole_number(value)) is None:
-                raise BridgeError(f"{source}: {key} is {value!r}, not a whole number; mend the file")
+                raise BridgeError(f"{source}: {key} is {value!r}, not a whole number; correct the file")
             return number
     return default
 
 
 def _auto_round(source: Path, raw: dict[str, Any]) -> tuple[str, str]:
-    """(method, label) of auto-round's packing_format, or backend as it was called before.
+    """(method, label) of auto-round's packing_format, which used to be called backend.
 
     auto_round:auto_gptq stores z - 1; auto_round and auto_round:gptqmodel store z itself.
     """
@@ -161,14 +161,14 @@ def _auto_round(source: Path, raw: dict[str, Any]) -> tuple[str, str]:
 
 
 def _unread_patterns(quant: QuantConfig) -> Iterator[str]:
-    """A note on each pattern that is passed over: other tools' expressions (PCRE) or globs. The tensors tell enough.
+    """A note on each ignored pattern: globs, or PCRE that Python cannot compile. The tensors tell enough without it.
 
-    Raises BridgeError where a pattern's settings are no table.
+    Raises BridgeError if a pattern's settings are not a table.
     """
     for key, rules in (("dynamic", quant.dynamic), ("extra_config", quant.extra)):
         for pattern, change in rules.items():
             if not isinstance(change, dict) and not (key == "dynamic" and (change is False or pattern[:2] == "-:")):
-                raise BridgeError(f"{quant.source}: {key} {pattern!r} is {change!r}, not a table; mend the file")
+                raise BridgeError(f"{quant.source}: {key} {pattern!r} is {change!r}, not a table; correct the file")
             by_name = key == "dynamic" and pattern[:2] in ("-:", "+:")
             if problem := compiles(pattern[2:] if by_name else pattern):
-                yield f"{key} has the pattern {pattern!r:.80}, which cannot be read ({problem}); it is passed over"
+                yield f"{key} has the pattern {pattern!r:.80}, which cannot be read ({problem}) and is ignored"

@@ -1,6 +1,6 @@
-"""A checkpoint's claims about its own quantization: one dataclass for all formats, and GPTQ's claim to be written.
+"""A checkpoint's claims about its own quantization: one dataclass for all formats, and GPTQ's config for writing.
 
-Readers trust the tensors over it, and note where the two disagree.
+Readers trust the tensors over the claims, and note where they disagree.
 """
 
 import re
@@ -15,20 +15,20 @@ from bridge.checkpoint.formats.zeros import OWN_BITS_SINCE
 
 @dataclass(frozen=True)
 class QuantConfig:
-    """How the checkpoint says it was quantized.
+    """The quantization that a checkpoint's configs claim.
 
     method             a key of `detect_format.READERS`, or None for a checkpoint of plain floats
-    title              the format's name for people: "AWQ version gemm"
-    claims             its own description, for people, if bits, group_size and sym are not enough
+    title              the format's name in messages: "AWQ version gemm"
+    claims             its description in messages, if bits, group_size and sym are not enough
     bits, group_size   defaults; group_size -1 is one group per row
     sym                whether zero points are all 2**(bits-1)
-    desc_act           act-order was asked for; g_idx says whether it happened
+    desc_act           whether act-order was requested; g_idx shows whether it was used
     checkpoint_format  GPTQ's label: gptq (v1), gptq_v2, gptq_p, marlin, ...
     version            AWQ's label: gemm, gemv, gemv_fast, llm-awq, ...
     dynamic            GPTQModel's per-module overrides: {regex: False or {bits: ..}}
-    quantizer          who wrote it, e.g. ("gptqmodel:7.6.0",)
-    packer             who rewrote its zero points, e.g. ("gguf-bridge:0.1.0",); see bridge.repack
-    notes              what of it was passed over, for people
+    quantizer          the program that wrote it, e.g. ("gptqmodel:7.6.0",)
+    packer             the program that rewrote its zero points, e.g. ("gguf-bridge:0.1.0",); see bridge.repack
+    notes              which of its entries were ignored, in words
     """
 
     method: str | None = None
@@ -48,9 +48,9 @@ class QuantConfig:
     notes: tuple[str, ...] = ()
 
     def for_module(self, name: str) -> Self | None:
-        """The config with the dynamic overrides for one module; None where it is to stay unquantized.
+        """The config with the dynamic overrides for one module; None if it must stay unquantized.
 
-        Negative patterns (-:) first, then the first that matches from the name's start.
+        Negative patterns (-:) come first; the first match from the name's start applies.
         """
         ordered = sorted(self.dynamic.items(), key=lambda item: not item[0].startswith("-:"))
         for pattern, change in ordered:
@@ -68,16 +68,16 @@ class QuantConfig:
         return self
 
     def names(self, module: str) -> bool:
-        """Whether the label says of this very module that it is quantized, by a rule or by an entry of its name.
+        """Whether the config names this module as quantized, by a rule or by an entry under its name.
 
-        The entries are mlx-lm's, and "lm_head": true of GPTQ.
+        mlx-lm writes such entries, and GPTQ writes "lm_head": true.
         """
         own = self.for_module(module)
         return own is not None and (own is not self or bool(self.raw.get(module)))
 
     @property
     def extra(self) -> dict[str, Any]:
-        """auto-round's settings of single modules: by name, else by the first regex found in the name."""
+        """auto-round's settings of single modules: by name, else by the first regex that matches within the name."""
         extra = self.raw.get("extra_config")
         return extra if isinstance(extra, dict) else {}
 
@@ -89,7 +89,7 @@ class QuantConfig:
         return replace(self, **{k: value for k, value in known.items() if value is not None})  # type: ignore[arg-type]
 
     def describe(self) -> str:
-        """For people: the format and what it says about itself."""
+        """The format and its claims in words."""
         if not self.labelled:
             return "nothing about quantization"
         if self.claims:
@@ -106,14 +106,14 @@ class QuantConfig:
 
     @property
     def labelled(self) -> bool:
-        """Whether a config says this, and not the tensors' shapes alone."""
+        """Whether a config claims this; otherwise it follows from the tensors' shapes."""
         return bool(self.raw)
 
     @property
     def gptqmodel(self) -> tuple[int, ...] | None:
-        """GPTQModel's version as numbers, or None where something else wrote the checkpoint.
+        """GPTQModel's version as numbers, or None if another program wrote the checkpoint.
 
-        Of a checkpoint that `repack` has rewritten it is the first version that writes zero points likewise.
+        For a checkpoint that `repack` has rewritten, it is the first version that writes zero points alike.
         """
         if any(writer.startswith("gguf-bridge:") for writer in self.packer):
             return OWN_BITS_SINCE
@@ -138,7 +138,7 @@ def gptq_labels(
 
     checkpoint_format  gptq (v1) or gptq_v2
     floats             modules that are not quantized
-    others             {module: its bits and group_size}, where these are not the default
+    others             {module: its bits and group_size}, if these are not the default
     """
     rules: dict[str, Any] = {f"-:^{re.escape(name)}$": {} for name in floats}
     rules |= {f"+:^{re.escape(name)}$": own for name, own in (others or {}).items()}
@@ -154,12 +154,12 @@ def gptq_labels(
 
 
 def packer() -> list[str]:
-    """The `packer` of a config's meta: who wrote the zero points, see `QuantConfig.gptqmodel`."""
+    """The `packer` of a config's meta: the program that wrote the zero points, see `QuantConfig.gptqmodel`."""
     return [f"gguf-bridge:{bridge.__version__}"]
 
 
 def whole_number(value: object) -> int | None:
-    """An integer as JSON's writers spell it, 4, 4.0 or "4"; None for anything else."""
+    """An integer written in JSON as 4, 4.0 or "4"; None for anything else."""
     if isinstance(value, str) and re.fullmatch(r"-?[0-9]{1,9}", value):
         return int(value)
     if isinstance(value, float) and value.is_integer():
@@ -168,7 +168,7 @@ def whole_number(value: object) -> int | None:
 
 
 def compiles(pattern: str) -> str | None:
-    """What Python's regular expressions have against a pattern, None where they take it."""
+    """Why Python cannot compile a pattern as a regular expression; None if it can."""
     try:
         re.compile(pattern)
     except (re.error, OverflowError, RecursionError) as problem:

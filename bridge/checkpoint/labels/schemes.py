@@ -1,16 +1,16 @@
 """The schemes of a compressed-tensors config, and the scheme of each module.
 
     quantization_config
-        format            pack-quantized, int-quantized, ...; "mixed-precision" where each group has its own
+        format            pack-quantized, int-quantized, ...; "mixed-precision" if each group has its own
         config_groups     {name: {targets: [...], format, weights: {num_bits, type, symmetric, strategy,
                           group_size, block_structure, actorder}, input_activations, ...}}
         ignore            [...] as targets; written as floats
-        transform_config  rotations: those of weights are folded into them, those of activations are not
+        transform_config  rotations: of weights, folded into them; of activations, not folded
         sparsity_config, kv_cache_scheme
 
 A target is a module's name, "re:" and a regular expression that matches from the name's start, or a class
-(Linear, Embedding). A name counts more than an expression, an expression more than a class; of several
-expressions the first in alphabetical order counts, as in the compressed-tensors package.
+(Linear, Embedding). A name takes precedence over an expression, an expression over a class; of several
+expressions the first in alphabetical order applies, as in the compressed-tensors package.
 """
 
 import re
@@ -27,7 +27,7 @@ FORMATS = (
     "mxfp4-pack-quantized", "dense", "mixed-precision",
 )  # fmt: skip
 STRATEGIES = ("tensor", "channel", "group", "tensor_group", "block")
-_FOLDED = ("weight_input", "weight_output")  # places of a rotation that is applied to the weights, once and for all
+_FOLDED = ("weight_input", "weight_output")  # locations of rotations that are folded into the weights
 _EMBEDDING = re.compile(r"(.*\.)?(embed_tokens|wte|word_embeddings|embed_in|tok_embeddings)$")
 
 
@@ -35,9 +35,9 @@ _EMBEDDING = re.compile(r"(.*\.)?(embed_tokens|wte|word_embeddings|embed_in|tok_
 class Scheme:
     """How one group of modules is quantized.
 
-    block        (rows, columns) that share a scale; 0 is all there are
-    act_order    g_idx is stored
-    activations  they were to be quantized as well
+    block        (rows, columns) that share a scale; 0 means all
+    act_order    whether g_idx is stored
+    activations  whether activations are quantized too
     """
 
     targets: tuple[str, ...]
@@ -61,12 +61,12 @@ class Scheme:
 
 
 def matches(name: str, targets: Sequence[str]) -> bool:
-    """Whether a target names the module, says its class, or has an expression for it."""
+    """Whether a target is the module's name, its class, or an expression that matches it."""
     return any(_rank(name, target) is not None for target in targets)
 
 
 def scheme_of(name: str, schemes: Sequence[Scheme]) -> Scheme | None:
-    """The scheme that counts for a module; the only one where no target is for it."""
+    """The scheme that applies to a module; if no target matches it, the only scheme."""
     ranked = [(r, i) for i, scheme in enumerate(schemes) for t in scheme.targets if (r := _rank(name, t)) is not None]
     if ranked:
         return schemes[min(ranked)[1]]
@@ -84,7 +84,7 @@ def _rank(name: str, target: str) -> tuple[int, str] | None:
 
 
 def read_schemes(quant: QuantConfig) -> list[Scheme]:
-    """The schemes that quantize weights, in the config's order. Raises BridgeError for what cannot be read."""
+    """The schemes that quantize weights, in the config's order. Raises BridgeError for unsupported schemes."""
     raw, source = quant.raw, quant.source
     _check_transforms(quant)
     default = _format(quant, raw.get("format"))
@@ -93,27 +93,27 @@ def read_schemes(quant: QuantConfig) -> list[Scheme]:
     if sparse != "dense":
         raise BridgeError(
             f"{source}: sparsity format {sparse!r} is not supported; save the model again without sparse compression "
-            "(save_pretrained(..., disable_sparse_compression=True) in llm-compressor), or take another one"
+            "(save_pretrained(..., disable_sparse_compression=True) in llm-compressor), or use another one"
         )
     groups = raw.get("config_groups") or {}
     if not isinstance(groups, dict) or not all(isinstance(g, dict) for g in groups.values()):
-        raise BridgeError(f"{source}: config_groups is not a table of tables; take config.json from the model again")
+        raise BridgeError(f"{source}: config_groups is not a table of tables; download config.json again")
     schemes = []
     for key, group in groups.items():
         weights = group.get("weights")
         if weights is not None:
             if not isinstance(weights, dict):
-                raise BridgeError(f"{source}: weights of {key} is not a table; take config.json from the model again")
+                raise BridgeError(f"{source}: weights of {key} is not a table; download config.json again")
             schemes.append(_scheme(quant, key, group, weights, default))
     patterns = [t for s in schemes for t in s.targets] + ignored(quant)
     for target in patterns:
         if target.startswith("re:") and (problem := compiles(target[3:])):
-            raise BridgeError(f"{source}: has the bad pattern {target!r} ({problem}); mend it")
+            raise BridgeError(f"{source}: has the invalid pattern {target!r} ({problem}); correct the file")
     return schemes
 
 
 def ignored(quant: QuantConfig) -> list[str]:
-    """The modules that the config says are not quantized, as targets."""
+    """Targets of the modules that the config lists as not quantized."""
     ignore = quant.raw.get("ignore")
     return [t for t in ignore if isinstance(t, str)] if isinstance(ignore, list) else []
 
@@ -133,19 +133,18 @@ def _scheme(quant: QuantConfig, key: str, group: dict[str, Any], weights: dict[s
     strategy = str(weights.get("strategy") or inferred).lower()
     if strategy not in STRATEGIES:
         raise BridgeError(
-            f"{where}: strategy {strategy!r} is not known (known: {', '.join(STRATEGIES)}); "
+            f"{where}: unknown strategy {strategy!r} (known: {', '.join(STRATEGIES)}); "
             "convert the unquantized model instead"
         )
     block = read_block(weights.get("block_structure"))
     if strategy in ("group", "tensor_group") and not (size or 0) > 0:
         raise BridgeError(
-            f"{where}: strategy {strategy!r} has group_size {weights.get('group_size')!r}; "
-            "take config.json from the model again"
+            f"{where}: strategy {strategy!r} has group_size {weights.get('group_size')!r}; download config.json again"
         )
     if strategy == "block" and block is None:
         raise BridgeError(
             f"{where}: block_structure {weights.get('block_structure')!r} is not [rows, columns]; "
-            "take config.json from the model again"
+            "download config.json again"
         )
     run = 1, size or 0
     blocks = {"tensor": (0, 0), "channel": (1, 0), "group": run, "tensor_group": run, "block": block or (0, 0)}
@@ -176,10 +175,10 @@ def _check_transforms(quant: QuantConfig) -> None:
         try:
             places = [str(step["location"]) for step in group["apply"]]
         except (TypeError, KeyError):
-            places = ["in an unknown place"]
+            places = ["in an unknown location"]
         online = [place for place in places if place not in _FOLDED]
         if online:
             raise BridgeError(
                 f"{quant.source}: transform_config {key} rotates activations ({', '.join(online)}) at run time, which "
-                "GGUF lacks; take a checkpoint without it, or one whose rotations are all folded into the weights"
+                "GGUF lacks; use a checkpoint without it, or one whose rotations are all folded into the weights"
             )

@@ -1,4 +1,4 @@
-"""The formats of checkpoints whose configs say nothing of quantization, told by their tensors."""
+"""Recognizes the format of a checkpoint by its tensors, if its configs do not mention quantization."""
 
 from collections import Counter
 from dataclasses import replace
@@ -14,9 +14,9 @@ from bridge.errors import BridgeError
 
 
 def recognise(store: Store, quant: QuantConfig, config: dict[str, Any]) -> QuantConfig:
-    """`quant`, or what the tensors say where it says nothing: HQQ, llm-awq, float zero points or GPTQ.
+    """`quant`, or the tensors' format if `quant` names none: HQQ, llm-awq, float zero points or GPTQ.
 
-    `config` is config.json. Raises BridgeError where tensors speak for two formats at once.
+    `config` is config.json. Raises BridgeError if the tensors fit two formats at once.
     """
     if quant.method is None:
         parts = {name.rpartition(".")[2] for name in store.tensors}
@@ -31,14 +31,14 @@ def recognise(store: Store, quant: QuantConfig, config: dict[str, Any]) -> Quant
     both = [m for m in products if f"{m}.qzeros" in store.tensors]
     if both:
         raise BridgeError(
-            f"{store.tensors[f'{both[0]}.zeros'].file}: {both[0]} has zeros and qzeros, and only one can be right; "
+            f"{store.tensors[f'{both[0]}.zeros'].file}: {both[0]} has both zeros and qzeros, which exclude each other; "
             "the checkpoint is damaged"
         )
     if products:
         bits = _bits_of_width(store, modules, config) or (quant.bits if quant.labelled else None)
         if bits is None:
             raise BridgeError(
-                f"{store.tensors[f'{products[0]}.qweight'].file}: the bits of {products[0]}.qweight cannot be told "
+                f"{store.tensors[f'{products[0]}.qweight'].file}: the bits of {products[0]}.qweight are unknown "
                 "without config.json's hidden_size; give the model's own config.json"
             )
         shape = store.tensors[f"{products[0]}.zeros"].shape
@@ -48,7 +48,7 @@ def recognise(store: Store, quant: QuantConfig, config: dict[str, Any]) -> Quant
 
 
 def _bits_of_width(store: Store, modules: list[str], config: dict[str, Any]) -> int | None:
-    """Bits of a code where no g_idx gives a layer's width: most layers of a decoder are hidden_size wide."""
+    """Bits of a code; without a g_idx, which gives a layer's width, most layers are taken to be hidden_size wide."""
     rows = Counter(store.tensors[f"{m}.qweight"].shape[0] for m in modules if store.tensors[f"{m}.qweight"].shape)
     for m in modules:
         g_idx = store.tensors.get(f"{m}.g_idx")
@@ -61,7 +61,7 @@ def _bits_of_width(store: Store, modules: list[str], config: dict[str, Any]) -> 
 
 
 def _from_shapes(store: Store, modules: list[str]) -> QuantConfig | None:
-    """The config of tensors that can only be GPTQ's, in most modules; None where they may be another format's."""
+    """The config if the tensors of most modules can only be GPTQ's; None if they may be another format's."""
     found: Counter[tuple[int, int]] = Counter()
     for module in modules:
         parts = [store.tensors.get(f"{module}.{part}") for part in ("qweight", "qzeros", "scales")]

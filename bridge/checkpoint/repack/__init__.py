@@ -1,18 +1,18 @@
-"""GPTQ checkpoints from v1 to v2 and back: zero points are rewritten, everything else is copied byte for byte.
+"""Converts GPTQ checkpoints between v1 and v2: zero points are rewritten, all else is copied byte for byte.
 
     bridge.repack("model-gptq", "model-gptq-v2", "gptq_v2")
 
-v2 stores a zero point, v1 the zero point less 1 (see `bridge.checkpoint.formats.zeros`). v1 to v2 loses nothing. v2
-to v1 is possible where no zero point is 0: GPTQModel's v1 lets a 0 borrow from its neighbour and reads it
-back, but AutoGPTQ, the kernels in vLLM and transformers, and llama.cpp's converter take 1 from each code
-alone, so the same words mean something else to them.
+v2 stores a zero point, v1 the zero point minus 1 (see `bridge.checkpoint.formats.zeros`). v1 to v2 is lossless. v2
+to v1 requires that no zero point is 0: GPTQModel's v1 lets a 0 borrow from its neighbour and reads it
+back, but AutoGPTQ, the kernels in vLLM and transformers, and llama.cpp's converter subtract 1 from each code
+separately, so they read other values from the same words.
 
-Which readers a v1 written here is for: without a zero point of 0, taking 1 from each code and taking a
-constant from the whole word are the same, so AutoGPTQ, vLLM, llama.cpp and GPTQModel agree on it, with one
+Programs that read the v1 written here: without a zero point of 0, subtracting 1 from each code and subtracting
+a constant from the whole word are the same, so AutoGPTQ, vLLM, llama.cpp and GPTQModel agree on it, with one
 exception. In a module whose bits are not the checkpoint's default (`dynamic`), GPTQModel until 7.3.1 adds the
-default bits' constant; since 7.3.2 it adds that of the module's own bits, as all others do, and so it is
-written here. And 3-bit modules are written as GPTQModel from 7.0 and AutoGPTQ read them, not as GPTQModel
-before 7.0 did; its files are corrected.
+default bits' constant; since 7.3.2 it adds that of the module's own bits, like all other programs, and this
+form is written here. 3-bit modules are written as AutoGPTQ and GPTQModel from 7.0 on read them; files of
+GPTQModel before 7.0 are corrected.
 """
 
 import time
@@ -34,15 +34,15 @@ FORMATS = ("gptq", "gptq_v2")
 
 @dataclass
 class Repacked:
-    """What `repack` did.
+    """The result of `repack`.
 
     out         the new folder
     format      gptq or gptq_v2
     modules     quantized modules in all
     rewritten   those whose qzeros changed, by how they were stored: {"v1": 28}
     clamped     what `clamp` changed, or None
-    labels      what changed in the configs
-    left_out    weights in the folder that are not the checkpoint's and were not copied
+    labels      the changes of the configs
+    left_out    weights in the folder that are not part of the checkpoint and were not copied
     pickled     whether the source was .bin or .pt
     notes       further remarks
     nbytes      of the tensors
@@ -89,14 +89,14 @@ def repack(
 
     source             a folder in Hugging Face layout, a Hub id (org/name) to download, or a .pt file
     out                the folder to write; .bin and .pt become safetensors
-    checkpoint_format  "gptq" (v1) or "gptq_v2"; None: the data's own (v2 where modules differ)
-    config             folder with config.json and tokenizer, where the source has none of its own
-    clamp              to v1: change zero points of 0, which it cannot hold, to 1
-    force              replace a checkpoint that exists
-    progress           called with (bytes done, of all, tensor)
+    checkpoint_format  "gptq" (v1) or "gptq_v2"; None: that of the data (v2 if modules differ)
+    config             folder with config.json and tokenizer, if the source has none
+    clamp              to v1: change zero points of 0, which v1 cannot hold, to 1
+    force              replace an existing checkpoint
+    progress           called with (bytes done, all bytes, tensor)
 
-    Raises BridgeError for anything but GPTQ v1 and v2, and to v1 without `clamp` where a zero point is 0.
-    Nothing appears under the final name before everything is on disk.
+    Raises BridgeError for anything but GPTQ v1 and v2, and for v1 without `clamp` if a zero point is 0.
+    The folder gets its final name when everything is on disk.
     """
     started = time.perf_counter()
     if checkpoint_format not in (None, *FORMATS):

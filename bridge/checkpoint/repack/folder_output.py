@@ -1,6 +1,6 @@
-"""The repacked checkpoint's folder, streamed file by file.
+"""Writes the repacked checkpoint's folder, file by file.
 
-A safetensors file is copied with its header, and only the ranges of the tensors that change are replaced: names,
+A safetensors file is copied with its header, and only the bytes of the tensors that change are replaced: names,
 order, dtypes, metadata and sharding stay. .bin and .pt files become safetensors, tensor by tensor.
 """
 
@@ -21,17 +21,20 @@ Progress = Callable[[int, int, str], None]
 _CHUNK = 8 << 20  # bytes copied at a time
 
 
-class Change(Protocol):
+class TensorChange(Protocol):
     """A new value of a tensor, of the same shape and dtype."""
 
     def apply(self, words: np.ndarray) -> np.ndarray: ...
 
 
+Changes = Mapping[str, TensorChange]  # by the tensor's name
+
+
 class FolderOutput(CheckpointFolder):
     """The repacked checkpoint's folder."""
 
-    def write(self, changes: Mapping[str, Change], configs: Mapping[str, str], progress: Progress | None) -> None:
-        """All files: weights with `changes` by tensor name, `configs` by file name, everything else copied."""
+    def write(self, changes: Changes, configs: Mapping[str, str], progress: Progress | None) -> None:
+        """Write all files: weights with `changes`, `configs` by file name, everything else copied."""
         store, total = self._ckpt.store, self._ckpt.nbytes
         self._tick = progress or (lambda *_: None)
         self._tick(0, total, "")
@@ -58,7 +61,7 @@ class FolderOutput(CheckpointFolder):
             names[file] = name
         return names
 
-    def _write_weights(self, file: Path, name: str, tensors: list[TensorInfo], changes: Mapping[str, Change]) -> None:
+    def _write_weights(self, file: Path, name: str, tensors: list[TensorInfo], changes: Changes) -> None:
         target = self.folder / name
         target.parent.mkdir(parents=True, exist_ok=True)
         with open(target, "xb") as out:
@@ -68,8 +71,8 @@ class FolderOutput(CheckpointFolder):
                 self._rewrite(out, tensors, changes)
             sync(out)
 
-    def _copy(self, file: Path, out: BinaryIO, tensors: list[TensorInfo], changes: Mapping[str, Change]) -> None:
-        """A safetensors file with the bytes of some tensors replaced."""
+    def _copy(self, file: Path, out: BinaryIO, tensors: list[TensorInfo], changes: Changes) -> None:
+        """Copy a safetensors file, replacing the bytes of tensors that change."""
         changed = sorted((info for info in tensors if info.name in changes), key=lambda info: info.offset)
         with open(file, "rb", buffering=0) as source:
             for info in changed:
@@ -88,8 +91,8 @@ class FolderOutput(CheckpointFolder):
             out.write(data)
             self._advance(len(data), name)
 
-    def _rewrite(self, out: BinaryIO, tensors: list[TensorInfo], changes: Mapping[str, Change]) -> None:
-        """A pickle's tensors as safetensors: the widest dtypes first, so that all are aligned."""
+    def _rewrite(self, out: BinaryIO, tensors: list[TensorInfo], changes: Changes) -> None:
+        """Write a pickle's tensors as safetensors: the widest dtypes first, so that all are aligned."""
         width = {
             info.name: self._ckpt.store.read(info.name, (0, 0) if info.shape else None).itemsize for info in tensors
         }
@@ -110,14 +113,14 @@ class FolderOutput(CheckpointFolder):
     # everything else
 
     def _write_rest(self, names: Mapping[Path, str], configs: Mapping[str, str]) -> None:
-        """Configs, indexes, and all other files but foreign weights."""
+        """Write configs and indexes, and copy all other files but foreign weights."""
         indexes, renamed = self._indexes(names)
         for name, text in {**configs, **indexes}.items():
             self.write_file(name, text.encode())
         self.copy_rest({*names, *renamed})
 
     def _indexes(self, names: Mapping[Path, str]) -> tuple[dict[str, str], list[Path]]:
-        """The index of shards that were renamed, new where they had none, and the file it was made from."""
+        """The index of renamed shards, made new if there is none, and the file that it replaces."""
         if all(file.name == Path(name).name for file, name in names.items()) or len(names) == 1:
             return {}, []
         root = self._ckpt.path

@@ -1,4 +1,4 @@
-"""config.json and quantize_config.json, corrected to match the data."""
+"""Corrects config.json and quantize_config.json to match the data."""
 
 import json
 import re
@@ -16,7 +16,7 @@ _PACKING = {"gptq": "auto_round:auto_gptq", "gptq_v2": "auto_round:gptqmodel"}  
 class Labels:
     """The corrected configs.
 
-    files    name -> text, of the files that change
+    files    name -> text of each file that changes
     changes  in words: "checkpoint_format gptq -> gptq_v2 (config.json)"
     """
 
@@ -51,7 +51,7 @@ class Labels:
                 self._changes.setdefault(f"{key} {said}{text}", []).append(file)
 
     def _true_values(self, labels: dict[str, Any]) -> dict[str, Any]:
-        """The keys of a config that the data settles, and their values."""
+        """The config's keys that the data determines, and their values."""
         quant, plan = self._ckpt.quant, self._plan
         values: dict[str, Any] = {}
         if str(labels.get("quant_method")).lower() in ("auto-round", "auto_round", "intel/auto-round"):
@@ -71,11 +71,11 @@ class Labels:
         return {key: value for key, value in values.items() if key != "checkpoint_format" or self._needs_format(labels)}
 
     def _needs_format(self, labels: dict[str, Any]) -> bool:
-        """Whether checkpoint_format must be written: absent, it means v1."""
+        """Whether checkpoint_format must be written; without it, v1 is assumed."""
         return "checkpoint_format" in labels or self._plan.format != "gptq"
 
     def _true_shapes(self, labels: dict[str, Any]) -> dict[str, Any]:
-        """bits, group_size, desc_act and sym where the label is wrong in all modules alike."""
+        """bits, group_size, desc_act and sym, if the config is wrong for all modules."""
         modules, values = self._ckpt.modules, {}
         bits = {info.bits for info in modules.values()}
         if len(bits) == 1 and "bits" in labels:
@@ -97,13 +97,13 @@ class Labels:
         return any(self._ckpt.group_order(name) is not None for name in self._ckpt.modules)
 
     def _new(self) -> dict[str, Any]:
-        """A config where there was none."""
+        """A new config, if there was none."""
         quant = self._ckpt.quant
         sym = all(self._plan.symmetric.values())
         return gptq_labels(self._plan.format, quant.bits, quant.group_size, desc_act=self._scattered(), sym=sym)
 
     def _keep(self, file: Path, content: dict[str, Any]) -> None:
-        """The file's new text, indented and ended as the old."""
+        """Record the file's new text, with the old indentation and line end."""
         old = file.read_text(encoding="utf-8")
         if content == json.loads(old):
             return

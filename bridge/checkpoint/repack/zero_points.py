@@ -1,4 +1,4 @@
-"""How each module's qzeros must change: found in a first pass over them; they are a hundredth of a model."""
+"""Plans how each module's qzeros must change, in a first pass over all of them; they are about 1% of a model."""
 
 import math
 from collections import Counter
@@ -18,7 +18,7 @@ _NAMED = 4  # modules in a message
 class Clamped:
     """The cost of changing zero points of 0 to 1: every weight of such a group loses one step, its scale.
 
-    groups, modules   with a zero point of 0 (a group is one row's)
+    groups, modules   those with a zero point of 0 (each row has its own groups)
     weights           in those groups
     largest           change of a weight
     squares           sum of the squared changes
@@ -41,7 +41,7 @@ class Clamped:
 
 
 @dataclass
-class Change:
+class ZeroPointChange:
     """How one module's qzeros are rewritten."""
 
     bits: int
@@ -51,7 +51,7 @@ class Change:
     clamp: bool
 
     def apply(self, words: np.ndarray) -> np.ndarray:
-        """qzeros in the target's dialect."""
+        """qzeros in the target dialect."""
         raised = decode(words, self.bits, self.out, self.source) == 0 if self.clamp else None
         return recode(words, self.bits, self.source, self.target, raised)
 
@@ -67,18 +67,18 @@ class _Module:
 class ZeroPointPlan:
     """Reads all qzeros; `changes` says how to rewrite them.
 
-    reader   of the checkpoint
-    wanted   gptq, gptq_v2, or None for the data's own
-    clamp    zero points of 0 may become 1
+    reader   the checkpoint's reader
+    wanted   gptq, gptq_v2, or None for the format of the data
+    clamp    whether zero points of 0 may become 1
 
-    format      gptq or gptq_v2: what the result is
-    changes     by the tensor's full name; a module that is as wanted has none
-    rewritten   how many modules were stored in which other way
+    format      the result's: gptq or gptq_v2
+    changes     by the tensor's full name; modules in the wanted format have none
+    rewritten   number of modules to rewrite, by how they were stored
     symmetric   whether all zero points are 2**(bits-1), by module
-    clamped     the damage, None where there is none
-    restated    whether GPTQModel wrote some v1 modules in another way than they now are
+    clamped     the cost of `clamp`; None if it changes nothing
+    restated    whether some v1 modules were written by GPTQModel in another form than they now have
 
-    Raises BridgeError where the result would have to hold what it cannot.
+    Raises BridgeError if the result cannot hold a zero point.
     """
 
     reader: GptqReader
@@ -91,7 +91,7 @@ class ZeroPointPlan:
         v1 = all(module.dialect.undo for module in self._found.values())
         self.format = self.wanted or ("gptq" if v1 else "gptq_v2")
         self.symmetric = {name: module.symmetric for name, module in self._found.items()}
-        self.changes: dict[str, Change] = {}
+        self.changes: dict[str, ZeroPointChange] = {}
         self.rewritten: Counter[str] = Counter()
         self.clamped: Clamped | None = None
         lost: dict[str, int] = {}  # module -> zero points of 0 that v1 cannot hold
@@ -101,7 +101,7 @@ class ZeroPointPlan:
             if count and (module.dialect != target or self.clamp):
                 lost[name] = count
             if module.dialect != target or (count and self.clamp):
-                change = Change(info.bits, info.shape[0], module.dialect, target, bool(count) and self.clamp)
+                change = ZeroPointChange(info.bits, info.shape[0], module.dialect, target, bool(count) and self.clamp)
                 self.changes[info.tensors["qzeros"].name] = change
                 self.rewritten[self._dialect_name(name, module.dialect)] += 1
         if lost and not self.clamp:
@@ -159,7 +159,7 @@ class ZeroPointPlan:
         return damage
 
     def _add_notes(self) -> None:
-        """What the user should know about programs that read the result."""
+        """Add notes on programs that misread the result."""
         if self.format != "gptq":
             return
         modules, quant = self.reader.modules, self.reader.quant
@@ -167,13 +167,13 @@ class ZeroPointPlan:
         if kept and quant.gptqmodel is not None:
             groups = sum(self._found[name].zeros for name in kept)
             self.notes.append(
-                f"{groups} groups in {len(kept)} modules have a zero point of 0, which of v1's readers GPTQModel alone "
-                f"understands; gptq_v2 holds it for all, and {parameter('clamp', True)} makes it 1"
+                f"{groups} groups in {len(kept)} modules have a zero point of 0, which only GPTQModel reads "
+                f"correctly from v1; gptq_v2 stores it for all programs, and {parameter('clamp', True)} makes it 1"
             )
         odd = sum(info.bits != quant.bits for info in modules.values())
         if odd:
             self.notes.append(
-                f"{odd} modules have other bits than the default {quant.bits}: GPTQModel before 7.3.2 misreads their v1"
+                f"{odd} modules do not have the default {quant.bits} bits: GPTQModel before 7.3.2 misreads their v1"
             )
 
 

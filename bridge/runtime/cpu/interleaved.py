@@ -34,7 +34,7 @@ from numba.core import types
 from bridge.blocks import TYPES
 from bridge.runtime.cpu import vectors
 from bridge.runtime.cpu.activations import float_record, record_of
-from bridge.runtime.cpu.layout import PackedLayout
+from bridge.runtime.cpu.layout import InterleavedLayout
 from bridge.runtime.cpu.superblock import arithmetic
 from bridge.system import targets
 
@@ -74,7 +74,7 @@ def _scope(name: str, target: str, width: int, integer: bool) -> tuple[dict[str,
     """The sizes that a kernel is specialized with, and what its vector functions are made of."""
     block = TYPES[name]
     module = targets.module(target)
-    layout = PackedLayout(block, module.LANES)
+    layout = InterleavedLayout(block, module.LANES)
     multiply = arithmetic(block, integer)
 
     def body(v: Any, totals: list[Any], weights: Any, halves: Any, x: Any) -> list[Any]:

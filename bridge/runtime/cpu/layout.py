@@ -45,7 +45,7 @@ _LINE = 64
 
 
 @dataclass(frozen=True)
-class PackedLayout:
+class InterleavedLayout:
     """Sizes, in bytes, of the repacked form of a type for a number of lanes."""
 
     block: BlockType

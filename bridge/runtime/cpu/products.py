@@ -11,7 +11,7 @@ import numpy as np
 
 from bridge.blocks import TYPES
 from bridge.runtime.cpu.activations import copier, float_record, quantizer, record_of
-from bridge.runtime.cpu.layout import PackedLayout
+from bridge.runtime.cpu.layout import InterleavedLayout
 from bridge.runtime.cpu.portable import Dequantizing, RawMatrix
 from bridge.system import targets
 from bridge.system.jit import inner, specialize
@@ -69,7 +69,7 @@ class Interleaved:
         self.target = target
         self.widths: tuple[int, ...] = module.WIDTHS
         self.lanes: int = module.LANES
-        self.layout = PackedLayout(block, self.lanes)
+        self.layout = InterleavedLayout(block, self.lanes)
         rows, columns = matrix.shape
         self.blocks = columns // block.size
         self.groups = -(-rows // self.lanes)

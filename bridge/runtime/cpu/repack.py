@@ -1,8 +1,8 @@
 """The file's blocks -> the repacked form (layout.py), a row group's rows side by side in vector registers.
 
 Repacking only moves bits: each bit of a repacked word is one bit of the file's block, or its complement. Which
-one is found by asking `PackedLayout.words` about a few well-chosen blocks, so that no type is described twice. Bits
-that move the same way are moved together: a word is an or of a few words of the file, shifted and masked.
+one is found by calling `InterleavedLayout.words` on a few well-chosen blocks, so that no type is described twice.
+Bits that move the same way are moved together: a word is an or of a few words of the file, shifted and masked.
 """
 
 from collections.abc import Iterable
@@ -15,7 +15,7 @@ from numba.core import types
 from numba.extending import intrinsic
 
 from bridge.blocks import TYPES
-from bridge.runtime.cpu.layout import PackedLayout
+from bridge.runtime.cpu.layout import InterleavedLayout
 from bridge.system.jit import inner, kernel, specialize
 
 _I8, _I16, _I32, _I64 = (ir.IntType(bits) for bits in (8, 16, 32, 64))
@@ -47,7 +47,7 @@ class Word(NamedTuple):
 def words(name: str) -> tuple[Word, ...]:
     """Where the words of a repacked block come from."""
     block = TYPES[name]
-    layout = PackedLayout(block, 1)
+    layout = InterleavedLayout(block, 1)
 
     def repacked(bits: np.ndarray) -> np.ndarray:
         found = layout.words(np.packbits(bits, bitorder="little"))
@@ -279,7 +279,7 @@ def _repack(raw, first, last, stride, codes_from, out):
 @cache
 def moves(name: str, lanes: int) -> dict[str, Any]:
     """`move` and `fetch` of a type, and the sizes of its blocks."""
-    layout, nbytes = PackedLayout(TYPES[name], lanes), TYPES[name].nbytes
+    layout, nbytes = InterleavedLayout(TYPES[name], lanes), TYPES[name].nbytes
     sizes = {"lanes": lanes, "nbytes": nbytes}
     sizes |= {"halves_bytes": layout.halves_bytes, "block_bytes": layout.block_bytes}
     return {"move": _mover(name, lanes), "fetch": _fetcher(lanes * nbytes), **sizes}

@@ -22,7 +22,7 @@ from typing import Any
 
 from bridge.blocks import BlockType
 from bridge.runtime.cpu.activations import float_record, record_of
-from bridge.runtime.cpu.layout import GROUP, PLANES, PackedLayout
+from bridge.runtime.cpu.layout import GROUP, PLANES, InterleavedLayout
 
 
 def words(v: Any, base: Any, at: int, bits: int, count: int) -> list[Callable[[], Any]]:
@@ -67,7 +67,7 @@ def _code(v: Any, scales: list[Any], j: int, bits: int, signed: bool) -> Any:
     return v.and_(v.shr(word, place), (1 << bits) - 1)
 
 
-def _codes(v: Any, layout: PackedLayout, weights: Any, group: int) -> list[Callable[[], Any]]:
+def _codes(v: Any, layout: InterleavedLayout, weights: Any, group: int) -> list[Callable[[], Any]]:
     """The words of 32 columns: codes, or their values if the type has a table."""
     block = layout.block
     codes = words(v, weights, layout.codes_at + group * layout.group_bytes, layout.code_bits, GROUP)
@@ -81,14 +81,14 @@ def _looked_up(v: Any, code: Callable[[], Any], table: tuple[int, ...]) -> Any:
     return v.look_up(code(), table)
 
 
-def _scale(v: Any, layout: PackedLayout, halves: Any, j: int) -> Any:
+def _scale(v: Any, layout: InterleavedLayout, halves: Any, j: int) -> Any:
     """The scale of sub-block j of a type that is not a K-quant."""
     if not layout.block.scales:
         return v.load_half(halves, 0)
     return (v.load_e8m0 if layout.block.subs == 1 else v.load_ue4m3)(halves, v.lanes * j)
 
 
-def k_block(v: Any, layout: PackedLayout, totals: list[Any], weights: Any, halves: Any, x: Any) -> list[Any]:
+def k_block(v: Any, layout: InterleavedLayout, totals: list[Any], weights: Any, halves: Any, x: Any) -> list[Any]:
     """totals + one superblock of 256 columns times as many values of each column of x."""
     block = layout.block
     record = record_of(block)
@@ -138,7 +138,7 @@ def k_block(v: Any, layout: PackedLayout, totals: list[Any], weights: Any, halve
     return totals
 
 
-def plain_block(v: Any, layout: PackedLayout, totals: list[Any], weights: Any, halves: Any, x: Any) -> list[Any]:
+def plain_block(v: Any, layout: InterleavedLayout, totals: list[Any], weights: Any, halves: Any, x: Any) -> list[Any]:
     """totals + one block of 32 or 64 columns times as many values of each column of x."""
     block = layout.block
     record = record_of(block)
@@ -166,7 +166,7 @@ def plain_block(v: Any, layout: PackedLayout, totals: list[Any], weights: Any, h
     return totals
 
 
-def float_block(v: Any, layout: PackedLayout, totals: list[Any], weights: Any, halves: Any, x: Any) -> list[Any]:
+def float_block(v: Any, layout: InterleavedLayout, totals: list[Any], weights: Any, halves: Any, x: Any) -> list[Any]:
     """As above with x in float32: codes become floats, nothing is rounded to integers."""
     block = layout.block
     columns = range(len(totals))

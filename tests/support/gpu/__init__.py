@@ -1,16 +1,16 @@
-"""A GPU in NumPy: PTX is parsed, executed on arrays of lanes, and stands behind `bridge.cuda` in tests.
+"""A GPU in NumPy: PTX is parsed, executed on arrays of lanes, as the device of `bridge.cuda` in tests.
 
     parse.py           the text of a kernel -> basic blocks
     operands.py        registers and numbers, seen as types
     arithmetic.py      what instructions compute
     moves.py           what they move, load, store and exchange
-    tensor_cores.py    mma.sync, and copies that run beside the threads
+    tensor_cores.py    mma.sync, and asynchronous copies
     instructions.py    the table of them
     memory.py          global and shared memory, with bounds, alignment and races checked
     machine.py         a launch: who runs when
     device.py          `bridge.cuda` and torch.cuda on top of it
 
-It knows what our kernels are made of and names what it does not know. Facts are those of NVIDIA's PTX ISA. Memory is
+It supports the instructions of our kernels and names any other. Its source is NVIDIA's PTX ISA. Memory is
 sequentially consistent here, and warps run in lockstep wherever they can, so it cannot show a missing fence; it shows
 everything that the instructions themselves get wrong, and races between barriers.
 """

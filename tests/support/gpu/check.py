@@ -139,7 +139,7 @@ class Stepped:
 
 
 def _only_checked(launches: Any, kernel: Any, grid: Any, block: Any, arguments: Any) -> None:
-    """A launch of which nothing comes."""
+    """A launch that only checks its arguments."""
     for pair in zip(device._types(kernel.signature), arguments, strict=True):
         device._checked(kernel, *pair)
     launches.names.append(kernel.name)

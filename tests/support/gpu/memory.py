@@ -6,7 +6,7 @@ otherwise, or reads what is not ours). Beyond that it is refused
     in a block        that two threads touch a byte, one of them storing another value, with no barrier between:
                       bar.sync, or for threads of one warp any instruction that waits for the whole warp
     in a launch       that threads of two blocks store different values at one place, other than by atomics
-                      that `ld.global.nc`, which may come from a cache nobody invalidates, reads what is stored
+                      that `ld.global.nc`, which may come from a cache that is not invalidated, reads what is stored
     in shared memory  that something is read before anything was stored
     where launches    that a thread loads or stores in global memory before griddepcontrol.wait, or ends without it
     overlap
@@ -25,7 +25,7 @@ _NOBODY = np.iinfo(np.int32).max
 
 
 class GpuError(Exception):
-    """What a GPU would not have forgiven, or might not."""
+    """An error that a GPU would, or might, not tolerate."""
 
 
 @dataclass
@@ -133,7 +133,7 @@ class Region:
         if (wrong := others & here & ~own).any():
             lane, byte = np.argwhere(wrong)[0]
             raise GpuError(
-                f"{who.text}: no barrier stands between thread {who.thread[lane]} and what thread "
+                f"{who.text}: no barrier between thread {who.thread[lane]} and what thread "
                 f"{most[lane, byte]} {did} at byte {at[lane, byte]} of {self.name}"
             )
 
@@ -168,7 +168,7 @@ class Memory:
         if space == "shared":
             at = self._shared(address, width, who)
             if not self.shared.stored[at].all():
-                raise GpuError(f"{who.text}: reads shared memory that nobody has stored to")
+                raise GpuError(f"{who.text}: reads shared memory before anything was stored there")
             return self.shared.read(at, who)
         result = np.empty((len(address), width), np.uint8)
         for region, lanes in self._split(address, who):
@@ -186,7 +186,7 @@ class Memory:
             region.write(at, values[lanes], _some(who, lanes))
 
     def awaited(self, address: np.ndarray, width: int, who: Access) -> None:
-        """Something is on its way to shared memory: what stood there is lost, and nobody may read before it arrives."""
+        """A copy to shared memory is under way: the old contents are lost, and reading must wait until it arrives."""
         at = self._shared(address, width, who)
         self.shared.write(at, np.full(at.shape, 0xA5, np.uint8), who)
         self.shared.stored[at] = False

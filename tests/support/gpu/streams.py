@@ -146,7 +146,7 @@ def launched(kernel: Any, known: set[Any], run: Callable[[], None]) -> None:
 
 @contextmanager
 def pretended_torch() -> Iterator[None]:
-    """torch.cuda is what stands here; its tensors stay on the CPU."""
+    """torch.cuda is replaced by this module; its tensors stay on the CPU."""
     from numba import cuda
 
     fakes: dict[str, Any] = {

@@ -1,4 +1,4 @@
-"""What tensor cores compute, and the copies into shared memory that run beside the threads that asked for them.
+"""What tensor cores compute, and the asynchronous copies into shared memory.
 
 The fragments of mma.sync are those of the PTX ISA for m16n8k16 and 16-bit floats: with g = lane / 4 and t = lane % 4
 
@@ -8,8 +8,8 @@ The fragments of mma.sync are those of the PTX ISA for m16n8k16 and 16-bit float
 
 Sums are rounded once here. A GPU may round or cut off after some of the products.
 
-A copy of cp.async arrives where its thread waits for it, and not before: until then whoever reads its target reads
-what nobody has stored. It stores when it begins, too, as far as races are concerned.
+A copy of cp.async arrives where its thread waits for it, and not before: until then its target reads as
+never stored. It stores when it begins, too, as far as races are concerned.
 """
 
 from __future__ import annotations
