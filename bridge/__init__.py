@@ -5,7 +5,7 @@
     bridge.open_gguf("model.gguf")                        a GGUF's tensors, ready to multiply
     bridge.Model.load("model.gguf")                       a language model, ready to generate text
     bridge.nn.replace_linears(model, "model.gguf")        a GGUF's weights under a transformers model
-    bridge.nn.replace_trellis(model, "folder")            likewise a trellis-coded checkpoint's
+    bridge.nn.replace_trellis(model, "folder")            the same for a trellis-coded checkpoint
     bridge.verify("model.gguf", "folder")                 how close a GGUF on disk is to its checkpoint
     bridge.quantize.gptq(module, batches)                 any torch module, quantized in place
     bridge.repack("model-gptq", "model-v2", "gptq_v2")    GPTQ v1 <-> v2, labels mended

@@ -14,7 +14,7 @@ u is the unit, 32 columns, of a superblock. A lane reads all 16 bytes of the fir
 last two. For its unit, number lane modulo 8 of the superblock, it returns:
 
     Q4_K, Q5_K   the scale and the min of its sub-block
-    others       the scales of its two sub-blocks in bytes 0 and 1, and their mins likewise
+    others       the scales of its two sub-blocks in bytes 0 and 1, and their mins in the same way
 """
 
 from collections.abc import Callable

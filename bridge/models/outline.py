@@ -26,7 +26,7 @@ class Part:
     source   in the checkpoint, "model.layers.0.self_attn.q_proj.weight", of a quantized module too
     shape    (out, in) or (n,) as the GGUF has it: a stored tensor may be padded with zeros beyond it
     rows     int64 [out] or None: row i of the GGUF is row rows[i] of the source
-    columns  int64 [in] or None: likewise; undoes act-order
+    columns  int64 [in] or None: the source's columns in the GGUF's order; undoes act-order
     matrix   which matrix of a 3-D source this is
     stored   the source's shape where `rows` or `columns` pick from more than they return; after `change`
     change   what is done to the source before rows and columns are picked: "transposed"; "squeezed", dimensions of

@@ -79,8 +79,8 @@ def read_rope(config: Config, rotated: int, default_base: float = 10000.0, trunc
         note = f"dynamic rope scaling is dropped: the model works up to {context} tokens, as trained, not beyond"
         return Rope(base, kind, notes=(note,))
     raise BridgeError(
-        f"{config.path}: unknown rope type {kind!r}; known are default, linear, llama3, longrope, mrope, yarn and "
-        f"dynamic, any other needs {parameter('template')}"
+        f"{config.path}: unknown rope type {kind!r}; default, linear, llama3, longrope, mrope, yarn and dynamic "
+        f"are known, any other needs {parameter('template')}"
     )
 
 

@@ -7,7 +7,7 @@
     bias        float [out]      optional
 
 The first half of the rows becomes the high nibbles of bytes and the second half the low ones. 2 and 1 bits are packed
-likewise in quarters and eighths, 3 bits in tenths of an int32 (two bits are left over); 5, 6 and 8 bits take a byte
+in quarters and eighths, 3 bits in tenths of an int32 (two bits are left over); 5, 6 and 8 bits take a byte
 each. 1.58 bits are 2 bits with three codes. view_as_float only renames the dtype of W_q.
 
 With axis 1 groups run along the input features. With axis 0 they run down the output features, a stride apart, so every
