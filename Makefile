@@ -6,6 +6,9 @@ EXTRAS ?= test
 # compiling all of torch and transformers ahead takes longer than what is used of them
 PIP = $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt
 
+# what is imported is compiled once, and not again in every process that tests start
+export PYTHONDONTWRITEBYTECODE =
+
 .PHONY: demo test test-all lint bench docs pictures clean
 
 demo: $(VENV)/.demo

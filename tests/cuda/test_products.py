@@ -1,4 +1,4 @@
-"""Products on CUDA, as far as a machine without a GPU can tell: simulator, machine code, bytes, what is refused."""
+"""Products on CUDA, as far as a machine without a GPU can tell: machine code, bytes, what is refused."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ from tests.conftest import ROOT
 from tests.support import ptx
 from tests.support.gpu.device import pretended_gpu
 from tests.support.random_blocks import ALL, FACTOR, assert_product, random_matrix, rounded
-from tests.support.simulator import run_cases
 
 pytest.importorskip("numba_cuda", reason="numba-cuda is not installed")
 
@@ -31,10 +30,6 @@ from bridge.cuda.matvec import MatvecShape
 
 CAPABILITIES = [(7, 5), (8, 0), (8, 6), (8, 9), (9, 0)]
 compiler = pytest.mark.skipif(ptx.unavailable() is not None, reason=str(ptx.unavailable()))
-
-
-def test_products_hold_in_the_simulator():
-    run_cases("product_cases.py")
 
 
 def ptx_of(type: str, n: int, shape: MatvecShape, exact: bool, epilogue: str = "") -> str:

@@ -139,7 +139,7 @@ def test_all_of_it_runs_and_ends_in_the_table(
     ):
         monkeypatch.setattr(report, bar, easy)
     with small_check():
-        code, found = ran(tmp_path)
+        code, found = ran(tmp_path, "--seconds", "inf")
         assert list(found["times"]) == jobs.TIMES
     assert found["wrong"] == []
     assert code == 0

@@ -1,4 +1,5 @@
-"""The cases of this folder run twice: on compiled PTX (a plain `pytest`), and in Numba's simulator (run_cases)."""
+"""The cases of this folder run twice: on compiled PTX (a plain `pytest`), and in Numba's simulator
+(tests/cuda/test_simulator.py)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The model's kernels in the CUDA simulator, against NumPy and the CPU runtime; run by tests/cuda/test_decoder.py.
+"""The model's kernels in the CUDA simulator, against NumPy and the CPU runtime; run by tests/cuda/test_simulator.py.
 
 Threads are Python threads here, so shapes are tiny, and a context is cut into spans much sooner than on a GPU.
 """

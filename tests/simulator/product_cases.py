@@ -1,4 +1,4 @@
-"""Products on CUDA in the simulator, against float64; tests/cuda/test_products.py runs this file."""
+"""Products on CUDA in the simulator, against float64; tests/cuda/test_simulator.py runs this file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Products with trellis codes on CUDA, against float64; tests/cuda/test_trellis.py runs this file too."""
+"""Products with trellis codes on CUDA, against float64; tests/cuda/test_simulator.py runs this file too."""
 
 from __future__ import annotations
 
