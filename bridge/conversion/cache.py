@@ -23,12 +23,12 @@ from typing import Any
 
 import bridge
 from bridge.checkpoint.files.hub import model_name, resolve
-from bridge.checkpoint.files.weight_files import CONFIGS, WEIGHTS, config_folder, files_below
+from bridge.checkpoint.files.weight_files import CONFIGS, WEIGHTS, config_folder
 from bridge.conversion.converter import convert
 from bridge.errors import BridgeError
 from bridge.models import architecture
 from bridge.system.cache import cache_folder
-from bridge.system.files import read_json, write_text
+from bridge.system.files import files_below, read_json, write_text
 from bridge.system.folder_locks import lock_shared, remove_if_unlocked
 from bridge.system.progress import Progress
 from bridge.system.text import percent, size_text
