@@ -15,7 +15,6 @@ for the first to finish.
 import hashlib
 import json
 import os
-import sys
 from collections.abc import Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -32,7 +31,7 @@ from bridge.system.cache import cache_folder
 from bridge.system.files import files_below, read_json, write_text
 from bridge.system.folder_locks import lock_shared, remove_if_unlocked
 from bridge.system.progress import Progress
-from bridge.system.text import percent, size_text
+from bridge.system.text import percent, size_text, tell
 
 try:
     import fcntl
@@ -78,7 +77,7 @@ def converted(
             notes = _notes(folder)
             if not path.exists() or notes.get(_MADE) != _status(path)[:2]:
                 damaged = "the cached GGUF has changed since it was made; " if path.exists() else ""
-                print(f"{damaged}converting {checkpoint}; the GGUF is cached, see `gguf-bridge cache`", file=sys.stderr)
+                tell(f"{damaged}converting {checkpoint}; the GGUF is cached, see `gguf-bridge cache`")
                 _convert(home, path, config, progress)
             now = {**notes, str(home.resolve()): seen, _MADE: _status(path)[:2]}
             if now != notes:
@@ -100,7 +99,7 @@ def _convert(home: Path, path: Path, config: str | Path | None, progress: Progre
     report = convert(home, path, config=config, progress=progress, force=True)
     total = report.total()
     kept = f"{percent(total.kept / total.weights, 4)} of its codes kept, " if total else ""
-    print(f"{kept}{size_text(report.output_bytes)} in {report.seconds:.1f} s", file=sys.stderr)
+    tell(f"{kept}{size_text(report.output_bytes)} in {report.seconds:.1f} s")
 
 
 def _files(home: Path, config: Path | None) -> dict[str, Path]:
@@ -169,7 +168,7 @@ def _locked(file: Path) -> Iterator[None]:
             try:
                 fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
-                print("waiting for another process that is converting it", file=sys.stderr)
+                tell("waiting for another process that is converting it")
                 fcntl.flock(handle, fcntl.LOCK_EX)
         yield
     finally:

@@ -10,7 +10,6 @@ sources are removed, but for those used last and those that a process holds.
 
 import hashlib
 import os
-import sys
 import tempfile
 import types
 from collections.abc import Callable
@@ -24,6 +23,7 @@ import bridge
 from bridge.errors import BridgeError
 from bridge.system.cache import cache_folder, paths
 from bridge.system.folder_locks import lock_shared, remove_if_unlocked
+from bridge.system.text import tell
 
 _KEPT_CACHES = 3  # caches of other checkouts or versions that are not removed
 
@@ -63,7 +63,7 @@ if not os.environ.get("NUMBA_CACHE_DIR"):
             _prune(_dir)
         numba.config.CACHE_DIR = str(_dir)  # type: ignore[attr-defined]
     except (OSError, BridgeError) as problem:  # a read-only home, or none
-        print(f"compile cache: {problem}; every process compiles its kernels again", file=sys.stderr)
+        tell(f"compile cache: {problem}; every process compiles its kernels again")
         _temporary = tempfile.TemporaryDirectory(prefix="gguf-bridge-")  # numba refuses to have none
         numba.config.CACHE_DIR = _temporary.name  # type: ignore[attr-defined]
 
