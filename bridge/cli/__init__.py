@@ -14,13 +14,15 @@ import sys
 import traceback
 import warnings
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import redirect_stdout, suppress
 from typing import NoReturn
 
 from bridge.cli import bench, cache, convert, inspect, plan, quantize, repack, run, verify
 from bridge.cli.options import as_flag
 from bridge.cli.plot import command as plot_command
+from bridge.cli.terminal import Printable
 from bridge.errors import BridgeError, shortened, spelled
+from bridge.system.text import tell
 
 _DESCRIPTION = """\
 GPTQ, AWQ, compressed-tensors, MLX, HQQ and other quantized checkpoints become
@@ -56,7 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
         sys.stdout.reconfigure(errors="replace")  # generated text may contain characters the console cannot encode
     try:
-        with warnings.catch_warnings(), spelled(as_flag):
+        with warnings.catch_warnings(), spelled(as_flag), redirect_stdout(Printable(sys.stdout)):
             if not debug:
                 warnings.simplefilter("ignore")  # the libraries' own, such as torch's on odd pickles
             arguments = _parser().parse_args(argv or ["--help"])
@@ -69,8 +71,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     except (Exception, KeyboardInterrupt) as problem:
         if debug:
-            traceback.print_exception(problem)
-        print("error:", shortened(re.sub(r"\s*\n\s*", " ", _message(problem))), file=sys.stderr)
+            tell("".join(traceback.format_exception(problem)))
+        tell("error: " + shortened(re.sub(r"\s*\n\s*", " ", _message(problem))))
         return 2
 
 

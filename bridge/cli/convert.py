@@ -55,7 +55,6 @@ def choices(a: argparse.Namespace) -> dict[str, Any]:
 def run(a: argparse.Namespace) -> int:
     """Convert, with progress bars, and print the report."""
     from bridge.conversion.converter import convert_as
-    from bridge.conversion.report import check_report
     from bridge.models.modelfile import ollama_line
 
     plan = getattr(a, "plan", None)
@@ -63,15 +62,13 @@ def run(a: argparse.Namespace) -> int:
         raise BridgeError("give the checkpoint to convert, or --plan; see gguf-bridge convert --help")
     if plan is not None and a.out is None and str(a.checkpoint).endswith(".gguf"):
         a.checkpoint, a.out = None, a.checkpoint  # `convert --plan plan.json out.gguf`
-    if a.report:
-        check_report(a.report)
     with (
         Bar("measuring", unit=" steps") as steps,
         Bar("quantizing", unit=" layers") as layers,
         Bar("converting") as bar,
     ):
         options = ConvertOptions(**choices(a), calibrate=calibration(a, layers), budget=budget(a, steps))
-        report = convert_as(a.checkpoint, a.out, options, bar)
+        report = convert_as(a.checkpoint, a.out, options, bar, a.report)
     print(report.table())
     if options.modelfile:
         print(f"Ollama takes it: {ollama_line(report.outputs[0])}")

@@ -9,8 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from bridge.cli.options import add_options, command, given
+from bridge.cli.terminal import generated
 from bridge.errors import BridgeError
 from bridge.runtime.sampling import Sampling
+from bridge.system.text import tell
 
 
 def add_parser(commands: Any) -> None:
@@ -113,9 +115,9 @@ def _load(a: argparse.Namespace, path: Path, context: int | None) -> Any:
 
     model = Model.load(path, a.threads, a.kv, context, a.precision, a.device)
     if model.note:
-        print(model.note, file=sys.stderr)
+        tell(model.note)
     if model.context > model.config.context:
-        print(f"{path}: trained for {model.config.context} tokens, fewer than the requested context", file=sys.stderr)
+        tell(f"{path}: trained for {model.config.context} tokens, fewer than the requested context")
     return model
 
 
@@ -131,17 +133,17 @@ def run(a: argparse.Namespace) -> int:
         prompt = model.chat_tokens([*system, {"role": "user", "content": text}])
     if a.logprobs is not None:
         for token in model.generate_scored(prompt, logprobs=a.logprobs, **_reply_options(a)):
-            print(_scored_line(model, token), flush=True)
+            print(_scored_line(model, token), flush=True, file=generated())
     else:
         pieces = model.generate(prompt, **_reply_options(a))
         try:
             if not a.chat:
-                print(text, end="", flush=True)
+                print(text, end="", flush=True, file=generated())
             for piece in pieces:
-                print(piece, end="", flush=True)
+                print(piece, end="", flush=True, file=generated())
         finally:
             print(flush=True)
-    print(_speeds(model), file=sys.stderr)
+    tell(_speeds(model))
     return 0
 
 
@@ -178,17 +180,17 @@ def chat(a: argparse.Namespace) -> int:
             continue
         try:
             for piece in talk.reply(line, **options):
-                print(piece, end="", flush=True)
+                print(piece, end="", flush=True, file=generated())
         except KeyboardInterrupt:  # the reply so far is kept
             pass
         except BridgeError as problem:
             if not sys.stdin.isatty():
                 raise
-            print(f"error: {problem}; /clear starts over", file=sys.stderr)
+            tell(f"error: {problem}; /clear starts over")
             continue
         print(flush=True)
         if sys.stdin.isatty():
-            print(_speeds(model), file=sys.stderr)
+            tell(_speeds(model))
     return 0
 
 

@@ -38,13 +38,17 @@ def add_parser(commands: Any) -> None:
 
 def run(a: argparse.Namespace) -> int:
     """Verify, with a progress bar, and print the report; 1 where a tensor is beyond a threshold."""
-    from bridge.conversion.report import check_report
     from bridge.conversion.verify import failures, verify
 
-    if a.report:
-        check_report(a.report)
     with Bar("verifying") as bar:
-        report = verify(a.gguf, a.checkpoint, config=getattr(a, "config", None), template=a.template, progress=bar)
+        report = verify(
+            a.gguf,
+            a.checkpoint,
+            config=getattr(a, "config", None),
+            template=a.template,
+            progress=bar,
+            save_as=a.report,
+        )
     print(report.table("read"))
     if a.report:
         report.save(a.report)

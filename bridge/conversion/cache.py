@@ -3,18 +3,18 @@
     models/NAME-DIGEST/          in the cache folder, locked by the processes that use it
         NAME.gguf                as `convert` makes it without options
         checkpoints.json         where its contents were seen: folder -> {file: [bytes, time of change, inode]},
-                                 and the version of this program
+                                 and the version of this program; the GGUF's own bytes and time
         lock                     locked by the process that converts
 
 DIGEST covers the contents of all files that a conversion reads, and the version of this program. Hashing them takes
 seconds, so a folder whose files have the sizes, times and inodes noted in checkpoints.json is assumed to have those
-contents, as git does. A second process that needs the same GGUF waits for the first to finish.
+contents, as git does. A GGUF that is not as it was made is made anew. A second process that needs the same GGUF waits
+for the first to finish.
 """
 
 import hashlib
 import json
 import os
-import sys
 from collections.abc import Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -23,22 +23,22 @@ from typing import Any
 
 import bridge
 from bridge.checkpoint.files.hub import model_name, resolve
-from bridge.checkpoint.files.weight_files import CONFIGS, WEIGHTS, config_folder, files_below
+from bridge.checkpoint.files.weight_files import CONFIGS, WEIGHTS, config_folder
 from bridge.conversion.converter import convert
 from bridge.errors import BridgeError
 from bridge.models import architecture
 from bridge.system.cache import cache_folder
-from bridge.system.files import read_json, write_text
+from bridge.system.files import files_below, read_json, write_text
 from bridge.system.folder_locks import lock_shared, remove_if_unlocked
 from bridge.system.progress import Progress
-from bridge.system.text import percent, size_text
+from bridge.system.text import percent, size_text, tell
 
 try:
     import fcntl
 except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
 
-_NOTES = "checkpoints.json"
+_NOTES, _MADE = "checkpoints.json", "gguf"
 _in_use: list[int] = []  # handles of locked folders, until the process ends
 
 
@@ -74,11 +74,14 @@ def converted(
     try:
         with _locked(folder / "lock"):
             path = next(iter(folder.glob("*.gguf")), folder / f"{name}.gguf")
-            if not path.exists():
-                print(f"converting {checkpoint}; the GGUF is cached, see `gguf-bridge cache`", file=sys.stderr)
+            notes = _notes(folder)
+            if not path.exists() or notes.get(_MADE) != _status(path)[:2]:
+                damaged = "the cached GGUF has changed since it was made; " if path.exists() else ""
+                tell(f"{damaged}converting {checkpoint}; the GGUF is cached, see `gguf-bridge cache`")
                 _convert(home, path, config, progress)
-            if (notes := _notes(folder)).get(str(home.resolve())) != seen:
-                write_text(folder / _NOTES, json.dumps({**notes, str(home.resolve()): seen}, indent=1) + "\n")
+            now = {**notes, str(home.resolve()): seen, _MADE: _status(path)[:2]}
+            if now != notes:
+                write_text(folder / _NOTES, json.dumps(now, indent=1) + "\n")
     except BaseException:
         if handle is not None:
             os.close(handle)
@@ -96,15 +99,15 @@ def _convert(home: Path, path: Path, config: str | Path | None, progress: Progre
     report = convert(home, path, config=config, progress=progress, force=True)
     total = report.total()
     kept = f"{percent(total.kept / total.weights, 4)} of its codes kept, " if total else ""
-    print(f"{kept}{size_text(report.output_bytes)} in {report.seconds:.1f} s", file=sys.stderr)
+    tell(f"{kept}{size_text(report.output_bytes)} in {report.seconds:.1f} s")
 
 
 def _files(home: Path, config: Path | None) -> dict[str, Path]:
-    """The files that a conversion reads, by name in the checkpoint."""
+    """The files that a conversion reads, by name in the checkpoint; no pipes and devices, which may never end."""
     found = {home.name: home} if home.is_file() else {}
     for root in [home] if config is None else [home, config]:
         for file in files_below(root):
-            if file.name.endswith((*WEIGHTS, *CONFIGS)):
+            if file.name.endswith((*WEIGHTS, *CONFIGS)) and file.is_file():
                 found[f"{'config/' if root == config else ''}{file.relative_to(root).as_posix()}"] = file
     return found
 
@@ -156,10 +159,17 @@ def _locked(file: Path) -> Iterator[None]:
     if fcntl is None:  # two processes may convert at once, each to its own file; the last one's remains
         yield
         return
-    with open(file, "wb") as stream:
-        try:
-            fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            print("waiting for another process that is converting it", file=sys.stderr)
-            fcntl.flock(stream, fcntl.LOCK_EX)
+    try:
+        handle = os.open(file, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
+    except OSError as problem:
+        raise BridgeError(f"{file}: cannot be opened ({problem.strerror}); remove it") from problem
+    try:
+        with suppress(OSError):  # a file system without locks: as on Windows
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                tell("waiting for another process that is converting it")
+                fcntl.flock(handle, fcntl.LOCK_EX)
         yield
+    finally:
+        os.close(handle)

@@ -6,7 +6,7 @@ size budget, are not chosen again; the report tells where they do not hold.
 """
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,15 +18,15 @@ from bridge.conversion.executor import Executor
 from bridge.conversion.gguf_writer import GGUFOutput
 from bridge.conversion.importance import Importance
 from bridge.conversion.options import ConvertOptions, PlanOptions
-from bridge.conversion.paths import default_name, layers_of
+from bridge.conversion.paths import default_name, files_of, layers_of, other_outputs, with_checkpoint
 from bridge.conversion.plan import Plan, PlannedTensor
 from bridge.conversion.plan_file import load_plan, save_plan
 from bridge.conversion.planner import Planner, holds, make_plan, with_scales
-from bridge.conversion.report import Report, TensorReport, beyond_auto
+from bridge.conversion.report import Report, TensorReport, beyond_auto, check_report
 from bridge.conversion.size_budget import within_budget
 from bridge.errors import BridgeError
-from bridge.gguf_file.reader import shards
-from bridge.system.files import check_target, read_json, write_text
+from bridge.system.files import read_json, write_text
+from bridge.system.outputs import Taken, check_outputs
 from bridge.system.progress import Progress
 from bridge.system.text import percent
 
@@ -57,9 +57,16 @@ def convert(
 
 
 def convert_as(
-    checkpoint: str | Path | None, out: str | Path | None, options: ConvertOptions, progress: Progress | None = None
+    checkpoint: str | Path | None,
+    out: str | Path | None,
+    options: ConvertOptions,
+    progress: Progress | None = None,
+    save_as: Path | None = None,
 ) -> Report:
-    """`convert` with its options in one object."""
+    """`convert` with its options in one object.
+
+    save_as  where the caller will save the Report; checked before anything is made
+    """
     started = time.perf_counter()
     given: Plan | None = None
     if options.plan is not None:
@@ -68,18 +75,26 @@ def convert_as(
     if checkpoint is None:
         raise BridgeError("no checkpoint is given")
     path = Path(out) if out is not None else Path(default_name(str(checkpoint), options))
-    if options.modelfile:
-        check_target(path.parent / "Modelfile", options.force)
     template = options.template if given is None else given.template
     imatrix = options.imatrix if given is None else given.imatrix
+    text = options.calibrate.text if options.calibrate else None
+    reads = Taken().and_files(files_of(template, imatrix, options.plan, text))
+    also = other_outputs(path, options)
+
+    def check_all(taken: Taken) -> None:
+        check_outputs([path, *also], options.force, taken)
+        if save_as is not None:
+            check_report(save_as, taken.and_files([path, *also]))
+
+    check_all(reads)
     with open_by_name(
         checkpoint,
         options.config,
         needs_config=template is None,
         detect_lattice=options.detect_lattice if given is None else given.detect_lattice,
     ) as ckpt:
-        inputs = _inputs(ckpt, [template, imatrix, options.plan])
-        check_target(path, options.force, inputs)
+        reads = with_checkpoint(reads, ckpt)
+        check_all(reads)
         importance = Importance.read(imatrix)
         calibrated = options.calibrate is not None
         plan = make_plan(ckpt, options, importance, calibrated) if given is None else given
@@ -101,7 +116,7 @@ def convert_as(
         executor = Executor(planner.reader, importance, layers.layers if layers else {}, options.threads)
         chooses = given is None and options.budget is None
         whole = with_scales(ckpt, plan)
-        with GGUFOutput(path, whole, options.force, options.shard, inputs) as output:
+        with GGUFOutput(path, whole, options.force, options.shard, reads.and_files(also)) as output:
             results = list(_written(executor, output, planner if chooses else None, progress))
             files = output.finish()
         if layers:
@@ -180,20 +195,14 @@ def plan_as(
     checkpoint: str | Path, out: str | Path | None, options: PlanOptions, progress: Progress | None = None
 ) -> Plan:
     """`plan_checkpoint` with its options in one object."""
-    if out is not None:
-        check_target(Path(out), options.force)
+    path = None if out is None else Path(out)
+    reads = Taken().and_files(files_of(options.template, options.imatrix))
+    check_outputs([path], options.force, reads)
     with open_by_name(
         checkpoint, options.config, needs_config=options.template is None, detect_lattice=options.detect_lattice
     ) as ckpt:
+        check_outputs([path], options.force, with_checkpoint(reads, ckpt))
         plan = make_plan(ckpt, options, Importance.read(options.imatrix), progress=progress)
-    if out is not None:
-        save_plan(plan, str(checkpoint), Path(out))
+    if path is not None:
+        save_plan(plan, str(checkpoint), path)
     return plan
-
-
-def _inputs(ckpt: Checkpoint, others: Sequence[str | Path | None]) -> list[Path]:
-    """The files that a conversion reads: force may replace others, never these."""
-    files = [*ckpt.files, *ckpt.home.glob("*.json")]
-    for path in (Path(other) for other in others if other is not None):
-        files += shards(path) if path.suffix == ".gguf" else [path]
-    return files

@@ -24,8 +24,9 @@ from gguf.gguf_writer import SHARD_NAME_FORMAT, TensorInfo, WriterState
 
 from bridge.conversion.plan import Plan, PlannedTensor
 from bridge.errors import BridgeError, parameter
-from bridge.system.files import check_target, disk_errors, sync_folder
+from bridge.system.files import disk_errors, sync_folder
 from bridge.system.folder_locks import temporary_beside
+from bridge.system.outputs import NOTHING, Taken, check_outputs
 
 _SYNC_BYTES = 64 << 20  # written between two requests to bring them to disk
 
@@ -95,7 +96,7 @@ class GGUFOutput:
     plan    its metadata, its tensors with their types, the size of its shards
     force   whether files of that name may be replaced
     shard   (i, n): only the i-th of n shards, counted from 1; None for all
-    inputs  files that are read meanwhile, and never replaced
+    taken   files that the run reads, and its other outputs
     """
 
     def __init__(
@@ -104,11 +105,11 @@ class GGUFOutput:
         plan: Plan,
         force: bool = False,
         shard: tuple[int, int] | None = None,
-        inputs: Sequence[Path] = (),
+        taken: Taken = NOTHING,
     ) -> None:
         self.path = path
         self._plan = plan
-        self._force, self._inputs = force, inputs
+        self._force, self._taken = force, taken
         self._shards = shards_of(plan)
         count = len(self._shards)
         if shard is not None and not (shard[1] == count and 1 <= shard[0] <= count):
@@ -236,8 +237,7 @@ class GGUFOutput:
         return self._targets
 
     def _check_targets(self, paths: Sequence[Path]) -> None:
-        for path in paths:
-            check_target(path, self._force, self._inputs)
+        check_outputs(paths, self._force, self._taken)
 
 
 def _sync_data(file: int) -> None:

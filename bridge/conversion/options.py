@@ -13,7 +13,6 @@ from pathlib import Path
 from bridge.conversion.recipe import Recipe
 from bridge.errors import BridgeError, parameter
 from bridge.quantize.settings import Calibration
-from bridge.system.files import check_target
 from bridge.system.options import count, option, positive, share, size
 from bridge.system.progress import Progress
 
@@ -128,8 +127,6 @@ class ConvertOptions(PlanOptions):
                 raise BridgeError("a plan defines types, tokenizer, template and shards; give or edit the plan only")
         if self.calibrate is not None:
             self.calibrate.check_gguf()
-            if self.calibrate.imatrix_out is not None:
-                check_target(self.calibrate.imatrix_out, self.force)
         if self.budget is not None:
             self._check_budget(self.budget)
 
@@ -151,5 +148,3 @@ class ConvertOptions(PlanOptions):
                 f"{parameter(asked)} is for one file: write the plan with {parameter('plan_out')}, set split_max_size "
                 f"in it, and convert with {parameter('plan')}"
             )
-        if budget.plan_out is not None:
-            check_target(budget.plan_out, self.force)

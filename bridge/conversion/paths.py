@@ -1,9 +1,14 @@
-"""Names of what a conversion writes."""
+"""The files that a conversion reads and writes, by name."""
 
+from dataclasses import replace
 from pathlib import Path
 
+from bridge.checkpoint import Checkpoint
 from bridge.checkpoint.files.hub import model_name
+from bridge.conversion.options import ConvertOptions
 from bridge.conversion.recipe import Recipe
+from bridge.gguf_file.reader import shards
+from bridge.system.outputs import Taken
 
 
 def layers_of(path: Path) -> Path:
@@ -15,3 +20,25 @@ def default_name(checkpoint: str, recipe: Recipe) -> str:
     """`<checkpoint>-<TYPE>.gguf`, or `<checkpoint>.gguf` for auto."""
     stem = model_name(checkpoint)
     return f"{stem}.gguf" if recipe.type == "auto" else f"{stem}-{recipe.type}.gguf"
+
+
+def other_outputs(path: Path, options: ConvertOptions) -> list[Path]:
+    """The files that are written besides the GGUF."""
+    found = [
+        path.parent / "Modelfile" if options.modelfile else None,
+        options.calibrate.imatrix_out if options.calibrate else None,
+        options.budget.plan_out if options.budget else None,
+    ]
+    return [file for file in found if file is not None]
+
+
+def files_of(*named: str | Path | None) -> list[Path]:
+    """Input files that were named, with all shards of a GGUF."""
+    paths = [Path(name) for name in named if name is not None]
+    return [file for path in paths for file in (shards(path) if path.suffix == ".gguf" else [path])]
+
+
+def with_checkpoint(taken: Taken, ckpt: Checkpoint) -> Taken:
+    """Also the files of a checkpoint, and its folders."""
+    folders = dict.fromkeys(folder for folder in (ckpt.home, ckpt.path) if folder.is_dir())
+    return replace(taken.and_files(ckpt.files), folders=tuple(folders))

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING
 
 from bridge.encode.limits import FLOAT_LIMIT, REQUANTIZED_LIMIT
 from bridge.errors import BridgeError, parameter
-from bridge.system.files import check_target, write_text
+from bridge.system.files import write_text
+from bridge.system.outputs import NOTHING, Taken, check_outputs
 from bridge.system.text import align, percent, size_text, summarise_notes
 
 if TYPE_CHECKING:
@@ -215,9 +216,9 @@ class Report:
         return lines
 
 
-def check_report(path: Path) -> None:
+def check_report(path: Path, taken: Taken = NOTHING) -> None:
     """BridgeError unless a report of that name can be made; of files that exist only earlier reports are replaced."""
-    check_target(path, force=True)
+    check_outputs([path], True, taken)
     try:
         with open(path, "rb") as file:
             start = file.read(len(_START))

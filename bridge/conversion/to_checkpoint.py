@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from bridge.checkpoint.files.dtypes import torch_dtype
+from bridge.checkpoint.files.folder import check_folder
 from bridge.checkpoint.files.hub import model_name, open_by_name
 from bridge.conversion.calibrate_plan import LayerTarget, quantize_layers
-from bridge.conversion.paths import layers_of
+from bridge.conversion.paths import files_of, layers_of
 from bridge.errors import BridgeError
 from bridge.quantize.settings import Calibration
 
@@ -55,6 +56,7 @@ def quantize_checkpoint(
 
     path = Path(out) if out is not None else Path(f"{model_name(str(checkpoint))}-{format}-{bits}bit")
     with open_by_name(checkpoint, config) as ckpt:
+        check_folder(ckpt, path, force, files_of(calibrate.text))
         grid = f"{bits} bits, groups of {group_size}, {'symmetric' if symmetric else 'asymmetric'}"
         method = calibrate.quantizer(groups(bits, group_size, symmetric))
         awq = Awq(method, stored=_norms(ckpt), folder=layers_of(path)) if calibrate.method == "awq" else None

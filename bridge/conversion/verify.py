@@ -19,12 +19,23 @@ from bridge.blocks import TYPES
 from bridge.checkpoint.files.hub import open_by_name
 from bridge.conversion.checkpoint_outline import outline_of
 from bridge.conversion.part_reader import PartReader
-from bridge.conversion.report import AS_IS, FLOAT, Outcome, Report, TensorReport, carried_outcome, lost_codes
+from bridge.conversion.paths import files_of, with_checkpoint
+from bridge.conversion.report import (
+    AS_IS,
+    FLOAT,
+    Outcome,
+    Report,
+    TensorReport,
+    carried_outcome,
+    check_report,
+    lost_codes,
+)
 from bridge.encode.limits import FLOAT_LIMIT, REQUANTIZED_LIMIT
 from bridge.errors import BridgeError
 from bridge.gguf_file.reader import StoredTensor, read_gguf
 from bridge.models.outline import OutlineTensor
 from bridge.runtime.cpu import dequantize
+from bridge.system.outputs import Taken
 from bridge.system.progress import Progress
 from bridge.system.row_threads import chunks
 from bridge.system.text import percent
@@ -40,10 +51,12 @@ def verify(
     config: str | Path | None = None,
     template: str | Path | None = None,
     progress: Progress | None = None,
+    save_as: Path | None = None,
 ) -> Report:
     """Compare every tensor of a GGUF (its first shard, if split) with the checkpoint's; `config` as for `convert`.
 
     template  the one that the GGUF was made with, if it was
+    save_as   where the caller will save the Report; checked before anything is compared
 
     Returns a Report with the same figures as `convert`'s, measured from the file; `failures` judges it.
     Raises BridgeError where the two do not hold the same tensors.
@@ -51,6 +64,8 @@ def verify(
     started = time.perf_counter()
     file = read_gguf(gguf_path)
     with open_by_name(checkpoint, config, needs_config=template is None) as ckpt:
+        if save_as is not None:
+            check_report(save_as, with_checkpoint(Taken().and_files([*file.files, *files_of(template)]), ckpt))
         tensors = outline_of(ckpt, "default", template).tensors  # any pre-tokenizer will do: only tensors are compared
         reader = PartReader(ckpt)
         scales = {f"{t.name.removesuffix('.weight')}.{key}" for t in tensors for key in ("scale", "input_scale")}

@@ -7,8 +7,9 @@ says which run the layers belong to.
 import hashlib
 import json
 import os
-import shutil
+import re
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ from bridge.system.files import read_json, write_text
 from bridge.system.row_threads import tiles
 
 _JOB = "job.json"
+_OWN = re.compile(r"job\.json|[0-9a-f]{24}\.(safetensors|scales|\d+)")  # the folder's files, whole and unfinished
 
 
 @dataclass(frozen=True)
@@ -118,13 +120,18 @@ class LayerStore:
         if folder.exists():
             if not (folder / _JOB).is_file():
                 raise BridgeError(f"{folder}: is not a folder of quantized layers; move it or choose another output")
-            if read_json(folder / _JOB) == job:
+            found = read_json(folder / _JOB)
+            if found == job:
                 self._load()
                 return
+            if not found.keys() & job.keys():
+                raise BridgeError(f"{folder / _JOB}: is not a record of quantized layers; choose another output")
             if not force:
                 restart = f"{parameter('force', True)} starts over"
                 raise BridgeError(f"{folder}: holds layers of a run with other options or inputs; {restart}")
-            shutil.rmtree(folder)
+            if stray := next((file for file in sorted(folder.iterdir()) if not _OWN.fullmatch(file.name)), None):
+                raise BridgeError(f"{stray}: is not a quantized layer; move it, or choose another output")
+            self.remove()
         try:
             folder.mkdir()
         except OSError as problem:
@@ -133,7 +140,7 @@ class LayerStore:
 
     def _load(self) -> None:
         """Load the files that are whole; remove the others."""
-        for file in sorted(self.folder.glob("*.safetensors")):
+        for file in sorted(self.folder.glob(f"{'[0-9a-f]' * 24}.safetensors")):
             try:
                 with safe_open(file, "np") as stored:
                     layer = StoredLayer(file, **json.loads(stored.metadata()["layer"]))
@@ -179,5 +186,9 @@ class LayerStore:
         return layer
 
     def remove(self) -> None:
-        """Remove the folder, once its layers are in the output."""
-        shutil.rmtree(self.folder, ignore_errors=True)
+        """Remove the layers, once they are in the output, and the folder unless it holds anything else."""
+        with suppress(OSError):
+            for file in self.folder.iterdir():
+                if _OWN.fullmatch(file.name):
+                    file.unlink()
+            self.folder.rmdir()

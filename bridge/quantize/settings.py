@@ -5,6 +5,7 @@ Importing this needs neither PyTorch nor NumPy; making a `Calibration` says what
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from dataclasses import MISSING, dataclass, field
 from importlib.util import find_spec
@@ -76,6 +77,11 @@ class Calibration:
         for package in ("torch", "transformers"):
             if find_spec(package) is None:
                 raise BridgeError(f"quantizing with a text needs {package}: pip install 'gguf-bridge[quantize]'")
+        if sys.flags.optimize > 1:
+            raise BridgeError(
+                "quantizing with a text needs transformers, which reads its own docstrings: unset PYTHONOPTIMIZE=2 "
+                "(python -OO)"
+            )
         for name, least in {"samples": 1, "length": 1, "damping": 0, "alpha": 0, "sweeps": 0}.items():
             if not getattr(self, name) >= least:
                 raise BridgeError(f"{parameter(name, getattr(self, name))}: must be at least {least}")

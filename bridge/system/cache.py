@@ -9,16 +9,23 @@ An entry is a file or folder in one of these folders. A process that uses an ent
 """
 
 import os
+import re
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from bridge.errors import BridgeError
 from bridge.system.folder_locks import remove_if_unlocked
+
+_NAMES = {"numba": r"[0-9a-f]+", "models": r".+-[0-9a-f]{12}"}  # of entries; what else is there is not ours
 
 
 def cache_folder() -> Path:
-    """The folder; it need not exist yet."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "gguf-bridge"
+    """The folder; it need not exist yet. BridgeError where the user has no home folder."""
+    try:
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "gguf-bridge"
+    except RuntimeError:
+        raise BridgeError("there is no home folder for the cache; set HOME or XDG_CACHE_HOME") from None
 
 
 @dataclass(frozen=True)
@@ -33,8 +40,13 @@ class Entry:
 
 def entries() -> list[Entry]:
     """All entries, largest first."""
-    found = [_entry(path) for path in cache_folder().glob("*/*")]
+    found = [_entry(path) for kind in _NAMES for path in paths(kind)]
     return sorted(found, key=lambda entry: (-entry.nbytes, entry.path))
+
+
+def paths(kind: str) -> list[Path]:
+    """The paths of all entries of a kind."""
+    return [path for path in cache_folder().glob(f"{kind}/*") if re.fullmatch(_NAMES[kind], path.name)]
 
 
 def _entry(path: Path) -> Entry:

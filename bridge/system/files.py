@@ -1,16 +1,16 @@
-"""Small files that come with a model, and checks of the files to be read and written."""
+"""Small files that come with a model, checks of files to be read, and writing that leaves nothing half-done."""
 
 import glob
 import json
 import os
 import shutil
 import stat
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from bridge.errors import BridgeError, parameter
+from bridge.errors import BridgeError
 from bridge.system.folder_locks import temporary_beside
 
 MAX_SMALL = 100_000_000  # bytes; the safetensors library's limit for a header. Vocabularies have up to 40 MB
@@ -29,6 +29,13 @@ def refuse_pointer(file: Path) -> None:
     with open(file, "rb") as stream:
         if stream.read(len(_POINTER)) == _POINTER:
             raise BridgeError(f"{file}: is a Git LFS pointer, not the file itself; run `git lfs pull` in its folder")
+
+
+def files_below(folder: Path) -> Iterator[Path]:
+    """All files of a folder, without hidden folders (.git, .cache), in order; none where it is a file."""
+    for parent, below, names in os.walk(folder):
+        below[:] = sorted(name for name in below if not name.startswith("."))
+        yield from (Path(parent) / name for name in sorted(names))
 
 
 def missing(path: Path) -> BridgeError:
@@ -75,25 +82,6 @@ def read_json(file: Path, optional: bool = False) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise BridgeError(f"{file}: not a JSON object but a {type(content).__name__}; download it again")
     return content
-
-
-def check_target(path: Path, force: bool, inputs: Iterable[Path] = ()) -> None:
-    """BridgeError unless a file of that name can be made (or, with `force`, replaced).
-
-    inputs  what is read to make it, which is never replaced
-    """
-    if path.is_dir():
-        raise BridgeError(f"{path}: is a folder; give the name of the file to write")
-    if not path.parent.is_dir():
-        raise BridgeError(f"{path.parent}: no such folder; make it or give another output")
-    if os.path.lexists(path) and not force:
-        raise BridgeError(f"{path}: exists; {parameter('force', True)} replaces it")
-    if not path.exists():
-        return
-    if not path.is_file():
-        raise BridgeError(f"{path}: is a device or a pipe, which is not replaced; give another name")
-    if any(file.exists() and path.samefile(file) for file in inputs):
-        raise BridgeError(f"{path}: is read to make the new file and cannot be replaced; give another name")
 
 
 @contextmanager

@@ -10,7 +10,6 @@ sources are removed, but for those used last and those that a process holds.
 
 import hashlib
 import os
-import sys
 import tempfile
 import types
 from collections.abc import Callable
@@ -21,8 +20,10 @@ from typing import Any
 import numba
 
 import bridge
-from bridge.system.cache import cache_folder
+from bridge.errors import BridgeError
+from bridge.system.cache import cache_folder, paths
 from bridge.system.folder_locks import lock_shared, remove_if_unlocked
+from bridge.system.text import tell
 
 _KEPT_CACHES = 3  # caches of other checkouts or versions that are not removed
 
@@ -45,7 +46,7 @@ def _made(folder: Path) -> Path:
 def _prune(keep: Path) -> None:
     """Drop compile caches of sources that have not been used for longest, but none that a process holds."""
     with suppress(OSError):  # another process prunes as well
-        others = sorted((p for p in keep.parent.iterdir() if p != keep), key=lambda p: p.stat().st_mtime)
+        others = sorted((p for p in paths("numba") if p != keep), key=lambda p: p.stat().st_mtime)
         for old in others[:-_KEPT_CACHES]:
             remove_if_unlocked(old)
 
@@ -61,8 +62,8 @@ if not os.environ.get("NUMBA_CACHE_DIR"):
         if first_run:
             _prune(_dir)
         numba.config.CACHE_DIR = str(_dir)  # type: ignore[attr-defined]
-    except OSError as problem:  # a read-only home
-        print(f"compile cache: {problem}; every process compiles its kernels again", file=sys.stderr)
+    except (OSError, BridgeError) as problem:  # a read-only home, or none
+        tell(f"compile cache: {problem}; every process compiles its kernels again")
         _temporary = tempfile.TemporaryDirectory(prefix="gguf-bridge-")  # numba refuses to have none
         numba.config.CACHE_DIR = _temporary.name  # type: ignore[attr-defined]
 

@@ -4,6 +4,8 @@ import sys
 from collections.abc import Callable
 from typing import Any, Self
 
+from bridge.system.text import printable
+
 Progress = Callable[[int, int, str], None]  # units done, of how many, name of what was just done
 
 
@@ -31,5 +33,5 @@ class Bar:
 
                 verb += " (first run: compiling)" if jit.first_run else ""
             self.bar = tqdm(total=total, unit=self.unit, unit_scale=True, desc=verb, disable=None, leave=False)
-        self.bar.set_postfix_str(name, refresh=False)
+        self.bar.set_postfix_str(printable(name), refresh=False)
         self.bar.update(done - self.bar.n)

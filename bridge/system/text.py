@@ -1,9 +1,27 @@
-"""Formatting for the terminal: tables, percentages, sizes, and one line for notes that many modules share."""
+"""Formatting for the terminal: tables, percentages, sizes, and one line for notes that many modules share.
+
+Names and texts out of somebody's files may hold control characters, which would steer the terminal: `printable` shows
+them instead. Standard output passes through it as a whole (`bridge.cli.terminal`), lines on standard error by `tell`.
+"""
 
 import re
+import sys
 from collections.abc import Iterable
 
 from bridge.errors import shortened
+
+_CONTROLS = [*range(0x20), *range(0x7F, 0xA0), 0x61C, 0x200E, 0x200F, *range(0x202A, 0x202F), *range(0x2066, 0x206A)]
+_SHOWN = {c: f"\\x{c:02x}" if c < 256 else f"\\u{c:04x}" for c in _CONTROLS if chr(c) not in "\n\t"}
+
+
+def printable(text: str) -> str:
+    """A text whose control characters are shown as in Python, "\\x1b"; line breaks and tabs stay."""
+    return text.translate(_SHOWN)
+
+
+def tell(text: str) -> None:
+    """Print a line for people on standard error."""
+    print(printable(text), file=sys.stderr)
 
 
 def summarise_notes(notes: Iterable[str]) -> list[str]:

@@ -491,14 +491,49 @@ def test_a_rename_that_fails_puts_the_old_folder_back(tmp_path, monkeypatch):
 def test_force_replaces_a_checkpoint_and_nothing_else(tmp_path, refused):
     source, out = source_of(tmp_path), tmp_path / "b"
     bridge.repack(source, out, "gptq_v2")
-    (out / "stale.txt").write_text("of before")
     assert "exists; --force replaces it" in refused(source, out)
+    bridge.repack(source, out, "gptq", force=True)
+    assert files(out) == files(source)
+    (out / "merges.txt").write_text("of a checkpoint that was there before")
     bridge.repack(source, out, "gptq", force=True)
     assert files(out) == files(source)
     home = tmp_path / "home"
     home.mkdir()
     (home / "letters.txt").write_text("dear")
     assert "is not a checkpoint folder" in refused(source, home, "--force")
+
+
+@pytest.mark.parametrize("stray", ["thesis.tex", "text.txt", "results.json", "sub/config.json", ".git/HEAD", "run.pt"])
+def test_force_removes_no_file_that_is_not_a_checkpoints(tmp_path, refused, stray):
+    source, out = source_of(tmp_path), tmp_path / "b"
+    bridge.repack(source, out, "gptq_v2")
+    (out / stray).parent.mkdir(exist_ok=True)
+    (out / stray).write_text("of years")
+    assert f"{out / stray}: is not a checkpoint's file" in refused(source, out, "--force")
+
+
+def test_force_replaces_what_an_earlier_run_copied(tmp_path, refused):
+    source, out = source_of(tmp_path), tmp_path / "b"
+    (source / "images").mkdir()
+    (source / "images" / "logo.png").write_bytes(b"logo")
+    bridge.repack(source, out, "gptq_v2")
+    bridge.repack(source, out, "gptq", force=True)
+    assert (out / "images" / "logo.png").read_bytes() == b"logo"
+    (out / "images" / "logo.png").write_bytes(b"another")
+    assert "logo.png: is not a checkpoint's file" in refused(source, out, "--force")
+
+
+def test_a_file_that_comes_while_it_works_is_not_removed(tmp_path, monkeypatch):
+    source, out = source_of(tmp_path), tmp_path / "b"
+    bridge.repack(source, out, "gptq_v2")
+
+    def progress(*_: object) -> None:
+        (out / "thesis.tex").write_text("of years")
+
+    with pytest.raises(BridgeError, match=r"thesis\.tex: is not a checkpoint's file"):
+        bridge.repack(source, out, "gptq", force=True, progress=progress)
+    assert (out / "thesis.tex").read_text() == "of years"
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["a", "b"]
 
 
 def test_targets_that_are_no_place_for_it(tmp_path, refused):

@@ -44,6 +44,19 @@ def test_nothing_heavy_is_imported_before_it_is_used(code, heavy):
     assert re.sub(r"error: config.json: not found; .*\n", "", done.stderr) == ""
 
 
+def test_without_asserts_and_docstrings(tmp_path, small_model):
+    """Python's -OO: the same file is made, and what transformers cannot do is said before anything is read."""
+    cli, (made, usual) = ["-OO", "-m", "bridge.cli"], (tmp_path / "made.gguf", tmp_path / "usual.gguf")
+    bridge.convert(CHECKPOINT, usual)
+    done = python(*cli, "convert", CHECKPOINT, made)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert made.read_bytes() == usual.read_bytes()
+    for command in (["inspect", CHECKPOINT], ["run", made, "-p", "KING", "-n", "1"]):
+        assert python(*cli, *command).returncode == 0
+    done = python(*cli, "quantize", small_model, tmp_path / "q.gguf", "--calibrate", tmp_path / "text.txt")
+    assert (done.returncode, "unset PYTHONOPTIMIZE=2" in one_line(done.stderr)) == (2, True)
+
+
 def test_functions_of_the_package_are_functions_whatever_was_imported_before():
     code = "import bridge.conversion.converter, bridge.conversion.verify\n"
     code += "assert callable(bridge.convert) and callable(bridge.verify)"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import signal
@@ -219,3 +220,120 @@ def test_an_entry_whose_notes_are_damaged_is_found_by_its_contents(cache, model,
     (path.parent / "checkpoints.json").write_text("{")
     assert converted(model) == path
     assert kept(cache) == [path]
+
+
+@pytest.mark.parametrize("damage", ["truncated", "overwritten", "emptied"])
+def test_a_damaged_gguf_is_made_anew(cache, model, release, capsys, damage):
+    path = converted(model)
+    whole = path.read_bytes()
+    found = {"truncated": whole[:-100], "overwritten": whole[:500] + bytes(100) + whole[600:], "emptied": b""}
+    path.write_bytes(found[damage])
+    release()
+    capsys.readouterr()
+    assert main(["run", str(model), "-p", "KING", "-n", "1"]) == 0
+    assert "the cached GGUF has changed since it was made; converting" in capsys.readouterr().err
+    assert path.read_bytes() == whole
+    assert converted(model) == path
+    assert capsys.readouterr().err == ""
+
+
+def test_pipes_and_devices_in_a_checkpoints_folder_are_not_read(cache, model, release):
+    path = converted(model)
+    os.mkfifo(model / "notes.txt")
+    (model / "zero.txt").symlink_to("/dev/zero")
+    (model / "nothing.txt").symlink_to("nowhere")
+    os.utime(model / "config.json")  # contents are read again
+    assert converted(model) == path
+
+
+def test_a_lock_file_is_not_opened_through_a_link(cache, model, release, tmp_path):
+    path = converted(model)
+    (tmp_path / "precious").write_text("of years")
+    (path.parent / "lock").unlink()
+    (path.parent / "lock").symlink_to(tmp_path / "precious")
+    with pytest.raises(BridgeError, match=r"lock: cannot be opened \(.*\); remove it"):
+        converted(model)
+    assert (tmp_path / "precious").read_text() == "of years"
+
+
+@pytest.mark.parametrize("code", [errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP])
+def test_a_file_system_without_locks_is_no_error(cache, model, release, monkeypatch, code):
+    def flock(*_: object) -> None:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr("fcntl.flock", flock)
+    path = converted(model)
+    assert converted(model) == path
+    assert main(["cache", "--clear"]) == 0
+    assert path.exists()  # nobody knows whether it is in use
+
+
+def test_clearing_the_cache_removes_its_own_entries_alone(cache, release):
+    for name in ("models/Qwen3-8B/thesis.tex", "docs/notes/a.txt", "numba/mine/b.txt", "models/letters.txt"):
+        (cache / name).parent.mkdir(parents=True, exist_ok=True)
+        (cache / name).write_text("of years")
+    (cache / "models" / "Qwen3-8B-0123456789ab").mkdir()
+    (cache / "numba" / "0123456789abcdef").mkdir()
+    assert main(["cache", "--clear"]) == 0
+    assert len([file for file in cache.rglob("*") if file.is_file()]) == 4
+    assert not (cache / "models" / "Qwen3-8B-0123456789ab").exists()
+    assert not (cache / "numba" / "0123456789abcdef").exists()
+
+
+RUNS = """
+import sys
+from bridge.conversion.cache import converted
+from bridge.runtime.model import Model
+model = Model.load(converted(sys.argv[1]))
+print("loaded", flush=True)
+sys.stdin.read()
+print("".join(model.generate("KING", max_tokens=3)))
+"""
+
+
+def test_the_cache_is_cleared_while_a_model_runs(cache, model):
+    command, pipe = [sys.executable, "-c", RUNS, str(model)], subprocess.PIPE
+    process = subprocess.Popen(command, cwd=ROOT, stdin=pipe, stdout=pipe, stderr=pipe, text=True)
+    assert process.stdout
+    assert process.stdout.readline() == "loaded\n"
+    assert main(["cache", "--clear"]) == 0
+    (path,) = kept(cache)
+    text, errors = process.communicate(timeout=PATIENCE)
+    assert (process.returncode, text != "") == (0, True), errors
+    assert main(["cache", "--clear"]) == 0
+    assert not path.exists()
+
+
+NO_HOME = """
+import pwd, sys
+def unknown(_):
+    raise KeyError
+pwd.getpwuid = unknown
+from bridge.cli import main
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.parametrize("home", ["none", "file", "read-only"])
+def test_without_a_home_folder(model, tmp_path, home):
+    env = {k: v for k, v in os.environ.items() if k not in ("HOME", "XDG_CACHE_HOME", "NUMBA_CACHE_DIR")}
+    if home == "file":
+        (tmp_path / "home").write_text("")
+        env["HOME"] = str(tmp_path / "home")
+    elif home == "read-only":
+        env["HOME"] = "/proc"  # where not even root makes a folder
+
+    def run(*arguments: object) -> tuple[int, str]:
+        command = [sys.executable, "-c", NO_HOME, *map(str, arguments)]
+        done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
+        return done.returncode, done.stderr
+
+    code, error = run("inspect", model)
+    assert (code, error.count("\n")) == (0, 1), error
+    assert "every process compiles its kernels again" in error
+    code, error = run("run", model, "-p", "KING", "-n", "1")
+    assert (code, "Traceback" in error) == (2, False)
+    assert error.splitlines()[-1].startswith("error: ")
+    assert "XDG_CACHE_HOME" in error.splitlines()[-1]
+    code, error = run("cache")
+    assert (code, "Traceback" in error) == (2 if home == "none" else 0, False)

@@ -13,6 +13,7 @@ from bridge.conversion import gguf_writer as output
 from bridge.conversion.gguf_writer import GGUFOutput
 from bridge.conversion.plan import Plan, PlannedTensor
 from bridge.errors import BridgeError
+from bridge.system.outputs import Taken
 
 TENSORS = [("a.weight", (4, 256), Type.Q4_K), ("b.weight", (8, 256), Type.Q8_0), ("norm.weight", (256,), Type.F32)]
 
@@ -170,41 +171,38 @@ def test_shards_are_not_written_over_without_force(tmp_path):
 def test_a_file_that_is_read_is_not_replaced_even_with_force(tmp_path, split):
     name = "m-00001-of-00002.gguf" if split else "m.gguf"
     (tmp_path / "weights").write_bytes(b"weights")
-    (tmp_path / name).symlink_to("weights")
-    with pytest.raises(BridgeError, match=f"{name}: is read to make the new file"):
+    os.link(tmp_path / "weights", tmp_path / name)
+    with pytest.raises(BridgeError, match=f"{name}: this run reads or writes that file already"):
         write(
             tmp_path / "m.gguf",
             data(np.random.default_rng(0)),
             force=True,
             split_max_size=split,
-            inputs=[tmp_path / "weights"],
+            taken=Taken((tmp_path / "weights",)),
         )
     assert sorted(p.name for p in tmp_path.iterdir()) == [name, "weights"]
     assert (tmp_path / name).read_bytes() == b"weights"
 
 
-def test_a_link_to_nothing_is_replaced_with_force_alone(tmp_path):
+@pytest.mark.parametrize("target", ["nowhere", "weights", os.devnull])
+@pytest.mark.parametrize("force", [False, True])
+def test_a_link_is_neither_followed_nor_replaced(tmp_path, target, force):
     path = tmp_path / "m.gguf"
-    path.symlink_to("nowhere")
-    with pytest.raises(BridgeError, match=r"m\.gguf: exists; force=True replaces it"):
-        write(path, data(np.random.default_rng(0)))
-    assert path.is_symlink()
-    write(path, data(np.random.default_rng(0)), force=True)
-    assert path.read_bytes()[:4] == b"GGUF"
-    assert not path.is_symlink()
+    (tmp_path / "weights").write_bytes(b"weights")
+    path.symlink_to(target)
+    with pytest.raises(BridgeError, match=rf"m\.gguf: is a link to {target}"):
+        write(path, data(np.random.default_rng(0)), force=force)
+    assert os.readlink(path) == target
+    assert (tmp_path / "weights").read_bytes() == b"weights"
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["m.gguf", "weights"]
 
 
-@pytest.mark.parametrize("linked", [False, True])
-def test_what_is_no_regular_file_is_never_replaced(tmp_path, linked):
+def test_a_pipe_is_never_replaced(tmp_path):
     path = tmp_path / "m.gguf"
-    if linked:
-        path.symlink_to(os.devnull)
-    else:
-        os.mkfifo(path)
-    before = path.lstat().st_ino
+    os.mkfifo(path)
     with pytest.raises(BridgeError, match="is a device or a pipe"):
         write(path, data(np.random.default_rng(0)), force=True)
-    assert path.lstat().st_ino == before
+    assert path.is_fifo()
     assert [p.name for p in tmp_path.iterdir()] == ["m.gguf"]
 
 

@@ -4,17 +4,18 @@ Files are written to a temporary folder next to the target (see `folder_locks`),
 The callers write the weights; the model's other files are copied here.
 """
 
+import filecmp
 import os
 import shutil
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import IO, Self
 
 from bridge.checkpoint import Checkpoint
-from bridge.checkpoint.files.weight_files import NOT_WEIGHTS, WEIGHTS, files_below
+from bridge.checkpoint.files.weight_files import NOT_WEIGHTS, WEIGHTS, belongs
 from bridge.errors import BridgeError, parameter
-from bridge.system.files import disk_errors, expect_regular, sync_folder
+from bridge.system.files import disk_errors, expect_regular, files_below, sync_folder
 from bridge.system.folder_locks import temporary_beside
 
 
@@ -35,7 +36,7 @@ class CheckpointFolder:
         self.path = path
         self.left_out: list[str] = []
         self._ckpt, self._force = ckpt, force
-        self._check()
+        check_folder(ckpt, path, force)
         self._temporaries = ExitStack()
         with disk_errors(path, "the folder", "folder"):
             self._temporary = self._temporaries.enter_context(temporary_beside(path))
@@ -48,28 +49,9 @@ class CheckpointFolder:
     def __exit__(self, *_: object) -> None:
         self._temporaries.close()
 
-    def _check(self) -> None:
-        """Refuse a target that cannot or must not be written."""
-        path = self.path
-        if path.is_symlink() or (path.exists() and not path.is_dir()):
-            raise BridgeError(f"{path}: is a {'link' if path.is_symlink() else 'file'}; give the folder to write")
-        if not path.parent.is_dir():
-            raise BridgeError(f"{path.parent}: no such folder; create it or give another output")
-        target = path.resolve()
-        for source in {self._ckpt.path.resolve(), self._ckpt.home.resolve()}:
-            if target == source or source in target.parents or target in source.parents:
-                raise BridgeError(f"{path}: overlaps the source {source}; give another folder to write")
-        if path.is_dir() and any(path.iterdir()):
-            if not self._force:
-                raise BridgeError(f"{path}: exists; {parameter('force', True)} replaces it")
-            if not (path / "config.json").exists():
-                raise BridgeError(
-                    f"{path}: is not a checkpoint folder; {parameter('force', True)} only replaces checkpoints. "
-                    "Choose another output"
-                )
-
     def finish(self) -> None:
         """Sync and rename into place."""
+        check_folder(self._ckpt, self.path, self._force)  # again: quantizing may have taken hours
         for folder, _, _ in os.walk(self.folder):
             sync_folder(Path(folder))
         old = self._temporary.with_suffix(".old")  # other runs do not remove this name
@@ -124,6 +106,58 @@ class CheckpointFolder:
         """Call `action`, which writes; turn a full disk into a one-line error."""
         with disk_errors(self.path, what, "folder"):
             action()
+
+
+def check_folder(ckpt: Checkpoint, path: Path, force: bool, reads: Iterable[Path] = ()) -> None:
+    """BridgeError unless a checkpoint's folder of that name can be made (or, with `force`, replaced).
+
+    reads  further files that the run reads
+    """
+    if path.is_symlink() or (path.exists() and not path.is_dir()):
+        raise BridgeError(f"{path}: is a {'link' if path.is_symlink() else 'file'}; give the folder to write")
+    if not path.parent.is_dir():
+        raise BridgeError(f"{path.parent}: no such folder; make it or give another output")
+    target = path.resolve()
+    for source in {ckpt.path.resolve(), ckpt.home.resolve()}:
+        if target == source or source in target.parents or target in source.parents:
+            raise BridgeError(f"{path}: overlaps the source {source}; give another folder to write")
+    for file in reads:
+        if target in file.resolve().parents:
+            raise BridgeError(f"{path}: holds {file.name}, which this run reads; give another folder to write")
+    if path.is_dir() and any(path.iterdir()):
+        if not force:
+            raise BridgeError(f"{path}: exists; {parameter('force', True)} replaces it")
+        if not (path / "config.json").exists():
+            raise BridgeError(
+                f"{path}: is not a checkpoint folder; {parameter('force', True)} only replaces checkpoints. "
+                "Choose another output"
+            )
+        if (stray := _stray(path, ckpt)) is not None:
+            raise BridgeError(
+                f"{stray}: is not a checkpoint's file; {parameter('force', True)} would remove it with {path}. "
+                "Move it, or choose another output"
+            )
+
+
+def _stray(folder: Path, ckpt: Checkpoint) -> Path | None:
+    """A file that is not a checkpoint's by its name, nor copied from `ckpt` by an earlier run."""
+    root = ckpt.path if ckpt.path.is_dir() else ckpt.path.parent
+    weights = {file.relative_to(root).with_suffix(".safetensors") for file in ckpt.files}
+    for parent, below, names in os.walk(folder):
+        links = [name for name in below if (Path(parent) / name).is_symlink()]
+        for file in (Path(parent) / name for name in sorted([*names, *links])):
+            name = file.relative_to(folder)
+            own = belongs(name.as_posix()) or name in weights
+            if not own and not _copied(file, [ckpt.home / name, root / name]):
+                return file
+    return None
+
+
+def _copied(file: Path, sources: Iterable[Path]) -> bool:
+    """Whether a file has the contents of one of these."""
+    if not file.is_file():
+        return False
+    return any(source.is_file() and filecmp.cmp(file, source, shallow=False) for source in sources)
 
 
 def sync(file: IO[bytes]) -> None:

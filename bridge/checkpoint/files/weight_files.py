@@ -2,7 +2,7 @@
 
 import os
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path, PurePosixPath, PureWindowsPath
 
 from bridge.checkpoint.files.store import Store
@@ -14,6 +14,14 @@ WEIGHTS = (".safetensors", ".bin", ".pt")  # endings of files with weights, in o
 CONFIGS = (".json", ".txt", ".jinja", ".model", "README.md")  # endings of all other files that are read
 NOT_WEIGHTS = {"training_args.bin", "optimizer.bin", "scheduler.bin", "sentencepiece.bpe.bin", "optimizer.pt",
                 "scheduler.pt", "adapter_model.safetensors", "adapter_model.bin"}  # fmt: skip
+_OWN = re.compile(
+    r"(model|pytorch_model|gptq_model|consolidated)([.-][\w.-]*)?\.(safetensors|bin|pth?)(\.index\.json)?"
+    r"|(config|generation_config|configuration|params|added_tokens|special_tokens_map|vocab|tekken)\.json"
+    r"|(quantize|quant|quantization|hf_quant)_config\.json|quant_log\.csv|recipe\.yaml"
+    r"|tokenizer(_config)?\.json|(tokenizer|tiktoken|spiece|sentencepiece\.bpe)\.model|(vocab|merges)\.txt"
+    r"|(\w+_)?(pre)?processor_config\.json|chat_template\.(json|jinja)|additional_chat_templates/[\w.-]+\.jinja"
+    r"|README\.md|LICENSE([.-]\w+)?|\.gitattributes"
+)
 _RUN = re.compile(r"(.*)-(\d{5})-of-(\d{5})(\..*)")  # the name of one of several files
 
 
@@ -25,17 +33,15 @@ def checkpoint_files(names: Iterable[str]) -> list[str]:
     return weights + [name for name in top if name.endswith(CONFIGS)]
 
 
+def belongs(name: str) -> bool:
+    """Whether a file's name, relative to a folder and with slashes, is one that checkpoints' files have."""
+    return _OWN.fullmatch(name) is not None
+
+
 def _weights(names: Iterable[str], ending: str) -> list[str]:
     """The files of weights with that ending; without consolidated.* (Mistral's own copy) if there are others."""
     found = [name for name in names if name.endswith(ending) and name not in NOT_WEIGHTS]
     return [name for name in found if not name.startswith("consolidated")] or found
-
-
-def files_below(folder: Path) -> Iterator[Path]:
-    """All files of a folder, without hidden folders (.git, .cache), in order; none if `folder` is a file."""
-    for parent, below, names in os.walk(folder):
-        below[:] = sorted(name for name in below if not name.startswith("."))
-        yield from (Path(parent) / name for name in sorted(names))
 
 
 def config_folder(path: Path, config: str | Path | None = None) -> Path:

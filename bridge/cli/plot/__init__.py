@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bridge.errors import BridgeError
-from bridge.system.files import check_target, read_small, write_bytes
+from bridge.system.files import read_small, write_bytes
+from bridge.system.outputs import Taken, check_outputs
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -44,7 +45,7 @@ def plot(source: str | Path, out: str | Path | None = None, *, dark: bool = Fals
     if path.suffix.lower() not in ENDINGS:
         raise BridgeError(f"{path}: unknown kind of picture; choose a name that ends in {', '.join(ENDINGS)}")
     record = _read(source)
-    check_target(path, force, [source])
+    check_outputs([path], force, Taken((source,)))
     draw = _drawer(source, record)
     try:
         from bridge.cli.plot import theme

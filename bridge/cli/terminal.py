@@ -1,0 +1,25 @@
+"""Standard output, on which names out of somebody's files cannot steer the terminal."""
+
+import sys
+from typing import Any
+
+from bridge.system.text import printable
+
+
+class Printable:
+    """A stream that shows control characters instead of sending them; everything else is the stream's."""
+
+    def __init__(self, stream: Any) -> None:
+        self.stream = stream
+
+    def write(self, text: str) -> int:
+        self.stream.write(printable(text))
+        return len(text)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.stream, name)
+
+
+def generated() -> Any:
+    """Where a model's text goes: to a file or a program as it is, to a terminal without control characters."""
+    return sys.stdout if sys.stdout.isatty() else getattr(sys.stdout, "stream", sys.stdout)
