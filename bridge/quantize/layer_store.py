@@ -123,7 +123,7 @@ class LayerStore:
                 return
             if not force:
                 restart = f"{parameter('force', True)} starts over"
-                raise BridgeError(f"{folder}: holds layers of a run with other options or inputs; {restart}")
+                raise BridgeError(f"{folder}: holds layers of a run with other options, inputs or version; {restart}")
             shutil.rmtree(folder)
         try:
             folder.mkdir()
