@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+import bridge
 from bridge.blocks import Q8_0, TYPES
 from bridge.checkpoint import Checkpoint
 from bridge.conversion.part_reader import PartReader
@@ -133,6 +134,7 @@ def quantize_layers(
         ) from None
     missed = sorted(targets.keys() - layers.layers.keys())
     notes = [_lost_note(layers.layers, settings)] if tokens is not None and layers.layers else []
+    notes += [] if tokens is None else _few_tokens_note(layers.layers, tokens.numel())
     notes += [f"{name}: not seen among the model's layers; rounded to nearest instead" for name in missed]
     return layers, notes + [note for layer in layers.layers.values() if (note := _damping_note(layer, settings))]
 
@@ -250,6 +252,7 @@ def _job(
     files = [[f.name, f.stat().st_size, f.stat().st_mtime_ns] for f in ckpt.files]
     said = [[name, w.grid, None if w.columns is None else w.columns.tolist()] for name, w in sorted(targets.items())]
     return {
+        "by": bridge.__version__,
         "checkpoint": str(ckpt.path.resolve()),
         "files": files,
         "options": options,
@@ -266,6 +269,19 @@ def _lost_note(layers: dict[str, StoredLayer], settings: Calibration) -> str:
         f"{len(layers)} layers calibrated on {tokens} tokens of {settings.text}: "
         f"their outputs lost {percent(mean)} of their power on average, {percent(worst.error)} at most ({worst.name})"
     )
+
+
+def _few_tokens_note(layers: dict[str, StoredLayer], tokens: int) -> list[str]:
+    columns = {name: len(layer.importance()) for name, layer in layers.items()}
+    wide = [name for name in columns if columns[name] > tokens]
+    if not wide:
+        return []
+    widest = max(wide, key=columns.__getitem__)
+    return [
+        f"{tokens} calibration tokens are fewer than the columns of {len(wide)} layers ({columns[widest]} in "
+        f"{widest}), whose Hessians have full rank by damping alone; give a longer text, or raise "
+        f"{parameter('samples')}"
+    ]
 
 
 def _damping_note(layer: StoredLayer, settings: Calibration) -> str | None:

@@ -208,11 +208,17 @@ class _Search:
 
 
 def _probe(tokens: torch.Tensor, count: int) -> torch.Tensor:
-    """Windows of the text for trial models, int64 [windows, at most 256 tokens], evenly spaced, of `count` tokens."""
+    """Windows of the text for trial models, int64 [windows, at most 256 tokens], evenly spaced, of `count` tokens.
+
+    If all sequences start with the same token, which is BOS, so do the windows.
+    """
     length = min(_WINDOW, tokens.shape[1])
     windows = tokens[:, : tokens.shape[1] // length * length].reshape(-1, length)
     chosen = np.linspace(0, len(windows) - 1, min(len(windows), max(1, count // length))).round()
-    return windows[chosen.astype(np.int64)]
+    windows = windows[chosen.astype(np.int64)]
+    if len(tokens) > 1 and (tokens[:, 0] == tokens[0, 0]).all():
+        windows[:, 0] = tokens[0, 0]
+    return windows
 
 
 def _groups(tensors: Sequence[PlannedTensor]) -> list[list[int]]:

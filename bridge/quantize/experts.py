@@ -9,6 +9,8 @@ An expert that saw fewer tokens than its matrix has columns borrows the rest fro
 mean over its own tokens and as many copies of the mean token of all experts as are missing. An expert without tokens
 gets that mean alone. So a rare expert is still rounded for inputs of its kind, and one that is never chosen for the
 inputs of the others. Neither can hold tokens back, so neither uses GPTAQ's term (`alpha_of`).
+
+Where the experts' Hessians do not fit in memory together, that mean takes a pass of its own (`walk`).
 """
 
 import re
@@ -105,21 +107,27 @@ def _is_known(module: Any) -> bool:
     )
 
 
-def share_statistics(hessians: Sequence[Hessian]) -> None:
-    """Fill up the Hessians of a mixture's experts to as many tokens as columns; see the module's docstring."""
-    tokens = sum(h.tokens for h in hessians)
-    if not tokens:
-        return
-    for name in ("matrix", "cross"):
-        own = [(h, getattr(h, name)) for h in hessians]
-        mean = sum(m * (h.tokens / tokens) for h, m in own if m is not None)
-        for h, m in own:
-            wanted = len(h.matrix)
-            if isinstance(mean, torch.Tensor) and h.tokens < wanted:
-                share = h.tokens / wanted
-                setattr(h, name, mean * (1 - share) if m is None else mean.lerp(m, share))
+def is_short(hessian: Hessian) -> bool:
+    """Whether an expert saw fewer tokens than it has columns."""
+    return hessian.tokens < len(hessian.matrix)
+
+
+def merged(hessians: Sequence[Hessian]) -> Hessian:
+    """H of the tokens of all these experts."""
+    everyone = Hessian(hessians[0].name, len(hessians[0].matrix), hessians[0].matrix.device)
+    everyone.tokens = sum(h.tokens for h in hessians)
     for h in hessians:
-        h.borrowed_tokens = max(len(h.matrix) - h.tokens, 0)
-        h.tokens += h.borrowed_tokens
-        if h.borrowed_tokens:
-            h.held = None
+        everyone.matrix.add_(h.matrix, alpha=h.tokens / max(everyone.tokens, 1))
+    return everyone
+
+
+def lend(hessians: Sequence[Hessian], everyone: Hessian) -> None:
+    """Fill up experts' Hessians to as many tokens as columns; see the module's docstring.
+
+    everyone  H of the tokens of all experts of the mixture
+    """
+    for h in filter(is_short, hessians if everyone.tokens else ()):
+        wanted = len(h.matrix)
+        h.matrix = everyone.matrix.lerp(h.matrix, h.tokens / wanted)
+        h.borrowed_tokens, h.tokens = wanted - h.tokens, wanted
+        h.cross = h.held = None

@@ -87,8 +87,7 @@ def solve(
     cross       GPTAQ's C [columns, columns] of `Hessian.cross`; alpha: its share
     nearest     round rows to nearest where that is better (not with `cross`, which has another error)
 
-    Columns with 0 on the diagonal of H are dead: their weights count as 0. Raises BridgeError if the order separates
-    columns of a run that is fitted when reached.
+    Raises BridgeError if the order separates columns of a run that is fitted when reached.
     """
     columns = weight.shape[1]
     order = np.arange(columns) if order is None else np.asarray(order)
@@ -100,10 +99,6 @@ def solve(
     shift = None
     if cross is not None and found:
         shift = alpha * torch.triu(cross.to(weight)[at[:, None], at] @ factor.T, 1) @ factor
-    dead = hessian.diagonal() == 0
-    if dead.any():
-        weight = weight.clone()
-        weight[:, dead] = 0
     if fit == "first":
         fit_all(weight, grid, importance)
     state = _State(weight[:, at].contiguous(), factor, shift, grid, order)

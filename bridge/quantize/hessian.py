@@ -6,7 +6,8 @@ upper half is accumulated and mirrored, since a BLAS need not return a symmetric
 
 GPTAQ (arXiv 2504.02692) also needs the cross term  C = 2/n sum (x_float - x) x^T: how the inputs, which come from
 quantized layers, differ from the float model's. An eighth of the tokens is held back to show how much of that is
-chance: their H and C are also kept separately (`alpha_of`).
+chance: their H and C are also kept separately (`alpha_of`). Held-back tokens come in short spans, since neighbours'
+inputs are alike, spread over the positions of all sequences.
 """
 
 import numpy as np
@@ -15,15 +16,18 @@ import torch
 from bridge.errors import BridgeError
 from bridge.system.row_threads import tiles
 
-_HELD_BACK = 8  # one token of so many
+_HELD_BACK = 8  # one span of so many
+_SPAN = 32  # tokens
+_GOLDEN = (5**0.5 - 1) / 2  # its multiples, modulo 1, are spread evenly and never repeat
 _TILE = 256
+LEAST_DAMPING = 1e-6  # if a damping of 0 is not enough
 MOST_DAMPING = 1.0  # times the mean of diag H; beyond it, little of the Hessian is left
 
 
 class Hessian:
     """H of one layer, float32 [columns, columns], accumulated batch by batch; with float inputs also `cross`.
 
-    held  the Hessian of the last eighth of each batch, with float inputs only
+    held  the Hessian of the tokens held back (`held_back`), with float inputs only
     """
 
     def __init__(self, name: str, columns: int, device: torch.device | str = "cpu") -> None:
@@ -40,15 +44,15 @@ class Hessian:
         Raises BridgeError if an activation is NaN or infinite.
         """
         x = x.reshape(-1, x.shape[-1]).to(self.matrix.device, torch.float32)
-        last = len(x) - len(x) // _HELD_BACK
         if x_float is None:
             self._add(x, None)
             return
         x_float = x_float.reshape(x.shape).to(x)
         if self.held is None:
             self.held = Hessian(self.name, x.shape[1], x.device)
+        held = held_back(self.tokens, len(x)).to(x.device)
         self._add(x, x_float)
-        self.held._add(x[last:], x_float[last:])
+        self.held._add(x[held], x_float[held])
 
     def _add(self, x: torch.Tensor, x_float: torch.Tensor | None) -> None:
         if not len(x):
@@ -79,11 +83,21 @@ class Hessian:
         return (self.matrix.diagonal() / 2).cpu().numpy()
 
 
+def held_back(first: int, count: int) -> torch.Tensor:
+    """bool [count]: which of `count` tokens are held back, `first` others having come before them."""
+    spans = torch.arange(first, first + count) // _SPAN
+    return (spans.double() * _GOLDEN) % 1 >= 1 - 1 / _HELD_BACK
+
+
 def damp(hessian: torch.Tensor, damping: float) -> None:
-    """H + damping * mean(diag H) * I, in place; columns whose input is always 0 get 1 on the diagonal."""
+    """H + damping * mean(diag H) * I, in place.
+
+    Without damping, dead columns, whose input is always 0, get the least that keeps H invertible.
+    """
     diagonal = hessian.diagonal()
-    dead = diagonal == 0
-    diagonal += damping * diagonal.mean() + dead.to(hessian.dtype)
+    mean = float(diagonal.mean())
+    diagonal += damping * mean
+    diagonal[diagonal == 0] = LEAST_DAMPING * mean or 1.0
 
 
 def target_of(weight: torch.Tensor, hessian: Hessian, damping: float, alpha: float, last: bool) -> torch.Tensor:
@@ -193,5 +207,5 @@ def damped_factor(
         factor = inverse_factor(work)
         if factor is not None:
             return factor, damping
-        damping = max(damping * 10, 1e-6)
+        damping = max(damping * 10, LEAST_DAMPING)
     return None

@@ -128,7 +128,7 @@ class LayerStore:
                 raise BridgeError(f"{folder / _JOB}: is not a record of quantized layers; choose another output")
             if not force:
                 restart = f"{parameter('force', True)} starts over"
-                raise BridgeError(f"{folder}: holds layers of a run with other options or inputs; {restart}")
+                raise BridgeError(f"{folder}: holds layers of a run with other options, inputs or version; {restart}")
             if stray := next((file for file in sorted(folder.iterdir()) if not _OWN.fullmatch(file.name)), None):
                 raise BridgeError(f"{stray}: is not a quantized layer; move it, or choose another output")
             self.remove()

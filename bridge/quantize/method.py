@@ -114,6 +114,9 @@ class Method:
         layout = columns_by_diagonal(hessian) if self.act_order == "free" else columns
         if layout is not None:
             target, hessian = target[:, layout], hessian[layout[:, None], layout]
+        dead = hessian.diagonal() == 0  # whatever these columns hold, outputs stay the same
+        if dead.any():
+            target = target.masked_fill(dead, 0)
         order = None
         if self.act_order == "static":
             order = columns_by_diagonal(hessian)

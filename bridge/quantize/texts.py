@@ -5,9 +5,10 @@
     .pt .safetensors .npy          token ids, [sequences, tokens] or one flat array
     anything else                  plain text, UTF-8
 
-Documents are joined by an empty line, tokenized without special tokens, and cut into consecutive windows of `length`
-tokens; a shorter rest, of the text or of a row of token ids, is not used. Without a seed the first windows are taken;
-with one, a random choice of all, in the text's order.
+Documents are joined by an empty line, tokenized, and cut into consecutive windows of `length` tokens; a shorter rest,
+of the text or of a row of token ids, is not used. If the tokenizer puts BOS before a text, every window starts with it,
+as in `bridge.runtime.perplexity`: before the text, and instead of the first token of later windows. Token ids are taken
+as they are. Without a seed the first windows are taken; with one, a random choice of all, in the text's order.
 """
 
 import json
@@ -41,10 +42,15 @@ def read_tokens(
     if samples < 1 or length < 1:
         raise BridgeError(f"{samples} calibration sequences of {length} tokens: both must be at least 1")
     _expect_file(path)
-    rows = _token_rows(path) if path.suffix in TOKEN_FILES else None
-    if rows is None:
+    bos = None
+    if path.suffix in TOKEN_FILES:
+        rows = _token_rows(path)
+    else:
         enough = None if seed is not None else samples * length
         rows = _tokenize(path, tokenizer, enough)[None]
+        bos = bos_of(tokenizer)
+        if bos is not None and rows[0, 0] != bos:  # formatted chats have it
+            rows = np.insert(rows, 0, bos, axis=1)
     whole = rows.shape[1] // length
     if not rows.size or not whole:
         found = f"{len(rows)} rows of {rows.shape[1]} tokens" if len(rows) > 1 else f"{rows.size} tokens"
@@ -52,6 +58,8 @@ def read_tokens(
             f"{path}: {found}, but a calibration sequence has {length}; give a longer text, or shorter sequences"
         )
     windows = rows[:, : whole * length].reshape(-1, length)
+    if bos is not None:
+        windows[:, 0] = bos
     if len(windows) > samples:
         chosen = np.arange(samples)
         if seed is not None:
@@ -83,6 +91,12 @@ def load_tokenizer(folder: str | Path) -> Any:
             f"{folder}: its tokenizer cannot be loaded ({why[0] if why else type(problem).__name__}); "
             "copy the model's tokenizer files there, or calibrate on a token file"
         ) from None
+
+
+def bos_of(tokenizer: Any) -> int | None:
+    """BOS, if the tokenizer puts it before a text."""
+    bos: int | None = tokenizer.bos_token_id
+    return bos if bos is not None and tokenizer("a")["input_ids"][:1] == [bos] else None
 
 
 def _expect_file(path: Path) -> None:

@@ -30,7 +30,7 @@ from bridge.quantize.block_inputs import (
     matrix_shape,
     set_matrix,
 )  # fmt: skip
-from bridge.quantize.experts import restore_experts, share_statistics, split_experts
+from bridge.quantize.experts import is_short, lend, merged, restore_experts, split_experts
 from bridge.quantize.hessian import Hessian
 from bridge.quantize.stages import Stage, find_stages, mixture_of, stage_inputs
 
@@ -205,12 +205,19 @@ def _quantize_layers(
             _replace(layers[n], done.pop(n), originals.get(n))
         return
     for whole in find_stages(block, layers, batches):
+        everyone: Hessian | None = None  # of all the stage's experts
         for stage in whole.parts(layers, bool(float_batches)):
             names = [n for group in stage.groups.values() for n in group]
             if all(n in done for n in names):
                 hessians = {}
             else:
                 hessians = _gather(block, stage, layers, batches, original, originals, float_batches)
+            if stage.experts and any(map(is_short, hessians.values())):
+                own = list(hessians.values())
+                if everyone is None:
+                    complete = len(own) == len(whole.groups)
+                    everyone = merged(own) if complete else _gather_together(block, whole, layers, batches)
+                lend(own, everyone)
             for key, group in stage.groups.items():
                 missing = [n for n in group if n not in done]
                 for n in group:
@@ -284,9 +291,19 @@ def _gather(
             floats = stage_inputs(original, stage, originals, float_batches[i], mixture.routing if mixture else None)
         for key, x in seen.items():
             hessians[key].add(x, floats.pop(key, None))
-    if stage.experts:
-        share_statistics(list(hessians.values()))
     return hessians
+
+
+def _gather_together(
+    block: nn.Module, stage: Stage, layers: Mapping[str, nn.Module], batches: Sequence[BlockInputs]
+) -> Hessian:
+    """One Hessian of the inputs of all groups of a stage."""
+    first = layers[next(iter(stage.groups.values()))[0]]
+    hessian = Hessian("all experts", matrix_shape(first)[1], next(first.parameters()).device)
+    for batch in batches:
+        for x in stage_inputs(block, stage, layers, batch).values():
+            hessian.add(x)
+    return hessian
 
 
 def _float_twin(block: nn.Module) -> nn.Module:

@@ -108,6 +108,30 @@ def test_a_second_run_goes_on_where_a_killed_one_stopped_and_ends_in_the_same_fi
     assert whole.read_bytes() == halted.read_bytes()
 
 
+def test_layers_that_another_version_quantized_are_not_taken_over(model, text, tmp_path, monkeypatch) -> None:
+    def stop(done: int, total: int, name: str) -> None:
+        if done == 1:
+            raise KeyboardInterrupt
+
+    with pytest.raises(BridgeError, match="interrupted"):
+        convert(model, tmp_path / "out.gguf", type="Q4_K", calibrate=settings(text, progress=stop))
+    monkeypatch.setattr("bridge.__version__", "0.0.1")
+    with pytest.raises(BridgeError, match=r"a run with other options, inputs or version; force=True starts over"):
+        convert(model, tmp_path / "out.gguf", type="Q4_K", calibrate=settings(text))
+
+
+def test_a_text_of_fewer_tokens_than_a_layer_has_columns_is_noted(model, text, tmp_path) -> None:
+    notes = {}
+    for samples in (2, 4):
+        few = settings(text, samples=samples, method="gptq", sweeps=0)
+        found = convert(model, tmp_path / f"{samples}.gguf", type="Q8_0", calibrate=few).notes
+        notes[samples] = [note for note in found if "fewer than the columns" in note]
+    (note,) = notes[2]
+    assert note.startswith("128 calibration tokens are fewer than the columns of 14 layers (256 in model.layers.")
+    assert note.endswith("give a longer text, or raise samples")
+    assert not notes[4]
+
+
 def test_the_experts_of_3d_tensors_are_quantized_as_those_that_stand_by_themselves(text, tmp_path) -> None:
     fields: dict[str, Any] = {"vocab_size": 2048, "num_hidden_layers": 1, "head_dim": 32, "norm_topk_prob": True}
     fields |= {"num_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 256}

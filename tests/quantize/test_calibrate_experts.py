@@ -14,7 +14,7 @@ from torch import nn
 from bridge.checkpoint import open_checkpoint
 from bridge.quantize import FloatModel, Method, groups, quantize_block, quantize_model, stages
 from bridge.quantize.block_inputs import BlockInputs
-from bridge.quantize.experts import SeparateExperts, restore_experts, share_statistics, split_experts
+from bridge.quantize.experts import SeparateExperts, lend, merged, restore_experts, split_experts
 from bridge.quantize.hessian import Hessian
 from tests.support.tiny_models import save_model
 
@@ -150,20 +150,19 @@ def test_an_expert_with_too_few_tokens_is_lent_the_mean_of_all_of_them() -> None
     for i, x in enumerate(inputs):
         hessians.append(Hessian(f"expert {i}", 8))
         hessians[-1].add(x, 1.5 * x)
-    share_statistics(hessians)
+    lend(hessians, merged(hessians))
     every = torch.cat(inputs)
     mean = 2 / len(every) * every.T @ every
     own = [2 / max(len(x), 1) * x.T @ x for x in inputs]
     torch.testing.assert_close(hessians[0].matrix, own[0])
     torch.testing.assert_close(hessians[1].matrix, 0.25 * own[1] + 0.75 * mean)
-    torch.testing.assert_close(hessians[1].cross, 0.5 * hessians[1].matrix)
     torch.testing.assert_close(hessians[2].matrix, mean)
-    torch.testing.assert_close(hessians[2].cross, 0.5 * mean)
     torch.testing.assert_close(hessians[3].matrix, own[3])
+    assert [h.cross is None for h in hessians] == [False, True, True, False]
     assert [h.tokens for h in hessians] == [30, 8, 8, 8]
     assert [h.borrowed_tokens for h in hessians] == [0, 6, 8, 0]
     nothing = Hessian("expert", 8)
-    share_statistics([nothing])
+    lend([nothing], merged([nothing]))
     assert (nothing.tokens, nothing.borrowed_tokens) == (0, 0)
 
 
@@ -204,6 +203,26 @@ def test_experts_that_the_first_batch_does_not_reach_are_no_later_and_none_is_fo
     assert [tokens[n] for n in firsts] == [(96, 0), (32, 0), (64, 0), (16, 16)]
     assert tokens["experts.3.2"] == (32, 32)
     assert tokens["before"] == (192, 0)
+
+
+def test_experts_that_are_gathered_one_after_the_other_are_lent_the_mean_of_all_of_them_too(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    torch.manual_seed(0)
+    inputs = torch.randn(2, 96, 16)
+    inputs[..., 0] = torch.tensor([0] * 50 + [1] * 40 + [2] * 6)  # and none for the last
+
+    def note(layer: Any) -> tuple[torch.Tensor, Any]:
+        return layer.weight, (layer.hessian.matrix.clone(), layer.hessian.tokens, layer.hessian.borrowed_tokens)
+
+    mixture = Mixture()
+    together = dict(quantize_block(mixture, [BlockInputs(x) for x in inputs], note))
+    monkeypatch.setattr(stages, "_TOGETHER", 1)
+    apart = dict(quantize_block(mixture, [BlockInputs(x) for x in inputs], note))
+    assert [apart[f"experts.{i}.2"][1:] for i in range(4)] == [(100, 0), (80, 0), (32, 20), (32, 32)]
+    for name, (matrix, *tokens) in together.items():
+        assert [*apart[name][1:]] == tokens
+        torch.testing.assert_close(apart[name][0], matrix)
 
 
 def test_layers_that_no_token_reaches_are_rounded_as_if_all_inputs_counted_alike() -> None:

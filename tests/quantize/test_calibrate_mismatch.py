@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from bridge.errors import BridgeError
-from bridge.quantize.hessian import Hessian, alpha_of, retarget
+from bridge.quantize.hessian import Hessian, alpha_of, held_back, retarget
 from bridge.quantize.method import Method, groups
 from bridge.quantize.walk import LayerInput
 
@@ -33,17 +33,17 @@ def best_alpha(weight: torch.Tensor, hessian: Hessian) -> float:
     return alpha_of(weight @ hessian.cross, weight @ held.cross, hessian, held, 0.01)
 
 
-@pytest.mark.parametrize(("kind", "tokens"), [("lasting", 128), ("chance", 128), ("chance", 2048)])
+@pytest.mark.parametrize(("kind", "tokens"), [("lasting", 512), ("chance", 512), ("chance", 2048)])
 def test_what_is_kept_of_the_correction_is_what_serves_the_held_back_tokens_best(kind: str, tokens: int) -> None:
     hessian, weight, batches = gathered(tokens, kind)
-    cut = len(batches[0][0]) * 7 // 8
-    held_x, held_float = (torch.cat([batch[i][cut:] for batch in batches]) for i in (0, 1))
+    x, x_float = (torch.cat([batch[i] for batch in batches]) for i in (0, 1))
+    held = held_back(0, tokens)
+    held_x, held_float = x[held], x_float[held]
     rest = Hessian("rest", COLUMNS)
-    for x, x_float in batches:
-        rest.add(x[:cut], x_float[:cut])
+    rest.add(x[~held], x_float[~held])
     assert hessian.held is not None
     assert rest.cross is not None
-    assert (hessian.tokens, hessian.held.tokens) == (tokens, tokens // 8)
+    assert (hessian.tokens, hessian.held.tokens) == (tokens, int(held.sum()))
     moves = retarget(weight, rest.matrix, weight @ rest.cross, 0.01, 1.0) - weight
 
     def left(alpha: float) -> float:
@@ -54,14 +54,14 @@ def test_what_is_kept_of_the_correction_is_what_serves_the_held_back_tokens_best
 
 
 def test_a_mismatch_that_lasts_is_made_good_and_one_of_chance_is_not() -> None:
-    hessian, weight, _ = gathered(128, "lasting")
+    hessian, weight, _ = gathered(512, "lasting")
     assert best_alpha(weight, hessian) > 0.9
-    hessian, weight, _ = gathered(64, "chance")
+    hessian, weight, _ = gathered(512, "chance")
     assert best_alpha(weight, hessian) < 0.2
 
 
 def test_without_tokens_held_back_nothing_is_made_good() -> None:
-    hessian, weight, _ = gathered(128, "lasting")
+    hessian, weight, _ = gathered(512, "lasting")
     expected, _ = Method(groups(4, 8, False), sweeps=0, alpha=0).layer(LayerInput("layer", weight, hessian))
     hessian.held = None
     found, _ = Method(groups(4, 8, False), sweeps=0).layer(LayerInput("layer", weight, hessian))
@@ -75,7 +75,7 @@ def test_activations_that_are_no_numbers_name_the_layer() -> None:
 
 
 def test_a_hessian_that_is_not_positive_definite_makes_nothing_good() -> None:
-    hessian, weight, _ = gathered(128, "lasting")
+    hessian, weight, _ = gathered(512, "lasting")
     assert hessian.cross is not None
     for useless in (-torch.eye(COLUMNS), torch.full((COLUMNS, COLUMNS), float("nan"))):
         torch.testing.assert_close(retarget(weight, useless, weight @ hessian.cross, 0.01, 1.0), weight)

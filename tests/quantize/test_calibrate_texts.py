@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -11,9 +12,11 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from bridge.conversion.size_budget import _probe
 from bridge.errors import BridgeError
 from bridge.quantize import texts
-from bridge.quantize.texts import load_tokenizer, read_tokens
+from bridge.quantize.texts import bos_of, load_tokenizer, read_tokens
+from bridge.runtime.perplexity import cut_windows
 from scripts.peers.reference import windows
 from tests.conftest import CHECKPOINT
 
@@ -64,15 +67,69 @@ def test_a_long_text_is_tokenized_in_pieces_of_whole_lines_and_no_further_than_n
     monkeypatch.setattr(texts, "_PIECE", 1000)
     seen: list[str] = []
 
-    def counting(piece: str, **options: Any) -> Any:
-        seen.append(piece)
-        return tokenizer(piece, **options)
+    class Counting:
+        bos_token_id = None
+
+        def __call__(self, piece: str, **options: Any) -> Any:
+            seen.append(piece)
+            return tokenizer(piece, **options)
 
     text = write(tmp_path / "a.txt", TEXT)
-    tokens = read_tokens(text, counting, 5, 32)
+    tokens = read_tokens(text, Counting(), 5, 32)
     np.testing.assert_array_equal(tokens.numpy(), windows(tokenizer, TEXT, 5, 32))
     assert len(seen) < len(TEXT) // 1000
     assert all(piece.endswith("\n") and len(piece) < 1100 for piece in seen)
+
+
+@pytest.fixture(scope="module")
+def with_bos(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """The tokenizer, made to put its <|endoftext|> before a text."""
+    folder = tmp_path_factory.mktemp("tokenizer")
+    data, settings = (
+        json.loads((CHECKPOINT / f"{name}.json").read_text()) for name in ("tokenizer", "tokenizer_config")
+    )
+    bos = settings["bos_token"] = settings["eos_token"]
+    number = next(token["id"] for token in data["added_tokens"] if token["content"] == bos)
+    data["post_processor"] = {
+        "type": "TemplateProcessing",
+        "single": [{"SpecialToken": {"id": bos, "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}],
+        "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 1}}],
+        "special_tokens": {bos: {"id": bos, "ids": [number], "tokens": [bos]}},
+    }
+    write(folder / "tokenizer.json", json.dumps(data))
+    write(folder / "tokenizer_config.json", json.dumps(settings))
+    return load_tokenizer(folder)
+
+
+def test_windows_start_with_bos_if_the_tokenizer_puts_it_before_a_text_as_perplexity_takes_them(
+    tmp_path: Path, tokenizer: Any, with_bos: Any
+) -> None:
+    bos = with_bos.bos_token_id
+    assert bos_of(with_bos) == bos
+    assert bos_of(tokenizer) is None
+    text = write(tmp_path / "a.txt", TEXT)
+    tokens = read_tokens(text, with_bos, 5, 32)
+    plain = ids(tokenizer, TEXT)
+    assert tokens[0].tolist() == [bos, *plain[:31]]
+    assert tokens[1].tolist() == [bos, *plain[32:63]]
+    np.testing.assert_array_equal(tokens.numpy(), windows(with_bos, TEXT, 5, 32))
+    runtime: Any = SimpleNamespace(
+        encode=lambda text: with_bos(text)["input_ids"], bos=bos, add_bos=True, add_eos=False
+    )  # fmt: skip
+    measured: Any = SimpleNamespace(tokenizer=runtime, context=256)
+    assert tokens.tolist() == cut_windows(measured, TEXT, 32, 5)
+    assert (read_tokens(text, with_bos, 9, 32, seed=3)[:, 0] == bos).all()
+    probe = _probe(read_tokens(text, with_bos, 3, 300), 10**6)
+    assert probe.shape == (3, 256)
+    assert (_probe(read_tokens(text, with_bos, 3, 600), 10**6)[:, 0] == bos).all()
+
+
+def test_a_text_that_has_bos_gets_no_second_one_and_token_ids_stay_as_they_are(tmp_path: Path, with_bos: Any) -> None:
+    bos = with_bos.bos_token_id
+    text = write(tmp_path / "a.txt", with_bos.bos_token + TEXT)
+    assert read_tokens(text, with_bos, 1, 8)[0].tolist() == [bos, *ids(with_bos, TEXT)[:7]]
+    np.save(tmp_path / "a.npy", np.arange(20))
+    assert read_tokens(tmp_path / "a.npy", with_bos, 2, 10).tolist() == np.arange(20).reshape(2, 10).tolist()
 
 
 def test_jsonl_gives_the_field_text_or_the_only_one_or_a_chat_by_the_tokenizers_template(
@@ -87,6 +144,8 @@ def test_jsonl_gives_the_field_text_or_the_only_one_or_a_chat_by_the_tokenizers_
     path = write(tmp_path / "a.jsonl", "\n".join(json.dumps(r) for r in records) + "\n\n")
 
     class Chatty:
+        bos_token_id = None
+
         def __call__(self, text: str, **options: Any) -> Any:
             return tokenizer(text, **options)
 

@@ -16,8 +16,10 @@ from bridge.quantize.gptq_solver import dequantize, error, grouped_act_order, ro
 from bridge.quantize.grids.group import GroupGrid
 from bridge.quantize.grids.superblock import SuperblockGrid
 from bridge.quantize.grids.try_lines import line_search
-from bridge.quantize.hessian import Hessian, damp, inverse_factor, retarget
+from bridge.quantize.hessian import Hessian, damp, held_back, inverse_factor, retarget
+from bridge.quantize.method import Method, superblocks
 from bridge.quantize.refine import refine
+from bridge.quantize.walk import LayerInput
 from bridge.runtime.cpu.dequantize import rows as dequantize_blocks
 from bridge.system.jit import kernel
 from tests.support import textbook_gptq
@@ -40,7 +42,7 @@ def layer(seed: int, rows: int, columns: int, spread: float = 1.0, dtype: Any = 
 @pytest.mark.parametrize(("bits", "group_size"), [(4, 128), (3, 32), (2, 64), (8, -1)])
 def test_the_solver_equals_the_textbook(bits: int, group_size: int, symmetric: bool) -> None:
     weight, hessian = layer(bits, 24, 320, dtype=torch.float64)
-    hessian[:, 7] = hessian[7] = 0
+    weight[:, 7] = hessian[:, 7] = hessian[7] = 0
     grid = GroupGrid(24, 320, bits, group_size, symmetric, half=False, dtype=np.float64)
     solution = solve(weight, hessian, grid, nearest=False)
     expected = textbook_gptq.gptq(weight.numpy(), hessian.numpy(), bits, group_size, symmetric, solution.codes)
@@ -278,6 +280,51 @@ def test_on_superblocks_the_error_is_below_rtns_and_refining_never_raises_it(
     assert solution.codes.min() >= grid.low
     assert solution.codes.max() <= grid.high
     np.testing.assert_array_equal(dequantize_blocks(type, grid.pack(solution.codes)), values)
+
+
+@pytest.mark.parametrize("share", [0.05, 0.25])
+@pytest.mark.parametrize("type", ["Q4_K", "Q2_K"])
+def test_refining_never_raises_the_error_where_columns_between_small_inputs_are_dead(type: str, share: float) -> None:
+    random = torch.Generator().manual_seed(15)
+    inputs = 0.02 * torch.exp(torch.randn(512, generator=random)) * torch.randn(2048, 512, generator=random)
+    inputs[:, torch.rand(512, generator=random) < share] = 0
+    hessian = Hessian("layer", 512)
+    hessian.add(inputs)
+    weight = torch.randn(16, 512, generator=random)
+    original = weight.clone()
+    methods = [Method(superblocks(type), sweeps=sweeps) for sweeps in (0, 2)]
+    done = [method.layer(LayerInput("layer", weight, hessian))[0] for method in methods]
+    plain, refined = (error(weight, values, hessian.matrix) for values in done)
+    assert refined < plain  # of live columns alone: the others' inputs are 0
+    assert torch.equal(weight, original)
+
+
+@pytest.mark.parametrize("damping", [0.0, 0.01])
+def test_damping_weighs_dead_columns_by_the_size_of_the_others_inputs(damping: float) -> None:
+    hessian = torch.diag(torch.tensor([4e-6, 0, 2e-6, 0]))
+    damp(hessian, damping)
+    assert inverse_factor(hessian.clone()) is not None
+    assert (hessian.diagonal()[[1, 3]] <= 0.01 * 1.5e-6 * 1.001).all()
+
+
+def test_held_back_tokens_are_spread_over_the_positions_of_all_sequences_whatever_the_batches() -> None:
+    held = held_back(0, 64 * 512)
+    assert held.float().mean() == pytest.approx(1 / 8, rel=0.01)
+    of_sequence = held.reshape(64, 512).float()
+    assert ((of_sequence.mean(1) > 0.05) & (of_sequence.mean(1) < 0.2)).all()
+    assert ((of_sequence.mean(0) > 0.05) & (of_sequence.mean(0) < 0.25)).all()
+    x, x_float = (torch.randn(2048, 4) for _ in range(2))
+    whole, parts = Hessian("layer", 4), Hessian("layer", 4)
+    whole.add(x, x_float)
+    for at in (slice(0, 700), slice(700, 2048)):
+        parts.add(x[at], x_float[at])
+    assert whole.held is not None
+    assert parts.held is not None
+    expected = x[held_back(0, 2048)]
+    assert parts.held.tokens == whole.held.tokens == len(expected)
+    torch.testing.assert_close(whole.held.matrix, 2 / len(expected) * expected.T @ expected)
+    torch.testing.assert_close(parts.held.matrix, whole.held.matrix)
+    torch.testing.assert_close(parts.held.cross, whole.held.cross)
 
 
 def test_the_target_of_mismatched_inputs_is_the_least_squares_solution() -> None:
