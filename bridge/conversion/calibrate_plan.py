@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Set
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,6 +22,7 @@ from bridge.conversion.part_reader import PartReader
 from bridge.conversion.plan import How, Plan, PlannedTensor
 from bridge.errors import BridgeError, parameter
 from bridge.models.outline import Part
+from bridge.models.wrapper import text_config
 from bridge.quantize.settings import Calibration
 from bridge.system.text import percent
 
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from bridge.quantize.walk import LayerInput, Prepare
 
 _TOKENS_AT_ONCE = 4096
+_WEIGHTS_AT_ONCE = 1 << 26  # of the output head: quantizing takes eight times their 256 MB
 
 
 @dataclass(frozen=True)
@@ -105,35 +107,35 @@ def quantize_layers(
 
     tokens = None if settings.method == "rtn" else calibration_tokens(ckpt, settings)
     layers = LayerStore(folder, _job(ckpt, settings, targets, tokens), force)
-    done = len(layers.layers)
 
     def quantizer(layer: LayerInput) -> tuple[torch.Tensor, None]:
-        nonlocal done
         target = targets[layer.name]
         values, quantized = target.method.layer(layer, target.columns)
-        layers.save(quantized, layer.weight.cpu().numpy(), layer.hessian.mean_squares(), layer.hessian.tokens)
-        done += 1
+        weight, squares = layer.weight.cpu().numpy(), layer.hessian.mean_squares()
+        layers.save(quantized, weight, squares, layer.hessian.tokens, layer.rows)
         if settings.progress:
-            settings.progress(done, len(targets), f"{layer.name} error {quantized.error:.2e}")
+            rows = "rows {} to {} of {} ".format(*layer.rows) if layer.rows else ""
+            settings.progress(len(layers.layers), len(targets), f"{layer.name} {rows}error {quantized.error:.2e}")
         return values, None
 
     if settings.progress:
-        settings.progress(done, len(targets), "")
+        settings.progress(len(layers.layers), len(targets), "")
     try:
         if tokens is None:
-            _round_to_nearest(ckpt, targets.keys() - layers.layers.keys(), quantizer)
+            _round_to_nearest(ckpt, targets, quantizer, layers)
         else:
             _walk(ckpt, settings, tokens, targets, quantizer, layers, prepare)
     except KeyboardInterrupt:
-        if not layers.layers:
-            layers.remove()
+        layers.remove_if_empty()
+        if not layers.folder.exists():
             raise
         raise BridgeError(
             f"interrupted; {len(layers.layers)} of {len(targets)} layers are stored in {folder}: "
             "the same command continues from there"
         ) from None
     missed = sorted(targets.keys() - layers.layers.keys())
-    notes = [_lost_note(layers.layers, settings)] if tokens is not None and layers.layers else []
+    notes = list(layers.notes)
+    notes += [_lost_note(layers.layers, settings)] if tokens is not None and layers.layers else []
     notes += [] if tokens is None else _few_tokens_note(layers.layers, tokens.numel())
     notes += [f"{name}: not seen among the model's layers; rounded to nearest instead" for name in missed]
     return layers, notes + [note for layer in layers.layers.values() if (note := _damping_note(layer, settings))]
@@ -147,7 +149,7 @@ def calibration_tokens(ckpt: Checkpoint, settings: Calibration) -> torch.Tensor:
         given = parameter("method", settings.method)
         raise BridgeError(f"{given}: needs a calibration text; only rtn does without")
     tokenizer = None if Path(settings.text).suffix in TOKEN_FILES else load_tokenizer(ckpt.home)
-    vocabulary = ckpt.config.get("vocab_size")
+    vocabulary = text_config(ckpt.config).get("vocab_size")
     return read_tokens(settings.text, tokenizer, settings.samples, settings.length, settings.seed, vocabulary)
 
 
@@ -176,12 +178,15 @@ def _walk(
         offload=settings.offload,
         prepare=prepare,
         head=True,
+        head_spans=lambda name, rows, columns: layers.missing(name, rows, _rows_at_once(columns)),
     )
     for _ in walk:
         pass
 
 
-def _round_to_nearest(ckpt: Checkpoint, names: Set[str], quantizer: Callable[[LayerInput], object]) -> None:
+def _round_to_nearest(
+    ckpt: Checkpoint, names: Iterable[str], quantizer: Callable[[LayerInput], object], layers: LayerStore
+) -> None:
     """Without a text: every layer by itself."""
     import torch
 
@@ -190,8 +195,19 @@ def _round_to_nearest(ckpt: Checkpoint, names: Set[str], quantizer: Callable[[La
 
     for name in sorted(names):
         coded = name in ckpt.modules
-        weight = ckpt.read_module(name).dequantize() if coded else ckpt.read_float(f"{name}.weight")
-        quantizer(LayerInput(name, torch.from_numpy(weight), Hessian(name, weight.shape[1])))
+        count, columns = ckpt.modules[name].shape if coded else ckpt.tensors[f"{name}.weight"].shape
+        hessian = Hessian(name, columns)
+        for rows in layers.missing(name, count, _rows_at_once(columns)):
+            if coded:
+                weight = ckpt.read_module(name, np.arange(rows.start, rows.stop)).dequantize()
+            else:
+                weight = ckpt.read_float(f"{name}.weight", (rows.start, rows.stop))
+            part = None if len(weight) == count else (rows.start, rows.stop, count)
+            quantizer(LayerInput(name, torch.from_numpy(weight), hessian, rows=part))
+
+
+def _rows_at_once(columns: int) -> int:
+    return max(1, _WEIGHTS_AT_ONCE // columns)
 
 
 def quantize_planned(

@@ -105,7 +105,7 @@ def convert_as(
         notes: list[str] = []
         if options.budget is not None:
             assert options.calibrate is not None
-            plan = within_budget(plan, planner, options.calibrate, options.budget)
+            plan = within_budget(plan, planner, options.calibrate, options.budget, path)
             if options.budget.plan_out is not None:
                 save_plan(plan, str(checkpoint), options.budget.plan_out)
         if options.calibrate is not None:

@@ -169,7 +169,7 @@ class Executor:
         """A calibrated part's blocks, uint8 [rows, row bytes], rows in the GGUF's order, and how close they are."""
         layer = self.layers[str(part.layer)]
         # the layer of a matrix of a 3-D source has the part's own rows only
-        rows = np.arange(part.shape[0]) if part.rows is None or part.matrix is not None else part.rows
+        rows = slice(None) if part.rows is None or part.matrix is not None else part.rows
         noise = self.reader.grouped(part).noise() if self.reader.coded(part) else 0.0
         error, signal = layer.errors()[:, rows].sum(1).tolist()
         return layer.blocks()[rows], Fidelity(math.prod(part.shape), error, signal, noise, 0)

@@ -93,6 +93,8 @@ class Budget:
         if (self.size is None) == (self.bpw is None):
             both = f"{parameter('size')} and {parameter('bpw')}"
             raise BridgeError(f"{both} ask for different things; give one")
+        if self.size is not None and (not isinstance(self.size, int) or self.size < 1):
+            raise BridgeError(f"{parameter('size', self.size)}: must be a whole number of bytes, at least 1")
         if self.bpw is not None and not 0 < self.bpw <= 32:
             raise BridgeError(f"{parameter('bpw', self.bpw)}: must be bits per weight, such as 4.3")
 

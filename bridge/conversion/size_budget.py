@@ -11,8 +11,8 @@ each of about 55 trial models one of these tokens through half the layers, on av
 from __future__ import annotations
 
 import math
-import tempfile
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -30,6 +30,8 @@ from bridge.conversion.planner import Planner, with_scales
 from bridge.conversion.recipe import Recipe
 from bridge.errors import BridgeError, parameter
 from bridge.quantize.settings import Calibration
+from bridge.system.files import disk_errors
+from bridge.system.folder_locks import temporary_beside
 from bridge.system.text import size_text
 
 if TYPE_CHECKING:
@@ -40,6 +42,7 @@ if TYPE_CHECKING:
 _GROUPS = 32  # maximum number of groups of tensors whose estimates are checked
 _CURVE = 13  # points
 _WINDOW = 256  # tokens of a trial's sequences
+_LOGITS = 1 << 26  # at a time: several copies of them, 256 MB each, are alive in the backward pass
 
 
 @dataclass(frozen=True)
@@ -51,8 +54,11 @@ class _Item:
     sizes: np.ndarray
 
 
-def within_budget(plan: Plan, planner: Planner, settings: Calibration, budget: Budget) -> Plan:
+def within_budget(plan: Plan, planner: Planner, settings: Calibration, budget: Budget, out: Path) -> Plan:
     """The plan with types that fit the budget, and notes on what that costs.
+
+    out  the file to be written: rounded layers of trial models, several times its size, are stored next to it, or in
+         the folder for activations, until the types are found
 
     Raises BridgeError where no types fit it, or all that there are leave bytes over, before anything is measured.
     """
@@ -74,8 +80,9 @@ def within_budget(plan: Plan, planner: Planner, settings: Calibration, budget: B
     if limit > most:
         raise BridgeError(f"{given}: too large; the largest file that can be made of {ckpt.path} has {most} bytes")
     embeddings, head = model.embedding_and_head()
-    names = embeddings, embeddings if plan.tied else head
-    search = _Search(planner, model, names, settings, budget, items, limit - fixed)
+    embedding_and_head = embeddings, embeddings if plan.tied else head
+    beside = (settings.offload or out.parent) / out.name
+    search = _Search(planner, model, embedding_and_head, settings, budget, items, limit - fixed, beside)
     chosen = planner.retyped(plan, search.types())
     size = file_bytes(with_scales(ckpt, chosen))
     assert size <= limit
@@ -128,6 +135,7 @@ class _Search:
         budget: Budget,
         items: Sequence[_Item],
         limit: int,
+        beside: Path,
     ) -> None:
         import torch
 
@@ -144,13 +152,20 @@ class _Search:
         tokens = calibration_tokens(planner.ckpt, settings)
         self.probe = _probe(tokens, budget.tokens)
         layers = LayerCosts(
-            lambda module, type: planner.carries(*places[module], type), settings, parts, types, embedding_and_head,
+            lambda module, type: planner.carries(*places[module], type),
+            settings,
+            parts,
+            types,
+            embedding_and_head,
             self._step,
-        )  # fmt: skip
-        with torch.no_grad(), tempfile.TemporaryDirectory(dir=settings.offload) as folder:
-            passes = Passes(model, self.probe, max(1, 4096 // self.probe.shape[1]))
+        )
+        with torch.no_grad(), ExitStack() as stack:
+            with disk_errors(beside, "rounded layers of trial models", "folder"):
+                folder = stack.enter_context(temporary_beside(beside))
+            at_once = min(4096, max(1, _LOGITS // model.vocabulary))
+            passes = Passes(model, self.probe, max(1, at_once // self.probe.shape[1]))
             layers.measure(passes, tokens)
-            divergence = Divergence(passes, layers.squares.get, Path(folder), embedding_and_head)
+            divergence = Divergence(passes, layers.squares.get, folder, embedding_and_head)
 
             def measure(taken: np.ndarray, as_new_base: bool) -> float:
                 trial = {}

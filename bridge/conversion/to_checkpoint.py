@@ -61,7 +61,12 @@ def quantize_checkpoint(
         method = calibrate.quantizer(groups(bits, group_size, symmetric))
         awq = Awq(method, stored=_norms(ckpt), folder=layers_of(path)) if calibrate.method == "awq" else None
         shapes = _linears(ckpt)
-        whys = {name: refusal(format, Groups(bits, group_size), shape) for name, shape in shapes.items()}
+        whys = {
+            name: refusal(format, Groups(bits, group_size), shape)
+            if f"{name}.weight" in ckpt.tensors
+            else "it is part of a tensor of all experts"
+            for name, shape in shapes.items()
+        }
         targets = {name: LayerTarget(grid, awq or method) for name, why in whys.items() if why is None}
         if not targets:
             raise BridgeError(

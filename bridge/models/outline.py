@@ -51,17 +51,22 @@ class Part:
     def layer(self) -> str | None:
         """What calibration calls the linear layer: a matrix of a 3-D tensor as if it stood by itself.
 
-        experts.gate_up_proj -> experts.3.gate_proj, its first half of rows, or experts.3.up_proj; None: neither
+        experts.gate_up_proj -> experts.3.gate_proj, its first half of rows or each second one, or experts.3.up_proj;
+        None: neither
         """
         if self.matrix is None:
             return self.module
         experts, _, name = self.source.rpartition(".")
         if name == "gate_up_proj" and self.rows is not None:
-            starts = set((self.rows - np.arange(len(self.rows))).tolist())
-            name = "gate_proj" if starts == {0} else "up_proj" if starts == {len(self.rows)} else ""
+            rows, count = self.rows, np.arange(len(self.rows))
+            name = ""
+            if np.array_equal(rows, count) or np.array_equal(rows, 2 * count):
+                name = "gate_proj"
+            elif np.array_equal(rows, count + len(count)) or np.array_equal(rows, 2 * count + 1):
+                name = "up_proj"
         elif name != "down_proj" or self.rows is not None:
             name = ""
-        return f"{experts}.{self.matrix}.{name}" if name and self.change is None else None
+        return f"{experts}.{self.matrix}.{name}" if name and self.change in (None, "transposed") else None
 
 
 @dataclass(frozen=True, eq=False)

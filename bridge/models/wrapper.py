@@ -1,8 +1,7 @@
 """The language model inside a model of several parts: its config, and its tensors under a language model's own names.
 
 config.json               text_config, merged over the rest
-model.language_model.X    model.X, as transformers writes since 4.52
-language_model.model.X    model.X, as before; language_model.lm_head is lm_head
+language_model.*          its tensors, see `bridge.checkpoint.language_model`
 visual.*, vision_tower.*  other parts: dropped, llama.cpp has them in a separate file (mmproj)
 """
 
@@ -11,9 +10,9 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
+from bridge.checkpoint.language_model import TEXT_PREFIXES
 from bridge.models.outline import Fold, Outline, OutlineTensor, Part
 
-TEXT_PREFIXES = (("model.language_model.", "model."), ("language_model.model.", "model."), ("language_model.", ""))
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
 _OTHERS = re.compile(r"(model\.)?(visual|vision_tower|vision_model|multi_modal_projector|audio_tower)\.")
 

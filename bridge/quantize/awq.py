@@ -25,13 +25,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import nn
 
-from bridge.quantize.block_inputs import BlockInputs
+from bridge.quantize.block_inputs import BlockInputs, first_of
 from bridge.quantize.gptq_solver import dequantize, error, round_to_nearest
 from bridge.quantize.hessian import Hessian
-from bridge.quantize.layer_store import file_of, write_tensors
+from bridge.quantize.layer_store import file_of, read_tensors, write_tensors
 from bridge.quantize.method import Method, Quantized
 from bridge.quantize.stages import find_stages, stage_inputs
 from bridge.quantize.walk import LayerInput
@@ -231,15 +230,14 @@ class Awq:
 
 def _read_scales(file: Path) -> list[tuple[str, ScaleFold, torch.Tensor]] | None:
     """The folds that an earlier run found for a block: feeding module, fold and s; None if there are none."""
-    try:
-        with safe_open(file, "pt") as stored:
-            folds = json.loads(stored.metadata()["folds"])
-            return [
-                (own, ScaleFold(**{**known, "layers": tuple(known["layers"])}), stored.get_tensor(str(i)))
-                for i, (own, known) in enumerate(folds)
-            ]
-    except (OSError, SafetensorError, TypeError, KeyError, ValueError):
+    found = read_tensors(file)
+    if found is None:
         return None
+    scales, metadata = found
+    return [
+        (own, ScaleFold(**{**known, "layers": tuple(known["layers"])}), torch.from_numpy(scales[str(i)]))
+        for i, (own, known) in enumerate(json.loads(metadata["folds"]))
+    ]
 
 
 def _call_order(block: nn.Module, batch: BlockInputs) -> list[nn.Module]:
@@ -284,5 +282,4 @@ def _feeding_module(
 
 
 def _output(batch: BlockInputs, block: nn.Module) -> torch.Tensor:
-    output = batch.run(block)
-    return (output[0] if isinstance(output, tuple) else output).float()
+    return first_of(batch.run(block)).float()

@@ -27,6 +27,7 @@ class BlockInputs:
     """The arguments of a block for one batch: the first positional one goes from block to block, the others stay.
 
     named   there is no positional argument
+    items   blocks return a tuple of so many items, the next block's input first; None: that input alone
     calls   the other arguments for each block of a model: a later block may see another mask than the first
     file    holds the first argument while no block needs it; None: in memory
     """
@@ -35,6 +36,7 @@ class BlockInputs:
     args: tuple[Any, ...] = ()
     kwargs: dict[str, Any] = field(default_factory=dict)
     named: bool = False
+    items: int | None = None
     calls: Sequence[tuple[tuple[Any, ...], dict[str, Any]]] = ()
     file: Path | None = None
 
@@ -54,7 +56,7 @@ class BlockInputs:
 
     def advance(self, output: Any) -> None:
         """Make a block's output the next block's input."""
-        x = output[0] if isinstance(output, tuple) else output
+        x = first_of(output)
         if self.file is None:
             self.x = x
             return
@@ -106,10 +108,25 @@ class StopForward(Exception):
     """Ends a forward pass whose rest is not needed."""
 
 
+def first_of(output: Any) -> Any:
+    """The next block's input, of what a block returns."""
+    return output[0] if isinstance(output, tuple) else output
+
+
+def _as_returned(x: torch.Tensor, items: int | None) -> Any:
+    """`first_of` undone, see `BlockInputs.items`; the other items are None."""
+    return x if items is None else (x, *[None] * (items - 1))
+
+
 def first_inputs(
     model: nn.Module, blocks: Sequence[nn.Module], batches: Iterable[torch.Tensor], folder: Folder
 ) -> list[BlockInputs]:
-    """The blocks' inputs, batch by batch. No block runs: each returns the first one's input."""
+    """The blocks' inputs, batch by batch. Blocks do not run: each returns the first one's input.
+
+    Only the first one runs, once: whether blocks return tuples depends on the model and on transformers' version.
+    """
+    run = blocks[0].forward
+    items: int | None = None
     calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
     first: list[torch.Tensor] = []
     found: list[BlockInputs] = []
@@ -119,12 +136,17 @@ def first_inputs(
             x = args[0] if args else kwargs.pop("hidden_states")
             if not number:
                 first.append(x)
+                if not found:
+                    nonlocal items
+                    with torch.no_grad():
+                        output = run(*args, **kwargs) if args else run(x, **kwargs)
+                    items = len(output) if isinstance(output, tuple) else None
             known = found[0].calls[number][1] if found else calls[-1][1] if calls else {}
             kwargs = {k: _one(v, known.get(k)) for k, v in kwargs.items() if "past_key_value" not in k}
             calls.append((args[1:], kwargs | {"use_cache": False} if "use_cache" in kwargs else kwargs))
             if number + 1 == len(blocks):
                 raise StopForward
-            return first[0]
+            return _as_returned(first[0], items)
 
         return forward
 
@@ -135,7 +157,7 @@ def first_inputs(
         for tokens in batches:
             with suppress(StopForward):
                 model(tokens.to(device), use_cache=False)
-            found.append(BlockInputs(None, calls=calls, file=folder.file(len(found))))
+            found.append(BlockInputs(None, items=items, calls=calls, file=folder.file(len(found))))
             found[-1].advance(first[0])
             calls, first = [], []
     finally:
@@ -144,10 +166,15 @@ def first_inputs(
     return found
 
 
-def after_blocks(model: Any, blocks: Sequence[nn.Module], tokens: torch.Tensor, x: torch.Tensor) -> Any:
-    """The model's output, given the last block's x [sequences, length, hidden]. No block runs; gradients pass."""
+def after_blocks(
+    model: Any, blocks: Sequence[nn.Module], tokens: torch.Tensor, x: torch.Tensor, items: int | None
+) -> Any:
+    """The model's output, given the last block's x [sequences, length, hidden]. No block runs; gradients pass.
+
+    items  of the blocks' `BlockInputs`
+    """
     for block in blocks:
-        block.forward = lambda *args, **kwargs: x  # type: ignore[method-assign]
+        block.forward = lambda *args, **kwargs: _as_returned(x, items)  # type: ignore[method-assign]
     try:
         return model(tokens.to(x.device), use_cache=False)
     finally:
@@ -215,26 +242,37 @@ def head_hessian(
     model: nn.Module,
     blocks: Sequence[nn.Module],
     batches: Iterable[torch.Tensor],
+    items: int | None,
     outputs: Iterable[torch.Tensor],
     float_outputs: Iterable[torch.Tensor] | None = None,
 ) -> Hessian:
-    """The Hessian of the head's inputs.
+    """The Hessian of the head's inputs. Neither blocks nor the head need their weights.
 
     batches        tokens int [sequences, length]
+    items          of the blocks' `BlockInputs`
     outputs        the last block's, for each batch
     float_outputs  the same of the float model, for the cross term
     """
     name, head = head_of(model)
-    hessian = Hessian(name, head.weight.shape[1], head.weight.device)  # type: ignore[index, union-attr, arg-type]
+    hessian: Hessian | None = None
     floats = None if float_outputs is None else iter(float_outputs)
     for tokens, x in zip(batches, outputs, strict=True):
-        own = _head_inputs(model, blocks, head, tokens, x)
-        hessian.add(own, None if floats is None else _head_inputs(model, blocks, head, tokens, next(floats)))
+        own = _head_inputs(model, blocks, head, tokens, x, items)
+        if hessian is None:
+            hessian = Hessian(name, own.shape[-1], own.device)
+        twin = None if floats is None else _head_inputs(model, blocks, head, tokens, next(floats), items)
+        hessian.add(own, twin)
+    assert hessian is not None
     return hessian
 
 
 def _head_inputs(
-    model: nn.Module, blocks: Sequence[nn.Module], head: nn.Module, tokens: torch.Tensor, x: torch.Tensor
+    model: nn.Module,
+    blocks: Sequence[nn.Module],
+    head: nn.Module,
+    tokens: torch.Tensor,
+    x: torch.Tensor,
+    items: int | None,
 ) -> torch.Tensor:
     """The head's input [sequences, length, hidden]; the head does not run."""
     seen: list[torch.Tensor] = []
@@ -246,7 +284,7 @@ def _head_inputs(
     hook = head.register_forward_pre_hook(note)
     try:
         with suppress(StopForward):
-            after_blocks(model, blocks, tokens, x)
+            after_blocks(model, blocks, tokens, x, items)
     finally:
         hook.remove()
     return seen[0]

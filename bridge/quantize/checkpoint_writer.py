@@ -290,12 +290,11 @@ class CheckpointWriter:
         return Counter(self._layers.values()).most_common(1)[0][0] if self._layers else Groups(4, 128)
 
     def _left(self) -> list[str]:
-        """Modules of the decoder's blocks whose matrices stay floats, which a reader would expect to be quantized."""
-        blocks = {found[1] for name in self._layers if (found := _BLOCK.match(name))}
+        """Modules of blocks whose matrices stay floats, which a reader would expect to be quantized."""
         names = [
             n.removesuffix(".weight") for n, i in self._floats.items() if n.endswith(".weight") and len(i.shape) == 2
         ]
-        return [name for name in names if (found := _BLOCK.match(name)) and found[1] in blocks]
+        return [name for name in names if _BLOCK.match(name)]
 
     def _gptq_labels(self) -> dict[str, Any]:
         usual = self._usual()

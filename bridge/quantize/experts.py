@@ -3,7 +3,9 @@
     experts.gate_up_proj [experts, 2 inner, hidden]  ->  experts.3.gate_proj, experts.3.up_proj   [inner, hidden]
     experts.down_proj    [experts, hidden, inner]    ->  experts.3.down_proj                      [hidden, inner]
 
-The layers' weights are views of the 3-D tensors: a change of one changes the other.
+The layers' weights are views of the 3-D tensors: a change of one changes the other. Some models hold them transposed,
+gate and up row by row in turn, or with biases (gpt-oss); Llama 4's experts are called with every token for each of
+them, and with zeros for those that the router did not choose.
 
 An expert that saw fewer tokens than its matrix has columns borrows the rest from the other experts: its H becomes the
 mean over its own tokens and as many copies of the mean token of all experts as are missing. An expert without tokens
@@ -13,8 +15,10 @@ inputs of the others. Neither can hold tokens back, so neither uses GPTAQ's term
 Where the experts' Hessians do not fit in memory together, that mean takes a pass of its own (`walk`).
 """
 
+import copy
+import inspect
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -31,48 +35,109 @@ def expert_of(name: str) -> tuple[str, str] | None:
     return (_EXPERT.sub("*", f".{name}", count=1)[1:], found[0]) if found else None
 
 
+def halves(both: Any, interleaved: bool) -> tuple[Any, Any]:
+    """Gate and up, in two halves of the rows or in turn."""
+    middle = len(both) // 2
+    return (both[::2], both[1::2]) if interleaved else (both[:middle], both[middle:])
+
+
 class SeparateExperts(nn.Module):
     """One module for each expert; called like the fused module, with the same results.
 
-    routing  int [tokens, chosen]: the experts of the tokens in the last call
-    imposed  experts for the tokens of the next calls, instead of those that the router chooses
+    interleaved  the rows of gate and up are in turn in the fused tensor
+    routing      the experts of the tokens in the last call, int [tokens, chosen]; of Llama 4 bool [experts, tokens]
+    imposed      experts for the tokens of the next calls, instead of those that the router chooses
     """
 
     def __init__(self, fused: Any) -> None:
         super().__init__()
-        self.act_fn = fused.act_fn
+        self.act_fn = getattr(fused, "act_fn", None)
+        self.interleaved = not getattr(fused, "is_concatenated", True)
+        self.own_gate = _own_gate(fused)
         self.routing: torch.Tensor | None = None
         self.imposed: torch.Tensor | None = None
         for number, (both, down) in enumerate(zip(fused.gate_up_proj, fused.down_proj, strict=True)):
-            gate, up = both.chunk(2)
+            if _is_transposed(fused):
+                both, down = both.T, down.T
+            gate, up = halves(both, self.interleaved)
+            biases = [None] * 3
+            if hasattr(fused, "gate_up_proj_bias"):
+                biases = [*halves(fused.gate_up_proj_bias[number], self.interleaved), fused.down_proj_bias[number]]
             expert = nn.Module()
-            for name, weight in (("gate_proj", gate), ("up_proj", up), ("down_proj", down)):
+            for name, weight, bias in zip(("gate_proj", "up_proj", "down_proj"), (gate, up, down), biases, strict=True):
                 with torch.device("meta"):
-                    linear = nn.Linear(weight.shape[1], weight.shape[0], bias=False)
+                    linear = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None)
                 linear.weight = nn.Parameter(weight.detach(), requires_grad=False)
+                if bias is not None:
+                    linear.bias = nn.Parameter(bias.detach(), requires_grad=False)
                 expert.add_module(name, linear)
             self.add_module(str(number), expert)
 
-    def forward(self, x: torch.Tensor, chosen: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
-        """x [tokens, hidden]; chosen int [tokens, k], the experts of each token, and their shares in its output."""
+    def forward(
+        self, x: torch.Tensor, chosen: torch.Tensor | None = None, shares: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """x [tokens, hidden]; chosen int [tokens, k], the experts of each token, and their shares in its output.
+
+        Without these (Llama 4) x is [experts * tokens, hidden].
+        """
+        if chosen is None or shares is None:
+            return self._of_all(x)
         chosen = chosen if self.imposed is None else self.imposed
         self.routing = chosen
         output = torch.zeros_like(x)
-        for name, expert in self.named_children():
-            if name.isdigit():
-                token, place = (chosen == int(name)).nonzero(as_tuple=True)
-                if len(token):
-                    own: Any = expert
-                    seen = x[token]
-                    inner = self.act_fn(own.gate_proj(seen)) * own.up_proj(seen)
-                    output.index_add_(0, token, (own.down_proj(inner) * shares[token, place, None]).to(output.dtype))
+        for number, expert in self._experts():
+            token, place = (chosen == number).nonzero(as_tuple=True)
+            if len(token):
+                found = self._run(expert, x[token]) * shares[token, place, None]
+                output.index_add_(0, token, found.to(output.dtype))
         return output
+
+    def _of_all(self, x: torch.Tensor) -> torch.Tensor:
+        experts = list(self._experts())
+        own = x.view(len(experts), -1, x.shape[-1])
+        self.routing = (own != 0).any(-1) if self.imposed is None else self.imposed
+        output = torch.zeros_like(own)
+        for number, expert in experts:
+            token = self.routing[number].nonzero()[:, 0]
+            if len(token):
+                output[number, token] = self._run(expert, own[number, token])
+        return output.view_as(x)
+
+    def _experts(self) -> Iterator[tuple[int, Any]]:
+        return ((int(name), expert) for name, expert in self.named_children() if name.isdigit())
+
+    def _run(self, expert: Any, x: torch.Tensor) -> torch.Tensor:
+        gate, up = expert.gate_proj(x), expert.up_proj(x)
+        if self.own_gate is None:
+            return expert.down_proj(self.act_fn(gate) * up)  # type: ignore[misc]
+        both = torch.stack((gate, up), -1).flatten(-2) if self.interleaved else torch.cat((gate, up), -1)
+        return expert.down_proj(self.own_gate(both))
+
+
+def _own_gate(fused: Any) -> Callable[[torch.Tensor], torch.Tensor] | None:
+    """What a fused module does with gate and up, if not act_fn(gate) * up. It does not hold the weights."""
+    gate = getattr(type(fused), "_apply_gate", None)
+    if gate is None or gate.__name__ == "_default_apply_gate":
+        return None
+    shell = copy.copy(fused)
+    shell._parameters = {}
+    return shell._apply_gate
+
+
+def _is_transposed(fused: Any) -> bool:
+    """Whether the 3-D tensors are [experts, in, out]: transformers tells, except of Llama 4's, which are."""
+    return getattr(fused, "is_transposed", _sees_all(fused))
+
+
+def _sees_all(fused: Any) -> bool:
+    """Whether experts are called with inputs alone, as Llama 4's."""
+    return len(inspect.signature(type(fused).forward).parameters) == 2
 
 
 def split_experts(block: nn.Module) -> list[tuple[nn.Module, str, nn.Module]]:
     """Replace a block's fused experts by SeparateExperts; returns the argument of `restore_experts`.
 
-    Experts of another kind (transposed, with biases, with another gate) stay as they are.
+    Experts of another kind (without a gate, with norms of their own) stay as they are.
     """
     found = [
         (parent, name, child)
@@ -93,18 +158,18 @@ def restore_experts(split: Sequence[tuple[nn.Module, str, nn.Module]]) -> None:
 
 def _is_known(module: Any) -> bool:
     tensors = dict(module.named_parameters(recurse=False))
-    if set(tensors) != {"gate_up_proj", "down_proj"} or not hasattr(module, "act_fn"):
+    matrices = {"gate_up_proj", "down_proj"}
+    biases = {f"{name}_bias" for name in matrices} if getattr(module, "has_bias", False) else set()
+    if set(tensors) != matrices | biases or getattr(module, "has_post_expert_norm", False):
+        return False
+    if not hasattr(module, "act_fn") and _own_gate(module) is None:
         return False
     both, down = tensors["gate_up_proj"], tensors["down_proj"]
-    gate = getattr(type(module), "_apply_gate", None)
-    return (
-        both.ndim == 3
-        and both.shape == (down.shape[0], 2 * down.shape[2], down.shape[1])
-        and (gate is None or gate.__name__ == "_default_apply_gate")
-        and not getattr(module, "is_transposed", False)
-        and getattr(module, "is_concatenated", True)
-        and not getattr(module, "has_post_expert_norm", False)
-    )
+    if both.ndim != 3 or down.ndim != 3:
+        return False
+    if _is_transposed(module):
+        both, down = both.mT, down.mT
+    return both.shape == (down.shape[0], 2 * down.shape[2], down.shape[1])
 
 
 def is_short(hessian: Hessian) -> bool:

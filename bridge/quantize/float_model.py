@@ -6,7 +6,9 @@ checkpoints can be calibrated as well.
 
 Names differ in two ways. Mixtral's checkpoints say block_sparse_moe.experts.3.w1 where `transformers` has mlp and
 gate_proj. And `transformers` holds experts in 3-D tensors, which are split here into one layer for each matrix; a
-checkpoint may have them as single matrices, or as those 3-D tensors.
+checkpoint may have them as single matrices, or as those 3-D tensors, [experts, out, in] or [experts, in, out].
+
+Of a model that also sees or hears, the language model is calibrated: the other parts are left out.
 """
 
 import re
@@ -18,13 +20,14 @@ import torch
 from torch import nn
 
 from bridge.checkpoint import Checkpoint
+from bridge.checkpoint.language_model import TEXT_PREFIXES
 from bridge.errors import BridgeError
 from bridge.quantize.block_inputs import head_of, is_layer, matrix_shape, set_matrix
-from bridge.quantize.experts import split_experts
+from bridge.quantize.experts import halves, split_experts
 from bridge.quantize.walk import decoder_blocks
 
 _MIXTRAL = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
-_MATRIX = re.compile(r"(.*\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")
+_OF_EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(gate|up|down)_proj\.(weight|bias)")
 
 
 class FloatModel:
@@ -32,7 +35,7 @@ class FloatModel:
 
     dtype   of the weights and of all arithmetic
 
-    Raises BridgeError if `transformers` does not know the model, and for models of more than text.
+    Raises BridgeError if `transformers` does not know the model.
     """
 
     def __init__(
@@ -80,11 +83,30 @@ class FloatModel:
             elif value.device.type == "meta":
                 self._set(head, own, value, f"{name}.{own}")
 
-    def drop_head(self) -> None:
-        """Free the output head's weights."""
-        head = self.model.get_output_embeddings()
-        for own, value in _tensors(head):
-            _put(head, own, torch.empty_like(value, device="meta"))
+    def untied_head(self) -> tuple[str, tuple[int, int]] | None:
+        """The output head's name in the checkpoint and (out, columns); None if it is tied to the embeddings."""
+        embeddings, name = self.embedding_and_head()
+        return None if name == embeddings else (name, matrix_shape(self.model.get_output_embeddings()))
+
+    def head_rows(self, rows: slice) -> torch.Tensor:
+        """Some rows of the output head's weights, float32; only these are read."""
+        name, head = head_of(self.model)
+        columns = matrix_shape(head)[1]
+        stored = self._found(f"{name}.weight")
+        module = stored.removesuffix(".weight")
+        if module in self.ckpt.modules:
+            tensor = self.ckpt.read_module(module, np.arange(rows.start, rows.stop))
+            if 0 <= tensor.shape[1] - columns < tensor.padding:
+                tensor = tensor.crop(tensor.shape[0], columns)
+            self._expect(f"{name}.weight", tensor.shape, (rows.stop - rows.start, columns))
+            values = tensor.dequantize()
+        else:
+            self._expect(f"{name}.weight", self.ckpt.tensors[stored].shape, matrix_shape(head))
+            values = self.ckpt.read_float(stored, (rows.start, rows.stop))
+        return torch.from_numpy(np.ascontiguousarray(values)).to(self.device, torch.float32)
+
+    def set_head_rows(self, rows: slice, values: torch.Tensor) -> None:
+        """The head is read again where it is needed again."""
 
     def drop(self, block: int | None) -> None:
         """Free the weights that `load` has loaded."""
@@ -127,21 +149,30 @@ class FloatModel:
             if tail.startswith("experts."):
                 tail = re.sub(r"\w+_proj", lambda found: _MIXTRAL.get(found[0], found[0]), tail)
             names.append(f"{head}.block_sparse_moe.{tail}")
-        matrix = _MATRIX.fullmatch(name)
-        if matrix:
-            names.append(f"{matrix[1]}.{'down_proj' if matrix[3] == 'down' else 'gate_up_proj'}")
+        part = _OF_EXPERT.fullmatch(name)
+        if part:
+            suffix = "" if part[4] == "weight" else "_bias"
+            names.append(f"{part[1]}.{'down_proj' if part[3] == 'down' else 'gate_up_proj'}{suffix}")
         names += [n.removeprefix(base) if n.startswith(base) else base + n for n in names]
+        for stored, own in TEXT_PREFIXES if "text_config" in self.ckpt.config else ():
+            names += [own + n.removeprefix(stored) for n in names if n.startswith(stored)]
+            names += [stored + n.removeprefix(own) for n in names if n.startswith(own)]
         return next(
             (n for n in names if n in self.ckpt.tensors or n.removesuffix(".weight") in self.ckpt.modules), None
         )
 
-    def _set(self, module: nn.Module, own: str, value: torch.Tensor, name: str) -> None:
+    def _found(self, name: str) -> str:
+        """The same; BridgeError where it is missing."""
         stored = self._stored(name)
         if stored is None:
             raise BridgeError(
                 f"{self.ckpt.path}: has no {name}, a part of transformers' {type(self.model).__name__}; "
                 "is the checkpoint complete?"
             )
+        return stored
+
+    def _set(self, module: nn.Module, own: str, value: torch.Tensor, name: str) -> None:
+        stored = self._found(name)
         quantized = stored.removesuffix(".weight")
         if own == "weight" and quantized in self.ckpt.modules and is_layer(module):
             _put(module, own, torch.empty(value.shape, dtype=self.dtype, device=self.device))
@@ -159,15 +190,22 @@ class FloatModel:
     def _floats(self, stored: str, name: str) -> np.ndarray:
         if stored.removesuffix(".weight") in self.ckpt.modules:  # embeddings may be quantized too
             return self.ckpt.read_module(stored.removesuffix(".weight")).dequantize()
-        matrix = _MATRIX.fullmatch(name)
-        if matrix is None or stored.endswith(".weight"):
+        part = _OF_EXPERT.fullmatch(name)
+        if part is None or stored.endswith((".weight", ".bias")):
             return self.ckpt.read_float(stored)
-        expert = int(matrix[2])
-        both = self.ckpt.read_float(stored, (expert, expert + 1))[0]
-        if matrix[3] == "down":
-            return both
-        gate, up = np.split(both, 2)
-        return gate if matrix[3] == "gate" else up
+        experts: Any = self.model.get_submodule(part[1])
+        values = self.ckpt.read_float(stored, (int(part[2]), int(part[2]) + 1))[0]
+        if part[4] == "weight" and self._turned(stored.rpartition(".")[0], experts):
+            values = values.T
+        if part[3] == "down":
+            return values
+        return halves(values, experts.interleaved)[part[3] == "up"]
+
+    def _turned(self, stored: str, experts: Any) -> bool:
+        """Whether the 3-D tensors of experts are [experts, in, out]; if one is square, the other tells."""
+        inner, hidden = matrix_shape(experts.get_submodule("0.gate_proj"))
+        both, down = (self.ckpt.tensors[f"{stored}.{own}"].shape[1:] for own in ("gate_up_proj", "down_proj"))
+        return both == (hidden, 2 * inner) and down == (inner, hidden)
 
     def _expect(self, name: str, found: tuple[int, ...], wanted: tuple[int, ...]) -> None:
         if found != wanted:
@@ -184,16 +222,19 @@ def _build(ckpt: Checkpoint, dtype: torch.dtype) -> nn.Module:
     except ImportError:
         raise BridgeError("calibration needs transformers; pip install transformers") from None
     kind = ckpt.config.get("model_type")
-    if "text_config" in ckpt.config or "vision_config" in ckpt.config:
-        raise BridgeError(
-            f"{ckpt.home}: {kind} is not a text-only model, which calibration needs; "
-            "use a checkpoint of its language model"
-        )
     fields = {key: value for key, value in ckpt.config.items() if key != "quantization_config"}
     try:
         config = transformers.AutoConfig.for_model(**fields)
+        text = config.get_text_config(decoder=True)
+        if text is not config and "tie_word_embeddings" in ckpt.config:
+            text.tie_word_embeddings = ckpt.config["tie_word_embeddings"]
+        alone = text is config or type(text) in transformers.MODEL_FOR_CAUSAL_LM_MAPPING
         with torch.device("meta"):
-            model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
+            if alone:
+                model = transformers.AutoModelForCausalLM.from_config(text, dtype=dtype)
+            else:
+                model = transformers.AutoModelForImageTextToText.from_config(config, dtype=dtype)
+                _drop_other_parts(model)
     except Exception as problem:  # unknown kinds, and whatever a damaged config.json causes
         why = str(problem).strip().splitlines()
         raise BridgeError(
@@ -201,6 +242,15 @@ def _build(ckpt: Checkpoint, dtype: torch.dtype) -> nn.Module:
             f"({why[0] if why else type(problem).__name__}); calibration supports only models that it includes"
         ) from None
     return model.eval().requires_grad_(False)
+
+
+def _drop_other_parts(model: Any) -> None:
+    """Leave only the language model and the head of a model of several parts."""
+    kept = {model.get_input_embeddings(), model.get_output_embeddings()}
+    for parent in (model, model.base_model):
+        for name, child in list(parent.named_children()):
+            if kept.isdisjoint(child.modules()):
+                setattr(parent, name, None)
 
 
 def _tensors(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
@@ -220,16 +270,15 @@ def _fill_buffers(model: Any, device: torch.device) -> None:
     """Fill buffers that no checkpoint stores (rotary frequencies) with the values that `transformers` computes."""
     for name, module in model.named_modules():
         own = [n for n in module._non_persistent_buffers_set if module._buffers[n] is not None]
+        found = []
+        for filler in (0, 1):  # what is computed does not depend on what was there
+            for n in own:
+                module._buffers[n] = torch.full_like(module._buffers[n], filler, device=device)
+            if own:
+                model._init_weights(module)
+            found.append({n: module._buffers[n] for n in own})
         for n in own:
-            empty = torch.empty_like(module._buffers[n], device=device)
-            module._buffers[n] = empty.fill_(
-                float("nan") if empty.is_floating_point() else torch.iinfo(empty.dtype).min
-            )
-        if own:
-            model._init_weights(module)
-        for n in own:
-            value = module._buffers[n]
-            if (value != value).any() or (not value.is_floating_point() and (value < 0).any()):
+            if not torch.equal(found[0][n], found[1][n]):
                 raise BridgeError(
                     f"{type(model).__name__}: this version of transformers does not compute the values of {name}.{n}; "
                     "pip install --upgrade transformers, or calibrate the model in memory"

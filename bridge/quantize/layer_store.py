@@ -1,16 +1,17 @@
 """Quantized layers on disk, one file each, so that a killed run can be resumed.
 
-A file holds a layer's GGUF blocks, or the codes, scales and zero points of its groups, and its errors. `job.json`
-says which run the layers belong to.
+A file holds a layer's GGUF blocks, or the codes, scales and zero points of its groups, and its errors; of the output
+head, which is quantized some rows at a time, a file holds these. `job.json` says which run the layers belong to. Each
+file has a digest of its tensors and of the run; one that does not match is removed, and its layer is made again.
 """
 
 import hashlib
 import json
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,12 +29,14 @@ from bridge.system.files import read_json, write_text
 from bridge.system.row_threads import tiles
 
 _JOB = "job.json"
-_OWN = re.compile(r"job\.json|[0-9a-f]{24}\.(safetensors|scales|\d+)")  # the folder's files, whole and unfinished
+_PART = ".unfinished"
+_OWN = re.compile(rf"job\.json|[0-9a-f]{{24}}(-\d{{9}})?\.(safetensors|scales|\d+\{_PART})")  # the folder's files
+_DIGEST = "digest"
 
 
 @dataclass(frozen=True)
 class StoredLayer:
-    """A quantized layer in its file.
+    """A quantized layer in its file, or in several, whose rows follow each other.
 
     name       the module's, in the checkpoint
     type       the GGUF type of its blocks; "groups" for a checkpoint's codes
@@ -42,7 +45,7 @@ class StoredLayer:
     tokens     in H
     """
 
-    file: Path
+    files: tuple[Path, ...]
     name: str
     type: str
     error: float
@@ -51,22 +54,22 @@ class StoredLayer:
 
     def blocks(self) -> np.ndarray:
         """uint8 [rows, row bytes] of `type`, columns in the GGUF's order."""
-        return self._read("blocks")
+        return np.concatenate(self._read("blocks"))
 
     def errors(self) -> np.ndarray:
         """float64 [2, rows]: sum (w - w')^2 and sum w^2 of each row."""
-        return self._read("errors")
+        return np.concatenate(self._read("errors"), 1)
 
     def importance(self) -> np.ndarray:
         """float32 [columns]: the mean square of each input."""
-        return self._read("importance")
+        return self._read("importance")[0]
 
     def tensor(self, bias: np.ndarray | None = None) -> GroupedTensor:
         """The codes as a checkpoint stores them; groups only."""
-        with safe_open(self.file, "np") as file:
+        with safe_open(self.files[0], "np") as file:
             meta = file.metadata()
             group = file.get_tensor("group_of_column") if "group_of_column" in file.keys() else None  # noqa: SIM118
-            codes, scales, zeros = (file.get_tensor(key) for key in ("codes", "scales", "zeros"))
+        codes, scales, zeros = (np.concatenate(self._read(key)) for key in ("codes", "scales", "zeros"))
         return GroupedTensor(
             self.name, int(meta["bits"]), codes, scales, zeros, int(meta["group_size"]), group, bias
         )  # fmt: skip
@@ -76,14 +79,17 @@ class StoredLayer:
         if self.type == "groups":
             return self.tensor().dequantize()
         values = gguf.quants.dequantize(self.blocks(), gguf.GGMLQuantizationType[self.type])
-        with safe_open(self.file, "np") as file:
+        with safe_open(self.files[0], "np") as file:
             if "layout" in file.keys():  # noqa: SIM118
                 return values[:, np.argsort(file.get_tensor("layout"))]
         return values
 
-    def _read(self, key: str) -> Any:
-        with safe_open(self.file, "np") as file:
-            return file.get_tensor(key)
+    def _read(self, key: str) -> list[Any]:
+        found = []
+        for path in self.files:
+            with safe_open(path, "np") as file:
+                found.append(file.get_tensor(key))
+        return found
 
 
 def file_of(folder: Path, name: str, suffix: str) -> Path:
@@ -93,15 +99,37 @@ def file_of(folder: Path, name: str, suffix: str) -> Path:
 
 def write_tensors(file: Path, name: str, tensors: Mapping[str, np.ndarray], metadata: dict[str, str]) -> None:
     """Write a safetensors file, whole or not at all. Raises BridgeError, with `name`, if the disk is full."""
-    part = file.with_suffix(f".{os.getpid()}")
+    part = file.with_suffix(f".{os.getpid()}{_PART}")
+    tensors = {key: np.ascontiguousarray(values) for key, values in tensors.items()}
     try:
-        save_file({k: np.ascontiguousarray(v) for k, v in tensors.items()}, part, metadata)
+        save_file(tensors, part, metadata | {_DIGEST: _digest(tensors, metadata)})
         os.replace(part, file)
     except (OSError, SafetensorError) as problem:
-        part.unlink(missing_ok=True)
         raise BridgeError(
             f"{file.parent}: cannot write {name} ({problem}); free disk space and run again: finished layers are kept"
         ) from None
+    finally:
+        part.unlink(missing_ok=True)
+
+
+def read_tensors(file: Path) -> tuple[dict[str, np.ndarray], dict[str, str]] | None:
+    """The tensors and metadata of a file by `write_tensors`; None if it has changed since, or is another."""
+    try:
+        with safe_open(file, "np") as stored:
+            metadata = dict(stored.metadata() or {})
+            tensors = {key: stored.get_tensor(key) for key in stored.keys()}  # noqa: SIM118
+    except (OSError, SafetensorError, TypeError, ValueError):  # a dtype that NumPy lacks is a TypeError
+        return None
+    return (tensors, metadata) if metadata.pop(_DIGEST, None) == _digest(tensors, metadata) else None
+
+
+def _digest(tensors: Mapping[str, np.ndarray], metadata: Mapping[str, str]) -> str:
+    """Of names, dtypes, shapes and data."""
+    found = hashlib.sha256(json.dumps(sorted(metadata.items())).encode())
+    for key, values in sorted(tensors.items()):
+        found.update(f"{key} {values.dtype.str} {values.shape}".encode())
+        found.update(values.reshape(-1).view(np.uint8).data)
+    return found.hexdigest()
 
 
 class LayerStore:
@@ -110,55 +138,103 @@ class LayerStore:
     job    everything that the layers depend on, as JSON
     force  start over if the folder belongs to another run
 
+    notes  what the user should know of the layers that were stored already
+
     Raises BridgeError if it belongs to another run, or holds anything else.
     """
 
     def __init__(self, folder: Path, job: Mapping[str, Any], force: bool = False) -> None:
         self.folder = folder
         self.layers: dict[str, StoredLayer] = {}
+        self.notes: list[str] = []
+        self._parts: dict[str, dict[tuple[int, int], StoredLayer]] = {}  # of layers that have several, by their rows
         job = json.loads(json.dumps(job))
+        self._job = hashlib.sha256(json.dumps(job, sort_keys=True).encode()).hexdigest()
         if folder.exists():
-            if not (folder / _JOB).is_file():
+            if not (folder / _JOB).is_file() and not _is_empty(folder):
                 raise BridgeError(f"{folder}: is not a folder of quantized layers; move it or choose another output")
-            found = read_json(folder / _JOB)
-            if found == job:
-                self._load()
-                return
-            if not found.keys() & job.keys():
-                raise BridgeError(f"{folder / _JOB}: is not a record of quantized layers; choose another output")
-            if not force:
-                restart = f"{parameter('force', True)} starts over"
-                raise BridgeError(f"{folder}: holds layers of a run with other options, inputs or version; {restart}")
-            if stray := next((file for file in sorted(folder.iterdir()) if not _OWN.fullmatch(file.name)), None):
-                raise BridgeError(f"{stray}: is not a quantized layer; move it, or choose another output")
-            self.remove()
+            if (folder / _JOB).is_file():
+                found = _read_job(folder / _JOB)
+                if found == job:
+                    self._load()
+                    return
+                if found is not None and not found.keys() & job.keys():
+                    raise BridgeError(f"{folder / _JOB}: is not a record of quantized layers; choose another output")
+                if not force:
+                    restart = f"{parameter('force', True)} starts over"
+                    raise BridgeError(
+                        f"{folder}: holds layers of a run with other options, inputs or version; {restart}"
+                    )
+                if stray := next((file for file in sorted(folder.iterdir()) if not _OWN.fullmatch(file.name)), None):
+                    raise BridgeError(f"{stray}: is not a quantized layer; move it, or choose another output")
+                self.remove()
         try:
-            folder.mkdir()
+            folder.mkdir(exist_ok=True)
         except OSError as problem:
             raise BridgeError(f"{folder}: cannot be created ({problem.strerror}); choose another output") from None
         write_text(folder / _JOB, json.dumps(job, indent=1) + "\n")
 
     def _load(self) -> None:
-        """Load the files that are whole; remove the others."""
-        for file in sorted(self.folder.glob(f"{'[0-9a-f]' * 24}.safetensors")):
-            try:
-                with safe_open(file, "np") as stored:
-                    layer = StoredLayer(file, **json.loads(stored.metadata()["layer"]))
-            except (SafetensorError, TypeError, KeyError, ValueError):
+        """Load the files of this run that are whole; remove the others."""
+        bad = 0
+        own = [file for file in sorted(self.folder.iterdir()) if _OWN.fullmatch(file.name)]
+        for file in (file for file in own if file.suffix == ".safetensors"):
+            found = read_tensors(file)
+            record = json.loads(found[1]["layer"]) if found and found[1].get("job") == self._job else None
+            if record is None or file != _file(self.folder, record["name"], record["rows"]):
                 file.unlink()
+                bad += 1
                 continue
+            rows = record.pop("rows")
+            self._add(rows, StoredLayer((file,), **record))
+        for file in (file for file in own if file.suffix == _PART):  # of a run that was killed
+            file.unlink()
+        if bad:
+            self.notes.append(
+                f"{self.folder}: files that were damaged or of another run: {bad}; their layers were quantized again"
+            )
+
+    def _add(self, rows: Sequence[int] | None, layer: StoredLayer) -> None:
+        if rows is None:
             self.layers[layer.name] = layer
+            return
+        first, end, count = rows
+        parts = self._parts.setdefault(layer.name, {})
+        parts[first, end] = layer
+        spans = sorted(parts)
+        if [0, *(end for _, end in spans)] == [*(first for first, _ in spans), count]:
+            self.layers[layer.name] = replace(
+                layer,
+                files=tuple(parts[span].files[0] for span in spans),
+                error=sum(parts[first, end].error * (end - first) for first, end in spans) / count,
+                damping=max(part.damping for part in parts.values()),
+            )
+
+    def missing(self, name: str, rows: int, step: int) -> list[slice]:
+        """The rows of a layer that are not stored, at most `step` at a time."""
+        if name in self.layers:
+            return []
+        spans = [(at, min(at + step, rows)) for at in range(0, rows, step)]
+        return [slice(*span) for span in spans if span not in self._parts.get(name, {})]
 
     def values(self, name: str) -> torch.Tensor | None:
         """A finished layer's weights float32 [rows, columns]; None for other layers."""
         layer = self.layers.get(name)
         return None if layer is None else torch.from_numpy(layer.values())
 
-    def save(self, done: Quantized, weight: np.ndarray, importance: np.ndarray, tokens: int) -> StoredLayer:
+    def save(
+        self,
+        done: Quantized,
+        weight: np.ndarray,
+        importance: np.ndarray,
+        tokens: int,
+        rows: tuple[int, int, int] | None = None,
+    ) -> None:
         """Save a layer.
 
         weight      float32 [rows, columns], before quantization
         importance  float32 [columns], the mean square of each input
+        rows        first, end and number of all, where these are not all rows of the layer
 
         Raises BridgeError if the disk is full.
         """
@@ -178,12 +254,11 @@ class LayerStore:
             tensors["blocks"] = done.blocks()
             if done.layout is not None:
                 tensors["layout"] = done.layout
-        file = file_of(self.folder, done.name, ".safetensors")
-        layer = StoredLayer(file, done.name, type_, done.error, done.damping, tokens)
-        record = {key: value for key, value in asdict(layer).items() if key != "file"}
-        write_tensors(file, done.name, tensors, {"layer": json.dumps(record), **extra})
-        self.layers[layer.name] = layer
-        return layer
+        file = _file(self.folder, done.name, rows)
+        layer = StoredLayer((file,), done.name, type_, done.error, done.damping, tokens)
+        record = {key: value for key, value in asdict(layer).items() if key != "files"} | {"rows": rows}
+        write_tensors(file, done.name, tensors, {"layer": json.dumps(record), "job": self._job, **extra})
+        self._add(rows, layer)
 
     def remove(self) -> None:
         """Remove the layers, once they are in the output, and the folder unless it holds anything else."""
@@ -192,3 +267,25 @@ class LayerStore:
                 if _OWN.fullmatch(file.name):
                     file.unlink()
             self.folder.rmdir()
+
+    def remove_if_empty(self) -> None:
+        """Remove the folder if no layer was finished."""
+        if not self.layers and not self._parts:
+            self.remove()
+
+
+def _file(folder: Path, name: str, rows: Sequence[int] | None) -> Path:
+    return file_of(folder, name, f"{'' if rows is None else f'-{rows[0]:09}'}.safetensors")
+
+
+def _is_empty(folder: Path) -> bool:
+    """Whether nothing is in a folder but what a run left that was stopped before it wrote its job."""
+    return folder.is_dir() and all(file.name.startswith(f".{_JOB}.") for file in folder.iterdir())
+
+
+def _read_job(file: Path) -> Any:
+    """None where it is damaged."""
+    try:
+        return read_json(file)
+    except BridgeError:
+        return None

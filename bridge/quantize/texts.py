@@ -144,9 +144,12 @@ def _lines(path: Path) -> Iterator[str]:
     """A file's lines with their line ends, without a byte order mark."""
     try:
         with open(path, encoding="utf-8-sig", newline="") as stream:
-            yield from stream
+            for line in stream:
+                if "\0" in line:
+                    raise BridgeError(f"{path}: holds zero bytes; give a text in UTF-8")
+                yield line
     except UnicodeDecodeError as problem:
-        raise BridgeError(f"{path}: is not UTF-8 text ({problem.reason} at byte {problem.start}); convert it") from None
+        raise BridgeError(f"{path}: is not UTF-8 text ({problem.reason}); convert it") from None
     except OSError as problem:
         raise BridgeError(f"{path}: cannot be read ({problem.strerror})") from None
 

@@ -10,7 +10,7 @@ by block from a checkpoint (`float_model`).
 """
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -42,12 +42,14 @@ class LayerInput:
     name: str
     weight: torch.Tensor  # float32 [out, columns], the float model's
     hessian: Hessian
-    last: bool = False  # no other layer has this Hessian
+    last: bool = False  # no other layer has this Hessian, and no later rows
+    rows: tuple[int, int, int] | None = None  # first, end and number of all: a part of the output head
 
 
 # a layer -> its quantized weights as floats [out, columns], and anything that the caller wants to have of it
 Quantizer = Callable[[LayerInput], tuple[torch.Tensor, Any]]
 Known = Callable[[str], torch.Tensor | None]
+Spans = Callable[[str, int, int], Iterable[slice]]
 # (block, its layers, its inputs, name in the block -> name in the checkpoint); may change floats in place
 Prepare = Callable[[nn.Module, Mapping[str, nn.Module], Sequence[BlockInputs], Callable[[str], str]], None]
 
@@ -71,11 +73,14 @@ class StreamedModel(Protocol):
     def drop(self, block: int | None) -> None:
         """Free what `load` has loaded."""
 
-    def load_head(self) -> None:
-        """Load the output head's weights."""
+    def untied_head(self) -> tuple[str, tuple[int, int]] | None:
+        """The output head's name and (out, columns); None if it is tied to the embeddings."""
 
-    def drop_head(self) -> None:
-        """Free them."""
+    def head_rows(self, rows: slice) -> torch.Tensor:
+        """Some rows of the output head's weights, float32 [rows, columns], a copy."""
+
+    def set_head_rows(self, rows: slice, values: torch.Tensor) -> None:
+        """Replace them."""
 
     def name(self, layer: str) -> str:
         """A layer's name in the checkpoint, given its name in the model."""
@@ -98,9 +103,18 @@ class InMemory:
         restore_experts(self._split)
         self._split = []
 
-    def load_head(self) -> None: ...
+    def untied_head(self) -> tuple[str, tuple[int, int]] | None:
+        name, head = head_of(self.model)
+        tied = head.weight is self.model.get_input_embeddings().weight  # type: ignore[operator]
+        return None if tied else (name, matrix_shape(head))
 
-    def drop_head(self) -> None: ...
+    def head_rows(self, rows: slice) -> torch.Tensor:
+        _, head = head_of(self.model)
+        return head.weight.data[rows].to(torch.float32, copy=True)  # type: ignore[index, union-attr]
+
+    def set_head_rows(self, rows: slice, values: torch.Tensor) -> None:
+        _, head = head_of(self.model)
+        head.weight.data[rows] = values.to(head.weight.data)  # type: ignore[index, union-attr, operator]
 
     def name(self, layer: str) -> str:
         return layer
@@ -120,6 +134,7 @@ def quantize_model(
     offload: str | Path | None = None,
     prepare: Prepare | None = None,
     head: bool = False,
+    head_spans: Spans = lambda name, rows, columns: [slice(0, rows)],
 ) -> Iterator[tuple[str, Any]]:
     """Quantize the layers of a `transformers` decoder's blocks in place; yields (name, the quantizer's other result).
 
@@ -133,11 +148,13 @@ def quantize_model(
     offload  a folder for the activations between blocks; None: they stay in memory
     prepare  called before a block's layers are quantized; may change its weights, but not what it computes
     head     quantize the output head too, unless it is tied to the embeddings
+    head_spans  (name, rows, columns) of the head -> the rows that are quantized at a time. It is the largest matrix: as
+             a whole it takes several times its size in memory. No spans: it is not quantized
     """
     if feed not in ("quantized", "float"):
         raise BridgeError(f"unknown {parameter('feed')} {feed!r}: choose quantized or float")
     source: StreamedModel = InMemory(model) if isinstance(model, nn.Module) else model
-    positions = getattr(source.model.config, "max_position_embeddings", None)
+    positions = getattr(_text_config(source.model), "max_position_embeddings", None)
     if positions and tokens.shape[1] > positions:
         raise BridgeError(
             f"calibration sequences have {tokens.shape[1]} tokens, but the model has {positions} positions; "
@@ -146,9 +163,11 @@ def quantize_model(
     source.model.eval()
     with Folder(offload) as folder:
         source.load(None)
+        source.load(0)
         try:
             batches = first_inputs(source.model, source.blocks, tokens.split(batch), folder)
         finally:
+            source.drop(0)
             source.drop(None)
         float_batches = [b.copy() for b in batches] if cross else None
         for i, block in enumerate(source.blocks):
@@ -171,7 +190,9 @@ def quantize_model(
             finally:
                 source.drop(i)
         if head:
-            yield from _quantize_head(source, tokens.split(batch), batches, float_batches, quantizer, wanted, known)
+            yield from _quantize_head(
+                source, tokens.split(batch), batches, float_batches, quantizer, wanted, known, head_spans
+            )
 
 
 @torch.no_grad()
@@ -248,24 +269,30 @@ def _quantize_head(
     quantizer: Quantizer,
     wanted: Callable[[str], bool],
     known: Known,
+    spans: Spans,
 ) -> Iterator[tuple[str, Any]]:
     """outputs: those of the last block for each batch of tokens."""
-    name, module = head_of(source.model)
-    name = source.name(name)
-    if not wanted(name) or known(name) is not None:
+    head = source.untied_head()
+    if head is None or not wanted(head[0]):
+        return
+    name, (count, columns) = head
+    todo = list(spans(name, count, columns))
+    if not todo or known(name) is not None:
         return
     source.load(None)
-    source.load_head()
     try:
-        if module.weight is not source.model.get_input_embeddings().weight:  # type: ignore[operator]
-            floats = (b.value() for b in float_outputs) if float_outputs else None
-            hessian = head_hessian(source.model, source.blocks, tokens, (b.value() for b in outputs), floats)
-            values, kept = quantizer(LayerInput(name, matrix(module), hessian))
-            set_matrix(module, values)
-            yield name, kept
+        floats = (b.value() for b in float_outputs) if float_outputs else None
+        own = (b.value() for b in outputs)
+        hessian = head_hessian(source.model, source.blocks, tokens, outputs[0].items, own, floats)
     finally:
         source.drop(None)
-        source.drop_head()
+    for rows in todo:
+        part = None if rows == slice(0, count) else (rows.start, rows.stop, count)
+        values, kept = quantizer(LayerInput(name, source.head_rows(rows), hessian, rows is todo[-1], part))
+        source.set_head_rows(rows, values)
+        del values
+        yield name, kept
+        del kept
 
 
 def _gather(
@@ -313,10 +340,17 @@ def _float_twin(block: nn.Module) -> nn.Module:
 
 def decoder_blocks(model: nn.Module) -> tuple[str, nn.ModuleList]:
     """The name and the list of a `transformers` model's decoder blocks. Raises BridgeError if there is none."""
+    count = getattr(_text_config(model), "num_hidden_layers", None)
+    lists = {n: m for n, m in model.named_modules() if isinstance(m, nn.ModuleList) and len(m) == count}
+    if not lists:
+        raise BridgeError(f"{type(model).__name__}: no list of {count} decoder layers found; use bridge.quantize.gptq")
+    embeddings: Any = model.get_input_embeddings()  # type: ignore[operator]
+    inside = next(n for n, m in model.named_modules() if m is embeddings).rpartition(".")[0]
+    # a model that sees may have as many layers for images
+    return next(((n, m) for n, m in lists.items() if n.startswith(f"{inside}.")), next(iter(lists.items())))
+
+
+def _text_config(model: nn.Module) -> Any:
+    """The config of a model, or of the language model in one of several parts."""
     config: Any = getattr(model, "config", None)
-    text = config.get_text_config() if hasattr(config, "get_text_config") else config
-    count = getattr(text, "num_hidden_layers", None)
-    for name, module in model.named_modules():
-        if isinstance(module, nn.ModuleList) and len(module) == count:
-            return name, module
-    raise BridgeError(f"{type(model).__name__}: no list of {count} decoder layers found; use bridge.quantize.gptq")
+    return config.get_text_config() if hasattr(config, "get_text_config") else config

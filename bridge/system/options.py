@@ -65,10 +65,11 @@ def count(text: str) -> int:
 
 def size(text: str) -> int:
     """4000000000 of "4G"."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)([KMGT]?)B?", text.upper())
-    if not match or not float(match[1]):
+    match = re.fullmatch(r"([0-9]{1,18}(?:\.[0-9]+)?)([KMGT]?)B?", text.upper())
+    found = float(match[1]) * 1000 ** ("KMGT".index(match[2]) + 1 if match[2] else 0) if match else 0
+    if found < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a size such as 4G or 500M")
-    return int(float(match[1]) * 1000 ** ("KMGT".index(match[2]) + 1 if match[2] else 0))
+    return int(found)
 
 
 def pair(text: str) -> tuple[str, str]:

@@ -132,6 +132,32 @@ def test_a_text_of_fewer_tokens_than_a_layer_has_columns_is_noted(model, text, t
     assert not notes[4]
 
 
+def test_the_head_is_quantized_some_rows_at_a_time_and_resumed_at_its_rows(
+    model, text, tmp_path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("bridge.conversion.calibrate_plan._WEIGHTS_AT_ONCE", 256 * 600)
+    spans: list[str] = []
+
+    def note(done: int, total: int, name: str) -> None:
+        spans.extend([name.partition(" error")[0]] if name.startswith("lm_head") else [])
+
+    def stop(done: int, total: int, name: str) -> None:
+        if name.startswith("lm_head rows 600 to 1200 of 2048"):
+            raise KeyboardInterrupt
+
+    types = {"type": "Q4_K", "output_type": "Q4_K"}
+    whole, halted = tmp_path / "whole.gguf", tmp_path / "halted.gguf"
+    report = convert(model, whole, **types, calibrate=settings(text, progress=note))
+    assert spans == [f"lm_head rows {at} to {min(at + 600, 2048)} of 2048" for at in range(0, 2048, 600)]
+    assert {t.outcome for t in report.tensors if t.kind == "output"} == {CALIBRATED}
+    with pytest.raises(BridgeError, match="interrupted; 14 of 15 layers are stored"):
+        convert(model, halted, **types, calibrate=settings(text, progress=stop))
+    spans.clear()
+    convert(model, halted, **types, calibrate=settings(text, progress=note))
+    assert spans == ["lm_head rows 1200 to 1800 of 2048", "lm_head rows 1800 to 2048 of 2048"]
+    assert whole.read_bytes() == halted.read_bytes()
+
+
 def test_the_experts_of_3d_tensors_are_quantized_as_those_that_stand_by_themselves(text, tmp_path) -> None:
     fields: dict[str, Any] = {"vocab_size": 2048, "num_hidden_layers": 1, "head_dim": 32, "norm_topk_prob": True}
     fields |= {"num_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 256}
@@ -158,7 +184,9 @@ def test_a_damaged_kept_layer_is_made_again(model, text, tmp_path) -> None:
         convert(model, out, type="Q4_K", calibrate=settings(text, progress=stop))
     file = next((tmp_path / "out.gguf.layers").glob("*.safetensors"))
     file.write_bytes(file.read_bytes()[:100])
-    assert {t.outcome for t in convert(model, out, type="Q4_K", calibrate=settings(text)).tensors} >= {CALIBRATED}
+    report = convert(model, out, type="Q4_K", calibrate=settings(text))
+    assert {t.outcome for t in report.tensors} >= {CALIBRATED}
+    assert any("files that were damaged or of another run: 1;" in note for note in report.notes)
 
 
 def test_codes_that_fit_are_carried_beside_layers_that_are_calibrated(text, tmp_path) -> None:
@@ -227,6 +255,26 @@ def test_the_command_line_quantizes_to_gguf_and_says_what_it_did(model, text, tm
             "--damping -1.0: must be at least 0",
         ),
         (["convert", "MODEL", "o.gguf", "--damping", "1"], "--damping is for calibration"),
+        *(
+            (
+                ["quantize", "MODEL", "o.gguf", "--calibrate", "TEXT", "--size", size],
+                f"'{size}' is not a size such as 4G",
+            )
+            for size in ("0", "0.4", "-1", "9" * 400, "1e9", "nan", "4X", "\N{ARABIC-INDIC DIGIT FOUR}G", "")
+        ),
+        (
+            ["quantize", "MODEL", "o.gguf", "--calibrate", "TEXT", "--size", "1"],
+            "--size 1: too small; the smallest file",
+        ),
+        (["quantize", "MODEL", "o.gguf", "--calibrate", "TEXT", "--size", "999T"], "too large; the largest file"),
+        *(
+            (
+                ["quantize", "MODEL", "o.gguf", "--calibrate", "TEXT", "--bpw", bpw],
+                "must be bits per weight, such as 4.3",
+            )
+            for bpw in ("0", "-4", "nan", "inf", "33")
+        ),
+        (["quantize", "MODEL", "o.gguf", "--calibrate", "TEXT", "--bpw", "0.1"], "too small; the smallest file"),
         (["convert", "GPTQ", "o.gguf", "--calibrate", "TEXT"], "every layer keeps its codes"),
     ],
 )

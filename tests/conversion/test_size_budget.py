@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import re
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -98,6 +100,48 @@ def test_the_plan_is_written_with_its_curve_and_makes_the_same_file(made: Path, 
     assert len(others) > 8
     convert(plan=made / "plan.json", out=tmp_path / "again.gguf", calibrate=settings(tokens, samples=128))
     assert (tmp_path / "again.gguf").read_bytes() == (made / "out.gguf").read_bytes()
+
+
+def test_trial_models_are_stored_next_to_the_output_and_removed(
+    model, tokens, tmp_path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "system").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "system"))
+    seen: set[str] = set()
+
+    def look(*_: object) -> None:
+        seen.update(str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*.npy"))
+
+    budget = Budget(bpw=4.5, swaps=1, progress=look)
+    convert(model, tmp_path / "out.gguf", calibrate=settings(tokens), budget=budget)
+    assert seen
+    assert all(name.startswith(".out.gguf.") for name in seen)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out.gguf", "system"]
+    (tmp_path / "offload").mkdir()
+    seen.clear()
+    calibrate = settings(tokens, offload=tmp_path / "offload")
+    convert(model, tmp_path / "again.gguf", calibrate=calibrate, budget=budget)
+    assert seen
+    assert all(name.startswith("offload/") for name in seen)
+    assert not list((tmp_path / "offload").iterdir())
+
+
+def test_a_full_disk_while_types_are_searched_is_one_line_and_leaves_nothing(
+    model, tokens, tmp_path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(file: Path, _values: Any) -> None:
+        Path(file).write_bytes(b"half")
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(np, "save", full)
+    with pytest.raises(BridgeError, match=r"trial models failed .*No space left.*GB free there.*make room") as caught:
+        convert(model, tmp_path / "out.gguf", calibrate=settings(tokens), budget=Budget(bpw=4.5, swaps=1))
+    assert "\n" not in str(caught.value)
+    assert not list(tmp_path.iterdir())
+    with pytest.raises(BridgeError, match=r"none.out.gguf: writing rounded layers of trial models failed"):
+        convert(
+            model, tmp_path / "out.gguf", calibrate=settings(tokens, offload=tmp_path / "none"), budget=Budget(bpw=4.5)
+        )
 
 
 def test_experts_and_embeddings_that_are_the_head_too_fit_a_budget(tokens: Path, tmp_path: Path) -> None:

@@ -12,9 +12,11 @@ import pytest
 from safetensors.numpy import save_file
 
 import bridge
+from bridge.conversion.report import CALIBRATED
 from bridge.conversion.verify import verify
 from bridge.errors import BridgeError
 from bridge.models import describe_model
+from bridge.quantize.settings import Calibration
 from scripts.peers.llama_cpp import LlamaCpp
 from tests.models.test_logits import LENGTH, divergence, reference_logits
 from tests.support.encode import load_floats
@@ -70,6 +72,22 @@ def test_mxfp4_experts_are_carried_and_give_the_logits_of_transformers_in_llama_
     bridge.convert(tmp_path / "model", tmp_path / "f.gguf", tensor_types=[(".*", "F32")])
     with LlamaCpp(tmp_path / "f.gguf", n_ctx=256) as loaded:
         assert divergence(reference, loaded.logits(tokens)) < 1e-6
+
+
+def test_mxfp4_experts_that_cannot_be_carried_are_calibrated(tmp_path: Path) -> None:
+    stacks = write_mxfp4(randomized(new_model("gpt-oss")), tmp_path / "model")
+    np.save(tmp_path / "tokens.npy", np.random.default_rng(1).integers(0, 2048, (8, 64)))
+    calibrate = Calibration(tmp_path / "tokens.npy", samples=8, length=64, sweeps=0)
+    types = [("_exps.weight", "Q5_1")]
+    report = bridge.convert(tmp_path / "model", tmp_path / "m.gguf", tensor_types=types, calibrate=calibrate)
+    outcomes = [t.outcome for t in report.tensors if "_exps.weight" in t.name]
+    assert outcomes == [CALIBRATED] * 9
+    assert not any("not seen" in note for note in report.notes)
+    tensors = {t.name: t for t in gguf.GGUFReader(tmp_path / "m.gguf").tensors}
+    up = tensors["blk.1.ffn_up_exps.weight"]
+    expected = stacks["model.layers.1.mlp.experts.gate_up_proj"][:, 1::2]
+    error = np.square(gguf.quants.dequantize(up.data, up.tensor_type) - expected).sum() / np.square(expected).sum()
+    assert error < 5e-3
 
 
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64}

@@ -100,6 +100,6 @@ def test_what_cannot_be_run_is_refused_in_one_line(tmp_path: Path) -> None:
         assert "\n" not in str(caught.value)
 
     refused("cannot build a text model of nonesuch", model_type="nonesuch")
-    refused("is not a text-only model", text_config={"hidden_size": 64})
+    refused("cannot build a text model of llama", text_config={"hidden_size": 64})
     refused(r"gate_proj.weight is \[96, 64\], but \[128, 64\] by config.json", intermediate_size=128)
     refused("has no model.layers.1.self_attn.q_proj.bias, a part of", attention_bias=True)

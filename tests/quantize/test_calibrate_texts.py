@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -189,6 +190,15 @@ def test_what_gives_no_sequence_is_refused_in_one_line_that_says_how_to_mend_it(
     refused(tmp_path / "a.txt", r"holds token \d+, but the model's vocabulary has 30 tokens", vocabulary=30)
     (tmp_path / "latin.txt").write_bytes(b"caf\xe9 " * 99)
     refused(tmp_path / "latin.txt", "is not UTF-8 text")
+    (tmp_path / "wide.txt").write_bytes(TEXT.encode("utf-16"))
+    refused(tmp_path / "wide.txt", "is not UTF-8 text")
+    for zeros in (bytes(1 << 16), TEXT.encode("utf-16-le"), b"GGUF\3\0\0\0" * 999):
+        (tmp_path / "zeros.txt").write_bytes(zeros)
+        refused(tmp_path / "zeros.txt", "holds zero bytes")
+    (tmp_path / "noise.txt").write_bytes(np.random.default_rng(0).bytes(1 << 16))
+    refused(tmp_path / "noise.txt", "is not UTF-8 text|holds zero bytes")
+    os.mkfifo(tmp_path / "pipe.txt")
+    refused(tmp_path / "pipe.txt", "is not a regular file")
     refused(write(tmp_path / "a.jsonl", '{"prompt": "a", "answer": "b"}\n'), "line 1 has no text, but 'prompt', 'ans")
     refused(write(tmp_path / "a.jsonl", '{"text": "a"}\n[1]\n'), "line 2 has no text, but a list")
     refused(write(tmp_path / "a.jsonl", "plain\n"), "line 1 is not JSON")

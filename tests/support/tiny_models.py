@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -30,14 +31,26 @@ SHAPE: dict[str, Any] = {
 }
 
 
-def save_model(folder: Path, config_class: str, *, original_format: bool = True, seed: int = 7, **fields: Any) -> Path:
+def save_model(
+    folder: Path,
+    config_class: str,
+    *,
+    original_format: bool = True,
+    seed: int = 7,
+    without: Collection[str] = (),
+    auto: str = "AutoModelForCausalLM",
+    **fields: Any,
+) -> Path:
     """A folder with config.json, weights and tokenizer of a random model.
 
     original_format  tensors as published checkpoints name them; else as transformers holds them in memory
+    without          fields of SHAPE that the config has other names for
+    auto             the class of transformers that makes the model
     """
     torch.manual_seed(seed)
-    config = getattr(transformers, config_class)(**(SHAPE | fields))
-    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    shape = {key: value for key, value in SHAPE.items() if key not in without}
+    config = getattr(transformers, config_class)(**(shape | fields))
+    model = getattr(transformers, auto).from_config(config, dtype=torch.float32)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.ndim == 1:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import gguf
 
 from bridge.checkpoint import Checkpoint
-from bridge.models.wrapper import TEXT_PREFIXES
+from bridge.checkpoint.language_model import TEXT_PREFIXES
 
 _EXPERT = re.compile(r"(\.experts)\.(\d+)(?=\.)")
 _LAYER = re.compile(r"\.(\d+)\.")

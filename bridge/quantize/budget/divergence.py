@@ -22,6 +22,8 @@ from bridge.blocks import BLOCKS
 from bridge.quantize.block_inputs import matrix, set_matrix
 from bridge.quantize.budget.forward_passes import Passes
 from bridge.quantize.budget.sensitivity import block_values, nearest, nearest_blocks
+from bridge.system.files import disk_errors
+from bridge.system.row_threads import tiles
 
 _POSITIONS = 256  # whose probabilities are in float64 at a time
 
@@ -97,9 +99,13 @@ class Divergence:
             return nearest(weight, rounded.type)
         file = self.folder / f"{hashlib.sha256(name.encode()).hexdigest()[:24]}-{rounded.type}.npy"
         if not file.exists():
-            np.save(file, nearest_blocks(weight, rounded.type, self.importance(name)))
-        values = torch.from_numpy(block_values(np.load(file), rounded.type))
-        return weight.lerp(values.to(weight), math.sqrt(rounded.error_ratio))
+            with disk_errors(file, "rounded layers of trial models", "folder"):
+                np.save(file, nearest_blocks(weight, rounded.type, self.importance(name)))
+        blocks = np.load(file, mmap_mode="r")
+        for r in tiles(len(weight)):
+            values = torch.from_numpy(block_values(np.ascontiguousarray(blocks[r]), rounded.type))
+            weight[r].lerp_(values.to(weight), math.sqrt(rounded.error_ratio))
+        return weight
 
     def _divergence(self, outputs: list[torch.Tensor], rounded: Rounded | None) -> float:
         """The divergence of the last block's outputs, through a rounded head or the float one."""

@@ -11,7 +11,15 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from bridge.quantize.block_inputs import BlockInputs, Folder, after_blocks, first_inputs, head_hessian, is_layer
+from bridge.quantize.block_inputs import (
+    BlockInputs,
+    Folder,
+    after_blocks,
+    first_inputs,
+    first_of,
+    head_hessian,
+    is_layer,
+)
 from bridge.quantize.float_model import FloatModel
 from bridge.quantize.hessian import Hessian
 
@@ -34,7 +42,7 @@ class Passes:
     def __post_init__(self) -> None:
         self.load_embedding_and_head()
         self.batches = self.tokens.split(self.batch)
-        self.calls: list[BlockInputs] = first_inputs(self.model.model, self.model.blocks, self.batches, Folder(None))
+        self.calls = self._first_inputs()
         self.inputs = [[f.x for f in self.calls]]
         self.inputs += self.outputs(0, self.inputs[0])
 
@@ -45,7 +53,14 @@ class Passes:
 
     def embedded(self) -> list[torch.Tensor]:
         """The first block's inputs, from the present embeddings."""
-        return [f.x for f in first_inputs(self.model.model, self.model.blocks, self.batches, Folder(None))]
+        return [f.x for f in self._first_inputs()]
+
+    def _first_inputs(self) -> list[BlockInputs]:
+        self.model.load(0)
+        try:
+            return first_inputs(self.model.model, self.model.blocks, self.batches, Folder(None))
+        finally:
+            self.model.drop(0)
 
     @torch.no_grad()
     def outputs(
@@ -74,7 +89,8 @@ class Passes:
 
     def logits(self, batch: int, x: torch.Tensor) -> torch.Tensor:
         """[sequences, length, vocabulary] for the last block's outputs of a batch; gradients pass."""
-        return after_blocks(self.model.model, self.model.blocks, self.batches[batch], x).logits.float()
+        items = self.calls[batch].items
+        return after_blocks(self.model.model, self.model.blocks, self.batches[batch], x, items).logits.float()
 
     @contextmanager
     def changed(self, module: nn.Module, values: torch.Tensor) -> Iterator[None]:
@@ -89,8 +105,7 @@ class Passes:
     def _call(self, number: int, block: nn.Module, call: BlockInputs, x: torch.Tensor) -> torch.Tensor:
         call.select_block(number)
         call.x = x
-        output = call.run(block)
-        return output[0] if isinstance(output, tuple) else output
+        return first_of(call.run(block))
 
     def mean_square_gradients(self, seed: int = 0) -> Iterator[tuple[str, torch.Tensor]]:
         """How much each output of each layer says about the prediction: mean squared gradients, by layer, last first.
@@ -134,7 +149,7 @@ class Passes:
     @torch.no_grad()
     def head_hessian(self) -> Hessian:
         """The Hessian of the output head's inputs."""
-        return head_hessian(self.model.model, self.model.blocks, self.batches, self.inputs[-1])
+        return head_hessian(self.model.model, self.model.blocks, self.batches, self.calls[0].items, self.inputs[-1])
 
     def _last_gradient(self, batch: int, generator: torch.Generator) -> torch.Tensor:
         """The gradient at the last block's outputs."""

@@ -31,7 +31,7 @@ from bridge.checkpoint.files.dtypes import torch_dtype
 from bridge.encode.block_bytes import row_bytes
 from bridge.encode.round_rows import quantize_rows
 from bridge.quantize.hessian import Hessian
-from bridge.system.row_threads import over_rows
+from bridge.system.row_threads import over_rows, tiles
 
 # float [rows, columns] and a type -> what they become in it
 Rounding = Callable[[torch.Tensor, str], torch.Tensor]
@@ -95,7 +95,8 @@ def layer_costs(
     samples     number of rows drawn; one may be drawn several times
     """
     h = hessian.matrix
-    squares = (weight.double().square() @ h.diagonal().double()) * gradients.to(h.device)
+    diagonal = h.diagonal().double()
+    squares = torch.cat([weight[r].double().square() @ diagonal for r in tiles(len(weight))]) * gradients.to(h.device)
     total = float(squares.sum())
     if not total > 0:  # this layer does not affect the prediction on this text
         return dict.fromkeys(methods, Cost(0.0))

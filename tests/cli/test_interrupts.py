@@ -1,0 +1,123 @@
+"""Ctrl-C in `quantize`, at each stage: one line, no half-written file, and the same command goes on from there."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from bridge.cli import main
+from tests.support.tiny_models import save_model
+
+CALIBRATE = ["--samples", "4", "--sequence-length", "32", "--sweeps", "0"]
+GGUF = ["--type", "Q4_K"]
+GPTQ = ["--format", "gptq_v2"]
+AWQ = ["--format", "awq", "--method", "awq"]
+SIZE = ["--bpw", "4.5", "--swaps", "1"]
+# what is being done, its call that is interrupted, and whether layers are stored by then
+STAGES: list[tuple[list[str], str, int, bool]] = [
+    (GGUF, "bridge.quantize.texts:_tokenize", 1, False),
+    (GGUF, "bridge.quantize.layer_store:write_text", 1, False),
+    (GGUF, "bridge.quantize.walk:first_inputs", 1, False),
+    (GGUF, "bridge.quantize.method:solve", 1, False),
+    (GGUF, "bridge.quantize.method:solve", 3, True),
+    (GGUF, "bridge.quantize.layer_store:save_file", 2, True),
+    (GGUF, "bridge.quantize.walk:head_hessian", 1, True),
+    (GGUF, "bridge.conversion.executor:Executor.make", 5, True),
+    (GGUF, "bridge.conversion.gguf_writer:GGUFOutput.finish", 1, True),
+    (GPTQ, "bridge.quantize.checkpoint_writer:CheckpointWriter.add", 2, True),
+    (GPTQ, "bridge.quantize.checkpoint_writer:CheckpointWriter.finish", 1, True),
+    (AWQ, "bridge.quantize.awq:smoothing", 2, False),
+    (SIZE, "bridge.quantize.budget.forward_passes:Passes.mean_square_gradients", 1, False),
+    (SIZE, "bridge.quantize.budget.divergence:nearest_blocks", 3, False),
+]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_model(tmp_path_factory.mktemp("model"), "LlamaConfig", num_hidden_layers=1, vocab_size=2048)
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("text") / "text.npy"
+    np.save(path, np.random.default_rng(0).integers(0, 300, (4, 32)))
+    return path
+
+
+def contents(path: Path) -> dict[str, bytes]:
+    files = [path] if path.is_file() else sorted(path.rglob("*"))
+    return {file.name: file.read_bytes() for file in files if file.is_file()}
+
+
+@pytest.fixture(scope="module")
+def whole(model: Path, text: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[list[str]], dict[str, bytes]]:
+    """What a run that is not interrupted writes."""
+    made: dict[str, dict[str, bytes]] = {}
+
+    def of(options: list[str]) -> dict[str, bytes]:
+        if str(options) not in made:
+            out = tmp_path_factory.mktemp("whole") / "out"
+            assert main(["quantize", str(model), str(out), "--calibrate", str(text), *CALIBRATE, *options]) == 0
+            made[str(options)] = contents(out)
+        return made[str(options)]
+
+    return of
+
+
+@pytest.mark.parametrize(
+    ("options", "place", "call", "stored"), STAGES, ids=[f"{p.rpartition(':')[2]}-{c}" for _, p, c, _ in STAGES]
+)
+def test_ctrl_c_leaves_finished_layers_and_nothing_else(
+    options: list[str],
+    place: str,
+    call: int,
+    stored: bool,
+    model: Path,
+    text: Path,
+    whole: Any,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    expected = whole(options)
+    module, _, name = place.partition(":")
+    owner: Any = importlib.import_module(module)
+    *parents, name = name.split(".")
+    for parent in parents:
+        owner = getattr(owner, parent)
+    own, calls = getattr(owner, name), 0
+
+    def interrupted(*args: Any, **kwargs: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == call and name == "save_file":
+            args[1].write_bytes(b"half")
+        if calls == call:
+            raise KeyboardInterrupt
+        return own(*args, **kwargs)
+
+    out, layers = tmp_path / "out", tmp_path / "out.layers"
+    if name == "_tokenize":  # of a text, which is not a list of tokens
+        text = tmp_path.parent / f"{tmp_path.name}.txt"
+        text.write_text("The quick brown fox jumps over the lazy dog. " * 100)
+    command = ["quantize", str(model), str(out), "--calibrate", str(text), *CALIBRATE, *options]
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, name, interrupted)
+        assert main(command) == 2
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert said.startswith("error: interrupted; ")
+    assert "are stored in" in said or "nothing half-written" in said
+    left = {path.name for path in tmp_path.rglob("*")}
+    assert not any("unfinished" in name or name.startswith(".") for name in left)
+    assert left <= {"out.layers", "job.json"} | {n for n in left if n.endswith((".safetensors", ".scales"))}
+    assert any(name.endswith(".safetensors") for name in left) == stored
+    assert layers.exists() >= stored
+    assert main(command) == 0
+    assert not layers.exists()
+    if name != "_tokenize":
+        assert contents(out) == expected
