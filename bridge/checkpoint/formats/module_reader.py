@@ -9,6 +9,7 @@ from typing import ClassVar
 
 import numpy as np
 
+from bridge.checkpoint.files.dtypes import as_float32
 from bridge.checkpoint.files.store import Store, TensorInfo
 from bridge.checkpoint.grouped import CodedTensor
 from bridge.checkpoint.labels.quant_config import QuantConfig
@@ -191,8 +192,12 @@ def module_info(
 
 
 def finite_scales(store: Store, name: str, rows: tuple[int, int] | None = None) -> np.ndarray:
-    """A stored tensor, or its rows start..stop, as float32. Raises BridgeError if a value is NaN or infinite."""
-    scales = store.read_float(name, rows)
+    """A stored tensor, or its rows start..stop, as float32. Raises BridgeError if a value is NaN or infinite.
+
+    Bytes are exponents, F8_E8M0, as microscaling formats have them.
+    """
+    exponents = store.tensors[name].dtype == "U8"
+    scales = as_float32(store.read(name, rows), "F8_E8M0") if exponents else store.read_float(name, rows)
     if not np.isfinite(scales).all():
         bad = np.count_nonzero(~np.isfinite(scales))
         raise BridgeError(
