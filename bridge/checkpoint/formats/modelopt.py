@@ -112,6 +112,10 @@ class ModelOptReader(Fp8Reader):
                 "codes cannot be; they are read as floats"
             )
 
+    def claimed_bits(self, module: str) -> int | None:
+        algorithm = str(self.quant.raw.get("quant_algo")).upper()
+        return self.quant.bits if algorithm in _INTEGERS else None
+
     def owned(self) -> set[str]:
         return super().owned() | self._multiplied
 

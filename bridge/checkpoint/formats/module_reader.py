@@ -3,6 +3,7 @@
 A module holds codes (ModuleInfo, read as CodedTensor) or is a FloatWeight (8-bit floats with scales: read as float32).
 """
 
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
@@ -135,6 +136,19 @@ class Reader:
     def claimed(self, module: str) -> bool:
         """Whether the config names this module as quantized; rules for all linear layers do not count."""
         return self.quant.names(module)
+
+    def claimed_bits(self, module: str) -> int | None:
+        """The bits that the config gives a module; None where it gives none, or `read` notes the difference."""
+        return None
+
+    def disagreements(self) -> list[str]:
+        """Notes for `inspect` on where the config's bits are not those of the codes."""
+        pairs = ((self.claimed_bits(name), info.bits) for name, info in self.modules.items())
+        wrong = Counter((said, bits) for said, bits in pairs if said not in (None, bits))
+        return [
+            f"{count} {'module has' if count == 1 else 'modules have'} codes of {bits} bits, but the label says {said}"
+            for (said, bits), count in wrong.items()
+        ]
 
     def is_plain(self, tensors: dict[str, TensorInfo]) -> bool:
         """Whether these are the parts of a layer that is not quantized."""
