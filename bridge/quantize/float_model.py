@@ -193,7 +193,7 @@ def _build(ckpt: Checkpoint, dtype: torch.dtype) -> nn.Module:
     try:
         config = transformers.AutoConfig.for_model(**fields)
         with torch.device("meta"):
-            model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
+            model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
     except Exception as problem:  # unknown kinds, and whatever a damaged config.json causes
         why = str(problem).strip().splitlines()
         raise BridgeError(
