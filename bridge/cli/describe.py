@@ -81,10 +81,10 @@ def _data_says(ckpt: Checkpoint, scattered: int) -> str:
 
 
 def _claims(ckpt: Checkpoint, plan: Plan, scattered: int) -> list[str]:
-    """Where the label is wrong about act-order, or about what is quantized; the readers' notes have everything else."""
+    """Where the label is wrong about bits, act-order, or what is quantized; readers note the rest."""
     if not ckpt.quant.labelled or ckpt.reader is None:
         return []
-    wrong = []
+    wrong = ckpt.reader.disagreements()
     if ckpt.quant.desc_act and not scattered:
         wrong.append("the label says act-order, but all groups are consecutive")
     if scattered and not ckpt.quant.desc_act:

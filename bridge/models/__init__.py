@@ -67,7 +67,8 @@ def describe_model(
         own = {name if name.startswith(known) else family.prefix + name: stored for name, stored in own.items()}
     sides = {name: max(names[name], default=0) for name in own.values()} if isinstance(names, Mapping) else {}
     longest = max(sides.items(), key=lambda side: side[1], default=None)
-    values = Config(text_config(config) if family.wrapped else config, folder / "config.json", longest, family.names)
+    inner = text_config(config) if family.wrapped else config
+    values = Config(inner, folder / "config.json", longest, family.names, len(own))
     for expected in family.expects:
         default = family.keys.get(expected.key, expected.values[0])
         values.expect(expected.key, expected.values, expected.why, default)
@@ -77,7 +78,7 @@ def describe_model(
             args = replace(args, more=family.sizes(values, args))
         more_keys = family.metadata(values, args) if family.metadata is not None else {}
         typed = {key: None if value is None else _typed(value) for key, value in more_keys.items()}
-    except (AttributeError, KeyError, TypeError, ValueError) as problem:
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as problem:
         raise BridgeError(
             f"{values.path}: a key for {family.arch} has an unexpected value ({type(problem).__name__}: {problem}); "
             "take the config.json of the original model"

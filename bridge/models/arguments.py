@@ -8,7 +8,7 @@ import gguf
 
 from bridge.errors import BridgeError
 from bridge.models.model_config import Config
-from bridge.models.rope import Rope, read_rope
+from bridge.models.rope import Rope, read_rope, rope_rules
 
 
 @dataclass(frozen=True, eq=False)
@@ -117,7 +117,7 @@ def read_arguments(config: Config, keys: Mapping[str, Any]) -> Arguments:
     def flag(key: str) -> bool:
         return key in keys and bool(config.get(key, keys[key]))
 
-    hidden = config.integer("hidden_size")
+    hidden = config.side("hidden_size")
     heads = config.integer("num_attention_heads", keys.get("num_attention_heads"))
     kv_heads = config.integer("num_key_value_heads", keys.get("num_key_value_heads") or heads)
     head_dim = config.get("head_dim", keys.get("head_dim"))
@@ -138,7 +138,7 @@ def read_arguments(config: Config, keys: Mapping[str, Any]) -> Arguments:
     if used > experts:
         raise BridgeError(f"{config.path}: num_experts_per_tok is {used}, but there are {experts} experts")
     rotated = head_dim
-    partial = (config.get("rope_parameters") or {}).get("partial_rotary_factor", config.get("partial_rotary_factor"))
+    partial = rope_rules(config).get("partial_rotary_factor", config.get("partial_rotary_factor"))
     if "partial_rotary_factor" in keys:
         partial = keys["partial_rotary_factor"] if partial is None else partial
         rotated = int(head_dim * _share(config, partial))
@@ -149,7 +149,7 @@ def read_arguments(config: Config, keys: Mapping[str, Any]) -> Arguments:
     width = config.side if experts and not expert_inner else config.integer
     # if every layer has experts the dense width is unused, and some configs omit it
     usual_width = shared_inner or expert_inner or keys.get("inner_per_hidden", 0) * hidden or None
-    inner, layers = width("intermediate_size", usual_width), config.integer("num_hidden_layers")
+    inner, layers = width("intermediate_size", usual_width), config.repeats("num_hidden_layers")
     return Arguments(
         hidden, inner, layers, heads, kv_heads, head_dim,
         vocab=config.side("vocab_size", keys.get("vocab_size")),

@@ -47,6 +47,8 @@ class Row:
                  are transposed in the file if the shapes do not tell
     bias         None: llama.cpp's graph has none, it must be zero; else whether it must be present
     interleaved  for q and k if GGUF rotates neighbouring rows of a head: see `interleaved_rows`
+    apart        the modules that have its rows where the source is missing, one for each size of its rows: EXL3 stores
+                 fused matrices so
     columns_of   the modules whose rows its columns are, element by element: see `Fold`
     floats       its float type; it is never quantized, like all vectors
     when         whether it is in the GGUF
@@ -63,6 +65,7 @@ class Row:
     also: tuple[str, ...] = ()
     bias: Rule | None = None
     interleaved: bool = False
+    apart: tuple[str, ...] = ()
     columns_of: tuple[str, ...] = ()
     floats: str | None = None
     when: Rule = required
@@ -142,9 +145,12 @@ def decoder(
         return tuple(f"{block}.{{}}.{name}" for name in names)
 
     layers = (
-        replace(row, source=named(row.source)[0], also=named(*row.also), columns_of=named(*row.columns_of))
+        replace(
+            row, source=named(row.source)[0], also=named(*row.also), apart=named(*row.apart),
+            columns_of=named(*row.columns_of),
+        )
         for row in rows
-    )
+    )  # fmt: skip
     return (*first, *layers, norm, head)
 
 

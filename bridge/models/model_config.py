@@ -1,12 +1,13 @@
 """config.json as a mapping whose errors name the key."""
 
-import math
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeGuard
 
 from bridge.errors import BridgeError
+
+_LARGEST = 2.0**127  # GGUF has numbers as float32
 
 
 class Config:
@@ -15,6 +16,7 @@ class Config:
     values   the parsed file
     path     for messages
     longest  name and length of the longest side of any tensor in the checkpoint; None: unknown
+    tensors  how many the checkpoint has; None: unknown
     names    key -> its name in this config.json
     """
 
@@ -24,11 +26,13 @@ class Config:
         path: Path,
         longest: tuple[str, int] | None = None,
         names: Mapping[str, str] = MappingProxyType({}),
+        tensors: int | None = None,
     ) -> None:
         self.values = values
         self.names = names
         self.path = path
         self.longest = longest
+        self.tensors = tensors
 
     def get(self, key: str, default: Any = None) -> Any:
         """The value, or the default if the key is absent or null."""
@@ -51,6 +55,16 @@ class Config:
         """
         return self.within_sides(key, self.integer(key, default))
 
+    def repeats(self, key: str) -> int:
+        """A positive integer up to the number of tensors: of layers, each of which has some; raises like `side`."""
+        count = self.integer(key)
+        if self.tensors is not None and count > self.tensors:
+            raise BridgeError(
+                f"{self.path}: {self.names.get(key, key)} is {count}, but the checkpoint has {self.tensors} tensors in "
+                "all; config and weights are not of the same model"
+            )
+        return count
+
     def within_sides(self, what: str, count: int) -> int:
         """The count itself; BridgeError if no tensor has a side of that length."""
         if self.longest is not None and count > self.longest[1]:
@@ -66,7 +80,7 @@ class Config:
         value, key = self.get(key, default), self.names.get(key, key)
         if value is None:
             raise BridgeError(f"{self.path}: the key {key!r} is missing; take the config.json of the original model")
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
+        if not positive(value):
             raise BridgeError(f"{self.path}: {key} is {value!r}, must be a positive number")
         return float(value)
 
@@ -75,3 +89,8 @@ class Config:
         value = self.get(key, default)
         if value not in supported:
             raise BridgeError(f"{self.path}: {key} is {value!r}; {why}: only {supported[0]!r} can be converted")
+
+
+def positive(value: Any) -> TypeGuard[float]:
+    """Whether a value of config.json is a positive number that GGUF can hold."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < _LARGEST

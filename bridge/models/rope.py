@@ -18,13 +18,13 @@ rows of q and k are reordered for it, and their biases. Qwen's GGUF architecture
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, TypeGuard
+from typing import Any
 
 import gguf
 import numpy as np
 
 from bridge.errors import BridgeError, parameter
-from bridge.models.model_config import Config
+from bridge.models.model_config import Config, positive
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,22 +52,31 @@ class Rope:
             writer.add_rope_scaling_attn_factors(self.attention_factor)
 
 
+def rope_rules(config: Config) -> dict[str, Any]:
+    """A config's rules of rotation, empty where it has none; BridgeError where they are not an object."""
+    key = "rope_parameters" if config.get("rope_parameters") else "rope_scaling"
+    rules = config.get(key) or {}
+    if not isinstance(rules, dict):
+        raise BridgeError(
+            f"{config.path}: {key} is {rules!r:.80}, must be an object; take the config.json of the original model"
+        )
+    return rules
+
+
 def read_rope(config: Config, rotated: int, default_base: float = 10000.0, truncate: bool = True) -> Rope:
     """The rope of a config for `rotated` elements of a head; BridgeError for rules that llama.cpp does not have.
 
     truncate  False for a family trained with yarn's truncate: false, which llama.cpp runs rounded; a note tells
     """
-    rules = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    if not isinstance(rules, dict):
-        raise BridgeError(f"{config.path}: the rope scaling is {rules!r}, must be an object")
+    rules = rope_rules(config)
     if isinstance(rules.get("full_attention"), dict):
         rules = rules["full_attention"]
-    base = _number(config, rules, "rope_theta", config.get("rope_theta", default_base))
+    base = rope_number(config, rules, "rope_theta", config.get("rope_theta", default_base))
     kind = rules.get("rope_type") or rules.get("type") or "default"
     if kind in ("default", "mrope"):  # for text, mrope is the default rule: its three positions are equal
         return Rope(base)
     if kind == "linear":
-        return Rope(base, kind, factor=_number(config, rules, "factor"))
+        return Rope(base, kind, factor=rope_number(config, rules, "factor"))
     if kind == "llama3":
         return Rope(base, kind, factors={"rope_freqs": _llama3_factors(config, rules, base, rotated)})
     if kind in ("longrope", "su"):
@@ -84,22 +93,34 @@ def read_rope(config: Config, rotated: int, default_base: float = 10000.0, trunc
     )
 
 
-def _number(
-    config: Config, rules: dict[str, Any], key: str, default: float | None = None, below: float = math.inf
-) -> float:
+def rope_number(config: Config, rules: dict[str, Any], key: str, default: float | None = None) -> float:
+    """A positive number of a config's rules; BridgeError if it is missing without a default, or is something else."""
     value = rules.get(key, default)
     if value is None:
         value = default
-    if not _positive(value) or not value < below:
+    if not positive(value):
         raise BridgeError(f"{config.path}: the rope parameters' {key} is {value!r}, must be a positive number")
     return float(value)
 
 
+def _tokens(config: Config, rules: dict[str, Any], default: int | None) -> int:
+    """The context that a model was trained with before it was extended."""
+    key = "original_max_position_embeddings"
+    value = rope_number(config, rules, key, config.get(key, default))
+    if not 1 <= value < 1 << 31:
+        raise BridgeError(f"{config.path}: the rope parameters' {key} is {value:g}, must be a count of tokens")
+    return int(value)
+
+
 def _llama3_factors(config: Config, rules: dict[str, Any], base: float, rotated: int) -> np.ndarray:
     """float32 [rotated / 2]: 1 for short wavelengths, `factor` for long ones, smooth between."""
-    factor = _number(config, rules, "factor")
-    low, high = _number(config, rules, "low_freq_factor"), _number(config, rules, "high_freq_factor")
-    context = _number(config, rules, "original_max_position_embeddings", config.get("original_max_position_embeddings"))
+    factor = rope_number(config, rules, "factor")
+    low, high = rope_number(config, rules, "low_freq_factor"), rope_number(config, rules, "high_freq_factor")
+    if not low < high:
+        raise BridgeError(
+            f"{config.path}: the rope parameters' low_freq_factor {low:g} must be below high_freq_factor {high:g}"
+        )
+    context = _tokens(config, rules, None)
     wavelength = 2 * math.pi * base ** (np.arange(0, rotated, 2) / rotated)
     # share of the trained frequency: 0 for wavelengths above context / low, 1 below context / high
     trained = np.clip((context / wavelength - low) / (high - low), 0.0, 1.0)
@@ -108,31 +129,26 @@ def _llama3_factors(config: Config, rules: dict[str, Any], base: float, rotated:
 
 def _longrope(config: Config, rules: dict[str, Any], base: float, rotated: int) -> Rope:
     """Two sets of divisors; the attention factor sqrt(1 + ln(factor) / ln(original)) of LongRoPE, arXiv:2402.13753."""
-    context, key = config.integer("max_position_embeddings"), "original_max_position_embeddings"
-    original = int(_number(config, rules, key, config.get(key, context), 1 << 31))
+    context = config.integer("max_position_embeddings")
+    original = _tokens(config, rules, context)
     factors = {}
     for name in ("long", "short"):
         values = rules.get(f"{name}_factor")
-        if not isinstance(values, list) or len(values) != rotated // 2 or not all(_positive(v) for v in values):
+        if not isinstance(values, list) or len(values) != rotated // 2 or not all(positive(v) for v in values):
             found = f"{name}_factor is {values!r:.60}"
             raise BridgeError(f"{config.path}: the rope parameters' {found}, must be {rotated // 2} numbers")
         factors[f"rope_factors_{name}"] = np.array(values, np.float32)
     scale = context / original
     size = math.sqrt(1 + math.log(scale) / math.log(original)) if scale > 1 and original > 1 else 1.0
     if rules.get("attention_factor") is not None:
-        size = _number(config, rules, "attention_factor")
+        size = rope_number(config, rules, "attention_factor")
     return Rope(base, "longrope", original_context=original, attention_factor=size, factors=factors)
 
 
-def _positive(value: Any) -> TypeGuard[float]:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < math.inf
-
-
 def _yarn(config: Config, rules: dict[str, Any], base: float, truncate: bool) -> Rope:
-    factor = _number(config, rules, "factor")
-    key = "original_max_position_embeddings"
-    original = _number(config, rules, key, config.get(key) or config.integer("max_position_embeddings"), 1 << 31)
-    fast, slow = _number(config, rules, "beta_fast", 32.0), _number(config, rules, "beta_slow", 1.0)
+    factor = rope_number(config, rules, "factor")
+    original = _tokens(config, rules, config.get("max_position_embeddings"))
+    fast, slow = rope_number(config, rules, "beta_fast", 32.0), rope_number(config, rules, "beta_slow", 1.0)
     if (fast, slow) != (32.0, 1.0):
         # llama.cpp reads the two keys for a few other architectures only
         raise BridgeError(
@@ -151,14 +167,14 @@ def _yarn(config: Config, rules: dict[str, Any], base: float, truncate: bool) ->
 
     relative = None
     if rules.get("attention_factor") is not None:
-        relative = _number(config, rules, "attention_factor") / mscale(1.0)
+        relative = rope_number(config, rules, "attention_factor") / mscale(1.0)
     elif rules.get("mscale") and rules.get("mscale_all_dim"):
-        relative = mscale(_number(config, rules, "mscale")) / mscale(_number(config, rules, "mscale_all_dim"))
+        relative = mscale(rope_number(config, rules, "mscale")) / mscale(rope_number(config, rules, "mscale_all_dim"))
         relative /= mscale(1.0)
-    return Rope(base, "yarn", factor=factor, original_context=int(original), attention_factor=relative, notes=notes)
+    return Rope(base, "yarn", factor=factor, original_context=original, attention_factor=relative, notes=notes)
 
 
 def yarn_betas(config: Config, rope: Rope) -> dict[str, float]:
     """The keys of yarn's betas, which llama.cpp's converter writes if config.json has them."""
-    rules = (config.get("rope_parameters") or config.get("rope_scaling") or {}) if rope.type == "yarn" else {}
+    rules = rope_rules(config) if rope.type == "yarn" else {}
     return {f"rope.scaling.yarn_{key}": float(rules[key]) for key in ("beta_fast", "beta_slow") if key in rules}

@@ -1,8 +1,9 @@
 """A family's table of tensors, filled in for one checkpoint."""
 
 import re
-from collections.abc import Mapping, Sequence
-from itertools import groupby
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain, groupby
+from typing import NamedTuple, Self
 
 import gguf
 import numpy as np
@@ -40,6 +41,36 @@ def fill_table(family: Family, args: Arguments, names: Mapping[str, Sequence[int
     return outline
 
 
+class _Stack(NamedTuple):
+    """A 3-D tensor of experts' matrices, as a `Row` names it.
+
+    rows    of its matrices that are meant; None: all
+    whole   the shape of a matrix
+    turned  whether its matrices are transposed in the file unless shapes tell otherwise
+    """
+
+    name: str
+    rows: np.ndarray | None
+    whole: tuple[int, ...]
+    turned: bool
+
+    @classmethod
+    def of(cls, source: str, shape: tuple[int, ...]) -> Self:
+        """The stack of a source without *, of which an expert has matrices of `shape`."""
+        name, _, share = source.rstrip("^").rstrip("]").partition("[")
+        if not share:
+            return cls(name, None, shape, source.endswith("^"))
+        which, of = map(int, share.replace("::", "/").split("/"))
+        rows = which + of * np.arange(shape[0]) if "::" in share else which * shape[0] + np.arange(shape[0])
+        return cls(name, rows, (of * shape[0], *shape[1:]), source.endswith("^"))
+
+    def turned_in(self, shapes: Mapping[str, Sequence[int]]) -> bool | None:
+        """Whether its shape in the checkpoint is that of transposed matrices; None where it does not tell."""
+        if self.whole[0] == self.whole[1] or self.name not in shapes:
+            return None
+        return tuple(shapes[self.name][1:]) == self.whole[::-1]
+
+
 class _Filled:
     """The rows filled in so far, and the names in the checkpoint that they use.
 
@@ -66,24 +97,28 @@ class _Filled:
 
     def add(self, row: Row, layer: int) -> None:
         """Add the tensor of a row in one layer, and its bias; BridgeError if it is not in the checkpoint."""
-        source = row.source.format(layer)
-        shape = tuple(sum(self.sizes[name] for name in side.split("+")) for side in row.shape.split())
+        source, shape = row.source.format(layer), self._shape(row)
         parts = self._parts(row, layer, shape)
         if row.optional and parts[0].source not in self.names:
             return
+        self._use(parts[0].source)  # before the name is looked up: gguf's map ends with the checkpoint's last layer
         matrix = len(shape) > 1 and not row.floats
         name = f"blk.{layer}.{row.name}" if row.name else self._name(source, "weight")
         self._plan(name, (len(parts), *shape) if "*" in source else shape, parts, row.floats if not matrix else None)
         if matrix and parts[0].matrix is None:
             modules = self.modules[source] = [part.module for part in parts]
             if row.columns_of:
-                producers = zip(*(self.modules[other.format(layer)] for other in row.columns_of), strict=True)
+                others = [self.modules[other.format(layer)] for other in row.columns_of]
+                producers = zip(*others, strict=True) if "*" in source else [tuple(chain(*others))]
                 self.folds += [Fold(*pair) for pair in zip(modules, producers, strict=True)]
         bias, needed = f"{parts[0].module}.bias", row.bias is not None and row.bias(self.args)
         if needed or (row.bias is not None and bias in self.names):
             self._plan(self._name(source, "bias"), shape[:1], (Part(bias, shape[:1], parts[0].rows),), "F32")
             if not needed:
                 self.optional.add(bias)
+
+    def _shape(self, row: Row) -> tuple[int, ...]:
+        return tuple(sum(self.sizes[name] for name in side.split("+")) for side in row.shape.split())
 
     def _name(self, source: str, suffix: str) -> str:
         return f"{self.map[source.replace('.*', '')]}.{suffix}"
@@ -93,17 +128,43 @@ class _Filled:
         sources = [source.format(layer) for source in (row.source, *row.also)]
         if "*" in row.source:
             for source in sources:
-                parts = _experts(source, self.sizes["experts"], shape, self.shapes)
+                parts = self._experts(source, layer, shape)
                 if any(part.source in self.names for part in parts):
                     return parts
-            return _experts(sources[0], self.sizes["experts"], shape, self.shapes)
+            return self._experts(sources[0], layer, shape)
         sources = [self.saved_as.get(source, source) + ("" if row.exact else ".weight") for source in sources]
         source = next((name for name in sources if name in self.names), sources[0])
         if row.parts is not None:
             return row.parts(self.args, source)
+        apart = [f"{name.format(layer)}.weight" for name in row.apart]
+        if source not in self.names and any(name in self.names for name in apart):
+            heights = (self.sizes[name] for name in row.shape.split()[0].split("+"))
+            return tuple(Part(name, (rows, *shape[1:])) for name, rows in zip(apart, heights, strict=True))
         head_dim = self.args.head_dim
         rows = interleaved_rows(shape[0] // head_dim, head_dim) if row.interleaved else None
         return (Part(source, shape, rows, change=row.change),)
+
+    def _experts(self, source: str, layer: int, shape: tuple[int, ...]) -> tuple[Part, ...]:
+        """One matrix of every expert, for each way in which a `Row` can name them."""
+        count = self.sizes["experts"]
+        if "*" in source:
+            return tuple(Part(f"{source.replace('*', str(expert))}.weight", shape) for expert in range(count))
+        stack = _Stack.of(source, shape)
+        turned = stack.turned_in(self.shapes)
+        if turned is None:  # a square matrix does not tell, but the others of its experts may
+            turned = next((t for s in self._stacks(layer) if (t := s.turned_in(self.shapes)) is not None), stack.turned)
+        change = "transposed" if turned else None
+        stored = None if stack.rows is None else stack.whole
+        return tuple(
+            Part(stack.name, shape, stack.rows, matrix=expert, stored=stored, change=change) for expert in range(count)
+        )
+
+    def _stacks(self, layer: int) -> Iterator[_Stack]:
+        """The stacked experts that a layer of the family may have."""
+        for row in self.family.table:
+            for source in row.also if "*" in row.source else ():
+                if "*" not in source:
+                    yield _Stack.of(source.format(layer), self._shape(row))
 
     def _plan(self, name: str, shape: tuple[int, ...], parts: tuple[Part, ...], type: str | None) -> None:
         for part in parts:
@@ -139,22 +200,3 @@ class _Filled:
                     "the checkpoint is of another architecture than its config.json says"
                 )
         return unused, zero_only
-
-
-def _experts(source: str, count: int, shape: tuple[int, ...], shapes: Mapping[str, Sequence[int]]) -> tuple[Part, ...]:
-    """One matrix of every expert, for each way in which a `Row` can name them."""
-    if "*" in source:
-        return tuple(Part(f"{source.replace('*', str(expert))}.weight", shape) for expert in range(count))
-    turned = source.endswith("^")
-    source = source.rstrip("^")
-    source, _, share = source.rstrip("]").partition("[")
-    rows = stored = None
-    if share:
-        which, of = map(int, share.replace("::", "/").split("/"))
-        rows = which + of * np.arange(shape[0]) if "::" in share else which * shape[0] + np.arange(shape[0])
-        stored = (of * shape[0], *shape[1:])
-    whole = tuple(stored or shape)
-    if whole[0] != whole[1] and source in shapes:  # checkpoints of both orders are published
-        turned = tuple(shapes[source][1:]) == whole[::-1]
-    change = "transposed" if turned else None
-    return tuple(Part(source, shape, rows, matrix=expert, stored=stored, change=change) for expert in range(count))

@@ -36,13 +36,19 @@ def load(
     source = str(config) if isinstance(config, str | Path) else None
     if source is not None:
         try:
-            config = transformers.AutoConfig.from_pretrained(source)
+            config = transformers.AutoConfig.from_pretrained(source, trust_remote_code=False)
         except (OSError, ValueError) as problem:
             raise BridgeError(f"{source}: not a transformers config: {' '.join(str(problem).split())[:200]}") from None
     if getattr(config, "quantization_config", None) is not None:
         config = type(config).from_dict({k: v for k, v in config.to_dict().items() if k != "quantization_config"})
-    with torch.device("meta"):
-        model = transformers.AutoModelForCausalLM.from_config(config).to(dtype)
+    try:
+        with torch.device("meta"):
+            model = transformers.AutoModelForCausalLM.from_config(config, trust_remote_code=False).to(dtype)
+    except ValueError as problem:  # not one that transformers includes; code of a repository is never run
+        raise BridgeError(
+            f"{source or type(config).__name__}: transformers cannot build the model without running code from "
+            f"elsewhere ({' '.join(str(problem).split())[:200]}); use a model that it includes"
+        ) from None
     replace_linears(model, gguf, precision, prepare=device == "cpu")
     _make_rotary(model)
     for name, tensor in chain(model.named_parameters(), model.named_buffers()):

@@ -31,6 +31,7 @@ from bridge.checkpoint.formats.zeros import OWN_BITS_SINCE
 from bridge.checkpoint.grouped import GroupedTensor
 from bridge.checkpoint.labels.quant_config import gptq_labels, packer
 from bridge.errors import BridgeError
+from bridge.system.files import expanded
 from bridge.system.progress import Progress
 from bridge.system.text import size_text, summarise_notes
 
@@ -129,7 +130,7 @@ class CheckpointWriter:
         self._raised = (0, 0)
         self._done = 0
         self._plan(shard_size)
-        self._folder = CheckpointFolder(ckpt, Path(path).expanduser(), force)
+        self._folder = CheckpointFolder(ckpt, expanded(path), force)
         try:
             self._folder.guard(self._write_heads, "the headers of the files")
         except BaseException:

@@ -231,9 +231,11 @@ def _build(ckpt: Checkpoint, dtype: torch.dtype) -> nn.Module:
         alone = text is config or type(text) in transformers.MODEL_FOR_CAUSAL_LM_MAPPING
         with torch.device("meta"):
             if alone:
-                model = transformers.AutoModelForCausalLM.from_config(text, dtype=dtype)
+                model = transformers.AutoModelForCausalLM.from_config(text, dtype=dtype, trust_remote_code=False)
             else:
-                model = transformers.AutoModelForImageTextToText.from_config(config, dtype=dtype)
+                model = transformers.AutoModelForImageTextToText.from_config(
+                    config, dtype=dtype, trust_remote_code=False
+                )
                 _drop_other_parts(model)
     except Exception as problem:  # unknown kinds, and whatever a damaged config.json causes
         why = str(problem).strip().splitlines()

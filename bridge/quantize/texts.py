@@ -84,7 +84,7 @@ def load_tokenizer(folder: str | Path) -> Any:
     except ImportError:
         raise BridgeError("calibration on a text needs transformers; pip install transformers") from None
     try:
-        return AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as problem:  # whatever a damaged file causes
         why = str(problem).strip().splitlines()
         raise BridgeError(

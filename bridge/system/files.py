@@ -17,6 +17,14 @@ MAX_SMALL = 100_000_000  # bytes; the safetensors library's limit for a header. 
 _POINTER = b"version https://git-lfs.github.com/spec/"
 
 
+def expanded(path: str | Path) -> Path:
+    """A path with ~ and ~user replaced. Raises BridgeError if there is no such user."""
+    try:
+        return Path(path).expanduser()
+    except RuntimeError:
+        raise BridgeError(f"{path}: there is no such user's folder; give the path in full") from None
+
+
 def expect_regular(file: Path) -> None:
     """BridgeError where a file is a pipe, a device or a folder: the first two may never end."""
     if not stat.S_ISREG(file.stat().st_mode):

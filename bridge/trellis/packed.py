@@ -37,15 +37,35 @@ def is_swizzled(book: BitshiftCodebook, tile: tuple[int, int]) -> bool:
     return book.decode_mode == "quantlut_sym" and usual and book.K in (2, 3, 4)
 
 
+def looks_random(book: BitshiftCodebook, words: np.ndarray) -> bool:
+    """Whether codes are no encoder's: their bytes may be in another order.
+
+    An encoder scales weights to 0.9 of the codebook's deviation and chooses values of less: of 2 bits, 0.76 of its
+    variance. Bytes in a wrong order give values at random, which have all of it.
+    """
+    return not _quieter(_values(book, words), book.lut)
+
+
+def _values(book: BitshiftCodebook, words: np.ndarray) -> np.ndarray:
+    """Those of the first tiles' states."""
+    return book.values(streams.states_of(words.reshape(-1, words.shape[-1])[:256], book.K * book.V, book.L))
+
+
+def _quieter(found: np.ndarray, other: np.ndarray) -> bool:
+    """Whether values have clearly less variance than others."""
+    return float(np.square(found).mean()) < float(np.square(other).mean()) * (1 - 8 / np.sqrt(found.size))
+
+
 def qtip_layer(
     name: str, trellis: np.ndarray, book: BitshiftCodebook, tile: tuple[int, int], su: np.ndarray, sv: np.ndarray,
-    blocks: tuple[int, int] = (1, 1), bias: np.ndarray | None = None,
+    blocks: tuple[int, int] = (1, 1), bias: np.ndarray | None = None, packed: bool | None = None,
 ) -> TrellisLayer:  # fmt: skip
     """QTIP's own layout.
 
     trellis  int16, tiles flattened or not; its size gives K
     tile     (td_x, td_y), outputs and inputs
     su, sv   float32 [in], [out]
+    packed   whether tiles are swizzled for QTIP's kernel where it has one; None: as the codes tell
     blocks   of the transforms on the input and the output side: tp_rank where rcp says so
 
     Raises BridgeError where sizes do not fit or no Hadamard matrix is known.
@@ -55,12 +75,14 @@ def qtip_layer(
     book = book if bits == book.K else replace(book, K=bits)
     rows, width = out // tile[0], columns // tile[1]
     stored = np.ascontiguousarray(trellis).reshape(-1)
-    if is_swizzled(book, tile):
+    words, positions = streams.qtip_words(stored, rows, width), streams.row_major(*tile)
+    if packed is not False and is_swizzled(book, tile):
         if rows % 2 or width % 2:
             raise BridgeError(f"{name}: {out} x {columns} is not a multiple of 32 x 32; the checkpoint is damaged")
-        words, positions = streams.swizzled_words(stored, rows, width), streams.swizzled()
-    else:
-        words, positions = streams.qtip_words(stored, rows, width), streams.row_major(*tile)
+        swizzled = streams.swizzled_words(stored, rows, width)
+        # QTIP's first release did not swizzle 3 and 4 bits, and its configs do not tell
+        if packed or not _quieter(_values(book, words), _values(book, swizzled)):
+            words, positions = swizzled, streams.swizzled()
     rotations = Rotation.of(columns, name, blocks[0]), Rotation.of(out, name, blocks[1])
     step = book.K * book.V
     return TrellisLayer(name, words, step, book, positions, tile, su, sv, rotations, (out, columns), bias)

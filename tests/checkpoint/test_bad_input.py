@@ -7,6 +7,7 @@ import os
 import pickle
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -345,6 +346,36 @@ def test_a_damaged_bin_file(tmp_path):
     for content in (b"", b"garbage", data[: len(data) // 2]):
         file.write_bytes(content)
         assert "pytorch_model.bin" in refusal(tmp_path)
+
+
+def test_a_bin_file_with_any_byte_changed_is_read_or_refused(tmp_path):
+    bin_folder(tmp_path, tensors())
+    file = tmp_path / "pytorch_model.bin"
+    data = file.read_bytes()
+    start = data.index(b"data.pkl") + 8
+    for at in range(start, data.index(b"PK", start), 7):
+        for change in (1, 0x20, 0xFF):
+            file.write_bytes(data[:at] + bytes([data[at] ^ change]) + data[at + 1 :])
+            with suppress(BridgeError), open_checkpoint(tmp_path) as checkpoint:
+                for name in checkpoint.tensors:
+                    checkpoint.read_float(name)
+
+
+@pytest.mark.parametrize("kind", ["sparse", "quantized", "in itself", "ragged", "texts"])
+def test_a_bin_file_of_what_is_no_plain_tensor_is_refused(tmp_path, kind):
+    torch = pytest.importorskip("torch")
+    loop: dict = {}
+    loop["inner"] = loop
+    state = {
+        "sparse": torch.eye(4).to_sparse(),
+        "quantized": torch.quantize_per_tensor(torch.ones(4), 0.1, 0, torch.qint8),
+        "in itself": loop,
+        "ragged": {"shape": [[1, 2], [3]]},
+        "texts": {"shape": ["a", None]},
+    }[kind]
+    bin_folder(tmp_path, tensors())
+    torch.save({"model.layers.0.mlp.up_proj": state}, tmp_path / "pytorch_model.bin")
+    assert "pytorch_model.bin" in refusal(tmp_path)
 
 
 def test_a_bin_file_without_torch_says_what_to_install(tmp_path, monkeypatch):

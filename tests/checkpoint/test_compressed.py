@@ -335,7 +335,7 @@ def test_a_g_idx_out_of_range_or_too_short(tmp_path, change, said):
         (config(scheme(8, type="complex")), "type 'complex'"),
         (config(scheme(), form="nvfp6-pack-quantized"), "format 'nvfp6-pack-quantized' is not supported"),
         (config(scheme(), form="mxfp6-pack-quantized"), "quantize to pack-quantized (W4A16)"),
-        (config(scheme(format="mxfp8-quantized"), form="mixed-precision"), "'mxfp8-quantized'"),
+        (config(scheme(format="mxfp6-pack-quantized"), form="mixed-precision"), "'mxfp6-pack-quantized'"),
         (config(scheme(), form="marlin-24"), "'marlin-24'"),
         (config(scheme(), form="sparse-24-bitmask"), "'sparse-24-bitmask'"),
         (config(scheme(), sparsity_config={"format": "sparse-bitmask"}), "sparsity format 'sparse-bitmask'"),

@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from bridge.checkpoint.files.hub import kind_of
+from bridge.checkpoint.files.hub import kind_of, resolve
 from bridge.checkpoint.files.weight_files import checkpoint_files
+from bridge.errors import BridgeError
 
 
 @pytest.mark.parametrize(
@@ -33,6 +34,13 @@ def test_an_argument_is_told_by_what_exists_then_by_its_name(tmp_path, monkeypat
     assert kind_of(name, config) == kind
     if kind == "hub":
         assert kind_of(Path(name)) == "none"
+
+
+@pytest.mark.parametrize("argument", ["~nobody-of-that-name/x", "~nobody-of-that-name/x.gguf"])
+def test_the_folder_of_a_user_who_does_not_exist_is_named(tmp_path, argument):
+    for call in (lambda: kind_of(argument), lambda: resolve(argument), lambda: resolve(tmp_path, argument)):
+        with pytest.raises(BridgeError, match=r"~nobody-of-that-name.*: there is no such user's folder"):
+            call()
 
 
 def test_of_a_repositorys_files_one_kind_of_weights_is_taken():

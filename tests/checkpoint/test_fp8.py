@@ -184,7 +184,7 @@ def test_8_bit_floats_with_zero_points(tmp_path):
     [
         ("FP8", "FP8 (modelopt), 8-bit floats"),
         ("FP8_PER_CHANNEL_PER_TOKEN", "FP8 (modelopt), 8-bit floats"),
-        ("MIXED_PRECISION", "ModelOpt, floats of 4 and 8 bits"),
+        ("MIXED_PRECISION", "ModelOpt, each layer in a format of its own"),
     ],
 )
 def test_modelopts_own_file_is_a_label_too(tmp_path, algorithm, title):

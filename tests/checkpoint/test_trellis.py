@@ -169,7 +169,7 @@ GOOD = qtip_tensors(NAME, weights(), HYB, layout="swizzled", rcp=0, search=False
         ({"rcp": np.array([0, 1])}, {}, "not one integer"),
         ({"bias": np.zeros(63, np.float32)}, {}, "the shapes contradict each other"),
         ({}, {"codebook": "E8P12"}, "codebook 'E8P12' is QuIP#'s"),
-        ({}, {"codebook": None}, "codebook 'None'"),
+        ({}, {"packed_for_kernel": "no"}, "packed_for_kernel is 'no', must be true or false"),
         ({}, {"decode_mode": "4mad"}, "unknown decode_mode '4mad'; QTIP has 1mad, 2mad, 3inst, lut"),
         ({}, {"decode_mode": "mcg"}, "unknown decode_mode 'mcg'"),
         ({}, {"L": "sixteen"}, "L is 'sixteen', not a whole number"),
@@ -185,6 +185,48 @@ def test_qtip_that_cannot_be_is_refused_by_tensor_and_fact(tmp_path, change, sai
     message = refusal(write(tmp_path, tensors, **{**SAID, **said}))
     assert found in message
     assert NAME in message or "config.json" in message
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4])
+@pytest.mark.parametrize("search", [False, None])
+def test_tiles_that_were_not_packed_for_the_kernel_are_read_as_they_are(tmp_path, bits, search):
+    coding = Coding("quantlut_sym", bits, 2, 16, 9, gaussian_table(9, 2))
+    tensors, meant = qtip_tensors(NAME, weights(), coding, rcp=0, search=search)
+    with open_checkpoint(write(tmp_path, tensors, **SAID, K=bits, packed_for_kernel=False)) as checkpoint:
+        assert close(checkpoint.read_module(NAME).dequantize(), meant)
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4])
+@pytest.mark.parametrize("layout", ["row-major", "swizzled"])
+def test_where_the_config_does_not_say_the_codes_tell_whether_tiles_are_swizzled(tmp_path, bits, layout):
+    """The reference's first release did not swizzle 3 and 4 bits, and its configs do not say so."""
+    coding = Coding("quantlut_sym", bits, 2, 16, 9, gaussian_table(9, 2))
+    tensors, meant = qtip_tensors(NAME, weights(), coding, layout=layout, rcp=0, search=None)
+    with open_checkpoint(write(tmp_path, tensors, **SAID, K=bits)) as checkpoint:
+        assert close(checkpoint.read_module(NAME).dequantize(), meant)
+
+
+def test_codes_that_no_encoder_can_have_chosen_are_noted(tmp_path):
+    """As those of the reference's first release are, whose tiles of 2 bits have an order that is not known here."""
+    for search in (False, None):
+        tensors = qtip_tensors(NAME, weights(256, 256), HYB, layout="swizzled", rcp=0, search=search)[0]
+        with open_checkpoint(write(tmp_path / str(search), tensors, **SAID)) as checkpoint:
+            notes = checkpoint.read_module(NAME).notes
+            assert any("its codes look random" in note for note in notes) == (search is False)
+
+
+def test_a_codebook_of_null_is_qtips_where_the_config_says_how_to_decode(tmp_path):
+    tensors, meant = qtip_tensors(NAME, weights(), Coding("1mad"), search=False)
+    with open_checkpoint(write(tmp_path / "qtip", tensors, codebook=None)) as checkpoint:
+        assert close(checkpoint.read_module(NAME).dequantize(), meant)
+    write_folder(tmp_path / "quip", {f"{NAME}.Qidxs": np.zeros((4, 4), np.int64)}, None)
+    (tmp_path / "quip" / "config.json").write_text(json.dumps({"quip_params": {"codebook": None, "lora_rank": 0}}))
+    assert "codebook None is QuIP#'s or another's" in refusal(tmp_path / "quip")
+
+
+def test_codes_without_a_label_ask_for_the_config_that_says_how_to_decode_them(tmp_path):
+    write_folder(tmp_path, qtip_tensors(NAME, weights(), Coding("1mad"), search=False)[0], None)
+    assert f"{NAME}.trellis is QTIP's, but config.json has no quip_params" in refusal(tmp_path)
 
 
 def test_a_dimension_without_a_hadamard_matrix_is_refused(tmp_path):
@@ -233,6 +275,46 @@ def test_a_bias_says_how_many_rows_are_no_padding(tmp_path):
     with open_checkpoint(write_folder(tmp_path, tensors, EXL3)) as checkpoint:
         assert checkpoint.modules[NAME].shape == (180, 128)
         assert close(checkpoint.read_trellis(NAME).dequantize(), meant)
+
+
+@pytest.mark.parametrize(
+    ("parts", "minus"),
+    [(("suh", "sv"), 1), (("su", "svh"), 1), (("suh", "svh", "su"), 0), (("suh", "svh", "sv"), 0), (("su", "sv"), 2)],
+)
+def test_each_side_has_floats_or_signs_and_floats_count(tmp_path, parts, minus):
+    """Here floats are all one, signs all minus."""
+    both = [exl3_tensors(NAME, weights(128, 256), MCG, legacy=legacy, search=False)[0] for legacy in (False, True)]
+    tensors = {part: (both[0] | both[1])[f"{NAME}.{part}"] for part in ("trellis", "mcg", "suh", "svh", "su", "sv")}
+    tensors |= {part: np.ones_like(tensors[part]) for part in ("suh", "svh")}
+    tensors |= {part: np.full_like(tensors[part], -1) for part in ("su", "sv")}  # every bit is set
+
+    def weight(folder: Path, *sides: str) -> np.ndarray:
+        stored = {f"{NAME}.{part}": tensors[part] for part in ("trellis", "mcg", *sides)}
+        with open_checkpoint(write_folder(folder, stored, EXL3)) as checkpoint:
+            return checkpoint.read_module(NAME).dequantize()
+
+    assert np.array_equal(weight(tmp_path / "m", *parts), (-1) ** minus * weight(tmp_path / "plain", "suh", "svh"))
+
+
+@pytest.mark.parametrize("label", [None, "quantization_config.json"])
+def test_exl3_is_known_by_its_tensors_and_by_its_other_file(tmp_path, label):
+    tensors, meant = exl3_tensors(NAME, weights(128, 256), MCG, search=False)
+    write_folder(tmp_path, tensors, None)
+    if label is not None:
+        (tmp_path / label).write_text(json.dumps({**EXL3, "tensor_storage": {NAME: {"quant_format": "exl3"}}}))
+    with open_checkpoint(tmp_path) as checkpoint:
+        assert checkpoint.format == "EXL3"
+        assert close(checkpoint.read_module(NAME).dequantize(), meant)
+        assert checkpoint.quant.labelled == (label is not None)
+        assert any("no config describes the quantization" in note for note in checkpoint.notes) == (label is None)
+
+
+@pytest.mark.parametrize("value", ["many", [2], True, 0, -1, 17, float("nan")])
+@pytest.mark.parametrize("key", ["bits", "head_bits"])
+def test_exl3s_bits_must_be_a_number(tmp_path, key, value):
+    tensors = exl3_tensors(NAME, weights(128, 256), MCG, search=False)[0]
+    message = refusal(write_folder(tmp_path, tensors, EXL3 | {key: value}))
+    assert f"{key} is {value!r}, must be a number up to 16" in message
 
 
 @pytest.mark.parametrize(
@@ -385,6 +467,25 @@ def test_inspect_names_the_format_and_what_it_becomes(coded):
     text = describe(coded["exl3"][0])
     assert "the label says  EXL3, 2.0 bits, head 6 bits" in text
     assert "ties lm_head to the embeddings" in text
+
+
+def label(folder: Path, key: str, **said: object) -> None:
+    """Change some of what a config says."""
+    values = json.loads((folder / "config.json").read_text())
+    values[key] |= said
+    (folder / "config.json").write_text(json.dumps(values))
+
+
+def test_inspect_compares_the_bits_that_the_label_says_with_those_of_the_codes(tmp_path, coded):
+    qtip, exl3 = (shutil.copytree(coded[which][0], tmp_path / which) for which in ("qtip", "exl3"))
+    label(qtip, "quip_params", K=3, K_v_proj=2)
+    text = describe(qtip)
+    assert "they differ     6 modules have codes of 2 bits, but the label says 3" in text
+    assert "they agree" not in text
+    label(exl3, "quantization_config", bits=3.0, head_bits=2)
+    assert "they differ     the codes have 2 bits on average, but the label says 3.0" in describe(exl3)
+    label(exl3, "quantization_config", bits=2.25, head_bits=6)
+    assert "they differ     1 module has codes of 2 bits, but the label says 6" in describe(exl3)
 
 
 def test_a_layer_multiplies_in_torch_too(coded):

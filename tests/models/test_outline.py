@@ -14,7 +14,9 @@ import pytest
 
 from bridge.errors import BridgeError
 from bridge.gguf_file.rope_rows import interleaved_rows
+from bridge.models import describe_model
 from bridge.models.outline import Outline, number
+from bridge.system.files import read_json
 from tests.conftest import CHECKPOINT
 from tests.support.float_gguf import outline_of, write_keys
 from tests.support.tiny_vocab import NAMES, write_config
@@ -24,6 +26,10 @@ NORMED = [*NAMES, *(f"model.layers.0.self_attn.{part}_norm.weight" for part in "
 
 
 YARN = {"type": "yarn", "factor": 4}
+LLAMA3 = {
+    "rope_type": "llama3", "factor": 8, "low_freq_factor": 1, "high_freq_factor": 4,
+    "original_max_position_embeddings": 64,
+}  # fmt: skip
 
 
 @pytest.fixture
@@ -257,7 +263,18 @@ def test_a_broken_model_card_is_reported_and_left_out(folder: Path, tmp_path: Pa
             r"a key for gemma3 has an unexpected value \(AttributeError",
         ),
         ({"architectures": ["Qwen2_5_VLForConditionalGeneration"]}, r"mrope_section is None, must be three counts"),
-        ({"rope_scaling": "linear"}, r"the rope scaling is 'linear', must be an object"),
+        ({"rope_scaling": "linear"}, r"rope_scaling is 'linear', must be an object"),
+        ({"rope_parameters": 7}, r"rope_parameters is 7, must be an object"),
+        ({"rope_parameters": ["yarn"]}, r"rope_parameters is \['yarn'\], must be an object"),
+        ({"num_hidden_layers": 10**9}, r"num_hidden_layers is 1000000000, but the checkpoint has 11 tensors in all"),
+        ({"num_hidden_layers": 2}, r"model.layers.1.input_layernorm.weight is missing"),
+        ({"rms_norm_eps": 10**400}, r"rms_norm_eps is 10+, must be a positive number"),
+        ({"rope_theta": 1e300}, r"rope_theta is 1e\+300, must be a positive number"),
+        ({"rope_scaling": YARN | {"original_max_position_embeddings": 0.5}}, r"is 0.5, must be a count of tokens"),
+        (
+            {"rope_scaling": LLAMA3 | {"low_freq_factor": 4}},
+            r"low_freq_factor 4 must be below high_freq_factor 4",
+        ),
         ({"architectures": "BloomForCausalLM"}, r"unknown architecture BloomForCausalLM; "),
         ({"rope_scaling": {"type": "linear"}}, r"the rope parameters' factor is None"),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 8}}, r"the rope parameters' low_freq_factor is None"),
@@ -269,7 +286,7 @@ def test_a_broken_model_card_is_reported_and_left_out(folder: Path, tmp_path: Pa
         ),
         (
             {"rope_scaling": YARN | {"original_max_position_embeddings": 1e30}},
-            r"embeddings is 1e\+30, must be a positive number",
+            r"embeddings is 1e\+30, must be a count of tokens",
         ),
         ({"rope_scaling": YARN | {"attention_factor": "x"}}, r"attention_factor is 'x', must be a positive number"),
         (
@@ -281,6 +298,13 @@ def test_a_broken_model_card_is_reported_and_left_out(folder: Path, tmp_path: Pa
 def test_a_config_that_cannot_be_converted_is_refused_by_its_key(folder: Path, config: dict, message: str) -> None:
     with pytest.raises(BridgeError, match=message):
         describe(folder, **config)
+
+
+def test_a_config_of_absurd_sizes_is_refused_before_lists_are_made_of_them(folder: Path) -> None:
+    shapes = {name: [32, 32] for name in NAMES}
+    write_config(folder, hidden_size=10**9)
+    with pytest.raises(BridgeError, match=r"hidden_size is 1000000000, but the longest side of any tensor is 32"):
+        describe_model(read_json(folder / "config.json"), folder, shapes)
 
 
 def test_swish_is_another_name_of_silu(folder: Path) -> None:

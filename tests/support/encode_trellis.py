@@ -165,6 +165,20 @@ def random_states(tiles: int, n: int, coding: Coding, seed: int = 0) -> np.ndarr
     return np.stack([ring[:, i * coding.step : i * coding.step + coding.L] @ powers for i in range(n)], 1)
 
 
+def quiet_states(tiles: int, n: int, coding: Coding, seed: int = 0) -> np.ndarray:
+    """Tail-biting paths of small values: at each step the bits whose state has the smallest. As coded weights have."""
+    bits = np.random.default_rng(seed).integers(0, 2, (tiles, n * coding.step))
+    size = np.square(coding.table()).sum(1)
+    powers = 1 << np.arange(coding.L - 1, -1, -1)
+    choices = np.arange(2**coding.step)
+    for end in range(coding.L, n * coding.step + 1, coding.step):
+        kept = bits[:, end - coding.L : end - coding.step] @ powers[: coding.L - coding.step]
+        best = size[kept[:, None] + choices].argmin(1)
+        bits[:, end - coding.step : end] = best[:, None] >> np.arange(coding.step - 1, -1, -1) & 1
+    ring = np.concatenate([bits, bits[:, : coding.L]], 1)
+    return np.stack([ring[:, i * coding.step : i * coding.step + coding.L] @ powers for i in range(n)], 1)
+
+
 # layers
 
 
@@ -215,22 +229,23 @@ def sylvester(size: int) -> np.ndarray:
     return one
 
 
-def _searched(target: np.ndarray, coding: Coding, search: bool, seed: int) -> np.ndarray:
+def _searched(target: np.ndarray, coding: Coding, search: bool | None, seed: int) -> np.ndarray:
     sequences = target.reshape(-1, target.shape[-1] // coding.V, coding.V)
     if search:
         return viterbi(sequences, coding).reshape(*target.shape[:2], -1)
-    return random_states(len(sequences), sequences.shape[1], coding, seed).reshape(*target.shape[:2], -1)
+    make = random_states if search is False else quiet_states
+    return make(len(sequences), sequences.shape[1], coding, seed).reshape(*target.shape[:2], -1)
 
 
 def qtip_tensors(
     name: str, weight: np.ndarray, coding: Coding, *, layout: str = "row-major", tile: tuple[int, int] = (16, 16),
     rcp: int | None = None, tp_rank: int = 8, tuned: bool = False, dtype: Any = np.float32, flat: bool = False,
-    search: bool = True, seed: int = 0,
+    search: bool | None = True, seed: int = 0,
 ) -> tuple[dict[str, np.ndarray], np.ndarray]:  # fmt: skip
     """A module's tensors, and the float64 matrix that they encode.
 
     tuned   SU and SV are not +-1, as after end-to-end tuning
-    search  False: the codes are random, so they approximate no given weight
+    search  False: the codes are random, so they approximate no given weight; None: likewise, of small values
     """
     rng = np.random.default_rng(seed)
     out, columns = weight.shape

@@ -7,7 +7,7 @@ from typing import Literal
 from bridge.checkpoint import Checkpoint, open_checkpoint
 from bridge.checkpoint.files.weight_files import WEIGHTS, checkpoint_files
 from bridge.errors import BridgeError, parameter
-from bridge.system.files import missing
+from bridge.system.files import expanded, missing
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(@[\w./-]+)?")  # @: a branch, tag or commit
 _SNAPSHOT = re.compile(r"models--[\w.-]+?--([\w.-]+)/snapshots/[0-9a-f]+$")  # in huggingface_hub's cache
@@ -30,7 +30,7 @@ def kind_of(
     hub         a Hub id, org/name or org/name@branch
     none        none of these
     """
-    path = Path(argument).expanduser()
+    path = expanded(argument)
     if path.is_dir() or (path.is_file() and path.suffix in (WEIGHTS if config is not None else (".pt",))):
         return "checkpoint"
     if path.is_file() and path.suffix in (".json", *WEIGHTS):
@@ -47,8 +47,8 @@ def resolve(checkpoint: str | Path, config: str | Path | None = None) -> Path:
     A .pt file is returned as it is, and so is any other file of weights if `config` is the folder with
     its config.json. Raises BridgeError for a missing folder, an unknown or gated repository, or no network.
     """
-    path, kind = Path(checkpoint).expanduser(), kind_of(checkpoint, config)
-    if config is not None and not Path(config).expanduser().is_dir():
+    path, kind = expanded(checkpoint), kind_of(checkpoint, config)
+    if config is not None and not expanded(config).is_dir():
         raise BridgeError(f"{config}: no such folder; {parameter('config')} must be one with config.json and tokenizer")
     if kind == "checkpoint":
         return path
@@ -73,7 +73,7 @@ def open_by_name(
 
 def model_name(checkpoint: str) -> str:
     """The model's name: the name of the folder, the file or the Hub repository."""
-    path = Path(checkpoint).expanduser().resolve()
+    path = expanded(checkpoint).resolve()
     if not path.exists():
         name, _, revision = checkpoint.partition("@")
         return "-".join([name.rsplit("/", 1)[-1], *revision.split("/")]).rstrip("-")

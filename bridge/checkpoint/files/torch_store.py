@@ -31,6 +31,11 @@ class HeldStore(Store):
             found = {}
             for name, tensor in state.items():
                 if isinstance(tensor, torch.Tensor):
+                    if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_meta:
+                        raise BridgeError(
+                            f"{file}: {name} is a sparse, quantized or empty tensor of torch, which is not supported; "
+                            "save it as a plain tensor"
+                        )
                     dtype = names.get(tensor.dtype, str(tensor.dtype).removeprefix("torch."))
                     found[str(name)] = TensorInfo(str(name), dtype, tuple(tensor.shape), tensor.nbytes, file)
                     self._data[str(name)] = tensor
@@ -63,7 +68,18 @@ class TorchStore(HeldStore):
             raise BridgeError(
                 f"{files[0]}: {files[0].suffix} files need torch; pip install torch, or convert to safetensors"
             ) from None
-        super().__init__({file: _flat(torch, _load(torch, file)) for file in files})
+        super().__init__({file: _state(torch, file) for file in files})
+
+
+def _state(torch: Any, file: Path) -> dict[str, Any]:
+    """The tensors of one file by full name. Raises BridgeError if it is damaged."""
+    state = _load(torch, file)
+    try:
+        return _flat(torch, state)
+    except (RecursionError, RuntimeError, TypeError, ValueError) as problem:  # tables in themselves, ragged lists
+        raise BridgeError(
+            f"{file}: holds a table that cannot be read ({str(problem)[:100]}); ask for the model as safetensors"
+        ) from None
 
 
 def _load(torch: Any, file: Path) -> dict[str, Any]:
@@ -82,7 +98,7 @@ def _load(torch: Any, file: Path) -> dict[str, Any]:
         ) from None
     except OSError as problem:
         raise BridgeError(f"{file}: cannot be read ({problem.strerror}); is the download complete?") from problem
-    except (RuntimeError, EOFError, ValueError, KeyError):
+    except Exception:  # a damaged pickle ends in whatever its garbled calls raise
         raise BridgeError(f"{file}: not a file that torch can read; it is damaged, download it again") from None
     if not isinstance(state, dict):
         raise BridgeError(f"{file}: does not hold a table of tensors; ask for the model as safetensors")

@@ -8,7 +8,7 @@ from pathlib import Path, PurePosixPath, PureWindowsPath
 from bridge.checkpoint.files.store import Store
 from bridge.checkpoint.files.torch_store import TorchStore
 from bridge.errors import BridgeError
-from bridge.system.files import read_json
+from bridge.system.files import expanded, read_json
 
 WEIGHTS = (".safetensors", ".bin", ".pt")  # endings of files with weights, in order of preference
 CONFIGS = (".json", ".txt", ".jinja", ".model", "README.md")  # endings of all other files that are read
@@ -46,7 +46,7 @@ def _weights(names: Iterable[str], ending: str) -> list[str]:
 
 def config_folder(path: Path, config: str | Path | None = None) -> Path:
     """The folder with a checkpoint's config.json and tokenizer: `config`, or the folder of the weights."""
-    return Path(config).expanduser() if config is not None else path if path.is_dir() else path.parent
+    return expanded(config) if config is not None else path if path.is_dir() else path.parent
 
 
 def open_store(path: Path, stem: str | None = None) -> Store:

@@ -90,6 +90,9 @@ class AwqReader(Reader):
         self.floats[weight.name] = DividedFloats(weight, scales, codes)
         self.notes.append(f"{name}: its input is divided by {scales.name}, which codes cannot express; read as floats")
 
+    def claimed_bits(self, module: str) -> int | None:
+        return (self.quant.for_module(module) or self.quant).bits if self.quant.labelled else None
+
     def owned(self) -> set[str]:
         return super().owned() | self._divided
 

@@ -6,7 +6,7 @@ weight_packed      int32 [out, w]    codes + 2**(b-1), along the rows of the wei
                    uint8 [out, in/2] 4-bit floats (nvfp4-pack-quantized, mxfp4-pack-quantized): see `fp4`
 weight_shape       int [2]           out, in; only with integer codes in weight_packed
 weight             int8 [out, in]    signed codes, the least -2**(b-1) (int-quantized, naive-quantized)
-                   F8_E4M3           8-bit floats, which are not codes: see `fp8`
+                   F8_E4M3           8-bit floats, which are not codes: see `fp8`; mxfp8-quantized: scales are bytes
 weight_scale       float [1], [out, 1], [out, G], or one for each block of rows and columns
 weight_zero_point  int8, shaped as the scale; since April 2025 int32 [packed out, G] for packed weights
 weight_g_idx       int32 [in]        group of each input feature (act-order); -1 everywhere means none
@@ -154,15 +154,16 @@ class CompressedReader(Reader):
         return "bias" not in tensors or tensors["bias"].shape == shape[:1]
 
     def read(self, name: str, rows: np.ndarray | None = None) -> CodedTensor:
-        is_fp4 = _is_fp4(self.modules[name].tensors)
-        found: CodedTensor = FP4.read(self, name, rows) if is_fp4 else self._read(name, rows)
+        info = self.modules[name]
+        found: CodedTensor = FP4.read(self, info, rows) if _is_fp4(info.tensors) else self._read(name, rows)
         if matches(name, self._ignored):
             note = f"{name}: ignore says it is not quantized, but it is; read as it is stored"
             found = replace(found, notes=(note, *found.notes))  # type: ignore[type-var]
         return found
 
     def tensor_scales(self, name: str) -> dict[str, float]:
-        return FP4.tensor_scales(self, name) if _is_fp4(self.modules[name].tensors) else {}
+        info = self.modules[name]
+        return FP4.tensor_scales(self, info) if _is_fp4(info.tensors) else {}
 
     def _read(self, name: str, rows: np.ndarray | None) -> GroupedTensor:
         info, scheme = self.modules[name], self._scheme(name)

@@ -1,7 +1,7 @@
 """EXL3 (exllamav3): trellis codes between Hadamard transforms in blocks of 128.
 
     trellis     int16 [in/16, out/16, 16K], K of each tensor its own
-    suh, svh    fp16 [in], [out]: scales and signs; or
+    suh, svh    fp16 [in], [out]: scales and signs; or, of either side where it has none,
     su, sv      int16 [in/16], [out/16]: signs, bit i of word w of element 16 w + i, set for -1
     mcg, mul1   int32 scalar: the codebook, and its multiplier; neither: 3inst
     bias        float [out]
@@ -9,6 +9,7 @@
 Both sides are padded to multiples of 128. The head is coded too, even in models whose config ties it.
 """
 
+import math
 from dataclasses import replace
 from typing import ClassVar
 
@@ -23,6 +24,9 @@ from bridge.trellis.codebooks import EXL3_MODES, BitshiftCodebook
 from bridge.trellis.layer import TrellisLayer
 from bridge.trellis.packed import EXL3_BLOCK, exl3_layer
 
+_SIGNS = ("su", "sv")
+_SLACK = 0.5  # of the average bits: what allocation to whole bits may leave
+
 
 class Exl3Reader(TrellisReader):
     """Reads EXL3 checkpoints."""
@@ -33,26 +37,44 @@ class Exl3Reader(TrellisReader):
 
     @classmethod
     def complete(cls, quant: QuantConfig, label: str) -> QuantConfig:
-        said = quant.raw.get("bits")
-        claims = (f"{said} bits",) if said is not None else ()
-        head = quant.raw.get("head_bits")
-        return replace(quant, title="EXL3", claims=(*claims, *([f"head {head} bits"] if head is not None else [])))
+        claims = []
+        for key, title in (("bits", ""), ("head_bits", "head ")):
+            value = quant.raw.get(key)
+            if value is None:
+                continue
+            if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value <= 16:
+                raise BridgeError(f"{quant.source}: {key} is {value!r:.80}, must be a number up to 16; mend the file")
+            claims.append(f"{title}{value} bits")
+        return replace(quant, title="EXL3", claims=tuple(claims))
 
     def required_parts(self, tensors: dict[str, TensorInfo]) -> tuple[str, ...]:
-        legacy = "su" in tensors or "sv" in tensors
-        return ("trellis", "su", "sv") if legacy else ("trellis", "suh", "svh")
+        sides = (old if old in tensors and new not in tensors else new for old, new in (("su", "suh"), ("sv", "svh")))
+        return "trellis", *sides
+
+    def claimed_bits(self, module: str) -> int | None:
+        head = self.quant.raw.get("head_bits")
+        return head if isinstance(head, int) and module.endswith("lm_head") else None
+
+    def disagreements(self) -> list[str]:
+        wrong, said = super().disagreements(), self.quant.raw.get("bits")
+        layers = [m for name, m in self.modules.items() if not name.endswith("lm_head")]
+        weights = sum(math.prod(m.shape) for m in layers)
+        average = sum(math.prod(m.shape) * m.bits for m in layers) / max(1, weights)
+        if layers and said is not None and abs(average - said) > _SLACK:
+            wrong.append(f"the codes have {average:.3g} bits on average, but the label says {said}")
+        return wrong
 
     def describe(self, name: str, tensors: dict[str, TensorInfo]) -> ModuleInfo:
         trellis = tensors["trellis"]
-        _, left, right = self.required_parts(tensors)
+        _, *sides = self.required_parts(tensors)
         if trellis.dtype != "I16" or len(trellis.shape) != 3 or 0 in trellis.shape:
             raise contradiction(name, tensors)
         inputs, outputs, words = trellis.shape
         bits, rest = divmod(words, 16)
         if rest or not 1 <= bits <= 8:
             raise BridgeError(
-                f"{trellis.file}: {name}.trellis has {words} words for a tile of 256 weights; 16 to 128 make 1 to 8 "
-                "bits; the checkpoint is damaged"
+                f"{trellis.file}: {name}.trellis has {words} words for a tile of 256 weights; 16 for each of 1 to 8 "
+                "bits are supported, half bits are not; quantize the model again"
             )
         shape = 16 * outputs, 16 * inputs
         if shape[0] % EXL3_BLOCK or shape[1] % EXL3_BLOCK:
@@ -60,9 +82,8 @@ class Exl3Reader(TrellisReader):
                 f"{trellis.file}: {name} is {shape[0]} x {shape[1]}, not multiples of the transforms' {EXL3_BLOCK}; "
                 "the checkpoint is damaged"
             )
-        wanted = {left: shape[1], right: shape[0]}
-        for part, size in wanted.items():
-            if left == "su":
+        for part, size in zip(sides, (shape[1], shape[0]), strict=True):
+            if part in _SIGNS:
                 fits = tensors[part].dtype == "I16" and tensors[part].shape == (size // 16,)
             else:
                 fits = tensors[part].floating and tensors[part].shape == (size,)
@@ -75,8 +96,8 @@ class Exl3Reader(TrellisReader):
 
     def layer(self, name: str) -> TrellisLayer:
         info, where = self.modules[name], self.label(name)
-        _, left, right = self.required_parts(info.tensors)
-        su, sv = (signs(self.part(name, p)) if left == "su" else self.vector(name, p) for p in (left, right))
+        _, *sides = self.required_parts(info.tensors)
+        su, sv = (signs(self.part(name, p)) if p in _SIGNS else self.vector(name, p) for p in sides)
         mode = next((part for part in EXL3_MODES if part in info.tensors), "3inst")
         multiplier = self.scalar(name, mode) & 0xFFFFFFFF if mode != "3inst" else None
         book = BitshiftCodebook(16, info.bits, 1, 0, mode, None, multiplier, where)

@@ -105,20 +105,20 @@ class Fp4Parts(NamedTuple):
             raise contradiction(name, tensors)
         return module_info(name, tensors, 4, GROUPS[kind], (out, columns))
 
-    def read(self, reader: Reader, name: str, rows: np.ndarray | None = None) -> Fp4Tensor:
+    def read(self, reader: Reader, info: ModuleInfo, rows: np.ndarray | None = None) -> Fp4Tensor:
         """A module, or some of its rows without its bias."""
-        info = reader.modules[name]
+        name = info.name
         kind = _KINDS[info.tensors[self.scales].dtype]
         codes = unpacked(reader.part(name, self.codes, rows))
         scales = checked_scales(kind, reader.part(name, self.scales, rows), info.tensors[self.scales])
-        whole, bias = self.tensor_scales(reader, name)["scale"], reader.bias(name, rows)
+        whole, bias = self.tensor_scales(reader, info)["scale"], reader.bias(name, rows)
         return Fp4Tensor(name, kind, codes, scales, info.group_size, whole, bias=bias)
 
-    def tensor_scales(self, reader: Reader, name: str) -> dict[str, float]:
+    def tensor_scales(self, reader: Reader, module: ModuleInfo) -> dict[str, float]:
         """The scale of a module's whole weight, and that of its activations where there is one."""
         found = {"scale": 1.0}
         for part, key in ((self.whole, "scale"), *((part, "input_scale") for part in INPUTS)):
-            if (info := reader.modules[name].tensors.get(part)) is not None:
+            if (info := module.tensors.get(part)) is not None:
                 value = reader.store.read_float(info.name).reshape(-1)[0]
                 if not (np.isfinite(value) and value > 0):
                     raise BridgeError(f"{info.file}: {info.name} is {value:g}, not a scale; quantize the model again")

@@ -1,7 +1,8 @@
 """Weights of 8-bit floats with scales, read as the float32 values that they represent.
 
     weight            F8_E4M3 or F8_E5M2 [out, in]
-    weight_scale      float [] or [1], [out] or [out, 1], or [out/r, in/c]: one, one a row, one a block
+    weight_scale      float [] or [1], [out] or [out, 1], or [out/r, in/c]: one, one a row, one a block;
+                      of blocks [out/r, 1, in/c, 1] too; uint8 [out, in/32]: exponents, F8_E8M0
     weight_scale_inv  the same under another name; also a factor
     bias              float [out]
 
@@ -64,9 +65,13 @@ def scaled_floats(name: str, tensors: dict[str, TensorInfo], scale: str, block: 
     Raises BridgeError where the shapes do not fit together.
     """
     weight, scales = tensors["weight"], tensors[scale]
-    fits = len(weight.shape) == 2 and 0 not in weight.shape and scales.floating
+    fits = len(weight.shape) == 2 and 0 not in weight.shape and (scales.floating or scales.dtype == "U8")
     found = block_of(weight.shape, scales.shape, block) if fits else None  # type: ignore[arg-type]
-    if found is None or ("bias" in tensors and tensors["bias"].shape != weight.shape[:1]):
+    if (
+        found is None
+        or (scales.dtype == "U8" and found != (1, 32))
+        or ("bias" in tensors and tensors["bias"].shape != weight.shape[:1])
+    ):
         raise contradiction(name, tensors)
     return ScaledFloats(weight, scales, found)
 
@@ -78,6 +83,8 @@ def block_of(shape: tuple[int, int], scale: tuple[int, ...], claimed: tuple[int,
         return out, columns
     if scale == (out,):
         return 1, columns
+    if len(scale) == 4 and scale[1] == scale[3] == 1:  # ModelOpt's blocks of rows and columns
+        scale = scale[0], scale[2]
     if len(scale) != 2:
         return None
     rows = 1 if scale[0] == out else fit_group_size(out, scale[0], claimed[0])
@@ -87,7 +94,7 @@ def block_of(shape: tuple[int, int], scale: tuple[int, ...], claimed: tuple[int,
 
 def spread(scale: np.ndarray, out: int, rows: int) -> np.ndarray:
     """A scale or zero point as stored, `rows` rows of the weight sharing one -> one a row and group, [out, G]."""
-    grid = scale if scale.ndim == 2 else scale.reshape(-1, 1)
+    grid = scale.reshape(len(scale), -1) if scale.ndim > 1 else scale.reshape(-1, 1)
     return grid[np.arange(out) // rows]
 
 

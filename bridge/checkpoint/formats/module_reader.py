@@ -3,12 +3,14 @@
 A module holds codes (ModuleInfo, read as CodedTensor) or is a FloatWeight (8-bit floats with scales: read as float32).
 """
 
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
 import numpy as np
 
+from bridge.checkpoint.files.dtypes import as_float32
 from bridge.checkpoint.files.store import Store, TensorInfo
 from bridge.checkpoint.grouped import CodedTensor
 from bridge.checkpoint.labels.quant_config import QuantConfig
@@ -135,6 +137,19 @@ class Reader:
         """Whether the config names this module as quantized; rules for all linear layers do not count."""
         return self.quant.names(module)
 
+    def claimed_bits(self, module: str) -> int | None:
+        """The bits that the config gives a module; None where it gives none, or `read` notes the difference."""
+        return None
+
+    def disagreements(self) -> list[str]:
+        """Notes for `inspect` on where the config's bits are not those of the codes."""
+        pairs = ((self.claimed_bits(name), info.bits) for name, info in self.modules.items())
+        wrong = Counter((said, bits) for said, bits in pairs if said not in (None, bits))
+        return [
+            f"{count} {'module has' if count == 1 else 'modules have'} codes of {bits} bits, but the label says {said}"
+            for (said, bits), count in wrong.items()
+        ]
+
     def is_plain(self, tensors: dict[str, TensorInfo]) -> bool:
         """Whether these are the parts of a layer that is not quantized."""
         return self.plain.issuperset(tensors)
@@ -191,8 +206,12 @@ def module_info(
 
 
 def finite_scales(store: Store, name: str, rows: tuple[int, int] | None = None) -> np.ndarray:
-    """A stored tensor, or its rows start..stop, as float32. Raises BridgeError if a value is NaN or infinite."""
-    scales = store.read_float(name, rows)
+    """A stored tensor, or its rows start..stop, as float32. Raises BridgeError if a value is NaN or infinite.
+
+    Bytes are exponents, F8_E8M0, as microscaling formats have them.
+    """
+    exponents = store.tensors[name].dtype == "U8"
+    scales = as_float32(store.read(name, rows), "F8_E8M0") if exponents else store.read_float(name, rows)
     if not np.isfinite(scales).all():
         bad = np.count_nonzero(~np.isfinite(scales))
         raise BridgeError(

@@ -6,8 +6,9 @@
     rcp, tp_rank   integers: rcp 1 splits the input's transform into tp_rank blocks, 2 the output's, 0 neither
     bias           float [out]
 
-config.json has `quip_params`; K follows from the size of each module's codes. A plain layout without transforms, whose
-states are not packed, is recognised by its int32 `trellis` or `qweight` [tiles, states], with quantize_config.json.
+config.json has `quip_params`; packed_for_kernel: false there means that no tiles are swizzled. K follows from the size
+of each module's codes. A plain layout without transforms, whose states are not packed, is recognised by its int32
+`trellis` or `qweight` [tiles, states], with quantize_config.json.
 """
 
 from dataclasses import replace
@@ -22,7 +23,7 @@ from bridge.checkpoint.labels.quant_config import QuantConfig, whole_number
 from bridge.errors import BridgeError
 from bridge.trellis.codebooks import QTIP_MODES, BitshiftCodebook
 from bridge.trellis.layer import TrellisLayer
-from bridge.trellis.packed import bits_of, plain_layer, qtip_layer
+from bridge.trellis.packed import bits_of, is_swizzled, looks_random, plain_layer, qtip_layer
 
 _NUMBERS = {"L": 16, "K": 2, "V": 1, "tlut_bits": 0, "td_x": 16, "td_y": 16}  # with what is usual
 _RANKS = 8  # of split_for_tp, if a tuned file lacks tp_rank
@@ -37,7 +38,9 @@ class QtipReader(TrellisReader):
     @classmethod
     def complete(cls, quant: QuantConfig, label: str) -> QuantConfig:
         raw, source = quant.raw, quant.source
-        codebook = str(raw.get("codebook", "bitshift"))
+        codebook = raw.get("codebook")
+        if codebook is None and "decode_mode" in raw:  # as the reference writes it by default
+            codebook = "bitshift"
         if codebook != "bitshift":
             raise BridgeError(
                 f"{source}: codebook {codebook!r} is QuIP#'s or another's, not QTIP's bitshift trellis, and is not "
@@ -49,6 +52,11 @@ class QtipReader(TrellisReader):
             if value is None:
                 raise BridgeError(f"{source}: {key} is {raw[key]!r}, not a whole number; take the model's own config")
             settings[key] = value
+        if not isinstance(raw.get("packed_for_kernel"), bool | None):
+            raise BridgeError(
+                f"{source}: packed_for_kernel is {raw['packed_for_kernel']!r:.80}, must be true or false; take the "
+                "model's own config"
+            )
         mode = str(raw.get("decode_mode", "(none)")).lower()
         if mode not in (*QTIP_MODES, "hyb"):
             raise BridgeError(f"{source}: unknown decode_mode {mode!r}; QTIP has {', '.join(QTIP_MODES)}")
@@ -65,6 +73,10 @@ class QtipReader(TrellisReader):
                 f"{lost[0]}: rcp is missing here and in {len(lost) - 1} more; as split_for_tp says, the transforms of "
                 f"o_proj's and down_proj's inputs and of the others' outputs are taken to be of {_RANKS} blocks"
             )
+
+    def claimed_bits(self, module: str) -> int | None:
+        own = whole_number(self.quant.raw.get(f"K_{module.rpartition('.')[2]}"))
+        return own or self.quant.bits
 
     def required_parts(self, tensors: dict[str, TensorInfo]) -> tuple[str, ...]:
         return "qweight" if "qweight" in tensors else "trellis", "SU", "SV"
@@ -102,11 +114,23 @@ class QtipReader(TrellisReader):
         codes, tile = self.part(name, part), (raw["td_x"], raw["td_y"])
         su, sv, bias = self.vector(name, "SU"), self.vector(name, "SV"), self.bias(name)
         if codes.dtype == np.int16:
-            return qtip_layer(where, codes, book, tile, su, sv, self._blocks(name), bias)
+            packed = raw.get("packed_for_kernel")
+            return qtip_layer(where, codes, book, tile, su, sv, self._blocks(name), bias, packed)
         scale = raw.get("scale", 32.0)
         if isinstance(scale, bool) or not isinstance(scale, (int, float)) or not np.isfinite(scale):
             raise BridgeError(f"{self.quant.source}: scale is {scale!r}, not a number; take the model's own config")
         return plain_layer(where, codes, book, tile, su, sv, float(scale), bias)
+
+    def doubts(self, layer: TrellisLayer) -> tuple[str, ...]:
+        book = layer.book
+        swizzled = layer.step == book.K * book.V and is_swizzled(book, layer.tile)  # states of the plain layout are not
+        told = self.quant.raw.get("packed_for_kernel") is False
+        if told or not swizzled or not looks_random(book, layer.words):
+            return ()
+        return (
+            f"{layer.name}: its codes look random; QTIP's first release packed tiles of 2 bits in an order that is not "
+            "supported: compare some replies with those of the original model",
+        )
 
     def _blocks(self, name: str) -> tuple[int, int]:
         """Blocks of the transforms on the input and the output side."""

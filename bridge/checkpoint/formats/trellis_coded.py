@@ -24,7 +24,11 @@ class TrellisReader(Reader):
     def whole(self, name: str) -> DecodedTensor:
         layer = self.layer(name)
         weights, distortion = layer.dequantize(), layer.book.distortion
-        return DecodedTensor(name, layer.book.K, weights, distortion, self.padding, layer.bias)
+        return DecodedTensor(name, layer.book.K, weights, distortion, self.padding, layer.bias, self.doubts(layer))
+
+    def doubts(self, layer: TrellisLayer) -> tuple[str, ...]:
+        """Notes on whether a layer's codes are what an encoder wrote."""
+        return ()
 
     def label(self, name: str) -> str:
         """A module's file and name, for messages."""

@@ -3,6 +3,7 @@
 quantize_config.json   GPTQModel, AutoGPTQ (no quant_method: gptq)
 quant_config.json      AutoAWQ, llm-awq (w_bit, q_group_size)
 config.json            quantization_config, written by all of them today; QTIP has quip_params
+quantization_config.json   EXL3, a copy with a list of the tensors; counts where the others say nothing
 hf_quant_config.json   ModelOpt: {quantization: {quant_algo: FP8, ...}}; used if the others name no quantization
 
 The first that exists is used, completed from config.json. `unlabelled` is for checkpoints without any.
@@ -71,7 +72,11 @@ def read_quant_config(folder: Path, config: dict[str, Any]) -> QuantConfig:
         if {"bits", "group_size"} <= own.keys() and not own.keys() & {"desc_act", "sym", "zero_point"}:
             raw = {**own, "quant_method": "mlx"}
     if not raw and isinstance(config.get("quip_params"), dict):
-        raw = {"codebook": "(none)", **config["quip_params"], "quant_method": "qtip"}
+        raw = {**config["quip_params"], "quant_method": "qtip"}
+    if not raw:
+        separate = read_json(folder / "quantization_config.json", optional=True)
+        if separate.get("quant_method"):
+            source, raw = folder / "quantization_config.json", separate
     if not raw:
         source = folder / "hf_quant_config.json"
         said = read_json(source, optional=True).get("quantization")

@@ -24,7 +24,7 @@ from bridge.errors import BridgeError
 
 FORMATS = (
     "pack-quantized", "int-quantized", "naive-quantized", "float-quantized", "nvfp4-pack-quantized",
-    "mxfp4-pack-quantized", "dense", "mixed-precision",
+    "mxfp4-pack-quantized", "mxfp8-quantized", "dense", "mixed-precision",
 )  # fmt: skip
 STRATEGIES = ("tensor", "channel", "group", "tensor_group", "block")
 _FOLDED = ("weight_input", "weight_output")  # locations of rotations that are folded into the weights

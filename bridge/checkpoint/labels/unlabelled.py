@@ -6,6 +6,7 @@ from typing import Any
 
 from bridge.checkpoint.files.store import Store
 from bridge.checkpoint.formats.awq import AwqReader
+from bridge.checkpoint.formats.exl3 import Exl3Reader
 from bridge.checkpoint.formats.hqq import HqqReader
 from bridge.checkpoint.formats.legacy import BITS, FloatZerosReader
 from bridge.checkpoint.grouped import fit_group_size
@@ -14,7 +15,7 @@ from bridge.errors import BridgeError
 
 
 def recognise(store: Store, quant: QuantConfig, config: dict[str, Any]) -> QuantConfig:
-    """`quant`, or the tensors' format if `quant` names none: HQQ, llm-awq, float zero points or GPTQ.
+    """`quant`, or the tensors' format if `quant` names none: HQQ, llm-awq, EXL3, float zero points or GPTQ.
 
     `config` is config.json. Raises BridgeError if the tensors fit two formats at once.
     """
@@ -24,6 +25,14 @@ def recognise(store: Store, quant: QuantConfig, config: dict[str, Any]) -> Quant
             return HqqReader.complete(replace(quant, method="hqq"), "")
         if "scaled_zeros" in parts:
             return AwqReader.complete(replace(quant, method="awq"), "llm-awq")
+        if "trellis" in parts and parts & {"suh", "svh", "su", "sv"}:
+            return Exl3Reader.complete(replace(quant, method="exl3"), "")
+        if "trellis" in parts:
+            some = next(info for name, info in store.tensors.items() if name.endswith(".trellis"))
+            raise BridgeError(
+                f"{some.file}: {some.name} is QTIP's, but config.json has no quip_params, which say how it is decoded; "
+                "take the config.json that came with the model"
+            )
     modules = [name.removesuffix(".qweight") for name in store.tensors if name.endswith(".qweight")]
     if quant.method not in (None, "gptq") or not modules:
         return quant

@@ -27,6 +27,7 @@ from bridge.checkpoint.repack.folder_output import FolderOutput
 from bridge.checkpoint.repack.labels import Labels
 from bridge.checkpoint.repack.zero_points import Clamped, ZeroPointPlan
 from bridge.errors import BridgeError, parameter
+from bridge.system.files import expanded
 from bridge.system.text import size_text, summarise_notes
 
 FORMATS = ("gptq", "gptq_v2")
@@ -105,7 +106,7 @@ def repack(
         raise BridgeError(f"gptq_v2 holds every zero point; leave out {parameter('clamp', True)}, which is for v1")
     with open_checkpoint(resolve(source, config), config) as ckpt:
         reader = _reader(ckpt)
-        with FolderOutput(ckpt, Path(out).expanduser(), force) as output:
+        with FolderOutput(ckpt, expanded(out), force) as output:
             plan = ZeroPointPlan(reader, checkpoint_format, clamp)
             labels = Labels(ckpt, plan)
             output.write(plan.changes, labels.files, progress)

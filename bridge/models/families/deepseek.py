@@ -14,7 +14,7 @@ from bridge.models.arguments import Arguments
 from bridge.models.family import EXPERTS, SILU, Family, Row, decoder, gated_mlp, leading, sparse
 from bridge.models.model_config import Config
 from bridge.models.outline import Part
-from bridge.models.rope import yarn_betas
+from bridge.models.rope import rope_rules, yarn_betas
 
 
 def _sizes(config: Config, args: Arguments) -> dict[str, int]:
@@ -47,7 +47,7 @@ def _values(args: Arguments, source: str) -> tuple[Part, ...]:
 
 
 def _latent(config: Config, args: Arguments) -> dict[str, Any]:
-    m, rules = args.sizes, config.get("rope_parameters") or config.get("rope_scaling") or {}
+    m, rules = args.sizes, rope_rules(config)
     scoring = config.get("scoring_func") or ("softmax" if config.get("model_type") == "deepseek_v2" else "sigmoid")
     scaling: dict[str, Any] = {"rope.scaling.attn_factor": None}
     if args.rope.type == "yarn":

@@ -10,6 +10,7 @@ from bridge.errors import BridgeError
 from bridge.models.arguments import Arguments
 from bridge.models.family import NO_BIASES, NO_OTHER, NORM, Expected, Family, Row, attention, decoder, gated_mlp
 from bridge.models.model_config import Config
+from bridge.models.rope import rope_number, rope_rules
 
 _GELU = Expected("hidden_act", ("gelu_pytorch_tanh", "gelu_new"), NO_OTHER)
 _LARGEST = {"gemma2": 46, "gemma3": 62}  # layers of the 27 B models
@@ -41,10 +42,10 @@ def _gemma2(config: Config, args: Arguments) -> dict[str, Any]:
 
 def _gemma3(config: Config, args: Arguments) -> dict[str, Any]:
     _checked(config, args, "gemma3", 6)
-    local = (config.get("rope_parameters") or {}).get("sliding_attention") or {}
+    local = rope_rules(config).get("sliding_attention") or {}
     return {
         "attention.sliding_window": config.integer("sliding_window", 4096),
-        "rope.freq_base_swa": float(local.get("rope_theta") or config.get("rope_local_base_freq", 10000.0)),
+        "rope.freq_base_swa": rope_number(config, local, "rope_theta", config.get("rope_local_base_freq", 10000.0)),
     }
 
 

@@ -32,7 +32,7 @@ GLM4 = Family(
         *attention(bias=configured),
         Row("post_self_attn_layernorm", "hidden"),
         Row("post_attention_layernorm", "hidden"),
-        Row("mlp.gate_up_proj", "inner+inner hidden"),
+        Row("mlp.gate_up_proj", "inner+inner hidden", apart=("mlp.gate_proj", "mlp.up_proj")),
         Row("mlp.down_proj", "hidden inner", columns_of=("mlp.gate_up_proj",)),
         Row("post_mlp_layernorm", "hidden"),
     ),

@@ -24,10 +24,10 @@ PHI3 = Family(
     metadata=_context,
     table=decoder(
         Row("input_layernorm", "hidden"),
-        Row("self_attn.qkv_proj", "q+kv+kv hidden"),
+        Row("self_attn.qkv_proj", "q+kv+kv hidden", apart=tuple(f"self_attn.{part}_proj" for part in "qkv")),
         Row("self_attn.o_proj", "hidden q"),
         Row("post_attention_layernorm", "hidden"),
-        Row("mlp.gate_up_proj", "inner+inner hidden"),
+        Row("mlp.gate_up_proj", "inner+inner hidden", apart=("mlp.gate_proj", "mlp.up_proj")),
         Row("mlp.down_proj", "hidden inner", columns_of=("mlp.gate_up_proj",)),
     ),
 )

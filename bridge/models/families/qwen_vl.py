@@ -12,11 +12,11 @@ from bridge.models.arguments import Arguments
 from bridge.models.families.qwen2 import QWEN2
 from bridge.models.families.qwen3 import QWEN3, QWEN3_MOE
 from bridge.models.model_config import Config
+from bridge.models.rope import rope_rules
 
 
 def _sections(config: Config, _args: Arguments) -> dict[str, Any]:
-    rules = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    sections = rules.get("mrope_section") if isinstance(rules, dict) else None
+    sections = rope_rules(config).get("mrope_section")
     if not isinstance(sections, list) or len(sections) != 3 or not all(type(n) is int for n in sections):
         raise BridgeError(f"{config.path}: the rope parameters' mrope_section is {sections!r}, must be three counts")
     return {"rope.dimension_sections": [*sections, 0]}
