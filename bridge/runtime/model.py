@@ -263,19 +263,20 @@ class Model:
 
     def chat_tokens(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
         """A conversation as token ids, up to where the reply begins."""
-        from bridge.gguf_file.chat_template import TemplateFailed, compile_template
+        from bridge.gguf_file.chat_template import TemplateFailed, render_chats
 
+        plain = isinstance(messages, Sequence) and not isinstance(messages, str | bytes)
+        if not plain or not all(isinstance(message, Mapping) for message in messages):
+            raise BridgeError('the messages of a chat must be a list: [{"role": "user", "content": "..."}, ...]')
         if self.chat_template is None:
             raise BridgeError(
                 f"{self.path}: the file has no chat template; give the whole prompt as a text, to `gguf-bridge run -p` "
                 "without --chat or to Model.generate"
             )
-        bos = self.tokenizer.text(self.tokenizer.bos)
-        try:
-            render = compile_template(self.chat_template, bos, self.tokenizer.text(self.tokenizer.eos))
-            text = render(messages, True)
-        except TemplateFailed as problem:
-            raise BridgeError(f"{self.path}: the chat template cannot be used: {problem}") from problem
+        bos, eos = self.tokenizer.text(self.tokenizer.bos), self.tokenizer.text(self.tokenizer.eos)
+        (text,) = render_chats(self.chat_template, [(messages, True)], {"bos_token": bos, "eos_token": eos})
+        if isinstance(text, TemplateFailed):
+            raise BridgeError(f"{self.path}: the chat template cannot be used: {text}") from text
         return self.tokenizer.encode(text, add_special=not (bos and text.startswith(bos)))
 
     def _checked(self, tokens: Sequence[int], max_tokens: int = 0) -> list[int]:

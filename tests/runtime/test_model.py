@@ -235,8 +235,14 @@ def test_a_conversation_goes_through_the_files_template(model: Model, path: Path
     assert tokens.count(0) == 2
     assert "".join(loaded.chat(messages, 8, temperature=0)) == "".join(loaded.generate(tokens, 8, temperature=0))
     broken = bridge.Model.load(changed(path, tmp_path / "broken.gguf", chat_template="{{ raise_exception('no') }}"))
-    with pytest.raises(BridgeError, match="chat template cannot be used"):
+    with pytest.raises(BridgeError, match="chat template cannot be used: it fails with: no"):
         broken.chat(messages)
+
+
+@pytest.mark.parametrize("messages", ["hello", {"role": "user", "content": "hello"}, ["hello"], None, 5])
+def test_messages_that_are_no_list_of_messages_are_refused(messages: Any, model: Model) -> None:
+    with pytest.raises(BridgeError, match=r'the messages of a chat must be a list: \[\{"role": "user"'):
+        model.chat(messages)
 
 
 # --- perplexity ---
