@@ -11,6 +11,7 @@ from typing import Any
 from bridge.cli.options import add_options, command, given
 from bridge.cli.terminal import generated
 from bridge.errors import BridgeError
+from bridge.gguf_file.reader import LOADS
 from bridge.runtime.sampling import Sampling
 from bridge.system.text import tell
 
@@ -105,6 +106,10 @@ def _parser(commands: Any, name: str, help: str, handler: Any) -> argparse.Argum
         help="precision of activations (default: int8, as in llama.cpp)",
     )  # fmt: skip
     parser.add_argument(
+        "--load", default="mmap", choices=LOADS,
+        help="mmap, or memory: read the whole file, which others may then truncate or overwrite (default: mmap)",
+    )  # fmt: skip
+    parser.add_argument(
         "--device", default="cpu", help="cpu, cuda, cuda:1 ..., or auto: cuda if possible (default: cpu)"
     )
     return parser
@@ -113,7 +118,7 @@ def _parser(commands: Any, name: str, help: str, handler: Any) -> argparse.Argum
 def _load(a: argparse.Namespace, path: Path, context: int | None) -> Any:
     from bridge.runtime.model import Model
 
-    model = Model.load(path, a.threads, a.kv, context, a.precision, a.device)
+    model = Model.load(path, a.threads, a.kv, context, a.precision, a.device, a.load)
     if model.note:
         tell(model.note)
     if model.context > model.config.context:

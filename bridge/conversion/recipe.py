@@ -12,9 +12,9 @@ Explicit options for single tensors win over `--type`, the most specific first: 
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from bridge.blocks import BLOCKS, FP4, TYPES
 from bridge.encode.limits import CARRIED_LIMIT, REQUANTIZED_LIMIT
@@ -118,7 +118,12 @@ class Recipe:
             given = parameter("actorder_type", self.actorder_type)
             raise BridgeError(f"{given}: is not a block type; choose one of {', '.join(BLOCKS)}")
         checked = []
-        for pattern, name in self.tensor_types:
+        asked: Any = self.tensor_types  # or a dict of them
+        pairs = list(asked.items() if isinstance(asked, Mapping) else asked)
+        for each in pairs:
+            if not isinstance(each, tuple | list) or [type(text) for text in each] != [str, str]:
+                raise BridgeError(f"{parameter('tensor_types')} {each!r}: must be a regular expression and a type")
+        for pattern, name in pairs:
             try:
                 re.compile(pattern)
             except re.error as problem:

@@ -1,46 +1,65 @@
-"""Jinja chat templates, rendered in the same kind of environment as in transformers: sandboxed and immutable."""
+"""Jinja chat templates, rendered as transformers does, in a process with limits: see `chat_renderer`."""
 
 import json
-import re
-from collections.abc import Callable, Mapping, Sequence
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
-_GENERATION = re.compile(r"\{%-?\s*(end)?generation\s*-?%\}")  # marks for training, not part of jinja
+from bridge.gguf_file.chat_renderer import CPU_SECONDS, MEMORY
 
-Render = Callable[[Sequence[Mapping[str, Any]], bool], str]
+_SECONDS = 60  # of a process that the system gives no limit of its own
+
+Conversation = tuple[
+    Sequence[Mapping[str, Any]], bool
+]  # messages as {"role", "content"}; whether to prompt for a reply
 
 
 class TemplateFailed(Exception):
-    """The template cannot be read, or does not accept the conversation."""
+    """The template cannot be read, does not accept the conversation, or runs into a limit."""
 
 
-def compile_template(template: str, bos: str, eos: str) -> Render:
-    """A function (messages as {"role", "content"}, whether to prompt for a reply) -> text.
+def render_chats(
+    template: str, conversations: Sequence[Conversation], tokens: Mapping[str, str], dated: bool = True
+) -> list[str | TemplateFailed]:
+    """The text of each conversation, or why there is none; one process, about 0.1 s, renders them all.
 
-    bos, eos  texts of the tokens, which templates refer to
-
-    Raises TemplateFailed, and so does the function.
+    tokens  texts of the special tokens that templates refer to: {"bos_token": "<s>", "eos_token": "</s>"}
+    dated   whether templates may ask for today's date; those that can do without then have one of their own
     """
-    import jinja2
-    from jinja2.ext import loopcontrols
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
-
-    def refuse(message: str) -> None:
-        raise jinja2.TemplateError(message)
-
-    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
-    environment.filters["tojson"] = lambda value, indent=None: json.dumps(value, ensure_ascii=False, indent=indent)
-    environment.globals["raise_exception"] = refuse
+    request = {
+        "path": sys.path,
+        "limits": [CPU_SECONDS, MEMORY],
+        "template": template,
+        "variables": tokens,
+        "dated": dated,
+        "conversations": [[[dict(message) for message in messages], prompt] for messages, prompt in conversations],
+    }
     try:
-        compiled = environment.from_string(_GENERATION.sub("", template))
-    except jinja2.TemplateError as error:
-        raise TemplateFailed(f"jinja cannot read it: {error}") from error
+        answers = json.loads(_answer(json.dumps(request).encode()))
+    except TemplateFailed as failure:
+        return [failure] * len(conversations)
+    except (TypeError, ValueError, RecursionError) as problem:
+        return [TemplateFailed(f"the messages are not plain data: {problem}")] * len(conversations)
+    return [text if rendered else TemplateFailed(text) for rendered, text in answers]
 
-    def render(messages: Sequence[Mapping[str, Any]], prompt: bool) -> str:
-        try:
-            turns, known = [dict(message) for message in messages], {"bos_token": bos, "eos_token": eos}
-            return compiled.render(messages=turns, add_generation_prompt=prompt, tools=None, documents=None, **known)
-        except Exception as error:  # a template's code may raise anything
-            raise TemplateFailed(f"it fails with: {str(error) or type(error).__name__}") from error
 
-    return render
+def _answer(request: bytes) -> bytes:
+    """What the process that renders writes."""
+    script = Path(__file__).with_name("chat_renderer.py")
+    command = [sys.executable or "python3", "-I", "-S", str(script)]  # it gets this process's path
+    try:
+        done = subprocess.run(
+            command, input=request, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, timeout=_SECONDS
+        )
+    except OSError as problem:
+        raise TemplateFailed(f"the process that renders it cannot be started: {problem.strerror}") from problem
+    except subprocess.TimeoutExpired:
+        raise TemplateFailed(f"it runs for more than {_SECONDS} seconds") from None
+    if done.returncode == -getattr(signal, "SIGXCPU", 0):
+        raise TemplateFailed(f"it runs for more than {CPU_SECONDS} seconds")
+    if done.returncode:
+        raise TemplateFailed(f"the process that renders it ended with {done.returncode}")
+    return done.stdout

@@ -2,6 +2,9 @@
 
 Opening costs a few milliseconds plus a walk over the vocabulary (40 ms for 150,000 tokens); weights are read from disk
 when they are first used. A mapping lives as long as any tensor or undecoded metadata that refers to it.
+
+A file that is truncated while it is mapped ends the process with SIGBUS when a page that is gone is used, in the middle
+of a kernel: no check can prevent it, and no error can be raised there. `load="memory"` reads the files instead.
 """
 
 import mmap
@@ -12,9 +15,11 @@ from pathlib import Path
 
 import numpy as np
 
-from bridge.errors import BridgeError
+from bridge.errors import BridgeError, parameter
 from bridge.gguf_file.header import Metadata, read_header
 from bridge.system.files import missing
+
+LOADS = ("mmap", "memory")
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,13 +62,17 @@ class StoredModel:
         return scale.raw.view(np.float32)
 
 
-def read_gguf(path: str | Path) -> StoredModel:
-    """Map a GGUF file, or all shards of one, any of which may be named.
+def read_gguf(path: str | Path, load: str = "mmap") -> StoredModel:
+    """Open a GGUF file, or all shards of one, any of which may be named.
+
+    load  "mmap" maps the files; "memory" reads them, for files that others may truncate or overwrite meanwhile
 
     Raises BridgeError if a file is missing, truncated, damaged or of an unknown version.
     """
+    if load not in LOADS:
+        raise BridgeError(f"unknown load {load!r}: choose {' or '.join(LOADS)}")
     files = shards(Path(path))
-    headers = [_read(file) for file in files]
+    headers = [_read(file, load) for file in files]
     metadata = headers[0][0]
     if len(files) == 1 and (metadata.get("split.count") or 1) != 1:
         raise BridgeError(f"{path}: one of {metadata['split.count']} shards, but its name does not say which")
@@ -89,23 +98,29 @@ def shards(path: Path) -> list[Path]:
     return files
 
 
-def _read(path: Path) -> tuple[Metadata, list[StoredTensor]]:
-    data = _map(path)
+def _read(path: Path, load: str) -> tuple[Metadata, list[StoredTensor]]:
+    data = _open(path, load)
     metadata, entries = read_header(data, path)
     return metadata, [
         StoredTensor(e.name, e.type, e.shape, np.frombuffer(data, np.uint8, e.nbytes, e.start)) for e in entries
     ]
 
 
-def _map(path: Path) -> mmap.mmap:
+def _open(path: Path, load: str) -> mmap.mmap | bytes:
     try:
         with open(path, "rb") as file:
-            if os.fstat(file.fileno()).st_size < 24:
+            size = os.fstat(file.fileno()).st_size
+            if size < 24:
                 raise BridgeError(f"{path}: not a GGUF file (shorter than a header)")
+            if load == "memory":
+                return file.read()
             return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     except FileNotFoundError:
         raise missing(path) from None
     except IsADirectoryError:
         raise BridgeError(f"{path}: is a folder, not a GGUF file; `gguf-bridge convert` makes one") from None
+    except MemoryError:
+        fact, instead = f"reading {size / 1e9:.1f} GB takes more memory than there is", parameter("load", LOADS[0])
+        raise BridgeError(f"{path}: {fact}; use {instead}") from None
     except (OSError, ValueError) as problem:
         raise BridgeError(f"{path}: {getattr(problem, 'strerror', None) or problem}") from problem

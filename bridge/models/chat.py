@@ -17,9 +17,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from bridge.gguf_file.chat_template import TemplateFailed, compile_template
+from bridge.gguf_file.chat_template import TemplateFailed, render_chats
 
-_SYSTEM, _USERS, _REPLIES = "Systemprobe0", ("Userprobe1", "Userprobe2", "Userprobe3"), ("Replyprobe1", "Replyprobe2")
+_USERS, _REPLIES = ("Userprobe1", "Userprobe2", "Userprobe3"), ("Replyprobe1", "Replyprobe2")
+_TURNS = (
+    ("user", _USERS[0]), ("assistant", _REPLIES[0]), ("user", _USERS[1]), ("assistant", _REPLIES[1]),
+    ("user", _USERS[2]),
+)  # fmt: skip
+_SYSTEM = ("system", "Systemprobe0")
 
 Messages = Sequence[tuple[str, str]]  # (role, content)
 
@@ -89,11 +94,9 @@ def take_apart(template: str, bos: str, eos: str, strip_bos: bool) -> ChatParts:
 
 def _verify(parts: ChatParts, render: Any, bos: str) -> None:
     """Raise NotUnderstood unless the parts give the same text as jinja for conversations of up to three turns."""
-    user, reply = _USERS, _REPLIES
-    turns = [("user", user[0]), ("assistant", reply[0]), ("user", user[1]), ("assistant", reply[1]), ("user", user[2])]
-    conversations: list[Messages] = [turns[:1], turns[:3], turns]
+    conversations: list[Messages] = [_TURNS[:n] for n in (1, 3, 5)]
     if parts.layout != "none":
-        conversations += [[("system", _SYSTEM), *turns[:n]] for n in (1, 3, 5)]
+        conversations += [(_SYSTEM, *turns) for turns in conversations]
     for messages in conversations:
         if parts.render(messages) != render(messages, True).removeprefix(bos):
             raise NotUnderstood(f"a conversation of {len(messages)} messages is not the sum of its turns")
@@ -101,7 +104,7 @@ def _verify(parts: ChatParts, render: Any, bos: str) -> None:
 
 def _read_parts(render: Any, bos: str) -> ChatParts:
     user, reply = _USERS, _REPLIES
-    one, two = [("user", user[0])], [("user", user[0]), ("assistant", reply[0]), ("user", user[1])]
+    one, two = _TURNS[:1], _TURNS[:3]
     head, after_first = _cut(render(one, True).removeprefix(bos), user[:1])
     after_user = _cut(render(one, False).removeprefix(bos), user[:1])[1]
     start, to_reply, between, tail = _cut(render(two, True).removeprefix(bos), (user[0], reply[0], user[1]))
@@ -120,7 +123,7 @@ def _read_parts(render: Any, bos: str) -> ChatParts:
     opening = head[: len(head) - len(before_user)]
     common = (before_user, after_user, before_reply, ended, after_first[len(after_user) :], turn_bos)
     try:
-        before, after, _ = _cut(render([("system", _SYSTEM), *one], True).removeprefix(bos), (_SYSTEM, user[0]))
+        before, after, _ = _cut(render((_SYSTEM, *one), True).removeprefix(bos), (_SYSTEM[1], user[0]))
     except NotUnderstood:
         return ChatParts("none", opening, "", "", *common)
     if after.endswith(before_user):
@@ -142,17 +145,27 @@ def _cut(text: str, marks: Sequence[str]) -> list[str]:
 
 
 def _renderer(template: str, bos: str, eos: str) -> Callable[[Messages, bool], str]:
-    """A function (messages, prompt for a reply) -> text; NotUnderstood if the template fails."""
+    """A function (messages, prompt for a reply) -> text; NotUnderstood if the template fails.
+
+    It knows the conversations of _TURNS, with and without a system message. No template gets a date, which would stay
+    in the parts.
+    """
+    known = [
+        ((*first, *_TURNS[:n]), prompt)
+        for first in ((), (_SYSTEM,))
+        for n in range(1, len(_TURNS) + 1)
+        for prompt in (True, False)
+    ]
+    entries = [
+        ([{"role": role, "content": content} for role, content in messages], prompt) for messages, prompt in known
+    ]
+    texts = render_chats(template, entries, {"bos_token": bos, "eos_token": eos}, dated=False)
+    found = dict(zip(known, texts, strict=True))
 
     def render(messages: Messages, prompt: bool) -> str:
-        entries = [{"role": role, "content": content} for role, content in messages]
-        try:
-            return compiled(entries, prompt)
-        except TemplateFailed as error:
-            raise NotUnderstood(str(error)) from error
+        text = found[tuple(messages), prompt]
+        if isinstance(text, TemplateFailed):
+            raise NotUnderstood(str(text))
+        return text
 
-    try:
-        compiled = compile_template(template, bos, eos)
-    except TemplateFailed as error:
-        raise NotUnderstood(str(error)) from error
     return render

@@ -13,9 +13,8 @@ at once, each in a thread of its own. Tokens with which the call before began as
 """
 
 import operator
-import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -31,9 +30,12 @@ from bridge.runtime.reader import GGUFFile, open_gguf
 from bridge.runtime.sampling import Sampler, Sampling
 from bridge.runtime.tokenizer import Tokenizer, common_prefix
 from bridge.system.devices import choose, cpu_note, cuda
+from bridge.system.fork_locks import ForkLock
 from bridge.system.operands import check_precision
+from bridge.system.options import check_integer
 
 DEFAULT_CONTEXT = 4096  # tokens, where the model was trained for more
+_LONGEST_CONTEXT = 1 << 24  # tokens, more than any model was trained for
 
 
 @dataclass
@@ -63,7 +65,7 @@ class Model:
         self.tokenizer = Tokenizer(file.metadata)
         self.timing = Timing()
         self._file = file
-        self._lock = threading.Lock()  # held while something is computed
+        self._lock = ForkLock()  # held while something is computed
         self._turn = 0  # number of the last call: it has the context
         self._decoder = self._decoder_on(device, file, kv, precision)
         if len(self.tokenizer) > self._decoder.vocab:
@@ -81,6 +83,7 @@ class Model:
         context: int | None = None,
         precision: str = "int8",
         device: Any = "cpu",
+        load: str = "mmap",
     ) -> Self:
         """Open a GGUF of an architecture that `decoder_config.ARCHITECTURES` names; on CUDA of Llama, Mistral and Qwen.
 
@@ -90,20 +93,20 @@ class Model:
         precision  "int8" rounds activations to 8 bits in blocks, as ggml does; "f32" does not
         device     "cpu", "cuda", "cuda:1" ..., or "auto": CUDA where it can be used, else `note` says why not;
                    or torch's device
+        load       "mmap", or "memory" for a file that others may truncate or overwrite meanwhile; see `open_gguf`
 
         Raises:
             BridgeError: no such file, a damaged one, an architecture or a tokenizer that is unknown here; a device
                 that is missing or has too little memory.
         """
         check_precision(precision)
-        for name, value in (("context", context), ("threads", threads)):
-            if value is not None and value < 1:
-                raise BridgeError(f"{parameter(name, value)}: must be at least 1")
+        if context is not None:
+            check_integer("context", context, 1, _LONGEST_CONTEXT)
         if threads is not None:
             from bridge.system import pool
 
             pool.set_num_threads(threads)
-        return cls(open_gguf(path), kv, context, precision, str(device))
+        return cls(open_gguf(path, load), kv, context, precision, str(device))
 
     def _decoder_on(self, device: str, file: GGUFFile, kv: str, precision: str) -> Any:
         """The decoder on a device; "auto" leaves a note where it is the CPU."""
@@ -115,7 +118,12 @@ class Model:
                 if device != "auto":
                     raise
                 self.note = cpu_note(problem)
-        return Decoder(file, self.config, self.context, kv, precision)
+        try:
+            return Decoder(file, self.config, self.context, kv, precision)
+        except MemoryError as problem:
+            raise BridgeError(
+                f"{parameter('context', self.context)}: takes more memory than there is; choose a shorter one"
+            ) from problem
 
     @property
     def device(self) -> str:
@@ -153,8 +161,8 @@ class Model:
     def logits(self, tokens: Sequence[int], last: int | None = None) -> np.ndarray:
         """float32 [tokens, vocab]: what follows each position (of the `last` ones only), from an empty context."""
         ids = self._checked(tokens)
-        if last is not None and last < 1:
-            raise BridgeError(f"{parameter('last', last)}: must be at least 1")
+        if last is not None:
+            check_integer("last", last, 1)
         with self._lock:
             self._turn += 1
             self._decoder.begin()
@@ -221,7 +229,7 @@ class Model:
         if isinstance(prompts, str | bytes):
             raise BridgeError(f"prompts is a {type(prompts).__name__}; must be a list of texts or token ids")
         prompts = list(prompts)
-        limits = [max_tokens] * len(prompts) if isinstance(max_tokens, int) else list(max_tokens)
+        limits: list[Any] = list(max_tokens) if isinstance(max_tokens, Iterable) else [max_tokens] * len(prompts)
         ends = [None] * len(prompts) if stops is None else list(stops)
         if not len(prompts) == len(limits) == len(ends):
             counts = f"{len(prompts)} prompts, {len(limits)} max_tokens, {len(ends)} stops"
@@ -263,24 +271,24 @@ class Model:
 
     def chat_tokens(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
         """A conversation as token ids, up to where the reply begins."""
-        from bridge.gguf_file.chat_template import TemplateFailed, compile_template
+        from bridge.gguf_file.chat_template import TemplateFailed, render_chats
 
+        plain = isinstance(messages, Sequence) and not isinstance(messages, str | bytes)
+        if not plain or not all(isinstance(message, Mapping) for message in messages):
+            raise BridgeError('the messages of a chat must be a list: [{"role": "user", "content": "..."}, ...]')
         if self.chat_template is None:
             raise BridgeError(
                 f"{self.path}: the file has no chat template; give the whole prompt as a text, to `gguf-bridge run -p` "
                 "without --chat or to Model.generate"
             )
-        bos = self.tokenizer.text(self.tokenizer.bos)
-        try:
-            render = compile_template(self.chat_template, bos, self.tokenizer.text(self.tokenizer.eos))
-            text = render(messages, True)
-        except TemplateFailed as problem:
-            raise BridgeError(f"{self.path}: the chat template cannot be used: {problem}") from problem
+        bos, eos = self.tokenizer.text(self.tokenizer.bos), self.tokenizer.text(self.tokenizer.eos)
+        (text,) = render_chats(self.chat_template, [(messages, True)], {"bos_token": bos, "eos_token": eos})
+        if isinstance(text, TemplateFailed):
+            raise BridgeError(f"{self.path}: the chat template cannot be used: {text}") from text
         return self.tokenizer.encode(text, add_special=not (bos and text.startswith(bos)))
 
     def _checked(self, tokens: Sequence[int], max_tokens: int = 0) -> list[int]:
-        if max_tokens < 0:
-            raise BridgeError(f"{parameter('max_tokens', max_tokens)}: must be at least 0")
+        check_integer("max_tokens", max_tokens, 0)
         try:
             if isinstance(tokens, (str, bytes)):
                 raise TypeError
@@ -323,7 +331,7 @@ class Model:
             kept = timing.kept_tokens = common_prefix(decoder.read, ids[:-1])
             drawn = decoder.draw(ids, sampler, kept)
         begun = time.perf_counter() - decoder.preparing
-        for made, token in enumerate(islice(self._in_turn(drawn, turn), max_tokens)):
+        for made, token in enumerate(islice(self._in_turn(drawn, turn), min(max_tokens, self.context))):
             now = time.perf_counter() - decoder.preparing
             if made == 0:
                 timing.prompt_seconds, begun = now - begun, now

@@ -31,8 +31,13 @@ class QuantTensor:
     def __init__(self, name: str, type: str, shape: tuple[int, ...], raw: np.ndarray):
         from bridge.blocks.ggml import GGML_QUANT_SIZES, GGMLQuantizationType
 
+        if type not in GGMLQuantizationType.__members__:
+            known = ", ".join(GGMLQuantizationType.__members__)
+            raise BridgeError(f"{name}: unknown type {type!r}: choose one of {known}")
+        if not isinstance(raw, np.ndarray) or raw.dtype != np.uint8:
+            raise BridgeError(f"{name}: raw must be a numpy array of uint8")
         size, nbytes = GGML_QUANT_SIZES[GGMLQuantizationType[type]]
-        if not shape or shape[-1] % size or raw.dtype != np.uint8 or raw.size != math.prod(shape) // size * nbytes:
+        if not shape or min(shape) < 1 or shape[-1] % size or raw.size != math.prod(shape) // size * nbytes:
             raise BridgeError(f"{name}: {raw.size} bytes are not {type} of shape {list(shape)}")
         self.name, self.type, self.shape = name, type, tuple(shape)
         self.raw = raw.reshape(-1)

@@ -31,9 +31,9 @@ class GGUFFile(Mapping[str, QuantTensor]):
     metadata: Metadata
     tensors: dict[str, QuantTensor]
 
-    def __init__(self, path: str | Path):
+    def __init__(self, path: str | Path, load: str = "mmap"):
         self.path = Path(path)
-        stored = read_gguf(self.path)
+        stored = read_gguf(self.path, load)
         self.metadata = stored.metadata
         self.tensors = {}
         for name, t in stored.tensors.items():
@@ -83,9 +83,12 @@ class GGUFFile(Mapping[str, QuantTensor]):
         return f"GGUFFile({str(self.path)!r}, {len(self.tensors)} tensors, {self.nbytes / 1e6:.1f} MB)"
 
 
-def open_gguf(path: str | Path) -> GGUFFile:
-    """Map a GGUF file, or all shards of one, any of which may be named.
+def open_gguf(path: str | Path, load: str = "mmap") -> GGUFFile:
+    """Open a GGUF file, or all shards of one, any of which may be named.
+
+    load  "mmap" maps the files: pages are read when they are used, and the process ends with SIGBUS if a file is
+          truncated meanwhile; "memory" reads them whole now, which takes as much memory
 
     Raises BridgeError if a file is missing, truncated, damaged or of an unknown version.
     """
-    return GGUFFile(path)
+    return GGUFFile(path, load)

@@ -16,12 +16,14 @@ from typing import Any
 import numpy as np
 
 from bridge.errors import BridgeError, parameter
-from bridge.system.options import option
+from bridge.system.options import check_integer, is_integer, is_number, option
+
+_MOST_TOKENS = 1 << 31  # more than any vocabulary or context has
 
 
 def _id_and_bias(text: str) -> tuple[int, float]:
     """Of "15043-1.5": the token, and the number that is added to its logit."""
-    token, added = re.fullmatch(r"(\d*)(.*)", text, re.DOTALL).groups()  # type: ignore[union-attr]
+    token, added = re.fullmatch(r"([0-9]*)(.*)", text, re.DOTALL).groups()  # type: ignore[union-attr]
     try:
         return int(token), float(added if added[:1] in ("+", "-") else "")
     except ValueError:
@@ -56,6 +58,12 @@ class Sampling:
     )  # fmt: skip
 
     def __post_init__(self) -> None:
+        for name in ("top_k", "seed", "repeat_last_n"):
+            if not is_integer(value := getattr(self, name)) and (name, value) != ("seed", None):
+                raise BridgeError(f"{parameter(name, value)}: must be an integer")
+        for name in ("temperature", "top_p", "min_p", "repeat_penalty"):
+            if not is_number(value := getattr(self, name)):
+                raise BridgeError(f"{parameter(name, value)}: must be a number")
         ranges: dict[str, tuple[bool, str]] = {
             "temperature": (self.temperature >= 0, "at least 0"),
             "top_k": (self.top_k >= 0, "at least 0"),
@@ -68,10 +76,14 @@ class Sampling:
         for name, (fits, range) in ranges.items():
             if not fits:
                 raise BridgeError(f"{parameter(name)} {getattr(self, name)}: must be {range}")
-        for token, bias in self.biases.items():
-            if isinstance(token, bool) or not isinstance(token, int | np.integer) or token < 0:
+        try:
+            biases = self.biases
+        except (TypeError, ValueError):
+            raise BridgeError(f"{parameter('logit_bias', self.logit_bias)}: must be {{token id: number}}") from None
+        for token, bias in biases.items():
+            if not is_integer(token) or not 0 <= token < _MOST_TOKENS:
                 raise BridgeError(f"{parameter('logit_bias')} of token {token!r}: the key must be a token id")
-            if not bias < math.inf:
+            if not is_number(bias) or not bias < math.inf:
                 raise BridgeError(f"{parameter('logit_bias')} {bias} of token {token}: must be a number or -inf")
 
     @property
@@ -104,13 +116,13 @@ class Sampler:
     """
 
     def __init__(self, how: Sampling, logprobs: int | None = None):
-        if logprobs is not None and logprobs < 0:
-            raise BridgeError(f"{parameter('logprobs')} {logprobs}: must be at least 0")
+        if logprobs is not None:
+            check_integer("logprobs", logprobs, 0)
         self.how = how
         self.probabilities: Probabilities | None = None  # of the last draw
         self._logprobs = logprobs
         self._random = np.random.default_rng(how.seed)
-        self._seen: deque[int] = deque(maxlen=how.repeat_last_n if how.repeat_last_n >= 0 else None)
+        self._seen: deque[int] = deque(maxlen=how.repeat_last_n if 0 <= how.repeat_last_n < _MOST_TOKENS else None)
         bias = how.biases
         self._biased = np.array(list(bias), np.int64)
         self._bias = np.array(list(bias.values()), np.float32)

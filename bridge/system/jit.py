@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import numba
+from numba.core.compiler_lock import global_compiler_lock
 
 import bridge
 from bridge.errors import BridgeError
@@ -26,6 +27,13 @@ from bridge.system.folder_locks import lock_shared, remove_if_unlocked
 from bridge.system.text import tell
 
 _KEPT_CACHES = 3  # caches of other checkouts or versions that are not removed
+
+if hasattr(os, "register_at_fork"):  # a fork waits for a thread that compiles: no one would finish it in the child
+    os.register_at_fork(
+        before=global_compiler_lock.acquire,
+        after_in_parent=global_compiler_lock.release,
+        after_in_child=global_compiler_lock.release,
+    )
 
 
 def _cache_dir() -> Path:

@@ -12,7 +12,10 @@ import argparse
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import MISSING, field
+from numbers import Integral, Real
 from typing import Any, NamedTuple
+
+from bridge.errors import BridgeError, parameter
 
 
 class Flag(NamedTuple):
@@ -49,6 +52,31 @@ def option(
     return field(default=default, metadata=metadata) if default is not MISSING else field(metadata=metadata)
 
 
+def check_integer(name: str, value: Any, least: int, most: int | None = None) -> None:
+    """Raise BridgeError unless an argument is an integer of this range."""
+    if not is_integer(value):
+        raise BridgeError(f"{parameter(name, value)}: must be an integer")
+    if value < least or (most is not None and value > most):
+        range = f"at least {least}" if most is None else f"between {least} and {most}"
+        raise BridgeError(f"{parameter(name, value)}: must be {range}")
+
+
+def is_integer(value: Any) -> bool:
+    """Whether a value is an integer, Python's or numpy's."""
+    return isinstance(value, Integral) and not isinstance(value, bool)
+
+
+def is_number(value: Any) -> bool:
+    """Whether a value is a real number, Python's or numpy's, that a float can hold."""
+    if isinstance(value, bool) or not isinstance(value, Real):
+        return False
+    try:
+        float(value)
+    except OverflowError:
+        return False
+    return True
+
+
 def positive(text: str) -> int:
     """A count of at least 1."""
     if not text.isascii() or not text.isdecimal() or not int(text):
@@ -82,7 +110,7 @@ def pair(text: str) -> tuple[str, str]:
 
 def share(text: str) -> tuple[int, int]:
     """(3, 12) of "3/12"."""
-    match = re.fullmatch(r"(\d+)/(\d+)", text)
+    match = re.fullmatch(r"([0-9]+)/([0-9]+)", text)
     if not match:
         raise argparse.ArgumentTypeError(f"{text!r} is not I/N such as 3/12")
     return int(match[1]), int(match[2])

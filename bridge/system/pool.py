@@ -13,6 +13,7 @@ is free takes the next chunk, the calling thread among them.
 
 import os
 import platform
+import re
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -22,9 +23,12 @@ from llvmlite import ir
 from numba.core import types
 from numba.extending import intrinsic
 
-from bridge.errors import BridgeError, parameter
+from bridge.errors import BridgeError
 from bridge.system.cpus import usable_cpus
+from bridge.system.fork_locks import ForkLock
 from bridge.system.jit import inner, kernel
+from bridge.system.options import check_integer
+from bridge.system.row_threads import thread_limit
 
 _intrinsic: Any = intrinsic  # mypy takes it for a function of its typing context
 _function: Any = types.ExternalFunction
@@ -233,9 +237,13 @@ class Pool:
         if threads > 1:
             self.state = -(-address // 64) * 64
             _init(self.state)
-            for number in range(threads - 1):
-                worker = threading.Thread(target=_work, args=(self,), name=f"gguf-bridge-{number}", daemon=True)
-                worker.start()
+            try:
+                with thread_limit():
+                    for number in range(threads - 1):
+                        threading.Thread(target=_work, args=(self,), name=f"gguf-bridge-{number}", daemon=True).start()
+            except BridgeError:
+                self.stop()
+                raise
 
     def stop(self) -> None:
         """Let the workers end."""
@@ -257,7 +265,7 @@ def _stop(state):
 
 _pool: Pool | None = None
 _wanted: int | None = None
-_choosing = threading.Lock()  # held while the two change
+_choosing = ForkLock()  # held while the two change
 
 
 def get_num_threads() -> int:
@@ -267,7 +275,7 @@ def get_num_threads() -> int:
     configured = os.environ.get("BRIDGE_THREADS", "")
     if not configured:
         return usable_cpus()
-    if not configured.isdecimal() or not 1 <= int(configured) <= _MAX_THREADS:
+    if not re.fullmatch(r"[0-9]{1,9}", configured) or not 1 <= int(configured) <= _MAX_THREADS:
         raise BridgeError(f"BRIDGE_THREADS={configured}: must be between 1 and {_MAX_THREADS}")
     return int(configured)
 
@@ -275,8 +283,7 @@ def get_num_threads() -> int:
 def set_num_threads(threads: int) -> None:
     """Use that many threads from the next product on."""
     global _wanted, _pool
-    if not 1 <= threads <= _MAX_THREADS:
-        raise BridgeError(f"{parameter('threads', threads)}: must be between 1 and {_MAX_THREADS}")
+    check_integer("threads", threads, 1, _MAX_THREADS)
     with _choosing:
         _wanted, old = threads, _pool
         if old is None or old.threads == threads:
@@ -313,9 +320,8 @@ def share(worth: bool, function: Callable[..., None], *arguments: Any) -> None:
 
 
 def _after_fork() -> None:
-    global _pool, _choosing
+    global _pool
     _pool = None  # its workers are the parent's
-    _choosing = threading.Lock()  # its holder may be one of the parent's threads
 
 
 if hasattr(os, "register_at_fork"):

@@ -2,10 +2,12 @@
 
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from itertools import pairwise
 
 import numpy as np
 
+from bridge.errors import BridgeError
 from bridge.system.cpus import usable_cpus
 
 _TILE = 512
@@ -24,8 +26,21 @@ def over_rows(rows: int, work: Callable[[slice], object]) -> None:
     if len(parts) == 1:
         work(parts[0])
         return
-    with ThreadPoolExecutor(len(parts)) as pool:
+    with thread_limit(), ThreadPoolExecutor(len(parts)) as pool:
         list(pool.map(work, parts))
+
+
+@contextmanager
+def thread_limit() -> Iterator[None]:
+    """Have threads that the system does not start raise BridgeError."""
+    try:
+        yield
+    except RuntimeError as problem:
+        if "start new thread" not in str(problem):  # Python has no class of its own for it
+            raise
+        raise BridgeError(
+            "the system starts no more threads for this user: raise the limit (ulimit -u) or end other programs"
+        ) from problem
 
 
 def chunks(rows: int, columns: int) -> Iterator[slice]:

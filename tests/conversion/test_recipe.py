@@ -79,6 +79,11 @@ def test_the_most_specific_option_wins():
     assert recipe.wanted(place(), as_codes=True, act_order=True) == Wanted("forced", "Q6_K")
 
 
+def test_tensor_types_may_be_a_dict():
+    pairs = [("attn", "Q5_0"), (r"blk\.3\.attn_q", "BF16")]
+    assert Recipe("Q4_K", tensor_types=dict(pairs)) == Recipe("Q4_K", tensor_types=pairs)
+
+
 def test_rows_that_do_not_hold_blocks_fall_back_as_in_llama_cpp():
     assert for_rows("Q4_K", 288) == "Q5_0"
     assert for_rows("Q6_K", 288) == "Q8_0"
@@ -95,6 +100,9 @@ def test_rows_that_do_not_hold_blocks_fall_back_as_in_llama_cpp():
         ({"tensor_types": [("(", "Q4_K")]}, "not a regular expression"),
         ({"tensor_types": [("x", "Q9")]}, "unknown tensor type 'Q9'"),
         ({"actorder_type": "F16"}, "not a block type"),
+        ({"tensor_types": ["attn=Q5_0"]}, "tensor_types 'attn=Q5_0': must be a regular expression and a type"),
+        ({"tensor_types": "attn=Q5_0"}, "tensor_types 'a': must be a regular expression and a type"),
+        ({"tensor_types": {"attn": 5}}, "tensor_types ('attn', 5): must be a regular expression and a type"),
     ],
 )
 def test_unknown_types_are_named_with_the_known_ones(options, message):

@@ -170,6 +170,19 @@ def test_sampling_that_is_switched_off_is_left_out(folder: Path) -> None:
     assert "temperature" not in text_of(folder, {"do_sample": False, "temperature": 0.7})
 
 
+def test_no_date_stays_in_a_modelfile(folder: Path) -> None:
+    dated = "{% if strftime_now is defined %}{{ strftime_now('%d %b %Y') }}{% endif %}" + CHATML
+    assert f'TEMPLATE """{CHATML_GO}"""\n' in text_of(folder, chat_template=dated)
+
+
+def test_a_template_without_end_is_no_template_for_ollama(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("bridge.gguf_file.chat_template.CPU_SECONDS", 1)
+    text = text_of(
+        folder, chat_template="{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+    )
+    assert "could not be put into Go: it runs for more than 1 seconds." in text
+
+
 def test_a_model_without_chat_template_says_that_it_completes_text(folder: Path) -> None:
     text = text_of(folder)
     assert "TEMPLATE" not in text

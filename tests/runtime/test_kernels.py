@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
 import time
 
 import llvmlite.binding as llvm
@@ -19,6 +20,7 @@ from bridge.runtime.cpu import activations, interleaved, layout, repack, superbl
 from bridge.runtime.cpu.portable import RowMajor
 from bridge.runtime.cpu.prepared import Prepared
 from bridge.system import pool, targets
+from bridge.system.row_threads import over_rows
 from scripts.peers import ggml_matvec
 from tests.conftest import ROOT
 from tests.support.random_blocks import random_matrix
@@ -281,12 +283,33 @@ def test_threads_agree_with_one_thread():
         pool.set_num_threads(before)
 
 
-@pytest.mark.parametrize("value", ["many", "0", "-1", "999999"])
+@pytest.mark.parametrize("value", ["many", "0", "-1", "999999", "\u0661", "1.0", pytest.param("9" * 5000, id="long")])
 def test_a_number_of_threads_that_is_none_is_refused(monkeypatch, value):
     monkeypatch.setattr("bridge.system.pool._wanted", None)
     monkeypatch.setenv("BRIDGE_THREADS", value)
-    with pytest.raises(BridgeError, match=f"BRIDGE_THREADS={value}: must be between 1 and 1024"):
+    with pytest.raises(BridgeError, match=f"BRIDGE_THREADS={value[:9]}.*: must be between 1 and 1024"):
         pool.get_num_threads()
+
+
+def test_threads_that_the_system_refuses_are_told(monkeypatch):
+    started = []
+
+    def start(thread):
+        if len(started) == 2:
+            raise RuntimeError("can't start new thread")
+        started.append(thread)
+        begin(thread)
+
+    begin = threading.Thread.start
+    monkeypatch.setattr(threading.Thread, "start", start)
+    with pytest.raises(BridgeError, match=r"the system starts no more threads for this user: raise the limit"):
+        pool.Pool(8)
+    for thread in started:
+        thread.join(60)
+    assert not any(thread.is_alive() for thread in started)
+    monkeypatch.setattr("bridge.system.row_threads.usable_cpus", lambda: 2)
+    with pytest.raises(BridgeError, match="no more threads"):
+        over_rows(8, lambda rows: None)
 
 
 def test_many_python_threads_may_multiply_at_once():

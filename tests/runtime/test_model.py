@@ -235,8 +235,14 @@ def test_a_conversation_goes_through_the_files_template(model: Model, path: Path
     assert tokens.count(0) == 2
     assert "".join(loaded.chat(messages, 8, temperature=0)) == "".join(loaded.generate(tokens, 8, temperature=0))
     broken = bridge.Model.load(changed(path, tmp_path / "broken.gguf", chat_template="{{ raise_exception('no') }}"))
-    with pytest.raises(BridgeError, match="chat template cannot be used"):
+    with pytest.raises(BridgeError, match="chat template cannot be used: it fails with: no"):
         broken.chat(messages)
+
+
+@pytest.mark.parametrize("messages", ["hello", {"role": "user", "content": "hello"}, ["hello"], None, 5])
+def test_messages_that_are_no_list_of_messages_are_refused(messages: Any, model: Model) -> None:
+    with pytest.raises(BridgeError, match=r'the messages of a chat must be a list: \[\{"role": "user"'):
+        model.chat(messages)
 
 
 # --- perplexity ---
@@ -296,6 +302,10 @@ def test_a_prompt_that_does_not_fit_is_refused_before_anything_is_computed(path:
         ({"precision": "int4"}, "unknown precision 'int4': choose int8 or f32"),
         ({"kv": "q4_0"}, "unknown kv 'q4_0': choose f16, q8_0, f32"),
         ({"context": 0}, "context=0"),
+        ({"context": 2**70}, r"context=\d+: must be between 1 and 16777216"),
+        ({"context": "many"}, "context='many': must be an integer"),
+        ({"context": True}, "context=True: must be an integer"),
+        ({"threads": "2"}, "threads='2': must be an integer"),
         ({"threads": 0}, "threads=0"),
         ({"threads": 100_000}, "threads=100000: must be between 1 and 1024"),
     ],
@@ -399,6 +409,18 @@ def test_a_closed_model_says_that_it_is(path: Path) -> None:
     ("options", "message"),
     [
         ({"max_tokens": -1}, "max_tokens=-1: must be at least 0"),
+        ({"max_tokens": "x"}, "max_tokens='x': must be an integer"),
+        ({"max_tokens": 1.5}, r"max_tokens=1\.5: must be an integer"),
+        ({"temperature": "1"}, "temperature='1': must be a number"),
+        ({"temperature": 10**400}, r"temperature=10+.*: must be a number"),
+        ({"top_p": None}, "top_p: must be a number"),
+        ({"top_k": 1.5}, r"top_k=1\.5: must be an integer"),
+        ({"repeat_last_n": None}, "repeat_last_n: must be an integer"),
+        ({"seed": 0.5}, r"seed=0\.5: must be an integer"),
+        ({"logit_bias": {2**70: 1.0}}, r"logit_bias of token \d+: the key must be a token id"),
+        ({"logit_bias": {1: "2"}}, "logit_bias 2 of token 1: must be a number or -inf"),
+        ({"logit_bias": "15043+1"}, "logit_bias=.*: must be {token id: number}"),
+        ({"logit_bias": 5}, "logit_bias=5: must be {token id: number}"),
         ({"seed": -1}, "seed -1"),
         ({"prompt": "caf\udce9"}, "not UTF-8 at character 3"),
         ({"prompt": b"KING"}, "the prompt is a bytes"),
@@ -412,6 +434,23 @@ def test_a_prompt_or_an_option_that_makes_no_sense_is_refused_at_once(model: Mod
         model.generate(**({"prompt": PROMPT} | options))
 
 
+def test_limits_beyond_any_context_are_none(model: Model) -> None:
+    options = {"temperature": 0, "repeat_penalty": 1.1}
+    expected = list(model.generate_tokens(PROMPT, 4, **options, repeat_last_n=-1, top_k=0))
+    endless = model.generate_tokens(PROMPT, 2**70, **options, repeat_last_n=2**70, top_k=2**70)
+    assert [next(endless) for _ in expected] == expected
+    assert list(model.generate_tokens(PROMPT, np.int64(4), **options)) == expected
+
+
+def test_a_context_that_does_not_fit_the_memory_is_told(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr("bridge.runtime.decoder.KVCache", full)
+    with pytest.raises(BridgeError, match="context=64: takes more memory than there is; choose a shorter one"):
+        bridge.Model.load(path, context=64)
+
+
 def test_no_stop_text_may_be_none(model: Model) -> None:
     alone = "".join(model.generate(PROMPT, 4, temperature=0))
     assert "".join(model.generate(PROMPT, 4, stop=None, temperature=0)) == alone
@@ -420,6 +459,8 @@ def test_no_stop_text_may_be_none(model: Model) -> None:
 def test_positions_that_are_none_are_refused(model: Model) -> None:
     with pytest.raises(BridgeError, match="last=0: must be at least 1"):
         model.logits([1, 2], last=0)
+    with pytest.raises(BridgeError, match="last='2': must be an integer"):
+        model.logits([1, 2], last="2")
 
 
 # --- command line ---

@@ -225,7 +225,7 @@ def test_tokens_of_a_stop_text_are_not_scored(model: Model) -> None:
         ({"logit_bias": {"the": 1.0}}, "logit_bias of token 'the'"),
         ({"logit_bias": {1: float("inf")}}, "logit_bias inf of token 1: must be a number or -inf"),
         ({"logit_bias": {1: float("nan")}}, "logit_bias nan of token 1"),
-        ({"logprobs": -1}, "logprobs -1: must be at least 0"),
+        ({"logprobs": -1}, "logprobs=-1: must be at least 0"),
     ],
 )
 def test_samplings_that_make_no_sense_are_refused_at_once(options: dict[str, Any], message: str, model: Model) -> None:

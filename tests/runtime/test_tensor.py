@@ -214,6 +214,14 @@ def test_a_matrix_of_a_3d_tensor(weights, x):
 def test_bytes_that_are_not_the_tensor_are_refused():
     with pytest.raises(BridgeError, match="143 bytes are not Q4_K"):
         QuantTensor("w", "Q4_K", (1, 256), np.zeros(143, np.uint8))
+    with pytest.raises(BridgeError, match=r"w: 0 bytes are not Q4_K of shape \[0, 256\]"):
+        QuantTensor("w", "Q4_K", (0, 256), np.zeros(0, np.uint8))
+    with pytest.raises(BridgeError, match=r"w: 288 bytes are not Q4_K of shape \[-1, -512\]"):
+        QuantTensor("w", "Q4_K", (-1, -512), np.zeros(288, np.uint8))
+    with pytest.raises(BridgeError, match="w: unknown type 'Q9': choose one of F32, F16, Q4_0"):
+        QuantTensor("w", "Q9", (1, 256), np.zeros(144, np.uint8))
+    with pytest.raises(BridgeError, match="w: raw must be a numpy array of uint8"):
+        QuantTensor("w", "Q4_K", (1, 256), bytes(144))
 
 
 def test_preparing_is_visible_and_the_file_can_be_let_go(tmp_path, weights, x):

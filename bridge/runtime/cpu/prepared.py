@@ -1,6 +1,5 @@
 """A repacked copy of a tensor, in memory of its own."""
 
-import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -11,6 +10,8 @@ from bridge.runtime.cpu.portable import RawMatrix
 from bridge.runtime.cpu.products import Interleaved
 from bridge.runtime.cpu.repack import repacker
 from bridge.system import pool
+from bridge.system.fork_locks import ForkLock
+from bridge.system.row_threads import thread_limit
 
 _HUGE = 1 << 21  # bytes of a huge page
 _SLAB = 16 * _HUGE  # small tensors share memory of this size
@@ -31,7 +32,7 @@ class _Slabs:
     """
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = ForkLock()
         self._rest: np.ndarray | None = None
 
     def take(self, nbytes: int) -> np.ndarray:
@@ -73,7 +74,7 @@ class Prepared(Interleaved):
         if len(starts) < 2 or threads < 2:
             bad = [part(first) for first in starts]
         else:
-            with ThreadPoolExecutor(threads) as executor:
+            with thread_limit(), ThreadPoolExecutor(threads) as executor:
                 bad = list(executor.map(part, starts))
         if max(bad, default=-1) >= 0:
             row = min(b for b in bad if b >= 0)
