@@ -18,6 +18,7 @@ from bridge.errors import BridgeError
 from bridge.runtime.quant_tensor import QuantTensor
 from bridge.system.cpus import usable_cpus
 from bridge.system.operands import check_matrix
+from bridge.system.row_threads import thread_limit
 
 KINDS = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}  # types kept as they are; others become float16
 _PART = 1 << 22  # bytes repacked at a time by one thread
@@ -107,7 +108,7 @@ def _repack(tensor: QuantTensor, host: np.ndarray, spaced: int, first: int, step
         return bad if bad < 0 else start + bad
 
     threads = min(usable_cpus(), 16)
-    with ThreadPoolExecutor(threads) as executor:
+    with thread_limit(), ThreadPoolExecutor(threads) as executor:
         bad = [row for row in executor.map(part, range(0, raw.shape[0], height)) if row >= 0]
     if bad:
         raise BridgeError(f"{tensor.name}: the scales of row {min(bad)} are not finite; the file is damaged")

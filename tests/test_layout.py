@@ -28,7 +28,7 @@ ALLOWED = {
     "encode": {"blocks", "checkpoint", "errors", "system"},
     "nn": {"checkpoint", "errors", "gguf_file", "runtime", "system", "trellis"},
     "cuda": {"blocks", "errors", "runtime", "system", "trellis"},
-    "quantize": {"blocks", "checkpoint", "encode", "errors", "system"},
+    "quantize": {"blocks", "checkpoint", "encode", "errors", "gguf_file", "system"},
     "conversion": {
         "blocks", "checkpoint", "encode", "errors", "gguf_file", "models", "quantize", "runtime", "system",
     },

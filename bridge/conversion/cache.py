@@ -31,6 +31,7 @@ from bridge.system.cache import cache_folder
 from bridge.system.files import files_below, read_json, write_text
 from bridge.system.folder_locks import lock_shared, remove_if_unlocked
 from bridge.system.progress import Progress
+from bridge.system.row_threads import thread_limit
 from bridge.system.text import percent, size_text, tell
 
 try:
@@ -42,6 +43,7 @@ _NOTES, _MADE = "checkpoints.json", "gguf"
 _in_use: list[int] = []  # handles of locked folders, until the process ends
 
 
+@thread_limit()
 def converted(
     checkpoint: str | Path,
     config: str | Path | None = None,

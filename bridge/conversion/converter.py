@@ -28,6 +28,7 @@ from bridge.errors import BridgeError
 from bridge.system.files import read_json, write_text
 from bridge.system.outputs import Taken, check_outputs
 from bridge.system.progress import Progress
+from bridge.system.row_threads import thread_limit
 from bridge.system.text import percent
 
 
@@ -56,6 +57,7 @@ def convert(
     return convert_as(checkpoint, out, ConvertOptions(**options), progress)
 
 
+@thread_limit()
 def convert_as(
     checkpoint: str | Path | None,
     out: str | Path | None,
@@ -191,6 +193,7 @@ def plan_checkpoint(
     return plan_as(checkpoint, out, PlanOptions(**options), progress)
 
 
+@thread_limit()
 def plan_as(
     checkpoint: str | Path, out: str | Path | None, options: PlanOptions, progress: Progress | None = None
 ) -> Plan:

@@ -13,6 +13,7 @@ from bridge.conversion.calibrate_plan import LayerTarget, quantize_layers
 from bridge.conversion.paths import files_of, layers_of
 from bridge.errors import BridgeError
 from bridge.quantize.settings import Calibration
+from bridge.system.row_threads import thread_limit
 
 if TYPE_CHECKING:
     import torch
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 _ROUTERS = ("gate", "router", "shared_expert_gate")  # small, and what they choose is all or nothing
 
 
+@thread_limit()
 def quantize_checkpoint(
     checkpoint: str | Path,
     out: str | Path | None = None,

@@ -13,6 +13,7 @@ as they are. Without a seed the first windows are taken; with one, a random choi
 
 import json
 from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +21,12 @@ import numpy as np
 import torch
 
 from bridge.errors import BridgeError
+from bridge.gguf_file.chat_template import TemplateFailed, render_chats
 from bridge.system.files import missing, refuse_pointer
 
 TOKEN_FILES = (".pt", ".safetensors", ".npy")
 _NAMES = ("input_ids", "tokens")  # of the tensor to read from a file with several
+_CHATS = 64  # lines of a .jsonl that one process formats
 _PIECE = 1 << 22  # characters tokenized at a time, to the end of a line: a tokenizer takes 100 bytes a token
 
 
@@ -157,41 +160,62 @@ def _lines(path: Path) -> Iterator[str]:
 def _documents(path: Path, tokenizer: Any) -> Iterator[str]:
     """The documents of a .jsonl, an empty line between them."""
     between = ""
-    for number, line in enumerate(_lines(path), 1):
-        if not line.strip():
-            continue
-        try:
-            record = json.loads(line)
-        except (ValueError, RecursionError) as problem:
-            raise BridgeError(f"{path}: line {number} is not JSON ({problem}); is it a .jsonl?") from None
-        text = _text(record, tokenizer)
-        if text is None:
-            fields = ", ".join(map(repr, record)) if isinstance(record, dict) else f"a {type(record).__name__}"
-            raise BridgeError(
-                f"{path}: line {number} has no text, but {fields or 'no field'}; "
-                'call the field with the text "text", or use "messages" for a chat'
-            )
-        yield between + text
-        between = "\n\n"
+    lines = ((number, line) for number, line in enumerate(_lines(path), 1) if line.strip())
+    while some := list(islice(lines, _CHATS)):
+        records = [(number, _record(path, number, line)) for number, line in some]
+        chats = iter(_formatted([record["messages"] for _, record in records if _is_chat(record)], tokenizer))
+        for number, record in records:
+            text = next(chats) if _is_chat(record) else _text(record)
+            if text is None:
+                fields = ", ".join(map(repr, record)) if isinstance(record, dict) else f"a {type(record).__name__}"
+                raise BridgeError(
+                    f"{path}: line {number} has no text, but {fields or 'no field'}; "
+                    'call the field with the text "text", or use "messages" for a chat'
+                )
+            yield between + text
+            between = "\n\n"
 
 
-def _text(record: Any, tokenizer: Any) -> str | None:
-    """The text of a line of a .jsonl; None if there is none, or several."""
+def _record(path: Path, number: int, line: str) -> Any:
+    """A line of a .jsonl, read."""
+    try:
+        return json.loads(line)
+    except (ValueError, RecursionError) as problem:
+        raise BridgeError(f"{path}: line {number} is not JSON ({problem}); is it a .jsonl?") from None
+
+
+def _is_chat(record: Any) -> bool:
+    return (
+        isinstance(record, dict)
+        and not isinstance(record.get("text"), str)
+        and isinstance(record.get("messages"), list)
+    )
+
+
+def _formatted(chats: list[Any], tokenizer: Any) -> list[str]:
+    """The texts of chats, by the tokenizer's chat template."""
+    if not chats:
+        return []
+    try:
+        template = tokenizer.get_chat_template()
+        texts = render_chats(template, [(chat, False) for chat in chats], tokenizer.special_tokens_map)
+    except Exception as problem:  # there is no template, or a message is not a dict
+        texts = [TemplateFailed((str(problem).strip().splitlines() or [repr(problem)])[0])]
+    found = [text for text in texts if isinstance(text, str)]
+    if len(found) < len(chats):
+        why = next(text for text in texts if not isinstance(text, str))
+        raise BridgeError(f'the tokenizer\'s chat template cannot format a chat ({why}); give its text as "text"')
+    return found
+
+
+def _text(record: Any) -> str | None:
+    """The text of a line of a .jsonl that is not a chat; None if there is none, or several."""
     if isinstance(record, str):
         return record
     if not isinstance(record, dict):
         return None
     if isinstance(record.get("text"), str):
         return record["text"]
-    if isinstance(record.get("messages"), list):
-        try:
-            return tokenizer.apply_chat_template(record["messages"], tokenize=False)
-        except Exception as problem:  # templates raise anything
-            why = str(problem).strip().splitlines()
-            raise BridgeError(
-                f"the tokenizer's chat template cannot format a chat ({why[0] if why else problem!r}); "
-                'give its text as "text"'
-            ) from None
     texts = [value for value in record.values() if isinstance(value, str)]
     return texts[0] if len(texts) == 1 else None
 

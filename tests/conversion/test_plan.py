@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -270,3 +271,16 @@ def test_a_plan_is_a_line_for_each_tensor(plan_file: Path) -> None:
     plan, checkpoint = load_plan(plan_file)
     assert checkpoint == str(CHECKPOINT)
     assert plan.split_max_size == SPLIT
+
+
+def test_threads_that_the_system_refuses_are_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    bridge.convert(CHECKPOINT, tmp_path / "m.gguf")
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        for work in (lambda: bridge.convert(CHECKPOINT, tmp_path / "other.gguf"), lambda: plan_checkpoint(CHECKPOINT)):
+            with pytest.raises(BridgeError, match="the system starts no more threads for this user"):
+                work()
+    assert [file.name for file in tmp_path.iterdir()] == ["m.gguf"]

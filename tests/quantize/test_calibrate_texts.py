@@ -146,18 +146,25 @@ def test_jsonl_gives_the_field_text_or_the_only_one_or_a_chat_by_the_tokenizers_
 
     class Chatty:
         bos_token_id = None
+        special_tokens_map = {"eos_token": "<e>"}  # noqa: RUF012 - as transformers has it
+        template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{{ eos_token }}{% endfor %}"
 
         def __call__(self, text: str, **options: Any) -> Any:
             return tokenizer(text, **options)
 
-        def apply_chat_template(self, messages: list[dict[str, str]], tokenize: bool) -> str:
-            assert not tokenize
-            return "".join(f"<{m['role']}>{m['content']}" for m in messages)
+        def get_chat_template(self) -> str:
+            return self.template
 
-    expected = ids(tokenizer, "First document.\n\nSecond document.\n\nThird document.\n\n<user>Hello")
+    expected = ids(tokenizer, "First document.\n\nSecond document.\n\nThird document.\n\n<user>Hello<e>")
     np.testing.assert_array_equal(read_tokens(path, Chatty(), 99, len(expected))[0].numpy(), expected)
     with pytest.raises(BridgeError, match=r"chat template cannot format a chat \(.*\); give its text"):
         read_tokens(path, tokenizer, 1, 4)  # this one has no template
+    Chatty.template = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+    with pytest.raises(BridgeError, match=r"cannot format a chat \(it runs for more than 5 seconds\); give its text"):
+        read_tokens(path, Chatty(), 1, 4)
+    write(path, json.dumps({"messages": ["Hello"]}))
+    with pytest.raises(BridgeError, match=r"cannot format a chat"):
+        read_tokens(path, Chatty(), 1, 4)
 
 
 def test_files_of_tokens_are_taken_as_they_are_rows_and_flat_runs_alike(tmp_path: Path) -> None:
