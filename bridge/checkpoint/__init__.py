@@ -142,7 +142,7 @@ class Checkpoint:
         return self.reader.layer(name)
 
     def read_module(self, name: str, rows: np.ndarray | None = None) -> CodedTensor:
-        """A quantized linear layer, or some of its rows (int64, ascending) without its bias. Thread-safe.
+        """A quantized linear layer, or some of its rows (int64, in any order) without its bias. Thread-safe.
 
         Trellis codes become a DecodedTensor, which holds floats.
 

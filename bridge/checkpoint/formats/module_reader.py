@@ -163,7 +163,7 @@ class Reader:
         raise NotImplementedError
 
     def read(self, name: str, rows: np.ndarray | None = None) -> CodedTensor:
-        """One module, or some of its rows (int64, ascending); if the layout allows it, other rows' codes are not read.
+        """One module, or some of its rows (int64, in any order); if the layout allows, others' codes are not read.
 
         Thread-safe.
         """

@@ -34,7 +34,7 @@ class Builder:
         for name, tensor in self.file.items():
             if name in self._runs:
                 parts = tuple(self._matrix(run, tensor.shape[-1]) for run in self._runs[name])
-                fixed = None if _quantizable(tensor) else "F32"
+                fixed = "F16" if self._runs[name][0].transposed else None if _quantizable(tensor) else "F32"
                 made.append(OutlineTensor(name, tensor.shape, parts, fixed_type=fixed))
             elif name in self._vectors:
                 made.append(self._vector(tensor, self._vectors[name]))
@@ -45,6 +45,10 @@ class Builder:
         return made
 
     def _matrix(self, run: Run, columns: int) -> Part:
+        if run.transposed:
+            rows, columns = run.owner.shape
+            shape, stored = (columns, len(run.rows)), (columns, rows)
+            return Part(run.owner.source, shape, columns=run.rows, stored=stored, change="transposed")
         part = _part(run.owner.source, (len(run.rows), columns), run.rows, (run.owner.shape[0], columns))
         if part.stored is not None and self._rest_is_zero(run, columns):
             return Part(part.source, part.shape)

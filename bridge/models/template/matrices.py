@@ -4,8 +4,8 @@ They are searched by name first. The rest of a layer is searched by rows among t
 finds q, k and v in one matrix, gate and up in one, and the reverse.
 
 Multi-head latent attention (DeepSeek): kv_b_proj has k's and v's rows of one head after another. The converter makes
-them attn_v_b [heads, v, rank], whose rows are found, and attn_k_b [heads, rank, k], each head's transposed: it cannot
-carry codes and is copied from the template.
+them attn_v_b [heads, v, rank], whose rows are found, and attn_k_b [heads, rank, k], each head's transposed: its columns
+are found, and it becomes F16, for it cannot carry codes.
 """
 
 import math
@@ -34,11 +34,12 @@ _FLOAT_ROUNDING = {"F32": 1e-6, "F16": 1e-6, "BF16": 1e-5, "F8_E4M3": 5e-3, "F8_
 
 @dataclass(frozen=True)
 class Run:
-    """Rows of one tensor of the checkpoint that follow each other in the template."""
+    """Rows of one tensor of the checkpoint that follow each other in the template, where they may be columns."""
 
     owner: Candidate
     rows: np.ndarray  # int64
     scaled: bool = False
+    transposed: bool = False
 
 
 class Matrices:
@@ -46,10 +47,9 @@ class Matrices:
 
     all      the checkpoint's tensors
     named    those that the name map knows, by their GGUF name
-    runs     the rows of each matrix that was found, by GGUF name; experts one after another
+    runs     the rows of each matrix that was found, by GGUF name; experts or transposed heads one after another
     used     the checkpoint's tensors that are in `runs`
     reasons  why a tensor of the template is not the checkpoint's of its name
-    flipped  stacks copied from the template because the checkpoint has each of their matrices transposed
     """
 
     def __init__(self, ckpt: Checkpoint, file: GGUFFile) -> None:
@@ -63,7 +63,6 @@ class Matrices:
         self.runs: dict[str, list[Run]] = {}
         self.used: set[Candidate] = set()
         self.reasons: dict[str, str] = {}
-        self.flipped: set[str] = set()
 
     def find(self) -> None:
         """Match everything. Raises BridgeError if the two are not the same model."""
@@ -132,22 +131,20 @@ class Matrices:
         return runs
 
     def _by_head(self, tensor: QuantTensor, pool: Sequence[Candidate]) -> list[Run] | None:
-        """The rows of a stack whose matrices are parts of the heads of one matrix; a reason if they are transposed."""
+        """The rows of a stack whose matrices, or their transposes, are parts of the heads of one matrix."""
         heads, rows, columns = tensor.shape
-        for flipped in (False, True):
-            size, width = (columns, rows) if flipped else (rows, columns)
+        for transposed in (False, True):
+            size, width = (columns, rows) if transposed else (rows, columns)
             for candidate in pool:
                 if candidate.shape[1] != width or candidate.shape[0] < heads * size:
                     continue
                 matrix = self.of_checkpoint(candidate, width)
-                template = _flipped(tensor) if flipped else _of_template(tensor)
+                template = _transposed(tensor) if transposed else _of_template(tensor)
                 found = find_rows(template, matrix, _rows_of_heads(heads, size, candidate.shape[0]))
-                if found is not None and not flipped:
-                    return [Run(candidate, found.order, found.scaled)]
+                if found is not None and transposed:
+                    return [Run(candidate, head, found.scaled, True) for head in np.split(found.order, heads)]
                 if found is not None:
-                    self.flipped.add(tensor.name)
-                    self.reasons[tensor.name] = f"the checkpoint has it transposed, in {candidate.source}"
-                    return None
+                    return [Run(candidate, found.order, found.scaled)]
         return None
 
     def _in_pool(self, tensor: QuantTensor, pool: Sequence[Candidate]) -> list[Run] | None:
@@ -240,7 +237,7 @@ def _of_template(tensor: QuantTensor) -> LazyMatrix:
     return LazyMatrix((rows, columns), lambda a, b: values(slice(a, b)), values, rounding=rounding_of(tensor.type))
 
 
-def _flipped(stack: QuantTensor) -> LazyMatrix:
+def _transposed(stack: QuantTensor) -> LazyMatrix:
     """A stack's matrices, each transposed, one after another."""
     values = stack.dequantize().swapaxes(1, 2).reshape(-1, stack.shape[1])
     return LazyMatrix(values.shape, lambda a, b: values[a:b], rounding=rounding_of(stack.type))

@@ -66,7 +66,6 @@ class Vectors:
                     if not one_more and tensor.name.endswith("norm.weight"):
                         self._refuse_lost_factors(tensor, candidate)
                     continue
-                self._refuse_flipped(tensor, candidate)
             else:
                 offset = 0.0
             self.matches[tensor.name] = VectorMatch([(candidate, np.arange(stored.size))], offset)
@@ -116,21 +115,11 @@ class Vectors:
         block = BLOCK.match(norm)
         for name, runs in self.matrices.runs.items():
             tensor = self.file[name]
-            if block and name.startswith(block[0]) and tensor.shape[-1] == columns:
+            if block and name.startswith(block[0]) and tensor.shape[-1] == columns and not runs[0].transposed:
                 matrix = tensor if len(tensor.shape) == 2 else tensor[0]
                 rows = runs[0].rows[: matrix.shape[0]]
                 some = np.unique(np.linspace(0, len(rows) - 1, _FACTOR_ROWS).astype(np.int64))
                 yield matrix.rows(some), self.matrices.of_checkpoint(runs[0].owner, columns).take(rows[some])
-
-    def _refuse_flipped(self, norm: QuantTensor, candidate: Candidate) -> None:
-        """Refuse a matrix copied from the template: it lacks the factors by which the checkpoint's norm was divided."""
-        block = BLOCK.match(norm.name)
-        for name in sorted(self.matrices.flipped):
-            if block and name.startswith(block[0]) and self.file[name].shape[1] == norm.shape[-1]:
-                raise BridgeError(
-                    f"{self.file.path}: AWQ divided {candidate.source} by factors that {name}, which "
-                    "is copied from the template, lacks; make the template from this checkpoint's weights"
-                )
 
     def _refuse_lost_factors(self, norm: QuantTensor, candidate: Candidate) -> None:
         """Refuse the template's norm before matrices whose columns have factors: the result would be wrong."""

@@ -1,4 +1,4 @@
-"""Multi-head latent attention: the codes of its values are kept, and its keys come from the template."""
+"""Multi-head latent attention: the codes of its values are kept, and its keys are the checkpoint's, transposed."""
 
 from __future__ import annotations
 
@@ -12,10 +12,9 @@ import bridge
 from bridge.conversion.checkpoint_outline import outline_of
 from bridge.conversion.importance import Importance
 from bridge.conversion.verify import failures, verify
-from bridge.errors import BridgeError
 from scripts.peers.llama_cpp import LlamaCpp
 from scripts.peers.reference import mean_kl
-from tests.support.encode import load_floats, write_awq, write_gptq
+from tests.support.encode import write_awq, write_gptq
 from tests.support.template import (
     FLOAT32,
     TOKENS,
@@ -36,14 +35,14 @@ LATENT: dict[str, Any] = {
 }  # fmt: skip
 
 
-def deepseek(floats: Path, path: Path) -> Path:
-    """As the converter splits kv_b_proj: of each head k's rows, transposed, and v's."""
+def deepseek(floats: Path, path: Path, order: np.ndarray | slice = slice(None)) -> Path:
+    """As the converter splits kv_b_proj: of each head k's rows, transposed, in an order, and v's."""
 
     def change(name: str, values: np.ndarray) -> dict[str, np.ndarray]:
         if "attn_kv_b" not in name:
             return {name: values}
         k, v = np.split(values.reshape(HEADS, KEY + VALUE, RANK), [KEY], axis=1)
-        return {name.replace("kv_b", "k_b"): k.swapaxes(1, 2), name.replace("kv_b", "v_b"): v}
+        return {name.replace("kv_b", "k_b"): k[:, order].swapaxes(1, 2), name.replace("kv_b", "v_b"): v}
 
     keys = {
         "attention__head_count_kv": 1, "attention__q_lora_rank": 256, "attention__kv_lora_rank": RANK,
@@ -57,9 +56,7 @@ def deepseek(floats: Path, path: Path) -> Path:
 
 
 @pytest.mark.parametrize("act_order", [False, True])
-def test_latent_attention_keeps_the_codes_of_its_values_and_takes_its_keys_from_the_template(
-    act_order, model, tmp_path
-):
+def test_latent_attention_keeps_the_codes_of_its_values_and_transposes_its_keys(act_order, model, tmp_path):
     floats = model("DeepseekV3Config", **LATENT)
     stored = write_gptq(tmp_path / "gptq", floats, desc_act=act_order)
     template = deepseek(floats, tmp_path / "template.gguf")
@@ -67,32 +64,37 @@ def test_latent_attention_keeps_the_codes_of_its_values_and_takes_its_keys_from_
     kinds = {t.kind: t for t in report.tensors}
     assert (kinds["attn_v_b"].shape, kinds["attn_k_b"].shape) == ((HEADS, VALUE, RANK), (HEADS, RANK, KEY))
     assert kinds["attn_v_b"].outcome == ("requantized" if act_order else "codes carried")
-    kept = [note for note in report.notes if "the template as" in note]
-    assert len(kept) == 2
-    for note, layer in zip(kept, range(2), strict=True):
-        assert note.startswith(f"blk.{layer}.attn_k_b.weight: ")
-        assert note.endswith(f"the checkpoint has it transposed, in model.layers.{layer}.self_attn.kv_b_proj.weight")
+    assert kinds["attn_k_b"].type == "F16"
+    assert not [note for note in report.notes if "the template as" in note]
+    for layer in range(2):
         weights = stored[f"model.layers.{layer}.self_attn.kv_b_proj"].dequantize()
-        values = weights.reshape(HEADS, KEY + VALUE, RANK)[:, KEY:]
+        keys, values = np.split(weights.reshape(HEADS, KEY + VALUE, RANK), [KEY], axis=1)
+        made = values_of(tmp_path / "m.gguf", f"blk.{layer}.attn_k_b.weight")
+        np.testing.assert_array_equal(made, keys.swapaxes(1, 2).astype(np.float16))
         made = values_of(tmp_path / "m.gguf", f"blk.{layer}.attn_v_b.weight")
         assert np.abs(made - values).max() < (2e-2 if act_order else 1e-3)
     assert failures(verify(tmp_path / "m.gguf", tmp_path / "gptq", template=template)) == []
 
     bridge.convert(tmp_path / "gptq", tmp_path / "f32.gguf", template=template, tensor_types=FLOAT32)
-    reference = dequantized(tmp_path / "reference", floats, stored)
-
-    def with_its_keys(weights: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-        for name, v in load_floats(floats).items():
-            if "kv_b_proj" in name:
-                weights[name] = weights[name].copy()
-                weights[name].reshape(HEADS, KEY + VALUE, RANK)[:, :KEY] = v.reshape(HEADS, -1, RANK)[:, :KEY]
-        return weights
-
-    expected = predict(rewritten(reference, tmp_path / "mixed", with_its_keys), TOKENS)
+    expected = predict(dequantized(tmp_path / "reference", floats, stored), TOKENS)
     with LlamaCpp(tmp_path / "f32.gguf") as loaded:
         assert mean_kl(expected, loaded.logits(TOKENS)) < 1e-5
     with LlamaCpp(tmp_path / "m.gguf") as loaded:
         assert loaded.generate_greedy(TOKENS[:8], 4)
+
+
+@pytest.mark.parametrize("quantized", [False, True])
+def test_a_template_may_have_the_columns_of_latent_keys_in_any_order(quantized, model, tmp_path):
+    floats = model("DeepseekV3Config", **LATENT)
+    order = np.random.default_rng(11).permutation(KEY)
+    ckpt = floats
+    if quantized:
+        write_awq(ckpt := tmp_path / "awq", floats)
+    template = deepseek(floats, tmp_path / "template.gguf", order)
+    bridge.convert(ckpt, tmp_path / "m.gguf", template=template)
+    bridge.convert(ckpt, tmp_path / "usual.gguf", template=deepseek(floats, tmp_path / "usual-template.gguf"))
+    made, usual = (values_of(tmp_path / name, "blk.0.attn_k_b.weight") for name in ("m.gguf", "usual.gguf"))
+    np.testing.assert_array_equal(made, usual[:, :, order])
 
 
 def test_the_importance_of_all_heads_counts_for_values_that_are_one_tensor(model, tmp_path):
@@ -105,8 +107,7 @@ def test_the_importance_of_all_heads_counts_for_values_that_are_one_tensor(model
         np.testing.assert_array_equal(Importance(importance).of(tensor), importance[tensor.name].mean(0))
 
 
-def test_latent_attention_whose_norm_awq_has_divided_is_refused(model, tmp_path):
-    """The template's keys would lack the factors that AWQ took out of the norm before them."""
+def test_latent_keys_have_the_factors_by_which_awq_divided_the_norm(model, tmp_path):
     floats = model("DeepseekV3Config", **LATENT)
     factors = np.exp(0.4 * np.random.default_rng(5).standard_normal(RANK)).astype(np.float32)
 
@@ -119,7 +120,10 @@ def test_latent_attention_whose_norm_awq_has_divided_is_refused(model, tmp_path)
                 made[name] = v / factors
         return made
 
-    write_awq(tmp_path / "awq", rewritten(floats, tmp_path / "scaled", scale))
+    scaled = rewritten(floats, tmp_path / "scaled", scale)
+    stored = write_awq(tmp_path / "awq", scaled)
     template = deepseek(floats, tmp_path / "template.gguf")
-    with pytest.raises(BridgeError, match=r"AWQ divided .*norm.weight by .* blk.0.attn_k_b.weight, which is copied"):
-        bridge.convert(tmp_path / "awq", tmp_path / "m.gguf", template=template)
+    bridge.convert(tmp_path / "awq", tmp_path / "m.gguf", template=template, tensor_types=FLOAT32)
+    expected = predict(dequantized(tmp_path / "reference", scaled, stored), TOKENS)
+    with LlamaCpp(tmp_path / "m.gguf") as loaded:
+        assert mean_kl(expected, loaded.logits(TOKENS)) < 1e-5
