@@ -5,12 +5,15 @@ a Plan of it. It holds no weights, but for small tensors that are made from the 
 """
 
 import re
+import reprlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import numpy as np
 from gguf.gguf_writer import GGUFValue
+
+from bridge.errors import BridgeError
 
 # where a tensor comes from; "scale": what multiplies a tensor of NVFP4, a tensor of its own
 Origin = Literal["checkpoint", "config", "template", "scale"]
@@ -154,9 +157,12 @@ def tied(tensors: Iterable[ModelTensor]) -> bool:
 
 
 def number(metadata: Mapping[str, GGUFValue], key: str, default: int = 0) -> int:
-    """A count of the architecture's, such as block_count; the largest where layers differ."""
-    found = metadata.get(f"{metadata['general.architecture'].value}.{key}")
-    if found is None:
+    """A count of the architecture's, such as block_count; the largest where layers differ. BridgeError for others."""
+    name = f"{metadata['general.architecture'].value}.{key}"
+    if name not in metadata:
         return default
-    value: Any = found.value
-    return int(max(value, default=default) if isinstance(value, (list, tuple)) else value)
+    value: Any = metadata[name].value
+    counts = list(value) if isinstance(value, (list, tuple)) else [value]
+    if not all(isinstance(count, (int, np.integer)) for count in counts):
+        raise BridgeError(f"{name}: is {reprlib.repr(value)}, must be a whole number")
+    return int(max(counts, default=default))
