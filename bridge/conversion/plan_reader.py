@@ -83,15 +83,13 @@ def _template_tensors(template: str) -> dict[str, OutlineTensor]:
 
 def _head(record: dict[str, Any]) -> dict[str, Any]:
     """The checkpoint, and the fields of a Plan besides metadata and tensors."""
-    split, lattice = record.get("split_max_size"), record.get("detect_lattice", False)
-    if not isinstance(lattice, bool):
-        raise _must_be("detect_lattice", lattice, "true or false")
+    split = record.get("split_max_size")
     return {
         "checkpoint": _path(_field(record, "checkpoint"), "checkpoint"),
         "template": _path(record.get("template"), "template", optional=True),
         "imatrix": _path(record.get("imatrix"), "imatrix", optional=True),
         "split_max_size": None if split is None else _whole(split, "split_max_size", least=1),
-        "detect_lattice": lattice,
+        "detect_lattice": _flag(record, "detect_lattice"),
         "stop": [_text(text, "stop's item") for text in _list(record.get("stop", []), "stop")],
         "notes": [_text(text, "notes' item") for text in _list(record.get("notes", []), "notes")],
         "curve": [_point(point) for point in _list(record.get("curve", []), "curve")],
@@ -127,11 +125,9 @@ def _tensor(
         raise _Wrong(f"a vector cannot be {type_}; choose one of {', '.join(FLOAT_TYPES)}")
     if type_ in TYPES and shape[-1] % TYPES[type_].size:
         raise _Wrong(f"rows of {shape[-1]} do not hold whole {type_} blocks of {TYPES[type_].size}")
-    limit, fixed = entry.get("limit"), entry.get("fixed", False)
-    if not isinstance(fixed, bool):
-        raise _must_be("fixed", fixed, "true or false")
+    limit = entry.get("limit")
     tensor = PlannedTensor(
-        name, shape, origin=origin, type=type_, reason=reason, quantizable=not fixed,
+        name, shape, origin=origin, type=type_, reason=reason, quantizable=not _flag(entry, "fixed"),
         limit=None if limit is None else float(_number(limit, "limit")),
     )  # fmt: skip
     if "values" in entry:
@@ -192,7 +188,10 @@ def _part(entry: Any, orders: list[np.ndarray]) -> Part:
     if change in ("transposed", "conv1d") and len(shape) != 2:
         raise _Wrong(f"{source}: only a matrix can be {change}")
     matrix = None if matrix is None else _whole(matrix, f"matrix of {source}")
-    return Part(source, shape, picked.get("rows"), picked.get("columns"), matrix, stored, change)
+    folded = _flag(entry, "folded")
+    if folded and sorted(picked.get("columns", [])) != list(range(shape[-1])):
+        raise _Wrong(f"{source}: is folded, but its columns are no permutation")
+    return Part(source, shape, picked.get("rows"), picked.get("columns"), matrix, stored, change, folded)
 
 
 def _key(key: str) -> str:
@@ -259,6 +258,13 @@ def _field(entry: dict[str, Any], key: str) -> Any:
     if key not in entry:
         raise _Wrong(f"{key!r} is missing")
     return entry[key]
+
+
+def _flag(entry: dict[str, Any], key: str) -> bool:
+    flag = entry.get(key, False)
+    if not isinstance(flag, bool):
+        raise _must_be(key, flag, "true or false")
+    return flag
 
 
 def _object(value: Any, name: str) -> dict[str, Any]:

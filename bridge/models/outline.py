@@ -29,7 +29,8 @@ class Part:
     source   in the checkpoint, "model.layers.0.self_attn.q_proj.weight", of a quantized module too
     shape    (out, in) or (n,) as the GGUF has it: a stored tensor may be padded with zeros beyond it
     rows     int64 [out] or None: row i of the GGUF is row rows[i] of the source
-    columns  int64 [in] or None: likewise; undoes act-order
+    columns  int64 [in] or None: likewise
+    folded   whether `columns` undoes act-order: an imatrix has the columns in the order before that
     matrix   which matrix of a 3-D source this is
     stored   the source's shape where `rows` or `columns` pick from more than they return; after `change`
     change   what is done to the source before rows and columns are picked: "transposed"; "squeezed", dimensions of
@@ -44,6 +45,7 @@ class Part:
     matrix: int | None = None
     stored: tuple[int, ...] | None = None
     change: str | None = None
+    folded: bool = False
 
     @property
     def module(self) -> str:
