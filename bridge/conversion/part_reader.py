@@ -181,6 +181,6 @@ class PartReader:
     def _other_shape(self, part: Part) -> BridgeError:
         shape, file = self._stored(part)
         return BridgeError(
-            f"{file}: {part.source} has shape {list(shape)} where config.json makes it {list(part.shape)}; "
-            "config and weights are not of the same model"
+            f"{file}: {part.source} has shape {list(shape)}, not {list(part.shape)}; the weights are not of "
+            "the model that config.json, the template or the plan describes"
         )
