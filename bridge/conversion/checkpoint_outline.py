@@ -110,6 +110,6 @@ def _folded(ckpt: Checkpoint, outline: Outline) -> list[OutlineTensor]:
         fold = rows.get(part.source.rpartition(".")[0])
         if fold is not None:
             part = replace(part, rows=fold if part.rows is None else fold[part.rows])
-        return replace(part, columns=columns[part.module]) if part.module in columns else part
+        return replace(part, columns=columns[part.module], folded=True) if part.module in columns else part
 
     return [replace(t, parts=tuple(map(ordered, t.parts))) for t in outline.tensors]

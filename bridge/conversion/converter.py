@@ -20,7 +20,8 @@ from bridge.conversion.importance import Importance
 from bridge.conversion.options import ConvertOptions, PlanOptions
 from bridge.conversion.paths import default_name, files_of, layers_of, other_outputs, with_checkpoint
 from bridge.conversion.plan import Plan, PlannedTensor
-from bridge.conversion.plan_file import load_plan, save_plan
+from bridge.conversion.plan_file import save_plan
+from bridge.conversion.plan_reader import load_plan
 from bridge.conversion.planner import Planner, holds, make_plan, with_scales
 from bridge.conversion.report import Report, TensorReport, beyond_auto, check_report
 from bridge.conversion.size_budget import within_budget
@@ -138,11 +139,7 @@ def convert_as(
 def _completed(planner: Planner, plan: Plan) -> Plan:
     """A plan that was read, with `how` of the tensors whose type was edited."""
     planner.reader.check(plan.tensors)
-
-    def complete(t: PlannedTensor) -> PlannedTensor:
-        return planner.with_type(t, t.type, t.reason, t.limit) if len(t.how) != len(t.parts) else t
-
-    return replace(plan, tensors=planner.each(complete, plan.tensors))
+    return replace(plan, tensors=planner.each(planner.completed, plan.tensors))
 
 
 def _written(

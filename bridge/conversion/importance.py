@@ -47,5 +47,5 @@ class Importance:
             parts = len(tensor.parts)
             first, stop = part * experts // parts, (part + 1) * experts // parts
             importance = importance[first : max(first + 1, stop)].mean(0)
-        order = tensor.parts[part].columns
-        return importance if order is None else importance[order]
+        folded = tensor.parts[part].columns if tensor.parts[part].folded else None
+        return importance if folded is None else importance[folded]

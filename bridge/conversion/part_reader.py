@@ -30,13 +30,25 @@ class PartReader:
 
     def check(self, tensors: Sequence[ModelTensor]) -> None:
         """BridgeError where a part is missing, or smaller than planned. A larger one may be padded with zeros."""
-        for part in (part for t in tensors for part in t.parts):
-            if part.source not in self.ckpt.tensors and not self._module(part):
-                raise BridgeError(f"{self.ckpt.path}: has no {part.source}; the plan is of another checkpoint")
-            shape, _ = self._stored(part)
-            expected = part.stored or part.shape
-            if len(shape) != len(expected) or any(a < b for a, b in zip(shape, expected, strict=True)):
-                raise self._other_shape(part)
+        for tensor in tensors:
+            for part in tensor.parts:
+                self._check_part(part)
+            sources = {(part.source, part.matrix): math.prod(self._stored(part)[0]) for part in tensor.parts}
+            if tensor.parts and math.prod(tensor.shape) > sum(sources.values()):
+                raise BridgeError(f"{tensor.name}: takes rows of {tensor.source} more than once; make the plan again")
+
+    def _check_part(self, part: Part) -> None:
+        if part.source not in self.ckpt.tensors and not self._module(part):
+            raise BridgeError(f"{self.ckpt.path}: has no {part.source}; the plan is of another checkpoint")
+        if self._module(part) and (part.matrix is not None or part.change in ("squeezed", "+1", "-exp")):
+            how = f"matrix {part.matrix}" if part.change is None else repr(part.change)
+            raise BridgeError(f"{part.source}: is quantized, it has no {how}; the plan is of another checkpoint")
+        if part.matrix is not None and part.matrix >= self.ckpt.tensors[part.source].shape[0]:
+            raise BridgeError(f"{part.source}: has no matrix {part.matrix}; the plan is of another checkpoint")
+        shape, _ = self._stored(part)
+        expected = part.stored or part.shape
+        if len(shape) != len(expected) or any(a < b for a, b in zip(shape, expected, strict=True)):
+            raise self._other_shape(part)
 
     def coded(self, part: Part) -> bool:
         """Whether the part is codes; otherwise it is floats, or made floats by its change."""
@@ -94,6 +106,13 @@ class PartReader:
 
     def floats(self, part: Part) -> Iterator[np.ndarray]:
         """A float part's rows as the GGUF has them, in chunks of float32."""
+        if part.columns is None or part.change in ("transposed", "conv1d"):
+            yield from self._float_rows(part)
+        else:
+            yield from (rows[:, part.columns] for rows in self._float_rows(part))
+
+    def _float_rows(self, part: Part) -> Iterator[np.ndarray]:
+        """`floats`, columns in the source's order."""
         if part.change in ("transposed", "conv1d"):
             yield self._transposed(part)
             return
@@ -162,6 +181,6 @@ class PartReader:
     def _other_shape(self, part: Part) -> BridgeError:
         shape, file = self._stored(part)
         return BridgeError(
-            f"{file}: {part.source} has shape {list(shape)} where config.json makes it {list(part.shape)}; "
-            "config and weights are not of the same model"
+            f"{file}: {part.source} has shape {list(shape)}, not {list(part.shape)}; the weights are not of "
+            "the model that config.json, the template or the plan describes"
         )

@@ -27,7 +27,7 @@ from bridge.conversion.recipe import PRESETS, Q2_0_SINCE, Recipe, TensorPlace
 from bridge.encode.carry import Fidelity, obstacle
 from bridge.encode.type_choice import Choice, carries, choose, must_carry
 from bridge.errors import BridgeError
-from bridge.models.outline import ModelTensor, Outline, OutlineTensor, number, tied
+from bridge.models.outline import ModelTensor, Outline, OutlineTensor, Part, number, tied
 from bridge.system.cpus import usable_cpus
 from bridge.system.progress import Progress
 
@@ -86,6 +86,7 @@ def make_plan(
 def with_scales(ckpt: Checkpoint, plan: Plan) -> Plan:
     """The plan with the scales that llama.cpp multiplies by after each NVFP4 tensor: of the tensor and of its input,
     "blk.0.attn_q.scale", one number or one an expert. A scale of 1 is left out."""
+    taken = {t.name for t in plan.tensors}
     found = []
     for tensor in plan.tensors:
         found.append(tensor)
@@ -97,6 +98,8 @@ def with_scales(ckpt: Checkpoint, plan: Plan) -> Plan:
             values = np.array([s[key] for s in scales if key in s], np.float32)
             if len(values) == count and (key != "scale" or (values != 1).any()):
                 name = f"{tensor.name.removesuffix('.weight')}.{key}"
+                if name in taken:
+                    raise BridgeError(f"{name}: is in the plan, but made when {tensor.name} is; take it out")
                 found.append(PlannedTensor(name, (count,), data=values, origin="scale", type="F32", quantizable=False))
     return replace(plan, tensors=found)
 
@@ -169,6 +172,18 @@ class Planner:
         """The tensor in another type."""
         return self._with(tensor, Choice(type, reason, limit), quantizable=tensor.quantizable)
 
+    def completed(self, tensor: PlannedTensor) -> PlannedTensor:
+        """A tensor of a plan that was read, with `how` where its type was edited; BridgeError where `how` cannot be."""
+        if len(tensor.how) != len(tensor.parts):
+            return self.with_type(tensor, tensor.type, tensor.reason, tensor.limit)
+        for part, how in zip(tensor.parts, tensor.how, strict=True):
+            ways = self._ways(part, tensor.type)
+            if how not in ways:
+                raise BridgeError(
+                    f"{tensor.name}: {part.source} cannot become {tensor.type} {how!r}; choose {' or '.join(ways)}"
+                )
+        return tensor
+
     def retyped(self, plan: Plan, types: Mapping[str, tuple[str, str]]) -> Plan:
         """The plan with other types for some tensors: by name, the type and the reason."""
         tensors = [self.with_type(t, *types[t.name]) if t.name in types else t for t in plan.tensors]
@@ -195,12 +210,17 @@ class Planner:
 
     def _how(self, tensor: ModelTensor, number: int, choice: Choice) -> How:
         """What happens to a part."""
-        block = TYPES.get(choice.type)
-        if not self.reader.coded(tensor.parts[number]):
-            return "as it came" if block is None else "rounded"
-        if block is not None and (must_carry(choice.limit) or self.carries(tensor, number, choice.type)):
-            return "carried"
-        return "requantized"
+        ways = self._ways(tensor.parts[number], choice.type)
+        if len(ways) > 1 and not (must_carry(choice.limit) or self.carries(tensor, number, choice.type)):
+            return "requantized"
+        return ways[0]
+
+    def _ways(self, part: Part, type: str) -> tuple[How, ...]:
+        """What can happen to a part on its way to a type."""
+        block = type in TYPES
+        if not self.reader.coded(part):
+            return ("rounded",) if block else ("as it came",)
+        return ("carried", "requantized") if block else ("requantized",)
 
     def _choice(self, tensor: ModelTensor, whole: bool) -> Choice:
         """The type of a tensor; `whole`: judged by all rows."""

@@ -71,7 +71,8 @@ def describe_model(
     values = Config(inner, folder / "config.json", longest, family.names, len(own))
     for expected in family.expects:
         default = family.keys.get(expected.key, expected.values[0])
-        values.expect(expected.key, expected.values, expected.why, default)
+        unless = f" without {parameter('template')}, a GGUF of the same model" if expected.by_template else ""
+        values.expect(expected.key, expected.values, expected.why, default, unless)
     args = read_arguments(values, family.keys)
     try:
         if family.sizes is not None:

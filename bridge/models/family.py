@@ -79,11 +79,15 @@ class Row:
 
 @dataclass(frozen=True)
 class Expected:
-    """The only value of a config.json key that llama.cpp's graph can express, with its synonyms, and why."""
+    """The only value of a config.json key that llama.cpp's graph can express, with its synonyms, and why.
+
+    by_template  whether llama.cpp has other graphs for other values, so that a template serves them
+    """
 
     key: str
     values: tuple[Any, ...]
     why: str
+    by_template: bool = False
 
 
 NO_OTHER = "llama.cpp's graph for this architecture has no other"

@@ -84,11 +84,11 @@ class Config:
             raise BridgeError(f"{self.path}: {key} is {value!r}, must be a positive number")
         return float(value)
 
-    def expect(self, key: str, supported: tuple[Any, ...], why: str, default: Any) -> None:
+    def expect(self, key: str, supported: tuple[Any, ...], why: str, default: Any, unless: str = "") -> None:
         """BridgeError unless the value, or the default, is supported; the message names the first that is."""
         value = self.get(key, default)
         if value not in supported:
-            raise BridgeError(f"{self.path}: {key} is {value!r}; {why}: only {supported[0]!r} can be converted")
+            raise BridgeError(f"{self.path}: {key} is {value!r}; {why}: only {supported[0]!r} can be converted{unless}")
 
 
 def positive(value: Any) -> TypeGuard[float]:

@@ -5,12 +5,15 @@ a Plan of it. It holds no weights, but for small tensors that are made from the 
 """
 
 import re
+import reprlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import numpy as np
 from gguf.gguf_writer import GGUFValue
+
+from bridge.errors import BridgeError
 
 # where a tensor comes from; "scale": what multiplies a tensor of NVFP4, a tensor of its own
 Origin = Literal["checkpoint", "config", "template", "scale"]
@@ -26,7 +29,8 @@ class Part:
     source   in the checkpoint, "model.layers.0.self_attn.q_proj.weight", of a quantized module too
     shape    (out, in) or (n,) as the GGUF has it: a stored tensor may be padded with zeros beyond it
     rows     int64 [out] or None: row i of the GGUF is row rows[i] of the source
-    columns  int64 [in] or None: the source's columns in the GGUF's order; undoes act-order
+    columns  int64 [in] or None: the source's columns in the GGUF's order
+    folded   whether `columns` undoes act-order: an imatrix has the columns in the order before that
     matrix   which matrix of a 3-D source this is
     stored   the source's shape where `rows` or `columns` pick from more than they return; after `change`
     change   what is done to the source before rows and columns are picked: "transposed"; "squeezed", dimensions of
@@ -41,6 +45,7 @@ class Part:
     matrix: int | None = None
     stored: tuple[int, ...] | None = None
     change: str | None = None
+    folded: bool = False
 
     @property
     def module(self) -> str:
@@ -159,9 +164,12 @@ def tied(tensors: Iterable[ModelTensor]) -> bool:
 
 
 def number(metadata: Mapping[str, GGUFValue], key: str, default: int = 0) -> int:
-    """A count of the architecture's, such as block_count; the largest where layers differ."""
-    found = metadata.get(f"{metadata['general.architecture'].value}.{key}")
-    if found is None:
+    """A count of the architecture's, such as block_count; the largest where layers differ. BridgeError for others."""
+    name = f"{metadata['general.architecture'].value}.{key}"
+    if name not in metadata:
         return default
-    value: Any = found.value
-    return int(max(value, default=default) if isinstance(value, (list, tuple)) else value)
+    value: Any = metadata[name].value
+    counts = list(value) if isinstance(value, (list, tuple)) else [value]
+    if not all(isinstance(count, (int, np.integer)) for count in counts):
+        raise BridgeError(f"{name}: is {reprlib.repr(value)}, must be a whole number")
+    return int(max(counts, default=default))

@@ -81,4 +81,6 @@ class GGUFTokenizer:
 def special_text(metadata: Mapping[str, GGUFValue], key: str) -> str:
     """The text of the token whose id a GGUF has under `key`, or ""."""
     tokens, token = (metadata[k].value if k in metadata else None for k in (gguf.Keys.Tokenizer.LIST, key))
-    return tokens[token] if tokens and isinstance(token, int) and 0 <= token < len(tokens) else ""
+    if isinstance(tokens, list) and isinstance(token, int) and 0 <= token < len(tokens):
+        return str(tokens[token])
+    return ""

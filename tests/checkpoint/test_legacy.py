@@ -266,7 +266,7 @@ def test_a_bare_file_says_what_it_lacks(tmp_path):
     file = save_pt(tmp_path / "model.pt", legacy_tensors(NAME, quantized(), 4, "qzeros"))
     assert "config takes config.json and tokenizer" in refusal(file)
     assert "config takes config.json and tokenizer" in refusal(file, tmp_path)
-    with pytest.raises(BridgeError, match="no such folder; config takes"):
+    with pytest.raises(BridgeError, match="no such folder; config must be"):
         bridge.convert(file, tmp_path / "out.gguf", config=tmp_path / "nowhere")
 
 

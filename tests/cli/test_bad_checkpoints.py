@@ -62,7 +62,7 @@ LLAMA3 = {"factor": 8, "low_freq_factor": 1, "high_freq_factor": 4, "original_ma
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"num_hidden_layers": 10**9}, "model.layers.4."),
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers is 1000000000, but the checkpoint has 46 tensors in all"),
         ({"vocab_size": 10**9}, "vocab_size is 1000000000, but the longest side of any tensor is 2048 (model.embed"),
         ({"num_attention_heads": 2**31 - 2}, "num_attention_heads times head_dim is 137438953344, but"),
         ({"num_attention_heads": 2**30, "architectures": ["LlamaForCausalLM"]}, "num_attention_heads times head_dim"),

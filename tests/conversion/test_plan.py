@@ -16,7 +16,7 @@ from safetensors.numpy import load_file, save_file
 import bridge
 from bridge.cli import main
 from bridge.conversion.converter import plan_checkpoint
-from bridge.conversion.plan_file import load_plan
+from bridge.conversion.plan_reader import load_plan
 from bridge.conversion.report import CARRIED, REQUANTIZED
 from bridge.conversion.verify import failures
 from bridge.errors import BridgeError
@@ -224,25 +224,25 @@ def first_tensor(key: str, value: Any) -> Any:
 @pytest.mark.parametrize(
     ("change", "options", "message"),
     [
-        (first_tensor("type", "Q9_K"), [], r"tensor token_embd.weight .*'Q9_K': choose one of Q"),
-        (first_tensor("shape", [2048, 250]), [], r"tensor token_embd.weight .*rows of 250"),
-        (first_tensor("parts", [{"source": "x"}]), [], r"tensor token_embd.weight .*'shape'"),
+        (first_tensor("type", "Q9_K"), [], r"tensor token_embd.weight: .*'Q9_K': choose one of Q"),
+        (first_tensor("shape", [2048, 250]), [], r"tensor token_embd.weight: .*rows of 250"),
+        (first_tensor("parts", [{"source": "x"}]), [], r"tensor token_embd.weight: .*'shape'"),
         (
             first_tensor("parts", [{"source": "x.weight", "shape": [2048, 256]}]),
             [],
             "has no x.weight; the plan is of",
         ),
         (lambda r: r["tensors"][0]["parts"][0].update(rows=0), [], "rows of model.embed_tokens.weight are not 2048"),
-        (lambda r: r["metadata"].update({"a.b": ["INT33", 1]}), [], r"the key a.b .*INT33"),
+        (lambda r: r["metadata"].update({"a.b": ["INT33", 1]}), [], r"the key 'a.b': .*INT33"),
         (lambda r: r.update(split_max_size=0), [], "split_max_size is 0"),
         (lambda r: r.update(gguf_bridge_plan=1), [], "is not a plan of this version"),
         (lambda r: r.pop("orders"), [], "'orders'"),
         (
             first_tensor("how", "carried twice"),
             [],
-            r"tensor token_embd.weight .*how is 'carried twice', not one of as it",
+            r"tensor token_embd.weight: .*how is 'carried twice', not one of carried, re",
         ),
-        (first_tensor("how", ["rounded", "rounded"]), [], r"tensor token_embd.weight .*not one of .* for each part"),
+        (first_tensor("how", ["rounded", "rounded"]), [], r"tensor token_embd.weight: .*not one of .* for each part"),
         (nothing, ["--shard", "3/12"], "--shard 3/12: the plan makes 3 shards, 1/3 to 3/3"),
         (nothing, ["--shard", "0/3"], "--shard 0/3: the plan makes 3 shards"),
         (nothing, ["--shard", "three"], "'three' is not I/N such as 3/12"),

@@ -139,9 +139,9 @@ def test_what_a_stopped_run_left_does_not_stop_the_next(tmp_path: Path) -> None:
     folder.mkdir()  # stopped before the job was written
     (folder / ".job.json.x.unfinished").mkdir()
     LayerStore(folder, JOB).save(*quantized("a", "blocks"))
-    (folder / "1234.99.unfinished").write_bytes(b"half")
+    (folder / f"{24 * '0'}.99.unfinished").write_bytes(b"half")
     assert set(LayerStore(folder, JOB).layers) == {"a"}
-    assert not (folder / "1234.99.unfinished").exists()
+    assert not (folder / f"{24 * '0'}.99.unfinished").exists()
     (folder / "job.json").write_text('{"opt')
     store = LayerStore(folder, JOB, force=True)
     assert store.layers == {}

@@ -151,7 +151,7 @@ def test_bias_accumulation_and_silu_of_alternating_rows():
     pair = DeviceMatrix.upload([gate, up], "cuda", interleave=True)
     matvec.launch_silu(pair, records, y, 1, 0, SMALL)
     np.testing.assert_allclose(y, one / (1 + np.exp(-one)) * other, rtol=1e-4, atol=1e-6)
-    with pytest.raises(BridgeError, match=r"Q4_0: MatvecShape\(rows=1.* parts gate from up"):
+    with pytest.raises(BridgeError, match=r"Q4_0: MatvecShape\(rows=1.* separates gate from up"):
         matvec.launch_silu(pair, records, y, 1, 0, SMALL._replace(rows=1))
     both = DeviceMatrix.upload([gate, up], "cuda")
     y = np.ones((1, 6), np.float32)

@@ -20,7 +20,7 @@ from safetensors.numpy import save_file
 
 PLANES = {2: (2,), 3: (2, 1), 4: (4,), 5: (4, 1), 6: (4, 2), 7: (4, 2, 1), 8: (8,)}
 LINEAR = re.compile(
-    r".*\.((q|k|v|o|gate|up|down|qkv|gate_up|q_a|q_b|kv_b)_proj|kv_a_proj_with_mqa|w[123]|c_attn|c_fc|c_proj"
+    r".*\.((q|k|v|o|in|out|gate|up|down|qkv|gate_up|q_a|q_b|kv_b)_proj|kv_a_proj_with_mqa|w[123]|c_attn|c_fc|c_proj"
     r"|query_key_value|dense(_h_to_4h|_4h_to_h)?)$"
 )
 

@@ -1,5 +1,6 @@
 """Finds a checkpoint by name: a local folder, or a Hub id that huggingface_hub downloads or has in its cache."""
 
+import os
 import re
 from pathlib import Path
 from typing import Literal
@@ -100,7 +101,7 @@ def find_template(template: str | Path) -> tuple[Path, str | None]:
     is no such file, and as `resolve` does.
     """
     name = Path(template).as_posix()
-    if Path(template).exists() or Path(template).suffix == ".gguf" or not _HUB_ID.fullmatch(name):
+    if os.path.exists(template) or Path(template).suffix == ".gguf" or not _HUB_ID.fullmatch(name):
         return Path(template), None
     name, _, branch = name.partition("@")
     found = _files(name, branch or None)

@@ -92,6 +92,8 @@ def _load(torch: Any, file: Path) -> dict[str, Any]:
             state = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
         except RuntimeError:  # torch's layout before 1.6 cannot be mapped
             state = torch.load(file, map_location="cpu", weights_only=True)
+    except BridgeError:
+        raise
     except pickle.UnpicklingError:
         raise BridgeError(
             f"{file}: holds pickled objects other than tensors, which could run code; ask for the model as safetensors"

@@ -10,6 +10,9 @@ MISTRAL3 = replace(
     arch="mistral3",
     architectures=("Mistral3ForConditionalGeneration",),
     model_type="mistral3",
-    expects=(SILU, Expected("model_type", ("mistral", "mistral3"), "the language model inside is not Mistral's")),
+    expects=(
+        SILU,
+        Expected("model_type", ("mistral", "mistral3"), "this language model is not in the table", by_template=True),
+    ),
     wrapped=True,
 )

@@ -12,7 +12,6 @@ from pathlib import Path
 
 from bridge.checkpoint import Checkpoint
 from bridge.checkpoint.files.hub import find_template
-from bridge.errors import BridgeError
 from bridge.models.outline import Outline, OutlineTensor
 from bridge.models.template.build import Builder, from_template
 from bridge.models.template.template_file import copied_metadata, number, open_template, stop_texts
@@ -30,10 +29,8 @@ def describe_template(ckpt: Checkpoint, template: str | Path) -> Outline:
     """
     path, said = find_template(template)
     file = open_template(path)
-    for key in ("attention.head_count_kv", "expert_count"):  # which planning reads
+    for key in ("attention.head_count", "attention.head_count_kv", "expert_count"):  # which planning reads
         number(file, key, 0)
-    if not number(file, "attention.head_count", 1):
-        raise BridgeError(f"{path}: {file.arch}.attention.head_count is 0; only models with attention can be converted")
     build = Builder(ckpt, file)
     metadata = copied_metadata(file)
     outline = Outline(

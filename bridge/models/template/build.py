@@ -1,6 +1,7 @@
 """The parts of the new file's tensors: the template's tensors, or their matches in the checkpoint."""
 
 import re
+from dataclasses import replace
 
 import numpy as np
 
@@ -45,14 +46,14 @@ class Builder:
         return made
 
     def _matrix(self, run: Run, columns: int) -> Part:
+        owner = run.owner
         if run.transposed:
-            rows, columns = run.owner.shape
-            shape, stored = (columns, len(run.rows)), (columns, rows)
-            return Part(run.owner.source, shape, columns=run.rows, stored=stored, change="transposed")
-        part = _part(run.owner.source, (len(run.rows), columns), run.rows, (run.owner.shape[0], columns))
+            shape, stored = (owner.shape[1], len(run.rows)), owner.shape[::-1]
+            return Part(owner.source, shape, columns=run.rows, stored=stored, change="transposed")
+        part = _part(owner.source, (len(run.rows), columns), run.rows, (owner.shape[0], columns))
         if part.stored is not None and self._rest_is_zero(run, columns):
-            return Part(part.source, part.shape)
-        return part
+            part = Part(part.source, part.shape)
+        return replace(part, columns=run.columns, matrix=owner.matrix, change=owner.change)
 
     def _vector(self, tensor: QuantTensor, found: VectorMatch) -> OutlineTensor:
         if found.offset:
@@ -61,7 +62,7 @@ class Builder:
             return OutlineTensor(tensor.name, tensor.shape, data=values, fixed_type="F32")
         parts = [_part(owner.source, rows.shape, rows, (int(np.prod(owner.shape)),)) for owner, rows in found.parts]
         if len(parts) == 1 and parts[0].rows is None:
-            parts = [Part(parts[0].source, tensor.shape)]
+            parts = [Part(parts[0].source, found.parts[0][0].shape, change=found.change)]  # GGUF has some as columns
         return OutlineTensor(tensor.name, tensor.shape, tuple(parts), fixed_type="F32")
 
     def _rest_is_zero(self, run: Run, columns: int) -> bool:
@@ -86,7 +87,7 @@ class Builder:
                 continue
             for i, down in enumerate(downs):
                 producers = [self._runs[other][i].owner for other in before]
-                if down.owner.module and all(p.module or len(p.shape) == 2 for p in producers):
+                if down.owner.module and down.columns is None and all(p.module or len(p.shape) == 2 for p in producers):
                     names = tuple(p.source.removesuffix(".weight") for p in producers)
                     found.append(Fold(down.owner.module, names))
         return found
@@ -110,11 +111,9 @@ class Builder:
 
     def unused(self) -> list[str]:
         """The checkpoint's tensors that are not in the new file, and not replaced by the template's either."""
-        zeros = self.biases_without_place()
+        found = {*self.biases_without_place(), *(c.source for c in self._used)}
         taken = self.file.keys() - self._runs.keys() - self._vectors.keys()
-        return sorted(
-            c.source for c in self._all if c not in self._used and c.source not in zeros and c.name not in taken
-        )
+        return sorted({c.source for c in self._all if c.source not in found and c.name not in taken})
 
     def biases_without_place(self) -> list[str]:
         """Biases that the template lacks although it has their matrix: they must be zero."""

@@ -10,7 +10,7 @@ per row and column is fitted before the comparison.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -81,7 +81,7 @@ def allowed(template: LazyMatrix, checkpoint: LazyMatrix, signal: float, weights
 
 @dataclass(frozen=True)
 class RowMatch:
-    """The places of a matrix's rows, int64 [rows] in the checkpoint, and whether the two differ by factors."""
+    """The places of a matrix's rows, or columns, in the checkpoint, int64, and whether the two differ by factors."""
 
     order: np.ndarray
     scaled: bool = False
@@ -108,6 +108,20 @@ def find_rows(template: LazyMatrix, checkpoint: LazyMatrix, known: Iterable[np.n
     if searched is None or np.unique(searched).size < rows:
         return None
     return next((RowMatch(searched, s) for s in (False, True) if same(template, checkpoint, searched, s)), None)
+
+
+def find_columns(template: LazyMatrix, checkpoint: LazyMatrix) -> RowMatch | None:
+    """The checkpoint's column for each of the template's, whose rows are in order; None if the two are different."""
+    if template.shape != checkpoint.shape:
+        return None
+    rows, columns = template.shape
+    sample = np.unique(np.linspace(0, rows - 1, _SEARCH_COLUMNS).astype(np.int64))
+    t, w = (np.ascontiguousarray(matrix.take(sample).T) for matrix in (template, checkpoint))
+    order = _most_similar_rows(_held(t), [_held(w)])
+    if order is None or np.unique(order).size < columns:
+        return None
+    permuted = replace(checkpoint, read=lambda a, b: checkpoint.read(a, b)[:, order], pick=None)
+    return next((RowMatch(order, s) for s in (False, True) if same(template, permuted, np.arange(rows), s)), None)
 
 
 def same(template: LazyMatrix, checkpoint: LazyMatrix, order: np.ndarray, scaled: bool = False) -> bool:
@@ -141,6 +155,11 @@ def find_in_several(template: LazyMatrix, pool: Sequence[LazyMatrix]) -> list[tu
             return None
         runs.append((owner, rows))
     return runs
+
+
+def _held(x: np.ndarray) -> LazyMatrix:
+    """A matrix that is in memory."""
+    return LazyMatrix(x.shape, lambda a, b: x[a:b])
 
 
 def _most_similar_rows(template: LazyMatrix, pool: Sequence[LazyMatrix]) -> np.ndarray | None:

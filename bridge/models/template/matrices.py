@@ -1,7 +1,8 @@
 """Finds a template's matrices in the checkpoint.
 
 They are searched by name first. The rest of a layer is searched by rows among the rest of the layer's modules, which
-finds q, k and v in one matrix, gate and up in one, and the reverse.
+finds q, k and v in one matrix, gate and up in one, and the reverse. Where the rows of a name are in order but the
+columns are not (Qwen3.5's linear_attn.out_proj, whose inputs the converter deals anew), these are searched.
 
 Multi-head latent attention (DeepSeek): kv_b_proj has k's and v's rows of one head after another. The converter makes
 them attn_v_b [heads, v, rank], whose rows are found, and attn_k_b [heads, rank, k], each head's transposed: its columns
@@ -19,7 +20,7 @@ import numpy as np
 from bridge.checkpoint import Checkpoint
 from bridge.errors import BridgeError
 from bridge.gguf_file.rope_rows import interleaved_rows
-from bridge.models.template.match import LazyMatrix, find_in_several, find_rows, rounding_of
+from bridge.models.template.match import LazyMatrix, find_columns, find_in_several, find_rows, rounding_of
 from bridge.models.template.names import Candidate, candidates
 from bridge.models.template.template_file import number
 from bridge.runtime.cpu import dequantize
@@ -39,6 +40,7 @@ class Run:
     owner: Candidate
     rows: np.ndarray  # int64
     scaled: bool = False
+    columns: np.ndarray | None = None  # int64, where the template has them in another order
     transposed: bool = False
 
 
@@ -56,7 +58,7 @@ class Matrices:
         self.ckpt, self.file = ckpt, file
         heads = number(file, "attention.head_count", 0)
         self._heads = (heads, number(file, "attention.head_count_kv", heads))
-        self.all = candidates(ckpt, file.arch, number(file, "block_count"), file)
+        self.all = candidates(ckpt, file.arch, number(file, "block_count"), file, number(file, "expert_count", 0))
         self.named: dict[str, list[Candidate]] = {}
         for candidate in self.all:
             self.named.setdefault(candidate.name or "", []).append(candidate)
@@ -91,17 +93,21 @@ class Matrices:
                     found = self._find_in(tensor, candidate)
                     if found is not None:
                         return [found]
+            for candidate in offered:
+                if candidate.shape == tensor.shape and BLOCK.match(tensor.name):
+                    match = find_columns(_of_template(tensor), self.of_checkpoint(candidate, tensor.shape[1]))
+                    if match is not None:
+                        return [Run(candidate, np.arange(tensor.shape[0]), match.scaled, match.order)]
             if offered:
                 self.reasons[tensor.name] = self._difference(tensor, offered[0])
             return None
-        by_expert = {candidate.expert: candidate for candidate in offered if len(candidate.shape) == 2}
         runs = []
         for expert in range(tensor.shape[0]):
-            matrix = tensor[expert]
-            found = self._find_in(matrix, by_expert[expert]) if expert in by_expert else None
+            matrix, own = tensor[expert], [c for c in offered if len(c.shape) == 2 and c.expert == expert]
+            found = next((run for candidate in own if (run := self._find_in(matrix, candidate)) is not None), None)
             if found is None:
-                if expert in by_expert:
-                    self.reasons[tensor.name] = self._difference(matrix, by_expert[expert])
+                if own:
+                    self.reasons[tensor.name] = self._difference(matrix, own[0])
                 return None
             runs.append(found)
         return runs
@@ -110,7 +116,7 @@ class Matrices:
         rows, columns = tensor.shape
         if candidate.shape[0] < rows or candidate.shape[1] < columns:
             return None
-        found = find_rows(_of_template(tensor), self.of_checkpoint(candidate, columns), self._interleaved(rows))
+        found = find_rows(_of_template(tensor), self.of_checkpoint(candidate, columns), self._orders(rows, candidate))
         return None if found is None else Run(candidate, found.order, found.scaled)
 
     def _by_rows(self, tensor: QuantTensor, taken: set[Candidate]) -> list[Run] | None:
@@ -142,7 +148,8 @@ class Matrices:
                 template = _transposed(tensor) if transposed else _of_template(tensor)
                 found = find_rows(template, matrix, _rows_of_heads(heads, size, candidate.shape[0]))
                 if found is not None and transposed:
-                    return [Run(candidate, head, found.scaled, True) for head in np.split(found.order, heads)]
+                    by_head = np.split(found.order, heads)
+                    return [Run(candidate, which, found.scaled, transposed=True) for which in by_head]
                 if found is not None:
                     return [Run(candidate, found.order, found.scaled)]
         return None
@@ -151,15 +158,16 @@ class Matrices:
         template = _of_template(tensor)
         matrices = [self.of_checkpoint(candidate, tensor.shape[1]) for candidate in pool]
         for candidate, matrix in zip(pool, matrices, strict=True):
-            found = find_rows(template, matrix, self._interleaved(tensor.shape[0]))
+            found = find_rows(template, matrix, self._orders(tensor.shape[0], candidate))
             if found is not None:
                 return [Run(candidate, found.order, found.scaled)]
         several = find_in_several(template, matrices) if len(pool) > 1 else None
         return None if several is None else [Run(pool[which], rows) for which, rows in several]
 
-    def _interleaved(self, rows: int) -> list[np.ndarray]:
-        """The orders of q's and k's rows in llama's GGUF."""
-        return [interleaved_rows(n, rows // n) for n in dict.fromkeys(self._heads) if n and rows % (2 * n) == 0]
+    def _orders(self, rows: int, candidate: Candidate) -> list[np.ndarray]:
+        """The orders of q's and k's rows in llama's GGUF, and the last rows: up's in a matrix of gate and up."""
+        orders = [interleaved_rows(n, rows // n) for n in dict.fromkeys(self._heads) if n and rows % (2 * n) == 0]
+        return [*orders, *([np.arange(candidate.shape[0] - rows, candidate.shape[0])] * (candidate.shape[0] > rows))]
 
     def of_checkpoint(self, candidate: Candidate, columns: int) -> LazyMatrix:
         """The first `columns` columns of a candidate; the others are padding, which is checked when it is read."""
@@ -173,9 +181,16 @@ class Matrices:
                 noise=t.noise() / math.prod(t.shape),
             )
         rounding = _FLOAT_ROUNDING.get(self.ckpt.tensors[candidate.source].dtype, 1e-6)
-        return LazyMatrix(
-            (rows, columns), lambda a, b: self.ckpt.read_float(candidate.source, (a, b))[:, :columns], rounding=rounding
-        )
+        if candidate.matrix is not None:
+            (held,) = self.ckpt.read_float(candidate.source, (candidate.matrix, candidate.matrix + 1))
+            held = held.T if candidate.change == "transposed" else held
+            return LazyMatrix((rows, columns), lambda a, b: held[a:b, :columns], rounding=rounding)
+
+        def read(start: int, stop: int) -> np.ndarray:
+            stored = self.ckpt.read_float(candidate.source, (start, stop))
+            return stored.reshape(stop - start, -1)[:, :columns]
+
+        return LazyMatrix((rows, columns), read, rounding=rounding)
 
     def _difference(self, tensor: QuantTensor, candidate: Candidate) -> str:
         """The reason why a candidate of the right name is not the tensor."""
@@ -205,7 +220,8 @@ class Matrices:
         """Refuse a template of another model, and one that lacks a tensor."""
         matrices = [c for c in self.all if len(c.shape) == 2 and min(c.shape) > 1]
         wanted = [c for c in matrices if c.module is not None] or matrices
-        lost = [c for c in wanted if c not in self.used]
+        used = {(c.source, c.matrix) for c in self.used}
+        lost = [c for c in wanted if (c.source, c.matrix) not in used]
         if 2 * len(lost) > len(wanted):
             first = next((r for r in self.reasons.values()), f"{lost[0].source} is not in it")
             raise BridgeError(

@@ -25,6 +25,8 @@ class Candidate:
     layer   None outside the blocks
     name    in the GGUF, by the map, or None
     expert  its number, or None
+    matrix  which matrix of a 3-D source this is, or None
+    change  as in Part: "transposed"; "squeezed" for a convolution's [channels, 1, size]
     """
 
     source: str
@@ -33,10 +35,15 @@ class Candidate:
     layer: int | None
     name: str | None
     expert: int | None
+    matrix: int | None = None
+    change: str | None = None
 
 
-def candidates(ckpt: Checkpoint, arch: str, n_layers: int, stored: Container[str]) -> list[Candidate]:
-    """All tensors of the checkpoint. They have no names if gguf does not know the architecture.
+def candidates(
+    ckpt: Checkpoint, arch: str, n_layers: int, stored: Container[str], n_experts: int = 0
+) -> list[Candidate]:
+    """All tensors of the checkpoint. They have no names if gguf does not know the architecture. Of experts that are one
+    tensor, each matrix is a candidate as it is and another one transposed.
 
     stored  the names of the template's tensors
     """
@@ -51,7 +58,14 @@ def candidates(ckpt: Checkpoint, arch: str, n_layers: int, stored: Container[str
         expert, layer = _EXPERT.search(source), _LAYER.search(source)
         name = None if names is None else _gguf_name(names, _EXPERT.sub(r"\1", source), stored)
         number = int(layer[1]) if layer else None
-        listed.append(Candidate(source, module, shape, number, name, int(expert[2]) if expert else None))
+        if len(shape) == 3 and shape[0] == n_experts > 1:
+            for i in range(n_experts):
+                listed.append(Candidate(source, None, shape[1:], number, name, i, i))
+                listed.append(Candidate(source, None, shape[:0:-1], number, name, i, i, "transposed"))
+        elif len(shape) == 3 and shape[1] == 1 < min(shape[0], shape[2]):
+            listed.append(Candidate(source, None, (shape[0], shape[2]), number, name, None, None, "squeezed"))
+        else:
+            listed.append(Candidate(source, module, shape, number, name, int(expert[2]) if expert else None))
     return listed
 
 

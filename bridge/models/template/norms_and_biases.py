@@ -22,10 +22,12 @@ _FACTORS = 0.75  # remaining share of the squared error once factors are fitted;
 
 @dataclass(frozen=True)
 class VectorMatch:
-    """The parts of a vector: rows of one or several tensors, one after another, and an offset added to them."""
+    """The parts of a vector: rows of one or several tensors, one after another, an offset added to them, and a change
+    as in Part."""
 
     parts: list[tuple[Candidate, np.ndarray]]
     offset: float = 0.0
+    change: str | None = None
 
 
 class Vectors:
@@ -56,9 +58,12 @@ class Vectors:
             if candidate.module is not None or int(np.prod(candidate.shape)) != values.size:
                 continue
             stored = self.ckpt.read_float(candidate.source).reshape(-1)
-            if not _equal(values, stored):
-                offset = self._awq_offset(tensor.name, values, stored)
-                if offset is None:
+            with np.errstate(over="ignore"):
+                change = "-exp" if _equal(values, -np.exp(stored)) else None  # Mamba's A_log
+            offset = 0.0
+            if change is None and not _equal(values, stored):
+                added = self._awq_offset(tensor.name, values, stored)
+                if added is None:
                     one_more = _equal(values, stored + 1)  # Gemma's norms
                     self.matrices.reasons[tensor.name] = (
                         f"its values are {'1 more than' if one_more else 'not'} those of {candidate.source}"
@@ -66,9 +71,8 @@ class Vectors:
                     if not one_more and tensor.name.endswith("norm.weight"):
                         self._refuse_lost_factors(tensor, candidate)
                     continue
-            else:
-                offset = 0.0
-            self.matches[tensor.name] = VectorMatch([(candidate, np.arange(stored.size))], offset)
+                offset = added
+            self.matches[tensor.name] = VectorMatch([(candidate, np.arange(stored.size))], offset, change)
             return
 
     def _find_bias(self, tensor: QuantTensor, values: np.ndarray, runs: list[Run] | None) -> bool:

@@ -22,6 +22,7 @@ from tests.support.template import (
     LLAMA,
     interleave,
     tensors,
+    values_of,
     write_template,
 )
 
@@ -58,19 +59,22 @@ def test_what_cannot_be_matched_is_kept_and_reported_one_by_one(model, tmp_path)
 
 
 def test_only_what_is_nowhere_in_the_template_is_left_out(model, tmp_path):
-    """Not what the converter makes something else of (A_log), shapes otherwise (conv1d) or renames (dt_bias)."""
+    """Not what the converter makes something else of (A_log), shapes otherwise (conv1d, D) or renames (dt_bias)."""
     floats = model("LlamaConfig")
     rng = np.random.default_rng(0)
     prefix = "model.layers.0.mamba."
     own = {f"{prefix}A_log": rng.random(8), f"{prefix}dt_bias": rng.random(8), f"{prefix}odd": rng.random(8),
-           f"{prefix}conv1d.weight": rng.random((64, 1, 4))}  # fmt: skip
+           f"{prefix}D": rng.random(8), f"{prefix}conv1d.weight": rng.random((64, 1, 4))}  # fmt: skip
     own = {name: values.astype(np.float32) for name, values in own.items()}
 
     def change(name: str, values: np.ndarray) -> dict[str, np.ndarray]:
         made = {name: values + 1 if name.endswith("_norm.weight") else values}
         if name == "output_norm.weight":
             made |= {"blk.0.ssm_a": -np.exp(own[f"{prefix}A_log"]), "blk.0.ssm_dt.bias": own[f"{prefix}dt_bias"]}
-            made["blk.0.ssm_conv1d.weight"] = own[f"{prefix}conv1d.weight"][:, 0]
+            made |= {
+                "blk.0.ssm_conv1d.weight": own[f"{prefix}conv1d.weight"][:, 0],
+                "blk.0.ssm_d": own[f"{prefix}D"][:, None],
+            }
         return made
 
     template = write_template(tmp_path / "t.gguf", floats, "jamba", change)
@@ -81,11 +85,13 @@ def test_only_what_is_nowhere_in_the_template_is_left_out(model, tmp_path):
     assert [n for n in report.notes if "dropped" in n] == [f"not found in the template and dropped: {prefix}odd"]
     taken = {n.partition(":")[0]: n for n in report.notes if "taken from the template" in n}
     norms = {f"blk.{i}.{name}_norm.weight" for i in range(2) for name in ("attn", "ffn")}
-    assert set(taken) == {"blk.0.ssm_a", "blk.0.ssm_conv1d.weight", "output_norm.weight"} | norms
-    assert taken["blk.0.ssm_a"].endswith(f"its values are not those of {prefix}A_log")
+    assert set(taken) == {"output_norm.weight"} | norms
     assert taken["output_norm.weight"].endswith("its values are 1 more than those of model.norm.weight")
-    (bias,) = [t for t in report.tensors if t.name == "blk.0.ssm_dt.bias"]
-    assert bias.source == f"{prefix}dt_bias"
+    made = {t.name: t for t in report.tensors}
+    for name, source in (("dt.bias", "dt_bias"), ("a", "A_log"), ("d", "D"), ("conv1d.weight", "conv1d.weight")):
+        assert made[f"blk.0.ssm_{name}"].source == f"{prefix}{source}"
+        expected = values_of(template, f"blk.0.ssm_{name}")
+        np.testing.assert_allclose(values_of(tmp_path / "m.gguf", f"blk.0.ssm_{name}"), expected, rtol=1e-3)
 
 
 @pytest.mark.parametrize(
@@ -183,4 +189,16 @@ def test_an_unknown_architecture_is_told_of_the_template(tmp_path):
     config = json.loads((tmp_path / "model" / "config.json").read_text())
     (tmp_path / "model" / "config.json").write_text(json.dumps(config | {"architectures": ["OlmoForCausalLM"]}))
     with pytest.raises(BridgeError, match=r"unknown architecture OlmoForCausalLM; .* or template='model-f16.gguf'"):
+        bridge.convert(tmp_path / "model", tmp_path / "m.gguf")
+
+
+def test_a_language_model_that_only_a_template_serves_is_told_so(tmp_path):
+    """Ministral 3: Mistral 3's wrapper around another language model."""
+    shutil.copytree(CHECKPOINT, tmp_path / "model")
+    config = json.loads((tmp_path / "model" / "config.json").read_text())
+    inside = {**config, "architectures": ["Mistral3ForConditionalGeneration"], "model_type": "mistral3"}
+    inside["text_config"] = {**config, "model_type": "ministral3"}
+    (tmp_path / "model" / "config.json").write_text(json.dumps(inside))
+    said = r"model_type is 'ministral3'; this language model is not in the table: only 'mistral' .* without template"
+    with pytest.raises(BridgeError, match=said):
         bridge.convert(tmp_path / "model", tmp_path / "m.gguf")
