@@ -27,7 +27,7 @@ from bridge.checkpoint.labels.detect_format import READERS, read_quant_config
 from bridge.checkpoint.labels.quant_config import QuantConfig
 from bridge.checkpoint.labels.unlabelled import recognise
 from bridge.errors import BridgeError, parameter
-from bridge.system.files import read_json
+from bridge.system.files import expanded, read_json
 from bridge.trellis.layer import TrellisLayer
 
 __all__ = ["Checkpoint", "CodedTensor", "GroupedTensor", "ModuleInfo", "QuantConfig", "TensorInfo", "open_checkpoint"]
@@ -210,7 +210,7 @@ def open_checkpoint(
 
     Raises BridgeError if it is incomplete, damaged, or quantized in a way that is not supported.
     """
-    path = Path(path)
+    path = expanded(path)
     if not path.exists():
         raise BridgeError(f"{path}: no such folder; give the folder that holds config.json and the weights")
     home = config_folder(path, config)

@@ -13,6 +13,7 @@ from bridge.cli.terminal import generated
 from bridge.errors import BridgeError
 from bridge.gguf_file.reader import LOADS
 from bridge.runtime.sampling import Sampling
+from bridge.system.files import expect_name
 from bridge.system.text import tell
 
 
@@ -274,6 +275,7 @@ def perplexity(a: argparse.Namespace) -> int:
 
     from bridge.runtime import perplexity as measure
 
+    expect_name(a.file)
     try:
         text = a.file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as problem:

@@ -17,6 +17,7 @@ import numpy as np
 
 from bridge.errors import BridgeError
 from bridge.gguf_file.reader import read_gguf
+from bridge.system.files import expect_name
 from bridge.system.folder_locks import temporary_beside
 
 _SUMS, _COUNTS = ".in_sum2", ".counts"
@@ -28,6 +29,7 @@ def read_imatrix(path: str | Path) -> dict[str, np.ndarray]:
     Raises BridgeError if the file is missing, is not an imatrix, or holds NaN or negative values.
     """
     path = Path(path)
+    expect_name(path)
     if _is_legacy(path):
         raise BridgeError(
             f"{path}: an imatrix in the old binary format; convert it with "

@@ -5,6 +5,7 @@ Importing this needs neither PyTorch nor NumPy; making a `Calibration` says what
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable
 from dataclasses import MISSING, dataclass, field
@@ -85,6 +86,8 @@ class Calibration:
         for name, least in {"samples": 1, "length": 1, "damping": 0, "alpha": 0, "sweeps": 0}.items():
             if not getattr(self, name) >= least:
                 raise BridgeError(f"{parameter(name, getattr(self, name))}: must be at least {least}")
+        if self.offload is not None and not os.path.isdir(self.offload):
+            raise BridgeError(f"{self.offload}: no such folder for activations; make it or give another one")
 
     def check_gguf(self) -> None:
         """BridgeError where layers cannot be quantized like this for a GGUF."""

@@ -17,6 +17,7 @@ from bridge.errors import BridgeError
 from bridge.runtime.quant_tensor import QuantTensor
 from bridge.runtime.reader import open_gguf
 from bridge.system.devices import choose, cuda
+from bridge.system.files import expect_name
 
 LARGE = (40960, 4096)  # from memory
 SMALL = (2048, 4096)  # from the cache
@@ -128,6 +129,7 @@ def tensors_to_time(what: str | Path, shapes: Sequence[tuple[int, int]]) -> list
     name = str(what).upper()
     if name in TYPES:
         return [random_tensor(name, *shape) for shape in shapes]
+    expect_name(Path(what))
     if not Path(what).exists() and Path(what).suffix != ".gguf":
         raise BridgeError(f"{what}: is neither a GGUF file nor a type ({', '.join(TYPES)})")
     largest: dict[str, QuantTensor] = {}

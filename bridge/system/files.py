@@ -1,5 +1,6 @@
 """Small files that come with a model, checks of files to be read, and writing that leaves nothing half-done."""
 
+import errno
 import glob
 import json
 import os
@@ -18,11 +19,24 @@ _POINTER = b"version https://git-lfs.github.com/spec/"
 
 
 def expanded(path: str | Path) -> Path:
-    """A path with ~ and ~user replaced. Raises BridgeError if there is no such user."""
+    """A path with ~ and ~user replaced. Raises BridgeError if there is no such user, and as `expect_name` does."""
     try:
-        return Path(path).expanduser()
+        found = Path(path).expanduser()
     except RuntimeError:
         raise BridgeError(f"{path}: there is no such user's folder; give the path in full") from None
+    expect_name(found)
+    return found
+
+
+def expect_name(path: Path) -> None:
+    """BridgeError where no file can have this name: it is too long, or holds a NUL character."""
+    try:
+        os.lstat(path)
+    except ValueError as problem:
+        raise BridgeError(f"{path}: no file can have this name ({problem}); give another one") from None
+    except OSError as problem:
+        if problem.errno == errno.ENAMETOOLONG:
+            raise BridgeError(f"{path}: no file can have this name, which is too long; give a shorter one") from None
 
 
 def expect_regular(file: Path) -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Self
 
 from bridge.errors import BridgeError, parameter
-from bridge.system.files import files_below
+from bridge.system.files import expect_name, files_below
 
 _MAGIC = b"GGUF"
 
@@ -62,6 +62,7 @@ def check_outputs(paths: Iterable[Path | None], force: bool, taken: Taken = NOTH
 
 
 def _check(path: Path, force: bool, taken: Taken) -> None:
+    expect_name(path)
     if path.is_dir():
         raise BridgeError(f"{path}: is a folder; give the name of the file to write")
     if not path.parent.is_dir():

@@ -15,7 +15,7 @@ from typing import IO, Self
 from bridge.checkpoint import Checkpoint
 from bridge.checkpoint.files.weight_files import NOT_WEIGHTS, WEIGHTS, belongs
 from bridge.errors import BridgeError, parameter
-from bridge.system.files import disk_errors, expect_regular, files_below, sync_folder
+from bridge.system.files import disk_errors, expect_name, expect_regular, files_below, sync_folder
 from bridge.system.folder_locks import temporary_beside
 
 
@@ -113,6 +113,7 @@ def check_folder(ckpt: Checkpoint, path: Path, force: bool, reads: Iterable[Path
 
     reads  further files that the run reads
     """
+    expect_name(path)
     if path.is_symlink() or (path.exists() and not path.is_dir()):
         raise BridgeError(f"{path}: is a {'link' if path.is_symlink() else 'file'}; give the folder to write")
     if not path.parent.is_dir():

@@ -149,7 +149,7 @@ class Matrices:
                 found = find_rows(template, matrix, _rows_of_heads(heads, size, candidate.shape[0]))
                 if found is not None and transposed:
                     by_head = np.split(found.order, heads)
-                    return [Run(candidate, which, found.scaled, transposed=True) for which in by_head]
+                    return [Run(candidate, head, found.scaled, transposed=True) for head in by_head]
                 if found is not None:
                     return [Run(candidate, found.order, found.scaled)]
         return None

@@ -1,0 +1,124 @@
+"""Names that no file can have, for every argument that is one: one line, and no file changed."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import pytest
+
+import bridge
+from bridge.cli import _parser, main
+from bridge.errors import BridgeError
+from tests.conftest import CHECKPOINT
+
+LONG, NUL = "a" * 5000, "a\0b"
+NAMES = [pytest.param(LONG, id="long"), pytest.param(NUL, id="NUL"), pytest.param("a" * 300 + ".gguf", id="long GGUF")]
+
+# @ is the name, GGUF a converted model, TEXT any text, MODEL the checkpoint; the argument in front is its own
+RUNS = """
+convert checkpoint      @
+convert out             MODEL @
+convert --config        MODEL out.gguf --config @
+convert --template      MODEL out.gguf --template @
+convert --imatrix       MODEL out.gguf --imatrix @
+convert --plan          MODEL out.gguf --plan @
+convert --calibrate     MODEL out.gguf --type Q2_K --calibrate @
+convert --offload       MODEL out.gguf --type Q2_K --calibrate TEXT --offload @
+convert --imatrix-out   MODEL out.gguf --type Q2_K --calibrate TEXT --imatrix-out @
+convert --plan-out      MODEL out.gguf --calibrate TEXT --size 1G --plan-out @
+convert --report        MODEL out.gguf --report @
+quantize checkpoint     @ out.gguf --type Q2_K --calibrate TEXT
+quantize out            MODEL @ --type Q2_K --calibrate TEXT
+quantize out            MODEL @ --format gptq --calibrate TEXT
+quantize --config       MODEL out.gguf --type Q2_K --calibrate TEXT --config @
+quantize --template     MODEL out.gguf --type Q2_K --calibrate TEXT --template @
+quantize --calibrate    MODEL out.gguf --type Q2_K --calibrate @
+quantize --offload      MODEL out.gguf --type Q2_K --calibrate TEXT --offload @
+quantize --imatrix-out  MODEL out.gguf --type Q2_K --calibrate TEXT --imatrix-out @
+quantize --plan-out     MODEL out.gguf --size 1G --calibrate TEXT --plan-out @
+quantize --report       MODEL out.gguf --type Q2_K --calibrate TEXT --report @
+plan checkpoint         @
+plan --out              MODEL --out @
+plan --config           MODEL --config @
+plan --template         MODEL --template @
+plan --imatrix          MODEL --imatrix @
+verify gguf             @ MODEL
+verify checkpoint       GGUF @
+verify --config         GGUF MODEL --config @
+verify --template       GGUF MODEL --template @
+verify --report         GGUF MODEL --report @
+inspect path            @
+inspect --config        MODEL --config @
+repack source           @ out
+repack out              MODEL @
+repack --config         MODEL out --config @
+run model               @ -p x
+run --config            MODEL -p x --config @
+chat model              @
+chat --config           MODEL --config @
+perplexity gguf         @ -f TEXT
+perplexity --file       GGUF -f @
+perplexity --reference  GGUF -f TEXT --reference @
+bench what              @
+plot source             @
+plot --out              REPORT --out @
+"""
+TABLE = [(command, argument, rest) for command, argument, *rest in map(str.split, RUNS.strip().splitlines())]
+
+
+@pytest.fixture(scope="module")
+def inputs(auto, tmp_path_factory) -> dict[str, str]:
+    folder = tmp_path_factory.mktemp("inputs")
+    text, report = folder / "text.txt", folder / "report.json"
+    text.write_text("Once upon a time. " * 500)
+    assert main(["convert", str(CHECKPOINT), str(folder / "m.gguf"), "--report", str(report)]) == 0
+    return {"MODEL": str(CHECKPOINT), "GGUF": str(auto), "TEXT": str(text), "REPORT": str(report)}
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(("command", "argument", "rest"), TABLE, ids=[" ".join(row[:2]) for row in TABLE])
+def test_a_name_that_no_file_can_have_is_told(command, argument, rest, name, inputs, refused, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    error = refused(command, *(name if word == "@" else inputs.get(word, word) for word in rest))
+    assert "unexpected" not in error
+    assert error.startswith("error: a")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_inspect_tells_that_a_template_cannot_exist(name, run):
+    assert "convert would stop: a" in run("inspect", CHECKPOINT, "--template", name)
+
+
+def test_the_table_has_every_argument_that_is_a_path():
+    (commands,) = (a.choices for a in _parser()._actions if isinstance(a, argparse._SubParsersAction))
+    found = {
+        (command, (action.option_strings or [action.dest])[-1])
+        for command, parser in commands.items()
+        for action in parser._actions
+        if action.type is Path or not action.option_strings or "--template" in action.option_strings
+    }
+    assert found - {("inspect", "--template")} == {row[:2] for row in TABLE}
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda name, out: bridge.convert(name, out),
+        lambda name, out: bridge.convert(CHECKPOINT, name),
+        lambda name, out: bridge.convert(CHECKPOINT, out, config=name),
+        lambda name, out: bridge.convert(CHECKPOINT, out, imatrix=name),
+        lambda name, out: bridge.convert(CHECKPOINT, out, template=name),
+        lambda name, out: bridge.open_checkpoint(name),
+        lambda name, out: bridge.open_checkpoint(CHECKPOINT, config=name),
+        lambda name, out: bridge.open_gguf(name),
+        lambda name, out: bridge.Model.load(name),
+        lambda name, out: bridge.repack(name, out, "gptq_v2"),
+        lambda name, out: bridge.repack(CHECKPOINT, name, "gptq_v2"),
+        lambda name, out: bridge.verify(name, CHECKPOINT),
+    ],
+)
+def test_python_raises_its_own_error_for_such_a_name(call, name, tmp_path):
+    with pytest.raises(BridgeError):
+        call(name, tmp_path / "out.gguf")
