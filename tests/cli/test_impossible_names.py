@@ -10,6 +10,7 @@ import pytest
 import bridge
 from bridge.cli import _parser, main
 from bridge.errors import BridgeError
+from bridge.runtime.bench import tensors_to_time
 from tests.conftest import CHECKPOINT
 
 LONG, NUL = "a" * 5000, "a\0b"
@@ -117,6 +118,7 @@ def test_the_table_has_every_argument_that_is_a_path():
         lambda name, out: bridge.repack(name, out, "gptq_v2"),
         lambda name, out: bridge.repack(CHECKPOINT, name, "gptq_v2"),
         lambda name, out: bridge.verify(name, CHECKPOINT),
+        lambda name, out: tensors_to_time(name, []),
     ],
 )
 def test_python_raises_its_own_error_for_such_a_name(call, name, tmp_path):
