@@ -13,6 +13,8 @@ import pytest
 from bridge.cli import main
 from tests.support.tiny_models import save_model
 
+pytestmark = pytest.mark.xdist_group("interrupts")  # whole runs are compared with
+
 CALIBRATE = ["--samples", "4", "--sequence-length", "32", "--sweeps", "0"]
 GGUF = ["--type", "Q4_K"]
 GPTQ = ["--format", "gptq_v2"]
@@ -70,7 +72,13 @@ def whole(model: Path, text: Path, tmp_path_factory: pytest.TempPathFactory) -> 
 
 
 @pytest.mark.parametrize(
-    ("options", "place", "call", "stored"), STAGES, ids=[f"{p.rpartition(':')[2]}-{c}" for _, p, c, _ in STAGES]
+    ("options", "place", "call", "stored"),
+    [
+        pytest.param(
+            *stage, id=f"{stage[1].rpartition(':')[2]}-{stage[2]}", marks=[] if i % 2 else [pytest.mark.exhaustive]
+        )
+        for i, stage in enumerate(STAGES)
+    ],
 )
 def test_ctrl_c_leaves_finished_layers_and_nothing_else(
     options: list[str],

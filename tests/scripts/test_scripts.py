@@ -111,6 +111,7 @@ def test_quantizing_is_measured_beside_ggml_and_is_nearer_to_the_floats(tmp_path
     assert 0 < own < 0.8 * peer
 
 
+@pytest.mark.exhaustive  # half a minute of training and solving that other tests prove in parts
 def test_a_character_gpt_of_61_layers_is_trained_and_quantized(tmp_path: Path) -> None:
     (tmp_path / "train.txt").write_text("the cat sat on the mat and the dog ran off. " * 60, encoding="utf-8")
     (tmp_path / "validate.txt").write_text("the dog sat on the mat and the cat ran off. " * 20, encoding="utf-8")
