@@ -32,7 +32,7 @@ over wherever GGUF can hold them.
 _EXAMPLES = """\
 examples:
   gguf-bridge inspect Qwen2.5-7B-GPTQ       shows what convert would do
-  gguf-bridge convert Qwen2.5-7B-GPTQ       writes Qwen2.5-7B-GPTQ.gguf
+  gguf-bridge convert Qwen2.5-7B-GPTQ       writes Qwen2.5-7B-GPTQ-Q4_K.gguf
   gguf-bridge convert org/name out.gguf     downloads from the Hub first
   gguf-bridge quantize Qwen2.5-7B out.gguf --type Q4_K --calibrate text.txt
   gguf-bridge quantize Qwen2.5-7B out.gguf --size 4.2G --calibrate text.txt

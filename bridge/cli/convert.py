@@ -19,14 +19,16 @@ from bridge.errors import BridgeError
 from bridge.system.progress import Bar
 
 TYPES = ["type", "output_type", "token_embd_type", "tensor_types"]
-MODEL = ["config", "template", "pre"]
+MODEL = ["config", "template", "name", "author", "metadata", "pre"]
 
 
 def add_parser(commands: Any) -> None:
     """Add the command to argparse's sub-parsers."""
     p = command(commands, "convert", "write a checkpoint as a GGUF file, carrying its integer codes", run)
     p.add_argument("checkpoint", nargs="?", help=f"{CHECKPOINT}; that of --plan if not given")
-    p.add_argument("out", nargs="?", help="the GGUF to write (default: the checkpoint's name, in the current folder)")
+    p.add_argument(
+        "out", nargs="?", help="the GGUF to write (default: the checkpoint's name and the type, in the current folder)"
+    )
     add_plan_options(p)
     add_options(p.add_argument_group("plan"), ConvertOptions, ["plan", "shard"])
     add_calibration(p)

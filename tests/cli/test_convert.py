@@ -141,8 +141,8 @@ def test_the_output_is_named_after_the_checkpoint(run, tmp_path, monkeypatch):
     run("convert", CHECKPOINT)
     run("convert", f"{CHECKPOINT}/", "--type", "q4_k_m")
     assert sorted(p.name for p in tmp_path.iterdir()) == [
+        "qwen3-gptq-4bit-g128-sym-Q4_K.gguf",
         "qwen3-gptq-4bit-g128-sym-Q4_K_M.gguf",
-        "qwen3-gptq-4bit-g128-sym.gguf",
     ]
 
 
@@ -156,7 +156,7 @@ def test_a_snapshot_in_the_hubs_cache_gives_the_output_the_repositorys_name(run,
         (snapshot / file.name).symlink_to(f"../../blobs/{number}")
     monkeypatch.chdir(tmp_path)
     run("convert", snapshot)
-    assert [p.name for p in tmp_path.glob("*.gguf")] == ["tiny-GPTQ.gguf"]
+    assert [p.name for p in tmp_path.glob("*.gguf")] == ["tiny-GPTQ-Q4_K.gguf"]
 
 
 def test_a_name_for_pre_that_is_unknown_here_is_taken_and_reported(run, tmp_path):
