@@ -1,6 +1,8 @@
 """`gguf-bridge convert`."""
 
 import argparse
+import shlex
+from pathlib import Path
 from typing import Any
 
 from bridge.cli.options import (
@@ -57,7 +59,6 @@ def choices(a: argparse.Namespace) -> dict[str, Any]:
 def run(a: argparse.Namespace) -> int:
     """Convert, with progress bars, and print the report."""
     from bridge.conversion.converter import convert_as
-    from bridge.models.modelfile import ollama_line
 
     plan = getattr(a, "plan", None)
     if a.checkpoint is None and plan is None:
@@ -72,8 +73,21 @@ def run(a: argparse.Namespace) -> int:
         options = ConvertOptions(**choices(a), calibrate=calibration(a, layers), budget=budget(a, steps))
         report = convert_as(a.checkpoint, a.out, options, bar, a.report)
     print(report.table())
-    if options.modelfile:
-        print(f"Ollama takes it: {ollama_line(report.outputs[0])}")
     if a.report:
         report.save(a.report)
+    if options.shard is None:
+        print(_next_steps(report.outputs[0], options.modelfile))
     return 0
+
+
+def _next_steps(gguf: Path, modelfile: bool) -> str:
+    """The commands that run a new GGUF."""
+    from bridge.gguf_file.reader import read_gguf
+    from bridge.models.modelfile import ollama_line
+    from bridge.runtime.decoder_config import ARCHITECTURES
+
+    file = shlex.quote(str(gguf))
+    lines = [f"llama-cli -m {file}", ollama_line(gguf) + ("" if modelfile else "   (--modelfile writes the Modelfile)")]
+    if read_gguf(gguf).metadata["general.architecture"] in ARCHITECTURES:
+        lines.insert(0, f'gguf-bridge run {file} -p "Once upon a time"')
+    return "\n  ".join(["next:", *lines])
