@@ -147,6 +147,11 @@ class Model:
             self._decoder = _Closed(self.path)
 
     @property
+    def name(self) -> str:
+        """The model's name as the file has it, or the file's."""
+        return str(self._file.metadata.get("general.name") or self.path.stem)
+
+    @property
     def chat_template(self) -> str | None:
         """The file's own chat template, in jinja."""
         template = self._file.metadata.get("tokenizer.chat_template")

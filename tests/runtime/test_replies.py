@@ -290,7 +290,7 @@ def test_a_chat_that_cannot_be_says_why_in_one_line(path: Path, monkeypatch, cap
 
 
 def test_an_interrupted_reply_is_remembered_as_far_as_it_was_read(model: Model) -> None:
-    from bridge.cli.run import Conversation
+    from bridge.cli.chat import Conversation
 
     talk = Conversation(model)
     reply = talk.reply("Who is there?", max_tokens=10, temperature=0)
