@@ -55,18 +55,11 @@ def gguf_of(a: argparse.Namespace, messages: Sequence[dict[str, str]] | None = N
 
     messages  a conversation that a checkpoint's chat template must accept before it is converted
     """
-    if a.model.endswith(".gguf"):
-        return Path(a.model)  # without the time that it takes to import what follows
-    from bridge.checkpoint.files.hub import kind_of
-
-    if kind_of(a.model, a.config) in ("gguf", "part"):
-        return Path(a.model)
-    from bridge.conversion.cache import converted
-    from bridge.runtime.decoder_config import ARCHITECTURES
+    from bridge.conversion.model import gguf_of as found
     from bridge.system.progress import Bar
 
     with Bar("converting") as bar:
-        return converted(a.model, a.config, ARCHITECTURES, bar, messages)
+        return found(a.model, a.config, bar, messages)
 
 
 def add_sampling(p: argparse.ArgumentParser) -> None:

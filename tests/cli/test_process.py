@@ -64,6 +64,14 @@ def test_functions_of_the_package_are_functions_whatever_was_imported_before():
     assert python("-c", "import bridge; bridge.verify; assert callable(bridge.convert)").stderr == ""
 
 
+def test_the_package_can_be_looked_at_without_torch():
+    code = "import sys; sys.modules.update(torch=None, transformers=None)\n"
+    code += "import bridge, inspect, pydoc; print(*dir(bridge)); inspect.getmembers(bridge); pydoc.render_doc(bridge)"
+    done = python("-c", code)
+    assert done.stderr == ""
+    assert {"Budget", "Calibration", "Model", "QuantTensor", "Report", "convert", "nn"} <= set(done.stdout.split())
+
+
 @pytest.mark.parametrize("command", ["", "convert", "verify", "inspect", "run", "cache", "plot"])
 def test_help_fits_a_terminal(command, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")

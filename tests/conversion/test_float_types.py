@@ -12,6 +12,7 @@ import pytest
 import bridge
 from bridge.cli import main
 from bridge.conversion.converter import plan_checkpoint
+from bridge.conversion.report import CODED
 from bridge.errors import BridgeError
 from bridge.quantize.settings import Calibration
 from tests.conftest import CHECKPOINT
@@ -38,6 +39,14 @@ def test_codes_are_written_as_the_floats_that_they_mean(tmp_path: Path) -> None:
     with bridge.open_checkpoint(CHECKPOINT) as ckpt:
         expected = ckpt.read_module("model.layers.0.mlp.up_proj").dequantize()
     np.testing.assert_array_equal(bridge.open_gguf(tmp_path / "out.gguf")["blk.0.ffn_up.weight"].dequantize(), expected)
+
+
+def test_the_reports_bits_per_weight_are_the_files(tmp_path: Path) -> None:
+    report = bridge.convert(CHECKPOINT, tmp_path / "out.gguf")
+    tensors = gguf.GGUFReader(tmp_path / "out.gguf").tensors
+    bits = 8 * sum(int(t.n_bytes) for t in tensors) / sum(int(t.n_elements) for t in tensors)
+    assert report.bpw() == pytest.approx(bits)
+    assert report.bpw(CODED) == 4.5
 
 
 def test_floats_are_not_calibrated() -> None:
