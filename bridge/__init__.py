@@ -21,11 +21,15 @@ __version__ = "0.2.0"
 
 _LAZY = {
     "BridgeError": "bridge.errors",
+    "Budget": "bridge.conversion.options",
+    "Calibration": "bridge.quantize.settings",
+    "QuantTensor": "bridge.runtime.quant_tensor",
+    "Report": "bridge.conversion.report",
     "convert": "bridge.conversion.converter",
     "open_checkpoint": "bridge.checkpoint",
     "repack": "bridge.checkpoint.repack",
     "open_gguf": "bridge.runtime",
-    "Model": "bridge.runtime.model",
+    "Model": "bridge.conversion.model",
     "verify": "bridge.conversion.verify",
 }
 _LAZY_MODULES = {"nn": "bridge.nn", "quantize": "bridge.quantize", "trellis": "bridge.trellis"}

@@ -24,7 +24,7 @@ from bridge.cuda.matrix import KINDS, DeviceMatrix, FloatMatrix
 
 from bridge.errors import BridgeError
 from bridge.runtime.quant_tensor import QuantTensor
-from bridge.system.operands import check_indices, check_input, check_out, check_precision, is_torch
+from bridge.system.operands import Product, check_indices, check_input, check_out, check_precision, is_torch
 
 _moved: WeakValueDictionary[tuple[int, devices.Device], CudaTensor] = WeakValueDictionary()  # by the id of the source
 
@@ -37,7 +37,7 @@ def moved(tensor: QuantTensor, device: devices.Device) -> CudaTensor:
     return found
 
 
-class CudaTensor:
+class CudaTensor(Product):
     """One matrix on a GPU: `name`, `type` as gguf spells it, `shape` [out, in], `device`."""
 
     def __init__(self, tensor: QuantTensor, device: Any = None):
@@ -103,8 +103,10 @@ class CudaTensor:
         """Y = X W^T for X [tokens, in]: Y float32 [tokens, out]. Otherwise as `matvec`.
 
         Beyond 8 tokens quantized weights are rounded to x's type (to float16 for float32 x, or not at all with "f32")
-        and x is not rounded to 8 bits.
+        and x is not rounded to 8 bits. Without `out`, X may have more dimensions, [batch, tokens, in].
         """
+        if out is None and getattr(x, "ndim", 2) > 2 and x.shape[-1] == self.shape[-1]:
+            return self._product(x.reshape(-1, x.shape[-1]), None, precision, 2).reshape(*x.shape[:-1], self.shape[0])
         return self._product(x, out, precision, 2)
 
     def _product(self, x: Any, out: Any, precision: str, dimensions: int) -> Any:

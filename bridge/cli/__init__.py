@@ -15,12 +15,13 @@ import traceback
 import warnings
 from collections.abc import Sequence
 from contextlib import redirect_stdout, suppress
+from difflib import get_close_matches
 from typing import NoReturn
 
-from bridge.cli import bench, cache, convert, inspect, plan, quantize, repack, run, verify
+from bridge.cli import bench, cache, chat, convert, inspect, plan, quantize, repack, run, verify
 from bridge.cli.options import as_flag
 from bridge.cli.plot import command as plot_command
-from bridge.cli.terminal import Printable
+from bridge.cli.terminal import Printable, Terminated
 from bridge.errors import BridgeError, shortened, spelled
 from bridge.system.text import tell
 
@@ -32,7 +33,7 @@ over wherever GGUF can hold them.
 _EXAMPLES = """\
 examples:
   gguf-bridge inspect Qwen2.5-7B-GPTQ       shows what convert would do
-  gguf-bridge convert Qwen2.5-7B-GPTQ       writes Qwen2.5-7B-GPTQ.gguf
+  gguf-bridge convert Qwen2.5-7B-GPTQ       writes Qwen2.5-7B-GPTQ-Q4_K.gguf
   gguf-bridge convert org/name out.gguf     downloads from the Hub first
   gguf-bridge quantize Qwen2.5-7B out.gguf --type Q4_K --calibrate text.txt
   gguf-bridge quantize Qwen2.5-7B out.gguf --size 4.2G --calibrate text.txt
@@ -45,13 +46,14 @@ examples:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the program; returns the exit code: 0, 1 (verify found a tensor beyond its threshold) or 2 (error)."""
+    """Run the program; returns the exit code: 0, 1 (verify found a tensor beyond its threshold), 2 (error), or 128 and
+    the number of the signal that stopped it, 130 for Ctrl-C."""
     argv = sys.argv[1:] if argv is None else argv
     debug = "--debug" in argv
     gc.set_threshold(100_000)  # Numba brings a million objects that stay: looking through them often costs 0.1 s
     for name in ("SIGTERM", "SIGHUP"):  # what is half-written goes away as with Ctrl-C
         if hasattr(signal, name):
-            signal.signal(getattr(signal, name), _interrupt)
+            signal.signal(getattr(signal, name), _terminate)
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:  # closed by the caller: no file of ours may get its number
             setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115 - for good
@@ -72,31 +74,35 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (Exception, KeyboardInterrupt) as problem:
         if debug:
             tell("".join(traceback.format_exception(problem)))
-        tell("error: " + shortened(re.sub(r"\s*\n\s*", " ", _message(problem))))
-        return 2
+        stopped = isinstance(problem, KeyboardInterrupt)
+        tell(("" if stopped else "error: ") + shortened(re.sub(r"\s*\n\s*", " ", _message(problem))))
+        return 128 + getattr(problem, "signal", signal.SIGINT) if stopped else 2
 
 
 def _message(problem: BaseException) -> str:
     if isinstance(problem, BridgeError):
         return str(problem)
     if isinstance(problem, KeyboardInterrupt):
-        return "interrupted; nothing half-written was left behind"
+        return str(problem) or "stopped; nothing half-written was left behind"
     if isinstance(problem, OSError):
-        return f"{problem.filename}: {problem.strerror}" if problem.filename else str(problem)
+        return f"{os.fsdecode(problem.filename)}: {problem.strerror}" if problem.filename else str(problem)
     if isinstance(problem, MemoryError):
         return "out of memory; convert needs least with --threads 1, run and perplexity with a small --context"
     return f"unexpected {type(problem).__name__} ({problem}); please report it with what --debug prints"
 
 
-def _interrupt(*_: object) -> NoReturn:
-    raise KeyboardInterrupt
+def _terminate(number: int, *_: object) -> NoReturn:
+    raise Terminated(number)
 
 
 class _Parser(argparse.ArgumentParser):
     """An argparse parser whose errors are one line, like all others."""
 
     def error(self, message: str) -> NoReturn:
-        raise BridgeError(f"{message}; see {self.prog} --help")
+        wrong = re.search(r"invalid choice: '([^']*)' \(choose from (.*)\)", message)
+        near = get_close_matches(wrong[1], re.findall(r"[\w.-]+", wrong[2]), 1) if wrong else []
+        hint = f"; did you mean {near[0]}?" if near else f"; see {self.prog} --help"
+        raise BridgeError(message + hint)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -110,6 +116,6 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND", title="commands")
-    for module in (convert, quantize, plan, verify, inspect, repack, run, bench, plot_command, cache):
+    for module in (convert, quantize, plan, verify, inspect, repack, run, chat, bench, plot_command, cache):
         module.add_parser(commands)
     return parser

@@ -1,6 +1,8 @@
 """`gguf-bridge convert`."""
 
 import argparse
+import shlex
+from pathlib import Path
 from typing import Any
 
 from bridge.cli.options import (
@@ -19,14 +21,16 @@ from bridge.errors import BridgeError
 from bridge.system.progress import Bar
 
 TYPES = ["type", "output_type", "token_embd_type", "tensor_types"]
-MODEL = ["config", "template", "pre"]
+MODEL = ["config", "template", "name", "author", "metadata", "pre"]
 
 
 def add_parser(commands: Any) -> None:
     """Add the command to argparse's sub-parsers."""
     p = command(commands, "convert", "write a checkpoint as a GGUF file, carrying its integer codes", run)
     p.add_argument("checkpoint", nargs="?", help=f"{CHECKPOINT}; that of --plan if not given")
-    p.add_argument("out", nargs="?", help="the GGUF to write (default: the checkpoint's name, in the current folder)")
+    p.add_argument(
+        "out", nargs="?", help="the GGUF to write (default: the checkpoint's name and the type, in the current folder)"
+    )
     add_plan_options(p)
     add_options(p.add_argument_group("plan"), ConvertOptions, ["plan", "shard"])
     add_calibration(p)
@@ -55,7 +59,6 @@ def choices(a: argparse.Namespace) -> dict[str, Any]:
 def run(a: argparse.Namespace) -> int:
     """Convert, with progress bars, and print the report."""
     from bridge.conversion.converter import convert_as
-    from bridge.models.modelfile import ollama_line
 
     plan = getattr(a, "plan", None)
     if a.checkpoint is None and plan is None:
@@ -70,8 +73,21 @@ def run(a: argparse.Namespace) -> int:
         options = ConvertOptions(**choices(a), calibrate=calibration(a, layers), budget=budget(a, steps))
         report = convert_as(a.checkpoint, a.out, options, bar, a.report)
     print(report.table())
-    if options.modelfile:
-        print(f"Ollama takes it: {ollama_line(report.outputs[0])}")
     if a.report:
         report.save(a.report)
+    if options.shard is None:
+        print(_next_steps(report.outputs[0], options.modelfile))
     return 0
+
+
+def _next_steps(gguf: Path, modelfile: bool) -> str:
+    """The commands that run a new GGUF."""
+    from bridge.gguf_file.reader import read_gguf
+    from bridge.models.modelfile import ollama_line
+    from bridge.runtime.decoder_config import ARCHITECTURES
+
+    file = shlex.quote(str(gguf))
+    lines = [f"llama-cli -m {file}", ollama_line(gguf) + ("" if modelfile else "   (--modelfile writes the Modelfile)")]
+    if read_gguf(gguf).metadata["general.architecture"] in ARCHITECTURES:
+        lines.insert(0, f'gguf-bridge run {file} -p "Once upon a time"')
+    return "\n  ".join(["next:", *lines])

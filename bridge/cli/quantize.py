@@ -6,6 +6,7 @@ from typing import Any
 from bridge.cli import convert
 from bridge.cli.options import add_budget, add_calibration, add_options, add_output, budget, calibration, command
 from bridge.conversion.options import ConvertOptions
+from bridge.conversion.recipe import FLOAT_TYPES
 from bridge.errors import BridgeError
 from bridge.system.progress import Bar
 
@@ -18,7 +19,9 @@ def add_parser(commands: Any) -> None:
     p.add_argument(
         "checkpoint", metavar="MODEL", help="folder with config.json and float weights, or a Hub id (org/name)"
     )
-    p.add_argument("out", nargs="?", help="the GGUF to write, or the folder of --format (default: the model's name)")
+    p.add_argument(
+        "out", nargs="?", help="the GGUF to write, or the folder of --format (default: the model's name and the type)"
+    )
     add_calibration(p)
     add_budget(p)
     types = p.add_argument_group("types")
@@ -26,7 +29,8 @@ def add_parser(commands: Any) -> None:
         "--type",
         default=argparse.SUPPRESS,
         metavar="TYPE",
-        help=f"a block type or a llama.cpp preset for the layers (default: {_DEFAULT_TYPE}, without --size or --bpw)",
+        help="a block type or a llama.cpp preset for the layers, or F16, BF16 or F32, which need no text "
+        f"(default: {_DEFAULT_TYPE}, without --size or --bpw)",
     )
     add_options(types, ConvertOptions, [name for name in convert.TYPES if name != "type"])
     add_options(p.add_argument_group("model"), ConvertOptions, convert.MODEL)
@@ -42,7 +46,8 @@ def add_parser(commands: Any) -> None:
 
 def run(a: argparse.Namespace) -> int:
     """Quantize to a GGUF as `convert` does, or to a checkpoint."""
-    if not hasattr(a, "text") and getattr(a, "method", None) != "rtn":
+    floats = getattr(a, "type", "").upper() in FLOAT_TYPES and a.format is None
+    if not floats and not hasattr(a, "text") and getattr(a, "method", None) != "rtn":
         raise BridgeError("quantize needs a text: --calibrate FILE; without one, `convert` rounds floats to nearest")
     asked = budget(a, None)
     if a.format is None:

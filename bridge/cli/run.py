@@ -1,10 +1,9 @@
-"""`gguf-bridge run`, `gguf-bridge chat` and `gguf-bridge perplexity`."""
+"""`gguf-bridge run` and `gguf-bridge perplexity`, and what `chat` shares with them."""
 
 import argparse
 import json
 import sys
-from collections.abc import Iterator
-from contextlib import suppress
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +18,8 @@ from bridge.system.text import tell
 
 def add_parser(commands: Any) -> None:
     """Add the commands to argparse's sub-parsers."""
-    p = _parser(commands, "run", "continue a text, or answer a question, with a GGUF or a checkpoint", run)
-    _take_checkpoints(p)
+    p = model_parser(commands, "run", "continue a text, or answer a question, with a GGUF or a checkpoint", run)
+    take_checkpoints(p)
     p.add_argument(
         "-p", "--prompt", required=True, metavar="TEXT", help="text to continue; - reads it from standard input"
     )
@@ -32,14 +31,8 @@ def add_parser(commands: Any) -> None:
         "--logprobs", type=int, metavar="N",
         help="print a line for each token: the logarithm of its probability, its text, and the N most likely tokens",
     )  # fmt: skip
-    _add_sampling(p)
-    p = _parser(
-        commands, "chat", "talk with a GGUF or a checkpoint, line by line; /clear starts over, /exit ends", chat
-    )
-    _take_checkpoints(p)
-    p.add_argument("--system", metavar="TEXT", help="system message")
-    _add_sampling(p)
-    p = _parser(commands, "perplexity", "measure how well a GGUF predicts a text", perplexity)
+    add_sampling(p)
+    p = model_parser(commands, "perplexity", "measure how well a GGUF predicts a text", perplexity)
     p.add_argument("gguf", type=Path, help="GGUF file, or its first shard")
     p.add_argument("-f", "--file", required=True, type=Path, metavar="TEXT.txt", help="text in UTF-8")
     p.add_argument(
@@ -50,32 +43,28 @@ def add_parser(commands: Any) -> None:
     p.add_argument("--length", type=int, default=256, metavar="N", help="tokens in a window (default: 256)")
 
 
-def _take_checkpoints(p: argparse.ArgumentParser) -> None:
-    """The model to run, which may be a checkpoint; `_converted` returns the GGUF of either."""
+def take_checkpoints(p: argparse.ArgumentParser) -> None:
+    """The model to run, which may be a checkpoint; `gguf_of` returns the GGUF of either."""
     p.add_argument(
         "model", help="GGUF (or its first shard), or a checkpoint, which is converted first: a folder, Hub id or .pt"
     )
     p.add_argument("--config", metavar="DIR", type=Path, help="folder with the config.json and tokenizer of a bare .pt")
 
 
-def _converted(a: argparse.Namespace) -> Path:
-    """The GGUF that the command was given, or that is made of the checkpoint it was given."""
-    if a.model.endswith(".gguf"):
-        return Path(a.model)  # without the time that it takes to import what follows
-    from bridge.checkpoint.files.hub import kind_of
+def gguf_of(a: argparse.Namespace, messages: Sequence[dict[str, str]] | None = None) -> Path:
+    """The GGUF that the command was given, or that is made of the checkpoint it was given.
 
-    if kind_of(a.model, a.config) in ("gguf", "part"):
-        return Path(a.model)
-    from bridge.conversion.cache import converted
-    from bridge.runtime.decoder_config import ARCHITECTURES
+    messages  a conversation that a checkpoint's chat template must accept before it is converted
+    """
+    from bridge.conversion.model import gguf_of as found
     from bridge.system.progress import Bar
 
     with Bar("converting") as bar:
-        return converted(a.model, a.config, ARCHITECTURES, bar)
+        return found(a.model, a.config, bar, messages)
 
 
-def _add_sampling(p: argparse.ArgumentParser) -> None:
-    """The options of a reply; `_reply_options` reads them."""
+def add_sampling(p: argparse.ArgumentParser) -> None:
+    """The options of a reply; `reply_options` reads them."""
     p.add_argument(
         "-n", "--max-tokens", type=int, default=256, metavar="N",
         help="maximum number of tokens in the reply (default: 256)",
@@ -87,12 +76,12 @@ def _add_sampling(p: argparse.ArgumentParser) -> None:
     add_options(p, Sampling)
 
 
-def _reply_options(a: argparse.Namespace) -> dict[str, Any]:
+def reply_options(a: argparse.Namespace) -> dict[str, Any]:
     """The arguments of `Model.generate` after the prompt."""
     return {"max_tokens": a.max_tokens, "stop": a.stop, **given(a, Sampling)}
 
 
-def _parser(commands: Any, name: str, help: str, handler: Any) -> argparse.ArgumentParser:
+def model_parser(commands: Any, name: str, help: str, handler: Any) -> argparse.ArgumentParser:
     parser = command(commands, name, help, handler)
     parser.add_argument("--threads", type=int, metavar="N", help="number of CPU threads (default: one per core)")
     parser.add_argument(
@@ -116,7 +105,7 @@ def _parser(commands: Any, name: str, help: str, handler: Any) -> argparse.Argum
     return parser
 
 
-def _load(a: argparse.Namespace, path: Path, context: int | None) -> Any:
+def load(a: argparse.Namespace, path: Path, context: int | None) -> Any:
     from bridge.runtime.model import Model
 
     model = Model.load(path, a.threads, a.kv, context, a.precision, a.device, a.load)
@@ -132,16 +121,15 @@ def run(a: argparse.Namespace) -> int:
     text = _standard_input() if a.prompt == "-" else a.prompt
     if a.system is not None and not a.chat:
         raise BridgeError("--system needs --chat")
-    model = _load(a, _converted(a), a.context)
-    prompt = text
-    if a.chat:
-        system = [{"role": "system", "content": a.system}] if a.system is not None else []
-        prompt = model.chat_tokens([*system, {"role": "user", "content": text}])
+    system = [{"role": "system", "content": a.system}] if a.system is not None else []
+    messages = [*system, {"role": "user", "content": text}] if a.chat else None
+    model = load(a, gguf_of(a, messages), a.context)
+    prompt = text if messages is None else model.chat_tokens(messages)
     if a.logprobs is not None:
-        for token in model.generate_scored(prompt, logprobs=a.logprobs, **_reply_options(a)):
+        for token in model.generate_scored(prompt, logprobs=a.logprobs, **reply_options(a)):
             print(_scored_line(model, token), flush=True, file=generated())
     else:
-        pieces = model.generate(prompt, **_reply_options(a))
+        pieces = model.generate(prompt, **reply_options(a))
         try:
             if not a.chat:
                 print(text, end="", flush=True, file=generated())
@@ -149,7 +137,7 @@ def run(a: argparse.Namespace) -> int:
                 print(piece, end="", flush=True, file=generated())
         finally:
             print(flush=True)
-    tell(_speeds(model))
+    tell(speeds(model))
     return 0
 
 
@@ -162,7 +150,7 @@ def _scored_line(model: Any, token: Any) -> str:
     return "\t".join([pair(token.logprob, token.text), *(pair(p, model.tokenizer.decode([t])) for t, p in token.top)])
 
 
-def _speeds(model: Any) -> str:
+def speeds(model: Any) -> str:
     """The speeds of the last reply."""
     t = model.timing
     kept = f" ({t.kept_tokens} of them kept)" if t.kept_tokens else ""
@@ -170,95 +158,6 @@ def _speeds(model: Any) -> str:
         f"prompt: {t.prompt_tokens} tokens{kept}, {_speed(t.prompt_tokens - t.kept_tokens, t.prompt_seconds)}; "
         f"generation: {t.tokens} tokens, {_speed(t.tokens, t.seconds)}"
     )
-
-
-def chat(a: argparse.Namespace) -> int:
-    """Answer the lines of standard input, which are one conversation; the speeds go to standard error."""
-    model = _load(a, _converted(a), a.context)
-    options = _reply_options(a)
-    talk = Conversation(model, a.system)
-    talk.check()
-    for line in lines():
-        if line == "/exit":
-            break
-        if line == "/clear":
-            talk.clear()
-            continue
-        try:
-            for piece in talk.reply(line, **options):
-                print(piece, end="", flush=True, file=generated())
-        except KeyboardInterrupt:  # the reply so far is kept
-            pass
-        except BridgeError as problem:
-            if not sys.stdin.isatty():
-                raise
-            tell(f"error: {problem}; /clear starts over")
-            continue
-        print(flush=True)
-        if sys.stdin.isatty():
-            tell(_speeds(model))
-    return 0
-
-
-class Conversation:
-    """`messages` of system, user and assistant in turn; the model keeps keys and values from one reply to the next."""
-
-    def __init__(self, model: Any, system: str | None = None):
-        self.model = model
-        self._first = [{"role": "system", "content": system}] if system is not None else []
-        self.messages: list[dict[str, str]] = []
-        self.clear()
-
-    def check(self) -> None:
-        """Raise BridgeError if the model has no usable chat template."""
-        self.model.chat_tokens([*self._first, {"role": "user", "content": "?"}])
-
-    def clear(self) -> None:
-        """Start over."""
-        self.messages = list(self._first)
-
-    def reply(self, text: str, **options: Any) -> Iterator[str]:
-        """The model's reply to a text, piece by piece; `options` as in Model.generate.
-
-        The conversation keeps the part of a reply that was read. Raises BridgeError if the conversation no longer fits
-        the context; the text is then not part of it.
-        """
-        self.messages.append({"role": "user", "content": text})
-        try:
-            pieces = self.model.chat(self.messages, **options)
-        except BridgeError:
-            self.messages.pop()
-            raise
-        said: list[str] = []
-        try:
-            for piece in pieces:
-                said.append(piece)
-                yield piece
-        finally:
-            self.messages.append({"role": "assistant", "content": "".join(said)})
-
-
-def lines() -> Iterator[str]:
-    """The messages on standard input, one a line; a backslash at the end of a line continues it in the next."""
-    asks = sys.stdin.isatty()
-    if asks:
-        with suppress(ImportError):
-            import readline  # noqa: F401 - input() then edits lines and remembers them
-    held = ""
-    while True:
-        try:
-            line = input(("... " if held else "> ") if asks else "")
-        except (EOFError, KeyboardInterrupt):
-            return
-        except UnicodeDecodeError as problem:
-            raise BridgeError(f"standard input is not UTF-8 (byte {problem.start}); convert it first") from None
-        held += line
-        if held.endswith("\\"):
-            held = held[:-1] + "\n"
-            continue
-        if held.strip():
-            yield held
-        held = ""
 
 
 def _standard_input() -> str:
@@ -281,8 +180,8 @@ def perplexity(a: argparse.Namespace) -> int:
     except (OSError, UnicodeDecodeError) as problem:
         raise BridgeError(f"{a.file}: {getattr(problem, 'strerror', None) or 'not UTF-8'}") from problem
     context = a.context or a.length
-    model = _load(a, a.gguf, context)
-    reference = _load(a, a.reference, context) if a.reference else None
+    model = load(a, a.gguf, context)
+    reference = load(a, a.reference, context) if a.reference else None
     with tqdm(total=0, unit="window", disable=None, leave=False) as bar:
 
         def progress(done: int, total: int, value: float) -> None:

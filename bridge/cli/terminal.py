@@ -1,9 +1,17 @@
-"""Standard output, on which names out of somebody's files cannot steer the terminal."""
+"""Standard output, on which names out of somebody's files cannot steer the terminal; signals that end the program."""
 
 import sys
 from typing import Any
 
 from bridge.system.text import printable
+
+
+class Terminated(KeyboardInterrupt):
+    """The system or another program ends this one by a signal; Ctrl-C is a plain KeyboardInterrupt."""
+
+    def __init__(self, signal: int) -> None:
+        super().__init__()
+        self.signal = signal
 
 
 class Printable:

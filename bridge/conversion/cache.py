@@ -15,7 +15,7 @@ for the first to finish.
 import hashlib
 import json
 import os
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -27,6 +27,7 @@ from bridge.checkpoint.files.weight_files import CONFIGS, WEIGHTS, config_folder
 from bridge.conversion.converter import convert
 from bridge.errors import BridgeError
 from bridge.models import architecture
+from bridge.models.gguf_tokenizer import check_chat_template
 from bridge.system.cache import cache_folder
 from bridge.system.files import files_below, read_json, write_text
 from bridge.system.folder_locks import lock_shared, remove_if_unlocked
@@ -49,11 +50,13 @@ def converted(
     config: str | Path | None = None,
     runnable: Collection[str] = (),
     progress: Progress | None = None,
+    messages: Sequence[Mapping[str, str]] | None = None,
 ) -> Path:
     """The GGUF of a checkpoint, converted unless it is in the cache; progress goes to standard error.
 
     checkpoint, config, progress  as for `convert`
     runnable                      GGUF architectures; others are refused before anything is converted
+    messages                      a conversation; a chat template that refuses it is refused before, too
 
     Raises BridgeError as `convert` does, and if the cache folder cannot be written.
     """
@@ -78,6 +81,8 @@ def converted(
             path = next(iter(folder.glob("*.gguf")), folder / f"{name}.gguf")
             notes = _notes(folder)
             if not path.exists() or notes.get(_MADE) != _status(path)[:2]:
+                if messages is not None:
+                    check_chat_template(config_folder(home, config), messages)
                 damaged = "the cached GGUF has changed since it was made; " if path.exists() else ""
                 tell(f"{damaged}converting {checkpoint}; the GGUF is cached, see `gguf-bridge cache`")
                 _convert(home, path, config, progress)

@@ -125,14 +125,12 @@ def quantize_layers(
             _round_to_nearest(ckpt, targets, quantizer, layers)
         else:
             _walk(ckpt, settings, tokens, targets, quantizer, layers, prepare)
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as stop:
         layers.remove_if_empty()
-        if not layers.folder.exists():
-            raise
-        raise BridgeError(
-            f"interrupted; {len(layers.layers)} of {len(targets)} layers are stored in {folder}: "
-            "the same command continues from there"
-        ) from None
+        if layers.folder.exists():
+            stored = f"{len(layers.layers)} of {len(targets)} layers are stored in {folder}"
+            stop.args = (f"stopped; {stored}: the same command continues from there",)
+        raise
     missed = sorted(targets.keys() - layers.layers.keys())
     notes = list(layers.notes)
     notes += [_lost_note(layers.layers, settings)] if tokens is not None and layers.layers else []

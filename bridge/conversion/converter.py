@@ -18,11 +18,12 @@ from bridge.conversion.executor import Executor
 from bridge.conversion.gguf_writer import GGUFOutput
 from bridge.conversion.importance import Importance
 from bridge.conversion.options import ConvertOptions, PlanOptions
-from bridge.conversion.paths import default_name, files_of, layers_of, other_outputs, with_checkpoint
-from bridge.conversion.plan import Plan, PlannedTensor
+from bridge.conversion.paths import default_path, files_of, layers_of, other_outputs, with_checkpoint
+from bridge.conversion.plan import Plan, PlannedTensor, main_type
 from bridge.conversion.plan_file import save_plan
 from bridge.conversion.plan_reader import load_plan
 from bridge.conversion.planner import Planner, holds, make_plan, with_scales
+from bridge.conversion.recipe import PRESETS
 from bridge.conversion.report import Report, TensorReport, beyond_auto, check_report
 from bridge.conversion.size_budget import within_budget
 from bridge.errors import BridgeError
@@ -77,19 +78,21 @@ def convert_as(
         checkpoint = planned_of if checkpoint is None else checkpoint
     if checkpoint is None:
         raise BridgeError("no checkpoint is given")
-    path = Path(out) if out is not None else Path(default_name(str(checkpoint), options))
+    path = Path(out) if out is not None else None
+    if path is None and options.budget is not None:
+        path = default_path(str(checkpoint))
     template = options.template if given is None else given.template
     imatrix = options.imatrix if given is None else given.imatrix
     text = options.calibrate.text if options.calibrate else None
     reads = Taken().and_files(files_of(template, imatrix, options.plan, text))
-    also = other_outputs(path, options)
+    also = other_outputs(path.parent if path is not None else Path(), options)
 
-    def check_all(taken: Taken) -> None:
+    def check_all(path: Path | None, taken: Taken) -> None:
         check_outputs([path, *also], options.force, taken)
         if save_as is not None:
-            check_report(save_as, taken.and_files([path, *also]))
+            check_report(save_as, taken.and_files([*([path] if path is not None else []), *also]))
 
-    check_all(reads)
+    check_all(path, reads)
     with open_by_name(
         checkpoint,
         options.config,
@@ -97,13 +100,16 @@ def convert_as(
         detect_lattice=options.detect_lattice if given is None else given.detect_lattice,
     ) as ckpt:
         reads = with_checkpoint(reads, ckpt)
-        check_all(reads)
+        check_all(path, reads)
         importance = Importance.read(imatrix)
         calibrated = options.calibrate is not None
         plan = make_plan(ckpt, options, importance, calibrated) if given is None else given
         planner = Planner(ckpt, options, importance, plan, calibrated)
         if given is not None:
             plan = _completed(planner, given)
+        if path is None:
+            path = default_path(str(checkpoint), options.type if options.type in PRESETS else main_type(plan.tensors))
+            check_all(path, reads)
         layers = None
         notes: list[str] = []
         if options.budget is not None:

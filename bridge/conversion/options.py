@@ -7,13 +7,15 @@
 How layers are quantized with a text is `bridge.quantize.settings.Calibration`.
 """
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
+from typing import Any
 
-from bridge.conversion.recipe import Recipe
+from bridge.conversion.recipe import FLOAT_TYPES, Recipe
 from bridge.errors import BridgeError, parameter
 from bridge.quantize.settings import Calibration
-from bridge.system.options import count, option, positive, share, size
+from bridge.system.options import count, entry, is_key, option, positive, share, size
 from bridge.system.progress import Progress
 
 
@@ -48,6 +50,17 @@ class PlanOptions(Recipe):
     split_max_size: int | None = option(
         None, "write shards of at most this size, such as 4G or 500M", metavar="SIZE", parse=size
     )
+    name: str | None = option(
+        None, "general.name: what programs call the model", metavar="TEXT", says="from the checkpoint"
+    )
+    author: str | None = option(None, "general.author", metavar="TEXT", says="from the checkpoint")
+    metadata: Sequence[tuple[str, Any]] = option(
+        (),
+        "set a key of the GGUF's metadata, such as general.description='For tests'; may be repeated. A key that the "
+        "file has already keeps its type; a list can be edited in a plan only",
+        metavar="KEY=VALUE",
+        parse=entry,
+    )
     pre: str | None = option(
         None, "tokenizer.ggml.pre, where the pre-tokenizer is not recognised (such as qwen2)", metavar="NAME"
     )
@@ -60,6 +73,13 @@ class PlanOptions(Recipe):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise BridgeError(f"{parameter(name, value)}: must be at least 1")
+        asked: Any = self.metadata  # or a dict
+        pairs = [*(asked.items() if isinstance(asked, Mapping) else asked)]
+        pairs += [(f"general.{n}", v) for n in ("name", "author") if (v := getattr(self, n)) is not None]
+        for each in pairs:
+            if not (isinstance(each, tuple | list) and len(each) == 2 and is_key(each[0])):
+                raise BridgeError(f"{parameter('metadata')} {each!r}: must be a key and its value")
+        object.__setattr__(self, "metadata", tuple((key, value) for key, value in pairs))
         if self.template is not None and self.pre is not None:
             both = f"{parameter('pre')} and {parameter('template')}"
             raise BridgeError(f"{both}: the tokenizer is the template's; give one of the two")
@@ -126,9 +146,15 @@ class ConvertOptions(PlanOptions):
         if self.plan is not None:
             mine = {f.name for f in fields(PlanOptions)} - {"config", "threads", "force"}
             if any(getattr(self, f.name) != f.default for f in fields(self) if f.name in mine):
-                raise BridgeError("a plan defines types, tokenizer, template and shards; give or edit the plan only")
+                raise BridgeError(
+                    "a plan defines types, tokenizer, metadata, template and shards; give or edit the plan only"
+                )
         if self.calibrate is not None:
             self.calibrate.check_gguf()
+            if self.type in FLOAT_TYPES:
+                raise BridgeError(
+                    f"{parameter('type', self.type)}: nothing is quantized; leave out {parameter('calibrate')}"
+                )
         if self.budget is not None:
             self._check_budget(self.budget)
 

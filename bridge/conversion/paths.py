@@ -6,7 +6,6 @@ from pathlib import Path
 from bridge.checkpoint import Checkpoint
 from bridge.checkpoint.files.hub import model_name
 from bridge.conversion.options import ConvertOptions
-from bridge.conversion.recipe import Recipe
 from bridge.gguf_file.reader import shards
 from bridge.system.outputs import Taken
 
@@ -16,16 +15,16 @@ def layers_of(path: Path) -> Path:
     return path.with_name(f"{path.name}.layers")
 
 
-def default_name(checkpoint: str, recipe: Recipe) -> str:
-    """`<checkpoint>-<TYPE>.gguf`, or `<checkpoint>.gguf` for auto."""
-    stem = model_name(checkpoint)
-    return f"{stem}.gguf" if recipe.type == "auto" else f"{stem}-{recipe.type}.gguf"
+def default_path(checkpoint: str, type: str | None = None) -> Path:
+    """`<checkpoint>-<TYPE>.gguf` in the current folder, as llama.cpp's converter names it; without a type where types
+    are chosen by size."""
+    return Path(f"{model_name(checkpoint)}{'' if type is None else f'-{type}'}.gguf")
 
 
-def other_outputs(path: Path, options: ConvertOptions) -> list[Path]:
-    """The files that are written besides the GGUF."""
+def other_outputs(folder: Path, options: ConvertOptions) -> list[Path]:
+    """The files that are written besides the GGUF, which is written to a folder."""
     found = [
-        path.parent / "Modelfile" if options.modelfile else None,
+        folder / "Modelfile" if options.modelfile else None,
         options.calibrate.imatrix_out if options.calibrate else None,
         options.budget.plan_out if options.budget else None,
     ]

@@ -5,6 +5,7 @@ Whoever wants to know what happens to a tensor reads `how`.
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -46,6 +47,15 @@ class PlannedTensor(ModelTensor):
         """Bytes in the GGUF."""
         size, nbytes = GGML_QUANT_SIZES[GGMLQuantizationType[self.type]]
         return math.prod(self.shape) // size * nbytes
+
+
+def main_type(tensors: Sequence[PlannedTensor]) -> str:
+    """The type that most weights of the layers have."""
+    weights: dict[str, int] = {}
+    for t in tensors:
+        if len(t.shape) > 1 and t.kind not in ("token_embd", "output"):
+            weights[t.type] = weights.get(t.type, 0) + math.prod(t.shape)
+    return max(weights, key=lambda k: weights[k]) if weights else "F32"
 
 
 @dataclass(eq=False)

@@ -20,13 +20,14 @@ from bridge.blocks import FP4, MXFP4, NVFP4, Q2_0, TYPES, BlockType
 from bridge.checkpoint import Checkpoint
 from bridge.conversion.checkpoint_outline import outline_of
 from bridge.conversion.importance import Importance
+from bridge.conversion.metadata import with_given
 from bridge.conversion.options import PlanOptions
 from bridge.conversion.part_reader import PartReader
-from bridge.conversion.plan import How, Plan, PlannedTensor
+from bridge.conversion.plan import How, Plan, PlannedTensor, main_type
 from bridge.conversion.recipe import PRESETS, Q2_0_SINCE, Recipe, TensorPlace
 from bridge.encode.carry import Fidelity, obstacle
 from bridge.encode.type_choice import Choice, carries, choose, must_carry
-from bridge.errors import BridgeError
+from bridge.errors import BridgeError, parameter
 from bridge.models.outline import ModelTensor, Outline, OutlineTensor, Part, number, tied
 from bridge.system.cpus import usable_cpus
 from bridge.system.progress import Progress
@@ -63,12 +64,18 @@ def make_plan(
     planner = Planner(ckpt, options, importance, outline, calibrated)
     options.check([t.name for t in outline.tensors if t.fixed_type is None])
     tensors = planner.each(planner.planned, outline.tensors, progress)
-    metadata = dict(outline.metadata)
+    metadata = with_given(outline.metadata, options.metadata)
     metadata["general.quantization_version"] = GGUFValue(GGML_QUANT_VERSION, GGUFValueType.UINT32)
     metadata["general.file_type"] = GGUFValue(_file_type(options, tensors), GGUFValueType.UINT32)
     notes = [*ckpt.notes, *outline.notes]
     if any(t.type == "Q2_0" for t in tensors) and options.uses_q2_0 is None:
         notes.append(f"llama.cpp has Q2_0 since build {Q2_0_SINCE} (July 2026): earlier ones cannot load this file")
+    hows = {how for t in tensors for how in t.how}
+    if options.promises_closeness and not calibrated and "rounded" in hows and not hows & {"carried", "requantized"}:
+        notes.append(
+            "all weights came as floats and become Q8_0; for a smaller file, give a text to `gguf-bridge quantize`, or "
+            f"{parameter('type', 'Q4_K_M')}"
+        )
     if outline.unused:
         notes.append(f"not needed in GGUF and left out: {', '.join(outline.unused)}")
     return Plan(
@@ -301,13 +308,7 @@ def _reason(tensor: OutlineTensor) -> str:
 
 def _file_type(recipe: Recipe, tensors: Sequence[PlannedTensor]) -> int:
     """general.file_type: the preset, or the type that most weights have."""
-    name = recipe.type
-    if name not in PRESETS:
-        weights: dict[str, int] = {}
-        for t in tensors:
-            if len(t.shape) > 1 and t.kind not in ("token_embd", "output"):
-                weights[t.type] = weights.get(t.type, 0) + int(np.prod(t.shape))
-        name = max(weights, key=lambda k: weights[k]) if weights else "F32"
+    name = recipe.type if recipe.type in PRESETS else main_type(tensors)
     if name == "Q2_0":  # which the gguf package does not know yet
         return 41
     for candidate in (name, f"{name}_M", f"{name}_S", f"{name}_MOE"):

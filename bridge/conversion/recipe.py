@@ -1,8 +1,8 @@
 """What the user asked for: which type each tensor of the GGUF should have.
 
-`--type` is `auto`, `exact`, a block type, or one of llama.cpp's presets. A preset fixes the types of tensors
+`--type` is `auto`, `exact`, a block or float type, or one of llama.cpp's presets. A preset fixes the types of tensors
 that arrive as floats by llama.cpp's mixture, and is an upper bound for tensors that arrive as codes: it never
-spends bits on codes that already fit a smaller type. A block type is taken literally.
+spends bits on codes that already fit a smaller type. A block or float type is taken literally.
 
 Explicit options for single tensors win over `--type`, the most specific first: `--tensor-type REGEX=TYPE`
 (searched in the GGUF name, last match wins), then `--output-type`, `--token-embd-type`, `--actorder-type`.
@@ -75,8 +75,8 @@ class Recipe:
         "auto: the smallest K-quant (Q8_0 for 8 bits) that carries the codes and adds under "
         f"{CARRIED_LIMIT:.0%} of the checkpoint's own quantization noise, or where no type does, the smallest that "
         f"adds under {REQUANTIZED_LIMIT:.0%}, Q8_0 at worst; exact: the smallest bit-exact type, auto's where there is "
-        f"none; a block type ({', '.join(TYPES)}); or a llama.cpp preset (Q4_K_M, Q3_K_L, ...): its mixture for "
-        "tensors that arrive as floats, and an upper bound for those that arrive as codes",
+        f"none; a block type ({', '.join(TYPES)}); F16, BF16 or F32; or a llama.cpp preset (Q4_K_M, Q3_K_L, ...): its "
+        "mixture for tensors that arrive as floats, and an upper bound for those that arrive as codes",
         metavar="TYPE",
     )
     output_type: str | None = option(
@@ -107,8 +107,8 @@ class Recipe:
 
     def __post_init__(self) -> None:
         base = {"AUTO": "auto", "EXACT": "exact"}.get(self.type.upper(), self.type.upper())
-        if base not in ("auto", "exact", *TYPES, *PRESETS):
-            known = ", ".join(["auto", "exact", *TYPES, *(p for p in PRESETS if p not in TYPES)])
+        if base not in ("auto", "exact", *TYPES, *FLOAT_TYPES, *PRESETS):
+            known = ", ".join(["auto", "exact", *TYPES, *FLOAT_TYPES, *(p for p in PRESETS if p not in TYPES)])
             raise BridgeError(f"unknown type {self.type!r}: choose one of {known}")
         object.__setattr__(self, "type", base)
         for name in ("output_type", "token_embd_type", "actorder_type"):
@@ -168,6 +168,8 @@ class Recipe:
             explicit = self.actorder_type
         if explicit is not None:
             return Wanted("forced", for_rows(explicit, place.columns))
+        if self.type in FLOAT_TYPES:
+            return Wanted("forced", self.type)
         if as_codes and for_rows("Q8_0", place.columns) == "F16":  # rows that no block type holds; F32 is exact
             return Wanted("forced", "F32" if self.type == "exact" else "F16")
         if self.type in ("auto", "exact") or (self.type in FP4 and not as_codes):

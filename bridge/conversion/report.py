@@ -143,9 +143,9 @@ class Report:
                 total = t.fidelity if total is None else total + t.fidelity
         return total
 
-    def bpw(self, outcomes: Iterable[str] = CODED) -> float:
-        """Bits per weight over the tensors that were handled in one of these ways."""
-        chosen = [t for t in self.tensors if t.outcome in outcomes]
+    def bpw(self, outcomes: Iterable[str] | None = None) -> float:
+        """Bits per weight over all tensors' data, or over those that were handled in one of these ways."""
+        chosen = [t for t in self.tensors if outcomes is None or t.outcome in outcomes]
         weights = sum(t.weights for t in chosen)
         return 8 * sum(t.nbytes for t in chosen) / weights if weights else 0.0
 

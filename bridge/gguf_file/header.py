@@ -180,7 +180,7 @@ def read_header(data: mmap.mmap | bytes, path: Path) -> tuple[Metadata, list[Ten
     """The metadata and the tensors of a mapped GGUF file. Raises BridgeError for anything inconsistent."""
     cursor = _Cursor(data, path)
     if data[:4] != b"GGUF":
-        raise BridgeError(f"{path}: not a GGUF file (it starts with {bytes(data[:4])!r})")
+        raise BridgeError(f"{path}: not a GGUF file (it starts with the bytes {bytes(data[:4]).hex(' ')})")
     cursor.check_room(0, 24)
     version, n_tensors, n_pairs = struct.unpack_from("<IQQ", data, 4)
     if version not in (2, 3):

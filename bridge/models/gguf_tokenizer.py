@@ -5,18 +5,19 @@ SentencePiece BPE ("llama": tokens and scores, see `bridge.models.sentencepiece`
 the kind and adds what both have: special tokens, added tokens, chat template.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from gguf import TokenType
 
 from bridge.errors import BridgeError, parameter
+from bridge.gguf_file.chat_template import TemplateFailed, render_chats
 from bridge.gguf_file.pretokenizers import rules_of
 from bridge.models.bpe_vocabulary import byte_level_vocabulary, is_byte_level
 from bridge.models.model_config import Config
 from bridge.models.sentencepiece import vocabulary_of_json, vocabulary_of_model
-from bridge.models.special_tokens import add_bos_and_eos, add_special_tokens
+from bridge.models.special_tokens import add_bos_and_eos, add_special_tokens, text_of
 from bridge.models.tiktoken import vocabulary_of_tiktoken
 from bridge.models.vocabulary import Added, GGUFTokenizer, Vocabulary
 from bridge.system.files import read_json
@@ -145,3 +146,18 @@ def read_chat_templates(folder: Path, settings: Mapping[str, Any]) -> dict[str, 
         if file.is_file():
             templates[file.stem] = file.read_text(encoding="utf-8-sig")
     return templates
+
+
+def check_chat_template(folder: Path, messages: Sequence[Mapping[str, str]]) -> None:
+    """Raise BridgeError unless the chat template of a Hugging Face directory accepts a conversation."""
+    settings = read_json(folder / "tokenizer_config.json", optional=True)
+    template = read_chat_templates(folder, settings).get("default")
+    if template is None:
+        raise BridgeError(
+            f"{folder}: the checkpoint has no chat template; give the whole prompt as a text, to `gguf-bridge run -p` "
+            "without --chat"
+        )
+    tokens = {name: text_of(settings.get(name)) or "" for name in ("bos_token", "eos_token")}
+    (text,) = render_chats(template, [(messages, True)], tokens)
+    if isinstance(text, TemplateFailed):
+        raise BridgeError(f"{folder}: the chat template cannot be used: {text}") from text

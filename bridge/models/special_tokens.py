@@ -17,7 +17,7 @@ from bridge.system.files import read_json
 _ROLES = ("bos", "eos", "unk", "pad", "sep", "mask")
 
 
-def _content(value: Any) -> str | None:
+def text_of(value: Any) -> str | None:
     """The text of a special token: a string, or an object with `content`."""
     value = value.get("content") if isinstance(value, dict) else value
     return value if isinstance(value, str) else None
@@ -31,7 +31,7 @@ def add_special_tokens(
     index = {text: i for i, text in enumerate(tokenizer.tokens)}
     special_map = read_json(folder / "special_tokens_map.json", optional=True)
     for role in _ROLES:
-        text = _content(settings.get(f"{role}_token")) or _content(special_map.get(f"{role}_token"))
+        text = text_of(settings.get(f"{role}_token")) or text_of(special_map.get(f"{role}_token"))
         token = index.get(text) if text else None
         named = token is not None
         if token is None:

@@ -7,21 +7,31 @@
 
 A torch model and a file go in; the same model with quantized modules comes out. Read `quant_linear.py` first.
 QTIP's config.json has no label that transformers knows: pass quantization_config=QtipConfig() too.
+
+Names are imported when first used: PyTorch, and what needs transformers only then.
 """
 
 import importlib
 from typing import Any
 
-from bridge.nn.hf_model import load
-from bridge.nn.quant_linear import QuantEmbedding, QuantLinear, replace_linears
-from bridge.nn.trellis_linear import replace_trellis
-
-__all__ = ["QuantEmbedding", "QuantLinear", "load", "replace_linears", "replace_trellis"]
-
-_OF_TRANSFORMERS = ("Exl3Config", "QtipConfig", "register_quantizers")  # imports it, which the others do not need
+_LAZY = {
+    "Exl3Config": "transformers_quantizer",
+    "QtipConfig": "transformers_quantizer",
+    "QuantEmbedding": "quant_linear",
+    "QuantLinear": "quant_linear",
+    "load": "hf_model",
+    "register_quantizers": "transformers_quantizer",
+    "replace_linears": "quant_linear",
+    "replace_trellis": "trellis_linear",
+}
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _OF_TRANSFORMERS:
+    if name not in _LAZY:
         raise AttributeError(f"module 'bridge.nn' has no attribute {name!r}")
-    return getattr(importlib.import_module("bridge.nn.transformers_quantizer"), name)
+    value = globals()[name] = getattr(importlib.import_module(f"bridge.nn.{_LAZY[name]}"), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_LAZY])

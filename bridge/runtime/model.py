@@ -147,6 +147,11 @@ class Model:
             self._decoder = _Closed(self.path)
 
     @property
+    def name(self) -> str:
+        """The model's name as the file has it, or the file's."""
+        return str(self._file.metadata.get("general.name") or self.path.stem)
+
+    @property
     def chat_template(self) -> str | None:
         """The file's own chat template, in jinja."""
         template = self._file.metadata.get("tokenizer.chat_template")
@@ -167,6 +172,23 @@ class Model:
             self._turn += 1
             self._decoder.begin()
             return self._decoder.scores(ids, len(ids) if last is None else min(last, len(ids)))
+
+    def loglikelihood(self, context: str, continuation: str) -> tuple[float, bool]:
+        """The log-probability that a continuation follows a context, and whether it is the most likely one.
+
+        The two are cut into tokens as one text; the continuation's are those after as many as the context has alone.
+        """
+        start = len(self.tokenizer.encode(context))
+        tokens = self.tokenizer.encode(context + continuation)
+        if self.tokenizer.add_eos and tokens:
+            start, tokens = start - 1, tokens[:-1]
+        if not 0 < start < len(tokens):
+            raise BridgeError("the context and its continuation must have tokens of their own")
+        rows = self.logits(tokens[:-1], len(tokens) - start).astype(np.float64)
+        own = np.array(tokens[start:])
+        top = rows.max(-1)
+        scores = rows[np.arange(len(own)), own] - top - np.log(np.exp(rows - top[:, None]).sum(-1))
+        return float(scores.sum()), bool((rows.argmax(-1) == own).all())
 
     def generate(
         self, prompt: str | Sequence[int], max_tokens: int = 256, stop: str | Sequence[str] | None = (), **sampling: Any

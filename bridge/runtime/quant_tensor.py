@@ -14,7 +14,15 @@ import numpy as np
 
 from bridge.errors import BridgeError
 from bridge.system.devices import cuda
-from bridge.system.operands import check_indices, check_input, check_matrix, check_out, check_precision, is_torch
+from bridge.system.operands import (
+    Product,
+    check_indices,
+    check_input,
+    check_matrix,
+    check_out,
+    check_precision,
+    is_torch,
+)
 
 if TYPE_CHECKING:
     from bridge.runtime.cpu.portable import Engine
@@ -22,7 +30,7 @@ if TYPE_CHECKING:
 _TILE = 1 << 22  # weights dequantized at a time
 
 
-class QuantTensor:
+class QuantTensor(Product):
     """One tensor: `name`, `type` as gguf spells it, `shape` slowest first ([out, in]), `raw` uint8 bytes.
 
     `factors`, where there are any, multiply the whole of it, or each of its matrices: NVFP4 has them.
@@ -101,7 +109,12 @@ class QuantTensor:
         return self._product(x, out, precision, 1)
 
     def matmul(self, x: Any, out: Any = None, precision: str = "int8") -> Any:
-        """Y = X W^T for X [tokens, in]: Y float32 [tokens, out]. Otherwise as `matvec`."""
+        """Y = X W^T for X [tokens, in]: Y float32 [tokens, out]. Otherwise as `matvec`.
+
+        Without `out`, X may have more dimensions, [batch, tokens, in].
+        """
+        if out is None and getattr(x, "ndim", 2) > 2 and x.shape[-1] == self.shape[-1]:
+            return self._product(x.reshape(-1, x.shape[-1]), None, precision, 2).reshape(*x.shape[:-1], self.shape[0])
         return self._product(x, out, precision, 2)
 
     def _product(self, x: Any, out: Any, precision: str, dimensions: int) -> Any:

@@ -4,6 +4,50 @@ from typing import Any
 
 from bridge.errors import BridgeError
 
+
+class Product:
+    """The operators of a matrix W [out, in] that has `matvec` and `matmul`: W @ x and x @ W.T."""
+
+    name: str
+    shape: tuple[int, ...]
+    matvec: Any
+    matmul: Any
+    __array_ufunc__ = None  # numpy's arrays then leave x @ W.T to us
+
+    @property
+    def T(self) -> "Transposed":
+        """For x @ W.T, which is matmul(x), or matvec of one dimension."""
+        check_matrix(self)
+        return Transposed(self)
+
+    def __matmul__(self, x: Any) -> Any:
+        """W @ x for x [in] or [in, n]."""
+        if getattr(x, "ndim", 0) not in (1, 2):
+            return NotImplemented
+        return self.matvec(x) if x.ndim == 1 else self.matmul(x.T).T
+
+    def __array__(self, *_: Any, **__: Any) -> Any:
+        raise TypeError(f"{self.name}: is quantized; its .dequantize() gives an array of floats")
+
+
+class Transposed:
+    """W.T of a `Product`, on the right side of @."""
+
+    __array_ufunc__ = None
+
+    def __init__(self, matrix: Product) -> None:
+        self.T = matrix
+        self.shape = matrix.shape[::-1]
+
+    def __rmatmul__(self, x: Any) -> Any:
+        if not getattr(x, "ndim", 0):
+            return NotImplemented
+        return self.T.matvec(x) if x.ndim == 1 else self.T.matmul(x)
+
+    def __repr__(self) -> str:
+        return f"{self.T!r}.T"
+
+
 _PRECISIONS = ("int8", "f32")
 
 

@@ -108,6 +108,19 @@ def pair(text: str) -> tuple[str, str]:
     return pattern, name
 
 
+def entry(text: str) -> tuple[str, str]:
+    """("general.name", "A=B") of "general.name=A=B"."""
+    key, sign, value = text.partition("=")
+    if not sign or not is_key(key):
+        raise argparse.ArgumentTypeError(f"{text!r} is not KEY=VALUE")
+    return key, value
+
+
+def is_key(name: Any) -> bool:
+    """Whether this can be a key of a GGUF's metadata."""
+    return isinstance(name, str) and re.fullmatch(r"[a-zA-Z0-9_.-]{1,64}", name) is not None
+
+
 def share(text: str) -> tuple[int, int]:
     """(3, 12) of "3/12"."""
     match = re.fullmatch(r"([0-9]+)/([0-9]+)", text)

@@ -22,7 +22,7 @@ from tests.support.raw import edit_raw
     ("options", "said"),
     [
         (["--type", "Q9_K"], "'Q9_K': choose one of auto, exact, Q2_K"),
-        (["--type", "F16"], "'F16'"),
+        (["--type", "F17"], "'F17'"),
         (["--exact", "--type", "Q4_K"], "give one"),
         (["--output-type", "Q4_K_M"], "'Q4_K_M'"),
         (["--actorder-type", "F16"], "F16"),

@@ -133,7 +133,30 @@ def test_shards_are_loaded_by_llama_cpp_and_by_verify(run, tmp_path, auto):
 def test_the_modelfile_names_the_gguf_beside_it(run, tmp_path):
     printed = run("convert", CHECKPOINT, tmp_path / "Out 2.gguf", "--modelfile")
     assert (tmp_path / "Modelfile").read_text().startswith("FROM ./Out 2.gguf\n")
-    assert printed.endswith(f"Ollama takes it: ollama create out-2 -f {tmp_path / 'Modelfile'}\n")
+    assert printed.endswith(f"\n  ollama create out-2 -f {tmp_path / 'Modelfile'}\n")
+
+
+@pytest.mark.parametrize("command", [["convert"], ["quantize", "--type", "F16"]])
+def test_the_next_steps_end_the_output(run, tmp_path, command):
+    out = tmp_path / "a b.gguf"
+    assert run(*command, CHECKPOINT, out).splitlines()[-4:] == [
+        "next:",
+        f"  gguf-bridge run '{out}' -p \"Once upon a time\"",
+        f"  llama-cli -m '{out}'",
+        f"  ollama create a-b -f {tmp_path / 'Modelfile'}   (--modelfile writes the Modelfile)",
+    ]
+
+
+def test_a_shard_alone_has_no_next_steps(run, tmp_path):
+    run("plan", CHECKPOINT, "-o", tmp_path / "plan.json", "--split-max-size", "1M")
+    assert "next:" not in run("convert", "--plan", tmp_path / "plan.json", tmp_path / "out.gguf", "--shard", "1/3")
+
+
+def test_a_model_that_only_llama_cpp_runs_is_not_offered_to_run_here(run, tmp_path, monkeypatch):
+    monkeypatch.setattr("bridge.runtime.decoder_config.ARCHITECTURES", {})
+    printed = run("convert", CHECKPOINT, tmp_path / "out.gguf")
+    assert "llama-cli -m" in printed
+    assert "gguf-bridge run" not in printed
 
 
 def test_the_output_is_named_after_the_checkpoint(run, tmp_path, monkeypatch):
@@ -141,8 +164,8 @@ def test_the_output_is_named_after_the_checkpoint(run, tmp_path, monkeypatch):
     run("convert", CHECKPOINT)
     run("convert", f"{CHECKPOINT}/", "--type", "q4_k_m")
     assert sorted(p.name for p in tmp_path.iterdir()) == [
+        "qwen3-gptq-4bit-g128-sym-Q4_K.gguf",
         "qwen3-gptq-4bit-g128-sym-Q4_K_M.gguf",
-        "qwen3-gptq-4bit-g128-sym.gguf",
     ]
 
 
@@ -156,7 +179,7 @@ def test_a_snapshot_in_the_hubs_cache_gives_the_output_the_repositorys_name(run,
         (snapshot / file.name).symlink_to(f"../../blobs/{number}")
     monkeypatch.chdir(tmp_path)
     run("convert", snapshot)
-    assert [p.name for p in tmp_path.glob("*.gguf")] == ["tiny-GPTQ.gguf"]
+    assert [p.name for p in tmp_path.glob("*.gguf")] == ["tiny-GPTQ-Q4_K.gguf"]
 
 
 def test_a_name_for_pre_that_is_unknown_here_is_taken_and_reported(run, tmp_path):

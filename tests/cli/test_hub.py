@@ -33,7 +33,7 @@ def test_a_hub_id_is_downloaded_weights_once(run, tmp_path, monkeypatch, extra):
     monkeypatch.chdir(tmp_path)
     run("convert", "org/name")
     assert sorted(asked) == sorted(files)
-    assert [p.name for p in tmp_path.iterdir()] == ["name.gguf"]
+    assert [p.name for p in tmp_path.iterdir()] == ["name-Q4_K.gguf"]
 
 
 def test_a_branch_of_a_repository_is_downloaded_and_named(run, tmp_path, monkeypatch, capsys):
@@ -56,7 +56,7 @@ def test_a_branch_of_a_repository_is_downloaded_and_named(run, tmp_path, monkeyp
     monkeypatch.chdir(tmp_path)
     run("convert", "org/name@gptq-4bit-32g-actorder_True")
     assert asked == [("org/name", "gptq-4bit-32g-actorder_True")] * 2
-    assert [p.name for p in tmp_path.iterdir()] == ["name-gptq-4bit-32g-actorder_True.gguf"]
+    assert [p.name for p in tmp_path.iterdir()] == ["name-gptq-4bit-32g-actorder_True-Q4_K.gguf"]
     assert main(["convert", "org/name@none"]) == 2
     assert "org/name: has no branch, tag or commit 'none' on the Hub" in capsys.readouterr().err
 

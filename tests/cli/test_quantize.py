@@ -98,7 +98,7 @@ def test_a_second_run_goes_on_where_a_killed_one_stopped_and_ends_in_the_same_fi
 
     whole, halted = tmp_path / "whole.gguf", tmp_path / "halted.gguf"
     convert(model, whole, type="Q4_K", calibrate=settings(text))
-    with pytest.raises(BridgeError, match=r"interrupted; 5 of 15 layers are stored"):
+    with pytest.raises(KeyboardInterrupt, match=r"stopped; 5 of 15 layers are stored"):
         convert(model, halted, type="Q4_K", calibrate=settings(text, progress=stop))
     assert not halted.exists()
     with pytest.raises(BridgeError, match="run with other options"):
@@ -113,7 +113,7 @@ def test_layers_that_another_version_quantized_are_not_taken_over(model, text, t
         if done == 1:
             raise KeyboardInterrupt
 
-    with pytest.raises(BridgeError, match="interrupted"):
+    with pytest.raises(KeyboardInterrupt, match="stopped"):
         convert(model, tmp_path / "out.gguf", type="Q4_K", calibrate=settings(text, progress=stop))
     monkeypatch.setattr("bridge.__version__", "0.0.1")
     with pytest.raises(BridgeError, match=r"a run with other options, inputs or version; force=True starts over"):
@@ -150,7 +150,7 @@ def test_the_head_is_quantized_some_rows_at_a_time_and_resumed_at_its_rows(
     report = convert(model, whole, **types, calibrate=settings(text, progress=note))
     assert spans == [f"lm_head rows {at} to {min(at + 600, 2048)} of 2048" for at in range(0, 2048, 600)]
     assert {t.outcome for t in report.tensors if t.kind == "output"} == {CALIBRATED}
-    with pytest.raises(BridgeError, match="interrupted; 14 of 15 layers are stored"):
+    with pytest.raises(KeyboardInterrupt, match="stopped; 14 of 15 layers are stored"):
         convert(model, halted, **types, calibrate=settings(text, progress=stop))
     spans.clear()
     convert(model, halted, **types, calibrate=settings(text, progress=note))
@@ -180,7 +180,7 @@ def test_a_damaged_kept_layer_is_made_again(model, text, tmp_path) -> None:
             raise KeyboardInterrupt
 
     out = tmp_path / "out.gguf"
-    with pytest.raises(BridgeError, match="interrupted"):
+    with pytest.raises(KeyboardInterrupt, match="stopped"):
         convert(model, out, type="Q4_K", calibrate=settings(text, progress=stop))
     file = next((tmp_path / "out.gguf.layers").glob("*.safetensors"))
     file.write_bytes(file.read_bytes()[:100])
@@ -327,7 +327,7 @@ def test_awq_goes_on_with_the_scales_that_a_killed_run_has_found(model, text, tm
 
     awq = settings(text, method="awq")
     quantize_checkpoint(model, tmp_path / "whole", "awq", group_size=32, calibrate=awq)
-    with pytest.raises(BridgeError, match="interrupted; 9 of 14"):
+    with pytest.raises(KeyboardInterrupt, match="stopped; 9 of 14"):
         quantize_checkpoint(model, tmp_path / "out", "awq", group_size=32, calibrate=replace(awq, progress=stop))
     assert len(list((tmp_path / "out.layers").glob("*.scales"))) == 2
     monkeypatch.setattr("bridge.quantize.awq.smoothing", None)  # nothing is searched again

@@ -52,6 +52,16 @@ def kept(cache: Path) -> list[Path]:
     return sorted((cache / "models").glob("*/*.gguf"))
 
 
+def test_python_loads_what_run_takes(cache, model, tmp_path):
+    bridge.convert(model, tmp_path / "here.gguf")
+    with bridge.Model.load(tmp_path / "here.gguf") as own, bridge.Model.load(model, context=64) as made:
+        assert made.path in kept(cache)
+        assert made.context == 64
+        assert list(made.generate("KING", 3, temperature=0)) == list(own.generate("KING", 3, temperature=0))
+    with pytest.raises(BridgeError, match="the model is of type int; must be the name of a GGUF or a checkpoint"):
+        bridge.Model.load(5)
+
+
 def test_run_converts_a_checkpoint_once_and_keeps_the_gguf(cache, model, tmp_path, capsys):
     bridge.convert(model, tmp_path / "here.gguf")
     printed = []

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import bridge
-from bridge.conversion.report import CARRIED
+from bridge.conversion.report import CARRIED, CODED
 from scripts.peers.fidelity import Reference, measure
 from tests.conftest import checkpoint_names, predicting_checkpoints
 from tests.support.encode_formats import write_hqq, write_mlx
@@ -83,7 +83,7 @@ def test_predictions_stay_those_of_the_checkpoint(name: str, converted, referenc
     found = measure(path, reference_of(name))
     print(f"{name}: {dict(found.types)}, {found.bpw:.2f} bpw, KL {found.kl_linears:.2e}, file {found.kl_file:.2e}")
     assert found.kl_linears <= KL_LINEARS.get(name, KL_LINEARS_ELSEWHERE)
-    assert report.bpw() == pytest.approx(found.bpw)
+    assert report.bpw(CODED) == pytest.approx(found.bpw)
     if name == LLAMA:
         assert found.kl_file <= 5e-5
     if name == ACT_ORDER:

@@ -252,6 +252,25 @@ def test_the_options_are_on_the_command_line(path: Path, model: Model, capsys) -
         assert "must be a token id and a number, as 15043+1 or 15043-inf" in capsys.readouterr().err
 
 
+def test_the_likelihood_of_a_continuation_is_that_of_its_tokens(model: Model) -> None:
+    context, continuation = "KING RICHARD:", " the king"
+    tokens = model.tokenizer.encode(context)
+    whole = model.tokenizer.encode(context + continuation)
+    logits = model.logits(whole).astype(np.float64)
+    expected = sum(
+        logits[i - 1, whole[i]] - np.log(np.exp(logits[i - 1]).sum()) for i in range(len(tokens), len(whole))
+    )
+    found, greedy = model.loglikelihood(context, continuation)
+    assert found == pytest.approx(expected, abs=1e-3)
+    assert not greedy
+    (first,) = model.generate_tokens(context, 1, temperature=0)
+    likely = model.tokenizer.decode([first])
+    assert model.tokenizer.encode(context + likely) == [*tokens, first]
+    assert model.loglikelihood(context, likely)[1]
+    with pytest.raises(BridgeError, match="tokens of their own"):
+        model.loglikelihood(context, "")
+
+
 # --- the chat command ---
 
 
@@ -290,7 +309,7 @@ def test_a_chat_that_cannot_be_says_why_in_one_line(path: Path, monkeypatch, cap
 
 
 def test_an_interrupted_reply_is_remembered_as_far_as_it_was_read(model: Model) -> None:
-    from bridge.cli.run import Conversation
+    from bridge.cli.chat import Conversation
 
     talk = Conversation(model)
     reply = talk.reply("Who is there?", max_tokens=10, temperature=0)

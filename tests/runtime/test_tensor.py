@@ -123,6 +123,31 @@ def test_activations_may_lie_in_a_mapped_file(tensor, x, tmp_path):
     np.testing.assert_array_equal(tensor.matvec(mapped), tensor.matvec(x))
 
 
+def test_the_operator_multiplies_as_numpys_and_torchs_does(tensor, x):
+    tokens = np.stack([x, -x, 2 * x])
+    batch = np.stack([tokens, -tokens])
+    for kind in (np.asarray, torch.from_numpy):
+        vector, matrix = kind(x), kind(tokens)
+        np.testing.assert_array_equal(tensor @ vector, tensor.matvec(vector))
+        np.testing.assert_array_equal(vector @ tensor.T, tensor.matvec(vector))
+        np.testing.assert_array_equal(matrix @ tensor.T, tensor.matmul(matrix))
+        np.testing.assert_array_equal(tensor @ matrix.T, tensor.matmul(matrix).T)
+        many = tensor.matmul(kind(batch))
+        assert type(many) is type(matrix)
+        np.testing.assert_array_equal(many, np.stack([tensor.matmul(tokens), tensor.matmul(-tokens)]))
+        np.testing.assert_array_equal(kind(batch) @ tensor.T, many)
+    assert tensor.matmul(np.empty((0, 3, len(x)), np.float32)).shape == (0, 3, tensor.shape[0])
+    with pytest.raises(TypeError):
+        tensor @ 3
+    with pytest.raises(BridgeError, match="must be"):
+        tensor @ tokens  # [tokens, in] is not [in, n]
+
+
+def test_a_tensor_is_no_array_and_says_how_to_get_one(tensor):
+    with pytest.raises(TypeError, match=r"is quantized; its .dequantize\(\) gives an array of floats"):
+        np.asarray(tensor)
+
+
 def test_torchs_cpu_is_the_cpu(tensor):
     assert tensor.to(torch.device("cpu")) is tensor
 

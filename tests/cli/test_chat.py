@@ -1,0 +1,156 @@
+"""`gguf-bridge chat`: its commands, what a terminal adds, and templates that are refused."""
+
+from __future__ import annotations
+
+import fcntl
+import io
+import json
+import os
+import pty
+import re
+import select
+import shutil
+import subprocess
+import sys
+import termios
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from bridge.cli import main
+from tests.conftest import CHECKPOINT, PATIENCE, ROOT
+
+TEMPLATE = "{% for m in messages %}{{ m.role + ': ' + m.content + ' ' }}{% endfor %}assistant: "
+
+
+@pytest.fixture(scope="module")
+def talker(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The project's checkpoint with a chat template, converted."""
+    folder = tmp_path_factory.mktemp("talker")
+    shutil.copytree(CHECKPOINT, folder / "model")
+    (folder / "model" / "chat_template.jinja").write_text(TEMPLATE)
+    assert main(["convert", str(folder / "model"), str(folder / "talker.gguf"), "--name", "Talker 1M"]) == 0
+    return folder / "talker.gguf"
+
+
+@pytest.fixture
+def chat(talker: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """chat(*lines): what `chat` says on standard error to lines that come from a pipe."""
+
+    def run(*lines: object) -> str:
+        text = "".join(f"{line}\n" for line in lines)
+        monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(text.encode())))
+        assert main(["chat", str(talker), "--temp", "0", "-n", "2"]) == 0
+        return capsys.readouterr().err
+
+    return run
+
+
+def test_a_conversation_is_saved_with_its_system_message(chat: Callable[..., str], tmp_path: Path) -> None:
+    file = tmp_path / "talk.json"
+    assert chat("Who?", "/system Be brief.", "Où?", f"/save {file}") == f"wrote {file}\n"
+    messages = json.loads(file.read_text(encoding="utf-8"))
+    assert [m["role"] for m in messages] == ["system", "user", "assistant"]
+    assert [m["content"] for m in messages[:2]] == ["Be brief.", "Où?"]
+    assert chat(f"/save {file}") == f"not saved: {file}: exists\n"
+
+
+def test_commands_are_listed_and_unknown_ones_told(chat: Callable[..., str]) -> None:
+    said = chat("/help", "/hello", "/save", "/exit", "/help").splitlines()
+    assert [line.split()[0] for line in said[:5]] == ["/help", "/clear", "/save", "/system", "/exit"]
+    assert said[-2:] == ["unknown command /hello: /help lists them", "/save: needs an argument"]
+
+
+class Terminal:
+    """The program on a terminal of its own."""
+
+    def __init__(self, *arguments: object) -> None:
+        self.master, slave = pty.openpty()
+        command = [sys.executable, "-m", "bridge.cli", *map(str, arguments)]
+        own = {"TERM": "xterm", "PYTHONPATH": str(ROOT)}
+        self.process = subprocess.Popen(
+            command, cwd=ROOT, stdin=slave, stdout=slave, stderr=slave, env=os.environ | own, start_new_session=True,
+            preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
+        )  # fmt: skip
+        os.close(slave)
+        self.said = ""
+
+    def until(self, text: str) -> None:
+        """Wait for a text, which is read off."""
+        deadline = time.monotonic() + PATIENCE
+        while text not in self.said:
+            assert time.monotonic() < deadline, self.said
+            if select.select([self.master], [], [], 0.1)[0]:
+                self.said += os.read(self.master, 4096).decode()
+        self.said = self.said.partition(text)[2]
+
+    def type(self, text: str) -> None:
+        os.write(self.master, text.encode())
+
+    def half_a_line(self) -> None:
+        """Type what is no whole line; once it is shown, the program waits for more and notices signals."""
+        self.until("> ")
+        self.type("half")
+        self.until("half")
+        time.sleep(0.3)
+
+
+def test_a_terminal_greets_takes_pasted_lines_as_one_message_and_ends_at_the_second_ctrl_c(
+    talker: Path, tmp_path: Path
+) -> None:
+    terminal = Terminal("chat", talker, "-n", "2", "--temp", "0")
+    terminal.until("Talker 1M: type a message, or one of /help /clear /save /system /exit")
+    terminal.half_a_line()
+    terminal.type("\x03")
+    terminal.until("> ")
+    terminal.type("\x1b[200~first\rsecond\x1b[201~\r")
+    terminal.until("tokens/s")
+    terminal.until("> ")
+    terminal.type(f"/save {tmp_path / 'talk.json'}\r")
+    terminal.until("wrote ")
+    for _ in range(2):
+        terminal.half_a_line()
+        terminal.type("\x03")
+    assert terminal.process.wait(PATIENCE) == 0
+    assert json.loads((tmp_path / "talk.json").read_text())[0]["content"] == "first\nsecond"
+
+
+def test_a_signal_ends_a_chat_that_waits(talker: Path) -> None:
+    terminal = Terminal("chat", talker)
+    terminal.half_a_line()
+    terminal.process.terminate()
+    terminal.until("stopped")
+    assert terminal.process.wait(PATIENCE) == 143
+
+
+@pytest.mark.parametrize("command", [["chat"], ["run", "--chat", "-p", "Hi"]])
+@pytest.mark.parametrize(("template", "fact"), [
+    (None, "the checkpoint has no chat template"),
+    ("{{ raise_exception('not today') }}", "the chat template cannot be used: it fails with: not today"),
+])  # fmt: skip
+def test_a_checkpoint_whose_template_is_refused_is_not_converted(
+    command: list[str], template: str | None, fact: str, model: Path, tmp_path: Path, refused: Callable[..., str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    (tmp_path / "cache" / "gguf-bridge" / "models").mkdir(parents=True)
+    if template is not None:
+        (model / "chat_template.jinja").write_text(template)
+    assert fact in refused(command[0], model, *command[1:])
+    assert not list((tmp_path / "cache").rglob("*.gguf"))
+
+
+def test_a_mistyped_command_or_choice_is_answered_with_the_one_meant(refused: Callable[..., str]) -> None:
+    assert refused("converrt", "model").endswith("; did you mean convert?\n")
+    assert refused("chat", "model.gguf", "--kv", "q8").endswith("; did you mean q8_0?\n")
+    assert "see gguf-bridge --help" in refused("xyzzy")
+
+
+def test_no_message_shows_pythons_bytes(refused: Callable[..., str], tmp_path: Path) -> None:
+    file = tmp_path / "model.gguf"
+    file.write_bytes(b"PK\x03\x04" + bytes(100))
+    said = refused("inspect", file)
+    assert "it starts with the bytes 50 4b 03 04" in said
+    assert not re.search(r"\bb['\"]", said)
