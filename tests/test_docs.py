@@ -108,7 +108,7 @@ def test_the_reference_lists_names_that_exist_and_all_that_bridge_exports():
 
 
 def test_pages_of_the_site_include_files_of_the_checkout():
-    pytest.importorskip("griffe")
+    pytest.importorskip("mkdocstrings")
     from scripts.site_pages import on_page_markdown, with_lists
 
     home = on_page_markdown((ROOT / "docs" / "index.md").read_text(encoding="utf-8"))
@@ -121,7 +121,6 @@ def test_pages_of_the_site_include_files_of_the_checkout():
 
 
 def test_the_site_builds(tmp_path):
-    pytest.importorskip("mkdocs")
     pytest.importorskip("mkdocstrings")
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path / "site")]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE)
@@ -203,6 +202,12 @@ def test_the_table_of_products_is_of_the_figures_that_the_picture_shows():
     for p in products:
         key = p["type"], f"{p['shape'][0]} x {p['shape'][1]}", str(p["threads"])
         assert shown[key] == (f"{p['gbs']:.1f}", f"{p['of_read']:.0%}", f"{p['read_gbs']:.1f}", f"{p['ggml_gbs']:.1f}")
+
+
+def test_the_table_of_fidelity_is_of_the_figures_that_the_picture_shows():
+    shown = {row[0]: row[-2:] for row in cells("fidelity.md", "| checkpoint | type of its linears |")}
+    for row in measured("fidelity")["checkpoints"]:
+        assert shown[row["name"]] == [f"{row['kl_linears']:.1e}", f"{row['kl_file']:.1e}"]
 
 
 def test_the_table_of_quantizing_is_of_the_figures_that_the_picture_shows():
