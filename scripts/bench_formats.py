@@ -48,7 +48,8 @@ def main() -> None:
             if isinstance(path, str):
                 row |= {"maker": maker, "quality": {"missing": path}, "speed": {}}
             else:
-                found = formats.quality(path, text, options.length, options.windows)
+                how = text, options.length, options.windows
+                found = {**formats.quality(path, *how), **formats.checkpoint_kl(name, make, *how)}
                 row |= {"maker": maker, "quality": {**summary(path), **found}}
             rows.put(name, row)
         if "speed" not in row and options.turns:

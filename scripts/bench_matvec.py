@@ -7,8 +7,9 @@ The peer is ggml, one mul_mat on its own threads through llama-cpp-python built 
 --no-binary llama-cpp-python .[peers]); without it, its columns stay empty. PEER_GGML may name the folder of its
 libggml*.so. Both sides repack the weights beforehand, ggml those that llama.cpp repacks on loading: the last
 column names ggml's layout (CPU: as in the file). All contenders take turns in one run; ratios are medians
-over rounds. The product from memory is on 40960 x 4096 (--rows: more, where a cache holds that), the one in the cache
-on 2048 x 4096. First calls are timed in processes of their own.
+over rounds. The large product is on 40960 x 4096 (--rows: another number of rows), the small one on 2048 x 4096. Give
+so many rows that the machine's largest cache cannot hold half of them: otherwise the large product is not from memory.
+First calls are timed in processes of their own.
 """
 
 import importlib.util
@@ -22,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from benchlib import head, line, machine, output_of, parser
+from benchlib import head, largest_cache, line, machine, output_of, parser
 
 from bridge.blocks import TYPES
 from bridge.runtime import bench
@@ -95,7 +96,7 @@ def main() -> None:
     threads = {"nargs": "+", "default": [1, 2]}
     options = parser(__doc__, "--threads", "--rounds", "--json", threads=threads, rounds={"default": 15})
     options.add_argument("types", nargs="*", default=list(TYPES), metavar="TYPE", help="all by default")
-    options.add_argument("--rows", type=int, default=bench.LARGE[0], metavar="N", help="of the product from memory")
+    options.add_argument("--rows", type=int, default=bench.LARGE[0], metavar="N", help="of the large product")
     options.add_argument("--no-first", action="store_true", help="leave out the timing of first calls")
     arguments = options.parse_args()
     library = peer_library()
@@ -113,7 +114,7 @@ def main() -> None:
                     peer = [f"{row['ggml_gbs']:.1f}", f"{row['over_ggml']:.2f}", row["ggml_layout"]]
                 own = f"{row['gbs']:.1f}", f"{row['of_read']:.0%}", f"{row['read_gbs']:.1f}"
                 line(type, f"{shape[0]} x {shape[1]}", threads, *own, *peer)
-    result: dict[str, Any] = {"machine": machine(), "products": rows, "calls": []}
+    result: dict[str, Any] = {"machine": machine(), "cache_bytes": largest_cache(), "products": rows, "calls": []}
     print("\n" + head("type", "call on 256 x 256 (us)", "first call, cold (s)", "first call, compiled (s)"))
     for type in arguments.types:
         cold, warm = (None, None) if arguments.no_first else first_calls(type)

@@ -6,14 +6,16 @@ KL divergence is the mean over the tokens of the text's first windows, in nats, 
 same model with the GGUF's dequantized weights: of the linears only (embeddings, norms and head are the checkpoint's),
 and of the whole file. With `--float`, the model that the checkpoints were quantized from, the last column compares the
 checkpoint with that model: the cost of quantizing it. `--calibrate` is the option of convert, with 256 sequences of 256
-tokens.
+tokens. `gguf-bridge plot` draws what --json writes.
 """
 
 import argparse
+import json
 import tempfile
 from pathlib import Path
+from typing import Any
 
-from benchlib import head, line, parser
+from benchlib import head, line, machine, parser
 
 import bridge
 from bridge.conversion.report import CALIBRATED, CODED
@@ -31,12 +33,16 @@ def main() -> None:
     columns = HEAD + (("KLD, checkpoint from its float model",) if floats else ())
     shown = f"{options.windows} windows of {options.length} tokens of {options.text.name}"
     print(f"First {shown}; --type {options.type}.\n\n{head(*columns)}")
+    rows = []
     for folder in options.checkpoints:
-        line(*row(folder, text, floats, options))
+        rows.append(row(folder, text, floats, options))
+        line(*cells(rows[-1], bool(floats)))
+    if options.json:
+        options.json.write_text(json.dumps({"machine": machine(), "checkpoints": rows}, indent=1) + "\n")
 
 
 def parse() -> argparse.Namespace:
-    options = parser(__doc__, "--text", "--windows", "--length", text={"required": True})
+    options = parser(__doc__, "--text", "--windows", "--length", "--json", text={"required": True})
     options.add_argument("checkpoints", nargs="+", type=Path, metavar="CHECKPOINT")
     options.add_argument("--float", type=Path, nargs="+", default=[], metavar="MODEL", help="unquantized models")
     options.add_argument("--calibrate", type=Path, metavar="FILE", help="a text for codes that cannot be kept")
@@ -44,21 +50,36 @@ def parse() -> argparse.Namespace:
     return options.parse_args()
 
 
-def row(folder: Path, text: str, floats: dict, options: argparse.Namespace) -> list[str]:
-    """The table's line of one checkpoint."""
+def row(folder: Path, text: str, floats: dict, options: argparse.Namespace) -> dict[str, Any]:
+    """The figures of one checkpoint."""
     with tempfile.TemporaryDirectory(prefix="gguf-bridge-") as scratch, bridge.open_checkpoint(folder) as checkpoint:
         path = Path(scratch) / "model.gguf"
         text_of = options.calibrate and Calibration(options.calibrate, samples=256, length=256)
         codes = bridge.convert(folder, path, type=options.type, calibrate=text_of).total((*CODED, CALIBRATED))
         against = Reference(folder, checkpoint, text, options.windows, options.length)
         found = measure(path, against)
-    types = ", ".join(f"{count} {name}" if len(found.types) > 1 else name for name, count in found.types.most_common())
-    cells = [folder.name, types, f"{found.bpw:.2f}", f"{100 * codes.kept / codes.weights:.4g}%"]
-    cells += ["exact" if found.nmse == 0 else f"{found.nmse:.1e}", f"{found.kl_linears:.1e}", f"{found.kl_file:.1e}"]
-    if floats:
-        same = [weights for weights in floats.values() if shapes(weights) == shapes(against.weights)]
-        cells.append(f"{against.kl_from(same[0]):.1e}" if same else "")
-    return cells
+    same = [weights for weights in floats.values() if shapes(weights) == shapes(against.weights)]
+    return {
+        "name": folder.name,
+        "types": dict(found.types.most_common()),
+        "bpw": found.bpw,
+        "codes_kept": codes.kept / codes.weights,
+        "nmse": found.nmse,
+        "kl_linears": found.kl_linears,
+        "kl_file": found.kl_file,
+        "kl_checkpoint": against.kl_from(same[0]) if same else None,
+    }
+
+
+def cells(row: dict[str, Any], with_floats: bool) -> list[str]:
+    """The table's line of one checkpoint."""
+    types = ", ".join(f"{count} {name}" if len(row["types"]) > 1 else name for name, count in row["types"].items())
+    shown = [row["name"], types, f"{row['bpw']:.2f}", f"{100 * row['codes_kept']:.4g}%"]
+    shown += ["exact" if row["nmse"] == 0 else f"{row['nmse']:.1e}", f"{row['kl_linears']:.1e}"]
+    shown.append(f"{row['kl_file']:.1e}")
+    if with_floats:
+        shown.append("" if row["kl_checkpoint"] is None else f"{row['kl_checkpoint']:.1e}")
+    return shown
 
 
 def shapes(weights: reference.Weights) -> dict:

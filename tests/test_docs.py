@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import importlib
+import inspect
+import io
 import json
 import re
 import shlex
+import shutil
+import subprocess
+import sys
 from functools import cache, partial
 from itertools import takewhile
 from pathlib import Path
@@ -13,8 +19,9 @@ import numpy as np
 import pytest
 
 import bridge
-from bridge.cli import _parser
-from tests.conftest import CHECKPOINT, ROOT
+from bridge.cli import _parser, main
+from tests.conftest import CHECKPOINT, PATIENCE, ROOT
+from tests.support.command_line import edit_json
 
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
 NAMES = [str(page.relative_to(ROOT)) for page in PAGES]
@@ -80,6 +87,49 @@ def test_every_page_is_in_the_sites_navigation():
     text = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
     named = re.findall(r"^ +- [^:]+: (\S+\.md)$", text, flags=re.MULTILINE)
     assert sorted(named) == sorted(page.relative_to(ROOT / "docs").as_posix() for page in (ROOT / "docs").rglob("*.md"))
+
+
+def test_messages_of_the_troubleshooting_page_are_those_of_the_program():
+    source = "".join(file.read_text(encoding="utf-8") for file in (ROOT / "bridge").rglob("*.py"))
+    source = source.replace("{parameter('force', True)}", "--force")
+    headings = re.findall(r'^## "(.*)"$', (ROOT / "docs" / "troubleshooting.md").read_text("utf-8"), re.MULTILINE)
+    assert len(headings) > 4
+    for heading in headings:
+        for piece in heading.split("..."):
+            assert piece.strip(":, ") in source, heading
+
+
+def test_the_reference_lists_names_that_exist_and_all_that_bridge_exports():
+    listed = re.findall(r"^::: (\S+)$", (ROOT / "docs" / "reference.md").read_text(encoding="utf-8"), re.MULTILINE)
+    for path in listed:
+        module, _, name = path.rpartition(".")
+        assert inspect.getdoc(getattr(importlib.import_module(module), name)), path
+    assert {path.rpartition(".")[2] for path in listed} >= set(bridge._LAZY)
+
+
+def test_pages_of_the_site_include_files_of_the_checkout():
+    pytest.importorskip("mkdocstrings")
+    from scripts.site_pages import on_page_markdown, with_lists
+
+    home = on_page_markdown((ROOT / "docs" / "index.md").read_text(encoding="utf-8"))
+    assert "pip install ." in home
+    targets = [target.partition("#")[0] for target in _LINK.findall(home) if not re.match("[a-z]+:|#", target)]
+    assert [target for target in targets if not (ROOT / "docs" / target).is_file()] == []
+    assert on_page_markdown("# Another page") == "# Another page"
+    text = "Convert.\n\npath   a folder,\n       or a file\nforce  replace\n\nRaises."
+    assert with_lists(text) == "Convert.\n\n\n- `path`: a folder,\n  or a file\n- `force`: replace\n\nRaises."
+
+
+def test_the_site_builds(tmp_path):
+    pytest.importorskip("mkdocstrings")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path / "site")]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE)
+    assert done.returncode == 0, done.stderr
+    home = (tmp_path / "site" / "index.html").read_text(encoding="utf-8")
+    assert "tutorial-convert/" in home
+    assert "pictures/fidelity.svg" in home
+    reference = (tmp_path / "site" / "reference" / "index.html").read_text(encoding="utf-8")
+    assert "sweeps of refinement after GPTQ</p>" in reference
 
 
 def commands() -> list[str]:
@@ -154,6 +204,12 @@ def test_the_table_of_products_is_of_the_figures_that_the_picture_shows():
         assert shown[key] == (f"{p['gbs']:.1f}", f"{p['of_read']:.0%}", f"{p['read_gbs']:.1f}", f"{p['ggml_gbs']:.1f}")
 
 
+def test_the_table_of_fidelity_is_of_the_figures_that_the_picture_shows():
+    shown = {row[0]: row[-2:] for row in cells("fidelity.md", "| checkpoint | type of its linears |")}
+    for row in measured("fidelity")["checkpoints"]:
+        assert shown[row["name"]] == [f"{row['kl_linears']:.1e}", f"{row['kl_file']:.1e}"]
+
+
 def test_the_table_of_quantizing_is_of_the_figures_that_the_picture_shows():
     shown = {row[0]: (float(row[1]), float(row[2])) for row in cells("quantize.md", "| | ggml with imatrix")}
     formats = measured("quantize")["formats"]
@@ -220,7 +276,7 @@ def test_a_python_snippet_runs(code, tmp_path, small_model, request, monkeypatch
     if "transformers" in code or "llama-" in code:
         pytest.importorskip("transformers")
     monkeypatch.chdir(tmp_path)
-    files = {"model-gptq": CHECKPOINT, "org/model": small_model}
+    files = {"model-gptq": CHECKPOINT, "org/model-gptq": CHECKPOINT, "org/model": small_model}
     if "llama-" in code:
         files |= request.getfixturevalue("trellis_checkpoints")
     for name, there in files.items():
@@ -229,3 +285,62 @@ def test_a_python_snippet_runs(code, tmp_path, small_model, request, monkeypatch
     if "bridge.convert(" not in code:
         bridge.convert(CHECKPOINT, tmp_path / "model.gguf")
     exec(compile(code, "snippet", "exec"), {"bridge": bridge, "torch": torch, "x": X[0], "X": X})
+
+
+def lines_of(page: Path) -> list[str]:
+    """The program's commands that a page has for pasting, which are indented."""
+    return re.findall(r"^ {4}((?:gguf-bridge|python scripts/) ?.*)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+
+
+NOT_RUN = {
+    "a Hub id": "--template org/",
+    "a pickle of the real LLaMA": "llama-7b-4bit.pt",
+    "minutes: tests/conversion/test_size_budget.py": "--size",
+    "seconds of timing: tests/cli/test_run.py": "bench Q4_K",
+    "hours: tests/scripts/test_bench_formats.py": "python scripts/bench_formats.py",
+}
+CHAT = "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
+SHELL_PAGES = [name for name in NAMES if lines_of(ROOT / name)]
+
+
+def test_pages_with_commands_are_found():
+    assert {"README.md", "docs/commands.md", "docs/quantize.md", "docs/scale-out.md"} <= set(SHELL_PAGES)
+    assert all(any(skipped in line for page in PAGES for line in lines_of(page)) for skipped in NOT_RUN.values())
+
+
+@pytest.fixture(scope="module")
+def files_of_the_pages(small_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with small models under the names that the pages use."""
+    pytest.importorskip("torch")
+    from bridge.conversion.to_checkpoint import quantize_checkpoint
+    from bridge.quantize.settings import Calibration
+
+    folder = tmp_path_factory.mktemp("pages")
+    for name in ("model-gptq", "org/model-gptq", "falcon-gptq"):
+        shutil.copytree(CHECKPOINT, folder / name)
+        edit_json(folder / name / "tokenizer_config.json", chat_template=CHAT)
+    shutil.copytree(small_model, folder / "Qwen3-0.6B")
+    (folder / "text.txt").write_text("KING RICHARD:\nNow is the winter of our discontent. " * 600)
+    for name in ("falcon-f16", "other"):
+        bridge.convert(CHECKPOINT, folder / f"{name}.gguf")
+    text = Calibration(folder / "text.txt", samples=2, length=64, sweeps=0, act_order="free")
+    quantize_checkpoint(small_model, folder / "actorder-gptq", "gptq_v2", calibrate=text)
+    return folder
+
+
+@pytest.mark.parametrize("name", SHELL_PAGES)
+def test_the_commands_of_a_page_run_one_after_the_other(name, files_of_the_pages, tmp_path, monkeypatch, capfd):
+    """In a folder that has only what the user brings; less text is used, and smaller shards are made."""
+    shutil.copytree(files_of_the_pages, tmp_path, dirs_exist_ok=True)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr("sys.stdin", io.StringIO())
+    for line in lines_of(ROOT / name):
+        if not any(skipped in line for skipped in NOT_RUN.values()):
+            words = shlex.split(line.replace("4G", "700K"), comments=True)
+            if words[1] in ("run", "chat"):
+                words += ["-n", "4"]
+            if "--calibrate" in words:
+                words += ["--samples", "2", "--sequence-length", "256"]
+            code = main(words[1:])
+            assert code == 0, f"{line}: {capfd.readouterr().err}"

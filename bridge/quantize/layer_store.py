@@ -169,7 +169,7 @@ class LayerStore:
                     raise BridgeError(f"{stray}: is not a quantized layer; move it, or choose another output")
                 self.remove()
         try:
-            folder.mkdir(exist_ok=True)
+            folder.mkdir(parents=True, exist_ok=True)
         except OSError as problem:
             raise BridgeError(f"{folder}: cannot be created ({problem.strerror}); choose another output") from None
         write_text(folder / _JOB, json.dumps(job, indent=1) + "\n")

@@ -52,16 +52,25 @@ def remove_if_unlocked(folder: Path) -> None:
 def temporary_beside(path: Path) -> Iterator[Path]:
     """A new folder next to `path` for what will be renamed to it; removed at the end.
 
-    Those of processes that were killed while they wrote to the same path are removed first. Raises OSError where no
-    folder can be made there.
+    Those of processes that were killed while they wrote to the same path are removed first. Missing folders above
+    `path` are made, and stay only if something was written into them. Raises OSError where no folder can be made there.
     """
+
+    def make() -> Path:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        return Path(tempfile.mkdtemp(after, before, path.parent))
+
+    missing = [above for above in path.parents if not above.exists()]
     before, after = f".{path.name}.", ".unfinished"
     for left in path.parent.glob(f"{glob.escape(before)}*{after}"):
         remove_if_unlocked(left)
-    folder, handle = lock_shared(lambda: Path(tempfile.mkdtemp(after, before, path.parent)))
+    folder, handle = lock_shared(make)
     try:
         yield folder
     finally:
         shutil.rmtree(folder, ignore_errors=True)
         if handle is not None:
             os.close(handle)
+        with suppress(OSError):  # not empty
+            for above in missing:
+                above.rmdir()

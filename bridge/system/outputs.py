@@ -4,6 +4,7 @@ A file that exists is replaced with `force` alone. An output is never
     a link, a device or a pipe
     a file that the run reads, by any name: hard links and links to it are found
     another output of the run
+    below something that is not a folder; folders that are missing are made (`folder_locks.temporary_beside`)
     in the folder of a checkpoint that is read, unless it is a *.gguf that is new or replaces a GGUF
 """
 
@@ -61,12 +62,18 @@ def check_outputs(paths: Iterable[Path | None], force: bool, taken: Taken = NOTH
             taken = taken.and_files([path])
 
 
+def check_parents(path: Path) -> None:
+    """BridgeError unless the folders above an output are folders, or missing: those are made when it is written."""
+    above = next(folder for folder in path.parents if os.path.lexists(folder))
+    if not above.is_dir():
+        raise BridgeError(f"{above}: is not a folder; give another output")
+
+
 def _check(path: Path, force: bool, taken: Taken) -> None:
     expect_name(path)
     if path.is_dir():
         raise BridgeError(f"{path}: is a folder; give the name of the file to write")
-    if not path.parent.is_dir():
-        raise BridgeError(f"{path.parent}: no such folder; make it or give another output")
+    check_parents(path)
     if path.is_symlink():
         raise BridgeError(
             f"{path}: is a link to {os.readlink(path)}; links are neither followed nor replaced; give another name"

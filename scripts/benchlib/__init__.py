@@ -69,6 +69,12 @@ def machine() -> str:
     return ", ".join(parts + [f"{name} {version(name)}" for name in ("numba", "numpy", "gguf")])
 
 
+def largest_cache() -> int | None:
+    """Bytes of the CPU's largest cache, where Linux tells them."""
+    sizes = [file.read_text().strip() for file in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size")]
+    return max((int(size.rstrip("K")) << 10 for size in sizes), default=None)
+
+
 def head(*columns: str) -> str:
     """The first two lines of a markdown table."""
     return f"| {' | '.join(columns)} |\n|{'---|' * len(columns)}"

@@ -77,6 +77,17 @@ class Formats:
             measured |= {"kl": d.mean, "kl_error": d.mean_error, "same_top": d.same_top}
         return measured
 
+    def checkpoint_kl(self, name: str, make: Make, text: str, length: int, windows: int) -> dict[str, float]:
+        """The divergence of the checkpoint that a file was carried from, itself; nothing for other rows."""
+        folder = make if isinstance(make, Path) else self.path(name).with_suffix("")
+        if not folder.is_dir():
+            return {}
+        path = self.work / "checkpoint.gguf"
+        bridge.convert(folder, path, tensor_types=[("", "F32")], force=True)  # every weight as it is
+        found = self.quality(path, text, length, windows)
+        path.unlink()
+        return {"checkpoint_kl": found["kl"]}
+
     def _f16(self, out: Path) -> None:
         bridge.convert(self.model, out, tensor_types=[("", "F16")])
 

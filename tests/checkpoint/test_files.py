@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from bridge.checkpoint.files.hub import kind_of, resolve
+from bridge.checkpoint.files.hub import kind_of, model_name, resolve
 from bridge.checkpoint.files.weight_files import checkpoint_files
 from bridge.errors import BridgeError
 
@@ -49,3 +49,12 @@ def test_of_a_repositorys_files_one_kind_of_weights_is_taken():
     assert checkpoint_files(both) == ["model.safetensors", *rest]
     assert checkpoint_files(["training_args.bin", "pytorch_model.bin", "a.pt", *rest]) == ["pytorch_model.bin", *rest]
     assert checkpoint_files(["adapter_model.safetensors", *rest]) == ["adapter_model.safetensors", *rest]
+
+
+def test_a_link_to_a_checkpoint_has_its_own_name(tmp_path, monkeypatch):
+    (tmp_path / "target" / "inside").mkdir(parents=True)
+    (tmp_path / "model-gptq").symlink_to(tmp_path / "target")
+    assert model_name(str(tmp_path / "model-gptq")) == "model-gptq"
+    assert model_name(str(tmp_path / "target" / "inside" / "..")) == "target"
+    monkeypatch.chdir(tmp_path / "target")
+    assert model_name(".") == "target"

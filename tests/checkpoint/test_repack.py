@@ -544,7 +544,7 @@ def test_targets_that_are_no_place_for_it(tmp_path, refused):
     (tmp_path / "link").symlink_to(source)
     assert "is a file" in refused(source, tmp_path / "file")
     assert "is a link" in refused(source, tmp_path / "link")
-    assert "no such folder" in refused(source, tmp_path / "no" / "b")
+    assert "is not a folder" in refused(source, tmp_path / "file" / "b")
     assert "invalid choice" in refused(source, tmp_path / "b", "--checkpoint-format", "v3")
     assert "leave out --clamp" in refused(source, tmp_path / "b", "--checkpoint-format", "gptq_v2", "--clamp")
     with pytest.raises(BridgeError, match="unknown checkpoint_format='v3': choose"):

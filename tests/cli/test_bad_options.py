@@ -32,7 +32,7 @@ from tests.support.raw import edit_raw
         (["--tensor-type", "ffn_dwon=Q6_K"], "matches no tensor"),
         (["--threads", "0"], "'0'"),
         (["--split-max-size", "much"], "'much' is not a size such as 4G"),
-        (["--report", "no/such/folder.json"], "no such folder"),
+        (["--report", "pyproject.toml/report.json"], "pyproject.toml: is not a folder"),
         (["--imatrix", "nowhere.gguf"], "nowhere.gguf"),
         (["--no-such-option"], "--no-such-option"),
     ],
@@ -164,6 +164,7 @@ def test_a_modelfile_or_a_shard_that_exists_is_kept_without_force(model, convert
     assert "out-00001-of-00009.gguf: exists; --force" in convert("--split-max-size", "1M")
 
 
-def test_an_output_folder_that_is_missing_and_an_output_that_is_a_folder(model, refused, tmp_path):
-    assert "no such folder" in refused("convert", model, tmp_path / "none" / "out.gguf")
+def test_an_output_below_a_file_and_an_output_that_is_a_folder(model, refused, tmp_path):
+    (tmp_path / "file").write_bytes(OLD)
+    assert "file: is not a folder" in refused("convert", model, tmp_path / "file" / "out.gguf")
     assert "is a folder" in refused("convert", model, tmp_path)

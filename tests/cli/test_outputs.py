@@ -13,6 +13,7 @@ import pytest
 from bridge.cli import main
 from bridge.conversion.converter import plan_checkpoint
 from bridge.errors import BridgeError
+from bridge.system.folder_locks import temporary_beside
 from tests.conftest import CHECKPOINT
 from tests.support.command_line import one_line
 
@@ -135,6 +136,36 @@ def test_no_two_outputs_are_one_file(option, inputs, refused, tmp_path, capsys):
             assert READ in refused(f"{command} {option}", same, inputs)
     assert main(["convert", str(inputs["MODEL"]), str(tmp_path / "Modelfile"), "--modelfile"]) == 2
     assert f"Modelfile: {READ}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["convert", "MODEL", "OUT", "--modelfile", "--report", "REPORT"],
+        ["plan", "MODEL", "-o", "OUT"],
+        ["repack", "MODEL", "OUT", "--checkpoint-format", "gptq_v2"],
+        ["verify", "TEMPLATE", "MODEL", "--report", "OUT"],
+        ["quantize", "FLOATS", "OUT", *CALIBRATED, "--samples", "4", "--imatrix-out", "REPORT"],
+    ],
+    ids=lambda command: command[0],
+)
+def test_a_missing_folder_of_an_output_is_made(command, inputs, small_model, tmp_path):
+    names = {
+        **inputs,
+        "FLOATS": small_model,
+        "OUT": tmp_path / "new" / "deep" / "out",
+        "REPORT": tmp_path / "other" / "report",
+    }
+    assert main([str(names.get(word, word)) for word in command]) == 0
+    for word in {"OUT", "REPORT"} & set(command):
+        assert names[word].exists()
+        assert not [file for file in names[word].parent.iterdir() if file.name.startswith(".")]
+
+
+def test_a_folder_made_for_an_output_that_was_not_written_is_removed(tmp_path):
+    with temporary_beside(tmp_path / "new" / "deep" / "out.gguf"):
+        assert (tmp_path / "new" / "deep").is_dir()
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_modelfile_is_not_written_into_a_checkpoints_folder(model, refused_in):

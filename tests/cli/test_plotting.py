@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
+import numpy as np
 import pytest
 
 import bridge
@@ -17,7 +18,7 @@ from tests.conftest import CHECKPOINT, ROOT
 
 pytest.importorskip("matplotlib", reason="the extra plot is not installed")
 
-from bridge.cli.plot import kl_figure, matvec_figure, plot, report_figure
+from bridge.cli.plot import fidelity_figure, kl_figure, matvec_figure, plot, report_figure
 from bridge.cli.plot.theme import DARK, LIGHT
 
 FORMATS = {
@@ -28,6 +29,13 @@ FORMATS = {
         {"name": "Q2_K", "maker": "llama.cpp", "bpw": 3.0, "kl": 6e-2},
         {"name": "Q4_K", "maker": "gguf-bridge quantize", "bpw": 4.6, "kl": 1e-3},
     ],
+}
+CHECKPOINTS = {
+    "checkpoints": [
+        {"name": "4 bits", "kl_linears": 4e-7, "kl_file": 2e-5, "kl_checkpoint": 3e-3},
+        {"name": "8 bits", "kl_linears": 0.0, "kl_file": 4e-5, "kl_checkpoint": None},
+    ],
+    "through_floats": {"name": "through floats", "kl": 4.2e-3},
 }
 PRODUCTS = {
     "machine": "a machine",
@@ -66,7 +74,8 @@ def test_a_report_becomes_maps_of_its_layers_and_kinds(report, capsys):
     assert found.count("100%") == 28 + 1
     assert "bits per weight in the GGUF, scales included" in found
     assert "share of the checkpoint's codes in the GGUF" in found
-    assert svg.stat().st_size < 60_000
+    assert svg.stat().st_size < 120_000
+    assert "<image" not in svg.read_text()  # viewers smear bitmaps of a few pixels
 
 
 def test_a_map_shows_every_tensors_own_figures(report):
@@ -77,11 +86,11 @@ def test_a_map_shows_every_tensors_own_figures(report):
         if tensor["fidelity"] is None or not tensor["name"].startswith("blk."):
             continue
         row, column = kinds.index(tensor["kind"]), int(tensor["name"].split(".")[1])
-        nmse, kept, bits = (float(map_.images[0].get_array()[row, column]) for map_ in axes[:3])
+        nmse, kept, bits = (float(map_.collections[0].get_array()[row, column]) for map_ in axes[:3])
         if tensor["fidelity"]["nmse"]:
             assert nmse == tensor["fidelity"]["nmse"]
         else:
-            assert nmse < min(axes[0].images[0].get_clim())  # grey
+            assert nmse < min(axes[0].collections[0].get_clim())  # grey
         assert kept == tensor["fidelity"]["codes_kept"]
         assert bits == tensor["bpw"]
 
@@ -105,18 +114,47 @@ def test_kl_is_drawn_against_bits_a_line_for_each_maker():
     assert {text.get_text() for text in axes.texts} == {"Q4_K_M", "Q2_K", "Q4_K"}
 
 
-def test_products_are_bars_beside_the_read_limit():
-    large, small = matvec_figure.figure(PRODUCTS, LIGHT).axes
-    assert large.get_title("left") == "40960 x 4096, from memory, 2 threads"
-    assert small.get_title("left") == "2048 x 4096, in the cache, 2 threads"
+def test_products_are_bars_up_to_the_speed_of_plain_reading():
+    picture = matvec_figure.figure(PRODUCTS, LIGHT)
+    large, small = picture.axes
+    assert large.get_title("left") == "40960 x 4096, 2 threads"
+    assert small.get_title("left") == "2048 x 4096, 2 threads"
     ours, theirs = large.containers
-    assert [bar.get_height() for bar in ours] == [20, 21, 22]
-    assert [bar.get_height() for bar in theirs] == [10, 11, 12]
-    assert [segment[0][1] for segment in large.collections[0].get_segments()] == [30, 30, 30]
-    assert "GB/s" in large.get_ylabel()
+    assert [bar.get_height() for bar in ours] == [20 / 30, 21 / 30, 22 / 30]
+    assert [bar.get_height() for bar in theirs] == [10 / 30, 11 / 30, 12 / 30]
+    (line,) = large.lines
+    assert set(line.get_ydata()) == {1}
+    assert [text.get_text() for text in large.texts] == ["30 GB/s"]
+    assert "higher is better" in picture.get_suptitle()
 
 
-@pytest.mark.parametrize("record", [FORMATS, PRODUCTS], ids=["formats", "products"])
+@pytest.mark.parametrize(
+    ("cache", "large"), [(32 << 20, ", from memory"), (128 << 20, ""), (480 << 20, ", in the cache")]
+)
+def test_a_matrix_is_from_memory_where_the_cache_cannot_hold_it(cache, large):
+    above, below = matvec_figure.figure({**PRODUCTS, "cache_bytes": cache}, LIGHT).axes
+    assert above.get_title("left").startswith(f"40960 x 4096{large}, 2 threads")
+    assert below.get_title("left").startswith("2048 x 4096, in the cache, 2 threads")
+
+
+def test_fidelity_is_compared_with_the_checkpoints_own_cost():
+    axes = fidelity_figure.figure(CHECKPOINTS, LIGHT).axes[0]
+    drawn = {line.get_label(): np.asarray(line.get_xydata()).tolist() for line in axes.lines}
+    assert [label.get_text() for label in axes.get_yticklabels()] == ["8 bits", "4 bits"]
+    assert drawn["added by converting the linears"] == [[1e-8, 0], [4e-7, 1]]  # an exact one is at the left edge
+    assert drawn["the checkpoint itself, from its float model"] == [[3e-3, 1]]
+    assert [x for x, _ in drawn["through floats"]] == [4.2e-3, 4.2e-3]
+    assert "left is better" in axes.get_xlabel()
+
+
+def test_a_carried_file_is_drawn_with_its_checkpoint():
+    carried = {"name": "GPTQ", "maker": "carried", "bpw": 5.0, "kl": 2.6e-3, "checkpoint_kl": 2.5e-3}
+    axes = kl_figure.figure({**FORMATS, "formats": [*FORMATS["formats"], carried]}, LIGHT).axes[0]
+    rings = [line for line in axes.lines if str(line.get_label()).startswith("the checkpoint itself")]
+    assert [line.get_xydata().tolist() for line in rings] == [[[5.0, 2.5e-3]]]
+
+
+@pytest.mark.parametrize("record", [FORMATS, PRODUCTS, CHECKPOINTS])
 def test_an_svg_follows_the_page_it_is_shown_on(record, tmp_path):
     (tmp_path / "x.json").write_text(json.dumps(record))
     text = plot(tmp_path / "x.json").read_text()
@@ -142,6 +180,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "a list": ([], "is not a report; give the report"),
     "another object": ({"version": 1, "tensors": 3}, "is not a report"),
     "nothing measured": ({"tensors": []}, "its list of tensors is empty"),
+    "no checkpoints": ({"checkpoints": []}, "its list of checkpoints is empty"),
     "no divergence": ({"model": "m", "formats": [FORMATS["formats"][0]]}, "none of its formats has a KL divergence"),  # type: ignore[index]
     "a field missing": ({"model": "m", "formats": [{"kl": 0.1}]}, "has been changed"),
     "a word for a number": ({"products": [{"shape": ["many", 2], "threads": 1}]}, "has been changed"),
@@ -178,7 +217,10 @@ def test_pictures_are_replaced_with_force_alone_and_go_by_known_endings(tmp_path
     assert "--force replaces it" in capsys.readouterr().err
     assert (tmp_path / "x.svg").read_text() == "mine"
     assert main(["plot", str(source), "--force"]) == 0
-    for name, said in ((source, "choose a name that ends in .svg, .png, .pdf"), ("no/x.svg", "no such folder")):
+    for name, said in (
+        (source, "choose a name that ends in .svg, .png, .pdf"),
+        ("x.json/y.svg", "x.json: is not a folder"),
+    ):
         assert main(["plot", str(source), "-o", str(tmp_path / name), "--force"]) == 2
         assert said in capsys.readouterr().err
     assert json.loads(source.read_text()) == FORMATS

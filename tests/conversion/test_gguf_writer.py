@@ -212,7 +212,8 @@ def test_a_model_smaller_than_a_shard_is_one_file(tmp_path):
 
 
 def test_an_output_that_cannot_be_made_is_refused_at_once(tmp_path):
-    with pytest.raises(BridgeError, match="no such folder"):
-        GGUFOutput(tmp_path / "none" / "m.gguf", plan())
+    (tmp_path / "file").write_bytes(b"")
+    with pytest.raises(BridgeError, match="file: is not a folder; give another output"):
+        GGUFOutput(tmp_path / "file" / "below" / "m.gguf", plan())
     with pytest.raises(BridgeError, match="is a folder"):
         GGUFOutput(tmp_path, plan())

@@ -17,6 +17,7 @@ from bridge.checkpoint.files.weight_files import NOT_WEIGHTS, WEIGHTS, belongs
 from bridge.errors import BridgeError, parameter
 from bridge.system.files import disk_errors, expect_name, expect_regular, files_below, sync_folder
 from bridge.system.folder_locks import temporary_beside
+from bridge.system.outputs import check_parents
 
 
 class CheckpointFolder:
@@ -116,8 +117,7 @@ def check_folder(ckpt: Checkpoint, path: Path, force: bool, reads: Iterable[Path
     expect_name(path)
     if path.is_symlink() or (path.exists() and not path.is_dir()):
         raise BridgeError(f"{path}: is a {'link' if path.is_symlink() else 'file'}; give the folder to write")
-    if not path.parent.is_dir():
-        raise BridgeError(f"{path.parent}: no such folder; make it or give another output")
+    check_parents(path)
     target = path.resolve()
     for source in {ckpt.path.resolve(), ckpt.home.resolve()}:
         if target == source or source in target.parents or target in source.parents:

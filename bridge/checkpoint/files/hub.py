@@ -73,12 +73,12 @@ def open_by_name(
 
 
 def model_name(checkpoint: str) -> str:
-    """The model's name: the name of the folder, the file or the Hub repository."""
-    path = expanded(checkpoint).resolve()
+    """The model's name: the name of the folder, the file or the Hub repository; of a link, its own."""
+    path = Path(os.path.abspath(expanded(checkpoint)))
     if not path.exists():
         name, _, revision = checkpoint.partition("@")
         return "-".join([name.rsplit("/", 1)[-1], *revision.split("/")]).rstrip("-")
-    if match := _SNAPSHOT.search(path.as_posix()):
+    if match := _SNAPSHOT.search(path.resolve().as_posix()):
         return match[1]
     return path.name if path.is_dir() else path.stem
 

@@ -1,11 +1,12 @@
 """Figures of reports and benchmarks: `gguf-bridge plot FILE.json`.
 
-A JSON file goes in, a picture comes out. `plot` detects three kinds of files by their content, each drawn by its module
-(report_figure, kl_figure, matvec_figure); `theme` has the colours and makes the file:
+A JSON file goes in, a picture comes out. `plot` detects four kinds of files by their content, each drawn by its module
+(report_figure, fidelity_figure, kl_figure, matvec_figure); `theme` has the colours and makes the file:
 
-    tensors    the report of `convert`, `quantize` or `verify` (--report): error, codes kept and bits, by layer and kind
-    formats    `scripts/bench_formats.py` or `bench_quantize.py` (--json): KL divergence against bits per weight
-    products   `scripts/bench_matvec.py` (--json): GB/s of each type, compared with ggml and with plain reading
+    tensors      the report of `convert`, `quantize` or `verify` (--report): error, codes kept, bits, by layer and kind
+    checkpoints  `scripts/fidelity.py` (--json): what converting adds to each checkpoint's own cost
+    formats      `scripts/bench_formats.py` or `bench_quantize.py` (--json): KL divergence against bits per weight
+    products     `scripts/bench_matvec.py` (--json): GB/s of each type, compared with ggml and with plain reading
 
 matplotlib is an optional extra, `plot`, and is imported when a figure is drawn.
 """
@@ -79,7 +80,12 @@ def _read(source: Path) -> dict[str, Any]:
 
 def _drawer(source: Path, record: dict[str, Any]) -> Callable[[dict[str, Any], Theme], Figure]:
     """The function that draws this file; it imports its module when called."""
-    known = {"tensors": "report_figure", "formats": "kl_figure", "products": "matvec_figure"}
+    known = {
+        "tensors": "report_figure",
+        "checkpoints": "fidelity_figure",
+        "formats": "kl_figure",
+        "products": "matvec_figure",
+    }
     for key, module in known.items():
         if isinstance(record.get(key), list):
             if not record[key]:

@@ -11,7 +11,10 @@ _COLOURS = {"gguf-bridge": OURS, "llama.cpp": THEIRS}
 
 
 def figure(record: dict[str, Any], theme: Theme) -> Figure:
-    """The picture of a benchmark's JSON: {"model", "formats": [{"name", "maker", "bpw", "kl", maybe "kl_error"}]}."""
+    """The picture of a benchmark's JSON: {"model", "formats": [{"name", "maker", "bpw", "kl", maybe "kl_error"}]}.
+
+    A row of a carried file may have "checkpoint_kl", the divergence of the checkpoint that it was made from: a ring.
+    """
     rows = [row for row in record["formats"] if row.get("kl") and row["kl"] > 0]
     if not rows:
         raise NothingToDraw("none of its formats has a KL divergence")
@@ -25,6 +28,11 @@ def figure(record: dict[str, Any], theme: Theme) -> Figure:
         errors = [float(row.get("kl_error") or 0) for row in members]
         line = "-" if colour in _COLOURS.values() else ""  # none for makers of single files
         axes.errorbar(bits, divergences, errors, color=colour, marker=marker, markersize=5, linestyle=line, label=maker)
+        rings = [(x, row["checkpoint_kl"]) for row, x in zip(members, bits, strict=True) if row.get("checkpoint_kl")]
+        if rings:
+            label = "the checkpoint itself (drawn at its GGUF's size)"
+            across, divergence = zip(*rings, strict=True)
+            axes.plot(across, divergence, "o", color=theme.ink, markerfacecolor="none", markersize=11, label=label)
         for row, x, y in zip(members, bits, divergences, strict=True):
             _name(axes, row["name"], x, y, colour, above=sorted(divergences).index(y) % 2 == 1)
     axes.set_yscale("log")

@@ -17,6 +17,7 @@ from bridge.system.text import percent, size_text
 
 _EXACT = "#b6bdc5"
 _MOST_TEXTS = 8  # layers whose cells have room for their values
+_SHADES = 48  # matplotlib draws the scale of more as a bitmap
 _COLOURS = "viridis"  # yellow is worst: much error, codes lost, many bits
 
 
@@ -104,8 +105,13 @@ def _map(
     axes: Axes, cells: _Cells, values: np.ndarray, norm: Normalize, text: Any, colours: str = _COLOURS
 ) -> ScalarMappable:
     """Draw one map; `text(value, (kind, layer))` is the text of a cell if there is room."""
-    shades: Colormap = matplotlib.colormaps[colours].with_extremes(under=_EXACT, bad=(0, 0, 0, 0))
-    image = axes.imshow(np.ma.masked_invalid(values), cmap=shades, norm=norm, aspect="auto")
+    shades: Colormap = matplotlib.colormaps[colours].resampled(_SHADES).with_extremes(under=_EXACT, bad=(0, 0, 0, 0))
+    # rectangles: viewers smear a bitmap of a few pixels
+    image = axes.pcolormesh(
+        range(len(cells.layers)), range(len(cells.kinds)), np.ma.masked_invalid(values), cmap=shades, norm=norm,
+        edgecolors="face", linewidth=0.4,
+    )  # fmt: skip
+    axes.invert_yaxis()
     axes.set_yticks(range(len(cells.kinds)), cells.kinds)
     axes.xaxis.get_major_locator().set_params(integer=True)  # type: ignore[call-arg]
     axes.tick_params(length=0)
@@ -124,6 +130,7 @@ def _map(
 
 def _bar_label(bar: Any, text: str) -> None:
     bar.outline.set_visible(False)
+    bar.solids.set_edgecolor("face")  # no gaps between the shades
     bar.ax.tick_params(length=0, which="both")
     bar.set_label(text)
 

@@ -1,0 +1,55 @@
+"""How far GGUFs are from their checkpoints, compared with what quantizing the checkpoints had cost."""
+
+from typing import Any
+
+from matplotlib.figure import Figure
+
+from bridge.cli.plot.theme import OTHER, OURS, THEIRS, NothingToDraw, Theme, plain_frame
+
+_LEAST = 1e-8  # where a divergence of 0 is drawn
+
+
+def figure(record: dict[str, Any], theme: Theme) -> Figure:
+    """The picture of fidelity.py's JSON: {"checkpoints": [{"name", "kl_linears", "kl_file", maybe "kl_checkpoint"}]}.
+
+    "through_floats", if it is there, is a line: {"name", "kl"} of dequantizing and quantizing again.
+    """
+    rows = sorted(record["checkpoints"], key=lambda row: row["kl_linears"])
+    if not any(row["kl_file"] > 0 for row in rows):
+        raise NothingToDraw("none of its files differs from its checkpoint")
+    picture = Figure(figsize=(8.2, 0.26 * len(rows) + 1.7), layout="constrained")
+    axes = picture.subplots()
+    places = range(len(rows))
+    marks = (
+        ("kl_linears", "added by converting the linears", OURS, "o", OURS),
+        ("kl_file", "added by the whole file (embeddings and head in Q8_0)", OURS, "o", "none"),
+        ("kl_checkpoint", "the checkpoint itself, from its float model", OTHER, "D", OTHER),
+    )
+    for key, label, colour, marker, inside in marks:
+        shown = [(row[key], place) for place, row in zip(places, rows, strict=True) if row.get(key) is not None]
+        if shown:
+            across, down = zip(*shown, strict=True)
+            axes.plot(
+                [max(x, _LEAST) for x in across],
+                down,
+                marker,
+                color=colour,
+                markerfacecolor=inside,
+                markersize=5.5,
+                label=label,
+            )
+    if again := record.get("through_floats"):
+        axes.axvline(again["kl"], color=THEIRS, linestyle="--", linewidth=1.4, label=again["name"])
+    axes.set_xscale("log")
+    axes.set_yticks(places, [row["name"] for row in rows])
+    axes.set_ylim(-0.7, len(rows) - 0.3)
+    axes.set_xlabel("KL divergence (nats per token); left is better" + _exact_note(rows))
+    axes.set_title("what a conversion adds, compared with what quantizing had cost", loc="left")
+    plain_frame(axes)
+    picture.legend(loc="outside lower left", ncols=2)
+    return picture
+
+
+def _exact_note(rows: list[dict[str, Any]]) -> str:
+    exact = any(row["kl_linears"] == 0 for row in rows)
+    return f"; at {_LEAST:.0e}: exact" if exact else ""
