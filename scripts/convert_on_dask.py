@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import bridge
 from bridge.conversion.gguf_writer import shards_of
-from bridge.conversion.plan_file import load_plan
+from bridge.conversion.plan_reader import load_plan
 
 
 def write_shard(plan: str, out: str, shard: int, count: int) -> str:

@@ -23,7 +23,7 @@ from bridge.conversion.executor import Executor
 from bridge.conversion.gguf_writer import file_bytes
 from bridge.conversion.options import Budget
 from bridge.conversion.part_reader import PartReader
-from bridge.conversion.plan_file import load_plan
+from bridge.conversion.plan_reader import load_plan
 from bridge.conversion.report import CALIBRATED, CARRIED
 from bridge.errors import BridgeError
 from bridge.quantize.budget.divergence import Divergence, Rounded
