@@ -7,7 +7,7 @@
 How layers are quantized with a text is `bridge.quantize.settings.Calibration`.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from typing import Any
 from bridge.conversion.recipe import FLOAT_TYPES, Recipe
 from bridge.errors import BridgeError, parameter
 from bridge.quantize.settings import Calibration
-from bridge.system.options import count, entry, is_key, option, positive, share, size
+from bridge.system.options import count, entry, is_key, is_number, option, positive, share, size
 from bridge.system.progress import Progress
 
 
@@ -74,6 +74,8 @@ class PlanOptions(Recipe):
             if value is not None and value < 1:
                 raise BridgeError(f"{parameter(name, value)}: must be at least 1")
         asked: Any = self.metadata  # or a dict
+        if not isinstance(asked, Iterable):
+            raise BridgeError(f"{parameter('metadata', asked)}: must be a dict")
         pairs = [*(asked.items() if isinstance(asked, Mapping) else asked)]
         pairs += [(f"general.{n}", v) for n in ("name", "author") if (v := getattr(self, n)) is not None]
         for each in pairs:
@@ -113,6 +115,8 @@ class Budget:
         if (self.size is None) == (self.bpw is None):
             both = f"{parameter('size')} and {parameter('bpw')}"
             raise BridgeError(f"{both} ask for different things; give one")
+        if self.bpw is not None and not is_number(self.bpw):
+            raise BridgeError(f"{parameter('bpw', self.bpw)}: must be a number")
         if self.size is not None and (not isinstance(self.size, int) or self.size < 1):
             raise BridgeError(f"{parameter('size', self.size)}: must be a whole number of bytes, at least 1")
         if self.bpw is not None and not 0 < self.bpw <= 32:

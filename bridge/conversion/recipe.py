@@ -12,14 +12,14 @@ Explicit options for single tensors win over `--type`, the most specific first: 
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from bridge.blocks import BLOCKS, FP4, TYPES
 from bridge.encode.limits import CARRIED_LIMIT, REQUANTIZED_LIMIT
 from bridge.errors import BridgeError, parameter
-from bridge.system.options import option, pair
+from bridge.system.options import check_types, option, pair
 
 FLOAT_TYPES = ("F32", "F16", "BF16")
 # preset -> base type of its mixture; Q2_K, Q6_K and Q8_0 are block types too
@@ -106,6 +106,7 @@ class Recipe:
     )
 
     def __post_init__(self) -> None:
+        check_types(self)
         base = {"AUTO": "auto", "EXACT": "exact"}.get(self.type.upper(), self.type.upper())
         if base not in ("auto", "exact", *TYPES, *FLOAT_TYPES, *PRESETS):
             known = ", ".join(["auto", "exact", *TYPES, *FLOAT_TYPES, *(p for p in PRESETS if p not in TYPES)])
@@ -119,6 +120,8 @@ class Recipe:
             raise BridgeError(f"{given}: is not a block type; choose one of {', '.join(BLOCKS)}")
         checked = []
         asked: Any = self.tensor_types  # or a dict of them
+        if not isinstance(asked, Iterable):
+            raise BridgeError(f"{parameter('tensor_types', asked)}: must be a list of pairs, or a dict")
         pairs = list(asked.items() if isinstance(asked, Mapping) else asked)
         for each in pairs:
             if not isinstance(each, tuple | list) or [type(text) for text in each] != [str, str]:

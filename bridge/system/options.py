@@ -11,9 +11,12 @@ with the default at the end of its help.
 import argparse
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import MISSING, field
+from dataclasses import MISSING, field, is_dataclass
 from numbers import Integral, Real
-from typing import Any, NamedTuple
+from os import PathLike
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import Any, NamedTuple, get_args, get_type_hints
 
 from bridge.errors import BridgeError, parameter
 
@@ -75,6 +78,32 @@ def is_number(value: Any) -> bool:
     except OverflowError:
         return False
     return True
+
+
+# what a value of a hint may be, and how that is said
+_KINDS: dict[Any, tuple[str, Callable[[Any], bool]]] = {
+    str: ("a text", lambda value: isinstance(value, str)),
+    Path: ("a path", lambda value: isinstance(value, str | PathLike)),
+    bool: ("True or False", lambda value: value in (True, False)),
+    int: ("an integer", is_integer),
+    float: ("a number", is_number),
+    NoneType: ("None", lambda value: value is None),
+}
+
+
+def check_types(settings: Any) -> None:
+    """Raise BridgeError where a field of a dataclass has a value that its hint does not allow.
+
+    Only hints of texts, paths, numbers, switches and other dataclasses are looked at.
+    """
+    for name, hint in get_type_hints(type(settings)).items():
+        kinds = get_args(hint) if isinstance(hint, UnionType) else (hint,)
+        if any(kind not in _KINDS and not is_dataclass(kind) for kind in kinds):
+            continue
+        value = getattr(settings, name)
+        if not any(_KINDS[kind][1](value) if kind in _KINDS else isinstance(value, kind) for kind in kinds):
+            words = " or ".join(_KINDS[kind][0] if kind in _KINDS else kind.__name__ for kind in kinds)
+            raise BridgeError(f"{parameter(name)} is of type {type(value).__name__}; must be {words}")
 
 
 def positive(text: str) -> int:

@@ -121,6 +121,26 @@ def test_metadata_that_no_file_can_have_is_refused(floats: Path, metadata: Any, 
         plan_checkpoint(floats, metadata=metadata)
 
 
+@pytest.mark.parametrize(("options", "fact"), [
+    ({"type": 5}, "type is of type int; must be a text"),
+    ({"threads": "2"}, "threads is of type str; must be an integer or None"),
+    ({"split_max_size": "4G"}, "split_max_size is of type str; must be an integer or None"),
+    ({"calibrate": "text.txt"}, "calibrate is of type str; must be Calibration or None"),
+    ({"budget": 4}, "budget is of type int; must be Budget or None"),
+    ({"imatrix": 3}, "imatrix is of type int; must be a path or None"),
+    ({"force": "no"}, "force is of type str; must be True or False"),
+    ({"target": 5}, "target is of type int; must be a text or None"),
+    ({"name": 5}, "name is of type int; must be a text or None"),
+    ({"tensor_types": 5}, "tensor_types=5: must be a list"),
+    ({"metadata": 5}, "metadata=5: must be a dict"),
+])  # fmt: skip
+def test_an_argument_of_a_wrong_type_is_told_in_a_sentence(options: dict[str, Any], fact: str) -> None:
+    with pytest.raises(BridgeError, match=fact):
+        bridge.convert(CHECKPOINT, **options)
+    with pytest.raises(BridgeError, match="bpw='4': must be a number"):
+        bridge.Budget(bpw="4")  # type: ignore[arg-type]
+
+
 def test_a_plan_has_the_metadata_already(tmp_path: Path) -> None:
     with pytest.raises(BridgeError, match="a plan defines types, tokenizer, metadata"):
         bridge.convert(CHECKPOINT, plan=tmp_path / "plan.json", name="x")
