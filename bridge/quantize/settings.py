@@ -87,7 +87,7 @@ class Calibration:
             if not getattr(self, name) >= least:
                 raise BridgeError(f"{parameter(name, getattr(self, name))}: must be at least {least}")
         if self.offload is not None and not os.path.isdir(self.offload):
-            raise BridgeError(f"{self.offload}: no such folder for activations; make it or give another one")
+            raise BridgeError(f"{self.offload}: no such folder; make it or give another one")
 
     def check_gguf(self) -> None:
         """BridgeError where layers cannot be quantized like this for a GGUF."""
