@@ -187,8 +187,8 @@ def test_the_name_of_a_file_is_that_of_its_gguf(tmp_path, model_weights, monkeyp
     monkeypatch.chdir(tmp_path)
     write_legacy(tmp_path / "small-4bit.pt", model_weights, "qzeros", 4, 128)
     report = bridge.convert("small-4bit.pt", config=config_folder(tmp_path / "config", CHECKPOINT))
-    assert report.outputs == [Path("small-4bit.gguf")]
-    assert bridge.verify("small-4bit.gguf", "small-4bit.pt", config="config").total().kept == report.total().kept
+    assert report.outputs == [Path("small-4bit-Q4_K.gguf")]
+    assert bridge.verify("small-4bit-Q4_K.gguf", "small-4bit.pt", config="config").total().kept == report.total().kept
 
 
 # damage

@@ -43,7 +43,6 @@ def evil(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (["inspect", f"no{EVIL}"], 2),
         (["run", f"no{EVIL}", "-p", "x"], 2),
         (["convert", "EVIL", "OUT", "--type", EVIL], 2),
-        (["convert", "EVIL", f"no{EVIL}/out.gguf"], 2),
         ([EVIL], 2),
         (["cache", "--clear", EVIL], 2),
     ],

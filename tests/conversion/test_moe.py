@@ -334,7 +334,7 @@ def copy_with_config(source: Path, target: Path, **changes: Any) -> Path:
         ("mixtral", {"num_local_experts": 9}, r"block_sparse_moe.experts.8.w1.weight is missing"),
         ("mixtral", {"num_local_experts": 7}, r"experts.7.w1.weight: no tensor of a llama model of 2 layers"),
         ("mixtral", {"intermediate_size": 512}, r"intermediate_size is 512, but the longest side of any tensor is 320"),
-        ("mixtral", {"intermediate_size": 288}, r"experts.0.w1.weight has shape \[256, 256\] where config.json makes"),
+        ("mixtral", {"intermediate_size": 288}, r"experts.0.w1.weight has shape \[256, 256\], not \[288, 256\]"),
     ],
 )
 def test_what_llama_cpp_cannot_express_or_the_checkpoint_lacks_is_refused(kind, changes, message, checkpoint, tmp_path):
