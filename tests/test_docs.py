@@ -328,7 +328,13 @@ def files_of_the_pages(small_model: Path, tmp_path_factory: pytest.TempPathFacto
     return folder
 
 
-@pytest.mark.parametrize("name", SHELL_PAGES)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[] if name in ("README.md", "docs/commands.md") else [pytest.mark.exhaustive])
+        for name in SHELL_PAGES
+    ],
+)
 def test_the_commands_of_a_page_run_one_after_the_other(name, files_of_the_pages, tmp_path, monkeypatch, capfd):
     """In a folder that has only what the user brings; less text is used, and smaller shards are made."""
     shutil.copytree(files_of_the_pages, tmp_path, dirs_exist_ok=True)

@@ -44,6 +44,7 @@ def test_nothing_heavy_is_imported_before_it_is_used(code, heavy):
     assert re.sub(r"error: config.json: not found; .*\n", "", done.stderr) == ""
 
 
+@pytest.mark.exhaustive  # all that is imported is compiled anew
 def test_without_asserts_and_docstrings(tmp_path, small_model):
     """Python's -OO: the same file is made, and what transformers cannot do is said before anything is read."""
     cli, (made, usual) = ["-OO", "-m", "bridge.cli"], (tmp_path / "made.gguf", tmp_path / "usual.gguf")

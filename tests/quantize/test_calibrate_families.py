@@ -79,7 +79,7 @@ def in_memory(folder: Path) -> Any:
     return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
 
 
-@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize("tied", [False, pytest.param(True, marks=pytest.mark.exhaustive)], ids=["untied", "tied"])
 @pytest.mark.parametrize("kind", TUPLES)
 def test_models_whose_blocks_return_tuples_are_walked_with_their_head(tmp_path: Path, kind: str, tied: bool) -> None:
     folder = small(tmp_path / "model", kind, tied)
