@@ -89,4 +89,4 @@ def test_the_installed_program_converts_and_runs(program: Path, tmp_path: Path) 
     assert (tmp_path / "model.gguf").read_bytes() == (tmp_path / "here.gguf").read_bytes()
     assert len(json.loads((tmp_path / "report.json").read_text())["tensors"]) == 46
     assert outside(program, tmp_path, "run", "model.gguf", "-p", "KING", "-n", 4, "--temp", 0).startswith("KING")
-    assert "all within threshold" in outside(program, tmp_path, "verify", "model.gguf", "model")
+    assert "OK: every tensor" in outside(program, tmp_path, "verify", "model.gguf", "model")

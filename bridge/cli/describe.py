@@ -155,7 +155,7 @@ def plan_table(plan: Plan) -> list[str]:
     nbytes = sum(t.nbytes for t in plan.tensors)
     lines += ["", f"{plan.arch}: {weights / 1e6:.1f} M weights, {size_text(nbytes)}, {8 * nbytes / weights:.2f} bpw"]
     if (count := len(shards_of(plan))) > 1:
-        lines.append(f"{count} shards: convert --plan PLAN.json --shard 1/{count} to {count}/{count}")
+        lines.append(f"{count} shards; one alone: gguf-bridge convert --plan PLAN.json out.gguf --shard 1/{count}")
     return lines
 
 

@@ -58,6 +58,6 @@ def run(a: argparse.Namespace) -> int:
     print(
         f"{len(failed)} of {len(report.tensors)} tensors failed (thresholds: --max-share, --max-nmse)"
         if failed
-        else "all within threshold"
+        else "OK: every tensor is as close to the checkpoint as its limit asks (--max-share, --max-nmse)"
     )
     return 1 if failed else 0
