@@ -16,6 +16,7 @@ import pytest
 from hypothesis import settings
 
 import bridge
+from bridge.system import targets
 
 if TYPE_CHECKING:
     from bridge.conversion.report import Report
@@ -29,6 +30,9 @@ PATIENCE = 600  # seconds until a process that a test started hangs: no test fai
 CHECKPOINT = ROOT / "tests" / "data" / "qwen3-gptq-4bit-g128-sym"  # the project's own
 settings.register_profile("bridge", deadline=None)  # the first call of a kernel compiles it
 settings.load_profile("bridge")
+
+# for kernels on repacked weights; without AVX2 or NEON (or with NUMBA_CPU_NAME alone) kernels read GGUF's own layout
+repacked = pytest.mark.skipif(targets.chosen() == targets.PORTABLE, reason="portable kernels read GGUF's own layout")
 
 SHARED = Path(os.environ.get("BRIDGE_SHARED", ROOT.parent / "shared"))
 

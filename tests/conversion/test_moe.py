@@ -24,6 +24,7 @@ from bridge.runtime.experts import route
 from bridge.runtime.weights import read_weights
 from scripts.peers.llama_cpp import LlamaCpp
 from scripts.peers.reference import mean_kl
+from tests.conftest import repacked
 from tests.support.encode import Quantized, write_gptq
 from tests.support.encode_formats import write_hqq
 
@@ -368,6 +369,7 @@ def test_the_runtime_predicts_what_transformers_and_llama_cpp_do(kind, checkpoin
     assert "".join(model.generate(TOKENS[:8], 4, temperature=0))
 
 
+@repacked
 @pytest.mark.parametrize("precision", ["int8", "f32"])
 @pytest.mark.parametrize("kind", MODELS)
 def test_a_table_of_calls_chooses_the_experts_that_python_does(kind, precision, checkpoint, tmp_path):

@@ -22,7 +22,7 @@ from bridge.runtime.cpu.prepared import Prepared
 from bridge.system import pool, targets
 from bridge.system.row_threads import over_rows
 from scripts.peers import ggml_matvec
-from tests.conftest import ROOT
+from tests.conftest import ROOT, repacked
 from tests.support.random_blocks import random_matrix
 
 ALL = pytest.mark.parametrize("block", TYPES.values(), ids=str)
@@ -73,6 +73,7 @@ def test_the_portable_kernel_multiplies_the_files_own_blocks(block):
     close(run(RowMajor(tensor), x, 19), rounded(x), weights, block)
 
 
+@repacked
 @ALL
 def test_a_product_is_the_same_with_weights_from_the_cache(block):
     tensor, _ = random_matrix(block, 40, 512)
@@ -213,6 +214,7 @@ def test_the_int8_path_errs_no_more_than_ggml(block):
     peer.close()
 
 
+@repacked
 @ALL
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 def test_scales_that_are_not_finite_are_refused(block, bad):

@@ -26,7 +26,7 @@ from bridge.runtime.perplexity import perplexity
 from bridge.runtime.sampling import Sampler, Sampling
 from scripts.peers.llama_cpp import LlamaCpp
 from scripts.peers.reference import mean_kl
-from tests.conftest import CHECKPOINT, ROOT
+from tests.conftest import CHECKPOINT, ROOT, repacked
 
 PROMPT = "The history of the city"
 TEXT = "The tower is 324 metres tall, about the same height as an 81-storey building. It was finished in 1889. " * 40
@@ -95,6 +95,7 @@ def test_tokens_one_by_one_predict_what_a_batch_does(precision: str, kv: str, pa
     assert mean_kl(batch, single) < (1e-7 if precision == "f32" else 1e-3)
 
 
+@repacked
 @pytest.mark.parametrize("embedding", ["Q4_K", "Q8_0", "F16", "BF16"])
 def test_a_table_of_calls_computes_what_matrix_by_matrix_does(embedding: str, tmp_path: Path) -> None:
     """The embedding is the output matrix too; in blocks it is looked up and multiplied by the table itself."""
@@ -109,6 +110,7 @@ def test_a_table_of_calls_computes_what_matrix_by_matrix_does(embedding: str, tm
     np.testing.assert_allclose(rows[0], rows[1], rtol=1e-3, atol=1e-3)
 
 
+@repacked
 @pytest.mark.parametrize("share", [0.0, 1e9])
 def test_weights_are_repacked_between_tokens_for_a_share_of_their_time(share: float, path: Path, monkeypatch) -> None:
     monkeypatch.setattr("bridge.runtime.decoder._SHARE", share)

@@ -13,7 +13,7 @@ from bridge.errors import BridgeError
 from bridge.runtime.decoder import Decoder
 from bridge.runtime.model import Model
 from scripts.peers.reference import mean_kl
-from tests.conftest import CHECKPOINT
+from tests.conftest import CHECKPOINT, repacked
 
 PROMPTS = ["KING", "The history of the city", "ROMEO:\n", "What is that to me? " * 20, "a"]
 
@@ -81,7 +81,12 @@ def test_sequences_draw_as_they_would_alone(model: Model) -> None:
 
 @pytest.mark.parametrize("count", [2, 4, 7])
 @pytest.mark.parametrize(
-    ("precision", "kv", "prepared"), [("int8", "f16", True), ("f32", "q8_0", True), ("int8", "f32", False)]
+    ("precision", "kv", "prepared"),
+    [
+        pytest.param("int8", "f16", True, marks=repacked),
+        pytest.param("f32", "q8_0", True, marks=repacked),
+        ("int8", "f32", False),
+    ],
 )
 def test_logits_are_those_of_one_context(count: int, precision: str, kv: str, prepared: bool, path: Path) -> None:
     model = bridge.Model.load(path, precision=precision, kv=kv, context=64)
