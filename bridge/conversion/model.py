@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Self
 
 from bridge.errors import BridgeError
 from bridge.runtime.model import Model as GGUFModel
@@ -34,21 +33,9 @@ def gguf_of(
 
 
 class Model(GGUFModel):
-    """See `bridge.runtime.model.Model`."""
+    """`bridge.runtime.model.Model`, which also loads a checkpoint (a folder, a Hub id, a .pt): it is converted into the
+    cache first. Raises BridgeError as `convert` does, too."""
 
-    @classmethod
-    def load(
-        cls,
-        path: str | Path,
-        threads: int | None = None,
-        kv: str = "f16",
-        context: int | None = None,
-        precision: str = "int8",
-        device: Any = "cpu",
-        load: str = "mmap",
-    ) -> Self:
-        """Load a GGUF, or a checkpoint (a folder, a Hub id, a .pt), which is converted into the cache first.
-
-        The arguments are those of `bridge.runtime.model.Model.load`; raises BridgeError as that and `convert` do.
-        """
-        return super().load(gguf_of(path), threads, kv, context, precision, device, load)
+    @staticmethod
+    def _gguf(path: str | Path) -> Path:
+        return gguf_of(path)

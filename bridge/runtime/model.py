@@ -106,7 +106,12 @@ class Model:
             from bridge.system import pool
 
             pool.set_num_threads(threads)
-        return cls(open_gguf(path, load), kv, context, precision, str(device))
+        return cls(open_gguf(cls._gguf(path), load), kv, context, precision, str(device))
+
+    @staticmethod
+    def _gguf(path: str | Path) -> str | Path:
+        """The GGUF to open for what `load` is given."""
+        return path
 
     def _decoder_on(self, device: str, file: GGUFFile, kv: str, precision: str) -> Any:
         """The decoder on a device; "auto" leaves a note where it is the CPU."""
