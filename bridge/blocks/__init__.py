@@ -5,14 +5,12 @@ Read `base.py` first, then `q4_k.py`. Everything that packs, reads or multiplies
 BLOCKS  types for the codes of any checkpoint, in order of bits per weight, K-quants first among equals
 FP4     types of 4-bit floats: for checkpoints of these, or on request
 NEWER   types that llama.cpp loads since July 2026
-TYPES   all that are written
-READ    all that are read
+TYPES   all that are written; `read.py` has all that are read
 """
 
 from bridge.blocks.base import BlockType
 from bridge.blocks.mxfp4 import MXFP4
 from bridge.blocks.nvfp4 import NVFP4
-from bridge.blocks.q1_0 import Q1_0
 from bridge.blocks.q2_0 import Q2_0
 from bridge.blocks.q2_k import Q2_K
 from bridge.blocks.q3_k import Q3_K
@@ -31,9 +29,8 @@ BLOCKS: dict[str, BlockType] = {
 FP4: dict[str, BlockType] = {block.name: block for block in (MXFP4, NVFP4)}
 NEWER: dict[str, BlockType] = {block.name: block for block in (Q2_0,)}
 TYPES: dict[str, BlockType] = BLOCKS | FP4 | NEWER
-READ: dict[str, BlockType] = TYPES | {Q1_0.name: Q1_0}
 
 __all__ = [
-    "BLOCKS", "FP4", "MXFP4", "NEWER", "NVFP4", "Q1_0", "Q2_0", "Q2_K", "Q3_K", "Q4_0", "Q4_1", "Q4_K", "Q5_0", "Q5_1",
-    "Q5_K", "Q6_K", "Q8_0", "READ", "TYPES", "BlockType",
+    "BLOCKS", "FP4", "MXFP4", "NEWER", "NVFP4", "Q2_0", "Q2_K", "Q3_K", "Q4_0", "Q4_1", "Q4_K", "Q5_0", "Q5_1",
+    "Q5_K", "Q6_K", "Q8_0", "TYPES", "BlockType",
 ]  # fmt: skip

@@ -5,10 +5,12 @@ each with its own scale code (and min code); the block's f16 `d` (and `dmin`) tu
 
     affine types   w = d * sc * q - dmin * mn         q in 0..levels-1     (Q2_K, Q4_K, Q5_K)
     scaled types   w = d * sc * (q - zero)                                 (Q3_K, Q6_K)
-    plain types    w = d * (q - zero)                                      (Q2_0, Q4_0, Q5_0, Q8_0)
+    plain types    w = d * (q - zero)                                      (Q2_0, Q4_0, Q5_0, Q8_0, TQ1_0, TQ2_0)
                    w = d * q + dmin                                        (Q4_1, Q5_1)
     table types    w = scales[sc] * values[q]    sc a byte, no d           (MXFP4, NVFP4)
-                   w = d * values[q]                                       (Q1_0)
+                   w = d * values[q]                                       (Q1_0, IQ4_NL)
+                   w = d * sc * values[q]                                  (IQ4_XS)
+                   w = unit * d * (2 * sc + 1) * values[q]                 (IQ1, IQ2, IQ3)
 
 Each type's module defines `pack` and `unpack` for one block in plain Python that Numba can compile
 unchanged: they are both the readable reference and the source of every fast kernel.
@@ -22,6 +24,10 @@ unchanged: they are both the readable reference and the source of every fast ker
 
     unpack(raw, q, sc, mn)       the inverse for q, sc, mn; d and dmin are the little-endian halves
                                  at byte offsets `d_at` and `dmin_at`
+
+The types IQ1, IQ2 and IQ3 hold the number of a codebook's point in place of 4 or 8 codes (see `codebooks.py`). Their
+codes are levels and signs of the point's coordinates, so that what reads or multiplies codes needs no codebook; but
+`pack` can only write codes that make up a point.
 """
 
 from collections.abc import Callable
@@ -39,15 +45,19 @@ class BlockType:
     nbytes: int  # bytes in a block
     levels: int  # number of codes
     zero: int = 0  # the code that means 0
+    unit: float = 1.0  # a power of two that multiplies d
     scale_lo: int = 1  # range of sub-block scale codes
     scale_hi: int = 1
+    odd_scales: bool = False  # a scale code means 2 * sc + 1
     min_hi: int = 0  # min codes are 0..min_hi
     d_at: int = -1  # byte offset of d in the block
+    d_nibbles: tuple[int, ...] = ()  # where d is not in one place: the bytes whose high nibbles it is, lowest first
     dmin_at: int = -1  # byte offset of dmin (Q4_1, Q5_1: m)
     pack: Callable[..., None]
     unpack: Callable[..., None]
     values: tuple[int, ...] = ()  # table types: the value of each code
     scales: tuple[float, ...] = ()  # and of each scale byte, where there is no d
+    numbered: bool = False  # several codes share a number: a codebook's, or one of another base than 2
     clips: bool = False  # codes that leave the range are clipped; other types cannot carry them
     last_resort: bool = False  # taken when no other type is good enough
 
@@ -68,8 +78,16 @@ class BlockType:
 
     @property
     def lift(self) -> int:
-        """The offset that makes codes, or their values, unsigned in kernels."""
-        return -min(self.values) if self.values else self.zero
+        """The offset that makes codes, or their values, unsigned in kernels: 128 for values of 8 bits."""
+        if not self.values:
+            return self.zero
+        return -min(self.values) if self.value_bits < 8 else 128
+
+    @property
+    def value_bits(self) -> int:
+        """Bits of a code, or of its value, made unsigned."""
+        numbers = self.values or range(self.levels)
+        return (max(numbers) - min(numbers)).bit_length()
 
     @property
     def no_scale(self) -> int:
@@ -78,8 +96,8 @@ class BlockType:
 
     @property
     def is_k(self) -> bool:
-        """Whether this is a K-quant: scales of sub-blocks are themselves quantized."""
-        return self.size == 256
+        """Whether scales of sub-blocks are themselves quantized, as those of K-quants are."""
+        return self.subs > 1 and not self.scales
 
     @property
     def has_min(self) -> bool:

@@ -8,6 +8,7 @@ import pytest
 
 from bridge.blocks import NEWER, TYPES, BlockType
 from bridge.runtime import QuantTensor
+from bridge.runtime.bench import put_d, put_dmin
 from bridge.runtime.cpu.activations import round32_twin
 from scripts.peers import ggml
 
@@ -29,15 +30,13 @@ def random_matrix(
     """
     rng = np.random.default_rng(seed)
     raw = rng.integers(0, 256, (rows, columns // block.size, block.nbytes)).astype(np.uint8)
-    for at in (block.d_at, block.dmin_at):
-        if at >= 0:
-            halves = (rng.standard_normal(raw.shape[:2]) * 0.01).astype(np.float16)
-            raw[:, :, at : at + 2] = halves[..., None].view(np.uint8)
+    for put in (put_d, put_dmin):
+        put(block, raw, (rng.standard_normal(raw.shape[:2]) * 0.01).astype(np.float16))
     if block.scales:  # near 1, and no NaN
         low, high = (115, 135) if block.subs == 1 else (0, 127)
         raw[:, :, : block.subs] = rng.integers(low, high, (*raw.shape[:2], block.subs))
     raw = raw.reshape(rows, -1)
-    known = block.name not in NEWER  # to the gguf package
+    known = block.name not in (*NEWER, "Q1_0")  # to the gguf package
     weights = gguf.quants.dequantize(raw, block.ggml) if known else ggml.dequantize(raw, block.ggml)
     tensor = QuantTensor(f"w{seed}", block.name, (rows, columns), raw.reshape(-1))
     if block.name == "NVFP4" and factors is not None:

@@ -19,23 +19,25 @@ The float record holds x itself, then the float32 sums over sub-blocks.
 Records of `columns` tokens lie side by side for each block: [tokens/columns, blocks, columns, record].
 """
 
-from collections.abc import Callable
 from functools import cache
 from typing import Any, NamedTuple
 
+import numba
 import numpy as np
 from llvmlite import ir
 from numba.core import types
 from numba.extending import intrinsic
 
-from bridge.blocks import TYPES, BlockType
+from bridge.blocks import BlockType
+from bridge.blocks.read import READ
 from bridge.runtime.cpu.vectors import Emitter
-from bridge.system.jit import kernel, specialize
+from bridge.system.memory import c_function, floats, pointer, stack
 
-# set per type by `specialize`
+# set per type by `quantize_function`
 size = subs = sub = record = sums_at = d_at = 0
 mins = False
 round32: Any = None
+space: Any = None
 
 _GROUP = 32  # columns that share a d
 _TINY = 0x03800000  # bits of 2^-120: 128 / it is still finite
@@ -136,79 +138,86 @@ def _round32_intrinsic(sub: int, factor: int | None) -> Any:
     return round32
 
 
-def _quantize(x, columns, out):
-    """x float32 [tokens, in], contiguous -> integer records in out uint8 [nbytes]."""
-    blocks = x.shape[1] // size
-    source = x.ctypes.data
-    target = out.ctypes.data
-    signed = out.view(np.int8)
-    floats = out.view(np.float32)
-    scaled = np.empty(subs, np.float32)
-    per_group = max(1, _GROUP // sub)
-    for t in range(x.shape[0]):
-        for b in range(blocks):
-            at = ((t // columns * blocks + b) * columns + t % columns) * record
+def _quantize(x, out, count, columns, _0, _1, _2, first, last):
+    """The integer records of tokens first..last of x float32 [tokens, count], for kernels of `columns` columns.
+
+    x, out: addresses; a C function (`bridge.system.memory`), as `_copy` is.
+    """
+    blocks = count // size
+    source = x + 4 * count * first
+    scaled = space()
+    per_group = 4 * (_GROUP // sub)
+    for t in range(first, last):
+        at = out + (t // columns * blocks * columns + t % columns) * record
+        for _ in range(blocks):
+            sums = scaled if mins and subs > 1 else at + sums_at
             for g in range(size // _GROUP):
-                sums = target + at + sums_at
-                if mins and subs > 1:
-                    sums = scaled.ctypes.data
-                round32(source, target + at + g * _GROUP, target + at + d_at + 4 * g, sums + 4 * g * per_group)
+                round32(source, at + g * _GROUP, at + d_at + 4 * g, sums + g * per_group)
                 source += 4 * _GROUP
             if mins and subs > 1:
+                values = floats(scaled, subs)
                 largest = np.float32(0)
                 for j in range(subs):
-                    largest = max(largest, abs(scaled[j]))
-                e = largest / _LOW
+                    largest = max(largest, abs(values[j]))
                 inverse = _LOW / largest if largest > np.float32(1e-30) else np.float32(0)
-                floats[(at + record) // 4 - 1] = e
+                floats(at + record - 4, np.int64(1))[0] = largest / _LOW
+                low = numba.carray(pointer(at + sums_at), (2 * subs,), np.int8)
                 for j in range(subs):
-                    whole = np.int32(np.rint(scaled[j] * inverse))
-                    signed[at + sums_at + j] = whole >> 7
-                    signed[at + sums_at + subs + j] = whole & 127
+                    whole = np.int32(np.rint(values[j] * inverse))
+                    low[j] = whole >> 7
+                    low[subs + j] = whole & 127
+            at += columns * record
 
 
-def _copy(x, columns, out):
-    """x float32 [tokens, in] -> float records in out uint8 [nbytes]."""
-    blocks = x.shape[1] // size
-    floats = out.view(np.float32)
-    width = size + subs
-    for t in range(x.shape[0]):
+def _copy(x, out, count, columns, _0, _1, _2, first, last):
+    """The float records of tokens first..last of x float32 [tokens, count]; otherwise as `_quantize`."""
+    blocks = count // size
+    for t in range(first, last):
+        values = floats(x + 4 * count * t, count)
+        at = out + (t // columns * blocks * columns + t % columns) * record
         for b in range(blocks):
-            at = ((t // columns * blocks + b) * columns + t % columns) * width
+            own = floats(at, size + subs)
             for j in range(subs):
                 total = np.float32(0)
-                for i in range(sub):
-                    value = x[t, b * size + j * sub + i]
-                    floats[at + j * sub + i] = value
-                    total += value
-                floats[at + size + j] = total
+                for i in range(j * sub, (j + 1) * sub):
+                    own[i] = values[b * size + i]
+                    total += values[b * size + i]
+                own[size + j] = total
+            at += columns * record
+
+
+def record_kind(type: str, integer: bool) -> tuple[Any, ...]:
+    """The kind of a type's records: tensors of the same kind share them."""
+    block = READ[type]
+    return block.size, block.sum_span, block.lift, block.has_min, integer
+
+
+def record_bytes(type: str, columns: int, integer: bool) -> int:
+    """Bytes of the records of `columns` values."""
+    block = READ[type]
+    return columns // block.size * (record_of(block).nbytes if integer else float_record(block))
 
 
 @cache
-def quantizer(name: str, compile: Callable[..., Any] = kernel) -> Any:
-    """The compiled `quantize(x, columns, out)` of a type. Shared by types whose records are alike."""
-    block = TYPES[name]
-    record, span = record_of(block), block.sum_span
-    kind = f"{block.size}_{span}_{block.lift}_{int(block.has_min)}"
-    sizes = {"size": block.size, "sub": span, "subs": block.size // span, "record": record.nbytes}
-    places = {"sums_at": record.sums_at, "d_at": record.d_at}
+def quantize_function(type: str, integer: bool) -> Any:
+    """The CFunc that makes tokens' records for a type."""
+    block = READ[type]
+    span = block.sum_span
+    sizes = {"size": block.size, "sub": span, "subs": block.size // span}
+    sizes["record"] = record_bytes(type, block.size, integer)
+    kind = "_".join(str(int(part)) for part in record_kind(type, integer))
+    if not integer:
+        return c_function(_copy, kind, **sizes)
+    made = record_of(block)
     round32 = _round32_intrinsic(span, None if block.has_min else -block.lift)
-    return specialize(_quantize, kind, compile, round32=round32, mins=block.has_min, **sizes, **places)
-
-
-@cache
-def copier(name: str, compile: Callable[..., Any] = kernel) -> Any:
-    """The compiled `copy(x, columns, out)` of a type."""
-    block = TYPES[name]
-    runs = block.size // block.sum_span
-    return specialize(_copy, f"{block.size}_{block.sum_span}", compile, size=block.size, sub=block.sum_span, subs=runs)
+    places = {"sums_at": made.sums_at, "d_at": made.d_at, "mins": block.has_min}
+    return c_function(_quantize, kind, round32=round32, space=stack(4 * sizes["subs"]), **sizes, **places)
 
 
 def records(x: np.ndarray, block: BlockType, columns: int = 1, integer: bool = True) -> np.ndarray:
-    """The records of x [tokens, in], as uint8; tokens are padded with zeros to a multiple of `columns`."""
-    width = record_of(block).nbytes if integer else float_record(block)
+    """The records of x float32 [tokens, in], contiguous, as uint8; zeros pad tokens to a multiple of `columns`."""
     padded = -(-x.shape[0] // columns) * columns
-    make = np.empty if padded == x.shape[0] else np.zeros
-    out = make(padded * (x.shape[1] // block.size) * width, np.uint8)
-    (quantizer if integer else copier)(block.name)(x, columns, out)
+    out = np.zeros(padded * record_bytes(block.name, x.shape[1], integer), np.uint8)
+    make = quantize_function(block.name, integer).ctypes
+    make(x.ctypes.data, out.ctypes.data, x.shape[1], columns, 0, 0, 0, 0, x.shape[0])
     return out

@@ -25,7 +25,7 @@ import numba
 import numpy as np
 
 from bridge.runtime.cpu.decoder_ops import exp, square_sum
-from bridge.system.jit import kernel, specialize
+from bridge.system.jit import inner, specialize
 from bridge.system.memory import c_function, floats, from_half, panel, pointer, to_half
 
 # words of a layer's block; addresses first. Biases, head norms, the cap on scores and the window may be 0
@@ -47,7 +47,7 @@ panel_4: Any = None
 panel_8: Any = None
 
 
-@kernel
+@inner
 def _turn(x, bias, norm, cos, sin, head_dim, rotated, neighbours, eps):
     """One head, in place: bias, normalization of the head, rotation."""
     if bias:
@@ -69,7 +69,7 @@ def _turn(x, bias, norm, cos, sin, head_dim, rotated, neighbours, eps):
         x[step * i + other] = a * sin[i] + b * cos[i]
 
 
-@kernel
+@inner
 def _largest(x):
     top = np.float32(0.0)
     for i in range(x.size):
@@ -137,15 +137,18 @@ def _store(blocks, count, _0, _1, _2, _3, _4, first, last):
                     values32[value + i // LANES * context * LANES + i % LANES] = v[i]
 
 
-@kernel
+@inner
 def _softmax(scores, low, visible, cap):
     """exp(s - max) over the scores low..visible, zero over the others; max and the sum. cap c > 0: of c tanh(s / c)."""
+    for i in range(low):
+        scores[i] = 0
+    for i in range(visible, scores.size):
+        scores[i] = 0
     if low >= visible:
-        scores[:] = 0
         return np.float32(-np.inf), 0.0
     if cap > 0:
         for i in range(low, visible):
-            scores[i] = cap - 2 * cap / (exp(2 * scores[i] / cap) + np.float32(1.0))
+            scores[i] = cap - 2 * cap / (exp(np.float32(2) * scores[i] / cap) + np.float32(1.0))
     top = scores[low]
     for i in range(low + 1, visible):
         top = max(top, scores[i])
@@ -154,8 +157,6 @@ def _softmax(scores, low, visible, cap):
     total = 0.0
     for i in range(low, visible):
         total += scores[i]
-    scores[:low] = 0
-    scores[visible:] = 0
     return top, total
 
 
@@ -182,13 +183,19 @@ def _attend(blocks, count, spans, parts, sums, most, _0, first, last):
             p = numba.carray(pointer(blocks + 8 * WORDS * b), (WORDS,), np.int64)
             start = numba.carray(pointer(p[START]), (1,), np.int64)[0]
             width = max(width, (start + tokens + LANES - 1) // LANES * LANES)
-    q = np.zeros((ROWS, d), np.float32)
-    scores = np.empty((ROWS, width), np.float32)
-    tops = np.empty(ROWS, np.float32)
-    totals = np.empty(ROWS, np.float64)
-    part = np.empty((ROWS, LANES), np.float32)
-    unpacked = np.empty((max(d, width) if quantized else 1, LANES), np.float32)
-    a, s, c, u = q.ctypes.data, scores.ctypes.data, part.ctypes.data, unpacked.ctypes.data
+    # sums of exp [ROWS] as float64, maxima [ROWS], q [ROWS, d], scores [ROWS, width], part [ROWS, LANES], a panel
+    panel_size = max(d, width) * LANES if quantized else 0
+    memory = np.empty(12 * ROWS + 4 * (ROWS * (d + width + LANES) + panel_size), np.uint8)
+    first_byte = np.int64(memory.ctypes.data)
+    totals = numba.carray(pointer(first_byte), (ROWS,), np.float64)
+    tops = floats(first_byte + 8 * ROWS, np.int64(ROWS))
+    a = first_byte + 12 * ROWS
+    s = a + 4 * ROWS * d
+    c = s + 4 * ROWS * width
+    u = c + 4 * ROWS * LANES
+    q, part, unpacked = floats(a, ROWS * d), floats(c, np.int64(ROWS * LANES)), floats(u, panel_size)
+    for i in range(ROWS * d):
+        q[i] = 0
     for item in range(first, last):
         span = item // (count * groups)
         b = item % (count * groups) // groups
@@ -202,13 +209,14 @@ def _attend(blocks, count, spans, parts, sums, most, _0, first, last):
         end = min(start + (row0 + rows - 1) // shared + 1, begin + width)
         if begin >= end:  # a sequence that is shorter than others
             for r in range(rows):
-                floats(sums + 8 * ((b * heads + h * shared + row0 + r) * most + span), 2)[:] = 0
+                own = floats(sums + 8 * ((b * heads + h * shared + row0 + r) * most + span), np.int64(2))
+                own[0], own[1] = 0, 0
             continue
         for r in range(rows):
             t = (row0 + r) // shared
             source = floats(p[Q] + 4 * d * (t * heads + h * shared + (row0 + r) % shared), d)
             for i in range(d):
-                q[r, i] = source[i] * scale
+                q[r * d + i] = source[i] * scale
         columns = (end - begin + LANES - 1) // LANES * LANES
         for g in range(begin // LANES, (begin + columns) // LANES):
             at = (h * (context // LANES) + g) * d * LANES
@@ -218,7 +226,9 @@ def _attend(blocks, count, spans, parts, sums, most, _0, first, last):
                 key_scales = numba.carray(pointer(place), (scales, LANES), np.uint16)
                 for i in range(d):
                     for lane in range(LANES):
-                        unpacked[i, lane] = np.float32(keys8[i, lane]) * from_half(key_scales[i // BLOCK, lane])
+                        unpacked[i * LANES + lane] = np.float32(keys8[i, lane]) * from_half(
+                            key_scales[i // BLOCK, lane]
+                        )
                 rows16 = u
             else:
                 rows16 = p[KEYS] + at * (2 if halves else 4)
@@ -226,7 +236,8 @@ def _attend(blocks, count, spans, parts, sums, most, _0, first, last):
         for r in range(rows):
             seen = start + (row0 + r) // shared + 1
             low = min(max(0, seen - window - begin), columns)
-            tops[r], totals[r] = _softmax(scores[r, :columns], low, min(seen - begin, columns), cap)
+            scores = floats(s + 4 * width * r, columns)
+            tops[r], totals[r] = _softmax(scores, low, min(seen - begin, columns), cap)
         for j in range(chunks):
             at = ((h * chunks + j) * context + begin) * LANES
             if quantized:
@@ -236,7 +247,7 @@ def _attend(blocks, count, spans, parts, sums, most, _0, first, last):
                 for i in range(end - begin):
                     step = from_half(value_scales[i, j * LANES // BLOCK])
                     for lane in range(LANES):
-                        unpacked[i, lane] = np.float32(values8[i, lane]) * step
+                        unpacked[i * LANES + lane] = np.float32(values8[i, lane]) * step
                 rows16 = u
             else:
                 rows16 = p[VALUES] + at * (2 if halves else 4)
@@ -246,13 +257,14 @@ def _attend(blocks, count, spans, parts, sums, most, _0, first, last):
                 if parted:
                     out = floats(parts + 4 * d * ((b * heads + head) * most + span), d)
                     inverse = np.float32(1)
-                    own = floats(sums + 8 * ((b * heads + head) * most + span), 2)
+                    own = floats(sums + 8 * ((b * heads + head) * most + span), np.int64(2))
                     own[0], own[1] = tops[r], np.float32(totals[r])
                 else:
                     out = floats(p[OUT] + 4 * d * ((row0 + r) // shared * heads + head), d)
                     inverse = np.float32(1.0 / totals[r])
                 for i in range(j * LANES, min(d, (j + 1) * LANES)):
-                    out[i] = part[r, i - j * LANES] * inverse
+                    out[i] = part[r * LANES + i - j * LANES] * inverse
+    memory[0] = 0  # numba frees an array after its last use, and taking its address is not a use
 
 
 def _merge(blocks, count, spans, parts, sums, most, _0, first, last):
@@ -305,4 +317,4 @@ def function(name: str, kind: str) -> Any:
     if name == "store":
         return c_function(_store, kind, **scope)
     products = {f"panel_{rows}": panel(rows, kind == "f16") for rows in (1, 2, 4, 8)}
-    return c_function(_attend, kind, _panel=specialize(_panel_of_rows, kind, **products, **scope), **scope)
+    return c_function(_attend, kind, _panel=specialize(_panel_of_rows, kind, inner, **products, **scope), **scope)

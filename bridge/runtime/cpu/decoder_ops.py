@@ -1,27 +1,23 @@
-"""What a decoder does between its matrix products: look up, normalize, SwiGLU, round activations to int8 records.
+"""What a decoder does between its matrix products: look up, normalize, SwiGLU.
 
 Each is a C function of nine int64, as the products are: seven of its own and a range, here of tokens. Hence
 a token's whole computation is a table of calls (see program.py), and a batch's may be shared among threads.
 """
 
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import numba
 import numpy as np
 
-from bridge.blocks import TYPES
 from bridge.runtime.cpu import rowmajor
-from bridge.runtime.cpu.activations import copier, float_record, quantizer, record_of
+from bridge.system.jit import inner
 from bridge.system.memory import c_function, floats, pointer
 
-# set by `quantize_function` and `look_up_function`
-fill: Any = None
-unpack: Any = None
-size = record = 0
+unpack: Any = None  # set by `look_up_function`
 
 
-@numba.njit(cache=True, nogil=True, error_model="numpy", fastmath={"reassoc", "contract"})
+@partial(inner, fastmath={"reassoc", "contract"})
 def square_sum(x):
     """Sum of squares, in float64."""
     total = 0.0
@@ -30,7 +26,7 @@ def square_sum(x):
     return total
 
 
-@numba.njit(cache=True, nogil=True, error_model="numpy", fastmath={"contract"})
+@partial(inner, fastmath={"contract"})
 def exp(x):
     """exp of a float32 within 1e-7, in instructions that vectorize (Cephes' expf)."""
     x = min(max(x, np.float32(-87.0)), np.float32(88.0))
@@ -114,15 +110,6 @@ def _add(x, delta, count, _0, _1, _2, _3, first, last):
             values[i] += d[i]
 
 
-def _quantize(x, out, count, columns, _0, _1, _2, first, last):
-    """The records of tokens first..last of x float32 [tokens, count], for kernels of `columns` columns."""
-    for t in range(first, last):
-        values = numba.carray(pointer(x + 4 * count * t), (1, count), np.float32)
-        blocks = count // size
-        place = out + (t // columns * blocks * columns + t % columns) * record
-        fill(values, columns, numba.carray(pointer(place), ((blocks * columns - t % columns) * record,), np.uint8))
-
-
 @cache
 def function(name: str) -> Any:
     """norm, swiglu, geglu, scale or add as a numba CFunc, whose `.address` is callable."""
@@ -132,25 +119,4 @@ def function(name: str) -> Any:
 @cache
 def look_up_function(type: str) -> Any:
     """The CFunc that unpacks one row of a table in a type."""
-    return c_function(_look_up, type, unpack=rowmajor.dequantize(type))
-
-
-def record_kind(type: str, integer: bool) -> tuple[Any, ...]:
-    """The kind of a type's records: tensors of the same kind share them."""
-    block = TYPES[type]
-    return block.size, block.sum_span, block.lift, block.has_min, integer
-
-
-def record_bytes(type: str, columns: int, integer: bool) -> int:
-    """Bytes of the records of `columns` values."""
-    block = TYPES[type]
-    return columns // block.size * (record_of(block).nbytes if integer else float_record(block))
-
-
-@cache
-def quantize_function(type: str, integer: bool) -> Any:
-    """The CFunc that makes tokens' records for a type."""
-    block = TYPES[type]
-    kind = "_".join(str(int(part)) for part in record_kind(type, integer))
-    fill = (quantizer if integer else copier)(type)
-    return c_function(_quantize, kind, fill=fill, size=block.size, record=record_bytes(type, block.size, integer))
+    return c_function(_look_up, type, unpack=rowmajor.dequantize(type, inner))

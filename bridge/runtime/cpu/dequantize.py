@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from bridge.blocks import READ
+from bridge.blocks.read import READ
 from bridge.errors import BridgeError
 
 FLOATS = ("F32", "F16", "BF16", "F64")

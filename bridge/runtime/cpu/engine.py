@@ -3,7 +3,7 @@
 import warnings
 from functools import cache
 
-from bridge.blocks import TYPES
+from bridge.blocks.read import READ
 from bridge.runtime.cpu.dequantize import FLOATS
 from bridge.runtime.cpu.floats import SIZES, FloatRows
 from bridge.runtime.cpu.portable import Dequantizing, Engine, RawMatrix, RowMajor
@@ -14,7 +14,7 @@ from bridge.system import targets
 
 def unprepared(matrix: RawMatrix) -> Engine:
     """The engine that needs no copy of the weights."""
-    if matrix.type in TYPES:
+    if matrix.type in READ:
         target = targets.chosen()
         return RowMajor(matrix) if target == targets.PORTABLE else Tiled(matrix, target)
     if matrix.type in SIZES:
@@ -26,7 +26,7 @@ def unprepared(matrix: RawMatrix) -> Engine:
 
 def prepare(matrix: RawMatrix) -> Engine:
     """The fastest engine of this machine, with its own copy of the weights."""
-    if matrix.type in TYPES and (target := targets.chosen()) != targets.PORTABLE:
+    if matrix.type in READ and (target := targets.chosen()) != targets.PORTABLE:
         return Prepared(matrix, target)
     return unprepared(matrix)
 

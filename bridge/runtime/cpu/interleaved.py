@@ -31,7 +31,7 @@ import numba
 from llvmlite.binding import get_host_cpu_name
 from numba.core import types
 
-from bridge.blocks import TYPES
+from bridge.blocks.read import READ
 from bridge.runtime.cpu import vectors
 from bridge.runtime.cpu.activations import float_record, record_of
 from bridge.runtime.cpu.layout import InterleavedLayout
@@ -72,7 +72,7 @@ def _rows(weights, x, y, blocks, stride, tokens, y_stride, first, last):
 
 def _scope(name: str, target: str, width: int, integer: bool) -> tuple[dict[str, int], _MadeOf]:
     """The sizes that a kernel is specialized with, and what its vector functions are made of."""
-    block = TYPES[name]
+    block = READ[name]
     module = targets.module(target)
     layout = InterleavedLayout(block, module.LANES)
     multiply = arithmetic(block, integer)

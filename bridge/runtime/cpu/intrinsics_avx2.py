@@ -9,6 +9,8 @@ from functools import partial
 import numpy as np
 from llvmlite import ir
 
+from bridge.runtime.cpu.vectors import LookedUp
+
 NAME = "avx2"
 LANES = 8
 WIDTHS = (1, 4)  # columns of x at once, as the registers allow
@@ -49,6 +51,8 @@ def pmaddubsw(v, multiply, widen, parts, words, x, places, bits) -> list[ir.Valu
 
 
 def _nibble(v, word, right):
+    if isinstance(word, LookedUp):
+        return word.nibble(right)
     return v.and_(v.shr(word(), right), 0x0F0F0F0F)
 
 

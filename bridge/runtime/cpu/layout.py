@@ -7,6 +7,7 @@ vector with four int8 values of x, broadcast, and adds into one int32 a row: no 
 `count` words of `bits` bits a code are stored as planes, lowest bits first:
 
     bits   planes    vectors for 8 words (32 columns)
+    1      1         1
     2      2         2
     3      2 + 1     2 + 1
     4      4         4
@@ -19,18 +20,26 @@ bits up, that plane of words v, v + n, v + 2n, ...: one shift and one mask bring
 
 A block of a row group (K-quants: 256 columns; others: 32 or 64):
 
-    scale words   K only: sc (two's complement in scale_bits), then mn, four a word, as planes
+    scale words   types with two levels of scales: sc (two's complement in scale_bits), then mn, four a word, as planes
     code words    one group of 8 after another
 
 A row group: the halves (per block: d of each row, then dmin of each row; of MXFP4 and NVFP4 the scale bytes of each
 row, those of one sub-block after those of another), padded to 64 bytes; then its blocks.
-Rows are padded with zeros to a multiple of `lanes`. The bytes of the file's tensor are all here and no more: for
-instance, a row's share of a block of Q4_K is the 144 bytes of the file's block,
+Rows are padded with zeros to a multiple of `lanes`. Of all types but IQ4_XS and those of numbered codes, the
+bytes of the file's tensor are all here and no more: for instance, a row's share of a block of Q4_K is the 144 bytes of
+the file's block,
 
     halves   d, dmin, f16: 4 bytes
     bytes    0..11     8 sc, 8 mn of 6 bits: low nibbles, then high pairs of bits
              12..27    q[0..31]: nibbles
              28..139   the other seven groups of 32
+
+Where the file has one number for several codes, the codes themselves are here, since nothing looks up a codebook as
+fast as memory is read: with 3 or 4 bits a code and 4 a scale, bits a weight become
+
+    IQ1_S 1.56 -> 3.19    IQ2_XXS 2.06 -> 3.19    IQ3_XXS 3.06 -> 4.19    TQ1_0 1.69 -> 2.06
+    IQ1_M 1.75 -> 3.31    IQ2_XS  2.31 -> 3.31    IQ3_S   3.44 -> 4.19
+                          IQ2_S   2.56 -> 3.31    IQ4_XS  4.25 -> 4.31, with scales of 8 bits
 """
 
 from dataclasses import dataclass
@@ -39,7 +48,7 @@ import numpy as np
 
 from bridge.blocks import BlockType
 
-PLANES = {2: (2,), 3: (2, 1), 4: (4,), 5: (4, 1), 6: (4, 2), 8: (8,)}
+PLANES = {1: (1,), 2: (2,), 3: (2, 1), 4: (4,), 5: (4, 1), 6: (4, 2), 8: (8,)}
 GROUP = 8  # words, that is 32 columns
 _LINE = 64
 
@@ -57,11 +66,13 @@ class InterleavedLayout:
 
     @property
     def scale_bits(self) -> int:
-        """Bits of a scale or min code; signed ones in two's complement. 0 where there are none."""
+        """Bits of a scale or min code, signed ones in two's complement: so many that planes are whole vectors, or 0."""
         block = self.block
         if not block.is_k:
             return 0
-        return max(block.scale_hi, -block.scale_lo - 1).bit_length() + (block.scale_lo < 0)
+        needed = max(block.scale_hi, -block.scale_lo - 1).bit_length() + (block.scale_lo < 0)
+        whole = (bits for bits, planes in PLANES.items() if all(self.scale_words * width % 8 == 0 for width in planes))
+        return next(bits for bits in whole if bits >= needed)
 
     @property
     def scale_words(self) -> int:

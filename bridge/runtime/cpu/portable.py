@@ -7,7 +7,7 @@ from typing import Protocol
 
 import numpy as np
 
-from bridge.blocks import TYPES
+from bridge.blocks.read import READ
 from bridge.errors import BridgeError
 from bridge.runtime.cpu import dequantize, rowmajor
 from bridge.runtime.cpu.activations import records
@@ -62,7 +62,7 @@ class RowMajor(Dequantizing):
     def run(self, x: np.ndarray, y: np.ndarray, integer: bool) -> None:
         if not integer:
             return super().run(x, y, integer)
-        bad = rowmajor.dot(self.type)(self.raw, records(x, TYPES[self.type]), x.shape[0], y)
+        bad = rowmajor.dot(self.type)(self.raw, records(x, READ[self.type]), x.shape[0], y)
         if bad >= 0:
             raise BridgeError(f"{self.matrix}: the scales of row {bad} are not finite; the file is damaged")
         return None

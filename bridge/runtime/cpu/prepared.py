@@ -60,24 +60,27 @@ class Prepared(Interleaved):
         self._repack()
 
     def _repack(self) -> None:
-        raw = self.matrix.raw.reshape(self.matrix.shape[0], -1)
-        repack = repacker(self.block.name, self.lanes)
+        raw, rows = self.matrix.raw, self.matrix.shape[0]
+        repack = repacker(self.block.name, self.lanes).ctypes  # lets other threads run
         codes_from = self.layout.codes_from(self.blocks)
         threads = pool.get_num_threads()
         step = max(-(-self.groups // (4 * threads)), pool.MIN_BYTES_TO_SHARE // self.stride + 1)
         starts = range(0, self.groups, step)
 
-        def part(first: int) -> int:
-            last = min(first + step, self.groups)
-            return repack(raw, first, last, self.stride, codes_from, self.memory[first * self.stride :])
+        bad = np.full(len(starts), rows, np.int64)
+
+        def part(i: int) -> None:
+            last = min(starts[i] + step, self.groups)
+            sizes = rows, raw.size // rows, self.stride, codes_from
+            repack(raw.ctypes.data, *sizes, self.address, bad[i:].ctypes.data, starts[i], last)
 
         if len(starts) < 2 or threads < 2:
-            bad = [part(first) for first in starts]
+            for i in range(len(starts)):
+                part(i)
         else:
             with thread_limit(), ThreadPoolExecutor(threads) as executor:
-                bad = list(executor.map(part, starts))
-        if max(bad, default=-1) >= 0:
-            row = min(b for b in bad if b >= 0)
+                list(executor.map(part, range(len(starts))))
+        if (row := bad.min(initial=rows)) < rows:
             raise BridgeError(f"{self.matrix.name}: the scales of row {row} are not finite; the file is damaged")
 
     @property

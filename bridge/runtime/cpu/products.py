@@ -3,57 +3,48 @@
 All of it happens in one compiled call, because from Python every step would cost a microsecond or more.
 """
 
-from functools import cache
 from itertools import count
-from typing import Any
 
 import numpy as np
 
-from bridge.blocks import TYPES
-from bridge.runtime.cpu.activations import copier, float_record, quantizer, record_of
+from bridge.blocks.read import READ
+from bridge.runtime.cpu.activations import quantize_function, record_bytes
 from bridge.runtime.cpu.layout import InterleavedLayout
 from bridge.runtime.cpu.portable import Dequantizing, RawMatrix
 from bridge.system import targets
-from bridge.system.jit import inner, specialize
-from bridge.system.pool import MIN_BYTES_TO_SHARE, run, share
+from bridge.system.jit import kernel
+from bridge.system.pool import MIN_BYTES_TO_SHARE, call, run, share
 
 _NEAR = 1 << 23  # bytes of weights that stay in the cache from one product to the next
 
 _numbers = count(1)
 _last = 0  # the number of the engine that ran last
 
-# set by `specialize`
-fill: Any = None
 
+@kernel
+def _product(state, threads, x, y, columns, record, blocks, lanes, function, weights, stride, quantize):
+    """y[tokens, rows] = x W^T with a kernel of `columns` columns; y may have fewer rows than the row groups have.
 
-def _product(state, threads, x, y, columns, record, blocks, lanes, function, weights, stride):
-    """y[tokens, rows] = x W^T with a kernel of `columns` columns; y may have fewer rows than the row groups have."""
+    One function serves all types: record, the bytes of a token's records, and the addresses of `quantize`, which makes
+    them, and of the kernel are arguments.
+    """
     tokens, rows = y.shape
     groups = -(-rows // lanes)
     turns = -(-tokens // columns)
-    records = np.empty(turns * columns * blocks * record, np.uint8)
-    if turns * columns != tokens:
-        for i in range(tokens // columns * columns * blocks * record, records.size):
-            records[i] = 0
-    fill(x, columns, records)
-    if groups * lanes == rows and turns * columns == tokens:
-        address = y.ctypes.data
-        run(state, threads, function, weights, records.ctypes.data, address, blocks, stride, turns, 4 * rows, groups)
-        return
-    padded = np.empty((turns * columns, groups * lanes), np.float32)
-    address = padded.ctypes.data
-    width = 4 * groups * lanes
-    run(state, threads, function, weights, records.ctypes.data, address, blocks, stride, turns, width, groups)
-    for t in range(tokens):  # a slice assignment would take seconds to compile
+    records = np.empty(turns * columns * record, np.uint8)
+    for i in range(tokens // columns * columns * record, records.size if turns * columns != tokens else 0):
+        records[i] = 0
+    r = np.int64(records.ctypes.data)
+    call(quantize, x.ctypes.data, r, x.shape[1], columns, 0, 0, 0, 0, tokens)
+    padded = groups * lanes != rows or turns * columns != tokens
+    wide = np.empty(turns * columns * groups * lanes if padded else 1, np.float32)
+    address = np.int64(wide.ctypes.data) if padded else np.int64(y.ctypes.data)
+    width = groups * lanes
+    run(state, threads, function, weights, r, address, blocks, stride, turns, 4 * width, groups)
+    for t in range(tokens if padded else 0):  # a slice assignment would take seconds to compile
         for row in range(rows):
-            y[t, row] = padded[t, row]
-
-
-@cache
-def _compiled(name: str, integer: bool) -> Any:
-    block = TYPES[name]
-    kind = f"{'int8' if integer else 'f32'}_{block.size}_{block.sum_span}_{block.lift}_{int(block.has_min)}"
-    return specialize(_product, kind, fill=(quantizer if integer else copier)(name, inner))
+            y[t, row] = wide[t * width + row]
+    records[0] = wide[0] = 0  # numba frees an array after its last use, and taking its address is not a use
 
 
 class Interleaved:
@@ -62,7 +53,7 @@ class Interleaved:
     name: str
 
     def __init__(self, matrix: RawMatrix, target: str):
-        block = TYPES[matrix.type]
+        block = READ[matrix.type]
         module = targets.module(target)
         self.matrix = matrix
         self.block = block
@@ -76,7 +67,7 @@ class Interleaved:
         self.stride = self.layout.stride(self.blocks)
         self.float_fallback = Dequantizing(matrix)
         self._number = next(_numbers)
-        self._plans: dict[tuple[int, bool, bool], tuple[Any, ...]] = {}
+        self._plans: dict[tuple[int, bool, bool], tuple[int, int, int, int]] = {}
 
     def kernel(self, columns: int, integer: bool, near: bool) -> tuple[int, int]:
         """Addresses of the kernel for `width` columns of x, and of its weights.
@@ -115,9 +106,10 @@ class Interleaved:
         _last = self._number
         plan = self._plans.get((columns, integer, near))
         if plan is None:
-            record = record_of(self.block).nbytes if integer else float_record(self.block)
-            plan = (_compiled(self.block.name, integer), record, *self.kernel(columns, integer, near))
+            record = record_bytes(self.block.name, self.matrix.shape[1], integer)
+            quantize = quantize_function(self.block.name, integer).address
+            plan = (record, quantize, *self.kernel(columns, integer, near))
             self._plans[columns, integer, near] = plan
-        product, record, function, weights = plan
+        record, quantize, function, weights = plan
         worth = self.groups * self.stride * x.shape[0] >= MIN_BYTES_TO_SHARE
-        share(worth, product, x, y, columns, record, self.blocks, self.lanes, function, weights, self.stride)
+        share(worth, _product, x, y, columns, record, self.blocks, self.lanes, function, weights, self.stride, quantize)

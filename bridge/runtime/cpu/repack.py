@@ -3,26 +3,31 @@
 Repacking only moves bits: each bit of a repacked word is one bit of the file's block, or its complement. Which
 one is found by calling `InterleavedLayout.words` on a few well-chosen blocks, so that no type is described twice.
 Bits that move the same way are moved together: a word is an or of a few words of the file, shifted and masked.
+The types whose codes are numbered are repacked by recode.py.
 """
 
 from collections.abc import Iterable
 from functools import cache
 from typing import Any, NamedTuple
 
+import numba
 import numpy as np
 from llvmlite import ir
 from numba.core import types
 from numba.extending import intrinsic
 
-from bridge.blocks import TYPES
+from bridge.blocks.read import READ
 from bridge.runtime.cpu.layout import InterleavedLayout
-from bridge.system.jit import inner, kernel, specialize
+from bridge.runtime.cpu.recode import recoder
+from bridge.system.jit import inner
+from bridge.system.memory import c_function, pointer
+from bridge.system.pool import write
 
 _I8, _I16, _I32, _I64 = (ir.IntType(bits) for bits in (8, 16, 32, 64))
 _WORD = 32  # bits
 _LINE = 64  # bytes of a cache line
 
-# set per type and lanes by `specialize`
+# set per type and lanes by `c_function`
 move: Any = None
 fetch: Any = None
 lanes = nbytes = halves_bytes = block_bytes = 0
@@ -46,7 +51,7 @@ class Word(NamedTuple):
 @cache
 def words(name: str) -> tuple[Word, ...]:
     """Where the words of a repacked block come from."""
-    block = TYPES[name]
+    block = READ[name]
     layout = InterleavedLayout(block, 1)
 
     def repacked(bits: np.ndarray) -> np.ndarray:
@@ -156,7 +161,7 @@ def _mover(name: str, lanes: int) -> Any:
     halves    where its d, and dmin, go; one that is not finite is bad
     codes     where its words go
     """
-    block = TYPES[name]
+    block = READ[name]
     vector = ir.VectorType(_I32, lanes)
     shorts = ir.VectorType(_I16, lanes)
     octets = ir.VectorType(_I8, lanes)
@@ -203,7 +208,7 @@ def _mover(name: str, lanes: int) -> Any:
                     if shift:
                         part = (builder.shl if shift > 0 else builder.lshr)(part, same(vector, abs(shift)))
                     part = builder.and_(part, same(vector, mask))
-                    value = (builder.or_ if j else builder.xor)(part, value) if j or word.flipped else part
+                    value = builder.xor(part, value) if j or word.flipped else part
                 place = builder.add(codes, _I64(4 * lanes * i))
                 builder.store(value, builder.inttoptr(place, vector.as_pointer()), align=4)
             return builder.zext(builder.bitcast(bad, ir.IntType(lanes)), _I64)
@@ -233,15 +238,17 @@ def _fetcher(nbytes: int) -> Any:
 
 
 @inner
-def group_start(raw, group, lanes, spare):
-    """Where a row group's blocks are: in raw, or, if it lacks rows, zero-padded in spare uint8 [lanes, row bytes]."""
-    rows, row_bytes = raw.shape
+def group_start(raw, rows, row_bytes, group, lanes, spare):
+    """The address of a row group's blocks: in raw, or, if it lacks rows, in spare uint8 [lanes, row_bytes], padded."""
+    start = raw + group * lanes * row_bytes
     if (group + 1) * lanes <= rows:
-        return raw.ctypes.data + group * lanes * row_bytes
-    for r in range(lanes):
-        for i in range(row_bytes):
-            spare[r, i] = raw[group * lanes + r, i] if group * lanes + r < rows else 0
-    return spare.ctypes.data
+        return start
+    there = (rows - group * lanes) * row_bytes
+    source = numba.carray(pointer(start), (there,), np.uint8)
+    padded = numba.carray(pointer(spare), (lanes * row_bytes,), np.uint8)
+    for i in range(lanes * row_bytes):
+        padded[i] = source[i] if i < there else 0
+    return spare
 
 
 @inner
@@ -254,38 +261,39 @@ def first_bad(bad, group, lanes):
     return row
 
 
-def _repack(raw, first, last, stride, codes_from, out):
-    """Row groups first..last-1 of raw uint8 [rows, row bytes] -> out uint8, row group `first` at its beginning.
+def _repack(raw, rows, row_bytes, stride, codes_from, out, bad, first, last):
+    """Row groups first..last-1 of raw uint8 [rows, row_bytes] -> their place in out uint8 [groups, stride].
 
-    Rows that the last group lacks become zeros. Returns the first row whose d or dmin
-    is not finite, or -1.
+    Rows that the last group lacks become zeros. The first row whose d or dmin is not finite, if any, goes to the int64
+    at `bad`. All but the sizes are addresses: a C function (`bridge.system.memory`).
     """
-    rows, row_bytes = raw.shape
-    target = out.ctypes.data
-    spare = np.empty((lanes if last * lanes > rows else 0, row_bytes), np.uint8)
+    spare = np.empty(lanes * row_bytes if last * lanes > rows else 1, np.uint8)
     bad_row = -1
     for group in range(first, last):
-        start = group_start(raw, group, lanes, spare)
-        place = target + (group - first) * stride
-        bad = 0
+        start = group_start(raw, rows, row_bytes, group, lanes, np.int64(spare.ctypes.data))
+        place = out + group * stride
+        flags = 0
         for b in range(row_bytes // nbytes):
             fetch(start + lanes * (row_bytes + b * nbytes))  # the same part of the next row group
-            bad |= move(start + b * nbytes, row_bytes, place + b * halves_bytes, place + codes_from + b * block_bytes)
-        if bad and bad_row < 0:
-            bad_row = first_bad(bad, group, lanes)
-    return bad_row
+            flags |= move(start + b * nbytes, row_bytes, place + b * halves_bytes, place + codes_from + b * block_bytes)
+        if flags and bad_row < 0:
+            bad_row = first_bad(flags, group, lanes)
+    if bad_row >= 0:
+        write(bad, 0, bad_row)
+    spare[0] = 0  # numba frees an array after its last use, and taking its address is not a use
 
 
 @cache
 def moves(name: str, lanes: int) -> dict[str, Any]:
     """`move` and `fetch` of a type, and the sizes of its blocks."""
-    layout, nbytes = InterleavedLayout(TYPES[name], lanes), TYPES[name].nbytes
+    layout, nbytes = InterleavedLayout(READ[name], lanes), READ[name].nbytes
     sizes = {"lanes": lanes, "nbytes": nbytes}
     sizes |= {"halves_bytes": layout.halves_bytes, "block_bytes": layout.block_bytes}
-    return {"move": _mover(name, lanes), "fetch": _fetcher(lanes * nbytes), **sizes}
+    move = recoder(name, lanes) if READ[name].numbered else _mover(name, lanes)
+    return {"move": move, "fetch": _fetcher(lanes * nbytes), **sizes}
 
 
 @cache
-def repacker(name: str, lanes: int, inside: bool = False) -> Any:
-    """The compiled `repack(raw, first, last, stride, codes_from, out)`; `inside`: for calls from kernels alone."""
-    return specialize(_repack, f"{name}_{lanes}", inner if inside else kernel, **moves(name, lanes))
+def repacker(name: str, lanes: int) -> Any:
+    """`_repack` of a type as a numba CFunc."""
+    return c_function(_repack, f"{name}_{lanes}", **moves(name, lanes))

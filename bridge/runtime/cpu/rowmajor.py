@@ -5,27 +5,49 @@ int32 (LLVM vectorizes the plain loops) or in float32. This is what `BRIDGE_CPU=
 of weights, on one thread.
 """
 
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
 import numpy as np
 
-from bridge.blocks import READ, TYPES, BlockType
+from bridge.blocks import BlockType
+from bridge.blocks.read import READ
 from bridge.runtime.cpu.activations import record_of
-from bridge.system.jit import from_plain, inlined, specialize
+from bridge.system.jit import from_plain, inlined, kernel, specialize
 
 # set per type by `specialize`
 unpack: Any = None
-size = subs = sub = runs = run = nbytes = zero = lift = no_scale = record = d_at = dmin_at = sums_at = x_at = 0
-mins = is_k = tabled = False
+size = subs = sub = runs = run = nbytes = zero = lift = odd = no_scale = record = d_at = dmin_at = sums_at = x_at = 0
+mins = is_k = tabled = scaled = False
+unit: Any = None
+d_bits: Any = None
+d_nibbles: tuple[int, ...] = ()
 values = np.zeros(0, np.int8)  # values of the codes of table types
 scales = np.zeros(0, np.float32)  # and of their scale bytes
 
 
 @inlined
-def half(raw, at):
-    """The little-endian half at byte `at` -> float32; infinities and NaN included."""
-    bits = np.int32(raw[at]) | np.int32(raw[at + 1]) << np.int32(8)
+def bits_at(block, at):
+    """The two bytes at `at`."""
+    return np.int32(block[at]) | np.int32(block[at + 1]) << np.int32(8)
+
+
+def _d_bits(block):
+    return bits_at(block, d_at)
+
+
+def _d_of_nibbles(block):
+    bits = np.int32(0)
+    for i in range(4):
+        bits |= np.int32(block[d_nibbles[i]] >> 4) << np.int32(4 * i)
+    return bits
+
+
+@inlined
+def half(bits):
+    """The bits of a half -> float32; infinities and NaN included."""
+    bits = np.int32(bits)
     exponent = (bits >> 10) & 31
     mantissa = bits & 1023
     if exponent == 31:
@@ -56,9 +78,9 @@ def _dot(raw, records, tokens, y):
         for b in range(blocks):
             block = raw[row, b * nbytes : (b + 1) * nbytes]
             unpack(block, q, sc, mn)
-            d = half(block, d_at) if d_at >= 0 else np.float32(1)
-            dmin = half(block, dmin_at) if mins else np.float32(0)
-            if d_at < 0:
+            d = np.float32(1) if scaled else unit * half(d_bits(block))
+            dmin = half(bits_at(block, dmin_at)) if mins else np.float32(0)
+            if scaled:
                 for j in range(subs):
                     bad = row if np.int32(sc[j]) & no_scale == no_scale and bad < 0 else bad
             if not (abs(d) <= np.float32(65504) and abs(dmin) <= np.float32(65504)) and bad < 0:
@@ -76,9 +98,9 @@ def _dot(raw, records, tokens, y):
                     if not mins:
                         part += ints[(at + sums_at) // 4 + j]
                     if is_k:
-                        part = np.int32(part * np.int32(sc[j]))
+                        part = np.int32(part * np.int32(np.int32(sc[j]) * (1 + odd) + odd))
                     share = np.float32(part) * floats[(at + x_at) // 4 + j * run // 32]
-                    if d_at < 0:
+                    if scaled:
                         share *= scales[np.uint8(sc[j * run // sub])]
                     value += share
                 value *= d
@@ -106,16 +128,16 @@ def _dequantize(raw, y):
         for b in range(blocks):
             block = raw[row, b * nbytes : (b + 1) * nbytes]
             unpack(block, q, sc, mn)
-            d = half(block, d_at) if d_at >= 0 else np.float32(1)
-            dmin = half(block, dmin_at) if mins else np.float32(0)
+            d = np.float32(1) if scaled else unit * half(d_bits(block))
+            dmin = half(bits_at(block, dmin_at)) if mins else np.float32(0)
             out = y[row, b * size : (b + 1) * size]
             for j in range(subs):
                 scale = d
                 low = dmin
                 if is_k:
-                    scale = np.float32(d * np.float32(sc[j]))
+                    scale = np.float32(d * np.float32(np.int32(sc[j]) * (1 + odd) + odd))
                     low = -np.float32(dmin * np.float32(mn[j]))
-                elif d_at < 0:
+                elif scaled:
                     scale = scales[np.uint8(sc[j])]
                 for i in range(sub):
                     code = q[j * sub + i]
@@ -123,25 +145,33 @@ def _dequantize(raw, y):
                     out[j * sub + i] = value + low if mins else value
 
 
+def d_bits_of(block: BlockType) -> Any:
+    """The compiled function of a block's bytes -> the bits of its d."""
+    if block.d_nibbles:
+        return specialize(_d_of_nibbles, block.name, inlined, d_nibbles=block.d_nibbles)
+    return specialize(_d_bits, block.name, inlined, d_at=block.d_at)
+
+
 def _scope(block: BlockType) -> dict[str, Any]:
-    same = ("size", "sub", "subs", "nbytes", "d_at", "dmin_at", "is_k")
+    same = ("size", "sub", "subs", "nbytes", "dmin_at", "is_k")
     record = record_of(block)
     return {name: getattr(block, name) for name in same} | {
-        "unpack": from_plain(block.unpack, inlined), "run": block.sum_span, "runs": block.size // block.sum_span,
+        "unpack": from_plain(block.unpack, inlined), "d_bits": d_bits_of(block), "unit": np.float32(block.unit),
+        "run": block.sum_span, "runs": block.size // block.sum_span, "odd": np.int32(block.odd_scales),
         "zero": np.int32(block.zero), "lift": np.int32(block.lift), "no_scale": np.int32(block.no_scale),
         "record": record.nbytes, "sums_at": record.sums_at, "x_at": record.d_at, "mins": block.has_min,
         "tabled": bool(block.values), "values": np.array(block.values, np.int8),
-        "scales": np.array(block.scales, np.float32),
+        "scaled": bool(block.scales), "scales": np.array(block.scales, np.float32),
     }  # fmt: skip
 
 
 @cache
 def dot(name: str) -> Any:
     """The compiled `dot(raw, records, tokens, y)` of a type."""
-    return specialize(_dot, name, **_scope(TYPES[name]))
+    return specialize(_dot, name, **_scope(READ[name]))
 
 
 @cache
-def dequantize(name: str) -> Any:
+def dequantize(name: str, compile: Callable[..., Any] = kernel) -> Any:
     """The compiled `dequantize(raw, y)` of a type."""
-    return specialize(_dequantize, name, **_scope(READ[name]))
+    return specialize(_dequantize, name, compile, **_scope(READ[name]))

@@ -12,6 +12,9 @@ Vectors are of int32 or float32, one lane a row. `totals` is one float vector pe
             w = d*q + dmin               sum = d*dx * (q . x)  +  dmin * (dx*s)
     table   w = scale_j*values[q]        sum = sum_j scale_j * dx * (u[q_j] . x_j - lift*s_j),  u = values + lift >= 0
 
+A table type with d has the sum of a scaled or plain type, with u in place of q and lift in place of zero. Of some, sc_j
+stands for 2*sc_j + 1 and d for unit*d.
+
 x_j are the int8 values of sub-block j, s_j their sum, dx_g the scale of x for 32 columns, e*t_j is dx_g*s_j: see
 activations.py. Sums over 32 columns are exact in int32; above them float32 rounds once for every 32 columns.
 """
@@ -23,6 +26,7 @@ from typing import Any
 from bridge.blocks import BlockType
 from bridge.runtime.cpu.activations import float_record, record_of
 from bridge.runtime.cpu.layout import GROUP, PLANES, InterleavedLayout
+from bridge.runtime.cpu.vectors import LookedUp
 
 
 def words(v: Any, base: Any, at: int, bits: int, count: int) -> list[Callable[[], Any]]:
@@ -58,13 +62,16 @@ def _paired(bits: int, count: int) -> list[int]:
     return sorted(range(count), key=lambda i: (i % n, i))
 
 
-def _code(v: Any, scales: list[Any], j: int, bits: int, signed: bool) -> Any:
-    """Scale code j as int32."""
+def _code(v: Any, scales: list[Any], j: int, bits: int, signed: bool, odd: bool = False) -> Any:
+    """Scale code j as int32; odd: twice it and 1."""
     word = scales[j // 4]()
     place = 8 * (j % 4)
     if signed:
         return v.ashr(v.shl(word, 32 - bits - place), 32 - bits)
-    return v.and_(v.shr(word, place), (1 << bits) - 1)
+    if not odd:
+        return v.and_(v.shr(word, place), (1 << bits) - 1)
+    doubled = v.and_(v.shr(word, place - 1) if place else v.shl(word, 1), (2 << bits) - 2)
+    return v.or_(doubled, v.splat(1))
 
 
 def _codes(v: Any, layout: InterleavedLayout, weights: Any, group: int) -> list[Callable[[], Any]]:
@@ -74,22 +81,28 @@ def _codes(v: Any, layout: InterleavedLayout, weights: Any, group: int) -> list[
     if not block.values:
         return codes
     table = tuple(value + block.lift for value in block.values)
-    return [partial(_looked_up, v, code, table) for code in codes]
-
-
-def _looked_up(v: Any, code: Callable[[], Any], table: tuple[int, ...]) -> Any:
-    return v.look_up(code(), table)
+    return [LookedUp(v, code, table) for code in codes]
 
 
 def _scale(v: Any, layout: InterleavedLayout, halves: Any, j: int) -> Any:
-    """The scale of sub-block j of a type that is not a K-quant."""
+    """The scale of sub-block j of a type with one level of scales."""
     if not layout.block.scales:
-        return v.load_half(halves, 0)
+        return _d(v, layout, halves)
     return (v.load_e8m0 if layout.block.subs == 1 else v.load_ue4m3)(halves, v.lanes * j)
 
 
+def _d(v: Any, layout: InterleavedLayout, halves: Any) -> Any:
+    d = v.load_half(halves, 0)
+    return d if layout.block.unit == 1 else v.fmul(d, v.splat_float(layout.block.unit))
+
+
+def _signed(v: Any, block: BlockType) -> bool:
+    """Whether the target takes the zero point off by itself: it multiplies 8 bits as u - 128."""
+    return block.value_bits == 8 and v.signed_dots
+
+
 def k_block(v: Any, layout: InterleavedLayout, totals: list[Any], weights: Any, halves: Any, x: Any) -> list[Any]:
-    """totals + one superblock of 256 columns times as many values of each column of x."""
+    """totals + one superblock, of 256 columns and two levels of scales, times as many values of each column of x."""
     block = layout.block
     record = record_of(block)
     columns = range(len(totals))
@@ -102,19 +115,19 @@ def k_block(v: Any, layout: InterleavedLayout, totals: list[Any], weights: Any, 
     for group in range(block.size // 32):
         if len(totals) > 1:
             v.barrier()
-        codes = words(v, weights, layout.codes_at + group * layout.group_bytes, layout.code_bits, GROUP)
+        codes = _codes(v, layout, weights, group)
         inner: list[Any] = [None for _ in columns]
         for i in range(per_group):
             j = group * per_group + i
             order = _paired(layout.code_bits, block.sub // 4)
             chosen = [codes[i * block.sub // 4 + k] for k in order]
             places = [[record.nbytes * c + block.sub * j + 4 * k for k in order] for c in columns]
-            if block.zero:
+            if block.lift and not _signed(v, block):
                 parts = [v.broadcast(x, record.nbytes * c + record.sums_at + 4 * j) for c in columns]
             else:
                 parts = [v.zero() for _ in columns]
-            parts = v.dots(parts, chosen, x, places, layout.code_bits)
-            scale = _code(v, scales, j, layout.scale_bits, signed)
+            parts = v.dots(parts, chosen, x, places, block.value_bits)
+            scale = _code(v, scales, j, layout.scale_bits, signed, block.odd_scales)
             for c in columns:
                 product = v.mul(parts[c], scale)
                 inner[c] = product if inner[c] is None else v.add(inner[c], product)
@@ -122,7 +135,7 @@ def k_block(v: Any, layout: InterleavedLayout, totals: list[Any], weights: Any, 
             dx = v.broadcast_float(x, record.nbytes * c + record.d_at + 4 * group)
             value = v.to_float(inner[c])
             sums[c] = v.fmul(value, dx) if sums[c] is None else v.fma(value, dx, sums[c])
-    d = v.load_half(halves, 0)
+    d = _d(v, layout, halves)
     totals = [v.fma(sums[c], d, totals[c]) for c in columns]
     if block.has_min:
         mins = scales[block.subs // 4 :]
@@ -139,23 +152,21 @@ def k_block(v: Any, layout: InterleavedLayout, totals: list[Any], weights: Any, 
 
 
 def plain_block(v: Any, layout: InterleavedLayout, totals: list[Any], weights: Any, halves: Any, x: Any) -> list[Any]:
-    """totals + one block of 32 or 64 columns times as many values of each column of x."""
+    """totals + one block of a type with one level of scales times as many values of each column of x."""
     block = layout.block
     record = record_of(block)
     columns = range(len(totals))
-    signed = layout.code_bits == 8 and v.signed_dots  # the target multiplies q - 128 by itself
-    bits = (max(block.values) + block.lift).bit_length() if block.values else layout.code_bits
     order = _paired(layout.code_bits, block.sum_span // 4)
     totals = list(totals)
     for j in range(block.size // block.sum_span):
         group, first = j * block.sum_span // 32, j * block.sum_span % 32 // 4
         codes = _codes(v, layout, weights, group)
-        if block.lift and not signed:
+        if block.lift and not _signed(v, block):
             parts = [v.broadcast(x, record.nbytes * c + record.sums_at + 4 * j) for c in columns]
         else:
             parts = [v.zero() for _ in columns]
         places = [[record.nbytes * c + block.sum_span * j + 4 * k for k in order] for c in columns]
-        parts = v.dots(parts, [codes[first + k] for k in order], x, places, bits)
+        parts = v.dots(parts, [codes[first + k] for k in order], x, places, block.value_bits)
         scale = _scale(v, layout, halves, j * block.sum_span // block.sub)
         for c in columns:
             dx = v.broadcast_float(x, record.nbytes * c + record.d_at + 4 * group)
@@ -173,7 +184,7 @@ def float_block(v: Any, layout: InterleavedLayout, totals: list[Any], weights: A
     record = float_record(block)
     scales = words(v, weights, 0, layout.scale_bits, layout.scale_words) if block.is_k else []
     per_group = 32 // block.sum_span
-    d = v.load_half(halves, 0) if not block.scales else None
+    d = _d(v, layout, halves) if not block.scales else None
     dmin = v.load_half(halves, 2 * v.lanes) if block.has_min else None
     for group in range(block.size // 32):
         codes = _codes(v, layout, weights, group)
@@ -189,7 +200,8 @@ def float_block(v: Any, layout: InterleavedLayout, totals: list[Any], weights: A
                         parts[c] = v.fma(value, v.broadcast_float(x, at), parts[c])
             scale = d if d is not None else _scale(v, layout, halves, j)
             if block.is_k:
-                scale = v.fmul(d, v.to_float(_code(v, scales, j, layout.scale_bits, signed=block.scale_lo < 0)))
+                code = _code(v, scales, j, layout.scale_bits, block.scale_lo < 0, block.odd_scales)
+                scale = v.fmul(d, v.to_float(code))
             totals = [v.fma(parts[c], scale, totals[c]) for c in columns]
             if dmin is not None:
                 low = dmin

@@ -17,17 +17,17 @@ from bridge.runtime.cpu.portable import RawMatrix
 from bridge.runtime.cpu.products import Interleaved
 from bridge.runtime.cpu.repack import first_bad, group_start, moves, repacker
 from bridge.system import pool
-from bridge.system.memory import c_function, pointer
+from bridge.system.memory import c_function, pointer, stack
 
 _TILE = 1 << 17  # bytes
 _LINE = 64
 
 # words of the block that a kernel gets in place of the weights' address
-_RAW, _ROWS, _ROW_BYTES, _CODES_FROM, _KERNEL, _TILED, _BAD, _WORDS = range(8)
+_RAW, _ROWS, _ROW_BYTES, _CODES_FROM, _KERNEL, _TILED, _REPACK, _BAD, _WORDS = range(9)
 
 # set per type by `c_function`
-repack: Any = None
 move: Any = None
+space: Any = None
 fetch: Any = None
 zeros: Any = None
 accumulate: Any = None
@@ -38,18 +38,17 @@ lanes = nbytes = record = halves_bytes = block_bytes = 0
 def _tiles(block, x, y, blocks, stride, tokens, y_stride, first, last):
     """Like a kernel of interleaved.py, but repacks its weights first; the first bad row found goes to _BAD."""
     fields = numba.carray(pointer(block), (_WORDS,), np.int64)
-    raw = numba.carray(pointer(fields[_RAW]), (fields[_ROWS], fields[_ROW_BYTES]), np.uint8)
+    rows, row_bytes, codes_from = fields[_ROWS], fields[_ROW_BYTES], fields[_CODES_FROM]
     tile = max(1, _TILE // stride)
     memory = np.empty(tile * stride + _LINE, np.uint8)
-    skip = -memory.ctypes.data % _LINE
-    space = memory[skip : skip + tile * stride]
+    space = (np.int64(memory.ctypes.data) + _LINE - 1) // _LINE * _LINE
     for start in range(first, last, tile):
-        groups = min(tile, last - start)
-        bad = repack(raw, start, start + groups, stride, fields[_CODES_FROM], space)
-        if bad >= 0:
-            fields[_BAD] = bad
-        weights = space.ctypes.data - start * stride
-        pool.call(fields[_KERNEL], weights, x, y, blocks, stride, tokens, y_stride, start, start + groups)
+        end = min(start + tile, last)
+        weights = space - start * stride
+        bad = block + 8 * _BAD
+        pool.call(fields[_REPACK], fields[_RAW], rows, row_bytes, stride, codes_from, weights, bad, start, end)
+        pool.call(fields[_KERNEL], weights, x, y, blocks, stride, tokens, y_stride, start, end)
+    memory[0] = 0  # numba frees an array after its last use, and taking its address is not a use
 
 
 def _blocks(block, x, y, blocks, stride, tokens, y_stride, first, last):
@@ -58,14 +57,12 @@ def _blocks(block, x, y, blocks, stride, tokens, y_stride, first, last):
     if tokens != 1:
         pool.call(fields[_TILED], block, x, y, blocks, stride, tokens, y_stride, first, last)
         return
-    raw = numba.carray(pointer(fields[_RAW]), (fields[_ROWS], fields[_ROW_BYTES]), np.uint8)
-    row_bytes = raw.shape[1]
-    spare = np.empty((lanes if last * lanes > raw.shape[0] else 0, row_bytes), np.uint8)
-    memory = np.empty(block_bytes + halves_bytes + 2 * _LINE, np.uint8)
-    codes = (np.int64(memory.ctypes.data) + _LINE - 1) // _LINE * _LINE
+    rows, row_bytes = fields[_ROWS], fields[_ROW_BYTES]
+    spare = np.empty(lanes * row_bytes if last * lanes > rows else 1, np.uint8)
+    codes = space()
     halves = codes + (block_bytes + _LINE - 1) // _LINE * _LINE
     for group in range(first, last):
-        start = group_start(raw, group, lanes, spare)
+        start = group_start(fields[_RAW], rows, row_bytes, group, lanes, np.int64(spare.ctypes.data))
         totals = zeros()
         bad = 0
         values = x
@@ -77,18 +74,19 @@ def _blocks(block, x, y, blocks, stride, tokens, y_stride, first, last):
         store(totals, y + group * lanes * 4, y_stride)
         if bad:
             fields[_BAD] = first_bad(bad, group, lanes)
-    memory[0] = 0  # numba frees an array after its last use, and taking its address is not a use
+    spare[0] = 0  # as above
 
 
 @cache
-def _tile_function(name: str, lanes: int) -> Any:
-    return c_function(_tiles, f"{name}_{lanes}", repack=repacker(name, lanes, inside=True))
+def _tile_function() -> Any:
+    return c_function(_tiles)
 
 
 @cache
 def _block_function(name: str, target: str, lanes: int, integer: bool) -> Any:
     scope = {**interleaved.block_by_block(name, target, integer), **moves(name, lanes)}
     del scope["columns"]
+    scope["space"] = stack(scope["block_bytes"] + _LINE + scope["halves_bytes"])
     return c_function(_blocks, f"{name}_{target}_{'int8' if integer else 'f32'}", **scope)
 
 
@@ -107,8 +105,9 @@ class Tiled(Interleaved):
         block[_RAW], block[_ROWS], block[_ROW_BYTES] = raw.ctypes.data, rows, raw.size // rows
         block[_CODES_FROM] = self.layout.codes_from(self.blocks)
         block[_KERNEL] = interleaved.kernel(self.block.name, self.target, columns, integer, near=True).address
-        tiles = _tile_function(self.block.name, self.lanes).address
+        tiles = _tile_function().address
         block[_TILED], block[_BAD] = tiles, -1
+        block[_REPACK] = repacker(self.block.name, self.lanes).address
         self._blocks.append(block)
         if columns > 1:
             return tiles, block.ctypes.data

@@ -9,6 +9,7 @@ What differs between targets is the dot product: see the intrinsics_*.py modules
 
 import ctypes
 from collections.abc import Callable
+from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
@@ -36,6 +37,22 @@ class _TotalsModel(models.PrimitiveModel):
     def __init__(self, dmm, fe_type):
         vector = ir.VectorType(_F32, fe_type.lanes)
         super().__init__(dmm, fe_type, ir.ArrayType(vector, fe_type.columns))
+
+
+@dataclass(frozen=True)
+class LookedUp:
+    """A word of a table's entries: a function that emits it, as other words are."""
+
+    v: Any
+    code: Callable[[], Any]
+    table: tuple[int, ...]
+
+    def __call__(self) -> Any:
+        return self.v.look_up(self.code(), self.table)
+
+    def nibble(self, right: int) -> Any:
+        """Four bits of each entry, by a look-up of their own, which is cheaper than to shift and mask."""
+        return self.v.look_up(self.code(), tuple(entry >> right & 15 for entry in self.table))
 
 
 class Emitter:
@@ -151,8 +168,8 @@ class Emitter:
         return self.builder.mul(a, b)
 
     def look_up(self, word: ir.Value, table: tuple[int, ...]) -> ir.Value:
-        """The table's entry for each byte of a word, 0..15."""
-        entries = ir.Constant(self.bytes, list(table) * (4 * self.lanes // 16))
+        """The table's entry for each byte of a word, 0..15; the table may be shorter."""
+        entries = ir.Constant(self.bytes, [*table, *[0] * (16 - len(table))] * (4 * self.lanes // 16))
         found = self.target.emit_look_up(self, entries, self.builder.bitcast(word, self.bytes))
         return self.builder.bitcast(found, self.ints)
 
@@ -167,6 +184,9 @@ class Emitter:
 
     def zero_float(self) -> ir.Value:
         return ir.Constant(self.floats, [0.0] * self.lanes)
+
+    def splat_float(self, value: float) -> ir.Value:
+        return ir.Constant(self.floats, [value] * self.lanes)
 
     def to_float(self, value: ir.Value) -> ir.Value:
         return self.builder.sitofp(value, self.floats)
@@ -257,6 +277,9 @@ class Twin:
 
     def zero_float(self) -> np.ndarray:
         return np.zeros(self.lanes, np.float32)
+
+    def splat_float(self, value: float) -> np.ndarray:
+        return np.full(self.lanes, value, np.float32)
 
     def to_float(self, value: np.ndarray) -> np.ndarray:
         return value.astype(np.float32)

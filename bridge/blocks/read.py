@@ -1,0 +1,24 @@
+"""READ: all block types that are read and multiplied.
+
+A module of its own, because the codebooks and tables of the IQ types are the `gguf` package's, which is imported here.
+"""
+
+from bridge.blocks import TYPES
+from bridge.blocks.base import BlockType
+from bridge.blocks.iq1_m import IQ1_M
+from bridge.blocks.iq1_s import IQ1_S
+from bridge.blocks.iq2_s import IQ2_S
+from bridge.blocks.iq2_xs import IQ2_XS
+from bridge.blocks.iq2_xxs import IQ2_XXS
+from bridge.blocks.iq3_s import IQ3_S
+from bridge.blocks.iq3_xxs import IQ3_XXS
+from bridge.blocks.iq4_nl import IQ4_NL
+from bridge.blocks.iq4_xs import IQ4_XS
+from bridge.blocks.q1_0 import Q1_0
+from bridge.blocks.tq1_0 import TQ1_0
+from bridge.blocks.tq2_0 import TQ2_0
+
+_NOT_WRITTEN = (
+    Q1_0, IQ1_S, IQ1_M, TQ1_0, TQ2_0, IQ2_XXS, IQ2_XS, IQ2_S, IQ3_XXS, IQ3_S, IQ4_XS, IQ4_NL,
+)  # fmt: skip
+READ: dict[str, BlockType] = TYPES | {block.name: block for block in _NOT_WRITTEN}

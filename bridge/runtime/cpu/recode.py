@@ -1,0 +1,78 @@
+"""Repacking of types whose codes are numbered (codebooks, base 3): row by row, by the type's own `unpack`.
+
+The result is the same as repack.py's, see layout.py; no bit of it is a bit of the file's block, so that nothing can be
+moved.
+"""
+
+from functools import cache
+from typing import Any
+
+import numba
+import numpy as np
+
+from bridge.blocks.read import READ
+from bridge.runtime.cpu.layout import PLANES, InterleavedLayout
+from bridge.runtime.cpu.rowmajor import d_bits_of
+from bridge.system.jit import from_plain, inlined, inner, specialize
+from bridge.system.memory import pointer
+
+# set per type and lanes by `specialize`
+unpack: Any = None
+d_bits: Any = None
+size = subs = nbytes = lanes = scales = codes_at = group_words = block_words = 0
+code_planes: tuple[int, ...] = ()  # bits of each plane
+scale_planes: tuple[int, ...] = ()
+
+
+@inlined
+def put_planes(words, first, count, planes, out, at, step):
+    """`count` words of four codes from words[first] on, as planes, to the words out[at], out[at + step] and so on."""
+    low = 0
+    for width in planes:
+        vectors = count * width // 8
+        mask = np.uint32(0x01010101 * ((1 << width) - 1))
+        for vector in range(vectors):
+            value = np.uint32(0)
+            for k in range(8 // width):
+                part = (words[np.uint32(first + vector + vectors * k)] >> np.uint32(low)) & mask
+                value |= np.uint32(part << np.uint32(width * k))
+            out[np.uint32(at)] = value
+            at += step
+        low += width
+
+
+def _move(source, row_bytes, halves, codes):
+    """As repack.py's `move`: one block of `lanes` rows; bit r of the result: d of row r is not finite."""
+    q = np.empty(size, np.uint8)
+    sc = np.zeros(max(subs, 4), np.int8)
+    mn = np.empty(1, np.uint8)
+    code_words = q.view(np.uint32)
+    scale_words = sc.view(np.uint32)
+    ds = numba.carray(pointer(halves), (lanes,), np.uint16)
+    out = numba.carray(pointer(codes), (block_words,), np.uint32)
+    bad = np.int64(0)
+    for row in range(lanes):
+        block = numba.carray(pointer(source + row * row_bytes), (nbytes,), np.uint8)
+        unpack(block, q, sc, mn)
+        bits = d_bits(block)
+        ds[row] = bits
+        if bits & 0x7C00 == 0x7C00:
+            bad |= np.int64(1) << row
+        if scales:
+            put_planes(scale_words, 0, scales, scale_planes, out, row, lanes)
+        for group in range(size // 32):
+            put_planes(code_words, 8 * group, 8, code_planes, out, codes_at + group * group_words + row, lanes)
+    return bad
+
+
+@cache
+def recoder(name: str, lanes: int) -> Any:
+    """The compiled `move(source, row_bytes, halves, codes)` of a type with numbered codes."""
+    block = READ[name]
+    layout = InterleavedLayout(block, lanes)
+    sizes = {"size": block.size, "subs": block.subs, "nbytes": block.nbytes, "lanes": lanes}
+    places = {"codes_at": layout.codes_at // 4, "group_words": layout.group_bytes // 4}
+    places |= {"block_words": layout.block_bytes // 4, "scales": layout.scale_words}
+    planes = {"code_planes": PLANES[layout.code_bits], "scale_planes": PLANES.get(layout.scale_bits, ())}
+    own = {"unpack": from_plain(block.unpack, inlined), "d_bits": d_bits_of(block)}
+    return specialize(_move, f"{name}_{lanes}", inner, **own, **sizes, **places, **planes)
