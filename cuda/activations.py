@@ -12,15 +12,16 @@ so all columns are at constant distances. x = d * q: d maps the value of largest
 -128, whatever its sign, and values of the other sign stop at 127, as in bridge/runtime/cpu/activations.py. A
 block with NaN or infinity gets d = NaN. A product with one token reads 40 bytes for 32 columns, from the L1 cache.
 
-The rest of the last tile and some tiles after it stay zero, because products read beyond the last block.
+The rest of the last tile and some tiles after it are zero, because products read beyond the last block. `quantize`
+writes the zeros too, so memory for records can hold anything before.
 """
 
 from __future__ import annotations
 
-from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from bridge.cuda.compiler import recipe
 from bridge.cuda.intrinsics import (
     bits,
     bits_float,
@@ -99,30 +100,32 @@ store_exact = cuda.jit(device=True)(_store_exact)
 put: Any = None
 
 
-def _quantize(x, groups, tokens, records):
-    """x [tokens, 32 * groups] -> records, one warp per token and block of 32; f16 and bf16 are passed as int16 bits."""
+def _quantize(x, groups, room, records):
+    """x [tokens, 32 * groups] -> records of `room` blocks, those after x zeros: one warp per token and block of 32.
+
+    f16 and bf16 are passed as int16 bits.
+    """
     if DEPENDENT:
         launch_dependents()
         launches_wait()
     lane = cuda.threadIdx.x
     number = cuda.blockIdx.x * _WARPS + cuda.threadIdx.y
-    token = number // groups
-    group = number % groups
-    inside = token < tokens
-    if not inside:  # the warp must not return: in the simulator all threads exchange values
-        token = tokens - 1
-    if KIND == "f32":
-        value = x[token, group * 32 + lane]
-    elif KIND == "bf16":
-        value = bits_float(shl(x[token, group * 32 + lane], 16))
-    else:
-        value = low_half(x[token, group * 32 + lane])
+    token = number // room
+    group = number % room
+    value = float32(0)
+    if group < groups:
+        if KIND == "f32":
+            value = x[token, group * 32 + lane]
+        elif KIND == "bf16":
+            value = bits_float(shl(x[token, group * 32 + lane], 16))
+        else:
+            value = low_half(x[token, group * 32 + lane])
     put(value, group, token, records)
 
 
-@cache
+@recipe
 def quantizer(kind: str, exact: bool, dependent: bool = False) -> Any:
-    """The kernel `quantize(x, groups, tokens, records)` for x of "f32", "f16" or "bf16"."""
+    """The kernel `quantize(x, groups, room, records)` for x of "f32", "f16" or "bf16"."""
     from bridge.cuda.launch import Kernel
 
     name = f"{kind}_{'f32' if exact else 'int8'}{'_dependent' * dependent}"
@@ -132,9 +135,14 @@ def quantizer(kind: str, exact: bool, dependent: bool = False) -> Any:
 
 
 class Records:
-    """Device memory for the records of up to `max_n` tokens of `columns` values, and how it is filled."""
+    """Device memory for the records of up to `max_n` tokens of `columns` values, and how it is filled.
 
-    def __init__(self, columns: int, max_n: int, device: Any = None, precision: str = "int8"):
+    `clear`: it is zeros at first, which whatever fills it other than by `quantize` needs.
+    """
+
+    def __init__(
+        self, columns: int, max_n: int, device: Any = None, precision: str = "int8", clear: bool = True
+    ):  # fmt: skip
         if columns % 32 or not 1 <= max_n <= COLUMNS:
             raise BridgeError(f"records of {max_n} x {columns} values: must be 1 to {COLUMNS} times a multiple of 32")
         from bridge.cuda import device as devices
@@ -143,8 +151,9 @@ class Records:
         self.max_n = max_n
         self.exact = precision == "f32"
         self.device = devices.require(device)
-        tiles = -(-columns // 1024) + BEYOND
-        self.buffer = self.device.upload(np.zeros(tiles * (FLOAT_TILE if self.exact else TILE), np.uint8))
+        self.tiles = -(-columns // 1024) + BEYOND
+        nbytes = self.tiles * (FLOAT_TILE if self.exact else TILE)
+        self.buffer = self.device.upload(np.zeros(nbytes, np.uint8)) if clear else self.device.empty(nbytes)
 
     def quantize(self, x: Any, n: int, stream: Any = 0, dependent: bool = False) -> Records:
         """Fill from x [>= n, columns], float32, float16 or bfloat16, contiguous, on the device; returns self."""
@@ -153,7 +162,7 @@ class Records:
         return self
 
     def bind(self, x: Any, n: int, stream: Any) -> Launch:
-        """A reusable launch that fills from x, its array 0."""
+        """A reusable launch that fills the records, its array 1, from x, its array 0."""
         kernel, *arguments = self._launch(x, n, stream)
         found: Launch = kernel.bind(*arguments)
         return found
@@ -165,6 +174,6 @@ class Records:
         array, kind = devices.view(x), devices.kind(x)
         if kind is None:
             raise BridgeError(f"x has dtype {x.dtype}; must be float32, float16 or bfloat16")
-        groups = self.columns // 32
-        grid = (-(-n * groups // _WARPS), 1)
-        return quantizer(kind, self.exact, dependent), grid, (32, _WARPS), stream, array, groups, n, self.buffer
+        groups, room = self.columns // 32, 32 * self.tiles
+        grid = n * room // _WARPS
+        return quantizer(kind, self.exact, dependent), grid, (32, _WARPS), stream, array, groups, room, self.buffer

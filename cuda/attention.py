@@ -17,12 +17,12 @@ no second launch. The result is written as floats, and as records if a head is a
 """
 
 import math
-from functools import cache
 from typing import Any
 
 import numpy as np
 from bridge.cuda import attention_shape, attention_vectors
 from bridge.cuda.activations import store, store_exact
+from bridge.cuda.compiler import recipe
 from bridge.cuda.intrinsics import (
     ALIGNED,
     bits,
@@ -335,7 +335,7 @@ def _merge(tile, parts, part_sums, top, total, h, spans, active):
     cuda.syncthreads()
 
 
-@cache
+@recipe
 def kernel(
     head_dim: int, group: int, rotated: int, neighbours: bool, normed: bool, exact: bool, kind: str = "f16",
     dependent: bool = False,

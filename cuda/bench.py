@@ -9,13 +9,13 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from bridge.cuda import matmul, matvec, mma
 from bridge.cuda.activations import Records
+from bridge.cuda.compiler import recipe
 from bridge.cuda.device import Device, check_torch, require, torch_device, view, zeros
 from bridge.cuda.intrinsics import stream_16, xor
 from bridge.cuda.launch import Kernel, captured
@@ -23,8 +23,10 @@ from bridge.cuda.matrix import DeviceMatrix
 from bridge.cuda.unroll import expand, registers, unroll
 from numba import cuda
 
+from bridge.blocks import TYPES
 from bridge.runtime.bench import tensors_to_time
 from bridge.runtime.quant_tensor import QuantTensor
+from bridge.system.progress import Progress
 
 LAUNCHES = 16
 ROUNDS = 11
@@ -98,7 +100,7 @@ def _read(source, count, out):
         out[start] = total
 
 
-@cache
+@recipe
 def _reader() -> Kernel:
     return Kernel(expand(_read, "16"), "void(uint8[::1], int64, int32[::1])")
 
@@ -131,18 +133,17 @@ class Bench:
     """One matrix with as many copies as rotation needs."""
 
     def __init__(self, tensor: QuantTensor, device: Device):
-        import torch
-
         self.device = device
         self.matrix = DeviceMatrix.upload(tensor, device)
-        self._source = torch.as_tensor(self.matrix.buffer, device=torch_device(device))
         self._copies = [self.matrix]
 
     def copy(self, number: int) -> DeviceMatrix:
         """The matrix itself first, then copies of it."""
+        import torch
+
         while len(self._copies) <= number:
             m = self.matrix
-            buffer = view(self._source.clone())
+            buffer = view(torch.as_tensor(m.buffer, device=torch_device(self.device)).clone())
             self._copies.append(DeviceMatrix(m.names, m.type, m.rows, m.columns, buffer, m.device))
         return self._copies[number]
 
@@ -214,17 +215,23 @@ class Line:
         )
 
 
-def bench(what: str | Path, shape: tuple[int, int] | None = None, device: str = "cuda") -> list[str]:
+def bench(
+    what: str | Path, shape: tuple[int, int] | None = None, device: str = "cuda", progress: Progress | None = None
+) -> list[str]:
     """Lines to print for a type of block or the matrices of a GGUF; see runtime.bench."""
     found = require(device)
     check_torch(found)
     import torch
 
-    tensors = tensors_to_time(what, [shape] if shape else [LARGE, SMALL])
+    tensors = tensors_to_time(what, [shape] if shape else [LARGE, SMALL], TYPES)
+    if progress:
+        progress(0, len(tensors), "")
     with found.active(), torch.cuda.device(found.index):
         bandwidth = read_bandwidth(found)
         lines = [f"{found.name}, {found}"]
-        for tensor in tensors:
+        for done, tensor in enumerate(tensors, 1):
             own = Bench(tensor, found)
             lines.append(str(Line(tensor, own.product(), own.matrix.nbytes, bandwidth)))
+            if progress:
+                progress(done, len(tensors), f"{tensor.type} {'x'.join(map(str, tensor.shape))}")
     return lines

@@ -7,16 +7,18 @@ dequantized tiles, and torch's attention.
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import chain
 from typing import Any
 
 import numpy as np
 from bridge.cuda import attention as attn
 from bridge.cuda import device as devices
 from bridge.cuda.attention_shape import supported
+from bridge.cuda.compile_pool import compile_all
 from bridge.cuda.dequantize import rows
 from bridge.cuda.device import check_torch, upload, zeros
 from bridge.cuda.kv_cache import KVCache, KVForm
-from bridge.cuda.launch import Graph
+from bridge.cuda.launch import Graph, noted
 from bridge.cuda.products import Call
 from bridge.cuda.step import DeviceWeights, Step, matrix_bytes
 
@@ -24,12 +26,16 @@ from bridge.errors import BridgeError
 from bridge.runtime.decoder import last_states
 from bridge.runtime.decoder_config import DecoderConfig
 from bridge.runtime.reader import GGUFFile
-from bridge.runtime.sampling import Sampler, drawn_on_host
+from bridge.runtime.sampling import Sampler, Sampling, drawn_on_host, not_finite
 from bridge.runtime.weights import read_weights
+from bridge.system.progress import Bar
 
-BATCH = 1024  # tokens of a prompt that pass through the layers together
+BATCH = 512  # tokens of a prompt that pass through the layers together
 _WORK = 400 << 20  # bytes that prompts and graphs need besides weights and cache
+_SCORED = 512  # positions whose logits are on the device at once
 _GRAPHS = 4  # ways of sampling whose graphs are kept
+_LENGTHS = (1, 16, 32, 48, 64, 65)  # of prompts, which go different ways
+_ON_HOST = 0  # the way of sampling that leaves the logits to the host; others are counts of candidates, None greedy
 
 
 class Decoder:
@@ -58,7 +64,7 @@ class Decoder:
         self.prepare()
 
     def prepare(self) -> None:
-        """Upload everything and compile, once."""
+        """Upload everything and compile, once; prompts of 2 to 8 tokens compile when the first of them comes."""
         if self._in_file is None:
             return
         import torch
@@ -79,7 +85,21 @@ class Decoder:
             self.step = Step(self.weights, self.config, self.cache, self.device, self.precision, self.dependent)
             self._captured.clear()
             self._samplers.clear()
+            if devices.packs():
+                self._compile()
             self._ready(None)
+
+    def _compile(self) -> None:
+        """Compile what a step and prompts of more than 8 tokens launch, or take it from the cache, all at once."""
+        with noted() as kernels:
+            ways = [self.step.choose(count) for count in (None, min(Sampling.top_k, self.vocab))]
+            for launch in chain(self.step.launches, *ways):
+                launch()
+            for length in _LENGTHS:
+                self.scores([0] * min(length, self.cache.context), 1)
+        self.cache.length = 0
+        with Bar("compiling for the GPU", unit=" kernels") as bar:
+            compile_all(kernels, self.device.capability, bar)
 
     def _ready(self, count: int | None) -> None:
         """Make steps with this sampling ready to launch; the first one is captured here."""
@@ -88,7 +108,7 @@ class Decoder:
                 oldest = next(key for key in self._samplers if key is not None)
                 del self._samplers[oldest]
                 self._captured.pop(oldest, None)
-            self._samplers[count] = self.step.choose(count)
+            self._samplers[count] = [] if count == _ON_HOST else self.step.choose(count)
         if self.graphs and count not in self._captured:
             self._set_state(self.cache.length, 0)  # the first run writes an unused row
             self._captured[count] = Graph(lambda: self._launch(count), self.step.state)
@@ -98,7 +118,7 @@ class Decoder:
             launch()
 
     def _step(self, count: int | None) -> None:
-        """state[TOKEN] goes through the layers, and the next token takes its place."""
+        """state[TOKEN] goes through the layers, and the next token, unless it is drawn on the host, takes its place."""
         if self.graphs:
             self._captured[count].replay()
         else:
@@ -119,15 +139,18 @@ class Decoder:
         """float32 [keep, vocab] of the last `keep` tokens, from an empty context."""
         self.cache.length = 0
         with self._active():
-            return self.weights.output.multiply(self._prompt(tokens, keep)).cpu().numpy()
+            states = self._prompt(tokens, keep)
+            # parts alike in size, so that all are computed in one way
+            parts = states.tensor_split(-(-keep // _SCORED))
+            return np.concatenate([self.weights.output.multiply(part).cpu().numpy() for part in parts])
 
     def next_scores(self, token: int) -> np.ndarray:
-        """float32 [vocab] after one more token, launch by launch: what a captured step computes, to compare with."""
+        """float32 [vocab] after one more token."""
         with self._active():
+            self._ready(_ON_HOST)
             self._set_state(self.cache.length, token)
-            for launch in self.step.launches:
-                launch()
-            self._appended([token])
+            self._tokens[self.cache.length :] = [token]
+            self._step(_ON_HOST)
             return self.step.logits.cpu().numpy().copy()
 
     @property
@@ -180,6 +203,8 @@ class Decoder:
                 if event is not None:
                     event.synchronize()
             token = int(self._host[made])
+            if token < 0:
+                raise not_finite("NaN or an infinity")
             self._tokens.append(token)
             yield token
             made += 1

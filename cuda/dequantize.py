@@ -6,11 +6,11 @@ A thread takes a unit of a row and stores 16 bytes at a time. Values are those o
 rounding of float32: d * sc * q and dmin * mn are subtracted in one step.
 """
 
-from functools import cache
 from typing import Any
 
 import numpy as np
 from bridge.cuda import device as devices
+from bridge.cuda.compiler import recipe
 from bridge.cuda.intrinsics import (
     bits,
     device_function,
@@ -57,7 +57,7 @@ def _packed(one, other):
 packed: Any = None
 
 
-def _dequantize(weights, sixteenth, first, chosen, out, count, units):
+def _dequantize(weights, room_16, first, chosen, out, count, units):
     """Write rows from `first` on, or those in int32 `chosen`, to out [count, columns]."""
     if DEPENDENT:
         launch_dependents()
@@ -67,11 +67,11 @@ def _dequantize(weights, sixteenth, first, chosen, out, count, units):
         place = int32(number // units)
         unit = int32(number - place * units)
         row = int32(chosen[place] if CHOSEN else first + place)
-        held = load(weights, sixteenth, mad(row, int32(units), unit))
+        held = load(weights, room_16, mad(row, int32(units), unit))
         word = registers()
         value = registers()
         group = unpack(held, unit)
-        whole = factor(weights, sixteenth, row) if FACTORED else 1
+        whole = factor(weights, room_16, row) if FACTORED else 1
         for i in unroll(8):
             quad = floats[i](group)
             for k in unroll(4):
@@ -87,16 +87,16 @@ def _dequantize(weights, sixteenth, first, chosen, out, count, units):
                     store_16(out, number * 4 + i // 2, gathered(word, 4))
 
 
-@cache
+@recipe
 def kernel(type: str, kind: str, chosen: bool, dependent: bool = False) -> Any:
     """The kernel of a type that writes "f32", "f16" or "bf16"."""
     from bridge.cuda.launch import Kernel
 
-    own = functions(type)
+    formulas = functions(type)
     expanded = expand(
         _dequantize, f"{type}_{kind}{'_rows' * chosen}{'_dependent' * dependent}", CHOSEN=chosen,
-        DEPENDENT=dependent, KIND=kind, load=own.load, unpack=own.unpack, floats=own.floats,
-        FACTORED=own.layout.factored, factor=own.factor,
+        DEPENDENT=dependent, KIND=kind, load=formulas.load, unpack=formulas.unpack, floats=formulas.floats,
+        FACTORED=formulas.layout.factored, factor=formulas.factor,
         packed=device_function(expand(_packed, kind, KIND=kind)),
     )  # fmt: skip
     element = _ELEMENT[kind]
@@ -133,9 +133,9 @@ def _launch(matrix: DeviceMatrix, first: int, ids: Any, count: int, out: Any, st
         _THREADS,
         stream,
         matrix.buffer,
-        matrix.spaced // 16,
+        matrix.room // 16,
         first,
-        matrix.device.placeholder().view(np.int32) if ids is None else devices.view(ids),
+        matrix.device.placeholder("int32") if ids is None else devices.view(ids),
         devices.view(out),
         count,
         matrix.units,

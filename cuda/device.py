@@ -10,9 +10,12 @@ import contextlib
 import importlib.util
 import os
 import sys
+import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
+from weakref import WeakValueDictionary
 
 import numpy as np
 
@@ -94,21 +97,16 @@ class Device:
         return f"cuda:{self.index}"
 
     def active(self) -> Any:
-        """A context in which it is the current device of this thread."""
-        from numba import cuda
-
-        if _simulated() or cuda.get_current_device().id == self.index:
-            return contextlib.nullcontext()
-        return cuda.gpus[self.index]
+        """A context in which it is the current device of this thread, for kernels and for the driver."""
+        return contextlib.nullcontext() if _simulated() else _Active(self.index)
 
     def free(self) -> int:
         """Bytes of free memory; what torch keeps in reserve counts as taken."""
-        from numba import cuda
-
         if _simulated():
             return 1 << 40
-        with self.active():
-            return int(cuda.current_context().get_memory_info()[0])
+        import torch
+
+        return int(torch.cuda.mem_get_info(self.index)[0])
 
     def check_memory(self, needed: int, what: str) -> None:
         """Raise BridgeError unless `needed` bytes are free; it names both numbers."""
@@ -118,16 +116,11 @@ class Device:
                 raise self.too_little(needed, what)
 
     def _give_back(self) -> None:
-        """Free what numba has not freed yet and what torch keeps in reserve."""
-        from numba import cuda
+        """Free what torch keeps in reserve."""
+        if not _simulated():
+            import torch
 
-        if _simulated():
-            return
-        with self.active():
-            cuda.current_context().memory_manager.deallocations.clear()
-            torch = sys.modules.get("torch")
-            if torch is not None and torch.cuda.is_initialized():
-                torch.cuda.empty_cache()
+            torch.cuda.empty_cache()
 
     def too_little(self, needed: int, what: str) -> BridgeError:
         return BridgeError(
@@ -136,63 +129,98 @@ class Device:
         )
 
     def empty(self, nbytes: int, what: str = "a buffer") -> Any:
-        """uint8 [nbytes] of device memory.
+        """uint8 [nbytes] of device memory, with anything in it: torch's, which it reuses once nobody holds it.
 
-        Raises BridgeError, with what is needed and free, where it is too much, and while a graph is captured.
+        Raises BridgeError, with what is needed and free, where it is too much.
         """
         from numba import cuda
 
         if _simulated():
-            return cuda.to_device(np.zeros(nbytes, np.uint8))
-        if capturing(self.stream()):
-            raise BridgeError(f"{self}: {what} needs memory and the stream is being captured; run the step once first")
-        self.check_memory(nbytes, what)
-        with self.active():
-            try:
-                return cuda.device_array(nbytes, np.uint8)
-            except Exception as problem:
-                if "OUT_OF_MEMORY" not in str(problem) and not isinstance(problem, MemoryError):
-                    raise
-        raise self.too_little(nbytes, what)
+            return cuda.to_device(np.full(nbytes, 0xFF, np.uint8))
+        check_torch(self)
+        import torch
+
+        try:
+            return torch.empty(nbytes, dtype=torch.uint8, device=torch_device(self))
+        except torch.cuda.OutOfMemoryError as problem:
+            raise self.too_little(nbytes, what) from problem
 
     def upload(self, host: np.ndarray, what: str = "a buffer") -> Any:
-        """A copy of uint8 [nbytes] in device memory."""
+        """A copy of an array in device memory.
+
+        Raises BridgeError as `empty` does, and while a graph is captured.
+        """
         from numba import cuda
 
         if _simulated():
             return cuda.to_device(host)
+        if capturing(self.stream()):
+            raise BridgeError(f"{self}: {what} is uploaded and the stream is being captured; run the step once first")
+        import torch
+
         memory = self.empty(host.nbytes, what)
-        with self.active():
-            memory.copy_to_device(host)
-            cuda.default_stream().synchronize()  # torch's other streams do not wait for this copy
-        return memory
+        source = torch.from_numpy(np.require(host, requirements=("C", "W")))
+        memory = memory.view(source.dtype).view(source.shape)
+        return memory.copy_(source)
 
-    def placeholder(self) -> Any:
-        """float32 [1], for an argument that a kernel ignores."""
-        return _placeholder(self)
+    def placeholder(self, dtype: str = "float32") -> Any:
+        """An array of one element, for an argument that a kernel ignores."""
+        return _placeholder(self, dtype)
 
-    def stream(self) -> Any:
-        """torch's current stream as one of numba's; the default stream if torch is not in use."""
-        from numba import cuda
-
+    def stream(self) -> int:
+        """The handle of torch's current stream."""
         if _simulated():
             return 0
-        torch = sys.modules.get("torch")
-        if torch is None or not torch.cuda.is_initialized():
-            return cuda.default_stream()
-        return _wrapped(torch.cuda.current_stream(self.index).cuda_stream)
+        import torch
+
+        return int(torch.cuda.current_stream(self.index).cuda_stream)
+
+
+class _Active:
+    """Makes a device's own context, that of torch and of the CUDA runtime, the thread's current one."""
+
+    __slots__ = ("_index", "_pushed")
+
+    def __init__(self, index: int):
+        self._index = index
+
+    def __enter__(self) -> None:
+        driver, own = _bindings(), _context(self._index)
+        self._pushed = int(checked(driver.cuCtxGetCurrent())) != int(own)  # none is current in a new thread
+        if self._pushed:
+            checked(driver.cuCtxPushCurrent(own))
+
+    def __exit__(self, *_: object) -> None:
+        if self._pushed:
+            checked(_bindings().cuCtxPopCurrent())
 
 
 @cache
-def _placeholder(device: Device) -> Any:
-    return device.empty(4).view(np.float32)
+def _bindings() -> Any:
+    """The driver's functions; importing them takes as long as a launch."""
+    from cuda.bindings import driver
+
+    return driver
 
 
 @cache
-def _wrapped(handle: int) -> Any:
-    from numba import cuda
+def _context(index: int) -> Any:
+    """A device's primary context; made here if there is none yet, and kept."""
+    driver = _bindings()
+    return checked(driver.cuDevicePrimaryCtxRetain(checked(driver.cuDeviceGet(index))))
 
-    return cuda.external_stream(handle) if handle else cuda.default_stream()
+
+def checked(answer: Any) -> Any:
+    """What the driver answers besides its error code. Raises RuntimeError where that is one."""
+    error, *values = answer
+    if int(error):
+        raise RuntimeError(f"the NVIDIA driver says {getattr(error, 'name', error)}")
+    return values[0] if values else None
+
+
+@cache
+def _placeholder(device: Device, dtype: str) -> Any:
+    return device.upload(np.zeros(1, dtype))
 
 
 def _size(nbytes: int) -> str:
@@ -250,6 +278,27 @@ def _opened(index: int) -> Device:
     return Device(index, name, capability, gpu.MULTIPROCESSOR_COUNT)  # type: ignore[arg-type]
 
 
+class Moved:
+    """What make(source, device) has made, as long as it is referenced: it must refer to its source.
+
+    So all that share a tensor share the one on a GPU.
+    """
+
+    def __init__(self, make: Callable[[Any, Device], Any]):
+        self._make = make
+        self._known: WeakValueDictionary[tuple[int, Device], Any] = WeakValueDictionary()  # by the id of the source
+        self._lock = threading.RLock()
+
+    def get(self, source: Any, device: Any) -> Any:
+        """The one for a device, by name or as torch's; made now if there is none. Raises as `require` does."""
+        found = require(device)
+        with self._lock:
+            made = self._known.get((id(source), found))
+            if made is None:
+                made = self._known[id(source), found] = self._make(source, found)
+            return made
+
+
 def torch_device(device: Device) -> str:
     """The device as torch names it: in the simulator, torch's tensors are on the CPU."""
     return "cpu" if _simulated() else str(device)
@@ -277,14 +326,22 @@ def overlaps(device: Device) -> bool:
     return hasattr(LaunchConfig, "programmatic_stream_serialization") and tuple(_driver().get_version())[:2] >= (12, 3)
 
 
-def capturing(stream: Any) -> bool:
+def current() -> Device:
+    """The device whose context is current in this thread; the first one where none is."""
+    if _simulated():
+        return _opened(0)
+    driver = _bindings()
+    if not int(checked(driver.cuCtxGetCurrent())):
+        return require()
+    return _opened(int(checked(driver.cuCtxGetDevice())))
+
+
+def capturing(stream: int) -> bool:
     """Whether a CUDA graph is being captured on the stream."""
     if _simulated():
         return False
-    from cuda.bindings import driver as binding
-
-    handle = getattr(stream, "handle", 0)
-    error, status = binding.cuStreamIsCapturing(binding.CUstream(int(getattr(handle, "value", handle) or 0)))
+    driver = _bindings()
+    error, status, *_ = driver.cuStreamIsCapturing(driver.CUstream(stream))
     return int(error) == 0 and int(status) != 0
 
 
@@ -311,13 +368,10 @@ def view(x: Any) -> Any:
             return x.numpy()
     elif kind(x) == "f16":
         x = x.view(np.int16)
-    if _simulated():
-        return x
-    from numba import cuda
-
-    return cuda.as_cuda_array(x, sync=False)
+    return x
 
 
+@cache
 def check_torch(device: Device) -> None:
     """Raises BridgeError where torch is missing, or cannot use the device."""
     try:

@@ -14,10 +14,10 @@ The lanes' sums are added in shared memory, always in the same order.
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Any, NamedTuple
 
 import numpy as np
+from bridge.cuda.compiler import recipe
 from bridge.cuda.device import Device, view
 from bridge.cuda.intrinsics import (
     SIGN_BITS,
@@ -154,7 +154,7 @@ class Lanes(NamedTuple):
         return cls(column[:, 0].astype(np.int32), members, sums, tuple(steps[0].tolist()))
 
 
-@cache
+@recipe
 def kernel(code: Code, sums: tuple[int, ...], columns: tuple[int, ...], words: int, tokens: int, split: int) -> Any:
     """The kernel for a layout and a number of tokens, with `split` warps."""
     from bridge.cuda.launch import Kernel
@@ -191,12 +191,10 @@ class FusedOnDevice:
         self.rows, self.columns, self.count = words.shape
         self.code, self.device, self.lanes = code, device, Lanes.of(positions)
 
-        def upload(array: np.ndarray) -> Any:
-            return device.upload(np.ascontiguousarray(array).reshape(-1).view(np.uint8)).view(array.dtype)
-
-        self.words = upload(words)
-        self.table = upload(table)
-        self.bases, self.members = upload(self.lanes.bases), upload(self.lanes.members)
+        self.words, self.table, self.bases, self.members = (
+            device.upload(np.ascontiguousarray(array).reshape(-1))
+            for array in (words, table, self.lanes.bases, self.lanes.members)
+        )
 
     def run(self, x: Any, y: Any, split: int = 4) -> None:
         """Queue y [tokens, rows] = x [tokens, in] What^T, without `Code.unit`; both float32 on the device."""

@@ -1,11 +1,11 @@
 """Kernels, compiled when they are first needed and launched without waiting.
 
-Compiling takes a second, allocates and talks to the driver, none of which may happen while a stream is being
-captured into a CUDA graph: `warm` does it beforehand. In the simulator a kernel runs as it is.
+Compiling (compiler.py) takes seconds, and loading talks to the driver, which may not happen while a stream is being
+captured into a CUDA graph: `warm` does both beforehand. In the simulator a kernel runs as it is.
 
-Numba compiles and loads, but its work for every launch (checking and wrapping arguments) takes 0.2 ms, so launches go
-through cuda.core. Numba passes an array to a kernel as seven or more numbers: `bind` packs them once, and
-`Launch.point` changes the address of an array that has moved.
+Numba only compiles: its work for every launch takes 0.2 ms, so launches go through cuda.core. A kernel takes an array
+as seven or more numbers, which `bind` packs once. A `Launch` never changes: arrays that have moved are named in each
+call, so that threads can share it.
 
 A chain of short kernels waits at each end: the last blocks run alone, and a launch takes the GPU a microsecond or two.
 From compute capability 9.0 on a `dependent` kernel may be launched while the one before it runs (programmatic dependent
@@ -22,12 +22,16 @@ What changes between steps (token, position, uniform numbers) lies in device mem
 every step. A step runs once before it is captured, as cuBLAS, too, takes its workspace on first use.
 """
 
-import ctypes
+from __future__ import annotations
+
 import importlib
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
+from bridge.cuda import compiler
 from bridge.cuda import device as devices
 from bridge.cuda.intrinsics import SIMULATED
 from numba import cuda
@@ -38,29 +42,33 @@ MAX_REGISTERS = 64  # so that 32 warps find room on a multiprocessor
 
 
 class Launch:
-    """A kernel of the current device with its grid and its arguments, queued as often as wanted; it holds no memory."""
+    """A kernel on one device with its grid and its arguments, queued as often as wanted; it holds no memory."""
 
-    __slots__ = ("_addresses", "_arguments", "_config", "_device", "_kernel", "_start")
+    __slots__ = ("_addresses", "_arguments", "_config", "_device", "_kernel", "_queue")
 
-    def __init__(self, overload: Any, grid: Any, block: Any, arguments: Sequence[Any], dependent: bool = False):
+    def __init__(self, kernel: Kernel, loaded: Any, device: int, grid: Any, block: Any, arguments: Sequence[Any]):
         core = _core()
-        self._device = cuda.get_current_device().id
-        self._kernel = overload._codelibrary.get_cufunc().kernel
-        more = {"programmatic_stream_serialization": True} if dependent else {}
+        more = {"programmatic_stream_serialization": True} if kernel.dependent else {}
+        self._device = device
+        self._kernel = loaded
         self._config = core.LaunchConfig(grid=grid, block=block, **more)
-        self._start = core.launch
-        self._arguments, self._addresses = _packed(overload.argument_types, arguments)
+        self._queue = core.launch
+        self._arguments, self._addresses = packed(kernel.parameters, arguments)
 
-    def point(self, array: int, address: int) -> None:
-        """Change the address of the array with this number, whose shape stays the same."""
-        self._arguments[self._addresses[array]] = address
+    def __call__(self, stream: int, *moved: tuple[int, int]) -> None:
+        """Queue it on the stream of this handle, in the current context, which must be the device's.
 
-    def __call__(self, stream: int) -> None:
-        """Queue it on the stream of this handle."""
-        self._start(_core_stream(self._device, stream), self._config, self._kernel, *self._arguments)
+        `moved`: (number, address) of arrays that are elsewhere than those it was made with, in the same shape.
+        """
+        arguments = self._arguments
+        if moved:
+            arguments = arguments.copy()
+            for number, address in moved:
+                arguments[self._addresses[number]] = address
+        self._queue(_core_stream(self._device, stream), self._config, self._kernel, *arguments)
 
 
-class Kernel:
+class Kernel(compiler.Source):
     """A kernel of one signature, limited in registers, for compute capability `oldest` and newer.
 
     `dependent`: it may be launched while the one before it runs, and waits for that itself; see above.
@@ -70,94 +78,109 @@ class Kernel:
         self, function: Callable[..., None], signature: str, registers: int = MAX_REGISTERS,
         oldest: tuple[int, int] = (7, 5), dependent: bool = False,
     ):  # fmt: skip
-        self.function = function
-        self.signature = signature
-        self.registers = registers
+        super().__init__(function, signature, registers)
+        self.parameters = compiler.parameters(signature)
         self.oldest = devices.OVERLAPPING if dependent else oldest
         self.dependent = dependent
-        self.name = function.__name__
-        self._compiled: Any = None
-        self._loaded: set[int] = set()
+        self._simulated: Any = None
+        self._loaded: dict[int, Any] = {}  # by the device's number
+        self._lock = threading.Lock()
 
-    def warm(self, stream: Any = 0) -> Any:
-        """Compile for the current device, or take it from the cache, and load it.
+    def warm(self, stream: int = 0) -> tuple[int, Any]:
+        """The current device's number, and the kernel compiled and loaded for it.
 
         Raises BridgeError while a graph is captured on the stream, and where compiler or driver refuse.
         """
-        if SIMULATED:
-            self._compiled = self._compiled or cuda.jit(self.function)
-            return self._compiled
-        number = cuda.get_current_device().id
-        if number not in self._loaded:
-            if devices.capturing(stream):
-                raise BridgeError(
-                    f"{self.name} is not compiled yet and the stream is being captured; run the product once first"
-                )
-            try:
-                if self._compiled is None:
-                    # without link-time optimization, what ptxas reports for the PTX is what runs
-                    options = {"max_registers": self.registers, "lto": False, "cache": True}
-                    self._compiled = cuda.jit(self.signature, **options)(self.function)
-                for overload in self._compiled.overloads.values():
-                    overload.bind()
-            except Exception as problem:
-                words = " ".join(str(problem).split())[:400]
-                raise BridgeError(
-                    f"{self.name} cannot be compiled and loaded: {type(problem).__name__}: {words}; the CUDA packages "
-                    "must be of one version, no newer than the driver's: pip install numba-cuda[cu13], or [cu12]"
-                ) from problem
-            self._loaded.add(number)
-        return self._compiled
+        device = devices.current()
+        if device.index not in self._loaded:
+            with self._lock:  # of several threads, one compiles
+                if device.index not in self._loaded:
+                    self._loaded[device.index] = self._load(device, stream)
+        return device.index, self._loaded[device.index]
 
-    def bind(self, grid: Any, block: Any, stream: Any, *arguments: Any) -> Launch:
+    def _load(self, device: devices.Device, stream: int) -> Any:
+        if devices.capturing(stream):
+            raise BridgeError(
+                f"{self.name} is not compiled yet and the stream is being captured; run the product once first"
+            )
+        try:
+            return _loaded(compiler.code(self, device.capability))
+        except BridgeError:
+            raise
+        except Exception as problem:
+            words = " ".join(str(problem).split())[:400]
+            raise BridgeError(
+                f"{self.name} cannot be compiled and loaded: {type(problem).__name__}: {words}; the CUDA packages "
+                "must be of one version, no newer than the driver's: pip install numba-cuda[cu13], or [cu12]"
+            ) from problem
+
+    def bind(self, grid: Any, block: Any, stream: int, *arguments: Any) -> Launch:
         """Pack the arguments for the current device, not the simulator's; raises as `warm` does."""
-        (overload,) = self.warm(stream).overloads.values()
-        return Launch(overload, grid, block, arguments, self.dependent)
+        device, loaded = self.warm(stream)
+        return Launch(self, loaded, device, grid, block, arguments)
 
-    def launch(self, grid: Any, block: Any, stream: Any, *arguments: Any) -> None:
+    def launch(self, grid: Any, block: Any, stream: int, *arguments: Any) -> None:
+        """Queue it on a stream, or note it where that is all that is wanted."""
+        noted = getattr(_noting, "kernels", None)
+        if noted is None:
+            self.run(grid, block, stream, *arguments)
+        else:
+            noted.append(self)
+
+    def run(self, grid: Any, block: Any, stream: int, *arguments: Any) -> None:
         """Queue it on a stream."""
         if SIMULATED:
-            self.warm()[grid, block](*arguments)
+            self._simulated = self._simulated or cuda.jit(self.function)
+            self._simulated[grid, block](*arguments)
         else:
-            self.bind(grid, block, stream, *arguments)(handle(stream))
+            self.bind(grid, block, stream, *arguments)(stream)
 
 
-def handle(stream: Any) -> int:
-    """The number by which the driver knows a stream of Numba's, 0 for the default one."""
-    found = getattr(stream, "handle", stream)
-    return int(getattr(found, "value", found) or 0)
+_noting = threading.local()
 
 
-def _packed(kinds: Sequence[Any], arguments: Sequence[Any]) -> tuple[list[Any], list[int]]:
-    """The words that a kernel takes for arguments of Numba's types, and which of them are addresses of arrays.
+@contextmanager
+def noted() -> Iterator[list[Kernel]]:
+    """Kernels that this thread would launch meanwhile; none runs, so results are anything."""
+    _noting.kernels = []
+    try:
+        yield _noting.kernels
+    finally:
+        _noting.kernels = None
 
-    An array, contiguous: no owner, no parent, elements, bytes of an element, address, shape, strides.
+
+def packed(parameters: Sequence[tuple[Any, int]], arguments: Sequence[Any]) -> tuple[list[Any], list[int]]:
+    """The numbers that a kernel takes for arguments (compiler.parameters), and which are addresses of arrays.
+
+    Arrays are torch's, contiguous, and become: no owner, no parent, elements, bytes of an element, address, shape,
+    strides.
     """
-    packed: list[Any] = []
+    numbers: list[Any] = []
     addresses = []
-    for kind, given in zip(kinds, arguments, strict=True):
-        if not hasattr(kind, "ndim"):
-            packed.append(getattr(ctypes, f"c_{_C_NAMES.get(str(kind), kind)}")(given))
+    for (kind, dimensions), given in zip(parameters, arguments, strict=True):
+        if not dimensions:
+            numbers.append(kind(given))
             continue
-        addresses.append(len(packed) + 4)
-        strides = [given.dtype.itemsize]
+        addresses.append(len(numbers) + 4)
+        strides = [given.itemsize]
         for length in given.shape[:0:-1]:
             strides.insert(0, strides[0] * length)
-        packed += [0, 0, given.size, given.dtype.itemsize, _address(given), *given.shape, *strides]
-    return packed, addresses
-
-
-_C_NAMES = {"float32": "float", "float64": "double"}
-
-
-def _address(array: Any) -> int:
-    """Where an array of Numba's on the device begins."""
-    return array.device_ctypes_pointer.value or 0
+        numbers += [0, 0, given.numel(), given.itemsize, given.data_ptr(), *given.shape, *strides]
+    return numbers, addresses
 
 
 def _core() -> Any:
     """NVIDIA's cuda.core."""
     return importlib.import_module("cuda.core")
+
+
+def _loaded(code: compiler.Code) -> Any:
+    """Machine code as a kernel in the current context: now, as a capture cannot wait for it."""
+    from cuda.bindings import driver
+
+    kernel = _core().ObjectCode.from_cubin(code.cubin).get_kernel(code.entry)
+    devices.checked(driver.cuKernelGetFunction(kernel.handle))
+    return kernel
 
 
 @cache
@@ -170,8 +193,7 @@ def captured(step: Callable[[], None], stream: Any) -> Any:
     import torch
 
     graph = torch.cuda.CUDAGraph()
-    # numba must not free memory during the capture
-    with cuda.defer_cleanup(), torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+    with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
         step()
     return graph
 

@@ -24,7 +24,7 @@ no padding between rows, and the arrays are indexed by that number:
     Q6_K          16, 8                16       2   6.5625
     Q8_0          16, 16                -       2   8.5     (codes as int8)
 
-All arrays lie in one buffer, one after the other, each with room for `spaced` units: 128 more than there
+All arrays lie in one buffer, one after the other. `room` is the number of units that each can hold: 128 more than there
 are, rounded up to a multiple of 128. So arrays are aligned to 128 bytes, and a warp may read beyond the last row.
 """
 
@@ -70,7 +70,7 @@ class DeviceLayout:
 
     @property
     def pieces_at(self) -> list[int]:
-        """Where the array of each piece begins, in bytes for each of the `spaced` units."""
+        """Where the array of each piece begins, in bytes for each of the `room` units."""
         return [4 * sum(self.pieces[:i]) for i in range(len(self.pieces))]
 
     @property
@@ -101,21 +101,21 @@ class DeviceLayout:
         """The most bytes that a buffer can have: kernels count loads, the smallest of one byte or two, in int32."""
         return (1 if self.half_bytes == 1 else 2) << 31
 
-    def halves_at(self, spaced: int) -> int:
+    def halves_at(self, room: int) -> int:
         """Where the halves begin, in bytes."""
-        return spaced * self.scales_at + spaced // self.units_per_block * self.scale_bytes
+        return room * self.scales_at + room // self.units_per_block * self.scale_bytes
 
-    def factors_at(self, spaced: int) -> int:
+    def factors_at(self, room: int) -> int:
         """Where the factors of rows begin, in bytes."""
-        return self.halves_at(spaced) + spaced // self.units_per_block * self.half_bytes
+        return self.halves_at(room) + room // self.units_per_block * self.half_bytes
 
-    def spaced(self, rows: int, columns: int) -> int:
+    def room(self, rows: int, columns: int) -> int:
         """Units that each array has room for."""
         return (rows * (columns // UNIT) // _EVEN + 2) * _EVEN
 
     def nbytes(self, rows: int, columns: int) -> int:
         """Bytes of the buffer."""
-        return self.factors_at(self.spaced(rows, columns)) + 4 * rows * self.factored
+        return self.factors_at(self.room(rows, columns)) + 4 * rows * self.factored
 
     @property
     def bpw(self) -> float:
@@ -133,7 +133,7 @@ low_width = high_width = scales_at = scale_bytes = half_bytes = 0
 
 
 @inlined
-def _put_plane(words, first, width, shift, thirds, out, at, spaced, unit):
+def _put_plane(words, first, width, shift, thirds, out, at, room, unit):
     """Bits shift.. of words[first : first + 8], `width` of each byte -> pieces of the plane at out[at]; see above."""
     mask = np.uint32(0x01010101) * np.uint32((1 << width) - 1)
     for v in range(width):
@@ -143,7 +143,7 @@ def _put_plane(words, first, width, shift, thirds, out, at, spaced, unit):
             value |= ((words[first + v + i * width] >> np.uint32(shift)) & mask) << place
         piece = v // 4
         wide = min(4, width - 4 * piece)
-        out[at + 4 * piece * spaced + unit * wide + v % 4] = value
+        out[at + 4 * piece * room + unit * wide + v % 4] = value
 
 
 @inlined
@@ -157,7 +157,7 @@ def _put_nibbles(words, first, out, unit):
         out[unit * 4 + v] = value
 
 
-def _repack(raw, first, step, out, spaced):
+def _repack(raw, first, step, out, room):
     """Blocks of raw uint8 [rows, row bytes], whose rows become rows first, first + step ... of the matrix in out.
 
     Returns the first row of raw whose d, dmin or scale is not finite, or -1.
@@ -166,8 +166,8 @@ def _repack(raw, first, step, out, spaced):
     out16 = out.view(np.uint16)
     blocks = raw.shape[1] // nbytes
     per_block = size // UNIT
-    scale_base = spaced * scales_at
-    half_base = scale_base + spaced // per_block * scale_bytes
+    scale_base = room * scales_at
+    half_base = scale_base + room // per_block * scale_bytes
     q = np.empty(size, np.uint8)
     words = q.view(np.uint32)
     sc = np.zeros(subs, np.int8)
@@ -199,9 +199,9 @@ def _repack(raw, first, step, out, spaced):
                     q[i] ^= np.uint8(128)
             for u in range(per_block):
                 unit = number * per_block + u
-                _put_plane(words, 8 * u, low_width, 0, False, out32, 0, spaced, unit)
+                _put_plane(words, 8 * u, low_width, 0, False, out32, 0, room, unit)
                 if high_width:
-                    _put_plane(words, 8 * u, high_width, low_width, thirds, out32, low_width * spaced, spaced, unit)
+                    _put_plane(words, 8 * u, high_width, low_width, thirds, out32, low_width * room, room, unit)
             if scale_bytes:
                 at = (scale_base + number * scale_bytes) // 4
                 pack_scales(sc, mn, d, dmin, out32[at : at + 4])
@@ -219,7 +219,7 @@ def _no_scales(sc, mn, d, dmin, out):
 
 @cache
 def repacker(name: str) -> Any:
-    """The compiled `repack(raw, first, step, out, spaced)` of a type."""
+    """The compiled `repack(raw, first, step, out, room)` of a type."""
     layout = DeviceLayout(TYPES[name])
     block = layout.block
     (low, _), *high = layout.planes

@@ -13,8 +13,6 @@ from bridge.cuda import device as devices
 from bridge.cuda.activations import COLUMNS, Records
 from bridge.cuda.matrix import DeviceMatrix, FloatMatrix
 
-from bridge.errors import BridgeError
-
 _TILE = 1 << 25  # weights dequantized at a time: 64 MB of halves
 _LARGEST = 8.0  # what tokens are scaled to
 
@@ -22,12 +20,11 @@ _LARGEST = 8.0  # what tokens are scaled to
 class Multiplier:
     """Products on a device: with precision "int8" x is rounded to 8 bits or to halves, with "f32" nothing is.
 
-    It owns the records of up to 8 tokens, so tensors that share one must use one stream at a time.
+    The records of x belong to the call, so that threads and streams can share it.
     """
 
     def __init__(self, device: devices.Device, precision: str):
         self.device, self.precision = device, precision
-        self._records: dict[int, Records] = {}
 
     def multiply(self, matrix: DeviceMatrix | FloatMatrix, x: Any, y: Any) -> None:
         """Queue y = x W^T for x [n, columns] of a float type and y float32 [n, rows]."""
@@ -47,23 +44,26 @@ class Multiplier:
                 halves = halves.clone()
             mma.launch(matrix, halves, out, stream, scale)
         else:
-            records = self._records_of(matrix, stream).quantize(x.contiguous(), n, stream)
+            records = self._records(matrix, n).quantize(x.contiguous(), n, stream)
             matvec.launch(matrix, records, devices.view(out), n, stream)
         if out is not y:
             y.copy_(out)
 
     def bind(self, matrix: DeviceMatrix, x: Any, y: Any) -> Callable[[int, int, int], None]:
         """A function (x, y, stream), of two addresses and a handle, that queues y = x W^T for arrays like these, n at
-        most 8. Not for the simulator."""
+        most 8, in the device's context. Not for the simulator."""
+        import torch
+
         n, stream = x.shape[0], self.device.stream()
-        records = self._records_of(matrix, stream)
+        records = self._records(matrix, n)
+        nbytes, place = records.buffer.nbytes, x.device
         quantize, multiply = records.bind(x, n, stream), matvec.bind(matrix, records, devices.view(y), n, stream)
 
         def run(x: int, y: int, stream: int) -> None:
-            quantize.point(0, x)
-            quantize(stream)
-            multiply.point(2, y)
-            multiply(stream)
+            memory = torch.empty(nbytes, dtype=torch.uint8, device=place)  # reused behind these launches
+            records = memory.data_ptr()
+            quantize(stream, (0, x), (1, records))
+            multiply(stream, (1, records), (2, y))
 
         return run
 
@@ -77,13 +77,8 @@ class Multiplier:
             return matrix.weight.dtype
         return torch.bfloat16 if x.dtype == torch.bfloat16 else torch.float16
 
-    def _records_of(self, matrix: DeviceMatrix, stream: Any) -> Records:
-        columns = matrix.columns
-        if columns not in self._records:
-            if devices.capturing(stream):
-                raise BridgeError(f"{matrix.name}: the stream is being captured; run the product once first")
-            self._records[columns] = Records(columns, COLUMNS, self.device, self.precision)
-        return self._records[columns]
+    def _records(self, matrix: DeviceMatrix, n: int) -> Records:
+        return Records(matrix.columns, n, self.device, self.precision, clear=False)
 
 
 def product(weight: Any, x: Any) -> Any:

@@ -37,7 +37,7 @@ class DeviceMatrix:
         self.device = device
         self.layout = DeviceLayout(TYPES[type])
         self.units = columns // UNIT
-        self.spaced = self.layout.spaced(rows, columns)
+        self.room = self.layout.room(rows, columns)
 
     @classmethod
     def upload(cls, tensors: QuantTensor | Sequence[QuantTensor], device: Any = None, interleave: bool = False) -> Self:
@@ -64,7 +64,7 @@ class DeviceMatrix:
                 raise BridgeError(f"{tensor.name}: {tensor.shape[0]} rows cannot alternate with {first.shape[0]}")
         rows, columns = sum(tensor.shape[0] for tensor in tensors), first.shape[1]
         layout = DeviceLayout(TYPES[first.type])
-        spaced = layout.spaced(rows, columns)
+        room = layout.room(rows, columns)
         if layout.nbytes(rows, columns) >= layout.largest:
             raise BridgeError(f"{first.name}: {rows} rows of {columns} are too many for one matrix on a GPU")
         what = " + ".join(tensor.name for tensor in tensors)
@@ -72,9 +72,9 @@ class DeviceMatrix:
         start = 0
         for number, tensor in enumerate(tensors):
             first_row, step = (number, len(tensors)) if interleave else (start, 1)
-            _repack(tensor, host, spaced, first_row, step)
+            _repack(tensor, host, room, first_row, step)
             if layout.factored:
-                _factors(tensor, host[layout.factors_at(spaced) :].view(np.float32), first_row, step)
+                _factors(tensor, host[layout.factors_at(room) :].view(np.float32), first_row, step)
             start += tensor.shape[0]
         names = [tensor.name for tensor in tensors]
         return cls(names, first.type, rows, columns, found.upload(host, what), found)
@@ -97,14 +97,14 @@ class DeviceMatrix:
         return f"DeviceMatrix({self.name!r}, {self.type}, {[self.rows, self.columns]}, {self.device})"
 
 
-def _repack(tensor: QuantTensor, host: np.ndarray, spaced: int, first: int, step: int) -> None:
+def _repack(tensor: QuantTensor, host: np.ndarray, room: int, first: int, step: int) -> None:
     """Rows of the tensor become rows first, first + step, ... of the matrix."""
     raw = tensor.raw.reshape(tensor.shape[0], -1)
     repack = repacker(tensor.type)
     height = max(1, _PART // raw.shape[1])
 
     def part(start: int) -> int:
-        bad = repack(raw[start : start + height], first + start * step, step, host, spaced)
+        bad = repack(raw[start : start + height], first + start * step, step, host, room)
         return bad if bad < 0 else start + bad
 
     threads = min(usable_cpus(), 16)

@@ -45,11 +45,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from bridge.cuda.activations import FLOAT_RECORD, FLOAT_TILE, RECORD, TILE, Records, store, store_exact
+from bridge.cuda.compiler import recipe
 from bridge.cuda.intrinsics import (
     bits,
     bits_float,
@@ -138,7 +138,7 @@ int32 = np.int32
 float32 = np.float32
 
 
-def _product(weights, sixteenth, x, y, bias, rows, units, sums, eps, counters, gain, squares, made):
+def _product(weights, room_16, x, y, bias, rows, units, sums, eps, counters, gain, squares, made):
     lane = thread_x()
     warp = thread_y()
     start = mad(block_x(), WARPS // SPLIT * ROWS, mad(bits(warp, SPLIT_LOG, 31), ROWS, 0))
@@ -159,12 +159,12 @@ def _product(weights, sixteenth, x, y, bias, rows, units, sums, eps, counters, g
         if begin < end:
             for u in unroll(UNITS):
                 for r in unroll(ROWS):
-                    prefetch(weights, sixteenth, mad(end, r, int32(base + begin + LANES * u)))
+                    prefetch(weights, room_16, mad(end, r, int32(base + begin + LANES * u)))
         launches_wait()
     while begin < end:
         for u in unroll(UNITS):
             for r in unroll(ROWS):
-                held[u, r] = load(weights, sixteenth, mad(end, r, int32(base + begin + LANES * u)))
+                held[u, r] = load(weights, room_16, mad(end, r, int32(base + begin + LANES * u)))
         for u in unroll(UNITS):
             # the next row or zeros follow the end of a row; the records of x hold zeros there
             tile = int32(bits(begin, 5, 0x07FFFFFF) + u)
@@ -229,15 +229,15 @@ def _product(weights, sixteenth, x, y, bias, rows, units, sums, eps, counters, g
         for r in unroll(ROWS):
             total[r, 0] *= inverse
     if bits(lane, 0, LANES - 1) == 0 and bits(warp, 0, SPLIT - 1) == 0:
-        own = start
+        first_row = start
         start = min(start, int32(rows - ROWS))
         if FACTORED:
             for r in unroll(ROWS):
-                weight[r] = factor(weights, sixteenth, int32(start + r))
+                weight[r] = factor(weights, room_16, int32(start + r))
                 for c in unroll(TOKENS):
                     total[r, c] *= weight[r]
         for r in unroll(ROWS):
-            if int32(start + r) >= own:
+            if int32(start + r) >= first_row:
                 for c in unroll(TOKENS):
                     if c + first < COLUMNS:
                         value = total[r, c]
@@ -272,7 +272,7 @@ def _product(weights, sixteenth, x, y, bias, rows, units, sums, eps, counters, g
             put(value, group, 0, made)
 
 
-@cache
+@recipe
 def kernel(type: str, n: int, shape: MatvecShape, exact: bool, epilogue: str, dependent: bool = False) -> Any:
     """The kernel of a type for n columns; `epilogue` is "", or names: "bias" and "accumulate", or "silu"; for one
     column also "normed", and "recorded" or "recorded_gain". A `dependent` one (launch.py) fetches the first weights
@@ -284,7 +284,7 @@ def kernel(type: str, n: int, shape: MatvecShape, exact: bool, epilogue: str, de
     fused = "normed" in epilogue or "recorded" in epilogue
     if fused and (n > 1 or (32 << ("silu" in epilogue)) % (shape.warps // shape.split * shape.rows)):
         raise BridgeError(f"{type}: {n} columns, {shape} and records of 32 rows do not go together")
-    own = functions(type)
+    formulas = functions(type)
     suffix = f"{type}_{n}_{'f32' if exact else 'int8'}_{'_'.join(map(str, shape))}{epilogue and '_'}{epilogue}"
     suffix += "_dependent" * dependent
     # what the previous launch writes changes while a dependent kernel runs
@@ -297,8 +297,9 @@ def kernel(type: str, n: int, shape: MatvecShape, exact: bool, epilogue: str, de
         LANES=32 if n <= COLUMNS_OF_A_LANE else 16, LANES_LOG=5 if n <= COLUMNS_OF_A_LANE else 4,
         ROWS=shape.rows, UNITS=shape.units, SPLIT=shape.split, SPLIT_LOG=shape.split.bit_length() - 1,
         WARPS=shape.warps, EXACT=exact, ACCUMULATE="accumulate" in epilogue, BIAS="bias" in epilogue,
-        SILU="silu" in epilogue, FACTORED=own.layout.factored, load=own.load, prefetch=own.prefetch,
-        unpack=own.unpack, integer=own.integer, line=own.line, lifted=own.lifted, factor=own.factor, **x,
+        SILU="silu" in epilogue, FACTORED=formulas.layout.factored, load=formulas.load, prefetch=formulas.prefetch,
+        unpack=formulas.unpack, integer=formulas.integer, line=formulas.line, lifted=formulas.lifted,
+        factor=formulas.factor, **x,
     )  # fmt: skip
     more = ", float32[::1], float32, int32[::1], float32[::1], float32[::1], uint8[::1]" if fused else ""
     signature = f"void(uint8[::1], int64, uint8[::1], float32[:,::1], float32[::1], int64, int64{more})"
@@ -377,7 +378,8 @@ def _launch(
         placeholder = matrix.device.placeholder()
         more = (placeholder, np.float32(0)) if normed is None else (normed.sums, np.float32(normed.eps))
         if recorded is None:
-            more += placeholder.view(np.int32), placeholder, placeholder, placeholder.view(np.uint8)
+            none = matrix.device.placeholder
+            more += none("int32"), placeholder, placeholder, none("uint8")
         else:
             names.append("recorded" if recorded.gain is None else "recorded_gain")
             gain = (placeholder, placeholder) if recorded.gain is None else (recorded.gain, recorded.squares)
@@ -389,7 +391,7 @@ def _launch(
         (32, shape.warps),
         stream,
         matrix.buffer,
-        matrix.spaced // 16,
+        matrix.room // 16,
         records.buffer,
         y,
         matrix.device.placeholder() if bias is None else bias,

@@ -34,11 +34,11 @@ so that 16 warps run at once. Scales and other small fields, of which a row take
 the L1 cache for the next steps.
 """
 
-from functools import cache
 from typing import Any, NamedTuple
 
 import numpy as np
 from bridge.cuda import device as devices
+from bridge.cuda.compiler import recipe
 from bridge.cuda.intrinsics import (
     bits,
     block_x,
@@ -101,7 +101,7 @@ class MMAShape(NamedTuple):
     parts: int
 
 
-def _product(weights, sixteenth, x, scale, y, bias, rows, units, tokens, per):
+def _product(weights, room_16, x, scale, y, bias, rows, units, tokens, per):
     lane = thread_x()
     warp = thread_y()
     t = bits(lane, 0, 3)
@@ -137,7 +137,7 @@ def _product(weights, sixteenth, x, scale, y, bias, rows, units, tokens, per):
     held = registers()
     ahead = registers()
     for r in unroll(2):
-        held[r] = load(weights, sixteenth, min(mad(end, 8 * r, at), last))
+        held[r] = load(weights, room_16, min(mad(end, 8 * r, at), last))
         ahead[r] = held[r]
     place = or_(mad(g, 16, t), shl(bits(g, 0, 1), 2))
     buffer = int32(0)
@@ -147,7 +147,7 @@ def _product(weights, sixteenth, x, scale, y, bias, rows, units, tokens, per):
     while step < stop:
         at = mad(at, 1, 4)
         if int32(step + 1) < stop:
-            ahead[0] = load(weights, sixteenth, min(at, last))
+            ahead[0] = load(weights, room_16, min(at, last))
         copies_wait()
         cuda.syncthreads()
         if int32(step + 2) < stop:
@@ -166,7 +166,7 @@ def _product(weights, sixteenth, x, scale, y, bias, rows, units, tokens, per):
         for j in unroll(4):
             if j == 2:  # noqa: SIM102  # not earlier, for want of registers
                 if int32(step + 1) < stop:
-                    ahead[1] = load(weights, sixteenth, min(mad(end, 8, at), last))
+                    ahead[1] = load(weights, room_16, min(mad(end, 8, at), last))
             for i in unroll(2):
                 for r in unroll(2):
                     quad = lifted[2 * ORDER[j] + i](held[r], lines[r])
@@ -244,7 +244,7 @@ def choose_shape(matrix: DeviceMatrix, n: int) -> MMAShape:
     return MMAShape(warps, -(-steps // -(-steps // parts)))
 
 
-@cache
+@recipe
 def kernel(type: str, kind: str, tiles: int, warps: int, ragged: bool, epilogue: str) -> Any:
     """The kernel of a type for up to 8 * tiles tokens of "f16" or "bf16".
 
@@ -252,11 +252,11 @@ def kernel(type: str, kind: str, tiles: int, warps: int, ragged: bool, epilogue:
     """
     from bridge.cuda.launch import Kernel
 
-    own = functions(type)
+    formulas = functions(type)
     expanded = expand(
         _product, f"mma_{type}_{kind}_{tiles}_{warps}{'_ragged' * ragged}{epilogue and '_'}{epilogue}",
-        TILES=tiles, WARPS=warps, RAGGED=ragged, **_epilogue(epilogue), load=own.load_rows,
-        line=own.line_exact, lifted=own.lifted_exact, mma=mma_f16 if kind == "f16" else mma_bf16,
+        TILES=tiles, WARPS=warps, RAGGED=ragged, **_epilogue(epilogue), load=formulas.load_rows,
+        line=formulas.line_exact, lifted=formulas.lifted_exact, mma=mma_f16 if kind == "f16" else mma_bf16,
         pack=pack_f16 if kind == "f16" else pack_bf16,
     )  # fmt: skip
     arrays = "int16[:,::1], float32[::1], float32[:,::1], float32[::1]"
@@ -264,7 +264,7 @@ def kernel(type: str, kind: str, tiles: int, warps: int, ragged: bool, epilogue:
     return Kernel(expanded, signature, MAX_REGISTERS if warps == _MOST_WARPS else _ALL_REGISTERS, OLDEST)
 
 
-@cache
+@recipe
 def combiner(parts: int, epilogue: str) -> Any:
     """The kernel that adds up parts; `epilogue` names "scaled", "bias" and "accumulate"."""
     from bridge.cuda.launch import Kernel
@@ -308,7 +308,7 @@ def launch(
         (32, warps),
         stream,
         matrix.buffer,
-        matrix.spaced // 16,
+        matrix.room // 16,
         devices.view(x),
         scales,
         sums,

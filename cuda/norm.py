@@ -8,11 +8,11 @@ reads the records, and no extra launch has to make them.
 """
 
 import math
-from functools import cache
 from typing import Any
 
 import numpy as np
 from bridge.cuda.activations import store, store_exact
+from bridge.cuda.compiler import recipe
 from bridge.cuda.intrinsics import launch_dependents, launches_wait, warp_sum
 from bridge.cuda.launch import Kernel
 from bridge.cuda.unroll import expand, unroll
@@ -71,7 +71,7 @@ def _silu(gate_up, y, records, inner):
     put(value, i >> 5, 0, records)
 
 
-@cache
+@recipe
 def norm_kernel(hidden: int, exact: bool, dependent: bool = False) -> Kernel:
     """norm(x, weight, y, records, eps): x f32 [hidden] -> y and its records. One block; hidden a multiple of 32."""
     block = norm_threads(hidden)
@@ -84,7 +84,7 @@ def norm_kernel(hidden: int, exact: bool, dependent: bool = False) -> Kernel:
     return Kernel(function, signature, dependent=dependent)
 
 
-@cache
+@recipe
 def silu_kernel(exact: bool, dependent: bool = False) -> Kernel:
     """silu(gate_up, y, records, inner): f32 [2 * inner], gate first -> y and its records; inner a multiple of 32."""
     function = expand(

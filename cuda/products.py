@@ -172,4 +172,4 @@ class Gated:
             gate, up = both[:, ::2], both[:, 1::2]
         else:
             gate, up = self.stack.multiply(x).split(self.inner, dim=1)
-        return torch.nn.functional.silu(gate) * up
+        return torch.nn.functional.silu(gate).mul_(up)

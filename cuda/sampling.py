@@ -9,14 +9,16 @@ Both end a decode step: the token becomes state[TOKEN], which the next step's em
 `draw` works on scores in descending order (all of them, or the top_k): each thread holds a stretch of them, and
 sums over stretches say in which one a bound lies. Weights and sums are float64, as on the CPU, and the uniform
 numbers come from the host's generator, so that equal logits and seeds give equal tokens.
+
+A NaN or an infinity among the logits gives token -1, which the host takes for an error; torch sorts NaN before all.
 """
 
 import math
 from collections.abc import Callable
-from functools import cache
 
 import numpy as np
 from bridge.cuda.attention import POSITION, STEP, TOKEN
+from bridge.cuda.compiler import recipe
 from bridge.cuda.intrinsics import launch_dependents, launches_wait
 from bridge.cuda.launch import Kernel
 from bridge.cuda.unroll import expand
@@ -37,23 +39,25 @@ float64 = np.float64
 int32 = np.int32
 
 
-def _finish(token, state, made):
-    """One thread ends the step."""
-    state[TOKEN] = token
+def _finish(token, best, state, made):
+    """One thread ends the step. If the best logit is not finite, the token is -1, and the next step reads token 0."""
+    if not abs(best) < float32(np.inf):
+        token = int32(-1)
+    state[TOKEN] = max(token, int32(0))
     made[state[STEP]] = token
     state[STEP] += int32(1)
     state[POSITION] += int32(1)
 
 
-def _reduce(top, place, thread, threads):
-    """Move the largest of `top`, the first of equals, and its place to word 0. Threads must be a power of two."""
+def _reduce(top, index, thread, threads):
+    """Move the largest of `top`, the first of equals, and its index to word 0. Threads must be a power of two."""
     width = threads >> 1
     while width > 0:
         if thread < width:
             other = top[thread + width]
-            if other > top[thread] or (other == top[thread] and place[thread + width] < place[thread]):
+            if other > top[thread] or (other == top[thread] and index[thread + width] < index[thread]):
                 top[thread] = other
-                place[thread] = place[thread + width]
+                index[thread] = index[thread + width]
         cuda.syncthreads()
         width >>= 1
 
@@ -76,28 +80,31 @@ reduce = cuda.jit(device=True)(_reduce)
 shared_sums = cuda.jit(device=True)(_shared_sums)
 
 
-def _greedy(logits, vocab, tops, places, counter, state, made):
+def _greedy(logits, vocab, tops, indices, counter, state, made):
     if DEPENDENT:
         launch_dependents()
         launches_wait()
     top = cuda.shared.array(THREADS, float32)
-    place = cuda.shared.array(THREADS, int32)
+    index = cuda.shared.array(THREADS, int32)
     flag = cuda.shared.array(1, int32)
     thread = int32(cuda.threadIdx.x)
     blocks = int32(cuda.gridDim.x)
     best = float32(-np.inf)
     at = int32(0)
     for i in range(int32(cuda.blockIdx.x) * THREADS + thread, vocab, blocks * THREADS):
-        if logits[i] > best:
-            best = logits[i]
+        value = logits[i]
+        if not value < float32(np.inf):  # infinite, or NaN, which is larger than nothing
+            value = float32(np.inf)
+        if value > best:
+            best = value
             at = int32(i)
     top[thread] = best
-    place[thread] = at
+    index[thread] = at
     cuda.syncthreads()
-    reduce(top, place, thread, THREADS)
+    reduce(top, index, thread, THREADS)
     if thread == 0:
         tops[cuda.blockIdx.x] = top[0]
-        places[cuda.blockIdx.x] = place[0]
+        indices[cuda.blockIdx.x] = index[0]
         cuda.threadfence()
         flag[0] = int32(cuda.atomic.add(counter, 0, int32(1)) == blocks - 1)
     cuda.syncthreads()
@@ -105,12 +112,12 @@ def _greedy(logits, vocab, tops, places, counter, state, made):
         return
     cuda.threadfence()
     top[thread] = tops[thread] if thread < blocks else float32(-np.inf)
-    place[thread] = places[thread] if thread < blocks else int32(0)
+    index[thread] = indices[thread] if thread < blocks else int32(0)
     cuda.syncthreads()
-    reduce(top, place, thread, THREADS)
+    reduce(top, index, thread, THREADS)
     if thread == 0:
         counter[0] = int32(0)
-        finish(place[0], state, made)
+        finish(index[0], top[0], state, made)
 
 
 def _draw(scores, tokens, count, how, uniform, state, made):
@@ -146,7 +153,7 @@ def _draw(scores, tokens, count, how, uniform, state, made):
     kept = max(found[0], int32(1))
     cuda.syncthreads()
 
-    # the draw, among what is left: the first place where the sum of weights passes a share of it
+    # the draw, among what is left: the first index where the sum of weights passes a share of it
     if thread == 0:
         found[0] = kept - int32(1)
     part = float64(0)
@@ -162,7 +169,7 @@ def _draw(scores, tokens, count, how, uniform, state, made):
     cuda.atomic.min(found, 0, drawn)
     cuda.syncthreads()
     if thread == 0:
-        finish(int32(tokens[found[0]]), state, made)
+        finish(int32(tokens[found[0]]), scores[0], state, made)
 
 
 def greedy_blocks(vocab: int) -> int:
@@ -170,16 +177,16 @@ def greedy_blocks(vocab: int) -> int:
     return min(GREEDY_BLOCKS, -(-vocab // (4 * GREEDY_THREADS)))
 
 
-@cache
+@recipe
 def greedy_kernel(threads: int, dependent: bool = False) -> Kernel:
-    """greedy(logits f32 [vocab], vocab, tops f32 and places int32, a word per block, counter int32 [1], 0 before and
+    """greedy(logits f32 [vocab], vocab, tops f32 and indices int32, a word per block, counter int32 [1], 0 before and
     after, state, made)."""
     words = "int32[::1]"
     signature = f"void(float32[::1], int32, float32[::1], {words}, {words}, {words}, {words})"
     return _kernel(_greedy, threads, signature, dependent)
 
 
-@cache
+@recipe
 def draw_kernel(threads: int, dependent: bool = False) -> Kernel:
     """draw(scores f32 [count], descending, tokens int64, count, how f64 [3], uniform f64 [steps], state, made)."""
     signature = "void(float32[::1], int64[::1], int32, float64[::1], float64[::1], int32[::1], int32[::1])"

@@ -70,38 +70,34 @@ steps: Any = None
 signed: Any = None
 
 
-def _load(weights, sixteenth, at):
-    """All words of the unit with number `at`: codes, then scales, then halves; `sixteenth` is spaced / 16."""
+def _load(weights, room_16, at):
+    """All words of the unit with number `at`: codes, then scales, then halves; `room_16` is layout.room / 16."""
     word = registers()
     for p in unroll(PIECES):
         if PIECE_WORDS[p] == 4:
-            quad = stream_16(weights, mad(sixteenth, PIECE_AT[p], at))
+            quad = stream_16(weights, mad(room_16, PIECE_AT[p], at))
             for i in unroll(4):
                 word[PIECE_FIRST[p] + i] = quad[i]
         elif PIECE_WORDS[p] == 2:
-            pair = stream_8(weights, mad(sixteenth, 2 * PIECE_AT[p], at))
+            pair = stream_8(weights, mad(room_16, 2 * PIECE_AT[p], at))
             for i in unroll(2):
                 word[PIECE_FIRST[p] + i] = pair[i]
         else:
-            word[PIECE_FIRST[p]] = stream_4(weights, mad(sixteenth, 4 * PIECE_AT[p], at))
+            word[PIECE_FIRST[p]] = stream_4(weights, mad(room_16, 4 * PIECE_AT[p], at))
     if WHOLE:
-        quad = ahead_16(weights, mad(sixteenth, SCALES_AT, bits(at, BLOCK_LOG, 0x7FFFFFFF)))
+        quad = ahead_16(weights, mad(room_16, SCALES_AT, bits(at, BLOCK_LOG, 0x7FFFFFFF)))
         for i in unroll(4):
             word[CODE_WORDS + i] = quad[i]
     elif K:
-        word[CODE_WORDS] = ahead_2(weights, mad(sixteenth, 8 * SCALES_AT, at))
+        word[CODE_WORDS] = ahead_2(weights, mad(room_16, 8 * SCALES_AT, at))
     if TABLED and TWO:
-        word[CODE_WORDS + SCALE_WORDS] = ahead_2(weights, mad(sixteenth, HALVES_AT // 2, at))
+        word[CODE_WORDS + SCALE_WORDS] = ahead_2(weights, mad(room_16, HALVES_AT // 2, at))
     elif TABLED:
-        word[CODE_WORDS + SCALE_WORDS] = ahead_1(weights, mad(sixteenth, HALVES_AT, at))
+        word[CODE_WORDS + SCALE_WORDS] = ahead_1(weights, mad(room_16, HALVES_AT, at))
     elif HALF_BYTES == 4:
-        word[CODE_WORDS + SCALE_WORDS] = ahead_4(
-            weights, mad(sixteenth, HALVES_AT // 4, bits(at, BLOCK_LOG, 0x7FFFFFFF))
-        )
+        word[CODE_WORDS + SCALE_WORDS] = ahead_4(weights, mad(room_16, HALVES_AT // 4, bits(at, BLOCK_LOG, 0x7FFFFFFF)))
     elif HALF_BYTES == 2:
-        word[CODE_WORDS + SCALE_WORDS] = ahead_2(
-            weights, mad(sixteenth, HALVES_AT // 2, bits(at, BLOCK_LOG, 0x7FFFFFFF))
-        )
+        word[CODE_WORDS + SCALE_WORDS] = ahead_2(weights, mad(room_16, HALVES_AT // 2, bits(at, BLOCK_LOG, 0x7FFFFFFF)))
     return gathered(word, HELD)
 
 
@@ -272,9 +268,9 @@ def _lifted(held, line):
     return gathered(value, 4)
 
 
-def _factor(weights, sixteenth, row):
+def _factor(weights, room_16, row):
     """The factor of a row."""
-    return bits_float(stream_4(weights, mad(sixteenth, FACTORS_AT // 4, row)))
+    return bits_float(stream_4(weights, mad(room_16, FACTORS_AT // 4, row)))
 
 
 def _constants(layout: DeviceLayout) -> dict[str, Any]:
@@ -291,7 +287,7 @@ def _constants(layout: DeviceLayout) -> dict[str, Any]:
     eight = layout.code_bits == 8
     zero = 0 if eight else block.lift  # eight bits are kept as int8
     bits = (max(block.values) + zero).bit_length() if block.values else layout.code_bits
-    spaced = 1 << 20
+    room = 1 << 20
     return {
         "PIECES": len(layout.pieces),
         "PIECE_WORDS": tuple(layout.pieces),
@@ -308,9 +304,9 @@ def _constants(layout: DeviceLayout) -> dict[str, Any]:
         "HELD": first + scale_words + (layout.half_bytes > 0),
         "BLOCK_LOG": layout.units_per_block.bit_length() - 1,
         "SCALES_AT": layout.scales_at,
-        "HALVES_AT": layout.halves_at(spaced) * 16 // spaced,
+        "HALVES_AT": layout.halves_at(room) * 16 // room,
         "HALF_BYTES": layout.half_bytes,
-        "FACTORS_AT": layout.factors_at(spaced) * 16 // spaced,
+        "FACTORS_AT": layout.factors_at(room) * 16 // room,
         "K": block.is_k,
         "MINS": block.has_min,
         "WIDE": block.sum_span == 32,

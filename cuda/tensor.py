@@ -6,15 +6,14 @@
 Products are queued on torch's current stream and can be captured in a CUDA graph, once they have run before. Up to 8
 columns of x the weights stay quantized; up to 64 they become halves in the registers of tensor cores; for more, rows
 become f16 or bf16 tiles for torch's matrix product (matmul.py).
-F32, F16 and BF16 tensors stay as they are, and torch multiplies with them. A tensor has one buffer for the rounded x:
-multiply with it on one stream at a time.
+F32, F16 and BF16 tensors stay as they are, and torch multiplies with them. Threads and streams may share a tensor: what
+a product needs besides the weights belongs to the call.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
-from weakref import WeakValueDictionary
 
 from bridge.cuda import dequantize, matvec
 from bridge.cuda import device as devices
@@ -25,16 +24,6 @@ from bridge.cuda.matrix import KINDS, DeviceMatrix, FloatMatrix
 from bridge.errors import BridgeError
 from bridge.runtime.quant_tensor import QuantTensor
 from bridge.system.operands import Product, check_indices, check_input, check_out, check_precision, is_torch
-
-_moved: WeakValueDictionary[tuple[int, devices.Device], CudaTensor] = WeakValueDictionary()  # by the id of the source
-
-
-def moved(tensor: QuantTensor, device: devices.Device) -> CudaTensor:
-    """The tensor on a GPU: the one that is still referenced, or a new one."""
-    found = _moved.get((id(tensor), device))
-    if found is None:
-        found = _moved[id(tensor), device] = CudaTensor(tensor, device)
-    return found
 
 
 class CudaTensor(Product):
@@ -84,9 +73,13 @@ class CudaTensor(Product):
 
     def to(self, device: Any) -> Any:
         """The tensor on another device; "cpu" gives the QuantTensor it came from."""
-        if str(device) == "cpu":
-            return self._source
-        return moved(self._source, devices.require(device))
+        return self._source if str(device) == "cpu" else moved(self._source, device)
+
+    def __deepcopy__(self, memo: Any) -> CudaTensor:
+        return self  # nothing changes the weights, so copies share them
+
+    def __reduce__(self) -> Any:
+        return moved, (self._source, self.device)
 
     # products
 
@@ -103,7 +96,8 @@ class CudaTensor(Product):
         """Y = X W^T for X [tokens, in]: Y float32 [tokens, out]. Otherwise as `matvec`.
 
         Beyond 8 tokens quantized weights are rounded to x's type (to float16 for float32 x, or not at all with "f32")
-        and x is not rounded to 8 bits. Without `out`, X may have more dimensions, [batch, tokens, in].
+        and x is not rounded to 8 bits. With "f32" torch then multiplies in TF32 where its own settings allow that, as
+        for any float32. Without `out`, X may have more dimensions, [batch, tokens, in].
         """
         if out is None and getattr(x, "ndim", 2) > 2 and x.shape[-1] == self.shape[-1]:
             return self._product(x.reshape(-1, x.shape[-1]), None, precision, 2).reshape(*x.shape[:-1], self.shape[0])
@@ -139,7 +133,7 @@ class CudaTensor(Product):
         import torch
 
         place = self._place
-        if x.device != place or not x.is_contiguous() or torch.cuda.current_device() != place.index:
+        if x.device != place or not x.is_contiguous():
             return None
         if out is None:
             shape = (*x.shape[:-1], self.shape[0])
@@ -152,7 +146,8 @@ class CudaTensor(Product):
             or not out.is_contiguous()
         ):
             return None
-        bound(x.data_ptr(), out.data_ptr(), torch.cuda.current_stream(place).cuda_stream)
+        with self.matrix.device.active():
+            bound(x.data_ptr(), out.data_ptr(), torch.cuda.current_stream(place).cuda_stream)
         return out
 
     def _check_place(self, what: str, tensor: Any) -> None:
@@ -190,14 +185,31 @@ class CudaTensor(Product):
         return out
 
     def rows(self, indices: Any) -> Any:
-        """Rows of the matrix (an embedding look-up) for integer indices [n]: float32 [n, in] on the device."""
+        """Rows of the matrix (an embedding look-up) for integer indices [n]: float32 [n, in] on the device.
+
+        Indices on the device are not waited for: a row that the matrix does not have is NaN. Others raise BridgeError.
+        """
         import torch
 
         place = devices.torch_device(self.matrix.device)
         chosen = torch.as_tensor(indices)
-        check_indices(self, chosen, not chosen.dtype.is_floating_point and chosen.dtype != torch.bool)
-        chosen = chosen.to(place, torch.int32).contiguous()
+        there = is_torch(indices) and str(chosen.device) == place
+        integers = not chosen.dtype.is_floating_point and chosen.dtype != torch.bool
+        check_indices(self, chosen, integers, read=not there)
+        chosen = chosen.to(place, torch.int64)
+        missing = (chosen < 0) | (chosen >= self.shape[0]) if there else None
+        if missing is not None:
+            chosen = chosen.masked_fill(missing, 0)
+        chosen = chosen.to(torch.int32).contiguous()
         out = torch.empty((len(chosen), self.shape[1]), device=place)
         with self.matrix.device.active():
             dequantize.rows(self.matrix, chosen, out, len(chosen), self.matrix.device.stream())
-        return out
+        return out if missing is None else out.masked_fill_(missing[:, None], float("nan"))
+
+
+def moved(tensor: QuantTensor, device: Any) -> CudaTensor:
+    """The tensor on a GPU: the one that is still referenced, or a new one."""
+    return _known.get(tensor, device)
+
+
+_known = devices.Moved(CudaTensor)

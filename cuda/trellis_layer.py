@@ -46,10 +46,13 @@ class CudaTrellisLayer:
 
     def to(self, device: Any) -> Any:
         """The layer on another device; "cpu" gives the TrellisLayer it came from."""
-        if str(device) == "cpu":
-            return self._source
-        found = devices.require(device)
-        return self if found == self._device else CudaTrellisLayer(self._source, found)
+        return self._source if str(device) == "cpu" else moved(self._source, device)
+
+    def __deepcopy__(self, memo: Any) -> "CudaTrellisLayer":
+        return self  # nothing changes the codes, so copies share them
+
+    def __reduce__(self) -> Any:
+        return moved, (self._source, self.device)
 
     def rows(self, indices: Any) -> np.ndarray:
         """float32 [n, in] on the CPU: rows of W."""
@@ -83,6 +86,14 @@ class CudaTrellisLayer:
         if rotations is not None:
             y = _rotated(y, rotations[1], False, place)
         return (y * self._sv)[:, :out].to(x.dtype)
+
+
+def moved(layer: TrellisLayer, device: Any) -> CudaTrellisLayer:
+    """The layer on a GPU: the one that is still referenced, or a new one."""
+    return _known.get(layer, device)
+
+
+_known = devices.Moved(CudaTrellisLayer)
 
 
 def _said(x: Any) -> str:

@@ -125,7 +125,7 @@ def expand(function: Callable[..., Any], suffix: str, without: tuple[str, ...] =
     """The function with its unrolled loops written out, named `function_suffix`, without some of its parameters.
 
     `scope` gives names values: numbers become constants, functions are called by that name. The suffix
-    must tell apart whatever differs, as a compiled function is cached under its name.
+    tells profilers and errors what it is.
     """
     assert isinstance(function, types.FunctionType)
     lines, first = inspect.getsourcelines(function)

@@ -2,14 +2,15 @@
 
     python scripts/gpu_check.py [--json gpu_check.json]
 
-Correctness comes first, in several processes at once, which also compiles the kernels that are timed later: products of
-all types against float64 (1 to 8 columns, rounded activations and floats, 9 to 64 columns on tensor cores, odd shapes,
-outputs poisoned before and guarded behind), epilogues, dequantization, the tensors' Python methods, QuantLinear with
-its gradient and compiled, trellis codes, and the model in tests/data against the CPU runtime and in transformers:
-captured steps against single launches, and overlapping launches against launches one after the other. Then times are
-measured on replays of CUDA graphs whose weights rotate beyond the L2 cache: read bandwidth, products, products of 16
-and 64 columns against dequantizing first, torch's f16 product, tokens of a synthetic 8B model with both ways of
-launching, and other launch configurations. The table comes last. Jobs for which no time is left are listed as not run.
+One product comes first: without it, nothing else is tried. Then comes correctness, in several processes at once, which
+also compiles the kernels that are timed later: products of all types against float64 (1 to 8 columns, rounded
+activations and floats, 9 to 64 columns on tensor cores, odd shapes, outputs poisoned before and guarded behind),
+epilogues, dequantization, the tensors' Python methods, QuantLinear with its gradient and compiled, products in many
+threads and streams, trellis codes, and the model in tests/data against the CPU runtime and in transformers: captured
+steps against single launches, and overlapping launches against launches one after the other. Then times are measured on
+replays of CUDA graphs whose weights rotate beyond the L2 cache: read bandwidth, products, products of 16 and 64 columns
+against dequantizing first, torch's f16 product, tokens of a synthetic 8B model with both ways of launching, and other
+launch configurations. The table comes last. Jobs for which no time is left are listed as not run.
 The exit code is 1 if a result is wrong or below its bar, or if a check or a bar was not run; 2 if nothing can be
 checked.
 """
@@ -31,7 +32,7 @@ FOR_CORRECTNESS = 0.6  # at most this share of it
 def main(arguments: Sequence[str] | None = None) -> int:
     options = parser(__doc__, "--json", json={"default": Path("gpu_check.json")})
     options.add_argument("--seconds", type=float, default=BUDGET, help="limit for the whole run; default: %(default)s")
-    options.add_argument("--jobs", nargs="+", help=argparse.SUPPRESS)
+    options.add_argument("--jobs", action="store_true", help=argparse.SUPPRESS)
     begun = time.monotonic()
     a = options.parse_args(arguments)
     if (reason := missing()) is not None:
@@ -40,13 +41,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from gpu_checks import jobs, runner
 
     if a.jobs:
-        runner.work(a.jobs, jobs.run)
+        runner.work(jobs.run)
         return 0
     return check(a.json, begun, a.seconds)
 
 
 def check(out: Path, begun: float, seconds: float) -> int:
-    """All jobs, the table, and the JSON, written anew after each part; `begun` is a time.monotonic()."""
+    """All jobs, the table, and the JSON, written anew after each job; `begun` is a time.monotonic()."""
     from gpu_checks import jobs, report, runner
 
     found: dict[str, Any] = {"machine": machine(), "correctness": {}, "times": {}}
@@ -54,6 +55,8 @@ def check(out: Path, begun: float, seconds: float) -> int:
 
     def show(job: str, result: dict[str, Any]) -> None:
         print(report.shown(job, result), flush=True)
+        found["times" if job.startswith("time/") else "correctness"][job] = result
+        save()  # what is known if this run is cut short
 
     def save(**more: Any) -> None:
         found.update(seconds=time.monotonic() - begun, **more)
@@ -64,6 +67,10 @@ def check(out: Path, begun: float, seconds: float) -> int:
     except OSError as problem:
         print(f"no check: {problem}", file=sys.stderr)
         return 2
+    first = runner.in_turn([jobs.FIRST], begun + seconds, show)[jobs.FIRST]
+    if "late" not in first and first.get("wrong", True):
+        print("no more is checked, as not even one product works", flush=True)
+        return 1
     save(correctness=runner.at_once(jobs.CORRECT, begun + FOR_CORRECTNESS * seconds, show))
     save(times=runner.in_turn(jobs.TIMES, begun + seconds, show))
     everything = found["correctness"] | found["times"]

@@ -14,8 +14,11 @@ TOKENS = ("Q4_K", "Q6_K", "Q8_0")  # timed with many tokens
 LINEARS = ("Q4_K", "Q8_0")
 CACHES = ("f16", "q8_0", "f32")
 
+FIRST = "correct/one"  # a product, and if that is wrong nothing else is tried
+
 # the longest first
-CORRECT = ["correct/model", "correct/tensors", *(f"correct/configurations/{type}" for type in products.TRIED)]
+CORRECT = ["correct/model", "correct/tensors", "correct/threads"]
+CORRECT += [f"correct/configurations/{type}" for type in products.TRIED]
 CORRECT += [f"correct/tokens/{type}" for type in TYPES if type not in OTHERWISE]
 CORRECT += [f"correct/products/{type}/{precision}" for precision in ("int8", "f32") for type in TYPES]
 
@@ -44,6 +47,8 @@ _KNOWN = {
         "load": linears.check_load,
         "trellis": trellis.check,
         "tensors": products.check_tensors,
+        "one": products.check_one,
+        "threads": products.check_threads,
         "configurations": products.check_configurations,
     },
     "time": {

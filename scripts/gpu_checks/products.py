@@ -1,5 +1,7 @@
 """Correctness of products: all types against float64, with outputs poisoned before and guarded behind."""
 
+import copy
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -17,6 +19,7 @@ SHAPES = [(1, 256), (3, 512), (129, 1280), (1000, 2304), (2050, 4096)]
 SMALL_BLOCKS = [(5, 32), (131, 96)]  # added where a block has 32 columns
 EPILOGUES = (1000, 2304)
 COLUMNS = range(1, 9)
+THREADS, PRODUCTS = 8, 200  # products of each thread
 ROWS_OF_CONFIGURATIONS = 71
 TRIED = {"Q4_K": (1, 4), "Q6_K": (1, 4), "Q8_0": (1, 4), "Q4_0": (1,), "Q2_K": (1,), "Q3_K": (1,), "Q5_K": (1,),
          "Q4_1": (1,)}  # columns, with all configurations  # fmt: skip
@@ -150,6 +153,38 @@ def check_tensors() -> dict[str, Any]:
                     y = moved.matmul(torch.from_numpy(factor * x).to(torch_device(device)), precision=precision)
                     judge(f"{tensor.type} on the device, {n} columns, {precision}", y, factor * x @ weights.T, limit)
     return {"wrong": judge.wrong, "notes": f"largest relative error of floats {judge.worst:.1e}"}
+
+
+def check_one() -> dict[str, Any]:
+    """One product of one tensor."""
+    tensor, weights = random_matrix("Q4_0", 8, 64)
+    x, judge = np.arange(64, dtype=np.float32), Judge()
+    y = tensor.to("cuda").matvec(torch.from_numpy(x).to(torch_device(require("cuda"))), precision="f32")
+    judge("one product", y, weights @ x, 1e-5)
+    return {"wrong": judge.wrong, "notes": f"relative error {judge.worst:.1e}"}
+
+
+def check_threads() -> dict[str, Any]:
+    """Products with one tensor in many threads at once, of which each second one has a stream of its own."""
+    judge, device = Judge(), require("cuda")
+    tensor, weights = random_matrix("Q4_K", *EPILOGUES)
+    moved, place = copy.deepcopy(tensor.to(device)), torch_device(device)
+
+    def multiply(number: int) -> list[tuple[Any, np.ndarray]]:
+        rng = np.random.default_rng(number)
+        stream = torch.cuda.Stream() if number % 2 else torch.cuda.current_stream()
+        found = []
+        with torch.cuda.stream(stream):
+            for _ in range(PRODUCTS):
+                x = rng.standard_normal(EPILOGUES[1]).astype(np.float32)
+                found.append((moved.matvec(torch.from_numpy(x).to(place), precision="f32").cpu(), weights @ x))
+        return found
+
+    with ThreadPoolExecutor(THREADS) as pool:
+        for number, found in enumerate(pool.map(multiply, range(THREADS))):
+            for y, expected in found:
+                judge(f"thread {number}", y, expected, 1e-5)
+    return {"wrong": judge.wrong, "notes": f"largest relative error {judge.worst:.1e}"}
 
 
 def check_configurations(type: str) -> dict[str, Any]:

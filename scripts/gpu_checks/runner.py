@@ -1,8 +1,8 @@
 """Jobs in separate processes: a kernel that crashes ends only its own process.
 
-A process gets several jobs and reports each as a line on stdout. If it dies, its current job has failed and another
-process continues with the rest. When time is up it is killed: reported results stay, and the remaining jobs count as
-not run, not as failed.
+A process reads jobs, one a line, and answers each with a line on stdout. Several share one list, so that none waits
+while there is something to do. If one dies, its current job has failed and another process goes on with the rest. When
+time is up they are killed: reported results stay, and the remaining jobs count as not run, not as failed.
 """
 
 import json
@@ -12,8 +12,10 @@ import sys
 import tempfile
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -31,60 +33,86 @@ Result = dict[str, Any]  # of a job, {"failed": why}, or {"late": why} if it was
 Note = Callable[[str, Result], None]
 
 
-def work(jobs: Sequence[str], known: Callable[[str], Result]) -> None:
-    """A process's work: its jobs, one after the other; the first failure ends it."""
-    for job in jobs:
+def work(known: Callable[[str], Result]) -> None:
+    """A process's work: jobs from standard input, one after the other; the first failure ends it."""
+    for line in sys.stdin:
+        job = line.strip()
         print(f"\n{_MARK}{json.dumps([job, known(job)])}", flush=True)
 
 
 def at_once(jobs: Sequence[str], until: float, show: Note) -> dict[str, Result]:
-    """Results of jobs, each in a process, several at a time, until time.monotonic() is `until`."""
-    with ThreadPoolExecutor(PROCESSES) as pool:
-        found = list(pool.map(lambda job: in_turn([job], until, show), jobs))
-    return {job: result for results in found for job, result in results.items()}
+    """Results of jobs by several processes, which begin them in this order, until time.monotonic() is `until`."""
+    return _results(jobs, until, show, PROCESSES)
 
 
 def in_turn(jobs: Sequence[str], until: float, show: Note) -> dict[str, Result]:
     """Results of jobs, one after the other, in one process as long as none fails."""
-    results: dict[str, Result] = {}
+    return _results(jobs, until, show, 1)
+
+
+def _results(jobs: Sequence[str], until: float, show: Note, processes: int) -> dict[str, Result]:
+    left, results, lock = deque(jobs), dict[str, Result](), threading.Lock()
 
     def note(job: str, result: Result) -> None:
-        results[job] = result
-        show(job, result)
+        with lock:
+            results[job] = result
+            show(job, result)
 
-    while left := [job for job in jobs if job not in results]:
-        if time.monotonic() + _SHORTEST > until:
-            for job in left:
-                note(job, {"late": LATE})
-            break
-        end = process(left, until, note)
-        if (next_one := next((job for job in left if job not in results), None)) is not None:
-            note(next_one, end)
-    return results
+    def serve() -> None:
+        while left:
+            if time.monotonic() + _SHORTEST > until:
+                with suppress(IndexError):
+                    note(left.popleft(), {"late": LATE})
+            else:
+                process(left, until, note)
+
+    with ThreadPoolExecutor(processes) as pool:
+        for served in [pool.submit(serve) for _ in range(processes)]:
+            served.result()
+    return {job: results[job] for job in jobs}
 
 
-def process(jobs: Sequence[str], until: float, note: Note) -> Result:
-    """Run one process and note its reports; returns the result of the job at which it ended."""
+def process(left: deque[str], until: float, note: Note) -> None:
+    """Run one process on jobs from the list, and note its reports, until there are none or it ends."""
     with tempfile.TemporaryFile("w+", errors="replace") as errors:
+        pipe = subprocess.PIPE
         started = subprocess.Popen(
-            [*COMMAND, *jobs], stdout=subprocess.PIPE, stderr=errors, text=True, cwd=ROOT, env=_environment()
+            COMMAND, stdin=pipe, stdout=pipe, stderr=errors, text=True, cwd=ROOT, env=_environment()
         )
         timer = threading.Timer(max(0.0, until - time.monotonic()), started.kill)
         timer.start()
         try:
-            assert started.stdout is not None
-            for line in started.stdout:
-                if line.startswith(_MARK) and line.endswith("\n"):  # whole
-                    note(*json.loads(line.removeprefix(_MARK)))
-            code = started.wait()
+            while left:
+                try:
+                    job = left.popleft()
+                except IndexError:  # another process has taken it
+                    return
+                if (result := _answer(started, job)) is not None:
+                    note(job, result)
+                elif time.monotonic() >= until:
+                    return note(job, {"late": CUT})
+                else:
+                    errors.seek(0)
+                    said = " ".join(errors.read().split())[-1500:]
+                    return note(job, {"failed": f"exit code {started.wait()}: {said}"})
         finally:
             timer.cancel()
             started.kill()
-            started.wait()
-        if time.monotonic() >= until:
-            return {"late": CUT}
-        errors.seek(0)
-        return {"failed": f"exit code {code}: {' '.join(errors.read().split())[-1500:]}"}
+            started.communicate()
+
+
+def _answer(started: "subprocess.Popen[str]", job: str) -> Result | None:
+    """A process's report of a job; None where it ends without."""
+    assert started.stdin is not None
+    assert started.stdout is not None
+    with suppress(OSError):
+        print(job, file=started.stdin, flush=True)
+    for line in started.stdout:
+        if line.startswith(_MARK) and line.endswith("\n"):  # whole
+            result: Result = json.loads(line.removeprefix(_MARK))[1]
+            return result
+    started.wait()
+    return None
 
 
 def _environment() -> dict[str, str]:

@@ -16,7 +16,7 @@ from bridge.cuda.activations import Records
 from bridge.cuda.attention_shape import shape, spans
 from bridge.cuda.bench import Bench, read_bandwidth, seconds_from_memory
 from bridge.cuda.decoder import Decoder
-from bridge.cuda.device import require, view, zeros
+from bridge.cuda.device import require, torch_device, view, zeros
 from bridge.cuda.kv_cache import KVForm
 
 from bridge.runtime.bench import random_tensor
@@ -79,7 +79,7 @@ def attention(kind: str) -> dict[str, Any]:
     threads = shape(form, heads // kv_heads).threads
     state = zeros(device, attn.STATE, torch.int32)
     state[attn.POSITION] = length - 1
-    qkv = zeros(device, (heads + 2 * kv_heads) * head_dim)
+    qkv = torch.randn((heads + 2 * kv_heads) * head_dim, device=torch_device(device))
     angles = zeros(device, length * head_dim // 2)
     work = zeros(device, heads * count * head_dim), zeros(device, 2 * heads * count)
     counters, out = zeros(device, kv_heads, torch.int32), zeros(device, heads * head_dim)
@@ -88,6 +88,8 @@ def attention(kind: str) -> dict[str, Any]:
 
     def launch(i: int) -> Callable[[], None]:
         cache = [zeros(device, form.words(kv_heads * length), torch.int32) for _ in range(2)]
+        for part in cache:  # zeros would take less power, and clocks would be higher
+            form.store(part, 0, torch.randn((length, kv_heads, head_dim), device=part.device))
         arrays = [qkv, qkv, qkv, angles, angles, *cache, state, *work, counters, out]
         arguments = [*(view(array) for array in arrays), records, *numbers]
         return lambda: kernel.launch((kv_heads, count), threads, device.stream(), *arguments)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -105,7 +106,7 @@ def test_a_step_of_an_8b_model_is_at_most_170_launches(tmp_path: Path, monkeypat
     found = []
     with pretended_gpu(), monkeypatch.context() as patch:
         launched: list[bool] = []
-        patch.setattr(Kernel, "launch", lambda self, *given: launched.append(self.dependent))
+        patch.setattr(Kernel, "run", lambda self, *given: launched.append(self.dependent))
         for one in (file, mixed, floats):
             for dependent in (False, True) if one is file else (True,):
                 decoder = Decoder(one, read_config(one.metadata, one.path), 24, "f16", "int8", "cuda")
@@ -118,6 +119,32 @@ def test_a_step_of_an_8b_model_is_at_most_170_launches(tmp_path: Path, monkeypat
     # where torch multiplies (q of floats), the norm before it stays a launch
     assert found == [164, 164 + 32, 4 + 2 * 5 + 1]
     assert found[0] <= 170
+
+
+def test_prepare_compiles_what_generating_launches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from bridge.cuda.decoder import Decoder
+    from bridge.cuda.launch import Kernel
+
+    from bridge.runtime.decoder_config import read_config
+    from bridge.runtime.sampling import Sampler, Sampling
+
+    file = bridge.open_gguf(
+        write_decoder(tmp_path / "tiny.gguf", types={"": "Q4_0", "attn_v": "Q5_0", "output": "Q8_0"})
+    )
+    compiled: list[Any] = []
+    with pretended_gpu(), monkeypatch.context() as patch:
+        patch.setattr("bridge.cuda.device.packs", lambda: True)
+        patch.setattr("bridge.cuda.decoder.compile_all", lambda kernels, capability, progress: compiled.extend(kernels))
+        patch.setattr("bridge.cuda.decoder._LENGTHS", (1, 16, 65))
+        launched: list[Any] = []
+        patch.setattr(Kernel, "run", lambda self, *given: launched.append(self))
+        decoder = Decoder(file, read_config(file.metadata, file.path), 128, "f16", "int8", "cuda")
+        decoder.prepare()
+        assert not launched
+        for length, how in ((1, Sampling(0)), (12, Sampling(seed=1)), (100, Sampling(0, repeat_penalty=2.0))):
+            assert len(list(islice(decoder.draw(range(length), Sampler(how)), 2))) == 2
+    assert {kernel.name for kernel in launched} <= {kernel.name for kernel in compiled}
+    assert len({kernel.name for kernel in launched}) > 12
 
 
 def test_spans_follow_the_multiprocessors_and_end_with_the_context() -> None:
@@ -175,7 +202,7 @@ def test_a_kernel_that_does_not_wait_or_takes_for_constant_what_others_make_is_f
     assert len(step()) == 2
     monkeypatch.setattr(matvec, "load_16f", matvec.cached_16f)
     monkeypatch.setattr(matvec, "kernel", matvec.kernel.__wrapped__)
-    with pytest.raises(GpuError, match="256 bytes that a launch stored are read past the coherent cache by another"):
+    with pytest.raises(GpuError, match="4096 bytes that a launch stored are read past the coherent cache by another"):
         step()
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from bridge.blocks import BLOCKS
-from bridge.errors import BridgeError
+from bridge.runtime import QuantTensor
 from bridge.runtime.decoder_config import read_config
 from bridge.runtime.reader import open_gguf
 from bridge.runtime.sampling import Sampler, Sampling
@@ -59,6 +59,16 @@ def test_captured_steps_make_the_tokens_that_launches_make(
         assert captured == list(device.draw(prompt, Sampler(how)))
         assert len(captured) == 3
     assert list(device._captured) == [None, 3]
+    for how in (Sampling(0, repeat_penalty=3.0), Sampling(0.9, 3, seed=4, logit_bias={4: 2.0})):  # drawn on the host
+        device.graphs = True
+        captured = list(device.draw(prompt, Sampler(how, logprobs=2)))
+        with pytest.MonkeyPatch.context() as patch:  # nothing is launched but the graph
+            patch.setattr(device, "_launch", None)
+            assert captured == list(device.draw(prompt, Sampler(how)))
+        device.graphs = False
+        assert captured == list(device.draw(prompt, Sampler(how)))
+        assert len(captured) == 3
+    device.graphs = True
     before = list(device.draw(prompt, Sampler(hows[1])))
     device.graphs = True
     device.build()
@@ -92,7 +102,7 @@ def test_products_of_a_tensor_can_be_captured_once_they_have_run(gpu: Any) -> No
     x = torch.zeros(96)
     graph = torch.cuda.CUDAGraph()
     with (
-        pytest.raises(BridgeError, match="w0: the stream is being captured; run the product once first"),
+        pytest.raises(GpuError, match="is compiled while a graph is captured"),
         torch.cuda.graph(graph),
     ):
         moved.matvec(x)
@@ -103,6 +113,26 @@ def test_products_of_a_tensor_can_be_captured_once_they_have_run(gpu: Any) -> No
     x.copy_(torch.from_numpy(np.random.default_rng(0).standard_normal(96).astype(np.float32)))
     graph.replay()
     torch.testing.assert_close(y, torch.from_numpy(x.numpy() @ weights.T).float(), rtol=0.05, atol=0.05)
+
+
+@pytest.mark.parametrize("type", ["Q4_0", "F16"])
+def test_look_ups_of_rows_can_be_captured_and_rows_that_are_not_there_are_nan(type: str, gpu: Any) -> None:
+    raw = random_matrix(BLOCKS["Q4_0"], 4, 96)[0] if type == "Q4_0" else _halves(4, 96)
+    moved, wanted = raw.to("cuda"), raw.dequantize()
+    ids = torch.tensor([3, 0, 1, 1])
+    moved.rows(ids)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = moved.rows(ids)
+    ids.copy_(torch.tensor([2, 4, -1, 2**32]))
+    graph.replay()
+    torch.testing.assert_close(found[0], torch.from_numpy(wanted[2]))
+    assert found.isnan().all(-1).tolist() == [False, True, True, True]
+
+
+def _halves(rows: int, columns: int) -> QuantTensor:
+    values = np.random.default_rng(0).standard_normal((rows, columns)).astype(np.float16)
+    return QuantTensor("w", "F16", (rows, columns), values.reshape(-1).view(np.uint8))
 
 
 def test_what_may_not_happen_in_a_capture_is_an_error_here_too(gpu: Any) -> None:

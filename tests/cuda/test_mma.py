@@ -24,7 +24,7 @@ from bridge.cuda.mma import MMAShape
 
 pytestmark = pytest.mark.skipif(ptx.unavailable() is not None, reason=str(ptx.unavailable()))
 
-PROVED = ("Q4_K", "Q6_K", "Q8_0")  # in every run
+PROVED = ("Q4_K", "Q8_0")  # in every run; Q6_K in the simulator and in odd shapes
 BY_TYPE = pytest.mark.parametrize(
     "block",
     [

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -13,14 +14,18 @@ from tests.conftest import ROOT
 pytest.importorskip("numba_cuda", reason="numba-cuda is not installed")
 
 
-def test_all_cases_hold_in_the_simulator() -> None:
-    """In one process of its own: the simulator is chosen before Numba is imported, and importing torch costs seconds.
+CASES = sorted((ROOT / "tests" / "simulator").glob("*_cases.py"))
+
+
+@pytest.mark.xdist_group("simulator")  # at the same time their many Python threads take five times as long
+@pytest.mark.parametrize("cases", CASES, ids=lambda path: path.stem)
+def test_all_cases_hold_in_the_simulator(cases: Path) -> None:
+    """In a process of its own: the simulator is chosen before Numba is imported, and importing torch costs seconds.
 
     None of the cases may be skipped.
     """
-    cases = map(str, sorted((ROOT / "tests" / "simulator").glob("*_cases.py")))
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-x", "-p", "no:cacheprovider", *cases],
+        [sys.executable, "-m", "pytest", "-x", "-p", "no:cacheprovider", str(cases)],
         cwd=ROOT,
         env=os.environ | {"NUMBA_ENABLE_CUDASIM": "1"},
         capture_output=True,

@@ -18,8 +18,19 @@ TABLE = np.ones((512, 2), np.float32)
 
 
 @compiler
-@pytest.mark.parametrize("mode", ["1mad", "3inst", "mul1", "quantlut_sym"])
-@pytest.mark.parametrize("tokens", [1, 8])
+@pytest.mark.parametrize(
+    ("mode", "tokens"),
+    [
+        ("mul1", 1),
+        ("quantlut_sym", 8),
+        *(
+            pytest.param(mode, tokens, marks=pytest.mark.exhaustive)
+            for mode in ("1mad", "3inst", "mul1", "quantlut_sym")
+            for tokens in (1, 8)
+            if (mode, tokens) not in (("mul1", 1), ("quantlut_sym", 8))
+        ),
+    ],
+)
 def test_no_kernel_spills_or_needs_more_than_64_registers(mode, tokens):
     pair = mode == "quantlut_sym"
     book = BitshiftCodebook(16, 2, 1 + pair, 9 * pair, mode, TABLE if pair else None)

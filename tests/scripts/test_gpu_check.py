@@ -90,7 +90,7 @@ def test_a_bar_is_missed_by_what_is_slow_and_by_what_has_failed(job: str, change
 # what a process does with the jobs "fine", "dies" and "hangs"
 PROCESS = """
 import sys, time
-for job in sys.argv[1:]:
+for job in map(str.strip, sys.stdin):
     print("a library says something", end="")
     if job == "dies":
         sys.exit("Traceback\\nCudaError: an illegal address")
@@ -107,7 +107,7 @@ def processes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("processes")
-def test_a_process_that_dies_takes_one_job_with_it_and_no_time_ends_the_rest() -> None:
+def test_a_process_that_dies_takes_one_job_with_it_and_no_time_ends_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
     shown = []
     found = runner.in_turn(["one", "dies", "two"], time.monotonic() + PATIENCE, lambda job, result: shown.append(job))
     assert shown == ["one", "dies", "two"]
@@ -115,8 +115,12 @@ def test_a_process_that_dies_takes_one_job_with_it_and_no_time_ends_the_rest() -
     assert found["dies"] == {"failed": "exit code 1: Traceback CudaError: an illegal address"}
     found = runner.in_turn(["one", "hangs", "two"], time.monotonic() + 8, lambda job, result: None)
     assert found == {"one": {"seconds": 1}, "hangs": {"late": runner.CUT}, "two": {"late": runner.LATE}}
-    found = runner.at_once(["one", "dies"], time.monotonic() + PATIENCE, lambda job, result: None)
-    assert found["one"] == {"seconds": 1}
+    monkeypatch.setattr(runner, "PROCESSES", 2)
+    many = ["dies", *map(str, range(20)), "dies too"]
+    found = runner.at_once(many, time.monotonic() + PATIENCE, lambda job, result: shown.append(job))
+    assert list(found) == many
+    assert sorted(shown[3:]) == sorted(many)
+    assert [job for job, result in found.items() if result != {"seconds": 1}] == ["dies"]
     assert "illegal address" in found["dies"]["failed"]
 
 
@@ -144,7 +148,7 @@ def test_all_of_it_runs_and_ends_in_the_table(
     assert found["wrong"] == []
     assert code == 0
     assert list(found["correctness"]) == jobs.CORRECT
-    assert len(jobs.CORRECT) == 2 + len(products.TRIED) + 2 * 13 + 10 + 3 + 6
+    assert len(jobs.CORRECT) == 3 + len(products.TRIED) + 2 * 13 + 10 + 3 + 6
     assert "4 of 4 greedy tokens are the CPU's" in found["correctness"]["correct/model"]["notes"]
     assert all(result["wrong"] == [] for result in found["correctness"].values())
     assert found["times"]["time/product/8x512/Q4_K"].keys() == {"nbytes", "int8", "int8_4", "int8_8", "f32"}
@@ -184,6 +188,32 @@ def test_what_is_wrong_or_fails_is_reported_and_the_rest_goes_on(
     assert "FAILED time/torch_product/8x512: exit code 1" in out
     assert "| Q4_K against torch's f16 | >= 3.0x | not measured | no | 8x512 |" in out
     assert "1 of 4 right." in out
+
+
+def test_nothing_is_tried_where_not_even_one_product_works_and_the_json_says_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with small_check() as computed:
+        computed.wrong = {"Q4_0"}
+        code, found = ran(tmp_path)
+    assert code == 1
+    assert list(found["correctness"]) == [jobs.FIRST]
+    assert "one product: error" in found["correctness"][jobs.FIRST]["wrong"][0]
+    assert capsys.readouterr().out.endswith("no more is checked, as not even one product works\n")
+
+
+def test_what_is_known_is_in_the_json_after_each_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def killed(job: str) -> Any:
+        if job == "second":
+            raise KeyboardInterrupt
+        return {"wrong": [], "notes": "fine"}
+
+    monkeypatch.setattr(jobs, "run", killed)
+    monkeypatch.setattr(jobs, "CORRECT", ["first", "second"])
+    with small_check(), pytest.raises(KeyboardInterrupt):
+        check.main(["--json", str(tmp_path / "out.json")])
+    known = json.loads((tmp_path / "out.json").read_text())
+    assert known["correctness"] == {job: {"wrong": [], "notes": "fine"} for job in (jobs.FIRST, "first")}
 
 
 def test_wrong_products_of_modules_and_of_trellis_codes_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -258,7 +288,8 @@ def test_what_was_not_run_is_no_failure_and_counts_where_it_has_a_bar_or_is_a_ch
     monkeypatch.setattr(check.gpu_check, "missing", lambda: None)
     monkeypatch.setattr(check.gpu_check, "machine", lambda: "a GPU")
     monkeypatch.setattr(runner, "at_once", lambda *_: checks)
-    monkeypatch.setattr(runner, "in_turn", lambda *_: times)
+    first = {jobs.FIRST: {"wrong": [], "notes": ""}}
+    monkeypatch.setattr(runner, "in_turn", lambda wanted, *_: first if wanted == [jobs.FIRST] else times)
     found_code, found = ran(tmp_path)
     assert (found_code, found["wrong"], found["not_run"]) == (code, [], [late])
     assert {row["met"] for row in found["table"] if row["bar"]} == ({True, None} if job == "time/decode" else {True})

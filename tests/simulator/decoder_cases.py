@@ -84,7 +84,7 @@ def attention_reference(
     ("heads", "kv", "head_dim", "rotated", "neighbours", "normed", "position", "kind"),
     [
         pytest.param(2, 1, 32, 32, True, False, 0, "f16", marks=on_request),
-        (4, 2, 32, 16, False, True, 55, "f16"),
+        pytest.param(4, 2, 32, 16, False, True, 55, "f16", marks=on_request),
         pytest.param(5, 1, 40, 40, True, True, 20, "f16", marks=on_request),
         # the last row that there is, in spans that 8 does not divide
         pytest.param(1, 1, 64, 64, False, False, 63, "f16", marks=on_request),
@@ -228,7 +228,7 @@ def greedy(logits: np.ndarray, blocks: int) -> tuple[int, np.ndarray]:
     kernel = sampling.greedy_kernel(threads)
     kernel.launch(blocks, threads, 0, logits, np.int32(logits.size), tops, places, counter, state, made)
     assert counter[0] == 0
-    assert list(state) == [8, made[2], 3, 0]
+    assert list(state) == [8, max(made[2], 0), 3, 0]
     return int(made[2]), made
 
 
@@ -242,6 +242,21 @@ def test_greedy_takes_the_largest_logit_and_the_first_of_equals(blocks: int) -> 
     logits[:] = -np.inf
     logits[299] = -1e30
     assert greedy(logits, blocks)[0] == 299
+
+
+@pytest.mark.parametrize("wrong", [np.nan, np.inf, -np.inf])
+def test_logits_of_which_one_is_not_a_number_give_no_token(wrong: float) -> None:
+    """As on the CPU, where that is an error; a token that cannot be drawn may be -inf, but not all of them."""
+    logits = np.zeros(301, np.float32)
+    logits[slice(None) if wrong == -np.inf else 200] = wrong
+    state, made = greedy(logits, 3)
+    assert made[2] == state == -1
+    uniform, settings = np.full(1, 0.5), np.array([1.0, 0.9, 0.1])
+    state, made = np.zeros(4, np.int32), np.zeros(1, np.int32)
+    order = np.argsort(np.where(np.isnan(logits), -np.inf, -logits), kind="stable")  # as torch sorts
+    arguments = (logits[order], order.astype(np.int64), np.int32(logits.size), settings, uniform, state, made)
+    sampling.draw_kernel(sampling.DRAW_THREADS).launch(1, sampling.DRAW_THREADS, 0, *arguments)
+    assert (list(made), list(state)) == ([-1], [1, 0, 1, 0])
 
 
 @pytest.mark.parametrize(
@@ -284,9 +299,10 @@ DECODERS: dict[str, dict[str, Any]] = {
 def pair(path: Path, precision: str, context: int = 24, kv: str = "f16", **options: Any) -> tuple[CpuDecoder, Decoder]:
     file = open_gguf(write_decoder(path / "tiny.gguf", **options))
     config = read_config(file.metadata, file.path)
-    device = Decoder(file, config, context, kv, precision, "cuda")
+    cpu = CpuDecoder(file, config, context, kv, precision)
+    device = Decoder(file, config, context, cpu.cache.kind, precision, "cuda")  # f32 where the CPU has no halves
     device.prepare()
-    return CpuDecoder(file, config, context, kv, precision), device
+    return cpu, device
 
 
 @pytest.mark.parametrize(
@@ -301,7 +317,7 @@ def test_a_prompt_and_tokens_after_it_score_as_on_the_cpu(name: str, tmp_path: P
     np.testing.assert_allclose(device.next_scores(21), expected, rtol=1e-3, atol=1e-3)
 
 
-@pytest.mark.parametrize("kv", ["q8_0", pytest.param("f32", marks=on_request)])
+@pytest.mark.parametrize("kv", [pytest.param(kv, marks=on_request) for kv in ("q8_0", "f32")])
 def test_other_caches_score_as_they_do_on_the_cpu(kv: str, tmp_path: Path) -> None:
     cpu, device = pair(tmp_path, "f32", kv=kv, types={"": "F16"})
     assert np.abs(device.scores([3, 7, 11], 3) - cpu.scores([3, 7, 11], 3)).max() < 1e-3
@@ -357,8 +373,9 @@ def test_what_the_kernels_are_not_made_for_is_refused(tmp_path: Path) -> None:
     assert "\n" not in str(error.value)
     with pytest.raises(BridgeError, match=r"kv 'q8_0': on CUDA a head of 40 is not a multiple of 16 bytes; use f16"):
         KVForm("q8_0", 40)
+    file = open_gguf(write_decoder(tmp_path / "tiny.gguf"))
     with pytest.raises(BridgeError, match=r"unknown kv 'q4_0': choose f16, q8_0, f32"):
-        pair(tmp_path, "int8", kv="q4_0")
+        Decoder(file, read_config(file.metadata, file.path), 16, "q4_0", "int8", "cuda")
 
 
 def test_memory_is_counted_before_anything_is_uploaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -127,9 +127,9 @@ def test_odd_shapes(rows, columns, shape):
 @pytest.mark.parametrize(
     ("name", "rows", "columns", "n", "units", "split"),
     [
-        pytest.param("Q5_K", 1, 256, 8, 1, 1, marks=on_request),  # half a warp has nothing to do
+        pytest.param("Q5_K", 1, 256, 8, 1, 1, marks=pytest.mark.exhaustive),  # half a warp has nothing to do
         # rows in two pairs, columns that do not fill the last 16 units, a half with 2 of 3
-        pytest.param("Q4_0", 3, 768, 5, 1, 2, marks=on_request),
+        pytest.param("Q4_0", 3, 768, 5, 1, 2, marks=pytest.mark.exhaustive),
         pytest.param("Q8_0", 2, 512, 4, 1, 1, marks=on_request),
         *([] if SIMULATED else [("Q4_1", 2, 1536, 6, 2, 1)]),  # many values to round for threads of Python
     ],
@@ -226,7 +226,13 @@ def test_each_tensor_of_a_matrix_keeps_its_own_factor():
     torch.testing.assert_close(rows, torch.from_numpy(expected), rtol=0, atol=0)
 
 
-@ALL
+@pytest.mark.parametrize(
+    "block",
+    [
+        pytest.param(*p.values, id=p.id, marks=[*p.marks, *([] if p.id in ("Q4_K", "Q8_0", "NVFP4") else on_request)])
+        for p in ALL.args[1]
+    ],
+)
 def test_dequantized_tiles_and_rows_are_gguf_s(block):
     tensor, _ = random_matrix(block, 4, 256, factors=FACTOR)
     matrix = DeviceMatrix.upload(tensor, "cuda")

@@ -21,6 +21,9 @@ from tests.support.encode import write_folder
 from tests.support.encode_trellis import QTIP, Coding, exl3_tensors, gaussian_table, plain_tensors, qtip_tensors
 from tests.support.gpu.disguise import disguised_gpu
 
+# of computed codes and of tables, both numbers of bits: the simulator has them all, and each takes a second to compile
+on_request = [] if SIMULATED else [pytest.mark.exhaustive]
+COMPILED = [("1mad", 3), ("mul1", 2), ("quantlut_sym", 3)]
 MULTIPLIERS = {"mcg": 0xCBAC1FED, "mul1": 0x83DCD12D}
 WEIGHT = np.random.default_rng(1).normal(size=(32, 64))
 
@@ -38,8 +41,14 @@ def qtip(coding: Coding, weight: np.ndarray = WEIGHT) -> tuple[TrellisLayer, np.
     return layer, meant
 
 
-@pytest.mark.parametrize("bits", [2, 3])
-@pytest.mark.parametrize("mode", ["1mad", "2mad", "3inst", "mcg", "mul1", "lut", "quantlut", "quantlut_sym"])
+@pytest.mark.parametrize(
+    ("mode", "bits"),
+    [
+        pytest.param(mode, bits, marks=[] if (mode, bits) in COMPILED else on_request)
+        for mode in ("1mad", "2mad", "3inst", "mcg", "mul1", "lut", "quantlut", "quantlut_sym")
+        for bits in (2, 3)
+    ],
+)
 def test_codes_are_multiplied_as_they_are(mode, bits):
     """Rows in order and swizzled; K odd too, where lanes begin in the middle of words; two tokens, two warps."""
     if SIMULATED and bits == 3 and mode not in ("1mad", "quantlut_sym"):
