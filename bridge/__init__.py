@@ -9,6 +9,7 @@
     bridge.verify("model.gguf", "folder")                 how close a GGUF on disk is to its checkpoint
     bridge.quantize.gptq(module, batches)                 any torch module, quantized in place
     bridge.repack("model-gptq", "model-v2", "gptq_v2")    GPTQ v1 <-> v2, labels mended
+    bridge.upload(report, "org/name")                     what these made, with a model card, to the Hub
 
 Everything is imported when first used, so `import bridge` costs nothing.
 """
@@ -30,6 +31,7 @@ _LAZY = {
     "repack": "bridge.checkpoint.repack",
     "open_gguf": "bridge.runtime",
     "Model": "bridge.conversion.model",
+    "upload": "bridge.conversion.upload",
     "verify": "bridge.conversion.verify",
 }
 _LAZY_MODULES = {"nn": "bridge.nn", "quantize": "bridge.quantize", "trellis": "bridge.trellis"}

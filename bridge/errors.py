@@ -18,6 +18,10 @@ class BridgeError(Exception):
         super().__init__(shortened(message))
 
 
+class BridgeWarning(UserWarning):
+    """Something that a run does as asked, and the user will probably want to change."""
+
+
 def shortened(line: str) -> str:
     """A line for people: where a name or a text out of somebody's file makes it endless, its middle is left out."""
     cut = " ... "

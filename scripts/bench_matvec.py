@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 from benchlib import head, largest_cache, line, machine, output_of, parser
 
-from bridge.blocks import TYPES
+from bridge.blocks.read import READ
 from bridge.runtime import bench
 from scripts.peers import ggml_matvec
 
@@ -95,7 +95,7 @@ def first_calls(type: str) -> tuple[float, float]:
 def main() -> None:
     threads = {"nargs": "+", "default": [1, 2]}
     options = parser(__doc__, "--threads", "--rounds", "--json", threads=threads, rounds={"default": 15})
-    options.add_argument("types", nargs="*", default=list(TYPES), metavar="TYPE", help="all by default")
+    options.add_argument("types", nargs="*", default=list(READ), metavar="TYPE", help="all by default")
     options.add_argument("--rows", type=int, default=bench.LARGE[0], metavar="N", help="of the large product")
     options.add_argument("--no-first", action="store_true", help="leave out the timing of first calls")
     arguments = options.parse_args()

@@ -28,6 +28,7 @@ from bridge.checkpoint.labels.quant_config import QuantConfig
 from bridge.checkpoint.labels.unlabelled import recognise
 from bridge.errors import BridgeError, parameter
 from bridge.system.files import expanded, read_json
+from bridge.system.options import checked
 from bridge.trellis.layer import TrellisLayer
 
 __all__ = ["Checkpoint", "CodedTensor", "GroupedTensor", "ModuleInfo", "QuantConfig", "TensorInfo", "open_checkpoint"]
@@ -199,6 +200,7 @@ def counted(words: Iterable[str]) -> str:
     return ", ".join(word if len(found) == 1 else f"{word} ({count})" for word, count in sorted(found.items()))
 
 
+@checked
 def open_checkpoint(
     path: str | Path, config: str | Path | None = None, *, needs_config: bool = True, detect_lattice: bool = False
 ) -> Checkpoint:

@@ -16,13 +16,14 @@ import warnings
 from collections.abc import Sequence
 from contextlib import redirect_stdout, suppress
 from difflib import get_close_matches
-from typing import NoReturn
+from typing import Any, NoReturn
 
-from bridge.cli import bench, cache, chat, convert, inspect, plan, quantize, repack, run, verify
+from bridge.cli import bench, cache, chat, convert, inspect, plan, quantize, repack, run, verify, warmup
 from bridge.cli.options import as_flag
 from bridge.cli.plot import command as plot_command
-from bridge.cli.terminal import Printable, Terminated
-from bridge.errors import BridgeError, shortened, spelled
+from bridge.cli.terminal import Printable, StatusLine, Terminated
+from bridge.errors import BridgeError, BridgeWarning, shortened, spelled
+from bridge.system.compiling import telling
 from bridge.system.text import tell
 
 _DESCRIPTION = """\
@@ -60,9 +61,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
         sys.stdout.reconfigure(errors="replace")  # generated text may contain characters the console cannot encode
     try:
-        with warnings.catch_warnings(), spelled(as_flag), redirect_stdout(Printable(sys.stdout)):
+        with (
+            warnings.catch_warnings(),
+            spelled(as_flag),
+            redirect_stdout(Printable(sys.stdout)),
+            telling(StatusLine().compiling),
+        ):
             if not debug:
                 warnings.simplefilter("ignore")  # the libraries' own, such as torch's on odd pickles
+            warnings.simplefilter("once", BridgeWarning)
+            warnings.showwarning = _show_warning
             arguments = _parser().parse_args(argv or ["--help"])
             code = arguments.run(arguments)
         sys.stdout.flush()
@@ -91,12 +99,32 @@ def _message(problem: BaseException) -> str:
     return f"unexpected {type(problem).__name__} ({problem}); please report it with what --debug prints"
 
 
+def _show_warning(
+    message: Warning | str, category: type[Warning], filename: str, lineno: int, file: Any = None, line: Any = None
+) -> None:
+    ours = category is BridgeWarning
+    tell(f"warning: {message}" if ours else warnings.formatwarning(message, category, filename, lineno))
+
+
 def _terminate(number: int, *_: object) -> NoReturn:
     raise Terminated(number)
 
 
 class _Parser(argparse.ArgumentParser):
     """An argparse parser whose errors are one line, like all others."""
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Answer a mistyped option first: what argparse misses may be a consequence."""
+        known = list(self._option_string_actions)
+        for word in args or () if self._subparsers is None else ():
+            name = word.partition("=")[0]
+            if word == "--":
+                break
+            if not re.fullmatch(r"--[\w-]+", name) or any(option.startswith(name) for option in known):
+                continue
+            if near := get_close_matches(name, known, 1):
+                raise BridgeError(f"unknown option {name}; did you mean {near[0]}?")
+        return super().parse_known_args(args, namespace)
 
     def error(self, message: str) -> NoReturn:
         wrong = re.search(r"invalid choice: '([^']*)' \(choose from (.*)\)", message)
@@ -116,6 +144,6 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND", title="commands")
-    for module in (convert, quantize, plan, verify, inspect, repack, run, chat, bench, plot_command, cache):
+    for module in (convert, quantize, plan, verify, inspect, repack, run, chat, bench, warmup, plot_command, cache):
         module.add_parser(commands)
     return parser

@@ -3,7 +3,6 @@
 import argparse
 from typing import Any
 
-from bridge.blocks import TYPES
 from bridge.cli.options import command
 from bridge.system.options import positive
 
@@ -11,15 +10,18 @@ from bridge.system.options import positive
 def add_parser(commands: Any) -> None:
     """Add the command to argparse's sub-parsers."""
     p = command(commands, "bench", "time products with quantized weights, compared with the memory's own speed", run)
-    p.add_argument("what", help=f"a GGUF, whose largest tensor of each type is timed, or a type ({', '.join(TYPES)})")
+    p.add_argument("what", help="a GGUF, whose largest tensor of each type is timed, or a type (Q4_K, IQ4_XS, ...)")
     p.add_argument("--threads", type=positive, metavar="N", help="CPU threads (default: all)")
     p.add_argument("--device", default="cpu", help="cpu (default), cuda, cuda:1 ..., or auto: cuda if it can be")
 
 
 def run(a: argparse.Namespace) -> int:
-    """Time products, and print a line for each."""
+    """Time products, with a progress bar, and print a line for each."""
     from bridge.runtime.bench import bench
+    from bridge.system.progress import Bar
 
-    for line in bench(a.what, device=a.device, threads=a.threads):
+    with Bar("timing", unit=" rounds") as bar:
+        lines = bench(a.what, device=a.device, threads=a.threads, progress=bar)
+    for line in lines:
         print(line, flush=True)
     return 0

@@ -18,14 +18,20 @@ def add_parser(commands: Any) -> None:
     p = command(commands, "cache", _HELP, run)
     p.add_argument(
         "--clear", nargs="?", const=_ALL, metavar="NAME",
-        help="remove everything that no process is using; with a name from the list, with or without the digest at its "
+        help="remove the GGUFs that no process is using; with a name from the list, with or without the digest at its "
         "end, only that entry",
+    )  # fmt: skip
+    p.add_argument(
+        "--kernels", action="store_true",
+        help="with --clear: remove compiled kernels too, which the next start of a command compiles again",
     )  # fmt: skip
 
 
 def run(a: argparse.Namespace) -> int:
     """Print the list, or the size of what was removed."""
     found = entries()
+    if a.kernels and a.clear is None:
+        raise BridgeError("--kernels needs --clear")
     if a.clear is None:
         rows = [
             (e.kind, e.path.name, size_text(e.nbytes), time.strftime("%Y-%m-%d %H:%M", time.localtime(e.used)))
@@ -36,7 +42,10 @@ def run(a: argparse.Namespace) -> int:
             print("\n".join(lines))
         print(f"{size_text(sum(e.nbytes for e in found))} in {cache_folder()}")
         return 0
-    chosen = [e for e in found if a.clear in (_ALL, e.path.name, e.path.name.rpartition("-")[0])]
+    if a.clear == _ALL:
+        chosen = [e for e in found if a.kernels or e.kind != "numba"]
+    else:
+        chosen = [e for e in found if a.clear in (e.path.name, e.path.name.rpartition("-")[0])]
     if a.clear and not chosen:
         raise BridgeError(f"{a.clear}: no such entry in {cache_folder()}; `gguf-bridge cache` lists the entries")
     freed = 0

@@ -9,7 +9,16 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from bridge.cli.run import add_sampling, gguf_of, load, model_parser, reply_options, speeds, take_checkpoints
+from bridge.cli.run import (
+    add_sampling,
+    gguf_of,
+    load,
+    model_parser,
+    reply_options,
+    speeds,
+    take_checkpoints,
+    without_pauses,
+)
 from bridge.cli.terminal import Terminated, generated
 from bridge.errors import BridgeError
 from bridge.system.files import write_text
@@ -53,7 +62,7 @@ def chat(a: argparse.Namespace) -> int:
                 if not command(talk, word[0], line[word.end() :].strip()):
                     break
                 continue
-            for piece in talk.reply(line, **options):
+            for piece in without_pauses(talk.reply(line, **options)):
                 print(piece, end="", flush=True, file=generated())
         except Terminated:
             raise

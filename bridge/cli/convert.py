@@ -16,6 +16,7 @@ from bridge.cli.options import (
     command,
     given,
 )
+from bridge.cli.upload import Uploading, add_upload
 from bridge.conversion.options import ConvertOptions
 from bridge.errors import BridgeError
 from bridge.system.progress import Bar
@@ -36,6 +37,7 @@ def add_parser(commands: Any) -> None:
     add_calibration(p)
     add_budget(p, requantize=True)
     add_output(p)
+    add_upload(p)
 
 
 def add_plan_options(p: argparse.ArgumentParser) -> None:
@@ -65,6 +67,7 @@ def run(a: argparse.Namespace) -> int:
         raise BridgeError("give the checkpoint to convert, or --plan; see gguf-bridge convert --help")
     if plan is not None and a.out is None and str(a.checkpoint).endswith(".gguf"):
         a.checkpoint, a.out = None, a.checkpoint  # `convert --plan plan.json out.gguf`
+    uploading = Uploading(a, a.checkpoint)
     with (
         Bar("measuring", unit=" steps") as steps,
         Bar("quantizing", unit=" layers") as layers,
@@ -77,6 +80,7 @@ def run(a: argparse.Namespace) -> int:
         report.save(a.report)
     if options.shard is None:
         print(_next_steps(report.outputs[0], options.modelfile))
+    uploading.finish(report)
     return 0
 
 

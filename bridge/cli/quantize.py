@@ -5,6 +5,7 @@ from typing import Any
 
 from bridge.cli import convert
 from bridge.cli.options import add_budget, add_calibration, add_options, add_output, budget, calibration, command
+from bridge.cli.upload import Uploading, add_upload
 from bridge.conversion.options import ConvertOptions
 from bridge.conversion.recipe import FLOAT_TYPES
 from bridge.errors import BridgeError
@@ -42,6 +43,7 @@ def add_parser(commands: Any) -> None:
     )
     groups.add_argument("--asymmetric", action="store_true", help="store a zero point for each group (awq: always)")
     add_output(p)
+    add_upload(p)
 
 
 def run(a: argparse.Namespace) -> int:
@@ -58,6 +60,7 @@ def run(a: argparse.Namespace) -> int:
         raise BridgeError("--size and --bpw choose among GGUF types; a checkpoint's groups are all alike, see --bits")
     from bridge.conversion.to_checkpoint import quantize_checkpoint
 
+    uploading = Uploading(a, a.checkpoint, a.out)
     with Bar("quantizing", unit=" layers") as layers, Bar("writing") as bar:
         settings = calibration(a, layers)
         assert settings is not None
@@ -74,4 +77,5 @@ def run(a: argparse.Namespace) -> int:
             progress=bar,
         )
     print(done.summary())
+    uploading.finish(done)
     return 0

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from bridge.cli.options import command
+from bridge.cli.upload import Uploading, add_upload
 
 _HELP = "rewrite a GPTQ checkpoint with its zero points stored as v1 or v2"
 _DESCRIPTION = """\
@@ -34,6 +35,7 @@ def add_parser(commands: Any) -> None:
         "--config", metavar="DIR", type=Path, help="folder with config.json and tokenizer, for a source without them"
     )
     p.add_argument("--force", action="store_true", help="replace a checkpoint folder that exists")
+    add_upload(p)
 
 
 def run(a: argparse.Namespace) -> int:
@@ -41,7 +43,9 @@ def run(a: argparse.Namespace) -> int:
     from bridge.checkpoint.repack import repack
     from bridge.system.progress import Bar
 
+    uploading = Uploading(a, a.source, a.out)
     with Bar("repacking") as bar:
         done = repack(a.source, a.out, a.checkpoint_format, config=a.config, clamp=a.clamp, force=a.force, progress=bar)
     print(done.summary())
+    uploading.finish(done)
     return 0

@@ -3,15 +3,17 @@
 import argparse
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from bridge.cli.options import add_options, command, given
-from bridge.cli.terminal import generated
+from bridge.cli.terminal import StatusLine, generated
 from bridge.errors import BridgeError
 from bridge.gguf_file.reader import LOADS
 from bridge.runtime.sampling import Sampling
+from bridge.system import compiling
 from bridge.system.files import expect_name
 from bridge.system.text import tell
 
@@ -83,6 +85,12 @@ def reply_options(a: argparse.Namespace) -> dict[str, Any]:
 
 def model_parser(commands: Any, name: str, help: str, handler: Any) -> argparse.ArgumentParser:
     parser = command(commands, name, help, handler)
+    add_loading(parser)
+    return parser
+
+
+def add_loading(parser: argparse.ArgumentParser) -> None:
+    """The options that `load` reads."""
     parser.add_argument("--threads", type=int, metavar="N", help="number of CPU threads (default: one per core)")
     parser.add_argument(
         "--context", type=int, metavar="N",
@@ -102,7 +110,6 @@ def model_parser(commands: Any, name: str, help: str, handler: Any) -> argparse.
     parser.add_argument(
         "--device", default="cpu", help="cpu, cuda, cuda:1 ..., or auto: cuda if possible (default: cpu)"
     )
-    return parser
 
 
 def load(a: argparse.Namespace, path: Path, context: int | None) -> Any:
@@ -129,16 +136,35 @@ def run(a: argparse.Namespace) -> int:
         for token in model.generate_scored(prompt, logprobs=a.logprobs, **reply_options(a)):
             print(_scored_line(model, token), flush=True, file=generated())
     else:
-        pieces = model.generate(prompt, **reply_options(a))
+        pieces = without_pauses(model.generate(prompt, **reply_options(a)))
+        first = next(pieces, "")
         try:
-            if not a.chat:
-                print(text, end="", flush=True, file=generated())
+            print(first if a.chat else text + first, end="", flush=True, file=generated())
             for piece in pieces:
                 print(piece, end="", flush=True, file=generated())
         finally:
             print(flush=True)
     tell(speeds(model))
     return 0
+
+
+def without_pauses(pieces: Iterator[str]) -> Iterator[str]:
+    """The pieces of a reply, with a line on the terminal until the first comes.
+
+    Where kernels are compiled for it, it waits until those of the second are, too.
+    """
+    line = StatusLine()
+    before = compiling.steps()
+    with compiling.telling(line.compiling):
+        line.say("reading the prompt")
+        try:
+            ready = list(islice(pieces, 1))
+            if compiling.steps() > before:
+                ready += islice(pieces, 1)
+        finally:
+            line.end()
+        yield from ready
+        yield from pieces
 
 
 def _scored_line(model: Any, token: Any) -> str:
@@ -170,9 +196,8 @@ def _standard_input() -> str:
 
 def perplexity(a: argparse.Namespace) -> int:
     """Print perplexity, and with a reference the divergences from it."""
-    from tqdm import tqdm
-
     from bridge.runtime import perplexity as measure
+    from bridge.system.progress import Bar
 
     expect_name(a.file)
     try:
@@ -182,14 +207,8 @@ def perplexity(a: argparse.Namespace) -> int:
     context = a.context or a.length
     model = load(a, a.gguf, context)
     reference = load(a, a.reference, context) if a.reference else None
-    with tqdm(total=0, unit="window", disable=None, leave=False) as bar:
-
-        def progress(done: int, total: int, value: float) -> None:
-            bar.total = total
-            bar.set_postfix_str(f"perplexity {value:.4f}", refresh=False)
-            bar.update(done - bar.n)
-
-        found = measure.perplexity(model, text, a.length, a.windows, reference, progress)
+    with Bar("measuring", unit=" windows") as bar:
+        found = measure.perplexity(model, text, a.length, a.windows, reference, bar)
     print(f"perplexity {found.perplexity:.4f} +- {found.error:.4f} ({found.windows} windows of {found.window} tokens)")
     if (d := found.divergence) is not None:
         ratio = found.perplexity / d.reference_perplexity

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterable
+import warnings
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,7 +21,7 @@ from bridge.blocks import Q8_0, TYPES
 from bridge.checkpoint import Checkpoint
 from bridge.conversion.part_reader import PartReader
 from bridge.conversion.plan import How, Plan, PlannedTensor
-from bridge.errors import BridgeError, parameter
+from bridge.errors import BridgeError, BridgeWarning, parameter
 from bridge.models.outline import Part
 from bridge.models.wrapper import text_config
 from bridge.quantize.settings import Calibration
@@ -30,10 +31,13 @@ if TYPE_CHECKING:
     import torch
 
     from bridge.quantize.awq import Awq
+    from bridge.quantize.float_model import FloatModel
     from bridge.quantize.layer_store import LayerStore, StoredLayer
     from bridge.quantize.method import Method
     from bridge.quantize.walk import LayerInput, Prepare
 
+_LENGTH = 2048  # tokens in a sequence
+_TOKENS_PER_COLUMN = 4  # of the widest input, at least
 _TOKENS_AT_ONCE = 4096
 _WEIGHTS_AT_ONCE = 1 << 26  # of the output head: quantizing takes eight times their 256 MB
 
@@ -103,9 +107,13 @@ def quantize_layers(
 
     Returns the stored layers and notes. Raises BridgeError as `read_tokens` and `quantize_model` do.
     """
+    from bridge.quantize.float_model import FloatModel
     from bridge.quantize.layer_store import LayerStore
 
-    tokens = None if settings.method == "rtn" else calibration_tokens(ckpt, settings)
+    model = tokens = None
+    if settings.method != "rtn":
+        model = FloatModel(ckpt, device=settings.device)
+        tokens = calibration_tokens(model, settings, targets)
     layers = LayerStore(folder, _job(ckpt, settings, targets, tokens), force)
 
     def quantizer(layer: LayerInput) -> tuple[torch.Tensor, None]:
@@ -121,38 +129,76 @@ def quantize_layers(
     if settings.progress:
         settings.progress(len(layers.layers), len(targets), "")
     try:
-        if tokens is None:
+        if model is None or tokens is None:
             _round_to_nearest(ckpt, targets, quantizer, layers)
         else:
-            _walk(ckpt, settings, tokens, targets, quantizer, layers, prepare)
-    except KeyboardInterrupt as stop:
+            _walk(model, settings, tokens, targets, quantizer, layers, prepare)
+    except BaseException as stop:
         layers.remove_if_empty()
-        if layers.folder.exists():
+        if isinstance(stop, KeyboardInterrupt) and layers.folder.exists():
             stored = f"{len(layers.layers)} of {len(targets)} layers are stored in {folder}"
             stop.args = (f"stopped; {stored}: the same command continues from there",)
         raise
     missed = sorted(targets.keys() - layers.layers.keys())
     notes = list(layers.notes)
     notes += [_lost_note(layers.layers, settings)] if tokens is not None and layers.layers else []
-    notes += [] if tokens is None else _few_tokens_note(layers.layers, tokens.numel())
     notes += [f"{name}: not seen among the model's layers; rounded to nearest instead" for name in missed]
     return layers, notes + [note for layer in layers.layers.values() if (note := _damping_note(layer, settings))]
 
 
-def calibration_tokens(ckpt: Checkpoint, settings: Calibration) -> torch.Tensor:
-    """int64 [sequences, length] of the text. Raises BridgeError as `read_tokens` does."""
+def with_length(ckpt: Checkpoint, settings: Calibration) -> tuple[Calibration, list[str]]:
+    """The settings with the number of tokens in a sequence, where it was not given, and notes.
+
+    Raises BridgeError if the model has fewer positions than were asked for.
+    """
+    from bridge.quantize.float_model import positions
+    from bridge.quantize.walk import check_length
+
+    if settings.method == "rtn":
+        return settings, []
+    most = positions(ckpt)
+    if settings.length is not None:
+        check_length(settings.length, most)
+        return settings, []
+    if most is None or most >= _LENGTH:
+        return replace(settings, length=_LENGTH), []
+    return replace(settings, length=most), [
+        f"calibration sequences have {most} tokens instead of {_LENGTH}, as many as the model has positions"
+    ]
+
+
+def calibration_tokens(model: FloatModel, settings: Calibration, layers: Collection[str]) -> torch.Tensor:
+    """int64 [sequences, length] of the text; a BridgeWarning where they are few for the inputs of these layers.
+
+    Raises BridgeError as `read_tokens` does.
+    """
     from bridge.quantize.texts import TOKEN_FILES, load_tokenizer, read_tokens
 
+    ckpt = model.ckpt
+    assert settings.length is not None  # by with_length
     if settings.text is None:
         given = parameter("method", settings.method)
         raise BridgeError(f"{given}: needs a calibration text; only rtn does without")
     tokenizer = None if Path(settings.text).suffix in TOKEN_FILES else load_tokenizer(ckpt.home)
     vocabulary = text_config(ckpt.config).get("vocab_size")
-    return read_tokens(settings.text, tokenizer, settings.samples, settings.length, settings.seed, vocabulary)
+    tokens = read_tokens(settings.text, tokenizer, settings.samples, settings.length, settings.seed, vocabulary)
+    columns = {name: shape[1] for name, shape in [*model.linears().items(), model.head()] if name in layers}
+    widest = max(columns, key=columns.__getitem__, default=None)
+    if widest is not None and tokens.numel() < (enough := _TOKENS_PER_COLUMN * columns[widest]):
+        ways = ["a longer text"] if len(tokens) < settings.samples else []
+        if settings.samples * settings.length < enough:
+            ways.append(parameter("samples", -(-enough // settings.length)))
+        warnings.warn(
+            f"{tokens.numel()} calibration tokens are few for the {columns[widest]} inputs of {widest}, whose codes "
+            f"may suit this text alone; give at least {enough} tokens: {' and '.join(ways)}",
+            BridgeWarning,
+            stacklevel=2,
+        )
+    return tokens
 
 
 def _walk(
-    ckpt: Checkpoint,
+    model: FloatModel,
     settings: Calibration,
     tokens: torch.Tensor,
     targets: dict[str, LayerTarget],
@@ -162,15 +208,14 @@ def _walk(
 ) -> None:
     """Take the tokens through the model, layer by layer."""
     from bridge.quantize import quantize_model
-    from bridge.quantize.float_model import FloatModel
 
     walk = quantize_model(
-        FloatModel(ckpt, device=settings.device),
+        model,
         tokens,
         quantizer,
         feed=settings.feed,
         cross=settings.cross,
-        batch=max(1, _TOKENS_AT_ONCE // settings.length),
+        batch=max(1, _TOKENS_AT_ONCE // tokens.shape[1]),
         wanted=targets.__contains__,
         known=layers.values,
         offload=settings.offload,
@@ -255,6 +300,7 @@ def _write_imatrix(plan: Plan, kept: LayerStore, settings: Calibration) -> None:
                 np.stack([layer.importance() for layer in rows]), np.array([layer.tokens for layer in rows])
             )  # fmt: skip
     assert settings.imatrix_out is not None
+    assert settings.length is not None
     write_imatrix(settings.imatrix_out, found, settings.length, [str(settings.text)])
 
 
@@ -283,19 +329,6 @@ def _lost_note(layers: dict[str, StoredLayer], settings: Calibration) -> str:
         f"{len(layers)} layers calibrated on {tokens} tokens of {settings.text}: "
         f"their outputs lost {percent(mean)} of their power on average, {percent(worst.error)} at most ({worst.name})"
     )
-
-
-def _few_tokens_note(layers: dict[str, StoredLayer], tokens: int) -> list[str]:
-    columns = {name: len(layer.importance()) for name, layer in layers.items()}
-    wide = [name for name in columns if columns[name] > tokens]
-    if not wide:
-        return []
-    widest = max(wide, key=columns.__getitem__)
-    return [
-        f"{tokens} calibration tokens are fewer than the columns of {len(wide)} layers ({columns[widest]} in "
-        f"{widest}), whose Hessians have full rank by damping alone; give a longer text, or raise "
-        f"{parameter('samples')}"
-    ]
 
 
 def _damping_note(layer: StoredLayer, settings: Calibration) -> str | None:

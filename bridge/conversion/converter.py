@@ -13,7 +13,7 @@ from typing import Any
 
 from bridge.checkpoint import Checkpoint
 from bridge.checkpoint.files.hub import open_by_name
-from bridge.conversion.calibrate_plan import quantize_planned
+from bridge.conversion.calibrate_plan import quantize_planned, with_length
 from bridge.conversion.executor import Executor
 from bridge.conversion.gguf_writer import GGUFOutput
 from bridge.conversion.importance import Importance
@@ -27,13 +27,16 @@ from bridge.conversion.recipe import PRESETS
 from bridge.conversion.report import Report, TensorReport, beyond_auto, check_report
 from bridge.conversion.size_budget import within_budget
 from bridge.errors import BridgeError
+from bridge.system import compiling
 from bridge.system.files import read_json, write_text
+from bridge.system.options import checked
 from bridge.system.outputs import Taken, check_outputs
 from bridge.system.progress import Progress
 from bridge.system.row_threads import thread_limit
 from bridge.system.text import percent
 
 
+@checked
 def convert(
     checkpoint: str | Path | None = None,
     out: str | Path | None = None,
@@ -71,7 +74,7 @@ def convert_as(
 
     save_as  where the caller will save the Report; checked before anything is made
     """
-    started = time.perf_counter()
+    started, compiled = time.perf_counter(), compiling.seconds()
     given: Plan | None = None
     if options.plan is not None:
         given, planned_of = load_plan(Path(options.plan))
@@ -102,7 +105,8 @@ def convert_as(
         reads = with_checkpoint(reads, ckpt)
         check_all(path, reads)
         importance = Importance.read(imatrix)
-        calibrated = options.calibrate is not None
+        calibrate, notes = with_length(ckpt, options.calibrate) if options.calibrate is not None else (None, [])
+        calibrated = calibrate is not None
         plan = make_plan(ckpt, options, importance, calibrated) if given is None else given
         planner = Planner(ckpt, options, importance, plan, calibrated)
         if given is not None:
@@ -111,17 +115,17 @@ def convert_as(
             path = default_path(str(checkpoint), options.type if options.type in PRESETS else main_type(plan.tensors))
             check_all(path, reads)
         layers = None
-        notes: list[str] = []
         if options.budget is not None:
-            assert options.calibrate is not None
-            plan = within_budget(plan, planner, options.calibrate, options.budget, path)
+            assert calibrate is not None
+            plan = within_budget(plan, planner, calibrate, options.budget, path)
             if options.budget.plan_out is not None:
                 save_plan(plan, str(checkpoint), options.budget.plan_out)
-        if options.calibrate is not None:
+        if calibrate is not None:
             optional = options.budget is not None
-            plan, layers, notes = quantize_planned(
-                ckpt, plan, planner.reader, options.calibrate, layers_of(path), options.force, optional
+            plan, layers, more = quantize_planned(
+                ckpt, plan, planner.reader, calibrate, layers_of(path), options.force, optional
             )
+            notes += more
         executor = Executor(planner.reader, importance, layers.layers if layers else {}, options.threads)
         chooses = given is None and options.budget is None
         whole = with_scales(ckpt, plan)
@@ -138,8 +142,8 @@ def convert_as(
         notes += [note for t in results if (note := _beyond_plan(planned[t.name], t))]
     elif options.promises_closeness:
         notes += [note for t in results if (note := beyond_auto(t))]
-    seconds = time.perf_counter() - started
-    return Report(str(checkpoint), ckpt.format, files, results, ckpt.nbytes, seconds, notes)
+    seconds, compiled = time.perf_counter() - started, compiling.seconds() - compiled
+    return Report(str(checkpoint), ckpt.format, files, results, ckpt.nbytes, seconds, notes, compiled, ckpt.home)
 
 
 def _completed(planner: Planner, plan: Plan) -> Plan:
@@ -184,12 +188,14 @@ def _write_modelfile(ckpt: Checkpoint, plan: Plan, file: Path) -> None:
     write_text(file.parent / "Modelfile", modelfile(plan.metadata, plan.stop, generation, file.name))
 
 
+@checked
 def plan_checkpoint(
     checkpoint: str | Path, *, out: str | Path | None = None, progress: Progress | None = None, **options: Any
 ) -> Plan:
     """What `convert` would do with these options; `out`: also write it there as JSON, for `convert(plan=...)`.
 
-    options  fields of `bridge.conversion.options.PlanOptions`
+    options   fields of `bridge.conversion.options.PlanOptions`
+    progress  called with the number of the checkpoint's matrices that have a type, of how many, and the tensor
 
     Raises BridgeError as `convert` does.
     """

@@ -3,7 +3,6 @@
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from bridge.errors import BridgeError
 from bridge.runtime.model import Model as GGUFModel
 from bridge.system.progress import Progress
 
@@ -18,8 +17,6 @@ def gguf_of(
 
     config, progress, messages  as for `bridge.conversion.cache.converted`
     """
-    if not isinstance(model, str | Path):
-        raise BridgeError(f"the model is of type {type(model).__name__}; must be the name of a GGUF or a checkpoint")
     if str(model).endswith(".gguf"):
         return Path(model)  # without the time that it takes to import what follows
     from bridge.checkpoint.files.hub import kind_of

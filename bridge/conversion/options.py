@@ -15,7 +15,7 @@ from typing import Any
 from bridge.conversion.recipe import FLOAT_TYPES, Recipe
 from bridge.errors import BridgeError, parameter
 from bridge.quantize.settings import Calibration
-from bridge.system.options import count, entry, is_key, is_number, option, positive, share, size
+from bridge.system.options import check_types, count, entry, is_key, is_number, option, positive, share, size
 from bridge.system.progress import Progress
 
 
@@ -89,7 +89,11 @@ class PlanOptions(Recipe):
 
 @dataclass(frozen=True)
 class Budget:
-    """How large a file may be, and what finding its types may cost; `size` or `bpw` is given."""
+    """How large a file may be, and what finding its types may cost; `size` or `bpw` is given.
+
+    tokens    that trial models are measured on
+    progress  called with the number of steps done, of how many, and the matrix or the trial model just measured
+    """
 
     size: int | None = option(
         None,
@@ -108,7 +112,7 @@ class Budget:
     plan_out: Path | None = option(
         None, "write the plan found, with the curve of KL divergence against size", metavar="PLAN.json", parse=Path
     )
-    tokens: int = 4096  # that trial models are measured on
+    tokens: int = 4096
     progress: Progress | None = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -121,6 +125,7 @@ class Budget:
             raise BridgeError(f"{parameter('size', self.size)}: must be a whole number of bytes, at least 1")
         if self.bpw is not None and not 0 < self.bpw <= 32:
             raise BridgeError(f"{parameter('bpw', self.bpw)}: must be bits per weight, such as 4.3")
+        check_types(self)
 
 
 @dataclass(frozen=True)

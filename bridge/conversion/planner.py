@@ -153,6 +153,8 @@ class Planner:
         done, total = 0, sum(len(t.parts) for t in tensors)
         found: list[PlannedTensor] = []
         workers = self.options.threads or usable_cpus()
+        if progress:
+            progress(0, total, "")
         with ThreadPoolExecutor(max_workers=workers, thread_name_prefix="plan") as pool:
             try:
                 for tensor in pool.map(work, tensors):

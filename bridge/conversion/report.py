@@ -118,9 +118,12 @@ def beyond_auto(report: TensorReport) -> str | None:
     )
 
 
+_WROTE = "wrote"
+
+
 @dataclass
 class Report:
-    """The whole file."""
+    """The whole file. `seconds` is all of the time that it took, `compile_seconds` what of it went into kernels."""
 
     checkpoint: str
     checkpoint_format: str
@@ -129,6 +132,8 @@ class Report:
     source_bytes: int
     seconds: float
     notes: list[str] = field(default_factory=list)
+    compile_seconds: float = 0.0
+    home: Path | None = None  # the checkpoint's folder, with config.json and README.md
 
     @property
     def output_bytes(self) -> int:
@@ -159,13 +164,21 @@ class Report:
             "source_bytes": self.source_bytes,
             "output_bytes": self.output_bytes,
             "seconds": round(self.seconds, 3),
+            "compile_seconds": round(self.compile_seconds, 3),
             "notes": self.notes,
             "tensors": [t.as_dict() for t in self.tensors],
         }
         write_text(path, json.dumps(record, indent=1) + "\n")
 
-    def table(self, done: str = "wrote") -> str:
-        """The closing table: a row per kind of tensor, then sizes, time and notes."""
+    def table(self, done: str = _WROTE) -> str:
+        """The closing table: a row per kind of tensor, then notes, sizes and what was `done`; the speed of writing."""
+        lines = align(self.rows(), (True, False, True, False, False, False, False))
+        lines.insert(1, "-" * max(map(len, lines)))
+        lines += ["", *self._closing(done)]
+        return "\n".join(lines)
+
+    def rows(self) -> list[tuple[str, ...]]:
+        """The table's cells; its head first, then a row per kind of tensor."""
         rows: list[tuple[str, ...]] = [("tensors", "", "type", "bpw", "codes kept", "NMSE", "of source noise")]
         groups: dict[tuple[str, str], list[TensorReport]] = {}
         for t in self.tensors:
@@ -176,17 +189,23 @@ class Report:
         coded = [t for t in self.tensors if t.has_codes]
         if len({t.kind for t in coded}) > 1:
             rows.append(_row("all that came as codes", coded))
-        lines = align(rows, (True, False, True, False, False, False, False))
-        lines.insert(1, "-" * max(map(len, lines)))
-        lines += ["", *self._closing(done)]
-        return "\n".join(lines)
+        return rows
 
-    def _closing(self, done: str) -> list[str]:
+    def legend(self) -> list[str]:
+        """What figures of the table mean, a line each."""
         lines = []
         if any(t.has_codes for t in self.tensors):
             trellis = self.checkpoint_format.startswith(("QTIP", "EXL3"))
             whose = "coding error on Gaussian weights" if trellis else "rounding error (s^2/12 per weight)"
             lines.append(f"source noise: added error as a share of the checkpoint's own {whose}")
+        if any(t.outcome == CALIBRATED for t in self.tensors):
+            lines.append(
+                "calibrated: least error in the layers' outputs on the text; the weights' own NMSE rises for that"
+            )
+        return lines
+
+    def _closing(self, done: str) -> list[str]:
+        lines = self.legend()
         exact = parameter("type", "exact")
         free = Counter(t.exact_for_free for t in self.tensors if t.exact_for_free)
         for name, count in free.items():
@@ -203,15 +222,15 @@ class Report:
         )
         if rounded:
             lines.append(f"{rounded} tensors could not keep their codes and were requantized (the report lists them)")
-        if any(t.outcome == CALIBRATED for t in self.tensors):
-            lines.append(
-                "calibrated: least error in the layers' outputs on the text; the weights' own NMSE rises for that"
-            )
         lines += [f"note: {note}" for note in summarise_notes(self.notes)]
         size_in, size_out = self.source_bytes, self.output_bytes
-        rate = size_text(size_in / max(self.seconds, 1e-9))
         sizes = f"{size_text(size_in)} {self.checkpoint_format} -> {size_text(size_out)} GGUF"
-        lines.append(f"{sizes} in {self.seconds:.1f} s ({rate}/s)")
+        if done == _WROTE:
+            seconds = max(self.seconds - self.compile_seconds, 1e-9)
+            sizes += f" in {seconds:.1f} s ({size_text(size_in / seconds)}/s)"
+            if self.compile_seconds >= 0.5:
+                sizes += f", and {self.compile_seconds:.1f} s to compile kernels, once on this machine"
+        lines.append(sizes)
         lines += [f"{done} {path}" for path in self.outputs]
         return lines
 

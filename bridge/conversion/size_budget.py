@@ -149,7 +149,9 @@ class _Search:
         types = {part.module: item.types for item in items for part in item.tensor.parts}
         self.groups = _groups([item.tensor for item in items])
         self.done, self.steps = 0, len(parts) + len(self.groups) + budget.swaps + 2
-        tokens = calibration_tokens(planner.ckpt, settings)
+        if self.progress:
+            self.progress(0, self.steps, "")
+        tokens = calibration_tokens(model, settings, parts)
         self.probe = _probe(tokens, budget.tokens)
         layers = LayerCosts(
             lambda module, type: planner.carries(*places[module], type),

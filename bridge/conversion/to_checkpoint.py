@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING
 from bridge.checkpoint.files.dtypes import torch_dtype
 from bridge.checkpoint.files.folder import check_folder
 from bridge.checkpoint.files.hub import model_name, open_by_name
-from bridge.conversion.calibrate_plan import LayerTarget, quantize_layers
+from bridge.conversion.calibrate_plan import LayerTarget, quantize_layers, with_length
 from bridge.conversion.paths import files_of, layers_of
 from bridge.errors import BridgeError
 from bridge.quantize.settings import Calibration
+from bridge.system.options import checked
 from bridge.system.row_threads import thread_limit
 
 if TYPE_CHECKING:
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 _ROUTERS = ("gate", "router", "shared_expert_gate")  # small, and what they choose is all or nothing
 
 
+@checked
 @thread_limit()
 def quantize_checkpoint(
     checkpoint: str | Path,
@@ -48,7 +50,8 @@ def quantize_checkpoint(
     calibrate   the text and the method. Finished layers are stored in the folder `<out>.layers` until all is written: a
                 second run continues where an interrupted one stopped
     clamp       v1: make zero points of 0, which it cannot hold, into 1
-    progress    called with bytes written, of all, and the tensor
+    progress    called with the bytes written, of how many, and the tensor, after the layers are quantized; while they
+                are, that of `calibrate` is called
 
     Raises BridgeError for anything wrong with the input, and where the format cannot hold what is asked for.
     """
@@ -59,6 +62,7 @@ def quantize_checkpoint(
     path = Path(out) if out is not None else Path(f"{model_name(str(checkpoint))}-{format}-{bits}bit")
     with open_by_name(checkpoint, config) as ckpt:
         check_folder(ckpt, path, force, files_of(calibrate.text))
+        calibrate, length_notes = with_length(ckpt, calibrate)
         grid = f"{bits} bits, groups of {group_size}, {'symmetric' if symmetric else 'asymmetric'}"
         method = calibrate.quantizer(groups(bits, group_size, symmetric))
         awq = Awq(method, stored=_norms(ckpt), folder=layers_of(path)) if calibrate.method == "awq" else None
@@ -76,6 +80,7 @@ def quantize_checkpoint(
             )
         prepare = awq.prepare if awq else None
         kept, notes = quantize_layers(ckpt, calibrate, targets, layers_of(path), force, prepare)
+        notes = [*length_notes, *notes]
         notes += [f"{name}: stays float: {why}" for name, why in whys.items() if why]
         written = write_checkpoint(
             ckpt,
@@ -88,6 +93,10 @@ def quantize_checkpoint(
             force=force,
             progress=progress,
         )
+        errors = [layer.error for layer in kept.layers.values()]
+        if errors and calibrate.method != "rtn":
+            written.lost = sum(errors) / len(errors), max(errors)
+        written.home = ckpt.home
         kept.remove()
     written.notes += notes
     return written

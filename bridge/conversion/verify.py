@@ -35,6 +35,7 @@ from bridge.errors import BridgeError
 from bridge.gguf_file.reader import StoredTensor, read_gguf
 from bridge.models.outline import OutlineTensor
 from bridge.runtime.cpu import dequantize
+from bridge.system.options import checked
 from bridge.system.outputs import Taken
 from bridge.system.progress import Progress
 from bridge.system.row_threads import chunks
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
     from bridge.checkpoint.grouped import CodedTensor
 
 
+@checked
 def verify(
     gguf_path: str | Path,
     checkpoint: str | Path,
@@ -56,6 +58,7 @@ def verify(
     """Compare every tensor of a GGUF (its first shard, if split) with the checkpoint's; `config` as for `convert`.
 
     template  the one that the GGUF was made with, if it was
+    progress  called with the bytes of the checkpoint that are compared, of how many, and the tensor
     save_as   where the caller will save the Report; checked before anything is compared
 
     Returns a Report with the same figures as `convert`'s, measured from the file; `failures` judges it.
@@ -72,6 +75,8 @@ def verify(
         _same_names(str(gguf_path), str(checkpoint), {t.name for t in tensors}, set(file.tensors) - scales)
         reports = []
         done, total = 0, sum(reader.nbytes(t) for t in tensors)
+        if progress:
+            progress(0, total, "")
         for tensor in tensors:
             stored = file.tensors[tensor.name]
             reports.append(_compare(reader, tensor, _Stored(stored, file.scales_of(stored))))
@@ -79,7 +84,8 @@ def verify(
             if progress:
                 progress(done, total, tensor.name)
     notes = [note for t in reports for note in t.notes]
-    return Report(str(checkpoint), ckpt.format, file.files, reports, ckpt.nbytes, time.perf_counter() - started, notes)
+    seconds = time.perf_counter() - started
+    return Report(str(checkpoint), ckpt.format, file.files, reports, ckpt.nbytes, seconds, notes, home=ckpt.home)
 
 
 def failures(report: Report, max_share: float | None = None, max_nmse: float = FLOAT_LIMIT) -> list[str]:

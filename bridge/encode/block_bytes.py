@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 
 from bridge.blocks import TYPES, BlockType
-from bridge.system.half import half_bits
 from bridge.system.jit import from_plain, inlined, specialize
 
 # set per type by `specialize`
@@ -24,26 +23,25 @@ unpack: Any = None
 size = subs = nbytes = 0
 
 
-def _pack_rows(q, sc, mn, d, dmin, out):
-    for row in range(out.shape[0]):
-        for b in range(d.shape[1]):
-            pack(
-                q[row, b * size : (b + 1) * size],
-                sc[row, b * subs : (b + 1) * subs],
-                mn[row, b * subs : (b + 1) * subs],
-                half_bits(d[row, b]),
-                half_bits(dmin[row, b]),
-                out[row, b * nbytes : (b + 1) * nbytes],
-            )
+def _pack_blocks(q, sc, mn, d, dmin, out):
+    for b in range(out.shape[0]):
+        pack(q[b], sc[b], mn[b], d[b], dmin[b], out[b])
 
 
 @cache
 def packer(name: str) -> Callable[..., None]:
-    """The compiled `pack_rows(q, sc, mn, d, dmin, out)` of a type; out is uint8 [rows, n * nbytes]."""
+    """The `pack_rows(q, sc, mn, d, dmin, out)` of a type; out is uint8 [rows, n * nbytes], contiguous."""
     block = TYPES[name]
-    return specialize(
-        _pack_rows, name, pack=from_plain(block.pack, inlined), size=block.size, subs=block.subs, nbytes=block.nbytes
-    )
+    pack_blocks = specialize(_pack_blocks, name, pack=from_plain(block.pack, inlined))
+
+    def pack_rows(
+        q: np.ndarray, sc: np.ndarray, mn: np.ndarray, d: np.ndarray, dmin: np.ndarray, out: np.ndarray
+    ) -> None:
+        fields = q.reshape(-1, block.size), sc.reshape(-1, block.subs), mn.reshape(-1, block.subs)
+        halves = (x.ravel().astype(np.float16).view(np.uint16) for x in (d, dmin))
+        pack_blocks(*fields, *halves, out.reshape(-1, block.nbytes))
+
+    return pack_rows
 
 
 def _unpack_rows(raw, q):

@@ -27,7 +27,7 @@ from bridge.blocks import Q2_0, BlockType
 from bridge.checkpoint.formats.fp4 import Fp4Tensor
 from bridge.checkpoint.grouped import CodedTensor, GroupedTensor
 from bridge.encode.block_bytes import packer, row_bytes
-from bridge.encode.carry_kernels import add_shift_error, carry_affine, carry_plain, carry_scaled, shift_codes
+from bridge.encode.carry_kernels import Units, add_shift_error, carry_affine, carry_plain, carry_scaled, shift_codes
 from bridge.encode.round_plain import plain_quantizer
 from bridge.errors import BridgeError
 
@@ -187,7 +187,8 @@ def carry(t: CodedTensor, block: BlockType, rows: slice = slice(None)) -> Mapped
     step = max(1, _CHUNK_WEIGHTS // columns)
     keeps_zeros = not block.has_min or (_one_power_of_two(t.zeros, block) and not _mixes_signs(t, block))
     fits_mins = block.is_k and not keeps_zeros
-    stored = np.empty((min(step, out), columns), np.uint8) if block.zero or fits_mins else codes
+    units = Units.of(group, block.sub, block.subs)
+    stored = np.empty((min(step, out), columns), np.uint8) if block.zero else codes
     sc = np.zeros((min(step, out), n * block.subs), np.int8)
     mn = np.zeros((min(step, out), n * block.subs), np.uint8)
     d = np.zeros((min(step, out), n), np.float32)
@@ -196,28 +197,26 @@ def carry(t: CodedTensor, block: BlockType, rows: slice = slice(None)) -> Mapped
     for start in range(0, out, step):
         stop = min(start + step, out)
         m = stop - start
-        part = (codes[start:stop], scales[start:stop], zeros[start:stop], group)
+        part = (codes[start:stop], scales[start:stop], zeros[start:stop])
+        fields = (sc[:m], mn[:m], d[:m], dmin[:m])
         q = part[0]
         if fits_mins:
-            q = stored[:m]
-            limits = (2**t.bits - 1, block.sub, block.subs, block.scale_hi, block.min_hi)
-            carry_affine(*part, *limits, q, sc[:m], mn[:m], d[:m], dmin[:m], sums)
+            q = carry_affine(*part, units, 2**t.bits - 1, block, *fields, sums)
         elif block.is_k:
-            limits = (block.sub, block.subs, block.scale_lo, block.scale_hi, block.min_hi)
-            carry_scaled(*part, *limits, sc[:m], mn[:m], d[:m], dmin[:m], sums)
+            carry_scaled(*part, units, block, *fields, sums)
         else:
-            carry_plain(*part, block.has_min, d[:m], dmin[:m], sums)
+            carry_plain(*part, units, block, d[:m], dmin[:m], sums)
         if block.zero and fractional(zeros[start:stop]):
-            add_shift_error(*part, block.sub, sc[:m] if block.is_k else sc[:m, :0], d[:m], sums)
+            add_shift_error(*part, group, block, sc[:m], d[:m], sums)
         if block.zero and not (zeros[start:stop] == block.zero).all():
             q = stored[:m]
             bad = shift_codes(part[0], part[2], group, block.sub, block.zero, block.levels, q)
             if bad and block.clips:
-                lost += _requantize_q8_0(part, q, d[:m], sums)
+                lost += _requantize_q8_0((*part, group), q, d[:m], sums)
             elif bad:
                 reason = f"codes less their zero points do not fit in {block.name}'s {block.levels} codes"
                 raise CannotCarryError(t.name, reason)
-        pack(q, sc[:m], mn[:m], d[:m], dmin[:m], data[start:stop])
+        pack(q, *fields, data[start:stop])
     fidelity = Fidelity(out * columns, max(float(sums[0]), 0.0), float(sums[1]), float(sums[2]), out * columns - lost)
     return Mapped(block, data, fidelity, "some codes less their zero points leave Q8_0's -128..127" if lost else "")
 

@@ -8,10 +8,11 @@ exact solutions have the error 0. Candidates are the innermost loops, so that th
 
 import numpy as np
 
-from bridge.system.jit import inlined, inner
+from bridge.system.jit import inlined, kernel
 
 STARTS = 64  # a power of two, and whole vectors
-BATCH = 128  # superblocks that `fit_scaled` takes at once
+BATCH = 128  # superblocks that `_search` takes at once
+_COARSE = np.float32(6.2e-05)  # a d below it may be subnormal
 _MIDDLES = np.arange(0.5, STARTS, dtype=np.float32)  # of the steps from the first start to the last
 
 
@@ -24,12 +25,6 @@ def _round_half_branchless(x):
     subnormal = np.float32((x + grid) - grid)
     rounded = subnormal if abs(x) < np.float32(6.103515625e-05) else normal
     return rounded if abs(rounded) < np.float32(65504.0) else np.float32(np.copysign(np.float32(65504.0), x))
-
-
-@inlined
-def _skipped(top, hi):
-    """How many of the codes 1..hi need not be tried for the largest value `top`."""
-    return (hi - 1) // 2 if abs(top) > np.float32(6.2e-05) * np.float32(hi + 1) else 0
 
 
 @inlined
@@ -52,7 +47,7 @@ def candidates(units, value, weight, hi, cand_d, cand_e, num, den):
         top = max(top, value[u])
     if top <= 0:
         return False
-    skipped = _skipped(top, hi)
+    skipped = (hi - 1) // 2 if top > _COARSE * np.float32(hi + 1) else 0
     first = np.float32(skipped) + np.float32(0.5)
     step = np.float32(hi - skipped) / np.float32(STARTS)
     inverse = np.float32(1.0) / top
@@ -95,65 +90,71 @@ def best_candidate(errors):
     return best & np.int32(STARTS - 1)
 
 
-@inner
-def fit_scaled(units, s, weight, lo, hi, d, code, ratio, num, den, skipped, best, error):
-    """Fit BATCH superblocks at once where zero points are kept exactly, so that E = sum alpha^2 A.
+@kernel
+def _search(ratio, s, weight, skipped, first, last, d, best, num, den, error):
+    """The d of least error for every superblock, found by the code of its largest scale.
 
-    units        how many units the longest of them has
-    s, weight    float32 [units, BATCH]: scales and A; 0 where a superblock has fewer units
-    lo, hi       range of scale codes
-    d            float32 [BATCH], out: halves; 0 where all scales are 0
-    code         float32 [units, BATCH], out: scale codes
-    ratio        float32 [units, BATCH], scratch; num .. error float32 [BATCH], scratch
+    ratio, s, weight  float32 [units, batches, BATCH]: see `fit_scaled`
+    skipped           float32 [batches, BATCH]: the last code that a superblock need not try
+    first             int64 [batches]: the last that no superblock of a batch needs
+    last              the last code that is tried
+    d, best           float32 [batches, BATCH], out: halves, and the codes of the largest scales
+    num, den, error   float32 [BATCH], scratch
 
     As in `candidates`, but with superblocks innermost: a vector holds one candidate of sixteen of them, so no minimum
     is taken across its lanes.
     """
-    top = best  # the largest scales, until the codes begin
-    for i in range(BATCH):
-        top[i] = s[0, i]
-    for u in range(1, units):
+    for batch in range(first.shape[0]):
         for i in range(BATCH):
-            top[i] = s[u, i] if abs(s[u, i]) > abs(top[i]) else top[i]
-    first = np.int64(hi)
-    for i in range(BATCH):
-        skip = _skipped(top[i], hi)
-        first = min(first, skip) if top[i] != 0 else first
-        skipped[i] = np.float32(skip)
-    for u in range(units):
-        for i in range(BATCH):
-            usable = top[i] != 0 and (lo < 0 or s[u, i] * top[i] > 0)
-            ratio[u, i] = s[u, i] / top[i] if usable else np.float32(0.0)
-    for i in range(BATCH):
-        d[i] = np.float32(0.0)
-        best[i] = np.float32(0.0)
-        error[i] = np.float32(np.inf)
-    for c in range(first + 1, hi + (2 if lo < -hi else 1)):  # the code beyond hi means -(hi + 1), with -d
-        largest = np.float32(c)
-        for i in range(BATCH):
-            num[i] = np.float32(0.0)
-            den[i] = np.float32(1e-30)
-        for u in range(units):
+            error[i] = np.float32(np.inf)
+        for c in range(first[batch] + 1, last + 1):
+            largest = np.float32(c)
             for i in range(BATCH):
-                q = np.rint(ratio[u, i] * largest)
-                num[i] += weight[u, i] * s[u, i] * q
-                den[i] += weight[u, i] * (q * q)
-        for i in range(BATCH):
-            num[i] = _round_half_branchless(num[i] / den[i])
-            den[i] = np.float32(0.0)
-        for u in range(units):
+                num[i] = np.float32(0.0)
+                den[i] = np.float32(1e-30)
+            for u in range(ratio.shape[0]):
+                for i in range(BATCH):
+                    q = np.rint(ratio[u, batch, i] * largest)
+                    num[i] += weight[u, batch, i] * s[u, batch, i] * q
+                    den[i] += weight[u, batch, i] * (q * q)
             for i in range(BATCH):
-                miss = num[i] * np.rint(ratio[u, i] * largest) - s[u, i]
-                den[i] += weight[u, i] * (miss * miss)
-        for i in range(BATCH):
-            better = den[i] < error[i] and largest > skipped[i]
-            error[i] = den[i] if better else error[i]
-            d[i] = num[i] if better else d[i]
-            best[i] = largest if better else best[i]
-    for i in range(BATCH):
-        flip = np.float32(-1.0) if best[i] > hi else np.float32(1.0)
-        d[i] *= flip
-        best[i] *= flip
-    for u in range(units):
-        for i in range(BATCH):
-            code[u, i] = min(np.rint(ratio[u, i] * best[i]), np.float32(hi))
+                num[i] = _round_half_branchless(num[i] / den[i])
+                den[i] = np.float32(0.0)
+            for u in range(ratio.shape[0]):
+                for i in range(BATCH):
+                    miss = num[i] * np.rint(ratio[u, batch, i] * largest) - s[u, batch, i]
+                    den[i] += weight[u, batch, i] * (miss * miss)
+            for i in range(BATCH):
+                if den[i] < error[i] and largest > skipped[batch, i]:
+                    error[i] = den[i]
+                    d[batch, i] = num[i]
+                    best[batch, i] = largest
+
+
+def fit_scaled(s: np.ndarray, weight: np.ndarray, lo: int, hi: int) -> tuple[np.ndarray, np.ndarray]:
+    """Fit superblocks where zero points are kept exactly, so that E = sum alpha^2 A.
+
+    s, weight  float32 [units, n], n a multiple of BATCH: scales and A; 0 where a superblock has fewer units
+    lo, hi     range of scale codes
+    returns    d float32 [n], halves, 0 where all scales are 0; the scale codes float32 [units, n]
+    """
+    s, weight = s.reshape(len(s), -1, BATCH), weight.reshape(len(s), -1, BATCH)
+    top = s[0]  # the largest scales
+    for other in s[1:]:
+        top = np.where(np.abs(other) > np.abs(top), other, top)
+    ratio = s / np.where(top == 0, np.float32(1.0), top)
+    if lo >= 0:
+        np.maximum(ratio, 0, out=ratio)
+    few = (np.abs(top) > _COARSE * np.float32(hi + 1)) | (top == 0)
+    skipped = np.where(few, np.float32((hi - 1) // 2), np.float32(0.0))
+    first = skipped.min(1).astype(np.int64)
+    last = hi + (lo < -hi)  # the code beyond hi means -(hi + 1), with -d
+    d, best = np.zeros((2, *top.shape), np.float32)
+    scratch = np.empty((3, BATCH), np.float32)
+    _search(ratio, s, weight, skipped, first, last, d, best, *scratch)
+    if last > hi:
+        sign = np.where(best > hi, np.float32(-1.0), np.float32(1.0))
+        d *= sign
+        best *= sign
+    code = np.rint(ratio * best)
+    return d.ravel(), np.minimum(code, np.float32(hi), out=code).reshape(len(s), -1)

@@ -35,7 +35,7 @@ import numpy as np
 
 from bridge.encode.carry_candidates import STARTS, best_candidate, candidates
 from bridge.system.half import round_half
-from bridge.system.jit import inner
+from bridge.system.jit import inner, kernel
 
 _SCALES = 24  # candidates of d that are looked at, at most
 _REFITS = 3
@@ -138,11 +138,11 @@ def _polish(units, s, z, n, a, b, hi, min_hi, d, dmin, sc, mn, try_sc, try_mn):
 
 
 @inner
-def fit_affine(
+def _fit_one(
     units, s, z, n, a, b, top, hi, min_hi, sc, mn, scale_d, scale_e, min_d, min_e, num, den, spread, target, try_sc,
     try_mn,
 ):  # fmt: skip
-    """Fit d, dmin, sc, mn of one superblock (s >= 0); see the module's head.
+    """Fit one superblock; see `fit_affine`.
 
     s, z, n, a, b   float32 [units]; z and b become those of the mirrored codes where these are fitted
     top             the largest code, 2^bits - 1
@@ -204,3 +204,60 @@ def fit_affine(
             b[u] = -b[u]
     _, best_d, best_dmin = _polish(units, s, z, n, a, b, hi, min_hi, best_d, best_dmin, sc, mn, try_sc, try_mn)
     return best_d, best_dmin, mirror
+
+
+@kernel
+def _fit_all(fields, counts, top, hi, min_hi, codes, halves, mirrored):
+    """`_fit_one` for all superblocks; see `fit_affine`. codes int32 [2, n, units], halves float32 [2, n], out."""
+    most = fields.shape[2]
+    s = np.empty(most, np.float32)
+    z = np.empty(most, np.float32)
+    n = np.empty(most, np.float32)
+    a = np.empty(most, np.float32)
+    b = np.empty(most, np.float32)
+    sc = np.empty(most, np.int32)
+    mn = np.empty(most, np.int32)
+    scale_d = np.empty(STARTS, np.float32)
+    scale_e = np.empty(STARTS, np.float32)
+    min_d = np.empty(STARTS, np.float32)
+    min_e = np.empty(STARTS, np.float32)
+    num = np.empty(STARTS, np.float32)
+    den = np.empty(STARTS, np.float32)
+    spread = np.empty(most, np.float32)
+    target = np.empty(most, np.float32)
+    try_sc = np.empty(most, np.int32)
+    try_mn = np.empty(most, np.int32)
+    for block in range(fields.shape[1]):
+        units = counts[block % counts.shape[0]]
+        for u in range(units):
+            s[u] = fields[0, block, u]
+            z[u] = fields[1, block, u]
+            n[u] = fields[2, block, u]
+            a[u] = fields[3, block, u]
+            b[u] = fields[4, block, u]
+        halves[0, block], halves[1, block], mirrored[block] = _fit_one(
+            units, s, z, n, a, b, top, hi, min_hi, sc, mn,
+            scale_d, scale_e, min_d, min_e, num, den, spread, target, try_sc, try_mn,
+        )  # fmt: skip
+        for u in range(units):
+            codes[0, block, u] = sc[u]
+            codes[1, block, u] = mn[u]
+
+
+def fit_affine(
+    fields: np.ndarray, counts: np.ndarray, top: int, hi: int, min_hi: int
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Fit d, dmin, sc, mn of superblocks with s >= 0; see the module's head.
+
+    fields      float32 [5, n, units]: s, z, n, A and B of each unit
+    counts      int64 [blocks of a row]: how many units each superblock of a row has
+    top         the largest code, 2^bits - 1
+    hi, min_hi  largest scale and min code
+    returns     sc and mn int32 [2, n, units], 0 beyond a superblock's units; d and dmin float32 [2, n], exact halves
+                >= 0; whether the codes are to be mirrored, bool [n]
+    """
+    codes = np.zeros((2, *fields.shape[1:]), np.int32)
+    halves = np.empty((2, fields.shape[1]), np.float32)
+    mirrored = np.empty(fields.shape[1], np.bool_)
+    _fit_all(fields, counts, np.float32(top), hi, min_hi, codes, halves, mirrored)
+    return codes, halves, mirrored

@@ -24,6 +24,7 @@ from bridge.encode.round_loops import (
     scaled_write,
 )  # fmt: skip
 from bridge.system.half import round_half
+from bridge.system.jit import kernel
 
 _ZERO = np.float32(0)
 _ONE = np.float32(1)
@@ -42,6 +43,7 @@ _WINDOW = 2  # steps to either side of the best line that are tried again
 # Q8_0: 128 is the code of the widest weight with d negated; fewer codes cost 1.6% each, but each d
 # gives the block other codes, and the best of six is a fifth below the average
 _Q8_0_CODES = np.array([127, -128, 126, -127.4, 125, 124], np.float32)
+_Q8_0_LOW, _Q8_0_HIGH = np.float32(-128), np.float32(127)
 
 # set per type by `specialize`
 sub = starts = 0
@@ -167,31 +169,67 @@ def _affine(x, w):
     return best_d, best_m
 
 
-def _q8_0(x, w):
-    """Like `_scaled`, with a few halves only: with 256 codes there is little to gain."""
-    bottom, peak = extremes(x)
-    widest = peak if peak > -bottom else bottom
-    best = _INFINITY
-    best_d = _ZERO
-    if widest == _ZERO:
-        return best_d, _ZERO
-    for k in range(0, 6, 2):
-        d0 = round_half(widest / _Q8_0_CODES[k])
-        d1 = round_half(widest / _Q8_0_CODES[k + 1])
-        e0, e1 = scaled_errors(x, w, d0, d1)
-        if e0 < best:
-            best, best_d = e0, d0
-        if e1 < best:
-            best, best_d = e1, d1
-    if abs(best_d) < np.float32(2.0**-14):  # subnormal: the halves lie far apart
-        for k in range(1, 4):
-            d0 = np.float32(k) * _LEAST
-            e0, e1 = scaled_errors(x, w, d0, -d0)
-            if e0 < best:
-                best, best_d = e0, d0
-            if e1 < best:
-                best, best_d = e1, -d0
-    return best_d, _ZERO
+@kernel
+def _rows_q8_0(x, w, q, sc, mn, d, dmin, sums):
+    """`round_loops._rows` for Q8_0, with a few halves only: with 256 codes there is little to gain.
+
+    One function, because nearly every first conversion waits for its compilation, which costs twice as much for the
+    same loops as functions of their own.
+    """
+    for row in range(x.shape[0]):
+        for n in range(x.shape[1]):
+            bottom, peak = _ZERO, _ZERO
+            for i in range(32):
+                bottom = lesser(bottom, x[row, n, i])
+                peak = greater(peak, x[row, n, i])
+            widest = peak if peak > -bottom else bottom
+            best = _INFINITY
+            a = _ZERO
+            for k in range(6 if widest != _ZERO else 0):
+                if k < 3:
+                    a1 = round_half(widest / _Q8_0_CODES[2 * k])
+                    a2 = round_half(widest / _Q8_0_CODES[2 * k + 1])
+                elif abs(a) < np.float32(2.0**-14):  # subnormal: the halves lie far apart
+                    a1 = np.float32(k - 2) * _LEAST
+                    a2 = -a1
+                else:
+                    break
+                i1 = _ONE / a1 if a1 != _ZERO else _ZERO
+                i2 = _ONE / a2 if a2 != _ZERO else _ZERO
+                e1 = _ZERO
+                e2 = _ZERO
+                for i in range(32):
+                    code = np.rint(x[row, n, i] * i1)
+                    code = code if code > _Q8_0_LOW else _Q8_0_LOW
+                    code = code if code < _Q8_0_HIGH else _Q8_0_HIGH
+                    r = x[row, n, i] - a1 * code
+                    e1 = add(e1, w[n, i] * r * r)
+                    code = np.rint(x[row, n, i] * i2)
+                    code = code if code > _Q8_0_LOW else _Q8_0_LOW
+                    code = code if code < _Q8_0_HIGH else _Q8_0_HIGH
+                    r = x[row, n, i] - a2 * code
+                    e2 = add(e2, w[n, i] * r * r)
+                if e1 < best:
+                    best, a = e1, a1
+                if e2 < best:
+                    best, a = e2, a2
+            d[row, n] = a
+            inverse = _ONE / a if a != _ZERO else _ZERO
+            error = _ZERO
+            signal = _ZERO
+            weighted = _ZERO
+            for i in range(32):
+                code = np.rint(x[row, n, i] * inverse)
+                code = code if code > _Q8_0_LOW else _Q8_0_LOW
+                code = code if code < _Q8_0_HIGH else _Q8_0_HIGH
+                q[row, n, i] = np.uint8(code - _Q8_0_LOW)
+                r = x[row, n, i] - a * code
+                error = add(error, r * r)
+                signal = add(signal, x[row, n, i] * x[row, n, i])
+                weighted = add(weighted, w[n, i] * r * r)
+            sums[row, 0] += error
+            sums[row, 1] += signal
+            sums[row, 2] += weighted
 
 
 def _workspace():
@@ -205,10 +243,12 @@ def _search(x, w, row, at, scratch, sc, mn):
 @cache
 def plain_quantizer(name: str) -> Callable[..., None]:
     """The compiled loop over rows of a plain type, see `rows_quantizer`."""
+    if name == "Q8_0":
+        return _rows_q8_0  # type: ignore[no-any-return]
     kind = TYPES[name]
     loops: tuple[Any, ...] = affine_errors, affine_fit, affine_write
     if not kind.has_min:
         loops = extremes, scaled_errors, scaled_fit, scaled_write
-    stage = _affine if kind.has_min else _q8_0 if name == "Q8_0" else _scaled
-    first, step, starts = _STARTS.get(name, (0.0, 0.0, 0))
+    stage = _affine if kind.has_min else _scaled
+    first, step, starts = _STARTS[name]
     return rows_quantizer(kind, name, loops, [stage], _workspace, _search, first=first, step=step, starts=starts)

@@ -7,6 +7,7 @@ and the folder's name, by the rules of gguf's `Metadata`; the checkpoint's repos
 import logging
 import re
 from pathlib import Path
+from typing import Any
 
 import gguf
 
@@ -32,7 +33,7 @@ def read_provenance(
     finally:
         log.setLevel(level)
     _mend_sampling(metadata, folder)
-    repository = _repository(config, folder)
+    repository = repository_of(config.get("_name_or_path"), folder)
     if repository is not None:
         metadata.name = metadata.name if _card_has_name(folder) else repository.partition("/")[2]
         metadata.source_url = metadata.source_repo_url = f"https://huggingface.co/{repository}"
@@ -56,12 +57,11 @@ def _mend_sampling(metadata: gguf.Metadata, folder: Path) -> None:
             setattr(metadata, name, (int(value) if whole else float(value)) if number and not greedy else None)
 
 
-def _repository(config: Config, folder: Path) -> str | None:
-    """ "owner/name" on the Hub, from the cache's folder names or config.json's _name_or_path."""
+def repository_of(name: Any, folder: Path) -> str | None:
+    """ "owner/name" on the Hub, from the cache's folder names or a name such as config.json's _name_or_path."""
     for part in reversed(folder.resolve().parts):
         if match := _CACHE.match(part):
             return f"{match[1]}/{match[2]}"
-    name = config.get("_name_or_path", "")
     return name if isinstance(name, str) and _REPOSITORY.match(name) else None
 
 

@@ -14,11 +14,13 @@ from torch import nn
 from bridge.errors import BridgeError
 from bridge.nn.quant_linear import replace_linears
 from bridge.runtime import GGUFFile
+from bridge.system.options import checked
 
 
+@checked
 def load(
     model_id_or_config: str | Path | Any, gguf: str | Path | GGUFFile, precision: str = "int8",
-    dtype: torch.dtype = torch.float32, device: str = "cpu",
+    dtype: torch.dtype = torch.float32, device: Any = "cpu",
 ) -> Any:  # fmt: skip
     """A transformers model for inference with a GGUF's weights: a Llama, Mistral, Qwen2 or Qwen3.
 

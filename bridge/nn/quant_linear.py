@@ -22,6 +22,7 @@ from bridge.nn.torch_ops import number_of, product, rows
 from bridge.runtime import GGUFFile, QuantTensor, open_gguf
 from bridge.runtime.decoder_config import read_config
 from bridge.system.operands import check_matrix
+from bridge.system.options import checked
 
 _LINEARS = {
     "self_attn.q_proj": "attn_q",
@@ -48,6 +49,7 @@ class Placed(nn.Module):
     def __init__(self, tensor: Any):
         super().__init__()
         check_matrix(tensor)
+        self.prepared = False  # whether the tensor was, when it left the CPU
         self.register_buffer("place", torch.empty(0, device=getattr(tensor, "device", "cpu")), persistent=False)
         self.hold(tensor)
 
@@ -57,19 +59,32 @@ class Placed(nn.Module):
 
     def follow(self) -> None:
         """Take the tensor to where torch has moved the module's buffers: a GPU, or the CPU."""
-        if self.place.device.type in ("cpu", "cuda"):
-            moved = self.tensor.to(self.place.device)
-            if moved is not self.tensor:
-                self.hold(moved)
+        if self.place.device.type not in ("cpu", "cuda"):
+            return
+        before, moved = self.tensor, self.tensor.to(self.place.device)
+        if moved is before:
+            return
+        self.hold(moved)
+        if self.place.device.type == "cpu":
+            if self.prepared:
+                moved.prepare()
+        elif getattr(before, "prepared", False):  # on the CPU: its repacked copy is as large as the weights
+            self.prepared = True
+            before.unprepare()
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         super()._apply(fn, recurse)
         self.follow()
         return self
 
+    def __getstate__(self) -> dict[str, Any]:
+        """With the tensor of the CPU: whoever loads it may choose another device."""
+        return {**self.__dict__, "tensor": self.tensor.to("cpu")}
+
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self.hold(self.tensor)  # a copy's has a number of its own
+        self.follow()
 
 
 class QuantLinear(Placed):
@@ -123,6 +138,7 @@ class QuantEmbedding(Placed):
         return f"{self.num_embeddings}, {self.embedding_dim}, type={self.tensor.type}"
 
 
+@checked
 def replace_linears(
     model: nn.Module, gguf: str | Path | GGUFFile, precision: str = "int8", prepare: bool = True
 ) -> nn.Module:

@@ -1,6 +1,7 @@
 """A checkpoint's trellis-coded layers in place of a torch model's Linears."""
 
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -8,12 +9,14 @@ from torch import nn
 from bridge.checkpoint import Checkpoint, open_checkpoint
 from bridge.errors import BridgeError
 from bridge.nn.quant_linear import QuantLinear
+from bridge.system.options import checked
 from bridge.trellis.layer import TrellisLayer
 
 _PADDED = 128  # EXL3's sides may be padded to multiples of it
 
 
-def replace_trellis(model: nn.Module, checkpoint: str | Path | Checkpoint, device: str = "cpu") -> nn.Module:
+@checked
+def replace_trellis(model: nn.Module, checkpoint: str | Path | Checkpoint, device: Any = "cpu") -> nn.Module:
     """Put a checkpoint's trellis-coded linears into a transformers model of its architecture; returns it.
 
     What the checkpoint stores as floats (embeddings, norms, linears that were skipped) is put in too.

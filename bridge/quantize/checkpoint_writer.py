@@ -13,7 +13,6 @@ in any order: none stays in memory. Floats keep their dtypes; tied embeddings, t
 import json
 import math
 import re
-import time
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -31,9 +30,10 @@ from bridge.checkpoint.formats.zeros import OWN_BITS_SINCE
 from bridge.checkpoint.grouped import GroupedTensor
 from bridge.checkpoint.labels.quant_config import gptq_labels, packer
 from bridge.errors import BridgeError
+from bridge.system import compiling
 from bridge.system.files import expanded
 from bridge.system.progress import Progress
-from bridge.system.text import size_text, summarise_notes
+from bridge.system.text import percent, size_text, summarise_notes
 
 FORMATS = tuple(LAYOUTS)
 _CHUNK = 8 << 20  # bytes of floats copied at a time
@@ -55,7 +55,9 @@ class Written:
     nbytes    size of all tensors
     raised    number of zero points of 0 that became 1, and of weights that lost a step by it
     left_out  files with other weights that were not copied
+    lost      by the layers' outputs on the text, as a share of their power: on average and at most
     notes     for the user
+    home      the source's folder, with config.json and README.md
     """
 
     out: Path
@@ -65,7 +67,17 @@ class Written:
     seconds: float
     raised: tuple[int, int] = (0, 0)
     left_out: list[str] = field(default_factory=list)
+    lost: tuple[float, float] | None = None
     notes: list[str] = field(default_factory=list)
+    home: Path | None = None
+
+    def facts(self) -> list[tuple[str, str]]:
+        """What was written, without anything of this machine."""
+        facts = [("layers", f"{self.modules} quantized as {self.format}"), ("size", size_text(self.nbytes))]
+        if self.lost:
+            mean, most = map(percent, self.lost)
+            facts.append(("error", f"outputs of layers lost {mean} of their power on average, {most} at most"))
+        return facts
 
     def summary(self) -> str:
         """The report in a few lines."""
@@ -121,7 +133,7 @@ class CheckpointWriter:
             raise BridgeError(f"unknown checkpoint format {format!r}: choose one of {', '.join(LAYOUTS)}")
         if ckpt.quant.method is not None:
             raise BridgeError(f"{ckpt.path}: is already {ckpt.format}; quantize the original float model")
-        self._begun = time.perf_counter()
+        self._begun = compiling.clock()
         self._ckpt, self._layers, self._clamp = ckpt, dict(layers), clamp
         self._layout, self._tick = LAYOUTS[format], progress or (lambda *_: None)
         self._shapes = {name: self._shape(name, name in transposed) for name in layers}
@@ -190,7 +202,7 @@ class CheckpointWriter:
         own = [*self._ckpt.files, *self._ckpt.path.glob("*.index.json")]
         self._folder.copy_rest(own)
         self._folder.finish()
-        seconds = time.perf_counter() - self._begun
+        seconds = compiling.clock() - self._begun
         return Written(
             self._folder.path, self._layout.name, len(self._layers), self._nbytes, seconds, self._raised,
             self._folder.left_out,

@@ -13,6 +13,7 @@ Of a model that also sees or hears, the language model is calibrated: the other 
 
 import re
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -24,7 +25,7 @@ from bridge.checkpoint.language_model import TEXT_PREFIXES
 from bridge.errors import BridgeError
 from bridge.quantize.block_inputs import head_of, is_layer, matrix_shape, set_matrix
 from bridge.quantize.experts import halves, split_experts
-from bridge.quantize.walk import decoder_blocks
+from bridge.quantize.walk import decoder_blocks, positions_of
 
 _MIXTRAL = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
 _OF_EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(gate|up|down)_proj\.(weight|bias)")
@@ -83,10 +84,14 @@ class FloatModel:
             elif value.device.type == "meta":
                 self._set(head, own, value, f"{name}.{own}")
 
+    def head(self) -> tuple[str, tuple[int, int]]:
+        """The output head's name in the checkpoint, the embeddings' if it is tied to them, and (out, columns)."""
+        return self.embedding_and_head()[1], matrix_shape(head_of(self.model)[1])
+
     def untied_head(self) -> tuple[str, tuple[int, int]] | None:
-        """The output head's name in the checkpoint and (out, columns); None if it is tied to the embeddings."""
-        embeddings, name = self.embedding_and_head()
-        return None if name == embeddings else (name, matrix_shape(self.model.get_output_embeddings()))
+        """The same; None if it is tied to the embeddings."""
+        head = self.head()
+        return None if head[0] == self.embedding_and_head()[0] else head
 
     def head_rows(self, rows: slice) -> torch.Tensor:
         """Some rows of the output head's weights, float32; only these are read."""
@@ -215,16 +220,38 @@ class FloatModel:
             )
 
 
-def _build(ckpt: Checkpoint, dtype: torch.dtype) -> nn.Module:
-    """The model of config.json on the meta device."""
+def positions(ckpt: Checkpoint) -> int | None:
+    """The most tokens that the model takes at once; None where there is no limit. Raises BridgeError as FloatModel."""
+    with _understood(ckpt) as transformers:
+        return positions_of(_config(transformers, ckpt).get_text_config(decoder=True))
+
+
+@contextmanager
+def _understood(ckpt: Checkpoint) -> Iterator[Any]:
+    """The module `transformers`; BridgeError where it fails to make something of config.json."""
     try:
         import transformers
     except ImportError:
         raise BridgeError("calibration needs transformers; pip install transformers") from None
-    kind = ckpt.config.get("model_type")
-    fields = {key: value for key, value in ckpt.config.items() if key != "quantization_config"}
     try:
-        config = transformers.AutoConfig.for_model(**fields)
+        yield transformers
+    except Exception as problem:  # unknown kinds, and whatever a damaged config.json causes
+        why = str(problem).strip().splitlines()
+        raise BridgeError(
+            f"{ckpt.home / 'config.json'}: transformers {transformers.__version__} cannot build a text model of "
+            f"{ckpt.config.get('model_type')} ({why[0] if why else type(problem).__name__}); calibration supports only "
+            "models that it includes"
+        ) from None
+
+
+def _config(transformers: Any, ckpt: Checkpoint) -> Any:
+    return transformers.AutoConfig.for_model(**{k: v for k, v in ckpt.config.items() if k != "quantization_config"})
+
+
+def _build(ckpt: Checkpoint, dtype: torch.dtype) -> nn.Module:
+    """The model of config.json on the meta device."""
+    with _understood(ckpt) as transformers:
+        config = _config(transformers, ckpt)
         text = config.get_text_config(decoder=True)
         if text is not config and "tie_word_embeddings" in ckpt.config:
             text.tie_word_embeddings = ckpt.config["tie_word_embeddings"]
@@ -237,12 +264,6 @@ def _build(ckpt: Checkpoint, dtype: torch.dtype) -> nn.Module:
                     config, dtype=dtype, trust_remote_code=False
                 )
                 _drop_other_parts(model)
-    except Exception as problem:  # unknown kinds, and whatever a damaged config.json causes
-        why = str(problem).strip().splitlines()
-        raise BridgeError(
-            f"{ckpt.home / 'config.json'}: transformers {transformers.__version__} cannot build a text model of {kind} "
-            f"({why[0] if why else type(problem).__name__}); calibration supports only models that it includes"
-        ) from None
     return model.eval().requires_grad_(False)
 
 

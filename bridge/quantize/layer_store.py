@@ -136,17 +136,18 @@ class LayerStore:
     """The folder of a run's finished layers; created if it does not exist.
 
     job    everything that the layers depend on, as JSON
-    force  start over if the folder belongs to another run
+    force  start over if the folder holds finished layers of another run
 
     notes  what the user should know of the layers that were stored already
 
-    Raises BridgeError if it belongs to another run, or holds anything else.
+    Raises BridgeError if it holds layers of another run, or anything else.
     """
 
     def __init__(self, folder: Path, job: Mapping[str, Any], force: bool = False) -> None:
         self.folder = folder
         self.layers: dict[str, StoredLayer] = {}
         self.notes: list[str] = []
+        self._made: list[Path] = []  # folders above it that were missing
         self._parts: dict[str, dict[tuple[int, int], StoredLayer]] = {}  # of layers that have several, by their rows
         job = json.loads(json.dumps(job))
         self._job = hashlib.sha256(json.dumps(job, sort_keys=True).encode()).hexdigest()
@@ -160,7 +161,8 @@ class LayerStore:
                     return
                 if found is not None and not found.keys() & job.keys():
                     raise BridgeError(f"{folder / _JOB}: is not a record of quantized layers; choose another output")
-                if not force:
+                unfinished = found is not None and not any(map(_is_layer, folder.iterdir()))
+                if not force and not unfinished:
                     restart = f"{parameter('force', True)} starts over"
                     raise BridgeError(
                         f"{folder}: holds layers of a run with other options, inputs or version; {restart}"
@@ -168,6 +170,7 @@ class LayerStore:
                 if stray := next((file for file in sorted(folder.iterdir()) if not _OWN.fullmatch(file.name)), None):
                     raise BridgeError(f"{stray}: is not a quantized layer; move it, or choose another output")
                 self.remove()
+        self._made = [above for above in folder.parents if not above.exists()]
         try:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as problem:
@@ -178,7 +181,7 @@ class LayerStore:
         """Load the files of this run that are whole; remove the others."""
         bad = 0
         own = [file for file in sorted(self.folder.iterdir()) if _OWN.fullmatch(file.name)]
-        for file in (file for file in own if file.suffix == ".safetensors"):
+        for file in filter(_is_layer, own):
             found = read_tensors(file)
             record = json.loads(found[1]["layer"]) if found and found[1].get("job") == self._job else None
             if record is None or file != _file(self.folder, record["name"], record["rows"]):
@@ -266,7 +269,8 @@ class LayerStore:
             for file in self.folder.iterdir():
                 if _OWN.fullmatch(file.name):
                     file.unlink()
-            self.folder.rmdir()
+            for made in (self.folder, *self._made):
+                made.rmdir()
 
     def remove_if_empty(self) -> None:
         """Remove the folder if no layer was finished."""
@@ -276,6 +280,10 @@ class LayerStore:
 
 def _file(folder: Path, name: str, rows: Sequence[int] | None) -> Path:
     return file_of(folder, name, f"{'' if rows is None else f'-{rows[0]:09}'}.safetensors")
+
+
+def _is_layer(file: Path) -> bool:
+    return file.suffix == ".safetensors" and _OWN.fullmatch(file.name) is not None
 
 
 def _is_empty(folder: Path) -> bool:

@@ -4,7 +4,6 @@ for name, layer in quantize_model(model, tokens, Method(superblocks("Q4_K")).lay
 gptq(module, batches, bits=4, group_size=128)
 """
 
-import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -22,6 +21,8 @@ from bridge.quantize.grids.superblock import SuperblockGrid
 from bridge.quantize.hessian import damp, target_of
 from bridge.quantize.refine import refine
 from bridge.quantize.walk import LayerInput, quantize_block
+from bridge.system import compiling
+from bridge.system.options import checked
 
 _ROWS = 512  # sampled for the error: the product for all rows takes as long as a sweep of refinement
 ACT_ORDERS = ("none", "free", "static", "fixed")
@@ -101,7 +102,7 @@ class Method:
 
         columns  int [columns], their order on the grid; None: unchanged. Ignored by "free", which has its own
         """
-        begun = time.perf_counter()
+        begun = compiling.clock()
         weight, hessian = layer.weight, layer.hessian.matrix
         if not torch.isfinite(weight).all():
             raise BridgeError(f"{layer.name}: its weights hold NaN or infinity; the checkpoint is damaged")
@@ -133,7 +134,7 @@ class Method:
         own = target[some]
         lost = error(own, dequantize(np.ascontiguousarray(solution.codes[some]), grid, some), hessian)
         whole = error(own, torch.zeros(()).expand(own.shape), hessian)
-        seconds = time.perf_counter() - begun
+        seconds = compiling.clock() - begun
         done = Quantized(
             layer.name, grid, solution.codes, layout, lost / whole if whole else 0.0, solution.damping, seconds
         )
@@ -145,6 +146,7 @@ def columns_by_diagonal(hessian: torch.Tensor) -> np.ndarray:
     return np.argsort(-hessian.diagonal().cpu().numpy(), kind="stable")
 
 
+@checked
 def gptq(
     module: torch.nn.Module,
     batches: Iterable[Any],

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bridge.errors import BridgeError, parameter
-from bridge.system.options import count, option, positive
+from bridge.system.options import check_types, count, option, positive
 from bridge.system.progress import Progress
 
 if TYPE_CHECKING:
@@ -36,7 +36,10 @@ class Calibration:
         flag="--calibrate", metavar="FILE", parse=Path, says="",
     )  # fmt: skip
     samples: int = option(128, "maximum number of calibration sequences", metavar="N", parse=positive)
-    length: int = option(2048, "tokens in each sequence", flag="--sequence-length", metavar="N", parse=positive)
+    length: int | None = option(
+        None, "tokens in each sequence", flag="--sequence-length", metavar="N", parse=positive,
+        says="2048, or the model's positions where it has fewer",
+    )  # fmt: skip
     seed: int | None = option(
         None, "seed for choosing sequences at random", metavar="N", parse=int, says="the first sequences"
     )
@@ -73,6 +76,7 @@ class Calibration:
     progress: Progress | None = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
+        check_types(self)
         if self.method not in METHODS:
             raise BridgeError(f"unknown method {self.method!r}: choose {', '.join(METHODS[:-1])} or {METHODS[-1]}")
         for package in ("torch", "transformers"):
@@ -84,8 +88,9 @@ class Calibration:
                 "(python -OO)"
             )
         for name, least in {"samples": 1, "length": 1, "damping": 0, "alpha": 0, "sweeps": 0}.items():
-            if not getattr(self, name) >= least:
-                raise BridgeError(f"{parameter(name, getattr(self, name))}: must be at least {least}")
+            value = getattr(self, name)
+            if value is not None and not value >= least:
+                raise BridgeError(f"{parameter(name, value)}: must be at least {least}")
         if self.offload is not None and not os.path.isdir(self.offload):
             raise BridgeError(f"{self.offload}: no such folder; make it or give another one")
 

@@ -154,12 +154,7 @@ def quantize_model(
     if feed not in ("quantized", "float"):
         raise BridgeError(f"unknown {parameter('feed')} {feed!r}: choose quantized or float")
     source: StreamedModel = InMemory(model) if isinstance(model, nn.Module) else model
-    positions = getattr(_text_config(source.model), "max_position_embeddings", None)
-    if positions and tokens.shape[1] > positions:
-        raise BridgeError(
-            f"calibration sequences have {tokens.shape[1]} tokens, but the model has {positions} positions; "
-            f"use shorter ones: {parameter('length', positions)}"
-        )
+    check_length(tokens.shape[1], positions_of(_text_config(source.model)))
     source.model.eval()
     with Folder(offload) as folder:
         source.load(None)
@@ -348,6 +343,20 @@ def decoder_blocks(model: nn.Module) -> tuple[str, nn.ModuleList]:
     inside = next(n for n, m in model.named_modules() if m is embeddings).rpartition(".")[0]
     # a model that sees may have as many layers for images
     return next(((n, m) for n, m in lists.items() if n.startswith(f"{inside}.")), next(iter(lists.items())))
+
+
+def positions_of(config: Any) -> int | None:
+    """The most tokens that a model of this `transformers` config takes at once; None where there is no limit."""
+    return getattr(config, "max_position_embeddings", None) or getattr(config, "max_seq_len", None)  # the latter: MPT
+
+
+def check_length(length: int, positions: int | None) -> None:
+    """BridgeError where sequences are longer than the model has positions; None: it has no limit."""
+    if positions is not None and length > positions:
+        raise BridgeError(
+            f"calibration sequences have {length} tokens, but the model has {positions} positions; "
+            f"use shorter ones: {parameter('length', positions)}"
+        )
 
 
 def _text_config(model: nn.Module) -> Any:

@@ -4,20 +4,23 @@ Contenders take turns within one run and are compared by the median of their rat
 the neighbours of a machine change between runs. Bytes are those of the GGUF tensor, whatever a kernel reads.
 """
 
+import itertools
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
 
-from bridge.blocks import TYPES
+from bridge.blocks import BlockType
+from bridge.blocks.read import READ
 from bridge.errors import BridgeError
 from bridge.runtime.quant_tensor import QuantTensor
 from bridge.runtime.reader import open_gguf
 from bridge.system.devices import choose, cuda
 from bridge.system.files import expect_name
+from bridge.system.progress import Progress
 
 LARGE = (40960, 4096)  # from memory
 SMALL = (2048, 4096)  # from the cache
@@ -47,19 +50,32 @@ class ProductTiming:
         return statistics.median(other / ours for ours, other in pairs)
 
 
+def put_d(block: BlockType, raw: np.ndarray, halves: np.ndarray) -> None:
+    """Set d of blocks, uint8 [..., nbytes], to float16 [...], if the type has one."""
+    if block.d_at >= 0:
+        raw[..., block.d_at : block.d_at + 2] = halves[..., None].view(np.uint8)
+    for i, at in enumerate(block.d_nibbles):
+        nibbles = halves.view(np.uint16) >> np.uint16(4 * i) & np.uint16(15)
+        raw[..., at] = raw[..., at] & 15 | nibbles.astype(np.uint8) << 4
+
+
+def put_dmin(block: BlockType, raw: np.ndarray, halves: np.ndarray) -> None:
+    """The same for dmin."""
+    if block.has_min:
+        raw[..., block.dmin_at : block.dmin_at + 2] = halves[..., None].view(np.uint8)
+
+
 def random_tensor(type: str, rows: int, columns: int) -> QuantTensor:
     """A tensor of random codes, with scales around 0.01."""
-    if type not in TYPES:
-        raise BridgeError(f"unknown type {type}: choose one of {', '.join(TYPES)}")
-    block = TYPES[type]
+    if type not in READ:
+        raise BridgeError(f"unknown type {type}: choose one of {', '.join(READ)}")
+    block = READ[type]
     if columns % block.size:
         raise BridgeError(f"{type}: {columns} columns are not a multiple of {block.size}")
     rng = np.random.default_rng(0)
     raw = rng.integers(0, 256, (min(rows, _DISTINCT), columns // block.size, block.nbytes), np.uint8)
-    for at in (block.d_at, block.dmin_at):
-        if at >= 0:
-            halves = rng.uniform(0.005, 0.01, raw.shape[:2]).astype(np.float16)
-            raw[:, :, at : at + 2] = halves[..., None].view(np.uint8)
+    for put in (put_d, put_dmin):
+        put(block, raw, rng.uniform(0.005, 0.01, raw.shape[:2]).astype(np.float16))
     if block.scales:
         near = int(np.argmin(np.abs(np.array(block.scales) - 0.01)))
         raw[:, :, : block.subs] = rng.integers(near - 1, near + 1, (*raw.shape[:2], block.subs))
@@ -73,12 +89,14 @@ def measure(
     others: dict[str, Callable[[], object]] | None = None,
     rounds: int = _ROUNDS,
     rest: Callable[[], object] | None = None,
+    tick: Callable[[], object] | None = None,
 ) -> ProductTiming:
     """Time tensor.matvec, reading as many bytes ("read"), and `others`, taking turns. Prepares the tensor.
 
     Before its timed run each contender runs alone until its data are what the caches hold, as far as they can, and
     until the threads of the one before have stopped spinning for work: libgomp's spin for some 5 ms, on a core that
-    the next one needs. `rest` is called after each of the others, to stop threads that would spin for longer.
+    the next one needs. `rest` is called after each of the others, to stop threads that would spin for longer, and
+    `tick` after each round.
     """
     from bridge.runtime.cpu.readbw import Reader
     from bridge.system import pool
@@ -96,18 +114,22 @@ def measure(
             **(others or {}),
         }
         timing = ProductTiming(tensor.type, tensor.shape, tensor.kernel, threads, tensor.nbytes)
-        timing.seconds = taking_turns(contenders, rounds, dict.fromkeys(others or {}, rest) if rest else None)
+        timing.seconds = taking_turns(contenders, rounds, dict.fromkeys(others or {}, rest) if rest else None, tick)
         return timing
     finally:
         pool.set_num_threads(before)
 
 
 def taking_turns(
-    contenders: dict[str, Callable[[], object]], rounds: int, after: dict[str, Callable[[], object]] | None = None
+    contenders: dict[str, Callable[[], object]],
+    rounds: int,
+    after: dict[str, Callable[[], object]] | None = None,
+    tick: Callable[[], object] | None = None,
 ) -> dict[str, list[float]]:
     """Seconds of each contender in each round, after one that does not count; see `measure`.
 
     after  what is called after a contender's timed run
+    tick   called after each round, that one too
     """
     seconds: dict[str, list[float]] = {name: [] for name in contenders}
     for turn in range(rounds + 1):
@@ -121,48 +143,63 @@ def taking_turns(
                 seconds[name].append(time.perf_counter() - start)
             if after and name in after:
                 after[name]()
+        if tick:
+            tick()
     return seconds
 
 
-def tensors_to_time(what: str | Path, shapes: Sequence[tuple[int, int]]) -> list[QuantTensor]:
+def tensors_to_time(
+    what: str | Path, shapes: Sequence[tuple[int, int]], types: Collection[str] = READ
+) -> list[QuantTensor]:
     """The tensors to time: random ones of a type, or a GGUF's largest matrix of each type that has a kernel."""
     name = str(what).upper()
-    if name in TYPES:
+    if name in types:
         return [random_tensor(name, *shape) for shape in shapes]
     expect_name(Path(what))
     if not Path(what).exists() and Path(what).suffix != ".gguf":
-        raise BridgeError(f"{what}: is neither a GGUF file nor a type ({', '.join(TYPES)})")
+        raise BridgeError(f"{what}: is neither a GGUF file nor a type ({', '.join(types)})")
     largest: dict[str, QuantTensor] = {}
     for tensor in open_gguf(what).tensors.values():
         known = largest.get(tensor.type)
         if len(tensor.shape) == 2 and (known is None or tensor.nbytes > known.nbytes):
             largest[tensor.type] = tensor
-    tensors = [t for t in largest.values() if t.type in TYPES]
+    tensors = [t for t in largest.values() if t.type in types]
     if not tensors:
-        raise BridgeError(f"{what}: no matrix of a type that has a kernel ({', '.join(TYPES)})")
+        raise BridgeError(f"{what}: no matrix of a type that has a kernel ({', '.join(types)})")
     return tensors
 
 
 def bench(
-    what: str | Path, shape: tuple[int, int] | None = None, device: str = "cpu", threads: int | None = None
+    what: str | Path,
+    shape: tuple[int, int] | None = None,
+    device: str = "cpu",
+    threads: int | None = None,
+    progress: Progress | None = None,
 ) -> list[str]:
     """Lines to print: GB/s and the share of the read bandwidth, for a type of block or the matrices of a GGUF.
 
     `what` is a type (then `shape` may be given) or the path of a GGUF, whose largest tensor of each type is timed.
+    `progress` is called with the rounds of timing done, of how many, and the tensor's type and shape.
     """
     from bridge.system.pool import get_num_threads
 
     if device != "cpu":
         device, note = choose(device)
         if device != "cpu":
-            return cuda("bench").bench(what, shape, device)  # type: ignore[no-any-return]
-        return [note or "", *bench(what, shape, threads=threads)]
+            return cuda("bench").bench(what, shape, device, progress)  # type: ignore[no-any-return]
+        return [note or "", *bench(what, shape, threads=threads, progress=progress)]
     count = threads or get_num_threads()
-    lines = []
-    for tensor in tensors_to_time(what, [shape] if shape else [LARGE, SMALL]):
-        timing = measure(tensor, count)
+    lines: list[str] = []
+    tensors = tensors_to_time(what, [shape] if shape else [LARGE, SMALL])
+    told = progress or (lambda *_: None)
+    done, total = itertools.count(1), len(tensors) * (_ROUNDS + 1)
+    told(0, total, "")
+    for tensor in tensors:
+        size = "x".join(map(str, tensor.shape))
+        name = f"{tensor.type} {size}"
+        timing = measure(tensor, count, rounds=_ROUNDS, tick=lambda name=name: told(next(done), total, name))  # type: ignore[misc]
         lines.append(
-            f"{tensor.type:<5} {'x'.join(map(str, tensor.shape)):<12} {count} thread{'s' * (count != 1)}  "
+            f"{tensor.type:<5} {size:<12} {count} thread{'s' * (count != 1)}  "
             f"{timing.speed('matvec'):6.1f} GB/s, {100 * timing.ratio('read'):3.0f}% of reading "
             f"({timing.speed('read'):.1f} GB/s)  {timing.kernel}"
         )

@@ -16,30 +16,35 @@ kernels for all matrices. Everything else, prompts above all, goes matrix by mat
 `QuantTensor.matmul`, with the same functions in between.
 
 At first the file's own blocks are multiplied. A repacked copy of each matrix is faster, but takes fresh memory, which
-costs a virtual machine up to 2 s a GB. So copies are made between tokens, as long as they have taken no more than a
-tenth of the tokens' time: where memory is cheap all are made within the first 64 or so, elsewhere nobody waits for
-them; and a single prompt never pays for a copy.
+costs a virtual machine up to 2 s a GB, and kernels of its own, which take a second to compile when a model is run for
+the first time. So copies are made between tokens, once these have taken half a second, and as long as the copies have
+taken no more than a tenth of the tokens' time: where memory is cheap all are made within the first 64 tokens or so,
+elsewhere nobody waits for them; and a single prompt never pays for a copy. Matrices whose codes are numbered
+(codebooks, base 3) are different: multiplying their own blocks takes as long as making the copy, so their copies are
+all made before the first token.
 """
 
 import math
-import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
-from bridge.blocks import READ
+from bridge.blocks.read import READ
 from bridge.runtime.cpu.program import Program
 from bridge.runtime.decoder_config import DecoderConfig
 from bridge.runtime.experts import mix
 from bridge.runtime.kv_cache import KVCache
+from bridge.runtime.quant_tensor import QuantTensor
 from bridge.runtime.reader import GGUFFile
 from bridge.runtime.sampling import Sampler, drawn_on_host
 from bridge.runtime.tables import DecodeBuffers, ProgramBuilder
 from bridge.runtime.weights import read_weights
+from bridge.system import compiling
 
 BATCH = 512  # tokens that pass through the layers together
 _SHARE = 0.1  # of the time that tokens take, for repacking
+_LEAST = 0.5  # seconds that tokens must have taken before anything is repacked
 _PARTS = 8  # at most one part in so many of the weights is repacked before a batch
 
 
@@ -63,6 +68,7 @@ class Decoder:
         self._one: DecodeBuffers | None = None  # of one token
         self._others: DecodeBuffers | None = None
         self._matrices = [m for layer in self.layers for m in layer.matrices] + [self.output]
+        self._numbered = [m for m in self._matrices if m.type in READ and READ[m.type].numbered]  # not repacked yet
         self._prepared = 0  # number of these matrices that are repacked
         self._nbytes = sum(m.nbytes for m in self._matrices)
         self._computing = 0.0  # seconds that tokens have taken so far
@@ -78,17 +84,20 @@ class Decoder:
     def _prepare(self, nbytes: float, seconds: float) -> None:
         """Repack matrices of up to `nbytes`, until all repacking has taken `seconds`."""
         while nbytes > 0 and self.preparing < seconds and self._prepared < len(self._matrices):
-            start = time.perf_counter()
+            start = compiling.clock()
             matrix = self._matrices[self._prepared]
-            if not matrix.prepared:
-                matrix.prepare()
-                matrix.release_raw()
-                for buffers in (self._one, self._others):
-                    if buffers is not None and buffers.slots is not None:
-                        buffers.slots.refresh(matrix)
+            self._repack(matrix)
             nbytes -= matrix.nbytes
             self._prepared += 1
-            self.preparing += time.perf_counter() - start
+            self.preparing += compiling.clock() - start
+
+    def _repack(self, matrix: QuantTensor) -> None:
+        if not matrix.prepared:
+            matrix.prepare()
+            matrix.release_raw()
+            for buffers in (self._one, self._others):
+                if buffers is not None and buffers.slots is not None:
+                    buffers.slots.refresh(matrix)
 
     def run(self, tokens: Sequence[int], keep: int = 1, cache: KVCache | None = None) -> np.ndarray:
         """Append tokens to the cache; the last `keep` of their normalized hidden states, float32 [keep, hidden].
@@ -156,21 +165,25 @@ class Decoder:
 
     def _through(self, buffers: DecodeBuffers, tokens: Sequence[int]) -> np.ndarray:
         """Tokens through the layers, into the caches; their normalized hidden states, float32 [n, hidden]."""
-        self._prepare(self._nbytes / _PARTS, _SHARE * self._computing)
-        start = time.perf_counter()
+        for matrix in self._numbered:
+            self._repack(matrix)
+        self._numbered = []
+        if self._computing >= _LEAST:
+            self._prepare(self._nbytes / _PARTS, _SHARE * self._computing)
+        start = compiling.clock()
         buffers.begin(tokens, self._builder.spread(buffers))
-        if (whole := self._full_program(buffers)) is not None:
-            if self.embedding.type not in READ:
-                buffers.x[:] = self.embedding.rows(tokens)
+        whole = self._full_program(buffers)
+        if self.embedding.type not in READ:
+            buffers.x[:] = self.embedding.rows(tokens)
+        buffers.embedding.run()
+        if whole is not None:
             whole.run()
         else:
-            buffers.x[:] = self.embedding.rows(tokens)
-            buffers.x *= np.float32(self.config.embedding_scale)
             self._layer_by_layer(buffers)
         parts = [[token] for token in tokens] if len(buffers.caches) > 1 else [list(tokens)]
         for cache, part in zip(buffers.caches, parts, strict=True):
             cache.append(part)
-        self._computing += time.perf_counter() - start
+        self._computing += compiling.clock() - start
         return buffers.xn
 
     def _full_program(self, buffers: DecodeBuffers) -> Program | None:

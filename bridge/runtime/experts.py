@@ -24,8 +24,7 @@ from typing import Any
 
 import numpy as np
 
-from bridge.runtime.cpu import decoder_ops as ops
-from bridge.runtime.cpu import expert_ops
+from bridge.runtime.cpu import activations, decoder_ops, expert_ops
 from bridge.runtime.cpu.floats import rows_function
 from bridge.runtime.cpu.program import KernelSlots, Program, add_products, address, buffer, product
 from bridge.runtime.decoder_config import DecoderConfig
@@ -126,17 +125,20 @@ class ExpertTables:
         records: dict[tuple[Any, ...], np.ndarray] = {}
         for engine in engines:
             name = engine.block.name
-            kind = ops.record_kind(name, self.integer)
+            kind = activations.record_kind(name, self.integer)
             if kind not in records:
-                size = ops.record_bytes(name, x.shape[1], self.integer)
+                size = activations.record_bytes(name, x.shape[1], self.integer)
                 records[kind] = np.zeros((len(x), size), np.uint8)
                 arguments = address(x), address(records[kind]), x.shape[1], 1
                 shared = x.size > MIN_VALUES_TO_SHARE
-                program.add(ops.quantize_function(name, self.integer), *arguments, items=len(x), shared=shared)
+                quantize = activations.quantize_function(name, self.integer)
+                program.add(quantize, *arguments, items=len(x), shared=shared)
         program.keep(records)
         products = [
-            product(engine, records[ops.record_kind(engine.block.name, self.integer)][j // used], y[j : j + 1], 1, 1,
-                    self.integer)
+            product(
+                engine, records[activations.record_kind(engine.block.name, self.integer)][j // used], y[j : j + 1], 1,
+                1, self.integer,
+            )
             for j in range(len(x) * used)
             for engine, y in zip(engines, ys, strict=True)
         ]  # fmt: skip
@@ -149,7 +151,7 @@ class ExpertTables:
         hidden, between, result = self.shared
         self._products(program, x, [(gate, hidden), (up, between)])
         arguments = address(hidden), address(between), self.config.shared_inner
-        program.add(ops.function("swiglu"), *arguments, items=self.n, shared=self.n > 1)
+        program.add(decoder_ops.function("swiglu"), *arguments, items=self.n, shared=self.n > 1)
         self._products(program, hidden, [(down, result)])
         weighed = address(x), address(experts.shared_gate), address(result), address(y), self.config.hidden
         program.add(expert_ops.function("add_weighed"), *weighed, items=self.n, shared=self.n > 1)

@@ -13,7 +13,6 @@ at once, each in a thread of its own. Tokens with which the call before began as
 """
 
 import operator
-import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -29,10 +28,11 @@ from bridge.runtime.generation import BatchRunner, Reply, ScoredToken, SequenceS
 from bridge.runtime.reader import GGUFFile, open_gguf
 from bridge.runtime.sampling import Sampler, Sampling
 from bridge.runtime.tokenizer import Tokenizer, common_prefix
+from bridge.system import compiling
 from bridge.system.devices import choose, cpu_note, cuda
 from bridge.system.fork_locks import ForkLock
 from bridge.system.operands import check_precision
-from bridge.system.options import check_integer
+from bridge.system.options import check_integer, checked
 
 DEFAULT_CONTEXT = 4096  # tokens, where the model was trained for more
 _LONGEST_CONTEXT = 1 << 24  # tokens, more than any model was trained for
@@ -75,6 +75,7 @@ class Model:
             )
 
     @classmethod
+    @checked
     def load(
         cls,
         path: str | Path,
@@ -92,7 +93,7 @@ class Model:
         context    tokens that prompt and reply may have together (default: the model's own, at most 4096)
         precision  "int8" rounds activations to 8 bits in blocks, as ggml does; "f32" does not
         device     "cpu", "cuda", "cuda:1" ..., or "auto": CUDA where it can be used, else `note` says why not;
-                   or torch's device
+                   or torch's device. All but "cpu" start CUDA, which children that are forked later cannot use then
         load       "mmap", or "memory" for a file that others may truncate or overwrite meanwhile; see `open_gguf`
 
         Raises:
@@ -163,7 +164,7 @@ class Model:
         return template if isinstance(template, str) else None
 
     def prepare(self) -> Self:
-        """Repack the weights now rather than with the first token; returns self."""
+        """Repack the weights now rather than with the first token, or on a GPU upload and compile; returns self."""
         with self._lock:
             self._decoder.prepare()
         return self
@@ -277,9 +278,9 @@ class Model:
         left = True
         while left:
             with self._lock:
-                start, preparing, steps = time.perf_counter(), self._decoder.preparing, runner.steps
+                start, preparing, steps = compiling.clock(), self._decoder.preparing, runner.steps
                 left = runner.advance()
-                seconds = time.perf_counter() - start - (self._decoder.preparing - preparing)
+                seconds = compiling.clock() - start - (self._decoder.preparing - preparing)
             if runner.steps == steps:
                 timing.prompt_seconds += seconds
             else:
@@ -357,9 +358,9 @@ class Model:
             decoder.begin()
             kept = timing.kept_tokens = common_prefix(decoder.read, ids[:-1])
             drawn = decoder.draw(ids, sampler, kept)
-        begun = time.perf_counter() - decoder.preparing
+        begun = compiling.clock() - decoder.preparing
         for made, token in enumerate(islice(self._in_turn(drawn, turn), min(max_tokens, self.context))):
-            now = time.perf_counter() - decoder.preparing
+            now = compiling.clock() - decoder.preparing
             if made == 0:
                 timing.prompt_seconds, begun = now - begun, now
             else:

@@ -7,15 +7,14 @@ before it. perplexity = exp(mean of -ln p); its error is that of the mean, times
 """
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 
 from bridge.errors import BridgeError
 from bridge.runtime.model import Model
-
-Progress = Callable[[int, int, float], None]  # windows done, of how many, perplexity so far
+from bridge.system.options import checked
+from bridge.system.progress import Progress
 
 
 @dataclass(frozen=True)
@@ -45,6 +44,7 @@ class Perplexity:
     divergence: Divergences | None = None
 
 
+@checked
 def perplexity(
     model: Model,
     text: str,
@@ -55,6 +55,8 @@ def perplexity(
 ) -> Perplexity:
     """Measure a model on a text, on its first `n_windows` windows (default: all that are whole).
 
+    progress  called with the number of windows done, of how many, and the perplexity so far as a text
+
     Raises BridgeError where the text is too short, the window beyond the context, or the reference cuts text
     into other tokens.
     """
@@ -63,6 +65,8 @@ def perplexity(
         raise BridgeError(f"{reference.path}: its tokens differ from those of {model.path}; use another reference")
     losses: list[np.ndarray] = []
     compared: list[tuple[np.ndarray, ...]] = []
+    if progress:
+        progress(0, len(windows), "")
     for done, tokens in enumerate(windows):
         targets = np.array(tokens[window // 2 + 1 :])
         scores = _log_probabilities(model, tokens)
@@ -74,7 +78,7 @@ def perplexity(
             kl = (np.exp(base) * (base - scores)).sum(-1)
             compared.append((kl, scores.argmax(-1) == base.argmax(-1), np.exp(own) - np.exp(expected), -expected))
         if progress:
-            progress(done + 1, len(windows), math.exp(np.concatenate(losses).mean()))
+            progress(done + 1, len(windows), f"perplexity {math.exp(np.concatenate(losses).mean()):.4f}")
     loss = np.concatenate(losses)
     value = math.exp(loss.mean())
     divergence = _divergence(*map(np.concatenate, zip(*compared, strict=True))) if compared else None

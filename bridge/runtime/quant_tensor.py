@@ -81,6 +81,18 @@ class QuantTensor(Product):
     def __repr__(self) -> str:
         return f"QuantTensor({self.name!r}, {self.type}, {list(self.shape)}{', prepared' * self._prepared})"
 
+    def __deepcopy__(self, memo: Any) -> QuantTensor:
+        return self  # nothing changes the weights, so copies share them
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without what `prepare` made, which is for this machine."""
+        return {**self.__dict__, "_engine": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, _prepared=False)
+        if state["_prepared"]:
+            self.prepare()
+
     def __getitem__(self, index: int) -> QuantTensor:
         """One matrix of a 3-D tensor (the experts of a layer), not copied."""
         if len(self.shape) < 3 or not 0 <= index < self.shape[0]:
@@ -216,6 +228,10 @@ class QuantTensor(Product):
             self._prepared = True
         return self
 
+    def unprepare(self) -> None:
+        """Give back what `prepare` took, where no product runs here any more."""
+        self._engine, self._prepared = None, False
+
     def release_raw(self) -> None:
         """Tell the system that the mapped pages are not needed; they are read again from the file if they are."""
         base = self.raw
@@ -240,8 +256,8 @@ class QuantTensor(Product):
             return self
         if device.partition(":")[0] != "cuda":
             raise BridgeError(f"{self.name}: unknown device {device!r}: choose cpu, cuda, cuda:0, cuda:1 ...")
-        found = cuda("device").require(device)
-        return cuda("tensor").moved(self, found)
+        cuda("device").require(device)  # without numba-cuda, the rest cannot be imported
+        return cuda("tensor").moved(self, device)
 
     def _get_engine(self) -> Engine:
         if self._engine is None:

@@ -8,6 +8,7 @@ from bridge.errors import BridgeError
 from bridge.gguf_file.header import Metadata
 from bridge.gguf_file.reader import read_gguf
 from bridge.runtime.quant_tensor import QuantTensor
+from bridge.system.options import checked
 
 
 class MissingTensor(BridgeError, KeyError):
@@ -83,6 +84,7 @@ class GGUFFile(Mapping[str, QuantTensor]):
         return f"GGUFFile({str(self.path)!r}, {len(self.tensors)} tensors, {self.nbytes / 1e6:.1f} MB)"
 
 
+@checked
 def open_gguf(path: str | Path, load: str = "mmap") -> GGUFFile:
     """Open a GGUF file, or all shards of one, any of which may be named.
 

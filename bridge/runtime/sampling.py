@@ -146,7 +146,7 @@ class Sampler:
         """A token for logits float32 [vocab]. Raises BridgeError if one is NaN or none is finite."""
         top = logits.max()  # NaN, where there is one
         if not np.isfinite(top):
-            raise BridgeError(f"the model computes {top} for the next token: the file is damaged; convert it again")
+            raise not_finite(top)
         token = self._drawn(self._adjusted(logits))
         if self.how.penalizes:
             self._seen.append(token)
@@ -202,6 +202,11 @@ class Sampler:
         if self.how.min_p > 0:
             kept = min(kept, int((weights >= self.how.min_p).sum()))
         return tokens[:kept], scores[:kept]
+
+
+def not_finite(value: object) -> BridgeError:
+    """For logits among which there is such a value, or none besides."""
+    return BridgeError(f"the model computes {value} for the next token: the file is damaged; convert it again")
 
 
 def drawn_on_host(decoder: Any, row: np.ndarray, sampler: Sampler) -> Iterator[int]:

@@ -10,7 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from bridge.blocks import READ
+from bridge.blocks.read import READ
+from bridge.runtime.cpu import activations
 from bridge.runtime.cpu import attention as attn
 from bridge.runtime.cpu import decoder_ops as ops
 from bridge.runtime.cpu.program import FIELDS, KernelSlots, Program, add_products, address, bits, buffer, product
@@ -44,7 +45,7 @@ class DecodeBuffers:
         self.sums = np.zeros((len(caches), c.heads, most, 2), np.float32)
         self.block = np.zeros((c.layers, len(caches), attn.WORDS), np.int64)
         self.programs: list[tuple[Program, ...]] = []
-        self.final_norm = Program()
+        self.embedding, self.final_norm = Program(), Program()
         self.full_program: Program | None = None
         self.full_program_tried = False
         self.slots: KernelSlots | None = None  # of the full program's matrices
@@ -131,6 +132,7 @@ class ProgramBuilder:
             self._after(parts[2], buffers, layer)
             self._end(parts[3], buffers, layer)
             buffers.programs.append(parts)
+        self._look_up(buffers.embedding, buffers)
         self._final_norm(buffers.final_norm, buffers)
         return buffers
 
@@ -155,7 +157,6 @@ class ProgramBuilder:
             return
         program = Program()
         buffers.slots = self._slots = KernelSlots(self.precision == "int8")
-        self._look_up(program, buffers)
         experts = ExpertTables(self.config, buffers.n, buffers.slots, self.products) if self.config.experts else None
         program.keep(experts)
         for i, layer in enumerate(self.layers):
@@ -190,13 +191,13 @@ class ProgramBuilder:
             columns = engine.columns(n, integer)
             turns = -(-n // columns)
             widths.append(columns)
-            kind = ops.record_kind(matrix.type, integer)
+            kind = activations.record_kind(matrix.type, integer)
             if kind not in records:
-                size = ops.record_bytes(matrix.type, x.shape[1], integer)
+                size = activations.record_bytes(matrix.type, x.shape[1], integer)
                 records[kind] = np.zeros(turns * columns * size, np.uint8)
                 arguments = address(x), address(records[kind]), x.shape[1], columns
                 program.add(
-                    ops.quantize_function(matrix.type, integer),
+                    activations.quantize_function(matrix.type, integer),
                     *arguments,
                     items=n,
                     shared=x.size > MIN_VALUES_TO_SHARE,

@@ -2,6 +2,7 @@
 
     ~/.cache/gguf-bridge/            or $XDG_CACHE_HOME/gguf-bridge
         numba/DIGEST/                compiled kernels (`jit`), unless NUMBA_CACHE_DIR is set
+        cubins/CAPABILITY-DIGEST/    machine code for GPUs (`bridge.cuda.compiler`); also below NUMBA_CACHE_DIR
         models/NAME-DIGEST/          GGUFs made from checkpoints for `run` (`bridge.conversion.cache`)
 
 An entry is a file or folder in one of these folders. A process that uses an entry locks its folder
@@ -17,7 +18,8 @@ from pathlib import Path
 from bridge.errors import BridgeError
 from bridge.system.folder_locks import remove_if_unlocked
 
-_NAMES = {"numba": r"[0-9a-f]+", "models": r".+-[0-9a-f]{12}"}  # of entries; what else is there is not ours
+# of entries; what else is there is not ours
+_NAMES = {"numba": r"[0-9a-f]+", "cubins": r"[0-9.]+-[0-9a-f]{12}", "models": r".+-[0-9a-f]{12}"}
 
 
 def cache_folder() -> Path:
@@ -32,7 +34,7 @@ def cache_folder() -> Path:
 class Entry:
     """An entry of the cache. `used` is the time of its last use, in seconds since 1970."""
 
-    kind: str  # "models", "numba", ...
+    kind: str  # "models", "numba" or "cubins"
     path: Path
     nbytes: int
     used: float

@@ -5,13 +5,13 @@ Rounding is to nearest, ties to even, as numpy and ggml do it.
 
 import numpy as np
 
-from bridge.system.jit import kernel
+from bridge.system.jit import inner
 
 _LARGEST = np.float32(65504.0)
 _SMALLEST_NORMAL = np.float32(6.103515625e-05)
 
 
-@kernel
+@inner
 def round_half(x):
     """float32 -> the nearest half, as float32. Beyond the range it saturates at +-65504."""
     x = np.float32(x)
@@ -22,16 +22,4 @@ def round_half(x):
         grid = np.float32(0.75)
         return np.float32(np.copysign((size + grid) - grid, x))
     split = np.float32(8193.0) * x  # Veltkamp: keeps the 11 leading bits
-    rounded = np.float32(split - np.float32(split - x))
-    return min(max(rounded, -_LARGEST), _LARGEST)
-
-
-@kernel
-def half_bits(x):
-    """A float32 that is exactly a half (from `round_half`) -> its 16 bits."""
-    bits = np.float32(x).view(np.uint32)
-    sign = (bits >> 16) & 0x8000
-    size = np.float32(abs(np.float32(x)))
-    if size < _SMALLEST_NORMAL:
-        return np.uint16(sign | np.uint32(size * np.float32(16777216.0)))
-    return np.uint16(sign | ((((bits >> 23) & 0xFF) - 112) << 10) | ((bits >> 13) & 0x3FF))
+    return np.float32(split - np.float32(split - x))

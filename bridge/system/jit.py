@@ -4,24 +4,30 @@ Imported only by modules that hold kernels; `import bridge` and `--help` never c
 numba alone takes most of a second to import.
 
 The compile cache lives in a folder named after a digest of our own sources, because numba's cache
-does not notice edits in a file that a kernel merely calls into. NUMBA_CACHE_DIR, where set, wins. Caches of other
+does not notice edits in a file that a kernel merely calls into. It depends on what the sources say, not on where they
+are: a checkout and an installed copy share it. NUMBA_CACHE_DIR, where set, wins. Caches of other
 sources are removed, but for those used last and those that a process holds.
 """
 
 import hashlib
 import os
+import sys
 import tempfile
 import types
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
+import llvmlite
 import numba
+import numpy as np
+from numba.core import event
 from numba.core.compiler_lock import global_compiler_lock
 
 import bridge
 from bridge.errors import BridgeError
+from bridge.system import compiling
 from bridge.system.cache import cache_folder, paths
 from bridge.system.folder_locks import lock_shared, remove_if_unlocked
 from bridge.system.text import tell
@@ -36,14 +42,76 @@ if hasattr(os, "register_at_fork"):  # a fork waits for a thread that compiles: 
     )
 
 
+class _Listener(event.Listener):
+    """Tells `compiling` what numba does."""
+
+    def on_start(self, event: Any) -> None:
+        if event.kind == _LOCK:
+            compiling.begin()
+        else:
+            compiling.step()
+
+    def on_end(self, event: Any) -> None:
+        if event.kind == _LOCK:
+            compiling.end()
+
+
+_LOCK, _PASS = "numba:compiler_lock", "numba:run_pass"  # held while a kernel is compiled or loaded; compiled only
+_listener = _Listener()
+for _kind in (_LOCK, _PASS):
+    event.register(_kind, _listener)
+
+
+def _folders() -> list[Path]:
+    """The packages that hold kernels."""
+    return [Path(bridge.__file__).parent, *(Path(folder) / "cuda" for folder in bridge.__path__)]
+
+
 def _cache_dir() -> Path:
-    """The compile cache of exactly these sources, under the user's cache folder."""
-    digest = hashlib.sha256()
-    folders = [Path(bridge.__file__).parent, *(Path(folder) / "cuda" for folder in bridge.__path__)]
-    for source in sorted({source for folder in folders for source in folder.rglob("*.py")}):
-        status = source.stat()
-        digest.update(f"{source}:{status.st_mtime_ns}:{status.st_size}\n".encode())
+    """The compile cache of exactly these sources and this numba, under the user's cache folder."""
+    made_by = sys.version, numba.__version__, llvmlite.__version__, np.__version__
+    digest = hashlib.sha256(repr(made_by).encode())
+    for folder in _folders():
+        for source in sorted(folder.rglob("*.py")):
+            digest.update(f"{source.relative_to(folder)}\n".encode() + source.read_bytes())
     return cache_folder() / "numba" / digest.hexdigest()[:16]
+
+
+class CacheLocator:
+    """Where numba caches a function of ours: named by its module's place in the package, not by the package's place.
+
+    Numba asks for the methods (NUMBA_CACHE_LOCATOR_CLASSES).
+    """
+
+    folder: Path  # of the cache
+
+    def __init__(self, path: Path, line: int) -> None:
+        self.path, self.line = path, line
+
+    @classmethod
+    def from_function(cls, function: Any, file: str) -> Self | None:
+        """None for functions that are not ours."""
+        source = Path(file)
+        for folder in _folders():
+            if source.is_relative_to(folder):
+                return cls(cls.folder / source.relative_to(folder).parent, function.__code__.co_firstlineno)
+        return None
+
+    def ensure_cache_path(self) -> None:
+        """Make the folder."""
+        self.path.mkdir(parents=True, exist_ok=True)
+
+    def get_cache_path(self) -> str:
+        """The folder."""
+        return str(self.path)
+
+    def get_source_stamp(self) -> str:
+        """The same for all: the cache is of these sources alone."""
+        return ""
+
+    def get_disambiguator(self) -> str:
+        """What tells functions of the same name apart."""
+        return str(self.line)
 
 
 def _made(folder: Path) -> Path:
@@ -59,17 +127,18 @@ def _prune(keep: Path) -> None:
             remove_if_unlocked(old)
 
 
-first_run = False  # whether nothing has been compiled on this machine yet, as far as the cache's folder tells
 if not os.environ.get("NUMBA_CACHE_DIR"):
     try:
-        _dir = _cache_dir()
-        first_run = not _dir.exists()
-        _, _held = lock_shared(lambda: _made(_dir))  # until the process ends
+        CacheLocator.folder = _cache_dir()
+        _new = not CacheLocator.folder.exists()
+        _, _held = lock_shared(lambda: _made(CacheLocator.folder))  # until the process ends
         with suppress(OSError):  # a cache that came with the machine, read-only
-            os.utime(_dir)  # its last use
-        if first_run:
-            _prune(_dir)
-        numba.config.CACHE_DIR = str(_dir)  # type: ignore[attr-defined]
+            os.utime(CacheLocator.folder)  # its last use
+        if _new:
+            _prune(CacheLocator.folder)
+        numba.config.CACHE_DIR = str(CacheLocator.folder)  # type: ignore[attr-defined]  # for CUDA's kernels
+        _others = "UserProvidedCacheLocator,InTreeCacheLocator,UserWideCacheLocator,IPythonCacheLocator,ZipCacheLocator"
+        numba.config.CACHE_LOCATOR_CLASSES = f"{__name__}.CacheLocator,{_others}"  # type: ignore[attr-defined]
     except (OSError, BridgeError) as problem:  # a read-only home, or none
         tell(f"compile cache: {problem}; every process compiles its kernels again")
         _temporary = tempfile.TemporaryDirectory(prefix="gguf-bridge-")  # numba refuses to have none
@@ -78,12 +147,13 @@ if not os.environ.get("NUMBA_CACHE_DIR"):
 
 def kernel(function: Callable[..., Any]) -> Any:
     """Compile for speed: cached on disk, GIL released, division by zero as in IEEE 754."""
-    return numba.njit(cache=True, nogil=True, error_model="numpy")(function)
+    options: Any = {"no_cfunc_wrapper": True}  # a second way in, which takes time to compile
+    return numba.njit(cache=True, nogil=True, error_model="numpy", **options)(function)
 
 
-def inner(function: Callable[..., Any]) -> Any:
+def inner(function: Callable[..., Any], fastmath: Any = False) -> Any:
     """Compile a function that only kernels call: no entry from Python, no cache entry of its own."""
-    options: Any = {"no_cpython_wrapper": True, "no_cfunc_wrapper": True}
+    options: Any = {"no_cpython_wrapper": True, "no_cfunc_wrapper": True, "fastmath": fastmath}
     return numba.njit(nogil=True, error_model="numpy", **options)(function)
 
 

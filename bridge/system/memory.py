@@ -14,7 +14,7 @@ from llvmlite import ir
 from numba.core import cgutils, types
 from numba.extending import intrinsic
 
-from bridge.system.jit import kernel, specialize
+from bridge.system.jit import inner, specialize
 
 SIGNATURE = types.void(*[types.int64] * 9)  # seven arguments, and the range that the call is for
 LANES = 16  # floats of a vector here; LLVM splits it where registers are smaller
@@ -53,7 +53,23 @@ def from_half(typingctx, bits):
     return types.float32(types.uint16), emit
 
 
-@kernel
+@cache
+def stack(nbytes: int) -> Any:
+    """stack(): the address of so many bytes on the stack of the function that calls it."""
+
+    @intrinsic
+    def space(typingctx):
+        def emit(context, builder, signature, arguments):
+            memory = cgutils.alloca_once(builder, ir.ArrayType(ir.IntType(8), nbytes))
+            memory.align = 64
+            return builder.ptrtoint(memory, _I64)
+
+        return types.int64(), emit
+
+    return space
+
+
+@inner
 def floats(address, count):
     """float32 [count] at an address."""
     return numba.carray(pointer(address), (count,), np.float32)

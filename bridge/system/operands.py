@@ -84,9 +84,11 @@ def check_out(tensor: Any, out: Any, shape: tuple[int, ...], usable: bool) -> No
         )
 
 
-def check_indices(tensor: Any, indices: Any, integers: bool) -> None:
-    """Indices [n], numpy's or torch's, are integers and rows of the tensor."""
+def check_indices(tensor: Any, indices: Any, integers: bool, read: bool = True) -> None:
+    """Indices [n], numpy's or torch's, are integers and, with `read`, rows of the tensor."""
     if indices.ndim != 1 or (len(indices) and not integers):
         raise BridgeError(f"{tensor.name}: row indices are {indices.dtype} {list(indices.shape)}; must be integers [n]")
-    if len(indices) and not 0 <= (least := int(indices.min())) <= (most := int(indices.max())) < tensor.shape[0]:
+    if not read or not len(indices):
+        return
+    if not 0 <= (least := int(indices.min())) <= (most := int(indices.max())) < tensor.shape[0]:
         raise BridgeError(f"{tensor.name}: row {least if least < 0 else most} is not one of {tensor.shape[0]}")

@@ -9,16 +9,22 @@ with the default at the end of its help.
 """
 
 import argparse
+import inspect
 import re
-from collections.abc import Callable, Sequence
-from dataclasses import MISSING, field, is_dataclass
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from dataclasses import MISSING, field
+from functools import wraps
 from numbers import Integral, Real
 from os import PathLike
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Any, NamedTuple, get_args, get_type_hints
+from typing import Any, NamedTuple, ParamSpec, TypeVar, get_args, get_origin, get_type_hints
 
 from bridge.errors import BridgeError, parameter
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 class Flag(NamedTuple):
@@ -94,16 +100,65 @@ _KINDS: dict[Any, tuple[str, Callable[[Any], bool]]] = {
 def check_types(settings: Any) -> None:
     """Raise BridgeError where a field of a dataclass has a value that its hint does not allow.
 
-    Only hints of texts, paths, numbers, switches and other dataclasses are looked at.
+    Only hints of texts, paths, numbers, switches, functions and classes are looked at.
     """
     for name, hint in get_type_hints(type(settings)).items():
-        kinds = get_args(hint) if isinstance(hint, UnionType) else (hint,)
-        if any(kind not in _KINDS and not is_dataclass(kind) for kind in kinds):
-            continue
-        value = getattr(settings, name)
-        if not any(_KINDS[kind][1](value) if kind in _KINDS else isinstance(value, kind) for kind in kinds):
-            words = " or ".join(_KINDS[kind][0] if kind in _KINDS else kind.__name__ for kind in kinds)
-            raise BridgeError(f"{parameter(name)} is of type {type(value).__name__}; must be {words}")
+        _check_type(name, getattr(settings, name), hint)
+
+
+def checked(function: Callable[P, R]) -> Callable[P, R]:
+    """A function that raises BridgeError where an argument is of a type that its hint does not allow, as
+    `check_types`."""
+    signature, hints = inspect.signature(function), dict[str, Any]()
+
+    @wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        if not hints:
+            hints.update({name: _hint_of(p, function) for name, p in signature.parameters.items()})
+        arguments: dict[str, Any] = {}
+        with suppress(TypeError):  # Python's own sentence on arguments that are missing, unknown or too many follows
+            arguments = signature.bind(*args, **kwargs).arguments
+        for name, value in arguments.items():
+            _check_type(name, value, hints[name])
+        return function(*args, **kwargs)
+
+    return call
+
+
+def _hint_of(parameter: inspect.Parameter, function: Callable[..., Any]) -> Any:
+    """A parameter's annotation, read where `from __future__ import annotations` leaves a text; Any where it has names
+    that only type checkers import, and for *args and **kwargs."""
+    annotation = parameter.annotation
+    if annotation is parameter.empty or parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
+        return Any
+    try:
+        scope = getattr(inspect.unwrap(function), "__globals__", {})
+        return eval(annotation, scope) if isinstance(annotation, str) else annotation
+    except NameError:
+        return Any
+
+
+def _check_type(name: str, value: Any, hint: Any) -> None:
+    kinds = get_args(hint) if isinstance(hint, UnionType) else (hint,)
+    found = [_kind(kind) for kind in kinds if not (kind is str and Path in kinds)]  # a path may be a text
+    known = [kind for kind in found if kind is not None]
+    if len(known) < len(found) or any(allows(value) for _, allows in known):
+        return
+    words = " or ".join(words for words, _ in known)
+    raise BridgeError(f"{parameter(name)} is of type {type(value).__name__}; must be {words}")
+
+
+def _kind(hint: Any) -> tuple[str, Callable[[Any], bool]] | None:
+    """How a hint is said and checked; None for those that are not looked at."""
+    if hint in _KINDS:
+        return _KINDS[hint]
+    if get_origin(hint) is Callable:
+        return "a function", callable
+    if get_origin(hint) is Iterable:
+        return "a sequence", lambda value: isinstance(value, Iterable)
+    if isinstance(hint, type) and get_origin(hint) is None and hint is not Any:
+        return hint.__name__, lambda value: isinstance(value, hint)
+    return None
 
 
 def positive(text: str) -> int:

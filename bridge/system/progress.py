@@ -1,20 +1,25 @@
 """How long work reports its progress, and the bar that commands show it with."""
 
-import sys
 from collections.abc import Callable
 from typing import Any, Self
 
+from bridge.system.compiling import clock
 from bridge.system.text import printable
 
-Progress = Callable[[int, int, str], None]  # units done, of how many, name of what was just done
+# units done, of how many, and the name of what was just done; first 0 units and no name
+Progress = Callable[[int, int, str], None]
 
 
 class Bar:
-    """A progress bar on standard error, if that is a terminal."""
+    """A progress bar on standard error, if that is a terminal.
+
+    Speed and remaining time leave out what compiling kernels took.
+    """
 
     def __init__(self, verb: str, unit: str = "B") -> None:
         self.verb, self.unit = verb, unit
         self.bar: Any = None
+        self._since = 0, 0.0  # units done at the first call, and when that was
 
     def __enter__(self) -> Self:
         return self
@@ -25,13 +30,27 @@ class Bar:
 
     def __call__(self, done: int, total: int, name: str) -> None:
         if self.bar is None:
-            from tqdm import tqdm
-
-            verb = self.verb
-            if sys.stderr.isatty():
-                from bridge.system import jit
-
-                verb += " (first run: compiling)" if jit.first_run else ""
-            self.bar = tqdm(total=total, unit=self.unit, unit_scale=True, desc=verb, disable=None, leave=False)
+            self._since = done, clock()
+            self.bar = self._made(total)
         self.bar.set_postfix_str(printable(name), refresh=False)
         self.bar.update(done - self.bar.n)
+
+    def _rate(self, done: int) -> float:
+        """Units a second; 0: unknown."""
+        before, then = self._since
+        return (done - before) / max(clock() - then, 1e-9) if done > before else 0.0
+
+    def _made(self, total: int) -> Any:
+        from tqdm import tqdm
+
+        rate_of = self._rate
+
+        class Steady(tqdm):
+            @property
+            def format_dict(self) -> Any:
+                return super().format_dict | {"rate": rate_of(self.n)}
+
+        # bytes become MB; layers and windows are whole
+        return Steady(
+            total=total, unit=self.unit, unit_scale=self.unit == "B", desc=self.verb, disable=None, leave=False
+        )  # fmt: skip

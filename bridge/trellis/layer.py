@@ -64,6 +64,19 @@ class TrellisLayer:
             if not np.isfinite(values).all():
                 raise BridgeError(f"{self.name}: {what} holds NaN or infinite values; the checkpoint is damaged")
 
+    def __deepcopy__(self, memo: Any) -> TrellisLayer:
+        return self  # nothing changes the codes, so copies share them
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without what `prepare` made, which is for this machine."""
+        return {**self.__dict__, "_fused": self.prepared}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        prepared = state.pop("_fused")
+        self.__dict__.update(state)
+        if prepared:
+            self.prepare()
+
     @property
     def nbytes(self) -> int:
         """Bytes of the trellis codes."""
@@ -104,7 +117,7 @@ class TrellisLayer:
         """The layer on another device: "cpu" is where it is, "cuda" makes a CudaTrellisLayer. Raises BridgeError."""
         if str(device) == "cpu":
             return self
-        return cuda("trellis_layer").CudaTrellisLayer(self, device)
+        return cuda("trellis_layer").moved(self, device)
 
     # products
 
@@ -162,6 +175,15 @@ class TrellisLayer:
             return None
         code = Code.of(self.book, self.step, targets.chosen())
         return Fused(self.words, code, units, code.table(self.book))
+
+    @property
+    def prepared(self) -> bool:
+        """Whether the codes are laid out for the fused product."""
+        return "_fused" in self.__dict__
+
+    def unprepare(self) -> None:
+        """Give back what `prepare` took, where no product runs here any more."""
+        self.__dict__.pop("_fused", None)
 
     def prepare(self) -> TrellisLayer:
         """Lay the codes out for the fused product now, once (as much memory again as they take); returns self."""

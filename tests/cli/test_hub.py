@@ -16,13 +16,13 @@ from tests.support.command_line import bridge_process, one_line
 @pytest.mark.parametrize(
     "extra", [[], ["pytorch_model.bin", "consolidated.safetensors", "onnx/model.onnx", "x/a.json"]]
 )
-def test_a_hub_id_is_downloaded_weights_once(run, tmp_path, monkeypatch, extra):
+def test_a_hub_id_is_downloaded_weights_once(tmp_path, monkeypatch, capsys, extra):
     files = [p.name for p in CHECKPOINT.iterdir()]
     asked: list[Any] = []
 
     def model_info(_api: object, name: str, **_: object) -> SimpleNamespace:
         assert name == "org/name"
-        return SimpleNamespace(siblings=[SimpleNamespace(rfilename=f) for f in [*files, *extra]])
+        return SimpleNamespace(siblings=[SimpleNamespace(rfilename=f, size=10**6) for f in [*files, *extra]])
 
     def snapshot_download(name: str, revision: str | None, allow_patterns: list[str]) -> str:
         asked.extend(allow_patterns)
@@ -31,12 +31,13 @@ def test_a_hub_id_is_downloaded_weights_once(run, tmp_path, monkeypatch, extra):
     monkeypatch.setattr("huggingface_hub.HfApi.model_info", model_info)
     monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)
     monkeypatch.chdir(tmp_path)
-    run("convert", "org/name")
+    assert main(["convert", "org/name"]) == 0
+    assert capsys.readouterr().err == f"downloading org/name: {len(files)} files, {len(files)}.0 MB\n"
     assert sorted(asked) == sorted(files)
     assert [p.name for p in tmp_path.iterdir()] == ["name-Q4_K.gguf"]
 
 
-def test_a_branch_of_a_repository_is_downloaded_and_named(run, tmp_path, monkeypatch, capsys):
+def test_a_branch_of_a_repository_is_downloaded_and_named(tmp_path, monkeypatch, capsys):
     asked: list[tuple[str, str]] = []
 
     def model_info(_api: object, name: str, revision: str, **_: object) -> SimpleNamespace:
@@ -54,7 +55,9 @@ def test_a_branch_of_a_repository_is_downloaded_and_named(run, tmp_path, monkeyp
     monkeypatch.setattr("huggingface_hub.HfApi.model_info", model_info)
     monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)
     monkeypatch.chdir(tmp_path)
-    run("convert", "org/name@gptq-4bit-32g-actorder_True")
+    monkeypatch.setattr("huggingface_hub.try_to_load_from_cache", lambda *_, **__: "in the cache")
+    assert main(["convert", "org/name@gptq-4bit-32g-actorder_True"]) == 0
+    assert capsys.readouterr().err == ""  # nothing to download
     assert asked == [("org/name", "gptq-4bit-32g-actorder_True")] * 2
     assert [p.name for p in tmp_path.iterdir()] == ["name-gptq-4bit-32g-actorder_True-Q4_K.gguf"]
     assert main(["convert", "org/name@none"]) == 2

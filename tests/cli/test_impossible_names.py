@@ -29,6 +29,7 @@ convert --offload       MODEL out.gguf --type Q2_K --calibrate TEXT --offload @
 convert --imatrix-out   MODEL out.gguf --type Q2_K --calibrate TEXT --imatrix-out @
 convert --plan-out      MODEL out.gguf --calibrate TEXT --size 1G --plan-out @
 convert --report        MODEL out.gguf --report @
+convert --card-only     MODEL out.gguf --upload a/b --card-only @
 quantize checkpoint     @ out.gguf --type Q2_K --calibrate TEXT
 quantize out            MODEL @ --type Q2_K --calibrate TEXT
 quantize out            MODEL @ --format gptq --calibrate TEXT
@@ -39,6 +40,7 @@ quantize --offload      MODEL out.gguf --type Q2_K --calibrate TEXT --offload @
 quantize --imatrix-out  MODEL out.gguf --type Q2_K --calibrate TEXT --imatrix-out @
 quantize --plan-out     MODEL out.gguf --size 1G --calibrate TEXT --plan-out @
 quantize --report       MODEL out.gguf --type Q2_K --calibrate TEXT --report @
+quantize --card-only    MODEL out.gguf --type Q2_K --calibrate TEXT --upload a/b --card-only @
 plan checkpoint         @
 plan --out              MODEL --out @
 plan --config           MODEL --config @
@@ -54,10 +56,13 @@ inspect --config        MODEL --config @
 repack source           @ out
 repack out              MODEL @
 repack --config         MODEL out --config @
+repack --card-only      MODEL out --upload a/b --card-only @
 run model               @ -p x
 run --config            MODEL -p x --config @
 chat model              @
 chat --config           MODEL --config @
+warmup model            @
+warmup --config         MODEL --config @
 perplexity gguf         @ -f TEXT
 perplexity --file       GGUF -f @
 perplexity --reference  GGUF -f TEXT --reference @

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +18,7 @@ from bridge.cli import main
 from bridge.conversion.converter import convert
 from bridge.conversion.report import CALIBRATED, CARRIED, FLOAT
 from bridge.conversion.to_checkpoint import quantize_checkpoint
-from bridge.errors import BridgeError
+from bridge.errors import BridgeError, BridgeWarning
 from bridge.gguf_file.imatrix import read_imatrix
 from bridge.quantize.settings import Calibration
 from bridge.quantize.texts import load_tokenizer, read_tokens
@@ -120,16 +122,78 @@ def test_layers_that_another_version_quantized_are_not_taken_over(model, text, t
         convert(model, tmp_path / "out.gguf", type="Q4_K", calibrate=settings(text))
 
 
-def test_a_text_of_fewer_tokens_than_a_layer_has_columns_is_noted(model, text, tmp_path) -> None:
-    notes = {}
-    for samples in (2, 4):
-        few = settings(text, samples=samples, method="gptq", sweeps=0)
-        found = convert(model, tmp_path / f"{samples}.gguf", type="Q8_0", calibrate=few).notes
-        notes[samples] = [note for note in found if "fewer than the columns" in note]
-    (note,) = notes[2]
-    assert note.startswith("128 calibration tokens are fewer than the columns of 14 layers (256 in model.layers.")
-    assert note.endswith("give a longer text, or raise samples")
-    assert not notes[4]
+@pytest.mark.parametrize(
+    ("words", "samples", "way"),
+    [(4000, 15, "samples=16"), (100, 1000, "a longer text"), (100, 15, "a longer text and samples=16")],
+)
+def test_too_few_tokens_for_the_widest_input_give_a_warning(words, samples, way, model, text, tmp_path) -> None:
+    few = tmp_path / "few.txt"
+    few.write_text(" ".join(text.read_text().split()[:words]))
+    calibrate = settings(few, samples=samples, method="gptq", sweeps=0)
+    with pytest.warns(BridgeWarning) as warned:
+        convert(model, tmp_path / "out.gguf", type="Q8_0", calibrate=calibrate)
+    (message,) = {str(warning.message) for warning in warned if warning.category is BridgeWarning}
+    found = r"\d+ calibration tokens are few for the 256 inputs of model.layers.0.self_attn.q_proj, .* 1024 tokens: "
+    assert re.fullmatch(found + re.escape(way), message)
+
+
+@pytest.fixture(scope="module")
+def short_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model of 128 positions."""
+    folder = tmp_path_factory.mktemp("short")
+    return save_model(folder, "LlamaConfig", vocab_size=2048, num_hidden_layers=1, max_position_embeddings=128)
+
+
+COMMANDS = {
+    "quantize": ["quantize", "MODEL", "out/new"],
+    "convert": ["convert", "MODEL", "out/new", "--type", "Q4_K"],
+    "quantize --format": ["quantize", "MODEL", "out/new", "--format", "gptq", "--group-size", "32"],
+}
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_sequences_are_as_long_as_a_model_of_few_positions_allows(
+    command, short_model, text, tmp_path, monkeypatch, capsys
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    arguments = [str(short_model) if a == "MODEL" else a for a in COMMANDS[command]]
+    arguments += ["--calibrate", str(text), "--sweeps", "0", "--samples", "8"]
+    assert main([*arguments, "--sequence-length", "129"]) == 2
+    assert capsys.readouterr().err.endswith("the model has 128 positions; use shorter ones: --sequence-length 128\n")
+    assert list(tmp_path.iterdir()) == []
+    assert main(arguments) == 0
+    said, warned = capsys.readouterr()
+    assert "warning" not in warned
+    assert said.count("calibration sequences have 128 tokens instead of 2048, as many as the model has positions") == 1
+    assert "calibrated on 1024 tokens" in said
+
+
+def test_the_command_line_warns_before_it_calibrates(short_model, text, tmp_path, monkeypatch, capsys) -> None:
+    def stop(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("bridge.conversion.calibrate_plan._walk", stop)
+    assert main(["quantize", str(short_model), str(tmp_path / "o"), "--calibrate", str(text), "--samples", "1"]) == 130
+    assert capsys.readouterr().err.startswith("warning: 128 calibration tokens are few for the 256 inputs")
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_run_that_fails_before_its_first_layer_leaves_nothing(
+    command, short_model, text, tmp_path, monkeypatch, capsys
+) -> None:
+    from safetensors.numpy import load_file, save_file
+
+    broken = tmp_path / "broken"
+    shutil.copytree(short_model, broken)
+    weights = load_file(broken / "model.safetensors")
+    weights["model.layers.0.post_attention_layernorm.weight"] = np.ones(7, np.float32)
+    save_file(weights, broken / "model.safetensors", {"format": "pt"})
+    monkeypatch.chdir(tmp_path)
+    before = sorted(tmp_path.iterdir())
+    arguments = [str(broken) if a == "MODEL" else a for a in COMMANDS[command]]
+    assert main([*arguments, "--calibrate", str(text)]) == 2
+    assert "post_attention_layernorm" in capsys.readouterr().err
+    assert sorted(tmp_path.iterdir()) == before
 
 
 def test_the_head_is_quantized_some_rows_at_a_time_and_resumed_at_its_rows(
@@ -237,7 +301,10 @@ def test_the_command_line_quantizes_to_gguf_and_says_what_it_did(model, text, tm
     [
         (["quantize", "MODEL", "o.gguf"], "needs a text"),
         (["quantize", "MODEL", "o.gguf", "--calibrate", "none.txt"], "no such file"),
-        (["quantize", "MODEL", "o.gguf", "--calibrate", "TEXT", "--sequence-length", "1000000"], "give a longer text"),
+        (
+            ["quantize", "MODEL", "o.gguf", "--calibrate", "TEXT", "--sequence-length", "1000000"],
+            "the model has 256 positions",
+        ),
         (
             ["quantize", "MODEL", "o.gguf", "--calibrate", "TEXT", "--act-order", "free"],
             "--act-order free: a GGUF has no column permutation",

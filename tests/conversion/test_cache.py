@@ -58,7 +58,7 @@ def test_python_loads_what_run_takes(cache, model, tmp_path):
         assert made.path in kept(cache)
         assert made.context == 64
         assert list(made.generate("KING", 3, temperature=0)) == list(own.generate("KING", 3, temperature=0))
-    with pytest.raises(BridgeError, match="the model is of type int; must be the name of a GGUF or a checkpoint"):
+    with pytest.raises(BridgeError, match="path is of type int; must be a path"):
         bridge.Model.load(5)
 
 
@@ -138,7 +138,7 @@ def test_the_cache_is_listed_and_cleared_but_for_what_is_in_use(cache, model, re
     assert main(["cache", "--clear", "shakespeare-gptq"]) == 0
     assert not path.parent.exists()
     assert (cache / "numba" / "0123").exists()
-    assert main(["cache", "--clear"]) == 0
+    assert main(["cache", "--clear", "--kernels"]) == 0
     assert list(cache.glob("*/*")) == []
     capsys.readouterr()
     assert main(["cache"]) == 0
@@ -287,6 +287,9 @@ def test_clearing_the_cache_removes_its_own_entries_alone(cache, release):
     (cache / "models" / "Qwen3-8B-0123456789ab").mkdir()
     (cache / "numba" / "0123456789abcdef").mkdir()
     assert main(["cache", "--clear"]) == 0
+    assert (cache / "numba" / "0123456789abcdef").exists()  # compiled kernels are kept
+    assert main(["cache", "--kernels"]) == 2
+    assert main(["cache", "--clear", "--kernels"]) == 0
     assert len([file for file in cache.rglob("*") if file.is_file()]) == 4
     assert not (cache / "models" / "Qwen3-8B-0123456789ab").exists()
     assert not (cache / "numba" / "0123456789abcdef").exists()

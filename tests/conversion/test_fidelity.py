@@ -113,7 +113,7 @@ def test_fractional_zero_points_cost_predictions_no_more(name: str, tmp_path: Pa
     write(tmp_path / name, model_folder)
     bridge.convert(tmp_path / name, tmp_path / "model.gguf")
     with bridge.open_checkpoint(tmp_path / name) as checkpoint:
-        found = measure(tmp_path / "model.gguf", Reference(tmp_path / name, checkpoint, wiki_text))
+        found = measure(tmp_path / "model.gguf", Reference(tmp_path / name, checkpoint, wiki_text, n=8))
     print(f"{name}: {dict(found.types)}, NMSE {found.nmse:.2e}, KL {found.kl_linears:.2e}, file {found.kl_file:.2e}")
     assert found.kl_linears <= bound
 

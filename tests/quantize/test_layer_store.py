@@ -14,6 +14,7 @@ import torch
 from safetensors import safe_open
 from safetensors.numpy import save_file
 
+from bridge.errors import BridgeError
 from bridge.quantize import Method, groups, superblocks
 from bridge.quantize.hessian import Hessian
 from bridge.quantize.layer_store import LayerStore, read_tensors, write_tensors
@@ -166,3 +167,23 @@ def test_tensors_come_back_as_they_were_written(tmp_path: Path) -> None:
     assert found[1] == {"folds": "[]"}
     for key, values in tensors.items():
         np.testing.assert_array_equal(found[0][key], values)
+
+
+def test_a_folder_without_a_finished_layer_serves_any_run(tmp_path: Path) -> None:
+    folder = tmp_path / "deep" / "layers"
+    LayerStore(folder, JOB)
+    (folder / f"{'0' * 24}.scales").write_bytes(b"of the other run")
+    (folder / f"{'0' * 24}.123.unfinished").write_bytes(b"half a layer")
+    other = LayerStore(folder, JOB | {"layers": "xyz"})
+    assert [file.name for file in folder.iterdir()] == ["job.json"]
+    other.save(*quantized("a", "blocks"))
+    with pytest.raises(BridgeError, match="holds layers of a run with other options"):
+        LayerStore(folder, JOB)
+    (folder / "notes.safetensors").write_bytes(b"somebody's")
+    LayerStore(folder, JOB | {"layers": "xyz"}).remove()
+    assert [file.name for file in folder.iterdir()] == ["notes.safetensors"]
+
+
+def test_removing_the_layers_removes_the_folders_that_were_made_for_them(tmp_path: Path) -> None:
+    LayerStore(tmp_path / "deep" / "er" / "layers", JOB).remove()
+    assert not list(tmp_path.iterdir())

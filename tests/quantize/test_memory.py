@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 
 from bridge.quantize import Method, quantize_model, superblocks
 
-HIDDEN, INNER, TOKENS = 256, 1536, 256
+HIDDEN, INNER, TOKENS, HEAD = 256, 1536, 256, 16384
 
 
 class Live(TorchDispatchMode):
@@ -84,15 +84,15 @@ def test_calibrating_a_layer_takes_its_weights_four_times_and_its_hessian_three_
 
 def test_a_head_in_spans_of_rows_takes_the_memory_of_a_span() -> None:
     config = transformers.LlamaConfig(
-        hidden_size=HIDDEN, intermediate_size=256, num_hidden_layers=1, num_attention_heads=2, vocab_size=32768
+        hidden_size=HIDDEN, intermediate_size=256, num_hidden_layers=1, num_attention_heads=2, vocab_size=HEAD
     )
     model: Any = transformers.LlamaForCausalLM(config).eval()
     method = Method(superblocks("Q4_K"), sweeps=1)
     tokens = torch.randint(0, 64, (2, TOKENS // 2))
 
     def spans(name: str, rows: int, columns: int) -> list[slice]:
-        assert (name, rows, columns) == ("lm_head", 32768, HIDDEN)
-        return [slice(at, at + 2048) for at in range(0, rows, 2048)]
+        assert (name, rows, columns) == ("lm_head", HEAD, HIDDEN)
+        return [slice(at, at + HEAD // 16) for at in range(0, rows, HEAD // 16)]
 
     def most(count: int, **options: Any) -> int:
         walk = quantize_model(
@@ -101,10 +101,11 @@ def test_a_head_in_spans_of_rows_takes_the_memory_of_a_span() -> None:
         )  # fmt: skip
         with Live() as live:
             found = list(walk)
-        assert found == [("lm_head", None if count == 1 else (i * 2048, (i + 1) * 2048, 32768)) for i in range(count)]
+        step = HEAD // 16
+        assert found == [("lm_head", None if count == 1 else (i * step, (i + 1) * step, HEAD)) for i in range(count)]
         return live.most
 
-    head = 4 * 32768 * HIDDEN
+    head = 4 * HEAD * HIDDEN
     others = 16 * 4 * TOKENS * HIDDEN + 16 * 4 * HIDDEN**2
     assert most(1) > 3 * head
     assert most(16, head_spans=spans) < 8 * head / 16 + others

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -14,8 +15,10 @@ import pytest
 from llvmlite import ir
 
 from bridge.blocks import BLOCKS, TYPES, BlockType
+from bridge.blocks.read import READ
 from bridge.errors import BridgeError
 from bridge.runtime import QuantTensor
+from bridge.runtime.bench import put_d
 from bridge.runtime.cpu import activations, interleaved, layout, repack, superblock, vectors
 from bridge.runtime.cpu.portable import RowMajor
 from bridge.runtime.cpu.prepared import Prepared
@@ -25,10 +28,27 @@ from scripts.peers import ggml_matvec
 from tests.conftest import ROOT, repacked
 from tests.support.random_blocks import random_matrix
 
-ALL = pytest.mark.parametrize("block", TYPES.values(), ids=str)
+# of the types that are only read, one of each kind: a table and two levels of scales, a codebook, base 3
+SOME = (*TYPES, "IQ4_XS", "IQ2_XS", "TQ1_0")
+ALL = pytest.mark.parametrize(
+    "block",
+    [
+        pytest.param(block, id=name, marks=[] if name in SOME else [pytest.mark.exhaustive])
+        for name, block in READ.items()
+    ],
+)
 HERE = [name for name in targets.available() if name != targets.PORTABLE]
 # every way a kernel can differ: affine, scaled, plain with and without zero point, 8 bits
 KINDS = [BLOCKS[name] for name in ("Q4_K", "Q6_K", "Q4_1", "Q5_0", "Q8_0")]
+# those, and scales of 8 bits; kernels of other types differ in numbers alone, and each takes a second to compile
+SOME = pytest.mark.parametrize(
+    "block",
+    [
+        pytest.param(block, marks=[] if block in (*KINDS, TYPES["NVFP4"]) else [pytest.mark.exhaustive])
+        for block in TYPES.values()
+    ],
+    ids=str,
+)
 
 
 def rounded(x: np.ndarray) -> np.ndarray:
@@ -84,19 +104,31 @@ def test_a_product_is_the_same_with_weights_from_the_cache(block):
     assert {near for _, _, near in tensor._engine._plans} == {False, True}
 
 
+def repacked_into(memory, raw, block, form):
+    """The row groups of raw uint8 [rows, row bytes] go to `memory`."""
+    (rows, row_bytes), blocks = raw.shape, raw.shape[1] // block.nbytes
+    sizes = rows, row_bytes, form.stride(blocks), form.codes_from(blocks)
+    bad = np.full(1, -1, np.int64)
+    repack.repacker(block.name, form.lanes).ctypes(
+        raw.ctypes.data, *sizes, memory.ctypes.data, bad.ctypes.data, 0, -(-rows // form.lanes)
+    )
+    assert bad == -1
+
+
 @pytest.mark.parametrize("target", HERE)
-@ALL
+@SOME
 def test_repacked_words_are_those_of_the_layout(block, target):
     lanes = targets.module(target).LANES
     form = layout.InterleavedLayout(block, lanes)
     rows, blocks = lanes + 3, 2  # a second row group with three rows
     raw = np.random.default_rng(14).integers(0, 256, (rows, blocks * block.nbytes), np.uint8)
-    finite = range(block.subs) if block.scales else [at + 1 for at in (block.d_at, block.dmin_at) if at >= 0]
-    raw.reshape(-1, block.nbytes)[:, finite] &= 0x3F
+    parts = raw.reshape(-1, block.nbytes)
+    put_d(block, parts, np.ones(len(parts), np.float16))
+    parts[:, range(block.subs) if block.scales else [block.dmin_at + 1] * block.has_min] &= 0x3F
     stride = form.stride(blocks)
     memory = np.zeros(2 * stride + 64, np.uint8)
     memory = memory[-memory.ctypes.data % 64 :][: 2 * stride]
-    assert repack.repacker(block.name, lanes)(raw, 0, 2, stride, form.codes_from(blocks), memory) == -1
+    repacked_into(memory, raw, block, form)
     for row in range(rows):
         group = memory[row // lanes * stride :][:stride]
         codes = group[form.codes_from(blocks) :].view(np.uint32).reshape(blocks, -1, lanes)
@@ -104,12 +136,12 @@ def test_repacked_words_are_those_of_the_layout(block, target):
         halves = group[: blocks * form.halves_bytes].view(kind).reshape(blocks, -1, lanes)
         for b, part in enumerate(raw[row].reshape(blocks, -1)):
             np.testing.assert_array_equal(codes[b, :, row % lanes], form.words(part))
-            first = part[: block.subs] if block.scales else part[block.d_at : block.d_at + 2].view(np.uint16)
+            first = part[: block.subs] if block.scales else np.ones(1, np.float16).view(np.uint16)
             np.testing.assert_array_equal(halves[b, : len(first), row % lanes], first)
     assert not halves[:, :, 3:].any()
 
 
-@ALL
+@SOME
 def test_float_precision_rounds_nothing(block):
     tensor, weights = random_matrix(block, 17, 512)
     x = np.random.default_rng(2).standard_normal((3, 512)).astype(np.float32)
@@ -117,9 +149,20 @@ def test_float_precision_rounds_nothing(block):
     close(tensor.prepare().matvec(x[0], precision="f32")[None], x[:1], weights, block, integer=False)
 
 
-@pytest.mark.parametrize("target", HERE)
 @pytest.mark.parametrize("rows", [1, 33])
-@pytest.mark.parametrize("block", KINDS, ids=str)
+@pytest.mark.parametrize(
+    ("block", "target"),
+    [
+        pytest.param(
+            block,
+            target,
+            marks=[] if target == HERE[0] or block.name in ("Q4_K", "Q5_0") else [pytest.mark.exhaustive],
+        )
+        for target in HERE
+        for block in KINDS
+    ],
+    ids=str,
+)
 def test_every_target_of_this_machine(block, rows, target):
     columns = block.size * (3 if block.is_k else 5)
     tensor, weights = random_matrix(block, rows, columns)
@@ -132,7 +175,7 @@ def test_every_target_of_this_machine(block, rows, target):
 
 
 @pytest.mark.parametrize("target", ["avx512", "avxvnni", "avx512bw", "avx2", "neon"])
-@ALL
+@SOME
 def test_every_target_in_python(block, target):
     """The twin runs the kernel's own lines on numpy arrays, also where the target does not exist."""
     module = targets.module(target)
@@ -143,7 +186,7 @@ def test_every_target_in_python(block, target):
     stride = form.stride(blocks)
     memory = np.zeros(stride, np.uint8)
     raw = tensor.raw.reshape(lanes, -1)
-    assert repack.repacker(block.name, lanes)(raw, 0, 1, stride, form.codes_from(blocks), memory) == -1
+    repacked_into(memory, raw, block, form)
     x = np.random.default_rng(4).standard_normal((2, columns)).astype(np.float32)
     records = activations.records(x, block, columns=2)
     y = np.zeros((2, lanes), np.float32)
@@ -191,10 +234,14 @@ def test_every_target_compiles_to_its_instruction(block, target, triple, feature
 
 
 @pytest.mark.parametrize("lanes", [4, 8, 16])
-@ALL
+@pytest.mark.parametrize("block", READ.values(), ids=str)
 def test_the_repacked_form_has_the_bytes_of_the_file(block, lanes):
+    """Of codes that are numbered, and of IQ4_XS's scales, the bits that the head of layout.py says."""
     form = layout.InterleavedLayout(block, lanes)
-    assert form.block_bytes + form.halves_bytes == lanes * block.nbytes
+    bits = 8 * (form.block_bytes + form.halves_bytes) / lanes / block.size
+    more = dict(re.findall(r"(\w+) +[\d.]+ -> ([\d.]+)", layout.__doc__))
+    assert set(more) == {b.name for b in READ.values() if b.numbered or b.name == "IQ4_XS"}
+    assert bits == pytest.approx(float(more.get(block.name, block.bpw)), abs=0 if block.name not in more else 5e-3)
 
 
 @ALL
@@ -209,8 +256,9 @@ def test_the_int8_path_errs_no_more_than_ggml(block):
         exact = x.astype(np.float64) @ weights.T
         y = np.concatenate([tensor.matmul(part) for part in x.reshape(-1, 4, columns)])
         ours, theirs = (np.sqrt(np.mean((values - exact) ** 2)) for values in (y, peer.matmul(x)))
-        # plain types: the same 32-blocks; the two roundings are as good as independent, their errors are 1% noise
-        assert ours < theirs * (0.85 if block.is_k else 1.005)
+        # blocks of 256: ggml rounds as many values alike, here 32
+        # others: the same 32-blocks; the two roundings are as good as independent, their errors are 2% noise
+        assert ours < theirs * (0.85 if block.size == 256 else 1.03)
     peer.close()
 
 
@@ -223,7 +271,7 @@ def test_scales_that_are_not_finite_are_refused(block, bad):
     if block.scales:
         raw[18, block.nbytes] = block.no_scale  # of the second block
     else:
-        raw[18, block.d_at : block.d_at + 2] = np.array([bad], np.float16).view(np.uint8)
+        put_d(block, raw[18:19, : block.nbytes], np.array([bad], np.float16))
     damaged = QuantTensor("blk.0.w", block.name, (20, 512), raw.reshape(-1))
     x = np.ones(512, np.float32)
     for _ in range(2):

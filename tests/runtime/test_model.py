@@ -114,6 +114,7 @@ def test_a_table_of_calls_computes_what_matrix_by_matrix_does(embedding: str, tm
 @pytest.mark.parametrize("share", [0.0, 1e9])
 def test_weights_are_repacked_between_tokens_for_a_share_of_their_time(share: float, path: Path, monkeypatch) -> None:
     monkeypatch.setattr("bridge.runtime.decoder._SHARE", share)
+    monkeypatch.setattr("bridge.runtime.decoder._LEAST", 0)
     model = bridge.Model.load(path, context=64)
     matrices = model._decoder._matrices
     model.logits(model.tokenizer.encode(TEXT)[:20])
@@ -269,7 +270,8 @@ def test_a_model_diverges_from_itself_by_nothing_and_from_another_precision_by_l
     own = perplexity(model, TEXT, 64, 2, reference=model, progress=lambda *p: seen.append(p)).divergence
     assert own is not None
     assert (own.mean, own.maximum, own.same_top, own.delta_p) == (0, 0, 1, 0)
-    assert [p[:2] for p in seen] == [(1, 2), (2, 2)]
+    assert [p[:2] for p in seen] == [(0, 2), (1, 2), (2, 2)]
+    assert seen[-1][2] == f"perplexity {perplexity(model, TEXT, 64, 2).perplexity:.4f}"
     other = perplexity(model, TEXT, 64, 2, reference=bridge.Model.load(path, precision="f32")).divergence
     assert other is not None
     assert 0 < other.mean < other.p99 <= other.maximum < 0.01
@@ -305,9 +307,9 @@ def test_a_prompt_that_does_not_fit_is_refused_before_anything_is_computed(path:
         ({"kv": "q4_0"}, "unknown kv 'q4_0': choose f16, q8_0, f32"),
         ({"context": 0}, "context=0"),
         ({"context": 2**70}, r"context=\d+: must be between 1 and 16777216"),
-        ({"context": "many"}, "context='many': must be an integer"),
-        ({"context": True}, "context=True: must be an integer"),
-        ({"threads": "2"}, "threads='2': must be an integer"),
+        ({"context": "many"}, "context is of type str; must be an integer"),
+        ({"context": True}, "context is of type bool; must be an integer"),
+        ({"threads": "2"}, "threads is of type str; must be an integer"),
         ({"threads": 0}, "threads=0"),
         ({"threads": 100_000}, "threads=100000: must be between 1 and 1024"),
     ],

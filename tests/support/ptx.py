@@ -5,8 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from functools import cache
-from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from bridge.cuda.launch import Kernel
@@ -45,17 +44,9 @@ def compiled(kernel: Kernel, capability: tuple[int, int]) -> Compiled:
 @cache
 def ptx_of(kernel: Kernel, capability: tuple[int, int]) -> str:
     """A kernel as PTX."""
-    import numba.cuda.dispatcher
-    from numba import cuda
+    from bridge.cuda import compiler
 
-    before: Any = numba.cuda.dispatcher.get_current_device
-    # device functions are compiled for the current device: there is none
-    numba.cuda.dispatcher.get_current_device = lambda: SimpleNamespace(compute_capability=capability)
-    try:
-        ptx, _ = cuda.compile(kernel.function, kernel.signature, device=False, abi="numba", cc=capability, output="ptx")
-    finally:
-        numba.cuda.dispatcher.get_current_device = before
-    return ptx if isinstance(ptx, str) else ptx.decode()
+    return compiler.ptx_of(kernel, capability)
 
 
 def assembled(ptx: str, capability: tuple[int, int], registers: int | None = None) -> Compiled:

@@ -129,7 +129,7 @@ def test_compile_caches_are_removed_by_their_last_use_and_never_while_they_are_u
     environment = {k: v for k, v in os.environ.items() if k != "NUMBA_CACHE_DIR"} | {"XDG_CACHE_HOME": str(tmp_path)}
     _, handle = lock_shared(lambda: caches / "5")
     assert handle is not None
-    code = "import bridge.system.jit; print(bridge.system.jit._dir.name)"
+    code = "import bridge.system.jit; print(bridge.system.jit.CacheLocator.folder.name)"
     command = [sys.executable, "-c", code]
     ours = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True).stdout.strip()
     os.close(handle)

@@ -3,12 +3,13 @@
 import os
 import re
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from bridge.checkpoint import Checkpoint, open_checkpoint
 from bridge.checkpoint.files.weight_files import WEIGHTS, checkpoint_files
 from bridge.errors import BridgeError, parameter
 from bridge.system.files import expanded, missing
+from bridge.system.text import size_text, tell
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(@[\w./-]+)?")  # @: a branch, tag or commit
 _SNAPSHOT = re.compile(r"models--[\w.-]+?--([\w.-]+)/snapshots/[0-9a-f]+$")  # in huggingface_hub's cache
@@ -40,6 +41,20 @@ def kind_of(
         return "gguf"
     named = isinstance(argument, str) and path.suffix not in _FILES and not path.exists()
     return "hub" if named and _HUB_ID.fullmatch(str(argument)) else "none"
+
+
+def is_repository(name: Any) -> bool:
+    """Whether this can be the name of a repository on the Hub: org/name."""
+    from huggingface_hub.errors import HFValidationError
+    from huggingface_hub.utils import validate_repo_id
+
+    if not isinstance(name, str) or not _HUB_ID.fullmatch(name) or "@" in name:
+        return False
+    try:
+        validate_repo_id(name)
+    except HFValidationError:
+        return False
+    return True
 
 
 def resolve(checkpoint: str | Path, config: str | Path | None = None) -> Path:
@@ -91,7 +106,7 @@ def _download(name: str) -> Path:
     files = checkpoint_files(found)
     if not any(file.endswith(WEIGHTS) for file in files):
         raise BridgeError(f"{name}: this model on the Hub has no *.safetensors, *.bin or *.pt; choose another one")
-    return _fetched(name, branch or None, files)
+    return _fetched(name, branch or None, files, found)
 
 
 def find_template(template: str | Path) -> tuple[Path, str | None]:
@@ -119,7 +134,7 @@ def find_template(template: str | Path) -> tuple[Path, str | None]:
     smallest = min(sizes, key=lambda model: (sizes[model], model))
     files = models[smallest]
     note = f"the template is {files[0]} of {name} ({sizes[smallest] / 1e6:.0f} MB), its smallest suitable file"
-    return _fetched(name, branch or None, files) / files[0], note
+    return _fetched(name, branch or None, files, found) / files[0], note
 
 
 def _files(name: str, revision: str | None) -> dict[str, int] | Path:
@@ -147,20 +162,23 @@ def _files(name: str, revision: str | None) -> dict[str, int] | Path:
         if cached:
             return cached
         raise BridgeError(
-            f"{name}: no such folder here, and the Hub cannot be reached ({_reason(problem)}); "
+            f"{name}: no such folder here, and the Hub cannot be reached ({reason(problem)}); "
             "check the network, or download the model elsewhere and give its folder"
         ) from problem
     return {file.rfilename: getattr(file, "size", None) or 0 for file in repository.siblings or []}
 
 
-def _fetched(name: str, revision: str | None, files: list[str]) -> Path:
+def _fetched(name: str, revision: str | None, files: list[str], sizes: dict[str, int]) -> Path:
     """The folder of a repository with these files downloaded."""
-    from huggingface_hub import snapshot_download
+    from huggingface_hub import snapshot_download, try_to_load_from_cache
 
+    new = [file for file in files if not isinstance(try_to_load_from_cache(name, file, revision=revision), str)]
+    if new:  # huggingface_hub's own bars follow, in a terminal
+        tell(f"downloading {name}: {len(new)} files, {size_text(sum(sizes.get(file, 0) for file in new))}")
     try:
         return Path(snapshot_download(name, revision=revision, allow_patterns=files))
     except Exception as problem:
-        raise BridgeError(f"{name}: the download failed ({_reason(problem)}); run it again to resume") from problem
+        raise BridgeError(f"{name}: the download failed ({reason(problem)}); run it again to resume") from problem
 
 
 def _cached(name: str, revision: str | None) -> Path | None:
@@ -173,7 +191,8 @@ def _cached(name: str, revision: str | None) -> Path | None:
         return None
 
 
-def _reason(problem: BaseException) -> str:
+def reason(problem: BaseException) -> str:
+    """Why the Hub did not answer, in a few words."""
     from huggingface_hub.errors import OfflineModeIsEnabled
 
     if isinstance(problem, OfflineModeIsEnabled):

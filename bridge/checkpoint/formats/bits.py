@@ -1,7 +1,8 @@
 """Unpacks words to one byte per code, at the speed of memory.
 
 A row's words, one after the other, are a little-endian stream of b-bit codes, least significant bit
-first, whatever the width of a word. Codes of 2, 4 and 8 bits do not cross bytes. With other widths,
+first, whatever the width of a word. Codes of 2, 4 and 8 bits do not cross bytes: each byte is widened to
+its codes, by NumPy. With other widths,
 eight codes fill b bytes, and three shift-and-mask steps spread them over the eight
 bytes of a uint64:
 
@@ -11,71 +12,57 @@ Planar packing (gptq_p) uses several such streams: each block of 32 codes holds 
 4*w bytes, then the next plane's; a code joins the planes' fields. `widths` lists the planes' bits:
 (4,) is plain 4-bit, (4, 1) planar 5-bit.
 
-GPTQ's words run down the input features, so codes are transposed, in tiles that stay in cache.
+GPTQ's words run down the input features, so they are transposed first, a few rows at a time, which stay in cache.
 """
 
 import numpy as np
 
-from bridge.system.jit import kernel
+from bridge.system.jit import inner, kernel
 
 PLANES = {2: (2,), 3: (2, 1), 4: (4,), 5: (4, 1), 6: (4, 2), 7: (4, 2, 1), 8: (8,)}
-_TILE = 64  # blocks of 32 codes: with 16 rows, at most 64 KiB
+_CHUNK = 1 << 18  # codes that are unpacked at a time: what is read and written stays in cache
 
 
-@kernel
-def _expand(source, widths, bits, n, out):
-    """The first n codes of a row: source uint8, out uint8, both one-dimensional."""
+def _unpack_even(source, bits, out):
+    """Codes that do not cross bytes: source uint8 [rows, bytes] -> out uint8 [rows, bytes * 8 / bits]."""
     if bits == 8:
-        for i in range(n):
-            out[i] = source[i]
-        return
-    done = 0
-    if bits == 4:  # lanes that do not cross bytes: LLVM vectorizes this
-        done = n // 2 * 2
-        for i in range(n // 2):
-            out[2 * i] = source[i] & 15
-            out[2 * i + 1] = source[i] >> 4
-    elif bits == 2:
-        done = n // 4 * 4
-        for i in range(n // 4):
-            out[4 * i] = source[i] & 3
-            out[4 * i + 1] = source[i] >> 2 & 3
-            out[4 * i + 2] = source[i] >> 4 & 3
-            out[4 * i + 3] = source[i] >> 6
-    else:
-        done = n // 8 * 8
-        _expand_odd(source, widths, bits, done, out)
-    for k in range(done, n):  # plain streams only: planar ones have multiples of 32 codes
-        at = k * bits
-        x = np.uint64(source[at >> 3])
-        if (at & 7) + bits > 8:
-            x |= np.uint64(source[(at >> 3) + 1]) << np.uint64(8)
-        out[k] = np.uint8((x >> np.uint64(at & 7)) & np.uint64((1 << bits) - 1))
+        out[:] = source
+    elif bits == 4:  # hg -> h g
+        wide = out.view(np.uint16)
+        wide[:] = source
+        wide |= wide << 4
+        wide &= 0x0F0F
+    else:  # hgfe -> hg..hgfe -> h.g.f.e, with other codes at the dots
+        wide = out.view(np.uint32)
+        wide[:] = source
+        wide |= wide << 12
+        wide |= wide << 6
+        wide &= 0x03030303
 
 
 @kernel
-def _expand_odd(source, widths, bits, n, out):
-    """Codes that cross bytes or are planar: eight at a time, n a multiple of 8."""
-    for group in range(n // 8):
-        at = (group >> 2) * 4 * bits
-        g = group & 3
-        shift = 0
-        value = np.uint64(0)
-        for p in range(len(widths)):
-            w = widths[p]
-            first = at + g * w
-            x = np.uint64(0)
-            for i in range(w):
-                x |= np.uint64(source[first + i]) << np.uint64(8 * i)
-            value |= _spread(x, w) << np.uint64(shift)
-            shift += w
-            at += 4 * w
-        k = group * 8
-        for i in range(8):
-            out[k + i] = np.uint8(value >> np.uint64(8 * i))
+def _unpack_odd(source, widths, bits, out):
+    """Codes that cross bytes or are planar, eight at a time: source uint8 [rows, bytes] -> out uint8 [rows, 8 * m]."""
+    for row in range(out.shape[0]):
+        for group in range(out.shape[1] // 8):
+            at = (group >> 2) * 4 * bits
+            g = group & 3
+            shift = 0
+            value = np.uint64(0)
+            for p in range(len(widths)):
+                w = widths[p]
+                first = at + g * w
+                x = np.uint64(0)
+                for i in range(w):
+                    x |= np.uint64(source[row, first + i]) << np.uint64(8 * i)
+                value |= _spread(x, w) << np.uint64(shift)
+                shift += w
+                at += 4 * w
+            for i in range(8):
+                out[row, group * 8 + i] = np.uint8(value >> np.uint64(8 * i))
 
 
-@kernel
+@inner
 def _spread(x, w):
     """Eight fields of w bits -> eight bytes."""
     one = np.uint64(1)
@@ -88,36 +75,15 @@ def _spread(x, w):
 
 
 @kernel
-def _unpack_rows(source, widths, bits, out):
-    """source uint8 [rows, bytes] -> out uint8 [rows, n]."""
-    for row in range(out.shape[0]):
-        _expand(source[row], widths, bits, out.shape[1], out[row])
-
-
-@kernel
-def _unpack_columns(words, widths, bits, out):
-    """words uint32 [in*bits/32, out] -> out uint8 [out, in], 16 rows and 64 * 32 codes at a time."""
-    length = words.shape[0]
-    rows, n = out.shape
-    tile = _TILE * bits
-    scratch = np.empty((16, tile + 16), np.uint32)  # an odd stride, in cache lines
-    stream = scratch.view(np.uint8)
-    for row in range(0, rows, 16):
-        height = min(16, rows - row)
-        for start in range(0, length, tile):
-            width = min(tile, length - start)
-            for i in range(width):
-                line = words[start + i, row : row + height]
-                if height == 16:
-                    for j in range(16):
-                        scratch[j, i] = line[j]
-                else:
-                    for j in range(height):
-                        scratch[j, i] = line[j]
-            k = start // bits * 32
-            count = min(n - k, _TILE * 32)
-            for j in range(height):
-                _expand(stream[j], widths, bits, count, out[row + j, k : k + count])
+def _transpose(words, first, rows, out):
+    """words uint32 [m, n] -> out uint32 [rows, >= m]: `rows` columns of `words` from `first` on, 16 at a time."""
+    for row in range(0, rows // 16 * 16, 16):
+        for i in range(words.shape[0]):
+            for j in range(16):
+                out[row + j, i] = words[i, first + row + j]
+    for i in range(words.shape[0]):
+        for row in range(rows // 16 * 16, rows):
+            out[row, i] = words[i, first + row]
 
 
 @kernel
@@ -169,17 +135,48 @@ def _unpack_gemm(words, out):
                                 out[row, k + c] = np.uint8(value >> np.uint64(8 * c))
 
 
-def _widths(bits: int, planar: bool) -> np.ndarray:
-    return np.array(PLANES[bits] if planar else (bits,), np.int64)
-
-
 def unpack_rows(words: np.ndarray, bits: int, n: int, planar: bool = False) -> np.ndarray:
     """Codes along the rows: words, integers [rows, m] of any width -> uint8 [rows, n]."""
     source = np.ascontiguousarray(words).view(np.uint8)
     assert source.shape[1] * 8 >= n * bits
-    out = np.empty((len(source), n), np.uint8)
-    _unpack_rows(source, _widths(bits, planar), bits, out)
-    return out
+    out, nbytes = _whole_bytes(len(source), bits, n)
+    if source.shape[1] < nbytes:
+        source = np.pad(source, ((0, 0), (0, nbytes - source.shape[1])))
+    step = max(1, _CHUNK // out.shape[1])
+    for start in range(0, len(out), step):
+        _unpack(source[start : start + step, :nbytes], bits, planar, out[start : start + step])
+    return np.ascontiguousarray(out[:, :n])
+
+
+def unpack_columns(words: np.ndarray, bits: int, n: int, planar: bool = False) -> np.ndarray:
+    """Codes down the columns, as GPTQ stores them: words, integers [m, out] of any width -> uint8 [out, n]."""
+    if words.dtype.itemsize != 4:
+        return unpack_rows(words.T, bits, n, planar)
+    length, rows = words.shape
+    assert length * 32 >= n * bits
+    unsigned = np.ascontiguousarray(words).view(np.uint32)
+    out, nbytes = _whole_bytes(rows, bits, n)
+    step = max(16, _CHUNK // out.shape[1] // 16 * 16)
+    lines = np.empty((min(step, rows), length + 16), np.uint32)  # an odd stride, in cache lines
+    for start in range(0, rows, step):
+        count = min(step, rows - start)
+        _transpose(unsigned, start, count, lines)
+        _unpack(lines[:count].view(np.uint8)[:, :nbytes], bits, planar, out[start : start + count])
+    return np.ascontiguousarray(out[:, :n])
+
+
+def _whole_bytes(rows: int, bits: int, n: int) -> tuple[np.ndarray, int]:
+    """Memory for n codes a row, in multiples of 8: uint8 [rows, m], and how many bytes they are packed in."""
+    count = -(-n // 8)
+    return np.empty((rows, count * 8), np.uint8), count * bits
+
+
+def _unpack(source: np.ndarray, bits: int, planar: bool, out: np.ndarray) -> None:
+    """source uint8 [rows, m / 8 * bits] -> out uint8 [rows, m], m a multiple of 8."""
+    if bits in (2, 4, 8):
+        _unpack_even(source, bits, out)
+    else:
+        _unpack_odd(source, np.array(PLANES[bits] if planar else (bits,)), bits, out)
 
 
 def unpack_words(words: np.ndarray, bits: int, n: int) -> np.ndarray:
@@ -190,16 +187,6 @@ def unpack_words(words: np.ndarray, bits: int, n: int) -> np.ndarray:
     for lane in range(lanes):
         out[:, lane::lanes] = unsigned >> np.uint32(bits * lane) & np.uint32((1 << bits) - 1)
     return np.ascontiguousarray(out[:, :n])
-
-
-def unpack_columns(words: np.ndarray, bits: int, n: int, planar: bool = False) -> np.ndarray:
-    """Codes down the columns, as GPTQ stores them: words, integers [m, out] of any width -> uint8 [out, n]."""
-    if words.dtype.itemsize != 4:
-        return unpack_rows(words.T, bits, n, planar)
-    assert len(words) * 32 >= n * bits
-    out = np.empty((words.shape[1], n), np.uint8)
-    _unpack_columns(np.ascontiguousarray(words).view(np.uint32), _widths(bits, planar), bits, out)
-    return out
 
 
 def unpack_gemm(words: np.ndarray) -> np.ndarray:

@@ -28,6 +28,7 @@ from bridge.checkpoint.repack.labels import Labels
 from bridge.checkpoint.repack.zero_points import Clamped, ZeroPointPlan
 from bridge.errors import BridgeError, parameter
 from bridge.system.files import expanded
+from bridge.system.options import checked
 from bridge.system.text import size_text, summarise_notes
 
 FORMATS = ("gptq", "gptq_v2")
@@ -46,6 +47,7 @@ class Repacked:
     left_out    weights in the folder that are not part of the checkpoint and were not copied
     pickled     whether the source was .bin or .pt
     notes       further remarks
+    home        the source's folder, with config.json and README.md
     nbytes      of the tensors
     """
 
@@ -61,21 +63,28 @@ class Repacked:
     nbytes: int
     seconds: float
     notes: list[str] = field(default_factory=list)
+    home: Path | None = None
 
-    def summary(self) -> str:
-        """A few lines: what changed and what did not."""
+    def facts(self) -> list[tuple[str, str]]:
+        """What changed and what did not."""
         changed, new = sum(self.rewritten.values()), "v2" if self.format == "gptq_v2" else "v1"
         how = ", ".join(f"{count} from {found}" for found, count in self.rewritten.items())
-        lines = [f"qzeros      {changed} of {self.modules} modules rewritten as {new}" + (f": {how}" if how else "")]
-        lines += [f"clamped     {self.clamped}"] if self.clamped else []
-        lines += [f"labels      {change}" for change in self.labels or ["unchanged"]]
-        lines.append(f"the rest    {'the same tensors, as safetensors' if self.pickled else 'copied byte for byte'}")
+        facts = [("qzeros", f"{changed} of {self.modules} modules rewritten as {new}" + (f": {how}" if how else ""))]
+        facts += [("clamped", str(self.clamped))] if self.clamped else []
+        facts += [("labels", change) for change in self.labels or ["unchanged"]]
+        facts.append(("the rest", "the same tensors, as safetensors" if self.pickled else "copied byte for byte"))
         if self.left_out:
-            lines.append(f"left out    {', '.join(self.left_out)}: not part of the checkpoint")
+            facts.append(("left out", f"{', '.join(self.left_out)}: not part of the checkpoint"))
+        return facts
+
+    def summary(self) -> str:
+        """The facts in a few lines, notes, size and time."""
+        lines = [f"{what:12}{fact}" for what, fact in self.facts()]
         lines += [f"note: {note}" for note in summarise_notes(self.notes)]
         return "\n".join([*lines, f"{size_text(self.nbytes)} in {self.seconds:.1f} s", f"wrote {self.out}"])
 
 
+@checked
 def repack(
     source: str | Path,
     out: str | Path,
@@ -114,7 +123,7 @@ def repack(
     return Repacked(
         str(source), output.path, plan.format, len(reader.modules), plan.rewritten, plan.clamped, labels.changes,
         output.left_out, pickled=ckpt.files[0].suffix != ".safetensors", nbytes=ckpt.nbytes,
-        seconds=time.perf_counter() - started, notes=[*ckpt.notes, *plan.notes],
+        seconds=time.perf_counter() - started, notes=[*ckpt.notes, *plan.notes], home=ckpt.home,
     )  # fmt: skip
 
 

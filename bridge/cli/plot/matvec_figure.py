@@ -10,7 +10,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import PercentFormatter
 
-from bridge.blocks import TYPES
+from bridge.blocks.read import READ
 from bridge.cli.plot.theme import OURS, THEIRS, Theme, plain_frame
 
 _WIDTH = 0.38  # of a bar; two bars and a gap are 1
@@ -45,7 +45,7 @@ def figure(record: dict[str, Any], theme: Theme) -> Figure:
 
 def _place(shape: tuple[int, int], rows: list[dict[str, Any]], cache: int | None) -> str:
     """Where the matrices of a panel lie, as far as the size of the machine's largest cache tells."""
-    sizes = [shape[0] * shape[1] * TYPES[row["type"]].bpw / 8 for row in rows]
+    sizes = [shape[0] * shape[1] * READ[row["type"]].bpw / 8 for row in rows]
     if cache is not None and max(sizes) <= cache:
         return ", in the cache"
     return ", from memory" if cache is not None and min(sizes) >= _FROM_MEMORY * cache else ""

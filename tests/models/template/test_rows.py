@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 
-from bridge.models.template.match import LazyMatrix, find_in_several, find_rows
+from bridge.blocks.read import READ
+from bridge.models.template.match import LazyMatrix, find_in_several, find_rows, rounding_of
+from scripts.peers import ggml
 
 
 def matrix(values: np.ndarray, noise: float = 0.0) -> LazyMatrix:
@@ -22,6 +25,28 @@ def test_any_permutation_of_rows_is_found_through_quantization_noise():
     assert not found.scaled
     assert find_rows(matrix(rng.standard_normal((300, 64)).astype(np.float32)), matrix(noisy, 0.09)) is None
     assert find_rows(matrix(weights), matrix(noisy)) is None  # no quantization that could explain the noise
+
+
+@pytest.mark.parametrize(
+    "type",  # ggml takes seconds to get its largest codebooks ready
+    [pytest.param(t, marks=[pytest.mark.exhaustive] * (t in ("IQ1_S", "IQ1_M", "IQ2_S"))) for t in READ],
+)
+def test_a_template_in_any_type_is_told_from_another_model(type):
+    pytest.importorskip("xllamacpp")
+    rng = np.random.default_rng(3)
+    weights = rng.standard_t(4, (2, 64, 1024)).astype(np.float32)
+    if type in ("Q1_0", "Q2_0", "TQ1_0", "TQ2_0"):  # for weights that are such
+        weights = np.sign(weights) * (np.float32(0.5) if type == "Q1_0" else rng.integers(0, 2, weights.shape))
+        weights = weights.astype(np.float32)
+    own, another = weights
+    raw = ggml.quantize(own, type, np.ones(1024, np.float32))
+    rounded = ggml.dequantize(raw, int(READ[type].ggml))
+    order = rng.permutation(64)
+    template = LazyMatrix((64, 1024), lambda a, b: rounded[order][a:b], rounding=rounding_of(type))
+    found = find_rows(template, matrix(own))
+    assert found is not None
+    assert np.array_equal(found.order, order)
+    assert find_rows(template, matrix(another)) is None
 
 
 def test_one_wrong_row_in_many_is_noticed():

@@ -116,9 +116,9 @@ def pretended_gpu(
         mock.patch.object(devices, "captures", return_value=graphs),
         mock.patch.object(devices, "overlaps", return_value=overlapping),
         mock.patch.object(devices, "capturing", capturing),
-        mock.patch.object(devices.Device, "empty", lambda self, nbytes, what="": np.zeros(nbytes, np.uint8)),
+        mock.patch.object(devices.Device, "empty", lambda self, nbytes, what="": np.full(nbytes, 0xFF, np.uint8)),
         mock.patch.object(devices.Device, "upload", lambda self, host, what="": host.copy()),
-        mock.patch.object(launch.Kernel, "launch", launched),
+        mock.patch.object(launch.Kernel, "run", launched),
         streams.pretended_torch() if graphs else nullcontext(),
     ):
         yield launches

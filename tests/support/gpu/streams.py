@@ -147,7 +147,6 @@ def launched(kernel: Any, known: set[Any], run: Callable[[], None]) -> None:
 @contextmanager
 def pretended_torch() -> Iterator[None]:
     """torch.cuda is replaced by this module; its tensors stay on the CPU."""
-    from numba import cuda
 
     fakes: dict[str, Any] = {
         "Stream": Stream,
@@ -169,5 +168,4 @@ def pretended_torch() -> Iterator[None]:
         for name, fake in fakes.items():
             stack.enter_context(mock.patch.object(torch.cuda, name, fake))
         stack.enter_context(mock.patch.object(torch.Tensor, "pin_memory", lambda self: self))
-        stack.enter_context(mock.patch.object(cuda, "defer_cleanup", nullcontext))
         yield

@@ -1,0 +1,64 @@
+"""`gguf-bridge warmup`: kernels are compiled now, for instance while an image of a container is built."""
+
+import argparse
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from bridge.cli.options import command
+from bridge.cli.run import add_loading, gguf_of, load
+from bridge.system import compiling
+
+_HELP = "compile the kernels that a model needs on this CPU, so that its first run does not wait for them"
+_WIDTHS = 3, 9  # tokens of prompts that take kernels of all widths
+
+
+def add_parser(commands: Any) -> None:
+    """Add the command to argparse's sub-parsers."""
+    p = command(commands, "warmup", _HELP, run)
+    p.add_argument(
+        "model", nargs="?",
+        help="GGUF to run, or checkpoint to convert and run; without one, what rounds to each type and multiplies it",
+    )  # fmt: skip
+    p.add_argument("--config", metavar="DIR", type=Path, help="folder with the config.json and tokenizer of a bare .pt")
+    add_loading(p)
+
+
+def run(a: argparse.Namespace) -> int:
+    """Compile, and print what it took."""
+    began = time.perf_counter()
+    steps = compiling.steps()
+    if a.model is None:
+        _types()
+    else:
+        _model(load(a, gguf_of(a), a.context))
+    done = f"compiled in {time.perf_counter() - began:.0f} s" if compiling.steps() > steps else "were compiled before"
+    print(f"the kernels for this CPU {done}")
+    return 0
+
+
+def _model(model: Any) -> None:
+    """Prompts and tokens, before and after the weights are repacked."""
+    for _ in range(2):
+        for width in _WIDTHS:
+            model.logits([0] * min(width, model.context), last=1)
+        list(model.generate_tokens([0], min(3, model.context - 1)))
+        model.prepare()
+
+
+def _types() -> None:
+    """Random floats are rounded to each type and multiplied."""
+    from bridge.blocks import BLOCKS
+    from bridge.encode.round_rows import quantize_rows
+    from bridge.runtime.quant_tensor import QuantTensor
+
+    x = np.random.default_rng(0).standard_normal((max(_WIDTHS), 512)).astype(np.float32)
+    for name, block in BLOCKS.items():
+        tensor = QuantTensor(name, name, x.shape, quantize_rows(x, block).data)
+        for _ in range(2):
+            for width in (1, *_WIDTHS):
+                tensor.matmul(x[:width])
+            tensor.rows([0])
+            tensor.prepare()

@@ -1,0 +1,83 @@
+"""How long kernels take to compile: a clock that stops meanwhile, and a line for whoever waits. `jit` reports to it.
+
+This module needs no numba, so that whoever measures time can import it.
+"""
+
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+Told = Callable[[float, bool], None]  # seconds spent so far, and whether there is more to compile right now
+
+_lock = threading.Lock()
+_active = 0  # threads that compile or load a kernel, or wait for one that does; nested calls count again
+_began = 0.0
+_seconds = 0.0
+_steps = 0
+_told: Told | None = None
+
+
+def begin() -> None:
+    """A thread begins to compile a kernel or to load it from the cache."""
+    global _active, _began
+    with _lock:
+        if not _active:
+            _began = time.perf_counter()
+        _active += 1
+
+
+def end() -> None:
+    """That thread has its kernel."""
+    global _active, _seconds
+    with _lock:
+        _active = max(0, _active - 1)
+        if not _active:
+            _seconds += time.perf_counter() - _began
+    if not _active and _told is not None:
+        _told(_seconds, False)
+
+
+def step() -> None:
+    """One of the compiler's passes begins: this kernel is not in the cache."""
+    global _steps
+    _steps += 1
+    if _told is not None:
+        _told(seconds(), True)
+
+
+def steps() -> int:
+    """The compiler's passes in this process so far; 0 where all kernels came from the cache."""
+    return _steps
+
+
+def seconds() -> float:
+    """Seconds that this process has spent on compiling and loading kernels."""
+    with _lock:
+        return _seconds + (time.perf_counter() - _began if _active else 0.0)
+
+
+def clock() -> float:
+    """time.perf_counter without the seconds spent on kernels: speeds are measured with it."""
+    return time.perf_counter() - seconds()
+
+
+@contextmanager
+def telling(told: Told) -> Iterator[None]:
+    """Call `told` while kernels are compiled, several times a kernel."""
+    global _told
+    before, _told = _told, told
+    try:
+        yield
+    finally:
+        _told = before
+
+
+def _after_fork() -> None:
+    global _active, _lock
+    _active, _lock = 0, threading.Lock()  # the threads that compiled are the parent's
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)

@@ -1,0 +1,115 @@
+"""Compiling kernels: what it takes is measured and said, speeds leave it out, and its results are shared."""
+
+import io
+import os
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+import bridge
+from bridge.cli import main
+from bridge.cli.run import without_pauses
+from bridge.cli.terminal import StatusLine
+from bridge.system import compiling
+from bridge.system.jit import inner
+from tests.conftest import PATIENCE, ROOT
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_the_clock_stands_still_while_a_kernel_is_compiled() -> None:
+    function = inner(lambda x: x + 1)
+    told = []
+    started, clock, spent, steps = time.perf_counter(), compiling.clock(), compiling.seconds(), compiling.steps()
+    with compiling.telling(lambda seconds, more: told.append((seconds, more))):
+        function.compile("int64(int64)")
+    assert compiling.steps() > steps
+    assert 0 < compiling.seconds() - spent <= time.perf_counter() - started
+    assert compiling.clock() - clock < time.perf_counter() - started
+    assert told[0][1]
+    assert not told[-1][1]
+    assert told == sorted(told, key=lambda pair: pair[0])
+
+
+def test_a_line_says_what_takes_time_and_goes_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stderr", stderr := Terminal())
+    monkeypatch.setenv("COLUMNS", "60")
+    line = StatusLine()
+    line.compiling(1.0, False)
+    assert stderr.getvalue() == ""  # there is nothing to remove
+    line.say("reading the prompt")
+    line._drawn -= 1
+    line.compiling(2.4, True)
+    line.compiling(2.4, True)  # too soon
+    line.compiling(2.4, False)
+    shown = [part.rstrip() for part in stderr.getvalue().split("\r") if part]
+    assert shown == ["reading the prompt", "compiling kernels for this CPU, once: 2 s", "reading the prompt"]
+    line.end()
+    assert stderr.getvalue().endswith("\r" + " " * 59 + "\r")
+    line.compiling(3.0, True)
+    assert stderr.getvalue().endswith("\r" + " " * 59 + "\r")
+
+
+@pytest.mark.parametrize("compiles", [True, False])
+def test_a_reply_begins_when_the_kernels_of_its_second_piece_are_compiled(compiles: bool) -> None:
+    made = []
+
+    def pieces():
+        for piece in "abc":
+            if compiles:
+                compiling.step()
+            made.append(piece)
+            yield piece
+
+    shown = []
+    for piece in without_pauses(pieces()):
+        shown.append((piece, "".join(made)))
+    assert shown == [("a", "ab" if compiles else "a"), ("b", "ab"), ("c", "abc")]
+
+
+def test_a_copy_of_the_sources_shares_the_compiled_kernels(tmp_path: Path) -> None:
+    copy = tmp_path / "copy"
+    for package in ("bridge", "cuda"):
+        shutil.copytree(ROOT / package, copy / package, ignore=shutil.ignore_patterns("__pycache__"))
+    script = "from bridge.system import compiling, pool\npool.Pool(2).stop()\nprint(compiling.steps())"
+    environment = {name: value for name, value in os.environ.items() if name != "NUMBA_CACHE_DIR"}
+    environment |= {"XDG_CACHE_HOME": str(tmp_path / "cache")}
+    steps = [
+        int(subprocess.run(
+            [sys.executable, "-c", script], cwd=tree, env=environment | {"PYTHONPATH": str(tree)}, check=True,
+            capture_output=True, timeout=PATIENCE,
+        ).stdout)
+        for tree in (ROOT, copy)
+    ]  # fmt: skip
+    assert steps[0] > 0 == steps[1]
+    assert len(list((tmp_path / "cache" / "gguf-bridge" / "numba").iterdir())) == 1
+
+
+def test_after_a_warmup_nothing_is_compiled(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    gguf = tmp_path / "model.gguf"
+    bridge.convert(ROOT / "tests" / "data" / "qwen3-gptq-4bit-g128-sym", gguf)
+    assert main(["warmup", str(gguf)]) == 0
+    assert "the kernels for this CPU" in capsys.readouterr().out
+    steps = compiling.steps()
+    assert main(["run", str(gguf), "-p", "Once upon a time", "-n", "4"]) == 0
+    assert main(["run", str(gguf), "-p", "Once", "-n", "4"]) == 0
+    assert main(["warmup", str(gguf)]) == 0
+    assert compiling.steps() == steps
+    assert "were compiled before" in capsys.readouterr().out
+
+
+def test_what_rounds_to_a_type_is_compiled_without_a_model(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("bridge.blocks.BLOCKS", {"Q8_0": bridge.blocks.BLOCKS["Q8_0"]})
+    assert main(["warmup"]) == 0
+    steps = compiling.steps()
+    assert main(["warmup"]) == 0
+    assert compiling.steps() == steps

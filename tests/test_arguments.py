@@ -1,0 +1,122 @@
+"""Arguments of a wrong type are refused in a sentence, by every public function; `progress` is explained by each."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import bridge
+from bridge.conversion.converter import plan_checkpoint
+from bridge.conversion.to_checkpoint import quantize_checkpoint
+from bridge.errors import BridgeError
+from bridge.runtime.perplexity import perplexity
+from tests.conftest import CHECKPOINT
+
+LINEAR = torch.nn.Linear(32, 32)
+NOWHERE = "no/such/file.gguf"
+
+# function, its other arguments, and the ones to be of a wrong type: all are checked before any file is opened
+FUNCTIONS: dict[str, tuple[Callable[..., Any], dict[str, Any], list[str]]] = {
+    "convert": (
+        bridge.convert,
+        {"checkpoint": NOWHERE},
+        ["checkpoint", "out", "config", "template", "imatrix", "plan", "type", "threads", "force", "progress", "name"],
+    ),
+    "plan_checkpoint": (plan_checkpoint, {"checkpoint": NOWHERE}, ["checkpoint", "out", "progress"]),
+    "verify": (
+        bridge.verify,
+        {"gguf_path": NOWHERE, "checkpoint": NOWHERE},
+        ["gguf_path", "checkpoint", "config", "template", "progress", "save_as"],
+    ),
+    "repack": (
+        bridge.repack,
+        {"source": NOWHERE, "out": NOWHERE},
+        ["source", "out", "checkpoint_format", "config", "clamp", "force", "progress"],
+    ),
+    "quantize_checkpoint": (
+        quantize_checkpoint,
+        {"checkpoint": NOWHERE, "calibrate": bridge.Calibration(None, method="rtn")},
+        ["checkpoint", "out", "format", "config", "bits", "group_size", "symmetric", "calibrate", "progress"],
+    ),
+    "upload": (
+        bridge.upload,
+        {"result": object.__new__(bridge.Report), "repository": "org/name"},
+        ["result", "repository", "private", "card_only", "force"],
+    ),
+    "open_checkpoint": (bridge.open_checkpoint, {"path": NOWHERE}, ["path", "config", "needs_config"]),
+    "open_gguf": (bridge.open_gguf, {"path": NOWHERE}, ["path", "load"]),
+    "Model.load": (
+        bridge.Model.load,
+        {"path": NOWHERE},
+        ["path", "threads", "kv", "context", "precision", "load"],
+    ),
+    "perplexity": (
+        perplexity,
+        {"model": object.__new__(bridge.Model), "text": ""},
+        ["model", "text", "window", "n_windows", "progress"],
+    ),
+    "nn.load": (bridge.nn.load, {"model_id_or_config": NOWHERE, "gguf": NOWHERE}, ["gguf", "precision", "dtype"]),
+    "nn.replace_linears": (
+        bridge.nn.replace_linears,
+        {"model": LINEAR, "gguf": NOWHERE},
+        ["model", "gguf", "precision", "prepare"],
+    ),
+    "nn.replace_trellis": (
+        bridge.nn.replace_trellis,
+        {"model": LINEAR, "checkpoint": NOWHERE},
+        ["model", "checkpoint"],
+    ),
+    "quantize.gptq": (
+        bridge.quantize.gptq,
+        {"module": LINEAR, "batches": []},
+        ["module", "batches", "bits", "group_size", "symmetric", "act_order", "damping", "sweeps", "type", "wanted"],
+    ),
+    "Calibration": (
+        bridge.Calibration,
+        {"text": None},
+        [
+            *("text", "samples", "length", "seed", "method", "act_order", "damping", "alpha", "sweeps", "feed"),
+            *("device", "offload", "imatrix_out", "progress"),
+        ],
+    ),
+    "Budget": (
+        bridge.Budget,
+        {"size": 1 << 20},
+        ["size", "swaps", "requantize", "plan_out", "tokens", "progress"],
+    ),
+}
+
+
+@pytest.mark.parametrize("value", [object(), ..., 3 + 4j], ids=["object", "ellipsis", "complex"])
+@pytest.mark.parametrize(("function", "argument"), [(f, a) for f, (_, _, names) in FUNCTIONS.items() for a in names])
+def test_an_argument_of_a_wrong_type_is_named_in_a_sentence(function, argument, value) -> None:
+    call, others, _ = FUNCTIONS[function]
+    with pytest.raises(BridgeError, match=rf"^{argument}\b.*(is of type {type(value).__name__}; )?must be "):
+        call(**{**others, argument: value})
+
+
+def test_none_is_no_path_where_one_is_needed() -> None:
+    with pytest.raises(BridgeError, match="path is of type NoneType; must be a path"):
+        bridge.open_gguf(None)  # type: ignore[arg-type]
+
+
+def test_paths_may_be_texts_and_paths() -> None:
+    for path in (str(CHECKPOINT), Path(CHECKPOINT)):
+        with bridge.open_checkpoint(path) as checkpoint:
+            assert checkpoint.modules
+
+
+def test_python_says_what_is_missing() -> None:
+    with pytest.raises(TypeError, match="missing 1 required positional argument: 'path'"):
+        bridge.open_gguf()  # type: ignore[call-arg]
+
+
+@pytest.mark.parametrize("function", [f for f, (_, _, names) in FUNCTIONS.items() if "progress" in names])
+def test_every_function_with_progress_tells_what_it_is_called_with(function) -> None:
+    text = " ".join((inspect.getdoc(FUNCTIONS[function][0]) or "").split())
+    assert "called" in text.partition("progress")[2][:80]
