@@ -10,7 +10,8 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Self
 
 import numpy as np
-from bridge.cuda.device import Device, require, torch_device
+from bridge.cuda import device as devices
+from bridge.cuda.device import Device, torch_device
 from bridge.cuda.layout import UNIT, DeviceLayout, repacker
 
 from bridge.blocks import TYPES
@@ -47,7 +48,7 @@ class DeviceMatrix:
         where the type has no kernel, where a scale is not finite, and where memory does not suffice.
         """
         tensors = [tensors] if isinstance(tensors, QuantTensor) else list(tensors)
-        found = require(device)
+        found = devices.require(device)
         first = tensors[0]
         for tensor in tensors:
             check_matrix(tensor)
