@@ -5,7 +5,9 @@ Read `base.py` first, then `q4_k.py`. Everything that packs, reads or multiplies
 BLOCKS  types for the codes of any checkpoint, in order of bits per weight, K-quants first among equals
 FP4     types of 4-bit floats: for checkpoints of these, or on request
 NEWER   types that llama.cpp loads since July 2026
-TYPES   all that are written; `read.py` has all that are read
+TYPES   all of these: types of whole codes, which CUDA multiplies too
+ROUNDED types that floats are rounded to, and no codes carried; weights in a block. `read.py` has their records,
+        WRITTEN (all that are written) and READ (all that are read)
 """
 
 from bridge.blocks.base import BlockType
@@ -29,8 +31,12 @@ BLOCKS: dict[str, BlockType] = {
 FP4: dict[str, BlockType] = {block.name: block for block in (MXFP4, NVFP4)}
 NEWER: dict[str, BlockType] = {block.name: block for block in (Q2_0,)}
 TYPES: dict[str, BlockType] = BLOCKS | FP4 | NEWER
+ROUNDED: dict[str, int] = {
+    "IQ1_S": 256, "IQ1_M": 256, "TQ1_0": 256, "TQ2_0": 256, "IQ2_XXS": 256, "IQ2_XS": 256, "IQ2_S": 256,
+    "IQ3_XXS": 256, "IQ3_S": 256, "IQ4_XS": 256, "IQ4_NL": 32,
+}  # fmt: skip
 
 __all__ = [
     "BLOCKS", "FP4", "MXFP4", "NEWER", "NVFP4", "Q2_0", "Q2_K", "Q3_K", "Q4_0", "Q4_1", "Q4_K", "Q5_0", "Q5_1",
-    "Q5_K", "Q6_K", "Q8_0", "TYPES", "BlockType",
+    "Q5_K", "Q6_K", "Q8_0", "ROUNDED", "TYPES", "BlockType",
 ]  # fmt: skip

@@ -1,4 +1,4 @@
-"""IQ1_M: w = d/8 * (2sc + 1) * values[q], sc 0..7; 16 sub-blocks of 16; 1.75 bpw. Read, never written.
+"""IQ1_M: w = d/8 * (2sc + 1) * values[q], sc 0..7; 16 sub-blocks of 16; 1.75 bpw.
 
 Points, codes and values are those of IQ1_S, but the shift is of 8 weights.
 

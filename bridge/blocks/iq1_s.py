@@ -1,4 +1,4 @@
-"""IQ1_S: w = d/8 * (2sc + 1) * values[q], sc 0..7; 8 sub-blocks of 32; 1.5625 bpw. Read, never written.
+"""IQ1_S: w = d/8 * (2sc + 1) * values[q], sc 0..7; 8 sub-blocks of 32; 1.5625 bpw.
 
 The levels of a point are -1, 0, 1, to all of which a shift of 1/8 is added or, for 32 weights together, subtracted.
 A code q 0..5 is a level 0..2, and 3 more where the shift is negative; the values are eight times as large.

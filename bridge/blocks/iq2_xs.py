@@ -1,4 +1,4 @@
-"""IQ2_XS: w = d/8 * (2sc + 1) * values[q], sc 0..15; 16 sub-blocks of 16; 2.3125 bpw. Read, never written.
+"""IQ2_XS: w = d/8 * (2sc + 1) * values[q], sc 0..15; 16 sub-blocks of 16; 2.3125 bpw.
 
 A code q 0..5 is a level 0..2, and 3 more where the weight is negative.
 

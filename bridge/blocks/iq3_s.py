@@ -1,4 +1,4 @@
-"""IQ3_S: w = d * (2sc + 1) * values[q], sc 0..15; 8 sub-blocks of 32; 3.4375 bpw. Read, never written.
+"""IQ3_S: w = d * (2sc + 1) * values[q], sc 0..15; 8 sub-blocks of 32; 3.4375 bpw.
 
 A code q 0..15 is a level 0..7, and 8 more where the weight is negative.
 

@@ -1,4 +1,4 @@
-"""IQ3_XXS: w = d/4 * (2sc + 1) * values[q], sc 0..15; 8 sub-blocks of 32; 3.0625 bpw. Read, never written.
+"""IQ3_XXS: w = d/4 * (2sc + 1) * values[q], sc 0..15; 8 sub-blocks of 32; 3.0625 bpw.
 
 A code q 0..15 is a level 0..7, and 8 more where the weight is negative.
 

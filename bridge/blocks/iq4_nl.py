@@ -1,4 +1,4 @@
-"""IQ4_NL: w = d * values[q], q 0..15; 32 weights in 18 bytes, 4.5 bits per weight. Read, never written.
+"""IQ4_NL: w = d * values[q], q 0..15; 32 weights in 18 bytes, 4.5 bits per weight.
 
 bytes  0..1   d, f16
        2..17  qs[16]   low nibble q[l], high nibble q[l + 16]

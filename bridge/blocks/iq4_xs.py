@@ -4,8 +4,6 @@ bytes  0..1    d, f16
        2..3    scales_h    little-endian: bits 2j, 2j+1 are bits 4, 5 of u[j] = sc[j] + 32
        4..7    scales_l[4] bits 3..0 of u[2j] in the low nibble, of u[2j+1] in the high nibble
        8..135  qs[128]     byte 16j + l: low nibble q[32j + l], high nibble q[32j + l + 16]
-
-Read, never written.
 """
 
 from bridge.blocks.base import BlockType

@@ -1,9 +1,9 @@
-"""READ: all block types that are read and multiplied.
+"""WRITTEN: all block types that are written. READ: all that are read and multiplied.
 
 A module of its own, because the codebooks and tables of the IQ types are the `gguf` package's, which is imported here.
 """
 
-from bridge.blocks import TYPES
+from bridge.blocks import ROUNDED, TYPES
 from bridge.blocks.base import BlockType
 from bridge.blocks.iq1_m import IQ1_M
 from bridge.blocks.iq1_s import IQ1_S
@@ -18,7 +18,7 @@ from bridge.blocks.q1_0 import Q1_0
 from bridge.blocks.tq1_0 import TQ1_0
 from bridge.blocks.tq2_0 import TQ2_0
 
-_NOT_WRITTEN = (
-    Q1_0, IQ1_S, IQ1_M, TQ1_0, TQ2_0, IQ2_XXS, IQ2_XS, IQ2_S, IQ3_XXS, IQ3_S, IQ4_XS, IQ4_NL,
-)  # fmt: skip
-READ: dict[str, BlockType] = TYPES | {block.name: block for block in _NOT_WRITTEN}
+_ROUNDED = (IQ1_S, IQ1_M, TQ1_0, TQ2_0, IQ2_XXS, IQ2_XS, IQ2_S, IQ3_XXS, IQ3_S, IQ4_XS, IQ4_NL)
+WRITTEN: dict[str, BlockType] = TYPES | {block.name: block for block in _ROUNDED}
+READ: dict[str, BlockType] = WRITTEN | {block.name: block for block in (Q1_0,)}
+assert {block.name: block.size for block in _ROUNDED} == ROUNDED

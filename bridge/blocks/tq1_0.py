@@ -1,4 +1,4 @@
-"""TQ1_0: w = d * (q - 1), q 0..2; 256 weights in 54 bytes, 1.6875 bits per weight. Read, never written.
+"""TQ1_0: w = d * (q - 1), q 0..2; 256 weights in 54 bytes, 1.6875 bits per weight.
 
 bytes  0..31  qs[32]   byte l: q[32n + l], n 0..4, that is q[0..159]
       32..47  qs[16]   byte l: q[160 + 16n + l], n 0..4

@@ -1,4 +1,4 @@
-"""TQ2_0: w = d * (q - 1), q 0..3, of which quantizers use 0..2; 256 weights in 66 bytes, 2.0625 bpw. Read, not written.
+"""TQ2_0: w = d * (q - 1), q 0..3, of which quantizers use 0..2; 256 weights in 66 bytes, 2.0625 bpw.
 
 bytes  0..63  qs[64]   byte 32h + l: bits 2j, 2j+1 hold q[128h + 32j + l], j 0..3
       64..65  d, f16

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from bridge.blocks import TYPES, BlockType
+from bridge.blocks import BlockType
+from bridge.blocks.read import WRITTEN
 from bridge.checkpoint.files.dtypes import as_float32, from_float32
 from bridge.conversion.importance import Importance
 from bridge.conversion.part_reader import PartReader
@@ -91,7 +92,7 @@ class Executor:
 
     def make(self, tensor: PlannedTensor) -> Result:
         """Read and map one tensor."""
-        block = TYPES.get(tensor.type)
+        block = WRITTEN.get(tensor.type)
         if tensor.data is not None:
             data, outcome = tensor.data, Outcome(AS_IS)
         elif block is None:
@@ -107,7 +108,7 @@ class Executor:
         if len(tensor.parts) > 1 or tensor.how == ("rounded",):
             data = np.empty((rows, row_bytes(block, tensor.shape[-1])), np.uint8)
         coded = floats = Fidelity(0, 0.0, 0.0, 0.0, 0)
-        exact = set(TYPES)  # the types that would hold every part bit for bit
+        exact = set(WRITTEN)  # the types that would hold every part bit for bit
         reasons: list[str] = []
         notes: list[str] = []
         at = 0
@@ -149,7 +150,7 @@ class Executor:
                 f"{tensor.name}: {tensor.how.count('rounded')} of its {len(tensor.parts)} parts came as floats and are "
                 f"{block.name} like the others (NMSE {floats.nmse:.1e})"
             )
-        free_type = smaller if smaller and TYPES[smaller].bpw <= block.bpw else None
+        free_type = smaller if smaller and WRITTEN[smaller].bpw <= block.bpw else None
         return data, Outcome(carried_outcome(coded), coded, notes, exact_for_free=free_type)
 
     def _rounded(self, part: Part, block: BlockType, importance: np.ndarray | None, data: np.ndarray) -> Fidelity:

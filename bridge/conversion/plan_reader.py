@@ -14,7 +14,7 @@ import numpy as np
 from gguf import GGUFValueType, Keys
 from gguf.gguf_writer import GGUFValue
 
-from bridge.blocks import TYPES
+from bridge.blocks.read import WRITTEN
 from bridge.conversion.plan import How, Plan, PlannedTensor
 from bridge.conversion.plan_file import VERSION
 from bridge.conversion.recipe import FLOAT_TYPES
@@ -119,12 +119,12 @@ def _tensor(
         return PlannedTensor(
             name, shape, data=found.data, origin="template", type=type_, reason=reason, quantizable=False
         )
-    if type_ not in TYPES and type_ not in FLOAT_TYPES:
-        raise _unknown("type", type_, (*TYPES, *FLOAT_TYPES))
-    if type_ in TYPES and len(shape) < 2:
+    if type_ not in WRITTEN and type_ not in FLOAT_TYPES:
+        raise _unknown("type", type_, (*WRITTEN, *FLOAT_TYPES))
+    if type_ in WRITTEN and len(shape) < 2:
         raise _Wrong(f"a vector cannot be {type_}; choose one of {', '.join(FLOAT_TYPES)}")
-    if type_ in TYPES and shape[-1] % TYPES[type_].size:
-        raise _Wrong(f"rows of {shape[-1]} do not hold whole {type_} blocks of {TYPES[type_].size}")
+    if type_ in WRITTEN and shape[-1] % WRITTEN[type_].size:
+        raise _Wrong(f"rows of {shape[-1]} do not hold whole {type_} blocks of {WRITTEN[type_].size}")
     limit = entry.get("limit")
     tensor = PlannedTensor(
         name, shape, origin=origin, type=type_, reason=reason, quantizable=not _flag(entry, "fixed"),
@@ -143,7 +143,7 @@ def _check_shapes(tensor: PlannedTensor, parts: tuple[Part, ...]) -> None:
     """One after another, the parts must make up the tensor."""
     shapes = [part.shape for part in parts]
     rows = all(len(shape) <= 2 and shape[-1] == tensor.shape[-1] for shape in shapes)
-    if tensor.type in TYPES and not rows:
+    if tensor.type in WRITTEN and not rows:
         raise _Wrong(f"its parts are not rows of {tensor.shape[-1]}")
     if len({shape[1:] for shape in shapes}) > 1 or sum(map(math.prod, shapes)) != math.prod(tensor.shape):
         some = ", ".join(str(list(shape)) for shape in shapes[:4])

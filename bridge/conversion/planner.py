@@ -16,7 +16,8 @@ import numpy as np
 from gguf import GGML_QUANT_VERSION, GGUFValueType, LlamaFileType
 from gguf.gguf_writer import GGUFValue
 
-from bridge.blocks import FP4, MXFP4, NVFP4, Q2_0, TYPES, BlockType
+from bridge.blocks import FP4, MXFP4, NVFP4, Q2_0, BlockType
+from bridge.blocks.read import WRITTEN
 from bridge.checkpoint import Checkpoint
 from bridge.conversion.checkpoint_outline import outline_of
 from bridge.conversion.importance import Importance
@@ -118,7 +119,7 @@ def holds(tensor: PlannedTensor, fidelity: Fidelity | None) -> bool:
     lost = (
         must_carry(tensor.limit)
         and fidelity.kept < fidelity.weights
-        and not (fidelity.kept and TYPES[tensor.type].clips)
+        and not (fidelity.kept and WRITTEN[tensor.type].clips)
     )
     return fidelity.share <= tensor.limit and not lost
 
@@ -201,7 +202,7 @@ class Planner:
 
     def carries(self, tensor: ModelTensor, number: int, type: str) -> bool:
         """Whether one of a tensor's parts keeps its codes in a type."""
-        part, block = tensor.parts[number], TYPES.get(type)
+        part, block = tensor.parts[number], WRITTEN.get(type)
         if block is None or not self.reader.coded(part):
             return False
         return carries(
@@ -226,7 +227,7 @@ class Planner:
 
     def _ways(self, part: Part, type: str) -> tuple[How, ...]:
         """What can happen to a part on its way to a type."""
-        block = type in TYPES
+        block = type in WRITTEN
         if not self.reader.coded(part):
             return ("rounded",) if block else ("as it came",)
         return ("carried", "requantized") if block else ("requantized",)
@@ -243,7 +244,7 @@ class Planner:
         if wanted.mode != "forced" or self.options.actorder_type:
             samples += self._read_parts(tensor, sampled=True)
             wanted = self.options.wanted(place, as_codes=True, act_order=any(not t.sequential for t, _ in samples))
-        asked = TYPES.get(str(wanted.type))
+        asked = WRITTEN.get(str(wanted.type))
         if wanted.mode == "forced" and asked is None:
             return Choice(str(wanted.type), "as floats")
 

@@ -16,12 +16,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from bridge.blocks import BLOCKS, FP4, TYPES
+from bridge.blocks import BLOCKS, FP4, ROUNDED, TYPES
 from bridge.encode.limits import CARRIED_LIMIT, REQUANTIZED_LIMIT
 from bridge.errors import BridgeError, parameter
 from bridge.system.options import check_types, option, pair
 
 FLOAT_TYPES = ("F32", "F16", "BF16")
+_SIZES = {name: block.size for name, block in TYPES.items()} | ROUNDED  # block types: weights in a block
 # preset -> base type of its mixture; Q2_K, Q6_K and Q8_0 are block types too
 PRESETS = {
     "Q2_K": "Q2_K",
@@ -75,7 +76,7 @@ class Recipe:
         "auto: the smallest K-quant (Q8_0 for 8 bits) that carries the codes and adds under "
         f"{CARRIED_LIMIT:.0%} of the checkpoint's own quantization noise, or where no type does, the smallest that "
         f"adds under {REQUANTIZED_LIMIT:.0%}, Q8_0 at worst; exact: the smallest bit-exact type, auto's where there is "
-        f"none; a block type ({', '.join(TYPES)}); F16, BF16 or F32; or a llama.cpp preset (Q4_K_M, Q3_K_L, ...): its "
+        f"none; a block type ({', '.join(_SIZES)}); F16, BF16 or F32; or a llama.cpp preset (Q4_K_M, Q3_K_L, ...): its "
         "mixture for tensors that arrive as floats, and an upper bound for those that arrive as codes",
         metavar="TYPE",
     )
@@ -108,8 +109,8 @@ class Recipe:
     def __post_init__(self) -> None:
         check_types(self)
         base = {"AUTO": "auto", "EXACT": "exact"}.get(self.type.upper(), self.type.upper())
-        if base not in ("auto", "exact", *TYPES, *FLOAT_TYPES, *PRESETS):
-            known = ", ".join(["auto", "exact", *TYPES, *FLOAT_TYPES, *(p for p in PRESETS if p not in TYPES)])
+        if base not in ("auto", "exact", *_SIZES, *FLOAT_TYPES, *PRESETS):
+            known = ", ".join(["auto", "exact", *_SIZES, *FLOAT_TYPES, *(p for p in PRESETS if p not in _SIZES)])
             raise BridgeError(f"unknown type {self.type!r}: choose one of {known}")
         object.__setattr__(self, "type", base)
         for name in ("output_type", "token_embd_type", "actorder_type"):
@@ -177,7 +178,7 @@ class Recipe:
             return Wanted("forced", "F32" if self.type == "exact" else "F16")
         if self.type in ("auto", "exact") or (self.type in FP4 and not as_codes):
             return Wanted(self.type) if as_codes else Wanted("forced", for_rows("Q8_0", place.columns))  # type: ignore[arg-type]
-        if as_codes and self.type in TYPES:
+        if as_codes and self.type in _SIZES:
             return Wanted("forced", for_rows(self.type, place.columns))
         name = _mixture(self.type, place) if self.type in PRESETS else self.type
         is_head = place.kind == "output" or place.tied
@@ -197,17 +198,17 @@ class Recipe:
 
 def for_rows(name: str, columns: int) -> str:
     """The type itself, or what llama.cpp puts in its place for rows that do not hold whole blocks."""
-    if name in TYPES and columns % TYPES[name].size:
+    if name in _SIZES and columns % _SIZES[name]:
         name = _SHORT_ROWS.get(name, name)
-        if columns % TYPES[name].size:
+        if columns % _SIZES[name]:
             return "F16"
     return name
 
 
 def _tensor_type(name: str) -> str:
     upper = name.upper()
-    if upper not in TYPES and upper not in FLOAT_TYPES:
-        raise BridgeError(f"unknown tensor type {name!r}: choose one of {', '.join((*TYPES, *FLOAT_TYPES))}")
+    if upper not in _SIZES and upper not in FLOAT_TYPES:
+        raise BridgeError(f"unknown tensor type {name!r}: choose one of {', '.join((*_SIZES, *FLOAT_TYPES))}")
     return upper
 
 

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from bridge.blocks import TYPES
+from bridge.blocks.read import WRITTEN
 from bridge.conversion.calibrate_plan import calibration_tokens
 from bridge.conversion.gguf_writer import file_bytes, padded
 from bridge.conversion.layer_costs import LayerCosts
@@ -104,7 +104,7 @@ def _limit(plan: Plan, budget: Budget) -> int:
 
 def _is_free(tensor: PlannedTensor, plan: Plan, recipe: Recipe, budget: Budget) -> bool:
     """Whether the tensor's type is to be chosen: a matrix of floats, or of codes that it cannot keep."""
-    if tensor.type not in TYPES or not tensor.parts or not tensor.quantizable:
+    if tensor.type not in WRITTEN or not tensor.parts or not tensor.quantizable:
         return False
     tied = tensor.kind == "token_embd" and plan.tied
     if recipe.explicit(tensor.name, tensor.kind, tied) is not None:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import gguf
 import numpy as np
 
-from bridge.blocks import TYPES
+from bridge.blocks.read import WRITTEN
 from bridge.checkpoint.files.hub import open_by_name
 from bridge.conversion.checkpoint_outline import outline_of
 from bridge.conversion.part_reader import PartReader
@@ -101,7 +101,7 @@ def failures(report: Report, max_share: float | None = None, max_nmse: float = F
         if f is None:
             continue
         allowed = REQUANTIZED_LIMIT if max_share is None else max_share
-        last_resort = max_share is None and t.type in TYPES and TYPES[t.type].last_resort and f.nmse <= max_nmse
+        last_resort = max_share is None and t.type in WRITTEN and WRITTEN[t.type].last_resort and f.nmse <= max_nmse
         if t.codes_missing:
             lines.append(
                 f"{t.name}: {percent(t.codes_missing / f.weights)} of its codes are not the checkpoint's, though "
@@ -176,7 +176,7 @@ def _compare_floats(reader: PartReader, tensor: OutlineTensor, stored: _Stored) 
         error, signal = _sums(iter([(tensor.data.reshape(tensor.shape), values)]))
     else:
         error, signal = _sums(_float_pairs(reader, tensor, stored))
-    if not error and stored.type not in TYPES:
+    if not error and stored.type not in WRITTEN:
         return Outcome(AS_IS)
     return Outcome(FLOAT, Fidelity(math.prod(tensor.shape), error, signal, 0.0, 0))
 
@@ -185,7 +185,7 @@ def _compare_codes(reader: PartReader, tensor: OutlineTensor, stored: _Stored) -
     """A tensor that came as codes, all of it or most parts. Parts that came as floats are not in its fidelity."""
     from bridge.encode.carry import Fidelity, obstacle
 
-    block = TYPES.get(stored.type)
+    block = WRITTEN.get(stored.type)
     reasons: list[str] = []
     notes: list[str] = []
     total = Fidelity(0, 0.0, 0.0, 0.0, 0)
@@ -238,7 +238,7 @@ def _codes_kept(t: CodedTensor, stored: _Stored, at: int) -> tuple[int, int]:
     from bridge.encode.carry import carry, obstacle, stored_codes
     from bridge.encode.type_choice import has_exact_fp16_scales
 
-    block = TYPES.get(stored.type)
+    block = WRITTEN.get(stored.type)
     if block is None or obstacle(t, block):
         return 0, 0
     if block.scales:  # scales and all, by the block

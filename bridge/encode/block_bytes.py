@@ -14,7 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from bridge.blocks import TYPES, BlockType
+from bridge.blocks import BlockType
+from bridge.blocks.read import WRITTEN
 from bridge.system.jit import from_plain, inlined, specialize
 
 # set per type by `specialize`
@@ -31,7 +32,7 @@ def _pack_blocks(q, sc, mn, d, dmin, out):
 @cache
 def packer(name: str) -> Callable[..., None]:
     """The `pack_rows(q, sc, mn, d, dmin, out)` of a type; out is uint8 [rows, n * nbytes], contiguous."""
-    block = TYPES[name]
+    block = WRITTEN[name]
     pack_blocks = specialize(_pack_blocks, name, pack=from_plain(block.pack, inlined))
 
     def pack_rows(
@@ -54,7 +55,7 @@ def _unpack_rows(raw, q):
 
 @cache
 def _unpacker(name: str) -> Callable[..., None]:
-    block = TYPES[name]
+    block = WRITTEN[name]
     return specialize(
         _unpack_rows,
         name,

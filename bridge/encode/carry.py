@@ -23,7 +23,7 @@ from typing import Self
 
 import numpy as np
 
-from bridge.blocks import Q2_0, BlockType
+from bridge.blocks import Q2_0, ROUNDED, BlockType
 from bridge.checkpoint.formats.fp4 import Fp4Tensor
 from bridge.checkpoint.grouped import CodedTensor, GroupedTensor
 from bridge.encode.block_bytes import packer, row_bytes
@@ -104,6 +104,8 @@ def obstacle(t: CodedTensor, block: BlockType) -> str | None:
         return None if t.kind == block.name else f"{t.kind}'s 4-bit floats are not {block.name}'s"
     if not isinstance(t, GroupedTensor) or block.scales:
         return f"integer codes are not {block.name}'s floats"
+    if block.name in ROUNDED:
+        return f"integer codes are not {block.name}'s values"
     if block.zero == 0 and 2**t.bits > block.levels:
         return f"{t.bits}-bit codes do not fit in {block.name}'s 0..{block.levels - 1}"
     if block.zero:

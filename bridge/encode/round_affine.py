@@ -299,4 +299,4 @@ def affine_quantizer(name: str, quick: bool = False) -> Callable[..., None]:
     loops = affine_errors, affine_fit, affine_write
     stages = _line, _dmin_for, _grids, _sweep, _refit, _block
     suffix = f"{name}_quick" if quick else name
-    return rows_quantizer(BLOCKS[name], suffix, loops, stages, _workspace, _search, **settings)
+    return rows_quantizer(BLOCKS[name], suffix, loops, stages, _workspace, _search, settings)

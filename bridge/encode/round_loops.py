@@ -19,14 +19,14 @@ from numba.core import types
 from numba.extending import intrinsic
 
 from bridge.blocks import BlockType
-from bridge.system.jit import inlined, specialize
+from bridge.system.jit import inlined, kernel, specialize
 
 _ZERO = np.float32(0)
 _ONE = np.float32(1)
 
 # set per type by `specialize`
-sub = subs = 0
-low = high = _ZERO
+sub = subs = odd = 0
+low = high = unit = _ZERO
 plain = False
 workspace: Any = None
 search: Any = None
@@ -120,7 +120,7 @@ def affine_fit(x, w, a, b):
     return e, sq, sqq, sr, srq
 
 
-def affine_write(x, w, a, b, codes):
+def affine_write(x, w, a, b, codes, scratch):
     """Write the codes; the plain error, sum of x^2 and weighted error, with w' rounded as dequantizing rounds it."""
     inverse = _ONE / a if a > _ZERO else _ZERO
     error = _ZERO
@@ -176,7 +176,7 @@ def scaled_fit(x, w, a):
     return e, sqq, srq
 
 
-def scaled_write(x, w, a, _, codes):
+def scaled_write(x, w, a, b, codes, scratch):
     """As `affine_write`, without b; the codes are written as stored, 0..high - low."""
     inverse = _ONE / a if a != _ZERO else _ZERO
     error = _ZERO
@@ -207,9 +207,9 @@ def _rows(x, w, q, sc, mn, d, dmin, sums):
             d[row, n] = best_d
             dmin[row, n] = best_m
             for j in range(at, at + subs):
-                a = best_d if plain else best_d * np.float32(sc[row, j])
+                a = best_d if plain else best_d * (unit * np.float32(odd * sc[row, j] + odd - 1))
                 b = -best_m if plain else best_m * np.float32(mn[row, j])
-                error, signal, weighted = write(x[row, j], w[j], a, b, q[row, j])
+                error, signal, weighted = write(x[row, j], w[j], a, b, q[row, j], scratch)
                 sums[row, 0] += error
                 sums[row, 1] += signal
                 sums[row, 2] += weighted
@@ -222,16 +222,19 @@ def rows_quantizer(
     stages: Sequence[Any],
     workspace: Any,
     search: Any,
-    **settings: float,
+    settings: dict[str, Any],
+    compile: Callable[..., Any] = kernel,
 ) -> Callable[..., None]:
     """The compiled `_rows` of a type.
 
-    loops      functions of this module that the stages use; the last is `affine_write` or `scaled_write`
+    loops      functions that the stages, and those after them, use; the last, `.._write`, writes the codes
     stages     each, `_stage`, may call those before it as `stage`; the last, as `block`, is the search of one block
     workspace  () -> arrays that `search` may write to
     search     (x, w, row, a block's first sub-block, workspace, sc, mn) -> d, and dmin or m
     settings   further constants
+    compile    how to compile the loops
     """
+    numbers = kind.values or range(-kind.zero, kind.levels - kind.zero)
     scope: dict[str, Any] = {
         "sub": kind.sub,
         "subs": kind.subs,
@@ -239,11 +242,14 @@ def rows_quantizer(
         "scale_lo": kind.scale_lo,
         "scale_hi": kind.scale_hi,
         "min_hi": kind.min_hi,
-        "low": np.float32(-kind.zero),
-        "high": np.float32(kind.levels - 1 - kind.zero),
+        "unit": np.float32(kind.unit),
+        "odd": 2 if kind.odd_scales else 1,
+        "low": np.float32(min(numbers)),
+        "high": np.float32(max(numbers)),
     }
-    scope |= {f.__name__: specialize(f, kind.name, **scope) for f in loops}
     scope |= {key: np.float32(value) if type(value) is float else value for key, value in settings.items()}
+    for f in loops:
+        scope[f.__name__] = specialize(f, kind.name, compile, **scope)
     for stage in stages:
         scope[stage.__name__[1:]] = scope["block"] = specialize(stage, suffix, **scope)
     for name, function in (("workspace", workspace), ("search", search)):

@@ -251,4 +251,5 @@ def plain_quantizer(name: str) -> Callable[..., None]:
         loops = extremes, scaled_errors, scaled_fit, scaled_write
     stage = _affine if kind.has_min else _scaled
     first, step, starts = _STARTS[name]
-    return rows_quantizer(kind, name, loops, [stage], _workspace, _search, first=first, step=step, starts=starts)
+    settings = {"first": first, "step": step, "starts": starts}
+    return rows_quantizer(kind, name, loops, [stage], _workspace, _search, settings)

@@ -8,15 +8,19 @@ Q3_K 7, Q2_K, Q4_1 and Q5_1 6.
 The search is in `round_affine` (Q2_K, Q4_K, Q5_K), `round_scaled` (Q3_K, Q6_K) and `round_plain`.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 
-from bridge.blocks import BlockType
+from bridge.blocks import ROUNDED, BlockType
 from bridge.encode.block_bytes import packer, row_bytes
 from bridge.encode.round_affine import affine_quantizer
 from bridge.encode.round_plain import plain_quantizer
+from bridge.encode.round_points import points_quantizer
 from bridge.encode.round_scaled import scaled_quantizer
+from bridge.encode.round_table import table_quantizer
+from bridge.encode.round_ternary import ternary_quantizer
 from bridge.errors import BridgeError
 
 _CHUNK = 1 << 18  # weights whose fields are held unpacked at a time
@@ -60,8 +64,7 @@ def quantize_rows(
     weights = _weights(importance, columns)
     x = np.ascontiguousarray(x, np.float32).reshape(rows, columns // block.sub, block.sub)
     scaled = weights.reshape(-1, block.sub)
-    quantizer = (affine_quantizer if block.has_min else scaled_quantizer) if block.is_k else plain_quantizer
-    quantize = quantizer(block.name)
+    quantize = _quantizer(block)(block.name)
     pack = packer(block.name)
     data = np.empty((rows, row_bytes(block, columns)), np.uint8) if out is None else out
     sums = np.zeros((rows, 3))
@@ -82,6 +85,15 @@ def quantize_rows(
             f"row {row} of the weights holds NaN, infinity or values beyond 1e18; the checkpoint is damaged"
         )
     return QuantizedRows(data, sums[:, 0].copy(), float(sums[:, 1].sum()), float(sums[:, 2].sum()) * _mean(importance))
+
+
+def _quantizer(block: BlockType) -> Callable[[str], Callable[..., None]]:
+    """The module's function that compiles a type's search."""
+    if block.name in ROUNDED:
+        return ternary_quantizer if block.zero else points_quantizer if block.numbered else table_quantizer
+    if block.is_k:
+        return affine_quantizer if block.has_min else scaled_quantizer
+    return plain_quantizer
 
 
 def _mean(importance: np.ndarray | None) -> float:

@@ -233,4 +233,4 @@ def scaled_quantizer(name: str) -> Callable[..., None]:
     """The compiled loop over rows of Q3_K or Q6_K, see `rows_quantizer`."""
     loops = extremes, scaled_errors, scaled_fit, scaled_write
     stages = _scale, _grids, _sweep, _refit, _block
-    return rows_quantizer(BLOCKS[name], name, loops, stages, _workspace, _search, **_SETTINGS[name])
+    return rows_quantizer(BLOCKS[name], name, loops, stages, _workspace, _search, _SETTINGS[name])

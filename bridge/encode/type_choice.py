@@ -20,7 +20,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from bridge.blocks import BLOCKS, FP4, NEWER, Q8_0, TYPES, BlockType
+from bridge.blocks import BLOCKS, FP4, NEWER, Q8_0, BlockType
+from bridge.blocks.read import WRITTEN
 from bridge.checkpoint.formats.fp4 import Fp4Tensor
 from bridge.checkpoint.grouped import CodedTensor, GroupedTensor
 from bridge.checkpoint.trellis_floats import DecodedTensor
@@ -68,7 +69,7 @@ def choose(
     auto = _auto(samples, read_parts, columns, extra_types)
     if mode == "exact":
         return Choice(auto.type, f"no type holds it bit for bit; {auto.reason}", auto.limit)
-    if asked is not None and TYPES[auto.type].bpw > asked.bpw:
+    if asked is not None and WRITTEN[auto.type].bpw > asked.bpw:
         return Choice(asked.name, "asked for")
     return auto
 

@@ -1,0 +1,144 @@
+"""Floats to points of a codebook, w' = a * values[q] (IQ2, IQ3): the loops over one sub-block.
+
+The signs are stored apart, so the point nearest to |w| is looked for, by `nearest_points`. Where only seven signs of
+eight are stored, an odd number of minuses is mended at the weight where that costs least.
+
+Searches of scales are `round_values`'.
+"""
+
+from collections.abc import Callable
+from functools import cache
+from importlib import import_module
+from typing import Any
+
+import numpy as np
+
+from bridge.blocks.read import WRITTEN
+from bridge.encode.nearest_points import lists, snapper
+from bridge.encode.round_loops import add, greater
+from bridge.encode.round_values import values_quantizer
+
+_ZERO = np.float32(0)
+_ONE = np.float32(1)
+_INFINITY = np.float32(np.inf)
+_TINY = np.float32(1e-37)  # a zero whose sign matters
+
+_SETTINGS: dict[str, dict[str, Any]] = {
+    "IQ3_S": {"first": 8.0, "step": 1.5, "starts": 4, "refits": 0, "tries": 20, "rounds": 1},
+    "IQ3_XXS": {"first": 31.0, "step": 5.0, "starts": 5, "refits": 0, "tries": 20, "rounds": 2},
+    "IQ2_S": {"first": 32.5, "step": 6.0, "starts": 2, "refits": 0, "tries": 20, "rounds": 1, "look": 1},
+    "IQ2_XS": {"first": 27.0, "step": 2.5, "starts": 8, "refits": 1, "tries": 32, "rounds": 2},
+    "IQ2_XXS": {"first": 28.0, "step": 3.5, "starts": 5, "refits": 0, "tries": 32, "rounds": 2},
+}
+_EVEN = ("IQ2_XXS", "IQ2_XS", "IQ3_XXS")  # types whose signs have an even number of minuses
+
+# set per type by `specialize`
+sub = subs = width = levels = 0
+even = False
+near = numbers = values = codes_of = np.zeros(1)
+snap: Any = None
+block: Any = None
+
+
+def fold(x, w, t):
+    """|x| into t, but less than 0 where the sign differs from x's."""
+    for i in range(sub):
+        t[i] = abs(x[i])
+    if even:
+        for at in range(0, sub, 8):
+            minuses = 0
+            least = _INFINITY
+            cheapest = at
+            for i in range(at, at + 8):
+                minuses += 1 if x[i] < _ZERO else 0
+                cost = w[i] * t[i]
+                if cost < least:
+                    least, cheapest = cost, i
+            if minuses & 1:
+                t[cheapest] = -max(t[cheapest], _TINY)
+
+
+def reach(x, w):
+    """What is tried in parts as a scale: between the root of the weights' mean square and the greatest of them."""
+    squares = _ZERO
+    weight = _ZERO
+    peak = _ZERO
+    for i in range(sub):
+        squares = add(squares, w[i] * x[i] * x[i])
+        weight = add(weight, w[i])
+        peak = greater(peak, x[i])
+    whole = np.sqrt(peak * np.sqrt(squares / weight))
+    return whole, whole
+
+
+def fit(t, w, a, inside):
+    """The error of a scale, and of its values v and residuals r: sums of w v^2, w r v."""
+    inverse = _ONE / a if a != _ZERO else _ZERO
+    _, found, near, numbers, values = inside
+    return snap(t, w, a, inverse, near, numbers, values, found)
+
+
+def points_write(x, w, a, b, codes, scratch):
+    """Write the codes; the plain error, sum of x^2 and weighted error."""
+    inside = scratch[3]
+    t, found, _, _, values = inside
+    fold(x, w, t[0])
+    fit(t[0], w, a, inside)
+    error = _ZERO
+    signal = _ZERO
+    weighted = _ZERO
+    for p in range(sub // width):
+        for i in range(width):
+            at = width * p + i
+            minus = (x[at] < _ZERO) != (t[0, at] < _ZERO)
+            codes[at] = codes_of[found[p], i] + (np.uint8(levels) if minus else np.uint8(0))
+            r = t[0, at] - a * values[found[p], i]
+            error = add(error, r * r)
+            signal = add(signal, x[at] * x[at])
+            weighted = add(weighted, w[at] * r * r)
+    return error, signal, weighted
+
+
+def _workspace():
+    """scales, trial, codes; and the folded weights, points' numbers and tables."""
+    return (
+        np.zeros((2, 3, subs), np.float32),
+        np.zeros(subs, np.int32),
+        np.zeros(subs, np.int32),
+        (np.zeros((subs, sub), np.float32), np.zeros(sub // width, np.int64), near, numbers, values),
+    )
+
+
+def _search(x, w, row, at, scratch, sc, mn):
+    scales, trial, codes, inside = scratch
+    t = inside[0]
+    for j in range(subs):
+        fold(x[row, at + j], w[at + j], t[j])
+    d = block(t, w[at : at + subs], scales, trial, codes, inside)
+    for j in range(subs):
+        sc[row, at + j] = codes[j]
+    return d, _ZERO
+
+
+@cache
+def points_quantizer(name: str) -> Callable[..., None]:
+    """The compiled loop over rows of a type of IQ2 or IQ3, see `rows_quantizer`."""
+    kind = WRITTEN[name]
+    levels_of: np.ndarray = import_module(f"bridge.blocks.{name.lower()}").POINTS
+    width = levels_of.shape[1]
+    levels = np.array(kind.values[: len(kind.values) // 2])
+    n = len(levels)
+    points = levels[levels_of].astype(np.float32)
+    cells = levels[np.arange(n**width)[:, None] // n ** np.arange(width - 1, -1, -1) % n].astype(np.float32)
+    numbers = lists(points, cells)
+    constants = {
+        "width": width,
+        "levels": n,
+        "even": name in _EVEN,
+        "near": np.ascontiguousarray(points[numbers].transpose(0, 2, 1)).astype(np.int8),
+        "numbers": numbers,
+        "values": points,
+        "codes_of": levels_of,
+        "snap": snapper(kind.sub, width, tuple(((levels[1:] + levels[:-1]) / 2).tolist())),
+    }
+    return values_quantizer(kind, (fold, reach, fit, points_write), _SETTINGS[name] | constants, _workspace, _search)
