@@ -16,7 +16,7 @@ import numpy as np
 from gguf import GGML_QUANT_VERSION, GGUFValueType, LlamaFileType
 from gguf.gguf_writer import GGUFValue
 
-from bridge.blocks import FP4, MXFP4, NVFP4, Q2_0, BlockType
+from bridge.blocks import FP4, MXFP4, NVFP4, Q2_0, ROUNDED, BlockType
 from bridge.blocks.read import WRITTEN
 from bridge.checkpoint import Checkpoint
 from bridge.conversion.checkpoint_outline import outline_of
@@ -25,7 +25,7 @@ from bridge.conversion.metadata import with_given
 from bridge.conversion.options import PlanOptions
 from bridge.conversion.part_reader import PartReader
 from bridge.conversion.plan import How, Plan, PlannedTensor, main_type
-from bridge.conversion.recipe import PRESETS, Q2_0_SINCE, Recipe, TensorPlace
+from bridge.conversion.recipe import NEED_IMATRIX, PRESETS, Q2_0_SINCE, Recipe, TensorPlace
 from bridge.encode.carry import Fidelity, obstacle
 from bridge.encode.type_choice import Choice, carries, choose, must_carry
 from bridge.errors import BridgeError, parameter
@@ -192,6 +192,7 @@ class Planner:
                 raise BridgeError(
                     f"{tensor.name}: {part.source} cannot become {tensor.type} {how!r}; choose {' or '.join(ways)}"
                 )
+        self._check(tensor, tensor.type, tensor.how)
         return tensor
 
     def retyped(self, plan: Plan, types: Mapping[str, tuple[str, str]]) -> Plan:
@@ -213,10 +214,32 @@ class Planner:
 
     def _with(self, tensor: ModelTensor, choice: Choice, quantizable: bool = True) -> PlannedTensor:
         how = tuple(self._how(tensor, i, choice) for i in range(len(tensor.parts)))
+        self._check(tensor, choice.type, how)
         return PlannedTensor(
             tensor.name, tensor.shape, tensor.parts, tensor.data, tensor.origin, type=choice.type, how=how,
             reason=choice.reason, limit=choice.limit, quantizable=quantizable,
         )  # fmt: skip
+
+    def _check(self, tensor: ModelTensor, type: str, how: Sequence[How]) -> None:
+        """BridgeError where a tensor is to be rounded to a type that cannot be had: one whose codes no text chooses, or
+        that llama.cpp demands an imatrix for."""
+        rounded = [i for i, way in enumerate(how) if way != "carried"]
+        if not rounded or type not in ROUNDED:
+            return
+        if self.calibrated and (tensor.layer is not None or tensor.kind == "output"):
+            raise BridgeError(
+                f"{tensor.name}: no text can choose codes of {type}; choose another type, such as Q4_K or Q2_K, or "
+                f"leave out {parameter('calibrate')} and round to it with {parameter('imatrix')}"
+            )
+        if type not in NEED_IMATRIX or tensor.kind in ("token_embd", "output"):
+            return
+        if any(self.importance.of(tensor, i) is None for i in rounded):
+            missing = "the imatrix does not have it" if self.importance.by_name else "there is none"
+            raise BridgeError(
+                f"{tensor.name}: weights are rounded to {type} with an imatrix only, as in llama.cpp, and {missing}; "
+                f"give {parameter('imatrix')} (`gguf-bridge quantize --imatrix-out` writes one), or choose IQ3_S, "
+                "IQ4_XS or a K-quant"
+            )
 
     def _how(self, tensor: ModelTensor, number: int, choice: Choice) -> How:
         """What happens to a part."""
@@ -237,7 +260,8 @@ class Planner:
         place = self._place(tensor)
         coded = [part for part in tensor.parts if self.reader.coded(part)]
         if not coded:
-            wanted = self.options.wanted(place, as_codes=False, calibrated=self.calibrated)
+            imatrix = bool(self.importance.by_name)
+            wanted = self.options.wanted(place, as_codes=False, calibrated=self.calibrated, imatrix=imatrix)
             return Choice(str(wanted.type), "came as floats")
         samples: list[tuple[CodedTensor, np.ndarray | None]] = []
         wanted = self.options.wanted(place, as_codes=True)

@@ -23,8 +23,22 @@ from bridge.system.options import check_types, option, pair
 
 FLOAT_TYPES = ("F32", "F16", "BF16")
 _SIZES = {name: block.size for name, block in TYPES.items()} | ROUNDED  # block types: weights in a block
-# preset -> base type of its mixture; Q2_K, Q6_K and Q8_0 are block types too
+# preset -> base type of its mixture; some are block types' names too
 PRESETS = {
+    "IQ1_S": "IQ1_S",
+    "IQ1_M": "IQ1_M",
+    "TQ1_0": "TQ1_0",
+    "TQ2_0": "TQ2_0",
+    "IQ2_XXS": "IQ2_XXS",
+    "IQ2_XS": "IQ2_XS",
+    "IQ2_S": "IQ2_XS",
+    "IQ2_M": "IQ2_S",
+    "IQ3_XXS": "IQ3_XXS",
+    "IQ3_XS": "IQ3_S",
+    "IQ3_S": "IQ3_S",
+    "IQ3_M": "IQ3_S",
+    "IQ4_XS": "IQ4_XS",
+    "IQ4_NL": "IQ4_NL",
     "Q2_K": "Q2_K",
     "Q3_K_S": "Q3_K",
     "Q3_K_M": "Q3_K",
@@ -36,8 +50,19 @@ PRESETS = {
     "Q6_K": "Q6_K",
     "Q8_0": "Q8_0",
 }
+# the types of untied embeddings, where they are not the base type
+_EMBEDDINGS = {
+    "IQ1_S": "Q2_K", "IQ1_M": "Q2_K", "IQ2_XXS": "Q2_K", "IQ2_XS": "Q2_K", "IQ2_S": "IQ3_S", "IQ2_M": "IQ3_S",
+    "IQ3_XXS": "IQ3_S", "TQ1_0": "Q4_K", "TQ2_0": "Q4_K",
+}  # fmt: skip
+_LOWEST = ("IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ2_M")  # presets with rules of their own
+# types that llama.cpp rounds to with an imatrix only, but for embeddings and head
+NEED_IMATRIX = ("IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS")
 # llama.cpp's substitutes for rows that are not a multiple of 256
-_SHORT_ROWS = {"Q2_K": "Q4_0", "Q3_K": "Q4_0", "Q4_K": "Q5_0", "Q5_K": "Q5_1", "Q6_K": "Q8_0"}
+_SHORT_ROWS = {
+    **{name: "IQ4_NL" for name in ROUNDED if name.startswith("IQ")},
+    "TQ1_0": "Q4_0", "TQ2_0": "Q4_0", "Q2_K": "Q4_0", "Q3_K": "Q4_0", "Q4_K": "Q5_0", "Q5_K": "Q5_1", "Q6_K": "Q8_0",
+}  # fmt: skip
 _TARGET = r"llama\.cpp@b?(\d{1,9})"
 
 Q2_0_SINCE = 10015  # llama.cpp's build
@@ -161,11 +186,19 @@ class Recipe:
         given = self.output_type or self.token_embd_type or self.actorder_type or self.tensor_types
         return self.type in ("auto", "exact") and not given
 
-    def wanted(self, place: TensorPlace, as_codes: bool, act_order: bool = False, calibrated: bool = False) -> Wanted:
+    def wanted(
+        self,
+        place: TensorPlace,
+        as_codes: bool,
+        act_order: bool = False,
+        calibrated: bool = False,
+        imatrix: bool = False,
+    ) -> Wanted:
         """The type for a 2-D tensor that arrives as codes or as floats.
 
         act_order   codes that cannot be carried
         calibrated  with a calibration text, a head of floats below Q6_K gets that, as in llama.cpp's presets
+        imatrix     whether there is one: some presets spend less on some tensors then
         """
         explicit = self.explicit(place.name, place.kind, place.tied)
         if explicit is None and act_order:
@@ -180,7 +213,7 @@ class Recipe:
             return Wanted(self.type) if as_codes else Wanted("forced", for_rows("Q8_0", place.columns))  # type: ignore[arg-type]
         if as_codes and self.type in _SIZES:
             return Wanted("forced", for_rows(self.type, place.columns))
-        name = _mixture(self.type, place) if self.type in PRESETS else self.type
+        name = _mixture(self.type, place, imatrix) if self.type in PRESETS else self.type
         is_head = place.kind == "output" or place.tied
         if calibrated and is_head and not as_codes and BLOCKS.get(name, BLOCKS["Q6_K"]).bpw < BLOCKS["Q6_K"].bpw:
             name = "Q6_K"
@@ -212,20 +245,25 @@ def _tensor_type(name: str) -> str:
     return upper
 
 
-def _mixture(preset: str, place: TensorPlace) -> str:
+def _mixture(preset: str, place: TensorPlace, imatrix: bool) -> str:
     """llama.cpp's type for a tensor of an unquantized model under a preset (llama_tensor_get_type)."""
     base = PRESETS[preset]
     kind, i, n = place.kind, place.layer or 0, place.n_layers
-    kind = {"ffn_down_exps": "ffn_down", "ffn_down_shexp": "ffn_down", "attn_qkv": "attn_v"}.get(kind, kind)
+    same = {"attn_qkv": "attn_v", "attn_kv_b": "attn_v", "ffn_down_exps": "ffn_down", "ffn_down_shexp": "ffn_down"}
+    kind = same.get(kind, "ffn_up" if kind.startswith(("ffn_up", "ffn_gate")) else kind)
     if kind == "output" or place.tied:
         if base == "Q8_0" or place.columns % 256:
             return "Q8_0"
-        return "Q6_K"
+        return "Q5_K" if preset in _LOWEST or preset == "IQ3_XXS" else "Q6_K"
+    if kind == "token_embd":
+        return _EMBEDDINGS.get(preset, base)
+    if preset in _LOWEST:
+        return _lowest(preset, place, kind)
     if place.experts == 8:  # Mixtral: these are small compared with the experts
         if kind in ("attn_k", "attn_v"):
             return "Q8_0"
         if kind == "attn_output":
-            return "Q5_K" if preset in ("Q2_K", "Q3_K_S", "Q3_K_M", "Q4_K_S", "Q4_K_M") else base
+            return base if preset in ("Q3_K_L", "Q5_K_S", "Q5_K_M", "Q6_K", "Q8_0", "TQ1_0", "TQ2_0") else "Q5_K"
     more_bits = i < n // 8 or i >= 7 * n // 8 or (i - n // 8) % 3 == 2
     if preset in ("Q4_K_M", "Q5_K_M") and kind in ("attn_v", "ffn_down"):
         return "Q6_K" if more_bits else base
@@ -243,4 +281,37 @@ def _mixture(preset: str, place: TensorPlace) -> str:
         if kind == "attn_v":
             return "Q4_K" if place.gqa >= 4 else "Q3_K"
         return "Q3_K" if kind in ("ffn_down", "attn_output") else base
+    if preset in ("IQ4_XS", "IQ4_NL"):
+        more = (kind == "attn_v" and place.gqa >= 4) or (kind == "ffn_down" and i < n // 8 and not imatrix)
+        return "Q5_K" if more else base
+    if preset == "IQ3_M":
+        down = kind == "ffn_down" and (i < n // 8 or (place.experts == 8 and more_bits))
+        return "Q4_K" if down or kind in ("attn_v", "attn_output") else base
+    if preset.startswith("IQ3") and kind == "attn_v" and place.gqa >= 4:
+        return "Q4_K"
+    if preset == "IQ3_XS":
+        return "IQ3_XXS" if kind in ("attn_q", "attn_k") or (kind == "ffn_up" and n // 8 <= i < 7 * n // 8) else base
+    if preset == "IQ3_XXS":
+        if kind == "ffn_down" and not imatrix:
+            return "Q4_K" if i < n // 8 else "Q3_K"
+        if kind == "attn_v" and not imatrix:
+            return "IQ3_S"
+        return {"attn_q": "IQ2_S", "attn_k": "IQ2_S", "attn_output": "IQ3_S"}.get(kind, base)
+    return base
+
+
+def _lowest(preset: str, place: TensorPlace, kind: str) -> str:
+    """`_mixture` for presets below 3 bits."""
+    base = PRESETS[preset]
+    more = "IQ3_S" if preset in ("IQ2_S", "IQ2_M") else "Q2_K"
+    if kind == "attn_v":
+        return "Q4_K" if place.gqa >= 4 or place.experts >= 4 else more
+    if kind == "attn_k" and place.experts == 8:
+        return "Q4_K"
+    if kind == "ffn_down":
+        return more if (place.layer or 0) < place.n_layers // 8 else base
+    if kind == "attn_output":
+        if place.experts == 8:
+            return "Q5_K"
+        return {"IQ1_S": "IQ2_XXS", "IQ1_M": "IQ2_XXS", "IQ2_S": "IQ3_S", "IQ2_M": "IQ3_S"}.get(preset, base)
     return base

@@ -5,7 +5,8 @@ error of ggml's own quantizer was never below this one's, and is 6 to 33% larger
 core, from float32 to bytes, in millions of weights a second: Q8_0 300, Q4_0 and Q5_0 20, Q6_K 12, Q4_K and Q5_K 10,
 Q3_K 7, Q2_K, Q4_1 and Q5_1 6.
 
-The search is in `round_affine` (Q2_K, Q4_K, Q5_K), `round_scaled` (Q3_K, Q6_K) and `round_plain`.
+The search is in `round_affine` (Q2_K, Q4_K, Q5_K), `round_scaled` (Q3_K, Q6_K) and `round_plain`; for types whose codes
+are looked up in `round_values`, with the loops of `round_table` (IQ4), `round_points` (IQ2, IQ3) and `round_ternary`.
 """
 
 from collections.abc import Callable

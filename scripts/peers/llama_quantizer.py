@@ -39,7 +39,7 @@ def quantize(source: Path, out: Path, preset: str, imatrix: Path | None = None, 
     def type_of(tensor: gguf.ReaderTensor) -> str:
         if tensor.name not in places:
             return str(tensor.tensor_type.name)
-        return str(recipe.wanted(places[tensor.name], as_codes=False).type)
+        return str(recipe.wanted(places[tensor.name], as_codes=False, imatrix=bool(importance)).type)
 
     def data_of(tensor: gguf.ReaderTensor, type: str) -> np.ndarray:
         rows = gguf.quants.dequantize(tensor.data, tensor.tensor_type).reshape(-1, int(tensor.shape[0]))

@@ -1,9 +1,14 @@
 """Options to types: explicit ones first, presets as llama.cpp mixes them, an upper bound for codes."""
 
+import json
+from dataclasses import replace
+from typing import Any
+
 import pytest
 
-from bridge.conversion.recipe import Recipe, TensorPlace, Wanted, for_rows
+from bridge.conversion.recipe import NEED_IMATRIX, Recipe, TensorPlace, Wanted, for_rows
 from bridge.errors import BridgeError
+from tests.conftest import ROOT
 
 
 def place(kind="ffn_up", layer=0, n_layers=32, gqa=1, columns=4096, tied=False):
@@ -67,6 +72,37 @@ def test_mixtures_are_llama_cpps(preset, kind, layer, gqa, expected):
     assert Recipe(preset).wanted(place(kind, layer, gqa=gqa), as_codes=False).type == expected
 
 
+def places(model: dict[str, Any], layers: int, kind: str) -> list[TensorPlace]:
+    """A tensor of each layer, or the one outside of them."""
+    tied = kind == "token_embd" and "output" not in model["types"]["Q2_K"]
+    numbers = [None] if kind in ("token_embd", "output") else range(layers)
+    return [replace(place(kind, i, layers, model["gqa"], 256, tied), experts=model["experts"]) for i in numbers]
+
+
+def test_presets_are_those_of_llama_cpps_own_quantizer_layer_by_layer():
+    golden = json.loads((ROOT / "tests/data/llama_cpp_presets.json").read_text())
+    for name in set(golden) - {"layers", "what"}:
+        model = golden[name]
+        for preset, kinds in model["types"].items():
+            needs = kinds.pop("needs an imatrix")
+            found = set()
+            for kind, runs in kinds.items():
+                expected = [type for run in runs.split() for type, n in [run.split("*")] for _ in range(int(n))]
+                wanted = [Recipe(preset).wanted(p, as_codes=False).type for p in places(model, golden["layers"], kind)]
+                assert wanted == expected, (name, preset, kind)
+                found |= set(wanted) if kind not in ("token_embd", "output") else set()
+            assert needs == bool(found & set(NEED_IMATRIX)), (name, preset)
+
+
+@pytest.mark.parametrize(
+    ("preset", "kind", "expected"),
+    [("IQ4_XS", "ffn_down", "IQ4_XS"), ("IQ3_XXS", "ffn_down", "IQ3_XXS"), ("IQ3_XXS", "attn_v", "IQ3_XXS")],
+)
+def test_with_an_imatrix_some_tensors_get_no_more_bits(preset, kind, expected):
+    assert Recipe(preset).wanted(place(kind), as_codes=False, imatrix=True).type == expected
+    assert Recipe(preset).wanted(place(kind), as_codes=False).type != expected
+
+
 def test_the_most_specific_option_wins():
     recipe = Recipe(
         "Q4_K_M", output_type="f16", token_embd_type="q4_0", actorder_type="q6_k",
@@ -88,6 +124,8 @@ def test_rows_that_do_not_hold_blocks_fall_back_as_in_llama_cpp():
     assert for_rows("Q4_K", 288) == "Q5_0"
     assert for_rows("Q6_K", 288) == "Q8_0"
     assert for_rows("Q2_K", 512) == "Q2_K"
+    assert for_rows("IQ2_XS", 288) == "IQ4_NL"
+    assert for_rows("TQ2_0", 288) == "Q4_0"
     assert for_rows("Q8_0", 80) == "F16"
     assert for_rows("F16", 80) == "F16"
 

@@ -1,0 +1,84 @@
+"""The IQ and TQ types as conversions write them: presets, imatrix, and requests that cannot be met."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import gguf
+import numpy as np
+import pytest
+
+import bridge
+from bridge.conversion.converter import plan_checkpoint
+from bridge.conversion.options import Budget
+from bridge.conversion.verify import verify
+from bridge.errors import BridgeError
+from bridge.gguf_file.imatrix import write_imatrix
+from bridge.quantize.settings import Calibration
+from tests.conftest import CHECKPOINT
+from tests.support.tiny_models import save_model
+
+
+@pytest.fixture(scope="module")
+def floats(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_model(tmp_path_factory.mktemp("models") / "Tiny", "LlamaConfig", num_hidden_layers=1)
+
+
+@pytest.fixture(scope="module")
+def imatrix(floats: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("imatrix") / "imatrix.gguf"
+    rng = np.random.default_rng(0)
+    names = [t.name for t in plan_checkpoint(floats).tensors if t.layer is not None and len(t.shape) > 1]
+    found = {name: (rng.lognormal(size=(1, 256)).astype(np.float32), np.ones(1, np.int64)) for name in names}
+    write_imatrix(path, found, 1, ["made up"])
+    return path
+
+
+def types(path: Path) -> set[str]:
+    return {t.tensor_type.name for t in gguf.GGUFReader(path).tensors if len(t.shape) > 1}
+
+
+def test_a_preset_is_written_and_named_as_llama_cpp_does(floats: Path, tmp_path: Path) -> None:
+    report = bridge.convert(floats, tmp_path / "m.gguf", type="IQ4_XS")
+    assert types(tmp_path / "m.gguf") == {"IQ4_XS", "Q6_K"}
+    file_type = gguf.GGUFReader(tmp_path / "m.gguf").fields["general.file_type"].contents()
+    assert file_type == gguf.LlamaFileType.MOSTLY_IQ4_XS
+    found = {t.name: t for t in verify(tmp_path / "m.gguf", floats).tensors}
+    for tensor in report.tensors:
+        if tensor.fidelity:
+            assert found[tensor.name].fidelity.error == pytest.approx(tensor.fidelity.error)
+
+
+def test_codes_that_a_type_cannot_carry_are_rounded_to_it(tmp_path: Path) -> None:
+    report = bridge.convert(CHECKPOINT, tmp_path / "m.gguf", type="IQ4_NL")
+    assert {t.type for t in report.tensors if "attn" in t.name and "norm" not in t.name} == {"IQ4_NL"}
+    assert all(t.fidelity.kept == 0 for t in report.tensors if t.type == "IQ4_NL" and t.fidelity)
+
+
+@pytest.mark.parametrize("type", ["IQ3_XXS", "IQ2_S", "IQ1_M"])
+def test_types_that_llama_cpp_demands_an_imatrix_for_do_so_here(floats: Path, type: str) -> None:
+    with pytest.raises(BridgeError, match=r"blk\.0\.\w+\.weight: .* with an imatrix only.* or choose IQ3_S, IQ4_XS"):
+        plan_checkpoint(floats, type=type)
+    with pytest.raises(BridgeError, match="with an imatrix only"):
+        plan_checkpoint(CHECKPOINT, type=type)
+    assert plan_checkpoint(floats, token_embd_type=type)  # embeddings have no imatrix
+
+
+def test_an_imatrix_without_a_tensor_that_needs_it_is_told(floats: Path, imatrix: Path, tmp_path: Path) -> None:
+    larger = save_model(tmp_path / "Larger", "LlamaConfig")
+    assert {t.type for t in plan_checkpoint(floats, type="IQ2_S", imatrix=imatrix).tensors} >= {"IQ2_XS", "IQ3_S"}
+    with pytest.raises(BridgeError, match=r"blk\.1\.\w+\.weight: .* the imatrix does not have it"):
+        plan_checkpoint(larger, type="IQ2_XS", imatrix=imatrix)
+
+
+def test_a_text_cannot_choose_codes_of_a_codebook(floats: Path, tmp_path: Path) -> None:
+    text = tmp_path / "ids.npy"
+    np.save(text, np.arange(4096) % 300)
+    small = Calibration(text, samples=1, length=32)
+    with pytest.raises(BridgeError, match=r"attn_q\.weight: no text can choose codes of IQ4_XS; .*, or leave out"):
+        bridge.convert(floats, tmp_path / "m.gguf", type="IQ4_XS", calibrate=small)
+    pinned = [("attn_q", "IQ4_XS")]
+    with pytest.raises(BridgeError, match="no text can choose codes of IQ4_XS"):
+        bridge.convert(
+            floats, tmp_path / "m.gguf", tensor_types=pinned, calibrate=small, budget=Budget(size=300_000, swaps=0)
+        )
