@@ -38,8 +38,10 @@ def lists(points: np.ndarray, cells: np.ndarray) -> np.ndarray:
     return found
 
 
-def snapper(sub: int, width: int, bounds: tuple[float, ...]) -> Any:
+def snapper(sub: int, width: int, bounds: tuple[float, ...], shift: float = 0.0) -> Any:
     """The intrinsic `snap` for sub-blocks of `sub` weights, points of `width` coordinates and cells between bounds.
+
+    shift is added to all coordinates.
 
     snap(t, w, a, inverse, near, numbers, values, found) -> sums of w r^2, w v^2, w r v
 
@@ -57,7 +59,7 @@ def snapper(sub: int, width: int, bounds: tuple[float, ...]) -> Any:
 
             places = {"t": data(0), "w": data(1), "near": data(4), "numbers": data(5), "values": data(6)}
             emit = _Emitter(builder, places, splat(builder, arguments[2]), splat(builder, arguments[3]), data(7))
-            return context.make_tuple(builder, signature.return_type, emit.sums(sub, width, bounds))
+            return context.make_tuple(builder, signature.return_type, emit.sums(sub, width, bounds, shift))
 
         f32 = types.float32
         return UniTuple(f32, 3)(t, w, f32, f32, near, numbers, values, found), codegen
@@ -95,14 +97,15 @@ class _Emitter:
         declared = self.builder.module.declare_intrinsic(f"llvm.vector.reduce.{name}.{suffix}", fnty=function)
         return self.builder.call(declared, [*start, vector], fastmath=flags)
 
-    def sums(self, sub: int, width: int, bounds: tuple[float, ...]) -> list[ir.Value]:
+    def sums(self, sub: int, width: int, bounds: tuple[float, ...], shift: float) -> list[ir.Value]:
         """The three sums. Step by step for all weights at once, since each step waits for memory in turn."""
         b = self.builder
         vectors = [
             [self.load(name, ir.Constant(_I64, 4 * at), _FLOATS, 4) for name in ("t", "w")]
             for at in range(0, sub, NEAR)
         ]
-        ratios = [b.fmul(t, self.inverse) for t, _ in vectors]
+        moved = ir.Constant(_FLOATS, [shift] * NEAR)
+        ratios = [b.fsub(b.fmul(t, self.inverse), moved) for t, _ in vectors]
         cells = [cell for y in ratios for cell in self.cells(y, width, bounds)]
         twice = [b.fadd(y, y) for y in ratios]
         errors = [ir.Constant(_FLOATS, [0.0] * NEAR)] * len(cells)
@@ -119,7 +122,7 @@ class _Emitter:
         zero = ir.Constant(_FLOATS, [0.0] * NEAR)
         found = [zero, zero, zero]
         for n, (t, w) in enumerate(vectors):
-            v = self.point(numbers[n * NEAR // width : (n + 1) * NEAR // width], width)
+            v = b.fadd(self.point(numbers[n * NEAR // width : (n + 1) * NEAR // width], width), moved)
             r = b.fsub(t, b.fmul(self.a, v))
             wv, wr = b.fmul(w, v), b.fmul(w, r)
             found = [b.fadd(s, b.fmul(f, g)) for s, f, g in zip(found, (wr, wv, wr), (r, v, v), strict=True)]

@@ -66,7 +66,7 @@ def reach(x, w):
     for i in range(sub):
         squares = add(squares, w[i] * x[i] * x[i])
         weight = add(weight, w[i])
-        peak = greater(peak, x[i])
+        peak = greater(peak, abs(x[i]))
     whole = np.sqrt(peak * np.sqrt(squares / weight))
     return whole, whole
 

@@ -6,7 +6,8 @@ core, from float32 to bytes, in millions of weights a second: Q8_0 300, Q4_0 and
 Q3_K 7, Q2_K, Q4_1 and Q5_1 6.
 
 The search is in `round_affine` (Q2_K, Q4_K, Q5_K), `round_scaled` (Q3_K, Q6_K) and `round_plain`; for types whose codes
-are looked up in `round_values`, with the loops of `round_table` (IQ4), `round_points` (IQ2, IQ3) and `round_ternary`.
+are looked up in `round_values`, with the loops of `round_table` (IQ4), `round_points` (IQ2, IQ3), `round_shifted` (IQ1)
+and `round_ternary`.
 """
 
 from collections.abc import Callable
@@ -20,6 +21,7 @@ from bridge.encode.round_affine import affine_quantizer
 from bridge.encode.round_plain import plain_quantizer
 from bridge.encode.round_points import points_quantizer
 from bridge.encode.round_scaled import scaled_quantizer
+from bridge.encode.round_shifted import shifted_quantizer
 from bridge.encode.round_table import table_quantizer
 from bridge.encode.round_ternary import ternary_quantizer
 from bridge.errors import BridgeError
@@ -91,7 +93,11 @@ def quantize_rows(
 def _quantizer(block: BlockType) -> Callable[[str], Callable[..., None]]:
     """The module's function that compiles a type's search."""
     if block.name in ROUNDED:
-        return ternary_quantizer if block.zero else points_quantizer if block.numbered else table_quantizer
+        if block.zero:
+            return ternary_quantizer
+        if block.name.startswith("IQ1"):
+            return shifted_quantizer
+        return points_quantizer if block.numbered else table_quantizer
     if block.is_k:
         return affine_quantizer if block.has_min else scaled_quantizer
     return plain_quantizer

@@ -16,13 +16,12 @@ from scripts.peers import ggml
 from tests.encode.test_float_quantizer import dequantize, importances, row_errors, weights
 
 SOME = ("IQ4_NL", "IQ4_XS", "IQ3_XXS", "IQ2_S", "TQ2_0")  # each type compiles for seconds
-NAMES = [name for name in ROUNDED if not name.startswith("IQ1")]
 
 
 def types(cheap: Sequence[str]) -> pytest.MarkDecorator:
     """All types, those that are not cheap for exhaustive runs only; tests of one type run in one process."""
-    spared = {name: [] if name in cheap else [pytest.mark.exhaustive] for name in NAMES}
-    params = [pytest.param(name, marks=[pytest.mark.xdist_group(name), *spared[name]]) for name in NAMES]
+    spared = {name: [] if name in cheap else [pytest.mark.exhaustive] for name in ROUNDED}
+    params = [pytest.param(name, marks=[pytest.mark.xdist_group(name), *spared[name]]) for name in ROUNDED]
     return pytest.mark.parametrize("name", params)
 
 
