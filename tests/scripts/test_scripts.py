@@ -124,3 +124,10 @@ def test_a_character_gpt_of_61_layers_is_trained_and_quantized(tmp_path: Path) -
     floats = perplexity["float", ""]
     assert 1 < floats < 20  # of 18 characters
     assert abs(perplexity["3", "GPTQ"] - floats) < abs(perplexity["3", "RTN"] - floats) + 0.1
+
+
+def test_rounding_is_measured_beside_ggml() -> None:
+    printed = run("bench_rounding.py", str(shared("models/tiny-llama")), "IQ4_NL", "--rows=8", "--rounds=1")
+    cells = printed.splitlines()[-1].split("|")[1:-1]
+    assert cells[0].strip() == "IQ4_NL"
+    assert all(float(cell.split()[1]) < 1 for cell in cells[1:5])
