@@ -3,6 +3,9 @@
 The signs are stored apart, so the point nearest to |w| is looked for, by `nearest_points`. Where only seven signs of
 eight are stored, an odd number of minuses is mended at the weight where that costs least.
 
+At 2 bits, the least error comes from scales that shrink all weights, from which a model suffers more than the error
+tells: there, an error costs more the larger the weight is among those of its sub-block.
+
 Searches of scales are `round_values`'.
 """
 
@@ -31,19 +34,25 @@ _SETTINGS: dict[str, dict[str, Any]] = {
     "IQ2_XXS": {"first": 28.0, "step": 3.5, "starts": 5, "refits": 0, "tries": 32, "rounds": 2},
 }
 _EVEN = ("IQ2_XXS", "IQ2_XS", "IQ3_XXS")  # types whose signs have an even number of minuses
+_EMPHATIC = ("IQ2_XXS", "IQ2_XS", "IQ2_S")  # types that are searched with errors of large weights costing more
 
 # set per type by `specialize`
 sub = subs = width = levels = 0
-even = False
+even = emphatic = False
 near = numbers = values = codes_of = np.zeros(1)
 snap: Any = None
 block: Any = None
 
 
-def fold(x, w, t):
-    """|x| into t, but less than 0 where the sign differs from x's."""
+def fold(x, w, t, v):
+    """|x| into t, but less than 0 where the sign differs from x's; what errors cost into v."""
+    squares = _ZERO
+    for i in range(sub):
+        squares = add(squares, x[i] * x[i])
+    inverse = np.float32(sub) / squares if squares > _ZERO else _ZERO
     for i in range(sub):
         t[i] = abs(x[i])
+        v[i] = w[i] * np.sqrt(_ONE + x[i] * x[i] * inverse) if emphatic else w[i]
     if even:
         for at in range(0, sub, 8):
             minuses = 0
@@ -51,7 +60,7 @@ def fold(x, w, t):
             cheapest = at
             for i in range(at, at + 8):
                 minuses += 1 if x[i] < _ZERO else 0
-                cost = w[i] * t[i]
+                cost = v[i] * t[i]
                 if cost < least:
                     least, cheapest = cost, i
             if minuses & 1:
@@ -74,16 +83,16 @@ def reach(x, w):
 def fit(t, w, a, inside):
     """The error of a scale, and of its values v and residuals r: sums of w v^2, w r v."""
     inverse = _ONE / a if a != _ZERO else _ZERO
-    _, found, near, numbers, values = inside
+    _, _, found, near, numbers, values = inside
     return snap(t, w, a, inverse, near, numbers, values, found)
 
 
 def points_write(x, w, a, b, codes, scratch):
     """Write the codes; the plain error, sum of x^2 and weighted error."""
     inside = scratch[3]
-    t, found, _, _, values = inside
-    fold(x, w, t[0])
-    fit(t[0], w, a, inside)
+    t, v, found, _, _, values = inside
+    fold(x, w, t[0], v[0])
+    fit(t[0], v[0], a, inside)
     error = _ZERO
     signal = _ZERO
     weighted = _ZERO
@@ -105,16 +114,23 @@ def _workspace():
         np.zeros((2, 3, subs), np.float32),
         np.zeros(subs, np.int32),
         np.zeros(subs, np.int32),
-        (np.zeros((subs, sub), np.float32), np.zeros(sub // width, np.int64), near, numbers, values),
+        (
+            np.zeros((subs, sub), np.float32),
+            np.zeros((subs, sub), np.float32),
+            np.zeros(sub // width, np.int64),
+            near,
+            numbers,
+            values,
+        ),
     )
 
 
 def _search(x, w, row, at, scratch, sc, mn):
     scales, trial, codes, inside = scratch
-    t = inside[0]
+    t, v = inside[0], inside[1]
     for j in range(subs):
-        fold(x[row, at + j], w[at + j], t[j])
-    d = block(t, w[at : at + subs], scales, trial, codes, inside)
+        fold(x[row, at + j], w[at + j], t[j], v[j])
+    d = block(t, v, scales, trial, codes, inside)
     for j in range(subs):
         sc[row, at + j] = codes[j]
     return d, _ZERO
@@ -135,6 +151,7 @@ def points_quantizer(name: str) -> Callable[..., None]:
         "width": width,
         "levels": n,
         "even": name in _EVEN,
+        "emphatic": name in _EMPHATIC,
         "near": np.ascontiguousarray(points[numbers].transpose(0, 2, 1)).astype(np.int8),
         "numbers": numbers,
         "values": points,

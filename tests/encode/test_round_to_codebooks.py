@@ -26,7 +26,7 @@ def types(cheap: Sequence[str]) -> pytest.MarkDecorator:
 
 
 EVERY = types(SOME)
-KINDS = ["gaussian", "heavy-tailed", "uniform", "sparse", "outlier", "tiny", "small", "huge", "ternary", "constant"]
+KINDS = ["gaussian", "heavy-tailed", "uniform", "sparse", "outlier", "tiny", "small", "huge", "constant"]
 
 
 @types([name for name in SOME if name != "IQ2_S"])  # ggml makes its tables for seconds
