@@ -114,7 +114,7 @@ class Tiled(Interleaved):
         return _block_function(self.block.name, self.target, self.lanes, integer).address, block.ctypes.data
 
     def passes(self, tokens: int) -> list[tuple[int, int]]:
-        return [(tokens, self._width(tokens))]  # each pass repacks
+        return [(tokens, self._width(tokens))] if tokens else []  # each pass repacks
 
     def run(self, x: np.ndarray, y: np.ndarray, integer: bool) -> None:
         super().run(x, y, integer)
