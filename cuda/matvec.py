@@ -34,7 +34,10 @@ How many rows, units and warps (`choose_shape`): the floor is bytes over bandwid
 
     bytes in flight   Little's law: 4.4 TB/s times 0.8 us under load are 3.5 MB, 27 KB for each of 132
                       multiprocessors, 40 with room. 32 warps (64 registers) that wait for 2 rows x 1 unit of Q4_K,
-                      1152 bytes, make 37 KB; x 2 units 74 KB. So two units where a row has at least four times that
+                      1152 bytes, make 37 KB; x 2 units 65 KB, in 28 warps. So two units where a row has at least four
+                      times that
+    registers         of two units 32 hold weights of Q4_K. With 64 registers in all, the compiler issues 3 of the 8
+                      loads before arithmetic on the first (27 KB in flight), with 80 all of them; it then uses 72
     warps             what fits at once is one wave: 4224 warps. With fewer, rows are split: 2048 pairs of rows of
                       4096 x 14336 become 4096 warps of half a row
 
@@ -79,7 +82,8 @@ if TYPE_CHECKING:
     from bridge.cuda.launch import Launch
 
 COLUMNS_OF_A_LANE = 4  # of x; with more, each half of a warp takes half of them
-_WARPS_AT_ONCE = 32  # warps of 64 registers that a multiprocessor runs at once
+_MULTIPROCESSOR = 64 << 10  # registers of a multiprocessor
+_REGISTERS, _MORE_REGISTERS = 64, 80  # of a thread whose warp loads up to two units at once, or more
 
 
 class MatvecShape(NamedTuple):
@@ -95,13 +99,18 @@ def choose_shape(matrix: DeviceMatrix, n: int, exact: bool = False) -> MatvecSha
     """The shape that products of n columns use; see above."""
     rows = 2
     units = 2 if n == 1 and not exact and matrix.units % 64 == 0 and matrix.units >= 256 else 1
-    wanted = _WARPS_AT_ONCE * matrix.device.multiprocessors
+    wanted = _MULTIPROCESSOR // (32 * _registers(rows, units)) * matrix.device.multiprocessors
     split = 1
     while (
         split < _most_split(n) and matrix.rows // rows * split < wanted * 3 // 4 and matrix.units >= 64 * units * split
     ):
         split *= 2
     return MatvecShape(rows, units, split, 4)
+
+
+def _registers(rows: int, units: int) -> int:
+    """Registers that a thread may have: enough for all loads of a round."""
+    return _REGISTERS if rows * units <= 2 else _MORE_REGISTERS
 
 
 def _most_split(n: int) -> int:
@@ -303,7 +312,7 @@ def kernel(type: str, n: int, shape: MatvecShape, exact: bool, epilogue: str, de
     )  # fmt: skip
     more = ", float32[::1], float32, int32[::1], float32[::1], float32[::1], uint8[::1]" if fused else ""
     signature = f"void(uint8[::1], int64, uint8[::1], float32[:,::1], float32[::1], int64, int64{more})"
-    return Kernel(expanded, signature, dependent=dependent)
+    return Kernel(expanded, signature, _registers(shape.rows, shape.units), dependent=dependent)
 
 
 @dataclass(frozen=True)

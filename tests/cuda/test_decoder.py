@@ -275,7 +275,7 @@ def test_machine_code_keeps_everything_in_registers(capability: tuple[int, int],
         # attention of several heads lacks up to 11 registers before 9.0
         assert max(made.stack, made.spills) <= (44 if capability < (9, 0) else 0), name
         assert ".local" not in made.ptx, name
-        assert made.registers <= 64, name
+        assert made.registers <= kernel.registers, name
 
 
 @pytest.mark.xdist_group("attention")
