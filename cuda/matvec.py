@@ -71,6 +71,7 @@ from bridge.cuda.intrinsics import (
     thread_y,
     warp_sum,
 )
+from bridge.cuda.last_block import last_block
 from bridge.cuda.matrix import DeviceMatrix
 from bridge.cuda.superblock import functions
 from bridge.cuda.unroll import expand, registers, unroll
@@ -261,17 +262,8 @@ def _product(weights, room_16, x, y, bias, rows, units, sums, eps, counters, gai
                                 value += y[first + c, start + r]
                             y[first + c, start + r] = value
     if RECORDED:
-        flag = cuda.shared.array(1, np.int32)
         group = bits(mad(block_x(), MADE, 0), 5, 0x07FFFFFF)
-        cuda.threadfence()
-        cuda.syncthreads()
-        if lane == 0 and warp == 0:
-            flag[0] = int32(cuda.atomic.add(counters, group, int32(1)) == 32 // MADE - 1)
-        cuda.syncthreads()
-        if flag[0] != 0:  # all values are complete
-            cuda.threadfence()
-            if lane == 0 and warp == 0:
-                counters[group] = int32(0)
+        if last_block(counters, group, 32 // MADE):  # all values are complete
             value = y[0, group * 32 + lane]
             if GAIN:
                 square = warp_sum(value * value)

@@ -272,8 +272,7 @@ def test_machine_code_keeps_everything_in_registers(capability: tuple[int, int],
             continue
         made = assembled(ptx_of(kernel, min(capability, (9, 0))), capability, kernel.registers)
         assert made.ptx.count("griddepcontrol.wait") == kernel.dependent, name
-        # attention of several heads lacks up to 11 registers before 9.0
-        assert max(made.stack, made.spills) <= (44 if capability < (9, 0) else 0), name
+        assert (made.stack, made.spills) == (0, 0), name
         assert ".local" not in made.ptx, name
         assert made.registers <= kernel.registers, name
 
@@ -288,4 +287,6 @@ def test_keys_are_loaded_sixteen_bytes_at_a_time_and_not_past_what_the_step_has_
     ptx = ptx_of(kernels(dependent=True)[name], (9, 0))
     assert len(re.findall(r"ld\.global\.v4\.u32", ptx)) >= (2 if "q8_0" in name else 4)
     assert "ld.global.nc" not in ptx
-    assert len(re.findall(r"membar|fence", ptx)) == 2  # before and after the count of finished spans
+    # the count of finished spans: released by one thread, acquired in the last block alone
+    assert len(re.findall(r"atom\.release\.gpu", ptx)) == len(re.findall(r"fence\.acq_rel\.gpu", ptx)) == 1
+    assert "membar" not in ptx
