@@ -171,6 +171,8 @@ def _product(weights, room_16, x, y, bias, rows, units, sums, eps, counters, gai
                 for r in unroll(ROWS):
                     prefetch(weights, room_16, mad(end, r, int32(base + begin + LANES * u)))
         launches_wait()
+    if NORMED:  # on their way until the end
+        four_sums = load_16f(sums, min(lane, int32((units + 3) // 4 - 1)))
     while begin < end:
         for u in unroll(UNITS):
             for r in unroll(ROWS):
@@ -233,7 +235,10 @@ def _product(weights, room_16, x, y, bias, rows, units, sums, eps, counters, gai
                     total[r, c] += shared[team * SPLIT + s, first + c, r]
     if NORMED:
         inverse = float32(0)
-        for i in range(lane, units, 32):
+        if 4 * lane < units:
+            for j in unroll(4):
+                inverse += four_sums[j]
+        for i in range(128 + lane, units, 32):
             inverse += sums[i]
         inverse = float32(1) / math.sqrt(warp_sum(inverse) / float32(units * 32) + eps)
         for r in unroll(ROWS):
@@ -309,10 +314,18 @@ def kernel(type: str, n: int, shape: MatvecShape, exact: bool, epilogue: str, de
 
 @dataclass(frozen=True)
 class Normed:
-    """Sums of squares f32 [columns / 32] of the values whose records a product reads; `eps` is added to their mean."""
+    """Sums of squares f32 [columns / 32] of the values whose records a product reads; `eps` is added to their mean.
+
+    They are loaded four at a time: zeros follow up to a multiple of four.
+    """
 
     sums: Any
     eps: float
+
+    @staticmethod
+    def length(columns: int) -> int:
+        """Of `sums`."""
+        return -(-columns // 128) * 4
 
 
 @dataclass(frozen=True)
@@ -320,7 +333,7 @@ class Recorded:
     """Where records of a product's result go.
 
     counters        int32 [rows / 32], zeros before and after
-    gain, squares   f32 [rows], by which the values are multiplied, and f32 [rows / 32], or neither
+    gain, squares   f32 [rows], by which the values are multiplied, and the `sums` of a Normed, or neither
     """
 
     made: Records

@@ -189,6 +189,10 @@ def test_what_surrounds_products_compiles_as_well():
         for capability in CAPABILITIES:
             made = ptx.assembled(code, capability, kernel.registers)
             assert (made.stack, made.spills) == (0, 0), kernel.name
+        assert "membar" not in code  # one thread of a block counts it, and the last block's acquires
+        assert code.count("atom.release.gpu") == code.count("fence.acq_rel.gpu") == ("recorded" in kernel.name)
+        if "normed" in kernel.name:  # sums of squares are needed last, and asked for before the weights
+            assert code.index("ld.global.v4.f32") < code.index("no_allocate")
 
 
 @compiler
