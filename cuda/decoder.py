@@ -34,7 +34,7 @@ BATCH = 512  # tokens of a prompt that pass through the layers together
 _WORK = 400 << 20  # bytes that prompts and graphs need besides weights and cache
 _SCORED = 512  # positions whose logits are on the device at once
 _GRAPHS = 4  # ways of sampling whose graphs are kept
-_LENGTHS = (1, 16, 32, 48, 64, 65)  # of prompts, which go different ways
+_LENGTHS = (1, 2, 4, 8, 16, 32, 48, 64, 65)  # of prompts, which go different ways
 _ON_HOST = 0  # the way of sampling that leaves the logits to the host; others are counts of candidates, None greedy
 
 
@@ -64,7 +64,7 @@ class Decoder:
         self.prepare()
 
     def prepare(self) -> None:
-        """Upload everything and compile, once; prompts of 2 to 8 tokens compile when the first of them comes."""
+        """Upload everything and compile, once."""
         if self._in_file is None:
             return
         import torch
@@ -90,7 +90,7 @@ class Decoder:
             self._ready(None)
 
     def _compile(self) -> None:
-        """Compile what a step and prompts of more than 8 tokens launch, or take it from the cache, all at once."""
+        """Compile what steps and prompts launch, or take it from the cache, all at once."""
         with noted() as kernels:
             ways = [self.step.choose(count) for count in (None, min(Sampling.top_k, self.vocab))]
             for launch in chain(self.step.launches, *ways):

@@ -3,7 +3,8 @@
 A warp takes `rows` rows (x is loaded once for them) and walks along them, each lane a unit of 32 columns at a time;
 `split` warps may share these rows, each with its part of the columns. First come the loads of `units` units of all
 rows, then the arithmetic, then shuffles add up the lanes. Of five to eight columns of x, lanes 0..15 take one half and
-lanes 16..31 the other, for the same 16 units: sums of more than four for two rows do not fit into registers.
+lanes 16..31 the other, for the same 16 units: sums of more than four for two rows do not fit into registers. Kernels
+are for 1, 2, 4 and 8 columns: three take one of four, which waits for memory as well.
 
 At 4.4 TB/s and 1.75 GHz one of 132 multiprocessors reads 19 bytes a clock. In a clock it issues 4 instructions of a
 warp, no more than 2 of them to the integer units and 2 to the multipliers of integers, and moves 128 bytes from L1 to
@@ -254,7 +255,7 @@ def _product(weights, room_16, x, y, bias, rows, units, sums, eps, counters, gai
         for r in unroll(ROWS):
             if int32(start + r) >= first_row:
                 for c in unroll(TOKENS):
-                    if c + first < COLUMNS:
+                    if COLUMNS == 1 or c + first < y.shape[0]:
                         value = total[r, c]
                         if SILU:
                             if r % 2 == 1:
@@ -280,9 +281,11 @@ def _product(weights, room_16, x, y, bias, rows, units, sums, eps, counters, gai
 
 @recipe
 def kernel(type: str, n: int, shape: MatvecShape, exact: bool, epilogue: str, dependent: bool = False) -> Any:
-    """The kernel of a type for n columns; `epilogue` is "", or names: "bias" and "accumulate", or "silu"; for one
-    column also "normed", and "recorded" or "recorded_gain". A `dependent` one (launch.py) fetches the first weights
-    into the L2 cache while it waits."""
+    """The kernel of a type for 1, 2, up to 4 or up to 8 columns (n): y's are stored, what lies beyond counts nothing.
+
+    `epilogue` is "", or names: "bias" and "accumulate", or "silu"; for one column also "normed", and "recorded" or
+    "recorded_gain". A `dependent` one (launch.py) fetches the first weights into the L2 cache while it waits.
+    """
     from bridge.cuda.launch import Kernel
 
     if epilogue == "silu" and shape.rows % 2:
@@ -299,7 +302,7 @@ def kernel(type: str, n: int, shape: MatvecShape, exact: bool, epilogue: str, de
         _product, suffix, without=() if fused else ("sums", "eps", "counters", "gain", "squares", "made"),
         DEPENDENT=dependent, NORMED="normed" in epilogue, RECORDED="recorded" in epilogue,
         GAIN="gain" in epilogue, MADE=shape.warps // shape.split * shape.rows >> ("silu" in epilogue),
-        put=store_exact if exact else store, COLUMNS=n, TOKENS=n if n <= COLUMNS_OF_A_LANE else (n + 1) // 2,
+        put=store_exact if exact else store, COLUMNS=n, TOKENS=min(n, COLUMNS_OF_A_LANE),
         LANES=32 if n <= COLUMNS_OF_A_LANE else 16, LANES_LOG=5 if n <= COLUMNS_OF_A_LANE else 4,
         ROWS=shape.rows, UNITS=shape.units, SPLIT=shape.split, SPLIT_LOG=shape.split.bit_length() - 1,
         WARPS=shape.warps, EXACT=exact, ACCUMULATE="accumulate" in epilogue, BIAS="bias" in epilogue,
@@ -400,7 +403,7 @@ def _launch(
             more += recorded.counters, *gain, recorded.made.buffer
         epilogue = "_".join(names)
     return (
-        kernel(matrix.type, n, shape, records.exact, epilogue, dependent),
+        kernel(matrix.type, 1 << (n - 1).bit_length(), shape, records.exact, epilogue, dependent),
         grid,
         (32, shape.warps),
         stream,

@@ -136,14 +136,15 @@ def test_prepare_compiles_what_generating_launches(tmp_path: Path, monkeypatch: 
     with pretended_gpu(), monkeypatch.context() as patch:
         patch.setattr("bridge.cuda.device.packs", lambda: True)
         patch.setattr("bridge.cuda.decoder.compile_all", lambda kernels, capability, progress: compiled.extend(kernels))
-        patch.setattr("bridge.cuda.decoder._LENGTHS", (1, 16, 65))
+        patch.setattr("bridge.cuda.decoder._LENGTHS", (1, 4, 16, 65))
         launched: list[Any] = []
         patch.setattr(Kernel, "run", lambda self, *given: launched.append(self))
         patch.setattr("torch.empty", torch.zeros)  # no kernel runs: logits must still be finite
         decoder = Decoder(file, read_config(file.metadata, file.path), 128, "f16", "int8", "cuda")
         decoder.prepare()
         assert not launched
-        for length, how in ((1, Sampling(0)), (12, Sampling(seed=1)), (100, Sampling(0, repeat_penalty=2.0))):
+        prompts = (1, Sampling(0)), (3, Sampling(0)), (12, Sampling(seed=1)), (100, Sampling(0, repeat_penalty=2.0))
+        for length, how in prompts:
             assert len(list(islice(decoder.draw(range(length), Sampler(how)), 2))) == 2
     assert {kernel.name for kernel in launched} <= {kernel.name for kernel in compiled}
     assert len({kernel.name for kernel in launched}) > 12

@@ -227,6 +227,17 @@ def test_bytes_of_the_layout_are_those_that_kernels_load():
         assert per_block - block.nbytes in (0, 2)
 
 
+def test_four_kernels_serve_one_to_eight_columns(monkeypatch):
+    launched = []
+    monkeypatch.setattr(launch.Kernel, "launch", lambda self, *given: launched.append(self.name))
+    with pretended_gpu():
+        matrix = DeviceMatrix.upload(random_matrix(BLOCKS["Q4_K"], 4, 256)[0], "cuda")
+        for n in range(1, 9):
+            matvec.launch(matrix, Records(256, n, "cuda"), np.zeros((n, 4), np.float32), n, 0)
+    assert [name.split("_")[4] for name in launched] == ["1", "2", "4", "4", "8", "8", "8", "8"]
+    assert len(set(launched)) == 4
+
+
 @pytest.mark.parametrize("block", [BLOCKS["Q4_K"]], ids=str)
 def test_rows_are_shared_where_there_are_few_and_units_doubled_where_there_are_many(block):
     gpu = devices.Device(0, "NVIDIA H200", (9, 0), 132)
