@@ -17,9 +17,11 @@ from bridge.cuda.attention_shape import supported
 from bridge.cuda.compile_pool import compile_all
 from bridge.cuda.dequantize import rows
 from bridge.cuda.device import check_torch, upload, zeros
+from bridge.cuda.halves import normed
 from bridge.cuda.kv_cache import KVCache, KVForm
 from bridge.cuda.launch import Graph, noted
-from bridge.cuda.products import Call
+from bridge.cuda.norm import rms
+from bridge.cuda.products import Call, Gated, Stack
 from bridge.cuda.step import DeviceWeights, Step, matrix_bytes
 
 from bridge.errors import BridgeError
@@ -231,18 +233,24 @@ class Decoder:
 
     def _batch(self, tokens: Sequence[int]) -> Any:
         """A part of `_prompt`; hidden states, f32 [n, hidden], not normalized."""
-        eps, start = self.config.norm_eps, self.cache.length
+        start = self.cache.length
         x = self._embeddings(tokens)
         cos, sin = (angles[start : start + len(tokens)] for angles in (self.weights.cos, self.weights.sin))
         for i, layer in enumerate(self.weights.layers):
-            qkv = layer.qkv.multiply(rms(x, layer.attn_norm, eps))
+            qkv = layer.qkv.multiply(self._normed(x, layer.attn_norm, layer.qkv))
             cache = self.cache.form, self.cache.keys[i], self.cache.values[i]
             exact = self.precision == "f32"
             attended = attend(self.config, qkv, layer.q_norm, layer.k_norm, cos, sin, cache, start, exact)
             x += layer.o.multiply(attended)
-            x += layer.down.multiply(layer.gated.multiply(rms(x, layer.ffn_norm, eps)))
+            given = self._normed(x, layer.ffn_norm, layer.gated)
+            x += layer.down.multiply(layer.gated.multiply(given, halves=layer.down.halves(len(x))))
         self._appended(tokens)
         return x
+
+    def _normed(self, x: Any, weight: Any, then: Stack | Gated) -> Any:
+        """x normalized, in the form that `then` multiplies."""
+        eps = self.config.norm_eps
+        return normed(x, weight, eps, self.device) if then.halves(len(x)) else rms(x, weight, eps)
 
     def _embeddings(self, tokens: Sequence[int]) -> Any:
         ids = upload(np.array(tokens, np.int32), self.device)
@@ -274,11 +282,6 @@ def _check_shape(c: DecoderConfig, file: GGUFFile, kv: str) -> None:
         )
     if c.heads * c.head_dim % 32:
         raise BridgeError(f"{file.path}: {c.heads} heads of {c.head_dim} are not a multiple of 32; use the CPU")
-
-
-def rms(x: Any, weight: Any, eps: float) -> Any:
-    """x f32 [..., n] / sqrt(mean(x^2) + eps) * weight."""
-    return x * (x.square().mean(-1, keepdim=True) + eps).rsqrt_() * weight
 
 
 def rotate(x: Any, cos: Any, sin: Any, rotated: int, neighbours: bool) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from bridge.cuda import activations, bench, dequantize, matmul, matvec, mma, products
+from bridge.cuda import activations, bench, dequantize, halves, matmul, matvec, mma, products
 from bridge.cuda import device as devices
 from bridge.cuda.activations import Records
 from bridge.cuda.intrinsics import (
@@ -534,3 +534,21 @@ def test_integers_and_halves_wrap_and_round_as_the_hardware_does():
     for row, (found, wanted) in enumerate(zip(out, expected, strict=True)):
         same = found == np.asarray(wanted).astype(np.int64).astype(np.int32)
         assert (same | (np.isnan(floats) & (row in (12, 15, 16, 17)))).all(), row
+
+
+@pytest.mark.parametrize("way", ["plain", "norm", "gate", "gate_in_turn"])
+def test_tokens_become_halves_as_by_torch(way, monkeypatch):
+    """Of rows that fill no round of a block; in the simulator a block of one warp."""
+    monkeypatch.setattr(halves, "SIMULATED", False)
+    if SIMULATED:
+        monkeypatch.setattr(halves, "_THREADS", 32)
+        monkeypatch.setattr(halves, "kernel", halves.kernel.__wrapped__)
+    generator = torch.Generator().manual_seed(3)
+    x = torch.randn(3, 1216 if way.startswith("gate") else 608, generator=generator)
+    x *= torch.tensor([1, 1e6, 0])[:, None]
+    weight = torch.rand(608, generator=generator) + 0.5
+    given = (weight, 0.25) if way == "norm" else ()
+    found = halves._launch(way, x, 608, devices.require("cuda"), *given)
+    wanted = halves.by_torch(way, x, *given)
+    torch.testing.assert_close(found.scale, wanted.scale, rtol=1e-5, atol=0)
+    torch.testing.assert_close(found.values.float(), wanted.values.float(), rtol=2e-3, atol=1e-6)
