@@ -71,7 +71,10 @@ def _attention(times: dict[str, dict[str, Any]], kind: str) -> Row:
     if time is None or reading is None:
         return _without(times, needed, what, "")
     share = 100 * time["nbytes"] / time["seconds"] / reading["bandwidth"]
-    return Row(what, "", f"{share:.1f}% of reading", None, f"{1e6 * time['seconds']:.1f} us a layer")
+    detail = f"{1e6 * time['seconds']:.1f} us a layer"
+    if "torch" in time:
+        detail += f"; torch's, without rotation and storing, {1e6 * time['torch']:.1f} us"
+    return Row(what, "", f"{share:.1f}% of reading", None, detail)
 
 
 def _against_torch(times: dict[str, dict[str, Any]]) -> Row:
