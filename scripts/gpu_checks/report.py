@@ -138,10 +138,10 @@ def _decode(times: dict[str, dict[str, Any]]) -> Row:
 
 def shown(job: str, result: dict[str, Any]) -> str:
     """A line for a job that has ended."""
-    if "failed" in result:
-        words = f"FAILED {result['failed']}"
-    elif "late" in result:
-        words = f"not run: {result['late']}"
+    if "failed" in result or "late" in result:
+        words = f"FAILED {result['failed']}" if "failed" in result else f"not run: {result['late']}"
+        words += f", after {result['cases']} cases" if "cases" in result else ""
+        words = "; ".join([words, *result.get("wrong", [])])
     elif "wrong" in result:
         words = f"{'; '.join(result['wrong']) or 'right'}  {result.get('notes', '')}"
     elif "tried" in result:

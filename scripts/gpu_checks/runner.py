@@ -1,8 +1,9 @@
 """Jobs in separate processes: a kernel that crashes ends only its own process.
 
-A process reads jobs, one a line, and answers each with a line on stdout. Several share one list, so that none waits
-while there is something to do. If one dies, its current job has failed and another process goes on with the rest. When
-time is up they are killed: reported results stay, and the remaining jobs count as not run, not as failed.
+A process reads jobs, one a line, and answers each with a line on stdout, and before that with one for each case of the
+job. Several share one list, so that none waits while there is something to do. If one dies, its current job has failed
+and another process goes on with the rest. When time is up they are killed: what was reported stays, of cases too, and
+the remaining jobs count as not run, not as failed.
 """
 
 import json
@@ -26,15 +27,27 @@ COMMAND = [sys.executable, str(ROOT / "scripts" / "gpu_check.py"), "--jobs"]
 PROCESSES = max(1, min(12, usable_cpus() - 2))
 LATE = "no time was left"
 CUT = "no end in time"
-_MARK = "RESULT "
+_MARK, _CASE = "RESULT ", "CASE "
 _SHORTEST = 5.0  # seconds; with less, no process is started
 
-Result = dict[str, Any]  # of a job, {"failed": why}, or {"late": why} if it was not run to its end
+# of a job, {"failed": why}, or {"late": why} if it was not run to its end; the last two also with the number of "cases"
+# until then, and those that were "wrong", if there are any
+Result = dict[str, Any]
 Note = Callable[[str, Result], None]
+
+_working = False  # whether somebody reads what this process prints
+
+
+def case(wrong: str = "") -> None:
+    """Report a case of the current job, and what was wrong."""
+    if _working:
+        print(f"\n{_CASE}{json.dumps(wrong)}", flush=True)
 
 
 def work(known: Callable[[str], Result]) -> None:
     """A process's work: jobs from standard input, one after the other; the first failure ends it."""
+    global _working
+    _working = True
     for line in sys.stdin:
         job = line.strip()
         print(f"\n{_MARK}{json.dumps([job, known(job)])}", flush=True)
@@ -87,22 +100,26 @@ def process(left: deque[str], until: float, note: Note) -> None:
                     job = left.popleft()
                 except IndexError:  # another process has taken it
                     return
-                if (result := _answer(started, job)) is not None:
+                cases: list[str] = []
+                if (result := _answer(started, job, cases)) is not None:
                     note(job, result)
-                elif time.monotonic() >= until:
-                    return note(job, {"late": CUT})
-                else:
-                    errors.seek(0)
-                    said = " ".join(errors.read().split())[-1500:]
-                    return note(job, {"failed": f"exit code {started.wait()}: {said}"})
+                    continue
+                known: Result = {"cases": len(cases)} if cases else {}
+                if wrong := [what for what in cases if what]:
+                    known["wrong"] = wrong
+                if time.monotonic() >= until:
+                    return note(job, {"late": CUT} | known)
+                errors.seek(0)
+                said = " ".join(errors.read().split())[-1500:]
+                return note(job, {"failed": f"exit code {started.wait()}: {said}"} | known)
         finally:
             timer.cancel()
             started.kill()
             started.communicate()
 
 
-def _answer(started: "subprocess.Popen[str]", job: str) -> Result | None:
-    """A process's report of a job; None where it ends without."""
+def _answer(started: "subprocess.Popen[str]", job: str, cases: list[str]) -> Result | None:
+    """A process's report of a job; None where it ends without. `cases` gets what was wrong with each, or ""."""
     assert started.stdin is not None
     assert started.stdout is not None
     with suppress(OSError):
@@ -111,6 +128,8 @@ def _answer(started: "subprocess.Popen[str]", job: str) -> Result | None:
         if line.startswith(_MARK) and line.endswith("\n"):  # whole
             result: Result = json.loads(line.removeprefix(_MARK))[1]
             return result
+        if line.startswith(_CASE) and line.endswith("\n"):
+            cases.append(json.loads(line.removeprefix(_CASE)))
     started.wait()
     return None
 

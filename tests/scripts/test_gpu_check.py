@@ -87,14 +87,16 @@ def test_a_bar_is_missed_by_what_is_slow_and_by_what_has_failed(job: str, change
     assert sum(row.measured == "not measured" for row in table if row.bar) == (len(missed) if change is None else 0)
 
 
-# what a process does with the jobs "fine", "dies" and "hangs"
+# what a process does with the jobs "dies", "hangs" and others; two cases come first in "dies, wrong" and "hangs, wrong"
 PROCESS = """
 import sys, time
 for job in map(str.strip, sys.stdin):
     print("a library says something", end="")
-    if job == "dies":
+    if job.endswith("wrong"):
+        print('\\nCASE ""\\nlibrary\\nCASE "y: error 1"', flush=True)
+    if job in ("dies", "dies, wrong"):
         sys.exit("Traceback\\nCudaError: an illegal address")
-    if job == "hangs":
+    if job in ("hangs", "hangs, wrong"):
         time.sleep(600)
     print(f'\\nRESULT ["{job}", {{"seconds": 1}}]', flush=True)
 """
@@ -122,6 +124,16 @@ def test_a_process_that_dies_takes_one_job_with_it_and_no_time_ends_the_rest(mon
     assert sorted(shown[3:]) == sorted(many)
     assert [job for job, result in found.items() if result != {"seconds": 1}] == ["dies"]
     assert "illegal address" in found["dies"]["failed"]
+
+
+@pytest.mark.usefixtures("processes")
+def test_cases_before_a_job_was_cut_or_has_failed_are_reported() -> None:
+    known = {"cases": 2, "wrong": ["y: error 1"]}
+    found = runner.in_turn(["dies, wrong", "hangs, wrong"], time.monotonic() + 4, lambda job, result: None)
+    assert "illegal address" in found["dies, wrong"].pop("failed")
+    assert found == {"dies, wrong": known, "hangs, wrong": {"late": runner.CUT} | known}
+    line = "not run: no end in time, after 2 cases; y: error 1"
+    assert report.shown("hangs, wrong", found["hangs, wrong"]).endswith(line)
 
 
 def ran(tmp_path: Path, *options: str) -> tuple[int, dict[str, Any]]:
