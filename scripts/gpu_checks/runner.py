@@ -8,6 +8,7 @@ the remaining jobs count as not run, not as failed.
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -28,6 +29,7 @@ PROCESSES = max(1, min(12, usable_cpus() - 2))
 LATE = "no time was left"
 CUT = "no end in time"
 _MARK, _CASE = "RESULT ", "CASE "
+_SANITIZED = 9  # the exit code where compute-sanitizer finds an error
 _SHORTEST = 5.0  # seconds; with less, no process is started
 
 # of a job, {"failed": why}, or {"late": why} if it was not run to its end; the last two also with the number of "cases"
@@ -61,6 +63,31 @@ def at_once(jobs: Sequence[str], until: float, show: Note) -> dict[str, Result]:
 def in_turn(jobs: Sequence[str], until: float, show: Note) -> dict[str, Result]:
     """Results of jobs, one after the other, in one process as long as none fails."""
     return _results(jobs, until, show, 1)
+
+
+def sanitized(jobs: Sequence[str], until: float, show: Note) -> None:
+    """Jobs as in_turn, each in a process under NVIDIA's compute-sanitizer; none where that is not installed."""
+    tool = shutil.which("compute-sanitizer")
+    for job in jobs if tool else []:
+        left = until - time.monotonic()
+        show(job, _sanitized(str(tool), job, left) if left > _SHORTEST else {"late": LATE})
+
+
+def _sanitized(tool: str, job: str, seconds: float) -> Result:
+    command = [tool, f"--error-exitcode={_SANITIZED}", *COMMAND]
+    try:
+        done = subprocess.run(
+            command, input=f"{job}\n", capture_output=True, text=True, cwd=ROOT, env=_environment(), timeout=seconds
+        )
+    except subprocess.TimeoutExpired:
+        return {"late": CUT}
+    lines = done.stdout.splitlines()
+    for line in lines:
+        if line.startswith(_MARK) and not done.returncode:
+            result: Result = json.loads(line.removeprefix(_MARK))[1]
+            return result
+    said = [line.strip("= ") for line in lines if line.startswith("=====")] or [done.stderr]
+    return {"failed": f"exit code {done.returncode}: {' '.join(' '.join(said).split())[-1500:]}"}
 
 
 def _results(jobs: Sequence[str], until: float, show: Note, processes: int) -> dict[str, Result]:

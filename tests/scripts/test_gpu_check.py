@@ -136,6 +136,24 @@ def test_cases_before_a_job_was_cut_or_has_failed_are_reported() -> None:
     assert report.shown("hangs, wrong", found["hangs, wrong"]).endswith(line)
 
 
+@pytest.mark.usefixtures("processes")
+def test_errors_that_compute_sanitizer_finds_are_failures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Here a program of that name, which finds one where the job is "two"."""
+    tool = tmp_path / "compute-sanitizer"
+    tool.write_text(
+        '#!/bin/sh\nread job\nshift\necho "$job" | "$@"\n[ "$job" != two ] || { echo "===== Invalid read"; exit 9; }\n'
+    )
+    tool.chmod(0o755)
+    found: dict[str, Any] = {}
+    runner.sanitized(["one"], time.monotonic() + PATIENCE, found.__setitem__)
+    assert not found  # it is not installed
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    runner.sanitized(["one", "two", "dies"], time.monotonic() + PATIENCE, found.__setitem__)
+    assert found["one"] == {"seconds": 1}
+    assert found["two"] == {"failed": "exit code 9: Invalid read"}
+    assert "illegal address" in found["dies"]["failed"]
+
+
 def ran(tmp_path: Path, *options: str) -> tuple[int, dict[str, Any]]:
     code = check.main(["--json", str(tmp_path / "out.json"), *options])
     return code, json.loads((tmp_path / "out.json").read_text())
