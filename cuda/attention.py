@@ -76,7 +76,7 @@ def _attend(qkv, q_norm, k_norm, cos, sin, keys, values, state, parts, part_sums
         launch_dependents()
         launches_wait()
     thread = int32(cuda.threadIdx.x)
-    h = int32(cuda.blockIdx.x)
+    kv_head = int32(cuda.blockIdx.x)
     span = int32(cuda.blockIdx.y)
     kv_heads = int32(cuda.gridDim.x)
     spans = int32(cuda.gridDim.y)
@@ -90,8 +90,8 @@ def _attend(qkv, q_norm, k_norm, cos, sin, keys, values, state, parts, part_sums
         return
     first = int32(span * size)
     last = int32(min(length, first + size))
-    row = int32(h * rows + first)  # of the cache
-    stop = int32(h * rows + last)
+    row = int32(kv_head * rows + first)  # of the cache
+    stop = int32(kv_head * rows + last)
     all_rows = int32(kv_heads * rows)
 
     # see attention_tile.py; behind the queries lies the key, later the result
@@ -113,9 +113,9 @@ def _attend(qkv, q_norm, k_norm, cos, sin, keys, values, state, parts, part_sums
         total[thread] = float32(0)
     for i in range(thread, int32(WEIGHT_WORDS), int32(BLOCK)):  # some places belong to no head
         put_4(weights, i, int32(0))
-    turn(vector, qkv, q_norm, k_norm, cos, sin, h, kv_heads, position, count, eps)
+    turn(vector, qkv, q_norm, k_norm, cos, sin, kv_head, kv_heads, position, count, eps)
     if newest:
-        keep(vector, qkv, keys, values, h, kv_heads, rows, position)
+        keep(vector, qkv, keys, values, kv_head, kv_heads, rows, position)
         cuda.syncthreads()  # also makes what was just stored visible to this block
 
     zero = registers()
@@ -141,26 +141,26 @@ def _attend(qkv, q_norm, k_norm, cos, sin, keys, values, state, parts, part_sums
     put_sums(tile, sums)
     cuda.syncthreads()
 
-    h = block_x()
+    kv_head = block_x()
     active = used[0]
     pieces = SUBSETS
     if active > 1:
-        store_span(tile, highest, total, parts, part_sums, h * spans + block_y())
-        if not last_block(counters, h, active):
+        store_span(tile, highest, total, parts, part_sums, kv_head * spans + block_y())
+        if not last_block(counters, kv_head, active):
             return
-        merge(tile, parts, part_sums, highest, total, h * spans, active)
+        merge(tile, parts, part_sums, highest, total, kv_head * spans, active)
         pieces = MERGERS
     thread = bits(thread_x(), 0, BLOCK - 1)
-    to = h * HEADS * HEAD_DIM
+    begin = kv_head * HEADS * HEAD_DIM
     for i in range(thread, HEADS * HEAD_DIM, BLOCK):
         y = summed(tile, i, pieces) / total[i // HEAD_DIM]
-        out[to + i] = y
+        out[begin + i] = y
         vector[i] = y
     if RECORDED:
         cuda.syncthreads()
         for r in range(RECORD_ROUNDS):
             i = min(r * WARPS + (thread >> 5), RECORDS - 1)
-            put(vector[i * 32 + (thread & 31)], h * RECORDS + i, 0, records)
+            put(vector[i * 32 + (thread & 31)], kv_head * RECORDS + i, 0, records)
 
 
 @recipe
