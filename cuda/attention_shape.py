@@ -63,6 +63,11 @@ class AttentionShape:
         return self.threads // _WARP
 
     @property
+    def registers(self) -> int:
+        """Registers that a thread may have: more where BLOCKS blocks still find room, so that none are spilled."""
+        return 80 if 80 * BLOCKS * self.threads <= 64 << 10 else 64
+
+    @property
     def quads(self) -> int:
         """Loads of 16 bytes of a row."""
         return self.form.row_words // 4

@@ -47,14 +47,14 @@ float32 = np.float32
 int32: Any = np.int32
 
 
-def _turn(vector, qkv, q_norm, k_norm, cos, sin, h, kv_heads, position, count, eps):
+def _turn(vector, qkv, q_norm, k_norm, cos, sin, kv_head, kv_heads, position, count, eps):
     """Load and rotate the first `count` of the queries and the key; usable after the barrier at the end."""
     thread = bits(thread_x(), 0, BLOCK - 1)
     warp = thread >> 5
     lane = thread & 31
     for i in range(thread, int32(count * HEAD_DIM), int32(BLOCK)):
         j = int32(i // HEAD_DIM)
-        source = mad(h, HEADS, min(j, int32(HEADS - 1))) if j < PADDED else mad(kv_heads, HEADS, h)
+        source = mad(kv_head, HEADS, min(j, int32(HEADS - 1))) if j < PADDED else mad(kv_heads, HEADS, kv_head)
         put_4(vector, i, float_bits(load_4f(qkv, mad(int32(source - j), HEAD_DIM, i))))
     cuda.syncthreads()
     if NORMED:
@@ -90,14 +90,14 @@ def _turn(vector, qkv, q_norm, k_norm, cos, sin, h, kv_heads, position, count, e
     cuda.syncthreads()
 
 
-def _keep(vector, qkv, keys, values, h, kv_heads, rows, position):
+def _keep(vector, qkv, keys, values, kv_head, kv_heads, rows, position):
     """Store the new key and value."""
     thread = bits(thread_x(), 0, BLOCK - 1)
     warp = thread >> 5
     lane = thread & 31
     key_at = int32(kv_heads * HEADS * HEAD_DIM)
     steps = int32(kv_heads * rows * ROW_WORDS)  # where the steps of q8_0 begin
-    to = h * rows + position
+    row = kv_head * rows + position
     if QUANTIZED:
         for r in range(KEPT_ROUNDS):
             item = r * WARPS + warp
@@ -105,25 +105,25 @@ def _keep(vector, qkv, keys, values, h, kv_heads, rows, position):
             e = block * 32 + lane
             x = float32(0)
             if item < 2 * KEPT and e < HEAD_DIM:
-                x = vector[PADDED * HEAD_DIM + e] if item < KEPT else qkv[key_at + (kv_heads + h) * HEAD_DIM + e]
+                x = vector[PADDED * HEAD_DIM + e] if item < KEPT else qkv[key_at + (kv_heads + kv_head) * HEAD_DIM + e]
             step = warp_max(abs(x)) / float32(127)
             code = round_even(x * (float32(1) / step if step > float32(0) else float32(0)))
-            byte = to * HEAD_DIM + e
-            place = 2 * (steps + to * STEP_WORDS) + block
+            byte = row * HEAD_DIM + e
+            half = 2 * (steps + row * STEP_WORDS) + block
             if item < KEPT:
                 if e < HEAD_DIM:
                     store_1(keys, byte, code)
                 if lane == 0:
-                    store_2(keys, place, to_half(step))
+                    store_2(keys, half, to_half(step))
             elif item < 2 * KEPT:
                 if e < HEAD_DIM:
                     store_1(values, byte, code)
                 if lane == 0:
-                    store_2(values, place, to_half(step))
+                    store_2(values, half, to_half(step))
     else:
         for i in range(thread, HEAD_DIM, BLOCK):
-            keep_one(keys, to, i, vector[PADDED * HEAD_DIM + i])
-            keep_one(values, to, i, qkv[key_at + (kv_heads + h) * HEAD_DIM + i])
+            keep_one(keys, row, i, vector[PADDED * HEAD_DIM + i])
+            keep_one(values, row, i, qkv[key_at + (kv_heads + kv_head) * HEAD_DIM + i])
 
 
 def _keep_one(cache, row, e, value):

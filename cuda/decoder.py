@@ -17,9 +17,11 @@ from bridge.cuda.attention_shape import supported
 from bridge.cuda.compile_pool import compile_all
 from bridge.cuda.dequantize import rows
 from bridge.cuda.device import check_torch, upload, zeros
+from bridge.cuda.halves import normed
 from bridge.cuda.kv_cache import KVCache, KVForm
 from bridge.cuda.launch import Graph, noted
-from bridge.cuda.products import Call
+from bridge.cuda.norm import rms
+from bridge.cuda.products import Call, Gated, Stack
 from bridge.cuda.step import DeviceWeights, Step, matrix_bytes
 
 from bridge.errors import BridgeError
@@ -34,7 +36,7 @@ BATCH = 512  # tokens of a prompt that pass through the layers together
 _WORK = 400 << 20  # bytes that prompts and graphs need besides weights and cache
 _SCORED = 512  # positions whose logits are on the device at once
 _GRAPHS = 4  # ways of sampling whose graphs are kept
-_LENGTHS = (1, 16, 32, 48, 64, 65)  # of prompts, which go different ways
+_LENGTHS = (1, 2, 4, 8, 16, 32, 48, 64, 65)  # of prompts, which go different ways
 _ON_HOST = 0  # the way of sampling that leaves the logits to the host; others are counts of candidates, None greedy
 
 
@@ -64,7 +66,7 @@ class Decoder:
         self.prepare()
 
     def prepare(self) -> None:
-        """Upload everything and compile, once; prompts of 2 to 8 tokens compile when the first of them comes."""
+        """Upload everything and compile, once."""
         if self._in_file is None:
             return
         import torch
@@ -90,7 +92,7 @@ class Decoder:
             self._ready(None)
 
     def _compile(self) -> None:
-        """Compile what a step and prompts of more than 8 tokens launch, or take it from the cache, all at once."""
+        """Compile what steps and prompts launch, or take it from the cache, all at once."""
         with noted() as kernels:
             ways = [self.step.choose(count) for count in (None, min(Sampling.top_k, self.vocab))]
             for launch in chain(self.step.launches, *ways):
@@ -231,18 +233,24 @@ class Decoder:
 
     def _batch(self, tokens: Sequence[int]) -> Any:
         """A part of `_prompt`; hidden states, f32 [n, hidden], not normalized."""
-        eps, start = self.config.norm_eps, self.cache.length
+        start = self.cache.length
         x = self._embeddings(tokens)
         cos, sin = (angles[start : start + len(tokens)] for angles in (self.weights.cos, self.weights.sin))
         for i, layer in enumerate(self.weights.layers):
-            qkv = layer.qkv.multiply(rms(x, layer.attn_norm, eps))
+            qkv = layer.qkv.multiply(self._normed(x, layer.attn_norm, layer.qkv))
             cache = self.cache.form, self.cache.keys[i], self.cache.values[i]
             exact = self.precision == "f32"
             attended = attend(self.config, qkv, layer.q_norm, layer.k_norm, cos, sin, cache, start, exact)
             x += layer.o.multiply(attended)
-            x += layer.down.multiply(layer.gated.multiply(rms(x, layer.ffn_norm, eps)))
+            given = self._normed(x, layer.ffn_norm, layer.gated)
+            x += layer.down.multiply(layer.gated.multiply(given, halves=layer.down.halves(len(x))))
         self._appended(tokens)
         return x
+
+    def _normed(self, x: Any, weight: Any, then: Stack | Gated) -> Any:
+        """x normalized, in the form that `then` multiplies."""
+        eps = self.config.norm_eps
+        return normed(x, weight, eps, self.device) if then.halves(len(x)) else rms(x, weight, eps)
 
     def _embeddings(self, tokens: Sequence[int]) -> Any:
         ids = upload(np.array(tokens, np.int32), self.device)
@@ -274,11 +282,6 @@ def _check_shape(c: DecoderConfig, file: GGUFFile, kv: str) -> None:
         )
     if c.heads * c.head_dim % 32:
         raise BridgeError(f"{file.path}: {c.heads} heads of {c.head_dim} are not a multiple of 32; use the CPU")
-
-
-def rms(x: Any, weight: Any, eps: float) -> Any:
-    """x f32 [..., n] / sqrt(mean(x^2) + eps) * weight."""
-    return x * (x.square().mean(-1, keepdim=True) + eps).rsqrt_() * weight
 
 
 def rotate(x: Any, cos: Any, sin: Any, rotated: int, neighbours: bool) -> Any:

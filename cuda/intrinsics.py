@@ -12,6 +12,8 @@ aligned to 256 bytes, those in shared memory (`shared_`; `put_` stores) to 16 if
 once); `ahead_` does the same and lets the L2 cache fetch the 128 bytes around (scales: a warp takes few at a time);
 `cached_` keeps it in L1 (activations: every row reads them); `load_` may read what the same launch writes, or an
 earlier one that is still running. `prefetch_` only asks the L2 cache for what a load would read, and returns zeros.
+`add_release` adds to an int32 after all stores before it and returns what was there; `fence` keeps what is before it
+before what is after it, for all threads of the GPU: see last_block.py.
 
 All 32 lanes of a warp must take part in `warp_sum`, `warp_max`, `warp_any` and `mma_*`; in the simulator all threads
 of a block must, the same number of times.
@@ -144,6 +146,18 @@ if not SIMULATED:
         return intrinsic(typed)
 
     @intrinsic
+    def add_release(typingctx, array, index, value):
+        def lower(context, builder, signature, values):
+            data = context.make_array(signature.args[0])(context, builder, values[0]).data
+            data = builder.addrspacecast(data, ir.IntType(8).as_pointer(1), "global")
+            place = builder.gep(builder.bitcast(data, _INT.as_pointer(1)), [values[1]])
+            function = ir.FunctionType(_INT, [place.type, _INT])
+            code = "atom.release.gpu.global.add.s32 $0, [$1], $2;"
+            return builder.call(ir.InlineAsm(function, code, "=r,l,r,~{memory}", side_effect=True), [place, values[2]])
+
+        return types.int32(array, types.int64, types.int32), lower
+
+    @intrinsic
     def store_16(typingctx, array, index, words):
         def lower(context, builder, signature, values):
             array, index, words = values
@@ -194,6 +208,7 @@ if not SIMULATED:
 
     copies_end = _statement("cp.async.commit_group;")
     copies_wait = _statement("cp.async.wait_group 1;")
+    fence = _statement("fence.acq_rel.gpu;")
     launch_dependents = _statement("griddepcontrol.launch_dependents;")
     launches_wait = _statement("griddepcontrol.wait;")
 
@@ -263,24 +278,30 @@ if not SIMULATED:
 
         return intrinsic(beyond if further else at)
 
-    def _put(count: int) -> Any:
-        """An intrinsic (array in shared memory, index, `count` words, which for one is a scalar)."""
+    def _put(count: int, further: bool = False) -> Any:
+        """An intrinsic (array in shared memory, index, `count` words, which for one is a scalar).
 
-        def typed(typingctx, array, index, words):
-            def lower(context, builder, signature, values):
-                array, index, words = values
-                vector = ir.Constant(ir.VectorType(_INT, count), ir.Undefined)
-                for k in range(count):
-                    word = words if count == 1 else builder.extract_value(words, k)
-                    vector = builder.insert_element(vector, word, ir.Constant(_INT, k))
-                place = _vector(context, builder, count, signature.args[0], array, index)
-                builder.store(vector, place, align=4 * count)
-                return context.get_dummy_value()
+        `further` takes a constant before the words, as `_shared` does.
+        """
+        given = types.int32 if count == 1 else types.UniTuple(types.int32, count)
 
-            given = types.int32 if count == 1 else types.UniTuple(types.int32, count)
-            return types.void(array, types.int32, given), lower
+        def store(context, builder, signature, values):
+            words = values[-1]
+            vector = ir.Constant(ir.VectorType(_INT, count), ir.Undefined)
+            for k in range(count):
+                word = words if count == 1 else builder.extract_value(words, k)
+                vector = builder.insert_element(vector, word, ir.Constant(_INT, k))
+            place = _vector(context, builder, count, signature.args[0], *values[:2])
+            builder.store(vector, builder.gep(place, values[2:3]) if further else place, align=4 * count)
+            return context.get_dummy_value()
 
-        return intrinsic(typed)
+        def at(typingctx, array, index, words):
+            return types.void(array, types.int32, given), store
+
+        def beyond(typingctx, array, index, more, words):
+            return types.void(array, types.int32, types.int32, given), store
+
+        return intrinsic(beyond if further else at)
 
     thread_x = _register("tid.x")
     thread_y = _register("tid.y")
@@ -343,6 +364,7 @@ if not SIMULATED:
     shared_16, shared_8, shared_4 = _shared(4), _shared(2), _shared(1)
     shared_16_further = _shared(4, further=True)
     put_16, put_4 = _put(4), _put(1)
+    put_16_further = _put(4, further=True)
     store_4 = _store(_i, 32)
     store_2 = _store(_i, 16)
     store_1 = _store(_i, 8)

@@ -25,6 +25,7 @@ from bridge.cuda.intrinsics import (
     mad,
     prmt,
     put_16,
+    put_16_further,
     shared_4,
     shared_8,
     shared_16,
@@ -67,10 +68,14 @@ def _fetch(cache, row, stop, rows):
 def _stage(tile, held):
     """Write what `fetch` returned to shared memory."""
     thread = bits(thread_x(), 0, BLOCK - 1)
+    at = mad(int32(thread // QUADS), PITCH, int32(thread % QUADS))
     for k in unroll(LOADS):
         i = int32(thread + k * BLOCK)
         if i < ROW_QUADS:
-            put_16(tile, mad(int32(i // QUADS), PITCH, int32(i % QUADS)), held[k])
+            if BLOCK % QUADS == 0:  # one address serves all
+                put_16_further(tile, at, k * (BLOCK // QUADS * PITCH), held[k])
+            else:
+                put_16(tile, mad(int32(i // QUADS), PITCH, int32(i % QUADS)), held[k])
     if KIND == "q8_0":  # noqa: SIM102  # decided when the kernel is made
         if thread < STEP_QUADS:
             put_16(tile, int32(STEPS // 4 + thread), held[LOADS])

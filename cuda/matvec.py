@@ -3,7 +3,8 @@
 A warp takes `rows` rows (x is loaded once for them) and walks along them, each lane a unit of 32 columns at a time;
 `split` warps may share these rows, each with its part of the columns. First come the loads of `units` units of all
 rows, then the arithmetic, then shuffles add up the lanes. Of five to eight columns of x, lanes 0..15 take one half and
-lanes 16..31 the other, for the same 16 units: sums of more than four for two rows do not fit into registers.
+lanes 16..31 the other, for the same 16 units: sums of more than four for two rows do not fit into registers. Kernels
+are for 1, 2, 4 and 8 columns: three take one of four, which waits for memory as well.
 
 At 4.4 TB/s and 1.75 GHz one of 132 multiprocessors reads 19 bytes a clock. In a clock it issues 4 instructions of a
 warp, no more than 2 of them to the integer units and 2 to the multipliers of integers, and moves 128 bytes from L1 to
@@ -34,7 +35,10 @@ How many rows, units and warps (`choose_shape`): the floor is bytes over bandwid
 
     bytes in flight   Little's law: 4.4 TB/s times 0.8 us under load are 3.5 MB, 27 KB for each of 132
                       multiprocessors, 40 with room. 32 warps (64 registers) that wait for 2 rows x 1 unit of Q4_K,
-                      1152 bytes, make 37 KB; x 2 units 74 KB. So two units where a row has at least four times that
+                      1152 bytes, make 37 KB; x 2 units 65 KB, in 28 warps. So two units where a row has at least four
+                      times that
+    registers         of two units 32 hold weights of Q4_K. With 64 registers in all, the compiler issues 3 of the 8
+                      loads before arithmetic on the first (27 KB in flight), with 80 all of them; it then uses 72
     warps             what fits at once is one wave: 4224 warps. With fewer, rows are split: 2048 pairs of rows of
                       4096 x 14336 become 4096 warps of half a row
 
@@ -68,6 +72,7 @@ from bridge.cuda.intrinsics import (
     thread_y,
     warp_sum,
 )
+from bridge.cuda.last_block import last_block
 from bridge.cuda.matrix import DeviceMatrix
 from bridge.cuda.superblock import functions
 from bridge.cuda.unroll import expand, registers, unroll
@@ -79,7 +84,8 @@ if TYPE_CHECKING:
     from bridge.cuda.launch import Launch
 
 COLUMNS_OF_A_LANE = 4  # of x; with more, each half of a warp takes half of them
-_WARPS_AT_ONCE = 32  # warps of 64 registers that a multiprocessor runs at once
+_MULTIPROCESSOR = 64 << 10  # registers of a multiprocessor
+_REGISTERS, _MORE_REGISTERS = 64, 80  # of a thread whose warp loads up to two units at once, or more
 
 
 class MatvecShape(NamedTuple):
@@ -95,13 +101,18 @@ def choose_shape(matrix: DeviceMatrix, n: int, exact: bool = False) -> MatvecSha
     """The shape that products of n columns use; see above."""
     rows = 2
     units = 2 if n == 1 and not exact and matrix.units % 64 == 0 and matrix.units >= 256 else 1
-    wanted = _WARPS_AT_ONCE * matrix.device.multiprocessors
+    wanted = _MULTIPROCESSOR // (32 * _registers(rows, units)) * matrix.device.multiprocessors
     split = 1
     while (
         split < _most_split(n) and matrix.rows // rows * split < wanted * 3 // 4 and matrix.units >= 64 * units * split
     ):
         split *= 2
     return MatvecShape(rows, units, split, 4)
+
+
+def _registers(rows: int, units: int) -> int:
+    """Registers that a thread may have: enough for all loads of a round."""
+    return _REGISTERS if rows * units <= 2 else _MORE_REGISTERS
 
 
 def _most_split(n: int) -> int:
@@ -161,6 +172,8 @@ def _product(weights, room_16, x, y, bias, rows, units, sums, eps, counters, gai
                 for r in unroll(ROWS):
                     prefetch(weights, room_16, mad(end, r, int32(base + begin + LANES * u)))
         launches_wait()
+    if NORMED:  # on their way until the end
+        four_sums = load_16f(sums, min(lane, int32((units + 3) // 4 - 1)))
     while begin < end:
         for u in unroll(UNITS):
             for r in unroll(ROWS):
@@ -223,7 +236,10 @@ def _product(weights, room_16, x, y, bias, rows, units, sums, eps, counters, gai
                     total[r, c] += shared[team * SPLIT + s, first + c, r]
     if NORMED:
         inverse = float32(0)
-        for i in range(lane, units, 32):
+        if 4 * lane < units:
+            for j in unroll(4):
+                inverse += four_sums[j]
+        for i in range(128 + lane, units, 32):
             inverse += sums[i]
         inverse = float32(1) / math.sqrt(warp_sum(inverse) / float32(units * 32) + eps)
         for r in unroll(ROWS):
@@ -239,7 +255,7 @@ def _product(weights, room_16, x, y, bias, rows, units, sums, eps, counters, gai
         for r in unroll(ROWS):
             if int32(start + r) >= first_row:
                 for c in unroll(TOKENS):
-                    if c + first < COLUMNS:
+                    if COLUMNS == 1 or c + first < y.shape[0]:
                         value = total[r, c]
                         if SILU:
                             if r % 2 == 1:
@@ -252,17 +268,8 @@ def _product(weights, room_16, x, y, bias, rows, units, sums, eps, counters, gai
                                 value += y[first + c, start + r]
                             y[first + c, start + r] = value
     if RECORDED:
-        flag = cuda.shared.array(1, np.int32)
         group = bits(mad(block_x(), MADE, 0), 5, 0x07FFFFFF)
-        cuda.threadfence()
-        cuda.syncthreads()
-        if lane == 0 and warp == 0:
-            flag[0] = int32(cuda.atomic.add(counters, group, int32(1)) == 32 // MADE - 1)
-        cuda.syncthreads()
-        if flag[0] != 0:  # all values are complete
-            cuda.threadfence()
-            if lane == 0 and warp == 0:
-                counters[group] = int32(0)
+        if last_block(counters, group, 32 // MADE):  # all values are complete
             value = y[0, group * 32 + lane]
             if GAIN:
                 square = warp_sum(value * value)
@@ -274,9 +281,11 @@ def _product(weights, room_16, x, y, bias, rows, units, sums, eps, counters, gai
 
 @recipe
 def kernel(type: str, n: int, shape: MatvecShape, exact: bool, epilogue: str, dependent: bool = False) -> Any:
-    """The kernel of a type for n columns; `epilogue` is "", or names: "bias" and "accumulate", or "silu"; for one
-    column also "normed", and "recorded" or "recorded_gain". A `dependent` one (launch.py) fetches the first weights
-    into the L2 cache while it waits."""
+    """The kernel of a type for 1, 2, up to 4 or up to 8 columns (n): y's are stored, what lies beyond counts nothing.
+
+    `epilogue` is "", or names: "bias" and "accumulate", or "silu"; for one column also "normed", and "recorded" or
+    "recorded_gain". A `dependent` one (launch.py) fetches the first weights into the L2 cache while it waits.
+    """
     from bridge.cuda.launch import Kernel
 
     if epilogue == "silu" and shape.rows % 2:
@@ -293,7 +302,7 @@ def kernel(type: str, n: int, shape: MatvecShape, exact: bool, epilogue: str, de
         _product, suffix, without=() if fused else ("sums", "eps", "counters", "gain", "squares", "made"),
         DEPENDENT=dependent, NORMED="normed" in epilogue, RECORDED="recorded" in epilogue,
         GAIN="gain" in epilogue, MADE=shape.warps // shape.split * shape.rows >> ("silu" in epilogue),
-        put=store_exact if exact else store, COLUMNS=n, TOKENS=n if n <= COLUMNS_OF_A_LANE else (n + 1) // 2,
+        put=store_exact if exact else store, COLUMNS=n, TOKENS=min(n, COLUMNS_OF_A_LANE),
         LANES=32 if n <= COLUMNS_OF_A_LANE else 16, LANES_LOG=5 if n <= COLUMNS_OF_A_LANE else 4,
         ROWS=shape.rows, UNITS=shape.units, SPLIT=shape.split, SPLIT_LOG=shape.split.bit_length() - 1,
         WARPS=shape.warps, EXACT=exact, ACCUMULATE="accumulate" in epilogue, BIAS="bias" in epilogue,
@@ -303,15 +312,23 @@ def kernel(type: str, n: int, shape: MatvecShape, exact: bool, epilogue: str, de
     )  # fmt: skip
     more = ", float32[::1], float32, int32[::1], float32[::1], float32[::1], uint8[::1]" if fused else ""
     signature = f"void(uint8[::1], int64, uint8[::1], float32[:,::1], float32[::1], int64, int64{more})"
-    return Kernel(expanded, signature, dependent=dependent)
+    return Kernel(expanded, signature, _registers(shape.rows, shape.units), dependent=dependent)
 
 
 @dataclass(frozen=True)
 class Normed:
-    """Sums of squares f32 [columns / 32] of the values whose records a product reads; `eps` is added to their mean."""
+    """Sums of squares f32 [columns / 32] of the values whose records a product reads; `eps` is added to their mean.
+
+    They are loaded four at a time: zeros follow up to a multiple of four.
+    """
 
     sums: Any
     eps: float
+
+    @staticmethod
+    def length(columns: int) -> int:
+        """Of `sums`."""
+        return -(-columns // 128) * 4
 
 
 @dataclass(frozen=True)
@@ -319,7 +336,7 @@ class Recorded:
     """Where records of a product's result go.
 
     counters        int32 [rows / 32], zeros before and after
-    gain, squares   f32 [rows], by which the values are multiplied, and f32 [rows / 32], or neither
+    gain, squares   f32 [rows], by which the values are multiplied, and the `sums` of a Normed, or neither
     """
 
     made: Records
@@ -386,7 +403,7 @@ def _launch(
             more += recorded.counters, *gain, recorded.made.buffer
         epilogue = "_".join(names)
     return (
-        kernel(matrix.type, n, shape, records.exact, epilogue, dependent),
+        kernel(matrix.type, 1 << (n - 1).bit_length(), shape, records.exact, epilogue, dependent),
         grid,
         (32, shape.warps),
         stream,

@@ -184,20 +184,20 @@ def _product(weights, room_16, x, scale, y, bias, rows, units, tokens, per):
         step = int32(step + 1)
     for m in unroll(TILES):
         for k in unroll(4):
-            place = mad(first, 1, 8 * (k // 2))
+            row = mad(first, 1, 8 * (k // 2))
             token = mad(t, 2, 8 * m + k % 2)
-            if place < int32(rows) and token < int32(tokens):
+            if row < int32(rows) and token < int32(tokens):
                 value = total[m][k]
                 if SCALED:
                     value *= scale[token]
                 if BIAS:
-                    value += bias[place]
+                    value += bias[row]
                 at = token
                 if PARTIAL:
                     at = mad(part, int32(tokens), token)
                 if ACCUMULATE:
-                    value += y[at, place]
-                y[at, place] = value
+                    value += y[at, row]
+                y[at, row] = value
 
 
 def _combine(part, scale, bias, y, rows, tokens):

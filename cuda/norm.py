@@ -100,3 +100,8 @@ def silu_kernel(exact: bool, dependent: bool = False) -> Kernel:
 def silu_grid(inner: int) -> tuple[int, int]:
     """Blocks and threads of silu."""
     return -(-inner // (32 * _SILU_WARPS)), 32 * _SILU_WARPS
+
+
+def rms(x: Any, weight: Any, eps: float) -> Any:
+    """x f32 [..., n] / sqrt(mean(x^2) + eps) * weight, by torch."""
+    return x * (x.square().mean(-1, keepdim=True) + eps).rsqrt_() * weight

@@ -15,6 +15,7 @@ import numpy as np
 from bridge.cuda import matvec
 from bridge.cuda.activations import Records
 from bridge.cuda.device import Device, view, zeros
+from bridge.cuda.halves import Halves, gated
 from bridge.cuda.layout import DeviceLayout
 from bridge.cuda.matmul import Multiplier, product
 from bridge.cuda.matrix import DeviceMatrix, FloatMatrix, kind_of
@@ -114,11 +115,16 @@ class Stack:
 
         return launch
 
+    def halves(self, n: int) -> bool:
+        """Whether products of n tokens multiply Halves."""
+        return self.fuses and self.multiplier.halves(n)
+
     def multiply(self, x: Any) -> Any:
-        """x f32 [n, columns] -> f32 [n, rows], with the bias."""
+        """x f32 [n, columns], or Halves, -> f32 [n, rows], with the bias."""
         import torch
 
-        y = torch.empty((x.shape[0], self.rows), dtype=torch.float32, device=x.device)
+        given = x.scale if isinstance(x, Halves) else x
+        y = torch.empty((len(given), self.rows), dtype=torch.float32, device=given.device)
         for first, matrix in self.parts:
             self.multiplier.multiply(matrix, x, y[:, first : first + matrix.rows])
         return y if self.bias is None else y.add_(self.bias)
@@ -162,14 +168,21 @@ class Gated:
         products = self.stack.bind(x, both, normed=normed, dependent=dependent)
         return [*products, lambda: kernel.launch(*grid, device.stream(), *arguments)]
 
-    def multiply(self, x: Any) -> Any:
-        """x f32 [n, columns] -> f32 [n, inner]."""
+    def halves(self, n: int) -> bool:
+        """Whether products of n tokens multiply Halves."""
+        return self.fuses and self.multiplier.halves(n)
+
+    def multiply(self, x: Any, halves: bool = False) -> Any:
+        """x f32 [n, columns], or Halves, -> f32 [n, inner], or Halves where they are wanted."""
         import torch
 
         if self.fused:
-            both = torch.empty((x.shape[0], 2 * self.inner), dtype=torch.float32, device=x.device)
+            given = x.scale if isinstance(x, Halves) else x
+            both = torch.empty((len(given), 2 * self.inner), dtype=torch.float32, device=given.device)
             self.multiplier.multiply(self.matrix, x, both)
-            gate, up = both[:, ::2], both[:, 1::2]
         else:
-            gate, up = self.stack.multiply(x).split(self.inner, dim=1)
+            both = self.stack.multiply(x)
+        if halves:
+            return gated(both, self.fused, self.multiplier.device)
+        gate, up = (both[:, ::2], both[:, 1::2]) if self.fused else both.chunk(2, dim=1)
         return torch.nn.functional.silu(gate).mul_(up)

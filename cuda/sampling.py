@@ -20,6 +20,7 @@ import numpy as np
 from bridge.cuda.attention import POSITION, STEP, TOKEN
 from bridge.cuda.compiler import recipe
 from bridge.cuda.intrinsics import launch_dependents, launches_wait
+from bridge.cuda.last_block import last_block
 from bridge.cuda.launch import Kernel
 from bridge.cuda.unroll import expand
 from numba import cuda
@@ -86,7 +87,6 @@ def _greedy(logits, vocab, tops, indices, counter, state, made):
         launches_wait()
     top = cuda.shared.array(THREADS, float32)
     index = cuda.shared.array(THREADS, int32)
-    flag = cuda.shared.array(1, int32)
     thread = int32(cuda.threadIdx.x)
     blocks = int32(cuda.gridDim.x)
     best = float32(-np.inf)
@@ -105,18 +105,13 @@ def _greedy(logits, vocab, tops, indices, counter, state, made):
     if thread == 0:
         tops[cuda.blockIdx.x] = top[0]
         indices[cuda.blockIdx.x] = index[0]
-        cuda.threadfence()
-        flag[0] = int32(cuda.atomic.add(counter, 0, int32(1)) == blocks - 1)
-    cuda.syncthreads()
-    if flag[0] == 0:
+    if not last_block(counter, 0, blocks):
         return
-    cuda.threadfence()
     top[thread] = tops[thread] if thread < blocks else float32(-np.inf)
     index[thread] = indices[thread] if thread < blocks else int32(0)
     cuda.syncthreads()
     reduce(top, index, thread, THREADS)
     if thread == 0:
-        counter[0] = int32(0)
         finish(index[0], top[0], state, made)
 
 

@@ -114,7 +114,7 @@ class Step:
         self.activated = Vector(c.inner, device, precision)
         self.logits = zeros(device, self.vocab)
         self._counters = view(zeros(device, c.hidden // 32, torch.int32))
-        self._squares = view(zeros(device, c.hidden // 32))
+        self._squares = view(zeros(device, Normed.length(c.hidden)))
         self.launches = self._token()
 
     def _token(self) -> list[Call]:

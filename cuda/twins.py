@@ -9,6 +9,8 @@ from typing import Any
 
 import numpy as np
 
+_adding = threading.Lock()
+
 
 def _thread() -> Any:
     """The simulator's, which knows its place in block and grid."""
@@ -184,6 +186,10 @@ def shared_16_further(array, index, more):
     return shared_16(array, int(index) + int(more))
 
 
+def put_16_further(array, index, more, words):
+    put_16(array, int(index) + int(more), words)
+
+
 def _exchange(value: Any, make: Callable[[list[Any]], Any] = list) -> tuple[int, Any]:
     """This thread's lane, and the result of all values of its warp's lanes, computed once by the first to arrive."""
     thread = _thread()
@@ -243,6 +249,17 @@ def copies_end():
 
 
 def copies_wait():
+    pass
+
+
+def add_release(array, index, value):
+    with _adding:
+        before = array[index]
+        array[index] = before + value
+    return np.int32(before)
+
+
+def fence():
     pass
 
 

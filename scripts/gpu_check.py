@@ -10,7 +10,8 @@ threads and streams, trellis codes, and the model in tests/data against the CPU 
 steps against single launches, and overlapping launches against launches one after the other. Then times are measured on
 replays of CUDA graphs whose weights rotate beyond the L2 cache: read bandwidth, products, products of 16 and 64 columns
 against dequantizing first, torch's f16 product, tokens of a synthetic 8B model with both ways of launching, and other
-launch configurations. The table comes last. Jobs for which no time is left are listed as not run.
+launch configurations. Where compute-sanitizer is installed, some checks run again under it in the time that is left.
+The table comes last. Jobs for which no time is left are listed as not run.
 The exit code is 1 if a result is wrong or below its bar, or if a check or a bar was not run; 2 if nothing can be
 checked.
 """
@@ -50,7 +51,7 @@ def check(out: Path, begun: float, seconds: float) -> int:
     """All jobs, the table, and the JSON, written anew after each job; `begun` is a time.monotonic()."""
     from gpu_checks import jobs, report, runner
 
-    found: dict[str, Any] = {"machine": machine(), "correctness": {}, "times": {}}
+    found: dict[str, Any] = {"machine": machine(), "correctness": {}, "times": {}, "sanitized": {}}
     print(found["machine"], flush=True)
 
     def show(job: str, result: dict[str, Any]) -> None:
@@ -73,7 +74,14 @@ def check(out: Path, begun: float, seconds: float) -> int:
         return 1
     save(correctness=runner.at_once(jobs.CORRECT, begun + FOR_CORRECTNESS * seconds, show))
     save(times=runner.in_turn(jobs.TIMES, begun + seconds, show))
-    everything = found["correctness"] | found["times"]
+
+    def show_sanitized(job: str, result: dict[str, Any]) -> None:
+        print(report.shown(f"sanitized {job}", result), flush=True)
+        found["sanitized"][f"sanitized {job}"] = result
+        save()
+
+    runner.sanitized(jobs.SANITIZED, begun + seconds, show_sanitized)
+    everything = found["correctness"] | found["times"] | found["sanitized"]
     wrong = [line for result in everything.values() for line in result.get("wrong", [])]
     wrong += [f"{job}: {result['failed']}" for job, result in everything.items() if "failed" in result]
     late = [job for job, result in everything.items() if "late" in result]

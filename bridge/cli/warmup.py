@@ -41,11 +41,14 @@ def run(a: argparse.Namespace) -> int:
 
 def _model(model: Any) -> None:
     """Prompts and tokens, before and after the weights are repacked."""
+    from bridge.runtime.cpu import attention
+
     for _ in range(2):
         for width in _WIDTHS:
             model.logits([0] * min(width, model.context), last=1)
         list(model.generate_tokens([0], min(3, model.context - 1)))
         model.prepare()
+    attention.function("merge", "f16")  # for contexts of more than a span, whatever the kind of cache
 
 
 def _types() -> None:

@@ -16,6 +16,7 @@ import numpy as np
 
 from bridge.blocks import BlockType
 from bridge.blocks.read import WRITTEN
+from bridge.system.half import half_bits
 from bridge.system.jit import from_plain, inlined, specialize
 
 # set per type by `specialize`
@@ -39,7 +40,7 @@ def packer(name: str) -> Callable[..., None]:
         q: np.ndarray, sc: np.ndarray, mn: np.ndarray, d: np.ndarray, dmin: np.ndarray, out: np.ndarray
     ) -> None:
         fields = q.reshape(-1, block.size), sc.reshape(-1, block.subs), mn.reshape(-1, block.subs)
-        halves = (x.ravel().astype(np.float16).view(np.uint16) for x in (d, dmin))
+        halves = (half_bits(x.ravel()) for x in (d, dmin))
         pack_blocks(*fields, *halves, out.reshape(-1, block.nbytes))
 
     return pack_rows

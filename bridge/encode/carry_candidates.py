@@ -11,7 +11,7 @@ import numpy as np
 from bridge.system.jit import inlined, kernel
 
 STARTS = 64  # a power of two, and whole vectors
-BATCH = 128  # superblocks that `_search` takes at once
+BATCH = 128  # superblocks that `_fit` takes at once
 _COARSE = np.float32(6.2e-05)  # a d below it may be subnormal
 _MIDDLES = np.arange(0.5, STARTS, dtype=np.float32)  # of the steps from the first start to the last
 
@@ -91,70 +91,71 @@ def best_candidate(errors):
 
 
 @kernel
-def _search(ratio, s, weight, skipped, first, last, d, best, num, den, error):
-    """The d of least error for every superblock, found by the code of its largest scale.
+def _fit(s, weight, lo, hi, d, code, ratio, num, den, skipped, best, error):
+    """`fit_scaled`. ratio float32 [units, BATCH], scratch; num .. error float32 [BATCH], scratch.
 
-    ratio, s, weight  float32 [units, batches, BATCH]: see `fit_scaled`
-    skipped           float32 [batches, BATCH]: the last code that a superblock need not try
-    first             int64 [batches]: the last that no superblock of a batch needs
-    last              the last code that is tried
-    d, best           float32 [batches, BATCH], out: halves, and the codes of the largest scales
-    num, den, error   float32 [BATCH], scratch
-
-    As in `candidates`, but with superblocks innermost: a vector holds one candidate of sixteen of them, so no minimum
-    is taken across its lanes.
+    The candidates are those of `candidates`, but superblocks are innermost: a vector holds one candidate of sixteen of
+    them. Choices are no branches, so that all loops vectorize.
     """
-    for batch in range(first.shape[0]):
+    last = hi + 1 if lo < -hi else hi  # the code beyond hi means -(hi + 1), with -d
+    for batch in range(d.shape[0]):
+        top = best  # the largest scales, until the codes begin
         for i in range(BATCH):
+            top[i] = s[batch, 0, i]
+        for u in range(1, s.shape[1]):
+            for i in range(BATCH):
+                top[i] = s[batch, u, i] if abs(s[batch, u, i]) > abs(top[i]) else top[i]
+        first = np.float32(hi)  # the last code that no superblock of the batch needs
+        for i in range(BATCH):
+            few = abs(top[i]) > _COARSE * np.float32(hi + 1) or top[i] == 0
+            skipped[i] = np.float32((hi - 1) // 2) if few else np.float32(0.0)
+            first = min(first, skipped[i])
+        for u in range(s.shape[1]):
+            for i in range(BATCH):
+                usable = top[i] != 0 and (lo < 0 or s[batch, u, i] * top[i] > 0)
+                ratio[u, i] = s[batch, u, i] / top[i] if usable else np.float32(0.0)
+        for i in range(BATCH):
+            d[batch, i] = np.float32(0.0)
+            best[i] = np.float32(0.0)
             error[i] = np.float32(np.inf)
-        for c in range(first[batch] + 1, last + 1):
+        for c in range(np.int64(first) + 1, last + 1):
             largest = np.float32(c)
             for i in range(BATCH):
                 num[i] = np.float32(0.0)
                 den[i] = np.float32(1e-30)
-            for u in range(ratio.shape[0]):
+            for u in range(s.shape[1]):
                 for i in range(BATCH):
-                    q = np.rint(ratio[u, batch, i] * largest)
-                    num[i] += weight[u, batch, i] * s[u, batch, i] * q
-                    den[i] += weight[u, batch, i] * (q * q)
+                    q = np.rint(ratio[u, i] * largest)
+                    num[i] += weight[batch, u, i] * s[batch, u, i] * q
+                    den[i] += weight[batch, u, i] * (q * q)
             for i in range(BATCH):
                 num[i] = _round_half_branchless(num[i] / den[i])
                 den[i] = np.float32(0.0)
-            for u in range(ratio.shape[0]):
+            for u in range(s.shape[1]):
                 for i in range(BATCH):
-                    miss = num[i] * np.rint(ratio[u, batch, i] * largest) - s[u, batch, i]
-                    den[i] += weight[u, batch, i] * (miss * miss)
+                    miss = num[i] * np.rint(ratio[u, i] * largest) - s[batch, u, i]
+                    den[i] += weight[batch, u, i] * (miss * miss)
             for i in range(BATCH):
-                if den[i] < error[i] and largest > skipped[batch, i]:
-                    error[i] = den[i]
-                    d[batch, i] = num[i]
-                    best[batch, i] = largest
+                better = den[i] < error[i] and largest > skipped[i]
+                error[i] = den[i] if better else error[i]
+                d[batch, i] = num[i] if better else d[batch, i]
+                best[i] = largest if better else best[i]
+        for i in range(BATCH):
+            sign = np.float32(-1.0) if best[i] > hi else np.float32(1.0)
+            d[batch, i] *= sign
+            best[i] *= sign
+        for u in range(s.shape[1]):
+            for i in range(BATCH):
+                code[batch, u, i] = min(np.rint(ratio[u, i] * best[i]), np.float32(hi))
 
 
 def fit_scaled(s: np.ndarray, weight: np.ndarray, lo: int, hi: int) -> tuple[np.ndarray, np.ndarray]:
     """Fit superblocks where zero points are kept exactly, so that E = sum alpha^2 A.
 
-    s, weight  float32 [units, n], n a multiple of BATCH: scales and A; 0 where a superblock has fewer units
+    s, weight  float32 [batches, units, BATCH]: scales and A; 0 where a superblock has fewer units
     lo, hi     range of scale codes
-    returns    d float32 [n], halves, 0 where all scales are 0; the scale codes float32 [units, n]
+    returns    d float32 [batches, BATCH], halves, 0 where all scales are 0; the scale codes, as s
     """
-    s, weight = s.reshape(len(s), -1, BATCH), weight.reshape(len(s), -1, BATCH)
-    top = s[0]  # the largest scales
-    for other in s[1:]:
-        top = np.where(np.abs(other) > np.abs(top), other, top)
-    ratio = s / np.where(top == 0, np.float32(1.0), top)
-    if lo >= 0:
-        np.maximum(ratio, 0, out=ratio)
-    few = (np.abs(top) > _COARSE * np.float32(hi + 1)) | (top == 0)
-    skipped = np.where(few, np.float32((hi - 1) // 2), np.float32(0.0))
-    first = skipped.min(1).astype(np.int64)
-    last = hi + (lo < -hi)  # the code beyond hi means -(hi + 1), with -d
-    d, best = np.zeros((2, *top.shape), np.float32)
-    scratch = np.empty((3, BATCH), np.float32)
-    _search(ratio, s, weight, skipped, first, last, d, best, *scratch)
-    if last > hi:
-        sign = np.where(best > hi, np.float32(-1.0), np.float32(1.0))
-        d *= sign
-        best *= sign
-    code = np.rint(ratio * best)
-    return d.ravel(), np.minimum(code, np.float32(hi), out=code).reshape(len(s), -1)
+    d, code = np.empty((len(s), BATCH), np.float32), np.empty_like(s)
+    _fit(s, weight, lo, hi, d, code, np.empty(s.shape[1:], np.float32), *np.empty((5, BATCH), np.float32))
+    return d, code

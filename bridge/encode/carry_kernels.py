@@ -1,6 +1,6 @@
 """The steps of `bridge.encode.carry` over the blocks of some rows.
 
-Only what runs over codes or tries candidates is compiled; NumPy does the rest, a few operations per unit.
+What is carried most often is compiled; for affine types, NumPy does what is neither a loop over codes nor a search.
 
 Arguments that all steps share:
 
@@ -15,10 +15,10 @@ import numpy as np
 
 from bridge.encode.carry_candidates import BATCH, fit_scaled
 from bridge.encode.carry_fit import fit_affine
-from bridge.system.jit import kernel
+from bridge.system.half import round_half
+from bridge.system.jit import inlined, kernel
 
 _FLOAT32_STEP = 2.0**-23
-_LARGEST_HALF = np.float32(65504.0)
 
 
 @dataclass(frozen=True)
@@ -50,19 +50,23 @@ class Units:
         return np.diff(self.edges)
 
 
+@inlined
+def _sums_of(codes, row, start, stop):
+    """Sum q and sum q^2 of a run of codes of one row, float64. Vectorized, since all is unsigned."""
+    total = np.uint32(0)
+    squares = np.uint32(0)
+    for k in range(np.uintp(start), np.uintp(stop)):
+        q = np.uint32(codes[np.uintp(row), k])
+        total = np.uint32(total + q)
+        squares = np.uint32(squares + np.uint32(q * q))
+    return np.float64(total), np.float64(squares)
+
+
 @kernel
 def _code_sums(codes, edges, sums):
-    """Sum q and sum q^2 of every unit: float64 [2, rows, units]. Vectorized, since all is unsigned."""
     for row in range(sums.shape[1]):
         for unit in range(sums.shape[2]):
-            total = np.uint32(0)
-            squares = np.uint32(0)
-            for k in range(np.uintp(edges[unit]), np.uintp(edges[unit + 1])):
-                q = np.uint32(codes[np.uintp(row), k])
-                total = np.uint32(total + q)
-                squares = np.uint32(squares + np.uint32(q * q))
-            sums[0, row, unit] = total
-            sums[1, row, unit] = squares
+            sums[0, row, unit], sums[1, row, unit] = _sums_of(codes, row, edges[unit], edges[unit + 1])
 
 
 def code_sums(codes: np.ndarray, units: Units) -> np.ndarray:
@@ -72,9 +76,54 @@ def code_sums(codes: np.ndarray, units: Units) -> np.ndarray:
     return sums
 
 
-def _halves(x: np.ndarray) -> np.ndarray:
-    """The nearest halves, as float32; see `bridge.system.half.round_half`."""
-    return np.clip(x, -_LARGEST_HALF, _LARGEST_HALF).astype(np.float16).astype(np.float32)
+@kernel
+def _scaled_fields(codes, scales, zeros, edges, group, scale, weight, sums):
+    """What `fit_scaled` takes; adds signal and noise to sums."""
+    most = scale.shape[1]
+    signal = 0.0
+    noise = 0.0
+    superblock = 0
+    for row in range(codes.shape[0]):
+        for first in range(0, group.shape[0], most):
+            batch, i = superblock // BATCH, superblock % BATCH
+            superblock += 1
+            for u in range(most):
+                unit = first + u
+                n = np.float64(edges[unit + 1] - edges[unit])
+                if n > 0:
+                    total, squares = _sums_of(codes, row, edges[unit], edges[unit + 1])
+                    s = scales[row, group[unit]]
+                    z = np.float64(zeros[row, group[unit]])
+                    spread = squares - 2.0 * z * total + z * z * n  # sum (q - z)^2
+                    scale[batch, u, i] = s
+                    weight[batch, u, i] = spread
+                    square = np.float64(s) * np.float64(s)
+                    signal += square * spread
+                    noise += square * n
+    sums[1] += signal
+    sums[2] += noise / 12.0
+
+
+@kernel
+def _put_scaled(d, code, scale, weight, of_sub, z, sc_out, d_out, dmin_out, sums):
+    """Store what `fit_scaled` found; adds the error to sums."""
+    most, blocks = code.shape[1], d_out.shape[1]
+    subs = of_sub.shape[0] // blocks
+    error = 0.0
+    superblock = 0
+    for row in range(d_out.shape[0]):
+        for block in range(blocks):
+            batch, i = superblock // BATCH, superblock % BATCH
+            superblock += 1
+            d_out[row, block] = d[batch, i]
+            dmin_out[row, block] = d[batch, i] * z
+            for j in range(block * subs, (block + 1) * subs):
+                sc_out[row, j] = np.int32(code[batch, of_sub[j] - block * most, i])
+            # in float64: what is reported must not carry the search's rounding
+            for u in range(most):
+                alpha = np.float64(d[batch, i]) * np.float64(code[batch, u, i]) - np.float64(scale[batch, u, i])
+                error += alpha * alpha * np.float64(weight[batch, u, i])
+    sums[0] += error
 
 
 def carry_scaled(codes, scales, zeros, units, block, sc_out, mn_out, d_out, dmin_out, sums):
@@ -83,27 +132,12 @@ def carry_scaled(codes, scales, zeros, units, block, sc_out, mn_out, d_out, dmin
     That is, of a scaled type, or of an affine one whose zero points are all the same power of two, or 0:
     mn = sc and dmin = d * z hold them exactly.
     """
-    total, squares = code_sums(codes, units)
-    z = zeros.take(units.group, axis=1)
-    s = scales.take(units.group, axis=1)
-    spread = squares - 2.0 * z * total + np.square(z, dtype=np.float64) * units.widths  # sum (q - z)^2
-    s[:, np.flatnonzero(units.widths == 0)] = 0
-    n = d_out.size
-    scale, weight = np.zeros((2, units.most, -(-n // BATCH) * BATCH), np.float32)
-    scale[:, :n] = s.reshape(n, -1).T
-    weight[:, :n] = spread.reshape(n, -1).T
+    scale, weight = np.zeros((2, -(-d_out.size // BATCH), units.most, BATCH), np.float32)
+    _scaled_fields(codes, scales, zeros, units.edges, units.group, scale, weight, sums)
     d, code = fit_scaled(scale, weight, block.scale_lo, block.scale_hi)
-    d_out[:] = d[:n].reshape(d_out.shape)
-    sc_out[:] = code[:, :n].T.astype(np.int8).reshape(s.shape).take(units.of_sub, axis=1)
-    if block.has_min:
-        dmin_out[:] = d_out * zeros[0, 0]
-        mn_out[:] = sc_out if zeros[0, 0] else 0
-    # the error again, in float64: what is reported must not carry the search's rounding
-    alpha = d.astype(np.float64) * code - scale
-    square = np.square(s, dtype=np.float64)
-    sums[0] += (alpha * alpha * weight).sum()
-    sums[1] += (square * spread).sum()
-    sums[2] += (square * units.widths).sum() / 12.0
+    z = zeros[0, 0] if block.has_min else np.float32(0.0)
+    _put_scaled(d, code, scale, weight, units.of_sub, z, sc_out, d_out, dmin_out, sums)
+    mn_out[:] = sc_out if z else 0
 
 
 def carry_affine(codes, scales, zeros, units, top, block, sc_out, mn_out, d_out, dmin_out, sums):
@@ -143,23 +177,39 @@ def carry_affine(codes, scales, zeros, units, top, block, sc_out, mn_out, d_out,
     return codes ^ (flip * np.uint8(top)).repeat(n, axis=1) if flip.any() else codes
 
 
+@kernel
+def _carry_plain(codes, scales, zeros, group, size, mins, d_out, dmin_out, sums):
+    n = np.float64(size)
+    error = 0.0
+    signal = 0.0
+    noise = 0.0
+    for row in range(d_out.shape[0]):
+        for block in range(d_out.shape[1]):
+            total, squares = _sums_of(codes, row, block * size, (block + 1) * size)
+            s = scales[row, group[block]]
+            z = np.float64(zeros[row, group[block]])
+            d = round_half(s)
+            d_out[row, block] = d
+            alpha = np.float64(d) - np.float64(s)
+            spread = squares - 2.0 * z * total + z * z * n
+            square = np.float64(s) * np.float64(s)
+            error += alpha * alpha * spread
+            signal += square * spread
+            noise += square * n
+            if mins:
+                m = round_half(np.float32(-z * np.float64(s)))
+                dmin_out[row, block] = m
+                gamma = -np.float64(m) - np.float64(d) * z
+                if abs(gamma) >= _FLOAT32_STEP * abs(m):  # else m is the very offset that z was divided out of
+                    error += gamma * (gamma * n - 2.0 * alpha * (total - n * z))
+    sums[0] += error
+    sums[1] += signal
+    sums[2] += noise / 12.0
+
+
 def carry_plain(codes, scales, zeros, units, block, d_out, dmin_out, sums):
     """d (and m) of every block of some rows; sums as in `carry_scaled`."""
-    total, squares = code_sums(codes, units)
-    s = scales.take(units.group, axis=1)
-    z = zeros.take(units.group, axis=1).astype(np.float64)
-    d_out[:] = _halves(s)
-    square = np.square(s, dtype=np.float64)
-    alpha = d_out.astype(np.float64) - s
-    spread = squares - 2.0 * z * total + z * z * block.size
-    error = alpha * alpha * spread
-    if block.has_min:
-        m = _halves((-z * s).astype(np.float32))
-        dmin_out[:] = m
-        gamma = -m.astype(np.float64) - d_out * z
-        gamma[np.abs(gamma) < _FLOAT32_STEP * np.abs(m)] = 0.0  # m is the very offset that z was divided out of
-        error += gamma * (gamma * block.size - 2.0 * alpha * (total - block.size * z))
-    sums += error.sum(), (square * spread).sum(), square.sum() * block.size / 12.0
+    _carry_plain(codes, scales, zeros, units.group, block.size, block.has_min, d_out, dmin_out, sums)
 
 
 @kernel

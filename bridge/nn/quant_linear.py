@@ -110,7 +110,10 @@ class QuantLinear(Placed):
         """x [..., in] of any float type, where the tensor is -> [..., out] of the same type."""
         if x.shape[-1:] != (self.in_features,):
             raise BridgeError(f"{self.tensor.name}: x has shape {list(x.shape)}; must be [..., {self.in_features}]")
-        y: Any = product(x.reshape(-1, self.in_features).float(), self.number, self.out_features, self.precision)
+        given = x.reshape(-1, self.in_features)
+        if not given.is_cuda:  # kernels of the CPU take float32
+            given = given.float()
+        y: Any = product(given, self.number, self.out_features, self.precision)
         if self.order is not None:
             y = y[:, self.order]
         if self.bias is not None:

@@ -33,7 +33,7 @@ def number_of(tensor: Any) -> int:
 def product(x: Tensor, tensor: int, rows: int, precision: str) -> Tensor:
     """x [n, in] of a float type; the gradient of x is that of the weights, whatever x was rounded to."""
     y: Tensor = _known[tensor].matmul(x, precision=precision)
-    return y
+    return y.float()  # a trellis layer's has the type of x
 
 
 @product.register_fake

@@ -6,6 +6,7 @@ kernels for all matrices; in it, matrices that multiply the same vectors share t
 """
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -255,7 +256,8 @@ class ProgramBuilder:
         arguments = block, count, address(buffers.spans), address(buffers.parts), address(buffers.sums), most
         items = self.spread(buffers) * spans
         attend = program.add(attn.function("attend", kind), *arguments, items=items, shared=True)
-        merge = program.add(attn.function("merge", kind), *arguments, items=count * self.config.heads * (spans > 1))
+        function = partial(attn.function, "merge", kind)  # short contexts do not wait until it is compiled
+        merge = program.add(function, *arguments, items=count * self.config.heads * (spans > 1))
         buffers.attending.append((program, attend, merge))
 
     def _after(self, program: Program, buffers: DecodeBuffers, layer: Layer) -> None:

@@ -5,7 +5,7 @@ Rounding is to nearest, ties to even, as numpy and ggml do it.
 
 import numpy as np
 
-from bridge.system.jit import inner
+from bridge.system.jit import inner, kernel
 
 _LARGEST = np.float32(65504.0)
 _SMALLEST_NORMAL = np.float32(6.103515625e-05)
@@ -23,3 +23,19 @@ def round_half(x):
         return np.float32(np.copysign((size + grid) - grid, x))
     split = np.float32(8193.0) * x  # Veltkamp: keeps the 11 leading bits
     return np.float32(split - np.float32(split - x))
+
+
+@kernel
+def _half_bits(size, bits, out):
+    for i in range(out.shape[0]):
+        low = np.uint32(min(size[i], _SMALLEST_NORMAL) * np.float32(2.0**24))  # of subnormal halves
+        high = np.uint32((bits[i] & np.uint32(0x7FFFFFFF)) >> np.uint32(13)) - np.uint32(112 << 10)
+        sign = (bits[i] >> np.uint32(16)) & np.uint32(0x8000)
+        out[i] = sign | (low if size[i] < _SMALLEST_NORMAL else high)
+
+
+def half_bits(x: np.ndarray) -> np.ndarray:
+    """The bits, uint16 [n], of float32 [n] that are finite halves; several times as fast as NumPy converts."""
+    out = np.empty(len(x), np.uint16)
+    _half_bits(np.abs(x), x.view(np.uint32), out)
+    return out

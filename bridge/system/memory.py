@@ -1,4 +1,4 @@
-"""Kernels on plain addresses: C functions, pointers, halves and small vector products.
+"""Kernels on plain addresses: C functions, arrays, halves and small vector products.
 
 A decoder's kernels get addresses as the products do (see interleaved.py), and have the same signature, so
 that a whole token is computed by one table of calls (see program.py).
@@ -13,6 +13,7 @@ import numpy as np
 from llvmlite import ir
 from numba.core import cgutils, types
 from numba.extending import intrinsic
+from numba.np import arrayobj
 
 from bridge.system.jit import inner, specialize
 
@@ -20,17 +21,8 @@ SIGNATURE = types.void(*[types.int64] * 9)  # seven arguments, and the range tha
 LANES = 16  # floats of a vector here; LLVM splits it where registers are smaller
 
 _intrinsic: Any = intrinsic  # mypy takes it for a function of its typing context
+_literal_intrinsic: Any = intrinsic(prefer_literal=True)
 _F32, _F16, _I16, _I64 = ir.FloatType(), ir.HalfType(), ir.IntType(16), ir.IntType(64)
-
-
-@_intrinsic
-def pointer(typingctx, address):
-    """An address as what `numba.carray` takes."""
-
-    def emit(context, builder, signature, arguments):
-        return builder.inttoptr(arguments[0], ir.IntType(8).as_pointer())
-
-    return types.voidptr(types.int64), emit
 
 
 @_intrinsic
@@ -69,10 +61,49 @@ def stack(nbytes: int) -> Any:
     return space
 
 
+def _array(context: Any, builder: Any, kind: types.Array, memory: Any, shape: list[Any]) -> Any:
+    """An array that does not own its memory; numba.carray and numpy.empty are compiled for each kind of arguments."""
+    array = arrayobj.make_array(kind)(context, builder)
+    item = context.get_abi_sizeof(context.get_data_type(kind.dtype))
+    strides = [_I64(item)]
+    for length in reversed(shape[1:]):
+        strides.insert(0, builder.mul(strides[0], length))
+    data = builder.bitcast(memory, array.data.type)
+    arrayobj.populate_array(array, data=data, shape=shape, strides=strides, itemsize=_I64(item), meminfo=None)
+    return array._getvalue()
+
+
+@_intrinsic
+def array_at(typingctx, address, shape, dtype):
+    """The array of this shape, an integer or a tuple, and dtype at an address."""
+    dimensions = getattr(shape, "count", 0)  # of a tuple
+    kind = types.Array(dtype.dtype, dimensions or 1, "C")
+
+    def emit(context, builder, signature, arguments):
+        lengths = cgutils.unpack_tuple(builder, arguments[1]) if dimensions else [arguments[1]]
+        return _array(context, builder, kind, builder.inttoptr(arguments[0], ir.IntType(8).as_pointer()), lengths)
+
+    integers = numba.types.UniTuple(types.int64, dimensions) if dimensions else types.int64
+    return kind(types.int64, integers, dtype), emit
+
+
+@_literal_intrinsic
+def array_on_stack(typingctx, length, dtype):
+    """An array of a length that is known when the function is compiled, on its stack."""
+    kind = types.Array(dtype.dtype, 1, "C")
+    count = length.literal_value
+
+    def emit(context, builder, signature, arguments):
+        memory = cgutils.alloca_once(builder, context.get_data_type(kind.dtype), size=count)
+        return _array(context, builder, kind, memory, [_I64(count)])
+
+    return kind(length, dtype), emit
+
+
 @inner
 def floats(address, count):
     """float32 [count] at an address."""
-    return numba.carray(pointer(address), (count,), np.float32)
+    return array_at(address, count, np.float32)
 
 
 def c_function(function: Callable[..., Any], suffix: str = "c", **scope: Any) -> Any:

@@ -6,7 +6,6 @@ Where a tile has no multiple of 16 states (hand-made files), numpy looks them up
 from functools import cache
 from typing import Any
 
-import numba
 import numpy as np
 from llvmlite import ir
 from numba.core import cgutils, types
@@ -14,7 +13,7 @@ from numba.extending import intrinsic
 
 from bridge.system import pool, targets
 from bridge.system.jit import kernel
-from bridge.system.memory import LANES, c_function, pointer
+from bridge.system.memory import LANES, array_at, c_function
 from bridge.system.pool import run, share
 from bridge.trellis.codebooks import BitshiftCodebook
 from bridge.trellis.streams import states_of
@@ -58,16 +57,16 @@ def _decode_states(code: Code) -> Any:
 def _tiles(words, out, table, order, columns, sizes, _, first, last):
     """Rows of tiles first..last-1; sizes: a tile's words, rows, columns, sixteens of states, and
     whether its weights come row by row; else `order` says which weight is at row * width + column."""
-    size = numba.carray(pointer(sizes), (5,), np.int64)
+    size = array_at(sizes, 5, np.int64)
     count, height, width, groups, in_order = size[0], size[1], size[2], size[3], size[4]
     weights = height * width
-    place = numba.carray(pointer(order), (weights,), np.int32)
+    place = array_at(order, weights, np.int32)
     ring = np.empty(count + 2 * 16, np.uint16)
     values = np.empty(weights, np.float32)
     for row in range(first, last):
-        stored = numba.carray(pointer(words + row * columns * count * 2), (columns, count), np.uint16)
+        stored = array_at(words + row * columns * count * 2, (columns, count), np.uint16)
         start = row * columns * height * width
-        target = numba.carray(pointer(out + 4 * start), (columns * height * width,), np.float32)
+        target = array_at(out + 4 * start, columns * height * width, np.float32)
         for column in range(columns):
             for j in range(count):
                 ring[j] = stored[column, j]

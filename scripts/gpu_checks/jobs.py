@@ -25,6 +25,9 @@ CORRECT += [f"correct/products/{type}/{precision}" for precision in ("int8", "f3
 CORRECT += ["correct/load", *(f"correct/linears/{type}" for type in LINEARS)]
 CORRECT += [f"correct/trellis/{mode}" for mode in trellis.WAYS]
 
+# in what time is left, under compute-sanitizer
+SANITIZED = ["correct/products/Q4_K/int8", "correct/tokens/Q4_K", "correct/model"]
+
 # jobs with a bar first
 TIMES = ["time/reading", f"time/torch_product/{LARGE}", f"time/torch_product/{SMALL}"]
 TIMES += [f"time/product/{LARGE}/{type}" for type in TYPES] + [f"time/product/{SMALL}/Q4_K", "time/decode"]

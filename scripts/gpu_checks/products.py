@@ -14,6 +14,7 @@ from bridge.cuda.matrix import DeviceMatrix
 from bridge.blocks import TYPES
 from bridge.runtime import QuantTensor
 from bridge.runtime.bench import random_tensor
+from gpu_checks import runner
 
 SHAPES = [(1, 256), (3, 512), (129, 1280), (1000, 2304), (2050, 4096)]
 SMALL_BLOCKS = [(5, 32), (131, 96)]  # added where a block has 32 columns
@@ -54,8 +55,9 @@ class Judge:
         error = difference(found.double().cpu().numpy(), expected)
         if limit <= 1e-4:  # halves aside
             self.worst = max(self.worst, error)
-        if not error < limit:  # NaN is wrong too
-            self.wrong.append(f"{what}: error {error:.2e}")
+        wrong = "" if error < limit else f"{what}: error {error:.2e}"  # NaN is wrong too
+        self.wrong += [wrong] * bool(wrong)
+        runner.case(wrong)
 
 
 def check(type: str, precision: str) -> dict[str, Any]:

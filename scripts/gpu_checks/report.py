@@ -71,7 +71,10 @@ def _attention(times: dict[str, dict[str, Any]], kind: str) -> Row:
     if time is None or reading is None:
         return _without(times, needed, what, "")
     share = 100 * time["nbytes"] / time["seconds"] / reading["bandwidth"]
-    return Row(what, "", f"{share:.1f}% of reading", None, f"{1e6 * time['seconds']:.1f} us a layer")
+    detail = f"{1e6 * time['seconds']:.1f} us a layer"
+    if "torch" in time:
+        detail += f"; torch's, without rotation and storing, {1e6 * time['torch']:.1f} us"
+    return Row(what, "", f"{share:.1f}% of reading", None, detail)
 
 
 def _against_torch(times: dict[str, dict[str, Any]]) -> Row:
@@ -135,10 +138,10 @@ def _decode(times: dict[str, dict[str, Any]]) -> Row:
 
 def shown(job: str, result: dict[str, Any]) -> str:
     """A line for a job that has ended."""
-    if "failed" in result:
-        words = f"FAILED {result['failed']}"
-    elif "late" in result:
-        words = f"not run: {result['late']}"
+    if "failed" in result or "late" in result:
+        words = f"FAILED {result['failed']}" if "failed" in result else f"not run: {result['late']}"
+        words += f", after {result['cases']} cases" if "cases" in result else ""
+        words = "; ".join([words, *result.get("wrong", [])])
     elif "wrong" in result:
         words = f"{'; '.join(result['wrong']) or 'right'}  {result.get('notes', '')}"
     elif "tried" in result:

@@ -71,7 +71,8 @@ def _bench(shape: str, type: str) -> Any:
 
 
 def attention(kind: str) -> dict[str, Any]:
-    """Bytes of the keys and values of a layer at the end of a long context, and seconds of a token's attention."""
+    """Bytes of a layer's keys and values at the end of a long context, and seconds of a token's attention: ours, and
+    torch's where it has the form, f16."""
     device = require("cuda")
     length, heads, kv_heads, head_dim = ATTENDED
     form, count = KVForm(kind, head_dim), spans(device.multiprocessors, kv_heads, length)
@@ -95,7 +96,22 @@ def attention(kind: str) -> dict[str, Any]:
         return lambda: kernel.launch((kv_heads, count), threads, device.stream(), *arguments)
 
     nbytes = 8 * form.words(kv_heads * length)
-    return {"nbytes": nbytes, "seconds": seconds_from_memory(launch, nbytes)}
+    found = {"nbytes": nbytes, "seconds": seconds_from_memory(launch, nbytes)}
+    return found | ({"torch": _torch_attention(nbytes)} if kind == "f16" else {})
+
+
+def _torch_attention(nbytes: int) -> float:
+    """Seconds of torch's attention of one token over as many keys and values, which it finds stored."""
+    length, heads, kv_heads, head_dim = ATTENDED
+    options: dict[str, Any] = {"dtype": torch.float16, "device": torch_device(require("cuda"))}
+    query = torch.randn((1, heads, 1, head_dim), **options)
+
+    def launch(i: int) -> Callable[[], object]:
+        keys, values = (torch.randn((1, kv_heads, length, head_dim), **options) for _ in range(2))
+        attend = torch.nn.functional.scaled_dot_product_attention
+        return lambda: attend(query, keys, values, enable_gqa=True)
+
+    return seconds_from_memory(launch, nbytes)
 
 
 def decode() -> dict[str, Any]:

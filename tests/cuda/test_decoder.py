@@ -136,14 +136,15 @@ def test_prepare_compiles_what_generating_launches(tmp_path: Path, monkeypatch: 
     with pretended_gpu(), monkeypatch.context() as patch:
         patch.setattr("bridge.cuda.device.packs", lambda: True)
         patch.setattr("bridge.cuda.decoder.compile_all", lambda kernels, capability, progress: compiled.extend(kernels))
-        patch.setattr("bridge.cuda.decoder._LENGTHS", (1, 16, 65))
+        patch.setattr("bridge.cuda.decoder._LENGTHS", (1, 4, 16, 65))
         launched: list[Any] = []
         patch.setattr(Kernel, "run", lambda self, *given: launched.append(self))
         patch.setattr("torch.empty", torch.zeros)  # no kernel runs: logits must still be finite
         decoder = Decoder(file, read_config(file.metadata, file.path), 128, "f16", "int8", "cuda")
         decoder.prepare()
         assert not launched
-        for length, how in ((1, Sampling(0)), (12, Sampling(seed=1)), (100, Sampling(0, repeat_penalty=2.0))):
+        prompts = (1, Sampling(0)), (3, Sampling(0)), (12, Sampling(seed=1)), (100, Sampling(0, repeat_penalty=2.0))
+        for length, how in prompts:
             assert len(list(islice(decoder.draw(range(length), Sampler(how)), 2))) == 2
     assert {kernel.name for kernel in launched} <= {kernel.name for kernel in compiled}
     assert len({kernel.name for kernel in launched}) > 12
@@ -272,10 +273,9 @@ def test_machine_code_keeps_everything_in_registers(capability: tuple[int, int],
             continue
         made = assembled(ptx_of(kernel, min(capability, (9, 0))), capability, kernel.registers)
         assert made.ptx.count("griddepcontrol.wait") == kernel.dependent, name
-        # attention of several heads lacks up to 11 registers before 9.0
-        assert max(made.stack, made.spills) <= (44 if capability < (9, 0) else 0), name
+        assert (made.stack, made.spills) == (0, 0), name
         assert ".local" not in made.ptx, name
-        assert made.registers <= 64, name
+        assert made.registers <= kernel.registers, name
 
 
 @pytest.mark.xdist_group("attention")
@@ -288,4 +288,6 @@ def test_keys_are_loaded_sixteen_bytes_at_a_time_and_not_past_what_the_step_has_
     ptx = ptx_of(kernels(dependent=True)[name], (9, 0))
     assert len(re.findall(r"ld\.global\.v4\.u32", ptx)) >= (2 if "q8_0" in name else 4)
     assert "ld.global.nc" not in ptx
-    assert len(re.findall(r"membar|fence", ptx)) == 2  # before and after the count of finished spans
+    # the count of finished spans: released by one thread, acquired in the last block alone
+    assert len(re.findall(r"atom\.release\.gpu", ptx)) == len(re.findall(r"fence\.acq_rel\.gpu", ptx)) == 1
+    assert "membar" not in ptx

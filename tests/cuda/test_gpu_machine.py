@@ -356,6 +356,44 @@ def test_instructions_it_does_not_know_are_named(code: str) -> None:
         kernel(code)
 
 
+# a block stores, counts itself, and, as the last, reads what the first one has stored
+LAST = """
+    mad.lo.s32 %r2, %r31, 64, %r30;
+    mad.wide.u32 %rd3, %r2, 4, %rd1;
+    st.global.u32 [%rd3], %r2;
+    {before}
+    setp.eq.s32 %p1, %r30, 0;
+    @%p1 {count} %r3, [%rd2], 1;
+    @%p1 {fence}
+    {after}
+    setp.eq.s32 %p2, %r31, 0;
+    @%p2 ret;
+    xor.b32 %r4, %r30, 33;
+    mad.wide.u32 %rd3, %r4, 4, %rd1;
+    ld.global.u32 %r1, [%rd3];
+"""
+BETWEEN = {
+    "before": "bar.sync 0;",
+    "count": "atom.release.gpu.global.add.s32",
+    "fence": "fence.acq_rel.gpu;",
+    "after": "bar.sync 0;",
+}
+
+
+def test_a_block_may_read_what_others_have_released_and_it_has_acquired() -> None:
+    kernel(LAST.format(**BETWEEN), 2).launch(2, 64, [np.zeros(128, np.uint32), np.zeros(1, np.uint32)])
+
+
+@pytest.mark.parametrize(
+    ("part", "instead"),
+    [("before", ""), ("count", "atom.global.add.s32"), ("fence", "mov.u32 %r5, 0;"), ("after", "")],
+)
+def test_what_another_block_has_stored_is_not_read_without_any_of_these(part: str, instead: str) -> None:
+    code = LAST.format(**BETWEEN | {part: instead})
+    with pytest.raises(GpuError, match="no release and acquire between thread 64 and what thread 33 of another block"):
+        kernel(code, 2).launch(2, 64, [np.zeros(128, np.uint32), np.zeros(1, np.uint32)])
+
+
 WAIT = "griddepcontrol.wait;"
 STORE = "add.s64 %rd31, %rd1, %rd30; st.global.u32 [%rd31], %r30;"
 

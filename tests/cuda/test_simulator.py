@@ -17,7 +17,6 @@ pytest.importorskip("numba_cuda", reason="numba-cuda is not installed")
 CASES = sorted((ROOT / "tests" / "simulator").glob("*_cases.py"))
 
 
-@pytest.mark.xdist_group("simulator")  # at the same time their many Python threads take five times as long
 @pytest.mark.parametrize("cases", CASES, ids=lambda path: path.stem)
 def test_all_cases_hold_in_the_simulator(cases: Path) -> None:
     """In a process of its own: the simulator is chosen before Numba is imported, and importing torch costs seconds.

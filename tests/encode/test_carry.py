@@ -11,7 +11,7 @@ from bridge.checkpoint.grouped import GroupedTensor
 from bridge.encode.block_bytes import unpack_codes
 from bridge.encode.carry import CannotCarryError, Mapped, carry, stored_codes
 from bridge.encode.type_choice import Choice, carry_or_requantize, choose, exact_type, map_to, requantize
-from bridge.system.half import round_half
+from bridge.system.half import half_bits, round_half
 from tests.support.least_error import least_affine_error, least_q8_0_error, least_scaled_error
 
 
@@ -481,6 +481,13 @@ def test_halves_round_as_numpy_rounds_them():
         expected = x.astype(np.float16)
     for value, half in zip(x, expected, strict=True):
         assert round_half.py_func(value) == np.float32(half)
+
+
+def test_bits_of_every_finite_half():
+    bits = np.arange(1 << 16, dtype=np.uint16)
+    halves = bits.view(np.float16).astype(np.float32)
+    finite = np.isfinite(halves)
+    assert np.array_equal(half_bits(halves[finite]), bits[finite])
 
 
 def test_every_type_has_a_float_route():

@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_leaves
 import bridge
 from bridge.blocks import TYPES
 from bridge.errors import BridgeError
+from bridge.nn.torch_ops import number_of, product
 from bridge.runtime import QuantTensor, open_gguf
 from tests.support import ptx
 from tests.support.random_blocks import FACTOR, random_matrix
@@ -196,3 +197,36 @@ def test_a_model_goes_to_the_gpu_and_says_there_what_it_says_on_the_cpu(path: Pa
         assert sum("_product_" in name for name in names) == 8
         assert any(name.startswith("_dequantize_") and name.endswith("_rows") for name in names)
         torch.testing.assert_close(back(TOKENS).logits, expected)
+
+
+@pytest.mark.skipif(ptx.unavailable() is not None, reason=str(ptx.unavailable()))
+def test_halves_on_the_gpu_are_multiplied_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They were copied to float32 for every linear."""
+    from tests.support.gpu.disguise import disguised_gpu
+
+    tensor, weights = random_matrix(TYPES["Q4_0"], 6, 64)
+    x = torch.randn(2, 64, generator=torch.Generator().manual_seed(1)).half()
+    with disguised_gpu():
+        layer = bridge.nn.QuantLinear(tensor, precision="f32").to("cuda:0")
+        multiply, given = layer.tensor.matmul, []
+        monkeypatch.setattr(layer.tensor, "matmul", lambda x, **how: given.append(x.dtype) or multiply(x, **how))
+        y = layer(x.to("cuda:0"))
+    assert given == [torch.float16]
+    assert y.dtype == torch.float16
+    torch.testing.assert_close(y.cpu().double(), x.double() @ torch.from_numpy(weights).T, rtol=2e-3, atol=2e-3)
+
+
+def test_the_gradient_of_halves_is_of_halves() -> None:
+    class Tensor:
+        def matmul(self, x: torch.Tensor, precision: str) -> torch.Tensor:
+            return x.float() @ torch.ones(64, 6)
+
+        def rows(self, indices: np.ndarray) -> torch.Tensor:
+            return torch.ones(len(indices), 64)
+
+    tensor = Tensor()
+    x = torch.ones(2, 64, dtype=torch.float16, requires_grad=True)
+    product(x, number_of(tensor), 6, "f32").sum().backward()
+    assert x.grad is not None
+    assert x.grad.dtype == torch.float16
+    assert (x.grad == 6).all()

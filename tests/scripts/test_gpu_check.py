@@ -87,14 +87,16 @@ def test_a_bar_is_missed_by_what_is_slow_and_by_what_has_failed(job: str, change
     assert sum(row.measured == "not measured" for row in table if row.bar) == (len(missed) if change is None else 0)
 
 
-# what a process does with the jobs "fine", "dies" and "hangs"
+# what a process does with the jobs "dies", "hangs" and others; two cases come first in "dies, wrong" and "hangs, wrong"
 PROCESS = """
 import sys, time
 for job in map(str.strip, sys.stdin):
     print("a library says something", end="")
-    if job == "dies":
+    if job.endswith("wrong"):
+        print('\\nCASE ""\\nlibrary\\nCASE "y: error 1"', flush=True)
+    if job in ("dies", "dies, wrong"):
         sys.exit("Traceback\\nCudaError: an illegal address")
-    if job == "hangs":
+    if job in ("hangs", "hangs, wrong"):
         time.sleep(600)
     print(f'\\nRESULT ["{job}", {{"seconds": 1}}]', flush=True)
 """
@@ -121,6 +123,34 @@ def test_a_process_that_dies_takes_one_job_with_it_and_no_time_ends_the_rest(mon
     assert list(found) == many
     assert sorted(shown[3:]) == sorted(many)
     assert [job for job, result in found.items() if result != {"seconds": 1}] == ["dies"]
+    assert "illegal address" in found["dies"]["failed"]
+
+
+@pytest.mark.usefixtures("processes")
+def test_cases_before_a_job_was_cut_or_has_failed_are_reported() -> None:
+    known = {"cases": 2, "wrong": ["y: error 1"]}
+    found = runner.in_turn(["dies, wrong", "hangs, wrong"], time.monotonic() + 4, lambda job, result: None)
+    assert "illegal address" in found["dies, wrong"].pop("failed")
+    assert found == {"dies, wrong": known, "hangs, wrong": {"late": runner.CUT} | known}
+    line = "not run: no end in time, after 2 cases; y: error 1"
+    assert report.shown("hangs, wrong", found["hangs, wrong"]).endswith(line)
+
+
+@pytest.mark.usefixtures("processes")
+def test_errors_that_compute_sanitizer_finds_are_failures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Here a program of that name, which finds one where the job is "two"."""
+    tool = tmp_path / "compute-sanitizer"
+    tool.write_text(
+        '#!/bin/sh\nread job\nshift\necho "$job" | "$@"\n[ "$job" != two ] || { echo "===== Invalid read"; exit 9; }\n'
+    )
+    tool.chmod(0o755)
+    found: dict[str, Any] = {}
+    runner.sanitized(["one"], time.monotonic() + PATIENCE, found.__setitem__)
+    assert not found  # it is not installed
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    runner.sanitized(["one", "two", "dies"], time.monotonic() + PATIENCE, found.__setitem__)
+    assert found["one"] == {"seconds": 1}
+    assert found["two"] == {"failed": "exit code 9: Invalid read"}
     assert "illegal address" in found["dies"]["failed"]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from bridge.cuda.launch import Kernel
@@ -51,13 +51,7 @@ def ptx_of(kernel: Kernel, capability: tuple[int, int]) -> str:
 
 def assembled(ptx: str, capability: tuple[int, int], registers: int | None = None) -> Compiled:
     """PTX, for this capability or an older one, as machine code; a kernel has as many registers as it asks for."""
-    from bridge.cuda.launch import MAX_REGISTERS
-    from cuda.core import Linker, LinkerOptions, ObjectCode
-
-    options = LinkerOptions(
-        arch=f"sm_{capability[0]}{capability[1]}", max_register_count=registers or MAX_REGISTERS, ptxas_options=["-v"]
-    )
-    linker = Linker(ObjectCode.from_ptx(ptx.encode()), options=options)
+    linker = _linker(ptx, capability, registers)
     linker.link("cubin")
     log = str(linker.get_info_log()) + str(linker.get_error_log())
 
@@ -68,3 +62,18 @@ def assembled(ptx: str, capability: tuple[int, int], registers: int | None = Non
 
     spills = total(r"(\d+) bytes spill stores") + total(r"(\d+) bytes spill loads")
     return Compiled(ptx, total(r"Used (\d+) registers"), total(r"(\d+) bytes stack frame"), spills)
+
+
+def machine_code(ptx: str, capability: tuple[int, int], registers: int) -> bytes:
+    """The same as a cubin."""
+    return bytes(_linker(ptx, capability, registers).link("cubin").code)
+
+
+def _linker(ptx: str, capability: tuple[int, int], registers: int | None) -> Any:
+    from bridge.cuda.launch import MAX_REGISTERS
+    from cuda.core import Linker, LinkerOptions, ObjectCode
+
+    options = LinkerOptions(
+        arch=f"sm_{capability[0]}{capability[1]}", max_register_count=registers or MAX_REGISTERS, ptxas_options=["-v"]
+    )
+    return Linker(ObjectCode.from_ptx(ptx.encode()), options=options)

@@ -1,81 +1,55 @@
 """The threads of a block in Numba's CUDA simulator, one at a time.
 
-Numba lets all of them run at once and asks each, again and again, whether it waits at a barrier, which takes most of
-the processor's time. Here a thread runs until it comes to a barrier or ends, and then wakes the next one. After each
-barrier they go in the opposite order, so that what needs a barrier and has none comes out differently.
+Numba gives each of them a thread of the system, lets all run at once and asks each, again and again, whether it waits
+at a barrier: that takes most of the processor's time. Here a thread is a greenlet. It runs until it comes to a barrier
+or ends, then the next one runs. After each barrier they run in the opposite order, so that kernels that need a barrier
+and have none come out differently.
 """
 
 from __future__ import annotations
 
-import threading
-from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import numpy as np
-from numba.cuda.simulator import kernel as simulator
+from bridge.cuda import twins
+from greenlet import getcurrent, greenlet
+from numba.cuda.simulator import kernel, kernelapi
 
 
-class Turns:
-    """Whose turn it is, of the threads of a block."""
-
-    def __init__(self, threads: list[Any]):
-        self.ready = deque(threads)  # those that are still to run to the barrier
-        self.arrived: list[Any] = []  # those at the barrier
-        self.done = threading.Lock()
-        self.failed: Any = None  # the first exception of a thread, with its traceback
-
-    def next(self) -> Any:
-        """Who comes next; None where all have ended."""
-        if not self.ready:
-            self.ready.extend(reversed(self.arrived))
-            self.arrived.clear()
-        return self.ready.popleft() if self.ready else None
-
-
-class Thread(simulator.BlockThread):  # type: ignore[misc]
-    """A thread of a block, which runs while it holds `turn`."""
-
-    turns: Turns
-    turn: threading.Lock
-
-    def run(self) -> None:
-        self.turn.acquire()
-        if self.turns.failed is None:
-            super().run()
-            self.turns.failed = self.turns.failed or self.exception
-        other = self.turns.next()
-        (self.turns.done if other is None else other.turn).release()
+class Thread(kernel.BlockThread):  # type: ignore[misc]
+    """A thread of a block. It is never started: a greenlet runs it."""
 
     def syncthreads(self) -> None:
-        self.turns.arrived.append(self)
-        other = self.turns.next()
-        if other is not self:
-            other.turn.release()
-            self.turn.acquire()
-        if self.turns.failed is not None:
-            raise RuntimeError("another thread of the block has failed")
+        getcurrent().parent.switch()
 
 
 def _run(self: Any, grid_point: Any, *args: Any) -> None:
     """BlockManager.run."""
-    threads = []
+    running = []
     for point in np.ndindex(*self._block_dim):
         thread = Thread(lambda: self._f(*args), self, grid_point, point, self._debug)
-        thread.turn = threading.Lock()
-        thread.turn.acquire()
-        threads.append(thread)
-    turns = Turns(threads)
-    turns.done.acquire()
-    for thread in threads:
-        thread.turns = turns
-        thread.start()
-    turns.next().turn.release()
-    turns.done.acquire()
-    if turns.failed is not None:
-        raise turns.failed[0].with_traceback(turns.failed[1])
+        running.append(greenlet(thread.run))
+        running[-1].cuda_thread = thread
+    while running:
+        for each in running:
+            each.switch()
+            if each.cuda_thread.exception is not None:
+                error, traceback = each.cuda_thread.exception
+                raise error.with_traceback(traceback)
+        running = [each for each in reversed(running) if not each.dead]
 
 
-def one_at_a_time() -> Any:
-    """A context in which the simulator's threads take turns."""
-    return mock.patch.object(simulator.BlockManager, "run", _run)
+@contextmanager
+def one_at_a_time() -> Iterator[None]:
+    """The simulator's threads take turns."""
+    current = SimpleNamespace(current_thread=lambda: getcurrent().cuda_thread)
+    with (
+        mock.patch.object(kernel.BlockManager, "run", _run),
+        mock.patch.object(kernelapi, "threading", current),
+        mock.patch.object(twins, "threading", current),
+    ):
+        yield

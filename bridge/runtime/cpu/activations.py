@@ -22,7 +22,6 @@ Records of `columns` tokens lie side by side for each block: [tokens/columns, bl
 from functools import cache
 from typing import Any, NamedTuple
 
-import numba
 import numpy as np
 from llvmlite import ir
 from numba.core import types
@@ -31,7 +30,7 @@ from numba.extending import intrinsic
 from bridge.blocks import BlockType
 from bridge.blocks.read import READ
 from bridge.runtime.cpu.vectors import Emitter
-from bridge.system.memory import c_function, floats, pointer, stack
+from bridge.system.memory import array_at, c_function, floats, stack
 
 # set per type by `quantize_function`
 size = subs = sub = record = sums_at = d_at = 0
@@ -161,7 +160,7 @@ def _quantize(x, out, count, columns, _0, _1, _2, first, last):
                     largest = max(largest, abs(values[j]))
                 inverse = _LOW / largest if largest > np.float32(1e-30) else np.float32(0)
                 floats(at + record - 4, np.int64(1))[0] = largest / _LOW
-                low = numba.carray(pointer(at + sums_at), (2 * subs,), np.int8)
+                low = array_at(at + sums_at, 2 * subs, np.int8)
                 for j in range(subs):
                     whole = np.int32(np.rint(values[j] * inverse))
                     low[j] = whole >> 7

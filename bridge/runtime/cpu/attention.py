@@ -21,12 +21,11 @@ several sequences, each of which has its own cache and a single token.
 from functools import cache
 from typing import Any
 
-import numba
 import numpy as np
 
 from bridge.runtime.cpu.decoder_ops import exp, square_sum
 from bridge.system.jit import inner, specialize
-from bridge.system.memory import c_function, floats, from_half, panel, pointer, to_half
+from bridge.system.memory import array_at, c_function, floats, from_half, panel, to_half
 
 # words of a layer's block; addresses first. Biases, head norms, the cap on scores and the window may be 0
 (Q, K, V, Q_BIAS, K_BIAS, V_BIAS, Q_NORM, K_NORM, COS, SIN, KEYS, VALUES, KEY_SCALES, VALUE_SCALES, START, OUT,
@@ -82,13 +81,13 @@ def _store(blocks, count, _0, _1, _2, _3, _4, first, last):
     for item in range(first, last):
         block = blocks + 8 * WORDS * item if count > 1 else blocks
         t = 0 if count > 1 else item
-        p = numba.carray(pointer(block), (WORDS,), np.int64)
+        p = array_at(block, WORDS, np.int64)
         heads, kv_heads, d, context = p[HEADS], p[KV_HEADS], p[HEAD_DIM], p[CONTEXT]
         half = p[ROTATED] // 2
-        eps = numba.carray(pointer(block), (WORDS,), np.float64)[EPS]
+        eps = array_at(block, WORDS, np.float64)[EPS]
         chunks = (d + LANES - 1) // LANES
         scales = (d + BLOCK - 1) // BLOCK
-        at = numba.carray(pointer(p[START]), (1,), np.int64)[0] + t
+        at = array_at(p[START], 1, np.int64)[0] + t
         cos = floats(p[COS] + 4 * half * at, half)
         sin = floats(p[SIN] + 4 * half * at, half)
         for h in range(heads):
@@ -107,10 +106,10 @@ def _store(blocks, count, _0, _1, _2, _3, _4, first, last):
             key = (h * (context // LANES) + at // LANES) * d * LANES + at % LANES
             value = (h * chunks * context + at) * LANES
             if quantized:
-                keys8 = numba.carray(pointer(p[KEYS]), (kv_heads * context * d,), np.int8)
-                values8 = numba.carray(pointer(p[VALUES]), (kv_heads * context * chunks * LANES,), np.int8)
-                key_scales = numba.carray(pointer(p[KEY_SCALES]), (kv_heads * context * scales,), np.uint16)
-                value_scales = numba.carray(pointer(p[VALUE_SCALES]), (kv_heads * context * scales,), np.uint16)
+                keys8 = array_at(p[KEYS], kv_heads * context * d, np.int8)
+                values8 = array_at(p[VALUES], kv_heads * context * chunks * LANES, np.int8)
+                key_scales = array_at(p[KEY_SCALES], kv_heads * context * scales, np.uint16)
+                value_scales = array_at(p[VALUE_SCALES], kv_heads * context * scales, np.uint16)
                 for j in range(scales):
                     part = slice(j * BLOCK, min(d, (j + 1) * BLOCK))
                     step_k = _largest(k[part]) / np.float32(127)
@@ -124,8 +123,8 @@ def _store(blocks, count, _0, _1, _2, _3, _4, first, last):
                         keys8[key + i * LANES] = np.int8(np.rint(k[i] * to_k))
                         values8[value + i // LANES * context * LANES + i % LANES] = np.int8(np.rint(v[i] * to_v))
             elif halves:
-                keys16 = numba.carray(pointer(p[KEYS]), (kv_heads * context * d,), np.uint16)
-                values16 = numba.carray(pointer(p[VALUES]), (kv_heads * context * chunks * LANES,), np.uint16)
+                keys16 = array_at(p[KEYS], kv_heads * context * d, np.uint16)
+                values16 = array_at(p[VALUES], kv_heads * context * chunks * LANES, np.uint16)
                 for i in range(d):
                     keys16[key + i * LANES] = to_half(k[i])
                     values16[value + i // LANES * context * LANES + i % LANES] = to_half(v[i])
@@ -167,11 +166,11 @@ def _attend(blocks, count, spans, parts, sums, most, _0, first, last):
     parts   address of float32 [count, heads, most, head_dim], and
     sums    of float32 [count, heads, most, 2]: what is left for `merge` of several spans
     """
-    parted = numba.carray(pointer(spans), (1,), np.int64)[0] > 1
-    p = numba.carray(pointer(blocks), (WORDS,), np.int64)
+    parted = array_at(spans, 1, np.int64)[0] > 1
+    p = array_at(blocks, WORDS, np.int64)
     heads, kv_heads, d, context, tokens = p[HEADS], p[KV_HEADS], p[HEAD_DIM], p[CONTEXT], p[TOKENS]
-    scale = np.float32(numba.carray(pointer(blocks), (WORDS,), np.float64)[SCALE])
-    cap = np.float32(numba.carray(pointer(blocks), (WORDS,), np.float64)[CAP])
+    scale = np.float32(array_at(blocks, WORDS, np.float64)[SCALE])
+    cap = np.float32(array_at(blocks, WORDS, np.float64)[CAP])
     shared = heads // kv_heads
     per_head = (tokens * shared + ROWS - 1) // ROWS
     groups = kv_heads * per_head
@@ -180,14 +179,14 @@ def _attend(blocks, count, spans, parts, sums, most, _0, first, last):
     width = SPAN
     if not parted:
         for b in range(count):
-            p = numba.carray(pointer(blocks + 8 * WORDS * b), (WORDS,), np.int64)
-            start = numba.carray(pointer(p[START]), (1,), np.int64)[0]
+            p = array_at(blocks + 8 * WORDS * b, WORDS, np.int64)
+            start = array_at(p[START], 1, np.int64)[0]
             width = max(width, (start + tokens + LANES - 1) // LANES * LANES)
     # sums of exp [ROWS] as float64, maxima [ROWS], q [ROWS, d], scores [ROWS, width], part [ROWS, LANES], a panel
     panel_size = max(d, width) * LANES if quantized else 0
     memory = np.empty(12 * ROWS + 4 * (ROWS * (d + width + LANES) + panel_size), np.uint8)
     first_byte = np.int64(memory.ctypes.data)
-    totals = numba.carray(pointer(first_byte), (ROWS,), np.float64)
+    totals = array_at(first_byte, ROWS, np.float64)
     tops = floats(first_byte + 8 * ROWS, np.int64(ROWS))
     a = first_byte + 12 * ROWS
     s = a + 4 * ROWS * d
@@ -199,8 +198,8 @@ def _attend(blocks, count, spans, parts, sums, most, _0, first, last):
     for item in range(first, last):
         span = item // (count * groups)
         b = item % (count * groups) // groups
-        p = numba.carray(pointer(blocks + 8 * WORDS * b), (WORDS,), np.int64)
-        start = numba.carray(pointer(p[START]), (1,), np.int64)[0]
+        p = array_at(blocks + 8 * WORDS * b, WORDS, np.int64)
+        start = array_at(p[START], 1, np.int64)[0]
         window = p[WINDOW] if p[WINDOW] else start + tokens
         h = item % groups // per_head
         row0 = item % per_head * ROWS
@@ -221,9 +220,9 @@ def _attend(blocks, count, spans, parts, sums, most, _0, first, last):
         for g in range(begin // LANES, (begin + columns) // LANES):
             at = (h * (context // LANES) + g) * d * LANES
             if quantized:
-                keys8 = numba.carray(pointer(p[KEYS] + at), (d, LANES), np.int8)
+                keys8 = array_at(p[KEYS] + at, (d, LANES), np.int8)
                 place = p[KEY_SCALES] + 2 * (h * (context // LANES) + g) * scales * LANES
-                key_scales = numba.carray(pointer(place), (scales, LANES), np.uint16)
+                key_scales = array_at(place, (scales, LANES), np.uint16)
                 for i in range(d):
                     for lane in range(LANES):
                         unpacked[i * LANES + lane] = np.float32(keys8[i, lane]) * from_half(
@@ -241,9 +240,9 @@ def _attend(blocks, count, spans, parts, sums, most, _0, first, last):
         for j in range(chunks):
             at = ((h * chunks + j) * context + begin) * LANES
             if quantized:
-                values8 = numba.carray(pointer(p[VALUES] + at), (end - begin, LANES), np.int8)
+                values8 = array_at(p[VALUES] + at, (end - begin, LANES), np.int8)
                 place = p[VALUE_SCALES] + 2 * (h * context + begin) * scales
-                value_scales = numba.carray(pointer(place), (end - begin, scales), np.uint16)
+                value_scales = array_at(place, (end - begin, scales), np.uint16)
                 for i in range(end - begin):
                     step = from_half(value_scales[i, j * LANES // BLOCK])
                     for lane in range(LANES):
@@ -269,13 +268,13 @@ def _attend(blocks, count, spans, parts, sums, most, _0, first, last):
 
 def _merge(blocks, count, spans, parts, sums, most, _0, first, last):
     """Merge the spans' parts into out, for heads first..last of all blocks; see `_attend`."""
-    used = numba.carray(pointer(spans), (1,), np.int64)[0]
+    used = array_at(spans, 1, np.int64)[0]
     for item in range(first, last):
-        p = numba.carray(pointer(blocks), (WORDS,), np.int64)
+        p = array_at(blocks, WORDS, np.int64)
         heads, d = p[HEADS], p[HEAD_DIM]
-        p = numba.carray(pointer(blocks + 8 * WORDS * (item // heads)), (WORDS,), np.int64)
+        p = array_at(blocks + 8 * WORDS * (item // heads), WORDS, np.int64)
         out = floats(p[OUT] + 4 * d * (item % heads), d)
-        own = numba.carray(pointer(sums + 8 * most * item), (used, 2), np.float32)
+        own = array_at(sums + 8 * most * item, (used, 2), np.float32)
         top = np.float32(-np.inf)
         for j in range(used):
             if own[j, 1] > 0:

@@ -7,12 +7,11 @@ a token's whole computation is a table of calls (see program.py), and a batch's 
 from functools import cache, partial
 from typing import Any
 
-import numba
 import numpy as np
 
 from bridge.runtime.cpu import rowmajor
 from bridge.system.jit import inner
-from bridge.system.memory import c_function, floats, pointer
+from bridge.system.memory import array_at, c_function, floats
 
 unpack: Any = None  # set by `look_up_function`
 
@@ -29,7 +28,7 @@ def square_sum(x):
 @partial(inner, fastmath={"contract"})
 def exp(x):
     """exp of a float32 within 1e-7, in instructions that vectorize (Cephes' expf)."""
-    x = min(max(x, np.float32(-87.0)), np.float32(88.0))
+    x = np.float32(-87.0) if x < np.float32(-87.0) else np.float32(88.0) if x > np.float32(88.0) else x
     n = np.float32(np.rint(x * np.float32(1.44269504)))
     r = x - n * np.float32(0.693359375) + n * np.float32(2.12194440e-4)
     p = np.float32(1.9875691500e-4)
@@ -44,9 +43,9 @@ def exp(x):
 
 def _look_up(table, row_bytes, token, x, hidden, _0, _1, first, last):
     """x float32 [hidden]: the row of a table of blocks that the int64 at `token` names."""
-    index = numba.carray(pointer(token), (1,), np.int64)[0]
-    row = numba.carray(pointer(table + index * row_bytes), (1, row_bytes), np.uint8)
-    unpack(row, numba.carray(pointer(x), (1, hidden), np.float32))
+    index = array_at(token, 1, np.int64)[0]
+    row = array_at(table + index * row_bytes, (1, row_bytes), np.uint8)
+    unpack(row, array_at(x, (1, hidden), np.float32))
 
 
 def _norm(x, delta, weight, out, hidden, eps, scale, first, last):

@@ -3,12 +3,11 @@
 from functools import cache
 from typing import Any
 
-import numba
 import numpy as np
 
 from bridge.runtime.cpu.decoder_ops import exp
 from bridge.runtime.cpu.program import FIELDS
-from bridge.system.memory import c_function, floats, pointer
+from bridge.system.memory import array_at, c_function, floats
 
 # words of the block that `choose` works on, all addresses
 LOGITS, CHOSEN, WEIGHTS, FIRST, SECOND, WORDS = range(6)
@@ -21,12 +20,12 @@ def _choose(block, experts, used, normalized, table, _0, _1, first, last):
     block  LOGITS float32 [tokens, experts]; CHOSEN int64 [tokens, used]; WEIGHTS float32 of that shape; FIRST and
            SECOND the fields of products [tokens * used, 2] and [tokens * used], of which the first two are set
     """
-    words = numba.carray(pointer(block), (WORDS,), np.int64)
-    places = numba.carray(pointer(table), (experts, 3, 2), np.int64)
+    words = array_at(block, WORDS, np.int64)
+    places = array_at(table, (experts, 3, 2), np.int64)
     taken = np.empty(experts, np.bool_)
     for t in range(first, last):
         logits = floats(words[LOGITS] + 4 * experts * t, experts)
-        chosen = numba.carray(pointer(words[CHOSEN] + 8 * used * t), (used,), np.int64)
+        chosen = array_at(words[CHOSEN] + 8 * used * t, used, np.int64)
         weights = floats(words[WEIGHTS] + 4 * used * t, used)
         taken[:] = False
         for j in range(used):
@@ -44,17 +43,17 @@ def _choose(block, experts, used, normalized, table, _0, _1, first, last):
         for j in range(used):
             e = chosen[j]
             weights[j] = exp(logits[e] - top) / total
-            pair = numba.carray(pointer(words[FIRST] + 16 * FIELDS * (t * used + j)), (2, FIELDS), np.int64)
+            pair = array_at(words[FIRST] + 16 * FIELDS * (t * used + j), (2, FIELDS), np.int64)
             pair[0, :2] = places[e, 0]
             pair[1, :2] = places[e, 1]
-            one = numba.carray(pointer(words[SECOND] + 8 * FIELDS * (t * used + j)), (FIELDS,), np.int64)
+            one = array_at(words[SECOND] + 8 * FIELDS * (t * used + j), FIELDS, np.int64)
             one[:2] = places[e, 2]
 
 
 def _gated(gate, up, inner, chosen, factors, _0, _1, first, last):
     """gate = silu(gate) * up for rows first..last, with the factors [experts, 3] of the experts that are `chosen`."""
     for j in range(first, last):
-        e = numba.carray(pointer(chosen + 8 * j), (1,), np.int64)[0]
+        e = array_at(chosen + 8 * j, 1, np.int64)[0]
         own = floats(factors + 12 * e, 3)
         scale_g, scale_u = own[0], own[1]
         g = floats(gate + 4 * inner * j, inner)
@@ -71,7 +70,7 @@ def _mixed(down, weights, chosen, factors, used, hidden, y, first, last):
         for i in range(hidden):
             out[i] = 0
         for j in range(t * used, (t + 1) * used):
-            e = numba.carray(pointer(chosen + 8 * j), (1,), np.int64)[0]
+            e = array_at(chosen + 8 * j, 1, np.int64)[0]
             weight = floats(weights + 4 * j, 1)[0] * floats(factors + 12 * e, 3)[2]
             part = floats(down + 4 * hidden * j, hidden)
             for i in range(hidden):

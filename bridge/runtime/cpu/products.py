@@ -13,6 +13,7 @@ from bridge.runtime.cpu.layout import InterleavedLayout
 from bridge.runtime.cpu.portable import Dequantizing, RawMatrix
 from bridge.system import targets
 from bridge.system.jit import kernel
+from bridge.system.memory import floats
 from bridge.system.pool import MIN_BYTES_TO_SHARE, call, run, share
 
 _NEAR = 1 << 23  # bytes of weights that stay in the cache from one product to the next
@@ -37,14 +38,15 @@ def _product(state, threads, x, y, columns, record, blocks, lanes, function, wei
     r = np.int64(records.ctypes.data)
     call(quantize, x.ctypes.data, r, x.shape[1], columns, 0, 0, 0, 0, tokens)
     padded = groups * lanes != rows or turns * columns != tokens
-    wide = np.empty(turns * columns * groups * lanes if padded else 1, np.float32)
-    address = np.int64(wide.ctypes.data) if padded else np.int64(y.ctypes.data)
     width = groups * lanes
+    memory = np.empty(4 * turns * columns * width if padded else 1, np.uint8)
+    address = np.int64(memory.ctypes.data) if padded else np.int64(y.ctypes.data)
+    wide = floats(address, turns * columns * width)
     run(state, threads, function, weights, r, address, blocks, stride, turns, 4 * width, groups)
     for t in range(tokens if padded else 0):  # a slice assignment would take seconds to compile
         for row in range(rows):
             y[t, row] = wide[t * width + row]
-    records[0] = wide[0] = 0  # numba frees an array after its last use, and taking its address is not a use
+    records[0] = memory[0] = 0  # numba frees an array after its last use, and taking its address is not a use
 
 
 class Interleaved:

@@ -12,12 +12,11 @@ to be waited for: 5% faster from memory than the pool's own even chunks.
 from functools import cache
 from typing import Any, NamedTuple
 
-import numba
 import numpy as np
 
 from bridge.system import pool
 from bridge.system.jit import kernel
-from bridge.system.memory import c_function, pointer
+from bridge.system.memory import array_at, c_function
 
 ITEMS, SHARED, WORDS = 8, 9, 10
 _LEAST = 1 << 16  # bytes of weights that a range has at least
@@ -36,16 +35,14 @@ class Program:
     """Calls in order; what they point to is kept alive by `keep`."""
 
     def __init__(self) -> None:
-        self._rows: list[list[int]] = []
+        self._rows: list[list[Any]] = []  # a function, then words
         self._table: np.ndarray | None = None
         self._kept: list[Any] = []
 
     def add(self, function: Any, *arguments: int, items: int, shared: bool = False) -> int:
-        """One call of a CFunc, or of an address; its number."""
-        address = function if isinstance(function, int) else function.address
-        row = [address, *arguments]
+        """One call of a CFunc, an address, or what makes a CFunc once there are items; its number."""
+        row = [function, *arguments]
         self._rows.append([*row, *[0] * (ITEMS - len(row)), items, int(shared)])
-        self._kept.append(function)
         self._table = None
         return len(self._rows) - 1
 
@@ -54,13 +51,21 @@ class Program:
         self._rows[call][ITEMS:] = items, int(shared)
         self._table = None
 
+    def _call(self, row: list[Any]) -> list[int]:
+        """Words of the table."""
+        if isinstance(row[0], int):
+            return row
+        if not hasattr(row[0], "address"):
+            row[0] = row[0]()
+        return [row[0].address, *row[1:]]
+
     def keep(self, *objects: Any) -> None:
         self._kept += objects
 
     def run(self) -> None:
         """Make the calls, on the pool's threads if they are free."""
         if self._table is None:
-            self._table = np.array(self._rows, np.int64).reshape(-1, WORDS)
+            self._table = np.array([self._call(row) for row in self._rows if row[ITEMS]], np.int64).reshape(-1, WORDS)
         pool.share(True, _walk, self._table)
 
 
@@ -86,8 +91,8 @@ def _several(block, parts, ranges, _0, _1, _2, _3, first, last):
 
     block: the fields of each Product, then ranges + 1 bounds.
     """
-    fields = numba.carray(pointer(block), (parts, FIELDS), np.int64)
-    bounds = numba.carray(pointer(block + 8 * FIELDS * parts), (ranges + 1,), np.int64)
+    fields = array_at(block, (parts, FIELDS), np.int64)
+    bounds = array_at(block + 8 * FIELDS * parts, ranges + 1, np.int64)
     for item in range(first, last):
         begin = bounds[item]
         end = bounds[item + 1]

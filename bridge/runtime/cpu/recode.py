@@ -7,14 +7,13 @@ moved.
 from functools import cache
 from typing import Any
 
-import numba
 import numpy as np
 
 from bridge.blocks.read import READ
 from bridge.runtime.cpu.layout import PLANES, InterleavedLayout
 from bridge.runtime.cpu.rowmajor import d_bits_of
 from bridge.system.jit import from_plain, inlined, inner, specialize
-from bridge.system.memory import pointer
+from bridge.system.memory import array_at, array_on_stack
 
 # set per type and lanes by `specialize`
 unpack: Any = None
@@ -43,16 +42,16 @@ def put_planes(words, first, count, planes, out, at, step):
 
 def _move(source, row_bytes, halves, codes):
     """As repack.py's `move`: one block of `lanes` rows; bit r of the result: d of row r is not finite."""
-    q = np.empty(size, np.uint8)
+    q = array_on_stack(size, np.uint8)
     sc = np.zeros(max(subs, 4), np.int8)
-    mn = np.empty(1, np.uint8)
+    mn = array_on_stack(1, np.uint8)
     code_words = q.view(np.uint32)
     scale_words = sc.view(np.uint32)
-    ds = numba.carray(pointer(halves), (lanes,), np.uint16)
-    out = numba.carray(pointer(codes), (block_words,), np.uint32)
+    ds = array_at(halves, lanes, np.uint16)
+    out = array_at(codes, block_words, np.uint32)
     bad = np.int64(0)
     for row in range(lanes):
-        block = numba.carray(pointer(source + row * row_bytes), (nbytes,), np.uint8)
+        block = array_at(source + row * row_bytes, nbytes, np.uint8)
         unpack(block, q, sc, mn)
         bits = d_bits(block)
         ds[row] = bits

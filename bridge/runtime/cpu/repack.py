@@ -10,7 +10,6 @@ from collections.abc import Iterable
 from functools import cache
 from typing import Any, NamedTuple
 
-import numba
 import numpy as np
 from llvmlite import ir
 from numba.core import types
@@ -20,7 +19,7 @@ from bridge.blocks.read import READ
 from bridge.runtime.cpu.layout import InterleavedLayout
 from bridge.runtime.cpu.recode import recoder
 from bridge.system.jit import inner
-from bridge.system.memory import c_function, pointer
+from bridge.system.memory import array_at, c_function
 from bridge.system.pool import write
 
 _I8, _I16, _I32, _I64 = (ir.IntType(bits) for bits in (8, 16, 32, 64))
@@ -244,8 +243,8 @@ def group_start(raw, rows, row_bytes, group, lanes, spare):
     if (group + 1) * lanes <= rows:
         return start
     there = (rows - group * lanes) * row_bytes
-    source = numba.carray(pointer(start), (there,), np.uint8)
-    padded = numba.carray(pointer(spare), (lanes * row_bytes,), np.uint8)
+    source = array_at(start, there, np.uint8)
+    padded = array_at(spare, lanes * row_bytes, np.uint8)
     for i in range(lanes * row_bytes):
         padded[i] = source[i] if i < there else 0
     return spare

@@ -15,6 +15,7 @@ from bridge.blocks import BlockType
 from bridge.blocks.read import READ
 from bridge.runtime.cpu.activations import record_of
 from bridge.system.jit import from_plain, inlined, kernel, specialize
+from bridge.system.memory import array_on_stack
 
 # set per type by `specialize`
 unpack: Any = None
@@ -68,9 +69,9 @@ def _dot(raw, records, tokens, y):
     ints = records.view(np.int32)
     floats = records.view(np.float32)
     blocks = raw.shape[1] // nbytes
-    q = np.empty(size, np.uint8)
-    sc = np.empty(subs, np.int8)
-    mn = np.empty(subs, np.uint8)
+    q = array_on_stack(size, np.uint8)
+    sc = array_on_stack(subs, np.int8)
+    mn = array_on_stack(subs, np.uint8)
     bad = -1
     for row in range(raw.shape[0]):
         for t in range(tokens):
@@ -121,9 +122,9 @@ def _dot(raw, records, tokens, y):
 def _dequantize(raw, y):
     """raw uint8 [rows, row bytes] -> y float32 [rows, in], rounded as gguf.quants.dequantize rounds."""
     blocks = raw.shape[1] // nbytes
-    q = np.empty(size, np.uint8)
-    sc = np.empty(subs, np.int8)
-    mn = np.empty(subs, np.uint8)
+    q = array_on_stack(size, np.uint8)
+    sc = array_on_stack(subs, np.int8)
+    mn = array_on_stack(subs, np.uint8)
     for row in range(raw.shape[0]):
         for b in range(blocks):
             block = raw[row, b * nbytes : (b + 1) * nbytes]

@@ -8,7 +8,6 @@ and repacking hardly counts. No memory is taken but a tile a thread.
 from functools import cache
 from typing import Any
 
-import numba
 import numpy as np
 
 from bridge.errors import BridgeError
@@ -17,7 +16,7 @@ from bridge.runtime.cpu.portable import RawMatrix
 from bridge.runtime.cpu.products import Interleaved
 from bridge.runtime.cpu.repack import first_bad, group_start, moves, repacker
 from bridge.system import pool
-from bridge.system.memory import c_function, pointer, stack
+from bridge.system.memory import array_at, c_function, stack
 
 _TILE = 1 << 17  # bytes
 _LINE = 64
@@ -37,7 +36,7 @@ lanes = nbytes = record = halves_bytes = block_bytes = 0
 
 def _tiles(block, x, y, blocks, stride, tokens, y_stride, first, last):
     """Like a kernel of interleaved.py, but repacks its weights first; the first bad row found goes to _BAD."""
-    fields = numba.carray(pointer(block), (_WORDS,), np.int64)
+    fields = array_at(block, _WORDS, np.int64)
     rows, row_bytes, codes_from = fields[_ROWS], fields[_ROW_BYTES], fields[_CODES_FROM]
     tile = max(1, _TILE // stride)
     memory = np.empty(tile * stride + _LINE, np.uint8)
@@ -52,8 +51,8 @@ def _tiles(block, x, y, blocks, stride, tokens, y_stride, first, last):
 
 
 def _blocks(block, x, y, blocks, stride, tokens, y_stride, first, last):
-    """`_tiles` for one vector; any other number is left to it."""
-    fields = numba.carray(pointer(block), (_WORDS,), np.int64)
+    """`_tiles` for one vector; any other number, which only float32 kernels are given, is left to it."""
+    fields = array_at(block, _WORDS, np.int64)
     if tokens != 1:
         pool.call(fields[_TILED], block, x, y, blocks, stride, tokens, y_stride, first, last)
         return
@@ -104,17 +103,18 @@ class Tiled(Interleaved):
         block = np.zeros(_WORDS, np.int64)
         block[_RAW], block[_ROWS], block[_ROW_BYTES] = raw.ctypes.data, rows, raw.size // rows
         block[_CODES_FROM] = self.layout.codes_from(self.blocks)
-        block[_KERNEL] = interleaved.kernel(self.block.name, self.target, columns, integer, near=True).address
-        tiles = _tile_function().address
-        block[_TILED], block[_BAD] = tiles, -1
-        block[_REPACK] = repacker(self.block.name, self.lanes).address
+        block[_BAD] = -1
         self._blocks.append(block)
+        if columns > 1 or not integer:  # else there is one vector
+            block[_KERNEL] = interleaved.kernel(self.block.name, self.target, columns, integer, near=True).address
+            block[_REPACK] = repacker(self.block.name, self.lanes).address
+            block[_TILED] = _tile_function().address
         if columns > 1:
-            return tiles, block.ctypes.data
+            return int(block[_TILED]), block.ctypes.data
         return _block_function(self.block.name, self.target, self.lanes, integer).address, block.ctypes.data
 
     def passes(self, tokens: int) -> list[tuple[int, int]]:
-        return [(tokens, self._width(tokens))]  # each pass repacks
+        return [(tokens, self._width(tokens))] if tokens else []  # each pass repacks
 
     def run(self, x: np.ndarray, y: np.ndarray, integer: bool) -> None:
         super().run(x, y, integer)

@@ -7,10 +7,11 @@
     tensor_cores.py    mma.sync, and asynchronous copies
     instructions.py    the table of them
     memory.py          global and shared memory, with bounds, alignment and races checked
+    order.py           releases and acquires between blocks
     machine.py         a launch: who runs when
     device.py          `bridge.cuda` and torch.cuda on top of it
 
 It supports the instructions of our kernels and names any other. Its source is NVIDIA's PTX ISA. Memory is
-sequentially consistent here, and warps run in lockstep wherever they can, so it cannot show a missing fence; it shows
-everything that the instructions themselves get wrong, and races between barriers.
+sequentially consistent here, and warps run in lockstep wherever they can; what a GPU would not promise is refused:
+races between barriers, and what blocks read of each other without release and acquire.
 """

@@ -38,7 +38,7 @@ class Products:
     @contextmanager
     def installed(self) -> Iterator[None]:
         """In place of the kernels' results."""
-        from bridge.cuda import decoder, dequantize, matvec, mma
+        from bridge.cuda import decoder, dequantize, halves, matvec, mma
         from bridge.cuda.activations import Records
         from bridge.cuda.fused import FusedOnDevice
         from bridge.cuda.matrix import DeviceMatrix
@@ -46,6 +46,7 @@ class Products:
 
         upload, quantize = DeviceMatrix.upload.__func__, Records.quantize  # type: ignore[attr-defined]
         multiply, silu, tile, rows = matvec.launch, matvec.launch_silu, dequantize.tile, dequantize.rows
+        scale = halves._launch
         tensor_cores, move, run = mma.launch, CudaTrellisLayer.__init__, FusedOnDevice.run
 
         def uploaded(cls: Any, tensors: Any, device: Any = None, interleave: bool = False) -> Any:
@@ -89,6 +90,10 @@ class Products:
             product = product if scale is None else product * scale[:, None]
             y.copy_(product + (0 if bias is None else bias) + (y if accumulate else 0))
 
+        def scaled(way: str, x: Any, columns: int, device: Any, *more: Any) -> Any:
+            scale(way, x, columns, device, *more)
+            return halves.by_torch(way, x, *more)
+
         def tiled(matrix: Any, first: int, count: int, out: Any, stream: Any) -> None:
             tile(matrix, first, count, out, stream)
             if id(matrix) in self.weights:  # no floats, which need no kernel
@@ -113,8 +118,8 @@ class Products:
                 (CudaTrellisLayer, "__init__", moved), (FusedOnDevice, "run", decoded),
                 (DeviceMatrix, "upload", classmethod(uploaded)), (Records, "quantize", quantized),
                 (matvec, "launch", multiplied), (matvec, "launch_silu", gated),
-                (mma, "launch", of_tokens), (dequantize, "tile", tiled), (dequantize, "rows", chosen),
-                (decoder, "rows", chosen),
+                (halves, "_launch", scaled), (mma, "launch", of_tokens), (dequantize, "tile", tiled),
+                (dequantize, "rows", chosen), (decoder, "rows", chosen),
             ):  # fmt: skip
                 stack.enter_context(mock.patch.object(owner, name, own))
             yield

@@ -106,7 +106,7 @@ _BUILDERS: dict[str, Callable[[Context], Step]] = {
     "shfl": m.shuffle,
     "vote": m.vote,
     "bar": _nothing,
-    "membar": _nothing,
+    "fence": m.fence,
     "griddepcontrol": _wait,
     "bra": _jump,
     "ret": lambda c: lambda lanes, mask: lanes.leave(mask),

@@ -6,6 +6,7 @@ otherwise, or reads what is not ours). Beyond that it is refused
     in a block        that two threads touch a byte, one of them storing another value, with no barrier between:
                       bar.sync, or for threads of one warp any instruction that waits for the whole warp
     in a launch       that threads of two blocks store different values at one place, other than by atomics
+                      that a thread reads what another block stores without release and acquire (order.py)
                       that `ld.global.nc`, which may come from a cache that is not invalidated, reads what is stored
     in shared memory  that something is read before anything was stored
     where launches    that a thread loads or stores in global memory before griddepcontrol.wait, or ends without it
@@ -18,6 +19,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+
+from tests.support.gpu.order import Order
 
 REGION = 40  # bits of an address that say where in an array it is
 SECTOR = 32  # bytes that memory gives at a time
@@ -48,8 +51,8 @@ class Access:
 class Region:
     """Bytes, with a record of who touched them."""
 
-    def __init__(self, name: str, data: np.ndarray, first: int):
-        self.name, self.data, self.first = name, data, first
+    def __init__(self, name: str, data: np.ndarray, first: int, order: Order):
+        self.name, self.data, self.first, self.order = name, data, first, order
         self.fetched = 0  # bytes of the sectors that warps have asked for, each access by itself
         n = len(data)
         self._kept: list[np.ndarray] = []  # sectors, with the block, that L1 keeps
@@ -92,6 +95,11 @@ class Region:
             return self.data[at]
         writer = self.writer[at]
         self._meet(at, who, writer, writer, self.when[:2, at], "stored")
+        if (wrong := self.order.missing(writer, self.when[0, at], who)).any():
+            raise GpuError(
+                f"{who.text}: no release and acquire between thread {who.thread[wrong.any(1)][0]} and what thread "
+                f"{writer[wrong][0]} of another block stored in {self.name}"
+            )
         before = at[self.when[2][at] != who.barriers[:, None]]
         self.readers[0][before], self.readers[1][before] = _NOBODY, -1
         thread = np.broadcast_to(who.thread[:, None], at.shape)
@@ -153,12 +161,13 @@ class Memory:
         self._reserved = np.zeros(size, bool)
         for name, nbytes, _ in shared:
             self._reserved[self.symbols[name] : self.symbols[name] + nbytes] = True
-        self.shared = Region("shared memory", np.full(size * blocks, 0xA5, np.uint8), 0)
+        self.order = Order(blocks)
+        self.shared = Region("shared memory", np.full(size * blocks, 0xA5, np.uint8), 0, self.order)
 
     def add(self, name: str, data: np.ndarray) -> int:
         """The address of a contiguous array, which is aligned as the array itself is."""
         first = (len(self.regions) + 1 << REGION) + 4096 + data.ctypes.data % 64
-        self.regions.append(Region(name, data.reshape(-1).view(np.uint8), first))
+        self.regions.append(Region(name, data.reshape(-1).view(np.uint8), first, self.order))
         return first
 
     def load(

@@ -204,6 +204,7 @@ def store(c: Context) -> Step:
 
 
 def atomic(c: Context) -> Step:
+    releases = c.take("release") + c.take("gpu") == 2
     space, operation = c.modifiers.pop(0), c.modifiers.pop(0)
     kind = c.kind()
     combine = {"add": np.add, "min": np.minimum, "max": np.maximum, "exch": lambda a, b: b}[operation]
@@ -215,11 +216,19 @@ def atomic(c: Context) -> Step:
         chosen = np.ones(lanes.count, bool) if mask is None else mask
         operands = np.broadcast_to(source.read(lanes), lanes.count)[chosen]
         who = lanes.access(mask, c.instruction)
+        if releases:
+            lanes.memory.order.release(who)
         whole = np.zeros(lanes.count, TYPES[kind])
         whole[chosen] = lanes.memory.atomic(space, place(lanes)[chosen], operands, combine, who)
         lanes.set(destination, whole, chosen)
 
     return step
+
+
+def fence(c: Context) -> Step:
+    if c.modifiers != ["acq_rel", "gpu"]:
+        raise NotImplementedError(f"modifiers {c.modifiers}")
+    return lambda lanes, mask: lanes.memory.order.acquire(lanes.access(mask, c.instruction))
 
 
 # --- warps ---
