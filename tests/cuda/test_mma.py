@@ -167,12 +167,12 @@ def test_the_loop_has_products_wide_loads_and_no_conversions_of_codes():
     ("n", "precision", "kind", "capability", "wanted"),
     [
         (8, "int8", torch.float32, (8, 0), ["_quantize_f32", "_product_Q4_K_8"]),
-        (9, "int8", torch.float32, (8, 0), ["_product_mma_Q4_K_f16_2_1_scaled"]),
+        (9, "int8", torch.float32, (8, 0), ["_halve_plain", "_product_mma_Q4_K_f16_2_1_scaled"]),
         (64, "int8", torch.float16, (9, 0), ["_product_mma_Q4_K_f16_8_8"]),
         (9, "int8", torch.float16, (8, 6), ["_product_mma_Q4_K_f16_2_1"]),
         (9, "int8", torch.bfloat16, (9, 0), ["_product_mma_Q4_K_bf16_2_1"]),
-        (65, "int8", torch.float32, (9, 0), ["_dequantize_Q4_K_f16"]),
-        (9, "int8", torch.float32, (7, 5), ["_dequantize_Q4_K_f16"]),
+        (65, "int8", torch.float32, (9, 0), ["_halve_plain", "_dequantize_Q4_K_f16"]),
+        (9, "int8", torch.float32, (7, 5), ["_halve_plain", "_dequantize_Q4_K_f16"]),
         (9, "f32", torch.float32, (9, 0), ["_dequantize_Q4_K_f32"]),
     ],
 )
