@@ -353,7 +353,9 @@ MODELS = {
 }
 
 
-@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=pytest.mark.exhaustive if kind == "qwen2" else []) for kind in MODELS]
+)
 def test_scales_of_matrices_and_of_experts_are_applied_by_llama_cpp_and_by_the_runtime(tmp_path, kind):
     model = save_model(tmp_path / "float", MODELS[kind][0], **MODELS[kind][1])
     stored = fp4.write_modelopt(tmp_path / "in", model, head=True)

@@ -387,6 +387,7 @@ def test_awq_scales_reach_the_norms_and_the_model_is_nearer_than_by_rounding(mod
     assert errors["awq"] < errors["rtn"]
 
 
+@pytest.mark.exhaustive
 def test_awq_goes_on_with_the_scales_that_a_killed_run_has_found(model, text, tmp_path, monkeypatch) -> None:
     def stop(done: int, total: int, name: str) -> None:
         if done == 9:

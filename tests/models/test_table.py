@@ -55,7 +55,12 @@ def test_square_experts_are_read_in_the_order_that_the_others_of_their_layer_tel
 @pytest.mark.parametrize(
     ("kind", "fields", "made_of"),
     [
-        ("Phi3Config", {}, {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}),
+        pytest.param(
+            "Phi3Config",
+            {},
+            {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")},
+            marks=pytest.mark.exhaustive,
+        ),
         ("Glm4Config", {"head_dim": 64}, {"gate_up_proj": ("gate_proj", "up_proj")}),
     ],
 )

@@ -168,7 +168,9 @@ def test_awq_is_nearer_to_the_float_model_than_rtn_and_clips_help() -> None:
     assert lost["scales and clips"] < lost["rtn"]
 
 
-@pytest.mark.parametrize("rounds", [RTN, Method(groups(4, 32, False), sweeps=0)])
+@pytest.mark.parametrize(
+    "rounds", [RTN, pytest.param(Method(groups(4, 32, False), sweeps=0), marks=pytest.mark.exhaustive)]
+)
 def test_the_checkpoint_holds_the_changed_floats_beside_the_codes(tmp_path: Path, rounds: Method) -> None:
     source = save_model(tmp_path / "model", "Qwen2Config", hidden_size=64, intermediate_size=96, num_key_value_heads=4)
     tokens = torch.randint(0, 320, (4, 32), generator=torch.Generator().manual_seed(1))
