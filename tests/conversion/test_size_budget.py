@@ -46,6 +46,11 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
+def one_layer(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_model(tmp_path_factory.mktemp("one"), "LlamaConfig", num_hidden_layers=1)
+
+
+@pytest.fixture(scope="module")
 def tokens(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("tokens") / "tokens.npy"
     np.save(path, np.random.default_rng(0).integers(0, 300, (24, LENGTH)))
@@ -103,7 +108,7 @@ def test_the_plan_is_written_with_its_curve_and_makes_the_same_file(made: Path, 
 
 
 def test_trial_models_are_stored_next_to_the_output_and_removed(
-    model, tokens, tmp_path, monkeypatch: pytest.MonkeyPatch
+    one_layer, tokens, tmp_path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "system").mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "system"))
@@ -113,21 +118,21 @@ def test_trial_models_are_stored_next_to_the_output_and_removed(
         seen.update(str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*.npy"))
 
     budget = Budget(bpw=4.5, swaps=1, progress=look)
-    convert(model, tmp_path / "out.gguf", calibrate=settings(tokens), budget=budget)
+    convert(one_layer, tmp_path / "out.gguf", calibrate=settings(tokens, samples=8), budget=budget)
     assert seen
     assert all(name.startswith(".out.gguf.") for name in seen)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out.gguf", "system"]
     (tmp_path / "offload").mkdir()
     seen.clear()
-    calibrate = settings(tokens, offload=tmp_path / "offload")
-    convert(model, tmp_path / "again.gguf", calibrate=calibrate, budget=budget)
+    calibrate = settings(tokens, samples=8, offload=tmp_path / "offload")
+    convert(one_layer, tmp_path / "again.gguf", calibrate=calibrate, budget=budget)
     assert seen
     assert all(name.startswith("offload/") for name in seen)
     assert not list((tmp_path / "offload").iterdir())
 
 
 def test_a_full_disk_while_types_are_searched_is_one_line_and_leaves_nothing(
-    model, tokens, tmp_path, monkeypatch: pytest.MonkeyPatch
+    one_layer, tokens, tmp_path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(file: Path, _values: Any) -> None:
         Path(file).write_bytes(b"half")
@@ -135,13 +140,12 @@ def test_a_full_disk_while_types_are_searched_is_one_line_and_leaves_nothing(
 
     monkeypatch.setattr(np, "save", full)
     with pytest.raises(BridgeError, match=r"trial models failed .*No space left.*GB free there.*make room") as caught:
-        convert(model, tmp_path / "out.gguf", calibrate=settings(tokens), budget=Budget(bpw=4.5, swaps=1))
+        convert(one_layer, tmp_path / "out.gguf", calibrate=settings(tokens), budget=Budget(bpw=4.5, swaps=1))
     assert "\n" not in str(caught.value)
     assert not list(tmp_path.iterdir())
     with pytest.raises(BridgeError, match="none: no such folder; make it or give another one"):
-        convert(
-            model, tmp_path / "out.gguf", calibrate=settings(tokens, offload=tmp_path / "none"), budget=Budget(bpw=4.5)
-        )
+        calibrate = settings(tokens, offload=tmp_path / "none")
+        convert(one_layer, tmp_path / "out.gguf", calibrate=calibrate, budget=Budget(bpw=4.5))
 
 
 def test_experts_and_embeddings_that_are_the_head_too_fit_a_budget(tokens: Path, tmp_path: Path) -> None:

@@ -159,6 +159,7 @@ def ran(tmp_path: Path, *options: str) -> tuple[int, dict[str, Any]]:
     return code, json.loads((tmp_path / "out.json").read_text())
 
 
+@pytest.mark.exhaustive  # the tests below run it with some of its jobs
 def test_all_of_it_runs_and_ends_in_the_table(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
