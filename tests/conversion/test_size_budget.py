@@ -143,8 +143,8 @@ def test_a_full_disk_while_types_are_searched_is_one_line_and_leaves_nothing(
         convert(one_layer, tmp_path / "out.gguf", calibrate=settings(tokens), budget=Budget(bpw=4.5, swaps=1))
     assert "\n" not in str(caught.value)
     assert not list(tmp_path.iterdir())
+    calibrate = settings(tokens, offload=tmp_path / "none")
     with pytest.raises(BridgeError, match="none: no such folder; make it or give another one"):
-        calibrate = settings(tokens, offload=tmp_path / "none")
         convert(one_layer, tmp_path / "out.gguf", calibrate=calibrate, budget=Budget(bpw=4.5))
 
 
