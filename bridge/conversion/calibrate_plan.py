@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     import torch
 
     from bridge.quantize.awq import Awq
+    from bridge.quantize.block_inputs import Folder
     from bridge.quantize.float_model import FloatModel
     from bridge.quantize.layer_store import LayerStore, StoredLayer
     from bridge.quantize.method import Method
@@ -208,23 +209,56 @@ def _walk(
 ) -> None:
     """Take the tokens through the model, layer by layer."""
     from bridge.quantize import quantize_model
+    from bridge.quantize.block_inputs import Folder
 
-    walk = quantize_model(
-        model,
-        tokens,
-        quantizer,
-        feed=settings.feed,
-        cross=settings.cross,
-        batch=max(1, _TOKENS_AT_ONCE // tokens.shape[1]),
-        wanted=targets.__contains__,
-        known=layers.values,
-        offload=settings.offload,
-        prepare=prepare,
-        head=True,
-        head_spans=lambda name, rows, columns: layers.missing(name, rows, _rows_at_once(columns)),
-    )
-    for _ in walk:
-        pass
+    with Folder(settings.offload) as folder:
+        two_sided = settings.method == "two-sided" and len(layers.layers) < len(targets)
+        outputs = _output_hessians(model, settings, tokens, targets, folder) if two_sided else {}
+        walk = quantize_model(
+            model,
+            tokens,
+            quantizer,
+            feed=settings.feed,
+            cross=settings.cross,
+            batch=max(1, _TOKENS_AT_ONCE // tokens.shape[1]),
+            wanted=targets.__contains__,
+            known=layers.values,
+            outputs=lambda name: outputs.pop(name, None),
+            offload=settings.offload,
+            prepare=prepare,
+            head=True,
+            head_spans=lambda name, rows, columns: layers.missing(name, rows, _rows_at_once(columns)),
+        )
+        for _ in walk:
+            pass
+
+
+def _output_hessians(
+    model: FloatModel,
+    settings: Calibration,
+    tokens: torch.Tensor,
+    targets: Collection[str],
+    folder: Folder,
+) -> dict[str, torch.Tensor]:
+    """A of each layer, see `two_sided`; without those that no token reaches."""
+    import torch
+
+    from bridge.quantize.budget.forward_passes import Passes, sequences_at_once
+    from bridge.quantize.two_sided import ROWS
+
+    def said(what: str) -> None:
+        if settings.progress:
+            settings.progress(0, len(targets), what)
+
+    said("what the loss feels: forward")
+    found = {}
+    with torch.no_grad():
+        passes = Passes(model, tokens, sequences_at_once(model, tokens.shape[1]), folder)
+    for name, outputs in passes.output_hessians(ROWS):
+        said(f"what the loss feels: {name}")
+        if name in targets and outputs.diagonal(dim1=1, dim2=2).any():
+            found[name] = passes.kept(outputs)
+    return found
 
 
 def _round_to_nearest(

@@ -172,6 +172,7 @@ def test_gradients_are_those_of_the_whole_model(model: Path, passes: Passes) -> 
     whole = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     layer = whole.model.layers[0].mlp.up_proj
     generator, total = torch.Generator().manual_seed(0), torch.zeros(256, dtype=torch.float64)
+    products = torch.zeros(256, 256)
     for batch in passes.batches:
         outputs = []
         handle = layer.register_forward_hook(lambda m, a, out, outputs=outputs: outputs.append(out))
@@ -180,8 +181,15 @@ def test_gradients_are_those_of_the_whole_model(model: Path, passes: Passes) -> 
         drawn = torch.multinomial(scores.detach().exp(), 1, generator=generator)
         (gradient,) = torch.autograd.grad(scores.gather(1, drawn).sum(), outputs[0])
         total += gradient.double().square().sum((0, 1))
+        products += torch.einsum("sti,stj->ij", gradient, gradient)
     expected = total / passes.tokens.numel()
     np.testing.assert_allclose(found["model.layers.0.mlp.up_proj"], expected, rtol=1e-3)
+    blocks = dict(passes.output_hessians(100))["model.layers.0.mlp.up_proj"]  # of 100, 100 and 56 rows
+    for i, rows in enumerate((slice(0, 100), slice(100, 200), slice(200, 256))):
+        n = rows.stop - rows.start
+        own = products[rows, rows] / passes.tokens.numel()
+        torch.testing.assert_close(blocks[i, :n, :n], own, rtol=1e-3, atol=1e-3 * float(own.abs().max()))
+        assert not blocks[i, n:].any()
     assert found.keys() == {"embeddings", *FloatModel(open_checkpoint(model)).linears()}
 
 
@@ -312,7 +320,7 @@ def test_codes_are_rounded_again_where_that_is_asked_for(tokens: Path, tmp_path:
         ),
         (["--size", "900K", "--split-max-size", "500K"], "--size is for one file: write the plan with --plan-out"),
         (["--size", "900K", "--format", "gptq"], "choose among GGUF types"),
-        (["--size", "900K", "--method", "rtn"], "measured with a text and gptaq or gptq"),
+        (["--size", "900K", "--method", "rtn"], "measured with a text and two-sided, gptaq or gptq"),
         (["--plan-out", "plan.json"], "--plan-out is for a size budget: give --size or --bpw"),
         (["--swaps", "0"], "--swaps is for a size budget"),
         (["--size", "4.2X"], "is not a size such as 4G or 500M"),
@@ -328,7 +336,7 @@ def test_a_budget_that_cannot_be_is_refused_in_one_line(options, message, model,
 
 
 def test_a_budget_wants_a_text_and_no_plan_of_its_types(model: Path, made: Path, tmp_path: Path) -> None:
-    with pytest.raises(BridgeError, match="size is measured with a text and gptaq or gptq: give calibrate"):
+    with pytest.raises(BridgeError, match="size is measured with a text and two-sided, gptaq or gptq: give calibrate"):
         convert(model, tmp_path / "out.gguf", budget=Budget(900_000))
     with pytest.raises(BridgeError, match="a plan defines every type; give size without plan"):
         convert(plan=made / "plan.json", out=tmp_path / "out.gguf", budget=Budget(900_000))
