@@ -10,7 +10,11 @@ from typing import Any
 import numpy as np
 import torch
 
+from bridge.checkpoint import open_checkpoint
 from bridge.quantize import quantize_model
+from bridge.quantize.budget.forward_passes import Passes, sequences_at_once
+from bridge.quantize.float_model import FloatModel as Streamed
+from bridge.quantize.two_sided import ROWS
 from scripts.peers import reference
 
 from . import output_of
@@ -60,6 +64,15 @@ class FloatModel:
             pass
         seconds = time.perf_counter() - begun
         return self.divergence(model), seconds
+
+    def output_hessians(self) -> dict[str, torch.Tensor]:
+        """A of each layer, see `bridge.quantize.two_sided`."""
+        with torch.no_grad():
+            model = Streamed(open_checkpoint(self.folder))
+            passes = Passes(
+                model, torch.from_numpy(self.calibration), sequences_at_once(model, self.calibration.shape[1])
+            )
+        return dict(passes.output_hessians(ROWS))
 
     def by_peer(
         self, read: Callable[[Path], reference.Weights], python: Path, script: str | None, *options: object
