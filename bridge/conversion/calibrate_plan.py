@@ -240,24 +240,19 @@ def _output_hessians(
     targets: Collection[str],
     folder: Folder,
 ) -> dict[str, torch.Tensor]:
-    """A of each layer, see `two_sided`; without those that no token reaches."""
-    import torch
-
-    from bridge.quantize.budget.forward_passes import Passes, sequences_at_once
-    from bridge.quantize.two_sided import ROWS
+    """A of each layer, see `two_sided`."""
+    from bridge.quantize.forward_passes import output_hessians
 
     def said(what: str) -> None:
         if settings.progress:
-            settings.progress(0, len(targets), what)
+            settings.progress(0, len(targets), f"what the loss feels: {what}")
 
-    said("what the loss feels: forward")
+    said("forward")
     found = {}
-    with torch.no_grad():
-        passes = Passes(model, tokens, sequences_at_once(model, tokens.shape[1]), folder)
-    for name, outputs in passes.output_hessians(ROWS):
-        said(f"what the loss feels: {name}")
-        if name in targets and outputs.diagonal(dim1=1, dim2=2).any():
-            found[name] = passes.kept(outputs)
+    for name, outputs in output_hessians(model, tokens, folder):
+        said(name)
+        if name in targets:
+            found[name] = outputs
     return found
 
 

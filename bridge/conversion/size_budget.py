@@ -139,8 +139,8 @@ class _Search:
         import torch
 
         from bridge.quantize.budget.divergence import Divergence, Rounded
-        from bridge.quantize.budget.forward_passes import Passes, sequences_at_once
         from bridge.quantize.budget.search import FLOAT, search
+        from bridge.quantize.forward_passes import Passes, sequences_at_once
 
         self.items, self.progress = items, budget.progress
         parts = {part.module: part for item in items for part in item.tensor.parts}

@@ -12,9 +12,8 @@ import torch
 
 from bridge.checkpoint import open_checkpoint
 from bridge.quantize import quantize_model
-from bridge.quantize.budget.forward_passes import Passes, sequences_at_once
 from bridge.quantize.float_model import FloatModel as Streamed
-from bridge.quantize.two_sided import ROWS
+from bridge.quantize.forward_passes import output_hessians
 from scripts.peers import reference
 
 from . import output_of
@@ -67,12 +66,7 @@ class FloatModel:
 
     def output_hessians(self) -> dict[str, torch.Tensor]:
         """A of each layer, see `bridge.quantize.two_sided`."""
-        with torch.no_grad():
-            model = Streamed(open_checkpoint(self.folder))
-            passes = Passes(
-                model, torch.from_numpy(self.calibration), sequences_at_once(model, self.calibration.shape[1])
-            )
-        return dict(passes.output_hessians(ROWS))
+        return dict(output_hessians(Streamed(open_checkpoint(self.folder)), torch.from_numpy(self.calibration)))
 
     def by_peer(
         self, read: Callable[[Path], reference.Weights], python: Path, script: str | None, *options: object

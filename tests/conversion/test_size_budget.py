@@ -27,10 +27,10 @@ from bridge.conversion.plan_reader import load_plan
 from bridge.conversion.report import CALIBRATED, CARRIED
 from bridge.errors import BridgeError
 from bridge.quantize.budget.divergence import Divergence, Rounded
-from bridge.quantize.budget.forward_passes import Passes
 from bridge.quantize.budget.search import FLOAT, search
 from bridge.quantize.budget.sensitivity import layer_costs, nearest
 from bridge.quantize.float_model import FloatModel
+from bridge.quantize.forward_passes import Passes
 from bridge.quantize.settings import Calibration
 from tests.conftest import CHECKPOINT
 from tests.support.tiny_models import save_model
@@ -143,9 +143,8 @@ def test_a_full_disk_while_types_are_searched_is_one_line_and_leaves_nothing(
         convert(one_layer, tmp_path / "out.gguf", calibrate=settings(tokens), budget=Budget(bpw=4.5, swaps=1))
     assert "\n" not in str(caught.value)
     assert not list(tmp_path.iterdir())
-    calibrate = settings(tokens, offload=tmp_path / "none")
     with pytest.raises(BridgeError, match="none: no such folder; make it or give another one"):
-        convert(one_layer, tmp_path / "out.gguf", calibrate=calibrate, budget=Budget(bpw=4.5))
+        settings(tokens, offload=tmp_path / "none")
 
 
 def test_experts_and_embeddings_that_are_the_head_too_fit_a_budget(tokens: Path, tmp_path: Path) -> None:
@@ -184,7 +183,7 @@ def test_gradients_are_those_of_the_whole_model(model: Path, passes: Passes) -> 
         products += torch.einsum("sti,stj->ij", gradient, gradient)
     expected = total / passes.tokens.numel()
     np.testing.assert_allclose(found["model.layers.0.mlp.up_proj"], expected, rtol=1e-3)
-    blocks = dict(passes.output_hessians(100))["model.layers.0.mlp.up_proj"]  # of 100, 100 and 56 rows
+    blocks = dict(passes.output_products(100))["model.layers.0.mlp.up_proj"]  # of 100, 100 and 56 rows
     for i, rows in enumerate((slice(0, 100), slice(100, 200), slice(200, 256))):
         n = rows.stop - rows.start
         own = products[rows, rows] / passes.tokens.numel()

@@ -23,17 +23,35 @@ from bridge.quantize.block_inputs import (
 )
 from bridge.quantize.float_model import FloatModel
 from bridge.quantize.hessian import Hessian
+from bridge.quantize.two_sided import ROWS
 
 # (a layer's name in the checkpoint, its module): may replace the weights
 LayerChange = Callable[[str, nn.Module], None]
 
 
+_TOKENS_FELT = 1 << 15
 _LOGITS = 1 << 26  # at a time: several copies of them, 256 MB each, are alive in the backward pass
 
 
 def sequences_at_once(model: FloatModel, length: int) -> int:
     """How many sequences of a length pass through a model together."""
     return max(1, min(4096, max(1, _LOGITS // model.vocabulary)) // length)
+
+
+def output_hessians(
+    model: FloatModel, tokens: torch.Tensor, folder: Folder | None = None
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """A of each layer that tokens reach, last first, as `two_sided.round_two_sided` takes it.
+
+    tokens  int64 [sequences, length]; of more than 32,768 tokens, some sequences are taken
+    folder  for activations and for what is yielded; None: in memory
+    """
+    tokens = tokens[:: -(-tokens.numel() // _TOKENS_FELT)]
+    with torch.no_grad():
+        passes = Passes(model, tokens, sequences_at_once(model, tokens.shape[1]), folder or Folder(None))
+    for name, outputs in passes.output_products(ROWS):
+        if outputs.diagonal(dim1=1, dim2=2).any():
+            yield name, passes.kept(outputs)
 
 
 @dataclass
@@ -144,7 +162,7 @@ class Passes:
         gradients = yield from self._backward(lambda g: g.double().square().sum(0), seed)
         yield "embeddings", torch.stack([g.double().square().sum((0, 1)) for g in gradients]).sum(0) / total
 
-    def output_hessians(self, rows: int, seed: int = 0) -> Iterator[tuple[str, torch.Tensor]]:
+    def output_products(self, rows: int, seed: int = 0) -> Iterator[tuple[str, torch.Tensor]]:
         """A of each layer, last first: the mean of g g^T of these gradients, see `two_sided`.
 
         Diagonal blocks of at most so many rows, float32 [blocks, rows, rows]; 0 beyond the last block's rows.
