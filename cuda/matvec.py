@@ -135,10 +135,11 @@ def shapes_to_try(matrix: DeviceMatrix, n: int, exact: bool = False) -> list[Mat
 
 # set per kernel by `expand`
 ROWS = UNITS = SPLIT = SPLIT_LOG = WARPS = COLUMNS = TOKENS = LANES = LANES_LOG = 0
-EXACT = ACCUMULATE = BIAS = SILU = FACTORED = NORMED = RECORDED = GAIN = DEPENDENT = False
+EXACT = ACCUMULATE = BIAS = SILU = FACTORED = NORMED = RECORDED = GAIN = DEPENDENT = NUMBERED = False
 MADE = 0  # values that a thread block computes
 load: Any = None
 prefetch: Any = None
+decode: Any = None
 unpack: Any = None
 integer: Any = None
 line: Any = None
@@ -162,6 +163,7 @@ def _product(weights, room_16, x, y, bias, rows, units, sums, eps, counters, gai
         for c in unroll(TOKENS):
             total[r, c] = float32(0)
     held = registers()
+    codes = registers()
     unit = registers()
     weight = registers()
     begin = mad(bits(warp, 0, SPLIT - 1), LANES * UNITS, 0)
@@ -185,15 +187,17 @@ def _product(weights, room_16, x, y, bias, rows, units, sums, eps, counters, gai
                 tile = bits(int32(begin + 16 * u), 5, 0x07FFFFFF)
                 place = int32(bits(int32(begin + 16 * u), 0, 16) + bits(lane, 0, 15))
                 first = mad(bits(lane, 4, 1), TOKENS, 0)
+            for r in unroll(ROWS):
+                codes[r] = decode(weights, room_16, held[u, r], place) if NUMBERED else held[u, r]
             if EXACT:
                 for r in unroll(ROWS):
-                    unit[r] = line(held[u, r], place)
+                    unit[r] = line(codes[r], place)
                 at = mad(tile, FLOAT_TILE // 16, place)
                 if LANES == 16:
                     at = mad(first, FLOAT_RECORD // 16, at)
                 for k in unroll(8):  # words that share a factor follow one another
                     for r in unroll(ROWS):
-                        weight[r] = lifted[k // 2 + k % 2 * 4](held[u, r], unit[r])
+                        weight[r] = lifted[k // 2 + k % 2 * 4](codes[r], unit[r])
                     for c in unroll(TOKENS):
                         quad = cached_16f(x, at + (c * (FLOAT_RECORD // 16) + 32 * (k // 2 + k % 2 * 4)))
                         for r in unroll(ROWS):
@@ -201,7 +205,7 @@ def _product(weights, room_16, x, y, bias, rows, units, sums, eps, counters, gai
                                 total[r, c] += weight[r][j] * quad[j]
             else:
                 for r in unroll(ROWS):
-                    unit[r] = unpack(held[u, r], place)
+                    unit[r] = unpack(codes[r], place)
                 at = mad(tile, TILE // 16, place)
                 if LANES == 16:
                     at = mad(first, RECORD // 16, at)
@@ -307,7 +311,8 @@ def kernel(type: str, n: int, shape: MatvecShape, exact: bool, epilogue: str, de
         ROWS=shape.rows, UNITS=shape.units, SPLIT=shape.split, SPLIT_LOG=shape.split.bit_length() - 1,
         WARPS=shape.warps, EXACT=exact, ACCUMULATE="accumulate" in epilogue, BIAS="bias" in epilogue,
         SILU="silu" in epilogue, FACTORED=formulas.layout.factored, load=formulas.load, prefetch=formulas.prefetch,
-        unpack=formulas.unpack, integer=formulas.integer, line=formulas.line, lifted=formulas.lifted,
+        NUMBERED=formulas.decode is not None, decode=formulas.decode, unpack=formulas.unpack,
+        integer=formulas.integer, line=formulas.line, lifted=formulas.lifted,
         factor=formulas.factor, **x,
     )  # fmt: skip
     more = ", float32[::1], float32, int32[::1], float32[::1], float32[::1], uint8[::1]" if fused else ""
