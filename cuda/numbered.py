@@ -33,7 +33,7 @@ from functools import cache
 from typing import Any, NamedTuple
 
 import numpy as np
-from bridge.cuda.intrinsics import bits, cached_2, cached_4, mad, or_, prmt, shl, xor
+from bridge.cuda.intrinsics import bits, cached_2_further, cached_4_further, mad, or_, prmt, shl, xor
 from bridge.cuda.tables import FORMS, SIGN_WORD
 from bridge.cuda.unroll import gathered, registers, unroll
 
@@ -95,7 +95,9 @@ BOOKS = {
 }
 
 # on the device; set per type by `expand`
-POINTS = NUMBER_WORDS = SIGNS = HIGH_BITS = HIGH_IN = HIGH_AT = TOP = TOPS = TABLE_AT = LOADED = HELD = 0
+POINTS = NUMBER_WORDS = SIGNS = HIGH_BITS = HIGH_IN = HIGH_AT = PAIR = SINGLE = TOP = TOPS = TABLE_AT = LOADED = (
+    HELD
+) = 0
 
 
 def decode_points(weights, room_16, held, lane):
@@ -109,17 +111,18 @@ def decode_points(weights, room_16, held, lane):
         parity = xor(parity, shl(parity, 8))
         minus = or_(minus, bits(xor(parity, shl(parity, 4)), 0, -0x10000000))
     for k in unroll(POINTS):
-        number = bits(held[k // 4], 8 * (k % 4), 255)
-        if HIGH_BITS:
-            if HIGH_AT + HIGH_BITS * k > 8:
-                high = bits(held[HIGH_IN], HIGH_AT + HIGH_BITS * k - 8, -1)
-            else:
-                high = shl(held[HIGH_IN], 8 - HIGH_AT - HIGH_BITS * k)
-            number = or_(number, bits(high, 0, ((1 << HIGH_BITS) - 1) << 8))
-        if POINTS == 4:
-            word[k] = cached_4(weights, mad(room_16, TABLE_AT // 4, number))
+        if HIGH_BITS == 0:
+            number = prmt(held[k // 4], 0, 0x4440 + k % 4)
         else:
-            code = cached_2(weights, mad(room_16, TABLE_AT // 2, number))
+            if k % 4 == 0:  # the other bits of four numbers, to a byte each
+                high = bits(held[HIGH_IN], HIGH_AT + HIGH_BITS * k, -1)
+                high = or_(bits(high, 0, PAIR), bits(shl(high, 16 - 2 * HIGH_BITS), 0, PAIR << 16))
+                high = or_(bits(high, 0, SINGLE), bits(shl(high, 8 - HIGH_BITS), 0, SINGLE << 8))
+            number = prmt(held[k // 4], high, 0xCC40 + 0x1111 * (k % 4))
+        if POINTS == 4:
+            word[k] = cached_4_further(weights, np.int64(room_16) * (TABLE_AT // 4), number)
+        else:
+            code = cached_2_further(weights, np.int64(room_16) * (TABLE_AT // 2), number)
             word[k // 2] = code if k % 2 == 0 else or_(word[k // 2], shl(code, 16))
     for g in unroll(4):
         if SIGNS < 28:
@@ -163,6 +166,7 @@ def constants(name: str) -> dict[str, Any]:
     return {
         "POINTS": 32 // book.width, "NUMBER_WORDS": book.number_words, "SIGNS": book.signs, "TOP": top,
         "TOPS": -0x77777778 if top == 3 else 0x44444444, "HIGH_BITS": book.high_bits,
+        "PAIR": (1 << 2 * book.high_bits) - 1, "SINGLE": ((1 << book.high_bits) - 1) * 0x00010001,
         "HIGH_AT": 28 if book.high_in_signs else 0,
         "HIGH_IN": book.number_words if book.high_in_signs else book.number_words + book.sign_words,
     }  # fmt: skip

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
-from bridge.cuda.intrinsics import bits, bits_float, low_half, or_, prmt, shl, sub
+from bridge.cuda.intrinsics import bits, bits_float, kept, low_half, or_, prmt, ror, shl, sub
 
 from bridge.blocks import BlockType
 
@@ -62,10 +62,13 @@ float32 = np.float32
 def look_up(held):
     """The entries of four codes, those of word WORD of a unit."""
     if FEW:
-        return prmt(LOW_0, LOW_1, bits(held[WORD // 2], 16 * (WORD % 2), -1))
-    places = bits(bits(held[WORD // 2], 0, 0x77777777), 16 * (WORD % 2), -1)
-    halves = bits(or_(bits(held[WORD // 2], 1, 0x44444444), 0x32103210), 16 * (WORD % 2), -1)
-    return prmt(prmt(LOW_0, LOW_1, places), prmt(HIGH_0, HIGH_1, places), halves)
+        return prmt(kept(LOW_0), LOW_1, bits(held[WORD // 2], 16 * (WORD % 2), -1))
+    places = bits(held[WORD // 2], 0, 0x77777777)
+    halves = or_(bits(held[WORD // 2], 1, 0x44444444), kept(0x32103210))
+    if WORD % 2 == 1:
+        places = ror(places, 16)
+        halves = ror(halves, 16)
+    return prmt(prmt(kept(LOW_0), LOW_1, places), prmt(kept(HIGH_0), HIGH_1, places), halves)
 
 
 def few(block: BlockType) -> bool:

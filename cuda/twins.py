@@ -102,6 +102,10 @@ def ror(word, right):
     return _int((_unsigned(word) * 0x100000001) >> (int(right) & 31))
 
 
+def kept(value):
+    return np.int32(value)
+
+
 def prmt(word, other, selector):
     """The bytes that the selector's nibbles choose: 0..3 of the first word, 4..7 of the second; 8 more, its sign."""
     places = [_unsigned(selector) >> 4 * i & 15 for i in range(4)]
@@ -180,6 +184,14 @@ store_4 = put_4 = _storer(np.uint32, 0xFFFFFFFF)
 store_2 = _storer(np.uint16, 0xFFFF)
 store_1 = _storer(np.uint8, 0xFF)
 put_16 = store_16
+
+
+def cached_4_further(array, index, more):
+    return cached_4(array, int(index) + int(more))
+
+
+def cached_2_further(array, index, more):
+    return cached_2(array, int(index) + int(more))
 
 
 def shared_16_further(array, index, more):
