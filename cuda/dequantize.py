@@ -71,7 +71,7 @@ def _dequantize(weights, room_16, first, chosen, out, count, units):
         held = load(weights, room_16, mad(row, int32(units), unit))
         word = registers()
         value = registers()
-        group = unpack(decode(weights, room_16, held, unit) if NUMBERED else held, unit)
+        group = unpack(decode(weights, room_16, 0, held, unit) if NUMBERED else held, unit)
         whole = factor(weights, room_16, row) if FACTORED else 1
         for i in unroll(8):
             quad = floats[i](group)

@@ -366,7 +366,6 @@ if not SIMULATED:
     cached_2 = _load("ld.global.nc.u16", 1, _i)
     cached_1 = _load("ld.global.nc.u8", 1, _i)
     cached_4_further = _load("ld.global.nc.u32", 1, _i, further=True)
-    cached_2_further = _load("ld.global.nc.u16", 1, _i, further=True)
     cached_16f = _load("ld.global.nc.v4.f32", 4, _f)
     load_16 = _load("ld.global.v4.u32", 4, _i, changing=True)
     load_8 = _load("ld.global.v2.u32", 2, _i, changing=True)

@@ -58,6 +58,7 @@ from bridge.cuda.intrinsics import (
     bits,
     bits_float,
     block_x,
+    cached_4_further,
     cached_8,
     cached_16,
     cached_16f,
@@ -137,6 +138,7 @@ def shapes_to_try(matrix: DeviceMatrix, n: int, exact: bool = False) -> list[Mat
 ROWS = UNITS = SPLIT = SPLIT_LOG = WARPS = COLUMNS = TOKENS = LANES = LANES_LOG = 0
 EXACT = ACCUMULATE = BIAS = SILU = FACTORED = NORMED = RECORDED = GAIN = DEPENDENT = NUMBERED = False
 MADE = 0  # values that a thread block computes
+BOOK = TABLE_AT = 0  # points of a codebook, and where it is
 load: Any = None
 prefetch: Any = None
 decode: Any = None
@@ -174,6 +176,12 @@ def _product(weights, room_16, x, y, bias, rows, units, sums, eps, counters, gai
                 for r in unroll(ROWS):
                     prefetch(weights, room_16, mad(end, r, int32(base + begin + LANES * u)))
         launches_wait()
+    table = int32(0)
+    if BOOK:
+        table = cuda.shared.array(BOOK, np.int32)
+        for i in range(int32(warp * 32 + lane), BOOK, 32 * WARPS):
+            table[i] = cached_4_further(weights, room_16 * TABLE_AT, int32(i))
+        cuda.syncthreads()
     if NORMED:  # on their way until the end
         four_sums = load_16f(sums, min(lane, int32((units + 3) // 4 - 1)))
     while begin < end:
@@ -188,7 +196,7 @@ def _product(weights, room_16, x, y, bias, rows, units, sums, eps, counters, gai
                 place = int32(bits(int32(begin + 16 * u), 0, 16) + bits(lane, 0, 15))
                 first = mad(bits(lane, 4, 1), TOKENS, 0)
             for r in unroll(ROWS):
-                codes[r] = decode(weights, room_16, held[u, r], place) if NUMBERED else held[u, r]
+                codes[r] = decode(weights, room_16, table, held[u, r], place) if NUMBERED else held[u, r]
             if EXACT:
                 for r in unroll(ROWS):
                     unit[r] = line(codes[r], place)
@@ -311,7 +319,8 @@ def kernel(type: str, n: int, shape: MatvecShape, exact: bool, epilogue: str, de
         ROWS=shape.rows, UNITS=shape.units, SPLIT=shape.split, SPLIT_LOG=shape.split.bit_length() - 1,
         WARPS=shape.warps, EXACT=exact, ACCUMULATE="accumulate" in epilogue, BIAS="bias" in epilogue,
         SILU="silu" in epilogue, FACTORED=formulas.layout.factored, load=formulas.load, prefetch=formulas.prefetch,
-        NUMBERED=formulas.decode is not None, decode=formulas.decode, unpack=formulas.unpack,
+        BOOK=0 if formulas.layout.book is None else len(formulas.layout.book.table), TABLE_AT=formulas.table_at,
+        NUMBERED=formulas.decode is not None, decode=formulas.decode_shared, unpack=formulas.unpack,
         integer=formulas.integer, line=formulas.line, lifted=formulas.lifted,
         factor=formulas.factor, **x,
     )  # fmt: skip

@@ -162,7 +162,7 @@ def _product(weights, room_16, x, scale, y, bias, rows, units, tokens, per):
                 copy_16(tile, mad(target, 1, free) + k * WARPS * 32, x, origin)
         copies_end()
         for r in unroll(2):
-            codes[r] = decode(weights, room_16, held[r], mad(step, 4, t)) if NUMBERED else held[r]
+            codes[r] = decode(weights, room_16, 0, held[r], mad(step, 4, t)) if NUMBERED else held[r]
             lines[r] = line(codes[r], mad(step, 4, t))
             if RAGGED:  # noqa: SIM102  # beyond the end of the row all weights are 0
                 if mad(step, 4, t) >= end:

@@ -17,11 +17,13 @@ IQ1, IQ2 and IQ3 number the points of a codebook, of 8 coordinates (IQ3: 4). A u
     IQ1_S    numbers                          high 12, scale, sign          1.5625
     IQ1_M    numbers                          high 12, signs                1.75
 
-The codebook follows the last array: of each point the levels of its coordinates, a nibble each, so that four (eight)
-weights are one load of two (four) bytes, and a word of nibbles is what tables.py looks up; a sign is the nibble's
-highest bit, or the third where six values are all. 0.5 to 8 KB stay in the L1 cache, 128 bytes of it in a load take
-the same time whatever lanes want of it. Constant memory would serve one lane after the other; shared memory would
-have to be filled by each block of threads, whose rows are hardly larger than a codebook.
+The codebook follows the last array: of each point the levels of its coordinates, a nibble each in four bytes, 1 to 8 KB
+in all. So four (eight) weights are one look-up, and a word of nibbles is what tables.py looks up in turn; a sign is the
+nibble's highest bit, or the third where six values are all. matvec.py copies the codebook to shared memory: 32 lanes
+look up in as many clocks as most of them meet in one of 32 banks, 3.5 for random points, and an address is one number
+of 32 bits. The L1 cache, from which dequantize.py and mma.py look up (a block of theirs has too few weights for a
+copy, or no room), needs one more instruction for an address, and its clocks grow with the lines of 128 bytes that a
+look-up touches. Constant memory would serve one lane after the other.
 
 TQ1_0 has five codes, of base 3, in a byte, as in GGUF: byte i of a unit's word is columns i, 4 + i .. 16 + i. Columns
 20 + i, 24 + i, 28 + i are a number below 27, over 27 in 32nds and rounded up: bits 1..4 are nibble i of two own bytes,
@@ -33,7 +35,7 @@ from functools import cache
 from typing import Any, NamedTuple
 
 import numpy as np
-from bridge.cuda.intrinsics import bits, cached_2_further, cached_4_further, mad, or_, prmt, shl, xor
+from bridge.cuda.intrinsics import bits, cached_4_further, mad, or_, prmt, shared_4, shl, xor
 from bridge.cuda.tables import FORMS, SIGN_WORD
 from bridge.cuda.unroll import gathered, registers, unroll
 
@@ -78,10 +80,9 @@ class Book(NamedTuple):
 
     @property
     def table(self) -> np.ndarray:
-        """uint16 or uint32 [points]: a nibble for each coordinate."""
-        element = np.uint16 if self.width == 4 else np.uint32
-        shifts = 4 * np.arange(self.width, dtype=element)
-        return np.bitwise_or.reduce(self.module.POINTS.astype(element) << shifts, axis=1, dtype=element)
+        """uint32 [points]: a nibble for each coordinate."""
+        shifts = 4 * np.arange(self.width, dtype=np.uint32)
+        return np.bitwise_or.reduce(self.module.POINTS.astype(np.uint32) << shifts, axis=1)
 
 
 BOOKS = {
@@ -95,13 +96,17 @@ BOOKS = {
 }
 
 # on the device; set per type by `expand`
-POINTS = NUMBER_WORDS = SIGNS = HIGH_BITS = HIGH_IN = HIGH_AT = PAIR = SINGLE = TOP = TOPS = TABLE_AT = LOADED = (
-    HELD
-) = 0
+POINTS = NUMBER_WORDS = SIGNS = HIGH_BITS = HIGH_IN = HIGH_AT = PAIR = SINGLE = TOP = TOPS = 0
+TABLE_AT = LOADED = HELD = 0
+SHARED = False
 
 
-def decode_points(weights, room_16, held, lane):
-    """The words of a unit with codes, four words of nibbles, in place of the words of numbers."""
+def decode_points(weights, room_16, table, held, lane):
+    """The words of a unit with codes, four words of nibbles, in place of the words of numbers.
+
+    With SHARED, `table` is the codebook in shared memory.
+    """
+    first = np.int64(room_16) * (TABLE_AT // 4)
     word = registers()
     if SIGNS >= 28:
         minus = held[NUMBER_WORDS]
@@ -119,10 +124,10 @@ def decode_points(weights, room_16, held, lane):
                 high = or_(bits(high, 0, PAIR), bits(shl(high, 16 - 2 * HIGH_BITS), 0, PAIR << 16))
                 high = or_(bits(high, 0, SINGLE), bits(shl(high, 8 - HIGH_BITS), 0, SINGLE << 8))
             number = prmt(held[k // 4], high, 0xCC40 + 0x1111 * (k % 4))
+        code = shared_4(table, number) if SHARED else cached_4_further(weights, first, number)
         if POINTS == 4:
-            word[k] = cached_4_further(weights, np.int64(room_16) * (TABLE_AT // 4), number)
+            word[k] = code
         else:
-            code = cached_2_further(weights, np.int64(room_16) * (TABLE_AT // 2), number)
             word[k // 2] = code if k % 2 == 0 else or_(word[k // 2], shl(code, 16))
     for g in unroll(4):
         if SIGNS < 28:
@@ -136,7 +141,7 @@ def decode_points(weights, room_16, held, lane):
     return gathered(word, 4 + HELD - NUMBER_WORDS)
 
 
-def decode_digits(weights, room_16, held, lane):
+def decode_digits(weights, room_16, table, held, lane):
     """A unit of TQ1_0: eight words of codes, and the word that has d."""
     word = registers()
     numbers = held[0]

@@ -363,6 +363,8 @@ class BlockFunctions:
     lifted_exact: tuple[Any, ...]
     prefetch: Any
     decode: Any  # None if codes are not numbered
+    decode_shared: Any  # the same with the codebook in shared memory
+    table_at: int  # where the codebook begins, in four bytes for each 16 of the `room` units
 
 
 @cache
@@ -392,11 +394,13 @@ def functions(name: str) -> BlockFunctions:
             for what, how in (("codes", {}), ("high", high))
         )  # fmt: skip
     constants["steps"] = make(_steps)
-    decode = None
+    decode, decode_shared = None, None
     if layout.book:
-        decode = make(numbered.decode_points, **numbered.constants(name), TABLE_AT=constants["FACTORS_AT"])
+        more = numbered.constants(name) | {"TABLE_AT": constants["FACTORS_AT"]}
+        decode = make(numbered.decode_points, **more)
+        decode_shared = make(numbered.decode_points, "_shared", SHARED=True, **more)
     elif block.numbered:
-        decode = make(numbered.decode_digits)
+        decode = decode_shared = make(numbered.decode_digits)
     words = [(f"_{i}", {"WORD": i, "signed": make(_signed, f"_{i}", WORD=i)}) for i in range(8)]
     return BlockFunctions(
         layout,
@@ -414,4 +418,6 @@ def functions(name: str) -> BlockFunctions:
         make(_load, "_prefetch", stream_16=prefetch_16, stream_8=prefetch_8, stream_4=prefetch_4, ahead_16=prefetch_16,
              ahead_8=prefetch_8, ahead_4=prefetch_4, ahead_2=prefetch_2, ahead_1=prefetch_1),
         decode,
+        decode_shared,
+        constants["FACTORS_AT"] // 4,
     )  # fmt: skip

@@ -190,10 +190,6 @@ def cached_4_further(array, index, more):
     return cached_4(array, int(index) + int(more))
 
 
-def cached_2_further(array, index, more):
-    return cached_2(array, int(index) + int(more))
-
-
 def shared_16_further(array, index, more):
     return shared_16(array, int(index) + int(more))
 

@@ -235,7 +235,9 @@ def test_each_tensor_of_a_matrix_keeps_its_own_factor():
 @pytest.mark.parametrize(
     "block",
     [
-        pytest.param(*p.values, id=p.id, marks=[*p.marks, *([] if p.id in ("Q4_K", "Q8_0", "NVFP4", "IQ2_XS") else on_request)])
+        pytest.param(
+            *p.values, id=p.id, marks=[*p.marks, *([] if p.id in ("Q4_K", "Q8_0", "NVFP4", "IQ2_XS") else on_request)]
+        )
         for p in ALL.args[1]
     ],
 )
