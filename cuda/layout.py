@@ -23,12 +23,12 @@ no padding between rows, and the arrays are indexed by that number:
     NVFP4         16                    4       -   4.5     (and 4 bytes a row)
     IQ4_NL        16                    -       2   4.5
     IQ4_XS        16                    -       8   4.25
-    others        see numbered.py
     Q4_0, Q4_1    16                    -    2, 4   4.5, 5
     Q5_K          16, 4                16       -   5.5
     Q5_0, Q5_1    16, 4                 -    2, 4   5.5, 6
     Q6_K          16, 8                16       2   6.5625
     Q8_0          16, 16                -       2   8.5     (codes as int8)
+    others        see numbered.py
 
 All arrays lie in one buffer, one after the other. `room` is the number of units that each can hold: 128 more than there
 are, rounded up to a multiple of 128. So arrays are aligned to 128 bytes, and a warp may read beyond the last row.

@@ -24,6 +24,17 @@ take, counted in the machine code for 9.0: for memory, and next to it for the la
 So int8 products of one column wait for memory, Q2_K and Q3_K least of all; so do those of four, except these two. Float
 products are bound by arithmetic and by L1: each lane loads 32 float32 for every column.
 
+Types with a table or a codebook, for one column; shared memory is L1's, and look-ups of random points take 3.5 clocks:
+
+           memory  issue   L1               memory  issue   L1               memory  issue   L1
+    IQ4_NL     60     35   10      IQ2_S        34     40   38      IQ1_M        23     46   38
+    IQ4_XS     57     39   10      IQ2_XS       31     43   38      IQ1_S        21     36   38
+    IQ3_S      47     66   66      IQ2_XXS      28     35   38      TQ1_0        23     38   10
+    IQ3_XXS    41     61   66      MXFP4        57     36   10      TQ2_0        28     19   10
+
+So those with codebooks take up to twice as long as their bytes where a multiprocessor reads 19 bytes a clock, and wait
+for memory where it reads less than 10, as those of most GPUs do (an RTX 4090's reads 3, an A100's 10).
+
 In a decoder's step (products.py) a product can include the steps before and after it, which saves launches:
 
     recorded   once 32 values are complete, the thread block that ends last makes the next product's record of

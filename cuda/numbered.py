@@ -128,7 +128,7 @@ def decode_points(weights, room_16, table, held, lane):
         if POINTS == 4:
             word[k] = code
         else:
-            word[k // 2] = code if k % 2 == 0 else or_(word[k // 2], shl(code, 16))
+            word[k // 2] = code if k % 2 == 0 else mad(code, 0x10000, word[k // 2])
     for g in unroll(4):
         if SIGNS < 28:
             negative = mad(bits(held[LOADED], 16 - SIGNS + (g if SIGNS > 1 else 0), 1), TOPS, 0)
