@@ -337,7 +337,10 @@ def kernel(type: str, n: int, shape: MatvecShape, exact: bool, epilogue: str, de
     )  # fmt: skip
     more = ", float32[::1], float32, int32[::1], float32[::1], float32[::1], uint8[::1]" if fused else ""
     signature = f"void(uint8[::1], int64, uint8[::1], float32[:,::1], float32[::1], int64, int64{more})"
-    return Kernel(expanded, signature, _registers(shape.rows, shape.units), dependent=dependent)
+    registers = _registers(shape.rows, shape.units)
+    if n > COLUMNS_OF_A_LANE and formulas.layout.fields:  # constants of tables stay in registers
+        registers += 8
+    return Kernel(expanded, signature, registers, dependent=dependent)
 
 
 @dataclass(frozen=True)
