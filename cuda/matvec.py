@@ -350,7 +350,7 @@ def launch(
     bias: Any = None, shape: MatvecShape | None = None, normed: Normed | None = None,
     recorded: Recorded | None = None, dependent: bool = False,
 ) -> None:  # fmt: skip
-    """Queue y = W x for the first n columns of the records; y float32 [n, rows], contiguous, on the device.
+    """Queue y = W x for the first n columns of the records; y float32 [n, rows] on the device, its rows may be apart.
 
     `accumulate` adds to what is in y, `bias` float32 [rows] is added to every column; the others are for one column.
     `dependent`: it may begin while the launch before it ends (launch.py).

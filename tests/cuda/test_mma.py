@@ -196,6 +196,22 @@ def test_a_view_that_begins_between_16_bytes_is_multiplied_too():
         assert (y - wanted).norm() < 1e-3 * wanted.norm()
 
 
+@pytest.mark.parametrize("n", [3, 12, 70])
+@pytest.mark.parametrize("accumulate", [False, True])
+def test_a_product_adds_a_bias_to_columns_of_a_wider_result_and_leaves_the_others(n: int, accumulate: bool) -> None:
+    """On all three ways: up to 8 tokens, up to 64, and by torch."""
+    from bridge.cuda.matmul import Multiplier
+
+    with pretended_gpu():
+        tensor, weights = random_matrix(BLOCKS["Q4_0"], 6, 64)
+        matrix, x, bias = DeviceMatrix.upload(tensor, "cuda"), values(n, 64, torch.float32), torch.arange(6.0)
+        wide = torch.full((n, 11), 5.0)
+        Multiplier(devices.require("cuda"), "int8").multiply(matrix, x, wide[:, 3:9], bias, accumulate)
+    wanted = x.double() @ torch.from_numpy(weights).T + bias + 5 * accumulate
+    assert (wide[:, 3:9] - wanted).norm() < 0.02 * wanted.norm()
+    assert (wide[:, [0, 1, 2, 9, 10]] == 5).all()
+
+
 def test_blocks_fill_the_device_and_warps_have_rows():
     def shape(rows: int, columns: int, n: int = 64) -> MMAShape:
         gpu = devices.Device(0, "NVIDIA H200", (9, 0), 132)
