@@ -20,6 +20,7 @@ from bridge.cuda.device import check_torch, upload, zeros
 from bridge.cuda.halves import normed
 from bridge.cuda.kv_cache import KVCache
 from bridge.cuda.launch import Graph, noted
+from bridge.cuda.matmul import LENGTHS
 from bridge.cuda.norm import rms
 from bridge.cuda.products import Call, Gated, Stack
 from bridge.cuda.prompt_attention import attend, mask_from
@@ -37,7 +38,6 @@ BATCH = 512  # tokens of a prompt that pass through the layers together
 _WORK = 400 << 20  # bytes that prompts and graphs need besides weights and cache
 _SCORED = 512  # positions whose logits are on the device at once
 _GRAPHS = 4  # ways of sampling whose graphs are kept
-_LENGTHS = (1, 2, 4, 8, 16, 32, 48, 64, 65)  # of prompts, which go different ways
 _ON_HOST = 0  # the way of sampling that leaves the logits to the host; others are counts of candidates, None greedy
 
 
@@ -98,7 +98,7 @@ class Decoder:
             ways = [self.step.choose(count) for count in (None, min(Sampling.top_k, self.vocab))]
             for launch in chain(self.step.launches, *ways):
                 launch()
-            for length in _LENGTHS:
+            for length in LENGTHS:
                 self.scores([0] * min(length, self.cache.context), 1)
         self.cache.length = 0
         with Bar("compiling for the GPU", unit=" kernels") as bar:

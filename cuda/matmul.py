@@ -14,6 +14,7 @@ from bridge.cuda.activations import COLUMNS, Records
 from bridge.cuda.halves import Halves, halved
 from bridge.cuda.matrix import DeviceMatrix, FloatMatrix
 
+LENGTHS = (1, 2, 4, 8, 16, 32, 48, 64, 65)  # numbers of tokens that take different kernels
 _TILE = 1 << 25  # weights dequantized at a time: 64 MB of halves
 
 
@@ -60,21 +61,22 @@ class Multiplier:
         """Whether products of n tokens with quantized weights multiply Halves."""
         return self.precision == "int8" and n > COLUMNS
 
-    def bind(self, matrix: DeviceMatrix, x: Any, y: Any) -> Callable[[int, int, int], None]:
-        """A function (x, y, stream), of two addresses and a handle, that queues y = x W^T for arrays like these, n at
-        most 8, in the device's context. Not for the simulator."""
+    def bind(self, matrix: DeviceMatrix, x: Any, y: Any, bias: Any = None) -> Callable[..., None]:
+        """A function (stream, x, y, bias if there is one), of a handle and addresses, that queues y = x W^T + bias for
+        arrays like these, n at most 8, in the device's context. Not for the simulator."""
         import torch
 
         n, stream = x.shape[0], self.device.stream()
         records = self._records(matrix, n)
         nbytes, place = records.buffer.nbytes, x.device
-        quantize, multiply = records.bind(x, n, stream), matvec.bind(matrix, records, devices.view(y), n, stream)
+        quantize = records.bind(x, n, stream)
+        multiply = matvec.bind(matrix, records, devices.view(y), n, stream, bias)
 
-        def run(x: int, y: int, stream: int) -> None:
+        def run(stream: int, x: int, y: int, *bias: int) -> None:
             memory = torch.empty(nbytes, dtype=torch.uint8, device=place)  # reused behind these launches
             records = memory.data_ptr()
             quantize(stream, (0, x), (1, records))
-            multiply(stream, (1, records), (2, y))
+            multiply(stream, (1, records), (2, y), *((3, address) for address in bias))
 
         return run
 

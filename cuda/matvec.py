@@ -360,9 +360,9 @@ def launch(
     kernel.launch(*arguments)
 
 
-def bind(matrix: DeviceMatrix, records: Records, y: Any, n: int, stream: Any) -> Launch:
-    """A reusable launch of y = W x; its arrays are the weights, the records and y."""
-    kernel, *arguments = _launch(matrix, records, y, n, stream, None, "", None)
+def bind(matrix: DeviceMatrix, records: Records, y: Any, n: int, stream: Any, bias: Any = None) -> Launch:
+    """A reusable launch of y = W x + bias; its arrays are the weights, the records, y and the bias."""
+    kernel, *arguments = _launch(matrix, records, y, n, stream, bias, "" if bias is None else "bias", None)
     found: Launch = kernel.bind(*arguments)
     return found
 

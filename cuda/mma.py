@@ -67,7 +67,7 @@ from numba import cuda
 from bridge.errors import BridgeError
 
 # set per kernel by `expand`
-TILES = WARPS = PARTS = 0
+TILES = WARPS = 0
 ORDER = (0, 2, 1, 3)
 RAGGED = PARTIAL = SCALED = BIAS = ACCUMULATE = False
 load: Any = None
@@ -201,13 +201,13 @@ def _product(weights, room_16, x, scale, y, bias, rows, units, tokens, per):
                 y[at, row] = value
 
 
-def _combine(part, scale, bias, y, rows, tokens):
+def _combine(part, scale, bias, y, rows, tokens, parts):
     """Add up all parts, then apply the epilogue."""
     row = int32(cuda.grid(1))
     token = block_y()
     if row < int32(rows):
         value = part[token, row]
-        for p in range(1, PARTS):
+        for p in range(1, parts):
             value += part[mad(int32(p), int32(tokens), token), row]
         if SCALED:
             value *= scale[token]
@@ -271,12 +271,12 @@ def kernel(type: str, kind: str, tiles: int, warps: int, ragged: bool, epilogue:
 
 
 @recipe
-def combiner(parts: int, epilogue: str) -> Any:
+def combiner(epilogue: str) -> Any:
     """The kernel that adds up parts; `epilogue` names "scaled", "bias" and "accumulate"."""
     from bridge.cuda.launch import Kernel
 
-    expanded = expand(_combine, f"{parts}{epilogue and '_'}{epilogue}", PARTS=parts, **_epilogue(epilogue))
-    return Kernel(expanded, "void(float32[:,::1], float32[::1], float32[::1], float32[:,::1], int64, int64)")
+    expanded = expand(_combine, epilogue or "plain", **_epilogue(epilogue))
+    return Kernel(expanded, "void(float32[:,::1], float32[::1], float32[::1], float32[:,::1], int64, int64, int64)")
 
 
 def _epilogue(names: str) -> dict[str, bool]:
@@ -326,4 +326,4 @@ def launch(
     )
     if parts > 1:
         grid = -(-matrix.rows // _THREADS), n
-        combiner(parts, epilogue).launch(grid, _THREADS, stream, sums, scales, biases, out, matrix.rows, n)
+        combiner(epilogue).launch(grid, _THREADS, stream, sums, scales, biases, out, matrix.rows, n, parts)

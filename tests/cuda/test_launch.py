@@ -150,7 +150,7 @@ def test_another_process_makes_a_kernel_by_its_function_and_arguments() -> None:
         prompt_attention.kernel(64, 1, 64, True, False, False, "f16"),
         dequantize.kernel("Q4_0", "f16", False), matvec.kernel("Q4_0", 1, matvec.MatvecShape(2, 1, 1, 4), False, ""),
         fused.kernel(Code.of(BitshiftCodebook(), 2, "cuda"), (0, 0, 1, 1, 0, 0, 1, 1), columns, 32, 1, 4),
-        mma.kernel("Q4_0", "f16", 2, 4, False, ""), mma.combiner(2, ""), norm.norm_kernel(64, False),
+        mma.kernel("Q4_0", "f16", 2, 4, False, ""), mma.combiner(""), norm.norm_kernel(64, False),
         norm.silu_kernel(False), sampling.greedy_kernel(32), sampling.draw_kernel(32),
     ):  # fmt: skip
         assert pickle.loads(pickle.dumps(kernel)) is kernel

@@ -158,7 +158,7 @@ def test_the_loop_has_products_wide_loads_and_no_conversions_of_codes():
     assert code.count("cvt.rn.f16x2.f32") == 32
     assert code.count("ld.global.nc.L1::no_allocate.L2::128B.v4.u32") == 4  # two of them before the loop
     assert "local" not in code
-    made = ptx.compiled(mma.combiner(2, "scaled_bias_accumulate"), mma.OLDEST)
+    made = ptx.compiled(mma.combiner("scaled_bias_accumulate"), mma.OLDEST)
     assert (made.stack, made.spills) == (0, 0)
     assert made.registers <= launch.MAX_REGISTERS
 
