@@ -135,23 +135,27 @@ def _keep_one(cache, row, e, value):
 
 
 @cache
-def functions(shape: AttentionShape, rotated: int, neighbours: bool, normed: bool) -> dict[str, Any]:
-    """`turn` and `keep` for blocks of a shape."""
-    form = shape.form
-    kept = -(-form.head_dim // 32)
+def functions(
+    shape: AttentionShape, rotated: int, neighbours: bool, normed: bool, threads: int | None = None
+) -> dict[str, Any]:
+    """`turn` and `keep` for blocks of a shape, or of another number of threads."""
+    form, threads = shape.form, threads or shape.threads
+    kept, warps = -(-form.head_dim // 32), threads // 32
     given = shape.constants
     given |= {
+        "BLOCK": threads,
+        "WARPS": warps,
         "HALF": rotated // 2,
         "STRIDE": 2 if neighbours else 1,
         "OTHER": 1 if neighbours else rotated // 2,
-        "NORM_ROUNDS": -(-(given["PADDED"] + 1) // shape.warps),
+        "NORM_ROUNDS": -(-(given["PADDED"] + 1) // warps),
         "PER_LANE": kept,
         "ROW_WORDS": form.row_words,
         "KEPT": kept,
-        "KEPT_ROUNDS": -(-2 * kept // shape.warps),
+        "KEPT_ROUNDS": -(-2 * kept // warps),
         "NORMED": normed,
         "QUANTIZED": form.kind == "q8_0",
     }
     given["keep_one"] = device_function(expand(_keep_one, f"{form.kind}_{form.head_dim}", **given))
-    name = f"{form.kind}_{form.head_dim}_{shape.group}_{rotated}_{int(neighbours)}{int(normed)}"
+    name = f"{form.kind}_{form.head_dim}_{shape.group}_{rotated}_{int(neighbours)}{int(normed)}_{threads}"
     return {f.__name__[1:]: device_function(expand(f, name, **given), True) for f in (_turn, _keep)}

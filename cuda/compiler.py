@@ -8,8 +8,9 @@ on another one beforehand, and edits elsewhere do not matter. compile_pool.py co
 
     ~/.cache/gguf-bridge/cubins/CAPABILITY-VERSIONS/DIGEST      name of the kernel, digest and bytes of its code
 
-Numba passes an array as seven or more numbers, in an order that it documents nowhere. So the parameters of what it
-has compiled are compared with those that launch.py will pass.
+Numba passes an array as seven or more numbers, in an order that it documents nowhere. So what is compiled is a function
+that takes the address of an array, of one with two dimensions also its sizes, and calls the kernel with arrays made of
+them. The parameters of the result are compared with those that launch.py passes.
 """
 
 import ctypes
@@ -81,15 +82,16 @@ def _made(module: str, name: str, arguments: tuple[Any, ...], named: dict[str, A
     return getattr(importlib.import_module(module), name)(*arguments, **named)
 
 
-def parameters(signature: str) -> list[tuple[Any, int]]:
-    """(type in ctypes, dimensions) of each parameter of "void(float32[:,::1], int64, ...)"; a scalar has none."""
+def parameters(signature: str) -> list[tuple[str, int]]:
+    """(element type, dimensions) of each parameter of "void(float32[:,::1], int64, ...)"; a number has none."""
     inside = signature[signature.index("(") + 1 : signature.rindex(")")]
-    found = []
-    for part in re.split(r",(?![^\[]*\])", inside):
-        element, _, dimensions = part.strip().partition("[")
-        if element:
-            found.append((getattr(ctypes, f"c_{_C_NAMES.get(element, element)}"), dimensions.count(":") - 1))
-    return [(kind, max(0, dimensions)) for kind, dimensions in found]
+    parts = [part.strip().partition("[") for part in re.split(r",(?![^\[]*\])", inside)]
+    return [(element, max(0, sizes.count(":") - 1)) for element, _, sizes in parts if element]
+
+
+def scalar(element: str) -> Any:
+    """The type of ctypes that a number of this type is passed as."""
+    return getattr(ctypes, f"c_{_C_NAMES.get(element, element)}")
 
 
 def code(source: Source, capability: Capability) -> Code:
@@ -123,9 +125,8 @@ def ptx_of(source: Source, capability: Capability) -> str:
         # device functions are compiled for the current GPU, and asking for it would start CUDA
         dispatcher.get_current_device = lambda: SimpleNamespace(compute_capability=capability)
         try:
-            ptx, _ = cuda.compile(
-                source.function, source.signature, device=False, abi="numba", cc=capability, output="ptx"
-            )
+            entry, signature = _entry(source)
+            ptx, _ = cuda.compile(entry, signature, device=False, abi="numba", cc=capability, output="ptx")
         finally:
             dispatcher.get_current_device = before
     return ptx if isinstance(ptx, str) else ptx.decode()
@@ -138,7 +139,7 @@ def _compiled(source: Source, capability: Capability) -> Code:
     head = re.search(r"\.entry (\w+)\((.*?)\)", ptx, re.DOTALL)
     assert head is not None
     taken = [int(bits) // 8 for bits in re.findall(r"\.param \.[a-z](\d+)", head[2])]
-    if taken != _sizes(source.signature):
+    if taken != [ctypes.sizeof(scalar(element)) for element, _ in parameters(_entry_text(source)[1])]:
         raise BridgeError(
             f"{source.name}: this numba-cuda passes arguments in another form than the kernels are launched with; "
             "pip install 'numba-cuda>=0.30.4,<0.31'"
@@ -147,13 +148,27 @@ def _compiled(source: Source, capability: Capability) -> Code:
     return Code(head[1], bytes(Linker(ObjectCode.from_ptx(ptx.encode()), options=options).link("cubin").code))
 
 
-def _sizes(signature: str) -> list[int]:
-    """Bytes of each number that a kernel is passed; see launch.packed."""
-    return [
-        nbytes
-        for kind, dimensions in parameters(signature)
-        for nbytes in ([8] * (5 + 2 * dimensions) if dimensions else [ctypes.sizeof(kind)])
-    ]
+def _entry(source: Source) -> tuple[Callable[..., None], str]:
+    """What is compiled for a kernel, and its signature."""
+    text, signature = _entry_text(source)
+    names: dict[str, Any] = {"kernel": intrinsics.device_function(source.function)}
+    for element, dimensions in parameters(source.signature):
+        if dimensions:
+            names[f"{element}_{dimensions}"] = intrinsics.array_at(element, dimensions)
+    exec(text, names)
+    return names[source.name], signature
+
+
+def _entry_text(source: Source) -> tuple[str, str]:
+    """Its text, and its signature: of an array the address, then the sizes if there are two."""
+    taken, types, given = [], [], []
+    for i, (element, dimensions) in enumerate(parameters(source.signature)):
+        own = [f"p{i}", f"rows{i}", f"columns{i}"] if dimensions > 1 else [f"p{i}"]
+        taken += own
+        types += ["uint64", "int64", "int64"][: len(own)] if dimensions else [element]
+        given.append(f"{element}_{dimensions}({', '.join(own)})" if dimensions else own[0])
+    text = f"def {source.name}({', '.join(taken)}):\n    kernel({', '.join(given)})\n"
+    return text, f"void({', '.join(types)})"
 
 
 # files
@@ -200,7 +215,8 @@ def _versions() -> str:
 
 def digest(source: Source) -> str:
     """A digest of what a kernel's machine code is made from, but for compiler and intrinsics."""
-    text = "\n".join([source.signature, str(source.registers), *_content(source.function, set())])
+    own = source.signature, str(source.registers), *_entry_text(source)
+    text = "\n".join([*own, *_content(source.function, set())])
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 

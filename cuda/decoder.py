@@ -18,10 +18,12 @@ from bridge.cuda.compile_pool import compile_all
 from bridge.cuda.dequantize import rows
 from bridge.cuda.device import check_torch, upload, zeros
 from bridge.cuda.halves import normed
-from bridge.cuda.kv_cache import KVCache, KVForm
+from bridge.cuda.kv_cache import KVCache
 from bridge.cuda.launch import Graph, noted
+from bridge.cuda.matmul import LENGTHS
 from bridge.cuda.norm import rms
 from bridge.cuda.products import Call, Gated, Stack
+from bridge.cuda.prompt_attention import attend, mask_from
 from bridge.cuda.step import DeviceWeights, Step, matrix_bytes
 
 from bridge.errors import BridgeError
@@ -36,7 +38,6 @@ BATCH = 512  # tokens of a prompt that pass through the layers together
 _WORK = 400 << 20  # bytes that prompts and graphs need besides weights and cache
 _SCORED = 512  # positions whose logits are on the device at once
 _GRAPHS = 4  # ways of sampling whose graphs are kept
-_LENGTHS = (1, 2, 4, 8, 16, 32, 48, 64, 65)  # of prompts, which go different ways
 _ON_HOST = 0  # the way of sampling that leaves the logits to the host; others are counts of candidates, None greedy
 
 
@@ -97,7 +98,7 @@ class Decoder:
             ways = [self.step.choose(count) for count in (None, min(Sampling.top_k, self.vocab))]
             for launch in chain(self.step.launches, *ways):
                 launch()
-            for length in _LENGTHS:
+            for length in LENGTHS:
                 self.scores([0] * min(length, self.cache.context), 1)
         self.cache.length = 0
         with Bar("compiling for the GPU", unit=" kernels") as bar:
@@ -234,16 +235,14 @@ class Decoder:
     def _batch(self, tokens: Sequence[int]) -> Any:
         """A part of `_prompt`; hidden states, f32 [n, hidden], not normalized."""
         start = self.cache.length
-        x = self._embeddings(tokens)
-        cos, sin = (angles[start : start + len(tokens)] for angles in (self.weights.cos, self.weights.sin))
+        n, x, exact = len(tokens), self._embeddings(tokens), self.precision == "f32"
+        angles, mask = (self.weights.cos, self.weights.sin), mask_from(start, n, x.device)
         for i, layer in enumerate(self.weights.layers):
             qkv = layer.qkv.multiply(self._normed(x, layer.attn_norm, layer.qkv))
-            cache = self.cache.form, self.cache.keys[i], self.cache.values[i]
-            exact = self.precision == "f32"
-            attended = attend(self.config, qkv, layer.q_norm, layer.k_norm, cos, sin, cache, start, exact)
-            x += layer.o.multiply(attended)
+            norms, cache = (layer.q_norm, layer.k_norm), (self.cache.form, self.cache.keys[i], self.cache.values[i])
+            layer.o.multiply(attend(self.config, qkv, norms, angles, cache, start, mask, exact, self.device), onto=x)
             given = self._normed(x, layer.ffn_norm, layer.gated)
-            x += layer.down.multiply(layer.gated.multiply(given, halves=layer.down.halves(len(x))))
+            layer.down.multiply(layer.gated.multiply(given, halves=layer.down.halves(n)), onto=x)
         self._appended(tokens)
         return x
 
@@ -282,55 +281,3 @@ def _check_shape(c: DecoderConfig, file: GGUFFile, kv: str) -> None:
         )
     if c.heads * c.head_dim % 32:
         raise BridgeError(f"{file.path}: {c.heads} heads of {c.head_dim} are not a multiple of 32; use the CPU")
-
-
-def rotate(x: Any, cos: Any, sin: Any, rotated: int, neighbours: bool) -> Any:
-    """Rotary pairs of x f32 [n, heads, head_dim], in place; cos and sin f32 [n, rotated / 2]."""
-    half = rotated // 2
-    first = slice(0, rotated, 2) if neighbours else slice(0, half)
-    second = slice(1, rotated, 2) if neighbours else slice(half, rotated)
-    a, b = x[..., first].clone(), x[..., second].clone()
-    c, s = cos[:, None], sin[:, None]
-    x[..., first] = a * c - b * s
-    x[..., second] = a * s + b * c
-    return x
-
-
-def attend(
-    c: DecoderConfig, qkv: Any, q_norm: Any, k_norm: Any, cos: Any, sin: Any, cache: tuple[KVForm, Any, Any],
-    start: int, exact: bool,
-) -> Any:  # fmt: skip
-    """Attention of n tokens at positions from `start` on: f32 [n, heads * head_dim].
-
-    qkv f32 [n, (heads + 2 kv_heads) * head_dim]; keys and values are stored in the layer's cache.
-    Products are computed in halves, or in float32 with `exact`.
-    """
-    import torch
-
-    n = qkv.shape[0]
-    q, k, v = (part.reshape(n, -1, c.head_dim) for part in _split(c, qkv))
-    if q_norm is not None:
-        q, k = rms(q, q_norm, c.norm_eps), rms(k, k_norm, c.norm_eps)
-    q, k = (rotate(part, cos, sin, c.rotated, c.graph.neighbours) for part in (q, k))
-    form, *parts = cache
-    dtype = torch.float32 if exact else torch.float16
-    for part, given in zip(parts, (k, v), strict=True):
-        form.store(part, start, given)
-    stored = [_shared(form.load(part, start + n, c.kv_heads, dtype), c.heads // c.kv_heads) for part in parts]
-    mask = None
-    if start:
-        mask = torch.ones((n, start + n), dtype=torch.bool, device=qkv.device).tril(start)
-    query, (keys, values) = q.transpose(0, 1)[None].to(dtype), stored
-    result = torch.nn.functional.scaled_dot_product_attention(
-        query, keys, values, mask, is_causal=mask is None, scale=c.attention_scale
-    )
-    return result[0].transpose(0, 1).reshape(n, -1).float()
-
-
-def _split(c: DecoderConfig, qkv: Any) -> Any:
-    return qkv.split([c.heads * c.head_dim, c.kv_heads * c.head_dim, c.kv_heads * c.head_dim], dim=1)
-
-
-def _shared(part: Any, group: int) -> Any:
-    """[kv_heads, n, head_dim] -> [1, heads, n, head_dim]: repeated for every query head that shares it."""
-    return part.repeat_interleave(group, dim=0)[None]

@@ -26,6 +26,7 @@ _OLDEST = (7, 5)  # compute capability: the oldest that CUDA 13 compiles for
 OVERLAPPING = (9, 0)  # from here on a launch may begin before the previous one ends
 
 
+@cache
 def _simulated() -> bool:
     from numba import config
 
@@ -330,10 +331,12 @@ def current() -> Device:
     """The device whose context is current in this thread; the first one where none is."""
     if _simulated():
         return _opened(0)
-    driver = _bindings()
-    if not int(checked(driver.cuCtxGetCurrent())):
-        return require()
-    return _opened(int(checked(driver.cuCtxGetDevice())))
+    return _opened(int(checked(_bindings().cuCtxGetDevice()))) if context() else require()
+
+
+def context() -> int:
+    """The handle of the context that is current in this thread; 0 where none is."""
+    return int(checked(_bindings().cuCtxGetCurrent()))
 
 
 def capturing(stream: int) -> bool:
@@ -347,28 +350,32 @@ def capturing(stream: int) -> bool:
 
 def kind(x: Any) -> str | None:
     """ "f32", "f16" or "bf16", the type of an array's or tensor's elements; None for any other."""
-    name = str(getattr(x, "dtype", "")).removeprefix("torch.")
-    return {"float32": "f32", "float16": "f16", "bfloat16": "bf16"}.get(name)
+    return _kind(getattr(x, "dtype", None))
 
 
-def view(x: Any) -> Any:
-    """A tensor or an array on the device as a kernel takes it, not copied; halves become int16 with their bits.
+@cache
+def _kind(dtype: Any) -> str | None:
+    return {"float32": "f32", "float16": "f16", "bfloat16": "bf16"}.get(str(dtype).removeprefix("torch."))
 
-    Kernels ignore strides, so a tensor that is not contiguous raises BridgeError.
+
+def view(x: Any, apart: bool = False) -> Any:
+    """A tensor or an array on the device as a kernel takes it, not copied.
+
+    A tensor that is not contiguous raises BridgeError; `apart`: rows may be further apart than they are long, for
+    kernels that see x as an array of two dimensions. In the simulator, halves become int16 with their bits.
     """
     if is_torch(x):
-        x = x.detach()
-        if not x.is_contiguous():
+        if not (x.is_contiguous() or (apart and x.dim() == 2 and x.stride(1) == 1)):
             raise BridgeError(f"a tensor {list(x.shape)} with strides {list(x.stride())}; must be contiguous")
+        if not _simulated():
+            return x
+        x = x.detach()
         if kind(x) in ("f16", "bf16"):
             import torch
 
             x = x.view(torch.int16)
-        if _simulated():
-            return x.numpy()
-    elif kind(x) == "f16":
-        x = x.view(np.int16)
-    return x
+        return x.numpy()
+    return x.view(np.int16) if kind(x) == "f16" else x
 
 
 @cache

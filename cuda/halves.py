@@ -126,9 +126,10 @@ def _launch(way: str, x: Any, columns: int, device: Device, weight: Any = None, 
 
     if SIMULATED:  # a thread of Python for each of a block, and for every token a block
         return by_torch(way, x, weight, eps)
-    made = Halves(torch.empty((len(x), columns), dtype=torch.float16, device=x.device), torch.empty_like(x[:, 0]))
+    n, place = x.shape[0], x.device
+    made = Halves(torch.empty((n, columns), dtype=torch.float16, device=place), torch.empty(n, device=place))
     kernel(way).launch(
-        len(x),
+        n,
         _THREADS,
         device.stream(),
         view(x.reshape(-1)),

@@ -7,8 +7,9 @@ with or_, xor, sub, shl, ror (rotate right), mad (a * b + c), prmt (choose bytes
 instead of operators; fma is that of float32. `kept` is its argument, a constant: it goes to a register and stays there,
 as the compiler, which would otherwise move it there for each instruction, does not know it.
 
-Loads take an array of any element type, and an index in units of what they load; the arrays of this folder are
-aligned to 256 bytes, those in shared memory (`shared_`; `put_` stores) to 16 if declared with ALIGNED.
+A kernel is passed the address of an array (`array_at`); where that has two dimensions, also how many rows there are
+and how far apart. Loads take an array of any element type, and an index in units of what they load; the arrays of this
+folder are aligned to 256 bytes, those in shared memory (`shared_`; `put_` stores) to 16 if declared with ALIGNED.
 `stream_` reads memory that nobody writes meanwhile and bypasses the L1 cache (weights: every byte
 once); `ahead_` does the same and lets the L2 cache fetch the 128 bytes around (scales: a warp takes few at a time);
 `cached_` keeps it in L1 (activations: every row reads them); `load_` may read what the same launch writes, or an
@@ -100,6 +101,30 @@ if not SIMULATED:
             return types.int32(), lower
 
         return intrinsic(typed)
+
+    def array_at(element: str, dimensions: int) -> Any:
+        """An intrinsic (address), or for two dimensions (address, rows, their distance): the array there.
+
+        It lies in global memory. One of one dimension has no size: it must not be indexed from its end.
+        """
+        array = types.Array(getattr(types, element), dimensions, "C")
+
+        def lower(context, builder, signature, values):
+            made = context.make_array(array)(context, builder)
+            kind = made.data.type
+            place = builder.inttoptr(values[0], kind.pointee.as_pointer(1))
+            made.data = builder.addrspacecast(place, kind, "generic")
+            sizes = values[1:] or [ir.Constant(ir.IntType(64), 0)]
+            made.shape = cgutils.pack_array(builder, sizes)
+            return made._getvalue()
+
+        def one(typingctx, address):
+            return array(types.uint64), lower
+
+        def two(typingctx, address, rows, columns):
+            return array(types.uint64, types.int64, types.int64), lower
+
+        return intrinsic((one, two)[dimensions - 1])
 
     def _load(code: str, count: int, element: Any, changing: bool = False, further: bool = False) -> Any:
         """An intrinsic (array, index) -> `count` elements: a scalar for one, otherwise a tuple.

@@ -54,6 +54,10 @@ class KVForm:
         """Words of a number of rows."""
         return rows * (self.row_words + self.step_words)
 
+    def rows(self, part: Any, heads: int) -> int:
+        """Rows of each head in a layer's words."""
+        return int(part.numel()) // (heads * (self.row_words + self.step_words))
+
     def store(self, part: Any, start: int, x: Any) -> None:
         """Put x f32 [n, kv_heads, head_dim] into a layer's rows from `start` on; part int32 [words], of torch."""
         numbers, steps = self._split(part, x.shape[1])
@@ -86,7 +90,7 @@ class KVForm:
         """Numbers [heads, rows, head_dim] and steps [heads, rows, 2 * step_words] or None, as views."""
         import torch
 
-        rows = part.numel() // (heads * (self.row_words + self.step_words))
+        rows = self.rows(part, heads)
         kind = {"f16": torch.float16, "f32": torch.float32, "q8_0": torch.int8}[self.kind]
         end = heads * rows * self.row_words
         numbers = part[:end].view(kind).reshape(heads, rows, self.head_dim)

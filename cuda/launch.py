@@ -3,9 +3,10 @@
 Compiling (compiler.py) takes seconds, and loading talks to the driver, which may not happen while a stream is being
 captured into a CUDA graph: `warm` does both beforehand. In the simulator a kernel runs as it is.
 
-Numba only compiles: its work for every launch takes 0.2 ms, so launches go through cuda.core. A kernel takes an array
-as seven or more numbers, which `bind` packs once. A `Launch` never changes: arrays that have moved are named in each
-call, so that threads can share it.
+Numba only compiles: its work for every launch takes 0.2 ms, so launches go through cuda.core, which takes one. A kernel
+takes the address of an array, and of one with two dimensions how many rows it has and how far they are apart. `bind`
+packs arguments once: a `Launch` never changes, arrays that have moved are named in each call, so that threads can share
+it.
 
 A chain of short kernels waits at each end: the last blocks run alone, and a launch takes the GPU a microsecond or two.
 From compute capability 9.0 on a `dependent` kernel may be launched while the one before it runs (programmatic dependent
@@ -28,7 +29,7 @@ import importlib
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any
 
 from bridge.cuda import compiler
@@ -47,12 +48,10 @@ class Launch:
     __slots__ = ("_addresses", "_arguments", "_config", "_device", "_kernel", "_queue")
 
     def __init__(self, kernel: Kernel, loaded: Any, device: int, grid: Any, block: Any, arguments: Sequence[Any]):
-        core = _core()
-        more = {"programmatic_stream_serialization": True} if kernel.dependent else {}
         self._device = device
         self._kernel = loaded
-        self._config = core.LaunchConfig(grid=grid, block=block, **more)
-        self._queue = core.launch
+        self._config = _config(grid, block, kernel.dependent)
+        self._queue = _core().launch
         self._arguments, self._addresses = packed(kernel.parameters, arguments)
 
     def __call__(self, stream: int, *moved: tuple[int, int]) -> None:
@@ -79,11 +78,13 @@ class Kernel(compiler.Source):
         oldest: tuple[int, int] = (7, 5), dependent: bool = False,
     ):  # fmt: skip
         super().__init__(function, signature, registers)
-        self.parameters = compiler.parameters(signature)
+        self.parameters = [
+            (compiler.scalar(element), dimensions) for element, dimensions in compiler.parameters(signature)
+        ]
         self.oldest = devices.OVERLAPPING if dependent else oldest
         self.dependent = dependent
         self._simulated: Any = None
-        self._loaded: dict[int, Any] = {}  # by the device's number
+        self._loaded: dict[int, tuple[int, Any]] = {}  # by the context
         self._lock = threading.Lock()
 
     def warm(self, stream: int = 0) -> tuple[int, Any]:
@@ -91,12 +92,13 @@ class Kernel(compiler.Source):
 
         Raises BridgeError while a graph is captured on the stream, and where compiler or driver refuse.
         """
-        device = devices.current()
-        if device.index not in self._loaded:
+        context = devices.context()
+        if context not in self._loaded:
+            device = devices.current()
             with self._lock:  # of several threads, one compiles
-                if device.index not in self._loaded:
-                    self._loaded[device.index] = self._load(device, stream)
-        return device.index, self._loaded[device.index]
+                if context not in self._loaded:
+                    self._loaded[context] = device.index, self._load(device, stream)
+        return self._loaded[context]
 
     def _load(self, device: devices.Device, stream: int) -> Any:
         if devices.capturing(stream):
@@ -133,7 +135,9 @@ class Kernel(compiler.Source):
             self._simulated = self._simulated or cuda.jit(self.function)
             self._simulated[grid, block](*arguments)
         else:
-            self.bind(grid, block, stream, *arguments)(stream)
+            device, loaded = self.warm(stream)
+            config = _config(grid, block, self.dependent)
+            _core().launch(_core_stream(device, stream), config, loaded, *packed(self.parameters, arguments)[0])
 
 
 _noting = threading.local()
@@ -150,10 +154,9 @@ def noted() -> Iterator[list[Kernel]]:
 
 
 def packed(parameters: Sequence[tuple[Any, int]], arguments: Sequence[Any]) -> tuple[list[Any], list[int]]:
-    """The numbers that a kernel takes for arguments (compiler.parameters), and which are addresses of arrays.
+    """The numbers that a kernel takes for arguments, and which of them are addresses of arrays.
 
-    Arrays are torch's, contiguous, and become: no owner, no parent, elements, bytes of an element, address, shape,
-    strides.
+    `parameters`: (type in ctypes, dimensions). Arrays are torch's, with contiguous rows.
     """
     numbers: list[Any] = []
     addresses = []
@@ -161,14 +164,14 @@ def packed(parameters: Sequence[tuple[Any, int]], arguments: Sequence[Any]) -> t
         if not dimensions:
             numbers.append(kind(given))
             continue
-        addresses.append(len(numbers) + 4)
-        strides = [given.itemsize]
-        for length in given.shape[:0:-1]:
-            strides.insert(0, strides[0] * length)
-        numbers += [0, 0, given.numel(), given.itemsize, given.data_ptr(), *given.shape, *strides]
+        addresses.append(len(numbers))
+        numbers.append(given.data_ptr())
+        if dimensions > 1:
+            numbers += given.size(0), given.stride(0)
     return numbers, addresses
 
 
+@cache
 def _core() -> Any:
     """NVIDIA's cuda.core."""
     return importlib.import_module("cuda.core")
@@ -186,6 +189,12 @@ def _loaded(code: compiler.Code) -> Any:
 @cache
 def _core_stream(device: int, number: int) -> Any:
     return _core().Stream.from_handle(number)
+
+
+@lru_cache(1 << 12)
+def _config(grid: Any, block: Any, dependent: bool) -> Any:
+    more = {"programmatic_stream_serialization": True} if dependent else {}
+    return _core().LaunchConfig(grid=grid, block=block, **more)
 
 
 def captured(step: Callable[[], None], stream: Any) -> Any:

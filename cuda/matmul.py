@@ -2,7 +2,7 @@
 
 For torch, quantized weights are dequantized tile by tile: also for types that mma.py does not have, on GPUs
 that are too old for it, and where nothing may be rounded. Float32 tokens become halves, scaled (halves.py), so that
-neither they nor torch's result leave the range.
+neither they nor the result of a torch that rounds it to halves leave the range.
 """
 
 from collections.abc import Callable
@@ -14,6 +14,7 @@ from bridge.cuda.activations import COLUMNS, Records
 from bridge.cuda.halves import Halves, halved
 from bridge.cuda.matrix import DeviceMatrix, FloatMatrix
 
+LENGTHS = (1, 2, 4, 8, 16, 32, 48, 64, 65)  # numbers of tokens that take different kernels
 _TILE = 1 << 25  # weights dequantized at a time: 64 MB of halves
 
 
@@ -26,10 +27,13 @@ class Multiplier:
     def __init__(self, device: devices.Device, precision: str):
         self.device, self.precision = device, precision
 
-    def multiply(self, matrix: DeviceMatrix | FloatMatrix, x: Any, y: Any) -> None:
-        """Queue y = x W^T for x [n, columns] of a float type, or Halves where `halves(n)`, and y float32 [n, rows]."""
-        import torch
+    def multiply(
+        self, matrix: DeviceMatrix | FloatMatrix, x: Any, y: Any, bias: Any = None, accumulate: bool = False
+    ) -> None:
+        """Queue y = or += x W^T + bias for x [n, columns] of a float type, or Halves where `halves(n)`.
 
+        y float32 [n, rows], whose rows may be apart; bias float32 [rows] or None.
+        """
         n, stream = y.shape[0], self.device.stream()
         if not n:
             return
@@ -37,44 +41,42 @@ class Multiplier:
             isinstance(matrix, DeviceMatrix)
             and self.halves(n)
             and not isinstance(x, Halves)
-            and x.dtype == torch.float32
+            and devices.kind(x) == "f32"
         ):
             x = halved(x.contiguous(), self.device)
         floats = n > COLUMNS and not (self.precision == "int8" and mma.takes(matrix, n))
         if isinstance(matrix, FloatMatrix) or floats:
-            by_torch(matrix, x, y, self._kind(matrix, x), stream)
-            return
-        out = y if y.is_contiguous() else torch.empty(y.shape, dtype=y.dtype, device=y.device)
-        if n > COLUMNS:
+            by_torch(matrix, x, y, self._kind(matrix, x), stream, bias, accumulate)
+        elif n > COLUMNS:
             values, scale = x if isinstance(x, Halves) else (x.contiguous(), None)
             if values.data_ptr() % 16:  # a view into another tensor
                 values = values.clone()
-            mma.launch(matrix, values, out, stream, scale)
+            mma.launch(matrix, values, y, stream, scale, accumulate, bias)
         else:
             records = self._records(matrix, n).quantize(x.contiguous(), n, stream)
-            matvec.launch(matrix, records, devices.view(out), n, stream)
-        if out is not y:
-            y.copy_(out)
+            offset = None if bias is None else devices.view(bias)
+            matvec.launch(matrix, records, devices.view(y, apart=True), n, stream, accumulate, offset)
 
     def halves(self, n: int) -> bool:
         """Whether products of n tokens with quantized weights multiply Halves."""
         return self.precision == "int8" and n > COLUMNS
 
-    def bind(self, matrix: DeviceMatrix, x: Any, y: Any) -> Callable[[int, int, int], None]:
-        """A function (x, y, stream), of two addresses and a handle, that queues y = x W^T for arrays like these, n at
-        most 8, in the device's context. Not for the simulator."""
+    def bind(self, matrix: DeviceMatrix, x: Any, y: Any, bias: Any = None) -> Callable[..., None]:
+        """A function (stream, x, y, bias if there is one), of a handle and addresses, that queues y = x W^T + bias for
+        arrays like these, n at most 8, in the device's context. Not for the simulator."""
         import torch
 
         n, stream = x.shape[0], self.device.stream()
         records = self._records(matrix, n)
         nbytes, place = records.buffer.nbytes, x.device
-        quantize, multiply = records.bind(x, n, stream), matvec.bind(matrix, records, devices.view(y), n, stream)
+        quantize = records.bind(x, n, stream)
+        multiply = matvec.bind(matrix, records, devices.view(y), n, stream, bias)
 
-        def run(x: int, y: int, stream: int) -> None:
+        def run(stream: int, x: int, y: int, *bias: int) -> None:
             memory = torch.empty(nbytes, dtype=torch.uint8, device=place)  # reused behind these launches
             records = memory.data_ptr()
             quantize(stream, (0, x), (1, records))
-            multiply(stream, (1, records), (2, y))
+            multiply(stream, (1, records), (2, y), *((3, address) for address in bias))
 
         return run
 
@@ -99,22 +101,47 @@ def product(weight: Any, x: Any) -> Any:
     import torch
 
     if isinstance(x, Halves):
-        return (x.values @ weight.T).float() * x.scale[:, None]
-    if weight.dtype != torch.float16:
-        return (x.to(weight.dtype) @ weight.T).float()
+        return _sums(x.values, weight).mul_(x.scale[:, None])
+    if weight.dtype != torch.float16 or (x.dtype == torch.float16 and _keeps_sums(weight)):
+        return _sums(x.to(weight.dtype), weight)
     return product(weight, halves.by_torch("plain", x.float()))
 
 
-def by_torch(matrix: DeviceMatrix | FloatMatrix, x: Any, y: Any, kind: Any, stream: Any) -> None:
-    """Queue y = x W^T for any number of tokens: weights become a torch dtype, tile by tile, and torch multiplies."""
+def _sums(x: Any, weight: Any) -> Any:
+    """x weight^T as float32: sums that torch does not round to 16 bits first, where it can."""
     import torch
 
+    if x.dtype != torch.float32 and _keeps_sums(weight):
+        return torch.mm(x, weight.T, out_dtype=torch.float32)
+    return (x @ weight.T).float()
+
+
+def _keeps_sums(weight: Any) -> bool:
+    """Whether torch's product of 16-bit floats can be float32: from version 2.8 on, on a GPU."""
+    import torch
+
+    return bool(weight.is_cuda) and "dtype" in torch.ops.aten.mm.overloads()
+
+
+def by_torch(
+    matrix: DeviceMatrix | FloatMatrix, x: Any, y: Any, kind: Any, stream: Any, bias: Any = None,
+    accumulate: bool = False,
+) -> None:  # fmt: skip
+    """Queue y = or += x W^T + bias for any number of tokens: weights become a torch dtype, tile by tile, and torch
+    multiplies."""
+    import torch
+
+    if bias is not None:
+        y.add_(bias) if accumulate else y.copy_(bias)
+        accumulate = True
     if isinstance(matrix, FloatMatrix) and matrix.weight.dtype == kind:
-        y.copy_(product(matrix.weight, x))
+        found = product(matrix.weight, x)
+        y.add_(found) if accumulate else y.copy_(found)
         return
     step = max(1, min(matrix.rows, _TILE // matrix.columns))
     weights = torch.empty((step, matrix.columns), dtype=kind, device=y.device)
     for first in range(0, matrix.rows, step):
         count = min(step, matrix.rows - first)
         dequantize.tile(matrix, first, count, weights[:count], stream)
-        y[:, first : first + count] = product(weights[:count], x)
+        found, part = product(weights[:count], x), y[:, first : first + count]
+        part.add_(found) if accumulate else part.copy_(found)

@@ -39,6 +39,7 @@ class DeviceMatrix:
         self.layout = DeviceLayout(WRITTEN[type])
         self.units = columns // UNIT
         self.room = self.layout.room(rows, columns)
+        self.nbytes = self.layout.nbytes(rows, columns)  # in device memory
 
     @classmethod
     def upload(cls, tensors: QuantTensor | Sequence[QuantTensor], device: Any = None, interleave: bool = False) -> Self:
@@ -82,11 +83,6 @@ class DeviceMatrix:
             host[layout.factors_at(room) :][: len(table)] = table
         names = [tensor.name for tensor in tensors]
         return cls(names, first.type, rows, columns, found.upload(host, what), found)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes in device memory."""
-        return self.layout.nbytes(self.rows, self.columns)
 
     @property
     def bpw(self) -> float:

@@ -378,7 +378,7 @@ def launch(
     bias: Any = None, shape: MatvecShape | None = None, normed: Normed | None = None,
     recorded: Recorded | None = None, dependent: bool = False,
 ) -> None:  # fmt: skip
-    """Queue y = W x for the first n columns of the records; y float32 [n, rows], contiguous, on the device.
+    """Queue y = W x for the first n columns of the records; y float32 [n, rows] on the device, its rows may be apart.
 
     `accumulate` adds to what is in y, `bias` float32 [rows] is added to every column; the others are for one column.
     `dependent`: it may begin while the launch before it ends (launch.py).
@@ -388,9 +388,9 @@ def launch(
     kernel.launch(*arguments)
 
 
-def bind(matrix: DeviceMatrix, records: Records, y: Any, n: int, stream: Any) -> Launch:
-    """A reusable launch of y = W x; its arrays are the weights, the records and y."""
-    kernel, *arguments = _launch(matrix, records, y, n, stream, None, "", None)
+def bind(matrix: DeviceMatrix, records: Records, y: Any, n: int, stream: Any, bias: Any = None) -> Launch:
+    """A reusable launch of y = W x + bias; its arrays are the weights, the records, y and the bias."""
+    kernel, *arguments = _launch(matrix, records, y, n, stream, bias, "" if bias is None else "bias", None)
     found: Launch = kernel.bind(*arguments)
     return found
 

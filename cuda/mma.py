@@ -34,6 +34,7 @@ so that 16 warps run at once. Scales and other small fields, of which a row take
 the L1 cache for the next steps.
 """
 
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -67,7 +68,7 @@ from bridge.blocks import ROUNDED
 from bridge.errors import BridgeError
 
 # set per kernel by `expand`
-TILES = WARPS = PARTS = 0
+TILES = WARPS = 0
 ORDER = (0, 2, 1, 3)
 RAGGED = PARTIAL = SCALED = BIAS = ACCUMULATE = NUMBERED = False
 load: Any = None
@@ -204,13 +205,13 @@ def _product(weights, room_16, x, scale, y, bias, rows, units, tokens, per):
                 y[at, row] = value
 
 
-def _combine(part, scale, bias, y, rows, tokens):
+def _combine(part, scale, bias, y, rows, tokens, parts):
     """Add up all parts, then apply the epilogue."""
     row = int32(cuda.grid(1))
     token = block_y()
     if row < int32(rows):
         value = part[token, row]
-        for p in range(1, PARTS):
+        for p in range(1, parts):
             value += part[mad(int32(p), int32(tokens), token), row]
         if SCALED:
             value *= scale[token]
@@ -233,16 +234,21 @@ def choose_shape(matrix: DeviceMatrix, n: int) -> MMAShape:
     A block takes the time of its bytes; as many blocks as the device has room for run at once; sums of parts are
     stored and loaded again.
     """
+    return _chosen(matrix.rows, matrix.units, matrix.nbytes, matrix.device.multiprocessors, n)
+
+
+@lru_cache(1 << 12)
+def _chosen(rows: int, units: int, nbytes: int, multiprocessors: int, n: int) -> MMAShape:
     warps = _MOST_WARPS
-    while warps > 1 and matrix.rows <= _ROWS * warps // 2:
+    while warps > 1 and rows <= _ROWS * warps // 2:
         warps //= 2
-    blocks = -(-matrix.rows // (_ROWS * warps))
-    at_once = _BLOCKS_AT_ONCE * _MOST_WARPS // warps * matrix.device.multiprocessors
-    steps = -(-matrix.units // _UNITS)
+    blocks = -(-rows // (_ROWS * warps))
+    at_once = _BLOCKS_AT_ONCE * _MOST_WARPS // warps * multiprocessors
+    steps = -(-units // _UNITS)
 
     def time(parts: int) -> float:
         rounds = -(-blocks * parts // at_once)
-        return rounds * at_once / (blocks * parts) * matrix.nbytes + (8 * n * matrix.rows * parts if parts > 1 else 0)
+        return rounds * at_once / (blocks * parts) * nbytes + (8 * n * rows * parts if parts > 1 else 0)
 
     parts = min(range(1, max(1, min(_MOST_PARTS, steps // _LEAST_STEPS)) + 1), key=time)
     return MMAShape(warps, -(-steps // -(-steps // parts)))
@@ -270,12 +276,12 @@ def kernel(type: str, kind: str, tiles: int, warps: int, ragged: bool, epilogue:
 
 
 @recipe
-def combiner(parts: int, epilogue: str) -> Any:
+def combiner(epilogue: str) -> Any:
     """The kernel that adds up parts; `epilogue` names "scaled", "bias" and "accumulate"."""
     from bridge.cuda.launch import Kernel
 
-    expanded = expand(_combine, f"{parts}{epilogue and '_'}{epilogue}", PARTS=parts, **_epilogue(epilogue))
-    return Kernel(expanded, "void(float32[:,::1], float32[::1], float32[::1], float32[:,::1], int64, int64)")
+    expanded = expand(_combine, epilogue or "plain", **_epilogue(epilogue))
+    return Kernel(expanded, "void(float32[:,::1], float32[::1], float32[::1], float32[:,::1], int64, int64, int64)")
 
 
 def _epilogue(names: str) -> dict[str, bool]:
@@ -288,8 +294,8 @@ def launch(
 ) -> None:  # fmt: skip
     """Queue y = x W^T * scale + bias for x float16 or bfloat16 [n, columns] and y float32 [n, rows].
 
-    All are contiguous tensors on the device, and x begins on 16 bytes. `scale` float32 [n] multiplies the sums of each
-    token, `accumulate` adds to what is in y, `bias` is float32 [rows].
+    All are tensors on the device, contiguous but for y, whose rows may be apart, and x begins on 16 bytes. `scale`
+    float32 [n] multiplies the sums of each token, `accumulate` adds to what is in y, `bias` is float32 [rows].
     """
     n, kind = x.shape[0], devices.kind(x)
     if kind not in ("f16", "bf16") or x.shape[1] != matrix.columns or not 1 <= n <= TOKENS:
@@ -306,7 +312,7 @@ def launch(
     steps = -(-matrix.units // _UNITS)
     none = matrix.device.placeholder()
     scales, biases = (none if given is None else devices.view(given) for given in (scale, bias))
-    out = devices.view(y)
+    out = devices.view(y, apart=True)
     sums = out if parts == 1 else devices.view(torch.empty((parts * n, matrix.rows), device=y.device))
     kernel(matrix.type, kind, tiles, warps, matrix.units % _UNITS != 0, epilogue if parts == 1 else "partial").launch(
         (-(-matrix.rows // (_ROWS * warps)), parts),
@@ -325,4 +331,4 @@ def launch(
     )
     if parts > 1:
         grid = -(-matrix.rows // _THREADS), n
-        combiner(parts, epilogue).launch(grid, _THREADS, stream, sums, scales, biases, out, matrix.rows, n)
+        combiner(epilogue).launch(grid, _THREADS, stream, sums, scales, biases, out, matrix.rows, n, parts)

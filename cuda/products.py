@@ -119,15 +119,19 @@ class Stack:
         """Whether products of n tokens multiply Halves."""
         return self.fuses and self.multiplier.halves(n)
 
-    def multiply(self, x: Any) -> Any:
-        """x f32 [n, columns], or Halves, -> f32 [n, rows], with the bias."""
+    def multiply(self, x: Any, onto: Any = None) -> Any:
+        """x [n, columns] of floats, or Halves, -> f32 [n, rows], with the bias; added to `onto` where that is given."""
         import torch
 
         given = x.scale if isinstance(x, Halves) else x
-        y = torch.empty((len(given), self.rows), dtype=torch.float32, device=given.device)
+        y = onto
+        if onto is None:
+            y = torch.empty((given.shape[0], self.rows), dtype=torch.float32, device=given.device)
         for first, matrix in self.parts:
-            self.multiplier.multiply(matrix, x, y[:, first : first + matrix.rows])
-        return y if self.bias is None else y.add_(self.bias)
+            rows = slice(first, first + matrix.rows)
+            bias = None if self.bias is None else self.bias[rows]
+            self.multiplier.multiply(matrix, x, y[:, rows], bias, accumulate=onto is not None)
+        return y
 
 
 class Gated:

@@ -41,7 +41,7 @@ class CudaTensor(Product):
         )
         self._multipliers: dict[str, Multiplier] = {}
         self._place = torch.device(devices.torch_device(found))
-        self._bound: dict[Any, Callable[[int, int, int], None]] = {}  # products that have run
+        self._bound: dict[Any, Callable[..., None]] = {}  # products that have run
         self._source = tensor
 
     @property
@@ -103,12 +103,16 @@ class CudaTensor(Product):
             return self._product(x.reshape(-1, x.shape[-1]), None, precision, 2).reshape(*x.shape[:-1], self.shape[0])
         return self._product(x, out, precision, 2)
 
-    def _product(self, x: Any, out: Any, precision: str, dimensions: int) -> Any:
+    def affine(self, x: Any, bias: Any, precision: str = "int8") -> Any:
+        """X W^T + bias for X [tokens, in] and a float32 bias [out]; otherwise as `matmul`. Takes no other launch."""
+        return self._product(x, None, precision, 2, bias)
+
+    def _product(self, x: Any, out: Any, precision: str, dimensions: int, bias: Any = None) -> Any:
         import torch
 
         if type(x) is torch.Tensor:
-            bound = self._bound.get((precision, dimensions, x.dtype, x.shape))
-            if bound is not None and (y := self._again(bound, x, out)) is not None:
+            bound = self._bound.get((precision, dimensions, x.dtype, x.shape, bias is not None))
+            if bound is not None and (y := self._again(bound, x, out, bias)) is not None:
                 return y
         check_precision(precision)
         values = self._input(x, dimensions)
@@ -118,23 +122,30 @@ class CudaTensor(Product):
             result = torch.empty(shape, dtype=torch.float32, device=values.device)
         else:
             result = self._checked_out(out, shape)
+        if bias is not None:
+            bias = self._checked_bias(bias)
         with self.matrix.device.active():
             if precision not in self._multipliers:
                 self._multipliers[precision] = Multiplier(self.matrix.device, precision)
             multiplier = self._multipliers[precision]
-            multiplier.multiply(self.matrix, values, result.view(tokens, rows))
+            multiplier.multiply(self.matrix, values, result.view(tokens, rows), bias)
             if devices.packs() and 1 <= tokens <= COLUMNS and isinstance(self.matrix, DeviceMatrix):
-                bound = multiplier.bind(self.matrix, values, result.view(tokens, rows))
-                self._bound[precision, dimensions, x.dtype, x.shape] = bound
+                bound = multiplier.bind(self.matrix, values, result.view(tokens, rows), bias)
+                self._bound[precision, dimensions, x.dtype, x.shape, bias is not None] = bound
         return result
 
-    def _again(self, bound: Callable[[int, int, int], None], x: Any, out: Any) -> Any:
+    def _again(self, bound: Callable[..., None], x: Any, out: Any, bias: Any) -> Any:
         """A product of the same type and shape as before, its arguments packed; None if more must be checked."""
         import torch
 
         place = self._place
         if x.device != place or not x.is_contiguous():
             return None
+        moved = []
+        if bias is not None:
+            if not self._fits(bias):
+                return None
+            moved.append(bias.data_ptr())
         if out is None:
             shape = (*x.shape[:-1], self.shape[0])
             out = torch.empty(shape, dtype=torch.float32, device=place)
@@ -147,8 +158,13 @@ class CudaTensor(Product):
         ):
             return None
         with self.matrix.device.active():
-            bound(x.data_ptr(), out.data_ptr(), torch.cuda.current_stream(place).cuda_stream)
+            bound(torch.cuda.current_stream(place).cuda_stream, x.data_ptr(), out.data_ptr(), *moved)
         return out
+
+    def _fits(self, bias: Any) -> bool:
+        """Whether kernels can add it as it is."""
+        shaped = devices.kind(bias) == "f32" and tuple(bias.shape) == self.shape[:1]
+        return shaped and bias.device == self._place and bool(bias.is_contiguous())
 
     def _check_place(self, what: str, tensor: Any) -> None:
         if not is_torch(tensor):
@@ -164,6 +180,14 @@ class CudaTensor(Product):
             raise BridgeError(f"{self.name}: x has dtype {x.dtype}; must be float32, float16 or bfloat16")
         check_input(self, x, dimensions)
         return x.detach().contiguous().view(-1, self.shape[1])
+
+    def _checked_bias(self, bias: Any) -> Any:
+        self._check_place("bias", bias)
+        if not self._fits(bias):
+            raise BridgeError(
+                f"{self.name}: bias is {bias.dtype} {list(bias.shape)}; must be contiguous float32 [{self.shape[0]}]"
+            )
+        return bias.detach()
 
     def _checked_out(self, out: Any, shape: tuple[int, ...]) -> Any:
         self._check_place("out", out)

@@ -3,6 +3,7 @@
     load("org/model", "model.gguf")           a model on a GGUF, without floats of its own
     replace_linears(model, "model.gguf")      linears, embedding and norms of a GGUF, in an existing model
     replace_trellis(model, "folder")          linears of a QTIP or EXL3 checkpoint, which stay coded
+    prepare(model)                            compile for a GPU, or repack for the CPU, before the first use
     register_quantizers()                     afterwards `from_pretrained` reads EXL3 and QTIP itself
 
 A torch model and a file go in; the same model with quantized modules comes out. Read `quant_linear.py` first.
@@ -20,6 +21,7 @@ _LAZY = {
     "QuantEmbedding": "quant_linear",
     "QuantLinear": "quant_linear",
     "load": "hf_model",
+    "prepare": "preparation",
     "register_quantizers": "transformers_quantizer",
     "replace_linears": "quant_linear",
     "replace_trellis": "trellis_linear",

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from bridge.errors import BridgeError
+from bridge.nn.preparation import prepare
 from bridge.nn.quant_linear import replace_linears
 from bridge.runtime import GGUFFile
 from bridge.system.options import checked
@@ -27,7 +28,7 @@ def load(
     model_id_or_config  a repository on the Hub, a folder with config.json, or a transformers config
     precision           of activations in products: see QuantLinear
     dtype               of everything between the products
-    device              "cpu", "cuda", "cuda:1" ...
+    device              "cpu", "cuda", "cuda:1" ...; for a GPU, kernels are compiled
 
     Raises:
         BridgeError: there is no such config, the file is of another architecture or shape, or lacks a tensor.
@@ -61,7 +62,8 @@ def load(
     if source is not None:
         with suppress(OSError):  # the end tokens may be listed only there
             model.generation_config = transformers.GenerationConfig.from_pretrained(source)
-    return model.to(device).eval()
+    moved = model.to(device).eval()
+    return moved if device == "cpu" else prepare(moved, dtype)
 
 
 def _make_rotary(model: nn.Module) -> None:

@@ -95,6 +95,8 @@ class QuantLinear(Placed):
     precision  "f32", or "int8" to round x to 8 bits in blocks, as ggml does
     """
 
+    bias: Any
+
     def __init__(
         self, tensor: Any, bias: torch.Tensor | None = None, order: np.ndarray | None = None,
         precision: str = "int8",
@@ -103,8 +105,13 @@ class QuantLinear(Placed):
         self.out_features, self.in_features = tensor.shape
         self.precision = precision
         place = self.place.device
-        self.register_buffer("bias", None if bias is None else bias.to(place), persistent=False)
+        self.register_buffer("bias", None if bias is None else bias.to(place, torch.float32), persistent=False)
         self.register_buffer("order", None if order is None else torch.from_numpy(order).to(place), persistent=False)
+
+    @property
+    def adds_bias(self) -> bool:
+        """Whether the product adds the bias: it must be in the tensor's order."""
+        return self.bias is not None and self.order is None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [..., in] of any float type, where the tensor is -> [..., out] of the same type."""
@@ -113,12 +120,20 @@ class QuantLinear(Placed):
         given = x.reshape(-1, self.in_features)
         if not given.is_cuda:  # kernels of the CPU take float32
             given = given.float()
-        y: Any = product(given, self.number, self.out_features, self.precision)
+        own = self.bias if self.adds_bias else None
+        y: Any = product(given, self.number, self.out_features, self.precision, own)
         if self.order is not None:
             y = y[:, self.order]
-        if self.bias is not None:
-            y = y + self.bias
+            if self.bias is not None:
+                y = y + self.bias
         return y.reshape(*x.shape[:-1], self.out_features).to(x.dtype)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        bias = self.bias
+        super()._apply(fn, recurse)
+        if bias is not None and self.bias.dtype != bias.dtype:  # it stays float32, as kernels add it
+            self.bias = bias.to(self.bias.device)
+        return self
 
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}, type={self.tensor.type}"

@@ -1,8 +1,8 @@
 """Products and look-ups as operators of torch, so that `torch.compile` puts them into its graphs as they are.
 
-    gguf_bridge::product(x, tensor, rows, precision)    x W^T of x [n, in]: float32 [n, rows]
-    gguf_bridge::product_gradient(y, tensor, columns)   y W of y [n, rows], the gradient of x: float32 [n, columns]
-    gguf_bridge::rows(ids, tensor, columns)             rows of W: float32 [n, columns]
+    gguf_bridge::product(x, tensor, rows, precision, bias)   x W^T + bias of x [n, in]: float32 [n, rows]
+    gguf_bridge::product_gradient(y, tensor, columns)        y W of y [n, rows], the gradient of x: float32 [n, columns]
+    gguf_bridge::rows(ids, tensor, columns)                  rows of W: float32 [n, columns]
 
 A quantized tensor is not torch's: operators take its number, and a size of the result, for when only shapes are
 computed. They run where the tensor is, on the CPU or a GPU.
@@ -30,14 +30,20 @@ def number_of(tensor: Any) -> int:
 
 
 @torch.library.custom_op("gguf_bridge::product", mutates_args=())
-def product(x: Tensor, tensor: int, rows: int, precision: str) -> Tensor:
-    """x [n, in] of a float type; the gradient of x is that of the weights, whatever x was rounded to."""
-    y: Tensor = _known[tensor].matmul(x, precision=precision)
-    return y.float()  # a trellis layer's has the type of x
+def product(x: Tensor, tensor: int, rows: int, precision: str, bias: Tensor | None) -> Tensor:
+    """x [n, in] of a float type, bias float32 [rows]; the gradient of x is that of the weights, whatever x was rounded
+    to."""
+    matrix = _known[tensor]
+    y: Tensor
+    if bias is not None and hasattr(matrix, "affine"):  # in the same launch
+        y = matrix.affine(x, bias, precision)
+        return y
+    y = matrix.matmul(x, precision=precision).float()  # a trellis layer's has the type of x
+    return y if bias is None else y + bias
 
 
 @product.register_fake
-def _(x: Tensor, tensor: int, rows: int, precision: str) -> Tensor:
+def _(x: Tensor, tensor: int, rows: int, precision: str, bias: Tensor | None) -> Tensor:
     return x.new_empty((x.shape[0], rows), dtype=torch.float32)
 
 
@@ -65,7 +71,8 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def _backward(ctx: Any, y: Tensor) -> tuple[Any, ...]:
-    return product_gradient(y, ctx.tensor, ctx.columns), None, None, None
+    of_bias = y.sum(0) if ctx.needs_input_grad[4] else None
+    return product_gradient(y, ctx.tensor, ctx.columns), None, None, None, of_bias
 
 
 def _keep_rows(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -75,7 +82,7 @@ def _keep_rows(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def _backward_again(ctx: Any, x: Tensor) -> tuple[Any, ...]:
-    return product(x, ctx.tensor, ctx.rows, "f32"), None, None
+    return product(x, ctx.tensor, ctx.rows, "f32", None), None, None
 
 
 product.register_autograd(_backward, setup_context=_keep)

@@ -7,7 +7,7 @@ import subprocess
 import sys
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 from bridge.cuda.attention_shape import shape, spans, supported
@@ -121,6 +121,50 @@ def test_a_step_of_an_8b_model_is_at_most_170_launches(tmp_path: Path, monkeypat
     assert found[0] <= 170
 
 
+def test_a_layer_of_a_prompt_of_16_tokens_is_8_launches_of_ours_and_few_of_torch_s(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a model with normalized heads, biases and rows of two types, after other tokens: torch did 67 a layer."""
+    import torch
+    from bridge.cuda.decoder import Decoder
+    from bridge.cuda.launch import Kernel
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    from bridge.runtime.decoder_config import read_config
+
+    class Work(TorchDispatchMode):
+        """Operations that take a launch on a GPU: neither views nor new memory."""
+
+        done: ClassVar[list[str]] = []
+
+        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            schema = function._schema
+            if not any(r.alias_info for r in schema.returns) or function.overloadpacket is torch.ops.aten.copy_:
+                self.done.append(schema.name)
+            return function(*args, **kwargs or {})
+
+    ran: list[str] = []
+    monkeypatch.setattr("torch.empty", torch.zeros)  # no kernel runs: numbers must still be finite
+    found = []
+    for layers in (1, 3):
+        options: dict[str, Any] = {"arch": "qwen3", "biases": ("attn_q", "attn_output", "ffn_down")}
+        types = {"": "Q4_0", "attn_v": "Q8_0", "output": "Q8_0"}
+        file = bridge.open_gguf(write_decoder(tmp_path / f"{layers}.gguf", layers=layers, types=types, **options))
+        with pretended_gpu(), monkeypatch.context() as patch:
+            patch.setattr(Kernel, "run", lambda self, *given: ran.append(self.name))
+            decoder = Decoder(file, read_config(file.metadata, file.path), 64, "f16", "int8", "cuda")
+            decoder.prepare()
+            decoder.cache.length = 16
+            ran.clear()
+            Work.done.clear()
+            with Work():
+                decoder._batch(list(range(16)))
+        work = [name for name in Work.done if name not in ("aten::zeros", "aten::scalar_tensor")]
+        found.append((len(ran), len(work)))
+    assert found[1][0] - found[0][0] == 2 * 9  # 8, and one more for v
+    assert found[1][1] - found[0][1] <= 2 * 6
+
+
 def test_prepare_compiles_what_generating_launches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import torch
     from bridge.cuda.decoder import Decoder
@@ -136,7 +180,7 @@ def test_prepare_compiles_what_generating_launches(tmp_path: Path, monkeypatch: 
     with pretended_gpu(), monkeypatch.context() as patch:
         patch.setattr("bridge.cuda.device.packs", lambda: True)
         patch.setattr("bridge.cuda.decoder.compile_all", lambda kernels, capability, progress: compiled.extend(kernels))
-        patch.setattr("bridge.cuda.decoder._LENGTHS", (1, 4, 16, 65))
+        patch.setattr("bridge.cuda.decoder.LENGTHS", (1, 4, 16, 65))
         launched: list[Any] = []
         patch.setattr(Kernel, "run", lambda self, *given: launched.append(self))
         patch.setattr("torch.empty", torch.zeros)  # no kernel runs: logits must still be finite
@@ -214,7 +258,7 @@ def test_a_kernel_that_does_not_wait_or_takes_for_constant_what_others_make_is_f
 
 def kernels(dependent: bool = False) -> dict[str, Any]:
     """The model's own, for the shapes of known models: Llama 3 8B, Llama 2 7B, Qwen2.5 7B, Qwen3 8B, a head of 80."""
-    from bridge.cuda import activations, attention, bench, dequantize, matvec, norm, sampling
+    from bridge.cuda import activations, attention, bench, dequantize, matvec, norm, prompt_attention, sampling
 
     def attend(*given: Any) -> Any:
         return attention.kernel(*given, "f16", dependent) if len(given) == 6 else attention.kernel(*given, dependent)
@@ -239,6 +283,8 @@ def kernels(dependent: bool = False) -> dict[str, Any]:
         "qwen2, q8_0": attend(128, 7, 128, False, False, True, "q8_0"),
         "heads of 64, q8_0": attend(64, 8, 64, True, False, False, "q8_0"),
         "heads of 80, q8_0": attend(80, 5, 40, False, False, True, "q8_0"),
+        "prompts": prompt_attention.kernel(128, 4, 128, True, False, False, "f16"),
+        "prompts, q8_0": prompt_attention.kernel(128, 7, 128, False, True, False, "q8_0"),
         "norm": norm.norm_kernel(4096, False, dependent),
         "norm, floats": norm.norm_kernel(5120, True, dependent),
         "silu": norm.silu_kernel(False, dependent),
@@ -250,7 +296,7 @@ def kernels(dependent: bool = False) -> dict[str, Any]:
 
 # other shapes of what is compiled in any case
 ALIKE = {"llama 2", "qwen2", "qwen3", "heads of 64", "heads of 80"}
-ALIKE |= {"llama 3, f32", "qwen2, q8_0", "heads of 64, q8_0", "heads of 80, q8_0"}
+ALIKE |= {"prompts, q8_0", "llama 3, f32", "qwen2, q8_0", "heads of 64, q8_0", "heads of 80, q8_0"}
 
 
 @pytest.mark.xdist_group("attention")

@@ -20,9 +20,9 @@ REGISTERS = (
 
 def kernel(body: str, arrays: int = 1, shared: int = 0) -> Program:
     """Kernel of so many arrays: their addresses are %rd1, %rd2 ...; %r30 is the thread, %r31 the block."""
-    parameters = ", ".join(f".param .u64 p{i}" for i in range(7 * arrays))
+    parameters = ", ".join(f".param .u64 p{i}" for i in range(arrays))
     own = f".visible .shared .align 4 .b8 own[{shared}];\n" if shared else ""
-    loads = "".join(f"ld.param.u64 %rd{i + 1}, [p{7 * i + 4}];\n" for i in range(arrays))
+    loads = "".join(f"ld.param.u64 %rd{i + 1}, [p{i}];\n" for i in range(arrays))
     start = "mov.u32 %r30, %tid.x;\nmov.u32 %r31, %ctaid.x;\nmul.wide.u32 %rd30, %r30, 4;\n"
     return Program(f"{HEAD}{own}.visible .entry k({parameters})\n{{\n{REGISTERS}{loads}{start}{body}\nret;\n}}\n")
 

@@ -53,11 +53,9 @@ def test_a_kernel_is_compiled_once_for_all_processes_and_launched_with_the_numbe
     again.launch(300, (32, 4), 0, x, weight, out, records, np.float32(1e-5))
     ((grid, block, stream, arguments),) = driver.launches
     assert (grid, block, stream) == (300, (32, 4), 0)
-    array = (0, 0, 512, 4, x.data_ptr(), 512, 4)  # no owner, items, bytes of an item, address, shape, strides
-    assert arguments[:7] == array
-    assert arguments[21:28] == (0, 0, 4096, 1, records.data_ptr(), 4096, 1)
-    assert isinstance(arguments[28], ctypes.c_float)
-    assert arguments[28].value == np.float32(1e-5)
+    assert arguments[:4] == tuple(array.data_ptr() for array in (x, weight, out, records))
+    assert isinstance(arguments[4], ctypes.c_float)
+    assert arguments[4].value == np.float32(1e-5)
 
 
 def test_machine_code_is_found_by_what_it_is_made_from_and_not_where_it_is_damaged(
@@ -141,7 +139,7 @@ def test_kernels_are_compiled_by_several_processes_and_none_of_them_again(
 
 
 def test_another_process_makes_a_kernel_by_its_function_and_arguments() -> None:
-    from bridge.cuda import activations, attention, dequantize, fused, matvec, mma, norm, sampling
+    from bridge.cuda import activations, attention, dequantize, fused, matvec, mma, norm, prompt_attention, sampling
 
     from bridge.trellis import BitshiftCodebook
     from bridge.trellis.vector import Code
@@ -149,9 +147,10 @@ def test_another_process_makes_a_kernel_by_its_function_and_arguments() -> None:
     columns = (0, 1, 8, 9, 2, 3, 10, 11)
     for kernel in (
         activations.quantizer("f32", False), attention.kernel(64, 1, 64, True, False, False, "f16"),
+        prompt_attention.kernel(64, 1, 64, True, False, False, "f16"),
         dequantize.kernel("Q4_0", "f16", False), matvec.kernel("Q4_0", 1, matvec.MatvecShape(2, 1, 1, 4), False, ""),
         fused.kernel(Code.of(BitshiftCodebook(), 2, "cuda"), (0, 0, 1, 1, 0, 0, 1, 1), columns, 32, 1, 4),
-        mma.kernel("Q4_0", "f16", 2, 4, False, ""), mma.combiner(2, ""), norm.norm_kernel(64, False),
+        mma.kernel("Q4_0", "f16", 2, 4, False, ""), mma.combiner(""), norm.norm_kernel(64, False),
         norm.silu_kernel(False), sampling.greedy_kernel(32), sampling.draw_kernel(32),
     ):  # fmt: skip
         assert pickle.loads(pickle.dumps(kernel)) is kernel
@@ -237,8 +236,8 @@ def test_a_dependent_kernel_is_launched_while_the_one_before_it_may_run(driver: 
 def operands(kernel: Any) -> list[Any]:
     """Arrays of some size, and numbers, of the types that a kernel takes."""
     return [
-        torch.from_numpy(np.zeros((3, 5, 7)[:dimensions], kind)) if dimensions else 3
-        for kind, dimensions in kernel.parameters
+        torch.from_numpy(np.zeros((3, 5, 7)[:dimensions], element)) if dimensions else 3
+        for element, dimensions in compiler.parameters(kernel.signature)
     ]
 
 
@@ -268,47 +267,45 @@ def test_launches_overlap_where_gpu_and_driver_can_and_nobody_says_no(
     assert not devices.overlaps(gpu)
 
 
-def test_arguments_are_packed_as_numba_itself_packs_them(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All kinds of them: arrays of one and two dimensions, floats, integers of 32 and 64 bits, doubles."""
-    import numba.cuda.dispatcher as dispatcher
-    from bridge.cuda import matvec, sampling
-    from bridge.cuda.activations import quantizer
-    from bridge.cuda.launch import packed
-    from bridge.cuda.norm import norm_kernel
-    from numba import cuda
-    from numba.cuda.cudadrv import devicearray
-    from numba.cuda.cudadrv import devices as contexts
+def test_arguments_are_addresses_rows_and_their_distance_and_numbers_of_their_type(driver: Driver) -> None:
+    from bridge.cuda.matvec import MatvecShape, kernel
+    from bridge.cuda.sampling import draw_kernel
 
-    gpu = SimpleNamespace(id=0, compute_capability=(9, 0))
-    module = SimpleNamespace(initialized=False, setup=lambda: None)
-    module.get_function = lambda name: SimpleNamespace(name=name, module=module, kernel=name)
-    context = SimpleNamespace(device=gpu, create_module_image=lambda *given: module)
-    launches: list[Any] = []
-    for place in (cuda, dispatcher):
-        monkeypatch.setattr(place, "get_current_device", lambda: gpu)
-    monkeypatch.setattr(contexts, "get_context", lambda number=None: context)
-    monkeypatch.setattr(dispatcher, "launch", lambda stream, config, kernel, *given: launches.append(given))
-    monkeypatch.setattr(dispatcher, "LaunchConfig", lambda **options: options)
-    monkeypatch.setattr(dispatcher.driver, "_to_core_stream", lambda stream: stream)
-    monkeypatch.setattr(devicearray, "_to_strided_memory_view", as_if_on_the_device)
-    kernels = [norm_kernel.__wrapped__(96, False), quantizer.__wrapped__("f16", False)]
-    kernels.append(matvec.kernel.__wrapped__("Q4_0", 3, matvec.MatvecShape(2, 1, 1, 4), False, ""))
-    kernels.append(sampling.draw_kernel.__wrapped__(32))
-    for kernel in kernels:
-        arguments = operands(kernel)
-        ours, _ = packed(kernel.parameters, arguments)
-        own = [given.numpy() if isinstance(given, torch.Tensor) else given for given in arguments]
-        cuda.jit(kernel.signature, lto=False)(kernel.function)[300, 32, 0](*own)
-        theirs = launches[-1]
-        assert [getattr(v, "value", v) for v in ours] == [getattr(v, "value", v) for v in theirs]
-        assert [type(v) for v in ours] == [type(v) for v in theirs]
+    product = kernel.__wrapped__("Q4_0", 3, MatvecShape(2, 1, 1, 4), False, "")
+    weights, x, both = torch.zeros(9, dtype=torch.uint8), torch.zeros(8, dtype=torch.uint8), torch.zeros(3, 10)
+    bias = torch.zeros(4)
+    product.launch(1, 32, 0, weights, 5, x, both[:, 2:6], bias, 4, 2)
+    draw = draw_kernel.__wrapped__(32)
+    arrays = operands(draw)
+    draw.launch(1, 32, 0, *arrays)
+    numbers = [[(type(v), getattr(v, "value", v)) for v in launch[3]] for launch in driver.launches]
+    long = ctypes.c_int64
+    assert numbers[0] == [
+        (int, weights.data_ptr()), (long, 5), (int, x.data_ptr()), (int, both.data_ptr() + 8), (int, 3), (int, 10),
+        (int, bias.data_ptr()), (long, 4), (long, 2),
+    ]  # fmt: skip
+    assert numbers[1][2] == (ctypes.c_int32, 3)
+    assert [number for i, (_, number) in enumerate(numbers[1]) if i != 2] == [
+        array.data_ptr() for i, array in enumerate(arrays) if i != 2
+    ]
 
 
-def as_if_on_the_device(array: np.ndarray, **_: Any) -> Any:
-    """What numba-cuda makes of a contiguous array in device memory."""
-    layout = SimpleNamespace(strides_in_bytes=None, is_contiguous_c=True, is_contiguous_f=False)
-    where = {"ptr": array.ctypes.data, "shape": array.shape, "dtype": array.dtype, "size": array.size}
-    return SimpleNamespace(**where, _layout=layout), False
+def test_a_second_launch_asks_the_driver_for_the_context_alone(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a launch costs the host: neither the device nor the kernel is looked for again."""
+    from bridge.cuda import launch
+    from bridge.cuda.norm import silu_kernel
+    from cuda.bindings import driver as bindings
+
+    kernel = silu_kernel.__wrapped__(False)
+    kernel.launch(1, 32, 0, *operands(kernel))
+    asked: list[str] = []
+    for name in driver.functions():
+        function = getattr(bindings, name)
+        monkeypatch.setattr(bindings, name, lambda *given, f=function, n=name: (asked.append(n), f(*given))[1])
+    monkeypatch.setattr(launch._core(), "LaunchConfig", None)
+    kernel.launch(1, 32, 0, *operands(kernel))
+    assert asked == ["cuCtxGetCurrent"]
+    assert len(driver.launches) == 2
 
 
 @pytest.mark.parametrize("n", [None, 3])
@@ -333,10 +330,10 @@ def test_a_second_product_only_points_its_launches_elsewhere(
             old, new = ([getattr(v, "value", v) for v in given] for given in (launches[0][3], arguments))
             assert {i for i, pair in enumerate(zip(old, new, strict=True)) if pair[0] != pair[1]} <= set(places)
 
-    same_but(quantized, 4, len(quantized[0][3]) - 3)  # where x is, the first array, and the records, the last
-    assert [launch[3][4] for launch in quantized] == [x.data_ptr() for x in (first, first, again, again)]
-    y_at = 7 + 1 + 7 + 4  # behind the weights, a number and the records
-    same_but(products, 7 + 1 + 4, y_at)
+    same_but(quantized, 0, len(quantized[0][3]) - 1)  # where x is, the first array, and the records, the last
+    assert [launch[3][0] for launch in quantized] == [x.data_ptr() for x in (first, first, again, again)]
+    y_at = 3  # behind the weights, a number and the records
+    same_but(products, 2, y_at)
     assert [launch[3][y_at] for launch in products] == [y.data_ptr() for y in (*made, out)]
 
 

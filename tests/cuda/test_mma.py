@@ -169,7 +169,7 @@ def test_the_loop_has_products_wide_loads_and_no_conversions_of_codes():
     assert code.count("cvt.rn.f16x2.f32") == 32
     assert code.count("ld.global.nc.L1::no_allocate.L2::128B.v4.u32") == 4  # two of them before the loop
     assert "local" not in code
-    made = ptx.compiled(mma.combiner(2, "scaled_bias_accumulate"), mma.OLDEST)
+    made = ptx.compiled(mma.combiner("scaled_bias_accumulate"), mma.OLDEST)
     assert (made.stack, made.spills) == (0, 0)
     assert made.registers <= launch.MAX_REGISTERS
 
@@ -205,6 +205,22 @@ def test_a_view_that_begins_between_16_bytes_is_multiplied_too():
         y = tensor.to("cuda").matmul(x).double()
         wanted = x.double() @ torch.from_numpy(weights).T
         assert (y - wanted).norm() < 1e-3 * wanted.norm()
+
+
+@pytest.mark.parametrize("n", [3, 12, 70])
+@pytest.mark.parametrize("accumulate", [False, True])
+def test_a_product_adds_a_bias_to_columns_of_a_wider_result_and_leaves_the_others(n: int, accumulate: bool) -> None:
+    """On all three ways: up to 8 tokens, up to 64, and by torch."""
+    from bridge.cuda.matmul import Multiplier
+
+    with pretended_gpu():
+        tensor, weights = random_matrix(BLOCKS["Q4_0"], 6, 64)
+        matrix, x, bias = DeviceMatrix.upload(tensor, "cuda"), values(n, 64, torch.float32), torch.arange(6.0)
+        wide = torch.full((n, 11), 5.0)
+        Multiplier(devices.require("cuda"), "int8").multiply(matrix, x, wide[:, 3:9], bias, accumulate)
+    wanted = x.double() @ torch.from_numpy(weights).T + bias + 5 * accumulate
+    assert (wide[:, 3:9] - wanted).norm() < 0.02 * wanted.norm()
+    assert (wide[:, [0, 1, 2, 9, 10]] == 5).all()
 
 
 def test_blocks_fill_the_device_and_warps_have_rows():

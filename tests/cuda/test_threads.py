@@ -27,10 +27,10 @@ def test_threads_that_multiply_with_one_tensor_at_once_get_their_own_products(mo
     def launch(stream: Any, config: Any, kernel: str, *arguments: Any) -> None:
         meeting.wait(10)
         if "quantize" in kernel:
-            x, records = arguments[4], arguments[-7 + 4]
+            x, records = arguments[0], arguments[-1]
             memory[records] = x
         else:
-            records, y = arguments[7 + 1 + 4], arguments[7 + 1 + 7 + 4]
+            records, y = arguments[2], arguments[3]
             memory[y] = memory[records]
 
     driver.queue = launch

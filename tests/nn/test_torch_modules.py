@@ -79,7 +79,8 @@ def test_operators_keep_to_what_torch_asks_of_them() -> None:
     operators = torch.ops.gguf_bridge
     checks = {"test_schema", "test_faketensor", "test_autograd_registration", "test_aot_dispatch_static"}
     for operator, arguments in (
-        (operators.product, (x.requires_grad_(), layer.number, 6, "f32")),
+        (operators.product, (x.requires_grad_(), layer.number, 6, "f32", None)),
+        (operators.product, (x, layer.number, 6, "f32", torch.randn(6, requires_grad=True))),
         (operators.product_gradient, (torch.randn(3, 6, requires_grad=True), layer.number, 64)),
         (operators.rows, (torch.tensor([5, 0]), layer.number, 64)),
     ):
@@ -216,6 +217,70 @@ def test_halves_on_the_gpu_are_multiplied_as_they_are(monkeypatch: pytest.Monkey
     torch.testing.assert_close(y.cpu().double(), x.double() @ torch.from_numpy(weights).T, rtol=2e-3, atol=2e-3)
 
 
+@pytest.mark.skipif(ptx.unavailable() is not None, reason=str(ptx.unavailable()))
+@pytest.mark.parametrize("n", [2, 9])
+def test_a_bias_is_added_by_the_product_and_stays_float32(n: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    from tests.support.gpu.disguise import disguised_gpu
+
+    tensor, weights = random_matrix(TYPES["Q4_0"], 6, 64)
+    x, bias = torch.randn(n, 64, generator=torch.Generator().manual_seed(1)).half(), torch.linspace(-1, 2, 6)
+    with disguised_gpu() as launches:
+        layer = bridge.nn.QuantLinear(tensor, bias).to("cuda:0").half()
+        y = layer(x.to("cuda:0"))
+        with pytest.raises(BridgeError, match=r"bias is torch.float32 \[5\]; must be contiguous float32 \[6\]"):
+            layer.tensor.affine(x.to("cuda:0"), torch.zeros(5, device="cuda:0"))
+    assert layer.bias.dtype == torch.float32
+    assert [("_bias" in name, "_product_" in name) for name in launches.names][-1] == (True, True)
+    expected = x.double() @ torch.from_numpy(weights).T + bias
+    assert (y.cpu() - expected).norm() < 0.02 * expected.norm()
+
+
+@pytest.mark.skipif(ptx.unavailable() is not None, reason=str(ptx.unavailable()))
+def test_preparing_a_model_on_a_gpu_compiles_what_its_products_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    from bridge.cuda import first_products
+    from bridge.cuda.launch import Kernel
+
+    from tests.support.gpu.disguise import disguised_gpu
+
+    compiled: list[Any] = []
+    launched: list[str] = []
+    monkeypatch.setattr(first_products, "compile_all", lambda kernels, *given: compiled.extend(kernels))
+    tensors = [random_matrix(TYPES[type], 6, 256)[0] for type in ("Q4_0", "Q4_K", "Q4_0")]
+    with disguised_gpu(), monkeypatch.context() as patch:
+        embedding = bridge.nn.QuantEmbedding(tensors[1])
+        linears = [
+            bridge.nn.QuantLinear(tensors[1], torch.zeros(6)),
+            bridge.nn.QuantLinear(tensors[2], precision="f32"),
+        ]
+        model = torch.nn.ModuleList([embedding, torch.nn.LayerNorm(4), *linears]).to("cuda:0").half()
+        patch.setattr(Kernel, "run", lambda self, *given: launched.append(self.name))
+        assert bridge.nn.prepare(model) is model
+        assert not launched
+        embedding(torch.tensor([1], device="cuda:0"))
+        for n in (1, 2, 3, 5, 9, 17, 40, 60, 70):
+            for layer in linears:
+                layer(torch.zeros((n, 256), dtype=torch.float16, device="cuda:0"))
+    names = [kernel.name for kernel in compiled]
+    assert len(set(launched)) > 15
+    assert set(launched) == set(names)
+    assert len(names) == len(set(names))
+    on_cpu = bridge.nn.QuantLinear(tensors[0])
+    assert bridge.nn.prepare(on_cpu).tensor.prepared
+
+
+@pytest.mark.skipif(ptx.unavailable() is not None, reason=str(ptx.unavailable()))
+def test_sums_of_many_halves_on_a_gpu_are_not_rounded_to_halves() -> None:
+    from tests.support.gpu.disguise import disguised_gpu
+
+    tensor, weights = random_matrix(TYPES["Q4_0"], 6, 64)
+    x = (6e4 * torch.from_numpy(weights[1]).sign()).half().expand(70, 64).contiguous()
+    with disguised_gpu():
+        y = tensor.to("cuda:0").matmul(x.to("cuda:0")).cpu()
+    expected = x.double() @ torch.from_numpy(weights).T
+    assert expected.abs().max() > 65504
+    torch.testing.assert_close(y.double(), expected, rtol=1e-3, atol=100)
+
+
 def test_the_gradient_of_halves_is_of_halves() -> None:
     class Tensor:
         def matmul(self, x: torch.Tensor, precision: str) -> torch.Tensor:
@@ -226,7 +291,7 @@ def test_the_gradient_of_halves_is_of_halves() -> None:
 
     tensor = Tensor()
     x = torch.ones(2, 64, dtype=torch.float16, requires_grad=True)
-    product(x, number_of(tensor), 6, "f32").sum().backward()
+    product(x, number_of(tensor), 6, "f32", None).sum().backward()
     assert x.grad is not None
     assert x.grad.dtype == torch.float16
     assert (x.grad == 6).all()

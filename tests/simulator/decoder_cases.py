@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from bridge.cuda import attention, attention_shape, sampling
+from bridge.cuda import attention, attention_shape, prompt_attention, sampling
 from bridge.cuda.activations import Records
 from bridge.cuda.decoder import Decoder
 from bridge.cuda.intrinsics import SIMULATED
@@ -29,7 +29,7 @@ from tests.support.tiny_gguf import write_decoder
 
 if SIMULATED:  # a thread of Python for each of a block
     attention_shape.THREADS, attention_shape.ROWS, attention_shape.SPAN = 64, 16, 16
-    sampling.GREEDY_THREADS = sampling.DRAW_THREADS = 32
+    sampling.GREEDY_THREADS = sampling.DRAW_THREADS = prompt_attention.PREPARE_THREADS = 32
 EPS = 1e-5
 # cases that compiled kernels are spared, for each costs a compilation and the simulator runs them as well
 on_request = [] if SIMULATED else [pytest.mark.exhaustive]
@@ -51,26 +51,33 @@ def as_kept(x: np.ndarray, kind: str) -> np.ndarray:
     return out
 
 
+def turned(
+    qkv: np.ndarray, heads: int, kv: int, head_dim: int, rotated: int, neighbours: bool,
+    norms: tuple[np.ndarray, np.ndarray] | None, cos: np.ndarray, sin: np.ndarray,
+) -> list[np.ndarray]:  # fmt: skip
+    """Queries, keys and values f64 [heads or kv, head_dim], normalized and rotated."""
+    q, k, v = np.split(qkv.astype(np.float64).reshape(-1, head_dim), [heads, heads + kv])
+    if norms:
+        q, k = (x / np.sqrt((x * x).mean(-1, keepdims=True) + EPS) * w for x, w in zip((q, k), norms, strict=True))
+    first = np.arange(rotated // 2) * (2 if neighbours else 1)
+    second = first + (1 if neighbours else rotated // 2)
+    made = []
+    for x in (q, k):
+        y = x.copy()
+        y[:, first] = x[:, first] * cos - x[:, second] * sin
+        y[:, second] = x[:, first] * sin + x[:, second] * cos
+        made.append(y)
+    return [*made, v]
+
+
 def attention_reference(
     qkv: np.ndarray, keys: np.ndarray, values: np.ndarray, position: int, heads: int, rotated: int, neighbours: bool,
     norms: tuple[np.ndarray, np.ndarray] | None, cos: np.ndarray, sin: np.ndarray, kind: str,
 ) -> np.ndarray:  # fmt: skip
     """The result f64 [heads * head_dim]; puts the new key and value into keys and values f64 [kv, rows, head_dim]."""
     kv, _, d = keys.shape
-    q, k, v = np.split(qkv.astype(np.float64).reshape(-1, d), [heads, heads + kv])
-    if norms:
-        q, k = (x / np.sqrt((x * x).mean(-1, keepdims=True) + EPS) * w for x, w in zip((q, k), norms, strict=True))
-
-    def turned(x: np.ndarray) -> np.ndarray:
-        first = np.arange(rotated // 2) * (2 if neighbours else 1)
-        second = first + (1 if neighbours else rotated // 2)
-        y = x.copy()
-        y[:, first] = x[:, first] * cos[position] - x[:, second] * sin[position]
-        y[:, second] = x[:, first] * sin[position] + x[:, second] * cos[position]
-        return y
-
-    q = turned(q)
-    keys[:, position], values[:, position] = as_kept(turned(k), kind), as_kept(v, kind)
+    q, k, v = turned(qkv, heads, kv, d, rotated, neighbours, norms, cos[position], sin[position])
+    keys[:, position], values[:, position] = as_kept(k, kind), as_kept(v, kind)
     out = np.empty((heads, d))
     for h in range(heads):
         own = h // (heads // kv)
@@ -139,6 +146,48 @@ def test_attention_rotates_stores_and_sums(
     assert not counters.any()
     if attention.recorded(head_dim):
         assert_records(records, out)
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv", "head_dim", "rotated", "neighbours", "normed", "exact", "kind"),
+    [
+        (4, 2, 32, 16, False, True, False, "f16"),
+        pytest.param(5, 1, 40, 40, True, True, True, "f16", marks=on_request),
+        pytest.param(2, 2, 32, 32, True, False, False, "f32", marks=on_request),
+        pytest.param(1, 1, 80, 80, False, True, False, "q8_0", marks=on_request),
+        *([] if SIMULATED else [pytest.param(14, 2, 128, 128, False, False, False, "q8_0")]),
+    ],
+)
+def test_a_prompt_s_queries_and_keys_are_rotated_and_the_cache_filled_in_one_launch(
+    heads: int, kv: int, head_dim: int, rotated: int, neighbours: bool, normed: bool, exact: bool, kind: str
+) -> None:
+    rng = np.random.default_rng(head_dim + heads)
+    start, n, rows, group = 7, 3, 64, heads // kv
+    form = KVForm(kind, head_dim)
+    keys, values = (torch.zeros(form.words(kv * rows), dtype=torch.int32) for _ in range(2))
+    qkv = rng.normal(size=(n, (heads + 2 * kv) * head_dim)).astype(np.float32)
+    norms = tuple(rng.uniform(0.5, 1.5, head_dim).astype(np.float32) for _ in range(2)) if normed else None
+    angles = rng.uniform(0, 6, (rows, rotated // 2))
+    cos, sin = np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
+    queries = np.zeros(heads * n * head_dim, np.float32 if exact else np.int16)
+    prompt_attention.kernel(head_dim, group, rotated, neighbours, normed, exact, kind).launch(
+        (kv, n), prompt_attention.PREPARE_THREADS, 0, qkv, *(norms or (cos.reshape(-1),) * 2), cos.reshape(-1),
+        sin.reshape(-1), keys.numpy(), values.numpy(), queries, np.int32(rows), np.int32(start), np.float32(EPS),
+    )  # fmt: skip
+    found = queries if exact else queries.view(np.float16).astype(np.float32)
+    stored = [form.load(part, rows, kv, torch.float64).numpy() for part in (keys, values)]
+    for i in range(n):
+        at = start + i
+        q, k, v = turned(qkv[i], heads, kv, head_dim, rotated, neighbours, norms, cos[at], sin[at])
+        limit = {"rtol": 1e-5 if exact else 1e-3, "atol": 1e-5}
+        np.testing.assert_allclose(found.reshape(heads, n, head_dim)[:, i], q, **limit)
+        for part, wanted in zip(stored, (k, v), strict=True):
+            np.testing.assert_allclose(
+                part[:, at], as_kept(wanted, kind), rtol=1e-3, atol=0.02 if kind == "q8_0" else 1e-5
+            )
+    for part in stored:
+        assert not part[:, :start].any()
+        assert not part[:, start + n :].any()
 
 
 if not SIMULATED:  # which counts no bytes

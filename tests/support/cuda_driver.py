@@ -99,12 +99,12 @@ def pretended_driver(cache: Path) -> Iterator[Driver]:
     ]
     for fake in fakes:
         fake.start()
-    for kept in (launch._core_stream, devices._placeholder, devices._context):
+    for kept in (launch._core_stream, launch._config, devices._placeholder, devices._context):
         kept.cache_clear()
     try:
         yield made
     finally:
         for fake in reversed(fakes):
             fake.stop()
-        for kept in (launch._core_stream, devices._placeholder, devices._context):
+        for kept in (launch._core_stream, launch._config, devices._placeholder, devices._context):
             kept.cache_clear()

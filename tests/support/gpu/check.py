@@ -48,11 +48,12 @@ class Products:
         from bridge.cuda.activations import Records
         from bridge.cuda.fused import FusedOnDevice
         from bridge.cuda.matrix import DeviceMatrix
+        from bridge.cuda.norm import rms
         from bridge.cuda.trellis_layer import CudaTrellisLayer
 
         upload, quantize = DeviceMatrix.upload.__func__, Records.quantize  # type: ignore[attr-defined]
         multiply, silu, tile, rows = matvec.launch, matvec.launch_silu, dequantize.tile, dequantize.rows
-        scale = halves._launch
+        scale, attend = halves._launch, decoder.attend
         tensor_cores, move, run = mma.launch, CudaTrellisLayer.__init__, FusedOnDevice.run
 
         def uploaded(cls: Any, tensors: Any, device: Any = None, interleave: bool = False) -> Any:
@@ -69,13 +70,15 @@ class Products:
             records.values = values.astype(np.float64) if records.exact else rounded(values)
             return records
 
-        def multiplied(matrix: Any, records: Any, y: Any, n: int, *more: Any, **options: Any) -> None:
-            multiply(matrix, records, y, n, *more, **options)
+        def multiplied(
+            matrix: Any, records: Any, y: Any, n: int, stream: Any = None, accumulate: bool = False, bias: Any = None,
+            *more: Any, **options: Any,
+        ) -> None:  # fmt: skip
+            multiply(matrix, records, y, n, stream, accumulate, bias, *more, **options)
             if id(matrix) not in self.weights or not hasattr(records, "values"):  # what is only timed
                 return
             product = records.values[:n] @ self.weights[id(matrix)].T
-            bias = options.get("bias")
-            y[:n] = product + (y[:n] if options.get("accumulate") else 0) + (0 if bias is None else bias)
+            y[:n] = product + (y[:n] if accumulate else 0) + (0 if bias is None else bias)
 
         def gated(matrix: Any, records: Any, y: Any, n: int, *more: Any, **options: Any) -> None:
             silu(matrix, records, y, n, *more, **options)
@@ -110,6 +113,31 @@ class Products:
             if id(matrix) in self.weights:
                 out[:n] = torch.from_numpy(self.weights[id(matrix)])[ids[:n]]
 
+        def attended(
+            c: Any, qkv: Any, norms: Any, angles: Any, cache: Any, start: int, mask: Any, exact: bool, device: Any
+        ) -> Any:
+            """The cache and torch's attention as if the launch before it had rotated and stored."""
+            attend(c, qkv, norms, angles, cache, start, mask, exact, device)
+            n, (form, *parts) = len(qkv), cache
+            q, k, v = qkv.reshape(n, -1, c.head_dim).split([c.heads, c.kv_heads, c.kv_heads], 1)
+            if norms[0] is not None:
+                q, k = (rms(x, weight, c.norm_eps) for x, weight in zip((q, k), norms, strict=True))
+            cos, sin = (angle[start : start + n, None] for angle in angles)
+            step = (slice(0, c.rotated, 2), slice(1, c.rotated, 2))
+            if not c.graph.neighbours:
+                step = (slice(0, c.rotated // 2), slice(c.rotated // 2, c.rotated))
+            for x in (q, k):
+                one, other = x[..., step[0]].clone(), x[..., step[1]].clone()
+                x[..., step[0]], x[..., step[1]] = one * cos - other * sin, one * sin + other * cos
+            for part, given in zip(parts, (k, v), strict=True):
+                form.store(part, start, given)
+            dtype, group = torch.float32 if exact else torch.float16, c.heads // c.kv_heads
+            stored = [form.load(part, start + n, c.kv_heads, dtype).repeat_interleave(group, 0)[None] for part in parts]
+            result = torch.nn.functional.scaled_dot_product_attention(
+                q.transpose(0, 1)[None].to(dtype), *stored, mask, is_causal=mask is None, scale=c.attention_scale
+            )
+            return result[0].transpose(0, 1).reshape(n, -1)
+
         def moved(layer: Any, source: Any, device: Any = None) -> None:
             move(layer, source, device)
             unit = layer._fused.code.unit
@@ -126,6 +154,7 @@ class Products:
                 (matvec, "launch", multiplied), (matvec, "launch_silu", gated),
                 (halves, "_launch", scaled), (mma, "launch", of_tokens), (dequantize, "tile", tiled),
                 (dequantize, "rows", chosen), (decoder, "rows", chosen),
+                (decoder, "attend", attended),
             ):  # fmt: skip
                 stack.enter_context(mock.patch.object(owner, name, own))
             yield

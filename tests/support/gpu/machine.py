@@ -77,14 +77,13 @@ def _three(size: Any) -> tuple[int, int, int]:
 
 
 def _bound(kernel: Kernel, memory: Memory, arguments: Sequence[Any]) -> dict[str, np.ndarray]:
-    """Parameters and their bytes. An array is (0, 0, items, bytes of an item, address, shape, strides)."""
+    """Parameters and their bytes. An array is its address; one of two dimensions also its rows, and their distance."""
     values: list[Any] = []
     for number, argument in enumerate(arguments):
         if isinstance(argument, np.ndarray):
-            if not argument.flags.c_contiguous:
-                raise GpuError(f"argument {number} is not contiguous")
-            first = memory.add(f"argument {number}", argument)
-            values += [0, 0, argument.size, argument.itemsize, first, *argument.shape, *argument.strides]
+            values.append(memory.add(f"argument {number}", argument))
+            if argument.ndim == 2:
+                values += [len(argument), argument.strides[0] // argument.itemsize]
         else:
             values.append(argument)
     if len(values) != len(kernel.parameters):

@@ -165,9 +165,16 @@ class Memory:
         self.shared = Region("shared memory", np.full(size * blocks, 0xA5, np.uint8), 0, self.order)
 
     def add(self, name: str, data: np.ndarray) -> int:
-        """The address of a contiguous array, which is aligned as the array itself is."""
+        """The address of an array with contiguous rows, which is aligned as the array itself is."""
         first = (len(self.regions) + 1 << REGION) + 4096 + data.ctypes.data % 64
-        self.regions.append(Region(name, data.reshape(-1).view(np.uint8), first, self.order))
+        if data.flags.c_contiguous:
+            whole = data.reshape(-1)
+        elif data.ndim == 2 and data.strides[1] == data.itemsize:  # with what lies between the rows
+            size = (len(data) - 1) * data.strides[0] // data.itemsize + data.shape[1]
+            whole = np.lib.stride_tricks.as_strided(data, (size,), (data.itemsize,))
+        else:
+            raise GpuError(f"{name} is not contiguous")
+        self.regions.append(Region(name, whole.view(np.uint8), first, self.order))
         return first
 
     def load(

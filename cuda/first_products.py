@@ -1,0 +1,51 @@
+"""Kernels of tensors' products, compiled before the first of them, all at once: compile_pool.py."""
+
+from collections.abc import Iterable
+from typing import Any
+
+from bridge.cuda import device as devices
+from bridge.cuda.compile_pool import compile_all
+from bridge.cuda.launch import Kernel, noted
+from bridge.cuda.matmul import LENGTHS, Multiplier
+from bridge.cuda.matrix import DeviceMatrix
+from bridge.cuda.tensor import CudaTensor
+
+from bridge.system.progress import Bar
+
+
+def compile_products(products: Iterable[tuple[Any, str, bool]], looked_up: Iterable[CudaTensor], dtype: Any) -> None:
+    """Compile what `products` of any number of tokens of a torch dtype launch, and look-ups of rows.
+
+    A product is a CudaTensor or a CudaTrellisLayer, the precision of x, and whether a bias is added. Those that have
+    been compiled before, on this machine, take no time.
+    """
+    kernels: dict[str, dict[Kernel, None]] = {}  # by the device
+    seen = set()
+    for tensor, precision, biased in products:
+        kind = tensor.device, tensor.type, tensor.shape, precision, biased
+        if tensor.type == "trellis" or kind not in seen:  # layers of the same shape may have other codebooks
+            seen.add(kind)
+            kernels.setdefault(tensor.device, {}).update(dict.fromkeys(_of_products(tensor, precision, biased, dtype)))
+    for tensor in looked_up:
+        with devices.require(tensor.device).active(), noted() as found:
+            tensor.rows([0])
+        kernels.setdefault(tensor.device, {}).update(dict.fromkeys(found))
+    for name, wanted in kernels.items():
+        with Bar("compiling for the GPU", unit=" kernels") as bar:
+            compile_all(wanted, devices.require(name).capability, bar)
+
+
+def _of_products(tensor: Any, precision: str, biased: bool, dtype: Any) -> list[Kernel]:
+    import torch
+
+    device = devices.require(tensor.device)
+    place, (rows, columns) = devices.torch_device(device), tensor.shape
+    with device.active(), noted() as found:
+        for n in LENGTHS:
+            x = torch.zeros((n, columns), dtype=dtype, device=place)
+            if not isinstance(tensor, CudaTensor):
+                tensor.matmul(x)
+            elif isinstance(tensor.matrix, DeviceMatrix):  # others are torch's
+                y, bias = (torch.zeros(shape, device=place) for shape in ((n, rows), rows))
+                Multiplier(device, precision).multiply(tensor.matrix, x, y, bias if biased else None)
+    return found
