@@ -324,8 +324,9 @@ class Planner:
         """Where a tensor is in the model."""
         tied = tensor.kind == "token_embd" and self._tied
         return TensorPlace(
-            tensor.name, tensor.kind, tensor.layer, self._layers, self._gqa, tensor.shape[-1], tied, self._experts
-        )
+            tensor.name, tensor.kind, tensor.layer, self._layers, self._gqa, tensor.shape[-1], tied, self._experts,
+            str(self.model.metadata["general.architecture"].value),
+        )  # fmt: skip
 
 
 def _reason(tensor: OutlineTensor) -> str:
