@@ -25,7 +25,7 @@ scale_pieces: tuple[tuple[int, ...], ...] = ()
 
 @inlined
 def put_pieces(words, first, pieces, out, at, step):
-    """Words of four codes from words[first] on, as layout.py's vectors, to the words out[at], out[at + step] and so on."""
+    """Words of four codes from words[first] on, as layout.py's vectors, to out[at], out[at + step] and so on."""
     value = np.uint32(0)
     last = 0
     for word, vector, place, low, width in pieces:
