@@ -3,7 +3,7 @@
 A *unit* is what a lane takes at a time: 32 columns of a row. Unit u of row r has the number r * units + u; there is
 no padding between rows, and the arrays are indexed by that number:
 
-    codes    planes of bits as in bridge/runtime/cpu/layout.py, for the 8 words of a unit (word i: columns 4i to
+    codes    planes of bits (see bridge/runtime/cpu/layout.py), of the 8 words of a unit (word i: columns 4i to
              4i + 3, a byte each), cut into pieces of up to 16 bytes; each piece is an array, so that a warp reads
              up to 512 bytes in a row. The third bits of Q3_K are placed so that they fall above their lower two:
              word 2f + v has bit 2f + 2 - v for f 0..2, bits 7 and 0 for f = 3. Types with a table of values: see

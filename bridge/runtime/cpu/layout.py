@@ -17,7 +17,8 @@ some bits are left at the top of each byte; the last words are put together of t
     6      0..5           2                  6: 0, 1, 2     7: 3, 4, 5
     8      0..7           0
 
-Scale codes come in fewer words than 8, and those of 5 and 6 bits in planes: 4 bits of each word, then the others.
+Fewer words, of scale codes, are stored as planes (`PLANES`), lowest bits first: a plane of `width` bits of `count`
+words takes n = count * width / 8 vectors, and vector v holds it of words v, v + n, v + 2n, ...
 
 A block of a row group (K-quants: 256 columns; others: 32 or 64):
 
