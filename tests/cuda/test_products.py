@@ -336,6 +336,7 @@ def test_too_little_memory_says_how_much_is_needed_and_free(monkeypatch):
 
 
 def test_a_first_compilation_while_a_graph_is_captured_is_refused(monkeypatch):
+    monkeypatch.setattr(devices, "context", lambda: 0)
     monkeypatch.setattr(devices, "current", lambda: devices.Device(0, "NVIDIA H200", (9, 0), 132))
     monkeypatch.setattr(devices, "capturing", lambda stream: True)
     kernel = matvec.kernel("Q4_0", 1, MatvecShape(1, 1, 1, 1), False, "")
@@ -349,6 +350,7 @@ def test_a_compiler_that_fails_is_one_line(monkeypatch):
     def refuse(*source: Any) -> Any:
         raise RuntimeError("NVJITLINK_ERROR_PTX_COMPILE:\nPTX version 9.4 is not known")
 
+    monkeypatch.setattr(devices, "context", lambda: 0)
     monkeypatch.setattr(devices, "current", lambda: devices.Device(0, "NVIDIA H200", (9, 0), 132))
     monkeypatch.setattr(compiler, "code", refuse)
     monkeypatch.setattr(devices, "capturing", lambda stream: False)
