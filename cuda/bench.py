@@ -23,7 +23,7 @@ from bridge.cuda.matrix import DeviceMatrix
 from bridge.cuda.unroll import expand, registers, unroll
 from numba import cuda
 
-from bridge.blocks import TYPES
+from bridge.blocks.read import WRITTEN
 from bridge.runtime.bench import tensors_to_time
 from bridge.runtime.quant_tensor import QuantTensor
 from bridge.system.progress import Progress
@@ -223,7 +223,7 @@ def bench(
     check_torch(found)
     import torch
 
-    tensors = tensors_to_time(what, [shape] if shape else [LARGE, SMALL], TYPES)
+    tensors = tensors_to_time(what, [shape] if shape else [LARGE, SMALL], WRITTEN)
     if progress:
         progress(0, len(tensors), "")
     with found.active(), torch.cuda.device(found.index):

@@ -31,9 +31,10 @@ from numba import cuda
 from bridge.errors import BridgeError
 
 # set per kernel by `expand`
-CHOSEN = FACTORED = DEPENDENT = False
+CHOSEN = FACTORED = DEPENDENT = NUMBERED = False
 KIND = "f32"
 load: Any = None
+decode: Any = None
 unpack: Any = None
 floats: Any = ()
 factor: Any = None
@@ -70,7 +71,7 @@ def _dequantize(weights, room_16, first, chosen, out, count, units):
         held = load(weights, room_16, mad(row, int32(units), unit))
         word = registers()
         value = registers()
-        group = unpack(held, unit)
+        group = unpack(decode(weights, room_16, 0, held, unit) if NUMBERED else held, unit)
         whole = factor(weights, room_16, row) if FACTORED else 1
         for i in unroll(8):
             quad = floats[i](group)
@@ -95,7 +96,8 @@ def kernel(type: str, kind: str, chosen: bool, dependent: bool = False) -> Any:
     formulas = functions(type)
     expanded = expand(
         _dequantize, f"{type}_{kind}{'_rows' * chosen}{'_dependent' * dependent}", CHOSEN=chosen,
-        DEPENDENT=dependent, KIND=kind, load=formulas.load, unpack=formulas.unpack, floats=formulas.floats,
+        DEPENDENT=dependent, KIND=kind, load=formulas.load, decode=formulas.decode,
+        NUMBERED=formulas.decode is not None, unpack=formulas.unpack, floats=formulas.floats,
         FACTORED=formulas.layout.factored, factor=formulas.factor,
         packed=device_function(expand(_packed, kind, KIND=kind)),
     )  # fmt: skip

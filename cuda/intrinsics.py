@@ -4,7 +4,8 @@ Each is one instruction or a few, and has a Python twin in twins.py for the CUDA
 (NUMBA_ENABLE_CUDASIM=1), which has no inline assembly and no shuffles. Integers are int32 throughout: Numba
 widens int32 + int32 to int64, which takes a GPU twice the instructions, so the kernels of this folder compute
 with or_, xor, sub, shl, ror (rotate right), mad (a * b + c), prmt (choose bytes) and `bits` (shift right, then mask)
-instead of operators; fma is that of float32.
+instead of operators; fma is that of float32. `kept` is its argument, a constant: it goes to a register and stays there,
+as the compiler, which would otherwise move it there for each instruction, does not know it.
 
 A kernel is passed the address of an array (`array_at`); where that has two dimensions, also how many rows there are
 and how far apart. Loads take an array of any element type, and an index in units of what they load; the arrays of this
@@ -125,33 +126,41 @@ if not SIMULATED:
 
         return intrinsic((one, two)[dimensions - 1])
 
-    def _load(code: str, count: int, element: Any, changing: bool = False) -> Any:
-        """An intrinsic (array, index) -> `count` elements: a scalar for one, otherwise a tuple."""
+    def _load(code: str, count: int, element: Any, changing: bool = False, further: bool = False) -> Any:
+        """An intrinsic (array, index) -> `count` elements: a scalar for one, otherwise a tuple.
+
+        `further` takes a number too, which is added to the index: loads that differ in it share an address.
+        """
         scalar, letter = (_FLOAT, "f") if element is types.float32 else (_INT, "r")
         nbytes = {"u8": 1, "u16": 2}.get(code.rpartition(".")[2], 4 * count)
         places = ", ".join(f"${k}" for k in range(count))
-        code = f"{code} {places if count == 1 else '{' + places + '}'}, [${count}];"
-        constraints = ",".join([f"={letter}"] * count + ["l"] + ["~{memory}"] * changing)
+        code = f"{code} {places if count == 1 else '{' + places + '}'}, [{'a' if further else f'${count}'}];"
+        if further:
+            code = f"{{.reg .b64 a; mad.wide.s32 a, ${count + 1}, {nbytes}, ${count}; {code}}}"
+        constraints = ",".join([f"={letter}"] * count + ["l"] + ["r"] * further + ["~{memory}"] * changing)
 
-        def typed(typingctx, array, index):
-            result = element if count == 1 else types.UniTuple(element, count)
+        result = element if count == 1 else types.UniTuple(element, count)
 
-            def lower(context, builder, signature, values):
-                array, index = values
-                data = context.make_array(signature.args[0])(context, builder, array).data
-                data = builder.addrspacecast(data, ir.IntType(8).as_pointer(1), "global")
-                piece = ir.ArrayType(ir.IntType(8), nbytes)
-                place = builder.gep(builder.bitcast(data, ir.PointerType(piece, addrspace=1)), [index])
-                kind = scalar if count == 1 else ir.LiteralStructType([scalar] * count)
-                function = ir.FunctionType(kind, [place.type])
-                loaded = builder.call(ir.InlineAsm(function, code, constraints, side_effect=changing), [place])
-                if count == 1:
-                    return loaded
-                return cgutils.pack_array(builder, [builder.extract_value(loaded, k) for k in range(count)])
+        def load(context, builder, signature, values):
+            data = context.make_array(signature.args[0])(context, builder, values[0]).data
+            data = builder.addrspacecast(data, ir.IntType(8).as_pointer(1), "global")
+            piece = ir.ArrayType(ir.IntType(8), nbytes)
+            place = builder.gep(builder.bitcast(data, ir.PointerType(piece, addrspace=1)), values[1:2])
+            operands = [place, *values[2:]]
+            kind = scalar if count == 1 else ir.LiteralStructType([scalar] * count)
+            function = ir.FunctionType(kind, [operand.type for operand in operands])
+            loaded = builder.call(ir.InlineAsm(function, code, constraints, side_effect=changing), operands)
+            if count == 1:
+                return loaded
+            return cgutils.pack_array(builder, [builder.extract_value(loaded, k) for k in range(count)])
 
-            return result(array, types.int64), lower
+        def at(typingctx, array, index):
+            return result(array, types.int64), load
 
-        return intrinsic(typed)
+        def beyond(typingctx, array, index, more):
+            return result(array, types.int64, types.int32), load
+
+        return intrinsic(beyond if further else at)
 
     def _store(element: Any, width: int) -> Any:
         """An intrinsic (array, index, value): stores the low `width` bits of an int32."""
@@ -340,6 +349,7 @@ if not SIMULATED:
     bits = _emit(_i, (_i, _i, _i), lambda b, word, shift, mask: b.and_(b.lshr(word, shift), mask))
     shl = _emit(_i, (_i, _i), lambda b, word, left: b.shl(word, left))
     ror = _asm(_i, (_i, _i), "shf.r.wrap.b32 $0, $1, $1, $2;", "=r,r,r")
+    kept = _asm(_i, (_i,), "{.reg .b32 z; mov.u32 z, %tid.z; xor.b32 $0, $1, z;}", "=r,r")
     prmt = _asm(_i, (_i, _i, _i), "prmt.b32 $0, $1, $2, $3;", "=r,r,r,r")
     or_ = _emit(_i, (_i, _i), lambda b, one, other: b.or_(one, other))
     xor = _emit(_i, (_i, _i), lambda b, one, other: b.xor(one, other))
@@ -379,6 +389,8 @@ if not SIMULATED:
     cached_8 = _load("ld.global.nc.v2.u32", 2, _i)
     cached_4 = _load("ld.global.nc.u32", 1, _i)
     cached_2 = _load("ld.global.nc.u16", 1, _i)
+    cached_1 = _load("ld.global.nc.u8", 1, _i)
+    cached_4_further = _load("ld.global.nc.u32", 1, _i, further=True)
     cached_16f = _load("ld.global.nc.v4.f32", 4, _f)
     load_16 = _load("ld.global.v4.u32", 4, _i, changing=True)
     load_8 = _load("ld.global.v2.u32", 2, _i, changing=True)

@@ -6,23 +6,29 @@ no padding between rows, and the arrays are indexed by that number:
     codes    planes of bits as in bridge/runtime/cpu/layout.py, for the 8 words of a unit (word i: columns 4i to
              4i + 3, a byte each), cut into pieces of up to 16 bytes; each piece is an array, so that a warp reads
              up to 512 bytes in a row. The third bits of Q3_K are placed so that they fall above their lower two:
-             word 2f + v has bit 2f + 2 - v for f 0..2, bits 7 and 0 for f = 3. For table types see tables.py
-    scales   K only: 16 bytes a superblock, packed as scales.py says
-    halves   d, or d and dmin, of a block, if the 16 bytes have no room for them; for table types, the scale bytes
+             word 2f + v has bit 2f + 2 - v for f 0..2, bits 7 and 0 for f = 3. Types with a table of values: see
+             tables.py; types with numbered codes: see numbered.py
+    scales   K-quants: 16 bytes a superblock, packed as scales.py says; others: a unit's own bytes, see tables.py
+    halves   d, or d and dmin, of a block, if the scales have no room for them; or d and six bits of each unit
     factors  NVFP4 only: float32 a row, by which its products and weights are multiplied
+    table    IQ1, IQ2 and IQ3 only: the codebook, see numbered.py
 
     type          pieces of codes  scales  halves  bits per weight
     Q2_0          8                     -       2   2.25
+    TQ2_0         8                     -       2   2.0625
     Q2_K          8                    16       4   2.625
     Q3_K          8, 4                 16       -   3.5     (GGUF 3.4375: 2 bytes pad the 16)
     Q4_K          16                   16       -   4.5
-    MXFP4         16                    -       1   4.25
-    NVFP4         16                    -       4   4.5     (and 4 bytes a row)
+    MXFP4         16                    1       -   4.25
+    NVFP4         16                    4       -   4.5     (and 4 bytes a row)
+    IQ4_NL        16                    -       2   4.5
+    IQ4_XS        16                    -       8   4.25
     Q4_0, Q4_1    16                    -    2, 4   4.5, 5
     Q5_K          16, 4                16       -   5.5
     Q5_0, Q5_1    16, 4                 -    2, 4   5.5, 6
     Q6_K          16, 8                16       2   6.5625
     Q8_0          16, 16                -       2   8.5     (codes as int8)
+    others        see numbered.py
 
 All arrays lie in one buffer, one after the other. `room` is the number of units that each can hold: 128 more than there
 are, rounded up to a multiple of 128. So arrays are aligned to 128 bytes, and a warp may read beyond the last row.
@@ -33,10 +39,12 @@ from functools import cache
 from typing import Any
 
 import numpy as np
-from bridge.cuda import scales
+from bridge.cuda import numbered, scales, tables
 
-from bridge.blocks import TYPES, BlockType
+from bridge.blocks import BlockType
+from bridge.blocks.read import WRITTEN
 from bridge.runtime.cpu.layout import PLANES
+from bridge.runtime.cpu.rowmajor import d_bits_of
 from bridge.system.jit import from_plain, inlined, specialize
 
 UNIT = 32  # columns
@@ -56,7 +64,7 @@ class DeviceLayout:
 
     @property
     def code_bits(self) -> int:
-        return (self.block.levels - 1).bit_length()
+        return 4 if self.block.values else (self.block.levels - 1).bit_length()
 
     @property
     def planes(self) -> list[tuple[int, int]]:
@@ -66,6 +74,8 @@ class DeviceLayout:
     @property
     def pieces(self) -> list[int]:
         """Words of a unit in each piece."""
+        if self.block.numbered:
+            return self.book.pieces if self.book else [1]
         return [min(4, words - start) for _, words in self.planes for start in range(0, words, 4)]
 
     @property
@@ -78,15 +88,37 @@ class DeviceLayout:
         return 4 * sum(self.pieces)
 
     @property
+    def fields(self) -> tables.FieldForm | None:
+        """Where the fields of a type with a table of values or with numbered codes are."""
+        return tables.FORMS.get(self.block.name)
+
+    @property
+    def book(self) -> numbered.Book | None:
+        """The codebook of a type that has one."""
+        return numbered.BOOKS.get(self.block.name)
+
+    @property
+    def whole(self) -> bool:
+        """Whether a lane reads all scales of a superblock."""
+        return self.block.name in scales.FORMS and scales.FORMS[self.block.name].whole
+
+    @property
+    def own(self) -> int:
+        """Bytes of scales, and whatever is with them, that a lane reads for its unit alone."""
+        if self.fields:
+            return self.fields.own
+        return 2 if self.block.is_k and not self.whole else 0
+
+    @property
     def scale_bytes(self) -> int:
         """Bytes of packed scales in a block."""
-        return 16 if self.block.is_k else 0
+        return 16 if self.whole else self.own * self.units_per_block
 
     @property
     def half_bytes(self) -> int:
-        """Bytes of d (and dmin) of a block outside of its packed scales, or of its scale bytes."""
-        if self.block.scales:
-            return self.block.subs
+        """Bytes of d (and dmin) of a block outside of its packed scales."""
+        if self.fields:
+            return self.fields.shared
         if self.block.is_k and scales.FORMS[self.block.name].holds_halves:
             return 0
         return 4 if self.block.has_min else 2
@@ -99,14 +131,14 @@ class DeviceLayout:
     @property
     def largest(self) -> int:
         """The most bytes that a buffer can have: kernels count loads, the smallest of one byte or two, in int32."""
-        return (1 if self.half_bytes == 1 else 2) << 31
+        return (1 if self.own == 1 else 2) << 31
 
     def halves_at(self, room: int) -> int:
         """Where the halves begin, in bytes."""
         return room * self.scales_at + room // self.units_per_block * self.scale_bytes
 
     def factors_at(self, room: int) -> int:
-        """Where the factors of rows begin, in bytes."""
+        """Where the factors of rows, or the codebook, begin, in bytes."""
         return self.halves_at(room) + room // self.units_per_block * self.half_bytes
 
     def room(self, rows: int, columns: int) -> int:
@@ -115,7 +147,8 @@ class DeviceLayout:
 
     def nbytes(self, rows: int, columns: int) -> int:
         """Bytes of the buffer."""
-        return self.factors_at(self.room(rows, columns)) + 4 * rows * self.factored
+        table = self.book.table.nbytes if self.book else 0
+        return self.factors_at(self.room(rows, columns)) + 4 * rows * self.factored + table
 
     @property
     def bpw(self) -> float:
@@ -126,10 +159,13 @@ class DeviceLayout:
 
 # set per type by `specialize`
 unpack: Any = None
+d_bits: Any = None
+put: Any = None
 pack_scales: Any = None
-size = subs = nbytes = d_at = dmin_at = flip = no_scale = 0
-thirds = tabled = False
+size = subs = nbytes = dmin_at = flip = no_scale = 0
+thirds = scaled = formed = False
 low_width = high_width = scales_at = scale_bytes = half_bytes = 0
+own_bytes = unit_subs = scale_bits = scale_lift = own_at = shared = 0
 
 
 @inlined
@@ -147,14 +183,14 @@ def _put_plane(words, first, width, shift, thirds, out, at, room, unit):
 
 
 @inlined
-def _put_nibbles(words, first, out, unit):
-    """Codes words[first : first + 8], of 4 bits, as in tables.py."""
+def _put_nibbles(q, first, scale, out, room, unit):
+    """Codes q[first : first + 32], of 4 bits, as in tables.py; 0, as they are all that is to be put."""
     for v in range(4):
         value = np.uint32(0)
         for i in range(8):
-            code = words[first + 2 * v + i // 4] >> np.uint32(8 * (i % 4)) & np.uint32(15)
-            value |= code << np.uint32(4 * i)
+            value |= np.uint32(q[first + 8 * v + i] & np.uint8(15)) << np.uint32(4 * i)
         out[unit * 4 + v] = value
+    return np.uint32(0)
 
 
 def _repack(raw, first, step, out, room):
@@ -169,7 +205,7 @@ def _repack(raw, first, step, out, room):
     scale_base = room * scales_at
     half_base = scale_base + room // per_block * scale_bytes
     q = np.empty(size, np.uint8)
-    words = q.view(np.uint32)
+    code_words = q.view(np.uint32)
     sc = np.zeros(subs, np.int8)
     mn = np.zeros(subs, np.uint8)
     bad = -1
@@ -178,30 +214,47 @@ def _repack(raw, first, step, out, room):
             block = raw[row, b * nbytes : (b + 1) * nbytes]
             number = (first + row * step) * blocks + b
             unpack(block, q, sc, mn)
-            d = np.uint16(0)
-            if d_at >= 0:
-                d = np.uint16(block[d_at]) | np.uint16(block[d_at + 1]) << np.uint16(8)
+            d = np.uint16(0) if scaled else np.uint16(d_bits(block))
             dmin = np.uint16(0)
             if dmin_at >= 0:
                 dmin = np.uint16(block[dmin_at]) | np.uint16(block[dmin_at + 1]) << np.uint16(8)
             if (d & 0x7C00 == 0x7C00 or dmin & 0x7C00 == 0x7C00) and bad < 0:
                 bad = row
-            if tabled:
+            if scaled:
                 for j in range(subs):
-                    out[half_base + number * subs + j] = np.uint8(sc[j])
                     if np.int32(sc[j]) & no_scale == no_scale and bad < 0:
                         bad = row
+            if formed:
+                words = out32[(half_base + number * half_bytes) // 4 :]
+                if half_bytes == 8:
+                    words[0] = 0
+                    words[1] = d
                 for u in range(per_block):
-                    _put_nibbles(words, 8 * u, out32, number * per_block + u)
+                    unit = number * per_block + u
+                    scale = np.uint32(0)
+                    for j in range(unit_subs):
+                        code = np.uint32(np.int32(sc[unit_subs * u + j]) + scale_lift)
+                        scale |= (code & np.uint32((1 << scale_bits) - 1)) << np.uint32(scale_bits * j)
+                    more = put(q, 32 * u, scale, out32, room, unit)
+                    if own_at >= 0:
+                        more |= scale << np.uint32(own_at)
+                    for i in range(own_bytes):
+                        out[scale_base + unit * own_bytes + i] = np.uint8(more >> np.uint32(8 * i))
+                    if half_bytes == 8:
+                        six = scale if shared else more >> np.uint32(16)
+                        words[0] |= (six & np.uint32(15)) << np.uint32(4 * u)
+                        words[1] |= (six >> np.uint32(4)) << np.uint32(16 + 2 * u)
+                if half_bytes == 2:
+                    out16[(half_base + number * 2) // 2] = d
                 continue
             if flip:
                 for i in range(size):
                     q[i] ^= np.uint8(128)
             for u in range(per_block):
                 unit = number * per_block + u
-                _put_plane(words, 8 * u, low_width, 0, False, out32, 0, room, unit)
+                _put_plane(code_words, 8 * u, low_width, 0, False, out32, 0, room, unit)
                 if high_width:
-                    _put_plane(words, 8 * u, high_width, low_width, thirds, out32, low_width * room, room, unit)
+                    _put_plane(code_words, 8 * u, high_width, low_width, thirds, out32, low_width * room, room, unit)
             if scale_bytes:
                 at = (scale_base + number * scale_bytes) // 4
                 pack_scales(sc, mn, d, dmin, out32[at : at + 4])
@@ -220,14 +273,22 @@ def _no_scales(sc, mn, d, dmin, out):
 @cache
 def repacker(name: str) -> Any:
     """The compiled `repack(raw, first, step, out, room)` of a type."""
-    layout = DeviceLayout(TYPES[name])
-    block = layout.block
+    layout = DeviceLayout(WRITTEN[name])
+    block, form = layout.block, layout.fields
     (low, _), *high = layout.planes
+    fields: dict[str, Any] = {}
+    if form:
+        fields = {
+            "put": numbered.putter(name) if block.numbered else _put_nibbles, "own_bytes": form.own,
+            "unit_subs": max(1, block.subs // layout.units_per_block) if form.scale_bits else 0,
+            "scale_bits": form.scale_bits, "scale_lift": np.int32(form.scale_lift),
+            "own_at": form.scale_at if form.scale_in == tables.OWN else -1, "shared": form.scale_in == tables.SHARED,
+        }  # fmt: skip
     return specialize(
-        _repack, f"{name}_cuda", unpack=from_plain(block.unpack, inlined),
-        pack_scales=from_plain(scales.FORMS[name].pack if block.is_k else _no_scales, inlined),
-        size=block.size, subs=block.subs, nbytes=block.nbytes, d_at=block.d_at, dmin_at=block.dmin_at,
-        thirds=layout.code_bits == 3, tabled=bool(block.values), no_scale=np.int32(block.no_scale),
+        _repack, f"{name}_cuda", unpack=from_plain(block.unpack, inlined), d_bits=d_bits_of(block),
+        pack_scales=from_plain(scales.FORMS[name].pack if name in scales.FORMS else _no_scales, inlined),
+        size=block.size, subs=block.subs, nbytes=block.nbytes, dmin_at=block.dmin_at, formed=form is not None,
+        thirds=layout.code_bits == 3, scaled=bool(block.scales), no_scale=np.int32(block.no_scale),
         flip=int(layout.code_bits == 8), low_width=low, high_width=sum(width for width, _ in high),
-        scales_at=layout.scales_at, scale_bytes=layout.scale_bytes, half_bytes=layout.half_bytes,
+        scales_at=layout.scales_at, scale_bytes=layout.scale_bytes, half_bytes=layout.half_bytes, **fields,
     )  # fmt: skip

@@ -1,7 +1,7 @@
 """A matrix in device memory: quantized, in the form of layout.py (several tensors can share one), or of floats.
 
 Uploading repacks on the CPU, all cores at once, and copies once. What arrives is checked: a scale that is not finite
-is refused with its tensor and row. Matrices of types without a kernel (F32, F16, BF16, IQ* ...) are torch's
+is refused with its tensor and row. Matrices of types without a kernel (F32, F16, BF16, Q1_0) are torch's
 (FloatMatrix); matmul.py multiplies with them.
 """
 
@@ -14,7 +14,7 @@ from bridge.cuda import device as devices
 from bridge.cuda.device import Device, torch_device
 from bridge.cuda.layout import UNIT, DeviceLayout, repacker
 
-from bridge.blocks import TYPES
+from bridge.blocks.read import WRITTEN
 from bridge.errors import BridgeError
 from bridge.runtime.quant_tensor import QuantTensor
 from bridge.system.cpus import usable_cpus
@@ -36,7 +36,7 @@ class DeviceMatrix:
         self.columns = columns
         self.buffer = buffer
         self.device = device
-        self.layout = DeviceLayout(TYPES[type])
+        self.layout = DeviceLayout(WRITTEN[type])
         self.units = columns // UNIT
         self.room = self.layout.room(rows, columns)
         self.nbytes = self.layout.nbytes(rows, columns)  # in device memory
@@ -53,9 +53,9 @@ class DeviceMatrix:
         first = tensors[0]
         for tensor in tensors:
             check_matrix(tensor)
-            if tensor.type not in TYPES:
+            if tensor.type not in WRITTEN:
                 raise BridgeError(
-                    f"{tensor.name}: no CUDA kernel for {tensor.type}; there is one for {', '.join(TYPES)}"
+                    f"{tensor.name}: no CUDA kernel for {tensor.type}; there is one for {', '.join(WRITTEN)}"
                 )
             if (tensor.type, tensor.shape[1]) != (first.type, first.shape[1]):
                 raise BridgeError(
@@ -65,7 +65,7 @@ class DeviceMatrix:
             if interleave and tensor.shape[0] != first.shape[0]:
                 raise BridgeError(f"{tensor.name}: {tensor.shape[0]} rows cannot alternate with {first.shape[0]}")
         rows, columns = sum(tensor.shape[0] for tensor in tensors), first.shape[1]
-        layout = DeviceLayout(TYPES[first.type])
+        layout = DeviceLayout(WRITTEN[first.type])
         room = layout.room(rows, columns)
         if layout.nbytes(rows, columns) >= layout.largest:
             raise BridgeError(f"{first.name}: {rows} rows of {columns} are too many for one matrix on a GPU")
@@ -78,6 +78,9 @@ class DeviceMatrix:
             if layout.factored:
                 _factors(tensor, host[layout.factors_at(room) :].view(np.float32), first_row, step)
             start += tensor.shape[0]
+        if layout.book:
+            table = layout.book.table.view(np.uint8)
+            host[layout.factors_at(room) :][: len(table)] = table
         names = [tensor.name for tensor in tensors]
         return cls(names, first.type, rows, columns, found.upload(host, what), found)
 

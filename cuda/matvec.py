@@ -24,6 +24,17 @@ take, counted in the machine code for 9.0: for memory, and next to it for the la
 So int8 products of one column wait for memory, Q2_K and Q3_K least of all; so do those of four, except these two. Float
 products are bound by arithmetic and by L1: each lane loads 32 float32 for every column.
 
+Types with a table or a codebook, for one column; shared memory is L1's, and look-ups of random points take 3.5 clocks:
+
+           memory  issue   L1               memory  issue   L1               memory  issue   L1
+    IQ4_NL     60     35   10      IQ2_S        34     40   38      IQ1_M        23     46   38
+    IQ4_XS     57     39   10      IQ2_XS       31     43   38      IQ1_S        21     36   38
+    IQ3_S      47     66   66      IQ2_XXS      28     35   38      TQ1_0        23     38   10
+    IQ3_XXS    41     61   66      MXFP4        57     36   10      TQ2_0        28     19   10
+
+So those with codebooks take up to twice as long as their bytes where a multiprocessor reads 19 bytes a clock, and wait
+for memory where it reads less than 10, as those of most GPUs do (an RTX 4090's reads 3, an A100's 10).
+
 In a decoder's step (products.py) a product can include the steps before and after it, which saves launches:
 
     recorded   once 32 values are complete, the thread block that ends last makes the next product's record of
@@ -58,6 +69,7 @@ from bridge.cuda.intrinsics import (
     bits,
     bits_float,
     block_x,
+    cached_4_further,
     cached_8,
     cached_16,
     cached_16f,
@@ -135,10 +147,12 @@ def shapes_to_try(matrix: DeviceMatrix, n: int, exact: bool = False) -> list[Mat
 
 # set per kernel by `expand`
 ROWS = UNITS = SPLIT = SPLIT_LOG = WARPS = COLUMNS = TOKENS = LANES = LANES_LOG = 0
-EXACT = ACCUMULATE = BIAS = SILU = FACTORED = NORMED = RECORDED = GAIN = DEPENDENT = False
+EXACT = ACCUMULATE = BIAS = SILU = FACTORED = NORMED = RECORDED = GAIN = DEPENDENT = NUMBERED = False
 MADE = 0  # values that a thread block computes
+BOOK = TABLE_AT = 0  # points of a codebook, and where it is
 load: Any = None
 prefetch: Any = None
+decode: Any = None
 unpack: Any = None
 integer: Any = None
 line: Any = None
@@ -162,6 +176,7 @@ def _product(weights, room_16, x, y, bias, rows, units, sums, eps, counters, gai
         for c in unroll(TOKENS):
             total[r, c] = float32(0)
     held = registers()
+    codes = registers()
     unit = registers()
     weight = registers()
     begin = mad(bits(warp, 0, SPLIT - 1), LANES * UNITS, 0)
@@ -172,6 +187,12 @@ def _product(weights, room_16, x, y, bias, rows, units, sums, eps, counters, gai
                 for r in unroll(ROWS):
                     prefetch(weights, room_16, mad(end, r, int32(base + begin + LANES * u)))
         launches_wait()
+    table = int32(0)
+    if BOOK:
+        table = cuda.shared.array(BOOK, np.int32)
+        for i in range(int32(warp * 32 + lane), BOOK, 32 * WARPS):
+            table[i] = cached_4_further(weights, room_16 * TABLE_AT, int32(i))
+        cuda.syncthreads()
     if NORMED:  # on their way until the end
         four_sums = load_16f(sums, min(lane, int32((units + 3) // 4 - 1)))
     while begin < end:
@@ -185,15 +206,17 @@ def _product(weights, room_16, x, y, bias, rows, units, sums, eps, counters, gai
                 tile = bits(int32(begin + 16 * u), 5, 0x07FFFFFF)
                 place = int32(bits(int32(begin + 16 * u), 0, 16) + bits(lane, 0, 15))
                 first = mad(bits(lane, 4, 1), TOKENS, 0)
+            for r in unroll(ROWS):
+                codes[r] = decode(weights, room_16, table, held[u, r], place) if NUMBERED else held[u, r]
             if EXACT:
                 for r in unroll(ROWS):
-                    unit[r] = line(held[u, r], place)
+                    unit[r] = line(codes[r], place)
                 at = mad(tile, FLOAT_TILE // 16, place)
                 if LANES == 16:
                     at = mad(first, FLOAT_RECORD // 16, at)
                 for k in unroll(8):  # words that share a factor follow one another
                     for r in unroll(ROWS):
-                        weight[r] = lifted[k // 2 + k % 2 * 4](held[u, r], unit[r])
+                        weight[r] = lifted[k // 2 + k % 2 * 4](codes[r], unit[r])
                     for c in unroll(TOKENS):
                         quad = cached_16f(x, at + (c * (FLOAT_RECORD // 16) + 32 * (k // 2 + k % 2 * 4)))
                         for r in unroll(ROWS):
@@ -201,7 +224,7 @@ def _product(weights, room_16, x, y, bias, rows, units, sums, eps, counters, gai
                                 total[r, c] += weight[r][j] * quad[j]
             else:
                 for r in unroll(ROWS):
-                    unit[r] = unpack(held[u, r], place)
+                    unit[r] = unpack(codes[r], place)
                 at = mad(tile, TILE // 16, place)
                 if LANES == 16:
                     at = mad(first, RECORD // 16, at)
@@ -307,12 +330,17 @@ def kernel(type: str, n: int, shape: MatvecShape, exact: bool, epilogue: str, de
         ROWS=shape.rows, UNITS=shape.units, SPLIT=shape.split, SPLIT_LOG=shape.split.bit_length() - 1,
         WARPS=shape.warps, EXACT=exact, ACCUMULATE="accumulate" in epilogue, BIAS="bias" in epilogue,
         SILU="silu" in epilogue, FACTORED=formulas.layout.factored, load=formulas.load, prefetch=formulas.prefetch,
-        unpack=formulas.unpack, integer=formulas.integer, line=formulas.line, lifted=formulas.lifted,
+        BOOK=0 if formulas.layout.book is None else len(formulas.layout.book.table), TABLE_AT=formulas.table_at,
+        NUMBERED=formulas.decode is not None, decode=formulas.decode_shared, unpack=formulas.unpack,
+        integer=formulas.integer, line=formulas.line, lifted=formulas.lifted,
         factor=formulas.factor, **x,
     )  # fmt: skip
     more = ", float32[::1], float32, int32[::1], float32[::1], float32[::1], uint8[::1]" if fused else ""
     signature = f"void(uint8[::1], int64, uint8[::1], float32[:,::1], float32[::1], int64, int64{more})"
-    return Kernel(expanded, signature, _registers(shape.rows, shape.units), dependent=dependent)
+    registers = _registers(shape.rows, shape.units)
+    if n > COLUMNS_OF_A_LANE and formulas.layout.fields:  # constants of tables stay in registers
+        registers += 8
+    return Kernel(expanded, signature, registers, dependent=dependent)
 
 
 @dataclass(frozen=True)

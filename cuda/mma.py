@@ -64,13 +64,15 @@ from bridge.cuda.superblock import functions
 from bridge.cuda.unroll import expand, registers, unroll
 from numba import cuda
 
+from bridge.blocks import ROUNDED
 from bridge.errors import BridgeError
 
 # set per kernel by `expand`
 TILES = WARPS = 0
 ORDER = (0, 2, 1, 3)
-RAGGED = PARTIAL = SCALED = BIAS = ACCUMULATE = False
+RAGGED = PARTIAL = SCALED = BIAS = ACCUMULATE = NUMBERED = False
 load: Any = None
+decode: Any = None
 line: Any = None
 lifted: Any = ()
 mma: Any = None
@@ -82,7 +84,7 @@ TOKENS = 64  # at most
 OLDEST = (8, 0)  # compute capability
 MAX_REGISTERS = 128  # so that 16 warps find room on a multiprocessor
 _ALL_REGISTERS = 255  # where rows are too few for that, and a warp copies more of x
-TYPES = ("Q2_K", "Q3_K", "Q4_K", "Q4_0", "Q4_1", "Q5_K", "Q5_0", "Q5_1", "Q6_K", "Q8_0")
+TYPES = (*ROUNDED, "Q2_K", "Q3_K", "Q4_K", "Q4_0", "Q4_1", "Q5_K", "Q5_0", "Q5_1", "Q6_K", "Q8_0")
 
 _BUFFERS = 3
 _TILE = 8  # tokens of mma.sync
@@ -143,6 +145,7 @@ def _product(weights, room_16, x, scale, y, bias, rows, units, tokens, per):
     place = or_(mad(g, 16, t), shl(bits(g, 0, 1), 2))
     buffer = int32(0)
     free = int32(2 * TILES * 128)
+    codes = registers()
     lines = registers()
     a = registers()
     while step < stop:
@@ -160,7 +163,8 @@ def _product(weights, room_16, x, scale, y, bias, rows, units, tokens, per):
                 copy_16(tile, mad(target, 1, free) + k * WARPS * 32, x, origin)
         copies_end()
         for r in unroll(2):
-            lines[r] = line(held[r], mad(step, 4, t))
+            codes[r] = decode(weights, room_16, 0, held[r], mad(step, 4, t)) if NUMBERED else held[r]
+            lines[r] = line(codes[r], mad(step, 4, t))
             if RAGGED:  # noqa: SIM102  # beyond the end of the row all weights are 0
                 if mad(step, 4, t) >= end:
                     lines[r] = (float32(0), float32(0), float32(0), float32(0))
@@ -170,7 +174,7 @@ def _product(weights, room_16, x, scale, y, bias, rows, units, tokens, per):
                     ahead[1] = load(weights, room_16, min(mad(end, 8, at), last))
             for i in unroll(2):
                 for r in unroll(2):
-                    quad = lifted[2 * ORDER[j] + i](held[r], lines[r])
+                    quad = lifted[2 * ORDER[j] + i](codes[r], lines[r])
                     a[i, r] = pack(quad[0], quad[1])
                     a[i, 2 + r] = pack(quad[2], quad[3])
             here = mad(xor(place, 4 * ORDER[j]), 1, buffer)
@@ -262,7 +266,8 @@ def kernel(type: str, kind: str, tiles: int, warps: int, ragged: bool, epilogue:
     expanded = expand(
         _product, f"mma_{type}_{kind}_{tiles}_{warps}{'_ragged' * ragged}{epilogue and '_'}{epilogue}",
         TILES=tiles, WARPS=warps, RAGGED=ragged, **_epilogue(epilogue), load=formulas.load_rows,
-        line=formulas.line_exact, lifted=formulas.lifted_exact, mma=mma_f16 if kind == "f16" else mma_bf16,
+        NUMBERED=formulas.decode is not None, decode=formulas.decode, line=formulas.line_exact,
+        lifted=formulas.lifted_exact, mma=mma_f16 if kind == "f16" else mma_bf16,
         pack=pack_f16 if kind == "f16" else pack_bf16,
     )  # fmt: skip
     arrays = "int16[:,::1], float32[::1], float32[:,::1], float32[::1]"

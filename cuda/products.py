@@ -22,7 +22,7 @@ from bridge.cuda.matrix import DeviceMatrix, FloatMatrix, kind_of
 from bridge.cuda.matvec import Normed, Recorded
 from bridge.cuda.norm import silu_grid, silu_kernel
 
-from bridge.blocks import TYPES
+from bridge.blocks.read import WRITTEN
 from bridge.runtime.quant_tensor import QuantTensor
 
 Call = Callable[[], None]
@@ -30,14 +30,14 @@ Call = Callable[[], None]
 
 def quantized(type: str) -> bool:
     """Whether there is a kernel for a type."""
-    return type in TYPES
+    return type in WRITTEN
 
 
 def device_bytes(tensor: QuantTensor, precision: str) -> int:
     """Bytes that a matrix takes on the device."""
     rows, columns = tensor.shape
     if quantized(tensor.type):
-        return DeviceLayout(TYPES[tensor.type]).nbytes(rows, columns)
+        return DeviceLayout(WRITTEN[tensor.type]).nbytes(rows, columns)
     return rows * columns * (4 if kind_of(tensor.type, precision) == "float32" else 2)
 
 

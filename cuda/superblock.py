@@ -4,7 +4,7 @@
     scaled  w = d*sc*(q - zero)          sum += dx *  d * sum_j sc_j (q_j . x_j - zero * s_j)
     plain   w = d*(q - zero)             sum += dx *  d * (q . x - zero * s)
             w = d*q + dmin               sum += dx * (d * (q . x)  +  dmin * s)
-    table   w = scale_j*values[q]        sum += dx * sum_j scale_j * (u[q_j] . x_j - lift*s_j),  u = values + lift >= 0
+    table   w = scale_j*values[q]        sum += dx * sum_j scale_j * (values[q_j] . x_j)
 
 x_j are the int8 values of sub-block j (16 or 32 columns), s_j their sum, dx their step: see activations.py. Inside
 the brackets everything is exact in int32; float32 rounds twice for every 32 columns.
@@ -15,7 +15,7 @@ from functools import cache
 from typing import Any
 
 import numpy as np
-from bridge.cuda import scales, tables
+from bridge.cuda import numbered, scales, tables
 from bridge.cuda.intrinsics import (
     SIGN_BITS,
     ahead_1,
@@ -25,8 +25,10 @@ from bridge.cuda.intrinsics import (
     ahead_16,
     bits,
     bits_float,
+    cached_1,
     cached_2,
     cached_4,
+    cached_8,
     cached_16,
     device_function,
     dp2a,
@@ -53,14 +55,15 @@ from bridge.cuda.intrinsics import (
 from bridge.cuda.layout import THIRD_BIT, DeviceLayout
 from bridge.cuda.unroll import expand, gathered, registers, unroll
 
-from bridge.blocks import TYPES
+from bridge.blocks.read import WRITTEN
 
 # set per type by `expand`; tuples have one entry a piece or plane
 PIECES = PLANES = CODE_WORDS = HELD = BLOCK_LOG = WORD = 0
 PIECE_WORDS = PIECE_AT = PIECE_FIRST = WIDTH = COUNT = FIRST = LOW = MASK = THIRD = ()
-SCALES_AT = SCALE_WORDS = HALVES_AT = HALF_BYTES = ZERO = ZEROS = ZERO_BYTES = UP = LEVELS = LIFT = 0
+SCALES_AT = SCALE_WORDS = HALVES_AT = HALF_BYTES = ZERO = ZEROS = ZERO_BYTES = UP = LEVELS = BASE = 0
+LOADED = OWN_BYTES = 0
 FACTORS_AT = 0
-K = MINS = WIDE = WHOLE = HALVES_INSIDE = IN_PLACE = EIGHT = TABLED = TWO = EXACT = False
+K = MINS = WIDE = WHOLE = HALVES_INSIDE = IN_PLACE = EIGHT = TABLED = TWO = EXACT = NUMBERED = False
 float32 = np.float32
 read_scales: Any = None
 read_steps: Any = None
@@ -87,17 +90,19 @@ def _load(weights, room_16, at):
     if WHOLE:
         quad = ahead_16(weights, mad(room_16, SCALES_AT, bits(at, BLOCK_LOG, 0x7FFFFFFF)))
         for i in unroll(4):
-            word[CODE_WORDS + i] = quad[i]
-    elif K:
-        word[CODE_WORDS] = ahead_2(weights, mad(room_16, 8 * SCALES_AT, at))
-    if TABLED and TWO:
-        word[CODE_WORDS + SCALE_WORDS] = ahead_2(weights, mad(room_16, HALVES_AT // 2, at))
-    elif TABLED:
-        word[CODE_WORDS + SCALE_WORDS] = ahead_1(weights, mad(room_16, HALVES_AT, at))
+            word[LOADED + i] = quad[i]
+    elif OWN_BYTES == 2:
+        word[LOADED] = ahead_2(weights, mad(room_16, 8 * SCALES_AT, at))
+    elif OWN_BYTES == 1:
+        word[LOADED] = ahead_1(weights, mad(room_16, 16 * SCALES_AT, at))
+    if HALF_BYTES == 8:
+        pair = ahead_8(weights, mad(room_16, HALVES_AT // 8, bits(at, BLOCK_LOG, 0x7FFFFFFF)))
+        for i in unroll(2):
+            word[LOADED + SCALE_WORDS + i] = pair[i]
     elif HALF_BYTES == 4:
-        word[CODE_WORDS + SCALE_WORDS] = ahead_4(weights, mad(room_16, HALVES_AT // 4, bits(at, BLOCK_LOG, 0x7FFFFFFF)))
+        word[LOADED + SCALE_WORDS] = ahead_4(weights, mad(room_16, HALVES_AT // 4, bits(at, BLOCK_LOG, 0x7FFFFFFF)))
     elif HALF_BYTES == 2:
-        word[CODE_WORDS + SCALE_WORDS] = ahead_2(weights, mad(room_16, HALVES_AT // 2, bits(at, BLOCK_LOG, 0x7FFFFFFF)))
+        word[LOADED + SCALE_WORDS] = ahead_2(weights, mad(room_16, HALVES_AT // 2, bits(at, BLOCK_LOG, 0x7FFFFFFF)))
     return gathered(word, HELD)
 
 
@@ -109,7 +114,7 @@ def _unpack(held, lane):
     word = registers()
     for i in unroll(8):
         if TABLED:
-            word[i] = xor(looked_up[i](held), SIGN_BITS)
+            word[i] = looked_up[i](held)
         elif IN_PLACE:
             if i < 6:
                 word[i] = bits(held[i % 2], 0, 0x03030303 << (i // 2 * 2))
@@ -145,10 +150,11 @@ def _steps(held, lane):
     least = 1
     if K:
         scale, least = read_scales(held[CODE_WORDS:], lane)
-    halves = held[CODE_WORDS] if HALVES_INSIDE else held[CODE_WORDS + SCALE_WORDS]
     if TABLED:
-        d, dmin = read_steps(halves)
+        d, dmin = read_steps(held, lane)
         return scale, least, d, dmin
+    # nothing is between codes that have been decoded and d
+    halves = held[CODE_WORDS] if HALVES_INSIDE or NUMBERED else held[CODE_WORDS + SCALE_WORDS]
     return scale, least, low_half(halves), high_half(halves)
 
 
@@ -162,8 +168,8 @@ def _integer(weights, low, high, step, sums):
         for i in unroll(4):
             total = dp4a(codes[4 + i], high[i], total)
     else:
-        total = dp2a(sums, ZEROS & 0xFF, 0) if TWO else 0
-        other = dp2a(sums, ZEROS & 0xFF00, 0) if TWO else 0
+        total = 0
+        other = 0
         for i in unroll(4):
             if IN_PLACE and i == 2:
                 total = shl(total, 2)
@@ -222,7 +228,7 @@ def _line(held, lane):
         if EXACT and MINS:
             value[2 + h] = float32(0)
         else:
-            value[2 + h] = step * float32(-LIFT - ZERO)
+            value[2 + h] = step * float32(-BASE)
         if MINS:
             value[2 + h] += -dmin * float32(least if WIDE else bits(least, 8 * h, 255)) if K else dmin
     return gathered(value, 4)
@@ -236,10 +242,10 @@ def _lifted(held, line):
     2^b and a summand that removes the rest make it the weight in one instruction. With mins the summand is rounded
     once more than in `_floats`; with EXACT it is the mins alone, and 1 is subtracted from v.
     """
-    if EIGHT:
-        word = xor(held[WORD], SIGN_BITS)
-    elif TABLED:
+    if TABLED:
         word = put_high(held)
+    elif EIGHT:
+        word = xor(held[WORD], SIGN_BITS)
     else:
         word = SIGN_BITS
         for p in unroll(PLANES):
@@ -264,7 +270,10 @@ def _lifted(held, line):
             v = bits_float(prmt(word, 0x3F000000, 0x7044 + 256 * j))
             if EXACT and MINS:
                 v -= float32(1)
-        value[j] = fma(v, line[WORD // 4], line[2 + WORD // 4])
+        if EIGHT and TABLED:  # the summand would be rounded
+            value[j] = (v - float32(BASE)) * line[WORD // 4]
+        else:
+            value[j] = fma(v, line[WORD // 4], line[2 + WORD // 4])
     return gathered(value, 4)
 
 
@@ -276,18 +285,19 @@ def _factor(weights, room_16, row):
 def _constants(layout: DeviceLayout) -> dict[str, Any]:
     block = layout.block
     first, low, table = 0, 0, []
-    for width, count in layout.planes:
-        mask = 0x01010101 * ((1 << width) - 1) << low
+    planes = [(8, 8)] if block.numbered and not block.values else layout.planes  # of TQ1_0, once decoded
+    for width, count in planes:
+        mask = 0x01010101 * ((1 << min(width, layout.code_bits)) - 1) << low
         table.append((width, count, first, low, mask))
         first += count
         low += width
     width, count, first_of, low_of, mask = zip(*table, strict=True)
-    form = scales.FORMS[block.name] if block.is_k else None
-    scale_words = (4 if form.whole else 1) if form else 0
-    eight = layout.code_bits == 8
-    zero = 0 if eight else block.lift  # eight bits are kept as int8
-    bits = (max(block.values) + zero).bit_length() if block.values else layout.code_bits
+    eight = block.value_bits == 8
+    lift = 0 if eight else block.lift
+    zero = 0 if block.values else lift  # eight bits and values are int8
+    bits = (max(block.values) + lift).bit_length() if block.values else layout.code_bits
     room = 1 << 20
+    scale_words = 4 if layout.whole else layout.own > 0
     return {
         "PIECES": len(layout.pieces),
         "PIECE_WORDS": tuple(layout.pieces),
@@ -299,29 +309,32 @@ def _constants(layout: DeviceLayout) -> dict[str, Any]:
         "FIRST": first_of,
         "LOW": low_of,
         "MASK": mask,
+        "LOADED": sum(layout.pieces),
         "CODE_WORDS": first,
         "SCALE_WORDS": scale_words,
-        "HELD": first + scale_words + (layout.half_bytes > 0),
+        "HELD": sum(layout.pieces) + scale_words + -(-layout.half_bytes // 4),
+        "OWN_BYTES": layout.own,
         "BLOCK_LOG": layout.units_per_block.bit_length() - 1,
         "SCALES_AT": layout.scales_at,
         "HALVES_AT": layout.halves_at(room) * 16 // room,
         "HALF_BYTES": layout.half_bytes,
         "FACTORS_AT": layout.factors_at(room) * 16 // room,
-        "K": block.is_k,
+        "K": block.is_k and not block.values,
         "MINS": block.has_min,
         "WIDE": block.sum_span == 32,
         "TABLED": bool(block.values),
         "TWO": bool(block.values) and block.sum_span == 16,
-        "WHOLE": bool(form and form.whole),
+        "WHOLE": layout.whole,
         "HALVES_INSIDE": layout.half_bytes == 0,
+        "NUMBERED": block.numbered,
         "ZERO": zero,
         "ZEROS": (-zero & 255) * 257,
-        "IN_PLACE": layout.code_bits == 3,
+        "IN_PLACE": layout.code_bits == 3 and not block.numbered,
         "ZERO_BYTES": zero * 0x01010101,
         "EIGHT": eight,
         "UP": 7 - bits,
         "LEVELS": 1 if eight else 1 << bits,
-        "LIFT": 0x8000 + 0x80 if eight else 1 << bits,
+        "BASE": 0x8000 + 0x80 if eight else (1 << bits) + lift,
         "THIRD": tuple(map(int, THIRD_BIT)),
     }
 
@@ -329,6 +342,8 @@ def _constants(layout: DeviceLayout) -> dict[str, Any]:
 @dataclass(frozen=True)
 class BlockFunctions:
     """A type's functions on the device; `floats` and `lifted` have one for each word of a unit.
+
+    What `load` has loaded of a type with numbered codes goes through `decode` (numbered.py) before the others take it.
 
     `load_rows` is `load` for a warp whose lanes take few units of many rows: the L2 cache fetches 128 bytes around the
     codes, and what is less than 8 bytes of a unit stays in L1. The weights of `line_exact` and `lifted_exact` are those
@@ -347,29 +362,45 @@ class BlockFunctions:
     line_exact: Any
     lifted_exact: tuple[Any, ...]
     prefetch: Any
+    decode: Any  # None if codes are not numbered
+    decode_shared: Any  # the same with the codebook in shared memory
+    table_at: int  # where the codebook begins, in four bytes for each 16 of the `room` units
 
 
 @cache
 def functions(name: str) -> BlockFunctions:
     """The functions of a type, made from those above."""
-    layout = DeviceLayout(TYPES[name])
-    constants = _constants(layout)
+    layout = DeviceLayout(WRITTEN[name])
+    block, constants = layout.block, _constants(layout)
 
     def make(function: Any, suffix: str = "", **scope: Any) -> Any:
         return device_function(expand(function, f"{name}{suffix}", **constants | scope))
 
-    if layout.block.is_k:
+    if constants["K"]:
         constants["read_scales"] = make(scales.FORMS[name].read)
     put_high: Any = (None,) * 8
-    if layout.block.values:
-        table = tables.lifted(layout.block)
-        high = [128 | entry << constants["UP"] & 127 for entry in table]
-        constants["read_steps"] = make(tables.READ[name])
+    if block.values:
+        form = tables.FORMS[name]
+        own_at = 4 + (layout.book.sign_words if layout.book else 0)
+        constants["read_steps"] = make(
+            tables.READ.get(name, tables.read_scaled), OWN_AT=own_at, SHARED_AT=own_at + (form.own > 0),
+            SCALE_IN=form.scale_in, SCALE_AT=form.scale_at, SCALE_BITS=form.scale_bits, SCALE_LIFT=form.scale_lift,
+            ODD=block.odd_scales, UNIT_OF_D=block.unit,
+        )  # fmt: skip
+        high = {"lift": block.lift} if constants["EIGHT"] else {"lift": block.lift, "up": constants["UP"], "top": 128}
         constants["looked_up"], put_high = (
-            tuple(make(tables.look_up, f"_{what}_{i}", WORD=i, **tables.entries(part)) for i in range(8))
-            for what, part in (("codes", table), ("high", high))
-        )
+            tuple(make(tables.look_up, f"_{what}_{i}", WORD=i, FEW=tables.few(block), **tables.entries(block, **how))
+                  for i in range(8))
+            for what, how in (("codes", {}), ("high", high))
+        )  # fmt: skip
     constants["steps"] = make(_steps)
+    decode, decode_shared = None, None
+    if layout.book:
+        more = numbered.constants(name) | {"TABLE_AT": constants["FACTORS_AT"]}
+        decode = make(numbered.decode_points, **more)
+        decode_shared = make(numbered.decode_points, "_shared", SHARED=True, **more)
+    elif block.numbered:
+        decode = decode_shared = make(numbered.decode_digits)
     words = [(f"_{i}", {"WORD": i, "signed": make(_signed, f"_{i}", WORD=i)}) for i in range(8)]
     return BlockFunctions(
         layout,
@@ -381,9 +412,12 @@ def functions(name: str) -> BlockFunctions:
         tuple(make(_lifted, f"_{i}", WORD=i, put_high=put_high[i]) for i in range(8)),
         make(_factor),
         make(_load, "_rows", stream_16=ahead_16, stream_8=ahead_8, stream_4=cached_4, ahead_16=cached_16,
-             ahead_4=cached_4, ahead_2=cached_2),
+             ahead_8=cached_8, ahead_4=cached_4, ahead_2=cached_2, ahead_1=cached_1),
         make(_line, "_exact", EXACT=True),
         tuple(make(_lifted, f"_{i}_exact", WORD=i, put_high=put_high[i], EXACT=True) for i in range(8)),
         make(_load, "_prefetch", stream_16=prefetch_16, stream_8=prefetch_8, stream_4=prefetch_4, ahead_16=prefetch_16,
-             ahead_4=prefetch_4, ahead_2=prefetch_2, ahead_1=prefetch_1),
+             ahead_8=prefetch_8, ahead_4=prefetch_4, ahead_2=prefetch_2, ahead_1=prefetch_1),
+        decode,
+        decode_shared,
+        constants["FACTORS_AT"] // 4,
     )  # fmt: skip

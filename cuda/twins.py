@@ -102,6 +102,10 @@ def ror(word, right):
     return _int((_unsigned(word) * 0x100000001) >> (int(right) & 31))
 
 
+def kept(value):
+    return np.int32(value)
+
+
 def prmt(word, other, selector):
     """The bytes that the selector's nibbles choose: 0..3 of the first word, 4..7 of the second; 8 more, its sign."""
     places = [_unsigned(selector) >> 4 * i & 15 for i in range(4)]
@@ -173,13 +177,17 @@ stream_16 = ahead_16 = cached_16 = load_16 = shared_16 = _loader(np.int32, 4)
 stream_8 = ahead_8 = cached_8 = load_8 = shared_8 = _loader(np.int32, 2)
 stream_4 = ahead_4 = cached_4 = shared_4 = _loader(np.int32, 1)
 ahead_2 = cached_2 = _loader(np.uint16, 1)
-ahead_1 = _loader(np.uint8, 1)
+ahead_1 = cached_1 = _loader(np.uint8, 1)
 cached_16f = load_16f = _loader(np.float32, 4)
 load_4f = _loader(np.float32, 1)
 store_4 = put_4 = _storer(np.uint32, 0xFFFFFFFF)
 store_2 = _storer(np.uint16, 0xFFFF)
 store_1 = _storer(np.uint8, 0xFF)
 put_16 = store_16
+
+
+def cached_4_further(array, index, more):
+    return cached_4(array, int(index) + int(more))
 
 
 def shared_16_further(array, index, more):

@@ -9,7 +9,8 @@
 
 The peer is llama-cpp-python (the `peers` extra, built natively); --peer-python names an interpreter that has
 it, by default this one. Where it is missing, the llama.cpp of the tests' xllamacpp wheel takes its place, which on x86
-is built for AVX2. Ours and theirs take turns, one process per turn, with the same number of threads, so that other
+is built for AVX2. --peer-bench "llama-bench OPTIONS" takes the llama-bench of a fork instead, and compares the prompt
+and the tokens alone. Ours and theirs take turns, one process per turn, with the same number of threads, so that other
 load on the machine affects both. Every process loads the file (page cache and compile caches warm), reads 8 tokens
 and generates 64 (the times to the first and to the last of them count from the start of the interpreter), then reads
 512 tokens from an empty context, then generates 64 one by one after 8, with our weights all repacked. The tables show
@@ -22,6 +23,7 @@ transformers on the dequantized weights.
 
 import argparse
 import math
+import shlex
 import statistics
 import sys
 import tempfile
@@ -29,7 +31,7 @@ from pathlib import Path
 from typing import Any
 
 from benchlib import ROOT, head, line, machine, output_of, parser
-from benchlib.speeds import BEGIN, both_sides, turn
+from benchlib.speeds import BEGIN, both_sides, llama_bench, turn
 
 TOGETHER = """
 import bridge
@@ -58,7 +60,7 @@ def main() -> None:
         elif options.conversation:
             print_conversation(path)
         else:
-            print_speed(path, options.peer_python, options.threads, options.turns)
+            print_speed(path, options.peer_python, shlex.split(options.peer_bench), options.threads, options.turns)
 
 
 def parse() -> argparse.Namespace:
@@ -67,6 +69,7 @@ def parse() -> argparse.Namespace:
     common = ("--peer-python", "--threads", "--turns", "--text", "--windows")
     options = parser(__doc__, *common, threads=threads, windows=windows)
     options.add_argument("--gguf", type=Path, metavar="FILE", help="default: a synthetic 1B GPTQ 4-bit g128, converted")
+    options.add_argument("--peer-bench", default="", metavar="COMMAND", help="the llama-bench of a fork of llama.cpp")
     options.add_argument("--experts", action="store_true", help="use a synthetic mixture of 64 experts")
     options.add_argument("--together", action="store_true", help="measure several sequences at once")
     options.add_argument("--conversation", action="store_true", help="count the tokens that a second turn reads")
@@ -91,18 +94,19 @@ def synthetic(scratch: Path, experts: bool) -> Path:
 # --- speed, memory, start ---
 
 
-def print_speed(path: Path, peer: str, threads: list[int], turns: int) -> None:
+def print_speed(path: Path, peer: str, peer_bench: list[str], threads: list[int], turns: int) -> None:
     sides, native = both_sides(peer)
-    if not native:
+    if not native and not peer_bench:
         print(f"({peer} has no llama_cpp: the xllamacpp wheel's is the peer)\n", file=sys.stderr)
     turn(*sides["ours"], path, threads[0])  # compile what is not compiled yet; fill the page cache
-    print(head("what", "threads", "gguf-bridge", "llama.cpp", "ratio"))
+    print(head("what", "threads", "gguf-bridge", Path(peer_bench[0]).name if peer_bench else "llama.cpp", "ratio"))
     peak = 0
     for count in threads:
         found: dict[str, list[dict[str, float]]] = {name: [] for name in sides}
         for _ in range(turns):
-            for name, side in sides.items():
-                found[name].append(turn(*side, path, count))
+            found["ours"].append(turn(*sides["ours"], path, count))
+            other = llama_bench(peer_bench, path, count) if peer_bench else turn(*sides["theirs"], path, count)
+            found["theirs"].append(other)
         peak = max([peak, *(int(r["peak"] or 0) for r in found["ours"])])
         for what, key, unit in (
             ("decode, 64 tokens", "decode", "tokens/s"),
@@ -110,6 +114,8 @@ def print_speed(path: Path, peer: str, threads: list[int], turns: int) -> None:
             ("start to first token", "start", "s"),
             ("start to 64th token", "end", "s"),
         ):
+            if key not in found["theirs"][0]:
+                continue
             own, other = ([r[key] for r in found[side]] for side in ("ours", "theirs"))
             ratio = statistics.median(a / b for a, b in zip(own, other, strict=True))
             medians = [f"{statistics.median(values):.2f} {unit}" for values in (own, other)]

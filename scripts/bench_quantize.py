@@ -11,7 +11,7 @@ divergence from the float model over windows of the test text, in float32 arithm
 llm-compressor; each runs in a Python that has it.
 
 --steps adds a line for each step: weighted scales, columns by falling diag H, refinement, targets from the float
-model's inputs.
+model's inputs (gptaq), what the loss feels of a layer's outputs (two-sided). The last two are there in any case.
 """
 
 import argparse
@@ -40,12 +40,14 @@ class Unweighted(SuperblockGrid):
         super().fit(run, weights, np.ones_like(importance))
 
 
+TWO_SIDED = "+ outputs"
 STEPS: list[tuple[str, dict[str, Any], bool]] = [
     ("GPTQ, scales unweighted", {"act_order": "none", "sweeps": 0}, False),
     ("GPTQ", {"act_order": "none", "sweeps": 0}, False),
     ("+ order", {"sweeps": 0}, False),
     ("+ refinement", {}, False),
     ("+ float inputs", {}, True),
+    (TWO_SIDED, {}, True),
 ]
 
 
@@ -55,6 +57,7 @@ def main() -> None:
     print(f"Machine: {machine()}, {float_model.about}\n")
     print(head("type", "step", "KL", "ggml, imatrix", "ratio", "seconds"))
     points: list[dict[str, Any]] = []
+    outputs = float_model.output_hessians()
     for name in options.types:
         theirs = dict(float_model.weights)
         for key in reference.linears(theirs):
@@ -62,9 +65,10 @@ def main() -> None:
         peer = float_model.divergence(theirs)
         bpw = BLOCKS[name].bpw
         points.append({"name": name, "maker": "llama.cpp's quantizer, imatrix", "bpw": bpw, "kl": peer})
-        for step, settings, cross in STEPS if options.steps else (STEPS[0], STEPS[-1]):
+        for step, settings, cross in STEPS if options.steps else (STEPS[0], *STEPS[-2:]):
             grid = partial(Unweighted, BLOCKS[name], spread=False) if "unweighted" in step else superblocks(name)
-            own, seconds = float_model.quantized(Method(grid, **settings).layer, cross=cross)
+            felt = {"outputs": outputs.get} if step == TWO_SIDED else {}
+            own, seconds = float_model.quantized(Method(grid, **settings).layer, cross=cross, **felt)
             line(name, step, f"{own:.3e}", f"{peer:.3e}", f"{own / peer:.3f}", f"{seconds:.0f}")
         points.append({"name": name, "maker": "gguf-bridge quantize", "bpw": bpw, "kl": own})
         if options.auto_round:

@@ -6,6 +6,7 @@ BRIDGE_SHARED names the folder that holds them (`checkpoints/`, `models/`, `text
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Callable
 from functools import cache, lru_cache
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ["OMP_NUM_THREADS"] = "1"  # torch's threads; each worker has a core, and spinning for two costs both
+gc.set_threshold(10_000, 20, 20)  # a worker has a million objects of tests and compilers that stay: fewer searches
 
 ROOT = Path(__file__).resolve().parent.parent
 PATIENCE = 600  # seconds until a process that a test started hangs: no test fails because a machine is slow

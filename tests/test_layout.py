@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 import tomllib
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -66,6 +67,7 @@ def imported_by(node: ast.AST) -> set[str]:
     return set()
 
 
+@cache
 def module_names() -> dict[str, Path]:
     """Our modules by dotted name; those of cuda/ as bridge.cuda's."""
     files = [*(ROOT / "bridge").rglob("*.py"), *(ROOT / "cuda").rglob("*.py")]
@@ -77,6 +79,7 @@ def module_names() -> dict[str, Path]:
     return names
 
 
+@cache
 def module_arrows() -> dict[str, set[str]]:
     """What each of our modules imports of ours: at its top, in functions and for type checkers alike."""
     names = module_names()

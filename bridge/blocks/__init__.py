@@ -6,8 +6,8 @@ BLOCKS  types for the codes of any checkpoint, in order of bits per weight, K-qu
 FP4     types of 4-bit floats: for checkpoints of these, or on request
 NEWER   types that llama.cpp loads since July 2026
 TYPES   all of these: types of whole codes, which CUDA multiplies too
-ROUNDED types that floats are rounded to, and no codes carried; weights in a block. `read.py` has their records,
-        WRITTEN (all that are written) and READ (all that are read)
+ROUNDED types that floats are rounded to, and no codes carried but ternary ones; weights in a block. `read.py` has their
+        records, WRITTEN (all that are written) and READ (all that are read)
 """
 
 from bridge.blocks.base import BlockType

@@ -18,6 +18,7 @@ import numpy as np
 
 from bridge.checkpoint.files.store import Store, TensorInfo
 from bridge.checkpoint.files.weight_files import config_folder, open_store
+from bridge.checkpoint.formats.bitnet import BitnetReader
 from bridge.checkpoint.formats.fp8 import FLOAT8
 from bridge.checkpoint.formats.lattice import Lattice, find_lattice
 from bridge.checkpoint.formats.module_reader import ACTIVATIONS, ModuleInfo, Reader
@@ -44,7 +45,7 @@ class Checkpoint:
     config    config.json
     quant     the quantization that its configs claim
     format    gptq, gptq_v2, gptq_p, awq-gemm, awq-gemv, awq-gemv_fast, marlin, mlx, hqq,
-              compressed-tensors ..., FP8, QTIP ..., EXL3, or float
+              compressed-tensors ..., FP8, BitNet, QTIP ..., EXL3, or float
     modules   the linear layers that are stored as codes, by Hugging Face name, without ".weight"
     tensors   the floating-point tensors by full name, including biases of quantized modules and 8-bit floats
     files     the files that hold them
@@ -127,6 +128,8 @@ class Checkpoint:
         modules = self.modules.values()
         if isinstance(self.reader, TrellisReader):
             return counted(f"trellis codes of {m.bits} bits" for m in modules)
+        if isinstance(self.reader, BitnetReader):
+            return "ternary, one scale a matrix"
         rows = sum(m.group_size >= m.shape[1] for m in modules)
         sizes = counted(f"groups of {m.group_size}" for m in modules if m.group_size < m.shape[1])
         whole = [f"one group a row ({rows})" if sizes else "one group a row"] if rows else []

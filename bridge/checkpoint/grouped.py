@@ -110,6 +110,7 @@ class GroupedTensor(CodedTensor):
     bits             per code
     name             the module's name in the checkpoint, for messages
     bias             float32 [out] or None
+    ternary          whether codes are 0, 1 and 2 only
     """
 
     name: str
@@ -121,6 +122,7 @@ class GroupedTensor(CodedTensor):
     group_of_column: np.ndarray | None = None
     bias: np.ndarray | None = None
     notes: tuple[str, ...] = field(default=())  # what the reader found and did, for the report
+    ternary: bool = False
     per_group: ClassVar = ("scales", "zeros")
 
     def __post_init__(self) -> None:
@@ -136,6 +138,11 @@ class GroupedTensor(CodedTensor):
                 f"{self.name}: {groups} groups of {self.group_size} do not cover {columns} columns; "
                 "the group size in the config is wrong, or the scales are"
             )
+
+    @property
+    def levels(self) -> int:
+        """Codes are 0..levels-1."""
+        return 3 if self.ternary else 2**self.bits
 
     def dequantize(self, rows: slice = slice(None)) -> np.ndarray:
         """The weights, float32 [out, in], or some of its rows: the reference for fidelity."""

@@ -135,6 +135,8 @@ def _arrival(reader: PartReader, tensor: PlannedTensor, notes: list[str]) -> tup
     assert isinstance(t, GroupedTensor)
     low, high = t.zeros.min(), t.zeros.max()
     zeros = f"{low:g}" + ("" if low == high else f"..{high:g}")
+    if t.ternary:
+        return shape, "-1, 0, 1", ""
     return shape, f"{t.bits} bits, {groups}", zeros
 
 

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     import torch
 
     from bridge.quantize.awq import Awq
+    from bridge.quantize.block_inputs import Folder
     from bridge.quantize.float_model import FloatModel
     from bridge.quantize.layer_store import LayerStore, StoredLayer
     from bridge.quantize.method import Method
@@ -208,23 +209,51 @@ def _walk(
 ) -> None:
     """Take the tokens through the model, layer by layer."""
     from bridge.quantize import quantize_model
+    from bridge.quantize.block_inputs import Folder
 
-    walk = quantize_model(
-        model,
-        tokens,
-        quantizer,
-        feed=settings.feed,
-        cross=settings.cross,
-        batch=max(1, _TOKENS_AT_ONCE // tokens.shape[1]),
-        wanted=targets.__contains__,
-        known=layers.values,
-        offload=settings.offload,
-        prepare=prepare,
-        head=True,
-        head_spans=lambda name, rows, columns: layers.missing(name, rows, _rows_at_once(columns)),
-    )
-    for _ in walk:
-        pass
+    with Folder(settings.offload) as folder:
+        two_sided = settings.method == "two-sided" and len(layers.layers) < len(targets)
+        outputs = _output_hessians(model, settings, tokens, targets, folder) if two_sided else {}
+        walk = quantize_model(
+            model,
+            tokens,
+            quantizer,
+            feed=settings.feed,
+            cross=settings.cross,
+            batch=max(1, _TOKENS_AT_ONCE // tokens.shape[1]),
+            wanted=targets.__contains__,
+            known=layers.values,
+            outputs=lambda name: outputs.pop(name, None),
+            offload=settings.offload,
+            prepare=prepare,
+            head=True,
+            head_spans=lambda name, rows, columns: layers.missing(name, rows, _rows_at_once(columns)),
+        )
+        for _ in walk:
+            pass
+
+
+def _output_hessians(
+    model: FloatModel,
+    settings: Calibration,
+    tokens: torch.Tensor,
+    targets: Collection[str],
+    folder: Folder,
+) -> dict[str, torch.Tensor]:
+    """A of each layer, see `two_sided`."""
+    from bridge.quantize.forward_passes import output_hessians
+
+    def said(what: str) -> None:
+        if settings.progress:
+            settings.progress(0, len(targets), f"what the loss feels: {what}")
+
+    said("forward")
+    found = {}
+    for name, outputs in output_hessians(model, tokens, folder):
+        said(name)
+        if name in targets:
+            found[name] = outputs
+    return found
 
 
 def _round_to_nearest(

@@ -22,8 +22,8 @@ from bridge.quantize.settings import Calibration
 if TYPE_CHECKING:
     import torch
 
-    from bridge.quantize.budget.forward_passes import Passes
     from bridge.quantize.budget.sensitivity import Cost
+    from bridge.quantize.forward_passes import Passes
     from bridge.quantize.walk import LayerInput
 
 _TOKENS_AT_ONCE = 4096

@@ -176,9 +176,10 @@ class ConvertOptions(PlanOptions):
                 f"{parameter(asked)} chooses the types itself, so it cannot be combined with "
                 f"{parameter('type', self.type)}; pin single tensors with {parameter('tensor_types')}"
             )
-        if self.calibrate is None or self.calibrate.text is None or self.calibrate.method not in ("gptaq", "gptq"):
+        if self.calibrate is None or self.calibrate.text is None or self.calibrate.method in ("awq", "rtn"):
             raise BridgeError(
-                f"{parameter(asked)} is measured with a text and gptaq or gptq: give {parameter('calibrate')}"
+                f"{parameter(asked)} is measured with a text and two-sided, gptaq or gptq: "
+                f"give {parameter('calibrate')}"
             )
         if self.split_max_size is not None:
             raise BridgeError(

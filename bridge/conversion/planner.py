@@ -18,6 +18,7 @@ from gguf.gguf_writer import GGUFValue
 
 from bridge.blocks import FP4, MXFP4, NVFP4, Q2_0, ROUNDED, BlockType
 from bridge.blocks.read import WRITTEN
+from bridge.blocks.tq2_0 import TQ2_0
 from bridge.checkpoint import Checkpoint
 from bridge.conversion.checkpoint_outline import outline_of
 from bridge.conversion.importance import Importance
@@ -297,7 +298,7 @@ class Planner:
             if all(map(self.reader.coded, tensor.parts))
             else []
         )
-        return [*q2_0, *fp4]
+        return [TQ2_0, *q2_0, *fp4]
 
     def _holds_nvfp4(self, tensor: ModelTensor) -> bool:
         """Whether llama.cpp has a place for the scales of all parts and computes with them: one for a matrix, one an
@@ -323,8 +324,9 @@ class Planner:
         """Where a tensor is in the model."""
         tied = tensor.kind == "token_embd" and self._tied
         return TensorPlace(
-            tensor.name, tensor.kind, tensor.layer, self._layers, self._gqa, tensor.shape[-1], tied, self._experts
-        )
+            tensor.name, tensor.kind, tensor.layer, self._layers, self._gqa, tensor.shape[-1], tied, self._experts,
+            str(self.model.metadata["general.architecture"].value),
+        )  # fmt: skip
 
 
 def _reason(tensor: OutlineTensor) -> str:

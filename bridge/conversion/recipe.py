@@ -82,6 +82,12 @@ class TensorPlace:
     columns: int
     tied: bool = False  # token_embd that is the output head too
     experts: int = 0  # in a layer; 0 for a dense model
+    arch: str = "llama"
+
+    @property
+    def of_70b(self) -> bool:
+        """Whether llama.cpp takes the model for one of 70 billion weights."""
+        return self.n_layers == 80 and (self.arch == "qwen2" or (self.arch == "llama" and self.gqa > 1))
 
 
 @dataclass(frozen=True)
@@ -248,7 +254,7 @@ def _tensor_type(name: str) -> str:
 def _mixture(preset: str, place: TensorPlace, imatrix: bool) -> str:
     """llama.cpp's type for a tensor of an unquantized model under a preset (llama_tensor_get_type)."""
     base = PRESETS[preset]
-    kind, i, n = place.kind, place.layer or 0, place.n_layers
+    kind = place.kind
     same = {"attn_qkv": "attn_v", "attn_kv_b": "attn_v", "ffn_down_exps": "ffn_down", "ffn_down_shexp": "ffn_down"}
     kind = same.get(kind, "ffn_up" if kind.startswith(("ffn_up", "ffn_gate")) else kind)
     if kind == "output" or place.tied:
@@ -264,6 +270,13 @@ def _mixture(preset: str, place: TensorPlace, imatrix: bool) -> str:
             return "Q8_0"
         if kind == "attn_output":
             return base if preset in ("Q3_K_L", "Q5_K_S", "Q5_K_M", "Q6_K", "Q8_0", "TQ1_0", "TQ2_0") else "Q5_K"
+    usual = _usual(preset, place, kind, imatrix)
+    return "Q5_K" if kind == "attn_v" and place.of_70b and usual in ("Q3_K", "Q4_K") else usual
+
+
+def _usual(preset: str, place: TensorPlace, kind: str, imatrix: bool) -> str:
+    """`_mixture` for a layer's tensor under a preset of 3 bits or more, without the rules for experts and for 70B."""
+    base, i, n = PRESETS[preset], place.layer or 0, place.n_layers
     more_bits = i < n // 8 or i >= 7 * n // 8 or (i - n // 8) % 3 == 2
     if preset in ("Q4_K_M", "Q5_K_M") and kind in ("attn_v", "ffn_down"):
         return "Q6_K" if more_bits else base

@@ -42,7 +42,6 @@ if TYPE_CHECKING:
 _GROUPS = 32  # maximum number of groups of tensors whose estimates are checked
 _CURVE = 13  # points
 _WINDOW = 256  # tokens of a trial's sequences
-_LOGITS = 1 << 26  # at a time: several copies of them, 256 MB each, are alive in the backward pass
 
 
 @dataclass(frozen=True)
@@ -140,8 +139,8 @@ class _Search:
         import torch
 
         from bridge.quantize.budget.divergence import Divergence, Rounded
-        from bridge.quantize.budget.forward_passes import Passes
         from bridge.quantize.budget.search import FLOAT, search
+        from bridge.quantize.forward_passes import Passes, sequences_at_once
 
         self.items, self.progress = items, budget.progress
         parts = {part.module: part for item in items for part in item.tensor.parts}
@@ -164,8 +163,7 @@ class _Search:
         with torch.no_grad(), ExitStack() as stack:
             with disk_errors(beside, "rounded layers of trial models", "folder"):
                 folder = stack.enter_context(temporary_beside(beside))
-            at_once = min(4096, max(1, _LOGITS // model.vocabulary))
-            passes = Passes(model, self.probe, max(1, at_once // self.probe.shape[1]))
+            passes = Passes(model, self.probe, sequences_at_once(model, self.probe.shape[1]))
             layers.measure(passes, tokens)
             divergence = Divergence(passes, layers.squares.get, folder, embedding_and_head)
 

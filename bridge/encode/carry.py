@@ -4,7 +4,7 @@ Four families (see `bridge.blocks.base`):
 
     affine   codes as they are; d, sc, dmin, mn are fitted           Q2_K, Q4_K, Q5_K
     scaled   codes shifted by zero - z; d, sc are fitted             Q3_K, Q6_K
-    plain    codes shifted by zero - z, d = s                        Q2_0, Q4_0, Q5_0, Q8_0
+    plain    codes shifted by zero - z, d = s                        Q2_0, Q4_0, Q5_0, Q8_0; ternary codes: TQ1_0, TQ2_0
              codes as they are, d = s, m = -s * z                    Q4_1, Q5_1
     floats   4-bit floats and their scales as they are               MXFP4, NVFP4
 
@@ -104,15 +104,15 @@ def obstacle(t: CodedTensor, block: BlockType) -> str | None:
         return None if t.kind == block.name else f"{t.kind}'s 4-bit floats are not {block.name}'s"
     if not isinstance(t, GroupedTensor) or block.scales:
         return f"integer codes are not {block.name}'s floats"
-    if block.name in ROUNDED:
+    if block.name in ROUNDED and (block.values or not t.ternary):
         return f"integer codes are not {block.name}'s values"
-    if block.zero == 0 and 2**t.bits > block.levels:
+    if block.zero == 0 and t.levels > block.levels:
         return f"{t.bits}-bit codes do not fit in {block.name}'s 0..{block.levels - 1}"
     if block.zero:
         low, high = float(np.rint(t.zeros.min())), float(np.rint(t.zeros.max()))
         if max(-low, high) > _MAX_SHIFT:
             return f"zero points of {low:g} to {high:g} cannot be shifted into {block.name}'s codes"
-        if not block.clips and (high - low > block.levels or 2**t.bits > block.levels):
+        if not block.clips and (high - low > block.levels or t.levels > block.levels):
             return f"{t.bits}-bit codes less their zero points do not fit in {block.name}'s {block.levels} codes"
     return None
 

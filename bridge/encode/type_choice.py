@@ -8,8 +8,8 @@
     forced   a given type: codes are carried if it can hold them, else requantized
     at_most  auto's type, or a given one if that is smaller
 
-Types for some checkpoints or some builds of llama.cpp only (4-bit floats, Q2_0) are tried if they are named, before all
-others.
+Types for some checkpoints or some builds of llama.cpp only (ternary weights, 4-bit floats, Q2_0) are tried if they are
+named, before all others.
 
 A type is judged by sampled rows, and by all rows if those are too close to a limit. So is whether a part's codes are
 carried to a given type (`carries`).
@@ -22,6 +22,7 @@ import numpy as np
 
 from bridge.blocks import BLOCKS, FP4, NEWER, Q8_0, BlockType
 from bridge.blocks.read import WRITTEN
+from bridge.blocks.tq2_0 import TQ2_0
 from bridge.checkpoint.formats.fp4 import Fp4Tensor
 from bridge.checkpoint.grouped import CodedTensor, GroupedTensor
 from bridge.checkpoint.trellis_floats import DecodedTensor
@@ -78,7 +79,9 @@ def _auto(samples: Parts, read_parts: ReadParts, columns: int, extra_types: Sequ
     tensors = [t for t, _ in samples]
     block = _first_within(carriers(tensors, extra_types), CARRIED_LIMIT, samples, read_parts, carry_part)
     if block is not None:
-        return Choice(block.name, "codes carried", CARRIED_LIMIT)
+        ternary = next((t for t in tensors if isinstance(t, GroupedTensor) and t.ternary), None)
+        lost = ternary and obstacle(ternary, TQ2_0)
+        return Choice(block.name, f"codes carried; {lost}" if lost else "codes carried", CARRIED_LIMIT)
     why = f"no type carries its codes within {CARRIED_LIMIT:.0%}" if all(t.sequential for t in tensors) else "act-order"
     if any(isinstance(t, DecodedTensor) for t in tensors):
         why = DecodedTensor.obstacle
@@ -155,7 +158,7 @@ def _fits_any(t: CodedTensor, block: BlockType) -> bool:
         return True
     t = mirrored_to_fit(t, block)
     return not block.zero or bool(
-        block.zero >= t.zeros.max() and block.zero + 2**t.bits - 1 - t.zeros.min() < block.levels
+        block.zero >= t.zeros.max() and block.zero + t.levels - 1 - t.zeros.min() < block.levels
     )
 
 

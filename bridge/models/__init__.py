@@ -106,7 +106,8 @@ def describe_model(
     if templates := outline.metadata.get(gguf.Keys.Tokenizer.CHAT_TEMPLATES):
         templates.value = sorted(templates.value)  # gguf makes it from a set, whose order differs between processes
     outline.stop = [tokenizer.tokens[token] for token in tokenizer.stop_ids]
-    outline.notes = [*left_out(others, more), *args.notes, *tokenizer.notes, *notes]
+    own_notes = family.notes(values) if family.notes is not None else []
+    outline.notes = [*left_out(others, more), *args.notes, *own_notes, *tokenizer.notes, *notes]
     return outline
 
 

@@ -112,6 +112,7 @@ class Family:
     sizes          more names for shapes: (config, arguments) -> name -> size
     metadata       more keys of the GGUF, without the architecture's name: (config, arguments) -> key -> value, or None
                    to omit the key
+    notes          what llama.cpp does otherwise, for the report: config -> sentences
     layer_norm     whether its norms are layer norms, not RMS norms
     rotary         whether positions are rotations of q and k
     wrapped        whether the language model may be a part of a larger one, see `wrapper`
@@ -128,6 +129,7 @@ class Family:
     names: Mapping[str, str] = field(default_factory=dict)
     sizes: Callable[[Config, Arguments], Mapping[str, int]] | None = None
     metadata: Callable[[Config, Arguments], Mapping[str, Any]] | None = None
+    notes: Callable[[Config], list[str]] | None = None
     layer_norm: bool = False
     rotary: bool = True
     wrapped: bool = False

@@ -60,13 +60,7 @@ class BlockInputs:
         if self.file is None:
             self.x = x
             return
-        try:
-            torch.save(x.cpu(), self.file)
-        except (OSError, RuntimeError) as problem:  # torch's writer raises the latter where a disk is full
-            raise BridgeError(
-                f"{self.file.parent}: activations cannot be written ({str(problem).splitlines()[0]}); "
-                "free disk space, choose another folder, or keep them in memory"
-            ) from None
+        save_activations(x, self.file)
         self.x = torch.empty(0, device=x.device)
 
     def copy(self) -> Self:
@@ -76,6 +70,17 @@ class BlockInputs:
         twin = replace(self, file=self.file.with_suffix(".float"))
         twin.advance(torch.load(self.file, map_location=self.x.device, weights_only=True))
         return twin
+
+
+def save_activations(x: torch.Tensor, file: Path) -> None:
+    """Write them; BridgeError where that fails."""
+    try:
+        torch.save(x.cpu(), file)
+    except (OSError, RuntimeError) as problem:  # torch's writer raises the latter where a disk is full
+        raise BridgeError(
+            f"{file.parent}: activations cannot be written ({str(problem).splitlines()[0]}); "
+            "free disk space, choose another folder, or keep them in memory"
+        ) from None
 
 
 class Folder:

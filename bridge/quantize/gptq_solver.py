@@ -77,6 +77,7 @@ def solve(
     cross: torch.Tensor | None = None,
     alpha: float = 0.25,
     nearest: bool = True,
+    found: tuple[torch.Tensor, float] | None = None,
 ) -> Solution:
     """Round weight float [rows, columns] on the grid against hessian [columns, columns].
 
@@ -86,6 +87,7 @@ def solve(
     damping     added to the diagonal of H, as a fraction of its mean; tenfold until it is enough
     cross       GPTAQ's C [columns, columns] of `Hessian.cross`; alpha: its share
     nearest     round rows to nearest where that is better (not with `cross`, which has another error)
+    found       `damped_factor` of H in this order and its damping, where the caller has them
 
     Raises BridgeError if the order separates columns of a run that is fitted when reached.
     """
@@ -94,7 +96,7 @@ def solve(
     at = torch.from_numpy(order).to(weight.device)
     hessian = hessian.to(weight)
     importance = hessian.diagonal().cpu().numpy()
-    found = damped_factor(hessian, damping, at)
+    found = found or damped_factor(hessian, damping, at)
     factor = found[0] if found else torch.eye(columns, dtype=weight.dtype, device=weight.device)
     shift = None
     if cross is not None and found:

@@ -15,11 +15,12 @@ from bridge.blocks import BLOCKS
 from bridge.checkpoint.grouped import GroupedTensor
 from bridge.errors import BridgeError, parameter
 from bridge.quantize.block_inputs import BlockInputs
-from bridge.quantize.gptq_solver import dequantize, error, grouped_act_order, solve
+from bridge.quantize.gptq_solver import Solution, dequantize, error, grouped_act_order, solve
 from bridge.quantize.grids.group import GroupGrid
 from bridge.quantize.grids.superblock import SuperblockGrid
-from bridge.quantize.hessian import damp, target_of
-from bridge.quantize.refine import refine
+from bridge.quantize.hessian import damp, damped_factor, target_of
+from bridge.quantize.refine import metrics_of, refine
+from bridge.quantize.two_sided import round_two_sided
 from bridge.quantize.walk import LayerInput, quantize_block
 from bridge.system import compiling
 from bridge.system.options import checked
@@ -124,12 +125,14 @@ class Method:
         elif self.act_order == "fixed":
             order = grouped_act_order(hessian, grid.fit_columns)
         fit = "first" if self.act_order == "static" else "reached"
-        solution = solve(target, hessian, grid, order=order, fit=fit, damping=self.damping)
-        if self.sweeps and solution.damping < float("inf") and not grid.ternary:
-            diagonal = hessian.diagonal().clone()
-            damp(hessian, solution.damping)
-            refine(target, hessian, grid, solution.codes, self.sweeps)
-            hessian.diagonal().copy_(diagonal)
+        solution = self._two_sided(target, hessian, layer.outputs, grid, order, fit)
+        if solution is None:
+            solution = solve(target, hessian, grid, order=order, fit=fit, damping=self.damping)
+            if self.sweeps and solution.damping < float("inf") and not grid.ternary:
+                diagonal = hessian.diagonal().clone()
+                damp(hessian, solution.damping)
+                refine(target, hessian, grid, solution.codes, self.sweeps)
+                hessian.diagonal().copy_(diagonal)
         some = slice(None, None, max(1, len(target) // _ROWS))
         own = target[some]
         lost = error(own, dequantize(np.ascontiguousarray(solution.codes[some]), grid, some), hessian)
@@ -139,6 +142,36 @@ class Method:
             layer.name, grid, solution.codes, layout, lost / whole if whole else 0.0, solution.damping, seconds
         )
         return done.values().to(weight.device), done
+
+    def _two_sided(
+        self,
+        target: torch.Tensor,
+        hessian: torch.Tensor,
+        outputs: torch.Tensor | None,
+        grid: Any,
+        order: np.ndarray | None,
+        fit: str,
+    ) -> Solution | None:
+        """With A of the outputs too; None where there is none, or where no damping of H was enough."""
+        at = None if order is None else torch.from_numpy(order).to(hessian.device)
+        found = None if outputs is None else damped_factor(hessian, self.damping, at)
+        if outputs is None or found is None:
+            return None
+        sweeps = 0 if grid.ternary else self.sweeps
+        damped = hessian.clone()
+        damp(damped, found[1])
+        metrics = metrics_of(damped, grid) if sweeps else []
+
+        def round_rows(weight: torch.Tensor, own: Any) -> np.ndarray:
+            codes = solve(weight.clone(), hessian, own, order=order, fit=fit, damping=self.damping, found=found).codes
+            refine_rows(weight, own, codes)
+            return codes
+
+        def refine_rows(weight: torch.Tensor, own: Any, codes: np.ndarray) -> None:
+            if sweeps:
+                refine(weight, damped, own, codes, sweeps, metrics)
+
+        return Solution(round_two_sided(target, damped, outputs, grid, round_rows, refine_rows), found[1])
 
 
 def columns_by_diagonal(hessian: torch.Tensor) -> np.ndarray:

@@ -61,17 +61,34 @@ class Refinable(Grid, Protocol):
         """Move lines of a run where the error falls; updates codes int16 [rows, n] and g float32 [rows, n]."""
 
 
-def refine(weight: torch.Tensor, hessian: torch.Tensor, grid: Refinable, codes: np.ndarray, sweeps: int = 2) -> None:
+def spans_of(columns: int, grid: Grid) -> list[slice]:
+    """The columns of each run."""
+    return [slice(at, min(at + grid.fit_columns, columns)) for at in range(0, columns, grid.fit_columns)]
+
+
+def metrics_of(hessian: torch.Tensor, grid: Grid) -> list[Metric]:
+    """The metric of each run."""
+    return [_metric(hessian[span, span], grid.sub) for span in spans_of(len(hessian), grid)]
+
+
+def refine(
+    weight: torch.Tensor,
+    hessian: torch.Tensor,
+    grid: Refinable,
+    codes: np.ndarray,
+    sweeps: int = 2,
+    metrics: list[Metric] | None = None,
+) -> None:
     """Move codes int16 [rows, columns] and the grid's parameters in place; tr(E H E^T) never rises.
 
-    weight float [rows, columns], hessian float [columns, columns] positive definite.
+    weight float [rows, columns], hessian float [columns, columns] positive definite
+    metrics  `metrics_of` H, where the caller has them
     """
-    columns = weight.shape[1]
     lost = torch.empty_like(weight)  # W - W'
     for r in tiles(len(codes)):
         lost[r] = weight[r] - torch.from_numpy(dequantize(codes[r], grid, r)).to(weight)
-    spans = [slice(at, min(at + grid.fit_columns, columns)) for at in range(0, columns, grid.fit_columns)]
-    metrics = [_metric(hessian[span, span], grid.sub) for span in spans]
+    spans = spans_of(weight.shape[1], grid)
+    metrics = metrics or metrics_of(hessian, grid)
     for sweep in range(sweeps):
         for run, span in enumerate(spans):
             part = np.array((lost @ hessian[:, span]).cpu().numpy(), np.float32, order="C")

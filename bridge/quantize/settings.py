@@ -20,7 +20,7 @@ from bridge.system.progress import Progress
 if TYPE_CHECKING:
     from bridge.quantize.method import Method
 
-METHODS = ("gptaq", "gptq", "awq", "rtn")
+METHODS = ("two-sided", "gptaq", "gptq", "awq", "rtn")
 
 
 @dataclass(frozen=True)
@@ -45,8 +45,9 @@ class Calibration:
     )
     method: str = option(
         "gptaq",
-        "gptaq: GPTQ that also compensates for the error of earlier quantized layers; gptq; awq (checkpoints only); "
-        "rtn: round to nearest",
+        "gptaq: GPTQ that also compensates for the error of earlier quantized layers; two-sided: gptaq that also knows "
+        "what the loss feels of each layer's outputs (nearer to the model, half as fast again); gptq; awq (checkpoints "
+        "only); rtn: round to nearest",
         metavar="NAME", choices=METHODS,
     )  # fmt: skip
     act_order: str = option(
@@ -98,7 +99,9 @@ class Calibration:
         """BridgeError where layers cannot be quantized like this for a GGUF."""
         if self.method == "awq":
             given = parameter("method", "awq")
-            raise BridgeError(f"{given}: AWQ's scales belong to a checkpoint; choose gptaq or gptq for a GGUF")
+            raise BridgeError(
+                f"{given}: AWQ's scales belong to a checkpoint; choose two-sided, gptaq or gptq for a GGUF"
+            )
         if self.act_order == "free":
             given = parameter("act_order", "free")
             raise BridgeError(f"{given}: a GGUF has no column permutation; choose fixed, static or none")
@@ -106,7 +109,7 @@ class Calibration:
     @property
     def cross(self) -> bool:
         """Whether the float model's inputs are needed too."""
-        return self.method == "gptaq" and self.alpha != 0
+        return self.method in ("two-sided", "gptaq") and self.alpha != 0
 
     def quantizer(self, grid: Callable[[int, int], Any]) -> Method:
         """The method on a grid."""

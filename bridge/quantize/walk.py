@@ -42,6 +42,7 @@ class LayerInput:
     name: str
     weight: torch.Tensor  # float32 [out, columns], the float model's
     hessian: Hessian
+    outputs: torch.Tensor | None = None  # A float32 [out, out] of `two_sided`
     last: bool = False  # no other layer has this Hessian, and no later rows
     rows: tuple[int, int, int] | None = None  # first, end and number of all: a part of the output head
 
@@ -49,6 +50,7 @@ class LayerInput:
 # a layer -> its quantized weights as floats [out, columns], and anything that the caller wants to have of it
 Quantizer = Callable[[LayerInput], tuple[torch.Tensor, Any]]
 Known = Callable[[str], torch.Tensor | None]
+Outputs = Callable[[str], torch.Tensor | None]
 Spans = Callable[[str, int, int], Iterable[slice]]
 # (block, its layers, its inputs, name in the block -> name in the checkpoint); may change floats in place
 Prepare = Callable[[nn.Module, Mapping[str, nn.Module], Sequence[BlockInputs], Callable[[str], str]], None]
@@ -131,6 +133,7 @@ def quantize_model(
     batch: int = 16,
     wanted: Callable[[str], bool] = lambda name: True,
     known: Known = lambda name: None,
+    outputs: Outputs = lambda name: None,
     offload: str | Path | None = None,
     prepare: Prepare | None = None,
     head: bool = False,
@@ -145,6 +148,7 @@ def quantize_model(
     batch    sequences in a forward pass
     wanted   whether to quantize the layer of this name
     known    weights [out, columns] of a layer that was quantized before; None: quantize it
+    outputs  A float32 [out, out] of a layer, see `two_sided`; None: errors of all outputs cost the same
     offload  a folder for the activations between blocks; None: they stay in memory
     prepare  called before a block's layers are quantized; may change its weights, but not what it computes
     head     quantize the output head too, unless it is tied to the embeddings
@@ -176,7 +180,7 @@ def quantize_model(
                 if prepare is not None:
                     prepare(block, layers, batches, lambda n, prefix=prefix: source.name(prefix + n))  # type: ignore[misc]
                 original = _float_twin(block) if cross or feed == "float" else None
-                yield from _quantize_layers(block, layers, batches, quantizer, original, float_batches, known)
+                yield from _quantize_layers(block, layers, batches, quantizer, original, float_batches, known, outputs)
                 for b in batches:
                     b.advance(b.run(original if feed == "float" and original is not None else block))
                 for b in float_batches or ():
@@ -211,6 +215,7 @@ def _quantize_layers(
     original: nn.Module | None = None,
     float_batches: Sequence[BlockInputs] | None = None,
     known: Known = lambda name: None,
+    outputs: Outputs = lambda name: None,
 ) -> Iterator[tuple[str, Any]]:
     """original: the float block (`_float_twin`); float_batches: the float model's inputs."""
     of = dict(zip(block.modules(), original.modules(), strict=True)) if original is not None else {}
@@ -240,7 +245,9 @@ def _quantize_layers(
                     if n in done:
                         _replace(layers[n], done.pop(n), originals.get(n))
                         continue
-                    values, kept = quantizer(LayerInput(n, matrix(layers[n]), hessians[key], n == missing[-1]))
+                    values, kept = quantizer(
+                        LayerInput(n, matrix(layers[n]), hessians[key], outputs(n), n == missing[-1])
+                    )
                     _replace(layers[n], values, originals.get(n))
                     del values
                     yield n, kept
@@ -283,7 +290,7 @@ def _quantize_head(
         source.drop(None)
     for rows in todo:
         part = None if rows == slice(0, count) else (rows.start, rows.stop, count)
-        values, kept = quantizer(LayerInput(name, source.head_rows(rows), hessian, rows is todo[-1], part))
+        values, kept = quantizer(LayerInput(name, source.head_rows(rows), hessian, None, rows is todo[-1], part))
         source.set_head_rows(rows, values)
         del values
         yield name, kept

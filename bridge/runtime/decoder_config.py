@@ -18,6 +18,7 @@ class Graph:
     normed           q and k are normalized, each head or all of them together
     pre_norm         attention and network read the normalized state, not the state as it is
     post_norm        what they add is normalized too
+    sub_norm         so is what their output matrices multiply
     gelu             gelu (its tanh form) in place of silu
     scaled           embeddings are multiplied by the root of their width
     unrotated_every  every n-th layer rotates nothing; 0: all rotate
@@ -28,6 +29,7 @@ class Graph:
     normed: bool = False
     pre_norm: bool = True
     post_norm: bool = False
+    sub_norm: bool = False
     gelu: bool = False
     scaled: bool = False
     unrotated_every: int = 0
@@ -40,6 +42,7 @@ ARCHITECTURES = {
     "qwen3vlmoe": Graph(normed=True), "smollm3": Graph(neighbours=True, unrotated_every=4),
     "granite": Graph(neighbours=True), "phi3": Graph(), "glm4": Graph(neighbours=True, post_norm=True),
     "olmo2": Graph(normed=True, pre_norm=False, post_norm=True),
+    "bitnet": Graph(sub_norm=True),
     "gemma2": Graph(post_norm=True, gelu=True, scaled=True, full_every=2),
     "gemma3": Graph(normed=True, post_norm=True, gelu=True, scaled=True, full_every=6),
 }  # fmt: skip
@@ -79,6 +82,7 @@ class DecoderConfig:
     logit_cap: float = 0.0  # the same for logits
     window: int = 0  # tokens that the layers with a window attend to
     local_base: float = 10000.0  # of their rotary embedding
+    relu2: bool = False  # relu squared in place of silu
 
     @property
     def plain(self) -> bool:
@@ -207,4 +211,5 @@ def read_config(metadata: Mapping[str, Any], path: Path) -> DecoderConfig:
         logit_cap=get("final_logit_softcapping", float, 30.0) if caps_logits else 0.0,
         window=window if graph.full_every else 0,
         local_base=get("rope.freq_base_swa", float, base if arch == "gemma2" else 10000.0),
+        relu2=metadata.get("bitnet.hidden_activation") == "relu2",
     )

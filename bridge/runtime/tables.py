@@ -245,7 +245,7 @@ class ProgramBuilder:
             program.add(ops.function("norm"), *arguments, items=len(x), shared=len(x) > 1)
 
     def _middle(self, program: Program, buffers: DecodeBuffers, index: int) -> None:
-        """Rotation, storing, attention."""
+        """Rotation, storing, attention, its norm."""
         layer, block, kind = self.layers[index], address(buffers.block[index]), buffers.caches[0].kind
         if self.config.graph.normed and not _by_head(self.config, layer.q_norm):
             self._normalize(program, buffers.q, layer.q_norm)
@@ -259,6 +259,7 @@ class ProgramBuilder:
         function = partial(attn.function, "merge", kind)  # short contexts do not wait until it is compiled
         merge = program.add(function, *arguments, items=count * self.config.heads * (spans > 1))
         buffers.attending.append((program, attend, merge))
+        self._normalize(program, buffers.attended, layer.attn_sub_norm)
 
     def _after(self, program: Program, buffers: DecodeBuffers, layer: Layer) -> None:
         self._bias(program, layer.o_bias, buffers.delta)
@@ -269,8 +270,9 @@ class ProgramBuilder:
         self._bias(program, layer.gate_bias, buffers.gate)
         self._bias(program, layer.up_bias, buffers.up)
         arguments = address(buffers.gate), address(buffers.up), self.config.inner
-        name = "geglu" if self.config.graph.gelu else "swiglu"
+        name = "geglu" if self.config.graph.gelu else "reglu2" if self.config.relu2 else "swiglu"
         program.add(ops.function(name), *arguments, items=buffers.n, shared=buffers.n > 1)
+        self._normalize(program, buffers.gate, layer.ffn_sub_norm)
 
     def _final_norm(self, program: Program, buffers: DecodeBuffers) -> None:
         self._added(program, buffers, self.layers[-1])

@@ -52,6 +52,8 @@ class Layer:
     k_norm: np.ndarray | None
     attn_post_norm: np.ndarray | None = None
     ffn_post_norm: np.ndarray | None = None
+    attn_sub_norm: np.ndarray | None = None
+    ffn_sub_norm: np.ndarray | None = None
     experts: Experts | None = None
 
     @property
@@ -117,8 +119,8 @@ def _layer(file: GGUFFile, c: DecoderConfig, i: int) -> Layer:
             return matrix(part, rows, columns)
         return _expect(file[f"blk.{i}.{part}_exps.weight"], c.experts, rows, columns)
 
-    def norm(part: str, there: bool) -> Any:
-        return vector(part, c.hidden, True) if there else None
+    def norm(part: str, there: bool, size: int = c.hidden) -> Any:
+        return vector(part, size, True) if there else None
 
     parts, biases = {}, {}
     ends = dict(zip("qkv", ((0, q), (q, q + kv), (q + kv, q + 2 * kv)), strict=True))
@@ -159,6 +161,8 @@ def _layer(file: GGUFFile, c: DecoderConfig, i: int) -> Layer:
         k_norm=vector("attn_k_norm.weight", k_norm, c.graph.normed),
         attn_post_norm=norm("post_attention_norm.weight", c.graph.post_norm),
         ffn_post_norm=norm("post_ffw_norm.weight", c.graph.post_norm),
+        attn_sub_norm=norm("attn_sub_norm.weight", c.graph.sub_norm, q),
+        ffn_sub_norm=norm("ffn_sub_norm.weight", c.graph.sub_norm, c.inner),
     )
     if c.experts:
         router = matrix("ffn_gate_inp", c.experts, c.hidden).dequantize()

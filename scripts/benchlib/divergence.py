@@ -10,7 +10,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from bridge.checkpoint import open_checkpoint
 from bridge.quantize import quantize_model
+from bridge.quantize.float_model import FloatModel as Streamed
+from bridge.quantize.forward_passes import output_hessians
 from scripts.peers import reference
 
 from . import output_of
@@ -60,6 +63,10 @@ class FloatModel:
             pass
         seconds = time.perf_counter() - begun
         return self.divergence(model), seconds
+
+    def output_hessians(self) -> dict[str, torch.Tensor]:
+        """A of each layer, see `bridge.quantize.two_sided`."""
+        return dict(output_hessians(Streamed(open_checkpoint(self.folder)), torch.from_numpy(self.calibration)))
 
     def by_peer(
         self, read: Callable[[Path], reference.Weights], python: Path, script: str | None, *options: object

@@ -106,6 +106,13 @@ def turn(python: str, code: str, path: Path, threads: int) -> dict[str, float]:
     return dict(found)
 
 
+def llama_bench(command: list[str], path: Path, threads: int) -> dict[str, float]:
+    """Tokens a second of a prompt of 512 and of 64 generated, by the `llama-bench` of llama.cpp or of a fork."""
+    given = "-p", "512", "-n", "64", "-r", "1", "-t", str(threads), "-o", "json"
+    rows = json.loads(output_of(*command, "-m", path, *given))
+    return {"prompt" if row["n_prompt"] else "decode": row["avg_ts"] for row in rows}
+
+
 class Speeds:
     """Both runtimes on the files of the table, or on files of another model with the same types."""
 

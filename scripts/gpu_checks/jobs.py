@@ -5,10 +5,12 @@ from typing import Any
 import torch
 from bridge.cuda.device import require
 
+from bridge.blocks import ROUNDED
 from gpu_checks import linears, model, products, timing, tokens, trellis
 
 LARGE, SMALL = "8192x28672", "4096x14336"
-TYPES = ("Q4_K", "Q6_K", "Q8_0", "Q4_0", "Q2_K", "Q3_K", "Q5_K", "Q4_1", "Q5_0", "Q5_1", "MXFP4", "NVFP4", "Q2_0")
+TYPES = ("Q4_K", "Q6_K", "Q8_0", "Q4_0", "Q2_K", "Q3_K", "Q5_K", "Q4_1", "Q5_0", "Q5_1", "MXFP4", "NVFP4", "Q2_0",
+         *reversed(ROUNDED))  # fmt: skip
 OTHERWISE = ("MXFP4", "NVFP4", "Q2_0")  # not on tensor cores
 TOKENS = ("Q4_K", "Q6_K", "Q8_0")  # timed with many tokens
 LINEARS = ("Q4_K", "Q8_0")

@@ -11,7 +11,7 @@ from bridge.cuda.activations import Records
 from bridge.cuda.device import require, torch_device, view
 from bridge.cuda.matrix import DeviceMatrix
 
-from bridge.blocks import TYPES
+from bridge.blocks.read import WRITTEN
 from bridge.runtime import QuantTensor
 from bridge.runtime.bench import random_tensor
 from gpu_checks import runner
@@ -63,7 +63,7 @@ class Judge:
 def check(type: str, precision: str) -> dict[str, Any]:
     """Products of 1 to 8 columns, epilogues, and the weights as floats."""
     judge, device = Judge(), require("cuda")
-    for shape in SHAPES + (SMALL_BLOCKS if TYPES[type].size == 32 else []):
+    for shape in SHAPES + (SMALL_BLOCKS if WRITTEN[type].size == 32 else []):
         _products(judge, type, precision, shape, device)
     _epilogues(judge, type, precision, device)
     _silu(judge, type, precision, device)

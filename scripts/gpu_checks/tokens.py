@@ -8,7 +8,7 @@ from bridge.cuda import mma
 from bridge.cuda.device import require, torch_device
 from bridge.cuda.matrix import DeviceMatrix
 
-from bridge.blocks import BLOCKS
+from bridge.blocks.read import WRITTEN
 from gpu_checks.products import EPILOGUES, Judge, random_matrix
 
 SHAPES = [(3, 512), (129, 1280), (2050, 4096)]
@@ -28,7 +28,7 @@ def check(type: str) -> dict[str, Any]:
         x = torch.from_numpy(rng.standard_normal((n, columns)).astype(np.float32)).to(place).to(kind)
         return x, x.double().cpu().numpy()
 
-    for rows, columns in SHAPES + ([] if BLOCKS[type].is_k else SMALL_BLOCKS):
+    for rows, columns in SHAPES + (SMALL_BLOCKS if WRITTEN[type].size == 32 else []):
         tensor, weights = random_matrix(type, rows, columns)
         matrix, halves = DeviceMatrix.upload(tensor, device), weights.astype(np.float16).astype(np.float64)
         for n in TOKENS:

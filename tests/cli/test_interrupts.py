@@ -31,14 +31,15 @@ STAGES: list[tuple[list[str], str, int, bool]] = [
     (GGUF, "bridge.quantize.walk:head_hessian", 1, True),
     (GGUF, "bridge.conversion.executor:Executor.make", 5, True),
     (GGUF, "bridge.conversion.gguf_writer:GGUFOutput.finish", 1, True),
+    ([*GGUF, "--method", "two-sided"], "bridge.quantize.two_sided:_refine_part", 99, True),
     (GPTQ, "bridge.quantize.checkpoint_writer:CheckpointWriter.add", 2, True),
     (GPTQ, "bridge.quantize.checkpoint_writer:CheckpointWriter.finish", 1, True),
     (AWQ, "bridge.quantize.awq:smoothing", 2, False),
-    (SIZE, "bridge.quantize.budget.forward_passes:Passes.mean_square_gradients", 1, False),
+    (SIZE, "bridge.quantize.forward_passes:Passes.mean_square_gradients", 1, False),
     (SIZE, "bridge.quantize.budget.divergence:nearest_blocks", 3, False),
 ]
 
-PROVED = (0, 4, 8, 10)  # of them; the others are exhaustive
+PROVED = (0, 4, 8, 11)  # of them; the others are exhaustive
 
 
 @pytest.fixture(scope="module")

@@ -72,6 +72,22 @@ def test_mixtures_are_llama_cpps(preset, kind, layer, gqa, expected):
     assert Recipe(preset).wanted(place(kind, layer, gqa=gqa), as_codes=False).type == expected
 
 
+@pytest.mark.parametrize(
+    ("arch", "gqa", "expected"),
+    [
+        ("llama", 8, {"Q2_K": "Q5_K", "Q3_K_S": "Q5_K", "Q3_K_M": "Q5_K", "Q4_K_S": "Q5_K", "Q4_K_M": "Q5_K Q6_K",
+            "IQ3_S": "Q5_K", "IQ3_M": "Q5_K", "IQ4_XS": "Q5_K"}),
+        ("llama", 1, {"Q2_K": "Q3_K", "Q3_K_S": "Q3_K", "Q3_K_M": "Q4_K Q5_K", "Q4_K_M": "Q4_K Q6_K", "IQ3_M": "Q4_K"}),
+        ("qwen2", 1, {"Q2_K": "Q5_K", "Q4_K_M": "Q5_K Q6_K", "IQ3_S": "IQ3_S", "IQ3_M": "Q5_K", "IQ4_XS": "IQ4_XS"}),
+    ],
+)  # fmt: skip
+def test_values_of_a_model_of_70b_get_five_bits(arch, gqa, expected):
+    """As llama.cpp's own quantizer gives them, of models of 80 layers (cyllama 0.7.0)."""
+    for preset, types in expected.items():
+        layers = (replace(place("attn_v", i, 80, gqa), arch=arch) for i in range(80))
+        assert {Recipe(preset).wanted(p, as_codes=False).type for p in layers} == set(types.split()), preset
+
+
 def places(model: dict[str, Any], layers: int, kind: str) -> list[TensorPlace]:
     """A tensor of each layer, or the one outside of them."""
     tied = kind == "token_embd" and "output" not in model["types"]["Q2_K"]

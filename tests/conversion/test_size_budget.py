@@ -27,10 +27,10 @@ from bridge.conversion.plan_reader import load_plan
 from bridge.conversion.report import CALIBRATED, CARRIED
 from bridge.errors import BridgeError
 from bridge.quantize.budget.divergence import Divergence, Rounded
-from bridge.quantize.budget.forward_passes import Passes
 from bridge.quantize.budget.search import FLOAT, search
 from bridge.quantize.budget.sensitivity import layer_costs, nearest
 from bridge.quantize.float_model import FloatModel
+from bridge.quantize.forward_passes import Passes
 from bridge.quantize.settings import Calibration
 from tests.conftest import CHECKPOINT
 from tests.support.tiny_models import save_model
@@ -43,6 +43,11 @@ LENGTH = 32
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A Llama of two layers whose inputs of 256 fill a superblock."""
     return save_model(tmp_path_factory.mktemp("model"), "LlamaConfig")
+
+
+@pytest.fixture(scope="module")
+def one_layer(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_model(tmp_path_factory.mktemp("one"), "LlamaConfig", num_hidden_layers=1)
 
 
 @pytest.fixture(scope="module")
@@ -103,7 +108,7 @@ def test_the_plan_is_written_with_its_curve_and_makes_the_same_file(made: Path, 
 
 
 def test_trial_models_are_stored_next_to_the_output_and_removed(
-    model, tokens, tmp_path, monkeypatch: pytest.MonkeyPatch
+    one_layer, tokens, tmp_path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "system").mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "system"))
@@ -113,21 +118,21 @@ def test_trial_models_are_stored_next_to_the_output_and_removed(
         seen.update(str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*.npy"))
 
     budget = Budget(bpw=4.5, swaps=1, progress=look)
-    convert(model, tmp_path / "out.gguf", calibrate=settings(tokens), budget=budget)
+    convert(one_layer, tmp_path / "out.gguf", calibrate=settings(tokens, samples=8), budget=budget)
     assert seen
     assert all(name.startswith(".out.gguf.") for name in seen)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out.gguf", "system"]
     (tmp_path / "offload").mkdir()
     seen.clear()
-    calibrate = settings(tokens, offload=tmp_path / "offload")
-    convert(model, tmp_path / "again.gguf", calibrate=calibrate, budget=budget)
+    calibrate = settings(tokens, samples=8, offload=tmp_path / "offload")
+    convert(one_layer, tmp_path / "again.gguf", calibrate=calibrate, budget=budget)
     assert seen
     assert all(name.startswith("offload/") for name in seen)
     assert not list((tmp_path / "offload").iterdir())
 
 
 def test_a_full_disk_while_types_are_searched_is_one_line_and_leaves_nothing(
-    model, tokens, tmp_path, monkeypatch: pytest.MonkeyPatch
+    one_layer, tokens, tmp_path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(file: Path, _values: Any) -> None:
         Path(file).write_bytes(b"half")
@@ -135,13 +140,11 @@ def test_a_full_disk_while_types_are_searched_is_one_line_and_leaves_nothing(
 
     monkeypatch.setattr(np, "save", full)
     with pytest.raises(BridgeError, match=r"trial models failed .*No space left.*GB free there.*make room") as caught:
-        convert(model, tmp_path / "out.gguf", calibrate=settings(tokens), budget=Budget(bpw=4.5, swaps=1))
+        convert(one_layer, tmp_path / "out.gguf", calibrate=settings(tokens), budget=Budget(bpw=4.5, swaps=1))
     assert "\n" not in str(caught.value)
     assert not list(tmp_path.iterdir())
     with pytest.raises(BridgeError, match="none: no such folder; make it or give another one"):
-        convert(
-            model, tmp_path / "out.gguf", calibrate=settings(tokens, offload=tmp_path / "none"), budget=Budget(bpw=4.5)
-        )
+        settings(tokens, offload=tmp_path / "none")
 
 
 def test_experts_and_embeddings_that_are_the_head_too_fit_a_budget(tokens: Path, tmp_path: Path) -> None:
@@ -168,6 +171,7 @@ def test_gradients_are_those_of_the_whole_model(model: Path, passes: Passes) -> 
     whole = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     layer = whole.model.layers[0].mlp.up_proj
     generator, total = torch.Generator().manual_seed(0), torch.zeros(256, dtype=torch.float64)
+    products = torch.zeros(256, 256)
     for batch in passes.batches:
         outputs = []
         handle = layer.register_forward_hook(lambda m, a, out, outputs=outputs: outputs.append(out))
@@ -176,8 +180,15 @@ def test_gradients_are_those_of_the_whole_model(model: Path, passes: Passes) -> 
         drawn = torch.multinomial(scores.detach().exp(), 1, generator=generator)
         (gradient,) = torch.autograd.grad(scores.gather(1, drawn).sum(), outputs[0])
         total += gradient.double().square().sum((0, 1))
+        products += torch.einsum("sti,stj->ij", gradient, gradient)
     expected = total / passes.tokens.numel()
     np.testing.assert_allclose(found["model.layers.0.mlp.up_proj"], expected, rtol=1e-3)
+    blocks = dict(passes.output_products(100))["model.layers.0.mlp.up_proj"]  # of 100, 100 and 56 rows
+    for i, rows in enumerate((slice(0, 100), slice(100, 200), slice(200, 256))):
+        n = rows.stop - rows.start
+        own = products[rows, rows] / passes.tokens.numel()
+        torch.testing.assert_close(blocks[i, :n, :n], own, rtol=1e-3, atol=1e-3 * float(own.abs().max()))
+        assert not blocks[i, n:].any()
     assert found.keys() == {"embeddings", *FloatModel(open_checkpoint(model)).linears()}
 
 
@@ -308,7 +319,7 @@ def test_codes_are_rounded_again_where_that_is_asked_for(tokens: Path, tmp_path:
         ),
         (["--size", "900K", "--split-max-size", "500K"], "--size is for one file: write the plan with --plan-out"),
         (["--size", "900K", "--format", "gptq"], "choose among GGUF types"),
-        (["--size", "900K", "--method", "rtn"], "measured with a text and gptaq or gptq"),
+        (["--size", "900K", "--method", "rtn"], "measured with a text and two-sided, gptaq or gptq"),
         (["--plan-out", "plan.json"], "--plan-out is for a size budget: give --size or --bpw"),
         (["--swaps", "0"], "--swaps is for a size budget"),
         (["--size", "4.2X"], "is not a size such as 4G or 500M"),
@@ -324,7 +335,7 @@ def test_a_budget_that_cannot_be_is_refused_in_one_line(options, message, model,
 
 
 def test_a_budget_wants_a_text_and_no_plan_of_its_types(model: Path, made: Path, tmp_path: Path) -> None:
-    with pytest.raises(BridgeError, match="size is measured with a text and gptaq or gptq: give calibrate"):
+    with pytest.raises(BridgeError, match="size is measured with a text and two-sided, gptaq or gptq: give calibrate"):
         convert(model, tmp_path / "out.gguf", budget=Budget(900_000))
     with pytest.raises(BridgeError, match="a plan defines every type; give size without plan"):
         convert(plan=made / "plan.json", out=tmp_path / "out.gguf", budget=Budget(900_000))

@@ -52,28 +52,23 @@ def test_captured_steps_make_the_tokens_that_launches_make(
     prompt = list(range(9))
     # more ways of sampling than graphs are kept for, and one of them again
     hows = [Sampling(0), Sampling(0.9, 3, 0.95, 0.02, seed=1), Sampling(0.9, 0, seed=2), Sampling(1.0, 3, seed=3)]
+    drawn = []
     for how in hows:
-        device.graphs = True
-        captured = list(device.draw(prompt, Sampler(how)))
-        device.graphs = False
-        assert captured == list(device.draw(prompt, Sampler(how)))
-        assert len(captured) == 3
+        drawn.append(list(device.draw(prompt, Sampler(how))))
+        assert len(drawn[-1]) == 3
     assert list(device._captured) == [None, 3]
-    for how in (Sampling(0, repeat_penalty=3.0), Sampling(0.9, 3, seed=4, logit_bias={4: 2.0})):  # drawn on the host
-        device.graphs = True
-        captured = list(device.draw(prompt, Sampler(how, logprobs=2)))
-        with pytest.MonkeyPatch.context() as patch:  # nothing is launched but the graph
-            patch.setattr(device, "_launch", None)
-            assert captured == list(device.draw(prompt, Sampler(how)))
-        device.graphs = False
-        assert captured == list(device.draw(prompt, Sampler(how)))
-        assert len(captured) == 3
-    device.graphs = True
-    before = list(device.draw(prompt, Sampler(hows[1])))
+    on_host = Sampling(0.9, 3, seed=4, repeat_penalty=3.0, logit_bias={4: 2.0})
+    captured = list(device.draw(prompt, Sampler(on_host, logprobs=2)))
+    with pytest.MonkeyPatch.context() as patch:  # nothing is launched but the graph
+        patch.setattr(device, "_launch", None)
+        assert captured == list(device.draw(prompt, Sampler(on_host)))
+    device.graphs = False
+    for how, tokens in ((hows[0], drawn[0]), (hows[1], drawn[1]), (on_host, captured)):
+        assert list(device.draw(prompt, Sampler(how))) == tokens
     device.graphs = True
     device.build()
     assert device.cache.length == 0  # a row that holds nothing is there for the first run
-    assert list(device.draw(prompt, Sampler(hows[1]))) == before
+    assert list(device.draw(prompt, Sampler(hows[1]))) == drawn[1]
     assert len(gpu.dependent) > 100
 
 

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from bridge.blocks import BLOCKS
+from bridge.blocks.read import WRITTEN
 from bridge.errors import BridgeError
 from bridge.runtime import QuantTensor
 from tests.conftest import ROOT
@@ -57,13 +58,14 @@ KINDS += [(8, MatvecShape(2, 1, 1, 4), True, "")]
 # Machine code of a type with mins; of one of 8 bits what of it is its own: more columns and units a round are the
 # same code. All types run in the simulator
 _OWN = [KINDS[0], KINDS[2], KINDS[4]]
-_MOST = KINDS[:-1]  # eight columns of floats have nothing that these have not, and take the compiler longest
+_MOST = KINDS[:-2]  # several columns of floats have nothing that these have not, and take the compiler longest
 COMPILED = pytest.mark.parametrize(
     ("block", "kinds"),
     [
         *(
-            pytest.param(BLOCKS[name], kinds, id=name, marks=pytest.mark.xdist_group(name))
-            for name, kinds in (("Q4_K", _MOST), ("Q8_0", _OWN))
+            pytest.param(WRITTEN[name], kinds, id=name, marks=pytest.mark.xdist_group(name))
+            # and of one with a codebook; of others the codes are read in the same way
+            for name, kinds in (("Q4_K", _MOST), ("Q8_0", _OWN), ("IQ2_XS", KINDS[:1]))
         ),
         *(
             pytest.param(*p.values, KINDS, id=f"{p.id}, all", marks=[*p.marks, pytest.mark.exhaustive])
@@ -82,10 +84,12 @@ def test_the_inner_loop_has_wide_loads_and_byte_products_and_no_long_multiplicat
         assert loop.count("dp4a.s32.s32") == (0 if exact else 8 * shape.rows * own)
         if exact:  # a multiplication for every weight and column, one more and a permutation of bytes for the weight
             assert len(re.findall(r"fma\.rn\.f32", loop)) <= 32 * shape.rows * (own + 1) + 4 * shape.rows
-            assert loop.count("prmt.b32") <= (48 if block.values else 32) * shape.rows  # two look up four codes
+            # three look up four codes, and TQ1_0 has four for five words of codes
+            assert loop.count("prmt.b32") <= (56 if block.values else 41) * shape.rows
             assert "cvt.rn.f32.s8" not in loop
         weights = re.findall(r"ld\.global\.nc\.L1::no_allocate\S*\.(v4|v2)\.u32", loop)
-        pieces = layout.DeviceLayout(block).pieces + ([4] if block.name in ("Q3_K", "Q4_K", "Q5_K") else [])
+        form = layout.DeviceLayout(block)
+        pieces = form.pieces + [4] * form.whole + [2] * (form.half_bytes == 8)
         wanted = [f"v{words}" for words in pieces if words > 1] * shape.rows
         assert sorted(weights) == sorted(wanted)
         assert len(re.findall(r"ld\.global\.nc\.v4\.[uf]32", loop)) == (8 if exact else 2) * own  # x
@@ -212,19 +216,20 @@ def test_no_product_of_a_decoder_s_step_spills(block, dependent):
 @ALL
 def test_a_product_reads_hardly_more_bytes_than_the_file_has(block):
     form = layout.DeviceLayout(block)
-    assert block.bpw <= form.bpw <= 1.03 * block.bpw
+    most = 1.04 if block.name == "TQ1_0" else 1.03  # two of its 56 bytes are not used
+    assert block.bpw <= form.bpw <= most * block.bpw
     rows, columns = 4096, 14336
-    assert form.nbytes(rows, columns) * 8 <= 1.03 * block.bpw * rows * columns
+    assert form.nbytes(rows, columns) * 8 <= most * block.bpw * rows * columns
 
 
 def test_bytes_of_the_layout_are_those_that_kernels_load():
     """What a lane loads for its unit, from the code itself; 16 bytes of scales serve a superblock."""
-    for block in BLOCKS.values():
+    for block in WRITTEN.values():
         form = layout.DeviceLayout(block)
         words = sum(form.pieces)
         per_block = 4 * words * form.units_per_block + form.scale_bytes + form.half_bytes
         assert per_block == pytest.approx(form.bpw * block.size / 8)
-        assert per_block - block.nbytes in (0, 2)
+        assert per_block - block.nbytes in (0, 2), block
 
 
 def test_four_kernels_serve_one_to_eight_columns(monkeypatch):

@@ -17,8 +17,8 @@ from bridge.conversion.converter import convert
 from bridge.conversion.report import CALIBRATED
 from bridge.conversion.to_checkpoint import quantize_checkpoint
 from bridge.quantize import FloatModel, quantize_model
-from bridge.quantize.budget.forward_passes import Passes
 from bridge.quantize.experts import split_experts
+from bridge.quantize.forward_passes import Passes
 from bridge.quantize.settings import Calibration
 from bridge.quantize.walk import decoder_blocks
 from tests.support.tiny_models import SHAPE, save_model

@@ -22,7 +22,7 @@ pytest.importorskip("xllamacpp")
 WINDOW = 256
 # the types that llama.cpp makes models of; at fewer bits this small one predicts nothing
 MIXTURES = {
-    "IQ4_XS": ["IQ4_XS", "IQ2_XS"],
+    "IQ4_XS": ["IQ4_XS"] * 5 + ["IQ2_XS"],  # the latter takes ggml longest to write
     "IQ3": ["IQ3_S", "IQ3_XXS", "IQ4_NL"],
     "IQ2": ["IQ2_S", "IQ2_XXS", "IQ4_XS"],
     "UD": ["Q4_K", "IQ3_XXS", "IQ2_XS", "IQ1_S", "IQ4_XS", "IQ1_M", "TQ2_0"],

@@ -29,11 +29,11 @@ from tests.conftest import ROOT, repacked
 from tests.support.random_blocks import random_matrix
 
 # of the types that are only read, one of each kind: a table and two levels of scales, a codebook, base 3
-SOME = (*TYPES, "IQ4_XS", "IQ2_XS", "TQ1_0")
+_SOME = (*TYPES, "IQ4_XS", "IQ2_XS", "TQ1_0")
 ALL = pytest.mark.parametrize(
     "block",
     [
-        pytest.param(block, id=name, marks=[] if name in SOME else [pytest.mark.exhaustive])
+        pytest.param(block, id=name, marks=[] if name in _SOME else [pytest.mark.exhaustive])
         for name, block in READ.items()
     ],
 )
@@ -86,7 +86,7 @@ def test_unprepared_and_prepared_products_are_those_of_the_rounded_x(block):
     close(tensor.matvec(x[0])[None], expected[:1], weights, block)
 
 
-@ALL
+@SOME
 def test_the_portable_kernel_multiplies_the_files_own_blocks(block):
     tensor, weights = random_matrix(block, 19, 512)
     x = np.random.default_rng(12).standard_normal((3, 512)).astype(np.float32)
@@ -263,7 +263,7 @@ def test_the_int8_path_errs_no_more_than_ggml(block):
 
 
 @repacked
-@ALL
+@SOME
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 def test_scales_that_are_not_finite_are_refused(block, bad):
     tensor, _ = random_matrix(block, 20, 512)

@@ -159,6 +159,7 @@ def ran(tmp_path: Path, *options: str) -> tuple[int, dict[str, Any]]:
     return code, json.loads((tmp_path / "out.json").read_text())
 
 
+@pytest.mark.exhaustive  # the tests below run it with some of its jobs
 def test_all_of_it_runs_and_ends_in_the_table(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -178,7 +179,7 @@ def test_all_of_it_runs_and_ends_in_the_table(
     assert found["wrong"] == []
     assert code == 0
     assert list(found["correctness"]) == jobs.CORRECT
-    assert len(jobs.CORRECT) == 3 + len(products.TRIED) + 2 * 13 + 10 + 3 + 6
+    assert len(jobs.CORRECT) == 3 + len(products.TRIED) + 2 * 14 + 11 + 3 + 6
     assert "4 of 4 greedy tokens are the CPU's" in found["correctness"]["correct/model"]["notes"]
     assert all(result["wrong"] == [] for result in found["correctness"].values())
     assert found["times"]["time/product/8x512/Q4_K"].keys() == {"nbytes", "int8", "int8_4", "int8_8", "f32"}

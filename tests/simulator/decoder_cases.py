@@ -343,7 +343,9 @@ DECODERS: dict[str, dict[str, Any]] = {
     "qwen2": {"arch": "qwen2", "biases": ("attn_q", "attn_v", "ffn_gate", "attn_output"), "tied": True},
     "qwen3": {"arch": "qwen3", "types": {"": "Q8_0", "attn_k": "F16", "output": "BF16", "token_embd": "F16"}},
     "fp4": {"hidden": 64, "types": {"": "NVFP4", "attn_k": "MXFP4", "ffn_down": "F16", "output": "F16"}},
-}
+    "iq": {"hidden": 256, "inner": 256, "types": {"": "IQ2_XS", "token_embd": "IQ3_S", "attn_output": "IQ4_NL",
+                                                  "ffn_down": "IQ1_M", "output": "TQ1_0"}},
+}  # fmt: skip
 
 
 def pair(path: Path, precision: str, context: int = 24, kv: str = "f16", **options: Any) -> tuple[CpuDecoder, Decoder]:
@@ -357,7 +359,7 @@ def pair(path: Path, precision: str, context: int = 24, kv: str = "f16", **optio
 
 @pytest.mark.parametrize(
     "name",
-    ["llama"] if SIMULATED else ["qwen3", *(pytest.param(n, marks=on_request) for n in ("llama", "qwen2", "fp4"))],
+    ["llama"] if SIMULATED else [pytest.param(n, marks=[] if n == "qwen3" else on_request) for n in DECODERS],
 )
 def test_a_prompt_and_tokens_after_it_score_as_on_the_cpu(name: str, tmp_path: Path) -> None:
     cpu, device = pair(tmp_path, "f32", **DECODERS[name])

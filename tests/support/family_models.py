@@ -47,6 +47,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "glm4-moe": ("Glm4MoeConfig", {"head_dim": 8, "attention_bias": True, "use_qk_norm": True, "n_routed_experts": 4,
         "num_experts_per_tok": 2, "moe_intermediate_size": 16, "num_hidden_layers": 3, "n_group": 1, "topk_group": 1}),
     "olmo2": ("Olmo2Config", {}),
+    "bitnet": ("BitNetConfig", {"tie_word_embeddings": True, "hidden_act": "silu"}),
     "command-r": ("CohereConfig", {"tie_word_embeddings": True, "logit_scale": 0.3}),
     "starcoder2": ("Starcoder2Config", {"sliding_window": None}),
     "gpt2": ("GPT2Config", {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 256, "n_ctx": 256,

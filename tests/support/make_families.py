@@ -26,6 +26,7 @@ from tests.support.family_models import MODELS, TEMPLATES, copy_tokenizer, new_m
 
 ROOT = Path(__file__).resolve().parents[2]
 GOLDENS = ROOT / "tests/data/converter"
+UNKNOWN = {"bitnet"}  # models under names of transformers that the converter does not know
 
 
 def values_of(name: str, shape: tuple[int, ...]) -> np.ndarray:
@@ -75,7 +76,7 @@ def main(llama_cpp: Path, names: list[str]) -> None:
 
     TextModel.get_vocab_base_pre = lambda self, tokenizer: "llama-bpe"
     GOLDENS.mkdir(exist_ok=True)
-    for name in names or MODELS | TEMPLATES:
+    for name in names or (MODELS | TEMPLATES).keys() - UNKNOWN:
         with tempfile.TemporaryDirectory() as where, torch.inference_mode():
             folder, out = Path(where) / "model", Path(where) / "out.gguf"
             shapes = save_checkpoint(name, folder)

@@ -6,15 +6,24 @@ import gguf
 import numpy as np
 import pytest
 
-from bridge.blocks import NEWER, TYPES, BlockType
+from bridge.blocks import NEWER, ROUNDED, BlockType
+from bridge.blocks.read import WRITTEN
 from bridge.runtime import QuantTensor
 from bridge.runtime.bench import put_d, put_dmin
 from bridge.runtime.cpu.activations import round32_twin
 from scripts.peers import ggml
 
+# of the IQ and TQ types one of each kind is in every run: a table, codebooks with signs and with shifts, base 3
+SPARED = {*ROUNDED} - {"IQ4_XS", "IQ3_S", "IQ2_XS", "IQ1_M", "TQ1_0"}
 # tests of one type go to one worker, which compiles its kernels once
 ALL = pytest.mark.parametrize(
-    "block", [pytest.param(block, id=name, marks=pytest.mark.xdist_group(name)) for name, block in TYPES.items()]
+    "block",
+    [
+        pytest.param(
+            block, id=name, marks=[pytest.mark.xdist_group(name), *[pytest.mark.exhaustive] * (name in SPARED)]
+        )
+        for name, block in WRITTEN.items()
+    ],
 )
 
 

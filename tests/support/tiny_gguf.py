@@ -8,6 +8,10 @@ from pathlib import Path
 import gguf
 import numpy as np
 
+from bridge.blocks import ROUNDED
+from bridge.blocks.read import READ
+from bridge.runtime.bench import put_d
+
 
 def write_decoder(
     path: Path,
@@ -45,6 +49,14 @@ def write_decoder(
             blocks[:, :, :4] = rng.integers(0x30, 0x40, (rows, columns // 64, 4))  # 0.25 to 1
             writer.add_tensor(f"{name}.weight", blocks.reshape(rows, -1), raw_dtype=kind)
             writer.add_tensor(f"{name}.scale", rng.uniform(0.03, 0.07, 1).astype(np.float32))
+            return
+        if kind.name in ROUNDED:  # gguf makes none of most: random codes and scales
+            block = READ[kind.name]
+            blocks = rng.integers(0, 256, (rows, columns // block.size, block.nbytes), np.uint8)
+            put_d(block, blocks, np.ones(blocks.shape[:2], np.float16))
+            spread = gguf.quants.dequantize(blocks.reshape(rows, -1), kind).std()
+            put_d(block, blocks, rng.normal(0, 0.15 / spread, blocks.shape[:2]).astype(np.float16))
+            writer.add_tensor(f"{name}.weight", blocks.reshape(rows, -1), raw_dtype=kind)
             return
         weights = rng.normal(0, 0.15, (rows, columns)).astype(np.float32)
         writer.add_tensor(f"{name}.weight", gguf.quants.quantize(weights, kind), raw_dtype=kind)

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 import bridge
+from bridge.blocks.read import READ
 from bridge.cli import main
 from bridge.cli.run import without_pauses
 from bridge.cli.terminal import StatusLine
@@ -108,7 +109,7 @@ def test_after_a_warmup_nothing_is_compiled(tmp_path: Path, capsys: pytest.Captu
 def test_what_rounds_to_a_type_is_compiled_without_a_model(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("bridge.blocks.BLOCKS", {"Q8_0": bridge.blocks.BLOCKS["Q8_0"]})
+    monkeypatch.setattr("bridge.blocks.read.READ", {name: READ[name] for name in ("Q8_0", "MXFP4")})
     assert main(["warmup"]) == 0
     steps = compiling.steps()
     assert main(["warmup"]) == 0

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from bridge.checkpoint.formats.awq import AwqReader
+from bridge.checkpoint.formats.bitnet import BitnetReader
 from bridge.checkpoint.formats.compressed import CompressedReader
 from bridge.checkpoint.formats.exl3 import Exl3Reader
 from bridge.checkpoint.formats.fp4_experts import GptOssReader
@@ -42,6 +43,7 @@ READERS: dict[str, type[Reader]] = {
     "modelopt": ModelOptReader,
     "mxfp4": GptOssReader,
     "mlx": MlxReader,
+    "bitnet": BitnetReader,
     "hqq": HqqReader,
     "marlin": MarlinReader,
     "qtip": QtipReader,

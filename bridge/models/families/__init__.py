@@ -1,5 +1,6 @@
 """The known families, by every name that a config.json may have for them."""
 
+from bridge.models.families.bitnet import BITNET
 from bridge.models.families.command_r import COMMAND_R
 from bridge.models.families.deepseek import DEEPSEEK2
 from bridge.models.families.gemma import GEMMA2, GEMMA3
@@ -23,6 +24,6 @@ from bridge.models.family import Family
 ALL = (
     LLAMA, MISTRAL, MIXTRAL, MISTRAL3, QWEN2, QWEN2_MOE, QWEN2_VL, QWEN3, QWEN3_MOE, QWEN3_VL, QWEN3_VL_MOE, QWEN3_NEXT,
     SMOLLM3, GRANITE, PHI3, GEMMA2, GEMMA3, GLM4, GLM4_MOE, OLMO2, COMMAND_R, STARCODER2, GPT2, DEEPSEEK2,
-    GPT_OSS,
+    GPT_OSS, BITNET,
 )  # fmt: skip
 FAMILIES: dict[str, Family] = {name: family for family in ALL for name in (*family.architectures, family.model_type)}

@@ -20,8 +20,8 @@ from torch import nn
 
 from bridge.blocks import BLOCKS
 from bridge.quantize.block_inputs import matrix, set_matrix
-from bridge.quantize.budget.forward_passes import Passes
 from bridge.quantize.budget.sensitivity import block_values, nearest, nearest_blocks
+from bridge.quantize.forward_passes import Passes
 from bridge.system.files import disk_errors
 from bridge.system.row_threads import tiles
 

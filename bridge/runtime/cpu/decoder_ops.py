@@ -91,6 +91,16 @@ def _geglu(gate, up, inner, _0, _1, _2, _3, first, last):
             g[i] = g[i] * u[i] / (np.float32(1.0) + exp(np.float32(-1.5957691216) * bent))
 
 
+def _reglu2(gate, up, inner, _0, _1, _2, _3, first, last):
+    """gate = relu(gate)^2 * up in place."""
+    for t in range(first, last):
+        g = floats(gate + 4 * inner * t, inner)
+        u = floats(up + 4 * inner * t, inner)
+        for i in range(inner):
+            positive = max(g[i], np.float32(0.0))
+            g[i] = positive * positive * u[i]
+
+
 def _scale(x, count, factor, _0, _1, _2, _3, first, last):
     """x *= factor, float32 [tokens, count]. factor: the bits of a float64."""
     share = np.float32(np.int64(factor).view(np.float64))
@@ -111,8 +121,9 @@ def _add(x, delta, count, _0, _1, _2, _3, first, last):
 
 @cache
 def function(name: str) -> Any:
-    """norm, swiglu, geglu, scale or add as a numba CFunc, whose `.address` is callable."""
-    return c_function({"norm": _norm, "swiglu": _swiglu, "geglu": _geglu, "scale": _scale, "add": _add}[name])
+    """norm, swiglu, geglu, reglu2, scale or add as a numba CFunc, whose `.address` is callable."""
+    functions = {"norm": _norm, "swiglu": _swiglu, "geglu": _geglu, "reglu2": _reglu2, "scale": _scale, "add": _add}
+    return c_function(functions[name])
 
 
 @cache

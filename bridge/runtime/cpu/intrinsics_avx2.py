@@ -37,6 +37,7 @@ def pmaddubsw(v, multiply, widen, parts, words, x, places, bits) -> list[ir.Valu
     shorts = ir.VectorType(ir.IntType(16), 2 * v.lanes)
     ones = ir.Constant(shorts, [1] * (2 * v.lanes))
     together = _together(bits)
+    ordered = len(parts) > 1 and v.lanes == LANES  # AVX-512 has registers for all words
     for start in range(0, len(words), together):
         pairs = [None] * len(parts)
         for k, word in enumerate(words[start : start + together], start):
@@ -44,7 +45,8 @@ def pmaddubsw(v, multiply, widen, parts, words, x, places, bits) -> list[ir.Valu
             for c in range(len(parts)):
                 values = v.builder.bitcast(v.broadcast(x, places[c][k]), v.bytes)
                 pair = v.call(multiply, shorts, codes, values)
-                pairs[c] = pair if pairs[c] is None else v.builder.add(pairs[c], pair)
+                pair = pair if pairs[c] is None else v.builder.add(pairs[c], pair)
+                pairs[c] = v.in_order(pair) if ordered else pair
         for c in range(len(parts)):
             parts[c] = v.add(parts[c], v.call(widen, v.ints, pairs[c], ones))
     return parts

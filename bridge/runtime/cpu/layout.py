@@ -1,22 +1,23 @@
-"""The repacked form of a tensor: `lanes` rows interleaved, everything in dense bit-planes, in as many bytes as in GGUF.
+"""The repacked form of a tensor: `lanes` rows interleaved, in as many bytes as in GGUF.
 
 Codes are handled four at a time: a *word* is 4 bytes holding codes 4i..4i+3 of one row, and a vector is the
 words of `lanes` rows (16 for AVX-512, 8 for AVX2, 4 for NEON). A dot-product instruction multiplies such a
 vector with four int8 values of x, broadcast, and adds into one int32 a row: no sum across lanes is ever taken.
 
-`count` words of `bits` bits a code are stored as planes, lowest bits first:
+8 words (32 columns) of codes of `bits` bits take `bits` vectors. Vector v holds in each byte, from the lowest bits up,
+words v, v + bits, v + 2 * bits, ... as far as they fit: one shift and one mask bring a word back. Of 3, 5 and 6 bits,
+some bits are left at the top of each byte; the last words are put together of those, lowest bits first:
 
-    bits   planes    vectors for 8 words (32 columns)
-    1      1         1
-    2      2         2
-    3      2 + 1     2 + 1
-    4      4         4
-    5      4 + 1     4 + 1
-    6      4 + 2     4 + 2
-    8      8         8
+    bits   whole words    left in a vector   the others, from the bits left in vectors
+    1      0..7           0
+    2      0..7           0
+    3      0..5           2                  6: 0, 2        7: 1, 2
+    4      0..7           0
+    5      0..4           3                  5: 0, 3        6: 1, 4      7: 2, 3, 4
+    6      0..5           2                  6: 0, 1, 2     7: 3, 4, 5
+    8      0..7           0
 
-A plane of `width` bits takes n = count * width / 8 vectors; vector v holds in each byte, from the lowest
-bits up, that plane of words v, v + n, v + 2n, ...: one shift and one mask bring a word back.
+Scale codes come in fewer words than 8, and those of 5 and 6 bits in planes: 4 bits of each word, then the others.
 
 A block of a row group (K-quants: 256 columns; others: 32 or 64):
 
@@ -43,6 +44,8 @@ fast as memory is read: with 3 or 4 bits a code and 4 a scale, bits a weight bec
 """
 
 from dataclasses import dataclass
+from functools import cache
+from typing import NamedTuple
 
 import numpy as np
 
@@ -50,7 +53,47 @@ from bridge.blocks import BlockType
 
 PLANES = {1: (1,), 2: (2,), 3: (2, 1), 4: (4,), 5: (4, 1), 6: (4, 2), 8: (8,)}
 GROUP = 8  # words, that is 32 columns
+# the words after the whole ones: (vector, bits) of each piece
+_LEFT = {
+    3: (((0, 2), (2, 1)), ((1, 2), (2, 1))),
+    5: (((0, 3), (3, 2)), ((1, 3), (4, 2)), ((2, 3), (3, 1), (4, 1))),
+    6: (((0, 2), (1, 2), (2, 2)), ((3, 2), (4, 2), (5, 2))),
+}
 _LINE = 64
+
+
+class Piece(NamedTuple):
+    """`width` bits of each byte of a word, from bit `low` on: in a vector, from bit `place` on."""
+
+    vector: int
+    place: int
+    low: int
+    width: int
+
+
+@cache
+def pieces(bits: int, count: int) -> tuple[tuple[Piece, ...], ...]:
+    """The pieces of each of `count` words of `bits` bits a code, see the head of this module."""
+    if count != GROUP:
+        found: list[list[Piece]] = [[] for _ in range(count)]
+        first = low = 0
+        for width in PLANES[bits]:
+            n = count * width // 8
+            for i, word in enumerate(found):
+                word.append(Piece(first + i % n, i // n * width, low, width))
+            first, low = first + n, low + width
+        return tuple(map(tuple, found))
+    whole = 8 // bits * bits
+    found = [[Piece(i % bits, i // bits * bits, 0, bits)] for i in range(whole)]
+    place = [whole] * bits  # the first bit left in each vector
+    for parts in _LEFT.get(bits, ()):
+        low = 0
+        found.append([])
+        for vector, width in parts:
+            found[-1].append(Piece(vector, place[vector], low, width))
+            place[vector] += width
+            low += width
+    return tuple(map(tuple, found))
 
 
 @dataclass(frozen=True)
@@ -121,18 +164,17 @@ class InterleavedLayout:
         codes, scales = (
             np.array(numbers).astype(np.uint8).view(np.uint32) for numbers in (q, [*sc, *mn] if block.is_k else [0] * 4)
         )
-        parts = [_planes(words, self.code_bits) for words in codes.reshape(-1, GROUP)]
+        parts = [_vectors(words, self.code_bits) for words in codes.reshape(-1, GROUP)]
         if block.is_k:
-            parts.insert(0, _planes(scales[: self.scale_words], self.scale_bits))
+            parts.insert(0, _vectors(scales[: self.scale_words], self.scale_bits))
         return np.concatenate(parts)
 
 
-def _planes(words: np.ndarray, bits: int) -> np.ndarray:
-    """uint32 [count] of four codes each -> their planes, uint32 [count * bits / 8]."""
-    planes, shift = [], 0
-    for width in PLANES[bits]:
-        mask = np.uint32(0x01010101 * ((1 << width) - 1))
-        parts = (words >> np.uint32(shift) & mask).reshape(8 // width, -1)
-        planes.append(np.bitwise_or.reduce(parts << np.uint32(width) * np.arange(8 // width, dtype=np.uint32)[:, None]))
-        shift += width
-    return np.concatenate(planes)
+def _vectors(words: np.ndarray, bits: int) -> np.ndarray:
+    """uint32 [count] of four codes each -> one row's part of their vectors, uint32 [count * bits / 8]."""
+    out = np.zeros(len(words) * bits // 8, np.uint32)
+    for word, parts in zip(words, pieces(bits, len(words)), strict=True):
+        for vector, place, low, width in parts:
+            mask = np.uint32(0x01010101 * ((1 << width) - 1))
+            out[vector] |= (word >> np.uint32(low) & mask) << np.uint32(place)
+    return out

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from bridge.blocks.read import READ
-from bridge.runtime.cpu.layout import PLANES, InterleavedLayout
+from bridge.runtime.cpu.layout import GROUP, InterleavedLayout, pieces
 from bridge.runtime.cpu.rowmajor import d_bits_of
 from bridge.system.jit import from_plain, inlined, inner, specialize
 from bridge.system.memory import array_at, array_on_stack
@@ -19,25 +19,23 @@ from bridge.system.memory import array_at, array_on_stack
 unpack: Any = None
 d_bits: Any = None
 size = subs = nbytes = lanes = scales = codes_at = group_words = block_words = 0
-code_planes: tuple[int, ...] = ()  # bits of each plane
-scale_planes: tuple[int, ...] = ()
+code_pieces: tuple[tuple[int, ...], ...] = ()  # (word, vector, place, low, width), by vector
+scale_pieces: tuple[tuple[int, ...], ...] = ()
 
 
 @inlined
-def put_planes(words, first, count, planes, out, at, step):
-    """`count` words of four codes from words[first] on, as planes, to the words out[at], out[at + step] and so on."""
-    low = 0
-    for width in planes:
-        vectors = count * width // 8
-        mask = np.uint32(0x01010101 * ((1 << width) - 1))
-        for vector in range(vectors):
+def put_pieces(words, first, pieces, out, at, step):
+    """Words of four codes from words[first] on, as layout.py's vectors, to out[at], out[at + step] and so on."""
+    value = np.uint32(0)
+    last = 0
+    for word, vector, place, low, width in pieces:
+        if vector != last:
+            out[np.uint32(at + step * last)] = value
             value = np.uint32(0)
-            for k in range(8 // width):
-                part = (words[np.uint32(first + vector + vectors * k)] >> np.uint32(low)) & mask
-                value |= np.uint32(part << np.uint32(width * k))
-            out[np.uint32(at)] = value
-            at += step
-        low += width
+            last = vector
+        mask = np.uint32(0x01010101 * ((1 << width) - 1))
+        value |= np.uint32(((words[np.uint32(first + word)] >> np.uint32(low)) & mask) << np.uint32(place))
+    out[np.uint32(at + step * last)] = value
 
 
 def _move(source, row_bytes, halves, codes):
@@ -58,9 +56,9 @@ def _move(source, row_bytes, halves, codes):
         if bits & 0x7C00 == 0x7C00:
             bad |= np.int64(1) << row
         if scales:
-            put_planes(scale_words, 0, scales, scale_planes, out, row, lanes)
+            put_pieces(scale_words, 0, scale_pieces, out, row, lanes)
         for group in range(size // 32):
-            put_planes(code_words, 8 * group, 8, code_planes, out, codes_at + group * group_words + row, lanes)
+            put_pieces(code_words, 8 * group, code_pieces, out, codes_at + group * group_words + row, lanes)
     return bad
 
 
@@ -72,6 +70,13 @@ def recoder(name: str, lanes: int) -> Any:
     sizes = {"size": block.size, "subs": block.subs, "nbytes": block.nbytes, "lanes": lanes}
     places = {"codes_at": layout.codes_at // 4, "group_words": layout.group_bytes // 4}
     places |= {"block_words": layout.block_bytes // 4, "scales": layout.scale_words}
-    planes = {"code_planes": PLANES[layout.code_bits], "scale_planes": PLANES.get(layout.scale_bits, ())}
+    parts = {"code_pieces": _by_vector(layout.code_bits, GROUP)}
+    parts["scale_pieces"] = _by_vector(layout.scale_bits, layout.scale_words) if layout.scale_words else ()
     own = {"unpack": from_plain(block.unpack, inlined), "d_bits": d_bits_of(block)}
-    return specialize(_move, f"{name}_{lanes}", inner, **own, **sizes, **places, **planes)
+    return specialize(_move, f"{name}_{lanes}", inner, **own, **sizes, **places, **parts)
+
+
+def _by_vector(bits: int, count: int) -> tuple[tuple[int, ...], ...]:
+    """(word, vector, place, low, width) of the pieces of all words, those of a vector together."""
+    numbered = [(i, *piece) for i, word in enumerate(pieces(bits, count)) for piece in word]
+    return tuple(sorted(numbered, key=lambda piece: piece[1]))

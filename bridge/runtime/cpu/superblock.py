@@ -25,31 +25,28 @@ from typing import Any
 
 from bridge.blocks import BlockType
 from bridge.runtime.cpu.activations import float_record, record_of
-from bridge.runtime.cpu.layout import GROUP, PLANES, InterleavedLayout
+from bridge.runtime.cpu.layout import GROUP, InterleavedLayout, Piece, pieces
 from bridge.runtime.cpu.vectors import LookedUp
 
 
 def words(v: Any, base: Any, at: int, bits: int, count: int) -> list[Callable[[], Any]]:
-    """`count` words of `bits` bits a code from the planes at base + at, each a function that emits its code.
+    """`count` words of `bits` bits a code from the vectors at base + at, each a function that emits its code.
 
     Called where a word is used: an early result occupies a register, and registers are scarce.
     """
 
-    def word(i: int) -> Any:
-        result, place, low = None, at, 0
-        for width in PLANES[bits]:
-            n = count * width // 8
-            part = v.load(base, place + 4 * v.lanes * (i % n))
+    def word(parts: tuple[Piece, ...]) -> Any:
+        result = None
+        for vector, place, low, width in parts:
+            part = v.load(base, at + 4 * v.lanes * vector)
             if width < 8:
                 mask = 0x01010101 * ((1 << width) - 1)
-                right = width * (i // n) - low
+                right = place - low
                 part = v.and_(v.shr(part, right) if right > 0 else v.shl(part, -right), mask << low)
             result = part if result is None else v.or_(result, part)
-            place += 4 * v.lanes * n
-            low += width
         return result
 
-    return [partial(word, i) for i in range(count)]
+    return [partial(word, parts) for parts in pieces(bits, count)]
 
 
 def _identity(value: Any) -> Any:
@@ -57,9 +54,8 @@ def _identity(value: Any) -> Any:
 
 
 def _paired(bits: int, count: int) -> list[int]:
-    """The order of words in which those that share a vector of the lowest plane follow one another."""
-    n = GROUP * PLANES[bits][0] // 8
-    return sorted(range(count), key=lambda i: (i % n, i))
+    """The order of words in which those whose lowest bits share a vector follow one another."""
+    return sorted(range(count), key=lambda i: (pieces(bits, GROUP)[i][0].vector, i))
 
 
 def _code(v: Any, scales: list[Any], j: int, bits: int, signed: bool, odd: bool = False) -> Any:

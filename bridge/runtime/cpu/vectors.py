@@ -137,6 +137,11 @@ class Emitter:
         """Keep LLVM from moving loads across: its scheduler, given a whole superblock, spills most registers."""
         self.builder.fence("seq_cst", targetscope="singlethread")
 
+    def in_order(self, value: ir.Value) -> ir.Value:
+        """The value. LLVM keeps the order of such values; else it may multiply column by column and spill the words."""
+        kind = ir.FunctionType(value.type, [value.type])
+        return self.builder.asm(kind, "", "=x,0", [value], True)
+
     # int32 lanes
 
     def zero(self) -> ir.Value:

@@ -4,9 +4,9 @@ A forward pass keeps each block's inputs, float32 [tokens, hidden]. From these a
 and gradients are propagated back block by block, running each again.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import nn
@@ -19,18 +19,46 @@ from bridge.quantize.block_inputs import (
     first_of,
     head_hessian,
     is_layer,
+    save_activations,
 )
 from bridge.quantize.float_model import FloatModel
 from bridge.quantize.hessian import Hessian
+from bridge.quantize.two_sided import ROWS
 
 # (a layer's name in the checkpoint, its module): may replace the weights
 LayerChange = Callable[[str, nn.Module], None]
+
+
+_TOKENS_FELT = 1 << 15
+_LOGITS = 1 << 26  # at a time: several copies of them, 256 MB each, are alive in the backward pass
+
+
+def sequences_at_once(model: FloatModel, length: int) -> int:
+    """How many sequences of a length pass through a model together."""
+    return max(1, min(4096, max(1, _LOGITS // model.vocabulary)) // length)
+
+
+def output_hessians(
+    model: FloatModel, tokens: torch.Tensor, folder: Folder | None = None
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """A of each layer that tokens reach, last first, as `two_sided.round_two_sided` takes it.
+
+    tokens  int64 [sequences, length]; of more than 32,768 tokens, some sequences are taken
+    folder  for activations and for what is yielded; None: in memory
+    """
+    tokens = tokens[:: -(-tokens.numel() // _TOKENS_FELT)]
+    with torch.no_grad():
+        passes = Passes(model, tokens, sequences_at_once(model, tokens.shape[1]), folder or Folder(None))
+    for name, outputs in passes.output_products(ROWS):
+        if outputs.diagonal(dim1=1, dim2=2).any():
+            yield name, passes.kept(outputs)
 
 
 @dataclass
 class Passes:
     """Token sequences int64 [sequences, length] and a model; see the module's docstring.
 
+    folder  for the activations between blocks, which stay in memory without one
     calls   the blocks' arguments, for each batch
     inputs  [block][batch]: each block's inputs in the float model; after the last block, its outputs
     """
@@ -38,13 +66,15 @@ class Passes:
     model: FloatModel
     tokens: torch.Tensor
     batch: int
+    folder: Folder = field(default_factory=lambda: Folder(None))
 
     def __post_init__(self) -> None:
+        self._files = 0
         self.load_embedding_and_head()
         self.batches = self.tokens.split(self.batch)
         self.calls = self._first_inputs()
         self.inputs = [[f.x for f in self.calls]]
-        self.inputs += self.outputs(0, self.inputs[0])
+        self.inputs += self.outputs(0, self.inputs[0], kept=self.kept)
 
     def load_embedding_and_head(self) -> None:
         """Load everything outside the blocks, which `quantize_model` frees."""
@@ -64,7 +94,11 @@ class Passes:
 
     @torch.no_grad()
     def outputs(
-        self, first: int, x: Sequence[torch.Tensor], change: LayerChange | None = None
+        self,
+        first: int,
+        x: Sequence[torch.Tensor],
+        change: LayerChange | None = None,
+        kept: Callable[[torch.Tensor], torch.Tensor] = lambda x: x,
     ) -> list[list[torch.Tensor]]:
         """The outputs of each block from `first` on, whose inputs are x of each batch."""
         found = []
@@ -75,11 +109,20 @@ class Passes:
                 if change is not None:
                     for name, module in self.layers(i):
                         change(name, module)
-                x = [self._call(i, block, call, own) for call, own in zip(self.calls, x, strict=True)]
+                x = [kept(self._call(i, block, call, own)) for call, own in zip(self.calls, x, strict=True)]
             finally:
                 self.model.drop(i)
             found.append(list(x))
         return found
+
+    def kept(self, x: torch.Tensor) -> torch.Tensor:
+        """The same values, in a file's pages where there is a folder."""
+        file = self.folder.file(self._files)
+        if file is None:
+            return x
+        self._files += 1
+        save_activations(x, file)
+        return torch.load(file, mmap=True, map_location=x.device, weights_only=True)
 
     def layers(self, block: int) -> Iterator[tuple[str, nn.Module]]:
         """A block's layers by their names in the checkpoint."""
@@ -115,13 +158,34 @@ class Passes:
         outputs, independent of it, the mean KL divergence becomes  sum gradient^2 e^2 / 2  (Fisher information).
         float64 [out], and for the embeddings [hidden], under "embeddings".
         """
+        total = self.tokens.numel()
+        gradients = yield from self._backward(lambda g: g.double().square().sum(0), seed)
+        yield "embeddings", torch.stack([g.double().square().sum((0, 1)) for g in gradients]).sum(0) / total
+
+    def output_products(self, rows: int, seed: int = 0) -> Iterator[tuple[str, torch.Tensor]]:
+        """A of each layer, last first: the mean of g g^T of these gradients, see `two_sided`.
+
+        Diagonal blocks of at most so many rows, float32 [blocks, rows, rows]; 0 beyond the last block's rows.
+        """
+
+        def products(gradient: torch.Tensor) -> torch.Tensor:
+            size = min(rows, gradient.shape[1])
+            parts = nn.functional.pad(gradient, (0, -gradient.shape[1] % size)).unflatten(1, (-1, size))
+            return torch.einsum("tbi,tbj->bij", parts, parts)
+
+        yield from self._backward(products, seed)
+
+    def _backward(
+        self, of: Callable[[torch.Tensor], torch.Tensor], seed: int
+    ) -> Generator[tuple[str, torch.Tensor], None, list[torch.Tensor]]:
+        """By layer, the mean over the tokens of what is made `of` gradients [tokens, out]; returns the embeddings'."""
         generator = torch.Generator().manual_seed(seed)
         total = self.tokens.numel()
         gradients = [self._last_gradient(b, generator) for b in range(len(self.batches))]
         for i in reversed(range(len(self.model.blocks))):
             self.model.load(i)
             sums: dict[str, torch.Tensor] = {}
-            hooks = [module.register_forward_hook(_adding(name, sums)) for name, module in self.layers(i)]
+            hooks = [module.register_forward_hook(_adding(name, sums, of)) for name, module in self.layers(i)]
             try:
                 for b, call in enumerate(self.calls):
                     x = self.inputs[i][b].detach().requires_grad_()
@@ -135,7 +199,7 @@ class Passes:
                 self.model.drop(i)
             for name, found in sums.items():
                 yield name, found / total
-        yield "embeddings", torch.stack([g.double().square().sum((0, 1)) for g in gradients]).sum(0) / total
+        return gradients
 
     @torch.no_grad()
     def head_gradients(self) -> torch.Tensor:
@@ -162,11 +226,13 @@ class Passes:
         return x.grad
 
 
-def _adding(name: str, sums: dict[str, torch.Tensor]) -> Callable[..., None]:
-    """A forward hook that adds the squared gradients of a layer's outputs to sums[name]."""
+def _adding(
+    name: str, sums: dict[str, torch.Tensor], of: Callable[[torch.Tensor], torch.Tensor]
+) -> Callable[..., None]:
+    """A forward hook that adds what is made `of` the gradients of a layer's outputs to sums[name]."""
 
     def squares(gradient: torch.Tensor) -> None:
-        own = gradient.reshape(-1, gradient.shape[-1]).double().square().sum(0)
+        own = of(gradient.reshape(-1, gradient.shape[-1]))
         sums[name] = sums[name] + own if name in sums else own
 
     def hook(_module: nn.Module, _args: object, output: torch.Tensor) -> None:

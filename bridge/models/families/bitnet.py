@@ -1,0 +1,48 @@
+"""BitNet b1.58: Llama's decoder with squared ReLU, and with norms before the output matrices of attention and network.
+
+Heads are rotated by halves. llama.cpp's graph has no output matrix but the embeddings.
+
+The activation is written as bitnet.hidden_activation, as ModernBERT's is. llama.cpp does not read it (tried:
+build 11549): it computes SiLU, as the first models of this architecture had.
+"""
+
+from typing import Any
+
+from bridge.models.arguments import Arguments
+from bridge.models.family import NO_BIASES, NO_OTHER, Expected, Family, Row, attention, decoder, gated_mlp
+from bridge.models.model_config import Config
+
+
+def _activation(config: Config, _args: Arguments) -> dict[str, Any]:
+    return {"hidden_activation": config.get("hidden_act", "relu2")}
+
+
+def _notes(config: Config) -> list[str]:
+    if config.get("hidden_act", "relu2") == "silu":
+        return []
+    return [
+        "the model has squared ReLU; llama.cpp computes SiLU for bitnet (build 11549 and before; later ones may read "
+        "bitnet.hidden_activation), so what it predicts is wrong. `gguf-bridge run` computes what the model has"
+    ]
+
+
+BITNET = Family(
+    arch="bitnet",
+    architectures=("BitNetForCausalLM",),
+    model_type="bitnet",
+    keys={"max_position_embeddings": 2048, "rope_theta": 500000.0, "rms_norm_eps": 1e-5},
+    expects=(
+        Expected("hidden_act", ("relu2", "silu"), NO_OTHER),
+        NO_BIASES,
+        Expected("tie_word_embeddings", (True,), "llama.cpp's graph for this architecture has no other head"),
+    ),
+    metadata=_activation,
+    notes=_notes,
+    table=decoder(
+        Row("input_layernorm", "hidden"),
+        *attention(Row("self_attn.attn_sub_norm", "hidden", name="attn_sub_norm.weight")),
+        Row("post_attention_layernorm", "hidden"),
+        Row("mlp.ffn_sub_norm", "inner", name="ffn_sub_norm.weight"),
+        *gated_mlp("mlp", "inner"),
+    ),
+)
