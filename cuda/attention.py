@@ -12,14 +12,15 @@ blocks that a context does not need yet end at once. The block whose span holds 
 key and value (attention_vectors.py). Tiles of keys and values are copied to shared memory, each byte once (kv_tile.py):
 the next keys are loaded into registers during the weighted sum, the values during the softmax. Nothing after the
 last position is read. Within a span, tiles go through an online softmax (Milakov and Gimelshein 2018,
-arXiv:1805.02867; attention_tile.py); the block that ends last merges the spans (attention_spans.py), which needs
-no second launch. The result is written as floats, and as records if a head is a multiple of 32.
+arXiv:1805.02867): by attention_mma.py on tensor cores, otherwise by attention_tile.py. The block that ends last merges
+the spans (attention_spans.py), which needs no second launch. The result is written as floats, and as records if a head
+is a multiple of 32.
 """
 
 from typing import Any
 
 import numpy as np
-from bridge.cuda import attention_shape, attention_spans, attention_tile, attention_vectors
+from bridge.cuda import attention_mma, attention_shape, attention_spans, attention_tile, attention_vectors
 from bridge.cuda.activations import store, store_exact
 from bridge.cuda.compiler import recipe
 from bridge.cuda.intrinsics import (
@@ -43,13 +44,14 @@ POSITION, TOKEN, STEP, STATE = 0, 1, 2, 4  # words of `state`, and its size
 # set by `kernel`: the least positions of a span; query heads of a block, with those repeated, and their size; positions
 # of a tile; threads; query heads of a thread
 SPAN = HEADS = PADDED = HEAD_DIM = TILE = BLOCK = WARPS = SHARE = 0
-TILE_WORDS = SCORE_WORDS = WEIGHT_WORDS = 0  # of shared memory
-SUBSETS = MERGERS = 0  # pieces of the weighted sums
+TILE_WORDS = SCORE_WORDS = WEIGHT_WORDS = QUERY_WORDS = 0  # of shared memory
+SUBSETS = MERGERS = SUMS = 0  # pieces of the weighted sums; those of a thread
 RECORDS = RECORD_ROUNDS = 0
-RECORDED = DEPENDENT = False
+RECORDED = DEPENDENT = CORES = False
 put: Any = None
 turn: Any = None
 keep: Any = None
+split: Any = None
 fetch: Any = None
 stage: Any = None
 score: Any = None
@@ -117,17 +119,22 @@ def _attend(qkv, q_norm, k_norm, cos, sin, keys, values, state, parts, part_sums
     if newest:
         keep(vector, qkv, keys, values, kv_head, kv_heads, rows, position)
         cuda.syncthreads()  # also makes what was just stored visible to this block
+    if CORES:
+        queries = cuda.shared.array(QUERY_WORDS, int32, ALIGNED)
+        split(vector, queries)
+    else:
+        queries = vector
 
     zero = registers()
-    for i in unroll(4 * SHARE):
+    for i in unroll(SUMS):
         zero[i] = float32(0)
-    sums = gathered(zero, 4 * SHARE)
+    sums = gathered(zero, SUMS)
     held = fetch(keys, row, stop, all_rows)
     while row < stop:
         here = min(int32(stop - row), int32(TILE))  # positions of this tile
         stage(tile, held)
         cuda.syncthreads()
-        score(tile, vector, scores, here)
+        score(tile, queries, scores, here)
         cuda.syncthreads()
         held = fetch(values, row, stop, all_rows)  # not earlier: the scores need the registers
         weigh(scores, weights, highest, total, shrink, here, scale)
@@ -166,21 +173,25 @@ def _attend(qkv, q_norm, k_norm, cos, sin, keys, values, state, parts, part_sums
 @recipe
 def kernel(
     head_dim: int, group: int, rotated: int, neighbours: bool, normed: bool, exact: bool, kind: str = "f16",
-    dependent: bool = False,
+    dependent: bool = False, capability: tuple[int, int] = (0, 0),
 ) -> Kernel:  # fmt: skip
     """The kernel for heads of a shape. `neighbours`: rotary pairs are (2i, 2i + 1); `normed`: q and k are normalized;
-    `exact`: the records are float32; `kind`: how keys and values are stored."""
+    `exact`: the records are float32; `kind`: how keys and values are stored; `capability`: the compute capability that
+    it is for, which decides about tensor cores."""
     form = KVForm(kind, head_dim)
-    s = attention_shape.shape(form, group)
+    s = attention_shape.shape(form, group, capability)
     records = group * head_dim // 32
-    name = f"{head_dim}_{group}_{rotated}_{int(neighbours)}{int(normed)}{int(exact)}_{kind}{'_dependent' * dependent}"
+    name = f"{head_dim}_{group}_{rotated}_{int(neighbours)}{int(normed)}{int(exact)}_{kind}"
+    name += "_mma" * s.cores + "_dependent" * dependent
+    tiles = attention_tile.functions(s) | (attention_mma.functions(s) if s.cores else {})
     function = expand(
         _attend, name, **s.constants, SPAN=attention_shape.SPAN, TILE_WORDS=s.tile_words,
-        SCORE_WORDS=s.part_words, WEIGHT_WORDS=s.weight_words, RECORDS=records, RECORD_ROUNDS=-(-records // s.warps),
+        SCORE_WORDS=s.part_words, WEIGHT_WORDS=s.weight_words, QUERY_WORDS=s.query_words, CORES=s.cores,
+        RECORDS=records, RECORD_ROUNDS=-(-records // s.warps),
         DEPENDENT=dependent, RECORDED=recorded(head_dim), put=store_exact if exact else store,
-        **attention_vectors.functions(s, rotated, neighbours, normed), **attention_tile.functions(s),
-        **attention_spans.functions(s),
+        **attention_vectors.functions(s, rotated, neighbours, normed), **attention_spans.functions(s) | tiles,
     )  # fmt: skip
     reals, words = "float32[::1]", "int32[::1]"
     types = [reals] * 5 + [words] * 3 + [reals] * 2 + [words, reals, "uint8[::1]", "int32", "float32", "float32"]
-    return Kernel(function, f"void({', '.join(types)})", s.registers, dependent=dependent)
+    oldest = (8, 0) if s.cores else (7, 5)
+    return Kernel(function, f"void({', '.join(types)})", s.registers, oldest, dependent)

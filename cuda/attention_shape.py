@@ -6,6 +6,8 @@ of them:
 
     scores          a warp: a set of 32 positions, `share` heads, a slice of the columns; the slices are summed later
     weighted sum    a thread: 4 columns, `share` heads, every subsets-th position; the subsets are summed at the end
+
+On tensor cores (attention_mma.py) a warp works for all heads, on 8 positions and then on 16 columns.
 """
 
 from dataclasses import dataclass
@@ -20,6 +22,7 @@ LOADS = 4  # of 16 bytes that a thread has in flight, at most: 16 registers
 SPAN = 64  # positions of a span, at least
 BLOCKS = 2  # per multiprocessor: they have 32 KB in flight; more blocks would only take longer to merge
 _SHARE = 4  # query heads of a thread, at most: 16 sums in registers
+_CORES = (8, 0)  # compute capability of mma.sync's m16n8k16
 _SHARED = 48 << 10  # bytes of shared memory that a kernel may declare
 _WARP = 32
 
@@ -31,11 +34,13 @@ def spans(multiprocessors: int, kv_heads: int, context: int) -> int:
 
 @dataclass(frozen=True)
 class AttentionShape:
-    """A block that serves `group` query heads, with tiles of `rows` positions, a power of two."""
+    """A block that serves `group` query heads, with tiles of `rows` positions, a power of two; on tensor cores 16 at
+    least."""
 
     form: KVForm
     group: int
     rows: int
+    cores: bool = False  # tensor cores
 
     @property
     def chunks(self) -> int:
@@ -65,7 +70,8 @@ class AttentionShape:
     @property
     def registers(self) -> int:
         """Registers that a thread may have: more where BLOCKS blocks still find room, so that none are spilled."""
-        return 80 if 80 * BLOCKS * self.threads <= 64 << 10 else 64
+        wanted = 128 if self.cores else 80
+        return wanted if wanted * BLOCKS * self.threads <= 64 << 10 else 64
 
     @property
     def quads(self) -> int:
@@ -85,12 +91,24 @@ class AttentionShape:
     @property
     def slices(self) -> int:
         """Parts of a row that different warps multiply with the queries."""
-        return max(1, min(self.warps // (self.sets * self.chunks), self.quads))
+        return 1 if self.cores else max(1, min(self.warps // (self.sets * self.chunks), self.quads))
+
+    @property
+    def column_groups(self) -> int:
+        """Groups of 16 columns."""
+        return self.form.head_dim // 16
 
     @property
     def subsets(self) -> int:
         """Parts of a tile's positions that different threads sum; a power of two."""
+        if self.cores:
+            return max(1, min(_power(self.warps // self.column_groups), self.rows // 16))
         return min(_power(self.threads // (self.units * self.chunks)), self.rows)
+
+    @property
+    def sums(self) -> int:
+        """Sums that a thread holds."""
+        return 8 * -(-self.column_groups * self.subsets // self.warps) if self.cores else 4 * self.share
 
     @property
     def mergers(self) -> int:
@@ -110,14 +128,19 @@ class AttentionShape:
 
     @property
     def weight_words(self) -> int:
-        """Words of a tile's weights, 4 for each chunk: [rows, chunks, 4]."""
-        return self.rows * self.chunks * 4
+        """Words of a tile's weights: 4 for each chunk, [rows, chunks, 4], or halves, [2, 8, rows + 8]."""
+        return 16 * (self.rows // 2 + 4) if self.cores else self.rows * self.chunks * 4
+
+    @property
+    def query_words(self) -> int:
+        """Words of the queries as halves, and of what these leave out: [2, group, 4 * pitch]."""
+        return 8 * self.group * self.pitch if self.cores else 0
 
     @property
     def constants(self) -> dict[str, Any]:
         """The constants that the kernel's functions use."""
         form, heads = self.form, self.chunks * self.share
-        names = "chunks", "mergers", "pitch", "quads", "share", "sets", "slices", "subsets", "units", "warps"
+        names = "chunks", "mergers", "pitch", "quads", "share", "sets", "slices", "subsets", "sums", "units", "warps"
         return {name.upper(): getattr(self, name) for name in names} | {
             "KIND": form.kind,
             "HEADS": self.group,
@@ -133,16 +156,17 @@ class AttentionShape:
     def shared(self) -> int:
         """Bytes of shared memory: for the above, the queries and the key, and the state of each head."""
         heads = self.chunks * self.share
-        words = self.tile_words + self.part_words + self.weight_words + (heads + 1) * self.form.head_dim
+        words = self.tile_words + self.part_words + self.weight_words + self.query_words
+        words += (heads + 1) * self.form.head_dim
         return 4 * (words + 3 * heads + 1)
 
 
 @cache
-def _fitting(form: KVForm, group: int) -> AttentionShape | None:
+def _fitting(form: KVForm, group: int, cores: bool = False) -> AttentionShape | None:
     """The shape with the largest tile; None if a block has too few threads or too little shared memory."""
     rows = min(ROWS, _power(LOADS * THREADS // (form.row_words // 4)))
-    while rows >= 4:  # a tile's steps fill whole 16 bytes
-        found = AttentionShape(form, group, rows)
+    while rows >= (16 if cores else 4):  # a tile's steps fill whole 16 bytes
+        found = AttentionShape(form, group, rows, cores)
         if found.threads <= 1024 and found.shared <= _SHARED:
             return found
         rows //= 2
@@ -154,9 +178,12 @@ def supported(head_dim: int, group: int, kind: str) -> bool:
     return head_dim % 8 == 0 and group <= 32 and _fitting(KVForm(kind, head_dim), group) is not None
 
 
-def shape(form: KVForm, group: int) -> AttentionShape:
-    """The shape of a supported block."""
-    found = _fitting(form, group)
+def shape(form: KVForm, group: int, capability: tuple[int, int] = (0, 0)) -> AttentionShape:
+    """The shape of a supported block, on tensor cores where GPUs of a compute capability and the form have them."""
+    found = None
+    if capability >= _CORES and form.kind == "f16" and form.head_dim % 32 == 0 and group <= 8:
+        found = _fitting(form, group, True)
+    found = found or _fitting(form, group)
     assert found is not None
     return found
 

@@ -171,13 +171,15 @@ class Step:
         angles = [view(self.weights.cos.reshape(-1)), view(self.weights.sin.reshape(-1))]
         vector, records = view(qkv), self.attended.records.buffer
         quantize = partial(self.attended.quantize, self.dependent)
-        grid, threads = (c.kv_heads, blocks), shape(self.cache.form, group).threads
+        capability = device.capability
+        grid, threads = (c.kv_heads, blocks), shape(self.cache.form, group, capability).threads
         numbers = np.int32(self.cache.rows), np.float32(c.norm_eps), np.float32(c.attention_scale)
 
         def launches(index: int, layer: DeviceLayer) -> list[Call]:
             normed = layer.q_norm is not None
             exact, kind = self.precision == "f32", self.cache.form.kind
-            kernel = attn.kernel(c.head_dim, group, c.rotated, c.graph.neighbours, normed, exact, kind, self.dependent)
+            how = normed, exact, kind, self.dependent, capability
+            kernel = attn.kernel(c.head_dim, group, c.rotated, c.graph.neighbours, *how)
             norms = [view(n) if normed else angles[0] for n in (layer.q_norm, layer.k_norm)]
             cache = [view(t[index]) for t in (self.cache.keys, self.cache.values)]
             arguments = [vector, *norms, *angles, *cache, *shared, records, *numbers]

@@ -76,8 +76,8 @@ def attention(kind: str) -> dict[str, Any]:
     device = require("cuda")
     length, heads, kv_heads, head_dim = ATTENDED
     form, count = KVForm(kind, head_dim), spans(device.multiprocessors, kv_heads, length)
-    kernel = attn.kernel(head_dim, heads // kv_heads, head_dim, True, False, False, kind)
-    threads = shape(form, heads // kv_heads).threads
+    kernel = attn.kernel(head_dim, heads // kv_heads, head_dim, True, False, False, kind, False, device.capability)
+    threads = shape(form, heads // kv_heads, device.capability).threads
     state = zeros(device, attn.STATE, torch.int32)
     state[attn.POSITION] = length - 1
     qkv = torch.randn((heads + 2 * kv_heads) * head_dim, device=torch_device(device))

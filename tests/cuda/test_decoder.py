@@ -211,6 +211,10 @@ def test_every_known_shape_of_heads_has_a_block_whose_shared_memory_a_kernel_may
         assert found.shared <= 48 << 10
         assert found.pitch % 2
         assert found.rows * found.quads <= 4 * found.threads  # loads that a thread keeps in registers
+        cores = shape(KVForm(kind, head_dim), group, (8, 0))
+        assert cores.cores == (kind == "f16" and head_dim % 32 == 0 and group <= 8)
+        assert not shape(KVForm(kind, head_dim), group, (7, 5)).cores
+        assert cores.shared <= 48 << 10
     assert not supported(128, 33, kind)
     assert not supported(2048, 4, kind)
 
@@ -260,8 +264,9 @@ def kernels(dependent: bool = False) -> dict[str, Any]:
     """The model's own, for the shapes of known models: Llama 3 8B, Llama 2 7B, Qwen2.5 7B, Qwen3 8B, a head of 80."""
     from bridge.cuda import activations, attention, bench, dequantize, matvec, norm, prompt_attention, sampling
 
-    def attend(*given: Any) -> Any:
-        return attention.kernel(*given, "f16", dependent) if len(given) == 6 else attention.kernel(*given, dependent)
+    def attend(*given: Any, cores: bool = False) -> Any:
+        given = (*given, "f16") if len(given) == 6 else given
+        return attention.kernel(*given, dependent, (8, 0) if cores else (7, 5))
 
     def product(type: str, exact: bool, epilogue: str) -> Any:
         return matvec.kernel(type, 1, matvec.MatvecShape(2, 1 if exact else 2, 1, 4), exact, epilogue, dependent)
@@ -273,6 +278,9 @@ def kernels(dependent: bool = False) -> dict[str, Any]:
         "output and down": product("Q4_K", False, "bias_accumulate_recorded_gain"),
         "gate and up": product("Q4_K", False, "silu_normed_recorded"),
         "llama 3": attend(128, 4, 128, True, False, False),
+        "llama 3, tensor cores": attend(128, 4, 128, True, False, False, cores=True),
+        "heads of 64, tensor cores": attend(64, 8, 64, True, False, False, cores=True),
+        "heads of 256, tensor cores": attend(256, 2, 256, False, True, False, cores=True),
         "llama 2": attend(128, 1, 128, True, False, False),
         "qwen2": attend(128, 7, 128, False, False, True),
         "qwen3": attend(128, 4, 128, False, True, False),
@@ -296,7 +304,15 @@ def kernels(dependent: bool = False) -> dict[str, Any]:
 
 # other shapes of what is compiled in any case
 ALIKE = {"llama 2", "qwen2", "qwen3", "heads of 64", "heads of 80"}
-ALIKE |= {"prompts, q8_0", "llama 3, f32", "qwen2, q8_0", "heads of 64, q8_0", "heads of 80, q8_0"}
+ALIKE |= {
+    "heads of 64, tensor cores",
+    "heads of 256, tensor cores",
+    "prompts, q8_0",
+    "llama 3, f32",
+    "qwen2, q8_0",
+    "heads of 64, q8_0",
+    "heads of 80, q8_0",
+}
 
 
 @pytest.mark.xdist_group("attention")
@@ -315,7 +331,7 @@ def test_machine_code_keeps_everything_in_registers(capability: tuple[int, int],
     if (reason := unavailable()) is not None:
         pytest.skip(reason)
     for name, kernel in kernels(dependent=capability >= (9, 0)).items():
-        if (name in ALIKE) not in alike:
+        if (name in ALIKE) not in alike or kernel.oldest > capability:
             continue
         made = assembled(ptx_of(kernel, min(capability, (9, 0))), capability, kernel.registers)
         assert made.ptx.count("griddepcontrol.wait") == kernel.dependent, name
@@ -326,13 +342,20 @@ def test_machine_code_keeps_everything_in_registers(capability: tuple[int, int],
 
 @pytest.mark.xdist_group("attention")
 @pytest.mark.parametrize(
-    "name", ["llama 3", "llama 3, q8_0", pytest.param("llama 3, f32", marks=pytest.mark.exhaustive)]
+    "name",
+    [
+        "llama 3, tensor cores",
+        "llama 3, q8_0",
+        pytest.param("llama 3", marks=pytest.mark.exhaustive),
+        pytest.param("llama 3, f32", marks=pytest.mark.exhaustive),
+    ],
 )
 def test_keys_are_loaded_sixteen_bytes_at_a_time_and_not_past_what_the_step_has_stored(name: str) -> None:
     if (reason := unavailable()) is not None:
         pytest.skip(reason)
     ptx = ptx_of(kernels(dependent=True)[name], (9, 0))
     assert len(re.findall(r"ld\.global\.v4\.u32", ptx)) >= (2 if "q8_0" in name else 4)
+    assert ptx.count("mma.sync") == (16 if "tensor cores" in name else 0)  # of 8 positions, and of 16 columns
     assert "ld.global.nc" not in ptx
     # the count of finished spans: released by one thread, acquired in the last block alone
     assert len(re.findall(r"atom\.release\.gpu", ptx)) == len(re.findall(r"fence\.acq_rel\.gpu", ptx)) == 1

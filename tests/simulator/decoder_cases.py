@@ -133,12 +133,13 @@ def test_attention_rotates_stores_and_sums(
     out = np.full(heads * head_dim, np.nan, np.float32)
     records = Records(-(-out.size // 32) * 32, 1)
     dependent = head_dim == 128  # as tests/cuda/test_decoder.py compiles it too
-    kernel = attention.kernel(head_dim, group, rotated, neighbours, normed, False, kind, dependent)
+    capability = (7, 5) if head_dim == 64 else (9, 0)  # on tensor cores: f16 with heads that are multiples of 32
+    kernel = attention.kernel(head_dim, group, rotated, neighbours, normed, False, kind, dependent, capability)
     arguments = [
         qkv, q_norm, k_norm, cos.reshape(-1), sin.reshape(-1), own_keys.numpy(), own_values.numpy(),
         state, parts, sums, counters, out, records.buffer, np.int32(rows), np.float32(EPS), np.float32(head_dim**-0.5),
     ]  # fmt: skip
-    kernel.launch((kv, spans), attention_shape.shape(form, group).threads, 0, *arguments)
+    kernel.launch((kv, spans), attention_shape.shape(form, group, capability).threads, 0, *arguments)
     np.testing.assert_allclose(out, expected, rtol=1e-4, atol=1e-5)
     found_keys, found_values = (form.load(part, rows, kv, torch.float64).numpy() for part in (own_keys, own_values))
     np.testing.assert_allclose(found_keys, keys, rtol=1e-3, atol=1e-6)
@@ -219,13 +220,13 @@ if not SIMULATED:  # which counts no bytes
         expected = attention_reference(qkv, keys, values, length - 1, heads, head_dim, True, None, cos, sin, kind)
         parts, sums = np.zeros(heads * spans * head_dim, np.float32), np.zeros(2 * heads * spans, np.float32)
         out, records = np.zeros(heads * head_dim, np.float32), Records(heads * head_dim, 1)
-        kernel = attention.kernel(head_dim, heads, head_dim, True, False, False, kind, True)
+        kernel = attention.kernel(head_dim, heads, head_dim, True, False, False, kind, True, (9, 0))
         arguments = [
             qkv, qkv, qkv, cos.reshape(-1), sin.reshape(-1), *(part.numpy() for part in cache),
             np.array([length - 1, 0, 0, 0], np.int32), parts, sums, np.zeros(1, np.int32), out, records.buffer,
             np.int32(length), np.float32(EPS), np.float32(head_dim**-0.5),
         ]  # fmt: skip
-        kernel.launch((1, spans), attention_shape.shape(form, heads).threads, 0, *arguments)
+        kernel.launch((1, spans), attention_shape.shape(form, heads, (9, 0)).threads, 0, *arguments)
         np.testing.assert_allclose(out, expected, rtol=1e-4, atol=1e-5)
         assert np.count_nonzero(sums[heads :: 2 * heads]) == 64  # spans of 128 positions; more than a warp has lanes
         loaded = [region.fetched for region in gpu.memory.regions[5:7]]
