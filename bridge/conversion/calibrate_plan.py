@@ -245,7 +245,7 @@ def _output_hessians(
 
     def said(what: str) -> None:
         if settings.progress:
-            settings.progress(0, len(targets), f"what the loss feels: {what}")
+            settings.progress(0, len(targets), f"gradients: {what}")
 
     said("forward")
     found = {}

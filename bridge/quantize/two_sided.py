@@ -1,4 +1,4 @@
-"""Two-sided rounding: what an error costs depends on the layer's inputs and on what the loss feels of its outputs.
+"""Two-sided rounding: what an error costs depends on the layer's inputs and on how the loss depends on its outputs.
 
 To second order, errors E = W - W' of a layer's weights raise the loss by  tr(A E H E^T) / 2  a token, with H of the
 inputs (`hessian`) and  A = mean g g^T,  [out, out], g the gradient of the log-likelihood with respect to the layer's

@@ -109,6 +109,6 @@ def test_a_gguf_is_the_same_with_activations_on_disk_and_other_than_by_one_side(
         )
         convert(model, tmp_path / f"{name}.gguf", type="Q4_K", calibrate=settings)
         made.append((tmp_path / f"{name}.gguf").read_bytes())
-        assert any("feels" in text for text in said) == (name != "one")
+        assert any("gradients" in text for text in said) == (name != "one")
     assert made[0] != made[1] == made[2]
     assert not list((tmp_path / "disk").iterdir())
