@@ -45,9 +45,9 @@ class Calibration:
     )
     method: str = option(
         "gptaq",
-        "gptaq: GPTQ that also compensates for the error of earlier quantized layers; two-sided: gptaq that also weighs "
-        "each layer's outputs by the gradient of the loss, nearer to the model in 1.8 times the time; gptq; awq "
-        "(checkpoints only); rtn: round to nearest",
+        "gptaq: GPTQ that also compensates for the error of earlier quantized layers; two-sided: gptaq that also "
+        "weighs each layer's outputs by the gradient of the loss, nearer to the model in 1.8 times the time; gptq; "
+        "awq (checkpoints only); rtn: round to nearest",
         metavar="NAME", choices=METHODS,
     )  # fmt: skip
     act_order: str = option(
