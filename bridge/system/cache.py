@@ -1,7 +1,7 @@
 """The cache folder: what is stored between runs, and how it is listed and removed.
 
     ~/.cache/gguf-bridge/            or $XDG_CACHE_HOME/gguf-bridge
-        numba/DIGEST/                compiled kernels (`jit`), unless NUMBA_CACHE_DIR is set
+        numba/DIGEST/                compiled kernels (`jit`), in NUMBA_CACHE_DIR where that is set
         cubins/CAPABILITY-DIGEST/    machine code for GPUs (`bridge.cuda.compiler`); also below NUMBA_CACHE_DIR
         models/NAME-DIGEST/          GGUFs made from checkpoints for `run` (`bridge.conversion.cache`)
 

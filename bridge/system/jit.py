@@ -5,8 +5,9 @@ numba alone takes most of a second to import.
 
 The compile cache lives in a folder named after a digest of our own sources, because numba's cache
 does not notice edits in a file that a kernel merely calls into. It depends on what the sources say, not on where they
-are: a checkout and an installed copy share it. NUMBA_CACHE_DIR, where set, wins. Caches of other
-sources are removed, but for those used last and those that a process holds.
+are: a checkout and an installed copy share it. It is in the user's cache folder, or in NUMBA_CACHE_DIR where that is
+set. In the user's cache folder, caches of other sources are removed, but for those used last and those that a process
+holds.
 """
 
 import hashlib
@@ -32,6 +33,7 @@ from bridge.system.cache import cache_folder, paths
 from bridge.system.folder_locks import lock_shared, remove_if_unlocked
 from bridge.system.text import tell
 
+_CHOSEN = os.environ.get("NUMBA_CACHE_DIR")
 _KEPT_CACHES = 3  # caches of other checkouts or versions that are not removed
 
 if hasattr(os, "register_at_fork"):  # a fork waits for a thread that compiles: no one would finish it in the child
@@ -68,13 +70,13 @@ def _folders() -> list[Path]:
 
 
 def _cache_dir() -> Path:
-    """The compile cache of exactly these sources and this numba, under the user's cache folder."""
+    """The compile cache of exactly these sources and this numba."""
     made_by = sys.version, numba.__version__, llvmlite.__version__, np.__version__
     digest = hashlib.sha256(repr(made_by).encode())
     for folder in _folders():
         for source in sorted(folder.rglob("*.py")):
             digest.update(f"{source.relative_to(folder)}\n".encode() + source.read_bytes())
-    return cache_folder() / "numba" / digest.hexdigest()[:16]
+    return (Path(_CHOSEN) if _CHOSEN else cache_folder() / "numba") / digest.hexdigest()[:16]
 
 
 class CacheLocator:
@@ -127,22 +129,21 @@ def _prune(keep: Path) -> None:
             remove_if_unlocked(old)
 
 
-if not os.environ.get("NUMBA_CACHE_DIR"):
-    try:
-        CacheLocator.folder = _cache_dir()
-        _new = not CacheLocator.folder.exists()
-        _, _held = lock_shared(lambda: _made(CacheLocator.folder))  # until the process ends
-        with suppress(OSError):  # a cache that came with the machine, read-only
-            os.utime(CacheLocator.folder)  # its last use
-        if _new:
-            _prune(CacheLocator.folder)
-        numba.config.CACHE_DIR = str(CacheLocator.folder)  # type: ignore[attr-defined]  # for CUDA's kernels
-        _others = "UserProvidedCacheLocator,InTreeCacheLocator,UserWideCacheLocator,IPythonCacheLocator,ZipCacheLocator"
-        numba.config.CACHE_LOCATOR_CLASSES = f"{__name__}.CacheLocator,{_others}"  # type: ignore[attr-defined]
-    except (OSError, BridgeError) as problem:  # a read-only home, or none
-        tell(f"compile cache: {problem}; every process compiles its kernels again")
-        _temporary = tempfile.TemporaryDirectory(prefix="gguf-bridge-")  # numba refuses to have none
-        numba.config.CACHE_DIR = _temporary.name  # type: ignore[attr-defined]
+try:
+    CacheLocator.folder = _cache_dir()
+    _new = not CacheLocator.folder.exists()
+    _, _held = lock_shared(lambda: _made(CacheLocator.folder))  # until the process ends
+    with suppress(OSError):  # a cache that came with the machine, read-only
+        os.utime(CacheLocator.folder)  # its last use
+    if _new and not _CHOSEN:
+        _prune(CacheLocator.folder)
+    numba.config.CACHE_DIR = str(CacheLocator.folder)  # type: ignore[attr-defined]  # for CUDA's kernels
+    _others = "UserProvidedCacheLocator,InTreeCacheLocator,UserWideCacheLocator,IPythonCacheLocator,ZipCacheLocator"
+    numba.config.CACHE_LOCATOR_CLASSES = f"{__name__}.CacheLocator,{_others}"  # type: ignore[attr-defined]
+except (OSError, BridgeError) as problem:  # a read-only home, or none
+    tell(f"compile cache: {problem}; every process compiles its kernels again")
+    _temporary = tempfile.TemporaryDirectory(prefix="gguf-bridge-")  # numba refuses to have none
+    numba.config.CACHE_DIR = _temporary.name  # type: ignore[attr-defined]
 
 
 def kernel(function: Callable[..., Any]) -> Any:

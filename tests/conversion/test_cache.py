@@ -25,7 +25,7 @@ from tests.conftest import CHECKPOINT, PATIENCE, ROOT
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty cache folder of this test's own; kernels that are compiled already are found where they are."""
-    monkeypatch.setenv("NUMBA_CACHE_DIR", numba.config.CACHE_DIR)
+    monkeypatch.setenv("NUMBA_CACHE_DIR", str(Path(numba.config.CACHE_DIR).parent))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     return tmp_path / "cache" / "gguf-bridge"
 

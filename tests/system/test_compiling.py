@@ -15,7 +15,7 @@ from bridge.blocks.read import READ
 from bridge.cli import main
 from bridge.cli.run import without_pauses
 from bridge.cli.terminal import StatusLine
-from bridge.system import compiling
+from bridge.system import compiling, jit
 from bridge.system.jit import inner
 from tests.conftest import PATIENCE, ROOT
 
@@ -91,6 +91,20 @@ def test_a_copy_of_the_sources_shares_the_compiled_kernels(tmp_path: Path) -> No
     ]  # fmt: skip
     assert steps[0] > 0 == steps[1]
     assert len(list((tmp_path / "cache" / "gguf-bridge" / "numba").iterdir())) == 1
+
+
+def test_a_chosen_cache_has_a_folder_for_each_state_of_the_sources(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(jit, "_CHOSEN", str(tmp_path / "chosen"))
+    monkeypatch.setattr(jit, "_folders", lambda: [tmp_path / "package"])
+    found = set()
+    (tmp_path / "package").mkdir()
+    for text in ("a = 1", "a = 2"):
+        (tmp_path / "package" / "kernel.py").write_text(text)
+        found.add(jit._cache_dir())
+    assert len(found) == 2
+    assert {folder.parent for folder in found} == {tmp_path / "chosen"}
 
 
 def test_after_a_warmup_nothing_is_compiled(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
