@@ -39,6 +39,13 @@ repacked = pytest.mark.skipif(targets.chosen() == targets.PORTABLE, reason="port
 SHARED = Path(os.environ.get("BRIDGE_SHARED", ROOT.parent / "shared"))
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests of a file go to one worker, which compiles their kernels once; CUDA's compile in other ways."""
+    for item in items:
+        if item.path.parent.name != "cuda" and item.get_closest_marker("xdist_group") is None:
+            item.add_marker(pytest.mark.xdist_group(str(item.path.relative_to(ROOT))))
+
+
 def shared(relative: str) -> Path:
     """A path under the shared folder; skips the test where it does not exist."""
     path = SHARED / relative
