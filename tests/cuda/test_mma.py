@@ -207,7 +207,7 @@ def test_a_view_that_begins_between_16_bytes_is_multiplied_too():
         assert (y - wanted).norm() < 1e-3 * wanted.norm()
 
 
-@pytest.mark.parametrize("n", [3, 12, 70])
+@pytest.mark.parametrize("n", [3, pytest.param(12, marks=pytest.mark.exhaustive), 70])
 @pytest.mark.parametrize("accumulate", [False, True])
 def test_a_product_adds_a_bias_to_columns_of_a_wider_result_and_leaves_the_others(n: int, accumulate: bool) -> None:
     """On all three ways: up to 8 tokens, up to 64, and by torch."""
