@@ -422,7 +422,7 @@ def test_what_measures_bandwidth_reads_every_byte_once(gpu):
 
 
 def _fragments(a, b, out):
-    """a [4, 32], b [2, 32]: words of lanes; out [4, 32, 4]: products of f16, of bf16, what is copied, and the copy."""
+    """a [4, 32], b [2, 32]: words of lanes; out [4 * 32, 4]: products of f16, of bf16, what is copied, and the copy."""
     i = thread_x()
     tile = cuda.shared.array(32, np.complex128)
     copy_16(tile, i ^ 3, out, 2 * 32 + i)
@@ -436,9 +436,9 @@ def _fragments(a, b, out):
     f16 = mma_f16(start, a[0, i], a[1, i], a[2, i], a[3, i], b[0, i], b[1, i])
     bf16 = mma_bf16(start, a[0, i], a[1, i], a[2, i], a[3, i], b[0, i], b[1, i])
     for k in range(4):
-        out[0, i, k] = f16[k]
-        out[1, i, k] = bf16[k]
-        out[3, i, k] = bits_float(quad[k])
+        out[i, k] = f16[k]
+        out[32 + i, k] = bf16[k]
+        out[96 + i, k] = bits_float(quad[k])
 
 
 def test_tensor_cores_multiply_what_lanes_hold_and_copies_arrive():
@@ -453,8 +453,8 @@ def test_tensor_cores_multiply_what_lanes_hold_and_copies_arrive():
         b = np.stack([columns[g, t], columns[g, t + 4]])
         out = np.zeros((4, 32, 4), np.float32)
         out[2] = rng.standard_normal((32, 4))
-        Kernel(_fragments, "void(int32[:,::1], int32[:,::1], float32[:,:,::1])", oldest=(8, 0)).launch(
-            1, 32, 0, a, b, out
+        Kernel(_fragments, "void(int32[:,::1], int32[:,::1], float32[:,::1])", oldest=(8, 0)).launch(
+            1, 32, 0, a, b, out.reshape(128, 4)
         )
         product = left.double().numpy() @ right.double().numpy().T
         wanted = [product[g, 2 * t], product[g, 2 * t + 1], product[g + 8, 2 * t], product[g + 8, 2 * t + 1]]

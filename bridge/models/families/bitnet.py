@@ -9,7 +9,7 @@ build 11549): it computes SiLU, as the first models of this architecture had.
 from typing import Any
 
 from bridge.models.arguments import Arguments
-from bridge.models.family import NO_BIASES, NO_OTHER, Expected, Family, Row, attention, decoder, gated_mlp
+from bridge.models.family import NO_BIASES, NO_OTHER, Expected, Family, Row, attention, decoder
 from bridge.models.model_config import Config
 
 
@@ -43,6 +43,8 @@ BITNET = Family(
         *attention(Row("self_attn.attn_sub_norm", "hidden", name="attn_sub_norm.weight")),
         Row("post_attention_layernorm", "hidden"),
         Row("mlp.ffn_sub_norm", "inner", name="ffn_sub_norm.weight"),
-        *gated_mlp("mlp", "inner"),
+        Row("mlp.gate_proj", "inner hidden"),
+        Row("mlp.up_proj", "inner hidden"),
+        Row("mlp.down_proj", "hidden inner"),  # its columns keep their order, since the norm before it has weights
     ),
 )
