@@ -14,6 +14,7 @@ from bridge.blocks.read import READ
 from bridge.cli.plot.theme import OURS, THEIRS, Theme, plain_frame
 
 _WIDTH = 0.38  # of a bar; two bars and a gap are 1
+_SLOPED = 16  # types whose names have room at 45 degrees
 _FROM_MEMORY = 2  # times the cache: a matrix of that size leaves nothing of itself there
 
 
@@ -67,6 +68,7 @@ def _bars(axes: Axes, rows: list[dict[str, Any]], theme: Theme) -> None:
         ha="right", va="top", size=8,
     )  # fmt: skip
     axes.yaxis.set_major_formatter(PercentFormatter(1))
-    axes.set_xticks(places, [row["type"] for row in rows], rotation=45, ha="right", rotation_mode="anchor")
+    slope: Any = {"rotation": 90, "va": "center"} if len(rows) > _SLOPED else {"rotation": 45}
+    axes.set_xticks(places, [row["type"] for row in rows], ha="right", rotation_mode="anchor", **slope)
     axes.set_ylim(0, max(1.15, *ours))
     plain_frame(axes, "y")
