@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 
 import bridge
+from bridge.blocks import TYPES
 from bridge.cli import _parser, main
 from tests.conftest import CHECKPOINT, PATIENCE, ROOT
 from tests.support.command_line import edit_json
@@ -336,11 +337,12 @@ def files_of_the_pages(small_model: Path, tmp_path_factory: pytest.TempPathFacto
     ],
 )
 def test_the_commands_of_a_page_run_one_after_the_other(name, files_of_the_pages, tmp_path, monkeypatch, capfd):
-    """In a folder that has only what the user brings; less text is used, and smaller shards are made."""
+    """In a folder that has only what the user brings; less text is used, smaller shards and fewer kernels are made."""
     shutil.copytree(files_of_the_pages, tmp_path, dirs_exist_ok=True)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr("sys.stdin", io.StringIO())
+    monkeypatch.setattr("bridge.blocks.read.READ", {"Q8_0": TYPES["Q8_0"]})  # of which `warmup` makes the kernels
     for line in lines_of(ROOT / name):
         if not any(skipped in line for skipped in NOT_RUN.values()):
             words = shlex.split(line.replace("4G", "700K"), comments=True)
