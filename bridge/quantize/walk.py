@@ -42,7 +42,7 @@ class LayerInput:
     name: str
     weight: torch.Tensor  # float32 [out, columns], the float model's
     hessian: Hessian
-    outputs: torch.Tensor | None = None  # A float32 [out, out] of `two_sided`
+    outputs: torch.Tensor | None = None  # A of `two_sided.round_two_sided`, [blocks, n, n]
     last: bool = False  # no other layer has this Hessian, and no later rows
     rows: tuple[int, int, int] | None = None  # first, end and number of all: a part of the output head
 
@@ -148,7 +148,7 @@ def quantize_model(
     batch    sequences in a forward pass
     wanted   whether to quantize the layer of this name
     known    weights [out, columns] of a layer that was quantized before; None: quantize it
-    outputs  A float32 [out, out] of a layer, see `two_sided`; None: errors of all outputs cost the same
+    outputs  A of a layer, float32 [blocks, n, n], see `two_sided.round_two_sided`; None: all outputs count the same
     offload  a folder for the activations between blocks; None: they stay in memory
     prepare  called before a block's layers are quantized; may change its weights, but not what it computes
     head     quantize the output head too, unless it is tied to the embeddings
