@@ -24,6 +24,7 @@ from typing import Any
 
 import numpy as np
 from bridge.cuda.attention_shape import AttentionShape
+from bridge.cuda.attention_tile import put_head
 from bridge.cuda.intrinsics import (
     bits,
     bits_float,
@@ -121,10 +122,7 @@ def _weigh(scores, weights, highest, total, shrink, count, scale):
                 put_4(weights, int32(at + 8 * WEIGHTS), pack_f16(one - low_half(near), other - high_half(near)))
         sum = warp_sum(sum)
         if head < HEADS and lane == 0:
-            factor = math.exp(before - high)
-            put_4(shrink, head, float_bits(factor))
-            put_4(total, head, float_bits(bits_float(shared_4(total, head)) * factor + sum))
-            put_4(highest, head, float_bits(high))
+            put_head(shrink, total, highest, head, before, high, sum)
 
 
 def _add(tile, weights, shrink, count, sums):

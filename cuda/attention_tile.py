@@ -54,6 +54,15 @@ int32: Any = np.int32
 _LOW = np.float32(-np.inf)
 
 
+@device_function
+def put_head(shrink, total, highest, head, before, high, sum):
+    """Store what a tile changed of a head: its highest score was `before` and is `high`; `sum` is of its weights."""
+    factor = math.exp(before - high)
+    put_4(shrink, head, float_bits(factor))
+    put_4(total, head, float_bits(bits_float(shared_4(total, head)) * factor + sum))
+    put_4(highest, head, float_bits(high))
+
+
 def _score(tile, queries, scores, count):
     """Parts of the scores of the first `count` positions of a tile of keys."""
     dot = registers()
@@ -118,10 +127,7 @@ def _weigh(scores, weights, highest, total, shrink, count, scale):
                     put_4(weights, mad(int32(i * 32 + lane), 4 * CHUNKS, in_row), float_bits(w))
         sum = warp_sum(sum)
         if head < PADDED and lane == 0:
-            factor = math.exp(before - high)
-            put_4(shrink, head, float_bits(factor))
-            put_4(total, head, float_bits(bits_float(shared_4(total, head)) * factor + sum))
-            put_4(highest, head, float_bits(high))
+            put_head(shrink, total, highest, head, before, high, sum)
 
 
 def _add(tile, weights, shrink, count, sums):
