@@ -31,7 +31,7 @@ STAGES: list[tuple[list[str], str, int, bool]] = [
     (GGUF, "bridge.quantize.walk:head_hessian", 1, True),
     (GGUF, "bridge.conversion.executor:Executor.make", 5, True),
     (GGUF, "bridge.conversion.gguf_writer:GGUFOutput.finish", 1, True),
-    ([*GGUF, "--method", "two-sided"], "bridge.quantize.two_sided:_refine_part", 99, True),
+    ([*GGUF, "--method", "two-sided"], "bridge.quantize.two_sided:_Block._refine", 99, True),
     (GPTQ, "bridge.quantize.checkpoint_writer:CheckpointWriter.add", 2, True),
     (GPTQ, "bridge.quantize.checkpoint_writer:CheckpointWriter.finish", 1, True),
     (AWQ, "bridge.quantize.awq:smoothing", 2, False),
