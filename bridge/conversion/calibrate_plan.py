@@ -10,6 +10,7 @@ import hashlib
 import json
 import warnings
 from collections.abc import Callable, Collection, Iterable
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,13 +26,14 @@ from bridge.errors import BridgeError, BridgeWarning, parameter
 from bridge.models.outline import Part
 from bridge.models.wrapper import text_config
 from bridge.quantize.settings import Calibration
+from bridge.system.files import disk_errors
+from bridge.system.folder_locks import temporary_beside
 from bridge.system.text import percent
 
 if TYPE_CHECKING:
     import torch
 
     from bridge.quantize.awq import Awq
-    from bridge.quantize.block_inputs import Folder
     from bridge.quantize.float_model import FloatModel
     from bridge.quantize.layer_store import LayerStore, StoredLayer
     from bridge.quantize.method import Method
@@ -209,11 +211,14 @@ def _walk(
 ) -> None:
     """Take the tokens through the model, layer by layer."""
     from bridge.quantize import quantize_model
-    from bridge.quantize.block_inputs import Folder
 
-    with Folder(settings.offload) as folder:
-        two_sided = settings.method == "two-sided" and len(layers.layers) < len(targets)
-        outputs = _output_hessians(model, settings, tokens, targets, folder) if two_sided else {}
+    outputs: dict[str, torch.Tensor] = {}
+    with ExitStack() as stack:
+        if settings.method == "two-sided" and len(layers.layers) < len(targets):
+            beside = (settings.offload or layers.folder.parent) / layers.folder.name
+            with disk_errors(beside, "activations", "folder"):
+                folder = stack.enter_context(temporary_beside(beside))
+            outputs = _output_hessians(model, settings, tokens, targets, folder)
         walk = quantize_model(
             model,
             tokens,
@@ -238,9 +243,9 @@ def _output_hessians(
     settings: Calibration,
     tokens: torch.Tensor,
     targets: Collection[str],
-    folder: Folder,
+    folder: Path,
 ) -> dict[str, torch.Tensor]:
-    """A of each layer, see `two_sided`."""
+    """A of each layer, see `two_sided`, in the files of a folder."""
     from bridge.quantize.forward_passes import output_hessians
 
     def said(what: str) -> None:

@@ -18,7 +18,7 @@ from typing import Any, Self
 import torch
 from torch import nn
 
-from bridge.errors import BridgeError
+from bridge.errors import BridgeError, parameter
 from bridge.quantize.hessian import Hessian
 
 
@@ -79,7 +79,7 @@ def save_activations(x: torch.Tensor, file: Path) -> None:
     except (OSError, RuntimeError) as problem:  # torch's writer raises the latter where a disk is full
         raise BridgeError(
             f"{file.parent}: activations cannot be written ({str(problem).splitlines()[0]}); "
-            "free disk space, choose another folder, or keep them in memory"
+            f"free disk space, or choose another folder: {parameter('offload')}"
         ) from None
 
 

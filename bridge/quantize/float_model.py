@@ -84,6 +84,17 @@ class FloatModel:
             elif value.device.type == "meta":
                 self._set(head, own, value, f"{name}.{own}")
 
+    def drop_head(self) -> None:
+        """Free what `load_head` has loaded."""
+        head = head_of(self.model)[1]
+        for own, value in _tensors(head):
+            _put(head, own, torch.empty_like(value, device="meta"))
+
+    @property
+    def stored_in_bfloat16(self) -> bool:
+        """Whether the checkpoint's floats are in bfloat16, and so activations lose nothing that matters in it."""
+        return any(tensor.dtype == "BF16" for tensor in self.ckpt.tensors.values())
+
     def head(self) -> tuple[str, tuple[int, int]]:
         """The output head's name in the checkpoint, the embeddings' if it is tied to them, and (out, columns)."""
         return self.embedding_and_head()[1], matrix_shape(head_of(self.model)[1])

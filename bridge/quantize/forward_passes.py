@@ -1,12 +1,15 @@
 """Passes of a few tokens through a whole model, one block in memory at a time: forward to logits, and backward.
 
-A forward pass keeps each block's inputs, float32 [tokens, hidden]. From these a later pass can start at any block,
-and gradients are propagated back block by block, running each again.
+A forward pass keeps each block's inputs, [tokens, hidden]. From these a later pass can start at any block, and
+gradients are propagated back block by block, running each again. With the inputs on disk, memory holds one block, the
+inputs and gradients of one, and where the logits are needed the embeddings and the head.
 """
 
-from collections.abc import Callable, Generator, Iterator, Sequence
+import shutil
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import nn
@@ -39,19 +42,29 @@ def sequences_at_once(model: FloatModel, length: int) -> int:
 
 
 def output_hessians(
-    model: FloatModel, tokens: torch.Tensor, folder: Folder | None = None
+    model: FloatModel, tokens: torch.Tensor, folder: Path | None = None
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """A of each layer that tokens reach, last first, as `two_sided.round_two_sided` takes it.
 
     tokens  int64 [sequences, length]; of more than 32,768 tokens, some sequences are taken
-    folder  for activations and for what is yielded; None: in memory
+    folder  for activations, until all are found, and for what is yielded; None: in memory
+
+    Activations are kept in bfloat16 if the checkpoint is in it.
     """
     tokens = tokens[:: -(-tokens.numel() // _TOKENS_FELT)]
-    with torch.no_grad():
-        passes = Passes(model, tokens, sequences_at_once(model, tokens.shape[1]), folder or Folder(None))
-    for name, outputs in passes.output_products(ROWS):
-        if outputs.diagonal(dim1=1, dim2=2).any():
-            yield name, passes.kept(outputs)
+    dtype = torch.bfloat16 if model.stored_in_bfloat16 else torch.float32
+    activations = None if folder is None else folder / "activations"
+    if activations is not None:
+        activations.mkdir()
+    try:
+        with torch.no_grad():
+            passes = Passes(model, tokens, sequences_at_once(model, tokens.shape[1]), activations, dtype)
+        for i, (name, outputs) in enumerate(passes.output_products(ROWS)):
+            if outputs.diagonal(dim1=1, dim2=2).any():
+                yield name, outputs if folder is None else on_disk(outputs, folder / f"{i}.pt")
+    finally:
+        if activations is not None:
+            shutil.rmtree(activations, ignore_errors=True)
 
 
 @dataclass
@@ -59,22 +72,30 @@ class Passes:
     """Token sequences int64 [sequences, length] and a model; see the module's docstring.
 
     folder  for the activations between blocks, which stay in memory without one
+    dtype   of these activations
     calls   the blocks' arguments, for each batch
     inputs  [block][batch]: each block's inputs in the float model; after the last block, its outputs
+
+    The embeddings and the head are loaded afterwards.
     """
 
     model: FloatModel
     tokens: torch.Tensor
     batch: int
-    folder: Folder = field(default_factory=lambda: Folder(None))
+    folder: Path | None = None
+    dtype: torch.dtype = torch.float32
 
     def __post_init__(self) -> None:
         self._files = 0
-        self.load_embedding_and_head()
         self.batches = self.tokens.split(self.batch)
+        self.model.load(None)
         self.calls = self._first_inputs()
-        self.inputs = [[f.x for f in self.calls]]
+        self.model.drop(None)
+        self.inputs = [[self.kept(call.x) for call in self.calls]]
+        for call in self.calls:
+            call.x = None
         self.inputs += self.outputs(0, self.inputs[0], kept=self.kept)
+        self.load_embedding_and_head()
 
     def load_embedding_and_head(self) -> None:
         """Load everything outside the blocks, which `quantize_model` frees."""
@@ -116,13 +137,12 @@ class Passes:
         return found
 
     def kept(self, x: torch.Tensor) -> torch.Tensor:
-        """The same values, in a file's pages where there is a folder."""
-        file = self.folder.file(self._files)
-        if file is None:
+        """Activations in their dtype, in a file's pages where there is a folder."""
+        x = x.to(self.dtype)
+        if self.folder is None:
             return x
         self._files += 1
-        save_activations(x, file)
-        return torch.load(file, mmap=True, map_location=x.device, weights_only=True)
+        return on_disk(x, self.folder / f"{self._files}.pt")
 
     def layers(self, block: int) -> Iterator[tuple[str, nn.Module]]:
         """A block's layers by their names in the checkpoint."""
@@ -147,8 +167,11 @@ class Passes:
 
     def _call(self, number: int, block: nn.Module, call: BlockInputs, x: torch.Tensor) -> torch.Tensor:
         call.select_block(number)
-        call.x = x
-        return first_of(call.run(block))
+        call.x = x.to(self.model.dtype)
+        try:
+            return first_of(call.run(block))
+        finally:
+            call.x = None
 
     def mean_square_gradients(self, seed: int = 0) -> Iterator[tuple[str, torch.Tensor]]:
         """How much each output of each layer says about the prediction: mean squared gradients, by layer, last first.
@@ -159,13 +182,15 @@ class Passes:
         float64 [out], and for the embeddings [hidden], under "embeddings".
         """
         total = self.tokens.numel()
-        gradients = yield from self._backward(lambda g: g.double().square().sum(0), seed)
+        gradients = self._last_gradients(seed)
+        yield from self._backward(lambda g: g.double().square().sum(0), gradients)
         yield "embeddings", torch.stack([g.double().square().sum((0, 1)) for g in gradients]).sum(0) / total
 
     def output_products(self, rows: int, seed: int = 0) -> Iterator[tuple[str, torch.Tensor]]:
         """A of each layer, last first: the mean of g g^T of these gradients, see `two_sided`.
 
-        Diagonal blocks of at most so many rows, float32 [blocks, rows, rows]; 0 beyond the last block's rows.
+        Diagonal blocks of at most so many rows, float32 [blocks, rows, rows]; 0 beyond the last block's rows. The
+        embeddings and the head are freed before the first of them.
         """
 
         def products(gradient: torch.Tensor) -> torch.Tensor:
@@ -173,22 +198,26 @@ class Passes:
             parts = nn.functional.pad(gradient, (0, -gradient.shape[1] % size)).unflatten(1, (-1, size))
             return torch.einsum("tbi,tbj->bij", parts, parts)
 
-        yield from self._backward(products, seed)
+        gradients = self._last_gradients(seed)
+        self.model.drop(None)
+        self.model.drop_head()
+        yield from self._backward(products, gradients)
 
     def _backward(
-        self, of: Callable[[torch.Tensor], torch.Tensor], seed: int
-    ) -> Generator[tuple[str, torch.Tensor], None, list[torch.Tensor]]:
-        """By layer, the mean over the tokens of what is made `of` gradients [tokens, out]; returns the embeddings'."""
-        generator = torch.Generator().manual_seed(seed)
+        self, of: Callable[[torch.Tensor], torch.Tensor], gradients: list[torch.Tensor]
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """By layer, the mean over the tokens of what is made `of` gradients [tokens, out].
+
+        gradients  by batch, at the last block's outputs; at the end those at the first one's inputs
+        """
         total = self.tokens.numel()
-        gradients = [self._last_gradient(b, generator) for b in range(len(self.batches))]
         for i in reversed(range(len(self.model.blocks))):
             self.model.load(i)
             sums: dict[str, torch.Tensor] = {}
             hooks = [module.register_forward_hook(_adding(name, sums, of)) for name, module in self.layers(i)]
             try:
                 for b, call in enumerate(self.calls):
-                    x = self.inputs[i][b].detach().requires_grad_()
+                    x = self.inputs[i][b].detach().to(self.model.dtype).requires_grad_()
                     with torch.enable_grad():
                         self._call(i, self.model.blocks[i], call, x).backward(gradients[b])
                     assert x.grad is not None
@@ -197,9 +226,8 @@ class Passes:
                 for hook in hooks:
                     hook.remove()
                 self.model.drop(i)
-            for name, found in sums.items():
-                yield name, found / total
-        return gradients
+            for name in list(sums):
+                yield name, sums.pop(name).div_(total)
 
     @torch.no_grad()
     def head_gradients(self) -> torch.Tensor:
@@ -215,15 +243,25 @@ class Passes:
         """The Hessian of the output head's inputs."""
         return head_hessian(self.model.model, self.model.blocks, self.batches, self.calls[0].items, self.inputs[-1])
 
+    def _last_gradients(self, seed: int) -> list[torch.Tensor]:
+        """By batch, the gradients at the last block's outputs."""
+        generator = torch.Generator().manual_seed(seed)
+        return [self._last_gradient(batch, generator) for batch in range(len(self.batches))]
+
     def _last_gradient(self, batch: int, generator: torch.Generator) -> torch.Tensor:
-        """The gradient at the last block's outputs."""
-        x = self.inputs[-1][batch].detach().requires_grad_()
+        x = self.inputs[-1][batch].detach().to(self.model.dtype).requires_grad_()
         with torch.enable_grad():
             scores = self.logits(batch, x).log_softmax(-1).flatten(0, 1)
             drawn = torch.multinomial(scores.detach().exp().cpu(), 1, generator=generator).to(scores.device)
             scores.gather(1, drawn).sum().backward()
         assert x.grad is not None
         return x.grad
+
+
+def on_disk(x: torch.Tensor, file: Path) -> torch.Tensor:
+    """The same values in the pages of a file, which the system reads when they are needed."""
+    save_activations(x, file)
+    return torch.load(file, mmap=True, map_location=x.device, weights_only=True)
 
 
 def _adding(

@@ -20,7 +20,7 @@ from bridge.quantize.grids.group import GroupGrid
 from bridge.quantize.grids.superblock import SuperblockGrid
 from bridge.quantize.hessian import damp, damped_factor, target_of
 from bridge.quantize.refine import metrics_of, refine
-from bridge.quantize.two_sided import round_two_sided
+from bridge.quantize.two_sided import RowSolver, round_two_sided
 from bridge.quantize.walk import LayerInput, quantize_block
 from bridge.system import compiling
 from bridge.system.options import checked
@@ -171,7 +171,8 @@ class Method:
             if sweeps:
                 refine(weight, damped, own, codes, sweeps, metrics)
 
-        return Solution(round_two_sided(target, damped, outputs, grid, round_rows, refine_rows), found[1])
+        solver = RowSolver(damped, round_rows, refine_rows)
+        return Solution(round_two_sided(target, outputs, grid, solver), found[1])
 
 
 def columns_by_diagonal(hessian: torch.Tensor) -> np.ndarray:

@@ -44,10 +44,10 @@ class Calibration:
         None, "seed for choosing sequences at random", metavar="N", parse=int, says="the first sequences"
     )
     method: str = option(
-        "gptaq",
-        "gptaq: GPTQ that also compensates for the error of earlier quantized layers; two-sided: gptaq that also "
-        "weighs each layer's outputs by the gradient of the loss, nearer to the model in 1.8 times the time; gptq; "
-        "awq (checkpoints only); rtn: round to nearest",
+        "two-sided",
+        "two-sided: gptaq that also weighs each layer's outputs by the gradient of the loss; gptaq: GPTQ that also "
+        "compensates for the error of earlier quantized layers, in about half the time; gptq; awq (checkpoints only); "
+        "rtn: round to nearest",
         metavar="NAME", choices=METHODS,
     )  # fmt: skip
     act_order: str = option(
@@ -69,7 +69,12 @@ class Calibration:
     )  # fmt: skip
     device: str = option("cpu", "device that calibrates the layers: cpu or cuda", metavar="NAME", parse=str)
     offload: Path | None = option(
-        None, "keep activations in this folder instead of in memory", metavar="DIR", parse=Path, says=""
+        None,
+        "folder for activations, instead of memory; two-sided puts the activations of its gradients on disk in any "
+        "case, next to the output without this",
+        metavar="DIR",
+        parse=Path,
+        says="",
     )
     imatrix_out: Path | None = option(
         None, "also write llama.cpp's importance matrix of the same tokens", metavar="FILE", parse=Path, says=""

@@ -18,7 +18,7 @@ not matter to those of other blocks.
 """
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -32,22 +32,24 @@ _PART = 16  # rows that are rounded side by side
 _DAMPING = 0.05  # added to the diagonal of A, as a fraction of its mean
 _SWEEPS = 1  # over the parts; a second one gains a tenth of a percent
 
-# (target of some rows, their grid) -> their codes; the second one moves codes that are there
-RoundRows = Callable[[torch.Tensor, Any], np.ndarray]
-RefineRows = Callable[[torch.Tensor, Any, np.ndarray], None]
+
+@dataclass(frozen=True)
+class RowSolver:
+    """How rows are rounded against H alone.
+
+    hessian      H [columns, columns] of the inputs
+    round_rows   (target of some rows, their grid) -> their codes
+    refine_rows  (target, grid, codes): moves codes that are there
+    """
+
+    hessian: torch.Tensor
+    round_rows: Callable[[torch.Tensor, Any], np.ndarray]
+    refine_rows: Callable[[torch.Tensor, Any, np.ndarray], None]
 
 
-def round_two_sided(
-    weight: torch.Tensor,
-    hessian: torch.Tensor,
-    outputs: torch.Tensor,
-    grid: Any,
-    round_rows: RoundRows,
-    refine_rows: RefineRows,
-) -> np.ndarray:
+def round_two_sided(weight: torch.Tensor, outputs: torch.Tensor, grid: Any, solver: RowSolver) -> np.ndarray:
     """Codes int16 [rows, columns] of weight float [rows, columns], and the grid's parameters.
 
-    hessian  H [columns, columns] of the inputs
     outputs  A, float [blocks, n, n]: those about its diagonal; the last one may have fewer rows than n
     """
     codes = np.empty(weight.shape, np.int16)
@@ -55,66 +57,57 @@ def round_two_sided(
         rows = np.arange(i * len(block), min((i + 1) * len(block), len(weight)))
         own, target = replace(grid, rows=len(rows)), weight[rows[0] : rows[-1] + 1]
         among = block[: len(rows), : len(rows)].to(weight, copy=True)
-        codes[rows] = _round_block(target, hessian, among, own, round_rows, refine_rows)
+        damp(among, _DAMPING)
+        codes[rows] = _Block(target, among, own, solver).codes
         grid.copy_rows(rows, own, np.arange(len(rows)))
     return codes
 
 
-def _round_block(
-    weight: torch.Tensor,
-    hessian: torch.Tensor,
-    outputs: torch.Tensor,
-    grid: Any,
-    round_rows: RoundRows,
-    refine_rows: RefineRows,
-) -> np.ndarray:
-    """As `round_two_sided`, with A [rows, rows], which is damped in place."""
-    damp(outputs, _DAMPING)
-    order = torch.argsort(outputs.diagonal(), descending=True)
-    codes = np.empty(weight.shape, np.int16)
-    left = weight.clone()  # the targets of rows that are not rounded yet, then E of all
-    factor = inverse_factor(outputs[order[:, None], order])
-    parts = [slice(at, min(at + _PART, len(order))) for at in range(0, len(order), _PART)]
-    for part in parts:
+class _Block:
+    """Rows that one block of A [rows, rows], damped, is of; made with their codes found."""
+
+    def __init__(self, weight: torch.Tensor, outputs: torch.Tensor, grid: Any, solver: RowSolver) -> None:
+        self.outputs, self.grid, self.solver = outputs, grid, solver
+        self.codes = np.empty(weight.shape, np.int16)
+        self.lost = weight.clone()  # the targets of rows that are not rounded yet, then E of all
+        order = torch.argsort(outputs.diagonal(), descending=True)
+        parts = [slice(at, min(at + _PART, len(order))) for at in range(0, len(order), _PART)]
+        factor = inverse_factor(outputs[order[:, None], order])
+        for part in parts:
+            self._round(weight, order, part, factor)
+        for _ in range(_SWEEPS):
+            for part in parts:
+                self._refine(order[part])
+
+    def _round(self, weight: torch.Tensor, order: torch.Tensor, part: slice, factor: torch.Tensor | None) -> None:
+        """Round the rows order[part], and shift the targets of those after them."""
         rows = order[part]
-        target, own = left[rows], replace(grid, rows=len(rows))
-        found = round_rows(target, own)
-        at = rows.cpu().numpy()
-        codes[at] = found
-        grid.copy_rows(at, own, np.arange(len(at)))
+        target, own = self.lost[rows], replace(self.grid, rows=len(rows))
+        found = self.solver.round_rows(target, own)
+        self._keep(rows.cpu().numpy(), own, found)
         values = torch.from_numpy(dequantize(found, own)).to(weight)
         if factor is not None:
             later = order[part.stop :]
             moved = torch.linalg.solve_triangular(factor[part, part].T, target - values, upper=False)
-            left[later] -= factor[part, part.stop :].T @ moved
-        left[rows] = weight[rows] - values
-    for _ in range(_SWEEPS):
-        for part in parts:
-            _refine_part(order[part], left, hessian, outputs, grid, codes, refine_rows)
-    return codes
+            self.lost[later] -= factor[part, part.stop :].T @ moved
+        self.lost[rows] = weight[rows] - values
 
+    def _refine(self, rows: torch.Tensor) -> None:
+        """Refine some rows against the errors of all, where the cost falls."""
+        at = rows.cpu().numpy()
+        felt = self.outputs[rows] @ self.lost
+        among = self.outputs[rows[:, None], rows]
+        own = replace(self.grid, rows=len(at))
+        own.copy_rows(np.arange(len(at)), self.grid, at)
+        old = torch.from_numpy(dequantize(self.codes[at], own)).to(self.lost)
+        found = self.codes[at]
+        self.solver.refine_rows(old + torch.linalg.solve(among, felt), own, found)
+        by = torch.from_numpy(dequantize(found, own)).to(self.lost) - old
+        cost = by @ self.solver.hessian
+        if float(((among @ by - 2 * felt) * cost).sum(dtype=torch.float64)) < 0:
+            self._keep(at, own, found)
+            self.lost[rows] -= by
 
-def _refine_part(
-    rows: torch.Tensor,
-    lost: torch.Tensor,
-    hessian: torch.Tensor,
-    outputs: torch.Tensor,
-    grid: Any,
-    codes: np.ndarray,
-    refine_rows: RefineRows,
-) -> None:
-    """Refine some rows against the errors of all, `lost`, where the cost falls."""
-    at = rows.cpu().numpy()
-    felt = outputs[rows] @ lost
-    among = outputs[rows[:, None], rows]
-    own = replace(grid, rows=len(at))
-    own.copy_rows(np.arange(len(at)), grid, at)
-    old = torch.from_numpy(dequantize(codes[at], own)).to(lost)
-    found = codes[at]
-    refine_rows(old + torch.linalg.solve(among, felt), own, found)
-    by = torch.from_numpy(dequantize(found, own)).to(lost) - old
-    cost = by @ hessian
-    if float(((among @ by - 2 * felt) * cost).sum(dtype=torch.float64)) < 0:
-        codes[at] = found
-        grid.copy_rows(at, own, np.arange(len(at)))
-        lost[rows] -= by
+    def _keep(self, at: np.ndarray, own: Any, codes: np.ndarray) -> None:
+        self.codes[at] = codes
+        self.grid.copy_rows(at, own, np.arange(len(at)))

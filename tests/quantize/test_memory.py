@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tracemalloc
 import weakref
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,13 +18,17 @@ import transformers
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from bridge.checkpoint import open_checkpoint
 from bridge.quantize import Method, quantize_model, superblocks
+from bridge.quantize.float_model import FloatModel
+from bridge.quantize.forward_passes import output_hessians
+from tests.support.tiny_models import save_model
 
 HIDDEN, INNER, TOKENS, HEAD = 256, 1536, 256, 16384
 
 
 class Live(TorchDispatchMode):
-    """The most bytes that torch's tensors and numpy's arrays have held together since it was entered."""
+    """The most bytes that torch's tensors (not files' pages) and numpy's arrays have held since it was entered."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -43,9 +48,9 @@ class Live(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         arguments = {t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)}
         for tensor in tree_leaves(result):
-            if isinstance(tensor, torch.Tensor):
+            if isinstance(tensor, torch.Tensor) and not tensor.is_meta:
                 storage = tensor.untyped_storage()
-                if storage._cdata not in self.known | arguments:
+                if storage._cdata not in self.known | arguments and storage.filename is None:
                     self.known.add(storage._cdata)
                     self.now += storage.nbytes()
                     weakref.finalize(storage, self._freed, storage._cdata, storage.nbytes())
@@ -109,6 +114,30 @@ def test_a_head_in_spans_of_rows_takes_the_memory_of_a_span() -> None:
     others = 16 * 4 * TOKENS * HIDDEN + 16 * 4 * HIDDEN**2
     assert most(1) > 3 * head
     assert most(16, head_spans=spans) < 8 * head / 16 + others
+
+
+def most_for_gradients(folder: Path, layers: int, on_disk: bool) -> int:
+    """The most bytes that gathering A of a model's layers takes."""
+    fields = {"hidden_size": 64, "intermediate_size": 64, "head_dim": 32, "num_hidden_layers": layers}
+    model = save_model(folder / f"model-{layers}-{on_disk}", "LlamaConfig", vocab_size=64, **fields)
+    files = folder / f"files-{layers}-{on_disk}"
+    files.mkdir()
+    tokens = torch.randint(0, 64, (64, 64), generator=torch.Generator().manual_seed(0))
+    with open_checkpoint(model) as checkpoint:
+        streamed = FloatModel(checkpoint)
+        with Live() as live:
+            found = dict(output_hessians(streamed, tokens, files if on_disk else None))
+        assert len(found) == 7 * layers
+        assert all(p.is_meta for p in streamed.model.parameters())
+    assert len(list(files.iterdir())) == (len(found) if on_disk else 0)
+    return live.most
+
+
+def test_gathering_gradients_takes_the_memory_of_one_block_however_many_there_are(tmp_path: Path) -> None:
+    two, eight = (most_for_gradients(tmp_path, layers, True) for layers in (2, 8))
+    activations = 4 * 64 * 64 * 64  # between two blocks
+    assert eight < two + activations
+    assert most_for_gradients(tmp_path, 8, False) > eight + 5 * activations
 
 
 RESIDENT = """

@@ -85,13 +85,12 @@ def test_the_target_of_each_part_makes_up_for_the_rows_before_it(layer) -> None:
         return codes
 
     grid = SuperblockGrid(BLOCKS["Q6_K"], 72, 256)
-    two_sided.round_two_sided(
-        layer.weight, layer.hessian.matrix, layer.outputs, grid, whole_numbers, lambda target, own, codes: None
-    )
+    solver = two_sided.RowSolver(layer.hessian.matrix, whole_numbers, lambda target, own, codes: None)
+    two_sided.round_two_sided(layer.weight, layer.outputs, grid, solver)
     assert at == 72
 
 
-def test_a_gguf_is_the_same_with_activations_on_disk_and_other_than_by_one_side(tmp_path) -> None:
+def test_the_default_is_two_sided_and_the_same_with_any_folder_for_activations(tmp_path) -> None:
     from bridge.conversion.converter import convert
     from bridge.quantize.settings import Calibration
     from tests.support.tiny_models import save_model
@@ -105,7 +104,7 @@ def test_a_gguf_is_the_same_with_activations_on_disk_and_other_than_by_one_side(
         said: list[str] = []
         settings = Calibration(
             tokens,
-            **{"method": "two-sided", "length": 32, "progress": lambda d, n, text, s=said: s.append(text)} | options,
+            **{"length": 32, "progress": lambda d, n, text, s=said: s.append(text)} | options,
         )
         convert(model, tmp_path / f"{name}.gguf", type="Q4_K", calibrate=settings)
         made.append((tmp_path / f"{name}.gguf").read_bytes())
