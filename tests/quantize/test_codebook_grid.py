@@ -44,7 +44,7 @@ def solved(weight: torch.Tensor, hessian: torch.Tensor, type: str) -> tuple[Code
 
 
 @pytest.mark.parametrize("type", TYPES)
-def test_a_unit_costs_its_residual_in_the_metric_and_no_sign_is_better_flipped(type: str) -> None:
+def test_a_unit_costs_its_residual_in_the_metric_and_keeps_the_parity_of_signs(type: str) -> None:
     found = rounding(type)
     unit, search = found.unit, found.search
     even = type in ("IQ2_XXS", "IQ2_XS", "IQ3_XXS")
