@@ -26,6 +26,7 @@ from benchlib.divergence import FloatModel
 from benchlib.groups import print_groups
 
 from bridge.blocks import BLOCKS
+from bridge.blocks.read import WRITTEN
 from bridge.quantize import Method, superblocks
 from bridge.quantize.grids.superblock import SuperblockGrid
 from bridge.runtime.cpu import dequantize
@@ -63,9 +64,12 @@ def main() -> None:
         for key in reference.linears(theirs):
             theirs[key] = dequantize.rows(name, ggml.quantize(theirs[key], name, float_model.importance[key]))
         peer = float_model.divergence(theirs)
-        bpw = BLOCKS[name].bpw
+        bpw = WRITTEN[name].bpw
         points.append({"name": name, "maker": "llama.cpp's quantizer, imatrix", "bpw": bpw, "kl": peer})
-        for step, settings, cross in STEPS if options.steps else (STEPS[0], *STEPS[-2:]):
+        steps = STEPS if options.steps else [STEPS[0], *STEPS[-2:]]
+        if name not in BLOCKS:  # its scales are chosen while it is rounded
+            steps = [step for step in steps if "unweighted" not in step[0]]
+        for step, settings, cross in steps:
             grid = partial(Unweighted, BLOCKS[name], spread=False) if "unweighted" in step else superblocks(name)
             felt = {"outputs": outputs.get} if step == TWO_SIDED else {}
             own, seconds = float_model.quantized(Method(grid, **settings).layer, cross=cross, **felt)

@@ -1,4 +1,5 @@
-"""WRITTEN: all block types that are written. READ: all that are read and multiplied.
+"""WRITTEN: all block types that are written. READ: all that are read and multiplied. CALIBRATED: those beyond BLOCKS
+whose codes a calibration text chooses.
 
 A module of its own, because the codebooks and tables of the IQ types are the `gguf` package's, which is imported here.
 """
@@ -21,4 +22,7 @@ from bridge.blocks.tq2_0 import TQ2_0
 _ROUNDED = (IQ1_S, IQ1_M, TQ1_0, TQ2_0, IQ2_XXS, IQ2_XS, IQ2_S, IQ3_XXS, IQ3_S, IQ4_XS, IQ4_NL)
 WRITTEN: dict[str, BlockType] = TYPES | {block.name: block for block in _ROUNDED}
 READ: dict[str, BlockType] = WRITTEN | {block.name: block for block in (Q1_0,)}
+CALIBRATED: dict[str, BlockType] = {
+    block.name: block for block in (IQ2_XXS, IQ2_XS, IQ2_S, IQ3_XXS, IQ3_S, IQ4_XS, IQ4_NL)
+}
 assert {block.name: block.size for block in _ROUNDED} == ROUNDED

@@ -19,6 +19,7 @@ import numpy as np
 
 import bridge
 from bridge.blocks import Q8_0, TYPES
+from bridge.blocks.read import CALIBRATED
 from bridge.checkpoint import Checkpoint
 from bridge.conversion.part_reader import PartReader
 from bridge.conversion.plan import How, Plan, PlannedTensor
@@ -66,7 +67,7 @@ def mark_calibrated(plan: Plan, reader: PartReader, method: str) -> Plan:
 
 
 def _is_calibrated(tensor: PlannedTensor, part: Part, how: How, reader: PartReader, method: str) -> bool:
-    block = TYPES.get(tensor.type)
+    block = (TYPES | CALIBRATED).get(tensor.type)
     inside = tensor.layer is not None or (tensor.kind == "output" and block is not Q8_0)
     if not (tensor.quantizable and inside and block is not None and part.layer is not None):
         return False

@@ -17,7 +17,7 @@ from gguf import GGML_QUANT_VERSION, GGUFValueType, LlamaFileType
 from gguf.gguf_writer import GGUFValue
 
 from bridge.blocks import FP4, MXFP4, NVFP4, Q2_0, ROUNDED, BlockType
-from bridge.blocks.read import WRITTEN
+from bridge.blocks.read import CALIBRATED, WRITTEN
 from bridge.blocks.tq2_0 import TQ2_0
 from bridge.checkpoint import Checkpoint
 from bridge.conversion.checkpoint_outline import outline_of
@@ -228,6 +228,8 @@ class Planner:
         if not rounded or type not in ROUNDED:
             return
         if self.calibrated and (tensor.layer is not None or tensor.kind == "output"):
+            if type in CALIBRATED:
+                return
             raise BridgeError(
                 f"{tensor.name}: no text can choose codes of {type}; choose another type, such as Q4_K or Q2_K, or "
                 f"leave out {parameter('calibrate')} and round to it with {parameter('imatrix')}"

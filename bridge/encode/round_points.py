@@ -10,6 +10,7 @@ Searches of scales are `round_values`'.
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
 from typing import Any
@@ -33,7 +34,7 @@ _SETTINGS: dict[str, dict[str, Any]] = {
     "IQ2_XS": {"first": 27.0, "step": 2.5, "starts": 8, "refits": 1, "tries": 32, "rounds": 2},
     "IQ2_XXS": {"first": 28.0, "step": 3.5, "starts": 5, "refits": 0, "tries": 32, "rounds": 2},
 }
-_EVEN = ("IQ2_XXS", "IQ2_XS", "IQ3_XXS")  # types whose signs have an even number of minuses
+EVEN = ("IQ2_XXS", "IQ2_XS", "IQ3_XXS")  # types whose signs have an even number of minuses
 _EMPHATIC = ("IQ2_XXS", "IQ2_XS", "IQ2_S")  # types that are searched with errors of large weights costing more
 
 # set per type by `specialize`
@@ -136,9 +137,24 @@ def _search(x, w, row, at, scratch, sc, mn):
     return d, _ZERO
 
 
+@dataclass(frozen=True)
+class Codebook:
+    """A type's points as `nearest_points` takes them.
+
+    codes    uint8 [points, width]: the number of each coordinate's level
+    bounds   between the levels
+    """
+
+    codes: np.ndarray
+    near: np.ndarray
+    numbers: np.ndarray
+    values: np.ndarray
+    bounds: tuple[float, ...]
+
+
 @cache
-def points_quantizer(name: str) -> Callable[..., None]:
-    """The compiled loop over rows of a type of IQ2 or IQ3, see `rows_quantizer`."""
+def codebook(name: str) -> Codebook:
+    """The codebook of a type of IQ2 or IQ3."""
     kind = WRITTEN[name]
     levels_of: np.ndarray = import_module(f"bridge.blocks.{name.lower()}").POINTS
     width = levels_of.shape[1]
@@ -147,15 +163,24 @@ def points_quantizer(name: str) -> Callable[..., None]:
     points = levels[levels_of].astype(np.float32)
     cells = levels[np.arange(n**width)[:, None] // n ** np.arange(width - 1, -1, -1) % n].astype(np.float32)
     numbers = lists(points, cells)
+    near = np.ascontiguousarray(points[numbers].transpose(0, 2, 1)).astype(np.int8)
+    return Codebook(levels_of, near, numbers, points, tuple(((levels[1:] + levels[:-1]) / 2).tolist()))
+
+
+@cache
+def points_quantizer(name: str) -> Callable[..., None]:
+    """The compiled loop over rows of a type of IQ2 or IQ3, see `rows_quantizer`."""
+    kind, parts = WRITTEN[name], codebook(name)
+    width = parts.values.shape[1]
     constants = {
         "width": width,
-        "levels": n,
-        "even": name in _EVEN,
+        "levels": len(parts.bounds) + 1,
+        "even": name in EVEN,
         "emphatic": name in _EMPHATIC,
-        "near": np.ascontiguousarray(points[numbers].transpose(0, 2, 1)).astype(np.int8),
-        "numbers": numbers,
-        "values": points,
-        "codes_of": levels_of,
-        "snap": snapper(kind.sub, width, tuple(((levels[1:] + levels[:-1]) / 2).tolist())),
+        "near": parts.near,
+        "numbers": parts.numbers,
+        "values": parts.values,
+        "codes_of": parts.codes,
+        "snap": snapper(kind.sub, width, parts.bounds),
     }
     return values_quantizer(kind, (fold, reach, fit, points_write), _SETTINGS[name] | constants, _workspace, _search)

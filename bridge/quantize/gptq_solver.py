@@ -9,6 +9,7 @@ parameters are fitted together (a group, a superblock), and each run into sub-ru
     low, high          range of codes q
     a, c               float32 [rows, columns / sub], the lines; valid for runs that were fitted
     ternary            codes 0, 1, 2 mean c, 0, a: the line bends
+    vectors            codes are chosen together: the grid rounds whole runs (`VectorGrid`), c is 0
     fit(run, weights, importance, quick)
     copy_rows(rows, source, source_rows)
 
@@ -23,7 +24,7 @@ beforehand. The usual act-order (groups cut from the order) permutes the columns
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Protocol, Self
+from typing import Any, ClassVar, Protocol, Self
 
 import numpy as np
 import torch
@@ -47,6 +48,7 @@ class Grid(Protocol):
     a: np.ndarray
     c: np.ndarray
     ternary: bool
+    vectors: ClassVar[bool]
 
     def fit(self, run: int, weights: np.ndarray, importance: np.ndarray, quick: bool = False) -> None:
         """Fit a run to weights [rows, fit_columns]; importance [fit_columns]: the cost of a squared error in each.
@@ -56,6 +58,20 @@ class Grid(Protocol):
 
     def copy_rows(self, rows: np.ndarray, source: Self, source_rows: np.ndarray) -> None:
         """Set the parameters of rows to those of `source_rows` of another grid of the same kind."""
+
+
+class VectorGrid(Grid, Protocol):
+    """A grid that rounds whole runs, and chooses their scales meanwhile."""
+
+    unit: int  # columns that are rounded at once
+
+    def round_run(
+        self, run: int, weight: torch.Tensor, columns: np.ndarray, factor: torch.Tensor
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Codes int16 and errors (divided by the factor's diagonal) float32 [rows, n] of weight [rows, n].
+
+        columns  int [n], counted from the run's first; factor [n, n]: U of these
+        """
 
 
 @dataclass(frozen=True)
@@ -97,7 +113,12 @@ def solve(
     hessian = hessian.to(weight)
     importance = hessian.diagonal().cpu().numpy()
     found = found or damped_factor(hessian, damping, at)
-    factor = found[0] if found else torch.eye(columns, dtype=weight.dtype, device=weight.device)
+    if found:
+        factor = found[0]
+    elif grid.vectors and np.isfinite(importance).all():  # scales are chosen by what errors cost
+        factor = torch.diag(hessian.diagonal()[at].clamp_min(torch.finfo(weight.dtype).tiny).rsqrt())
+    else:
+        factor = torch.eye(columns, dtype=weight.dtype, device=weight.device)
     shift = None
     if cross is not None and found:
         shift = alpha * torch.triu(cross.to(weight)[at[:, None], at] @ factor.T, 1) @ factor
@@ -111,7 +132,7 @@ def solve(
     damping = found[1] if found else float("inf")
     most = torch.linalg.vector_norm(state.errors, dim=1).square().cpu().numpy()  # of the damped H
     del found, factor, shift, state  # free their memory before more is needed
-    if nearest and damping < float("inf") and cross is None:
+    if nearest and damping < float("inf") and cross is None and not grid.vectors:
         _prefer_nearest(weight, hessian, grid, codes, importance if fit == "reached" else None, most)
     return Solution(codes, damping)
 
@@ -221,12 +242,17 @@ def error(weight: torch.Tensor, values: np.ndarray | torch.Tensor, hessian: torc
     return total
 
 
-def grouped_act_order(hessian: torch.Tensor, fit_columns: int) -> np.ndarray:
-    """Act-order inside fixed groups: runs by falling sum of diag H, columns by falling diag H -> int [columns]."""
+def grouped_act_order(hessian: torch.Tensor, fit_columns: int, *parts: int) -> np.ndarray:
+    """Act-order inside fixed groups: runs by falling sum of diag H, columns by falling diag H -> int [columns].
+
+    parts  columns in a part of a run, then in a part of one, and so on, which are ordered likewise, in place of columns
+    """
     diagonal = hessian.diagonal().double().cpu().numpy()
-    runs = np.arange(len(diagonal)) // fit_columns
-    sums = np.bincount(runs, diagonal)
-    return np.lexsort((np.arange(len(diagonal)), -diagonal, runs, -sums[runs]))
+    keys: list[np.ndarray] = []
+    for span in (fit_columns, *(parts or (1,))):
+        runs = np.arange(len(diagonal)) // span
+        keys += [-np.bincount(runs, diagonal)[runs], runs]
+    return np.lexsort(keys[::-1])
 
 
 def _runs(order: np.ndarray, fit_columns: int, fitted: bool) -> list[tuple[int, int]]:
@@ -275,8 +301,20 @@ class _State:
             run = int(columns[0]) // self.grid.fit_columns
             values = self.weight[:, begin:end][:, _back(columns)].cpu().numpy().astype(self.grid.a.dtype, copy=False)
             self.grid.fit(run, values, self.importance[run * self.grid.fit_columns :][: end - begin], self.quick)
+        if self.grid.vectors:
+            self.vectors(begin, end)
+            return
         starts = list(range(begin, end, _LEAF))
         self.over(list(zip(starts, [*starts[1:], end], strict=True)), self.leaf)
+
+    def vectors(self, begin: int, end: int) -> None:
+        """Leave a run to its grid."""
+        grid: Any = self.grid
+        run = int(self.order[begin]) // grid.fit_columns
+        columns = self.order[begin:end] - run * grid.fit_columns
+        codes, errors = grid.round_run(run, self.weight[:, begin:end], columns, self.factor[begin:end, begin:end])
+        self.codes[:, begin:end] = codes
+        self.errors[:, begin:end] = torch.from_numpy(errors).to(self.errors)
 
     def leaf(self, begin: int, end: int) -> None:
         """Round at most _LEAF columns one after the other."""

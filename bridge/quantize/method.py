@@ -12,10 +12,12 @@ import numpy as np
 import torch
 
 from bridge.blocks import BLOCKS
+from bridge.blocks.read import CALIBRATED
 from bridge.checkpoint.grouped import GroupedTensor
 from bridge.errors import BridgeError, parameter
 from bridge.quantize.block_inputs import BlockInputs
 from bridge.quantize.gptq_solver import Solution, dequantize, error, grouped_act_order, solve
+from bridge.quantize.grids.codebook import CodebookGrid
 from bridge.quantize.grids.group import GroupGrid
 from bridge.quantize.grids.superblock import SuperblockGrid
 from bridge.quantize.hessian import damp, damped_factor, target_of
@@ -34,7 +36,7 @@ class Quantized:
     """A layer's codes on its grid, columns in the grid's layout."""
 
     name: str
-    grid: GroupGrid | SuperblockGrid
+    grid: GroupGrid | SuperblockGrid | CodebookGrid
     codes: np.ndarray  # int16 [rows, columns]
     layout: np.ndarray | None  # int [columns], the columns in the grid's order; None: unchanged
     error: float  # tr(E H E^T) / tr(W H W^T), of a sample of rows
@@ -53,16 +55,18 @@ class Quantized:
         return self.grid.tensor(self.name, self.codes, self.layout, bias)
 
     def blocks(self) -> np.ndarray:
-        """The layer as a GGUF stores it, uint8 [rows, row bytes]; superblock grids only."""
-        if not isinstance(self.grid, SuperblockGrid):
+        """The layer as a GGUF stores it, uint8 [rows, row bytes]; not of groups."""
+        if isinstance(self.grid, GroupGrid):
             raise BridgeError(f"{self.name}: groups are not GGUF blocks; write a checkpoint and convert it")
         return self.grid.pack(self.codes)
 
 
-def superblocks(type: str) -> Callable[[int, int], SuperblockGrid]:
+def superblocks(type: str) -> Callable[[int, int], SuperblockGrid | CodebookGrid]:
     """Grids of a GGUF type for (rows, columns)."""
+    if type in CALIBRATED:
+        return lambda rows, columns: CodebookGrid(CALIBRATED[type], rows, columns)
     if type not in BLOCKS:
-        raise BridgeError(f"unknown type {type!r}: choose one of {', '.join(BLOCKS)}")
+        raise BridgeError(f"unknown type {type!r}: choose one of {', '.join((*BLOCKS, *CALIBRATED))}")
     return lambda rows, columns: SuperblockGrid(BLOCKS[type], rows, columns)
 
 
@@ -113,6 +117,9 @@ class Method:
         if self.alpha:
             target = target_of(weight, layer.hessian, self.damping, self.alpha, layer.last)
         grid = self.grid(*weight.shape)
+        if grid.vectors and self.act_order == "static":
+            given = parameter("act_order", "static")
+            raise BridgeError(f"{given}: {grid.block} rounds columns that lie together; choose fixed or none")
         layout = columns_by_diagonal(hessian) if self.act_order == "free" else columns
         if layout is not None:
             target, hessian = target[:, layout], hessian[layout[:, None], layout]
@@ -123,7 +130,8 @@ class Method:
         if self.act_order == "static":
             order = columns_by_diagonal(hessian)
         elif self.act_order == "fixed":
-            order = grouped_act_order(hessian, grid.fit_columns)
+            parts = (grid.sub, grid.unit) if grid.vectors else ()
+            order = grouped_act_order(hessian, grid.fit_columns, *parts)
         fit = "first" if self.act_order == "static" else "reached"
         solution = self._two_sided(target, hessian, layer.outputs, grid, order, fit)
         if solution is None:

@@ -18,7 +18,7 @@ half of a code's own step; for G, the number of columns.
 """
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -66,8 +66,10 @@ def spans_of(columns: int, grid: Grid) -> list[slice]:
     return [slice(at, min(at + grid.fit_columns, columns)) for at in range(0, columns, grid.fit_columns)]
 
 
-def metrics_of(hessian: torch.Tensor, grid: Grid) -> list[Metric]:
-    """The metric of each run."""
+def metrics_of(hessian: torch.Tensor, grid: Any) -> list[Any]:
+    """The metric of each run: a `Metric`, or what a grid of vectors needs."""
+    if grid.vectors:
+        return [grid.metric(hessian[span, span]) for span in spans_of(len(hessian), grid)]
     return [_metric(hessian[span, span], grid.sub) for span in spans_of(len(hessian), grid)]
 
 
@@ -77,7 +79,7 @@ def refine(
     grid: Refinable,
     codes: np.ndarray,
     sweeps: int = 2,
-    metrics: list[Metric] | None = None,
+    metrics: list[Any] | None = None,
 ) -> None:
     """Move codes int16 [rows, columns] and the grid's parameters in place; tr(E H E^T) never rises.
 
@@ -94,7 +96,8 @@ def refine(
             part = np.array((lost @ hessian[:, span]).cpu().numpy(), np.float32, order="C")
             own = np.ascontiguousarray(codes[:, span])
             grid.refit(run, own, part, metrics[run], sweep)
-            _descent(grid, run, own, part, metrics[run])
+            if not grid.vectors:  # their units have moved already
+                _descent(grid, run, own, part, metrics[run])
             codes[:, span] = own
             lost[:, span] = weight[:, span] - torch.from_numpy(run_values(grid, run, own)).to(weight)
 

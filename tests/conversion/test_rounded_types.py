@@ -71,14 +71,29 @@ def test_an_imatrix_without_a_tensor_that_needs_it_is_told(floats: Path, imatrix
         plan_checkpoint(larger, type="IQ2_XS", imatrix=imatrix)
 
 
-def test_a_text_cannot_choose_codes_of_a_codebook(floats: Path, tmp_path: Path) -> None:
+def test_a_text_chooses_codes_of_codebooks_without_an_imatrix(floats: Path, tmp_path: Path) -> None:
+    text = tmp_path / "ids.npy"
+    np.save(text, np.arange(4096) % 300)
+    few = Calibration(text, samples=16, length=64)
+    report = bridge.convert(floats, tmp_path / "m.gguf", type="IQ2_S", calibrate=few)
+    of_layers = {t.type: t for t in report.tensors if t.name.startswith("blk.") and "norm" not in t.name}
+    assert set(of_layers) >= {"IQ2_XS", "IQ3_S"}
+    found = {t.name: t for t in verify(tmp_path / "m.gguf", floats).tensors}
+    for tensor in of_layers.values():
+        assert tensor.outcome == "calibrated"
+        fidelity = found[tensor.name].fidelity
+        assert fidelity
+        assert 0 < fidelity.error < 0.5 * fidelity.signal
+
+
+def test_a_text_cannot_choose_shifted_or_ternary_codes(floats: Path, tmp_path: Path) -> None:
     text = tmp_path / "ids.npy"
     np.save(text, np.arange(4096) % 300)
     small = Calibration(text, samples=1, length=32)
-    with pytest.raises(BridgeError, match=r"attn_q\.weight: no text can choose codes of IQ4_XS; .*, or leave out"):
-        bridge.convert(floats, tmp_path / "m.gguf", type="IQ4_XS", calibrate=small)
-    pinned = [("attn_q", "IQ4_XS")]
-    with pytest.raises(BridgeError, match="no text can choose codes of IQ4_XS"):
+    with pytest.raises(BridgeError, match=r"\w+\.weight: no text can choose codes of IQ1_M; .*, or leave out"):
+        bridge.convert(floats, tmp_path / "m.gguf", type="IQ1_M", calibrate=small)
+    pinned = [("attn_q", "TQ2_0")]
+    with pytest.raises(BridgeError, match="no text can choose codes of TQ2_0"):
         bridge.convert(
             floats, tmp_path / "m.gguf", tensor_types=pinned, calibrate=small, budget=Budget(size=300_000, swaps=0)
         )

@@ -7,7 +7,7 @@ least weighted squared error: with few codes, clipping outliers helps.
 """
 
 from dataclasses import dataclass, field
-from typing import Self
+from typing import ClassVar, Self
 
 import numpy as np
 
@@ -34,6 +34,7 @@ class GroupGrid:
     shrink: bool = False
     half: bool = True
     dtype: type = np.float32
+    vectors: ClassVar[bool] = False
     a: np.ndarray = field(init=False)
     c: np.ndarray = field(init=False)
 

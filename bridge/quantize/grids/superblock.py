@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import numpy as np
 
@@ -86,6 +86,7 @@ class SuperblockGrid:
     a: np.ndarray = field(init=False)
     c: np.ndarray = field(init=False)
     ternary: bool = field(default=False, init=False)
+    vectors: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         if self.columns % self.block.size:
