@@ -15,19 +15,21 @@ def window_layers(config: Config, args: Arguments) -> dict[str, Any]:
     """
     if not config.get("sliding_window"):
         return {}
-    period = config.get("sliding_window_pattern")
-    if isinstance(period, str) and period:  # "LLLG": local and global layers
-        types = [_TYPES.get(period[layer % len(period)]) for layer in range(args.layers)]
-    else:
-        period = config.integer("sliding_window_pattern", 4)
-        types = ["full_attention" if (layer + 1) % period == 0 else _WINDOWED for layer in range(args.layers)]
-    types = config.get("layer_types", types)
+    types = config.get("layer_types") or _by_pattern(config, args.layers)
     if len(types) != args.layers or not {*types} <= {*_TYPES.values()}:
         raise BridgeError(f"{config.path}: layer_types is {types!r:.80}, must be full or sliding, for every layer")
     return {
         "attention.sliding_window": config.integer("sliding_window"),
         "attention.sliding_window_pattern": [kind == _WINDOWED for kind in types],
     }
+
+
+def _by_pattern(config: Config, layers: int) -> list[str | None]:
+    pattern = config.get("sliding_window_pattern")
+    if isinstance(pattern, str) and pattern:  # "LLLG": local and global layers
+        return [_TYPES.get(pattern[layer % len(pattern)]) for layer in range(layers)]
+    period = config.integer("sliding_window_pattern", 4)
+    return ["full_attention" if (layer + 1) % period == 0 else _WINDOWED for layer in range(layers)]
 
 
 _WINDOWED = "sliding_attention"
