@@ -126,6 +126,11 @@ QUANTIZED: dict[str, tuple[bool, dict[str, int]]] = {
     "qwen3-next": (False, {"moe_intermediate_size": 32, "shared_expert_intermediate_size": 32}),
     "deepseek3": (False, {"q_lora_rank": 32, "kv_lora_rank": 32, "v_head_dim": 16, "moe_intermediate_size": 32}),
     "glm4-moe": (False, {"moe_intermediate_size": 32}),
+    "qwen3.5": (False, {"linear_key_head_dim": 32, "linear_value_head_dim": 32}),
+    "qwen3.5-moe": (False, {"linear_key_head_dim": 32, "linear_value_head_dim": 32, "moe_intermediate_size": 32,
+        "shared_expert_intermediate_size": 32}),
+    "seed-oss": (True, {}), "olmo3": (True, {}), "exaone4": (True, {}), "ministral3": (True, {}),
+    "ernie4.5": (True, {}),
 }  # fmt: skip
 
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from bridge.errors import BridgeError
 from bridge.models import describe_model
 from bridge.models.families import ALL
 from bridge.models.outline import Outline, OutlineTensor, Part
@@ -82,3 +83,20 @@ def test_every_family_has_a_case() -> None:
     for golden in GOLDENS.glob("*.json"):
         known |= {*json.loads(golden.read_text())["config"]["architectures"]}
     assert not [family.arch for family in ALL if not known & {*family.architectures, family.model_type}]
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "problem"),
+    [
+        ("exaone4", {"sliding_window": 32}, "only in EXAONE 4's model of 64 layers"),
+        ("olmo3", {"layer_types": ["full_attention"]}, "must be full or sliding, for every layer"),
+        ("qwen3.5", {"linear_num_key_heads": 3}, "4 value heads cannot share 3 key heads"),
+        ("ministral3", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}, "reads Ministral 3 with yarn"),
+    ],
+)
+def test_a_config_that_llama_cpp_cannot_express_is_refused(
+    name: str, change: dict[str, Any], problem: str, tmp_path: Path
+) -> None:
+    golden = json.loads((GOLDENS / f"{name}.json").read_text())
+    with pytest.raises(BridgeError, match=problem):
+        describe_model(golden["config"] | change, tmp_path, golden["checkpoint"])

@@ -22,6 +22,13 @@ def wrapped(model_type: str, vision: dict[str, Any], **text: Any) -> dict[str, A
     return {"text_config": {**TEXT, "model_type": model_type, **text}, "vision_config": vision}
 
 
+DELTA: dict[str, Any] = {
+    "num_hidden_layers": 4, "head_dim": 16, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8, "linear_value_head_dim": 8, "rope_parameters": {"rope_type": "default", "rope_theta": 1e7,
+        "mrope_section": [1, 1, 0], "mrope_interleaved": True, "partial_rotary_factor": 0.25},
+}  # fmt: skip
+
+
 # name -> (config class of transformers, its fields beside TEXT, or a model of several parts)
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2.5-vl": ("Qwen2_5_VLConfig", wrapped("qwen2_5_vl_text", VISION, rope_parameters=MROPE)),
@@ -65,6 +72,17 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3-next": ("Qwen3NextConfig", {"num_hidden_layers": 4, "head_dim": 16, "linear_num_key_heads": 2,
         "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8, "num_experts": 3,
         "num_experts_per_tok": 2, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16}),
+    "qwen3.5": ("Qwen3_5TextConfig", DELTA),
+    "qwen3.5-vl": ("Qwen3_5Config", wrapped("qwen3_5_text", {**VISION, "deepstack_visual_indexes": []}, **DELTA)),
+    "qwen3.5-moe": ("Qwen3_5MoeTextConfig", {**DELTA, "num_experts": 3, "num_experts_per_tok": 2,
+        "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16}),
+    "seed-oss": ("SeedOssConfig", {"head_dim": 16, "attention_bias": True}),
+    "olmo3": ("Olmo3Config", {"num_hidden_layers": 5, "sliding_window": 32}),
+    "exaone4": ("Exaone4Config", {"sliding_window": None, "layer_types": 2 * ["full_attention"]}),
+    "ministral3": ("Ministral3Config", {"head_dim": 16, "rope_parameters": {"rope_type": "yarn", "rope_theta": 1e6,
+        "factor": 4.0, "original_max_position_embeddings": 64, "beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0,
+        "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1}}),
+    "ernie4.5": ("Ernie4_5Config", {"head_dim": 16}),
     "gpt-oss": ("GptOssConfig", {"head_dim": 16, "num_hidden_layers": 3, "num_local_experts": 3,
         "num_experts_per_tok": 2, "sliding_window": 32, "rope_parameters": {"rope_type": "yarn", "rope_theta": 10000.0,
             "factor": 4.0, "original_max_position_embeddings": 64, "beta_fast": 32.0, "beta_slow": 1.0}}),

@@ -3,6 +3,8 @@
 from bridge.models.families.bitnet import BITNET
 from bridge.models.families.command_r import COMMAND_R
 from bridge.models.families.deepseek import DEEPSEEK2
+from bridge.models.families.ernie4_5 import ERNIE4_5
+from bridge.models.families.exaone4 import EXAONE4
 from bridge.models.families.gemma import GEMMA2, GEMMA3
 from bridge.models.families.glm4 import GLM4, GLM4_MOE
 from bridge.models.families.gpt2 import GPT2
@@ -12,11 +14,14 @@ from bridge.models.families.llama import LLAMA
 from bridge.models.families.mistral import MISTRAL, MIXTRAL
 from bridge.models.families.mistral3 import MISTRAL3
 from bridge.models.families.olmo2 import OLMO2
+from bridge.models.families.olmo3 import OLMO3
 from bridge.models.families.phi3 import PHI3
 from bridge.models.families.qwen2 import QWEN2, QWEN2_MOE
 from bridge.models.families.qwen3 import QWEN3, QWEN3_MOE
+from bridge.models.families.qwen3_5 import QWEN3_5, QWEN3_5_MOE
 from bridge.models.families.qwen3_next import QWEN3_NEXT
 from bridge.models.families.qwen_vl import QWEN2_VL, QWEN3_VL, QWEN3_VL_MOE
+from bridge.models.families.seed_oss import SEED_OSS
 from bridge.models.families.smollm3 import SMOLLM3
 from bridge.models.families.starcoder2 import STARCODER2
 from bridge.models.family import Family
@@ -24,6 +29,6 @@ from bridge.models.family import Family
 ALL = (
     LLAMA, MISTRAL, MIXTRAL, MISTRAL3, QWEN2, QWEN2_MOE, QWEN2_VL, QWEN3, QWEN3_MOE, QWEN3_VL, QWEN3_VL_MOE, QWEN3_NEXT,
     SMOLLM3, GRANITE, PHI3, GEMMA2, GEMMA3, GLM4, GLM4_MOE, OLMO2, COMMAND_R, STARCODER2, GPT2, DEEPSEEK2,
-    GPT_OSS, BITNET,
+    GPT_OSS, BITNET, QWEN3_5, QWEN3_5_MOE, SEED_OSS, OLMO3, EXAONE4, ERNIE4_5,
 )  # fmt: skip
 FAMILIES: dict[str, Family] = {name: family for family in ALL for name in (*family.architectures, family.model_type)}

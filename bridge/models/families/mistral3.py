@@ -1,18 +1,43 @@
-"""Mistral Small 3.1 and similar: Mistral's language model inside a vision model. Ministral 3 needs a template."""
+"""Mistral Small 3.1: Mistral's language model inside a vision model. Ministral 3: that, stretched by yarn.
+
+Ministral 3 multiplies q by a temperature that grows with the position beyond the original context.
+"""
 
 from dataclasses import replace
+from typing import Any
 
+from bridge.models.arguments import Arguments
 from bridge.models.families.mistral import MISTRAL
 from bridge.models.family import SILU, Expected
+from bridge.models.model_config import Config
+from bridge.models.rope import rope_number, rope_rules, yarn_betas
+
+
+def _temperature(config: Config, args: Arguments) -> dict[str, Any]:
+    if config.get("model_type") != "ministral3":
+        return {}
+    config.expect("rope_parameters.rope_type", ("yarn",), "llama.cpp reads Ministral 3 with yarn", args.rope.type)
+    rules = rope_rules(config)
+    return {
+        "rope.scaling.attn_factor": None,
+        "rope.scaling.yarn_log_multiplier": rope_number(config, rules, "mscale_all_dim"),
+        "attention.temperature_scale": rope_number(config, rules, "llama_4_scaling_beta"),
+        **yarn_betas(config, args.rope),
+    }
+
 
 MISTRAL3 = replace(
     MISTRAL,
     arch="mistral3",
-    architectures=("Mistral3ForConditionalGeneration",),
+    architectures=("Mistral3ForConditionalGeneration", "Ministral3ForCausalLM"),
     model_type="mistral3",
     expects=(
         SILU,
-        Expected("model_type", ("mistral", "mistral3"), "this language model is not in the table", by_template=True),
+        Expected(
+            "model_type", ("mistral", "mistral3", "ministral3"), "this language model is not in the table",
+            by_template=True,
+        ),
     ),
+    metadata=_temperature,
     wrapped=True,
-)
+)  # fmt: skip

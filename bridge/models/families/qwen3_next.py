@@ -14,7 +14,7 @@ from bridge.models.model_config import Config
 from bridge.models.outline import Part
 
 
-def _sizes(config: Config, args: Arguments) -> dict[str, int]:
+def delta_sizes(config: Config, args: Arguments) -> dict[str, int]:
     k_heads, v_heads = config.side("linear_num_key_heads"), config.side("linear_num_value_heads")
     k, v = config.side("linear_key_head_dim"), config.side("linear_value_head_dim")
     return {
@@ -51,7 +51,7 @@ def _part(which: slice) -> Any:
     return parts
 
 
-def _metadata(config: Config, args: Arguments) -> dict[str, Any]:
+def delta_metadata(config: Config, args: Arguments) -> dict[str, Any]:
     m = args.sizes
     expected = ["linear_attention" if _linear(args, i) else "full_attention" for i in range(args.layers)]
     config.expect("layer_types", (expected,), "the layers with full attention must be at a fixed interval", expected)
@@ -62,13 +62,23 @@ def _metadata(config: Config, args: Arguments) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _linear_row(module: str, shape: str, **more: Any) -> Row:
+def linear_row(module: str, shape: str, **more: Any) -> Row:
     return Row(f"linear_attn.{module}", shape, layers=_linear, **more)
 
 
-def _full_row(module: str, shape: str, **more: Any) -> Row:
+def full_row(module: str, shape: str, **more: Any) -> Row:
     return Row(f"self_attn.{module}", shape, layers=_full, **more)
 
+
+FULL = (
+    full_row("q_proj", "q+q hidden"),  # with the gate, head by head
+    full_row("k_proj", "kv hidden"),
+    full_row("v_proj", "kv hidden"),
+    full_row("q_norm", "head", change="+1"),
+    full_row("k_norm", "head", change="+1"),
+    full_row("o_proj", "hidden q"),
+)
+SHARED = (Row("mlp.shared_expert_gate", "hidden"), *gated_mlp("mlp.shared_expert", "shared"))
 
 QWEN3_NEXT = Family(
     arch="qwen3next",
@@ -84,29 +94,23 @@ QWEN3_NEXT = Family(
         Expected("norm_topk_prob", (True,), "llama.cpp normalizes this architecture's expert weights"),
         NO_BIASES,
     ),
-    sizes=_sizes,
-    metadata=_metadata,
+    sizes=delta_sizes,
+    metadata=delta_metadata,
     predicts=True,
     table=decoder(
         Row("input_layernorm", "hidden", change="+1"),
-        _full_row("q_proj", "q+q hidden"),  # with the gate, head by head
-        _full_row("k_proj", "kv hidden"),
-        _full_row("v_proj", "kv hidden"),
-        _full_row("q_norm", "head", change="+1"),
-        _full_row("k_norm", "head", change="+1"),
-        _full_row("o_proj", "hidden q"),
-        _linear_row("in_proj_qkvz", "keys+keys+values hidden", name="attn_qkv.weight", parts=_part(slice(0, 3))),
-        _linear_row("in_proj_qkvz", "values hidden", name="attn_gate.weight", parts=_part(slice(3, 4))),
-        _linear_row("in_proj_ba", "v_heads+v_heads hidden"),
-        _linear_row("conv1d", "keys+keys+values kernel", change="squeezed", floats="F32"),
-        _linear_row("dt_bias", "v_heads", exact=True, name="ssm_dt.bias"),
-        _linear_row("A_log", "v_heads", exact=True, name="ssm_a", change="-exp"),
-        _linear_row("norm", "v_dim"),
-        _linear_row("out_proj", "hidden values"),
+        *FULL,
+        linear_row("in_proj_qkvz", "keys+keys+values hidden", name="attn_qkv.weight", parts=_part(slice(0, 3))),
+        linear_row("in_proj_qkvz", "values hidden", name="attn_gate.weight", parts=_part(slice(3, 4))),
+        linear_row("in_proj_ba", "v_heads+v_heads hidden"),
+        linear_row("conv1d", "keys+keys+values kernel", change="squeezed", floats="F32"),
+        linear_row("dt_bias", "v_heads", exact=True, name="ssm_dt.bias"),
+        linear_row("A_log", "v_heads", exact=True, name="ssm_a", change="-exp"),
+        linear_row("norm", "v_dim"),
+        linear_row("out_proj", "hidden values"),
         Row("post_attention_layernorm", "hidden", change="+1"),
         *EXPERTS,
-        Row("mlp.shared_expert_gate", "hidden"),
-        *gated_mlp("mlp.shared_expert", "shared"),
+        *SHARED,
         norm=Row(NORM.source, "hidden", change="+1"),
     ),
 )  # fmt: skip

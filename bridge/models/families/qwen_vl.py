@@ -15,8 +15,8 @@ from bridge.models.model_config import Config
 from bridge.models.rope import rope_rules
 
 
-def _sections(config: Config, _args: Arguments) -> dict[str, Any]:
-    sections = rope_rules(config).get("mrope_section")
+def rope_sections(config: Config, _args: Arguments, default: list[int] | None = None) -> dict[str, Any]:
+    sections = rope_rules(config).get("mrope_section", default)
     if not isinstance(sections, list) or len(sections) != 3 or not all(type(n) is int for n in sections):
         raise BridgeError(f"{config.path}: the rope parameters' mrope_section is {sections!r}, must be three counts")
     return {"rope.dimension_sections": [*sections, 0]}
@@ -25,7 +25,7 @@ def _sections(config: Config, _args: Arguments) -> dict[str, Any]:
 def _deepstack(config: Config, args: Arguments) -> dict[str, Any]:
     """The sections, and the number of first layers to which image features are added."""
     layers = (config.get("vision_config") or {}).get("deepstack_visual_indexes") or []
-    return {**_sections(config, args), "n_deepstack_layers": len(layers)}
+    return {**rope_sections(config, args), "n_deepstack_layers": len(layers)}
 
 
 QWEN2_VL = replace(
@@ -33,7 +33,7 @@ QWEN2_VL = replace(
     arch="qwen2vl",
     architectures=("Qwen2_5_VLForConditionalGeneration", "Qwen2VLForConditionalGeneration"),
     model_type="qwen2_5_vl",
-    metadata=_sections,
+    metadata=rope_sections,
     wrapped=True,
 )
 

@@ -1,0 +1,38 @@
+"""EXAONE 4: OLMo 2's places of norms, heads of q and k normalized; the 32 B model has a window in three of four layers.
+
+Only layers with a window are rotated where there is one. llama.cpp knows that model by its 64 layers.
+"""
+
+from typing import Any
+
+from bridge.errors import BridgeError
+from bridge.models.arguments import Arguments
+from bridge.models.families.windows import window_layers
+from bridge.models.family import NO_BIASES, SILU, Family, Row, attention, decoder, gated_mlp
+from bridge.models.model_config import Config
+
+
+def _windows(config: Config, args: Arguments) -> dict[str, Any]:
+    keys = window_layers(config, args)
+    if keys and args.layers != 64:
+        raise BridgeError(
+            f"{config.path}: sliding_window with {args.layers} layers; llama.cpp has a window only in EXAONE 4's model "
+            "of 64 layers"
+        )
+    return keys
+
+
+EXAONE4 = Family(
+    arch="exaone4",
+    architectures=("Exaone4ForCausalLM",),
+    model_type="exaone4",
+    keys={"rms_norm_eps": 1e-5},
+    expects=(SILU, NO_BIASES),
+    metadata=_windows,
+    table=decoder(
+        *attention(Row("self_attn.q_norm", "head"), Row("self_attn.k_norm", "head")),
+        Row("post_attention_layernorm", "hidden"),
+        *gated_mlp("mlp", "inner"),
+        Row("post_feedforward_layernorm", "hidden"),
+    ),
+)

@@ -1,0 +1,19 @@
+"""Seed-OSS: Llama's decoder with biases on q, k and v; heads are rotated by halves, their size is configured."""
+
+from bridge.models.family import SILU, Expected, Family, Row, attention, configured, decoder, gated_mlp
+
+_NONE = "llama.cpp's graph for this architecture has no such biases"
+
+SEED_OSS = Family(
+    arch="seed_oss",
+    architectures=("SeedOssForCausalLM",),
+    model_type="seed_oss",
+    keys={"attention_bias": True, "head_dim": 128, "max_position_embeddings": 524288},
+    expects=(SILU, Expected("attention_out_bias", (False,), _NONE), Expected("mlp_bias", (False,), _NONE)),
+    table=decoder(
+        Row("input_layernorm", "hidden"),
+        *attention(bias=configured),
+        Row("post_attention_layernorm", "hidden"),
+        *gated_mlp("mlp", "inner"),
+    ),
+)
