@@ -1,6 +1,7 @@
 """gguf-bridge: GPTQ and AWQ checkpoints become GGUF files without quantizing twice.
 
     bridge.convert("org/model-gptq", "model.gguf")        checkpoint -> GGUF; see bridge.convert
+    bridge.convert_lora("adapter", "lora.gguf", base=...) a PEFT adapter -> GGUF
     bridge.open_checkpoint("folder")                      what is in a checkpoint, module by module
     bridge.open_gguf("model.gguf")                        a GGUF's tensors, ready to multiply
     bridge.Model.load("model.gguf")                       a language model, ready to generate text
@@ -27,6 +28,7 @@ _LAZY = {
     "QuantTensor": "bridge.runtime.quant_tensor",
     "Report": "bridge.conversion.report",
     "convert": "bridge.conversion.converter",
+    "convert_lora": "bridge.conversion.lora",
     "open_checkpoint": "bridge.checkpoint",
     "repack": "bridge.checkpoint.repack",
     "open_gguf": "bridge.runtime",

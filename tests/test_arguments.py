@@ -33,6 +33,11 @@ FUNCTIONS: dict[str, tuple[Callable[..., Any], dict[str, Any], list[str]]] = {
         {"gguf_path": NOWHERE, "checkpoint": NOWHERE},
         ["gguf_path", "checkpoint", "config", "template", "progress", "save_as"],
     ),
+    "convert_lora": (
+        bridge.convert_lora,
+        {"adapter": NOWHERE, "out": NOWHERE, "base": NOWHERE},
+        ["adapter", "out", "base", "config", "template", "force"],
+    ),
     "repack": (
         bridge.repack,
         {"source": NOWHERE, "out": NOWHERE},

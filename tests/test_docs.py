@@ -22,6 +22,7 @@ import bridge
 from bridge.blocks import TYPES
 from bridge.cli import _parser, main
 from tests.conftest import CHECKPOINT, PATIENCE, ROOT
+from tests.support.adapters import low_rank, write_adapter
 from tests.support.command_line import edit_json
 
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
@@ -324,6 +325,7 @@ def files_of_the_pages(small_model: Path, tmp_path_factory: pytest.TempPathFacto
     (folder / "text.txt").write_text("KING RICHARD:\nNow is the winter of our discontent. " * 600)
     for name in ("falcon-f16", "other"):
         bridge.convert(CHECKPOINT, folder / f"{name}.gguf")
+    write_adapter(folder / "adapter", low_rank({"model.layers.0.self_attn.q_proj": (256, 256)}))
     text = Calibration(folder / "text.txt", samples=2, length=64, sweeps=0, act_order="free")
     quantize_checkpoint(small_model, folder / "actorder-gptq", "gptq_v2", calibrate=text)
     return folder

@@ -18,7 +18,7 @@ from contextlib import redirect_stdout, suppress
 from difflib import get_close_matches
 from typing import Any, NoReturn
 
-from bridge.cli import bench, cache, chat, convert, inspect, plan, quantize, repack, run, verify, warmup
+from bridge.cli import bench, cache, chat, convert, convert_lora, inspect, plan, quantize, repack, run, verify, warmup
 from bridge.cli.options import as_flag
 from bridge.cli.plot import command as plot_command
 from bridge.cli.terminal import Printable, StatusLine, Terminated
@@ -144,6 +144,21 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND", title="commands")
-    for module in (convert, quantize, plan, verify, inspect, repack, run, chat, bench, warmup, plot_command, cache):
+    modules = (
+        convert,
+        quantize,
+        convert_lora,
+        plan,
+        verify,
+        inspect,
+        repack,
+        run,
+        chat,
+        bench,
+        warmup,
+        plot_command,
+        cache,
+    )
+    for module in modules:
         module.add_parser(commands)
     return parser

@@ -54,6 +54,8 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "llama_context_default_params": (_Params, []),
     "llama_model_load_from_file": (c_void_p, [c_char_p, _Params]),
     "llama_model_free": (None, [c_void_p]),
+    "llama_adapter_lora_init": (c_void_p, [c_void_p, c_char_p]),
+    "llama_set_adapters_lora": (c_int32, [c_void_p, POINTER(c_void_p), c_size_t, POINTER(c_float)]),
     "llama_model_get_vocab": (c_void_p, [c_void_p]),
     "llama_model_meta_count": (c_int32, [c_void_p]),
     "llama_model_meta_key_by_index": (c_int32, [c_void_p, c_int32, c_char_p, c_size_t]),
@@ -97,10 +99,17 @@ class LlamaCpp:
     float_kv    keys and values kept in float32 and attention computed plainly, so that what
                 remains of a difference to a float model lies in the weights and the activations
     n_batch     tokens that are computed together; default: as many as the context holds
+    lora        an adapter's GGUF
     """
 
     def __init__(
-        self, path: str | Path, n_ctx: int = 512, n_threads: int = 1, float_kv: bool = True, n_batch: int | None = None
+        self,
+        path: str | Path,
+        n_ctx: int = 512,
+        n_threads: int = 1,
+        float_kv: bool = True,
+        n_batch: int | None = None,
+        lora: str | Path | None = None,
     ) -> None:
         self._lib = lib = _library()
         self._model = self._context = None
@@ -113,6 +122,8 @@ class LlamaCpp:
         if not self._context:
             self.close()
             raise RuntimeError(f"llama.cpp cannot run {path}: {_complaint()}")
+        if lora is not None:
+            self._adapt(lora)
         self.n_ctx = lib.llama_n_ctx(self._context)
         assert self.n_ctx >= n_ctx, "llama_context_params was not understood"
         assert lib.llama_n_batch(self._context) >= (n_batch or n_ctx), "llama_context_params was not understood"
@@ -133,6 +144,14 @@ class LlamaCpp:
         if self._model:
             self._lib.llama_model_free(self._model)
         self._context = self._model = None
+
+    def _adapt(self, lora: str | Path) -> None:
+        """Add an adapter, which is freed with the model."""
+        adapter = self._lib.llama_adapter_lora_init(self._model, str(lora).encode())
+        if not adapter:
+            self.close()
+            raise RuntimeError(f"llama.cpp cannot load {lora}: {_complaint()}")
+        self._lib.llama_set_adapters_lora(self._context, (c_void_p * 1)(adapter), 1, (c_float * 1)(1.0))
 
     def meta(self) -> dict[str, str]:
         """The file's scalar metadata, as llama.cpp prints it."""

@@ -1,0 +1,205 @@
+"""Reads a PEFT adapter (LoRA): low-rank changes to a model's layers, and tensors that replace the model's own.
+
+adapter_config.json         r, lora_alpha, use_rslora, rank_pattern, alpha_pattern, use_dora, ...
+adapter_model.safetensors   base_model.model.<module>.lora_A.weight [r, in], .lora_B.weight [out, r]
+                                of embeddings .lora_embedding_A [r, vocab], .lora_embedding_B [hidden, r]
+                                with DoRA .lora_magnitude_vector [out]
+                            base_model.model.<tensor>   of modules_to_save, and embeddings with new tokens
+
+W' = W + scale * B A        scale = alpha / r, or alpha / sqrt(r) with rsLoRA (arXiv:2312.03732)
+DoRA: row j of W' is multiplied by magnitude[j] / |row j|    (arXiv:2402.09353)
+"""
+
+import math
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from bridge.checkpoint.files.store import Store
+from bridge.checkpoint.language_model import TEXT_PREFIXES
+from bridge.errors import BridgeError
+from bridge.system.files import expanded, read_json
+
+_PREFIX = "base_model.model."
+_PARTS = re.compile(
+    r"(?P<module>.+)\.(?P<part>lora_A|lora_B|lora_embedding_A|lora_embedding_B|lora_magnitude_vector)"
+    r"(\.default)?(\.weight)?"
+)
+# keys of adapter_config.json that change what the tensors mean, and how
+_REFUSED = (
+    ("target_parameters", "it changes parameters that are not linear layers"),
+    ("layer_replication", "its model has other layers than the base model"),
+    ("use_qalora", "its matrices act on means of groups of columns"),
+    ("alora_invocation_tokens", "it is switched on by tokens of the prompt (activated LoRA)"),
+    ("trainable_token_indices", "it replaces single rows of the embeddings"),
+    ("arrow_config", "it routes between several adapters"),
+)
+_OTHER_BASES = ("pissa", "olora", "corda")
+
+
+@dataclass(frozen=True, eq=False)
+class LowRank:
+    """A change scale * b a to a matrix [out, in]: a float32 [r, in], b float32 [out, r].
+
+    magnitude  DoRA's length of each row, float32 [out]
+    """
+
+    a: np.ndarray
+    b: np.ndarray
+    scale: float
+    magnitude: np.ndarray | None = None
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Of the matrix."""
+        return self.b.shape[0], self.a.shape[1]
+
+
+@dataclass(frozen=True, eq=False)
+class Adapter:
+    """A PEFT adapter in memory.
+
+    alpha    lora_alpha times what rsLoRA makes of it: scale * r of most layers
+    changes  module -> its change
+    saved    full name of a tensor -> the values that replace it, float32
+
+    Names are the checkpoint's where `of` returned it, else the adapter's own, without "base_model.model.".
+    """
+
+    path: Path
+    alpha: float
+    changes: dict[str, LowRank]
+    saved: dict[str, np.ndarray]
+
+    def of(self, names: set[str]) -> "Adapter":
+        """The adapter with the names of a checkpoint that has tensors of these names, which end in ".weight".
+
+        Raises BridgeError for a layer that the checkpoint does not have.
+        """
+        short = {_short(name): name for name in names}
+
+        def found(name: str, what: str) -> str:
+            for each in (_short(name), _short(name).partition(".")[2]):
+                if each in short:
+                    return short[each]
+            raise BridgeError(
+                f"{self.path}: changes {what}, which the base checkpoint does not have; give the base model that the "
+                "adapter was trained on"
+            )
+
+        changes = {found(f"{m}.weight", m).removesuffix(".weight"): change for m, change in self.changes.items()}
+        # a head that is tied to the embeddings is saved without being in the checkpoint
+        saved = {name if name == "lm_head.weight" and name not in short else found(name, name): values
+                 for name, values in self.saved.items()}  # fmt: skip
+        return Adapter(self.path, self.alpha, changes, saved)
+
+
+def _short(name: str) -> str:
+    """A tensor's name in a language model of its own."""
+    prefix, own = next((pair for pair in TEXT_PREFIXES if name.startswith(pair[0])), ("", ""))
+    return own + name.removeprefix(prefix)
+
+
+def read_adapter(path: str | Path) -> Adapter:
+    """Read the adapter in a folder. Raises BridgeError if it is incomplete, damaged, or not a LoRA that is known."""
+    folder = expanded(path)
+    file = folder / "adapter_model.safetensors"
+    if not (folder / "adapter_config.json").is_file():
+        raise BridgeError(f"{folder}: has no adapter_config.json; give the folder of a PEFT adapter")
+    if not file.is_file():
+        raise BridgeError(f"{file}: not found; save the adapter with `save_pretrained`, as safetensors")
+    config = read_json(folder / "adapter_config.json")
+    _check(config, folder)
+    parts: dict[str, dict[str, np.ndarray]] = {}
+    saved: dict[str, np.ndarray] = {}
+    store = Store([file])
+    for stored in store.tensors:
+        name, values = stored.removeprefix(_PREFIX), store.read_float(stored)
+        if not np.isfinite(values).all():
+            raise BridgeError(f"{file}: {stored} holds NaN or infinite values; the adapter is damaged")
+        if (part := _PARTS.fullmatch(name)) is not None:
+            parts.setdefault(part["module"], {})[part["part"]] = values
+        elif "lora_" in name or "token_adapter" in name or not name.endswith((".weight", ".bias")):
+            raise BridgeError(f"{file}: {stored} is not a tensor of a LoRA that is known; merge the adapter with PEFT")
+        else:
+            plain = re.sub(r"\.(modules_to_save(\.default)?|base_layer|original_module)\.", ".", name)
+            saved[plain] = values
+    if not parts and not saved:
+        raise BridgeError(f"{file}: holds no tensors; the adapter is incomplete")
+    rs = config.get("use_rslora") is True
+    changes = {module: _change(module, own, config, rs, file) for module, own in parts.items()}
+    rank = config["r"]
+    return Adapter(folder, config["lora_alpha"] * (math.sqrt(rank) if rs else 1.0), changes, saved)
+
+
+def _check(config: dict[str, Any], folder: Path) -> None:
+    """BridgeError for what is not LoRA, or is one whose tensors mean something else."""
+    file = folder / "adapter_config.json"
+    if config.get("peft_type") != "LORA":
+        raise BridgeError(f"{file}: peft_type is {config.get('peft_type')!r}; only LORA can be read")
+    for key in ("r", "lora_alpha"):
+        value = config.get(key)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1 << 31:
+            raise BridgeError(f"{file}: {key} is {value!r}, must be a positive number")
+    for key in ("rank_pattern", "alpha_pattern"):
+        patterns = config.get(key) or {}
+        if not isinstance(patterns, dict) or not all(
+            isinstance(value, int | float) and value > 0 for value in patterns.values()
+        ):
+            raise BridgeError(f"{file}: {key} is {patterns!r:.80}, must map patterns to positive numbers")
+    for key, why in _REFUSED:
+        if config.get(key):
+            raise BridgeError(f"{file}: {key} is set: {why}; merge it into its base model with PEFT")
+    start = config.get("init_lora_weights")
+    if isinstance(start, str) and start.startswith(_OTHER_BASES):
+        raise BridgeError(
+            f"{file}: init_lora_weights is {start!r}: it changed the base model's weights too; convert it to a plain "
+            "LoRA with PEFT's path_initial_model_for_weight_conversion"
+        )
+
+
+def _change(module: str, parts: dict[str, np.ndarray], config: dict[str, Any], rs: bool, file: Path) -> LowRank:
+    """A module's change, in the orientation of its weight."""
+    embedded = "lora_embedding_A" in parts or "lora_embedding_B" in parts
+    names = ("lora_embedding_A", "lora_embedding_B") if embedded else ("lora_A", "lora_B")
+    for name in names:
+        if name not in parts:
+            raise BridgeError(f"{file}: {module} has no {name}; the adapter is incomplete")
+    a, b = (parts[name] for name in names)
+    if a.ndim != 2 or b.ndim != 2 or a.shape[0] != b.shape[1]:
+        raise BridgeError(
+            f"{file}: {module} has {names[0]} {list(a.shape)} and {names[1]} {list(b.shape)}; must be two matrices "
+            "[r, in] and [out, r] of a linear layer"
+        )
+    rank = int(a.shape[0])
+    expected = _by_pattern(config.get("rank_pattern") or {}, module, config["r"])
+    if rank != expected:
+        raise BridgeError(
+            f"{file}: {module} has rank {rank}, adapter_config.json says {expected}; it is of another one"
+        )
+    alpha = _by_pattern(config.get("alpha_pattern") or {}, module, config["lora_alpha"])
+    magnitude = parts.get("lora_magnitude_vector")
+    if magnitude is not None and (embedded or magnitude.size != b.shape[0]):
+        raise BridgeError(
+            f"{file}: {module} has a magnitude vector {list(magnitude.shape)} that does not fit; the adapter is damaged"
+        )
+    if magnitude is None and config.get("use_dora"):
+        raise BridgeError(f"{file}: {module} has no lora_magnitude_vector, but use_dora is set; it is incomplete")
+    if embedded:
+        a, b = b.T, a.T
+    flat = None if magnitude is None else magnitude.reshape(-1)
+    return LowRank(np.ascontiguousarray(a), np.ascontiguousarray(b), alpha / (math.sqrt(rank) if rs else rank), flat)
+
+
+def _by_pattern(patterns: dict[str, Any], module: str, default: float) -> Any:
+    """The value of the first pattern that a module's name ends with, as PEFT compares them."""
+    for pattern, value in patterns.items():
+        try:
+            if re.fullmatch(rf"(.*\.)?({pattern})", module):
+                return value
+        except re.error:
+            raise BridgeError(f"adapter_config.json: {pattern!r} is not a pattern; take the original file") from None
+    return default

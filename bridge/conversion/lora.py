@@ -1,0 +1,184 @@
+"""A PEFT adapter as a GGUF for llama.cpp (`--lora`), in the row orders of the files that `convert` makes.
+
+    blk.0.attn_q.weight.lora_a    float32 [r, in]
+    blk.0.attn_q.weight.lora_b    float32 [out, r]      y += adapter.lora.alpha / r * b (a x)
+    token_embd.weight.lora_a      float32 [vocab, r]    x += adapter.lora.alpha / r * b a[token]
+    token_embd.weight.lora_b      float32 [hidden, r]
+
+Rows of b are those of q and k as GGUF rotates them, and of gate and up in the order that undoes act-order in down; that
+order is also of the columns of down's a. Stacks of experts have a third dimension. Other scales than alpha / r (rsLoRA,
+alpha_pattern) are multiplied into b. A matrix that replaces the base's is a change of full rank.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+
+from bridge.checkpoint import Checkpoint
+from bridge.checkpoint.adapter import Adapter, LowRank, read_adapter
+from bridge.checkpoint.files.hub import open_by_name
+from bridge.conversion.checkpoint_outline import outline_of
+from bridge.conversion.part_reader import PartReader
+from bridge.conversion.paths import with_checkpoint
+from bridge.errors import BridgeError
+from bridge.models.outline import OutlineTensor, Part, tied
+from bridge.system.files import disk_errors, sync_folder
+from bridge.system.folder_locks import temporary_beside
+from bridge.system.options import checked
+from bridge.system.outputs import NOTHING, check_outputs
+
+Pair = tuple[np.ndarray, np.ndarray]  # a [r, in] and b [out, r], or stacks of them
+
+
+@checked
+def convert_lora(
+    adapter: str | Path,
+    out: str | Path,
+    *,
+    base: str | Path,
+    config: str | Path | None = None,
+    template: str | Path | None = None,
+    force: bool = False,
+) -> list[str]:
+    """Convert a PEFT adapter (LoRA) to a GGUF for the file that `convert` makes of its base checkpoint.
+
+    adapter   the folder with adapter_config.json and adapter_model.safetensors
+    out       the GGUF to write
+    base      the checkpoint that the adapter was trained on, quantized or not: a folder, a Hub id, a .pt
+    config    the folder with the config.json and tokenizer of a bare .pt
+    template  the GGUF that `convert` was given for an architecture that is not known here
+    force     whether a file of that name may be replaced
+
+    Returns the names of the tensors of the model that it changes. Raises BridgeError for an adapter that is damaged,
+    of another model, or that llama.cpp cannot apply: DoRA, norms, biases, tied embeddings, and tokens that the base
+    model does not have.
+    """
+    path = Path(out)
+    read = read_adapter(adapter)
+    files = NOTHING.and_files([read.path / "adapter_config.json", read.path / "adapter_model.safetensors"])
+    check_outputs([path], force, files)
+    with open_by_name(base, config, needs_config=template is None) as ckpt:
+        taken = with_checkpoint(files, ckpt)
+        check_outputs([path], force, taken)
+        outline = outline_of(ckpt, template=template)
+        names = {*ckpt.tensors, *(f"{module}.weight" for module in ckpt.modules)}
+        pairs = _Pairs(ckpt, read.of(names), tied(outline.tensors)).of(outline.tensors)
+        arch = outline.metadata["general.architecture"].value
+    _write(path, arch, read.alpha, pairs)
+    return list(pairs)
+
+
+class _Pairs:
+    """The matrices of an adapter for the tensors of a GGUF."""
+
+    def __init__(self, ckpt: Checkpoint, adapter: Adapter, tied_head: bool) -> None:
+        self._adapter, self._reader, self._ckpt = adapter, PartReader(ckpt), ckpt
+        self._tied = tied_head
+        self._used: set[str] = set()
+
+    def of(self, tensors: list[OutlineTensor]) -> dict[str, Pair]:
+        """name of the tensor -> a and b; BridgeError if a change has no place."""
+        found = {t.name: pair for t in tensors if (pair := self._tensor(t)) is not None}
+        for name in (*self._adapter.changes, *self._adapter.saved):
+            if name not in self._used:
+                raise self._refused(name, "has no tensor of its own in the GGUF")
+        return found
+
+    def _refused(self, name: str, why: str) -> BridgeError:
+        return BridgeError(
+            f"{self._adapter.path}: {name} {why}; llama.cpp cannot apply this to a model: merge the adapter into its "
+            "base model with PEFT, and convert the result"
+        )
+
+    def _tensor(self, tensor: OutlineTensor) -> Pair | None:
+        changes = [self._part(part, tensor) for part in tensor.parts]
+        if all(change is None for change in changes):
+            return None
+        embeddings = tensor.kind == "token_embd"
+        if embeddings and self._tied:
+            raise self._refused(tensor.parts[0].module, "is also the head of the base model")
+        if len(tensor.shape) == 3:
+            rank = max(change.a.shape[0] for change in changes if change is not None)
+            each = [self._scaled(c, rank) if c is not None else None for c in changes]
+            a, b = np.zeros((len(each), rank, tensor.shape[2])), np.zeros((len(each), tensor.shape[1], rank))
+            for i, pair in enumerate(each):
+                if pair is not None:
+                    a[i, : len(pair[0])], b[i, :, : pair[1].shape[1]] = pair
+            return a.astype(np.float32), b.astype(np.float32)
+        # parts of a fused matrix have rows and ranks of their own
+        rank = sum(change.a.shape[0] for change in changes if change is not None)
+        a, b = np.zeros((rank, tensor.shape[1]), np.float32), np.zeros((tensor.shape[0], rank), np.float32)
+        row = at = 0
+        for part, change in zip(tensor.parts, changes, strict=True):
+            if change is not None:
+                own_a, own_b = self._scaled(change, rank)
+                a[at : at + len(own_a)], b[row : row + len(own_b), at : at + len(own_a)] = own_a, own_b
+                at += len(own_a)
+            row += part.shape[0]
+        return (b, np.ascontiguousarray(a.T)) if embeddings else (a, b)
+
+    def _scaled(self, change: LowRank, rank: int) -> Pair:
+        """a and b for llama.cpp's scale alpha / rank."""
+        factor = change.scale * rank / self._adapter.alpha
+        return change.a, change.b if abs(factor - 1) < 1e-9 else change.b * np.float32(factor)
+
+    def _part(self, part: Part, tensor: OutlineTensor) -> LowRank | None:
+        """The change of a part, rows and columns as in the GGUF."""
+        change = self._adapter.changes.get(part.module)
+        saved = self._adapter.saved.get(part.source)
+        if change is None and saved is None:
+            return None
+        self._used |= {part.module, part.source}
+        if len(tensor.shape) == 1 or (part.change is not None and part.change != "conv1d"):
+            raise self._refused(part.source, "is not a plain matrix of the GGUF")
+        if change is not None and change.magnitude is not None:
+            raise self._refused(part.module, "has rows of changed length (DoRA)")
+        if saved is not None:
+            change = self._replaced(part, saved, change)
+        assert change is not None
+        shape = part.stored or part.shape
+        if change.shape != shape:
+            raise BridgeError(
+                f"{self._adapter.path}: {part.module} is a change of shape {list(change.shape)}, the base checkpoint "
+                f"has {list(shape)}; give the base model that the adapter was trained on"
+            )
+        a = change.a if part.columns is None else change.a[:, part.columns]
+        b = change.b if part.rows is None else change.b[part.rows]
+        return LowRank(np.ascontiguousarray(a), np.ascontiguousarray(b), change.scale)
+
+    def _replaced(self, part: Part, saved: np.ndarray, change: LowRank | None) -> LowRank:
+        """The change of full rank that makes the base's matrix another one, with a further change."""
+        shape = part.stored or part.shape
+        if len(saved) > shape[0] and saved.shape[1:] == shape[1:]:
+            raise self._refused(part.source, f"has {len(saved)} rows, the base model {shape[0]}: tokens were added")
+        if saved.shape != shape:
+            raise self._refused(part.source, f"has shape {list(saved.shape)}, the base model {list(shape)}")
+        if part.module in self._ckpt.modules:
+            own = self._ckpt.read_module(part.module).dequantize()
+        else:
+            own = self._ckpt.read_float(part.source)
+        own = own[: shape[0], : shape[1]]
+        a, b = np.eye(shape[1], dtype=np.float32), saved - own
+        if change is not None:
+            a, b = np.concatenate([a, change.a]), np.concatenate([b, np.float32(change.scale) * change.b], 1)
+        return LowRank(a, b, 1.0)
+
+
+def _write(path: Path, arch: Any, alpha: float, pairs: dict[str, Pair]) -> None:
+    """The adapter's GGUF, which appears whole or not at all."""
+    with temporary_beside(path) as folder, disk_errors(path, "the adapter", "output"):
+        writer = gguf.GGUFWriter(folder / path.name, arch)
+        writer.add_type(gguf.GGUFType.ADAPTER)
+        writer.add_string(gguf.Keys.Adapter.TYPE, "lora")
+        writer.add_float32(gguf.Keys.Adapter.LORA_ALPHA, alpha)
+        for name, (a, b) in pairs.items():
+            writer.add_tensor(f"{name}.lora_a", np.ascontiguousarray(a, np.float32))
+            writer.add_tensor(f"{name}.lora_b", np.ascontiguousarray(b, np.float32))
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+        (folder / path.name).replace(path)
+        sync_folder(path.parent)
