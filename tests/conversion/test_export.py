@@ -22,7 +22,9 @@ def same_codes(first, second) -> None:
             assert np.array_equal(a.codes, b.codes), name
             groups = a.groups(), b.groups()
             assert np.array_equal(a.zeros[:, groups[0]], b.zeros[:, groups[1]]), name
-            assert np.allclose(a.scales[:, groups[0]], b.scales[:, groups[1]], rtol=0.05), name
+            assert np.allclose(a.scales[:, groups[0]], b.scales[:, groups[1]], rtol=0.1), (
+                name
+            )  # Q2_K has scales of 4 bits
 
 
 def test_a_checkpoint_comes_back_from_its_gguf_with_the_same_codes(tmp_path) -> None:
