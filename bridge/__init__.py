@@ -10,6 +10,7 @@
     bridge.verify("model.gguf", "folder")                 how close a GGUF on disk is to its checkpoint
     bridge.quantize.gptq(module, batches)                 any torch module, quantized in place
     bridge.repack("model-gptq", "model-v2", "gptq_v2")    GPTQ v1 <-> v2, labels mended
+    bridge.export("model.gguf", "folder", config="model") GGUF -> checkpoint, with its codes
     bridge.upload(report, "org/name")                     what these made, with a model card, to the Hub
 
 Everything is imported when first used, so `import bridge` costs nothing.
@@ -29,6 +30,7 @@ _LAZY = {
     "Report": "bridge.conversion.report",
     "convert": "bridge.conversion.converter",
     "convert_lora": "bridge.conversion.lora",
+    "export": "bridge.conversion.export",
     "open_checkpoint": "bridge.checkpoint",
     "repack": "bridge.checkpoint.repack",
     "open_gguf": "bridge.runtime",

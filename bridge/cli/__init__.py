@@ -18,7 +18,21 @@ from contextlib import redirect_stdout, suppress
 from difflib import get_close_matches
 from typing import Any, NoReturn
 
-from bridge.cli import bench, cache, chat, convert, convert_lora, inspect, plan, quantize, repack, run, verify, warmup
+from bridge.cli import (
+    bench,
+    cache,
+    chat,
+    convert,
+    convert_lora,
+    export,
+    inspect,
+    plan,
+    quantize,
+    repack,
+    run,
+    verify,
+    warmup,
+)
 from bridge.cli.options import as_flag
 from bridge.cli.plot import command as plot_command
 from bridge.cli.terminal import Printable, StatusLine, Terminated
@@ -40,6 +54,7 @@ examples:
   gguf-bridge quantize Qwen2.5-7B out.gguf --size 4.2G --calibrate text.txt
   gguf-bridge verify out.gguf Qwen2.5-7B-GPTQ
   gguf-bridge repack old-gptq new --checkpoint-format gptq_v2
+  gguf-bridge export out.gguf folder --format gptq_v2 --config Qwen2.5-7B-GPTQ
   gguf-bridge run out.gguf -p "Once upon a time"
   gguf-bridge run org/name -p "Once upon a time"    converts it first
   gguf-bridge chat out.gguf
@@ -144,7 +159,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND", title="commands")
-    modules = (
+    for module in (
         convert,
         quantize,
         convert_lora,
@@ -152,13 +167,13 @@ def _parser() -> argparse.ArgumentParser:
         verify,
         inspect,
         repack,
+        export,
         run,
         chat,
         bench,
         warmup,
         plot_command,
         cache,
-    )
-    for module in modules:
+    ):
         module.add_parser(commands)
     return parser

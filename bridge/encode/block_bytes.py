@@ -46,12 +46,11 @@ def packer(name: str) -> Callable[..., None]:
     return pack_rows
 
 
-def _unpack_rows(raw, q):
-    sc = np.empty(subs, np.int8)
-    mn = np.empty(subs, np.uint8)
+def _unpack_rows(raw, q, sc, mn):
     for row in range(q.shape[0]):
         for b in range(q.shape[1] // size):
-            unpack(raw[row, b * nbytes : (b + 1) * nbytes], q[row, b * size : (b + 1) * size], sc, mn)
+            at = slice(b * subs, (b + 1) * subs)
+            unpack(raw[row, b * nbytes : (b + 1) * nbytes], q[row, b * size : (b + 1) * size], sc[row, at], mn[row, at])
 
 
 @cache
@@ -69,9 +68,16 @@ def _unpacker(name: str) -> Callable[..., None]:
 
 def unpack_codes(block: BlockType, raw: np.ndarray) -> np.ndarray:
     """The codes uint8 [rows, in] in blocks uint8 [rows, row bytes]."""
-    q = np.empty((raw.shape[0], raw.shape[1] // block.nbytes * block.size), np.uint8)
-    _unpacker(block.name)(raw, q)
-    return q
+    return unpack_fields(block, raw)[0]
+
+
+def unpack_fields(block: BlockType, raw: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """The fields q, sc and mn in blocks uint8 [rows, row bytes]; sc and mn mean nothing in types without them."""
+    rows, n = raw.shape[0], raw.shape[1] // block.nbytes
+    q = np.empty((rows, n * block.size), np.uint8)
+    sc, mn = np.ones((rows, n * block.subs), np.int8), np.zeros((rows, n * block.subs), np.uint8)
+    _unpacker(block.name)(raw, q, sc, mn)
+    return q, sc, mn
 
 
 def row_bytes(block: BlockType, columns: int) -> int:

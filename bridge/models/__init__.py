@@ -25,13 +25,13 @@ from bridge.models.families import ALL, FAMILIES
 from bridge.models.family import HEAD, Family
 from bridge.models.gguf_tokenizer import read_tokenizer
 from bridge.models.model_config import Config
-from bridge.models.outline import Outline
+from bridge.models.outline import Outline, OutlineTensor
 from bridge.models.provenance import read_provenance
-from bridge.models.table import fill_table
+from bridge.models.table import all_names, fill_table
 from bridge.models.wrapper import left_out, renamed, text_config, text_names, without_prediction
 from bridge.system.files import read_json
 
-__all__ = ["architecture", "describe_model"]
+__all__ = ["architecture", "describe_model", "tensors_of_gguf"]
 
 
 def architecture(folder: Path) -> str:
@@ -109,6 +109,43 @@ def describe_model(
     own_notes = family.notes(values) if family.notes is not None else []
     outline.notes = [*left_out(others, more), *args.notes, *own_notes, *tokenizer.notes, *notes]
     return outline
+
+
+def tensors_of_gguf(
+    config: dict[str, Any], folder: Path, stored: Mapping[str, Sequence[int]], arch: str
+) -> list[OutlineTensor]:
+    """How the tensors of a GGUF are made from a checkpoint's: what its family's table says, read the other way.
+
+    config  the parsed config.json of `folder`
+    stored  the GGUF's tensors: name -> shape
+    arch    its general.architecture
+
+    Raises BridgeError for an architecture that is unknown or not the GGUF's, and for tensors that do not match.
+    """
+    path = Path(folder) / "config.json"
+    family = _family(Config(config, path))
+    if family.arch != arch:
+        raise BridgeError(f"{path}: is of a {family.arch} model, but the GGUF's architecture is {arch}")
+    if family.wrapped and "text_config" in config:
+        raise BridgeError(f"{path}: is a model of several parts, of which the GGUF has one; give the language model's")
+    longest = max(((name, max(shape)) for name, shape in stored.items()), key=lambda side: side[1])
+    values = Config(config, path, longest, family.names, len(stored))
+    args = read_arguments(values, family.keys)
+    if family.sizes is not None:
+        args = replace(args, more=family.sizes(values, args))
+    outline = fill_table(family, args, dict.fromkeys(all_names(family, args), ()))
+    found, known = [], {tensor.name for tensor in outline.tensors}
+    for tensor in outline.tensors:
+        if tensor.name in stored:
+            if tuple(stored[tensor.name]) != tensor.shape:
+                shapes = f"{list(stored[tensor.name])}, but the config requires {list(tensor.shape)}"
+                raise BridgeError(f"{tensor.name}: is {shapes}; config.json belongs to another model")
+            found.append(tensor)
+        elif not any(part.source in outline.optional for part in tensor.parts) and tensor.origin != "config":
+            raise BridgeError(f"{tensor.name}: is missing from the GGUF; {path} belongs to another model")
+    if unknown := sorted(stored.keys() - known):
+        raise BridgeError(f"{unknown[0]}: {path} has no place for it; config.json belongs to another model")
+    return found
 
 
 def _typed(value: Any) -> GGUFValue:

@@ -41,6 +41,22 @@ def fill_table(family: Family, args: Arguments, names: Mapping[str, Sequence[int
     return outline
 
 
+def all_names(family: Family, args: Arguments) -> list[str]:
+    """Every tensor that a checkpoint of the family may have, under the names that come first in its table."""
+    names = []
+    for row in family.table:
+        if not row.when(args):
+            continue
+        for layer in range(args.layers if "{}" in row.source else 1):
+            if row.layers is None or row.layers(args, layer):
+                source = row.source.format(layer)
+                for expert in range(args.experts) if "*" in source else [0]:
+                    name = source.replace("*", str(expert))
+                    names.append(name if row.exact else f"{name}.weight")
+                    names += [f"{name}.bias"] if row.bias is not None else []
+    return names
+
+
 class _Stack(NamedTuple):
     """A 3-D tensor of experts' matrices, as a `Row` names it.
 

@@ -17,18 +17,18 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple, Protocol, Self
 
 import numpy as np
 
-from bridge.checkpoint import Checkpoint, TensorInfo
+from bridge.checkpoint import TensorInfo
 from bridge.checkpoint.files.dtypes import NUMPY, from_float32
-from bridge.checkpoint.files.folder import CheckpointFolder, sync
+from bridge.checkpoint.files.folder import CheckpointFolder, Source, sync
 from bridge.checkpoint.files.store import header_of
 from bridge.checkpoint.formats.layouts import LAYOUTS, raised
 from bridge.checkpoint.formats.zeros import OWN_BITS_SINCE
 from bridge.checkpoint.grouped import GroupedTensor
-from bridge.checkpoint.labels.quant_config import gptq_labels, packer
+from bridge.checkpoint.labels.quant_config import QuantConfig, gptq_labels, packer
 from bridge.errors import BridgeError
 from bridge.system import compiling
 from bridge.system.files import expanded
@@ -38,6 +38,29 @@ from bridge.system.text import percent, size_text, summarise_notes
 FORMATS = tuple(LAYOUTS)
 _CHUNK = 8 << 20  # bytes of floats copied at a time
 _BLOCK = re.compile(r"(.*?\.)?\d+\.")  # model.layers.0. of a layer's name
+
+
+class Floats(Protocol):
+    """Tensors of floats by name: the store of a checkpoint, or of a GGUF as one."""
+
+    @property
+    def tensors(self) -> dict[str, TensorInfo]: ...
+    def read(self, name: str, rows: tuple[int, int] | None = None) -> np.ndarray: ...
+
+
+class FloatSource(Source, Protocol):
+    """The model that a checkpoint is written from."""
+
+    @property
+    def config(self) -> dict[str, Any]: ...
+    @property
+    def quant(self) -> QuantConfig: ...
+    @property
+    def format(self) -> str: ...
+    @property
+    def tensors(self) -> dict[str, TensorInfo]: ...
+    @property
+    def store(self) -> Floats: ...
 
 
 class Groups(NamedTuple):
@@ -118,7 +141,7 @@ class CheckpointWriter:
 
     def __init__(
         self,
-        ckpt: Checkpoint,
+        ckpt: FloatSource,
         path: str | Path,
         format: str,
         layers: Mapping[str, Groups],
@@ -289,15 +312,20 @@ class CheckpointWriter:
 
     def _configs(self) -> dict[str, Any]:
         """config.json and the other small files that describe the weights."""
+        if not self._layers:
+            return {"config.json": self._ckpt.config, **self._index()}
         labels = self._awq_labels() if self._layout.name == "awq" else self._gptq_labels()
         configs: dict[str, Any] = {"config.json": {**self._ckpt.config, "quantization_config": labels}}
         if self._layout.name != "awq":
             configs["quantize_config.json"] = labels
-        if len(self._files) > 1:
-            weight_map = {name: self._places[name][0] for name in sorted(self._places)}
-            index = {"metadata": {"total_size": self._nbytes}, "weight_map": weight_map}
-            configs["model.safetensors.index.json"] = index
-        return configs
+        return configs | self._index()
+
+    def _index(self) -> dict[str, Any]:
+        """The index of several files, by its name."""
+        if len(self._files) < 2:
+            return {}
+        weight_map = {name: self._places[name][0] for name in sorted(self._places)}
+        return {"model.safetensors.index.json": {"metadata": {"total_size": self._nbytes}, "weight_map": weight_map}}
 
     def _usual(self) -> Groups:
         return Counter(self._layers.values()).most_common(1)[0][0] if self._layers else Groups(4, 128)
@@ -341,7 +369,7 @@ class CheckpointWriter:
 
 
 def write_checkpoint(
-    ckpt: Checkpoint,
+    ckpt: FloatSource,
     path: str | Path,
     format: str,
     layers: Mapping[str, Groups],

@@ -57,6 +57,9 @@ repack source           @ out
 repack out              MODEL @
 repack --config         MODEL out --config @
 repack --card-only      MODEL out --upload a/b --card-only @
+export model            @ out --config MODEL
+export out              GGUF @ --config MODEL
+export --config         GGUF out --config @
 run model               @ -p x
 run --config            MODEL -p x --config @
 chat model              @
@@ -122,6 +125,7 @@ def test_the_table_has_every_argument_that_is_a_path():
         lambda name, out: bridge.Model.load(name),
         lambda name, out: bridge.repack(name, out, "gptq_v2"),
         lambda name, out: bridge.repack(CHECKPOINT, name, "gptq_v2"),
+        lambda name, out: bridge.export(name, out, config=CHECKPOINT),
         lambda name, out: bridge.verify(name, CHECKPOINT),
         lambda name, out: tensors_to_time(name, []),
     ],

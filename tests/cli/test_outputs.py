@@ -144,6 +144,7 @@ def test_no_two_outputs_are_one_file(option, inputs, refused, tmp_path, capsys):
         ["convert", "MODEL", "OUT", "--modelfile", "--report", "REPORT"],
         ["plan", "MODEL", "-o", "OUT"],
         ["repack", "MODEL", "OUT", "--checkpoint-format", "gptq_v2"],
+        ["export", "TEMPLATE", "OUT", "--config", "MODEL"],
         ["verify", "TEMPLATE", "MODEL", "--report", "OUT"],
         ["quantize", "FLOATS", "OUT", *CALIBRATED, "--samples", "4", "--imatrix-out", "REPORT"],
     ],

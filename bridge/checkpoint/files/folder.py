@@ -10,14 +10,24 @@ import shutil
 from collections.abc import Callable, Collection, Iterable
 from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import IO, Self
+from typing import IO, Protocol, Self
 
-from bridge.checkpoint import Checkpoint
 from bridge.checkpoint.files.weight_files import NOT_WEIGHTS, WEIGHTS, belongs
 from bridge.errors import BridgeError, parameter
 from bridge.system.files import disk_errors, expect_name, expect_regular, files_below, sync_folder
 from bridge.system.folder_locks import temporary_beside
 from bridge.system.outputs import check_parents
+
+
+class Source(Protocol):
+    """What a folder is written from: its folder or file, the folder of its config, and the files that hold weights."""
+
+    @property
+    def path(self) -> Path: ...
+    @property
+    def home(self) -> Path: ...
+    @property
+    def files(self) -> list[Path]: ...
 
 
 class CheckpointFolder:
@@ -33,7 +43,7 @@ class CheckpointFolder:
     Raises BridgeError for a target that cannot or must not be written.
     """
 
-    def __init__(self, ckpt: Checkpoint, path: Path, force: bool) -> None:
+    def __init__(self, ckpt: Source, path: Path, force: bool) -> None:
         self.path = path
         self.left_out: list[str] = []
         self._ckpt, self._force = ckpt, force
@@ -109,7 +119,7 @@ class CheckpointFolder:
             action()
 
 
-def check_folder(ckpt: Checkpoint, path: Path, force: bool, reads: Iterable[Path] = ()) -> None:
+def check_folder(ckpt: Source, path: Path, force: bool, reads: Iterable[Path] = ()) -> None:
     """BridgeError unless a checkpoint's folder of that name can be made (or, with `force`, replaced).
 
     reads  further files that the run reads
@@ -140,7 +150,7 @@ def check_folder(ckpt: Checkpoint, path: Path, force: bool, reads: Iterable[Path
             )
 
 
-def _stray(folder: Path, ckpt: Checkpoint) -> Path | None:
+def _stray(folder: Path, ckpt: Source) -> Path | None:
     """A file that is not a checkpoint's by its name, nor copied from `ckpt` by an earlier run."""
     root = ckpt.path if ckpt.path.is_dir() else ckpt.path.parent
     weights = {file.relative_to(root).with_suffix(".safetensors") for file in ckpt.files}

@@ -12,6 +12,7 @@ from typing import BinaryIO, Protocol
 
 import numpy as np
 
+from bridge.checkpoint import Checkpoint
 from bridge.checkpoint.files.folder import CheckpointFolder, sync
 from bridge.checkpoint.files.store import TensorInfo, header_of
 from bridge.errors import BridgeError
@@ -32,6 +33,8 @@ Changes = Mapping[str, TensorChange]  # by the tensor's name
 
 class FolderOutput(CheckpointFolder):
     """The repacked checkpoint's folder."""
+
+    _ckpt: Checkpoint
 
     def write(self, changes: Changes, configs: Mapping[str, str], progress: Progress | None) -> None:
         """Write all files: weights with `changes`, `configs` by file name, everything else copied."""

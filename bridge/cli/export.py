@@ -1,0 +1,51 @@
+"""`gguf-bridge export`."""
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from bridge.cli.options import command
+
+_HELP = "write a GGUF as a checkpoint: GPTQ, AWQ or floats"
+_DESCRIPTION = """\
+Write a GGUF as a checkpoint folder, with rows and names as transformers has them. Q4_0,
+Q8_0 and K-quants that were made from a GPTQ or AWQ checkpoint keep their codes; other
+layers are rounded to 8 bits in GPTQ and become floats in AWQ. A table tells which.
+"""
+
+
+def add_parser(commands: Any) -> None:
+    """Add the command to argparse's sub-parsers."""
+    p = command(commands, "export", _HELP, run, _DESCRIPTION)
+    p.add_argument("model", help="GGUF, or any shard of one")
+    p.add_argument("out", type=Path, help="folder to write")
+    p.add_argument(
+        "--format",
+        choices=("floats", "gptq", "gptq_v2", "awq"),
+        default="floats",
+        help="floats, gptq (v1), gptq_v2 or awq (gemm) (default: floats)",
+    )
+    p.add_argument(
+        "--config",
+        metavar="DIR",
+        type=Path,
+        required=True,
+        help="folder with config.json and tokenizer of the model, which are copied",
+    )
+    p.add_argument(
+        "--dtype",
+        choices=("F16", "BF16", "F32"),
+        help="type of all floats (default: BF16 if the GGUF has tensors of that type, else F16)",
+    )
+    p.add_argument("--force", action="store_true", help="replace a checkpoint folder that exists")
+
+
+def run(a: argparse.Namespace) -> int:
+    """Export, with a progress bar, and print what became of the tensors."""
+    from bridge.conversion.export import export
+    from bridge.system.progress import Bar
+
+    with Bar("exporting") as bar:
+        done = export(a.model, a.out, a.format, config=a.config, dtype=a.dtype, force=a.force, progress=bar)
+    print(done.summary())
+    return 0

@@ -1,0 +1,171 @@
+"""The way back: a GGUF becomes a checkpoint folder, with its codes where the format holds them.
+
+    bridge.export("model.gguf", "folder", "gptq_v2", config="original-model")
+
+Names and row orders are the family's (`gguf_source`), codes and groups come from the blocks (`codes_of_blocks`), and
+the folder is written as `quantize --format` writes one. Layers are read twice, once for the headers: none stays in
+memory.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from bridge.checkpoint.files.folder import check_folder
+from bridge.checkpoint.formats.layouts import GPTQ_BITS
+from bridge.checkpoint.grouped import GroupedTensor
+from bridge.conversion.codes_of_blocks import codes_of, rounded
+from bridge.conversion.gguf_source import GgufSource, Place
+from bridge.errors import BridgeError, parameter
+from bridge.gguf_file.reader import read_gguf
+from bridge.quantize.checkpoint_writer import CheckpointWriter, Groups, refusal
+from bridge.system.files import expanded
+from bridge.system.options import checked
+from bridge.system.text import align, size_text
+
+FORMATS = ("floats", "gptq", "gptq_v2", "awq")
+DTYPES = ("F16", "BF16", "F32")
+EXACT, ALL_CODES, ROUNDED, AS_FLOATS = "exact", "all codes", "rounded to 8 bits", "floats"
+_LAYER = re.compile(r"blk\.\d+\.(attn|ffn)_(?!gate_inp)[a-z_]+\.weight")
+
+
+@dataclass
+class ExportedTensor:
+    """What became of a tensor.
+
+    how   EXACT, ALL_CODES (scales rounded), ROUNDED or AS_FLOATS
+    nmse  squared error over squared weights, of a quantized layer
+    """
+
+    name: str
+    type: str
+    how: str
+    bits: int = 0
+    group_size: int = 0
+    nmse: float = 0.0
+
+
+@dataclass
+class Exported:
+    """A report. `seconds` is all of the time that it took, `nbytes` the size of the new tensors."""
+
+    out: Path
+    format: str
+    tensors: list[ExportedTensor]
+    nbytes: int
+    seconds: float
+    notes: list[str] = field(default_factory=list)
+
+    def summary(self) -> str:
+        """A row for each type and what became of it."""
+        rows: list[tuple[str, ...]] = [("tensors", "type", "becomes", "codes", "NMSE")]
+        kinds = dict.fromkeys((t.type, t.how, t.bits, t.group_size) for t in self.tensors)
+        for kind in kinds:
+            members = [t for t in self.tensors if (t.type, t.how, t.bits, t.group_size) == kind]
+            type, how, bits, size = kind
+            form = f"{bits} bits, groups of {size}" if bits else self.format if self.format == "floats" else "floats"
+            worst = max(t.nmse for t in members)
+            error = "" if how == AS_FLOATS else "exact" if worst == 0 else f"{worst:.1e}"
+            rows.append((str(len(members)), type, form, how, error))
+        lines = align(rows, (False, True, True, True, False))
+        lines += [f"note: {note}" for note in self.notes]
+        return "\n".join([*lines, f"{size_text(self.nbytes)} in {self.seconds:.1f} s", f"wrote {self.out}"])
+
+
+@checked
+def export(
+    model: str | Path,
+    out: str | Path,
+    format: str = "floats",
+    *,
+    config: str | Path,
+    dtype: str | None = None,
+    force: bool = False,
+    progress: Callable[[int, int, str], None] | None = None,
+) -> Exported:
+    """Write a GGUF as a checkpoint folder.
+
+    model     a GGUF, or any shard of one
+    out       the folder to write
+    format    "floats", "gptq" (v1), "gptq_v2" or "awq" (gemm). The layers of the decoder's blocks keep their codes
+              where the format holds them, see `codes_of_blocks`; in GPTQ the others are rounded to 8 bits, in AWQ they
+              are floats
+    config    folder with config.json and tokenizer of the model, which are copied
+    dtype     of floats: "F16", "BF16" or "F32"; None: BF16 if the GGUF has tensors of that type, else F16
+    force     replace an existing checkpoint
+    progress  called with (bytes done, all bytes, tensor)
+
+    Raises BridgeError for a damaged GGUF, one whose architecture is unknown or not that of the config, a tensor that
+    cannot be separated from others again, and a value that the dtype cannot hold.
+    """
+    started = time.perf_counter()
+    if format not in FORMATS:
+        raise BridgeError(f"unknown {parameter('format', format)}: choose {', '.join(FORMATS)}")
+    if dtype not in (None, *DTYPES):
+        raise BridgeError(f"unknown {parameter('dtype', dtype)}: choose {', '.join(DTYPES)}")
+    gguf = read_gguf(expanded(model))
+    if dtype is None:
+        dtype = "BF16" if any(t.type == "BF16" for t in gguf.tensors.values()) else "F16"
+    source, path = GgufSource(gguf, expanded(config), dtype), expanded(out)
+    check_folder(source, path, force, gguf.files)
+    reports, layers = {}, {}
+    for name, place in source.places.items():
+        reports[name] = ExportedTensor(name, place.stored.type, AS_FLOATS)
+        if format != "floats" and _LAYER.fullmatch(place.stored.name) and len(place.part.shape) == 2:
+            module = place.part.module
+            layer = _layer(module, place, format)
+            if layer is not None:
+                tensor, how = layer
+                size = tensor.group_size if tensor.group_size < tensor.shape[1] else -1
+                layers[module] = Groups(tensor.bits, size)
+                reports[name] = ExportedTensor(
+                    name, place.stored.type, how, tensor.bits, size, _nmse(place.floats(), tensor)
+                )
+                if reports[name].nmse and how == EXACT:
+                    reports[name].how = ALL_CODES
+    if format != "floats" and not layers:
+        raise BridgeError(f"{gguf.files[0]}: has no layer that {format} holds; choose {parameter('format', 'floats')}")
+    if format == "awq" and len(set(layers.values())) > 1:
+        sizes = " and ".join(sorted({str(groups.group_size) for groups in layers.values()}))
+        raise BridgeError(f"{gguf.files[0]}: has groups of {sizes}, but AWQ has one size for all; choose gptq_v2")
+    with CheckpointWriter(
+        source, path, format if layers else "gptq_v2", layers, force=force, progress=progress
+    ) as writer:
+        for module in layers:
+            again = _layer(module, source.places[f"{module}.weight"], format)
+            assert again is not None  # it was found above
+            writer.add(again[0])
+        written = writer.finish()
+    rest = sum(t.how == ROUNDED for t in reports.values())
+    notes = [f"{rest} layers have no codes that {format} holds: rounded to 8 bits"] if rest else []
+    return Exported(written.out, format, list(reports.values()), written.nbytes, time.perf_counter() - started, notes)
+
+
+def _layer(module: str, place: Place, format: str) -> tuple[GroupedTensor, str] | None:
+    """A layer in a format, and how; None if it stays in floats."""
+    shape = place.part.shape
+    bits = (4,) if format == "awq" else GPTQ_BITS
+    if place.part.change is not None or place.stored.type in ("F32", "F16", "BF16", "F64"):
+        return None
+    raw = np.ascontiguousarray(place.raw())
+    tensor, how = codes_of(module, place.stored.type, raw, bits), EXACT
+    if tensor is None and format != "awq" and shape[1] % 32 == 0:
+        tensor, how = rounded(module, place.floats()), ROUNDED
+    if tensor is None or not np.isfinite(tensor.scales).all():
+        return None
+    if format == "gptq" and (tensor.zeros == 0).any():
+        tensor, how = rounded(module, place.floats()), ROUNDED
+    size = tensor.group_size if tensor.group_size < shape[1] else -1
+    return None if refusal(format, Groups(tensor.bits, size), (shape[0], shape[1])) else (tensor, how)
+
+
+def _nmse(weights: np.ndarray, tensor: GroupedTensor) -> float:
+    """Squared error over squared weights of the layer as the checkpoint has it."""
+    signal = float(np.square(weights, dtype=np.float64).sum())
+    return float(np.square(tensor.dequantize() - weights, dtype=np.float64).sum()) / signal if signal else 0.0
