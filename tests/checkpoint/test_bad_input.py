@@ -55,11 +55,11 @@ def test_a_config_that_is_no_json_object(tmp_path, text):
     assert "not JSON" in refusal(tmp_path) or "not a JSON object" in refusal(tmp_path)
 
 
-@pytest.mark.parametrize("method", ["bitsandbytes", "quip", "exl2"])
+@pytest.mark.parametrize("method", ["quip", "eetq2"])
 def test_an_unknown_method_is_named_beside_the_known(tmp_path, method):
     message = refusal(write_folder(tmp_path, tensors(), {**GPTQ, "quant_method": method}))
     assert repr(method) in message
-    assert "auto-round, awq, bitnet, compressed-tensors, " in message
+    assert "auto-round, awq, bitnet, bitsandbytes, compressed-tensors, " in message
 
 
 @pytest.mark.parametrize(

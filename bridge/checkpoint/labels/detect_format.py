@@ -16,6 +16,7 @@ from typing import Any
 
 from bridge.checkpoint.formats.awq import AwqReader
 from bridge.checkpoint.formats.bitnet import BitnetReader
+from bridge.checkpoint.formats.bitsandbytes import BitsAndBytesReader
 from bridge.checkpoint.formats.compressed import CompressedReader
 from bridge.checkpoint.formats.exl3 import Exl3Reader
 from bridge.checkpoint.formats.fp4_experts import GptOssReader
@@ -44,6 +45,7 @@ READERS: dict[str, type[Reader]] = {
     "mxfp4": GptOssReader,
     "mlx": MlxReader,
     "bitnet": BitnetReader,
+    "bitsandbytes": BitsAndBytesReader,
     "hqq": HqqReader,
     "marlin": MarlinReader,
     "qtip": QtipReader,
@@ -85,6 +87,8 @@ def read_quant_config(folder: Path, config: dict[str, Any]) -> QuantConfig:
         if not isinstance(said, dict) or not said.get("quant_algo"):  # only the key-value cache is quantized
             return QuantConfig(source=None)
         raw = {"quant_method": "modelopt", **said}
+    if raw.get("load_in_4bit") or raw.get("load_in_8bit"):  # transformers before 4.32 wrote no quant_method
+        raw.setdefault("quant_method", "bitsandbytes")
     method = str(raw.get("quant_method") or raw.get("method") or "(none)").lower()
     label = str(raw.get("checkpoint_format") or raw.get("format") or "").lower()
     auto_round = method in ("auto-round", "auto_round", "intel/auto-round")
