@@ -18,6 +18,7 @@ from bridge.checkpoint.formats.awq import AwqReader
 from bridge.checkpoint.formats.bitnet import BitnetReader
 from bridge.checkpoint.formats.bitsandbytes import BitsAndBytesReader
 from bridge.checkpoint.formats.compressed import CompressedReader
+from bridge.checkpoint.formats.exl2 import Exl2Reader
 from bridge.checkpoint.formats.exl3 import Exl3Reader
 from bridge.checkpoint.formats.fp4_experts import GptOssReader
 from bridge.checkpoint.formats.fp8 import Fp8Reader
@@ -49,6 +50,7 @@ READERS: dict[str, type[Reader]] = {
     "hqq": HqqReader,
     "marlin": MarlinReader,
     "qtip": QtipReader,
+    "exl2": Exl2Reader,
     "exl3": Exl3Reader,
 }
 NAMES = tuple(sorted({*READERS, "auto-round"} - {"gptq-float-zeros"}))
@@ -118,7 +120,7 @@ def read_quant_config(folder: Path, config: dict[str, Any]) -> QuantConfig:
     dynamic = raw.get("dynamic")
     result = QuantConfig(
         method=method, raw=raw, source=source, quantizer=quantizer, packer=packer,
-        bits=4 if method == "exl3" else _number(source, raw, ("bits", "w_bit"), 4),  # EXL3's is an average
+        bits=4 if method in ("exl2", "exl3") else _number(source, raw, ("bits", "w_bit"), 4),  # theirs are averages
         group_size=_number(source, raw, ("group_size", "q_group_size"), 128),
         sym=bool(raw.get("sym", not raw.get("zero_point", method == "awq"))),
         desc_act=bool(raw.get("desc_act", False)),
