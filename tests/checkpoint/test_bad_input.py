@@ -59,7 +59,7 @@ def test_a_config_that_is_no_json_object(tmp_path, text):
 def test_an_unknown_method_is_named_beside_the_known(tmp_path, method):
     message = refusal(write_folder(tmp_path, tensors(), {**GPTQ, "quant_method": method}))
     assert repr(method) in message
-    assert "auto-round, awq, bitnet, bitsandbytes, compressed-tensors, " in message
+    assert "aqlm, auto-round, awq, bitnet, bitsandbytes, compressed-tensors, " in message
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ def exl2_tensors(
     name: str, weight: np.ndarray, widths: list[tuple[int, int]], seed: int = 0
 ) -> tuple[dict[str, np.ndarray], np.ndarray]:
     """A module in groups of (bits, columns), in an order of columns by chance; the weights that it stands for."""
-    out, columns = weight.shape
+    columns = weight.shape[1]
     perm = np.random.default_rng(seed).permutation(columns)
     permuted = weight[:, perm]
     words, table, steps, largest, values, at, row = [], [], [], [], [], 0, 0

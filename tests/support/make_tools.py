@@ -1,9 +1,9 @@
 """Makes tests/data/tools with the tools themselves, on a CPU: quantized layers, and the values that each tool computes.
 
-    python -m tests.support.make_tools bitsandbytes
+    python -m tests.support.make_tools bitsandbytes torchao
 
-Written with bitsandbytes 0.50.2 and torch 2.13. Each folder has model.safetensors, config.json with the label that
-transformers writes, and expected.npz.
+Written with bitsandbytes 0.50.2, torchao 0.18 and torch 2.13. Each folder has model.safetensors, config.json with the
+label that transformers writes, and expected.npz.
 """
 
 from __future__ import annotations
@@ -70,6 +70,33 @@ def bitsandbytes() -> None:
     tensors = {f"rows.{part}": value for part, value in state.items()}
     expected = {"rows": functional.int8_vectorwise_dequant(state["weight"], state["SCB"])}
     save("bnb-8bit", tensors, expected, {"quant_method": "bitsandbytes", "load_in_8bit": True})
+
+
+def torchao() -> None:
+    from torchao.prototype.safetensors.safetensors_support import flatten_tensor_state_dict
+    from torchao.quantization import (
+        Float8WeightOnlyConfig,
+        Int8WeightOnlyConfig,
+        IntxWeightOnlyConfig,
+        PerAxis,
+        PerGroup,
+        PerTensor,
+        quantize_,
+    )
+
+    configs = {f"intx{b}": IntxWeightOnlyConfig(getattr(torch, f"int{b}"), PerGroup(64)) for b in (2, 3, 4, 6)}
+    configs["intx4.rows"] = IntxWeightOnlyConfig(torch.int4, PerAxis(0))
+    configs |= {f"int8.{n}": Int8WeightOnlyConfig(granularity=PerTensor()) for n in ("tensor",)}
+    configs |= {"int8.rows": Int8WeightOnlyConfig(), "float8.rows": Float8WeightOnlyConfig()}
+    held, expected = {}, {}
+    for name, config in configs.items():
+        model = torch.nn.Sequential(linear(bias=name == "intx4"))
+        quantize_(model, config)
+        held |= {f"{name}.{part}": value for part, value in model[0].state_dict().items()}
+        expected[name] = model[0].weight.dequantize()
+    tensors, metadata = flatten_tensor_state_dict(held)
+    label = {"quant_method": "torchao", "quant_type": {"default": {"_type": "IntxWeightOnlyConfig", "_data": {}}}}
+    save("torchao", tensors, expected, label, metadata)
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from bridge.checkpoint.formats.aqlm import AqlmReader
 from bridge.checkpoint.formats.awq import AwqReader
 from bridge.checkpoint.formats.bitnet import BitnetReader
 from bridge.checkpoint.formats.bitsandbytes import BitsAndBytesReader
@@ -30,6 +31,7 @@ from bridge.checkpoint.formats.mlx import MlxReader
 from bridge.checkpoint.formats.modelopt import ModelOptReader
 from bridge.checkpoint.formats.module_reader import Reader
 from bridge.checkpoint.formats.qtip import QtipReader
+from bridge.checkpoint.formats.torchao import TorchaoReader
 from bridge.checkpoint.labels.quant_config import QuantConfig, compiles, whole_number
 from bridge.errors import BridgeError
 from bridge.system.files import read_json
@@ -52,6 +54,8 @@ READERS: dict[str, type[Reader]] = {
     "qtip": QtipReader,
     "exl2": Exl2Reader,
     "exl3": Exl3Reader,
+    "torchao": TorchaoReader,
+    "aqlm": AqlmReader,
 }
 NAMES = tuple(sorted({*READERS, "auto-round"} - {"gptq-float-zeros"}))
 
