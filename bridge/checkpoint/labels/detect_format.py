@@ -31,6 +31,7 @@ from bridge.checkpoint.formats.mlx import MlxReader
 from bridge.checkpoint.formats.modelopt import ModelOptReader
 from bridge.checkpoint.formats.module_reader import Reader
 from bridge.checkpoint.formats.qtip import QtipReader
+from bridge.checkpoint.formats.quark import QuarkReader
 from bridge.checkpoint.formats.torchao import TorchaoReader
 from bridge.checkpoint.labels.quant_config import QuantConfig, compiles, whole_number
 from bridge.errors import BridgeError
@@ -55,7 +56,21 @@ READERS: dict[str, type[Reader]] = {
     "exl2": Exl2Reader,
     "exl3": Exl3Reader,
     "torchao": TorchaoReader,
+    "quark": QuarkReader,
     "aqlm": AqlmReader,
+}
+# methods of transformers that are not read: why, and what to do
+REFUSED = {
+    "eetq": "EETQ's int8 weights are shuffled for the GPU that wrote them, and no file says which; quantize the "
+    "unquantized model with bitsandbytes' LLM.int8 or torchao's int8, or convert it",
+    "quanto": "Quanto's files do not hold the shapes of their matrices; dequantize the model with optimum-quanto, or "
+    "convert the unquantized model",
+    "higgs": "HIGGS's codes are shuffled for the GPU that wrote them; load the model with transformers, call "
+    "dequantize(), and convert what save_pretrained writes",
+    "spqr": "SpQR's sparse outliers are not supported; convert the unquantized model instead",
+    "vptq": "VPTQ's residual codebooks are not supported; convert the unquantized model instead",
+    "sinq": "SINQ's scales of rows and columns are not supported; convert the unquantized model instead",
+    "fp_quant": "FP-Quant rotates activations at run time, which GGUF lacks; convert the unquantized model instead",
 }
 NAMES = tuple(sorted({*READERS, "auto-round"} - {"gptq-float-zeros"}))
 
@@ -100,6 +115,8 @@ def read_quant_config(folder: Path, config: dict[str, Any]) -> QuantConfig:
     auto_round = method in ("auto-round", "auto_round", "intel/auto-round")
     if auto_round:
         method, label = _auto_round(source, raw)
+    if method in REFUSED:
+        raise BridgeError(f"{source}: {REFUSED[method]}")
     if method not in NAMES:
         raise BridgeError(
             f"{source}: quantization method {method!r} is not supported (supported: {', '.join(NAMES)}); "
