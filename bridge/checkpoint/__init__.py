@@ -10,7 +10,7 @@ for each, repack/ rewrites GPTQ's zero points. `files.hub` also downloads from t
 """
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Self
 
@@ -18,10 +18,9 @@ import numpy as np
 
 from bridge.checkpoint.files.store import Store, TensorInfo
 from bridge.checkpoint.files.weight_files import config_folder, open_store
-from bridge.checkpoint.formats.bitnet import BitnetReader
 from bridge.checkpoint.formats.fp8 import FLOAT8
 from bridge.checkpoint.formats.lattice import Lattice, find_lattice
-from bridge.checkpoint.formats.module_reader import ACTIVATIONS, ModuleInfo, Reader
+from bridge.checkpoint.formats.module_reader import ACTIVATIONS, ModuleInfo, Reader, in_words
 from bridge.checkpoint.formats.trellis_coded import TrellisReader
 from bridge.checkpoint.grouped import CodedTensor, GroupedTensor
 from bridge.checkpoint.labels.detect_format import READERS, read_quant_config
@@ -125,15 +124,7 @@ class Checkpoint:
 
     def settings(self) -> str:
         """The modules' bits and group sizes in words, with counts where they differ."""
-        modules = self.modules.values()
-        if isinstance(self.reader, TrellisReader):
-            return counted(f"trellis codes of {m.bits} bits" for m in modules)
-        if isinstance(self.reader, BitnetReader):
-            return "ternary, one scale a matrix"
-        rows = sum(m.group_size >= m.shape[1] for m in modules)
-        sizes = counted(f"groups of {m.group_size}" for m in modules if m.group_size < m.shape[1])
-        whole = [f"one group a row ({rows})" if sizes else "one group a row"] if rows else []
-        return ", ".join([counted(f"{m.bits} bits" for m in modules), *([sizes] if sizes else []), *whole])
+        return self.reader.in_words() if self.reader else in_words(self.modules.values())
 
     def read_trellis(self, name: str) -> TrellisLayer:
         """A trellis-coded linear layer, still coded, for multiplication. Thread-safe.
@@ -195,12 +186,6 @@ def lattice_notes(lattices: Mapping[str, Lattice], what: str) -> list[str]:
     """A note on each kind of grid: how many matrices lie on it, followed by `what`."""
     kinds = Counter(map(str, lattices.values()))
     return [f"{count} matrices of floats lie on a grid ({kind}): {what}" for kind, count in kinds.items()]
-
-
-def counted(words: Iterable[str]) -> str:
-    """The distinct words, with counts if there are several."""
-    found = Counter(words)
-    return ", ".join(word if len(found) == 1 else f"{word} ({count})" for word, count in sorted(found.items()))
 
 
 @checked

@@ -2,8 +2,8 @@
 
 W[o, k] = scales[o, g] * (codes[o, k] - zeros[o, g]),   g = group_of_column[k]
 
-Scales may be negative (MLX, auto-round), zero points fractional (MLX, HQQ). Codes of 4-bit floats (`fp4`) and decoded
-trellis codes (`trellis_floats`) have their own forms; all are CodedTensors.
+Scales may be negative (MLX, auto-round), zero points fractional (MLX, HQQ). Codes of 4-bit floats (`fp4`) and codes
+that were decoded to floats (`decoded`) have their own forms; all are CodedTensors.
 """
 
 from dataclasses import dataclass, field, replace
@@ -19,7 +19,6 @@ class CodedTensor:
 
     per_weight: ClassVar[str] = "codes"  # the field that is [out, in]
     per_group: ClassVar[tuple[str, ...]]  # the fields that are [out, G]
-    obstacle: ClassVar[str | None] = None  # why no block type can carry these codes
     padding: int = 1  # 1: sides may be padded with zeros only
     name: str
     bits: int
@@ -29,6 +28,11 @@ class CodedTensor:
     group_of_column: np.ndarray | None = None
     bias: np.ndarray | None
     notes: tuple[str, ...]
+
+    @property
+    def obstacle(self) -> str | None:
+        """Why no block type can carry these codes; None if some can."""
+        return None
 
     @property
     def shape(self) -> tuple[int, int]:

@@ -8,11 +8,12 @@ from pathlib import Path
 
 import gguf
 
-from bridge.checkpoint import Checkpoint, GroupedTensor, counted, lattice_notes
+from bridge.checkpoint import Checkpoint, GroupedTensor, lattice_notes
+from bridge.checkpoint.decoded import DecodedTensor
 from bridge.checkpoint.files.hub import kind_of, open_by_name
 from bridge.checkpoint.formats.fp4 import Fp4Tensor
 from bridge.checkpoint.formats.fp8 import FLOAT8
-from bridge.checkpoint.trellis_floats import DecodedTensor
+from bridge.checkpoint.formats.module_reader import counted
 from bridge.conversion.gguf_writer import shards_of
 from bridge.conversion.importance import Importance
 from bridge.conversion.options import PlanOptions
@@ -126,7 +127,7 @@ def _arrival(reader: PartReader, tensor: PlannedTensor, notes: list[str]) -> tup
     t = reader.sample(part)
     notes += t.notes
     if isinstance(t, DecodedTensor):
-        return shape, f"trellis codes of {t.bits} bits", ""
+        return shape, f"{t.coding} of {t.bits} bits", ""
     groups = f"groups of {t.group_size}" if t.sequential else "act-order"
     if part.columns is not None:
         groups = f"act-order that folds into {groups}"

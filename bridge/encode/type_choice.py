@@ -23,9 +23,9 @@ import numpy as np
 from bridge.blocks import BLOCKS, FP4, NEWER, Q8_0, BlockType
 from bridge.blocks.read import WRITTEN
 from bridge.blocks.tq2_0 import TQ2_0
+from bridge.checkpoint.decoded import DecodedTensor
 from bridge.checkpoint.formats.fp4 import Fp4Tensor
 from bridge.checkpoint.grouped import CodedTensor, GroupedTensor
-from bridge.checkpoint.trellis_floats import DecodedTensor
 from bridge.encode.carry import CannotCarryError, Fidelity, Mapped, carry, fractional, mirrored_to_fit, obstacle
 from bridge.encode.limits import CARRIED_LIMIT, REQUANTIZED_LIMIT
 from bridge.encode.round_rows import actorder_importance, quantize_rows
@@ -83,8 +83,8 @@ def _auto(samples: Parts, read_parts: ReadParts, columns: int, extra_types: Sequ
         lost = ternary and obstacle(ternary, TQ2_0)
         return Choice(block.name, f"codes carried; {lost}" if lost else "codes carried", CARRIED_LIMIT)
     why = f"no type carries its codes within {CARRIED_LIMIT:.0%}" if all(t.sequential for t in tensors) else "act-order"
-    if any(isinstance(t, DecodedTensor) for t in tensors):
-        why = DecodedTensor.obstacle
+    if decoded := next((t for t in tensors if isinstance(t, DecodedTensor)), None):
+        why = decoded.obstacle
     bits = max(t.bits for t in tensors)
     # a type of a quarter of the levels would add 16 times the noise: no need to compile its kernels
     smaller = [b for b in requantizers(columns)[:-1] if 4 * b.levels > 2**bits]

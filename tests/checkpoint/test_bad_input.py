@@ -16,6 +16,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from bridge.checkpoint import open_checkpoint
+from bridge.checkpoint.labels.detect_format import REFUSED
 from bridge.errors import BridgeError
 from tests.support.encode import awq_tensors, gptq_tensors, quantize, write_folder
 from tests.support.refusal import refusal
@@ -55,11 +56,16 @@ def test_a_config_that_is_no_json_object(tmp_path, text):
     assert "not JSON" in refusal(tmp_path) or "not a JSON object" in refusal(tmp_path)
 
 
-@pytest.mark.parametrize("method", ["bitsandbytes", "quip", "exl2"])
+@pytest.mark.parametrize("method", ["quip", "eetq2"])
 def test_an_unknown_method_is_named_beside_the_known(tmp_path, method):
     message = refusal(write_folder(tmp_path, tensors(), {**GPTQ, "quant_method": method}))
     assert repr(method) in message
-    assert "auto-round, awq, bitnet, compressed-tensors, " in message
+    assert "aqlm, auto-round, awq, bitnet, bitsandbytes, compressed-tensors, " in message
+
+
+@pytest.mark.parametrize("method", sorted(REFUSED))
+def test_a_method_that_is_known_and_not_read_is_refused_with_a_way_out(tmp_path, method):
+    assert REFUSED[method] in refusal(write_folder(tmp_path, tensors(), {"quant_method": method}))
 
 
 @pytest.mark.parametrize(

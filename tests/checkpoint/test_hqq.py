@@ -114,7 +114,6 @@ def test_a_config_of_one_table_for_each_kind_of_layer_is_understood(tmp_path):
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (lambda t: t.update({f"{NAME}.axis": np.array(0, np.int32)}), "axis 0"),
         (lambda t: t.update({f"{NAME}.group_size": np.array(160, np.int32)}), "contradict"),
         (lambda t: t.update({f"{NAME}.shape": np.array([64, 96])}), "cross the ends of rows"),
         (lambda t: t.update({f"{NAME}.shape": np.array([24, 128])}), "contradict"),
@@ -148,6 +147,42 @@ def test_codes_beyond_their_bits_are_damage(tmp_path):
     stored, _ = tensors(5)
     stored[f"{NAME}.W_q"][3, 3] = 32
     assert "has the code 32, beyond nbits 5" in refusal(write_folder(tmp_path, stored, hqq_config(5)))
+
+
+def axis_0(bits: int, size: int) -> tuple[dict[str, np.ndarray], np.ndarray]:
+    """A module of 24 x 256 whose matrix is cut into [size, 24 * 256 / size], and its values."""
+    random = np.random.default_rng(0)
+    runs = 24 * 256 // size
+    codes = random.integers(0, 2**bits, (size, runs))
+    scale = random.uniform(0.01, 0.02, (1, runs)).astype(np.float32)
+    zero = random.uniform(0, 2**bits, (1, runs)).astype(np.float32)
+    stored, _ = tensors(bits)
+    width, lanes = {4: (4, 2), 2: (2, 4), 3: (3, 10), 8: (8, 1)}[bits]
+    padded = np.pad(codes, ((0, -size % lanes), (0, 0))).reshape(lanes, -1, runs)
+    words = sum(part << width * (lanes - 1 - i) for i, part in enumerate(padded))
+    packed = words.astype(np.int32 if lanes == 10 else np.uint8)
+    own = {"W_q": packed, "scale": scale, "zero": zero, "group_size": np.array(size), "axis": np.array(0)}
+    stored |= {f"{NAME}.{part}": values for part, values in own.items()}
+    return stored, ((codes - zero) * scale).reshape(24, 256)
+
+
+@pytest.mark.parametrize("bits", [8, 4, 3, 2])
+def test_groups_along_axis_0_come_as_floats(tmp_path, bits):
+    stored, values = axis_0(bits, 64)
+    with open_checkpoint(write_folder(tmp_path, stored, hqq_config(bits))) as checkpoint:
+        t = checkpoint.read_module(NAME)
+        assert t.obstacle == "codes grouped along axis 0 have no place in GGUF"
+        assert np.allclose(t.dequantize(), values, rtol=1e-6, atol=1e-7)
+        rows = np.array([20, 3])
+        assert np.array_equal(checkpoint.read_module(NAME, rows).dequantize(), t.dequantize()[rows])
+        assert t.noise() == pytest.approx(np.square(stored[f"{NAME}.scale"]).sum() * 64 / 12, rel=1e-4)
+        assert checkpoint.settings() == f"{bits} bits, groups of 64, along axis 0 in 1"
+
+
+def test_words_that_do_not_fit_groups_along_axis_0_are_damage(tmp_path):
+    stored, _ = axis_0(4, 64)
+    stored[f"{NAME}.W_q"] = stored[f"{NAME}.W_q"][:-1]
+    assert "contradict" in refusal(write_folder(tmp_path, stored, hqq_config()))
 
 
 @pytest.mark.parametrize(("bits", "size", "groups"), [(3, 64, "groups of 64"), (4, 32, "groups of 32")])

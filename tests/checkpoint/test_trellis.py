@@ -13,7 +13,7 @@ from safetensors.numpy import load_file, save_file
 
 import bridge
 from bridge.checkpoint import open_checkpoint
-from bridge.checkpoint.trellis_floats import DecodedTensor
+from bridge.checkpoint.decoded import DecodedTensor
 from bridge.cli.describe import describe
 from bridge.conversion.report import CALIBRATED
 from bridge.conversion.verify import failures, verify

@@ -152,6 +152,13 @@ def read_header(file: Path) -> dict[str, TensorInfo]:
     return tensors
 
 
+def read_metadata(file: Path) -> dict[str, str]:
+    """The texts in the header of a safetensors file that `read_header` accepts."""
+    with open(file, "rb") as stream:
+        found = json.loads(stream.read(int.from_bytes(stream.read(8), "little"))).get("__metadata__")
+    return found if isinstance(found, dict) else {}
+
+
 def header_of(tensors: Mapping[str, tuple[str, tuple[int, ...], int]]) -> tuple[bytes, dict[str, int]]:
     """A safetensors file's header for tensors (dtype, shape, nbytes) in this order, and the offset of each.
 

@@ -55,6 +55,9 @@ class BitnetReader(Reader):
             )
         return replace(quant, title="BitNet", claims=("ternary", "one scale a matrix"))
 
+    def in_words(self) -> str:
+        return "ternary, one scale a matrix"
+
     def is_plain(self, tensors: dict[str, TensorInfo]) -> bool:
         weight = tensors.get("weight")
         if "weight_scale" in tensors or weight is None or not weight.floating:

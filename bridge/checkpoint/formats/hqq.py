@@ -10,8 +10,9 @@ The first half of the rows becomes the high nibbles of bytes and the second half
 in quarters and eighths, 3 bits in tenths of an int32 (two bits are left over); 5, 6 and 8 bits take a byte
 each. 1.58 bits are 2 bits with three codes. view_as_float only renames the dtype of W_q.
 
-With axis 1 groups run along the input features. With axis 0 they run down the output features, a stride apart, so every
-weight of a row has a scale of its own, for which no GGUF block has room.
+With axis 1 groups run along the input features. With axis 0 the matrix is cut into [group size, out * in / group size],
+and scale and zero are [1, out * in / group size]: groups run down the output features, a stride apart, so every weight
+of a row has a scale of its own, for which no GGUF block has room. These come as floats.
 
 Scales, zero points or both may be quantized in the same way (quant_scale, quant_zero; only in a qmodel.pt):
 
@@ -26,6 +27,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from bridge.checkpoint.decoded import DecodedTensor, distortion_of
 from bridge.checkpoint.files.store import TensorInfo
 from bridge.checkpoint.formats.module_reader import ModuleInfo, Reader, contradiction, module_info
 from bridge.checkpoint.grouped import GroupedTensor
@@ -44,7 +46,7 @@ _PACKING_OF = {8: "8bit_u8", 6: "8bit_u8", 5: "8bit_u8", 4: "4bit_u8", 3: "3bit_
 
 
 class HqqReader(Reader):
-    """Reads HQQ checkpoints of axis 1."""
+    """Reads HQQ checkpoints; the codes of axis 0 as floats."""
 
     short: ClassVar = "hqq"
     parts: ClassVar = (
@@ -94,11 +96,6 @@ class HqqReader(Reader):
         weight = tensors["W_q"]
         if tensors["shape"].shape != (2,):
             raise contradiction(name, tensors)
-        if self._number(tensors, "axis", 1) == 0:
-            raise BridgeError(
-                f"{weight.file}: {name} has groups along axis 0, where every weight of a row has a scale of its own, "
-                "and no GGUF type can hold that; quantize the model again with axis=1"
-            )
         out, columns = (int(n) for n in self.store.read(tensors["shape"].name))
         bits = math.ceil(self._number(tensors, "nbits", self.quant.bits))
         _, lanes, word = _PACKINGS[self._packing(tensors, bits)]
@@ -108,16 +105,25 @@ class HqqReader(Reader):
         size = out * columns // runs
         if self._number(tensors, "group_size", size) != size:
             raise contradiction(name, tensors)
-        if columns % size:
+        down = self._axis(tensors) == 0
+        if columns % size and not down:
             raise BridgeError(
                 f"{weight.file}: {name}: groups of {size} cross the ends of rows of {columns}, which no GGUF type "
                 "can hold; quantize the model again with a group_size that divides them"
             )
-        fits = weight.nbytes == -(-runs // lanes) * size * word.itemsize and (lanes == 10 or runs % lanes == 0)
+        packed, wide = (size, runs) if down else (runs, size)  # rows and columns of the matrix that is packed
+        fits = weight.nbytes == -(-packed // lanes) * wide * word.itemsize and (lanes == 10 or packed % lanes == 0)
         fits = fits and self._count(tensors, "zero") == runs
         if not fits:
             raise contradiction(name, tensors)
         return module_info(name, tensors, bits, size, (out, columns))
+
+    def _axis(self, tensors: dict[str, TensorInfo]) -> float:
+        return self._number(tensors, "axis", 1)
+
+    def in_words(self) -> str:
+        down = sum(self._axis(m.tensors) == 0 for m in self.modules.values())
+        return super().in_words() + (f", along axis 0 in {down}" if down else "")
 
     def _number(self, tensors: dict[str, TensorInfo], part: str, default: float) -> float:
         """A setting stored as a tensor of one element."""
@@ -148,17 +154,23 @@ class HqqReader(Reader):
             )
         return packing
 
-    def whole(self, name: str) -> GroupedTensor:
+    def whole(self, name: str) -> GroupedTensor | DecodedTensor:
         info = self.modules[name]
         out, columns = info.shape
-        groups = columns // info.group_size
-        rows = _unpack(self.part(name, "W_q"), info.group_size, self._packing(info.tensors, info.bits))
-        codes = rows[: out * groups].reshape(out, columns)
+        down, runs = self._axis(info.tensors) == 0, out * columns // info.group_size
+        wide = runs if down else info.group_size
+        rows = _unpack(self.part(name, "W_q"), wide, self._packing(info.tensors, info.bits))
+        codes = rows[: out * columns // wide].reshape(out, columns)
         if codes.max() >= 2**info.bits:
             raise BridgeError(
                 f"{info.file}: {name} has the code {codes.max()}, beyond nbits {info.bits}; the checkpoint is damaged"
             )
-        scales, zeros = (self._values(name, what).reshape(out, groups) for what in ("scale", "zero"))
+        if down:
+            scales, zeros = (self._values(name, what).reshape(1, runs) for what in ("scale", "zero"))
+            weights = ((codes.reshape(-1, runs) - zeros) * scales).reshape(out, columns)
+            share = distortion_of(float(np.square(scales, dtype=np.float64).sum() * info.group_size / 12), weights)
+            return DecodedTensor(name, info.bits, weights, share, "codes grouped along axis 0", bias=self.bias(name))
+        scales, zeros = (self._values(name, what).reshape(out, -1) for what in ("scale", "zero"))
         return GroupedTensor(name, info.bits, codes, scales, zeros, info.group_size, bias=self.bias(name))
 
     def _values(self, name: str, what: str) -> np.ndarray:

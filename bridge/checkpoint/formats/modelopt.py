@@ -67,7 +67,7 @@ class MultipliedFloats(FloatWeight):
 class ModelOptReader(Fp8Reader):
     """Reads checkpoints whose linear layers are floats or integers of 4 or 8 bits."""
 
-    parts: ClassVar = (
+    parts: ClassVar[tuple[str, ...]] = (
         "weight", "weight_packed", "weight_scale", "weight_scale_inv", "weight_scale_2", "weight_global_scale",
         "pre_quant_scale", "bias", *INPUTS,
     )  # fmt: skip

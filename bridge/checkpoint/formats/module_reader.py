@@ -4,6 +4,7 @@ A module holds codes (ModuleInfo, read as CodedTensor) or is a FloatWeight (8-bi
 """
 
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
@@ -150,6 +151,10 @@ class Reader:
             for (said, bits), count in wrong.items()
         ]
 
+    def in_words(self) -> str:
+        """The codes of all modules, for `inspect`."""
+        return in_words(self.modules.values())
+
     def is_plain(self, tensors: dict[str, TensorInfo]) -> bool:
         """Whether these are the parts of a layer that is not quantized."""
         return self.plain.issuperset(tensors)
@@ -219,6 +224,21 @@ def finite_scales(store: Store, name: str, rows: tuple[int, int] | None = None) 
             "quantize the model again"
         )
     return scales
+
+
+def in_words(modules: Iterable[ModuleInfo]) -> str:
+    """The modules' bits and group sizes, with counts where they differ."""
+    modules = list(modules)
+    rows = sum(m.group_size >= m.shape[1] for m in modules)
+    sizes = counted(f"groups of {m.group_size}" for m in modules if m.group_size < m.shape[1])
+    whole = [f"one group a row ({rows})" if sizes else "one group a row"] if rows else []
+    return ", ".join([counted(f"{m.bits} bits" for m in modules), *([sizes] if sizes else []), *whole])
+
+
+def counted(words: Iterable[str]) -> str:
+    """The distinct words, with counts if there are several."""
+    found = Counter(words)
+    return ", ".join(word if len(found) == 1 else f"{word} ({count})" for word, count in sorted(found.items()))
 
 
 def contradiction(name: str, tensors: dict[str, TensorInfo]) -> BridgeError:

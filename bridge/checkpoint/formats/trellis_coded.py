@@ -4,11 +4,13 @@ from typing import ClassVar
 
 import numpy as np
 
+from bridge.checkpoint.decoded import DecodedTensor
 from bridge.checkpoint.files.store import TensorInfo
-from bridge.checkpoint.formats.module_reader import Reader, finite_scales
-from bridge.checkpoint.trellis_floats import DecodedTensor
+from bridge.checkpoint.formats.module_reader import Reader, counted, finite_scales
 from bridge.errors import BridgeError
 from bridge.trellis import TrellisLayer
+
+CODING = "trellis codes"
 
 
 class TrellisReader(Reader):
@@ -17,6 +19,9 @@ class TrellisReader(Reader):
     plain: ClassVar = frozenset({"bias", "SU", "SV", "su", "sv"})
     padding: ClassVar = 1
 
+    def in_words(self) -> str:
+        return counted(f"{CODING} of {m.bits} bits" for m in self.modules.values())
+
     def layer(self, name: str) -> TrellisLayer:
         """A module, still coded. Raises BridgeError if its sizes or values are invalid."""
         raise NotImplementedError
@@ -24,7 +29,9 @@ class TrellisReader(Reader):
     def whole(self, name: str) -> DecodedTensor:
         layer = self.layer(name)
         weights, distortion = layer.dequantize(), layer.book.distortion
-        return DecodedTensor(name, layer.book.K, weights, distortion, self.padding, layer.bias, self.doubts(layer))
+        return DecodedTensor(
+            name, layer.book.K, weights, distortion, CODING, self.padding, layer.bias, self.doubts(layer)
+        )
 
     def doubts(self, layer: TrellisLayer) -> tuple[str, ...]:
         """Notes on whether a layer's codes are what an encoder wrote."""

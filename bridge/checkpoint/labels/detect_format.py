@@ -14,9 +14,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from bridge.checkpoint.formats.aqlm import AqlmReader
 from bridge.checkpoint.formats.awq import AwqReader
 from bridge.checkpoint.formats.bitnet import BitnetReader
+from bridge.checkpoint.formats.bitsandbytes import BitsAndBytesReader
 from bridge.checkpoint.formats.compressed import CompressedReader
+from bridge.checkpoint.formats.exl2 import Exl2Reader
 from bridge.checkpoint.formats.exl3 import Exl3Reader
 from bridge.checkpoint.formats.fp4_experts import GptOssReader
 from bridge.checkpoint.formats.fp8 import Fp8Reader
@@ -28,6 +31,8 @@ from bridge.checkpoint.formats.mlx import MlxReader
 from bridge.checkpoint.formats.modelopt import ModelOptReader
 from bridge.checkpoint.formats.module_reader import Reader
 from bridge.checkpoint.formats.qtip import QtipReader
+from bridge.checkpoint.formats.quark import QuarkReader
+from bridge.checkpoint.formats.torchao import TorchaoReader
 from bridge.checkpoint.labels.quant_config import QuantConfig, compiles, whole_number
 from bridge.errors import BridgeError
 from bridge.system.files import read_json
@@ -44,10 +49,28 @@ READERS: dict[str, type[Reader]] = {
     "mxfp4": GptOssReader,
     "mlx": MlxReader,
     "bitnet": BitnetReader,
+    "bitsandbytes": BitsAndBytesReader,
     "hqq": HqqReader,
     "marlin": MarlinReader,
     "qtip": QtipReader,
+    "exl2": Exl2Reader,
     "exl3": Exl3Reader,
+    "torchao": TorchaoReader,
+    "quark": QuarkReader,
+    "aqlm": AqlmReader,
+}
+# methods of transformers that are not read: why, and what to do
+REFUSED = {
+    "eetq": "EETQ's int8 weights are shuffled for the GPU that wrote them, and no file says which; quantize the "
+    "unquantized model with bitsandbytes' LLM.int8 or torchao's int8, or convert it",
+    "quanto": "Quanto's files do not hold the shapes of their matrices; dequantize the model with optimum-quanto, or "
+    "convert the unquantized model",
+    "higgs": "HIGGS's codes are shuffled for the GPU that wrote them; load the model with transformers, call "
+    "dequantize(), and convert what save_pretrained writes",
+    "spqr": "SpQR's sparse outliers are not supported; convert the unquantized model instead",
+    "vptq": "VPTQ's residual codebooks are not supported; convert the unquantized model instead",
+    "sinq": "SINQ's scales of rows and columns are not supported; convert the unquantized model instead",
+    "fp_quant": "FP-Quant rotates activations at run time, which GGUF lacks; convert the unquantized model instead",
 }
 NAMES = tuple(sorted({*READERS, "auto-round"} - {"gptq-float-zeros"}))
 
@@ -85,11 +108,15 @@ def read_quant_config(folder: Path, config: dict[str, Any]) -> QuantConfig:
         if not isinstance(said, dict) or not said.get("quant_algo"):  # only the key-value cache is quantized
             return QuantConfig(source=None)
         raw = {"quant_method": "modelopt", **said}
+    if raw.get("load_in_4bit") or raw.get("load_in_8bit"):  # transformers before 4.32 wrote no quant_method
+        raw.setdefault("quant_method", "bitsandbytes")
     method = str(raw.get("quant_method") or raw.get("method") or "(none)").lower()
     label = str(raw.get("checkpoint_format") or raw.get("format") or "").lower()
     auto_round = method in ("auto-round", "auto_round", "intel/auto-round")
     if auto_round:
         method, label = _auto_round(source, raw)
+    if method in REFUSED:
+        raise BridgeError(f"{source}: {REFUSED[method]}")
     if method not in NAMES:
         raise BridgeError(
             f"{source}: quantization method {method!r} is not supported (supported: {', '.join(NAMES)}); "
@@ -114,7 +141,7 @@ def read_quant_config(folder: Path, config: dict[str, Any]) -> QuantConfig:
     dynamic = raw.get("dynamic")
     result = QuantConfig(
         method=method, raw=raw, source=source, quantizer=quantizer, packer=packer,
-        bits=4 if method == "exl3" else _number(source, raw, ("bits", "w_bit"), 4),  # EXL3's is an average
+        bits=4 if method in ("exl2", "exl3") else _number(source, raw, ("bits", "w_bit"), 4),  # theirs are averages
         group_size=_number(source, raw, ("group_size", "q_group_size"), 128),
         sym=bool(raw.get("sym", not raw.get("zero_point", method == "awq"))),
         desc_act=bool(raw.get("desc_act", False)),

@@ -1,0 +1,86 @@
+"""AQLM: a sum of codebooks' vectors (Egiazarian et al. 2024), as the aqlm package and transformers store it.
+
+    codes       intN [out / og, in / ig, M]     numbers of vectors, N 8, 16 or 32, with the sign bit part of the number
+    codebooks   float [M, 2^nbits, og, ig]      vectors; og is 1 in all known models
+    scales      float [out / og, in / ig or 1, 1, 1]
+    bias        float [out]                     optional
+
+    W[o, k .. k + ig] = scale * sum over m of codebooks[m, codes[.., m]]
+
+No block type holds such codes: they come as floats. Their noise is taken to be the least that codes of so many bits can
+have on Gaussian weights, 4^-bits of the variance (Shannon's rate-distortion function), so that types are not chosen too
+small. Learned from the aqlm package (inference.py, utils.py).
+"""
+
+import math
+from dataclasses import replace
+from typing import ClassVar
+
+import numpy as np
+
+from bridge.checkpoint.decoded import DecodedTensor
+from bridge.checkpoint.files.store import TensorInfo
+from bridge.checkpoint.formats.module_reader import ModuleInfo, Reader, contradiction, counted, module_info
+from bridge.checkpoint.labels.quant_config import QuantConfig
+from bridge.errors import BridgeError
+
+_CODES = {"I8": 8, "I16": 16, "I32": 32}
+
+
+class AqlmReader(Reader):
+    """Reads AQLM checkpoints."""
+
+    parts: ClassVar = ("codes", "codebooks", "scales", "bias")
+    required: ClassVar = ("codes", "codebooks", "scales")
+
+    @classmethod
+    def complete(cls, quant: QuantConfig, label: str) -> QuantConfig:
+        raw = quant.raw
+        books = f"{raw.get('num_codebooks', 1)} codebooks of {raw.get('nbits_per_codebook', 16)} bits"
+        return replace(quant, title="AQLM", claims=(books, f"vectors of {raw.get('in_group_size', 8)}"))
+
+    def describe(self, name: str, tensors: dict[str, TensorInfo]) -> ModuleInfo:
+        codes, books, scales = (tensors[part] for part in self.required)
+        if len(codes.shape) != 3 or len(books.shape) != 4 or 0 in (*codes.shape, *books.shape):
+            raise contradiction(name, tensors)
+        rows, runs, count = codes.shape
+        words, og, ig = books.shape[1:]
+        fits = books.shape[0] == count and books.floating and scales.floating and codes.dtype in _CODES
+        if not fits or words > 1 << _CODES[codes.dtype] or scales.shape not in ((rows, 1, 1, 1), (rows, runs, 1, 1)):
+            raise contradiction(name, tensors)
+        bits = math.ceil(count * math.log2(words) / (og * ig))
+        return module_info(name, tensors, max(1, bits), 0, (rows * og, runs * ig))
+
+    def _rate(self, name: str) -> float:
+        """Bits a weight, without scales and codebooks."""
+        count, words, og, ig = self.modules[name].tensors["codebooks"].shape
+        return count * math.log2(words) / (og * ig)
+
+    def in_words(self) -> str:
+        return counted(
+            "{0} codebooks of {1} vectors of {3}, {rate:.3g} bits".format(
+                *m.tensors["codebooks"].shape, rate=self._rate(name)
+            )
+            for name, m in self.modules.items()
+        )
+
+    def read(self, name: str, rows: np.ndarray | None = None) -> DecodedTensor:
+        info = self.modules[name]
+        books, scales = self.scales(name, "codebooks"), self.scales(name, "scales")
+        og = books.shape[2]
+        at = None if rows is None else np.unique(rows // og)
+        codes = self.part(name, "codes", at)
+        codes = codes.view(f"u{codes.dtype.itemsize}")
+        if codes.max() >= books.shape[1]:
+            raise BridgeError(
+                f"{info.file}: {name}.codes has {codes.max()}, beyond {books.shape[1]} vectors; it is damaged"
+            )
+        vectors = np.take(books[0], codes[:, :, 0], 0)
+        for m in range(1, len(books)):
+            vectors += np.take(books[m], codes[:, :, m], 0)
+        vectors *= scales if at is None else scales[at]  # [rows, runs, og, ig]
+        weights = np.ascontiguousarray(vectors.transpose(0, 2, 1, 3)).reshape(-1, info.shape[1])
+        if at is not None and rows is not None:
+            weights = weights[np.searchsorted(at, rows // og) * og + rows % og]
+        share = 4.0 ** -self._rate(name)
+        return DecodedTensor(name, info.bits, weights, share, "codebooks", bias=self.bias(name, rows))

@@ -1,0 +1,172 @@
+"""AMD's Quark, as its export for transformers writes it: integers and floats of 4 and 8 bits.
+
+                        weight                  weight_scale         weight_zero_point
+    int4, uint4
+      groups            int32 [in, out / 8]     float [G, out]       int32 [G, out / 8]
+      a row             int32 [out, in / 8]     float [out]          int32 [out / 8]
+    int8, uint8
+      groups            int8, uint8 [in, out]   float [G, out]       like weight [G, out]
+      a row, the whole  int8, uint8 [out, in]   float [out], []      likewise
+    fp8_e4m3            F8_E4M3 [out, in]       float, as in `fp8`   -
+    fp4 (MXFP4)         uint8 [out, in / 2]     uint8 [out, in / 32] -
+    bias                float [out]
+
+    W = scale * (q - zero point)
+
+Nibble i of a word is number 0 2 4 6 1 3 5 7 of its eight, or number i where pack_method is "order". int4 and int8 are
+in two's complement, their zero points too. The config says which: global_quant_config or a pattern of
+layer_quant_config, {weight: {dtype, qscheme, group_size, ..}}.
+
+Learned from amd-quark 0.13 (torch/utils/pack.py, torch/export/nn/modules/realquantizer.py; MIT).
+"""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from fnmatch import fnmatch
+from typing import Any, ClassVar
+
+import numpy as np
+
+from bridge.checkpoint.files.store import TensorInfo
+from bridge.checkpoint.formats.fp8 import FLOAT8, ScaledFloats
+from bridge.checkpoint.formats.modelopt import ModelOptReader
+from bridge.checkpoint.formats.module_reader import ModuleInfo, contradiction, module_info
+from bridge.checkpoint.grouped import CodedTensor, GroupedTensor
+from bridge.checkpoint.labels.quant_config import QuantConfig, whole_number
+from bridge.errors import BridgeError
+
+_INTEGERS = {"int4": 4, "uint4": 4, "int8": 8, "uint8": 8}
+_DTYPES = (*_INTEGERS, "fp8_e4m3", "fp4")
+_REORDERED = (0, 2, 4, 6, 1, 3, 5, 7)
+
+
+class QuarkReader(ModelOptReader):
+    """Reads Quark's exports; floats are stored as ModelOpt's."""
+
+    parts: ClassVar[tuple[str, ...]] = (*ModelOptReader.parts, "weight_zero_point")
+
+    @classmethod
+    def complete(cls, quant: QuantConfig, label: str) -> QuantConfig:
+        export = quant.raw.get("export")
+        export = export if isinstance(export, dict) else {}
+        if (form := export.get("weight_format", "real_quantized")) != "real_quantized":
+            raise BridgeError(
+                f"{quant.source}: weight_format is {form!r}: the weights are floats that were rounded; convert the "
+                "unquantized model instead, or export it as real_quantized"
+            )
+        algorithms = quant.raw.get("algo_config") or []
+        if any("rotation" in str(a).lower() for a in (algorithms if isinstance(algorithms, list) else [algorithms])):
+            raise BridgeError(
+                f"{quant.source}: algo_config rotates activations, which needs a transform at run time that GGUF "
+                "lacks; use a checkpoint quantized without rotation"
+            )
+        weights = list(_weight_settings(quant.raw))
+        for settings in weights:
+            if settings.get("dtype") not in _DTYPES:
+                raise BridgeError(
+                    f"{quant.source}: Quark's {settings.get('dtype')!r} is not supported ({', '.join(_DTYPES)} are); "
+                    "convert the unquantized model instead"
+                )
+        if not weights:
+            return replace(quant, title="Quark", claims=("no weights",))
+        said = weights[0]
+        dtype, size = str(said["dtype"]), whole_number(said.get("group_size"))
+        grouped = said.get("qscheme") == "per_group" and size is not None
+        groups = f"groups of {size}" if grouped else "one scale a row" if said.get("qscheme") == "per_channel" else ""
+        return replace(
+            quant, title="Quark", claims=(dtype, *([groups] if groups else [])), bits=_INTEGERS.get(dtype, 4),
+            group_size=size if grouped and size else -1,
+        )  # fmt: skip
+
+    def _settings(self, name: str) -> dict[str, Any]:
+        """What the config says of a module's weight."""
+        table = self.quant.raw.get("layer_quant_config")
+        for pattern, own in table.items() if isinstance(table, dict) else ():
+            if fnmatch(name, pattern) and (weight := _weight_of(own)) is not None:
+                return weight
+        return _weight_of(self.quant.raw.get("global_quant_config")) or {}
+
+    def claimed_bits(self, module: str) -> int | None:
+        return _INTEGERS.get(str(self._settings(module).get("dtype")))
+
+    def _describe(self, name: str, tensors: dict[str, TensorInfo]) -> ModuleInfo | ScaledFloats:
+        weight, scale = tensors["weight"], tensors.get("weight_scale")
+        if scale is None or weight.dtype in FLOAT8 or not scale.floating:
+            return super()._describe(name, tensors)
+        bits = {"I32": 4, "I8": 8, "U8": 8}.get(weight.dtype)
+        if bits is None or len(weight.shape) != 2 or 0 in weight.shape or not scale.floating:
+            raise contradiction(name, tensors)
+        a, b = weight.shape[0], weight.shape[1] * (8 if bits == 4 else 1)
+        grouped = len(scale.shape) == 2
+        out, columns = (b, a) if grouped else (a, b)
+        groups = scale.shape[0] if grouped else 1
+        fits = scale.shape in ((groups, out), (out,), (), (1,)) and groups > 0 and columns % groups == 0
+        zeros = tensors.get("weight_zero_point")
+        if zeros is not None and fits:
+            lanes = 8 if bits == 4 and scale.shape not in ((), (1,)) else 1
+            fits = zeros.dtype in ("I32", "I8", "U8") and zeros.shape == (
+                *scale.shape[:-1], *(n // lanes for n in scale.shape[-1:]),
+            )  # fmt: skip
+        if not fits:
+            raise contradiction(name, tensors)
+        return module_info(name, tensors, bits, columns // groups, (out, columns))
+
+    def _integers(self, info: ModuleInfo) -> bool:
+        return info.tensors["weight"].dtype in ("I32", "I8", "U8") and info.tensors["weight_scale"].floating
+
+    def tensor_scales(self, name: str) -> dict[str, float]:
+        return {} if self._integers(self.modules[name]) else super().tensor_scales(name)
+
+    def _read(self, info: ModuleInfo, rows: np.ndarray | None = None) -> CodedTensor:
+        if not self._integers(info):
+            return super()._read(info, rows)
+        name, (out, _) = info.name, info.shape
+        grouped = len(info.tensors["weight_scale"].shape) == 2
+        codes = self._codes(info, self.part(name, "weight"))
+        codes = np.ascontiguousarray(codes.T if grouped else codes)
+        scales = self.scales(name, "weight_scale")
+        zeros = np.zeros_like(scales)
+        signed = not str(self._settings(name).get("dtype")).startswith("u") and info.tensors["weight"].dtype != "U8"
+        half = 1 << (info.bits - 1) if signed else 0
+        if "weight_zero_point" in info.tensors:
+            stored = self.part(name, "weight_zero_point")
+            if stored.size != scales.size:
+                stored = self._codes(info, stored.reshape(-1, stored.shape[-1])).reshape(scales.shape)
+            zeros = ((stored.astype(np.int64) ^ half) & (2**info.bits - 1)).astype(np.float32)
+        else:
+            zeros += half
+        if not grouped:
+            scales, zeros = (np.broadcast_to(x.reshape(1, -1), (1, out)) for x in (scales, zeros))
+        codes ^= np.uint8(half)
+        scales, zeros = scales.T, zeros.T
+        if rows is not None:
+            codes, scales, zeros = codes[rows], scales[rows], zeros[rows]
+        scales, zeros = np.ascontiguousarray(scales), np.ascontiguousarray(zeros)
+        return GroupedTensor(name, info.bits, codes, scales, zeros, info.group_size, bias=self.bias(name, rows))
+
+    def _codes(self, info: ModuleInfo, stored: np.ndarray) -> np.ndarray:
+        """uint8 [rows, n] of words int32 [rows, n / 8], or of bytes [rows, n]."""
+        from bridge.checkpoint.formats.bits import unpack_words
+
+        if info.bits == 8:
+            return stored.view(np.uint8)
+        codes = unpack_words(stored, 4, stored.shape[1] * 8)
+        export = self.quant.raw.get("export")
+        if (export.get("pack_method") if isinstance(export, dict) else None) == "order":
+            return codes
+        return codes.reshape(len(codes), -1, 8)[:, :, np.argsort(_REORDERED)].reshape(codes.shape)
+
+
+def _weight_of(settings: Any) -> dict[str, Any] | None:
+    """The weight's entry of a layer's settings, the first where there are several."""
+    weight = settings.get("weight") if isinstance(settings, dict) else None
+    weight = weight[0] if isinstance(weight, list) and weight else weight
+    return weight if isinstance(weight, dict) else None
+
+
+def _weight_settings(raw: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """The weights' entries: the default one, then those of single layers."""
+    table = raw.get("layer_quant_config")
+    for settings in (raw.get("global_quant_config"), *(table.values() if isinstance(table, dict) else ())):
+        if (weight := _weight_of(settings)) is not None:
+            yield weight

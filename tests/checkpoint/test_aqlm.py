@@ -1,0 +1,83 @@
+"""AQLM: sums of codebooks' vectors come as floats."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+import bridge
+from bridge.checkpoint import open_checkpoint
+from bridge.cli.describe import describe
+from tests.support.encode import write_folder, write_model
+from tests.support.refusal import refusal
+
+NAME = "model.layers.0.mlp.down_proj"
+
+
+def label(count: int = 2) -> dict[str, Any]:
+    return {"quant_method": "aqlm", "in_group_size": 8, "num_codebooks": count, "nbits_per_codebook": 8}
+
+
+def aqlm(
+    name: str = NAME, shape: tuple[int, int] = (24, 64), count: int = 2, og: int = 1
+) -> tuple[dict[str, np.ndarray], np.ndarray]:
+    """Random codes, and the weights that they stand for, summed one by one."""
+    random = np.random.default_rng(0)
+    rows, runs = shape[0] // og, shape[1] // 8
+    codes = random.integers(0, 256, (rows, runs, count), dtype=np.uint8)
+    books = random.normal(0, 1, (count, 256, og, 8)).astype(np.float16)
+    scales = random.uniform(0.01, 0.02, (rows, 1, 1, 1)).astype(np.float16)
+    meant = np.zeros(shape, np.float32)
+    for i in range(rows):
+        for j in range(runs):
+            vector = sum(books[m, codes[i, j, m]].astype(np.float32) for m in range(count))
+            meant[i * og : (i + 1) * og, 8 * j : 8 * j + 8] = vector * np.float32(scales[i, 0, 0, 0])
+    return {f"{name}.codes": codes.view(np.int8), f"{name}.codebooks": books, f"{name}.scales": scales}, meant
+
+
+@pytest.mark.parametrize(("count", "og"), [(1, 1), (2, 1), (2, 4)])
+def test_weights_are_sums_of_vectors(tmp_path, count, og):
+    tensors, meant = aqlm(count=count, og=og)
+    with open_checkpoint(write_folder(tmp_path, tensors, label(count))) as checkpoint:
+        t = checkpoint.read_module(NAME)
+        assert np.allclose(t.dequantize(), meant, rtol=1e-6, atol=1e-8)
+        rows = np.array([21, 3, 4])
+        assert np.array_equal(checkpoint.read_module(NAME, rows).dequantize(), t.dequantize()[rows])
+        assert checkpoint.settings() == f"{count} codebooks of 256 vectors of 8, {count / og:.3g} bits"
+
+
+def test_a_model_is_requantized_within_what_its_codes_cost_at_least(tmp_path, small_model):
+    def layer(name: str, weight: np.ndarray) -> dict[str, np.ndarray] | None:
+        return aqlm(name, weight.shape)[0] if ".layers.0.mlp" in name else None
+
+    write_model(tmp_path / "c", small_model, layer, label(), None, 1)
+    report = bridge.convert(tmp_path / "c", tmp_path / "m.gguf")
+    coded = [t for t in report.tensors if t.has_codes]
+    assert {(t.kind, t.outcome) for t in coded} == {(f"ffn_{n}", "requantized") for n in ("gate", "up", "down")}
+    assert all(t.fidelity.share < 0.15 for t in coded)
+    said = describe(tmp_path / "c")
+    assert "AQLM, 2 codebooks of 8 bits, vectors of 8" in said
+    assert "codebooks have no place in GGUF" in said
+
+
+@pytest.mark.parametrize(
+    ("part", "value", "said"),
+    [
+        ("scales", None, "but no scales"),
+        ("scales", np.ones((24, 1), np.float16), "contradict"),
+        ("scales", np.full((24, 1, 1, 1), np.inf, np.float16), "NaN or infinite"),
+        ("codes", np.zeros((24, 8, 3), np.int8), "contradict"),
+        ("codes", np.zeros((24, 8, 2), np.float16), "contradict"),
+        ("codebooks", np.ones((2, 100, 1, 8), np.float16), "beyond 100 vectors"),
+        ("codebooks", np.ones((2, 512, 1, 8), np.float16), "contradict"),
+    ],
+)
+def test_damage_is_named_in_one_line(tmp_path, part, value, said):
+    tensors, _ = aqlm()
+    if value is None:
+        del tensors[f"{NAME}.{part}"]
+    else:
+        tensors[f"{NAME}.{part}"] = value
+    assert said in refusal(write_folder(tmp_path, tensors, label()))

@@ -1,0 +1,105 @@
+"""Makes tests/data/tools with the tools themselves, on a CPU: quantized layers, and the values that each tool computes.
+
+    python -m tests.support.make_tools bitsandbytes torchao
+
+Written with bitsandbytes 0.50.2, torchao 0.18 and torch 2.13. Each folder has model.safetensors, config.json with the
+label that transformers writes, and expected.npz.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.torch import save_file
+
+DATA = Path(__file__).parent.parent / "data" / "tools"
+OUT, IN = 16, 256
+
+
+def linear(bias: bool = False) -> torch.nn.Linear:
+    """A layer whose weights have a few large values."""
+    layer = torch.nn.Linear(IN, OUT, bias=bias)
+    with torch.no_grad():
+        layer.weight.normal_(0, 0.05)
+        layer.weight[:, 7] *= 8
+    return layer
+
+
+def save(
+    name: str,
+    tensors: dict[str, torch.Tensor],
+    expected: dict[str, torch.Tensor],
+    label: dict[str, Any],
+    metadata: dict[str, str] | None = None,
+) -> None:
+    folder = DATA / name
+    folder.mkdir(parents=True, exist_ok=True)
+    held = {key: value.detach().contiguous() for key, value in tensors.items()}
+    save_file(held, folder / "model.safetensors", metadata or {"format": "pt"})
+    np.savez_compressed(folder / "expected.npz", **{k: v.detach().float().numpy() for k, v in expected.items()})
+    (folder / "config.json").write_text(json.dumps({"quantization_config": label}) + "\n")
+
+
+def bitsandbytes() -> None:
+    import bitsandbytes as bnb
+    from bitsandbytes import functional
+
+    for nested in (False, True):
+        tensors, expected = {}, {}
+        for kind in ("nf4", "fp4"):
+            for block in (64, 128):
+                name = f"{kind}.block{block}"
+                packed, state = functional.quantize_4bit(
+                    linear().weight.data, blocksize=block, quant_type=kind, compress_statistics=nested
+                )
+                expected[name] = functional.dequantize_4bit(packed, state)
+                tensors[f"{name}.weight"] = packed
+                tensors |= {f"{name}.weight.{part}": value for part, value in state.as_dict(packed=True).items()}
+        label = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
+        save(f"bnb-{'nested' if nested else '4bit'}", tensors, expected, label | {"bnb_4bit_use_double_quant": nested})
+    layer = linear(bias=True)
+    rows = bnb.nn.Linear8bitLt(IN, OUT, has_fp16_weights=False)
+    rows.load_state_dict(layer.state_dict())
+    rows(torch.ones(1, IN))  # quantizes
+    state = rows.state_dict()
+    tensors = {f"rows.{part}": value for part, value in state.items()}
+    expected = {"rows": functional.int8_vectorwise_dequant(state["weight"], state["SCB"])}
+    save("bnb-8bit", tensors, expected, {"quant_method": "bitsandbytes", "load_in_8bit": True})
+
+
+def torchao() -> None:
+    from torchao.prototype.safetensors.safetensors_support import flatten_tensor_state_dict
+    from torchao.quantization import (
+        Float8WeightOnlyConfig,
+        Int8WeightOnlyConfig,
+        IntxWeightOnlyConfig,
+        PerAxis,
+        PerGroup,
+        PerTensor,
+        quantize_,
+    )
+
+    configs = {f"intx{b}": IntxWeightOnlyConfig(getattr(torch, f"int{b}"), PerGroup(64)) for b in (2, 3, 4, 6)}
+    configs["intx4.rows"] = IntxWeightOnlyConfig(torch.int4, PerAxis(0))
+    configs |= {f"int8.{n}": Int8WeightOnlyConfig(granularity=PerTensor()) for n in ("tensor",)}
+    configs |= {"int8.rows": Int8WeightOnlyConfig(), "float8.rows": Float8WeightOnlyConfig()}
+    held, expected = {}, {}
+    for name, config in configs.items():
+        model = torch.nn.Sequential(linear(bias=name == "intx4"))
+        quantize_(model, config)
+        held |= {f"{name}.{part}": value for part, value in model[0].state_dict().items()}
+        expected[name] = model[0].weight.dequantize()
+    tensors, metadata = flatten_tensor_state_dict(held)
+    label = {"quant_method": "torchao", "quant_type": {"default": {"_type": "IntxWeightOnlyConfig", "_data": {}}}}
+    save("torchao", tensors, expected, label, metadata)
+
+
+if __name__ == "__main__":
+    torch.manual_seed(0)
+    for tool in sys.argv[1:]:
+        globals()[tool]()
