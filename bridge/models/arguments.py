@@ -28,6 +28,7 @@ class Arguments:
     rotated                number of elements of a head that are rotated, the first ones
     qk_norm                whether heads of q and k are normalized, if models of a family differ
     leading                layers before the first that has experts
+    kinds                  each layer's kind, as config.json's layer_types names it, in families with several
     more                   sizes that only one family has
     """
 
@@ -53,6 +54,7 @@ class Arguments:
     rotated: int = 0
     qk_norm: bool = False
     leading: int = 0
+    kinds: tuple[str, ...] = ()
     more: Mapping[str, int] = field(default_factory=dict)
 
     @property
@@ -163,6 +165,7 @@ def read_arguments(config: Config, keys: Mapping[str, Any]) -> Arguments:
         experts=experts, experts_used=used, expert_inner=expert_inner, shared_inner=shared_inner, rotated=rotated,
         qk_norm=flag("use_qk_norm"),
         leading=_leading(config, keys.get("first_k_dense_replace")),
+        kinds=_kinds(config, layers) if "layer_types" in keys else (),
     )  # fmt: skip
 
 
@@ -170,6 +173,13 @@ def _leading(config: Config, default: int | None) -> int:
     """Layers before the first with experts, in families that may have such layers."""
     key = "first_k_dense_replace"
     return config.integer(key, default) if default is not None and config.get(key, default) != 0 else 0
+
+
+def _kinds(config: Config, layers: int) -> tuple[str, ...]:
+    kinds = config.get("layer_types")
+    if not isinstance(kinds, list) or len(kinds) != layers or not all(isinstance(kind, str) for kind in kinds):
+        raise BridgeError(f"{config.path}: layer_types is {kinds!r:.80}, must name the kind of each of {layers} layers")
+    return tuple(kinds)
 
 
 def _share(config: Config, value: Any) -> float:

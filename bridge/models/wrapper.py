@@ -62,7 +62,9 @@ def without_prediction(names: dict[str, str], layers: Any) -> tuple[dict[str, st
 
     def predicts(name: str) -> bool:
         found = _LAYER.match(name)
-        return name.startswith("mtp.") or (found is not None and isinstance(layers, int) and int(found[1]) >= layers)
+        return name.startswith(("mtp.", "model.mtp_")) or (
+            found is not None and isinstance(layers, int) and int(found[1]) >= layers
+        )
 
     return {n: stored for n, stored in names.items() if not predicts(n)}, [n for n in names if predicts(n)]
 

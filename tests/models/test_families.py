@@ -92,6 +92,13 @@ def test_every_family_has_a_case() -> None:
         ("olmo3", {"layer_types": ["full_attention"]}, "must be full or sliding, for every layer"),
         ("qwen3.5", {"linear_num_key_heads": 3}, "4 value heads cannot share 3 key heads"),
         ("ministral3", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}, "reads Ministral 3 with yarn"),
+        ("lfm2", {"layer_types": ["conv"]}, "must name the kind of each of 3 layers"),
+        ("lfm2", {"layer_types": 3 * ["conv"]}, "conv.in_proj.weight is missing"),
+        ("lfm2-moe", {"use_expert_bias": False}, "use_expert_bias is False"),
+        ("ernie4.5-moe", {"moe_layer_end_index": 1}, "experts in the last layer too"),
+        ("ernie4.5-moe", {"moe_layer_interval": 2}, "moe_layer_interval is 2"),
+        ("minimax-m2", {"scoring_func": "softmax"}, "scoring_func is 'softmax'"),
+        ("hunyuan", {"rope_parameters": {"rope_type": "dynamic", "alpha": "x"}}, "alpha is 'x'"),
     ],
 )
 def test_a_config_that_llama_cpp_cannot_express_is_refused(

@@ -1,17 +1,86 @@
-"""ERNIE 4.5: Llama's decoder without reordered rows: its heads are rotated by neighbours in the checkpoint too."""
+"""ERNIE 4.5: Llama's decoder without reordered rows: its heads are rotated by neighbours in the checkpoint too.
 
-from bridge.models.family import SILU, Expected, Family, Row, attention, decoder, gated_mlp
+Of the mixtures of experts all layers but the first have experts and shared ones; a bias is added to the router's
+softmax to choose experts, but not to weight them.
+"""
+
+from dataclasses import replace
+from typing import Any
+
+from bridge.errors import BridgeError
+from bridge.models.arguments import Arguments
+from bridge.models.family import (
+    EXPERTS,
+    SILU,
+    Expected,
+    Family,
+    Row,
+    attention,
+    decoder,
+    gated_mlp,
+    leading,
+    sparse,
+)  # fmt: skip
+from bridge.models.model_config import Config
+
+_UNKNOWN = "llama.cpp's converter knows no such model"
+_ATTENTION = (Row("input_layernorm", "hidden"), *attention(), Row("post_attention_layernorm", "hidden"))
 
 ERNIE4_5 = Family(
     arch="ernie4_5",
     architectures=("Ernie4_5ForCausalLM", "Ernie4_5_ForCausalLM"),
     model_type="ernie4_5",
     keys={"tie_word_embeddings": True, "rope_theta": 500000.0, "rms_norm_eps": 1e-5, "head_dim": 128},
-    expects=(SILU, Expected("use_bias", (False,), "llama.cpp's converter knows no such model")),
-    table=decoder(
-        Row("input_layernorm", "hidden"),
-        *attention(),
-        Row("post_attention_layernorm", "hidden"),
-        *gated_mlp("mlp", "inner"),
-    ),
+    expects=(SILU, Expected("use_bias", (False,), _UNKNOWN)),
+    table=decoder(*_ATTENTION, *gated_mlp("mlp", "inner")),
 )
+
+
+def _shared(config: Config, args: Arguments) -> dict[str, int]:
+    return {"shared": args.expert_inner * config.get("moe_num_shared_experts", 2)}
+
+
+def _has_shared(args: Arguments) -> bool:
+    return args.more["shared"] > 0
+
+
+def _router(config: Config, args: Arguments) -> dict[str, Any]:
+    last = config.get("moe_layer_end_index", -1)
+    if last not in (-1, args.layers - 1):
+        raise BridgeError(
+            f"{config.path}: moe_layer_end_index is {last!r}; llama.cpp has experts in the last layer too"
+        )
+    width = {"expert_shared_feed_forward_length": args.more["shared"]} if args.more["shared"] else {}
+    return {"expert_shared_count": config.get("moe_num_shared_experts", 2), "interleave_moe_layer_step": 1, **width}
+
+
+ERNIE4_5_MOE = replace(
+    ERNIE4_5,
+    arch="ernie4_5-moe",
+    architectures=("Ernie4_5_MoeForCausalLM",),
+    model_type="ernie4_5_moe",
+    keys={
+        "tie_word_embeddings": True, "rope_theta": 500000.0, "rms_norm_eps": 1e-5, "num_experts": None,
+        "moe_intermediate_size": None, "first_k_dense_replace": 1,
+    },
+    names={
+        "num_experts": "moe_num_experts", "num_experts_per_tok": "moe_k",
+        "first_k_dense_replace": "moe_layer_start_index",
+    },
+    expects=(*ERNIE4_5.expects, Expected("moe_layer_interval", (1,), _UNKNOWN)),
+    sizes=_shared,
+    metadata=_router,
+    predicts=True,
+    table=decoder(
+        *_ATTENTION,
+        *leading(*gated_mlp("mlp", "inner")),
+        *sparse(
+            *EXPERTS,
+            Row(
+                "mlp.moe_statics.e_score_correction_bias", "experts", exact=True, name="exp_probs_b.bias",
+                change="squeezed",
+            ),
+            *(replace(row, when=_has_shared) for row in gated_mlp("mlp.shared_experts", "shared")),
+        ),
+    ),
+)  # fmt: skip

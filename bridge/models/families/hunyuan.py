@@ -1,0 +1,41 @@
+"""Hunyuan dense: Llama's decoder rotated by halves, with heads of q and k normalized after that.
+
+The rope type is called dynamic, but its alpha is fixed: it makes theta larger, for contexts of 256 Ki tokens.
+"""
+
+from typing import Any
+
+from bridge.models.arguments import Arguments
+from bridge.models.family import NO_BIASES, SILU, Family, Row, attention, decoder, gated_mlp
+from bridge.models.model_config import Config
+from bridge.models.rope import rope_number, rope_rules
+
+_CONTEXT = 256 * 1024  # max_position_embeddings is 32 Ki in some published configs
+
+
+def _stretched(config: Config, args: Arguments) -> dict[str, Any]:
+    rules = rope_rules(config)
+    if not rules.get("alpha"):
+        return {}
+    alpha = rope_number(config, rules, "alpha")
+    return {
+        "rope.freq_base": args.rope.base * alpha ** (args.head_dim / (args.head_dim - 2)),
+        "rope.scaling.type": "none", "rope.scaling.factor": 1.0,
+        "rope.scaling.original_context_length": _CONTEXT, "context_length": _CONTEXT,
+    }  # fmt: skip
+
+
+HUNYUAN = Family(
+    arch="hunyuan-dense",
+    architectures=("HunYuanDenseV1ForCausalLM",),
+    model_type="hunyuan_v1_dense",
+    keys={"rms_norm_eps": 1e-5},
+    expects=(SILU, NO_BIASES),
+    metadata=_stretched,
+    table=decoder(
+        Row("input_layernorm", "hidden"),
+        *attention(Row("self_attn.query_layernorm", "head"), Row("self_attn.key_layernorm", "head")),
+        Row("post_attention_layernorm", "hidden"),
+        *gated_mlp("mlp", "inner"),
+    ),
+)

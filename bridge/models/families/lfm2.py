@@ -1,0 +1,114 @@
+"""LFM2: layers of a short convolution between two gates, and layers of attention with normalized heads.
+
+Of the mixtures of experts all layers but the first two have experts; a bias is added to the router's sigmoid to choose
+experts, but not to weight them.
+"""
+
+from dataclasses import replace
+from typing import Any
+
+from bridge.models.arguments import Arguments
+from bridge.models.family import NO_OTHER, Expected, Family, Row, decoder, leading, sparse
+from bridge.models.model_config import Config
+
+
+def _adjusted(config: Config, args: Arguments) -> dict[str, int]:
+    """The network is two thirds as wide as configured, rounded up, unless the config forbids it."""
+    inner = config.integer("block_ff_dim", args.inner)
+    if config.get("block_auto_adjust_ff_dim", True):
+        multiple = config.integer("block_multiple_of", 256)
+        inner = int(config.number("block_ffn_dim_multiplier", 1.0) * int(2 * inner / 3))
+        inner = -(-inner // multiple) * multiple
+    return {**_convolution(config, args), "inner": inner}
+
+
+def _convolution(config: Config, _args: Arguments) -> dict[str, int]:
+    return {"kernel": config.side("conv_L_cache", 3)}
+
+
+def _metadata(_config: Config, args: Arguments) -> dict[str, Any]:
+    return {
+        "attention.head_count_kv": [args.kv_heads if kind == _ATTENTION else 0 for kind in args.kinds],
+        "shortconv.l_cache": args.more["kernel"],
+        "feed_forward_length": args.sizes["inner"],
+    }
+
+
+def _router(config: Config, args: Arguments) -> dict[str, Any]:
+    return {**_metadata(config, args), "expert_gating_func": 2}  # sigmoid
+
+
+def _of(kind: str, *rows: Row) -> tuple[Row, ...]:
+    return tuple(replace(row, layers=lambda args, layer: args.kinds[layer] == kind) for row in rows)
+
+
+def _network(module: str, inner: str) -> tuple[Row, ...]:
+    gate, up = f"{module}.w1", f"{module}.w3"
+    return (
+        Row(gate, f"{inner} hidden"),
+        Row(up, f"{inner} hidden"),
+        Row(f"{module}.w2", f"hidden {inner}", columns_of=(gate, up)),
+    )
+
+
+_ATTENTION = "full_attention"
+_LAYERS = (
+    Row("operator_norm", "hidden"),
+    *_of(
+        "conv",
+        Row("conv.in_proj", "hidden+hidden+hidden hidden"),
+        Row("conv.conv", "hidden kernel", floats="F32", change="squeezed"),
+        Row("conv.out_proj", "hidden hidden"),
+    ),
+    *_of(
+        _ATTENTION,
+        Row("self_attn.q_proj", "q hidden"),
+        Row("self_attn.k_proj", "kv hidden"),
+        Row("self_attn.v_proj", "kv hidden"),
+        Row("self_attn.q_layernorm", "head"),
+        Row("self_attn.k_layernorm", "head"),
+        Row("self_attn.out_proj", "hidden q"),
+    ),
+    Row("ffn_norm", "hidden"),
+)
+_NORM = Row("model.embedding_norm", "hidden")
+
+LFM2 = Family(
+    arch="lfm2",
+    architectures=("Lfm2ForCausalLM", "LFM2ForCausalLM"),
+    model_type="lfm2",
+    keys={"tie_word_embeddings": True, "rope_theta": 1e6, "rms_norm_eps": 1e-5, "layer_types": None},
+    names={"rms_norm_eps": "norm_eps"},
+    expects=(Expected("conv_bias", (False,), NO_OTHER),),
+    sizes=_adjusted,
+    metadata=_metadata,
+    table=decoder(*_LAYERS, *_network("feed_forward", "inner"), norm=_NORM),
+)
+
+LFM2_MOE = replace(
+    LFM2,
+    arch="lfm2moe",
+    architectures=("Lfm2MoeForCausalLM",),
+    model_type="lfm2_moe",
+    keys={**LFM2.keys, "num_experts": None, "moe_intermediate_size": None, "first_k_dense_replace": 2},
+    names={**LFM2.names, "first_k_dense_replace": "num_dense_layers"},
+    expects=(
+        *LFM2.expects, Expected("use_expert_bias", (True,), NO_OTHER), Expected("norm_topk_prob", (True,), NO_OTHER),
+        Expected("routed_scaling_factor", (1.0,), NO_OTHER),
+    ),
+    sizes=_convolution,
+    metadata=_router,
+    table=decoder(
+        *_LAYERS,
+        *leading(*_network("feed_forward", "inner")),
+        *sparse(
+            Row("feed_forward.gate", "experts hidden", floats="F32"),
+            *(
+                replace(row, name=f"ffn_{part}_exps.weight")
+                for row, part in zip(_network("feed_forward.experts.*", "expert"), ("gate", "up", "down"), strict=True)
+            ),
+            Row("feed_forward.expert_bias", "experts", exact=True, name="exp_probs_b.bias"),
+        ),
+        norm=_NORM,
+    ),
+)  # fmt: skip

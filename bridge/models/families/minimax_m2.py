@@ -1,0 +1,34 @@
+"""MiniMax M2: a mixture of experts in every layer; q and k are normalized over all heads, a part of each is rotated.
+
+A bias is added to the router's sigmoid to choose experts, but not to weight them.
+"""
+
+from typing import Any
+
+from bridge.models.arguments import Arguments
+from bridge.models.family import EXPERTS, NO_OTHER, SILU, Expected, Family, Row, attention, decoder
+from bridge.models.model_config import Config
+
+
+def _router(_config: Config, args: Arguments) -> dict[str, Any]:
+    return {"expert_gating_func": 2, "expert_feed_forward_length": args.inner}  # 2: sigmoid
+
+
+MINIMAX_M2 = Family(
+    arch="minimax-m2",
+    architectures=("MiniMaxM2ForCausalLM",),
+    model_type="minimax_m2",
+    keys={"head_dim": 128, "rope_theta": 5000000.0, "partial_rotary_factor": 1.0, "num_experts": None},
+    expects=(SILU, Expected("scoring_func", ("sigmoid",), NO_OTHER)),
+    metadata=_router,
+    table=decoder(
+        Row("input_layernorm", "hidden"),
+        *attention(Row("self_attn.q_norm", "q"), Row("self_attn.k_norm", "kv")),
+        Row("post_attention_layernorm", "hidden"),
+        *EXPERTS,
+        Row(
+            "block_sparse_moe.e_score_correction_bias", "experts", ("mlp.gate.e_score_correction_bias",), exact=True,
+            name="exp_probs_b.bias",
+        ),
+    ),
+)  # fmt: skip
