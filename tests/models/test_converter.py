@@ -22,6 +22,7 @@ from bridge.models import describe_model
 from scripts.peers.llama_cpp import LlamaCpp
 from scripts.peers.reference import mean_kl
 from tests.support.encode import load_floats, write_gptq
+from tests.support.encode_compressed import write_experts
 from tests.support.family_models import copy_tokenizer, new_model, randomized
 from tests.support.make_families import GOLDENS, checksum, plain, values_of
 
@@ -132,7 +133,9 @@ QUANTIZED: dict[str, tuple[bool, dict[str, int]]] = {
     "seed-oss": (True, {}), "olmo3": (True, {}), "exaone4": (True, {}), "ministral3": (True, {}),
     "ernie4.5": (True, {}), "hunyuan": (True, {}), "lfm2": (False, {"intermediate_size": 96, "block_multiple_of": 32}),
     "ernie4.5-moe": (False, {"moe_intermediate_size": 32, "intermediate_size": 128}),
-    "lfm2-moe": (False, {"moe_intermediate_size": 32}), "granite-moe-shared": (False, {}), "minimax-m2": (False, {}),
+    "lfm2-moe": (False, {"moe_intermediate_size": 32}), "granite-moe-shared": (False, {}),
+    "glm4-moe-lite": (False, {"q_lora_rank": 32, "kv_lora_rank": 32, "v_head_dim": 16, "moe_intermediate_size": 32}),
+    "minimax-m2": (False, {}),
 }  # fmt: skip
 
 
@@ -165,6 +168,24 @@ def test_a_quantized_familys_codes_are_carried_and_its_weights_are_the_checkpoin
         transpose_layers(reference)
     with LlamaCpp(tmp_path / "f.gguf") as loaded:
         assert mean_kl(predict(reference, TOKENS), loaded.logits(TOKENS)) < 1e-5
+
+
+def test_the_int4_experts_of_kimi_k2_are_stacks_of_q4_0_bit_for_bit(tmp_path: Path) -> None:
+    small = {"moe_intermediate_size": 64, "hidden_size": 64}
+    randomized(new_model("deepseek3", **small)).save_pretrained(tmp_path / "float", save_original_format=True)
+    copy_tokenizer(tmp_path / "float")
+    stored = write_experts(tmp_path / "int4", tmp_path / "float")
+    config = json.loads((tmp_path / "int4/config.json").read_text()) | {"architectures": ["KimiK2ForCausalLM"]}
+    (tmp_path / "int4/config.json").write_text(json.dumps(config))
+    bridge.convert(tmp_path / "int4", tmp_path / "m.gguf", type="exact")
+    stacks = {t.name: t for t in gguf.GGUFReader(tmp_path / "m.gguf").tensors if "_exps." in t.name}
+    assert len(stacks) == 3
+    for part in ("gate", "up", "down"):
+        stack = stacks[f"blk.1.ffn_{part}_exps.weight"]
+        assert stack.tensor_type == gguf.GGMLQuantizationType.Q4_0
+        values = gguf.dequantize(stack.data, stack.tensor_type)
+        experts = [stored[f"model.layers.1.mlp.experts.{expert}.{part}_proj"] for expert in range(4)]
+        assert np.array_equal(values.reshape(4, *experts[0].shape), np.stack(experts))
 
 
 def _floats(tensor: gguf.ReaderTensor) -> np.ndarray:

@@ -154,6 +154,31 @@ def write_packed(
     return _write(folder, model_folder, config(said), module)
 
 
+def write_experts(folder: Path, model_folder: Path) -> Arrays:
+    """As Kimi K2 has it: the routed experts' weights in 4 bits, symmetric, groups of 32, with scales in BF16."""
+    stored: Arrays = {}
+
+    def quantized(name: str, weight: np.ndarray) -> Arrays | None:
+        if ".mlp.experts." not in name:
+            return None
+        q = quantize(weight, 4, 32, True)
+        q.scales = (q.scales.astype(np.float32).view(np.uint32) & np.uint32(0xFFFF0000)).view(np.float32)
+        stored[name] = q.dequantize()
+        return packed_tensors(name, q, 4, None)
+
+    ignored = ["lm_head", "re:.*self_attn.*", "re:.*shared_experts.*", r"re:.*mlp\.(gate|up|gate_up|down)_proj.*"]
+    write_model(folder, model_folder, quantized, config(scheme(4, "group", 32), ignore=ignored), None, 1)
+
+    def shortened(tensors: Raw) -> None:
+        for name, (entry, data) in tensors.items():
+            if name.endswith(".weight_scale"):
+                entry["dtype"] = "BF16"
+                tensors[name] = (entry, (np.frombuffer(data, np.uint32) >> 16).astype(np.uint16).tobytes())
+
+    edit_raw(folder / "model.safetensors", shortened)
+    return stored
+
+
 def _int8(name: str, weight: np.ndarray) -> tuple[Arrays, np.ndarray]:
     q = quantize(weight, 8, -1, True)
     return int_tensors(name, q, 8), q.dequantize()

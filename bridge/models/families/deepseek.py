@@ -5,6 +5,7 @@ first and the attended latent vectors by the second, so GGUF separates them, one
 is transposed: no codes can be carried, and it becomes F16. The codes of the one for the values are carried.
 """
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -105,3 +106,11 @@ DEEPSEEK2 = Family(
         ),
     ),
 )  # fmt: skip
+
+# GLM-4.7-Flash
+GLM4_MOE_LITE = replace(
+    DEEPSEEK2,
+    architectures=("Glm4MoeLiteForCausalLM",),
+    model_type="glm4_moe_lite",
+    keys={**DEEPSEEK2.keys, "first_k_dense_replace": 1, "rms_norm_eps": 1e-5},
+)

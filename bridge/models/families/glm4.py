@@ -4,9 +4,11 @@ GLM-4.5 and its successors are mixtures of experts with a shared one; a bias is 
 experts, but not to weight them.
 """
 
+from dataclasses import replace
 from typing import Any
 
 from bridge.models.arguments import Arguments
+from bridge.models.families.qwen_vl import rope_sections
 from bridge.models.family import (
     EXPERTS,
     SILU,
@@ -83,3 +85,18 @@ GLM4_MOE = Family(
         ),
     ),
 )  # fmt: skip
+
+
+def _vision_router(config: Config, args: Arguments) -> dict[str, Any]:
+    return {**_router(config, args), **rope_sections(config, args)}
+
+
+# the language model of GLM-4.5V and 4.6V
+GLM4V_MOE = replace(
+    GLM4_MOE,
+    architectures=("Glm4vMoeForConditionalGeneration",),
+    model_type="glm4v_moe",
+    keys={**GLM4_MOE.keys, "attention_bias": True},
+    metadata=_vision_router,
+    wrapped=True,
+)
