@@ -216,6 +216,12 @@ def _grouped_pairs(t: CodedTensor, stored: _Stored, at: int) -> Iterator[tuple[n
 
 def _float_pairs(reader: PartReader, tensor: OutlineTensor, stored: _Stored) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     start = 0
+    if all(len(part.shape) == 1 for part in tensor.parts):  # in the GGUF it may be a matrix
+        whole = stored.values(0, None).reshape(-1)
+        for x in (x for part in tensor.parts for x in reader.floats(part)):
+            yield x, whole[start : start + len(x)]
+            start += len(x)
+        return
     for part in tensor.parts:
         for x in reader.floats(part):
             yield x, stored.values(start, start + len(x))

@@ -14,7 +14,7 @@ from bridge.checkpoint.language_model import TEXT_PREFIXES
 from bridge.models.outline import Fold, Outline, OutlineTensor, Part
 
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
-_OTHERS = re.compile(r"(model\.)?(visual|vision_tower|vision_model|multi_modal_projector|audio_tower)\.")
+_OTHERS = re.compile(r"(model\.)?(visual|vision_tower|vision_model|mm_projector|multi_modal_projector|audio_tower)\.")
 
 
 def text_config(config: dict[str, Any]) -> dict[str, Any]:

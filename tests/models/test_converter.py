@@ -92,6 +92,10 @@ PUBLISHED: dict[str, tuple[Callable[[dict[str, Any]], dict[str, Any]], tuple[tup
     ),
     "phi3-longrope": (lambda config: old_rope(config, "su"), ()),
     "deepseek3": (lambda config: old_rope(config | {"scoring_func": "sigmoid"}, "yarn"), ()),
+    "deepseek3 in Kimi K2.5": (
+        lambda config: {"architectures": ["KimiK25ForConditionalGeneration"], "text_config": config},
+        (("model.", "language_model.model."), ("lm_head.", "language_model.lm_head.")),
+    ),
     "gpt2": (dict, (("transformer.", ""),)),
     "gpt-oss": (lambda config: old_rope(config, "yarn"), ()),
     "glm4-moe": (lambda config: {**config, "num_nextn_predict_layers": 1}, ()),
@@ -114,6 +118,8 @@ def test_older_configs_and_names_give_the_same_file(name: str, tmp_path: Path) -
     older: dict[str, list[int]] = {"rotary_emb.inv_freq": [2]}
     if name == "glm4-moe":
         older |= {"model.layers.3.eh_proj.weight": [1, 1]}  # a layer that predicts a second token
+    if name.endswith("Kimi K2.5"):
+        older |= {"mm_projector.proj.0.weight": [1, 1], "vision_tower.patch_embed.proj.weight": [1, 1]}
     for key, shape in names.items():
         old, new = next((pair for pair in renamed if key.startswith(pair[0])), ("", ""))
         older[new + key.removeprefix(old)] = shape
@@ -135,7 +141,7 @@ QUANTIZED: dict[str, tuple[bool, dict[str, int]]] = {
     "ernie4.5-moe": (False, {"moe_intermediate_size": 32, "intermediate_size": 128}),
     "lfm2-moe": (False, {"moe_intermediate_size": 32}), "granite-moe-shared": (False, {}),
     "glm4-moe-lite": (False, {"q_lora_rank": 32, "kv_lora_rank": 32, "v_head_dim": 16, "moe_intermediate_size": 32}),
-    "minimax-m2": (False, {}),
+    "minimax-m2": (False, {}), "granite-4": (False, {}),
 }  # fmt: skip
 
 

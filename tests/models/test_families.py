@@ -98,6 +98,9 @@ def test_every_family_has_a_case() -> None:
         ("ernie4.5-moe", {"moe_layer_end_index": 1}, "experts in the last layer too"),
         ("ernie4.5-moe", {"moe_layer_interval": 2}, "moe_layer_interval is 2"),
         ("minimax-m2", {"scoring_func": "softmax"}, "scoring_func is 'softmax'"),
+        ("granite-4", {"mamba_n_heads": 5}, "64 elements of a Mamba layer in 5 heads"),
+        ("granite-4", {"position_embedding_type": "rope"}, "position_embedding_type is 'rope'"),
+        ("granite-4", {"layer_types": ["mamba", "mlp", "mamba"]}, "no tensor of a granitehybrid model"),
         ("hunyuan", {"rope_parameters": {"rope_type": "dynamic", "alpha": "x"}}, "alpha is 'x'"),
     ],
 )

@@ -76,6 +76,10 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         n_routed_experts=4, num_experts_per_tok=2, moe_intermediate_size=16, num_hidden_layers=3, n_group=1,
         topk_group=1, rope_parameters={"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 1, 0],
             "partial_rotary_factor": 0.5})),
+    "granite-4": ("GraniteMoeHybridConfig", {"attention_multiplier": 0.3, "embedding_multiplier": 3.0,
+        "residual_multiplier": 0.4, "logits_scaling": 2.0, "num_local_experts": 4, "num_experts_per_tok": 2,
+        "num_hidden_layers": 3, "layer_types": ["mamba", "attention", "mamba"], "shared_intermediate_size": 48,
+        "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 16, "mamba_n_groups": 2}),
     "qwen3-next": ("Qwen3NextConfig", {"num_hidden_layers": 4, "head_dim": 16, "linear_num_key_heads": 2,
         "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8, "num_experts": 3,
         "num_experts_per_tok": 2, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16}),
@@ -111,6 +115,10 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         "num_experts_per_tok": 2, "sliding_window": 32, "rope_parameters": {"rope_type": "yarn", "rope_theta": 10000.0,
             "factor": 4.0, "original_max_position_embeddings": 64, "beta_fast": 32.0, "beta_slow": 1.0}}),
 }  # fmt: skip
+# what transformers names otherwise than the published config.json
+PUBLISHED_AS: dict[str, dict[str, str]] = {
+    "granite-4": {'"linear_attention"': '"mamba"', '"full_attention"': '"attention"'},
+}
 
 # families that go by a template
 TEMPLATES: dict[str, tuple[str, dict[str, Any]]] = {

@@ -22,7 +22,7 @@ import numpy as np
 from safetensors import safe_open
 from safetensors.numpy import save_file
 
-from tests.support.family_models import MODELS, TEMPLATES, copy_tokenizer, new_model
+from tests.support.family_models import MODELS, PUBLISHED_AS, TEMPLATES, copy_tokenizer, new_model
 
 ROOT = Path(__file__).resolve().parents[2]
 GOLDENS = ROOT / "tests/data/converter"
@@ -50,6 +50,10 @@ def checksum(values: np.ndarray) -> int:
 def save_checkpoint(name: str, folder: Path) -> dict[str, tuple[int, ...]]:
     """A checkpoint of a family's names and shapes with made-up values; returns the shapes."""
     new_model(name).save_pretrained(folder, save_original_format=True)
+    text = (folder / "config.json").read_text()
+    for own, published in PUBLISHED_AS.get(name, {}).items():
+        text = text.replace(own, published)
+    (folder / "config.json").write_text(text)
     with safe_open(folder / "model.safetensors", "numpy") as file:
         shapes = {key: tuple(file.get_slice(key).get_shape()) for key in file.keys()}  # noqa: SIM118
     for key, shape in shapes.items():

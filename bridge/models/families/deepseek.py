@@ -1,4 +1,4 @@
-"""DeepSeek V2, V3, R1 and Kimi K2: attention on a latent vector, many small experts and shared ones.
+"""DeepSeek V2, V3, R1 and Kimi K2, K2.5: attention on a latent vector, many small experts and shared ones.
 
 kv_b_proj makes each head's keys (without position) and values from the latent vector. llama.cpp multiplies q by the
 first and the attended latent vectors by the second, so GGUF separates them, one matrix per head. The one for the keys
@@ -76,13 +76,16 @@ def _latent(config: Config, args: Arguments) -> dict[str, Any]:
 
 DEEPSEEK2 = Family(
     arch="deepseek2",
-    architectures=("DeepseekV3ForCausalLM", "DeepseekV2ForCausalLM", "KimiK2ForCausalLM"),
+    architectures=(
+        "DeepseekV3ForCausalLM", "DeepseekV2ForCausalLM", "KimiK2ForCausalLM", "KimiK25ForConditionalGeneration",
+    ),
     model_type="deepseek_v3",
     keys={"num_experts": None, "moe_intermediate_size": None, "first_k_dense_replace": 0},
     expects=(SILU,),
     names={"num_experts": "n_routed_experts", "head_dim": "qk_rope_head_dim"},
     sizes=_sizes,
     metadata=_latent,
+    wrapped=True,
     predicts=True,
     table=decoder(
         Row("input_layernorm", "hidden"),

@@ -32,7 +32,7 @@ def _shared(config: Config, _args: Arguments) -> dict[str, int]:
     return {"shared": config.side("shared_intermediate_size") if config.get("shared_intermediate_size") else 0}
 
 
-def _with_shared(config: Config, args: Arguments) -> dict[str, Any]:
+def with_shared(config: Config, args: Arguments) -> dict[str, Any]:
     shared = args.more["shared"]
     return {**_factors(config, args), "expert_shared_feed_forward_length": shared or None}
 
@@ -53,6 +53,15 @@ def _has_shared(args: Arguments) -> bool:
 
 
 _MOE = "block_sparse_moe"
+STACKED = (
+    Row(f"{_MOE}.router.layer", "experts hidden", floats="F32"),
+    Row(f"{_MOE}.experts.*.w1", "expert hidden", (f"{_MOE}.input_linear.weight[0/2]",)),
+    Row(f"{_MOE}.experts.*.w3", "expert hidden", (f"{_MOE}.input_linear.weight[1/2]",)),
+    Row(f"{_MOE}.experts.*.w2", "hidden expert", (f"{_MOE}.output_linear.weight",)),
+    Row("shared_mlp.input_linear", "shared hidden", parts=_half(0), when=_has_shared, name="ffn_gate_shexp.weight"),
+    Row("shared_mlp.input_linear", "shared hidden", parts=_half(1), when=_has_shared, name="ffn_up_shexp.weight"),
+    Row("shared_mlp.output_linear", "hidden shared", when=_has_shared),
+)
 
 GRANITE_MOE = replace(
     GRANITE,
@@ -61,17 +70,11 @@ GRANITE_MOE = replace(
     model_type="granitemoe",
     keys={**LLAMA.keys, "num_experts": None},
     sizes=_shared,
-    metadata=_with_shared,
+    metadata=with_shared,
     table=decoder(
         Row("input_layernorm", "hidden"),
         *attention(bias=configured, o_bias=configured, interleaved=True),
         Row("post_attention_layernorm", "hidden"),
-        Row(f"{_MOE}.router.layer", "experts hidden", floats="F32"),
-        Row(f"{_MOE}.experts.*.w1", "expert hidden", (f"{_MOE}.input_linear.weight[0/2]",)),
-        Row(f"{_MOE}.experts.*.w3", "expert hidden", (f"{_MOE}.input_linear.weight[1/2]",)),
-        Row(f"{_MOE}.experts.*.w2", "hidden expert", (f"{_MOE}.output_linear.weight",)),
-        Row("shared_mlp.input_linear", "shared hidden", parts=_half(0), when=_has_shared, name="ffn_gate_shexp.weight"),
-        Row("shared_mlp.input_linear", "shared hidden", parts=_half(1), when=_has_shared, name="ffn_up_shexp.weight"),
-        Row("shared_mlp.output_linear", "hidden shared", when=_has_shared),
+        *STACKED,
     ),
 )
