@@ -176,6 +176,15 @@ def test_a_quantized_familys_codes_are_carried_and_its_weights_are_the_checkpoin
         assert mean_kl(predict(reference, TOKENS), loaded.logits(TOKENS)) < 1e-5
 
 
+def test_verify_compares_vectors_that_are_matrices_in_the_file(tmp_path: Path) -> None:
+    golden = json.loads((GOLDENS / "granite-4.json").read_text())
+    checkpoint = write_checkpoint(golden, tmp_path / "model")
+    bridge.convert(checkpoint, tmp_path / "m.gguf", tensor_types=[(".*", "F32")])
+    report = verify(tmp_path / "m.gguf", checkpoint)
+    same = {t.name for t in report.tensors if t.outcome == "kept float"}
+    assert {f"blk.0.ssm_{name}" for name in ("a", "d", "norm.weight")} <= same
+
+
 def test_the_int4_experts_of_kimi_k2_are_stacks_of_q4_0_bit_for_bit(tmp_path: Path) -> None:
     small = {"moe_intermediate_size": 64, "hidden_size": 64}
     randomized(new_model("deepseek3", **small)).save_pretrained(tmp_path / "float", save_original_format=True)
