@@ -58,7 +58,7 @@ FUNCTIONS: dict[str, tuple[Callable[..., Any], dict[str, Any], list[str]]] = {
     "Model.load": (
         bridge.Model.load,
         {"path": NOWHERE},
-        ["path", "threads", "kv", "context", "precision", "load"],
+        ["path", "threads", "kv", "context", "precision", "load", "lora"],
     ),
     "perplexity": (
         perplexity,
