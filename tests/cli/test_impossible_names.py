@@ -30,6 +30,7 @@ convert --calibrate     MODEL out.gguf --type Q2_K --calibrate @
 convert --offload       MODEL out.gguf --type Q2_K --calibrate TEXT --offload @
 convert --imatrix-out   MODEL out.gguf --type Q2_K --calibrate TEXT --imatrix-out @
 convert --plan-out      MODEL out.gguf --calibrate TEXT --size 1G --plan-out @
+convert --merge         MODEL out.gguf --merge @
 convert --report        MODEL out.gguf --report @
 convert --card-only     MODEL out.gguf --upload a/b --card-only @
 quantize checkpoint     @ out.gguf --type Q2_K --calibrate TEXT
@@ -130,6 +131,7 @@ def test_the_table_has_every_argument_that_is_a_path():
         lambda name, out: bridge.convert(CHECKPOINT, out, config=name),
         lambda name, out: bridge.convert(CHECKPOINT, out, imatrix=name),
         lambda name, out: bridge.convert(CHECKPOINT, out, template=name),
+        lambda name, out: bridge.convert(CHECKPOINT, out, merge=name),
         lambda name, out: bridge.open_checkpoint(name),
         lambda name, out: bridge.open_checkpoint(CHECKPOINT, config=name),
         lambda name, out: bridge.open_gguf(name),
