@@ -62,7 +62,7 @@ def merge(ckpt: Checkpoint, adapter: Adapter) -> None:
     found = adapter.of(set(shapes))
     changes = {f"{module}.weight": change for module, change in found.changes.items()}
     tied = not any(name.endswith("lm_head.weight") for name in shapes) and base.config.get("tie_word_embeddings", True)
-    for name in changes.keys() | found.saved.keys():
+    for name in {**changes, **found.saved}:
         change, saved = changes.get(name), found.saved.get(name)
         if name not in shapes:
             raise refused(name, "is not in the base checkpoint")
