@@ -25,7 +25,20 @@ FUNCTIONS: dict[str, tuple[Callable[..., Any], dict[str, Any], list[str]]] = {
     "convert": (
         bridge.convert,
         {"checkpoint": NOWHERE},
-        ["checkpoint", "out", "config", "template", "imatrix", "plan", "type", "threads", "force", "progress", "name"],
+        [
+            "checkpoint",
+            "out",
+            "config",
+            "template",
+            "imatrix",
+            "merge",
+            "plan",
+            "type",
+            "threads",
+            "force",
+            "progress",
+            "name",
+        ],
     ),
     "plan_checkpoint": (plan_checkpoint, {"checkpoint": NOWHERE}, ["checkpoint", "out", "progress"]),
     "verify": (
@@ -58,7 +71,7 @@ FUNCTIONS: dict[str, tuple[Callable[..., Any], dict[str, Any], list[str]]] = {
     "Model.load": (
         bridge.Model.load,
         {"path": NOWHERE},
-        ["path", "threads", "kv", "context", "precision", "load"],
+        ["path", "threads", "kv", "context", "precision", "load", "lora"],
     ),
     "perplexity": (
         perplexity,

@@ -19,8 +19,7 @@ import numpy as np
 import pytest
 
 import bridge
-from bridge.blocks import TYPES
-from bridge.cli import _parser, main
+from bridge.cli import _parser, main, warmup
 from tests.conftest import CHECKPOINT, PATIENCE, ROOT
 from tests.support.adapters import low_rank, write_adapter
 from tests.support.command_line import edit_json
@@ -344,7 +343,7 @@ def test_the_commands_of_a_page_run_one_after_the_other(name, files_of_the_pages
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr("sys.stdin", io.StringIO())
-    monkeypatch.setattr("bridge.blocks.read.READ", {"Q8_0": TYPES["Q8_0"]})  # of which `warmup` makes the kernels
+    monkeypatch.setattr(warmup, "_types", lambda blocks, make=warmup._types: make({"Q8_0": blocks["Q8_0"]}))  # seconds
     for line in lines_of(ROOT / name):
         if not any(skipped in line for skipped in NOT_RUN.values()):
             words = shlex.split(line.replace("4G", "700K"), comments=True)

@@ -10,7 +10,7 @@ for each, repack/ rewrites GPTQ's zero points. `files.hub` also downloads from t
 """
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Self
 
@@ -52,6 +52,7 @@ class Checkpoint:
     notes     contradictions between labels and data that concern the whole checkpoint
     reader    the format's reader; None if all tensors are floats
     store     the stored tensors
+    merged    the tensors that an adapter has changed, see `merge.merge`: what reads their rows
     """
 
     def __init__(
@@ -84,6 +85,7 @@ class Checkpoint:
             if name not in owned and ((codes and not self.modules) or small):
                 raise self._unlabelled(info)
         self._lattices: dict[str, Lattice] = {}
+        self.merged: dict[str, Callable[[tuple[int, int] | None], np.ndarray]] = {}
         self.tensors |= {name: scaled.weight for name, scaled in self._floats.items()}
         self.notes = [*quant.notes, *store.notes, *(self.reader.notes if self.reader else [])]
         if quant.method is not None and not quant.labelled:
@@ -156,16 +158,20 @@ class Checkpoint:
 
         8-bit floats are multiplied by their scales.
         """
+        if name in self.merged:
+            return self.merged[name](rows)
         scaled = self._floats.get(name)
         return scaled.read(self.store, rows) if scaled else self.store.read_float(name, rows)
 
     def stored_as(self, name: str) -> str:
         """The dtype of a tensor in words, with the layout of its scales if it has any."""
-        return str(self._floats.get(name, self.tensors[name].dtype))
+        own = self.tensors[name].dtype
+        return own if name in self.merged else str(self._floats.get(name, own))
 
     def tensor_scales(self, name: str) -> dict[str, float]:
         """See `Reader.tensor_scales`."""
-        return self.reader.tensor_scales(name) if self.reader and name not in self._lattices else {}
+        floats = name in self._lattices or f"{name}.weight" in self.merged
+        return self.reader.tensor_scales(name) if self.reader and not floats else {}
 
     def group_order(self, name: str) -> np.ndarray | None:
         """int32 [in]: the group of each column; None if groups are consecutive. Reads only g_idx."""

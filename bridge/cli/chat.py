@@ -49,7 +49,7 @@ def add_parser(commands: Any) -> None:
 def chat(a: argparse.Namespace) -> int:
     """Answer the lines of standard input, which are one conversation; the speeds go to standard error."""
     path = gguf_of(a, Conversation(None, a.system).probe)
-    model = load(a, path, a.context)
+    model = load(a, path, a.context, a.lora)
     options = reply_options(a)
     talk = Conversation(model, a.system)
     model.chat_tokens(talk.probe)  # raises BridgeError if there is no usable chat template

@@ -34,6 +34,7 @@ def add_parser(commands: Any) -> None:
     )
     add_plan_options(p)
     add_options(p.add_argument_group("plan"), ConvertOptions, ["plan", "shard"])
+    add_options(p.add_argument_group("adapter"), ConvertOptions, ["merge"])
     add_calibration(p)
     add_budget(p, requantize=True)
     add_output(p)

@@ -86,6 +86,12 @@ def reply_options(a: argparse.Namespace) -> dict[str, Any]:
 def model_parser(commands: Any, name: str, help: str, handler: Any) -> argparse.ArgumentParser:
     parser = command(commands, name, help, handler)
     add_loading(parser)
+    parser.add_argument(
+        "--lora",
+        type=Path,
+        metavar="ADAPTER.gguf",
+        help="adapter that convert-lora wrote, added to the model's weights",
+    )
     return parser
 
 
@@ -112,10 +118,10 @@ def add_loading(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def load(a: argparse.Namespace, path: Path, context: int | None) -> Any:
+def load(a: argparse.Namespace, path: Path, context: int | None, lora: Path | None = None) -> Any:
     from bridge.runtime.model import Model
 
-    model = Model.load(path, a.threads, a.kv, context, a.precision, a.device, a.load)
+    model = Model.load(path, a.threads, a.kv, context, a.precision, a.device, a.load, lora)
     if model.note:
         tell(model.note)
     if model.context > model.config.context:
@@ -130,7 +136,7 @@ def run(a: argparse.Namespace) -> int:
         raise BridgeError("--system needs --chat")
     system = [{"role": "system", "content": a.system}] if a.system is not None else []
     messages = [*system, {"role": "user", "content": text}] if a.chat else None
-    model = load(a, gguf_of(a, messages), a.context)
+    model = load(a, gguf_of(a, messages), a.context, a.lora)
     prompt = text if messages is None else model.chat_tokens(messages)
     if a.logprobs is not None:
         for token in model.generate_scored(prompt, logprobs=a.logprobs, **reply_options(a)):
@@ -205,7 +211,7 @@ def perplexity(a: argparse.Namespace) -> int:
     except (OSError, UnicodeDecodeError) as problem:
         raise BridgeError(f"{a.file}: {getattr(problem, 'strerror', None) or 'not UTF-8'}") from problem
     context = a.context or a.length
-    model = load(a, a.gguf, context)
+    model = load(a, a.gguf, context, a.lora)
     reference = load(a, a.reference, context) if a.reference else None
     with Bar("measuring", unit=" windows") as bar:
         found = measure.perplexity(model, text, a.length, a.windows, reference, bar)

@@ -2,14 +2,18 @@
 
 import argparse
 import time
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from bridge.cli.options import command
 from bridge.cli.run import add_loading, gguf_of, load
 from bridge.system import compiling
+
+if TYPE_CHECKING:
+    from bridge.blocks.base import BlockType
 
 _HELP = "compile the kernels that a model needs on this CPU, so that its first run does not wait for them"
 _WIDTHS = 3, 9  # tokens of prompts that take kernels of all widths
@@ -31,7 +35,9 @@ def run(a: argparse.Namespace) -> int:
     began = time.perf_counter()
     steps = compiling.steps()
     if a.model is None:
-        _types()
+        from bridge.blocks.read import READ
+
+        _types(READ)
     else:
         _model(load(a, gguf_of(a), a.context))
     done = f"compiled in {time.perf_counter() - began:.0f} s" if compiling.steps() > steps else "were compiled before"
@@ -51,14 +57,14 @@ def _model(model: Any) -> None:
     attention.function("merge", "f16")  # for contexts of more than a span, whatever the kind of cache
 
 
-def _types() -> None:
+def _types(blocks: Mapping[str, "BlockType"]) -> None:
     """Random floats are rounded to each type that floats are rounded to, and every type is multiplied."""
-    from bridge.blocks.read import READ, WRITTEN
+    from bridge.blocks.read import WRITTEN
     from bridge.encode.round_rows import quantize_rows
     from bridge.runtime.quant_tensor import QuantTensor
 
     x = np.random.default_rng(0).standard_normal((max(_WIDTHS), 512)).astype(np.float32)
-    for name, block in READ.items():
+    for name, block in blocks.items():
         rounded = name in WRITTEN and not block.scales
         data = quantize_rows(x, block).data if rounded else np.zeros(x.size // block.size * block.nbytes, np.uint8)
         tensor = QuantTensor(name, name, x.shape, data)

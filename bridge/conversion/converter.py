@@ -12,7 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from bridge.checkpoint import Checkpoint
+from bridge.checkpoint.adapter import read_adapter
 from bridge.checkpoint.files.hub import open_by_name
+from bridge.checkpoint.merge import merge
 from bridge.conversion.calibrate_plan import quantize_planned, with_length
 from bridge.conversion.executor import Executor
 from bridge.conversion.gguf_writer import GGUFOutput
@@ -87,6 +89,7 @@ def convert_as(
     template = options.template if given is None else given.template
     imatrix = options.imatrix if given is None else given.imatrix
     text = options.calibrate.text if options.calibrate else None
+    adapter = None if options.merge is None else read_adapter(options.merge)
     reads = Taken().and_files(files_of(template, imatrix, options.plan, text))
     also = other_outputs(path.parent if path is not None else Path(), options)
 
@@ -102,6 +105,8 @@ def convert_as(
         needs_config=template is None,
         detect_lattice=options.detect_lattice if given is None else given.detect_lattice,
     ) as ckpt:
+        if adapter is not None:
+            merge(ckpt, adapter)
         reads = with_checkpoint(reads, ckpt)
         check_all(path, reads)
         importance = Importance.read(imatrix)

@@ -144,6 +144,13 @@ class ConvertOptions(PlanOptions):
         metavar="I/N",
         parse=share,
     )
+    merge: Path | None = option(
+        None,
+        "folder of a PEFT adapter (LoRA, DoRA) to merge: the matrices that it changes are requantized, all others keep "
+        "their codes",
+        metavar="ADAPTER",
+        parse=Path,
+    )
     modelfile: bool = option(False, "write an Ollama Modelfile next to the GGUF")
     calibrate: Calibration | None = None
     budget: Budget | None = None
@@ -152,6 +159,9 @@ class ConvertOptions(PlanOptions):
         super().__post_init__()
         if self.plan is None and self.shard is not None:
             raise BridgeError(f"{parameter('shard')} needs {parameter('plan')}, which defines the shards")
+        if self.merge is not None and (self.plan or (self.budget and self.budget.plan_out)):
+            both = f"{parameter('merge')} and {parameter('plan' if self.plan else 'plan_out')}"
+            raise BridgeError(f"{both}: a plan is of the checkpoint without an adapter; give one of the two")
         if self.plan is not None:
             mine = {f.name for f in fields(PlanOptions)} - {"config", "threads", "force"}
             if any(getattr(self, f.name) != f.default for f in fields(self) if f.name in mine):

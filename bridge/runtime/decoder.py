@@ -38,7 +38,7 @@ from bridge.runtime.kv_cache import KVCache
 from bridge.runtime.quant_tensor import QuantTensor
 from bridge.runtime.reader import GGUFFile
 from bridge.runtime.sampling import Sampler, drawn_on_host
-from bridge.runtime.tables import DecodeBuffers, ProgramBuilder
+from bridge.runtime.tables import DecodeBuffers, ProgramBuilder, looked_up_in_program
 from bridge.runtime.weights import read_weights
 from bridge.system import compiling
 
@@ -173,7 +173,7 @@ class Decoder:
         start = compiling.clock()
         buffers.begin(tokens, self._builder.spread(buffers))
         whole = self._full_program(buffers)
-        if self.embedding.type not in READ:
+        if not looked_up_in_program(self.embedding):
             buffers.x[:] = self.embedding.rows(tokens)
         buffers.embedding.run()
         if whole is not None:

@@ -25,6 +25,7 @@ from bridge.errors import BridgeError, parameter
 from bridge.runtime.decoder import Decoder
 from bridge.runtime.decoder_config import DecoderConfig, read_config
 from bridge.runtime.generation import BatchRunner, Reply, ScoredToken, SequenceState, scored, stop_texts, until
+from bridge.runtime.lora import add_adapter
 from bridge.runtime.reader import GGUFFile, open_gguf
 from bridge.runtime.sampling import Sampler, Sampling
 from bridge.runtime.tokenizer import Tokenizer, common_prefix
@@ -85,6 +86,7 @@ class Model:
         precision: str = "int8",
         device: Any = "cpu",
         load: str = "mmap",
+        lora: str | Path | None = None,
     ) -> Self:
         """Open a GGUF of an architecture that `decoder_config.ARCHITECTURES` names; on CUDA of Llama, Mistral and Qwen.
 
@@ -95,10 +97,12 @@ class Model:
         device     "cpu", "cuda", "cuda:1" ..., or "auto": CUDA where it can be used, else `note` says why not;
                    or torch's device. All but "cpu" start CUDA, which children that are forked later cannot use then
         load       "mmap", or "memory" for a file that others may truncate or overwrite meanwhile; see `open_gguf`
+        lora       the GGUF of an adapter that is added to the weights, as `convert_lora` and llama.cpp write it; on
+                   the CPU, and not to experts or to embeddings that are also the head
 
         Raises:
             BridgeError: no such file, a damaged one, an architecture or a tokenizer that is unknown here; a device
-                that is missing or has too little memory.
+                that is missing or has too little memory; an adapter of another model.
         """
         check_precision(precision)
         if context is not None:
@@ -107,7 +111,10 @@ class Model:
             from bridge.system import pool
 
             pool.set_num_threads(threads)
-        return cls(open_gguf(cls._gguf(path), load), kv, context, precision, str(device))
+        file = open_gguf(cls._gguf(path), load)
+        if lora is not None:
+            add_adapter(file, open_gguf(lora, load))
+        return cls(file, kv, context, precision, str(device))
 
     @staticmethod
     def _gguf(path: str | Path) -> str | Path:

@@ -34,6 +34,7 @@ class QuantTensor(Product):
     """One tensor: `name`, `type` as gguf spells it, `shape` slowest first ([out, in]), `raw` uint8 bytes.
 
     `factors`, where there are any, multiply the whole of it, or each of its matrices: NVFP4 has them.
+    `change`, where there is one, is added to a matrix: b a for float32 a [r, in] and b [out, r] of an adapter (LoRA).
     """
 
     def __init__(self, name: str, type: str, shape: tuple[int, ...], raw: np.ndarray):
@@ -50,6 +51,7 @@ class QuantTensor(Product):
         self.name, self.type, self.shape = name, type, tuple(shape)
         self.raw = raw.reshape(-1)
         self.factors: np.ndarray | None = None
+        self.change: tuple[np.ndarray, np.ndarray] | None = None
         self._engine: Engine | None = None
         self._prepared = False
 
@@ -108,6 +110,8 @@ class QuantTensor(Product):
         raw = self.raw.reshape(self.shape[0], -1)[first:stop].reshape(-1)
         part = QuantTensor(f"{self.name}[{first}:{stop}]", self.type, (stop - first, self.shape[1]), raw)
         part.factors = self.factors
+        if self.change is not None:
+            part.change = self.change[0], self.change[1][first:stop]
         return part
 
     # products
@@ -150,9 +154,13 @@ class QuantTensor(Product):
         return result
 
     def _run(self, engine: Engine, x: np.ndarray, y: np.ndarray, precision: str) -> None:
-        engine.run(x.reshape(-1, self.shape[1]), y.reshape(-1, self.shape[0]), precision == "int8")
+        x, y = x.reshape(-1, self.shape[1]), y.reshape(-1, self.shape[0])
+        engine.run(x, y, precision == "int8")
         if self.factors is not None:
             y *= self.factors[0]
+        if self.change is not None:
+            a, b = self.change
+            y += (x @ a.T) @ b.T
 
     def _input(self, x: Any, dimensions: int) -> np.ndarray:
         """x as a contiguous float32 array of the right shape."""
@@ -200,6 +208,9 @@ class QuantTensor(Product):
             flat[start : start + step] = dequantize.rows(self.type, raw[start : start + step])
         if self.factors is not None:
             out *= self.factors.reshape(-1, *[1] * (len(self.shape) - 1)).astype(out.dtype)
+        if self.change is not None:
+            a, b = self.change
+            out += (b @ a).astype(out.dtype)
         return out
 
     def rows(self, indices: Any) -> np.ndarray:
@@ -209,8 +220,14 @@ class QuantTensor(Product):
         check_matrix(self)
         chosen = np.atleast_1d(np.asarray(indices))
         check_indices(self, chosen, chosen.dtype.kind in "iu")
-        found = dequantize.rows(self.type, self.raw.reshape(self.shape[0], -1)[chosen.astype(np.int64)])
-        return found if self.factors is None else found * self.factors[0]
+        chosen = chosen.astype(np.int64)
+        found = dequantize.rows(self.type, self.raw.reshape(self.shape[0], -1)[chosen])
+        if self.factors is not None:
+            found = found * self.factors[0]
+        if self.change is not None:
+            a, b = self.change
+            found = found + b[chosen] @ a
+        return found
 
     # placement
 

@@ -144,13 +144,16 @@ class ProgramBuilder:
         return rows * self.config.kv_heads * len(buffers.caches)
 
     def add_full_program(self, buffers: DecodeBuffers) -> None:
-        """Set `full_program`, if all matrices of the layers multiply by row groups, prepared or not.
+        """Set `full_program`, if all matrices of the layers multiply by row groups, prepared or not, without adapters.
 
         It includes the logits if the output matrix does so too: one of half floats does not.
         """
         from bridge.runtime.cpu.products import Interleaved
 
-        inner: list[Any] = [m._get_engine() for layer in self.layers for m in layer.matrices]
+        matrices = [m for layer in self.layers for m in layer.matrices]
+        if any(m.change is not None for m in matrices):
+            return
+        inner: list[Any] = [m._get_engine() for m in matrices]
         if not all(isinstance(engine, Interleaved) for engine in inner):
             return
         several = buffers.n > 1 or self.config.experts > 0  # rows of y, into which the one before must not reach
@@ -174,7 +177,7 @@ class ProgramBuilder:
             self.products(program, buffers.gate, [(layer.down, buffers.delta)])
         self._final_norm(program, buffers)
         engine: Any = self.output._get_engine()
-        if isinstance(engine, Interleaved):
+        if isinstance(engine, Interleaved) and self.output.change is None:
             scores = buffer(buffers.n, engine.groups * engine.lanes)
             self.products(program, buffers.xn, [(self.output, scores)])
             buffers.scores = scores[:, : self.output.shape[0]]
@@ -213,8 +216,8 @@ class ProgramBuilder:
                 program.add(ops.function("scale"), address(y), y.size, bits(matrix.factor), items=1)
 
     def _look_up(self, program: Program, buffers: DecodeBuffers) -> None:
-        """The tokens' rows of the embedding; the decoder looks them up for types that are not block types."""
-        if self.embedding.type in READ:
+        """The tokens' rows of the embedding; the decoder looks them up where `looked_up_in_program` says no."""
+        if looked_up_in_program(self.embedding):
             table = self.embedding.raw
             for t in range(buffers.n):
                 place = address(buffers.tokens[t:]), address(buffers.x[t:]), self.config.hidden
@@ -286,6 +289,11 @@ class ProgramBuilder:
     def _bias(self, program: Program, bias: np.ndarray | None, y: np.ndarray) -> None:
         if bias is not None:
             program.add(ops.function("add"), address(y), address(bias), bias.size, items=len(y), shared=len(y) > 1)
+
+
+def looked_up_in_program(embedding: QuantTensor) -> bool:
+    """Whether the program finds the tokens' rows: not of types that are not block types, nor with an adapter."""
+    return embedding.type in READ and embedding.change is None
 
 
 def _by_head(c: DecoderConfig, norm: np.ndarray | None) -> bool:

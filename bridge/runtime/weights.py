@@ -86,6 +86,8 @@ def read_weights(file: GGUFFile, config: DecoderConfig, whole: bool = False) -> 
     if not whole and (config.experts or not config.plain):
         kind = "a mixture of experts" if config.experts else f"{config.arch}'s graph"
         raise BridgeError(f"{file.path}: {kind} runs on the CPU alone (device cpu)")
+    if not whole and any(tensor.change is not None for tensor in file.values()):
+        raise BridgeError(f"{file.path}: a model with an adapter (LoRA) runs on the CPU alone (device cpu)")
     embedding = file["token_embd.weight"]
     vocab = embedding.shape[0]
     _expect(embedding, vocab, config.hidden)

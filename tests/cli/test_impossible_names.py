@@ -12,11 +12,13 @@ from bridge.cli import _parser, main
 from bridge.errors import BridgeError
 from bridge.runtime.bench import tensors_to_time
 from tests.conftest import CHECKPOINT
+from tests.support.adapters import low_rank, write_adapter
 
 LONG, NUL = "a" * 5000, "a\0b"
 NAMES = [pytest.param(LONG, id="long"), pytest.param(NUL, id="NUL"), pytest.param("a" * 300 + ".gguf", id="long GGUF")]
 
-# @ is the name, GGUF a converted model, TEXT any text, MODEL the checkpoint; the argument in front is its own
+# @ is the name, GGUF a converted model, MODEL its checkpoint, ADAPTER one of it, TEXT any text; the argument in front
+# is its own
 RUNS = """
 convert checkpoint      @
 convert out             MODEL @
@@ -28,6 +30,7 @@ convert --calibrate     MODEL out.gguf --type Q2_K --calibrate @
 convert --offload       MODEL out.gguf --type Q2_K --calibrate TEXT --offload @
 convert --imatrix-out   MODEL out.gguf --type Q2_K --calibrate TEXT --imatrix-out @
 convert --plan-out      MODEL out.gguf --calibrate TEXT --size 1G --plan-out @
+convert --merge         MODEL out.gguf --merge @
 convert --report        MODEL out.gguf --report @
 convert --card-only     MODEL out.gguf --upload a/b --card-only @
 quantize checkpoint     @ out.gguf --type Q2_K --calibrate TEXT
@@ -41,6 +44,10 @@ quantize --imatrix-out  MODEL out.gguf --type Q2_K --calibrate TEXT --imatrix-ou
 quantize --plan-out     MODEL out.gguf --size 1G --calibrate TEXT --plan-out @
 quantize --report       MODEL out.gguf --type Q2_K --calibrate TEXT --report @
 quantize --card-only    MODEL out.gguf --type Q2_K --calibrate TEXT --upload a/b --card-only @
+convert-lora adapter    @ out.gguf --base MODEL
+convert-lora out        ADAPTER @ --base MODEL
+convert-lora --config   ADAPTER out.gguf --base MODEL --config @
+convert-lora --template ADAPTER out.gguf --base MODEL --template @
 plan checkpoint         @
 plan --out              MODEL --out @
 plan --config           MODEL --config @
@@ -62,13 +69,16 @@ export out              GGUF @ --config MODEL
 export --config         GGUF out --config @
 run model               @ -p x
 run --config            MODEL -p x --config @
+run --lora              GGUF -p x --lora @
 chat model              @
 chat --config           MODEL --config @
+chat --lora             GGUF --lora @
 warmup model            @
 warmup --config         MODEL --config @
 perplexity gguf         @ -f TEXT
 perplexity --file       GGUF -f @
 perplexity --reference  GGUF -f TEXT --reference @
+perplexity --lora       GGUF -f TEXT --lora @
 bench what              @
 plot source             @
 plot --out              REPORT --out @
@@ -82,7 +92,9 @@ def inputs(auto, tmp_path_factory) -> dict[str, str]:
     text, report = folder / "text.txt", folder / "report.json"
     text.write_text("Once upon a time. " * 500)
     assert main(["convert", str(CHECKPOINT), str(folder / "m.gguf"), "--report", str(report)]) == 0
-    return {"MODEL": str(CHECKPOINT), "GGUF": str(auto), "TEXT": str(text), "REPORT": str(report)}
+    adapter = write_adapter(folder / "adapter", low_rank({"model.layers.0.self_attn.q_proj": (256, 256)}))
+    paths = {"MODEL": CHECKPOINT, "GGUF": auto, "TEXT": text, "REPORT": report, "ADAPTER": adapter}
+    return {word: str(path) for word, path in paths.items()}
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -119,9 +131,11 @@ def test_the_table_has_every_argument_that_is_a_path():
         lambda name, out: bridge.convert(CHECKPOINT, out, config=name),
         lambda name, out: bridge.convert(CHECKPOINT, out, imatrix=name),
         lambda name, out: bridge.convert(CHECKPOINT, out, template=name),
+        lambda name, out: bridge.convert(CHECKPOINT, out, merge=name),
         lambda name, out: bridge.open_checkpoint(name),
         lambda name, out: bridge.open_checkpoint(CHECKPOINT, config=name),
         lambda name, out: bridge.open_gguf(name),
+        lambda name, out: bridge.convert_lora(name, out, base=CHECKPOINT),
         lambda name, out: bridge.Model.load(name),
         lambda name, out: bridge.repack(name, out, "gptq_v2"),
         lambda name, out: bridge.repack(CHECKPOINT, name, "gptq_v2"),

@@ -1,0 +1,117 @@
+"""PEFT adapters merged into the checkpoints that are converted."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import gguf
+import numpy as np
+import pytest
+
+import bridge
+from bridge.cli import main
+from bridge.errors import BridgeError
+from tests.conftest import CHECKPOINT
+from tests.support.adapters import Arrays, low_rank, write_adapter
+from tests.support.encode import write_gptq
+
+Q, GATE = "model.layers.0.self_attn.q_proj", "model.layers.1.mlp.gate_proj"
+NORM, EMBEDDINGS = "model.norm.weight", "model.embed_tokens"
+
+
+def own(module: str) -> np.ndarray:
+    with bridge.open_checkpoint(CHECKPOINT) as checkpoint:
+        weights: np.ndarray = checkpoint.read_module(module).dequantize()
+    return weights
+
+
+def tensors_of(path: Path) -> Arrays:
+    return {t.name: gguf.quants.dequantize(t.data, t.tensor_type) for t in gguf.GGUFReader(str(path)).tensors}
+
+
+def changed(tensors: Arrays, module: str) -> np.ndarray:
+    """W + 8 / 4 * B A"""
+    b, a = (tensors[f"{module}.lora_{part}.weight"].astype(np.float64) for part in "BA")
+    weights: np.ndarray = own(module) + 2 * (b @ a)
+    return weights
+
+
+def test_touched_matrices_are_requantized_and_all_others_keep_their_codes(tmp_path: Path) -> None:
+    tensors = low_rank({Q: own(Q).shape, GATE: own(GATE).shape})  # type: ignore[dict-item]
+    norm = np.full(256, 1.5, np.float32)
+    adapter = write_adapter(tmp_path / "adapter", tensors | {NORM: norm})
+    before = bridge.convert(CHECKPOINT, tmp_path / "base.gguf")
+    report = bridge.convert(CHECKPOINT, tmp_path / "out.gguf", merge=adapter)
+    assert any("adapter: 3; 2 of them were codes and are requantized" in note for note in report.notes)
+    outcomes = {t.name: (t.type, t.outcome) for t in before.tensors}
+    touched = {"blk.0.attn_q.weight", "blk.1.ffn_gate.weight"}
+    for t in report.tensors:
+        if t.name in touched:
+            assert t.type == "Q8_0"
+            assert t.fidelity is not None
+            assert 0 < t.fidelity.nmse < 1e-4
+        else:
+            assert (t.type, t.outcome) == outcomes[t.name]
+    base, found = tensors_of(tmp_path / "base.gguf"), tensors_of(tmp_path / "out.gguf")
+    for name, weights in found.items():
+        if name not in touched | {"output_norm.weight"}:
+            np.testing.assert_array_equal(weights, base[name])
+    np.testing.assert_array_equal(found["output_norm.weight"], norm)
+    expected = changed(tensors, GATE)
+    assert np.square(found["blk.1.ffn_gate.weight"] - expected).sum() < 1e-4 * np.square(expected).sum()
+
+
+def test_an_adapter_is_merged_into_floats_and_into_act_order(small_model: Path, tmp_path: Path) -> None:
+    """Rows of gate and up follow the columns of down, whose act-order is undone."""
+    write_gptq(tmp_path / "gptq", small_model, desc_act=True)
+    gate, down = "model.layers.1.mlp.gate_proj", "model.layers.1.mlp.down_proj"
+    for folder, modules in ((small_model, (gate, down)), (tmp_path / "gptq", (gate,))):
+        tensors = low_rank({module: own(module).shape for module in modules})  # type: ignore[misc]
+        adapter = write_adapter(tmp_path / "adapter", tensors)
+        floats = [(f"ffn_{part}", "F32") for part in ("gate", "down")]
+        bridge.convert(folder, tmp_path / "base.gguf", tensor_types=floats, force=True)
+        bridge.convert(folder, tmp_path / "merged.gguf", tensor_types=floats, merge=adapter, force=True)
+        bridge.convert_lora(adapter, tmp_path / "lora.gguf", base=folder, force=True)
+        base, found, lora = (tensors_of(tmp_path / f"{name}.gguf") for name in ("base", "merged", "lora"))
+        for module in modules:
+            name = f"blk.1.ffn_{module.rpartition('.')[2].removesuffix('_proj')}.weight"
+            change = 2 * lora[f"{name}.lora_b"] @ lora[f"{name}.lora_a"]
+            np.testing.assert_allclose(found[name], base[name] + change, atol=1e-5)
+
+
+def test_dora_changes_the_length_of_rows(tmp_path: Path) -> None:
+    tensors = low_rank({GATE: own(GATE).shape})  # type: ignore[dict-item]
+    magnitude = np.linspace(1, 2, len(own(GATE))).astype(np.float32)
+    dora = tensors | {f"{GATE}.lora_magnitude_vector": magnitude}
+    adapter = write_adapter(tmp_path / "adapter", dora, use_dora=True)
+    bridge.convert(CHECKPOINT, tmp_path / "out.gguf", merge=adapter, tensor_types=[("blk.1.ffn_gate", "F32")])
+    expected = changed(tensors, GATE)
+    expected *= magnitude[:, None] / np.linalg.norm(expected, axis=1, keepdims=True)
+    np.testing.assert_allclose(tensors_of(tmp_path / "out.gguf")["blk.1.ffn_gate.weight"], expected, atol=1e-5)
+
+
+REFUSED = {
+    "another shape": (low_rank({Q: (256, 128)}), {}, r"q_proj\.weight is of shape \[256, 128\], the base checkpoint"),
+    "a layer that is missing": (low_rank({"model.layers.9.self_attn.q_proj": (256, 256)}), {}, "changes model.layers"),
+    "tied embeddings": (low_rank({EMBEDDINGS: (2048, 256)}), {}, "is also the head of the base model"),
+    "added tokens": ({f"{EMBEDDINGS}.weight": np.ones((2050, 256), np.float32)}, {}, r"is of shape \[2050, 256\]"),
+    "transposed weights": (low_rank({Q: (256, 256)}), {"fan_in_fan_out": True}, "stored transposed"),
+}
+
+
+@pytest.mark.parametrize("why", REFUSED)
+def test_an_adapter_that_cannot_be_merged_is_refused(why: str, tmp_path: Path) -> None:
+    tensors, config, message = REFUSED[why]
+    adapter = write_adapter(tmp_path / "adapter", tensors, **config)  # type: ignore[arg-type]
+    with pytest.raises(BridgeError, match=message):
+        bridge.convert(CHECKPOINT, tmp_path / "out.gguf", merge=adapter)
+    assert not (tmp_path / "out.gguf").exists()
+
+
+def test_a_plan_is_of_the_checkpoint_without_the_adapter(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    adapter = write_adapter(tmp_path / "adapter", low_rank({Q: (256, 256)}))
+    out = tmp_path / "out.gguf"
+    assert main(["convert", str(CHECKPOINT), str(out), "--merge", str(adapter), "--plan", str(tmp_path / "p")]) == 2
+    assert "a plan is of the checkpoint without an adapter" in capsys.readouterr().err
+    assert main(["convert", str(CHECKPOINT), str(out), "--merge", str(adapter)]) == 0
+    assert "merged with the adapter adapter: 1" in capsys.readouterr().out
