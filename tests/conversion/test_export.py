@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 import bridge
+from bridge.blocks import TYPES
+from bridge.encode.block_bytes import unpack_fields
 from bridge.errors import BridgeError
 from bridge.gguf_file.reader import read_gguf
 from tests.conftest import CHECKPOINT, shared
@@ -55,10 +58,18 @@ def test_shared_checkpoints_come_back_with_the_same_codes(name, format, converte
     same_codes(shared(f"checkpoints/{name}"), tmp_path / "new")
 
 
-@pytest.mark.parametrize("type", ["Q4_0", "Q8_0"])
-def test_plain_blocks_go_to_gptq_and_back_bit_for_bit(type, tmp_path) -> None:
+@pytest.mark.parametrize(
+    ("type", "format"),
+    [
+        *((type, format) for type in ("Q4_0", "Q8_0") for format in ("gptq_v2", "compressed-tensors", "mlx")),
+        ("Q4_1", "mlx"),
+        ("Q5_0", "mlx"),
+        ("Q5_1", "mlx"),
+    ],
+)
+def test_plain_blocks_go_to_a_checkpoint_and_back_bit_for_bit(type, format, tmp_path) -> None:
     bridge.convert(CHECKPOINT, tmp_path / "a.gguf", type=type)
-    done = bridge.export(tmp_path / "a.gguf", tmp_path / "new", "gptq_v2", config=CHECKPOINT)
+    done = bridge.export(tmp_path / "a.gguf", tmp_path / "new", format, config=CHECKPOINT)
     assert {t.how for t in done.tensors if t.bits} == {"exact"}
     bridge.convert(tmp_path / "new", tmp_path / "b.gguf", type=type)
     first, second = (read_gguf(tmp_path / name).tensors for name in ("a.gguf", "b.gguf"))
@@ -66,6 +77,47 @@ def test_plain_blocks_go_to_gptq_and_back_bit_for_bit(type, tmp_path) -> None:
     assert layers
     for name in layers:
         assert np.array_equal(first[name].raw, second[name].raw), name
+
+
+@pytest.mark.parametrize("format", ["compressed-tensors", "mlx"])
+def test_an_integer_checkpoint_comes_back_in_another_format(format, tmp_path) -> None:
+    bridge.convert(CHECKPOINT, tmp_path / "m.gguf")
+    bridge.export(tmp_path / "m.gguf", tmp_path / "new", format, config=CHECKPOINT)
+    same_codes(CHECKPOINT, tmp_path / "new")
+
+
+@pytest.mark.parametrize("type", ["Q4_K", "Q5_K"])
+def test_mlx_has_all_codes_of_native_k_quants_with_scale_and_offset_rounded_once(type, tmp_path) -> None:
+    path = native(type, tmp_path)
+    done = bridge.export(path, tmp_path / "new", "mlx", config=CHECKPOINT)
+    layers = [t for t in done.tensors if t.bits]
+    assert layers
+    assert all((t.how, t.bits, t.type) == ("all codes", int(type[1]), type) and t.nmse < 1e-6 for t in layers)
+    blocks = read_gguf(path).tensors["blk.0.ffn_down.weight"]
+    raw = np.ascontiguousarray(blocks.raw.reshape(blocks.shape[0], -1))
+    q, sc, mn = unpack_fields(TYPES[type], raw)
+    halves = raw.reshape(len(raw), -1, TYPES[type].nbytes)[:, :, :4].copy().view("<f2").astype(np.float32)
+    with bridge.open_checkpoint(tmp_path / "new") as new:
+        name = "model.layers.0.mlp.down_proj"
+        assert np.array_equal(new.reader.read(name).codes, q)
+        scales, biases = (new.store.read(f"{name}.{part}") for part in ("scales", "biases"))
+    step = sc.shape[1] // scales.shape[1]
+    d, dmin = (np.repeat(halves[..., i], TYPES[type].subs, 1) for i in (0, 1))
+    assert np.array_equal(scales, (d * sc).astype(np.float16)[:, ::step])
+    assert np.array_equal(biases, -(dmin * mn).astype(np.float16)[:, ::step])
+
+
+def test_types_with_groups_that_mlx_lacks_are_rounded_to_8_bits(tmp_path) -> None:
+    done = bridge.export(native("Q6_K", tmp_path), tmp_path / "new", "mlx", config=CHECKPOINT)
+    assert {t.how for t in done.tensors if t.bits} == {"rounded to 8 bits"}
+
+
+def native(type: str, folder: Path) -> Path:
+    """A GGUF whose K-quants have zero points anywhere."""
+    bridge.convert(CHECKPOINT, folder / "m.gguf")
+    bridge.export(folder / "m.gguf", folder / "floats", config=CHECKPOINT, dtype="F32")
+    bridge.convert(folder / "floats", folder / "native.gguf", type=type)
+    return folder / "native.gguf"
 
 
 @pytest.mark.parametrize("dtype", ["F16", "BF16", "F32"])
@@ -82,10 +134,7 @@ def test_floats_are_the_dequantized_weights_under_the_old_names(dtype, tmp_path)
 
 
 def test_native_k_quants_are_rounded_to_8_bits_and_the_error_is_stated(tmp_path) -> None:
-    bridge.convert(CHECKPOINT, tmp_path / "m.gguf")
-    bridge.export(tmp_path / "m.gguf", tmp_path / "floats", config=CHECKPOINT, dtype="F32")
-    bridge.convert(tmp_path / "floats", tmp_path / "native.gguf", type="Q5_K")
-    done = bridge.export(tmp_path / "native.gguf", tmp_path / "new", "gptq_v2", config=CHECKPOINT)
+    done = bridge.export(native("Q5_K", tmp_path), tmp_path / "new", "gptq_v2", config=CHECKPOINT)
     rounded = [t for t in done.tensors if t.how == "rounded to 8 bits"]
     assert rounded
     assert all(0 < t.nmse < 1e-3 and t.bits == 8 for t in rounded)
