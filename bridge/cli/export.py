@@ -30,8 +30,8 @@ def add_parser(commands: Any) -> None:
         "--config",
         metavar="DIR",
         type=Path,
-        required=True,
-        help="folder with config.json and tokenizer of the model, which are copied",
+        help="folder with config.json and tokenizer of the model, which are copied (default: transformers makes them "
+        "of the GGUF's metadata, for architectures that it knows)",
     )
     p.add_argument(
         "--dtype",

@@ -1,6 +1,6 @@
 """The way back: a GGUF becomes a checkpoint folder, with its codes where the format holds them.
 
-    bridge.export("model.gguf", "folder", "gptq_v2", config="original-model")
+    bridge.export("model.gguf", "folder", "gptq_v2")
 
 Names and row orders are the family's (`gguf_source`), codes and groups come from the blocks (`codes_of_blocks`), and
 the folder is written as `quantize --format` writes one. Layers are read twice, once for the headers: none stays in
@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import numpy as np
 
@@ -21,12 +22,14 @@ from bridge.checkpoint.files.folder import check_folder
 from bridge.checkpoint.formats.layouts import GPTQ_BITS, MLX_BITS, MLX_SIZES, mlx_biases
 from bridge.checkpoint.grouped import GroupedTensor
 from bridge.conversion.codes_of_blocks import codes_of, regrouped, rounded
+from bridge.conversion.gguf_config import checked_source, write_config
 from bridge.conversion.gguf_source import GgufSource, Place
 from bridge.errors import BridgeError, parameter
-from bridge.gguf_file.reader import read_gguf
+from bridge.gguf_file.reader import StoredModel, read_gguf
 from bridge.quantize.checkpoint_writer import CheckpointWriter, Groups, refusal
 from bridge.system.files import expanded
 from bridge.system.options import checked
+from bridge.system.progress import Progress
 from bridge.system.text import align, size_text
 
 FORMATS = ("floats", "gptq", "gptq_v2", "awq", "compressed-tensors", "mlx")
@@ -85,10 +88,10 @@ def export(
     out: str | Path,
     format: str = "floats",
     *,
-    config: str | Path,
+    config: str | Path | None = None,
     dtype: str | None = None,
     force: bool = False,
-    progress: Callable[[int, int, str], None] | None = None,
+    progress: Progress | None = None,
 ) -> Exported:
     """Write a GGUF as a checkpoint folder.
 
@@ -98,14 +101,16 @@ def export(
               The layers of the decoder's blocks keep their codes where the format holds them, see `codes_of_blocks`;
               the others are rounded to 8 bits, in AWQ they are floats, and so are the experts of a mixture in MLX,
               which mlx-lm stacks itself
-    config    folder with config.json and tokenizer of the model, which are copied
+    config    folder with config.json and tokenizer of the model, which are copied; None: transformers makes them of
+              the GGUF's metadata, see `gguf_config`
     dtype     of floats: "F16", "BF16" or "F32"; None: BF16 if the GGUF has tensors of that type, else F16. In MLX F16,
               as its scales are
     force     replace an existing checkpoint
     progress  called with (bytes done, all bytes, tensor)
 
-    Raises BridgeError for a damaged GGUF, one whose architecture is unknown or not that of the config, a tensor that
-    cannot be separated from others again, and a value that the dtype cannot hold.
+    Raises BridgeError for a damaged GGUF, one whose architecture is unknown or not that of the config, metadata that
+    transformers does not convert, a tensor that cannot be separated from others again, and a value that the dtype
+    cannot hold.
     """
     started = time.perf_counter()
     if format not in FORMATS:
@@ -115,7 +120,22 @@ def export(
     gguf = read_gguf(expanded(model))
     if dtype is None:
         dtype = "BF16" if format != "mlx" and any(t.type == "BF16" for t in gguf.tensors.values()) else "F16"
-    source, path = GgufSource(gguf, expanded(config), dtype), expanded(out)
+    with ExitStack() as stack:
+        if config is None:
+            home = Path(stack.enter_context(TemporaryDirectory()))
+            write_config(gguf, home)
+            source = checked_source(gguf, home, dtype)
+        else:
+            source = GgufSource(gguf, expanded(config), dtype)
+        done = _write(gguf, source, expanded(out), format, force, progress)
+    done.seconds = time.perf_counter() - started
+    return done
+
+
+def _write(
+    gguf: StoredModel, source: GgufSource, path: Path, format: str, force: bool, progress: Progress | None
+) -> Exported:
+    """Write the folder; `seconds` is left to the caller."""
     check_folder(source, path, force, gguf.files)
     reports, layers = {}, {}
     for name, place in source.places.items():
@@ -147,7 +167,7 @@ def export(
         written = writer.finish()
     rest = sum(t.how == ROUNDED for t in reports.values())
     notes = [f"{rest} layers have no codes that {format} holds: rounded to 8 bits"] if rest else []
-    return Exported(written.out, format, list(reports.values()), written.nbytes, time.perf_counter() - started, notes)
+    return Exported(written.out, format, list(reports.values()), written.nbytes, 0.0, notes)
 
 
 def _layer(module: str, place: Place, format: str) -> tuple[GroupedTensor, str] | None:

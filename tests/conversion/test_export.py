@@ -13,6 +13,7 @@ from bridge.blocks import TYPES
 from bridge.encode.block_bytes import unpack_fields
 from bridge.errors import BridgeError
 from bridge.gguf_file.reader import read_gguf
+from scripts.peers.reference import mean_kl
 from tests.conftest import CHECKPOINT, shared
 
 
@@ -168,3 +169,64 @@ def test_an_unfinished_or_unfitting_export_leaves_nothing(tmp_path) -> None:
     with pytest.raises(BridgeError, match="exists"):
         bridge.export(tmp_path / "m.gguf", out, config=CHECKPOINT)
     assert [path.name for path in out.iterdir()] == ["mine.txt"]
+
+
+def test_config_and_tokenizer_come_from_the_metadata(tmp_path) -> None:
+    transformers = pytest.importorskip("transformers")
+    bridge.convert(CHECKPOINT, tmp_path / "m.gguf")
+    bridge.export(tmp_path / "m.gguf", tmp_path / "new", "gptq_v2")
+    same_codes(CHECKPOINT, tmp_path / "new")
+    old, new = (transformers.AutoTokenizer.from_pretrained(folder) for folder in (CHECKPOINT, tmp_path / "new"))
+    text = "Hello, World! 123  été\n\n日本 <|endoftext|>"
+    assert new(text)["input_ids"] == old(text)["input_ids"]
+    assert new.chat_template == old.chat_template
+    bridge.convert(tmp_path / "new", tmp_path / "again.gguf")
+    first, second = (read_gguf(tmp_path / name).metadata for name in ("m.gguf", "again.gguf"))
+    assert {key for key in first if key.startswith(("qwen3.", "tokenizer."))} <= set(second)
+    ends = json.loads((tmp_path / "new/generation_config.json").read_text())
+    assert ends["eos_token_id"] == first["tokenizer.ggml.eos_token_id"]
+
+
+def test_metadata_that_transformers_does_not_convert_names_the_way_out(tmp_path) -> None:
+    pytest.importorskip("transformers")
+    scaled, unknown = tmp_path / "scaled.gguf", tmp_path / "unknown.gguf"
+    bridge.convert(CHECKPOINT, scaled, metadata=[("qwen3.rope.scaling.type", "yarn")])
+    data = scaled.read_bytes()
+    at = data.index(b"qwen3", data.index(b"general.architecture"))
+    unknown.write_bytes(data[:at] + b"nobod" + data[at + 5 :])
+    for path, message in (
+        (scaled, "qwen3.rope.scaling.type is 'yarn', but missing in what transformers makes.*config"),
+        (unknown, "transformers cannot convert its metadata .architecture nobod.*config"),
+    ):
+        with pytest.raises(BridgeError, match=message):
+            bridge.export(path, tmp_path / "new")
+    assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(
+    ("name", "own"), [("qwen3-gptq-4bit-g32-sym", True), ("llama-gptq-4bit-g128-sym", True), ("mixtral", False)]
+)
+def test_exported_floats_have_the_logits_of_the_gguf(name, own, converted, tmp_path) -> None:
+    """Against gguf-py's dequantized weights in transformers' own order; Mixtral's, which it cannot load, in ours."""
+    pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    from tests.support.tiny_models import predict, save_model
+
+    tokens = np.random.default_rng(1).integers(0, 300, 48).tolist()
+    if own:
+        path, _ = converted(name)
+        bridge.export(path, tmp_path / "new", dtype="F32")
+        import torch
+
+        model = transformers.AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32)
+        with torch.no_grad():
+            expected = model.eval()(torch.tensor([tokens])).logits[0].numpy()
+    else:
+        source = save_model(tmp_path / "mixtral", "MixtralConfig", num_local_experts=8, num_experts_per_tok=2)
+        bridge.convert(source, tmp_path / "m.gguf", tensor_types=[(".*", "F32")])
+        with pytest.raises(BridgeError, match="config"):
+            bridge.export(tmp_path / "m.gguf", tmp_path / "new")
+        bridge.export(tmp_path / "m.gguf", tmp_path / "new", config=source, dtype="F32")
+        expected = predict(source, tokens)
+    assert mean_kl(expected, predict(tmp_path / "new", tokens)) < 1e-5
