@@ -208,7 +208,7 @@ def test_metadata_that_transformers_does_not_convert_names_the_way_out(tmp_path)
     ("name", "own"), [("qwen3-gptq-4bit-g32-sym", True), ("llama-gptq-4bit-g128-sym", True), ("mixtral", False)]
 )
 def test_exported_floats_have_the_logits_of_the_gguf(name, own, converted, tmp_path) -> None:
-    """Against gguf-py's dequantized weights in transformers' own order; Mixtral's, which it cannot load, in ours."""
+    """transformers reads the GGUF itself, through gguf-py; of Mixtral, which it cannot, the original model."""
     pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")
     from tests.support.tiny_models import predict, save_model
@@ -219,7 +219,10 @@ def test_exported_floats_have_the_logits_of_the_gguf(name, own, converted, tmp_p
         bridge.export(path, tmp_path / "new", dtype="F32")
         import torch
 
-        model = transformers.AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32)
+        pytest.importorskip("accelerate")
+        config = transformers.AutoConfig.from_pretrained(tmp_path / "new")
+        options = {"gguf_file": path.name, "config": config, "dtype": torch.float32}
+        model = transformers.AutoModelForCausalLM.from_pretrained(path.parent, **options)
         with torch.no_grad():
             expected = model.eval()(torch.tensor([tokens])).logits[0].numpy()
     else:
