@@ -5,11 +5,15 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import gguf
 import numpy as np
 import pytest
 
 import bridge
 from bridge.blocks import TYPES
+from bridge.checkpoint.formats.layouts import LAYOUTS
+from bridge.checkpoint.grouped import GroupedTensor
+from bridge.conversion.codes_of_blocks import codes_of
 from bridge.encode.block_bytes import unpack_fields
 from bridge.errors import BridgeError
 from bridge.gguf_file.reader import read_gguf
@@ -106,6 +110,34 @@ def test_mlx_has_all_codes_of_native_k_quants_with_scale_and_offset_rounded_once
     d, dmin = (np.repeat(halves[..., i], TYPES[type].subs, 1) for i in (0, 1))
     assert np.array_equal(scales, (d * sc).astype(np.float16)[:, ::step])
     assert np.array_equal(biases, -(dmin * mn).astype(np.float16)[:, ::step])
+
+
+@pytest.mark.parametrize(("type", "bits"), [("Q4_0", 4), ("Q5_0", 8), ("Q8_0", 8)])
+def test_codes_of_types_without_offsets_are_the_weights(type, bits) -> None:
+    weights = np.random.default_rng(0).standard_normal((8, 512)).astype(np.float32)
+    raw = gguf.quants.quantize(weights, gguf.GGMLQuantizationType[type])
+    tensor = codes_of("layer", type, raw, (2, 3, 4, 8))
+    assert tensor is not None
+    assert tensor.bits == bits
+    expected = gguf.quants.dequantize(raw, gguf.GGMLQuantizationType[type])
+    assert np.allclose(tensor.dequantize(), expected, rtol=1e-3)  # scales are halves
+
+
+def test_packed_zero_points_are_those_of_the_compressed_tensors_package() -> None:
+    pytest.importorskip("torch")
+    helpers = pytest.importorskip("compressed_tensors.compressors.pack_quantized.helpers")
+    import torch
+
+    rng = np.random.default_rng(0)
+    for bits in (4, 8):
+        codes, zeros = (rng.integers(0, 1 << bits, shape, dtype=np.uint8) for shape in ((16, 64), (16, 2)))
+        tensor = GroupedTensor("layer", bits, codes, np.ones((16, 2), np.float32), zeros.astype(np.float32), 32)
+        packed = LAYOUTS["compressed-tensors"].pack(tensor)
+        half = 1 << (bits - 1)
+        signed, middle = (torch.from_numpy((x.astype(np.int16) - half).astype(np.int8)) for x in (codes, zeros))
+        assert np.array_equal(packed["weight_packed"], helpers.pack_to_int32(signed, bits).numpy())
+        theirs = helpers.pack_to_int32(middle, bits, packed_dim=0).numpy()
+        assert np.array_equal(packed["weight_zero_point"], theirs)
 
 
 def test_types_with_groups_that_mlx_lacks_are_rounded_to_8_bits(tmp_path) -> None:
