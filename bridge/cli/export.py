@@ -6,11 +6,12 @@ from typing import Any
 
 from bridge.cli.options import command
 
-_HELP = "write a GGUF as a checkpoint: GPTQ, AWQ or floats"
+_HELP = "write a GGUF as a checkpoint: GPTQ, AWQ, compressed-tensors, MLX or floats"
 _DESCRIPTION = """\
 Write a GGUF as a checkpoint folder, with rows and names as transformers has them. Q4_0,
-Q8_0 and K-quants that were made from a GPTQ or AWQ checkpoint keep their codes; other
-layers are rounded to 8 bits in GPTQ and become floats in AWQ. A table tells which.
+Q8_0 and K-quants that were made from an integer checkpoint keep their codes, MLX keeps
+those of Q4_1, Q5_1 and all Q4_K and Q5_K too; other layers are rounded to 8 bits, or
+become floats in AWQ. A table tells which.
 """
 
 
@@ -21,16 +22,16 @@ def add_parser(commands: Any) -> None:
     p.add_argument("out", type=Path, help="folder to write")
     p.add_argument(
         "--format",
-        choices=("floats", "gptq", "gptq_v2", "awq"),
+        choices=("floats", "gptq", "gptq_v2", "awq", "compressed-tensors", "mlx"),
         default="floats",
-        help="floats, gptq (v1), gptq_v2 or awq (gemm) (default: floats)",
+        help="floats, gptq (v1), gptq_v2, awq (gemm), compressed-tensors (pack-quantized) or mlx (default: floats)",
     )
     p.add_argument(
         "--config",
         metavar="DIR",
         type=Path,
-        required=True,
-        help="folder with config.json and tokenizer of the model, which are copied",
+        help="folder with config.json and tokenizer of the model, which are copied (default: transformers makes them "
+        "of the GGUF's metadata, for architectures that it knows)",
     )
     p.add_argument(
         "--dtype",

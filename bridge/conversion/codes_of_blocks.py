@@ -1,14 +1,17 @@
-"""Blocks back to codes in groups: what a GPTQ or AWQ checkpoint holds of a GGUF's tensor.
+"""Blocks back to codes in groups: what a checkpoint of integer codes holds of a GGUF's tensor.
 
     Q4_0, Q8_0            the codes, groups of 32, zero points of 8 and 128; the scales are halves: bit for bit
     Q3_K, Q6_K, Q5_0      the codes less their zero, in 3, 4 or 8 bits
     Q2_K, Q4_K, Q5_K      the codes, if all zero points min / scale are near whole numbers: `convert` makes such files
                           of integer checkpoints. Native K-quants have zero points anywhere
+    Q4_1, Q5_1, Q4_K, ... the codes, with any offset, in formats that have one per group (MLX)
     everything else       rounded to 8 bits in groups of 32
 
 Neighbouring sub-blocks with the same scale and zero point were one group: the largest size for which that holds in all
 rows is taken. Nothing depends on metadata.
 """
+
+from dataclasses import replace
 
 import numpy as np
 
@@ -20,20 +23,27 @@ _WHOLE = 0.2  # zero points of a carried tensor are nearer to whole numbers
 _SIZES = (4096, 2048, 1024, 512, 256, 128, 64, 32, 16)
 
 
-def codes_of(name: str, type: str, raw: np.ndarray, bits: tuple[int, ...]) -> GroupedTensor | None:
+def codes_of(
+    name: str, type: str, raw: np.ndarray, bits: tuple[int, ...], offsets: bool = False
+) -> GroupedTensor | None:
     """The codes of blocks uint8 [out, row bytes], with as few of these bits as hold them; None where there are none.
 
-    Scales are rounded to halves: one rounding of d * sc.
+    offsets  zero points need not be whole numbers: scale * zero point is a half
+
+    Scales are rounded to halves: one rounding of d * sc, and with `offsets` one of dmin * mn.
     """
     block = TYPES.get(type)
-    if block is None or block.values or (block.has_min and not block.is_k):
+    if block is None or block.values or (block.has_min and not block.is_k and not offsets):
         return None
     q, sc, mn = unpack_fields(block, raw)
     scales = np.repeat(_halves(block, raw, block.d_at), block.subs, 1)
     if block.is_k:
         scales = scales * sc
     if block.has_min:
-        found = _affine(block, q, scales, np.repeat(_halves(block, raw, block.dmin_at), block.subs, 1) * mn)
+        mins = np.repeat(_halves(block, raw, block.dmin_at), block.subs, 1) * (mn if block.is_k else np.float32(-1))
+        if offsets:
+            return _with_offsets(name, block, q, scales, mins, bits)
+        found = _affine(block, q, scales, mins)
     else:
         found = _scaled(block, q, scales, bits)
     if found is None:
@@ -47,12 +57,17 @@ def codes_of(name: str, type: str, raw: np.ndarray, bits: tuple[int, ...]) -> Gr
         codes = np.where(negative, block.levels - 1 - codes, codes)
         scales = np.abs(scales)
     scales = scales.astype(np.float16).astype(np.float32)
-    size = _group_size(scales, zeros, block.sub, q.shape[1])
-    step = size // block.sub
-    return GroupedTensor(
-        name, width, codes.astype(np.uint8), np.ascontiguousarray(scales[:, ::step]),
-        np.ascontiguousarray(zeros[:, ::step]), size,
-    )  # fmt: skip
+    return _grouped(name, width, codes.astype(np.uint8), scales, zeros, block.sub)
+
+
+def regrouped(tensor: GroupedTensor, sizes: tuple[int, ...]) -> GroupedTensor | None:
+    """The tensor in groups of the largest of these sizes that divides its own; None where there is none."""
+    size = next((n for n in sorted(sizes, reverse=True) if tensor.group_size % n == 0), 0)
+    if not size:
+        return None
+    step = tensor.group_size // size
+    scales, zeros = (np.repeat(x, step, 1) for x in (tensor.scales, tensor.zeros))
+    return replace(tensor, scales=scales, zeros=zeros, group_size=size)
 
 
 def rounded(name: str, weights: np.ndarray, size: int = 32) -> GroupedTensor:
@@ -73,6 +88,33 @@ def _halves(block: BlockType, raw: np.ndarray, at: int) -> np.ndarray:
 def _by_column(values: np.ndarray, sub: int) -> np.ndarray | None:
     """A flag of every sub-block for all its columns; None where none is set."""
     return np.repeat(values, sub, 1) if values.any() else None
+
+
+def _with_offsets(
+    name: str, block: BlockType, q: np.ndarray, scales: np.ndarray, mins: np.ndarray, bits: tuple[int, ...]
+) -> GroupedTensor | None:
+    """The codes with scales and offsets that are halves; None where no width holds them.
+
+    The zero point min / scale, times the scale, rounds to the same half again. A sub-block without a scale has one
+    value: its codes become 1 and the value its scale.
+    """
+    width = next((n for n in bits if n >= (block.levels - 1).bit_length()), 0)
+    if not width:
+        return None
+    scales, mins = (x.astype(np.float16).astype(np.float32) for x in (scales, mins))
+    constant = (scales == 0) & (mins != 0)
+    codes = q
+    if (flat := _by_column(constant, block.sub)) is not None:
+        codes, scales = np.where(flat, np.uint8(1), q), np.where(constant, -mins, scales)
+    zeros = np.divide(mins, scales, out=np.zeros_like(mins), where=(scales != 0) & ~constant)
+    return _grouped(name, width, codes, scales, zeros, block.sub)
+
+
+def _grouped(name: str, bits: int, codes: np.ndarray, scales: np.ndarray, zeros: np.ndarray, sub: int) -> GroupedTensor:
+    """Codes with the scales and zero points of sub-blocks, in the largest groups."""
+    size = _group_size(scales, zeros, sub, codes.shape[1])
+    scales, zeros = (np.ascontiguousarray(x[:, :: size // sub]) for x in (scales, zeros))
+    return GroupedTensor(name, bits, codes, scales, zeros, size)
 
 
 def _affine(

@@ -1,6 +1,6 @@
 """The way back: a GGUF becomes a checkpoint folder, with its codes where the format holds them.
 
-    bridge.export("model.gguf", "folder", "gptq_v2", config="original-model")
+    bridge.export("model.gguf", "folder", "gptq_v2")
 
 Names and row orders are the family's (`gguf_source`), codes and groups come from the blocks (`codes_of_blocks`), and
 the folder is written as `quantize --format` writes one. Layers are read twice, once for the headers: none stays in
@@ -11,25 +11,29 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import numpy as np
 
 from bridge.checkpoint.files.folder import check_folder
-from bridge.checkpoint.formats.layouts import GPTQ_BITS
+from bridge.checkpoint.formats.layouts import GPTQ_BITS, MLX_BITS, MLX_SIZES, mlx_biases
 from bridge.checkpoint.grouped import GroupedTensor
-from bridge.conversion.codes_of_blocks import codes_of, rounded
+from bridge.conversion.codes_of_blocks import codes_of, regrouped, rounded
+from bridge.conversion.gguf_config import checked_source, write_config
 from bridge.conversion.gguf_source import GgufSource, Place
 from bridge.errors import BridgeError, parameter
-from bridge.gguf_file.reader import read_gguf
+from bridge.gguf_file.reader import StoredModel, read_gguf
 from bridge.quantize.checkpoint_writer import CheckpointWriter, Groups, refusal
 from bridge.system.files import expanded
 from bridge.system.options import checked
+from bridge.system.progress import Progress
 from bridge.system.text import align, size_text
 
-FORMATS = ("floats", "gptq", "gptq_v2", "awq")
+FORMATS = ("floats", "gptq", "gptq_v2", "awq", "compressed-tensors", "mlx")
+BITS = {"gptq": GPTQ_BITS, "gptq_v2": GPTQ_BITS, "awq": (4,), "compressed-tensors": (4, 8), "mlx": MLX_BITS}
 DTYPES = ("F16", "BF16", "F32")
 EXACT, ALL_CODES, ROUNDED, AS_FLOATS = "exact", "all codes", "rounded to 8 bits", "floats"
 _LAYER = re.compile(r"blk\.\d+\.(attn|ffn)_(?!gate_inp)[a-z_]+\.weight")
@@ -84,25 +88,29 @@ def export(
     out: str | Path,
     format: str = "floats",
     *,
-    config: str | Path,
+    config: str | Path | None = None,
     dtype: str | None = None,
     force: bool = False,
-    progress: Callable[[int, int, str], None] | None = None,
+    progress: Progress | None = None,
 ) -> Exported:
     """Write a GGUF as a checkpoint folder.
 
     model     a GGUF, or any shard of one
     out       the folder to write
-    format    "floats", "gptq" (v1), "gptq_v2" or "awq" (gemm). The layers of the decoder's blocks keep their codes
-              where the format holds them, see `codes_of_blocks`; in GPTQ the others are rounded to 8 bits, in AWQ they
-              are floats
-    config    folder with config.json and tokenizer of the model, which are copied
-    dtype     of floats: "F16", "BF16" or "F32"; None: BF16 if the GGUF has tensors of that type, else F16
+    format    "floats", "gptq" (v1), "gptq_v2", "awq" (gemm), "compressed-tensors" (pack-quantized) or "mlx" (affine).
+              The layers of the decoder's blocks keep their codes where the format holds them, see `codes_of_blocks`;
+              the others are rounded to 8 bits, in AWQ they are floats, and so are the experts of a mixture in MLX,
+              which mlx-lm stacks itself
+    config    folder with config.json and tokenizer of the model, which are copied; None: transformers makes them of
+              the GGUF's metadata, see `gguf_config`
+    dtype     of floats: "F16", "BF16" or "F32"; None: BF16 if the GGUF has tensors of that type, else F16. In MLX F16,
+              as its scales are
     force     replace an existing checkpoint
     progress  called with (bytes done, all bytes, tensor)
 
-    Raises BridgeError for a damaged GGUF, one whose architecture is unknown or not that of the config, a tensor that
-    cannot be separated from others again, and a value that the dtype cannot hold.
+    Raises BridgeError for a damaged GGUF, one whose architecture is unknown or not that of the config, metadata that
+    transformers does not convert, a tensor that cannot be separated from others again, and a value that the dtype
+    cannot hold.
     """
     started = time.perf_counter()
     if format not in FORMATS:
@@ -111,8 +119,23 @@ def export(
         raise BridgeError(f"unknown {parameter('dtype', dtype)}: choose {', '.join(DTYPES)}")
     gguf = read_gguf(expanded(model))
     if dtype is None:
-        dtype = "BF16" if any(t.type == "BF16" for t in gguf.tensors.values()) else "F16"
-    source, path = GgufSource(gguf, expanded(config), dtype), expanded(out)
+        dtype = "BF16" if format != "mlx" and any(t.type == "BF16" for t in gguf.tensors.values()) else "F16"
+    with ExitStack() as stack:
+        if config is None:
+            home = Path(stack.enter_context(TemporaryDirectory()))
+            write_config(gguf, home)
+            source = checked_source(gguf, home, dtype)
+        else:
+            source = GgufSource(gguf, expanded(config), dtype)
+        done = _write(gguf, source, expanded(out), format, force, progress)
+    done.seconds = time.perf_counter() - started
+    return done
+
+
+def _write(
+    gguf: StoredModel, source: GgufSource, path: Path, format: str, force: bool, progress: Progress | None
+) -> Exported:
+    """Write the folder; `seconds` is left to the caller."""
     check_folder(source, path, force, gguf.files)
     reports, layers = {}, {}
     for name, place in source.places.items():
@@ -122,11 +145,11 @@ def export(
             layer = _layer(module, place, format)
             if layer is not None:
                 tensor, how = layer
-                size = tensor.group_size if tensor.group_size < tensor.shape[1] else -1
-                layers[module] = Groups(tensor.bits, size)
-                reports[name] = ExportedTensor(
-                    name, place.stored.type, how, tensor.bits, size, _nmse(place.floats(), tensor)
-                )
+                size = tensor.group_size if tensor.group_size < tensor.shape[1] or format == "mlx" else -1
+                middle = bool((tensor.zeros == 1 << (tensor.bits - 1)).all())
+                layers[module] = Groups(tensor.bits, size, format == "compressed-tensors" and middle)
+                error = _nmse(place.floats(), tensor, format)
+                reports[name] = ExportedTensor(name, place.stored.type, how, tensor.bits, size, error)
                 if reports[name].nmse and how == EXACT:
                     reports[name].how = ALL_CODES
     if format != "floats" and not layers:
@@ -144,28 +167,43 @@ def export(
         written = writer.finish()
     rest = sum(t.how == ROUNDED for t in reports.values())
     notes = [f"{rest} layers have no codes that {format} holds: rounded to 8 bits"] if rest else []
-    return Exported(written.out, format, list(reports.values()), written.nbytes, time.perf_counter() - started, notes)
+    return Exported(written.out, format, list(reports.values()), written.nbytes, 0.0, notes)
 
 
 def _layer(module: str, place: Place, format: str) -> tuple[GroupedTensor, str] | None:
     """A layer in a format, and how; None if it stays in floats."""
-    shape = place.part.shape
-    bits = (4,) if format == "awq" else GPTQ_BITS
+    shape, bits = place.part.shape, BITS[format]
     if place.part.change is not None or place.stored.type in ("F32", "F16", "BF16", "F64"):
+        return None
+    if format == "mlx" and len(place.tensor.parts) > 1:
         return None
     raw = np.ascontiguousarray(place.raw())
     tensor, how = codes_of(module, place.stored.type, raw, bits), EXACT
+    if format == "mlx":
+        tensor = tensor and regrouped(tensor, MLX_SIZES)
+        if tensor is None:
+            tensor = codes_of(module, place.stored.type, raw, bits, offsets=True)
+            tensor = tensor and regrouped(tensor, MLX_SIZES)
+        if tensor is not None and not np.isfinite(mlx_biases(tensor)).all():
+            tensor = None
     if tensor is None and format != "awq" and shape[1] % 32 == 0:
         tensor, how = rounded(module, place.floats()), ROUNDED
     if tensor is None or not np.isfinite(tensor.scales).all():
         return None
     if format == "gptq" and (tensor.zeros == 0).any():
         tensor, how = rounded(module, place.floats()), ROUNDED
-    size = tensor.group_size if tensor.group_size < shape[1] else -1
+    size = tensor.group_size if tensor.group_size < shape[1] or format == "mlx" else -1
     return None if refusal(format, Groups(tensor.bits, size), (shape[0], shape[1])) else (tensor, how)
 
 
-def _nmse(weights: np.ndarray, tensor: GroupedTensor) -> float:
+def _nmse(weights: np.ndarray, tensor: GroupedTensor, format: str) -> float:
     """Squared error over squared weights of the layer as the checkpoint has it."""
     signal = float(np.square(weights, dtype=np.float64).sum())
-    return float(np.square(tensor.dequantize() - weights, dtype=np.float64).sum()) / signal if signal else 0.0
+    if format == "mlx":
+        scales, biases = (
+            np.repeat(x.astype(np.float32), tensor.group_size, 1) for x in (tensor.scales, mlx_biases(tensor))
+        )
+        held = tensor.codes * scales + biases
+    else:
+        held = tensor.dequantize()
+    return float(np.square(held - weights, dtype=np.float64).sum()) / signal if signal else 0.0

@@ -118,6 +118,7 @@ class Family:
     wrapped        whether the language model may be a part of a larger one, see `wrapper`
     predicts       whether there may be extra layers, or mtp.*, that predict further tokens at once
     prefix         the start of all names in the table, which some checkpoints omit
+    own            a part of the names that its checkpoints have, where the table knows several
     """
 
     arch: str
@@ -135,6 +136,7 @@ class Family:
     wrapped: bool = False
     predicts: bool = False
     prefix: str = ""
+    own: str = ""
 
 
 EMBEDDINGS = Row("model.embed_tokens", "vocab hidden")

@@ -42,14 +42,15 @@ def fill_table(family: Family, args: Arguments, names: Mapping[str, Sequence[int
 
 
 def all_names(family: Family, args: Arguments) -> list[str]:
-    """Every tensor that a checkpoint of the family may have, under the names that come first in its table."""
+    """Every tensor that a checkpoint of the family may have, under the family's own names or else the table's first."""
     names = []
     for row in family.table:
         if not row.when(args):
             continue
         for layer in range(args.layers if "{}" in row.source else 1):
             if row.layers is None or row.layers(args, layer):
-                source = row.source.format(layer)
+                own = (name for name in row.also if family.own and family.own in name)
+                source = next(own, row.source).format(layer)
                 for expert in range(args.experts) if "*" in source else [0]:
                     name = source.replace("*", str(expert))
                     names.append(name if row.exact else f"{name}.weight")

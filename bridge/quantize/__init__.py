@@ -27,7 +27,7 @@ _LAZY = {
     "Calibration": "settings",
     "CheckpointWriter": "checkpoint_writer",
     "FloatModel": "float_model",
-    "Groups": "checkpoint_writer",
+    "Groups": "checkpoint_labels",
     "Method": "method",
     "Quantized": "method",
     "gptq": "method",

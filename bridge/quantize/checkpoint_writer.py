@@ -1,4 +1,4 @@
-"""Quantized layers as a checkpoint: GPTQ v1, GPTQ v2 or AWQ (gemm), with all other tensors of the float model.
+"""Quantized layers as a checkpoint, with all other tensors of the float model: GPTQ, AWQ, compressed-tensors, MLX.
 
     with open_checkpoint("Qwen3-8B") as ckpt:
         layers = {name: Groups(4, 128) for name in ...}
@@ -13,11 +13,10 @@ in any order: none stays in memory. Floats keep their dtypes; tied embeddings, t
 import json
 import math
 import re
-from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, Self
+from typing import Any, Protocol, Self
 
 import numpy as np
 
@@ -26,16 +25,15 @@ from bridge.checkpoint.files.dtypes import NUMPY, from_float32
 from bridge.checkpoint.files.folder import CheckpointFolder, Source, sync
 from bridge.checkpoint.files.store import header_of
 from bridge.checkpoint.formats.layouts import LAYOUTS, raised
-from bridge.checkpoint.formats.zeros import OWN_BITS_SINCE
 from bridge.checkpoint.grouped import GroupedTensor
-from bridge.checkpoint.labels.quant_config import QuantConfig, gptq_labels, packer
+from bridge.checkpoint.labels.quant_config import QuantConfig
 from bridge.errors import BridgeError
+from bridge.quantize.checkpoint_labels import Groups, labels_of
 from bridge.system import compiling
 from bridge.system.files import expanded
 from bridge.system.progress import Progress
 from bridge.system.text import percent, size_text, summarise_notes
 
-FORMATS = tuple(LAYOUTS)
 _CHUNK = 8 << 20  # bytes of floats copied at a time
 _BLOCK = re.compile(r"(.*?\.)?\d+\.")  # model.layers.0. of a layer's name
 
@@ -61,13 +59,6 @@ class FloatSource(Source, Protocol):
     def tensors(self) -> dict[str, TensorInfo]: ...
     @property
     def store(self) -> Floats: ...
-
-
-class Groups(NamedTuple):
-    """How one layer is quantized; group_size -1: one group per row. Ternary codes have 2 bits."""
-
-    bits: int
-    group_size: int
 
 
 @dataclass
@@ -119,7 +110,7 @@ class Written:
 
 def refusal(format: str, groups: Groups, shape: tuple[int, int]) -> str | None:
     """Why a format cannot hold a layer (out, in), in one line; None if it can."""
-    return LAYOUTS[format].refusal(*groups, shape)
+    return LAYOUTS[format].refusal(groups.bits, groups.group_size, shape)
 
 
 class CheckpointWriter:
@@ -127,7 +118,7 @@ class CheckpointWriter:
 
     ckpt        of the float model
     path        the folder to write
-    format      gptq (v1), gptq_v2 or awq
+    format      gptq (v1), gptq_v2, awq, compressed-tensors or mlx
     layers      the layers to be quantized, by their names in the checkpoint, without ".weight"
     transposed  layers whose weight is stored as [in, out] (Conv1D of transformers)
     clamp       v1: raise zero points of 0 to 1, with their codes
@@ -183,10 +174,10 @@ class CheckpointWriter:
         name = tensor.name
         if name not in self._todo:
             raise BridgeError(f"{name}: is not a layer to be quantized, or was added twice")
-        bits, size = self._layers[name]
-        count = tensor.scales.shape[1]
-        shapes = self._layout.shapes(bits, size, self._shapes[name])
-        if (tensor.bits, tensor.shape, count) != (bits, self._shapes[name], shapes["scales"][1][0]):
+        bits, size, symmetric = self._layers[name]
+        count, columns = tensor.scales.shape[1], self._shapes[name][1]
+        groups = -(-columns // size) if size > 0 else 1
+        if (tensor.bits, tensor.shape, count) != (bits, self._shapes[name], groups):
             raise BridgeError(
                 f"{name}: is {list(tensor.shape)} of {tensor.bits} bits in {count} groups per row; "
                 f"announced was {list(self._shapes[name])} of {bits} bits in groups of {size}"
@@ -195,9 +186,13 @@ class CheckpointWriter:
             count = int(np.count_nonzero(tensor.zeros == 0))
             tensor, lost = raised(tensor)
             self._raised = self._raised[0] + count, self._raised[1] + lost
+        asymmetric = bool((tensor.zeros != 1 << (bits - 1)).any())
+        if symmetric and asymmetric:
+            raise BridgeError(f"{name}: was announced as symmetric, but has zero points")
         for part, values in self._layout.pack(tensor).items():
-            self._write(f"{name}.{part}", [values])
-        self._asymmetric |= bool((tensor.zeros != 1 << (bits - 1)).any())
+            if f"{name}.{part}" in self._places:
+                self._write(f"{name}.{part}", [values])
+        self._asymmetric |= asymmetric
         self._scattered |= not tensor.sequential
         self._todo.remove(name)
 
@@ -243,7 +238,7 @@ class CheckpointWriter:
                 + ("; the head is tied to the embeddings, leave it out" if tied else "; is it another model's?")
             )
         out, columns = info.shape[::-1] if transposed else info.shape
-        if why := self._layout.refusal(*self._layers[name], (out, columns)):
+        if why := refusal(self._layout.name, self._layers[name], (out, columns)):
             raise BridgeError(f"{name}: {why}")
         return out, columns
 
@@ -256,7 +251,10 @@ class CheckpointWriter:
             module = name.removesuffix(".weight")
             entries: dict[str, tuple[str, tuple[int, ...], int]] = {}
             if module in self._layers and name != module:
-                shapes = self._layout.shapes(*self._layers[module], self._shapes[module])
+                bits, size, symmetric = self._layers[module]
+                shapes = self._layout.shapes(bits, size, self._shapes[module])
+                if symmetric:
+                    shapes.pop(self._layout.zeros, None)
                 for part, (dtype, shape) in shapes.items():
                     entries[f"{module}.{part}"] = (dtype, shape, math.prod(shape) * NUMPY[dtype].itemsize)
             else:
@@ -314,10 +312,12 @@ class CheckpointWriter:
         """config.json and the other small files that describe the weights."""
         if not self._layers:
             return {"config.json": self._ckpt.config, **self._index()}
-        labels = self._awq_labels() if self._layout.name == "awq" else self._gptq_labels()
-        configs: dict[str, Any] = {"config.json": {**self._ckpt.config, "quantization_config": labels}}
-        if self._layout.name != "awq":
-            configs["quantize_config.json"] = labels
+        labels = labels_of(
+            self._layout.name, self._layers, self._left(), asymmetric=self._asymmetric, scattered=self._scattered
+        )
+        configs: dict[str, Any] = {"config.json": {**self._ckpt.config, **labels}}
+        if self._layout.name in ("gptq", "gptq_v2"):
+            configs["quantize_config.json"] = labels["quantization_config"]
         return configs | self._index()
 
     def _index(self) -> dict[str, Any]:
@@ -327,45 +327,12 @@ class CheckpointWriter:
         weight_map = {name: self._places[name][0] for name in sorted(self._places)}
         return {"model.safetensors.index.json": {"metadata": {"total_size": self._nbytes}, "weight_map": weight_map}}
 
-    def _usual(self) -> Groups:
-        return Counter(self._layers.values()).most_common(1)[0][0] if self._layers else Groups(4, 128)
-
     def _left(self) -> list[str]:
         """Modules of blocks whose matrices stay floats, which a reader would expect to be quantized."""
         names = [
             n.removesuffix(".weight") for n, i in self._floats.items() if n.endswith(".weight") and len(i.shape) == 2
         ]
         return [name for name in names if _BLOCK.match(name)]
-
-    def _gptq_labels(self) -> dict[str, Any]:
-        usual = self._usual()
-        writers = packer()
-        if self._asymmetric and self._layout.name == "gptq":
-            # GPTQModel reads v1 with varying zero points only from itself; this version packs as we do
-            writers.append(f"gptqmodel:{'.'.join(map(str, OWN_BITS_SINCE))}")
-        labels = gptq_labels(
-            self._layout.name,
-            *usual,
-            desc_act=self._scattered,
-            sym=not self._asymmetric,
-            floats=self._left(),
-            others={name: groups._asdict() for name, groups in self._layers.items() if groups != usual},
-        )
-        labels |= {"lm_head": "lm_head" in self._layers, "format": self._layout.name, "pack_dtype": "int32"}
-        return labels | {"meta": {"quantizer": writers, "packer": packer()}}
-
-    def _awq_labels(self) -> dict[str, Any]:
-        if len(set(self._layers.values())) > 1:
-            raise BridgeError(f"{self._folder.path}: AWQ has one group size for all layers; gptq_v2 has one per layer")
-        # readers search names within names: one that is part of a quantized layer's would exclude that too
-        left = [name for name in self._left() if not any(name in layer for layer in self._layers)]
-        return {
-            **self._usual()._asdict(),
-            "quant_method": "awq",
-            "version": "gemm",
-            "zero_point": True,  # qzeros exist, symmetric or not
-            "modules_to_not_convert": left or None,
-        }
 
 
 def write_checkpoint(

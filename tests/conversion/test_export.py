@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
+import gguf
 import numpy as np
 import pytest
 
 import bridge
+from bridge.blocks import TYPES
+from bridge.checkpoint.formats.layouts import LAYOUTS
+from bridge.checkpoint.grouped import GroupedTensor
+from bridge.conversion.codes_of_blocks import codes_of
+from bridge.encode.block_bytes import unpack_fields
 from bridge.errors import BridgeError
 from bridge.gguf_file.reader import read_gguf
+from scripts.peers.reference import mean_kl
 from tests.conftest import CHECKPOINT, shared
 
 
@@ -55,10 +63,18 @@ def test_shared_checkpoints_come_back_with_the_same_codes(name, format, converte
     same_codes(shared(f"checkpoints/{name}"), tmp_path / "new")
 
 
-@pytest.mark.parametrize("type", ["Q4_0", "Q8_0"])
-def test_plain_blocks_go_to_gptq_and_back_bit_for_bit(type, tmp_path) -> None:
+@pytest.mark.parametrize(
+    ("type", "format"),
+    [
+        *((type, format) for type in ("Q4_0", "Q8_0") for format in ("gptq_v2", "compressed-tensors", "mlx")),
+        ("Q4_1", "mlx"),
+        ("Q5_0", "mlx"),
+        ("Q5_1", "mlx"),
+    ],
+)
+def test_plain_blocks_go_to_a_checkpoint_and_back_bit_for_bit(type, format, tmp_path) -> None:
     bridge.convert(CHECKPOINT, tmp_path / "a.gguf", type=type)
-    done = bridge.export(tmp_path / "a.gguf", tmp_path / "new", "gptq_v2", config=CHECKPOINT)
+    done = bridge.export(tmp_path / "a.gguf", tmp_path / "new", format, config=CHECKPOINT)
     assert {t.how for t in done.tensors if t.bits} == {"exact"}
     bridge.convert(tmp_path / "new", tmp_path / "b.gguf", type=type)
     first, second = (read_gguf(tmp_path / name).tensors for name in ("a.gguf", "b.gguf"))
@@ -66,6 +82,75 @@ def test_plain_blocks_go_to_gptq_and_back_bit_for_bit(type, tmp_path) -> None:
     assert layers
     for name in layers:
         assert np.array_equal(first[name].raw, second[name].raw), name
+
+
+@pytest.mark.parametrize("format", ["compressed-tensors", "mlx"])
+def test_an_integer_checkpoint_comes_back_in_another_format(format, tmp_path) -> None:
+    bridge.convert(CHECKPOINT, tmp_path / "m.gguf")
+    bridge.export(tmp_path / "m.gguf", tmp_path / "new", format, config=CHECKPOINT)
+    same_codes(CHECKPOINT, tmp_path / "new")
+
+
+@pytest.mark.parametrize("type", ["Q4_K", "Q5_K"])
+def test_mlx_has_all_codes_of_native_k_quants_with_scale_and_offset_rounded_once(type, tmp_path) -> None:
+    path = native(type, tmp_path)
+    done = bridge.export(path, tmp_path / "new", "mlx", config=CHECKPOINT)
+    layers = [t for t in done.tensors if t.bits]
+    assert layers
+    assert all((t.how, t.bits, t.type) == ("all codes", int(type[1]), type) and t.nmse < 1e-6 for t in layers)
+    blocks = read_gguf(path).tensors["blk.0.ffn_down.weight"]
+    raw = np.ascontiguousarray(blocks.raw.reshape(blocks.shape[0], -1))
+    q, sc, mn = unpack_fields(TYPES[type], raw)
+    halves = raw.reshape(len(raw), -1, TYPES[type].nbytes)[:, :, :4].copy().view("<f2").astype(np.float32)
+    with bridge.open_checkpoint(tmp_path / "new") as new:
+        name = "model.layers.0.mlp.down_proj"
+        assert np.array_equal(new.reader.read(name).codes, q)
+        scales, biases = (new.store.read(f"{name}.{part}") for part in ("scales", "biases"))
+    step = sc.shape[1] // scales.shape[1]
+    d, dmin = (np.repeat(halves[..., i], TYPES[type].subs, 1) for i in (0, 1))
+    assert np.array_equal(scales, (d * sc).astype(np.float16)[:, ::step])
+    assert np.array_equal(biases, -(dmin * mn).astype(np.float16)[:, ::step])
+
+
+@pytest.mark.parametrize(("type", "bits"), [("Q4_0", 4), ("Q5_0", 8), ("Q8_0", 8)])
+def test_codes_of_types_without_offsets_are_the_weights(type, bits) -> None:
+    weights = np.random.default_rng(0).standard_normal((8, 512)).astype(np.float32)
+    raw = gguf.quants.quantize(weights, gguf.GGMLQuantizationType[type])
+    tensor = codes_of("layer", type, raw, (2, 3, 4, 8))
+    assert tensor is not None
+    assert tensor.bits == bits
+    expected = gguf.quants.dequantize(raw, gguf.GGMLQuantizationType[type])
+    assert np.allclose(tensor.dequantize(), expected, rtol=1e-3)  # scales are halves
+
+
+def test_packed_zero_points_are_those_of_the_compressed_tensors_package() -> None:
+    pytest.importorskip("torch")
+    helpers = pytest.importorskip("compressed_tensors.compressors.pack_quantized.helpers")
+    import torch
+
+    rng = np.random.default_rng(0)
+    for bits in (4, 8):
+        codes, zeros = (rng.integers(0, 1 << bits, shape, dtype=np.uint8) for shape in ((16, 64), (16, 2)))
+        tensor = GroupedTensor("layer", bits, codes, np.ones((16, 2), np.float32), zeros.astype(np.float32), 32)
+        packed = LAYOUTS["compressed-tensors"].pack(tensor)
+        half = 1 << (bits - 1)
+        signed, middle = (torch.from_numpy((x.astype(np.int16) - half).astype(np.int8)) for x in (codes, zeros))
+        assert np.array_equal(packed["weight_packed"], helpers.pack_to_int32(signed, bits).numpy())
+        theirs = helpers.pack_to_int32(middle, bits, packed_dim=0).numpy()
+        assert np.array_equal(packed["weight_zero_point"], theirs)
+
+
+def test_types_with_groups_that_mlx_lacks_are_rounded_to_8_bits(tmp_path) -> None:
+    done = bridge.export(native("Q6_K", tmp_path), tmp_path / "new", "mlx", config=CHECKPOINT)
+    assert {t.how for t in done.tensors if t.bits} == {"rounded to 8 bits"}
+
+
+def native(type: str, folder: Path) -> Path:
+    """A GGUF whose K-quants have zero points anywhere."""
+    bridge.convert(CHECKPOINT, folder / "m.gguf")
+    bridge.export(folder / "m.gguf", folder / "floats", config=CHECKPOINT, dtype="F32")
+    bridge.convert(folder / "floats", folder / "native.gguf", type=type)
+    return folder / "native.gguf"
 
 
 @pytest.mark.parametrize("dtype", ["F16", "BF16", "F32"])
@@ -82,10 +167,7 @@ def test_floats_are_the_dequantized_weights_under_the_old_names(dtype, tmp_path)
 
 
 def test_native_k_quants_are_rounded_to_8_bits_and_the_error_is_stated(tmp_path) -> None:
-    bridge.convert(CHECKPOINT, tmp_path / "m.gguf")
-    bridge.export(tmp_path / "m.gguf", tmp_path / "floats", config=CHECKPOINT, dtype="F32")
-    bridge.convert(tmp_path / "floats", tmp_path / "native.gguf", type="Q5_K")
-    done = bridge.export(tmp_path / "native.gguf", tmp_path / "new", "gptq_v2", config=CHECKPOINT)
+    done = bridge.export(native("Q5_K", tmp_path), tmp_path / "new", "gptq_v2", config=CHECKPOINT)
     rounded = [t for t in done.tensors if t.how == "rounded to 8 bits"]
     assert rounded
     assert all(0 < t.nmse < 1e-3 and t.bits == 8 for t in rounded)
@@ -119,3 +201,67 @@ def test_an_unfinished_or_unfitting_export_leaves_nothing(tmp_path) -> None:
     with pytest.raises(BridgeError, match="exists"):
         bridge.export(tmp_path / "m.gguf", out, config=CHECKPOINT)
     assert [path.name for path in out.iterdir()] == ["mine.txt"]
+
+
+def test_config_and_tokenizer_come_from_the_metadata(tmp_path) -> None:
+    transformers = pytest.importorskip("transformers")
+    bridge.convert(CHECKPOINT, tmp_path / "m.gguf")
+    bridge.export(tmp_path / "m.gguf", tmp_path / "new", "gptq_v2")
+    same_codes(CHECKPOINT, tmp_path / "new")
+    old, new = (transformers.AutoTokenizer.from_pretrained(folder) for folder in (CHECKPOINT, tmp_path / "new"))
+    text = "Hello, World! 123  été\n\n日本 <|endoftext|>"
+    assert new(text)["input_ids"] == old(text)["input_ids"]
+    assert new.chat_template == old.chat_template
+    bridge.convert(tmp_path / "new", tmp_path / "again.gguf")
+    first, second = (read_gguf(tmp_path / name).metadata for name in ("m.gguf", "again.gguf"))
+    assert {key for key in first if key.startswith(("qwen3.", "tokenizer."))} <= set(second)
+    ends = json.loads((tmp_path / "new/generation_config.json").read_text())
+    assert ends["eos_token_id"] == first["tokenizer.ggml.eos_token_id"]
+
+
+def test_metadata_that_transformers_does_not_convert_names_the_way_out(tmp_path) -> None:
+    pytest.importorskip("transformers")
+    scaled, unknown = tmp_path / "scaled.gguf", tmp_path / "unknown.gguf"
+    bridge.convert(CHECKPOINT, scaled, metadata=[("qwen3.rope.scaling.type", "yarn")])
+    data = scaled.read_bytes()
+    at = data.index(b"qwen3", data.index(b"general.architecture"))
+    unknown.write_bytes(data[:at] + b"nobod" + data[at + 5 :])
+    for path, message in (
+        (scaled, "qwen3.rope.scaling.type is 'yarn', but missing in what transformers makes.*config"),
+        (unknown, "transformers cannot convert its metadata .architecture nobod.*config"),
+    ):
+        with pytest.raises(BridgeError, match=message):
+            bridge.export(path, tmp_path / "new")
+    assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(
+    ("name", "own"), [("qwen3-gptq-4bit-g32-sym", True), ("llama-gptq-4bit-g128-sym", True), ("mixtral", False)]
+)
+def test_exported_floats_have_the_logits_of_the_gguf(name, own, converted, tmp_path) -> None:
+    """transformers reads the GGUF itself, through gguf-py; of Mixtral, which it cannot, the original model."""
+    pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    from tests.support.tiny_models import predict, save_model
+
+    tokens = np.random.default_rng(1).integers(0, 300, 48).tolist()
+    if own:
+        path, _ = converted(name)
+        bridge.export(path, tmp_path / "new", dtype="F32")
+        import torch
+
+        pytest.importorskip("accelerate")
+        config = transformers.AutoConfig.from_pretrained(tmp_path / "new")
+        options = {"gguf_file": path.name, "config": config, "dtype": torch.float32}
+        model = transformers.AutoModelForCausalLM.from_pretrained(path.parent, **options)
+        with torch.no_grad():
+            expected = model.eval()(torch.tensor([tokens])).logits[0].numpy()
+    else:
+        source = save_model(tmp_path / "mixtral", "MixtralConfig", num_local_experts=8, num_experts_per_tok=2)
+        bridge.convert(source, tmp_path / "m.gguf", tensor_types=[(".*", "F32")])
+        with pytest.raises(BridgeError, match="config"):
+            bridge.export(tmp_path / "m.gguf", tmp_path / "new")
+        bridge.export(tmp_path / "m.gguf", tmp_path / "new", config=source, dtype="F32")
+        expected = predict(source, tokens)
+    assert mean_kl(expected, predict(tmp_path / "new", tokens)) < 1e-5

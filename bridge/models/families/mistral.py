@@ -27,4 +27,5 @@ MIXTRAL = Family(
     model_type="mixtral",
     keys={"sliding_window": None, "num_experts": None},
     table=decoder(*_ATTENTION, *EXPERTS),
+    own="block_sparse_moe",
 )
