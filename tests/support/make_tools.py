@@ -1,9 +1,9 @@
 """Makes tests/data/tools with the tools themselves, on a CPU: quantized layers, and the values that each tool computes.
 
-    python -m tests.support.make_tools bitsandbytes torchao
+    python -m tests.support.make_tools bitsandbytes torchao aqlm
 
-Written with bitsandbytes 0.50.2, torchao 0.18 and torch 2.13. Each folder has model.safetensors, config.json with the
-label that transformers writes, and expected.npz.
+Written with bitsandbytes 0.50.2, torchao 0.18, aqlm 1.1.7 and torch 2.13. Each folder has model.safetensors,
+config.json with the label that transformers writes, and expected.npz.
 """
 
 from __future__ import annotations
@@ -97,6 +97,26 @@ def torchao() -> None:
     tensors, metadata = flatten_tensor_state_dict(held)
     label = {"quant_method": "torchao", "quant_type": {"default": {"_type": "IntxWeightOnlyConfig", "_data": {}}}}
     save("torchao", tensors, expected, label, metadata)
+
+
+def aqlm() -> None:
+    """Random codes and vectors: the trainer needs a model and a GPU."""
+    from aqlm import QuantizedLinear
+    from aqlm.utils import _dequantize_weight, pack_int_data, unpack_int_data
+
+    tensors, expected = {}, {}
+    for og, count, bits in ((1, 1, 6), (1, 2, 8), (2, 2, 9), (1, 1, 10)):
+        layer = QuantizedLinear(IN, OUT, 8, og, count, bits, bias=bits == 8, dtype=torch.float16)
+        for values in (layer.codebooks, layer.scales, *([layer.bias] if bits == 8 else [])):
+            values.data.normal_()
+        codes = torch.randint(0, 2**bits, layer.codes.shape)
+        layer.codes.data = pack_int_data(codes.clone(), bits)
+        assert torch.equal(unpack_int_data(layer.codes, bits), codes)
+        name = f"og{og}.books{count}.bits{bits}"
+        tensors |= {f"{name}.{part}": value for part, value in layer.state_dict().items()}
+        expected[name] = _dequantize_weight(codes, layer.codebooks.float(), layer.scales.float())
+    label = {"quant_method": "aqlm", "nbits_per_codebook": 8, "num_codebooks": 2, "in_group_size": 8}
+    save("aqlm", tensors, expected, label | {"out_group_size": 1, "linear_weights_not_to_quantize": ["lm_head.weight"]})
 
 
 if __name__ == "__main__":
