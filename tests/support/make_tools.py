@@ -1,9 +1,9 @@
 """Makes tests/data/tools with the tools themselves, on a CPU: quantized layers, and the values that each tool computes.
 
-    python -m tests.support.make_tools bitsandbytes torchao aqlm
+    python -m tests.support.make_tools bitsandbytes torchao aqlm hqq
 
-Written with bitsandbytes 0.50.2, torchao 0.18, aqlm 1.1.7 and torch 2.13. Each folder has model.safetensors,
-config.json with the label that transformers writes, and expected.npz.
+Written with bitsandbytes 0.50.2, torchao 0.18, aqlm 1.1.7, hqq 0.2.8.post1 and torch 2.13. Each folder has
+model.safetensors, config.json with the label that transformers writes, and expected.npz.
 """
 
 from __future__ import annotations
@@ -117,6 +117,23 @@ def aqlm() -> None:
         expected[name] = _dequantize_weight(codes, layer.codebooks.float(), layer.scales.float())
     label = {"quant_method": "aqlm", "nbits_per_codebook": 8, "num_codebooks": 2, "in_group_size": 8}
     save("aqlm", tensors, expected, label | {"out_group_size": 1, "linear_weights_not_to_quantize": ["lm_head.weight"]})
+
+
+def hqq() -> None:
+    """Groups along axis 0; tests/support/make_hqq.py makes those along axis 1."""
+    from hqq.core.quantize import BaseQuantizeConfig, HQQLinear, Quantizer
+
+    tensors, expected = {}, {}
+    for bits, size in ((8, 64), (6, 64), (5, 16), (4, 64), (3, 64), (3, 16), (2, 64), (1.58, 64), (1, 8), (4, None)):
+        config = BaseQuantizeConfig(nbits=bits, group_size=size, axis=0, view_as_float=bits in (2, 3) and size == 64)
+        module = HQQLinear(linear(bias=bits == 8), config, device="cpu")
+        name = f"bits{bits}.group{size or 'rows'}".replace(".58", "point58")
+        tensors |= {f"{name}.{part}": value for part, value in module.state_dict().items()}
+        meta = {**module.meta, "compute_dtype": torch.float32}
+        meta |= {part: meta[part].float() for part in ("scale", "zero")}
+        expected[name] = Quantizer.dequantize(module.W_q, meta)
+    label = {"quant_method": "hqq", "quant_config": BaseQuantizeConfig(nbits=4, group_size=64, axis=0)}
+    save("hqq-axis0", tensors, expected, label)
 
 
 if __name__ == "__main__":
