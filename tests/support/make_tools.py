@@ -1,9 +1,9 @@
 """Makes tests/data/tools with the tools themselves, on a CPU: quantized layers, and the values that each tool computes.
 
-    python -m tests.support.make_tools bitsandbytes torchao aqlm hqq
+    python -m tests.support.make_tools bitsandbytes torchao aqlm hqq quanto
 
-Written with bitsandbytes 0.50.2, torchao 0.18, aqlm 1.1.7, hqq 0.2.8.post1 and torch 2.13. Each folder has
-model.safetensors, config.json with the label that transformers writes, and expected.npz.
+Written with bitsandbytes 0.50.2, torchao 0.18, aqlm 1.1.7, hqq 0.2.8.post1, optimum-quanto 0.2.7 and torch 2.13.
+Each folder has model.safetensors, config.json with the label that transformers writes, and expected.npz.
 """
 
 from __future__ import annotations
@@ -134,6 +134,28 @@ def hqq() -> None:
         expected[name] = Quantizer.dequantize(module.W_q, meta)
     label = {"quant_method": "hqq", "quant_config": BaseQuantizeConfig(nbits=4, group_size=64, axis=0)}
     save("hqq-axis0", tensors, expected, label)
+
+
+def quanto() -> None:
+    from optimum import quanto as q  # compiles its unpacking
+
+    # the model's width, 160, is what q_proj reads and o_proj and down_proj write; fc has a bias, odd one group a row
+    shapes = {"q_proj": (160, 24), "o_proj": (64, 160), "down_proj": (192, 160), "odd": (80, 18), "fc": (256, 10)}
+    kinds = {"qint2": q.qint2, "qint4": q.qint4, "qint8": q.qint8, "qfloat8": q.qfloat8, "wide": q.qfloat8_e5m2}
+    tensors, expected, table = {}, {}, {}
+    for kind, weights in kinds.items():
+        layers = torch.nn.ModuleDict()  # whose names have no dots
+        for name, (wide, out) in shapes.items():
+            if weights.bits < 8 or name in ("odd", "fc"):
+                layers[f"{kind}/{name}"] = torch.nn.Linear(wide, out, bias=name == "fc")
+        q.quantize(layers, weights=weights)
+        q.freeze(layers)
+        tensors |= {name.replace("/", "."): value for name, value in layers.state_dict().items()}
+        expected |= {name.replace("/", "."): layer.weight.dequantize() for name, layer in layers.items()}
+        table |= {name.replace("/", "."): said for name, said in q.quantization_map(layers).items()}
+    save("quanto", tensors, expected, {})
+    (DATA / "quanto" / "config.json").write_text(json.dumps({"hidden_size": 160}) + "\n")
+    (DATA / "quanto" / "quanto_qmap.json").write_text(json.dumps(table) + "\n")
 
 
 if __name__ == "__main__":
