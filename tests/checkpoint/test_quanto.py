@@ -65,17 +65,18 @@ def test_the_label_of_transformers_is_understood_and_a_wrong_one_reported(tmp_pa
         assert checkpoint.reader.disagreements() == ["1 module has codes of 4 bits, but the label says 2"]
 
 
-def test_a_models_codes_are_carried(tmp_path, small_model):
+@pytest.mark.parametrize(("bits", "to"), [(2, "Q2_K"), (4, "Q4_K")])
+def test_a_models_codes_are_carried(tmp_path, small_model, bits, to):
     def layer(name: str, weight: np.ndarray) -> dict[str, np.ndarray] | None:
         columns = weight.shape[1]
         size = next(n for n in (128, 96, 64, 32, columns) if columns % n == 0)
-        return quanto(4, weight.shape, size if columns > 128 else columns, name)[0] if "_proj" in name else None
+        return quanto(bits, weight.shape, size if columns > 128 else columns, name)[0] if "_proj" in name else None
 
-    write_model(tmp_path / "c", small_model, layer, {"quant_method": "quanto", "weights": "int4"}, None, 1)
+    write_model(tmp_path / "c", small_model, layer, {"quant_method": "quanto", "weights": f"int{bits}"}, None, 1)
     coded = [t for t in bridge.convert(tmp_path / "c", tmp_path / "m.gguf").tensors if t.has_codes]
     assert len(coded) == 28
-    assert {(t.outcome, t.type) for t in coded} == {("codes carried", "Q4_K")}
-    assert "quanto, int4" in describe(tmp_path / "c")
+    assert {(t.outcome, t.type) for t in coded} == {("codes carried", to)}
+    assert f"quanto, int{bits}" in describe(tmp_path / "c")
 
 
 @pytest.mark.parametrize(
