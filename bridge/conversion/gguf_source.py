@@ -23,7 +23,10 @@ from bridge.models.outline import OutlineTensor, Part
 from bridge.runtime.cpu.dequantize import FLOATS, rows
 from bridge.system.files import files_below, read_json
 
-_QUANT_CONFIGS = ("quantize_config.json", "quant_config.json", "hf_quant_config.json", "model.safetensors.index.json")
+_QUANT_CONFIGS = (
+    "quantize_config.json", "quant_config.json", "quantization_config.json", "hf_quant_config.json",
+    "model.safetensors.index.json",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, eq=False)

@@ -70,8 +70,9 @@ def test_a_model_is_requantized_within_what_its_codes_cost_at_least(tmp_path, sm
         ("scales", np.full((24, 1, 1, 1), np.inf, np.float16), "NaN or infinite"),
         ("codes", np.zeros((24, 8, 3), np.int8), "contradict"),
         ("codes", np.zeros((24, 8, 2), np.float16), "contradict"),
-        ("codebooks", np.ones((2, 100, 1, 8), np.float16), "beyond 100 vectors"),
+        ("codebooks", np.ones((2, 100, 1, 8), np.float16), "contradict"),
         ("codebooks", np.ones((2, 512, 1, 8), np.float16), "contradict"),
+        ("codebooks", np.ones((2, 64, 1, 8), np.float16), "beyond 64 vectors"),
     ],
 )
 def test_damage_is_named_in_one_line(tmp_path, part, value, said):

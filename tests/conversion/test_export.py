@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import gguf
@@ -164,6 +165,16 @@ def test_floats_are_the_dequantized_weights_under_the_old_names(dtype, tmp_path)
         for module in old.modules:
             weights = old.reader.read(module).dequantize()
             assert np.allclose(new.store.read_float(f"{module}.weight"), weights, rtol=0.02, atol=1e-3), module
+
+
+def test_the_labels_of_the_old_quantization_do_not_come_along(tmp_path) -> None:
+    bridge.convert(CHECKPOINT, tmp_path / "m.gguf")
+    home = shutil.copytree(CHECKPOINT, tmp_path / "home")
+    (home / "quantization_config.json").write_text(json.dumps({"quant_method": "exl3"}))
+    (home / "quanto_qmap.json").write_text(json.dumps({"lm_head": {"weights": "qint4"}}))
+    bridge.export(tmp_path / "m.gguf", tmp_path / "new", config=home, dtype="F16")
+    with bridge.open_checkpoint(tmp_path / "new") as new:
+        assert new.format == "float"
 
 
 def test_native_k_quants_are_rounded_to_8_bits_and_the_error_is_stated(tmp_path) -> None:

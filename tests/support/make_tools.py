@@ -1,9 +1,9 @@
 """Makes tests/data/tools with the tools themselves, on a CPU: quantized layers, and the values that each tool computes.
 
-    python -m tests.support.make_tools bitsandbytes torchao
+    python -m tests.support.make_tools bitsandbytes torchao aqlm hqq quanto
 
-Written with bitsandbytes 0.50.2, torchao 0.18 and torch 2.13. Each folder has model.safetensors, config.json with the
-label that transformers writes, and expected.npz.
+Written with bitsandbytes 0.50.2, torchao 0.18, aqlm 1.1.7, hqq 0.2.8.post1, optimum-quanto 0.2.7 and torch 2.13.
+Each folder has model.safetensors, config.json with the label that transformers writes, and expected.npz.
 """
 
 from __future__ import annotations
@@ -97,6 +97,65 @@ def torchao() -> None:
     tensors, metadata = flatten_tensor_state_dict(held)
     label = {"quant_method": "torchao", "quant_type": {"default": {"_type": "IntxWeightOnlyConfig", "_data": {}}}}
     save("torchao", tensors, expected, label, metadata)
+
+
+def aqlm() -> None:
+    """Random codes and vectors: the trainer needs a model and a GPU."""
+    from aqlm import QuantizedLinear
+    from aqlm.utils import _dequantize_weight, pack_int_data, unpack_int_data
+
+    tensors, expected = {}, {}
+    for og, count, bits in ((1, 1, 6), (1, 2, 8), (2, 2, 9), (1, 1, 10)):
+        layer = QuantizedLinear(IN, OUT, 8, og, count, bits, bias=bits == 8, dtype=torch.float16)
+        for values in (layer.codebooks, layer.scales, *([layer.bias] if bits == 8 else [])):
+            values.data.normal_()
+        codes = torch.randint(0, 2**bits, layer.codes.shape)
+        layer.codes.data = pack_int_data(codes.clone(), bits)
+        assert torch.equal(unpack_int_data(layer.codes, bits), codes)
+        name = f"og{og}.books{count}.bits{bits}"
+        tensors |= {f"{name}.{part}": value for part, value in layer.state_dict().items()}
+        expected[name] = _dequantize_weight(codes, layer.codebooks.float(), layer.scales.float())
+    label = {"quant_method": "aqlm", "nbits_per_codebook": 8, "num_codebooks": 2, "in_group_size": 8}
+    save("aqlm", tensors, expected, label | {"out_group_size": 1, "linear_weights_not_to_quantize": ["lm_head.weight"]})
+
+
+def hqq() -> None:
+    """Groups along axis 0; tests/support/make_hqq.py makes those along axis 1."""
+    from hqq.core.quantize import BaseQuantizeConfig, HQQLinear, Quantizer
+
+    tensors, expected = {}, {}
+    for bits, size in ((8, 64), (6, 64), (5, 16), (4, 64), (3, 64), (3, 16), (2, 64), (1.58, 64), (1, 8), (4, None)):
+        config = BaseQuantizeConfig(nbits=bits, group_size=size, axis=0, view_as_float=bits in (2, 3) and size == 64)
+        module = HQQLinear(linear(bias=bits == 8), config, device="cpu")
+        name = f"bits{bits}.group{size or 'rows'}".replace(".58", "point58")
+        tensors |= {f"{name}.{part}": value for part, value in module.state_dict().items()}
+        meta = {**module.meta, "compute_dtype": torch.float32}
+        meta |= {part: meta[part].float() for part in ("scale", "zero")}
+        expected[name] = Quantizer.dequantize(module.W_q, meta)
+    label = {"quant_method": "hqq", "quant_config": BaseQuantizeConfig(nbits=4, group_size=64, axis=0)}
+    save("hqq-axis0", tensors, expected, label)
+
+
+def quanto() -> None:
+    from optimum import quanto as q  # compiles its unpacking
+
+    # the model's width, 160, is what q_proj reads and o_proj and down_proj write; fc has a bias, odd one group a row
+    shapes = {"q_proj": (160, 24), "o_proj": (64, 160), "down_proj": (192, 160), "odd": (80, 18), "fc": (256, 10)}
+    kinds = {"qint2": q.qint2, "qint4": q.qint4, "qint8": q.qint8, "qfloat8": q.qfloat8, "wide": q.qfloat8_e5m2}
+    tensors, expected, table = {}, {}, {}
+    for kind, weights in kinds.items():
+        layers = torch.nn.ModuleDict()  # whose names have no dots
+        for name, (wide, out) in shapes.items():
+            if weights.bits < 8 or name in ("odd", "fc"):
+                layers[f"{kind}/{name}"] = torch.nn.Linear(wide, out, bias=name == "fc")
+        q.quantize(layers, weights=weights)
+        q.freeze(layers)
+        tensors |= {name.replace("/", "."): value for name, value in layers.state_dict().items()}
+        expected |= {name.replace("/", "."): layer.weight.dequantize() for name, layer in layers.items()}
+        table |= {name.replace("/", "."): said for name, said in q.quantization_map(layers).items()}
+    save("quanto", tensors, expected, {})
+    (DATA / "quanto" / "config.json").write_text(json.dumps({"hidden_size": 160}) + "\n")
+    (DATA / "quanto" / "quanto_qmap.json").write_text(json.dumps(table) + "\n")
 
 
 if __name__ == "__main__":

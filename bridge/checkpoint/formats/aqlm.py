@@ -1,15 +1,17 @@
 """AQLM: a sum of codebooks' vectors (Egiazarian et al. 2024), as the aqlm package and transformers store it.
 
-    codes       intN [out / og, in / ig, M]     numbers of vectors, N 8, 16 or 32, with the sign bit part of the number
+    codes       intN [out / og, in / ig, M]     numbers of vectors, modulo 2^nbits: the upper half of them is negative
     codebooks   float [M, 2^nbits, og, ig]      vectors; og is 1 in all known models
     scales      float [out / og, in / ig or 1, 1, 1]
     bias        float [out]                     optional
 
     W[o, k .. k + ig] = scale * sum over m of codebooks[m, codes[.., m]]
 
+N is 8, 16 or 32, the least that holds nbits. Scales for each run of ig columns are those of the trainer's scale_nbits.
+
 No block type holds such codes: they come as floats. Their noise is taken to be the least that codes of so many bits can
 have on Gaussian weights, 4^-bits of the variance (Shannon's rate-distortion function), so that types are not chosen too
-small. Learned from the aqlm package (inference.py, utils.py).
+small. Learned from the aqlm package 1.1.7 (inference.py, utils.py) and its repository's convert_to_hf.py and aq.py.
 """
 
 import math
@@ -46,7 +48,8 @@ class AqlmReader(Reader):
         rows, runs, count = codes.shape
         words, og, ig = books.shape[1:]
         fits = books.shape[0] == count and books.floating and scales.floating and codes.dtype in _CODES
-        if not fits or words > 1 << _CODES[codes.dtype] or scales.shape not in ((rows, 1, 1, 1), (rows, runs, 1, 1)):
+        fits = fits and words & (words - 1) == 0 and words <= 1 << _CODES[codes.dtype]
+        if not fits or scales.shape not in ((rows, 1, 1, 1), (rows, runs, 1, 1)):
             raise contradiction(name, tensors)
         bits = math.ceil(count * math.log2(words) / (og * ig))
         return module_info(name, tensors, max(1, bits), 0, (rows * og, runs * ig))
@@ -70,11 +73,14 @@ class AqlmReader(Reader):
         og = books.shape[2]
         at = None if rows is None else np.unique(rows // og)
         codes = self.part(name, "codes", at)
-        codes = codes.view(f"u{codes.dtype.itemsize}")
-        if codes.max() >= books.shape[1]:
+        words = books.shape[1]
+        if max(codes.max(), -1 - codes.min()) >= max(1, words // 2):
             raise BridgeError(
-                f"{info.file}: {name}.codes has {codes.max()}, beyond {books.shape[1]} vectors; it is damaged"
+                f"{info.file}: {name}.codes are from {codes.min()} to {codes.max()}, beyond {words} vectors; "
+                "the checkpoint is damaged"
             )
+        unsigned = np.dtype(f"u{codes.dtype.itemsize}")
+        codes = codes.view(unsigned) & unsigned.type(words - 1)
         vectors = np.take(books[0], codes[:, :, 0], 0)
         for m in range(1, len(books)):
             vectors += np.take(books[m], codes[:, :, m], 0)

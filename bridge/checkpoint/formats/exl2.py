@@ -98,9 +98,6 @@ class Exl2Reader(Reader):
             )
         return _Groups(bits, first, held)
 
-    def claimed_bits(self, module: str) -> int | None:
-        return None
-
     def disagreements(self) -> list[str]:
         said, average = self.quant.raw.get("bits"), self._average()
         if said is None or average is None or abs(average - said) <= _SLACK:
@@ -161,6 +158,4 @@ class Exl2Reader(Reader):
         positions = self._positions(name)
         codes = np.ascontiguousarray(codes[:, positions])
         order = self._order(name, positions, info.group_size)
-        return GroupedTensor(
-            name, info.bits, codes, scales, zeros, info.group_size, order, self.bias(name, rows)
-        )  # fmt: skip
+        return GroupedTensor(name, info.bits, codes, scales, zeros, info.group_size, order, self.bias(name, rows))

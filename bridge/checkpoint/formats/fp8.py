@@ -59,6 +59,20 @@ class ScaledFloats(FloatWeight):
         return store.read_float(self.weight.name, rows), finite_scales(store, self.scale.name)
 
 
+@dataclass(frozen=True)
+class RenamedFloats(ScaledFloats):
+    """A weight of 8-bit floats whose tensor, `codes`, is named otherwise than the weight."""
+
+    codes: TensorInfo
+
+    @property
+    def stored_names(self) -> set[str]:
+        return {self.codes.name, self.scale.name}
+
+    def stored(self, store: Store, rows: tuple[int, int] | None) -> tuple[np.ndarray, np.ndarray]:
+        return store.read_float(self.codes.name, rows), finite_scales(store, self.scale.name)
+
+
 def scaled_floats(name: str, tensors: dict[str, TensorInfo], scale: str, block: tuple[int, int]) -> ScaledFloats:
     """A module's weight with the scale of that name; `block` is the config's.
 

@@ -59,6 +59,11 @@ class FloatWeight:
     weight: TensorInfo
     scale: TensorInfo
 
+    @property
+    def stored_names(self) -> set[str]:
+        """Its tensors in the file, but for one of the weight's own name."""
+        return {self.scale.name}
+
     def read(self, store: Store, rows: tuple[int, int] | None = None) -> np.ndarray:
         """float32 [out, in], or only rows start..stop. Raises BridgeError if a scale is NaN or infinite."""
         raise NotImplementedError
@@ -120,7 +125,7 @@ class Reader:
     def owned(self) -> set[str]:
         """The tensors that modules are made of, by full name: codes, scales and so on, but not biases."""
         codes = {t.name for m in self.modules.values() for part, t in m.tensors.items() if part != "bias"}
-        return codes | {f.scale.name for f in self.floats.values()}
+        return codes.union(*(f.stored_names for f in self.floats.values()))
 
     @classmethod
     def complete(cls, quant: QuantConfig, label: str) -> QuantConfig:

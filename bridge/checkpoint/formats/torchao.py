@@ -19,15 +19,15 @@ multiplied by _weight_act_pre_scale. Pickles (.bin) hold torchao's classes, whic
 
 import json
 import re
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import ClassVar
 
 import numpy as np
 
 from bridge.checkpoint.files.store import Store, TensorInfo, read_metadata
 from bridge.checkpoint.formats.fp4 import unpacked
-from bridge.checkpoint.formats.fp8 import FLOAT8, ScaledFloats, block_of, spread
-from bridge.checkpoint.formats.module_reader import ModuleInfo, Reader, contradiction, finite_scales, module_info
+from bridge.checkpoint.formats.fp8 import FLOAT8, RenamedFloats, block_of, spread
+from bridge.checkpoint.formats.module_reader import ModuleInfo, Reader, contradiction, module_info
 from bridge.checkpoint.grouped import GroupedTensor
 from bridge.checkpoint.labels.quant_config import QuantConfig
 from bridge.errors import BridgeError
@@ -39,16 +39,6 @@ _OTHERS = {
     _INPUTS: "follow a scale of their inputs (AWQ, SmoothQuant); convert the unquantized model instead",
     "_weight_per_tensor_scale": "are NVFP4 of torchao's own layout; quantize the model with llm-compressor or ModelOpt",
 }
-
-
-@dataclass(frozen=True)
-class TorchaoFloats(ScaledFloats):
-    """A weight of 8-bit floats whose tensor is named otherwise than the weight."""
-
-    codes: TensorInfo
-
-    def stored(self, store: Store, rows: tuple[int, int] | None) -> tuple[np.ndarray, np.ndarray]:
-        return store.read_float(self.codes.name, rows), finite_scales(store, self.scale.name)
 
 
 class TorchaoReader(Reader):
@@ -71,7 +61,7 @@ class TorchaoReader(Reader):
     def required_parts(self, tensors: dict[str, TensorInfo]) -> tuple[str, ...]:
         return _CODES, _SCALE
 
-    def describe(self, name: str, tensors: dict[str, TensorInfo]) -> ModuleInfo | TorchaoFloats:
+    def describe(self, name: str, tensors: dict[str, TensorInfo]) -> ModuleInfo | RenamedFloats:
         codes, scale, zeros = tensors[_CODES], tensors[_SCALE], tensors.get(_ZEROS)
         if len(codes.shape) != 2 or 0 in codes.shape or not scale.floating or (zeros and zeros.shape != scale.shape):
             raise contradiction(name, tensors)
@@ -80,7 +70,7 @@ class TorchaoReader(Reader):
             block = block_of((out, columns), scale.shape, (1, 128))
             if block is None or zeros or ("bias" in tensors and tensors["bias"].shape != (out,)):
                 raise contradiction(name, tensors)
-            return TorchaoFloats(replace(codes, name=f"{name}.weight"), scale, block, codes)
+            return RenamedFloats(replace(codes, name=f"{name}.weight"), scale, block, codes)
         if codes.dtype not in ("I8", "U8"):
             raise contradiction(name, tensors)
         if self._packed(tensors):
@@ -112,9 +102,6 @@ class TorchaoReader(Reader):
             if (info := tensors.get(part)) is not None:
                 raise BridgeError(f"{info.file}: the codes of {info.name.removesuffix(part)[:-1]} {why}")
         return super().is_plain(tensors)
-
-    def owned(self) -> set[str]:
-        return super().owned() | {f.codes.name for f in self.floats.values() if isinstance(f, TorchaoFloats)}
 
     def read(self, name: str, rows: np.ndarray | None = None) -> GroupedTensor:
         info = self.modules[name]

@@ -4,6 +4,7 @@ quantize_config.json   GPTQModel, AutoGPTQ (no quant_method: gptq)
 quant_config.json      AutoAWQ, llm-awq (w_bit, q_group_size)
 config.json            quantization_config, written by all of them today; QTIP has quip_params
 quantization_config.json   EXL3, a copy with a list of the tensors; counts where the others say nothing
+quanto_qmap.json       optimum-quanto: {module: {weights: qint4, ..}}; the model's width is config.json's
 hf_quant_config.json   ModelOpt: {quantization: {quant_algo: FP8, ...}}; used if the others name no quantization
 
 The first that exists is used, completed from config.json. `unlabelled` is for checkpoints without any.
@@ -31,6 +32,7 @@ from bridge.checkpoint.formats.mlx import MlxReader
 from bridge.checkpoint.formats.modelopt import ModelOptReader
 from bridge.checkpoint.formats.module_reader import Reader
 from bridge.checkpoint.formats.qtip import QtipReader
+from bridge.checkpoint.formats.quanto import QuantoReader
 from bridge.checkpoint.formats.quark import QuarkReader
 from bridge.checkpoint.formats.torchao import TorchaoReader
 from bridge.checkpoint.labels.quant_config import QuantConfig, compiles, whole_number
@@ -57,14 +59,13 @@ READERS: dict[str, type[Reader]] = {
     "exl3": Exl3Reader,
     "torchao": TorchaoReader,
     "quark": QuarkReader,
+    "quanto": QuantoReader,
     "aqlm": AqlmReader,
 }
 # methods of transformers that are not read: why, and what to do
 REFUSED = {
     "eetq": "EETQ's int8 weights are shuffled for the GPU that wrote them, and no file says which; quantize the "
     "unquantized model with bitsandbytes' LLM.int8 or torchao's int8, or convert it",
-    "quanto": "Quanto's files do not hold the shapes of their matrices; dequantize the model with optimum-quanto, or "
-    "convert the unquantized model",
     "higgs": "HIGGS's codes are shuffled for the GPU that wrote them; load the model with transformers, call "
     "dequantize(), and convert what save_pretrained writes",
     "spqr": "SpQR's sparse outliers are not supported; convert the unquantized model instead",
@@ -102,6 +103,8 @@ def read_quant_config(folder: Path, config: dict[str, Any]) -> QuantConfig:
         separate = read_json(folder / "quantization_config.json", optional=True)
         if separate.get("quant_method"):
             source, raw = folder / "quantization_config.json", separate
+    if not raw and (table := read_json(folder / "quanto_qmap.json", optional=True)):
+        source, raw = folder / "quanto_qmap.json", {"quant_method": "quanto", "modules": table}
     if not raw:
         source = folder / "hf_quant_config.json"
         said = read_json(source, optional=True).get("quantization")
@@ -135,6 +138,8 @@ def read_quant_config(folder: Path, config: dict[str, Any]) -> QuantConfig:
             f"{source}: rotation {rotation!r} needs a Hadamard transform at run time, which GGUF lacks; "
             "use a checkpoint quantized without rotation"
         )
+    if method == "quanto":
+        raw["hidden_size"] = next((n for part in _parts(config) if (n := part.get("hidden_size"))), None)
     meta = raw.get("meta")
     writers = [meta.get(key) if isinstance(meta, dict) else None for key in ("quantizer", "packer")]
     quantizer, packer = (tuple(map(str, w if isinstance(w, list) else [w] if w else [])) for w in writers)
