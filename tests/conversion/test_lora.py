@@ -25,7 +25,7 @@ WRITERS: dict[str, Callable[[Path, Path], object]] = {
     "gptq": lambda out, model: write_gptq(out, model),
     "gptq, act-order": lambda out, model: write_gptq(out, model, desc_act=True),
     "awq": lambda out, model: write_awq(out, model),
-    "compressed-tensors": lambda out, model: write_packed(out, model),
+    "compressed-tensors": lambda out, model: write_packed(out, model, 4),
 }
 
 
