@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from bridge.errors import BridgeError
 from bridge.quantize.block_inputs import (
     BlockInputs,
     Folder,
@@ -169,9 +170,15 @@ class Passes:
         call.select_block(number)
         call.x = x.to(self.model.dtype)
         try:
-            return first_of(call.run(block))
+            found = first_of(call.run(block))
         finally:
             call.x = None
+        if not torch.isfinite(found).all():
+            raise BridgeError(
+                f"{self.model.prefix}.{number}: its outputs hold NaN or infinity on the calibration text; "
+                "its layers overflow, or the checkpoint is damaged"
+            )
+        return found
 
     def mean_square_gradients(self, seed: int = 0) -> Iterator[tuple[str, torch.Tensor]]:
         """How much each output of each layer says about the prediction: mean squared gradients, by layer, last first.

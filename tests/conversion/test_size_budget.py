@@ -184,6 +184,7 @@ def test_gradients_are_those_of_the_whole_model(model: Path, passes: Passes) -> 
     expected = total / passes.tokens.numel()
     np.testing.assert_allclose(found["model.layers.0.mlp.up_proj"], expected, rtol=1e-3)
     blocks = dict(passes.output_products(100))["model.layers.0.mlp.up_proj"]  # of 100, 100 and 56 rows
+    passes.load_embedding_and_head()  # which were freed
     for i, rows in enumerate((slice(0, 100), slice(100, 200), slice(200, 256))):
         n = rows.stop - rows.start
         own = products[rows, rows] / passes.tokens.numel()
