@@ -41,7 +41,7 @@ ARCHITECTURES = {
     "qwen2moe": Graph(), "qwen3": Graph(normed=True), "qwen3vl": Graph(normed=True), "qwen3moe": Graph(normed=True),
     "qwen3vlmoe": Graph(normed=True), "smollm3": Graph(neighbours=True, unrotated_every=4),
     "granite": Graph(neighbours=True), "phi3": Graph(), "glm4": Graph(neighbours=True, post_norm=True),
-    "olmo2": Graph(normed=True, pre_norm=False, post_norm=True),
+    "olmo2": Graph(normed=True, pre_norm=False, post_norm=True, full_every=4),  # a window in OLMo 3 alone
     "bitnet": Graph(sub_norm=True),
     "gemma2": Graph(post_norm=True, gelu=True, scaled=True, full_every=2),
     "gemma3": Graph(normed=True, post_norm=True, gelu=True, scaled=True, full_every=6),
