@@ -46,7 +46,7 @@ class Calibration:
     method: str = option(
         "two-sided",
         "two-sided: gptaq that also weighs each layer's outputs by the gradient of the loss; gptaq: GPTQ that also "
-        "compensates for the error of earlier quantized layers, in a third to half of the time; gptq; awq (checkpoints only); "
+        "compensates for the error of earlier quantized layers, in under half the time; gptq; awq (checkpoints only); "
         "rtn: round to nearest",
         metavar="NAME", choices=METHODS,
     )  # fmt: skip
