@@ -23,6 +23,7 @@ from bridge.checkpoint.language_model import TEXT_PREFIXES
 from bridge.errors import BridgeError
 from bridge.system.files import expanded, read_json
 
+_CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."
 _PARTS = re.compile(
     r"(?P<module>.+)\.(?P<part>lora_A|lora_B|lora_embedding_A|lora_embedding_B|lora_magnitude_vector)"
@@ -74,6 +75,11 @@ class Adapter:
     changes: dict[str, LowRank]
     saved: dict[str, np.ndarray]
 
+    @property
+    def files(self) -> list[Path]:
+        """What it was read from."""
+        return [self.path / _CONFIG, self.path / _WEIGHTS]
+
     def of(self, names: set[str]) -> "Adapter":
         """The adapter with the names of a checkpoint that has tensors of these names, which end in ".weight".
 
@@ -106,12 +112,12 @@ def _short(name: str) -> str:
 def read_adapter(path: str | Path) -> Adapter:
     """Read the adapter in a folder. Raises BridgeError if it is incomplete, damaged, or not a LoRA that is known."""
     folder = expanded(path)
-    file = folder / "adapter_model.safetensors"
-    if not (folder / "adapter_config.json").is_file():
+    file = folder / _WEIGHTS
+    if not (folder / _CONFIG).is_file():
         raise BridgeError(f"{folder}: has no adapter_config.json; give the folder of a PEFT adapter")
     if not file.is_file():
         raise BridgeError(f"{file}: not found; save the adapter with `save_pretrained`, as safetensors")
-    config = read_json(folder / "adapter_config.json")
+    config = read_json(folder / _CONFIG)
     _check(config, folder)
     parts: dict[str, dict[str, np.ndarray]] = {}
     saved: dict[str, np.ndarray] = {}
@@ -137,7 +143,7 @@ def read_adapter(path: str | Path) -> Adapter:
 
 def _check(config: dict[str, Any], folder: Path) -> None:
     """BridgeError for what is not LoRA, or is one whose tensors mean something else."""
-    file = folder / "adapter_config.json"
+    file = folder / _CONFIG
     if config.get("peft_type") != "LORA":
         raise BridgeError(f"{file}: peft_type is {config.get('peft_type')!r}; only LORA can be read")
     for key in ("r", "lora_alpha"):

@@ -80,7 +80,7 @@ def merge(ckpt: Checkpoint, adapter: Adapter) -> None:
         else:
             module = base.modules[name.removesuffix(".weight")]
             ckpt.tensors[name] = TensorInfo(name, "F32", module.shape, module.nbytes, module.file)
-    ckpt.files = [*base.files, adapter.path / "adapter_config.json", adapter.path / "adapter_model.safetensors"]
+    ckpt.files = [*base.files, *adapter.files]
     coded = len(base.modules) - len(ckpt.modules)
     note = f"tensors merged with the adapter {adapter.path.name}: {len(ckpt.merged)}"
     if coded:

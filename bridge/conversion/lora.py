@@ -57,7 +57,7 @@ def convert_lora(
     """
     path = Path(out)
     read = read_adapter(adapter)
-    files = NOTHING.and_files([read.path / "adapter_config.json", read.path / "adapter_model.safetensors"])
+    files = NOTHING.and_files(read.files)
     check_outputs([path], force, files)
     with open_by_name(base, config, needs_config=template is None) as ckpt:
         taken = with_checkpoint(files, ckpt)

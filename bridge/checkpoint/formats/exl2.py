@@ -26,7 +26,7 @@ import numpy as np
 from bridge.checkpoint.files.store import Store, TensorInfo
 from bridge.checkpoint.formats.module_reader import ModuleInfo, Reader, contradiction, module_info
 from bridge.checkpoint.grouped import GroupedTensor, column_group_size
-from bridge.checkpoint.labels.quant_config import QuantConfig
+from bridge.checkpoint.labels.quant_config import QuantConfig, bits_said
 from bridge.errors import BridgeError
 
 _WIDTHS = (2, 3, 4, 5, 6, 8)
@@ -54,15 +54,7 @@ class Exl2Reader(Reader):
 
     @classmethod
     def complete(cls, quant: QuantConfig, label: str) -> QuantConfig:
-        claims = []
-        for key, title in (("bits", ""), ("head_bits", "head ")):
-            value = quant.raw.get(key)
-            if value is None:
-                continue
-            if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value <= 16:
-                raise BridgeError(f"{quant.source}: {key} is {value!r:.80}, must be a number up to 16; mend the file")
-            claims.append(f"{title}{value} bits")
-        return replace(quant, title="EXL2", claims=(*claims, "act-order"), desc_act=True)
+        return replace(quant, title="EXL2", claims=(*bits_said(quant), "act-order"), desc_act=True)
 
     def describe(self, name: str, tensors: dict[str, TensorInfo]) -> ModuleInfo:
         words, table, scale, largest, order = (tensors[part] for part in self.required)

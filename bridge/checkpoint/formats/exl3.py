@@ -18,7 +18,7 @@ import numpy as np
 from bridge.checkpoint.files.store import TensorInfo
 from bridge.checkpoint.formats.module_reader import ModuleInfo, contradiction, module_info
 from bridge.checkpoint.formats.trellis_coded import TrellisReader
-from bridge.checkpoint.labels.quant_config import QuantConfig
+from bridge.checkpoint.labels.quant_config import QuantConfig, bits_said
 from bridge.errors import BridgeError
 from bridge.trellis.codebooks import EXL3_MODES, BitshiftCodebook
 from bridge.trellis.layer import TrellisLayer
@@ -37,15 +37,7 @@ class Exl3Reader(TrellisReader):
 
     @classmethod
     def complete(cls, quant: QuantConfig, label: str) -> QuantConfig:
-        claims = []
-        for key, title in (("bits", ""), ("head_bits", "head ")):
-            value = quant.raw.get(key)
-            if value is None:
-                continue
-            if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value <= 16:
-                raise BridgeError(f"{quant.source}: {key} is {value!r:.80}, must be a number up to 16; mend the file")
-            claims.append(f"{title}{value} bits")
-        return replace(quant, title="EXL3", claims=tuple(claims))
+        return replace(quant, title="EXL3", claims=bits_said(quant))
 
     def required_parts(self, tensors: dict[str, TensorInfo]) -> tuple[str, ...]:
         sides = (old if old in tensors and new not in tensors else new for old, new in (("su", "suh"), ("sv", "svh")))

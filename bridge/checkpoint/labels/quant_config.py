@@ -11,6 +11,7 @@ from typing import Any, Self
 
 import bridge
 from bridge.checkpoint.formats.zeros import OWN_BITS_SINCE
+from bridge.errors import BridgeError
 
 
 @dataclass(frozen=True)
@@ -178,3 +179,16 @@ def compiles(pattern: str) -> str | None:
 
 def _found(find: Callable[[str, str], object], pattern: str, name: str) -> bool:
     return compiles(pattern) is None and find(pattern, name) is not None
+
+
+def bits_said(quant: QuantConfig) -> tuple[str, ...]:
+    """What EXL2 and EXL3 say of the average bits of a weight, and of the head's."""
+    claims = []
+    for key, title in (("bits", ""), ("head_bits", "head ")):
+        value = quant.raw.get(key)
+        if value is None:
+            continue
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value <= 16:
+            raise BridgeError(f"{quant.source}: {key} is {value!r:.80}, must be a number up to 16; mend the file")
+        claims.append(f"{title}{value} bits")
+    return tuple(claims)
