@@ -58,7 +58,7 @@ def _answer(request: bytes) -> bytes:
         raise TemplateFailed(f"the process that renders it cannot be started: {problem.strerror}") from problem
     except subprocess.TimeoutExpired:
         raise TemplateFailed(f"it runs for more than {_SECONDS} seconds") from None
-    if done.returncode == -getattr(signal, "SIGXCPU", 0):
+    if hasattr(signal, "SIGXCPU") and done.returncode == -signal.SIGXCPU:
         raise TemplateFailed(f"it runs for more than {CPU_SECONDS} seconds")
     if done.returncode:
         raise TemplateFailed(f"the process that renders it ended with {done.returncode}")
