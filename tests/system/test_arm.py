@@ -57,9 +57,7 @@ def pretend(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     targets.host_features.cache_clear()
 
 
-@pytest.mark.parametrize(
-    ("words", "names"), [(GRAVITON_2, ["neon", "portable"]), (GRAVITON_4, ["neon", "portable"])]
-)
+@pytest.mark.parametrize(("words", "names"), [(GRAVITON_2, ["neon", "portable"]), (GRAVITON_4, ["neon", "portable"])])
 def test_linux_tells_by_bits(pretend: Any, words: tuple[int, int], names: list[str]) -> None:
     pretend("linux", Library(dict(zip((16, 26), words, strict=True))))
     assert targets.available() == names
