@@ -41,7 +41,7 @@ def kernel(name: str, target: str, width: int, integer: bool, ahead: tuple[int, 
     builder = ir.IRBuilder(begin)
     builder.branch(loop)
     builder.position_at_end(loop)
-    emitter = Emitter(builder, module, ahead, 2)
+    emitter = Emitter(builder, module, module.PAIRED and width > 1 and integer, ahead, 2)
 
     def phi(kind: ir.Type, first: ir.Value) -> Any:
         value = builder.phi(kind)
