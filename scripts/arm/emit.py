@@ -18,6 +18,7 @@ from bridge.runtime.cpu.vectors import Emitter
 from bridge.system import targets
 
 FEATURES = {"neon": "+neon,+dotprod", "i8mm": "+neon,+dotprod,+i8mm"}
+LANES = 4  # rows of a row group
 _I64 = ir.IntType(64)
 
 
