@@ -25,7 +25,7 @@ ROW_BY_ROW += "{0}(blocks * {1}, (float *)a, 0, b, 0, c, 0, 1);"
 REPACKS = {"Q4_K": ("8x4", "8x8"), "Q6_K": ("8x4", "8x8"), "Q8_0": ("4x4", "4x8"), "Q4_0": ("4x4", "4x8")}
 OTHERS = ("Q3_K", "Q2_K", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S", "IQ4_XS")
 VECTOR_CPUS, MATRIX_CPUS = ("neoverse-n1", "neoverse-v2", "apple-m1"), ("neoverse-v2", "apple-m2")
-OPTIONS = "-O3 -DNDEBUG -D_GNU_SOURCE -I. -I.. -I../../include".split()
+OPTIONS = ["-O3", "-DNDEBUG", "-D_GNU_SOURCE", "-I.", "-I..", "-I../../include"]
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,8 @@ def built(ggml: Path, folder: Path, cpu: str) -> list[Path]:
     made = []
     for source, compiler in (("repack.cpp", "g++"), ("quants.c", "gcc")):
         out = folder / f"{source}.{cpu}.o"
-        command = [f"aarch64-linux-gnu-{compiler}", *OPTIONS, f"-mcpu={cpu}", "-c", f"arch/arm/{source}", "-o", str(out)]
+        command = [f"aarch64-linux-gnu-{compiler}", *OPTIONS, f"-mcpu={cpu}", f"arch/arm/{source}"]
+        command += ["-c", "-o", str(out)]
         subprocess.run(command, cwd=ggml / "ggml" / "src" / "ggml-cpu", check=True, stderr=subprocess.DEVNULL)
         made.append(out)
     return made
