@@ -32,12 +32,16 @@ _QUANT_CONFIGS = (
 
 @dataclass(frozen=True, eq=False)
 class Place:
-    """Where a checkpoint's tensor is in a GGUF: a tensor of it, or one of its matrices."""
+    """Where a checkpoint's tensor is in a GGUF: a tensor of it, or one of its matrices.
+
+    scale  of the whole matrix, which NVFP4 may have
+    """
 
     tensor: OutlineTensor
     part: Part
     stored: StoredTensor
     matrix: int
+    scale: float = 1.0
 
     @property
     def height(self) -> int:
@@ -58,6 +62,8 @@ class Place:
         """Its values, float32, as the checkpoint had them; `rows`: of these, a run."""
         matrix = len(self.part.shape) > 1 and self.part.change != "conv1d"
         values = dequantized(self.stored.type, self.raw(rows if matrix else slice(None)))
+        if self.scale != 1:
+            values *= np.float32(self.scale)
         if matrix:
             return values - 1 if self.part.change == "+1" else values
         values = values.reshape(self.part.shape)
@@ -101,7 +107,10 @@ class GgufSource:
                         raise BridgeError(f"{tensor.name}: is a part of {part.source}, which is not put together again")
                     if part.change not in (None, "+1", "conv1d"):
                         raise BridgeError(f"{tensor.name}: {part.source} ({part.change}) cannot be restored")
-                    self.places[part.source] = Place(tensor, part, model.tensors[tensor.name], i)
+                    stored = model.tensors[tensor.name]
+                    scales = model.scales_of(stored)
+                    scale = 1.0 if scales is None else float(scales[i if scales.size > 1 else 0])
+                    self.places[part.source] = Place(tensor, part, stored, i, scale)
         self.tensors = {name: self._info(name, place, dtype) for name, place in self.places.items()}
 
     @property
