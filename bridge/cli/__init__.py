@@ -30,6 +30,7 @@ from bridge.cli import (
     quantize,
     repack,
     run,
+    serve,
     verify,
     warmup,
 )
@@ -58,6 +59,7 @@ examples:
   gguf-bridge run out.gguf -p "Once upon a time"
   gguf-bridge run org/name -p "Once upon a time"    converts it first
   gguf-bridge chat out.gguf
+  gguf-bridge serve out.gguf --port 8080
 """
 
 
@@ -170,6 +172,7 @@ def _parser() -> argparse.ArgumentParser:
         export,
         run,
         chat,
+        serve,
         bench,
         warmup,
         plot_command,

@@ -221,9 +221,13 @@ class Model:
         with self._lock:
             self._turn += 1
             self._decoder.begin()
-            scorer = TokenScorer(self._decoder, self.tokenizer, ids, top)
+            scorer = self.token_scorer(ids, top)
             scorer(0, self._decoder.states(ids, len(ids)))
         return scorer.tokens
+
+    def token_scorer(self, tokens: Sequence[int], top: int) -> TokenScorer:
+        """What makes `logprobs` of a prompt's states in a `Batch`."""
+        return TokenScorer(self._decoder, self.tokenizer, tokens, top)
 
     def embed(
         self, texts: str | Sequence[str | Sequence[int]], pooling: str = "mean", normalize: bool = True
@@ -356,8 +360,10 @@ class Model:
             tokens = self.tokenizer.spelled_as(tokens, self._decoder.read)
         return self.generate(tokens, max_tokens, **options)
 
-    def chat_tokens(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
-        """A conversation as token ids, up to where the reply begins."""
+    def chat_tokens(
+        self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any] | None = None
+    ) -> list[int]:
+        """A conversation as token ids, up to where the reply begins; `variables`: of the chat template, as `tools`."""
         from bridge.gguf_file.chat_template import TemplateFailed, render_chats
 
         plain = isinstance(messages, Sequence) and not isinstance(messages, str | bytes)
@@ -369,7 +375,8 @@ class Model:
                 "without --chat or to Model.generate"
             )
         bos, eos = self.tokenizer.text(self.tokenizer.bos), self.tokenizer.text(self.tokenizer.eos)
-        (text,) = render_chats(self.chat_template, [(messages, True)], {"bos_token": bos, "eos_token": eos})
+        given = {**(variables or {}), "bos_token": bos, "eos_token": eos}
+        (text,) = render_chats(self.chat_template, [(messages, True)], given)
         if isinstance(text, TemplateFailed):
             raise BridgeError(f"{self.path}: the chat template cannot be used: {text}") from text
         return self.tokenizer.encode(text, add_special=not (bos and text.startswith(bos)))
