@@ -80,8 +80,6 @@ def run(a: argparse.Namespace) -> int:
     with load(a, gguf_of(a), a.context, a.lora) as model:
         model.prepare()
         limits = Limits(a.sequences, a.waiting, a.body << 20, key, local, a.pooling, sampling)
-        try:
-            serve(model, listening, limits, a.grace)
-        except KeyboardInterrupt:  # the signal, which uvicorn raises again at its end
-            tell("stopped")
+        serve(model, listening, limits, a.grace)
+    tell("stopped")
     return 0

@@ -279,11 +279,7 @@ class Batch:
         if not free and len(self._slots) == self._most:
             return None
         if generation.respell:
-            contexts = [_held(slot) for slot in self._slots] or [[]]
-            read = max(contexts, key=lambda context: common_prefix(context, generation.prompt))
-            spelled = self._tokenizer.spelled_as(generation.prompt, read)
-            if len(spelled) <= decoder.cache.context:
-                generation.prompt = spelled
+            generation.prompt = self._respelled(generation.prompt, decoder.cache.context)
         for slot in free:
             held = _held(slot)
             # the last token drawn may be one that ends replies, which prompts spell in their own way
@@ -293,6 +289,17 @@ class Batch:
             self._slots.append(_Slot(decoder.new_cache()))
             return self._slots[-1]
         return min(free, key=lambda slot: slot.left)
+
+    def _respelled(self, prompt: list[int], most: int) -> list[int]:
+        """The prompt with the tokens of the context that has most of its text, if it is no longer than `most` then."""
+        contexts = [(common_prefix(held, prompt), held) for held in map(_held, self._slots)]
+        longest = max((same for same, _ in contexts), default=0)
+        kept = [
+            (common_prefix(held, spelled), spelled)
+            for same, held in contexts
+            if 2 * same >= longest and len(spelled := self._tokenizer.spelled_as(prompt, held)) <= most
+        ]
+        return max(kept, default=(0, prompt))[1]
 
     def _take_over(self, slot: _Slot, generation: Generation) -> None:
         """Hold the longest prefix of a prompt, without its last token, that a context has."""

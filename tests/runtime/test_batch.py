@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from pathlib import Path
 from typing import Any
 
@@ -74,10 +73,10 @@ def test_a_long_prompt_delays_others_by_a_part_at_a_time(model: Model, monkeypat
         while not long.finish:
             batch.advance()
     assert len(long.prompt) > 2 * PART
-    assert max(calls) == PART
-    assert sum(calls) >= len(long.prompt) + len(short.prompt)
-    parts = [i for i, n in enumerate(calls) if n > 8]
-    assert all(later - earlier > 1 for earlier, later in itertools.pairwise(parts))
+    between = " ".join("step" if n == 1 else str(n) for n in calls).split("step")
+    read = [sum(map(int, part.split())) for part in between]
+    assert max(read) <= PART
+    assert sum(read) >= len(long.prompt)
 
 
 @pytest.mark.parametrize("kv", KINDS)
