@@ -1,10 +1,12 @@
 """Jinja chat templates, rendered as transformers does, in a process with limits: see `chat_renderer`."""
 
+import atexit
 import json
 import signal
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -22,18 +24,16 @@ class TemplateFailed(Exception):
 
 
 def render_chats(
-    template: str, conversations: Sequence[Conversation], tokens: Mapping[str, str], dated: bool = True
+    template: str, conversations: Sequence[Conversation], variables: Mapping[str, Any], dated: bool = True
 ) -> list[str | TemplateFailed]:
     """The text of each conversation, or why there is none; one process, about 0.1 s, renders them all.
 
-    tokens  texts of the special tokens that templates refer to: {"bos_token": "<s>", "eos_token": "</s>"}
-    dated   whether templates may ask for today's date; those that can do without then have one of their own
+    variables  what templates refer to: texts of the special tokens, {"bos_token": "<s>", "eos_token": "</s>"}, or tools
+    dated      whether templates may ask for today's date; those that can do without then have one of their own
     """
     request = {
-        "path": sys.path,
-        "limits": [CPU_SECONDS, MEMORY],
         "template": template,
-        "variables": tokens,
+        "variables": dict(variables),
         "dated": dated,
         "conversations": [[[dict(message) for message in messages], prompt] for messages, prompt in conversations],
     }
@@ -46,20 +46,64 @@ def render_chats(
     return [text if rendered else TemplateFailed(text) for rendered, text in answers]
 
 
-def _answer(request: bytes) -> bytes:
-    """What the process that renders writes."""
+def prepare_renderer() -> None:
+    """Start a process for the next call of `render_chats`, which then takes a hundredth of the time; and so on."""
+    global _keeps
+    _keeps = True
+    _keep_one()
+
+
+_keeps = False
+_ready: list[subprocess.Popen[bytes]] = []  # at most one
+
+
+def _keep_one() -> None:
+    if not _ready:
+        with suppress(TemplateFailed):
+            _ready.append(_started())
+
+
+@atexit.register
+def _end() -> None:
+    while _ready:
+        process = _ready.pop()
+        process.kill()
+        process.communicate()
+
+
+def _started() -> subprocess.Popen[bytes]:
+    """A process that waits for a request."""
     script = Path(__file__).with_name("chat_renderer.py")
     command = [sys.executable or "python3", "-I", "-S", str(script)]  # it gets this process's path
+    settings = json.dumps({"path": sys.path, "limits": [CPU_SECONDS, MEMORY]}).encode() + b"\n"
     try:
-        done = subprocess.run(
-            command, input=request, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, timeout=_SECONDS
+        process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, bufsize=0
         )
     except OSError as problem:
         raise TemplateFailed(f"the process that renders it cannot be started: {problem.strerror}") from problem
+    with suppress(BrokenPipeError):
+        process.stdin.write(settings)  # type: ignore[union-attr]
+    return process
+
+
+def _answer(request: bytes) -> bytes:
+    """What the process that renders writes."""
+    try:
+        process = _ready.pop()
+    except IndexError:
+        process = _started()
+    try:
+        output, _ = process.communicate(request, timeout=_SECONDS)
     except subprocess.TimeoutExpired:
         raise TemplateFailed(f"it runs for more than {_SECONDS} seconds") from None
-    if done.returncode == -getattr(signal, "SIGXCPU", 0):
+    finally:
+        process.kill()
+        process.wait()
+        if _keeps:
+            _keep_one()
+    if process.returncode == -getattr(signal, "SIGXCPU", 0):
         raise TemplateFailed(f"it runs for more than {CPU_SECONDS} seconds")
-    if done.returncode:
-        raise TemplateFailed(f"the process that renders it ended with {done.returncode}")
-    return done.stdout
+    if process.returncode:
+        raise TemplateFailed(f"the process that renders it ended with {process.returncode}")
+    return output
