@@ -22,7 +22,7 @@ _ABSENT: Any = object()  # for a key that the config must not have
 
 Keys = Callable[..., Any]  # (name without the architecture's, default) -> value
 
-_LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}  # of all of its models
+_LLAMA3 = 1.0, 4.0  # low_freq_factor and high_freq_factor of all of its models
 _LLAMA3_CONTEXT = 8192
 
 
@@ -130,10 +130,10 @@ def add_rope_factors(config: dict[str, Any], factors: Mapping[str, np.ndarray]) 
     factor, base = float(stored.max()), float(rules["rope_theta"])
     # where no divisor is between the two, several contexts give the same
     for context in (_LLAMA3_CONTEXT, *(1 << n for n in range(4, 24))):
-        found = llama3_factors(base, 2 * len(stored), factor, *_LLAMA3.values(), context)
+        found = llama3_factors(base, 2 * len(stored), factor, *_LLAMA3, context)
         if np.allclose(found, stored, rtol=1e-5):
             rules |= {
-                "rope_type": "llama3", "factor": factor, **_LLAMA3, "original_max_position_embeddings": context,
+                "rope_type": "llama3", "factor": factor, **dict(zip(("low_freq_factor", "high_freq_factor"), _LLAMA3, strict=True)), "original_max_position_embeddings": context,
             }  # fmt: skip
             return
     raise BridgeError("rope_freqs.weight: is not of llama3's rule with factors 1 and 4, which no config expresses")
@@ -271,10 +271,14 @@ def _phi3(get: Keys, names: Collection[str], values: dict[str, Any]) -> dict[str
     return {"original_max_position_embeddings": original, "sliding_window": window, "rope_parameters": rules}
 
 
+def _width(values: dict[str, Any]) -> int:
+    return int(values["hidden_size"] // values["num_attention_heads"])
+
+
 def _gemma2(get: Keys, names: Collection[str], values: dict[str, Any]) -> dict[str, Any]:
-    largest = values["num_hidden_layers"] == 46
+    by_width = values["num_hidden_layers"] == 46
     return {
-        "query_pre_attn_scalar": values["hidden_size"] // values["num_attention_heads"] if largest else values["head_dim"],
+        "query_pre_attn_scalar": _width(values) if by_width else values["head_dim"],
         "attn_logit_softcapping": get("attn_logit_softcapping", 50.0),
         "final_logit_softcapping": get("final_logit_softcapping", 30.0),
         "sliding_window": get("attention.sliding_window", 4096), "hidden_activation": "gelu_pytorch_tanh",
@@ -282,10 +286,10 @@ def _gemma2(get: Keys, names: Collection[str], values: dict[str, Any]) -> dict[s
 
 
 def _gemma3(get: Keys, names: Collection[str], values: dict[str, Any]) -> dict[str, Any]:
-    largest = values["num_hidden_layers"] == 62
+    by_width = values["num_hidden_layers"] == 62
     local = {"rope_type": "default", "rope_theta": get("rope.freq_base_swa", 10000.0)}
     return {
-        "query_pre_attn_scalar": values["hidden_size"] // values["num_attention_heads"] if largest else values["head_dim"],
+        "query_pre_attn_scalar": _width(values) if by_width else values["head_dim"],
         "sliding_window": get("attention.sliding_window", 4096), "hidden_activation": "gelu_pytorch_tanh",
         "rope_parameters": {"full_attention": values["rope_parameters"], "sliding_attention": local},
         "model_type": "gemma3_text", "class": "Gemma3ForCausalLM",

@@ -5,7 +5,7 @@
     replace_trellis(model, "folder")          linears of a QTIP or EXL3 checkpoint, which stay coded
     prepare(model)                            compile for a GPU, or repack for the CPU, before the first use
     register_quantizers()                     afterwards `from_pretrained` reads EXL3 and QTIP itself
-    register_gguf()                           afterwards it keeps GGUF files packed; `import bridge.transformers` calls it
+    register_gguf()                           afterwards it keeps GGUFs packed: `import bridge.transformers`
 
 A torch model and a file go in; the same model with quantized modules comes out. Read `quant_linear.py` first.
 QTIP's config.json has no label that transformers knows: pass quantization_config=QtipConfig() too.

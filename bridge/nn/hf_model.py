@@ -13,9 +13,9 @@ import torch
 from torch import nn
 
 from bridge.errors import BridgeError
-from bridge.nn.preparation import prepare
 from bridge.models.gguf_config import add_rope_factors, config_of_gguf
 from bridge.nn.placement import replace_linears, rope_factors
+from bridge.nn.preparation import prepare
 from bridge.runtime import GGUFFile, open_gguf
 from bridge.system.options import checked
 
@@ -27,8 +27,8 @@ def load(
 ) -> Any:  # fmt: skip
     """A transformers model for inference with a GGUF's weights, of any architecture that `bridge.models` knows.
 
-    model_id_or_config  a repository on the Hub, a folder with config.json, or a transformers config; or the GGUF itself,
-                        whose metadata is made a config
+    model_id_or_config  a repository on the Hub, a folder with config.json, or a transformers config; or the GGUF
+                        itself, whose metadata is made a config
     precision           of activations in products: see QuantLinear
     dtype               of everything between the products
     device              "cpu", "cuda", "cuda:1" ...; for a GPU, kernels are compiled

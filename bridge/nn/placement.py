@@ -27,9 +27,9 @@ from bridge.errors import BridgeError
 from bridge.models import tensors_of_gguf
 from bridge.models.gguf_config import family_of_gguf, gguf_layers
 from bridge.models.outline import OutlineTensor, Part
+from bridge.nn.preparation import prepare as prepare_all
 from bridge.nn.quant_experts import Activation, ClampedSwiglu, ExpertStack, Gated, QuantExperts
 from bridge.nn.quant_linear import JoinedLinear, QuantEmbedding, QuantLinear
-from bridge.nn.preparation import prepare as prepare_all
 from bridge.runtime import GGUFFile, QuantTensor, open_gguf
 from bridge.system.options import checked
 
@@ -157,7 +157,9 @@ class Placement:
         config["architectures"] = [family.architectures[0]]
         shapes = {name: tensor.shape for name, tensor in self.file.items() if _within(name, layers)}
         if config.get("num_hidden_layers", layers) > layers:
-            raise BridgeError(f"{self.file.path}: has {layers} layers, fewer than {self.kind}; it is of another model")
+            raise BridgeError(
+                f"{self.file.path}: has {layers} layers, fewer than the model; it belongs to another model"
+            )
         pieces: dict[str, list[Piece]] = {}
         stacks: dict[int, dict[str, QuantTensor]] = {}
         for tensor in tensors_of_gguf(config, Path(self.kind), shapes, family.arch):
@@ -204,7 +206,7 @@ class Placement:
         if shape != (rows, pieces[0].part.shape[1]):
             raise BridgeError(
                 f"{path}: shape {list(shape)}, {pieces[0].tensor.name} of the GGUF has "
-                f"{[rows, pieces[0].part.shape[1]]}; the file is of another model"
+                f"{[rows, pieces[0].part.shape[1]]}; the GGUF belongs to another model"
             )
         if isinstance(module, nn.Embedding):
             scale = getattr(module, "scalar_embed_scale", 1.0)
@@ -220,16 +222,19 @@ class Placement:
     def _experts(self, path: str, stacks: list[QuantTensor]) -> Callable[[], nn.Module]:
         module: Any = self.model.get_submodule(path)
         found = {part: self._floats.pop(f"{path}.{part}_bias", None) for part in ("gate_up_proj", "down_proj")}
+        given = {
+            part: torch.from_numpy(_restored(pieces, self._shapes[f"{path}.{part}_bias"]))
+            for part, pieces in found.items()
+            if pieces is not None
+        }
         clamped = all(hasattr(module, name) for name in ("alpha", "limit"))
         activation: Activation = ClampedSwiglu(module.alpha, module.limit) if clamped else Gated(module.act_fn)
         biases = None
-        if all(found.values()):
-            both, down = (
-                torch.from_numpy(_restored(pieces, self._shapes[f"{path}.{part}_bias"]))
-                for part, pieces in found.items()
-            )
-            biases = both[:, ::2].contiguous(), both[:, 1::2].contiguous(), down
-        return lambda: QuantExperts(ExpertStack.of(*stacks, activation, biases), self.precision)
+        if len(given) == 2:  # gpt-oss, whose gate and up alternate
+            both = given["gate_up_proj"]
+            biases = both[:, ::2].contiguous(), both[:, 1::2].contiguous(), given["down_proj"]
+        gate, up, down = stacks
+        return lambda: QuantExperts(ExpertStack.of(gate, up, down, activation, biases), self.precision)
 
 
 def rope_factors(file: GGUFFile) -> dict[str, np.ndarray]:
@@ -332,9 +337,9 @@ def replace_linears(
 ) -> nn.Module:
     """Put a GGUF's weights into a transformers model of its architecture; returns it.
 
-    Linears, embeddings and experts become modules on the file's own blocks, all else keeps its kind and takes the file's
-    values. GGUF's llama keeps the rows of q and k in another order, which is undone on the products. Each tensor goes
-    to the device of what it replaces.
+    Linears, embeddings and experts become modules on the file's own blocks, all else keeps its kind and takes the
+    file's values. GGUF's llama keeps the rows of q and k in another order, which is undone on the products. Each
+    tensor goes to the device of what it replaces.
 
     precision  see QuantLinear
     prepare    repack the weights for this CPU now: their mapped pages are released, so a model takes its file's size

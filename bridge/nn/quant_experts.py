@@ -9,7 +9,6 @@ from collections.abc import Callable
 from typing import Any, Self
 
 import torch
-from torch import nn
 
 from bridge.nn.quant_linear import Placed
 from bridge.nn.torch_ops import experts

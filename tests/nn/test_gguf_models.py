@@ -1,4 +1,4 @@
-"""A GGUF of any family as a transformers model: config, places of tensors and values, against the model it came from."""
+"""A GGUF of any family as a transformers model: config, places and values, against the model it came from."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ def metadata(**keys: Any) -> dict[str, Any]:
 
 
 def test_a_missing_key_and_an_unknown_architecture_are_refused() -> None:
-    with pytest.raises(BridgeError, match="llama.context_length is missing from the metadata"):
+    with pytest.raises(BridgeError, match=r"llama\.context_length is missing from the metadata"):
         config_of_gguf(metadata(context_length=None), ())
     with pytest.raises(BridgeError, match="architecture 'rwkv9' is unknown; known are llama, "):
         config_of_gguf({"general.architecture": "rwkv9"}, ())
