@@ -132,9 +132,9 @@ def add_rope_factors(config: dict[str, Any], factors: Mapping[str, np.ndarray]) 
     for context in (_LLAMA3_CONTEXT, *(1 << n for n in range(4, 24))):
         found = llama3_factors(base, 2 * len(stored), factor, *_LLAMA3, context)
         if np.allclose(found, stored, rtol=1e-5):
-            rules |= {
-                "rope_type": "llama3", "factor": factor, **dict(zip(("low_freq_factor", "high_freq_factor"), _LLAMA3, strict=True)), "original_max_position_embeddings": context,
-            }  # fmt: skip
+            low, high = _LLAMA3
+            rules |= {"rope_type": "llama3", "factor": factor, "low_freq_factor": low, "high_freq_factor": high}
+            rules["original_max_position_embeddings"] = context
             return
     raise BridgeError("rope_freqs.weight: is not of llama3's rule with factors 1 and 4, which no config expresses")
 
