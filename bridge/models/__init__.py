@@ -135,13 +135,16 @@ def tensors_of_gguf(
         args = replace(args, more=family.sizes(values, args))
     outline = fill_table(family, args, dict.fromkeys(all_names(family, args), ()))
     found, known = [], {tensor.name for tensor in outline.tensors}
+    not_needed = tuple(f".{row.name}" for row in family.table if row.optional)
     for tensor in outline.tensors:
         if tensor.name in stored:
             if tuple(stored[tensor.name]) != tensor.shape:
                 shapes = f"{list(stored[tensor.name])}, but the config requires {list(tensor.shape)}"
                 raise BridgeError(f"{tensor.name}: is {shapes}; config.json belongs to another model")
             found.append(tensor)
-        elif not any(part.source in outline.optional for part in tensor.parts) and tensor.origin != "config":
+        elif tensor.origin != "config" and not (
+            any(part.source in outline.optional for part in tensor.parts) or tensor.name.endswith(not_needed)
+        ):
             raise BridgeError(f"{tensor.name}: is missing from the GGUF; {path} belongs to another model")
     scales = {f"{tensor.name.removesuffix('.weight')}.{key}" for tensor in found for key in ("scale", "input_scale")}
     if unknown := sorted(stored.keys() - known - scales):

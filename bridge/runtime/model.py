@@ -23,6 +23,7 @@ import numpy as np
 
 from bridge.errors import BridgeError, parameter
 from bridge.runtime.batch import MAX_BATCH, Batch
+from bridge.runtime.continuations import continuation_scores
 from bridge.runtime.decoder import Decoder
 from bridge.runtime.decoder_config import DecoderConfig, read_config
 from bridge.runtime.generation import ScoredToken, scored, stop_texts, until
@@ -205,11 +206,24 @@ class Model:
             start, tokens = start - 1, tokens[:-1]
         if not 0 < start < len(tokens):
             raise BridgeError("the context and its continuation must have tokens of their own")
-        rows = self.logits(tokens[:-1], len(tokens) - start).astype(np.float64)
-        own = np.array(tokens[start:])
-        top = rows.max(-1)
-        scores = rows[np.arange(len(own)), own] - top - np.log(np.exp(rows - top[:, None]).sum(-1))
-        return float(scores.sum()), bool((rows.argmax(-1) == own).all())
+        (score,) = self.score_continuations(tokens[:start], [tokens[start:]])
+        return score
+
+    def score_continuations(
+        self, context: Sequence[int], continuations: Sequence[Sequence[int]]
+    ) -> list[tuple[float, bool]]:
+        """As `loglikelihood`, for several continuations of one context, in token ids; the context is read once.
+
+        Raises BridgeError where one of them is empty, or does not fit.
+        """
+        if not context or not all(continuations):
+            raise BridgeError("the context and its continuations must have tokens of their own")
+        for tokens in continuations:
+            self._checked([*context, *tokens[:-1]])
+        with self._lock:
+            self._turn += 1
+            self._decoder.begin()
+            return continuation_scores(self._decoder, list(context), [list(c) for c in continuations])
 
     def logprobs(self, text: str | Sequence[int], top: int = 0) -> list[ScoredToken]:
         """The log-probability of each token of a text, given those before it, and of the `top` most likely ones.
