@@ -95,12 +95,10 @@ def _next_steps(outputs: list[Path], modelfile: bool) -> str:
     gguf = outputs[0]
     file = shlex.quote(str(gguf))
     tower = [output for output in outputs if output == mmproj_path(gguf)]
-    sees = f"llama-mtmd-cli -m {file} --mmproj {shlex.quote(str(tower[0]))} --image IMAGE" if tower else ""
-    lines = [
-        f"llama-cli -m {file}",
-        *([sees] if sees else []),
-        ollama_line(gguf) + ("" if modelfile else "   (--modelfile writes the Modelfile)"),
-    ]
+    lines = [f"llama-cli -m {file}"]
+    if tower:
+        lines.append(f"llama-mtmd-cli -m {file} --mmproj {shlex.quote(str(tower[0]))} --image IMAGE -p 'What is it?'")
+    lines.append(ollama_line(gguf) + ("" if modelfile else "   (--modelfile writes the Modelfile)"))
     if read_gguf(gguf).metadata["general.architecture"] in ARCHITECTURES:
         lines.insert(0, f'gguf-bridge run {file} -p "Once upon a time"')
     return "\n  ".join(["next:", *lines])

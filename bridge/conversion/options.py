@@ -49,8 +49,8 @@ class PlanOptions(Recipe):
     )
     mmproj_type: str = option(
         MMPROJ_TYPES[0],
-        "type of the vision tower's matrices in mmproj-MODEL.gguf, which is written beside the language model; none: no "
-        "such file",
+        "type of the vision tower's matrices in mmproj-MODEL.gguf, which is written beside the language model; none: "
+        "it is left out",
         choices=(*MMPROJ_TYPES, "none"),
     )
     split_max_size: int | None = option(

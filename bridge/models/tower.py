@@ -103,7 +103,7 @@ class Tower:
 
 
 def qkv(source: str, apart: str = "", bias: bool | None = True) -> tuple[Row, ...]:
-    """A matrix that holds q, k and v, which llama.cpp has one by one; `apart`: names of the three, with * for q, k, v."""
+    """A matrix that holds q, k and v, which llama.cpp has one by one; `apart`: names of the three, * for q, k, v."""
     return tuple(
         Row(
             source, f"v.blk.{{}}.attn_{part}.weight", (apart.replace("*", part),) if apart else (), bias, share=(i, 3)

@@ -25,9 +25,9 @@ def _intern_vit(vision: Vision) -> dict[str, Any]:
         f"use_{act}": True,
         "vision.projector.scale_factor": int(1 / ratio),
     }
-    for own, key in (("min_dynamic_patch", "vision.preproc_min_tiles"), ("max_dynamic_patch", "vision.preproc_max_tiles")):  # fmt: skip
-        if type(count := whole.get(own, 0)) is int and count > 0:
-            keys[key] = count
+    for end in ("min", "max"):
+        if type(count := whole.get(f"{end}_dynamic_patch", 0)) is int and count > 0:
+            keys[f"vision.preproc_{end}_tiles"] = count
     return keys
 
 
