@@ -364,33 +364,50 @@ class Model:
                 timing.seconds += seconds
         timing.tokens, timing.kept_tokens = batch.step_tokens, prompt_tokens - batch.prompt_tokens
 
-    def chat(self, messages: Sequence[Mapping[str, Any]], max_tokens: int = 256, **options: Any) -> Iterator[str]:
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        max_tokens: int = 256,
+        template_options: Mapping[str, Any] | None = None,
+        **options: Any,
+    ) -> Iterator[str]:
         """The model's reply to [{"role": "user", "content": ...}, ...], by the file's own chat template.
+
+        template_options  as in `chat_tokens`
+        options           the arguments of `generate` after `max_tokens`
 
         Its own replies are not read again, even if it chose other tokens than the tokenizer would.
         """
-        tokens = self.chat_tokens(messages)
+        tokens = self.chat_tokens(messages, template_options)
         with self._lock:
             tokens = self.tokenizer.spelled_as(tokens, self._decoder.read)
         return self.generate(tokens, max_tokens, **options)
 
     def chat_tokens(
-        self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any] | None = None
+        self, messages: Sequence[Mapping[str, Any]], template_options: Mapping[str, Any] | None = None
     ) -> list[int]:
-        """A conversation as token ids, up to where the reply begins; `variables`: of the chat template, as `tools`."""
-        from bridge.gguf_file.chat_template import TemplateFailed, render_chats
+        """A conversation as token ids, up to where the reply begins.
+
+        template_options  further variables of the chat template: "tools" and "documents" (lists of objects, as in the
+                          OpenAI API), "enable_thinking" and what else the template asks for. Tools take the file's
+                          template for them where it has one
+        """
+        from bridge.gguf_file.chat_template import TemplateFailed, check_template_options, render_chats
 
         plain = isinstance(messages, Sequence) and not isinstance(messages, str | bytes)
         if not plain or not all(isinstance(message, Mapping) for message in messages):
             raise BridgeError('the messages of a chat must be a list: [{"role": "user", "content": "..."}, ...]')
-        if self.chat_template is None:
+        extra = check_template_options({} if template_options is None else template_options)
+        for_tools = self._file.metadata.get("tokenizer.chat_template.tool_use") if extra.get("tools") else None
+        template = for_tools if isinstance(for_tools, str) else self.chat_template
+        if template is None:
             raise BridgeError(
                 f"{self.path}: the file has no chat template; give the whole prompt as a text, to `gguf-bridge run -p` "
                 "without --chat or to Model.generate"
             )
         bos, eos = self.tokenizer.text(self.tokenizer.bos), self.tokenizer.text(self.tokenizer.eos)
-        given = {**(variables or {}), "bos_token": bos, "eos_token": eos}
-        (text,) = render_chats(self.chat_template, [(messages, True)], given)
+        tokens = {"bos_token": bos, "eos_token": eos}
+        (text,) = render_chats(template, [(messages, True)], tokens, options=extra)
         if isinstance(text, TemplateFailed):
             raise BridgeError(f"{self.path}: the chat template cannot be used: {text}") from text
         return self.tokenizer.encode(text, add_special=not (bos and text.startswith(bos)))

@@ -242,6 +242,20 @@ def test_a_conversation_goes_through_the_files_template(model: Model, path: Path
         broken.chat(messages)
 
 
+def test_tools_and_other_options_reach_the_files_template_for_them(path: Path, tmp_path: Path) -> None:
+    templates = [{"name": "default", "template": "plain {{ mood }}"}, {"name": "tool_use", "template": "{{ tools }}"}]
+    loaded = bridge.Model.load(changed(path, tmp_path / "tools.gguf", chat_template=templates))
+    messages = [{"role": "user", "content": "hello"}]
+
+    def text(**options: Any) -> str:
+        return loaded.tokenizer.decode(loaded.chat_tokens(messages, options), special=True)
+
+    assert text(mood="good") == "plain good"
+    assert text(tools=[{"name": "f"}]) == "[{'name': 'f'}]"
+    made = "".join(loaded.chat(messages, 8, {"mood": "good"}, temperature=0))
+    assert made == "".join(loaded.generate("plain good", 8, temperature=0))
+
+
 @pytest.mark.parametrize("messages", ["hello", {"role": "user", "content": "hello"}, ["hello"], None, 5])
 def test_messages_that_are_no_list_of_messages_are_refused(messages: Any, model: Model) -> None:
     with pytest.raises(BridgeError, match=r'the messages of a chat must be a list: \[\{"role": "user"'):
