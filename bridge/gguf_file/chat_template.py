@@ -133,7 +133,7 @@ def _answer(request: bytes) -> bytes:
         process.wait()
         if _keeps:
             _keep_one()
-    if process.returncode == -getattr(signal, "SIGXCPU", 0):
+    if hasattr(signal, "SIGXCPU") and process.returncode == -signal.SIGXCPU:
         raise TemplateFailed(f"it runs for more than {CPU_SECONDS} seconds")
     if process.returncode:
         raise TemplateFailed(f"the process that renders it ended with {process.returncode}")

@@ -25,7 +25,7 @@ from bridge.runtime.model import Model
 from bridge.runtime.perplexity import perplexity
 from bridge.runtime.sampling import Sampler, Sampling
 from scripts.peers.llama_cpp import LlamaCpp
-from scripts.peers.reference import mean_kl
+from scripts.peers.predictions import mean_kl
 from tests.conftest import CHECKPOINT, ROOT, repacked
 
 PROMPT = "The history of the city"
