@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from bridge.cli import main
+from bridge.runtime.model import Model
 from tests.conftest import CHECKPOINT, PATIENCE
 from tests.support.terminal import Terminal, needs_terminal
 
@@ -84,6 +85,32 @@ def test_a_signal_ends_a_chat_that_waits(talker: Path) -> None:
     terminal.process.terminate()
     terminal.until("stopped")
     assert terminal.process.wait(PATIENCE) == 143
+
+
+def test_tools_and_switches_reach_the_template(
+    talker: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refused: Callable[..., str],
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    asked = []
+
+    def chat_tokens(model: Model, messages: object, template_options: object) -> list[int]:
+        asked.append(template_options)
+        return [1]
+
+    monkeypatch.setattr(Model, "chat_tokens", chat_tokens)
+    template = "{{ '' if enable_thinking else '<think>' }}"
+    monkeypatch.setattr(Model, "chat_template", property(lambda model: template))
+    (tmp_path / "tools.json").write_text('[{"name": "f"}]')
+    options = ["--tools", str(tmp_path / "tools.json"), "--no-think", "--template-option", "effort=low"]
+    assert main(["run", str(talker), "-n", "1", "-p", "Hi", "--chat", *options, "--template-option", "budget=9"]) == 0
+    assert asked == [{"tools": [{"name": "f"}], "enable_thinking": False, "effort": "low", "budget": 9}]
+    capsys.readouterr()
+    template = "{{ messages }}"
+    assert "no switch for thinking" in refused("run", talker, "-p", "Hi", "--chat", "--no-think")
+    (tmp_path / "tools.json").write_text("{}")
+    assert "must be a list of objects" in refused("chat", talker, "--tools", tmp_path / "tools.json")
+    assert "need --chat" in refused("run", talker, "-p", "Hi", "--no-think")
+    assert "'low': must be a name and a value" in refused("chat", talker, "--template-option", "low")
 
 
 @pytest.mark.parametrize("command", [["chat"], ["run", "--chat", "-p", "Hi"]])
