@@ -1,8 +1,8 @@
 """config.json, generation_config.json and tokenizer of a GGUF, from its metadata.
 
-transformers converts them for the architectures that it maps (`gguf_file`). What it does not convert, such as most
+transformers converts the config for the architectures that it maps (`gguf_file`). What it does not convert, such as most
 kinds of rope scaling, would silently become a default, so the result is checked: `convert` must make the same metadata
-of it.
+of it. The tokenizer is made here (`models.tokenizer_json`): transformers takes no notice of tokenizer.ggml.pre.
 """
 
 import json
@@ -15,6 +15,7 @@ from bridge.conversion.gguf_source import GgufSource
 from bridge.errors import BridgeError, parameter
 from bridge.gguf_file.reader import StoredModel
 from bridge.models import describe_model
+from bridge.models.tokenizer_json import tokenizer_files
 
 # keys that GGUFs of other programs have without need: they repeat what others say
 _REPEATED = ("vocab_size", "rope.dimension_count", "attention.key_length", "attention.value_length")
@@ -24,18 +25,18 @@ _TOKENS = ("tokens", "merges", "bos_token_id", "eos_token_id", "add_bos_token")
 def write_config(model: StoredModel, folder: Path) -> None:
     """Write the files of a GGUF that transformers makes of its metadata.
 
-    Raises BridgeError if it does not know the architecture or cannot convert the tokenizer, or is not installed.
+    Raises BridgeError if transformers does not know the architecture or is not installed, and for a vocabulary of an
+    unknown kind.
     """
     file = model.files[0]
     try:
-        from transformers import AutoConfig, AutoTokenizer
+        from transformers import AutoConfig
         from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
     except ImportError:
         why = "config.json is made of a GGUF by transformers, which is not installed: pip install .[quantize]"
         raise _refused(file, why) from None
     try:
         config = AutoConfig.from_pretrained(file.parent, gguf_file=file.name)
-        tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
         config.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config.model_type]]
         # of a shard, transformers sees only the tensors in that
         config.tie_word_embeddings = "output.weight" not in model.tensors
@@ -43,11 +44,15 @@ def write_config(model: StoredModel, folder: Path) -> None:
         if (width := model.metadata.get(f"{arch}.attention.key_length")) is not None and hasattr(config, "head_dim"):
             config.head_dim = int(width)
         config.save_pretrained(folder)
-        tokenizer.save_pretrained(folder)
     except Exception as problem:  # transformers raises any kind
         arch = model.metadata.get("general.architecture")
         why = f"transformers cannot convert its metadata (architecture {arch}: {str(problem).splitlines()[:1]})"
         raise _refused(file, why) from problem
+    try:
+        for name, text in tokenizer_files(model.metadata).items():
+            (folder / name).write_text(text, encoding="utf-8")
+    except BridgeError as problem:
+        raise _refused(file, str(problem)) from problem
     ends = {key: _plain(model.metadata.get(f"tokenizer.ggml.{key}")) for key in ("bos_token_id", "eos_token_id")}
     generation = {key: value for key, value in ends.items() if value is not None}
     (folder / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n")
