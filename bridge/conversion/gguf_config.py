@@ -1,8 +1,8 @@
 """config.json, generation_config.json and tokenizer of a GGUF, from its metadata.
 
-transformers converts the config for the architectures that it maps (`gguf_file`). What it does not convert, such as most
-kinds of rope scaling, would silently become a default, so the result is checked: `convert` must make the same metadata
-of it. The tokenizer is made here (`models.tokenizer_json`): transformers takes no notice of tokenizer.ggml.pre.
+transformers converts the config for the architectures that it maps (`gguf_file`). What it does not convert, such as
+most kinds of rope scaling, would silently become a default, so the result is checked: `convert` must make the same
+metadata of it. The tokenizer is made here (`models.tokenizer_json`): transformers ignores tokenizer.ggml.pre.
 """
 
 import json
