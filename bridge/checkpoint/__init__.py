@@ -212,7 +212,10 @@ def open_checkpoint(
     home = config_folder(path, config)
     found = (home / "config.json").exists()
     if needs_config and not found and (home / "adapter_config.json").exists():
-        raise BridgeError(f"{home}: is an adapter (LoRA), not a whole model; merge it into its base model")
+        raise BridgeError(
+            f"{home}: is an adapter (LoRA), not a whole model; convert its base model with {parameter('merge')} set "
+            "to this folder"
+        )
     if needs_config and not found:
         raise BridgeError(
             f"{home / 'config.json'}: not found; is this the folder of a whole checkpoint? "

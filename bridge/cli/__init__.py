@@ -31,6 +31,7 @@ from bridge.cli import (
     quantize,
     repack,
     run,
+    serve,
     verify,
     warmup,
 )
@@ -60,6 +61,7 @@ examples:
   gguf-bridge run out.gguf -p "Once upon a time"
   gguf-bridge run org/name -p "Once upon a time"    converts it first
   gguf-bridge chat out.gguf
+  gguf-bridge serve out.gguf --port 8080
 """
 
 
@@ -173,6 +175,7 @@ def _parser() -> argparse.ArgumentParser:
         export,
         run,
         chat,
+        serve,
         bench,
         warmup,
         plot_command,

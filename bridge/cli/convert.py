@@ -82,19 +82,25 @@ def run(a: argparse.Namespace) -> int:
     if a.report:
         report.save(a.report)
     if options.shard is None:
-        print(_next_steps(report.outputs[0], options.modelfile))
+        print(_next_steps(report.outputs, options.modelfile))
     uploading.finish(report)
     return 0
 
 
-def _next_steps(gguf: Path, modelfile: bool) -> str:
-    """The commands that run a new GGUF."""
+def _next_steps(outputs: list[Path], modelfile: bool) -> str:
+    """The commands that run a new GGUF, with its vision tower if there is one."""
+    from bridge.conversion.mmproj import mmproj_path
     from bridge.gguf_file.reader import read_gguf
     from bridge.models.modelfile import ollama_line
     from bridge.runtime.decoder_config import ARCHITECTURES
 
+    gguf = outputs[0]
     file = shlex.quote(str(gguf))
-    lines = [f"llama-cli -m {file}", ollama_line(gguf) + ("" if modelfile else "   (--modelfile writes the Modelfile)")]
+    tower = [output for output in outputs if output == mmproj_path(gguf)]
+    lines = [f"llama-cli -m {file}"]
+    if tower:
+        lines.append(f"llama-mtmd-cli -m {file} --mmproj {shlex.quote(str(tower[0]))} --image IMAGE -p 'What is it?'")
+    lines.append(ollama_line(gguf) + ("" if modelfile else "   (--modelfile writes the Modelfile)"))
     if read_gguf(gguf).metadata["general.architecture"] in ARCHITECTURES:
         lines.insert(0, f'gguf-bridge run {file} -p "Once upon a time"')
     return "\n  ".join(["next:", *lines])

@@ -118,8 +118,17 @@ def budget(a: argparse.Namespace, progress: Progress | None) -> Budget | None:
 def add_output(p: argparse.ArgumentParser) -> None:
     """What is written, and by how many threads."""
     output = p.add_argument_group("output")
-    add_options(output, ConvertOptions, ["split_max_size", "modelfile", "force", "threads"])
+    add_options(output, ConvertOptions, ["mmproj_type", "split_max_size", "modelfile", "force", "threads"])
+    add_no_mmproj(output)
     add_report(output)
+
+
+def add_no_mmproj(p: Any) -> None:
+    """--no-mmproj, short for --mmproj-type none."""
+    p.add_argument(
+        "--no-mmproj", action="store_const", const="none", dest="mmproj_type", default=argparse.SUPPRESS,
+        help="short for --mmproj-type none",
+    )  # fmt: skip
 
 
 def add_report(p: Any) -> None:

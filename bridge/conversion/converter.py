@@ -7,6 +7,7 @@ size budget, are not chosen again; the report tells where they do not hold.
 
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,12 +20,13 @@ from bridge.conversion.executor import Executor
 from bridge.conversion.gguf_checkpoint import open_source
 from bridge.conversion.gguf_writer import GGUFOutput
 from bridge.conversion.importance import Importance
+from bridge.conversion.mmproj import mmproj_path
 from bridge.conversion.options import ConvertOptions, PlanOptions
 from bridge.conversion.paths import default_path, files_of, layers_of, other_outputs, with_checkpoint
 from bridge.conversion.plan import Plan, PlannedTensor, main_type
 from bridge.conversion.plan_file import save_plan
 from bridge.conversion.plan_reader import load_plan
-from bridge.conversion.planner import Planner, holds, make_plan, with_scales
+from bridge.conversion.planner import Planner, holds, make_plan, plan_tower, with_scales
 from bridge.conversion.recipe import PRESETS
 from bridge.conversion.report import Report, TensorReport, beyond_auto, check_report
 from bridge.conversion.size_budget import within_budget
@@ -113,6 +115,10 @@ def convert_as(
         importance = Importance.read(imatrix)
         calibrate, notes = with_length(ckpt, options.calibrate) if options.calibrate is not None else (None, [])
         calibrated = calibrate is not None
+        tower, beside = _tower(ckpt, options, given), list[Path]()
+        if tower is not None and path is not None:
+            beside = [mmproj_path(path)]
+            check_outputs(beside, options.force, reads.and_files([path, *also]))
         plan = make_plan(ckpt, options, importance, calibrated) if given is None else given
         planner = Planner(ckpt, options, importance, plan, calibrated)
         if given is not None:
@@ -120,6 +126,7 @@ def convert_as(
         if path is None:
             path = default_path(str(checkpoint), options.type if options.type in PRESETS else main_type(plan.tensors))
             check_all(path, reads)
+            beside = [] if tower is None else [mmproj_path(path)]
         layers = None
         if options.budget is not None:
             assert calibrate is not None
@@ -135,21 +142,37 @@ def convert_as(
         executor = Executor(planner.reader, importance, layers.layers if layers else {}, options.threads)
         chooses = given is None and options.budget is None
         whole = with_scales(ckpt, plan)
-        with GGUFOutput(path, whole, options.force, options.shard, reads.and_files(also)) as output:
+        with ExitStack() as stack:
+            taken = reads.and_files([*also, *beside])
+            output = stack.enter_context(GGUFOutput(path, whole, options.force, options.shard, taken))
+            outputs, seen = [output], list[TensorReport]()
+            if tower is not None:
+                taken = reads.and_files([*also, path])
+                outputs.append(stack.enter_context(GGUFOutput(beside[0], tower, options.force, None, taken)))
+                seen = list(_written(executor, outputs[1], None, None))
             results = list(_written(executor, output, planner if chooses else None, progress))
-            files = output.finish()
+            files = [file for each in outputs for file in each.finish()]
         if layers:
             layers.remove()
         if options.modelfile:
-            _write_modelfile(ckpt, plan, files[0])
-    notes = [*plan.notes, *notes, *(note for t in results for note in t.notes)]
+            _write_modelfile(ckpt, plan, files[0], [file.name for file in beside])
+    notes = [*plan.notes, *notes, *(note for t in [*results, *seen] for note in t.notes)]
     if not chooses:
         planned = {t.name: t for t in whole.tensors}
         notes += [note for t in results if (note := _beyond_plan(planned[t.name], t))]
     elif options.promises_closeness:
         notes += [note for t in results if (note := beyond_auto(t))]
     seconds, compiled = time.perf_counter() - started, compiling.seconds() - compiled
+    results += seen
     return Report(str(checkpoint), ckpt.format, files, results, ckpt.nbytes, seconds, notes, compiled, ckpt.home)
+
+
+def _tower(ckpt: Checkpoint, options: ConvertOptions, given: Plan | None) -> Plan | None:
+    """What becomes of the vision tower, if this run writes it: of several shards, the one with the first."""
+    type = options.mmproj_type if given is None else given.mmproj_type
+    if type in (None, "none") or (options.shard is not None and options.shard[0] != 1):
+        return None
+    return plan_tower(ckpt, str(type), options.threads)
 
 
 def _completed(planner: Planner, plan: Plan) -> Plan:
@@ -186,12 +209,12 @@ def _beyond_plan(tensor: PlannedTensor, report: TensorReport) -> str | None:
     return f"{tensor.name}: adds {share} of the checkpoint's noise, the plan allows {limit}"
 
 
-def _write_modelfile(ckpt: Checkpoint, plan: Plan, file: Path) -> None:
+def _write_modelfile(ckpt: Checkpoint, plan: Plan, file: Path, beside: list[str]) -> None:
     """An Ollama Modelfile next to the GGUF."""
     from bridge.models.modelfile import modelfile
 
     generation = read_json(ckpt.home / "generation_config.json", optional=True)
-    write_text(file.parent / "Modelfile", modelfile(plan.metadata, plan.stop, generation, file.name))
+    write_text(file.parent / "Modelfile", modelfile(plan.metadata, plan.stop, generation, [file.name, *beside]))
 
 
 @checked

@@ -24,6 +24,7 @@ from bridge.conversion.checkpoint_outline import outline_of
 from bridge.conversion.gguf_checkpoint import GgufCheckpoint
 from bridge.conversion.importance import Importance
 from bridge.conversion.metadata import with_given
+from bridge.conversion.mmproj import tower_notes, tower_outline
 from bridge.conversion.options import PlanOptions
 from bridge.conversion.part_reader import PartReader
 from bridge.conversion.plan import How, Plan, PlannedTensor, main_type
@@ -63,6 +64,7 @@ def make_plan(
     calibrated  whether floats and codes that cannot be carried will be quantized with a text
     """
     outline = outline_of(ckpt, options.pre, options.template)
+    tower = tower_outline(ckpt, options.mmproj_type) if options.mmproj_type != "none" else None
     importance.check(outline.tensors)
     planner = Planner(ckpt, options, importance, outline, calibrated)
     options.check([t.name for t in outline.tensors if t.fixed_type is None])
@@ -70,7 +72,8 @@ def make_plan(
     metadata = with_given(outline.metadata, options.metadata)
     metadata["general.quantization_version"] = GGUFValue(GGML_QUANT_VERSION, GGUFValueType.UINT32)
     metadata["general.file_type"] = GGUFValue(_file_type(options, tensors), GGUFValueType.UINT32)
-    notes = [*ckpt.notes, *outline.notes]
+    asked = None if options.mmproj_type == "none" else options.mmproj_type
+    notes = [*ckpt.notes, *tower_notes(outline.others, tower, asked), *outline.notes]
     if any(t.type == "Q2_0" for t in tensors) and options.uses_q2_0 is None:
         notes.append(f"llama.cpp has Q2_0 since build {Q2_0_SINCE} (July 2026): earlier ones cannot load this file")
     hows = {how for t in tensors for how in t.how}
@@ -96,7 +99,23 @@ def make_plan(
         importance.path,
         options.split_max_size,
         options.detect_lattice,
+        None if tower is None else asked,
     )
+
+
+def plan_tower(ckpt: Checkpoint, type: str, threads: int | None = None) -> Plan | None:
+    """What becomes of a checkpoint's vision tower, its matrices of a type; None where it has none that is known."""
+    outline = tower_outline(ckpt, type)
+    if outline is None:
+        return None
+    planner = Planner(ckpt, PlanOptions(threads=threads), Importance({}), outline)
+    file_type = LlamaFileType.ALL_F32 if type == "F32" else LlamaFileType[f"MOSTLY_{type}"]
+    metadata = {
+        **outline.metadata,
+        "general.quantization_version": GGUFValue(GGML_QUANT_VERSION, GGUFValueType.UINT32),
+        "general.file_type": GGUFValue(int(file_type), GGUFValueType.UINT32),
+    }
+    return Plan(metadata, planner.each(planner.planned, outline.tensors))
 
 
 def with_scales(ckpt: Checkpoint, plan: Plan) -> Plan:

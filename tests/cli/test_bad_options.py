@@ -87,7 +87,7 @@ def test_a_checkpoint_that_is_a_file_or_not_there(model, refused, tmp_path):
     (model / "model.safetensors").rename(model / "model.gguf")
     assert "model.gguf, which is a GGUF already" in refused("convert", model, out)
     (model / "config.json").rename(model / "adapter_config.json")
-    assert "is an adapter (LoRA)" in refused("convert", model, out)
+    assert "convert its base model with --merge set to this folder" in refused("convert", model, out)
 
 
 def test_a_gguf_that_is_none_or_cut_short(model, refused, tmp_path):

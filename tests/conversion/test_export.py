@@ -21,7 +21,7 @@ from bridge.conversion.codes_of_blocks import codes_of, fp4_of
 from bridge.encode.block_bytes import unpack_fields
 from bridge.errors import BridgeError
 from bridge.gguf_file.reader import read_gguf
-from scripts.peers.reference import mean_kl
+from scripts.peers.predictions import mean_kl
 from tests.conftest import CHECKPOINT, shared
 
 
