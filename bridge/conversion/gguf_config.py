@@ -1,7 +1,7 @@
 """config.json, generation_config.json and tokenizer of a GGUF, from its metadata.
 
-transformers converts them for the architectures that it maps (`gguf_file`). What it does not convert, such as most
-kinds of rope scaling, would silently become a default, so the result is checked: `convert` must make the same metadata
+The config is what `bridge.models` reads back, for every architecture that it writes; the tokenizer is transformers'.
+What neither converts would silently become a default, so the result is checked: `convert` must make the same metadata
 of it.
 """
 
@@ -15,6 +15,7 @@ from bridge.conversion.gguf_source import GgufSource
 from bridge.errors import BridgeError, parameter
 from bridge.gguf_file.reader import StoredModel
 from bridge.models import describe_model
+from bridge.models.gguf_config import ROPE_FACTORS, add_rope_factors, config_of_gguf
 
 # keys that GGUFs of other programs have without need: they repeat what others say
 _REPEATED = ("vocab_size", "rope.dimension_count", "attention.key_length", "attention.value_length")
@@ -28,25 +29,22 @@ def write_config(model: StoredModel, folder: Path) -> None:
     """
     file = model.files[0]
     try:
-        from transformers import AutoConfig, AutoTokenizer
-        from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-    except ImportError:
-        why = "config.json is made of a GGUF by transformers, which is not installed: pip install .[quantize]"
-        raise _refused(file, why) from None
+        config = config_of_gguf(model.metadata, model.tensors)
+        factors = {name: model.tensors[f"{name}.weight"] for name in ROPE_FACTORS if f"{name}.weight" in model.tensors}
+        add_rope_factors(config, {name: tensor.raw.view(np.float32) for name, tensor in factors.items()})
+    except BridgeError as problem:
+        raise _refused(file, str(problem)) from problem
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     try:
-        config = AutoConfig.from_pretrained(file.parent, gguf_file=file.name)
-        tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
-        config.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config.model_type]]
-        # of a shard, transformers sees only the tensors in that
-        config.tie_word_embeddings = "output.weight" not in model.tensors
-        arch = model.metadata.get("general.architecture")
-        if (width := model.metadata.get(f"{arch}.attention.key_length")) is not None and hasattr(config, "head_dim"):
-            config.head_dim = int(width)
-        config.save_pretrained(folder)
-        tokenizer.save_pretrained(folder)
+        from transformers import AutoTokenizer
+
+        AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name).save_pretrained(folder)
+    except ImportError:
+        why = "the tokenizer is made of a GGUF by transformers, which is not installed: pip install .[quantize]"
+        raise _refused(file, why) from None
     except Exception as problem:  # transformers raises any kind
         arch = model.metadata.get("general.architecture")
-        why = f"transformers cannot convert its metadata (architecture {arch}: {str(problem).splitlines()[:1]})"
+        why = f"transformers cannot convert its tokenizer (architecture {arch}: {str(problem).splitlines()[:1]})"
         raise _refused(file, why) from problem
     ends = {key: _plain(model.metadata.get(f"tokenizer.ggml.{key}")) for key in ("bos_token_id", "eos_token_id")}
     generation = {key: value for key, value in ends.items() if value is not None}
