@@ -35,9 +35,10 @@ ALLOWED = {
     "conversion": {
         "blocks", "checkpoint", "encode", "errors", "gguf_file", "models", "quantize", "runtime", "system",
     },
+    "serve": {"errors", "gguf_file", "runtime", "system"},
     "cli": {
         "blocks", "checkpoint", "conversion", "encode", "errors", "gguf_file", "models", "nn", "quantize", "runtime",
-        "system", "trellis",
+        "serve", "system", "trellis",
     },
 }  # fmt: skip
 
