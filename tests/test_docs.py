@@ -276,6 +276,8 @@ def test_a_python_snippet_runs(code, tmp_path, small_model, request, monkeypatch
         pytest.skip("needs a GPU")
     if "transformers" in code or "llama-" in code:
         pytest.importorskip("transformers")
+    if "gguf_file" in code:
+        pytest.importorskip("accelerate")
     monkeypatch.chdir(tmp_path)
     files = {"model-gptq": CHECKPOINT, "org/model-gptq": CHECKPOINT, "org/model": small_model}
     if "llama-" in code:
