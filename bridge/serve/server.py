@@ -60,7 +60,6 @@ class _Server(uvicorn.Server):
     def __init__(self, config: uvicorn.Config, engine: Engine, grace: float):
         super().__init__(config)
         self._engine, self._grace = engine, grace
-        self._ending: Any = None
 
     def handle_exit(self, sig: int, frame: Any) -> None:
         """At the first signal replies may go on, at the second they end."""
@@ -71,6 +70,4 @@ class _Server(uvicorn.Server):
             loop.call_soon_threadsafe(self._end_within, 0.0 if again else self._grace)
 
     def _end_within(self, seconds: float) -> None:
-        loop = asyncio.get_running_loop()
-        message = "the server was stopped before the reply was complete"
-        loop.call_later(seconds, self._engine.fail, message)
+        asyncio.get_running_loop().call_later(seconds, self._engine.end_all)

@@ -8,9 +8,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from starlette.testclient import TestClient
 
 from bridge.gguf_file import chat_template
+from bridge.runtime.decoder import Decoder
 from bridge.runtime.model import Model
+from bridge.serve.app import Limits, make_app
+from bridge.serve.engine import Engine, Stream
 from tests.serve.conftest import client_of
 
 GREEDY: dict[str, Any] = {"temperature": 0}
@@ -305,6 +309,35 @@ def test_a_key_is_asked_for(model: Model) -> None:
         assert client.post("/v1/completions", json={"prompt": "a", "max_tokens": 1}, headers=good).status_code == 200
         assert client.get("/metrics").status_code == 401
         assert client.get("/health").status_code == client.get("/").status_code == 200
+
+
+def test_what_waits_beyond_the_limit_is_refused(model: Model) -> None:
+    engine = Engine(model, 1, 1)
+    with TestClient(make_app(model, Limits(), engine), base_url="http://127.0.0.1") as client:
+        others = {Stream(), Stream()}
+        engine.open |= others
+        refused = client.post("/v1/completions", json={"prompt": "a"})
+        assert (refused.status_code, refused.headers["retry-after"]) == (429, "5")
+        assert refused.json()["error"]["type"] == "rate_limit_error"
+        assert "2 replies are being made or waited for; the most is 2" in refused.json()["error"]["message"]
+        engine.open -= others
+        assert client.post("/v1/completions", json={"prompt": "a", "max_tokens": 1}).status_code == 200
+        assert engine.open == set()
+        engine.stopping = True
+        assert client.get("/health").status_code == 503
+        stopping = client.post("/v1/completions", json={"prompt": "a"})
+        assert stopping.status_code == 503
+        assert "the server is stopping" in stopping.json()["error"]["message"]
+
+
+def test_a_model_that_fails_fails_its_replies_and_not_the_server(model: Model, monkeypatch: Any) -> None:
+    with client_of(model) as client:
+        with monkeypatch.context() as patch:
+            patch.setattr(Decoder, "run", lambda *_: 1 / 0)
+            failed = client.post("/v1/completions", json={"prompt": "a"})
+            assert "ZeroDivisionError" in failed.json()["error"]["message"]
+            assert failed.status_code == 500
+        assert client.post("/v1/completions", json={"prompt": "a", "max_tokens": 1}).status_code == 200
 
 
 def test_a_page_elsewhere_cannot_ask_by_a_name_of_its_own(model: Model, client: Any) -> None:
