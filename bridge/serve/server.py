@@ -26,6 +26,7 @@ def bound(host: str, port: int) -> socket.socket:
         try:
             made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             made.bind(address)
+            made.listen(128)
         except OSError:
             made.close()
             raise
