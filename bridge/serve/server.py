@@ -11,7 +11,7 @@ from typing import Any
 import uvicorn
 
 from bridge.errors import BridgeError, parameter
-from bridge.gguf_file.chat_template import prepare_renderer
+from bridge.gguf_file.chat_template import keep_renderer
 from bridge.runtime.model import Model
 from bridge.serve.app import Limits, make_app
 from bridge.serve.engine import Engine
@@ -40,7 +40,7 @@ def serve(model: Model, listening: socket.socket, limits: Limits, grace: float) 
     """Answer requests until a signal comes; `grace` as above."""
     engine = Engine(model, limits.sequences, limits.waiting)
     if model.chat_template is not None:
-        prepare_renderer()
+        keep_renderer()
     config = uvicorn.Config(
         make_app(model, limits, engine),
         log_level="warning",

@@ -356,14 +356,20 @@ def test_defaults_of_the_command_line_are_those_of_requests(model: Model, refere
     assert found["choices"][0]["text"] == alone(reference, "KING", 8)
 
 
-def test_a_renderer_that_waits_renders_the_next_chat(client: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chat_template, "_keeps", False)
-    chat_template.prepare_renderer()
-    (waiting,) = chat_template._ready
-    before = chat(client, max_tokens=3)["choices"]
-    assert waiting.returncode == 0
-    (following,) = chat_template._ready
-    assert following.poll() is None
-    assert chat(client, max_tokens=3)["choices"] == before
-    chat_template._end()
-    assert following.poll() is not None
+def test_one_process_renders_all_chats_and_another_after_one_that_ran_into_its_limit(monkeypatch: Any) -> None:
+    def render(template: str) -> Any:
+        return chat_template.render_chats(template, [([{"role": "user", "content": "x"}], True)], {})[0]
+
+    monkeypatch.setattr(chat_template, "CPU_SECONDS", 1)
+    chat_template.keep_renderer()
+    try:
+        (process,) = chat_template._kept
+        assert [render("{{ messages[0].content }}1"), render("{{ nothing }}2"), render("{{ 3 }}")] == ["x1", "2", "3"]
+        assert "jinja cannot read it" in str(render("{{"))
+        assert process.poll() is None
+        assert "runs for more than 1 seconds" in str(render("{% for i in range(99999) %}" * 3 + "{% endfor %}" * 3))
+        assert process.poll() is not None
+        assert render("{{ messages[0].content }}4") == "x4"
+    finally:
+        chat_template.end_renderer()
+    assert chat_template._kept == []
