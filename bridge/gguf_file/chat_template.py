@@ -2,6 +2,7 @@
 
 import atexit
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -11,8 +12,12 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from bridge.errors import BridgeError
 from bridge.gguf_file.chat_renderer import CPU_SECONDS, MEMORY
 
+OWN = ("messages", "add_generation_prompt", "bos_token", "eos_token")  # what templates get that is no option
+# the switches that templates have for thinking, so that a reply comes without
+NO_THINKING = {"enable_thinking": False, "thinking": False, "thinking_mode": "disabled", "thinking_budget": 0}
 _SECONDS = 60  # of a process that the system gives no limit of its own
 
 Conversation = tuple[
@@ -25,16 +30,22 @@ class TemplateFailed(Exception):
 
 
 def render_chats(
-    template: str, conversations: Sequence[Conversation], variables: Mapping[str, Any], dated: bool = True
+    template: str,
+    conversations: Sequence[Conversation],
+    tokens: Mapping[str, str],
+    dated: bool = True,
+    options: Mapping[str, Any] | None = None,
 ) -> list[str | TemplateFailed]:
     """The text of each conversation, or why there is none; one process, about 0.1 s, renders them all.
 
-    variables  what templates refer to: texts of the special tokens, {"bos_token": "<s>", "eos_token": "</s>"}, or tools
-    dated      whether templates may ask for today's date; those that can do without then have one of their own
+    tokens   texts of the special tokens that templates refer to: {"bos_token": "<s>", "eos_token": "</s>"}
+    dated    whether templates may ask for today's date; those that can do without then have one of their own
+    options  further variables of the template, plain data: "tools" (a list of functions as JSON Schema), "documents",
+             "enable_thinking" ...; see `check_template_options`
     """
     request = {
         "template": template,
-        "variables": dict(variables),
+        "variables": {**(options or {}), **tokens},
         "dated": dated,
         "conversations": [[[dict(message) for message in messages], prompt] for messages, prompt in conversations],
     }
@@ -74,6 +85,26 @@ def end_renderer() -> None:
 def _end(process: subprocess.Popen[bytes]) -> None:
     process.kill()
     process.communicate()
+
+
+def check_template_options(options: Any) -> dict[str, Any]:
+    """The options of a chat template, as {"enable_thinking": False}; BridgeError where they are none."""
+    if not isinstance(options, Mapping) or not all(isinstance(name, str) for name in options):
+        raise BridgeError('template_options: must be a dict of names and values: {"enable_thinking": False}')
+    own = next((name for name in OWN if name in options), None)
+    if own is not None:
+        raise BridgeError(f"template_options: {own} is given to the template by the program; leave it out")
+    for name in ("tools", "documents"):
+        value = options.get(name)
+        if value is not None and not (isinstance(value, list | tuple) and all(isinstance(v, Mapping) for v in value)):
+            raise BridgeError(f"template_options: {name} must be a list of objects, as in the OpenAI API")
+    return dict(options)
+
+
+def thinking_switches(template: str) -> dict[str, Any]:
+    """The template's own switches for thinking, set so that the reply comes without: {"enable_thinking": False}."""
+    code = " ".join(re.findall(r"\{[{%].*?[}%]\}", template, re.DOTALL))
+    return {name: off for name, off in NO_THINKING.items() if re.search(rf"(?<![\w.'\"]){name}(?![\w'\"])", code)}
 
 
 def _started() -> subprocess.Popen[bytes]:
@@ -133,6 +164,6 @@ def _asked(process: subprocess.Popen[bytes], request: bytes) -> bytes:
     process.wait()
     if late.is_set():
         raise TemplateFailed(f"it runs for more than {_SECONDS} seconds")
-    if process.returncode == -getattr(signal, "SIGXCPU", 0):
+    if hasattr(signal, "SIGXCPU") and process.returncode == -signal.SIGXCPU:
         raise TemplateFailed(f"it runs for more than {CPU_SECONDS} seconds")
     raise TemplateFailed(f"the process that renders it ended with {process.returncode}")

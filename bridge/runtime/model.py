@@ -23,6 +23,7 @@ import numpy as np
 
 from bridge.errors import BridgeError, parameter
 from bridge.runtime.batch import MAX_BATCH, Batch
+from bridge.runtime.continuations import continuation_scores
 from bridge.runtime.decoder import Decoder
 from bridge.runtime.decoder_config import DecoderConfig, read_config
 from bridge.runtime.generation import ScoredToken, scored, stop_texts, until
@@ -178,6 +179,12 @@ class Model:
         template = self._file.metadata.get("tokenizer.chat_template")
         return template if isinstance(template, str) else None
 
+    @property
+    def takes_tools(self) -> bool:
+        """Whether the file has a chat template with tools."""
+        for_tools = self._file.metadata.get("tokenizer.chat_template.tool_use")
+        return isinstance(for_tools, str) or "tools" in (self.chat_template or "")
+
     def prepare(self) -> Self:
         """Repack the weights now rather than with the first token, or on a GPU upload and compile; returns self."""
         with self._lock:
@@ -205,11 +212,24 @@ class Model:
             start, tokens = start - 1, tokens[:-1]
         if not 0 < start < len(tokens):
             raise BridgeError("the context and its continuation must have tokens of their own")
-        rows = self.logits(tokens[:-1], len(tokens) - start).astype(np.float64)
-        own = np.array(tokens[start:])
-        top = rows.max(-1)
-        scores = rows[np.arange(len(own)), own] - top - np.log(np.exp(rows - top[:, None]).sum(-1))
-        return float(scores.sum()), bool((rows.argmax(-1) == own).all())
+        (score,) = self.score_continuations(tokens[:start], [tokens[start:]])
+        return score
+
+    def score_continuations(
+        self, context: Sequence[int], continuations: Sequence[Sequence[int]]
+    ) -> list[tuple[float, bool]]:
+        """As `loglikelihood`, for several continuations of one context, in token ids; the context is read once.
+
+        Raises BridgeError where one of them is empty, or does not fit.
+        """
+        if not context or not all(continuations):
+            raise BridgeError("the context and its continuations must have tokens of their own")
+        for tokens in continuations:
+            self._checked([*context, *tokens[:-1]])
+        with self._lock:
+            self._turn += 1
+            self._decoder.begin()
+            return continuation_scores(self._decoder, list(context), [list(c) for c in continuations])
 
     def logprobs(self, text: str | Sequence[int], top: int = 0) -> list[ScoredToken]:
         """The log-probability of each token of a text, given those before it, and of the `top` most likely ones.
@@ -350,33 +370,50 @@ class Model:
                 timing.seconds += seconds
         timing.tokens, timing.kept_tokens = batch.step_tokens, prompt_tokens - batch.prompt_tokens
 
-    def chat(self, messages: Sequence[Mapping[str, Any]], max_tokens: int = 256, **options: Any) -> Iterator[str]:
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        max_tokens: int = 256,
+        template_options: Mapping[str, Any] | None = None,
+        **options: Any,
+    ) -> Iterator[str]:
         """The model's reply to [{"role": "user", "content": ...}, ...], by the file's own chat template.
+
+        template_options  as in `chat_tokens`
+        options           the arguments of `generate` after `max_tokens`
 
         Its own replies are not read again, even if it chose other tokens than the tokenizer would.
         """
-        tokens = self.chat_tokens(messages)
+        tokens = self.chat_tokens(messages, template_options)
         with self._lock:
             tokens = self.tokenizer.spelled_as(tokens, self._decoder.read)
         return self.generate(tokens, max_tokens, **options)
 
     def chat_tokens(
-        self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any] | None = None
+        self, messages: Sequence[Mapping[str, Any]], template_options: Mapping[str, Any] | None = None
     ) -> list[int]:
-        """A conversation as token ids, up to where the reply begins; `variables`: of the chat template, as `tools`."""
-        from bridge.gguf_file.chat_template import TemplateFailed, render_chats
+        """A conversation as token ids, up to where the reply begins.
+
+        template_options  further variables of the chat template: "tools" and "documents" (lists of objects, as in the
+                          OpenAI API), "enable_thinking" and what else the template asks for. Tools take the file's
+                          template for them where it has one
+        """
+        from bridge.gguf_file.chat_template import TemplateFailed, check_template_options, render_chats
 
         plain = isinstance(messages, Sequence) and not isinstance(messages, str | bytes)
         if not plain or not all(isinstance(message, Mapping) for message in messages):
             raise BridgeError('the messages of a chat must be a list: [{"role": "user", "content": "..."}, ...]')
-        if self.chat_template is None:
+        extra = check_template_options({} if template_options is None else template_options)
+        for_tools = self._file.metadata.get("tokenizer.chat_template.tool_use") if extra.get("tools") else None
+        template = for_tools if isinstance(for_tools, str) else self.chat_template
+        if template is None:
             raise BridgeError(
                 f"{self.path}: the file has no chat template; give the whole prompt as a text, to `gguf-bridge run -p` "
                 "without --chat or to Model.generate"
             )
         bos, eos = self.tokenizer.text(self.tokenizer.bos), self.tokenizer.text(self.tokenizer.eos)
-        given = {**(variables or {}), "bos_token": bos, "eos_token": eos}
-        (text,) = render_chats(self.chat_template, [(messages, True)], given)
+        tokens = {"bos_token": bos, "eos_token": eos}
+        (text,) = render_chats(template, [(messages, True)], tokens, options=extra)
         if isinstance(text, TemplateFailed):
             raise BridgeError(f"{self.path}: the chat template cannot be used: {text}") from text
         return self.tokenizer.encode(text, add_special=not (bos and text.startswith(bos)))

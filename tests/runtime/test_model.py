@@ -25,7 +25,7 @@ from bridge.runtime.model import Model
 from bridge.runtime.perplexity import perplexity
 from bridge.runtime.sampling import Sampler, Sampling
 from scripts.peers.llama_cpp import LlamaCpp
-from scripts.peers.reference import mean_kl
+from scripts.peers.predictions import mean_kl
 from tests.conftest import CHECKPOINT, ROOT, repacked
 
 PROMPT = "The history of the city"
@@ -240,6 +240,20 @@ def test_a_conversation_goes_through_the_files_template(model: Model, path: Path
     broken = bridge.Model.load(changed(path, tmp_path / "broken.gguf", chat_template="{{ raise_exception('no') }}"))
     with pytest.raises(BridgeError, match="chat template cannot be used: it fails with: no"):
         broken.chat(messages)
+
+
+def test_tools_and_other_options_reach_the_files_template_for_them(path: Path, tmp_path: Path) -> None:
+    templates = [{"name": "default", "template": "plain {{ mood }}"}, {"name": "tool_use", "template": "{{ tools }}"}]
+    loaded = bridge.Model.load(changed(path, tmp_path / "tools.gguf", chat_template=templates))
+    messages = [{"role": "user", "content": "hello"}]
+
+    def text(**options: Any) -> str:
+        return loaded.tokenizer.decode(loaded.chat_tokens(messages, options), special=True)
+
+    assert text(mood="good") == "plain good"
+    assert text(tools=[{"name": "f"}]) == "[{'name': 'f'}]"
+    made = "".join(loaded.chat(messages, 8, {"mood": "good"}, temperature=0))
+    assert made == "".join(loaded.generate("plain good", 8, temperature=0))
 
 
 @pytest.mark.parametrize("messages", ["hello", {"role": "user", "content": "hello"}, ["hello"], None, 5])

@@ -12,7 +12,7 @@ import bridge
 from bridge.errors import BridgeError
 from bridge.runtime.decoder import Decoder
 from bridge.runtime.model import Model
-from scripts.peers.reference import mean_kl
+from scripts.peers.predictions import mean_kl
 from tests.conftest import CHECKPOINT, repacked
 
 PROMPTS = ["KING", "The history of the city", "ROMEO:\n", "What is that to me? " * 20, "a"]
