@@ -297,6 +297,7 @@ def lines_of(page: Path) -> list[str]:
 
 NOT_RUN = {
     "a Hub id": "--template org/",
+    "runs until it is stopped: tests/serve": "gguf-bridge serve",
     "a pickle of the real LLaMA": "llama-7b-4bit.pt",
     "minutes: tests/conversion/test_size_budget.py": "--size",
     "seconds of timing: tests/cli/test_run.py": "bench Q4_K",
