@@ -14,8 +14,9 @@ together again, give the text that jinja gives, for several conversations.
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
-from os.path import commonprefix
+from itertools import takewhile
 from typing import Any
 
 from bridge.gguf_file.chat_template import TemplateFailed, render_chats
@@ -126,20 +127,24 @@ def _read_parts(render: Any, bos: str) -> ChatParts:
     if not between.startswith(ended):  # the end of the last reply does not matter: that one is continued
         ended = ""
     before_reply, introduced = to_reply[len(after_user) :], between[len(ended) :]
+    layout, before, after = "none", "", ""
+    with suppress(NotUnderstood):
+        before, after, _ = _cut(render((_SYSTEM, *one), True).removeprefix(bos), (_SYSTEM[1], user[0]))
+        layout = "first" if head and before.startswith(head) else "block"
     # where only later turns begin with a BOS or the like, it belongs between turns
-    before_user = commonprefix((head[::-1], introduced[::-1]))[::-1]
+    before_user = _common_end([head, introduced, *([after] if layout == "block" else [])])
     turn_start = introduced[: len(introduced) - len(before_user)]
     opening = head[: len(head) - len(before_user)]
     common = (before_user, after_user, before_reply, ended, after_first[len(after_user) :], turn_start)
-    try:
-        before, after, _ = _cut(render((_SYSTEM, *one), True).removeprefix(bos), (_SYSTEM[1], user[0]))
-    except NotUnderstood:
-        return ChatParts("none", opening, "", "", *common)
-    if after.endswith(before_user):
-        return ChatParts("block", opening, before, after[: len(after) - len(before_user)], *common)
-    if before.startswith(head):
-        return ChatParts("first", opening, before[len(head) :], after, *common)
-    raise NotUnderstood("a system message is neither before nor inside the first message of the user")
+    if layout == "first":
+        return ChatParts(layout, opening, before[len(head) :], after, *common)
+    return ChatParts(layout, opening, before, after[: len(after) - len(before_user)], *common)
+
+
+def _common_end(texts: Sequence[str]) -> str:
+    """The longest text that all of them end with."""
+    same = takewhile(lambda column: len(set(column)) == 1, zip(*map(reversed, texts), strict=False))
+    return texts[0][len(texts[0]) - sum(1 for _ in same) :]
 
 
 def _cut(text: str, marks: Sequence[str]) -> list[str]:
