@@ -17,6 +17,8 @@ from bridge.runtime.sampling import Sampling
 from bridge.system.options import Flag
 from bridge.system.progress import Progress
 
+# what is converted
+SOURCE = "folder with config.json and weights, a Hub id to download (org/name, org/name@branch), a .pt, or a GGUF"
 CHECKPOINT = "folder with config.json and weights, a Hub id to download (org/name, org/name@branch), or a .pt"
 
 

@@ -76,6 +76,11 @@ def add_sampling(p: argparse.ArgumentParser) -> None:
         "--stop", action="append", default=[], metavar="TEXT",
         help="text that ends the reply and is not printed; may be repeated",
     )  # fmt: skip
+    grammar = p.add_mutually_exclusive_group()
+    grammar.add_argument(
+        "--schema", type=Path, metavar="FILE.json", help="JSON schema that the reply fits (the extra: schema)"
+    )
+    grammar.add_argument("--regex", metavar="REGEX", help="regular expression that the whole reply matches")
     add_options(p, Sampling)
 
 
@@ -129,7 +134,17 @@ def _named_value(text: str) -> tuple[str, Any]:
 
 def reply_options(a: argparse.Namespace) -> dict[str, Any]:
     """The arguments of `Model.generate` after the prompt."""
-    return {"max_tokens": a.max_tokens, "stop": a.stop, **given(a, Sampling)}
+    grammar = {"schema": a.schema and _text_of(a.schema), "regex": a.regex}
+    return {"max_tokens": a.max_tokens, "stop": a.stop, **grammar, **given(a, Sampling)}
+
+
+def _text_of(path: Path) -> str:
+    """A file's text; BridgeError where it cannot be read."""
+    expect_name(path)
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as problem:
+        raise BridgeError(f"{path}: {getattr(problem, 'strerror', None) or 'not UTF-8'}") from problem
 
 
 def model_parser(commands: Any, name: str, help: str, handler: Any) -> argparse.ArgumentParser:
@@ -259,11 +274,7 @@ def perplexity(a: argparse.Namespace) -> int:
     from bridge.runtime import perplexity as measure
     from bridge.system.progress import Bar
 
-    expect_name(a.file)
-    try:
-        text = a.file.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as problem:
-        raise BridgeError(f"{a.file}: {getattr(problem, 'strerror', None) or 'not UTF-8'}") from problem
+    text = _text_of(a.file)
     context = a.context or a.length
     model = load(a, a.gguf, context, a.lora)
     reference = load(a, a.reference, context) if a.reference else None

@@ -14,10 +14,10 @@ from typing import Any
 
 from bridge.checkpoint import Checkpoint
 from bridge.checkpoint.adapter import read_adapter
-from bridge.checkpoint.files.hub import open_by_name
 from bridge.checkpoint.merge import merge
 from bridge.conversion.calibrate_plan import quantize_planned, with_length
 from bridge.conversion.executor import Executor
+from bridge.conversion.gguf_checkpoint import open_source
 from bridge.conversion.gguf_writer import GGUFOutput
 from bridge.conversion.importance import Importance
 from bridge.conversion.mmproj import mmproj_path
@@ -48,10 +48,10 @@ def convert(
     progress: Progress | None = None,
     **options: Any,
 ) -> Report:
-    """Convert a quantized checkpoint to a GGUF file, carrying its integer codes.
+    """Convert a quantized checkpoint to a GGUF file, carrying its integer codes, or a GGUF to other types.
 
-    checkpoint  a folder in Hugging Face layout, a Hub id to download (org/name, org/name@branch), or a .pt; the plan's
-                where a plan is given without one
+    checkpoint  a folder in Hugging Face layout, a Hub id to download (org/name, org/name@branch), a .pt, or a
+                GGUF; the plan's where a plan is given without one
     out         the GGUF to write; default: the checkpoint's name and the type, in the current folder
     progress    called with the bytes of the checkpoint that are done, of how many, and the tensor just written
     options     fields of `bridge.conversion.options.ConvertOptions`, such as type="Q4_K", template="model-f16.gguf",
@@ -101,11 +101,12 @@ def convert_as(
             check_report(save_as, taken.and_files([*([path] if path is not None else []), *also]))
 
     check_all(path, reads)
-    with open_by_name(
+    with open_source(
         checkpoint,
         options.config,
         needs_config=template is None,
         detect_lattice=options.detect_lattice if given is None else given.detect_lattice,
+        by_family=options.calibrate is not None or (given is not None and not given.by_gguf_names),
     ) as ckpt:
         if adapter is not None:
             merge(ckpt, adapter)
@@ -238,7 +239,7 @@ def plan_as(
     path = None if out is None else Path(out)
     reads = Taken().and_files(files_of(options.template, options.imatrix))
     check_outputs([path], options.force, reads)
-    with open_by_name(
+    with open_source(
         checkpoint, options.config, needs_config=options.template is None, detect_lattice=options.detect_lattice
     ) as ckpt:
         check_outputs([path], options.force, with_checkpoint(reads, ckpt))

@@ -11,12 +11,14 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from bridge.checkpoint import Checkpoint
+from bridge.conversion.gguf_checkpoint import GgufCheckpoint
 from bridge.errors import BridgeError
 from bridge.models.outline import FRAMES, ModelTensor, Part
 from bridge.system.row_threads import chunks
 
 if TYPE_CHECKING:
     from bridge.checkpoint.grouped import CodedTensor
+    from bridge.conversion.plan import PlannedTensor
 
 _OF_CODES = (None, "transposed", "conv1d")  # what can be done to codes, too
 _WINDOW = 16  # consecutive rows of a sample: a cache line of GPTQ's words
@@ -104,6 +106,14 @@ class PartReader:
                 raise self._other_shape(part)
             t = t.crop(out, columns)
         return t if part.columns is None else t.take_columns(part.columns)
+
+    def copied(self, tensor: PlannedTensor) -> np.ndarray | None:
+        """uint8: the bytes of a GGUF's tensor that keeps its type; None for all others."""
+        if not isinstance(self.ckpt, GgufCheckpoint) or {*tensor.how} != {"as it came"}:
+            return None
+        if any(self.stored_as(part) != tensor.type for part in tensor.parts):
+            return None
+        return self.ckpt.copied(tensor.name, tensor.type, tensor.shape)
 
     def floats(self, part: Part) -> Iterator[np.ndarray]:
         """A float part's rows as the GGUF has them, in chunks of float32."""

@@ -91,3 +91,8 @@ class Plan:
     def tied(self) -> bool:
         """Whether the embeddings are the output head too."""
         return tied(self.tensors)
+
+    @property
+    def by_gguf_names(self) -> bool:
+        """Whether tensors are read by their own names: those of a GGUF that is not calibrated."""
+        return all(part.source == tensor.name for tensor in self.tensors for part in tensor.parts)

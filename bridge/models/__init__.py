@@ -117,7 +117,7 @@ def tensors_of_gguf(
     """How the tensors of a GGUF are made from a checkpoint's: what its family's table says, read the other way.
 
     config  the parsed config.json of `folder`
-    stored  the GGUF's tensors: name -> shape
+    stored  the GGUF's tensors: name -> shape; those that scale tensors of NVFP4 are left to the caller
     arch    its general.architecture
 
     Raises BridgeError for an architecture that is unknown or not the GGUF's, and for tensors that do not match.
@@ -135,15 +135,19 @@ def tensors_of_gguf(
         args = replace(args, more=family.sizes(values, args))
     outline = fill_table(family, args, dict.fromkeys(all_names(family, args), ()))
     found, known = [], {tensor.name for tensor in outline.tensors}
+    not_needed = tuple(f".{row.name}" for row in family.table if row.optional)
     for tensor in outline.tensors:
         if tensor.name in stored:
             if tuple(stored[tensor.name]) != tensor.shape:
                 shapes = f"{list(stored[tensor.name])}, but the config requires {list(tensor.shape)}"
                 raise BridgeError(f"{tensor.name}: is {shapes}; config.json belongs to another model")
             found.append(tensor)
-        elif not any(part.source in outline.optional for part in tensor.parts) and tensor.origin != "config":
+        elif tensor.origin != "config" and not (
+            any(part.source in outline.optional for part in tensor.parts) or tensor.name.endswith(not_needed)
+        ):
             raise BridgeError(f"{tensor.name}: is missing from the GGUF; {path} belongs to another model")
-    if unknown := sorted(stored.keys() - known):
+    scales = {f"{tensor.name.removesuffix('.weight')}.{key}" for tensor in found for key in ("scale", "input_scale")}
+    if unknown := sorted(stored.keys() - known - scales):
         raise BridgeError(f"{unknown[0]}: {path} has no place for it; config.json belongs to another model")
     return found
 

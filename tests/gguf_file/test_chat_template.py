@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import signal
 import subprocess
 import sys
 from datetime import datetime
@@ -164,3 +165,10 @@ def test_where_the_system_sets_no_limit_the_clock_does(monkeypatch: pytest.Monke
 
     monkeypatch.setattr(subprocess, "run", overdue)
     assert str(rendered("x")) == "it runs for more than 60 seconds"
+
+
+def test_a_template_renders_where_no_signal_ends_a_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Windows has neither limits nor the signal."""
+    monkeypatch.delattr(signal, "SIGXCPU")
+    assert rendered("{{ messages | length }}") == "3"
+    assert re.search("recursion depth", str(rendered("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}")))

@@ -25,7 +25,7 @@ from bridge.runtime.model import Model
 from bridge.runtime.perplexity import perplexity
 from bridge.runtime.sampling import Sampler, Sampling
 from scripts.peers.llama_cpp import LlamaCpp
-from scripts.peers.reference import mean_kl
+from scripts.peers.predictions import mean_kl
 from tests.conftest import CHECKPOINT, ROOT, repacked
 
 PROMPT = "The history of the city"
@@ -106,7 +106,7 @@ def test_a_table_of_calls_computes_what_matrix_by_matrix_does(embedding: str, tm
     prepared.prepare()
     plain._decoder._builder.add_full_program = lambda buffers: None
     rows = [np.stack([m._decoder.next_scores(t).copy() for t in tokens]) for m in (prepared, plain)]
-    assert (prepared._decoder._one.scores.size > 0) == (embedding in BLOCKS)
+    assert (prepared._decoder._steps[1].scores.size > 0) == (embedding in BLOCKS)
     np.testing.assert_allclose(rows[0], rows[1], rtol=1e-3, atol=1e-3)
 
 
@@ -125,7 +125,7 @@ def test_weights_are_repacked_between_tokens_for_a_share_of_their_time(share: fl
         counts.append(sum(m.prepared for m in matrices))
     assert counts == sorted(counts)
     assert counts[-1] == (len(matrices) if share else 0)
-    assert model._decoder._one.full_program is not None
+    assert model._decoder._steps[1].full_program is not None
     if share:
         assert 0 < counts[0] < len(matrices)
         assert made == list(bridge.Model.load(path, context=64).prepare().generate_tokens(PROMPT, 12, temperature=0))
