@@ -21,6 +21,7 @@ from bridge.cli import main
 from bridge.conversion.converter import plan_checkpoint
 from bridge.errors import BridgeError
 from bridge.models.towers import ALL
+from tests.support.encode import write_gptq
 from tests.support.family_models import randomized
 from tests.support.make_families import plain, values_of
 from tests.support.make_towers import (
@@ -212,3 +213,16 @@ def test_llama_cpps_embeddings_are_those_of_transformers(name: str, tmp_path: Pa
     if name == "pixtral":  # a row of 4 patches ends with [IMG_BREAK]
         seen = np.delete(seen, [4, 9, 14], axis=0)
     assert np.abs(seen - expected).max() < 2e-3 * np.abs(expected).max()
+
+
+def test_the_codes_of_a_quantized_tower_are_carried_to_q8_0(tmp_path: Path) -> None:
+    floats = write_checkpoint(golden_of("gemma3"), tmp_path / "floats")
+    stored = write_gptq(tmp_path / "gptq", floats, group_size=32)
+    add_processor(tmp_path / "gptq")
+    module = "vision_tower.vision_model.encoder.layers.0.self_attn.k_proj"
+    for type, limit in (("Q8_0", 0.0), ("F16", 1e-3)):
+        report = bridge.convert(tmp_path / "gptq", tmp_path / f"{type}.gguf", mmproj_type=type)
+        made = {t.name: t for t in gguf.GGUFReader(report.outputs[1]).tensors}["v.blk.0.attn_k.weight"]
+        values = gguf.quants.dequantize(made.data, made.tensor_type)
+        assert made.tensor_type.name == type
+        assert np.abs(values - stored[module].dequantize()).max() <= limit
