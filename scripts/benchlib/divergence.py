@@ -15,6 +15,7 @@ from bridge.quantize import quantize_model
 from bridge.quantize.float_model import FloatModel as Streamed
 from bridge.quantize.forward_passes import output_hessians
 from scripts.peers import reference
+from scripts.peers.predictions import mean_kl
 
 from . import output_of
 
@@ -53,7 +54,7 @@ class FloatModel:
     def divergence(self, other: torch.nn.Module | reference.Weights) -> float:
         """Mean KL divergence, in nats a token, of a model or of this one with other weights."""
         model = other if isinstance(other, torch.nn.Module) else self.with_weights(other)
-        return reference.mean_kl(self._expected, reference.logits(model, self._test))
+        return mean_kl(self._expected, reference.logits(model, self._test))
 
     def quantized(self, layer: Any, **options: Any) -> tuple[float, float]:
         """The divergence after `quantize_model` with this method, and the seconds that quantizing took."""
