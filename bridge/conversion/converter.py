@@ -88,9 +88,9 @@ def convert_as(
         path = default_path(str(checkpoint))
     template = options.template if given is None else given.template
     imatrix = options.imatrix if given is None else given.imatrix
-    text = options.calibrate.text if options.calibrate else None
+    texts = options.calibrate.files if options.calibrate else []
     adapter = None if options.merge is None else read_adapter(options.merge)
-    reads = Taken().and_files(files_of(template, imatrix, options.plan, text))
+    reads = Taken().and_files(files_of(template, imatrix, options.plan, *texts))
     also = other_outputs(path.parent if path is not None else Path(), options)
 
     def check_all(path: Path | None, taken: Taken) -> None:

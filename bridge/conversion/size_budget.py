@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from bridge.blocks.read import WRITTEN
-from bridge.conversion.calibrate_plan import calibration_tokens
+from bridge.conversion.calibrate_plan import calibrating
 from bridge.conversion.gguf_writer import file_bytes, padded
 from bridge.conversion.layer_costs import LayerCosts
 from bridge.conversion.options import Budget
@@ -150,7 +150,7 @@ class _Search:
         self.done, self.steps = 0, len(parts) + len(self.groups) + budget.swaps + 2
         if self.progress:
             self.progress(0, self.steps, "")
-        tokens = calibration_tokens(model, settings, parts)
+        tokens = calibrating(model, settings, parts).tokens
         self.probe = _probe(tokens, budget.tokens)
         layers = LayerCosts(
             lambda module, type: planner.carries(*places[module], type),

@@ -30,6 +30,7 @@ class BlockInputs:
     items   blocks return a tuple of so many items, the next block's input first; None: that input alone
     calls   the other arguments for each block of a model: a later block may see another mask than the first
     file    holds the first argument while no block needs it; None: in memory
+    held    whether its tokens are held back; None: spans of them are, see `hessian`
     """
 
     x: Any
@@ -39,6 +40,7 @@ class BlockInputs:
     items: int | None = None
     calls: Sequence[tuple[tuple[Any, ...], dict[str, Any]]] = ()
     file: Path | None = None
+    held: bool | None = None
 
     def run(self, block: nn.Module) -> Any:
         """Call the block."""

@@ -7,7 +7,8 @@ upper half is accumulated and mirrored, since a BLAS need not return a symmetric
 GPTAQ (arXiv 2504.02692) also needs the cross term  C = 2/n sum (x_float - x) x^T: how the inputs, which come from
 quantized layers, differ from the float model's. An eighth of the tokens is held back to show how much of that is
 chance: their H and C are also kept separately (`alpha_of`). Held-back tokens come in short spans, since neighbours'
-inputs are alike, spread over the positions of all sequences.
+inputs are alike, spread over the positions of all sequences; or they are whole sequences of other kinds of text than
+the rest (`mixture`). `shrinkage_of` chooses on them too.
 """
 
 import numpy as np
@@ -20,6 +21,9 @@ _HELD_BACK = 8  # one span of so many
 _SPAN = 32  # tokens
 _GOLDEN = (5**0.5 - 1) / 2  # its multiples, modulo 1, are spread evenly and never repeat
 _TILE = 256
+_OUTLIER = 1000  # times the median power
+_SHRINKAGES = (0.05, 0.1, 0.2, 0.3, 0.5, 0.7)  # that are tried, until one is worse
+_COLUMNS = 2048
 LEAST_DAMPING = 1e-6  # if a damping of 0 is not enough
 MOST_DAMPING = 1.0  # times the mean of diag H; beyond it, little of the Hessian is left
 
@@ -27,7 +31,8 @@ MOST_DAMPING = 1.0  # times the mean of diag H; beyond it, little of the Hessian
 class Hessian:
     """H of one layer, float32 [columns, columns], accumulated batch by batch; with float inputs also `cross`.
 
-    held  the Hessian of the tokens held back (`held_back`), with float inputs only
+    held       the Hessian of the tokens held back: whole batches of them, or with float inputs spans (`held_back`)
+    shrinkage  what `shrinkage_of` found; None: it has not been asked
     """
 
     def __init__(self, name: str, columns: int, device: torch.device | str = "cpu") -> None:
@@ -37,22 +42,26 @@ class Hessian:
         self.matrix = torch.zeros(columns, columns, device=device)
         self.cross: torch.Tensor | None = None
         self.held: Hessian | None = None
+        self.shrinkage: float | None = None
 
-    def add(self, x: torch.Tensor, x_float: torch.Tensor | None = None) -> None:
+    def add(self, x: torch.Tensor, x_float: torch.Tensor | None = None, held: bool | None = None) -> None:
         """Add tokens: x [tokens, columns] of the quantized model, x_float of the float model.
+
+        held  whether all of them are held back; None: with float inputs, spans of them are
 
         Raises BridgeError if an activation is NaN or infinite.
         """
         x = x.reshape(-1, x.shape[-1]).to(self.matrix.device, torch.float32)
-        if x_float is None:
+        if x_float is not None:
+            x_float = x_float.reshape(x.shape).to(x)
+        if held is None and x_float is None:
             self._add(x, None)
             return
-        x_float = x_float.reshape(x.shape).to(x)
         if self.held is None:
             self.held = Hessian(self.name, x.shape[1], x.device)
-        held = held_back(self.tokens, len(x)).to(x.device)
+        those = held_back(self.tokens, len(x)).to(x.device) if held is None else slice(None if held else len(x), None)
         self._add(x, x_float)
-        self.held._add(x[held], x_float[held])
+        self.held._add(x[those], None if x_float is None else x_float[those])
 
     def _add(self, x: torch.Tensor, x_float: torch.Tensor | None) -> None:
         if not len(x):
@@ -92,10 +101,14 @@ def held_back(first: int, count: int) -> torch.Tensor:
 def damp(hessian: torch.Tensor, damping: float) -> None:
     """H + damping * mean(diag H) * I, in place.
 
-    Without damping, dead columns, whose input is always 0, get the least that keeps H invertible.
+    Columns of more than 1,000 times the median power count as those of 1,000 times: a single one of a million times it
+    would otherwise damp all others until nothing of how they correlate is left. Without damping, dead columns, whose
+    input is always 0, get the least that keeps H invertible.
     """
     diagonal = hessian.diagonal()
-    mean = float(diagonal.mean())
+    alive = diagonal[diagonal > 0]
+    most = _OUTLIER * float(alive.median()) if len(alive) else 0.0
+    mean = float(diagonal.clamp(max=most).mean())
     diagonal += damping * mean
     diagonal[diagonal == 0] = LEAST_DAMPING * mean or 1.0
 
@@ -162,6 +175,46 @@ def _solved(product: torch.Tensor, hessian: torch.Tensor, damping: float) -> tor
     damp(hessian, damping)
     factor = inverse_factor(hessian)
     return None if factor is None else product @ factor.to(product).T @ factor.to(product)
+
+
+def shrinkage_of(hessian: Hessian, damping: float) -> float:
+    """The shrinkage of H, see `shrunk`, that serves the tokens held back best; 0 without such tokens.
+
+    Fitted to all other tokens. Each rounding error z of a column moves the later ones: E = Z T, with the rows of T
+    those of the triangular factor of `inverse_factor` divided by its diagonal. So with errors of equal power,
+    independent of each other, the held-back tokens lose  sum diag(T H T^T). Of more than 2,048
+    columns, so many are taken.
+    """
+    held = hessian.held
+    if hessian.shrinkage is None:
+        hessian.shrinkage = 0.0
+        if held is not None and 0 < held.tokens < hessian.tokens:
+            share = held.tokens / hessian.tokens
+            some = slice(None, None, -(-len(hessian.matrix) // _COLUMNS))
+            own = held.matrix[some, some]
+            rest = torch.sub(hessian.matrix[some, some], own, alpha=share).div_(1 - share)
+            least = _lost(rest, own, 0.0, damping)
+            for shrinkage in _SHRINKAGES:
+                lost = _lost(rest, own, shrinkage, damping)
+                if not lost < least:
+                    break
+                least, hessian.shrinkage = lost, shrinkage
+    return hessian.shrinkage
+
+
+def _lost(fitted: torch.Tensor, held: torch.Tensor, shrinkage: float, damping: float) -> float:
+    work = shrunk(fitted, shrinkage)
+    damp(work, damping)
+    factor = inverse_factor(work)
+    if factor is None:
+        return float("inf")
+    factor /= factor.diagonal()[:, None].clone()
+    return float((factor @ held).mul_(factor).sum(dtype=torch.float64))
+
+
+def shrunk(hessian: torch.Tensor, shrinkage: float) -> torch.Tensor:
+    """A copy of H whose off-diagonals are 1 - shrinkage times as large."""
+    return (hessian * (1 - shrinkage)).diagonal_scatter(hessian.diagonal())
 
 
 def inverse_factor(hessian: torch.Tensor) -> torch.Tensor | None:
