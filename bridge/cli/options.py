@@ -102,7 +102,7 @@ def calibration(a: argparse.Namespace, progress: Progress | None) -> Calibration
 
 def add_budget(p: argparse.ArgumentParser, requantize: bool = False) -> None:
     """The options of `Budget`; `budget` reads them."""
-    names = ["size", "bpw", "swaps", "plan_out", *(["requantize"] if requantize else [])]
+    names = ["size", "bpw", "swaps", "plan_out", "tensor_types_out", *(["requantize"] if requantize else [])]
     add_options(p.add_argument_group("size budget (with --calibrate)"), Budget, names)
 
 

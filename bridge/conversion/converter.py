@@ -22,7 +22,7 @@ from bridge.conversion.importance import Importance
 from bridge.conversion.options import ConvertOptions, PlanOptions
 from bridge.conversion.paths import default_path, files_of, layers_of, other_outputs, with_checkpoint
 from bridge.conversion.plan import Plan, PlannedTensor, main_type
-from bridge.conversion.plan_file import save_plan
+from bridge.conversion.plan_file import save_plan, save_tensor_types
 from bridge.conversion.plan_reader import load_plan
 from bridge.conversion.planner import Planner, holds, make_plan, with_scales
 from bridge.conversion.recipe import PRESETS
@@ -125,6 +125,8 @@ def convert_as(
             plan = within_budget(plan, planner, calibrate, options.budget, path)
             if options.budget.plan_out is not None:
                 save_plan(plan, str(checkpoint), options.budget.plan_out)
+            if options.budget.tensor_types_out is not None:
+                save_tensor_types(plan, options.budget.tensor_types_out)
         if calibrate is not None:
             optional = options.budget is not None
             plan, layers, more = quantize_planned(

@@ -88,8 +88,15 @@ def within_budget(plan: Plan, planner: Planner, settings: Calibration, budget: B
     chosen.curve = search.curve(fixed)
     used = f"{size} of {limit} bytes" if limit - size else f"{size} bytes, all of them"
     chosen.notes = [*plan.notes, *(f"{t.name}: no layer that can be measured; stays {t.type}" for t in left)]
-    chosen.notes.append(f"size budget: {size_text(size)}, {used}; {search.note()}")
+    chosen.notes.append(f"size budget: {size_text(size)}, {used}; {search.note()}{_place(chosen.curve, size)}")
     return chosen
+
+
+def _place(curve: Sequence[tuple[int, float]], size: int) -> str:
+    """What the next smaller and larger files of the curve would have."""
+    near = [*[point for point in curve if point[0] < size][-1:], *[point for point in curve if point[0] > size][:1]]
+    others = [f"{size_text(bytes_)} would have about {loss:.1e}" for bytes_, loss in near]
+    return f"; by the estimates, {' and '.join(others)}" if others else ""
 
 
 def _limit(plan: Plan, budget: Budget) -> int:

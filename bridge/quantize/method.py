@@ -66,7 +66,7 @@ def superblocks(type: str) -> Callable[[int, int], SuperblockGrid | CodebookGrid
     if type in CALIBRATED:
         return lambda rows, columns: CodebookGrid(CALIBRATED[type], rows, columns)
     if type not in BLOCKS:
-        raise BridgeError(f"unknown type {type!r}: choose one of {', '.join((*BLOCKS, *CALIBRATED))}")
+        raise BridgeError(f"unknown type {type!r}: choose one of {', '.join(BLOCKS | CALIBRATED)}")
     return lambda rows, columns: SuperblockGrid(BLOCKS[type], rows, columns)
 
 
